@@ -1,0 +1,50 @@
+# make quickstart   set up .venv and run both stages on this machine
+# make test         set up .venv and run the linter, the type checker and the tests
+# Both do all the set-up and repeat none of it while pyproject.toml, setup.py and csrc/ stay as they are.
+# They need Python >= 3.10 (PYTHON=python3.12 chooses one), a C++ compiler and make. Options for pip go in PIP_ARGS.
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+BUILT := ls smopd/_C*.so >/dev/null 2>&1 || echo "smopd._C was not built (pip -v says why): the reference serves"
+SOURCES := pyproject.toml setup.py $(shell find csrc -type f)
+.DEFAULT_GOAL := help
+
+.PHONY: help quickstart test lint clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -4
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch comes first and the build is not isolated: smopd._C is compiled against the very torch that it will run with.
+$(VENV)/.torch: pyproject.toml | $(BIN)/python
+	$(PIP) install $(PIP_ARGS) "setuptools>=77" wheel "torch>=2.11,<2.14"
+	@touch $@
+
+$(VENV)/.installed: $(SOURCES) $(VENV)/.torch
+	$(PIP) install $(PIP_ARGS) --no-build-isolation -e .
+	@$(BUILT)
+	@touch $@
+
+$(VENV)/.installed-test: $(SOURCES) $(VENV)/.torch
+	$(PIP) install $(PIP_ARGS) --no-build-isolation -e ".[test]"
+	@$(BUILT)
+	@touch $@ $(VENV)/.installed
+
+quickstart: $(VENV)/.installed
+	$(BIN)/python -m smopd.train
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info smopd/_C.*so .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,121 @@
+// The kappa largest entries of a stream of blocks, exactly, ties to the lower id.
+//
+// A key holds a value and its id in one integer. Keys above a threshold are appended; when the buffer is full
+// it is cut back to the kappa largest, and the smallest of those becomes the threshold. Ids come in ascending
+// order, so an entry equal to the threshold never belongs to the result: the test is "larger than".
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <vector>
+
+#include "simd.h"
+
+namespace smopd {
+
+constexpr int64_t kLanes = 32;       // width of a step of the collection: the bits of one mask
+constexpr int64_t kMaxRanked = 192;  // keys up to which counting the larger ones beats a sort
+constexpr int32_t kBisections = 8;   // of a row's first threshold; each halves the interval
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+// Sorts like (value ascending, id descending), so the largest key is the largest value at its lowest id.
+// -0 and +0 are one value; a NaN is above +inf.
+SMOPD_INLINE int64_t make_key(float value, int64_t id) {
+  const uint32_t bits = float_to_bits(value);
+  const int32_t magnitude = int32_t(bits & 0x7fffffffu);
+  const int32_t number = bits >> 31 ? -magnitude : magnitude;
+  const int32_t order = value != value ? std::numeric_limits<int32_t>::max() : number;
+  return int64_t((uint64_t(uint32_t(order)) << 32) | uint32_t(~uint32_t(id)));
+}
+
+SMOPD_INLINE int64_t key_id(int64_t key) { return int64_t(uint32_t(~uint32_t(uint64_t(key)))); }
+
+// The largest keys seen so far. Up to `capacity` are kept and then cut back to the kappa largest at once.
+struct Candidates {
+  int64_t kappa;
+  int64_t capacity;
+  int64_t count = 0;
+  float threshold = -kInf;  // only larger values can still enter
+  std::vector<int64_t> keys;
+  std::vector<int64_t> sorted;
+
+  explicit Candidates(int64_t kappa_in)
+      : kappa(kappa_in), capacity(2 * kappa_in + kLanes), keys(capacity + kLanes), sorted(kappa_in) {}
+
+  void reset() {
+    count = 0;
+    threshold = kappa > 0 ? -kInf : kInf;
+  }
+};
+
+// Moves the kappa largest keys to the front, in descending order. Needs count >= kappa >= 1.
+SMOPD_INLINE void prune(Candidates& top) {
+  if (top.count > kMaxRanked) {
+    std::nth_element(top.keys.begin(), top.keys.begin() + (top.kappa - 1), top.keys.begin() + top.count,
+                     std::greater<int64_t>());
+    std::sort(top.keys.begin(), top.keys.begin() + top.kappa, std::greater<int64_t>());
+  } else {
+    // Keys differ, so the number of larger ones is a key's place: no branch to mispredict.
+    const int64_t* keys = top.keys.data();
+    for (int64_t i = 0; i < top.count; ++i) {
+      int64_t place = 0;
+      for (int64_t j = 0; j < top.count; ++j) place += keys[j] > keys[i] ? 1 : 0;
+      if (place < top.kappa) top.sorted[place] = keys[i];
+    }
+    std::copy(top.sorted.begin(), top.sorted.end(), top.keys.begin());
+  }
+  top.count = top.kappa;
+}
+
+// A threshold that at least kappa entries of the block exceed, and few more: bisection on the value, with a
+// vectorised count. It spares the first block of a row the collection of nearly everything.
+SMOPD_INLINE float first_threshold(
+    const Candidates& top, const float* block, int64_t padded, float lowest_lane, float highest) {
+  float below = -kInf;
+  if (top.kappa >= kLanes || !(lowest_lane > -kInf) || !(highest < kInf)) return below;
+  float low = lowest_lane;
+  float high = highest;
+  for (int32_t step = 0; step < kBisections; ++step) {
+    const float middle = low + 0.5f * (high - low);
+    int32_t larger = 0;
+    for (int64_t j = 0; j < padded; ++j) larger += block[j] > middle ? 1 : 0;
+    if (larger < top.kappa) {
+      high = middle;
+    } else {
+      below = low = middle;
+      if (larger <= top.capacity / 2) break;
+    }
+  }
+  return below;
+}
+
+// Appends the block's entries above the threshold; padding is -inf and never among them.
+template <typename T>
+SMOPD_INLINE void collect(Candidates& top, const T* row, const float* block, int64_t start, int64_t padded) {
+  for (int64_t j = 0; j < padded; j += kLanes) {
+    uint32_t hits = 0;
+    for (int64_t l = 0; l < kLanes; ++l) hits |= block[j + l] > top.threshold ? uint32_t(1) << l : 0u;
+    for (; hits != 0; hits &= hits - 1) {
+      const int64_t l = __builtin_ctz(hits);
+      top.keys[top.count++] = make_key(block[j + l], start + j + l);
+    }
+    if (top.count >= top.capacity) {
+      prune(top);
+      top.threshold = to_float(row[key_id(top.keys[top.kappa - 1])]);
+    }
+  }
+}
+
+// Rows that the streaming collection cannot serve: with a NaN, or with fewer than kappa entries above -inf.
+template <typename T>
+void collect_all(Candidates& top, const T* row, int64_t vocab) {
+  std::vector<int64_t> keys(vocab);
+  for (int64_t v = 0; v < vocab; ++v) keys[v] = make_key(to_float(row[v]), v);
+  std::partial_sort(keys.begin(), keys.begin() + top.kappa, keys.end(), std::greater<int64_t>());
+  std::copy(keys.begin(), keys.begin() + top.kappa, top.keys.begin());
+}
+
+}  // namespace smopd

@@ -1,0 +1,78 @@
+"""Processes and devices: one process group for one process and for torchrun alike."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@contextmanager
+def process_group() -> Iterator[torch.device]:
+    """Joins torchrun's group, or makes a group of one; yields this process's device and leaves at the end."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    owned = not dist.is_initialized()
+    if owned:
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=timedelta(minutes=30))
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield device
+    finally:
+        if owned and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def barrier() -> None:
+    if world_size() > 1:
+        dist.barrier()
+
+
+def all_reduce(value: Tensor, op: str = "sum") -> Tensor:
+    """`value` reduced over all ranks ("sum", "max" or "min"), the same on each.
+
+    The argument is left alone.
+    """
+    value = value.clone()
+    if world_size() == 1:
+        return value
+    dist.all_reduce(
+        value, op={"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
+    )
+    return value
+
+
+def gather_objects(value: object) -> list:
+    """Every rank's object, in rank order, on every rank."""
+    if world_size() == 1:
+        return [value]
+    gathered: list = [None] * world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def broadcast_object(value: object) -> object:
+    """Rank 0's object on every rank."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]

@@ -1,0 +1,34 @@
+"""The protocol of a rollout engine.
+
+Prompts in, responses with their log-probabilities out, weights by version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from smopd.engine.types import Rollout, Sampling
+
+
+class RolloutEngine(Protocol):
+    """Samples from its own copy of the policy; each rank has one and calls it on its own prompts."""
+
+    policy_version: int
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], groups: Sequence[int], sampling: Sampling
+    ) -> list[Rollout]:
+        """`sampling.n` responses to each prompt, those of one prompt together and in order of sample.
+
+        Args:
+            prompts: token ids, template applied.
+            groups: one number a prompt, which keys its random draws and tells equal prompts apart.
+        """
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Takes full tensors by their transformers names, and serves them as `version` from now on."""
+        ...

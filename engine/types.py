@@ -1,0 +1,112 @@
+"""What crosses the rooms between sampling, scoring and training: frozen, torch only.
+
+Shapes: N response tokens of a batch in flat order (responses one after another), M teachers, S = kappa
+support entries, L positions of a packed row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn. Draws depend only on (seed, prompt key, sample, position)."""
+
+    n: int = 1
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    max_new_tokens: int = 1024
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One response to one prompt."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: Tensor
+    """(T,) int64 on the CPU, the end-of-sequence token included where it was reached."""
+    logps: Tensor
+    """(T,) fp32, nats, under the distribution that the tokens were drawn from."""
+    group: int
+    """Which prompt of the global batch this answers; equal prompts keep different groups."""
+    finished: bool
+    """Ended by an end-of-sequence token rather than by the limit."""
+    policy_version: int = 0
+
+
+@dataclass(frozen=True)
+class TeacherTopK:
+    """The teachers' largest log-probabilities at each response token, and the sampled token's own."""
+
+    ids_NMS: Tensor
+    logps_NMS: Tensor
+    token_logps_NM: Tensor
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """A packed micro-batch: rows of several sequences, told apart by an attention mask.
+
+    A prompt may stand once for several responses: a position sees the prompt of its unit and its own
+    response.
+    """
+
+    input_ids: Tensor
+    """(rows, L) int64."""
+    position_ids: Tensor
+    """(rows, L) int64, from 0 in each prompt."""
+    unit_ids: Tensor
+    """(rows, L) int64, the prompt a position belongs to; -1 is padding."""
+    sample_ids: Tensor
+    """(rows, L) int64, the response a position belongs to; -1 is the prompt's own."""
+    predictor_N: Tensor
+    """(N,) int64, the flat position in (rows * L) whose hidden state predicts each response token."""
+    token_ids_N: Tensor
+    """(N,) int64, the response tokens."""
+    flat_N: Tensor
+    """(N,) int64, where each token stands in the flat order of the whole batch."""
+
+    def attention_mask(self) -> Tensor:
+        """(rows, 1, L, L) bool, True where a position may look. Padding sees itself, so no row is empty."""
+        length = self.input_ids.shape[1]
+        same_unit = self.unit_ids[:, :, None] == self.unit_ids[:, None, :]
+        visible = (self.sample_ids[:, None, :] < 0) | (
+            self.sample_ids[:, :, None] == self.sample_ids[:, None, :]
+        )
+        causal = torch.ones(length, length, dtype=torch.bool, device=self.input_ids.device).tril()
+        return (same_unit & visible & causal)[:, None]
+
+    def to(self, device: torch.device) -> TokenBatch:
+        return TokenBatch(**{name: value.to(device) for name, value in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How sequences are laid out for a forward pass; changes speed and memory, never a result."""
+
+    micro_batch_tokens: int = 16_384
+    row_tokens: int = 0
+    share_prompts: bool = True
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """What the trained model's optimiser and layout need; see smopd.config.Student for each field."""
+
+    learning_rate: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    adam_eps: float = 1e-8
+    warmup_steps: int = 0
+    max_grad_norm: float = 1.0
+    compute_dtype: str = "bfloat16"
+    packing: Packing = Packing()
+    head_chunk_bytes: int = 256 << 20
+    gradient_checkpointing: bool = False
+    max_skipped_updates: int = 3

@@ -1,0 +1,232 @@
+"""Checks of arguments, in the house's words: the operation, the argument, what came, what was expected.
+
+The first part looks at shapes, dtypes and devices only. The second part, run when SMOPD_DEBUG=1, looks at
+values and synchronises with the device.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smopd.kernels.types import LossSettings, LossTokens
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+INTS = (torch.int32, torch.int64)
+WHITENINGS = ("responses", "tokens", None)
+MASS_SLACK = 1e-3  # a sparse target's mass may exceed 1 by this much rounding in the debug check
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _shape(sizes: Sequence[object]) -> str:
+    return f"({', '.join(map(str, sizes))}{',' if len(sizes) == 1 else ''})"
+
+
+def check_tensor(
+    op: str,
+    name: str,
+    value: Any,
+    sizes: Sequence[int | str],
+    dtypes: Sequence[torch.dtype],
+    *,
+    like: tuple[str, Tensor] | None = None,
+) -> None:
+    """sizes: a number is required, a letter stands for any size. like: (name, tensor) it has to match."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} is {type(value).__name__}, expected a tensor of shape {_shape(sizes)}")
+    match = "" if like is None else f" to match {like[0]} {tuple(like[1].shape)}"
+    fits = value.dim() == len(sizes) and all(
+        isinstance(size, str) or size == got for size, got in zip(sizes, value.shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"{op}: {name} has shape {tuple(value.shape)}, expected {_shape(sizes)}{match}")
+    if value.dtype not in dtypes:
+        raise ValueError(
+            f"{op}: {name} has dtype {str(value.dtype).removeprefix('torch.')}, expected {_names(dtypes)}"
+        )
+    if like is not None and value.device != like[1].device:
+        raise ValueError(f"{op}: {name} is on {value.device}, expected {like[1].device} to match {like[0]}")
+
+
+def check_logits(op: str, logits_NV: Any) -> None:
+    check_tensor(op, "logits_NV", logits_NV, ("N", "V"), FLOATS)
+    if logits_NV.shape[1] == 0:
+        raise ValueError(f"{op}: logits_NV has shape {tuple(logits_NV.shape)}, expected V of at least 1")
+    if logits_NV.shape[1] > 1 and logits_NV.stride(1) != 1:
+        raise ValueError(f"{op}: logits_NV has stride {logits_NV.stride(1)} along V, expected 1")
+
+
+def check_linear(op: str, hidden_ND: Any, weight_VD: Any, bias_V: Any, chunk_bytes: int) -> None:
+    check_tensor(op, "hidden_ND", hidden_ND, ("N", "D"), FLOATS)
+    like = ("hidden_ND", hidden_ND)
+    check_tensor(op, "weight_VD", weight_VD, ("V", hidden_ND.shape[1]), (hidden_ND.dtype,), like=like)
+    if bias_V is not None:
+        sizes = (weight_VD.shape[0],)
+        check_tensor(op, "bias_V", bias_V, sizes, (hidden_ND.dtype,), like=("weight_VD", weight_VD))
+    if chunk_bytes < 1:
+        raise ValueError(f"{op}: chunk_bytes is {chunk_bytes}, expected at least 1")
+
+
+def check_kappa(op: str, kappa: Any, n_vocab: int | None = None) -> None:
+    if isinstance(kappa, bool) or not isinstance(kappa, int) or kappa < 0:
+        raise ValueError(f"{op}: kappa is {kappa!r}, expected an integer of at least 0")
+    if n_vocab is not None and kappa > n_vocab:
+        raise ValueError(f"{op}: kappa is {kappa}, expected at most V = {n_vocab}")
+
+
+def check_temperature(op: str, temperature: float) -> None:
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ValueError(f"{op}: temperature is {temperature}, expected a finite number above 0")
+
+
+def check_token_ids(op: str, token_ids_N: Any, like: tuple[str, Tensor]) -> None:
+    check_tensor(op, "token_ids_N", token_ids_N, (like[1].shape[0],), INTS, like=like)
+
+
+def check_target(op: str, ids_NS: Any, logps_NS: Any, like: tuple[str, Tensor]) -> None:
+    check_tensor(op, "target_ids_NS", ids_NS, (like[1].shape[0], "S"), INTS, like=like)
+    check_tensor(op, "target_logps_NS", logps_NS, ids_NS.shape, FLOATS, like=("target_ids_NS", ids_NS))
+
+
+def check_teachers(
+    op: str,
+    ids_NMS: Any,
+    logps_NMS: Any,
+    log_alpha: Any,
+    like: tuple[str, Tensor] | None = None,
+    prefix: str = "",
+) -> None:
+    n_rows: int | str = "N" if like is None else like[1].shape[0]
+    name = f"{prefix}ids_NMS"
+    check_tensor(op, name, ids_NMS, (n_rows, "M", "S"), INTS, like=like)
+    check_tensor(op, f"{prefix}logps_NMS", logps_NMS, ids_NMS.shape, FLOATS, like=(name, ids_NMS))
+    if not isinstance(log_alpha, Tensor):
+        raise TypeError(
+            f"{op}: log_alpha is {type(log_alpha).__name__}, expected a tensor of shape (M,) or (N, M)"
+        )
+    want = tuple(ids_NMS.shape[:2])
+    shape = (1,) * (2 - log_alpha.dim()) + tuple(log_alpha.shape)
+    if len(shape) != 2 or any(size not in (1, full) for size, full in zip(shape, want, strict=True)):
+        raise ValueError(
+            f"{op}: log_alpha has shape {tuple(log_alpha.shape)}, expected (M,), (N, M) or what broadcasts "
+            f"to {want}, to match {name} {tuple(ids_NMS.shape)}"
+        )
+    if log_alpha.dtype not in FLOATS:
+        raise ValueError(f"{op}: log_alpha has dtype {log_alpha.dtype}, expected {_names(FLOATS)}")
+    if log_alpha.device != ids_NMS.device:
+        raise ValueError(
+            f"{op}: log_alpha is on {log_alpha.device}, expected {ids_NMS.device} to match {name}"
+        )
+
+
+def check_loss_tokens(op: str, tokens: LossTokens, settings: LossSettings, like: tuple[str, Tensor]) -> None:
+    if not isinstance(tokens, LossTokens):
+        raise TypeError(f"{op}: tokens is {type(tokens).__name__}, expected LossTokens")
+    if not isinstance(settings, LossSettings):
+        raise TypeError(f"{op}: settings is {type(settings).__name__}, expected LossSettings")
+    check_token_ids(op, tokens.token_ids_N, like)
+    n_rows = like[1].shape[0]
+    columns = ("old_logp_N", "kl_weight_N", "ent_weight_N", "reverse_adv_N", "reverse_weight_N")
+    for name in ("adv_N", "pg_weight_N", *columns):
+        value = getattr(tokens, name)
+        if value is not None or name not in columns:
+            check_tensor(op, name, value, (n_rows,), FLOATS, like=like)
+    has_target = tokens.target_ids_NS is not None or tokens.target_logps_NS is not None
+    has_teachers = tokens.teacher_ids_NMS is not None or tokens.teacher_logps_NMS is not None
+    if has_target and has_teachers:
+        raise ValueError(f"{op}: both a target and teachers came, expected target_* or teacher_*, not both")
+    if has_target:
+        check_target(op, tokens.target_ids_NS, tokens.target_logps_NS, like)
+    if has_teachers:
+        teachers = (tokens.teacher_ids_NMS, tokens.teacher_logps_NMS, tokens.log_alpha)
+        check_teachers(op, *teachers, like, prefix="teacher_")
+    if (has_target or has_teachers) and tokens.kl_weight_N is None:
+        raise ValueError(f"{op}: kl_weight_N is None with a target, expected (N,) (zeros: statistics only)")
+    if tokens.reverse_adv_N is not None and tokens.kl_weight_N is None and tokens.reverse_weight_N is None:
+        raise ValueError(f"{op}: reverse_weight_N and kl_weight_N are None with reverse_adv_N, expected one")
+    if settings.entropy_coef != 0.0 and tokens.ent_weight_N is None:
+        raise ValueError(
+            f"{op}: ent_weight_N is None with entropy_coef {settings.entropy_coef}, expected (N,)"
+        )
+
+
+def check_rewards(
+    op: str,
+    rewards_RK: Any,
+    group_R: Any,
+    weights_K: Any,
+    lengths_R: Any = None,
+    whiten: Any = None,
+    norm_eps: float = 0.0,
+) -> None:
+    check_tensor(op, "rewards_RK", rewards_RK, ("R", "K"), FLOATS)
+    like = ("rewards_RK", rewards_RK)
+    check_tensor(op, "group_R", group_R, (rewards_RK.shape[0],), (torch.int64,), like=like)
+    if weights_K is not None:
+        check_tensor(op, "weights_K", weights_K, (rewards_RK.shape[1],), FLOATS, like=like)
+    if lengths_R is not None:
+        check_tensor(op, "lengths_R", lengths_R, (rewards_RK.shape[0],), (*INTS, *FLOATS), like=like)
+    if whiten not in WHITENINGS:
+        raise ValueError(f"{op}: whiten is {whiten!r}, expected one of {WHITENINGS}")
+    if whiten == "tokens" and lengths_R is None:
+        raise ValueError(f"{op}: lengths_R is None with whiten='tokens', expected (R,) response lengths")
+    if not (math.isfinite(norm_eps) and norm_eps >= 0):
+        raise ValueError(f"{op}: norm_eps is {norm_eps}, expected a finite number of at least 0")
+
+
+# ---- values: SMOPD_DEBUG=1 ----
+
+
+def debugging() -> bool:
+    return os.environ.get("SMOPD_DEBUG", "0") not in ("", "0")
+
+
+def debug_ids(op: str, name: str, ids: Tensor | None, n_vocab: int, live: Tensor | None = None) -> None:
+    """live: the slots that count, where some do not."""
+    if ids is None:
+        return
+    bad = (ids < 0) | (ids >= n_vocab)
+    bad = bad if live is None else bad & live
+    if bool(bad.any()):
+        raise ValueError(
+            f"{op}: {name} holds {int(bad.sum())} ids outside [0, {n_vocab}), the first is {int(ids[bad][0])}"
+        )
+
+
+def debug_finite(op: str, name: str, value: Tensor | None, *, allow_minus_inf: bool = False) -> None:
+    if value is None:
+        return
+    bad = ~value.isfinite()
+    bad = bad & (value != -torch.inf) if allow_minus_inf else bad
+    if bool(bad.any()):
+        expected = "finite values or -inf" if allow_minus_inf else "finite values"
+        raise ValueError(f"{op}: {name} holds {int(bad.sum())} bad values, expected {expected}")
+
+
+def debug_target(op: str, prefix: str, ids: Tensor | None, logps: Tensor | None, n_vocab: int | None) -> None:
+    """Ids in range, log-probabilities finite or -inf, mass along the last dimension at most 1."""
+    if ids is None or logps is None:
+        return
+    if n_vocab is not None:
+        debug_ids(op, f"{prefix}ids", ids, n_vocab, logps > -torch.inf)
+    debug_finite(op, f"{prefix}logps", logps, allow_minus_inf=True)
+    mass = logps.double().exp().sum(-1)
+    if mass.numel() > 0 and float(mass.max()) > 1.0 + MASS_SLACK:
+        raise ValueError(f"{op}: {prefix}logps has mass {float(mass.max()):.6f}, expected at most 1")
+
+
+def debug_loss_tokens(op: str, tokens: LossTokens, n_vocab: int) -> None:
+    debug_ids(op, "token_ids_N", tokens.token_ids_N, n_vocab)
+    debug_target(op, "target_", tokens.target_ids_NS, tokens.target_logps_NS, n_vocab)
+    debug_target(op, "teacher_", tokens.teacher_ids_NMS, tokens.teacher_logps_NMS, n_vocab)
+    debug_finite(op, "log_alpha", tokens.log_alpha, allow_minus_inf=True)
+    for name in ("adv_N", "pg_weight_N", "old_logp_N", "kl_weight_N", "ent_weight_N", "reverse_adv_N"):
+        debug_finite(op, name, getattr(tokens, name))

@@ -1,0 +1,196 @@
+"""Top-kappa, mixture and forward KL in plain PyTorch: their definition, and the fallback of every backend.
+
+Computed at the precision of the inputs: bf16 and fp16 are widened to fp32, fp64 stays fp64. Arguments are
+taken as checked (smopd.ops does that). The rows' softmax and gradient are in reference_rows.py, the loss in
+reference_loss.py, the linear forms in reference_linear.py, the advantages in reference_advantages.py.
+
+Shapes: N tokens, V vocabulary, M teachers, S support entries (kappa).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from smopd.kernels.reference_rows import (
+    Rows,
+    merge_sorted,
+    prepare_target,
+    row_chunks,
+    rows_forward,
+    rows_gradient,
+    widen,
+)
+from smopd.kernels.types import Mixture, TopK, compute_dtype
+
+_ID_BITS = 32
+
+
+# ---- top-kappa ----
+
+
+def topk_logprobs(
+    logits_NV: Tensor, kappa: int, *, token_ids_N: Tensor | None = None, temperature: float = 1.0
+) -> TopK:
+    n_rows = logits_NV.shape[0]
+    dtype = compute_dtype(logits_NV.dtype)
+    ids_NS = torch.empty(n_rows, kappa, dtype=torch.int32, device=logits_NV.device)
+    logps_NS = torch.empty(n_rows, kappa, dtype=dtype, device=logits_NV.device)
+    token_logp_N = None if token_ids_N is None else torch.empty(n_rows, dtype=dtype, device=logits_NV.device)
+    for start, stop in row_chunks(logits_NV):
+        scaled_NV = widen(logits_NV[start:stop].detach(), temperature)
+        lse_N1 = scaled_NV.logsumexp(-1, keepdim=True)
+        values_NS, ids = _topk_lowest_ids(scaled_NV, kappa)
+        ids_NS[start:stop] = ids
+        logps_NS[start:stop] = values_NS - lse_N1
+        if token_ids_N is not None and token_logp_N is not None:
+            picked_N1 = scaled_NV.gather(-1, token_ids_N[start:stop, None].long())
+            token_logp_N[start:stop] = (picked_N1 - lse_N1)[:, 0]
+    return TopK(ids_NS, logps_NS, token_logp_N)
+
+
+def _topk_lowest_ids(values_NV: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
+    """torch.topk, sorted, with ties to the lower id, which torch does not promise."""
+    n_vocab = values_NV.shape[-1]
+    top_NS, ids_NS = values_NV.topk(min(kappa + 1, n_vocab), dim=-1)
+    if kappa == 0:
+        return top_NS[:, :0], ids_NS[:, :0]
+    if kappa < n_vocab:
+        # Only a row whose entry kappa + 1 equals its entry kappa can hold the wrong members of a tie.
+        tied_N = top_NS[:, kappa - 1] == top_NS[:, kappa]
+        top_NS, ids_NS = top_NS[:, :kappa], ids_NS[:, :kappa]
+        if values_NV.device.type == "cpu":
+            rows = tied_N.nonzero()[:, 0]
+            if rows.numel() > 0:
+                ids_NS = ids_NS.index_copy(0, rows, _lowest_ids_above(values_NV[rows], top_NS[rows]))
+        else:  # no synchronisation on an accelerator: all rows
+            ids_NS = torch.where(tied_N[:, None], _lowest_ids_above(values_NV, top_NS), ids_NS)
+    # Values are sorted already; within a run of equals the ids must ascend.
+    run_NS = torch.zeros_like(ids_NS)
+    run_NS[:, 1:] = (top_NS[:, 1:] != top_NS[:, :-1]).cumsum(-1)
+    keys_NS = ((run_NS << _ID_BITS) | ids_NS).sort(-1).values
+    return top_NS, keys_NS & ((1 << _ID_BITS) - 1)
+
+
+def _lowest_ids_above(values_NV: Tensor, top_NS: Tensor) -> Tensor:
+    """The ids of all entries above the smallest of top_NS, then the lowest ids of those equal to it."""
+    n_vocab = values_NV.shape[-1]
+    threshold_N1 = top_NS[:, -1:]
+    rank_V = torch.arange(n_vocab, 0, -1, dtype=torch.int32, device=values_NV.device)
+    rank_NV = torch.where(values_NV == threshold_N1, rank_V, 0)
+    rank_NV = torch.where(values_NV > threshold_N1, rank_V + n_vocab, rank_NV)
+    ids_NS = rank_NV.topk(top_NS.shape[-1], dim=-1).indices
+    # Ids ascend within each of the two classes, so a stable sort by value keeps ties in order.
+    order_NS = values_NV.gather(-1, ids_NS).sort(dim=-1, descending=True, stable=True).indices
+    return ids_NS.gather(-1, order_NS)
+
+
+# ---- mixture ----
+
+
+def teacher_mixture(
+    ids_NMS: Tensor, logps_NMS: Tensor, log_alpha: Tensor, kappa: int, *, merge: bool = False
+) -> Mixture:
+    n_rows, n_teachers, n_support = ids_NMS.shape
+    dtype = compute_dtype(logps_NMS.dtype)
+    log_alpha_NM1 = log_alpha.detach().to(dtype).expand(n_rows, n_teachers)[..., None]
+    pool_NP = (logps_NMS.detach().to(dtype) + log_alpha_NM1).reshape(n_rows, n_teachers * n_support)
+    ids_NP = ids_NMS.reshape(n_rows, n_teachers * n_support).long().masked_fill(pool_NP == -torch.inf, 0)
+    if merge:
+        ids_NP, order_NP = ids_NP.sort(dim=-1, stable=True)
+        ids_NP, pool_NP = merge_sorted(ids_NP, pool_NP.gather(-1, order_NP))
+    kept = min(kappa, n_teachers * n_support)
+    # Stable: ties to the lower id when merged, else to the lower teacher and then to that teacher's order.
+    pool_NP, order_NP = pool_NP.sort(dim=-1, descending=True, stable=True)
+    ids_NS = ids_NP.gather(-1, order_NP[:, :kept]).masked_fill(pool_NP[:, :kept] == -torch.inf, 0)
+    pad = (0, kappa - kept)
+    ids_NS = torch.nn.functional.pad(ids_NS, pad).to(torch.int32)
+    logps_NS = torch.nn.functional.pad(pool_NP[:, :kept], pad, value=-torch.inf)
+    return Mixture(ids_NS, logps_NS, logps_NS.exp().sum(-1))
+
+
+# ---- forward KL ----
+
+
+class _TopkForwardKl(torch.autograd.Function):
+    """Saves the logits alone and computes the rows again in backward: no second (N, V) tensor between."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, options: tuple) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(logits_NV)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        logp_N = torch.empty(
+            logits_NV.shape[0], dtype=compute_dtype(logits_NV.dtype), device=logits_NV.device
+        )
+        kl_N = torch.empty_like(logp_N)
+        for (start, stop), rows in _kl_chunks(logits_NV, options, gradient=False):
+            assert rows.kl_N is not None  # there is a target
+            logp_N[start:stop], kl_N[start:stop] = rows.logp_N, rows.kl_N
+        return logp_N, kl_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dlogp_N: Tensor | None, dkl_N: Tensor | None) -> tuple[Tensor | None, None]:
+        if dlogp_N is None and dkl_N is None:
+            return None, None
+        (logits_NV,) = ctx.saved_tensors
+        grad_NV = torch.empty_like(logits_NV)
+        for (start, stop), rows in _kl_chunks(logits_NV, ctx.options, gradient=True):
+            dlogp = None if dlogp_N is None else dlogp_N[start:stop]
+            dkl = None if dkl_N is None else dkl_N[start:stop]
+            grad_NV[start:stop] = rows_gradient(rows, dlogp, dkl, None)
+        return grad_NV, None
+
+
+def _kl_chunks(
+    logits_NV: Tensor, options: tuple, *, gradient: bool
+) -> Iterator[tuple[tuple[int, int], Rows]]:
+    token_ids_N, target_ids_NS, target_logps_NS, tail, temperature = options
+    dtype = compute_dtype(logits_NV.dtype)
+    for start, stop in row_chunks(logits_NV):
+        ids_NS, logps_NS = target_ids_NS[start:stop], target_logps_NS[start:stop]
+        target = prepare_target(ids_NS, logps_NS, dtype, merge=tail)
+        rows = rows_forward(
+            logits_NV[start:stop],
+            token_ids_N[start:stop],
+            target,
+            temperature=temperature,
+            tail=tail,
+            gradient=gradient,
+        )
+        yield (start, stop), rows
+
+
+def topk_forward_kl(
+    logits_NV: Tensor,
+    token_ids_N: Tensor,
+    target_ids_NS: Tensor,
+    target_logps_NS: Tensor,
+    *,
+    tail: bool = False,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    options = (token_ids_N, target_ids_NS, target_logps_NS, tail, temperature)
+    return _TopkForwardKl.apply(logits_NV, options)
+
+
+def teacher_forward_kl(
+    logits_NV: Tensor,
+    token_ids_N: Tensor,
+    teacher_ids_NMS: Tensor,
+    teacher_logps_NMS: Tensor,
+    log_alpha: Tensor,
+    kappa: int,
+    *,
+    merge: bool = False,
+    tail: bool = False,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    mixture = teacher_mixture(teacher_ids_NMS, teacher_logps_NMS, log_alpha, kappa, merge=merge)
+    target = (mixture.ids_NS, mixture.logps_NS)
+    return topk_forward_kl(logits_NV, token_ids_N, *target, tail=tail, temperature=temperature)

@@ -1,0 +1,173 @@
+"""Group advantages in plain PyTorch: GRPO, GDPO (Eq. 1 to 3) and GD2PO, without a loop over groups.
+
+Computed in fp64 whatever the input (the tensors are small), returned in fp32, or fp64 for fp64 rewards.
+
+Shapes: R responses, K rewards. Groups are numbered by their place among the sorted group ids: at most R of
+them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smopd.kernels.types import compute_dtype
+
+EQUAL_ULPS = 8  # rewards of a group within this many ulps of their size are equal up to rounding (ours)
+CONFLICT_FLOOR = 1e-8  # a per-reward advantage below this has no sign (GD2PO)
+TOKEN_VAR_EPS = 1e-8  # added to the variance when whitening over tokens (verl's masked_whiten)
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """index_R: the group's number of each response; size_R: responses in each group (by number)."""
+
+    index_R: Tensor
+    size_R: Tensor
+
+    def sum(self, values: Tensor) -> Tensor:
+        """(R, ...) -> (R, ...): row g is the sum over group g."""
+        return torch.zeros_like(values).index_add_(0, self.index_R, values)
+
+    def extreme(self, values: Tensor, which: str) -> Tensor:
+        index = self.index_R.view(-1, *[1] * (values.dim() - 1)).expand_as(values)
+        start = torch.full_like(values, -torch.inf if which == "amax" else torch.inf)
+        return start.scatter_reduce(0, index, values, which)
+
+
+def _groups(group_R: Tensor) -> _Groups:
+    sorted_R, order_R = group_R.sort(stable=True)
+    number_R = torch.zeros_like(group_R)
+    number_R[1:] = (sorted_R[1:] != sorted_R[:-1]).cumsum(0)
+    index_R = torch.empty_like(group_R).scatter_(0, order_R, number_R)
+    ones_R = torch.ones_like(group_R, dtype=torch.float64)
+    return _Groups(index_R, torch.zeros_like(ones_R).index_add_(0, index_R, ones_R))
+
+
+def _normalise(values_RK: Tensor, size_RK: Tensor, groups: _Groups, norm_eps: float, ulp: float) -> Tensor:
+    """(value - mean) / (sigma + norm_eps) in each group over the scorable (not NaN) values; sigma unbiased.
+
+    Exactly 0 for a NaN, in a group with one scorable value, and in a group whose values are equal up to
+    rounding: within EQUAL_ULPS of the largest size_RK, what the value was computed from.
+    """
+    known_RK = ~values_RK.isnan()
+    values_RK = torch.where(known_RK, values_RK, 0.0)
+    count_RK = groups.sum(known_RK.to(torch.float64))
+    mean_RK = groups.sum(values_RK) / count_RK.clamp(min=1)
+    centred_RK = torch.where(known_RK, values_RK - mean_RK[groups.index_R], 0.0)
+    sigma_RK = (groups.sum(centred_RK**2) / (count_RK - 1).clamp(min=1)).sqrt()
+    lowest_RK = groups.extreme(torch.where(known_RK, values_RK, torch.inf), "amin")
+    highest_RK = groups.extreme(torch.where(known_RK, values_RK, -torch.inf), "amax")
+    largest_RK = groups.extreme(torch.where(known_RK, size_RK, 0.0), "amax")
+    varied_RK = (count_RK > 1) & (highest_RK - lowest_RK > EQUAL_ULPS * ulp * largest_RK)
+    scale_RK = torch.where(varied_RK, sigma_RK + norm_eps, 1.0)
+    return torch.where(varied_RK[groups.index_R], centred_RK / scale_RK[groups.index_R], 0.0)
+
+
+def _weights(weights_K: Tensor | None, rewards_RK: Tensor) -> Tensor:
+    if weights_K is None:
+        return torch.ones(rewards_RK.shape[1], dtype=torch.float64, device=rewards_RK.device)
+    return weights_K.to(device=rewards_RK.device, dtype=torch.float64)
+
+
+def _whiten(adv_R: Tensor, count_R: Tensor, whiten: str, norm_eps: float, process_group: Any) -> Tensor:
+    """Whiten adv over samples, adv_R standing for count_R of them, over all ranks of process_group."""
+    count = count_R.sum()
+    mean = (count_R * adv_R).sum() / count.clamp(min=1)
+    m2 = (count_R * (adv_R - mean) ** 2).sum()
+    if process_group is not None:
+        count, mean, m2 = _merge_ranks(torch.stack([count, mean, m2]), process_group)
+    variance = m2 / (count - 1).clamp(min=1)
+    if whiten == "tokens":
+        white_R = (adv_R - mean) * (variance + TOKEN_VAR_EPS).rsqrt()
+    else:
+        # Only an all-equal batch has variance 0, and then the numerator is 0 too.
+        scale = variance.sqrt() + norm_eps
+        white_R = (adv_R - mean) / torch.where(scale > 0, scale, 1.0)
+    return torch.where((count_R > 0) & (count > 1), white_R, 0.0)
+
+
+def _merge_ranks(moments: Tensor, process_group: Any) -> Tensor:
+    """(n, mean, M2) over all ranks: one all-reduce of a row per rank, merged by Chan's rule."""
+    world = torch.distributed.get_world_size(process_group)
+    table = torch.zeros(world, 3, dtype=moments.dtype, device=moments.device)
+    table[torch.distributed.get_rank(process_group)] = moments
+    torch.distributed.all_reduce(table, group=process_group)
+    count_W, mean_W, m2_W = table.unbind(-1)
+    count = count_W.sum()
+    mean = (count_W * mean_W).sum() / count.clamp(min=1)
+    return torch.stack([count, mean, (m2_W + count_W * (mean_W - mean) ** 2).sum()])
+
+
+def _sample_counts(whiten: str, lengths_R: Tensor | None, like_R: Tensor) -> Tensor:
+    if whiten == "tokens" and lengths_R is not None:
+        return lengths_R.to(device=like_R.device, dtype=torch.float64)
+    return torch.ones_like(like_R)
+
+
+def _input_ulp(rewards_RK: Tensor) -> float:
+    return torch.finfo(compute_dtype(rewards_RK.dtype)).eps
+
+
+def grpo_advantages(
+    rewards_RK: Tensor, group_R: Tensor, *, weights_K: Tensor | None = None, norm_eps: float = 1e-6
+) -> Tensor:
+    weights_64 = _weights(weights_K, rewards_RK)
+    # A reward of weight 0 plays no part, not even by being NaN.
+    terms_RK = torch.where(weights_64 != 0, weights_64 * rewards_RK.to(torch.float64), 0.0)
+    total_R1, size_R1 = terms_RK.sum(-1, keepdim=True), terms_RK.abs().sum(-1, keepdim=True)
+    adv_R1 = _normalise(total_R1, size_R1, _groups(group_R), norm_eps, _input_ulp(rewards_RK))
+    return adv_R1[:, 0].to(compute_dtype(rewards_RK.dtype))
+
+
+def _per_reward(rewards_RK: Tensor, groups: _Groups, norm_eps: float) -> Tensor:
+    values_RK = rewards_RK.to(torch.float64)
+    return _normalise(values_RK, values_RK.abs(), groups, norm_eps, _input_ulp(rewards_RK))
+
+
+def gdpo_advantages(
+    rewards_RK: Tensor,
+    group_R: Tensor,
+    *,
+    weights_K: Tensor | None = None,
+    lengths_R: Tensor | None = None,
+    whiten: str | None = "responses",
+    norm_eps: float = 1e-6,
+    process_group: Any = None,
+) -> Tensor:
+    adv_RK = _per_reward(rewards_RK, _groups(group_R), norm_eps)
+    adv_R = (adv_RK * _weights(weights_K, rewards_RK)).sum(-1)
+    if whiten is not None:
+        adv_R = _whiten(adv_R, _sample_counts(whiten, lengths_R, adv_R), whiten, norm_eps, process_group)
+    return adv_R.to(compute_dtype(rewards_RK.dtype))
+
+
+def gd2po_advantages(
+    rewards_RK: Tensor,
+    group_R: Tensor,
+    *,
+    weights_K: Tensor | None = None,
+    lengths_R: Tensor | None = None,
+    whiten: str | None = "tokens",
+    snr_threshold: float | None = None,
+    norm_eps: float = 1e-6,
+    process_group: Any = None,
+) -> tuple[Tensor, Tensor]:
+    groups = _groups(group_R)
+    adv_RK = _per_reward(rewards_RK, groups, norm_eps)
+    parts_RK = adv_RK * _weights(weights_K, rewards_RK)
+    signs_RK = torch.where(adv_RK.abs() > CONFLICT_FLOOR, parts_RK.sign(), 0.0)
+    dropped_R = (signs_RK > 0).any(-1) & (signs_RK < 0).any(-1)
+    adv_R = parts_RK.sum(-1)
+    if snr_threshold is not None:
+        dropped_R &= adv_R.abs() / (parts_RK.abs().sum(-1) + norm_eps) < snr_threshold
+    kept_R = ~dropped_R
+    kept_share_R = groups.sum(kept_R.to(torch.float64)) / groups.size_R.clamp(min=1)
+    adv_R = torch.where(kept_R, adv_R * kept_share_R[groups.index_R], 0.0)
+    if whiten is not None:
+        count_R = torch.where(kept_R, _sample_counts(whiten, lengths_R, adv_R), 0.0)
+        adv_R = _whiten(adv_R, count_R, whiten, norm_eps, process_group)
+    return adv_R.to(compute_dtype(rewards_RK.dtype)), kept_R

@@ -1,0 +1,99 @@
+"""The kappa most likely tokens of each row: of logits, and of a linear head without its logits.
+
+Shapes: N packed response tokens, V vocabulary, D hidden, S support entries (kappa).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from smopd.kernels import checks, dispatch
+from smopd.kernels.reference_linear import CHUNK_BYTES
+from smopd.kernels.types import TopK
+
+
+def topk_logprobs(
+    logits_NV: Tensor, kappa: int, *, token_ids_N: Tensor | None = None, temperature: float = 1.0
+) -> TopK:
+    """The kappa most likely tokens of each row with their log-probabilities over the whole vocabulary.
+
+    Equals
+
+        logq_NV = (logits_NV.float() / temperature).log_softmax(-1)
+        logps_NS, ids_NS = logq_NV.topk(kappa)      # but with ties to the lower id, always
+        token_logp_N = logq_NV.gather(-1, token_ids_N[:, None])[:, 0]
+
+    Not differentiable.
+
+    Args:
+        logits_NV: (N, V), unit stride along V.
+        kappa: 0 to V.
+        token_ids_N: (N,) int32 or int64 in [0, V), or None.
+        temperature: above 0.
+    Returns:
+        TopK: ids (N, kappa) int32 by descending log-probability, logps (N, kappa), token_logp (N,) or None.
+    Raises:
+        TypeError, ValueError: an argument is not as above.
+    """
+    op = "topk_logprobs"
+    checks.check_logits(op, logits_NV)
+    checks.check_kappa(op, kappa, logits_NV.shape[1])
+    checks.check_temperature(op, temperature)
+    if token_ids_N is not None:
+        checks.check_token_ids(op, token_ids_N, ("logits_NV", logits_NV))
+    if checks.debugging():
+        checks.debug_finite(op, "logits_NV", logits_NV, allow_minus_inf=True)
+        checks.debug_ids(op, "token_ids_N", token_ids_N, logits_NV.shape[1])
+    return dispatch.topk_logprobs(logits_NV, kappa, token_ids_N=token_ids_N, temperature=temperature)
+
+
+def linear_topk_logprobs(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    kappa: int,
+    *,
+    token_ids_N: Tensor | None = None,
+    bias_V: Tensor | None = None,
+    temperature: float = 1.0,
+    tp_group: Any = None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> TopK:
+    """topk_logprobs of a linear head's logits, hidden @ weight.T + bias, without ever holding (N, V).
+
+    Logits are made in the inputs' dtype, as the head itself would make them. kappa=0 gives the tokens'
+    log-probabilities alone. Not differentiable.
+
+    Args:
+        hidden_ND: (N, D).
+        weight_VD: (V, D), hidden's dtype; under tp_group this rank's rows of it, in rank order.
+        kappa, token_ids_N, temperature: as in topk_logprobs; ids are of the whole vocabulary.
+        bias_V: (V,) or None, cut like the weight.
+        tp_group: process group that holds the head in shards, each rank with the same hidden states.
+        chunk_bytes: bound of the fp32 logits held at a time.
+    Returns:
+        TopK, as topk_logprobs; the same on every rank of tp_group.
+    Raises:
+        TypeError, ValueError: an argument is not as above.
+    """
+    op = "linear_topk_logprobs"
+    checks.check_linear(op, hidden_ND, weight_VD, bias_V, chunk_bytes)
+    checks.check_kappa(op, kappa, weight_VD.shape[0] if tp_group is None else None)
+    checks.check_temperature(op, temperature)
+    if token_ids_N is not None:
+        checks.check_token_ids(op, token_ids_N, ("hidden_ND", hidden_ND))
+    if checks.debugging():
+        checks.debug_finite(op, "hidden_ND", hidden_ND)
+        if tp_group is None:
+            checks.debug_ids(op, "token_ids_N", token_ids_N, weight_VD.shape[0])
+    return dispatch.linear_topk_logprobs(
+        hidden_ND,
+        weight_VD,
+        kappa,
+        token_ids_N=token_ids_N,
+        bias_V=bias_V,
+        temperature=temperature,
+        tp_group=tp_group,
+        chunk_bytes=chunk_bytes,
+    )

@@ -1,0 +1,188 @@
+"""The values that cross the operations: frozen dataclasses of tensors and numbers, re-exported by smopd.ops.
+
+Shapes: N packed response tokens, V vocabulary, M teachers, S support entries (kappa).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Bits of LossStats.clipped_N.
+CLIP_LOW = 1  # ratio below 1 - clip_low with a negative advantage: no gradient
+CLIP_HIGH = 2  # ratio above 1 + clip_high with a positive advantage: no gradient
+CLIP_DUAL = 4  # the dual clip's bound is active: no gradient
+CLIP_LOG_RATIO = 8  # |log ratio| above LOG_RATIO_BOUND: clamped, no gradient through the ratio
+CLIP_REVERSE_LOW = 16  # the reverse-KL term's ratio is clipped from below
+CLIP_REVERSE_HIGH = 32  # the reverse-KL term's ratio is clipped from above
+
+LOG_RATIO_BOUND = 20.0  # clamp of log pi - log pi_old before exp (as verl does)
+
+REVERSE_KL_SURROGATES = ("paper", "ppo")
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The kappa most likely tokens of each row.
+
+    Attributes:
+        ids_NS: (N, S) int32, by descending log-probability, ties to the lower id.
+        logps_NS: (N, S) fp32 (fp64 for fp64 logits), nats, normalised over the whole vocabulary.
+        token_logp_N: (N,) log-probability of the given tokens, or None when none were given.
+    """
+
+    ids_NS: Tensor
+    logps_NS: Tensor
+    token_logp_N: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A sparse mixture of teachers (Eq. 6, or Eq. 5 on what the teachers sent when merged).
+
+    Attributes:
+        ids_NS: (N, S) int32, by descending log-probability; id 0 in an empty slot.
+        logps_NS: (N, S) fp32 (fp64 for fp64 inputs), log alpha added, not renormalised; -inf in an empty
+            slot.
+        mass_N: (N,) sum of exp(logps_NS).
+    """
+
+    ids_NS: Tensor
+    logps_NS: Tensor
+    mass_N: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LossTokens:
+    """What smopd_loss needs to know of each token beside its logits. All tensors are on the logits' device.
+
+    The three weights are masks, one over the global denominators, and importance weights, multiplied
+    together. A token whose weights are all zero adds exactly nothing to the loss and to the gradient,
+    whatever its logits.
+
+    Attributes:
+        token_ids_N: (N,) int32 or int64, the sampled tokens.
+        adv_N: (N,) advantages of the anchor.
+        pg_weight_N: (N,) weight of the clipped surrogate.
+        old_logp_N: (N,) log-probability at the behaviour policy, or None: the ratio is 1.
+        kl_weight_N: (N,) weight of the forward KL, without opd_coef. Required with a target.
+        ent_weight_N: (N,) weight of the entropy. Required if entropy_coef is not 0.
+        target_ids_NS, target_logps_NS: (N, S) the sparse target as given (teacher_mixture's output).
+        teacher_ids_NMS, teacher_logps_NMS: (N, M, S) each teacher's top-kappa; with log_alpha ((M,), (N, M)
+            or broadcastable) instead of a target: the union is done by the operation.
+        reverse_adv_N: (N,) log q_mix(y) - log pi_old(y), the advantage of the sampled reverse KL (Eq. 17).
+        reverse_weight_N: (N,) weight of the reverse term, without opd_coef; kl_weight_N if None.
+    """
+
+    token_ids_N: Tensor
+    adv_N: Tensor
+    pg_weight_N: Tensor
+    old_logp_N: Tensor | None = None
+    kl_weight_N: Tensor | None = None
+    ent_weight_N: Tensor | None = None
+    target_ids_NS: Tensor | None = None
+    target_logps_NS: Tensor | None = None
+    teacher_ids_NMS: Tensor | None = None
+    teacher_logps_NMS: Tensor | None = None
+    log_alpha: Tensor | None = None
+    reverse_adv_N: Tensor | None = None
+    reverse_weight_N: Tensor | None = None
+
+    def rows(self, start: int, stop: int) -> LossTokens:
+        """The tokens start..stop-1. log_alpha is cut only where it has a row per token."""
+        n_tokens = self.token_ids_N.shape[0]
+
+        def cut(name: str) -> Any:
+            value = getattr(self, name)
+            if value is None:
+                return None
+            if name == "log_alpha" and (value.dim() < 2 or value.shape[0] != n_tokens):
+                return value
+            return value[start:stop]
+
+        return LossTokens(**{field.name: cut(field.name) for field in fields(self)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSettings:
+    """The objective's constants. Defaults are the library's; the paper's own stand in its recipes.
+
+    Attributes:
+        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
+        dual_clip: c > 1: with a negative advantage the surrogate is at most c * |adv|; None: off.
+        opd_coef: lambda of Eq. 9; multiplies the forward KL and the reverse term.
+        entropy_coef: the loss holds minus this times the weighted entropy.
+        kappa: entries kept of the teachers' union; used only when LossTokens holds teachers.
+        merge: merge equal ids of the teachers by logsumexp before the cut (Eq. 5); else pool them (Eq. 6).
+        tail: one more bucket for all that is outside the target's support, on both sides.
+        temperature: of the ratio and the entropy; the rollout's.
+        kl_temperature: of the forward KL's student; the teachers' must be the same.
+        reverse_kl_surrogate: "paper": -clip(ratio) * adv as Eq. 17 prints it; "ppo": with PPO's min.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    opd_coef: float = 1.0
+    entropy_coef: float = 0.0
+    kappa: int = 16
+    merge: bool = True
+    tail: bool = True
+    temperature: float = 1.0
+    kl_temperature: float = 1.0
+    reverse_kl_surrogate: str = "paper"
+
+    def __post_init__(self) -> None:
+        def require(holds: bool, name: str, expected: str) -> None:
+            if not holds:
+                raise ValueError(f"LossSettings: {name} is {getattr(self, name)!r}, expected {expected}")
+
+        for name in ("clip_low", "clip_high", "opd_coef", "entropy_coef", "temperature", "kl_temperature"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            require(is_number and math.isfinite(value), name, "a finite number")
+        require(0.0 <= self.clip_low <= 1.0, "clip_low", "a number in [0, 1]")
+        require(self.clip_high >= 0.0, "clip_high", "a number of at least 0")
+        require(self.dual_clip is None or self.dual_clip > 1.0, "dual_clip", "None or a number above 1")
+        require(self.temperature > 0.0, "temperature", "a number above 0")
+        require(self.kl_temperature > 0.0, "kl_temperature", "a number above 0")
+        is_int = isinstance(self.kappa, int) and not isinstance(self.kappa, bool)
+        require(is_int and self.kappa >= 0, "kappa", "an integer of at least 0")
+        known = self.reverse_kl_surrogate in REVERSE_KL_SURROGATES
+        require(known, "reverse_kl_surrogate", f"one of {REVERSE_KL_SURROGATES}")
+
+
+@dataclass(frozen=True, eq=False)
+class LossStats:
+    """What the loss saw, from the same pass. Detached; fp32 (fp64 for fp64 logits).
+
+    Attributes:
+        logp_N: (N,) log-probability of the token at the ratio's temperature.
+        entropy_N: (N,) entropy of the student at the ratio's temperature, nats.
+        kl_N: (N,) forward KL at kl_temperature, unweighted and unclamped; 0 without a target.
+        teacher_mass_N: (N,) the kept target's mass Q; 0 without a target.
+        student_mass_N: (N,) the student's mass on the target's support, each id once, at kl_temperature.
+        clipped_N: (N,) int8, a sum of the CLIP_* bits of this module.
+        pg_loss, kl_loss, entropy, reverse_loss: 0-dim, each term summed with its own weights, so that
+            loss = pg_loss + opd_coef * (kl_loss + reverse_loss) - entropy_coef * entropy.
+    """
+
+    logp_N: Tensor
+    entropy_N: Tensor
+    kl_N: Tensor
+    teacher_mass_N: Tensor
+    student_mass_N: Tensor
+    clipped_N: Tensor
+    pg_loss: Tensor
+    kl_loss: Tensor
+    entropy: Tensor
+    reverse_loss: Tensor
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp64 stays fp64; everything below is computed in fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,93 @@
+"""Maps kernels/ and engine/ to smopd.kernels and smopd.engine, and builds smopd._C.
+
+The extension uses torch's stable ABI: one binary serves Python >= 3.10 (Py_LIMITED_API) and torch >= 2.10
+(TORCH_TARGET_VERSION). Without torch in the build environment or without a working compiler the package
+installs all the same, with one line that says so, and the reference serves the operations.
+SMOPD_BUILD_EXT=0 leaves the extension out; SMOPD_BUILD_EXT=1 makes a build without it an error.
+"""
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+MODE = os.environ.get("SMOPD_BUILD_EXT", "auto")
+SOURCES = ["csrc/module.cpp", "csrc/cpu/topk_logprobs.cpp"]
+# Never -ffast-math, at compile or link: it flushes denormals in every thread that loads the library.
+COMPILE_FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "-g0",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fassociative-math",
+    "-fno-signed-zeros",
+    "-freciprocal-math",
+    "-fvisibility=hidden",
+    "-Wall",
+]
+
+
+def say(reason: str) -> None:
+    """Report a build without the extension, or stop it where the extension was demanded."""
+    if MODE == "1":
+        sys.exit(f"smopd: smopd._C was not built: {reason}; SMOPD_BUILD_EXT=1 demands it")
+    print(f"smopd: smopd._C was not built: {reason}; the reference backend will be used", file=sys.stderr)
+
+
+def torch_folder() -> Path | None:
+    """The installed torch that has the stable ABI's headers, found without importing it."""
+    spec = find_spec("torch")
+    for location in (spec.submodule_search_locations or []) if spec else []:
+        if (Path(location) / "include/torch/csrc/stable/ops.h").is_file():
+            return Path(location)
+    return None
+
+
+def extensions() -> list[Extension]:
+    if MODE == "0":
+        say("SMOPD_BUILD_EXT=0")
+        return []
+    torch = torch_folder()
+    if torch is None:
+        say("torch >= 2.11 is not in the build environment (install it first, then use --no-build-isolation)")
+        return []
+    return [
+        Extension(
+            "smopd._C",
+            SOURCES,
+            depends=["csrc/cpu/simd.h", "csrc/cpu/topk.h"],
+            include_dirs=[str(torch / "include")],
+            library_dirs=[str(torch / "lib")],
+            libraries=["torch_cpu", "c10"],
+            define_macros=[("TORCH_TARGET_VERSION", "0x020a000000000000"), ("Py_LIMITED_API", "0x030A0000")],
+            extra_compile_args=COMPILE_FLAGS,
+            language="c++",
+            py_limited_api=True,
+            optional=True,
+        )
+    ]
+
+
+class BuildExtension(build_ext):
+    """A failed build is reported in one line and leaves a package without the extension."""
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            super().build_extension(ext)
+        except Exception as error:
+            say(f"the C++ build failed ({error})")
+
+
+found = extensions()
+setup(
+    package_dir={"smopd.kernels": "kernels", "smopd.engine": "engine"},
+    packages=[*find_packages(include=["smopd", "smopd.*"]), "smopd.kernels", "smopd.engine"],
+    package_data={"smopd": ["py.typed", "recipes/*.yaml"]},
+    ext_modules=found,
+    cmdclass={"build_ext": BuildExtension},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}} if found else {},
+)

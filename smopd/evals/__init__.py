@@ -1,0 +1,1 @@
+"""Evaluation suites; `python -m smopd.evaluate SUITE` is their command."""

@@ -1,0 +1,60 @@
+"""Several local processes for one command, where torchrun is not asked for.
+
+One thread pool each, no launcher noise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PARENT = "SMOPD_LAUNCHED_BY"
+_PR_SET_PDEATHSIG = 1
+
+
+def wanted(processes: int) -> bool:
+    """Whether this process should start `processes` others in its place.
+
+    Not under torchrun, nor when it is one.
+    """
+    return processes > 1 and "RANK" not in os.environ
+
+
+def launch(module: str, arguments: list[str], processes: int) -> int:
+    """Runs `python -m module arguments` in `processes` ranks of one group; returns the exit status."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    os.environ[PARENT] = str(os.getpid())
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id="smopd",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", module, *arguments)
+    except ChildFailedError as error:
+        code = error.get_first_failure()[1].exitcode
+        return code if code > 0 else 128 - code
+    return 0
+
+
+def die_with_parent() -> None:
+    """In a process that `launch` started: a killed parent takes it along (Linux).
+
+    So no orphan goes on writing.
+    """
+    parent = os.environ.get(PARENT)
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        os.kill(os.getpid(), signal.SIGKILL)

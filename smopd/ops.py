@@ -1,0 +1,53 @@
+"""The fused operations of SMOPD: tensors in, tensors out, for any trainer. A light import, of torch alone.
+
+    from smopd.ops import LossSettings, LossTokens, linear_smopd_loss
+
+Letters in names are shapes: N packed response tokens, V vocabulary, D hidden, M teachers, S support entries
+(kappa), R responses, K rewards. Logits and hidden states are bf16, fp16, fp32 or fp64; results are fp32, or
+fp64 for fp64 inputs. Log-probabilities are in nats. SMOPD_BACKEND forces a backend; SMOPD_DEBUG=1 checks
+values too. The functions and what each promises stand in smopd/kernels, one file an operation.
+"""
+
+from __future__ import annotations
+
+from smopd.kernels.advantages import gd2po_advantages, gdpo_advantages, grpo_advantages
+from smopd.kernels.forward_kl import teacher_forward_kl, teacher_mixture, topk_forward_kl
+from smopd.kernels.smopd_loss import linear_smopd_loss, smopd_loss
+from smopd.kernels.topk_logprobs import linear_topk_logprobs, topk_logprobs
+from smopd.kernels.types import (
+    CLIP_DUAL,
+    CLIP_HIGH,
+    CLIP_LOG_RATIO,
+    CLIP_LOW,
+    CLIP_REVERSE_HIGH,
+    CLIP_REVERSE_LOW,
+    LossSettings,
+    LossStats,
+    LossTokens,
+    Mixture,
+    TopK,
+)
+
+__all__ = [
+    "CLIP_DUAL",
+    "CLIP_HIGH",
+    "CLIP_LOG_RATIO",
+    "CLIP_LOW",
+    "CLIP_REVERSE_HIGH",
+    "CLIP_REVERSE_LOW",
+    "LossSettings",
+    "LossStats",
+    "LossTokens",
+    "Mixture",
+    "TopK",
+    "gd2po_advantages",
+    "gdpo_advantages",
+    "grpo_advantages",
+    "linear_smopd_loss",
+    "linear_topk_logprobs",
+    "smopd_loss",
+    "teacher_forward_kl",
+    "teacher_mixture",
+    "topk_forward_kl",
+    "topk_logprobs",
+]

@@ -1,0 +1,219 @@
+"""The two rewards of RLLA (ToolRL): does a response have the right shape, and are its tool calls right.
+
+Both are pure functions of the response's text and the item's ground truth, safe on hostile text: calls are
+read by `json.loads` under a size and a depth limit, never evaluated. Defaults are those of the paper's runs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+ACCURACY_RANGE = (-3.0, 3.0)  # ToolRL: R_correct in [-3, 3]
+NO_CALL_REWARD = 0.0  # ToolRL: an item whose truth holds no call
+MAX_BLOCK_CHARS = 65_536  # ours: far above the 1024 new tokens of every recipe
+MAX_JSON_DEPTH = 64  # ours: far below the interpreter's recursion limit
+
+_ASSISTANT_HEADERS = ("<|im_start|>assistant", "<|start_header_id|>assistant<|end_header_id|>")
+_END_MARKERS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>")
+
+_THINK = r"<think>.*?</think>"
+_TOOL = r"\n<tool_call>\n.*?\n</tool_call>"
+_RESPONSE = r"\n<response>.*?</response>"
+# (the truth has a tool call, the truth has a response) -> the shape of a response
+_SHAPES = {
+    (tool, response): re.compile(_THINK + _TOOL * tool + _RESPONSE * response, re.DOTALL)
+    for tool in (False, True)
+    for response in (False, True)
+}
+# A quote without an end matches too, so that the scan stays linear in the text.
+_JSON_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)
+
+
+def extract_response(text: str) -> str:
+    """The response in a decoded chat: after the last assistant header, up to the first end marker, stripped.
+
+    Text without header and marker is only stripped. Knows the headers of ChatML and Llama 3.
+    """
+    for header in _ASSISTANT_HEADERS:
+        text = text.rsplit(header, 1)[-1]
+    for marker in _END_MARKERS:
+        text = text.split(marker, 1)[0]
+    return text.strip()
+
+
+def format_reward(
+    prompts: Sequence[Any], completions: Sequence[str], *, ground_truth: Sequence[str], **columns: Any
+) -> list[float]:
+    """1.0 where a completion has the shape that the tags of its ground truth ask for, else 0.0.
+
+    Shapes: `<think>…</think>`, then, where the truth has one, `\\n<tool_call>\\n…\\n</tool_call>`, then,
+    where the truth has one, `\\n<response>…</response>`; nothing before, between or after. Tags of the shape
+    other than think occur exactly once. The JSON is not read.
+
+    Args:
+        prompts: R prompts, unused.
+        completions: R responses without prompt and end marker; surrounding whitespace is ignored.
+        ground_truth: R true responses, of which only the tags count.
+    Raises:
+        ValueError: lengths differ, or a ground truth is no text.
+    """
+    _check("format_reward", completions, ground_truth)
+    return [
+        _format(completion.strip(), truth)
+        for completion, truth in zip(completions, ground_truth, strict=True)
+    ]
+
+
+def accuracy_reward(
+    prompts: Sequence[Any],
+    completions: Sequence[str],
+    *,
+    ground_truth: Sequence[str],
+    score_range: tuple[float, float] = ACCURACY_RANGE,
+    **columns: Any,
+) -> list[float]:
+    """How far the tool calls of each completion are those of its ground truth: lo to hi of `score_range`.
+
+    With S the Jaccard index of the two multisets of tool names, plus for each true call, over the best unused
+    prediction of the same name, the Jaccard index of the parameter names and the number of equal values:
+
+        reward = lo + (hi - lo) * S / (1 + sum over true calls of (1 + number of parameters))
+
+    Only the first `<tool_call>` block is read, one JSON object a line. The order of calls, and keys other
+    than `name` and `parameters`, do not matter; equality is Python's (`True == 1`, `"1" != 1`). A missing
+    tag, or a block that cannot be read so, gives lo. A truth without a call gives 0 whatever was said.
+
+    Args:
+        prompts: R prompts, unused.
+        completions: R responses without prompt and end marker.
+        ground_truth: R true responses.
+        score_range: (lo, hi); (-3, 3) is the paper's, (-1, 1) ToolRL's "max 1" variant.
+    Raises:
+        ValueError: lengths differ, the range is empty, or a ground truth has a tool call that cannot be read.
+    """
+    _check("accuracy_reward", completions, ground_truth)
+    low, high = score_range
+    if not low < high:
+        raise ValueError(f"accuracy_reward: score_range is ({low}, {high}), expected (lo, hi) with lo < hi")
+    return [
+        _accuracy(completion, truth, low, high)
+        for completion, truth in zip(completions, ground_truth, strict=True)
+    ]
+
+
+def _format(response: str, truth: str) -> float:
+    has_tool, has_response = "<tool_call>" in truth, "<response>" in truth
+    tags = ("<tool_call>", "</tool_call>") * has_tool + ("<response>", "</response>") * has_response
+    # Counted first: with each tag once, the lazy patterns cannot backtrack more than linearly.
+    if any(response.count(tag) != 1 for tag in tags):
+        return 0.0
+    return float(_SHAPES[has_tool, has_response].fullmatch(response) is not None)
+
+
+def _accuracy(response: str, truth: str, low: float, high: float) -> float:
+    if "<tool_call>" not in truth:
+        return NO_CALL_REWARD
+    true_calls = _true_calls(truth)
+    try:
+        score = _score(true_calls, _read_calls(response))
+    except ValueError:
+        return low
+    best_score = 1.0 + sum(1 + len(call["parameters"]) for call in true_calls)
+    return high if score == best_score else low + (high - low) * score / best_score
+
+
+def _score(true_calls: Sequence[dict[str, Any]], calls: Sequence[dict[str, Any]]) -> float:
+    """S of `accuracy_reward`. ValueError where a predicted call that is compared has no parameters."""
+    score = _jaccard([call["name"] for call in true_calls], [call["name"] for call in calls])
+    unused = list(calls)
+    for true_call in true_calls:
+        best, best_index = 0.0, None
+        for index, call in enumerate(unused):
+            if call["name"] == true_call["name"]:
+                match = _parameter_score(true_call["parameters"], call.get("parameters"))
+                if match > best:
+                    best, best_index = match, index
+        if best_index is not None:
+            score += best
+            del unused[best_index]
+    return score
+
+
+def _parameter_score(true: dict[str, Any], predicted: object) -> float:
+    if not isinstance(predicted, dict):
+        raise ValueError("expected an object as `parameters`")
+    equal = sum(name in predicted and predicted[name] == value for name, value in true.items())
+    return _jaccard(list(true), list(predicted)) + equal
+
+
+def _jaccard(a: list[str], b: list[str]) -> float:
+    """Jaccard index of two multisets; 1 for two empty ones."""
+    if not a and not b:
+        return 1.0
+    shared = (Counter(a) & Counter(b)).total()
+    return shared / (len(a) + len(b) - shared)
+
+
+@lru_cache(maxsize=4096)
+def _true_calls(truth: str) -> tuple[dict[str, Any], ...]:
+    """The calls of a ground truth, which must be well formed; read once for all samples of a prompt."""
+    try:
+        calls = _read_calls(truth)
+        if any(not isinstance(call.get("parameters"), dict) for call in calls):
+            raise ValueError("a call without an object as `parameters`")
+    except ValueError as error:
+        raise ValueError(f"accuracy_reward: malformed ground_truth {truth[:200]!r}: {error}") from None
+    return tuple(calls)
+
+
+def _read_calls(text: str) -> list[dict[str, Any]]:
+    """The calls in the first `<tool_call>` block, each an object with a name; ValueError for any other.
+
+    As in ToolRL's code, both tags must occur, and the block also ends where another one opens.
+    """
+    if "<tool_call>" not in text or "</tool_call>" not in text:
+        raise ValueError("expected <tool_call> and </tool_call>")
+    block = text.split("<tool_call>", 2)[1].split("</tool_call>", 1)[0].strip()
+    if len(block) > MAX_BLOCK_CHARS:
+        raise ValueError(f"tool calls of {len(block)} characters, expected at most {MAX_BLOCK_CHARS}")
+    calls = []
+    for line in block.split("\n"):
+        if _depth(line) > MAX_JSON_DEPTH:
+            raise ValueError(f"JSON nested more than {MAX_JSON_DEPTH} deep")
+        call = json.loads(line, parse_constant=_refuse_constant)
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise ValueError(f"expected an object with a text as `name`, got {line[:80]!r}")
+        calls.append(call)
+    return calls
+
+
+def _depth(line: str) -> int:
+    """How deep brackets nest outside strings; an upper bound where there are too few brackets to matter."""
+    if (brackets := line.count("{") + line.count("[")) <= MAX_JSON_DEPTH:
+        return brackets
+    depth = deepest = 0
+    for token in _JSON_STRING_OR_BRACKET.finditer(line):
+        if token[0] in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif token[0] in "]}":
+            depth -= 1
+    return deepest
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _check(function: str, completions: Sequence[str], ground_truth: Iterable[str]) -> None:
+    truths = list(ground_truth)
+    if len(truths) != len(completions):
+        raise ValueError(f"{function}: ground_truth has {len(truths)} entries, expected {len(completions)}")
+    for i, truth in enumerate(truths):
+        if not isinstance(truth, str):
+            raise ValueError(f"{function}: ground_truth[{i}] is {type(truth).__name__}, expected str")

@@ -1,0 +1,202 @@
+"""The process in which one reward function runs: `python -m smopd.rewards.worker READ WRITE PARENT FUNCTION`.
+
+READ and WRITE are inherited pipe ends, so that standard output stays the function's own. A frame is a length
+(8 bytes, little endian) and that many bytes. Requests are pickle 5, for columns may hold what JSON cannot
+(dates, bytes, arrays); replies are JSON, so that the parent never unpickles what a worker wrote. The first
+frame brings the keyword arguments and is answered `{"ready": true}` or `{"error": ...}`; each further one
+brings prompts, completions and columns and is answered `{"values": [...]}`, `{"length": n}` or
+`{"error": ...}`.
+
+The function runs in a child of this process. This one only waits, to end the whole process group with the
+parent: no function can keep it from running, as it could a thread by never giving the interpreter up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import json
+import math
+import os
+import pickle
+import signal
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from functools import reduce
+from select import poll
+from typing import Any
+
+HEADER = struct.Struct("<Q")
+MAX_ERROR_CHARS = 4000  # of a traceback's end, ours
+SIGNAL_EXIT_CODE = 128  # plus the signal's number, as shells do
+PARENT_CHECK_MS = 1000  # ours
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main(argv: list[str]) -> None:
+    """Load the function, then answer requests until the parent closes the pipe or dies."""
+    read_fd, write_fd, parent_pid, path = int(argv[0]), int(argv[1]), int(argv[2]), argv[3]
+    for fd in (read_fd, write_fd):
+        os.set_inheritable(fd, False)
+    _fork(parent_pid, read_fd, write_fd)
+    function: Callable[..., Any] | None = None
+    kwargs: dict[str, Any] = {}
+    loop: asyncio.AbstractEventLoop | None = None
+    while (frame := _read(read_fd)) is not None:
+        reply: dict[str, Any]
+        try:
+            request = pickle.loads(frame)
+            if function is None:
+                kwargs = request
+                function = load_function(path, kwargs)
+                reply = {"ready": True}
+            else:
+                prompts, completions, columns = request
+                result = function(prompts, completions, **accepted(function, columns, kwargs))
+                if inspect.isawaitable(result):
+                    # One loop for the worker's life: clients kept between calls are bound to it.
+                    loop = loop or asyncio.new_event_loop()
+                    result = loop.run_until_complete(_await(result))
+                reply = numbers(result, len(completions))
+        except BaseException as error:
+            reply = {"error": describe(error)}
+        _flush()
+        _write(write_fd, json.dumps(reply).encode())
+
+
+def load_function(path: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+    """The callable at `package.module:function`.
+
+    Raises:
+        ImportError, AttributeError, or whatever the module raises when imported.
+        TypeError: not callable, or not as `f(prompts, completions, **columns)` with these keyword arguments.
+    """
+    module_name, _, attribute = path.partition(":")
+    function = reduce(getattr, attribute.split("."), importlib.import_module(module_name))
+    if not callable(function):
+        raise TypeError(f"{path} is {type(function).__name__}, expected a function")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some builtins have none
+        return function
+    try:
+        signature.bind_partial([], [], **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"{path}{signature} does not take (prompts, completions, **columns) "
+            f"with the keyword arguments {sorted(kwargs)}: {error}"
+        ) from None
+    return function
+
+
+def accepted(
+    function: Callable[..., Any], columns: Mapping[str, Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The columns that the function takes by name, all where it has `**columns`; kwargs win over columns."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        return {**columns, **kwargs}
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        names = {parameter.name for parameter in list(parameters)[2:]}
+        columns = {name: column for name, column in columns.items() if name in names}
+    return {**columns, **kwargs}
+
+
+def numbers(result: Any, expected: int) -> dict[str, Any]:
+    """The reply for a function's result: a float each, None as given, NaN for what is no finite number."""
+    if hasattr(result, "tolist"):  # arrays and tensors
+        result = result.tolist()
+    if not isinstance(result, (list, tuple)):
+        raise TypeError(f"returned {type(result).__name__}, expected a list of {expected} float or None")
+    if len(result) != expected:
+        return {"length": len(result)}
+    return {"values": [None if value is None else _number(value) for value in result]}
+
+
+def describe(error: BaseException) -> str:
+    """The end of the error's traceback, without the frames of this module and of the import system."""
+    report = traceback.TracebackException.from_exception(error)
+    frames = [
+        frame for frame in report.stack if frame.filename != __file__ and "importlib" not in frame.filename
+    ]
+    report.stack = traceback.StackSummary.from_list(frames)
+    text = "".join(report.format() if frames else report.format_exception_only()).strip()
+    return text if len(text) <= MAX_ERROR_CHARS else "…" + text[-MAX_ERROR_CHARS:]
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, (str, bytes)):
+        return math.nan
+    try:
+        number = float(value)
+    except Exception:
+        return math.nan
+    return number if math.isfinite(number) else math.nan
+
+
+async def _await(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
+
+
+def _fork(parent_pid: int, read_fd: int, write_fd: int) -> None:
+    """Return in a child; this process waits for the child's end, or ends all when the parent is gone."""
+    supervisor = os.getpid()
+    worker = os.fork()
+    if worker == 0:
+        if sys.platform == "linux":
+            import ctypes
+
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != supervisor:
+            os._exit(1)
+        return
+    os.close(write_fd)  # so that the parent sees the worker's end
+
+    def end_with_parent() -> None:
+        hangup = poll()
+        hangup.register(read_fd, 0)
+        # A process that the parent forked may hold the pipe open longer than it lives.
+        while not hangup.poll(PARENT_CHECK_MS) and os.getppid() == parent_pid:
+            continue
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+    os._exit(code if code >= 0 else SIGNAL_EXIT_CODE - code)
+
+
+def _read(fd: int) -> bytes | None:
+    header = _read_exactly(fd, HEADER.size)
+    return None if header is None else _read_exactly(fd, HEADER.unpack(header)[0])
+
+
+def _read_exactly(fd: int, size: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < size:
+        if not (part := os.read(fd, min(size - len(parts), 1 << 20))):
+            return None
+        parts += part
+    return bytes(parts)
+
+
+def _write(fd: int, data: bytes) -> None:
+    view = memoryview(HEADER.pack(len(data)) + data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except Exception:  # the function may have closed or replaced it
+            continue
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,79 @@
+"""`python -m smopd.seeds RECIPE --seeds 0 1 2 3 4`: a recipe over seeds, and its table of means and spreads.
+
+Each seed has its own run directory, OUTPUT/seed_N; finished seeds are not run again.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from smopd.cli import read_settings
+from smopd.config import Settings
+from smopd.progress import JsonlLog, write_atomically
+from smopd.recipe import Mistakes
+from smopd.report import Row, aggregate, markdown
+from smopd.summary import evaluated_rows, table_columns
+
+
+@dataclass(frozen=True)
+class Options:
+    recipe: Annotated[str, tyro.conf.Positional] = "quickstart"
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    output: Path = field(default_factory=lambda: Path("runs/seeds"))
+    """Where the seeds' run directories and `table.md` go."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = tyro.cli(Options, args=argv, prog="python -m smopd.seeds")
+    try:
+        settings = read_settings(options.recipe)
+    except Mistakes as mistakes:
+        print("\n".join(f"error: {line}" for line in mistakes.lines), file=sys.stderr)
+        return 2
+    folders = [options.output / f"seed_{seed}" for seed in options.seeds]
+    for seed, folder in zip(options.seeds, folders, strict=True):
+        arguments = [options.recipe, "--seed", str(seed), "--output", str(folder)]
+        code = subprocess.run([sys.executable, "-m", "smopd.train", *arguments], check=False).returncode
+        if code:
+            return code
+    text = (
+        markdown(over_seeds(settings, folders), table_columns(settings)) + "\n" + take_offs(settings, folders)
+    )
+    write_atomically(options.output / "table.md", text.encode())
+    print(text)
+    return 0
+
+
+def over_seeds(settings: Settings, folders: list[Path]) -> list[Row]:
+    return aggregate([evaluated_rows(settings, folder) for folder in folders])
+
+
+def take_offs(settings: Settings, folders: list[Path], share: float = 0.5) -> str:
+    """When the last reward's mean over the rollouts first reached `share` of its range, by run and seed."""
+    reward = settings.rewards[-1]
+    low, high = reward.range if isinstance(reward.range, tuple) else (0.0, 1.0)
+    lines = [
+        f"First step with a mean sampled {reward.name} of {low + share * (high - low):g} or more, by seed:",
+        "",
+    ]
+    for name in settings.runs:
+        steps = []
+        for folder in folders:
+            metrics = JsonlLog(folder / name / "metrics.jsonl").read()
+            means = [(line["step"], line.get(f"reward/{reward.name}/mean")) for line in metrics]
+            reached = [
+                step for step, mean in means if mean is not None and mean >= low + share * (high - low)
+            ]
+            steps.append(str(reached[0]) if reached else "never")
+        lines.append(f"- {settings.runs[name].label or name}: {', '.join(steps)}")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

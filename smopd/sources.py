@@ -1,0 +1,191 @@
+"""Where rows of prompts come from: a file, a function by import path, or a hub data set."""
+
+from __future__ import annotations
+
+import difflib
+import gzip
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+Row: TypeAlias = "dict[str, Any]"
+
+SOURCE_FORMS = (
+    "a .jsonl, .json (both also .gz) or .parquet file, a function as package.module:function, "
+    "or a hub data set as owner/name"
+)
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
+
+
+def load_rows(
+    source: str,
+    *,
+    split: str | None = None,
+    limit: int | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> list[Row]:
+    """Read the rows of a source.
+
+    Args:
+        source: a .jsonl, .json (a list of objects, or JSON lines; both also .gz) or .parquet file; a function
+            as package.module:function that returns rows; or a hub data set as owner/name.
+        split: of a hub data set (None is "train"); a function gets it as `split`; a file has none.
+        limit: at most so many rows, from the start; None is all.
+        kwargs: passed to the function, or to datasets.load_dataset.
+    Raises:
+        FileNotFoundError: there is no such file or data set.
+        ValueError: a row is no object, a line no JSON, or an argument does not fit the source.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"load_rows: limit is {limit}, expected at least 1 or None")
+    options = dict(kwargs or {})
+    if _is_file_source(source):
+        if split is not None or options:
+            raise ValueError(f"load_rows: source {source!r} is a file, which takes no split and no kwargs")
+        found = _read_file(Path(source).expanduser())
+    elif _FUNCTION.fullmatch(source):
+        if split is not None:
+            options["split"] = split
+        found = _call(source, options)
+    elif _HUB_ID.fullmatch(source):
+        found = _read_hub(source, split or "train", options)
+    else:
+        raise FileNotFoundError(f"load_rows: no file {source!r}; a source is {SOURCE_FORMS}")
+    return [checked_row(row, source, index) for index, row in enumerate(islice(found, limit))]
+
+
+def import_function(path: str) -> Callable[..., Any]:
+    """The function at package.module:function.
+
+    Raises:
+        ValueError: the path has another form, or module or function cannot be found.
+    """
+    if not _FUNCTION.fullmatch(path):
+        raise ValueError(f"{path!r} is no import path, expected package.module:function")
+    module_name, name = path.split(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{path!r}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"{path!r}: {module_name} has no function {name!r}{nearest_name(name, dir(module))}")
+    return function
+
+
+def _is_file_source(source: str) -> bool:
+    return source.endswith(_FILE_SUFFIXES) or Path(source).expanduser().is_file()
+
+
+def _read_file(path: Path) -> Iterable[Any]:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"load_rows: no file {str(path)!r} (looked for {path.absolute()}); a source is {SOURCE_FORMS}"
+        )
+    name = path.name
+    if name.endswith(".parquet"):
+        return _read_parquet(path)
+    if name.endswith((".jsonl", ".jsonl.gz")):
+        return _read_json_lines(path)
+    if name.endswith((".json", ".json.gz")):
+        return _read_json(path)
+    raise ValueError(f"load_rows: file {str(path)!r} has no known ending; a source is {SOURCE_FORMS}")
+
+
+def _call(source: str, options: dict[str, Any]) -> Iterable[Any]:
+    function = import_function(source)
+    try:
+        inspect.signature(function).bind(**options)
+    except TypeError as error:
+        raise ValueError(f"{source}: cannot be called with {options}: {error}") from error
+    found = function(**options)
+    if isinstance(found, (str, Mapping)) or not isinstance(found, Iterable):
+        raise ValueError(f"{source}: returned a {type(found).__name__}, expected rows")
+    return found
+
+
+@contextmanager
+def _open_text(path: Path) -> Iterator[IO[str]]:
+    try:
+        if path.name.endswith(".gz"):
+            with gzip.open(path, "rt", encoding="utf-8") as lines:
+                yield lines
+        else:
+            with open(path, encoding="utf-8") as lines:
+                yield lines
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+        raise ValueError(f"{path}: cannot be read as UTF-8 text ({error})") from error
+
+
+def _read_json_lines(path: Path) -> Iterator[Any]:
+    with _open_text(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ValueError(
+                        f"{path}: line {number} is no JSON ({error.msg}): {line[:60]!r}"
+                    ) from error
+
+
+def _read_json(path: Path) -> Iterable[Any]:
+    with _open_text(path) as text:
+        try:
+            found = json.load(text)
+        except json.JSONDecodeError as error:
+            if error.msg != "Extra data":
+                raise ValueError(f"{path}: line {error.lineno} is no JSON ({error.msg})") from error
+            return _read_json_lines(path)
+    if not isinstance(found, list):
+        raise ValueError(
+            f"{path}: holds one {type(found).__name__}, expected a list of objects or JSON lines"
+        )
+    return found
+
+
+def _read_parquet(path: Path) -> Iterable[Any]:
+    try:
+        from pyarrow import ArrowInvalid, parquet
+    except ImportError as error:
+        raise ImportError(f"load_rows: reading {path} needs the package pyarrow") from error
+    try:
+        return parquet.read_table(path).to_pylist()
+    except ArrowInvalid as error:
+        raise ValueError(f"{path}: is no parquet file ({error})") from error
+
+
+def _read_hub(source: str, split: str, options: dict[str, Any]) -> Iterable[Any]:
+    try:
+        from datasets import load_dataset
+        from datasets.exceptions import DatasetNotFoundError
+    except ImportError as error:
+        raise ImportError(f"load_rows: the hub data set {source!r} needs the package datasets") from error
+    try:
+        return load_dataset(source, split=split, **options)
+    except (DatasetNotFoundError, ConnectionError) as error:
+        raise FileNotFoundError(
+            f"load_rows: {source!r} is no file here and no data set that the hub gave ({error}); "
+            f"a source is {SOURCE_FORMS}"
+        ) from error
+
+
+def checked_row(row: Any, source: str, index: int) -> Row:
+    """The row as a dictionary of its own; ValueError where it is no object."""
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{source}: row {index} is a {type(row).__name__}, expected an object of columns")
+    return dict(row)
+
+
+def nearest_name(name: str, names: Iterable[str]) -> str:
+    """A hint for an error message, or nothing where no name is near."""
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f" (perhaps {close[0]!r})" if close else ""

@@ -1,0 +1,70 @@
+"""Fixtures and reporting shared by all tests."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_THREADS = 2  # a test's tensors are small; more threads only slow it down and its neighbours
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped where there is none")
+    config.addinivalue_line("markers", "slow: takes more than about ten seconds")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        import torch
+    except ImportError:
+        return
+    torch.set_num_threads(min(MAX_THREADS, os.cpu_count() or 1, torch.get_num_threads()))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how many tests were skipped, one line for each reason."""
+    reasons: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reasons[reason.removeprefix("Skipped: ")] += 1
+    if not reasons:
+        return
+    terminalreporter.section("skipped, by reason")
+    for reason, count in sorted(reasons.items(), key=lambda item: (-item[1], item[0])):
+        terminalreporter.write_line(f"{count:4d}  {reason}")
+
+
+@pytest.fixture(scope="session")
+def repository_root() -> Path:
+    """The root of the checkout that holds these tests."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real data: $SMOPD_DATA, or ../shared/data beside the repository.
+
+    Where it is absent the test is skipped, or fails if SMOPD_REQUIRE_DATA=1.
+    """
+    given = os.environ.get("SMOPD_DATA")
+    folder = Path(given) if given else ROOT.parent / "shared" / "data"
+    if folder.is_dir():
+        return folder
+    place = "SMOPD_DATA" if given else "../shared/data"
+    if os.environ.get("SMOPD_REQUIRE_DATA") == "1":
+        pytest.fail(f"real data is required (SMOPD_REQUIRE_DATA=1) and {place} is not a folder")
+    pytest.skip(f"real data is absent ({place} is not a folder)")

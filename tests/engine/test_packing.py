@@ -1,0 +1,66 @@
+"""Packing changes no hidden state and no order, and keeps to its budget."""
+
+import pytest
+import torch
+
+from smopd.engine.models import response_hidden
+from smopd.engine.packing import empty_batch, flat_offsets, pack
+from smopd.engine.types import Packing
+from tests.engine.tiny import ragged_rollouts, tiny_model
+
+PACKINGS = {
+    "one-batch-shared": Packing(10_000, 0, True),
+    "one-batch-separate": Packing(10_000, 0, False),
+    "one-row": Packing(10_000, 1_000, True),
+    "small-batches-shared": Packing(40, 0, True),
+    "small-batches-separate": Packing(40, 30, False),
+    "one-sequence-a-batch": Packing(1, 0, False),
+}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+@pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS.keys())
+def test_hidden_states_equal_those_of_single_sequences(packing, family):
+    model, rollouts = tiny_model(family=family).eval(), ragged_rollouts(0)
+    offsets = flat_offsets(rollouts)
+    hidden_ND = torch.full((offsets[-1], 64), torch.nan)
+    token_ids_N = torch.full((offsets[-1],), -1)
+    with torch.no_grad():
+        for batch in pack(rollouts, packing):
+            assert hidden_ND[batch.flat_N].isnan().all(), "a token stands in two micro-batches"
+            hidden_ND[batch.flat_N] = response_hidden(model, batch)
+            token_ids_N[batch.flat_N] = batch.token_ids_N
+        for i, rollout in enumerate(rollouts):
+            ids = torch.cat([torch.tensor(rollout.prompt_ids), rollout.response_ids])[None]
+            alone = model.get_decoder()(input_ids=ids).last_hidden_state[0, len(rollout.prompt_ids) - 1 : -1]
+            torch.testing.assert_close(hidden_ND[offsets[i] : offsets[i + 1]], alone, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(token_ids_N, torch.cat([rollout.response_ids for rollout in rollouts]))
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_micro_batches_keep_to_the_token_budget(share):
+    rollouts = ragged_rollouts(1, groups=9)
+    for batch in pack(rollouts, Packing(48, 0, share)):
+        assert batch.input_ids.numel() <= 48
+
+
+def test_a_sequence_over_the_budget_goes_alone():
+    rollouts = ragged_rollouts(2)
+    batches = pack(rollouts, Packing(1, 0, True))
+    assert len(batches) == len(rollouts)
+    assert all(batch.input_ids.shape[0] == 1 for batch in batches)
+
+
+def test_sharing_prompts_reads_each_once():
+    rollouts = ragged_rollouts(3)
+    (batch,) = pack(rollouts, Packing(100_000, 0, True))
+    read = int((batch.unit_ids >= 0).sum())
+    prompts = {rollout.group: len(rollout.prompt_ids) for rollout in rollouts}
+    assert read == sum(prompts.values()) + sum(len(rollout.response_ids) - 1 for rollout in rollouts)
+
+
+def test_nothing_to_pack_and_the_empty_batch():
+    assert pack([], Packing()) == []
+    hidden = response_hidden(tiny_model(), empty_batch())
+    assert hidden.shape == (0, 64)
+    assert hidden.requires_grad

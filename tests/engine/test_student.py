@@ -1,0 +1,152 @@
+"""One update: fp32 masters, finite check, warm-up, and log-probabilities that equal a plain forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from smopd.engine import distributed
+from smopd.engine.packing import flat_offsets
+from smopd.engine.student import NonFiniteGradient, Student, join, take
+from smopd.engine.types import Packing, TrainSettings
+from smopd.ops import LossSettings, LossTokens
+from tests.engine.tiny import ragged_rollouts, tiny_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device():
+    with distributed.process_group() as device:
+        yield device
+
+
+def student(device, *, tied=False, **options) -> Student:
+    settings = TrainSettings(**{"learning_rate": 1e-2, "compute_dtype": "float32", **options})
+    return Student(tiny_model(tied=tied), settings, device)
+
+
+def loss_tokens(rollouts, adv: float = 1.0) -> LossTokens:
+    token_ids_N = torch.cat([rollout.response_ids for rollout in rollouts])
+    n = len(token_ids_N)
+    return LossTokens(
+        token_ids_N=token_ids_N, adv_N=torch.full((n,), adv), pg_weight_N=torch.full((n,), 1 / n)
+    )
+
+
+def parameters(student: Student) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in student.weights()}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logps_equal_a_plain_forward(device, temperature):
+    rollouts = ragged_rollouts(0)
+    found_N = student(device, packing=Packing(50)).logps(rollouts, temperature)
+    plain = tiny_model().eval()
+    expected = []
+    for rollout in rollouts:
+        ids = torch.cat([torch.tensor(rollout.prompt_ids), rollout.response_ids])[None]
+        logits = plain(ids).logits[0, len(rollout.prompt_ids) - 1 : -1] / temperature
+        expected.append(logits.log_softmax(-1).gather(-1, rollout.response_ids[:, None])[:, 0])
+    torch.testing.assert_close(found_N, torch.cat(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_gradient_is_that_of_the_negative_log_likelihood(device):
+    rollouts = ragged_rollouts(1)
+    trained = student(device, max_grad_norm=1e9)
+    gradients = {}
+
+    def keep(optimizer, args, kwargs):
+        for name, value in trained.model.named_parameters():
+            gradients[name] = value.grad.full_tensor() if isinstance(value.grad, DTensor) else value.grad
+
+    trained.optimizer.register_step_pre_hook(keep)
+    update = trained.update(rollouts, loss_tokens(rollouts), LossSettings(opd_coef=0.0))
+    plain = tiny_model().train()
+    logps = []
+    for rollout in rollouts:
+        ids = torch.cat([torch.tensor(rollout.prompt_ids), rollout.response_ids])[None]
+        logits = plain(ids).logits[0, len(rollout.prompt_ids) - 1 : -1]
+        logps.append(logits.log_softmax(-1).gather(-1, rollout.response_ids[:, None])[:, 0])
+    (-torch.cat(logps).mean()).backward()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-6)
+    norm = torch.stack([parameter.grad.norm() for parameter in plain.parameters()]).norm()
+    assert update.grad_norm == pytest.approx(float(norm), rel=1e-4)
+    torch.testing.assert_close(update.stats.logp_N, torch.cat(logps).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_small_step_moves_fp32_masters_under_bf16(device):
+    trained = student(device, learning_rate=1e-6, compute_dtype="bfloat16")
+    before = parameters(trained)
+    rollouts = ragged_rollouts(2)
+    trained.update(rollouts, loss_tokens(rollouts), LossSettings(opd_coef=0.0))
+    after = parameters(trained)
+    assert all(value.dtype == torch.float32 for value in after.values())
+    moved = torch.cat([(after[name] != before[name]).flatten() for name in before])
+    assert moved.float().mean() > 0.5
+    steps = torch.cat([(after[name] - before[name]).abs().flatten() for name in before])
+    assert steps.max() < 1.1e-6
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(device):
+    trained = student(device, max_skipped_updates=1)
+    rollouts = ragged_rollouts(3)
+    before = parameters(trained)
+    bad = loss_tokens(rollouts, adv=float("nan"))
+    update = trained.update(rollouts, bad, LossSettings(opd_coef=0.0))
+    assert update.skipped
+    assert all(value.equal(before[name]) for name, value in parameters(trained).items())
+    good = trained.update(rollouts, loss_tokens(rollouts), LossSettings(opd_coef=0.0))
+    assert not good.skipped
+    assert not all(value.equal(before[name]) for name, value in parameters(trained).items())
+    message = r"update 3: gradient norm nan; 2 updates were skipped, at most 1"
+    with pytest.raises(NonFiniteGradient, match=message):
+        trained.update(rollouts, bad, LossSettings(opd_coef=0.0))
+
+
+def test_clipping_reports_the_norm_before_it(device):
+    rollouts = ragged_rollouts(4)
+    norms = []
+    for limit in (1e9, 1e-3):
+        trained = student(device, max_grad_norm=limit)
+        norms.append(trained.update(rollouts, loss_tokens(rollouts), LossSettings(opd_coef=0.0)).grad_norm)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    assert norms[1] > 1e-3
+
+
+def test_warm_up_scales_the_first_steps(device):
+    trained = student(device, warmup_steps=4)
+    rollouts = ragged_rollouts(5)
+    rates = []
+    for _ in range(5):
+        trained.update(rollouts, loss_tokens(rollouts), LossSettings(opd_coef=0.0))
+        rates.append(trained.optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_name_every_tensor_of_the_engine(device, tied):
+    trained = student(device, tied=tied)
+    names = dict(trained.weights())
+    assert names.keys() == tiny_model(tied=tied).state_dict().keys()
+    assert "lm_head.weight" in names
+
+
+def test_take_and_join_are_inverse():
+    rollouts = ragged_rollouts(6)
+    tokens = loss_tokens(rollouts)
+    n = flat_offsets(rollouts)[-1]
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(0))
+    part = take(tokens, order)
+    assert part.token_ids_N.equal(tokens.token_ids_N[order])
+
+    from smopd.ops import LossStats
+
+    def stats(index):
+        zero = torch.tensor(1.0)
+        per_token = index.float()
+        return LossStats(*[per_token] * 5, per_token.to(torch.int8), zero, zero, zero, zero)
+
+    joined = join([stats(order[:5]), stats(order[5:])], [order[:5], order[5:]])
+    assert joined.logp_N.equal(torch.arange(n).float())
+    assert joined.pg_loss == 2.0

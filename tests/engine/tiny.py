@@ -1,0 +1,57 @@
+"""Small random models and ragged rollouts for the engine's tests."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from smopd.engine.types import Rollout
+
+VOCABULARY = 53
+END = 1
+
+
+def tiny_model(
+    seed: int = 0, *, tied: bool = False, family: str = "qwen2", layers: int = 2
+) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    shared = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": tied,
+        "bos_token_id": 0,
+        "eos_token_id": END,
+        "attn_implementation": "sdpa",
+    }
+    model = (
+        Qwen2ForCausalLM(Qwen2Config(**shared))
+        if family == "qwen2"
+        else LlamaForCausalLM(LlamaConfig(**shared))
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+def ragged_rollouts(seed: int, groups: int = 5, group_size: int = 3, longest: int = 12) -> list[Rollout]:
+    """Prompts and responses of many lengths, one response of a single token among them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, n: int = 1) -> torch.Tensor:
+        return torch.randint(low, high, (n,), generator=generator)
+
+    rollouts = []
+    for group in range(groups):
+        prompt = tuple(integers(2, VOCABULARY, int(integers(1, longest))).tolist())
+        for sample in range(group_size):
+            length = 1 if group == sample == 0 else int(integers(1, longest))
+            response = integers(2, VOCABULARY, length)
+            logps = -torch.rand(length, generator=generator) * 4
+            rollouts.append(Rollout(prompt, response, logps, group, finished=True))
+    return rollouts

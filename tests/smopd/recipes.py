@@ -1,0 +1,95 @@
+"""A recipe that runs both stages in seconds, for tests of the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from smopd.config import merged
+
+ROOT = Path(__file__).parents[2]
+WORLD = "smopd.toy_world:prompts"
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "model": {"factory": "smopd.small_models:world_model"},
+    "data": {
+        "train": {"source": WORLD, "kwargs": {"n": 40, "seed": 1}},
+        "evaluation": {"source": WORLD, "kwargs": {"n": 6, "seed": 2, "split": "heldout"}},
+        "max_prompt_tokens": 96,
+    },
+    "rewards": [
+        {"name": "accuracy", "function": "smopd.rewards.rlla:accuracy_reward", "range": [-3, 3]},
+        {"name": "format", "function": "smopd.rewards.rlla:format_reward", "range": [0, 1]},
+    ],
+    "warm_start": {
+        "source": {"source": "smopd.toy_world:demonstrations", "kwargs": {"n": 400, "seed": 3}},
+        "steps": 30,
+        "batch_size": 32,
+        "learning_rate": 5.0e-3,
+    },
+    "rollout": {"group_size": 4, "max_new_tokens": 24},
+    "student": {"learning_rate": 1.0e-3, "compute_dtype": "float32"},
+    "loop": {"steps": 6, "prompts_per_step": 4, "updates_per_step": 2},
+    "teachers": {
+        "models": [
+            {"model": "accuracy_teacher", "reward": "accuracy"},
+            {"model": "format_teacher", "reward": "format"},
+        ]
+    },
+    "checkpoint": {"every": 2, "keep": 1},
+    "log": {"plain": True},
+    "runs": {
+        "accuracy_teacher": {"stage": "specialize", "reward_weights": [0.9, 0.1]},
+        "format_teacher": {"stage": "specialize", "reward_weights": [0.1, 0.9]},
+        "student": {"stage": "merge"},
+    },
+}
+
+
+def write_recipe(folder: Path, changes: dict[str, Any] | None = None, drop: tuple[str, ...] = ()) -> Path:
+    """`TINY` with `changes` merged over it, without the top-level keys `drop`, as a file in `folder`."""
+    values = merged(deepcopy(TINY), changes or {})
+    for key in drop:
+        values.pop(key)
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    return path
+
+
+def command(recipe: Path, *arguments: str, ranks: int = 1) -> list[str]:
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    )
+    return [sys.executable, *launcher, "-m", "smopd.train", str(recipe), *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def train(
+    recipe: Path, *arguments: str, ranks: int = 1, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs the command to its end."""
+    return subprocess.run(
+        command(recipe, *arguments, ranks=ranks),
+        env=environment(),
+        cwd=cwd or recipe.parent,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def metric_lines(folder: Path, *, times: bool = False) -> list[dict[str, Any]]:
+    """A run's metrics, without what depends on the clock."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    clocks = ("seconds/", "tokens_per_second")
+    return [{k: v for k, v in line.items() if times or not k.startswith(clocks)} for line in lines]

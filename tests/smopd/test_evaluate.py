@@ -1,0 +1,202 @@
+"""`python -m smopd.evaluate rlla` and the RLLA items: the files' forms, what is written, and mistakes."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from smopd import evaluate
+from smopd.evals import rlla
+
+TRUTHS = [
+    rlla.TOOL_THINK + '\n<tool_call>\n{"name": "find", "parameters": {"city": "Oslo"}}\n</tool_call>',
+    rlla.RESPONSE_THINK + "\n<response> Hello. </response>",
+]
+
+
+def row(truth: str, user: str = "hi") -> dict:
+    messages = [{"content": "Be good.", "role": "system"}, {"content": user, "role": "user"}]
+    return {"prompt": messages, "reward_model": {"ground_truth": truth, "style": "rule"}}
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_lines(tmp_path / "items.jsonl", [row(truth) for truth in TRUTHS])
+
+
+def test_ground_truth_of_the_real_items(shared_data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SMOPD_DATA", str(shared_data))
+    evaluate.main(["rlla", "--responses", "ground-truth", "--output", str(tmp_path)])
+    scores = json.loads((tmp_path / "rlla.json").read_text())
+    assert [scores[name] for name in ("accuracy", "format_pass", "mean", "n")] == [2.6625, 1.0, 3.6625, 80]
+    shown = capsys.readouterr().out
+    assert all(
+        text in shown for text in ("accuracy", "2.6625", "format pass", "1.0000", "mean", "3.6625", "80")
+    )
+
+
+def test_every_response_is_kept_with_its_scores(data, tmp_path):
+    given = ["<|im_start|>assistant\n" + TRUTHS[0] + "<|im_end|>", "Hello."]
+    lines = [{"response": given[0]}, {"completion": given[1], "extra": 1}]
+    responses = write_lines(tmp_path / "given.jsonl", lines)
+    output = tmp_path / "out"
+    evaluate.main(["rlla", "--responses", str(responses), "--data", str(data), "--output", str(output)])
+    kept = [json.loads(line) for line in (output / "rlla_items.jsonl").read_text().splitlines()]
+    assert [(item["accuracy"], item["format"], item["index"]) for item in kept] == [
+        (3.0, 1.0, 0),
+        (0.0, 0.0, 1),
+    ]
+    assert [item["response"] for item in kept] == [TRUTHS[0], "Hello."]
+    assert [item["ground_truth"] for item in kept] == TRUTHS
+    scores = json.loads((output / "rlla.json").read_text())
+    assert (scores["accuracy"], scores["format_pass"], scores["mean"], scores["n"]) == (1.5, 0.5, 2.0, 2)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "expected one of --model and --responses, got none"),
+        (
+            ["--model", "./m", "--responses", "ground-truth"],
+            "expected one of --model and --responses, got both",
+        ),
+        (["--model", "./no_such_model"], "--model ./no_such_model: no such folder"),
+        (["--responses", "no_such.jsonl"], "--responses no_such.jsonl: no such file"),
+        (["--responses", "one.jsonl"], "one.jsonl: expected 2 responses, got 1"),
+        (["--responses", "keys.jsonl"], "keys.jsonl: line 2: expected a text as `response` or `completion`"),
+        (["--responses", "torn.jsonl"], "torn.jsonl: line 2: "),
+        (["--responses", "number.jsonl"], "number.jsonl: line 1: expected a text"),
+        (["--responses", "ground-truth", "--data", "no.parquet"], "no.parquet: no such file"),
+        (["--responses", "ground-truth", "--data", "one.txt"], "expected one of .parquet, .jsonl, .jsonl.gz"),
+        (["--responses", "ground-truth", "--data", "one.jsonl"], "row 0: expected `prompt`"),
+        (["--responses", "ground-truth", "--data", "empty.jsonl"], "no RLLA item"),
+        (["--responses", "ground-truth", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
+        (["--responses", "ground-truth", "--temperature", "-1"], "--temperature is -1"),
+        (["--responses", "ground-truth", "--output", "one.txt"], "--output one.txt: is no folder"),
+    ],
+)
+def test_a_mistake_is_one_line(data, tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "one.jsonl", [{"response": "a"}])
+    write_lines(tmp_path / "keys.jsonl", [{"response": "a"}, {"answer": "a"}])
+    write_lines(tmp_path / "number.jsonl", [3])
+    (tmp_path / "torn.jsonl").write_text('{"response": "a"}\n{"respon')
+    (tmp_path / "one.txt").write_text("x")
+    (tmp_path / "empty.jsonl").write_text("")
+    if "--data" not in arguments:
+        arguments = [*arguments, "--data", str(data)]
+    with pytest.raises(SystemExit) as ended:
+        evaluate.main(["rlla", *arguments])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and message in error and error.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_wrong_option_names_the_nearest(capsys):
+    with pytest.raises(SystemExit) as ended:
+        evaluate.main(["rlla", "--respones", "x"])
+    assert ended.value.code == 2 and "--responses" in capsys.readouterr().err
+
+
+def test_mistakes_are_answered_without_torch(tmp_path):
+    program = (
+        "import sys\nfrom smopd import evaluate\n"
+        "try:\n    evaluate.main(['rlla', '--model', './no_such', '--data', sys.argv[1]])\n"
+        "except SystemExit as end:\n    assert end.code == 2\n"
+        "assert not {'torch', 'transformers'} & sys.modules.keys()\n"
+    )
+    data = write_lines(tmp_path / "items.jsonl", [row(TRUTHS[0])])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", program, data], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "--model ./no_such: no such folder" in done.stderr, done.stderr
+
+
+def test_a_model_is_sampled_and_scored(data, tmp_path):
+    from smopd.small_models import world_model
+
+    model, tokenizer = world_model(seed=0)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    arguments = ["rlla", "--model", str(tmp_path / "model"), "--data", str(data), "--max-new-tokens", "4"]
+    for output in ("a", "b"):
+        evaluate.main([*arguments, "--output", str(tmp_path / output)])
+    scores = json.loads((tmp_path / "a" / "rlla.json").read_text())
+    kept = [json.loads(line) for line in (tmp_path / "a" / "rlla_items.jsonl").read_text().splitlines()]
+    assert (scores["accuracy"], scores["format_pass"], scores["n"]) == (-1.5, 0.0, 2)
+    assert scores["truncated"] == sum(not item["finished"] for item in kept)
+    assert (tmp_path / "a" / "rlla_items.jsonl").read_text() == (
+        tmp_path / "b" / "rlla_items.jsonl"
+    ).read_text()
+
+
+def test_both_test_files_hold_the_same_items(shared_data):
+    folder = shared_data / "rlla"
+    parquet = rlla.load_rlla_items(folder / "rlla_4k_test.parquet")
+    assert parquet == rlla.load_rlla_items(folder / "rlla_4k_test.jsonl.gz")
+    assert [item.index for item in parquet] == list(range(80))
+    assert {tuple(message["role"] for message in item.messages) for item in parquet} == {("system", "user")}
+    thinks = Counter(item.ground_truth.partition("\n")[0] for item in parquet)
+    assert thinks == {rlla.TOOL_THINK: 71, rlla.RESPONSE_THINK: 9}
+
+
+def test_training_items_leave_the_test_split_out(shared_data):
+    source, test = shared_data / "rlla" / "rlla_sft.jsonl.gz", shared_data / "rlla" / "rlla_4k_test.parquet"
+    assert len(rlla.load_rlla_items(source)) == 400
+    items = rlla.load_rlla_items(source, exclude=rlla.load_rlla_items(test))
+    assert [item.index for item in items] == [index for index in range(400) if index != 393]
+    assert rlla.training_rows(str(source), str(test)) == [
+        {"prompt": list(item.messages), "ground_truth": item.ground_truth} for item in items
+    ]
+    assert all(item.ground_truth.count("</think>") == 1 for item in items)
+    scores = rlla.score_responses(*[[item.ground_truth for item in items]] * 2)
+    tools = sum("<tool_call>" in item.ground_truth for item in items)
+    assert scores.format_pass == 1.0 and scores.accuracy == pytest.approx(3.0 * tools / 399)
+
+
+def test_sft_row_splits_at_the_last_think():
+    output = "<think> use <tool_call> </think> or </think>\n<response> r </response>\n"
+    mapped = rlla.sft_row({"instruction": "s", "input": "u", "output": output})
+    assert mapped == {
+        "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
+        "ground_truth": rlla.RESPONSE_THINK + "\n<response> r </response>",
+    }
+    for unusable in ("no think", "<think> a </think>", "<think> a </think> answer"):
+        assert rlla.sft_row({"instruction": "s", "input": "u", "output": unusable}) is None
+    with pytest.raises(ValueError, match=r"no text as \['input'\]"):
+        rlla.sft_row({"instruction": "s", "output": output})
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        ({"prompt": None, "reward_model": {"ground_truth": "x"}}, "expected `prompt`"),
+        ({"prompt": [], "reward_model": {"ground_truth": "x"}}, "prompt has 0 messages"),
+        ({"prompt": [{"role": "user"}], "reward_model": {"ground_truth": "x"}}, "'content'"),
+        ({"prompt": [{"role": "user", "content": "u"}], "reward_model": {}}, "'ground_truth'"),
+        ({"prompt": [{"role": "user", "content": "u"}], "reward_model": {"ground_truth": None}}, "NoneType"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path, bad, message):
+    path = tmp_path / "items.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        file.write(json.dumps(row("x")) + "\n" + json.dumps(bad) + "\n")
+    with pytest.raises(ValueError, match=rf"items\.jsonl\.gz: row 1: .*{message}"):
+        rlla.load_rlla_items(path)
+
+
+def test_score_responses_checks_the_number():
+    with pytest.raises(ValueError, match="expected 2 responses, got 1"):
+        rlla.score_responses(["a"], TRUTHS)
+    with pytest.raises(ValueError, match="expected one or more responses, got 0"):
+        rlla.score_responses([], [])

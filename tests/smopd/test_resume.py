@@ -1,0 +1,106 @@
+"""Resuming after SIGKILL.
+
+A command killed with SIGKILL at any moment and given again ends as one that was not killed, bit for bit.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.smopd.recipes import command, environment, metric_lines, train, write_recipe
+
+RUNS = ("base", "accuracy_teacher", "format_teacher", "student")
+
+
+def lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def after_lines(run: str, n: int) -> Callable[[Path], bool]:
+    return lambda folder: lines(folder / run / "metrics.jsonl") >= n
+
+
+def once_there(pattern: str) -> Callable[[Path], bool]:
+    return lambda folder: any(folder.glob(pattern))
+
+
+MOMENTS = {
+    "in the warm start": after_lines("base", 5),
+    "before the first checkpoint": after_lines("accuracy_teacher", 1),
+    "while a checkpoint is written": once_there("accuracy_teacher/checkpoints/*.partial"),
+    "between two checkpoints": after_lines("format_teacher", 3),
+    "at the end of a run": after_lines("format_teacher", 6),
+    "in stage 2": after_lines("student", 5),
+    "in the evaluation": once_there("base/evaluation.json"),
+}
+
+
+def kill_when(moment: Callable[[Path], bool], recipe: Path, folder: Path, log: Path) -> bool:
+    """Starts the command and kills it at the moment; False where it ended first."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command(recipe), env=environment(), cwd=recipe.parent, stdout=output, stderr=output
+        )
+    deadline = time.monotonic() + 300
+    while process.poll() is None and time.monotonic() < deadline:
+        if moment(folder):
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            return True
+        time.sleep(0.002)
+    process.kill()
+    return process.wait() != 0
+
+
+def assert_same_runs(found: Path, expected: Path) -> None:
+    for run in RUNS:
+        assert metric_lines(found / run) == metric_lines(expected / run), run
+        a, b = (load_file(folder / run / "export/model.safetensors") for folder in (found, expected))
+        assert a.keys() == b.keys()
+        for name in a:
+            assert a[name].equal(b[name]), f"{run}: {name}"
+        for file in ("evaluation.json", "responses.jsonl"):
+            assert (found / run / file).read_bytes() == (expected / run / file).read_bytes()
+    for run in RUNS[1:]:
+        assert (found / run / "samples.jsonl").read_bytes() == (expected / run / "samples.jsonl").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The run that nobody killed."""
+    folder = tmp_path_factory.mktemp("straight")
+    recipe = write_recipe(folder)
+    done = train(recipe)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder / "runs/tiny"
+
+
+def test_a_run_killed_again_and_again_ends_the_same(tmp_path, straight):
+    recipe, folder = write_recipe(tmp_path), tmp_path / "runs/tiny"
+    for name, moment in MOMENTS.items():
+        assert kill_when(moment, recipe, folder, tmp_path / "log"), f"the run ended before: {name}"
+    done = train(recipe)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert_same_runs(folder, straight)
+
+
+def test_finished_runs_are_not_done_again(straight):
+    before = {path: path.stat().st_mtime_ns for path in straight.rglob("*.safetensors")}
+    done = train(straight.parents[1] / "recipe.yaml")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert {path: path.stat().st_mtime_ns for path in straight.rglob("*.safetensors")} == before
+    assert "accuracy_teacher  1/6" not in done.stdout
+
+
+def test_other_settings_in_the_same_directory_are_refused(straight):
+    done = train(straight.parents[1] / "recipe.yaml", "--opd.kappa", "32")
+    assert done.returncode == 1
+    assert "opd.kappa: was 16, now 32" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,213 @@
+"""The command end to end on a tiny world.
+
+Both stages, any number of rewards and teachers, and its bad days.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.smopd.recipes import metric_lines, train, write_recipe
+
+REWARDS = """
+import time
+
+def brevity(prompts, completions, **columns):
+    return [1 / (1 + len(text)) for text in completions]
+
+async def raises(prompts, completions, **columns):
+    raise KeyError("no such thing")
+
+def hangs(prompts, completions, **columns):
+    time.sleep(600)
+"""
+BAD_ROWS = """
+def empty(**options):
+    return []
+
+def null(**options):
+    return [{"prompt": "call anna", "ground_truth": ""}, {"prompt": None, "ground_truth": ""}]
+
+def long(**options):
+    rows = __import__("smopd.toy_world").toy_world.prompts(n=8, seed=5)
+    return [*rows, {"prompt": " ; ".join([rows[0]["prompt"]] * 9), "ground_truth": rows[0]["ground_truth"]}]
+"""
+
+
+@pytest.fixture
+def workplace(tmp_path):
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    (tmp_path / "my_rows.py").write_text(BAD_ROWS)
+    return tmp_path
+
+
+def recipe_of_one_run(folder, changes):
+    """A single control run; the warm start is left out, so that it begins at once."""
+    values = {"loop": {"steps": 2}, **changes}
+    path = write_recipe(folder, values, drop=("runs", "teachers", "warm_start"))
+    path.write_text(path.read_text() + "runs: {gdpo: {stage: control}}\n")
+    return path
+
+
+def with_reward(function, **more):
+    plain = {"name": "accuracy", "function": "smopd.rewards.rlla:accuracy_reward"}
+    return {"rewards": [plain, {"name": "mine", "function": f"my_rewards:{function}"}], **more}
+
+
+def test_three_rewards_and_three_teachers(workplace):
+    recipe = write_recipe(
+        workplace,
+        {
+            "loop": {"steps": 2},
+            "rewards": [
+                {"name": "accuracy", "function": "smopd.rewards.rlla:accuracy_reward", "range": [-3, 3]},
+                {"name": "format", "function": "smopd.rewards.rlla:format_reward", "range": [0, 1]},
+                {"name": "brevity", "function": "my_rewards:brevity", "range": "batch"},
+            ],
+            "opd": {"gate": {"kind": "token"}},
+            "teachers": {
+                "models": [
+                    {"model": "accuracy_teacher", "reward": "accuracy"},
+                    {"model": "format_teacher", "reward": "format"},
+                    {"model": "brevity_teacher", "reward": "brevity"},
+                ]
+            },
+        },
+        drop=("runs",),
+    )
+    recipe.write_text(
+        recipe.read_text()
+        + "runs:\n"
+        + "".join(
+            f"  {name}_teacher: {{stage: specialize, reward_weights: {weights}}}\n"
+            for name, weights in {
+                "accuracy": [0.8, 0.1, 0.1],
+                "format": [0.1, 0.8, 0.1],
+                "brevity": [0.1, 0.1, 0.8],
+            }.items()
+        )
+        + "  student: {stage: merge}\n"
+        + "  sampled: {stage: merge, set: {opd: {divergence: reverse_kl_sampled, gate: {kind: sequence}}}}\n"
+        + "  gd2po: {stage: control, set: {advantage: {estimator: gd2po, whiten: tokens}}}\n"
+        + "  grpo: {stage: control, set: {advantage: {estimator: grpo}}}\n"
+    )
+    done = train(recipe)
+    assert done.returncode == 0, done.stderr[-4000:]
+    folder = workplace / "runs/tiny"
+    results = json.loads((folder / "results.json").read_text())
+    assert set(results) == {
+        "base", "accuracy_teacher", "format_teacher", "brevity_teacher", "student", "sampled", "gd2po", "grpo"
+    }  # fmt: skip
+    assert all(0 < row["greedy/brevity"] < 1 for row in results.values())
+    for run in ("student", "sampled"):
+        lines = metric_lines(folder / run)
+        assert [line["step"] for line in lines] == [1, 2]
+        for line in lines:
+            assert all(value is not None and math.isfinite(value) for value in line.values()), line
+            assert {f"teacher_{m}/top_kappa_mass" for m in range(3)} <= line.keys()
+    assert "report.html" in done.stdout
+    page = (folder / "report.html").read_text()
+    assert "brevity_teacher" in page
+    for run in results:
+        model = AutoModelForCausalLM.from_pretrained(folder / run / "export")
+        tokenizer = AutoTokenizer.from_pretrained(folder / run / "export")
+        assert model.config.vocab_size >= len(tokenizer) and tokenizer.chat_template
+
+
+def test_two_ranks_train_like_one(tmp_path):
+    tables = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        recipe = write_recipe(folder, {"loop": {"steps": 3, "prompts_per_step": 5}})
+        done = train(recipe, ranks=ranks)
+        assert done.returncode == 0, done.stderr[-4000:]
+        tables.append(folder / "runs/tiny")
+    for run in ("base", "accuracy_teacher", "format_teacher", "student"):
+        one, two = (metric_lines(folder / run) for folder in tables)
+        assert len(one) == len(two)
+        for a, b in zip(one, two, strict=True):
+            for name in ("grad_norm", "reward/accuracy/mean", "advantage/std", "loss/kl", "tokens", "nll"):
+                if name in a:
+                    assert b[name] == pytest.approx(a[name], rel=2e-3, abs=1e-5), (run, a["step"], name)
+
+
+def test_stages_one_at_a_time_and_teachers_by_path(tmp_path):
+    recipe = write_recipe(tmp_path, {"loop": {"steps": 2}})
+    early = train(recipe, "--stage", "merge")
+    assert early.returncode == 1
+    assert "runs.student: needs the run 'accuracy_teacher', which is not finished" in early.stderr
+    done = train(recipe, "--stage", "specialize")
+    assert done.returncode == 0, done.stderr[-4000:]
+    folder = tmp_path / "runs/tiny"
+    assert not (folder / "student").exists()
+    teachers = [
+        {"model": str(folder / f"{name}_teacher/export"), "reward": name} for name in ("accuracy", "format")
+    ]
+    by_path = write_recipe(
+        tmp_path,
+        {
+            "name": "by_path",
+            "loop": {"steps": 2},
+            "model": {"path": str(folder / "base/export"), "factory": None},
+            "teachers": {"models": teachers},
+        },
+        drop=("warm_start", "runs"),
+    )  # fmt: skip
+    by_path.write_text(by_path.read_text() + "runs: {student: {stage: merge}}\n")
+    done = train(by_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert (tmp_path / "runs/by_path/student/export/model.safetensors").exists()
+    weights = [
+        AutoModelForCausalLM.from_pretrained(path).lm_head.weight
+        for path in (folder / "base/export", tmp_path / "runs/by_path/student/export")
+    ]
+    assert not torch.equal(*weights)
+
+
+def test_a_reward_that_raises_stops_the_run_and_is_named(workplace):
+    done = train(recipe_of_one_run(workplace, with_reward("raises")))
+    assert done.returncode == 1
+    assert "reward 'mine' left 16 of 16 responses without a score" in done.stderr
+    assert "no such thing" in done.stderr
+
+
+def test_a_reward_that_hangs_is_killed_and_counted(workplace):
+    scoring = {"deadline_seconds": 1.0, "max_unscorable_share": 1.0}
+    done = train(recipe_of_one_run(workplace, with_reward("hangs", scoring=scoring, loop={"steps": 1})))
+    assert done.returncode == 0, done.stderr[-4000:]
+    (line,) = metric_lines(workplace / "runs/tiny/gdpo")
+    assert line["reward/mine/unscorable"] == 1.0
+    assert line["reward/accuracy/unscorable"] == 0.0
+    assert math.isfinite(line["grad_norm"])
+
+
+def test_a_reward_that_cannot_be_imported_is_refused_before_training(workplace):
+    done = train(recipe_of_one_run(workplace, with_reward("nothing")))
+    assert done.returncode == 1
+    assert "my_rewards" in done.stderr and "nothing" in done.stderr
+    assert not (workplace / "runs/tiny/gdpo").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [("my_rows:empty", "the data set is empty"), ("my_rows:null", "row 1: column 'prompt' is None")],
+)
+def test_bad_data_is_named(workplace, source, message):
+    done = train(recipe_of_one_run(workplace, {"data": {"train": {"source": source}}}))
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_prompt_over_the_limit_is_dropped_and_counted(workplace):
+    changes = {"loop": {"steps": 1}, "data": {"train": {"source": "my_rows:long"}}}
+    recipe = recipe_of_one_run(workplace, changes)
+    done = train(recipe)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "8 prompts of 9 rows (1 too long, 0 truncated, 0 mapped out)" in done.stdout

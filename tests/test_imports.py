@@ -1,0 +1,102 @@
+"""Who may import whom: the walls between kernels, engine and smopd, read from the sources with ast."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("kernels", "engine", "smopd")
+ENGINE_PACKAGES = {"numpy", "torch", "safetensors", "transformers", "peft", "vllm", "deepspeed", "httpx"}
+# Besides the standard library; a name allows its submodules too.
+ALLOWED = {
+    "kernels": {"torch", "triton", "smopd._C", "smopd.kernels"},
+    "engine": ENGINE_PACKAGES | {"smopd.kernels", "smopd.engine"},
+}
+OPS_ALLOWED = {"torch", "smopd.kernels"}
+HEAVY = {"transformers", "vllm", "pydantic", "datasets", "tyro", "rich", "deepspeed", "peft"}
+
+
+def sources(room: str) -> list[Path]:
+    """The Python files of a room; the links smopd/kernels and smopd/engine are not followed."""
+    linked = {ROOT / "smopd" / "kernels", ROOT / "smopd" / "engine"} if room == "smopd" else set()
+    return sorted(p for p in (ROOT / room).rglob("*.py") if not linked & set(p.parents))
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import, wherever it stands; a relative one begins with a dot."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            if module == "smopd":
+                yield from ((node.lineno, f"smopd.{alias.name}") for alias in node.names)
+            else:
+                yield node.lineno, module
+
+
+def permitted(name: str, allowed: set[str]) -> bool:
+    return name.split(".")[0] in sys.stdlib_module_names or any(
+        name == entry or name.startswith(entry + ".") for entry in allowed
+    )
+
+
+@pytest.mark.parametrize("room", ["kernels", "engine"])
+def test_room_imports_only_what_it_may(room: str) -> None:
+    files = sources(room)
+    assert files, f"{room}/ holds no Python file"
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in files
+        for line, name in imports(path)
+        if not permitted(name, ALLOWED[room])
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_ops_imports_kernels_and_nothing_else() -> None:
+    wrong = [name for _, name in imports(ROOT / "smopd" / "ops.py") if not permitted(name, OPS_ALLOWED)]
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_are_absolute(room: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in sources(room)
+        for line, name in imports(path)
+        if name.startswith(".") or name.split(".")[0] in {"kernels", "engine"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("room", ["kernels", "engine"])
+def test_room_is_a_link_without_init(room: str) -> None:
+    link = ROOT / "smopd" / room
+    assert link.is_symlink() and link.resolve() == ROOT / room
+    assert not (ROOT / room / "__init__.py").exists()
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The modules that a fresh process has loaded after `statement`."""
+    code = f"import json, sys\n{statement}\nprint(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_import_of_ops_is_light() -> None:
+    """smopd.ops loads nothing heavy that torch itself does not load."""
+    loaded = loaded_by("import smopd.ops")
+    assert "torch" in loaded
+    assert not HEAVY & loaded, HEAVY & loaded
+
+
+def test_import_of_the_package_loads_no_torch() -> None:
+    assert not {"torch", "transformers", "numpy"} & loaded_by("import smopd")
