@@ -19,6 +19,7 @@ from smopd.kernels.types import LossSettings, LossTokens
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTS = (torch.int32, torch.int64)
 WHITENINGS = ("responses", "tokens", None)
+COLUMNS = ("old_logp_N", "kl_weight_N", "ent_weight_N", "reverse_adv_N", "reverse_weight_N")  # may be None
 MASS_SLACK = 1e-3  # a sparse target's mass may exceed 1 by this much rounding in the debug check
 
 
@@ -134,10 +135,10 @@ def check_loss_tokens(op: str, tokens: LossTokens, settings: LossSettings, like:
         raise TypeError(f"{op}: settings is {type(settings).__name__}, expected LossSettings")
     check_token_ids(op, tokens.token_ids_N, like)
     n_rows = like[1].shape[0]
-    columns = ("old_logp_N", "kl_weight_N", "ent_weight_N", "reverse_adv_N", "reverse_weight_N")
-    for name in ("adv_N", "pg_weight_N", *columns):
+
+    for name in ("adv_N", "pg_weight_N", *COLUMNS):
         value = getattr(tokens, name)
-        if value is not None or name not in columns:
+        if value is not None or name not in COLUMNS:
             check_tensor(op, name, value, (n_rows,), FLOATS, like=like)
     has_target = tokens.target_ids_NS is not None or tokens.target_logps_NS is not None
     has_teachers = tokens.teacher_ids_NMS is not None or tokens.teacher_logps_NMS is not None
@@ -228,5 +229,5 @@ def debug_loss_tokens(op: str, tokens: LossTokens, n_vocab: int) -> None:
     debug_target(op, "target_", tokens.target_ids_NS, tokens.target_logps_NS, n_vocab)
     debug_target(op, "teacher_", tokens.teacher_ids_NMS, tokens.teacher_logps_NMS, n_vocab)
     debug_finite(op, "log_alpha", tokens.log_alpha, allow_minus_inf=True)
-    for name in ("adv_N", "pg_weight_N", "old_logp_N", "kl_weight_N", "ent_weight_N", "reverse_adv_N"):
+    for name in (*COLUMNS, "adv_N", "pg_weight_N"):
         debug_finite(op, name, getattr(tokens, name))

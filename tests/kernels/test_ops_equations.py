@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smopd.ops import LossSettings, LossTokens, smopd_loss, topk_forward_kl
+from smopd.ops import LossSettings, LossTokens, gdpo_advantages, smopd_loss, topk_forward_kl
 
 V = 7
 TRUNCATED = {"merge": False, "tail": False}
@@ -124,8 +124,6 @@ def test_off_policy_the_printed_form_stops_outside_the_clip_and_ppo_does_not() -
 
 
 def test_eq_14_a_sparse_reward_leaves_the_anchor_silent_in_equal_groups() -> None:
-    from smopd.ops import gdpo_advantages
-
     torch.manual_seed(4)
     group = torch.arange(4000).repeat_interleave(8)
     rewards = (torch.rand(32000, 1) < 0.01).float()

@@ -20,6 +20,7 @@ from smopd.ops import (
     LossStats,
     LossTokens,
     smopd_loss,
+    teacher_mixture,
 )
 from tests.kernels import ops_truth
 
@@ -79,8 +80,6 @@ def test_terms_add_up_and_nothing_of_the_statistics_is_differentiable() -> None:
 
 @pytest.mark.parametrize("merge", [False, True])
 def test_a_given_target_equals_the_teachers(merge: bool) -> None:
-    from smopd.ops import teacher_mixture
-
     settings = LossSettings(merge=merge, kappa=8)
     logits, tokens = logits_and_tokens(settings)
     mixture = teacher_mixture(

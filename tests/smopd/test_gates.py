@@ -1,0 +1,123 @@
+"""The gates of Eq. 18 to 21 against a scalar transcription of the paper, and the cases it leaves open."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+import pytest
+import torch
+
+from smopd.config import Gate
+from smopd.gates import confidence, disagreement, failure, log_alpha
+
+M, S, LENGTHS = 3, 5, [4, 1, 3]
+
+
+def scalar_confidence(probabilities: list[float]) -> float:
+    total = sum(probabilities)
+    p = sorted((x / total for x in probabilities), reverse=True)
+    entropy = -sum(x * math.log(x) for x in p if x > 0)
+    return 0.5 * (1 - entropy / math.log(len(p))) + 0.5 * (p[0] - p[1])
+
+
+def scalar_gate(
+    gate: Gate, confidences: list[float], failures: list[float], disagreement: float
+) -> list[float]:
+    m = len(confidences)
+    raw = [
+        (c + gate.confidence_floor) ** gate.confidence_exponent * (f + gate.eps) ** gate.failure_exponent / m
+        for c, f in zip(confidences, failures, strict=True)
+    ]
+    alpha = [x / sum(raw) for x in raw]
+    pull = gate.blend * disagreement
+    blended = [(1 - pull) * a + pull / m for a in alpha]
+    return [gate.floor + (1 - gate.floor * m) * x / sum(blended) for x in blended]
+
+
+@pytest.fixture
+def teachers():
+    generator = torch.Generator().manual_seed(0)
+    n = sum(LENGTHS)
+    logits = torch.randn(n, M, 40, generator=generator, dtype=torch.float64) * 2
+    top = logits.log_softmax(-1).topk(S, dim=-1)
+    failure_RM = torch.rand(len(LENGTHS), M, generator=generator, dtype=torch.float64)
+    response_N = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+    return top.indices, top.values, failure_RM, response_N
+
+
+def scalar_signals(ids_NMS, logps_NMS):
+    confidences = [[scalar_confidence(row.exp().tolist()) for row in token] for token in logps_NMS]
+    pairs = list(combinations(range(M), 2))
+    disagreements = [sum(int(token[a, 0] != token[b, 0]) for a, b in pairs) / len(pairs) for token in ids_NMS]
+    return confidences, disagreements
+
+
+@pytest.mark.parametrize(
+    "gate", [Gate(kind="token", floor=0.1), Gate(kind="token", blend=1.0, failure_exponent=2)]
+)
+def test_token_gate_is_the_papers(teachers, gate):
+    ids_NMS, logps_NMS, failure_RM, response_N = teachers
+    found = log_alpha(gate, *teachers).exp()
+    confidences, disagreements = scalar_signals(ids_NMS, logps_NMS)
+    for n, r in enumerate(response_N.tolist()):
+        expected = scalar_gate(gate, confidences[n], failure_RM[r].tolist(), disagreements[n])
+        assert found[n].tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_sequence_gate_averages_the_signals_over_the_response(teachers):
+    gate = Gate(kind="sequence")
+    ids_NMS, logps_NMS, failure_RM, response_N = teachers
+    found = log_alpha(gate, *teachers).exp()
+    confidences, disagreements = scalar_signals(ids_NMS, logps_NMS)
+    for r in range(len(LENGTHS)):
+        tokens = (response_N == r).nonzero()[:, 0].tolist()
+        mean = [sum(confidences[n][m] for n in tokens) / len(tokens) for m in range(M)]
+        disagree = sum(disagreements[n] for n in tokens) / len(tokens)
+        expected = scalar_gate(gate, mean, failure_RM[r].tolist(), disagree)
+        for n in tokens:
+            assert found[n].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "sequence", "token"])
+def test_weights_sum_to_one_and_keep_the_floor(teachers, kind):
+    gate = Gate(kind=kind, floor=0.2)
+    alpha = log_alpha(gate, *teachers).exp()
+    torch.testing.assert_close(alpha.sum(-1), torch.ones_like(alpha.sum(-1)))
+    assert alpha.min() >= 0.2 - 1e-6
+    if kind == "uniform":
+        assert alpha.shape == (M,)
+        torch.testing.assert_close(alpha, torch.full((M,), 1 / M))
+
+
+def test_a_failing_reward_raises_its_teacher(teachers):
+    ids_NMS, logps_NMS, failure_RM, response_N = teachers
+    gate = Gate(kind="token", floor=0.0, blend=0.0)
+    failing = failure_RM.clone()
+    failing[0, 1] += 0.3
+    before, after = (log_alpha(gate, ids_NMS, logps_NMS, f, response_N).exp() for f in (failure_RM, failing))
+    first = response_N == 0
+    assert (after[first, 1] > before[first, 1]).all()
+    assert after[~first].equal(before[~first])
+
+
+def test_kappa_one_is_certain_and_one_teacher_never_disagrees():
+    assert confidence(torch.full((3, 2, 1), -0.7)).equal(torch.ones(3, 2))
+    assert disagreement(torch.tensor([[[4, 5]], [[6, 7]]])).equal(torch.zeros(2))
+    one = log_alpha(
+        Gate(kind="token"),
+        torch.zeros(3, 1, 4),
+        torch.randn(3, 1, 4),
+        torch.rand(2, 1),
+        torch.tensor([0, 0, 1]),
+    )
+    torch.testing.assert_close(one, torch.zeros(3, 1), atol=1e-6, rtol=0)
+
+
+def test_failure_scales_clamps_and_leaves_the_unscorable_in_the_middle():
+    rewards_RM = torch.tensor([[-3.0, 0.0], [3.0, 1.0], [0.0, torch.nan], [9.0, -9.0]])
+    found = failure(rewards_RM, torch.tensor([-3.0, 0.0]), torch.tensor([3.0, 1.0]))
+    expected = torch.tensor([[1.0, 1.0], [0.0, 0.0], [0.5, 0.5], [0.0, 1.0]])
+    torch.testing.assert_close(found, expected)
+    same = failure(torch.ones(2, 1), torch.ones(1), torch.ones(1))
+    torch.testing.assert_close(same, torch.full((2, 1), 0.5))
