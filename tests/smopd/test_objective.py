@@ -1,4 +1,4 @@
-"""The objective: the schedule of lambda, denominators, old log-probabilities, importance weights, reverse KL."""
+"""The objective: schedule of lambda, denominators, old log-probabilities, importance weights, reverse KL."""
 
 from __future__ import annotations
 
