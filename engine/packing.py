@@ -88,44 +88,53 @@ def _units(rollouts: Sequence[Rollout], packing: Packing) -> list[list[int]]:
 def _lay_out(
     rollouts: Sequence[Rollout], offsets: list[int], rows: list[list[list[int]]], row_length: int
 ) -> TokenBatch:
-    shape = (len(rows), row_length)
-    input_ids = torch.zeros(shape, dtype=torch.int64)
-    position_ids = torch.zeros(shape, dtype=torch.int64)
-    unit_ids = torch.full(shape, -1, dtype=torch.int64)
-    sample_ids = torch.full(shape, -1, dtype=torch.int64)
-    predictors, tokens, flat = [], [], []
+    grid = _Grid(len(rows), row_length)
     n_units = 0
     for row, units in enumerate(rows):
-        at = 0
+        at = row * row_length
         for unit in units:
-            prompt = torch.tensor(rollouts[unit[0]].prompt_ids, dtype=torch.int64)
-            begin, n_prompt = at, len(prompt)
-            input_ids[row, at : at + n_prompt] = prompt
-            position_ids[row, at : at + n_prompt] = torch.arange(n_prompt)
-            at += n_prompt
+            prompt_ids = rollouts[unit[0]].prompt_ids
+            end_of_prompt = at + len(prompt_ids)
+            grid.put(at, prompt_ids, range(len(prompt_ids)), n_units, -1)
+            at = end_of_prompt
             for i in unit:
-                response = rollouts[i].response_ids
-                n_read = len(response) - 1
-                if n_read < 0:
+                response_ids = rollouts[i].response_ids.tolist()
+                if not response_ids:
                     continue
-                input_ids[row, at : at + n_read] = response[:-1]
-                position_ids[row, at : at + n_read] = torch.arange(n_prompt, n_prompt + n_read)
-                sample_ids[row, at : at + n_read] = i
-                base = row * row_length
-                predictors.append(torch.tensor([base + begin + n_prompt - 1]))
-                predictors.append(torch.arange(base + at, base + at + n_read))
-                tokens.append(response)
-                flat.append(torch.arange(offsets[i], offsets[i + 1]))
-                at += n_read
-            unit_ids[row, begin:at] = n_units
+                read = response_ids[:-1]
+                grid.put(at, read, range(len(prompt_ids), len(prompt_ids) + len(read)), n_units, i)
+                grid.predict((end_of_prompt - 1, *range(at, at + len(read))), response_ids, offsets[i])
+                at += len(read)
             n_units += 1
-    none = torch.zeros(0, dtype=torch.int64)
-    return TokenBatch(
-        input_ids,
-        position_ids,
-        unit_ids,
-        sample_ids,
-        torch.cat([none, *predictors]),
-        torch.cat([none, *tokens]),
-        torch.cat([none, *flat]),
-    )
+    return grid.batch()
+
+
+class _Grid:
+    """The positions of a micro-batch, row after row, while they are filled."""
+
+    def __init__(self, n_rows: int, row_length: int):
+        self.shape = (n_rows, row_length)
+        size = n_rows * row_length
+        self.input_ids, self.position_ids = [0] * size, [0] * size
+        self.unit_ids, self.sample_ids = [-1] * size, [-1] * size
+        self.predictor_N: list[int] = []
+        self.token_ids_N: list[int] = []
+        self.flat_N: list[int] = []
+
+    def put(self, at: int, ids: Sequence[int], positions: range, unit: int, sample: int) -> None:
+        span = slice(at, at + len(ids))
+        self.input_ids[span], self.position_ids[span] = ids, positions
+        self.unit_ids[span], self.sample_ids[span] = [unit] * len(ids), [sample] * len(ids)
+
+    def predict(self, places: Sequence[int], token_ids: list[int], offset: int) -> None:
+        self.predictor_N += places
+        self.token_ids_N += token_ids
+        self.flat_N += range(offset, offset + len(token_ids))
+
+    def batch(self) -> TokenBatch:
+        grids = (self.input_ids, self.position_ids, self.unit_ids, self.sample_ids)
+        lists = (self.predictor_N, self.token_ids_N, self.flat_N)
+        return TokenBatch(
+            *(torch.tensor(values, dtype=torch.int64).view(self.shape) for values in grids),
+            *(torch.tensor(values, dtype=torch.int64) for values in lists),
+        )
