@@ -86,6 +86,7 @@ class Student:
             betas=settings.betas,
             eps=settings.adam_eps,
             weight_decay=settings.weight_decay,
+            fused=True,
         )
 
     @property

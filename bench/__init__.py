@@ -1,0 +1,1 @@
+"""Microbenchmarks of the operations, and their command `python -m bench`."""
