@@ -96,6 +96,8 @@ class Checkpoints:
         )
         student.updates, student.skipped = process["updates"], process["skipped"]
         torch.set_rng_state(process["rng"])
+        if process["cuda_rng"] is not None and student.device.type == "cuda":
+            torch.cuda.set_rng_state(process["cuda_rng"])
         return int(manifest["step"])
 
     def _complete(self) -> list[Path]:
@@ -186,4 +188,10 @@ def _digest(path: Path) -> str:
 
 
 def _process_state(student: Student) -> dict[str, Any]:
-    return {"updates": student.updates, "skipped": student.skipped, "rng": torch.get_rng_state()}
+    cuda = torch.cuda.get_rng_state() if student.device.type == "cuda" else None
+    return {
+        "updates": student.updates,
+        "skipped": student.skipped,
+        "rng": torch.get_rng_state(),
+        "cuda_rng": cuda,
+    }

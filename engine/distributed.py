@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -69,7 +72,21 @@ def gather_objects(value: object) -> list:
     return gathered
 
 
-def broadcast_object(value: object) -> object:
+def on_first(function: Callable[[], T]) -> T:
+    """Rank 0's result of `function` on every rank; what it raises is raised on every rank."""
+    value, error = None, None
+    if rank() == 0:
+        try:
+            value = function()
+        except Exception as raised:
+            error = raised
+    value, error = broadcast_object((value, error))
+    if error is not None:
+        raise error
+    return value
+
+
+def broadcast_object(value: Any) -> Any:
     """Rank 0's object on every rank."""
     if world_size() == 1:
         return value

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -17,41 +21,73 @@ from transformers import (
 from smopd.engine.types import TokenBatch
 
 
+class UnusableModel(ValueError):
+    """A model that is there and cannot be trained or sampled; says which and why."""
+
+
 def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
-    """The model at `path` in `dtype`, with sdpa attention.
+    """The model at `path` (a folder, also with ~, or a hub id) in `dtype`, with sdpa attention.
 
     Raises:
-        FileNotFoundError: `path` looks like a folder and is none.
-        ValueError: its attention is not causal over the whole context, so packed rows cannot be masked.
+        FileNotFoundError: there is no such folder or hub id, or no model in it.
+        UnusableModel: it is damaged or incomplete, of an unknown architecture or no causal language model, or
+            its attention is not causal over the whole context, so packed rows cannot be masked.
     """
-    _check_path(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
-    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise ValueError(f"model {path}: has {sorted(kinds)} layers, expected full_attention alone")
+    place = _place(path, needs_config=True)
+    with _loading(path):
+        found: Any = AutoModelForCausalLM.from_pretrained(
+            place, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+        )
+    model: PreTrainedModel = found[0]
+    if missing := sorted(found[1]["missing_keys"]):
+        shown = ", ".join(missing[:3]) + (" and more" if len(missing) > 3 else "")
+        raise UnusableModel(
+            f"model {path}: its files lack {len(missing)} of the weights of a {type(model).__name__}: {shown}"
+        )
+    _require_full_attention(model, path)
     module: nn.Module = model  # transformers' own annotation of `to` takes no device
     module.to(device)
     return model.eval()
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    _check_path(path)
-    return AutoTokenizer.from_pretrained(path)
+    """The tokenizer of the model at `path`.
+
+    Raises:
+        FileNotFoundError: there is no such folder or hub id, or no tokenizer in it.
+        UnusableModel: it cannot be read.
+    """
+    place = _place(path)
+    with _loading(path):
+        tokenizer = AutoTokenizer.from_pretrained(place)
+    files = list(tokenizer.vocab_files_names.values())
+    # transformers makes an empty tokenizer of the model's kind where there is none.
+    if files and Path(place).is_dir() and not any((Path(place) / file).is_file() for file in files):
+        raise FileNotFoundError(
+            f"model {path}: has no tokenizer, expected one of {', '.join(files)} beside it"
+        )
+    return tokenizer
 
 
 def stored_dtype(path: str | Path) -> torch.dtype:
-    """The dtype in which the model at `path` is stored; exports keep it."""
-    dtype = AutoConfig.from_pretrained(path).dtype
+    """The dtype in which the model at `path` is stored; exports keep it. Raises as `load_model`."""
+    place = _place(path, needs_config=True)
+    with _loading(path):
+        dtype = AutoConfig.from_pretrained(place).dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every id that ends a response: the tokenizer's and the generation config's."""
+    """Every id that ends a response: the tokenizer's and the generation config's, ascending.
+
+    Raises:
+        UnusableModel: there is none.
+    """
     ends = model.generation_config.eos_token_id if model.generation_config is not None else None
     listed = ends if isinstance(ends, list) else [ends]
     found = {int(end) for end in [*listed, tokenizer.eos_token_id] if end is not None}
     if not found:
-        raise ValueError(
+        raise UnusableModel(
             f"model {model.name_or_path}: neither its generation config nor its tokenizer has an eos token"
         )
     return tuple(sorted(found))
@@ -74,10 +110,46 @@ def head(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
     return output.weight, getattr(output, "bias", None)
 
 
-def _check_path(path: str | Path) -> None:
-    text = str(path)
-    looks_local = text.startswith((".", "/", "~")) or text.count("/") > 1
-    if looks_local and not Path(text).expanduser().is_dir():
-        raise FileNotFoundError(
-            f"model path {text}: no such folder, expected one with config.json, or a hub id"
+def _place(path: str | Path, needs_config: bool = False) -> str:
+    """`path` with ~ expanded: a folder that is there, or what can only be a hub id."""
+    place = str(Path(path).expanduser()) if str(path).startswith("~") else str(path)
+    if Path(place).is_dir():
+        if needs_config and not (Path(place) / "config.json").is_file():
+            raise FileNotFoundError(f"model {path}: this folder has no config.json, expected a saved model")
+    elif place.startswith((".", "/")) or place.count("/") > 1:
+        raise FileNotFoundError(f"model {path}: no such folder, expected one with config.json, or a hub id")
+    return place
+
+
+def _require_full_attention(model: PreTrainedModel, path: str | Path) -> None:
+    config = model.config
+    kinds = set(getattr(config, "layer_types", None) or [])
+    if kinds - {"full_attention"}:
+        raise UnusableModel(f"model {path}: has {sorted(kinds)} layers, expected full_attention alone")
+    # Older architectures name no layer types: a window, if there is one, is every layer's.
+    window = None if kinds else getattr(config, "sliding_window", None)
+    if window and window < config.max_position_embeddings:
+        raise UnusableModel(
+            f"model {path}: attends to the last {window} of up to {config.max_position_embeddings} tokens, "
+            "expected full attention"
         )
+
+
+@contextmanager
+def _loading(path: str | Path) -> Iterator[None]:
+    """What transformers says of a place without a model, in a line that names the place."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:  # of the operating system, not about the model
+            raise
+        raise FileNotFoundError(
+            f"model {path}: cannot be loaded, expected a folder with a saved model, or a hub id that can be "
+            f"reached ({_first_line(error)})"
+        ) from error
+    except (ValueError, SafetensorError) as error:
+        raise UnusableModel(f"model {path}: cannot be loaded ({_first_line(error)})") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(" .:")

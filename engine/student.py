@@ -76,7 +76,7 @@ class Student:
         self.device = device
         self.updates = 0
         self.skipped = 0
-        policy = Policy(model).to(device).train()
+        policy = Policy(without_dropout(model)).to(device).train()
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.policy = shard(policy, getattr(torch, settings.compute_dtype))
@@ -146,10 +146,16 @@ class Student:
         batches += [empty_batch()] * (most - len(batches))
         return [batch.to(self.device) for batch in batches]
 
+    def _rate_scale(self) -> float:
+        scale = min(1.0, (self.updates + 1) / max(1, self.settings.warmup_steps))
+        if self.settings.decay is not None:
+            begin, end = self.settings.decay
+            scale *= min(1.0, max(0.0, (end - self.updates) / max(1, end - begin)))
+        return scale
+
     def _step(self) -> tuple[float, bool]:
-        warmup = min(1.0, (self.updates + 1) / max(1, self.settings.warmup_steps))
         for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.learning_rate * warmup
+            group["lr"] = self.settings.learning_rate * self._rate_scale()
         norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.max_grad_norm)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         finite = grad_norm - grad_norm == 0.0
@@ -199,6 +205,16 @@ def _loss(
     chunk_bytes: int,
 ) -> tuple[Tensor, LossStats]:
     return linear_smopd_loss(hidden_ND, weight_VD, tokens, settings, bias_V=bias_V, chunk_bytes=chunk_bytes)
+
+
+def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
+    """Sets every dropout rate to 0: the ratio of two forwards is to be that of the parameters alone."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010  a plain number beside the submodules
+    return model
 
 
 def take(tokens: LossTokens, index_n: Tensor) -> LossTokens:

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from smopd.engine.models import head, response_hidden
+from smopd.engine.models import UnusableModel, head, response_hidden
 from smopd.engine.packing import flat_offsets, pack
 from smopd.engine.types import Packing, Rollout, TeacherTopK
 from smopd.kernels.topk_logprobs import linear_topk_logprobs
@@ -31,7 +31,8 @@ class LocalTeachers:
         models: one vocabulary for all; on their device, in the dtype to score with.
         packing: as for the student; changes no result.
     Raises:
-        ValueError: a teacher's vocabulary is smaller than the student's, or none is given.
+        ValueError: none is given.
+        UnusableModel: a teacher's vocabulary differs in size from the student's.
     """
 
     def __init__(self, models: Sequence[PreTrainedModel], packing: Packing, vocabulary: int):
@@ -40,7 +41,7 @@ class LocalTeachers:
         for i, model in enumerate(models):
             size = head(model)[0].shape[0]
             if size != vocabulary:
-                raise ValueError(
+                raise UnusableModel(
                     f"teachers.models.{i}: {model.name_or_path} has a vocabulary of {size}, "
                     f"the student's is {vocabulary}"
                 )

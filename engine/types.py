@@ -104,6 +104,8 @@ class TrainSettings:
     weight_decay: float = 0.0
     adam_eps: float = 1e-8
     warmup_steps: int = 0
+    decay: tuple[int, int] | None = None
+    """The updates between which the learning rate falls linearly to zero; None keeps it constant."""
     max_grad_norm: float = 1.0
     compute_dtype: str = "bfloat16"
     packing: Packing = Packing()

@@ -1,4 +1,4 @@
-"""From settings to the things they describe: the student, the engines, the prompts."""
+"""From settings and a model's path to the student, the rollout engine and the teachers."""
 
 from __future__ import annotations
 
@@ -6,26 +6,38 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from smopd.config import Settings, Source
-from smopd.data import Overlong, PromptSet, load_prompts
+from smopd.config import Settings
 from smopd.engine.local import LocalRollout
 from smopd.engine.models import end_token_ids, load_model, load_tokenizer
 from smopd.engine.student import Student
 from smopd.engine.teachers import LocalTeachers
 from smopd.engine.types import Packing, TrainSettings
+from smopd.failures import reading
 
 
 def student(settings: Settings, path: str, device: torch.device, **changes: Any) -> Student:
     """The model at `path`, ready to train; `changes` replace fields of TrainSettings."""
     torch.manual_seed(settings.seed)
-    return Student(load_model(path, torch.float32), train_settings(settings, **changes), device)
+    with reading("model"):
+        model = load_model(path, torch.float32)
+    return Student(model, train_settings(settings, **changes), device)
 
 
 def rollout_engine(settings: Settings, path: str, device: torch.device) -> LocalRollout:
-    model = load_model(path, getattr(torch, settings.rollout.dtype), device)
-    return LocalRollout(model, end_token_ids(model, load_tokenizer(path)), settings.rollout.max_batch_tokens)
+    """Samples from its own copy of the model at `path`."""
+    with reading("model"):
+        model = load_model(path, getattr(torch, settings.rollout.dtype), device)
+        ends = end_token_ids(model, load_tokenizer(path))
+    longest = settings.data.max_prompt_tokens + settings.rollout.max_new_tokens
+    with reading("rollout.max_new_tokens"):
+        limit = getattr(model.config, "max_position_embeddings", longest)
+        if longest > limit:
+            raise ValueError(
+                f"{settings.rollout.max_new_tokens} behind data.max_prompt_tokens "
+                f"{settings.data.max_prompt_tokens} is over the model's {limit} positions"
+            )
+    return LocalRollout(model, ends, settings.rollout.max_batch_tokens)
 
 
 def teacher_engine(
@@ -34,8 +46,13 @@ def teacher_engine(
     """The frozen teachers, or None where there are none."""
     if not paths:
         return None
-    models = [load_model(path, getattr(torch, settings.teachers.dtype), device) for path in paths]
-    return LocalTeachers(models, packing(settings), vocabulary)
+    with reading("teachers.models"):
+        models = [load_model(path, getattr(torch, settings.teachers.dtype), device) for path in paths]
+        teachers = LocalTeachers(models, packing(settings), vocabulary)
+    with reading("opd.kappa"):
+        if settings.opd.kappa > vocabulary:
+            raise ValueError(f"{settings.opd.kappa} is over the vocabulary of {vocabulary}")
+    return teachers
 
 
 def train_settings(settings: Settings, **changes: Any) -> TrainSettings:
@@ -47,20 +64,3 @@ def train_settings(settings: Settings, **changes: Any) -> TrainSettings:
 def packing(settings: Settings) -> Packing:
     student = settings.student
     return Packing(student.micro_batch_tokens, student.row_tokens, student.share_prompts)
-
-
-def prompt_set(
-    settings: Settings, source: Source, tokenizer: PreTrainedTokenizerBase, overlong: Overlong
-) -> PromptSet:
-    return load_prompts(
-        source.source,
-        tokenizer,
-        prompt_column=source.prompt_column,
-        map=source.map,
-        max_prompt_tokens=settings.data.max_prompt_tokens,
-        overlong=overlong,
-        split=source.split,
-        limit=source.limit,
-        kwargs=source.kwargs,
-        system=settings.data.system,
-    )

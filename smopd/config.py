@@ -23,11 +23,13 @@ from pydantic import (
     model_validator,
 )
 
+from smopd.names import IMPORT_PATH
+
 Stage = Literal["specialize", "merge", "control"]
 
 
 def _import_path(value: str) -> str:
-    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
+    if not IMPORT_PATH.fullmatch(value):
         raise ValueError(f"got {value!r}, expected `package.module:function`")
     return value
 
@@ -136,6 +138,8 @@ class WarmStart(Section):
     batch_size: int = Field(default=64, ge=1)
     learning_rate: float = Field(default=1e-3, gt=0)
     warmup_steps: int = Field(default=10, ge=0)
+    decay_share: float = Field(default=0.3, ge=0, le=1)
+    """The learning rate falls linearly to zero over this last share of the steps."""
 
 
 class Rollout(Section):
@@ -233,12 +237,15 @@ class Teachers(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class Student(Section):
     """Optimiser, precision and packing of whatever model is being trained, teachers in stage 1 included."""
 
     strategy: Literal["fsdp2"] = "fsdp2"
     learning_rate: float = Field(default=1e-6, gt=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     weight_decay: float = Field(default=0.0, ge=0)
     adam_eps: float = Field(default=1e-8, gt=0)
     warmup_steps: int = Field(default=0, ge=0)
@@ -308,6 +315,13 @@ _NAME = re.compile(r"\w[\w.-]*")
 _RUN_NAME = re.compile(r"\w[\w-]*")
 
 
+SHARED = (
+    "name", "description", "seed", "processes", "output", "model", "data", "rewards", "scoring", "warm_start",
+    "evaluation", "runs",
+)  # fmt: skip
+"""What all runs of a recipe have in common."""
+
+
 class Run(Section):
     """One policy optimisation: a teacher, a student, or a control beside them."""
 
@@ -323,7 +337,7 @@ class Run(Section):
 
     @model_validator(mode="after")
     def _set_belongs_to_the_run(self) -> Run:
-        whole = [key for key in ("name", "output", "runs") if key in self.set]
+        whole = [key for key in SHARED if key in self.set]
         if whole:
             raise ValueError(f"set: {', '.join(whole)} cannot differ between runs")
         return self
@@ -336,7 +350,7 @@ class Settings(Section):
     """What this experiment is called."""
     description: str = ""
     """What it shows; the caption of its table."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     """All random draws follow from it."""
     processes: int = Field(default=1, ge=1)
     """Local processes to start unless torchrun started this one; each holds a shard and samples its share."""

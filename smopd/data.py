@@ -1,4 +1,4 @@
-"""Rows of a prompt source to prompts: through the chat template to token ids, each loss of a row counted.
+"""Rows of a source to prompts and demonstrations as token ids, each loss of a row counted.
 
 Imports neither torch nor transformers: the tokenizer is given.
 """
@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, overload
 
 import numpy as np
 
-from smopd.sources import Row, checked_row, import_function, load_rows, nearest_name
+from smopd.chats import Chat, Content, row_content, row_text, tokenize_prompts
+from smopd.sources import Row, checked_row, import_function, load_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from transformers import PreTrainedTokenizerBase
 
-Content: TypeAlias = "str | tuple[Mapping[str, str], ...]"
 Overlong: TypeAlias = Literal["drop", "truncate_left", "error"]
-Chat: TypeAlias = "bool | Literal['auto']"
 
 OVERLONG_CHOICES = ("drop", "truncate_left", "error")
+RESERVED_COLUMNS = ("prompts", "completions")  # the two arguments that every reward is called with
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,9 @@ def load_prompts(
         system: a system message to put before prompts that are texts.
     Raises:
         FileNotFoundError: there is no such source.
-        ValueError: a prompt is absent, empty, of the wrong type or (overlong="error") too long; the source
-            has no rows, or none is left. Row numbers in messages count from 0.
+        ValueError: a prompt is absent, empty, of the wrong type or (overlong="error") too long; a column has
+            one of the RESERVED_COLUMNS' names; the source has no rows, or none is left. Row numbers in
+            messages count from 0.
     """
     if overlong not in OVERLONG_CHOICES:
         raise ValueError(
@@ -130,12 +131,12 @@ def load_prompts(
         )
     rows = load_rows(source, split=split, limit=limit, kwargs=kwargs)
     kept = list(_mapped(rows, source, map))
-    contents = [_content(row, prompt_column, source, index) for index, row in kept]
+    contents = [row_content(row, prompt_column, source, index) for index, row in kept]
+    columns = [_reward_columns(row, prompt_column, source, index) for index, row in kept]
     prompts: list[Prompt] = []
     dropped = truncated = 0
-    for (index, row), content, ids in zip(
-        kept, contents, _tokenize_prompts(contents, tokenizer, chat, system, source), strict=True
-    ):
+    tokenized = tokenize_prompts(contents, tokenizer, chat, system, source)
+    for (index, _), content, own_columns, ids in zip(kept, contents, columns, tokenized, strict=True):
         if max_prompt_tokens is not None and len(ids) > max_prompt_tokens:
             if overlong == "error":
                 raise ValueError(
@@ -147,8 +148,7 @@ def load_prompts(
                 continue
             truncated += 1
             ids = ids[-max_prompt_tokens:]
-        columns = {name: value for name, value in row.items() if name != prompt_column}
-        prompts.append(Prompt(index, content, tuple(ids), columns))
+        prompts.append(Prompt(index, content, tuple(ids), own_columns))
     found = PromptSet(tuple(prompts), source, len(rows), len(rows) - len(kept), dropped, truncated)
     _require_some(len(found), found.rows, found.mapped_out, dropped, max_prompt_tokens, source)
     return found
@@ -182,9 +182,9 @@ def load_demonstrations(
         raise ValueError("load_demonstrations: tokenizer has no eos_token, expected one to end completions")
     rows = load_rows(source, split=split, limit=limit, kwargs=kwargs)
     kept = list(_mapped(rows, source, map))
-    contents = [_content(row, prompt_column, source, index) for index, row in kept]
-    completions = [_text(row, completion_column, source, index) for index, row in kept]
-    prompts = _tokenize_prompts(contents, tokenizer, chat, system, source)
+    contents = [row_content(row, prompt_column, source, index) for index, row in kept]
+    completions = [row_text(row, completion_column, source, index) for index, row in kept]
+    prompts = tokenize_prompts(contents, tokenizer, chat, system, source)
     answers = tokenizer(completions, add_special_tokens=False)["input_ids"] if completions else []
     found = [
         Demonstration(tuple(prompt), (*answer, tokenizer.eos_token_id))
@@ -235,78 +235,15 @@ def _mapped(rows: list[Row], source: str, map_path: str | None) -> Iterator[tupl
             yield index, checked_row(mapped, f"{source} (after {map_path})" if function else source, index)
 
 
-def _column(row: Row, column: str, source: str, index: int) -> Any:
-    if column not in row:
-        raise ValueError(
-            f"{source}: row {index} has no column {column!r}{nearest_name(column, row)}; "
-            f"it has {', '.join(map(repr, row)) or 'none'}"
-        )
-    return row[column]
-
-
-def _content(row: Row, column: str, source: str, index: int) -> Content:
-    value = _column(row, column, source, index)
-    if isinstance(value, (list, tuple)) and value:
-        return _checked_messages(value, f"{source}: row {index}: column {column!r}")
-    if isinstance(value, str) and value.strip():
-        return value
-    raise _unfit(value, column, source, index, "a text or a list of chat messages")
-
-
-def _text(row: Row, column: str, source: str, index: int) -> str:
-    value = _column(row, column, source, index)
-    if isinstance(value, str) and value:
-        return value
-    raise _unfit(value, column, source, index, "a text")
-
-
-def _unfit(value: Any, column: str, source: str, index: int, expected: str) -> ValueError:
-    empty = value is None or isinstance(value, (str, list, tuple))
-    got = repr(value) if empty and len(repr(value)) < 60 else f"a {type(value).__name__}"
-    return ValueError(f"{source}: row {index}: column {column!r} is {got}, expected {expected}")
-
-
-def _checked_messages(messages: Sequence[Any], where: str) -> tuple[Mapping[str, str], ...]:
-    for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not all(
-            isinstance(message.get(field), str) for field in ("role", "content")
-        ):
+def _reward_columns(row: Row, prompt_column: str, source: str, index: int) -> Row:
+    columns = {name: value for name, value in row.items() if name != prompt_column}
+    for name in RESERVED_COLUMNS:
+        if name in columns:
             raise ValueError(
-                f"{where}: message {number} is {str(message)[:60]!r}, expected texts role and content"
+                f"{source}: row {index}: column {name!r} has the name of an argument of every reward, "
+                "expected another name (a map can rename it)"
             )
-    if not messages[-1]["content"].strip():
-        raise ValueError(f"{where}: the last message is empty, expected a text")
-    return tuple(messages)
-
-
-def _tokenize_prompts(
-    contents: Sequence[Content],
-    tokenizer: PreTrainedTokenizerBase,
-    chat: Chat,
-    system: str | None,
-    source: str,
-) -> list[list[int]]:
-    templated = bool(getattr(tokenizer, "chat_template", None))
-    if chat is True and not templated:
-        raise ValueError(f"{source}: chat is true, and the tokenizer has no chat template")
-    if not contents:
-        return []
-    if chat is False or not templated:
-        if system is not None:
-            raise ValueError(f"{source}: a system message needs the tokenizer's chat template")
-        if not all(isinstance(content, str) for content in contents):
-            raise ValueError(f"{source}: prompts are chat messages, and no chat template is applied")
-        return tokenizer(list(contents))["input_ids"]
-    conversations = [_messages(content, system) for content in contents]
-    texts = tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=True)
-    return tokenizer(texts, add_special_tokens=False)["input_ids"]
-
-
-def _messages(content: Content, system: str | None) -> list[dict[str, str]]:
-    if not isinstance(content, str):
-        return [dict(message) for message in content]
-    first = [] if system is None else [{"role": "system", "content": system}]
-    return [*first, {"role": "user", "content": content}]
+    return columns
 
 
 def _require_some(

@@ -11,14 +11,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
 from smopd.evals.rlla import RllaItem, RllaScores, load_rlla_items, score_responses
+from smopd.files import write_atomically
 from smopd.rewards.rlla import extract_response
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 GROUND_TRUTH = "ground-truth"
 DATA_FOLDER_VARIABLE = "SMOPD_DATA"
@@ -81,7 +85,9 @@ def read_inputs(command: Rlla) -> tuple[list[RllaItem], list[Response] | None]:
     items = load_rlla_items(command.data_path)
     if command.responses is None:
         model = str(command.model)
-        if (model.startswith((".", "/", "~")) or model.count("/") > 1) and not Path(model).is_dir():
+        if (model.startswith((".", "/", "~")) or model.count("/") > 1) and not Path(
+            model
+        ).expanduser().is_dir():
             raise FileNotFoundError(f"--model {model}: no such folder, expected one, or a hub id")
         return items, None
     if command.responses == GROUND_TRUTH:
@@ -89,25 +95,17 @@ def read_inputs(command: Rlla) -> tuple[list[RllaItem], list[Response] | None]:
     return items, read_responses(Path(command.responses), expected=len(items))
 
 
-def evaluate_rlla(command: Rlla, items: Sequence[RllaItem], given: Sequence[Response] | None) -> RllaScores:
-    """Sample the responses where they are not given, score them, write and show the result."""
+def evaluate_rlla(command: Rlla, items: Sequence[RllaItem], given: Sequence[Response]) -> RllaScores:
+    """Score one response an item, write and show the result."""
     source: dict[str, Any] = {"data": str(command.data_path), "responses": command.responses}
-    if given is None:
-        given = generate_responses(
-            str(command.model),
-            [item.messages for item in items],
-            max_new_tokens=command.max_new_tokens,
-            temperature=command.temperature,
-            seed=command.seed,
-        )
-        truncated = sum(not response.finished for response in given)
+    if command.model is not None:
         source = {
             "data": str(command.data_path),
             "model": command.model,
             "max_new_tokens": command.max_new_tokens,
             "temperature": command.temperature,
             "seed": command.seed,
-            "truncated": truncated,
+            "truncated": sum(not response.finished for response in given),
         }
     scores = score_responses([response.text for response in given], [item.ground_truth for item in items])
     means = {
@@ -129,33 +127,50 @@ def evaluate_rlla(command: Rlla, items: Sequence[RllaItem], given: Sequence[Resp
             items, given, scores.accuracies, scores.formats, strict=True
         )
     ]
-    command.output.mkdir(parents=True, exist_ok=True)
-    _write(command.output / "rlla_items.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    _write(command.output / "rlla.json", json.dumps({**means, **source}, indent=2) + "\n")
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    write_atomically(command.output / "rlla_items.jsonl", lines.encode())
+    write_atomically(
+        command.output / "rlla.json", (json.dumps({**means, **source}, indent=2) + "\n").encode()
+    )
     _show("RLLA", str(command.model or command.responses), means, source.get("truncated"))
     print(f"wrote {command.output / 'rlla.json'} and {command.output / 'rlla_items.jsonl'}")
     return scores
 
 
+def load(model_path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model, on the GPU where there is one, and its tokenizer.
+
+    Raises:
+        ValueError, FileNotFoundError: there is no usable model, or its tokenizer has no chat template.
+    """
+    import torch
+
+    from smopd.engine.models import load_model, load_tokenizer, stored_dtype
+
+    tokenizer = load_tokenizer(model_path)
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"--model {model_path}: its tokenizer has no chat template, expected one for the items"
+        )
+    if torch.cuda.is_available():
+        return load_model(model_path, stored_dtype(model_path), "cuda"), tokenizer
+    return load_model(model_path, torch.float32), tokenizer
+
+
 def generate_responses(
-    model_path: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     chats: Sequence[Sequence[dict[str, str]]],
     *,
     max_new_tokens: int,
     temperature: float,
     seed: int,
 ) -> list[Response]:
-    """One response to each chat from the model at `model_path`, on the GPU where there is one."""
-    import torch
-
+    """One response to each chat."""
     from smopd.engine.local import LocalRollout
-    from smopd.engine.models import end_token_ids, load_model, load_tokenizer, stored_dtype
+    from smopd.engine.models import end_token_ids
     from smopd.engine.types import Sampling
 
-    tokenizer = load_tokenizer(model_path)
-    on_gpu = torch.cuda.is_available()
-    dtype = stored_dtype(model_path) if on_gpu else torch.float32
-    model = load_model(model_path, dtype, "cuda" if on_gpu else "cpu")
     texts = tokenizer.apply_chat_template(
         [list(chat) for chat in chats], tokenize=False, add_generation_prompt=True
     )
@@ -206,16 +221,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     try:
         items, given = read_inputs(command)
+        policy = load(str(command.model)) if given is None else None
     except (ValueError, FileNotFoundError) as error:
         print(f"smopd.evaluate: {error}", file=sys.stderr)
         sys.exit(2)
-    evaluate_rlla(command, items, given)
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    if policy is not None:
+        given = generate_responses(
+            *policy,
+            [item.messages for item in items],
+            max_new_tokens=command.max_new_tokens,
+            temperature=command.temperature,
+            seed=command.seed,
+        )
+    evaluate_rlla(command, items, given or [])
 
 
 def _show(title: str, source: str, means: Mapping[str, float], truncated: int | None) -> None:

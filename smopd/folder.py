@@ -19,7 +19,7 @@ import yaml
 from smopd import __version__
 from smopd.config import Settings
 from smopd.engine import distributed
-from smopd.progress import write_atomically
+from smopd.files import write_atomically
 from smopd.recipe import write_yaml
 
 PACKAGES = ("torch", "transformers", "tokenizers", "triton", "vllm", "numpy", "pydantic")
@@ -33,44 +33,64 @@ class OtherSettings(RuntimeError):
     """The directory holds a run that was made with other settings."""
 
 
+HARMLESS = ("output", "description", "processes", "log.", "checkpoint.", "scoring.deadline_seconds")
+"""Settings that change no result: a directory may be gone on with under others."""
+
+
 @contextmanager
 def claimed(folder: Path, settings: Settings) -> Iterator[None]:
-    """Holds the directory for this command: makes it, or checks that it was made with the same settings.
+    """Holds the directory for this command; the lock goes with the process, however it ends.
 
-    The lock goes with the process, however it ends. A collective call.
+    A collective call.
 
     Raises:
         Busy: another command holds it.
-        OtherSettings: names each setting that differs; nothing is touched.
+        OtherSettings: something in it was made with other settings; names each that differs.
     """
     with ExitStack() as held:
-        if distributed.rank() == 0:
+
+        def claim() -> None:
             folder.mkdir(parents=True, exist_ok=True)
             lock = held.enter_context((folder / ".lock").open("w"))
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise Busy(
-                    f"{folder}: another command is at work there; wait, or give another --output"
-                ) from None
-            compare(folder / "config.yaml", settings)
-            write_atomically(folder / "config.yaml", write_yaml(settings).encode())
-            write_atomically(folder / "environment.json", json.dumps(environment(), indent=1).encode())
-        distributed.barrier()
+                message = f"{folder}: another command is at work there; wait, or give another --output"
+                raise Busy(message) from None
+            compare(folder, settings)
+
+        distributed.on_first(claim)
         yield
 
 
-def compare(config: Path, settings: Settings) -> None:
-    """Raises OtherSettings where `config` holds others than `settings`, the directory's own name apart."""
+def write_settings(folder: Path, settings: Settings) -> None:
+    """Notes what the directory is made with; a collective call."""
+    if distributed.rank() == 0:
+        write_atomically(folder / "config.yaml", write_yaml(settings).encode())
+        write_atomically(folder / "environment.json", json.dumps(environment(), indent=1).encode())
+    distributed.barrier()
+
+
+def compare(folder: Path, settings: Settings) -> None:
+    """Raises OtherSettings where what stands in `folder` was made with others than `settings`."""
+    config = folder / "config.yaml"
     if not config.exists():
         return
     before = flat(yaml.safe_load(config.read_text()))
     now = flat(yaml.safe_load(write_yaml(settings)))
-    changed = [key for key in sorted({*before, *now} - {"output"}) if before.get(key) != now.get(key)]
+    begun = tuple(f"runs.{name}." for name in settings.runs if (folder / name).exists())
+    changed = [
+        key
+        for key in sorted({*before, *now})
+        if before.get(key) != now.get(key)
+        and not key.startswith(HARMLESS)
+        and (not key.startswith("runs.") or key.startswith(begun))
+        and not key.endswith(".label")
+    ]
     if changed:
         lines = [f"  {key}: was {before.get(key)!r}, now {now.get(key)!r}" for key in changed]
         raise OtherSettings(
-            f"{config.parent} holds a run with other settings; give another --output, or remove it\n"
+            f"{folder} holds a run with other settings; give another --output, or remove it\n"
             + "\n".join(lines)
         )
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from smopd.config import Settings
+from smopd.names import nearest
 from smopd.recipe import Keys, dotted
 
 _NAMES = {
@@ -87,12 +88,6 @@ def kind_text(kind: Any) -> str:
     if origin is dict or (isinstance(kind, type) and issubclass(kind, BaseModel)):
         return "a section"
     return _NAMES.get(kind, getattr(kind, "__name__", str(kind)))
-
-
-def nearest(name: str, names: list[str]) -> str:
-    """`; did you mean NAME?`, or nothing where no name is near."""
-    close = difflib.get_close_matches(name, names, 1, 0.6)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def settings_paths(model: type[BaseModel] = Settings, before: str = "") -> Iterator[tuple[str, str]]:

@@ -27,6 +27,9 @@ class Target:
     topk: TeacherTopK
     log_alpha: Tensor
     """(M,) or (N, M)."""
+    low_M: Tensor
+    high_M: Tensor
+    """The range in which each teacher's reward is a success or a failure."""
 
 
 def opd_coef(opd: Opd, step: int, steps: int) -> float:
@@ -72,27 +75,39 @@ def teacher_target(
     """The teachers' distributions on the batch's tokens and their gate; None where lambda is 0."""
     if teachers is None or coef == 0:
         return None
-    topk = teachers.score(batch.rollouts, settings.opd.kappa, settings.opd.temperature)
-    device = topk.ids_NMS.device
-    failure_RM = reward_failure(settings, rewards_RK).to(device)
-    weights = log_alpha(
-        settings.opd.gate, topk.ids_NMS, topk.logps_NMS, failure_RM, batch.response_N.to(device)
+    opd = settings.opd
+    # the reverse KL compares the teachers with the policy that was sampled, at that policy's temperature
+    sampled = opd.divergence == "reverse_kl_sampled"
+    topk = teachers.score(
+        batch.rollouts, opd.kappa, settings.rollout.temperature if sampled else opd.temperature
     )
-    return Target(topk, weights)
+    device = topk.ids_NMS.device
+    rewards_RM, low_M, high_M = teachers_rewards(settings, rewards_RK)
+    weights = log_alpha(
+        opd.gate,
+        topk.ids_NMS,
+        topk.logps_NMS,
+        failure(rewards_RM, low_M, high_M).to(device),
+        batch.response_N.to(device),
+    )
+    return Target(topk, weights, low_M, high_M)
 
 
-def reward_failure(settings: Settings, rewards_RK: Tensor) -> Tensor:
-    """(R, M): Eq. 19 for each teacher's own reward. A collective call where a range is `batch`."""
+def teachers_rewards(settings: Settings, rewards_RK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each teacher's own reward (R, M), with its range (M,) and (M,).
+
+    Where no range is given it is that of the batch, over all ranks. A collective call.
+    """
     names = [reward.name for reward in settings.rewards]
     columns = [names.index(teacher.reward) for teacher in settings.teachers.models]
     rewards_RM = rewards_RK[:, columns]
-    low_M = distributed.all_reduce(_least(rewards_RM, math.inf), "min")
-    high_M = distributed.all_reduce(-_least(-rewards_RM, math.inf), "max")
+    low_M = distributed.all_reduce(_least(rewards_RM), "min")
+    high_M = -distributed.all_reduce(_least(-rewards_RM), "min")
     for m, column in enumerate(columns):
         bounds = settings.rewards[column].range
         if isinstance(bounds, tuple):
             low_M[m], high_M[m] = bounds
-    return failure(rewards_RM, low_M, high_M)
+    return rewards_RM, low_M, high_M
 
 
 def token_weights(loss: Loss, lengths_R: Tensor) -> Tensor:
@@ -159,7 +174,7 @@ def loss_tokens(
     )
 
 
-def _least(values_RM: Tensor, empty: float) -> Tensor:
-    """(M,) minimum over responses, NaN left out."""
-    filled_RM = values_RM.nan_to_num(nan=empty)
-    return torch.cat([filled_RM, filled_RM.new_full((1, filled_RM.shape[1]), empty)]).amin(0)
+def _least(values_RM: Tensor) -> Tensor:
+    """(M,) minimum over responses, NaN left out; infinity over none."""
+    filled_RM = values_RM.nan_to_num(nan=math.inf)
+    return torch.cat([filled_RM, filled_RM.new_full((1, filled_RM.shape[1]), math.inf)]).amin(0)

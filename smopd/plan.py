@@ -44,11 +44,16 @@ def is_done(settings: Settings, run: str) -> bool:
     return (output_directory(settings) / run / "done.json").is_file()
 
 
+def needs_base(settings: Settings) -> bool:
+    """Whether the base model has to be made or warmed up before the first run."""
+    return settings.model.factory is not None or settings.warm_start is not None
+
+
 def plan(settings: Settings, part: Part = "all", only: tuple[str, ...] = ()) -> list[PlannedRun]:
     """The runs of this part of the recipe in order, the warm start first; `only` keeps the runs it names."""
     runs = []
-    if settings.warm_start is not None and part in ("all", "warm-start"):
-        steps = settings.warm_start.steps
+    if needs_base(settings) and part in ("all", "warm-start", "specialize", "control"):
+        steps = settings.warm_start.steps if settings.warm_start else 0
         runs.append(PlannedRun(BASE, "warm-start", "model", {}, (), steps, is_done(settings, BASE)))
     for name, run in settings.runs.items():
         if part not in ("all", run.stage) or (only and name not in only):

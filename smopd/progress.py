@@ -1,9 +1,8 @@
-"""What a run says while it goes: a live line on a terminal, a few plain lines elsewhere, its JSON-lines logs.
+"""What a run says while it goes: one live line on a terminal, a few plain lines elsewhere.
 
 Metric keys that are shown, where present:
 
     reward/NAME/mean    mean reward of the step's responses, each dimension
-    format_pass         share of responses that pass the format
     nll                 of a supervised step, nats a token
     greedy/NAME         the last greedy evaluation, kept on the line until the next
     kl                  nats a token
@@ -14,14 +13,10 @@ Metric keys that are shown, where present:
 from __future__ import annotations
 
 import functools
-import json
 import math
-import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -138,11 +133,11 @@ def _shown(metrics: dict[str, Any], greedy: bool = False) -> dict[str, str]:
         rewards = [key for key in metrics if key.startswith("reward/") and key.endswith("/mean")]
         chosen = [(key, key[len("reward/") : -len("/mean")], ".2f") for key in rewards]
         chosen += [
-            ("format_pass", "format pass", ".2f"),
+            ("nll", "nll", ".3f"),
             ("kl", "kl", ".3f"),
             ("teacher_mass", "mass", ".2f"),
+            ("tokens_per_second", "tok/s", ",.0f"),
         ]
-        chosen += [("tokens_per_second", "tok/s", ",.0f")]
     for key, name, form in chosen:
         try:
             fields[name] = format(float(metrics[key]), form)
@@ -155,91 +150,3 @@ def _clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
-class JsonlLog:
-    """A file of JSON lines that is only appended to, each with its integer `step`; a step may have several.
-
-    A killed process leaves at most one torn line at the end. Whoever resumes calls `cut` before it writes.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Appends one line and hands it to the operating system. NaN and infinities become null.
-
-        Raises:
-            ValueError: `record` has no integer `step`.
-        """
-        if type(record.get("step")) is not int:
-            raise ValueError(f"JsonlLog.write: step is {record.get('step')!r}, expected an integer")
-        text = json.dumps(_finite(record), allow_nan=False) + "\n"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab") as file:
-            file.write(text.encode("ascii"))
-
-    def read(self) -> list[dict[str, Any]]:
-        """All whole lines; none where there is no file.
-
-        Raises:
-            ValueError: a whole line is no JSON, named by its number.
-        """
-        return [record for _, record in self._lines()]
-
-    def cut(self, after_step: int) -> int:
-        """Drops the lines of later steps and a torn last line, atomically; returns how many were dropped.
-
-        Raises:
-            ValueError: a whole line is no JSON, which no kill explains; the file is left alone.
-        """
-        kept = [raw for raw, record in self._lines() if record["step"] <= after_step]
-        data = self.path.read_bytes() if self.path.exists() else b""
-        dropped = len(data.splitlines()) - len(kept)
-        if dropped:
-            write_atomically(self.path, b"".join(kept))
-        return dropped
-
-    def _lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
-        if not self.path.exists():
-            return
-        for number, raw in enumerate(self.path.read_bytes().splitlines(keepends=True), 1):
-            if not raw.endswith(b"\n"):
-                return
-            try:
-                yield raw, json.loads(raw)
-            except ValueError as error:
-                raise ValueError(f"{self.path}, line {number}: no JSON: {error}") from None
-
-
-def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
-    """Replaces a file: a reader or a kill meanwhile finds the old or the new one, whole. One writer."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _finite(value: Any) -> Any:
-    """`value` for JSON: no NaN or infinity, arrays' scalars as numbers."""
-    if isinstance(value, dict):
-        return {str(key): _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return _finite(value.item()) if hasattr(value, "item") else str(value)

@@ -13,13 +13,22 @@ from smopd.batch import Batch
 from smopd.config import Settings
 from smopd.engine import distributed
 from smopd.engine.student import Update
+from smopd.files import JsonlLog
 from smopd.metrics import Metrics
 from smopd.objective import Target
-from smopd.ops import CLIP_DUAL, CLIP_HIGH, CLIP_LOG_RATIO, CLIP_LOW
-from smopd.progress import JsonlLog, Progress
+from smopd.ops import (
+    CLIP_DUAL,
+    CLIP_HIGH,
+    CLIP_LOG_RATIO,
+    CLIP_LOW,
+    CLIP_REVERSE_HIGH,
+    CLIP_REVERSE_LOW,
+)
+from smopd.progress import Progress
 from smopd.scoring import Scores
 
 CLIP_BITS = {"low": CLIP_LOW, "high": CLIP_HIGH, "dual": CLIP_DUAL, "log_ratio": CLIP_LOG_RATIO}
+REVERSE_CLIP_BITS = {"reverse_low": CLIP_REVERSE_LOW, "reverse_high": CLIP_REVERSE_HIGH}
 
 
 class Recorder:
@@ -50,8 +59,7 @@ class Recorder:
         if self.writes:
             self.metrics.cut(start)
             self.samples.cut(start)
-            plain = True if self.settings.log.plain else None
-            progress = Progress(self.name, self.settings.loop.steps, start, plain)
+            progress = Progress(self.name, self.settings.loop.steps, start, self.settings.log.plain)
             self._progress = self._stack.enter_context(progress)
 
     def record(
@@ -73,9 +81,13 @@ class Recorder:
         metrics.add("advantage/kept", kept_R.double())
         metrics.add("response/tokens", batch.lengths_R.double())
         metrics.add("response/truncated", torch.tensor([float(not r.finished) for r in batch.rollouts]))
-        add_updates(metrics, batch, target, old_logp_N, updates)
+        add_updates(metrics, batch, updates)
+        add_policies(metrics, self.settings, batch, old_logp_N, updates)
+        if target is not None:
+            add_target(metrics, self.settings, batch, target, old_logp_N, updates)
         values = metrics.reduce()
-        values |= {"opd_coef": coef, "grad_norm": updates[-1].grad_norm}
+        values["opd_coef"] = coef
+        values["grad_norm"] = sum(update.grad_norm for update in updates) / len(updates)
         values["updates/skipped"] = float(sum(update.skipped for update in updates))
         values["micro_batches"] = float(sum(update.micro_batches for update in updates))
         for term in ("pg_loss", "kl_loss", "entropy", "reverse_loss"):
@@ -92,7 +104,7 @@ class Recorder:
             if self._progress is not None:
                 self._progress.update(step, values)
 
-    def evaluated(self, step: int, values: dict[str, float]) -> None:
+    def evaluated(self, step: int, values: dict[str, float | None]) -> None:
         """Notes an evaluation after `step`."""
         if self.writes:
             self.metrics.write({"step": step, **values})
@@ -114,46 +126,71 @@ class Recorder:
 
 
 def add_rewards(metrics: Metrics, settings: Settings, batch: Batch, scores: Scores) -> None:
-    """Each dimension's mean and spread, and its share of groups without variance.
-
-    Also what could not be scored.
-    """
+    """Each dimension's mean and spread, its share of groups without variance, and what it could not score."""
     _, group_of_R = batch.group_R.unique(return_inverse=True)
     n_groups = int(group_of_R.max()) + 1 if len(group_of_R) else 0
     for k, reward in enumerate(settings.rewards):
-        values_R = scores.rewards_RK[:, k]
-        metrics.add(f"reward/{reward.name}", values_R, spread=True)
-        metrics.add(f"reward/{reward.name}/unscorable", values_R.isnan().double())
+        name, values_R = f"reward/{reward.name}", scores.rewards_RK[:, k]
+        metrics.add(name, values_R, spread=True)
+        metrics.add(f"{name}/unscorable", values_R.isnan().double())
+        for kind, count in scores.batch.failures[reward.name].items():
+            metrics.add(f"{name}/failed/{kind}", torch.tensor([count / max(1, len(values_R))]))
+        metrics.add(f"{name}/worker_restarts", float(scores.batch.restarts.get(reward.name, 0)))
         scorable_R = ~values_R.isnan()
         index, values = group_of_R[scorable_R], values_R[scorable_R]
-        low = torch.full((n_groups,), torch.inf, dtype=values.dtype).scatter_reduce(0, index, values, "amin")
-        high = torch.full((n_groups,), -torch.inf, dtype=values.dtype).scatter_reduce(
-            0, index, values, "amax"
-        )
-        metrics.add(f"reward/{reward.name}/zero_variance_groups", (high <= low).double())
+        none = torch.full((n_groups,), torch.inf, dtype=values.dtype)
+        low = none.scatter_reduce(0, index, values, "amin")
+        high = (-none).scatter_reduce(0, index, values, "amax")
+        metrics.add(f"{name}/zero_variance_groups", (high <= low)[low.isfinite()].double())
 
 
-def add_updates(
+def add_updates(metrics: Metrics, batch: Batch, updates: Sequence[Update]) -> None:
+    """What every update saw of each token."""
+    for update in updates:
+        metrics.add("entropy", update.stats.entropy_N)
+        for name, bit in CLIP_BITS.items():
+            metrics.add(f"clipped/{name}", ((update.stats.clipped_N & bit) > 0).double())
+
+
+def add_policies(
+    metrics: Metrics, settings: Settings, batch: Batch, old_logp_N: Tensor | None, updates: Sequence[Update]
+) -> None:
+    """How far the policy that sampled is from the one that is trained, before the batch's first update."""
+    known = batch.parts[0].tokens if old_logp_N is None else slice(None)
+    before_N = (updates[0].stats.logp_N if old_logp_N is None else old_logp_N).cpu()
+    log_ratio_N = before_N - batch.rollout_logp_N[known]
+    metrics.add("rollout_mismatch", log_ratio_N.abs())
+    cap = settings.loss.importance_cap
+    if cap is not None:
+        metrics.add("importance/truncated", (log_ratio_N.exp() > cap).double())
+
+
+def add_target(
     metrics: Metrics,
+    settings: Settings,
     batch: Batch,
-    target: Target | None,
+    target: Target,
     old_logp_N: Tensor | None,
     updates: Sequence[Update],
 ) -> None:
-    """What the loss saw of each token, and what the teachers said of it."""
+    """What the teachers said, how much each was heard, and how far the student is from their mixture."""
+    alpha = target.log_alpha.exp().expand(len(batch.token_ids_N), -1)
+    for m, teacher in enumerate(settings.teachers.models):
+        metrics.add(f"teacher_{m}/top_kappa_mass", target.topk.logps_NMS[:, m].exp().sum(-1))
+        metrics.add(f"teacher_{m}/alpha", alpha[:, m])
+        if any(reward.name == teacher.reward and reward.range == "batch" for reward in settings.rewards):
+            metrics.add(f"teacher_{m}/range_low", float(target.low_M[m]))
+            metrics.add(f"teacher_{m}/range_high", float(target.high_M[m]))
+    if settings.opd.divergence == "reverse_kl_sampled" and old_logp_N is not None:
+        logq_mix_N = (target.log_alpha + target.topk.token_logps_NM).logsumexp(-1)
+        metrics.add("reverse_kl", old_logp_N - logq_mix_N)
+        for update in updates:
+            for name, bit in REVERSE_CLIP_BITS.items():
+                metrics.add(f"clipped/{name}", ((update.stats.clipped_N & bit) > 0).double())
+        return
     for update in updates:
         stats = update.stats
-        metrics.add("entropy", stats.entropy_N)
-        for name, bit in CLIP_BITS.items():
-            metrics.add(f"clipped/{name}", ((stats.clipped_N & bit) > 0).double())
-        if target is not None:
-            metrics.add("kl", stats.kl_N)
-            metrics.add("kl/negative", (stats.kl_N < 0).double())
-            metrics.add("teacher_mass", stats.teacher_mass_N)
-            metrics.add("student_mass", stats.student_mass_N)
-    if target is not None:
-        for m, mass_N in enumerate(target.topk.logps_NMS.exp().sum(-1).unbind(-1)):
-            metrics.add(f"teacher_{m}/top_kappa_mass", mass_N)
-    first = batch.parts[0].tokens
-    before_N = updates[0].stats.logp_N if old_logp_N is None else old_logp_N[first]
-    metrics.add("rollout_mismatch", (before_N.cpu() - batch.rollout_logp_N[first]).abs())
+        metrics.add("kl", stats.kl_N)
+        metrics.add("kl/negative", (stats.kl_N < 0).double())
+        metrics.add("teacher_mass", stats.teacher_mass_N)
+        metrics.add("student_mass", stats.student_mass_N)

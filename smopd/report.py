@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from smopd.progress import write_atomically
+from smopd.files import write_atomically
 
 _CHART_WIDTH, _CHART_HEIGHT, _CHART_LEFT, _CHART_TOP, _CHART_BOTTOM = 420, 180, 44, 10, 22
 _CHART_POINTS = 200

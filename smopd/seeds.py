@@ -15,7 +15,7 @@ import tyro
 
 from smopd.cli import read_settings
 from smopd.config import Settings
-from smopd.progress import JsonlLog, write_atomically
+from smopd.files import JsonlLog, write_atomically
 from smopd.recipe import Mistakes
 from smopd.report import Row, aggregate, markdown
 from smopd.summary import evaluated_rows, table_columns

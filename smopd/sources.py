@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import gzip
 import importlib
 import inspect
@@ -14,13 +13,14 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
+from smopd.names import IMPORT_PATH, nearest
+
 Row: TypeAlias = "dict[str, Any]"
 
 SOURCE_FORMS = (
     "a .jsonl, .json (both also .gz) or .parquet file, a function as package.module:function, "
     "or a hub data set as owner/name"
 )
-_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 
@@ -51,7 +51,7 @@ def load_rows(
         if split is not None or options:
             raise ValueError(f"load_rows: source {source!r} is a file, which takes no split and no kwargs")
         found = _read_file(Path(source).expanduser())
-    elif _FUNCTION.fullmatch(source):
+    elif IMPORT_PATH.fullmatch(source):
         if split is not None:
             options["split"] = split
         found = _call(source, options)
@@ -63,22 +63,23 @@ def load_rows(
 
 
 def import_function(path: str) -> Callable[..., Any]:
-    """The function at package.module:function.
+    """The function at package.module:function (or method, at package.module:Class.method).
 
     Raises:
         ValueError: the path has another form, or module or function cannot be found.
     """
-    if not _FUNCTION.fullmatch(path):
+    if not IMPORT_PATH.fullmatch(path):
         raise ValueError(f"{path!r} is no import path, expected package.module:function")
-    module_name, name = path.split(":")
+    module_name, names = path.split(":")
     try:
-        module = importlib.import_module(module_name)
+        found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ValueError(f"{path!r}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ValueError(f"{path!r}: {module_name} has no function {name!r}{nearest_name(name, dir(module))}")
-    return function
+    for name in names.split("."):
+        if not callable(getattr(found, name, None)):
+            raise ValueError(f"{path!r}: {module_name} has no function {name!r}{nearest(name, dir(found))}")
+        found = getattr(found, name)
+    return found
 
 
 def _is_file_source(source: str) -> bool:
@@ -183,9 +184,3 @@ def checked_row(row: Any, source: str, index: int) -> Row:
     if not isinstance(row, Mapping):
         raise ValueError(f"{source}: row {index} is a {type(row).__name__}, expected an object of columns")
     return dict(row)
-
-
-def nearest_name(name: str, names: Iterable[str]) -> str:
-    """A hint for an error message, or nothing where no name is near."""
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f" (perhaps {close[0]!r})" if close else ""

@@ -8,8 +8,9 @@ from pathlib import Path
 from rich.console import Console
 
 from smopd.config import Settings
+from smopd.files import JsonlLog, write_atomically
 from smopd.plan import BASE
-from smopd.progress import JsonlLog, console, say, write_atomically
+from smopd.progress import console, say
 from smopd.recipe import write_yaml
 from smopd.report import Row, table, write_report
 
@@ -46,7 +47,8 @@ def evaluated_rows(settings: Settings, folder: Path) -> list[Row]:
     for name, label in labels.items():
         path = folder / name / "evaluation.json"
         if path.exists():
-            rows.append(Row(label, name, json.loads(path.read_text())))
+            values = json.loads(path.read_text())
+            rows.append(Row(label, name, {key: value for key, value in values.items() if value is not None}))
     return rows
 
 

@@ -15,9 +15,10 @@ from smopd.data import batch_indices
 from smopd.engine import distributed
 from smopd.engine.student import Student
 from smopd.engine.types import Rollout
+from smopd.files import JsonlLog
 from smopd.objective import token_weights
 from smopd.ops import LossSettings, LossTokens
-from smopd.progress import JsonlLog, Progress
+from smopd.progress import Progress
 
 Demonstration = tuple[Sequence[int], Sequence[int]]
 """Token ids of a prompt and of its answer, the end token included."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import Any
 
 from smopd.config import Settings
 from smopd.data import Prompt
@@ -19,11 +19,12 @@ SEED_OFFSET = 1_000_003  # ours: keeps the draws of evaluation apart from those 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Means over prompts and samples, and every response they come from (on rank 0)."""
+    """Means over prompts and samples, and every response they come from, the same on every rank."""
 
-    values: dict[str, float]
-    """`greedy/<reward>`, `sampled/<reward>` and their sums `greedy/sum`, `sampled/sum`."""
-    items: list[dict]
+    values: dict[str, float | None]
+    """For each kind, greedy and sampled: `kind/<reward>`, their sum `kind/sum`, `kind/truncated`, and
+    `kind/<reward>/unscorable`, the share that a reward could not score; None where it scored nothing."""
+    items: list[dict[str, Any]]
 
 
 def evaluate_held_out(
@@ -47,8 +48,8 @@ def evaluate_held_out(
             seed=settings.seed + SEED_OFFSET,
         )
     names = [reward.name for reward in settings.rewards]
-    values: dict[str, float] = {}
-    items: list[dict] = []
+    values: dict[str, float | None] = {}
+    items: list[dict[str, Any]] = []
     mine = list(range(distributed.rank(), len(prompts), distributed.world_size()))
     for kind, sampling in kinds.items():
         rollouts = engine.generate([prompts[i].token_ids for i in mine], mine, sampling)
@@ -60,7 +61,10 @@ def evaluate_held_out(
                 "kind": kind,
                 "response": text,
                 "finished": rollout.finished,
-                "rewards": dict(zip(names, rewards, strict=True)),
+                "rewards": {
+                    name: None if math.isnan(reward) else reward
+                    for name, reward in zip(names, rewards, strict=True)
+                },
             }
             for prompt, rollout, text, rewards in zip(
                 answered, rollouts, scores.texts, scores.rewards_RK.tolist(), strict=True
@@ -68,9 +72,19 @@ def evaluate_held_out(
         ]
         gathered = [item for share in distributed.gather_objects(own) for item in share]
         gathered.sort(key=lambda item: item["prompt"])
-        rewards_RK = np.array([list(item["rewards"].values()) for item in gathered])
-        for name, mean in zip(names, np.nanmean(rewards_RK, axis=0), strict=True):
-            values[f"{kind}/{name}"] = float(mean)
-        values[f"{kind}/sum"] = float(sum(values[f"{kind}/{name}"] for name in names))
+        values |= {f"{kind}/{name}": value for name, value in means(names, gathered).items()}
         items += gathered
     return HeldOut(values, items)
+
+
+def means(names: Sequence[str], items: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """Each reward's mean over what it could score, the sum of the means, and the shares left out."""
+    result: dict[str, float | None] = {}
+    for name in names:
+        scored = [item["rewards"][name] for item in items if item["rewards"][name] is not None]
+        result[name] = sum(scored) / len(scored) if scored else None
+        result[f"{name}/unscorable"] = 1 - len(scored) / len(items)
+    parts = [result[name] for name in names]
+    result["sum"] = None if None in parts else sum(part for part in parts if part is not None)
+    result["truncated"] = sum(not item["finished"] for item in items) / len(items)
+    return result

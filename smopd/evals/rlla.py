@@ -71,7 +71,7 @@ def load_rlla_items(path: str | Path, *, exclude: Iterable[RllaItem] = ()) -> li
     """
     excluded = {_user_text(item.messages) for item in exclude}
     items = []
-    for index, row in enumerate(_rows(Path(path))):
+    for index, row in enumerate(_rows(Path(path).expanduser())):
         try:
             mapped = sft_row(row) if "output" in row else test_row(row)
         except ValueError as error:

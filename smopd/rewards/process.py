@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import pickle
-import re
 import select
 import signal
 import subprocess
@@ -17,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from smopd.names import IMPORT_PATH
 from smopd.rewards.batch import FAILURE_KINDS, RewardError
 from smopd.rewards.worker import HEADER, SIGNAL_EXIT_CODE
 
 GRACE_SECONDS = 1.0  # ours: for a process that closed its pipe to end by itself
-_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class RewardWorker:
     def __init__(
         self, reward: RewardSpec, *, deadline_seconds: float, startup_seconds: float, log_path: Path | None
     ) -> None:
-        if not _PATH.fullmatch(reward.function):
+        if not IMPORT_PATH.fullmatch(reward.function):
             raise ValueError(
                 f"reward {reward.name!r}: function is {reward.function!r}, expected package.module:function"
             )

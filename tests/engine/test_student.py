@@ -124,6 +124,16 @@ def test_warm_up_scales_the_first_steps(device):
     assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
 
 
+def test_the_rate_decays_to_zero(device):
+    trained = student(device, decay=(2, 4))
+    rollouts = ragged_rollouts(5)
+    rates = []
+    for _ in range(5):
+        trained.update(rollouts, loss_tokens(rollouts), LossSettings(opd_coef=0.0))
+        rates.append(trained.optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.01, 0.01, 0.01, 0.005, 0.0])
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_name_every_tensor_of_the_engine(device, tied):
     trained = student(device, tied=tied)

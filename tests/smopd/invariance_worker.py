@@ -135,10 +135,14 @@ def run_variant(name: str, folder: Path, device: torch.device) -> list[dict]:
     updates: list[dict] = []
 
     def before_step(optimizer, args, kwargs):
-        updates.append({"gradients": {n: full(p.grad) for n, p in student.policy.named_parameters()}})
+        named = dict(student.policy.named_parameters())
+        updates.append({"gradients": {name: full(value.grad) for name, value in named.items()}})
+        updates[-1]["before"] = {name: full(value) for name, value in named.items()}
 
     def after_step(optimizer, args, kwargs):
-        updates[-1]["parameters"] = {n: full(p) for n, p in student.policy.named_parameters()}
+        before = updates[-1].pop("before")
+        named = student.policy.named_parameters()
+        updates[-1]["changes"] = {name: full(value) - before[name] for name, value in named}
 
     student.optimizer.register_step_pre_hook(before_step)
     student.optimizer.register_step_post_hook(after_step)

@@ -63,7 +63,7 @@ def write_recipe(folder: Path, changes: dict[str, Any] | None = None, drop: tupl
     return path
 
 
-def command(recipe: Path, *arguments: str, ranks: int = 1) -> list[str]:
+def command(recipe: Path | str, *arguments: str, ranks: int = 1) -> list[str]:
     launcher = (
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     )
@@ -75,13 +75,13 @@ def environment() -> dict[str, str]:
 
 
 def train(
-    recipe: Path, *arguments: str, ranks: int = 1, cwd: Path | None = None
+    recipe: Path | str, *arguments: str, ranks: int = 1, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Runs the command to its end."""
     return subprocess.run(
         command(recipe, *arguments, ranks=ranks),
         env=environment(),
-        cwd=cwd or recipe.parent,
+        cwd=cwd or Path(recipe).parent,
         capture_output=True,
         text=True,
         timeout=600,

@@ -140,7 +140,7 @@ def test_values_on_the_command_line(folder: Path, words: list[str], path: str, v
             "13: student.kappa: no such setting; did you mean opd.kappa?",
         ),
         ("  learning_rate: 1e-4", "", "12: student: got null, expected a section"),
-        ("  learning_rate: 1e-4", "  betas: [1]", "13: student.betas.1: missing, expected number"),
+        ("  learning_rate: 1e-4", "  betas: [0.9]", "13: student.betas.1: missing, expected number"),
         (
             "stage: merge",
             "stage: merg",
@@ -405,7 +405,8 @@ def test_the_plan_follows_the_recipe_and_the_finished_runs(folder: Path) -> None
             "smopd", "merge", "base", {"accuracy": 1.0, "format": 2.0}, ("format_teacher",), 100, False
         ),
     ]
-    assert [run.name for run in plan(settings, "specialize")] == ["format_teacher"]
+    assert [run.name for run in plan(settings, "specialize")] == ["base", "format_teacher"]
+    assert [run.name for run in plan(settings, "merge")] == ["smopd"]
     assert [run.name for run in plan(settings, "all", ("smopd",))] == ["base", "smopd"]
     assert plan(settings, "evaluate") == []
 

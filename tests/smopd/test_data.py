@@ -26,6 +26,12 @@ def some_rows(n=3, split="train"):
     return [{"prompt": f"call {split} {i}", "i": i} for i in range(n)]
 
 
+class Shop:
+    @staticmethod
+    def rows():
+        return some_rows(1)
+
+
 def no_rows():
     return []
 
@@ -92,6 +98,7 @@ def test_a_json_list_and_blank_lines_are_read(tmp_path, write):
 
 def test_a_function_is_called_with_kwargs_and_split():
     assert load_rows(f"{HERE}:some_rows", kwargs={"n": 2}) == some_rows(2)
+    assert load_rows(f"{HERE}:Shop.rows") == some_rows(1)
     assert load_rows(f"{HERE}:some_rows", split="heldout", limit=2) == some_rows(2, "heldout")
 
 
@@ -162,7 +169,8 @@ def test_a_file_of_another_form_is_refused(tmp_path, name, content, message):
     ("source", "options", "message"),
     [
         ("absent_module:rows", {}, "'absent_module:rows': No module named"),
-        (f"{HERE}:some_row", {}, r"has no function 'some_row' \(perhaps 'some_rows'\)"),
+        (f"{HERE}:some_row", {}, r"has no function 'some_row'; did you mean some_rows\?"),
+        (f"{HERE}:Shop.row", {}, r"has no function 'row'; did you mean rows\?"),
         (f"{HERE}:some_rows", {"kwargs": {"m": 1}}, "cannot be called with .*'m'"),
         (f"{HERE}:one_number", {}, "returned a int, expected rows"),
         (f"{HERE}:rows_of_texts", {}, "row 0 is a str, expected an object of columns"),
@@ -245,7 +253,7 @@ def test_overlong_prompts_are_dropped_cut_or_refused_and_counted(write, tokenize
         ({"prompt": "  "}, "row 1: column 'prompt' is '  ', expected a text"),
         ({"prompt": []}, r"row 1: column 'prompt' is \[\], expected a text"),
         ({"prompt": 7}, "row 1: column 'prompt' is a int, expected a text"),
-        ({"promt": "a"}, r"row 1 has no column 'prompt' \(perhaps 'promt'\); it has 'promt'"),
+        ({"promt": "a"}, r"row 1 has no column 'prompt'; did you mean promt\?; it has 'promt'"),
         (
             {"prompt": ["call"]},
             "row 1: column 'prompt': message 0 is 'call', expected texts role and content",
@@ -259,6 +267,16 @@ def test_a_bad_prompt_is_named_with_source_and_row(write, tokenizer, bad, messag
     with pytest.raises(ValueError, match=message) as error:
         load_prompts(source, tokenizer)
     assert source in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["prompts", "completions"])
+def test_columns_named_as_arguments_of_rewards_are_refused(write, tokenizer, name):
+    source = write([ROWS[0], {**ROWS[1], name: "x"}])
+    with pytest.raises(ValueError, match=f"row 1: column '{name}' has the name of an argument") as error:
+        load_prompts(source, tokenizer)
+    assert source in str(error.value)
+    named = write([{name: "call anna"}], "named.jsonl")
+    assert load_prompts(named, tokenizer, prompt_column=name)[0].columns == {}
 
 
 def test_an_empty_data_set_says_why(write, tokenizer):

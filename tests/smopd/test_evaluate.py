@@ -140,6 +140,30 @@ def test_a_model_is_sampled_and_scored(data, tmp_path):
     ).read_text()
 
 
+def test_an_unusable_model_is_one_line(data, tmp_path, capsys):
+    from smopd.small_models import world_model
+
+    model, tokenizer = world_model(seed=0)
+    folder, arguments = tmp_path / "model", ["rlla", "--data", str(data), "--model", str(tmp_path / "model")]
+    folder.mkdir()
+
+    def mistake():
+        with pytest.raises(SystemExit) as ended:
+            evaluate.main([*arguments, "--output", str(tmp_path / "out")])
+        assert ended.value.code == 2 and not (tmp_path / "out").exists()
+        return capsys.readouterr().err.splitlines()[-1]
+
+    tokenizer.save_pretrained(folder)
+    assert f"model {folder}: this folder has no config.json" in mistake()
+    model.save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    assert f"model {folder}: cannot be loaded, expected a folder with a saved model" in mistake()
+    tokenizer.chat_template = None
+    (folder / "chat_template.jinja").unlink()
+    tokenizer.save_pretrained(folder)
+    assert f"--model {folder}: its tokenizer has no chat template" in mistake()
+
+
 def test_both_test_files_hold_the_same_items(shared_data):
     folder = shared_data / "rlla"
     parquet = rlla.load_rlla_items(folder / "rlla_4k_test.parquet")

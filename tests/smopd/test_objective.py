@@ -12,13 +12,14 @@ from pydantic import ValidationError
 from smopd.batch import positions, sample_batch
 from smopd.config import Loop, Loss, Opd, Settings, merged
 from smopd.engine.types import TeacherTopK
+from smopd.gates import failure
 from smopd.objective import (
     Target,
     loss_settings,
     loss_tokens,
     needs_old_logps,
     opd_coef,
-    reward_failure,
+    teachers_rewards,
     token_weights,
 )
 from tests.engine.tiny import ragged_rollouts
@@ -148,7 +149,7 @@ def target_of(batch) -> Target:
     n = len(batch.token_ids_N)
     token_logps_NM = torch.log(torch.rand(n, 2, generator=torch.Generator().manual_seed(1)))
     topk = TeacherTopK(torch.zeros(n, 2, 4, dtype=torch.int32), torch.full((n, 2, 4), -2.0), token_logps_NM)
-    return Target(topk, torch.tensor([0.25, 0.75]).log())
+    return Target(topk, torch.tensor([0.25, 0.75]).log(), torch.zeros(2), torch.ones(2))
 
 
 def test_reverse_kl_uses_the_exact_mixture_on_the_sampled_token():
@@ -176,4 +177,4 @@ def test_reward_failure_uses_the_range_or_the_batch():
     rewards_RK = torch.tensor([[-3.0, 5.0], [0.0, 7.0], [3.0, torch.nan]], dtype=torch.float64)
     fixed = settings(rewards=[{**SETTINGS["rewards"][0]}, {**SETTINGS["rewards"][1], "range": "batch"}])
     expected = torch.tensor([[1.0, 1.0], [0.5, 0.0], [0.0, 0.5]], dtype=torch.float64)
-    torch.testing.assert_close(reward_failure(fixed, rewards_RK), expected)
+    torch.testing.assert_close(failure(*teachers_rewards(fixed, rewards_RK)), expected)

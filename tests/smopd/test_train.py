@@ -139,6 +139,10 @@ def test_two_ranks_train_like_one(tmp_path):
 
 def test_stages_one_at_a_time_and_teachers_by_path(tmp_path):
     recipe = write_recipe(tmp_path, {"loop": {"steps": 2}})
+    at_once = train(recipe, "--stage", "merge")
+    assert at_once.returncode == 1
+    assert "the base model is not made yet; run --stage warm-start first" in at_once.stderr
+    assert train(recipe, "--stage", "warm-start").returncode == 0
     early = train(recipe, "--stage", "merge")
     assert early.returncode == 1
     assert "runs.student: needs the run 'accuracy_teacher', which is not finished" in early.stderr
@@ -210,4 +214,4 @@ def test_a_prompt_over_the_limit_is_dropped_and_counted(workplace):
     recipe = recipe_of_one_run(workplace, changes)
     done = train(recipe)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "8 prompts of 9 rows (1 too long, 0 truncated, 0 mapped out)" in done.stdout
+    assert "8 training prompts of 9 rows (1 too long, 0 truncated, 0 mapped out)" in done.stdout

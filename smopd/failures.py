@@ -1,0 +1,27 @@
+"""What a user can act on: raised with the setting's name, answered in a few lines, without a traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from smopd.engine.checkpoint import DamagedCheckpoint
+from smopd.engine.student import NonFiniteGradient
+from smopd.folder import Busy, OtherSettings
+from smopd.rewards.batch import RewardError
+
+
+class UnusableInput(RuntimeError):
+    """Data, a model or a plan that a run cannot begin with."""
+
+
+FAILURES = (Busy, DamagedCheckpoint, NonFiniteGradient, OtherSettings, RewardError, UnusableInput)
+
+
+@contextmanager
+def reading(setting: str) -> Iterator[None]:
+    """Turns what is wrong with an input into an answer that names its setting."""
+    try:
+        yield
+    except (ValueError, ImportError, OSError) as error:
+        raise UnusableInput(f"{setting}: {error}") from error

@@ -1,0 +1,98 @@
+"""Files that survive a kill: atomic replacement, and JSON lines that can be cut back to a step."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+class JsonlLog:
+    """A file of JSON lines that is only appended to, each with its integer `step`; a step may have several.
+
+    A killed process leaves at most one torn line at the end. Whoever resumes calls `cut` before it writes.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Appends one line and hands it to the operating system. NaN and infinities become null.
+
+        Raises:
+            ValueError: `record` has no integer `step`.
+        """
+        if type(record.get("step")) is not int:
+            raise ValueError(f"JsonlLog.write: step is {record.get('step')!r}, expected an integer")
+        text = json.dumps(_finite(record), allow_nan=False) + "\n"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab") as file:
+            file.write(text.encode("ascii"))
+
+    def read(self) -> list[dict[str, Any]]:
+        """All whole lines; none where there is no file.
+
+        Raises:
+            ValueError: a whole line is no JSON, named by its number.
+        """
+        return [record for _, record in self._lines()]
+
+    def cut(self, after_step: int) -> int:
+        """Drops the lines of later steps and a torn last line, atomically; returns how many were dropped.
+
+        Raises:
+            ValueError: a whole line is no JSON, which no kill explains; the file is left alone.
+        """
+        kept = [raw for raw, record in self._lines() if record["step"] <= after_step]
+        data = self.path.read_bytes() if self.path.exists() else b""
+        dropped = len(data.splitlines()) - len(kept)
+        if dropped:
+            write_atomically(self.path, b"".join(kept))
+        return dropped
+
+    def _lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
+        if not self.path.exists():
+            return
+        for number, raw in enumerate(self.path.read_bytes().splitlines(keepends=True), 1):
+            if not raw.endswith(b"\n"):
+                return
+            try:
+                yield raw, json.loads(raw)
+            except ValueError as error:
+                raise ValueError(f"{self.path}, line {number}: no JSON: {error}") from None
+
+
+def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
+    """Replaces a file: a reader or a kill meanwhile finds the old or the new one, whole. One writer."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _finite(value: Any) -> Any:
+    """`value` for JSON: no NaN or infinity, arrays' scalars as numbers."""
+    if isinstance(value, dict):
+        return {str(key): _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return _finite(value.item()) if hasattr(value, "item") else str(value)

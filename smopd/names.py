@@ -1,0 +1,16 @@
+"""Names that people write: the form of an import path, and the hint where a name is nearly right."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+
+IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+"""`package.module:function`, or a method as `package.module:Class.method`."""
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """`; did you mean NAME?` for an error message, or nothing where no name is near."""
+    close = difflib.get_close_matches(name, list(names), 1, 0.6)
+    return f"; did you mean {close[0]}?" if close else ""

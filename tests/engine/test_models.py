@@ -1,0 +1,176 @@
+"""Models from a folder or hub id: what is loaded, which ids end a response, and what is refused in a line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub.constants
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    GenerationConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from smopd.engine.models import UnusableModel, end_token_ids, load_model, load_tokenizer, stored_dtype
+from smopd.engine.teachers import LocalTeachers
+from smopd.engine.types import Packing
+from smopd.small_models import world_tokenizer
+from tests.engine.tiny import END, VOCABULARY, tiny_model
+
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return world_tokenizer(["a", "b"])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
+    path = tmp_path / "model"
+    tiny_model().save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_a_saved_model_comes_back(folder: Path) -> None:
+    loaded, saved = load_model(folder, torch.float32), tiny_model().state_dict()
+    assert not loaded.training and loaded.config._attn_implementation == "sdpa"
+    assert all(torch.equal(weight, saved[name]) for name, weight in loaded.state_dict().items())
+    assert {weight.dtype for weight in load_model(str(folder), torch.bfloat16).parameters()} == {
+        torch.bfloat16
+    }
+
+
+def test_a_home_folder_is_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert load_model("~/model", torch.float32).config.vocab_size == VOCABULARY
+    assert load_tokenizer("~/model").get_vocab() == load_tokenizer(folder).get_vocab()
+    assert stored_dtype("~/model") == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_stored_dtype_is_the_files(dtype: torch.dtype, tmp_path: Path) -> None:
+    tiny_model().to(dtype).save_pretrained(tmp_path)
+    assert stored_dtype(tmp_path) == dtype
+
+
+@pytest.mark.parametrize("path", ["./absent", "/absent/model", "~/absent", "runs/absent/export"])
+@pytest.mark.parametrize("load", [lambda p: load_model(p, torch.float32), load_tokenizer, stored_dtype])
+def test_an_absent_folder_is_named(path: str, load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(
+        FileNotFoundError, match=f"model {path}: no such folder, expected one with config.json"
+    ):
+        load(path)
+
+
+@pytest.mark.parametrize("load", [lambda p: load_model(p, torch.float32), load_tokenizer, stored_dtype])
+def test_an_unknown_hub_id_is_named(load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    expected = "model smopd-tests/absent: cannot be loaded, expected a folder with a saved model, or a hub id"
+    with pytest.raises(FileNotFoundError, match=expected) as error:
+        load("smopd-tests/absent")
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    for load in (lambda p: load_model(p, torch.float32), stored_dtype):
+        with pytest.raises(FileNotFoundError, match=r"has no config\.json, expected a saved model"):
+            load(tmp_path)
+    tiny_model().config.save_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"cannot be loaded.*no file named model.safetensors"):
+        load_model(tmp_path, torch.float32)
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"has no tokenizer, expected one of .*tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config", ["{", json.dumps({"model_type": "unheard_of"}), json.dumps({"a": 1}), '{"model_type": "clip"}']
+)
+def test_a_config_of_no_known_model_is_refused_in_a_line(config: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises((UnusableModel, FileNotFoundError), match="cannot be loaded") as error:
+        load_model(tmp_path, torch.float32)
+    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_damaged_and_missing_weights_are_refused(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(
+        UnusableModel, match=r"lack 1 of the weights .*: model\.layers\.1\.mlp\.up_proj\.weight"
+    ):
+        load_model(folder, torch.float32)
+    file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(UnusableModel, match="cannot be loaded"):
+        load_model(folder, torch.float32)
+
+
+def test_sliding_windows_are_refused(tmp_path: Path) -> None:
+    config = Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(UnusableModel, match=r"'sliding_attention'\] layers, expected full_attention alone"):
+        load_model(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize(("window", "refused"), [(8, True), (64, False), (None, False)])
+def test_a_window_without_layer_types_is_refused(window: int | None, refused: bool, tmp_path: Path) -> None:
+    MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=window)).save_pretrained(tmp_path)
+    if not refused:
+        assert load_model(tmp_path, torch.float32).config.sliding_window == window
+        return
+    with pytest.raises(UnusableModel, match="attends to the last 8 of up to 64 tokens"):
+        load_model(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("generation", "own", "expected"),
+    [(7, 3, (3, 7)), ([9, 7], None, (7, 9)), (None, 3, (3,)), ([3, 3], 3, (3,)), (0, None, (0,))],
+)
+def test_every_end_token_counts(generation, own, expected) -> None:
+    model = tiny_model(layers=1)
+    model.generation_config = GenerationConfig(eos_token_id=generation)
+    assert end_token_ids(model, SimpleNamespace(eos_token_id=own)) == expected
+
+
+def test_a_model_without_an_end_token_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    model = tiny_model(layers=1)
+    assert end_token_ids(model, tokenizer) == tuple(sorted({END, tokenizer.eos_token_id}))
+    model.generation_config = GenerationConfig()
+    without = SimpleNamespace(eos_token_id=None)
+    with pytest.raises(
+        UnusableModel, match="neither its generation config nor its tokenizer has an eos token"
+    ):
+        end_token_ids(model, without)
+
+
+@pytest.mark.parametrize("student_vocabulary", [VOCABULARY - 1, VOCABULARY + 1])
+def test_a_teacher_of_another_vocabulary_is_refused(student_vocabulary: int) -> None:
+    message = f"teachers.models.0: .*vocabulary of {VOCABULARY}, the student's is {student_vocabulary}"
+    with pytest.raises(UnusableModel, match=message):
+        LocalTeachers([tiny_model(layers=1)], Packing(64, 0, False), student_vocabulary)
+    with pytest.raises(ValueError, match="teachers: got none"):
+        LocalTeachers([], Packing(64, 0, False), VOCABULARY)

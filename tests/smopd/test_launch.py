@@ -1,0 +1,115 @@
+"""Two processes from one command, as the quickstart runs: errors once, without noise, and death together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.smopd.recipes import command, environment, metric_lines, train, write_recipe
+
+TWO = {"processes": 2, "loop": {"steps": 4}, "checkpoint": {"every": 2}}
+
+
+def processes_of(output: Path) -> list[int]:
+    """Every process whose command line names this run directory."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and str(output).encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    recipe = write_recipe(folder, TWO)
+    done = train(recipe, "--output", str(folder / "out"))
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder / "out"
+
+
+def test_each_rank_takes_part(straight):
+    assert (straight / "rewards_1.log").exists()
+    assert '"world_size": 2' in (straight / "environment.json").read_text()
+
+
+def test_killing_the_command_takes_its_ranks_along_and_the_run_goes_on(tmp_path, straight):
+    recipe, output = write_recipe(tmp_path, TWO), tmp_path / "out"
+    process = subprocess.Popen(
+        command(recipe, "--output", str(output)),
+        env=environment(),
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    metrics = output / "accuracy_teacher/metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 3):
+        assert process.poll() is None and time.monotonic() < deadline, (
+            "the run ended before it could be killed"
+        )
+        time.sleep(0.005)
+    assert len(processes_of(output)) >= 3
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + 20
+    while processes_of(output) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes_of(output) == []
+    done = train(recipe, "--output", str(output))
+    assert done.returncode == 0, done.stderr[-4000:]
+    for run in ("base", "accuracy_teacher", "format_teacher", "student"):
+        assert metric_lines(output / run) == metric_lines(straight / run)
+        weights = [(folder / run / "export/model.safetensors").read_bytes() for folder in (output, straight)]
+        assert weights[0] == weights[1]
+
+
+def test_a_mistake_is_said_once(straight):
+    recipe = straight.parent / "recipe.yaml"
+    done = train(recipe, "--output", str(straight), "--opd.kappa", "32")
+    assert done.returncode == 1
+    assert done.stderr.count("opd.kappa: was 16, now 32") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_bad_data_is_said_once_and_costs_nothing(tmp_path):
+    (tmp_path / "my_rows.py").write_text(
+        "def null(**options):\n    return [{'prompt': 'call anna', 'ground_truth': ''}, {'prompt': None}]\n"
+    )
+    recipe = write_recipe(tmp_path, {**TWO, "data": {"train": {"source": "my_rows:null"}}})
+    done = train(recipe)
+    assert done.returncode == 1
+    assert done.stderr.count("row 1: column 'prompt' is None") == 1
+    assert "data.train" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "runs/tiny/base/metrics.jsonl").exists(), "found before the warm start"
+    assert not (tmp_path / "runs/tiny/config.yaml").exists(), "and the settings may be corrected"
+
+
+def test_a_second_command_in_the_same_directory_is_refused(tmp_path):
+    recipe, output = write_recipe(tmp_path, {"warm_start": {"steps": 100_000}}), tmp_path / "out"
+    first = subprocess.Popen(
+        command(recipe, "--output", str(output)),
+        env=environment(),
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not (output / "base/metrics.jsonl").exists():
+            assert first.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        second = train(recipe, "--output", str(output))
+        assert second.returncode == 1
+        assert "another command is at work there" in second.stderr
+    finally:
+        first.kill()
+        first.wait()
