@@ -43,8 +43,9 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# A process a core and a thread each; the files that start processes of their own stay together.
 test: lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info smopd/_C.*so .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smopd.config import Loop
 from smopd.data import Prompt
 from smopd.engine.types import Rollout
+from smopd.sections import Loop
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from smopd.config import Gate
+from smopd.sections import Gate
 
 
 def log_alpha(

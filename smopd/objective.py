@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from smopd.batch import Batch, Part
-from smopd.config import Loss, Opd, Settings
+from smopd.config import Settings
 from smopd.engine import distributed
 from smopd.engine.teachers import TeacherEngine
 from smopd.engine.types import TeacherTopK
 from smopd.gates import failure, log_alpha
 from smopd.ops import LossSettings, LossTokens
+from smopd.sections import Loss, Opd
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-from smopd.config import Loss, WarmStart
 from smopd.data import batch_indices
 from smopd.engine import distributed
 from smopd.engine.student import Student
@@ -19,6 +18,7 @@ from smopd.files import JsonlLog
 from smopd.objective import token_weights
 from smopd.ops import LossSettings, LossTokens
 from smopd.progress import Progress
+from smopd.sections import Loss, WarmStart
 
 Demonstration = tuple[Sequence[int], Sequence[int]]
 """Token ids of a prompt and of its answer, the end token included."""

@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from smopd.batch import positions, sample_batch
-from smopd.config import Loop, Loss, Opd, Settings, merged
+from smopd.config import Settings, merged
 from smopd.engine.types import TeacherTopK
 from smopd.gates import failure
 from smopd.objective import (
@@ -22,6 +22,7 @@ from smopd.objective import (
     teachers_rewards,
     token_weights,
 )
+from smopd.sections import Loop, Loss, Opd
 from tests.engine.tiny import ragged_rollouts
 from tests.smopd.invariance_worker import SETTINGS
 
