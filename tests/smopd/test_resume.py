@@ -34,7 +34,7 @@ def once_there(pattern: str) -> Callable[[Path], bool]:
 MOMENTS = {
     "in the warm start": after_lines("base", 5),
     "before the first checkpoint": after_lines("accuracy_teacher", 1),
-    "while a checkpoint is written": once_there("accuracy_teacher/checkpoints/*.partial"),
+    "while a checkpoint is written": once_there("*/checkpoints/*.partial"),
     "between two checkpoints": after_lines("format_teacher", 3),
     "at the end of a run": after_lines("format_teacher", 6),
     "in stage 2": after_lines("student", 5),
