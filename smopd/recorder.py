@@ -81,7 +81,7 @@ class Recorder:
         metrics.add("advantage/kept", kept_R.double())
         metrics.add("response/tokens", batch.lengths_R.double())
         metrics.add("response/truncated", torch.tensor([float(not r.finished) for r in batch.rollouts]))
-        add_updates(metrics, batch, updates)
+        add_updates(metrics, updates)
         add_policies(metrics, self.settings, batch, old_logp_N, updates)
         if target is not None:
             add_target(metrics, self.settings, batch, target, old_logp_N, updates)
@@ -144,7 +144,7 @@ def add_rewards(metrics: Metrics, settings: Settings, batch: Batch, scores: Scor
         metrics.add(f"{name}/zero_variance_groups", (high <= low)[low.isfinite()].double())
 
 
-def add_updates(metrics: Metrics, batch: Batch, updates: Sequence[Update]) -> None:
+def add_updates(metrics: Metrics, updates: Sequence[Update]) -> None:
     """What every update saw of each token."""
     for update in updates:
         metrics.add("entropy", update.stats.entropy_N)
