@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from smopd.kernels import checks, dispatch, reference_advantages
+from smopd.kernels import checks, dispatch, operators
 
 
 def grpo_advantages(
@@ -32,8 +32,7 @@ def grpo_advantages(
     """
     op = "grpo_advantages"
     checks.check_rewards(op, rewards_RK, group_R, weights_K, norm_eps=norm_eps)
-    dispatch.backend_for(op, rewards_RK)
-    return reference_advantages.grpo_advantages(rewards_RK, group_R, weights_K=weights_K, norm_eps=norm_eps)
+    return operators.grpo_advantages(rewards_RK.detach(), group_R, weights_K, float(norm_eps))
 
 
 def gdpo_advantages(
@@ -71,9 +70,11 @@ def gdpo_advantages(
     """
     op = "gdpo_advantages"
     checks.check_rewards(op, rewards_RK, group_R, weights_K, lengths_R, whiten, norm_eps)
-    dispatch.backend_for(op, rewards_RK)
-    return reference_advantages.gdpo_advantages(
-        rewards_RK,
+    if process_group is None:
+        options = (weights_K, lengths_R, whiten, float(norm_eps))
+        return operators.gdpo_advantages(rewards_RK.detach(), group_R, *options)
+    return dispatch.serving(op, rewards_RK)(
+        rewards_RK.detach(),
         group_R,
         weights_K=weights_K,
         lengths_R=lengths_R,
@@ -115,9 +116,11 @@ def gd2po_advantages(
     checks.check_rewards(op, rewards_RK, group_R, weights_K, lengths_R, whiten, norm_eps)
     if snr_threshold is not None and not snr_threshold > 0:
         raise ValueError(f"{op}: snr_threshold is {snr_threshold}, expected None or a number above 0")
-    dispatch.backend_for(op, rewards_RK)
-    return reference_advantages.gd2po_advantages(
-        rewards_RK,
+    if process_group is None:
+        options = (weights_K, lengths_R, whiten, snr_threshold, float(norm_eps))
+        return operators.gd2po_advantages(rewards_RK.detach(), group_R, *options)
+    return dispatch.serving(op, rewards_RK)(
+        rewards_RK.detach(),
         group_R,
         weights_K=weights_K,
         lengths_R=lengths_R,

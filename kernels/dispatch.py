@@ -2,7 +2,7 @@
 
     reference   plain PyTorch, any device and dtype
     cpp         smopd._C on the CPU, where the package was built with a compiler
-    triton      GPU kernels (none yet)
+    triton      a GPU, where Triton is installed; if forced and TRITON_INTERPRET=1, Triton's interpreter
 
 SMOPD_BACKEND=reference|cpp|triton forces one; an operation that it cannot serve raises.
 """
@@ -11,89 +11,112 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from smopd.kernels import reference, reference_linear
-from smopd.kernels.types import TopK
-
 BACKENDS = ("reference", "cpp", "triton")
-CPP_OPS = frozenset({"topk_logprobs", "linear_topk_logprobs"})
-CPP_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ENV = "SMOPD_BACKEND"
+
+ROW_OPS = ("forward_kl_rows", "forward_kl_gradient", "loss_rows")
+ADVANTAGE_OPS = ("grpo_advantages", "gdpo_advantages", "gd2po_advantages")
+MODULES: dict[str, dict[str, str]] = {
+    "reference": {
+        "topk_logprobs": "reference",
+        "teacher_mixture": "reference",
+        "forward_kl_rows": "reference",
+        "forward_kl_gradient": "reference",
+        "loss_rows": "reference_loss",
+        "scale_": "reference_loss",
+        **dict.fromkeys(ADVANTAGE_OPS, "reference_advantages"),
+    },
+    "cpp": dict.fromkeys(("topk_logprobs", "teacher_mixture", *ROW_OPS), "cpp"),
+    "triton": {
+        "topk_logprobs": "triton_topk",
+        "teacher_mixture": "triton_mixture",
+        **dict.fromkeys(ROW_OPS, "triton_loss"),
+        "scale_": "triton_scale",
+        **dict.fromkeys(ADVANTAGE_OPS, "triton_advantages"),
+    },
+}
+"""Backend -> operation -> the module of smopd.kernels that serves it, by a function of the same name."""
 
 _log = logging.getLogger("smopd")
 
 
-@functools.cache
-def cpp_unavailable() -> str | None:
-    """None if smopd._C can be loaded, else why not."""
-    try:
-        importlib.import_module("smopd._C")
-        torch.ops.smopd.topk_logprobs_cpu  # noqa: B018  (an attribute error says that it is not registered)
-    except (ImportError, OSError, AttributeError) as error:
-        return f"smopd._C cannot be loaded ({error})"
-    return None
+def serving(op: str, tensor: Tensor, **facts: Any) -> Callable[..., Any]:
+    """The function that serves op on this tensor's device and dtype.
 
-
-def backend_for(op: str, tensor: Tensor) -> str:
-    """The backend that serves op on this tensor's device and dtype.
+    facts: what else a backend's limits may depend on (kappa, n_pooled).
 
     Raises:
         ValueError: SMOPD_BACKEND is none of BACKENDS.
         RuntimeError: SMOPD_BACKEND names a backend that cannot serve this call.
     """
+    backend = backend_for(op, tensor, **facts)
+    return getattr(_module(MODULES[backend][op]), op)
+
+
+def backend_for(op: str, tensor: Tensor, **facts: Any) -> str:
+    """The name of the backend that serves op; see serving."""
     forced = os.environ.get(ENV, "")
     if forced and forced not in BACKENDS:
         raise ValueError(f"{ENV} is {forced!r}, expected one of {BACKENDS}")
-    if forced == "reference":
-        chosen = "reference"
-    elif forced:
-        why_not = _why_not(forced, op, tensor)
-        if why_not is not None:
+    preferred = forced or ("cpp" if tensor.device.type == "cpu" else "triton")
+    chosen = "reference"
+    if preferred != "reference":
+        why_not = _why_not(preferred, op, tensor, facts)
+        if why_not is None:
+            chosen = preferred
+        elif forced:
             raise RuntimeError(f"{op}: {ENV}={forced} cannot serve this call: {why_not}")
-        chosen = forced
-    else:
-        chosen = "cpp" if _why_not("cpp", op, tensor) is None else "reference"
     _log_once(op, chosen, tensor.device.type)
     return chosen
 
 
-def _why_not(backend: str, op: str, tensor: Tensor) -> str | None:
-    if backend == "triton" or op not in CPP_OPS:
+def cpp_unavailable() -> str | None:
+    """None if smopd._C can be loaded, else why not."""
+    return _module("cpp").unavailable()
+
+
+def _why_not(backend: str, op: str, tensor: Tensor, facts: dict[str, Any]) -> str | None:
+    if op not in MODULES[backend]:
         return f"there is no {backend} kernel for it"
-    if tensor.device.type != "cpu":
-        return f"the tensor is on {tensor.device}, expected cpu"
-    if tensor.dtype not in CPP_DTYPES:
-        return f"the dtype is {tensor.dtype}, expected one of {CPP_DTYPES}"
-    return cpp_unavailable()
+    dtypes = KERNEL_DTYPES if op not in ADVANTAGE_OPS else (torch.float64, *KERNEL_DTYPES)
+    if tensor.dtype not in dtypes:
+        return f"the dtype is {tensor.dtype}, expected one of {dtypes}"
+    if backend == "cpp" and not hasattr(_module("cpp"), op):
+        return "there is no cpp kernel for it"
+    if backend == "cpp":
+        return (
+            f"the tensor is on {tensor.device}, expected cpu"
+            if tensor.device.type != "cpu"
+            else cpp_unavailable()
+        )
+    if tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "the tensor is on cpu, expected a GPU, or TRITON_INTERPRET=1"
+    if not _has_triton():
+        return "triton is not installed"
+    unserved = getattr(_module(MODULES[backend][op]), "unserved", None)
+    return None if unserved is None else unserved(op, tensor, **facts)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _module(name: str) -> Any:
+    return importlib.import_module(f"smopd.kernels.{name}")
 
 
 @functools.cache
 def _log_once(op: str, backend: str, device: str) -> None:
     _log.info("%s on %s is served by the %s backend", op, device, backend)
-
-
-def _cpp_topk_logprobs(
-    logits_NV: Tensor, kappa: int, *, token_ids_N: Tensor | None = None, temperature: float = 1.0
-) -> TopK:
-    ids_NS, logps_NS, token_logp_N = torch.ops.smopd.topk_logprobs_cpu(
-        logits_NV.detach(), kappa, token_ids_N, temperature
-    )
-    return TopK(ids_NS, logps_NS, None if token_ids_N is None else token_logp_N)
-
-
-def topk_logprobs(logits_NV: Tensor, kappa: int, **options: Any) -> TopK:
-    backend = backend_for("topk_logprobs", logits_NV)
-    serve = _cpp_topk_logprobs if backend == "cpp" else reference.topk_logprobs
-    return serve(logits_NV, kappa, **options)
-
-
-def linear_topk_logprobs(hidden_ND: Tensor, weight_VD: Tensor, kappa: int, **options: Any) -> TopK:
-    backend = backend_for("linear_topk_logprobs", hidden_ND)
-    rows = _cpp_topk_logprobs if backend == "cpp" else reference.topk_logprobs
-    return reference_linear.linear_topk_logprobs(hidden_ND, weight_VD, kappa, rows=rows, **options)

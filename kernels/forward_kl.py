@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from smopd.kernels import checks, dispatch, reference
+from smopd.kernels import checks, operators
 from smopd.kernels.types import Mixture
 
 
@@ -35,8 +35,7 @@ def teacher_mixture(
     checks.check_kappa(op, kappa)
     if checks.debugging():
         checks.debug_target(op, "", ids_NMS, logps_NMS, None)
-    dispatch.backend_for(op, logps_NMS)
-    return reference.teacher_mixture(ids_NMS, logps_NMS, log_alpha, kappa, merge=merge)
+    return Mixture(*operators.teacher_mixture(ids_NMS, logps_NMS.detach(), log_alpha.detach(), kappa, merge))
 
 
 def topk_forward_kl(
@@ -85,9 +84,8 @@ def topk_forward_kl(
         checks.debug_finite(op, "logits_NV", logits_NV, allow_minus_inf=True)
         checks.debug_ids(op, "token_ids_N", token_ids_N, logits_NV.shape[1])
         checks.debug_target(op, "target_", target_ids_NS, target_logps_NS, logits_NV.shape[1])
-    dispatch.backend_for(op, logits_NV)
-    target = (target_ids_NS, target_logps_NS)
-    return reference.topk_forward_kl(logits_NV, token_ids_N, *target, tail=tail, temperature=temperature)
+    union = (target_ids_NS, target_logps_NS.detach(), None, 0, False)
+    return operators.forward_kl(logits_NV, token_ids_N, *union, tail, float(temperature))
 
 
 def teacher_forward_kl(
@@ -123,15 +121,5 @@ def teacher_forward_kl(
         checks.debug_finite(op, "logits_NV", logits_NV, allow_minus_inf=True)
         checks.debug_ids(op, "token_ids_N", token_ids_N, logits_NV.shape[1])
         checks.debug_target(op, "teacher_", teacher_ids_NMS, teacher_logps_NMS, logits_NV.shape[1])
-    dispatch.backend_for(op, logits_NV)
-    return reference.teacher_forward_kl(
-        logits_NV,
-        token_ids_N,
-        teacher_ids_NMS,
-        teacher_logps_NMS,
-        log_alpha,
-        kappa,
-        merge=merge,
-        tail=tail,
-        temperature=temperature,
-    )
+    union = (teacher_ids_NMS, teacher_logps_NMS.detach(), log_alpha.detach(), kappa, merge)
+    return operators.forward_kl(logits_NV, token_ids_N, *union, tail, float(temperature))

@@ -1,8 +1,9 @@
 """Top-kappa, mixture and forward KL in plain PyTorch: their definition, and the fallback of every backend.
 
 Computed at the precision of the inputs: bf16 and fp16 are widened to fp32, fp64 stays fp64. Arguments are
-taken as checked (smopd.ops does that). The rows' softmax and gradient are in reference_rows.py, the loss in
-reference_loss.py, the linear forms in reference_linear.py, the advantages in reference_advantages.py.
+taken as checked and without autograd (the public functions and operators.py see to both). The rows' softmax
+and gradient are in reference_rows.py, the loss in reference_loss.py, the advantages in
+reference_advantages.py.
 
 Shapes: N tokens, V vocabulary, M teachers, S support entries (kappa).
 """
@@ -10,14 +11,13 @@ Shapes: N tokens, V vocabulary, M teachers, S support entries (kappa).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from smopd.kernels.reference_rows import (
     Rows,
+    Target,
     merge_sorted,
     prepare_target,
     row_chunks,
@@ -25,7 +25,7 @@ from smopd.kernels.reference_rows import (
     rows_gradient,
     widen,
 )
-from smopd.kernels.types import Mixture, TopK, compute_dtype
+from smopd.kernels.types import Candidates, Mixture, SparseTarget, TopK, compute_dtype
 
 _ID_BITS = 32
 
@@ -116,81 +116,69 @@ def teacher_mixture(
 # ---- forward KL ----
 
 
-class _TopkForwardKl(torch.autograd.Function):
-    """Saves the logits alone and computes the rows again in backward: no second (N, V) tensor between."""
+def target_of(target: SparseTarget | Candidates, dtype: torch.dtype, *, tail: bool) -> Target:
+    """The union of the teachers, or the target as given, made ready for the rows."""
+    if isinstance(target, SparseTarget):
+        return prepare_target(target.ids_NS, target.logps_NS, dtype, merge=tail)
+    union = (target.ids_NMS, target.logps_NMS, target.log_alpha, target.kappa)
+    mixture = teacher_mixture(*union, merge=target.merge)
+    return prepare_target(mixture.ids_NS, mixture.logps_NS, dtype, merge=tail, distinct=target.merge)
 
-    @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, options: tuple) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(logits_NV)
-        ctx.options = options
-        ctx.set_materialize_grads(False)
-        logp_N = torch.empty(
-            logits_NV.shape[0], dtype=compute_dtype(logits_NV.dtype), device=logits_NV.device
-        )
-        kl_N = torch.empty_like(logp_N)
-        for (start, stop), rows in _kl_chunks(logits_NV, options, gradient=False):
-            assert rows.kl_N is not None  # there is a target
-            logp_N[start:stop], kl_N[start:stop] = rows.logp_N, rows.kl_N
-        return logp_N, kl_N
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dlogp_N: Tensor | None, dkl_N: Tensor | None) -> tuple[Tensor | None, None]:
-        if dlogp_N is None and dkl_N is None:
-            return None, None
-        (logits_NV,) = ctx.saved_tensors
-        grad_NV = torch.empty_like(logits_NV)
-        for (start, stop), rows in _kl_chunks(logits_NV, ctx.options, gradient=True):
-            dlogp = None if dlogp_N is None else dlogp_N[start:stop]
-            dkl = None if dkl_N is None else dkl_N[start:stop]
-            grad_NV[start:stop] = rows_gradient(rows, dlogp, dkl, None)
-        return grad_NV, None
+def forward_kl_rows(
+    logits_NV: Tensor,
+    token_ids_N: Tensor,
+    target: SparseTarget | Candidates,
+    *,
+    tail: bool,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    """Each row's log-probability of its token and forward KL to its target."""
+    logp_N = torch.empty(logits_NV.shape[0], dtype=compute_dtype(logits_NV.dtype), device=logits_NV.device)
+    kl_N = torch.empty_like(logp_N)
+    for chunk, rows in _kl_chunks(logits_NV, token_ids_N, target, tail, temperature, gradient=False):
+        assert rows.kl_N is not None  # there is a target
+        logp_N[chunk], kl_N[chunk] = rows.logp_N, rows.kl_N
+    return logp_N, kl_N
+
+
+def forward_kl_gradient(
+    logits_NV: Tensor,
+    token_ids_N: Tensor,
+    target: SparseTarget | Candidates,
+    *,
+    tail: bool,
+    temperature: float,
+    dlogp_N: Tensor | None,
+    dkl_N: Tensor | None,
+) -> Tensor:
+    """The gradient of sum(dlogp logp + dkl kl) in the logits. The rows are computed again."""
+    grad_NV = torch.empty_like(logits_NV)
+    for chunk, rows in _kl_chunks(logits_NV, token_ids_N, target, tail, temperature, gradient=True):
+        dlogp = None if dlogp_N is None else dlogp_N[chunk]
+        dkl = None if dkl_N is None else dkl_N[chunk]
+        grad_NV[chunk] = rows_gradient(rows, dlogp, dkl, None)
+    return grad_NV
 
 
 def _kl_chunks(
-    logits_NV: Tensor, options: tuple, *, gradient: bool
-) -> Iterator[tuple[tuple[int, int], Rows]]:
-    token_ids_N, target_ids_NS, target_logps_NS, tail, temperature = options
-    dtype = compute_dtype(logits_NV.dtype)
+    logits_NV: Tensor,
+    token_ids_N: Tensor,
+    target: SparseTarget | Candidates,
+    tail: bool,
+    temperature: float,
+    *,
+    gradient: bool,
+) -> Iterator[tuple[slice, Rows]]:
+    ready = target_of(target, compute_dtype(logits_NV.dtype), tail=tail)
     for start, stop in row_chunks(logits_NV):
-        ids_NS, logps_NS = target_ids_NS[start:stop], target_logps_NS[start:stop]
-        target = prepare_target(ids_NS, logps_NS, dtype, merge=tail)
+        chunk = slice(start, stop)
         rows = rows_forward(
-            logits_NV[start:stop],
-            token_ids_N[start:stop],
-            target,
+            logits_NV[chunk],
+            token_ids_N[chunk],
+            ready.rows(chunk),
             temperature=temperature,
             tail=tail,
             gradient=gradient,
         )
-        yield (start, stop), rows
-
-
-def topk_forward_kl(
-    logits_NV: Tensor,
-    token_ids_N: Tensor,
-    target_ids_NS: Tensor,
-    target_logps_NS: Tensor,
-    *,
-    tail: bool = False,
-    temperature: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    options = (token_ids_N, target_ids_NS, target_logps_NS, tail, temperature)
-    return _TopkForwardKl.apply(logits_NV, options)
-
-
-def teacher_forward_kl(
-    logits_NV: Tensor,
-    token_ids_N: Tensor,
-    teacher_ids_NMS: Tensor,
-    teacher_logps_NMS: Tensor,
-    log_alpha: Tensor,
-    kappa: int,
-    *,
-    merge: bool = False,
-    tail: bool = False,
-    temperature: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    mixture = teacher_mixture(teacher_ids_NMS, teacher_logps_NMS, log_alpha, kappa, merge=merge)
-    target = (mixture.ids_NS, mixture.logps_NS)
-    return topk_forward_kl(logits_NV, token_ids_N, *target, tail=tail, temperature=temperature)
+        yield chunk, rows

@@ -22,10 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from smopd.kernels.operators_loss import flat_stats, scaled_gradient
 from smopd.kernels.reference import topk_logprobs
-from smopd.kernels.reference_loss import TokenTerms, flat_stats, loss_terms, scaled_gradient, total_loss
+from smopd.kernels.reference_loss import join_terms, loss_rows, total_loss
 from smopd.kernels.reference_rows import rows_per_chunk
-from smopd.kernels.types import LossSettings, LossStats, LossTokens, TopK, compute_dtype
+from smopd.kernels.types import LossSettings, LossStats, LossTokens, TokenTerms, TopK, compute_dtype
 
 CHUNK_BYTES = 256 << 20  # logits of a chunk in the compute dtype
 
@@ -152,7 +153,7 @@ def _run(
             logits_NV = head.logits(hidden_chunk_ND, buffer)
             chunk_tokens = job.tokens.rows(start, stop)
             # The chunk is ours: its gradient is written over it.
-            parts += loss_terms(logits_NV, chunk_tokens, job.settings, logits_NV if gradient else None)
+            parts.append(loss_rows(logits_NV, chunk_tokens, job.settings, logits_NV if gradient else None))
             if not gradient:
                 continue
             dlogits_NV = head.local(logits_NV)
@@ -187,7 +188,7 @@ class _LinearLoss(torch.autograd.Function):
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, job: _Job, recompute: bool
     ) -> tuple[Tensor, ...]:
         parts, grads = _run(hidden_ND, weight_VD, bias_V, job, gradient=not recompute)
-        loss, stats = total_loss(parts, job.tokens, job.settings, hidden_ND)
+        loss, stats = total_loss(join_terms(parts, hidden_ND), job.tokens, job.settings)
         ctx.job, ctx.recompute = job, recompute
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden_ND, weight_VD, bias_V)]
         saved = (hidden_ND, weight_VD, bias_V) if recompute else grads
@@ -226,6 +227,6 @@ def linear_smopd_loss(
     job = _Job(tokens, settings, chunk_bytes, tp_group, (need[0], need[1], need[2]))
     if not any(need):
         parts, _ = _run(*inputs, job, gradient=False)
-        return total_loss(parts, tokens, settings, hidden_ND)
+        return total_loss(join_terms(parts, hidden_ND), tokens, settings)
     loss, *flat = _LinearLoss.apply(*inputs, job, recompute)
     return loss, LossStats(*flat)

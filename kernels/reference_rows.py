@@ -8,7 +8,7 @@ Shapes: N tokens, V vocabulary, S support entries (kappa), P pooled candidates.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -69,6 +69,9 @@ class Target:
     first_NS: Tensor
     live_N: Tensor
     mass_N: Tensor
+
+    def rows(self, chunk: slice) -> Target:
+        return Target(*(getattr(self, field.name)[chunk] for field in fields(self)))
 
 
 def prepare_target(

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from smopd.kernels import checks, dispatch, reference_linear, reference_loss
+from smopd.kernels import checks, dispatch, operators_loss, reference_linear
+from smopd.kernels.inplace import smopd_loss_inplace
+from smopd.kernels.operators_loss import flat_objective
 from smopd.kernels.reference_linear import CHUNK_BYTES
 from smopd.kernels.types import LossSettings, LossStats, LossTokens
 
@@ -60,8 +63,11 @@ def smopd_loss(
     if checks.debugging():
         checks.debug_finite(op, "logits_NV", logits_NV, allow_minus_inf=True)
         checks.debug_loss_tokens(op, tokens, logits_NV.shape[1])
-    dispatch.backend_for(op, logits_NV)
-    return reference_loss.smopd_loss(logits_NV, tokens, settings, inplace=inplace)
+    need_grad = torch.is_grad_enabled() and logits_NV.requires_grad
+    if inplace and need_grad:
+        return smopd_loss_inplace(logits_NV, tokens, settings)
+    loss, _, *stats = operators_loss.loss(logits_NV, *flat_objective(tokens, settings), need_grad)
+    return loss, LossStats(*stats)
 
 
 def linear_smopd_loss(

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from smopd.kernels import checks, dispatch
+from smopd.kernels import checks, dispatch, operators
 from smopd.kernels.reference_linear import CHUNK_BYTES
+from smopd.kernels.reference_linear import linear_topk_logprobs as linear_topk
 from smopd.kernels.types import TopK
 
 
@@ -46,7 +47,9 @@ def topk_logprobs(
     if checks.debugging():
         checks.debug_finite(op, "logits_NV", logits_NV, allow_minus_inf=True)
         checks.debug_ids(op, "token_ids_N", token_ids_N, logits_NV.shape[1])
-    return dispatch.topk_logprobs(logits_NV, kappa, token_ids_N=token_ids_N, temperature=temperature)
+    options = (kappa, token_ids_N, float(temperature))
+    ids_NS, logps_NS, token_logp_N = operators.topk_logprobs(logits_NV.detach(), *options)
+    return TopK(ids_NS, logps_NS, None if token_ids_N is None else token_logp_N)
 
 
 def linear_topk_logprobs(
@@ -87,7 +90,7 @@ def linear_topk_logprobs(
         checks.debug_finite(op, "hidden_ND", hidden_ND)
         if tp_group is None:
             checks.debug_ids(op, "token_ids_N", token_ids_N, weight_VD.shape[0])
-    return dispatch.linear_topk_logprobs(
+    return linear_topk(
         hidden_ND,
         weight_VD,
         kappa,
@@ -96,4 +99,5 @@ def linear_topk_logprobs(
         temperature=temperature,
         tp_group=tp_group,
         chunk_bytes=chunk_bytes,
+        rows=dispatch.serving("topk_logprobs", hidden_ND, kappa=kappa),
     )

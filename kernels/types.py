@@ -160,6 +160,8 @@ class LossSettings:
 class LossStats:
     """What the loss saw, from the same pass. Detached; fp32 (fp64 for fp64 logits).
 
+    A token whose weights are all 0 counts nowhere and is 0 in every column.
+
     Attributes:
         logp_N: (N,) log-probability of the token at the ratio's temperature.
         entropy_N: (N,) entropy of the student at the ratio's temperature, nats.
@@ -181,6 +183,56 @@ class LossStats:
     kl_loss: Tensor
     entropy: Tensor
     reverse_loss: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class SparseTarget:
+    """A target as given: (N, S) ids and log-probabilities, -inf in an empty slot, repeats allowed."""
+
+    ids_NS: Tensor
+    logps_NS: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """The teachers' candidates before their union: teacher_mixture's arguments."""
+
+    ids_NMS: Tensor
+    logps_NMS: Tensor
+    log_alpha: Tensor
+    kappa: int
+    merge: bool
+
+
+def loss_target(tokens: LossTokens, settings: LossSettings) -> SparseTarget | Candidates | None:
+    """What the forward KL of these tokens goes to; None: there is no forward KL."""
+    if tokens.target_ids_NS is not None and tokens.target_logps_NS is not None:
+        return SparseTarget(tokens.target_ids_NS, tokens.target_logps_NS)
+    if (
+        tokens.teacher_ids_NMS is not None
+        and tokens.teacher_logps_NMS is not None
+        and tokens.log_alpha is not None
+    ):
+        teachers = (tokens.teacher_ids_NMS, tokens.teacher_logps_NMS, tokens.log_alpha)
+        return Candidates(*teachers, settings.kappa, settings.merge)
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTerms:
+    """What a backend's loss_rows tells of each token, (N,) each: LossStats' columns and the unweighted terms.
+
+    fp32 (fp64 for fp64 logits), clipped_N int8. All 0 for a token whose weights are all 0.
+    """
+
+    logp_N: Tensor
+    entropy_N: Tensor
+    kl_N: Tensor
+    teacher_mass_N: Tensor
+    student_mass_N: Tensor
+    clipped_N: Tensor
+    surrogate_N: Tensor
+    reverse_N: Tensor
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -253,13 +253,15 @@ def test_backend_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: p
 
 def test_forced_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SMOPD_BACKEND", "triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(
-        RuntimeError, match=r"^topk_logprobs: SMOPD_BACKEND=triton cannot serve this call: there is no"
+        RuntimeError,
+        match=r"^topk_logprobs: SMOPD_BACKEND=triton cannot serve this call: the tensor is on cpu",
     ):
         ops.topk_logprobs(LOGITS, 2)
     monkeypatch.setenv("SMOPD_BACKEND", "cpp")
     with pytest.raises(RuntimeError, match="there is no cpp kernel for it"):
-        ops.smopd_loss(LOGITS, tokens())
+        ops.grpo_advantages(torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64))
     with pytest.raises(RuntimeError, match=r"the dtype is torch\.float64"):
         ops.topk_logprobs(LOGITS.double(), 2)
     monkeypatch.setattr(dispatch, "cpp_unavailable", lambda: "smopd._C cannot be loaded (no build)")

@@ -1,0 +1,121 @@
+"""The loss as the operator smopd::loss: its gradient is made with it, and scaled in backward.
+
+Its arguments are LossTokens and LossSettings, flattened field by field.
+
+Shapes: N tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from smopd.kernels import dispatch
+from smopd.kernels.operators import empty_column, operator
+from smopd.kernels.reference_loss import STATS_FIELDS, total_loss
+from smopd.kernels.types import LossSettings, LossStats, LossTokens
+
+TOKEN_FIELDS = tuple(field.name for field in fields(LossTokens))
+SETTING_FIELDS = tuple(field.name for field in fields(LossSettings))
+_SETTING_TYPES = {"float": "float", "float | None": "float?", "int": "SymInt", "bool": "bool", "str": "str"}
+
+
+def _objective_schema() -> str:
+    columns = [
+        f"Tensor{'' if field.default is MISSING else '?'} {field.name}" for field in fields(LossTokens)
+    ]
+    options = [f"{_SETTING_TYPES[str(field.type)]} {field.name}" for field in fields(LossSettings)]
+    return ", ".join(columns + options)
+
+
+STATS_SCHEMA = ", ".join(f"Tensor {name}" for name in STATS_FIELDS)
+OBJECTIVE_SCHEMA = _objective_schema()
+N_OBJECTIVE = len(TOKEN_FIELDS) + len(SETTING_FIELDS)
+
+
+def flat_objective(tokens: LossTokens, settings: LossSettings) -> tuple:
+    """Tokens and settings as OBJECTIVE_SCHEMA's arguments."""
+    columns = [getattr(tokens, name) for name in TOKEN_FIELDS]
+    return (*columns, *(getattr(settings, name) for name in SETTING_FIELDS))
+
+
+def objective_of(flat: Sequence[Any]) -> tuple[LossTokens, LossSettings]:
+    """The inverse of flat_objective."""
+    tokens = LossTokens(**dict(zip(TOKEN_FIELDS, flat[: len(TOKEN_FIELDS)], strict=True)))
+    return tokens, LossSettings(**dict(zip(SETTING_FIELDS, flat[len(TOKEN_FIELDS) :], strict=True)))
+
+
+def flat_stats(stats: LossStats) -> tuple[Tensor, ...]:
+    return tuple(getattr(stats, name) for name in STATS_FIELDS)
+
+
+def fake_loss(like: Tensor, n_rows: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The loss and LossStats' fields for n_rows tokens, empty."""
+
+    def empty(name: str) -> Tensor:
+        shape = (n_rows,) if name.endswith("_N") else ()
+        return empty_column(like, *shape, dtype=torch.int8 if name == "clipped_N" else None)
+
+    return empty_column(like), tuple(empty(name) for name in STATS_FIELDS)
+
+
+def loss_of_rows(
+    logits: Tensor, tokens: LossTokens, settings: LossSettings, grad: Tensor | None
+) -> tuple[Tensor, LossStats]:
+    """The loss, by the backend that serves the logits; its gradient goes to grad, which may be the logits."""
+    n_pooled = 0 if tokens.teacher_ids_NMS is None else tokens.teacher_ids_NMS[0:1].numel()
+    terms = dispatch.serving("loss_rows", logits, n_pooled=n_pooled)(logits, tokens, settings, grad)
+    return total_loss(terms, tokens, settings)
+
+
+@operator(
+    "loss",
+    f"(Tensor logits, {OBJECTIVE_SCHEMA}, bool need_grad) -> (Tensor loss, Tensor grad, {STATS_SCHEMA})",
+)
+def loss(logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """grad is the loss's gradient in the logits, (0, V) without need_grad."""
+    *objective, need_grad = rest
+    tokens, settings = objective_of(objective)
+    grad = torch.empty_like(logits) if need_grad else logits.new_empty((0, logits.shape[1]))
+    total, stats = loss_of_rows(logits, tokens, settings, grad if need_grad else None)
+    return total, grad, *flat_stats(stats)
+
+
+@loss.register_fake
+def _(logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    total, stats = fake_loss(logits, logits.shape[0])
+    grad = torch.empty_like(logits) if rest[-1] else logits.new_empty((0, logits.shape[1]))
+    return total, grad, *stats
+
+
+def _loss_setup(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.need_grad = inputs[-1]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[1])
+
+
+@once_differentiable
+def _loss_backward(ctx: Any, dloss: Tensor | None, *_: Tensor | None) -> tuple:
+    grad = None
+    if dloss is not None:
+        if not ctx.need_grad:
+            raise RuntimeError("smopd::loss: backward came after need_grad=False, expected need_grad=True")
+        grad = scaled_gradient(ctx.saved_tensors[0], dloss)
+    return grad, *[None] * (N_OBJECTIVE + 1)
+
+
+loss.register_autograd(_loss_backward, setup_context=_loss_setup)
+
+
+def scaled_gradient(grad: Tensor, dloss: Tensor) -> Tensor:
+    """grad * dloss; the saved tensor itself where dloss is 1 and asking costs no synchronisation."""
+    traced = type(dloss) is not Tensor  # by torch.compile or torch.export: it has no value
+    if not traced and dloss.device.type == "cpu" and dloss.item() == 1.0:
+        return grad
+    return grad * dloss.to(grad.dtype)
