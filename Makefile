@@ -47,5 +47,10 @@ lint: $(VENV)/.installed-test
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
+# Needs a CUDA machine and nothing but its own Python with torch and triton; pytest is used where it is there.
+.PHONY: gpu
+gpu:
+	$(PYTHON) -m bench gpu $(RESULTS)
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info smopd/_C.*so .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info smopd/_C*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis

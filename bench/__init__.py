@@ -1,1 +1,1 @@
-"""Microbenchmarks of the operations, and their command `python -m bench`."""
+"""Benchmarks of the operations, and their command `python -m bench`."""

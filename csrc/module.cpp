@@ -10,6 +10,23 @@ STABLE_TORCH_LIBRARY_FRAGMENT(smopd, m) {
   m.def(
       "topk_logprobs_cpu(Tensor logits, int kappa, Tensor? token_ids, float temperature)"
       " -> (Tensor ids, Tensor logps, Tensor token_logp)");
+  m.def(
+      "teacher_mixture_cpu(Tensor ids, Tensor logps, Tensor log_alpha, int kappa, bool merge)"
+      " -> (Tensor ids, Tensor logps, Tensor mass)");
+  // The target of the next three: ids and logps of (N, S), or of (N, M, S) with log_alpha (N, M).
+  m.def(
+      "forward_kl_rows_cpu(Tensor logits, Tensor token_ids, Tensor ids, Tensor logps, Tensor? log_alpha,"
+      " int kappa, bool merge, bool tail, float temperature) -> (Tensor logp, Tensor kl)");
+  m.def(
+      "forward_kl_gradient_cpu(Tensor logits, Tensor token_ids, Tensor ids, Tensor logps, Tensor? log_alpha,"
+      " int kappa, bool merge, bool tail, float temperature, Tensor? dlogp, Tensor? dkl) -> Tensor");
+  m.def(
+      "loss_rows_cpu(Tensor logits, Tensor token_ids, Tensor adv, Tensor pg_weight, Tensor? old_logp,"
+      " Tensor? kl_weight, Tensor? ent_weight, Tensor? reverse_adv, Tensor? reverse_weight, Tensor? ids,"
+      " Tensor? logps, Tensor? log_alpha, int kappa, bool merge, bool tail, float clip_low, float clip_high,"
+      " float dual_clip, float opd_coef, float entropy_coef, float temperature, float kl_temperature,"
+      " bool reverse_ppo, Tensor(a!)? grad) -> (Tensor logp, Tensor entropy, Tensor kl, Tensor teacher_mass,"
+      " Tensor student_mass, Tensor clipped, Tensor surrogate, Tensor reverse)");
 }
 
 PyMODINIT_FUNC PyInit__C(void) {

@@ -65,14 +65,14 @@ def check_logits(op: str, logits_NV: Any) -> None:
         raise ValueError(f"{op}: logits_NV has stride {logits_NV.stride(1)} along V, expected 1")
 
 
-def check_linear(op: str, hidden_ND: Any, weight_VD: Any, bias_V: Any, chunk_bytes: int) -> None:
+def check_linear(op: str, hidden_ND: Any, weight_VD: Any, bias_V: Any, chunk_bytes: int | None) -> None:
     check_tensor(op, "hidden_ND", hidden_ND, ("N", "D"), FLOATS)
     like = ("hidden_ND", hidden_ND)
     check_tensor(op, "weight_VD", weight_VD, ("V", hidden_ND.shape[1]), (hidden_ND.dtype,), like=like)
     if bias_V is not None:
         sizes = (weight_VD.shape[0],)
         check_tensor(op, "bias_V", bias_V, sizes, (hidden_ND.dtype,), like=("weight_VD", weight_VD))
-    if chunk_bytes < 1:
+    if chunk_bytes is not None and chunk_bytes < 1:
         raise ValueError(f"{op}: chunk_bytes is {chunk_bytes}, expected at least 1")
 
 

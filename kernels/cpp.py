@@ -1,14 +1,33 @@
-"""The C++ kernels of smopd._C by the backend protocol."""
+"""The C++ backend on the CPU: smopd._C behind the signatures that every backend has.
+
+Arguments are taken as checked, without autograd. Logits are fp32, bf16 or fp16; what is small,
+log-probabilities and weights, goes to the kernels as fp32. The sources are in csrc/cpu, the definitions in
+reference*.py.
+
+Shapes: N tokens, V vocabulary, M teachers, S support entries (kappa).
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import math
 
 import torch
 from torch import Tensor
 
-from smopd.kernels.types import TopK
+from smopd.kernels.types import (
+    Candidates,
+    LossSettings,
+    LossTokens,
+    Mixture,
+    SparseTarget,
+    TokenTerms,
+    TopK,
+    loss_target,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the logits that the kernels serve
 
 
 @functools.cache
@@ -16,7 +35,7 @@ def unavailable() -> str | None:
     """None if smopd._C can be loaded, else why not."""
     try:
         importlib.import_module("smopd._C")
-        torch.ops.smopd.topk_logprobs_cpu  # noqa: B018  (an attribute error says that it is not registered)
+        torch.ops.smopd.loss_rows_cpu  # noqa: B018  (an attribute error says that it is not registered)
     except (ImportError, OSError, AttributeError) as error:
         return f"smopd._C cannot be loaded ({error})"
     return None
@@ -26,6 +45,95 @@ def topk_logprobs(
     logits_NV: Tensor, kappa: int, *, token_ids_N: Tensor | None = None, temperature: float = 1.0
 ) -> TopK:
     ids_NS, logps_NS, token_logp_N = torch.ops.smopd.topk_logprobs_cpu(
-        logits_NV, kappa, token_ids_N, temperature
+        logits_NV.detach(), kappa, token_ids_N, temperature
     )
     return TopK(ids_NS, logps_NS, None if token_ids_N is None else token_logp_N)
+
+
+def teacher_mixture(
+    ids_NMS: Tensor, logps_NMS: Tensor, log_alpha: Tensor, kappa: int, *, merge: bool = False
+) -> Mixture:
+    log_alpha_NM = _float(log_alpha).expand(ids_NMS.shape[:2])
+    return Mixture(
+        *torch.ops.smopd.teacher_mixture_cpu(ids_NMS, _float(logps_NMS), log_alpha_NM, kappa, merge)
+    )
+
+
+def forward_kl_rows(
+    logits_NV: Tensor,
+    token_ids_N: Tensor,
+    target: SparseTarget | Candidates,
+    *,
+    tail: bool,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    """Each token's log-probability and forward KL, (N,) fp32."""
+    return torch.ops.smopd.forward_kl_rows_cpu(
+        logits_NV.detach(), token_ids_N, *_target(target), tail, temperature
+    )
+
+
+def forward_kl_gradient(
+    logits_NV: Tensor,
+    token_ids_N: Tensor,
+    target: SparseTarget | Candidates,
+    *,
+    tail: bool,
+    temperature: float,
+    dlogp_N: Tensor | None,
+    dkl_N: Tensor | None,
+) -> Tensor:
+    """The gradient of sum(dlogp logp + dkl kl) in the logits, (N, V) of their dtype."""
+    slopes = (_float_if_any(dlogp_N), _float_if_any(dkl_N))
+    return torch.ops.smopd.forward_kl_gradient_cpu(
+        logits_NV.detach(), token_ids_N, *_target(target), tail, temperature, *slopes
+    )
+
+
+def loss_rows(
+    logits_NV: Tensor, tokens: LossTokens, settings: LossSettings, grad_NV: Tensor | None
+) -> TokenTerms:
+    """The terms of each token; the loss's gradient goes to grad_NV if given, which may be the logits."""
+    terms = torch.ops.smopd.loss_rows_cpu(
+        logits_NV.detach(),
+        tokens.token_ids_N,
+        _float(tokens.adv_N),
+        _float(tokens.pg_weight_N),
+        _float_if_any(tokens.old_logp_N),
+        _float_if_any(tokens.kl_weight_N),
+        _float_if_any(tokens.ent_weight_N),
+        _float_if_any(tokens.reverse_adv_N),
+        _float_if_any(tokens.reverse_weight_N),
+        *_target(loss_target(tokens, settings)),
+        settings.tail,
+        settings.clip_low,
+        settings.clip_high,
+        math.inf if settings.dual_clip is None else settings.dual_clip,
+        settings.opd_coef,
+        settings.entropy_coef,
+        settings.temperature,
+        settings.kl_temperature,
+        settings.reverse_kl_surrogate == "ppo",
+        None if grad_NV is None else grad_NV.detach(),
+    )
+    return TokenTerms(*terms)
+
+
+def _float(value: Tensor) -> Tensor:
+    return value.detach().float()
+
+
+def _float_if_any(value: Tensor | None) -> Tensor | None:
+    return None if value is None else _float(value)
+
+
+def _target(
+    target: SparseTarget | Candidates | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, int, bool]:
+    """ids, logps, log_alpha, kappa, merge of the operators' schema."""
+    if target is None:
+        return None, None, None, 0, False
+    if isinstance(target, SparseTarget):
+        return target.ids_NS, _float(target.logps_NS), None, 0, False
+    log_alpha_NM = _float(target.log_alpha).expand(target.ids_NMS.shape[:2])
+    return target.ids_NMS, _float(target.logps_NMS), log_alpha_NM, target.kappa, target.merge

@@ -3,8 +3,10 @@
     reference   plain PyTorch, any device and dtype
     cpp         smopd._C on the CPU, where the package was built with a compiler
     triton      a GPU, where Triton is installed; if forced and TRITON_INTERPRET=1, Triton's interpreter
+    cuda        the loss on a Hopper GPU, where smopd._C_cuda was built; never unless forced
 
-SMOPD_BACKEND=reference|cpp|triton forces one; an operation that it cannot serve raises.
+SMOPD_BACKEND=reference|cpp|triton|cuda forces one; a call that it cannot serve raises. What cuda has no
+kernel for goes to triton.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BACKENDS = ("reference", "cpp", "triton")
+BACKENDS = ("reference", "cpp", "triton", "cuda")
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ENV = "SMOPD_BACKEND"
 
@@ -44,6 +46,7 @@ MODULES: dict[str, dict[str, str]] = {
         "scale_": "triton_scale",
         **dict.fromkeys(ADVANTAGE_OPS, "triton_advantages"),
     },
+    "cuda": {"loss_rows": "cuda"},
 }
 """Backend -> operation -> the module of smopd.kernels that serves it, by a function of the same name."""
 
@@ -53,7 +56,8 @@ _log = logging.getLogger("smopd")
 def serving(op: str, tensor: Tensor, **facts: Any) -> Callable[..., Any]:
     """The function that serves op on this tensor's device and dtype.
 
-    facts: what else a backend's limits may depend on (kappa, n_pooled).
+    facts: what else a backend's limits depend on, where the operation has it: n_vocab (where the tensor is
+        not the logits), kappa, n_support entries of a target, n_pooled candidates of the teachers.
 
     Raises:
         ValueError: SMOPD_BACKEND is none of BACKENDS.
@@ -69,15 +73,16 @@ def backend_for(op: str, tensor: Tensor, **facts: Any) -> str:
     if forced and forced not in BACKENDS:
         raise ValueError(f"{ENV} is {forced!r}, expected one of {BACKENDS}")
     preferred = forced or ("cpp" if tensor.device.type == "cpu" else "triton")
-    chosen = "reference"
-    if preferred != "reference":
-        why_not = _why_not(preferred, op, tensor, facts)
-        if why_not is None:
-            chosen = preferred
-        elif forced:
-            raise RuntimeError(f"{op}: {ENV}={forced} cannot serve this call: {why_not}")
-    _log_once(op, chosen, tensor.device.type)
-    return chosen
+    if preferred == "cuda" and op not in MODULES["cuda"]:
+        preferred = "triton"
+    why_not = None if preferred == "reference" else _why_not(preferred, op, tensor, facts)
+    if why_not is None:
+        _log_once(f"the fused operations on {tensor.device.type} are served by the {preferred} backend")
+        return preferred
+    if forced:
+        raise RuntimeError(f"{op}: {ENV}={forced} cannot serve this call: {why_not}")
+    _log_once(f"{op} on {tensor.device.type} is served by the reference backend: {why_not}")
+    return "reference"
 
 
 def cpp_unavailable() -> str | None:
@@ -99,12 +104,11 @@ def _why_not(backend: str, op: str, tensor: Tensor, facts: dict[str, Any]) -> st
             if tensor.device.type != "cpu"
             else cpp_unavailable()
         )
-    if tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    if backend == "triton" and tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "the tensor is on cpu, expected a GPU, or TRITON_INTERPRET=1"
-    if not _has_triton():
+    if backend == "triton" and not _has_triton():
         return "triton is not installed"
-    unserved = getattr(_module(MODULES[backend][op]), "unserved", None)
-    return None if unserved is None else unserved(op, tensor, **facts)
+    return _module(MODULES[backend][op]).unserved(op, tensor, **facts)
 
 
 @functools.cache
@@ -118,5 +122,5 @@ def _module(name: str) -> Any:
 
 
 @functools.cache
-def _log_once(op: str, backend: str, device: str) -> None:
-    _log.info("%s on %s is served by the %s backend", op, device, backend)
+def _log_once(message: str) -> None:
+    _log.info(message)

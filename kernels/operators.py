@@ -90,6 +90,13 @@ def _kl_target(
     return Candidates(ids, logps, log_alpha, kappa, merge)
 
 
+def target_facts(target: SparseTarget | Candidates) -> dict[str, int]:
+    """dispatch.serving's facts of a target."""
+    if isinstance(target, SparseTarget):
+        return {"n_support": target.ids_NS.shape[1]}
+    return {"n_support": target.kappa, "n_pooled": target.ids_NMS.shape[1] * target.ids_NMS.shape[2]}
+
+
 @operator("forward_kl", f"({_KL_SCHEMA}) -> (Tensor logp, Tensor kl)")
 def forward_kl(
     logits: Tensor,
@@ -103,7 +110,7 @@ def forward_kl(
     temperature: float,
 ) -> tuple[Tensor, Tensor]:
     target = _kl_target(ids, logps, log_alpha, kappa, merge)
-    serve = dispatch.serving("forward_kl_rows", logits)
+    serve = dispatch.serving("forward_kl_rows", logits, **target_facts(target))
     return serve(logits, token_ids, target, tail=tail, temperature=temperature)
 
 
@@ -127,7 +134,7 @@ def forward_kl_gradient(
     dkl: Tensor | None,
 ) -> Tensor:
     target = _kl_target(ids, logps, log_alpha, kappa, merge)
-    serve = dispatch.serving("forward_kl_gradient", logits)
+    serve = dispatch.serving("forward_kl_gradient", logits, **target_facts(target))
     return serve(logits, token_ids, target, tail=tail, temperature=temperature, dlogp_N=dlogp, dkl_N=dkl)
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from smopd.kernels import dispatch
-from smopd.kernels.operators import empty_column, operator
+from smopd.kernels.operators import empty_column, operator, target_facts
 from smopd.kernels.reference_loss import STATS_FIELDS, total_loss
-from smopd.kernels.types import LossSettings, LossStats, LossTokens
+from smopd.kernels.types import LossSettings, LossStats, LossTokens, loss_target
 
 TOKEN_FIELDS = tuple(field.name for field in fields(LossTokens))
 SETTING_FIELDS = tuple(field.name for field in fields(LossSettings))
@@ -33,7 +33,9 @@ def _objective_schema() -> str:
     return ", ".join(columns + options)
 
 
-STATS_SCHEMA = ", ".join(f"Tensor {name}" for name in STATS_FIELDS)
+STATS_SCHEMA = "Tensor columns, Tensor clipped, Tensor sums"
+_COLUMNS = tuple(name for name in STATS_FIELDS if name.endswith("_N") and name != "clipped_N")
+_SUMS = tuple(name for name in STATS_FIELDS if not name.endswith("_N"))
 OBJECTIVE_SCHEMA = _objective_schema()
 N_OBJECTIVE = len(TOKEN_FIELDS) + len(SETTING_FIELDS)
 
@@ -54,23 +56,37 @@ def flat_stats(stats: LossStats) -> tuple[Tensor, ...]:
     return tuple(getattr(stats, name) for name in STATS_FIELDS)
 
 
+def packed_stats(stats: LossStats) -> tuple[Tensor, Tensor, Tensor]:
+    """LossStats as STATS_SCHEMA: (C, N), (N,), (4,). The outputs of an operator share no memory."""
+    columns, sums = (torch.stack([getattr(stats, name) for name in names]) for names in (_COLUMNS, _SUMS))
+    return columns, stats.clipped_N.clone(), sums
+
+
+def unpacked_stats(columns: Tensor, clipped: Tensor, sums: Tensor) -> LossStats:
+    """The inverse of packed_stats."""
+    named = dict(zip((*_COLUMNS, *_SUMS), (*columns.unbind(), *sums.unbind()), strict=True))
+    return LossStats(**named, clipped_N=clipped)
+
+
 def fake_loss(like: Tensor, n_rows: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The loss and LossStats' fields for n_rows tokens, empty."""
-
-    def empty(name: str) -> Tensor:
-        shape = (n_rows,) if name.endswith("_N") else ()
-        return empty_column(like, *shape, dtype=torch.int8 if name == "clipped_N" else None)
-
-    return empty_column(like), tuple(empty(name) for name in STATS_FIELDS)
+    """The loss and packed_stats for n_rows tokens, empty."""
+    columns = empty_column(like, len(_COLUMNS), n_rows)
+    clipped = empty_column(like, n_rows, dtype=torch.int8)
+    return empty_column(like), (columns, clipped, empty_column(like, len(_SUMS)))
 
 
 def loss_of_rows(
     logits: Tensor, tokens: LossTokens, settings: LossSettings, grad: Tensor | None
 ) -> tuple[Tensor, LossStats]:
     """The loss, by the backend that serves the logits; its gradient goes to grad, which may be the logits."""
-    n_pooled = 0 if tokens.teacher_ids_NMS is None else tokens.teacher_ids_NMS[0:1].numel()
-    terms = dispatch.serving("loss_rows", logits, n_pooled=n_pooled)(logits, tokens, settings, grad)
-    return total_loss(terms, tokens, settings)
+    serve = dispatch.serving("loss_rows", logits, **loss_facts(tokens, settings))
+    return total_loss(serve(logits, tokens, settings, grad), tokens, settings)
+
+
+def loss_facts(tokens: LossTokens, settings: LossSettings) -> dict[str, int]:
+    """dispatch.serving's facts of a loss's target."""
+    target = loss_target(tokens, settings)
+    return {} if target is None else target_facts(target)
 
 
 @operator(
@@ -83,7 +99,7 @@ def loss(logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     tokens, settings = objective_of(objective)
     grad = torch.empty_like(logits) if need_grad else logits.new_empty((0, logits.shape[1]))
     total, stats = loss_of_rows(logits, tokens, settings, grad if need_grad else None)
-    return total, grad, *flat_stats(stats)
+    return total, grad, *packed_stats(stats)
 
 
 @loss.register_fake

@@ -5,15 +5,15 @@ Shapes: N packed response tokens, V vocabulary, D hidden.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from smopd.kernels import checks, dispatch, operators_loss, reference_linear
-from smopd.kernels.inplace import smopd_loss_inplace
-from smopd.kernels.operators_loss import flat_objective
-from smopd.kernels.reference_linear import CHUNK_BYTES
+from smopd.kernels import checks, linear, operators_linear, operators_loss
+from smopd.kernels.inplace import scale_, smopd_loss_inplace
+from smopd.kernels.operators_loss import flat_objective, unpacked_stats
 from smopd.kernels.types import LossSettings, LossStats, LossTokens
 
 DEFAULT_SETTINGS = LossSettings()
@@ -67,7 +67,7 @@ def smopd_loss(
     if inplace and need_grad:
         return smopd_loss_inplace(logits_NV, tokens, settings)
     loss, _, *stats = operators_loss.loss(logits_NV, *flat_objective(tokens, settings), need_grad)
-    return loss, LossStats(*stats)
+    return loss, unpacked_stats(*stats)
 
 
 def linear_smopd_loss(
@@ -77,26 +77,43 @@ def linear_smopd_loss(
     settings: LossSettings = DEFAULT_SETTINGS,
     *,
     bias_V: Tensor | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     recompute: bool = False,
     tp_group: Any = None,
+    shard_sizes: Sequence[int] | None = None,
+    main_grad_VD: Tensor | None = None,
+    compact: bool | None = None,
 ) -> tuple[Tensor, LossStats]:
     """smopd_loss of a linear head's logits, hidden @ weight.T + bias, without ever holding (N, V).
 
-    Each chunk's gradients in hidden, weight and bias are made with its loss and kept; backward scales them by
-    the upstream gradient. A tensor that needs no gradient costs none. The weight's gradient is summed in fp32
-    (fp64 for fp64) over the chunks.
+    Logits are made in the inputs' dtype, as the head itself would make them, a chunk of tokens at a time. The
+    chunk's gradients in hidden, weight and bias are made with its loss and kept; backward scales them by the
+    upstream gradient, in place where the graph is not retained. A tensor that needs no gradient costs none.
+    The gradients of weight and bias are summed in fp32 (fp64 for fp64). Autocast changes nothing.
+
+    recompute=True makes tiles of tokens and a piece of the vocabulary instead, and makes them again in
+    backward: four matrix products instead of three, for chunk_bytes and the gradients themselves as the only
+    memory.
 
     Args:
         hidden_ND: (N, D).
         weight_VD: (V, D), hidden's dtype; under tp_group this rank's rows of it, in rank order.
         tokens, settings: as in smopd_loss.
         bias_V: (V,) or None, cut like the weight.
-        chunk_bytes: bound of the fp32 logits held at a time.
-        recompute: keep nothing but the inputs and make the chunks again in backward.
-        tp_group: process group that holds the head in shards, each rank with the same hidden states and
-            tokens. Every rank gets the whole loss, the whole gradient of hidden, and its shard's of weight
-            and bias.
+        chunk_bytes: bound of the logits held at a time, in their own dtype; one row, or a tile of one row
+            and 1024 columns, is always allowed. None: on a CPU 128 MiB, and 32 MiB with recompute; elsewhere
+            1 GiB and 256 MiB.
+        recompute: keep the inputs and O(N S) numbers, nothing else, between forward and backward.
+        tp_group: process group that holds the head in shards of any sizes, each rank with the same hidden
+            states and tokens. Every rank gets the whole loss, the whole gradient of hidden, and its shard's
+            of weight and bias. The ranks exchange O(N S) numbers and the sum of hidden's gradient.
+        shard_sizes: the number of rows at each rank of tp_group; None: they are asked, which costs one host
+            synchronisation on an accelerator.
+        main_grad_VD: (V, D) fp32 (fp64 for fp64), to which backward adds the weight's gradient;
+            weight_VD.grad stays as it is. With recompute the products are summed into it; else a sum of its
+            size stands beside it until backward.
+        compact: leave out the tokens whose weights are all 0 before any product. None: on a CPU; elsewhere
+            True costs one host synchronisation. Either way they add exactly nothing and get the gradient 0.
     Returns:
         loss: 0-dim, differentiable (once) in hidden_ND, weight_VD and bias_V.
         stats: LossStats, detached.
@@ -111,8 +128,21 @@ def linear_smopd_loss(
         checks.debug_finite(op, "weight_VD", weight_VD)
         if tp_group is None:
             checks.debug_loss_tokens(op, tokens, weight_VD.shape[0])
-    dispatch.backend_for(op, hidden_ND)
-    return reference_linear.linear_smopd_loss(
+    if torch.compiler.is_compiling() and tp_group is None and main_grad_VD is None and not recompute:
+        need = [
+            torch.is_grad_enabled() and x is not None and x.requires_grad
+            for x in (hidden_ND, weight_VD, bias_V)
+        ]
+        options = (chunk_bytes, compact, *need)
+        operator = operators_linear.linear_loss
+        loss, _, _, _, *stats = operator(
+            hidden_ND, weight_VD, bias_V, *flat_objective(tokens, settings), *options
+        )
+        return loss, unpacked_stats(*stats)
+    backend: dict[str, Any] = {} if hidden_ND.device.type == "cpu" else {"scale_": scale_}
+    if tp_group is None and not recompute:
+        backend["loss_rows"] = operators_linear.serving_rows(hidden_ND, weight_VD, tokens, settings)
+    return linear.linear_smopd_loss(
         hidden_ND,
         weight_VD,
         tokens,
@@ -121,4 +151,8 @@ def linear_smopd_loss(
         chunk_bytes=chunk_bytes,
         recompute=recompute,
         tp_group=tp_group,
+        shard_sizes=shard_sizes,
+        main_grad_VD=main_grad_VD,
+        compact=compact,
+        **backend,
     )

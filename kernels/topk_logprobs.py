@@ -5,13 +5,13 @@ Shapes: N packed response tokens, V vocabulary, D hidden, S support entries (kap
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from smopd.kernels import checks, dispatch, operators
-from smopd.kernels.reference_linear import CHUNK_BYTES
-from smopd.kernels.reference_linear import linear_topk_logprobs as linear_topk
+from smopd.kernels import checks, linear_topk, operators, operators_linear
 from smopd.kernels.types import TopK
 
 
@@ -61,7 +61,8 @@ def linear_topk_logprobs(
     bias_V: Tensor | None = None,
     temperature: float = 1.0,
     tp_group: Any = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    shard_sizes: Sequence[int] | None = None,
+    chunk_bytes: int | None = None,
 ) -> TopK:
     """topk_logprobs of a linear head's logits, hidden @ weight.T + bias, without ever holding (N, V).
 
@@ -73,8 +74,12 @@ def linear_topk_logprobs(
         weight_VD: (V, D), hidden's dtype; under tp_group this rank's rows of it, in rank order.
         kappa, token_ids_N, temperature: as in topk_logprobs; ids are of the whole vocabulary.
         bias_V: (V,) or None, cut like the weight.
-        tp_group: process group that holds the head in shards, each rank with the same hidden states.
-        chunk_bytes: bound of the fp32 logits held at a time.
+        tp_group: process group that holds the head in shards of any sizes, each rank with the same hidden
+            states. The ranks exchange O(N kappa) numbers.
+        shard_sizes: the number of rows at each rank of tp_group; None: they are asked, which costs one host
+            synchronisation on an accelerator.
+        chunk_bytes: bound of the logits held at a time, in their own dtype (one row is always allowed). None:
+            128 MiB on a CPU, elsewhere 1 GiB.
     Returns:
         TopK, as topk_logprobs; the same on every rank of tp_group.
     Raises:
@@ -90,7 +95,20 @@ def linear_topk_logprobs(
         checks.debug_finite(op, "hidden_ND", hidden_ND)
         if tp_group is None:
             checks.debug_ids(op, "token_ids_N", token_ids_N, weight_VD.shape[0])
-    return linear_topk(
+    if torch.compiler.is_compiling() and tp_group is None:
+        ids_NS, logps_NS, token_logp_N = operators_linear.linear_topk_logprobs(
+            hidden_ND.detach(),
+            weight_VD.detach(),
+            None if bias_V is None else bias_V.detach(),
+            kappa,
+            token_ids_N,
+            float(temperature),
+            chunk_bytes,
+        )
+        return TopK(ids_NS, logps_NS, None if token_ids_N is None else token_logp_N)
+    n_asked = kappa if tp_group is None else min(max(kappa, 1), weight_VD.shape[0])
+    serve = operators_linear.serving_topk(hidden_ND, weight_VD, n_asked)
+    return linear_topk.linear_topk_logprobs(
         hidden_ND,
         weight_VD,
         kappa,
@@ -98,6 +116,7 @@ def linear_topk_logprobs(
         bias_V=bias_V,
         temperature=temperature,
         tp_group=tp_group,
+        shard_sizes=shard_sizes,
         chunk_bytes=chunk_bytes,
-        rows=dispatch.serving("topk_logprobs", hidden_ND, kappa=kappa),
+        topk_logprobs=serve,
     )

@@ -1,4 +1,4 @@
-// Building blocks of the CPU kernels: dispatch by instruction set, conversions to float, exp2.
+// Building blocks of the CPU kernels: dispatch by instruction set, conversions from and to float.
 //
 // Everything here is plain C++ that the compiler vectorises inside a function marked SMOPD_CLONES, so the
 // helpers are always inlined into it and take its instruction set. No flag here or in setup.py may imply
@@ -52,20 +52,39 @@ SMOPD_INLINE float to_float(Float16 value) {
   return bits_to_float(sign | (magnitude >= 0x0f800000u ? special : finite));
 }
 
-// 2^t for t <= 0; relative error below 1e-7, exactly 1 at 0 and exactly 0 at t <= -127 and for NaN.
-// The polynomial is the degree-6 minimax (Remez) fit of 2^r on [-1/2, 1/2] in relative error, ours.
-SMOPD_INLINE float exp2_nonpositive(float t) {
-  t = t > -127.0f ? t : -127.0f;
-  const int32_t n = int32_t(t - 0.5f);
-  const float r = t - float(n);
-  float p = 1.53458121587e-4f;
-  p = p * r + 1.33999312095e-3f;
-  p = p * r + 9.61848895652e-3f;
-  p = p * r + 5.55032877700e-2f;
-  p = p * r + 2.40226468906e-1f;
-  p = p * r + 6.93147205737e-1f;
-  p = p * r + 1.0f;
-  return p * bits_to_float(uint32_t(n + 127) << 23);
+// To T by rounding to the nearest, ties to even. narrow_number serves every value but NaN with a full payload
+// (which no arithmetic makes); narrow serves that too.
+template <typename T>
+SMOPD_INLINE T narrow_number(float value);
+
+template <>
+SMOPD_INLINE float narrow_number<float>(float value) {
+  return value;
+}
+
+template <>
+SMOPD_INLINE BFloat16 narrow_number<BFloat16>(float value) {
+  const uint32_t bits = float_to_bits(value);
+  return {uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+}
+
+template <>
+SMOPD_INLINE Float16 narrow_number<Float16>(float value) {
+  // Normal results: rebias the exponent and round the 13 dropped bits; an overflow carries into the exponent
+  // and is cut to infinity. Subnormal ones: adding 0.5 leaves the multiple of 2^-24 in the lowest bits.
+  const uint32_t bits = float_to_bits(value);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  const uint32_t carried = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  const uint32_t normal = carried < 0x7c00u ? carried : 0x7c00u;
+  const bool tiny = magnitude < 0x38800000u;
+  const uint32_t subnormal = float_to_bits(bits_to_float(tiny ? magnitude : 0u) + 0.5f) - 0x3f000000u;
+  const uint32_t number = magnitude > 0x7f800000u ? 0x7e00u : tiny ? subnormal : normal;
+  return {uint16_t(((bits >> 16) & 0x8000u) | number)};
+}
+
+template <typename T>
+SMOPD_INLINE T narrow(float value) {
+  return narrow_number<T>(value == value ? value : bits_to_float(0x7fc00000u));
 }
 
 }  // namespace smopd

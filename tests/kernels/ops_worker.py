@@ -1,22 +1,18 @@
-"""One of the two gloo processes of test_ops_distributed.py."""
+"""One of the two gloo processes of test_ops_distributed.py and test_linear_shards.py."""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from smopd.ops import (
-    LossSettings,
-    gd2po_advantages,
-    gdpo_advantages,
-    linear_smopd_loss,
-    linear_topk_logprobs,
-)
+from smopd.ops import gd2po_advantages, gdpo_advantages, linear_smopd_loss, linear_topk_logprobs
 
 
-def advantages(case: dict, rank: int) -> dict[str, torch.Tensor]:
+def advantages(case: dict, rank: int) -> dict[str, Tensor]:
     mine = case["rank_R"] == rank
     args = (case["rewards"][mine], case["group"][mine])
     lengths = case["lengths"][mine]
@@ -28,46 +24,62 @@ def advantages(case: dict, rank: int) -> dict[str, torch.Tensor]:
     return out
 
 
-def vocabulary_parallel(case: dict, rank: int) -> dict[str, torch.Tensor]:
-    first = case["first_shard"]
-    cut = slice(0, first) if rank == 0 else slice(first, None)
+def linear_loss(case: dict, rank: int, options: dict[str, Any]) -> dict[str, Any]:
+    start, stop = sum(case["sizes"][:rank]), sum(case["sizes"][: rank + 1])
     hidden = case["hidden"].clone().requires_grad_()
-    weight = case["weight"][cut].clone().requires_grad_()
-    bias = case["bias"][cut].clone().requires_grad_()
-    out = {}
-    for recompute in (False, True):
-        loss, stats = linear_smopd_loss(
-            hidden,
-            weight,
-            case["tokens"],
-            LossSettings(entropy_coef=0.1),
-            bias_V=bias,
-            chunk_bytes=case["chunk_bytes"],
-            recompute=recompute,
-            tp_group=dist.group.WORLD,
-        )
-        grads = torch.autograd.grad(loss, (hidden, weight, bias))
-        names = ("hidden", "weight", "bias")
-        out |= {f"{name}-{recompute}": grad for name, grad in zip(names, grads, strict=True)}
-        out |= {f"loss-{recompute}": loss.detach(), f"kl-{recompute}": stats.kl_N}
-    top = linear_topk_logprobs(
+    weight = case["weight"][start:stop].clone().requires_grad_()
+    bias = case["bias"][start:stop].clone().requires_grad_()
+    main_grad = None
+    if case["main_grad"]:
+        main_grad = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+    loss, stats = linear_smopd_loss(
         hidden,
         weight,
-        9,
-        token_ids_N=case["tokens"].token_ids_N,
+        case["tokens"],
+        case["settings"],
         bias_V=bias,
-        chunk_bytes=case["chunk_bytes"],
         tp_group=dist.group.WORLD,
+        main_grad_VD=main_grad,
+        **options,
     )
-    return out | {"ids": top.ids_NS, "logps": top.logps_NS, "token_logp": top.token_logp_N}
+    (case["upstream"] * loss).backward()
+    dweight = weight.grad if main_grad is None else main_grad
+    return {
+        "loss": loss.detach(),
+        "stats": stats,
+        "hidden": hidden.grad,
+        "weight": dweight,
+        "bias": bias.grad,
+    }
+
+
+def linear_topk(case: dict, rank: int, options: dict[str, Any]) -> Any:
+    start, stop = sum(case["sizes"][:rank]), sum(case["sizes"][: rank + 1])
+    return linear_topk_logprobs(
+        case["hidden"],
+        case["weight"][start:stop],
+        token_ids_N=case["token_ids"],
+        bias_V=case["bias"][start:stop],
+        tp_group=dist.group.WORLD,
+        **options,
+    )
+
+
+SERVE = {"loss": linear_loss, "topk": linear_topk}
 
 
 def main() -> None:
     folder, rank = sys.argv[1], int(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    case = torch.load(f"{folder}/case.pt", weights_only=False)
-    torch.save((advantages(case, rank), vocabulary_parallel(case, rank)), f"{folder}/out{rank}.pt")
+    cases = torch.load(f"{folder}/cases.pt", weights_only=False)
+    results = []
+    for kind, case, options in cases:
+        if kind == "advantages":
+            results.append(advantages(case, rank))
+        else:
+            results.append([SERVE[kind](case, rank, options) for _ in range(2)])
+    torch.save(results, f"{folder}/out{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -246,8 +246,9 @@ def test_backend_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: p
     with caplog.at_level(logging.INFO, logger="smopd"):
         for _ in range(3):
             ops.topk_logprobs(LOGITS, 2)
+            ops.smopd_loss(LOGITS, tokens())
     assert [r.getMessage() for r in caplog.records] == [
-        "topk_logprobs on cpu is served by the reference backend"
+        "the fused operations on cpu are served by the reference backend"
     ]
 
 
@@ -268,7 +269,10 @@ def test_forced_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match=r"smopd\._C cannot be loaded \(no build\)"):
         ops.topk_logprobs(LOGITS, 2)
     monkeypatch.setenv("SMOPD_BACKEND", "cuda")
-    with pytest.raises(ValueError, match=r"SMOPD_BACKEND is 'cuda', expected one of"):
+    with pytest.raises(RuntimeError, match="SMOPD_BACKEND=cuda cannot serve this call: the tensor is on cpu"):
+        ops.smopd_loss(LOGITS, tokens())
+    monkeypatch.setenv("SMOPD_BACKEND", "numpy")
+    with pytest.raises(ValueError, match=r"SMOPD_BACKEND is 'numpy', expected one of"):
         ops.topk_logprobs(LOGITS, 2)
 
 
@@ -278,7 +282,7 @@ def test_a_missing_build_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch,
     dispatch._log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="smopd"):
         ops.topk_logprobs(LOGITS, 2)
-    assert "served by the reference backend" in caplog.text
+    assert "topk_logprobs on cpu is served by the reference backend: not built" in caplog.text
 
 
 def test_import_is_light() -> None:

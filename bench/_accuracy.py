@@ -1,0 +1,86 @@
+"""Is a result right? Compared in float64; NaN and unwritten memory never pass.
+
+The bounds are those of the operations' own tests. Eager forms and peers may have a multiple of them
+(Provider.slack): a row is refused for computing something else, not for rounding as it always has.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bench._types import Expected, Outputs, Provider
+
+LOGP = 2e-5  # nats, of log-probabilities and losses
+CANCELLATION = 2.0**-20  # of the terms that a gradient is the difference of
+ULPS = {torch.float32: 4, torch.bfloat16: 1, torch.float16: 1}
+LINEAR_NORM = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # a GEMM comes first
+
+
+def judge(provider: Provider, outputs: Outputs, truth: dict[str, Expected]) -> tuple[str | None, dict, float]:
+    """(what is wrong or None, the largest error of each output, the largest share of its bound)."""
+    known = [name for name in outputs if name in truth]
+    if not known:
+        return f"gives {sorted(outputs)}, expected some of {sorted(truth)}", {}, 0.0
+    fault, errors, worst = None, {}, 0.0
+    for name in known:
+        expected = truth[name]
+        got, value = _aligned(outputs[name], expected)
+        if got.shape != value.shape:
+            fault = fault or f"{name} has shape {tuple(got.shape)}, expected {tuple(value.shape)}"
+            continue
+        if expected.exact:
+            if provider.kind == "ours" and not torch.equal(got, value):
+                fault = fault or f"{name} differs in {int((got != value).sum())} places, expected none"
+            continue
+        error, share = _distance(got, value, expected)
+        errors[name] = error
+        worst = max(worst, share)
+        if not share <= provider.slack:
+            kind = "in norm" if expected.norm else "at most"
+            fault = fault or f"{name} is off by {error:.3g} {kind}, {share:.3g} times its bound"
+    return fault, errors, worst
+
+
+def _aligned(got: Tensor, expected: Expected) -> tuple[Tensor, Tensor]:
+    got = got.detach()
+    got = got if expected.of is None else expected.of(got)
+    got = got if expected.rows is None else got[expected.rows]
+    wide = torch.int64 if expected.exact else torch.float64
+    return got.to(wide), expected.value.to(device=got.device, dtype=wide)
+
+
+def _distance(got: Tensor, value: Tensor, expected: Expected) -> tuple[float, float]:
+    if got.numel() == 0:
+        return 0.0, 0.0
+    if expected.norm:
+        error = float((got - value).norm() / value.norm().clamp(min=1e-30))
+        return error, error / float(expected.bound)
+    difference = torch.where(got == value, 0.0, (got - value).abs())
+    bound = expected.bound
+    bound = bound.to(difference.device) if isinstance(bound, Tensor) else torch.full_like(difference, bound)
+    share = torch.where(difference == 0, 0.0, difference / bound)
+    # max() carries NaN, and NaN is at most nothing.
+    return float(difference.max()), float(share.max())
+
+
+def ulp(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The distance between neighbours of dtype at value."""
+    info = torch.finfo(dtype)
+    _, exponent = torch.frexp(value.abs().clamp(min=info.tiny))
+    return torch.ldexp(torch.full_like(value, info.eps), exponent - 1)
+
+
+def gradient_bound(gradient: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
+    """Of |g - g64|: scale is w (p_v + sum q_v + |c_pg|), the size of the terms that g is made of."""
+    return ULPS[dtype] * ulp(gradient, dtype) + CANCELLATION * scale
+
+
+def poison(like: Tensor) -> None:
+    """Leaves NaN in the memory that the allocator hands out next, so that what is not written shows."""
+    if like.is_cuda and like.is_floating_point():
+        blocks = [
+            torch.full_like(like, float("nan")),
+            torch.full((1 << 22,), float("nan"), device=like.device),
+        ]
+        del blocks

@@ -1,0 +1,109 @@
+"""The operations as they are written today in plain PyTorch: what users have, and what is compiled.
+
+Shapes: N tokens, V vocabulary, M teachers, S support entries (kappa).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from smopd.ops import LossSettings, LossTokens
+
+
+def topk_of_logits(logits_NV: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
+    """torch.topk beside logsumexp."""
+    top = logits_NV.topk(kappa, dim=-1)
+    return top.indices, top.values.float() - logits_NV.float().logsumexp(-1, keepdim=True)
+
+
+def topk_of_log_softmax(logits_NV: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
+    """A log-softmax over everything, of which kappa are kept."""
+    top = logits_NV.float().log_softmax(-1).topk(kappa, dim=-1)
+    return top.indices, top.values
+
+
+def pooled(ids_NMS: Tensor, logps_NMS: Tensor, log_alpha: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
+    """Concatenate and cut."""
+    top = (logps_NMS + log_alpha[:, None]).flatten(1).topk(kappa, dim=-1)
+    return ids_NMS.flatten(1).gather(-1, top.indices), top.values
+
+
+def merged(ids_NMS: Tensor, logps_NMS: Tensor, log_alpha: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
+    """Every pair of candidates compared, equal ids joined, then cut."""
+    pool = (logps_NMS + log_alpha[:, None]).flatten(1)
+    ids = ids_NMS.flatten(1)
+    same = ids[:, :, None] == ids[:, None, :]
+    joined = pool[:, None, :].masked_fill(~same, -torch.inf).logsumexp(-1)
+    first = same.to(torch.int8).argmax(-1) == torch.arange(ids.shape[1], device=ids.device)
+    top = joined.masked_fill(~first, -torch.inf).topk(kappa, dim=-1)
+    return ids.gather(-1, top.indices), top.values
+
+
+def target_of(tokens: LossTokens, settings: LossSettings) -> tuple[Tensor, Tensor]:
+    if tokens.teacher_ids_NMS is None:
+        return tokens.target_ids_NS, tokens.target_logps_NS
+    union = merged if settings.merge else pooled
+    return union(tokens.teacher_ids_NMS, tokens.teacher_logps_NMS, tokens.log_alpha, settings.kappa)
+
+
+def forward_kl(logq_NV: Tensor, ids_NS: Tensor, logps_NS: Tensor, tail: bool) -> Tensor:
+    """(N,), of log-probabilities and a target of distinct ids."""
+    at_NS = logq_NV.gather(-1, ids_NS.long()).float()
+    kl_N = (logps_NS.exp() * (logps_NS - at_NS)).sum(-1)
+    if tail:
+        rest_N, off_N = 1 - logps_NS.exp().sum(-1), 1 - at_NS.exp().sum(-1)
+        kl_N = kl_N + rest_N * (rest_N.clamp(min=1e-12).log() - off_N.clamp(min=1e-12).log())
+    return kl_N
+
+
+def objective(
+    logits_NV: Tensor, tokens: LossTokens, settings: LossSettings, wide: bool = True
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and its terms, from one log-softmax in fp32, or in the logits' dtype with wide=False."""
+    logits_NV = logits_NV.float() if wide else logits_NV
+    logq_NV = (logits_NV / settings.temperature).log_softmax(-1)
+    logp_N = logq_NV.gather(-1, tokens.token_ids_N[:, None])[:, 0].float()
+    surrogate_N = surrogate(logp_N, tokens, settings)
+    kl_logq_NV = logq_NV
+    if settings.kl_temperature != settings.temperature:
+        kl_logq_NV = (logits_NV / settings.kl_temperature).log_softmax(-1)
+    kl_N = forward_kl(kl_logq_NV, *target_of(tokens, settings), settings.tail)
+    with torch.set_grad_enabled(settings.entropy_coef != 0.0):
+        entropy_N = -(logq_NV.exp() * logq_NV).sum(-1).float()
+    loss = (tokens.pg_weight_N * surrogate_N + settings.opd_coef * tokens.kl_weight_N * kl_N).sum()
+    if settings.entropy_coef != 0.0:
+        loss = loss - settings.entropy_coef * (tokens.ent_weight_N * entropy_N).sum()
+    counted_N = tokens.pg_weight_N != 0
+    terms = {"logp": logp_N, "kl": kl_N, "entropy": entropy_N}
+    return loss, {name: term.detach() * counted_N for name, term in terms.items()}
+
+
+def surrogate(logp_N: Tensor, tokens: LossTokens, settings: LossSettings) -> Tensor:
+    """The clipped surrogate."""
+    ratio_N = (logp_N - tokens.old_logp_N).exp()
+    clipped_N = ratio_N.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    return -torch.minimum(ratio_N * tokens.adv_N, clipped_N * tokens.adv_N)
+
+
+def gdpo_stacked(rewards_RK: Tensor, group_size: int, weights_K: Tensor, norm_eps: float) -> Tensor:
+    """Groups of one size that stand together, as a view: (B, G, K) at once."""
+    rewards_BGK = rewards_RK.view(-1, group_size, rewards_RK.shape[1])
+    centred_BGK = rewards_BGK - rewards_BGK.mean(1, keepdim=True)
+    advantages_BGK = centred_BGK / (rewards_BGK.std(1, keepdim=True) + norm_eps)
+    advantages_R = (advantages_BGK * weights_K).sum(-1).flatten()
+    return (advantages_R - advantages_R.mean()) / (advantages_R.std() + norm_eps)
+
+
+def gdpo_by_prompt(rewards_RK: Tensor, prompts: list[int], weights_K: Tensor, norm_eps: float) -> Tensor:
+    """A dictionary from prompt to its responses, a loop over rewards and prompts."""
+    places: dict[int, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        places.setdefault(prompt, []).append(place)
+    total_R = torch.zeros_like(rewards_RK[:, 0])
+    for reward in range(rewards_RK.shape[1]):
+        for members in places.values():
+            values = rewards_RK[members, reward]
+            normalised = (values - values.mean()) / (values.std() + norm_eps)
+            total_R[members] += weights_K[reward] * normalised
+    return (total_R - total_R.mean()) / (total_R.std() + norm_eps)

@@ -1,0 +1,143 @@
+"""Other libraries' functions, as their users call them. Imported when called; each says what it computes.
+
+Shapes: N tokens, V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bench._eager import surrogate, target_of
+from bench._inputs import Scenario, anchor_tokens, teacher_hidden
+from bench._types import Outputs
+from smopd.ops import LossTokens
+
+TRL_VOCABULARY_CHUNK = 32768
+LIGER_NOTE = "KL to the target made dense (N, V), after an eager log-softmax"
+GRPO_NOTE = "the policy gradient alone"
+TRL_ROWS_NOTE = "the policy gradient and the entropy, no KL"
+TRL_DIVERGENCE_NOTE = "the KL to one teacher over all tokens, the teacher's head included"
+LABEL_NOTE = "cross entropy of the tokens alone"
+CCE_NOTE = f"{LABEL_NOTE}; on a CPU its torch.compile form"
+
+
+def flashinfer_topk(logits_NV: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
+    import flashinfer
+
+    values, ids = flashinfer.top_k(logits_NV, kappa, sorted=True)
+    return ids, values.float() - logits_NV.float().logsumexp(-1, keepdim=True)
+
+
+def liger_kl(scenario: Scenario) -> Outputs:
+    from liger_kernel.transformers.functional import liger_kl_div
+
+    logits_NV = scenario.logits_NV.detach().requires_grad_()
+    logq_NV = logits_NV.float().log_softmax(-1)
+    ids_NS, logps_NS = target_of(scenario.tokens, scenario.settings)
+    dense_NV = torch.zeros_like(logq_NV).scatter_add_(-1, ids_NS.long(), logps_NS.exp())
+    kl_N = liger_kl_div(logq_NV, dense_NV, reduction="none").sum(-1)
+    weight_N = scenario.tokens.kl_weight_N
+    (dlogits_NV,) = torch.autograd.grad((weight_N * kl_N).sum(), logits_NV)
+    return {"kl": kl_N.detach() * (weight_N != 0), "dlogits": dlogits_NV}
+
+
+def liger_grpo_input(scenario: Scenario) -> tuple[Scenario, Tensor]:
+    """(1, N + 1, V): the kernel takes a sequence with one position too many, and writes over it."""
+    leaf_NV = scenario.logits_NV.detach().requires_grad_()
+    return scenario, torch.nn.functional.pad(leaf_NV, (0, 0, 0, 1))[None]
+
+
+def liger_grpo(prepared: tuple[Scenario, Tensor]) -> Outputs:
+    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+
+    scenario, logits_1NV = prepared
+    tokens, settings = anchor_tokens(scenario.tokens), scenario.settings
+    weight_N = tokens.pg_weight_N
+    loss_1N, _, _ = triton_grpo_loss(
+        logits_1NV,
+        tokens.old_logp_N[None],
+        None,
+        tokens.token_ids_N[None],
+        tokens.adv_N[:1],
+        temperature=settings.temperature,
+        beta=0.0,
+        eps_low=settings.clip_low,
+        eps_high=settings.clip_high,
+        inplace=True,
+    )
+    (grad_1NV,) = torch.autograd.grad((weight_N * loss_1N[0]).sum(), logits_1NV)
+    return {"dlogits_anchor": grad_1NV[0, :-1]}
+
+
+def trl_rows(scenario: Scenario) -> Outputs:
+    from trl.kernels import selective_log_softmax_and_entropy
+
+    logits_NV = scenario.logits_NV.detach().requires_grad_()
+    tokens, temperature = anchor_tokens(scenario.tokens), scenario.settings.temperature
+    logp_N, entropy_N = selective_log_softmax_and_entropy(logits_NV, tokens.token_ids_N, temperature)
+    loss = (tokens.pg_weight_N * surrogate(logp_N, tokens, scenario.settings)).sum()
+    (dlogits_NV,) = torch.autograd.grad(loss, logits_NV)
+    return _counted(tokens, logp=logp_N, entropy=entropy_N) | {"dlogits_anchor": dlogits_NV}
+
+
+def trl_linear(scenario: Scenario) -> Outputs:
+    from trl.kernels import ChunkedLogProbFunction
+
+    hidden_ND, weight_VD = head_leaves(scenario)
+    tokens, settings = anchor_tokens(scenario.tokens), scenario.settings
+    logp_N, entropy_N, *_ = ChunkedLogProbFunction.apply(
+        hidden_ND,
+        weight_VD,
+        None,
+        tokens.token_ids_N,
+        settings.temperature,
+        TRL_VOCABULARY_CHUNK,
+        None,
+        1.0,
+        ("entropy",),
+    )
+    loss = (tokens.pg_weight_N * surrogate(logp_N, tokens, settings)).sum()
+    dhidden_ND, _ = torch.autograd.grad(loss, (hidden_ND, weight_VD))
+    return _counted(tokens, logp=logp_N, entropy=entropy_N) | {"dhidden_anchor": dhidden_ND}
+
+
+def trl_divergence(scenario: Scenario) -> Outputs:
+    from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+
+    hidden_ND, weight_VD = head_leaves(scenario)
+    teacher = (teacher_hidden(scenario.hidden_ND), scenario.weight_VD, None)
+    kl_N, _ = ChunkedDivergenceFunction.apply(hidden_ND, weight_VD, None, *teacher, 0.0, 1.0)
+    dhidden_ND, _ = torch.autograd.grad(kl_N.mean(), (hidden_ND, weight_VD))
+    return {"dhidden_teacher": dhidden_ND}
+
+
+def liger_linear(scenario: Scenario) -> Outputs:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    hidden_ND, weight_VD = head_leaves(scenario)
+    token_ids_N = scenario.tokens.token_ids_N
+    loss = liger_fused_linear_cross_entropy(hidden_ND, weight_VD, token_ids_N, reduction="mean")
+    dhidden_ND, _ = torch.autograd.grad(loss, (hidden_ND, weight_VD))
+    return {"dhidden_label": dhidden_ND}
+
+
+def cut_cross_entropy(scenario: Scenario) -> Outputs:
+    from cut_cross_entropy import linear_cross_entropy
+
+    hidden_ND, weight_VD = head_leaves(scenario)
+    impl = "cce" if hidden_ND.is_cuda else "torch_compile"
+    loss = linear_cross_entropy(
+        hidden_ND, weight_VD, scenario.tokens.token_ids_N, reduction="mean", impl=impl
+    )
+    dhidden_ND, _ = torch.autograd.grad(loss, (hidden_ND, weight_VD))
+    return {"dhidden_label": dhidden_ND}
+
+
+def head_leaves(scenario: Scenario) -> tuple[Tensor, Tensor]:
+    return scenario.hidden_ND.detach().requires_grad_(), scenario.weight_VD.detach().requires_grad_()
+
+
+def _counted(tokens: LossTokens, **columns: Tensor) -> Outputs:
+    """Terms are compared where a token counts."""
+    return {name: column.detach() * (tokens.pg_weight_N != 0) for name, column in columns.items()}

@@ -1,0 +1,92 @@
+"""Makers of providers: ours on each backend, an eager form compiled, a library's own function."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from bench._types import Case, Outputs, Provider
+
+ENV = "SMOPD_BACKEND"
+BACKEND_DEVICES = {"reference": ("cpu", "cuda"), "cpp": ("cpu",), "triton": ("cuda",)}
+REFERENCE_SLACK = 10.0  # torch's fp32 log-softmax over 150,000 tokens is off by 3e-5, its entropy by 1.4e-4
+EAGER_SLACK = 50.0  # eager log-softmax, gather and 1 - sum in fp32 lose more than the bounds allow
+PEER_SLACK = 2000.0  # peers that work in the logits' dtype
+
+
+def ours(
+    run: Callable[[Any], Outputs],
+    variant: str = "",
+    *,
+    prepare: Callable[[Any], Any] | None = None,
+    backends: tuple[str, ...] = ("reference", "cpp", "triton"),
+) -> tuple[Provider, ...]:
+    """The public operation, once on each backend."""
+    return tuple(
+        Provider(
+            name=f"{backend} {variant}".strip(),
+            run=run,
+            kind="ours",
+            prepare=prepare,
+            backend=backend,
+            devices=BACKEND_DEVICES[backend],
+            slack=REFERENCE_SLACK if backend == "reference" else 1.0,
+        )
+        for backend in backends
+    )
+
+
+def eager(name: str, run: Callable[[Any], Outputs], **options: Any) -> Provider:
+    return Provider(name=name, run=run, kind="eager", **{"slack": EAGER_SLACK, **options})
+
+
+def compiled(run: Callable[[Any], Outputs], **options: Any) -> Provider:
+    """run calls a form made by compiling()."""
+    return Provider(
+        name="torch.compile", run=run, kind="compile", slack=EAGER_SLACK, main_only=True, **options
+    )
+
+
+def compiling(form: Callable) -> Callable:
+    """torch.compile of an eager form, at its first call; the backward of its result is compiled too."""
+    compile_once = functools.cache(lambda: torch.compile(form, dynamic=False))
+    return lambda *arguments: compile_once()(*arguments)
+
+
+def peer(name: str, run: Callable[[Any], Outputs], *modules: str, note: str = "", **options: Any) -> Provider:
+    """A library's function; run imports it."""
+    return Provider(
+        name=name, run=run, kind="peer", modules=modules, note=note, **{"slack": PEER_SLACK, **options}
+    )
+
+
+def absent(provider: Provider, case: Case, device: str) -> str | None:
+    """Why the provider cannot take part, in a line; "" where it was never meant to here."""
+    if device not in provider.devices:
+        return f"needs {' or '.join(provider.devices)}" if provider.kind == "peer" else ""
+    if provider.main_only and not case.main:
+        return ""
+    for module in provider.modules:
+        if importlib.util.find_spec(module) is None:
+            return f"{module} is not installed"
+    return None if provider.absent is None else provider.absent(device)
+
+
+@contextmanager
+def forced(backend: str | None) -> Iterator[None]:
+    """SMOPD_BACKEND is backend inside, unset for None."""
+    before = os.environ.pop(ENV, None)
+    if backend is not None:
+        os.environ[ENV] = backend
+    try:
+        yield
+    finally:
+        os.environ.pop(ENV, None)
+        if before is not None:
+            os.environ[ENV] = before

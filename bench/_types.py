@@ -1,0 +1,126 @@
+"""What a benchmark is made of: cases (sizes), providers (what is timed), and what their results should be.
+
+Shapes: N tokens, V vocabulary, D hidden, M teachers, R responses, K rewards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Outputs: TypeAlias = "dict[str, Tensor]"
+
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Sizes of one run; a field that a benchmark does not use stays 0."""
+
+    N: int
+    V: int = 0
+    D: int = 0
+    M: int = 0
+    K: int = 0
+    G: int = 0
+    kappa: int = 0
+    dtype: str = "float32"
+    flags: tuple[str, ...] = ()
+    repeats: int | None = None  # a fixed number where one call takes long
+    main: bool = False  # the case that compiled and other costly providers take part in
+
+    @property
+    def label(self) -> str:
+        sizes = [f"{name}{value}" for name in "NVDMKG" if (value := getattr(self, name))]
+        kappa = [f"kappa{self.kappa}"] if self.kappa else []
+        return "-".join([*sizes, *kappa, SHORT[self.dtype], *self.flags])
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """A result in float64 and how far from it one may be.
+
+    Attributes:
+        value: the truth, for the rows of `rows` or for all of them.
+        bound: of the absolute difference, a number or a tensor like value; with norm=True of the norm of
+            the difference over the norm of value.
+        rows: indices along the first dimension that value stands for; None: all.
+        of: applied to the provider's tensor before the comparison (and before `rows`).
+        exact: equality is demanded of our own providers, and nothing of others.
+    """
+
+    value: Tensor
+    bound: float | Tensor = 0.0
+    rows: Tensor | None = None
+    norm: bool = False
+    exact: bool = False
+    of: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provider:
+    """One way to compute the operation.
+
+    Attributes:
+        run: the timed call, from the inputs (or what prepare made of them) to named tensors.
+        kind: eager (what users have today), compile, ours, peer.
+        prepare: made anew before every call, not timed: a buffer that the call overwrites, an autograd leaf.
+        backend: SMOPD_BACKEND during the call.
+        devices: where it can run.
+        modules: what has to be importable.
+        slack: how many times the bounds it is allowed; ours 1.
+        note: what it computes, where that is not the whole operation.
+        main_only: runs in main cases only.
+        absent: further reason not to run on a device, or None.
+    """
+
+    name: str
+    run: Callable[[Any], Outputs]
+    kind: str = "eager"
+    prepare: Callable[[Any], Any] | None = None
+    backend: str | None = None
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    modules: tuple[str, ...] = ()
+    slack: float = 1.0
+    note: str = ""
+    main_only: bool = False
+    absent: Callable[[str], str | None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceiling:
+    """A timed lower bound that the hardware sets: bytes moved or operations done by the best library call."""
+
+    name: str
+    run: Callable[[], Any]
+    bytes: int = 0
+    flops: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """A table of cases and providers.
+
+    Attributes:
+        cases: for "cpu" and "cuda" the sizes that are reported, for "quick" the ones that show that it
+            works; for "check" shapes that are hard, checked and not timed.
+        inputs: what every provider gets of a case on a device.
+        truth: the expected outputs, by name; a provider gives any of them.
+        ceilings: the first is what `of_ceiling` is a share of.
+        launch_bound: on a GPU the replay of a captured graph is timed as well.
+    """
+
+    cases: Mapping[str, tuple[Case, ...]]
+    inputs: Callable[[Case, str], Any]
+    truth: Callable[[Any], dict[str, Expected]]
+    providers: tuple[Provider, ...]
+    ceilings: Callable[[Any], list[Ceiling]]
+    launch_bound: bool = False

@@ -1,0 +1,76 @@
+"""linear_smopd_loss: the objective of a linear head with the gradients of hidden states and weight."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from bench import _ceilings, _eager, _peers
+from bench._inputs import Scenario, loss_truth, on_head
+from bench._peers import head_leaves
+from bench._providers import compiled, compiling, eager, ours, peer
+from bench._types import Benchmark, Case, Outputs
+from smopd.ops import LossSettings, LossTokens, linear_smopd_loss
+
+
+def run(form):
+    def call(scenario: Scenario) -> Outputs:
+        leaves = head_leaves(scenario)
+        loss, terms = form(*leaves, scenario.tokens, scenario.settings)
+        dhidden_ND, dweight_VD = torch.autograd.grad(loss, leaves)
+        return {**terms, "loss": loss.detach(), "dhidden": dhidden_ND, "dweight": dweight_VD}
+
+    return call
+
+
+def plain(hidden_ND: Tensor, weight_VD: Tensor, tokens: LossTokens, settings: LossSettings):
+    return _eager.objective(hidden_ND @ weight_VD.T, tokens, settings)
+
+
+def fused(hidden_ND: Tensor, weight_VD: Tensor, tokens: LossTokens, settings: LossSettings, recompute: bool):
+    loss, stats = linear_smopd_loss(hidden_ND, weight_VD, tokens, settings, recompute=recompute)
+    return loss, {"logp": stats.logp_N, "kl": stats.kl_N, "entropy": stats.entropy_N}
+
+
+BENCHMARK = Benchmark(
+    cases={
+        "cpu": (
+            Case(N=2048, V=151_936, D=512, kappa=16, repeats=3, main=True),
+            Case(N=256, V=151_936, D=512, kappa=16, M=2, dtype="bfloat16"),
+            Case(N=10_000, V=265, D=128, kappa=16, M=2),
+            Case(N=4096, V=151_936, D=1536, kappa=16, repeats=1),
+        ),
+        "cuda": (
+            Case(N=8192, V=151_936, D=2048, kappa=16, M=2, dtype="bfloat16", main=True),
+            Case(N=8192, V=151_936, D=1536, kappa=16, M=2, dtype="bfloat16"),
+            Case(N=8192, V=151_936, D=3584, kappa=64, M=2, dtype="bfloat16"),
+        ),
+        "quick": (
+            Case(N=9, V=40, D=8, kappa=3, main=True),
+            Case(N=4, V=1271, D=16, kappa=16, M=2, dtype="bfloat16"),
+        ),
+        "check": (
+            Case(N=41, V=1271, D=40, kappa=16, M=2, flags=("merge", "tail", "entropy")),
+            Case(N=300, V=265, D=128, kappa=16, dtype="bfloat16"),
+            Case(N=70, V=32_000, D=64, kappa=64, dtype="bfloat16", flags=("tail",)),
+        ),
+    },
+    inputs=on_head,
+    truth=loss_truth,
+    ceilings=lambda scenario: [
+        _ceilings.three_gemms(scenario.hidden_ND, scenario.weight_VD),
+        _ceilings.gemm(scenario.hidden_ND, scenario.weight_VD),
+    ],
+    providers=(
+        eager("eager", run(plain)),
+        compiled(run(compiling(plain))),
+        *ours(run(functools.partial(fused, recompute=False))),
+        *ours(run(functools.partial(fused, recompute=True)), "recompute"),
+        peer("trl chunked", _peers.trl_linear, "trl", note=_peers.TRL_ROWS_NOTE),
+        peer("trl divergence", _peers.trl_divergence, "trl", note=_peers.TRL_DIVERGENCE_NOTE),
+        peer("liger", _peers.liger_linear, "liger_kernel", devices=("cuda",), note=_peers.LABEL_NOTE),
+        peer("cce", _peers.cut_cross_entropy, "cut_cross_entropy", note=_peers.CCE_NOTE, main_only=True),
+    ),
+)

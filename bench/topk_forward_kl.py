@@ -1,0 +1,84 @@
+"""topk_forward_kl: log-probability and forward KL to a sparse target, forward and backward."""
+
+from __future__ import annotations
+
+import torch
+
+from bench import _ceilings, _eager, _peers
+from bench._inputs import Scenario, loss_truth, on_logits
+from bench._providers import PEER_SLACK, compiled, compiling, eager, ours, peer
+from bench._types import Benchmark, Case, Expected, Outputs
+from smopd.ops import topk_forward_kl
+
+
+def truth(scenario: Scenario) -> dict[str, Expected]:
+    return {name: value for name, value in loss_truth(scenario).items() if name != "loss"}
+
+
+def inputs(case: Case, device: str) -> Scenario:
+    """The KL alone: no anchor in the truth's gradient either."""
+    scenario = on_logits(case, device)
+    return scenario.without_anchor()
+
+
+def run(form):
+    def call(scenario: Scenario) -> Outputs:
+        logits_NV = scenario.logits_NV.detach().requires_grad_()
+        tokens, settings = scenario.tokens, scenario.settings
+        target = (tokens.target_ids_NS, tokens.target_logps_NS)
+        logp_N, kl_N = form(logits_NV, tokens.token_ids_N, *target, settings.tail)
+        counted_N = tokens.kl_weight_N != 0
+        (dlogits_NV,) = torch.autograd.grad(kl_N, logits_NV, tokens.kl_weight_N)
+        return {"logp": logp_N.detach() * counted_N, "kl": kl_N.detach() * counted_N, "dlogits": dlogits_NV}
+
+    return call
+
+
+def plain(logits_NV, token_ids_N, ids_NS, logps_NS, tail):
+    logq_NV = logits_NV.float().log_softmax(-1)
+    return logq_NV.gather(-1, token_ids_N[:, None])[:, 0], _eager.forward_kl(logq_NV, ids_NS, logps_NS, tail)
+
+
+def narrow(logits_NV, token_ids_N, ids_NS, logps_NS, tail):
+    """The log-softmax in the logits' dtype: half the memory, a hundredth of a nat."""
+    logq_NV = logits_NV.log_softmax(-1)
+    logp_N = logq_NV.gather(-1, token_ids_N[:, None])[:, 0]
+    return logp_N.float(), _eager.forward_kl(logq_NV, ids_NS, logps_NS, tail)
+
+
+def fused(logits_NV, token_ids_N, ids_NS, logps_NS, tail):
+    return topk_forward_kl(logits_NV, token_ids_N, ids_NS, logps_NS, tail=tail)
+
+
+BENCHMARK = Benchmark(
+    cases={
+        "cpu": (
+            Case(N=256, V=151_936, kappa=16, main=True),
+            Case(N=256, V=151_936, kappa=16, dtype="bfloat16"),
+            Case(N=10_000, V=265, kappa=16, flags=("tail",)),
+        ),
+        "cuda": (
+            Case(N=8192, V=151_936, kappa=16, dtype="bfloat16", main=True),
+            Case(N=8192, V=151_936, kappa=64, dtype="bfloat16", flags=("tail",)),
+        ),
+        "quick": (
+            Case(N=9, V=40, kappa=3, main=True),
+            Case(N=4, V=1271, kappa=16, dtype="bfloat16", flags=("tail",)),
+        ),
+        "check": (
+            Case(N=1, V=7, kappa=3, flags=("tail",)),
+            Case(N=41, V=1271, kappa=16, dtype="bfloat16"),
+            Case(N=5, V=151_936, kappa=128, dtype="float16", flags=("tail",)),
+        ),
+    },
+    inputs=inputs,
+    truth=truth,
+    ceilings=lambda scenario: [_ceilings.copy(scenario.logits_NV), _ceilings.read(scenario.logits_NV)],
+    providers=(
+        eager("eager", run(plain)),
+        eager("eager 16-bit", run(narrow), slack=PEER_SLACK),
+        compiled(run(compiling(plain))),
+        *ours(run(fused)),
+        peer("liger kl_div", _peers.liger_kl, "liger_kernel", devices=("cuda",), note=_peers.LIGER_NOTE),
+    ),
+)

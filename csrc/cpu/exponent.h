@@ -1,0 +1,84 @@
+// The exponentials of a row at one temperature, and the loops over a block of a row that make and use them.
+//
+// With scale = log2(e) / T and `shift` the row's largest scale * x so far, rounded up to an integer,
+//
+//     2^(scale x - shift) = 2^n 2^r,   n <= 0 an integer, r = scale x - (shift + n) in [-1/2, 1/2]
+//
+// so that a fused multiply-add rounds r once, however large x is: the relative error stays near 1e-7, where
+// subtracting the maximum first would round x - max. NaN goes through to the sums; -inf gives exactly 0.
+//
+// A block is a run of a row that stays in the first-level cache. Sums are taken in short runs of float lanes
+// and joined in double. The compiled clones differ in the order of the lanes, not between calls.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "simd.h"
+
+namespace smopd {
+
+constexpr int64_t kBlockLength = 2048;    // elements
+constexpr int64_t kAhead = 2 * kBlockLength;  // between a block and what is fetched meanwhile
+constexpr float kRounder = 12582912.0f;   // 1.5 * 2^23: a sum with it has its integer part in the low bits
+constexpr uint32_t kRounderBits = 0x4b400000u;
+constexpr double kLargestShift = 1 << 20;              // above it, kRounder - shift would round
+
+struct Exponent {
+  float scale;
+  float start;   // kRounder + 127 - shift
+  float lowest;  // logits below are 2^-127 of the shift and give 0
+  int32_t bias;  // shift - 127 - kRounderBits
+  double shift;  // an integer
+  bool far;      // too large a shift for the floats above
+};
+
+inline float exponent_scale(double temperature) { return float(1.4426950408889634 / temperature); }
+
+// For logits up to `reference`.
+inline Exponent exponent_at(float reference, float scale) {
+  const double shift = std::ceil(double(reference) * double(scale));
+  const float lowest = float((shift - 127.0) / double(scale));
+  if (!(std::fabs(shift) <= kLargestShift)) return {scale, 0.0f, lowest, 0, shift, true};
+  const int32_t bias = int32_t(shift) - 127 - int32_t(kRounderBits);
+  return {scale, kRounder + 127.0f - float(shift), lowest, bias, shift, false};
+}
+
+struct BlockSums {
+  double sum;  // of e = 2^(scale x - shift)
+  double dot;  // of e (x - reference), where asked
+};
+
+// The gradient e (level + slope (x - reference)) + second_level e', e' at the second temperature.
+struct Gradient {
+  float level;
+  float slope;
+  float reference;
+  float lowest;  // of x
+  float second_level;
+};
+
+// For T of float, BFloat16 and Float16.
+//
+// block_max: the largest element, -inf for none. NaN is passed over or is the result.
+// block_exponentials, _dot: writes e, which may be x itself, and sums it. No x may be above the shift. Memory
+// at `ahead`, if not null, is fetched meanwhile, a block of it: the work outlasts the way to memory.
+// block_scale: level e. block_curve: with the slope. block_pair: with the slope and the second temperature.
+// `out` may be e or x.
+#define SMOPD_BLOCK_FUNCTIONS(T)                                                                          \
+  float block_max(const T* x, int64_t length);                                                            \
+  BlockSums block_exponentials(const T* x, float* e, int64_t length, const Exponent& z, const T* ahead);  \
+  BlockSums block_exponentials_dot(                                                                       \
+      const T* x, float* e, int64_t length, const Exponent& z, float reference, const T* ahead);          \
+  void block_scale(const float* e, T* out, int64_t length, float level);                                  \
+  void block_curve(const float* e, const T* x, T* out, int64_t length, const Gradient& g);                \
+  void block_pair(                                                                                        \
+      const float* e, const float* second, const T* x, T* out, int64_t length, const Gradient& g);
+
+SMOPD_BLOCK_FUNCTIONS(float)
+SMOPD_BLOCK_FUNCTIONS(BFloat16)
+SMOPD_BLOCK_FUNCTIONS(Float16)
+#undef SMOPD_BLOCK_FUNCTIONS
+
+}  // namespace smopd

@@ -1,0 +1,216 @@
+// A row's terms and their gradient: the closed forms of the operations, defined by kernels/reference_rows.py.
+//
+// One pass over the row stores its exponentials and sums them; a second one, over those, writes the gradient.
+// Where there is a tail bucket the support's slots are held out of the stream, so that the student's mass off
+// the support is summed directly and keeps its relative accuracy. The entries of the support and of the token
+// are computed in double from logits gathered before anything is written, and are written last.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+#include "exponent.h"
+#include "softmax.h"
+#include "support.h"
+
+namespace smopd {
+
+struct RowSettings {
+  double temperature;     // of the token's log-probability and the entropy
+  double kl_temperature;  // of the forward KL
+  bool tail;
+  bool entropy;           // its value is asked
+  bool entropy_gradient;  // its gradient may be
+};
+
+// The working memory of one thread.
+struct RowWork {
+  std::vector<double> shifts;
+  std::vector<double> kl_shifts;
+  std::vector<float> exponentials;     // of a row, where they do not go to the gradient's own memory
+  std::vector<float> kl_exponentials;  // at the second temperature
+};
+
+template <typename T>
+struct Row {
+  const T* logits;
+  int64_t vocab;
+  int64_t token;
+  Support* support;  // null without a forward KL
+  RowSettings settings;
+  T* out;  // of the gradient, or null; may be the logits
+
+  bool same = true;  // one temperature
+  Softmax policy{};  // at the first temperature
+  Softmax kl{};      // at the second
+  float* exponentials = nullptr;
+  float* kl_exponentials = nullptr;
+  float token_logit = 0.0f;
+  double logp = 0.0;
+  double entropy = 0.0;
+  double kl_value = 0.0;
+  double student_mass = 0.0;
+};
+
+// Coefficients of the gradient: of the token's log-probability, the forward KL and the entropy.
+struct Slopes {
+  double logp;
+  double kl;
+  double entropy;
+};
+
+// Chooses where the exponentials go: over the gradient if it is float and nothing reads the logits any more.
+template <typename T>
+inline void place_exponentials(Row<T>& row, RowWork& work) {
+  if (row.out == nullptr) return;
+  const size_t vocab = size_t(row.vocab);
+  if constexpr (std::is_same_v<T, float>) {
+    if (!row.settings.entropy_gradient && row.same) row.exponentials = row.out;
+  }
+  if (row.exponentials == nullptr) {
+    if (work.exponentials.size() < vocab) work.exponentials.resize(vocab);
+    row.exponentials = work.exponentials.data();
+  }
+  if (!row.same) {
+    if (work.kl_exponentials.size() < vocab) work.kl_exponentials.resize(vocab);
+    row.kl_exponentials = work.kl_exponentials.data();
+  }
+}
+
+template <typename T>
+inline void stream_row(Row<T>& row) {
+  alignas(64) T copy[kBlockLength];
+  alignas(64) float spare[kBlockLength];
+  Support* const held_out = row.settings.tail ? row.support : nullptr;
+  for (int64_t start = 0; start < row.vocab; start += kBlockLength) {
+    const int64_t length = std::min(kBlockLength, row.vocab - start);
+    const T* block = row.logits + start;
+    for (int64_t i = 0; held_out != nullptr && i < held_out->count; ++i) {
+      const uint64_t offset = uint64_t(int64_t(held_out->ids[i]) - start);
+      if (offset >= uint64_t(length)) continue;
+      if (block != copy) std::copy(block, block + length, copy);
+      block = copy;
+      copy[offset] = minus_infinity<T>();
+    }
+    const T* const ahead = start + kAhead + kBlockLength <= row.vocab ? row.logits + start + kAhead : nullptr;
+    float* const kl_e = row.kl_exponentials == nullptr ? spare : row.kl_exponentials + start;
+    if (!row.same) add_block(row.kl, block, kl_e, length, false, ahead);
+    float* const e = row.exponentials == nullptr ? spare : row.exponentials + start;
+    add_block(row.policy, block, e, length, row.settings.entropy, row.same ? ahead : nullptr);
+  }
+  finish_softmax(row.policy, held_out);
+  if (!row.same) finish_softmax(row.kl, held_out);
+}
+
+// The row's terms, and its exponentials if a gradient is to follow.
+template <typename T>
+inline void row_terms(Row<T>& row, RowWork& work) {
+  row.same = row.support == nullptr || row.settings.temperature == row.settings.kl_temperature;
+  row.policy = start_softmax(row.settings.temperature, &work.shifts);
+  if (!row.same) row.kl = start_softmax(row.settings.kl_temperature, &work.kl_shifts);
+  row.token_logit = to_float(row.logits[row.token]);
+  Support* const support = row.support;
+  for (int64_t i = 0; support != nullptr && i < support->count; ++i) {
+    support->logits[i] = to_float(row.logits[support->ids[i]]);
+  }
+  place_exponentials(row, work);
+  stream_row(row);
+  if (row.same) row.kl = row.policy;
+
+  row.logp = kLn2 * row.policy.log2_p(row.token_logit);
+  if (row.settings.entropy) row.entropy = row.policy.entropy();
+  if (support == nullptr) return;
+  double cross = 0.0;
+  for (int64_t i = 0; i < support->count; ++i) {
+    const double log2_p = row.kl.log2_p(support->logits[i]);
+    if (!row.settings.tail) support->p[i] = std::exp2(log2_p);
+    row.student_mass += support->p[i];
+    if (support->q[i] > 0.0) cross += support->q[i] * kLn2 * log2_p;
+  }
+  row.kl_value = support->q_logq - cross;
+  if (support->tail_q > 0.0) {
+    const double log_off = kLn2 * (row.kl.log2_stream - row.kl.log2_total);
+    row.kl_value += support->tail_q * (std::log(support->tail_q) - log_off);
+  }
+}
+
+// An entry of the gradient of sum(slopes * terms) in the logits:
+//
+//   (1/T) [logp ([v = y] - p_v) - entropy p_v (log p_v + H)]
+//   + (1/T') kl [W p'_v - q_v - (off the support: q_r p'_v / p'_r)],   W = Q + q_r
+template <typename T>
+inline double gradient_entry(
+    const Row<T>& row, const Slopes& d, float logit, bool is_token, bool inside, double kl_p, double q) {
+  const double log2_p = row.policy.log2_p(logit);
+  const double p = row.same ? kl_p : std::exp2(log2_p);
+  double policy = d.logp * ((is_token ? 1.0 : 0.0) - p);
+  if (d.entropy != 0.0 && p > 0.0) policy -= d.entropy * p * (kLn2 * log2_p + row.entropy);
+  double kl = 0.0;
+  if (row.support != nullptr) {
+    kl = (row.support->mass + row.support->tail_q) * kl_p - q;
+    const bool off = !inside && row.kl.log2_stream > -std::numeric_limits<double>::infinity();
+    if (off) kl -= row.support->tail_q * std::exp2(row.kl.log2_weight(logit) - row.kl.log2_stream);
+  }
+  return policy / row.policy.temperature + d.kl * kl / row.kl.temperature;
+}
+
+// The whole row's gradient, after row_terms with an `out`.
+template <typename T>
+inline void row_gradient(const Row<T>& row, const Slopes& d) {
+  const Softmax& z = row.policy;
+  const Support* const support = row.support;
+  if (z.log2_total != z.log2_total) {
+    std::fill(row.out, row.out + row.vocab, narrow<T>(std::numeric_limits<float>::quiet_NaN()));
+    return;
+  }
+  // Off the support every entry is p_v (policy + curve (log p_v + H)) + p'_v kl + off p'_v / p'_r, and p_v a
+  // multiple of its e.
+  const bool any_off = row.kl.log2_stream > -std::numeric_limits<double>::infinity();
+  const double kl = support == nullptr ? 0.0 : d.kl * (support->mass + support->tail_q) / row.kl.temperature;
+  const double off = support == nullptr || !any_off ? 0.0 : -d.kl * support->tail_q / row.kl.temperature;
+  const float reference = any_off ? z.reference : 0.0f;
+  const double curve = -d.entropy / z.temperature;
+  double policy = -d.logp / z.temperature;
+  if (curve != 0.0) policy += curve * (kLn2 * z.log2_p(reference) + row.entropy);
+  size_t block = 0;
+  for (int64_t start = 0; start < row.vocab; start += kBlockLength, ++block) {
+    const int64_t length = std::min(kBlockLength, row.vocab - start);
+    const T* const x = row.logits + start;
+    T* const out = row.out + start;
+    const float* const e = row.exponentials + start;
+    const double unit = std::exp2(z.log2_unit((*z.shifts)[block]) - z.log2_total);
+    const double kl_log2_unit = row.kl.log2_unit((*row.kl.shifts)[block]);
+    double kl_level = kl * (row.same ? unit : std::exp2(kl_log2_unit - row.kl.log2_total));
+    if (off != 0.0) kl_level += off * std::exp2(kl_log2_unit - row.kl.log2_stream);
+    const float slope = float(curve * unit * kLn2 * double(z.scale));
+    Gradient g{float(policy * unit), slope, reference, z.exponent.lowest, float(kl_level)};
+    if (!row.same) {
+      block_pair(e, row.kl_exponentials + start, x, out, length, g);
+    } else if (curve != 0.0) {
+      g.level = float(policy * unit + kl_level);
+      block_curve(e, x, out, length, g);
+    } else {
+      block_scale(e, out, length, float(policy * unit + kl_level));
+    }
+  }
+
+  bool token_inside = false;
+  const int64_t held = support == nullptr ? 0 : support->count;
+  for (int64_t i = 0; i < held; ++i) {
+    const bool is_token = support->ids[i] == row.token;
+    token_inside |= is_token;
+    const double p = support->p[i];
+    const double entry = gradient_entry(row, d, support->logits[i], is_token, true, p, support->q[i]);
+    row.out[support->ids[i]] = narrow<T>(float(entry));
+  }
+  if (token_inside) return;
+  const double p = std::exp2(row.kl.log2_p(row.token_logit));
+  row.out[row.token] = narrow<T>(float(gradient_entry(row, d, row.token_logit, true, false, p, 0.0)));
+}
+
+}  // namespace smopd

@@ -1,0 +1,106 @@
+"""The three products of a linear head, each at the precision it needs, without a widened copy of the weight.
+
+    logits  = hidden @ weight.T + bias     in the inputs' dtype
+    dhidden = dlogits @ weight             in the inputs' dtype, or fp32 where shares are still to be summed
+    dweight = dlogits.T @ hidden           in fp32 over chunks
+
+All sums are at least fp32. fp32 and fp64 take one GEMM each, and so do bf16 and fp16 on CUDA. Elsewhere
+bf16 and fp16 GEMMs have no fp32 result, and on most CPUs they are slower than fp32's: there the factors are
+widened, the weight in pieces of PIECE_BYTES.
+
+Shapes: N tokens, V vocabulary (or a piece of it), D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from smopd.kernels.types import compute_dtype
+
+PIECE_BYTES = 8 << 20  # a widened piece of the weight, or of the logits' gradient beside it
+ROW_ALIGN_BYTES = 128  # of a buffer's rows: a GPU's cache line, a multiple of what any GEMM asks
+
+
+def padded_width(n_vocab: int, itemsize: int) -> int:
+    """The row stride, in elements, of a logits buffer of this width."""
+    unit = ROW_ALIGN_BYTES // itemsize
+    return -(-n_vocab // unit) * unit
+
+
+def logits_buffer(n_rows: int, n_vocab: int, like: Tensor) -> Tensor:
+    """(N, V) uninitialised, of like's dtype and device, its rows aligned whatever V is."""
+    return like.new_empty(n_rows, padded_width(n_vocab, like.element_size()))[:, :n_vocab]
+
+
+def logits_into(out_NV: Tensor, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> None:
+    if not _widens(hidden_ND):
+        if bias_V is None:
+            torch.mm(hidden_ND, weight_VD.T, out=out_NV)
+        else:
+            torch.addmm(bias_V, hidden_ND, weight_VD.T, out=out_NV)
+        return
+    wide_ND = hidden_ND.float()
+    for piece in _pieces(weight_VD, hidden_ND.shape[0]):
+        wide_NV = wide_ND @ weight_VD[piece].float().T
+        out_NV[:, piece] = wide_NV if bias_V is None else wide_NV.add_(bias_V[piece])
+
+
+def hidden_gradient_into(
+    out_ND: Tensor, dlogits_NV: Tensor, weight_VD: Tensor, *, accumulate: bool = False
+) -> None:
+    """out (+)= dlogits @ weight; out has the weight's dtype, or the compute dtype if accumulate."""
+    if not _widens(dlogits_NV):
+        _product_into(out_ND, dlogits_NV, weight_VD, accumulate)
+        return
+    in_place = out_ND.dtype == compute_dtype(weight_VD.dtype)
+    wide_ND = out_ND if in_place else torch.empty_like(out_ND, dtype=compute_dtype(weight_VD.dtype))
+    for piece in _pieces(weight_VD, dlogits_NV.shape[0]):
+        first = piece.start == 0 and not accumulate
+        _product_into(wide_ND, dlogits_NV[:, piece].float(), weight_VD[piece].float(), not first)
+    if not in_place:
+        out_ND.copy_(wide_ND)
+
+
+def weight_gradient_into(
+    out_VD: Tensor, dlogits_NV: Tensor, hidden_ND: Tensor, *, accumulate: bool = False
+) -> None:
+    """out (+)= dlogits.T @ hidden; out has the weight's dtype, or the compute dtype if accumulate."""
+    if not _widens(hidden_ND):
+        _product_into(out_VD, dlogits_NV.T, hidden_ND, accumulate)
+        return
+    wide_ND = hidden_ND.float()
+    for piece in _pieces(out_VD, hidden_ND.shape[0]):
+        wide_VN = dlogits_NV[:, piece].float().T
+        if out_VD.dtype == wide_ND.dtype:
+            _product_into(out_VD[piece], wide_VN, wide_ND, accumulate)
+        else:
+            out_VD[piece] = wide_VN @ wide_ND
+
+
+def _product_into(out: Tensor, left: Tensor, right: Tensor, accumulate: bool) -> None:
+    """out (+)= left @ right, summed in out's dtype and, for half precision, in fp32 or above."""
+    if left.dtype == out.dtype:
+        if accumulate:
+            out.addmm_(left, right)
+        else:
+            torch.mm(left, right, out=out)
+    elif accumulate:
+        torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
+
+
+def _widens(tensor: Tensor) -> bool:
+    """Whether products of tensors like this go through fp32 copies of pieces."""
+    half = tensor.dtype != compute_dtype(tensor.dtype)
+    return half and not (tensor.is_cuda and torch.version.hip is None)
+
+
+def _pieces(weight_VD: Tensor, n_rows: int) -> Iterator[slice]:
+    """Consecutive rows of the weight whose fp32 copy, and (N, piece) beside it, take about PIECE_BYTES."""
+    step = max(64, PIECE_BYTES // (4 * max(weight_VD.shape[1], n_rows, 1)))
+    for start in range(0, weight_VD.shape[0], step):
+        yield slice(start, min(start + step, weight_VD.shape[0]))

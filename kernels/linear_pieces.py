@@ -1,0 +1,244 @@
+"""smopd_loss from pieces of the vocabulary: the terms from the merged sums, then any tile's gradient.
+
+From the sums over the whole vocabulary (linear_sums.py) come the loss's terms; from those and the logits of
+a tile (rows x piece) comes that tile's gradient, by the closed forms of reference_rows.rows_gradient.
+Nothing wider than a tile is needed.
+
+Shapes: N tokens, P a piece of the vocabulary, S support entries (kappa), C columns of sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from smopd.kernels.linear_shards import Shard
+from smopd.kernels.linear_sums import Level, Plan, make_plan, over_shards, places_in, scan, widened
+from smopd.kernels.reference_loss import counted, reverse_weight
+from smopd.kernels.reference_policy import policy_terms, weighted
+from smopd.kernels.reference_rows import LOGP_FLOOR, TAIL_FLOOR, Rows, Target, row_chunks, rows_gradient
+from smopd.kernels.types import LossSettings, LossTokens, TokenTerms, loss_target
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """A level's rows: log p_v = x_v - base - log_total. off_logp_N: of all that is off the support."""
+
+    level: Level
+    base_N: Tensor
+    log_total_N: Tensor
+    logp_N: Tensor
+    entropy_N: Tensor | None
+    student_logps_NS: Tensor | None
+    off_logp_N: Tensor | None
+
+
+@dataclass(frozen=True)
+class Pull:
+    """Upstream gradients of one softmax's log-probability, KL and entropy, (N,) each, or None."""
+
+    logp_N: Tensor | None
+    kl_N: Tensor | None
+    entropy_N: Tensor | None
+
+    def scaled(self, factor: Tensor) -> Pull:
+        parts = (self.logp_N, self.kl_N, self.entropy_N)
+        return Pull(*(None if part is None else part * factor.to(part.dtype) for part in parts))
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The rows' statistics over the whole vocabulary, and what pulls at their logits.
+
+    tail_q_N: the target's mass off the support. q_NS: its masses, a repeated id's in its first slot alone.
+    idle_N: nothing pulls.
+    """
+
+    terms: TokenTerms
+    softmaxes: tuple[Softmax, ...]
+    pulls: tuple[Pull, ...]
+    tail_q_N: Tensor | None
+    q_NS: Tensor | None
+    idle_N: Tensor
+
+
+def _softmax(plan: Plan, sums_CN: Tensor, index: int) -> Softmax:
+    level, target = plan.levels[index], plan.target
+    peak_N, total_N, slope_N = plan.level_of(sums_CN, index)
+    token_N1, support_NS = plan.picked_of(sums_CN)
+    scaled_NS = support_NS / level.temperature
+    top_N, all_N = peak_N, total_N
+    if level.off_support and target is not None:
+        inside_NS = torch.where(target.first_NS, scaled_NS, -torch.inf)
+        top_N = torch.cat((peak_N[:, None], inside_NS), 1).amax(1)
+    base_N = torch.where(top_N == -torch.inf, 0.0, top_N)
+    student_logps_NS = off_logp_N = entropy_N = None
+    if level.off_support and target is not None:
+        all_N = total_N * (peak_N - base_N).exp() + (inside_NS - base_N[:, None]).exp().sum(1)
+    log_total_N = all_N.log()
+    logp_N = token_N1[:, 0] / level.temperature - base_N - log_total_N
+    if level.kl:
+        student_logps_NS = scaled_NS - base_N[:, None] - log_total_N[:, None]
+    if level.off_support:
+        off_logp_N = peak_N - base_N + total_N.log() - log_total_N
+    if level.entropy and off_logp_N is None:
+        entropy_N = log_total_N - slope_N / total_N
+    elif level.entropy and off_logp_N is not None and student_logps_NS is not None and target is not None:
+        off_mean_N = slope_N / total_N + (peak_N - base_N - log_total_N)  # of log p_v off the support
+        inside_NS = student_logps_NS.exp() * student_logps_NS.clamp(min=LOGP_FLOOR)
+        entropy_N = -torch.where(target.first_NS, inside_NS, 0.0).sum(-1)
+        all_inside_N = (total_N == 0) & (log_total_N > -torch.inf)
+        entropy_N = entropy_N - torch.where(all_inside_N, 0.0, off_logp_N.exp() * off_mean_N)
+    return Softmax(level, base_N, log_total_N, logp_N, entropy_N, student_logps_NS, off_logp_N)
+
+
+def finish(plan: Plan, sums_CN: Tensor) -> Merged:
+    """sums_CN: over the whole vocabulary."""
+    tokens, settings, target = plan.tokens, plan.settings, plan.target
+    softmaxes = tuple(_softmax(plan, sums_CN, index) for index in range(len(plan.levels)))
+    first, last = softmaxes[0], softmaxes[-1]
+    kl_N = student_mass_N = tail_q_N = None
+    if target is not None and last.student_logps_NS is not None:
+        gap_NS = target.logps_NS - last.student_logps_NS
+        kl_N = torch.where(target.q_NS > 0, target.q_NS * gap_NS, 0.0).sum(-1)
+        student_mass_N = torch.where(target.first_NS, last.student_logps_NS.exp(), 0.0).sum(-1)
+        if last.off_logp_N is not None:
+            tail_q_N = -torch.expm1(target.logps_NS.logsumexp(-1).clamp(max=0.0))
+            tail_q_N = torch.where(tail_q_N < TAIL_FLOOR, 0.0, tail_q_N)
+            kl_N = kl_N + torch.where(tail_q_N > 0, tail_q_N * (tail_q_N.log() - last.off_logp_N), 0.0)
+    surrogate_N, slope_N, reverse_N, reverse_slope_N, clipped_N = policy_terms(first.logp_N, tokens, settings)
+    uncounted_N = ~counted(tokens)
+
+    def column(value_N: Tensor | None) -> Tensor:
+        return torch.zeros_like(first.logp_N) if value_N is None else value_N.masked_fill(uncounted_N, 0)
+
+    mass_N = None if target is None else target.mass_N
+    columns = (first.logp_N, first.entropy_N, kl_N, mass_N, student_mass_N, clipped_N, surrogate_N, reverse_N)
+    pg_N, kl_coef_N, reverse_coef_N, ent_coef_N = coefs = coefficients(tokens, settings, plan.dtype)
+    dlogp_N = weighted(pg_N, slope_N) + weighted(reverse_coef_N, reverse_slope_N)
+    if len(softmaxes) == 1:
+        pulls: tuple[Pull, ...] = (Pull(dlogp_N, kl_coef_N, ent_coef_N),)
+    else:
+        pulls = (Pull(dlogp_N, None, ent_coef_N), Pull(None, kl_coef_N, None))
+    q_NS = None if target is None else _joined(target)
+    return Merged(TokenTerms(*map(column, columns)), softmaxes, pulls, tail_q_N, q_NS, idle(coefs))
+
+
+def _joined(target: Target) -> Tensor:
+    """q with a repeated id's mass in its first slot: a scatter adds it once, in whatever order it runs."""
+    q_NS = torch.zeros_like(target.q_NS)
+    for slot in range(target.ids_NS.shape[1]):
+        same_NS = target.ids_NS == target.ids_NS[:, slot, None]
+        q_NS += torch.where(same_NS & target.first_NS, target.q_NS[:, slot, None], 0.0)
+    return q_NS
+
+
+def coefficients(tokens: LossTokens, settings: LossSettings, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    """What multiplies surrogate, KL, reverse term and entropy in the loss; None where a term is off."""
+
+    def scaled(weight_N: Tensor | None, coef: float, there: bool = True) -> Tensor | None:
+        return None if weight_N is None or coef == 0.0 or not there else coef * weight_N.to(dtype)
+
+    return (
+        scaled(tokens.pg_weight_N, 1.0),
+        scaled(tokens.kl_weight_N, settings.opd_coef, loss_target(tokens, settings) is not None),
+        scaled(reverse_weight(tokens), settings.opd_coef, tokens.reverse_adv_N is not None),
+        scaled(tokens.ent_weight_N, -settings.entropy_coef),
+    )
+
+
+def idle(coefs: tuple[Tensor | None, ...]) -> Tensor:
+    """(N,) bool: the tokens whose gradient is 0 whatever their logits."""
+    return torch.stack([coef_N == 0 for coef_N in coefs if coef_N is not None]).all(0)
+
+
+def gradient_(plan: Plan, merged: Merged, tile_NP: Tensor, row: int, column: int) -> None:
+    """Replace a tile of logits by the loss's gradient in them: tokens row.., vocabulary column..."""
+    ask = tile_NP.device.type == "cpu"  # elsewhere asking costs a synchronisation
+    for start, stop in row_chunks(tile_NP):
+        block_NP, rows = tile_NP[start:stop], slice(row + start, row + stop)
+        grad_NP = None
+        for softmax, pull in zip(merged.softmaxes, merged.pulls, strict=True):
+            parts = [
+                part if part is None else part[rows] for part in (pull.logp_N, pull.kl_N, pull.entropy_N)
+            ]
+            if any(part is not None for part in parts):
+                tile_rows = _tile_rows(plan, merged, softmax, block_NP, rows, column, parts[2] is not None)
+                share_NP = rows_gradient(tile_rows, *parts)
+                grad_NP = share_NP if grad_NP is None else grad_NP.add_(share_NP)
+        assert grad_NP is not None  # the first softmax always has a log-probability
+        if not ask or bool(merged.idle_N[rows].any()):
+            grad_NP.masked_fill_(merged.idle_N[rows, None], 0.0)
+        block_NP.copy_(grad_NP[:, : block_NP.shape[1]])
+
+
+def _tile_rows(
+    plan: Plan,
+    merged: Merged,
+    softmax: Softmax,
+    block_NP: Tensor,
+    rows: slice,
+    column: int,
+    entropy_gradient: bool,
+) -> Rows:
+    """A block of a tile as reference_rows knows it, and a column for what the piece does not hold."""
+
+    def cut(value: Tensor | None) -> Tensor | None:
+        return None if value is None else value[rows]
+
+    width, level, target = block_NP.shape[1], softmax.level, None
+    logq_NP = widened(block_NP, level.temperature, 0.0)
+    logq_NP.sub_(softmax.base_N[rows, None]).sub_(softmax.log_total_N[rows, None])
+    logq_NP[:, width] = 0.0
+    off_mass_N = None
+    if level.kl and plan.target is not None and merged.q_NS is not None:
+        target = plan.target.rows(rows)
+        places_NS = places_in(target.ids_NS, column, width)[1]
+        if softmax.off_logp_N is not None:
+            logq_NP.scatter_(1, torch.where(target.live_N[:, None], places_NS, width), -torch.inf)
+        target = replace(target, ids_NS=places_NS, q_NS=merged.q_NS[rows])
+    if softmax.off_logp_N is None:
+        dense_NP = logq_NP.exp() if entropy_gradient else logq_NP.exp_()
+    else:
+        off_logp_N = softmax.off_logp_N[rows]
+        off_mass_N = off_logp_N.exp()
+        off_logp_N1 = torch.where(off_logp_N == -torch.inf, 0.0, off_logp_N)[:, None]
+        dense_NP = (logq_NP - off_logp_N1 if entropy_gradient else logq_NP.sub_(off_logp_N1)).exp_()
+    if entropy_gradient:
+        logq_NP.clamp_(min=LOGP_FLOOR)
+    return Rows(
+        temperature=level.temperature,
+        logq_NV=logq_NP,
+        dense_NV=dense_NP,
+        off_mass_N=off_mass_N,
+        token_ids_N1=places_in(plan.token_ids_N1[rows], column, width)[1],
+        logp_N=softmax.logp_N[rows],
+        entropy_N=cut(softmax.entropy_N),
+        target=target,
+        student_logps_NS=cut(softmax.student_logps_NS),
+        tail_q_N=cut(merged.tail_q_N) if level.kl else None,
+        kl_N=None,
+        student_mass_N=None,
+    )
+
+
+def scaled_pulls(merged: Merged, factor: Tensor) -> Merged:
+    """For an upstream gradient (0-dim) of the loss."""
+    return replace(merged, pulls=tuple(pull.scaled(factor) for pull in merged.pulls))
+
+
+def sharded_loss_rows(
+    logits_NP: Tensor, tokens: LossTokens, settings: LossSettings, grad_NP: Tensor | None, *, shard: Shard
+) -> TokenTerms:
+    """loss_rows of the backend protocol on a shard's logits, with one all-gather of (C, N) numbers."""
+    plan = make_plan(tokens, settings, logits_NP.dtype)
+    sums_CN = plan.empty_sums()
+    scan(plan, sums_CN, logits_NP, 0, shard.start)
+    merged = finish(plan, over_shards(plan, sums_CN, shard))
+    if grad_NP is not None:
+        if grad_NP is not logits_NP:
+            grad_NP.copy_(logits_NP)
+        gradient_(plan, merged, grad_NP, 0, shard.start)
+    return merged.terms

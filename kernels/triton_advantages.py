@@ -1,0 +1,412 @@
+"""GRPO, GDPO and GD2PO advantages on the GPU: one launch for the groups, one more to whiten the batch.
+
+Groups are found by comparing ids, in any order and of any size. A program owns some responses. It looks once
+through all ids for the stretch that can hold its groups' members (the ids between its lowest and highest:
+where groups lie side by side a few rows, always exact), then takes its groups one after the other over that
+stretch. No atomics: every sum has one order. fp64 throughout, as the reference.
+
+Whitening needs every response, so it is a second launch of one program; across ranks an all-reduce of
+(n, mean, M2) stands between its two halves.
+
+Shapes: R responses, K rewards (1 in GRPO: their weighted sum), W ranks. In kernels: B responses that a
+program owns, J responses of a block of the stretch, K padded to a power of two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from smopd.kernels.reference_advantages import CONFLICT_FLOOR, EQUAL_ULPS, TOKEN_VAR_EPS
+from smopd.kernels.triton_mixture import NO_REGISTER_TARGET
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_REWARDS = 32
+OWNED = 64  # responses of a program, at most
+TILE = 512  # responses times rewards held at a time
+SCAN_BLOCK = 2048
+WHITEN_BLOCK = 4096
+
+_INT64_MAX = tl.constexpr(2**63 - 1)
+_INT64_MIN = tl.constexpr(-(2**63))
+_EQUAL_WITHIN = tl.constexpr(EQUAL_ULPS * torch.finfo(torch.float32).eps)
+_CONFLICT_FLOOR = tl.constexpr(CONFLICT_FLOOR)
+_TOKEN_VAR_EPS = tl.constexpr(TOKEN_VAR_EPS)
+
+
+# ---- device functions ----
+
+
+@triton.jit
+def _weights(weights_ptr, stride_weights, offs_k, n_rewards, HAS_WEIGHTS: tl.constexpr):
+    if HAS_WEIGHTS:
+        return tl.load(weights_ptr + offs_k * stride_weights, mask=offs_k < n_rewards, other=0.0).to(
+            tl.float64
+        )
+    else:
+        return tl.where(offs_k < n_rewards, 1.0, 0.0).to(tl.float64)
+
+
+@triton.jit
+def _values(
+    rewards_ptr, stride_r, stride_k, rows_J, inside_J, offs_k, n_rewards, weights_K, SUMMED: tl.constexpr
+):
+    """What is normalised and the size it was computed from, (J, K), or (J, 1) if SUMMED; NaN: none there."""
+    inside_JK = inside_J[:, None] & (offs_k < n_rewards)[None, :]
+    at_JK = rows_J.to(tl.int64)[:, None] * stride_r + offs_k[None, :] * stride_k
+    value_JK = tl.load(rewards_ptr + at_JK, mask=inside_JK, other=float("nan")).to(tl.float64)
+    size_JK = tl.abs(value_JK)
+    if SUMMED:
+        # A reward of weight 0 plays no part, not even by being NaN.
+        terms_JK = tl.where(weights_K[None, :] != 0.0, weights_K[None, :] * value_JK, 0.0)
+        value_JK = tl.sum(terms_JK, 1)[:, None]
+        size_JK = tl.sum(tl.abs(terms_JK), 1)[:, None]
+    return value_JK, size_JK
+
+
+@triton.jit
+def _merge_moments(count, mean, m2, more_count, more_mean, more_m2):
+    """Chan's rule."""
+    total = count + more_count
+    share = more_count / tl.maximum(total, 1.0)
+    step = more_mean - mean
+    return total, mean + step * share, m2 + more_m2 + step * step * count * share
+
+
+@triton.jit
+def _normalise(value_JK, mean_K, scale_K, varied_K):
+    """Eq. 1; 0 for a NaN and where the group's values are equal."""
+    adv_JK = (value_JK - mean_K[None, :]) / scale_K[None, :]
+    return tl.where((value_JK == value_JK) & varied_K[None, :], adv_JK, 0.0)
+
+
+@triton.jit
+def _is_dropped(adv_JK, weights_K, snr_threshold, norm_eps, SNR: tl.constexpr):
+    """Whether GD2PO drops a response: its rewards pull in opposite directions."""
+    parts_JK = adv_JK * weights_K[None, :]
+    signed_JK = tl.abs(adv_JK) > _CONFLICT_FLOOR
+    up_J = tl.max((signed_JK & (parts_JK > 0.0)).to(tl.int32), 1)
+    down_J = tl.max((signed_JK & (parts_JK < 0.0)).to(tl.int32), 1)
+    dropped_J = (up_J > 0) & (down_J > 0)
+    if SNR:
+        ratio_J = tl.abs(tl.sum(parts_JK, 1)) / (tl.sum(tl.abs(parts_JK), 1) + norm_eps)
+        dropped_J = dropped_J & (ratio_J < snr_threshold)
+    return dropped_J
+
+
+@triton.jit
+def _members(group_ptr, stride_group, rows_J, last, group):
+    inside_J = rows_J <= last
+    ids_J = tl.load(group_ptr + rows_J.to(tl.int64) * stride_group, mask=inside_J, other=0)
+    return inside_J & (ids_J == group)
+
+
+@triton.jit
+def _stretch(group_ptr, stride_group, n_responses, lowest, highest, BLOCK: tl.constexpr):
+    """First and last response whose group id lies in lowest..highest."""
+    first_S = tl.full((BLOCK,), 0, tl.int32) + n_responses
+    last_S = tl.full((BLOCK,), -1, tl.int32)
+    for start in tl.range(0, n_responses, BLOCK):
+        offs_s = start + tl.arange(0, BLOCK)
+        inside_S = offs_s < n_responses
+        ids_S = tl.load(group_ptr + offs_s.to(tl.int64) * stride_group, mask=inside_S, other=0)
+        hit_S = inside_S & (ids_S >= lowest) & (ids_S <= highest)
+        first_S = tl.where(hit_S, tl.minimum(first_S, offs_s), first_S)
+        last_S = tl.where(hit_S, offs_s, last_S)
+    return tl.min(first_S, 0), tl.max(last_S, 0)
+
+
+# ---- kernels ----
+
+
+@triton.jit
+def _group_kernel(
+    rewards_ptr, stride_r, stride_k, group_ptr, stride_group, weights_ptr, stride_weights, adv_ptr, kept_ptr,
+    n_responses, n_rewards, norm_eps: tl.float64, snr_threshold: tl.float64,
+    HAS_WEIGHTS: tl.constexpr, SUMMED: tl.constexpr, DROP: tl.constexpr, SNR: tl.constexpr,
+    K: tl.constexpr, B: tl.constexpr, J: tl.constexpr, SCAN: tl.constexpr,
+):  # fmt: skip
+    KV: tl.constexpr = 1 if SUMMED else K
+    offs_k = tl.arange(0, K)
+    offs_j = tl.arange(0, J)
+    weights_K = _weights(weights_ptr, stride_weights, offs_k, n_rewards, HAS_WEIGHTS)
+    weights_KV = weights_K
+    if SUMMED:
+        weights_KV = tl.full((1,), 1.0, tl.float64)
+    offs_b = tl.program_id(0) * B + tl.arange(0, B)
+    own_B = offs_b < n_responses
+    group_B = tl.load(group_ptr + offs_b.to(tl.int64) * stride_group, mask=own_B, other=0)
+    own_BK = _values(rewards_ptr, stride_r, stride_k, offs_b, own_B, offs_k, n_rewards, weights_K, SUMMED)[0]
+    lowest = tl.min(tl.where(own_B, group_B, _INT64_MAX), 0)
+    highest = tl.max(tl.where(own_B, group_B, _INT64_MIN), 0)
+    first, last = _stretch(group_ptr, stride_group, n_responses, lowest, highest, SCAN)
+
+    adv_B = tl.zeros((B,), tl.float64)
+    kept_B = tl.full((B,), 1, tl.int32)
+    todo_B = own_B.to(tl.int32)
+    left = tl.sum(todo_B, 0)
+    while left > 0:
+        leader = tl.min(tl.where(todo_B > 0, offs_b, 2147483647), 0)
+        group = tl.sum(tl.where(offs_b == leader, group_B, 0), 0)
+        mine_B = own_B & (group_B == group)
+
+        members = tl.zeros((), tl.float64)
+        count_K = tl.zeros((KV,), tl.float64)
+        mean_K = tl.zeros((KV,), tl.float64)
+        m2_K = tl.zeros((KV,), tl.float64)
+        low_K = tl.full((KV,), float("inf"), tl.float64)
+        high_K = tl.full((KV,), -float("inf"), tl.float64)
+        size_K = tl.zeros((KV,), tl.float64)
+        for start in tl.range(first, last + 1, J):
+            rows_J = start + offs_j
+            member_J = _members(group_ptr, stride_group, rows_J, last, group)
+            found = tl.sum(member_J.to(tl.int32), 0)
+            if found > 0:
+                value_JK, size_JK = _values(
+                    rewards_ptr, stride_r, stride_k, rows_J, member_J, offs_k, n_rewards, weights_K, SUMMED
+                )
+                known_JK = member_J[:, None] & (value_JK == value_JK)
+                value_JK = tl.where(known_JK, value_JK, 0.0)
+                more_K = tl.sum(known_JK.to(tl.float64), 0)
+                more_mean_K = tl.sum(value_JK, 0) / tl.maximum(more_K, 1.0)
+                centred_JK = tl.where(known_JK, value_JK - more_mean_K[None, :], 0.0)
+                more_m2_K = tl.sum(centred_JK * centred_JK, 0)
+                count_K, mean_K, m2_K = _merge_moments(count_K, mean_K, m2_K, more_K, more_mean_K, more_m2_K)
+                low_K = tl.minimum(low_K, tl.min(tl.where(known_JK, value_JK, float("inf")), 0))
+                high_K = tl.maximum(high_K, tl.max(tl.where(known_JK, value_JK, -float("inf")), 0))
+                size_K = tl.maximum(size_K, tl.max(tl.where(known_JK, size_JK, 0.0), 0))
+                members += found
+        varied_K = (count_K > 1.0) & (high_K - low_K > size_K * _EQUAL_WITHIN)
+        scale_K = tl.where(varied_K, tl.sqrt(m2_K / tl.maximum(count_K - 1.0, 1.0)) + norm_eps, 1.0)
+        adv_BK = _normalise(own_BK, mean_K, scale_K, varied_K)
+        group_adv_B = tl.sum(adv_BK * weights_KV[None, :], 1)
+        if DROP:
+            n_kept = tl.zeros((), tl.float64)
+            for start in tl.range(first, last + 1, J):
+                rows_J = start + offs_j
+                member_J = _members(group_ptr, stride_group, rows_J, last, group)
+                if tl.sum(member_J.to(tl.int32), 0) > 0:
+                    adv_JK = _values(
+                        rewards_ptr,
+                        stride_r,
+                        stride_k,
+                        rows_J,
+                        member_J,
+                        offs_k,
+                        n_rewards,
+                        weights_K,
+                        SUMMED,
+                    )[0]
+                    adv_JK = _normalise(adv_JK, mean_K, scale_K, varied_K)
+                    dropped_J = _is_dropped(adv_JK, weights_KV, snr_threshold, norm_eps, SNR)
+                    n_kept += tl.sum((member_J & (dropped_J == 0)).to(tl.int32), 0)
+            dropped_B = mine_B & _is_dropped(adv_BK, weights_KV, snr_threshold, norm_eps, SNR)
+            kept_B = tl.where(dropped_B, 0, kept_B)
+            group_adv_B = tl.where(dropped_B, 0.0, group_adv_B * (n_kept / members))
+        adv_B = tl.where(mine_B, group_adv_B, adv_B)
+        todo_B = tl.where(mine_B, 0, todo_B)
+        left = tl.sum(todo_B, 0)
+    tl.store(adv_ptr + offs_b, adv_B.to(adv_ptr.dtype.element_ty), mask=own_B)
+    if DROP:
+        tl.store(kept_ptr + offs_b, kept_B != 0, mask=own_B)
+
+
+@triton.jit
+def _samples(
+    adv_ptr, kept_ptr, lengths_ptr, stride_lengths, offs_r, n_responses,
+    TOKENS: tl.constexpr, DROP: tl.constexpr,
+):  # fmt: skip
+    """Advantages and the samples each stands for."""
+    inside_R = offs_r < n_responses
+    adv_R = tl.load(adv_ptr + offs_r, mask=inside_R, other=0.0)
+    count_R = inside_R.to(tl.float64)
+    if TOKENS:
+        count_R = tl.load(lengths_ptr + offs_r.to(tl.int64) * stride_lengths, mask=inside_R, other=0).to(
+            tl.float64
+        )
+    if DROP:
+        kept_R = tl.load(kept_ptr + offs_r, mask=inside_R, other=0)
+        count_R = tl.where(kept_R != 0, count_R, 0.0)
+    return adv_R, count_R
+
+
+@triton.jit
+def _whiten_kernel(
+    adv_ptr, kept_ptr, lengths_ptr, stride_lengths, moments_ptr, out_ptr, n_responses, n_ranks,
+    norm_eps: tl.float64,
+    TOKENS: tl.constexpr, DROP: tl.constexpr, SUM: tl.constexpr, APPLY: tl.constexpr,
+    W: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """SUM: this rank's moments (stored unless APPLY). APPLY: whiten, by these or by the ranks' in a table."""
+    offs = tl.arange(0, BLOCK)
+    if SUM:
+        count_R = tl.zeros((BLOCK,), tl.float64)
+        total_R = tl.zeros((BLOCK,), tl.float64)
+        for start in tl.range(0, n_responses, BLOCK):
+            adv_R, more_R = _samples(
+                adv_ptr, kept_ptr, lengths_ptr, stride_lengths, start + offs, n_responses, TOKENS, DROP
+            )
+            count_R += more_R
+            total_R += more_R * adv_R
+        count = tl.sum(count_R, 0)
+        mean = tl.sum(total_R, 0) / tl.maximum(count, 1.0)
+        m2_R = tl.zeros((BLOCK,), tl.float64)
+        for start in tl.range(0, n_responses, BLOCK):
+            adv_R, more_R = _samples(
+                adv_ptr, kept_ptr, lengths_ptr, stride_lengths, start + offs, n_responses, TOKENS, DROP
+            )
+            m2_R += more_R * (adv_R - mean) * (adv_R - mean)
+        m2 = tl.sum(m2_R, 0)
+        if not APPLY:
+            tl.store(moments_ptr, count)
+            tl.store(moments_ptr + 1, mean)
+            tl.store(moments_ptr + 2, m2)
+    else:
+        offs_w = tl.arange(0, W)
+        count_W = tl.load(moments_ptr + offs_w * 3, mask=offs_w < n_ranks, other=0.0)
+        mean_W = tl.load(moments_ptr + offs_w * 3 + 1, mask=offs_w < n_ranks, other=0.0)
+        m2_W = tl.load(moments_ptr + offs_w * 3 + 2, mask=offs_w < n_ranks, other=0.0)
+        count = tl.sum(count_W, 0)
+        mean = tl.sum(count_W * mean_W, 0) / tl.maximum(count, 1.0)
+        m2 = tl.sum(m2_W + count_W * (mean_W - mean) * (mean_W - mean), 0)
+    if APPLY:
+        variance = m2 / tl.maximum(count - 1.0, 1.0)
+        if TOKENS:
+            scale = tl.sqrt(variance + _TOKEN_VAR_EPS)
+        else:
+            # Only an all-equal batch has variance 0, and then the numerator is 0 too.
+            scale = tl.sqrt(variance) + norm_eps
+            scale = tl.where(scale > 0.0, scale, 1.0)
+        for start in tl.range(0, n_responses, BLOCK):
+            adv_R, more_R = _samples(
+                adv_ptr, kept_ptr, lengths_ptr, stride_lengths, start + offs, n_responses, TOKENS, DROP
+            )
+            white_R = tl.where(more_R > 0.0, tl.where(count > 1.0, (adv_R - mean) / scale, 0.0), 0.0)
+            tl.store(out_ptr + start + offs, white_R.to(tl.float32), mask=start + offs < n_responses)
+
+
+# ---- launchers ----
+
+
+def advantages_unserved(rewards_RK: Tensor) -> str | None:
+    """None if the three operations serve such rewards, else why not."""
+    if rewards_RK.dtype not in DTYPES:
+        return f"the dtype is {rewards_RK.dtype}, expected one of {DTYPES}"
+    if not 1 <= rewards_RK.shape[1] <= MAX_REWARDS:
+        return f"K is {rewards_RK.shape[1]}, expected 1 to {MAX_REWARDS}"
+    if rewards_RK.shape[0] >= 1 << 30:
+        return f"R is {rewards_RK.shape[0]}, expected less than 2^30"
+    return None
+
+
+def _launch(
+    op: str,
+    rewards_RK: Tensor,
+    group_R: Tensor,
+    weights_K: Tensor | None,
+    lengths_R: Tensor | None,
+    whiten: str | None,
+    norm_eps: float,
+    process_group: Any,
+    *,
+    summed: bool = False,
+    drop: bool = False,
+    snr_threshold: float | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    unserved = advantages_unserved(rewards_RK)
+    if unserved is not None:
+        raise ValueError(f"{op}: {unserved}")
+    n_responses, n_rewards = rewards_RK.shape
+    device = rewards_RK.device
+    out_R = torch.empty(n_responses, dtype=torch.float32, device=device)
+    kept_R = torch.empty(n_responses, dtype=torch.bool, device=device) if drop else None
+    adv_R = out_R if whiten is None else torch.empty(n_responses, dtype=torch.float64, device=device)
+    if n_responses > 0:
+        padded = triton.next_power_of_2(n_rewards)
+        owned = min(OWNED, TILE // padded)
+        _group_kernel[(triton.cdiv(n_responses, owned),)](
+            rewards_RK, *rewards_RK.stride(), group_R, group_R.stride(0),
+            rewards_RK if weights_K is None else weights_K, 0 if weights_K is None else weights_K.stride(0),
+            adv_R, adv_R if kept_R is None else kept_R, n_responses, n_rewards,
+            float(norm_eps), 0.0 if snr_threshold is None else float(snr_threshold),
+            HAS_WEIGHTS=weights_K is not None, SUMMED=summed, DROP=drop, SNR=snr_threshold is not None,
+            K=padded, B=owned, J=TILE // max(padded, 4), SCAN=SCAN_BLOCK,
+            num_warps=4, num_stages=1, maxnreg=NO_REGISTER_TARGET,
+        )  # fmt: skip
+    if whiten is not None:
+        _whiten(adv_R, kept_R, lengths_R if whiten == "tokens" else None, out_R, norm_eps, process_group)
+    return out_R, kept_R
+
+
+def _whiten(
+    adv_R: Tensor,
+    kept_R: Tensor | None,
+    lengths_R: Tensor | None,
+    out_R: Tensor,
+    norm_eps: float,
+    process_group: Any,
+) -> None:
+    n_responses = adv_R.shape[0]
+
+    def launch(moments: Tensor, n_ranks: int, *, SUM: bool, APPLY: bool) -> None:
+        if n_responses > 0:
+            _whiten_kernel[(1,)](
+                adv_R, adv_R if kept_R is None else kept_R,
+                adv_R if lengths_R is None else lengths_R, 0 if lengths_R is None else lengths_R.stride(0),
+                moments, out_R, n_responses, n_ranks, float(norm_eps),
+                TOKENS=lengths_R is not None, DROP=kept_R is not None, SUM=SUM, APPLY=APPLY,
+                W=triton.next_power_of_2(n_ranks), BLOCK=WHITEN_BLOCK, num_warps=16, num_stages=1,
+            )  # fmt: skip
+
+    if process_group is None:
+        launch(adv_R, 1, SUM=True, APPLY=True)
+        return
+    world = torch.distributed.get_world_size(process_group)
+    table_W3 = torch.zeros(world, 3, dtype=torch.float64, device=adv_R.device)
+    launch(table_W3[torch.distributed.get_rank(process_group)], world, SUM=True, APPLY=False)
+    torch.distributed.all_reduce(table_W3, group=process_group)
+    launch(table_W3, world, SUM=False, APPLY=True)
+
+
+def grpo_advantages(
+    rewards_RK: Tensor, group_R: Tensor, *, weights_K: Tensor | None = None, norm_eps: float = 1e-6
+) -> Tensor:
+    op = "grpo_advantages"
+    return _launch(op, rewards_RK, group_R, weights_K, None, None, norm_eps, None, summed=True)[0]
+
+
+def gdpo_advantages(
+    rewards_RK: Tensor,
+    group_R: Tensor,
+    *,
+    weights_K: Tensor | None = None,
+    lengths_R: Tensor | None = None,
+    whiten: str | None = "responses",
+    norm_eps: float = 1e-6,
+    process_group: Any = None,
+) -> Tensor:
+    op = "gdpo_advantages"
+    return _launch(op, rewards_RK, group_R, weights_K, lengths_R, whiten, norm_eps, process_group)[0]
+
+
+def gd2po_advantages(
+    rewards_RK: Tensor,
+    group_R: Tensor,
+    *,
+    weights_K: Tensor | None = None,
+    lengths_R: Tensor | None = None,
+    whiten: str | None = "tokens",
+    snr_threshold: float | None = None,
+    norm_eps: float = 1e-6,
+    process_group: Any = None,
+) -> tuple[Tensor, Tensor]:
+    op, more = "gd2po_advantages", {"drop": True, "snr_threshold": snr_threshold}
+    adv_R, kept_R = _launch(
+        op, rewards_RK, group_R, weights_K, lengths_R, whiten, norm_eps, process_group, **more
+    )
+    assert kept_R is not None  # drop=True
+    return adv_R, kept_R

@@ -1,0 +1,347 @@
+"""Top-kappa with log-probabilities on the GPU: one stream over the vocabulary, then a small exact selection.
+
+Stream: each thread keeps its own maximum and sum of exponentials, and for each block of the row one key of
+the elements it saw there (a segment): the largest value and, below it, where that value is first met. No
+shuffle and no barrier in the loop. Select: the kappa best threads, of those the kappa best segments, the
+kappa best chunks in them, the kappa best elements of these. Every key orders by (value, lower id), so an
+element among the kappa best never lies behind kappa better threads, segments or chunks: exact on any data.
+
+Shapes: N rows, V vocabulary, M teachers, S support entries (kappa). In kernels: R rounds of a block, T
+threads, E elements of a chunk (16 bytes, read at once); chunk c holds the ids c * E to c * E + E - 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from smopd.kernels.triton_mixture import largest, ordered, unordered
+from smopd.kernels.types import TopK
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_KAPPA = 128
+MAX_VOCAB = 1 << 19  # a 32-bit key holds 16 bits of value and 16 of chunk, 8 elements each
+MAX_TEACHERS = 8
+SCRATCH_BYTES = 64 << 20  # of segment keys held between the two kernels; more rows take more launches
+LOG_THREADS = 7  # of the stream
+WARP_SLOTS = 32  # kappa above it selects with twice the warps
+MIN_SLOTS = 16  # kappa is padded to a power of two of at least this: fewer variants to compile
+
+_LOWEST_32 = tl.constexpr(-(2**31))
+_LOWEST_64 = tl.constexpr(-(2**63))
+_LOG2_E = tl.constexpr(math.log2(math.e))
+_FAR = tl.constexpr(2.0**100)  # maxima beyond it are summed in a second pass
+
+
+# ---- device functions ----
+
+
+@triton.jit
+def _largest_of(keys, LOG_N: tl.constexpr, LOG_K: tl.constexpr):
+    """The 2^LOG_K largest of 2^LOG_N integer keys, descending."""
+    return tl.reshape(largest(keys, 0, LOG_N, LOG_K), [2**LOG_K])
+
+
+@triton.jit
+def _chunk_key(x, has_nan, chunk, HALF: tl.constexpr, WIDE: tl.constexpr):
+    """Orders chunks by their largest value x (fp32), then by the lower chunk. 64 bits if WIDE, else 32."""
+    if WIDE:
+        high = tl.where(has_nan, 0x7FFFFFFF, ordered(x))
+        return (high.to(tl.int64) << 32) | (0x7FFFFFFF - chunk).to(tl.int64)
+    else:
+        if HALF:  # fp16: its 16 bits are not the high half of the fp32
+            x = (x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        bits = x.to(tl.int32, bitcast=True)
+        sign = bits >> 31
+        high = tl.where(has_nan, 0x7FFF0000, ((bits & 0x7FFF0000) ^ sign) - sign)
+        return high + (0xFFFF - chunk)
+
+
+@triton.jit
+def _key_chunk(key, WIDE: tl.constexpr):
+    if WIDE:
+        return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+    else:
+        return 0xFFFF - (key & 0xFFFF)
+
+
+@triton.jit
+def _row(logits, strides, n, m, M: tl.constexpr):
+    """Pointer to row n of teacher m."""
+    ptr = logits[0] + n * strides[0]
+    for i in tl.static_range(1, M):
+        ptr = tl.where(m == i, logits[i] + n * strides[i], ptr)
+    return ptr
+
+
+@triton.jit
+def _halving_sum(x, LOG_N: tl.constexpr, AXIS: tl.constexpr):
+    """Sum over the LOG_N dimensions of size 2 that begin at AXIS.
+
+    The order of the additions is fixed here, whatever the layout: a row's bits do not depend on alignment.
+    """
+    for i in tl.static_range(LOG_N):
+        x = tl.sum(x, AXIS + LOG_N - 1 - i)
+    return x
+
+
+@triton.jit
+def _scaled_shift(max_T, scale):
+    """The exponent's offset at this maximum: finite, so that what is masked with -inf or -3e38 adds 0."""
+    return tl.clamp(max_T, -_FAR, _FAR) * scale
+
+
+@triton.jit
+def _segment(
+    x_RTE, j, max_T, sum_T, best_T, scale,
+    KEYS: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
+    LOG_R: tl.constexpr, LOG_T: tl.constexpr, LOG_E: tl.constexpr,
+):  # fmt: skip
+    """Block j into the threads' statistics; also the threads' keys of this block."""
+    R: tl.constexpr = 1 << LOG_R
+    T: tl.constexpr = 1 << LOG_T
+    peak_RT = tl.max(x_RTE, 2)
+    new_max_T = tl.maximum(max_T, tl.max(peak_RT, 0))
+    shift_T = _scaled_shift(new_max_T, scale)
+    e_RTE = tl.exp2(tl.fma(x_RTE, scale, -shift_T[None, :, None]))
+    mass_RT = _halving_sum(tl.reshape(e_RTE, [R, T] + [2] * LOG_E), LOG_E, 2)
+    new_sum_T = _halving_sum(tl.reshape(mass_RT, [2] * LOG_R + [T]), LOG_R, 0)
+    sum_T = tl.fma(sum_T, tl.exp2(_scaled_shift(max_T, scale) - shift_T), new_sum_T)
+    key_T = best_T
+    if KEYS:
+        chunk_RT = (j * R + tl.arange(0, R))[:, None] * T + tl.arange(0, T)[None, :]
+        # The maximum passes over a NaN, the sum does not.
+        key_T = tl.max(_chunk_key(peak_RT, mass_RT != mass_RT, chunk_RT, HALF, WIDE), 0)
+        best_T = tl.maximum(best_T, key_T)
+    return new_max_T, sum_T, best_T, key_T
+
+
+@triton.jit
+def _log_sum(row_ptr, V, max_T, sum_T, scale, LOG_T: tl.constexpr, BLOCK: tl.constexpr):
+    """The row's maximum and the log of its sum of exp((x - maximum) / temperature)."""
+    row_max = tl.max(max_T, 0)
+    shift = _scaled_shift(row_max, scale)
+    sum_T *= tl.exp2(_scaled_shift(max_T, scale) - shift)
+    residual = tl.fma(row_max, scale, -shift)
+    if tl.abs(row_max) >= _FAR:  # beyond the shift's range: infinite, or summed once more
+        residual = 0.0
+        if tl.abs(row_max) < float("inf"):
+            sum_T = tl.zeros_like(sum_T)
+            for start in tl.range(0, V, BLOCK, num_stages=1):
+                offs_v = start + tl.arange(0, BLOCK)
+                x = tl.load(row_ptr + offs_v, mask=offs_v < V, other=-float("inf")).to(tl.float32)
+                e = tl.exp2((x - row_max) * scale)
+                sum_T += tl.sum(tl.reshape(e, (1 << LOG_T, BLOCK >> LOG_T)), 1)
+    total = _halving_sum(tl.reshape(sum_T, [2] * LOG_T), LOG_T, 0)
+    return row_max, (tl.log2(total) - residual) / _LOG2_E
+
+
+# ---- kernels ----
+
+
+@triton.jit
+def _stream_kernel(
+    logits, strides, token_ids_ptr, stride_token_ids, keys_ptr, stats_ptr, token_logp_ptr,
+    first_row, V, scale, temperature,
+    M: tl.constexpr, HAS_TOKENS: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
+    LOG_R: tl.constexpr, LOG_T: tl.constexpr, LOG_E: tl.constexpr,
+):  # fmt: skip
+    R: tl.constexpr = 1 << LOG_R
+    T: tl.constexpr = 1 << LOG_T
+    E: tl.constexpr = 1 << LOG_E
+    BLOCK: tl.constexpr = R * T * E
+    local = tl.program_id(0).to(tl.int64)
+    row = first_row + local
+    n = row // M
+    row_ptr = _row(logits, strides, n, row % M, M)
+    offs_t = tl.arange(0, T)
+    block_keys_ptr = keys_ptr + local * (tl.cdiv(V, BLOCK) + 1) * T + offs_t
+    max_T = tl.full((T,), -float("inf"), tl.float32)
+    sum_T = tl.zeros((T,), tl.float32)
+    if WIDE:
+        best_T = tl.full((T,), _LOWEST_64, tl.int64)
+    else:
+        best_T = tl.full((T,), _LOWEST_32, tl.int32)
+    n_full = V // BLOCK
+    for j in tl.range(0, n_full, num_stages=1):
+        x = tl.load(row_ptr + j * BLOCK + tl.arange(0, BLOCK), eviction_policy="evict_first")
+        x_RTE = tl.reshape(x.to(tl.float32), (R, T, E))
+        max_T, sum_T, best_T, key_T = _segment(
+            x_RTE, j, max_T, sum_T, best_T, scale, KEYS, HALF, WIDE, LOG_R, LOG_T, LOG_E
+        )
+        if KEYS:
+            tl.store(block_keys_ptr, key_T)
+            block_keys_ptr += T
+    if n_full * BLOCK < V:
+        offs_v = n_full * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(row_ptr + offs_v, mask=offs_v < V, other=-float("inf"), eviction_policy="evict_first")
+        x_RTE = tl.reshape(x.to(tl.float32), (R, T, E))
+        max_T, sum_T, best_T, key_T = _segment(
+            x_RTE, n_full, max_T, sum_T, best_T, scale, KEYS, HALF, WIDE, LOG_R, LOG_T, LOG_E
+        )
+        if KEYS:
+            tl.store(block_keys_ptr, key_T)
+            block_keys_ptr += T
+    row_max, log_sum = _log_sum(row_ptr, V, max_T, sum_T, scale, LOG_T, T * E)
+    if KEYS:
+        tl.store(block_keys_ptr, best_T)
+        tl.store(stats_ptr + local * 2, row_max)
+        tl.store(stats_ptr + local * 2 + 1, log_sum)
+    if HAS_TOKENS:
+        x = tl.load(row_ptr + tl.load(token_ids_ptr + n * stride_token_ids)).to(tl.float32)
+        tl.store(token_logp_ptr + row, (x - row_max) / temperature - log_sum)
+
+
+@triton.jit
+def _select_kernel(
+    logits, strides, keys_ptr, stats_ptr, ids_ptr, logps_ptr,
+    first_row, V, temperature, kappa,
+    M: tl.constexpr, LOG_K: tl.constexpr, LOG_BLOCKS: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
+    LOG_R: tl.constexpr, LOG_T: tl.constexpr, LOG_E: tl.constexpr,
+):  # fmt: skip
+    K: tl.constexpr = 1 << LOG_K
+    R: tl.constexpr = 1 << LOG_R
+    T: tl.constexpr = 1 << LOG_T
+    E: tl.constexpr = 1 << LOG_E
+    local = tl.program_id(0).to(tl.int64)
+    row = first_row + local
+    row_ptr = _row(logits, strides, row // M, row % M, M)
+    n_blocks = tl.cdiv(V, R * T * E)
+    keys_ptr += local * (n_blocks + 1) * T
+    lowest = _LOWEST_32
+    if WIDE:
+        lowest = _LOWEST_64
+
+    best = _largest_of(tl.load(keys_ptr + n_blocks * T + tl.arange(0, T)), LOG_T, LOG_K)
+    thread_K = _key_chunk(best, WIDE) % T
+    offs_b = tl.arange(0, 1 << LOG_BLOCKS)
+    at_KB = offs_b[None, :] * T + thread_K[:, None]
+    keys = tl.load(keys_ptr + at_KB, mask=(offs_b < n_blocks)[None, :], other=lowest)
+    best = _largest_of(keys, LOG_K + LOG_BLOCKS, LOG_K)
+
+    segment_K = _key_chunk(best, WIDE)
+    first_K = (segment_K // (R * T)) * (R * T) + segment_K % T
+    chunk_KR = first_K[:, None] + tl.arange(0, R)[None, :] * T
+    offs_e = tl.arange(0, E)
+    id_KRE = chunk_KR[:, :, None] * E + offs_e[None, None, :]
+    x_KRE = tl.load(row_ptr + id_KRE, mask=id_KRE < V, other=-float("inf")).to(tl.float32)
+    has_nan_KR = tl.max((x_KRE != x_KRE).to(tl.int32), 2) > 0
+    keys = _chunk_key(tl.max(x_KRE, 2), has_nan_KR, chunk_KR, HALF, WIDE)
+    best = _largest_of(keys, LOG_K + LOG_R, LOG_K)
+
+    id_KE = _key_chunk(best, WIDE)[:, None] * E + offs_e[None, :]
+    x_KE = tl.load(row_ptr + id_KE, mask=id_KE < V, other=-float("inf")).to(tl.float32)
+    keys = (ordered(x_KE).to(tl.int64) << 32) | (0x7FFFFFFF - id_KE).to(tl.int64)
+    best = _largest_of(keys, LOG_K + LOG_E, LOG_K)
+
+    row_max = tl.load(stats_ptr + local * 2)
+    log_sum = tl.load(stats_ptr + local * 2 + 1)
+    offs_k = tl.arange(0, K)
+    x_K = unordered((best >> 32).to(tl.int32))
+    tl.store(
+        ids_ptr + row * kappa + offs_k, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32), mask=offs_k < kappa
+    )
+    tl.store(logps_ptr + row * kappa + offs_k, (x_K - row_max) / temperature - log_sum, mask=offs_k < kappa)
+
+
+# ---- launchers ----
+
+
+def topk_unserved(logits: Tensor, kappa: int) -> str | None:
+    """None if topk_logprobs serves such logits, else why not."""
+    if logits.dtype not in DTYPES:
+        return f"the dtype is {logits.dtype}, expected one of {DTYPES}"
+    if kappa > MAX_KAPPA:
+        return f"kappa is {kappa}, expected at most {MAX_KAPPA}"
+    if logits.shape[-1] > MAX_VOCAB:
+        return f"V is {logits.shape[-1]}, expected at most {MAX_VOCAB}"
+    return None
+
+
+def topk_logprobs(
+    logits_NV: Tensor, kappa: int, *, token_ids_N: Tensor | None = None, temperature: float = 1.0
+) -> TopK:
+    return _launch("topk_logprobs", (logits_NV,), kappa, token_ids_N, temperature, (logits_NV.shape[0],))
+
+
+def topk_logprobs_teachers(
+    logits_MNV: Tensor | Sequence[Tensor],
+    kappa: int,
+    *,
+    token_ids_N: Tensor | None = None,
+    temperature: float = 1.0,
+) -> TopK:
+    """topk_logprobs of several teachers' logits on the same tokens, in the launches of one.
+
+    Args:
+        logits_MNV: (M, N, V), or M tensors (N, V) of one dtype, each with its own row stride. M up to 8.
+    Returns:
+        TopK: ids and logps (N, M, S), as teacher_mixture takes them; token_logp (N, M) or None.
+    """
+    op = "topk_logprobs_teachers"
+    teachers = tuple(logits_MNV.unbind(0) if isinstance(logits_MNV, Tensor) else logits_MNV)
+    if not 1 <= len(teachers) <= MAX_TEACHERS:
+        raise ValueError(f"{op}: logits_MNV has {len(teachers)} teachers, expected 1 to {MAX_TEACHERS}")
+    first = teachers[0]
+    for m, teacher in enumerate(teachers):
+        if (teacher.shape, teacher.dtype) != (first.shape, first.dtype):
+            raise ValueError(
+                f"{op}: logits_MNV[{m}] is {tuple(teacher.shape)} {teacher.dtype}, expected "
+                f"{tuple(first.shape)} {first.dtype} to match logits_MNV[0]"
+            )
+    return _launch(op, teachers, kappa, token_ids_N, temperature, (first.shape[0], len(teachers)))
+
+
+def _launch(
+    op: str,
+    teachers: tuple[Tensor, ...],
+    kappa: int,
+    token_ids_N: Tensor | None,
+    temperature: float,
+    shape: tuple[int, ...],
+) -> TopK:
+    logits = teachers[0]
+    unserved = topk_unserved(logits, kappa)
+    if unserved is not None:
+        raise ValueError(f"{op}: {unserved}")
+    n_vocab, n_rows, device = logits.shape[1], math.prod(shape), logits.device
+    ids = torch.empty(*shape, kappa, dtype=torch.int32, device=device)
+    logps = torch.empty(*shape, kappa, dtype=torch.float32, device=device)
+    token_logp = None if token_ids_N is None else torch.empty(shape, dtype=torch.float32, device=device)
+    if n_rows == 0 or (kappa == 0 and token_ids_N is None):
+        return TopK(ids, logps, token_logp)
+
+    log_r, log_e = (4, 2) if logits.dtype == torch.float32 else (3, 3)
+    block = 1 << (log_r + LOG_THREADS + log_e)
+    n_blocks = triton.cdiv(n_vocab, block)
+    wide = logits.dtype == torch.float32
+    key_type = torch.int64 if wide else torch.int32
+    row_keys = (n_blocks + 1) << LOG_THREADS
+    n_launches = triton.cdiv(n_rows * row_keys * key_type.itemsize, SCRATCH_BYTES) if kappa else 1
+    rows = triton.cdiv(n_rows, n_launches)
+    keys = torch.empty(rows * row_keys if kappa else 1, dtype=key_type, device=device)
+    stats = torch.empty(2 * rows, dtype=torch.float32, device=device)
+    strides = tuple(teacher.stride(0) for teacher in teachers)
+    tokens = (logits, 0) if token_ids_N is None else (token_ids_N, token_ids_N.stride(0))
+    variant = {"M": len(teachers), "HALF": logits.dtype == torch.float16, "WIDE": wide}
+    variant |= {"LOG_R": log_r, "LOG_T": LOG_THREADS, "LOG_E": log_e}
+    for start in range(0, n_rows, rows):
+        grid = (min(rows, n_rows - start),)
+        _stream_kernel[grid](
+            teachers, strides, *tokens, keys, stats, logps if token_logp is None else token_logp,
+            start, n_vocab, _LOG2_E.value / temperature, temperature,
+            HAS_TOKENS=token_logp is not None, KEYS=kappa > 0, **variant,
+            num_warps=1 << (LOG_THREADS - 5), num_stages=1,
+        )  # fmt: skip
+        if kappa:
+            _select_kernel[grid](
+                teachers, strides, keys, stats, ids, logps, start, n_vocab, temperature, kappa,
+                LOG_K=(max(kappa, MIN_SLOTS) - 1).bit_length(), LOG_BLOCKS=(n_blocks - 1).bit_length(),
+                **variant, num_warps=4 if kappa <= WARP_SLOTS else 8, num_stages=1,
+            )  # fmt: skip
+    return TopK(ids, logps, token_logp)

@@ -1,0 +1,74 @@
+"""Inputs of the linear forms' tests: small heads, tokens with every column, settings for every option."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor
+
+from smopd.ops import LossSettings, LossStats, LossTokens
+from tests.kernels import ops_truth
+
+N, V, D = 13, 37, 6
+N_TEACHERS, N_SUPPORT = 2, 7
+
+SETTINGS = {
+    "merged-tail": LossSettings(),
+    "pooled": LossSettings(merge=False, tail=False),
+    "pooled-tail-entropy": LossSettings(merge=False, tail=True, entropy_coef=0.1),
+    "entropy": LossSettings(merge=True, tail=False, entropy_coef=0.1, temperature=0.7, kl_temperature=0.7),
+    "two-temperatures": LossSettings(entropy_coef=0.1, temperature=0.7),
+    "two-temperatures-pooled": LossSettings(merge=False, tail=False, temperature=1.3, kl_temperature=0.8),
+    "dual-clip-ppo": LossSettings(dual_clip=1.5, reverse_kl_surrogate="ppo", clip_low=0.1, clip_high=0.3),
+    "policy-gradient-alone": LossSettings(opd_coef=0.0),
+    "kappa-0": LossSettings(kappa=0),
+}
+TARGETS = ("teachers", "given", "given-nothing", "none")
+
+
+def head(dtype: torch.dtype = torch.float64, bias: bool = True, seed: int = 0):
+    gen = torch.Generator().manual_seed(seed)
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=gen, dtype=torch.float64).to(dtype).requires_grad_()
+
+    return leaf(N, D), leaf(V, D), leaf(V) if bias else None
+
+
+def dense(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(hidden, weight, bias)
+
+
+def loss_tokens(logits: Tensor, settings: LossSettings, target: str = "teachers") -> LossTokens:
+    """Some weights are 0; row 2 counts nowhere, and row 4's target is empty."""
+    more: dict[str, Tensor | None] = {}
+    if target == "teachers":
+        ids, logps = ops_truth.random_teachers(N, N_TEACHERS, V, N_SUPPORT, seed=3)
+        logps[4] = -torch.inf
+        alpha = torch.tensor([0.4, 0.6], dtype=torch.float64).log()
+        more = {"teacher_ids_NMS": ids, "teacher_logps_NMS": logps, "log_alpha": alpha}
+    elif target == "given":
+        ids, logps = ops_truth.random_topk(N, V, N_SUPPORT, seed=3)
+        ids[1, 3], ids[1, 5] = ids[1, 0], ids[1, 0]  # one id three times
+        logps[1] -= 1.0
+        logps[3, 2], ids[3, 2] = -torch.inf, -1
+        logps[4] = -torch.inf
+        more = {"target_ids_NS": ids, "target_logps_NS": logps}
+    elif target == "given-nothing":
+        nothing = torch.zeros(N, 0, dtype=torch.int64)
+        more = {"target_ids_NS": nothing, "target_logps_NS": nothing.double()}
+    tokens = ops_truth.random_tokens(N, V, logits, settings.temperature, 0, **more)
+    rows = {}
+    for name in ("pg_weight_N", "kl_weight_N", "ent_weight_N"):
+        rows[name] = getattr(tokens, name).clone()
+        rows[name][2] = 0.0
+    return replace(tokens, **rows)
+
+
+def assert_same_stats(got: LossStats, want: LossStats, **tolerance: float) -> None:
+    for field in fields(LossStats):
+        values = (getattr(got, field.name), getattr(want, field.name))
+        torch.testing.assert_close(
+            *values, equal_nan=True, msg=lambda text, name=field.name: f"{name}: {text}", **tolerance
+        )

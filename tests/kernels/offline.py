@@ -1,0 +1,143 @@
+"""Compiles every Triton kernel as it ships, for three GPU generations and without a GPU; reads what came out.
+
+    python -m tests.kernels.offline                    a table, and what breaks the rules
+    python -m tests.kernels.offline --update           the same, and the table becomes the recorded bounds
+
+The launchers are called with tensors that have no memory (device "meta") and every launch is noted down
+instead of made: kernel, dtypes, alignment, integers, constexprs, warps. So what is compiled is what runs, and
+nothing that ships is listed twice. A launcher that asked the device for a value would raise.
+
+Run it without TRITON_INTERPRET: Triton decides when a kernel is decorated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import triton
+
+from tests.kernels.offline_code import Built, build
+from tests.kernels.offline_launches import CAPABILITIES, Launch, launches_of, shipped_kernels
+
+BOUNDS = Path(__file__).with_name("offline_bounds.json")
+MAX_SHARED = 163 << 10  # bytes that a block can have on sm_80, the least of the three
+
+# How much worse than recorded a number may get.
+REGISTER_SLACK = 8
+SHARED_SLACK = 1024
+LOOP_SLACK = 1.05  # instructions; shuffles and barriers have none
+
+
+def faults(built: Built) -> list[str]:
+    """What no kernel may have, whatever is recorded."""
+    found = []
+    if built.stack or built.local:
+        found.append(
+            f"{built.name}: spills ({built.stack} bytes of stack, {built.local} accesses), expected none"
+        )
+    if built.shared > MAX_SHARED:
+        found.append(f"{built.name}: {built.shared} bytes of shared memory, expected at most {MAX_SHARED}")
+    return found
+
+
+def regressions(built: Built, recorded: dict[str, int] | None) -> list[str]:
+    """What got worse than recorded by more than the slack."""
+    if recorded is None:
+        return [f"{built.name}: not recorded, run python -m tests.kernels.offline --update"]
+    found = []
+    for name, value in built.held.items():
+        limit = recorded[name] + {"registers": REGISTER_SLACK, "shared": SHARED_SLACK}.get(name, 0)
+        if name == "instructions":
+            limit = int(recorded[name] * LOOP_SLACK)
+        if value > limit:
+            found.append(f"{built.name}: {value} {name}, recorded {recorded[name]}, expected at most {limit}")
+    return found
+
+
+def load_bounds() -> dict[str, dict[str, int]] | None:
+    """By name of a built kernel; None where they were recorded with another Triton."""
+    stored = json.loads(BOUNDS.read_text()) if BOUNDS.exists() else {}
+    if stored.get("triton") != triton.__version__:
+        return None
+    return {name: dict(zip(stored["columns"], row, strict=True)) for name, row in stored["rows"].items()}
+
+
+def store_bounds(builts: Sequence[Built]) -> None:
+    rows = {built.name: list(built.held.values()) for built in builts}
+    lines = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(rows.items())]
+    head = (
+        f'{{"triton": "{triton.__version__}",\n "columns": {json.dumps(list(builts[0].held))},\n "rows": {{\n'
+    )
+    BOUNDS.write_text(head + ",\n".join(lines) + "\n}}\n")
+
+
+def table(builts: Sequence[Built]) -> Iterator[str]:
+    yield (
+        f"{'kernel and case':70} {'regs':>4} {'stack':>5} {'shared':>6} {'warps':>5}  "
+        "main loops: instructions (per element), shuffles, barriers"
+    )
+    for built in sorted(builts, key=lambda built: built.name):
+        loops = []
+        for loop in built.loops:
+            moved = max(loop.loaded_bytes, loop.stored_bytes) // built.itemsize
+            each = f" ({loop.instructions / moved:.1f})" if moved else ""
+            loops.append(f"{loop.instructions}{each} {loop.shuffles} {loop.barriers}")
+        yield (
+            f"{built.name:70} {built.registers:4} {built.stack:5} {built.shared:6} {built.warps:5}  "
+            f"{' | '.join(loops)}"
+        )
+
+
+def build_all(launches: Sequence[Launch], jobs: int) -> list[Built]:
+    """In `jobs` processes, a capability after the other."""
+    context = multiprocessing.get_context("spawn")
+    ordered = sorted(launches, key=lambda launch: (launch.capability, launch.kernel))
+    with context.Pool(jobs) as pool:
+        return pool.map(build, ordered, chunksize=4)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.kernels.offline")
+    parser.add_argument("--update", action="store_true", help="record what was built as the bounds")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--only", default="", help="launches whose name holds this")
+    parser.add_argument("--list", action="store_true", help="names of the launches, nothing compiled")
+    parsed = parser.parse_args(arguments)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        print("error: TRITON_INTERPRET=1 is set, expected a process without it", file=sys.stderr)
+        return 2
+    from tests.kernels import offline_cases
+
+    launches = launches_of(offline_cases.cases)
+    unreached = shipped_kernels(offline_cases.MODULES) - {launch.kernel for launch in launches}
+    wrong = [f"{name}: no case launches it" for name in sorted(unreached)]
+    chosen = [launch for launch in launches if parsed.only in launch.name]
+    if parsed.list:
+        print("\n".join(sorted(launch.name for launch in chosen)), len(chosen), sep="\n")
+        return 0
+    builts = build_all(chosen, parsed.jobs)
+    print("\n".join(table(builts)))
+    wrong += [fault for built in builts for fault in faults(built)]
+    if parsed.update:
+        store_bounds(builts)
+    bounds = load_bounds()
+    if bounds is None:
+        print(
+            f"no bounds recorded with Triton {triton.__version__}: only spills and shared memory are judged"
+        )
+    else:
+        wrong += [fault for built in builts for fault in regressions(built, bounds.get(built.name))]
+    print(
+        "\n".join(wrong) or f"{len(builts)} kernels for sm_{', sm_'.join(map(str, CAPABILITIES))}: all hold"
+    )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,168 @@
+"""What our Triton launchers launch: noted down, not made (see offline.py).
+
+A launch is kept by name and value, tensors by dtype and alignment, so that another process can compile it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from triton.runtime.jit import JITFunction
+
+CAPABILITIES = (80, 90, 100)
+THOROUGH = 90  # the capability for which every case is compiled; for the others those that say so
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """A tensor argument: its dtype's name and whether it starts at 16 bytes."""
+
+    dtype: str
+    aligned: bool
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch by name and value, to be made again in another process.
+
+    Attributes:
+        kernel: "module:name".
+        case: the call that first made it.
+        arguments, options: positional and keyword arguments, tensors as Pointer.
+    """
+
+    kernel: str
+    case: str
+    arguments: tuple
+    options: tuple[tuple[str, Any], ...]
+    capability: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel.partition(':')[2]} {self.case} sm_{self.capability}"
+
+
+def noted(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        offset = value.storage_offset() * value.element_size()
+        return Pointer(str(value.dtype).removeprefix("torch."), offset % 16 == 0)
+    if isinstance(value, tuple | list):
+        return tuple(map(noted, value))
+    return value
+
+
+def variant(launch: Launch, kernel: JITFunction) -> tuple:
+    """Equal for launches that Triton compiles alike: of an integer that is no constexpr the class counts."""
+    constant = {p.name for p in kernel.params if p.is_constexpr or p.do_not_specialize}
+    values = dict(zip(kernel.arg_names, launch.arguments, strict=False)) | dict(launch.options)
+
+    def classed(value: Any) -> Any:
+        if isinstance(value, bool) or value is None or isinstance(value, Pointer | str):
+            return value
+        if isinstance(value, int):
+            return ("int", value == 1, value % 16 == 0, abs(value) >= 2**31)
+        if isinstance(value, tuple):
+            return tuple(map(classed, value))
+        return type(value).__name__
+
+    options = {name: value for name, value in values.items() if name not in kernel.arg_names}
+    exact = {name: repr(value) for name, value in values.items() if name in constant} | options
+    loose = {name: classed(value) for name, value in values.items() if name not in exact}
+    return launch.kernel, launch.capability, repr(sorted(exact.items())), repr(sorted(loose.items()))
+
+
+@contextmanager
+def noting(launches: list[Launch], case: list[str], capability: int) -> Iterator[None]:
+    """Inside, kernels note their launches, and the CUDA device asked about is one of this capability."""
+
+    def run(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        name = f"{self.fn.__module__}:{self.fn.__name__}"
+        kept = tuple(sorted((key, noted(value)) for key, value in options.items()))
+        launches.append(Launch(name, case[0], noted(arguments), kept, capability))
+
+    properties = SimpleNamespace(
+        multi_processor_count=132, major=capability // 10, minor=capability % 10, L2_cache_size=50 << 20
+    )
+    with (
+        mock.patch.object(JITFunction, "run", run),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda *_: properties),
+        mock.patch.object(torch.cuda, "get_device_capability", lambda *_: divmod(capability, 10)),
+        mock.patch.object(torch.cuda, "_exchange_device", lambda index: index),
+        mock.patch.object(torch.cuda, "_maybe_exchange_device", lambda index: index),
+        mock.patch.object(torch.cuda, "current_device", lambda: 0),
+    ):
+        yield
+
+
+def launches_of(cases: Callable[[], Iterator[tuple[str, Callable[[], Any], bool]]]) -> list[Launch]:
+    """The distinct launches that the cases make, for each capability."""
+    distinct: dict[tuple, Launch] = {}
+    for capability in CAPABILITIES:
+        made: list[Launch] = []
+        current = [""]
+        with noting(made, current, capability), torch.no_grad():
+            for label, call, everywhere in cases():
+                if everywhere or capability == THOROUGH:
+                    current[0] = label
+                    call()
+        for launch in made:
+            distinct.setdefault(variant(launch, kernel_of(launch)), launch)
+    return _named_apart(list(distinct.values()))
+
+
+def _named_apart(launches: list[Launch]) -> list[Launch]:
+    """A case's second launch of a kernel is "case #2"."""
+    met: Counter[str] = Counter()
+    apart = []
+    for launch in launches:
+        met[launch.name] += 1
+        number = met[launch.name]
+        apart.append(launch if number == 1 else replace(launch, case=f"{launch.case} #{number}"))
+    return apart
+
+
+def kernel_of(launch: Launch) -> JITFunction:
+    module, _, name = launch.kernel.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def shipped_kernels(modules: Sequence[str]) -> set[str]:
+    """ "module:name" of every kernel (not the functions that kernels call) of these modules."""
+    found = set()
+    for module in modules:
+        for name, value in vars(importlib.import_module(module)).items():
+            if isinstance(value, JITFunction) and name.endswith("_kernel") and value.fn.__module__ == module:
+                found.add(f"{module}:{name}")
+    return found
+
+
+def _new_pairs(row: dict[str, Any], name: str, value: Any, open_pairs: set[tuple]) -> int:
+    pairs = [(other, row[other], name, value) for other in row]
+    return sum(pair in open_pairs or (*pair[2:], *pair[:2]) in open_pairs for pair in pairs)
+
+
+def pairwise(factors: dict[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Few combinations in which every two values of two factors meet (greedy, always the same)."""
+    names = list(factors)
+    open_pairs = {
+        (a, x, b, y) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]
+    }
+    rows = []
+    while open_pairs:
+        a, x, b, y = min(open_pairs, key=repr)
+        row = {a: x, b: y}
+        for name in (name for name in names if name not in row):
+            gains = [_new_pairs(row, name, value, open_pairs) for value in factors[name]]
+            row[name] = factors[name][gains.index(max(gains))]
+        rows.append({name: row[name] for name in names})
+        open_pairs -= {(a, row[a], b, row[b]) for a, b in itertools.combinations(names, 2)}
+    return rows

@@ -1,0 +1,77 @@
+"""The products of a linear head: against float64, in every dtype, widened in pieces, summed or not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from smopd.kernels import linear_gemm
+from smopd.kernels.linear_job import row_blocks, steps
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+ROUNDING = {torch.float64: 1e-14, torch.float32: 5e-7, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+@pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def dtype(request, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    monkeypatch.setattr(linear_gemm, "PIECE_BYTES", 1)  # pieces of 64 rows
+    return request.param
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    gen = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=gen, dtype=torch.float64).to(dtype)
+
+
+def check(got: torch.Tensor, want: torch.Tensor, terms: int) -> None:
+    bound = ROUNDING[got.dtype] * want.abs() + 1e-6 * terms
+    assert bool(((got.double() - want).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_logits(dtype: torch.dtype, bias: bool) -> None:
+    hidden, weight = matrix(5, 24, dtype, 0), matrix(151, 24, dtype, 1)
+    bias_V = matrix(1, 151, dtype, 2)[0] if bias else None
+    buffer = linear_gemm.logits_buffer(9, 151, hidden)
+    assert buffer.shape == (9, 151) and buffer.stride(0) * buffer.element_size() % 128 == 0
+    buffer.fill_(torch.nan)
+    linear_gemm.logits_into(buffer[:5], hidden, weight, bias_V)
+    want = hidden.double() @ weight.double().T
+    check(buffer[:5], want if bias_V is None else want + bias_V.double(), 24)
+    assert buffer[5:].isnan().all()
+
+
+@pytest.mark.parametrize("start", [None, 3.0], ids=["written", "added"])
+@pytest.mark.parametrize("wide", [False, True], ids=["", "wide"])
+def test_gradients(dtype: torch.dtype, wide: bool, start: float | None) -> None:
+    dlogits = linear_gemm.logits_buffer(5, 151, matrix(1, 1, dtype, 0))
+    dlogits.copy_(matrix(5, 151, dtype, 3))
+    hidden, weight = matrix(5, 24, dtype, 0), matrix(151, 24, dtype, 1)
+    if start is not None and not wide and dtype in (torch.bfloat16, torch.float16):
+        pytest.skip("nothing is summed in half precision")
+    out_dtype = torch.promote_types(dtype, torch.float32) if wide else dtype
+    fill = torch.nan if start is None else start
+    dhidden = torch.full((5, 24), fill, dtype=out_dtype)
+    dweight = torch.full((151, 24), fill, dtype=out_dtype)
+    accumulate = start is not None
+    linear_gemm.hidden_gradient_into(dhidden, dlogits, weight, accumulate=accumulate)
+    linear_gemm.weight_gradient_into(dweight, dlogits, hidden, accumulate=accumulate)
+    check(dhidden, dlogits.double() @ weight.double() + (start or 0.0), 151)
+    check(dweight, dlogits.double().T @ hidden.double() + (start or 0.0), 5)
+
+
+@pytest.mark.parametrize("n_items", [0, 1, 15, 16, 100, 1000])
+@pytest.mark.parametrize("most", [0, 1, 7, 16, 40, 5000])
+def test_blocks_are_balanced_and_fit(n_items: int, most: int) -> None:
+    blocks = list(steps(n_items, most, 16))
+    assert [start for start, _ in blocks] == [0, *(stop for _, stop in blocks[:-1])][: len(blocks)]
+    sizes = [stop - start for start, stop in blocks]
+    assert sum(sizes) == n_items and max(sizes, default=0) <= max(most, 1)
+    assert len(blocks) == -(-n_items // max(most, 1))  # no more than are needed
+    assert min(sizes, default=0) >= max(sizes, default=0) // 2
+
+
+def test_ranks_with_uneven_shards_cut_the_rows_alike() -> None:
+    hidden = torch.zeros(100, 4)
+    cuts = [row_blocks(100, hidden, n_vocab, 40 * 128 * 4, widest=128)[0] for n_vocab in (128, 1, 60)]
+    assert cuts[0] == cuts[1] == cuts[2] and len(cuts[0]) == 3

@@ -1,0 +1,651 @@
+"""The Triton row kernel against the reference in float64: every term, every gradient, hostile rows.
+
+On a GPU natively, with larger shapes under -m gpu; elsewhere in Triton's interpreter, which truncates where
+it stores bf16 (one ulp of the rule is used up by that).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from smopd.kernels import reference, reference_loss, triton_loss
+from smopd.kernels.types import (
+    CLIP_DUAL,
+    CLIP_HIGH,
+    CLIP_LOG_RATIO,
+    CLIP_LOW,
+    CLIP_REVERSE_HIGH,
+    CLIP_REVERSE_LOW,
+    Candidates,
+    LossSettings,
+    LossTokens,
+    SparseTarget,
+    TokenTerms,
+    loss_target,
+)
+from tests.kernels.offline_launches import pairwise
+
+if not torch.cuda.is_available() and triton_loss._NATIVE:
+    pytest.skip("no GPU, and TRITON_INTERPRET was not set when Triton was imported", allow_module_level=True)
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SMALL = ["1x7", "5x1271", "2x5000"]
+LARGE = [pytest.param(name, marks=pytest.mark.gpu) for name in ("41x1271", "512x151936", "64x152064")]
+TERM_TOLERANCE = 2e-5
+CANCELLATION = 2.0**-20  # of what cancels in a gradient, by KERNELS.md's rule
+FP32_ULPS = 8
+FACTORS: dict[str, Any] = {
+    "shape": ("5x1271", "1x7", "2x5000"),
+    "dtype": ("bf16", "fp16", "fp32"),
+    "target": ("none", "sparse", "repeats", "pooled", "merged", "mixture first"),
+    "tail": (False, True),
+    "entropy": (False, True),
+    "temperatures": ((1.0, 1.0), (0.7, 0.7), (0.7, 1.3)),
+    "dual": (False, True),
+    "reverse": (None, "paper", "ppo"),
+    "old": (False, True),
+    "gradient": ("own", "in place", "none"),
+    "rows": ("dense", "aligned", "odd"),
+    "blocks": ("as shipped", "streamed"),
+    "ids": (torch.int32, torch.int64),
+}
+PAIRS = pairwise(FACTORS)
+
+
+@dataclass
+class Case:
+    """Arguments of loss_rows, columns in fp32 on the device."""
+
+    logits: Tensor
+    tokens: LossTokens
+    settings: LossSettings
+
+
+def strided(rows: Tensor, kind: str) -> Tensor:
+    """The same rows, with a gap behind each: of 16 bytes' multiples, or not."""
+    n_rows, n_vocab = rows.shape
+    gap = {"dense": 0, "aligned": -n_vocab % 16 + 16, "odd": (n_vocab + 1) % 2 + 2}[kind]
+    buffer = rows.new_full((n_rows, n_vocab + gap), math.nan)
+    buffer[:, :n_vocab] = rows
+    return buffer[:, :n_vocab]
+
+
+def teachers(
+    n_rows: int, n_vocab: int, n_teachers: int, n_support: int, ids: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(N, M, S) ids and log-probabilities; some slots are empty and hold an id out of range."""
+    logits = 2 * torch.randn(n_rows, n_teachers, min(n_vocab, 3000))
+    if n_teachers > 1:
+        logits[:, 1] = 0.7 * logits[:, 0] + 0.7 * logits[:, 1]  # so that ids come twice
+    logps, at = logits.log_softmax(-1).topk(n_support, dim=-1)
+    spread = max(1, n_vocab // logits.shape[-1])
+    at = at * spread + n_vocab - 1 - (logits.shape[-1] - 1) * spread  # up to the row's last element
+    empty = torch.rand(logps.shape) < 0.1
+    return at.masked_fill(empty, 2**31 - 1).to(ids), logps.masked_fill(empty, -math.inf)
+
+
+def make(
+    shape: str = "5x1271",
+    dtype: str = "bf16",
+    target: str = "pooled",
+    tail: bool = False,
+    entropy: bool = False,
+    temperatures: tuple[float, float] = (1.0, 1.0),
+    dual: bool = False,
+    reverse: str | None = None,
+    old: bool = True,
+    rows: str = "dense",
+    ids: torch.dtype = torch.int32,
+    kappa: int = 16,
+    n_teachers: int = 2,
+    seed: int = 0,
+    **_: Any,
+) -> Case:
+    torch.manual_seed(seed)
+    n_rows, n_vocab = map(int, shape.split("x"))
+    temperature, kl_temperature = temperatures
+    logits = (3 * torch.randn(n_rows, n_vocab)).to(DTYPES[dtype])
+    n_support = min(kappa, n_vocab)
+    if target == "mixture first":
+        n_teachers, n_support = 9, min(n_vocab, 17)
+    logq = (logits.double() / temperature).log_softmax(-1)
+    token_ids = torch.randint(0, n_vocab, (n_rows,))
+    columns: dict[str, Any] = {
+        "adv_N": torch.randn(n_rows),
+        "pg_weight_N": torch.rand(n_rows),
+        "kl_weight_N": torch.rand(n_rows),
+        "ent_weight_N": torch.rand(n_rows),
+    }
+    if n_rows > 3:
+        for name in ("pg_weight_N", "kl_weight_N", "ent_weight_N"):
+            columns[name][3] = 0.0
+        columns["kl_weight_N"][1] = 0.0
+    if target in ("pooled", "merged", "mixture first"):
+        at, logps = teachers(n_rows, n_vocab, n_teachers, n_support, ids)
+        columns |= {"teacher_ids_NMS": at, "teacher_logps_NMS": logps}
+        columns["log_alpha"] = torch.rand(n_rows, n_teachers).add(0.1).log().log_softmax(-1)
+    elif target != "none":
+        at, logps = teachers(n_rows, n_vocab, 2 if target == "repeats" else 1, n_support, ids)
+        at, logps = at.flatten(1), (logps - math.log(at.shape[1])).flatten(1)
+        columns |= {"target_ids_NS": at, "target_logps_NS": logps}
+    if target != "none" and kappa > 0 and logps.flatten()[0] > -math.inf:
+        token_ids[0] = at.flatten()[0]
+    if old:
+        logp = logq.gather(-1, token_ids[:, None])[:, 0]
+        columns["old_logp_N"] = (logp + 0.4 * torch.randn(n_rows)).float()
+    if reverse is not None:
+        columns["reverse_adv_N"] = torch.randn(n_rows)
+    settings = LossSettings(
+        merge=target != "pooled",
+        tail=tail,
+        kappa=kappa,
+        entropy_coef=0.1 if entropy else 0.0,
+        temperature=temperature,
+        kl_temperature=kl_temperature,
+        opd_coef=0.7,
+        dual_clip=1.5 if dual else None,
+        reverse_kl_surrogate=reverse or "paper",
+    )
+    tokens = LossTokens(token_ids_N=token_ids.to(ids), **columns)
+    return Case(
+        strided(logits, rows).to(DEVICE) if rows == "dense" else strided(logits.to(DEVICE), rows),
+        cast(tokens, device=DEVICE),
+        settings,
+    )
+
+
+def cast(tokens: LossTokens, **to: Any) -> LossTokens:
+    columns = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
+    floating = {key: value for key, value in to.items() if key != "device"}
+
+    def moved(value: Tensor | None) -> Tensor | None:
+        if value is None:
+            return None
+        return value.to(device=to.get("device"), **(floating if value.is_floating_point() else {}))
+
+    return LossTokens(**{name: moved(value) for name, value in columns.items()})
+
+
+def truth(case: Case) -> tuple[TokenTerms, Tensor, Tensor]:
+    """Terms, gradient, and the size of what cancels in the gradient, all in float64."""
+    wide = case.logits.double()
+    grad = torch.empty_like(wide)
+    tokens, settings = cast(case.tokens, dtype=torch.float64), case.settings
+    terms = reference_loss.loss_rows(wide, tokens, settings, grad)
+    return terms, grad, cancelling(case)
+
+
+def kl_size(case_logits: Tensor, target: Any, weight_N: Tensor, tail: bool, temperature: float) -> Tensor:
+    """w (p_v + q_v) of KERNELS.md; off the support q_v is the element's share of the tail's teacher mass."""
+    p_NV = (case_logits.double() / temperature).softmax(-1)
+    ready = reference.target_of(target, torch.float64, tail=tail)
+    size_NV = p_NV.clone()
+    if tail:
+        off_NV = torch.where(ready.live_N[:, None], p_NV.scatter(-1, ready.ids_NS, 0.0), p_NV)
+        rest_N = (1.0 - ready.mass_N).clamp(min=0.0)
+        size_NV += (rest_N / off_NV.sum(-1))[:, None].nan_to_num(0.0, posinf=0.0) * off_NV
+    size_NV.scatter_add_(-1, ready.ids_NS, ready.q_NS)
+    return weight_N.double().abs()[:, None] / temperature * size_NV
+
+
+def cancelling(case: Case) -> Tensor:
+    """w (p_v + sum q_v + |c_pg|) of KERNELS.md, and the like for the entropy."""
+    tokens, settings = case.tokens, case.settings
+    wide = case.logits.double()
+    size = torch.zeros_like(wide)
+    target = loss_target(tokens, settings)
+    if target is not None and tokens.kl_weight_N is not None:
+        weight = settings.opd_coef * tokens.kl_weight_N
+        size += kl_size(wide, target, weight, settings.tail, settings.kl_temperature)
+    logq = (wide / settings.temperature).log_softmax(-1)
+    ratio = torch.ones_like(logq[:, 0])
+    if tokens.old_logp_N is not None:
+        logp = logq.gather(-1, tokens.token_ids_N.long()[:, None])[:, 0]
+        ratio = (logp - tokens.old_logp_N.double()).clamp(-20, 20).exp()
+    slope = (tokens.pg_weight_N * tokens.adv_N).double().abs()
+    if tokens.reverse_adv_N is not None:
+        slope = slope + (settings.opd_coef * tokens.kl_weight_N * tokens.reverse_adv_N).double().abs()
+    size += (slope * ratio)[:, None] / settings.temperature
+    if tokens.ent_weight_N is not None:
+        weight = settings.entropy_coef * tokens.ent_weight_N.double()[:, None] / settings.temperature
+        size += weight * logq.exp() * (1 + logq.clamp(min=-1e4).abs())
+    return size
+
+
+def ulp(value: Tensor, dtype: torch.dtype) -> Tensor:
+    info = torch.finfo(dtype)
+    size = value.abs().clamp(min=info.smallest_normal)
+    return torch.exp2(size.log2().floor()) * info.eps
+
+
+def check_gradient(got: Tensor, want: Tensor, size: Tensor) -> None:
+    ulps = FP32_ULPS if got.dtype == torch.float32 else 1
+    allowed = ulps * ulp(want, got.dtype) + CANCELLATION * size
+    worst = ((got.double() - want).abs() / allowed).max().item()
+    assert worst <= 1.0, f"a gradient is {worst:.2f} times as far off as allowed"
+
+
+def check_terms(got: TokenTerms, want: TokenTerms) -> None:
+    for field in fields(TokenTerms):
+        mine, exact = getattr(got, field.name), getattr(want, field.name)
+        torch.testing.assert_close(
+            mine.double(),
+            exact.double(),
+            rtol=TERM_TOLERANCE,
+            atol=TERM_TOLERANCE,
+            equal_nan=True,
+            msg=lambda message, name=field.name: f"{name}: {message}",
+        )
+
+
+def poisoned(logits: Tensor) -> Tensor:
+    return torch.empty_strided(logits.shape, logits.stride(), dtype=logits.dtype, device=logits.device).fill_(
+        math.nan
+    )
+
+
+def stream(monkeypatch: pytest.MonkeyPatch, held: int = 2) -> None:
+    """Blocks so small that a short row streams, and is partly held."""
+    small = triton_loss._Configuration(1, 8, held)
+    monkeypatch.setattr(triton_loss, "_configuration", lambda *_, **__: small)
+
+
+def run(case: Case, gradient: str = "own") -> tuple[TokenTerms, Tensor | None]:
+    if gradient == "none":
+        return triton_loss.loss_rows(case.logits, case.tokens, case.settings, None), None
+    logits = case.logits
+    if gradient == "in place":
+        logits = torch.empty_strided(logits.shape, logits.stride(), dtype=logits.dtype, device=logits.device)
+        logits.copy_(case.logits)
+    grad = logits if gradient == "in place" else poisoned(logits)
+    before = logits.clone()
+    terms = triton_loss.loss_rows(logits, case.tokens, case.settings, grad)
+    if gradient == "own":
+        torch.testing.assert_close(logits, before, rtol=0.0, atol=0.0, equal_nan=True)
+    return terms, grad
+
+
+def label(row: dict[str, Any]) -> str:
+    words = (f"{name}:{value}" if isinstance(value, bool) else str(value) for name, value in row.items())
+    return "-".join(words)
+
+
+@pytest.fixture(autouse=True)
+def _all_pairs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter pays for each operation: only a test that is about it compares slots in parts."""
+    if not triton_loss._NATIVE:
+        monkeypatch.setattr(triton_loss, "_PAIRS", 1 << 20)
+
+
+# ---- the loss ----
+
+
+@pytest.mark.parametrize("row", PAIRS, ids=label)
+def test_terms_and_gradient(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    if row["blocks"] == "streamed":
+        stream(monkeypatch)
+    case = make(**row)
+    want, want_grad, size = truth(case)
+    got, grad = run(case, row["gradient"])
+    check_terms(got, want)
+    if grad is not None:
+        check_gradient(grad, want_grad, size)
+
+
+@pytest.mark.parametrize("tail", [False, True], ids=["paper", "tail"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [*SMALL, *LARGE])
+def test_shapes_and_dtypes(shape: str, dtype: str, tail: bool) -> None:
+    case = make(shape, dtype, target="merged" if tail else "pooled", tail=tail, entropy=True)
+    want, want_grad, size = truth(case)
+    terms, grad = run(case, "in place")
+    check_terms(terms, want)
+    check_gradient(grad, want_grad, size)
+    own_terms, own_grad = run(case, "own")
+    assert torch.equal(grad, own_grad)
+    no_grad_terms, _ = run(case, "none")
+    for field in fields(TokenTerms):
+        assert torch.equal(getattr(terms, field.name), getattr(own_terms, field.name))
+        assert torch.equal(getattr(terms, field.name), getattr(no_grad_terms, field.name))
+
+
+def test_a_whole_vocabulary_as_shipped() -> None:
+    case = make("4x151936", "bf16", target="merged", tail=True)
+    want, want_grad, size = truth(case)
+    terms, grad = run(case, "in place")
+    check_terms(terms, want)
+    check_gradient(grad, want_grad, size)
+
+
+@pytest.mark.parametrize("kappa", [0, 1, 3, 64, 128])
+@pytest.mark.parametrize("target", ["sparse", "repeats", "pooled", "merged"])
+def test_kappa(target: str, kappa: int) -> None:
+    case = make("2x1271", "fp32", target=target, kappa=kappa, tail=True)
+    want, want_grad, size = truth(case)
+    terms, grad = run(case)
+    check_terms(terms, want)
+    check_gradient(grad, want_grad, size)
+
+
+@pytest.mark.parametrize("target", ["repeats", "pooled", "merged"])
+def test_slots_compared_in_parts(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make("2x1271", "fp32", target=target, tail=True)
+    whole, whole_grad = run(case)
+    monkeypatch.setattr(triton_loss, "_PAIRS", 1)
+    terms, grad = run(case)
+    torch.testing.assert_close(grad, whole_grad, rtol=1e-6, atol=1e-9)
+    for name in ("kl_N", "teacher_mass_N", "student_mass_N"):
+        torch.testing.assert_close(getattr(terms, name), getattr(whole, name), rtol=1e-6, atol=1e-6)
+
+
+def test_more_blocks_than_an_int32_has_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream(monkeypatch)
+    case = make("1x15003", "fp32", target="sparse", tail=True)
+    ids = torch.arange(16, dtype=torch.int32, device=DEVICE)[None] * 1000 + 2
+    case.tokens = replace(case.tokens, target_ids_NS=ids)
+    want, want_grad, size = truth(case)
+    terms, grad = run(case)
+    check_terms(terms, want)
+    check_gradient(grad, want_grad, size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_vocabulary_has_a_configuration(dtype: str) -> None:
+    for n_vocab in (1, 7, 513, 2048, 2049, 8192, 16_384, 50_257, 151_936, 262_144, 1_000_003, 2**21):
+        for aligned in (False, True):
+            shape = triton_loss._configuration(n_vocab, DTYPES[dtype], aligned=aligned)
+            blocks = -(-n_vocab // (shape.warps * 32 * shape.elements))
+            assert blocks <= 64 and shape.held >= 2 and shape.elements <= 64
+
+
+def test_support_that_fills_segments_and_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adjacent ids: a lane leaves out one segment for several of them; and whole blocks have no rest."""
+    stream(monkeypatch)
+    case = make("2x700", "fp32", target="sparse", kappa=128, tail=True, temperatures=(0.7, 1.0), entropy=True)
+    ids = torch.arange(128, dtype=torch.int32, device=DEVICE).repeat(2, 1)
+    ids[1] += 512
+    case.tokens = replace(case.tokens, target_ids_NS=ids)
+    want, want_grad, size = truth(case)
+    terms, grad = run(case)
+    check_terms(terms, want)
+    check_gradient(grad, want_grad, size)
+
+
+def test_support_of_the_whole_vocabulary() -> None:
+    """There is nothing off the support: the tail bucket is empty on the student's side."""
+    case = make("2x7", "fp32", target="sparse", kappa=7, tail=True)
+    ids = torch.arange(7, dtype=torch.int32, device=DEVICE).repeat(2, 1)
+    logps = torch.randn(2, 7, device=DEVICE).log_softmax(-1)
+    case.tokens = replace(case.tokens, target_ids_NS=ids, target_logps_NS=logps)
+    want, want_grad, size = truth(case)
+    terms, grad = run(case)
+    check_terms(terms, want)
+    check_gradient(grad, want_grad, size)
+    short = replace(case.tokens, target_logps_NS=logps - 0.5)
+    terms, _ = run(replace(case, tokens=short))
+    assert bool((terms.kl_N == math.inf).all())  # teacher mass where the student has none
+
+
+def test_the_tail_is_not_a_difference() -> None:
+    """The student's mass off the support is 1e-12 of the row and still right to fp32's precision."""
+    case = make("3x1271", "fp32", target="sparse", tail=True, kappa=16)
+    at = torch.arange(16, device=DEVICE, dtype=torch.int32).repeat(3, 1) * 5
+    logits = case.logits.clone().scatter_add_(-1, at.long(), torch.full((3, 16), 34.0, device=DEVICE))
+    case = Case(logits, replace(case.tokens, target_ids_NS=at), case.settings)
+    case.tokens = replace(case.tokens, target_logps_NS=torch.full((3, 16), math.log(0.05), device=DEVICE))
+    want, want_grad, size = truth(case)
+    terms, grad = run(case)
+    assert bool((1.0 - want.student_mass_N < 1e-11).all())
+    check_terms(terms, want)
+    off, want_off = (g.double().scatter(-1, at.long(), 0.0).abs().sum(-1) for g in (grad, want_grad))
+    torch.testing.assert_close(off, want_off, rtol=1e-5, atol=0.0)
+    check_gradient(grad, want_grad, size)
+
+
+@pytest.mark.parametrize("shape", ["5x1271", pytest.param("64x151936", marks=pytest.mark.gpu)])
+def test_repeated_runs_and_rows_alone_are_bitwise_equal(shape: str) -> None:
+    case = make(shape, "bf16", target="merged", tail=True, entropy=True, temperatures=(0.7, 1.0))
+    terms, grad = run(case)
+    again, grad_again = run(case)
+    assert torch.equal(grad, grad_again) and torch.equal(terms.kl_N, again.kl_N)
+    alone = Case(case.logits[2:3], case.tokens.rows(2, 3), case.settings)
+    row_terms, row_grad = run(alone)
+    assert torch.equal(row_grad[0], grad[2])
+    for field in fields(TokenTerms):
+        assert torch.equal(getattr(row_terms, field.name)[0], getattr(terms, field.name)[2])
+
+
+def test_no_rows() -> None:
+    case = make("5x1271")
+    terms = triton_loss.loss_rows(case.logits[:0], case.tokens.rows(0, 0), case.settings, case.logits[:0])
+    assert terms.kl_N.shape == (0,) and terms.clipped_N.dtype == torch.int8
+
+
+def test_log_alpha_of_every_shape() -> None:
+    case = make("3x1271", "fp32", target="pooled", tail=True)
+    by_token = torch.tensor([[0.4], [0.5], [0.2]])
+    for log_alpha in (torch.tensor([0.3, 0.7]).log(), by_token.log(), torch.zeros(1)):
+        tokens = replace(case.tokens, log_alpha=log_alpha.to(DEVICE))
+        got, _ = run(replace(case, tokens=tokens), "none")
+        check_terms(got, truth(replace(case, tokens=tokens))[0])
+
+
+def test_a_teacher_that_is_off_adds_nothing() -> None:
+    case = make("3x1271", "fp32", target="merged", tail=True)
+    log_alpha = torch.tensor([0.0, -math.inf], device=DEVICE)
+    got, grad = run(replace(case, tokens=replace(case.tokens, log_alpha=log_alpha)))
+    one = replace(
+        case.tokens,
+        teacher_ids_NMS=case.tokens.teacher_ids_NMS[:, :1],
+        teacher_logps_NMS=case.tokens.teacher_logps_NMS[:, :1],
+        log_alpha=log_alpha[:1],
+    )
+    want, want_grad = run(replace(case, tokens=one))
+    torch.testing.assert_close(got.kl_N, want.kl_N)
+    torch.testing.assert_close(grad, want_grad)
+
+
+def test_too_large_a_target_is_refused() -> None:
+    case = make("2x1271", target="sparse", kappa=triton_loss.MAX_SUPPORT + 1)
+    with pytest.raises(ValueError, match="entries, expected at most"):
+        run(case)
+    assert triton_loss.unserved("loss_rows", case.logits, n_support=triton_loss.MAX_SUPPORT) is None
+    assert "expected at most" in triton_loss.unserved("loss_rows", case.logits, n_pooled=2**20)
+
+
+# ---- the policy's terms ----
+
+
+@pytest.mark.parametrize("surrogate", ["paper", "ppo"])
+@pytest.mark.parametrize(
+    ("log_ratio", "adv", "bits"),
+    [
+        (0.0, 1.0, 0),
+        (0.5, 1.0, CLIP_HIGH),
+        (0.3, -1.0, 0),
+        (-0.5, -1.0, CLIP_LOW),
+        (1.5, -1.0, CLIP_DUAL),
+        (25.0, 1.0, CLIP_HIGH | CLIP_LOG_RATIO),
+        (-25.0, 1.0, CLIP_LOG_RATIO),
+    ],
+)
+def test_clip_bits(log_ratio: float, adv: float, bits: int, surrogate: str) -> None:
+    case = make("2x1271", "fp32", target="none", dual=True, reverse=surrogate)
+    tokens, settings = case.tokens, case.settings
+    logq = (case.logits.double() / settings.temperature).log_softmax(-1)
+    logp = logq.gather(-1, tokens.token_ids_N.long()[:, None])[:, 0]
+    case.tokens = replace(
+        tokens,
+        adv_N=torch.full((2,), adv, device=DEVICE),
+        old_logp_N=(logp - log_ratio).float(),
+        reverse_adv_N=torch.tensor([1.0, -1.0], device=DEVICE),
+    )
+    want, want_grad, size = truth(case)
+    terms, grad = run(case)
+    assert torch.equal(terms.clipped_N, want.clipped_N)
+    reverse_bits = CLIP_REVERSE_LOW | CLIP_REVERSE_HIGH
+    assert [int(clipped) & ~reverse_bits for clipped in terms.clipped_N] == [bits, bits]
+    check_terms(terms, want)
+    check_gradient(grad, want_grad, size)
+
+
+# ---- hostile rows ----
+
+
+def compare_anything(case: Case) -> None:
+    """Terms and gradient as the reference has them, infinities and NaN at the same places."""
+    want, want_grad, size = truth(case)
+    terms, grad = run(case)
+    check_terms(terms, want)
+    assert torch.equal(grad.isnan(), want_grad.isnan())
+    fine = want_grad.isfinite()
+    check_gradient(grad[fine], want_grad[fine], size[fine].nan_to_num(0.0, posinf=0.0))
+
+
+@pytest.mark.parametrize("blocks", ["as shipped", "streamed"])
+@pytest.mark.parametrize("entropy", [False, True], ids=["flat", "entropy"])
+@pytest.mark.parametrize("tail", [False, True], ids=["paper", "tail"])
+def test_infinities_and_nan(tail: bool, entropy: bool, blocks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if blocks == "streamed":
+        stream(monkeypatch)
+    case = make("10x1271", "fp32", target="sparse", tail=tail, entropy=entropy)
+    logits, tokens = case.logits, case.tokens
+    columns = {name: torch.ones(10, device=DEVICE) for name in ("pg_weight_N", "kl_weight_N", "ent_weight_N")}
+    logps = tokens.target_logps_NS.clone()
+    support = tokens.target_ids_NS.long().where(logps > -math.inf, 0)
+    off = torch.ones_like(logits, dtype=torch.bool).scatter_(-1, support, False)
+    off.scatter_(-1, tokens.token_ids_N.long()[:, None], False)
+    logits[0] = -math.inf
+    logits[1, 700] = math.inf
+    logits[2, 300] = math.nan
+    logits[3].masked_fill_(off[3] & (torch.arange(1271, device=DEVICE) % 2 == 0), -math.inf)
+    logits[4].masked_fill_(off[4], -math.inf)  # nothing but support and token
+    logits[5, support[5, 2]] = -math.inf  # where the teacher has mass
+    logps[6] = -math.inf  # no target at all
+    logits[7] *= 1e3
+    logits[8].masked_fill_(off[8], torch.finfo(torch.float32).min)
+    logits[9, 40:] = -math.inf  # whole blocks
+    case.tokens = replace(tokens, target_logps_NS=logps, **columns)
+    case.tokens = replace(case.tokens, old_logp_N=None)
+    compare_anything(case)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_tokens_that_count_nowhere_are_zero_whatever_their_logits(bad: float) -> None:
+    case = make("4x1271", "bf16", target="merged", tail=True, entropy=True)
+    zero = torch.zeros(4, device=DEVICE)
+    idle = torch.tensor([False, True, False, True], device=DEVICE)
+    columns = {
+        name: torch.where(idle, zero, 0.5 + getattr(case.tokens, name).abs())
+        for name in ("pg_weight_N", "kl_weight_N", "ent_weight_N")
+    }
+    case.tokens = replace(case.tokens, **columns)
+    want, want_grad = run(case)
+    case.logits[idle] = bad
+    terms, grad = run(case)
+    assert torch.equal(grad, want_grad) and not bool(grad[idle].any())
+    for field in fields(TokenTerms):
+        column = getattr(terms, field.name)
+        assert torch.equal(column, getattr(want, field.name)) and not bool(column[idle].any())
+
+
+def test_tokens_that_only_are_observed_have_terms_and_no_gradient() -> None:
+    """kl_weight 1 with opd_coef 0: statistics, and exactly no gradient even where a logit is NaN."""
+    case = make("2x1271", "bf16", target="merged", tail=True)
+    zero, one = torch.zeros(2, device=DEVICE), torch.ones(2, device=DEVICE)
+    case.tokens = replace(case.tokens, pg_weight_N=zero, kl_weight_N=one, ent_weight_N=one)
+    case = replace(case, settings=replace(case.settings, opd_coef=0.0))
+    case.logits[1, 5] = math.nan
+    want, want_grad, _ = truth(case)
+    terms, grad = run(case)
+    check_terms(terms, want)
+    assert not bool(grad.any()) and not bool(want_grad.any()) and bool(terms.kl_N[1].isnan())
+
+
+# ---- forward KL with any upstream gradient ----
+
+
+@pytest.mark.parametrize("upstream", ["both", "logp", "kl"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("target", ["repeats", "pooled", "merged"])
+@pytest.mark.parametrize("tail", [False, True], ids=["paper", "tail"])
+def test_forward_kl(tail: bool, target: str, dtype: str, upstream: str) -> None:
+    case = make("3x1271", dtype, target=target, tail=tail)
+    tokens = case.tokens
+    if target == "repeats":
+        given: Any = SparseTarget(tokens.target_ids_NS, tokens.target_logps_NS)
+    else:
+        teachers = (tokens.teacher_ids_NMS, tokens.teacher_logps_NMS, tokens.log_alpha)
+        given = Candidates(*teachers, 16, target == "merged")
+    options = {"tail": tail, "temperature": 0.8}
+    arguments = (tokens.token_ids_N, given)
+    wide = case.logits.double()
+    for got, want in zip(
+        triton_loss.forward_kl_rows(case.logits, *arguments, **options),
+        reference.forward_kl_rows(wide, *arguments, **options),
+        strict=True,
+    ):
+        torch.testing.assert_close(got.double(), want, rtol=TERM_TOLERANCE, atol=TERM_TOLERANCE)
+    dlogp = None if upstream == "kl" else torch.randn(3, device=DEVICE).to(DTYPES[dtype])
+    dkl = None if upstream == "logp" else torch.randn(3, device=DEVICE)
+    got = triton_loss.forward_kl_gradient(case.logits, *arguments, **options, dlogp_N=dlogp, dkl_N=dkl)
+    wide_upstream = {
+        "dlogp_N": None if dlogp is None else dlogp.double(),
+        "dkl_N": None if dkl is None else dkl.double(),
+    }
+    want = reference.forward_kl_gradient(wide, *arguments, **options, **wide_upstream)
+    size = torch.zeros_like(wide)
+    if dkl is not None:
+        size += kl_size(wide, given, dkl, tail, 0.8)
+    if dlogp is not None:
+        size += dlogp.double().abs()[:, None] / 0.8
+    check_gradient(got, want, size)
+
+
+# ---- on a GPU only ----
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_replays_the_loss() -> None:
+    case = make("64x151936", "bf16", target="merged", tail=True, entropy=True)
+    grad = torch.empty_like(case.logits)
+    triton_loss.loss_rows(case.logits, case.tokens, case.settings, grad)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        terms = triton_loss.loss_rows(case.logits, case.tokens, case.settings, grad)
+    case.logits.copy_(torch.randn_like(case.logits))
+    graph.replay()
+    want = poisoned(case.logits)
+    want_terms = triton_loss.loss_rows(case.logits, case.tokens, case.settings, want)
+    assert torch.equal(grad, want) and torch.equal(terms.kl_N, want_terms.kl_N)
+
+
+@pytest.mark.gpu
+def test_rows_beyond_32_bit_offsets() -> None:
+    n_rows = 16_384
+    small = make("4x151936", "bf16", target="merged", tail=True)
+    logits = small.logits.repeat(n_rows // 4, 1)
+    columns = {
+        field.name: getattr(small.tokens, field.name).repeat(
+            n_rows // 4, *[1] * (getattr(small.tokens, field.name).dim() - 1)
+        )
+        for field in fields(LossTokens)
+        if getattr(small.tokens, field.name) is not None
+    }
+    want, want_grad = run(small)
+    terms = triton_loss.loss_rows(logits, LossTokens(**columns), small.settings, logits)
+    assert torch.equal(logits[-4:], want_grad) and torch.equal(terms.kl_N[-4:], want.kl_N)
