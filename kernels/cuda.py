@@ -38,16 +38,19 @@ def unavailable() -> str | None:
     return None
 
 
-def unserved(op: str, tensor: Tensor, *, n_support: int = 0, **_: Any) -> str | None:
-    """Why the kernel cannot serve a call; None: it can."""
+def unserved(
+    op: str, tensor: Tensor, *, n_support: int = 0, n_vocab: int | None = None, **_: Any
+) -> str | None:
+    """Why the kernel cannot serve a call; None: it can. n_vocab: where the tensor is not the logits."""
+    n_vocab = tensor.shape[1] if n_vocab is None else n_vocab
     if op != "loss_rows":
         return "there is no cuda kernel for it"
     if tensor.device.type != "cuda":
         return f"the tensor is on {tensor.device}, expected a CUDA device"
     if tensor.dtype != torch.bfloat16:
         return f"the dtype is {tensor.dtype}, expected torch.bfloat16"
-    if tensor.shape[1] > MAX_VOCAB:
-        return f"V is {tensor.shape[1]}, expected at most {MAX_VOCAB}"
+    if n_vocab > MAX_VOCAB:
+        return f"V is {n_vocab}, expected at most {MAX_VOCAB}"
     if n_support > MAX_SUPPORT:
         return f"the target has {n_support} entries, expected at most {MAX_SUPPORT}"
     why_not = unavailable()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from smopd.kernels import dispatch
+from smopd.kernels import dispatch, reference_loss
 from smopd.kernels.operators_loss import flat_stats, loss_of_rows
 from smopd.kernels.types import LossSettings, LossStats, LossTokens
 
@@ -61,7 +61,8 @@ class _LossInPlace(torch.autograd.Function):
 
 def scale_(grad: Tensor, dloss: Tensor) -> None:
     """grad *= dloss, without touching grad where dloss is 1 and without a host synchronisation."""
-    dispatch.serving("scale_", grad)(grad, dloss)
+    on_cpu = grad.device.type == "cpu"
+    (reference_loss.scale_ if on_cpu else dispatch.serving("scale_", grad))(grad, dloss)
 
 
 def smopd_loss_inplace(

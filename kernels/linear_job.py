@@ -12,9 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from smopd.kernels.linear_gemm import logits_buffer, padded_width
-from smopd.kernels.linear_pieces import coefficients, idle
 from smopd.kernels.linear_shards import Shard
-from smopd.kernels.reference_loss import STATS_FIELDS, TERMS, counted, total_loss
+from smopd.kernels.reference_loss import STATS_FIELDS, TERMS, coefficients, counted, idle, total_loss
 from smopd.kernels.types import LossSettings, LossTokens, TokenTerms, compute_dtype
 
 CHUNK_BYTES, RECOMPUTE_BYTES = 1 << 30, 256 << 20  # on an accelerator; a prediction, not measured yet

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from smopd.kernels.linear_shards import Shard
 from smopd.kernels.linear_sums import Level, Plan, make_plan, over_shards, places_in, scan, widened
-from smopd.kernels.reference_loss import counted, reverse_weight
-from smopd.kernels.reference_policy import policy_terms, weighted
-from smopd.kernels.reference_rows import LOGP_FLOOR, TAIL_FLOOR, Rows, Target, row_chunks, rows_gradient
-from smopd.kernels.types import LossSettings, LossTokens, TokenTerms, loss_target
+from smopd.kernels.reference_loss import Pull, token_terms
+from smopd.kernels.reference_rows import LOGP_FLOOR, Rows, Target, row_chunks, rows_gradient, support_terms
+from smopd.kernels.types import LossSettings, LossTokens, TokenTerms
 
 
 @dataclass(frozen=True)
@@ -33,19 +32,6 @@ class Softmax:
     entropy_N: Tensor | None
     student_logps_NS: Tensor | None
     off_logp_N: Tensor | None
-
-
-@dataclass(frozen=True)
-class Pull:
-    """Upstream gradients of one softmax's log-probability, KL and entropy, (N,) each, or None."""
-
-    logp_N: Tensor | None
-    kl_N: Tensor | None
-    entropy_N: Tensor | None
-
-    def scaled(self, factor: Tensor) -> Pull:
-        parts = (self.logp_N, self.kl_N, self.entropy_N)
-        return Pull(*(None if part is None else part * factor.to(part.dtype) for part in parts))
 
 
 @dataclass(frozen=True)
@@ -96,34 +82,19 @@ def _softmax(plan: Plan, sums_CN: Tensor, index: int) -> Softmax:
 
 def finish(plan: Plan, sums_CN: Tensor) -> Merged:
     """sums_CN: over the whole vocabulary."""
-    tokens, settings, target = plan.tokens, plan.settings, plan.target
+    target = plan.target
     softmaxes = tuple(_softmax(plan, sums_CN, index) for index in range(len(plan.levels)))
     first, last = softmaxes[0], softmaxes[-1]
-    kl_N = student_mass_N = tail_q_N = None
+    kl_N = student_mass_N = tail_q_N = q_NS = mass_N = None
     if target is not None and last.student_logps_NS is not None:
-        gap_NS = target.logps_NS - last.student_logps_NS
-        kl_N = torch.where(target.q_NS > 0, target.q_NS * gap_NS, 0.0).sum(-1)
-        student_mass_N = torch.where(target.first_NS, last.student_logps_NS.exp(), 0.0).sum(-1)
-        if last.off_logp_N is not None:
-            tail_q_N = -torch.expm1(target.logps_NS.logsumexp(-1).clamp(max=0.0))
-            tail_q_N = torch.where(tail_q_N < TAIL_FLOOR, 0.0, tail_q_N)
-            kl_N = kl_N + torch.where(tail_q_N > 0, tail_q_N * (tail_q_N.log() - last.off_logp_N), 0.0)
-    surrogate_N, slope_N, reverse_N, reverse_slope_N, clipped_N = policy_terms(first.logp_N, tokens, settings)
-    uncounted_N = ~counted(tokens)
-
-    def column(value_N: Tensor | None) -> Tensor:
-        return torch.zeros_like(first.logp_N) if value_N is None else value_N.masked_fill(uncounted_N, 0)
-
-    mass_N = None if target is None else target.mass_N
-    columns = (first.logp_N, first.entropy_N, kl_N, mass_N, student_mass_N, clipped_N, surrogate_N, reverse_N)
-    pg_N, kl_coef_N, reverse_coef_N, ent_coef_N = coefs = coefficients(tokens, settings, plan.dtype)
-    dlogp_N = weighted(pg_N, slope_N) + weighted(reverse_coef_N, reverse_slope_N)
-    if len(softmaxes) == 1:
-        pulls: tuple[Pull, ...] = (Pull(dlogp_N, kl_coef_N, ent_coef_N),)
-    else:
-        pulls = (Pull(dlogp_N, None, ent_coef_N), Pull(None, kl_coef_N, None))
-    q_NS = None if target is None else _joined(target)
-    return Merged(TokenTerms(*map(column, columns)), softmaxes, pulls, tail_q_N, q_NS, idle(coefs))
+        kl_N, student_mass_N, tail_q_N = support_terms(target, last.student_logps_NS, last.off_logp_N)
+        mass_N, q_NS = target.mass_N, _joined(target)
+    statistics = (first.logp_N, first.entropy_N, kl_N, mass_N, student_mass_N)
+    terms, pull, idle_N = token_terms(plan.tokens, plan.settings, *statistics)
+    pulls: tuple[Pull, ...] = (pull,)
+    if len(softmaxes) == 2:
+        pulls = (replace(pull, kl_N=None), Pull(None, pull.kl_N, None))
+    return Merged(terms, softmaxes, pulls, tail_q_N, q_NS, idle_N)
 
 
 def _joined(target: Target) -> Tensor:
@@ -133,25 +104,6 @@ def _joined(target: Target) -> Tensor:
         same_NS = target.ids_NS == target.ids_NS[:, slot, None]
         q_NS += torch.where(same_NS & target.first_NS, target.q_NS[:, slot, None], 0.0)
     return q_NS
-
-
-def coefficients(tokens: LossTokens, settings: LossSettings, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-    """What multiplies surrogate, KL, reverse term and entropy in the loss; None where a term is off."""
-
-    def scaled(weight_N: Tensor | None, coef: float, there: bool = True) -> Tensor | None:
-        return None if weight_N is None or coef == 0.0 or not there else coef * weight_N.to(dtype)
-
-    return (
-        scaled(tokens.pg_weight_N, 1.0),
-        scaled(tokens.kl_weight_N, settings.opd_coef, loss_target(tokens, settings) is not None),
-        scaled(reverse_weight(tokens), settings.opd_coef, tokens.reverse_adv_N is not None),
-        scaled(tokens.ent_weight_N, -settings.entropy_coef),
-    )
-
-
-def idle(coefs: tuple[Tensor | None, ...]) -> Tensor:
-    """(N,) bool: the tokens whose gradient is 0 whatever their logits."""
-    return torch.stack([coef_N == 0 for coef_N in coefs if coef_N is not None]).all(0)
 
 
 def gradient_(plan: Plan, merged: Merged, tile_NP: Tensor, row: int, column: int) -> None:
@@ -226,7 +178,12 @@ def _tile_rows(
 
 def scaled_pulls(merged: Merged, factor: Tensor) -> Merged:
     """For an upstream gradient (0-dim) of the loss."""
-    return replace(merged, pulls=tuple(pull.scaled(factor) for pull in merged.pulls))
+
+    def scaled(part: Tensor | None) -> Tensor | None:
+        return None if part is None else part * factor.to(part.dtype)
+
+    pulls = (Pull(scaled(pull.logp_N), scaled(pull.kl_N), scaled(pull.entropy_N)) for pull in merged.pulls)
+    return replace(merged, pulls=tuple(pulls))
 
 
 def sharded_loss_rows(

@@ -11,7 +11,7 @@ Shapes: N tokens, V vocabulary, S support entries (kappa).
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -80,48 +80,70 @@ def _chunk(
             tail=settings.tail,
             gradient=gradient,
         )
-    surrogate_N, slope_N, reverse_N, reverse_slope_N, clipped_N = policy_terms(rows.logp_N, tokens, settings)
-    idle_N = ~counted(tokens)
-
-    def column(value_N: Tensor | None) -> Tensor:
-        return torch.zeros_like(rows.logp_N) if value_N is None else value_N.masked_fill(idle_N, 0)
-
-    terms = TokenTerms(
-        logp_N=column(rows.logp_N),
-        entropy_N=column(rows.entropy_N),
-        kl_N=column(kl_rows.kl_N),
-        teacher_mass_N=column(None if target is None else target.mass_N),
-        student_mass_N=column(kl_rows.student_mass_N),
-        clipped_N=column(clipped_N),
-        surrogate_N=column(surrogate_N),
-        reverse_N=column(reverse_N),
+    mass_N = None if target is None else target.mass_N
+    terms, pull, idle_N = token_terms(
+        tokens, settings, rows.logp_N, rows.entropy_N, kl_rows.kl_N, mass_N, kl_rows.student_mass_N
     )
     if not gradient:
         return terms, None
-
-    reverse_weight_N = None if tokens.reverse_adv_N is None else reverse_weight(tokens)
-    coefs_N = {
-        "pg": tokens.pg_weight_N.to(dtype),
-        "kl": _scaled(None if target is None else tokens.kl_weight_N, settings.opd_coef, dtype),
-        "reverse": _scaled(reverse_weight_N, settings.opd_coef, dtype),
-        "entropy": _scaled(tokens.ent_weight_N, -settings.entropy_coef, dtype),
-    }
-    dlogp_N = weighted(coefs_N["pg"], slope_N) + weighted(coefs_N["reverse"], reverse_slope_N)
     if same:
-        grad_NV = rows_gradient(rows, dlogp_N, coefs_N["kl"], coefs_N["entropy"])
+        grad_NV = rows_gradient(rows, pull.logp_N, pull.kl_N, pull.entropy_N)
     else:
-        grad_NV = rows_gradient(rows, dlogp_N, None, coefs_N["entropy"])
-        grad_NV += rows_gradient(kl_rows, None, coefs_N["kl"], None)
-    # A token that pulls nowhere has gradient 0 even where its logits are not finite.
-    idle_N = torch.stack([coef_N == 0 for coef_N in coefs_N.values() if coef_N is not None]).all(0)
+        grad_NV = rows_gradient(rows, pull.logp_N, None, pull.entropy_N)
+        grad_NV += rows_gradient(kl_rows, None, pull.kl_N, None)
     if grad_NV.device.type != "cpu" or bool(idle_N.any()):  # asking costs a synchronisation elsewhere
         grad_NV.masked_fill_(idle_N[:, None], 0.0)
     return terms, grad_NV
 
 
-def _scaled(weight_N: Tensor | None, coef: float, dtype: torch.dtype) -> Tensor | None:
-    """coef * weight, or None where the term is off altogether and costs nothing."""
-    return None if weight_N is None or coef == 0.0 else coef * weight_N.to(dtype)
+@dataclass(frozen=True)
+class Pull:
+    """The loss's gradients in a softmax's log-probability, KL and entropy, (N,) each, or None."""
+
+    logp_N: Tensor | None
+    kl_N: Tensor | None
+    entropy_N: Tensor | None
+
+
+def token_terms(
+    tokens: LossTokens,
+    settings: LossSettings,
+    logp_N: Tensor,
+    entropy_N: Tensor | None,
+    kl_N: Tensor | None,
+    teacher_mass_N: Tensor | None,
+    student_mass_N: Tensor | None,
+) -> tuple[TokenTerms, Pull, Tensor]:
+    """The tokens' terms from their rows' statistics, what pulls at the rows, and where nothing does."""
+    surrogate_N, slope_N, reverse_N, reverse_slope_N, clipped_N = policy_terms(logp_N, tokens, settings)
+    uncounted_N = ~counted(tokens)
+
+    def column(value_N: Tensor | None) -> Tensor:
+        return torch.zeros_like(logp_N) if value_N is None else value_N.masked_fill(uncounted_N, 0)
+
+    columns = (logp_N, entropy_N, kl_N, teacher_mass_N, student_mass_N, clipped_N, surrogate_N, reverse_N)
+    pg_N, kl_coef_N, reverse_coef_N, ent_coef_N = coefs = coefficients(tokens, settings, logp_N.dtype)
+    dlogp_N = weighted(pg_N, slope_N) + weighted(reverse_coef_N, reverse_slope_N)
+    return TokenTerms(*map(column, columns)), Pull(dlogp_N, kl_coef_N, ent_coef_N), idle(coefs)
+
+
+def coefficients(tokens: LossTokens, settings: LossSettings, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    """What multiplies surrogate, KL, reverse term and entropy in the loss; None where a term is off."""
+
+    def scaled(weight_N: Tensor | None, coef: float, there: bool = True) -> Tensor | None:
+        return None if weight_N is None or coef == 0.0 or not there else coef * weight_N.to(dtype)
+
+    return (
+        scaled(tokens.pg_weight_N, 1.0),
+        scaled(tokens.kl_weight_N, settings.opd_coef, loss_target(tokens, settings) is not None),
+        scaled(reverse_weight(tokens), settings.opd_coef, tokens.reverse_adv_N is not None),
+        scaled(tokens.ent_weight_N, -settings.entropy_coef),
+    )
+
+
+def idle(coefs: tuple[Tensor | None, ...]) -> Tensor:
+    """(N,) bool: the tokens whose gradient is 0 whatever their logits."""
+    return torch.stack([coef_N == 0 for coef_N in coefs if coef_N is not None]).all(0)
 
 
 def reverse_weight(tokens: LossTokens) -> Tensor | None:

@@ -145,21 +145,18 @@ def rows_forward(
     student_logps_NS = tail_q_N = kl_N = student_mass_N = off_mass_N = dense_NV = entropy_N = None
     if target is not None:
         student_logps_NS = logq_NV.gather(-1, target.ids_NS)
-        gap_NS = target.logps_NS - student_logps_NS
-        kl_N = torch.where(target.q_NS > 0, target.q_NS * gap_NS, 0.0).sum(-1)
-        student_mass_N = torch.where(target.first_NS, student_logps_NS.exp(), 0.0).sum(-1)
-    if target is not None and tail and student_logps_NS is not None and kl_N is not None:
-        tail_q_N = -torch.expm1(target.logps_NS.logsumexp(-1).clamp(max=0.0))
-        tail_q_N = torch.where(tail_q_N < TAIL_FLOOR, 0.0, tail_q_N)
+    off_logp_N = None
+    if target is not None and tail and student_logps_NS is not None:
         hole_NS = torch.where(target.live_N[:, None], -torch.inf, student_logps_NS)
         logq_NV.scatter_(-1, target.ids_NS, hole_NS)
         off_logp_N = logq_NV.logsumexp(-1)
         off_mass_N = off_logp_N.exp()
-        kl_N = kl_N + torch.where(tail_q_N > 0, tail_q_N * (tail_q_N.log() - off_logp_N), 0.0)
         if entropy or gradient:
             dense_NV = (logq_NV - torch.where(off_logp_N == -torch.inf, 0.0, off_logp_N)[:, None]).exp_()
     elif entropy or gradient:
         dense_NV = logq_NV.exp()
+    if target is not None and student_logps_NS is not None:
+        kl_N, student_mass_N, tail_q_N = support_terms(target, student_logps_NS, off_logp_N)
     if entropy and dense_NV is not None:
         logq_NV.clamp_(min=LOGP_FLOOR)
         product_NV = logq_NV * dense_NV if entropy_gradient else logq_NV.mul_(dense_NV)
@@ -181,6 +178,21 @@ def rows_forward(
         kl_N,
         student_mass_N,
     )
+
+
+def support_terms(
+    target: Target, student_logps_NS: Tensor, off_logp_N: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """KL, student's mass on the support and, given the log of its mass off it, the target's mass off it."""
+    gap_NS = target.logps_NS - student_logps_NS
+    kl_N = torch.where(target.q_NS > 0, target.q_NS * gap_NS, 0.0).sum(-1)
+    student_mass_N = torch.where(target.first_NS, student_logps_NS.exp(), 0.0).sum(-1)
+    if off_logp_N is None:
+        return kl_N, student_mass_N, None
+    tail_q_N = -torch.expm1(target.logps_NS.logsumexp(-1).clamp(max=0.0))
+    tail_q_N = torch.where(tail_q_N < TAIL_FLOOR, 0.0, tail_q_N)
+    kl_N = kl_N + torch.where(tail_q_N > 0, tail_q_N * (tail_q_N.log() - off_logp_N), 0.0)
+    return kl_N, student_mass_N, tail_q_N
 
 
 def rows_gradient(
