@@ -106,6 +106,7 @@ def _united(target: Candidates) -> Mixture:
     union = (target.ids_NMS, target.logps_NMS, target.log_alpha, target.kappa)
     if importlib.util.find_spec("triton") is not None:
         triton_mixture = importlib.import_module("smopd.kernels.triton_mixture")
-        if triton_mixture.mixture_unserved(target.ids_NMS, target.logps_NMS) is None:
+        n_pooled = target.ids_NMS.shape[1] * target.ids_NMS.shape[2]
+        if triton_mixture.unserved("teacher_mixture", target.logps_NMS, n_pooled=n_pooled) is None:
             return triton_mixture.teacher_mixture(*union, merge=target.merge)
     return reference.teacher_mixture(*union, merge=target.merge)

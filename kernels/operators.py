@@ -111,7 +111,9 @@ def forward_kl(
 ) -> tuple[Tensor, Tensor]:
     target = _kl_target(ids, logps, log_alpha, kappa, merge)
     serve = dispatch.serving("forward_kl_rows", logits, **target_facts(target))
-    return serve(logits, token_ids, target, tail=tail, temperature=temperature)
+    logp, kl = serve(logits, token_ids, target, tail=tail, temperature=temperature)
+    # An operator's outputs share no memory; a backend's may.
+    return logp, kl.clone() if kl.untyped_storage()._cdata == logp.untyped_storage()._cdata else kl
 
 
 @forward_kl.register_fake

@@ -52,13 +52,11 @@ def _weights(weights_ptr, stride_weights, offs_k, n_rewards, HAS_WEIGHTS: tl.con
 
 
 @triton.jit
-def _values(
-    rewards_ptr, stride_r, stride_k, rows_J, inside_J, offs_k, n_rewards, weights_K, SUMMED: tl.constexpr
-):
+def _values(columns_ptr, stride_r, rows_J, inside_J, live_K, weights_K, SUMMED: tl.constexpr):
     """What is normalised and the size it was computed from, (J, K), or (J, 1) if SUMMED; NaN: none there."""
-    inside_JK = inside_J[:, None] & (offs_k < n_rewards)[None, :]
-    at_JK = rows_J.to(tl.int64)[:, None] * stride_r + offs_k[None, :] * stride_k
-    value_JK = tl.load(rewards_ptr + at_JK, mask=inside_JK, other=float("nan")).to(tl.float64)
+    at_JK = columns_ptr[None, :] + rows_J.to(tl.int64)[:, None] * stride_r
+    inside_JK = inside_J[:, None] & live_K[None, :]
+    value_JK = tl.load(at_JK, mask=inside_JK, other=float("nan")).to(tl.float64)
     size_JK = tl.abs(value_JK)
     if SUMMED:
         # A reward of weight 0 plays no part, not even by being NaN.
@@ -140,7 +138,9 @@ def _group_kernel(
     offs_b = tl.program_id(0) * B + tl.arange(0, B)
     own_B = offs_b < n_responses
     group_B = tl.load(group_ptr + offs_b.to(tl.int64) * stride_group, mask=own_B, other=0)
-    own_BK = _values(rewards_ptr, stride_r, stride_k, offs_b, own_B, offs_k, n_rewards, weights_K, SUMMED)[0]
+    columns_ptr = rewards_ptr + offs_k.to(tl.int64) * stride_k
+    live_K = offs_k < n_rewards
+    own_BK = _values(columns_ptr, stride_r, offs_b, own_B, live_K, weights_K, SUMMED)[0]
     lowest = tl.min(tl.where(own_B, group_B, _INT64_MAX), 0)
     highest = tl.max(tl.where(own_B, group_B, _INT64_MIN), 0)
     first, last = _stretch(group_ptr, stride_group, n_responses, lowest, highest, SCAN)
@@ -167,7 +167,7 @@ def _group_kernel(
             found = tl.sum(member_J.to(tl.int32), 0)
             if found > 0:
                 value_JK, size_JK = _values(
-                    rewards_ptr, stride_r, stride_k, rows_J, member_J, offs_k, n_rewards, weights_K, SUMMED
+                    columns_ptr, stride_r, rows_J, member_J, live_K, weights_K, SUMMED
                 )
                 known_JK = member_J[:, None] & (value_JK == value_JK)
                 value_JK = tl.where(known_JK, value_JK, 0.0)
@@ -190,17 +190,7 @@ def _group_kernel(
                 rows_J = start + offs_j
                 member_J = _members(group_ptr, stride_group, rows_J, last, group)
                 if tl.sum(member_J.to(tl.int32), 0) > 0:
-                    adv_JK = _values(
-                        rewards_ptr,
-                        stride_r,
-                        stride_k,
-                        rows_J,
-                        member_J,
-                        offs_k,
-                        n_rewards,
-                        weights_K,
-                        SUMMED,
-                    )[0]
+                    adv_JK = _values(columns_ptr, stride_r, rows_J, member_J, live_K, weights_K, SUMMED)[0]
                     adv_JK = _normalise(adv_JK, mean_K, scale_K, varied_K)
                     dropped_J = _is_dropped(adv_JK, weights_KV, snr_threshold, norm_eps, SNR)
                     n_kept += tl.sum((member_J & (dropped_J == 0)).to(tl.int32), 0)
@@ -225,9 +215,8 @@ def _samples(
     adv_R = tl.load(adv_ptr + offs_r, mask=inside_R, other=0.0)
     count_R = inside_R.to(tl.float64)
     if TOKENS:
-        count_R = tl.load(lengths_ptr + offs_r.to(tl.int64) * stride_lengths, mask=inside_R, other=0).to(
-            tl.float64
-        )
+        lengths_ptr += offs_r.to(tl.int64) * stride_lengths
+        count_R = tl.load(lengths_ptr, mask=inside_R, other=0).to(tl.float64)
     if DROP:
         kept_R = tl.load(kept_ptr + offs_r, mask=inside_R, other=0)
         count_R = tl.where(kept_R != 0, count_R, 0.0)
@@ -292,8 +281,8 @@ def _whiten_kernel(
 # ---- launchers ----
 
 
-def advantages_unserved(rewards_RK: Tensor) -> str | None:
-    """None if the three operations serve such rewards, else why not."""
+def unserved(op: str, rewards_RK: Tensor) -> str | None:
+    """Why the three operations cannot serve such rewards; None: they can."""
     if rewards_RK.dtype not in DTYPES:
         return f"the dtype is {rewards_RK.dtype}, expected one of {DTYPES}"
     if not 1 <= rewards_RK.shape[1] <= MAX_REWARDS:
@@ -317,9 +306,9 @@ def _launch(
     drop: bool = False,
     snr_threshold: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    unserved = advantages_unserved(rewards_RK)
-    if unserved is not None:
-        raise ValueError(f"{op}: {unserved}")
+    why_not = unserved(op, rewards_RK)
+    if why_not is not None:
+        raise ValueError(f"{op}: {why_not}")
     n_responses, n_rewards = rewards_RK.shape
     device = rewards_RK.device
     out_R = torch.empty(n_responses, dtype=torch.float32, device=device)
@@ -404,9 +393,9 @@ def gd2po_advantages(
     norm_eps: float = 1e-6,
     process_group: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    op, more = "gd2po_advantages", {"drop": True, "snr_threshold": snr_threshold}
     adv_R, kept_R = _launch(
-        op, rewards_RK, group_R, weights_K, lengths_R, whiten, norm_eps, process_group, **more
-    )
+        "gd2po_advantages", rewards_RK, group_R, weights_K, lengths_R, whiten, norm_eps, process_group,
+        drop=True, snr_threshold=snr_threshold,
+    )  # fmt: skip
     assert kept_R is not None  # drop=True
     return adv_R, kept_R

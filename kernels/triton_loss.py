@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -31,6 +30,7 @@ from smopd.kernels.triton_rows import (
     LOG2E,
     NEG_INF,
     absorb,
+    few_stats,
     finite,
     gradient_coefficients,
     join_stats,
@@ -47,7 +47,7 @@ from smopd.kernels.triton_rows import (
 from smopd.kernels.triton_target import (
     given_target,
     merge_repeats,
-    segment_stats,
+    segments,
     support_segments,
     teachers_target,
 )
@@ -127,22 +127,19 @@ def _row_kernel(
                 target_ids_ptr, target_logps_ptr, log_alpha_ptr, stride_alpha_n, stride_alpha_m, row, kappa,
                 M, S, K, W, MERGE,
             )  # fmt: skip
-        if DISTINCT:
-            first_K = ids_K >= 0
-            id_logps_K = logps_K
-        else:
-            first_K, id_logps_K = merge_repeats(ids_K, logps_K, K, W)
-            if TAIL:
-                logps_K = tl.where(first_K, id_logps_K, NEG_INF)
-        x_K = tl.load(row_ptr + ids_K, mask=ids_K >= 0, other=NEG_INF).to(tl.float32)
-    skipped_L = tl.zeros((L,), BITS)
-    if HOLES:
-        block_K, lane_K, holes_K, owner_K, skipped_L = support_segments(ids_K, first_K, R, L, C, K, W, BITS)
-        around = segment_stats(
-            row_ptr, block_K, lane_K, holes_K, owner_K, scale, kl_scale, V, R, L, C, K, LOSS, TWO
-        )
+        id_logps_K = logps_K if DISTINCT else merge_repeats(ids_K, logps_K, K, W)
+        if TAIL:
+            logps_K = id_logps_K
+        first_K = id_logps_K > NEG_INF  # one slot for each id
+        x_K = tl.load(row_ptr + ids_K, mask=logps_K > NEG_INF, other=NEG_INF).to(tl.float32)
 
     stats = no_stats(L)
+    skipped_L = tl.zeros((L,), BITS)
+    if HOLES:
+        holes_K, skipped_L = support_segments(ids_K, first_K, R, L, C, K, W, BITS)
+        around = segments(row_ptr, ids_K, holes_K, V, R, L, C, K)
+        rows: tl.constexpr = max(K * R * C // L, 1)
+        stats = absorb(around, skipped_L, stats, scale, kl_scale, rows, L, 1, False, LOSS, TWO)
     for block in tl.range(0, STREAMED, loop_unroll_factor=2):
         x = ahead
         ahead = load_block(row_ptr, block + 1, V, BLOCK, True, True)
@@ -159,14 +156,11 @@ def _row_kernel(
         if GRADIENT:
             held = held + (x,)  # noqa: RUF005  (Triton's language has no star)
 
-    # off: the row's statistics as far as streamed sums go, without the support if there is a tail bucket.
+    # off: the row's statistics without its support if there is a tail bucket, else the same as the whole's.
     off = merge_lanes(stats, LOSS, TWO)
     whole = off
     if HOLES:
-        off = join_stats(off, around, TWO)
-        inside_K = tl.where(first_K, x_K, NEG_INF)
-        inside = absorb(inside_K, first_K, no_stats(K), scale, kl_scale, 1, K, 1, False, LOSS, TWO)
-        whole = join_stats(off, merge_lanes(inside, LOSS, TWO), TWO)
+        whole = join_stats(off, few_stats(tl.where(first_K, x_K, NEG_INF), scale, kl_scale, TWO), TWO)
     h, s, w, kl_h, kl_s = whole
     # In fp64: the log ratio is a difference of what has been rounded at 10 or 20.
     exact_logp = (token_x.to(tl.float64) * scale - finite(h) - tl.log2(s)) * LN2
@@ -213,9 +207,11 @@ def _row_kernel(
     if GRADIENT:
         bend = 0.0
         if LOSS:
-            dkl = opd_coef * kl_weight if TARGET else 0.0
-            reverse_coef = opd_coef * reverse_weight if REVERSE else 0.0
-            bend = entropy_coef * ent_weight
+            # Read again, not held in registers.
+            pg_weight = _column(pg_weight_ptr, row)
+            dkl = opd_coef * _column(kl_weight_ptr, row) if TARGET else 0.0
+            reverse_coef = opd_coef * _column(reverse_weight_ptr, row) if REVERSE else 0.0
+            bend = entropy_coef * _column(ent_weight_ptr, row)
             if (pg_weight == 0) & (dkl == 0) & (reverse_coef == 0) & (bend == 0):
                 zero_row(grad_row_ptr, V, BLOCK)
                 return
@@ -283,7 +279,9 @@ _WARP = 32
 _REGISTERS = 1 << 16  # of a processor; ptxas is told a lane's, or it spills a few for one more program there
 _VECTOR_BYTES = 16
 _MAX_BLOCKS = 64  # of a row: a lane has a bit for each
-_PAIRS = 4  # of slots that a lane compares at a time
+_MAX_ELEMENTS = 32  # of a lane in a block
+MAX_VOCAB = _MAX_BLOCKS * 16 * _WARP * _MAX_ELEMENTS
+_PAIRS = 8  # of slots that a lane compares at a time
 _COLUMNS = (
     "adv", "old_logp", "pg_weight", "kl_weight", "ent_weight", "reverse_adv", "reverse_weight", "dlogp", "dkl"
 )  # fmt: skip
@@ -304,7 +302,7 @@ def _configuration(n_vocab: int, dtype: torch.dtype, *, aligned: bool = True) ->
     if not aligned:
         held = 2  # single elements take more registers
     warps = next((warps for warps in (1, 4, 8) if n_vocab <= warps * _WARP * elements * held), 16)
-    while n_vocab > _MAX_BLOCKS * warps * _WARP * elements:
+    while n_vocab > _MAX_BLOCKS * warps * _WARP * elements and elements < _MAX_ELEMENTS:
         elements, held = 2 * elements, 2
     return _Configuration(warps, elements, held)
 
@@ -328,10 +326,6 @@ class _Support:
     merge: bool = False
     distinct: bool = False
 
-    @property
-    def slots(self) -> int:
-        return triton.next_power_of_2(max(max(self.n_teachers, 1) * self.n_support, 1))
-
 
 def _support(target: SparseTarget | Candidates | None) -> _Support:
     if target is None:
@@ -352,8 +346,16 @@ def _support(target: SparseTarget | Candidates | None) -> _Support:
     )  # fmt: skip
 
 
-def unserved(op: str, tensor: Tensor, *, n_support: int = 0, n_pooled: int = 0, **_: Any) -> str | None:
-    """None if the kernel serves a call with a target of n_support entries, or n_pooled candidates."""
+def unserved(
+    op: str, tensor: Tensor, *, n_support: int = 0, n_pooled: int = 0, n_vocab: int | None = None
+) -> str | None:
+    """Why the kernel cannot serve a target of n_support entries, of n_pooled candidates; None: it can.
+
+    n_vocab: where the tensor is not the logits.
+    """
+    n_vocab = tensor.shape[1] if n_vocab is None else n_vocab
+    if n_vocab > MAX_VOCAB:
+        return f"V is {n_vocab}, expected at most {MAX_VOCAB}"
     if n_support > MAX_SUPPORT:
         return f"the target has {n_support} entries, expected at most {MAX_SUPPORT}"
     if n_pooled > MAX_CANDIDATES:
@@ -386,11 +388,12 @@ def _launch(
     aligned = consecutive * logits_NV.element_size() == _VECTOR_BYTES
     shape = _configuration(n_vocab, logits_NV.dtype, aligned=aligned)
     lanes = shape.warps * _WARP
+    slots = triton.next_power_of_2(max(max(support.n_teachers, 1) * support.n_support, 1))
     two = target is not None and settings.temperature != settings.kl_temperature
     # At least two: the last block may be cut off, the others are whole. Two softmaxes take more registers.
     last = 2 if grad_NV is None else max(2, shape.held - two)
     # Without a gradient to hold blocks for, two programs fit on a processor.
-    programs = 2 if grad_NV is None and not two and support.slots <= 64 else 1
+    programs = 2 if grad_NV is None and not two and slots <= 64 else 1
     small = {
         name: None if column is None else column.to(torch.float32).contiguous()
         for name, column in columns.items()
@@ -406,8 +409,8 @@ def _launch(
         1.0 / settings.temperature, 1.0 / settings.kl_temperature,
         1.0 - settings.clip_low, 1.0 + settings.clip_high, settings.dual_clip or 0.0,
         settings.opd_coef, settings.entropy_coef, support.kappa,
-        V=n_vocab, M=support.n_teachers, S=support.n_support, K=support.slots,
-        W=min(support.slots, max(1, _PAIRS * lanes // support.slots)),
+        V=n_vocab, M=support.n_teachers, S=support.n_support, K=slots,
+        W=min(slots, max(1, _PAIRS * lanes // slots)),
         R=shape.elements // consecutive, L=lanes, C=consecutive,
         LAST=min(triton.cdiv(n_vocab, lanes * shape.elements), last),
         MERGE=support.merge, DISTINCT=support.distinct, TAIL=target is not None and settings.tail, TWO=two,

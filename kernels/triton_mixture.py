@@ -195,22 +195,21 @@ def _mixture_kernel(
 # ---- launcher ----
 
 
-def mixture_unserved(ids_NMS: Tensor, logps_NMS: Tensor) -> str | None:
-    """None if teacher_mixture serves such candidates, else why not."""
-    if logps_NMS.dtype not in DTYPES:
-        return f"the dtype of the log-probabilities is {logps_NMS.dtype}, expected one of {DTYPES}"
-    n_pool = ids_NMS.shape[1] * ids_NMS.shape[2]
-    if n_pool > MAX_CANDIDATES:
-        return f"M * S is {n_pool}, expected at most {MAX_CANDIDATES}"
+def unserved(op: str, tensor: Tensor, *, n_pooled: int) -> str | None:
+    """Why teacher_mixture cannot serve n_pooled = M * S candidates, tensor their log-probabilities; None: it can."""
+    if tensor.dtype not in DTYPES:
+        return f"the dtype of the log-probabilities is {tensor.dtype}, expected one of {DTYPES}"
+    if n_pooled > MAX_CANDIDATES:
+        return f"M * S is {n_pooled}, expected at most {MAX_CANDIDATES}"
     return None
 
 
 def teacher_mixture(
     ids_NMS: Tensor, logps_NMS: Tensor, log_alpha: Tensor, kappa: int, *, merge: bool = False
 ) -> Mixture:
-    unserved = mixture_unserved(ids_NMS, logps_NMS)
-    if unserved is not None:
-        raise ValueError(f"teacher_mixture: {unserved}")
+    why_not = unserved("teacher_mixture", logps_NMS, n_pooled=ids_NMS.shape[1] * ids_NMS.shape[2])
+    if why_not is not None:
+        raise ValueError(f"teacher_mixture: {why_not}")
     n_rows, n_teachers, n_support = ids_NMS.shape
     n_pool, device = n_teachers * n_support, ids_NMS.device
     if n_rows == 0 or kappa == 0 or n_pool == 0:

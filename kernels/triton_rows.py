@@ -155,6 +155,24 @@ def merge_lanes(stats, ENTROPY: tl.constexpr, TWO: tl.constexpr):
 
 
 @triton.jit
+def _few_stats_scaled(x, scale):
+    h = tl.max(x, 0) * scale
+    exponent = tl.fma(x, scale, -finite(h))
+    power = tl.exp2(exponent)
+    return h, tl.sum(power, 0), tl.sum(power * tl.maximum(exponent, FLOOR), 0)
+
+
+@triton.jit
+def few_stats(x, scale, kl_scale, TWO: tl.constexpr):
+    """The statistics of a few elements, one-dimensional."""
+    h, s, w = _few_stats_scaled(x, scale)
+    kl_h, kl_s = h, s
+    if TWO:
+        kl_h, kl_s, _ = _few_stats_scaled(x, kl_scale)
+    return h, s, w, kl_h, kl_s
+
+
+@triton.jit
 def _join_scaled(h_a, s_a, w_a, h_b, s_b, w_b):
     h = tl.maximum(h_a, h_b)
     shift_a = tl.maximum(h_a - finite(h), FLOOR)

@@ -252,14 +252,15 @@ def _select_kernel(
 # ---- launchers ----
 
 
-def topk_unserved(logits: Tensor, kappa: int) -> str | None:
-    """None if topk_logprobs serves such logits, else why not."""
-    if logits.dtype not in DTYPES:
-        return f"the dtype is {logits.dtype}, expected one of {DTYPES}"
+def unserved(op: str, tensor: Tensor, *, kappa: int, n_vocab: int | None = None) -> str | None:
+    """Why topk_logprobs cannot serve a call; None: it can. n_vocab: where the tensor is not the logits."""
+    n_vocab = tensor.shape[-1] if n_vocab is None else n_vocab
+    if tensor.dtype not in DTYPES:
+        return f"the dtype is {tensor.dtype}, expected one of {DTYPES}"
     if kappa > MAX_KAPPA:
         return f"kappa is {kappa}, expected at most {MAX_KAPPA}"
-    if logits.shape[-1] > MAX_VOCAB:
-        return f"V is {logits.shape[-1]}, expected at most {MAX_VOCAB}"
+    if n_vocab > MAX_VOCAB:
+        return f"V is {n_vocab}, expected at most {MAX_VOCAB}"
     return None
 
 
@@ -306,9 +307,9 @@ def _launch(
     shape: tuple[int, ...],
 ) -> TopK:
     logits = teachers[0]
-    unserved = topk_unserved(logits, kappa)
-    if unserved is not None:
-        raise ValueError(f"{op}: {unserved}")
+    why_not = unserved(op, logits, kappa=kappa)
+    if why_not is not None:
+        raise ValueError(f"{op}: {why_not}")
     n_vocab, n_rows, device = logits.shape[1], math.prod(shape), logits.device
     ids = torch.empty(*shape, kappa, dtype=torch.int32, device=device)
     logps = torch.empty(*shape, kappa, dtype=torch.float32, device=device)

@@ -112,6 +112,8 @@ def main(arguments: Sequence[str]) -> int:
     if os.environ.get("TRITON_INTERPRET") == "1":
         print("error: TRITON_INTERPRET=1 is set, expected a process without it", file=sys.stderr)
         return 2
+    if parsed.update and parsed.only:
+        parser.error("--update records all launches, expected no --only")
     from tests.kernels import offline_cases
 
     launches = launches_of(offline_cases.cases)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,10 +14,9 @@ from smopd.kernels import triton_advantages, triton_loss, triton_mixture, triton
 from smopd.kernels.types import Candidates, LossSettings, LossTokens, SparseTarget
 from tests.kernels.offline_launches import pairwise
 
-MODULES = [
-    f"smopd.kernels.{name}"
-    for name in ("triton_topk", "triton_mixture", "triton_loss", "triton_advantages", "triton_scale")
-]
+MODULES = sorted(
+    f"smopd.kernels.{path.stem}" for path in Path(triton_topk.__file__).parent.glob("triton_*.py")
+)
 N = 512
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

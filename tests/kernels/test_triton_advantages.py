@@ -190,8 +190,8 @@ def test_empty_batch_and_what_is_not_served() -> None:
     assert triton_advantages.gdpo_advantages(rewards, group).shape == (0,)
     adv, kept = triton_advantages.gd2po_advantages(rewards, group, lengths_R=group)
     assert adv.shape == kept.shape == (0,) and kept.dtype == torch.bool
-    assert triton_advantages.advantages_unserved(torch.zeros(2, 32)) is None
-    assert "K is 33" in str(triton_advantages.advantages_unserved(torch.zeros(2, 33)))
+    assert triton_advantages.unserved("grpo_advantages", torch.zeros(2, 32)) is None
+    assert "K is 33" in str(triton_advantages.unserved("grpo_advantages", torch.zeros(2, 33)))
     with pytest.raises(ValueError, match=r"gdpo_advantages: the dtype is torch\.float64"):
         triton_advantages.gdpo_advantages(rewards.double(), group)
 

@@ -193,8 +193,8 @@ def test_empty_shapes() -> None:
 
 def test_what_is_not_served_is_said() -> None:
     ids, logps = torch.zeros(1, 8, 129, dtype=torch.int64), torch.zeros(1, 8, 129)
-    assert triton_mixture.mixture_unserved(ids[..., :128], logps[..., :128]) is None
-    assert "float64" in str(triton_mixture.mixture_unserved(ids, logps.double()))
+    assert triton_mixture.unserved("teacher_mixture", logps, n_pooled=ids[0, :, :128].numel()) is None
+    assert "float64" in str(triton_mixture.unserved("teacher_mixture", logps.double(), n_pooled=8))
     with pytest.raises(ValueError, match=r"teacher_mixture: M \* S is 1032, expected at most 1024"):
         mixture(ids, logps, torch.zeros(8), 4, merge=True)
 

@@ -229,11 +229,11 @@ def test_empty_shapes_and_tokens_alone() -> None:
 
 def test_what_is_not_served_is_said() -> None:
     plain = torch.zeros(2, 200)
-    assert triton_topk.topk_unserved(plain, 128) is None
-    assert "kappa is 129" in str(triton_topk.topk_unserved(plain, 129))
-    assert "float64" in str(triton_topk.topk_unserved(plain.double(), 1))
+    assert triton_topk.unserved("topk_logprobs", plain, kappa=128) is None
+    assert "kappa is 129" in str(triton_topk.unserved("topk_logprobs", plain, kappa=129))
+    assert "float64" in str(triton_topk.unserved("topk_logprobs", plain.double(), kappa=1))
     wide = torch.empty(1, triton_topk.MAX_VOCAB + 1, device="meta")
-    assert "V is 524289" in str(triton_topk.topk_unserved(wide, 1))
+    assert "V is 524289" in str(triton_topk.unserved("topk_logprobs", wide, kappa=1))
     with pytest.raises(ValueError, match="topk_logprobs: kappa is 129, expected at most 128"):
         topk(plain, 129)
     with pytest.raises(ValueError, match=r"logits_MNV\[1\] is \(2, 9\) .*expected \(2, 200\)"):
