@@ -13,7 +13,7 @@ import triton.language as tl
 
 from smopd.kernels.triton_rows import LN2, LOG2E, NEG_INF
 
-_FEW = tl.constexpr(32)  # slots that each lane holds at a time to look for its own
+_FEW = tl.constexpr(16)  # slots that each lane holds at a time to look for its own
 _NOT_HERE = tl.constexpr(-1.0e30)  # in a sum of positive numbers: it counts at another slot
 
 
