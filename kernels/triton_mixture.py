@@ -196,7 +196,7 @@ def _mixture_kernel(
 
 
 def unserved(op: str, tensor: Tensor, *, n_pooled: int) -> str | None:
-    """Why teacher_mixture cannot serve n_pooled = M * S candidates; None: it can. tensor: log-probabilities."""
+    """Why M * S = n_pooled candidates are not served; None: they are. tensor: their log-probabilities."""
     if tensor.dtype not in DTYPES:
         return f"the dtype of the log-probabilities is {tensor.dtype}, expected one of {DTYPES}"
     if n_pooled > MAX_CANDIDATES:
