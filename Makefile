@@ -1,6 +1,7 @@
 # make quickstart   set up .venv and run both stages on this machine
 # make test         set up .venv and run the linter, the type checker and the tests
-# Both do all the set-up and repeat none of it while pyproject.toml, setup.py and csrc/ stay as they are.
+# make gpu          on a CUDA machine with torch and triton: correctness, then every benchmark
+# The first two do all the set-up and repeat none of it while pyproject.toml, setup.py and csrc/ stay as they are.
 # They need Python >= 3.10 (PYTHON=python3.12 chooses one), a C++ compiler and make. Options for pip go in PIP_ARGS.
 
 PYTHON ?= python3
@@ -12,10 +13,10 @@ BUILT := ls smopd/_C*.so >/dev/null 2>&1 || echo "smopd._C was not built (pip -v
 SOURCES := pyproject.toml setup.py $(shell find csrc -type f)
 .DEFAULT_GOAL := help
 
-.PHONY: help quickstart test lint clean
+.PHONY: help quickstart test lint gpu clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -4
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -48,7 +49,6 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 # Needs a CUDA machine and nothing but its own Python with torch and triton; pytest is used where it is there.
-.PHONY: gpu
 gpu:
 	$(PYTHON) -m bench gpu $(RESULTS)
 
