@@ -21,6 +21,8 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
     except ImportError:
         return
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton, which decides then
     torch.set_num_threads(min(MAX_THREADS, os.cpu_count() or 1, torch.get_num_threads()))
 
 
