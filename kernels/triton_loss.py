@@ -77,7 +77,7 @@ def _row_kernel(
     scale, kl_scale, inv_temperature, inv_kl_temperature,
     clip_low, clip_high, dual_clip, opd_coef, entropy_coef, kappa,
     V: tl.constexpr, M: tl.constexpr, S: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
-    R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, LAST: tl.constexpr,
+    R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, LAST: tl.constexpr, UNROLL: tl.constexpr,
     MERGE: tl.constexpr, DISTINCT: tl.constexpr, TAIL: tl.constexpr, TWO: tl.constexpr,
     CURVED: tl.constexpr, DUAL: tl.constexpr, PPO: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -140,7 +140,7 @@ def _row_kernel(
         around = segments(row_ptr, ids_K, holes_K, V, R, L, C, K)
         rows: tl.constexpr = max(K * R * C // L, 1)
         stats = absorb(around, skipped_L, stats, scale, kl_scale, rows, L, 1, False, LOSS, TWO)
-    for block in tl.range(0, STREAMED, loop_unroll_factor=2):
+    for block in tl.range(0, STREAMED, loop_unroll_factor=UNROLL):
         x = ahead
         ahead = load_block(row_ptr, block + 1, V, BLOCK, True, True)
         keep_L = ((skipped_L >> block) & 1) == 0
@@ -207,11 +207,10 @@ def _row_kernel(
     if GRADIENT:
         bend = 0.0
         if LOSS:
-            # Read again, not held in registers.
-            pg_weight = _column(pg_weight_ptr, row)
-            dkl = opd_coef * _column(kl_weight_ptr, row) if TARGET else 0.0
-            reverse_coef = opd_coef * _column(reverse_weight_ptr, row) if REVERSE else 0.0
-            bend = entropy_coef * _column(ent_weight_ptr, row)
+            dkl = opd_coef * kl_weight if TARGET else 0.0
+            reverse_coef = opd_coef * reverse_weight if REVERSE else 0.0
+            if CURVED:
+                bend = entropy_coef * ent_weight
             if (pg_weight == 0) & (dkl == 0) & (reverse_coef == 0) & (bend == 0):
                 zero_row(grad_row_ptr, V, BLOCK)
                 return
@@ -297,8 +296,8 @@ class _Configuration:
 
 
 def _configuration(n_vocab: int, dtype: torch.dtype, *, aligned: bool = True) -> _Configuration:
-    """A row that fits is held whole; else 16 warps have 128 registers a lane, and 32 hold the row's end."""
-    elements, held = (8, 4) if dtype == torch.float32 else (16, 4)
+    """A row that fits is held whole; else 16 warps have 128 registers a lane, and 24 hold the row's end."""
+    elements, held = (8, 4) if dtype == torch.float32 else (16, 3)
     if not aligned:
         held = 2  # single elements take more registers
     warps = next((warps for warps in (1, 4, 8) if n_vocab <= warps * _WARP * elements * held), 16)
@@ -413,6 +412,7 @@ def _launch(
         W=min(slots, max(1, _PAIRS * lanes // slots)),
         R=shape.elements // consecutive, L=lanes, C=consecutive,
         LAST=min(triton.cdiv(n_vocab, lanes * shape.elements), last),
+        UNROLL=1 if logits_NV.element_size() == 2 and programs == 2 else 2,
         MERGE=support.merge, DISTINCT=support.distinct, TAIL=target is not None and settings.tail, TWO=two,
         CURVED=grad_NV is not None and settings.entropy_coef != 0.0, DUAL=settings.dual_clip is not None,
         PPO=settings.reverse_kl_surrogate == "ppo", NATIVE=_NATIVE,

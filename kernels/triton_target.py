@@ -13,7 +13,6 @@ import triton.language as tl
 
 from smopd.kernels.triton_rows import LN2, LOG2E, NEG_INF
 
-_FEW = tl.constexpr(16)  # slots that each lane holds at a time to look for its own
 _NOT_HERE = tl.constexpr(-1.0e30)  # in a sum of positive numbers: it counts at another slot
 
 
@@ -113,7 +112,7 @@ def support_segments(
     lane_L = tl.arange(0, L)
     skipped_L = tl.zeros((L,), BITS)
     segment_K = tl.where(holes_K > 0, block_K * L + lane_K, -1)
-    FEW: tl.constexpr = min(W, _FEW)
+    FEW: tl.constexpr = min(W, 32 if K <= 32 else 8)  # at a time in the registers of every lane
     for number in range(0, K // FEW):
         segment = part(segment_K, number, -1, K, FEW)[:, None]
         bit = (segment >= 0).to(BITS) << tl.maximum(segment // L, 0).to(BITS)

@@ -143,7 +143,8 @@ def test_what_raises_is_refused_in_ours_and_left_out_in_peers() -> None:
     assert {row["left_out"] for row in told if row["kind"] == "peer"} == {"RuntimeError: no kernel image"}
 
 
-def test_what_is_not_here_is_one_line() -> None:
+def test_what_is_not_here_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     form = topk_logprobs.run(topk_logprobs.fused)
     missing = peer("theirs", form, "no_such_module_anywhere")
     elsewhere = peer("on a GPU", form, devices=("cuda",))

@@ -122,7 +122,6 @@ def make(
     n_support = min(kappa, n_vocab)
     if target == "mixture first":
         n_teachers, n_support = 9, min(n_vocab, 17)
-    logq = (logits.double() / temperature).log_softmax(-1)
     token_ids = torch.randint(0, n_vocab, (n_rows,))
     columns: dict[str, Any] = {
         "adv_N": torch.randn(n_rows),
@@ -145,6 +144,7 @@ def make(
     if target != "none" and kappa > 0 and logps.flatten()[0] > -math.inf:
         token_ids[0] = at.flatten()[0]
     if old:
+        logq = (logits.to(DEVICE).double() / temperature).log_softmax(-1).cpu()
         logp = logq.gather(-1, token_ids[:, None])[:, 0]
         columns["old_logp_N"] = (logp + 0.4 * torch.randn(n_rows)).float()
     if reverse is not None:
