@@ -25,6 +25,9 @@ EXTRAS = {
     "peft": r"engine/lora\.py",
     "starlette": r"engine/teacher_server\.py",
     "uvicorn": r"engine/teacher_server\.py",
+    "trl": r"smopd/integrations/trl(_teachers)?\.py",
+    "verl": r"smopd/integrations/verl\.py",
+    "nemo_rl": r"smopd/integrations/nemo_rl\.py",
 }
 # Besides the standard library; a name allows its submodules too.
 ALLOWED = {

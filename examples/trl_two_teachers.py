@@ -1,0 +1,151 @@
+"""TRL's trainers with two teachers on each token: a tiny Qwen2 model in the quickstart's world, on a CPU.
+
+    python examples/trl_two_teachers.py distillation
+    python examples/trl_two_teachers.py grpo
+    python examples/trl_two_teachers.py measure      # one loss and its gradient, TRL's own path beside ours
+
+For a model of your own, give paths: model="Qwen/Qwen2.5-1.5B-Instruct", teacher_models=["…", "…"].
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from functools import partial
+from typing import Any
+
+import torch
+from datasets import Dataset
+from trl import DistillationConfig, DistillationTrainer
+
+from smopd.integrations.trl import (
+    SMOPDDistillationConfig,
+    SMOPDDistillationTrainer,
+    SMOPDGRPOConfig,
+    SMOPDGRPOTrainer,
+)
+from smopd.rewards.rlla import accuracy_reward, format_reward
+from smopd.small_models import world_model
+from smopd.toy_world import prompts
+
+
+def settings(folder: str, steps: int) -> dict[str, Any]:
+    return {
+        "output_dir": folder,
+        "max_steps": steps,
+        "per_device_train_batch_size": 16,
+        "max_completion_length": 32,
+        "learning_rate": 3e-4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": not torch.cuda.is_available(),
+        "bf16": torch.cuda.is_available(),
+    }
+
+
+def distillation(folder: str, steps: int) -> SMOPDDistillationTrainer:
+    model, tokenizer = world_model(0)
+    return SMOPDDistillationTrainer(
+        model,
+        [world_model(1)[0], world_model(2)[0]],
+        SMOPDDistillationConfig(**settings(folder, steps), kappa=16, teacher_weights=[0.5, 0.5]),
+        train_dataset=world(),
+        processing_class=tokenizer,
+    )
+
+
+def grpo(folder: str, steps: int) -> SMOPDGRPOTrainer:
+    model, tokenizer = world_model(0)
+    return SMOPDGRPOTrainer(
+        model,
+        [partial(scored, accuracy_reward), partial(scored, format_reward)],
+        [world_model(1)[0], world_model(2)[0]],
+        SMOPDGRPOConfig(
+            **settings(folder, steps), num_generations=8, opd_coef=1.0, reward_weights=[0.5, 0.5]
+        ),
+        train_dataset=world(),
+        processing_class=tokenizer,
+    )
+
+
+def world() -> Dataset:
+    rows = prompts(n=64, seed=1)
+    return Dataset.from_list([row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows])
+
+
+def scored(reward: Any, prompts: Any, completions: Any, **columns: Any) -> list[float | None]:
+    """TRL hands chat completions as messages; SMOPD's rewards take their text."""
+    return reward(prompts, [messages[0]["content"] for messages in completions], **columns)
+
+
+def measure(rows: int = 4, tokens: int = 128, vocabulary: int = 151_936) -> None:
+    """Seconds and peak memory of compute_loss and backward at Qwen's vocabulary, in one process."""
+    from bench._memory import peak_bytes
+
+    def model(seed: int) -> Any:
+        made, _ = world_model(seed, hidden_size=256, layers=2, heads=4)
+        made.resize_token_embeddings(vocabulary)
+        return made
+
+    def step(trainer: Any, batch: dict[str, Any]) -> None:
+        trainer.model.zero_grad()
+        trainer.compute_loss(trainer.model, dict(batch)).backward()
+
+    ids = torch.randint(5, vocabulary, (rows, tokens + 16), generator=torch.Generator().manual_seed(0))
+    ones = torch.ones_like(ids)
+    batch = {
+        "prompt_ids": ids[:, :16],
+        "prompt_mask": ones[:, :16],
+        "completion_ids": ids[:, 16:],
+        "completion_mask": ones[:, 16:],
+        "num_items_in_batch": torch.tensor(float(rows * tokens)),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"train_dataset": world(), "processing_class": world_model(0)[1]}
+        own = DistillationConfig(**settings(folder, 1), beta=0.0)
+        ours = SMOPDDistillationConfig(**settings(folder, 1))
+        trainers = {
+            "TRL, one teacher": DistillationTrainer(model(0), model(1), own, **options),
+            "SMOPD, one teacher": SMOPDDistillationTrainer(model(0), [model(1)], ours, **options),
+            "SMOPD, two teachers": SMOPDDistillationTrainer(model(0), [model(1), model(2)], ours, **options),
+        }
+        for trainer in trainers.values():
+            trainer.model.train()
+        seconds: dict[str, list[float]] = {name: [] for name in trainers}
+        for turn in range(4):
+            for name, trainer in trainers.items():
+                started = time.perf_counter()
+                step(trainer, batch)
+                if turn:
+                    seconds[name].append(time.perf_counter() - started)
+        print(f"{rows} x {tokens} tokens, V = {vocabulary}, D = 256, fp32, {torch.get_num_threads()} threads")
+        for name, trainer in trainers.items():
+            trainer.model.zero_grad()
+            peak = peak_bytes(partial(step, trainer, batch), str(trainer.model.device))
+            shown = "not measured" if peak is None else f"{peak / 2**20:.0f} MiB"
+            print(f"{name:20}  {statistics.median(seconds[name]):7.2f} s   peak {shown}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["distillation", "grpo", "measure"])
+    parser.add_argument("--steps", type=int, default=3)
+    asked = parser.parse_args()
+    if asked.what == "measure":
+        measure()
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = {"distillation": distillation, "grpo": grpo}[asked.what](folder, asked.steps)
+        trainer.train()
+        for row in trainer.state.log_history:
+            if "opd/kl" in row:
+                print(f"step {row['step']}: loss {row['loss']:.4f}, KL to the mixture {row['opd/kl']:.4f}")
+
+
+if __name__ == "__main__":
+    main()

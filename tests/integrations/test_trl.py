@@ -1,0 +1,243 @@
+"""TRL's trainers with several teachers: equal to TRL's own loss where the objectives coincide."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="needs trl (the trl extra)")
+
+from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
+
+from smopd.integrations.trl import SMOPDDistillationConfig
+from smopd.ops import LossSettings, gd2po_advantages, gdpo_advantages, teacher_mixture, topk_logprobs
+from smopd.small_models import world_model
+from tests.integrations.tiny_trl import (
+    LONGEST,
+    PROMPTS,
+    completions,
+    distillation,
+    grpo,
+    hosts_own,
+    lengths,
+    loss_and_gradients,
+    settings,
+    teacher,
+    vowels,
+)
+
+
+def assert_same_training(ours, theirs, inputs: dict) -> None:
+    loss, gradients = loss_and_gradients(ours, inputs)
+    expected, expected_gradients = loss_and_gradients(theirs, inputs)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-7)
+    for name, gradient in expected_gradients.items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-5 * scale + 1e-9)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_one_teacher_on_the_whole_vocabulary_is_trls_forward_kl(tmp_path: Path, temperature: float) -> None:
+    size = teacher(1).config.vocab_size
+    options = {"kappa": size, "tail": False, "temperature": temperature}
+    ours = distillation(tmp_path / "ours", [teacher(1)], **options)
+    theirs = hosts_own(
+        DistillationTrainer,
+        DistillationConfig(**settings(tmp_path / "theirs", beta=0.0, temperature=temperature)),
+        teacher(1),
+    )
+    assert_same_training(ours, theirs, completions(ours))
+
+
+def test_two_teachers_are_mixed_on_each_token_with_the_tail(tmp_path: Path) -> None:
+    teachers = [teacher(1), teacher(2)]
+    trainer = distillation(tmp_path, teachers, kappa=5, teacher_weights=[3.0, 1.0], temperature=0.7)
+    inputs = completions(trainer)
+    loss, gradients = loss_and_gradients(trainer, inputs)
+
+    trainer.model.zero_grad()
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    counted = inputs["completion_mask"].bool()
+
+    def logits(model):
+        return model(input_ids=ids, attention_mask=mask).logits[:, -LONGEST - 1 : -1][counted]
+
+    with torch.no_grad():
+        said = [topk_logprobs(logits(model.eval()), 5, temperature=0.7) for model in teachers]
+    log_alpha = torch.tensor([0.75, 0.25]).log()
+    target = teacher_mixture(
+        torch.stack([topk.ids_NS for topk in said], 1),
+        torch.stack([topk.logps_NS for topk in said], 1),
+        log_alpha,
+        5,
+        merge=True,
+    )
+    logp_NV = (logits(trainer.model) / 0.7).log_softmax(-1)
+    inside_NS = logp_NV.gather(-1, target.ids_NS.long())
+    q_NS, rest_N = target.logps_NS.exp(), 1 - target.mass_N
+    outside_N = torch.log1p(-inside_NS.exp().sum(-1))
+    kl_N = (q_NS * (target.logps_NS - inside_NS)).sum(-1) + rest_N * (rest_N.log() - outside_N)
+    expected = kl_N.mean()
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-7)
+    for name, parameter in trainer.model.named_parameters():
+        scale = float(parameter.grad.abs().max())
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-5 * scale + 1e-9)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_type": "dapo"},
+        {"loss_type": "grpo", "epsilon_high": 0.3},
+        {"loss_type": "bnpo", "entropy_coef": 0.01},
+        {"loss_type": "dr_grpo", "temperature": 0.7, "delta": 1.5},
+    ],
+    ids=lambda options: options["loss_type"],
+)
+def test_without_the_teachers_term_it_is_trls_policy_loss(tmp_path: Path, options: dict) -> None:
+    ours = grpo(tmp_path / "ours", [teacher(1)], opd_coef=0.0, advantage_estimator="trl", **options)
+    args = GRPOConfig(**settings(tmp_path / "theirs", num_generations=2, **options))
+    theirs = hosts_own(GRPOTrainer, args, [lengths, vowels])
+    inputs = completions(ours)
+    inputs["advantages"] = torch.tensor([1.0, -1.0, 0.5, -2.0])
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        logps, _, _ = theirs._get_per_token_logps_and_entropies(theirs.model, ids, mask, LONGEST)
+    inputs["old_per_token_logps"] = logps + torch.randn(logps.shape, generator=generator) * 0.4
+    assert_same_training(ours, theirs, inputs)
+    region = (trainer._metrics["train"]["clip_ratio/region_mean"][-1] for trainer in (ours, theirs))
+    assert math.isclose(*region, abs_tol=1e-6)
+
+
+def test_the_teachers_term_comes_beside_the_anchor(tmp_path: Path) -> None:
+    """Loss and gradients are linear in opd_coef, and at 0 the teachers have no say."""
+    taught = {}
+    for coef in (0.0, 0.5, 1.0):
+        trainer = grpo(tmp_path / str(coef), [teacher(1), teacher(2)], opd_coef=coef, kappa=4)
+        inputs = completions(trainer) | {"advantages": torch.tensor([1.0, -1.0, 0.5, -2.0])}
+        taught[coef] = loss_and_gradients(trainer, inputs)
+    losses = [taught[coef][0] for coef in (0.0, 0.5, 1.0)]
+    torch.testing.assert_close(losses[1] * 2, losses[0] + losses[2], rtol=1e-5, atol=1e-7)
+    assert losses[2] > losses[0] + 0.01
+    name = "model.layers.0.mlp.up_proj.weight"
+    none, half, whole = (taught[coef][1][name] for coef in (0.0, 0.5, 1.0))
+    torch.testing.assert_close(half * 2, none + whole, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("estimator", ["gdpo", "gd2po"])
+def test_advantages_are_ours_over_all_responses(tmp_path: Path, estimator: str) -> None:
+    trainer = grpo(
+        tmp_path, [teacher(1)], advantage_estimator=estimator, reward_weights=[0.9, 0.1], whiten="tokens"
+    )
+    rows = [{"prompt": PROMPTS[i // 2]["prompt"]} for i in range(4)]
+    trainer.model.train()
+    batch = trainer._generate_and_score_completions(rows)
+    rewards, group = trainer._rewards_RK, torch.tensor([0, 0, 1, 1])
+    options = {
+        "weights_K": torch.tensor([0.9, 0.1]),
+        "lengths_R": batch["completion_mask"].sum(1),
+        "whiten": "tokens",
+    }
+    expected = gdpo_advantages(rewards, group, **options)
+    if estimator == "gd2po":
+        expected, _ = gd2po_advantages(rewards, group, **options)
+    torch.testing.assert_close(batch["advantages"], expected)
+    assert list(trainer._logs["advantages"]) == expected.tolist()
+
+
+def test_three_steps_of_distillation(tmp_path: Path) -> None:
+    trainer = distillation(tmp_path, [teacher(1), teacher(2)], num_train_epochs=3)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    steps = [row for row in trainer.state.log_history if "opd/kl" in row]
+    assert len(steps) == 3
+    for row in steps:
+        assert row["loss"] == pytest.approx(row["opd/kl"], rel=1e-3)
+        assert 0 < row["opd/teacher_mass"] <= 1
+    assert any(not torch.equal(before[name], p) for name, p in trainer.model.named_parameters())
+
+
+def test_three_steps_of_grpo_with_teachers(tmp_path: Path) -> None:
+    trainer = grpo(tmp_path, [teacher(1), teacher(2)], num_iterations=2, steps_per_generation=1)
+    trainer.train()
+    steps = [row for row in trainer.state.log_history if "opd/kl" in row]
+    assert len(steps) == 3
+    assert all(math.isfinite(row["loss"]) and row["opd/kl"] > 0 and row["entropy"] > 0 for row in steps)
+
+
+def test_a_teacher_is_asked_once_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, asked = grpo(tmp_path, [teacher(1)], num_iterations=3, steps_per_generation=1), []
+    ask = type(trainer)._topk
+    monkeypatch.setattr(type(trainer), "_topk", lambda *given: asked.append(1) or ask(*given))
+    trainer.train()
+    assert len(asked) == 1
+
+
+def test_teachers_with_a_padded_vocabulary_are_heard_below_the_students(tmp_path: Path) -> None:
+    padded = teacher(1)
+    size = padded.config.vocab_size
+    padded.resize_token_embeddings(size + 7)
+    with torch.no_grad():
+        padded.get_output_embeddings().weight[size:] = padded.get_output_embeddings().weight[:7] * 1.5
+    trainer = distillation(tmp_path, [padded], kappa=16)
+    inputs = completions(trainer)
+    loss, _ = loss_and_gradients(trainer, inputs)
+    heard = trainer.teachers_topk(inputs, 1.0)
+    assert math.isfinite(loss)
+    assert int(heard["teacher_ids_NMS"].max()) < size
+    assert bool(heard["teacher_logps_NMS"].isneginf().any())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_type": "cispo"}, "loss_type is 'cispo', expected 'grpo' or 'bnpo'"),
+        ({"beta": 0.1}, "beta is 0.1, expected 0.0"),
+        ({"importance_sampling_level": "sequence"}, "importance_sampling_level is 'sequence'"),
+        ({"advantage_estimator": "gpdo"}, "advantage_estimator is 'gpdo', expected 'gdpo'"),
+        ({"teacher_weights": [1.0, 2.0]}, r"teacher_weights is \[1.0, 2.0\], expected 1 numbers"),
+    ],
+)
+def test_settings_without_a_place_are_named(tmp_path: Path, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        grpo(tmp_path, [teacher(1)], **options)
+
+
+def test_teachers_that_cannot_serve_are_refused(tmp_path: Path) -> None:
+    small = teacher(1)
+    small.resize_token_embeddings(9)
+    with pytest.raises(ValueError, match="has a vocabulary of 9, expected the student's, of"):
+        distillation(tmp_path, [small])
+    with pytest.raises(ValueError, match="teacher_models is empty"):
+        distillation(tmp_path, [])
+    model, tokenizer = world_model(1)
+    tokenizer.add_tokens(["<another>"])
+    model.save_pretrained(tmp_path / "other")
+    tokenizer.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="has another tokenizer than the student: '<another>' is token"):
+        distillation(tmp_path, [str(tmp_path / "other")])
+    with pytest.raises(ValueError, match=r"beta is 0.5, expected 0"):
+        distillation(tmp_path, [teacher(1)], beta=0.5)
+
+
+def test_a_teacher_by_path_is_the_teacher(tmp_path: Path) -> None:
+    teacher(1).save_pretrained(tmp_path / "teacher")
+    world_model(1)[1].save_pretrained(tmp_path / "teacher")
+    losses = []
+    for given in (teacher(1), str(tmp_path / "teacher")):
+        trainer = distillation(tmp_path, [given])
+        losses.append(loss_and_gradients(trainer, completions(trainer))[0])
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+
+
+def test_the_mixtures_defaults_are_the_operations() -> None:
+    args = SMOPDDistillationConfig(output_dir="unused", use_cpu=True, bf16=False)
+    defaults = LossSettings()
+    assert (args.kappa, args.merge, args.tail) == (defaults.kappa, defaults.merge, defaults.tail)
