@@ -109,6 +109,8 @@ def _why_not(backend: str, op: str, tensor: Tensor, facts: dict[str, Any]) -> st
         )
     if backend == "triton" and tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "the tensor is on cpu, expected a GPU, or TRITON_INTERPRET=1"
+    if backend == "triton" and torch.version.hip:
+        return "the kernels hold PTX, which AMD's GPUs do not run"
     if backend == "triton" and not _has_triton():
         return "triton is not installed"
     return _module(MODULES[backend][op]).unserved(op, tensor, **facts)

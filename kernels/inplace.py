@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from smopd.kernels import dispatch, reference_loss
-from smopd.kernels.operators_loss import flat_stats, loss_of_rows
+from smopd.kernels.operators_loss import flat_stats, loss_of_rows, scale_
 from smopd.kernels.types import LossSettings, LossStats, LossTokens
 
 
@@ -57,12 +56,6 @@ class _LossInPlace(torch.autograd.Function):
         grad = ctx.saved_tensors[0].detach()
         scale_(grad, dloss)
         return grad, None, None, None
-
-
-def scale_(grad: Tensor, dloss: Tensor) -> None:
-    """grad *= dloss, without touching grad where dloss is 1 and without a host synchronisation."""
-    on_cpu = grad.device.type == "cpu"
-    (reference_loss.scale_ if on_cpu else dispatch.serving("scale_", grad))(grad, dloss)
 
 
 def smopd_loss_inplace(

@@ -73,7 +73,7 @@ def linear_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any)
     with torch.autocast(hidden.device.type, enabled=False):
         terms, gradients = linear.by_rows(hidden, weight, bias, job, need)
     total, stats = total_loss(terms, tokens, settings)
-    made = [hidden.new_empty(0) if grad is None else grad.to(hidden.dtype) for grad in gradients]
+    made = [hidden.new_empty(0) if grad is None else grad.to(hidden.dtype).contiguous() for grad in gradients]
     return total, *made, *packed_stats(stats)
 
 

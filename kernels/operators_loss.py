@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from smopd.kernels import dispatch
+from smopd.kernels import dispatch, reference_loss
 from smopd.kernels.operators import empty_column, operator, target_facts
 from smopd.kernels.reference_loss import STATS_FIELDS, total_loss
-from smopd.kernels.types import LossSettings, LossStats, LossTokens, loss_target
+from smopd.kernels.types import LossSettings, LossStats, LossTokens, compute_dtype, loss_target
 
 TOKEN_FIELDS = tuple(field.name for field in fields(LossTokens))
 SETTING_FIELDS = tuple(field.name for field in fields(LossSettings))
@@ -130,8 +130,17 @@ loss.register_autograd(_loss_backward, setup_context=_loss_setup)
 
 
 def scaled_gradient(grad: Tensor, dloss: Tensor) -> Tensor:
-    """grad * dloss; the saved tensor itself where dloss is 1 and asking costs no synchronisation."""
+    """grad * dloss, rounded once. Memory that no other backward asks for is scaled in place."""
     traced = type(dloss) is not Tensor  # by torch.compile or torch.export: it has no value
     if not traced and dloss.device.type == "cpu" and dloss.item() == 1.0:
         return grad
-    return grad * dloss.to(grad.dtype)
+    if not traced and not torch._C._autograd._get_current_graph_task_keep_graph():
+        scale_(grad, dloss)
+        return grad
+    return (grad.to(compute_dtype(grad.dtype)) * dloss).to(grad.dtype)
+
+
+def scale_(grad: Tensor, dloss: Tensor) -> None:
+    """grad *= dloss, without touching grad where dloss is 1 and without a host synchronisation."""
+    on_cpu = grad.device.type == "cpu"
+    (reference_loss.scale_ if on_cpu else dispatch.serving("scale_", grad))(grad, dloss)

@@ -173,6 +173,8 @@ def total_loss(terms: TokenTerms, tokens: LossTokens, settings: LossSettings) ->
 
 
 def scale_(grad: Tensor, dloss: Tensor) -> None:
-    """grad *= dloss."""
-    if dloss.device.type != "cpu" or dloss.item() != 1.0:
-        grad.mul_(dloss.to(grad.dtype))
+    """grad *= dloss, rounded once: the factor itself is not brought to grad's dtype."""
+    if dloss.device.type != "cpu":
+        grad.copy_(grad.to(compute_dtype(grad.dtype)) * dloss)
+    elif dloss.item() != 1.0:
+        grad.mul_(dloss.item())

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from smopd.kernels import checks, linear, operators_linear, operators_loss
-from smopd.kernels.inplace import scale_, smopd_loss_inplace
-from smopd.kernels.operators_loss import flat_objective, unpacked_stats
+from smopd.kernels.inplace import smopd_loss_inplace
+from smopd.kernels.operators_loss import flat_objective, scale_, unpacked_stats
 from smopd.kernels.types import LossSettings, LossStats, LossTokens
 
 DEFAULT_SETTINGS = LossSettings()

@@ -1,4 +1,4 @@
-"""A gradient times the upstream gradient, on the device: blocks return early where that is 1."""
+"""A gradient times the upstream gradient, on the device: programs that return early where that is 1."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 8192
+PROGRAMS_PER_PROCESSOR = 8
 
 
 @triton.jit
@@ -15,18 +16,25 @@ def _scale_kernel(grad_ptr, scale_ptr, n_elements, BLOCK: tl.constexpr):
     scale = tl.load(scale_ptr).to(tl.float32)
     if scale == 1.0:
         return
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < n_elements
-    value = tl.load(grad_ptr + offsets, mask=inside).to(tl.float32)
-    tl.store(grad_ptr + offsets, (value * scale).to(grad_ptr.dtype.element_ty), mask=inside)
+    for block in range(tl.program_id(0).to(tl.int64), tl.cdiv(n_elements, BLOCK), tl.num_programs(0)):
+        offsets = block * BLOCK + tl.arange(0, BLOCK)
+        inside = offsets < n_elements
+        value = tl.load(grad_ptr + offsets, mask=inside).to(tl.float32)
+        tl.store(grad_ptr + offsets, (value * scale).to(grad_ptr.dtype.element_ty), mask=inside)
 
 
 def scale_(grad: Tensor, dloss: Tensor) -> None:
     """grad *= dloss; grad is dense, whatever its shape."""
     if grad.numel() > 0:
-        _scale_kernel[(triton.cdiv(grad.numel(), BLOCK),)](
-            grad, dloss, grad.numel(), BLOCK=BLOCK, num_warps=8
-        )
+        grid = (min(triton.cdiv(grad.numel(), BLOCK), _resident(grad.device)),)
+        _scale_kernel[grid](grad, dloss, grad.numel(), BLOCK=BLOCK, num_warps=8)
+
+
+def _resident(device: torch.device) -> int:
+    """Programs that are on the device at once."""
+    if device.type != "cuda":
+        return PROGRAMS_PER_PROCESSOR
+    return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def unserved(op: str, grad: Tensor) -> str | None:

@@ -62,6 +62,21 @@ def test_upstream_gradient_of_one_half() -> None:
     torch.testing.assert_close(leaf.grad, 0.5 * want_grad)
 
 
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize("retain", [True, False])
+def test_the_upstream_gradient_is_not_rounded_to_sixteen_bits(inplace: bool, retain: bool) -> None:
+    """bf16 logits: the gradient is rounded once before the factor and once after it, the factor never."""
+    leaf, tokens, _, _ = setup()
+    grads = []
+    for upstream in (1.0, 1 / 3):
+        low = leaf.detach().bfloat16().requires_grad_()
+        loss, _ = smopd_loss(low * 1, tokens, inplace=inplace)
+        (upstream * loss).backward(retain_graph=retain)
+        grads.append(low.grad)
+    whole, third = grads
+    assert third.equal((whole.float() * torch.tensor(1 / 3)).bfloat16())
+
+
 def test_logits_used_before_by_an_operation_that_needs_their_values_raises() -> None:
     leaf, tokens, _, _ = setup()
     logits = 2 * leaf
