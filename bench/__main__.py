@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         if command == "plot":
             return _report.plot(_record.rows_of([Path(rest[0])]), Path(rest[1] if rest[1:] else "bench.png"))
         if command == "gpu":
-            return _gpu.main(Path(rest[0]) if rest else _record.ROOT / "bench" / "results")
+            return _gpu.main(Path(rest[0]) if rest else _record.ROOT / "bench" / "results", names())
         return _run(_parse(arguments))
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
