@@ -22,9 +22,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from smopd.engine import distributed
-from smopd.engine.servers import NoServer, Refused, Servers
+from smopd.engine.servers import Refused, Servers
 from smopd.engine.types import Rollout, Sampling
 from smopd.engine.vllm_rollout import request_seed
+from smopd.engine.vllm_weights import Checked, architecture_of, stored
 
 DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 and the options in smopd.engine.remote_rollout"
 
@@ -98,7 +99,7 @@ class RemoteRollout:
         if distributed.rank() == 0:
             try:
                 self._send(stream, version)
-            except (NoServer, Refused) as error:
+            except Exception as error:  # the other ranks wait to be told
                 trouble = error
         for _ in stream:  # other ranks take part in gathering it
             pass
@@ -106,6 +107,19 @@ class RemoteRollout:
         if trouble is not None:
             raise trouble
         self.policy_version = version
+
+    def load_path(self, path: str) -> None:
+        """Sends the model at `path`, a folder or hub id, as version 0; a collective call.
+
+        Raises:
+            NoServer: no server took it.
+            ValueError: its files lack a weight, or hold one of another shape.
+        """
+        architecture = architecture_of(path)
+        checked = Checked(architecture, stored(path, architecture))
+        self.load_weights(checked, 0)
+        if checked.error is not None:
+            raise checked.error
 
     def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         from smopd.engine.vllm_transfer import FILE_BYTES, SHARED_MEMORY, on_cpu, parts
@@ -117,6 +131,7 @@ class RemoteRollout:
             Path(folder).chmod(0o755)
             path = Path(folder) / "part.safetensors"
             self._post("/pause?mode=wait")
+            self._post("/collective_rpc", {"method": "forget_weight_update"})
             self._post("/start_weight_update")
             for part in parts(weights, FILE_BYTES):
                 save_file({name: on_cpu(value) for name, value in part.items()}, path)
@@ -143,10 +158,11 @@ class RemoteRollout:
                     f"{url}: has room for {model['max_model_len']} tokens, expected {longest} "
                     "(data.max_prompt_tokens and rollout.max_new_tokens; vLLM's --max-model-len)"
                 )
-        if distributed.rank() == 0:
-            for url in self.servers.alive:
-                self._init_transfer(url)
-        distributed.barrier()
+        distributed.on_first(self._init_transfers)
+
+    def _init_transfers(self) -> None:
+        for url in self.servers.alive:
+            self._init_transfer(url)
 
     def _init_transfer(self, url: str) -> None:
         try:

@@ -5,7 +5,6 @@ What kind of server it is, its tokenizer and its limits are asked at the start.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -184,9 +183,8 @@ def _parse(rows: list, rollout: Rollout, kappa: int) -> tuple[Tensor, Tensor, Te
     ids_TS = torch.zeros(n_tokens, kappa, dtype=torch.int32)
     logps_TS = torch.full((n_tokens, kappa), -torch.inf)
     own_T = torch.empty(n_tokens)
-    for t, token, row in zip(
-        itertools.count(), rollout.response_ids.tolist(), rows[len(rollout.prompt_ids) :], strict=False
-    ):
+    answered = rows[len(rollout.prompt_ids) :][:n_tokens]
+    for t, (token, row) in enumerate(zip(rollout.response_ids.tolist(), answered, strict=True)):
         own_T[t] = row[str(token)]["logprob"]
         for token_id, entry in row.items():
             if entry["rank"] <= kappa:

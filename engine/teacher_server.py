@@ -23,7 +23,7 @@ from starlette.routing import Route
 from smopd.engine import distributed
 from smopd.engine.models import load_tokenizer
 from smopd.engine.teacher_wire import BINARY, pack_answer, unpack_request
-from smopd.engine.teachers import TeacherEngine
+from smopd.engine.teachers import TeacherEngine, read_adapter
 from smopd.engine.types import VllmSettings
 
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
@@ -31,7 +31,8 @@ DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
 def application(teacher: TeacherEngine, path: str, vocabulary: int) -> Starlette:
     """The ASGI application around one teacher."""
-    tokenizer = load_tokenizer(path)
+    adapter = read_adapter(path)
+    tokenizer = load_tokenizer(adapter.base if adapter else path)
     one_at_a_time = threading.Lock()
 
     def score(content: bytes, kappa: int, temperature: float, dtype: torch.dtype) -> bytes:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,8 @@ class _Made:
     """Why it cannot serve."""
     broken: bool = False
     """vLLM failed in the middle of a load: further loads may be silently wrong."""
+    sleeps: bool = False
+    """Whether it leaves the GPU while others work."""
     asleep: set[str] = field(default_factory=set)
 
 
@@ -77,18 +80,31 @@ def engine(role: str, path: str | Path, settings: VllmSettings, **options: Any) 
         RuntimeError: colocated without a process group.
     """
     path = str(Path(path).expanduser()) if str(path).startswith("~") else str(path)
-    with undisturbed():
-        architecture = architecture_of(path)
-    key = (role, architecture.identity, settings, repr(sorted(options.items())))
     files = identity(path)
+    architecture = _architecture(path, files)
+    key = (role, architecture.identity, settings, repr(sorted(options.items())))
     made = _engines.get(key)
     if made is None:
-        made = _engines[key] = _Made(_make(role, path, settings, options), settings, architecture, files)
+        sleeps = _can_sleep(settings)
+        llm = _make(role, path, settings, sleeps, options)
+        made = _engines[key] = _Made(llm, settings, architecture, files, sleeps=sleeps)
     elif made.holds != files:
         load(made.llm, stored(path, architecture))
         made.holds = files
     wake(made.llm)
     return made.llm
+
+
+@cache
+def _architecture(path: str, files: str) -> Architecture:
+    """Once for each state of the files: making one changes torch's default dtype for a moment."""
+    with undisturbed():
+        return architecture_of(path)
+
+
+def known(path: str | Path) -> None:
+    """Reads the architecture at `path` now, so that a later `engine` from another thread does not."""
+    _architecture(str(path), identity(str(path)))
 
 
 def load(llm: LLM, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -146,12 +162,18 @@ def wake(llm: LLM) -> None:
 def rest(llm: LLM) -> None:
     """Moves weights to main memory and drops the cache, where settings and device have it."""
     made = _of(llm)
-    if made.settings.sleep and _cuda() and not made.asleep:
+    if made.sleeps and not made.asleep:
         llm.sleep(level=1)
         made.asleep = {"weights", "kv_cache"}
 
 
-def memory_share(settings: VllmSettings, free: int, total: int) -> float:
+def _can_sleep(settings: VllmSettings) -> bool:
+    """Of the engines in one process a single one can: vLLM's allocator for it serves no second."""
+    taken = any(made.sleeps and made.settings.placement == "colocated" for made in _engines.values())
+    return settings.sleep and _cuda() and (settings.placement == "process" or not taken)
+
+
+def memory_share(settings: VllmSettings, free: int, total: int, sleeps: bool) -> float:
     """The share of the GPU's `total` bytes that an engine may take.
 
     Automatic: of the bytes that are `free` when it is made, 60% where it sleeps while others work and 35%
@@ -159,10 +181,10 @@ def memory_share(settings: VllmSettings, free: int, total: int) -> float:
     """
     if settings.gpu_memory_share is not None:
         return settings.gpu_memory_share
-    return (SHARE_ASLEEP if settings.sleep else SHARE_AWAKE) * free / total
+    return (SHARE_ASLEEP if sleeps else SHARE_AWAKE) * free / total
 
 
-def _make(role: str, path: str, settings: VllmSettings, options: dict[str, Any]) -> LLM:
+def _make(role: str, path: str, settings: VllmSettings, sleeps: bool, options: dict[str, Any]) -> LLM:
     _require_servable(settings)
     start = time.perf_counter()
     with undisturbed(_environment(settings)):
@@ -170,13 +192,13 @@ def _make(role: str, path: str, settings: VllmSettings, options: dict[str, Any])
         from vllm import envs
 
         envs.disable_envs_cache()  # an engine that is there already had it turned on
-        arguments = {**_arguments(path, settings), **options}
+        arguments = {**_arguments(path, settings, sleeps), **options}
         llm = vllm.LLM(**arguments)
-    cache = llm.llm_engine.vllm_config.cache_config
+    held = llm.llm_engine.vllm_config.cache_config
     memory = (
-        f"{cache.kv_cache_memory_bytes >> 20} MiB of cache"
-        if cache.kv_cache_memory_bytes
-        else (f"{cache.gpu_memory_utilization:.0%} of the GPU")
+        f"{held.kv_cache_memory_bytes >> 20} MiB of cache"
+        if held.kv_cache_memory_bytes
+        else (f"{held.gpu_memory_utilization:.0%} of the GPU")
     )
     log.info(
         "vLLM %s %s engine for %s: %s, tensor parallel %d, %s, %s, up to %d positions, made in %.1f s",
@@ -217,7 +239,7 @@ def _require_servable(settings: VllmSettings) -> None:
         )
 
 
-def _arguments(path: str, settings: VllmSettings) -> dict[str, Any]:
+def _arguments(path: str, settings: VllmSettings, sleeps: bool) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": path,
         "dtype": settings.dtype,
@@ -231,8 +253,8 @@ def _arguments(path: str, settings: VllmSettings) -> dict[str, Any]:
         "use_tqdm_on_load": False,
     }
     if _cuda():
-        arguments["gpu_memory_utilization"] = memory_share(settings, *torch.cuda.mem_get_info())
-        arguments["enable_sleep_mode"] = settings.sleep
+        arguments["gpu_memory_utilization"] = memory_share(settings, *torch.cuda.mem_get_info(), sleeps)
+        arguments["enable_sleep_mode"] = sleeps
     elif settings.kv_cache_bytes is None:
         arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
     if settings.max_lora_rank:

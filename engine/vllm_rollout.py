@@ -72,10 +72,12 @@ class VllmRollout:
         own = [(tuple(prompt), group) for prompt, group in zip(prompts, groups, strict=True)]
         with working(self.settings):
             wake(self.llm)
-            requests, first = self._together(own)
-            self._require(requests, sampling)
-            rollouts = self._sample(requests, sampling) if requests else []
-            rest(self.llm)
+            try:
+                requests, first = self._together(own)
+                self._require(requests, sampling)
+                rollouts = self._sample(requests, sampling) if requests else []
+            finally:
+                rest(self.llm)
         return rollouts[first * sampling.n : (first + len(own)) * sampling.n]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -104,11 +106,16 @@ class VllmRollout:
         kept = Path(self._folder.name) / str(number)
         shutil.copytree(folder, kept)  # vLLM may read it again
         request = LoRARequest(f"policy-{number}", number, str(kept))
-        try:
-            self.llm.llm_engine.add_lora(request)
-        except Exception as error:
-            raise ValueError(f"load_adapter: {folder}: vLLM refuses it ({error})") from error
-        self._drop_adapter()
+        with working(self.settings):
+            wake(self.llm)  # the adapters' tensors leave the GPU with the weights
+            try:
+                self.llm.llm_engine.add_lora(request)
+                self._drop_adapter()
+            except Exception as error:
+                shutil.rmtree(kept)
+                raise ValueError(f"load_adapter: {folder}: vLLM refuses it ({error})") from error
+            finally:
+                rest(self.llm)
         self._adapter = request
         self.policy_version = version
 

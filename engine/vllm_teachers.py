@@ -43,7 +43,7 @@ from smopd.engine.teachers import (
     same_place,
 )
 from smopd.engine.types import Rollout, TeacherTopK, VllmSettings
-from smopd.engine.vllm import LORA_RANKS, engine, rest, working
+from smopd.engine.vllm import LORA_RANKS, engine, known, rest, working
 from smopd.engine.vllm_pooler import TASK, Question, ask, obstacle, text_config
 
 ROUTES = ("auto", "pooler", "prompt_logprobs")
@@ -118,6 +118,7 @@ class VllmTeachers:
         self._options = engine_options(self.pooled, self.bases, batch_tokens)
         self._held: dict[str, Base] = {}
         for one in self.bases:
+            known(one.path)
             if one.role not in self._held:
                 self._engine(one)
 

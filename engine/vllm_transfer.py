@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 BACKEND = "smopd_files"
 EXTENSION = "smopd.engine.vllm_transfer.Extension"
@@ -33,6 +34,12 @@ SHARED_MEMORY = Path("/dev/shm")
 
 class Extension:
     """Named as a worker's extension so that the worker imports this module."""
+
+    _weight_update_active: bool
+
+    def forget_weight_update(self) -> None:
+        """Lets a new update begin where one was begun and never ended: its sender died."""
+        self._weight_update_active = False
 
 
 @dataclass
@@ -55,6 +62,11 @@ class FileEngine(WeightTransferEngine[NoInfo, FileInfo]):
         pass
 
     def start_weight_update(self) -> None:
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():  # of an update that failed: its tensors would be loaded before the new ones
+                info.loaded_weights.clear()
+                info.load_numel = 0
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: FileInfo) -> None:

@@ -244,8 +244,9 @@ def _rollouts(
     weights = -(-width * sizes.parameters // parallel)
     response = sizes.kv_bytes(width) * shape.longest // parallel
     wanted = parallel * shape.responses
-    cache = _cache(rollout.vllm, weights, response * wanted, response, resident["rollout"], machine)
-    awake = ("rollout", "sync") if rollout.vllm.sleep else RUNNING
+    sleeps = rollout.vllm.sleep
+    cache = _cache(rollout.vllm, weights, response * wanted, response, resident["rollout"], machine, sleeps)
+    awake = ("rollout", "sync") if sleeps else RUNNING
     at_once = min(cache // response, wanted)
     return [
         Need("rollout weights", dict.fromkeys(awake, weights), f"tensor parallel {parallel}"),
@@ -254,15 +255,25 @@ def _rollouts(
     ]
 
 
-def _cache(engine: Vllm, weights: int, wanted: int, least: int, resident: int, machine: Machine) -> int:
+def _cache(
+    engine: Vllm, weights: int, wanted: int, least: int, resident: int, machine: Machine, sleeps: bool
+) -> int:
     """vLLM's KV cache: as set, or what its share of the GPU leaves; one response at least."""
     if engine.kv_cache_bytes is not None:
         return engine.kv_cache_bytes
     if engine.gpu_memory_share is not None:
         return max(least, int(engine.gpu_memory_share * machine.memory) - weights - VLLM_WORK)
     free = max(0, machine.memory - machine.reserve - resident)
-    share = memory_share(VllmSettings(sleep=engine.sleep), free, machine.memory)
+    share = memory_share(VllmSettings(), free, machine.memory, sleeps)
     return max(least, min(wanted, int(share * machine.memory) - weights - VLLM_WORK))
+
+
+def _teachers_sleep(settings: Settings, n_engines: int) -> bool:
+    """Whether they leave the GPU between scorings: of the engines in one process a single one can."""
+    own, rollout = settings.teachers.vllm, settings.rollout
+    here = rollout.engine == "vllm" and not rollout.urls and rollout.vllm.placement == "colocated"
+    taken = (here and rollout.vllm.sleep) or n_engines > 1
+    return own.sleep and (own.placement == "process" or not taken)
 
 
 def _teachers(
@@ -297,8 +308,9 @@ def _teachers(
     kinds = {(sizes.kind, sizes.parameters): sizes for sizes in models.teachers}
     whole = -(-(width * sum(sizes.parameters for sizes in kinds.values()) + adapters) // parallel)
     response = max(sizes.kv_bytes(width) for sizes in kinds.values()) * shape.longest // parallel
-    cache = _cache(teachers.vllm, whole, response, response, resident["teachers"], machine)
-    awake = ("teachers",) if teachers.vllm.sleep else RUNNING
+    sleeps = _teachers_sleep(settings, len(kinds))
+    cache = _cache(teachers.vllm, whole, response, response, resident["teachers"], machine, sleeps)
+    awake = ("teachers",) if sleeps else RUNNING
     note = f"{count}, {len(kinds)} engine" + "s" * (len(kinds) > 1)
     return [
         Need("teachers' weights", dict.fromkeys(awake, whole), note),

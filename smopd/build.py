@@ -51,7 +51,9 @@ def rollout_engine(settings: Settings, path: str, device: torch.device) -> Rollo
             from smopd.engine.remote_rollout import RemoteRollout
 
             servers = Servers(options.urls, patience(settings))
-            return RemoteRollout(servers, ends, longest, settings.remote.transfer_folder)
+            remote = RemoteRollout(servers, ends, longest, settings.remote.transfer_folder)
+            remote.load_path(path)  # a server holds whatever the run before it ended with
+            return remote
     if options.engine == "vllm":
         with reading("rollout.engine"):
             from smopd.engine.vllm_rollout import VllmRollout

@@ -28,7 +28,8 @@ class Vllm(Section):
     kv_cache_bytes: int | None = Field(default=None, ge=1)
     enforce_eager: bool = False
     sleep: bool = True
-    """Weights and cache leave the GPU while something else computes; nothing happens on a CPU."""
+    """Weights and cache leave the GPU while something else computes; of the engines that share a process the
+    first one alone can. Nothing happens on a CPU."""
 
 
 class Rollout(Section):

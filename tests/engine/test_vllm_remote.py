@@ -86,12 +86,17 @@ class Relay:
     def __init__(self, to: str, *, dies_after: int | None = None, busy: int = 0):
         self.to, self.left, self.busy, self.served = to, dies_after, busy, 0
         self.lock = threading.Lock()
+        self.stopping: threading.Thread | None = None
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.start()
 
     def start(self) -> None:
+        """Begins to answer, again where it was stopped."""
         relay = self
+        if relay.stopping is not None:
+            relay.stopping.join()
+            relay.stopping = None
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -105,7 +110,9 @@ class Relay:
                 with relay.lock:
                     if completion and relay.left == 0:
                         self.connection.shutdown(socket.SHUT_RDWR)
-                        threading.Thread(target=relay.stop).start()
+                        if relay.stopping is None:
+                            relay.stopping = threading.Thread(target=relay.stop)
+                            relay.stopping.start()
                         return
                     if completion and relay.busy > 0:
                         relay.busy -= 1
@@ -169,8 +176,9 @@ def test_what_a_killed_server_was_asked_goes_to_the_others(server, caplog):
 
 def test_a_server_that_comes_back_gets_the_weights_first(server):
     dying = Relay(server, dies_after=0)
-    rollouts = remote(server, dying.url)
-    rollouts.generate(PROMPTS, GROUPS, GREEDY)
+    rollouts = remote(dying.url)
+    with pytest.raises(NoServer):
+        rollouts.generate(PROMPTS, GROUPS, GREEDY)
     assert list(rollouts.servers.out) == [dying.url]
     dying.left = None
     dying.start()

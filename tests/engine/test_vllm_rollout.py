@@ -193,6 +193,6 @@ def test_settings_that_cannot_be_served_are_refused(saved):
 
 
 def test_the_automatic_share_of_a_gpu():
-    assert memory_share(VllmSettings(), 60, 100) == pytest.approx(0.36)
-    assert memory_share(VllmSettings(sleep=False), 60, 100) == pytest.approx(0.21)
-    assert memory_share(VllmSettings(gpu_memory_share=0.9), 60, 100) == 0.9
+    assert memory_share(VllmSettings(), 60, 100, sleeps=True) == pytest.approx(0.36)
+    assert memory_share(VllmSettings(), 60, 100, sleeps=False) == pytest.approx(0.21)
+    assert memory_share(VllmSettings(gpu_memory_share=0.9), 60, 100, sleeps=True) == 0.9

@@ -23,6 +23,7 @@ from smopd.engine.vllm import LostWeights
 from smopd.engine.vllm_rollout import VllmRollout
 from tests.engine.tiny import END, VOCABULARY, assert_sampled_by, tiny_model
 from tests.engine.vllm_worker import PROMPTS, SAMPLINGS, TIED
+from tests.patience import HANG_SECONDS
 
 pytestmark = pytest.mark.unproven
 
@@ -130,11 +131,12 @@ def test_versions_increase(saved, device):
 def adapter(folder: Path, seed: int, rank: int = 4):
     """Writes a random adapter of the model of seed 0; returns that model with it."""
     peft = pytest.importorskip("peft")
-    torch.manual_seed(seed)
     config = peft.LoraConfig(
         r=rank, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
     )
-    model = peft.get_peft_model(tiny_model(seed=0), config)
+    base = tiny_model(seed=0)
+    torch.manual_seed(seed)
+    model = peft.get_peft_model(base, config)
     model.save_pretrained(folder)
     return model
 
@@ -144,14 +146,16 @@ def test_adapters_are_served_by_version(saved, tmp_path):
     rollouts = VllmRollout(saved(seed=0), [END], settings)
     base = rollouts.generate(PROMPTS, GROUPS, GREEDY)
     assert_sampled_by(tiny_model(seed=0), base)
+    before = base
     for version in (1, 2, 3):
         folder = tmp_path / f"adapter{version}"
         model = adapter(folder, seed=version)
         rollouts.load_adapter(folder, version)
         made = rollouts.generate(PROMPTS, GROUPS, GREEDY)
         assert {rollout.policy_version for rollout in made} == {version}
-        assert differ(made, base)
+        assert differ(made, base) and differ(made, before)
         assert_sampled_by(model, made)
+        before = made
     with pytest.raises(ValueError, match=r"load_adapter: .*rank"):
         adapter(tmp_path / "large", seed=4, rank=64)
         rollouts.load_adapter(tmp_path / "large", 4)
@@ -211,7 +215,12 @@ def test_two_ranks_sample_with_the_weights_of_a_sharded_student(tmp_path, parall
     worker = [str(ROOT / "tests/engine/vllm_worker.py"), str(tmp_path), str(parallel)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, *command, *worker], env=env, cwd=ROOT, capture_output=True, text=True
+        [sys.executable, *command, *worker],
+        env=env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     results = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
