@@ -13,8 +13,9 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -24,6 +25,7 @@ from smopd.engine.student import Student
 
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
+T = TypeVar("T")
 
 
 class UnusableCheckpoint(RuntimeError):
@@ -55,9 +57,9 @@ class Checkpoints:
         student.strategy.save(partial)
         torch.save(_process_state(student) | {"extra": extra}, partial / f"process_{distributed.rank()}.pt")
         distributed.barrier()
+        ranks, kind = distributed.world_size(), student.strategy.name
+        write_manifest(partial, {"step": step, "world_size": ranks, "strategy": kind})
         if distributed.rank() == 0:
-            ranks, kind = distributed.world_size(), student.strategy.name
-            write_manifest(partial, {"step": step, "world_size": ranks, "strategy": kind})
             shutil.rmtree(final, ignore_errors=True)
             os.replace(partial, final)
             flush(self.folder)
@@ -153,35 +155,46 @@ def replace_folder(partial: Path, final: Path) -> None:
 
 
 def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
-    """Flushes every file of `folder` and lists them with their SHA-256."""
-    files = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            flush(path)
-            files[str(path.relative_to(folder))] = _digest(path)
-    manifest = folder / MANIFEST
-    manifest.write_text(json.dumps({**facts, "files": files}, indent=1))
-    flush(manifest)
-    flush(folder)
+    """Flushes every file of `folder`, and lists them with their SHA-256; the ranks share the reading."""
+    digests = {}
+    for path in _share(sorted(path for path in folder.rglob("*") if path.is_file())):
+        flush(path)
+        digests[str(path.relative_to(folder))] = _digest(path)
+    gathered = distributed.gather_objects(digests)
+    if distributed.rank() == 0:
+        files = {name: digest for part in gathered for name, digest in part.items()}
+        manifest = folder / MANIFEST
+        manifest.write_text(json.dumps({**facts, "files": dict(sorted(files.items()))}, indent=1))
+        flush(manifest)
+        flush(folder)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of `folder`, every file checked against it."""
+    """The manifest of `folder`, every file checked against it; the ranks share the reading."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError) as error:
         raise DamagedCheckpoint(
             f"{folder}: no readable {MANIFEST} ({error}); remove the folder to go on"
         ) from error
-    for name, digest in manifest["files"].items():
+    damaged = []
+    for name, digest in _share(list(manifest["files"].items())):
         path = folder / name
         found = _digest(path) if path.is_file() else "no such file"
         if found != digest:
-            raise DamagedCheckpoint(
+            damaged.append(
                 f"{path}: SHA-256 is {found}, {MANIFEST} says {digest}; "
                 f"remove {folder} to go on from the one before it"
             )
+    for said in distributed.gather_objects(damaged):
+        if said:
+            raise DamagedCheckpoint(said[0])
     return manifest
+
+
+def _share(items: Sequence[T]) -> Sequence[T]:
+    """This rank's part of `items`."""
+    return items[distributed.rank() :: distributed.world_size()]
 
 
 def flush(path: Path) -> None:
