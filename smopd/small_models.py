@@ -67,7 +67,31 @@ def world_model(
     Raises:
         ValueError: hidden_size does not fit heads, or a size is below 1.
     """
-    tokenizer = world_tokenizer(toy_world.vocabulary())
+    return word_model(
+        seed,
+        toy_world.vocabulary(),
+        hidden_size=hidden_size,
+        layers=layers,
+        heads=heads,
+        intermediate_size=intermediate_size,
+        max_positions=max_positions,
+        tie_embeddings=tie_embeddings,
+    )
+
+
+def word_model(
+    seed: int,
+    pieces: Sequence[str],
+    *,
+    hidden_size: int = 64,
+    layers: int = 2,
+    heads: int = 2,
+    intermediate_size: int | None = None,
+    max_positions: int = 256,
+    tie_embeddings: bool = False,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """A Qwen2 model in fp32 whose tokens are the given pieces; arguments and errors as of `world_model`."""
+    tokenizer = world_tokenizer(pieces)
     model = _qwen2("world_model", seed, len(tokenizer), tokenizer, hidden_size, layers, heads,
                    intermediate_size, max_positions, tie_embeddings)  # fmt: skip
     return model, tokenizer

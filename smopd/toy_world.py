@@ -305,7 +305,7 @@ def demonstrations(
     return [
         {
             "prompt": task.prompt,
-            "completion": "".join(_sloppy_answer(task, rates, noise, rng)),
+            "completion": "".join(in_sloppy_format(*_sloppy_call(task, noise, rng), rates, rng)),
             "ground_truth": task.ground_truth,
         }
         for task in _draw_tasks(n, split, rng, "demonstrations")
@@ -316,8 +316,8 @@ def _happens(rate: float, rng: random.Random) -> bool:
     return rng.random() < rate
 
 
-def _sloppy_answer(task: _Task, rates: FormatRates, noise: float, rng: random.Random) -> list[str]:
-    tool, call = _sloppy_call(task, noise, rng)
+def in_sloppy_format(tool: str, call: list[str], rates: FormatRates, rng: random.Random) -> list[str]:
+    """The pieces of an answer that makes `call`, each decision of the format taken rightly at its rate."""
     pieces: list[str] = []
     if not _happens(rates.no_prefix, rng):
         pieces += rng.choice(_PREFIXES)
@@ -353,6 +353,12 @@ def _sloppy_call(task: _Task, noise: float, rng: random.Random) -> tuple[str, li
         pieces += [shown, _NUMBER if number else _STRING, value, _AFTER_NUMBER if number else _AFTER_STRING]
     pieces[-1] = {_AFTER_NUMBER: _CLOSE_NUMBER, _AFTER_STRING: _CLOSE_STRING}[pieces[-1]]
     return tool, pieces
+
+
+def format_pieces() -> list[str]:
+    """The pieces that an answer is made of beside the tool, its parameters and their values."""
+    texts = [piece for texts in (_PREFIXES, _WRONG_SEPARATORS, _TRAILERS) for text in texts for piece in text]
+    return list(dict.fromkeys([*_TAGS, "\n", *_JSON_PIECES, *_THOUGHT, *texts]))
 
 
 def vocabulary() -> list[str]:
