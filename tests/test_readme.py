@@ -1,4 +1,4 @@
-"""The README's recipe is one that the command takes, and the operations that it imports are there."""
+"""The README's recipe is one that the command takes; operations and links that the pages name are there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 from smopd import ops
 from smopd.cli import parse
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(language: str) -> list[str]:
@@ -27,8 +29,26 @@ def test_the_recipe_parses(tmp_path, monkeypatch):
 
 
 def test_the_operations_are_public():
-    (line,) = re.findall(r"^from smopd\.ops import (.*)$", README, re.MULTILINE)
-    assert {name.strip() for name in line.split(",")} <= set(ops.__all__)
+    named = [
+        name.strip()
+        for page in PAGES
+        for line in re.findall(r"^from smopd\.ops import (.*)$", page.read_text(), re.MULTILINE)
+        for name in line.split(",")
+    ]
+    named += re.findall(r"smopd\.ops\.(\w+)", (ROOT / "docs" / "method.md").read_text())
+    assert len(named) > 10
+    assert set(named) <= set(ops.__all__)
+
+
+def test_the_files_that_the_pages_name_are_there():
+    wrong = []
+    for page in PAGES:
+        text = page.read_text()
+        links = re.findall(r"\]\((?!http)([^)#]+)\)", text)
+        paths = re.findall(r"`((?:kernels|engine|smopd|tests|bench|csrc|examples|docs)/[\w/.]+\.\w+)`", text)
+        wrong += [f"{page.name}: {link}" for link in links if not (page.parent / link).exists()]
+        wrong += [f"{page.name}: {path}" for path in paths if not (ROOT / path).exists()]
+    assert not wrong, wrong
 
 
 def test_the_table_is_there():
