@@ -111,7 +111,7 @@ def configuration(settings: TrainSettings, device: torch.device) -> dict[str, An
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         "fp16": {"enabled": False},
-        "bf16": {"enabled": settings.compute_dtype == "bfloat16"},
+        "bf16": {"enabled": settings.compute_dtype == "bfloat16", "check_grad_overflow": True},
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
     }

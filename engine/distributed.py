@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -42,6 +44,12 @@ def rank() -> int:
 
 def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def thread(name: str, device: torch.device) -> ThreadPoolExecutor:
+    """One thread that computes on `device`: CUDA's current device is a thread's own."""
+    begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=begin)
 
 
 def barrier() -> None:
@@ -84,6 +92,16 @@ def on_first(function: Callable[[], T]) -> T:
     if error is not None:
         raise error
     return value
+
+
+def first_to_fail() -> bool:
+    """Whether no other rank has asked this before: an error is told once, whichever rank meets it."""
+    if world_size() == 1:
+        return True
+    try:
+        return dist.distributed_c10d._get_default_store().add("smopd/failed", 1) == 1
+    except RuntimeError:  # the store went with the rank that held it, which has told
+        return False
 
 
 def broadcast_object(value: Any) -> Any:

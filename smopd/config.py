@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from smopd.contradictions import contradictions
 from smopd.engine_sections import KlRef, Remote, Rollout, Student, Teachers
-from smopd.names import is_url
 from smopd.sections import (
     Advantage,
     Checkpoint,
@@ -145,46 +145,10 @@ class Settings(Section):
             for i, reward in enumerate(self.rewards):
                 if reward.range is None and any(teacher.reward == reward.name for teacher in teachers):
                     wrong.append(f"rewards.{i}.range: the gate needs [lo, hi] or batch for {reward.name!r}")
-        wrong += self._engine_mistakes()
+        wrong += contradictions(self)
         if wrong:
             raise ValueError("\n".join(wrong))
         return self
-
-    def _engine_mistakes(self) -> list[str]:
-        """What the engines cannot do with these settings."""
-        wrong = []
-        corrected = self.loss.old_logps == "rollout" or self.loss.importance_cap is not None
-        if self.loop.lag and not corrected:
-            wrong.append(
-                "loop.lag: with 1 the responses come from an earlier policy than the one that is trained; "
-                "set loss.old_logps to rollout, or give loss.importance_cap"
-            )
-        if self.rollout.urls and self.rollout.engine != "vllm":
-            wrong.append("rollout.urls: are of vLLM servers, rollout.engine is local; set it to vllm")
-        teachers = self.teachers
-        remote = [is_url(teacher.model) for teacher in teachers.models]
-        if any(remote) and not all(remote):
-            wrong.append("teachers.models: got teachers at URLs and others, expected one kind")
-        if any(remote) and teachers.union:
-            wrong.append("teachers.union: is not served by teachers at URLs")
-        if teachers.engine == "vllm" and teachers.route == "prompt_logprobs":
-            reverse = self.opd.divergence == "reverse_kl_sampled"
-            temperature = self.rollout.temperature if reverse else self.opd.temperature
-            if temperature != 1:
-                wrong.append(
-                    f"teachers.route: prompt_logprobs serves temperature 1 alone, the KL's is {temperature}; "
-                    "use pooler"
-                )
-            if self.kl_ref.coef > 0 and self.rollout.temperature != 1:
-                wrong.append(
-                    "teachers.route: prompt_logprobs serves temperature 1 alone, kl_ref's is the rollout's, "
-                    f"{self.rollout.temperature}; use pooler"
-                )
-            if teachers.union:
-                wrong.append("teachers.union: needs the pooler route or the local engine")
-        if self.student.strategy == "deepspeed" and self.student.shard_size is not None:
-            wrong.append("student.shard_size: is FSDP2's, student.strategy is deepspeed")
-        return wrong
 
     def resolved(self, run_name: str) -> Settings:
         """The settings of one run: the recipe's with the run's `set` merged over them, validated again.

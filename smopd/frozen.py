@@ -1,21 +1,24 @@
 """What the frozen models say about a batch: the teachers and the reference policy.
 
-They are asked in a thread of their own, while the rewards and the old log-probabilities are computed, unless
-they would do it on the student's own processor.
+They are asked in a thread of their own, while the rewards and the old log-probabilities are computed, where
+they compute on another processor than the student: on its own the two would compete, and the collectives of
+engines that share its ranks could cross.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from smopd.batch import Batch
 from smopd.config import Settings
+from smopd.engine import distributed
+from smopd.engine.remote_teachers import RemoteTeachers
 from smopd.engine.teachers import LocalTeachers, TeacherEngine
 from smopd.engine.types import TeacherTopK
 
@@ -35,10 +38,17 @@ class Said:
 class Frozen:
     """A context manager; asks one batch at a time."""
 
-    def __init__(self, settings: Settings, teachers: TeacherEngine | None, reference: TeacherEngine | None):
+    def __init__(
+        self,
+        settings: Settings,
+        teachers: TeacherEngine | None,
+        reference: TeacherEngine | None,
+        device: torch.device,
+    ):
         self.settings, self.teachers, self.reference = settings, teachers, reference
-        self.overlaps = any(_elsewhere(engine) for engine in (teachers, reference))
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="frozen")
+        asked = [engine for engine in (teachers, reference) if engine is not None]
+        self.overlaps = bool(asked) and all(_elsewhere(engine, settings, device) for engine in asked)
+        self._pool = distributed.thread("frozen", device)
 
     def __enter__(self) -> Frozen:
         return self
@@ -71,7 +81,9 @@ class Frozen:
         return Said(topk, ref_logp_N, time.perf_counter() - begin)
 
 
-def _elsewhere(engine: TeacherEngine | None) -> bool:
+def _elsewhere(engine: TeacherEngine, settings: Settings, device: torch.device) -> bool:
     if isinstance(engine, LocalTeachers):
-        return engine.device.type != "cpu"
-    return engine is not None
+        return engine.device != device
+    if isinstance(engine, RemoteTeachers):
+        return True
+    return settings.teachers.vllm.placement == "process"

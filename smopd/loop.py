@@ -55,8 +55,8 @@ def optimise(run: Run) -> None:
     synchronise(student, run.rollouts, version=start)
 
     with (
-        Batches(settings, run.prompts, run.rollouts, ahead) as batches,
-        Frozen(settings, run.teachers, run.reference) as frozen,
+        Batches(settings, run.prompts, run.rollouts, student.device, ahead) as batches,
+        Frozen(settings, run.teachers, run.reference, student.device) as frozen,
     ):
         for step in range(start, steps):
             metrics = Metrics()
@@ -79,7 +79,7 @@ def optimise(run: Run) -> None:
             adv_R, kept_R = advantages(
                 settings.advantage, rewards_RK, batch.group_R, batch.lengths_R, weights, dist.group.WORLD
             )
-            target = teacher_target(settings, said.topk, batch, scores.rewards_RK)
+            target = teacher_target(settings, said.topk, batch, scores.rewards_RK, student.device)
             with metrics.phase("update"):
                 updates = []
                 for part in batch.parts:

@@ -76,17 +76,18 @@ def needs_old_logps(settings: Settings, coef: float) -> bool:
 
 
 def teacher_target(
-    settings: Settings, topk: TeacherTopK | None, batch: Batch, rewards_RK: Tensor
+    settings: Settings, topk: TeacherTopK | None, batch: Batch, rewards_RK: Tensor, device: torch.device
 ) -> Target | None:
-    """What the teachers said on the batch's tokens, with their gate; None where they were not asked."""
+    """What the teachers said on the batch's tokens, with their gate, on `device`; None if not asked."""
     if topk is None:
         return None
-    device = topk.ids_NMS.device
+    topk = TeacherTopK(**{name: value.to(device) for name, value in vars(topk).items()})
+    own = settings.opd.kappa  # with teachers.union the others' entries stand behind a teacher's own
     rewards_RM, low_M, high_M = teachers_rewards(settings, rewards_RK)
     weights = log_alpha(
         settings.opd.gate,
-        topk.ids_NMS,
-        topk.logps_NMS,
+        topk.ids_NMS[..., :own],
+        topk.logps_NMS[..., :own],
         failure(rewards_RM, low_M, high_M).to(device),
         batch.response_N.to(device),
     )

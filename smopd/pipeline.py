@@ -88,7 +88,7 @@ def run_recipe(command: Command) -> int:
                 pool.probe()
                 do_runs(Workshop(settings, folder, pool, device), command)
         except FAILURES as error:
-            if os.environ.get("LOCAL_RANK", "0") == "0":
+            if distributed.first_to_fail():
                 print(f"error: {error}", file=sys.stderr, flush=True)
             return 1
     return 0
@@ -130,7 +130,8 @@ def train(shop: Workshop, run: PlannedRun, inputs: Inputs) -> None:
     """One run of the recipe, from its start or its newest checkpoint to its export."""
     settings, folder = shop.settings.resolved(run.name), shop.folder / run.name
     reference = run.init if settings.kl_ref.model == "init" else settings.kl_ref.model
-    for needed in (run.init, *run.teachers, reference):
+    frozen = [reference] if settings.kl_ref.coef > 0 else []
+    for needed in (run.init, *run.teachers, *frozen):
         if needed in settings.runs and not shop.finished(needed):
             raise UnusableInput(
                 f"runs.{run.name}: needs the run {needed!r}, which is not finished; run it first"
@@ -139,7 +140,6 @@ def train(shop: Workshop, run: PlannedRun, inputs: Inputs) -> None:
     tokenizer = load_tokenizer(path)
     student = build.student(settings, path, shop.device)
     teachers = [shop.teacher_path(teacher) for teacher in run.teachers]
-    frozen = [shop.model_path(reference)] if settings.kl_ref.coef > 0 else []
     with Recorder(folder, run.name, settings, tokenizer) as recorder:
         optimise(
             Run(
@@ -151,7 +151,11 @@ def train(shop: Workshop, run: PlannedRun, inputs: Inputs) -> None:
                 rollouts=build.rollout_engine(settings, path, shop.device),
                 teachers=build.teacher_engine(settings, teachers, student.vocabulary, shop.device),
                 reference=build.teacher_engine(
-                    settings, frozen, student.vocabulary, shop.device, role="reference"
+                    settings,
+                    [shop.model_path(name) for name in frozen],
+                    student.vocabulary,
+                    shop.device,
+                    role="reference",
                 ),
                 scorer=Scorer(shop.pool, tokenizer, settings.scoring.max_unscorable_share),
                 checkpoints=Checkpoints(folder / "checkpoints", settings.checkpoint.keep),

@@ -218,7 +218,9 @@ def add_target(
     """What the teachers said, how much each was heard, and how far the student is from their mixture."""
     alpha = target.log_alpha.exp().expand(len(batch.token_ids_N), -1)
     for m, teacher in enumerate(settings.teachers.models):
-        metrics.add(f"teacher_{m}/top_kappa_mass", target.topk.logps_NMS[:, m].exp().sum(-1))
+        metrics.add(
+            f"teacher_{m}/top_kappa_mass", target.topk.logps_NMS[:, m, : settings.opd.kappa].exp().sum(-1)
+        )
         metrics.add(f"teacher_{m}/alpha", alpha[:, m])
         if any(reward.name == teacher.reward and reward.range == "batch" for reward in settings.rewards):
             metrics.add(f"teacher_{m}/range_low", float(target.low_M[m]))

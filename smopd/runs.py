@@ -82,26 +82,33 @@ def check_runs(settings: Settings, origin: dict[Keys, str]) -> list[str]:
                 wrong.append(line((*prefix, *keys), _missing(path), origin))
         if run.stage == "merge":
             wrong += _wrong_teachers(own, name, origin)
+        if own.kl_ref.coef > 0 and own.kl_ref.model != "init":
+            own_prefix: Keys = prefix if "kl_ref" in run.set else ()
+            wrong += _wrong_model(own.kl_ref.model, (*own_prefix, "kl_ref", "model"), own, name, origin)
     return list(dict.fromkeys(wrong))
 
 
 def _wrong_teachers(own: Settings, name: str, origin: dict[Keys, str]) -> list[str]:
     if not own.teachers.models:
         return [line(("runs", name), "stage merge needs teachers, and teachers.models is empty", origin)]
-    names = list(own.runs)
-    earlier = names[: names.index(name)]
     prefix: Keys = ("runs", name, "set") if "teachers" in own.runs[name].set else ()
-    wrong = []
-    for i, teacher in enumerate(own.teachers.models):
-        keys: Keys = (*prefix, "teachers", "models", i, "model")
-        if teacher.model in names and teacher.model not in earlier:
-            text = f"{teacher.model!r} does not come before the run {name!r} that needs it"
-        elif teacher.model not in names and difflib.get_close_matches(teacher.model, names, 1, 0.8):
-            text = f"{teacher.model!r} is no run of this recipe{nearest(teacher.model, names)}"
-        else:
-            continue
-        wrong.append(line(keys, text, origin))
-    return wrong
+    return [
+        mistake
+        for i, teacher in enumerate(own.teachers.models)
+        for mistake in _wrong_model(
+            teacher.model, (*prefix, "teachers", "models", i, "model"), own, name, origin
+        )
+    ]
+
+
+def _wrong_model(model: str, keys: Keys, own: Settings, name: str, origin: dict[Keys, str]) -> list[str]:
+    """What is wrong with a frozen model of the run `name`, if another run of the recipe is meant."""
+    names = list(own.runs)
+    if model in names and model not in names[: names.index(name)]:
+        return [line(keys, f"{model!r} does not come before the run {name!r} that needs it", origin)]
+    if model not in names and difflib.get_close_matches(model, names, 1, 0.8):
+        return [line(keys, f"{model!r} is no run of this recipe{nearest(model, names)}", origin)]
+    return []
 
 
 def _local_files(settings: Settings) -> dict[Keys, str]:
@@ -115,6 +122,7 @@ def _local_files(settings: Settings) -> dict[Keys, str]:
     }
     for i, teacher in enumerate(settings.teachers.models):
         named["teachers", "models", i, "model"] = teacher.model
+    named["kl_ref", "model"] = settings.kl_ref.model if settings.kl_ref.coef > 0 else None
     return {keys: value for keys, value in named.items() if value and _PATH.fullmatch(value)}
 
 

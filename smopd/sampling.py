@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from smopd.batch import Batch, sample_batch
 from smopd.config import Settings
@@ -40,6 +42,7 @@ class Batches:
 
     Args:
         prompts: the training set.
+        device: this rank's.
         ahead: `Ahead.state` of a batch begun before the checkpoint that the run goes on from.
     """
 
@@ -48,10 +51,11 @@ class Batches:
         settings: Settings,
         prompts: Sequence[Prompt],
         engine: RolloutEngine,
+        device: torch.device,
         ahead: dict[str, Any] | None = None,
     ):
         self.settings, self.prompts, self.engine = settings, prompts, engine
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="sampling")
+        self._pool = distributed.thread("sampling", device)
         self._begun: dict[int, Future[Batch]] = {}
         if ahead is not None and settings.loop.lag:
             begun = Ahead.of(ahead)

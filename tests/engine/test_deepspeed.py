@@ -90,7 +90,7 @@ def test_auto_values_are_the_settings_own_or_deepspeeds(tmp_path):
     path.write_text(json.dumps(given))
     for config in (given, str(path)):
         found = configuration(settings(zero_stage=3, max_grad_norm=0.5, deepspeed_config=config), CPU)
-        assert found["bf16"] == {"enabled": True}
+        assert found["bf16"] == {"enabled": True, "check_grad_overflow": True}
         assert found["gradient_clipping"] == 0.5
         assert found["gradient_accumulation_steps"] == found["train_micro_batch_size_per_gpu"] == 1
         assert found["communication_data_type"] == "fp32"

@@ -154,9 +154,32 @@ REMOTE = [{"model": "http://a:1", "reward": "a"}, {"model": "http://b:1", "rewar
             "kl_ref's is the rollout's, 0.7",
         ),
         ({"student": {"strategy": "deepspeed", "shard_size": 2}}, "student.shard_size: is FSDP2's"),
+        ({"student": {"deepspeed_config": "zero.json"}}, "student.deepspeed_config: is DeepSpeed's"),
+        ({"student": {"row_tokens": 9000, "micro_batch_tokens": 8192}}, "student.row_tokens: 9000 are more"),
+        ({"advantage": {"snr_threshold": 0.2}}, "advantage.snr_threshold: is GD2PO's"),
+        (
+            {"rollout": {"top_p": 0.9}, "loss": {"importance_cap": 2.0}},
+            "rollout.top_p: at 0.9 the sampler's log-probabilities are the nucleus's",
+        ),
+        (
+            {
+                "loop": {"lag": 1},
+                "loss": {"old_logps": "rollout"},
+                "rollout": {"engine": "vllm", "vllm": {"tensor_parallel_size": 2}},
+            },
+            "colocated tensor-parallel engines would cross",
+        ),
+        ({"kl_ref": {"coef": 0.1, "place": "reward"}}, "kl_ref.place: gdpo normalises each reward"),
+        (
+            {
+                "kl_ref": {"coef": 0.1},
+                "opd": {"divergence": "reverse_kl_sampled", "reverse_kl_surrogate": "ppo"},
+            },
+            "opd.reverse_kl_surrogate: with ppo the teachers' term and kl_ref's",
+        ),
     ],
 )
-def test_what_the_engines_cannot_do_is_said_before_anything_runs(changes: dict, message: str) -> None:
+def test_what_does_not_go_together_is_said_before_anything_runs(changes: dict, message: str) -> None:
     assert message in errors(**changes)
 
 

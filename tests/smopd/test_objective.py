@@ -222,7 +222,8 @@ def test_kl_to_the_reference_as_a_reward_is_one_more_dimension():
     assert found_RK[:, :2].equal(rewards_RK)
     unchanged = with_kl_reward(KlRef(coef=0.3), rewards_RK, [0.5, 0.5], ref_of(batch), batch)
     assert unchanged[0] is rewards_RK
-    assert not loss_settings(settings(kl_ref={"coef": 0.3, "place": "reward"}), 0.0).opd_coef
+    as_reward = settings(kl_ref={"coef": 0.3, "place": "reward"}, advantage={"estimator": "grpo"})
+    assert not loss_settings(as_reward, 0.0).opd_coef
 
 
 def test_the_reference_needs_old_log_probabilities():

@@ -50,14 +50,18 @@ def kill_when(moment: Callable[[Path], bool], recipe: Path, folder: Path, log: P
             command(recipe), env=environment(), cwd=recipe.parent, stdout=output, stderr=output
         )
     deadline = time.monotonic() + HANG_SECONDS
-    while process.poll() is None and time.monotonic() < deadline:
+    while process.poll() is None:
         if moment(folder):
             process.send_signal(signal.SIGKILL)
             process.wait()
             return True
+        if time.monotonic() > deadline:
+            process.kill()
+            process.wait()
+            pytest.fail(f"it hung: {log.read_text()[-4000:]}")
         time.sleep(0.002)
-    process.kill()
-    return process.wait() != 0
+    assert process.returncode == 0, log.read_text()[-4000:]
+    return False
 
 
 def assert_same_runs(found: Path, expected: Path) -> None:

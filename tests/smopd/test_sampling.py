@@ -11,6 +11,7 @@ from smopd.engine.types import Rollout
 from smopd.sampling import Batches, StaleRollout
 from tests.smopd.invariance_worker import SETTINGS, FixedRollouts, prompt_set
 
+CPU = torch.device("cpu")
 AHEAD = {"loop": {"lag": 1, "steps": 4}, "loss": {"old_logps": "rollout"}}
 
 
@@ -31,7 +32,7 @@ def trained(batches, engine, step):
 
 def test_without_lag_each_batch_comes_from_the_policy_of_its_step():
     engine = FixedRollouts()
-    with Batches(settings({}), prompt_set(), engine) as batches:
+    with Batches(settings({}), prompt_set(), engine, CPU) as batches:
         for step in range(3):
             assert versions(batches.take(step)) == {step}
             assert trained(batches, engine, step) is None
@@ -39,7 +40,7 @@ def test_without_lag_each_batch_comes_from_the_policy_of_its_step():
 
 def test_with_lag_each_batch_but_the_first_comes_from_the_policy_before():
     engine = FixedRollouts()
-    with Batches(settings(AHEAD), prompt_set(), engine) as batches:
+    with Batches(settings(AHEAD), prompt_set(), engine, CPU) as batches:
         seen = []
         for step in range(4):
             seen.append(versions(batches.take(step)))
@@ -49,7 +50,7 @@ def test_with_lag_each_batch_but_the_first_comes_from_the_policy_before():
 
 def test_a_batch_begun_ahead_is_the_same_after_a_checkpoint(tmp_path):
     straight, engine = [], FixedRollouts()
-    with Batches(settings(AHEAD), prompt_set(), engine) as batches:
+    with Batches(settings(AHEAD), prompt_set(), engine, CPU) as batches:
         for step in range(4):
             straight.append(batches.take(step))
             ahead = trained(batches, engine, step)
@@ -58,7 +59,7 @@ def test_a_batch_begun_ahead_is_the_same_after_a_checkpoint(tmp_path):
     kept = torch.load(tmp_path / "process.pt", weights_only=True)["extra"]
     again = FixedRollouts()
     again.load_weights([], 2)
-    with Batches(settings(AHEAD), prompt_set(), again, kept) as batches:
+    with Batches(settings(AHEAD), prompt_set(), again, CPU, kept) as batches:
         for step in (2, 3):
             batch = batches.take(step)
             assert versions(batch) == versions(straight[step])
@@ -78,7 +79,7 @@ def test_an_older_response_is_refused():
     engine = Stale()
     engine.load_weights([], 5)
     stale = pytest.raises(StaleRollout, match=r"policy 4, expected 5 or later \(loop.lag\)")
-    with Batches(settings({}), prompt_set(), engine) as batches, stale:
+    with Batches(settings({}), prompt_set(), engine, CPU) as batches, stale:
         batches.take(5)
 
 
@@ -89,7 +90,7 @@ def test_what_fails_ahead_is_raised_where_it_is_taken():
                 raise RuntimeError("the engine died")
             return super().generate(prompts, groups, sampling)
 
-    with Batches(settings(AHEAD), prompt_set(), Broken()) as batches:
+    with Batches(settings(AHEAD), prompt_set(), Broken(), CPU) as batches:
         batches.take(0)
         with pytest.raises(RuntimeError, match="the engine died"):
             batches.settle()

@@ -187,6 +187,7 @@ def test_a_reference_policy_and_sampling_one_step_ahead(workplace, place):
         "loop": {"steps": 3, "lag": 1},
         "loss": {"old_logps": "rollout"},
         "kl_ref": {"coef": 0.1, "place": place},
+        "advantage": {"estimator": "grpo" if place == "reward" else "gdpo"},
         "student": {"learning_rate": 1e-2},
     }
     result = train(recipe_of_one_run(workplace, changes), "--output", "run")
@@ -196,6 +197,9 @@ def test_a_reference_policy_and_sampling_one_step_ahead(workplace, place):
     assert abs(lines[0]["kl_ref"]) < 1e-5, "the policy begins as its own reference"
     assert (abs(lines[0]["loss/reverse"]) < 1e-5) or place == "reward"
     assert lines[0]["rollout_mismatch"] < 1e-4
+    assert lines[2]["kl_ref"] != 0, "the policy has left its reference"
+    assert lines[2]["loss/reverse"] != 0 or place == "reward"
+    assert lines[2]["rollout_mismatch"] > 10 * lines[0]["rollout_mismatch"], "it is trained on an older one's"
 
 
 def test_a_reward_that_raises_stops_the_run_and_is_named(workplace):
