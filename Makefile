@@ -1,12 +1,14 @@
 # make quickstart   set up .venv and run both stages on this machine
 # make test         set up .venv and run the linter, the type checker and the tests: test-core, then test-engines,
 #                   which adds vLLM for CPUs and DeepSpeed (3.5 GB)
+# make test-verl    the same for the verl integration, in .venv-verl (2 GB): verl needs an older transformers
 # make gpu          on a CUDA machine with torch and triton: correctness, then every benchmark
 # The first two do all the set-up and repeat none of it while pyproject.toml, setup.py and csrc/ stay as they are.
 # They need Python >= 3.10 (PYTHON=python3.12 chooses one), a C++ compiler and make. Options for pip go in PIP_ARGS.
 
 PYTHON ?= python3
 VENV ?= .venv
+VERL_VENV ?= .venv-verl
 PIP_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
@@ -14,10 +16,10 @@ BUILT := ls smopd/_C*.so >/dev/null 2>&1 || echo "smopd._C was not built (pip -v
 SOURCES := pyproject.toml setup.py $(shell find csrc -type f)
 .DEFAULT_GOAL := help
 
-.PHONY: help quickstart test test-core test-engines lint gpu clean
+.PHONY: help quickstart test test-core test-engines test-verl lint gpu clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -7
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -63,9 +65,24 @@ $(VENV)/.installed-engines: $(SOURCES) $(VENV)/.installed-test
 test-engines: $(VENV)/.installed-engines
 	$(PYTEST) $(ENGINES)
 
+VERL_PIP := $(VERL_VENV)/bin/python -m pip --disable-pip-version-check -q
+
+# smopd without its dependencies: verl caps transformers below the version that smopd's own trainer needs.
+$(VERL_VENV)/.installed: $(SOURCES)
+	$(PYTHON) -m venv $(VERL_VENV)
+	$(VERL_PIP) install $(PIP_ARGS) "setuptools>=77" wheel torch==2.13.0
+	$(VERL_PIP) install $(PIP_ARGS) verl==0.9.1 cachetools tensordict==0.10.0 transformers==5.10.4 pytest packaging
+	$(VERL_PIP) install $(PIP_ARGS) --no-deps --no-build-isolation -e .
+	@$(BUILT)
+	@touch $@
+
+# VERL_SOURCE=<a checkout of verl 0.9.1> runs verl's own tests of the replaced functions too.
+test-verl: $(VERL_VENV)/.installed
+	OMP_NUM_THREADS=1 $(VERL_VENV)/bin/python -m pytest tests/integrations/test_verl.py
+
 # Needs a CUDA machine and nothing but its own Python with torch and triton; pytest is used where it is there.
 gpu:
 	$(PYTHON) -m bench gpu $(RESULTS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info smopd/_C*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(VERL_VENV) build dist *.egg-info smopd/_C*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
