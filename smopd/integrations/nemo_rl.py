@@ -1,0 +1,166 @@
+"""SMOPD's objective as a NeMo-RL loss function: same-token mixture, forward KL with tail, policy gradient.
+
+    from smopd.integrations.nemo_rl import SmopdLossFn, stack_teachers
+
+    answers = [teacher.get_topk_logits(train_data, k=64) for teacher in teachers]
+    train_data.update(stack_teachers(answers))
+    student_policy.train(train_data, SmopdLossFn([0.5, 0.5]))
+
+Shapes: B sequences, T their padded length, V vocabulary, M teachers, S entries of a teacher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smopd.integrations.hosts import require_host, require_parameters
+from smopd.integrations.teacher_mixing import log_weights, require_vocabulary
+from smopd.ops import CLIP_HIGH, CLIP_LOW, LossSettings, LossTokens, smopd_loss
+
+FIRST, BEFORE = "0.6", "0.8"  # versions whose loss protocol was read
+LOGITS, IDS, LOGPS = "teacher_topk_logits", "teacher_topk_indices", "teacher_topk_logprobs"
+
+
+def stack_teachers(answers: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The columns that SmopdLossFn reads, from one `get_topk_logits` answer a teacher.
+
+    Args:
+        answers: each with topk_logits and topk_indices, (B, T, S), the same shape for all.
+    Returns:
+        teacher_topk_logits and teacher_topk_indices, (B, T, M, S).
+    Raises:
+        ValueError: there is no answer, or their shapes differ.
+    """
+    shapes = [tuple(answer["topk_indices"].shape) for answer in answers]
+    if not shapes or len(set(shapes)) > 1:
+        raise ValueError(f"stack_teachers: the teachers' answers have shapes {shapes}, expected one for all")
+    return {
+        LOGITS: torch.stack([answer["topk_logits"] for answer in answers], dim=2),
+        IDS: torch.stack([answer["topk_indices"] for answer in answers], dim=2),
+    }
+
+
+class SmopdLossFn:
+    """Eq. 9 in NeMo-RL's loss protocol, on logits: `loss_type` TOKEN_LEVEL, `input_type` LOGIT.
+
+    Of the micro-batch it reads input_ids, token_mask, sample_mask and teacher_topk_indices, (B, T, S) or
+    (B, T, M, S), with teacher_topk_logprobs, nats over the whole vocabulary, or else teacher_topk_logits.
+    NeMo-RL's teachers send logits without their normaliser: those are normalised over their S entries, as
+    the host does, so the target's mass is 1 and the tail's teacher side 0. With advantages (and
+    prev_logprobs, else the ratio is 1) the clipped policy gradient is in the same pass; without it is 0.
+    Loss and metrics are sums over global_valid_toks, as the host adds them up over micro-batches.
+
+    Args:
+        weights: alpha, one a teacher, summing to 1.
+        settings: LossSettings; the temperatures have to be 1, since NeMo-RL has divided the logits already.
+        inplace: write the gradient over the logits' memory; only where nothing else reads them, and not with
+            sequence packing, which cuts them.
+    Raises:
+        ImportError: NeMo-RL is missing, or of a version or a protocol that is not known.
+        ValueError: weights or settings are not as above.
+    """
+
+    def __init__(
+        self, weights: Sequence[float], settings: LossSettings | None = None, *, inplace: bool = False
+    ) -> None:
+        require_host("nemo-rl", FIRST, BEFORE)
+        host = import_module("nemo_rl.algorithms.loss.interfaces")
+        names = ("data", "global_valid_seqs", "global_valid_toks", "kwargs")
+        require_parameters(host.LossFunction.__call__, *names)
+        self.settings = settings or LossSettings()
+        if (self.settings.temperature, self.settings.kl_temperature) != (1.0, 1.0):
+            raise ValueError(
+                f"SmopdLossFn: temperature is {self.settings.temperature} and kl_temperature "
+                f"{self.settings.kl_temperature}, expected 1: NeMo-RL divides the logits before the loss"
+            )
+        self.log_alpha = log_weights(weights)
+        self.inplace = inplace
+        self.loss_type = host.LossType.TOKEN_LEVEL
+        self.input_type = host.LossInputType.LOGIT
+
+    def __call__(
+        self,
+        data: Mapping[str, Any],
+        global_valid_seqs: Tensor | None,
+        global_valid_toks: Tensor | None,
+        *,
+        logits: Tensor,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Loss and metrics of one micro-batch.
+
+        Args:
+            data: as above.
+            global_valid_seqs: not used: the loss is a mean over tokens.
+            global_valid_toks: the number of trained tokens of the whole batch; None: of this micro-batch.
+            logits: (B, T, V), already divided by the temperature; more positions than data's are padding.
+        Returns:
+            loss: 0-dim. metrics: numbers.
+        Raises:
+            ValueError: logits are sharded, or shorter than the data; a teacher's shape or vocabulary is
+                not the student's.
+        """
+        ids_BT = data["input_ids"]
+        n_rows, length = ids_BT.shape
+        if hasattr(logits, "to_local") or logits.shape[0] != n_rows or logits.shape[1] < length:
+            raise ValueError(
+                f"SmopdLossFn: logits are a {type(logits).__name__} of shape {tuple(logits.shape)}, expected "
+                f"a whole tensor ({n_rows}, {length}, V) without tensor or context parallelism"
+            )
+        if logits.shape[1] > length:
+            logits = logits[:, :length]
+        teacher_ids, teacher_logps = self._teachers(data, logits)
+        require_vocabulary(IDS, teacher_ids, logits.shape[2])
+
+        def following(column_BT: Tensor) -> Tensor:
+            return column_BT.to(logits.device).roll(-1, dims=1).flatten()
+
+        mask_BT = (data["token_mask"] * data["sample_mask"][:, None]).to(logits.device).float()
+        mask_N = torch.cat([mask_BT[:, 1:], torch.zeros_like(mask_BT[:, :1])], dim=1).flatten()
+        weight_N = mask_N / (mask_N.sum().clamp(min=1.0) if global_valid_toks is None else global_valid_toks)
+        anchored = "advantages" in data
+        tokens = LossTokens(
+            token_ids_N=following(ids_BT),
+            adv_N=following(data["advantages"].float()) if anchored else torch.zeros_like(weight_N),
+            pg_weight_N=weight_N if anchored else torch.zeros_like(weight_N),
+            old_logp_N=following(data["prev_logprobs"].float()) if "prev_logprobs" in data else None,
+            kl_weight_N=weight_N,
+            ent_weight_N=weight_N,
+            teacher_ids_NMS=teacher_ids,
+            teacher_logps_NMS=teacher_logps,
+            log_alpha=self.log_alpha.to(logits.device),
+        )
+        loss, stats = smopd_loss(logits.flatten(0, 1), tokens, self.settings, inplace=self.inplace)
+        clipped_N = (stats.clipped_N & (CLIP_LOW | CLIP_HIGH)) != 0
+        sums = {
+            "loss": loss.detach(),
+            "kl_loss": stats.kl_loss,
+            "pg_loss": stats.pg_loss,
+            "teacher_mass": (stats.teacher_mass_N * weight_N).sum(),
+            "student_mass": (stats.student_mass_N * weight_N).sum(),
+            "negative_kl_share": ((stats.kl_N < 0) * weight_N).sum(),
+            "clipped_share": (clipped_N * weight_N).sum(),
+        }
+        values = torch.stack([value.float() for value in sums.values()]).tolist()
+        metrics = dict(zip(sums, values, strict=True))
+        return loss, {**metrics, "num_valid_samples": n_rows}
+
+    def _teachers(self, data: Mapping[str, Any], logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids and log-probabilities (B*T, M, S) on the logits' device."""
+        ids = data[IDS].to(logits.device)
+        given = LOGPS if LOGPS in data else LOGITS
+        logps = data[given].to(logits.device).float()
+        logps = logps if given == LOGPS else logps.log_softmax(-1)
+        if ids.dim() == 3:
+            ids, logps = ids[:, :, None], logps[:, :, None]
+        expected = (*logits.shape[:2], len(self.log_alpha))
+        if ids.shape != logps.shape or ids.shape[:3] != expected:
+            raise ValueError(
+                f"SmopdLossFn: {IDS} has shape {tuple(data[IDS].shape)} and {given} "
+                f"{tuple(data[given].shape)}, expected {(*expected, 'S')} for {len(self.log_alpha)} teachers"
+            )
+        return ids.flatten(0, 1), logps.flatten(0, 1)

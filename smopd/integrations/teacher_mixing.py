@@ -1,0 +1,124 @@
+"""What the integrations share: the teachers' weights, the check of their vocabulary, a KL with its masses.
+
+Shapes: N tokens, V vocabulary, S support entries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from smopd.ops import topk_forward_kl, topk_logprobs
+
+WEIGHT_SUM_TOLERANCE = 1e-6  # ours: decimal fractions such as thirds written with seven digits pass
+
+
+class SupportKL(NamedTuple):
+    """A forward KL and what its hosts log of it, (N,) each; only kl_N has a gradient.
+
+    Attributes:
+        kl_N: nats, of the target as given: not clamped, not renormalised.
+        student_mass_N: the student's probability of the support, each id once.
+        teacher_mass_N: the target's mass Q.
+    """
+
+    kl_N: Tensor
+    student_mass_N: Tensor
+    teacher_mass_N: Tensor
+
+
+def log_weights(weights: Sequence[float]) -> Tensor:
+    """log alpha of the mixture (Eq. 5): (M,) fp32, nats; a weight of 0 gives -inf, a teacher switched off.
+
+    Raises:
+        ValueError: the weights are not numbers of at least 0 that sum to 1.
+    """
+    alpha = [float(weight) for weight in weights]
+    if not all(weight >= 0.0 for weight in alpha) or abs(math.fsum(alpha) - 1.0) > WEIGHT_SUM_TOLERANCE:
+        raise ValueError(f"teacher weights are {alpha}, expected numbers of at least 0 that sum to 1")
+    return torch.tensor(alpha, dtype=torch.float64).log().float()
+
+
+def require_vocabulary(teachers: str, ids: Tensor, vocab_size: int) -> None:
+    """Refuses teachers whose tokens the student does not have. Costs one host synchronisation.
+
+    Args:
+        teachers: what the ids came from, for the message.
+        ids: token ids, any shape; empty is fine.
+        vocab_size: columns of the student's logits.
+    Raises:
+        ValueError: an id is outside [0, vocab_size).
+    """
+    if ids.numel() == 0:
+        return
+    low, high = (int(end) for end in torch.stack(torch.aminmax(ids)).tolist())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"{teachers} names tokens {low} to {high}, expected ids in [0, {vocab_size}), the columns of the "
+            "student's logits: the teachers need the student's vocabulary, and the logits have to be whole"
+        )
+
+
+def support_forward_kl(
+    logits_NV: Tensor, ids_NS: Tensor, logps_NS: Tensor, *, tail: bool, temperature: float = 1.0
+) -> SupportKL:
+    """topk_forward_kl with the masses that a trainer logs, in its one pass over the vocabulary.
+
+    Args:
+        logits_NV, tail, temperature: as in topk_forward_kl.
+        ids_NS, logps_NS: the target, S of at least 1; -inf marks an empty slot.
+    Raises:
+        ValueError: an id is outside the student's vocabulary.
+    """
+    require_vocabulary("the teachers' top tokens", ids_NS, logits_NV.shape[1])
+    logp_N, kl_N = topk_forward_kl(
+        logits_NV, ids_NS[:, 0], ids_NS, logps_NS, tail=tail, temperature=temperature
+    )
+    repeated_NS = (ids_NS[:, :, None] == ids_NS[:, None]).tril(-1).any(-1)
+    counted_NS = torch.isfinite(logps_NS) & ~repeated_NS
+    student_NS = _support_logps(logits_NV, ids_NS, logp_N, temperature).exp()
+    return SupportKL(kl_N, (student_NS * counted_NS).sum(-1), logps_NS.exp().sum(-1))
+
+
+def floored_forward_kl(
+    logits_NV: Tensor, ids_NS: Tensor, logps_NS: Tensor, floor: float | None
+) -> tuple[SupportKL, Tensor, Tensor]:
+    """verl's truncated KL: what is below the floor counts as the floor, in the student without gradient.
+
+        kl_n = sum_s q_s (log q_s - max(log p(v_s), floor)), q and log q from max(log q, floor)
+
+    Args:
+        logits_NV: (N, V), at the temperature that is wanted.
+        ids_NS, logps_NS: one teacher's top S, each id once.
+        floor: nats, or None.
+    Returns:
+        The KL and the masses before the floor; overlap_N, how many of the ids are among the student's own top
+        S; advantage_N, the mean of the summand's negative over those.
+    Raises:
+        ValueError: an id is outside the student's vocabulary.
+    """
+    require_vocabulary("the teacher's top tokens", ids_NS, logits_NV.shape[1])
+    own = topk_logprobs(logits_NV.detach(), ids_NS.shape[1], token_ids_N=ids_NS[:, 0])
+    assert own.token_logp_N is not None
+    student_NS = _support_logps(logits_NV, ids_NS, own.token_logp_N, 1.0)
+    masses = (student_NS.exp().sum(-1), logps_NS.exp().sum(-1))
+    floored_NS = torch.zeros_like(ids_NS, dtype=torch.bool)
+    if floor is not None:
+        floored_NS = student_NS < floor
+        student_NS, logps_NS = student_NS.clamp_min(floor), logps_NS.clamp_min(floor)
+    _, kl_N = topk_forward_kl(logits_NV, ids_NS[:, 0], ids_NS, logps_NS.masked_fill(floored_NS, -torch.inf))
+    term_NS = logps_NS.exp() * (logps_NS - student_NS)
+    shared_NS = (ids_NS[:, :, None] == own.ids_NS[:, None]).any(-1)
+    overlap_N = shared_NS.sum(-1)
+    advantage_N = -(term_NS * shared_NS).sum(-1) / overlap_N.clamp_min(1)
+    return SupportKL(kl_N + (term_NS * floored_NS).sum(-1), *masses), overlap_N, advantage_N
+
+
+def _support_logps(logits_NV: Tensor, ids_NS: Tensor, logp_N: Tensor, temperature: float) -> Tensor:
+    """The student's log-probabilities (N, S) of a support, given that of its first entry. Detached."""
+    values_NS = logits_NV.detach().gather(1, ids_NS.long()).float() / temperature
+    return values_NS - values_NS[:, :1] + logp_N.detach()[:, None]

@@ -1,0 +1,246 @@
+"""SmopdLossFn against NeMo-RL's loss protocol, against its forward KL where they coincide, and smopd.ops.
+
+NeMo-RL is source only and imports Ray and CUDA packages: a stand-in holds the names of its protocol, and
+where NEMO_RL_SOURCE is a checkout of it, the protocol is read there.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from smopd.integrations.nemo_rl import SmopdLossFn, stack_teachers
+from smopd.ops import LossSettings, LossTokens, smopd_loss
+
+ROOT = Path(__file__).resolve().parents[2]
+PROTOCOL = ["self", "data", "global_valid_seqs", "global_valid_toks"]  # and a loss input's own names
+INTERFACES = """
+import enum
+from typing import Any, Protocol
+
+class LossType(enum.Enum):
+    TOKEN_LEVEL = "token_level"
+    SEQUENCE_LEVEL = "sequence_level"
+
+class LossInputType(enum.Enum):
+    LOGIT = "logit"
+    LOGPROB = "logprob"
+
+class LossFunction(Protocol):
+    def __call__(self, data, global_valid_seqs, global_valid_toks, **kwargs: Any): ...
+"""
+B, T, V, M, S = 3, 7, 50, 2, 6
+
+
+def write_host(folder: Path, version: str, interfaces: str = INTERFACES) -> Path:
+    """A package nemo_rl with the names of the protocol, installed in `folder` as far as importlib knows."""
+    package = folder / "nemo_rl"
+    (package / "algorithms" / "loss").mkdir(parents=True)
+    for init in (package, package / "algorithms", package / "algorithms" / "loss"):
+        (init / "__init__.py").touch()
+    (package / "algorithms" / "loss" / "interfaces.py").write_text(interfaces)
+    info = folder / f"nemo_rl-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: nemo-rl\nVersion: {version}\n")
+    return folder
+
+
+def load_host(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "nemo_rl"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(folder))
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = write_host(tmp_path, "0.7.0")
+    load_host(monkeypatch, folder)
+    return folder
+
+
+def batch(n_teachers: int = M) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits of a micro-batch and its data, as a NeMo-RL worker has them."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(B, T, V, generator=generator).requires_grad_()
+    teachers = [torch.randn(B, T, V, generator=generator).topk(S) for _ in range(n_teachers)]
+    answers = [{"topk_logits": values, "topk_indices": ids} for values, ids in teachers]
+    data = {
+        "input_ids": torch.randint(V, (B, T), generator=generator),
+        "token_mask": (torch.arange(T) >= 2).float().expand(B, T),
+        "sample_mask": torch.tensor([1.0, 0.0, 1.0]),
+        **stack_teachers(answers),
+    }
+    return logits, data
+
+
+def call(loss_fn: SmopdLossFn, logits: Tensor, data: dict[str, Any]) -> tuple[Tensor, dict[str, float]]:
+    """As the host's workers do it: everything by keyword, the loss input unpacked."""
+    loss_input = {"logits": logits}
+    return loss_fn(
+        data=data,
+        global_valid_seqs=data["sample_mask"].sum(),
+        global_valid_toks=trained(data).sum(),
+        **loss_input,
+    )
+
+
+def trained(data: dict[str, Tensor]) -> Tensor:
+    return (data["token_mask"] * data["sample_mask"][:, None])[:, 1:]
+
+
+def test_it_follows_the_protocol(host: Path) -> None:
+    from nemo_rl.algorithms.loss.interfaces import LossInputType, LossType
+
+    loss_fn = SmopdLossFn([0.5, 0.5])
+    assert (loss_fn.loss_type, loss_fn.input_type) == (LossType.TOKEN_LEVEL, LossInputType.LOGIT)
+    parameters = inspect.signature(SmopdLossFn.__call__).parameters
+    assert [*parameters] == [*PROTOCOL, "logits"]
+    assert parameters["logits"].kind is inspect.Parameter.KEYWORD_ONLY
+    sent = pickle.loads(pickle.dumps(loss_fn))  # it travels to the workers
+    logits, data = batch()
+    assert call(sent, logits, data)[0] == call(loss_fn, logits, data)[0]
+
+
+def test_the_protocol_is_the_published_one() -> None:
+    checkout = os.environ.get("NEMO_RL_SOURCE")
+    if not checkout:
+        pytest.skip("NEMO_RL_SOURCE names no checkout of NeMo-RL")
+    source = Path(checkout, "nemo_rl/algorithms/loss/interfaces.py").read_text()
+    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    (call_,) = (node for node in classes["LossFunction"].body if isinstance(node, ast.FunctionDef))
+    assert call_.name == "__call__" and [arg.arg for arg in call_.args.args] == PROTOCOL
+    assert call_.args.kwarg is not None and not call_.args.kwonlyargs
+    stand_in = {node.name: node for node in ast.parse(INTERFACES).body if isinstance(node, ast.ClassDef)}
+    for enum in ("LossType", "LossInputType"):
+        members = {ast.unparse(node) for node in classes[enum].body if isinstance(node, ast.Assign)}
+        assert {ast.unparse(node) for node in stand_in[enum].body} <= members
+
+
+def test_one_teacher_without_tail_is_the_hosts_forward_kl(host: Path) -> None:
+    """NeMo-RL's DistillationLossFn with kl_type forward and zero_outside_topk: the teacher is normalised over
+    its top k, the student over the vocabulary, and the loss a mean over the batch's trained tokens."""
+    logits, data = batch(n_teachers=1)
+    loss, _ = call(SmopdLossFn([1.0], LossSettings(tail=False, merge=False)), logits, data)
+    (grad,) = torch.autograd.grad(loss, logits)
+    ids, theirs = data["teacher_topk_indices"][:, :-1, 0], data["teacher_topk_logits"][:, :-1, 0]
+    student = logits[:, :-1].log_softmax(-1).gather(-1, ids)
+    teacher = theirs.log_softmax(-1)
+    kl = (teacher.exp() * (teacher - student)).sum(-1)
+    expected = (kl * trained(data)).sum() / trained(data).sum()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(grad, torch.autograd.grad(expected, logits)[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("padding", [0, 3], ids=["whole", "padded logits"])
+def test_mixture_and_policy_gradient_are_smopd_loss(host: Path, padding: int) -> None:
+    logits, data = batch()
+    generator = torch.Generator().manual_seed(1)
+    data["advantages"] = torch.randn(B, 1, generator=generator).expand(B, T)
+    data["prev_logprobs"] = -4 * torch.rand(B, T, generator=generator)
+    data["teacher_topk_logprobs"] = data["teacher_topk_logits"].log_softmax(-1) - 0.1
+    settings = LossSettings(opd_coef=0.7, dual_clip=3.0)
+    longer = torch.cat([logits, logits.new_full((B, padding, V), 9.0)], dim=1)
+    loss, metrics = call(SmopdLossFn([0.3, 0.7], settings), longer, data)
+    mask = trained(data).flatten()
+    tokens = LossTokens(
+        token_ids_N=data["input_ids"][:, 1:].flatten(),
+        adv_N=data["advantages"][:, 1:].flatten(),
+        pg_weight_N=mask / mask.sum(),
+        old_logp_N=data["prev_logprobs"][:, 1:].flatten(),
+        kl_weight_N=mask / mask.sum(),
+        teacher_ids_NMS=data["teacher_topk_indices"][:, :-1].flatten(0, 1),
+        teacher_logps_NMS=data["teacher_topk_logprobs"][:, :-1].flatten(0, 1),
+        log_alpha=torch.tensor([0.3, 0.7]).log(),
+    )
+    expected, stats = smopd_loss(logits[:, :-1].flatten(0, 1), tokens, settings)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, logits)[0], torch.autograd.grad(expected, logits)[0], rtol=1e-5, atol=1e-6
+    )
+    assert metrics["num_valid_samples"] == B
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert metrics["kl_loss"] == pytest.approx(stats.kl_loss.item(), rel=1e-5)
+    assert metrics["pg_loss"] == pytest.approx(stats.pg_loss.item(), rel=1e-5)
+    assert metrics["teacher_mass"] == pytest.approx(
+        (stats.teacher_mass_N @ (mask / mask.sum())).item(), rel=1e-5
+    )
+
+
+def test_in_place_gives_the_same_gradient(host: Path) -> None:
+    logits, data = batch()
+    grads = []
+    for inplace in (False, True):
+        loss, _ = call(SmopdLossFn([0.5, 0.5], inplace=inplace), logits * 1.0, data)
+        grads.append(torch.autograd.grad(loss, logits)[0])
+    torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("token", [V, -1], ids=["beyond the student's", "negative"])
+def test_another_vocabulary_is_refused(host: Path, token: int) -> None:
+    logits, data = batch()
+    data["teacher_topk_indices"][0, 0, 0, 0] = token
+    with pytest.raises(ValueError, match=rf"teacher_topk_indices names tokens .* expected ids in \[0, {V}\)"):
+        call(SmopdLossFn([0.5, 0.5]), logits, data)
+
+
+@pytest.mark.parametrize(
+    "weights, message",
+    [
+        ([0.5, 0.6], "sum to 1"),
+        ([1.5, -0.5], "at least 0"),
+        ([], "sum to 1"),
+        ([float("nan"), 1.0], "at least 0"),
+    ],
+)
+def test_weights_are_a_distribution(host: Path, weights: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SmopdLossFn(weights)
+
+
+def test_what_it_cannot_serve_is_refused(host: Path) -> None:
+    logits, data = batch()
+    with pytest.raises(ValueError, match=r"expected \(3, 7, 3, 'S'\) for 3 teachers"):
+        call(SmopdLossFn([0.2, 0.3, 0.5]), logits, data)
+    with pytest.raises(ValueError, match="without tensor or context parallelism"):
+        call(SmopdLossFn([0.5, 0.5]), logits[:, : T - 1], data)
+    with pytest.raises(ValueError, match="NeMo-RL divides the logits"):
+        SmopdLossFn([0.5, 0.5], LossSettings(kl_temperature=0.7))
+    answers = [{"topk_logits": torch.zeros(1, 2, k), "topk_indices": torch.zeros(1, 2, k)} for k in (3, 4)]
+    with pytest.raises(ValueError, match=r"shapes \[\(1, 2, 3\), \(1, 2, 4\)\]"):
+        stack_teachers(answers)
+
+
+def test_a_missing_host_is_named() -> None:
+    with pytest.raises(ImportError, match=r"needs nemo-rl, which is not installed.*nemo-rl>=0\.6,<0\.8"):
+        SmopdLossFn([1.0])
+
+
+def test_an_unknown_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_host(monkeypatch, write_host(tmp_path, "0.9.0"))
+    with pytest.raises(ImportError, match=r"nemo-rl>=0\.6,<0\.8; nemo-rl 0\.9\.0 is installed"):
+        SmopdLossFn([1.0])
+
+
+def test_another_protocol_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = INTERFACES.replace("global_valid_seqs, ", "")
+    load_host(monkeypatch, write_host(tmp_path, "0.7.1", changed))
+    with pytest.raises(ImportError, match=r"LossFunction\.__call__ has no parameter global_valid_seqs"):
+        SmopdLossFn([1.0])
+
+
+def test_the_example_learns(host: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": f"{host}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "examples/nemo_rl_loss.py", "--steps", "15"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    first, last = (float(line.split("kl_loss ")[1].split(",")[0]) for line in done.stdout.splitlines())
+    assert last < 0.5 * first, done.stdout
