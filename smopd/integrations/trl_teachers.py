@@ -5,7 +5,6 @@ Shapes: B sequences, T completion tokens, N completion tokens that count, M teac
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from trl.models.utils import _ForwardRedirection
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from smopd.integrations.causal_lm import base_of, completion_hidden, head_of
+from smopd.integrations.teacher_mixing import log_weights
 from smopd.ops import (
     CLIP_HIGH,
     CLIP_LOW,
@@ -42,7 +42,7 @@ class MixtureConfig:
         default=True, metadata={"help": "One more bucket for all that is outside the support: a true KL."}
     )
     teacher_weights: list[float] | None = field(
-        default=None, metadata={"help": "One a teacher, above 0; they are made to sum to 1."}
+        default=None, metadata={"help": "One a teacher, summing to 1; null: equal."}
     )
     chunk_bytes: int | None = field(
         default=None, metadata={"help": "Bound of the logits held at a time, bytes."}
@@ -69,9 +69,10 @@ class SeveralTeachers:
     def take_teachers(self: Any, teachers: list[Any], args: MixtureConfig) -> None:
         if not teachers:
             raise ValueError("teacher_models is empty, expected at least one model or path")
-        weights = args.teacher_weights or [1.0] * len(teachers)
-        if len(weights) != len(teachers) or min(weights) <= 0:
-            raise ValueError(f"teacher_weights is {weights}, expected {len(teachers)} numbers above 0")
+        weights = args.teacher_weights or [1 / len(teachers)] * len(teachers)
+        if len(weights) != len(teachers):
+            raise ValueError(f"teacher_weights is {weights}, expected {len(teachers)} numbers")
+        self._log_alpha_M = log_weights(weights)
         tokenizer = self.processing_class
         self.teacher_models = []
         for teacher in teachers:
@@ -90,7 +91,6 @@ class SeveralTeachers:
                 else self.accelerator.prepare_model(teacher, evaluation_mode=True)
             )
             self.teacher_models.append(prepared.eval().requires_grad_(False))
-        self._log_alpha_M = [math.log(weight / sum(weights)) for weight in weights]
         self.redirect = _ForwardRedirection()
 
     def completions(self: Any, inputs: dict[str, Any]) -> Completions:
@@ -108,11 +108,10 @@ class SeveralTeachers:
             seen, n_vocabulary = self.completions(inputs), self.model.config.get_text_config().vocab_size
             said = [self._topk(model, seen, n_vocabulary, temperature) for model in self.teacher_models]
             ids_NMS, logps_NMS = (torch.stack(list(column), 1) for column in zip(*said, strict=True))
-            log_alpha = torch.tensor(self._log_alpha_M, device=ids_NMS.device)
             inputs["teachers_topk"] = {
                 "teacher_ids_NMS": ids_NMS,
                 "teacher_logps_NMS": logps_NMS,
-                "log_alpha": log_alpha,
+                "log_alpha": self._log_alpha_M.to(ids_NMS.device),
             }
         return inputs["teachers_topk"]
 

@@ -54,7 +54,7 @@ def test_one_teacher_on_the_whole_vocabulary_is_trls_forward_kl(tmp_path: Path, 
 
 def test_two_teachers_are_mixed_on_each_token_with_the_tail(tmp_path: Path) -> None:
     teachers = [teacher(1), teacher(2)]
-    trainer = distillation(tmp_path, teachers, kappa=5, teacher_weights=[3.0, 1.0], temperature=0.7)
+    trainer = distillation(tmp_path, teachers, kappa=5, teacher_weights=[0.75, 0.25], temperature=0.7)
     inputs = completions(trainer)
     loss, gradients = loss_and_gradients(trainer, inputs)
 
