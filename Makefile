@@ -16,7 +16,7 @@ BUILT := ls smopd/_C*.so >/dev/null 2>&1 || echo "smopd._C was not built (pip -v
 SOURCES := pyproject.toml setup.py $(shell find csrc -type f)
 .DEFAULT_GOAL := help
 
-.PHONY: help quickstart test test-core test-engines test-verl lint gpu clean
+.PHONY: help quickstart test test-core test-engines test-verl lint style types gpu clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -7
@@ -42,18 +42,22 @@ $(VENV)/.installed-test: $(SOURCES) $(VENV)/.torch
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m smopd.train
 
-lint: $(VENV)/.installed-test
+test: lint test-core test-engines
+
+lint: style types
+
+style: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 
-test: test-core test-engines
+types: $(VENV)/.installed-test
+	$(BIN)/mypy
 
 # A process a core and a thread each; the files that start processes of their own stay together.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 ENGINES := $(wildcard tests/engine/test_vllm*.py) tests/engine/test_deepspeed.py tests/smopd/test_engines.py tests/smopd/test_evaluate_vllm.py
 
-test-core: lint
+test-core: $(VENV)/.installed-test
 	$(PYTEST) $(addprefix --ignore=,$(ENGINES))
 
 # torchvision and its like come with vLLM as CUDA builds, and break transformers where torch is a CPU build.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -55,10 +57,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def pytest_runtest_setup() -> None:
-    """On a machine too slow for the time it was given, what was not reached is skipped, and counted."""
-    if time.monotonic() - STARTED > float(os.environ.get("SMOPD_TEST_SECONDS", "inf")):
+@contextmanager
+def until_time_is_up() -> Iterator[None]:
+    """On a machine too slow for SMOPD_TEST_SECONDS, what was not finished is skipped, and counted."""
+    limit = os.environ.get("SMOPD_TEST_SECONDS")
+    if limit is None:
+        yield
+        return
+
+    def skip(*_: object) -> None:
         pytest.skip("the time was up (SMOPD_TEST_SECONDS)")
+
+    previous = signal.signal(signal.SIGALRM, skip)
+    signal.setitimer(signal.ITIMER_REAL, max(STARTED + float(limit) - time.monotonic(), 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup() -> Generator[None, None, None]:
+    with until_time_is_up():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call() -> Generator[None, None, None]:
+    with until_time_is_up():
+        return (yield)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
