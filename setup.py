@@ -13,6 +13,8 @@ where torch was built for CUDA and an nvcc of the same major version is found, 0
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -138,6 +140,17 @@ def cuda_extensions() -> list[Extension]:
     return []
 
 
+def side_by_side(compile_all: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """A compiler's `compile` that takes the sources at once, one a core, not one after the other."""
+
+    def compile_each(sources: list[str], **options: Any) -> list[str]:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            made = pool.map(lambda source: compile_all([source], **options), sources)
+            return [path for paths in made for path in paths]
+
+    return compile_each
+
+
 class BuildExtension(build_ext):
     """A failed build is reported in one line and leaves a package without the extension."""
 
@@ -145,6 +158,7 @@ class BuildExtension(build_ext):
         if ext.name == CUDA_MODULE:
             self.build_cuda(ext)
             return
+        self.compiler.compile = side_by_side(self.compiler.compile)
         try:
             super().build_extension(ext)
         except Exception as error:

@@ -158,6 +158,7 @@ class Advantage(Section):
 
     estimator: Literal["grpo", "gdpo", "gd2po"] = "gdpo"
     whiten: Literal["responses", "tokens", "none"] = "responses"
+    """Over what GDPO and GD2PO whiten (Eq. 3); GRPO never does."""
     snr_threshold: float | None = Field(default=None, gt=0, le=1)
     """GD2PO: drop a conflicting rollout only below this signal-to-noise ratio; None is GD2PO-Hard."""
     norm_eps: float = Field(default=1e-6, ge=0)
@@ -212,10 +213,13 @@ class Opd(Section):
     """None is the whole run."""
     kappa: int = Field(default=16, ge=1, le=128)
     support: Literal["pooled", "merged"] = "merged"
+    """The forward KL's mixture: a token that several teachers name is an entry each, or one."""
     tail: bool = True
+    """Whether the forward KL counts what the teachers leave to all other tokens as one more entry."""
     divergence: Literal["forward_kl", "reverse_kl_sampled"] = "forward_kl"
     reverse_kl_surrogate: Literal["paper", "ppo"] = "paper"
     temperature: float = Field(default=1.0, gt=0)
+    """Of both sides of the forward KL; the sampled reverse KL is at the rollouts'."""
     gate: Gate = Gate()
 
 

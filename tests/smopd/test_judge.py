@@ -17,6 +17,7 @@ from smopd import evaluate
 from smopd.evals import judge as judging
 from smopd.evals.chat_endpoint import Answer, retry_after
 from smopd.evals.judge import Judge, JudgeSettings, Question, verdict
+from tests.patience import HANG_SECONDS, MISSED_SECONDS
 
 YES, NO = "Reasoning: same.\nJudgment: Yes", "Reasoning: other.\nJudgment: No"
 CALL = {"name": "Find", "parameters": {"city": "Oslo"}}
@@ -146,12 +147,12 @@ def test_verdicts(text, kind):
         (["{no JSON", completion(YES)], "yes", 2, "Judgment: Yes"),
         (['{"choices": []}'], "failed", 3, "no chat completion: IndexError"),
         (["[1]"], "failed", 3, "no chat completion: TypeError"),
-        ([5.0, completion(YES)], "yes", 2, "Judgment: Yes"),
+        ([HANG_SECONDS, completion(YES)], "yes", 2, "Judgment: Yes"),
     ],
 )  # fmt: skip
 def test_each_way_an_endpoint_answers(endpoint, tmp_path, script, kind, requests, said):
     served = endpoint(*script)
-    patience = {"timeout_seconds": 0.5} if isinstance(script[0], float) else {}
+    patience = {"timeout_seconds": MISSED_SECONDS} if isinstance(script[0], float) else {}
     judge, (found,) = ask(served.url, tmp_path, **patience)
     assert found.kind == kind and said in found.text
     assert len(served.requests) == requests and judge.retried == requests - 1
@@ -159,8 +160,8 @@ def test_each_way_an_endpoint_answers(endpoint, tmp_path, script, kind, requests
 
 
 def test_a_silent_endpoint_is_left(endpoint, tmp_path):
-    served = endpoint(30.0)
-    _, (found,) = ask(served.url, tmp_path, retries=1, timeout_seconds=0.2)
+    served = endpoint(HANG_SECONDS)
+    _, (found,) = ask(served.url, tmp_path, retries=1, timeout_seconds=MISSED_SECONDS)
     assert found.kind == "failed" and found.text.startswith("ReadTimeout") and len(served.requests) == 2
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.patience import MISSED_SECONDS
 from tests.smopd.recipes import metric_lines, train, write_recipe
 
 REWARDS = """
@@ -210,7 +211,7 @@ def test_a_reward_that_raises_stops_the_run_and_is_named(workplace):
 
 
 def test_a_reward_that_hangs_is_killed_and_counted(workplace):
-    scoring = {"deadline_seconds": 5.0, "max_unscorable_share": 1.0}
+    scoring = {"deadline_seconds": MISSED_SECONDS, "max_unscorable_share": 1.0}
     done = train(recipe_of_one_run(workplace, with_reward("hangs", scoring=scoring, loop={"steps": 1})))
     assert done.returncode == 0, done.stderr[-4000:]
     (line,) = metric_lines(workplace / "runs/tiny/gdpo")
