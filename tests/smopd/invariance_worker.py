@@ -47,6 +47,9 @@ SETTINGS = {
 PACKED, MANY = Packing(100_000, 0, True), Packing(60, 0, True)
 REVERSE = {"opd": {"divergence": "reverse_kl_sampled", "gate": {"kind": "token"}}}
 SEQ_MEAN = {"loss": {"aggregation": "seq-mean-token-mean"}}
+CAPPED = {"loss": {"importance_cap": 1.5}}
+CLIPPED = {"max_grad_norm": 0.5}
+ONE_PROMPT = {"loop": {"prompts_per_step": 1, "updates_per_step": 1}}  # nothing is left for a second rank
 LORA = {"lora": Lora(rank=4, alpha=8.0)}
 ZERO_2 = {"strategy": "deepspeed", "zero_stage": 2}
 # without the threshold DeepSpeed would leave parameters as small as these whole
@@ -68,6 +71,12 @@ VARIANTS = {
     "seq-mean-many": (MANY, SEQ_MEAN, {}),
     "reverse-packed": (PACKED, REVERSE, {}),
     "reverse-many": (MANY, REVERSE, {}),
+    "capped-packed": (PACKED, CAPPED, {}),
+    "capped-many": (MANY, CAPPED, {}),
+    "clipped-packed": (PACKED, {}, CLIPPED),
+    "clipped-many": (MANY, {}, CLIPPED),
+    "one-prompt-packed": (PACKED, ONE_PROMPT, {}),
+    "one-prompt-many": (MANY, ONE_PROMPT, {}),
     "lora-packed": (PACKED, {}, LORA),
     "lora-many": (MANY, {}, LORA),
 }
@@ -156,14 +165,15 @@ def run_variant(name: str, folder: Path, device: torch.device) -> list[dict]:
     base = Settings.model_validate(SETTINGS)
     run_settings = base.runs["student"].model_copy(update={"set": changes})
     settings = base.model_copy(update={"runs": {"student": run_settings}}).resolved("student")
+    fixed = {
+        "learning_rate": 1e-2,
+        "max_grad_norm": 1e9,
+        "adam_eps": 1e-2,  # its updates then show the gradient's scale, and not the sign of rounding errors
+        "compute_dtype": "float32",
+        "head_chunk_bytes": VOCABULARY * 4 * (1000 if packing is PACKED else 5),
+    }
     train = TrainSettings(
-        learning_rate=1e-2,
-        max_grad_norm=1e9,
-        adam_eps=1e-2,  # its updates then show the gradient's scale, and not the sign of rounding errors
-        compute_dtype="float32",
-        packing=packing,
-        head_chunk_bytes=VOCABULARY * 4 * (1000 if packing is PACKED else 5),
-        **{key: value for key, value in options.items() if key != "tied"},
+        packing=packing, **fixed | {key: value for key, value in options.items() if key != "tied"}
     )
     student = Student(tiny_model(tied=options.get("tied", False)), train, device)
     updates: list[dict] = []
