@@ -21,6 +21,7 @@ from smopd.engine.support import without_padding
 from smopd.engine.teacher_wire import BINARY, pack_request, unpack_answer
 from smopd.engine.teachers import empty_topk
 from smopd.engine.types import Rollout, TeacherTopK
+from smopd.kernels.checks import check_kappa
 
 REQUEST_TOKENS = 16_384  # ours: about as many of a batch's tokens go into one request
 
@@ -71,6 +72,7 @@ class RemoteTeachers:
     ) -> TeacherTopK:
         if union:
             raise ValueError("score: union is True, expected False for teachers at URLs")
+        check_kappa("score", kappa, self.vocabulary)
         rollouts = [rollout for rollout in rollouts if len(rollout.response_ids)]
         result = empty_topk(flat_offsets(rollouts)[-1], len(self.teachers), kappa, "cpu")
 

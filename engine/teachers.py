@@ -24,6 +24,7 @@ from smopd.engine.models import UnusableModel, head, load_model, response_hidden
 from smopd.engine.packing import flat_offsets, pack
 from smopd.engine.support import given_logprobs, others_ids, with_others, without_padding
 from smopd.engine.types import Packing, Rollout, TeacherTopK, TokenBatch
+from smopd.kernels.checks import check_kappa
 from smopd.kernels.topk_logprobs import linear_topk_logprobs
 
 EMBEDDINGS = ("lm_head", "embed_tokens", "output", "wte", "embed_out")
@@ -112,8 +113,7 @@ class LocalTeachers:
     def score(
         self, rollouts: Sequence[Rollout], kappa: int, temperature: float, *, union: bool = False
     ) -> TeacherTopK:
-        if not 0 <= kappa <= self.vocabulary:
-            raise ValueError(f"score: kappa is {kappa}, expected 0 to the vocabulary of {self.vocabulary}")
+        check_kappa("score", kappa, self.vocabulary)
         n_tokens, n_teachers = flat_offsets(rollouts)[-1], len(self.teachers)
         device = self.device
         result = empty_topk(n_tokens, n_teachers, n_teachers * kappa if union else kappa, device)

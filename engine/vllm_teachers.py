@@ -45,6 +45,7 @@ from smopd.engine.teachers import (
 from smopd.engine.types import Rollout, TeacherTopK, VllmSettings
 from smopd.engine.vllm import LORA_RANKS, engine, known, rest, working
 from smopd.engine.vllm_pooler import TASK, Question, ask, obstacle, text_config
+from smopd.kernels.checks import check_kappa
 
 ROUTES = ("auto", "pooler", "prompt_logprobs")
 LOGITS_BYTES = 512 << 20  # ours: about what vLLM's prompt_logprobs hold at a time, tokens times V in fp32
@@ -223,8 +224,7 @@ class VllmTeachers:
         return llm
 
     def _require(self, kappa: int, temperature: float, union: bool) -> None:
-        if not 0 <= kappa <= self.vocabulary:
-            raise ValueError(f"score: kappa is {kappa}, expected 0 to the vocabulary of {self.vocabulary}")
+        check_kappa("score", kappa, self.vocabulary)
         if not self.pooled and temperature != 1:
             raise ValueError(
                 f"score: temperature is {temperature}, expected 1: the route prompt_logprobs serves no other"

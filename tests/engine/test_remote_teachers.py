@@ -120,8 +120,10 @@ def test_a_replica_that_dies_is_replaced_by_the_other(world):
 
 
 def test_a_wrong_question_names_what_is_wrong(world):
-    with pytest.raises(ValueError, match="status 400"):
+    with pytest.raises(ValueError, match="kappa is -1"):
         remote(world).score(ragged_rollouts(5), -1, 1.0)
+    with pytest.raises(ValueError, match=r"status 400: .*temperature is -1"):
+        remote(world).score(ragged_rollouts(5), 4, -1.0)
 
 
 def test_requests_survive_the_wire(monkeypatch):

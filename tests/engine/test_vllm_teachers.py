@@ -200,7 +200,7 @@ def test_too_long_a_response_is_refused(serve) -> None:
     ids = torch.arange(300) % VOCABULARY
     with pytest.raises(ValueError, match=r"a prompt and its response are 300 tokens, expected at most 256"):
         serve("untied").score([_rollout(ids[:5], ids[5:])], 4, 1.0)
-    with pytest.raises(ValueError, match=f"kappa is 54, expected 0 to the vocabulary of {VOCABULARY}"):
+    with pytest.raises(ValueError, match=f"kappa is 54, expected at most V = {VOCABULARY}"):
         serve("untied").score(ROLLOUTS, 54, 1.0)
 
 
