@@ -22,6 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped where there is none")
     config.addinivalue_line("markers", "slow: takes more than about ten seconds")
     config.addinivalue_line("markers", "unproven: not seen to pass yet; SMOPD_UNPROVEN=1 runs it")
+    if "SMOPD_TEST_SECONDS" in os.environ:
+        limit_time(float(os.environ["SMOPD_TEST_SECONDS"]))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     with suppress(ImportError):  # a GPU machine may have pytest alone
@@ -57,35 +59,47 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-@contextmanager
-def until_time_is_up() -> Iterator[None]:
+TIME_IS_UP = "the time was up (SMOPD_TEST_SECONDS)"
+may_be_cut = 0  # how many fixtures and tests are under way: nothing of pytest's own is ever cut
+
+
+def limit_time(seconds: float) -> None:
     """On a machine too slow for SMOPD_TEST_SECONDS, what was not finished is skipped, and counted."""
-    limit = os.environ.get("SMOPD_TEST_SECONDS")
-    if limit is None:
-        yield
-        return
 
-    def skip(*_: object) -> None:
-        pytest.skip("the time was up (SMOPD_TEST_SECONDS)")
+    def cut(*_: object) -> None:
+        if may_be_cut:
+            pytest.skip(TIME_IS_UP)
 
-    previous = signal.signal(signal.SIGALRM, skip)
-    signal.setitimer(signal.ITIMER_REAL, max(STARTED + float(limit) - time.monotonic(), 1e-3))
+    signal.signal(signal.SIGALRM, cut)
+    signal.setitimer(signal.ITIMER_REAL, max(STARTED + seconds - time.monotonic(), 1e-3), 5.0)
+
+
+@contextmanager
+def cut_when_time_is_up() -> Iterator[None]:
+    global may_be_cut
+    may_be_cut += 1
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, previous)
+        may_be_cut -= 1
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_setup() -> Generator[None, None, None]:
-    with until_time_is_up():
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    limit = os.environ.get("SMOPD_TEST_SECONDS")
+    if limit is not None and time.monotonic() > STARTED + float(limit):
+        pytest.skip(TIME_IS_UP)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup() -> Generator[None, object, object]:
+    with cut_when_time_is_up():
         return (yield)
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_call() -> Generator[None, None, None]:
-    with until_time_is_up():
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Generator[None, object, object]:
+    with cut_when_time_is_up():
         return (yield)
 
 
