@@ -83,6 +83,10 @@ class Fsdp2:
 
     def _state(self) -> dict[str, Any]:
         options = StateDictOptions(ignore_frozen_params=self._frozen())
+        if not self.optimizer.state:  # torch makes it by a step with gradients of 0, which must not count
+            get_state_dict(self.policy, self.optimizer, options=options)
+            for state in self.optimizer.state.values():
+                state["step"].zero_()
         model, optimizer = get_state_dict(self.policy, self.optimizer, options=options)
         return {"model": model, "optimizer": optimizer}
 

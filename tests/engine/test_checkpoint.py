@@ -55,6 +55,18 @@ def test_going_on_from_a_checkpoint_is_bit_exact(tmp_path, device, tied):
         assert value.equal(expected[name]), name
 
 
+def test_a_checkpoint_before_the_first_update_is_no_step_of_adam(tmp_path, device):
+    straight, saved, resumed = student(device), student(device), student(device, seed=9)
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, saved)
+    checkpoints.restore(resumed)
+    for trained in (straight, saved, resumed):
+        advance(trained, range(2))
+    expected = parameters(straight)
+    for other in (saved, resumed):
+        assert all(value.equal(expected[name]) for name, value in parameters(other).items())
+
+
 def test_nothing_saved_starts_at_step_0(tmp_path, device):
     trained = student(device)
     before = parameters(trained)
