@@ -131,7 +131,6 @@ def test_padding_is_dropped_and_counted(route: str, serve, expected) -> None:
     assert teachers.dropped == int((expected["padded"].topk(8).indices >= VOCABULARY).sum()) > 0
 
 
-@pytest.mark.unproven
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_base_and_its_adapters_share_an_engine(route: str, serve, expected) -> None:
     names = ["adapter1", "base", "adapter0"]
