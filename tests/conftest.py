@@ -74,6 +74,12 @@ def limit_time(seconds: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, max(STARTED + seconds - time.monotonic(), 1e-3), 5.0)
 
 
+def pytest_unconfigure() -> None:
+    if "SMOPD_TEST_SECONDS" in os.environ:  # an alarm kills a Python that has given up its handlers
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+
+
 @contextmanager
 def cut_when_time_is_up() -> Iterator[None]:
     global may_be_cut
