@@ -228,6 +228,7 @@ def _rollouts(
     if rollout.urls:
         return []
     width = WIDTHS[rollout.dtype]
+    sampling = RUNNING if settings.loop.lag else ("rollout",)  # with a lag, beside all the rest
     if rollout.engine == "local":
         group = rollout.group_size * shape.longest
         positions = min(shape.responses * shape.longest, max(rollout.max_batch_tokens, group))
@@ -237,8 +238,8 @@ def _rollouts(
         draws = rows * sizes.vocabulary * (width + SAMPLING_WIDTH)
         return [
             Need("rollout weights", dict.fromkeys(RUNNING, width * sizes.parameters), "a whole copy"),
-            Need("KV cache", {"rollout": cache + grown}, f"{positions:,} positions"),
-            Need("sampling", {"rollout": draws}, f"{rows} responses at once"),
+            Need("KV cache", dict.fromkeys(sampling, cache + grown), f"{positions:,} positions"),
+            Need("sampling", dict.fromkeys(sampling, draws), f"{rows} responses at once"),
         ]
     parallel = rollout.vllm.tensor_parallel_size
     weights = -(-width * sizes.parameters // parallel)
@@ -246,7 +247,7 @@ def _rollouts(
     wanted = parallel * shape.responses
     sleeps = rollout.vllm.sleep
     cache = _cache(rollout.vllm, weights, response * wanted, response, resident["rollout"], machine, sleeps)
-    awake = ("rollout", "sync") if sleeps else RUNNING
+    awake = (*sampling, "sync") if sleeps else RUNNING
     at_once = min(cache // response, wanted)
     return [
         Need("rollout weights", dict.fromkeys(awake, weights), f"tensor parallel {parallel}"),

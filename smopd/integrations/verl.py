@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -23,7 +23,8 @@ from torch import Tensor
 import smopd
 from smopd.integrations.hosts import require_host, require_parameters
 from smopd.integrations.teacher_mixing import floored_forward_kl, log_weights, support_forward_kl
-from smopd.ops import gd2po_advantages, gdpo_advantages, teacher_mixture
+from smopd.integrations.verl_advantages import ESTIMATORS, estimator
+from smopd.ops import teacher_mixture
 
 HOST_VERSION = require_host("verl", "0.9.1", "0.9.2")
 core_algos = import_module("verl.trainer.ppo.core_algos")
@@ -37,11 +38,6 @@ worker_config = import_module("verl.workers.config")
 LOSS_MODE = "smopd_forward_kl"
 UNCLAMPED = {"use_policy_gradient": False, "loss_max_clamp": None, "log_prob_min_clamp": None}
 WHOLE_LOGITS = ("fsdp", "fsdp2", "veomni")  # strategies that do not shard the vocabulary
-ESTIMATORS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "smopd_gdpo": (gdpo_advantages, {"whiten": "responses"}),
-    "smopd_gdpo_tokens": (gdpo_advantages, {"whiten": "tokens"}),
-    "smopd_gd2po": (gd2po_advantages, {"whiten": "tokens"}),
-}
 ORIGINALS: dict[str, Callable[..., Any]] = {}  # verl's functions that this module replaced, by their names
 
 
@@ -181,48 +177,6 @@ async def compute_teacher_logprobs_single(
     merge = getattr(settings, "merge", True)
     mixture = teacher_mixture(ids_NMS, logps_NMS, log_alpha, settings.topk, merge=merge)
     return mixture.ids_NS, mixture.logps_NS
-
-
-def estimator(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The advantage estimator `name` in verl's signature: advantages and returns, (responses, positions).
-
-    It reads algorithm.gdpo_reward_keys and gdpo_reward_weights; smopd_gd2po also gd2po_snr_threshold. None
-    among the rewards is unscorable. It raises ValueError where a key is missing.
-    """
-    advantages, options = ESTIMATORS[name]
-
-    def estimate(
-        response_mask: Tensor,
-        index: Iterable[Any],
-        config: Mapping[str, Any] | None = None,
-        non_tensor_batch: Mapping[str, Iterable[float | None]] | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, Tensor]:
-        settings, columns = config or {}, non_tensor_batch or {}
-        keys = list(settings.get("gdpo_reward_keys") or ())
-        if not keys or not columns.keys() >= set(keys):
-            raise ValueError(
-                f"{name}: algorithm.gdpo_reward_keys is {keys}, expected names that compute_score returns; "
-                f"this batch has {sorted(columns)}"
-            )
-        rewards_KR = [[float("nan" if reward is None else reward) for reward in columns[key]] for key in keys]
-        rewards_RK = torch.tensor(rewards_KR, device=response_mask.device).T.contiguous()
-        numbers: dict[Any, int] = {}
-        group_R = [numbers.setdefault(prompt, len(numbers)) for prompt in index]
-        weights = settings.get("gdpo_reward_weights")
-        snr = settings.get("gd2po_snr_threshold") if advantages is gd2po_advantages else None
-        adv_R = advantages(
-            rewards_RK,
-            torch.tensor(group_R, device=response_mask.device),
-            weights_K=None if weights is None else rewards_RK.new_tensor(list(weights)),
-            lengths_R=response_mask.sum(-1),
-            **options,
-            **({} if snr is None else {"snr_threshold": snr}),
-        )
-        adv_R = adv_R[0] if isinstance(adv_R, tuple) else adv_R
-        return adv_R[:, None] * response_mask, adv_R[:, None] * response_mask
-
-    return estimate
 
 
 def compute_advantage(data: Any, adv_estimator: Any, *args: Any, **kwargs: Any) -> Any:

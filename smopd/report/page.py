@@ -79,7 +79,7 @@ _PAGE = """<!DOCTYPE html>
 <style>
 :root{color-scheme:light dark;--line:#8886;--k0:#3b82c4;--k1:#d9822b;--k2:#3a9d5d;--k3:#c94c4c;--k4:#8b62c9;
 --k5:#8c6d4f;--k6:#cc69a8;--k7:#7a8a99}
-body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:1.5rem auto;padding:0 1rem}
+body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:1.5rem auto;padding:0 1rem}
 h1{margin:.2rem 0 .8rem;font-size:1.6rem} h2{margin:1.2rem 0 .2rem;font-size:1.2rem} p{margin:.6rem 0}
 table{border-collapse:collapse;display:block;overflow-x:auto}
 th,td{padding:.2rem .7rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
@@ -87,7 +87,7 @@ th:first-child{text-align:left;font-weight:normal} thead th{font-weight:600!impo
 pre,dd{white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.4 ui-monospace,monospace}
 summary{cursor:pointer} details{margin:.6rem 0} details details{margin:.3rem 0 .3rem 1rem}
 dl{border-left:2px solid var(--line);padding-left:1rem} dd{margin:0 0 .5rem}
-.charts{display:flex;flex-wrap:wrap;gap:1rem} figure{margin:0;flex:1 1 20rem;max-width:28rem}
+.charts{display:flex;flex-wrap:wrap;gap:1rem} figure{margin:0;flex:1 1 20rem;max-width:34rem}
 svg{width:100%;height:auto} svg text{font-size:11px;fill:currentColor;opacity:.8}
 .axis{fill:none;stroke:currentColor;opacity:.5} polyline{fill:none;stroke:var(--c);stroke-width:1.6}
 .key{margin-right:1rem;white-space:nowrap} .key i{display:inline-block;width:1.4em;height:3px;

@@ -5,6 +5,7 @@ Everything that a model or a data set wrote is escaped.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -43,8 +44,11 @@ def tokens_html(views: Mapping[str, Lines], teachers: Sequence[str], labels: Map
     """
     parts = []
     for run, lines in views.items():
+        met: Counter[int] = Counter()
         for line in lines:
-            title = f"token by token: {escape(labels.get(run, run))}, step {line['step']}"
+            met[line["step"]] += 1
+            at = f"step {line['step']}, response {met[line['step']]}"
+            title = f"token by token: {escape(labels.get(run, run))}, {at}"
             opened = " open" if line is lines[-1] else ""
             spans = "".join(_token(token, teachers) for token in line["tokens"])
             parts.append(
@@ -56,7 +60,7 @@ def tokens_html(views: Mapping[str, Lines], teachers: Sequence[str], labels: Map
     keys = " ".join(
         f'<span class="key {colour(m)}"><i></i>{escape(name)}</span>' for m, name in enumerate(teachers)
     )
-    told = f"Whose entries the target kept, by their share of its mass: {keys}. Hover a token, or tab to it."
+    told = f"Whose entries the target kept, by their share of its mass; hover a token, or tab to it: {keys}"
     return "\n".join([f"<h2>tokens</h2>\n<p>{told}</p>", *parts])
 
 

@@ -140,7 +140,6 @@ def test_a_base_and_its_adapters_share_an_engine(route: str, serve, expected) ->
         check(teachers.score(ROLLOUTS, 4, 1.0), [expected[name] for name in names], 4, BOUND)
 
 
-@pytest.mark.unproven
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_union_holds_every_value(temperature: float, serve, expected) -> None:
     names = ["untied", "tied", "padded"]
@@ -148,14 +147,12 @@ def test_the_union_holds_every_value(temperature: float, serve, expected) -> Non
     check_union(topk, [at(expected[name], temperature) for name in names], 5, BOUND)
 
 
-@pytest.mark.unproven
 def test_the_union_of_adapters(serve, expected) -> None:
     names = ["adapter1", "base", "adapter0"]
     topk = serve(*names).score(ROLLOUTS, 3, 1.0, union=True)
     check_union(topk, [expected[name] for name in names], 3, BOUND)
 
 
-@pytest.mark.unproven
 @pytest.mark.parametrize("route", ROUTES)
 def test_equal_and_long_sequences_in_small_chunks(route: str, serve) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -178,7 +175,6 @@ def _rollout(prompt: Tensor, response: Tensor) -> Rollout:
     return Rollout(tuple(prompt.tolist()), response, torch.zeros(len(response)), 0, True)
 
 
-@pytest.mark.unproven
 def test_nothing_to_score(serve) -> None:
     ids = torch.arange(2, 6)
     teachers = serve("untied", "tied")
@@ -187,7 +183,6 @@ def test_nothing_to_score(serve) -> None:
         assert topk.ids_NMS.shape == (0, 2, 4) and topk.token_logps_NM.shape == (0, 2)
 
 
-@pytest.mark.unproven
 def test_agrees_with_the_local_engine(serve) -> None:
     local = LocalTeachers([tiny_model(1), tiny_model(2, tied=True)], Packing(64, 0, True), VOCABULARY)
     mine, other = (
@@ -199,7 +194,6 @@ def test_agrees_with_the_local_engine(serve) -> None:
     torch.testing.assert_close(mine.logps_NMS[there], other.logps_NMS[there], rtol=0, atol=BOUND)
 
 
-@pytest.mark.unproven
 def test_too_long_a_response_is_refused(serve) -> None:
     ids = torch.arange(300) % VOCABULARY
     with pytest.raises(ValueError, match=r"a prompt and its response are 300 tokens, expected at most 256"):
@@ -208,7 +202,6 @@ def test_too_long_a_response_is_refused(serve) -> None:
         serve("untied").score(ROLLOUTS, 54, 1.0)
 
 
-@pytest.mark.unproven
 def test_paths_and_arguments_that_cannot_be_served(serve, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such folder"):
         serve(str(tmp_path / "absent"))
@@ -224,7 +217,6 @@ def test_paths_and_arguments_that_cannot_be_served(serve, folder: Path, tmp_path
         serve("untied", engines=0)
 
 
-@pytest.mark.unproven
 def test_an_adapter_that_vllm_does_not_serve_is_refused(serve, folder: Path, tmp_path: Path) -> None:
     config = json.loads((folder / "adapter0" / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
@@ -232,7 +224,6 @@ def test_an_adapter_that_vllm_does_not_serve_is_refused(serve, folder: Path, tmp
         serve(str(tmp_path))
 
 
-@pytest.mark.unproven
 def test_heads_that_the_pooler_cannot_apply(serve, folder: Path, tmp_path: Path, caplog) -> None:
     model = tiny_model(1)
     model.config.final_logit_softcapping = 30.0
@@ -247,7 +238,6 @@ def test_heads_that_the_pooler_cannot_apply(serve, folder: Path, tmp_path: Path,
     assert "route prompt_logprobs (the pooler cannot serve" in caplog.text
 
 
-@pytest.mark.unproven
 def test_questions_survive_packing() -> None:
     asked = Question(
         3, torch.tensor([5, 1, 7]), 0, 0.7, torch.tensor([[1, 2], [3, 4], [5, 6]]), torch.rand(3)

@@ -167,6 +167,18 @@ def test_a_run_that_fits(tmp_path: Path, capsys) -> None:
     assert run["totals"]["update"] == sum(need["bytes"].get("update", 0) for need in run["needs"])
 
 
+def test_with_a_lag_sampling_and_update_hold_their_memory_together(tmp_path: Path, capsys) -> None:
+    recipe = str(plan_recipe(tmp_path, "1.5B"))
+    lag = ("--loop.lag", "1", "--loss.old_logps", "rollout")
+    (_, without), (_, beside) = run_plan(capsys, recipe), run_plan(capsys, recipe, *lag)
+    before, after = (found["runs"]["student"] for found in (without, beside))
+    held = {need["what"]: need["bytes"] for need in after["needs"]}
+    cache = held["KV cache"]["rollout"] + held["sampling"]["rollout"]
+    assert cache > 0
+    assert after["totals"]["rollout"] == before["totals"]["rollout"]
+    assert after["totals"]["update"] == before["totals"]["update"] + cache
+
+
 def test_advice_makes_it_fit(tmp_path: Path, capsys) -> None:
     recipe = plan_recipe(tmp_path, "7B")
     arguments = (str(recipe), "--gpus", "8", "--gpu-memory", "80")
