@@ -31,8 +31,8 @@ def samples_html(samples: Mapping[str, Lines], labels: Mapping[str, str]) -> str
         )
         if steps:
             name = escape(labels.get(run, run))
-            parts.append(f"<details><summary>samples: {name}</summary>{steps}</details>")
-    return "\n".join(parts)
+            parts.append(f"<details><summary>{name}</summary>{steps}</details>")
+    return "\n".join(["<h2>samples</h2>", *parts]) if parts else ""
 
 
 def tokens_html(views: Mapping[str, Lines], teachers: Sequence[str], labels: Mapping[str, str]) -> str:
@@ -48,7 +48,7 @@ def tokens_html(views: Mapping[str, Lines], teachers: Sequence[str], labels: Map
         for line in lines:
             met[line["step"]] += 1
             at = f"step {line['step']}, response {met[line['step']]}"
-            title = f"token by token: {escape(labels.get(run, run))}, {at}"
+            title = f"{escape(labels.get(run, run))}, {at}"
             opened = " open" if line is lines[-1] else ""
             spans = "".join(_token(token, teachers) for token in line["tokens"])
             parts.append(
