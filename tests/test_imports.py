@@ -125,5 +125,14 @@ def test_import_of_ops_is_light() -> None:
     assert not HEAVY & loaded, HEAVY & loaded
 
 
+def test_cpus_need_no_triton() -> None:
+    loaded_by(
+        "sys.modules['triton'] = None\n"
+        "import torch, smopd.pipeline\n"
+        "from smopd.ops import topk_logprobs\n"
+        "assert topk_logprobs(torch.eye(3), 1).ids_NS.flatten().tolist() == [0, 1, 2]"
+    )
+
+
 def test_import_of_the_package_loads_no_torch() -> None:
     assert not {"torch", "transformers", "numpy"} & loaded_by("import smopd")

@@ -3,7 +3,8 @@
     [torchrun] python -m tests.smopd.plan_worker CASE...
 
 Each CASE is a JSON object (fields of `Case`); rank 0 prints a JSON line for each. Every allocation and
-release of torch's allocator during the second update is added up, so a case gives the same number each time.
+release of torch's allocator during an update is added up. A release in a thread of gloo's goes unseen, which
+only adds: of several updates the least is taken.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from smopd.engine.types import Packing, Rollout, TrainSettings
 from smopd.ops import LossSettings, LossTokens
 
 TEACHERS, KAPPA = 2, 8
+MEASURED = 3  # updates, after a first one
 
 
 @dataclass(frozen=True)
@@ -118,14 +120,17 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
 
     student.optimizer.register_step_pre_hook(note_gradients)
     student.update(rollouts, tokens, LossSettings(kappa=KAPPA))
-    gc.collect()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as prof:
-        update = student.update(rollouts, tokens, LossSettings(kappa=KAPPA))
+    peaks = []
+    for _ in range(MEASURED):
+        gc.collect()
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as prof:
+            update = student.update(rollouts, tokens, LossSettings(kappa=KAPPA))
+        peaks.append(peak(prof))
     states = student.optimizer.state.values()
     return {
-        "peak": peak(prof),
+        "peak": min(peaks),
         "masters": sum(held(p) for p in parameters(student.optimizer)),
         "gradients": gradients[-1],
         "optimizer": sum(held(state[name]) for state in states for name in ("exp_avg", "exp_avg_sq")),

@@ -84,7 +84,11 @@ def moments_of(case: Case, ranks: int) -> tuple[int, dict[str, dict[str, int]]]:
     batch = MicroBatch(tokens, tokens * case.row_length, case.responses)
     width = 4 if case.dtype == "float32" else 2
     training = Training(width, ranks, case.chunk_bytes, case.checkpointing, row_unit=ROW_UNIT_CPU)
-    return sizes.parameters, update_moments(sizes, batch, training)
+    moments = update_moments(sizes, batch, training)
+    if width == 2:  # a CPU's products of halves, not a GPU's, go through fp32 copies (kernels/linear_gemm.py)
+        rows, hidden, vocabulary = case.responses, case.hidden, case.vocabulary
+        moments["the loss"]["widened"] = 4 * (rows * vocabulary + rows * hidden + vocabulary * hidden)
+    return sizes.parameters, moments
 
 
 def predicted(case: Case, ranks: int) -> dict[str, int]:
