@@ -32,14 +32,12 @@ def on_two_ranks(*arguments: str) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"rank"')]
 
 
-@pytest.mark.unproven
 def test_ddp_ranks_report_the_same_three_steps(tmp_path: Path) -> None:
     one, other = on_two_ranks("train", str(tmp_path))
     assert len(one["losses"]) == 3 and all(map(math.isfinite, one["losses"]))
     assert one["kl"] == other["kl"] and min(one["kl"]) > 0
 
 
-@pytest.mark.unproven
 def test_fsdp2_shards_give_the_gradients_of_one_process(tmp_path: Path) -> None:
     on_two_ranks("fsdp2", str(tmp_path))
     sharded = torch.load(tmp_path / "sharded.pt")

@@ -19,8 +19,6 @@ from tests.patience import HANG_SECONDS
 from tests.smopd.plan_worker import Case, make_model
 from tests.smopd.recipes import ROOT, environment, write_recipe
 
-pytestmark = pytest.mark.unproven
-
 QWEN = {  # the numbers of CONFIG, and how many parameters they make: as published
     "1.5B": ((1536, 8960, 28, 12, 2, 151_936, True), 1_543_714_304),
     "3B": ((2048, 11_008, 36, 16, 2, 151_936, True), 3_085_938_688),
