@@ -27,7 +27,7 @@ from smopd.engine.types import Packing, Rollout, TrainSettings
 from smopd.ops import LossSettings, LossTokens
 
 TEACHERS, KAPPA = 2, 8
-MEASURED = 3  # updates, after a first one
+MEASURED = 5  # updates, after a first one
 
 
 @dataclass(frozen=True)
