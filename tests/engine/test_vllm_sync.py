@@ -25,8 +25,6 @@ from tests.engine.tiny import END, VOCABULARY, assert_sampled_by, tiny_model
 from tests.engine.vllm_worker import PROMPTS, SAMPLINGS, TIED
 from tests.patience import HANG_SECONDS
 
-pytestmark = pytest.mark.unproven
-
 ROOT = Path(__file__).parents[2]
 SETTINGS = VllmSettings(kv_cache_bytes=32 << 20, max_model_len=256)
 GREEDY = Sampling(temperature=0.0, max_new_tokens=12)
@@ -170,6 +168,7 @@ def test_an_engine_without_adapters_refuses_them(saved, tmp_path):
         rollouts.load_adapter(tmp_path, 1)
 
 
+@pytest.mark.unproven
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_engine_in_its_own_process_takes_weights(saved, tied, monkeypatch):
@@ -206,6 +205,7 @@ def test_files_never_part_a_layer():
     assert whole["lm_head.weight"].shape == (VOCABULARY, 64)
 
 
+@pytest.mark.unproven
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [1, 2])
 def test_two_ranks_sample_with_the_weights_of_a_sharded_student(tmp_path, parallel):
