@@ -183,7 +183,7 @@ def check_rewards(
         raise ValueError(f"{op}: norm_eps is {norm_eps}, expected a finite number of at least 0")
 
 
-# ---- values: SMOPD_DEBUG=1 ----
+# What follows looks at values, where SMOPD_DEBUG=1.
 
 
 def debugging() -> bool:

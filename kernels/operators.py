@@ -29,7 +29,7 @@ def empty_column(like: Tensor, *shape: Any, dtype: torch.dtype | None = None) ->
     return like.new_empty(shape, dtype=dtype or compute_dtype(like.dtype))
 
 
-# ---- top-kappa and mixture: no gradient ----
+# Top-kappa and mixture have no gradient.
 
 
 @operator(
@@ -73,7 +73,7 @@ def _(ids: Tensor, logps: Tensor, log_alpha: Tensor, kappa: int, merge: bool) ->
     return out_ids, empty_column(logps, n_rows, kappa), empty_column(logps, n_rows)
 
 
-# ---- forward KL: composable, with any upstream gradients ----
+# The forward KL is composable, with any upstream gradients.
 
 _KL_SCHEMA = (
     "Tensor logits, Tensor token_ids, Tensor ids, Tensor logps, Tensor? log_alpha, SymInt kappa, bool merge,"
@@ -162,7 +162,7 @@ def _kl_backward(ctx: Any, dlogp: Tensor | None, dkl: Tensor | None) -> tuple:
 forward_kl.register_autograd(_kl_backward, setup_context=_kl_setup)
 
 
-# ---- advantages: no gradient ----
+# Advantages have no gradient.
 
 _REWARDS_SCHEMA = "Tensor rewards, Tensor group, Tensor? weights"
 

@@ -30,9 +30,6 @@ from smopd.kernels.types import Candidates, Mixture, SparseTarget, TopK, compute
 _ID_BITS = 32
 
 
-# ---- top-kappa ----
-
-
 def topk_logprobs(
     logits_NV: Tensor, kappa: int, *, token_ids_N: Tensor | None = None, temperature: float = 1.0
 ) -> TopK:
@@ -89,9 +86,6 @@ def _lowest_ids_above(values_NV: Tensor, top_NS: Tensor) -> Tensor:
     return ids_NS.gather(-1, order_NS)
 
 
-# ---- mixture ----
-
-
 def teacher_mixture(
     ids_NMS: Tensor, logps_NMS: Tensor, log_alpha: Tensor, kappa: int, *, merge: bool = False
 ) -> Mixture:
@@ -111,9 +105,6 @@ def teacher_mixture(
     ids_NS = torch.nn.functional.pad(ids_NS, pad).to(torch.int32)
     logps_NS = torch.nn.functional.pad(pool_NP[:, :kept], pad, value=-torch.inf)
     return Mixture(ids_NS, logps_NS, logps_NS.exp().sum(-1))
-
-
-# ---- forward KL ----
 
 
 def target_of(target: SparseTarget | Candidates, dtype: torch.dtype, *, tail: bool) -> Target:

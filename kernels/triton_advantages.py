@@ -38,9 +38,6 @@ _CONFLICT_FLOOR = tl.constexpr(CONFLICT_FLOOR)
 _TOKEN_VAR_EPS = tl.constexpr(TOKEN_VAR_EPS)
 
 
-# ---- device functions ----
-
-
 @triton.jit
 def _weights(weights_ptr, stride_weights, offs_k, n_rewards, HAS_WEIGHTS: tl.constexpr):
     if HAS_WEIGHTS:
@@ -116,9 +113,6 @@ def _stretch(group_ptr, stride_group, n_responses, lowest, highest, BLOCK: tl.co
         first_S = tl.where(hit_S, tl.minimum(first_S, offs_s), first_S)
         last_S = tl.where(hit_S, offs_s, last_S)
     return tl.min(first_S, 0), tl.max(last_S, 0)
-
-
-# ---- kernels ----
 
 
 @triton.jit
@@ -276,9 +270,6 @@ def _whiten_kernel(
             )
             white_R = tl.where(more_R > 0.0, tl.where(count > 1.0, (adv_R - mean) / scale, 0.0), 0.0)
             tl.store(out_ptr + start + offs, white_R.to(tl.float32), mask=start + offs < n_responses)
-
-
-# ---- launchers ----
 
 
 def unserved(op: str, rewards_RK: Tensor) -> str | None:

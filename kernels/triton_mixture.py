@@ -26,9 +26,6 @@ NO_REGISTER_TARGET = 255  # or ptxas spills a few bytes for one more warp on the
 _LOWEST_32 = tl.constexpr(-(2**31))
 
 
-# ---- exact order of integer keys ----
-
-
 @triton.jit
 def ordered(x):
     """fp32 -> int32 in the same order; both zeros are one value, NaN is above +inf."""
@@ -84,7 +81,7 @@ def largest(keys, LOG_ROWS: tl.constexpr, LOG_N: tl.constexpr, LOG_K: tl.constex
     return tl.reshape(cube, [2**LOG_ROWS, 2**LOG_K])
 
 
-# ---- device functions; the (B, P) ones serve any kernel that holds the candidates of B rows ----
+# The (B, P) functions serve any kernel that holds the candidates of B rows.
 
 
 @triton.jit
@@ -149,9 +146,6 @@ def best_pooled(logps_BP, LOG_B: tl.constexpr, LOG_P: tl.constexpr, LOG_K: tl.co
     return 0x7FFFFFFF - (best_BK & 0x7FFFFFFF).to(tl.int32), unordered((best_BK >> 32).to(tl.int32))
 
 
-# ---- kernel ----
-
-
 @triton.jit
 def _mixture_kernel(
     ids_ptr, logps_ptr, log_alpha_ptr, out_ids_ptr, out_logps_ptr, mass_ptr,
@@ -190,9 +184,6 @@ def _mixture_kernel(
         kept_BK = (rows_B1 < n_rows) & (start + offs_k < kappa)[None, :]
         tl.store(out_ids_ptr + at_BK + start, tl.zeros((B, K), tl.int32), mask=kept_BK)
         tl.store(out_logps_ptr + at_BK + start, tl.full((B, K), -float("inf"), tl.float32), mask=kept_BK)
-
-
-# ---- launcher ----
 
 
 def unserved(op: str, tensor: Tensor, *, n_pooled: int) -> str | None:

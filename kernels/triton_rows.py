@@ -31,9 +31,6 @@ _CLIP_REVERSE_LOW = tl.constexpr(types.CLIP_REVERSE_LOW)
 _CLIP_REVERSE_HIGH = tl.constexpr(types.CLIP_REVERSE_HIGH)
 
 
-# ---- blocks ----
-
-
 @triton.jit
 def load_block(
     row_ptr, block, V: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, AGAIN: tl.constexpr
@@ -77,9 +74,6 @@ def widen(x, HELD: tl.constexpr, NATIVE: tl.constexpr):
     elif NATIVE and HELD and x.dtype == tl.float16:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
     return x.to(tl.float32)
-
-
-# ---- statistics ----
 
 
 @triton.jit
@@ -195,9 +189,6 @@ def join_stats(a, b, TWO: tl.constexpr):
     return h, s, w, kl_h, kl_s
 
 
-# ---- gradient ----
-
-
 @triton.jit
 def gradient_coefficients(part, row, level, bend, kl_level, entropy, TWO: tl.constexpr):
     """softmax_gradient's for elements whose powers refer to a part of the row's statistics, h to kl_level.
@@ -228,9 +219,6 @@ def softmax_gradient(x, coefficients, scale, kl_scale, CURVED: tl.constexpr, TWO
     if TWO:
         gradient = tl.fma(tl.exp2(tl.fma(x, kl_scale, -kl_h)), kl_level, gradient)
     return gradient
-
-
-# ---- policy ----
 
 
 @triton.jit

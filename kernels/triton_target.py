@@ -26,9 +26,6 @@ def part(x_K, number, EMPTY: tl.constexpr, K: tl.constexpr, W: tl.constexpr):
         return tl.max(tl.where(chosen, tl.reshape(x_K, (K // W, W)), EMPTY), 0)
 
 
-# ---- the target ----
-
-
 @triton.jit
 def given_target(ids_ptr, logps_ptr, row, S: tl.constexpr, K: tl.constexpr):
     """(ids, log-probabilities) of the target as given. The id of an empty slot may be any."""
@@ -79,9 +76,6 @@ def merge_repeats(ids_K, logps_K, K: tl.constexpr, W: tl.constexpr):
         power = tl.exp2((other - logps_K[:, None]) * LOG2E)
         mass_K += tl.sum(tl.where(same, tl.where(larger, _NOT_HERE, power), 0.0), 1)
     return tl.where(mass_K > 0, tl.fma(tl.log2(mass_K), LN2, logps_K), NEG_INF)
-
-
-# ---- the row around its support ----
 
 
 @triton.jit

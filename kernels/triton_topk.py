@@ -38,9 +38,6 @@ _LOG2_E = tl.constexpr(math.log2(math.e))
 _FAR = tl.constexpr(2.0**100)  # maxima beyond it are summed in a second pass
 
 
-# ---- device functions ----
-
-
 @triton.jit
 def _largest_of(keys, LOG_N: tl.constexpr, LOG_K: tl.constexpr):
     """The 2^LOG_K largest of 2^LOG_N integer keys, descending."""
@@ -139,9 +136,6 @@ def _log_sum(row_ptr, V, max_T, sum_T, scale, LOG_T: tl.constexpr, BLOCK: tl.con
                 sum_T += tl.sum(tl.reshape(e, (1 << LOG_T, BLOCK >> LOG_T)), 1)
     total = _halving_sum(tl.reshape(sum_T, [2] * LOG_T), LOG_T, 0)
     return row_max, (tl.log2(total) - residual) / _LOG2_E
-
-
-# ---- kernels ----
 
 
 @triton.jit
@@ -247,9 +241,6 @@ def _select_kernel(
         ids_ptr + row * kappa + offs_k, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32), mask=offs_k < kappa
     )
     tl.store(logps_ptr + row * kappa + offs_k, (x_K - row_max) / temperature - log_sum, mask=offs_k < kappa)
-
-
-# ---- launchers ----
 
 
 def unserved(op: str, tensor: Tensor, *, kappa: int, n_vocab: int | None = None) -> str | None:

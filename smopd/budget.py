@@ -247,7 +247,7 @@ def _rollouts(
     wanted = parallel * shape.responses
     sleeps = rollout.vllm.sleep
     cache = _cache(rollout.vllm, weights, response * wanted, response, resident["rollout"], machine, sleeps)
-    awake = (*sampling, "sync") if sleeps else RUNNING
+    awake = ("rollout", "sync") if sleeps and not settings.loop.lag else RUNNING
     at_once = min(cache // response, wanted)
     return [
         Need("rollout weights", dict.fromkeys(awake, weights), f"tensor parallel {parallel}"),

@@ -56,6 +56,9 @@ def pytest_runtest_setup():
     return (yield)
 
 
+pytest_runtest_call = pytest_runtest_teardown = pytest_runtest_setup
+
+
 class Lingering:
     # Python has given up its handlers when it calls this.
     def __del__(self, kill=os.kill, process=os.getpid(), alarm=signal.SIGALRM):
@@ -63,9 +66,6 @@ class Lingering:
 
 
 signal.lingering = Lingering()
-
-
-pytest_runtest_call = pytest_runtest_teardown = pytest_runtest_setup
 """
 
 

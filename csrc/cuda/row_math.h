@@ -96,7 +96,7 @@ SMOPD_FN uint32_t pack_bf16(float low, float high) {
 #endif
 }
 
-// ---- a row's running statistics, without the target's support ----
+// a row's running statistics, without the target's support
 
 constexpr int32_t kVector = 8;  // elements of 16 bytes
 
@@ -167,7 +167,7 @@ SMOPD_FN void add_vector(Stats& s, const float (&x)[kVector], float scale, float
   if (kTwo) s.kl_sum += kl_sum;
 }
 
-// ---- the target ----
+// the target
 
 struct Slot {
   float logq = -kInf;   // of the slot; with tail its first slot holds all repeats, the others nothing
@@ -198,7 +198,7 @@ SMOPD_FN Slot slot_of(const int32_t* ids, const float* logqs, int32_t support, i
   return slot;
 }
 
-// ---- policy terms of one token: kernels/reference_policy.py ----
+// policy terms of one token: kernels/reference_policy.py
 
 struct Policy {
   float surrogate = 0.0f, slope = 0.0f;
@@ -239,7 +239,7 @@ SMOPD_FN Policy policy_of(const Objective& o, const float* columns, float logp) 
   return p;
 }
 
-// ---- a row's normalisation ----
+// a row's normalisation
 
 // How a logit becomes a log-probability, and the student's share off the support, at both temperatures.
 struct Softmax {
@@ -251,7 +251,7 @@ struct Softmax {
   SMOPD_FN float kl_logp(float x) const { return (x - max) * kl_inverse - kl_log_sum; }
 };
 
-// ---- gradient ----
+// gradient
 
 // One row's gradient in its logits. Off the support, with d = (x - base) scale,
 //     2^d (off + curve d) + 2^d' kl_off,

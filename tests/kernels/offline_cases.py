@@ -80,9 +80,6 @@ def _rows(main: list[dict], factors: dict, shape: tuple[str, str] | None) -> Ite
         seen.add(pair)
 
 
-# ---- one kernel file after the other ----
-
-
 def _topk() -> Iterator[Case]:
     """Few of large kappa: their selection takes long to compile."""
     bf16, fp16, fp32 = DTYPES

@@ -150,9 +150,6 @@ def test_a_student_at_its_teachers_keeps_a_small_tail_exact(tail: bool) -> None:
     assert_loss(logits_NV, tokens, LossSettings(tail=tail), target)
 
 
-# ---- hostile rows ----
-
-
 def hostile_logits() -> dict[str, Tensor]:
     plain_V = cpp_rows.random_logits(1, 3000, torch.float32)[0]
     cases = {"plain": plain_V, "all -inf": torch.full((3000,), -INF), "all equal": torch.full((3000,), 7.25)}
@@ -236,9 +233,6 @@ def test_idle_rows_are_zero_whatever_they_hold() -> None:
     counted = replace(tokens, **zero | {"ent_weight_N": torch.ones(4)})
     terms, grad_NV = loss(logits_NV, counted, LossSettings())
     assert not grad_NV.any() and terms.entropy_N[1].isnan() and bool((terms.entropy_N[2:] > 0).all())
-
-
-# ---- layout, threads, repetition ----
 
 
 def test_rows_may_be_strided() -> None:

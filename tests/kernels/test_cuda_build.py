@@ -49,9 +49,6 @@ ATOL = 2e-5  # of the loss's terms
 UNTOUCHED = -1  # int16, as the program fills the gradient's memory
 
 
-# ---- the emulation ----
-
-
 def compiled(folder: Path, name: str, *flags: str) -> Path:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
@@ -163,8 +160,6 @@ def run(program: Path, tmp_path: Path) -> Callable[..., tuple[TokenTerms, Tensor
     return run_
 
 
-# ---- inputs and truth ----
-
 SETTINGS = {
     "defaults": LossSettings(),
     "paper": LossSettings(merge=False, tail=False),
@@ -255,9 +250,6 @@ def gradient_scale(logits_NV: Tensor, tokens: LossTokens, settings: LossSettings
         scale_NV
         + settings.opd_coef * size("kl_weight_N")[:, None] * (p_NV + mass_N1) / settings.kl_temperature
     )
-
-
-# ---- the kernel, emulated ----
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -437,9 +429,6 @@ def test_no_thread_races(sanitized: Path, tmp_path: Path) -> None:
         check(terms, grad_NV, logits_NV, tokens, settings)
 
 
-# ---- the build ----
-
-
 @pytest.fixture(scope="module")
 def tools() -> ModuleType:
     spec = importlib.util.spec_from_file_location("smopd_nvcc", SOURCE / "nvcc.py")
@@ -546,9 +535,6 @@ def test_without_nvcc_only_a_demanded_build_fails(mode: str, fails: bool) -> Non
     assert (done.returncode != 0) == fails
     assert ("SMOPD_BUILD_CUDA=1 demands it" in done.stderr) == fails
     assert ("_C_cuda" in done.stderr) == fails
-
-
-# ---- the backend ----
 
 
 def test_the_limits_are_the_kernel_s() -> None:

@@ -291,9 +291,6 @@ def _all_pairs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(triton_loss, "_PAIRS", 1 << 20)
 
 
-# ---- the loss ----
-
-
 @pytest.mark.parametrize("row", PAIRS, ids=label)
 def test_terms_and_gradient(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     if row["blocks"] == "streamed":
@@ -480,9 +477,6 @@ def test_too_large_a_target_is_refused() -> None:
     assert "expected at most" in triton_loss.unserved("loss_rows", case.logits, n_pooled=2**20)
 
 
-# ---- the policy's terms ----
-
-
 @pytest.mark.parametrize("surrogate", ["paper", "ppo"])
 @pytest.mark.parametrize(
     ("log_ratio", "adv", "bits"),
@@ -514,9 +508,6 @@ def test_clip_bits(log_ratio: float, adv: float, bits: int, surrogate: str) -> N
     assert [int(clipped) & ~reverse_bits for clipped in terms.clipped_N] == [bits, bits]
     check_terms(terms, want)
     check_gradient(grad, want_grad, size)
-
-
-# ---- hostile rows ----
 
 
 def compare_anything(case: Case) -> None:
@@ -589,9 +580,6 @@ def test_tokens_that_only_are_observed_have_terms_and_no_gradient() -> None:
     assert not bool(grad.any()) and not bool(want_grad.any()) and bool(terms.kl_N[1].isnan())
 
 
-# ---- forward KL with any upstream gradient ----
-
-
 @pytest.mark.parametrize("upstream", ["both", "logp", "kl"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("target", ["repeats", "pooled", "merged"])
@@ -627,9 +615,6 @@ def test_forward_kl(tail: bool, target: str, dtype: str, upstream: str) -> None:
     if dlogp is not None:
         size += dlogp.double().abs()[:, None] / 0.8
     check_gradient(got, want, size)
-
-
-# ---- on a GPU only ----
 
 
 @pytest.mark.gpu
