@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,10 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_LARGEST_KEPT = 32 << 20  # bytes; glibc takes no more
+_MOST_KEPT = 2**31 - 1  # bytes
+
 
 @contextmanager
 def process_group() -> Iterator[torch.device]:
@@ -24,6 +29,8 @@ def process_group() -> Iterator[torch.device]:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
     owned = not dist.is_initialized()
     if owned:
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
@@ -36,6 +43,19 @@ def process_group() -> Iterator[torch.device]:
     finally:
         if owned and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def keep_freed_memory() -> None:
+    """Small and middling buffers that are freed stay with the process: the next step asks for them again.
+
+    By default glibc hands the kernel most of them back, and every step faults them in anew. Only where there
+    is glibc, and no such choice in the environment (MALLOC_*, GLIBC_TUNABLES).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    chosen = [name for name in os.environ if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"]
+    if mallopt is not None and not chosen:
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
+        mallopt(_M_TRIM_THRESHOLD, _MOST_KEPT)
 
 
 def rank() -> int:

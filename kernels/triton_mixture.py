@@ -146,7 +146,7 @@ def best_pooled(logps_BP, LOG_B: tl.constexpr, LOG_P: tl.constexpr, LOG_K: tl.co
     return 0x7FFFFFFF - (best_BK & 0x7FFFFFFF).to(tl.int32), unordered((best_BK >> 32).to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _mixture_kernel(
     ids_ptr, logps_ptr, log_alpha_ptr, out_ids_ptr, out_logps_ptr, mass_ptr,
     n_rows, n_support, n_pool, kappa,

@@ -54,7 +54,7 @@ def _column(ptr, row):
     return 0.0 if ptr is None else tl.load(ptr + row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows", "kappa"])
 def row_kernel(
     logits_ptr, grad_ptr, token_ids_ptr, target_ids_ptr, target_logps_ptr, log_alpha_ptr,
     adv_ptr, old_logp_ptr, pg_weight_ptr, kl_weight_ptr, ent_weight_ptr, reverse_adv_ptr, reverse_weight_ptr,

@@ -126,6 +126,7 @@ def segments(
     element = tl.arange(0, R * C if K * R * C > L else L // K)
     start_K = (ids_K // (R * L * C)) * (R * L * C) + ((ids_K // C) % L) * C
     offs_v = start_K[:, None] + ((element // C) * (L * C) + element % C)[None, :]
-    is_hole = (holes_K[:, None] >> element[None, :]) & 1
+    # Padding is shifted as the last element is: by the integer's bits or more is undefined.
+    is_hole = (holes_K[:, None] >> tl.minimum(element, R * C - 1)[None, :]) & 1
     wanted = (holes_K > 0)[:, None] & (is_hole == 0) & (offs_v < V) & (element < R * C)[None, :]
     return tl.load(row_ptr + offs_v, mask=wanted, other=NEG_INF).to(tl.float32)

@@ -138,7 +138,7 @@ def _log_sum(row_ptr, V, max_T, sum_T, scale, LOG_T: tl.constexpr, BLOCK: tl.con
     return row_max, (tl.log2(total) - residual) / _LOG2_E
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row"])
 def _stream_kernel(
     logits, strides, token_ids_ptr, stride_token_ids, keys_ptr, stats_ptr, token_logp_ptr,
     first_row, V, scale, temperature,
@@ -191,7 +191,7 @@ def _stream_kernel(
         tl.store(token_logp_ptr + row, (x - row_max) / temperature - log_sum)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "kappa"])
 def _select_kernel(
     logits, strides, keys_ptr, stats_ptr, ids_ptr, logps_ptr,
     first_row, V, temperature, kappa,

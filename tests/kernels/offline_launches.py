@@ -62,21 +62,24 @@ def noted(value: Any) -> Any:
 
 def variant(launch: Launch, kernel: JITFunction) -> tuple:
     """Equal for launches that Triton compiles alike: of an integer that is no constexpr the class counts."""
-    constant = {p.name for p in kernel.params if p.is_constexpr or p.do_not_specialize}
+    constant = {p.name for p in kernel.params if p.is_constexpr}
+    unspecialized = {p.name for p in kernel.params if p.do_not_specialize}
     values = dict(zip(kernel.arg_names, launch.arguments, strict=False)) | dict(launch.options)
 
-    def classed(value: Any) -> Any:
+    def classed(value: Any, special: bool = True) -> Any:
         if isinstance(value, bool) or value is None or isinstance(value, Pointer | str):
             return value
         if isinstance(value, int):
-            return ("int", value == 1, value % 16 == 0, abs(value) >= 2**31)
+            return ("int", special and value == 1, special and value % 16 == 0, abs(value) >= 2**31)
         if isinstance(value, tuple):
             return tuple(map(classed, value))
         return type(value).__name__
 
     options = {name: value for name, value in values.items() if name not in kernel.arg_names}
     exact = {name: repr(value) for name, value in values.items() if name in constant} | options
-    loose = {name: classed(value) for name, value in values.items() if name not in exact}
+    loose = {
+        name: classed(value, name not in unspecialized) for name, value in values.items() if name not in exact
+    }
     return launch.kernel, launch.capability, repr(sorted(exact.items())), repr(sorted(loose.items()))
 
 
