@@ -1,17 +1,26 @@
-"""The study's runs, each a `python -m smopd.train`, several at a time; finished ones are not run again."""
+"""The study's runs, each a `python -m smopd.train`, several at a time; finished ones are not run again.
+
+Jobs that begin alike (model, demonstrations, seed) share their warm start.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 import subprocess
 import sys
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from smopd.cli import parse
 from smopd.files import write_atomically
+from smopd.runs import BASE
 from smopd.study.experiments import EXPERIMENTS, SIZES
 
 
@@ -32,6 +41,13 @@ class Job:
     @property
     def finished(self) -> bool:
         return (self.folder / "study_seconds.txt").exists()
+
+    @property
+    def base(self) -> Path:
+        """Where the warm start is kept that this job shares with all that begin alike."""
+        settings = parse(self.command()[3:]).settings
+        begins = settings.model_dump_json(include={"model", "warm_start", "student", "data", "seed"})
+        return self.output / "bases" / hashlib.sha256(begins.encode()).hexdigest()[:16]
 
     def command(self) -> list[str]:
         experiment = EXPERIMENTS[self.experiment]
@@ -62,17 +78,43 @@ def run(wanted: Sequence[Job], at_once: int) -> list[Job]:
         return [job for job, well in zip(due, succeeded, strict=True) if not well]
 
 
+_BASES: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+
+
 def _run(job: Job) -> bool:
     job.folder.mkdir(parents=True, exist_ok=True)
-    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     started = time.monotonic()
-    with (job.folder / "study.log").open("ab") as log:
-        done = subprocess.run(job.command(), stdout=log, stderr=log, env=os.environ | threads, check=False)
+    with _BASES[job.base]:
+        code = _share_base(job)
+    code = code or _train(job, job.command())
     seconds = time.monotonic() - started
     name = f"{job.experiment}/{job.variant}/seed_{job.seed}"
-    if done.returncode:
-        print(f"{name}: failed with {done.returncode}, see {job.folder / 'study.log'}", flush=True)
+    if code:
+        print(f"{name}: failed with {code}, see {job.folder / 'study.log'}", flush=True)
         return False
     write_atomically(job.folder / "study_seconds.txt", f"{seconds:.1f}\n".encode())
     print(f"{name}: {seconds:.0f} s", flush=True)
     return True
+
+
+def _share_base(job: Job) -> int:
+    """Brings the warm start to the job's folder, without its evaluation: rewards may be others."""
+    own = job.folder / BASE
+    if own.exists():
+        return 0
+    if not job.base.exists():
+        code = _train(job, [*job.command(), "--stage", "warm-start"])
+        if code:
+            return code
+        kept = shutil.ignore_patterns("evaluation.json", "responses.jsonl")
+        shutil.copytree(own, job.base.with_suffix(".partial"), ignore=kept, dirs_exist_ok=True)
+        job.base.with_suffix(".partial").rename(job.base)
+        return 0
+    shutil.copytree(job.base, own)
+    return 0
+
+
+def _train(job: Job, command: Sequence[str]) -> int:
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    with (job.folder / "study.log").open("ab") as log:
+        return subprocess.run(command, stdout=log, stderr=log, env=os.environ | threads, check=False).returncode

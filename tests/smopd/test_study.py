@@ -13,7 +13,7 @@ from smopd.cli import parse
 from smopd.study import theory
 from smopd.study.conflict import brevity_reward, coverage_reward
 from smopd.study.experiments import EXPERIMENTS, SIZES
-from smopd.study.jobs import Job, jobs
+from smopd.study.jobs import Job, jobs, run
 from smopd.study.measures import Spread, curve, final, seeds_of, take_off
 from smopd.toy_world import prompts
 
@@ -51,6 +51,29 @@ def test_variants_change_what_their_names_say(tmp_path: Path) -> None:
 def test_jobs_go_seed_by_seed(tmp_path: Path) -> None:
     ordered = jobs(["curves", "density"], (0, 1), tmp_path, "cpu")
     assert [job.seed for job in ordered] == [0] * 6 + [1] * 6
+
+
+def test_jobs_that_begin_alike_share_their_warm_start(tmp_path: Path, monkeypatch) -> None:
+    first, second = (Job(name, "base", 0, tmp_path, "cpu") for name in ("curves", "conflict"))
+    assert first.base == second.base
+    assert Job("profiles", "share_0.6", 0, tmp_path, "cpu").base == first.base
+    others = [("curves", "base", 1), ("density", "rate_0.05", 0), ("snips", "base", 0)]
+    assert first.base not in [Job(*other, tmp_path, "cpu").base for other in others]
+
+    warmed = []
+
+    def train(job: Job, command: list[str]) -> int:
+        if command[-2:] == ["--stage", "warm-start"]:
+            warmed.append(job)
+            (job.folder / "base" / "export").mkdir(parents=True)
+            (job.folder / "base" / "evaluation.json").write_text("{}")
+        return 0
+
+    monkeypatch.setattr("smopd.study.jobs._train", train)
+    assert run([first, second], at_once=2) == [] and first.finished and second.finished
+    assert len(warmed) == 1
+    (other,) = {first, second} - set(warmed)
+    assert [path.name for path in (other.folder / "base").iterdir()] == ["export"]
 
 
 def test_figure_1a_is_the_papers() -> None:
