@@ -117,4 +117,5 @@ def _share_base(job: Job) -> int:
 def _train(job: Job, command: Sequence[str]) -> int:
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     with (job.folder / "study.log").open("ab") as log:
-        return subprocess.run(command, stdout=log, stderr=log, env=os.environ | threads, check=False).returncode
+        environment = os.environ | threads
+        return subprocess.run(command, stdout=log, stderr=log, env=environment, check=False).returncode
