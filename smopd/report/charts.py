@@ -10,7 +10,7 @@ from typing import Any
 from smopd.report.tables import heading
 
 COLOURS = 8
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 420, 180, 44, 10, 22
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 420, 180, 48, 10, 22
 _POINTS = 200  # of a line, at most about
 
 Lines = Sequence[Mapping[str, Any]]
@@ -92,12 +92,12 @@ def chart(key: str, metrics: Mapping[str, Lines], colours: Mapping[str, str]) ->
     bottom, right = _TOP + height, _LEFT + width
     axis = f'<path class=axis d="M{_LEFT} {_TOP}V{bottom}H{right}"/>'
     ticks = [
-        (_LEFT - 4, y(low), "end", f"{low:.3g}"),
+        (_LEFT - 4, y(low), "end", _tick(low)),
         (_LEFT, _HEIGHT - 6, "start", str(first)),
         (right, _HEIGHT - 6, "end", f"step {last}"),
     ]
     if high > low:
-        ticks.append((_LEFT - 4, y(high) + 6, "end", f"{high:.3g}"))
+        ticks.append((_LEFT - 4, y(high) + 6, "end", _tick(high)))
     texts = "".join(
         f'<text x="{tx:.0f}" y="{ty:.0f}" text-anchor="{at}">{t}</text>' for tx, ty, at, t in ticks
     )
@@ -112,3 +112,7 @@ def _points(lines: Lines, key: str) -> list[tuple[int, float]]:
     points = [(step, float(value)) for step, value in points if math.isfinite(value)]
     every = math.ceil(len(points) / _POINTS) or 1
     return points[::every] + points[len(points) - 1 :] if every > 1 else points
+
+
+def _tick(value: float) -> str:
+    return f"{value:.3g}" if abs(value) >= 1 else f"{value:.2g}"

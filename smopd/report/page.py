@@ -83,7 +83,8 @@ body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:1.5rem auto;paddi
 h1{margin:.2rem 0 .8rem;font-size:1.6rem} h2{margin:1.2rem 0 .2rem;font-size:1.2rem} p{margin:.6rem 0}
 table{border-collapse:collapse;display:block;overflow-x:auto}
 th,td{padding:.2rem .7rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
-th:first-child{text-align:left;font-weight:normal} thead th{font-weight:600!important}
+th:first-child{text-align:left;font-weight:normal} thead th{
+font-weight:600!important;white-space:normal;vertical-align:bottom}
 pre,dd{white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.4 ui-monospace,monospace}
 summary{cursor:pointer} details{margin:.6rem 0} details details{margin:.3rem 0 .3rem 1rem}
 dl{border-left:2px solid var(--line);padding-left:1rem} dd{margin:0 0 .5rem}
