@@ -21,6 +21,7 @@ import httpx
 
 T = TypeVar("T")
 BUSY = (408, 425, 429, 500, 502, 503, 504)
+RETURN = httpx.Timeout(30.0, connect=5.0)  # ours: a server that is back may still be slow
 
 log = logging.getLogger(__name__)
 
@@ -142,10 +143,10 @@ class Servers:
 
     def readmit(self, path: str = "/health") -> list[str]:
         """Servers that were out and answer again; asked once, without patience."""
-        back = []
+        back = []  # each is asked on a new connection: the kept ones may be dead
         for url in list(self.out):
             try:
-                if self._clients[url].get(path, timeout=5.0).is_success:
+                if httpx.get(url + path, timeout=RETURN).is_success:
                     back.append(url)
             except httpx.HTTPError:
                 continue

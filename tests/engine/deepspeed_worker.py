@@ -90,7 +90,9 @@ class Facts:
         rollouts = share(4)
         norms, moved = [], []
         for options in ({"max_grad_norm": 1e9}, {}, {"strategy": "fsdp2"}):
-            student = self.student(**{"max_grad_norm": 1e-3, "adam_eps": 1e-2, **options})
+            # A large rate, so that the moves are far above the rounding of parameters of 1.
+            large = {"max_grad_norm": 1e-3, "adam_eps": 1e-2, "learning_rate": 1.0}
+            student = self.student(**{**large, **options})
             before = parameters(student)
             norms.append(student.update(rollouts, loss_tokens(rollouts), NLL).grad_norm)
             moved.append({name: value - before[name] for name, value in parameters(student).items()})

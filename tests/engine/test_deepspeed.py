@@ -18,8 +18,6 @@ from transformers import AutoModelForCausalLM
 from smopd.engine.deepspeed import configuration
 from smopd.engine.types import TrainSettings
 
-pytestmark = pytest.mark.unproven
-
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 

@@ -22,8 +22,6 @@ from smopd.engine.types import Sampling
 from smopd.small_models import world_model
 from tests.engine.tiny import assert_sampled_by
 
-pytestmark = pytest.mark.unproven
-
 PROMPTS = [(5, 9, 11), (7,), (20, 21, 22, 23, 24, 25), (30, 31), (40,)]
 GROUPS = [3, 8, 9, 11, 40]
 GREEDY = Sampling(temperature=0.0, max_new_tokens=8)

@@ -168,7 +168,6 @@ def test_an_engine_without_adapters_refuses_them(saved, tmp_path):
         rollouts.load_adapter(tmp_path, 1)
 
 
-@pytest.mark.unproven
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_engine_in_its_own_process_takes_weights(saved, tied, monkeypatch):
@@ -205,7 +204,6 @@ def test_files_never_part_a_layer():
     assert whole["lm_head.weight"].shape == (VOCABULARY, 64)
 
 
-@pytest.mark.unproven
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [1, 2])
 def test_two_ranks_sample_with_the_weights_of_a_sharded_student(tmp_path, parallel):

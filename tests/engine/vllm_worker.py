@@ -33,7 +33,7 @@ def train(student: Student) -> None:
     rollouts = ragged_rollouts(distributed.rank())
     token_ids_N = torch.cat([rollout.response_ids for rollout in rollouts])
     n = len(token_ids_N)
-    tokens = LossTokens(token_ids_N, adv_N=torch.ones(n), pg_weight_N=torch.full((n,), 1 / n))
+    tokens = LossTokens(token_ids_N=token_ids_N, adv_N=torch.ones(n), pg_weight_N=torch.full((n,), 1 / n))
     student.update(rollouts, tokens, LossSettings(opd_coef=0.0))
 
 

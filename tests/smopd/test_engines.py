@@ -12,8 +12,6 @@ from tests.smopd.recipes import metric_lines, train, write_recipe
 pytest.importorskip("vllm")
 pytest.importorskip("peft")
 
-pytestmark = pytest.mark.unproven
-
 LORA = {"rank": 8, "alpha": 16.0}
 
 

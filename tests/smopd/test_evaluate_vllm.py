@@ -17,8 +17,6 @@ from smopd.small_models import world_model
 
 pytest.importorskip("vllm")
 
-pytestmark = pytest.mark.unproven
-
 STARTED_WITHIN = 900.0  # seconds
 CALL = {"name": "Find", "parameters": {"city": "Oslo"}}
 

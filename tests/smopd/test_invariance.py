@@ -107,13 +107,11 @@ def test_two_ranks_equal_one_process(one, two, variant):
     assert_same(two[variant], one[variant], variant)
 
 
-@pytest.mark.unproven
 @pytest.mark.parametrize("variant", variants(ZERO_VARIANTS))
 def test_deepspeed_on_two_ranks_equals_one_process(one, zero, variant):
     assert_same(zero[variant], one[whole(variant)])
 
 
-@pytest.mark.unproven
 @pytest.mark.parametrize("variant", variants(HYBRID_VARIANTS))
 def test_shards_within_replicas_equal_one_process(one, hybrid, variant):
     assert_same(hybrid[variant], one[whole(variant)])
