@@ -115,7 +115,7 @@ def _stretch(group_ptr, stride_group, n_responses, lowest, highest, BLOCK: tl.co
     return tl.min(first_S, 0), tl.max(last_S, 0)
 
 
-@triton.jit(do_not_specialize=["n_responses"])
+@triton.jit
 def _group_kernel(
     rewards_ptr, stride_r, stride_k, group_ptr, stride_group, weights_ptr, stride_weights, adv_ptr, kept_ptr,
     n_responses, n_rewards, norm_eps: tl.float64, snr_threshold: tl.float64,
@@ -217,7 +217,7 @@ def _samples(
     return adv_R, count_R
 
 
-@triton.jit(do_not_specialize=["n_responses", "n_ranks"])
+@triton.jit
 def _whiten_kernel(
     adv_ptr, kept_ptr, lengths_ptr, stride_lengths, moments_ptr, out_ptr, n_responses, n_ranks,
     norm_eps: tl.float64,
