@@ -255,8 +255,10 @@ def _arguments(path: str, settings: VllmSettings, sleeps: bool) -> dict[str, Any
     if _cuda():
         arguments["gpu_memory_utilization"] = memory_share(settings, *torch.cuda.mem_get_info(), sleeps)
         arguments["enable_sleep_mode"] = sleeps
-    elif settings.kv_cache_bytes is None:
-        arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
+    else:
+        arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes or CPU_KV_CACHE_BYTES
+        # A seeded request whose prompt is cut has its random state set back, which a CPU's cannot be.
+        arguments["enable_chunked_prefill"] = False
     if settings.max_lora_rank:
         arguments["enable_lora"] = True
         arguments["max_lora_rank"] = next(rank for rank in LORA_RANKS if rank >= settings.max_lora_rank)

@@ -136,6 +136,16 @@ def test_responses_end_at_end_tokens_or_at_the_limit(saved):
     assert {rollout.policy_version for rollout in made} == {0}
 
 
+def test_more_prompts_than_one_batch_takes(saved, rollouts):
+    """On a CPU a seeded request cannot be cut at the edge of a batch."""
+    budget = rollouts.llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    prompts = [tuple(2 + (i * 7 + j) % 50 for j in range(50)) for i in range(budget // 50 + 3)]
+    sampling = Sampling(max_new_tokens=2, seed=4)
+    made = rollouts.generate(prompts, range(len(prompts)), sampling)
+    (alone,) = rollouts.generate(prompts[-1:], [len(prompts) - 1], sampling)
+    assert len(made) == len(prompts) and made[-1].response_ids.equal(alone.response_ids)
+
+
 def test_no_prompts_give_no_responses(rollouts):
     assert rollouts.generate([], [], Sampling()) == []
 
