@@ -153,7 +153,7 @@ def test_what_is_no_preference_model_is_one_line(model, tmp_path):
 
     save(tmp_path / "two", byte_tokenizer(), labels=2)
     mistake(
-        UnusableModel, r"one output: score.weight has shape \(2, 32\), expected \(1, 32\)", tmp_path / "two"
+        UnusableModel, r"one output: score.weight has shape \(2, 64\), expected \(1, 64\)", tmp_path / "two"
     )
     causal = tmp_path / "causal"
     Qwen2ForCausalLM(config(byte_tokenizer())).save_pretrained(causal)
@@ -306,7 +306,6 @@ def test_a_server_of_shorter_contexts_is_refused(model, endpoint):
         reward(model[0], url=endpoint(longest=128).url)
 
 
-@pytest.mark.unproven
 @pytest.mark.slow
 def test_a_real_server_scores_as_the_local_model(model, tmp_path):
     import os

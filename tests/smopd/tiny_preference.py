@@ -32,7 +32,7 @@ def byte_tokenizer(*, template: str | None = CHATML_TEMPLATE, pad: str | None = 
 def config(tokenizer: Qwen2Tokenizer, *, labels: int = 1, positions: int = 512) -> Qwen2Config:
     return Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=32,
+        hidden_size=64,  # heads of 32: vLLM on a CPU takes no smaller ones
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=2,
