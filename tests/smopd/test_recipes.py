@@ -290,7 +290,6 @@ def real_data(recipe: str, data: Path, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.unproven
 @pytest.mark.parametrize(
     ("recipe", "family"),
     [("rlla_qwen2.5_1.5b", "qwen2"), ("safe_qwen2.5_3b", "qwen2"), ("safe_llama3.2_3b", "llama")],
