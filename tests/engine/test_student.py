@@ -199,7 +199,6 @@ def test_the_variable_length_kernels_agree_with_sdpa_on_this_gpu():
 
 
 @pytest.mark.slow
-@pytest.mark.unproven
 def test_compiled_layers_change_nothing(device):
     results = []
     for compiled in (False, True):
