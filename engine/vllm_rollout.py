@@ -154,12 +154,13 @@ class VllmRollout:
         from vllm.inputs import TokensPrompt
 
         each = [(prompt, group, sample) for prompt, group in requests for sample in range(sampling.n)]
-        outputs = self.llm.generate(
-            [TokensPrompt(prompt_token_ids=list(prompt)) for prompt, _, _ in each],
-            [self._parameters(sampling, request_seed(sampling.seed, g, sample)) for _, g, sample in each],
-            use_tqdm=False,
-            lora_request=self._adapter,
-        )
+        with torch.random.fork_rng(devices=[]):  # on a CPU vLLM draws from the caller's generator too
+            outputs = self.llm.generate(
+                [TokensPrompt(prompt_token_ids=list(prompt)) for prompt, _, _ in each],
+                [self._parameters(sampling, request_seed(sampling.seed, g, sample)) for _, g, sample in each],
+                use_tqdm=False,
+                lora_request=self._adapter,
+            )
         return [
             self._rollout(prompt, group, output.outputs[0])
             for (prompt, group, _), output in zip(each, outputs, strict=True)
