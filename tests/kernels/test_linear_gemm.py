@@ -18,9 +18,12 @@ def dtype(request, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     return request.param
 
 
-def matrix(rows: int, columns: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, seed: int, device: str) -> torch.Tensor:
     gen = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, columns, generator=gen, dtype=torch.float64).to(dtype)
+    return torch.randn(rows, columns, generator=gen, dtype=torch.float64).to(device, dtype)
 
 
 def check(got: torch.Tensor, want: torch.Tensor, terms: int) -> None:
@@ -28,10 +31,11 @@ def check(got: torch.Tensor, want: torch.Tensor, terms: int) -> None:
     assert bool(((got.double() - want).abs() <= bound).all())
 
 
+@DEVICES
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-def test_logits(dtype: torch.dtype, bias: bool) -> None:
-    hidden, weight = matrix(5, 24, dtype, 0), matrix(151, 24, dtype, 1)
-    bias_V = matrix(1, 151, dtype, 2)[0] if bias else None
+def test_logits(dtype: torch.dtype, bias: bool, device: str) -> None:
+    hidden, weight = matrix(5, 24, dtype, 0, device), matrix(151, 24, dtype, 1, device)
+    bias_V = matrix(1, 151, dtype, 2, device)[0] if bias else None
     buffer = linear_gemm.logits_buffer(9, 151, hidden)
     assert buffer.shape == (9, 151) and buffer.stride(0) * buffer.element_size() % 128 == 0
     buffer.fill_(torch.nan)
@@ -41,18 +45,19 @@ def test_logits(dtype: torch.dtype, bias: bool) -> None:
     assert buffer[5:].isnan().all()
 
 
+@DEVICES
 @pytest.mark.parametrize("start", [None, 3.0], ids=["written", "added"])
 @pytest.mark.parametrize("wide", [False, True], ids=["", "wide"])
-def test_gradients(dtype: torch.dtype, wide: bool, start: float | None) -> None:
-    dlogits = linear_gemm.logits_buffer(5, 151, matrix(1, 1, dtype, 0))
-    dlogits.copy_(matrix(5, 151, dtype, 3))
-    hidden, weight = matrix(5, 24, dtype, 0), matrix(151, 24, dtype, 1)
+def test_gradients(dtype: torch.dtype, wide: bool, start: float | None, device: str) -> None:
+    dlogits = linear_gemm.logits_buffer(5, 151, matrix(1, 1, dtype, 0, device))
+    dlogits.copy_(matrix(5, 151, dtype, 3, device))
+    hidden, weight = matrix(5, 24, dtype, 0, device), matrix(151, 24, dtype, 1, device)
     if start is not None and not wide and dtype in (torch.bfloat16, torch.float16):
         pytest.skip("nothing is summed in half precision")
     out_dtype = torch.promote_types(dtype, torch.float32) if wide else dtype
     fill = torch.nan if start is None else start
-    dhidden = torch.full((5, 24), fill, dtype=out_dtype)
-    dweight = torch.full((151, 24), fill, dtype=out_dtype)
+    dhidden = torch.full((5, 24), fill, dtype=out_dtype, device=device)
+    dweight = torch.full((151, 24), fill, dtype=out_dtype, device=device)
     accumulate = start is not None
     linear_gemm.hidden_gradient_into(dhidden, dlogits, weight, accumulate=accumulate)
     linear_gemm.weight_gradient_into(dweight, dlogits, hidden, accumulate=accumulate)

@@ -84,17 +84,24 @@ def test_only_counting_tokens_reach_the_rows(monkeypatch: pytest.MonkeyPatch) ->
     assert sum(rows) == cases.N - 3
 
 
+def on_device(device: str, leaves, tokens):
+    columns = {f.name: getattr(tokens, f.name) for f in fields(tokens)}
+    moved = {name: x.to(device) for name, x in columns.items() if isinstance(x, torch.Tensor)}
+    return [leaf.detach().to(device).requires_grad_() for leaf in leaves], replace(tokens, **moved)
+
+
 @FORMS
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"]
 )
-def test_main_grad_is_added_to(dtype: torch.dtype, recompute: bool) -> None:
-    (hidden, weight, bias), tokens = build(dtype)
+def test_main_grad_is_added_to(dtype: torch.dtype, device: str, recompute: bool) -> None:
+    (hidden, weight, bias), tokens = on_device(device, *build(dtype))
     want = torch.autograd.grad(
         0.5 * linear_smopd_loss(hidden, weight, tokens, bias_V=bias)[0], (hidden, weight, bias)
     )
     wide = torch.promote_types(dtype, torch.float32)
-    main_grad = torch.full((cases.V, cases.D), 0.25, dtype=wide)
+    main_grad = torch.full((cases.V, cases.D), 0.25, dtype=wide, device=device)
     options = {"main_grad_VD": main_grad, "recompute": recompute, "chunk_bytes": 4 * ROW_BYTES}
     for times in (1, 2):
         loss, _ = linear_smopd_loss(hidden, weight, tokens, bias_V=bias, **options)
