@@ -49,6 +49,7 @@ def server(tmp_path_factory):
     command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     command += ["--worker-extension-cls", "smopd.engine.vllm_transfer.Extension"]
     command += ["--weight-transfer-config", '{"backend": "smopd_files"}', "--enforce-eager"]
+    command += ["--no-enable-chunked-prefill"]  # needed on a CPU
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     log = (folder / "log").open("wb")
     process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
