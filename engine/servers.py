@@ -21,7 +21,6 @@ import httpx
 
 T = TypeVar("T")
 BUSY = (408, 425, 429, 500, 502, 503, 504)
-RETURN = httpx.Timeout(30.0, connect=5.0)  # ours: a server that is back may still be slow
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +145,7 @@ class Servers:
         back = []  # each is asked on a new connection: the kept ones may be dead
         for url in list(self.out):
             try:
-                if httpx.get(url + path, timeout=RETURN).is_success:
+                if httpx.get(url + path, timeout=5.0).is_success:
                     back.append(url)
             except httpx.HTTPError:
                 continue
