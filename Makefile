@@ -55,7 +55,7 @@ types: $(VENV)/.installed-test
 
 # A process a core and a thread each; the files that start processes of their own stay together.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
-ENGINES := $(wildcard tests/engine/test_vllm*.py) tests/engine/test_deepspeed.py tests/smopd/test_engines.py tests/smopd/test_evaluate_vllm.py
+ENGINES := $(wildcard tests/*/test_*vllm*.py tests/*/test_*deepspeed*.py) tests/smopd/test_engines.py
 
 test-core: $(VENV)/.installed-test
 	$(PYTEST) $(addprefix --ignore=,$(ENGINES))
