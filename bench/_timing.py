@@ -93,10 +93,13 @@ def clock_for(device: str) -> CpuClock | CudaClock:
 def interleaved(
     turns: dict[str, Turn], clock: Any, seconds: float, rounds: int | None = None
 ) -> dict[str, Times]:
-    """A sample of every turn in each round, the first one another each time, for about `seconds` in all."""
+    """A sample of every turn in each round, the first one another each time, for about `seconds` in all.
+
+    rounds: how many instead, and without a warm-up, for turns that take long.
+    """
     names = list(turns)
-    _one_round(names, turns, clock)  # warm-up
     if rounds is None:
+        _one_round(names, turns, clock)  # warm-up
         started = time.perf_counter()
         _one_round(names, turns, clock)
         rounds = int(seconds / max(time.perf_counter() - started, 1e-9))

@@ -196,8 +196,15 @@ def test_turns_are_taken_in_rounds_each_first_once() -> None:
     order: list[str] = []
     turns = {name: _timing.Turn(run=lambda _, name=name: order.append(name)) for name in "abc"}
     times = _timing.interleaved(turns, _timing.CpuClock(), seconds=0.0, rounds=3)
-    assert "".join(order) == "abc" + "abc" + "bca" + "cab"  # a warm-up first
+    assert "".join(order) == "abc" + "bca" + "cab"
     assert all(len(samples.seconds) == 3 for samples in times.values())
+
+
+def test_where_the_time_decides_on_the_rounds_a_warm_up_and_a_trial_come_first() -> None:
+    runs: list[None] = []
+    turns = {"a": _timing.Turn(run=lambda _: runs.append(None))}
+    times = _timing.interleaved(turns, _timing.CpuClock(), seconds=0.0)["a"]
+    assert len(times.seconds) == _timing.MIN_ROUNDS == len(runs) - 2
 
 
 def test_preparation_is_not_timed() -> None:
