@@ -1,10 +1,11 @@
 """Scoring responses by a teacher in vLLM: dicts with detokenising (what users have), flat lists, our pooler.
 
-python -m bench.teacher_scoring [--tokens 512 2048] [--kappa 16 64] [--responses 2] [--output FILE]
+python -m bench.teacher_scoring [--models world qwen] [--tokens 512 2048] [--kappa 16 64] [--output FILE]
 
 A JSON line a row: microseconds a response position (median), and peak memory above what was there before
 the call, for each length of response. All three give the log-probabilities of one model at temperature 1, and
-are compared before any is timed.
+are compared before any is timed. Models: the quickstart's vocabulary of 265, where a position costs what the
+route adds; and Qwen's of 151,936, where on a CPU it costs the head's product as well.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from bench import _record
 from bench._memory import peak_bytes
 from smopd.engine.distributed import process_group
 from smopd.engine.types import Rollout, VllmSettings
-from smopd.small_models import qwen_vocab_model
+from smopd.small_models import qwen_vocab_model, world_model
 
 TOKENIZER = _record.ROOT.parent / "shared" / "data" / "tokenizer" / "qwen.tiktoken"
 PROMPT = 8
@@ -38,6 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--models", nargs="+", choices=("world", "qwen"), default=["world", "qwen"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048], help="of one response")
     parser.add_argument("--responses", type=int, default=2)
     parser.add_argument("--kappa", type=int, nargs="+", default=[16, 64])
@@ -47,31 +49,39 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="rows go to this file as well")
     chosen = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with TemporaryDirectory() as folder, process_group():
-        model, tokenizer = qwen_vocab_model(
-            0,
-            chosen.tokenizer,
-            hidden_size=chosen.hidden,
-            heads=max(1, chosen.hidden // 64),
-            layers=1,
-            max_positions=max(chosen.tokens) + PROMPT + 1,
-        )
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        vocabulary = model.config.vocab_size
-        del model
-        with chosen.output.open("a") if chosen.output else nullcontext() as file:
-            tell = _record.teller(device, file)
-            measure(scorers(folder, vocabulary), chosen, vocabulary, device, tell)
+    with (
+        TemporaryDirectory() as folder,
+        process_group(),
+        chosen.output.open("a") if chosen.output else nullcontext() as file,
+    ):
+        tell = _record.teller(device, file)
+        for name in chosen.models:
+            path = f"{folder}/{name}"
+            vocabulary = save_model(name, path, chosen)
+            measure(scorers(name, path, vocabulary), chosen, vocabulary, device, tell)
 
 
-def scorers(folder: str, vocabulary: int) -> dict[str, Score]:
+def save_model(name: str, path: str, chosen: argparse.Namespace) -> int:
+    """Saves a model of one layer, with its tokenizer, and returns its vocabulary."""
+    sizes = {
+        "hidden_size": chosen.hidden,
+        "heads": max(1, chosen.hidden // 64),
+        "layers": 1,
+        "max_positions": max(chosen.tokens) + PROMPT + 1,
+    }
+    made = qwen_vocab_model(0, chosen.tokenizer, **sizes) if name == "qwen" else world_model(0, **sizes)
+    for part in made:
+        part.save_pretrained(path)
+    return made[0].config.vocab_size
+
+
+def scorers(name: str, folder: str, vocabulary: int) -> dict[str, Score]:
     from smopd.engine.vllm import engine
     from smopd.engine.vllm_teachers import VllmTeachers
 
     settings = VllmSettings(kv_cache_bytes=256 << 20)
     users = engine(
-        "users",
+        f"users of {name}",
         folder,
         settings,
         skip_tokenizer_init=False,
@@ -80,7 +90,7 @@ def scorers(folder: str, vocabulary: int) -> dict[str, Score]:
         enable_prefix_caching=False,
     )
     flat, pooler = (
-        VllmTeachers([folder], settings, vocabulary, route, role=route)
+        VllmTeachers([folder], settings, vocabulary, route, role=f"{route} of {name}")
         for route in ("prompt_logprobs", "pooler")
     )
     return {

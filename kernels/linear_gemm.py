@@ -5,8 +5,8 @@
     dweight = dlogits.T @ hidden           in fp32 over chunks
 
 All sums are at least fp32. fp32 and fp64 take one GEMM each, and so do bf16 and fp16 on CUDA. Elsewhere
-bf16 and fp16 GEMMs have no fp32 result, and on most CPUs they are slower than fp32's: there the factors are
-widened, the weight in pieces of PIECE_BYTES.
+bf16 and fp16 GEMMs have no fp32 result, and on CPUs without instructions for them they are slower than
+fp32's: there the factors are widened, the weight in pieces of PIECE_BYTES.
 
 Shapes: N tokens, V vocabulary (or a piece of it), D hidden.
 """
@@ -36,7 +36,7 @@ def logits_buffer(n_rows: int, n_vocab: int, like: Tensor) -> Tensor:
 
 
 def logits_into(out_NV: Tensor, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> None:
-    if not _widens(hidden_ND):
+    if _serves(hidden_ND, out_NV):
         if bias_V is None:
             torch.mm(hidden_ND, weight_VD.T, out=out_NV)
         else:
@@ -52,7 +52,7 @@ def hidden_gradient_into(
     out_ND: Tensor, dlogits_NV: Tensor, weight_VD: Tensor, *, accumulate: bool = False
 ) -> None:
     """out (+)= dlogits @ weight; out has the weight's dtype, or the compute dtype if accumulate."""
-    if not _widens(dlogits_NV):
+    if _serves(dlogits_NV, out_ND, accumulate):
         _product_into(out_ND, dlogits_NV, weight_VD, accumulate)
         return
     in_place = out_ND.dtype == compute_dtype(weight_VD.dtype)
@@ -68,7 +68,7 @@ def weight_gradient_into(
     out_VD: Tensor, dlogits_NV: Tensor, hidden_ND: Tensor, *, accumulate: bool = False
 ) -> None:
     """out (+)= dlogits.T @ hidden; out has the weight's dtype, or the compute dtype if accumulate."""
-    if not _widens(hidden_ND):
+    if _serves(hidden_ND, out_VD, accumulate):
         _product_into(out_VD, dlogits_NV.T, hidden_ND, accumulate)
         return
     wide_ND = hidden_ND.float()
@@ -93,10 +93,17 @@ def _product_into(out: Tensor, left: Tensor, right: Tensor, accumulate: bool) ->
         torch.mm(left, right, out_dtype=out.dtype, out=out)
 
 
-def _widens(tensor: Tensor) -> bool:
-    """Whether products of tensors like this go through fp32 copies of pieces."""
-    half = tensor.dtype != compute_dtype(tensor.dtype)
-    return half and not (tensor.is_cuda and torch.version.hip is None)
+def _serves(factor: Tensor, out: Tensor, accumulate: bool = False) -> bool:
+    """Whether one GEMM of factors like this gives `out` at its precision, and as fast as any."""
+    if factor.dtype == compute_dtype(factor.dtype) or (factor.is_cuda and torch.version.hip is None):
+        return True
+    rounded_once = factor.dtype == out.dtype and not accumulate
+    return rounded_once and factor.dtype == torch.bfloat16 and factor.is_cpu and cpu_multiplies_bf16()
+
+
+def cpu_multiplies_bf16() -> bool:
+    """Whether this CPU has instructions for it, whose sums are fp32."""
+    return torch.cpu._is_avx512_bf16_supported()
 
 
 def _pieces(weight_VD: Tensor, n_rows: int) -> Iterator[slice]:

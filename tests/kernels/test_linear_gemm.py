@@ -12,10 +12,13 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float64: 1e-14, torch.float32: 5e-7, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
-@pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.fixture(params=[*DTYPES, "widened"], ids=lambda dtype: str(dtype).removeprefix("torch."))
 def dtype(request, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """widened: bfloat16 on a CPU without instructions for it, whichever CPU this is."""
+    widened = request.param == "widened"
     monkeypatch.setattr(linear_gemm, "PIECE_BYTES", 1)  # pieces of 64 rows
-    return request.param
+    monkeypatch.setattr(linear_gemm, "cpu_multiplies_bf16", lambda: not widened)
+    return torch.bfloat16 if widened else request.param
 
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

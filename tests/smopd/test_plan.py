@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from smopd.config import Settings
+from smopd.kernels.linear_gemm import cpu_multiplies_bf16
 from smopd.kernels.linear_job import ROW_UNIT_CPU
 from smopd.memory import MicroBatch, Training, update_moments
 from smopd.plan import main
@@ -83,7 +84,7 @@ def moments_of(case: Case, ranks: int) -> tuple[int, dict[str, dict[str, int]]]:
     width = 4 if case.dtype == "float32" else 2
     training = Training(width, ranks, case.chunk_bytes, case.checkpointing, row_unit=ROW_UNIT_CPU)
     moments = update_moments(sizes, batch, training)
-    if width == 2:  # a CPU's products of halves, not a GPU's, go through fp32 copies (kernels/linear_gemm.py)
+    if width == 2 and not cpu_multiplies_bf16():  # then products go through fp32 copies
         rows, hidden, vocabulary = case.responses, case.hidden, case.vocabulary
         moments["the loss"]["widened"] = 4 * (rows * vocabulary + rows * hidden + vocabulary * hidden)
     return sizes.parameters, moments
