@@ -194,6 +194,8 @@ def _make(role: str, path: str, settings: VllmSettings, sleeps: bool, options: d
         envs.disable_envs_cache()  # an engine that is there already had it turned on
         arguments = {**_arguments(path, settings, sleeps), **options}
         llm = vllm.LLM(**arguments)
+    if settings.placement == "colocated":  # it would leave, at exit, the process group that is left by then
+        llm.llm_engine.engine_core._finalizer.atexit = False
     held = llm.llm_engine.vllm_config.cache_config
     memory = (
         f"{held.kv_cache_memory_bytes >> 20} MiB of cache"
