@@ -304,37 +304,3 @@ def test_a_server_that_misbehaves_is_named(endpoint, wrong, kind, message):
 def test_a_server_of_shorter_contexts_is_refused(model, endpoint):
     with pytest.raises(ValueError, match="max_tokens is 512, expected at most the 128 that http"):
         reward(model[0], url=endpoint(longest=128).url)
-
-
-@pytest.mark.slow
-def test_a_real_server_scores_as_the_local_model(model, tmp_path):
-    import os
-    import subprocess
-    import sys
-    import time
-
-    import httpx
-
-    pytest.importorskip("vllm")
-    from tests.engine.test_vllm_remote import STARTED_WITHIN, answers, free_port
-
-    port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model[0]]
-    command += ["--runner", "pooling", "--port", str(port), "--host", "127.0.0.1", "--dtype", "float32"]
-    command += ["--max-model-len", "512", "--enforce-eager"]
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    url = f"http://127.0.0.1:{port}"
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        deadline = time.monotonic() + STARTED_WITHIN
-        while not answers(url):
-            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[
-                -4000:
-            ]
-            time.sleep(1.0)
-        assert httpx.get(f"{url}/v1/models").json()["data"][0]["max_model_len"] == 512
-        assert reward(model[0], url=url) == pytest.approx(reward(model[0]), abs=1e-3)
-    finally:
-        process.terminate()
-        process.wait(60)
