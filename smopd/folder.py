@@ -34,7 +34,7 @@ class OtherSettings(RuntimeError):
 
 
 HARMLESS = ("output", "description", "processes", "log.", "checkpoint.", "scoring.deadline_seconds")
-"""Settings that change no result: a directory may be gone on with under others."""
+"""Settings that change no result, but for rounding: a directory may be gone on with under others."""
 
 
 @contextmanager
