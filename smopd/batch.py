@@ -16,7 +16,6 @@ from torch import Tensor
 
 from smopd.data import Prompt
 from smopd.engine.types import Rollout
-from smopd.sections import Loop
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,8 @@ def positions(n_prompts: int, updates: int, rank: int, world_size: int) -> list[
 
 def sample_batch(
     prompts: Sequence[Prompt],
-    loop: Loop,
-    step: int,
+    groups: Sequence[int],
+    updates: int,
     group_size: int,
     rank: int,
     world_size: int,
@@ -62,12 +61,15 @@ def sample_batch(
 
     Args:
         prompts: the step's global batch.
+        groups: one number a prompt, which keys its random draws.
+        updates: mini-batches a step.
         generate: (token ids, group numbers) -> `group_size` rollouts a prompt, in order.
     """
-    shares = positions(len(prompts), loop.updates_per_step, rank, world_size)
+    shares = positions(len(prompts), updates, rank, world_size)
     mine = [position for share in shares for position in share]
-    groups = [step * loop.prompts_per_step + position for position in mine]
-    rollouts = generate([prompts[position].token_ids for position in mine], groups)
+    rollouts = generate(
+        [prompts[position].token_ids for position in mine], [groups[position] for position in mine]
+    )
     parts, response, token = [], 0, 0
     for share in shares:
         members = rollouts[response : response + len(share) * group_size]

@@ -105,12 +105,14 @@ class Batches:
     def _batch(
         self, step: int, generate: Callable[[list[tuple[int, ...]], list[int]], list[Rollout]]
     ) -> Batch:
-        settings = self.settings
-        chosen = batch_indices(len(self.prompts), settings.loop.prompts_per_step, step, settings.seed)
+        settings, n = self.settings, len(self.prompts)
+        chosen = batch_indices(n, settings.loop.prompts_per_step, step, settings.seed)
+        first = step * settings.loop.prompts_per_step
+        epochs = [(first + position) // n for position in range(len(chosen))]
         return sample_batch(
             [self.prompts[i] for i in chosen],
-            settings.loop,
-            step,
+            [epoch * n + i for epoch, i in zip(epochs, chosen, strict=True)],
+            settings.loop.updates_per_step,
             settings.rollout.group_size,
             distributed.rank(),
             distributed.world_size(),

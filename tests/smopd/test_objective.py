@@ -24,7 +24,7 @@ from smopd.objective import (
     teachers_rewards,
     token_weights,
 )
-from smopd.sections import Loop, Loss, Opd
+from smopd.sections import Loss, Opd
 from tests.engine.tiny import ragged_rollouts
 from tests.smopd.invariance_worker import SETTINGS
 
@@ -38,10 +38,15 @@ def settings(**changes) -> Settings:
 def batch_of(rollouts, updates=1, group_size=3):
     groups = len(rollouts) // group_size
     prompts = [SimpleNamespace(token_ids=rollouts[g * group_size].prompt_ids) for g in range(groups)]
-    loop = Loop(prompts_per_step=groups, updates_per_step=updates)
     by_group = {g: rollouts[g * group_size : (g + 1) * group_size] for g in range(groups)}
     return sample_batch(
-        prompts, loop, 0, group_size, 0, 1, lambda ids, gs: [r for g in gs for r in by_group[g]]
+        prompts,
+        range(groups),
+        updates,
+        group_size,
+        0,
+        1,
+        lambda ids, gs: [r for g in gs for r in by_group[g]],
     )
 
 

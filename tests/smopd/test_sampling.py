@@ -85,15 +85,39 @@ def test_an_older_response_is_refused():
 
 def test_what_fails_ahead_is_raised_where_it_is_taken():
     class Broken(FixedRollouts):
+        asked = False
+
         def generate(self, prompts, groups, sampling):
-            if self.policy_version == 0 and groups[0] >= SETTINGS["loop"]["prompts_per_step"]:
+            if self.asked:
                 raise RuntimeError("the engine died")
+            self.asked = True
             return super().generate(prompts, groups, sampling)
 
     with Batches(settings(AHEAD), prompt_set(), Broken(), CPU) as batches:
         batches.take(0)
         with pytest.raises(RuntimeError, match="the engine died"):
             batches.settle()
+
+
+def test_a_prompts_draws_are_its_own_wherever_it_stands():
+    def groups_of(prompts_per_step, steps):
+        changes = {"loop": {"prompts_per_step": prompts_per_step, "steps": steps, "updates_per_step": 1}}
+        engine, taken = FixedRollouts(), []
+        with Batches(settings(changes), prompt_set(), engine, CPU) as batches:
+            for step in range(steps):
+                taken.append(batches.take(step))
+                trained(batches, engine, step)
+        pairs = zip(
+            [prompt.token_ids for batch in taken for prompt in batch.prompts],
+            [group for batch in taken for group in batch.group_R.tolist()],
+            strict=True,
+        )
+        return set(pairs)
+
+    n = len(prompt_set())
+    first_epoch = {(prompt.token_ids, i) for i, prompt in enumerate(prompt_set())}
+    assert groups_of(n, 1) == groups_of(1, n) == first_epoch
+    assert groups_of(n, 2) == first_epoch | {(ids, n + i) for ids, i in first_epoch}
 
 
 def test_a_lag_needs_a_correction_for_the_earlier_policy():
