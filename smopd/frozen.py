@@ -21,6 +21,7 @@ from smopd.engine import distributed
 from smopd.engine.remote_teachers import RemoteTeachers
 from smopd.engine.teachers import LocalTeachers, TeacherEngine
 from smopd.engine.types import TeacherTopK
+from smopd.objective import kl_temperature
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Said:
     """About the N response tokens of this rank."""
 
     topk: TeacherTopK | None
-    """None where lambda is 0 or there are no teachers."""
+    """None where no teacher was asked."""
     ref_logp_N: Tensor | None
     """The reference policy's log-probabilities at the rollouts' temperature; None without one."""
     seconds: float
@@ -60,7 +61,7 @@ class Frozen:
         """What gives the answer, and waits for it.
 
         Args:
-            coef: lambda; the teachers are left alone where it is 0.
+            coef: lambda; where it is 0 the teachers are asked only for the metrics (`opd.watch`).
         """
         if self.overlaps:
             return self._pool.submit(self._ask, batch, coef).result
@@ -70,11 +71,8 @@ class Frozen:
         begin = time.perf_counter()
         opd, sampled_at = self.settings.opd, self.settings.rollout.temperature
         topk = ref_logp_N = None
-        if self.teachers is not None and coef > 0:
-            # the reverse KL compares with the policy that was sampled, at that policy's temperature
-            reverse = opd.divergence == "reverse_kl_sampled"
-            temperature = sampled_at if reverse else opd.temperature
-            union = self.settings.teachers.union
+        if self.teachers is not None and (coef > 0 or opd.watch):
+            temperature, union = kl_temperature(self.settings), self.settings.teachers.union
             topk = self.teachers.score(batch.rollouts, opd.kappa, temperature, union=union)
         if self.reference is not None:
             ref_logp_N = self.reference.score(batch.rollouts, 0, sampled_at).token_logps_NM[:, 0]

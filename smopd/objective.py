@@ -55,9 +55,15 @@ def loss_settings(settings: Settings, coef: float) -> LossSettings:
         merge=opd.support == "merged",
         tail=opd.tail,
         temperature=settings.rollout.temperature,
-        kl_temperature=opd.temperature,
+        kl_temperature=kl_temperature(settings),
         reverse_kl_surrogate=opd.reverse_kl_surrogate,
     )
+
+
+def kl_temperature(settings: Settings) -> float:
+    """Of teachers and student in the KL; the sampled one compares with the policy that was sampled."""
+    sampled = settings.opd.divergence == "reverse_kl_sampled"
+    return settings.rollout.temperature if sampled else settings.opd.temperature
 
 
 def reverse_scale(settings: Settings, coef: float) -> float:
@@ -154,16 +160,19 @@ def loss_tokens(
         importance_N = (ratio_logp_N - rollout_logp_N).exp()
         pg_weight_N = pg_weight_N * importance_N.clamp(max=settings.loss.importance_cap)
     distilled: dict[str, Tensor] = {}
+    kl_weight_N = weight_N
     if target is not None:
         alpha = target.log_alpha[part.tokens] if target.log_alpha.dim() > 1 else target.log_alpha
-        if settings.opd.divergence == "forward_kl":
-            distilled["teacher_ids_NMS"] = target.topk.ids_NMS[part.tokens]
-            distilled["teacher_logps_NMS"] = target.topk.logps_NMS[part.tokens]
-            distilled["log_alpha"] = alpha
-        else:
+        distilled["teacher_ids_NMS"] = target.topk.ids_NMS[part.tokens]
+        distilled["teacher_logps_NMS"] = target.topk.logps_NMS[part.tokens]
+        distilled["log_alpha"] = alpha
+        sampled = settings.opd.divergence == "reverse_kl_sampled"
+        if sampled and coef > 0:
             assert ratio_logp_N is not None  # needs_old_logps
             logq_mix_N = (alpha + target.topk.token_logps_NM[part.tokens]).logsumexp(-1)
-            distilled["reverse_adv_N"] = logq_mix_N - ratio_logp_N
+            distilled |= {"reverse_adv_N": logq_mix_N - ratio_logp_N, "reverse_weight_N": weight_N}
+        if sampled or coef == 0:  # the forward KL is only watched
+            kl_weight_N = torch.zeros_like(weight_N)
     if ref_log_ratio_N is not None and in_loss(settings.kl_ref):
         share = settings.kl_ref.coef / reverse_scale(settings, coef)
         ref_adv_N = -ref_log_ratio_N[part.tokens]
@@ -180,7 +189,7 @@ def loss_tokens(
         adv_N=adv_R[part.responses].float().repeat_interleave(lengths_R).to(device),
         old_logp_N=ratio_logp_N,
         pg_weight_N=pg_weight_N,
-        kl_weight_N=weight_N,
+        kl_weight_N=kl_weight_N,
         ent_weight_N=weight_N,
         **distilled,
     )

@@ -231,7 +231,6 @@ def add_target(
         for update in updates:
             for name, bit in REVERSE_CLIP_BITS.items():
                 metrics.add(f"clipped/{name}", ((update.stats.clipped_N & bit) > 0).double())
-        return
     for update in updates:
         stats = update.stats
         metrics.add("kl", stats.kl_N)

@@ -220,6 +220,8 @@ class Opd(Section):
     reverse_kl_surrogate: Literal["paper", "ppo"] = "paper"
     temperature: float = Field(default=1.0, gt=0)
     """Of both sides of the forward KL; the sampled reverse KL is at the rollouts'."""
+    watch: bool = True
+    """Ask the teachers where lambda is 0 too, for the metrics alone."""
     gate: Gate = Gate()
 
 

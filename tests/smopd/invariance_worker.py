@@ -45,6 +45,7 @@ SETTINGS = {
 }
 
 PACKED, MANY = Packing(100_000, 0, True), Packing(60, 0, True)
+GATED = {"opd": {"gate": {"kind": "token"}}}
 REVERSE = {"opd": {"divergence": "reverse_kl_sampled", "gate": {"kind": "token"}}}
 SEQ_MEAN = {"loss": {"aggregation": "seq-mean-token-mean"}}
 CAPPED = {"loss": {"importance_cap": 1.5}}
@@ -71,6 +72,8 @@ VARIANTS = {
     "seq-mean-many": (MANY, SEQ_MEAN, {}),
     "reverse-packed": (PACKED, REVERSE, {}),
     "reverse-many": (MANY, REVERSE, {}),
+    "gated-packed": (PACKED, GATED, {}),
+    "gated-many": (MANY, GATED, {}),
     "capped-packed": (PACKED, CAPPED, {}),
     "capped-many": (MANY, CAPPED, {}),
     "clipped-packed": (PACKED, {}, CLIPPED),
@@ -160,10 +163,13 @@ def prompt_set() -> PromptSet:
     return PromptSet(prompts, "fixed", PROMPTS, 0, 0, 0)
 
 
-def run_variant(name: str, folder: Path, device: torch.device) -> list[dict]:
-    packing, changes, options = ALL[name]
+def train(
+    folder: Path, device: torch.device, packing: Packing = PACKED, changes=None, options=None
+) -> list[dict]:
+    """Runs the loop on fixed responses; what each update did."""
+    options = options or {}
     base = Settings.model_validate(SETTINGS)
-    run_settings = base.runs["student"].model_copy(update={"set": changes})
+    run_settings = base.runs["student"].model_copy(update={"set": changes or {}})
     settings = base.model_copy(update={"runs": {"student": run_settings}}).resolved("student")
     fixed = {
         "learning_rate": 1e-2,
@@ -172,10 +178,10 @@ def run_variant(name: str, folder: Path, device: torch.device) -> list[dict]:
         "compute_dtype": "float32",
         "head_chunk_bytes": VOCABULARY * 4 * (1000 if packing is PACKED else 5),
     }
-    train = TrainSettings(
-        packing=packing, **fixed | {key: value for key, value in options.items() if key != "tied"}
+    given = {key: value for key, value in options.items() if key != "tied"}
+    student = Student(
+        tiny_model(tied=options.get("tied", False)), TrainSettings(packing=packing, **fixed | given), device
     )
-    student = Student(tiny_model(tied=options.get("tied", False)), train, device)
     updates: list[dict] = []
     strategy = student.strategy
     plain_step, plain_update = strategy.step, student.update
@@ -199,7 +205,7 @@ def run_variant(name: str, folder: Path, device: torch.device) -> list[dict]:
 
     strategy.step, student.update = step, update
     teachers = LocalTeachers([tiny_model(seed=1), tiny_model(seed=2)], packing, student.vocabulary)
-    with Recorder(folder, name, settings, Numbers()) as recorder:
+    with Recorder(folder, folder.name, settings, Numbers()) as recorder:
         optimise(
             Run(
                 settings=settings,
@@ -224,7 +230,7 @@ def main() -> None:
         results = {}
         for name in sys.argv[2:]:
             torch.manual_seed(0)
-            results[name] = run_variant(name, folder / name, device)
+            results[name] = train(folder / name, device, *ALL[name])
         if distributed.rank() == 0:
             torch.save(results, folder / "results.pt")
 

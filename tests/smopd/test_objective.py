@@ -165,13 +165,24 @@ def test_reverse_kl_uses_the_exact_mixture_on_the_sampled_token():
     p_NM = target_of(batch).topk.token_logps_NM.exp()
     expected = (0.25 * p_NM[:, 0] + 0.75 * p_NM[:, 1]).log() - batch.rollout_logp_N
     torch.testing.assert_close(tokens.reverse_adv_N, expected, rtol=1e-4, atol=1e-5)
-    assert tokens.teacher_ids_NMS is None
+    assert tokens.kl_weight_N.abs().max() == 0, "the forward KL is only watched"
+    assert float(tokens.reverse_weight_N.sum()) == pytest.approx(1.0)
 
 
 def test_forward_kl_hands_the_teachers_over():
     _, (tokens,) = tokens_of({"loop": {"updates_per_step": 1}}, target=target_of)
     assert tokens.teacher_ids_NMS.shape[1:] == (2, 4)
     assert tokens.reverse_adv_N is None
+    assert float(tokens.kl_weight_N.sum()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl_sampled"])
+def test_where_lambda_is_0_nothing_weighs_what_the_teachers_say(divergence):
+    changes = {"loop": {"updates_per_step": 1}, "opd": {"divergence": divergence}, "kl_ref": {"coef": 0.1}}
+    _, (tokens,) = tokens_of(changes, rollout_logps, target_of, ref=ref_of, coef=0.0)
+    assert tokens.teacher_ids_NMS is not None
+    assert tokens.kl_weight_N.abs().max() == 0
+    assert loss_settings(settings(**changes), 0.0).opd_coef == 1, "for the reference policy's term"
 
 
 def test_loss_settings_follow_the_recipe():
