@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-STARTED = time.monotonic()
 MAX_THREADS = 2  # a test's tensors are small; more threads only slow it down and its neighbours
 
 
@@ -22,8 +21,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped where there is none")
     config.addinivalue_line("markers", "slow: takes more than about ten seconds")
     config.addinivalue_line("markers", "unproven: not seen to pass yet; SMOPD_UNPROVEN=1 runs it")
-    if "SMOPD_TEST_SECONDS" in os.environ:
-        limit_time(float(os.environ["SMOPD_TEST_SECONDS"]))
+    if "SMOPD_TEST_UNTIL" in os.environ:
+        limit_time(float(os.environ["SMOPD_TEST_UNTIL"]))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     with suppress(ImportError):  # a GPU machine may have pytest alone
@@ -59,23 +58,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-TIME_IS_UP = "the time was up (SMOPD_TEST_SECONDS)"
+TIME_IS_UP = "the time was up (SMOPD_TEST_UNTIL)"
 may_be_cut = 0  # how many fixtures and tests are under way: nothing of pytest's own is ever cut
 
 
-def limit_time(seconds: float) -> None:
-    """On a machine too slow for SMOPD_TEST_SECONDS, what was not finished is skipped, and counted."""
+def limit_time(until: float) -> None:
+    """What is not finished at SMOPD_TEST_UNTIL, in seconds since 1970, is skipped, and counted."""
 
     def cut(*_: object) -> None:
         if may_be_cut:
             pytest.skip(TIME_IS_UP)
 
     signal.signal(signal.SIGALRM, cut)
-    signal.setitimer(signal.ITIMER_REAL, max(STARTED + seconds - time.monotonic(), 1e-3), 5.0)
+    signal.setitimer(signal.ITIMER_REAL, max(until - time.time(), 1e-3), 5.0)
 
 
 def pytest_unconfigure() -> None:
-    if "SMOPD_TEST_SECONDS" in os.environ:  # an alarm kills a Python that has given up its handlers
+    if "SMOPD_TEST_UNTIL" in os.environ:  # an alarm kills a Python that has given up its handlers
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
 
@@ -92,8 +91,8 @@ def cut_when_time_is_up() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    limit = os.environ.get("SMOPD_TEST_SECONDS")
-    if limit is not None and time.monotonic() > STARTED + float(limit):
+    until = os.environ.get("SMOPD_TEST_UNTIL")
+    if until is not None and time.time() > float(until):
         pytest.skip(TIME_IS_UP)
 
 

@@ -1,10 +1,11 @@
-"""SMOPD_TEST_SECONDS cuts the fixture or the test that is under way, and nothing of pytest's own."""
+"""SMOPD_TEST_UNTIL cuts the fixture or the test that is under way, and nothing of pytest's own."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 TESTS = """
@@ -69,18 +70,27 @@ signal.lingering = Lingering()
 """
 
 
-def test_time_limit_skips_and_breaks_nothing(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text((Path(__file__).parent / "conftest.py").read_text())
-    (tmp_path / "test_limit.py").write_text(TESTS)
-    (tmp_path / "alarms.py").write_text(ALARMS)
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "alarms", str(tmp_path)],
-        cwd=tmp_path,
-        env={**os.environ, "SMOPD_TEST_SECONDS": "36000", "PYTHONPATH": str(tmp_path)},
+def run(folder: Path, seconds: float, *options: str) -> str:
+    (folder / "conftest.py").write_text((Path(__file__).parent / "conftest.py").read_text())
+    (folder / "test_limit.py").write_text(TESTS)
+    (folder / "alarms.py").write_text(ALARMS)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, str(folder)],
+        cwd=folder,
+        env={**os.environ, "SMOPD_TEST_UNTIL": str(time.time() + seconds), "PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "2 passed, 3 skipped" in run.stdout
-    assert "3  the time was up" in run.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_an_alarm_skips_and_breaks_nothing(tmp_path: Path) -> None:
+    printed = run(tmp_path, 36000, "-p", "alarms")
+    assert "2 passed, 3 skipped" in printed
+    assert "3  the time was up" in printed
+
+
+def test_when_the_time_is_up_nothing_begins(tmp_path: Path) -> None:
+    assert "5  the time was up" in run(tmp_path, -1)

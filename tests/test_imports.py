@@ -31,10 +31,11 @@ EXTRAS = {
 }
 # Besides the standard library; a name allows its submodules too.
 ALLOWED = {
-    "kernels": {"torch", "triton", "smopd._C", "smopd.kernels"},
+    "kernels": {"torch", "triton", "smopd._C", "smopd._C_cuda", "smopd.kernels"},
     "engine": ENGINE_PACKAGES | {"smopd.kernels", "smopd.engine"},
 }
 OPS_ALLOWED = {"torch", "smopd.kernels"}
+DYNAMIC = {"import_module", "__import__"}
 HEAVY = {"transformers", "vllm", "pydantic", "datasets", "tyro", "rich", "deepspeed", "peft"}
 
 
@@ -45,7 +46,7 @@ def sources(room: str) -> list[Path]:
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of every import, wherever it stands; a relative one begins with a dot."""
+    """(line, dotted name) of every import, by statement or by call; a relative one begins with a dot."""
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -55,6 +56,9 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
                 yield from ((node.lineno, f"smopd.{alias.name}") for alias in node.names)
             else:
                 yield node.lineno, module
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in DYNAMIC:
+            named = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
+            yield from ((node.lineno, str(name)) for name in named)
 
 
 def permitted(name: str, allowed: set[str]) -> bool:

@@ -42,29 +42,43 @@ def test_each_rank_takes_part(straight):
     assert '"world_size": 2' in (straight / "environment.json").read_text()
 
 
-def test_killing_the_command_takes_its_ranks_along_and_the_run_goes_on(tmp_path, straight):
-    recipe, output = write_recipe(tmp_path, TWO), tmp_path / "out"
+def start_and_wait_for(pattern: str, n: int, recipe: Path, output: Path) -> subprocess.Popen:
+    """The command, once a file of its run directory has `n` lines; a folder is enough where it is there."""
     process = subprocess.Popen(
         command(recipe, "--output", str(output)),
         env=environment(),
-        cwd=tmp_path,
+        cwd=recipe.parent,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    metrics = output / "accuracy_teacher/metrics.jsonl"
     deadline = time.monotonic() + HANG_SECONDS
-    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 3):
+    while not any(path.is_dir() or path.read_bytes().count(b"\n") >= n for path in output.glob(pattern)):
         assert process.poll() is None and time.monotonic() < deadline, (
             "the run ended before it could be killed"
         )
-        time.sleep(0.005)
-    assert len(processes_of(output)) >= 3
-    os.kill(process.pid, signal.SIGKILL)
+        time.sleep(0.002)
+    return process
+
+
+def wait_until_none_is_left(process: subprocess.Popen, output: Path) -> None:
     process.wait()
     deadline = time.monotonic() + 300
     while processes_of(output) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert processes_of(output) == []
+
+
+def test_killed_together_or_one_by_one_the_ranks_go_on_as_if_nothing_had_been(tmp_path, straight):
+    recipe, output = write_recipe(tmp_path, TWO), tmp_path / "out"
+    command_killed = start_and_wait_for("accuracy_teacher/metrics.jsonl", 3, recipe, output)
+    assert len(processes_of(output)) >= 3
+    os.kill(command_killed.pid, signal.SIGKILL)
+    wait_until_none_is_left(command_killed, output)
+    for moment in ("student/checkpoints/*.partial", "student/export.partial"):
+        rank_killed = start_and_wait_for(moment, 0, recipe, output)
+        os.kill(max(pid for pid in processes_of(output) if pid != rank_killed.pid), signal.SIGKILL)
+        wait_until_none_is_left(rank_killed, output)
+        assert rank_killed.returncode != 0
     done = train(recipe, "--output", str(output))
     assert done.returncode == 0, done.stderr[-4000:]
     for run in ("base", "accuracy_teacher", "format_teacher", "student"):

@@ -39,6 +39,8 @@ MOMENTS = {
     "between two checkpoints": after_lines("format_teacher", 3),
     "at the end of a run": after_lines("format_teacher", 6),
     "in stage 2": after_lines("student", 5),
+    "while the student's checkpoint is written": once_there("student/checkpoints/*.partial"),
+    "while the student is exported": once_there("student/export.partial"),
     "in the evaluation": once_there("base/evaluation.json"),
 }
 
