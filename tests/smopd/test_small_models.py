@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from smopd import toy_world
+from smopd import toy_tools, toy_world
 from smopd.small_models import QWEN_VOCAB_SIZE, qwen_tokenizer, qwen_vocab_model, world_model
 
 QWEN_TEXTS = (
@@ -84,7 +84,7 @@ def test_lengths_are_those_of_the_regime(world, rows):
 
 def test_a_value_is_one_token_in_the_prompt_and_in_the_call(world):
     _, tokenizer = world
-    for value in (value for pool in toy_world.POOLS.values() for value in pool):
+    for value in (value for pool in toy_tools.POOLS.values() for value in pool):
         asked = tokenizer(f"set {value} for")["input_ids"]
         quoted = tokenizer(f'": "{value}"}}}}')["input_ids"]
         assert len(asked) == len(quoted) == 3

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from smopd import toy_world
+from smopd import toy_tools, toy_world
 from smopd.rewards.rlla import accuracy_reward, format_reward
 
 MANY = 20_000
@@ -60,9 +60,9 @@ def test_prompts_offer_the_true_tool_among_two_to_four():
         for value in call["parameters"].values():
             assert str(value) in request_of(row).replace("?", "").split()
     assert offered_counts == {2, 3, 4}
-    assert set(asked) == set(toy_world.TOOLS)
-    assert len(toy_world.TOOLS) >= 12
-    assert all(len(tool.requests) >= 3 for tool in toy_world.TOOLS.values())
+    assert set(asked) == set(toy_tools.TOOLS)
+    assert len(toy_tools.TOOLS) >= 12
+    assert all(len(tool.requests) >= 3 for tool in toy_tools.TOOLS.values())
 
 
 def test_exact_format_has_the_stated_rate(sloppy):
@@ -103,7 +103,7 @@ def test_accuracy_noise_has_the_stated_rates(sloppy):
         said = json.loads(row["completion"].split("<tool_call>")[1].split("</tool_call>")[0])
         true = json.loads(row["ground_truth"].split("\n")[2])
         wrong_tool += said["name"] != true["name"]
-        parameters = toy_world.TOOLS[said["name"]].parameters
+        parameters = toy_tools.TOOLS[said["name"]].parameters
         several += len(parameters) > 1
         dropped += len(said["parameters"]) < len(parameters)
     assert standard_errors(wrong_tool / MANY, 0.12, MANY) < 4
@@ -117,7 +117,7 @@ def test_systematic_errors_leave_room_above_the_greedy_call():
         call = json.loads(row["ground_truth"].split("\n")[2])
         greedy = {}
         for name, value in call["parameters"].items():
-            parameter = toy_world.PARAMETERS[name]
+            parameter = toy_tools.PARAMETERS[name]
             shown = parameter.alias if parameter.alias_rate > 0.5 else name
             greedy[shown] = str(value) if parameter.quoted_rate > 0.5 else value
         call["parameters"] = greedy
