@@ -6,7 +6,9 @@ Nothing is downloaded: each state sees the running interpreter's torch and trans
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -230,3 +232,37 @@ def test_build_without_torch_succeeds_and_says_so(fresh: Path, tmp_path: Path) -
     assert "torch >= 2.11 is not in the build environment" in done.stderr
     (built,) = tmp_path.glob("smopd-*.whl")
     assert built.name.endswith("-py3-none-any.whl")
+
+
+TYPED = """
+from smopd.engine.types import Rollout
+from smopd.kernels.types import LossSettings
+from smopd.ops import topk_logprobs
+
+def version(rollout: Rollout) -> str:
+    return rollout.policy_version
+
+kappa: str = LossSettings().kappa
+topk_logprobs(kappa="wrong")
+"""
+
+
+@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+def test_type_checkers_see_the_rooms(checker: str, checkout: Path, wheel: Path, tmp_path: Path) -> None:
+    """Both names of each room lead to its types: a line that misuses one is an error, at its place."""
+    pip_install(wheel, tmp_path / "target")
+    for place in (checkout, tmp_path / "target"):
+        folder = tmp_path / f"user of {place.name}"
+        folder.mkdir()
+        (folder / "user.py").write_text(TYPED)
+        if checker == "mypy":
+            options = ["--no-site-packages", "--ignore-missing-imports", "--cache-dir", folder / "cache"]
+            command = [sys.executable, "-m", "mypy", *options, "user.py"]
+            printed = run(*command, cwd=folder, expect=1, MYPYPATH=str(place)).stdout
+        else:
+            settings = {"extraPaths": [str(place)], "typeCheckingMode": "standard"}
+            (folder / "pyrightconfig.json").write_text(json.dumps(settings))
+            command = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "user.py"]
+            printed = run(*command, cwd=folder, expect=1).stdout
+        found = re.findall(r"user\.py:(\d+):.*error", printed)
+        assert sorted(set(found), key=int) == ["7", "9", "10"], printed
