@@ -11,6 +11,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(smopd, m) {
       "topk_logprobs_cpu(Tensor logits, int kappa, Tensor? token_ids, float temperature)"
       " -> (Tensor ids, Tensor logps, Tensor token_logp)");
   m.def(
+      "topk_logprobs_teachers_cpu(Tensor[] logits, int kappa, Tensor? token_ids, float temperature)"
+      " -> (Tensor ids, Tensor logps, Tensor token_logp)");
+  m.def(
       "teacher_mixture_cpu(Tensor ids, Tensor logps, Tensor log_alpha, int kappa, bool merge)"
       " -> (Tensor ids, Tensor logps, Tensor mass)");
   // The target of the next three: ids and logps of (N, S), or of (N, M, S) with log_alpha (N, M).

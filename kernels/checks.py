@@ -57,12 +57,23 @@ def check_tensor(
         raise ValueError(f"{op}: {name} is on {value.device}, expected {like[1].device} to match {like[0]}")
 
 
-def check_logits(op: str, logits_NV: Any) -> None:
-    check_tensor(op, "logits_NV", logits_NV, ("N", "V"), FLOATS)
+def check_logits(op: str, logits_NV: Any, name: str = "logits_NV") -> None:
+    check_tensor(op, name, logits_NV, ("N", "V"), FLOATS)
     if logits_NV.shape[1] == 0:
-        raise ValueError(f"{op}: logits_NV has shape {tuple(logits_NV.shape)}, expected V of at least 1")
+        raise ValueError(f"{op}: {name} has shape {tuple(logits_NV.shape)}, expected V of at least 1")
     if logits_NV.shape[1] > 1 and logits_NV.stride(1) != 1:
-        raise ValueError(f"{op}: logits_NV has stride {logits_NV.stride(1)} along V, expected 1")
+        raise ValueError(f"{op}: {name} has stride {logits_NV.stride(1)} along V, expected 1")
+
+
+def check_teachers_logits(op: str, teachers: Sequence[Any]) -> None:
+    """One (N, V) of one dtype and device for each teacher."""
+    if not teachers:
+        raise ValueError(f"{op}: logits_NV has no teachers, expected at least 1")
+    check_logits(op, teachers[0], "logits_NV[0]")
+    like = ("logits_NV[0]", teachers[0])
+    for m, teacher in enumerate(teachers[1:], 1):
+        check_logits(op, teacher, f"logits_NV[{m}]")
+        check_tensor(op, f"logits_NV[{m}]", teacher, like[1].shape, (like[1].dtype,), like=like)
 
 
 def check_linear(op: str, hidden_ND: Any, weight_VD: Any, bias_V: Any, chunk_bytes: int | None) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ def unavailable() -> str | None:
     """None if smopd._C can be loaded, else why not."""
     try:
         importlib.import_module("smopd._C")
-        torch.ops.smopd.loss_rows_cpu  # noqa: B018  (an attribute error says that it is not registered)
+        torch.ops.smopd.topk_logprobs_teachers_cpu  # noqa: B018  (an attribute error says that it is not registered)
     except (ImportError, OSError, AttributeError) as error:
         return f"smopd._C cannot be loaded ({error})"
     return None
@@ -48,6 +49,19 @@ def topk_logprobs(
         logits_NV.detach(), kappa, token_ids_N, temperature
     )
     return TopK(ids_NS, logps_NS, None if token_ids_N is None else token_logp_N)
+
+
+def topk_logprobs_teachers(
+    logits_MNV: Sequence[Tensor],
+    kappa: int,
+    *,
+    token_ids_N: Tensor | None = None,
+    temperature: float = 1.0,
+) -> TopK:
+    ids_NMS, logps_NMS, token_logp_NM = torch.ops.smopd.topk_logprobs_teachers_cpu(
+        [logits_NV.detach() for logits_NV in logits_MNV], kappa, token_ids_N, temperature
+    )
+    return TopK(ids_NMS, logps_NMS, None if token_ids_N is None else token_logp_NM)
 
 
 def teacher_mixture(

@@ -31,6 +31,7 @@ ADVANTAGE_OPS = ("grpo_advantages", "gdpo_advantages", "gd2po_advantages")
 MODULES: dict[str, dict[str, str]] = {
     "reference": {
         "topk_logprobs": "reference",
+        "topk_logprobs_teachers": "reference",
         "teacher_mixture": "reference",
         "forward_kl_rows": "reference",
         "forward_kl_gradient": "reference",
@@ -38,9 +39,10 @@ MODULES: dict[str, dict[str, str]] = {
         "scale_": "reference_loss",
         **dict.fromkeys(ADVANTAGE_OPS, "reference_advantages"),
     },
-    "cpp": dict.fromkeys(("topk_logprobs", "teacher_mixture", *ROW_OPS), "cpp"),
+    "cpp": dict.fromkeys(("topk_logprobs", "topk_logprobs_teachers", "teacher_mixture", *ROW_OPS), "cpp"),
     "triton": {
         "topk_logprobs": "triton_topk",
+        "topk_logprobs_teachers": "triton_topk",
         "teacher_mixture": "triton_mixture",
         **dict.fromkeys(ROW_OPS, "triton_loss"),
         "scale_": "triton_scale",

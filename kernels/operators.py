@@ -9,7 +9,7 @@ Shapes: N tokens, V vocabulary, M teachers, S support entries (kappa), R respons
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,32 @@ def _(logits: Tensor, kappa: int, token_ids: Tensor | None, temperature: float) 
     n_rows = logits.shape[0]
     ids = empty_column(logits, n_rows, kappa, dtype=torch.int32)
     return ids, empty_column(logits, n_rows, kappa), empty_column(logits, 0 if token_ids is None else n_rows)
+
+
+@operator(
+    "topk_logprobs_teachers",
+    "(Tensor[] logits, SymInt kappa, Tensor? token_ids, float temperature)"
+    " -> (Tensor ids, Tensor logps, Tensor token_logp)",
+)
+def topk_logprobs_teachers(
+    logits: Sequence[Tensor], kappa: int, token_ids: Tensor | None, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """token_logp is (0, M) without token_ids."""
+    first = logits[0]
+    serve = dispatch.serving("topk_logprobs_teachers", first, kappa=kappa)
+    top = serve(logits, kappa, token_ids_N=token_ids, temperature=temperature)
+    empty = empty_column(first, 0, len(logits))
+    return top.ids_NS, top.logps_NS, empty if top.token_logp_N is None else top.token_logp_N
+
+
+@topk_logprobs_teachers.register_fake
+def _(
+    logits: Sequence[Tensor], kappa: int, token_ids: Tensor | None, temperature: float
+) -> tuple[Tensor, ...]:
+    first, shape = logits[0], (logits[0].shape[0], len(logits))
+    ids = empty_column(first, *shape, kappa, dtype=torch.int32)
+    rows = 0 if token_ids is None else shape[0]
+    return ids, empty_column(first, *shape, kappa), empty_column(first, rows, shape[1])
 
 
 @operator(

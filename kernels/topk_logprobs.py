@@ -1,6 +1,6 @@
 """The kappa most likely tokens of each row: of logits, and of a linear head without its logits.
 
-Shapes: N packed response tokens, V vocabulary, D hidden, S support entries (kappa).
+Shapes: N packed response tokens, V vocabulary, M teachers, D hidden, S support entries (kappa).
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from smopd.kernels.types import TopK
 
 
 def topk_logprobs(
-    logits_NV: Tensor, kappa: int, *, token_ids_N: Tensor | None = None, temperature: float = 1.0
+    logits_NV: Tensor | Sequence[Tensor],
+    kappa: int,
+    *,
+    token_ids_N: Tensor | None = None,
+    temperature: float = 1.0,
 ) -> TopK:
     """The kappa most likely tokens of each row with their log-probabilities over the whole vocabulary.
 
@@ -26,30 +30,47 @@ def topk_logprobs(
         logps_NS, ids_NS = logq_NV.topk(kappa)      # but with ties to the lower id, always
         token_logp_N = logq_NV.gather(-1, token_ids_N[:, None])[:, 0]
 
-    Not differentiable.
+    Several teachers' logits of the same tokens go through the launches of one, each with the bits that it
+    has alone; the result is then as teacher_mixture takes it. Not differentiable.
 
     Args:
-        logits_NV: (N, V), unit stride along V.
+        logits_NV: (N, V), unit stride along V; or a sequence of M of them, one a teacher, of one shape, dtype
+            and device (more than 8 on a GPU take further launches).
         kappa: 0 to V.
         token_ids_N: (N,) int32 or int64 in [0, V), or None.
         temperature: above 0.
     Returns:
-        TopK: ids (N, kappa) int32 by descending log-probability, logps (N, kappa), token_logp (N,) or None.
+        TopK: ids (N, kappa) int32 by descending log-probability, logps (N, kappa), token_logp (N,) or None;
+            of a sequence (N, M, kappa) and (N, M).
     Raises:
         TypeError, ValueError: an argument is not as above.
     """
     op = "topk_logprobs"
-    checks.check_logits(op, logits_NV)
-    checks.check_kappa(op, kappa, logits_NV.shape[1])
+    teachers = None
+    if isinstance(logits_NV, Sequence):
+        teachers = tuple(logits_NV)
+        checks.check_teachers_logits(op, teachers)
+        like = ("logits_NV[0]", teachers[0])
+    else:
+        checks.check_logits(op, logits_NV)
+        like = ("logits_NV", logits_NV)
+    n_vocab = like[1].shape[1]
+    checks.check_kappa(op, kappa, n_vocab)
     checks.check_temperature(op, temperature)
     if token_ids_N is not None:
-        checks.check_token_ids(op, token_ids_N, ("logits_NV", logits_NV))
+        checks.check_token_ids(op, token_ids_N, like)
     if checks.debugging():
-        checks.debug_finite(op, "logits_NV", logits_NV, allow_minus_inf=True)
-        checks.debug_ids(op, "token_ids_N", token_ids_N, logits_NV.shape[1])
+        for m, logits in enumerate(teachers or (like[1],)):
+            name = "logits_NV" if teachers is None else f"logits_NV[{m}]"
+            checks.debug_finite(op, name, logits, allow_minus_inf=True)
+        checks.debug_ids(op, "token_ids_N", token_ids_N, n_vocab)
     options = (kappa, token_ids_N, float(temperature))
-    ids_NS, logps_NS, token_logp_N = operators.topk_logprobs(logits_NV.detach(), *options)
-    return TopK(ids_NS, logps_NS, None if token_ids_N is None else token_logp_N)
+    if teachers is None:
+        ids, logps, token_logp = operators.topk_logprobs(like[1].detach(), *options)
+    else:
+        detached = [logits.detach() for logits in teachers]
+        ids, logps, token_logp = operators.topk_logprobs_teachers(detached, *options)
+    return TopK(ids, logps, None if token_ids_N is None else token_logp)
 
 
 def linear_topk_logprobs(

@@ -262,7 +262,7 @@ def topk_logprobs(
 
 
 def topk_logprobs_teachers(
-    logits_MNV: Tensor | Sequence[Tensor],
+    logits_MNV: Sequence[Tensor],
     kappa: int,
     *,
     token_ids_N: Tensor | None = None,
@@ -271,22 +271,23 @@ def topk_logprobs_teachers(
     """topk_logprobs of several teachers' logits on the same tokens, in the launches of one.
 
     Args:
-        logits_MNV: (M, N, V), or M tensors (N, V) of one dtype, each with its own row stride. M up to 8.
+        logits_MNV: M tensors (N, V) of one dtype, each with its own row stride; launches of MAX_TEACHERS.
     Returns:
         TopK: ids and logps (N, M, S), as teacher_mixture takes them; token_logp (N, M) or None.
     """
-    op = "topk_logprobs_teachers"
-    teachers = tuple(logits_MNV.unbind(0) if isinstance(logits_MNV, Tensor) else logits_MNV)
-    if not 1 <= len(teachers) <= MAX_TEACHERS:
-        raise ValueError(f"{op}: logits_MNV has {len(teachers)} teachers, expected 1 to {MAX_TEACHERS}")
-    first = teachers[0]
-    for m, teacher in enumerate(teachers):
-        if (teacher.shape, teacher.dtype) != (first.shape, first.dtype):
-            raise ValueError(
-                f"{op}: logits_MNV[{m}] is {tuple(teacher.shape)} {teacher.dtype}, expected "
-                f"{tuple(first.shape)} {first.dtype} to match logits_MNV[0]"
-            )
-    return _launch(op, teachers, kappa, token_ids_N, temperature, (first.shape[0], len(teachers)))
+    tops = []
+    for start in range(0, len(logits_MNV), MAX_TEACHERS):
+        teachers = tuple(logits_MNV[start : start + MAX_TEACHERS])
+        shape = (teachers[0].shape[0], len(teachers))
+        tops.append(_launch("topk_logprobs_teachers", teachers, kappa, token_ids_N, temperature, shape))
+    if len(tops) == 1:
+        return tops[0]
+    said = [top.token_logp_N for top in tops if top.token_logp_N is not None]
+    return TopK(
+        torch.cat([top.ids_NS for top in tops], 1),
+        torch.cat([top.logps_NS for top in tops], 1),
+        torch.cat(said, 1) if said else None,
+    )
 
 
 def _launch(

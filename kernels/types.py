@@ -27,7 +27,7 @@ REVERSE_KL_SURROGATES = ("paper", "ppo")
 
 @dataclass(frozen=True)
 class TopK:
-    """The kappa most likely tokens of each row.
+    """The kappa most likely tokens of each row; of several teachers, with an axis M after N.
 
     Attributes:
         ids_NS: (N, S) int32, by descending log-probability, ties to the lower id.

@@ -26,7 +26,6 @@
 namespace smopd {
 namespace {
 
-constexpr const char* kOp = "topk_logprobs_cpu";
 constexpr double kLn2 = 0.69314718055994530942;
 
 struct Arguments {
@@ -36,6 +35,8 @@ struct Arguments {
   int64_t kappa;
   const int64_t* token_ids;  // null when there are none
   double temperature;
+  int64_t teachers;  // row n of this one goes to n * teachers + teacher
+  int64_t teacher;
   int32_t* ids;
   float* logps;
   float* token_logp;
@@ -98,7 +99,8 @@ SMOPD_INLINE void compute_row(
     const double log2_weight = (double(to_float(row[id])) - double(max)) * double(exponent.scale);
     return undefined ? nan : float(kLn2 * (log2_weight - log2_sum));
   };
-  if (a.token_ids != nullptr) a.token_logp[n] = logp(a.token_ids[n]);
+  const int64_t out = n * a.teachers + a.teacher;
+  if (a.token_ids != nullptr) a.token_logp[out] = logp(a.token_ids[n]);
   if (a.kappa == 0) return;
   if (has_nan || top.count < a.kappa) {
     collect_all(top, row, a.vocab);
@@ -107,8 +109,8 @@ SMOPD_INLINE void compute_row(
   }
   for (int64_t s = 0; s < a.kappa; ++s) {
     const int64_t id = key_id(top.keys[s]);
-    a.ids[n * a.kappa + s] = int32_t(id);
-    a.logps[n * a.kappa + s] = logp(id);
+    a.ids[out * a.kappa + s] = int32_t(id);
+    a.logps[out * a.kappa + s] = logp(id);
   }
 }
 
@@ -142,46 +144,81 @@ RowsFunction rows_for(ScalarType type) {
   }
 }
 
-// logits (N, V) float32, bfloat16 or float16, unit stride along V; token_ids (N,) int64 or int32, or none.
-// Returns ids (N, kappa) int32, logps (N, kappa) float32, token_logp (N,) float32 or (0,) without token_ids.
-std::tuple<Tensor, Tensor, Tensor> topk_logprobs_cpu(
-    const Tensor& logits, int64_t kappa, const std::optional<Tensor>& token_ids, double temperature) {
-  const Logits input = read_logits(kOp, "logits", logits);
-  const int64_t rows = input.rows;
-  const int64_t vocab = input.vocab;
-  SMOPD_REQUIRE(kOp, kappa >= 0 && kappa <= vocab, "kappa is ", kappa, ", expected 0 to V = ", vocab);
-  check_temperature(kOp, "temperature", temperature);
+using Results = std::tuple<Tensor, Tensor, Tensor>;
+
+// The rows of M teachers, row n of teacher m at n M + m of the results; without `stacked` M is 1 and no axis.
+Results topk_of(
+    const char* op, const std::vector<Tensor>& teachers, bool stacked, int64_t kappa,
+    const std::optional<Tensor>& token_ids, double temperature) {
+  const auto n_teachers = int64_t(teachers.size());
+  std::vector<Logits> inputs;
+  for (const Tensor& teacher : teachers) inputs.push_back(read_logits(op, "logits", teacher));
+  const Logits first = inputs[0];
+  for (const Logits& input : inputs) {
+    const bool fits = input.type == first.type && input.rows == first.rows && input.vocab == first.vocab;
+    SMOPD_REQUIRE(op, fits, "the teachers' logits differ in shape or dtype");
+  }
+  const int64_t vocab = first.vocab;
+  SMOPD_REQUIRE(op, kappa >= 0 && kappa <= vocab, "kappa is ", kappa, ", expected 0 to V = ", vocab);
+  check_temperature(op, "temperature", temperature);
 
   std::vector<int64_t> tokens;
-  if (token_ids.has_value()) tokens = read_token_ids(kOp, *token_ids, rows, vocab);
-  const int64_t picked = token_ids.has_value() ? rows : 0;
-  const auto device = logits.device();
-  Tensor ids = torch::stable::empty({rows, kappa}, ScalarType::Int, std::nullopt, device);
-  Tensor logps = torch::stable::empty({rows, kappa}, ScalarType::Float, std::nullopt, device);
-  Tensor token_logp = torch::stable::empty({picked}, ScalarType::Float, std::nullopt, device);
-  if (rows == 0) return {ids, logps, token_logp};
+  if (token_ids.has_value()) tokens = read_token_ids(op, *token_ids, first.rows, vocab);
+  std::vector<int64_t> shape{first.rows, kappa};
+  std::vector<int64_t> picked{token_ids.has_value() ? first.rows : 0};
+  if (stacked) shape.insert(shape.begin() + 1, n_teachers), picked.push_back(n_teachers);
+  const auto device = teachers[0].device();
+  Tensor ids = torch::stable::empty(shape, ScalarType::Int, std::nullopt, device);
+  Tensor logps = torch::stable::empty(shape, ScalarType::Float, std::nullopt, device);
+  Tensor token_logp = torch::stable::empty(picked, ScalarType::Float, std::nullopt, device);
+  if (first.rows == 0) return {ids, logps, token_logp};
 
-  const Arguments arguments{
-      input.data,
-      input.stride,
-      vocab,
-      kappa,
-      token_ids.has_value() ? tokens.data() : nullptr,
-      temperature,
-      static_cast<int32_t*>(ids.data_ptr()),
-      static_cast<float*>(logps.data_ptr()),
-      static_cast<float*>(token_logp.data_ptr())};
-  const RowsFunction rows_of_type = rows_for(input.type);
-  torch::stable::parallel_for(0, rows, rows_per_thread(vocab), [&](int64_t begin, int64_t end) {
-    rows_of_type(arguments, begin, end);
+  std::vector<Arguments> arguments;
+  for (int64_t m = 0; m < n_teachers; ++m) {
+    arguments.push_back(
+        {inputs[m].data,
+         inputs[m].stride,
+         vocab,
+         kappa,
+         token_ids.has_value() ? tokens.data() : nullptr,
+         temperature,
+         n_teachers,
+         m,
+         static_cast<int32_t*>(ids.data_ptr()),
+         static_cast<float*>(logps.data_ptr()),
+         static_cast<float*>(token_logp.data_ptr())});
+  }
+  const RowsFunction rows_of_type = rows_for(first.type);
+  const int64_t grain = rows_per_thread(vocab);
+  torch::stable::parallel_for(0, first.rows * n_teachers, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t m = 0; m < n_teachers; ++m) {  // its rows n with begin <= m N + n < end
+      const int64_t start = std::max(begin - m * first.rows, int64_t(0));
+      const int64_t stop = std::min(end - m * first.rows, first.rows);
+      if (start < stop) rows_of_type(arguments[m], start, stop);
+    }
   });
   return {ids, logps, token_logp};
+}
+
+// logits (N, V) float32, bfloat16 or float16, unit stride along V; token_ids (N,) int64 or int32, or none.
+// Returns ids (N, kappa) int32, logps (N, kappa) float32, token_logp (N,) float32 or (0,) without token_ids.
+Results topk_logprobs_cpu(
+    const Tensor& logits, int64_t kappa, const std::optional<Tensor>& token_ids, double temperature) {
+  return topk_of("topk_logprobs_cpu", {logits}, false, kappa, token_ids, temperature);
+}
+
+// The same of M teachers: (N, M, kappa), (N, M, kappa), (N, M) or (0, M).
+Results topk_logprobs_teachers_cpu(
+    const std::vector<Tensor>& logits, int64_t kappa, const std::optional<Tensor>& token_ids,
+    double temperature) {
+  return topk_of("topk_logprobs_teachers_cpu", logits, true, kappa, token_ids, temperature);
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(smopd, CPU, m) {
   m.impl("topk_logprobs_cpu", TORCH_BOX(&topk_logprobs_cpu));
+  m.impl("topk_logprobs_teachers_cpu", TORCH_BOX(&topk_logprobs_teachers_cpu));
 }
 
 }  // namespace smopd

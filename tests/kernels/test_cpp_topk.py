@@ -164,6 +164,33 @@ def test_result_depends_on_neither_threads_nor_other_rows(n_vocab: int) -> None:
         assert torch.equal(one[0], alone[0][n : n + 1]) and torch.equal(one[1], alone[1][n : n + 1])
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_teachers_share_a_call_whatever_the_threads(threads: int) -> None:
+    """Rows are cut between threads anywhere, within a teacher too."""
+    teachers = [
+        rows_of("normal", 37, 9000 + 8)[:, :9000],
+        rows_of("ties", 37, 9000),
+        rows_of("wide", 37, 9000),
+    ]
+    token_ids_N = torch.arange(37) * 211
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        together = torch.ops.smopd.topk_logprobs_teachers_cpu(teachers, 16, token_ids_N, 0.7)
+    finally:
+        torch.set_num_threads(before)
+    for m, logits_NV in enumerate(teachers):
+        alone = topk(logits_NV, 16, token_ids_N, 0.7)
+        assert all(torch.equal(x[:, m], y) for x, y in zip(together, alone, strict=True))
+
+
+def test_wrong_teachers_are_named() -> None:
+    serve = torch.ops.smopd.topk_logprobs_teachers_cpu
+    for other in (torch.zeros(2, 9), torch.zeros(3, 8), torch.zeros(2, 8).half()):
+        with pytest.raises(RuntimeError, match="teachers' logits differ in shape or dtype"):
+            serve([torch.zeros(2, 8), other], 1, None, 1.0)
+
+
 def test_rows_may_be_strided_and_ids_narrow() -> None:
     wide_NV = rows_of("normal", 6, 300)
     view_NV = wide_NV[::2, 17:250]

@@ -33,6 +33,7 @@ def arguments() -> dict[str, tuple]:
     rewards, group = torch.randn(8, 2), torch.arange(8) // 4
     return {
         "topk_logprobs": (logits.detach(), KAPPA, token_ids, 0.7),
+        "topk_logprobs_teachers": ([logits.detach(), torch.randn(N, V)], KAPPA, token_ids, 0.7),
         "teacher_mixture": (ids, logps, log_alpha, KAPPA, True),
         "forward_kl": (logits, token_ids, ids, logps, log_alpha, KAPPA, True, True, 0.7),
         "forward_kl_gradient": (
@@ -59,6 +60,7 @@ def test_opcheck_without_optional_arguments() -> None:
     flat = flat_objective(tokens, ops.LossSettings())
     torch.library.opcheck(torch.ops.smopd.loss.default, (logits, *flat, False))
     torch.library.opcheck(torch.ops.smopd.topk_logprobs.default, (logits, 0, None, 1.0))
+    torch.library.opcheck(torch.ops.smopd.topk_logprobs_teachers.default, ([logits], 2, None, 1.0))
 
 
 def compiled_equals_eager(function, *inputs: torch.Tensor) -> None:
@@ -98,10 +100,14 @@ def test_compile_fullgraph() -> None:
         top = ops.topk_logprobs(x @ w.T, KAPPA, token_ids_N=token_ids)
         return top.ids_NS, top.logps_NS, top.token_logp_N
 
+    def several(x, w):
+        top = ops.topk_logprobs([x @ w.T, x @ w.T + 1], KAPPA, token_ids_N=token_ids)
+        return top.ids_NS, top.logps_NS, top.token_logp_N
+
     def advantages(rewards):
         return ops.grpo_advantages(rewards, group), *ops.gd2po_advantages(rewards, group, whiten=None)
 
-    for function in (loss, kl, sparse, top):
+    for function in (loss, kl, sparse, top, several):
         compiled_equals_eager(function, x, w)
     compiled_equals_eager(advantages, rewards)
 

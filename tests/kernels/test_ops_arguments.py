@@ -55,6 +55,31 @@ CASES = {
         lambda: ops.topk_logprobs(LOGITS, 1, temperature=0.0),
         r"temperature is 0.0, expected a finite number above 0$",
     ),
+    "no teachers": (
+        lambda: ops.topk_logprobs([], 1),
+        r"^topk_logprobs: logits_NV has no teachers, expected at least 1$",
+    ),
+    "a teacher's shape": (
+        lambda: ops.topk_logprobs([LOGITS, LOGITS[:, 1:]], 1),
+        r"^topk_logprobs: logits_NV\[1\] has shape \(5, 10\), expected \(5, 11\) to match logits_NV\[0\] "
+        r"\(5, 11\)$",
+    ),
+    "a teacher's dtype": (
+        lambda: ops.topk_logprobs([LOGITS, LOGITS.half()], 1),
+        r"^topk_logprobs: logits_NV\[1\] has dtype float16, expected float32$",
+    ),
+    "a teacher's device": (
+        lambda: ops.topk_logprobs([LOGITS, LOGITS.to("meta")], 1),
+        r"^topk_logprobs: logits_NV\[1\] is on meta, expected cpu to match logits_NV\[0\]$",
+    ),
+    "a teacher's stride": (
+        lambda: ops.topk_logprobs((LOGITS, torch.zeros(V, N).T), 1),
+        r"^topk_logprobs: logits_NV\[1\] has stride 5 along V, expected 1$",
+    ),
+    "the tokens of teachers": (
+        lambda: ops.topk_logprobs([LOGITS], 1, token_ids_N=IDS[1:]),
+        r"^topk_logprobs: token_ids_N has shape \(4,\), expected \(5,\) to match logits_NV\[0\] \(5, 11\)$",
+    ),
     "target shape": (
         lambda: ops.topk_forward_kl(LOGITS, IDS, TARGET[0][1:], TARGET[1]),
         r"^topk_forward_kl: target_ids_NS has shape \(4, 3\), expected \(5, S\) to match logits_NV "
@@ -160,7 +185,8 @@ def test_a_wrong_argument_is_named_with_what_came_and_what_was_expected(name: st
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ops.topk_logprobs([[1.0]], 1), "logits_NV is list, expected a tensor of shape"),
+        (lambda: ops.topk_logprobs(1.0, 1), "logits_NV is float, expected a tensor of shape"),
+        (lambda: ops.topk_logprobs([[1.0]], 1), r"logits_NV\[0\] is list, expected a tensor of shape"),
         (lambda: ops.smopd_loss(LOGITS, {}), "tokens is dict, expected LossTokens"),
         (lambda: ops.smopd_loss(LOGITS, tokens(), {}), "settings is dict, expected LossSettings"),
         (lambda: ops.teacher_mixture(*TEACHERS[:2], [0.5], 4), "log_alpha is list, expected a tensor"),
@@ -205,6 +231,10 @@ def test_settings_and_tokens_are_frozen() -> None:
         (
             lambda: ops.topk_logprobs(LOGITS, 1, token_ids_N=IDS + V),
             r"token_ids_N holds 5 ids outside \[0, 11\)",
+        ),
+        (
+            lambda: ops.topk_logprobs([LOGITS, LOGITS * torch.nan], 1),
+            r"logits_NV\[1\]",
         ),
         (
             lambda: ops.topk_logprobs(LOGITS * torch.nan, 1),

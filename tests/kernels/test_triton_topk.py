@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton
 
-from smopd.kernels import reference, triton_topk
+from smopd import ops
+from smopd.kernels import dispatch, reference, triton_topk
 from smopd.kernels.types import TopK
 
 if not torch.cuda.is_available() and isinstance(triton_topk._stream_kernel, triton.JITFunction):
@@ -205,15 +207,16 @@ def test_rows_may_be_strided_and_ids_narrow() -> None:
     assert got.token_logp_N is not None and torch.equal(got.token_logp_N.cpu(), want.token_logp_N)
 
 
-@pytest.mark.parametrize("as_tensor", [True, False], ids=["tensor", "list"])
-def test_several_teachers_equal_each_alone(as_tensor: bool) -> None:
-    padded_MNV = randn(2, 2, 320).to(DEVICE)
+@pytest.mark.parametrize("n_teachers", [2, triton_topk.MAX_TEACHERS + 1])
+def test_several_teachers_equal_each_alone(n_teachers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with its own row stride; through the public function."""
+    monkeypatch.setenv(dispatch.ENV, "triton")
+    stacked_MNV = randn(n_teachers, 2, 320).to(DEVICE)[:, :, :300]
     token_ids_N = torch.tensor([4, 299], device=DEVICE)
-    stacked_MNV = padded_MNV[:, :, :300]
-    logits = stacked_MNV if as_tensor else [stacked_MNV[0], stacked_MNV[1].contiguous()]
-    got = triton_topk.topk_logprobs_teachers(logits, 5, token_ids_N=token_ids_N, temperature=0.7)
-    assert got.ids_NS.shape == got.logps_NS.shape == (2, 2, 5)
-    for m in range(2):
+    logits = [stacked_MNV[0], *(stacked_MNV[m].contiguous() for m in range(1, n_teachers))]
+    got = ops.topk_logprobs(logits, 5, token_ids_N=token_ids_N, temperature=0.7)
+    assert got.ids_NS.shape == got.logps_NS.shape == (2, n_teachers, 5)
+    for m in range(n_teachers):
         alone = triton_topk.topk_logprobs(stacked_MNV[m], 5, token_ids_N=token_ids_N, temperature=0.7)
         assert torch.equal(got.ids_NS[:, m], alone.ids_NS) and torch.equal(got.logps_NS[:, m], alone.logps_NS)
         assert got.token_logp_N is not None and torch.equal(got.token_logp_N[:, m], alone.token_logp_N)
@@ -236,10 +239,18 @@ def test_what_is_not_served_is_said() -> None:
     assert "V is 524289" in str(triton_topk.unserved("topk_logprobs", wide, kappa=1))
     with pytest.raises(ValueError, match="topk_logprobs: kappa is 129, expected at most 128"):
         topk(plain, 129)
-    with pytest.raises(ValueError, match=r"logits_MNV\[1\] is \(2, 9\) .*expected \(2, 200\)"):
-        triton_topk.topk_logprobs_teachers([plain, torch.zeros(2, 9)], 1)
-    with pytest.raises(ValueError, match="0 teachers, expected 1 to 8"):
-        triton_topk.topk_logprobs_teachers([], 1)
+
+
+def test_several_teachers_take_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = []
+    for name in ("_stream_kernel", "_select_kernel"):
+        kernel = getattr(triton_topk, name)
+        spy = mock.MagicMock()
+        spy.__getitem__.side_effect = lambda grid, kernel=kernel: launches.append(grid) or kernel[grid]
+        monkeypatch.setattr(triton_topk, name, spy)
+    logits = [one_NV.to(DEVICE) for one_NV in randn(3, 2, 40)]
+    triton_topk.topk_logprobs_teachers(logits, 4)
+    assert launches == [(6,), (6,)]
 
 
 @gpu
