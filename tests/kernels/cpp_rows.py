@@ -17,6 +17,7 @@ from torch import Tensor
 from smopd.kernels import reference, reference_loss
 from smopd.kernels.types import Candidates, LossSettings, LossTokens, SparseTarget, TokenTerms
 
+MOST_KNOWN = 5000  # ids that a random teacher ranks
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TERM_TOLERANCE = 2e-5
 CANCELLING = 2.0**-20
@@ -43,11 +44,16 @@ def random_logits(
 def random_teachers(
     n_rows: int, n_vocab: int, n_support: int, n_teachers: int = 2, seed: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """ids (N, M, S), logps, log_alpha (M,); about half of the ids are shared, the last slots may be empty."""
+    """ids (N, M, S), logps, log_alpha (M,); about half of the ids are shared, the last slots may be empty.
+
+    Of a large vocabulary every so many ids, up to the last one.
+    """
     generator = torch.Generator().manual_seed(seed)
-    common_NV = torch.randn(n_rows, 1, n_vocab, generator=generator)
-    own_NMV = torch.randn(n_rows, n_teachers, n_vocab, generator=generator)
+    n_known = min(n_vocab, MOST_KNOWN)
+    common_NV = torch.randn(n_rows, 1, n_known, generator=generator)
+    own_NMV = torch.randn(n_rows, n_teachers, n_known, generator=generator)
     logps_NMS, ids_NMS = (2.0 * common_NV + own_NMV).log_softmax(-1).topk(n_support, dim=-1)
+    ids_NMS = n_vocab - 1 - (n_known - 1 - ids_NMS) * (n_vocab // n_known)
     log_alpha_M = torch.rand(n_teachers, generator=generator).log_softmax(-1)
     if n_support > 3:
         logps_NMS[::2, 0, -1] = -torch.inf
@@ -56,12 +62,12 @@ def random_teachers(
 
 
 def target_of(
-    kind: str, n_rows: int, n_vocab: int, n_support: int, merge: bool
+    kind: str, n_rows: int, n_vocab: int, n_support: int, merge: bool, n_teachers: int = 2
 ) -> SparseTarget | Candidates | None:
     """kind: "none", "given" or "teachers". A pooled given target has repeats."""
     if kind == "none":
         return None
-    teachers = random_teachers(n_rows, n_vocab, n_support)
+    teachers = random_teachers(n_rows, n_vocab, n_support, n_teachers)
     if kind == "teachers":
         return Candidates(*teachers, n_support, merge)
     mixture = reference.teacher_mixture(*teachers, n_support, merge=merge)
@@ -90,7 +96,8 @@ def random_tokens(
             "log_alpha": target.log_alpha,
         }
         token_ids_N[::3] = target.ids_NMS[::3, 0, 0]
-    logp_N = logits_NV.float().log_softmax(-1).gather(-1, token_ids_N[:, None])[:, 0]
+    pieces = zip(logits_NV.split(64), token_ids_N.split(64), strict=True)
+    logp_N = torch.cat([x.float().log_softmax(-1).gather(-1, ids[:, None])[:, 0] for x, ids in pieces])
     far_N = torch.where(torch.arange(n_rows) % 5 == 4, 30.0, 0.4)
     weights = [(torch.rand(n_rows, generator=generator) + 0.1) for _ in range(4)]
     for place, weight_N in enumerate(weights):
@@ -107,6 +114,22 @@ def random_tokens(
         reverse_weight_N=weights[3] if policy else None,
         **given,
     )
+
+
+def picked(tokens: LossTokens, rows: Tensor) -> LossTokens:
+    """The tokens at these rows; log_alpha is one for all of them."""
+    values = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
+    return LossTokens(
+        **{
+            name: value if value is None or name == "log_alpha" else value[rows]
+            for name, value in values.items()
+        }
+    )
+
+
+def some_rows(n_rows: int, n_some: int = 24) -> Tensor:
+    """Rows from the first to the last, evenly."""
+    return torch.linspace(0, n_rows - 1, min(n_some, n_rows)).long()
 
 
 def in_float64(tokens: LossTokens) -> LossTokens:

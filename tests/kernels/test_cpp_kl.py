@@ -11,10 +11,11 @@ from torch import Tensor
 
 from smopd.kernels import cpp, reference
 from smopd.kernels.types import Candidates, SparseTarget
-from tests.kernels import cpp_rows
-from tests.kernels.cpp_rows import DTYPES, TERM_TOLERANCE
+from tests.kernels import cases, cpp_rows
+from tests.kernels.cpp_rows import TERM_TOLERANCE
 
 cpp_rows.need_extension()
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 COMBINATIONS = list(itertools.product((True, False), (True, False), (1.0, 0.7)))
 
@@ -73,15 +74,11 @@ def assert_forward_kl(
 
 
 @pytest.mark.parametrize("kind", ["given", "teachers"])
-@pytest.mark.parametrize(
-    "shape", [(1, 7, 3), (41, 1271, 16), (5, 5000, 64)], ids="N{0[0]}-V{0[1]}-S{0[2]}".format
-)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_equals_float64(dtype: torch.dtype, shape: tuple[int, int, int], kind: str) -> None:
-    n_rows, n_vocab, n_support = shape
-    logits_NV = cpp_rows.random_logits(n_rows, n_vocab, dtype)
+@pytest.mark.parametrize("case", cases.SMALL, ids=str)
+def test_equals_float64(case: cases.Case, kind: str) -> None:
+    logits_NV = cpp_rows.random_logits(case.N, case.V, case.torch_dtype)
     for tail, merge, temperature in COMBINATIONS:
-        target = cpp_rows.target_of(kind, n_rows, n_vocab, n_support, merge)
+        target = cpp_rows.target_of(kind, case.N, case.V, case.kappa, merge, case.M)
         assert target is not None
         token_ids_N = cpp_rows.random_tokens(logits_NV, target).token_ids_N
         assert_forward_kl(logits_NV, token_ids_N, target, tail=tail, temperature=temperature)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from smopd.kernels import cpp, reference_loss
-from smopd.kernels.types import LossSettings, LossTokens, SparseTarget, TokenTerms
-from tests.kernels import cpp_rows
+from smopd.kernels.types import LossSettings, LossTokens, SparseTarget, TokenTerms, loss_target
+from tests.kernels import cases, cpp_rows
 from tests.kernels.cpp_rows import DTYPES, TERMS
 
 cpp_rows.need_extension()
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 INF = math.inf
-SHAPES = [(1, 7, 3), (41, 1271, 16), (5, 5000, 33)]
 SETTINGS = [
     LossSettings(
         dual_clip=3.0, opd_coef=0.7, temperature=temperature, entropy_coef=entropy, tail=tail, merge=merge
@@ -79,14 +79,12 @@ def assert_loss(logits_NV: Tensor, tokens: LossTokens, settings: LossSettings, t
 
 
 @pytest.mark.parametrize("kind", ["none", "given", "teachers"])
-@pytest.mark.parametrize("shape", SHAPES, ids="N{0[0]}-V{0[1]}-S{0[2]}".format)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_equals_float64(dtype: torch.dtype, shape: tuple[int, int, int], kind: str) -> None:
-    n_rows, n_vocab, n_support = shape
-    logits_NV = cpp_rows.random_logits(n_rows, n_vocab, dtype)
+@pytest.mark.parametrize("case", cases.SMALL, ids=str)
+def test_equals_float64(case: cases.Case, kind: str) -> None:
+    logits_NV = cpp_rows.random_logits(case.N, case.V, case.torch_dtype)
     for settings in SETTINGS:
-        settings = replace(settings, kappa=n_support)
-        target = cpp_rows.target_of(kind, n_rows, n_vocab, n_support, settings.merge)
+        settings = replace(settings, kappa=case.kappa)
+        target = cpp_rows.target_of(kind, case.N, case.V, case.kappa, settings.merge, case.M)
         tokens = cpp_rows.random_tokens(logits_NV, target)
         assert_loss(logits_NV, tokens, settings, target)
 
@@ -125,7 +123,29 @@ def test_full_vocabulary(dtype: torch.dtype) -> None:
         assert_loss(logits_NV, tokens, settings, target)
 
 
-def test_many_rows_of_the_full_vocabulary() -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [LossSettings(entropy_coef=0.01), LossSettings(merge=False, tail=False, kl_temperature=0.7)],
+    ids=["merged-tail-entropy", "pooled-two-temperatures"],
+)
+@pytest.mark.parametrize("case", cases.FULL, ids=str)
+def test_many_rows_of_the_full_vocabulary_equal_float64(case: cases.Case, settings: LossSettings) -> None:
+    """All rows at once, in place; what is compared are rows from the first to the last."""
+    settings = replace(settings, kappa=case.kappa)
+    logits_NV = cpp_rows.random_logits(case.N, case.V, case.torch_dtype)
+    target = cpp_rows.target_of("teachers", case.N, case.V, case.kappa, settings.merge, case.M)
+    tokens = cpp_rows.random_tokens(logits_NV, target)
+    rows = cpp_rows.some_rows(case.N)
+    few_NV, few = logits_NV[rows], cpp_rows.picked(tokens, rows)
+    terms = cpp.loss_rows(logits_NV, tokens, settings, logits_NV)
+    true_terms, true_NV = cpp_rows.true_loss(few_NV, few, settings)
+    cpp_rows.assert_terms(TokenTerms(**{name: getattr(terms, name)[rows] for name in TERMS}), true_terms)
+    few_target = loss_target(few, settings)
+    cpp_rows.assert_gradient(logits_NV[rows], true_NV, magnitude(few_NV, few, settings, few_target))
+    assert bool(logits_NV.isfinite().all())
+
+
+def test_the_same_rows_many_times_have_the_same_bits() -> None:
     logits_NV = cpp_rows.random_logits(8, 151936, torch.bfloat16).repeat(64, 1)
     target = cpp_rows.target_of("teachers", 8, 151936, 16, True)
     few = cpp_rows.random_tokens(logits_NV[:8], target)

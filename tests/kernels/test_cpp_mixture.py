@@ -13,9 +13,10 @@ from torch import Tensor
 
 from smopd.kernels import cpp, reference
 from smopd.kernels.types import Mixture
-from tests.kernels import cpp_rows
+from tests.kernels import cases, cpp_rows
 
 cpp_rows.need_extension()
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 INF = math.inf
 ATOL = 2e-6
@@ -43,6 +44,14 @@ def test_equals_the_reference(n_support: int, n_teachers: int, merge: bool) -> N
     teachers = cpp_rows.random_teachers(30, 700, n_support, n_teachers)
     for kappa in (0, 1, n_support, n_support * n_teachers, n_support * n_teachers + 3):
         assert_mixture(*teachers, kappa, merge)
+
+
+@pytest.mark.parametrize("merge", [True, False], ids=["merged", "pooled"])
+@pytest.mark.parametrize("case", cases.SMALL, ids=str)
+def test_equals_the_reference_at_the_shared_cases(case: cases.Case, merge: bool) -> None:
+    """The teachers' log-probabilities in the case's dtype."""
+    ids_NMS, logps_NMS, log_alpha_M = cpp_rows.random_teachers(case.N, case.V, case.kappa, case.M)
+    assert_mixture(ids_NMS, logps_NMS.to(case.torch_dtype), log_alpha_M, case.kappa, merge)
 
 
 @settings(max_examples=100, deadline=None)

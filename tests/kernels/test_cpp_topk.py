@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from smopd.kernels import reference
+from tests.kernels import cases, cpp_rows
 
 if importlib.util.find_spec("smopd._C") is None:
     pytest.skip("smopd._C is not built", allow_module_level=True)
 importlib.import_module("smopd._C")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INF = math.inf
@@ -71,13 +73,23 @@ def test_equals_float64(dtype: torch.dtype, n_vocab: int, kind: str) -> None:
             torch.testing.assert_close(token_logp_N.double(), true_token_N, rtol=1e-6, atol=ATOL)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_full_vocabulary(dtype: torch.dtype) -> None:
-    logits_NV = rows_of("normal", 4, 151936).to(dtype)
-    ids_NS, logps_NS, _ = topk(logits_NV, 64)
-    true_ids_NS, true_logps_NS, _ = truth(logits_NV, 64)
-    assert torch.equal(ids_NS.long(), true_ids_NS)
-    torch.testing.assert_close(logps_NS.double(), true_logps_NS, rtol=1e-6, atol=ATOL)
+@pytest.mark.parametrize("case", [*cases.SMALL, *cases.FULL], ids=str)
+def test_teachers_equal_float64_at_the_shared_cases(case: cases.Case) -> None:
+    """All rows at once; what is compared are rows from the first to the last."""
+    logits_NV = rows_of("normal", case.N, case.V).to(case.torch_dtype)
+    teachers = [logits_NV.roll(m, 1) for m in range(case.M)]
+    token_ids_N = torch.arange(case.N) * 7919 % case.V
+    results = torch.ops.smopd.topk_logprobs_teachers_cpu(teachers, case.kappa, token_ids_N, 0.7)
+    rows = cpp_rows.some_rows(case.N, 41)
+    for m, teacher_NV in enumerate(teachers):
+        ids_NS, logps_NS, token_logp_N = (result[rows, m] for result in results)
+        true_ids_NS, true_logps_NS, true_logps_NV = truth(teacher_NV[rows], case.kappa, 0.7)
+        assert torch.equal(ids_NS.long(), true_ids_NS)
+        torch.testing.assert_close(logps_NS.double(), true_logps_NS, rtol=1e-6, atol=ATOL)
+        true_token_N = true_logps_NV.gather(-1, token_ids_N[rows, None])[:, 0]
+        torch.testing.assert_close(token_logp_N.double(), true_token_N, rtol=1e-6, atol=ATOL)
+    assert all(bool(result.isfinite().all()) for result in results)
+    assert bool((results[0] < case.V).all())
 
 
 HOSTILE = {

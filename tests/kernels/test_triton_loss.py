@@ -35,6 +35,7 @@ from smopd.kernels.types import (
     TokenTerms,
     loss_target,
 )
+from tests.kernels import cases
 from tests.kernels.offline_launches import pairwise
 
 if not torch.cuda.is_available() and triton_loss._NATIVE:
@@ -42,9 +43,18 @@ if not torch.cuda.is_available() and triton_loss._NATIVE:
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SMALL = ["1x7", "5x1271", "2x5000"]
-LARGE = [pytest.param(name, marks=pytest.mark.gpu) for name in ("41x1271", "512x151936", "64x152064")]
+DTYPES = cases.DTYPES
+CASES = [
+    *cases.INTERPRETED,
+    *(
+        pytest.param(case, marks=pytest.mark.gpu)
+        for case in (
+            *(case for case in cases.SMALL if case not in cases.INTERPRETED),
+            *cases.FULL,
+            *(cases.Case(64, 152_064, 2, 16, dtype) for dtype in cases.DTYPES),
+        )
+    ),
+]
 TERM_TOLERANCE = 2e-5
 CANCELLATION = 2.0**-20  # of what cancels in a gradient, by KERNELS.md's rule
 FP32_ULPS = 8
@@ -304,10 +314,11 @@ def test_terms_and_gradient(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("tail", [False, True], ids=["paper", "tail"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [*SMALL, *LARGE])
-def test_shapes_and_dtypes(shape: str, dtype: str, tail: bool) -> None:
-    case = make(shape, dtype, target="merged" if tail else "pooled", tail=tail, entropy=True)
+@pytest.mark.parametrize("shared", CASES, ids=str)
+def test_shared_cases(shared: cases.Case, tail: bool) -> None:
+    options = {"kappa": shared.kappa, "n_teachers": shared.M, "tail": tail, "entropy": True}
+    shape = f"{shared.N}x{shared.V}"
+    case = make(shape, shared.dtype, target="merged" if tail else "pooled", **options)
     want, want_grad, size = truth(case)
     terms, grad = run(case, "in place")
     check_terms(terms, want)

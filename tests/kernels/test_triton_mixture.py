@@ -23,6 +23,7 @@ import triton
 
 from smopd.kernels import reference, triton_mixture
 from smopd.kernels.types import Mixture
+from tests.kernels import cases as shared
 
 if not torch.cuda.is_available() and isinstance(triton_mixture._mixture_kernel, triton.JITFunction):
     pytest.skip("no GPU, and the kernels were imported without TRITON_INTERPRET", allow_module_level=True)
@@ -90,6 +91,16 @@ def random_case(n_rows: int, n_teachers: int, n_support: int, seed: int = 0, n_v
 )
 def test_against_the_reference(n_rows, n_teachers, n_support, kappa: int, merge: bool) -> None:
     check(*random_case(n_rows, n_teachers, n_support, n_vocab=3 * n_support), kappa, merge)
+
+
+@MERGE
+@pytest.mark.parametrize("case", shared.INTERPRETED, ids=str)
+def test_shared_cases(case: shared.Case, merge: bool) -> None:
+    """The teachers' log-probabilities in the case's dtype, their ids up to V - 1."""
+    n_known = min(case.V, 2000)
+    ids, logps, log_alpha = random_case(case.N, case.M, case.kappa, n_vocab=n_known)
+    ids = case.V - 1 - (n_known - 1 - ids) * (case.V // n_known)
+    check(ids, logps.to(case.torch_dtype).float(), log_alpha, case.kappa, merge)
 
 
 @st.composite
