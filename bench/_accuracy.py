@@ -6,6 +6,10 @@ The bounds are those of the operations' own tests. Eager forms and peers may hav
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -14,6 +18,7 @@ from bench._types import Expected, Outputs, Provider
 LOGP = 2e-5  # nats, of log-probabilities and losses
 CANCELLATION = 2.0**-20  # of the terms that a gradient is the difference of
 ULPS = {torch.float32: 4, torch.bfloat16: 1, torch.float16: 1}
+M_PERTURB, FREED_BYTE = -6, 0x40  # mallopt(3)
 LINEAR_NORM = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # a GEMM comes first
 
 
@@ -76,11 +81,24 @@ def gradient_bound(gradient: Tensor, dtype: torch.dtype, scale: Tensor) -> Tenso
     return ULPS[dtype] * ulp(gradient, dtype) + CANCELLATION * scale
 
 
-def poison(like: Tensor) -> None:
-    """Leaves NaN in the memory that the allocator hands out next, so that what is not written shows."""
-    if like.is_cuda and like.is_floating_point():
+@contextmanager
+def poisoned_memory(like: Tensor) -> Iterator[None]:
+    """Inside, new memory holds what no result does, so that what is not written shows.
+
+    On a GPU NaN, in the blocks that the allocator hands out next. On Linux's CPUs glibc fills what is
+    allocated with one byte and what is freed with its complement: about -1.5 and 3.0 in every float type.
+    """
+    if like.is_cuda:
         blocks = [
             torch.full_like(like, float("nan")),
             torch.full((1 << 22,), float("nan"), device=like.device),
         ]
         del blocks
+        yield
+        return
+    perturb = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
+    perturb(M_PERTURB, FREED_BYTE)
+    try:
+        yield
+    finally:
+        perturb(M_PERTURB, 0)

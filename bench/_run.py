@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bench._accuracy import judge, poison
+from bench._accuracy import judge, poisoned_memory
 from bench._memory import peak_bytes
 from bench._providers import absent, forced
 from bench._timing import Times, Turn, clock_for, graph_seconds, interleaved
@@ -111,12 +111,15 @@ def _turn(provider: Provider, inputs: Any) -> Turn:
 def _admit(provider: Provider, inputs: Any, truth: dict, case: Case, device: str) -> tuple[str | None, dict]:
     """(why it is left out or None, its errors and memory, or why it is refused)."""
     turn = _turn(provider, inputs)
-    poison(torch.empty(max(case.N, 1), max(case.V, 1), dtype=case.torch_dtype, device=device))
+    like = torch.empty(max(case.N, 1), max(case.V, 1), dtype=case.torch_dtype, device=device)
     try:
         with turn.context():
+            prepared = turn.prepare()
             started = time.perf_counter()
-            outputs = turn.run(turn.prepare())
+            with poisoned_memory(like):
+                outputs = turn.run(prepared)
             first_s = time.perf_counter() - started
+            del prepared
             fault, errors, share = judge(provider, outputs, truth)
             del outputs
             if fault is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import importlib
 import importlib.util
@@ -129,6 +130,40 @@ def test_a_wrong_result_is_refused_and_the_rest_goes_on(wrong, reason: str) -> N
     assert [row["provider"] for row in told if "ms" in row and row["kind"] == "ours"] == [
         "reference again"
     ] * 2
+
+
+needs_glibc = pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "mallopt"), reason="memory is poisoned through glibc"
+)
+
+
+@needs_glibc
+def test_zeros_that_were_never_written_are_refused() -> None:
+    """Pages fresh from the system are zeros, and here zeros are right."""
+    n_zeros = 16 << 20
+    benchmark = dataclasses.replace(
+        topk_logprobs.BENCHMARK,
+        providers=ours(lambda given: {"logps": torch.empty(n_zeros)}, backends=("reference",)),
+        cases={"check": (Case(N=1, V=7, kappa=1),)},
+        truth=lambda given: {"logps": Expected(torch.zeros(n_zeros), 1e-3)},
+    )
+    told: list[dict] = []
+    options = Options(device="cpu", case_set="check")
+    assert run_benchmarks({"topk_logprobs": benchmark}, options, told.append) == 1
+    assert told[0]["refused"].startswith("logps is off by 1.5 at most")
+
+
+@needs_glibc
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32])
+@pytest.mark.parametrize("n_elements", [60, 5000, 16 << 20])
+def test_new_memory_is_poisoned(n_elements: int, dtype: torch.dtype) -> None:
+    with _accuracy.poisoned_memory(torch.zeros(1)):
+        kept = torch.zeros(n_elements, dtype=dtype)
+        del kept  # its memory is free, and may come again
+        new = torch.empty(n_elements, dtype=dtype)[8:]  # the allocator's own words lie at the beginning
+        assert bool((new.view(torch.uint8) == new.view(torch.uint8)[-1]).all()) and bool(new.any())
+    if n_elements > 1 << 20:
+        assert not torch.empty(n_elements, dtype=dtype).any(), "still poisoned"
 
 
 def test_what_raises_is_refused_in_ours_and_left_out_in_peers() -> None:

@@ -14,12 +14,32 @@ constexpr int64_t kMaxLanes = 32;
 constexpr int64_t kLine = 64;  // bytes of a cache line
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
+// Whether the clones that serve multiply and add in one rounding.
+#ifdef SMOPD_HAS_CLONES
+__attribute__((target("default"))) bool is_fused() { return false; }
+__attribute__((target("arch=x86-64-v3"))) bool is_fused() { return true; }
+__attribute__((target("arch=x86-64-v4"))) bool is_fused() { return true; }
+#elif defined(__FMA__) || defined(__aarch64__)
+bool is_fused() { return true; }
+#else
+bool is_fused() { return false; }
+#endif
+
 // 2^(scale x - shift) for x of at least `lowest`, scale x <= shift. The polynomial is the degree-5 minimax
 // (Remez) fit of 2^r in relative error, ours, divided by its constant term: 7e-8 low on average, which a
 // softmax cancels.
+template <bool kFused>
 SMOPD_INLINE float exponential(float x, const Exponent& z) {
-  const uint32_t rounded = float_to_bits(x * z.scale + z.start);
-  const float r = x * z.scale - float(int32_t(rounded) + z.bias);
+  uint32_t rounded;
+  float r;
+  if constexpr (kFused) {
+    rounded = float_to_bits(x * z.scale + z.start);
+    r = x * z.scale - float(int32_t(rounded) + z.bias);
+  } else {
+    const double below = double(x) * double(z.scale) - z.shift;
+    rounded = float_to_bits(float(below) + (kRounder + 127.0f));
+    r = float(below - double(int32_t(rounded) - 127 - int32_t(kRounderBits)));
+  }
   float p = 1.32764668480e-3f;
   p = p * r + 9.67554055499e-3f;
   p = p * r + 5.55071288892e-2f;
@@ -68,11 +88,10 @@ BlockSums far_exponentials(const T* x, float* e, int64_t length, const Exponent&
   return total;
 }
 
-template <bool kDot, typename T>
-SMOPD_INLINE BlockSums exponentials(
+template <bool kDot, bool kFused, typename T>
+SMOPD_INLINE BlockSums near_exponentials(
     const T* x, float* e, int64_t length, const Exponent& exponent, float reference, const T* ahead) {
   const Exponent z = exponent;
-  if (z.far) return far_exponentials<kDot>(x, e, length, z, reference);
   BlockSums total{0.0, 0.0};
   for (int64_t begin = 0; begin < length; begin += kRun) {
     const int64_t end = std::min(begin + kRun, length);
@@ -86,7 +105,7 @@ SMOPD_INLINE BlockSums exponentials(
     for (int64_t j = begin; j < end; ++j) {
       const float raw = to_float(x[j]);
       const float value = z.lowest > raw ? z.lowest : raw;
-      const float result = exponential(value, z);
+      const float result = exponential<kFused>(value, z);
       e[j] = result;
       sum += result;
       if (kDot) dot += result * (value - reference);
@@ -95,6 +114,14 @@ SMOPD_INLINE BlockSums exponentials(
     total.dot += double(dot);
   }
   return total;
+}
+
+template <bool kDot, typename T>
+SMOPD_INLINE BlockSums exponentials(
+    const T* x, float* e, int64_t length, const Exponent& z, float reference, const T* ahead) {
+  if (z.far) return far_exponentials<kDot>(x, e, length, z, reference);
+  return is_fused() ? near_exponentials<kDot, true>(x, e, length, z, reference, ahead)
+                    : near_exponentials<kDot, false>(x, e, length, z, reference, ahead);
 }
 
 template <bool kSlope, bool kSecond, typename T>

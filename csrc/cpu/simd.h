@@ -11,6 +11,7 @@
 
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12
 #define SMOPD_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define SMOPD_HAS_CLONES
 #else
 #define SMOPD_CLONES
 #endif

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from smopd.kernels import reference, reference_loss
-from smopd.kernels.types import Candidates, LossSettings, LossTokens, SparseTarget, TokenTerms
+from smopd.kernels.types import (
+    Candidates,
+    LossSettings,
+    LossTokens,
+    SparseTarget,
+    TokenTerms,
+    loss_target,
+)
 
 MOST_KNOWN = 5000  # ids that a random teacher ranks
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -162,7 +169,7 @@ def ulp(true: Tensor, dtype: torch.dtype) -> Tensor:
 def assert_gradient(grad_NV: Tensor, true_NV: Tensor, magnitude_NV: Tensor) -> None:
     """magnitude_NV: what cancels in each entry."""
     assert torch.equal(grad_NV.isnan(), true_NV.isnan())
-    bound_NV = ULPS[grad_NV.dtype] * ulp(true_NV, grad_NV.dtype) + CANCELLING * magnitude_NV
+    bound_NV = gradient_bound(true_NV, magnitude_NV, grad_NV.dtype)
     excess_NV = (grad_NV.double() - true_NV).abs().nan_to_num(0.0) - bound_NV.nan_to_num(0.0)
     assert float(excess_NV.max()) <= 0.0, f"off by up to {float(excess_NV.max())} beyond the bound"
 
@@ -191,3 +198,34 @@ def magnitude(
         size_NV = size_NV.scatter_add(-1, ready.ids_NS, ready.q_NS)
     size_NV = coef_N[:, None] * size_NV
     return size_NV.scatter_add(-1, token_ids_N[:, None].long(), pull_N[:, None])
+
+
+def loss_magnitude(logits_NV: Tensor, tokens: LossTokens, settings: LossSettings) -> Tensor:
+    """What cancels in each entry of the loss's gradient."""
+    wide = in_float64(tokens)
+    zero_N = torch.zeros(logits_NV.shape[0], dtype=torch.float64)
+    ratio_N = zero_N.exp()
+    if wide.old_logp_N is not None:
+        counted = replace(tokens, pg_weight_N=torch.ones_like(tokens.adv_N))
+        terms, _ = true_loss(logits_NV, counted, settings)
+        ratio_N = (terms.logp_N - wide.old_logp_N).clamp(-20, 20).exp()
+    pull_N = wide.pg_weight_N * wide.adv_N.abs() * ratio_N
+    reverse_weight_N = wide.kl_weight_N if wide.reverse_weight_N is None else wide.reverse_weight_N
+    if wide.reverse_adv_N is not None and reverse_weight_N is not None:
+        pull_N = pull_N + settings.opd_coef * reverse_weight_N * wide.reverse_adv_N.abs() * ratio_N
+    coef_N = pull_N + settings.opd_coef * (zero_N if wide.kl_weight_N is None else wide.kl_weight_N)
+    if wide.ent_weight_N is not None:
+        coef_N = coef_N + settings.entropy_coef * wide.ent_weight_N * 20.0  # |log p + H| of what still weighs
+    return magnitude(
+        logits_NV,
+        tokens.token_ids_N,
+        loss_target(tokens, settings),
+        tail=settings.tail,
+        temperatures=(settings.temperature, settings.kl_temperature),
+        coef_N=coef_N / min(settings.temperature, settings.kl_temperature),
+        pull_N=pull_N / settings.temperature,
+    )
+
+
+def gradient_bound(true_NV: Tensor, magnitude_NV: Tensor, dtype: torch.dtype) -> Tensor:
+    return ULPS[dtype] * ulp(true_NV, dtype) + CANCELLING * magnitude_NV

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from smopd.ops import LossSettings, LossStats, LossTokens
-from tests.kernels import ops_truth
+from tests.kernels import cpp_rows, ops_truth
 
 N, V, D = 13, 37, 6
+SUM_EPS = 2.0**-23  # of a sum in fp32, per term
 N_TEACHERS, N_SUPPORT = 2, 7
 
 SETTINGS = {
@@ -27,11 +28,16 @@ SETTINGS = {
 TARGETS = ("teachers", "given", "given-nothing", "none")
 
 
+def eighths(*shape: int, generator: torch.Generator) -> Tensor:
+    """Random multiples of 1/8: short sums of their products are exact in fp32, in any order."""
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).mul_(8).round_().div_(8)
+
+
 def head(dtype: torch.dtype = torch.float64, bias: bool = True, seed: int = 0):
     gen = torch.Generator().manual_seed(seed)
 
     def leaf(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=gen, dtype=torch.float64).to(dtype).requires_grad_()
+        return eighths(*shape, generator=gen).to(dtype).requires_grad_()
 
     return leaf(N, D), leaf(V, D), leaf(V) if bias else None
 
@@ -64,6 +70,43 @@ def loss_tokens(logits: Tensor, settings: LossSettings, target: str = "teachers"
         rows[name] = getattr(tokens, name).clone()
         rows[name][2] = 0.0
     return replace(tokens, **rows)
+
+
+def assert_by_the_rule(
+    loss: Tensor,
+    grads: tuple[Tensor, ...],
+    leaves: tuple[Tensor, Tensor, Tensor],
+    tokens: LossTokens,
+    settings: LossSettings,
+    *,
+    factor: float = 1.0,
+    columns: slice = slice(None),
+) -> None:
+    """The loss and the gradients of hidden, weight, bias (times factor) against float64 from the same logits.
+
+    Those are the exact ones (of eighths) in the leaves' dtype. Each gradient of a logit may be off as the
+    rule says, and what the products sum of them by as much in all; sums are fp32, results the leaves' dtype.
+    columns: of the vocabulary, which the gradients of weight and bias are of.
+    """
+    hidden, weight, bias = (leaf.detach().double() for leaf in leaves)
+    dtype = leaves[0].dtype
+    logits_NV = dense(hidden, weight, bias).to(dtype)
+    _, true_NV = cpp_rows.true_loss(logits_NV, tokens, settings)
+    true_loss, _ = ops_truth.loss(logits_NV.double(), tokens, settings)
+    torch.testing.assert_close(loss.double(), true_loss, rtol=2e-6, atol=cpp_rows.TERM_TOLERANCE)
+    bound_NV = cpp_rows.gradient_bound(true_NV, cpp_rows.loss_magnitude(logits_NV, tokens, settings), dtype)
+    one_N1 = torch.ones(N, 1, dtype=torch.float64)
+    products = (
+        (true_NV, bound_NV, weight, slice(None)),
+        (true_NV.T, bound_NV.T, hidden, columns),
+        (true_NV.T, bound_NV.T, one_N1, columns),
+    )
+    for grad, (left, left_bound, right, part) in zip(grads, products, strict=True):
+        true, size = factor * left @ right, abs(factor) * left.abs() @ right.abs()
+        bound = abs(factor) * left_bound @ right.abs() + left.shape[1] * SUM_EPS * size
+        bound = (bound + cpp_rows.ulp(true, dtype))[part].reshape(grad.shape)
+        excess = (grad.double() - true[part].reshape(grad.shape)).abs() - bound
+        assert float(excess.max()) <= 0.0, f"off by {float(excess.max()):.3g} beyond the rule"
 
 
 def assert_same_stats(

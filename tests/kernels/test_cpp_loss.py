@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from smopd.kernels import cpp, reference_loss
-from smopd.kernels.types import LossSettings, LossTokens, SparseTarget, TokenTerms, loss_target
+from smopd.kernels.types import LossSettings, LossTokens, SparseTarget, TokenTerms
 from tests.kernels import cases, cpp_rows
 from tests.kernels.cpp_rows import DTYPES, TERMS
 
@@ -45,37 +45,11 @@ def loss(logits_NV: Tensor, tokens: LossTokens, settings: LossSettings) -> tuple
     return terms, grad_NV
 
 
-def magnitude(logits_NV: Tensor, tokens: LossTokens, settings: LossSettings, target) -> Tensor:
-    wide = cpp_rows.in_float64(tokens)
-    zero_N = torch.zeros(logits_NV.shape[0], dtype=torch.float64)
-    ratio_N = zero_N.exp()
-    if wide.old_logp_N is not None:
-        terms, _ = cpp_rows.true_loss(
-            logits_NV, replace(tokens, pg_weight_N=torch.ones_like(tokens.adv_N)), settings
-        )
-        ratio_N = (terms.logp_N - wide.old_logp_N).clamp(-20, 20).exp()
-    pull_N = wide.pg_weight_N * wide.adv_N.abs() * ratio_N
-    if wide.reverse_adv_N is not None and wide.reverse_weight_N is not None:
-        pull_N = pull_N + settings.opd_coef * wide.reverse_weight_N * wide.reverse_adv_N.abs() * ratio_N
-    coef_N = pull_N + settings.opd_coef * (zero_N if wide.kl_weight_N is None else wide.kl_weight_N)
-    if wide.ent_weight_N is not None:
-        coef_N = coef_N + settings.entropy_coef * wide.ent_weight_N * 20.0  # |log p + H| of what still weighs
-    return cpp_rows.magnitude(
-        logits_NV,
-        tokens.token_ids_N,
-        target,
-        tail=settings.tail,
-        temperatures=(settings.temperature, settings.kl_temperature),
-        coef_N=coef_N / min(settings.temperature, settings.kl_temperature),
-        pull_N=pull_N / settings.temperature,
-    )
-
-
-def assert_loss(logits_NV: Tensor, tokens: LossTokens, settings: LossSettings, target) -> None:
+def assert_loss(logits_NV: Tensor, tokens: LossTokens, settings: LossSettings) -> None:
     terms, grad_NV = loss(logits_NV, tokens, settings)
     true_terms, true_NV = cpp_rows.true_loss(logits_NV, tokens, settings)
     cpp_rows.assert_terms(terms, true_terms)
-    cpp_rows.assert_gradient(grad_NV, true_NV, magnitude(logits_NV, tokens, settings, target))
+    cpp_rows.assert_gradient(grad_NV, true_NV, cpp_rows.loss_magnitude(logits_NV, tokens, settings))
 
 
 @pytest.mark.parametrize("kind", ["none", "given", "teachers"])
@@ -86,7 +60,7 @@ def test_equals_float64(case: cases.Case, kind: str) -> None:
         settings = replace(settings, kappa=case.kappa)
         target = cpp_rows.target_of(kind, case.N, case.V, case.kappa, settings.merge, case.M)
         tokens = cpp_rows.random_tokens(logits_NV, target)
-        assert_loss(logits_NV, tokens, settings, target)
+        assert_loss(logits_NV, tokens, settings)
 
 
 @pytest.mark.parametrize("policy", [True, False], ids=["old policy", "on policy"])
@@ -96,7 +70,7 @@ def test_clips(dual_clip: float | None, surrogate: str, policy: bool) -> None:
     logits_NV = cpp_rows.random_logits(400, 31, torch.float32)
     tokens = cpp_rows.random_tokens(logits_NV, None, policy=policy)
     settings = LossSettings(clip_low=0.1, clip_high=0.3, dual_clip=dual_clip, reverse_kl_surrogate=surrogate)
-    assert_loss(logits_NV, tokens, settings, None)
+    assert_loss(logits_NV, tokens, settings)
     seen = set(cpp.loss_rows(logits_NV, tokens, settings, None).clipped_N.tolist())
     assert policy == (len(seen) > 4)
 
@@ -120,7 +94,7 @@ def test_full_vocabulary(dtype: torch.dtype) -> None:
         LossSettings(entropy_coef=0.01, tail=False),
         LossSettings(kl_temperature=0.7),
     ):
-        assert_loss(logits_NV, tokens, settings, target)
+        assert_loss(logits_NV, tokens, settings)
 
 
 @pytest.mark.parametrize(
@@ -140,8 +114,7 @@ def test_many_rows_of_the_full_vocabulary_equal_float64(case: cases.Case, settin
     terms = cpp.loss_rows(logits_NV, tokens, settings, logits_NV)
     true_terms, true_NV = cpp_rows.true_loss(few_NV, few, settings)
     cpp_rows.assert_terms(TokenTerms(**{name: getattr(terms, name)[rows] for name in TERMS}), true_terms)
-    few_target = loss_target(few, settings)
-    cpp_rows.assert_gradient(logits_NV[rows], true_NV, magnitude(few_NV, few, settings, few_target))
+    cpp_rows.assert_gradient(logits_NV[rows], true_NV, cpp_rows.loss_magnitude(few_NV, few, settings))
     assert bool(logits_NV.isfinite().all())
 
 
@@ -167,7 +140,7 @@ def test_a_student_at_its_teachers_keeps_a_small_tail_exact(tail: bool) -> None:
     logps_NS = logits_NV[:, :4].double().log_softmax(-1).sub(1e-3).float()
     target = SparseTarget(torch.arange(4).expand(2, 4), logps_NS)
     tokens = cpp_rows.random_tokens(logits_NV, target, policy=False)
-    assert_loss(logits_NV, tokens, LossSettings(tail=tail), target)
+    assert_loss(logits_NV, tokens, LossSettings(tail=tail))
 
 
 def hostile_logits() -> dict[str, Tensor]:
@@ -228,7 +201,7 @@ def test_hostile_rows(case: str, tail: bool, inactive: str) -> None:
         terms, grad_NV = loss(logits_NV, tokens, settings)
         true_terms, true_NV = cpp_rows.true_loss(logits_NV, tokens, settings)
         cpp_rows.assert_terms(terms, true_terms)
-        cpp_rows.assert_gradient(grad_NV, true_NV, magnitude(logits_NV, tokens, settings, target))
+        cpp_rows.assert_gradient(grad_NV, true_NV, cpp_rows.loss_magnitude(logits_NV, tokens, settings))
         assert torch.equal(grad_NV[0], grad_NV[2]), "a row next to a hostile one"
 
 
@@ -316,7 +289,7 @@ def test_empty_shapes() -> None:
     tokens = cpp_rows.random_tokens(logits_NV, None, policy=False)
     tokens = replace(tokens, target_ids_NS=empty.ids_NS, target_logps_NS=empty.logps_NS)
     for tail in (True, False):
-        assert_loss(logits_NV, tokens, LossSettings(tail=tail), None)
+        assert_loss(logits_NV, tokens, LossSettings(tail=tail))
 
 
 def test_wrong_arguments_are_named() -> None:

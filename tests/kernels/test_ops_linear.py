@@ -16,7 +16,7 @@ from smopd.ops import (
     smopd_loss,
     topk_logprobs,
 )
-from tests.kernels import ops_truth
+from tests.kernels import linear_cases, ops_truth
 
 N, V, D = 13, 31, 6
 ONE_ROW = V * 8
@@ -159,24 +159,24 @@ def test_no_logits_of_all_tokens_are_ever_held() -> None:
     assert largest == 64 * 1024  # 1000 columns, in rows of a multiple of 128 bytes
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
+)
 @pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recompute"])
-def test_low_precision(dtype: torch.dtype, recompute: bool) -> None:
-    hidden, weight, bias_V = inputs(dtype)
-    tokens = loss_tokens(dense_logits(hidden, weight, bias_V))
-    settings = LossSettings(entropy_coef=0.01)
+@pytest.mark.parametrize("name", linear_cases.SETTINGS)
+def test_low_precision(name: str, dtype: torch.dtype, recompute: bool) -> None:
+    leaves = linear_cases.head(dtype)
+    settings = linear_cases.SETTINGS[name]
+    tokens = linear_cases.loss_tokens(
+        dense_logits(*leaves), settings, "given" if "pooled" in name else "teachers"
+    )
     loss, _ = linear_smopd_loss(
-        hidden, weight, tokens, settings, bias_V=bias_V, recompute=recompute, chunk_bytes=4 * ONE_ROW
+        *leaves[:2], tokens, settings, bias_V=leaves[2], recompute=recompute, chunk_bytes=4 * ONE_ROW
     )
     assert loss.dtype == torch.float32
-    exact = [t.detach().double().requires_grad_() for t in (hidden, weight, bias_V)]
-    want, _ = linear_smopd_loss(*exact[:2], tokens, settings, bias_V=exact[2])
-    relative = 3e-6 if dtype == torch.float32 else 4e-2
-    assert loss.item() == pytest.approx(want.item(), rel=relative)
-    grads = torch.autograd.grad(loss, (hidden, weight, bias_V))
-    for got, truth in zip(grads, torch.autograd.grad(want, exact), strict=True):
-        assert got.dtype == dtype
-        assert float((got.double() - truth).norm() / truth.norm()) < relative
+    grads = torch.autograd.grad(loss, leaves)
+    assert all(grad.dtype == dtype for grad in grads)
+    linear_cases.assert_by_the_rule(loss, grads, leaves, tokens, settings)
 
 
 def test_weight_gradient_is_summed_in_fp32() -> None:
