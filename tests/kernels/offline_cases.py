@@ -22,8 +22,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 KAPPAS = (16, 64, 128)
 
-# (label, call, whether it is compiled for every capability or for offline_launches.THOROUGH alone)
-Case = tuple[str, Callable[[], Any], bool]
+Case = tuple[str, Callable[[], Any]]  # label, call
 
 
 def cases() -> Iterator[Case]:
@@ -65,51 +64,43 @@ def _candidates(n_teachers: int, kappa: int, merge: bool) -> Candidates:
     return Candidates(_ids(*shape), _logps(*shape), _logps(n_teachers), kappa, merge)
 
 
-def _rows(main: list[dict], factors: dict, shape: tuple[str, str] | None) -> Iterator[tuple[dict, bool]]:
-    """What matters most, then what covers all pairs of values; (row, compiled for every capability).
-
-    For every capability are the first and all pairs of the two factors in shape, on which the launch
-    configuration depends.
-    """
+def _rows(main: list[dict], factors: dict) -> Iterator[dict]:
+    """What matters most, then what covers all pairs of values."""
     rows = main + pairwise(factors)
-    seen: set[tuple] = set()
     for number, row in enumerate(rows):
-        pair = () if shape is None else (row[shape[0]], row[shape[1]])
         if row not in rows[:number]:
-            yield row, number < len(main) or (shape is not None and pair not in seen)
-        seen.add(pair)
+            yield row
 
 
 def _topk() -> Iterator[Case]:
     """Few of large kappa: their selection takes long to compile."""
     bf16, fp16, fp32 = DTYPES
     rows = [
-        (151_936, bf16, 16, True, True),
-        (151_936, bf16, 64, False, True),
-        (151_936, bf16, 128, True, False),
-        (152_064, bf16, 16, False, True),
-        (32_000, bf16, 32, True, False),
-        (265, bf16, 16, True, True),
-        (151_936, fp16, 16, True, True),
-        (265, fp16, 64, False, False),
-        (151_936, fp32, 16, False, True),
-        (151_936, fp32, 64, True, False),
-        (265, fp32, 16, True, True),
-        (151_936, bf16, 0, True, True),
-        (265, fp32, 0, True, False),
+        (151_936, bf16, 16, True),
+        (151_936, bf16, 64, False),
+        (151_936, bf16, 128, True),
+        (152_064, bf16, 16, False),
+        (32_000, bf16, 32, True),
+        (265, bf16, 16, True),
+        (151_936, fp16, 16, True),
+        (265, fp16, 64, False),
+        (151_936, fp32, 16, False),
+        (151_936, fp32, 64, True),
+        (265, fp32, 16, True),
+        (151_936, bf16, 0, True),
+        (265, fp32, 0, True),
     ]
-    for n_vocab, dtype, kappa, has_tokens, everywhere in rows:
+    for n_vocab, dtype, kappa, has_tokens in rows:
         row = {"V": n_vocab, "dtype": dtype, "kappa": kappa, "tokens": has_tokens}
         tokens = _column(torch.int64) if has_tokens else None
         arguments = (_logits(row), kappa)
         yield (
             _name(row),
             lambda a=arguments, t=tokens: triton_topk.topk_logprobs(*a, token_ids_N=t),
-            everywhere,
         )
     row = {"V": 151_936, "dtype": bf16, "kappa": 16, "M": 2}
     teachers = [_logits(row) for _ in range(2)]
-    yield _name(row), lambda: triton_topk.topk_logprobs_teachers(teachers, 16), False
+    yield _name(row), lambda: triton_topk.topk_logprobs_teachers(teachers, 16)
 
 
 def _mixture() -> Iterator[Case]:
@@ -124,7 +115,7 @@ def _mixture() -> Iterator[Case]:
         {"M": 2, "kappa": 16, "merge": merge, "ids": torch.int32, "by_token": False}
         for merge in (False, True)
     ]
-    for row, everywhere in _rows(main, factors, ("M", "merge")):
+    for row in _rows(main, factors):
         n_teachers, kappa = row["M"], row["kappa"]
         if n_teachers * kappa > triton_mixture.MAX_CANDIDATES:
             continue
@@ -134,7 +125,6 @@ def _mixture() -> Iterator[Case]:
         yield (
             _name(row),
             lambda a=arguments, m=row["merge"]: triton_mixture.teacher_mixture(*a, merge=m),
-            everywhere,
         )
 
 
@@ -172,7 +162,7 @@ def _loss() -> Iterator[Case]:
         qwen | {"V": 152_064, "target": "sparse", "kappa": 64, "tail": True},
         qwen | {"dtype": torch.float32, "merge": True, "tail": True},
     ]
-    for row, everywhere in _rows(main, factors, ("V", "dtype")):
+    for row in _rows(main, factors):
         settings = LossSettings(
             kappa=row["kappa"],
             merge=row["merge"],
@@ -185,7 +175,7 @@ def _loss() -> Iterator[Case]:
         logits = _logits(row)
         grad = {"no-grad": None, "own": torch.empty_like(logits), "in-place": logits}[row["gradient"]]
         arguments = (logits, _loss_tokens(row), settings, grad)
-        yield _name(row), lambda a=arguments: triton_loss.loss_rows(*a), everywhere
+        yield _name(row), lambda a=arguments: triton_loss.loss_rows(*a)
 
 
 def _loss_tokens(row: dict[str, Any]) -> LossTokens:
@@ -216,7 +206,7 @@ def _forward_kl() -> Iterator[Case]:
     }
     qwen = {"V": 151_936, "dtype": torch.bfloat16, "target": "sparse", "kappa": 16}
     main = [qwen | {"tail": tail, "upstream": upstream} for tail, upstream in ((False, "both"), (True, "kl"))]
-    for row, everywhere in _rows(main, factors, None):
+    for row in _rows(main, factors):
         target: SparseTarget | Candidates = _candidates(2, row["kappa"], True)
         if row["target"] == "sparse":
             target = SparseTarget(_ids(N, row["kappa"]), _logps(N, row["kappa"]))
@@ -225,9 +215,9 @@ def _forward_kl() -> Iterator[Case]:
         kl_alone = row.get("upstream") == "kl"
         upstream = {"dlogp_N": None if kl_alone else _column(), "dkl_N": _column()}
         label = f"kl-{_name(row)}"
-        yield label, lambda a=arguments, o=options: triton_loss.forward_kl_rows(*a, **o), everywhere
+        yield label, lambda a=arguments, o=options: triton_loss.forward_kl_rows(*a, **o)
         both = options | upstream
-        yield label, lambda a=arguments, o=both: triton_loss.forward_kl_gradient(*a, **o), everywhere
+        yield label, lambda a=arguments, o=both: triton_loss.forward_kl_gradient(*a, **o)
 
 
 def _advantages() -> Iterator[Case]:
@@ -239,7 +229,7 @@ def _advantages() -> Iterator[Case]:
         "snr": (False, True),
         "ranks": (False, True),
     }
-    for row, everywhere in _rows([], factors, ("op", "K")):
+    for row in _rows([], factors):
         rewards, group = _logps(N, row["K"]), _ids(N, dtype=torch.int64)
         options: dict[str, Any] = {"weights_K": _logps(row["K"]) if row["weighted"] else None}
         if row["op"] != "grpo":
@@ -249,7 +239,7 @@ def _advantages() -> Iterator[Case]:
         if row["op"] == "gd2po":
             options["snr_threshold"] = 0.2 if row["snr"] else None
         form = getattr(triton_advantages, f"{row['op']}_advantages")
-        yield _name(row), lambda f=form, r=rewards, g=group, o=options: _on_four_ranks(f, r, g, o), everywhere
+        yield _name(row), lambda f=form, r=rewards, g=group, o=options: _on_four_ranks(f, r, g, o)
 
 
 def _on_four_ranks(form: Callable, rewards: torch.Tensor, group: torch.Tensor, options: dict) -> None:
@@ -267,5 +257,4 @@ def _scale() -> Iterator[Case]:
         yield (
             f"scale-{SHORT[dtype]}",
             lambda g=grad: triton_scale.scale_(g, torch.empty((), device="meta")),
-            True,
         )

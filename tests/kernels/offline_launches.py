@@ -19,7 +19,6 @@ import torch
 from triton.runtime.jit import JITFunction
 
 CAPABILITIES = (80, 90, 100)
-THOROUGH = 90  # the capability for which every case is compiled; for the others those that say so
 
 
 @dataclass(frozen=True)
@@ -106,17 +105,16 @@ def noting(launches: list[Launch], case: list[str], capability: int) -> Iterator
         yield
 
 
-def launches_of(cases: Callable[[], Iterator[tuple[str, Callable[[], Any], bool]]]) -> list[Launch]:
+def launches_of(cases: Callable[[], Iterator[tuple[str, Callable[[], Any]]]]) -> list[Launch]:
     """The distinct launches that the cases make, for each capability."""
     distinct: dict[tuple, Launch] = {}
     for capability in CAPABILITIES:
         made: list[Launch] = []
         current = [""]
         with noting(made, current, capability), torch.no_grad():
-            for label, call, everywhere in cases():
-                if everywhere or capability == THOROUGH:
-                    current[0] = label
-                    call()
+            for label, call in cases():
+                current[0] = label
+                call()
         for launch in made:
             distinct.setdefault(variant(launch, kernel_of(launch)), launch)
     return _named_apart(list(distinct.values()))
