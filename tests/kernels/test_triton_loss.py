@@ -20,6 +20,7 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from smopd import ops
 from smopd.kernels import reference, reference_loss, triton_loss
 from smopd.kernels.types import (
     CLIP_DUAL,
@@ -658,3 +659,51 @@ def test_rows_beyond_32_bit_offsets() -> None:
     want, want_grad = run(small)
     terms = triton_loss.loss_rows(logits, LossTokens(**columns), small.settings, logits)
     assert torch.equal(logits[-4:], want_grad) and torch.equal(terms.kl_N[-4:], want.kl_N)
+
+
+GRAPHED = ("topk_forward_kl", "teacher_forward_kl", "linear_topk_logprobs", "linear_smopd_loss", "recompute")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GRAPHED)
+def test_a_cuda_graph_replays_forward_and_backward(name: str) -> None:
+    """Through the public functions: captured once, replayed on other numbers, the bits of an eager call."""
+    case = make("64x151936", "bf16", target="sparse" if name == "topk_forward_kl" else "merged", tail=True)
+    tokens, token_ids = case.tokens, case.tokens.token_ids_N
+    torch.manual_seed(1)
+    hidden = torch.randn(64, 128, device=DEVICE).bfloat16().requires_grad_()
+    weight = (0.1 * torch.randn(151936, 128, device=DEVICE)).bfloat16().requires_grad_()
+    logits = case.logits.clone().requires_grad_()
+    leaves = [logits] if "forward_kl" in name else [hidden, weight]
+
+    def call() -> list[Tensor]:
+        if name == "topk_forward_kl":
+            target = (tokens.target_ids_NS, tokens.target_logps_NS)
+            outputs = ops.topk_forward_kl(logits, token_ids, *target, tail=True)
+        elif name == "teacher_forward_kl":
+            target = (tokens.teacher_ids_NMS, tokens.teacher_logps_NMS, tokens.log_alpha)
+            outputs = ops.teacher_forward_kl(logits, token_ids, *target, 16, merge=True, tail=True)
+        elif name == "linear_topk_logprobs":
+            top = ops.linear_topk_logprobs(hidden, weight, 16, token_ids_N=token_ids)
+            return [top.ids_NS, top.logps_NS, top.token_logp_N]
+        else:
+            options = {"recompute": name == "recompute"}
+            loss, stats = ops.linear_smopd_loss(hidden, weight, tokens, case.settings, **options)
+            outputs = (loss, stats.kl_N)
+        total = sum(output.sum() for output in outputs if output.requires_grad)
+        return [*(output.detach() for output in outputs), *torch.autograd.grad(total, leaves)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = call()
+    with torch.no_grad():
+        for leaf in leaves:
+            leaf.copy_(torch.randn_like(leaf) * 0.1)
+    graph.replay()
+    for replayed, eager in zip(got, call(), strict=True):
+        assert torch.equal(replayed, eager)
