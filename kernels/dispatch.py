@@ -25,6 +25,7 @@ from torch import Tensor
 BACKENDS = ("reference", "cpp", "triton", "cuda")
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ENV = "SMOPD_BACKEND"
+CPU_LINE = "the fused operations on cpu are served by the cpp backend, advantages by the reference"
 
 ROW_OPS = ("forward_kl_rows", "forward_kl_gradient", "loss_rows")
 ADVANTAGE_OPS = ("grpo_advantages", "gdpo_advantages", "gd2po_advantages")
@@ -80,9 +81,13 @@ def backend_for(op: str, tensor: Tensor, **facts: Any) -> str:
     preferred = forced or ("cpp" if tensor.device.type == "cpu" else "triton")
     if preferred == "cuda" and op not in MODULES["cuda"]:
         preferred = "triton"
+    if preferred == "cpp" and not forced and op in ADVANTAGE_OPS and cpp_unavailable() is None:
+        _log_once(CPU_LINE)  # the reference is what they have there, not a fallback
+        return "reference"
     why_not = None if preferred == "reference" else _why_not(preferred, op, tensor, facts)
     if why_not is None:
-        _log_once(f"the fused operations on {tensor.device.type} are served by the {preferred} backend")
+        line = f"the fused operations on {tensor.device.type} are served by the {preferred} backend"
+        _log_once(CPU_LINE if preferred == "cpp" else line)
         return preferred
     if forced:
         raise RuntimeError(f"{op}: {ENV}={forced} cannot serve this call: {why_not}")

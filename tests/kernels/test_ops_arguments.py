@@ -306,6 +306,20 @@ def test_forced_backends(monkeypatch: pytest.MonkeyPatch) -> None:
         ops.topk_logprobs(LOGITS, 2)
 
 
+@pytest.mark.skipif(dispatch.cpp_unavailable() is not None, reason="smopd._C is not built")
+@pytest.mark.parametrize("advantages_first", [False, True])
+def test_a_cpu_has_one_line_for_all_operations(
+    advantages_first: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SMOPD_BACKEND", raising=False)
+    dispatch._log_once.cache_clear()
+    calls = [lambda: ops.topk_logprobs(LOGITS, 2), lambda: ops.gdpo_advantages(*REWARDS)]
+    with caplog.at_level(logging.INFO, logger="smopd"):
+        for call in reversed(calls) if advantages_first else calls:
+            call()
+    assert [record.getMessage() for record in caplog.records] == [dispatch.CPU_LINE]
+
+
 def test_a_missing_build_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     monkeypatch.delenv("SMOPD_BACKEND", raising=False)
     monkeypatch.setattr(dispatch, "cpp_unavailable", lambda: "not built")
