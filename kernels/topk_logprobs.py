@@ -100,7 +100,7 @@ def linear_topk_logprobs(
         shard_sizes: the number of rows at each rank of tp_group; None: they are asked, which costs one host
             synchronisation on an accelerator.
         chunk_bytes: bound of the logits held at a time, in their own dtype (one row is always allowed). None:
-            128 MiB on a CPU, elsewhere 1 GiB.
+            160 MiB on a CPU, elsewhere 1 GiB.
     Returns:
         TopK, as topk_logprobs; the same on every rank of tp_group.
     Raises:
