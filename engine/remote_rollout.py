@@ -1,37 +1,51 @@
-"""Sampling at `vllm serve` on other hosts, through the OpenAI-compatible API and vLLM's weight endpoints.
+"""Sampling at `vllm serve` on other hosts, through vLLM's token and weight endpoints; needs no vLLM here.
 
 A server is started with
 
-    VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model PATH \\
+    VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model PATH --enable-scale-out \\
         --logprobs-mode processed_logprobs --generation-config vllm \\
         --worker-extension-cls smopd.engine.vllm_transfer.Extension \\
         --weight-transfer-config '{"backend": "smopd_files"}'
 
-New weights go to it through files in a folder that it can read, and it is asked which version it holds.
+New weights go to it through files in a folder that it can read, under a label that no other run has. Each
+answer names the label of what sampled it: a server that holds anything else, because it was started again or
+another run has taken it, is taken out, and its prompts go to the others. It comes back with the next weights.
 """
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any
 
 import httpx
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from smopd.engine import distributed
-from smopd.engine.servers import Refused, Servers
+from smopd.engine.servers import BUSY, Away, Refused, Servers
 from smopd.engine.types import Rollout, Sampling
 from smopd.engine.vllm_rollout import request_seed
 from smopd.engine.vllm_weights import Checked, architecture_of, stored
+from smopd.engine.weight_files import part_files
 
-DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 and the options in smopd.engine.remote_rollout"
+GENERATE = "/inference/v1/generate"
+HOW_TO_START = "start it with VLLM_SERVER_DEV_MODE=1 and the options in smopd.engine.remote_rollout"
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: tuple[int, ...]
+    group: int
+    sample: int
 
 
 class RemoteRollout:
     """Serves `RolloutEngine`; every rank asks all servers, the first one sends the weights.
+
+    Nothing is sampled before weights are sent.
 
     Args:
         servers: of one model.
@@ -54,38 +68,78 @@ class RemoteRollout:
         self.end_ids = sorted(end_ids)
         self.transfer_folder = transfer_folder
         self.policy_version = 0
+        self._run = distributed.broadcast_object(uuid.uuid4().hex[:12])
         self._probe(longest)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], groups: Sequence[int], sampling: Sampling
     ) -> list[Rollout]:
+        """As `RolloutEngine`.
+
+        Raises:
+            NoServer: every server is out, by their silence or by what they hold.
+        """
+        version = self.policy_version
         each = [
-            (tuple(prompt), group, sample)
+            Request(tuple(prompt), group, sample)
             for prompt, group in zip(prompts, groups, strict=True)
             for sample in range(sampling.n)
         ]
 
-        def ask(client: httpx.Client, item: tuple[tuple[int, ...], int, int]) -> httpx.Response:
-            prompt, group, sample = item
-            return client.post(
-                "/v1/completions",
-                json={
-                    "model": self._model,
-                    "prompt": list(prompt),
-                    "temperature": sampling.temperature,
-                    "top_p": sampling.top_p,
-                    "max_tokens": sampling.max_new_tokens,
-                    "seed": request_seed(sampling.seed, group, sample),
-                    "stop_token_ids": self.end_ids,
-                    "ignore_eos": True,
-                    "logprobs": 0,
-                    "return_token_ids": True,
-                    "skip_special_tokens": False,
-                },
-            )
+        made: dict[Request, Rollout] = {}
 
-        answers = self.servers.map(ask, each)
-        return [self._rollout(item, answer) for item, answer in zip(each, answers, strict=True)]
+        def ask(client: httpx.Client, item: Request) -> httpx.Response:
+            answer = client.post(GENERATE, json=self._body(item, sampling))
+            if answer.is_success:
+                made[item] = self._rollout(item, answer.json()["choices"][0], version)
+            return answer
+
+        self.servers.map(ask, each)
+        return [made[item] for item in each]
+
+    def _body(self, item: Request, sampling: Sampling) -> dict[str, Any]:
+        return {
+            "model": self._model,
+            "token_ids": list(item.prompt),
+            "sampling_params": {
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "max_tokens": sampling.max_new_tokens,
+                "seed": request_seed(sampling.seed, item.group, item.sample),
+                "stop_token_ids": self.end_ids,
+                "ignore_eos": True,
+                "logprobs": 0,
+                "detokenize": False,
+            },
+        }
+
+    def _label(self, version: int) -> str:
+        """What a server calls these weights of this run."""
+        return f"{self._run}-{version}"
+
+    def _rollout(self, item: Request, choice: dict[str, Any], version: int) -> Rollout:
+        """The response in vLLM's `choice`.
+
+        Raises:
+            Away: other weights took part in it, or the server ended it before its time.
+        """
+        found = {span["version"] for span in choice["weight_versions"] or ()}
+        if found != {self._label(version)}:
+            raise Away(stale(found, self._label(version)))
+        logps = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        if choice["finish_reason"] not in ("stop", "length") or len(logps) != len(choice["token_ids"]):
+            raise Away(
+                f"ended a response of group {item.group} by {choice['finish_reason']!r} with "
+                f"{len(choice['token_ids'])} tokens and {len(logps)} log-probabilities"
+            )
+        return Rollout(
+            item.prompt,
+            torch.tensor(choice["token_ids"], dtype=torch.int64),
+            torch.tensor(logps, dtype=torch.float32),
+            item.group,
+            finished=choice["finish_reason"] == "stop",
+            policy_version=version,
+        )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Sends full tensors by their transformers names; a collective call.
@@ -95,6 +149,8 @@ class RemoteRollout:
         Raises:
             NoServer: no server took them.
         """
+        for out in distributed.gather_objects(self.servers.out):  # another rank may have found one first
+            self.servers.out.update(out)
         stream, trouble = iter(weights), None
         if distributed.rank() == 0:
             try:
@@ -122,28 +178,24 @@ class RemoteRollout:
             raise checked.error
 
     def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        from smopd.engine.vllm_transfer import FILE_BYTES, SHARED_MEMORY, on_cpu, parts
-
-        for url in self.servers.readmit():
-            self._init_transfer(url)
-        place = self.transfer_folder or (SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
-        with TemporaryDirectory(prefix="smopd-weights-", dir=place) as folder:
-            Path(folder).chmod(0o755)
-            path = Path(folder) / "part.safetensors"
-            self._post("/pause?mode=wait")
-            self._post("/collective_rpc", {"method": "forget_weight_update"})
-            self._post("/start_weight_update")
-            for part in parts(weights, FILE_BYTES):
-                save_file({name: on_cpu(value) for name, value in part.items()}, path)
-                self._post("/update_weights", {"update_info": {"path": str(path)}})
-                path.unlink()
-            self._post("/finish_weight_update", {"weight_version": str(version)})
-            self._post("/reset_prefix_cache")
-            self._post("/resume")
+        self.servers.readmit()
+        for url in self.servers.alive:
+            self._init_transfer(url)  # again: it may have been started anew since
+        self._post("/pause?mode=wait")
+        self._post("/update_weight_version", {"new_version": f"part of {self._label(version)}"})
+        self._post("/collective_rpc", {"method": "forget_weight_update"})
+        self._post("/start_weight_update")
+        for path in part_files(weights, self.transfer_folder):
+            self._post("/update_weights", {"update_info": {"path": str(path)}})
+        self._post("/finish_weight_update", {"weight_version": self._label(version)})
+        self._post("/reset_prefix_cache")
+        self._post("/resume")
         for url, answer in self.servers.each(lambda client: client.get("/weight_info")).items():
             held = answer.json()["weight_version"]
-            if held != str(version):
-                self.servers.take_out(url, f"holds policy {held} after {version} was sent")
+            if held != self._label(version):
+                self.servers.take_out(url, stale({held}, self._label(version)))
+        if not self.servers.alive:
+            raise self.servers.none_left()
 
     def _post(self, path: str, body: dict | None = None) -> None:
         self.servers.each(lambda client: client.post(path, json=body or {}))
@@ -167,26 +219,18 @@ class RemoteRollout:
     def _init_transfer(self, url: str) -> None:
         try:
             answer = httpx.post(f"{url}/init_weight_transfer_engine", json={"init_info": {}}, timeout=60.0)
+            known = httpx.get(url + GENERATE, timeout=60.0).status_code != httpx.codes.NOT_FOUND
         except httpx.TransportError as error:
             self.servers.take_out(url, f"{type(error).__name__}: {error}")
             return
+        if answer.status_code in BUSY:
+            self.servers.take_out(url, f"status {answer.status_code}: {answer.text[:200]}")
+            return
         if not answer.is_success:
-            raise Refused(f"{url}: takes no weights (status {answer.status_code}); {DEV_MODE}")
+            raise Refused(f"{url}: takes no weights (status {answer.status_code}); {HOW_TO_START}")
+        if not known:
+            raise Refused(f"{url}: has no {GENERATE} (--enable-scale-out); {HOW_TO_START}")
 
-    def _rollout(self, item: tuple[tuple[int, ...], int, int], answer: httpx.Response) -> Rollout:
-        prompt, group, _ = item
-        choice = answer.json()["choices"][0]
-        logps = choice["logprobs"]["token_logprobs"]
-        if choice["finish_reason"] not in ("stop", "length") or len(logps) != len(choice["token_ids"]):
-            raise RuntimeError(
-                f"generate: a server ended a response of group {group} by {choice['finish_reason']!r} "
-                f"with {len(choice['token_ids'])} tokens and {len(logps)} log-probabilities"
-            )
-        return Rollout(
-            prompt,
-            torch.tensor(choice["token_ids"], dtype=torch.int64),
-            torch.tensor(logps, dtype=torch.float32),
-            group,
-            finished=choice["finish_reason"] == "stop",
-            policy_version=self.policy_version,
-        )
+
+def stale(found: Iterable[str], expected: str) -> str:
+    return f"holds the weights {' and '.join(sorted(found)) or 'of no name'}, expected {expected}"

@@ -33,6 +33,10 @@ class Refused(ValueError):
     """A server answered that the request itself is wrong."""
 
 
+class Away(Exception):
+    """A server is of no use now: it did not answer within its patience, or `ask` says so of its answer."""
+
+
 @dataclass(frozen=True)
 class Patience:
     """How long a server is waited for."""
@@ -76,6 +80,7 @@ class Servers:
 
         Args:
             ask: (client, item=) sends one item's request; may be called again for it, at another server too.
+                Where it raises Away, its server is taken out.
         Raises:
             NoServer: all servers are out; names each with its last error.
             Refused: a server says that a request is wrong.
@@ -103,7 +108,7 @@ class Servers:
                 except Exception as error:
                     with changed:
                         waiting.put(i)
-                        if isinstance(error, _Away):
+                        if isinstance(error, Away):
                             self.take_out(url, str(error))
                         else:
                             refused.append(error)
@@ -121,7 +126,7 @@ class Servers:
         if refused:
             raise refused[0]
         if len(answers) < len(items):
-            raise self._none_left()
+            raise self.none_left()
         return [answers[i] for i in range(len(items))]
 
     def each(self, ask: Callable[[httpx.Client], httpx.Response]) -> dict[str, httpx.Response]:
@@ -134,10 +139,10 @@ class Servers:
         for url in self.alive:
             try:
                 answers[url] = self._patiently(url, ask)
-            except _Away as error:
+            except Away as error:
                 self.take_out(url, str(error))
         if not answers:
-            raise self._none_left()
+            raise self.none_left()
         return answers
 
     def readmit(self, path: str = "/health") -> list[str]:
@@ -159,7 +164,8 @@ class Servers:
             self.out[url] = why
             log.warning("%s is taken out: %s; %d servers are left", url, why, len(self.alive))
 
-    def _none_left(self) -> NoServer:
+    def none_left(self) -> NoServer:
+        """Each server with its last error."""
         return NoServer("no server is left: " + "; ".join(f"{url}: {why}" for url, why in self.out.items()))
 
     def _patiently(self, url: str, ask: Callable[[httpx.Client], httpx.Response]) -> httpx.Response:
@@ -180,8 +186,4 @@ class Servers:
             why = f"status {answer.status_code}: {answer.text[:200]}"
             if answer.status_code not in BUSY:
                 raise Refused(f"{url}{answer.request.url.path}: {why}")
-        raise _Away(why or self.out.get(url, ""))
-
-
-class _Away(Exception):
-    """A server did not answer within its patience."""
+        raise Away(why or self.out.get(url, ""))

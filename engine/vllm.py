@@ -293,7 +293,9 @@ def _environment(settings: VllmSettings) -> dict[str, str | None]:
         values["TORCHDYNAMO_DISABLE"] = "1"  # else helpers compile for ten seconds at the first call
     local_rank = os.environ.get("LOCAL_RANK", "0")
     if alone:
-        values.update(dict.fromkeys(LAUNCHER))
+        from smopd.engine.vllm_transfer import CALLER
+
+        values.update({**dict.fromkeys(LAUNCHER), CALLER: str(os.getpid())})
         if _cuda():
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             count = torch.cuda.device_count()

@@ -1,20 +1,23 @@
 """Weights into an engine that runs in its own process, through files in shared memory.
 
-vLLM imports this module in its workers, where it registers a weight-transfer engine. The sender writes a few
-decoder layers to a file, so that neither side holds a second copy of the model.
+vLLM imports this module in its workers, where it registers a weight-transfer engine. That engine is made in every
+process of vLLM's that holds a model, so it also sees to it that none outlives the process that asked for it.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any
 
-import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from vllm import LLM
 from vllm.distributed.weight_transfer.base import (
@@ -26,10 +29,13 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from smopd.engine.weight_files import part_files
+
 BACKEND = "smopd_files"
 EXTENSION = "smopd.engine.vllm_transfer.Extension"
-FILE_BYTES = 256 << 20  # ours: a file is closed after the decoder layer that passes it
-SHARED_MEMORY = Path("/dev/shm")
+CALLER = "SMOPD_ENGINE_CALLER"
+"""The environment variable with the process that an engine of its own process serves."""
+PARENT_SECONDS = 1.0  # ours: between looks at whether it lives
 
 
 class Extension:
@@ -58,6 +64,11 @@ class FileEngine(WeightTransferEngine[NoInfo, FileInfo]):
     init_info_cls = NoInfo
     update_info_cls = FileInfo
 
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        if CALLER in os.environ:
+            end_with(int(os.environ[CALLER]))
+
     def init_transfer_engine(self, init_info: NoInfo) -> None:
         pass
 
@@ -81,45 +92,10 @@ class FileEngine(WeightTransferEngine[NoInfo, FileInfo]):
 
 def send(llm: LLM, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Streams full tensors by their checkpoint names into `llm`."""
-    place = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-    with TemporaryDirectory(prefix="smopd-weights-", dir=place) as folder:
-        path = Path(folder) / "part.safetensors"
-        llm.start_weight_update()
-        for part in parts(weights, FILE_BYTES):
-            save_file({name: on_cpu(value) for name, value in part.items()}, path)
-            del part
-            llm.update_weights({"update_info": {"path": str(path)}})
-            path.unlink()
-        llm.finish_weight_update()
-
-
-def parts(weights: Iterable[tuple[str, Tensor]], file_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Consecutive tensors of `file_bytes` or more together; a decoder layer's are never parted."""
-    part: dict[str, Tensor] = {}
-    size = 0
-    for _, layer in groupby(weights, key=lambda item: layer_of(item[0])):
-        for name, value in layer:
-            part[name] = value
-            size += value.numel() * value.element_size()
-        if size >= file_bytes:
-            yield part
-            part, size = {}, 0
-    if part:
-        yield part
-
-
-def on_cpu(value: Tensor) -> Tensor:
-    """A contiguous copy that shares no memory, as safetensors asks: a tied head comes twice."""
-    return torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
-
-
-def layer_of(name: str) -> str:
-    """What stands before and with the first number in `name`, or the whole name."""
-    pieces = name.split(".")
-    for i, piece in enumerate(pieces):
-        if piece.isdigit():
-            return ".".join(pieces[: i + 1])
-    return name
+    llm.start_weight_update()
+    for path in part_files(weights):
+        llm.update_weights({"update_info": {"path": str(path)}})
+    llm.finish_weight_update()
 
 
 def stored(path: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -127,6 +103,32 @@ def stored(path: str | Path) -> Iterator[tuple[str, Tensor]]:
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118  no mapping
             yield name, file.get_tensor(name)
+
+
+def end_with(caller: int) -> None:
+    """Ends this process soon after `caller`, whom a SIGKILL keeps from ending it; vLLM's own between them too."""
+    spawner = multiprocessing.parent_process()
+    above = os.getppid()
+    between = spawner is not None and spawner.pid == above != caller
+    processes = [above, os.getpid()] if between else [os.getpid()]
+    threading.Thread(target=_watch, args=(caller, processes), name="end-with-caller", daemon=True).start()
+
+
+def _watch(caller: int, processes: list[int]) -> None:
+    while parent_of(processes[0]) == caller:
+        time.sleep(PARENT_SECONDS)
+    for process in processes:  # the last is this one
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+def parent_of(process: int) -> int | None:
+    """None where there is no such process any more."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return None
+    return int(status.rpartition(")")[2].split()[1])
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, FileEngine)

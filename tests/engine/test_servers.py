@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
-from smopd.engine.servers import NoServer, Patience, Refused, Servers
+from smopd.engine.servers import Away, NoServer, Patience, Refused, Servers
 
 QUICK = Patience(deadline_seconds=20.0, retries=2, backoff_seconds=0.01, concurrency=4)
 
@@ -134,3 +137,22 @@ def test_a_wrong_request_is_not_repeated(scripted):
 def test_urls_must_be_there_and_differ(urls):
     with pytest.raises(ValueError, match="urls"):
         Servers(urls)
+
+
+def test_a_rollout_client_is_imported_without_vllm():
+    script = "import sys; sys.modules['vllm'] = None; import smopd.engine.remote_rollout"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_an_answer_may_take_its_server_out(scripted):
+    """A client that finds a server unfit says so, and what it asked is asked elsewhere."""
+    unfit, healthy = (scripted(lambda count, body: 200) for _ in range(2))
+
+    def ask(client, item):
+        if str(client.base_url).startswith(unfit.url):
+            raise Away("holds other weights")
+        return echo(client, item)
+
+    servers = Servers([unfit.url, healthy.url], QUICK)
+    assert [answer.text for answer in servers.map(ask, [1, 2, 3])] == ["1", "2", "3"]
+    assert servers.out == {unfit.url: "holds other weights"}

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
-import threading
-import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
@@ -20,20 +16,15 @@ from smopd.engine.remote_rollout import RemoteRollout
 from smopd.engine.servers import NoServer, Patience, Refused, Servers
 from smopd.engine.types import Sampling
 from smopd.small_models import world_model
+from tests.engine.served import ROLLOUTS, ROOT, Relay, serve, serving
 from tests.engine.tiny import assert_sampled_by
+from tests.patience import HANG_SECONDS
 
 PROMPTS = [(5, 9, 11), (7,), (20, 21, 22, 23, 24, 25), (30, 31), (40,)]
 GROUPS = [3, 8, 9, 11, 40]
 GREEDY = Sampling(temperature=0.0, max_new_tokens=8)
 QUICK = Patience(deadline_seconds=120.0, retries=3, backoff_seconds=0.01, concurrency=2)
 ENDS = [1]
-STARTED_WITHIN = 900.0  # seconds
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -43,108 +34,21 @@ def server(tmp_path_factory):
     model, tokenizer = world_model(0)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "model")]
-    command += ["--port", str(port), "--host", "127.0.0.1", "--max-model-len", "64", "--dtype", "float32"]
-    command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    command += ["--worker-extension-cls", "smopd.engine.vllm_transfer.Extension"]
-    command += ["--weight-transfer-config", '{"backend": "smopd_files"}', "--enforce-eager"]
-    command += ["--no-enable-chunked-prefill"]  # needed on a CPU
-    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    log = (folder / "log").open("wb")
-    process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + STARTED_WITHIN
-        while not answers(url):
-            assert process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()[
-                -4000:
-            ]
-            time.sleep(1.0)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(60)
+    process = serve(folder / "model", folder / "log", *ROLLOUTS)
+    with serving(process):
+        yield process.url
 
 
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=5.0).is_success
-    except httpx.TransportError:
-        return False
+def remote(*urls: str, longest: int = 32, seed: int | None = 0) -> RemoteRollout:
+    """With the weights of the world's model of `seed` sent."""
+    rollouts = RemoteRollout(Servers(urls, QUICK), ENDS, longest)
+    if seed is not None:
+        rollouts.load_weights(weights_of(seed), 0)
+    return rollouts
 
 
-class Relay:
-    """Another server's front: hands requests on until told otherwise.
-
-    Args:
-        dies_after: completions that it answers before it is gone, as a killed server is.
-        busy: of the first completions, how many it answers by status 503.
-    """
-
-    def __init__(self, to: str, *, dies_after: int | None = None, busy: int = 0):
-        self.to, self.left, self.busy, self.served = to, dies_after, busy, 0
-        self.lock = threading.Lock()
-        self.stopping: threading.Thread | None = None
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.start()
-
-    def start(self) -> None:
-        """Begins to answer, again where it was stopped."""
-        relay = self
-        if relay.stopping is not None:
-            relay.stopping.join()
-            relay.stopping = None
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self):
-                relay.answer(self, httpx.get(relay.to + self.path, timeout=120.0))
-
-            def do_POST(self):
-                content = self.rfile.read(int(self.headers["Content-Length"] or 0))
-                completion = self.path == "/v1/completions"
-                with relay.lock:
-                    if completion and relay.left == 0:
-                        self.connection.shutdown(socket.SHUT_RDWR)
-                        if relay.stopping is None:
-                            relay.stopping = threading.Thread(target=relay.stop)
-                            relay.stopping.start()
-                        return
-                    if completion and relay.busy > 0:
-                        relay.busy -= 1
-                        relay.answer(self, httpx.Response(503, text="busy"))
-                        return
-                    if completion and relay.left is not None:
-                        relay.left -= 1
-                    relay.served += completion
-                headers = {"Content-Type": "application/json"}
-                relay.answer(
-                    self, httpx.post(relay.to + self.path, content=content, headers=headers, timeout=120.0)
-                )
-
-            def log_message(self, *_):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    @staticmethod
-    def answer(handler: BaseHTTPRequestHandler, answer: httpx.Response) -> None:
-        handler.send_response(answer.status_code)
-        handler.send_header("Content-Length", str(len(answer.content)))
-        handler.end_headers()
-        handler.wfile.write(answer.content)
-
-    def stop(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-
-
-def remote(*urls: str, longest: int = 32) -> RemoteRollout:
-    return RemoteRollout(Servers(urls, QUICK), ENDS, longest)
+def weights_of(seed: int):
+    return world_model(seed)[0].state_dict().items()
 
 
 def test_samples_with_the_weights_that_it_was_sent(server):
@@ -162,11 +66,11 @@ def test_samples_with_the_weights_that_it_was_sent(server):
 
 
 def test_what_a_killed_server_was_asked_goes_to_the_others(server, caplog):
-    dying = Relay(server, dies_after=3)
+    dying = Relay(server, dies_after=1, shares=True)
     rollouts = remote(server, dying.url)
     sampling = Sampling(n=4, max_new_tokens=8, seed=5)
     made = rollouts.generate(PROMPTS, GROUPS, sampling)
-    assert dying.served == 3
+    assert dying.served == 1
     assert list(rollouts.servers.out) == [dying.url]
     assert f"{dying.url} is taken out" in caplog.text
     alone = remote(server).generate(PROMPTS, GROUPS, sampling)
@@ -188,6 +92,43 @@ def test_a_server_that_comes_back_gets_the_weights_first(server):
     dying.stop()
 
 
+def test_a_server_that_was_started_again_is_found_by_its_answers(server, caplog):
+    fresh = Relay(server, shares=True)
+    rollouts = remote(fresh.url, server)
+    fresh.holds = "default"  # what vLLM calls the weights that it starts with
+    sampling = Sampling(n=4, max_new_tokens=8, seed=5)
+    made = rollouts.generate(PROMPTS, GROUPS, sampling)
+    assert {rollout.policy_version for rollout in made} == {0} and len(made) == 4 * len(PROMPTS)
+    assert list(rollouts.servers.out) == [fresh.url]
+    assert f"{fresh.url} is taken out: holds the weights default, expected" in caplog.text
+    rollouts.load_weights(weights_of(4), 1)
+    assert rollouts.servers.out == {}
+    assert_sampled_by(world_model(4)[0], rollouts.generate(PROMPTS, GROUPS, GREEDY))
+    fresh.stop()
+
+
+def test_the_same_version_of_another_run_is_not_ours(server):
+    first, second = remote(server, seed=4), remote(server, seed=5)
+    with pytest.raises(NoServer, match="holds the weights"):
+        first.generate(PROMPTS, GROUPS, GREEDY)
+    assert_sampled_by(world_model(5)[0], second.generate(PROMPTS, GROUPS, GREEDY))
+
+
+def test_half_sent_weights_are_never_served(server):
+    rollouts = remote(server)
+
+    def failing():
+        yield from list(weights_of(4))[:9]
+        raise ConnectionError("gone")
+
+    with pytest.raises(ConnectionError):
+        rollouts.load_weights(failing(), 1)
+    label = httpx.get(f"{server}/weight_info").json()["weight_version"]
+    assert label.startswith("part of ") and label.endswith("-1")
+    rollouts.load_weights(weights_of(5), 1)
+    assert_sampled_by(world_model(5)[0], rollouts.generate(PROMPTS, GROUPS, GREEDY))
+
+
 def test_a_busy_server_is_asked_again(server):
     busy = Relay(server, busy=3)
     rollouts = remote(busy.url)
@@ -197,6 +138,31 @@ def test_a_busy_server_is_asked_again(server):
     with pytest.raises(NoServer, match="status 503"):
         rollouts.generate(PROMPTS, GROUPS, GREEDY)
     busy.stop()
+
+
+WITHOUT_VLLM = """
+import sys
+sys.modules["vllm"] = None  # an import of it fails
+from smopd.engine.remote_rollout import RemoteRollout
+from smopd.engine.servers import Servers
+from smopd.engine.types import Sampling
+from smopd.small_models import world_model
+from tests.engine.tiny import assert_sampled_by
+from tests.patience import HANG_SECONDS
+rollouts = RemoteRollout(Servers([sys.argv[1]]), [1], 32)
+model = world_model(6)[0]
+rollouts.load_weights(model.state_dict().items(), 1)
+made = rollouts.generate([(5, 9, 11), (7,)], [0, 1], Sampling(temperature=0.0, max_new_tokens=8))
+assert_sampled_by(model, made)
+print(len(made), "sampled")
+"""
+
+
+def test_a_client_needs_no_vllm(server):
+    command = [sys.executable, "-c", WITHOUT_VLLM, server]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANG_SECONDS)
+    assert done.stdout == "2 sampled\n", done.stderr[-4000:]
 
 
 def test_a_server_without_room_is_refused(server):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 pytest.importorskip("vllm")
 
+from smopd.engine import weight_files
 from smopd.engine.rollout import RolloutEngine
 from smopd.engine.student import Student
 from smopd.engine.sync import synchronise
@@ -171,9 +173,7 @@ def test_an_engine_without_adapters_refuses_them(saved, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_engine_in_its_own_process_takes_weights(saved, tied, monkeypatch):
-    from smopd.engine import vllm_transfer
-
-    monkeypatch.setattr(vllm_transfer, "FILE_BYTES", 20_000)  # several files
+    monkeypatch.setattr(weight_files, "FILE_BYTES", 20_000)  # several files
     settings = VllmSettings(placement="process", kv_cache_bytes=32 << 20, max_model_len=64)
     rollouts = VllmRollout(saved(seed=0, tied=tied), [END], settings)
     assert_sampled_by(tiny_model(seed=0, tied=tied), rollouts.generate(PROMPTS, GROUPS, GREEDY))
@@ -191,15 +191,62 @@ def test_an_engine_in_its_own_process_takes_weights(saved, tied, monkeypatch):
     assert_sampled_by(again, rollouts.generate(PROMPTS, GROUPS, GREEDY))
 
 
-def test_files_never_part_a_layer():
-    from smopd.engine.vllm_transfer import parts
+ALONE = """
+import sys, time
+from smopd.engine.types import VllmSettings
+from smopd.engine.vllm_rollout import VllmRollout
+from tests.engine.tiny import END
+if __name__ == "__main__":
+    settings = VllmSettings(placement="process", kv_cache_bytes=32 << 20, max_model_len=64)
+    rollouts = VllmRollout(sys.argv[1], [END], settings)
+    print("made", flush=True)
+    time.sleep(3600)
+"""
 
+
+@pytest.mark.slow
+def test_an_engine_ends_with_a_caller_that_is_killed(saved, tmp_path):
+    script = tmp_path / "alone.py"
+    script.write_text(ALONE)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script), str(saved(seed=0))]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as caller:
+        try:
+            assert caller.stdout.readline() == "made\n"
+            engines = descendants(caller.pid)
+            assert engines
+        finally:
+            caller.kill()
+    deadline = time.monotonic() + HANG_SECONDS
+    while any(runs(process) for process in engines):
+        assert time.monotonic() < deadline, engines
+        time.sleep(0.2)
+
+
+def descendants(process: int) -> list[int]:
+    """Its children and theirs."""
+    found = []
+    for children in Path(f"/proc/{process}/task").glob("*/children"):
+        for child in map(int, children.read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+def runs(process: int) -> bool:
+    """Whether it is there and not only waiting to be buried."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_files_never_part_a_layer():
     weights = list(tiny_model(layers=3).state_dict().items())
-    made = list(parts(iter(weights), file_bytes=1))
+    made = list(weight_files.parts(iter(weights), file_bytes=1))
     assert [name for part in made for name in part] == [name for name, _ in weights]
     layers = [{name.split(".")[2] for name in part if "layers" in name} for part in made]
     assert [sorted(found) for found in layers if found] == [["0"], ["1"], ["2"]]
-    (whole,) = parts(iter(weights), file_bytes=1 << 40)
+    (whole,) = weight_files.parts(iter(weights), file_bytes=1 << 40)
     assert whole.keys() == dict(weights).keys()
     assert whole["lm_head.weight"].shape == (VOCABULARY, 64)
 

@@ -1,0 +1,189 @@
+"""Real vLLM servers in processes of their own, and a relay in front of one that fails on purpose."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+
+from smopd.engine.remote_rollout import GENERATE
+from tests.patience import HANG_SECONDS
+
+ROOT = Path(__file__).parents[2]
+ROLLOUTS = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+ROLLOUTS += ["--worker-extension-cls", "smopd.engine.vllm_transfer.Extension"]
+ROLLOUTS += ["--weight-transfer-config", '{"backend": "smopd_files"}']
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@dataclass
+class Process:
+    """A server of this test; `log` is where it writes."""
+
+    url: str
+    process: subprocess.Popen
+    log: Path
+
+    def await_health(self) -> None:
+        deadline = time.monotonic() + HANG_SECONDS
+        while not answers(self.url):
+            alive = self.process.poll() is None and time.monotonic() < deadline
+            assert alive, self.log.read_text()[-4000:]
+            time.sleep(0.5)
+
+    def kill(self) -> None:
+        """As the out-of-memory killer would: at once, its children too."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(60)
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+
+def start(module: str, log: Path, arguments: Sequence[str], port: int | None = None) -> Process:
+    """`python -m module ... --port` in a process group of its own."""
+    port = port or free_port()
+    command = [sys.executable, "-m", module, *arguments, "--port", str(port), "--host", "127.0.0.1"]
+    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    environment |= {"PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    return Process(f"http://127.0.0.1:{port}", process, log)
+
+
+def serve(model: Path, log: Path, *options: str, length: int = 64, port: int | None = None) -> Process:
+    """vLLM's own server of `model`, small and for a CPU."""
+    arguments = ["--model", str(model), "--max-model-len", str(length), "--dtype", "float32"]
+    arguments += ["--enforce-eager", "--no-enable-chunked-prefill", "--kv-cache-memory-bytes", str(32 << 20)]
+    return start("vllm.entrypoints.openai.api_server", log, [*arguments, *options], port)
+
+
+@contextmanager
+def serving(*servers: Process) -> Iterator[None]:
+    """Waits until all answer, and ends them."""
+    try:
+        for server in servers:
+            server.await_health()
+        yield
+    finally:
+        for server in servers:
+            server.stop()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5.0).is_success
+    except httpx.TransportError:
+        return False
+
+
+class Relay:
+    """Another server's front: hands requests on until told otherwise.
+
+    Args:
+        dies_after: completions that it answers before it is gone, as a killed server is.
+        busy: of the first completions, how many it answers by status 503.
+        holds: the label that its answers give to the weights until new ones come, as of a server started anew.
+        shares: another client's weights are served too: new ones are acknowledged and go no further.
+    """
+
+    def __init__(
+        self,
+        to: str,
+        *,
+        dies_after: int | None = None,
+        busy: int = 0,
+        holds: str = "",
+        shares: bool = False,
+    ):
+        self.shares = shares
+        self.to, self.left, self.busy, self.holds, self.served = to, dies_after, busy, holds, 0
+        self.lock = threading.Lock()
+        self.stopping: threading.Thread | None = None
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self) -> None:
+        """Begins to answer, again where it was stopped."""
+        relay = self
+        if relay.stopping is not None:
+            relay.stopping.join()
+            relay.stopping = None
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self):
+                relay.answer(self, httpx.get(relay.to + self.path, timeout=120.0))
+
+            def do_POST(self):
+                content = self.rfile.read(int(self.headers["Content-Length"] or 0))
+                completion = self.path == GENERATE
+                with relay.lock:
+                    if completion and relay.left == 0:
+                        self.connection.shutdown(socket.SHUT_RDWR)
+                        if relay.stopping is None:
+                            relay.stopping = threading.Thread(target=relay.stop)
+                            relay.stopping.start()
+                        return
+                    if completion and relay.busy > 0:
+                        relay.busy -= 1
+                        relay.answer(self, httpx.Response(503, text="busy"))
+                        return
+                    if completion and relay.left is not None:
+                        relay.left -= 1
+                    relay.served += completion
+                if relay.shares and not completion:
+                    relay.holds = "" if self.path == "/finish_weight_update" else relay.holds
+                    relay.answer(self, httpx.Response(200, text="{}"))
+                    return
+                headers = {"Content-Type": "application/json"}
+                answer = httpx.post(relay.to + self.path, content=content, headers=headers, timeout=120.0)
+                if completion and relay.holds:
+                    body = answer.json()
+                    for span in body["choices"][0]["weight_versions"]:
+                        span["version"] = relay.holds
+                    answer = httpx.Response(200, json=body)
+                relay.holds = "" if self.path == "/finish_weight_update" else relay.holds
+                relay.answer(self, answer)
+
+            def log_message(self, *_):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    @staticmethod
+    def answer(handler: BaseHTTPRequestHandler, answer: httpx.Response) -> None:
+        handler.send_response(answer.status_code)
+        handler.send_header("Content-Length", str(len(answer.content)))
+        handler.end_headers()
+        handler.wfile.write(answer.content)
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
