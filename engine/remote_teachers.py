@@ -1,6 +1,7 @@
 """Teachers at URLs: our own server (teacher_server.py, binary) or a `vllm serve` (JSON, temperature 1).
 
-What kind of server it is, its tokenizer and its limits are asked at the start.
+Every server is asked at the start, and again when it comes back, what kind it is and whether it fits: its
+tokenizer, and one answer as it will be wanted.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from torch import Tensor
 
 from smopd.engine.models import UnusableModel
 from smopd.engine.packing import flat_offsets
-from smopd.engine.servers import Patience, Refused, Servers
-from smopd.engine.support import without_padding
+from smopd.engine.servers import Away, Patience, Refused, Servers
+from smopd.engine.support import Dropping, without_padding
 from smopd.engine.teacher_wire import BINARY, pack_request, unpack_answer
 from smopd.engine.teachers import empty_topk
 from smopd.engine.types import Rollout, TeacherTopK
 from smopd.kernels.checks import check_kappa
 
 REQUEST_TOKENS = 16_384  # ours: about as many of a batch's tokens go into one request
+OTHER_KIND = "is of another kind than the teacher's first server, expected all ours or all vLLM's"
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ class Probe:
     token_ids: tuple[int, ...]
 
 
-class RemoteTeachers:
+class RemoteTeachers(Dropping):
     """Serves `TeacherEngine`.
 
     Args:
@@ -47,8 +49,8 @@ class RemoteTeachers:
         dtype: of log-probabilities on the way, "float16" or "float32".
     Raises:
         NoServer: a teacher has no server that answers.
-        UnusableModel: another tokenizer, too few log-probabilities, or a temperature that it cannot serve;
-            says what to change.
+        UnusableModel: a server has another tokenizer, gives too few log-probabilities, cannot serve the
+            temperature, or is of another kind than its teacher's first; says what to change.
     """
 
     def __init__(
@@ -62,10 +64,11 @@ class RemoteTeachers:
         dtype: str = "float32",
         patience: Patience | None = None,
     ):
-        self.vocabulary, self.dtype, self.dropped = vocabulary, dtype, 0
+        self.vocabulary, self.dtype = vocabulary, dtype
+        self.probe, self.kappa, self.temperature = probe, kappa, temperature
         self.teachers = [Servers(each, patience) for each in urls]
         self._models: dict[str, str] = {}
-        self.ours = [self._probe(m, probe, kappa, temperature) for m in range(len(self.teachers))]
+        self.ours = [self._probe(m) for m in range(len(self.teachers))]
 
     def score(
         self, rollouts: Sequence[Rollout], kappa: int, temperature: float, *, union: bool = False
@@ -76,80 +79,119 @@ class RemoteTeachers:
         rollouts = [rollout for rollout in rollouts if len(rollout.response_ids)]
         result = empty_topk(flat_offsets(rollouts)[-1], len(self.teachers), kappa, "cpu")
 
-        def ask(m: int) -> None:
-            self.teachers[m].readmit()
+        def ask(m: int) -> int:
+            self._readmit(m)
             method = self._binary if self.ours[m] else self._json
-            ids_NS, logps_NS, token_logps_N = method(self.teachers[m], rollouts, kappa, temperature)
-            ids_NS, logps_NS, dropped = without_padding(ids_NS, logps_NS, self.vocabulary)
-            self.dropped += dropped
+            ids_NS, logps_NS, token_logps_N, away = method(self.teachers[m], rollouts, kappa, temperature)
+            ids_NS, logps_NS, here = without_padding(ids_NS, logps_NS, self.vocabulary)
             result.ids_NMS[:, m], result.logps_NMS[:, m] = ids_NS, logps_NS
             result.token_logps_NM[:, m] = token_logps_N
+            return away + here
 
         if rollouts:
             with ThreadPoolExecutor(len(self.teachers), thread_name_prefix="teachers") as pool:
-                list(pool.map(ask, range(len(self.teachers))))
+                self.drop(sum(pool.map(ask, range(len(self.teachers)))))
         return result
 
     def _binary(
         self, servers: Servers, rollouts: Sequence[Rollout], kappa: int, temperature: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, int]:
         def ask(client: httpx.Client, item: Sequence[Rollout]) -> httpx.Response:
-            return client.post(
-                "/score",
-                params={"kappa": kappa, "temperature": temperature, "dtype": self.dtype},
-                content=pack_request(item),
-                headers={"content-type": BINARY},
-            )
+            return _score(client, item, kappa, temperature, self.dtype)
 
         answers = [unpack_answer(answer.content) for answer in servers.map(ask, portions(rollouts))]
-        ids, logps, own = zip(*answers, strict=True)
-        return torch.cat(ids), torch.cat(logps), torch.cat(own)
+        ids, logps, own, dropped = zip(*answers, strict=True)
+        return torch.cat(ids), torch.cat(logps), torch.cat(own), sum(dropped)
 
     def _json(
         self, servers: Servers, rollouts: Sequence[Rollout], kappa: int, temperature: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        _require_temperature(servers, temperature)
-        model = self._models[servers.urls[0]]
+    ) -> tuple[Tensor, Tensor, Tensor, int]:
+        _require_temperature(servers.urls[0], temperature)
 
         def ask(client: httpx.Client, item: Rollout) -> httpx.Response:
             ids = [*item.prompt_ids, *item.response_ids.tolist()]
-            return _prompt_logprobs(client, model, ids, kappa)
+            return _prompt_logprobs(client, self._models[servers.url_of(client)], ids, kappa)
 
         parsed = [
             _parse(answer.json()["choices"][0]["prompt_logprobs"], rollout, kappa)
             for rollout, answer in zip(rollouts, servers.map(ask, rollouts), strict=True)
         ]
         ids, logps, own = zip(*parsed, strict=True)
-        return torch.cat(ids), torch.cat(logps), torch.cat(own)
+        return torch.cat(ids), torch.cat(logps), torch.cat(own), 0
 
-    def _probe(self, m: int, probe: Probe, kappa: int, temperature: float) -> bool:
-        """Whether the teacher's servers are ours."""
-        servers, name = self.teachers[m], f"teachers.models.{m}"
-        try:
-            ours = httpx.get(f"{servers.urls[0]}/describe", timeout=10.0).is_success
-        except httpx.TransportError:
-            ours = False
-        asked = {"prompt": probe.text, "add_special_tokens": False}
-        for url, answer in servers.each(lambda client: client.post("/tokenize", json=asked)).items():
-            if tuple(answer.json()["tokens"]) != probe.token_ids:
+    def _probe(self, m: int) -> bool:
+        """Whether the teacher's servers are ours. Each is asked; those that stay away are taken out."""
+        servers, kinds = self.teachers[m], {}
+        for url in servers.alive:
+            try:
+                kinds[url] = self._fits(m, url)
+            except Away as error:
+                servers.take_out(url, str(error))
+        if not kinds:
+            raise servers.none_left()
+        ours = next(iter(kinds.values()))
+        for url, kind in kinds.items():
+            if kind != ours:
+                raise UnusableModel(f"teachers.models.{m}: {url} {OTHER_KIND}")
+        if not ours:
+            log.info(
+                "teachers.models.%d is a vLLM server: its answers are JSON, slower than "
+                "smopd.engine.teacher_server",
+                m,
+            )
+        return ours
+
+    def _readmit(self, m: int) -> None:
+        """Servers that were out and fit again: another model may be there by now."""
+        servers = self.teachers[m]
+        for url in servers.readmit():
+            try:
+                why = "" if self._fits(m, url) == self.ours[m] else OTHER_KIND
+            except (Away, UnusableModel) as error:
+                why = str(error)
+            if why:
+                servers.take_out(url, why)
+
+    def _fits(self, m: int, url: str) -> bool:
+        """Whether the server at `url` is ours.
+
+        Raises:
+            Away: it does not answer.
+            UnusableModel: it cannot serve what will be asked.
+        """
+        servers, ids, name = self.teachers[m], self.probe.token_ids, f"teachers.models.{m}: {url}"
+        described = servers.patiently(url, lambda client: client.get("/describe"), (httpx.codes.NOT_FOUND,))
+        asked = {"prompt": self.probe.text, "add_special_tokens": False}
+        answer = servers.patiently(url, lambda client: client.post("/tokenize", json=asked))
+        if tuple(answer.json()["tokens"]) != ids:
+            raise UnusableModel(
+                f"{name} has another tokenizer than the student; expected a teacher of one family"
+            )
+        if described.is_success:
+            vocabulary = described.json()["vocabulary"]
+            if vocabulary != self.vocabulary:
                 raise UnusableModel(
-                    f"{name}: {url} has another tokenizer than the student; expected a teacher of one family"
+                    f"{name} was started for a vocabulary of {vocabulary}, expected the student's "
+                    f"{self.vocabulary} (--vocabulary)"
                 )
-        if ours:
+            one = Rollout(ids[:1], torch.tensor(ids[-1:]), torch.zeros(1), 0, True)
+            try:
+                servers.patiently(
+                    url, lambda client: _score(client, [one], self.kappa, self.temperature, self.dtype)
+                )
+            except Refused as error:
+                raise UnusableModel(f"{name} cannot answer what will be asked ({error})") from error
             return True
-        _require_temperature(servers, temperature)
-        for url, answer in servers.each(lambda client: client.get("/v1/models")).items():
-            self._models[url] = answer.json()["data"][0]["id"]
-        model = self._models[servers.alive[0]]
-        self._models[servers.urls[0]] = model
+        _require_temperature(url, self.temperature)
+        answer = servers.patiently(url, lambda client: client.get("/v1/models"))
+        model = self._models[url] = answer.json()["data"][0]["id"]
         try:
-            servers.each(lambda client: _prompt_logprobs(client, model, list(probe.token_ids[:2]), kappa))
+            servers.patiently(url, lambda client: _prompt_logprobs(client, model, list(ids[:2]), self.kappa))
         except Refused as error:
             raise UnusableModel(
-                f"{name}: gives no {kappa} log-probabilities a position; start it with --max-logprobs "
-                f"{kappa}, or lower opd.kappa ({error})"
+                f"{name} gives no {self.kappa} log-probabilities a position; start it with --max-logprobs "
+                f"{self.kappa}, or lower opd.kappa ({error})"
             ) from error
-        log.info("%s is a vLLM server: its answers are JSON, slower than smopd.engine.teacher_server", name)
         return False
 
 
@@ -166,12 +208,23 @@ def portions(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     return parts
 
 
-def _require_temperature(servers: Servers, temperature: float) -> None:
+def _require_temperature(url: str, temperature: float) -> None:
     if temperature != 1:
         raise UnusableModel(
-            f"{servers.urls[0]}: a vLLM server gives log-probabilities at temperature 1, asked for "
+            f"{url}: a vLLM server gives log-probabilities at temperature 1, asked for "
             f"{temperature}; serve the teacher with smopd.engine.teacher_server"
         )
+
+
+def _score(
+    client: httpx.Client, rollouts: Sequence[Rollout], kappa: int, temperature: float, dtype: str
+) -> httpx.Response:
+    return client.post(
+        "/score",
+        params={"kappa": kappa, "temperature": temperature, "dtype": dtype},
+        content=pack_request(rollouts),
+        headers={"content-type": BINARY},
+    )
 
 
 def _prompt_logprobs(client: httpx.Client, model: str, ids: list[int], kappa: int) -> httpx.Response:

@@ -104,7 +104,7 @@ class Servers:
                         return
                     i = waiting.get()
                 try:
-                    answer = self._patiently(url, partial(ask, item=items[i]))
+                    answer = self.patiently(url, partial(ask, item=items[i]))
                 except Exception as error:
                     with changed:
                         waiting.put(i)
@@ -129,16 +129,21 @@ class Servers:
             raise self.none_left()
         return [answers[i] for i in range(len(items))]
 
-    def each(self, ask: Callable[[httpx.Client], httpx.Response]) -> dict[str, httpx.Response]:
+    def each(
+        self, ask: Callable[[httpx.Client], httpx.Response], allowed: Sequence[int] = ()
+    ) -> dict[str, httpx.Response]:
         """The answer of every server that is not out; one that stays away is taken out.
 
+        Args:
+            allowed: statuses that are answers too.
         Raises:
             NoServer: none answered.
+            Refused: a server says that the request is wrong.
         """
         answers = {}
         for url in self.alive:
             try:
-                answers[url] = self._patiently(url, ask)
+                answers[url] = self.patiently(url, ask, allowed)
             except Away as error:
                 self.take_out(url, str(error))
         if not answers:
@@ -159,6 +164,10 @@ class Servers:
             del self.out[url]
         return back
 
+    def url_of(self, client: httpx.Client) -> str:
+        """Whom one of the clients that `ask` gets belongs to."""
+        return next(url for url, own in self._clients.items() if own is client)
+
     def take_out(self, url: str, why: str) -> None:
         if url not in self.out:
             self.out[url] = why
@@ -168,7 +177,15 @@ class Servers:
         """Each server with its last error."""
         return NoServer("no server is left: " + "; ".join(f"{url}: {why}" for url, why in self.out.items()))
 
-    def _patiently(self, url: str, ask: Callable[[httpx.Client], httpx.Response]) -> httpx.Response:
+    def patiently(
+        self, url: str, ask: Callable[[httpx.Client], httpx.Response], allowed: Sequence[int] = ()
+    ) -> httpx.Response:
+        """One server's answer.
+
+        Raises:
+            Away: it did not come within its patience.
+            Refused: the server says that the request is wrong.
+        """
         why = ""
         for attempt in range(self.patience.retries + 1):
             if attempt:
@@ -181,7 +198,7 @@ class Servers:
             except httpx.TransportError as error:
                 why = f"{type(error).__name__}: {error}".rstrip(": ")
                 continue
-            if answer.is_success:
+            if answer.is_success or answer.status_code in allowed:
                 return answer
             why = f"status {answer.status_code}: {answer.text[:200]}"
             if answer.status_code not in BUSY:

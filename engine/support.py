@@ -5,10 +5,29 @@ Shapes: N tokens, M teachers, S = kappa entries of one, U ids of the other teach
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
 GATHER_BYTES = 64 << 20  # ours: most bytes of head rows gathered at a time
+
+log = logging.getLogger(__name__)
+
+
+class Dropping:
+    """Counts entries that were no tokens of the student's, and says so once."""
+
+    dropped = 0
+
+    def drop(self, entries: int) -> None:
+        if entries > 0 and self.dropped == 0:
+            log.warning(
+                "teachers: %d entries so far name ids that only pad a teacher's vocabulary; these are left "
+                "empty, and counted",
+                entries,
+            )
+        self.dropped += entries
 
 
 def without_padding(ids_NS: Tensor, logps_NS: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, int]:

@@ -4,7 +4,8 @@
 
 `POST /score?kappa=16&temperature=1.0&dtype=float16` takes and gives safetensors: `tokens` (all prompts and
 responses, one behind the other) and `lengths` (R, 2) come in; `ids_NS` int32, `logps_NS` in the dtype that
-was asked for and `token_logps_N` fp32 go out. It holds no state, so a request may be sent again.
+was asked for and `token_logps_N` fp32 go out, with how many ids were `dropped` because they only pad the
+teacher's vocabulary. An answer depends on nothing asked before, so a request may be sent again.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ def application(teacher: TeacherEngine, path: str, vocabulary: int) -> Starlette
     def score(content: bytes, kappa: int, temperature: float, dtype: torch.dtype) -> bytes:
         rollouts = unpack_request(content)
         with one_at_a_time:
+            before = teacher.dropped
             top = teacher.score(rollouts, kappa, temperature)
-        return pack_answer(top.ids_NMS[:, 0], top.logps_NMS[:, 0], top.token_logps_NM[:, 0], dtype)
+            dropped = teacher.dropped - before
+        return pack_answer(top.ids_NMS[:, 0], top.logps_NMS[:, 0], top.token_logps_NM[:, 0], dtype, dropped)
 
     async def on_score(request: Request) -> Response:
         asked = request.query_params

@@ -38,12 +38,20 @@ def unpack_request(content: bytes) -> list[Rollout]:
     return rollouts
 
 
-def pack_answer(ids_NS: Tensor, logps_NS: Tensor, token_logps_N: Tensor, dtype: torch.dtype) -> bytes:
-    tensors = {"ids_NS": ids_NS.int(), "logps_NS": logps_NS.to(dtype), "token_logps_N": token_logps_N.float()}
+def pack_answer(
+    ids_NS: Tensor, logps_NS: Tensor, token_logps_N: Tensor, dtype: torch.dtype, dropped: int = 0
+) -> bytes:
+    tensors = {
+        "ids_NS": ids_NS.int(),
+        "logps_NS": logps_NS.to(dtype),
+        "token_logps_N": token_logps_N.float(),
+        "dropped": torch.tensor(dropped),
+    }
     return save({name: value.cpu().contiguous() for name, value in tensors.items()})
 
 
-def unpack_answer(content: bytes) -> tuple[Tensor, Tensor, Tensor]:
-    """ids (N, S) int32, log-probabilities (N, S) and the tokens' own (N,), fp32."""
+def unpack_answer(content: bytes) -> tuple[Tensor, Tensor, Tensor, int]:
+    """ids (N, S) int32, log-probabilities (N, S) and the tokens' own (N,), fp32; ids dropped."""
     tensors = load(content)
-    return tensors["ids_NS"], tensors["logps_NS"].float(), tensors["token_logps_N"]
+    dropped = int(tensors["dropped"])
+    return tensors["ids_NS"], tensors["logps_NS"].float(), tensors["token_logps_N"], dropped

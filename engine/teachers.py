@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from smopd.engine.models import UnusableModel, head, load_model, response_hidden
 from smopd.engine.packing import flat_offsets, pack
-from smopd.engine.support import given_logprobs, others_ids, with_others, without_padding
+from smopd.engine.support import Dropping, given_logprobs, others_ids, with_others, without_padding
 from smopd.engine.types import Packing, Rollout, TeacherTopK, TokenBatch
 from smopd.kernels.checks import check_kappa
 from smopd.kernels.topk_logprobs import linear_topk_logprobs
@@ -32,7 +32,8 @@ EMBEDDINGS = ("lm_head", "embed_tokens", "output", "wte", "embed_out")
 
 class TeacherEngine(Protocol):
     dropped: int
-    """Entries so far whose id is padding of a teacher's own vocabulary: replaced by id 0 and -inf."""
+    """Entries so far, of this rank's tokens, whose id is padding of a teacher's own vocabulary: they became
+    empty slots (id 0, -inf). It only grows."""
 
     def score(
         self, rollouts: Sequence[Rollout], kappa: int, temperature: float, *, union: bool = False
@@ -77,7 +78,7 @@ class _Entries(NamedTuple):
     token_logp_N: Tensor
 
 
-class LocalTeachers:
+class LocalTeachers(Dropping):
     """Serves `TeacherEngine` with transformers models.
 
     Args:
@@ -103,7 +104,6 @@ class LocalTeachers:
             teacher.model.eval().requires_grad_(False)
         self.packing = packing
         self.vocabulary = vocabulary
-        self.dropped = 0
 
     @property
     def device(self) -> torch.device:
@@ -141,6 +141,13 @@ class LocalTeachers:
                 result.ids_NMS[batch.flat_N, m], result.logps_NMS[batch.flat_N, m] = entries
         return result
 
+    def base(self, path: str | Path) -> LocalTeachers | None:
+        """The model at `path` without adapters, where it is here under some: shares its weights."""
+        for teacher in self.teachers:
+            if same_place(teacher.model.name_or_path) == same_place(path):
+                return LocalTeachers([teacher.model], self.packing, self.vocabulary)
+        return None
+
     def _entries(self, teacher: LocalTeacher, batch: TokenBatch, kappa: int, temperature: float) -> _Entries:
         self._choose(teacher)
         weight_VD, bias_V = head(teacher.model)
@@ -157,14 +164,14 @@ class LocalTeachers:
         ids_NS, logps_NS = top.ids_NS, top.logps_NS
         if weight_VD.shape[0] > self.vocabulary:
             ids_NS, logps_NS, dropped = without_padding(ids_NS, logps_NS, self.vocabulary)
-            self.dropped += dropped
+            self.drop(dropped)
         return _Entries(hidden_ND, ids_NS, logps_NS, top.token_logp_N)
 
     def _choose(self, teacher: LocalTeacher) -> None:
         if teacher.adapter is not None:
             teacher.model.enable_adapters()
             teacher.model.set_adapter(teacher.adapter)
-        elif any(other.model is teacher.model and other.adapter for other in self.teachers):
+        elif getattr(teacher.model, "_hf_peft_config_loaded", False):
             teacher.model.disable_adapters()
 
 

@@ -1,7 +1,7 @@
 """Weights into an engine that runs in its own process, through files in shared memory.
 
-vLLM imports this module in its workers, where it registers a weight-transfer engine. That engine is made in every
-process of vLLM's that holds a model, so it also sees to it that none outlives the process that asked for it.
+vLLM imports this module in its workers, where it registers a weight-transfer engine. That is made in every
+process that holds a model, so it also sees to it that none outlives the process that asked for it.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def stored(path: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def end_with(caller: int) -> None:
-    """Ends this process soon after `caller`, whom a SIGKILL keeps from ending it; vLLM's own between them too."""
+    """Ends this process, and vLLM's own between them, soon after `caller`, whom a SIGKILL keeps from it."""
     spawner = multiprocessing.parent_process()
     above = os.getppid()
     between = spawner is not None and spawner.pid == above != caller

@@ -106,7 +106,7 @@ class Relay:
     Args:
         dies_after: completions that it answers before it is gone, as a killed server is.
         busy: of the first completions, how many it answers by status 503.
-        holds: the label that its answers give to the weights until new ones come, as of a server started anew.
+        holds: the label that its answers give the weights until new ones come, as of a server started anew.
         shares: another client's weights are served too: new ones are acknowledged and go no further.
     """
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
 
 from smopd.engine.models import UnusableModel
 from smopd.engine.remote_teachers import Probe, RemoteTeachers, portions
-from smopd.engine.servers import Patience
+from smopd.engine.servers import NoServer, Patience
 from smopd.engine.teacher_wire import pack_request, unpack_request
 from smopd.engine.teachers import load_teachers
 from smopd.engine.types import Packing
@@ -102,6 +104,134 @@ def test_another_tokenizer_is_refused(world):
     probe = Probe(world[3].text, (*world[3].token_ids, 1))
     with pytest.raises(UnusableModel, match=r"teachers\.models\.0: http.* has another tokenizer"):
         remote(world, probe=probe)
+
+
+class Answering:
+    """A vLLM server as far as a client looks before it asks: which statuses and tokens it gives.
+
+    Args:
+        tokens: of any text.
+        most: log-probabilities a position.
+    """
+
+    def __init__(self, tokens, most=20):
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.answer({"data": [{"id": "model"}]}, 404 if self.path == "/describe" else 200)
+
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                outer.asked.append(self.path)
+                if self.path == "/tokenize":
+                    self.answer({"tokens": list(tokens)}, 200)
+                else:
+                    self.answer({}, 200 if body["prompt_logprobs"] <= most else 400)
+
+            def answer(self, body, status):
+                content = json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("content-length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_):
+                pass
+
+        self.asked = []
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def stop(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def answering():
+    made = []
+
+    def make(*arguments, **options):
+        made.append(Answering(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.stop()
+
+
+def of_servers(world, *urls, **options):
+    """One teacher with several servers."""
+    _, _, vocabulary, probe = world
+    given = {"probe": probe, "kappa": 4, "temperature": 1.0, "patience": QUICK} | options
+    return RemoteTeachers([list(urls)], vocabulary, **given)
+
+
+def test_each_server_of_a_teacher_is_asked(world, answering):
+    ids = world[3].token_ids
+    first, second = answering(ids), answering(ids)
+    assert of_servers(world, first.url, second.url).ours == [False]
+    assert first.asked == second.asked == ["/tokenize", "/v1/completions"]
+
+
+def test_a_second_server_that_does_not_fit_is_refused(world, answering):
+    ids = world[3].token_ids
+    fits = answering(ids)
+    with pytest.raises(UnusableModel, match=r"models\.0: http.* has another tokenizer than the student"):
+        of_servers(world, fits.url, answering((*ids, 1)).url)
+    few = answering(ids, most=3)
+    with pytest.raises(UnusableModel, match=rf"{few.url} gives no 4 log-probabilities .*--max-logprobs 4"):
+        of_servers(world, fits.url, few.url)
+    with pytest.raises(UnusableModel, match=r"log-probabilities at temperature 1, asked for 0\.7"):
+        of_servers(world, fits.url, temperature=0.7)
+    ours = world[1][0]
+    for urls in ((fits.url, ours.url), (ours.url, fits.url)):
+        with pytest.raises(UnusableModel, match=rf"{urls[1]} is of another kind"):
+            of_servers(world, *urls)
+
+
+def test_a_server_that_does_not_answer_is_left_out_and_none_is_an_error(world, answering):
+    gone, fits = answering(world[3].token_ids), answering(world[3].token_ids)
+    gone.stop()
+    found = of_servers(world, gone.url, fits.url)
+    assert list(found.teachers[0].out) == [gone.url] and found.ours == [False]
+    with pytest.raises(NoServer, match=rf"{gone.url}: ConnectError"):
+        of_servers(world, gone.url)
+
+
+def test_a_server_of_ours_that_cannot_serve_is_refused(world):
+    _, servers, vocabulary, probe = world
+    with pytest.raises(UnusableModel, match=rf"started for a vocabulary of {vocabulary}, expected .* 7 "):
+        RemoteTeachers([[servers[0].url]], 7, probe, 4, 1.0, patience=QUICK)
+    with pytest.raises(UnusableModel, match=rf"{servers[0].url} cannot answer what will be asked .*400"):
+        of_servers(world, servers[0].url, temperature=-1.0)
+
+
+def test_what_only_pads_a_vocabulary_is_counted_on_the_other_side(world, caplog):
+    paths, _, vocabulary, probe = world
+    smaller = vocabulary - 40
+    rollouts = [r for r in ragged_rollouts(7) if max(r.response_ids.tolist()) < smaller]
+    server = Serving(load_teachers(paths[:1], PACKING, smaller, torch.float32), paths[0], smaller)
+    found = RemoteTeachers([[server.url]], smaller, probe, 8, 1.0, patience=QUICK)
+    top = found.score(rollouts, 8, 1.0)
+    server.stop()
+    assert found.dropped == int((top.logps_NMS == -torch.inf).sum()) > 0
+    found.score([], 8, 1.0)
+    assert caplog.text.count("only pad a teacher's vocabulary") == 2  # the server's engine, and here
+
+
+def test_a_server_that_comes_back_as_another_is_left_out(world, answering):
+    tokens = list(world[3].token_ids)
+    fits, changing = answering(world[3].token_ids), answering(tokens)
+    found = of_servers(world, fits.url, changing.url)
+    servers = found.teachers[0]
+    for why in ("", "another tokenizer"):
+        servers.take_out(changing.url, "gone")
+        found._readmit(0)
+        assert why in servers.out.get(changing.url, "") and (changing.url in servers.out) == bool(why)
+        tokens.append(1)
 
 
 def test_a_replica_that_dies_is_replaced_by_the_other(world):
