@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -50,6 +51,24 @@ def attach(model: PreTrainedModel, lora: Lora, compute_dtype: torch.dtype) -> No
         parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else compute_dtype)
         if parameter.requires_grad and distributed.world_size() > 1:
             dist.broadcast(parameter.data, src=0)
+
+
+@contextmanager
+def off(model: nn.Module) -> Iterator[None]:
+    """The base as if it had no adapters, for forwards without gradient.
+
+    peft's own switch also freezes the adapters, which a sharded model would remember.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def targets(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -107,11 +108,15 @@ class Student:
     def optimizer(self) -> torch.optim.Optimizer:
         return self.strategy.optimizer
 
-    def logps(self, rollouts: Sequence[Rollout], temperature: float) -> Tensor:
-        """(N,) fp32 log-probabilities of the response tokens under the training forward."""
+    def logps(self, rollouts: Sequence[Rollout], temperature: float, *, adapters: bool = True) -> Tensor:
+        """(N,) fp32 log-probabilities of the response tokens under the training forward; a collective call.
+
+        Args:
+            adapters: False leaves them out: what the student began with.
+        """
         result_N = torch.zeros(flat_offsets(rollouts)[-1], device=self.device)
         self.policy.eval()  # the adapters' dropout, the only one there is
-        with torch.no_grad():
+        with torch.no_grad(), self._without_adapters() if not adapters else nullcontext():
             for batch in self._micro_batches(rollouts):
                 through_head = partial(_token_logps, token_ids_N=batch.token_ids_N, temperature=temperature)
                 result_N[batch.flat_N] = self.strategy.forward(batch, through_head)
@@ -184,6 +189,13 @@ class Student:
         from smopd.engine import lora
 
         return lora.save(self.model, self._tensors(), self.strategy.full, folder)
+
+    def _without_adapters(self) -> AbstractContextManager[None]:
+        if self.lora is None:
+            raise ValueError("logps: the student trains all parameters, expected TrainSettings.lora")
+        from smopd.engine import lora
+
+        return lora.off(self.model)
 
     def _tensors(self) -> dict[str, Tensor]:
         """The model's state dict, in shards. Asked of the root, whose hooks put the shards back first."""

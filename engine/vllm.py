@@ -7,10 +7,7 @@ collecting an engine destroys the caller's process group.
 
 from __future__ import annotations
 
-import gc
 import logging
-import os
-import random
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -20,13 +17,13 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from smopd.engine import distributed
 from smopd.engine.types import VllmSettings
+from smopd.engine.vllm_environment import environment_of, undisturbed
 from smopd.engine.vllm_weights import Architecture, Checked, architecture_of, identity, stored
 
 if TYPE_CHECKING:
@@ -35,7 +32,6 @@ if TYPE_CHECKING:
 CPU_KV_CACHE_BYTES = 256 << 20  # ours: left to itself vLLM takes most of the memory
 SHARE_ASLEEP, SHARE_AWAKE = 0.6, 0.35  # ours
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM takes
-LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +183,7 @@ def memory_share(settings: VllmSettings, free: int, total: int, sleeps: bool) ->
 def _make(role: str, path: str, settings: VllmSettings, sleeps: bool, options: dict[str, Any]) -> LLM:
     _require_servable(settings)
     start = time.perf_counter()
-    with undisturbed(_environment(settings)):
+    with undisturbed(environment_of(settings)):
         import vllm
         from vllm import envs
 
@@ -273,76 +269,6 @@ def _arguments(path: str, settings: VllmSettings, sleeps: bool) -> dict[str, Any
     elif distributed.world_size() > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
     return arguments
-
-
-def _environment(settings: VllmSettings) -> dict[str, str | None]:
-    """What the environment is while an engine is made; None takes a variable away."""
-    alone = settings.placement == "process"
-    values: dict[str, str | None] = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if alone else "0",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    defaults = {
-        "VLLM_CONFIGURE_LOGGING": "1" if alone else "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }
-    values.update({name: os.environ.get(name, value) for name, value in defaults.items()})
-    if not _cuda():
-        values["TORCHDYNAMO_DISABLE"] = "1"  # else helpers compile for ten seconds at the first call
-    local_rank = os.environ.get("LOCAL_RANK", "0")
-    if alone:
-        from smopd.engine.vllm_transfer import CALLER
-
-        values.update({**dict.fromkeys(LAUNCHER), CALLER: str(os.getpid())})
-        if _cuda():
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            count = torch.cuda.device_count()
-            devices = visible.split(",") if visible else [str(i) for i in range(count)]
-            if settings.tensor_parallel_size == 1:
-                values["CUDA_VISIBLE_DEVICES"] = devices[int(local_rank) % len(devices)]
-    elif dist.is_initialized():
-        values.update({"RANK": str(distributed.rank()), "LOCAL_RANK": local_rank})
-    return values
-
-
-@contextmanager
-def undisturbed(environment: dict[str, str | None] | None = None) -> Iterator[None]:
-    """Puts back what vLLM changes for a whole process: random states, environment, threads, logging."""
-    import torch._dynamo  # before the environment changes, whose variables it reads on import
-
-    old_environment = dict(os.environ)
-    old_random = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda_random = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-    matmul_precision = torch.get_float32_matmul_precision()
-    record_factory = logging.getLogRecordFactory()
-    theirs = logging.getLogger("vllm")
-    old_logging = theirs.level, theirs.handlers[:], theirs.propagate
-    for name, value in (environment or {}).items():
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
-    try:
-        if environment and theirs.level == logging.NOTSET:
-            theirs.setLevel(environment["VLLM_LOGGING_LEVEL"] or logging.ERROR)
-            old_logging = theirs.level, *old_logging[1:]
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(old_environment)
-        random.setstate(old_random[0])
-        np.random.set_state(old_random[1])
-        torch.set_rng_state(old_random[2])
-        if cuda_random is not None:
-            torch.cuda.set_rng_state_all(cuda_random)
-        torch.set_num_threads = set_num_threads
-        set_num_threads(num_threads)
-        torch.set_float32_matmul_precision(matmul_precision)
-        logging.setLogRecordFactory(record_factory)
-        theirs.level, theirs.handlers, theirs.propagate = old_logging
-        gc.unfreeze()  # it freezes all objects of the caller too, which would then never be collected
 
 
 def _of(llm: LLM) -> _Made:

@@ -13,66 +13,34 @@ Shapes: N response tokens in flat order, T those of one response, M teachers, S 
 
 from __future__ import annotations
 
+import copy
 import itertools
-import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from vllm import LLM, SamplingParams
-from vllm.config import PoolerConfig
-from vllm.config.lora import LoRAConfig
 from vllm.distributed import get_tp_group
 from vllm.inputs import TokensPrompt
-from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
-from smopd.engine.models import UnusableModel, stored_dtype
 from smopd.engine.packing import flat_offsets
-from smopd.engine.support import others_ids, with_others, without_padding
-from smopd.engine.teachers import (
-    Adapter,
-    empty_topk,
-    read_adapter,
-    require_vocabulary,
-    same_place,
-)
+from smopd.engine.support import Dropping, others_ids, with_others, without_padding
+from smopd.engine.teachers import empty_topk, same_place
 from smopd.engine.types import Rollout, TeacherTopK, VllmSettings
-from smopd.engine.vllm import LORA_RANKS, engine, known, rest, working
-from smopd.engine.vllm_pooler import TASK, Question, ask, obstacle, text_config
+from smopd.engine.vllm import engine, known, rest, working
+from smopd.engine.vllm_bases import Base, choose_route, engine_options, read_bases
+from smopd.engine.vllm_pooler import Question, ask
 from smopd.kernels.checks import check_kappa
 
 ROUTES = ("auto", "pooler", "prompt_logprobs")
-LOGITS_BYTES = 512 << 20  # ours: about what vLLM's prompt_logprobs hold at a time, tokens times V in fp32
-MIN_BATCH_TOKENS, MAX_SEQUENCES = 64, 256  # ours
-
-_log = logging.getLogger("smopd")
-_lora_ids = itertools.count(1)  # vLLM keeps adapters by number; none is used twice
 
 
-@dataclass(frozen=True)
-class Base:
-    """A model in vLLM and the teachers that it serves: itself, adapters of it, or both.
-
-    Attributes:
-        role: names its engine; bases of one role take turns in it.
-        members: each teacher's number, and its adapter or None.
-        rank: the largest of its adapters', 0 without any.
-    """
-
-    path: str
-    role: str
-    n_vocab: int
-    members: list[tuple[int, LoRARequest | None]]
-    rank: int
-
-
-class VllmTeachers:
+class VllmTeachers(Dropping):
     """Serves `TeacherEngine` with vLLM.
 
     Args:
@@ -113,15 +81,24 @@ class VllmTeachers:
             if value is not None and value < 1:
                 raise ValueError(f"teachers.{name}: got {value}, expected at least 1")
         self.vocabulary, self.device, self.settings = vocabulary, device, settings
-        self.n_teachers, self.dropped = len(paths), 0
+        self.n_teachers = len(paths)
         self.bases = read_bases(paths, vocabulary, base, engines, role)
         self.pooled = choose_route(route, self.bases) == "pooler"
         self._options = engine_options(self.pooled, self.bases, batch_tokens)
-        self._held: dict[str, Base] = {}
+        self._held: dict[str, str] = {}  # the path whose weights a role has
         for one in self.bases:
             known(one.path)
             if one.role not in self._held:
                 self._engine(one)
+
+    def base(self, path: str | Path) -> VllmTeachers | None:
+        """The model at `path` without adapters, where some of its are here: takes turns in their engine."""
+        for one in self.bases:
+            if same_place(one.path) == same_place(path):
+                alone = copy.copy(self)
+                alone.bases, alone.n_teachers, alone.dropped = [replace(one, members=[(0, None)])], 1, 0
+                return alone
+        return None
 
     def score(
         self, rollouts: Sequence[Rollout], kappa: int, temperature: float, *, union: bool = False
@@ -147,7 +124,7 @@ class VllmTeachers:
                 ids_NS, logps_NS, token_logp_N1 = prompt_logprobs(llm, together, kappa, lora)
             if base.n_vocab > self.vocabulary:
                 ids_NS, logps_NS, dropped = without_padding(ids_NS, logps_NS, self.vocabulary)
-                self.dropped += dropped
+                self.drop(dropped)
             result.ids_NMS[:, member], result.logps_NMS[:, member] = ids_NS, logps_NS
             result.token_logps_NM[:, member] = token_logp_N1[:, 0]
 
@@ -196,7 +173,7 @@ class VllmTeachers:
     ) -> None:
         """Every teacher once, those whose weights an engine holds before the others."""
         longest = max((len(r.prompt_ids) + len(r.response_ids) for r in rollouts), default=0)
-        for base in sorted(self.bases, key=lambda base: self._held.get(base.role) is not base):
+        for base in sorted(self.bases, key=lambda base: self._held.get(base.role) != base.path):
             with working(self.settings):
                 llm = self._engine(base)
                 limit = llm.model_config.max_model_len - (not self.pooled)  # which draws a token more
@@ -210,17 +187,10 @@ class VllmTeachers:
                 rest(llm)
 
     def _engine(self, base: Base) -> LLM:
-        settings = self.settings
-        if base.rank:
-            settings = replace(
-                settings,
-                max_lora_rank=max(base.rank, settings.max_lora_rank),
-                max_loras=max(sum(lora is not None for _, lora in base.members), settings.max_loras),
-            )
-        llm = engine(base.role, base.path, settings, **self._options)
+        llm = engine(base.role, base.path, base.settings(self.settings), **self._options)
         if self.pooled:
             llm.collective_rpc("serve_teacher", args=(base.path,))
-        self._held[base.role] = base
+        self._held[base.role] = base.path
         return llm
 
     def _require(self, kappa: int, temperature: float, union: bool) -> None:
@@ -256,92 +226,3 @@ def prompt_logprobs(
         logps.append(np.asarray(flat.logprobs[begin:], np.float32).reshape(shape))
     logps_NS = torch.from_numpy(np.concatenate(logps))
     return torch.from_numpy(np.concatenate(ids)), logps_NS[:, 1:], logps_NS[:, :1]
-
-
-def read_bases(
-    paths: Sequence[str | Path], vocabulary: int, base: str | Path | None, engines: int | None, role: str
-) -> list[Base]:
-    """The models behind the teachers, each with those that it serves, itself before its adapters."""
-    groups: dict[str, tuple[str, list[tuple[int, Adapter | None]]]] = {}
-    for member, path in enumerate(paths):
-        adapter = read_adapter(path, base)
-        model = str(adapter.base if adapter else path)
-        groups.setdefault(same_place(model), (model, []))[1].append((member, adapter))
-    bases = []
-    for i, (model, members) in enumerate(groups.values()):
-        stored_dtype(model)  # raises in our words where there is no model
-        n_vocab = text_config(model).vocab_size
-        for member, _ in members:
-            require_vocabulary(member, model, n_vocab, vocabulary)
-        served = [(member, lora_request(adapter)) for member, adapter in members]
-        served.sort(key=lambda pair: pair[1] is not None)
-        ranks = [lora_rank(adapter) for _, adapter in members if adapter]
-        slot = i % (engines or len(groups))
-        bases.append(Base(model, f"{role}/{slot}", n_vocab, served, max(ranks, default=0)))
-    return bases
-
-
-def lora_request(adapter: Adapter | None) -> LoRARequest | None:
-    if adapter is None:
-        return None
-    number = next(_lora_ids)
-    return LoRARequest(f"{adapter.folder.name}-{number}", number, str(adapter.folder.resolve()))
-
-
-def lora_rank(adapter: Adapter) -> int:
-    """The least of vLLM's ranks that holds the adapter.
-
-    Raises:
-        UnusableModel: vLLM does not serve its kind of LoRA.
-    """
-    try:
-        helper = PEFTHelper.from_dict(adapter.config)
-        wanted = max([helper.r, *helper.rank_pattern.values()])
-        rank = next((rank for rank in LORA_RANKS if rank >= wanted), LORA_RANKS[-1])
-        helper.validate_legal(LoRAConfig(max_lora_rank=rank))
-    except (TypeError, ValueError) as error:
-        raise UnusableModel(f"adapter {adapter.folder}: vLLM does not serve it ({error})") from error
-    return rank
-
-
-def choose_route(route: str, bases: Sequence[Base]) -> str:
-    """The route that serves, said once in the log.
-
-    Raises:
-        UnusableModel: `route` is the pooler, and it cannot apply a teacher's head.
-    """
-    reasons = [f"{base.path}: {reason}" for base in bases if (reason := obstacle(base.path))]
-    if route == "pooler" and reasons:
-        raise UnusableModel(f"teachers.route: pooler cannot serve {reasons[0]}; expected prompt_logprobs")
-    if route != "auto":
-        chosen, why = route, "as set"
-    elif reasons:
-        chosen, why = "prompt_logprobs", f"the pooler cannot serve {reasons[0]}"
-    else:
-        chosen, why = "pooler", "it can apply every teacher's head"
-    _log.info("teachers in vLLM are served by the route %s (%s)", chosen, why)
-    return chosen
-
-
-def engine_options(pooled: bool, bases: Sequence[Base], batch_tokens: int | None) -> dict[str, Any]:
-    """What the engines are made with, beside the settings."""
-    options: dict[str, Any] = {"enable_prefix_caching": False}
-    if pooled:
-        options |= {
-            "runner": "pooling",
-            "convert": "embed",
-            "pooler_config": PoolerConfig(task=TASK),
-            "worker_extension_cls": "smopd.engine.vllm_pooler.TeacherWorker",
-            "skip_tokenizer_init": False,  # vLLM's pooling front end asks for one
-        }
-    else:
-        options["max_logprobs"] = -1
-        if batch_tokens is None:
-            widest = max(base.n_vocab for base in bases)
-            batch_tokens = max(MIN_BATCH_TOKENS, LOGITS_BYTES // (4 * widest))
-            batch_tokens = min(batch_tokens, 8192)
-    if batch_tokens is not None:
-        options["max_num_batched_tokens"] = batch_tokens
-        options["max_num_seqs"] = min(MAX_SEQUENCES, batch_tokens)
-        options["enable_chunked_prefill"] = True
-    return options

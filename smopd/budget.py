@@ -306,7 +306,8 @@ def _teachers(
             *needs,
         ]
     parallel = teachers.vllm.tensor_parallel_size
-    kinds = {(sizes.kind, sizes.parameters): sizes for sizes in models.teachers}
+    most = teachers.vllm.engines or len(models.teachers)
+    kinds = {(i % most, s.kind, s.parameters): s for i, s in enumerate(models.teachers)}
     whole = -(-(width * sum(sizes.parameters for sizes in kinds.values()) + adapters) // parallel)
     response = max(sizes.kv_bytes(width) for sizes in kinds.values()) * shape.longest // parallel
     sleeps = _teachers_sleep(settings, len(kinds))

@@ -10,6 +10,7 @@ import torch
 from smopd.config import Settings
 from smopd.engine.local import LocalRollout
 from smopd.engine.models import describe, load_model, load_tokenizer
+from smopd.engine.reference import held_already
 from smopd.engine.rollout import RolloutEngine
 from smopd.engine.servers import Patience, Servers
 from smopd.engine.student import Student
@@ -88,7 +89,22 @@ def teacher_engine(
 
         longest = settings.data.max_prompt_tokens + settings.rollout.max_new_tokens
         own = vllm_settings(options.vllm, options.dtype, longest)
-        return VllmTeachers(paths, own, vocabulary, options.route, role=role)
+        return VllmTeachers(paths, own, vocabulary, options.route, engines=options.vllm.engines, role=role)
+
+
+def reference_engine(
+    settings: Settings,
+    path: str | None,
+    student_path: str,
+    student: Student,
+    teachers: TeacherEngine | None,
+    device: torch.device,
+) -> TeacherEngine | None:
+    """The policy at `path` that kl_ref holds on to: as student or teachers hold it, or one model more."""
+    if path is None:
+        return None
+    held = held_already(path, student_path, student, teachers)
+    return held or teacher_engine(settings, [path], student.vocabulary, device, role="reference")
 
 
 def remote_teachers(settings: Settings, urls: Sequence[str], vocabulary: int) -> TeacherEngine:
@@ -114,7 +130,7 @@ def patience(settings: Settings) -> Patience:
 
 
 def vllm_settings(section: Vllm, dtype: str, max_model_len: int, lora_rank: int = 0) -> VllmSettings:
-    values = section.model_dump()
+    values = section.model_dump(include=set(Vllm.model_fields))
     values["max_model_len"] = section.max_model_len or max_model_len
     return VllmSettings(**values, dtype=dtype, max_lora_rank=lora_rank)
 

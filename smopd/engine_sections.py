@@ -32,6 +32,14 @@ class Vllm(Section):
     first one alone can. Nothing happens on a CPU."""
 
 
+class TeacherVllm(Vllm):
+    """As `Vllm`, and how many engines there are."""
+
+    engines: int | None = Field(default=None, ge=1)
+    """That the teachers' models share; null is one each. With fewer, models of one architecture take turns in
+    an engine, and the weights of each are read from its files once a step."""
+
+
 class Rollout(Section):
     """Sampling of the responses that a step learns from."""
 
@@ -60,7 +68,7 @@ class Teachers(Section):
     """The models that the student learns from in a merge run."""
 
     engine: Literal["local", "vllm"] = "local"
-    vllm: Vllm = Vllm()
+    vllm: TeacherVllm = TeacherVllm()
     route: Literal["auto", "pooler", "prompt_logprobs"] = "auto"
     """vLLM: our pooler over hidden states, or its own prompt log-probabilities (KL temperature 1 alone)."""
     union: bool = False

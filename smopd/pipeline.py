@@ -139,7 +139,10 @@ def train(shop: Workshop, run: PlannedRun, inputs: Inputs) -> None:
     path = shop.model_path(run.init)
     tokenizer = load_tokenizer(path)
     student = build.student(settings, path, shop.device)
-    teachers = [shop.teacher_path(teacher) for teacher in run.teachers]
+    paths = [shop.teacher_path(teacher) for teacher in run.teachers]
+    rollouts = build.rollout_engine(settings, path, shop.device)
+    teachers = build.teacher_engine(settings, paths, student.vocabulary, shop.device)
+    held = shop.model_path(reference) if frozen else None
     with Recorder(folder, run.name, settings, tokenizer) as recorder:
         optimise(
             Run(
@@ -148,15 +151,9 @@ def train(shop: Workshop, run: PlannedRun, inputs: Inputs) -> None:
                 prompts=inputs.train,
                 held_out=inputs.held_out,
                 student=student,
-                rollouts=build.rollout_engine(settings, path, shop.device),
-                teachers=build.teacher_engine(settings, teachers, student.vocabulary, shop.device),
-                reference=build.teacher_engine(
-                    settings,
-                    [shop.model_path(name) for name in frozen],
-                    student.vocabulary,
-                    shop.device,
-                    role="reference",
-                ),
+                rollouts=rollouts,
+                teachers=teachers,
+                reference=build.reference_engine(settings, held, path, student, teachers, shop.device),
                 scorer=Scorer(shop.pool, tokenizer, settings.scoring.max_unscorable_share),
                 checkpoints=Checkpoints(folder / "checkpoints", settings.checkpoint.keep),
                 recorder=recorder,

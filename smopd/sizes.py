@@ -152,7 +152,8 @@ class ModelReader:
         if own.kl_ref.coef > 0:
             given = own.kl_ref.model
             ours = given == "init" or given in own.runs
-            whole["reference"] = student if ours else self._read(given, "kl_ref.model")
+            if given != "init" or own.student.lora is None:  # else it is the student without its adapters
+                whole["reference"] = student if ours else self._read(given, "kl_ref.model")
         if not distils:
             return Models(student, tuple(whole.values()))
         lora = own.student.lora

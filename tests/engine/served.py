@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -32,13 +31,22 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-@dataclass
 class Process:
-    """A server of this test; `log` is where it writes."""
+    """A server of this test: `python -m module ... --port` in a process group of its own."""
 
-    url: str
-    process: subprocess.Popen
-    log: Path
+    def __init__(self, module: str, log: Path, arguments: Sequence[str]):
+        port = free_port()
+        self.url, self.log = f"http://127.0.0.1:{port}", log
+        self.command = [sys.executable, "-m", module, *arguments, "--port", str(port)]
+        self.start()
+
+    def start(self) -> None:
+        environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "TORCHDYNAMO_DISABLE": "1"}
+        environment |= {"PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        with self.log.open("ab") as file:
+            self.process = subprocess.Popen(
+                self.command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def await_health(self) -> None:
         deadline = time.monotonic() + HANG_SECONDS
@@ -48,9 +56,14 @@ class Process:
             time.sleep(0.5)
 
     def kill(self) -> None:
-        """As the out-of-memory killer would: at once, its children too."""
+        """As a machine that is lost: at once, with its children."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(60)
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+        self.await_health()
 
     def stop(self) -> None:
         if self.process.poll() is None:
@@ -61,24 +74,18 @@ class Process:
                 self.kill()
 
 
-def start(module: str, log: Path, arguments: Sequence[str], port: int | None = None) -> Process:
-    """`python -m module ... --port` in a process group of its own."""
-    port = port or free_port()
-    command = [sys.executable, "-m", module, *arguments, "--port", str(port), "--host", "127.0.0.1"]
-    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "TORCHDYNAMO_DISABLE": "1"}
-    environment |= {"PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with log.open("ab") as file:
-        process = subprocess.Popen(
-            command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    return Process(f"http://127.0.0.1:{port}", process, log)
-
-
-def serve(model: Path, log: Path, *options: str, length: int = 64, port: int | None = None) -> Process:
+def serve(model: Path, log: Path, *options: str, length: int = 64) -> Process:
     """vLLM's own server of `model`, small and for a CPU."""
     arguments = ["--model", str(model), "--max-model-len", str(length), "--dtype", "float32"]
-    arguments += ["--enforce-eager", "--no-enable-chunked-prefill", "--kv-cache-memory-bytes", str(32 << 20)]
-    return start("vllm.entrypoints.openai.api_server", log, [*arguments, *options], port)
+    arguments += [
+        "--host",
+        "127.0.0.1",
+        "--enforce-eager",
+        "--no-enable-chunked-prefill",
+        "--kv-cache-memory-bytes",
+        str(32 << 20),
+    ]
+    return Process("vllm.entrypoints.openai.api_server", log, [*arguments, *options])
 
 
 @contextmanager

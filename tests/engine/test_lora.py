@@ -11,8 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from smopd.engine import distributed
 from smopd.engine.checkpoint import Checkpoints, export
+from smopd.engine.reference import held_already
 from smopd.engine.student import Student
-from smopd.engine.types import Lora, TrainSettings
+from smopd.engine.teachers import load_teachers
+from smopd.engine.types import Lora, Packing, TrainSettings
 from smopd.ops import LossSettings
 from smopd.small_models import world_model
 from tests.engine.test_student import loss_tokens, parameters
@@ -198,3 +200,28 @@ def test_a_student_without_adapters_writes_none(tmp_path, device):
     trained = Student(tiny_model(), TrainSettings(learning_rate=1e-2, compute_dtype="float32"), device)
     with pytest.raises(ValueError, match="trains all parameters"):
         trained.adapter(tmp_path / "adapter")
+
+
+def test_the_reference_of_a_trained_student_is_its_base(device, tmp_path):
+    """The first forward is without adapters: a sharded model must not remember that."""
+    trained, rollouts = student(device), ragged_rollouts(1)
+    tiny_model().save_pretrained(tmp_path / "base")
+    reference = held_already(tmp_path / "base", str(tmp_path / "base"), trained, None)
+    before = reference.score(rollouts, 0, 0.7).token_logps_NM[:, 0]
+    advance(trained, range(2))
+    after = reference.score(rollouts, 0, 0.7).token_logps_NM[:, 0]
+    assert after.equal(before)
+    assert not torch.allclose(trained.logps(rollouts, 0.7), after, atol=1e-2)
+    whole = load_teachers([tmp_path / "base"], Packing(200), trained.vocabulary, torch.float32)
+    expected = whole.score(rollouts, 0, 0.7).token_logps_NM[:, 0]
+    torch.testing.assert_close(after, expected, rtol=0, atol=1e-5)
+    assert held_already(tmp_path, str(tmp_path / "base"), trained, None) is None
+    with pytest.raises(ValueError, match="kappa is 4, expected 0"):
+        reference.score(rollouts, 4, 1.0)
+
+
+def test_a_student_without_adapters_has_no_base(device, tmp_path):
+    whole = Student(tiny_model(), TrainSettings(learning_rate=1e-2, compute_dtype="float32"), device)
+    assert held_already(tmp_path, str(tmp_path), whole, None) is None
+    with pytest.raises(ValueError, match="trains all parameters"):
+        whole.logps(ragged_rollouts(1), 1.0, adapters=False)

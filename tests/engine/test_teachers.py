@@ -89,6 +89,18 @@ def test_adapters_share_their_base(tmp_path: Path) -> None:
     check_union(teachers.score(ROLLOUTS, 4, 0.7, union=True), [at(e, 0.7) for e in expected], 4, 1e-4)
 
 
+def test_the_base_of_adapters_is_scored_without_them(tmp_path: Path) -> None:
+    adapters = save_adapters(tmp_path, tiny_model(4))
+    teachers = load_teachers(adapters, PACKING, VOCABULARY, torch.float32)
+    base = teachers.base(tmp_path / "base")
+    assert base.teachers[0].model is teachers.teachers[0].model
+    adapted = [whole_logprobs(by_peft(tmp_path / "base", adapter), ROLLOUTS) for adapter in adapters]
+    for _ in range(2):
+        check(teachers.score(ROLLOUTS, 4, 1.0), adapted, 4, 1e-4)
+        check(base.score(ROLLOUTS, 4, 1.0), [whole_logprobs(tiny_model(4), ROLLOUTS)], 4, 1e-4)
+    assert teachers.base(tmp_path / "adapter0") is None
+
+
 def test_the_base_may_be_given(tmp_path: Path) -> None:
     (adapter,) = save_adapters(tmp_path, tiny_model(4), 1)
     _change(adapter, base_model_name_or_path="/nowhere")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import time
+from collections import Counter
+from pathlib import Path
 
 import httpx
 import pytest
 import torch
+import yaml
 
 pytest.importorskip("vllm")
 
@@ -19,24 +24,37 @@ from smopd.small_models import world_model
 from tests.engine.served import ROLLOUTS, ROOT, Relay, serve, serving
 from tests.engine.tiny import assert_sampled_by
 from tests.patience import HANG_SECONDS
+from tests.smopd.recipes import command, environment, metric_lines, write_recipe
 
 PROMPTS = [(5, 9, 11), (7,), (20, 21, 22, 23, 24, 25), (30, 31), (40,)]
 GROUPS = [3, 8, 9, 11, 40]
 GREEDY = Sampling(temperature=0.0, max_new_tokens=8)
 QUICK = Patience(deadline_seconds=120.0, retries=3, backoff_seconds=0.01, concurrency=2)
 ENDS = [1]
+LENGTH = 128  # positions of a server
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """The URL of a server as engine/remote_rollout.py says to start it."""
-    folder = tmp_path_factory.mktemp("served")
-    model, tokenizer = world_model(0)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    process = serve(folder / "model", folder / "log", *ROLLOUTS)
-    with serving(process):
-        yield process.url
+def model_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served") / "model"
+    for part in world_model(0):
+        part.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(model_folder):
+    """Two servers as engine/remote_rollout.py says to start them; the second may be killed."""
+    logs = [model_folder.parent / name for name in ("first.log", "second.log")]
+    both = [serve(model_folder, log, *ROLLOUTS, length=LENGTH) for log in logs]
+    with serving(*both):
+        yield both
+
+
+@pytest.fixture(scope="module")
+def server(pair):
+    """The URL of the first, which lives as long as the tests."""
+    return pair[0].url
 
 
 def remote(*urls: str, longest: int = 32, seed: int | None = 0) -> RemoteRollout:
@@ -166,8 +184,8 @@ def test_a_client_needs_no_vllm(server):
 
 
 def test_a_server_without_room_is_refused(server):
-    with pytest.raises(ValueError, match="room for 64 tokens, expected 65"):
-        remote(server, longest=65)
+    with pytest.raises(ValueError, match="room for 128 tokens, expected 129"):
+        remote(server, longest=129)
 
 
 def test_a_weight_of_another_shape_is_refused_and_nothing_is_served_for_it(server):
@@ -179,3 +197,55 @@ def test_a_weight_of_another_shape_is_refused_and_nothing_is_served_for_it(serve
         rollouts.load_weights((weights | {name: torch.zeros(3)}).items(), 1)
     rollouts.load_weights(weights.items(), 2)
     assert_sampled_by(model, rollouts.generate(PROMPTS, GROUPS, GREEDY))
+
+
+def test_a_server_that_is_started_again_serves_nothing_before_the_next_weights(pair, model_folder, caplog):
+    rollouts = remote(*(each.url for each in pair), seed=4)
+    pair[1].restart()
+    made = rollouts.generate(PROMPTS, GROUPS, GREEDY)
+    assert_sampled_by(world_model(4)[0], made)
+    assert f"{pair[1].url} is taken out: holds the weights default, expected" in caplog.text
+    rollouts.load_weights(weights_of(5), 1)
+    assert f"{pair[1].url} answers again" in caplog.text and rollouts.servers.out == {}
+    alone = RemoteRollout(Servers([pair[1].url], QUICK), ENDS, 32)
+    alone._run, alone.policy_version = rollouts._run, 1
+    assert_sampled_by(world_model(5)[0], alone.generate(PROMPTS, GROUPS, GREEDY))
+
+
+def test_a_run_goes_on_when_a_server_is_killed_and_another_is_busy(pair, model_folder, tmp_path):
+    busy, steps, per_step = Relay(pair[0].url), 8, 16
+    changes = {
+        "model": {"factory": None, "path": str(model_folder)},
+        "rollout": {"urls": [pair[1].url, busy.url]},
+        "remote": {"retries": 3},
+        "teachers": {"models": []},
+        "loop": {"steps": steps, "updates_per_step": 1},
+        "log": {"samples_per_step": per_step},
+    }
+    recipe = write_recipe(tmp_path, changes, drop=("warm_start", "runs"))
+    values = yaml.safe_load(recipe.read_text())
+    values["runs"] = {"alone": {"stage": "specialize", "reward_weights": [0.5, 0.5]}}
+    recipe.write_text(yaml.safe_dump(values))
+    metrics, errors = tmp_path / "run/alone/metrics.jsonl", (tmp_path / "errors").open("w")
+    run = subprocess.Popen(
+        command(recipe, "--output", "run"), env=environment(), cwd=tmp_path, stdout=errors, stderr=errors
+    )
+    try:
+        while not metrics.exists() or metrics.read_text().count("\n") < 2:
+            assert run.poll() is None, Path(errors.name).read_text()[-4000:]
+            time.sleep(0.1)
+        busy.busy = per_step // 2
+        pair[1].kill()
+        run.wait(HANG_SECONDS)
+    finally:
+        run.kill()
+    told = Path(errors.name).read_text()
+    assert run.returncode == 0, told[-4000:]
+    assert f"{pair[1].url} is taken out" in told and f"{busy.url} is taken out" not in told
+    assert busy.busy == 0
+    lines = metric_lines(tmp_path / "run/alone")
+    assert [line["step"] for line in lines if "tokens" in line] == list(range(1, steps + 1))
+    assert all(line["rollout_mismatch"] < 1e-3 for line in lines if "tokens" in line)
+    samples = [json.loads(line) for line in (tmp_path / "run/alone/samples.jsonl").read_text().splitlines()]
+    assert Counter(sample["step"] for sample in samples) == dict.fromkeys(range(1, steps + 1), per_step)
+    busy.stop()

@@ -238,6 +238,19 @@ def test_heads_that_the_pooler_cannot_apply(serve, folder: Path, tmp_path: Path,
     assert "route prompt_logprobs (the pooler cannot serve" in caplog.text
 
 
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_base_of_adapters_is_scored_without_them(route: str, serve, folder: Path, expected) -> None:
+    from smopd.engine import vllm
+
+    teachers = serve("adapter0", "adapter1", route=route)
+    made = len(vllm._engines)
+    base = teachers.base(folder / "base")
+    for _ in range(2):
+        check(teachers.score(ROLLOUTS, 4, 1.0), [expected["adapter0"], expected["adapter1"]], 4, BOUND)
+        check(base.score(ROLLOUTS, 4, 1.0), [expected["base"]], 4, BOUND)
+    assert len(vllm._engines) == made and teachers.base(folder / "other") is None
+
+
 def test_questions_survive_packing() -> None:
     asked = Question(
         3, torch.tensor([5, 1, 7]), 0, 0.7, torch.tensor([[1, 2], [3, 4], [5, 6]]), torch.rand(3)
