@@ -38,12 +38,13 @@ class Fsdp2:
     def __init__(self, policy: Policy, settings: TrainSettings, device: torch.device):
         self.device = device
         self.max_grad_norm = settings.max_grad_norm
-        offload = settings.offload_optimizer and device.type != "cpu"
         self.policy = shard(
             policy,
             getattr(torch, settings.compute_dtype),
             mesh=grid(settings.shard_size, device),
-            offload=CPUOffloadPolicy() if offload else OffloadPolicy(),
+            offload=CPUOffloadPolicy(pin_memory=device.type == "cuda")
+            if settings.offload_optimizer
+            else OffloadPolicy(),
         )
         self.optimizer = adamw(self.policy, settings)
 

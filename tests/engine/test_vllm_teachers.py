@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -249,6 +250,15 @@ def test_the_base_of_adapters_is_scored_without_them(route: str, serve, folder: 
         check(teachers.score(ROLLOUTS, 4, 1.0), [expected["adapter0"], expected["adapter1"]], 4, BOUND)
         check(base.score(ROLLOUTS, 4, 1.0), [expected["base"]], 4, BOUND)
     assert len(vllm._engines) == made and teachers.base(folder / "other") is None
+
+
+@pytest.mark.slow
+def test_teachers_in_a_process_of_their_own(folder: Path, expected) -> None:
+    """They take turns in one engine there, so new weights reach it too."""
+    settings = replace(SETTINGS, placement="process")
+    teachers = VllmTeachers([folder / "untied", folder / "other"], settings, VOCABULARY, engines=1)
+    for _ in range(2):
+        check(teachers.score(ROLLOUTS, 4, 0.7), [at(expected[n], 0.7) for n in ("untied", "other")], 4, BOUND)
 
 
 def test_questions_survive_packing() -> None:
