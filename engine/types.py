@@ -151,6 +151,9 @@ class VllmSettings:
 
     placement: Literal["colocated", "process"] = "colocated"
     """Inside this Python process, or in a process of its own."""
+    transfer: Literal["files", "ipc"] = "files"
+    """How new weights reach a process of its own: files in shared memory, or CUDA's handles of this process's
+    memory, where both are on one GPU."""
     tensor_parallel_size: int = 1
     """Over 1 and colocated: consecutive ranks of torchrun share one model."""
     dtype: str = "float32"

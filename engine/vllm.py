@@ -125,7 +125,7 @@ def load(llm: LLM, weights: Iterable[tuple[str, Tensor]]) -> None:
     if made.settings.placement == "process":
         from smopd.engine.vllm_transfer import send
 
-        send(llm, checked)
+        send(llm, checked, made.settings.transfer)
     else:
         llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(checked)})
     made.broken, made.trouble = False, str(checked.error or "")
@@ -216,6 +216,8 @@ def _make(role: str, path: str, settings: VllmSettings, sleeps: bool, options: d
 def _require_servable(settings: VllmSettings) -> None:
     ranks, parallel = distributed.world_size(), settings.tensor_parallel_size
     if settings.placement == "process":
+        if settings.transfer == "ipc" and (parallel > 1 or not _cuda()):
+            raise ValueError("transfer: ipc needs CUDA and an engine on a single GPU; expected files")
         if parallel > 1 and ranks > 1:
             raise ValueError(
                 f"tensor_parallel_size: got {parallel} for engines in a process of their own, one on each of "
@@ -262,10 +264,10 @@ def _arguments(path: str, settings: VllmSettings, sleeps: bool) -> dict[str, Any
         arguments["max_lora_rank"] = next(rank for rank in LORA_RANKS if rank >= settings.max_lora_rank)
         arguments["max_loras"] = max(1, settings.max_loras)
     if settings.placement == "process":
-        from smopd.engine.vllm_transfer import BACKEND, EXTENSION
+        from smopd.engine.vllm_transfer import BACKENDS, EXTENSION
 
         arguments["worker_extension_cls"] = EXTENSION
-        arguments["weight_transfer_config"] = {"backend": BACKEND}
+        arguments["weight_transfer_config"] = {"backend": BACKENDS[settings.transfer]}
     elif distributed.world_size() > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
     return arguments

@@ -40,6 +40,8 @@ def environment_of(settings: VllmSettings) -> dict[str, str | None]:
         from smopd.engine.vllm_transfer import CALLER
 
         values.update({**dict.fromkeys(LAUNCHER), CALLER: str(os.getpid())})
+        if settings.transfer == "ipc":
+            values["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles come pickled, from this process alone
         if torch.cuda.is_available():
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             count = torch.cuda.device_count()

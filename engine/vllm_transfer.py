@@ -1,24 +1,28 @@
-"""Weights into an engine that runs in its own process, through files in shared memory.
+"""Weights into an engine that runs in its own process: files in shared memory, or handles of CUDA memory.
 
-vLLM imports this module in its workers, where it registers a weight-transfer engine. That is made in every
+vLLM imports this module in its workers, where it registers two weight-transfer engines. One is made in every
 process that holds a model, so it also sees to it that none outlives the process that asked for it.
 """
 
 from __future__ import annotations
 
+import base64
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing import reductions
 from vllm import LLM
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -26,12 +30,15 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from smopd.engine.weight_files import part_files
+from smopd.engine import weight_files
+from smopd.engine.weight_files import part_files, parts
 
-BACKEND = "smopd_files"
+BACKENDS = {"files": "smopd_files", "ipc": "smopd_ipc"}
+"""Ours for each `transfer` of VllmSettings."""
 EXTENSION = "smopd.engine.vllm_transfer.Extension"
 CALLER = "SMOPD_ENGINE_CALLER"
 """The environment variable with the process that an engine of its own process serves."""
@@ -66,19 +73,13 @@ class FileEngine(WeightTransferEngine[NoInfo, FileInfo]):
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
-        if CALLER in os.environ:
-            end_with(int(os.environ[CALLER]))
+        end_with_caller()
 
     def init_transfer_engine(self, init_info: NoInfo) -> None:
         pass
 
     def start_weight_update(self) -> None:
-        for layer in self.model.modules():
-            info = get_layerwise_info(layer)
-            if info.can_load():  # of an update that failed: its tensors would be loaded before the new ones
-                info.loaded_weights.clear()
-                info.load_numel = 0
-        initialize_layerwise_reload(self.model)
+        begin(self.model)
 
     def receive_weights(self, update_info: FileInfo) -> None:
         self.model.load_weights(stored(update_info.path))
@@ -90,12 +91,50 @@ class FileEngine(WeightTransferEngine[NoInfo, FileInfo]):
         pass
 
 
-def send(llm: LLM, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Streams full tensors by their checkpoint names into `llm`."""
+class IpcEngine(IPCWeightTransferEngine):
+    """vLLM's own for CUDA memory of another process, which can begin again after an update that failed."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        end_with_caller()
+
+    def start_weight_update(self) -> None:
+        begin(self.model)
+
+
+def begin(model: nn.Module) -> None:
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():  # of an update that failed: its tensors would be loaded before the new ones
+            info.loaded_weights.clear()
+            info.load_numel = 0
+    initialize_layerwise_reload(model)
+
+
+def send(llm: LLM, weights: Iterable[tuple[str, Tensor]], transfer: str) -> None:
+    """Streams full tensors by their checkpoint names into `llm`, which was made for this `transfer`."""
     llm.start_weight_update()
-    for path in part_files(weights):
-        llm.update_weights({"update_info": {"path": str(path)}})
+    if transfer == "files":
+        for path in part_files(weights):
+            llm.update_weights({"update_info": {"path": str(path)}})
+    else:
+        gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        for part in parts(weights, weight_files.FILE_BYTES):
+            held = {name: value.detach().cuda().contiguous() for name, value in part.items()}
+            torch.cuda.synchronize()
+            llm.update_weights({"update_info": handles(held, gpu)})  # returns when they are read
     llm.finish_weight_update()
+
+
+def handles(held: Mapping[str, Tensor], gpu: str) -> dict[str, Any]:
+    """What vLLM's IPC engine reads tensors by; the caller keeps them alive. Its RPC takes them pickled."""
+    shared = [{gpu: reductions.reduce_tensor(value)[1]} for value in held.values()]
+    return {
+        "names": list(held),
+        "dtype_names": [str(value.dtype).removeprefix("torch.") for value in held.values()],
+        "shapes": [list(value.shape) for value in held.values()],
+        "ipc_handles_pickled": base64.b64encode(pickle.dumps(shared)).decode(),
+    }
 
 
 def stored(path: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -103,6 +142,11 @@ def stored(path: str | Path) -> Iterator[tuple[str, Tensor]]:
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118  no mapping
             yield name, file.get_tensor(name)
+
+
+def end_with_caller() -> None:
+    if CALLER in os.environ:
+        end_with(int(os.environ[CALLER]))
 
 
 def end_with(caller: int) -> None:
@@ -131,4 +175,5 @@ def parent_of(process: int) -> int | None:
     return int(status.rpartition(")")[2].split()[1])
 
 
-WeightTransferEngineFactory.register_engine(BACKEND, FileEngine)
+WeightTransferEngineFactory.register_engine(BACKENDS["files"], FileEngine)
+WeightTransferEngineFactory.register_engine(BACKENDS["ipc"], IpcEngine)

@@ -216,7 +216,7 @@ def test_a_run_goes_on_when_a_server_is_killed_and_another_is_busy(pair, model_f
     busy, steps, per_step = Relay(pair[0].url), 8, 16
     changes = {
         "model": {"factory": None, "path": str(model_folder)},
-        "rollout": {"urls": [pair[1].url, busy.url]},
+        "rollout": {"engine": "vllm", "urls": [pair[1].url, busy.url]},
         "remote": {"retries": 3},
         "teachers": {"models": []},
         "loop": {"steps": steps, "updates_per_step": 1},

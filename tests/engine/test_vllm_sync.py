@@ -240,6 +240,29 @@ def runs(process: int) -> bool:
         return False
 
 
+def test_cuda_handles_are_what_vllms_engine_reads(monkeypatch):
+    """Up to the handle itself, which takes a GPU."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    from smopd.engine import vllm_transfer
+
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    monkeypatch.setattr(vllm_transfer.reductions, "reduce_tensor", lambda value: (None, (value.shape,)))
+    held = {"a": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}
+    found = vllm_transfer.IpcEngine.update_info_cls(**vllm_transfer.handles(held, "GPU-0"))
+    assert found.names == ["a", "b"] and found.shapes == [[2, 3], [4]]
+    assert found.dtype_names == ["float32", "bfloat16"]
+    assert found.ipc_handles == [{"GPU-0": (torch.Size([2, 3]),)}, {"GPU-0": (torch.Size([4]),)}]
+    assert "smopd_ipc" in WeightTransferEngineFactory._registry
+
+
+def test_cuda_handles_need_cuda(saved, monkeypatch):
+    settings = VllmSettings(placement="process", transfer="ipc")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="transfer: ipc needs CUDA"):
+        VllmRollout(saved(seed=0), [END], settings)
+
+
 def test_files_never_part_a_layer():
     weights = list(tiny_model(layers=3).state_dict().items())
     made = list(weight_files.parts(iter(weights), file_bytes=1))
