@@ -21,8 +21,8 @@ class Vllm(Section):
     placement: Literal["colocated", "process"] = "colocated"
     """In the training process, on every rank, or in a process of its own."""
     transfer: Literal["files", "ipc"] = "files"
-    """How new weights reach a process of its own: files in shared memory, or handles of memory on the GPU that
-    both are on (CUDA, an engine on one GPU)."""
+    """How new weights reach a process of its own: files in shared memory, or CUDA's handles of memory on the
+    GPU that both are on."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     max_model_len: int | None = Field(default=None, ge=1)
     """Most positions of a prompt and its response; null is what data and rollout settings need."""
