@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -189,7 +190,7 @@ def _make(role: str, path: str, settings: VllmSettings, sleeps: bool, options: d
 
         envs.disable_envs_cache()  # an engine that is there already had it turned on
         arguments = {**_arguments(path, settings, sleeps), **options}
-        llm = vllm.LLM(**arguments)
+        llm = vllm.LLM(**deepcopy(arguments))  # vLLM fills in what it is given, by which the engine is found
     if settings.placement == "colocated":  # it would leave, at exit, the process group that is left by then
         llm.llm_engine.engine_core._finalizer.atexit = False
     held = llm.llm_engine.vllm_config.cache_config

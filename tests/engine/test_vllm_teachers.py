@@ -243,13 +243,13 @@ def test_heads_that_the_pooler_cannot_apply(serve, folder: Path, tmp_path: Path,
 def test_the_base_of_adapters_is_scored_without_them(route: str, serve, folder: Path, expected) -> None:
     from smopd.engine import vllm
 
-    teachers = serve("adapter0", "adapter1", route=route)
-    made = len(vllm._engines)
+    before = len(vllm._engines)
+    teachers = serve("adapter0", "adapter1", route=route, role=f"once with {route}")
     base = teachers.base(folder / "base")
     for _ in range(2):
         check(teachers.score(ROLLOUTS, 4, 1.0), [expected["adapter0"], expected["adapter1"]], 4, BOUND)
         check(base.score(ROLLOUTS, 4, 1.0), [expected["base"]], 4, BOUND)
-    assert len(vllm._engines) == made and teachers.base(folder / "other") is None
+    assert len(vllm._engines) == before + 1 and teachers.base(folder / "other") is None
 
 
 @pytest.mark.slow
