@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -73,26 +74,34 @@ def write_settings(folder: Path, settings: Settings) -> None:
 
 def compare(folder: Path, settings: Settings) -> None:
     """Raises OtherSettings where what stands in `folder` was made with others than `settings`."""
+    if found := changes(folder, settings):
+        raise OtherSettings(
+            f"{folder} holds a run with other settings; give another --output, or remove it\n"
+            + "\n".join(f"  {key}: was {before!r}, now {now!r}" for key, (before, now) in found.items())
+        )
+
+
+def changes(folder: Path, settings: Settings, *, new: bool = True) -> dict[str, tuple[Any, Any]]:
+    """Dotted path -> what `folder` was made with, and what `settings` say; empty where all is alike.
+
+    Args:
+        new: whether a setting that the folder does not know counts; it may have come with a later version.
+    """
     config = folder / "config.yaml"
     if not config.exists():
-        return
+        return {}
     before = flat(yaml.safe_load(config.read_text()))
     now = flat(yaml.safe_load(write_yaml(settings)))
     begun = tuple(f"runs.{name}." for name in settings.runs if (folder / name).exists())
-    changed = [
-        key
+    return {
+        key: (before.get(key), now.get(key))
         for key in sorted({*before, *now})
         if before.get(key) != now.get(key)
+        and (new or key in before)
         and not key.startswith(HARMLESS)
         and (not key.startswith("runs.") or key.startswith(begun))
         and not key.endswith(".label")
-    ]
-    if changed:
-        lines = [f"  {key}: was {before.get(key)!r}, now {now.get(key)!r}" for key in changed]
-        raise OtherSettings(
-            f"{folder} holds a run with other settings; give another --output, or remove it\n"
-            + "\n".join(lines)
-        )
+    }
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -121,6 +130,7 @@ def environment() -> dict[str, Any]:
             versions[package] = None
     return {
         "smopd": __version__,
+        "git": _checkout(),
         "python": platform.python_version(),
         "packages": versions,
         "machine": platform.platform(),
@@ -130,6 +140,22 @@ def environment() -> dict[str, Any]:
         "world_size": distributed.world_size(),
         "command": sys.argv,
     }
+
+
+def _checkout() -> dict[str, Any] | None:
+    """The commit of the checkout that this package is imported from, and whether files of it are changed."""
+    here = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(here), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # a checkout around site-packages is not ours
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return {"commit": git("rev-parse", "HEAD"), "modified": bool(changed)}
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def mark_done(folder: Path, facts: dict[str, Any]) -> None:

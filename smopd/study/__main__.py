@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -12,16 +13,24 @@ import torch
 import tyro
 
 from smopd.files import write_atomically
-from smopd.study.chapters import CHAPTERS, Chapter
+from smopd.study.chapters import CHAPTERS
 from smopd.study.experiments import EXPERIMENTS
+from smopd.study.finished import Study, plural
 from smopd.study.jobs import Job, jobs, run
-from smopd.study.measures import seconds
+from smopd.study.measures import commit, seconds
+from smopd.study.verdicts import ANSWERS, DECIDED, Verdict
 
 INTRODUCTION = """# The study in small
 
 The paper's comparisons in worlds that a small machine can carry, by `python -m smopd.study --size {size}`:
-{seeds} seeds, {hours:.1f} hours of runs ({at_once} at a time, a thread each). A ± is one standard deviation
-over the seeds. Where these worlds contradict the paper, that is a finding about them and it, and stands here.
+{jobs} of together {hours:.1f} hours of one thread each; commit {commits}. A ± is one standard
+deviation over the seeds, and missing where there is one seed.
+
+Each claim is judged by the difference between runs of the same seed. It *agrees* where the mean with
+{decided:g} deviations on both sides is wholly on the claim's side, *contradicts* where it is wholly on the
+other, and is *undecided* otherwise, as it always is with one seed. Of {n} comparisons below {agrees} agree,
+{contradicts} contradict and {undecided} are undecided. They are of small models in small worlds: a
+contradiction is a finding about both.
 """
 
 
@@ -47,30 +56,52 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: --only {unknown[0]}: expected one of {', '.join(EXPERIMENTS)}", file=sys.stderr)
         return 2
     wanted = jobs(options.only or tuple(EXPERIMENTS), options.seeds, options.output, options.size)
-    failed = [] if options.page_only else run(wanted, options.at_once)
-    write_page(options, [job for job in wanted if job.finished])
-    return 1 if failed else 0
+    stale = others(wanted)
+    failed = [] if options.page_only else run([job for job in wanted if job not in stale], options.at_once)
+    shown = jobs(tuple(EXPERIMENTS), options.seeds, options.output, options.size)
+    write_page(options, [job for job in shown if job.finished and not job.changes])
+    return 1 if failed or stale else 0
+
+
+def others(wanted: list[Job]) -> list[Job]:
+    """Those whose folder was made with other settings; says of each which, and that it is left out."""
+    found = []
+    for job in wanted:
+        if changed := job.changes:
+            found.append(job)
+            print(f"error: {job.folder} was made with other settings and is left out:", file=sys.stderr)
+            for key, (before, now) in changed.items():
+                print(f"  {key}: was {before!r}, now {now!r}", file=sys.stderr)
+    return found
 
 
 def write_page(options: Options, done: list[Job]) -> None:
     """docs/study.md of all chapters whose runs are there."""
     torch.set_num_threads(1)
     figures = options.pages / "study"
-    chapters = [chapter(options.output, figures) for chapter in CHAPTERS.values()]
+    folders: dict[tuple[str, str], list[Path]] = {}
+    for job in sorted(done, key=lambda job: job.seed):
+        folders.setdefault((job.experiment, job.variant), []).append(job.folder)
+    study = Study(folders)
+    verdicts: list[Verdict] = []
+    sections = []
+    for write in CHAPTERS.values():
+        started = time.monotonic()
+        chapter = write(study, figures)
+        if chapter is not None:
+            verdicts += chapter.verdicts
+            sections.append(chapter.markdown(time.monotonic() - started))
     introduction = INTRODUCTION.format(
         size=options.size,
-        seeds=len({job.seed for job in done}),
-        hours=seconds([job.folder for job in done]) / 3600,
-        at_once=options.at_once,
+        jobs=plural(len(done), "job"),
+        hours=sum(seconds(job.folder) for job in done) / 3600,
+        commits=", ".join(sorted({commit(job.folder) for job in done})) or "none",
+        decided=DECIDED,
+        n=len(verdicts),
+        **{answer: sum(v.answer == answer for v in verdicts) for answer in ANSWERS},
     )
-    parts = [introduction, *(section(chapter) for chapter in chapters if chapter is not None)]
-    write_atomically(options.pages / "study.md", "\n".join(parts).encode())
+    write_atomically(options.pages / "study.md", "\n".join([introduction, *sections]).encode())
     print(options.pages / "study.md")
-
-
-def section(chapter: Chapter) -> str:
-    picture = f"\n![{chapter.title}](study/{chapter.figure})\n" if chapter.figure else ""
-    return f"## {chapter.title}\n{picture}\n{chapter.text}\n"
 
 
 if __name__ == "__main__":

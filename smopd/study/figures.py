@@ -1,20 +1,18 @@
-"""The study's figures as SVG: lines with a band of one deviation, dots by seed, bars."""
+"""The study's figures as SVG: lines with a band of one deviation, dots by seed, bars, bars in groups."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from smopd.study.measures import Spread
 
 Curve = Sequence[tuple[float, Spread]]
 
 
-@dataclass(frozen=True)
-class Axes:
-    """Titles and scales of one panel."""
+class Axes(NamedTuple):
+    """Titles and scales of one panel; `marks` are dashed lines across it."""
 
     title: str
     x: str
@@ -22,6 +20,15 @@ class Axes:
     log_x: bool = False
     bottom: float | None = None
     top: float | None = None
+    marks: tuple[float, ...] = ()
+
+
+class Dot(NamedTuple):
+    """A point; an open triangle where what it shows was not reached."""
+
+    x: float
+    y: float
+    reached: bool = True
 
 
 def lines(path: Path, panels: Sequence[tuple[Axes, Mapping[str, Curve]]]) -> None:
@@ -40,17 +47,45 @@ def lines(path: Path, panels: Sequence[tuple[Axes, Mapping[str, Curve]]]) -> Non
     _close(figure, drawn, path)
 
 
-def dots(path: Path, panels: Sequence[tuple[Axes, Mapping[str, Sequence[tuple[float, float]]]]]) -> None:
-    """One dot a seed: (x, y) by label."""
+def dots(path: Path, panels: Sequence[tuple[Axes, Mapping[str, Sequence[Dot]]]]) -> None:
+    """One dot a seed, by label."""
     figure, drawn = _open(len(panels))
     colours = _colours(label for _, series in panels for label in series)
     for axes, (what, series) in zip(drawn, panels, strict=True):
         for i, (label, points) in enumerate(series.items()):
             shift = 1 + 0.06 * (i - (len(series) - 1) / 2) if what.log_x else 1.0
-            axes.plot([x * shift for x, _ in points], [y for _, y in points], "o", markersize=4,
-                      label=label, color=colours[label], alpha=0.8)  # fmt: skip
+            for reached, marker, face in ((True, "o", colours[label]), (False, "^", "none")):
+                chosen = [(x * shift, y) for x, y, found in points if found is reached]
+                if chosen or reached:
+                    axes.plot(*zip(*chosen, strict=True) if chosen else ([], []), marker, markersize=4,
+                              label=label if reached else None, color=colours[label],
+                              markerfacecolor=face, alpha=0.8)  # fmt: skip
         _label(axes, what)
     _close(figure, drawn, path)
+
+
+def grouped(path: Path, panels: Sequence[tuple[Axes, Mapping[str, Mapping[str, Spread]]]]) -> None:
+    """Bars beside each other, by group and label, with their deviations."""
+    figure, drawn = _open(len(panels))
+    colours = _colours(label for _, groups in panels for values in groups.values() for label in values)
+    for axes, (what, groups) in zip(drawn, panels, strict=True):
+        labels = list(dict.fromkeys(label for values in groups.values() for label in values))
+        width = 0.8 / max(1, len(labels))
+        for i, label in enumerate(labels):
+            there = [(at, values[label]) for at, values in enumerate(groups.values()) if label in values]
+            axes.bar(
+                [at + (i - (len(labels) - 1) / 2) * width for at, _ in there],
+                [value.mean for _, value in there],
+                width,
+                yerr=[value.deviation for _, value in there],
+                label=label,
+                color=colours[label],
+            )
+        axes.axhline(0, color="black", linewidth=0.6)
+        _label(axes, what)
+        axes.set_xticks(range(len(groups)), list(groups), fontsize=7)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, fontsize=6, frameon=False)
+    _close(figure, drawn, path, legend=False)
 
 
 def bars(path: Path, panels: Sequence[tuple[Axes, Mapping[str, Spread]]]) -> None:
@@ -95,6 +130,8 @@ def _label(axes: Any, what: Axes) -> None:
     if what.log_x:
         axes.set_xscale("log")
     axes.set_ylim(what.bottom, what.top)
+    for mark in what.marks:
+        axes.axhline(mark, color="grey", linewidth=0.8, linestyle="--")
     axes.grid(alpha=0.2)
 
 

@@ -17,10 +17,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from smopd.cli import parse
+from smopd.config import Settings
 from smopd.files import write_atomically
-from smopd.runs import BASE
+from smopd.folder import changes
+from smopd.runs import BASE, is_done
 from smopd.study.experiments import EXPERIMENTS, SIZES
 
 
@@ -36,17 +39,39 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        return self.output / self.experiment / self.variant / f"seed_{self.seed}"
+        """The size is in the path, but for `cpu`."""
+        root = self.output if self.size == "cpu" else self.output / self.size
+        return root / self.experiment / self.variant / f"seed_{self.seed}"
 
     @property
     def finished(self) -> bool:
-        return (self.folder / "study_seconds.txt").exists()
+        return self.seconds.exists()
+
+    @property
+    def seconds(self) -> Path:
+        """The file with what the job took."""
+        return self.folder / "study_seconds.txt"
+
+    @property
+    def settings(self) -> Settings:
+        """Resolved, as the command takes them now."""
+        return parse(self.command()[3:]).settings
+
+    @property
+    def changes(self) -> dict[str, tuple[Any, Any]]:
+        """What the folder was made with, and what the settings are now, where both know a setting."""
+        return changes(self.folder, self.settings, new=False)
+
+    @property
+    def complete(self) -> bool:
+        """Finished, with every run that the recipe has now."""
+        settings = self.settings
+        return self.finished and all(is_done(settings, run) for run in settings.runs)
 
     @property
     def base(self) -> Path:
         """Where the warm start is kept that this job shares with all that begin alike."""
-        settings = parse(self.command()[3:]).settings
-        begins = settings.model_dump_json(include={"model", "warm_start", "student", "data", "seed"})
+        begins = self.settings.model_dump_json(include={"model", "warm_start", "student", "data", "seed"})
         return self.output / "bases" / hashlib.sha256(begins.encode()).hexdigest()[:16]
 
     def command(self) -> list[str]:
@@ -67,12 +92,12 @@ def jobs(experiments: Sequence[str], seeds: Sequence[int], output: Path, size: s
 
 
 def run(wanted: Sequence[Job], at_once: int) -> list[Job]:
-    """Runs the unfinished jobs; what a job prints goes to `study.log` in its folder.
+    """Runs the jobs that are not complete; what a job prints goes to `study.log` in its folder.
 
     Returns:
         The jobs that failed.
     """
-    due = [job for job in wanted if not job.finished]
+    due = [job for job in wanted if not job.complete]
     with ThreadPoolExecutor(at_once) as pool:
         succeeded = pool.map(_run, due)
         return [job for job, well in zip(due, succeeded, strict=True) if not well]
@@ -92,7 +117,8 @@ def _run(job: Job) -> bool:
     if code:
         print(f"{name}: failed with {code}, see {job.folder / 'study.log'}", flush=True)
         return False
-    write_atomically(job.folder / "study_seconds.txt", f"{seconds:.1f}\n".encode())
+    before = float(job.seconds.read_text()) if job.finished else 0.0
+    write_atomically(job.seconds, f"{before + seconds:.1f}\n".encode())
     print(f"{name}: {seconds:.0f} s", flush=True)
     return True
 

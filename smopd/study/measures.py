@@ -21,7 +21,11 @@ class Spread(NamedTuple):
     n: int
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f} ± {self.deviation:.3f}" if self.n > 1 else f"{self.mean:.3f}"
+        return f"{self:}"
+
+    def __format__(self, sign: str) -> str:
+        """Three digits, with the deviation where there is one; `+` shows the sign."""
+        return f"{self.mean:{sign}.3f}" + (f" ± {self.deviation:.3f}" if self.n > 1 else "")
 
 
 def spread(values: Sequence[float | None]) -> Spread | None:
@@ -33,15 +37,14 @@ def spread(values: Sequence[float | None]) -> Spread | None:
     return Spread(statistics.fmean(known), deviation, len(known))
 
 
-def seeds_of(variant: Path) -> list[Path]:
-    """The finished seeds of a variant's folder, in order."""
-    done = [path.parent for path in variant.glob("seed_*/study_seconds.txt")]
-    return sorted(done, key=lambda folder: int(folder.name.removeprefix("seed_")))
+def finals(folders: Sequence[Path], run: str, column: str) -> list[float | None]:
+    """A column of the runs' held-out evaluation, `greedy/format` say, by seed."""
+    return [_evaluation(folder / run).get(column) for folder in folders]
 
 
 def final(folders: Sequence[Path], run: str, column: str) -> Spread | None:
-    """A column of the runs' held-out evaluation, `greedy/format` say."""
-    return spread([_evaluation(folder / run).get(column) for folder in folders])
+    """The same over the seeds."""
+    return spread(finals(folders, run, column))
 
 
 def curve(folders: Sequence[Path], run: str, metric: str, window: int = 1) -> list[tuple[int, Spread]]:
@@ -68,9 +71,16 @@ def mean_of(run: Path, metric: str, begin: int = 0) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def seconds(folders: Sequence[Path]) -> float:
-    """What the runs took, all together."""
-    return sum(float((folder / "study_seconds.txt").read_text()) for folder in folders)
+def seconds(folder: Path) -> float:
+    """What a job took."""
+    return float((folder / "study_seconds.txt").read_text())
+
+
+def commit(folder: Path) -> str:
+    """The commit that a job was run at, as its environment has it."""
+    path = folder / "environment.json"
+    git = (json.loads(path.read_text()) if path.exists() else {}).get("git")
+    return f"{git['commit'][:10]}{', modified' if git['modified'] else ''}" if git else "unrecorded"
 
 
 def _smoothed(values: dict[int, float], window: int) -> dict[int, float]:

@@ -1,20 +1,22 @@
-"""The study: its recipes resolve, its arithmetic is the paper's, its page says what runs hold."""
+"""The study: its recipes resolve, its jobs are told apart, its arithmetic is the paper's."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from smopd.cli import parse
+from smopd.folder import environment
+from smopd.recipe import write_yaml
 from smopd.study import theory
 from smopd.study.conflict import brevity_reward, coverage_reward
 from smopd.study.experiments import EXPERIMENTS, SIZES
 from smopd.study.jobs import Job, jobs, run
-from smopd.study.measures import Spread, curve, final, seeds_of, take_off
 from smopd.toy_world import prompts
 
 VARIANTS = [(name, variant) for name, one in EXPERIMENTS.items() for variant in one.variants]
@@ -29,7 +31,8 @@ def test_every_run_of_the_study_is_one_that_the_command_takes(
     assert command[1:3] == ["-m", "smopd.train"]
     settings = parse(command[3:]).settings
     assert settings.seed == 3 and settings.processes == 1
-    assert Path(settings.output) == tmp_path / experiment / variant / "seed_3"
+    root = tmp_path if size == "cpu" else tmp_path / size
+    assert Path(settings.output) == root / experiment / variant / "seed_3"
 
 
 def test_variants_change_what_their_names_say(tmp_path: Path) -> None:
@@ -76,6 +79,53 @@ def test_jobs_that_begin_alike_share_their_warm_start(tmp_path: Path, monkeypatc
     assert [path.name for path in (other.folder / "base").iterdir()] == ["export"]
 
 
+def test_a_job_of_other_settings_is_told_apart(tmp_path: Path) -> None:
+    job = Job("density", "rate_0.05", 0, tmp_path, "cpu")
+    assert job.changes == {}
+    job.folder.mkdir(parents=True)
+    now = write_yaml(job.settings)
+    (job.folder / "config.yaml").write_text(now)
+    assert job.changes == {}
+    (job.folder / "config.yaml").write_text(now.replace("format_rate: 0.05", "format_rate: 0.04"))
+    assert job.changes == {"warm_start.source.kwargs.format_rate": (0.04, 0.05)}
+    kept = [line for line in now.splitlines() if "watch:" not in line]
+    (job.folder / "config.yaml").write_text("\n".join(kept))  # of a version that knew fewer settings
+    assert len(kept) < len(now.splitlines()) and job.changes == {}
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_is_that_of_our_own_checkout(tmp_path: Path, monkeypatch) -> None:
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    (tmp_path / "folder.py").write_text("1")
+    monkeypatch.setattr("smopd.folder.__file__", str(tmp_path / "folder.py"))
+    git("init")
+    assert environment()["git"] is None  # a checkout, but not of this file
+    git("add", ".")
+    git("commit", "-m", "first")
+    assert environment()["git"] == {"commit": git("rev-parse", "HEAD"), "modified": False}
+    (tmp_path / "folder.py").write_text("2")
+    assert environment()["git"]["modified"]
+
+
+def test_a_finished_job_whose_recipe_has_a_new_run_is_due_again(tmp_path: Path, monkeypatch) -> None:
+    job = Job("conflict", "base", 0, tmp_path, "cpu")
+    for name in job.settings.runs:
+        (job.folder / name).mkdir(parents=True)
+        (job.folder / name / "done.json").write_text("{}")
+    job.seconds.write_text("30.0\n")
+    assert job.complete
+    (job.folder / "gd2po" / "done.json").unlink()
+    assert job.finished and not job.complete
+    monkeypatch.setattr("smopd.study.jobs._share_base", lambda job: 0)
+    monkeypatch.setattr("smopd.study.jobs._train", lambda job, command: 0)
+    assert run([job], at_once=1) == []
+    assert 30.0 <= float(job.seconds.read_text()) < 40.0
+
+
 def test_figure_1a_is_the_papers() -> None:
     before, after = theory.figure_1a((0.1, 0.9))
     assert before.tolist() == pytest.approx([0.0526, -0.0950, -0.0175, 0.0599], abs=6e-5)
@@ -97,65 +147,6 @@ def test_the_conflicting_rewards() -> None:
     covered = coverage_reward([""] * 3, answers, [row["ground_truth"]] * 3)
     assert covered[:2] == [0.0, 1.0] and covered[2] == pytest.approx(1 / len(values))
     assert brevity_reward([""] * 3, ["", "x" * 80, "x" * 500], longest=160) == [1.0, 0.5, 0.0]
-
-
-def finished_run(folder: Path, run: str, formats: list[float], evaluation: dict[str, float]) -> None:
-    (folder / run).mkdir(parents=True)
-    lines = [
-        {
-            "step": step + 1,
-            "reward/format/mean": value,
-            "reward/accuracy/mean": 1.0,
-            "reward/format/zero_variance_groups": 1 - theory.mixed_groups(value, 8),
-        }
-        for step, value in enumerate(formats)
-    ]
-    (folder / run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / run / "evaluation.json").write_text(json.dumps(evaluation))
-    (folder / "study_seconds.txt").write_text("30.0\n")
-
-
-@pytest.fixture
-def density(tmp_path: Path) -> Path:
-    """Two seeds at one rate: the format teacher takes off in both, balanced GDPO in one and later."""
-    for seed, gdpo in enumerate([[0.0, 0.1, 0.6], [0.0, 0.1, 0.2]]):
-        folder = tmp_path / "density" / "rate_0.0018" / f"seed_{seed}"
-        finished_run(folder, "base", [], {"sampled/format": 0.002})
-        finished_run(folder, "gdpo", gdpo, {"sampled/format": gdpo[-1]})
-        finished_run(folder, "format_teacher", [0.0, 0.5, 0.9], {"sampled/format": 0.9 + 0.05 * seed})
-    (tmp_path / "density" / "rate_0.0018" / "seed_7").mkdir()  # begun, not finished
-    return tmp_path
-
-
-def test_measures_over_seeds(density: Path) -> None:
-    folders = seeds_of(density / "density" / "rate_0.0018")
-    assert [folder.name for folder in folders] == ["seed_0", "seed_1"]
-    assert final(folders, "format_teacher", "sampled/format") == Spread(
-        pytest.approx(0.925), pytest.approx(0.035355, rel=1e-3), 2
-    )
-    assert final(folders, "gdpo", "greedy/format") is None
-    assert [take_off(folder, "gdpo", "reward/format/mean") for folder in folders] == [3, None]
-    drawn = curve(folders, "gdpo", "reward/format/mean", window=2)
-    assert [step for step, _ in drawn] == [1, 2, 3]
-    assert drawn[2][1].mean == pytest.approx((0.35 + 0.15) / 2)
-
-
-def test_the_page_says_what_was_found(density: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs matplotlib (the study extra)")
-    from smopd.study.__main__ import main
-
-    pages = tmp_path / "docs"
-    assert main(["--page-only", "--output", str(density), "--pages", str(pages)]) == 0
-    page = (pages / "study.md").read_text()
-    assert "Of 2 paired runs the format teacher took off sooner than balanced GDPO in 2" in page
-    assert "0.925 ± 0.035" in page
-    assert "## Ablations" not in page  # none has been run
-    pictures = re.findall(r"!\[.*\]\((.*\.svg)\)", page)
-    assert pictures == ["study/density.svg", "study/signal.svg"]
-    assert all((pages / picture).read_text().startswith("<?xml") for picture in pictures)
-    first = (pages / "study" / "density.svg").read_bytes()
-    main(["--page-only", "--output", str(density), "--pages", str(pages)])
-    assert (pages / "study" / "density.svg").read_bytes() == first
 
 
 def test_an_unknown_experiment_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
