@@ -32,7 +32,7 @@ from smopd.evals.bfcl_multi_turn import read_scores
 from smopd.evals.bfcl_prompts import frame, messages
 from smopd.evals.bfcl_truths import mended, perfect_calls
 from smopd.evals.bfcl_types import TYPES, language_of
-from smopd.evals.options import Evaluation
+from smopd.evals.options import GROUND_TRUTH, Evaluation
 from smopd.evals.suite import Column, Item, Scores
 
 FILE = "BFCL_v4_{}.json"
@@ -60,8 +60,9 @@ class Bfcl(Evaluation):
     """Ask in the words of a file of RLLA items (rlla), or of the package bfcl-eval (bfcl), not in ours."""
     underscores: bool = False
     """Show a function a.b as a_b, for models whose names know no dots."""
-    mend: bool = True
-    """Mend the six answers of BFCL v4 that no response could meet; without, they count as wrong."""
+    mend: bool | None = None
+    """Mend the six answers of BFCL v4 that no response could meet; without, those items count as wrong, as
+    they do under bfcl-eval. Where nothing is said, only for --responses ground-truth."""
     multi_turn_scores: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """A folder of bfcl-eval's score files, from which Overall takes the multi-turn and agentic parts."""
 
@@ -73,7 +74,7 @@ class Bfcl(Evaluation):
             form=self.form,
             words=self.words,
             underscores=self.underscores,
-            mend=self.mend,
+            mend=self.responses == GROUND_TRUTH if self.mend is None else self.mend,
             multi_turn_scores=self.multi_turn_scores,
         )
 
@@ -89,9 +90,13 @@ class Bfcl(Evaluation):
         }
 
     def notes(self, suite: Any, summary: Mapping[str, float | None]) -> list[str]:
-        """What Overall counts as 0."""
+        """What Overall counts as 0, and which answers are not BFCL's own."""
         missing = missing_parts(summary)
-        return [f"Overall counts as 0 what did not run: {', '.join(missing)}"] if missing else []
+        notes = [f"Overall counts as 0 what did not run: {', '.join(missing)}"] if missing else []
+        if suite.mended:
+            keys = ", ".join(suite.mended)
+            notes.append(f"answers mended, so that a response can meet them (not BFCL's own): {keys}")
+        return notes
 
 
 class BfclSuite:
@@ -140,7 +145,7 @@ class BfclSuite:
         form: Form = "rlla",
         words: str | None = None,
         underscores: bool = False,
-        mend: bool = True,
+        mend: bool = False,
         multi_turn_scores: Path | None = None,
     ) -> BfclSuite:
         """The items of a folder; arguments as in `Bfcl`.
@@ -223,7 +228,7 @@ class BfclSuite:
         return [] if item.group in IRRELEVANCE else [Call(functions[0]["name"], {})]
 
     def paper(self) -> Mapping[str, Mapping[str, float]]:
-        """Table tab:bfcl_full_ext."""
+        """Tables tab:bfcl_full_ext, tab:acc_format_moderate and tab:gate_rlla."""
         return paper_rows()
 
 
