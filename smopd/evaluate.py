@@ -65,8 +65,9 @@ def evaluate(command: Evaluation, suite: Suite, responses: Sequence[Response]) -
     if command.model is None:
         source["responses"] = command.responses
     else:
-        names = ("model", "engine", "max_new_tokens", "temperature", "seed")
+        names = ("model", "engine", "max_new_tokens", "max_prompt_tokens", "temperature", "seed")
         source |= {name: getattr(command, name) for name in names}
+        source["prompts_cut"] = sum(response.prompt_cut for response in responses)
     ends = [response.finished for response in responses]
     result = Result(
         label=str(command.model or command.responses),
@@ -79,6 +80,8 @@ def evaluate(command: Evaluation, suite: Suite, responses: Sequence[Response]) -
     items = write_items(command.output, suite, responses, scores)
     written = write_result(command.output, suite, result, command.compare)
     show(suite, result, command.compare)
+    if cut := source.get("prompts_cut"):
+        print(f"{cut} prompts were cut to their last {command.max_prompt_tokens} tokens")
     for note in command.notes(suite, summary):
         print(note)
     print(f"wrote {written} and {items}")

@@ -40,6 +40,8 @@ class Evaluation:
     """The folder to write into."""
     max_new_tokens: int = 1024
     """Longest response in tokens."""
+    max_prompt_tokens: int | None = None
+    """Longest prompt in tokens; of longer ones the end is kept, and they are counted. None is no limit."""
     temperature: float = 0.0
     """Of the sampling; 0 is greedy, as in the paper."""
     seed: int = 0
@@ -75,6 +77,8 @@ class Evaluation:
             raise ValueError(f"expected one of --model and --responses, got {got}")
         if self.max_new_tokens < 1:
             raise ValueError(f"--max-new-tokens is {self.max_new_tokens}, expected at least 1")
+        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
+            raise ValueError(f"--max-prompt-tokens is {self.max_prompt_tokens}, expected at least 1, or None")
         if not 0.0 <= self.temperature < math.inf:
             raise ValueError(f"--temperature is {self.temperature}, expected 0 or more")
         if self.output.exists() and not self.output.is_dir():

@@ -22,10 +22,11 @@ GPU_SHARE = 0.9  # ours: of a GPU that nothing else uses
 
 @dataclass(frozen=True)
 class Response:
-    """A response and whether it ended by itself; None where that is not known."""
+    """A response; whether it ended by itself, None where that is not known; whether its prompt was cut."""
 
     text: str
     finished: bool | None = None
+    prompt_cut: bool = False
 
 
 def given_responses(command: Evaluation, suite: Suite) -> list[Response] | None:
@@ -120,6 +121,10 @@ def sampler(command: Evaluation, items: Sequence[Item]) -> Callable[[], list[Res
         add_generation_prompt=True,
     )
     prompts: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    limit = command.max_prompt_tokens
+    cut = [limit is not None and len(prompt) > limit for prompt in prompts]
+    if limit is not None:
+        prompts = [prompt[-limit:] for prompt in prompts]
     engine = _engine(command, config, end_ids, max(len(prompt) for prompt in prompts))
     sampling = Sampling(
         n=1, temperature=command.temperature, max_new_tokens=command.max_new_tokens, seed=command.seed
@@ -130,7 +135,10 @@ def sampler(command: Evaluation, items: Sequence[Item]) -> Callable[[], list[Res
         decoded = tokenizer.batch_decode(
             [rollout.response_ids.tolist() for rollout in rollouts], skip_special_tokens=True
         )
-        return [Response(text, rollout.finished) for text, rollout in zip(decoded, rollouts, strict=True)]
+        return [
+            Response(text, rollout.finished, prompt_cut)
+            for text, rollout, prompt_cut in zip(decoded, rollouts, cut, strict=True)
+        ]
 
     return sample
 

@@ -57,6 +57,8 @@ def write_items(
             "finished": response.finished,
             "truth": item.truth,
         }
+        if response.prompt_cut:
+            row["prompt_cut"] = True
         if scores is not None:
             clash = row.keys() & scores[i].keys()
             if clash:

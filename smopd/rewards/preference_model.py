@@ -39,6 +39,7 @@ def preference_reward(
     template: str | None = None,
     batch_tokens: int = BATCH_TOKENS,
     max_tokens: int = MAX_TOKENS,
+    truncation_side: str = "left",
     device: str | None = None,
     url: str | None = None,
     **columns: Any,
@@ -58,6 +59,7 @@ def preference_reward(
             of a .jinja file.
         batch_tokens: most tokens scored at once, padding counted. Scores do not depend on it but for
             rounding; equal chats have exactly equal scores.
+        truncation_side: of a chat longer than `max_tokens`; "left" reads its end, "right" its beginning.
         device: such as "cuda:1"; None is the GPU of this rank where there is one, otherwise the CPU.
         url: `http://host:port` of a `vllm serve MODEL --runner pooling`, or several with commas.
         columns: unused.
@@ -70,6 +72,10 @@ def preference_reward(
     for name, count in (("batch_tokens", batch_tokens), ("max_tokens", max_tokens)):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"preference_reward: {name} is {count!r}, expected a whole number of 1 or more")
+    if truncation_side not in ("left", "right"):
+        raise ValueError(
+            f"preference_reward: truncation_side is {truncation_side!r}, expected 'left' or 'right'"
+        )
     if len(prompts) != len(completions):
         raise ValueError(
             f"preference_reward: got {len(prompts)} prompts, expected {len(completions)} as completions"
@@ -83,7 +89,7 @@ def preference_reward(
             f"preference_reward: max_tokens is {max_tokens}, expected at most the {scorer.max_tokens} that "
             f"{url or model} takes"
         )
-    sequences = _encode(chats, _tokenizer(model, template), max_tokens, model)
+    sequences = _encode(chats, _tokenizer(model, template), max_tokens, model, truncation_side)
     kept = [i for i, sequence in enumerate(sequences) if sequence]
     values: list[float | None] = [None] * len(chats)
     for i, value in zip(kept, scorer.score([sequences[i] for i in kept], batch_tokens), strict=True):
@@ -117,9 +123,9 @@ def _chat(prompt: Any, completion: str, index: int) -> Chat:
 
 
 def _encode(
-    chats: Sequence[Chat], tokenizer: PreTrainedTokenizerBase, max_tokens: int, model: str
+    chats: Sequence[Chat], tokenizer: PreTrainedTokenizerBase, max_tokens: int, model: str, side: str
 ) -> list[list[int]]:
-    """Token ids of each chat, cut on the left; none where the template refuses it."""
+    """Token ids of each chat, cut on the `side`; none where the template refuses it."""
     texts, refusals = [], []
     for chat in chats:
         try:
@@ -135,10 +141,11 @@ def _encode(
         )
     sequences = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     if overlong := sum(len(sequence) > max_tokens for sequence in sequences):
+        read = ("last" if side == "left" else "first", max_tokens)
         log.warning(
-            "%s: of %d of %d chats only the last %d tokens are read", model, overlong, len(chats), max_tokens
+            "%s: of %d of %d chats only the %s %d tokens are read", model, overlong, len(chats), *read
         )
-    return [sequence[-max_tokens:] for sequence in sequences]
+    return [sequence[-max_tokens:] if side == "left" else sequence[:max_tokens] for sequence in sequences]
 
 
 @cache

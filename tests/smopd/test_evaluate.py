@@ -85,6 +85,7 @@ def test_every_response_is_kept_with_its_scores(data, tmp_path):
         (["--responses", "ground-truth", "--data", "truth.jsonl"], "malformed ground_truth"),
         (["--responses", "strange.jsonl"], "strange.jsonl: expected the keys of the items, got none of 1"),
         (["--responses", "ground-truth", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
+        (["--responses", "ground-truth", "--max-prompt-tokens", "0"], "--max-prompt-tokens is 0"),
         (["--responses", "ground-truth", "--temperature", "-1"], "--temperature is -1"),
         (["--responses", "ground-truth", "--output", "one.txt"], "--output one.txt: is no folder"),
     ],
@@ -284,6 +285,33 @@ def test_a_model_is_sampled_and_scored(data, tmp_path):
     assert (tmp_path / "a" / "rlla_items.jsonl").read_text() == (
         tmp_path / "b" / "rlla_items.jsonl"
     ).read_text()
+
+
+def test_long_prompts_are_cut_on_the_left_and_counted(data, tmp_path, capsys, monkeypatch):
+    from smopd.engine.local import LocalRollout
+    from smopd.small_models import world_model
+
+    for part in world_model(seed=0):
+        part.save_pretrained(tmp_path / "model")
+    asked = []
+    generate = LocalRollout.generate
+
+    def noted(engine, prompts, *arguments):
+        asked.append([list(prompt) for prompt in prompts])
+        return generate(engine, prompts, *arguments)
+
+    monkeypatch.setattr(LocalRollout, "generate", noted)
+    arguments = ["rlla", "--model", str(tmp_path / "model"), "--data", str(data), "--max-new-tokens", "2"]
+    evaluate.main([*arguments, "--output", str(tmp_path / "whole")])
+    limit = min(len(prompt) for prompt in asked[0]) - 1
+    evaluate.main([*arguments, "--output", str(tmp_path / "cut"), "--max-prompt-tokens", str(limit)])
+    assert asked[1] == [prompt[-limit:] for prompt in asked[0]]
+    assert f"2 prompts were cut to their last {limit} tokens" in capsys.readouterr().out
+    result = json.loads((tmp_path / "cut" / "rlla.json").read_text())
+    assert (result["prompts_cut"], result["max_prompt_tokens"]) == (2, limit)
+    kept = [json.loads(line) for line in (tmp_path / "cut" / "rlla_items.jsonl").read_text().splitlines()]
+    assert [item["prompt_cut"] for item in kept] == [True, True]
+    assert json.loads((tmp_path / "whole" / "rlla.json").read_text())["prompts_cut"] == 0
 
 
 def test_an_unusable_model_is_one_line(data, tmp_path, capsys):

@@ -100,6 +100,10 @@ def test_templates_and_truncation(model, tmp_path, caplog):
     assert cut != pytest.approx(expected, abs=1e-3)
     assert reward(folder, template=PLAIN_TEMPLATE, max_tokens=20) == pytest.approx(cut, abs=1e-5)
     assert "of 5 of 6 chats only the last 20 tokens are read" in caplog.text
+    first = [truth(network, each[:20]) for each in ids]
+    right = reward(folder, template=PLAIN_TEMPLATE, max_tokens=20, truncation_side="right")
+    assert right == pytest.approx(first, abs=1e-5) and first != pytest.approx(cut, abs=1e-3)
+    assert "of 5 of 6 chats only the first 20 tokens are read" in caplog.text
     picky = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + (
         PLAIN_TEMPLATE
     )
@@ -177,6 +181,7 @@ def test_what_is_no_preference_model_is_one_line(model, tmp_path):
         ({"sign": "1"}, "sign is a str"),
         ({"max_tokens": 0}, "max_tokens is 0, expected a whole number of 1 or more"),
         ({"batch_tokens": 1.5}, "batch_tokens is 1.5"),
+        ({"truncation_side": "middle"}, "truncation_side is 'middle', expected 'left' or 'right'"),
         ({"max_tokens": 2048}, "max_tokens is 2048, expected at most the 512"),
         ({"template": ["a"] * 6}, "template is a list; is 'template' a column of the data"),
         ({"template": "no_such.jinja"}, "template no_such.jinja: no such file"),

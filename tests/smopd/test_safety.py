@@ -65,6 +65,7 @@ def test_means_of_means():
     assert [summary[f"hh_{name}"] for name in ("useful", "harmless", "avg")] == [1.5, 15.0, 8.25]
     assert [summary[f"{group}_avg"] for group in ("pku", "alpaca")] == [16.5, 22.0]
     assert summary["overall"] == pytest.approx((8.25 + 16.5 + 22.0) / 3)
+    assert (summary["useful"], summary["harmless"]) == (8.5 / 3, 85 / 3)
     assert summary["unscorable"] == 0 and suite.truths() is None
     assert {column.key for column in suite.columns} <= summary.keys()
     partial = suite.summary(GROUPS[:2], scores[:2])
@@ -90,9 +91,25 @@ def test_absent_scores_are_left_out_and_counted():
 
 def test_the_papers_rows_are_the_means_that_they_say():
     rows = Safety(items(), lengths, tens).paper()
-    assert len(rows) == 24 and rows["Qwen2.5-7B SMOPD"]["overall"] == 5.646
+    assert len(rows) == 28 and rows["Qwen2.5-7B SMOPD"]["overall"] == 5.646
     assert rows["Llama-3.2-3B SMOPD (token gate)"]["alpaca_harmless"] == 5.919
+    across = {label: row for label, row in rows.items() if "useful" in row}
+    assert len(across) == 8
+    for label, row in across.items():
+        assert row["overall"] == pytest.approx((row["useful"] + row["harmless"]) / 2, abs=0.00101), label
+    only = {label for label, row in rows.items() if "hh_avg" not in row}
+    assert only == {
+        f"Qwen2.5-7B {method}"
+        for method in (
+            "OPD only, kappa 32", "SMOPD, kappa 32", "SMOPD, kappa 64", "SMOPD, sampled reverse KL"
+        )
+    }  # fmt: skip
     for label, row in rows.items():
+        if label in only:
+            continue
+        for name in safety.SCORES if label in across else ():
+            means = [row[f"{group}_{name}"] for group in safety.BENCHMARKS]
+            assert row[name] == pytest.approx(sum(means) / 3, abs=0.00101), label
         averages = [row[f"{group}_avg"] for group in safety.BENCHMARKS]
         means = [(row[f"{group}_useful"] + row[f"{group}_harmless"]) / 2 for group in safety.BENCHMARKS]
         assert averages == pytest.approx(means, abs=0.00101), label
@@ -126,7 +143,7 @@ def test_the_options_build_the_suite(tmp_path):
     assert [item.key for item in suite.items] == ["hh/0", "hh/1", "pku/0", "alpaca/0"]
     assert [len(item.messages) for item in suite.items] == [3, 3, 1, 1]
     assert options.settings(suite)["harmless"] == {
-        "model": "owner/cm", "sign": -1, "template": None, "url": None
+        "model": "owner/cm", "sign": -1, "template": None, "url": None, "truncation_side": "left"
     }  # fmt: skip
 
 
