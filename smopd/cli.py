@@ -201,5 +201,5 @@ def _value(path: str, words: list[str], kind: Any) -> Any:
         return None if words[0] == "null" and expected == "text|null" else words[0]
     value = parse_value(words[0])
     if expected.startswith("[") and not isinstance(value, list) and value is not None and value != "batch":
-        return [value]
+        return [parse_value(part) for part in value.split(",")] if isinstance(value, str) else [value]
     return value

@@ -19,7 +19,8 @@ def run(name, folder, steps, start=0):
 
 
 def test_tensorboard_has_every_value_once_after_a_resume(tmp_path):
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    reason = "needs tensorboard (the test extra)"
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason=reason)
     run("tensorboard", tmp_path, [1, 2])
     run("tensorboard", tmp_path, [2], start=1)  # killed after step 2, whose checkpoint was of step 1
     found = events.EventAccumulator(str(tmp_path / "tensorboard"))
@@ -28,9 +29,8 @@ def test_tensorboard_has_every_value_once_after_a_resume(tmp_path):
     assert [(event.step, event.value) for event in found.Scalars("kl")] == [(1, 0.5), (2, 0.25)]
 
 
-@pytest.mark.unproven
 def test_wandb_writes_offline_and_keeps_its_id(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
+    pytest.importorskip("wandb", reason="needs wandb (the trackers extra)")
     monkeypatch.setenv("WANDB_MODE", "offline")
     run("wandb", tmp_path, [1, 2])
     first = _lasting_id(tmp_path)
@@ -38,10 +38,9 @@ def test_wandb_writes_offline_and_keeps_its_id(tmp_path, monkeypatch):
     assert _lasting_id(tmp_path) == first != _lasting_id(tmp_path / "other")
 
 
-@pytest.mark.unproven
 def test_trackio_keeps_the_values(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    trackio = pytest.importorskip("trackio")
+    trackio = pytest.importorskip("trackio", reason="needs trackio (the trackers extra)")
     run("trackio", tmp_path, [1, 2])
     (kept,) = trackio.Api().runs("recipe")
     assert kept.name == "student"
