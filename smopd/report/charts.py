@@ -9,7 +9,7 @@ from typing import Any
 
 from smopd.report.tables import heading
 
-COLOURS = 8
+COLOURS = 10
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 420, 180, 48, 10, 22
 _POINTS = 200  # of a line, at most about
 

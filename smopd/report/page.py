@@ -78,11 +78,11 @@ _PAGE = """<!DOCTYPE html>
 <title>@</title>
 <style>
 :root{color-scheme:light dark;--line:#8886;--k0:#3b82c4;--k1:#d9822b;--k2:#3a9d5d;--k3:#c94c4c;--k4:#8b62c9;
---k5:#8c6d4f;--k6:#cc69a8;--k7:#7a8a99}
-body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:1.5rem auto;padding:0 1rem}
-h1{margin:.2rem 0 .8rem;font-size:1.6rem} h2{margin:1.2rem 0 .2rem;font-size:1.2rem} p{margin:.6rem 0}
+--k5:#8c6d4f;--k6:#cc69a8;--k7:#7a8a99;--k8:#b5a820;--k9:#2fa6ad}
+body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:.8rem auto;padding:0 1rem}
+h1{margin:.2rem 0 .4rem;font-size:1.6rem} h2{margin:1.2rem 0 .2rem;font-size:1.2rem} p{margin:.6rem 0}
 table{border-collapse:collapse;display:block;overflow-x:auto}
-th,td{padding:.2rem .7rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
+th,td{padding:.1rem .7rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
 th:first-child{text-align:left;font-weight:normal} thead th{
 font-weight:600!important;white-space:normal;vertical-align:bottom}
 pre,dd{white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.4 ui-monospace,monospace}
@@ -94,7 +94,7 @@ svg{width:100%;height:auto} svg text{font-size:11px;fill:currentColor;opacity:.8
 .key{margin-right:1rem;white-space:nowrap} .key i{display:inline-block;width:1.4em;height:3px;
 margin-right:.4em;vertical-align:middle;background:var(--c)}
 .c0{--c:var(--k0)}.c1{--c:var(--k1)}.c2{--c:var(--k2)}.c3{--c:var(--k3)}.c4{--c:var(--k4)}.c5{--c:var(--k5)}
-.c6{--c:var(--k6)}.c7{--c:var(--k7)}
+.c6{--c:var(--k6)}.c7{--c:var(--k7)}.c8{--c:var(--k8)}.c9{--c:var(--k9)}
 .tokens{font:14px/2 ui-monospace,monospace;overflow-wrap:anywhere}
 .token{position:relative;white-space:pre-wrap;margin-right:1px;padding-bottom:5px;cursor:default;
 background:var(--bar,none) bottom/100% 4px no-repeat}

@@ -31,6 +31,7 @@ def test_every_run_of_the_study_is_one_that_the_command_takes(
     assert command[1:3] == ["-m", "smopd.train"]
     settings = parse(command[3:]).settings
     assert settings.seed == 3 and settings.processes == 1
+    assert "0.18%" not in settings.description, "the quickstart's description is of its own numbers"
     root = tmp_path if size == "cpu" else tmp_path / size
     assert Path(settings.output) == root / experiment / variant / "seed_3"
 
