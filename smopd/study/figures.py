@@ -126,7 +126,7 @@ def _label(axes: Any, what: Axes) -> None:
     axes.set_title(what.title, fontsize=9)
     axes.set_xlabel(what.x, fontsize=8)
     axes.set_ylabel(what.y, fontsize=8)
-    axes.tick_params(labelsize=7)
+    axes.tick_params(which="both", labelsize=7)
     if what.log_x:
         axes.set_xscale("log")
     axes.set_ylim(what.bottom, what.top)

@@ -140,8 +140,9 @@ def density(study: Study, pages: Path) -> Chapter | None:
             f"{labels[run]} {own}" + (f" after {before} of the runs that it needs" if before else "")
             for run, (own, before) in budget.items()
         )
-        + ". The steps of the runs that a run needs are not in its own. Sampled format on held-out "
-        "prompts at the end, by the share of the demonstrations that are in the exact format:\n\n"
+        + ". The steps of the runs that a run needs are not in its own. A base model without an exact "
+        f"response among its samples is drawn at {LOWEST_RATE:.2%}. Sampled format on held-out prompts at "
+        "the end, by the share of the demonstrations that are in the exact format:\n\n"
         + markdown(rows, columns)
         + _same_compute(every, labels["gdpo_long"])
     )
