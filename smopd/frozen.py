@@ -34,6 +34,8 @@ class Said:
     """The reference policy's log-probabilities at the rollouts' temperature; None without one."""
     seconds: float
     """How long it took, waiting for it or not."""
+    dropped: int
+    """Entries of the teachers that only pad their vocabularies, on this rank."""
 
 
 class Frozen:
@@ -71,12 +73,15 @@ class Frozen:
         begin = time.perf_counter()
         opd, sampled_at = self.settings.opd, self.settings.rollout.temperature
         topk = ref_logp_N = None
+        dropped = 0
         if self.teachers is not None and (coef > 0 or opd.watch):
             temperature, union = kl_temperature(self.settings), self.settings.teachers.union
+            before = self.teachers.dropped
             topk = self.teachers.score(batch.rollouts, opd.kappa, temperature, union=union)
+            dropped = self.teachers.dropped - before
         if self.reference is not None:
             ref_logp_N = self.reference.score(batch.rollouts, 0, sampled_at).token_logps_NM[:, 0]
-        return Said(topk, ref_logp_N, time.perf_counter() - begin)
+        return Said(topk, ref_logp_N, time.perf_counter() - begin, dropped)
 
 
 def _elsewhere(engine: TeacherEngine, settings: Settings, device: torch.device) -> bool:

@@ -109,6 +109,8 @@ class Recorder:
             add_target(metrics, self.settings, batch, target, old_logp_N, updates)
         values = metrics.reduce()
         values["opd_coef"] = coef
+        if said.topk is not None:
+            values["teachers/padding_entries"] = float(distributed.all_reduce(torch.tensor(said.dropped)))
         values["grad_norm"] = sum(update.grad_norm for update in updates) / len(updates)
         values["updates/skipped"] = float(sum(update.skipped for update in updates))
         values["micro_batches"] = float(sum(update.micro_batches for update in updates))
