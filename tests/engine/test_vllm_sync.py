@@ -242,10 +242,12 @@ def runs(process: int) -> bool:
 
 def test_cuda_handles_are_what_vllms_engine_reads(monkeypatch):
     """Up to the handle itself, which takes a GPU."""
+    from vllm import envs
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from smopd.engine import vllm_transfer
 
+    envs.disable_envs_cache()  # an engine of another test turned it on
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     monkeypatch.setattr(vllm_transfer.reductions, "reduce_tensor", lambda value: (None, (value.shape,)))
     held = {"a": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}
