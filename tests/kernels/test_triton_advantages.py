@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton
 
-from smopd.kernels import reference_advantages, triton_advantages
+from smopd.kernels import reference_advantages, triton_advantages, triton_whiten
 from tests.patience import HANG_SECONDS
 
 if not torch.cuda.is_available() and isinstance(triton_advantages._group_kernel, triton.JITFunction):
@@ -50,8 +50,9 @@ def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs and blocks on few responses."""
-    for name, size in (("OWNED", 8), ("TILE", 64), ("SCAN_BLOCK", 4), ("WHITEN_BLOCK", 4)):
+    for name, size in (("OWNED", 8), ("TILE", 64), ("SCAN_BLOCK", 4)):
         monkeypatch.setattr(triton_advantages, name, size)
+    monkeypatch.setattr(triton_whiten, "WHITEN_BLOCK", 4)
 
 
 def both(op: str, *tensors: Tensor, **options):
