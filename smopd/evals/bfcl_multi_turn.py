@@ -8,8 +8,9 @@ best installed in an environment of its own, whose Python is given:
     python -m smopd.evals.bfcl_multi_turn http://localhost:8000/v1 EXPORT --python BFCL_ENV/bin/python
     python -m smopd.evaluate bfcl ... --multi-turn-scores runs/bfcl_multi_turn/score
 
-Not yet run against the package itself: its commands, variables and files are those of version 2026.3.23,
-tested with a stand-in.
+Run with version 2026.3.23 on one item, asked at a loopback endpoint that replays its answer
+(tests/smopd/test_bfcl_package.py); not yet on a whole category with a model that vLLM serves. That version
+also needs `pip install soundfile`, which it does not name.
 """
 
 from __future__ import annotations
