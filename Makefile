@@ -34,8 +34,10 @@ $(VENV)/.installed: $(SOURCES) $(VENV)/.torch
 	@$(BUILT)
 	@touch $@
 
+# bfcl-eval checks our checker; what it depends on are clients of model services, which that does not need.
 $(VENV)/.installed-test: $(SOURCES) $(VENV)/.torch
 	$(PIP) install $(PIP_ARGS) --no-build-isolation -e ".[test]"
+	$(PIP) install $(PIP_ARGS) --no-deps bfcl-eval==2026.3.23
 	@$(BUILT)
 	@touch $@ $(VENV)/.installed
 
