@@ -77,14 +77,24 @@ VERL_PIP := $(VERL_VENV)/bin/python -m pip --disable-pip-version-check -q
 $(VERL_VENV)/.installed: $(SOURCES)
 	$(PYTHON) -m venv $(VERL_VENV)
 	$(VERL_PIP) install $(PIP_ARGS) "setuptools>=77" wheel torch==2.13.0
-	$(VERL_PIP) install $(PIP_ARGS) verl==0.9.1 cachetools TransferQueue tensordict==0.10.0 transformers==5.10.4 pytest packaging
+	$(VERL_PIP) install $(PIP_ARGS) verl==0.9.1 cachetools TransferQueue uvicorn fastapi tensordict==0.10.0 \
+		transformers==5.10.4 pytest packaging
 	$(VERL_PIP) install $(PIP_ARGS) --no-deps --no-build-isolation -e .
 	@$(BUILT)
 	@touch $@
 
-# VERL_SOURCE=<a checkout of verl 0.9.1> runs verl's own tests of the replaced functions too.
-test-verl: $(VERL_VENV)/.installed
-	OMP_NUM_THREADS=1 $(VERL_VENV)/bin/python -m pytest tests/integrations/test_verl.py
+# verl's own tests of what is replaced: of VERL_SOURCE, a checkout of verl 0.9.1, or else of its sdist, which has
+# some of them. Without either those are skipped, and say so.
+VERL_SDIST := $(VERL_VENV)/verl-0.9.1
+VERL_SOURCE ?= $(VERL_SDIST)
+
+$(VERL_SDIST): | $(VERL_VENV)/.installed
+	-$(VERL_PIP) download $(PIP_ARGS) --no-deps --no-build-isolation --no-binary verl -d $(VERL_VENV) verl==0.9.1
+	-tar xzf $@.tar.gz -C $(VERL_VENV)
+
+test-verl: $(VERL_VENV)/.installed $(VERL_SOURCE)
+	OMP_NUM_THREADS=1 VERL_SOURCE=$(abspath $(VERL_SOURCE)) \
+		$(VERL_VENV)/bin/python -m pytest -rs tests/integrations/test_verl*.py
 
 # Needs a CUDA machine and nothing but its own Python with torch and triton; pytest is used where it is there.
 gpu:

@@ -25,6 +25,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from smopd.integrations import verl as smopd_verl
+from smopd.integrations import verl_host, verl_loss
 
 VOCABULARY, HIDDEN, PROMPT, RESPONSE = 64, 16, 3, 8
 LOGGED = ("student_mass", "teacher_mass", "negative_share")
@@ -51,7 +52,7 @@ class Teacher:
 
 def teacher_manager(loss_config: Any, teachers: dict[str, Teacher]) -> Any:
     """verl's manager, with the teachers in this process."""
-    manager = object.__new__(smopd_verl.teacher_manager.AsyncTeacherLLMServerManager)
+    manager = object.__new__(verl_host.teacher_manager.AsyncTeacherLLMServerManager)
     manager.distillation_loss_config = loss_config
     inference = SimpleNamespace(temperature=1.0, max_model_len=None)
     manager.teacher_model_configs = {key: SimpleNamespace(inference=inference) for key in teachers}
@@ -96,7 +97,7 @@ def train(steps: int) -> None:
     optimizer = torch.optim.Adam(student.parameters(), lr=0.05)
     for step in range(steps):
         logits = student(ids_BT).flatten(0, 1)[None]
-        loss_function = smopd_verl.losses.distillation_ppo_loss
+        loss_function = verl_host.losses.distillation_ppo_loss
         columns = loss_function(actor, distillation, data=data, student_logits=logits)
         output = {name: column[0] for name, column in columns.items()}
         loss, metrics = loss_function(actor, distillation, model_output=output, data=data)
@@ -124,11 +125,11 @@ def measure_one(path: str, n_tokens: int, vocabulary: int, topk: int, repeats: i
         config = SimpleNamespace(distillation_loss=smopd_verl.SmopdLossConfig(topk=topk))
         data = TensorDict({"teacher_ids": ids, "teacher_logprobs": logps}, batch_size=[])
         arguments: tuple[Any, ...] = (SimpleNamespace(strategy="fsdp"), config, data, logits, "thd")
-        function = smopd_verl.compute_topk_loss
+        function = verl_loss.compute_topk_loss
     else:
         config = SimpleNamespace(distillation_loss=SimpleNamespace(log_prob_min_clamp=None))
         arguments = (logits, logps, ids, config, "thd")
-        originals = smopd_verl.ORIGINALS if path == PATHS[0] else vars(smopd_verl)
+        originals = verl_host.ORIGINALS if path == PATHS[0] else vars(verl_loss)
         function = originals["compute_forward_kl_topk"]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     seconds = []

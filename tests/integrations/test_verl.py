@@ -1,4 +1,4 @@
-"""verl's distillation and advantages through smopd.integrations.verl.
+"""verl's distillation through smopd.integrations.verl.
 
 Against verl's own functions where the two coincide, smopd.ops elsewhere. Needs verl 0.9.1, in an environment
 of its own: make test-verl.
@@ -7,11 +7,8 @@ of its own: make test-verl.
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
+from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,31 +21,21 @@ if find_spec("verl") is None:
         "verl is not installed: make test-verl runs these in its environment", allow_module_level=True
     )
 
-import numpy as np
 from omegaconf import OmegaConf
 from tensordict import TensorDict
-from verl import DataProto
 from verl.utils.config import omega_conf_to_dataclass
 
 from smopd.integrations import verl as smopd_verl
+from smopd.integrations import verl_host, verl_loss
 from smopd.ops import (
-    gd2po_advantages,
-    gdpo_advantages,
     teacher_forward_kl,
     teacher_mixture,
     topk_forward_kl,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 N, V, S = 24, 97, 6
 LENGTHS = (9, 15)  # tokens of the two sequences
 PROMPTS = (3, 5)
-# verl's own tests of what is replaced, in its sources.
-THEIR_TESTS = (
-    "tests/workers/test_distillation_topk_symmetry_on_cpu.py",
-    "tests/workers/test_chunked_topk_log_probs_on_cpu.py",
-    "tests/trainer/ppo/test_core_algos_on_cpu.py",
-)
 
 
 def nested(rows: Tensor) -> Tensor:
@@ -116,7 +103,7 @@ def host_config(**settings: Any) -> Any:
         "use_task_rewards": False,
     }
     clamps = {"loss_max_clamp": None, "log_prob_min_clamp": None}
-    return smopd_verl.worker_config.DistillationLossConfig(**{**chosen, **clamps, **settings})
+    return verl_host.worker_config.DistillationLossConfig(**{**chosen, **clamps, **settings})
 
 
 def our_config(**settings: Any) -> Any:
@@ -125,7 +112,7 @@ def our_config(**settings: Any) -> Any:
 
 def loss_of(config: Any, data: TensorDict, student: Tensor) -> tuple[Tensor, dict[str, Any]]:
     """verl's two calls: in the logits processor and after it."""
-    compute = smopd_verl.losses.distillation_ppo_loss
+    compute = verl_host.losses.distillation_ppo_loss
     columns = compute(ACTOR, distillation(config), data=data, student_logits=student)
     output = {name: column[0] for name, column in columns.items()}
     return compute(ACTOR, distillation(config), model_output=output, data=data)
@@ -135,7 +122,7 @@ def loss_of(config: Any, data: TensorDict, student: Tensor) -> tuple[Tensor, dic
 def test_verls_own_top_k_loss_keeps_its_values_and_gradient(floor: float | None) -> None:
     ids, logps = top(1)
     results = []
-    for function in (smopd_verl.ORIGINALS["compute_forward_kl_topk"], smopd_verl.compute_forward_kl_topk):
+    for function in (verl_host.ORIGINALS["compute_forward_kl_topk"], verl_loss.compute_forward_kl_topk):
         student = logits()
         config = distillation(SimpleNamespace(log_prob_min_clamp=floor))
         columns = function(student, nested(logps), nested(ids), config, "thd")
@@ -192,7 +179,7 @@ def test_student_and_teachers_are_at_temperature_one(temperature: float) -> None
     """verl's engine divides the student's logits by the rollout's temperature before the loss."""
     ids, logps = top(1)
     student = logits()
-    columns = smopd_verl.compute_topk_loss(
+    columns = verl_loss.compute_topk_loss(
         ACTOR, distillation(our_config()), data_of(ids, logps, temperature), student / temperature, "thd"
     )
     expected = topk_forward_kl(student[0], ids[:, 0], ids, logps, tail=True)[1]
@@ -200,6 +187,77 @@ def test_student_and_teachers_are_at_temperature_one(temperature: float) -> None
     on_support = student[0].log_softmax(-1).gather(1, ids).exp().sum(-1)
     torch.testing.assert_close(columns["student_mass"][0], on_support, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(columns["teacher_mass"][0], logps.exp().sum(-1), rtol=1e-5, atol=1e-5)
+
+
+class InPlaceCrossEntropy(torch.autograd.Function):
+    """flash-attn's, as far as it matters: its backward writes over the logits, and no version tells."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, inplace_backward: bool) -> Tensor:
+        ctx.save_for_backward(logits, labels)
+        ctx.inplace = inplace_backward
+        return -logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None]:
+        logits, labels = ctx.saved_tensors
+        gradient = logits.softmax(-1)
+        gradient[torch.arange(len(labels)), labels] -= 1
+        gradient *= grad_N[:, None]
+        if ctx.inplace:
+            logits.data.copy_(gradient)
+        return gradient, None, None
+
+
+@pytest.mark.parametrize("loss_mode", [verl_loss.LOSS_MODE, "forward_kl_topk"])
+@pytest.mark.parametrize("protected", [True, False], ids=["ours", "verl's own"])
+def test_an_in_place_backward_beside_it_leaves_the_gradient(
+    loss_mode: str, protected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With task rewards verl's engine takes log-probabilities of the same logits after the loss."""
+    monkeypatch.setattr(verl_host.torch_functional, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", True)
+    cross_entropy = lambda logits, labels, inplace_backward: (  # noqa: E731
+        InPlaceCrossEntropy.apply(logits, labels, inplace_backward),
+        None,
+    )
+    monkeypatch.setattr(verl_host.torch_functional, "cross_entropy_loss", cross_entropy, raising=False)
+    engine = import_module("verl.workers.engine.fsdp.transformer_impl")
+    assert engine.logprobs_from_logits is verl_loss.logprobs_from_logits
+    of_logits = verl_loss.logprobs_from_logits if protected else verl_host.ORIGINALS["logprobs_from_logits"]
+    config = our_config() if loss_mode == verl_loss.LOSS_MODE else host_config()
+    (ids, logps), labels = top(1), torch.arange(N) % V
+
+    def gradients(inplace: bool) -> Tensor:
+        leaf = logits()
+        student = (leaf * 1.0)[0]
+        data = data_of(ids, logps)
+        columns = verl_host.losses.compute_topk_loss(
+            ACTOR, distillation(config), data, student[None], data_format="thd"
+        )
+        logp_N = of_logits(logits=student, labels=labels, inplace_backward=inplace)
+        (columns["distillation_losses"].sum() - logp_N.sum()).backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    expected, beside = gradients(False), gradients(True)
+    if protected:
+        torch.testing.assert_close(beside, expected, rtol=1e-6, atol=1e-7)
+    else:
+        assert not torch.allclose(beside, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_logits_that_no_loss_of_ours_reads_may_be_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setitem(
+        verl_host.ORIGINALS,
+        "logprobs_from_logits",
+        lambda *_, inplace_backward: asked.append(inplace_backward),
+    )
+    columns, kept = data_of(*top(1)), logits()
+    verl_host.losses.compute_topk_loss(ACTOR, distillation(our_config()), columns, kept, "thd")
+    for given in (kept[0], logits(1)[0]):
+        verl_loss.logprobs_from_logits(given, torch.zeros(N), inplace_backward=True)
+    assert asked == [False, True]
 
 
 class Client:
@@ -220,7 +278,7 @@ class Client:
 
 
 def manager_of(config: Any, clients: dict[str, Client]) -> Any:
-    manager = object.__new__(smopd_verl.teacher_manager.AsyncTeacherLLMServerManager)
+    manager = object.__new__(verl_host.teacher_manager.AsyncTeacherLLMServerManager)
     manager.distillation_loss_config = config
     manager.teacher_key = "data_source"
     inference = SimpleNamespace(temperature=1.0, max_model_len=None)
@@ -263,7 +321,7 @@ def test_one_teacher_answers_as_verls_manager_has_it() -> None:
     manager = manager_of(our_config(), {"default": Client(1)})
     ids, logps = ask(manager)
     their_ids, their_logps = asyncio.run(
-        smopd_verl.ORIGINALS["compute_teacher_logprobs_single"](manager, [1] * N)
+        verl_host.ORIGINALS["compute_teacher_logprobs_single"](manager, [1] * N)
     )
     assert torch.equal(ids, their_ids) and ids.dtype == their_ids.dtype
     torch.testing.assert_close(logps, their_logps, rtol=1e-5, atol=1e-6)
@@ -289,12 +347,12 @@ def test_wrong_weights_are_refused(weights: dict[str, float], message: str) -> N
         ask(manager)
 
 
-@pytest.mark.parametrize("loss_mode", [smopd_verl.LOSS_MODE, "forward_kl_topk"])
+@pytest.mark.parametrize("loss_mode", [verl_loss.LOSS_MODE, "forward_kl_topk"])
 def test_a_teacher_of_another_vocabulary_is_refused(loss_mode: str) -> None:
     ids, logps = top(1)
     ids = ids.clone()
     ids[3, 2] = V
-    config = our_config() if loss_mode == smopd_verl.LOSS_MODE else host_config()
+    config = our_config() if loss_mode == verl_loss.LOSS_MODE else host_config()
     with pytest.raises(ValueError, match=rf"names tokens 0 to {V}, expected ids in \[0, {V}\)"):
         loss_of(config, data_of(ids, logps), logits())
 
@@ -305,16 +363,16 @@ def test_what_would_clamp_or_shard_is_refused() -> None:
         our_config(loss_max_clamp=10.0)
     with pytest.raises(ValueError, match=r"distillation_loss.use_policy_gradient is True, expected False"):
         our_config(use_policy_gradient=True)
-    plain = host_config(loss_mode=smopd_verl.LOSS_MODE, log_prob_min_clamp=-10.0)
+    plain = host_config(loss_mode=verl_loss.LOSS_MODE, log_prob_min_clamp=-10.0)
     with pytest.raises(ValueError, match=r"distillation_loss.log_prob_min_clamp is -10.0, expected None"):
         loss_of(plain, data_of(ids, logps), logits())
     megatron = SimpleNamespace(strategy="megatron")
     with pytest.raises(NotImplementedError, match="strategy megatron shards"):
-        smopd_verl.compute_topk_loss(
+        verl_loss.compute_topk_loss(
             megatron, distillation(our_config()), data_of(ids, logps), logits(), "thd"
         )
     with pytest.raises(ValueError, match="use_fused_kernels=false"):
-        smopd_verl.unclamped_forward_kl(ACTOR, distillation(our_config()), {}, data_of(ids, logps))
+        verl_loss.unclamped_forward_kl(ACTOR, distillation(our_config()), {}, data_of(ids, logps))
 
 
 def test_verls_configuration_takes_the_mixtures_settings() -> None:
@@ -331,159 +389,3 @@ def test_verls_configuration_takes_the_mixtures_settings() -> None:
     )
     assert isinstance(config, smopd_verl.SmopdLossConfig) and config.loss_settings.use_topk
     assert dict(config.teacher_weights) == {"openai/gsm8k": 0.25, "code": 0.75} and not config.tail
-
-
-KEYS = ["accuracy", "format"]
-LONG = (4, 2, 3, 1, 4, 4, 2, 3)  # response lengths
-GROUPS = ["a", "a", "a", "a", "b", "b", "b", "b"]
-
-
-def rollouts(rewards: dict[str, list[float | None]]) -> DataProto:
-    mask = (torch.arange(4) < torch.tensor(LONG)[:, None]).float()
-    prompts = torch.zeros(8, 2, dtype=torch.long)
-    tensors = {
-        "token_level_rewards": torch.zeros(8, 4),
-        "response_mask": mask,
-        "prompts": prompts,
-        "attention_mask": torch.cat([torch.ones(8, 2), mask], dim=1).long(),
-    }
-    columns = {name: np.asarray(column, dtype=object) for name, column in rewards.items()}
-    return DataProto.from_dict(tensors, non_tensors={"uid": np.asarray(GROUPS, dtype=object), **columns})
-
-
-def advantages_of(estimator: str, data: DataProto, **settings: Any) -> Tensor:
-    config = OmegaConf.create({"gdpo_reward_keys": KEYS, **settings})
-    done = smopd_verl.ray_trainer.compute_advantage(data, adv_estimator=estimator, config=config)
-    assert torch.equal(done.batch["advantages"], done.batch["returns"])
-    return done.batch["advantages"]
-
-
-REWARDS: dict[str, list[float | None]] = {
-    "accuracy": [3.0, -3.0, 1.5, 0.0, 2.0, 2.5, -1.0, 3.0],
-    "format": [0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0],
-}
-
-
-@pytest.mark.parametrize("weights", [None, [0.7, 0.3]], ids=["equal", "weighted"])
-def test_gdpo_over_tokens_is_verls_gdpo(weights: list[float] | None) -> None:
-    ours = advantages_of("smopd_gdpo_tokens", rollouts(REWARDS), gdpo_reward_weights=weights)
-    theirs = advantages_of("gdpo", rollouts(REWARDS), gdpo_reward_weights=weights)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-
-
-def test_gdpo_and_gd2po_are_smopds() -> None:
-    rewards_RK = torch.tensor([REWARDS[key] for key in KEYS]).T.contiguous()
-    group_R, weights_K = torch.tensor([0] * 4 + [1] * 4), torch.tensor([0.7, 0.3])
-    mask = (torch.arange(4) < torch.tensor(LONG)[:, None]).float()
-    lengths = {"weights_K": weights_K, "lengths_R": torch.tensor(LONG)}
-    weights = {"gdpo_reward_weights": [0.7, 0.3]}
-    expected = {
-        "smopd_gdpo": gdpo_advantages(rewards_RK, group_R, weights_K=weights_K),
-        "smopd_gd2po": gd2po_advantages(rewards_RK, group_R, **lengths)[0],
-    }
-    for name, adv_R in expected.items():
-        ours = advantages_of(name, rollouts(REWARDS), **weights)
-        torch.testing.assert_close(ours, adv_R[:, None] * mask, rtol=1e-5, atol=1e-6)
-    kept = gd2po_advantages(rewards_RK, group_R, **lengths, snr_threshold=0.2)[0]
-    ours = advantages_of("smopd_gd2po", rollouts(REWARDS), **weights, gd2po_snr_threshold=0.2)
-    torch.testing.assert_close(ours, kept[:, None] * mask, rtol=1e-5, atol=1e-6)
-    assert not torch.equal(kept, expected["smopd_gd2po"])
-
-
-def test_an_unscorable_reward_is_left_out() -> None:
-    rewards = {**REWARDS, "format": [None, *REWARDS["format"][1:]]}
-    ours = advantages_of("smopd_gdpo", rollouts(rewards))
-    assert ours.isfinite().all() and ours[0].abs().sum() > 0
-
-
-def test_equal_rewards_give_exactly_nothing() -> None:
-    """verl's mean of equal float32 numbers is off by an ulp, which its epsilon makes an advantage of."""
-    rewards = {"accuracy": [0.1] * 4 + [0.7] * 4, "format": [0.3] * 8}
-    assert not advantages_of("smopd_gdpo", rollouts(rewards)).any()
-
-
-def test_reward_keys_are_required() -> None:
-    with pytest.raises(
-        ValueError, match=r"smopd_gdpo: algorithm.gdpo_reward_keys is \['accuracy', 'style'\]"
-    ):
-        advantages_of("smopd_gdpo", rollouts(REWARDS), gdpo_reward_keys=["accuracy", "style"])
-    with pytest.raises(ValueError, match=r"smopd_gd2po: algorithm.gdpo_reward_keys is \[\]"):
-        advantages_of("smopd_gd2po", rollouts(REWARDS), gdpo_reward_keys=[])
-
-
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-
-
-def test_verl_loads_it_as_an_external_module_and_it_says_what_it_replaced() -> None:
-    external = {"VERL_USE_EXTERNAL_MODULES": "smopd.integrations.verl", "VERL_USE_EXTERNAL_PLUGINS": "none"}
-    done = python("import verl.trainer.ppo.v1.utils as u; print(u.compute_advantage.__module__)", **external)
-    assert done.returncode == 0, done.stderr
-    said = [line for line in done.stdout.splitlines() if line.startswith("smopd ")]
-    assert len(said) == 1
-    for name in (smopd_verl.LOSS_MODE, *smopd_verl.ESTIMATORS, *smopd_verl.ORIGINALS):
-        assert name in said[0]
-    assert done.stdout.splitlines()[-1] == "smopd.integrations.verl"
-
-
-def test_verl_loads_it_as_a_plugin(tmp_path: Path) -> None:
-    info = tmp_path / "declared-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: declared\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[verl.plugins]\nsmopd = smopd.integrations.verl\n")
-    path = os.pathsep.join([str(tmp_path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = python("import verl", PYTHONPATH=path, VERL_USE_EXTERNAL_MODULES="")
-    assert done.returncode == 0, done.stderr
-    assert "registered loss_mode smopd_forward_kl" in done.stdout
-
-
-def test_another_version_is_refused_by_name() -> None:
-    code = (
-        "import importlib.metadata as m\n"
-        "real = m.version\n"
-        "m.version = lambda name: '0.10.0' if name == 'verl' else real(name)\n"
-        "import smopd.integrations.verl\n"
-    )
-    done = python(code, VERL_USE_EXTERNAL_PLUGINS="none")
-    assert done.returncode != 0
-    assert "verl>=0.9.1,<0.9.2; verl 0.10.0 is installed" in done.stderr.splitlines()[-1]
-
-
-def test_a_changed_function_is_refused_by_name() -> None:
-    def compute_advantage(data: Any, estimator: Any) -> None: ...
-
-    owner = SimpleNamespace(compute_advantage=compute_advantage)
-    with pytest.raises(
-        ImportError, match=r"compute_advantage has no parameter adv_estimator, config; it has data"
-    ):
-        smopd_verl.replace(owner, smopd_verl.compute_advantage, "data", "adv_estimator", "config")
-    assert owner.compute_advantage is compute_advantage
-
-
-def test_the_example_learns() -> None:
-    command = [sys.executable, str(ROOT / "examples" / "verl_distillation.py"), "--steps", "15"]
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    steps = [line for line in done.stdout.splitlines() if line.startswith("step ")]
-    first, last = (float(line.split("loss ")[1].split(",")[0]) for line in steps)
-    assert last < 0.5 * first, done.stdout
-
-
-def test_verls_own_tests_still_pass() -> None:
-    checkout = os.environ.get("VERL_SOURCE")
-    if not checkout:
-        pytest.skip("VERL_SOURCE names no checkout of verl 0.9.1")
-    theirs = [name for name in THEIR_TESTS if Path(checkout, name).exists()]
-    assert theirs, f"{checkout} has none of {THEIR_TESTS}"
-    environment = {
-        **os.environ,
-        "VERL_USE_EXTERNAL_MODULES": "smopd.integrations.verl",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *theirs]
-    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr

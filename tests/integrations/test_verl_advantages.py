@@ -1,0 +1,165 @@
+"""SMOPD's advantages in verl's two trainers: against its GDPO where they coincide, smopd.ops elsewhere."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if find_spec("verl") is None:
+    pytest.skip(
+        "verl is not installed: make test-verl runs these in its environment", allow_module_level=True
+    )
+
+import numpy as np
+from omegaconf import OmegaConf
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from verl import DataProto
+
+import smopd.integrations.verl  # noqa: F401
+from smopd.integrations import verl_host, verl_trainer
+from smopd.ops import gd2po_advantages, gdpo_advantages
+
+KEYS = ["accuracy", "format"]
+LONG = (4, 2, 3, 1, 4, 4, 2, 3)  # response lengths
+GROUPS = ["a", "a", "a", "a", "b", "b", "b", "b"]
+
+
+def rollouts(rewards: dict[str, list[float | None]]) -> DataProto:
+    mask = (torch.arange(4) < torch.tensor(LONG)[:, None]).float()
+    prompts = torch.zeros(8, 2, dtype=torch.long)
+    tensors = {
+        "token_level_rewards": torch.zeros(8, 4),
+        "response_mask": mask,
+        "prompts": prompts,
+        "attention_mask": torch.cat([torch.ones(8, 2), mask], dim=1).long(),
+    }
+    columns = {name: np.asarray(column, dtype=object) for name, column in rewards.items()}
+    return DataProto.from_dict(tensors, non_tensors={"uid": np.asarray(GROUPS, dtype=object), **columns})
+
+
+def advantages_of(estimator: str, data: DataProto, **settings: Any) -> Tensor:
+    config = OmegaConf.create({"gdpo_reward_keys": KEYS, **settings})
+    done = verl_host.ray_trainer.compute_advantage(data, adv_estimator=estimator, config=config)
+    assert torch.equal(done.batch["advantages"], done.batch["returns"])
+    return done.batch["advantages"]
+
+
+REWARDS: dict[str, list[float | None]] = {
+    "accuracy": [3.0, -3.0, 1.5, 0.0, 2.0, 2.5, -1.0, 3.0],
+    "format": [0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0],
+}
+
+
+@pytest.mark.parametrize("weights", [None, [0.7, 0.3]], ids=["equal", "weighted"])
+def test_gdpo_over_tokens_is_verls_gdpo(weights: list[float] | None) -> None:
+    ours = advantages_of("smopd_gdpo_tokens", rollouts(REWARDS), gdpo_reward_weights=weights)
+    theirs = advantages_of("gdpo", rollouts(REWARDS), gdpo_reward_weights=weights)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_gdpo_and_gd2po_are_smopds() -> None:
+    rewards_RK = torch.tensor([REWARDS[key] for key in KEYS]).T.contiguous()
+    group_R, weights_K = torch.tensor([0] * 4 + [1] * 4), torch.tensor([0.7, 0.3])
+    mask = (torch.arange(4) < torch.tensor(LONG)[:, None]).float()
+    lengths = {"weights_K": weights_K, "lengths_R": torch.tensor(LONG)}
+    weights = {"gdpo_reward_weights": [0.7, 0.3]}
+    expected = {
+        "smopd_gdpo": gdpo_advantages(rewards_RK, group_R, weights_K=weights_K),
+        "smopd_gd2po": gd2po_advantages(rewards_RK, group_R, **lengths)[0],
+    }
+    for name, adv_R in expected.items():
+        ours = advantages_of(name, rollouts(REWARDS), **weights)
+        torch.testing.assert_close(ours, adv_R[:, None] * mask, rtol=1e-5, atol=1e-6)
+    kept = gd2po_advantages(rewards_RK, group_R, **lengths, snr_threshold=0.2)[0]
+    ours = advantages_of("smopd_gd2po", rollouts(REWARDS), **weights, gd2po_snr_threshold=0.2)
+    torch.testing.assert_close(ours, kept[:, None] * mask, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(kept, expected["smopd_gd2po"])
+
+
+class Queue:
+    """The transfer queue that verl's v1 trainer keeps its batch in: what was asked of it, what was put."""
+
+    def __init__(self, columns: dict[str, Any]) -> None:
+        self.columns, self.put, self.asked = columns, {}, []
+
+    def kv_batch_get(self, keys: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
+        self.asked.append(select_fields)
+        found = {name: self.columns[name] for name in select_fields if name in self.columns}
+        return TensorDict(found, batch_size=[len(keys)])
+
+    def kv_batch_put(self, keys: list[str], partition_id: str, fields: TensorDict) -> SimpleNamespace:
+        self.put = fields
+        return SimpleNamespace(keys=keys, partition_id=partition_id)
+
+
+def v1_queue(rewards: dict[str, list[float | None]]) -> Queue:
+    said = [dict(zip(rewards, row, strict=True)) for row in zip(*rewards.values(), strict=True)]
+    extra = [NonTensorData({"reward_extra_info": row}) for row in said]
+    nested_rows = [torch.ones(length) for length in LONG]
+    columns = {
+        "uid": NonTensorStack(*(NonTensorData(group) for group in GROUPS)),
+        "response_mask": torch.nested.as_nested_tensor(nested_rows, layout=torch.jagged),
+        "rm_scores": torch.nested.as_nested_tensor([0 * row for row in nested_rows], layout=torch.jagged),
+        "extra_fields": NonTensorStack(*extra),
+    }
+    return Queue(columns)
+
+
+class Batch:
+    keys = [f"{group}_{i}_0" for i, group in enumerate(GROUPS)]  # noqa: RUF012
+    partition_id = "train"
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+def v1_trainer(estimator: str, **settings: Any) -> SimpleNamespace:
+    algorithm = {"use_kl_in_reward": False, "gamma": 1.0, "lam": 1.0, "adv_estimator": estimator, **settings}
+    rollout = {"rollout": {"n": 4}}
+    return SimpleNamespace(config=OmegaConf.create({"algorithm": algorithm, "actor_rollout_ref": rollout}))
+
+
+@pytest.mark.parametrize("estimator", ["smopd_gdpo", "smopd_gdpo_tokens", "smopd_gd2po"])
+def test_verls_v1_trainer_finds_the_rewards(estimator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own _compute_advantage, on a queue in this process: the same advantages as the legacy trainer's."""
+    queue = v1_queue(REWARDS)
+    monkeypatch.setattr(verl_host.v1_trainer, "tq", queue)
+    settings = {"gdpo_reward_keys": KEYS, "gdpo_reward_weights": [0.7, 0.3]}
+    verl_host.v1_trainer.PPOTrainer._compute_advantage(v1_trainer(estimator, **settings), Batch(), {})
+    expected = advantages_of(estimator, rollouts(REWARDS), gdpo_reward_weights=[0.7, 0.3])
+    ours = queue.put["advantages"].to_padded_tensor(0.0)
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-7)
+    assert queue.asked[0] == ["extra_fields"] and not verl_trainer.REWARDS.get()
+
+
+def test_verls_v1_trainer_keeps_its_own_estimators(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = v1_queue(REWARDS)
+    monkeypatch.setattr(verl_host.v1_trainer, "tq", queue)
+    verl_host.v1_trainer.PPOTrainer._compute_advantage(v1_trainer("grpo"), Batch(), {})
+    assert len(queue.asked) == 1 and not queue.put["advantages"].to_padded_tensor(0.0).any()
+
+
+def test_an_unscorable_reward_is_left_out() -> None:
+    rewards = {**REWARDS, "format": [None, *REWARDS["format"][1:]]}
+    ours = advantages_of("smopd_gdpo", rollouts(rewards))
+    assert ours.isfinite().all() and ours[0].abs().sum() > 0
+
+
+def test_equal_rewards_give_exactly_nothing() -> None:
+    """verl's mean of equal float32 numbers is off by an ulp, which its epsilon makes an advantage of."""
+    rewards = {"accuracy": [0.1] * 4 + [0.7] * 4, "format": [0.3] * 8}
+    assert not advantages_of("smopd_gdpo", rollouts(rewards)).any()
+
+
+def test_reward_keys_are_required() -> None:
+    with pytest.raises(
+        ValueError, match=r"smopd_gdpo: algorithm.gdpo_reward_keys is \['accuracy', 'style'\]"
+    ):
+        advantages_of("smopd_gdpo", rollouts(REWARDS), gdpo_reward_keys=["accuracy", "style"])
+    with pytest.raises(ValueError, match=r"smopd_gd2po: algorithm.gdpo_reward_keys is \[\]"):
+        advantages_of("smopd_gd2po", rollouts(REWARDS), gdpo_reward_keys=[])

@@ -1,0 +1,129 @@
+"""How verl loads smopd.integrations.verl, what it says of it, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+if find_spec("verl") is None:
+    pytest.skip(
+        "verl is not installed: make test-verl runs these in its environment", allow_module_level=True
+    )
+
+import smopd.integrations.verl  # noqa: F401
+from smopd.integrations import verl_advantages, verl_host, verl_loss, verl_trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+# verl's own tests of what is replaced.
+THEIR_TESTS = (
+    "tests/workers/test_distillation_topk_symmetry_on_cpu.py",
+    "tests/workers/test_chunked_topk_log_probs_on_cpu.py",
+    "tests/trainer/ppo/test_core_algos_on_cpu.py",
+    "tests/trainer/test_multi_trajectories_advantage_on_cpu.py",
+)
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+
+
+def test_verl_loads_it_as_an_external_module_and_it_says_what_it_replaced() -> None:
+    external = {"VERL_USE_EXTERNAL_MODULES": "smopd.integrations.verl", "VERL_USE_EXTERNAL_PLUGINS": "none"}
+    done = python("import verl.trainer.ppo.v1.utils as u; print(u.compute_advantage.__module__)", **external)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("smopd ")]
+    assert len(said) == 1
+    for name in (verl_loss.LOSS_MODE, *verl_advantages.ESTIMATORS, *verl_host.ORIGINALS):
+        assert name in said[0]
+    assert done.stdout.splitlines()[-1] == "smopd.integrations.verl_trainer"
+
+
+def declared(folder: Path) -> str:
+    """A PYTHONPATH on which pyproject.toml's entry points are installed, whatever this environment has."""
+    toml = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
+    groups = toml.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    info = folder / "declared-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: declared\nVersion: 1.0\n")
+    lines = [f"{name} = {module}" for name, module in groups["verl.plugins"].items()]
+    (info / "entry_points.txt").write_text("\n".join(["[verl.plugins]", *lines, ""]))
+    return os.pathsep.join([str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def test_verl_loads_it_as_a_plugin(tmp_path: Path) -> None:
+    """pyproject.toml declares the entry point: with both installed, import verl is enough."""
+    done = python("import verl", PYTHONPATH=declared(tmp_path), VERL_USE_EXTERNAL_MODULES="")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("registered loss_mode smopd_forward_kl") == 1
+
+
+ANOTHER_VERSION = (
+    "import importlib.metadata as m\n"
+    "real = m.version\n"
+    "m.version = lambda name: '0.10.0' if name == 'verl' else real(name)\n"
+)
+
+
+def test_a_plugins_refusal_is_heard_though_verl_goes_on(tmp_path: Path) -> None:
+    """verl logs what a plugin raises at DEBUG."""
+    done = python(ANOTHER_VERSION + "import verl", PYTHONPATH=declared(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "smopd.integrations.verl is not loaded: smopd.integrations knows" in done.stderr
+    assert "verl>=0.9.1,<0.9.2; verl 0.10.0 is installed" in done.stderr
+
+
+def test_another_version_is_refused_by_name() -> None:
+    code = ANOTHER_VERSION + "import smopd.integrations.verl"
+    done = python(code, VERL_USE_EXTERNAL_PLUGINS="none")
+    assert done.returncode != 0
+    assert "verl>=0.9.1,<0.9.2; verl 0.10.0 is installed" in done.stderr.splitlines()[-1]
+
+
+def test_a_changed_function_is_refused_by_name() -> None:
+    def compute_advantage(data: Any, estimator: Any) -> None: ...
+
+    owner = SimpleNamespace(compute_advantage=compute_advantage)
+    with pytest.raises(
+        ImportError, match=r"compute_advantage has no parameter adv_estimator, config; it has data"
+    ):
+        verl_host.replace(owner, verl_trainer.compute_advantage, "data", "adv_estimator", "config")
+    assert owner.compute_advantage is compute_advantage
+
+
+def test_the_example_learns() -> None:
+    command = [sys.executable, str(ROOT / "examples" / "verl_distillation.py"), "--steps", "15"]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    steps = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    first, last = (float(line.split("loss ")[1].split(",")[0]) for line in steps)
+    assert last < 0.5 * first, done.stdout
+
+
+@pytest.mark.parametrize("theirs", THEIR_TESTS)
+def test_verls_own_tests_still_pass(theirs: str) -> None:
+    """make test-verl fetches verl's sources where it can."""
+    sources = os.environ.get("VERL_SOURCE")
+    if not sources or not Path(sources).is_dir():
+        pytest.skip(f"VERL_SOURCE is {sources or 'not set'}, expected the folder of verl 0.9.1's sources")
+    if not Path(sources, theirs).exists():
+        pytest.skip(f"{Path(sources).name} has no {theirs}: verl's sdist leaves it out")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "VERL_USE_EXTERNAL_MODULES": "smopd.integrations.verl",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", theirs]
+    done = subprocess.run(command, cwd=sources, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
