@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("trl", reason="needs trl (the trl extra)")
 
+from transformers import AutoModelForCausalLM
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
 
 from smopd.integrations.trl import SMOPDDistillationConfig
@@ -18,6 +20,7 @@ from smopd.small_models import world_model
 from tests.integrations.tiny_trl import (
     LONGEST,
     PROMPTS,
+    assert_same_gradients,
     completions,
     distillation,
     grpo,
@@ -27,6 +30,7 @@ from tests.integrations.tiny_trl import (
     settings,
     teacher,
     vowels,
+    with_old_logps,
 )
 
 
@@ -34,9 +38,7 @@ def assert_same_training(ours, theirs, inputs: dict) -> None:
     loss, gradients = loss_and_gradients(ours, inputs)
     expected, expected_gradients = loss_and_gradients(theirs, inputs)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-7)
-    for name, gradient in expected_gradients.items():
-        scale = float(gradient.abs().max())
-        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-5 * scale + 1e-9)
+    assert_same_gradients(gradients, expected_gradients)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -105,12 +107,7 @@ def test_without_the_teachers_term_it_is_trls_policy_loss(tmp_path: Path, option
     theirs = hosts_own(GRPOTrainer, args, [lengths, vowels])
     inputs = completions(ours)
     inputs["advantages"] = torch.tensor([1.0, -1.0, 0.5, -2.0])
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-        logps, _, _ = theirs._get_per_token_logps_and_entropies(theirs.model, ids, mask, LONGEST)
-    inputs["old_per_token_logps"] = logps + torch.randn(logps.shape, generator=generator) * 0.4
+    inputs = with_old_logps(ours, inputs)
     assert_same_training(ours, theirs, inputs)
     region = (trainer._metrics["train"]["clip_ratio/region_mean"][-1] for trainer in (ours, theirs))
     assert math.isclose(*region, abs_tol=1e-6)
@@ -227,14 +224,39 @@ def test_teachers_that_cannot_serve_are_refused(tmp_path: Path) -> None:
         distillation(tmp_path, [teacher(1)], beta=0.5)
 
 
+def saved_teacher(folder: Path, *tokens: str) -> Path:
+    tokenizer = world_model(1)[1]
+    tokenizer.add_tokens(list(tokens))
+    teacher(1).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def test_a_teacher_by_path_is_the_teacher(tmp_path: Path) -> None:
-    teacher(1).save_pretrained(tmp_path / "teacher")
-    world_model(1)[1].save_pretrained(tmp_path / "teacher")
+    path = saved_teacher(tmp_path / "teacher")
     losses = []
-    for given in (teacher(1), str(tmp_path / "teacher")):
+    for given in (teacher(1), str(path), path):
         trainer = distillation(tmp_path, [given])
         losses.append(loss_and_gradients(trainer, completions(trainer))[0])
-    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+    torch.testing.assert_close(losses[1:], [losses[0]] * 2, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("make", [distillation, grpo])
+def test_a_teacher_is_loaded_as_its_settings_say(tmp_path: Path, make: Any) -> None:
+    path = saved_teacher(tmp_path / "teacher")
+    trainer = make(tmp_path, [path, teacher(2)], teacher_model_init_kwargs='{"dtype": "bfloat16"}')
+    assert [model.dtype for model in trainer.teacher_models] == [torch.bfloat16, torch.float32]
+    with pytest.raises(ValueError, match=r"teacher_model_init_kwargs is given, expected none"):
+        make(tmp_path, [teacher(1)], teacher_model_init_kwargs={"dtype": "bfloat16"})
+
+
+def test_a_loaded_models_tokenizer_is_compared_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    other = AutoModelForCausalLM.from_pretrained(saved_teacher(tmp_path / "other", "<another>"))
+    other.resize_token_embeddings(other.config.vocab_size + 1)
+    with pytest.raises(ValueError, match="has another tokenizer than the student: '<another>' is token"):
+        distillation(tmp_path, [other])
+    distillation(tmp_path, [teacher(1)])
+    assert "Qwen2ForCausalLM has no tokenizer at hand: only its vocabulary size is compared" in caplog.text
 
 
 def test_the_mixtures_defaults_are_the_operations() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -47,21 +49,32 @@ def settings(folder: Path, **more: object) -> dict[str, object]:
     }
 
 
-def distillation(folder: Path, teachers: list, **more: object) -> SMOPDDistillationTrainer:
+def student_model(change: Callable[[Any], Any] | None) -> tuple[Any, Any]:
     model, tokenizer = world_model(0)
+    return change(model) if change else model, tokenizer
+
+
+def distillation(
+    folder: Path, teachers: list, student: Callable[[Any], Any] | None = None, **more: object
+) -> SMOPDDistillationTrainer:
+    model, tokenizer = student_model(student)
     args = SMOPDDistillationConfig(**settings(folder, **more))
     return SMOPDDistillationTrainer(model, teachers, args, train_dataset=PROMPTS, processing_class=tokenizer)
 
 
-def grpo(folder: Path, teachers: list, **more: object) -> SMOPDGRPOTrainer:
-    model, tokenizer = world_model(0)
+def grpo(
+    folder: Path, teachers: list, student: Callable[[Any], Any] | None = None, **more: object
+) -> SMOPDGRPOTrainer:
+    model, tokenizer = student_model(student)
     args = SMOPDGRPOConfig(**settings(folder, num_generations=2, **more))
     rewards = [lengths, vowels]
     return SMOPDGRPOTrainer(model, rewards, teachers, args, train_dataset=PROMPTS, processing_class=tokenizer)
 
 
-def hosts_own(trainer_class: type, args: object, *positional: object):
-    model, tokenizer = world_model(0)
+def hosts_own(
+    trainer_class: type, args: object, *positional: object, student: Callable[[Any], Any] | None = None
+) -> Any:
+    model, tokenizer = student_model(student)
     return trainer_class(model, *positional, args, train_dataset=PROMPTS, processing_class=tokenizer)
 
 
@@ -88,10 +101,29 @@ def completions(trainer, seed: int = 0, rows: int = 4) -> dict[str, torch.Tensor
     }
 
 
+def with_old_logps(trainer: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same completions, sampled from a policy some way off."""
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    with torch.no_grad():
+        logits = trainer.model.eval()(input_ids=ids, attention_mask=mask).logits[:, -LONGEST - 1 : -1]
+        logps = (logits / trainer.args.temperature).log_softmax(-1)
+    logps = logps.gather(-1, inputs["completion_ids"][..., None])[..., 0]
+    noise = torch.randn(logps.shape, generator=torch.Generator().manual_seed(3))
+    return inputs | {"old_per_token_logps": logps + 0.4 * noise}
+
+
+def assert_same_gradients(gradients: dict, expected: dict) -> None:
+    for name, gradient in expected.items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-5 * scale + 1e-9)
+
+
 def loss_and_gradients(trainer, inputs: dict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     trainer.model.train()
     trainer.model.zero_grad()
     trainer.current_gradient_accumulation_steps = 2
     loss = trainer.compute_loss(trainer.model, dict(inputs))
     loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
+    trained = {name: p.grad for name, p in trainer.model.named_parameters() if p.requires_grad}
+    return loss.detach(), {name: gradient.clone() for name, gradient in trained.items()}

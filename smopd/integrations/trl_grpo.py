@@ -1,0 +1,154 @@
+"""TRL's GRPOTrainer with the teachers' term in the same pass, and SMOPD's advantages.
+
+Shapes: B sequences, T completion tokens, N completion tokens that count, R responses of all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import nanmax, nanmin
+
+from smopd.integrations.trl_loss import SeveralTeachers, completions_of
+from smopd.integrations.trl_teachers import MixtureConfig
+from smopd.ops import CLIP_HIGH, CLIP_LOW, LossStats, LossTokens, gd2po_advantages, gdpo_advantages
+
+
+@dataclass
+class SMOPDGRPOConfig(MixtureConfig, GRPOConfig):
+    """TRL's settings and the mixture's. `temperature` is the ratio's and the entropy's."""
+
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]
+
+    opd_coef: float = field(default=1.0, metadata={"help": "lambda of Eq. 9."})
+    kl_temperature: float = field(default=1.0, metadata={"help": "Of both sides of the KL."})
+    advantage_estimator: str = field(
+        default="gdpo", metadata={"help": "gdpo or gd2po, by reward_weights; trl: TRL's own."}
+    )
+    whiten: str | None = field(
+        default="responses", metadata={"help": "GDPO whitens over responses, tokens or (None) not."}
+    )
+
+
+SERVED = {
+    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo"),
+    "importance_sampling_level": ("token",),
+    "beta": (0.0,),
+    "top_entropy_quantile": (1.0,),
+    "off_policy_mask_threshold": (None,),
+    "use_adaptive_entropy": (False,),
+    "advantage_estimator": ("gdpo", "gd2po", "trl"),
+    "whiten": ("responses", "tokens", None),
+}
+
+
+class SMOPDGRPOTrainer(SeveralTeachers, GRPOTrainer):
+    def __init__(
+        self, model: Any, reward_funcs: Any, teacher_models: list[Any], args: SMOPDGRPOConfig, **options: Any
+    ):
+        for name, served in SERVED.items():
+            if (value := getattr(args, name)) not in served:
+                raise ValueError(f"{name} is {value!r}, expected {' or '.join(map(repr, served))}")
+        super().__init__(model, reward_funcs, args, **options)
+        if self.aux_loss_enabled:
+            raise ValueError(
+                f"router_aux_loss_coef is {self.router_aux_loss_coef}, expected 0 for a mixture of experts: "
+                "the fused loss calls the decoder, which returns no auxiliary loss"
+            )
+        self.take_teachers(teacher_models)
+
+    def _calculate_rewards(self, *rewarded: Any) -> Tensor:
+        self._rewards_RK = super()._calculate_rewards(*rewarded)
+        return self._rewards_RK
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        batch = super()._generate_and_score_completions(inputs)
+        if self.args.advantage_estimator == "trl":
+            return batch
+        rewards_RK, mask_BT = self._rewards_RK, batch["completion_mask"]
+        lengths_B = (mask_BT * batch["tool_mask"] if "tool_mask" in batch else mask_BT).sum(1)
+        per_prompt = self.num_generations if self.model.training else self.num_generations_eval
+        options = {
+            "weights_K": self.reward_weights.to(rewards_RK.device),
+            "lengths_R": self.accelerator.gather(lengths_B),
+            "whiten": self.args.whiten,
+        }
+        group_R = torch.arange(len(rewards_RK), device=rewards_RK.device) // per_prompt
+        if self.args.advantage_estimator == "gdpo":
+            adv_R = gdpo_advantages(rewards_RK, group_R, **options)
+        else:
+            adv_R, _ = gd2po_advantages(rewards_RK, group_R, **options)
+        start = self.accelerator.process_index * len(mask_BT)
+        batch["advantages"] = adv_R[start : start + len(mask_BT)]
+        logged = self._logs["advantages"]
+        for _ in range(min(len(adv_R), len(logged))):
+            logged.pop()
+        logged.extend(adv_R.tolist())
+        return batch
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+        seen, args = completions_of(inputs), self.args
+        counted_BT, old_logp_BT = seen.counted_BT, inputs.get("old_per_token_logps")
+        accumulated = self.current_gradient_accumulation_steps if self.model.training else 1
+        weight_BT = counted_BT / self._denominator(inputs, counted_BT, accumulated)
+        pg_weight_BT = weight_BT * inputs.get("importance_sampling_ratio", 1.0)
+        entropy_weight = 1 / (counted_BT.sum().clamp(min=1.0) * accumulated)
+        tokens = LossTokens(
+            token_ids_N=seen.token_ids_N,
+            adv_N=inputs["advantages"][:, None].expand_as(counted_BT)[counted_BT],
+            old_logp_N=None if old_logp_BT is None else old_logp_BT[counted_BT],
+            pg_weight_N=pg_weight_BT[counted_BT],
+            kl_weight_N=weight_BT[counted_BT],
+            ent_weight_N=entropy_weight.expand_as(counted_BT)[counted_BT],
+            **self.teachers_topk(inputs, args.kl_temperature),
+        )
+        settings = {
+            "clip_low": self.epsilon_low,
+            "clip_high": self.epsilon_high,
+            "dual_clip": args.delta,
+            "opd_coef": args.opd_coef,
+            "entropy_coef": self.entropy_coef if self._entropy_bonus_enabled else 0.0,
+            "temperature": self.temperature,
+            "kl_temperature": args.kl_temperature,
+        }
+        student = self.accelerator.unwrap_model(model)
+        loss, stats = self.redirect(model, student, lambda: self.fused(student, seen, tokens, **settings))
+        self._log(stats, counted_BT, 1 if args.loss_type == "dapo" else accumulated)
+        return loss
+
+    def _denominator(self, inputs: Any, counted_BT: Tensor, accumulated: int) -> Tensor | int:
+        """TRL's of its loss_type, (B, 1) or a number."""
+        if self.args.loss_type == "grpo":
+            return counted_BT.sum(1, keepdim=True).clamp(min=1.0) * len(counted_BT) * accumulated
+        if self.args.loss_type == "bnpo":
+            return counted_BT.sum().clamp(min=1.0) * accumulated
+        if self.args.loss_type == "dr_grpo":
+            return len(counted_BT) * self.max_completion_length * accumulated
+        of_a_rank = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+        shared = accumulated / self.args.steps_per_generation if self.model.training else 1
+        return (of_a_rank * shared).to(counted_BT.device)
+
+    def _log(self, stats: LossStats, counted_BT: Tensor, accumulated: int) -> None:
+        """TRL's metrics of the loss, and the mixture's."""
+        low_N, high_N = (stats.clipped_N & CLIP_LOW) != 0, (stats.clipped_N & CLIP_HIGH) != 0
+        clips = {"low_mean": low_N, "high_mean": high_N, "region_mean": low_N | high_N}
+        clips = {f"clip_ratio/{name}": column for name, column in clips.items()}
+        self.log_means(stats, entropy=stats.entropy_N, **clips)
+
+        def shares(clipped_N: Tensor) -> Tensor:
+            """(R,) share of each response's tokens; NaN where none counts."""
+            clipped_BT = torch.zeros_like(counted_BT).masked_scatter(counted_BT, clipped_N)
+            return self.accelerator.gather(clipped_BT.sum(1) / counted_BT.sum(1))
+
+        values = {
+            "clip_ratio/low_min": nanmin(shares(low_N)).item(),
+            "clip_ratio/high_max": nanmax(shares(high_N)).item(),
+            "policy_loss": self.accelerator.gather(stats.pg_loss * accumulated).nanmean().item(),
+        }
+        if self._entropy_bonus_enabled and self.model.training and self.accelerator.sync_gradients:
+            values["entropy_coef"] = self.entropy_coef
+        self.log_values(values)

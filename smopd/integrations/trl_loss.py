@@ -1,0 +1,123 @@
+"""The fused loss of a TRL trainer's completions, with what its teachers say of them.
+
+Shapes: B sequences, T completion tokens, N completion tokens that count, M teachers, S = kappa.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from trl.models.utils import _ForwardRedirection
+from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+from smopd.integrations.causal_lm import base_of, completion_hidden, head_of
+from smopd.integrations.teacher_mixing import log_weights
+from smopd.integrations.trl_teachers import load_teachers, require_readable
+from smopd.ops import LossSettings, LossStats, LossTokens, linear_smopd_loss, linear_topk_logprobs
+
+
+class Completions(NamedTuple):
+    """The completions of a micro-batch, and which of their tokens count."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    n_completion: int
+    counted_BT: Tensor
+    token_ids_N: Tensor
+
+
+def completions_of(inputs: dict[str, Any]) -> Completions:
+    if unserved := [name for name in ("pixel_values", "image_sizes") if inputs.get(name) is not None]:
+        raise ValueError(f"the batch has {unserved[0]}; expected text alone")
+    ids_BT, mask_BT = inputs["completion_ids"], inputs["completion_mask"]
+    counted_BT = (mask_BT * inputs["tool_mask"] if "tool_mask" in inputs else mask_BT).bool()
+    input_ids = torch.cat([inputs["prompt_ids"], ids_BT], 1)
+    attention_mask = torch.cat([inputs["prompt_mask"], mask_BT], 1)
+    return Completions(input_ids, attention_mask, ids_BT.shape[1], counted_BT, ids_BT[counted_BT])
+
+
+class SeveralTeachers:
+    """What both trainers share: M frozen teachers, and the fused loss of the student's completions."""
+
+    def take_teachers(self: Any, teachers: list[Any]) -> None:
+        require_readable(self.model, "the student")
+        weights = self.args.teacher_weights or [1 / max(len(teachers), 1)] * len(teachers)
+        if len(weights) != len(teachers):
+            raise ValueError(f"teacher_weights is {weights}, expected {len(teachers)} numbers")
+        self.teacher_models = load_teachers(self, teachers)
+        self._log_alpha_M = log_weights(weights)
+        self.redirect = _ForwardRedirection()
+
+    def teachers_topk(self: Any, inputs: dict[str, Any], temperature: float) -> dict[str, Tensor]:
+        """LossTokens' teacher fields, asked once a batch however often it is trained on."""
+        if "teachers_topk" not in inputs:
+            seen, n_vocabulary = completions_of(inputs), self.model.config.get_text_config().vocab_size
+            said = [self._topk(model, seen, n_vocabulary, temperature) for model in self.teacher_models]
+            ids_NMS, logps_NMS = (torch.stack(list(column), 1) for column in zip(*said, strict=True))
+            inputs["teachers_topk"] = {
+                "teacher_ids_NMS": ids_NMS,
+                "teacher_logps_NMS": logps_NMS,
+                "log_alpha": self._log_alpha_M.to(ids_NMS.device),
+            }
+        return inputs["teachers_topk"]
+
+    def _hidden(self: Any, model: Any, seen: Completions) -> Tensor:
+        with self.accelerator.autocast():
+            hidden_BTD = completion_hidden(model, seen.input_ids, seen.attention_mask, seen.n_completion)
+        return hidden_BTD[seen.counted_BT]
+
+    @torch.no_grad()
+    def _topk(self: Any, model: Any, seen: Completions, n_vocabulary: int, temperature: float) -> Any:
+        bare = self.accelerator.unwrap_model(model)
+
+        def inside() -> Any:
+            hidden_ND = self._hidden(bare, seen)
+            output = base_of(bare).get_output_embeddings()
+            with maybe_gather_lm_head_ctx(output.weight, getattr(output, "bias", None)):
+                head = head_of(bare, hidden_ND.dtype)
+                kappa = min(self.args.kappa, len(head.weight_VD))
+                T = temperature / head.scale
+                return linear_topk_logprobs(
+                    hidden_ND, head.weight_VD, kappa, bias_V=head.bias_V, temperature=T
+                )
+
+        said = self.redirect(model, bare, inside)
+        padding = said.ids_NS >= n_vocabulary
+        return said.ids_NS.masked_fill(padding, 0), said.logps_NS.masked_fill(padding, -torch.inf)
+
+    def fused(
+        self: Any, student: Any, seen: Completions, tokens: LossTokens, **settings: Any
+    ) -> tuple[Tensor, LossStats]:
+        """linear_smopd_loss of the student; inside its wrapper's forward, where its weights are whole."""
+        output = base_of(student).get_output_embeddings()
+        hidden_ND = self._hidden(student, seen).to(output.weight.device)
+        if getattr(self.args, "cast_lm_head_to_fp32", False):
+            hidden_ND = hidden_ND.float()
+        with maybe_gather_lm_head_ctx(output.weight, getattr(output, "bias", None)):
+            head = head_of(student, hidden_ND.dtype)
+            for name in ("temperature", "kl_temperature"):
+                settings[name] /= head.scale
+            args = self.args
+            objective = LossSettings(kappa=args.kappa, merge=args.merge, tail=args.tail, **settings)
+            options = {"chunk_bytes": args.chunk_bytes, "recompute": args.recompute}
+            return linear_smopd_loss(
+                hidden_ND, head.weight_VD, tokens, objective, bias_V=head.bias_V, **options
+            )
+
+    def log_means(self: Any, stats: LossStats, **columns: Tensor) -> None:
+        """Means over all ranks' tokens of the mixture's columns and these; outside the wrapped forward."""
+        mixture = {
+            "opd/kl": stats.kl_N,
+            "opd/teacher_mass": stats.teacher_mass_N,
+            "opd/student_mass": stats.student_mass_N,
+        }
+        columns = mixture | columns
+        sums = torch.stack([torch.ones_like(stats.kl_N).sum(), *(x.float().sum() for x in columns.values())])
+        count, *totals = self.accelerator.reduce(sums, reduction="sum").tolist()
+        self.log_values({name: total / max(count, 1.0) for name, total in zip(columns, totals, strict=True)})
+
+    def log_values(self: Any, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._metrics["train" if self.model.training else "eval"][name].append(value)

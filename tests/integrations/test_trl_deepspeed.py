@@ -1,0 +1,17 @@
+"""TRL's trainers with teachers under DeepSpeed ZeRO-3, on two gloo ranks, take the steps of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("trl", reason="needs trl (the trl extra)")
+pytest.importorskip("deepspeed", reason="needs deepspeed (the deepspeed extra)")
+
+from tests.integrations.two_ranks import assert_steps_of_one_process
+
+
+@pytest.mark.parametrize("what", ["distillation", "grpo"])
+def test_zero_3_takes_the_steps_of_one_process(tmp_path: Path, what: str) -> None:
+    assert assert_steps_of_one_process(tmp_path, "zero3", what) == "DeepSpeedEngine"
