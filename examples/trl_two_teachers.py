@@ -2,7 +2,7 @@
 
     python examples/trl_two_teachers.py distillation
     python examples/trl_two_teachers.py grpo
-    python examples/trl_two_teachers.py measure      # one loss and its gradient, TRL's own path beside ours
+    PYTHONPATH=. python examples/trl_two_teachers.py measure     # a loss and gradient, TRL's beside ours
 
 For a model of your own, give paths: model="Qwen/Qwen2.5-1.5B-Instruct", teacher_models=["…", "…"].
 """
@@ -10,6 +10,7 @@ For a model of your own, give paths: model="Qwen/Qwen2.5-1.5B-Instruct", teacher
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import tempfile
 import time
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from trl import DistillationConfig, DistillationTrainer
+from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
 
 from smopd.integrations.trl import (
     SMOPDDistillationConfig,
@@ -81,20 +82,47 @@ def scored(reward: Any, prompts: Any, completions: Any, **columns: Any) -> list[
     return reward(prompts, [messages[0]["content"] for messages in completions], **columns)
 
 
-def measure(rows: int = 4, tokens: int = 128, vocabulary: int = 151_936) -> None:
-    """Seconds and peak memory of compute_loss and backward at Qwen's vocabulary, in one process."""
-    from bench._memory import peak_bytes
+def sized(seed: int, vocabulary: int, hidden: int) -> Any:
+    made, _ = world_model(seed, hidden_size=hidden, layers=2, heads=4)
+    made.resize_token_embeddings(vocabulary)
+    return made
 
-    def model(seed: int) -> Any:
-        made, _ = world_model(seed, hidden_size=256, layers=2, heads=4)
-        made.resize_token_embeddings(vocabulary)
-        return made
+
+def host_and_ours(folder: str, vocabulary: int, hidden: int) -> dict[str, Any]:
+    """TRL's own trainers, and SMOPD's where they do the same and where they do more."""
+    shared = {"train_dataset": world(), "processing_class": world_model(0)[1]}
+    run = settings(folder, 1)
+    student, one, two = (lambda seed=seed: sized(seed, vocabulary, hidden) for seed in range(3))
+    groups = run | {"num_generations": 2, "per_device_train_batch_size": 2}
+    reward = partial(scored, accuracy_reward)
+
+    def distill(*teachers: Any) -> Any:
+        return SMOPDDistillationTrainer(student(), list(teachers), SMOPDDistillationConfig(**run), **shared)
+
+    def group(*teachers: Any) -> Any:
+        return SMOPDGRPOTrainer(student(), reward, list(teachers), SMOPDGRPOConfig(**groups), **shared)
+
+    theirs = DistillationConfig(**run, beta=0.0)
+    return {
+        "TRL distillation, one teacher": DistillationTrainer(student(), one(), theirs, **shared),
+        "SMOPD distillation, one teacher": distill(one()),
+        "SMOPD distillation, two teachers": distill(one(), two()),
+        "TRL GRPO, no teacher": GRPOTrainer(student(), reward, GRPOConfig(**groups), **shared),
+        "SMOPD GRPO, one teacher": group(one()),
+        "SMOPD GRPO, two teachers": group(one(), two()),
+    }
+
+
+def measure(rows: int, tokens: int, vocabulary: int, hidden: int, turns: int) -> None:
+    """Seconds and peak memory of compute_loss and backward, the trainers taking turns in one process."""
+    from bench._memory import peak_bytes
 
     def step(trainer: Any, batch: dict[str, Any]) -> None:
         trainer.model.zero_grad()
         trainer.compute_loss(trainer.model, dict(batch)).backward()
 
-    ids = torch.randint(5, vocabulary, (rows, tokens + 16), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, vocabulary, (rows, tokens + 16), generator=generator)
     ones = torch.ones_like(ids)
     batch = {
         "prompt_ids": ids[:, :16],
@@ -102,31 +130,28 @@ def measure(rows: int = 4, tokens: int = 128, vocabulary: int = 151_936) -> None
         "completion_ids": ids[:, 16:],
         "completion_mask": ones[:, 16:],
         "num_items_in_batch": torch.tensor(float(rows * tokens)),
+        "advantages": torch.randn(rows, generator=generator),
+        "old_per_token_logps": torch.full((rows, tokens), -math.log(vocabulary)),
     }
     with tempfile.TemporaryDirectory() as folder:
-        options = {"train_dataset": world(), "processing_class": world_model(0)[1]}
-        own = DistillationConfig(**settings(folder, 1), beta=0.0)
-        ours = SMOPDDistillationConfig(**settings(folder, 1))
-        trainers = {
-            "TRL, one teacher": DistillationTrainer(model(0), model(1), own, **options),
-            "SMOPD, one teacher": SMOPDDistillationTrainer(model(0), [model(1)], ours, **options),
-            "SMOPD, two teachers": SMOPDDistillationTrainer(model(0), [model(1), model(2)], ours, **options),
-        }
+        trainers = host_and_ours(folder, vocabulary, hidden)
+        seconds: dict[str, list[float]] = {name: [] for name in trainers}
         for trainer in trainers.values():
             trainer.model.train()
-        seconds: dict[str, list[float]] = {name: [] for name in trainers}
-        for turn in range(4):
+            trainer.current_gradient_accumulation_steps = 1
+        for turn in range(turns + 1):
             for name, trainer in trainers.items():
                 started = time.perf_counter()
                 step(trainer, batch)
                 if turn:
                     seconds[name].append(time.perf_counter() - started)
-        print(f"{rows} x {tokens} tokens, V = {vocabulary}, D = 256, fp32, {torch.get_num_threads()} threads")
+        threads = torch.get_num_threads()
+        print(f"{rows} x {tokens} tokens, V = {vocabulary}, D = {hidden}, fp32, {threads} threads")
         for name, trainer in trainers.items():
             trainer.model.zero_grad()
             peak = peak_bytes(partial(step, trainer, batch), str(trainer.model.device))
             shown = "not measured" if peak is None else f"{peak / 2**20:.0f} MiB"
-            print(f"{name:20}  {statistics.median(seconds[name]):7.2f} s   peak {shown}")
+            print(f"{name:34}  {statistics.median(seconds[name]):7.2f} s   peak {shown}")
 
 
 def main() -> None:
@@ -135,9 +160,11 @@ def main() -> None:
     )
     parser.add_argument("what", choices=["distillation", "grpo", "measure"])
     parser.add_argument("--steps", type=int, default=3)
+    for name, default in {"rows": 4, "tokens": 128, "vocabulary": 151_936, "hidden": 256, "turns": 3}.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help="of measure")
     asked = parser.parse_args()
     if asked.what == "measure":
-        measure()
+        measure(asked.rows, asked.tokens, asked.vocabulary, asked.hidden, asked.turns)
         return
     with tempfile.TemporaryDirectory() as folder:
         trainer = {"distillation": distillation, "grpo": grpo}[asked.what](folder, asked.steps)

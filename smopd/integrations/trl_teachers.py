@@ -84,7 +84,8 @@ def _prepared(trainer: Any, teacher: Any) -> Any:
         prepared = prepare_deepspeed(teacher, trainer.accelerator)
     else:
         prepared = trainer.accelerator.prepare_model(teacher, evaluation_mode=True)
-    return prepared.eval().requires_grad_(False)
+    prepared.eval()  # DeepSpeed's engine returns nothing
+    return prepared.requires_grad_(False)
 
 
 def _name(model: Any) -> str:

@@ -1,13 +1,14 @@
 """SmopdLossFn against NeMo-RL's loss protocol, against its forward KL where they coincide, and smopd.ops.
 
-NeMo-RL is source only and imports Ray and CUDA packages: a stand-in holds the names of its protocol, and
-where NEMO_RL_SOURCE is a checkout of it, the protocol is read there.
+NeMo-RL is source only and imports Ray and CUDA packages: a stand-in holds the names of its protocol, which
+nemo_rl_protocol.json lists; where NEMO_RL_SOURCE is a checkout, the description is compared with it.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import json
 import os
 import pickle
 import subprocess
@@ -23,7 +24,8 @@ from smopd.integrations.nemo_rl import SmopdLossFn, stack_teachers
 from smopd.ops import LossSettings, LossTokens, smopd_loss
 
 ROOT = Path(__file__).resolve().parents[2]
-PROTOCOL = ["self", "data", "global_valid_seqs", "global_valid_toks"]  # and a loss input's own names
+PUBLISHED = json.loads((Path(__file__).parent / "nemo_rl_protocol.json").read_text())
+PROTOCOL = ["self", *PUBLISHED["arguments"]]  # and a loss input's own names
 INTERFACES = """
 import enum
 from typing import Any, Protocol
@@ -111,19 +113,38 @@ def test_it_follows_the_protocol(host: Path) -> None:
     assert call(sent, logits, data)[0] == call(loss_fn, logits, data)[0]
 
 
-def test_the_protocol_is_the_published_one() -> None:
+def described(source: str) -> dict[str, Any]:
+    """What nemo_rl_protocol.json says, read from NeMo-RL's interfaces.py or a stand-in for it."""
+    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    (call_,) = (node for node in classes["LossFunction"].body if isinstance(node, ast.FunctionDef))
+    enums = {
+        name: dict(ast.unparse(node).replace("'", "").split(" = ") for node in classes[name].body
+                   if isinstance(node, ast.Assign))
+        for name in ("LossType", "LossInputType")
+    }  # fmt: skip
+    assert call_.name == "__call__" and not call_.args.kwonlyargs
+    names = [arg.arg for arg in call_.args.args][1:]
+    return {"arguments": names, "any_keywords": call_.args.kwarg is not None, **enums}
+
+
+def assert_described(source: str) -> None:
+    found = described(source)
+    for name in ("arguments", "any_keywords"):
+        assert found[name] == PUBLISHED[name]
+    for enum in ("LossType", "LossInputType"):
+        assert found[enum].items() >= PUBLISHED[enum].items()
+
+
+def test_the_stand_in_is_as_published() -> None:
+    assert_described(INTERFACES)
+    assert [PUBLISHED["first_read"], PUBLISHED["last_read"]] == ["0.6.0", "0.7.0"]
+
+
+def test_the_published_protocol_is_the_checkouts() -> None:
     checkout = os.environ.get("NEMO_RL_SOURCE")
     if not checkout:
         pytest.skip("NEMO_RL_SOURCE names no checkout of NeMo-RL")
-    source = Path(checkout, "nemo_rl/algorithms/loss/interfaces.py").read_text()
-    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
-    (call_,) = (node for node in classes["LossFunction"].body if isinstance(node, ast.FunctionDef))
-    assert call_.name == "__call__" and [arg.arg for arg in call_.args.args] == PROTOCOL
-    assert call_.args.kwarg is not None and not call_.args.kwonlyargs
-    stand_in = {node.name: node for node in ast.parse(INTERFACES).body if isinstance(node, ast.ClassDef)}
-    for enum in ("LossType", "LossInputType"):
-        members = {ast.unparse(node) for node in classes[enum].body if isinstance(node, ast.Assign)}
-        assert {ast.unparse(node) for node in stand_in[enum].body} <= members
+    assert_described(Path(checkout, "nemo_rl/algorithms/loss/interfaces.py").read_text())
 
 
 def test_one_teacher_without_tail_is_the_hosts_forward_kl(host: Path) -> None:

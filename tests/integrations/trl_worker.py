@@ -24,6 +24,7 @@ ROWS = 4
 ZERO_3 = {
     "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
     "zero_allow_untested_optimizer": True,
+    "gradient_clipping": 0.0,
     "train_micro_batch_size_per_gpu": "auto",
     "train_batch_size": "auto",
     "gradient_accumulation_steps": "auto",
