@@ -91,15 +91,10 @@ class SmopdLossFn:
         *,
         logits: Tensor,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Loss and metrics of one micro-batch.
+        """Loss (0-dim) and metrics of a micro-batch. logits: (B, T, V), padding beyond the data's T left out.
 
-        Args:
-            data: as above.
-            global_valid_seqs: not used: the loss is a mean over tokens.
-            global_valid_toks: the number of trained tokens of the whole batch; None: of this micro-batch.
-            logits: (B, T, V), already divided by the temperature; more positions than data's are padding.
-        Returns:
-            loss: 0-dim. metrics: numbers.
+        global_valid_toks None counts this micro-batch's tokens; global_valid_seqs is not used.
+
         Raises:
             ValueError: logits are sharded, or shorter than the data; a teacher's shape or vocabulary is
                 not the student's.
@@ -111,8 +106,7 @@ class SmopdLossFn:
                 f"SmopdLossFn: logits are a {type(logits).__name__} of shape {tuple(logits.shape)}, expected "
                 f"a whole tensor ({n_rows}, {length}, V) without tensor or context parallelism"
             )
-        if logits.shape[1] > length:
-            logits = logits[:, :length]
+        logits = logits[:, :length]
         teacher_ids, teacher_logps = self._teachers(data, logits)
         require_vocabulary(IDS, teacher_ids, logits.shape[2])
 
@@ -135,16 +129,14 @@ class SmopdLossFn:
             log_alpha=self.log_alpha.to(logits.device),
         )
         loss, stats = smopd_loss(logits.flatten(0, 1), tokens, self.settings, inplace=self.inplace)
-        clipped_N = (stats.clipped_N & (CLIP_LOW | CLIP_HIGH)) != 0
-        sums = {
-            "loss": loss.detach(),
-            "kl_loss": stats.kl_loss,
-            "pg_loss": stats.pg_loss,
-            "teacher_mass": (stats.teacher_mass_N * weight_N).sum(),
-            "student_mass": (stats.student_mass_N * weight_N).sum(),
-            "negative_kl_share": ((stats.kl_N < 0) * weight_N).sum(),
-            "clipped_share": (clipped_N * weight_N).sum(),
+        columns = {
+            "teacher_mass": stats.teacher_mass_N,
+            "student_mass": stats.student_mass_N,
+            "negative_kl_share": stats.kl_N < 0,
+            "clipped_share": (stats.clipped_N & (CLIP_LOW | CLIP_HIGH)) != 0,
         }
+        sums = {"loss": loss.detach(), "kl_loss": stats.kl_loss, "pg_loss": stats.pg_loss}
+        sums |= {name: (column_N * weight_N).sum() for name, column_N in columns.items()}
         values = torch.stack([value.float() for value in sums.values()]).tolist()
         metrics = dict(zip(sums, values, strict=True))
         return loss, {**metrics, "num_valid_samples": n_rows}

@@ -118,12 +118,8 @@ def require_same_tokens(ours: Any, theirs: Any, teacher: str) -> None:
 
 def require_readable(model: Any, name: str) -> None:
     """Refuses the adapters of peft that a loss of the decoder's output and the head's weight would miss."""
-    if not hasattr(model, "peft_config"):
-        return
-    from peft import PromptLearningConfig
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    if any(isinstance(config, PromptLearningConfig) for config in model.peft_config.values()):
+    adapters = getattr(model, "peft_config", {}).values()
+    if any(config.is_prompt_learning for config in adapters):
         raise ValueError(f"{name} has a prompt-learning adapter, expected one of weights, such as LoRA")
-    if isinstance(model.get_output_embeddings(), BaseTunerLayer):
+    if adapters and hasattr(model.get_output_embeddings(), "base_layer"):
         raise ValueError(f"{name} has an adapter on its head, expected none there: the loss reads its weight")
