@@ -25,8 +25,8 @@ EXTRAS = {
     "peft": r"engine/lora\.py",
     "starlette": r"engine/teacher_server\.py",
     "uvicorn": r"engine/teacher_server\.py",
-    "trl": r"smopd/integrations/trl(_teachers)?\.py",
-    "verl": r"smopd/integrations/verl\.py",
+    "trl": r"smopd/integrations/trl(_\w+)?\.py",
+    "verl": r"smopd/integrations/verl(_\w+)?\.py",
     "nemo_rl": r"smopd/integrations/nemo_rl\.py",
 }
 # Besides the standard library; a name allows its submodules too.
