@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,9 +33,11 @@ def test_every_entry_runs(repository_root: Path, tmp_path: Path) -> None:
         "options = ['-q', '-W', 'ignore', '-p', 'no:cacheprovider', '-p', 'no:xdist']\n"
         f"sys.exit(pytest.main([*options, 'bench/test_speed.py', '--benchmark-json', {str(saved)!r}]))\n"
     )
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=repository_root,
+        env=outer,  # pytest-benchmark times nothing under xdist, whose worker this may be
         capture_output=True,
         text=True,
         timeout=HANG_SECONDS,
