@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
-import time
 
-import httpx
 import pytest
 
 from smopd import evaluate
 from smopd.small_models import world_model
 
 pytest.importorskip("vllm")
+from tests.engine.served import serve, serving
 
-STARTED_WITHIN = 900.0  # seconds
 CALL = {"name": "Find", "parameters": {"city": "Oslo"}}
 
 
@@ -32,36 +26,9 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(model):
     """The URL of a `vllm serve` of the model."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += ["--served-model-name", "judge", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]
-    log = model / "log"
-    process = subprocess.Popen(
-        command,
-        env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"},
-        stdout=log.open("wb"),
-        stderr=subprocess.STDOUT,
-    )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + STARTED_WITHIN
-        while not answers(url):
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
-            time.sleep(1.0)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=5.0).is_success
-    except httpx.TransportError:
-        return False
+    one = serve(model, model / "log", "--served-model-name", "judge", length=4096)
+    with serving(one):
+        yield one.url
 
 
 def test_both_engines_give_the_same_greedy_responses(model, tmp_path):
