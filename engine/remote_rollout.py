@@ -5,11 +5,12 @@ A server is started with
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model PATH --enable-scale-out \\
         --logprobs-mode processed_logprobs --generation-config vllm \\
         --worker-extension-cls smopd.engine.vllm_transfer.Extension \\
-        --weight-transfer-config '{"backend": "smopd_files"}'
+        --weight-transfer-config '{"backend": "smopd"}'
 
-New weights go to it through files in a folder that it can read, under a label that no other run has. Each
-answer names the label of what sampled it: a server that holds anything else, because it was started again or
-another run has taken it, is taken out, and its prompts go to the others. It comes back with the next weights.
+New weights go to it through files in a folder that it can read, or a process group, under a label that no
+other run has. Each answer names the label of what sampled it: a server that holds anything else, because it
+was started again or another run has taken it, is taken out, and its prompts go to the others. It comes back
+with the next weights.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,8 @@ from smopd.engine.servers import BUSY, Away, Refused, Servers
 from smopd.engine.types import Rollout, Sampling
 from smopd.engine.vllm_rollout import request_seed
 from smopd.engine.vllm_weights import Checked, architecture_of, stored
-from smopd.engine.weight_files import part_files
+from smopd.engine.weight_files import FILE_BYTES, part_files, parts
+from smopd.engine.weight_group import WeightGroup
 
 GENERATE = "/inference/v1/generate"
 HOW_TO_START = "start it with VLLM_SERVER_DEV_MODE=1 and the options in smopd.engine.remote_rollout"
@@ -51,7 +54,8 @@ class RemoteRollout:
         servers: of one model.
         end_ids: tokens that end a response.
         longest: prompt and response tokens that a server must have room for.
-        transfer_folder: that every server can read under the same path; None: shared memory of this host.
+        transfer: how weights travel: `files`, or a process group of `gloo` or `nccl`.
+        transfer_folder: for files: every server can read it under the same path; None: this host's memory.
     Raises:
         NoServer: none answers.
         ValueError: a server has too few positions, or takes no weights.
@@ -62,10 +66,12 @@ class RemoteRollout:
         servers: Servers,
         end_ids: Sequence[int],
         longest: int,
+        transfer: str = "files",
         transfer_folder: str | Path | None = None,
     ):
         self.servers = servers
         self.end_ids = sorted(end_ids)
+        self.transfer = transfer
         self.transfer_folder = transfer_folder
         self.policy_version = 0
         self._run = distributed.broadcast_object(uuid.uuid4().hex[:12])
@@ -185,8 +191,11 @@ class RemoteRollout:
         self._post("/update_weight_version", {"new_version": f"part of {self._label(version)}"})
         self._post("/collective_rpc", {"method": "forget_weight_update"})
         self._post("/start_weight_update")
-        for path in part_files(weights, self.transfer_folder):
-            self._post("/update_weights", {"update_info": {"path": str(path)}})
+        if self.transfer == "files":
+            for path in part_files(weights, self.transfer_folder):
+                self._post("/update_weights", {"update_info": {"path": str(path)}})
+        else:
+            self._send_in_groups(weights)
         self._post("/finish_weight_update", {"weight_version": self._label(version)})
         self._post("/reset_prefix_cache")
         self._post("/resume")
@@ -196,6 +205,25 @@ class RemoteRollout:
                 self.servers.take_out(url, stale({held}, self._label(version)))
         if not self.servers.alive:
             raise self.servers.none_left()
+
+    def _send_in_groups(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        groups: dict[str, WeightGroup] = {}
+        seconds = self.servers.patience.deadline_seconds
+
+        def meet(client: httpx.Client) -> httpx.Response:
+            made = groups[self.servers.url_of(client)] = WeightGroup(client, self.transfer, seconds)
+            return made.joined
+
+        def send(client: httpx.Client, part: dict[str, Tensor]) -> httpx.Response:
+            return groups[self.servers.url_of(client)].send(client, part)
+
+        try:
+            self.servers.each(meet)
+            for part in parts(weights, FILE_BYTES):
+                self.servers.each(partial(send, part=part))
+        finally:
+            for group in groups.values():
+                group.close()
 
     def _post(self, path: str, body: dict | None = None) -> None:
         self.servers.each(lambda client: client.post(path, json=body or {}))

@@ -132,20 +132,27 @@ class Servers:
     def each(
         self, ask: Callable[[httpx.Client], httpx.Response], allowed: Sequence[int] = ()
     ) -> dict[str, httpx.Response]:
-        """The answer of every server that is not out; one that stays away is taken out.
+        """The answer of every server that is not out, all asked at once; one that stays away is taken out.
 
         Args:
+            ask: as in `map`.
             allowed: statuses that are answers too.
         Raises:
             NoServer: none answered.
             Refused: a server says that the request is wrong.
         """
-        answers = {}
-        for url in self.alive:
+
+        def of(url: str) -> httpx.Response | None:
             try:
-                answers[url] = self.patiently(url, ask, allowed)
+                return self.patiently(url, ask, allowed)
             except Away as error:
                 self.take_out(url, str(error))
+                return None
+
+        asked = self.alive
+        with ThreadPoolExecutor(max(1, len(asked)), thread_name_prefix="servers") as pool:
+            found = zip(asked, pool.map(of, asked), strict=True)
+            answers = {url: answer for url, answer in found if answer is not None}
         if not answers:
             raise self.none_left()
         return answers

@@ -1,4 +1,4 @@
-"""Weights into an engine that runs in its own process: files in shared memory, or handles of CUDA memory.
+"""Weights into an engine that runs in its own process: files, a process group, or handles of CUDA memory.
 
 vLLM imports this module in its workers, where it registers two weight-transfer engines. One is made in every
 process that holds a model, so it also sees to it that none outlives the process that asked for it.
@@ -15,11 +15,13 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.multiprocessing import reductions
@@ -36,8 +38,9 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from smopd.engine import weight_files
 from smopd.engine.weight_files import part_files, parts
+from smopd.engine.weight_group import TRAINER, join, received
 
-BACKENDS = {"files": "smopd_files", "ipc": "smopd_ipc"}
+BACKENDS = {"files": "smopd", "ipc": "smopd_ipc"}
 """Ours for each `transfer` of VllmSettings."""
 EXTENSION = "smopd.engine.vllm_transfer.Extension"
 CALLER = "SMOPD_ENGINE_CALLER"
@@ -56,39 +59,65 @@ class Extension:
 
 
 @dataclass
-class NoInfo(WeightTransferInitInfo):
-    """Files need no meeting point."""
+class GroupInfo(WeightTransferInitInfo):
+    """The group of smopd.engine.weight_group to join; `backend` None: weights come in files."""
+
+    backend: str | None = None
+    address: str = ""
+    port: int = 0
+    size: int = 0
+    seconds: float = 0.0
 
 
 @dataclass
-class FileInfo(WeightTransferUpdateInfo):
-    path: str
+class PartInfo(WeightTransferUpdateInfo):
+    """A file with the tensors, or what the trainer is about to send through the group."""
+
+    path: str | None = None
+    names: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    shapes: list[list[int]] = field(default_factory=list)
 
 
-class FileEngine(WeightTransferEngine[NoInfo, FileInfo]):
-    """The worker's side."""
+class StreamEngine(WeightTransferEngine[GroupInfo, PartInfo]):
+    """The worker's side of files and groups."""
 
-    init_info_cls = NoInfo
-    update_info_cls = FileInfo
+    init_info_cls = GroupInfo
+    update_info_cls = PartInfo
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
+        self._group: Any = None
         end_with_caller()
 
-    def init_transfer_engine(self, init_info: NoInfo) -> None:
-        pass
+    def init_transfer_engine(self, init_info: GroupInfo) -> None:
+        self.shutdown()
+        if init_info.backend is not None:
+            wait = timedelta(seconds=init_info.seconds)
+            store = dist.TCPStore(init_info.address, init_info.port, init_info.size, timeout=wait)
+            own = self.parallel_config.data_parallel_index * self.parallel_config.world_size
+            rank = TRAINER + 1 + own + self.parallel_config.rank
+            self._group = join(store, init_info.backend, rank, init_info.size, init_info.seconds)
 
     def start_weight_update(self) -> None:
         begin(self.model)
 
-    def receive_weights(self, update_info: FileInfo) -> None:
-        self.model.load_weights(stored(update_info.path))
+    def receive_weights(self, update_info: PartInfo) -> None:
+        if update_info.path is not None:
+            self.model.load_weights(stored(update_info.path))
+            return
+        if self._group is None:
+            raise RuntimeError("receive_weights: no group was joined for tensors (init_transfer_engine)")
+        info = (update_info.names, update_info.dtypes, update_info.shapes)
+        self.model.load_weights(received(self._group, *info, self.device))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        pass
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
 
 
 class IpcEngine(IPCWeightTransferEngine):
@@ -175,5 +204,5 @@ def parent_of(process: int) -> int | None:
     return int(status.rpartition(")")[2].split()[1])
 
 
-WeightTransferEngineFactory.register_engine(BACKENDS["files"], FileEngine)
+WeightTransferEngineFactory.register_engine(BACKENDS["files"], StreamEngine)
 WeightTransferEngineFactory.register_engine(BACKENDS["ipc"], IpcEngine)

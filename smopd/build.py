@@ -52,7 +52,8 @@ def rollout_engine(settings: Settings, path: str, device: torch.device) -> Rollo
             from smopd.engine.remote_rollout import RemoteRollout
 
             servers = Servers(options.urls, patience(settings))
-            remote = RemoteRollout(servers, ends, longest, settings.remote.transfer_folder)
+            how = settings.remote
+            remote = RemoteRollout(servers, ends, longest, how.transfer, how.transfer_folder)
             remote.load_path(path)  # a server holds whatever the run before it ended with
             return remote
     if options.engine == "vllm":

@@ -89,8 +89,10 @@ class Remote(Section):
     """Further attempts at a server before it is taken out and its requests go to the others."""
     concurrency: int = Field(default=64, ge=1)
     """Requests in flight at one server."""
+    transfer: Literal["files", "gloo", "nccl"] = "files"
+    """How new weights reach rollout servers: files in transfer_folder, or a process group with each."""
     transfer_folder: str | None = None
-    """For new weights, where every server reads it under the same path; null is this host's memory."""
+    """For files, where every server reads it under the same path; null is this host's memory."""
     logprobs_dtype: Literal["float16", "float32"] = "float32"
     """Of the teachers' log-probabilities on the way."""
 

@@ -22,7 +22,7 @@ from tests.patience import HANG_SECONDS
 ROOT = Path(__file__).parents[2]
 ROLLOUTS = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
 ROLLOUTS += ["--worker-extension-cls", "smopd.engine.vllm_transfer.Extension"]
-ROLLOUTS += ["--weight-transfer-config", '{"backend": "smopd_files"}']
+ROLLOUTS += ["--weight-transfer-config", '{"backend": "smopd"}']
 
 
 def free_port() -> int:

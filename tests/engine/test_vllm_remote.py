@@ -31,6 +31,7 @@ GROUPS = [3, 8, 9, 11, 40]
 GREEDY = Sampling(temperature=0.0, max_new_tokens=8)
 QUICK = Patience(deadline_seconds=120.0, retries=3, backoff_seconds=0.01, concurrency=2)
 ENDS = [1]
+HOME = {"files": "weight_files", "gloo": "remote_rollout"}  # where the size of a part is read
 LENGTH = 128  # positions of a server
 
 
@@ -57,9 +58,9 @@ def server(pair):
     return pair[0].url
 
 
-def remote(*urls: str, longest: int = 32, seed: int | None = 0) -> RemoteRollout:
+def remote(*urls: str, longest: int = 32, seed: int | None = 0, transfer: str = "files") -> RemoteRollout:
     """With the weights of the world's model of `seed` sent."""
-    rollouts = RemoteRollout(Servers(urls, QUICK), ENDS, longest)
+    rollouts = RemoteRollout(Servers(urls, QUICK), ENDS, longest, transfer)
     if seed is not None:
         rollouts.load_weights(weights_of(seed), 0)
     return rollouts
@@ -69,8 +70,10 @@ def weights_of(seed: int):
     return world_model(seed)[0].state_dict().items()
 
 
-def test_samples_with_the_weights_that_it_was_sent(server):
-    rollouts = remote(server)
+@pytest.mark.parametrize("transfer", ["files", "gloo"])
+def test_samples_with_the_weights_that_it_was_sent(server, transfer, monkeypatch):
+    monkeypatch.setattr(f"smopd.engine.{HOME[transfer]}.FILE_BYTES", 100_000)  # several parts
+    rollouts = remote(server, transfer=transfer)
     for version, seed in enumerate((4, 5), start=1):
         model, _ = world_model(seed)
         rollouts.load_weights(model.state_dict().items(), version)
@@ -132,8 +135,9 @@ def test_the_same_version_of_another_run_is_not_ours(server):
     assert_sampled_by(world_model(5)[0], second.generate(PROMPTS, GROUPS, GREEDY))
 
 
-def test_half_sent_weights_are_never_served(server):
-    rollouts = remote(server)
+@pytest.mark.parametrize("transfer", ["files", "gloo"])
+def test_half_sent_weights_are_never_served(server, transfer):
+    rollouts = remote(server, transfer=transfer)
 
     def failing():
         yield from list(weights_of(4))[:9]
@@ -188,8 +192,9 @@ def test_a_server_without_room_is_refused(server):
         remote(server, longest=129)
 
 
-def test_a_weight_of_another_shape_is_refused_and_nothing_is_served_for_it(server):
-    rollouts = remote(server)
+@pytest.mark.parametrize("transfer", ["files", "gloo"])
+def test_a_weight_of_another_shape_is_refused_and_nothing_is_served_for_it(server, transfer):
+    rollouts = remote(server, transfer=transfer)
     model, _ = world_model(7)
     weights = dict(model.state_dict())
     name = "model.norm.weight"
@@ -210,6 +215,29 @@ def test_a_server_that_is_started_again_serves_nothing_before_the_next_weights(p
     alone = RemoteRollout(Servers([pair[1].url], QUICK), ENDS, 32)
     alone._run, alone.policy_version = rollouts._run, 1
     assert_sampled_by(world_model(5)[0], alone.generate(PROMPTS, GROUPS, GREEDY))
+
+
+def test_a_server_that_is_killed_in_a_sync_leaves_the_others_theirs(pair, monkeypatch, caplog):
+    monkeypatch.setattr(f"smopd.engine.{HOME['gloo']}.FILE_BYTES", 100_000)
+    rollouts = remote(*(each.url for each in pair), seed=4, transfer="gloo")
+    assert rollouts.servers.out == {}
+
+    def killing():
+        for i, weight in enumerate(weights_of(5)):
+            if i == 9:
+                pair[1].kill()
+            yield weight
+
+    rollouts.load_weights(killing(), 1)
+    assert list(rollouts.servers.out) == [pair[1].url]
+    assert_sampled_by(world_model(5)[0], rollouts.generate(PROMPTS, GROUPS, GREEDY))
+    pair[1].restart()
+    rollouts.load_weights(weights_of(6), 2)
+    assert rollouts.servers.out == {}
+    for each in pair:
+        alone = RemoteRollout(Servers([each.url], QUICK), ENDS, 32)
+        alone._run, alone.policy_version = rollouts._run, 2
+        assert_sampled_by(world_model(6)[0], alone.generate(PROMPTS, GROUPS, GREEDY))
 
 
 def test_a_run_goes_on_when_a_server_is_killed_and_another_is_busy(pair, model_folder, tmp_path):
