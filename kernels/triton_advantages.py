@@ -1,11 +1,11 @@
-"""GRPO, GDPO and GD2PO advantages on the GPU: one launch for the groups, one more to whiten the batch.
+"""GRPO, GDPO and GD2PO advantages on the GPU, whitened, in one launch.
 
 Groups are found by comparing ids, in any order and of any size. A program owns some responses. It looks once
 through all ids for the stretch that can hold its groups' members (the ids between its lowest and highest:
 where groups lie side by side a few rows, always exact), then takes its groups one after the other over that
-stretch. No atomics: every sum has one order. fp64 throughout, as the reference.
+stretch. No sum is atomic: each has one order. fp64 throughout, as the reference.
 
-Whitening (smopd.kernels.triton_whiten) needs every response, so it is a launch of its own.
+Whitening needs every response: the program that ends last does it (smopd.kernels.triton_whiten).
 
 Shapes: R responses, K rewards (1 in GRPO: their weighted sum). In kernels: B responses that a program owns,
 J responses of a block of the stretch, K padded to a power of two.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from smopd.kernels.reference_advantages import CONFLICT_FLOOR, EQUAL_ULPS
 from smopd.kernels.triton_mixture import NO_REGISTER_TARGET
-from smopd.kernels.triton_whiten import whiten as whiten_batch
+from smopd.kernels.triton_whiten import WHITEN_BLOCK, is_last, moments_of, store_whitened, whiten_by_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_REWARDS = 32
@@ -116,8 +116,10 @@ def _stretch(group_ptr, stride_group, n_responses, lowest, highest, BLOCK: tl.co
 @triton.jit
 def _group_kernel(
     rewards_ptr, stride_r, stride_k, group_ptr, stride_group, weights_ptr, stride_weights, adv_ptr, kept_ptr,
+    lengths_ptr, stride_lengths, counter_ptr, moments_ptr, out_ptr,
     n_responses, n_rewards, norm_eps: tl.float64, snr_threshold: tl.float64,
     HAS_WEIGHTS: tl.constexpr, SUMMED: tl.constexpr, DROP: tl.constexpr, SNR: tl.constexpr,
+    WHITEN: tl.constexpr, TOKENS: tl.constexpr, RANKS: tl.constexpr, WB: tl.constexpr,
     K: tl.constexpr, B: tl.constexpr, J: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     KV: tl.constexpr = 1 if SUMMED else K
@@ -195,6 +197,20 @@ def _group_kernel(
     tl.store(adv_ptr + offs_b, adv_B.to(adv_ptr.dtype.element_ty), mask=own_B)
     if DROP:
         tl.store(kept_ptr + offs_b, kept_B != 0, mask=own_B)
+    if WHITEN:  # noqa: SIM102  the outer one is compiled away
+        if is_last(counter_ptr):
+            count, mean, m2 = moments_of(
+                adv_ptr, kept_ptr, lengths_ptr, stride_lengths, n_responses, TOKENS, DROP, WB
+            )
+            if RANKS:
+                tl.store(moments_ptr, count)
+                tl.store(moments_ptr + 1, mean)
+                tl.store(moments_ptr + 2, m2)
+            else:
+                store_whitened(
+                    adv_ptr, kept_ptr, lengths_ptr, stride_lengths, out_ptr, n_responses, count, mean, m2,
+                    norm_eps, TOKENS, DROP, WB,
+                )  # fmt: skip
 
 
 def unserved(op: str, rewards_RK: Tensor) -> str | None:
@@ -230,20 +246,29 @@ def _launch(
     out_R = torch.empty(n_responses, dtype=torch.float32, device=device)
     kept_R = torch.empty(n_responses, dtype=torch.bool, device=device) if drop else None
     adv_R = out_R if whiten is None else torch.empty(n_responses, dtype=torch.float64, device=device)
+    counter = out_R if whiten is None else torch.zeros(1, dtype=torch.int32, device=device)
+    tokens_R = lengths_R if whiten == "tokens" else None
+    table_W3 = None
+    if whiten is not None and process_group is not None:
+        world = torch.distributed.get_world_size(process_group)
+        table_W3 = torch.zeros(world, 3, dtype=torch.float64, device=device)
     if n_responses > 0:
         padded = triton.next_power_of_2(n_rewards)
         owned = min(OWNED, TILE // padded)
         _group_kernel[(triton.cdiv(n_responses, owned),)](
             rewards_RK, *rewards_RK.stride(), group_R, group_R.stride(0),
             rewards_RK if weights_K is None else weights_K, 0 if weights_K is None else weights_K.stride(0),
-            adv_R, adv_R if kept_R is None else kept_R, n_responses, n_rewards,
-            float(norm_eps), 0.0 if snr_threshold is None else float(snr_threshold),
+            adv_R, adv_R if kept_R is None else kept_R,
+            adv_R if tokens_R is None else tokens_R, 0 if tokens_R is None else tokens_R.stride(0), counter,
+            adv_R if table_W3 is None else table_W3[torch.distributed.get_rank(process_group)], out_R,
+            n_responses, n_rewards, float(norm_eps), 0.0 if snr_threshold is None else float(snr_threshold),
             HAS_WEIGHTS=weights_K is not None, SUMMED=summed, DROP=drop, SNR=snr_threshold is not None,
-            K=padded, B=owned, J=TILE // max(padded, 4), SCAN=SCAN_BLOCK,
+            WHITEN=whiten is not None, TOKENS=tokens_R is not None, RANKS=table_W3 is not None,
+            WB=WHITEN_BLOCK, K=padded, B=owned, J=TILE // max(padded, 4), SCAN=SCAN_BLOCK,
             num_warps=4, num_stages=1, maxnreg=NO_REGISTER_TARGET,
         )  # fmt: skip
-    if whiten is not None:
-        whiten_batch(adv_R, kept_R, lengths_R if whiten == "tokens" else None, out_R, norm_eps, process_group)
+    if table_W3 is not None:
+        whiten_by_ranks(adv_R, kept_R, tokens_R, table_W3, out_R, norm_eps, process_group)
     return out_R, kept_R
 
 

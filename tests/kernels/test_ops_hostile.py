@@ -32,6 +32,7 @@ LOGITS = [0.0, -0.0, 1.0, 1.0, -2.5, 7.25, 30.0, 88.8, -104.0, 3e4, -3e4, 1e-40,
 LOGPS = [math.log(0.5), math.log(0.25), -3.0, -20.0, 0.0, -INF]
 EXAMPLES = {"cpp": 150, "triton": 4}  # the interpreter takes a second a row
 SUBNORMAL = 2.0**-126 / cpp_rows.CANCELLING  # a probability below the smallest normal number may be 0
+LEAST_LOGP = 104.0  # the size of the least in fp32
 
 # NaN through the interpreter's numpy says so.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -185,6 +186,7 @@ def test_loss(backend: str) -> None:
         terms = serve(logits_NV, tokens, setting, grad_NV)
         cpp_rows.assert_terms(terms, true_terms)
         magnitude_NV = cpp_rows.loss_magnitude(logits_NV, tokens, setting)
-        cpp_rows.assert_gradient(grad_NV, true_NV, magnitude_NV + SUBNORMAL)
+        flushed = SUBNORMAL * (1.0 + LEAST_LOGP * setting.entropy_coef)  # the entropy weighs it by its logp
+        cpp_rows.assert_gradient(grad_NV, true_NV, magnitude_NV + flushed)
 
     hold(backend, check)
