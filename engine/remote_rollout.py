@@ -7,10 +7,9 @@ A server is started with
         --worker-extension-cls smopd.engine.vllm_transfer.Extension \\
         --weight-transfer-config '{"backend": "smopd"}'
 
-New weights go to it through files in a folder that it can read, or a process group, under a label that no
-other run has. Each answer names the label of what sampled it: a server that holds anything else, because it
-was started again or another run has taken it, is taken out, and its prompts go to the others. It comes back
-with the next weights.
+Each answer names the label of the weights that sampled it: a server that holds any but this run's newest,
+because it was started again or another run has taken it, is taken out, and its prompts go to the others. It
+comes back with the next weights (remote_weights).
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +25,11 @@ import torch
 from torch import Tensor
 
 from smopd.engine import distributed
-from smopd.engine.servers import BUSY, Away, Refused, Servers
+from smopd.engine.remote_weights import GENERATE, RemoteWeights, stale
+from smopd.engine.servers import Away, Servers
 from smopd.engine.types import Rollout, Sampling
-from smopd.engine.vllm_rollout import request_seed
+from smopd.engine.vllm_rollout import LOWEST_TEMPERATURE, request_seed
 from smopd.engine.vllm_weights import Checked, architecture_of, stored
-from smopd.engine.weight_files import FILE_BYTES, part_files, parts
-from smopd.engine.weight_group import WeightGroup
-
-GENERATE = "/inference/v1/generate"
-HOW_TO_START = "start it with VLLM_SERVER_DEV_MODE=1 and the options in smopd.engine.remote_rollout"
 
 
 @dataclass(frozen=True)
@@ -54,8 +48,7 @@ class RemoteRollout:
         servers: of one model.
         end_ids: tokens that end a response.
         longest: prompt and response tokens that a server must have room for.
-        transfer: how weights travel: `files`, or a process group of `gloo` or `nccl`.
-        transfer_folder: for files: every server can read it under the same path; None: this host's memory.
+        transfer: how weights travel, and the folder for files: as RemoteWeights.
     Raises:
         NoServer: none answers.
         ValueError: a server has too few positions, or takes no weights.
@@ -71,10 +64,9 @@ class RemoteRollout:
     ):
         self.servers = servers
         self.end_ids = sorted(end_ids)
-        self.transfer = transfer
-        self.transfer_folder = transfer_folder
         self.policy_version = 0
-        self._run = distributed.broadcast_object(uuid.uuid4().hex[:12])
+        run = distributed.broadcast_object(uuid.uuid4().hex[:12])
+        self.weights = RemoteWeights(servers, run, transfer, transfer_folder)
         self._probe(longest)
 
     def generate(
@@ -84,7 +76,12 @@ class RemoteRollout:
 
         Raises:
             NoServer: every server is out, by their silence or by what they hold.
+            ValueError: a temperature that vLLM would raise.
         """
+        if 0 < sampling.temperature < LOWEST_TEMPERATURE:
+            raise ValueError(
+                f"generate: temperature {sampling.temperature}, expected 0 or at least {LOWEST_TEMPERATURE}"
+            )
         version = self.policy_version
         each = [
             Request(tuple(prompt), group, sample)
@@ -119,10 +116,6 @@ class RemoteRollout:
             },
         }
 
-    def _label(self, version: int) -> str:
-        """What a server calls these weights of this run."""
-        return f"{self._run}-{version}"
-
     def _rollout(self, item: Request, choice: dict[str, Any], version: int) -> Rollout:
         """The response in vLLM's `choice`.
 
@@ -130,8 +123,9 @@ class RemoteRollout:
             Away: other weights took part in it, or the server ended it before its time.
         """
         found = {span["version"] for span in choice["weight_versions"] or ()}
-        if found != {self._label(version)}:
-            raise Away(stale(found, self._label(version)))
+        expected = self.weights.label(version)
+        if found != {expected}:
+            raise Away(stale(found, expected))
         logps = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         if choice["finish_reason"] not in ("stop", "length") or len(logps) != len(choice["token_ids"]):
             raise Away(
@@ -160,7 +154,7 @@ class RemoteRollout:
         stream, trouble = iter(weights), None
         if distributed.rank() == 0:
             try:
-                self._send(stream, version)
+                self.weights.send(stream, version)
             except Exception as error:  # the other ranks wait to be told
                 trouble = error
         for _ in stream:  # other ranks take part in gathering it
@@ -179,54 +173,10 @@ class RemoteRollout:
         """
         architecture = architecture_of(path)
         checked = Checked(architecture, stored(path, architecture))
-        self.load_weights(checked, 0)
-        if checked.error is not None:
-            raise checked.error
-
-    def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self.servers.readmit()
-        for url in self.servers.alive:
-            self._init_transfer(url)  # again: it may have been started anew since
-        self._post("/pause?mode=wait")
-        self._post("/update_weight_version", {"new_version": f"part of {self._label(version)}"})
-        self._post("/collective_rpc", {"method": "forget_weight_update"})
-        self._post("/start_weight_update")
-        if self.transfer == "files":
-            for path in part_files(weights, self.transfer_folder):
-                self._post("/update_weights", {"update_info": {"path": str(path)}})
-        else:
-            self._send_in_groups(weights)
-        self._post("/finish_weight_update", {"weight_version": self._label(version)})
-        self._post("/reset_prefix_cache")
-        self._post("/resume")
-        for url, answer in self.servers.each(lambda client: client.get("/weight_info")).items():
-            held = answer.json()["weight_version"]
-            if held != self._label(version):
-                self.servers.take_out(url, stale({held}, self._label(version)))
-        if not self.servers.alive:
-            raise self.servers.none_left()
-
-    def _send_in_groups(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        groups: dict[str, WeightGroup] = {}
-        seconds = self.servers.patience.deadline_seconds
-
-        def meet(client: httpx.Client) -> httpx.Response:
-            made = groups[self.servers.url_of(client)] = WeightGroup(client, self.transfer, seconds)
-            return made.joined
-
-        def send(client: httpx.Client, part: dict[str, Tensor]) -> httpx.Response:
-            return groups[self.servers.url_of(client)].send(client, part)
-
-        try:
-            self.servers.each(meet)
-            for part in parts(weights, FILE_BYTES):
-                self.servers.each(partial(send, part=part))
-        finally:
-            for group in groups.values():
-                group.close()
-
-    def _post(self, path: str, body: dict | None = None) -> None:
-        self.servers.each(lambda client: client.post(path, json=body or {}))
+        self.load_weights(checked if distributed.rank() == 0 else (), 0)
+        error = distributed.broadcast_object(checked.error)
+        if error is not None:
+            raise error
 
     def _probe(self, longest: int) -> None:
         models = self.servers.each(lambda client: client.get("/v1/models"))
@@ -238,27 +188,4 @@ class RemoteRollout:
                     f"{url}: has room for {model['max_model_len']} tokens, expected {longest} "
                     "(data.max_prompt_tokens and rollout.max_new_tokens; vLLM's --max-model-len)"
                 )
-        distributed.on_first(self._init_transfers)
-
-    def _init_transfers(self) -> None:
-        for url in self.servers.alive:
-            self._init_transfer(url)
-
-    def _init_transfer(self, url: str) -> None:
-        try:
-            answer = httpx.post(f"{url}/init_weight_transfer_engine", json={"init_info": {}}, timeout=60.0)
-            known = httpx.get(url + GENERATE, timeout=60.0).status_code != httpx.codes.NOT_FOUND
-        except httpx.TransportError as error:
-            self.servers.take_out(url, f"{type(error).__name__}: {error}")
-            return
-        if answer.status_code in BUSY:
-            self.servers.take_out(url, f"status {answer.status_code}: {answer.text[:200]}")
-            return
-        if not answer.is_success:
-            raise Refused(f"{url}: takes no weights (status {answer.status_code}); {HOW_TO_START}")
-        if not known:
-            raise Refused(f"{url}: has no {GENERATE} (--enable-scale-out); {HOW_TO_START}")
-
-
-def stale(found: Iterable[str], expected: str) -> str:
-    return f"holds the weights {' and '.join(sorted(found)) or 'of no name'}, expected {expected}"
+        distributed.on_first(self.weights.require_servable)

@@ -21,6 +21,7 @@ import httpx
 
 T = TypeVar("T")
 BUSY = (408, 425, 429, 500, 502, 503, 504)
+KEPT_SECONDS = 2.0  # of an idle connection; vLLM's servers close theirs after 5
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Patience:
     """How long a server is waited for."""
 
     deadline_seconds: float = 600.0
-    """Of one request."""
+    """Of one request; a server that lets it pass is taken out."""
     retries: int = 5
     """Further attempts of one request at one server before the server is taken out."""
     backoff_seconds: float = 0.5
@@ -67,7 +68,7 @@ class Servers:
         self.patience = patience or Patience()
         self.out: dict[str, str] = {}
         """Servers that are taken out, and why."""
-        limits = httpx.Limits(max_connections=self.patience.concurrency)
+        limits = httpx.Limits(max_connections=self.patience.concurrency, keepalive_expiry=KEPT_SECONDS)
         timeout = httpx.Timeout(self.patience.deadline_seconds, connect=10.0)
         self._clients = {url: httpx.Client(base_url=url, limits=limits, timeout=timeout) for url in self.urls}
 
@@ -202,6 +203,8 @@ class Servers:
                 break
             try:
                 answer = ask(self._clients[url])
+            except httpx.ReadTimeout as error:
+                raise Away(f"no answer in {self.patience.deadline_seconds:g} s") from error
             except httpx.TransportError as error:
                 why = f"{type(error).__name__}: {error}".rstrip(": ")
                 continue

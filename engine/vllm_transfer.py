@@ -1,20 +1,14 @@
 """Weights into an engine that runs in its own process: files, a process group, or handles of CUDA memory.
 
 vLLM imports this module in its workers, where it registers two weight-transfer engines. One is made in every
-process that holds a model, so it also sees to it that none outlives the process that asked for it.
+process that holds a model, so it also has that process end with its caller.
 """
 
 from __future__ import annotations
 
 import base64
-import multiprocessing
-import os
 import pickle
-import signal
-import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -36,16 +30,13 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from smopd.engine import weight_files
 from smopd.engine.weight_files import part_files, parts
 from smopd.engine.weight_group import TRAINER, join, received
+from smopd.engine.with_caller import end_with_caller
 
 BACKENDS = {"files": "smopd", "ipc": "smopd_ipc"}
 """Ours for each `transfer` of VllmSettings."""
 EXTENSION = "smopd.engine.vllm_transfer.Extension"
-CALLER = "SMOPD_ENGINE_CALLER"
-"""The environment variable with the process that an engine of its own process serves."""
-PARENT_SECONDS = 1.0  # ours: between looks at whether it lives
 
 
 class Extension:
@@ -66,6 +57,7 @@ class GroupInfo(WeightTransferInitInfo):
     address: str = ""
     port: int = 0
     size: int = 0
+    join_seconds: float = 0.0
     seconds: float = 0.0
 
 
@@ -93,11 +85,13 @@ class StreamEngine(WeightTransferEngine[GroupInfo, PartInfo]):
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
         self.shutdown()
         if init_info.backend is not None:
-            wait = timedelta(seconds=init_info.seconds)
+            wait = timedelta(seconds=init_info.join_seconds)
             store = dist.TCPStore(init_info.address, init_info.port, init_info.size, timeout=wait)
             own = self.parallel_config.data_parallel_index * self.parallel_config.world_size
             rank = TRAINER + 1 + own + self.parallel_config.rank
-            self._group = join(store, init_info.backend, rank, init_info.size, init_info.seconds)
+            waits = (init_info.join_seconds, init_info.seconds)
+            self._group = join(store, init_info.backend, rank, init_info.size, *waits)
+            self._through = self.device if init_info.backend == "nccl" else torch.device("cpu")
 
     def start_weight_update(self) -> None:
         begin(self.model)
@@ -109,15 +103,14 @@ class StreamEngine(WeightTransferEngine[GroupInfo, PartInfo]):
         if self._group is None:
             raise RuntimeError("receive_weights: no group was joined for tensors (init_transfer_engine)")
         info = (update_info.names, update_info.dtypes, update_info.shapes)
-        self.model.load_weights(received(self._group, *info, self.device))
+        through = received(self._group, *info, self._through)
+        self.model.load_weights((name, value.to(self.device)) for name, value in through)
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        if self._group is not None:
-            self._group.abort()
-            self._group = None
+        self._group = None
 
 
 class IpcEngine(IPCWeightTransferEngine):
@@ -148,7 +141,7 @@ def send(llm: LLM, weights: Iterable[tuple[str, Tensor]], transfer: str) -> None
             llm.update_weights({"update_info": {"path": str(path)}})
     else:
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-        for part in parts(weights, weight_files.FILE_BYTES):
+        for part in parts(weights):
             held = {name: value.detach().cuda().contiguous() for name, value in part.items()}
             torch.cuda.synchronize()
             llm.update_weights({"update_info": handles(held, gpu)})  # returns when they are read
@@ -171,37 +164,6 @@ def stored(path: str | Path) -> Iterator[tuple[str, Tensor]]:
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118  no mapping
             yield name, file.get_tensor(name)
-
-
-def end_with_caller() -> None:
-    if CALLER in os.environ:
-        end_with(int(os.environ[CALLER]))
-
-
-def end_with(caller: int) -> None:
-    """Ends this process, and vLLM's own between them, soon after `caller`, whom a SIGKILL keeps from it."""
-    spawner = multiprocessing.parent_process()
-    above = os.getppid()
-    between = spawner is not None and spawner.pid == above != caller
-    processes = [above, os.getpid()] if between else [os.getpid()]
-    threading.Thread(target=_watch, args=(caller, processes), name="end-with-caller", daemon=True).start()
-
-
-def _watch(caller: int, processes: list[int]) -> None:
-    while parent_of(processes[0]) == caller:
-        time.sleep(PARENT_SECONDS)
-    for process in processes:  # the last is this one
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-
-
-def parent_of(process: int) -> int | None:
-    """None where there is no such process any more."""
-    try:
-        status = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return None
-    return int(status.rpartition(")")[2].split()[1])
 
 
 WeightTransferEngineFactory.register_engine(BACKENDS["files"], StreamEngine)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-FILE_BYTES = 256 << 20  # ours: a file is closed after the decoder layer that passes it
+PART_BYTES = 256 << 20  # ours: a part ends behind the decoder layer that passes it
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -27,22 +27,22 @@ def part_files(weights: Iterable[tuple[str, Tensor]], place: str | Path | None =
     with TemporaryDirectory(prefix="smopd-weights-", dir=place) as folder:
         Path(folder).chmod(0o755)
         path = Path(folder) / "part.safetensors"
-        for part in parts(weights, FILE_BYTES):
+        for part in parts(weights):
             save_file({name: on_cpu(value) for name, value in part.items()}, path)
             del part
             yield path
             path.unlink()
 
 
-def parts(weights: Iterable[tuple[str, Tensor]], file_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Consecutive tensors of `file_bytes` or more together; a decoder layer's are never parted."""
+def parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Consecutive tensors of PART_BYTES or more together; a decoder layer's are never parted."""
     part: dict[str, Tensor] = {}
     size = 0
     for _, layer in groupby(weights, key=lambda item: layer_of(item[0])):
         for name, value in layer:
             part[name] = value
             size += value.numel() * value.element_size()
-        if size >= file_bytes:
+        if size >= PART_BYTES:
             yield part
             part, size = {}, 0
     if part:

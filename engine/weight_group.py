@@ -10,7 +10,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -29,77 +28,75 @@ _BLOCKING = threading.Lock()
 
 
 class WeightGroup:
-    """The trainer's end of one server's group.
+    """The trainer's end of one server's group; tensors go from where `meet` was told."""
 
-    Args:
-        client: of the server, whose `/init_weight_transfer_engine` is asked to join.
-        backend: `gloo` or `nccl`.
-        seconds: that joining, or one tensor, may take.
-    Raises:
-        Away: the group did not come about.
-    """
+    def __init__(self, group: Any, store: dist.Store, device: torch.device):
+        self._group, self._store, self._device = group, store, device
 
-    def __init__(self, client: httpx.Client, backend: str, seconds: float):
-        self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
+    @classmethod
+    def meet(
+        cls, client: httpx.Client, device: torch.device, join_seconds: float, seconds: float
+    ) -> tuple[WeightGroup, httpx.Response]:
+        """A group with the server's workers, and the server's answer to having joined it.
+
+        Args:
+            device: CUDA: by NCCL from this device; CPU: by gloo.
+            join_seconds: until all have joined.
+            seconds: of one tensor.
+        Raises:
+            Away: it did not come about.
+        """
+        backend = "nccl" if device.type == "cuda" else "gloo"
         try:
             size = 1 + client.get("/get_world_size").raise_for_status().json()["world_size"]
             address = address_towards(str(client.base_url))
         except (OSError, httpx.HTTPStatusError) as error:
             raise Away(f"{type(error).__name__}: {error}") from error
-        wait = timedelta(seconds=seconds)
-        self.store = dist.TCPStore(address, 0, size, is_master=True, timeout=wait, wait_for_workers=False)
-        info = {
-            "backend": backend,
-            "address": address,
-            "port": self.store.port,
-            "size": size,
-            "seconds": seconds,
-        }
-        self.group, self.joined = _both(
-            lambda: join(self.store, backend, TRAINER, size, seconds),
+        wait = timedelta(seconds=join_seconds)
+        store = dist.TCPStore(address, 0, size, is_master=True, timeout=wait, wait_for_workers=False)
+        info = {"backend": backend, "address": address, "port": store.port, "size": size}
+        info |= {"join_seconds": join_seconds, "seconds": seconds}
+        group, joined = _both(
+            lambda: join(store, backend, TRAINER, size, join_seconds, seconds),
             lambda: client.post("/init_weight_transfer_engine", json={"init_info": info}),
         )
+        return cls(group, store, device), joined
 
     def send(self, client: httpx.Client, part: Mapping[str, Tensor]) -> httpx.Response:
-        """The server's answer to having loaded `part`.
+        """The server's answer to having loaded `part`, contiguous tensors on this group's device.
 
         Raises:
             Away: it did not.
         """
-        values = {name: self._ready(value) for name, value in part.items()}
         info = {
-            "names": list(values),
-            "dtypes": [str(value.dtype).removeprefix("torch.") for value in values.values()],
-            "shapes": [list(value.shape) for value in values.values()],
+            "names": list(part),
+            "dtypes": [str(value.dtype).removeprefix("torch.") for value in part.values()],
+            "shapes": [list(value.shape) for value in part.values()],
         }
         _, answer = _both(
-            lambda: self._broadcast(values.values()),
+            lambda: self._broadcast(part.values()),
             lambda: client.post("/update_weights", json={"update_info": info}),
         )
         return answer
 
-    def _ready(self, value: Tensor) -> Tensor:
-        return value.detach().to(self.device or "cpu").contiguous()
-
     def _broadcast(self, values: Iterable[Tensor]) -> None:
         for value in values:
-            self.group.broadcast(value, TRAINER).wait()
-        if self.device is not None:
-            torch.cuda.synchronize(self.device)
-
-    def close(self) -> None:
-        """Ends what still waits in it."""
-        with suppress(RuntimeError):
-            self.group.abort()
+            self._group.broadcast(value, TRAINER).wait()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
-def join(store: dist.Store, backend: str, rank: int, size: int, seconds: float) -> Any:
-    """A process group that is no part of torch.distributed's global state."""
-    wait = timedelta(seconds=seconds)
+def join(store: dist.Store, backend: str, rank: int, size: int, join_seconds: float, seconds: float) -> Any:
+    """A process group that is no part of torch.distributed's global state.
+
+    NCCL connects at the first tensor and not here, and has no deadline for that.
+    """
     if backend == "gloo":
-        return dist.ProcessGroupGloo(store, rank, size, wait)
+        group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=join_seconds))
+        group.set_timeout(timedelta(seconds=seconds))
+        return group
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = wait
+    options._timeout = timedelta(seconds=seconds)
     with _BLOCKING:  # a lost peer is an error of `wait` and not, as by default, the end of this process
         before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
@@ -119,12 +116,11 @@ def received(
     shapes: Sequence[Sequence[int]],
     device: torch.device,
 ) -> Iterator[tuple[str, Tensor]]:
-    """What the trainer's `send` gives, one tensor at a time, on `device`; gloo receives on the CPU."""
-    through = device if device.type == "cuda" and "nccl" in group.name().lower() else torch.device("cpu")
+    """What the trainer's `send` gives, one tensor at a time; through `device`, which is a CPU for gloo."""
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-        value = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=through)
+        value = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=device)
         group.broadcast(value, TRAINER).wait()
-        yield name, value.to(device)
+        yield name, value
 
 
 def address_towards(url: str) -> str:
@@ -139,7 +135,8 @@ def _both(ours: Callable[[], T], asks: Callable[[], httpx.Response]) -> tuple[T,
     """What `ours` returns, done while the server does what it is asked, and the server's answer.
 
     Raises:
-        Away: either failed. Where the server did, ours is left to its timeout.
+        Away: either failed; of both, the one that failed first. Where the server did, ours is left to its
+            timeout.
     """
     done: list[T] = []
     failed: list[Exception] = []
@@ -153,12 +150,15 @@ def _both(ours: Callable[[], T], asks: Callable[[], httpx.Response]) -> tuple[T,
     thread = threading.Thread(target=work, name="weight-group", daemon=True)
     thread.start()
     try:
-        answer = asks()
+        answer, trouble = asks(), ""
+        if not answer.is_success:
+            trouble = f"status {answer.status_code}: {answer.text[:200]}"
     except httpx.TransportError as error:
-        raise Away(f"{type(error).__name__}: {error}") from error
-    if not answer.is_success:
-        raise Away(f"status {answer.status_code}: {answer.text[:200]}")
-    thread.join()
+        trouble = f"{type(error).__name__}: {error}"
+    if not trouble:
+        thread.join()
     if failed:
         raise Away(f"{type(failed[0]).__name__}: {failed[0]}")
+    if trouble:
+        raise Away(trouble)
     return done[0], answer

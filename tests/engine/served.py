@@ -16,7 +16,7 @@ from pathlib import Path
 
 import httpx
 
-from smopd.engine.remote_rollout import GENERATE
+from smopd.engine.remote_weights import GENERATE
 from tests.patience import HANG_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -115,6 +115,7 @@ class Relay:
         busy: of the first completions, how many it answers by status 503.
         holds: the label that its answers give the weights until new ones come, as of a server started anew.
         shares: another client's weights are served too: new ones are acknowledged and go no further.
+        raw: the log-probability of the only candidate, as of a server that does not normalise them.
     """
 
     def __init__(
@@ -125,8 +126,9 @@ class Relay:
         busy: int = 0,
         holds: str = "",
         shares: bool = False,
+        raw: float | None = None,
     ):
-        self.shares = shares
+        self.shares, self.raw = shares, raw
         self.to, self.left, self.busy, self.holds, self.served = to, dies_after, busy, holds, 0
         self.lock = threading.Lock()
         self.stopping: threading.Thread | None = None
@@ -149,7 +151,8 @@ class Relay:
 
             def do_POST(self):
                 content = self.rfile.read(int(self.headers["Content-Length"] or 0))
-                completion = self.path == GENERATE
+                asked = b'"allowed_token_ids"' in content  # at the end of a sync
+                completion = self.path == GENERATE and not asked
                 with relay.lock:
                     if completion and relay.left == 0:
                         self.connection.shutdown(socket.SHUT_RDWR)
@@ -164,12 +167,16 @@ class Relay:
                     if completion and relay.left is not None:
                         relay.left -= 1
                     relay.served += completion
-                if relay.shares and not completion:
+                if relay.shares and self.path != GENERATE:
                     relay.holds = "" if self.path == "/finish_weight_update" else relay.holds
                     relay.answer(self, httpx.Response(200, text="{}"))
                     return
                 headers = {"Content-Type": "application/json"}
                 answer = httpx.post(relay.to + self.path, content=content, headers=headers, timeout=120.0)
+                if asked and relay.raw is not None:
+                    body = answer.json()
+                    body["choices"][0]["logprobs"]["content"][0]["logprob"] = relay.raw
+                    answer = httpx.Response(200, json=body)
                 if completion and relay.holds:
                     body = answer.json()
                     for span in body["choices"][0]["weight_versions"]:

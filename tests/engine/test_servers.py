@@ -126,6 +126,17 @@ def test_a_server_that_is_not_there_is_taken_out(scripted):
     assert servers.readmit() == []
 
 
+def test_a_server_that_hangs_is_out_after_one_deadline(scripted):
+    released = threading.Event()
+    hung = scripted(lambda count, body: released.wait(60.0) and 200)
+    well = scripted(lambda count, body: 200)
+    servers = Servers([hung.url, well.url], Patience(deadline_seconds=1.0, retries=5, concurrency=1))
+    assert asked(servers, 4) == [str(i) for i in range(4)]
+    assert hung.calls == 1
+    assert servers.out == {hung.url: "no answer in 1 s"}
+    released.set()
+
+
 def test_a_wrong_request_is_not_repeated(scripted):
     strict = scripted(lambda count, body: 400 if body == "3" else 200)
     with pytest.raises(Refused, match="/echo: status 400: 3"):

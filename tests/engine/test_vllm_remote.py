@@ -31,7 +31,6 @@ GROUPS = [3, 8, 9, 11, 40]
 GREEDY = Sampling(temperature=0.0, max_new_tokens=8)
 QUICK = Patience(deadline_seconds=120.0, retries=3, backoff_seconds=0.01, concurrency=2)
 ENDS = [1]
-HOME = {"files": "weight_files", "gloo": "remote_rollout"}  # where the size of a part is read
 LENGTH = 128  # positions of a server
 
 
@@ -72,7 +71,7 @@ def weights_of(seed: int):
 
 @pytest.mark.parametrize("transfer", ["files", "gloo"])
 def test_samples_with_the_weights_that_it_was_sent(server, transfer, monkeypatch):
-    monkeypatch.setattr(f"smopd.engine.{HOME[transfer]}.FILE_BYTES", 100_000)  # several parts
+    monkeypatch.setattr("smopd.engine.weight_files.PART_BYTES", 100_000)  # several parts
     rollouts = remote(server, transfer=transfer)
     for version, seed in enumerate((4, 5), start=1):
         model, _ = world_model(seed)
@@ -187,6 +186,25 @@ def test_a_client_needs_no_vllm(server):
     assert done.stdout == "2 sampled\n", done.stderr[-4000:]
 
 
+def test_a_server_whose_log_probabilities_are_not_those_it_samples_from_is_left_out(server, caplog):
+    raw = Relay(server, raw=-3.5, shares=True)
+    rollouts = remote(server, raw.url)
+    assert list(rollouts.servers.out) == [raw.url]
+    assert "the log-probability -3.5, expected 0 (--logprobs-mode processed_logprobs)" in caplog.text
+    raw.stop()
+
+
+def test_a_temperature_that_vllm_would_raise_is_refused(server):
+    with pytest.raises(ValueError, match=r"temperature 0\.001, expected 0 or at least 0\.01"):
+        remote(server).generate(PROMPTS, GROUPS, Sampling(temperature=0.001, max_new_tokens=8))
+
+
+def test_nccl_without_cuda_is_refused(server, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"remote\.transfer: got nccl, which needs CUDA"):
+        remote(server, transfer="nccl")
+
+
 def test_a_server_without_room_is_refused(server):
     with pytest.raises(ValueError, match="room for 128 tokens, expected 129"):
         remote(server, longest=129)
@@ -213,12 +231,12 @@ def test_a_server_that_is_started_again_serves_nothing_before_the_next_weights(p
     rollouts.load_weights(weights_of(5), 1)
     assert f"{pair[1].url} answers again" in caplog.text and rollouts.servers.out == {}
     alone = RemoteRollout(Servers([pair[1].url], QUICK), ENDS, 32)
-    alone._run, alone.policy_version = rollouts._run, 1
+    alone.weights.run, alone.policy_version = rollouts.weights.run, 1
     assert_sampled_by(world_model(5)[0], alone.generate(PROMPTS, GROUPS, GREEDY))
 
 
 def test_a_server_that_is_killed_in_a_sync_leaves_the_others_theirs(pair, monkeypatch, caplog):
-    monkeypatch.setattr(f"smopd.engine.{HOME['gloo']}.FILE_BYTES", 100_000)
+    monkeypatch.setattr("smopd.engine.weight_files.PART_BYTES", 100_000)
     rollouts = remote(*(each.url for each in pair), seed=4, transfer="gloo")
     assert rollouts.servers.out == {}
 
@@ -236,7 +254,7 @@ def test_a_server_that_is_killed_in_a_sync_leaves_the_others_theirs(pair, monkey
     assert rollouts.servers.out == {}
     for each in pair:
         alone = RemoteRollout(Servers([each.url], QUICK), ENDS, 32)
-        alone._run, alone.policy_version = rollouts._run, 2
+        alone.weights.run, alone.policy_version = rollouts.weights.run, 2
         assert_sampled_by(world_model(6)[0], alone.generate(PROMPTS, GROUPS, GREEDY))
 
 

@@ -173,7 +173,7 @@ def test_an_engine_without_adapters_refuses_them(saved, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_engine_in_its_own_process_takes_weights(saved, tied, monkeypatch):
-    monkeypatch.setattr(weight_files, "FILE_BYTES", 20_000)  # several files
+    monkeypatch.setattr(weight_files, "PART_BYTES", 20_000)  # several files
     settings = VllmSettings(placement="process", kv_cache_bytes=32 << 20, max_model_len=64)
     rollouts = VllmRollout(saved(seed=0, tied=tied), [END], settings)
     assert_sampled_by(tiny_model(seed=0, tied=tied), rollouts.generate(PROMPTS, GROUPS, GREEDY))
@@ -265,13 +265,14 @@ def test_cuda_handles_need_cuda(saved, monkeypatch):
         VllmRollout(saved(seed=0), [END], settings)
 
 
-def test_files_never_part_a_layer():
+def test_files_never_part_a_layer(monkeypatch):
     weights = list(tiny_model(layers=3).state_dict().items())
-    made = list(weight_files.parts(iter(weights), file_bytes=1))
+    (whole,) = weight_files.parts(iter(weights))
+    monkeypatch.setattr(weight_files, "PART_BYTES", 1)
+    made = list(weight_files.parts(iter(weights)))
     assert [name for part in made for name in part] == [name for name, _ in weights]
     layers = [{name.split(".")[2] for name in part if "layers" in name} for part in made]
     assert [sorted(found) for found in layers if found] == [["0"], ["1"], ["2"]]
-    (whole,) = weight_files.parts(iter(weights), file_bytes=1 << 40)
     assert whole.keys() == dict(weights).keys()
     assert whole["lm_head.weight"].shape == (VOCABULARY, 64)
 

@@ -1,0 +1,161 @@
+"""New weights to `vllm serve` on other hosts: through files in a folder that it can read, or a process group.
+
+They come under a label that no other run has, which each answer of the server names (remote_rollout).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from torch import Tensor
+
+from smopd.engine.servers import BUSY, Away, Refused, Servers
+from smopd.engine.weight_files import part_files, parts
+from smopd.engine.weight_group import WeightGroup
+
+GENERATE = "/inference/v1/generate"
+HOW_TO_START = "start it with VLLM_SERVER_DEV_MODE=1 and the options in smopd.engine.remote_rollout"
+MINUTE = 60.0
+
+
+class RemoteWeights:
+    """Sends from one process to all servers.
+
+    Args:
+        run: of its own for each run.
+        transfer: `files`, or a process group of `gloo` or `nccl`.
+        folder: for files: every server can read it under the same path; None: this host's memory.
+    Raises:
+        ValueError: nccl where there is no CUDA.
+    """
+
+    def __init__(self, servers: Servers, run: str, transfer: str = "files", folder: str | Path | None = None):
+        if transfer == "nccl" and not torch.cuda.is_available():
+            raise ValueError(
+                "remote.transfer: got nccl, which needs CUDA on this host; expected files or gloo"
+            )
+        self.servers, self.run, self.transfer, self.folder = servers, run, transfer, folder
+
+    def label(self, version: int) -> str:
+        """What a server calls these weights of this run."""
+        return f"{self.run}-{version}"
+
+    def require_servable(self) -> None:
+        """Asks each server that is not out whether it takes weights and tokens.
+
+        Raises:
+            Refused: one does not.
+        """
+        for url in self.servers.alive:
+            self._begin(url)
+
+    def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Full tensors by their transformers names; servers that were out and are back take them too.
+
+        Raises:
+            NoServer: no server took them.
+        """
+        self.servers.readmit()
+        for url in self.servers.alive:
+            try:
+                self._begin(url)  # again: it may have been started anew since
+            except Refused as error:
+                self.servers.take_out(url, str(error))
+        self._post("/pause?mode=wait")
+        self._post("/update_weight_version", {"new_version": f"part of {self.label(version)}"})
+        self._post("/collective_rpc", {"method": "forget_weight_update"})
+        self._post("/start_weight_update")
+        if self.transfer == "files":
+            for path in part_files(weights, self.folder):
+                self._post("/update_weights", {"update_info": {"path": str(path)}})
+        else:
+            self._send_in_groups(weights)
+        self._post("/finish_weight_update", {"weight_version": self.label(version)})
+        self._post("/shutdown_weight_transfer_engine")  # a group's memory is the server's while it samples
+        self._post("/reset_prefix_cache")
+        self._post("/resume")
+        self._require_taken(version)
+        self.servers.each(_normalised)
+
+    def _require_taken(self, version: int) -> None:
+        for url, answer in self.servers.each(lambda client: client.get("/weight_info")).items():
+            held = answer.json()["weight_version"]
+            if held != self.label(version):
+                self.servers.take_out(url, stale({held}, self.label(version)))
+        if not self.servers.alive:
+            raise self.servers.none_left()
+
+    def _send_in_groups(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        groups: dict[str, WeightGroup] = {}
+        nccl = self.transfer == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        seconds = self.servers.patience.deadline_seconds
+
+        def meet(client: httpx.Client) -> httpx.Response:
+            group, joined = WeightGroup.meet(client, device, min(MINUTE, seconds), seconds)
+            groups[self.servers.url_of(client)] = group
+            return joined
+
+        def send(client: httpx.Client, part: Mapping[str, Tensor]) -> httpx.Response:
+            return groups[self.servers.url_of(client)].send(client, part)
+
+        self.servers.each(meet)
+        for part in parts(weights):
+            ready = {name: value.detach().to(device).contiguous() for name, value in part.items()}
+            self.servers.each(partial(send, part=ready))
+
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
+        self.servers.each(lambda client: client.post(path, json=body or {}))
+
+    def _begin(self, url: str) -> None:
+        """Has the server forget an earlier group.
+
+        Raises:
+            Refused: it takes no weights or no tokens.
+        """
+        try:
+            answer = httpx.post(f"{url}/init_weight_transfer_engine", json={"init_info": {}}, timeout=MINUTE)
+            known = httpx.get(url + GENERATE, timeout=MINUTE).status_code != httpx.codes.NOT_FOUND
+        except httpx.TransportError as error:
+            self.servers.take_out(url, f"{type(error).__name__}: {error}")
+            return
+        if answer.status_code in BUSY:
+            self.servers.take_out(url, f"status {answer.status_code}: {answer.text[:200]}")
+            return
+        if not answer.is_success:
+            raise Refused(f"{url}: takes no weights (status {answer.status_code}); {HOW_TO_START}")
+        if not known:
+            raise Refused(f"{url}: has no {GENERATE} (--enable-scale-out); {HOW_TO_START}")
+
+
+def _normalised(client: httpx.Client) -> httpx.Response:
+    """Whether its log-probabilities are those of what it samples from: of one candidate alone, 0.
+
+    Raises:
+        Away: they are not.
+    """
+    sampling = {
+        "temperature": 1.0,
+        "allowed_token_ids": [0],
+        "max_tokens": 1,
+        "logprobs": 0,
+        "detokenize": False,
+    }
+    answer = client.post(GENERATE, json={"token_ids": [0], "sampling_params": sampling})
+    if answer.is_success:
+        logp = answer.json()["choices"][0]["logprobs"]["content"][0]["logprob"]
+        if abs(logp) > 1e-6:
+            raise Away(
+                f"gives the only candidate the log-probability {logp}, expected 0 "
+                f"(--logprobs-mode processed_logprobs); {HOW_TO_START}"
+            )
+    return answer
+
+
+def stale(found: Iterable[str], expected: str) -> str:
+    return f"holds the weights {' and '.join(sorted(found)) or 'of no name'}, expected {expected}"
