@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from smopd.integrations.teacher_mixing import floored_forward_kl, support_forward_kl
 from smopd.integrations.verl_host import ORIGINALS, losses, ulysses, worker_config
@@ -14,7 +15,7 @@ from smopd.integrations.verl_host import ORIGINALS, losses, ulysses, worker_conf
 LOSS_MODE = "smopd_forward_kl"
 UNCLAMPED = {"use_policy_gradient": False, "loss_max_clamp": None, "log_prob_min_clamp": None}
 WHOLE_LOGITS = ("fsdp", "fsdp2", "veomni")  # strategies that do not shard the vocabulary
-_read_later = 0  # where the logits lie that our loss's backward will read
+_read_later: StorageWeakRef | None = None  # the logits that our loss's backward will read
 
 
 @dataclass
@@ -77,7 +78,9 @@ def compute_topk_loss(
     _keep(student_logits)
     if config.strategy not in WHOLE_LOGITS:
         raise NotImplementedError(f"{LOSS_MODE} needs whole logits; strategy {config.strategy} shards them")
-    temperatures = set(torch.as_tensor(data.get("temperature", 1.0)).flatten().tolist())
+    # A tensor, or verl's NonTensorData, which [] unwraps and .get does not.
+    temperature = data["temperature"] if "temperature" in data.keys() else 1.0  # noqa: SIM118
+    temperatures = set(torch.as_tensor(temperature).to(student_logits.dtype).flatten().tolist())
     if len(temperatures) != 1:
         raise ValueError(f"{LOSS_MODE}: temperatures are {sorted(temperatures)}, expected one for the batch")
     target = (rows(data["teacher_ids"]), rows(data["teacher_logprobs"]).float())
@@ -114,7 +117,7 @@ def compute_forward_kl_topk(
 
 def _keep(logits: Tensor) -> None:
     global _read_later
-    _read_later = logits.untyped_storage().data_ptr()
+    _read_later = StorageWeakRef(logits.untyped_storage())
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
@@ -122,7 +125,7 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
 
     flash-attn's in-place backward runs first and would leave its gradient there, unnoticed by autograd.
     """
-    kept = logits.untyped_storage().data_ptr() == _read_later
+    kept = _read_later is not None and _read_later == StorageWeakRef(logits.untyped_storage())
     return ORIGINALS["logprobs_from_logits"](logits, labels, inplace_backward=inplace_backward and not kept)
 
 

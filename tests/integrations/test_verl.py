@@ -22,100 +22,26 @@ if find_spec("verl") is None:
     )
 
 from omegaconf import OmegaConf
-from tensordict import TensorDict
 from verl.utils.config import omega_conf_to_dataclass
 
 from smopd.integrations import verl as smopd_verl
 from smopd.integrations import verl_host, verl_loss
-from smopd.ops import (
-    teacher_forward_kl,
-    teacher_mixture,
-    topk_forward_kl,
+from smopd.ops import teacher_forward_kl, teacher_mixture, topk_forward_kl
+from tests.integrations.tiny_verl import (
+    ACTOR,
+    N,
+    S,
+    V,
+    data_of,
+    distillation,
+    host_config,
+    logits,
+    loss_of,
+    nested,
+    our_config,
+    predicting_responses,
+    top,
 )
-
-N, V, S = 24, 97, 6
-LENGTHS = (9, 15)  # tokens of the two sequences
-PROMPTS = (3, 5)
-
-
-def nested(rows: Tensor) -> Tensor:
-    offsets = torch.tensor([0, LENGTHS[0], sum(LENGTHS)])
-    return torch.nested.nested_tensor_from_jagged(rows, offsets=offsets)
-
-
-def logits(seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (2 * torch.randn(1, N, V, generator=generator)).to(dtype).requires_grad_()
-
-
-def top(seed: int) -> tuple[Tensor, Tensor]:
-    """A teacher's top S: ids and log-probabilities (N, S)."""
-    generator = torch.Generator().manual_seed(seed)
-    values, ids = (2 * torch.randn(N, V, generator=generator)).log_softmax(-1).topk(S)
-    return ids, values
-
-
-def data_of(ids: Tensor, logps: Tensor, temperature: float = 1.0) -> TensorDict:
-    """A micro-batch of two sequences, as verl's engine hands it to the loss."""
-    responses = [length - prompt for length, prompt in zip(LENGTHS, PROMPTS, strict=True)]
-    mask = torch.arange(max(responses)) < torch.tensor(responses)[:, None]
-    prompt_mask = torch.arange(max(PROMPTS)) >= max(PROMPTS) - torch.tensor(PROMPTS)[:, None]
-    columns = {
-        "prompts": torch.zeros(2, max(PROMPTS), dtype=torch.long),
-        "responses": torch.zeros(2, max(responses), dtype=torch.long),
-        "attention_mask": torch.cat([prompt_mask, mask], dim=1).long(),
-        "response_mask": mask,
-        "temperature": torch.full((2,), temperature),
-        "teacher_ids": nested(ids),
-        "teacher_logprobs": nested(logps),
-        "dp_size": 1,
-        "batch_num_tokens": int(mask.sum()),
-        "global_batch_size": 2,
-    }
-    return TensorDict(columns, batch_size=[])
-
-
-def predicting_responses() -> Tensor:
-    """(N,) mask of the rows whose next token is of a response."""
-    places = [torch.arange(length) for length in LENGTHS]
-    kept = [
-        (place >= prompt - 1) & (place < length - 1)
-        for place, prompt, length in zip(places, PROMPTS, LENGTHS, strict=True)
-    ]
-    return torch.cat(kept)
-
-
-ACTOR = SimpleNamespace(
-    strategy="fsdp", loss_agg_mode="token-mean", global_batch_info={}, loss_scale_factor=None
-)
-
-
-def distillation(loss_config: Any) -> SimpleNamespace:
-    return SimpleNamespace(distillation_loss=loss_config)
-
-
-def host_config(**settings: Any) -> Any:
-    """verl's configuration of its own forward_kl_topk, supervised and without its maximum."""
-    chosen = {
-        "loss_mode": "forward_kl_topk",
-        "topk": S,
-        "use_policy_gradient": False,
-        "use_task_rewards": False,
-    }
-    clamps = {"loss_max_clamp": None, "log_prob_min_clamp": None}
-    return verl_host.worker_config.DistillationLossConfig(**{**chosen, **clamps, **settings})
-
-
-def our_config(**settings: Any) -> Any:
-    return smopd_verl.SmopdLossConfig(**{"topk": S, "use_task_rewards": False, **settings})
-
-
-def loss_of(config: Any, data: TensorDict, student: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """verl's two calls: in the logits processor and after it."""
-    compute = verl_host.losses.distillation_ppo_loss
-    columns = compute(ACTOR, distillation(config), data=data, student_logits=student)
-    output = {name: column[0] for name, column in columns.items()}
-    return compute(ACTOR, distillation(config), model_output=output, data=data)
 
 
 @pytest.mark.parametrize("floor", [None, -10.0, -4.0], ids=["no floor", "floor -10", "floor -4"])
@@ -174,19 +100,43 @@ def test_where_no_token_is_negative_the_two_losses_are_equal() -> None:
     )
 
 
+@pytest.mark.parametrize("stored", [float, lambda t: torch.full((2,), t)], ids=["a number", "a tensor"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_student_and_teachers_are_at_temperature_one(temperature: float) -> None:
+def test_student_and_teachers_are_at_temperature_one(temperature: float, stored: Any) -> None:
     """verl's engine divides the student's logits by the rollout's temperature before the loss."""
     ids, logps = top(1)
     student = logits()
     columns = verl_loss.compute_topk_loss(
-        ACTOR, distillation(our_config()), data_of(ids, logps, temperature), student / temperature, "thd"
+        ACTOR,
+        distillation(our_config()),
+        data_of(ids, logps, stored(temperature)),
+        student / temperature,
+        "thd",
     )
     expected = topk_forward_kl(student[0], ids[:, 0], ids, logps, tail=True)[1]
     torch.testing.assert_close(columns["distillation_losses"][0], expected, rtol=1e-5, atol=1e-5)
     on_support = student[0].log_softmax(-1).gather(1, ids).exp().sum(-1)
     torch.testing.assert_close(columns["student_mass"][0], on_support, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(columns["teacher_mass"][0], logps.exp().sum(-1), rtol=1e-5, atol=1e-5)
+
+
+def test_the_division_by_the_temperature_is_undone_as_verl_did_it() -> None:
+    """In the logits' dtype: 0.7 is 0.69921875 in bf16."""
+    ids, logps = top(1)
+    student = logits(dtype=torch.bfloat16)
+    divided = (student.detach() / torch.tensor(0.7).to(torch.bfloat16)).float()
+    expected = topk_forward_kl(divided[0], ids[:, 0], ids, logps, tail=True, temperature=1 / 0.69921875)[1]
+    columns = verl_loss.compute_topk_loss(
+        ACTOR, distillation(our_config()), data_of(ids, logps, 0.7), divided.bfloat16(), "thd"
+    )
+    torch.testing.assert_close(columns["distillation_losses"][0], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_several_temperatures_are_refused() -> None:
+    ids, logps = top(1)
+    data = data_of(ids, logps, torch.tensor([1.0, 0.5]))
+    with pytest.raises(ValueError, match=r"temperatures are \[0.5, 1.0\], expected one for the batch"):
+        verl_loss.compute_topk_loss(ACTOR, distillation(our_config()), data, logits(), "thd")
 
 
 class InPlaceCrossEntropy(torch.autograd.Function):
@@ -253,11 +203,19 @@ def test_logits_that_no_loss_of_ours_reads_may_be_written_over(monkeypatch: pyte
         "logprobs_from_logits",
         lambda *_, inplace_backward: asked.append(inplace_backward),
     )
-    columns, kept = data_of(*top(1)), logits()
+    memory = bytearray(logits().detach().numpy().tobytes())
+    kept = torch.frombuffer(memory, dtype=torch.float32).view(1, N, V)
+    columns = data_of(*top(1))
     verl_host.losses.compute_topk_loss(ACTOR, distillation(our_config()), columns, kept, "thd")
-    for given in (kept[0], logits(1)[0]):
+
+    def ask_with(given: Tensor) -> None:
         verl_loss.logprobs_from_logits(given, torch.zeros(N), inplace_backward=True)
-    assert asked == [False, True]
+
+    ask_with(kept[0])
+    ask_with(logits(1)[0])
+    del kept
+    ask_with(torch.frombuffer(memory, dtype=torch.float32).view(N, V))  # another tensor where it lay
+    assert asked == [False, True, True]
 
 
 class Client:
