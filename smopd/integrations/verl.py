@@ -38,7 +38,12 @@ def register() -> None:
 
 
 try:
-    from smopd.integrations.verl_advantages import ESTIMATORS, estimator
+    from smopd.integrations.verl_advantages import (
+        ESTIMATORS,
+        _compute_advantage,
+        compute_advantage,
+        estimator,
+    )
     from smopd.integrations.verl_host import (
         HOST_VERSION,
         core_algos,
@@ -59,7 +64,6 @@ try:
         unclamped_forward_kl,
     )
     from smopd.integrations.verl_teachers import compute_teacher_logprobs_single
-    from smopd.integrations.verl_trainer import _compute_advantage, compute_advantage
 
     register()
 except Exception as refusal:  # verl logs a plugin's exception at DEBUG and goes on without it

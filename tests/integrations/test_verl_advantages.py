@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from copy import deepcopy
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +21,10 @@ import numpy as np
 from omegaconf import OmegaConf
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from verl import DataProto
+from verl.trainer.ppo.padding_utils import construct_minimal_padding_template
 
 import smopd.integrations.verl  # noqa: F401
-from smopd.integrations import verl_host, verl_trainer
+from smopd.integrations import verl_advantages, verl_host
 from smopd.ops import gd2po_advantages, gdpo_advantages
 
 KEYS = ["accuracy", "format"]
@@ -55,11 +58,25 @@ REWARDS: dict[str, list[float | None]] = {
 }
 
 
+@pytest.mark.parametrize("rejected", [[], [2], range(4)], ids=["none rejected", "one", "a whole group"])
 @pytest.mark.parametrize("weights", [None, [0.7, 0.3]], ids=["equal", "weighted"])
-def test_gdpo_over_tokens_is_verls_gdpo(weights: list[float] | None) -> None:
-    ours = advantages_of("smopd_gdpo_tokens", rollouts(REWARDS), gdpo_reward_weights=weights)
-    theirs = advantages_of("gdpo", rollouts(REWARDS), gdpo_reward_weights=weights)
+def test_gdpo_over_tokens_is_verls_gdpo(weights: list[float] | None, rejected: Iterable[int]) -> None:
+    """Also where verl's rollout correction has taken all tokens of a response."""
+    data = rollouts(REWARDS)
+    data.batch["response_mask"][list(rejected)] = 0
+    ours, theirs = (
+        advantages_of(name, deepcopy(data), gdpo_reward_weights=weights)
+        for name in ("smopd_gdpo_tokens", "gdpo")
+    )
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_batch_without_a_token_has_no_advantage() -> None:
+    data = rollouts(REWARDS)
+    data.batch["response_mask"][:] = 0
+    for name in verl_advantages.ESTIMATORS:
+        advantages = advantages_of(name, deepcopy(data))
+        assert advantages.shape == data.batch["response_mask"].shape and not advantages.any()
 
 
 def test_gdpo_and_gd2po_are_smopds() -> None:
@@ -97,22 +114,36 @@ class Queue:
         return SimpleNamespace(keys=keys, partition_id=partition_id)
 
 
-def v1_queue(rewards: dict[str, list[float | None]]) -> Queue:
+def v1_queue(rewards: dict[str, list[float | None]], n_padding: int = 0) -> Queue:
+    """The responses, with n_padding of verl's own padding behind them."""
     said = [dict(zip(rewards, row, strict=True)) for row in zip(*rewards.values(), strict=True)]
-    extra = [NonTensorData({"reward_extra_info": row}) for row in said]
-    nested_rows = [torch.ones(length) for length in LONG]
-    columns = {
-        "uid": NonTensorStack(*(NonTensorData(group) for group in GROUPS)),
-        "response_mask": torch.nested.as_nested_tensor(nested_rows, layout=torch.jagged),
-        "rm_scores": torch.nested.as_nested_tensor([0 * row for row in nested_rows], layout=torch.jagged),
-        "extra_fields": NonTensorStack(*extra),
-    }
-    return Queue(columns)
+    samples = [
+        {
+            "uid": group,
+            "response_mask": torch.ones(length, dtype=torch.long),
+            "rm_scores": torch.zeros(length),
+            "extra_fields": {"reward_extra_info": row},
+        }
+        for group, length, row in zip(GROUPS, LONG, said, strict=True)
+    ]
+    padding, _ = construct_minimal_padding_template(samples[0], {}, eos_token_id=2)
+    samples += [{**padding, "uid": "pad"}] * n_padding
+
+    def column(name: str) -> Any:
+        rows = [sample[name] for sample in samples]
+        if isinstance(rows[0], Tensor):
+            return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        return NonTensorStack(*(NonTensorData(row) for row in rows))
+
+    return Queue({name: column(name) for name in samples[0]})
 
 
 class Batch:
-    keys = [f"{group}_{i}_0" for i, group in enumerate(GROUPS)]  # noqa: RUF012
     partition_id = "train"
+
+    def __init__(self, n_padding: int = 0) -> None:
+        groups = GROUPS + ["pad"] * n_padding
+        self.keys = [f"{group}_{i}_0" for i, group in enumerate(groups)]
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -124,17 +155,22 @@ def v1_trainer(estimator: str, **settings: Any) -> SimpleNamespace:
     return SimpleNamespace(config=OmegaConf.create({"algorithm": algorithm, "actor_rollout_ref": rollout}))
 
 
+@pytest.mark.parametrize("n_padding", [0, 3], ids=["whole", "with 3 rows of padding"])
 @pytest.mark.parametrize("estimator", ["smopd_gdpo", "smopd_gdpo_tokens", "smopd_gd2po"])
-def test_verls_v1_trainer_finds_the_rewards(estimator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verls_v1_trainer_finds_the_rewards(
+    estimator: str, n_padding: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its own _compute_advantage, on a queue in this process: the same advantages as the legacy trainer's."""
-    queue = v1_queue(REWARDS)
+    queue = v1_queue(REWARDS, n_padding)
     monkeypatch.setattr(verl_host.v1_trainer, "tq", queue)
     settings = {"gdpo_reward_keys": KEYS, "gdpo_reward_weights": [0.7, 0.3]}
-    verl_host.v1_trainer.PPOTrainer._compute_advantage(v1_trainer(estimator, **settings), Batch(), {})
+    trainer = v1_trainer(estimator, **settings)
+    verl_host.v1_trainer.PPOTrainer._compute_advantage(trainer, Batch(n_padding), {})
     expected = advantages_of(estimator, rollouts(REWARDS), gdpo_reward_weights=[0.7, 0.3])
     ours = queue.put["advantages"].to_padded_tensor(0.0)
-    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-7)
-    assert queue.asked[0] == ["extra_fields"] and not verl_trainer.REWARDS.get()
+    torch.testing.assert_close(ours[: len(LONG)], expected, rtol=1e-6, atol=1e-7)
+    assert len(ours) == len(LONG) + n_padding and not ours[len(LONG) :].any()
+    assert queue.asked[0] == ["extra_fields"] and not verl_advantages.REWARDS.get()
 
 
 def test_verls_v1_trainer_keeps_its_own_estimators(monkeypatch: pytest.MonkeyPatch) -> None:

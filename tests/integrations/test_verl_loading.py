@@ -18,7 +18,7 @@ if find_spec("verl") is None:
     )
 
 import smopd.integrations.verl  # noqa: F401
-from smopd.integrations import verl_advantages, verl_host, verl_loss, verl_trainer
+from smopd.integrations import verl_advantages, verl_host, verl_loss
 
 ROOT = Path(__file__).resolve().parents[2]
 # verl's own tests of what is replaced.
@@ -44,7 +44,7 @@ def test_verl_loads_it_as_an_external_module_and_it_says_what_it_replaced() -> N
     assert len(said) == 1
     for name in (verl_loss.LOSS_MODE, *verl_advantages.ESTIMATORS, *verl_host.ORIGINALS):
         assert name in said[0]
-    assert done.stdout.splitlines()[-1] == "smopd.integrations.verl_trainer"
+    assert done.stdout.splitlines()[-1] == "smopd.integrations.verl_advantages"
 
 
 def declared(folder: Path) -> str:
@@ -95,7 +95,7 @@ def test_a_changed_function_is_refused_by_name() -> None:
     with pytest.raises(
         ImportError, match=r"compute_advantage has no parameter adv_estimator, config; it has data"
     ):
-        verl_host.replace(owner, verl_trainer.compute_advantage, "data", "adv_estimator", "config")
+        verl_host.replace(owner, verl_advantages.compute_advantage, "data", "adv_estimator", "config")
     assert owner.compute_advantage is compute_advantage
 
 
