@@ -3,9 +3,9 @@
     VERL_USE_EXTERNAL_MODULES=smopd.integrations.verl python -m verl.trainer.main_ppo ... \\
         distillation.distillation_loss.loss_mode=smopd_forward_kl algorithm.adv_estimator=smopd_gdpo
 
-Importing this module registers those names, replaces six functions of verl and prints which. The mixture has
-SmopdLossConfig's defaults, or its settings where that is the `_target_` of `distillation_loss`. verl's own
-loss_mode forward_kl_topk keeps its values, but for the rounding that verl has in bf16.
+Importing this module registers those names, replaces seven functions of verl and prints which. The mixture
+has SmopdLossConfig's defaults, or its settings where that is the `_target_` of `distillation_loss`. verl's
+own loss_mode forward_kl_topk keeps its values, but for the rounding that verl has in bf16.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def register() -> None:
         replace(losses, compute_topk_loss, "config", "distillation_config", "data", "student_logits"),
         replace(fsdp_losses, compute_forward_kl_topk, "student_logits", *topk, "config"),
         replace(torch_functional, logprobs_from_logits, "logits", "labels", "inplace_backward"),
+        replace(teacher_model.MultiTeacherModelManager, _initialize_teacher_model_managers, "self"),
         replace(manager, compute_teacher_logprobs_single, "sequence_ids", "routing_key"),
         replace(ray_trainer, compute_advantage, "data", "adv_estimator", "config"),
         replace(v1_trainer.PPOTrainer, _compute_advantage, "batch", "metrics"),
@@ -52,6 +53,7 @@ try:
         ray_trainer,
         replace,
         teacher_manager,
+        teacher_model,
         torch_functional,
         v1_trainer,
     )
@@ -63,7 +65,10 @@ try:
         logprobs_from_logits,
         unclamped_forward_kl,
     )
-    from smopd.integrations.verl_teachers import compute_teacher_logprobs_single
+    from smopd.integrations.verl_teachers import (
+        _initialize_teacher_model_managers,
+        compute_teacher_logprobs_single,
+    )
 
     register()
 except Exception as refusal:  # verl logs a plugin's exception at DEBUG and goes on without it

@@ -1,17 +1,52 @@
-"""verl's teacher manager, asking all teachers for each sequence."""
+"""verl's teachers: their tokenizers compared as they are started, and all of them asked for each sequence."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from smopd.integrations.teacher_mixing import log_weights
-from smopd.integrations.verl_host import ORIGINALS
+from smopd.integrations.verl_host import ORIGINALS, filesystem, tokenizers
 from smopd.integrations.verl_loss import LOSS_MODE
 from smopd.ops import teacher_mixture
+
+
+def _initialize_teacher_model_managers(self: Any) -> None:
+    """In verl's MultiTeacherModelManager, before any teacher's server is up: compares the tokenizers.
+
+    A teacher whose tokenizer is not to be had here (on a remote file system, say) is named on stderr.
+
+    Raises:
+        ValueError: a token has another id for a teacher than for the student.
+    """
+    settings = self.distillation_config
+    if settings.distillation_loss.loss_mode == LOSS_MODE:
+        student = self.config.actor_rollout_ref.model
+        options = {"trust_remote_code": student.get("trust_remote_code", False)}
+        path = filesystem.copy_to_local(student.get("tokenizer_path") or student.path)
+        own = tokenizers.hf_tokenizer(path, **options).get_vocab()
+        for key, teacher in settings.teacher_models.items():
+            try:
+                other = tokenizers.hf_tokenizer(teacher.model_path, **options).get_vocab()
+            except (OSError, ValueError) as missing:
+                print(f"smopd: teacher {key!r} has no tokenizer here to compare: {missing}", file=sys.stderr)
+                continue
+            _require_same_tokens(own, other, f"teacher {key!r} ({teacher.model_path})")
+    ORIGINALS["_initialize_teacher_model_managers"](self)
+
+
+def _require_same_tokens(own: dict[str, int], other: dict[str, int], teacher: str) -> None:
+    differing = sorted(token for token, _ in own.items() ^ other.items())
+    if differing:
+        token = differing[0]
+        raise ValueError(
+            f"{teacher} has another tokenizer than the student: {token!r} is token {other.get(token)} there, "
+            f"expected {own.get(token)}"
+        )
 
 
 async def compute_teacher_logprobs_single(

@@ -6,7 +6,6 @@ of its own: make test-verl.
 
 from __future__ import annotations
 
-import asyncio
 from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -26,11 +25,10 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from smopd.integrations import verl as smopd_verl
 from smopd.integrations import verl_host, verl_loss
-from smopd.ops import teacher_forward_kl, teacher_mixture, topk_forward_kl
+from smopd.ops import topk_forward_kl
 from tests.integrations.tiny_verl import (
     ACTOR,
     N,
-    S,
     V,
     data_of,
     distillation,
@@ -216,93 +214,6 @@ def test_logits_that_no_loss_of_ours_reads_may_be_written_over(monkeypatch: pyte
     del kept
     ask_with(torch.frombuffer(memory, dtype=torch.float32).view(N, V))  # another tensor where it lay
     assert asked == [False, True, True]
-
-
-class Client:
-    """A teacher's server: its top log-probabilities at each position, the questions counted."""
-
-    def __init__(self, seed: int) -> None:
-        self.ids, self.logps = top(seed)
-        self.asked = 0
-
-    async def generate(
-        self, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any
-    ) -> SimpleNamespace:
-        self.asked += 1
-        assert sampling_params["prompt_logprobs"] == S
-        n = len(prompt_ids)
-        fields = {"prompt_ids": self.ids[:n].tolist(), "prompt_logprobs": self.logps[:n].tolist()}
-        return SimpleNamespace(extra_fields=fields)
-
-
-def manager_of(config: Any, clients: dict[str, Client]) -> Any:
-    manager = object.__new__(verl_host.teacher_manager.AsyncTeacherLLMServerManager)
-    manager.distillation_loss_config = config
-    manager.teacher_key = "data_source"
-    inference = SimpleNamespace(temperature=1.0, max_model_len=None)
-    manager.teacher_model_configs = {key: SimpleNamespace(inference=inference) for key in clients}
-    manager.teacher_client = clients
-    return manager
-
-
-def ask(manager: Any, routing_key: str | None = None) -> tuple[Tensor, Tensor]:
-    return asyncio.run(manager.compute_teacher_logprobs_single([1] * N, routing_key=routing_key))
-
-
-@pytest.mark.parametrize("merge", [True, False], ids=["merged", "pooled"])
-def test_all_teachers_are_asked_and_mixed_and_the_loss_is_the_mixtures(merge: bool) -> None:
-    clients = {"math": Client(1), "code": Client(2)}
-    config = our_config(merge=merge, teacher_weights={"math": 0.3, "code": 0.7})
-    ids, logps = ask(manager_of(config, clients), routing_key="math")
-    assert [client.asked for client in clients.values()] == [1, 1]
-    stacked_ids = torch.stack([clients["code"].ids, clients["math"].ids], dim=1)
-    stacked_logps = torch.stack([clients["code"].logps, clients["math"].logps], dim=1)
-    log_alpha = torch.tensor([0.7, 0.3]).log()
-    expected = teacher_mixture(stacked_ids, stacked_logps, log_alpha, S, merge=merge)
-    assert ids.shape == (N, S) and torch.equal(ids, expected.ids_NS)
-    torch.testing.assert_close(logps, expected.logps_NS, rtol=1e-5, atol=1e-6)
-    student = logits()
-    loss, _ = loss_of(config, data_of(ids.long(), logps), student)
-    teachers = (stacked_ids, stacked_logps, log_alpha, S)
-    kl = teacher_forward_kl(student[0], ids[:, 0], *teachers, merge=merge, tail=True)[1]
-    expected_loss = kl[predicting_responses()].mean()
-    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(
-        torch.autograd.grad(loss, student)[0],
-        torch.autograd.grad(expected_loss, student)[0],
-        rtol=1e-5,
-        atol=1e-6,
-    )
-
-
-def test_one_teacher_answers_as_verls_manager_has_it() -> None:
-    manager = manager_of(our_config(), {"default": Client(1)})
-    ids, logps = ask(manager)
-    their_ids, their_logps = asyncio.run(
-        verl_host.ORIGINALS["compute_teacher_logprobs_single"](manager, [1] * N)
-    )
-    assert torch.equal(ids, their_ids) and ids.dtype == their_ids.dtype
-    torch.testing.assert_close(logps, their_logps, rtol=1e-5, atol=1e-6)
-
-
-def test_verls_own_loss_modes_still_route() -> None:
-    clients = {"math": Client(1), "code": Client(2)}
-    ids, logps = ask(manager_of(host_config(), clients), routing_key="code")
-    assert [client.asked for client in clients.values()] == [0, 1]
-    assert torch.equal(ids.long(), clients["code"].ids)
-    torch.testing.assert_close(logps, clients["code"].logps)
-
-
-@pytest.mark.parametrize(
-    "weights, message",
-    [({"math": 1.0}, r"names \['math'\], expected the configured teachers \['code', 'math'\]"),
-     ({"math": 0.5, "code": 0.6}, "sum to 1")],
-    ids=["a teacher without weight", "no distribution"],
-)  # fmt: skip
-def test_wrong_weights_are_refused(weights: dict[str, float], message: str) -> None:
-    manager = manager_of(our_config(teacher_weights=weights), {"math": Client(1), "code": Client(2)})
-    with pytest.raises(ValueError, match=message):
-        ask(manager)
 
 
 @pytest.mark.parametrize("loss_mode", [verl_loss.LOSS_MODE, "forward_kl_topk"])
