@@ -1,35 +1,33 @@
 """SMOPD's mixture inside verl's distillation, on a CPU: two teachers, one tiny student, a few updates.
 
     python examples/verl_distillation.py [--steps 20]
-    python examples/verl_distillation.py --measure [--tokens 512 --vocabulary 32768 --topk 32]
+    PYTHONPATH=. python examples/verl_distillation.py --measure [--tokens 512 --vocabulary 151936 --topk 32]
 
 Walks the path of verl's trainer without its Ray cluster: the teacher manager asks both teachers for each
 response and merges them, the logits processor computes each token's forward KL, and the loss is added up.
---measure times verl's own top-k loss and SMOPD's two beside each other, with the memory each adds.
+--measure times verl's own top-k loss and SMOPD's two, taking turns, and takes the memory each adds.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import resource
 import statistics
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
+from verl.utils import tensordict_utils as tu
 
 from smopd.integrations import verl as smopd_verl
 from smopd.integrations import verl_host, verl_loss
 
 VOCABULARY, HIDDEN, PROMPT, RESPONSE = 64, 16, 3, 8
 LOGGED = ("student_mass", "teacher_mass", "negative_share")
-PATHS = ("verl forward_kl_topk", "smopd forward_kl_topk", "smopd_forward_kl")
 
 
 def language_model(seed: int) -> nn.Module:
@@ -70,14 +68,15 @@ def micro_batch(ids_BT: Tensor, answers: list[tuple[Tensor, Tensor]]) -> TensorD
         "responses": ids_BT[:, PROMPT:],
         "attention_mask": torch.ones_like(ids_BT),
         "response_mask": torch.ones(n_rows, length - PROMPT, dtype=torch.bool),
-        "temperature": torch.ones(n_rows),
         "teacher_ids": torch.nested.nested_tensor_from_jagged(teacher_ids.long(), offsets=offsets),
         "teacher_logprobs": torch.nested.nested_tensor_from_jagged(teacher_logps, offsets=offsets),
-        "dp_size": 1,
-        "batch_num_tokens": n_rows * (length - PROMPT),
-        "global_batch_size": n_rows,
     }
-    return TensorDict(columns, batch_size=[])
+    data = TensorDict(columns, batch_size=[])
+    n_trained = n_rows * (length - PROMPT)
+    tu.assign_non_tensor(
+        data, temperature=1.0, dp_size=1, batch_num_tokens=n_trained, global_batch_size=n_rows
+    )
+    return data
 
 
 def train(steps: int) -> None:
@@ -109,56 +108,69 @@ def train(steps: int) -> None:
             print(f"step {step}: loss {loss.item():.4f}, {logged}")
 
 
-def measure_one(path: str, n_tokens: int, vocabulary: int, topk: int, repeats: int) -> None:
-    """Prints the median milliseconds of forward and backward, and the MiB that they add to the peak."""
+def losses_of(n_tokens: int, vocabulary: int, topk: int) -> tuple[Tensor, dict[str, Callable[[], Tensor]]]:
+    """Logits (1, n_tokens, vocabulary), and the losses of them, (1, n_tokens) each, on the same target."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(1, n_tokens, vocabulary, generator=generator).requires_grad_()
     first = torch.randint(vocabulary, (n_tokens, 1), generator=generator)
     teacher_ids = (first + 7 * torch.arange(topk)) % vocabulary
-    teacher_logps = (
-        torch.randn(n_tokens, topk + 1, generator=generator).log_softmax(-1)[:, :topk].contiguous()
-    )
+    mass = torch.randn(n_tokens, topk + 1, generator=generator).log_softmax(-1)
     offsets = torch.tensor([0, n_tokens])
     ids = torch.nested.nested_tensor_from_jagged(teacher_ids, offsets=offsets)
-    logps = torch.nested.nested_tensor_from_jagged(teacher_logps, offsets=offsets)
-    if path == PATHS[2]:
-        config = SimpleNamespace(distillation_loss=smopd_verl.SmopdLossConfig(topk=topk))
-        data = TensorDict({"teacher_ids": ids, "teacher_logprobs": logps}, batch_size=[])
-        arguments: tuple[Any, ...] = (SimpleNamespace(strategy="fsdp"), config, data, logits, "thd")
-        function = verl_loss.compute_topk_loss
-    else:
-        config = SimpleNamespace(distillation_loss=SimpleNamespace(log_prob_min_clamp=None))
-        arguments = (logits, logps, ids, config, "thd")
-        originals = verl_host.ORIGINALS if path == PATHS[0] else vars(verl_loss)
-        function = originals["compute_forward_kl_topk"]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    seconds = []
-    for _ in range(repeats):
+    logps = torch.nested.nested_tensor_from_jagged(mass[:, :topk].contiguous(), offsets=offsets)
+    data = TensorDict({"teacher_ids": ids, "teacher_logprobs": logps}, batch_size=[])
+    tu.assign_non_tensor(data, temperature=1.0)
+    actor = SimpleNamespace(strategy="fsdp")
+    ours = SimpleNamespace(distillation_loss=smopd_verl.SmopdLossConfig(topk=topk))
+    theirs = SimpleNamespace(distillation_loss=SimpleNamespace(log_prob_min_clamp=None))
+
+    def top_k(compute: Callable[..., dict[str, Tensor]]) -> Tensor:
+        return compute(logits, logps, ids, theirs, "thd")["distillation_losses"]
+
+    return logits, {
+        "verl forward_kl_topk": lambda: top_k(verl_host.ORIGINALS["compute_forward_kl_topk"]),
+        "smopd forward_kl_topk": lambda: top_k(verl_loss.compute_forward_kl_topk),
+        "smopd_forward_kl": lambda: verl_loss.compute_topk_loss(actor, ours, data, logits, "thd")[
+            "distillation_losses"
+        ],
+    }
+
+
+def measure(n_tokens: int, vocabulary: int, topk: int, repeats: int) -> None:
+    """Prints each loss's median milliseconds, forward and backward, and the MiB that it adds to the peak.
+
+    The losses take turns in one process; the first turn is not counted.
+    """
+    from bench._memory import peak_bytes
+
+    logits, losses = losses_of(n_tokens, vocabulary, topk)
+    seconds: dict[str, list[float]] = {name: [] for name in losses}
+    for turn in range(repeats + 1):
+        for name, loss in losses.items():
+            logits.grad = None
+            start = time.perf_counter()
+            loss().mean().backward()
+            if turn:
+                seconds[name].append(time.perf_counter() - start)
+    print(f"{n_tokens} tokens, V = {vocabulary}, top {topk}, fp32, {torch.get_num_threads()} threads")
+    for name, loss in losses.items():
         logits.grad = None
-        start = time.perf_counter()
-        function(*arguments)["distillation_losses"].mean().backward()
-        seconds.append(time.perf_counter() - start)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(f"{path}: {1e3 * statistics.median(seconds):.0f} ms, {(peak - before) / 1024:.0f} MiB added")
+        peak = peak_bytes(lambda loss=loss: loss().mean().backward(), "cpu")
+        added = "not measured" if peak is None else f"{peak / 2**20:.0f} MiB added"
+        print(f"{name}: {1e3 * statistics.median(seconds[name]):.1f} ms, {added}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--measure", action="store_true")
-    parser.add_argument("--path", choices=PATHS, help="measure this one alone, in this process")
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--vocabulary", type=int, default=32768)
+    parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--topk", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=5)
     chosen = parser.parse_args()
-    if chosen.path:
-        measure_one(chosen.path, chosen.tokens, chosen.vocabulary, chosen.topk, chosen.repeats)
-    elif chosen.measure:
-        for path in PATHS:
-            command = [sys.executable, __file__, "--path", path, *sys.argv[1:]]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            print(done.stdout.splitlines()[-1], flush=True)
+    if chosen.measure:
+        measure(chosen.tokens, chosen.vocabulary, chosen.topk, chosen.repeats)
     else:
         train(chosen.steps)
 

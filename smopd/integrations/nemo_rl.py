@@ -96,8 +96,8 @@ class SmopdLossFn:
         global_valid_toks None counts this micro-batch's tokens; global_valid_seqs is not used.
 
         Raises:
-            ValueError: logits are sharded, or shorter than the data; a teacher's shape or vocabulary is
-                not the student's.
+            ValueError: logits are sharded, or shorter than the data; a teacher's shape is not the student's,
+                or it names an id outside [0, V).
         """
         ids_BT = data["input_ids"]
         n_rows, length = ids_BT.shape

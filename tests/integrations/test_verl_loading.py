@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -17,7 +19,10 @@ if find_spec("verl") is None:
         "verl is not installed: make test-verl runs these in its environment", allow_module_level=True
     )
 
-import smopd.integrations.verl  # noqa: F401
+from hydra import compose, initialize_config_dir
+from verl.utils.config import omega_conf_to_dataclass
+
+import smopd.integrations.verl
 from smopd.integrations import verl_advantages, verl_host, verl_loss
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,9 +30,45 @@ ROOT = Path(__file__).resolve().parents[2]
 THEIR_TESTS = (
     "tests/workers/test_distillation_topk_symmetry_on_cpu.py",
     "tests/workers/test_chunked_topk_log_probs_on_cpu.py",
+    "tests/workers/test_packed_pad_to_length_on_cpu.py",
     "tests/trainer/ppo/test_core_algos_on_cpu.py",
+    "tests/trainer/ppo/v1/test_trainer_base_on_cpu.py",
     "tests/trainer/test_multi_trajectories_advantage_on_cpu.py",
 )
+
+
+def documented() -> tuple[list[str], list[str]]:
+    """The overrides of docs/integrations.md: of its command, and of the mixture's settings."""
+    chapter = (ROOT / "docs" / "integrations.md").read_text().split("\n## verl\n")[1].split("\n## ")[0]
+    command, settings = re.findall(r"```bash\n(.*?)```", chapter.replace("\\\n", " "), re.DOTALL)
+    return shlex.split(command.split("verl.trainer.main_ppo ...")[1]), shlex.split(settings)
+
+
+def composed(overrides: list[str]) -> Any:
+    folder = str(Path(verl_host.core_algos.__file__).parents[1] / "config")
+    with initialize_config_dir(folder, version_base=None):
+        return compose("ppo_trainer", overrides)
+
+
+def test_verls_configuration_takes_the_documented_command() -> None:
+    config = composed(documented()[0])
+    algorithm = omega_conf_to_dataclass(config.algorithm)
+    assert algorithm.adv_estimator in verl_advantages.ESTIMATORS
+    assert list(algorithm.gdpo_reward_keys) == ["accuracy", "format"]
+    assert list(algorithm.gdpo_reward_weights) == [0.7, 0.3]
+    distillation = omega_conf_to_dataclass(config.distillation)
+    assert distillation.enabled and sorted(distillation.teacher_models) == ["code", "math"]
+    verl_loss.require_unclamped(distillation.distillation_loss)
+    assert distillation.distillation_loss.topk == 16
+
+
+def test_verls_configuration_takes_the_documented_settings() -> None:
+    command, settings = documented()
+    config = composed([*command, *settings, "+algorithm.gd2po_snr_threshold=0.2"])
+    loss = omega_conf_to_dataclass(config.distillation).distillation_loss
+    assert isinstance(loss, smopd.integrations.verl.SmopdLossConfig)
+    assert dict(loss.teacher_weights) == {"math": 0.6, "code": 0.4} and loss.merge and loss.tail
+    assert config.algorithm.get("gd2po_snr_threshold") == 0.2
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -99,15 +140,31 @@ def test_a_changed_function_is_refused_by_name() -> None:
     assert owner.compute_advantage is compute_advantage
 
 
-def test_the_example_learns() -> None:
-    command = [sys.executable, str(ROOT / "examples" / "verl_distillation.py"), "--steps", "15"]
+def example(*arguments: str) -> list[str]:
+    """The lines that examples/verl_distillation.py prints."""
+    command = [sys.executable, str(ROOT / "examples" / "verl_distillation.py"), *arguments]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    steps = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    return done.stdout.splitlines()
+
+
+def test_the_example_learns() -> None:
+    steps = [line for line in example("--steps", "15") if line.startswith("step ")]
     first, last = (float(line.split("loss ")[1].split(",")[0]) for line in steps)
-    assert last < 0.5 * first, done.stdout
+    assert last < 0.5 * first, steps
+
+
+def test_the_example_measures() -> None:
+    sizes = ("--tokens", "64", "--vocabulary", "20000", "--topk", "4", "--repeats", "1")
+    measured = [line for line in example("--measure", *sizes) if " ms, " in line]
+    names = [line.split(":")[0] for line in measured]
+    assert names == ["verl forward_kl_topk", "smopd forward_kl_topk", "smopd_forward_kl"]
+    gradient_mib = 64 * 20_000 * 4 / 2**20
+    for line in measured:
+        said = re.fullmatch(r".*: ([\d.]+) ms, (\d+) MiB added", line)
+        assert said and float(said[1]) > 0 and 0.9 * gradient_mib < float(said[2]) < 10 * gradient_mib, line
 
 
 @pytest.mark.parametrize("theirs", THEIR_TESTS)
