@@ -72,7 +72,19 @@ def application(teacher: TeacherEngine, path: str, vocabulary: int) -> Starlette
     )
 
 
-def main() -> None:
+def server_settings(chosen: argparse.Namespace) -> VllmSettings:
+    """Of the one engine of this server, which shares its GPUs with nothing."""
+    return VllmSettings(
+        placement="colocated" if chosen.tensor_parallel_size == 1 else "process",
+        tensor_parallel_size=chosen.tensor_parallel_size,
+        dtype=chosen.dtype,
+        max_model_len=chosen.max_model_len,
+        gpu_memory_share=chosen.gpu_memory_share,
+        sleep=False,
+    )
+
+
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m smopd.engine.teacher_server", description=__doc__)
     parser.add_argument("path", help="folder or hub id of the teacher, or folder of a LoRA adapter")
     parser.add_argument("--host", default="127.0.0.1")
@@ -82,14 +94,22 @@ def main() -> None:
     )
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
     parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--gpu-memory-share", type=float, default=0.9, help="of each GPU's whole memory")
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, default=1, help="GPUs that hold the teacher together"
+    )
     parser.add_argument("--route", default="auto", choices=("auto", "pooler", "prompt_logprobs"))
-    chosen = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    chosen = arguments().parse_args()
     import uvicorn
 
     from smopd.engine.vllm_teachers import VllmTeachers
 
     with distributed.process_group():
-        settings = VllmSettings(dtype=chosen.dtype, max_model_len=chosen.max_model_len, sleep=False)
+        settings = server_settings(chosen)
         teacher = VllmTeachers([chosen.path], settings, chosen.vocabulary, chosen.route)
         uvicorn.run(
             application(teacher, chosen.path, chosen.vocabulary),

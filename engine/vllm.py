@@ -66,7 +66,8 @@ _working = threading.RLock()
 def engine(role: str, path: str | Path, settings: VllmSettings, **options: Any) -> LLM:
     """The engine of `role` with the weights at `path`: a new one, or the role's own with new weights.
 
-    A role has one engine for each architecture, settings and options. Colocated, this is a collective call.
+    A role has one engine for each architecture, settings and options: with another LoRA rank or another
+    max_model_len it gets one more, beside those that are there. Colocated, this is a collective call.
 
     Args:
         role: "rollout", "teachers", ...; two roles never share an engine.
@@ -216,6 +217,11 @@ def _make(role: str, path: str, settings: VllmSettings, sleeps: bool, options: d
 
 def _require_servable(settings: VllmSettings) -> None:
     ranks, parallel = distributed.world_size(), settings.tensor_parallel_size
+    if settings.max_lora_rank > LORA_RANKS[-1]:
+        raise ValueError(
+            f"max_lora_rank: got {settings.max_lora_rank} (student.lora.rank), expected at most "
+            f"{LORA_RANKS[-1]}, the largest that vLLM serves"
+        )
     if settings.placement == "process":
         if settings.transfer == "ipc" and (parallel > 1 or not _cuda()):
             raise ValueError("transfer: ipc needs CUDA and an engine on a single GPU; expected files")

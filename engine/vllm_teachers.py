@@ -50,7 +50,7 @@ class VllmTeachers(Dropping):
         route: "pooler", "prompt_logprobs", or "auto": the pooler where it can apply every teacher's head.
         base: of the adapters; None: each names its own.
         engines: how many engines the models share; None: one each. With fewer, models take turns, and the
-            weights of each are loaded at most once a step.
+            weights of each are loaded at most once a pass; union makes two passes.
         role: tells these engines from others in the process.
         batch_tokens: most tokens that an engine computes at a time. None: vLLM's choice; on the
             prompt_logprobs route what keeps (tokens, V) near 512 MiB.
@@ -89,7 +89,7 @@ class VllmTeachers(Dropping):
         for one in self.bases:
             known(one.path)
             if one.role not in self._held:
-                self._engine(one)
+                rest(self._engine(one))
 
     def base(self, path: str | Path) -> VllmTeachers | None:
         """The model at `path` without adapters, where some of its are here: takes turns in their engine."""

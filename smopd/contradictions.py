@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from smopd.engine_sections import Vllm
 from smopd.names import is_url
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 def contradictions(settings: Settings) -> list[str]:
     """A line for each, beginning with the setting to change."""
-    checks = (_sampled_policy, _frozen_models, _reference, _student)
+    checks = (_sampled_policy, _engines, _frozen_models, _reference, _student)
     return [line for check in checks for line in check(settings)]
 
 
@@ -41,6 +42,22 @@ def _sampled_policy(settings: Settings) -> Iterator[str]:
         yield "rollout.urls: are of vLLM servers, rollout.engine is local; set it to vllm"
     if settings.advantage.snr_threshold is not None and settings.advantage.estimator != "gd2po":
         yield f"advantage.snr_threshold: is GD2PO's, advantage.estimator is {settings.advantage.estimator}"
+
+
+def _engines(settings: Settings) -> Iterator[str]:
+    rollout, remote = settings.rollout, settings.remote
+    for name, default in Vllm() if rollout.urls else ():
+        if getattr(rollout.vllm, name) != default:
+            yield f"rollout.vllm.{name}: is of an engine here, the servers at rollout.urls have their own"
+    for name, section in (("rollout", rollout), ("teachers", settings.teachers)):
+        here = section.engine == "vllm" and section.vllm.placement == "colocated"
+        if here and section.vllm.transfer == "ipc":
+            yield (
+                f"{name}.vllm.transfer: ipc is of an engine in a process of its own, {name}.vllm.placement "
+                "is colocated; set it to process, or transfer to files"
+            )
+    if remote.transfer_folder is not None and remote.transfer != "files":
+        yield f"remote.transfer_folder: is of the transfer by files, remote.transfer is {remote.transfer}"
 
 
 def _frozen_models(settings: Settings) -> Iterator[str]:

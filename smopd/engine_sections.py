@@ -40,7 +40,7 @@ class TeacherVllm(Vllm):
 
     engines: int | None = Field(default=None, ge=1)
     """That the teachers' models share; null is one each. With fewer, models of one architecture take turns in
-    an engine, and the weights of each are read from its files once a step."""
+    an engine, and the weights of each are read from its files once a step, and with `union` twice."""
 
 
 class Rollout(Section):
@@ -49,7 +49,7 @@ class Rollout(Section):
     engine: Literal["local", "vllm"] = "local"
     vllm: Vllm = Vllm()
     urls: list[str] = Field(default=[])
-    """vLLM servers on other hosts, which sample instead of an engine here."""
+    """vLLM servers on other hosts, which sample instead of an engine here, in a dtype of their own."""
     group_size: int = Field(default=8, ge=1)
     """G, rollouts per prompt."""
     temperature: float = Field(default=1.0, gt=0)

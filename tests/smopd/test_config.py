@@ -134,6 +134,7 @@ def test_a_gate_needs_ranges_and_a_floor_that_leaves_room() -> None:
 
 
 VLLM_ROUTE = {"models": TEACHERS, "engine": "vllm", "route": "prompt_logprobs"}
+SERVERS = {"engine": "vllm", "urls": ["http://a:1"]}
 REMOTE = [{"model": "http://a:1", "reward": "a"}, {"model": "http://b:1", "reward": "b"}]
 
 
@@ -142,6 +143,22 @@ REMOTE = [{"model": "http://a:1", "reward": "a"}, {"model": "http://b:1", "rewar
     [
         ({"loop": {"lag": 1}}, "loop.lag: with 1 the responses come from an earlier policy"),
         ({"rollout": {"urls": ["http://a:1"]}}, "rollout.urls: are of vLLM servers"),
+        (
+            {"rollout": {**SERVERS, "vllm": {"gpu_memory_share": 0.5}}},
+            "rollout.vllm.gpu_memory_share: is of an engine here",
+        ),
+        (
+            {"rollout": {"engine": "vllm", "vllm": {"transfer": "ipc"}}},
+            "rollout.vllm.transfer: ipc is of an engine in a process of its own",
+        ),
+        (
+            {"teachers": {"models": TEACHERS, "engine": "vllm", "vllm": {"transfer": "ipc"}}},
+            "teachers.vllm.transfer: ipc is of an engine in a process of its own",
+        ),
+        (
+            {"rollout": SERVERS, "remote": {"transfer": "nccl", "transfer_folder": "/shared"}},
+            "remote.transfer_folder: is of the transfer by files, remote.transfer is nccl",
+        ),
         ({"teachers": {"models": [TEACHERS[0], REMOTE[1]]}}, "got teachers at URLs and others"),
         (
             {"teachers": {"models": REMOTE, "union": True}},
@@ -181,6 +198,13 @@ REMOTE = [{"model": "http://a:1", "reward": "a"}, {"model": "http://b:1", "rewar
 )
 def test_what_does_not_go_together_is_said_before_anything_runs(changes: dict, message: str) -> None:
     assert message in errors(**changes)
+
+
+def test_engines_and_servers_take_what_is_theirs() -> None:
+    Settings.model_validate(values(rollout={**SERVERS, "dtype": "bfloat16"}, remote={"transfer": "nccl"}))
+    Settings.model_validate(values(rollout=SERVERS, remote={"transfer_folder": "/shared"}))
+    own = {"placement": "process", "transfer": "ipc"}
+    Settings.model_validate(values(rollout={"engine": "vllm", "vllm": own}))
 
 
 def test_prompt_logprobs_serve_temperature_one() -> None:
