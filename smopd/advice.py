@@ -94,12 +94,12 @@ def _ladders(settings: Settings, machine: Machine) -> Iterator[list[Change]]:
     yield ladder("student.head_chunk_bytes", 256 * MIB, 64 * MIB)
     if student.share_prompts:
         yield ladder("student.share_prompts", False)
-    if rollout.dtype != "bfloat16":
+    if rollout.dtype != "bfloat16" and not rollout.urls:
         yield ladder("rollout.dtype", "bfloat16")
     if teachers.models and teachers.dtype != "bfloat16":
         yield ladder("teachers.dtype", "bfloat16")
     for name, section in (("rollout", rollout), ("teachers", teachers)):
-        if name == "teachers" and not teachers.models:
+        if (name == "teachers" and not teachers.models) or (name == "rollout" and rollout.urls):
             continue
         if section.engine == "local":
             if name == "rollout":

@@ -280,25 +280,27 @@ def _teachers_sleep(settings: Settings, n_engines: int) -> bool:
 def _teachers(
     settings: Settings, models: Models, shape: _Shape, resident: Mapping[str, int], machine: Machine
 ) -> list[Need]:
-    """The teachers and the reference policy."""
+    """The teachers, and the reference policy where it is a model of its own."""
     teachers = settings.teachers
+    reference = [] if models.reference is None else [models.reference]
+    held = [*models.teachers, *reference]
     width = WIDTHS[teachers.dtype]
     tokens = shape.responses * settings.rollout.max_new_tokens
     support = settings.opd.kappa * (models.n_teachers if teachers.union else 1)
     topk = tokens * models.n_teachers * (support * TOPK_WIDTH + FP32)
     needs = [Need("teachers' top-kappa", {"teachers": topk, "update": topk}, f"kappa {settings.opd.kappa}")]
-    if not models.teachers:
+    if not held:
         return needs
     adapters = width * models.adapter_parameters
-    count = f"{models.n_teachers} teachers"
+    count = f"{models.n_teachers} teachers" + ", the reference policy" * len(reference)
     if teachers.engine == "local":
         training = Training(width, 1, CHUNK_BYTES)
-        whole = width * sum(sizes.parameters for sizes in models.teachers) + adapters
+        whole = width * sum(sizes.parameters for sizes in held) + adapters
         work = max(
             layer_forward(sizes, shape.batch, width)
             + 2 * width * shape.batch.responses * sizes.hidden
             + logits_chunk(sizes, shape.batch.responses, training)[0]
-            for sizes in models.teachers
+            for sizes in held
         )
         return [
             Need("teachers' weights", dict.fromkeys(RUNNING, whole), count),
@@ -308,32 +310,40 @@ def _teachers(
     parallel = teachers.vllm.tensor_parallel_size
     most = teachers.vllm.engines or len(models.teachers)
     kinds = {(i % most, s.kind, s.parameters): s for i, s in enumerate(models.teachers)}
-    whole = -(-(width * sum(sizes.parameters for sizes in kinds.values()) + adapters) // parallel)
-    response = max(sizes.kv_bytes(width) for sizes in kinds.values()) * shape.longest // parallel
-    sleeps = _teachers_sleep(settings, len(kinds))
+    engines = [*kinds.values(), *reference]  # whose role is its own
+    whole = -(-(width * sum(sizes.parameters for sizes in engines) + adapters) // parallel)
+    response = max(sizes.kv_bytes(width) for sizes in engines) * shape.longest // parallel
+    sleeps = _teachers_sleep(settings, len(engines))
     cache = _cache(teachers.vllm, whole, response, response, resident["teachers"], machine, sleeps)
     awake = ("teachers",) if sleeps else RUNNING
-    note = f"{count}, {len(kinds)} engine" + "s" * (len(kinds) > 1)
+    note = f"{count}, {len(engines)} engine" + "s" * (len(engines) > 1)
     return [
         Need("teachers' weights", dict.fromkeys(awake, whole), note),
         Need("teachers' KV cache", dict.fromkeys(awake, cache), "one response at least"),
-        Need("teachers' vLLM work", dict.fromkeys(awake, VLLM_WORK * len(kinds)), "assumed"),
+        Need("teachers' vLLM work", dict.fromkeys(awake, VLLM_WORK * len(engines)), "assumed"),
         *needs,
     ]
 
 
 def _sync(settings: Settings, sizes: ModelSizes, shape: _Shape, machine: Machine) -> Sync:
-    """Every shard goes to every rank of its group in fp32; servers elsewhere get the rollouts' dtype."""
-    inside = shape.shards <= machine.per_node
-    adapters = settings.student.lora is not None and settings.rollout.engine == "vllm"
-    numbers = _trained(settings, sizes) if adapters else sizes.parameters
-    what = "adapters" if adapters else "all parameters"
-    gathered = FP32 * numbers * (shape.shards - 1) // shape.shards
-    if urls := settings.rollout.urls:
-        sent = WIDTHS[settings.rollout.dtype] * numbers * len(urls)
-        return Sync(gathered + sent, machine.between, f"{what}, gathered and sent to {len(urls)} servers")
+    """Every shard goes to every rank of its group as it is stored; servers elsewhere get the whole model.
+
+    Adapters are fp32 and their base is in the compute dtype; layers are merged in fp32.
+    """
+    inside, urls = shape.shards <= machine.per_node, settings.rollout.urls
+    stored, merged, what = FP32 * sizes.parameters, FP32 * sizes.parameters, "all parameters in fp32"
+    if settings.student.lora is not None:
+        width, adapters = WIDTHS[settings.student.compute_dtype], FP32 * _trained(settings, sizes)
+        stored, what = adapters, "adapters in fp32"
+        if urls or settings.rollout.engine == "local":
+            stored, what = width * sizes.parameters + adapters, "all parameters, adapters merged"
+            merged = merged - (FP32 - width) * sizes.root_parameters
+    gathered = stored * (shape.shards - 1) // shape.shards
+    if urls:
+        sent = f"{what}, gathered and sent to {len(urls)} servers"
+        return Sync(gathered + merged * len(urls), machine.between, sent)
     where = "within a node" if inside else "between nodes"
-    return Sync(gathered, machine.inside if inside else machine.between, f"{what}, gathered in fp32 {where}")
+    return Sync(gathered, machine.inside if inside else machine.between, f"{what}, gathered {where}")
 
 
 def _trained(settings: Settings, sizes: ModelSizes) -> int:

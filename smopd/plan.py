@@ -139,10 +139,10 @@ def plan(options: Options, settings: Settings) -> list[Plan]:
         between=options.between * 1e9,
     )
     plans, reader = [], ModelReader(settings)
-    for name, run in settings.runs.items():
+    for name in settings.runs:
         own = settings.resolved(name)
         try:
-            models = reader.of(own, distils=run.stage == "merge")
+            models = reader.of(own, name)
             found = budget(own, models, machine)
         except (UnusableInput, ValueError) as error:
             raise Mistakes([f"runs.{name}: {next(iter(str(error).splitlines()))}"]) from error

@@ -14,8 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from smopd.config import Settings
 from smopd.engine.models import stored_dtype
+from smopd.engine.teachers import same_place
 from smopd.failures import reading
 from smopd.names import is_url
+from smopd.runs import BASE, needs_base
 from smopd.sources import import_function
 
 ALL_LINEAR = "all-linear"
@@ -127,10 +129,12 @@ class Models:
 
     student: ModelSizes
     teachers: tuple[ModelSizes, ...] = ()
-    """Those that are held whole here: the reference policy, teachers, or the base of teachers' adapters."""
+    """Those that are held whole here: teachers, or the base of teachers' adapters."""
     n_teachers: int = 0
     adapter_parameters: int = 0
     """Of all adapters among the teachers."""
+    reference: ModelSizes | None = None
+    """The reference policy, where neither the student nor the teachers hold its weights."""
 
 
 class ModelReader:
@@ -144,37 +148,45 @@ class ModelReader:
         self.settings = settings
         self._known: dict[str, ModelSizes] = {}
 
-    def of(self, own: Settings, *, distils: bool) -> Models:
-        """Of one run (resolved settings)."""
-        student = self.base()
+    def of(self, own: Settings, name: str) -> Models:
+        """Of the run `name`, whose resolved settings are `own`."""
+        student, run = self.base(), self.settings.runs[name]
+        teachers = own.teachers.models if run.stage == "merge" else []
         whole: dict[str, ModelSizes] = {}
         adapters = 0
-        if own.kl_ref.coef > 0:
-            given = own.kl_ref.model
-            ours = given == "init" or given in own.runs
-            if given != "init" or own.student.lora is None:  # else it is the student without its adapters
-                whole["reference"] = student if ours else self._read(given, "kl_ref.model")
-        if not distils:
-            return Models(student, tuple(whole.values()))
-        lora = own.student.lora
-        for i, teacher in enumerate(own.teachers.models):
+        for i, teacher in enumerate(teachers):
             setting = f"teachers.models.{i}.model"
             place = Path(teacher.model).expanduser()
             if is_url(teacher.model):
                 continue
-            if teacher.model in own.runs:
-                whole[teacher.model if lora is None else "base"] = student
+            if teacher.model in self.settings.runs:
+                lora = self.settings.resolved(teacher.model).student.lora
+                base = teacher.model if lora is None else self.settings.runs[teacher.model].init
+                whole[self._place(base)] = student
                 adapters += 0 if lora is None else student.lora_parameters(lora.rank, lora.targets)
             elif (place / ADAPTER).is_file():
                 with reading(setting):
                     config = json.loads((place / ADAPTER).read_text())
                 base, targets = str(config["base_model_name_or_path"]), config["target_modules"]
-                whole[base] = self._read(base, setting)
+                sizes = whole[self._place(base)] = self._read(base, setting)
                 names = [targets] if isinstance(targets, str) else targets
-                adapters += whole[base].lora_parameters(config["r"], names)
+                adapters += sizes.lora_parameters(config["r"], names)
             else:
-                whole[teacher.model] = self._read(teacher.model, setting)
-        return Models(student, tuple(whole.values()), len(own.teachers.models), adapters)
+                whole[self._place(teacher.model)] = self._read(teacher.model, setting)
+        reference = None
+        if own.kl_ref.coef > 0:
+            given = run.init if own.kl_ref.model == "init" else own.kl_ref.model
+            under_adapters = own.student.lora is not None and self._place(given) == self._place(run.init)
+            if not under_adapters and self._place(given) not in whole:
+                ours = given == BASE or given in self.settings.runs
+                reference = student if ours else self._read(given, "kl_ref.model")
+        return Models(student, tuple(whole.values()), len(teachers), adapters, reference)
+
+    def _place(self, model: str) -> str:
+        """The same for two names of one model."""
+        if model == BASE and not needs_base(self.settings):
+            model = str(self.settings.model.path)
+        return model if model == BASE or model in self.settings.runs else same_place(model)
 
     def base(self) -> ModelSizes:
         model = self.settings.model

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from smopd.config import Settings
+from smopd.budget import VLLM_WORK
+from smopd.config import Settings, merged
 from smopd.kernels.linear_gemm import cpu_multiplies_bf16
 from smopd.kernels.linear_job import ROW_UNIT_CPU
 from smopd.memory import MicroBatch, Training, update_moments
@@ -144,9 +145,8 @@ def test_sizes_are_those_published(name: str, tmp_path: Path) -> None:
 
 def plan_recipe(folder: Path, model: str, changes: dict[str, Any] | None = None) -> Path:
     data = {"data": {"max_prompt_tokens": 1024}, "rollout": {"max_new_tokens": 1024, "dtype": "bfloat16"}}
-    recipe = write_recipe(
-        folder, {**data, "loop": {"prompts_per_step": 64, "updates_per_step": 1}}, ("model",)
-    )
+    values = {**data, "loop": {"prompts_per_step": 64, "updates_per_step": 1}}
+    recipe = write_recipe(folder, merged(values, changes or {}), ("model",))
     place = config_folder(folder, model)
     text = recipe.read_text() + f"model: {{path: {place}}}\n"
     recipe.write_text(text)
@@ -180,6 +180,67 @@ def test_with_a_lag_sampling_and_update_hold_their_memory_together(tmp_path: Pat
     assert cache > 0
     assert after["totals"]["rollout"] == before["totals"]["rollout"]
     assert after["totals"]["update"] == before["totals"]["update"] + cache
+
+
+LORA = {"student": {"lora": {"rank": 32, "alpha": 64}}}
+LORA_TEACHERS = {"runs": {name: {"set": LORA} for name in ("accuracy_teacher", "format_teacher")}}
+
+
+def held(run: dict[str, Any], what: str, column: str) -> int:
+    return next((need["bytes"].get(column, 0) for need in run["needs"] if need["what"] == what), 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "models", "adapters"),
+    [
+        ({}, 2, 0),
+        (LORA_TEACHERS, 1, 2),
+        (merged(LORA_TEACHERS, {"kl_ref": {"coef": 0.1}}), 1, 2),
+        ({"kl_ref": {"coef": 0.1}}, 3, 0),
+        ({"kl_ref": {"coef": 0.1}, "runs": {"student": {"set": LORA}}}, 2, 0),
+        ({"runs": {"student": {"set": {"kl_ref": {"coef": 0.1, "model": "format_teacher"}}}}}, 2, 0),
+    ],
+    ids=["full", "lora", "lora-over-the-reference", "reference", "reference-under-the-student", "a-teacher"],
+)
+def test_frozen_models_are_counted_as_they_are_held(
+    changes: dict[str, Any], models: int, adapters: int, tmp_path: Path, capsys
+) -> None:
+    """LoRA teachers and their base stand once; the reference policy where nothing else holds it."""
+    _, found = run_plan(capsys, str(plan_recipe(tmp_path, "1.5B", changes)))
+    parameters = QWEN["1.5B"][1]
+    adapter = sizes_of(str(tmp_path / "qwen1.5B")).lora_parameters(32, ["all-linear"])
+    expected = 4 * (models * parameters + adapters * adapter)
+    assert held(found["runs"]["student"], "teachers' weights", "teachers") == expected
+
+
+def test_the_reference_policy_shares_no_engine_with_teachers(tmp_path: Path, capsys) -> None:
+    own = {"placement": "process", "engines": 1}
+    one = {"teachers": {"engine": "vllm", "vllm": own}}
+    for changes, engines in ((one, 1), ({**one, "kl_ref": {"coef": 0.1}}, 2)):
+        _, found = run_plan(capsys, str(plan_recipe(tmp_path, "1.5B", changes)))
+        run = found["runs"]["student"]
+        assert held(run, "teachers' weights", "teachers") == engines * 4 * QWEN["1.5B"][1]
+        assert held(run, "teachers' vLLM work", "teachers") == engines * VLLM_WORK
+
+
+def test_sync_of_adapters_and_of_servers(tmp_path: Path, capsys) -> None:
+    """A LoRA student goes to an engine here as adapters, and to servers merged; nothing is cast."""
+    urls = {"rollout": {"engine": "vllm", "urls": ["http://a:1", "http://b:1"]}}
+    sizes = sizes_of(str(config_folder(tmp_path, "1.5B")))
+    parameters, adapter = sizes.parameters, sizes.lora_parameters(32, ["all-linear"])
+    merged_bytes = 4 * parameters - 2 * sizes.root_parameters  # embeddings stay in bfloat16
+    expected = [
+        ({"rollout": {"engine": "vllm"}}, 4 * parameters * 7 // 8),
+        (urls, 4 * parameters * 7 // 8 + 2 * 4 * parameters),
+        (merged(LORA, {"rollout": {"engine": "vllm"}}), 4 * adapter * 7 // 8),
+        (merged(LORA, urls), (2 * parameters + 4 * adapter) * 7 // 8 + 2 * merged_bytes),
+        (LORA, (2 * parameters + 4 * adapter) * 7 // 8),
+    ]
+    for changes, sent in expected:
+        bfloat16 = {"student": {"compute_dtype": "bfloat16"}}
+        recipe = plan_recipe(tmp_path, "1.5B", merged(bfloat16, changes))
+        _, found = run_plan(capsys, str(recipe), "--gpus", "8", "--gpu-memory", "800")
+        assert found["runs"]["student"]["sync"]["bytes"] == sent, changes
 
 
 def test_advice_makes_it_fit(tmp_path: Path, capsys) -> None:
