@@ -34,10 +34,15 @@ def student(settings: Settings, path: str, device: torch.device, **changes: Any)
         return Student(model, train_settings(settings, **changes), device)
 
 
-def rollout_engine(settings: Settings, path: str, device: torch.device) -> RolloutEngine:
-    """Samples from its own copy of the model at `path`; vLLM's engine is kept from one run to the next."""
+def rollout_engine(
+    settings: Settings, path: str, device: torch.device, recipe: Settings | None = None
+) -> RolloutEngine:
+    """Samples from its own copy of the model at `path`; vLLM's engine is kept from one run to the next.
+
+    recipe: whose runs an engine of vLLM is to have room for; None is this run alone.
+    """
     options = settings.rollout
-    longest = settings.data.longest_prompt + options.max_new_tokens
+    longest = longest_sequence(settings)
     with reading("model"):
         config, ends = describe(path)
     with reading("rollout.max_new_tokens"):
@@ -60,9 +65,7 @@ def rollout_engine(settings: Settings, path: str, device: torch.device) -> Rollo
         with reading("rollout.engine"):
             from smopd.engine.vllm_rollout import VllmRollout
 
-            lora = settings.student.lora
-            own = vllm_settings(options.vllm, options.dtype, longest, lora.rank if lora else 0)
-            return VllmRollout(path, ends, own)
+            return VllmRollout(path, ends, rollout_settings(settings, recipe or settings, limit))
     with reading("model"):
         model = load_model(path, getattr(torch, options.dtype), device)
     return LocalRollout(model, ends, options.max_batch_tokens)
@@ -128,6 +131,26 @@ def remote_teachers(settings: Settings, urls: Sequence[str], vocabulary: int) ->
 def patience(settings: Settings) -> Patience:
     remote = settings.remote
     return Patience(remote.deadline_seconds, remote.retries, concurrency=remote.concurrency)
+
+
+def longest_sequence(settings: Settings) -> int:
+    return settings.data.longest_prompt + settings.rollout.max_new_tokens
+
+
+def rollout_settings(settings: Settings, recipe: Settings, limit: int) -> VllmSettings:
+    """Of an engine with room for the longest responses of the recipe's runs, so that one serves them all.
+
+    Runs of adapters share another one, with room for the largest of theirs.
+
+    Args:
+        settings: of the run, resolved.
+        limit: the model's positions.
+    """
+    runs = [settings, *(recipe.resolved(name) for name in recipe.runs)]
+    longest = min(limit, max(longest_sequence(run) for run in runs))
+    rank = max(run.student.lora.rank if run.student.lora else 0 for run in runs)
+    own = settings.rollout
+    return vllm_settings(own.vllm, own.dtype, longest, rank if settings.student.lora else 0)
 
 
 def vllm_settings(section: Vllm, dtype: str, max_model_len: int, lora_rank: int = 0) -> VllmSettings:

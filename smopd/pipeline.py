@@ -140,7 +140,7 @@ def train(shop: Workshop, run: PlannedRun, inputs: Inputs) -> None:
     tokenizer = load_tokenizer(path)
     student = build.student(settings, path, shop.device)
     paths = [shop.teacher_path(teacher) for teacher in run.teachers]
-    rollouts = build.rollout_engine(settings, path, shop.device)
+    rollouts = build.rollout_engine(settings, path, shop.device, shop.settings)
     teachers = build.teacher_engine(settings, paths, student.vocabulary, shop.device)
     held = shop.model_path(reference) if frozen else None
     with Recorder(folder, run.name, settings, tokenizer) as recorder:
@@ -170,7 +170,7 @@ def evaluate(shop: Workshop, name: str, held_out: PromptSet) -> None:
         return
     settings = shop.settings if name == BASE else shop.settings.resolved(name)
     scorer = Scorer(shop.pool, load_tokenizer(path), settings.scoring.max_unscorable_share)
-    engine = build.rollout_engine(settings, path, shop.device)
+    engine = build.rollout_engine(settings, path, shop.device, shop.settings)
     result = evaluate_held_out(settings, held_out, engine, scorer)
     if distributed.rank() == 0:
         responses = "".join(json.dumps(item, allow_nan=False) + "\n" for item in result.items)

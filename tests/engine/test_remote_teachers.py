@@ -27,6 +27,16 @@ PACKING = Packing(200, 0, True)
 QUICK = Patience(deadline_seconds=30.0, retries=1, backoff_seconds=0.01, concurrency=2)
 
 
+def test_a_server_takes_its_gpus_whole():
+    from smopd.engine.teacher_server import arguments, server_settings
+
+    alone = server_settings(arguments().parse_args(["a/b", "--vocabulary", "9"]))
+    assert (alone.gpu_memory_share, alone.sleep, alone.placement) == (0.9, False, "colocated")
+    more = ["--gpu-memory-share", "0.5", "--tensor-parallel-size", "2"]
+    shared = server_settings(arguments().parse_args(["a/b", "--vocabulary", "9", *more]))
+    assert (shared.gpu_memory_share, shared.tensor_parallel_size, shared.placement) == (0.5, 2, "process")
+
+
 class Serving:
     def __init__(self, teacher, path, vocabulary):
         from smopd.engine.teacher_server import application

@@ -200,7 +200,9 @@ def test_a_role_keeps_its_engine_for_one_architecture_and_settings(saved, tmp_pa
 def test_settings_that_cannot_be_served_are_refused(saved):
     with pytest.raises(ValueError, match=r"tensor_parallel_size: got 2, expected a divisor of the 1 ranks"):
         engine("rollout", saved[False], replace(SETTINGS, tensor_parallel_size=2))
-    with pytest.raises(ValueError, match=r"max_lora_rank: got 600 \(student\.lora\.rank\), expected at most 512"):
+    with pytest.raises(
+        ValueError, match=r"max_lora_rank: got 600 \(student\.lora\.rank\), expected at most 512"
+    ):
         engine("rollout", saved[False], replace(SETTINGS, max_lora_rank=600))
 
 

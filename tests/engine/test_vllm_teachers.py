@@ -124,6 +124,27 @@ def test_models_take_turns_in_one_engine(route: str, serve, expected, monkeypatc
     assert {base.role for base in teachers.bases} == {"turns/0"}
 
 
+def test_engines_rest_as_soon_as_they_are_made(serve, monkeypatch) -> None:
+    """Else they would be on the GPU beside the first rollouts."""
+    from smopd.engine import vllm_teachers
+
+    awake = []
+    made, rest = vllm_teachers.engine, vllm_teachers.rest
+
+    def engine(role, *given, **options):
+        awake.append(role)
+        return made(role, *given, **options)
+
+    def resting(llm) -> None:
+        awake.pop()
+        rest(llm)
+
+    monkeypatch.setattr(vllm_teachers, "engine", engine)
+    monkeypatch.setattr(vllm_teachers, "rest", resting)
+    serve("untied", "tied")
+    assert awake == []
+
+
 @pytest.mark.parametrize("route", ROUTES)
 def test_padding_is_dropped_and_counted(route: str, serve, expected) -> None:
     names = ["untied", "tied", "padded"]

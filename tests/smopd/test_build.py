@@ -1,0 +1,37 @@
+"""What the engines are made with."""
+
+from __future__ import annotations
+
+from smopd.build import rollout_settings
+from smopd.config import Settings, merged
+from tests.smopd.invariance_worker import SETTINGS
+
+LIMIT = 4096
+
+
+def adapter(rank: int, **more) -> dict:
+    return {"stage": "control", "set": {"student": {"lora": {"rank": rank}}, **more}}
+
+
+def test_runs_share_the_engines_that_they_can() -> None:
+    runs = {
+        "short": {"stage": "control", "set": {"rollout": {"max_new_tokens": 64}}},
+        "long": {"stage": "control", "set": {"rollout": {"max_new_tokens": 128}}},
+        "small": adapter(8),
+        "large": adapter(16, rollout={"max_new_tokens": 32}),
+    }
+    changes = {"data": {"max_prompt_tokens": 100}, "rollout": {"engine": "vllm", "max_new_tokens": 16}}
+    recipe = Settings.model_validate(merged(SETTINGS, {**changes, "runs": runs}))
+    made = {name: rollout_settings(recipe.resolved(name), recipe, LIMIT) for name in runs}
+    assert made["short"] == made["long"] and made["small"] == made["large"]
+    assert {own.max_model_len for own in made.values()} == {100 + 128}
+    assert (made["short"].max_lora_rank, made["small"].max_lora_rank) == (0, 16)
+
+
+def test_one_run_is_not_asked_for_more_than_the_model_has() -> None:
+    runs = {
+        "short": {"stage": "control", "set": {"rollout": {"max_new_tokens": 64}}},
+        "far": {"stage": "control", "set": {"rollout": {"max_new_tokens": 10 * LIMIT}}},
+    }
+    recipe = Settings.model_validate(merged(SETTINGS, {"runs": runs}))
+    assert rollout_settings(recipe.resolved("short"), recipe, LIMIT).max_model_len == LIMIT
