@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,14 @@ from torch import Tensor
 
 pytest.importorskip("vllm")
 
+from bench._memory import peak_bytes
 from smopd import toy_world
 from smopd.engine.models import UnusableModel
 from smopd.engine.teachers import LocalTeachers
 from smopd.engine.types import Packing, Rollout, VllmSettings
-from smopd.engine.vllm_pooler import Question, obstacle
+from smopd.engine.vllm_pooler import Question, TeacherPooler, obstacle
 from smopd.engine.vllm_teachers import VllmTeachers
+from smopd.kernels.linear_job import CHUNK_BYTES_CPU
 from smopd.small_models import world_tokenizer
 from tests.engine.teacher_truth import (
     ROLLOUTS,
@@ -280,6 +283,27 @@ def test_teachers_in_a_process_of_their_own(folder: Path, expected) -> None:
     teachers = VllmTeachers([folder / "untied", folder / "other"], settings, VOCABULARY, engines=1)
     for _ in range(2):
         check(teachers.score(ROLLOUTS, 4, 0.7), [at(expected[n], 0.7) for n in ("untied", "other")], 4, BOUND)
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs /proc/self/clear_refs")
+@pytest.mark.parametrize("given", [None, 32], ids=["kappa16", "given32"])
+def test_the_pooler_never_holds_tokens_times_vocabulary(given: int | None) -> None:
+    n_tokens, n_vocab, n_hidden = 768, 151_936, 8
+    logits_bytes = 4 * n_tokens * n_vocab
+    weight_VD, hidden_ND = torch.randn(n_vocab, n_hidden), torch.randn(n_tokens, n_hidden)
+    pooler = TeacherPooler(("test",), None, n_vocab, weight_VD, None)
+    ids_N = torch.randint(n_vocab, (n_tokens,), dtype=torch.int32)
+    asked = Question(0, ids_N, 16, 0.7)
+    if given is not None:
+        given_NU = torch.randint(n_vocab, (n_tokens, given), dtype=torch.int32)
+        asked = replace(asked, kappa=0, given_TU=given_NU, token_logps_T=torch.zeros(n_tokens))
+
+    def answer() -> Tensor:
+        return pooler._answers([hidden_ND], [asked])[0]
+
+    assert answer().shape == (n_tokens, 2 * 16 + 1 if given is None else given)
+    assert peak_bytes(lambda: hidden_ND @ weight_VD.T, "cpu") > 0.9 * logits_bytes  # else it measures nothing
+    assert peak_bytes(answer, "cpu") < CHUNK_BYTES_CPU + (16 << 20) < logits_bytes / 2
 
 
 def test_questions_survive_packing() -> None:
