@@ -65,7 +65,11 @@ def grpo(folder: str, steps: int) -> SMOPDGRPOTrainer:
         [partial(scored, accuracy_reward), partial(scored, format_reward)],
         [world_model(1)[0], world_model(2)[0]],
         SMOPDGRPOConfig(
-            **settings(folder, steps), num_generations=8, opd_coef=1.0, reward_weights=[0.5, 0.5]
+            **settings(folder, steps),
+            num_generations=8,
+            opd_coef=1.0,
+            advantage_estimator="gdpo",
+            reward_weights=[0.5, 0.5],
         ),
         train_dataset=world(),
         processing_class=tokenizer,

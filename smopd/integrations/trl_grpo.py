@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer with the teachers' term in the same pass, and SMOPD's advantages.
+"""TRL's GRPOTrainer with the teachers' term in the same pass, and by choice SMOPD's advantages.
 
 Shapes: B sequences, T completion tokens, N completion tokens that count, R responses of all ranks.
 """
@@ -13,25 +13,20 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import nanmax, nanmin
 
+from smopd.integrations.trl_advantages import AdvantageConfig, advantages_of, require_advantages
 from smopd.integrations.trl_loss import SeveralTeachers, completions_of
 from smopd.integrations.trl_teachers import MixtureConfig
-from smopd.ops import CLIP_HIGH, CLIP_LOW, LossStats, LossTokens, gd2po_advantages, gdpo_advantages
+from smopd.ops import CLIP_HIGH, CLIP_LOW, LossStats, LossTokens
 
 
 @dataclass
-class SMOPDGRPOConfig(MixtureConfig, GRPOConfig):
+class SMOPDGRPOConfig(AdvantageConfig, MixtureConfig, GRPOConfig):
     """TRL's settings and the mixture's. `temperature` is the ratio's and the entropy's."""
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]
 
     opd_coef: float = field(default=1.0, metadata={"help": "lambda of Eq. 9."})
     kl_temperature: float = field(default=1.0, metadata={"help": "Of both sides of the KL."})
-    advantage_estimator: str = field(
-        default="gdpo", metadata={"help": "gdpo or gd2po, by reward_weights; trl: TRL's own."}
-    )
-    whiten: str | None = field(
-        default="responses", metadata={"help": "GDPO whitens over responses, tokens or (None) not."}
-    )
 
 
 SERVED = {
@@ -41,8 +36,6 @@ SERVED = {
     "top_entropy_quantile": (1.0,),
     "off_policy_mask_threshold": (None,),
     "use_adaptive_entropy": (False,),
-    "advantage_estimator": ("gdpo", "gd2po", "trl"),
-    "whiten": ("responses", "tokens", None),
 }
 
 
@@ -53,6 +46,7 @@ class SMOPDGRPOTrainer(SeveralTeachers, GRPOTrainer):
         for name, served in SERVED.items():
             if (value := getattr(args, name)) not in served:
                 raise ValueError(f"{name} is {value!r}, expected {' or '.join(map(repr, served))}")
+        require_advantages(args)
         super().__init__(model, reward_funcs, args, **options)
         if self.aux_loss_enabled:
             raise ValueError(
@@ -69,21 +63,12 @@ class SMOPDGRPOTrainer(SeveralTeachers, GRPOTrainer):
         batch = super()._generate_and_score_completions(inputs)
         if self.args.advantage_estimator == "trl":
             return batch
-        rewards_RK, mask_BT = self._rewards_RK, batch["completion_mask"]
-        lengths_B = (mask_BT * batch["tool_mask"] if "tool_mask" in batch else mask_BT).sum(1)
-        per_prompt = self.num_generations if self.model.training else self.num_generations_eval
-        options = {
-            "weights_K": self.reward_weights.to(rewards_RK.device),
-            "lengths_R": self.accelerator.gather(lengths_B),
-            "whiten": self.args.whiten,
-        }
-        group_R = torch.arange(len(rewards_RK), device=rewards_RK.device) // per_prompt
-        if self.args.advantage_estimator == "gdpo":
-            adv_R = gdpo_advantages(rewards_RK, group_R, **options)
-        else:
-            adv_R, _ = gd2po_advantages(rewards_RK, group_R, **options)
-        start = self.accelerator.process_index * len(mask_BT)
-        batch["advantages"] = adv_R[start : start + len(mask_BT)]
+        adv_R, equal_G = advantages_of(self, batch, self._rewards_RK)
+        own = len(batch["advantages"])
+        start = self.accelerator.process_index * own
+        batch["advantages"] = adv_R[start : start + own]
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics["frac_reward_zero_std"][-1] = equal_G.float().mean().item()
         logged = self._logs["advantages"]
         for _ in range(min(len(adv_R), len(logged))):
             logged.pop()

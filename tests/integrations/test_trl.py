@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
 
 from smopd.integrations.trl import SMOPDDistillationConfig
-from smopd.ops import LossSettings, gd2po_advantages, gdpo_advantages, teacher_mixture, topk_logprobs
+from smopd.kernels import reference_advantages
+from smopd.ops import LossSettings, teacher_mixture, topk_logprobs
 from smopd.small_models import world_model
 from tests.integrations.tiny_trl import (
     LONGEST,
@@ -128,25 +129,56 @@ def test_the_teachers_term_comes_beside_the_anchor(tmp_path: Path) -> None:
     torch.testing.assert_close(half * 2, none + whole, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("estimator", ["gdpo", "gd2po"])
-def test_advantages_are_ours_over_all_responses(tmp_path: Path, estimator: str) -> None:
-    trainer = grpo(
-        tmp_path, [teacher(1)], advantage_estimator=estimator, reward_weights=[0.9, 0.1], whiten="tokens"
-    )
-    rows = [{"prompt": PROMPTS[i // 2]["prompt"]} for i in range(4)]
+def scored(trainer: Any, *columns: list[float]) -> dict:
+    """A rollout batch, two groups of two, with these rewards."""
+    trainer.reward_funcs = [lambda column=column, **_: column for column in columns]
     trainer.model.train()
-    batch = trainer._generate_and_score_completions(rows)
+    return trainer._generate_and_score_completions([dict(PROMPTS[i // 2]) for i in range(4)])
+
+
+@pytest.mark.parametrize(
+    ("estimator", "options", "over"),
+    [
+        ("gdpo", {}, "responses"),
+        ("gdpo", {"whiten": "tokens"}, "tokens"),
+        ("gdpo", {"whiten": None}, None),
+        ("gd2po", {}, "tokens"),
+        ("gd2po", {"whiten": "responses"}, "responses"),
+    ],
+)
+def test_advantages_are_ours_over_all_responses(
+    tmp_path: Path, estimator: str, options: dict, over: str | None
+) -> None:
+    weights = [0.9, 0.1]
+    trainer = grpo(tmp_path, [teacher(1)], advantage_estimator=estimator, reward_weights=weights, **options)
+    batch = scored(trainer, [1.0, 0.0, 2.0, 3.0], [0.0, 1.0, 0.5, 0.7])
     rewards, group = trainer._rewards_RK, torch.tensor([0, 0, 1, 1])
     options = {
-        "weights_K": torch.tensor([0.9, 0.1]),
+        "weights_K": torch.tensor(weights),
         "lengths_R": batch["completion_mask"].sum(1),
-        "whiten": "tokens",
+        "whiten": over,
     }
-    expected = gdpo_advantages(rewards, group, **options)
+    expected = reference_advantages.gdpo_advantages(rewards, group, **options)
     if estimator == "gd2po":
-        expected, _ = gd2po_advantages(rewards, group, **options)
+        expected, kept = reference_advantages.gd2po_advantages(rewards, group, **options)
+        assert kept.tolist() == [False, False, True, True]
     torch.testing.assert_close(batch["advantages"], expected)
     assert list(trainer._logs["advantages"]) == expected.tolist()
+
+
+def test_trls_advantages_are_the_anchor_unless_others_are_chosen(tmp_path: Path) -> None:
+    batch = scored(grpo(tmp_path, [teacher(1)]), [1.0, 0.0, 2.0, 3.0], [0.0, 0.0, 0.5, 0.7])
+    theirs = hosts_own(GRPOTrainer, GRPOConfig(**settings(tmp_path, num_generations=2)), [lengths, vowels])
+    expected = scored(theirs, [1.0, 0.0, 2.0, 3.0], [0.0, 0.0, 0.5, 0.7])
+    torch.testing.assert_close(batch["advantages"], expected["advantages"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("estimator", "share"), [("trl", 1.0), ("gdpo", 0.5), ("gd2po", 0.5)])
+def test_the_share_of_equal_groups_is_the_estimators(tmp_path: Path, estimator: str, share: float) -> None:
+    """The first group's rewards differ and their sums do not; the second's are equal, or not there."""
+    trainer = grpo(tmp_path, [teacher(1)], advantage_estimator=estimator, reward_weights=[0.5, 0.5])
+    scored(trainer, [1.0, 0.0, 2.0, 2.0], [0.0, 1.0, math.nan, 0.0])
+    assert trainer._metrics["train"]["frac_reward_zero_std"] == [share]
 
 
 def test_three_steps_of_distillation(tmp_path: Path) -> None:
@@ -198,7 +230,17 @@ def test_teachers_with_a_padded_vocabulary_are_heard_below_the_students(tmp_path
         ({"loss_type": "cispo"}, "loss_type is 'cispo', expected 'grpo' or 'bnpo'"),
         ({"beta": 0.1}, "beta is 0.1, expected 0.0"),
         ({"importance_sampling_level": "sequence"}, "importance_sampling_level is 'sequence'"),
-        ({"advantage_estimator": "gpdo"}, "advantage_estimator is 'gpdo', expected 'gdpo'"),
+        ({"advantage_estimator": "gpdo"}, "advantage_estimator is 'gpdo', expected 'trl' or 'gdpo'"),
+        ({"whiten": "rows", "advantage_estimator": "gdpo"}, "whiten is 'rows', expected 'default' or 'resp"),
+        ({"whiten": "tokens"}, "whiten is 'tokens', expected 'default': advantage_estimator='trl' has no"),
+        (
+            {"scale_rewards": "none", "advantage_estimator": "gdpo"},
+            "scale_rewards is 'none', expected 'group'",
+        ),
+        (
+            {"multi_objective_aggregation": "normalize_then_sum", "advantage_estimator": "gd2po"},
+            "multi_objective_aggregation is 'normalize_then_sum', expected 'sum_then_normalize'",
+        ),
         ({"teacher_weights": [1.0, 2.0]}, r"teacher_weights is \[1.0, 2.0\], expected 1 numbers"),
     ],
 )
