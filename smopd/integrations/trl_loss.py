@@ -63,10 +63,17 @@ class SeveralTeachers:
             }
         return inputs["teachers_topk"]
 
-    def _hidden(self: Any, model: Any, seen: Completions) -> Tensor:
+    def _hidden(self: Any, model: Any, seen: Completions, fp32_head: bool = False) -> Tensor:
+        """(N, D) in the dtype that the head is to run in: under autocast to bf16 that, as in TRL.
+
+        Not to fp16: the loss makes its gradients in forward, before anything scales them.
+        """
         with self.accelerator.autocast():
             hidden_BTD = completion_hidden(model, seen.input_ids, seen.attention_mask, seen.n_completion)
-        return hidden_BTD[seen.counted_BT]
+            device = hidden_BTD.device.type
+            bf16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
+        dtype = torch.float32 if fp32_head else torch.bfloat16 if bf16 else hidden_BTD.dtype
+        return hidden_BTD[seen.counted_BT].to(dtype)
 
     @torch.no_grad()
     def _topk(self: Any, model: Any, seen: Completions, n_vocabulary: int, temperature: float) -> Any:
@@ -92,9 +99,7 @@ class SeveralTeachers:
     ) -> tuple[Tensor, LossStats]:
         """linear_smopd_loss of the student; inside its wrapper's forward, where its weights are whole."""
         output = base_of(student).get_output_embeddings()
-        hidden_ND = self._hidden(student, seen).to(output.weight.device)
-        if getattr(self.args, "cast_lm_head_to_fp32", False):
-            hidden_ND = hidden_ND.float()
+        hidden_ND = self._hidden(student, seen, getattr(self.args, "cast_lm_head_to_fp32", False))
         with maybe_gather_lm_head_ctx(output.weight, getattr(output, "bias", None)):
             head = head_of(student, hidden_ND.dtype)
             for name in ("temperature", "kl_temperature"):

@@ -13,7 +13,10 @@ pytest.importorskip("trl", reason="needs trl (the trl extra)")
 
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
 
+from smopd.integrations.trl_loss import completions_of
+from smopd.ops import topk_logprobs
 from tests.integrations.tiny_trl import (
+    LONGEST,
     assert_same_gradients,
     completions,
     distillation,
@@ -103,6 +106,101 @@ def test_in_bf16_it_is_trls_up_to_rounding(tmp_path: Path, what: str) -> None:
     for name, gradient in expected_gradients.items():
         off = (gradients[name] - gradient).float().norm() / gradient.float().norm()
         assert off < 5e-2, (name, float(off))
+
+
+def scored_by_trl(trainer: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """(B, T) log-probabilities of the completions, from TRL's own head."""
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    with torch.no_grad():
+        return trainer._get_per_token_logps_and_entropies(trainer.model.train(), ids, mask, LONGEST)[0]
+
+
+@pytest.mark.parametrize("fp32_head", [False, True], ids=["bf16 head", "fp32 head"])
+def test_under_autocast_the_head_is_trls(tmp_path: Path, fp32_head: bool) -> None:
+    """fp32 weights and bf16=True, TRL's defaults: its log-probabilities of an unchanged student are ours."""
+    options = {"bf16": True, "loss_type": "bnpo", "cast_lm_head_to_fp32": fp32_head}
+    ours, theirs = pair("grpo", tmp_path, **options)
+    inputs = completions(ours) | {"advantages": ADVANTAGES}
+    inputs["old_per_token_logps"] = scored_by_trl(theirs, inputs)
+    (loss, gradients), (expected, expected_gradients) = (
+        loss_and_gradients(trainer, inputs) for trainer in (ours, theirs)
+    )
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-7)
+    for name, gradient in expected_gradients.items():
+        off = (gradients[name] - gradient).norm() / gradient.norm()
+        assert off < 2e-2, (name, float(off))
+
+
+def test_under_autocast_a_teachers_head_is_its_own(tmp_path: Path) -> None:
+    trainer = distillation(tmp_path, [teacher(1)], kappa=8, bf16=True)
+    inputs = completions(trainer)
+    heard = trainer.teachers_topk(inputs, 1.0)
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = teacher(1)(input_ids=ids, attention_mask=mask).logits
+    assert logits.dtype == torch.bfloat16
+    said = topk_logprobs(logits[:, -LONGEST - 1 : -1][inputs["completion_mask"].bool()], 8)
+    torch.testing.assert_close(heard["teacher_logps_NMS"][:, 0], said.logps_NS, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("autocast", "head"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)]
+)
+def test_only_bf16_autocast_reaches_the_head(
+    tmp_path: Path, autocast: torch.dtype, head: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = distillation(tmp_path, [teacher(1)])
+    monkeypatch.setattr(trainer.accelerator, "autocast", lambda: torch.autocast("cpu", dtype=autocast))
+    seen = completions_of(completions(trainer))
+    assert trainer._hidden(trainer.model, seen).dtype == head
+    assert trainer._hidden(trainer.model, seen, True).dtype == torch.float32
+
+
+@pytest.mark.parametrize("what", ["distillation", "grpo"])
+def test_gradient_checkpointing_changes_no_gradient(tmp_path: Path, what: str) -> None:
+    ours, theirs = pair(what, tmp_path, gradient_checkpointing=True)
+    for trainer in (ours, theirs):  # train() does
+        trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
+    ran = []
+    ours.model.get_decoder().layers[0].mlp.register_forward_pre_hook(lambda *_: ran.append(1))
+    inputs = completions(ours) | {"advantages": ADVANTAGES}
+    loss, gradients = loss_and_gradients(ours, inputs)
+    assert len(ran) == 2  # again in backward
+    expected, expected_gradients = loss_and_gradients(theirs, inputs)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-7)
+    assert_same_gradients(gradients, expected_gradients)
+
+
+@pytest.mark.parametrize("what", ["distillation", "grpo"])
+def test_tokens_of_tools_do_not_count_as_in_trl(tmp_path: Path, what: str) -> None:
+    ours, theirs = pair(what, tmp_path)
+    inputs = with_old_logps(ours, completions(ours)) | {"advantages": ADVANTAGES}
+    everything, _ = loss_and_gradients(ours, inputs)
+    inputs["tool_mask"] = torch.ones_like(inputs["completion_mask"])
+    inputs["tool_mask"][:, 1] = 0
+    inputs["num_items_in_batch"] = (inputs["completion_mask"] * inputs["tool_mask"]).sum().float()
+    loss, gradients = loss_and_gradients(ours, inputs)
+    expected, expected_gradients = loss_and_gradients(theirs, inputs)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-7)
+    assert_same_gradients(gradients, expected_gradients)
+    assert abs(loss - everything) > 1e-3
+
+
+@pytest.mark.parametrize("width", [1, LONGEST], ids=["sequences", "tokens"])
+def test_the_importance_weights_of_vllm_are_trls(tmp_path: Path, width: int) -> None:
+    ours, theirs = pair("grpo", tmp_path)
+    theirs.use_vllm = True  # its loss reads the weights only then
+    inputs = with_old_logps(ours, completions(ours)) | {"advantages": ADVANTAGES}
+    unweighted, _ = loss_and_gradients(ours, inputs)
+    ratio = 2 * torch.rand(4, width, generator=torch.Generator().manual_seed(4))
+    inputs["importance_sampling_ratio"] = ratio
+    loss, gradients = loss_and_gradients(ours, inputs)
+    expected, expected_gradients = loss_and_gradients(theirs, inputs)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-7)
+    assert_same_gradients(gradients, expected_gradients)
+    assert abs(loss - unweighted) > 1e-3
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
