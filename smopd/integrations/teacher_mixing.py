@@ -39,7 +39,7 @@ def log_weights(weights: Sequence[float]) -> Tensor:
     """
     alpha = [float(weight) for weight in weights]
     if not all(weight >= 0.0 for weight in alpha) or abs(math.fsum(alpha) - 1.0) > WEIGHT_SUM_TOLERANCE:
-        raise ValueError(f"teacher weights are {alpha}, expected numbers of at least 0 that sum to 1")
+        raise ValueError(f"teacher_weights is {alpha}, expected numbers of at least 0 that sum to 1")
     return torch.tensor(alpha, dtype=torch.float64).log().float()
 
 

@@ -21,6 +21,7 @@ require_host("trl", "1.16.0", "1.17")
 
 from trl import DistillationConfig, DistillationTrainer, GRPOTrainer  # noqa: E402
 
+from smopd.integrations.trl_checks import require_config  # noqa: E402
 from smopd.integrations.trl_grpo import SMOPDGRPOConfig, SMOPDGRPOTrainer  # noqa: E402
 from smopd.integrations.trl_loss import SeveralTeachers, completions_of  # noqa: E402
 from smopd.integrations.trl_teachers import MixtureConfig  # noqa: E402
@@ -40,6 +41,7 @@ class SMOPDDistillationConfig(MixtureConfig, DistillationConfig):
 
 class SMOPDDistillationTrainer(SeveralTeachers, DistillationTrainer):
     def __init__(self, model: Any, teacher_models: list[Any], args: SMOPDDistillationConfig, **options: Any):
+        require_config(args, SMOPDDistillationConfig)
         if args.beta != 0:
             raise ValueError(f"beta is {args.beta}, expected 0: the forward KL")
         super().__init__(model, None, args, **options)
@@ -60,7 +62,7 @@ class SMOPDDistillationTrainer(SeveralTeachers, DistillationTrainer):
             adv_N=zero_N,
             pg_weight_N=zero_N,
             kl_weight_N=zero_N + 1 / denominator,
-            **self.teachers_topk(inputs, temperature),
+            **self.teachers_topk(inputs, seen, temperature),
         )
         temperatures = {"temperature": temperature, "kl_temperature": temperature}
         loss, self._stats = self.fused(unwrapped_student, seen, tokens, opd_coef=1.0, **temperatures)

@@ -20,6 +20,8 @@ OF_TRL = {"scale_rewards": "group", "multi_objective_aggregation": "sum_then_nor
 
 @dataclass
 class AdvantageConfig:
+    """Whose advantages the anchor has; beside TRL's own settings."""
+
     advantage_estimator: str = field(
         default="trl", metadata={"help": "trl: TRL's own; or gdpo or gd2po, by reward_weights."}
     )

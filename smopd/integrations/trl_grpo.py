@@ -14,6 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import nanmax, nanmin
 
 from smopd.integrations.trl_advantages import AdvantageConfig, advantages_of, require_advantages
+from smopd.integrations.trl_checks import require_config
 from smopd.integrations.trl_loss import SeveralTeachers, completions_of
 from smopd.integrations.trl_teachers import MixtureConfig
 from smopd.ops import CLIP_HIGH, CLIP_LOW, LossStats, LossTokens
@@ -43,10 +44,14 @@ class SMOPDGRPOTrainer(SeveralTeachers, GRPOTrainer):
     def __init__(
         self, model: Any, reward_funcs: Any, teacher_models: list[Any], args: SMOPDGRPOConfig, **options: Any
     ):
+        require_config(args, SMOPDGRPOConfig)
         for name, served in SERVED.items():
             if (value := getattr(args, name)) not in served:
                 raise ValueError(f"{name} is {value!r}, expected {' or '.join(map(repr, served))}")
         require_advantages(args)
+        highest = 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
+        if args.delta is not None and args.delta <= highest:
+            raise ValueError(f"delta is {args.delta}, expected None or above 1 + epsilon_high = {highest}")
         super().__init__(model, reward_funcs, args, **options)
         if self.aux_loss_enabled:
             raise ValueError(
@@ -89,7 +94,7 @@ class SMOPDGRPOTrainer(SeveralTeachers, GRPOTrainer):
             pg_weight_N=pg_weight_BT[counted_BT],
             kl_weight_N=weight_BT[counted_BT],
             ent_weight_N=entropy_weight.expand_as(counted_BT)[counted_BT],
-            **self.teachers_topk(inputs, args.kl_temperature),
+            **self.teachers_topk(inputs, seen, args.kl_temperature),
         )
         settings = {
             "clip_low": self.epsilon_low,

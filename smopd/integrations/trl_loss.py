@@ -14,7 +14,8 @@ from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from smopd.integrations.causal_lm import base_of, completion_hidden, head_of
 from smopd.integrations.teacher_mixing import log_weights
-from smopd.integrations.trl_teachers import load_teachers, require_readable
+from smopd.integrations.trl_checks import n_ids, require_readable, tokenizer_of
+from smopd.integrations.trl_teachers import load_teachers
 from smopd.ops import LossSettings, LossStats, LossTokens, linear_smopd_loss, linear_topk_logprobs
 
 
@@ -42,19 +43,24 @@ class SeveralTeachers:
     """What both trainers share: M frozen teachers, and the fused loss of the student's completions."""
 
     def take_teachers(self: Any, teachers: list[Any]) -> None:
+        if not teachers:
+            raise ValueError("teacher_models is empty, expected at least one model or path")
         require_readable(self.model, "the student")
-        weights = self.args.teacher_weights or [1 / max(len(teachers), 1)] * len(teachers)
+        weights = self.args.teacher_weights or [1 / len(teachers)] * len(teachers)
         if len(weights) != len(teachers):
             raise ValueError(f"teacher_weights is {weights}, expected {len(teachers)} numbers")
-        self.teacher_models = load_teachers(self, teachers)
         self._log_alpha_M = log_weights(weights)
+        self.teacher_models = load_teachers(self, teachers)
+        n_rows = self.model.config.get_text_config().vocab_size
+        self._n_vocabulary = min(n_rows, n_ids(tokenizer_of(self)))
         self.redirect = _ForwardRedirection()
 
-    def teachers_topk(self: Any, inputs: dict[str, Any], temperature: float) -> dict[str, Tensor]:
+    def teachers_topk(
+        self: Any, inputs: dict[str, Any], seen: Completions, temperature: float
+    ) -> dict[str, Tensor]:
         """LossTokens' teacher fields, asked once a batch however often it is trained on."""
         if "teachers_topk" not in inputs:
-            seen, n_vocabulary = completions_of(inputs), self.model.config.get_text_config().vocab_size
-            said = [self._topk(model, seen, n_vocabulary, temperature) for model in self.teacher_models]
+            said = [self._topk(model, seen, temperature) for model in self.teacher_models]
             ids_NMS, logps_NMS = (torch.stack(list(column), 1) for column in zip(*said, strict=True))
             inputs["teachers_topk"] = {
                 "teacher_ids_NMS": ids_NMS,
@@ -76,7 +82,7 @@ class SeveralTeachers:
         return hidden_BTD[seen.counted_BT].to(dtype)
 
     @torch.no_grad()
-    def _topk(self: Any, model: Any, seen: Completions, n_vocabulary: int, temperature: float) -> Any:
+    def _topk(self: Any, model: Any, seen: Completions, temperature: float) -> Any:
         bare = self.accelerator.unwrap_model(model)
 
         def inside() -> Any:
@@ -91,7 +97,7 @@ class SeveralTeachers:
                 )
 
         said = self.redirect(model, bare, inside)
-        padding = said.ids_NS >= n_vocabulary
+        padding = said.ids_NS >= self._n_vocabulary
         return said.ids_NS.masked_fill(padding, 0), said.logps_NS.masked_fill(padding, -torch.inf)
 
     def fused(

@@ -1,4 +1,4 @@
-"""The frozen teachers beside a TRL trainer's student: their settings, their loading, and what is refused."""
+"""The frozen teachers beside a TRL trainer's student: their settings and their loading."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.models import prepare_deepspeed
 from trl.trainer.utils import create_model_from_path
+
+from smopd.integrations.trl_checks import n_ids, require_readable, require_same_tokens, tokenizer_of
 
 logger = getLogger(__name__)
 
@@ -47,12 +49,10 @@ def load_teachers(trainer: Any, teachers: list[Any]) -> list[Any]:
     """The teachers as models, frozen and prepared as the trainer's accelerator has its own.
 
     Raises:
-        ValueError: there is none, or one has another tokenizer, a smaller vocabulary or an adapter that the
-            loss cannot read; or teacher_model_init_kwargs are given and no path to use them for.
+        ValueError: one has other tokens, a smaller vocabulary or what `require_readable` refuses; or
+            teacher_model_init_kwargs are given and no path to use them for.
     """
     paths = [isinstance(teacher, str | os.PathLike) for teacher in teachers]
-    if not teachers:
-        raise ValueError("teacher_models is empty, expected at least one model or path")
     if trainer.args.teacher_model_init_kwargs and not any(paths):
         raise ValueError(
             "teacher_model_init_kwargs is given, expected none: every teacher is a model already"
@@ -61,7 +61,7 @@ def load_teachers(trainer: Any, teachers: list[Any]) -> list[Any]:
 
 
 def _prepared(trainer: Any, teacher: Any) -> Any:
-    args, tokenizer = trainer.args, getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    args, tokenizer = trainer.args, tokenizer_of(trainer)
     options = dict(args.teacher_model_init_kwargs or {})
     options.setdefault("trust_remote_code", args.trust_remote_code)
     if (revision := getattr(args, "teacher_model_revision", None)) is not None:
@@ -73,11 +73,11 @@ def _prepared(trainer: Any, teacher: Any) -> Any:
         teacher = create_model_from_path(str(teacher), AutoModelForCausalLM, **loading)
     else:
         _compare_own_tokens(tokenizer, teacher)
-    size = teacher.config.get_text_config().vocab_size
-    if size < len(tokenizer):
+    size, expected = teacher.config.get_text_config().vocab_size, n_ids(tokenizer)
+    if size < expected:
         raise ValueError(
             f"teacher {_name(teacher)} has a vocabulary of {size}, "
-            f"expected the student's, of {len(tokenizer)} tokens or padded above it"
+            f"expected the student's, of {expected} tokens or padded above it"
         )
     require_readable(teacher, f"teacher {_name(teacher)}")
     if trainer.is_deepspeed_enabled:
@@ -102,24 +102,3 @@ def _compare_own_tokens(tokenizer: Any, teacher: nn.Module) -> None:
         )
         return
     require_same_tokens(tokenizer, beside, _name(teacher))
-
-
-def require_same_tokens(ours: Any, theirs: Any, teacher: str) -> None:
-    """Raises ValueError where a token has another id for the teacher."""
-    own, other = ours.get_vocab(), theirs.get_vocab()
-    differing = sorted(token for token in other.keys() | own.keys() if other.get(token) != own.get(token))
-    if differing:
-        token = differing[0]
-        raise ValueError(
-            f"teacher {teacher} has another tokenizer than the student: {token!r} is token "
-            f"{other.get(token)} there and {own.get(token)} here"
-        )
-
-
-def require_readable(model: Any, name: str) -> None:
-    """Refuses the adapters of peft that a loss of the decoder's output and the head's weight would miss."""
-    adapters = getattr(model, "peft_config", {}).values()
-    if any(config.is_prompt_learning for config in adapters):
-        raise ValueError(f"{name} has a prompt-learning adapter, expected one of weights, such as LoRA")
-    if adapters and hasattr(model.get_output_embeddings(), "base_layer"):
-        raise ValueError(f"{name} has an adapter on its head, expected none there: the loss reads its weight")

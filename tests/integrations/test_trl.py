@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from transformers import AutoModelForCausalLM
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
 
 from smopd.integrations.trl import SMOPDDistillationConfig
+from smopd.integrations.trl_loss import completions_of
 from smopd.kernels import reference_advantages
 from smopd.ops import LossSettings, teacher_mixture, topk_logprobs
-from smopd.small_models import world_model
+from smopd.small_models import world_tokenizer
+from smopd.toy_world import vocabulary
 from tests.integrations.tiny_trl import (
     LONGEST,
     PROMPTS,
@@ -218,7 +221,7 @@ def test_teachers_with_a_padded_vocabulary_are_heard_below_the_students(tmp_path
     trainer = distillation(tmp_path, [padded], kappa=16)
     inputs = completions(trainer)
     loss, _ = loss_and_gradients(trainer, inputs)
-    heard = trainer.teachers_topk(inputs, 1.0)
+    heard = trainer.teachers_topk(inputs, completions_of(inputs), 1.0)
     assert math.isfinite(loss)
     assert int(heard["teacher_ids_NMS"].max()) < size
     assert bool(heard["teacher_logps_NMS"].isneginf().any())
@@ -241,7 +244,14 @@ def test_teachers_with_a_padded_vocabulary_are_heard_below_the_students(tmp_path
             {"multi_objective_aggregation": "normalize_then_sum", "advantage_estimator": "gd2po"},
             "multi_objective_aggregation is 'normalize_then_sum', expected 'sum_then_normalize'",
         ),
+        (
+            {"delta": 1.2, "epsilon_high": 0.2},
+            "delta is 1.2, expected None or above 1 [+] epsilon_high = 1.2",
+        ),
+        ({"delta": 1.0, "epsilon": 0.1}, "delta is 1.0, expected None or above 1 [+] epsilon_high = 1.1"),
+        ({"kappa": -1}, "kappa is -1, expected an integer of at least 0"),
         ({"teacher_weights": [1.0, 2.0]}, r"teacher_weights is \[1.0, 2.0\], expected 1 numbers"),
+        ({"teacher_weights": [2.0]}, r"teacher_weights is \[2.0\], expected numbers of at least 0 that sum"),
     ],
 )
 def test_settings_without_a_place_are_named(tmp_path: Path, options: dict, message: str) -> None:
@@ -256,22 +266,38 @@ def test_teachers_that_cannot_serve_are_refused(tmp_path: Path) -> None:
         distillation(tmp_path, [small])
     with pytest.raises(ValueError, match="teacher_models is empty"):
         distillation(tmp_path, [])
-    model, tokenizer = world_model(1)
-    tokenizer.add_tokens(["<another>"])
-    model.save_pretrained(tmp_path / "other")
-    tokenizer.save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match="has another tokenizer than the student: '<another>' is token"):
-        distillation(tmp_path, [str(tmp_path / "other")])
+    with pytest.raises(ValueError, match=r"another tokenizer than the student: '.*' is token \d+ there"):
+        distillation(tmp_path, [str(saved_teacher(tmp_path / "other", vocabulary()[::-1]))])
+    with pytest.raises(ValueError, match=r"another tokenizer .*: '.*' is token None there and \d+ here"):
+        distillation(tmp_path, [str(saved_teacher(tmp_path / "fewer", vocabulary()[:-1]))])
     with pytest.raises(ValueError, match=r"beta is 0.5, expected 0"):
         distillation(tmp_path, [teacher(1)], beta=0.5)
 
 
-def saved_teacher(folder: Path, *tokens: str) -> Path:
-    tokenizer = world_model(1)[1]
-    tokenizer.add_tokens(list(tokens))
+def saved_teacher(folder: Path, pieces: Sequence[str] | None = None) -> Path:
     teacher(1).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    world_tokenizer(pieces or vocabulary()).save_pretrained(folder)
     return folder
+
+
+def test_tokens_that_the_student_has_not_are_left_out(tmp_path: Path) -> None:
+    """Below the student's padded rows too, as <think> of a Qwen3 teacher for a Qwen2.5 student."""
+    more, size = teacher(1), teacher(1).config.vocab_size
+    more.resize_token_embeddings(size + 3)
+    with torch.no_grad():
+        more.get_output_embeddings().weight[size:] = more.get_output_embeddings().weight[:3] * 2
+    more.save_pretrained(tmp_path / "more")
+    world_tokenizer([*vocabulary(), "<think>"]).save_pretrained(tmp_path / "more")
+
+    def padded(model: Any) -> Any:
+        model.resize_token_embeddings(size + 3)
+        return model
+
+    trainer = distillation(tmp_path, [tmp_path / "more"], padded, kappa=size + 3)
+    inputs = completions(trainer)
+    heard = trainer.teachers_topk(inputs, completions_of(inputs), 1.0)
+    assert int(heard["teacher_ids_NMS"].max()) < size
+    assert (heard["teacher_logps_NMS"].isneginf().sum(-1) == 3).all()
 
 
 def test_a_teacher_by_path_is_the_teacher(tmp_path: Path) -> None:
@@ -293,10 +319,9 @@ def test_a_teacher_is_loaded_as_its_settings_say(tmp_path: Path, make: Any) -> N
 
 
 def test_a_loaded_models_tokenizer_is_compared_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    other = AutoModelForCausalLM.from_pretrained(saved_teacher(tmp_path / "other", "<another>"))
-    other.resize_token_embeddings(other.config.vocab_size + 1)
-    with pytest.raises(ValueError, match="has another tokenizer than the student: '<another>' is token"):
-        distillation(tmp_path, [other])
+    path = saved_teacher(tmp_path / "other", vocabulary()[::-1])
+    with pytest.raises(ValueError, match=r"has another tokenizer than the student: '.*' is token"):
+        distillation(tmp_path, [AutoModelForCausalLM.from_pretrained(path)])
     distillation(tmp_path, [teacher(1)])
     assert "Qwen2ForCausalLM has no tokenizer at hand: only its vocabulary size is compared" in caplog.text
 

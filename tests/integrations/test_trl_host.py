@@ -135,7 +135,7 @@ def test_under_autocast_the_head_is_trls(tmp_path: Path, fp32_head: bool) -> Non
 def test_under_autocast_a_teachers_head_is_its_own(tmp_path: Path) -> None:
     trainer = distillation(tmp_path, [teacher(1)], kappa=8, bf16=True)
     inputs = completions(trainer)
-    heard = trainer.teachers_topk(inputs, 1.0)
+    heard = trainer.teachers_topk(inputs, completions_of(inputs), 1.0)
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
