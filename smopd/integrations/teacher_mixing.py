@@ -1,4 +1,4 @@
-"""What the integrations share: the teachers' weights, the check of their vocabulary, a KL with its masses.
+"""What the integrations share: the teachers' weights, the checks of their vocabulary, a KL with its masses.
 
 Shapes: N tokens, V vocabulary, S support entries.
 """
@@ -6,7 +6,7 @@ Shapes: N tokens, V vocabulary, S support entries.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,6 +29,24 @@ class SupportKL(NamedTuple):
     kl_N: Tensor
     student_mass_N: Tensor
     teacher_mass_N: Tensor
+
+
+def require_same_tokens(
+    own: Mapping[str, int], other: Mapping[str, int], teacher: str, *, more: bool = False
+) -> None:
+    """Raises ValueError where a token has another id for the teacher.
+
+    more: the teacher may know further tokens, above all of ours.
+    """
+    first = 1 + max(own.values()) if more else math.inf
+    compared = own.keys() | {token for token, i in other.items() if token in own or i < first}
+    differing = sorted(token for token in compared if other.get(token) != own.get(token))
+    if differing:
+        token = differing[0]
+        raise ValueError(
+            f"teacher {teacher} has another tokenizer than the student: {token!r} is token "
+            f"{other.get(token)} there and {own.get(token)} here"
+        )
 
 
 def log_weights(weights: Sequence[float]) -> Tensor:

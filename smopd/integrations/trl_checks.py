@@ -35,21 +35,6 @@ def n_ids(tokenizer: Any) -> int:
     return 1 + max(tokenizer.get_vocab().values())
 
 
-def require_same_tokens(ours: Any, theirs: Any, teacher: str) -> None:
-    """Raises ValueError where a token has another id for the teacher; it may know more, above all of ours."""
-    own, other = ours.get_vocab(), theirs.get_vocab()
-    first = n_ids(ours)
-    above = {token for token in other.keys() - own.keys() if other[token] >= first}
-    compared = (other.keys() | own.keys()) - above
-    differing = sorted(token for token in compared if other.get(token) != own.get(token))
-    if differing:
-        token = differing[0]
-        raise ValueError(
-            f"teacher {teacher} has another tokenizer than the student: {token!r} is token "
-            f"{other.get(token)} there and {own.get(token)} here"
-        )
-
-
 def require_readable(model: Any, name: str) -> None:
     """Refuses what a loss of the decoder's output and the head's weight would miss.
 

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.models import prepare_deepspeed
 from trl.trainer.utils import create_model_from_path
 
-from smopd.integrations.trl_checks import n_ids, require_readable, require_same_tokens, tokenizer_of
+from smopd.integrations.teacher_mixing import require_same_tokens
+from smopd.integrations.trl_checks import n_ids, require_readable, tokenizer_of
 
 logger = getLogger(__name__)
 
@@ -68,7 +69,7 @@ def _prepared(trainer: Any, teacher: Any) -> Any:
         options.setdefault("revision", revision)
     if isinstance(teacher, str | os.PathLike):
         told = {name: options[name] for name in ("trust_remote_code", "revision") if name in options}
-        require_same_tokens(tokenizer, AutoTokenizer.from_pretrained(teacher, **told), str(teacher))
+        _compare_tokens(tokenizer, AutoTokenizer.from_pretrained(teacher, **told), str(teacher))
         loading = {"dtype": trainer.model.dtype, "device_map": None, **options}
         teacher = create_model_from_path(str(teacher), AutoModelForCausalLM, **loading)
     else:
@@ -101,4 +102,8 @@ def _compare_own_tokens(tokenizer: Any, teacher: nn.Module) -> None:
             f"teacher {_name(teacher)} has no tokenizer at hand: only its vocabulary size is compared"
         )
         return
-    require_same_tokens(tokenizer, beside, _name(teacher))
+    _compare_tokens(tokenizer, beside, _name(teacher))
+
+
+def _compare_tokens(ours: Any, theirs: Any, teacher: str) -> None:
+    require_same_tokens(ours.get_vocab(), theirs.get_vocab(), teacher, more=True)

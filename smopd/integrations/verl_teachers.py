@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smopd.integrations.teacher_mixing import log_weights
+from smopd.integrations.teacher_mixing import log_weights, require_same_tokens
 from smopd.integrations.verl_host import ORIGINALS, filesystem, tokenizers
 from smopd.integrations.verl_loss import LOSS_MODE
 from smopd.ops import teacher_mixture
@@ -35,18 +35,8 @@ def _initialize_teacher_model_managers(self: Any) -> None:
             except (OSError, ValueError) as missing:
                 print(f"smopd: teacher {key!r} has no tokenizer here to compare: {missing}", file=sys.stderr)
                 continue
-            _require_same_tokens(own, other, f"teacher {key!r} ({teacher.model_path})")
+            require_same_tokens(own, other, f"{key!r} ({teacher.model_path})")
     ORIGINALS["_initialize_teacher_model_managers"](self)
-
-
-def _require_same_tokens(own: dict[str, int], other: dict[str, int], teacher: str) -> None:
-    differing = sorted(token for token, _ in own.items() ^ other.items())
-    if differing:
-        token = differing[0]
-        raise ValueError(
-            f"{teacher} has another tokenizer than the student: {token!r} is token {other.get(token)} there, "
-            f"expected {own.get(token)}"
-        )
 
 
 async def compute_teacher_logprobs_single(

@@ -144,9 +144,9 @@ def start_teachers(config: Any, student: str, teachers: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     "tokens, message",
     [
-        ({**TOKENS, "red": 2, "blue": 1}, "'blue' is token 1 there, expected 2"),
-        ({name: id for name, id in TOKENS.items() if id < 3}, "'green' is token None there, expected 3"),
-        ({**TOKENS, "pink": 4}, "'pink' is token 4 there, expected None"),
+        ({**TOKENS, "red": 2, "blue": 1}, "'blue' is token 1 there and 2 here"),
+        ({name: id for name, id in TOKENS.items() if id < 3}, "'green' is token None there and 3 here"),
+        ({**TOKENS, "pink": 4}, "'pink' is token 4 there and None here"),
     ],
     ids=["of equal size", "smaller", "larger"],
 )
