@@ -112,6 +112,15 @@ def test_a_configuration_that_contradicts_the_settings_is_refused(config, messag
         configuration(settings(deepspeed_config=config), CPU)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_optimizer_state_leaves_the_gpu_alone(stage):
+    offloading = settings(zero_stage=stage, offload_optimizer=True)
+    there = configuration(offloading, torch.device("cuda"))
+    assert there["zero_optimization"] == {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    assert there["zero_force_ds_cpu_optimizer"] is False, "torch's AdamW steps there too"
+    assert configuration(offloading, CPU)["zero_optimization"] == {"stage": stage}
+
+
 def test_other_stages_are_refused():
     with pytest.raises(ValueError, match=r"zero_stage: got 1, expected one of \(2, 3\)"):
         configuration(settings(zero_stage=1), CPU)

@@ -59,6 +59,7 @@ ZERO_3 = {
     "zero_stage": 3,
     "deepspeed_config": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
 }
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}  # student.offload_optimizer asks for it on a GPU alone
 # name: how the batch is laid out, then what differs in the settings and in TrainSettings (and `tied`)
 VARIANTS = {
     "packed": (PACKED, {}, {}),
@@ -87,6 +88,7 @@ ZERO_VARIANTS = {
     "zero2": (MANY, {}, ZERO_2),
     "zero2-tied": (MANY, {}, {**ZERO_2, "tied": True}),
     "zero2-lora": (MANY, {}, {**ZERO_2, **LORA}),
+    "zero2-offload": (MANY, {}, {**ZERO_2, "deepspeed_config": {"zero_optimization": OFFLOAD}}),
     "zero3": (MANY, {}, ZERO_3),
     "zero3-tied": (MANY, {}, {**ZERO_3, "tied": True}),
     "zero3-checkpointed": (MANY, {}, {**ZERO_3, "tied": True, "gradient_checkpointing": True}),
