@@ -135,7 +135,7 @@ def _both(ours: Callable[[], T], asks: Callable[[], httpx.Response]) -> tuple[T,
     """What `ours` returns, done while the server does what it is asked, and the server's answer.
 
     Raises:
-        Away: either failed; of both, the one that failed first. Where the server did, ours is left to its
+        Away: either failed; ours is named where both did. Where only the server did, ours is left to its
             timeout.
     """
     done: list[T] = []
