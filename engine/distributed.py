@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ T = TypeVar("T")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _LARGEST_KEPT = 32 << 20  # bytes; glibc takes no more
 _MOST_KEPT = 2**31 - 1  # bytes
+# Meshes and DeepSpeed keep a destroyed group's gloo threads. One that still frees a tensor when Python ends
+# wants the GIL, and aborts the process.
+_DRAIN_SECONDS = 0.1
 
 
 @contextmanager
@@ -43,6 +47,7 @@ def process_group() -> Iterator[torch.device]:
     finally:
         if owned and dist.is_initialized():
             dist.destroy_process_group()
+            time.sleep(_DRAIN_SECONDS)
 
 
 def keep_freed_memory() -> None:

@@ -42,3 +42,20 @@ def test_freed_buffers_are_not_faulted_in_again() -> None:
     assert faults() < pages / 10
     chosen = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
     assert faults(**chosen) > pages / 2
+
+
+LEFT_TO_GLOO = """
+import sys, torch, torch.distributed as dist
+from smopd.engine.distributed import process_group
+sys.setswitchinterval(100)  # seconds: who waits for the GIL gets it only where it is given up
+with process_group():
+    torch.kept = dist.group.WORLD  # as a device mesh does
+    tensors = [torch.ones(1 << 16) for _ in range(200)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    del tensors, works
+"""
+
+
+def test_gloo_that_still_frees_tensors_does_not_abort_the_end() -> None:
+    ran = subprocess.run([sys.executable, "-c", LEFT_TO_GLOO], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
