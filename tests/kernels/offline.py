@@ -1,11 +1,16 @@
 """Compiles every Triton kernel as it ships, for three GPU generations and without a GPU; reads what came out.
 
-    python -m tests.kernels.offline                    a table, and what breaks the rules
-    python -m tests.kernels.offline --update           the same, and the table becomes the recorded bounds
+    python -m tests.kernels.offline             compiles what changed: a table, and what breaks the rules
+    python -m tests.kernels.offline --all       compiles everything
+    python -m tests.kernels.offline --update    the same as the first, and the table becomes the bounds
 
 The launchers are called with tensors that have no memory (device "meta") and every launch is noted down
 instead of made: kernel, dtypes, alignment, integers, constexprs, warps. So what is compiled is what runs, and
 nothing that ships is listed twice. A launcher that asked the device for a value would raise.
+
+A bound is recorded with a digest of all that Triton compiles (`Launch.digest`). Where that is the same and
+Triton too, so is the machine code: only the first launch of each kernel is compiled again, so that the
+compiler is seen to work.
 
 Run it without TRITON_INTERPRET: Triton decides when a kernel is decorated.
 """
@@ -17,8 +22,9 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import triton
 
@@ -46,7 +52,7 @@ def faults(built: Built) -> list[str]:
     return found
 
 
-def regressions(built: Built, recorded: dict[str, int] | None) -> list[str]:
+def regressions(built: Built, recorded: Mapping[str, Any] | None) -> list[str]:
     """What got worse than recorded by more than the slack."""
     if recorded is None:
         return [f"{built.name}: not recorded, run python -m tests.kernels.offline --update"]
@@ -60,21 +66,30 @@ def regressions(built: Built, recorded: dict[str, int] | None) -> list[str]:
     return found
 
 
-def load_bounds() -> dict[str, dict[str, int]] | None:
-    """By name of a built kernel; None where they were recorded with another Triton."""
+def load_bounds() -> dict[str, dict[str, Any]] | None:
+    """By name of a launch; None where they were recorded with another Triton."""
     stored = json.loads(BOUNDS.read_text()) if BOUNDS.exists() else {}
     if stored.get("triton") != triton.__version__:
         return None
     return {name: dict(zip(stored["columns"], row, strict=True)) for name, row in stored["rows"].items()}
 
 
-def store_bounds(builts: Sequence[Built]) -> None:
-    rows = {built.name: list(built.held.values()) for built in builts}
-    lines = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(rows.items())]
-    head = (
-        f'{{"triton": "{triton.__version__}",\n "columns": {json.dumps(list(builts[0].held))},\n "rows": {{\n'
-    )
+def store_bounds(rows: Mapping[str, dict[str, Any]]) -> None:
+    """Every row has the same columns."""
+    columns = json.dumps(list(next(iter(rows.values()))))
+    lines = [f"  {json.dumps(name)}: {json.dumps(list(row.values()))}" for name, row in sorted(rows.items())]
+    head = f'{{"triton": "{triton.__version__}",\n "columns": {columns},\n "rows": {{\n'
     BOUNDS.write_text(head + ",\n".join(lines) + "\n}}\n")
+
+
+def to_build(launches: Sequence[Launch], bounds: Mapping[str, dict[str, Any]]) -> list[Launch]:
+    """Those that are not what was recorded, and the first launch of each kernel."""
+    first = {launch.kernel: launch.name for launch in reversed(launches)}
+    return [
+        launch
+        for launch in launches
+        if first[launch.kernel] == launch.name or bounds.get(launch.name, {}).get("digest") != launch.digest
+    ]
 
 
 def table(builts: Sequence[Built]) -> Iterator[str]:
@@ -104,7 +119,8 @@ def build_all(launches: Sequence[Launch], jobs: int) -> list[Built]:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.offline")
-    parser.add_argument("--update", action="store_true", help="record what was built as the bounds")
+    parser.add_argument("--all", action="store_true", help="compile also what is as it was recorded")
+    parser.add_argument("--update", action="store_true", help="record what was compiled as the bounds")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--only", default="", help="launches whose name holds this")
     parser.add_argument("--list", action="store_true", help="names of the launches, nothing compiled")
@@ -123,20 +139,26 @@ def main(arguments: Sequence[str]) -> int:
     if parsed.list:
         print("\n".join(sorted(launch.name for launch in chosen)), len(chosen), sep="\n")
         return 0
-    builts = build_all(chosen, parsed.jobs)
+    bounds = load_bounds()
+    todo = chosen if parsed.all or bounds is None else to_build(chosen, bounds)
+    builts = build_all(todo, parsed.jobs)
     print("\n".join(table(builts)))
     wrong += [fault for built in builts for fault in faults(built)]
-    if parsed.update:
-        store_bounds(builts)
-    bounds = load_bounds()
+    if parsed.update and not wrong:
+        new = {built.name: {"digest": built.digest, **built.held} for built in builts}
+        rows = {**(bounds or {}), **new}
+        store_bounds({launch.name: rows[launch.name] for launch in launches})
+        bounds = load_bounds()
     if bounds is None:
         print(
             f"no bounds recorded with Triton {triton.__version__}: only spills and shared memory are judged"
         )
     else:
         wrong += [fault for built in builts for fault in regressions(built, bounds.get(built.name))]
+    architectures = ", ".join(f"sm_{capability}" for capability in CAPABILITIES)
     print(
-        "\n".join(wrong) or f"{len(builts)} kernels for sm_{', sm_'.join(map(str, CAPABILITIES))}: all hold"
+        "\n".join(wrong)
+        or f"{len(chosen)} kernels for {architectures}, {len(builts)} of them compiled now: all hold"
     )
     return 1 if wrong else 0
 

@@ -39,10 +39,11 @@ class Loop:
 
 @dataclass(frozen=True)
 class Built:
-    """Machine code, measured. local: loads and stores of local memory."""
+    """Machine code, measured. digest: the launch's; local: loads and stores of local memory."""
 
     name: str
     case: str
+    digest: str
     registers: int
     stack: int
     local: int
@@ -121,6 +122,7 @@ def build(launch: Launch) -> Built:
     return Built(
         name=launch.name,
         case=launch.case,
+        digest=launch.digest,
         registers=int(usage.group(1)),
         stack=int(usage.group(2)),
         local=sum(opcode(text) in ("LDL", "STL") for _, text in lines),

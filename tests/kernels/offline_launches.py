@@ -5,6 +5,7 @@ A launch is kept by name and value, tensors by dtype and alignment, so that anot
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import itertools
 from collections import Counter
@@ -48,6 +49,12 @@ class Launch:
     @property
     def name(self) -> str:
         return f"{self.kernel.partition(':')[2]} {self.case} sm_{self.capability}"
+
+    @property
+    def digest(self) -> str:
+        """Of all that Triton compiles: the kernel with what it calls, and what it is specialized on."""
+        kernel = kernel_of(self)
+        return hashlib.sha256(repr((variant(self, kernel), kernel.cache_key)).encode()).hexdigest()[:16]
 
 
 def noted(value: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,11 +21,9 @@ from tests.patience import HANG_SECONDS
 
 
 @pytest.mark.slow
-def test_everything_that_ships_compiles_and_holds(repository_root, request) -> None:
-    """Triton's own cache keeps what was compiled, in pytest's: only what changed is compiled again."""
-    cache = request.config.cache.mkdir("triton-offline")
+def test_everything_that_ships_compiles_and_holds(repository_root, tmp_path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     gate = subprocess.run(
         [sys.executable, "-m", "tests.kernels.offline"],
         cwd=repository_root,
@@ -71,7 +70,7 @@ def built(**changes) -> offline_code.Built:
         "itemsize": 2,
         "loops": (loop,),
     }
-    return offline_code.Built(name="k", case="c", **(facts | changes))
+    return offline_code.Built(name="k", case="c", digest="d", **(facts | changes))
 
 
 @pytest.mark.parametrize(
@@ -108,6 +107,67 @@ def test_what_may_not_get_worse(changes: dict, message: str) -> None:
 def test_what_is_not_recorded_is_a_fault() -> None:
     (fault,) = offline.regressions(built(), None)
     assert "not recorded" in fault and "--update" in fault
+
+
+def test_what_is_as_recorded_is_built_once_a_kernel() -> None:
+    launches = [
+        SimpleNamespace(kernel=kernel, name=f"{kernel} {case}", digest=digest)
+        for kernel, case, digest in [
+            ("a", 1, "x"),
+            ("a", 2, "y"),
+            ("a", 3, "z"),
+            ("b", 1, "x"),
+            ("b", 2, "n"),
+        ]
+    ]
+    bounds = {launch.name: {"digest": launch.digest} for launch in launches[:4]}
+    bounds["a 2"]["digest"] = "another"
+    assert [launch.name for launch in offline.to_build(launches, bounds)] == ["a 1", "a 2", "b 1", "b 2"]
+
+
+DIGESTS = """
+import importlib, linecache, pathlib, sys
+from tests.kernels.offline_launches import Launch, Pointer
+source = '''
+import triton
+@triton.jit
+def part(x):
+    return x + 1
+@triton.jit
+def whole(p, n, K):
+    part(p)
+'''
+def digest(text, *arguments, capability=90, **options):
+    pathlib.Path(sys.argv[1], "made.py").write_text(text)
+    linecache.clearcache()
+    sys.modules.pop("made", None)
+    importlib.invalidate_caches()
+    return Launch("made:whole", "case", arguments, tuple(options.items()), capability).digest
+sys.dont_write_bytecode = True
+sys.path.insert(0, sys.argv[1])
+p = Pointer("bfloat16", True)
+same = digest(source, p, 32, 3), digest(source, p, 48, 3)
+others = (
+    digest(source.replace("x + 1", "x + 2"), p, 32, 3),
+    digest(source, p, 33, 3),
+    digest(source, Pointer("float16", True), 32, 3),
+    digest(source, p, 32, 3, capability=100),
+    digest(source, p, 32, 3, num_warps=8),
+)
+assert same[0] == same[1] and len({same[0], *others}) == 6, (same, others)
+"""
+
+
+def test_a_digest_is_of_the_code_and_of_what_it_is_specialized_on(repository_root, tmp_path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run(
+        [sys.executable, "-c", DIGESTS, str(tmp_path)],
+        cwd=repository_root,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_pairs_of_values_all_meet() -> None:
