@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from smopd.engine.attention import decoder_inputs
+from smopd.engine.logit_scale import logit_scale
 from smopd.engine.types import TokenBatch
 
 
@@ -34,7 +35,8 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str 
     Raises:
         FileNotFoundError: there is no such folder or hub id, or no model in it.
         UnusableModel: it is damaged or incomplete, of an unknown architecture or no causal language model, or
-            its attention is not causal over the whole context, so packed rows cannot be masked.
+            its attention is not causal over the whole context, so packed rows cannot be masked, or its logits
+            are capped, so no linear head gives them.
     """
     place = _place(path, needs_config=True)
     with _loading(path):
@@ -48,6 +50,10 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str 
             f"model {path}: its files lack {len(missing)} of the weights of a {type(model).__name__}: {shown}"
         )
     _require_full_attention(model, path)
+    try:
+        logit_scale(model.config.get_text_config())
+    except ValueError as error:
+        raise UnusableModel(f"model {path}: {error}") from error
     module: nn.Module = model  # transformers' own annotation of `to` takes no device
     module.to(device)
     return model.eval()
@@ -116,9 +122,11 @@ def _end_ids(
 
 
 def response_hidden(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
-    """(N, D) final-norm hidden states that predict the batch's response tokens."""
+    """(N, D) final hidden states that predict the batch's response tokens, times the scale of the logits."""
     states = model.get_decoder()(**decoder_inputs(model, batch), use_cache=False).last_hidden_state
-    return states.flatten(0, 1).index_select(0, batch.predictor_N)
+    hidden_ND = states.flatten(0, 1).index_select(0, batch.predictor_N)
+    scale = logit_scale(model.config.get_text_config())
+    return hidden_ND if scale == 1 else hidden_ND * scale
 
 
 def head(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:

@@ -31,6 +31,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.v1.pool.metadata import PoolingMetadata
 
 import smopd.engine.vllm_transfer  # noqa: F401  registers how weights reach an engine in its own process
+from smopd.engine.logit_scale import logit_scale
 from smopd.engine.support import given_logprobs
 from smopd.engine.types import Rollout
 from smopd.kernels.topk_logprobs import linear_topk_logprobs
@@ -38,9 +39,7 @@ from smopd.kernels.topk_logprobs import linear_topk_logprobs
 TASK = "token_embed"
 HEAD, TIED_HEAD = "lm_head", "embed_tokens"
 EXACT_IDS = 1 << 24  # ids below are exact in fp32
-SCALES = ("logit_scale", "logits_scaling", "output_multiplier_scale")  # of logits, other than by 1
 Source = tuple[object, ...]  # which head it is, to be compared
-CAPS = ("final_logit_softcapping", "logits_soft_cap")
 
 
 @dataclass(frozen=True)
@@ -224,12 +223,11 @@ def ask(
 def obstacle(path: str) -> str | None:
     """Why the pooler cannot apply the head of the model at `path`, or None where it can."""
     config = text_config(path)
-    for name in SCALES:
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            return f"its logits are scaled ({name})"
-    for name in CAPS:
-        if getattr(config, name, None):
-            return f"its logits are capped ({name})"
+    try:
+        if (scale := logit_scale(config)) != 1:
+            return f"its logits are scaled by {scale:g}"
+    except ValueError as error:
+        return str(error)
     if config.vocab_size > EXACT_IDS:
         return f"its vocabulary of {config.vocab_size} is over {EXACT_IDS}"
     if not config.tie_word_embeddings and not _find(path, f"{HEAD}.weight"):

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from smopd.engine.logit_scale import logit_scale
+
 
 class Head(NamedTuple):
     weight_VD: Tensor
@@ -38,26 +40,6 @@ def head_of(model: Any, dtype: torch.dtype | None) -> Head:
     weight_VD, bias_V = (_whole(x, dtype) for x in (output.weight, getattr(output, "bias", None)))
     assert weight_VD is not None
     return Head(weight_VD, bias_V, logit_scale(model.config.get_text_config()))
-
-
-def logit_scale(config: Any) -> float:
-    """The factor of a model's logits, by whichever name its family gives it.
-
-    Raises:
-        ValueError: the model bends its logits (final_logit_softcapping), which no linear head can express.
-    """
-    if cap := getattr(config, "final_logit_softcapping", None):
-        raise ValueError(
-            f"{config.model_type} has final_logit_softcapping={cap}, expected none: "
-            "the fused operations take a linear head"
-        )
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        if getattr(config, name, None) is not None:
-            return float(getattr(config, name))
-    divisor = getattr(config, "logits_scaling", None)
-    if divisor is None:
-        return 1.0
-    return float(divisor) if config.model_type == "hyperclovax" else 1.0 / float(divisor)
 
 
 def _whole(parameter: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:

@@ -11,7 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GenerationConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedTokenizerBase,
@@ -19,11 +23,20 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from smopd.engine.models import UnusableModel, end_token_ids, load_model, load_tokenizer, stored_dtype
+from smopd.engine.models import (
+    UnusableModel,
+    end_token_ids,
+    head,
+    load_model,
+    load_tokenizer,
+    response_hidden,
+    stored_dtype,
+)
+from smopd.engine.packing import pack
 from smopd.engine.teachers import LocalTeachers
 from smopd.engine.types import Packing
 from smopd.small_models import world_tokenizer
-from tests.engine.tiny import END, VOCABULARY, tiny_model
+from tests.engine.tiny import END, VOCABULARY, ragged_rollouts, tiny_model
 
 SHAPE = {
     "vocab_size": VOCABULARY,
@@ -127,6 +140,26 @@ def test_damaged_and_missing_weights_are_refused(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:500])
     with pytest.raises(UnusableModel, match="cannot be loaded"):
         load_model(folder, torch.float32)
+
+
+def test_scaled_logits_keep_their_scale() -> None:
+    torch.manual_seed(0)
+    model = GraniteForCausalLM(GraniteConfig(**SHAPE, logits_scaling=4.0)).eval()
+    rollout = ragged_rollouts(0)[0]
+    (batch,) = pack([rollout], Packing())
+    weight_VD, _ = head(model)
+    ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids.tolist()]])
+    with torch.no_grad():
+        logits_NV = response_hidden(model, batch) @ weight_VD.T
+        expected_NV = model(ids).logits[0, len(rollout.prompt_ids) - 1 : -1]
+    torch.testing.assert_close(logits_NV, expected_NV)
+
+
+def test_capped_logits_are_refused(tmp_path: Path) -> None:
+    config = Gemma2Config(**SHAPE, head_dim=8, layer_types=["full_attention"] * 2)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(UnusableModel, match=r"gemma2 has final_logit_softcapping=30\.0, expected none"):
+        load_model(tmp_path, torch.float32)
 
 
 def test_sliding_windows_are_refused(tmp_path: Path) -> None:
