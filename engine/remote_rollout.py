@@ -47,8 +47,7 @@ class RemoteRollout:
     Args:
         servers: of one model.
         end_ids: tokens that end a response.
-        longest: prompt and response tokens that a server must have room for.
-        transfer: how weights travel, and the folder for files: as RemoteWeights.
+        longest, transfer, transfer_folder: as RemoteWeights.
     Raises:
         NoServer: none answers.
         ValueError: a server has too few positions, or takes no weights.
@@ -66,8 +65,9 @@ class RemoteRollout:
         self.end_ids = sorted(end_ids)
         self.policy_version = 0
         run = distributed.broadcast_object(uuid.uuid4().hex[:12])
-        self.weights = RemoteWeights(servers, run, transfer, transfer_folder)
-        self._probe(longest)
+        self.weights = RemoteWeights(servers, run, longest, transfer, transfer_folder)
+        servers.each(lambda client: client.get("/health"))
+        distributed.on_first(self.weights.require_servable)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], groups: Sequence[int], sampling: Sampling
@@ -102,7 +102,6 @@ class RemoteRollout:
 
     def _body(self, item: Request, sampling: Sampling) -> dict[str, Any]:
         return {
-            "model": self._model,
             "token_ids": list(item.prompt),
             "sampling_params": {
                 "temperature": sampling.temperature,
@@ -177,15 +176,3 @@ class RemoteRollout:
         error = distributed.broadcast_object(checked.error)
         if error is not None:
             raise error
-
-    def _probe(self, longest: int) -> None:
-        models = self.servers.each(lambda client: client.get("/v1/models"))
-        for url, answer in models.items():
-            model = answer.json()["data"][0]
-            self._model = model["id"]
-            if (model.get("max_model_len") or longest) < longest:
-                raise ValueError(
-                    f"{url}: has room for {model['max_model_len']} tokens, expected {longest} "
-                    "(data.max_prompt_tokens and rollout.max_new_tokens; vLLM's --max-model-len)"
-                )
-        distributed.on_first(self.weights.require_servable)

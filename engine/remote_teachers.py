@@ -147,8 +147,8 @@ class RemoteTeachers(Dropping):
         for url in servers.readmit():
             try:
                 why = "" if self._fits(m, url) == self.ours[m] else OTHER_KIND
-            except (Away, UnusableModel) as error:
-                why = str(error)
+            except (Away, ValueError, LookupError, TypeError) as error:  # another program may answer there
+                why = f"{type(error).__name__}: {error}"
             if why:
                 servers.take_out(url, why)
 

@@ -28,25 +28,34 @@ class RemoteWeights:
 
     Args:
         run: of its own for each run.
+        longest: prompt and response tokens that a server must have room for.
         transfer: `files`, or a process group of `gloo` or `nccl`.
         folder: for files: every server can read it under the same path; None: this host's memory.
     Raises:
         ValueError: nccl where there is no CUDA.
     """
 
-    def __init__(self, servers: Servers, run: str, transfer: str = "files", folder: str | Path | None = None):
+    def __init__(
+        self,
+        servers: Servers,
+        run: str,
+        longest: int,
+        transfer: str = "files",
+        folder: str | Path | None = None,
+    ):
         if transfer == "nccl" and not torch.cuda.is_available():
             raise ValueError(
                 "remote.transfer: got nccl, which needs CUDA on this host; expected files or gloo"
             )
-        self.servers, self.run, self.transfer, self.folder = servers, run, transfer, folder
+        self.servers, self.run, self.longest = servers, run, longest
+        self.transfer, self.folder = transfer, folder
 
     def label(self, version: int) -> str:
         """What a server calls these weights of this run."""
         return f"{self.run}-{version}"
 
     def require_servable(self) -> None:
-        """Asks each server that is not out whether it takes weights and tokens.
+        """Asks each server that is not out whether it takes weights and tokens, and whether they fit.
 
         Raises:
             Refused: one does not.
@@ -116,10 +125,11 @@ class RemoteWeights:
         """Has the server forget an earlier group.
 
         Raises:
-            Refused: it takes no weights or no tokens.
+            Refused: it takes no weights or no tokens, or has too little room.
         """
         try:
             answer = httpx.post(f"{url}/init_weight_transfer_engine", json={"init_info": {}}, timeout=MINUTE)
+            models = httpx.get(f"{url}/v1/models", timeout=MINUTE)
             known = httpx.get(url + GENERATE, timeout=MINUTE).status_code != httpx.codes.NOT_FOUND
         except httpx.TransportError as error:
             self.servers.take_out(url, f"{type(error).__name__}: {error}")
@@ -131,6 +141,12 @@ class RemoteWeights:
             raise Refused(f"{url}: takes no weights (status {answer.status_code}); {HOW_TO_START}")
         if not known:
             raise Refused(f"{url}: has no {GENERATE} (--enable-scale-out); {HOW_TO_START}")
+        room = models.json()["data"][0].get("max_model_len") if models.is_success else None
+        if room is not None and room < self.longest:
+            raise Refused(
+                f"{url}: has room for {room} tokens, expected {self.longest} "
+                "(data.max_prompt_tokens and rollout.max_new_tokens; vLLM's --max-model-len)"
+            )
 
 
 def _normalised(client: httpx.Client) -> httpx.Response:

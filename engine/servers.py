@@ -68,6 +68,8 @@ class Servers:
         self.patience = patience or Patience()
         self.out: dict[str, str] = {}
         """Servers that are taken out, and why."""
+        self._rest: dict[str, float] = {}  # seconds that one which hung is left alone, and until when
+        self._until: dict[str, float] = {}
         limits = httpx.Limits(max_connections=self.patience.concurrency, keepalive_expiry=KEPT_SECONDS)
         timeout = httpx.Timeout(self.patience.deadline_seconds, connect=10.0)
         self._clients = {url: httpx.Client(base_url=url, limits=limits, timeout=timeout) for url in self.urls}
@@ -159,9 +161,14 @@ class Servers:
         return answers
 
     def readmit(self, path: str = "/health") -> list[str]:
-        """Servers that were out and answer again; asked once, without patience."""
+        """Servers that were out and answer again; asked once, without patience.
+
+        One that let a deadline pass is left alone for as long, and each further time for twice as long.
+        """
         back = []  # each is asked on a new connection: the kept ones may be dead
         for url in list(self.out):
+            if time.monotonic() < self._until.get(url, 0.0):
+                continue
             try:
                 if httpx.get(url + path, timeout=5.0).is_success:
                     back.append(url)
@@ -204,6 +211,7 @@ class Servers:
             try:
                 answer = ask(self._clients[url])
             except httpx.ReadTimeout as error:
+                self._hung(url)
                 raise Away(f"no answer in {self.patience.deadline_seconds:g} s") from error
             except httpx.TransportError as error:
                 why = f"{type(error).__name__}: {error}".rstrip(": ")
@@ -214,3 +222,8 @@ class Servers:
             if answer.status_code not in BUSY:
                 raise Refused(f"{url}{answer.request.url.path}: {why}")
         raise Away(why or self.out.get(url, ""))
+
+    def _hung(self, url: str) -> None:
+        if time.monotonic() >= self._until.get(url, 0.0):  # the first of the requests that it left waiting
+            self._rest[url] = 2 * self._rest.get(url, self.patience.deadline_seconds / 2)
+            self._until[url] = time.monotonic() + self._rest[url]

@@ -140,6 +140,8 @@ class Answering:
                     self.answer({}, 200 if body["prompt_logprobs"] <= most else 400)
 
             def answer(self, body, status):
+                if outer.another is not None and self.path != "/health":
+                    body, status = outer.another
                 content = json.dumps(body).encode()
                 self.send_response(status)
                 self.send_header("content-length", str(len(content)))
@@ -150,6 +152,7 @@ class Answering:
                 pass
 
         self.asked = []
+        self.another = None  # the body and the status of whatever else has taken the port
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
@@ -242,6 +245,16 @@ def test_a_server_that_comes_back_as_another_is_left_out(world, answering):
         found._readmit(0)
         assert why in servers.out.get(changing.url, "") and (changing.url in servers.out) == bool(why)
         tokens.append(1)
+
+
+@pytest.mark.parametrize("another", [({}, 404), ({}, 200), ([], 200)])
+def test_another_program_on_a_servers_port_is_left_out(world, answering, another):
+    fits, other = answering(world[3].token_ids), answering(world[3].token_ids)
+    found = of_servers(world, fits.url, other.url)
+    other.another = another
+    found.teachers[0].take_out(other.url, "gone")
+    found._readmit(0)
+    assert list(found.teachers[0].out) == [other.url]
 
 
 def test_a_replica_that_dies_is_replaced_by_the_other(world):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import smopd.engine.servers as servers_module
 from smopd.engine.servers import Away, NoServer, Patience, Refused, Servers
 
 QUICK = Patience(deadline_seconds=20.0, retries=2, backoff_seconds=0.01, concurrency=4)
@@ -134,6 +135,22 @@ def test_a_server_that_hangs_is_out_after_one_deadline(scripted):
     assert asked(servers, 4) == [str(i) for i in range(4)]
     assert hung.calls == 1
     assert servers.out == {hung.url: "no answer in 1 s"}
+    released.set()
+
+
+def test_a_server_that_hung_is_left_alone_and_longer_each_time(scripted, monkeypatch):
+    released = threading.Event()
+    hung = scripted(lambda count, body: released.wait(60.0) and 200)
+    servers = Servers([hung.url], Patience(deadline_seconds=1.0, retries=0, concurrency=2))
+    now = 1000.0
+    monkeypatch.setattr(servers_module.time, "monotonic", lambda: now)
+    for rest in (1.0, 2.0, 4.0):
+        with pytest.raises(NoServer):
+            asked(servers, 2)
+        now += 0.9 * rest
+        assert servers.readmit() == []
+        now += 0.2 * rest
+        assert servers.readmit() == [hung.url]
     released.set()
 
 
