@@ -122,6 +122,22 @@ def choose_route(route: str, bases: Sequence[Base]) -> str:
     return chosen
 
 
+def room_to_draw(length: int, bases: Sequence[Base]) -> int:
+    """Positions for sequences of `length` where vLLM draws a token behind each: on the route prompt_logprobs.
+
+    Raises:
+        UnusableModel: a model has no such position.
+    """
+    for base in bases:
+        limit = getattr(text_config(base.path), "max_position_embeddings", None)
+        if limit is not None and length >= limit:
+            raise UnusableModel(
+                f"{base.path}: the route prompt_logprobs draws a token behind prompts and responses of "
+                f"{length}, expected fewer than its {limit} positions (teachers.vllm.max_model_len)"
+            )
+    return length + 1
+
+
 def engine_options(pooled: bool, bases: Sequence[Base], batch_tokens: int | None) -> dict[str, Any]:
     """What the engines are made with, beside the settings."""
     options: dict[str, Any] = {"enable_prefix_caching": False}

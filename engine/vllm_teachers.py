@@ -33,7 +33,7 @@ from smopd.engine.support import Dropping, others_ids, with_others, without_padd
 from smopd.engine.teachers import empty_topk, same_place
 from smopd.engine.types import Rollout, TeacherTopK, VllmSettings
 from smopd.engine.vllm import engine, known, rest, working
-from smopd.engine.vllm_bases import Base, choose_route, engine_options, read_bases
+from smopd.engine.vllm_bases import Base, choose_route, engine_options, read_bases, room_to_draw
 from smopd.engine.vllm_pooler import Question, ask
 from smopd.kernels.checks import check_kappa
 
@@ -45,7 +45,8 @@ class VllmTeachers(Dropping):
 
     Args:
         paths: folders or hub ids of models, and folders of LoRA adapters in peft's format.
-        settings: of the engines. Rank and number of adapters are raised to what the adapters need.
+        settings: of the engines; max_model_len is of a prompt and its response. Rank and number of adapters
+            are raised to what the adapters need.
         vocabulary: the student's. A teacher's may be larger, by padding.
         route: "pooler", "prompt_logprobs", or "auto": the pooler where it can apply every teacher's head.
         base: of the adapters; None: each names its own.
@@ -57,7 +58,8 @@ class VllmTeachers(Dropping):
         device: where results are wanted.
     Raises:
         ValueError: no path, an unknown route, or a number below 1.
-        FileNotFoundError, UnusableModel: a path holds no model or adapter that can be served.
+        FileNotFoundError, UnusableModel: a path holds no model or adapter that can be served, or too few
+            positions for the route.
     """
 
     def __init__(
@@ -84,6 +86,8 @@ class VllmTeachers(Dropping):
         self.n_teachers = len(paths)
         self.bases = read_bases(paths, vocabulary, base, engines, role)
         self.pooled = choose_route(route, self.bases) == "pooler"
+        if not self.pooled and settings.max_model_len is not None:
+            self.settings = replace(settings, max_model_len=room_to_draw(settings.max_model_len, self.bases))
         self._options = engine_options(self.pooled, self.bases, batch_tokens)
         self._held: dict[str, str] = {}  # the path whose weights a role has
         for one in self.bases:
@@ -123,8 +127,8 @@ class VllmTeachers(Dropping):
             else:
                 ids_NS, logps_NS, token_logp_N1 = prompt_logprobs(llm, together, kappa, lora)
             if base.n_vocab > self.vocabulary:
-                ids_NS, logps_NS, dropped = without_padding(ids_NS, logps_NS, self.vocabulary)
-                self.drop(dropped)
+                self.drop(int((ids_NS[mine] >= self.vocabulary).sum()))
+                ids_NS, logps_NS, _ = without_padding(ids_NS, logps_NS, self.vocabulary)
             result.ids_NMS[:, member], result.logps_NMS[:, member] = ids_NS, logps_NS
             result.token_logps_NM[:, member] = token_logp_N1[:, 0]
 

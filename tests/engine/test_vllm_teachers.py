@@ -227,6 +227,20 @@ def test_too_long_a_response_is_refused(serve) -> None:
         serve("untied").score(ROLLOUTS, 54, 1.0)
 
 
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_longest_sequence_has_room(route: str, folder: Path, expected) -> None:
+    longest = max(len(r.prompt_ids) + len(r.response_ids) for r in ROLLOUTS)
+    exact = replace(SETTINGS, max_model_len=longest)
+    teachers = VllmTeachers([folder / "untied"], exact, VOCABULARY, route, role=f"exact {route}")
+    check(teachers.score(ROLLOUTS, 4, 1.0), [expected["untied"]], 4, BOUND)
+
+
+def test_the_route_that_draws_a_token_needs_a_position_for_it(folder: Path) -> None:
+    whole = replace(SETTINGS, max_model_len=256)
+    with pytest.raises(UnusableModel, match=r"draws a token behind .* 256, expected fewer than its 256 pos"):
+        VllmTeachers([folder / "untied"], whole, VOCABULARY, "prompt_logprobs", role="whole")
+
+
 def test_paths_and_arguments_that_cannot_be_served(serve, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such folder"):
         serve(str(tmp_path / "absent"))
@@ -253,9 +267,9 @@ def test_heads_that_the_pooler_cannot_apply(serve, folder: Path, tmp_path: Path,
     model = tiny_model(1)
     model.config.final_logit_softcapping = 30.0
     model.save_pretrained(tmp_path)
-    assert obstacle(str(tmp_path)) == "its logits are capped (final_logit_softcapping)"
+    assert "final_logit_softcapping=30.0" in (obstacle(str(tmp_path)) or "")
     assert obstacle(str(folder / "untied")) is obstacle(str(folder / "tied")) is None
-    with pytest.raises(UnusableModel, match=r"pooler cannot serve .*logits are capped"):
+    with pytest.raises(UnusableModel, match=r"pooler cannot serve .*final_logit_softcapping=30"):
         serve(str(tmp_path), route="pooler")
     with caplog.at_level(logging.INFO, logger="smopd"):
         teachers = serve(str(tmp_path), role="capped")
