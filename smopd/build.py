@@ -42,15 +42,14 @@ def rollout_engine(
     recipe: whose runs an engine of vLLM is to have room for; None is this run alone.
     """
     options = settings.rollout
-    longest = longest_sequence(settings)
+    longest = settings.longest_sequence
     with reading("model"):
         config, ends = describe(path)
-    with reading("rollout.max_new_tokens"):
         limit = getattr(config, "max_position_embeddings", longest)
         if longest > limit:
             raise ValueError(
-                f"{options.max_new_tokens} behind prompts of {settings.data.longest_prompt} tokens "
-                f"(data.max_prompt_tokens, data.max_evaluation_tokens) is over the model's {limit} positions"
+                f"{path} has {limit} positions, expected {longest}: data.max_prompt_tokens and "
+                "rollout.max_new_tokens, or data.max_evaluation_tokens and evaluation.max_new_tokens"
             )
     if options.urls:
         with reading("rollout.urls"):
@@ -133,10 +132,6 @@ def patience(settings: Settings) -> Patience:
     return Patience(remote.deadline_seconds, remote.retries, concurrency=remote.concurrency)
 
 
-def longest_sequence(settings: Settings) -> int:
-    return settings.data.longest_prompt + settings.rollout.max_new_tokens
-
-
 def rollout_settings(settings: Settings, recipe: Settings, limit: int) -> VllmSettings:
     """Of an engine with room for the longest responses of the recipe's runs, so that one serves them all.
 
@@ -147,7 +142,7 @@ def rollout_settings(settings: Settings, recipe: Settings, limit: int) -> VllmSe
         limit: the model's positions.
     """
     runs = [settings, *(recipe.resolved(name) for name in recipe.runs)]
-    longest = min(limit, max(longest_sequence(run) for run in runs))
+    longest = min(limit, max(run.longest_sequence for run in runs))
     rank = max(run.student.lora.rank if run.student.lora else 0 for run in runs)
     own = settings.rollout
     return vllm_settings(own.vllm, own.dtype, longest, rank if settings.student.lora else 0)

@@ -101,6 +101,13 @@ class Settings(Section):
     log: Log = Log()
     runs: dict[str, Run] = Field(min_length=1)
 
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt with its longest response, in training and evaluation."""
+        trained, new = self.data.max_prompt_tokens, self.rollout.max_new_tokens
+        evaluated = self.data.max_evaluation_tokens or trained
+        return max(trained + new, evaluated + (self.evaluation.max_new_tokens or new))
+
     @field_validator("name")
     @classmethod
     def _file_name(cls, value: str) -> str:

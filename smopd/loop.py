@@ -72,6 +72,7 @@ def optimise(run: Run) -> None:
                 old_logp_N = student.logps(batch.rollouts, settings.rollout.temperature) if needed else None
             with metrics.phase("teachers"):
                 said = teachers_say()
+            batches.begin(step + 1)
             ref_log_ratio_N = log_ratio(old_logp_N, said.ref_logp_N)
             rewards_RK, weights = with_kl_reward(
                 settings.kl_ref, scores.rewards_RK, run.weights, ref_log_ratio_N, batch

@@ -68,7 +68,7 @@ class Batches:
         self._pool.shutdown(cancel_futures=True)
 
     def take(self, step: int) -> Batch:
-        """The batch of `step`; then, with a lag, the next one is begun with the policy of now.
+        """The batch of `step`. With a lag the next one is begun, unless teachers wait for its engine's turn.
 
         Raises:
             StaleRollout: a response is older than `loop.lag` allows.
@@ -81,9 +81,15 @@ class Batches:
                     f"step {step}: a response comes from policy {rollout.policy_version}, "
                     f"expected {step - self.settings.loop.lag} or later (loop.lag)"
                 )
-        if self.settings.loop.lag and step + 1 < self.settings.loop.steps:
-            self._begun[step + 1] = self._pool.submit(self._batch, step + 1, self._generate)
+        if not _take_turns(self.settings):
+            self.begin(step + 1)
         return batch
+
+    def begin(self, step: int) -> None:
+        """With a lag, has the batch of `step` sampled with the policy of now, if that is not begun."""
+        loop = self.settings.loop
+        if loop.lag and step < loop.steps and step not in self._begun:
+            self._begun[step] = self._pool.submit(self._batch, step, self._generate)
 
     def settle(self) -> dict[str, Any] | None:
         """Waits until the engine is idle; what was begun ahead, for a checkpoint."""
@@ -118,3 +124,11 @@ class Batches:
             distributed.world_size(),
             generate,
         )
+
+
+def _take_turns(settings: Settings) -> bool:
+    """Whether rollouts and teachers are vLLM engines of this process, of which one works at a time."""
+    rollout, teachers = settings.rollout, settings.teachers
+    engines = {rollout.engine, teachers.engine}
+    placements = {rollout.vllm.placement, teachers.vllm.placement}
+    return not rollout.urls and engines == {"vllm"} and placements == {"colocated"}

@@ -48,6 +48,24 @@ def test_with_lag_each_batch_but_the_first_comes_from_the_policy_before():
     assert seen == [{0}, {0}, {1}, {2}]
 
 
+def test_the_next_batch_waits_for_teachers_whose_engines_share_its_process():
+    turns = {"rollout": {"engine": "vllm"}, "teachers": {"engine": "vllm"}}
+    apart = {"rollout": {"engine": "vllm", "vllm": {"placement": "process"}}, "teachers": {"engine": "vllm"}}
+
+    def sampled(changes):
+        """Whether taking the first batch begins the next, and from which policy that comes."""
+        engine = FixedRollouts()
+        with Batches(settings(merged(AHEAD, changes)), prompt_set(), engine, CPU) as batches:
+            batches.take(0)
+            begun = batches.settle() is not None
+            batches.begin(1)
+            assert batches.settle()["step"] == 1
+            batches.begin(1)  # again changes nothing
+            return begun, versions(batches.take(1))
+
+    assert sampled(turns) == (False, {0}) and sampled(apart) == (True, {0})
+
+
 def test_a_batch_begun_ahead_is_the_same_after_a_checkpoint(tmp_path):
     straight, engine = [], FixedRollouts()
     with Batches(settings(AHEAD), prompt_set(), engine, CPU) as batches:
