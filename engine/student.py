@@ -168,15 +168,25 @@ class Student:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors by the base model's names, one at a time, adapters merged; a collective call.
 
-        A tied head is named as well.
+        A tied head is named as well, behind the embedding: the same tensor, gathered once.
         """
+        tensors = self._tensors()
+        names: dict[int, list[str]] = {}
+        for name, value in tensors.items():
+            names.setdefault(id(value), []).append(name)
+        also = {first: others for first, *others in names.values()}
+        tensors = {name: tensors[name] for name in also}
         if self.lora is None:
-            for name, value in self._tensors().items():
-                yield name, self.strategy.full(value)
+            whole = ((name, self.strategy.full(value)) for name, value in tensors.items())
         else:
             from smopd.engine import lora
 
-            yield from lora.merged(self._tensors(), self.lora, self.strategy.full)
+            whole = lora.merged(tensors, self.lora, self.strategy.full)
+        for name, value in whole:
+            yield name, value
+            for other in also.get(name, ()):
+                yield other, value
+            del value  # before the next one is gathered
 
     def adapter(self, folder: Path) -> Path:
         """Writes the adapters to `folder` in peft's format, which vLLM loads too; a collective call.

@@ -57,7 +57,7 @@ class Checked:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         shapes, tied = self.architecture.shapes, self.architecture.tied
-        missing, embedding = set(shapes), None
+        missing = set(shapes)
         weights = iter(self.weights)
         while True:
             try:
@@ -73,13 +73,15 @@ class Checked:
                     f"load_weights: {name} has shape {tuple(value.shape)}, the engine has {found}"
                 )
                 return
+            if tied and name == tied[1] and name not in missing:
+                del value
+                continue  # given with the embedding
             missing.discard(name)
-            if tied and name == tied[0]:
-                embedding = value
             yield name, value
-        if tied and tied[1] in missing and embedding is not None:
-            missing.discard(tied[1])
-            yield tied[1], embedding  # vLLM keeps the old head where it does not come
+            if tied and name == tied[0] and tied[1] in missing:
+                missing.discard(tied[1])
+                yield tied[1], value  # vLLM keeps the old head where it does not come
+            del value
         if missing:
             self.error = ValueError(
                 f"load_weights: the stream lacks {len(missing)} weights, first {min(missing)!r}"

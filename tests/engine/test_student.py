@@ -10,7 +10,7 @@ from smopd.engine import distributed
 from smopd.engine.attention import kernel_fault
 from smopd.engine.packing import flat_offsets
 from smopd.engine.student import NonFiniteGradient, Student, join, take
-from smopd.engine.types import Packing, TrainSettings
+from smopd.engine.types import Lora, Packing, TrainSettings
 from smopd.ops import LossSettings, LossTokens
 from tests.engine.tiny import ragged_rollouts, tiny_model
 
@@ -217,6 +217,21 @@ def test_weights_name_every_tensor_of_the_engine(device, tied):
     names = dict(trained.weights())
     assert names.keys() == tiny_model(tied=tied).state_dict().keys()
     assert "lm_head.weight" in names
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=2, alpha=4.0)], ids=["full", "lora"])
+def test_a_tied_head_is_gathered_once(device, lora, monkeypatch):
+    trained = student(device, tied=True, lora=lora)
+    gathered, full = [], trained.strategy.full
+    monkeypatch.setattr(trained.strategy, "full", lambda value: gathered.append(id(value)) or full(value))
+    weights = list(trained.weights())
+    names = [name for name, _ in weights]
+    assert len(names) == len(set(names))
+    adapters = 2 * sum("lora_A" in name for name, _ in trained.model.named_parameters())
+    assert len(gathered) == len(set(gathered)) == len(names) - 1 + adapters
+    first = names.index("model.embed_tokens.weight")
+    assert names[first + 1] == "lm_head.weight"
+    assert weights[first][1] is weights[first + 1][1]
 
 
 def test_take_and_join_are_inverse():
