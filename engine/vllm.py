@@ -25,13 +25,15 @@ from torch import Tensor
 from smopd.engine import distributed
 from smopd.engine.types import VllmSettings
 from smopd.engine.vllm_environment import environment_of, undisturbed
+from smopd.engine.vllm_memory import Gpu, ModelNumbers, Taken, take, vllm_arguments
 from smopd.engine.vllm_weights import Architecture, Checked, architecture_of, identity, stored
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 CPU_KV_CACHE_BYTES = 256 << 20  # ours: left to itself vLLM takes most of the memory
-SHARE_ASLEEP, SHARE_AWAKE = 0.6, 0.35  # ours
+SAMPLES = "rollout"
+"""The role that samples; the others only score."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM takes
 
 log = logging.getLogger(__name__)
@@ -56,6 +58,8 @@ class _Made:
     """vLLM failed in the middle of a load: further loads may be silently wrong."""
     sleeps: bool = False
     """Whether it leaves the GPU while others work."""
+    taken: Taken | None = None
+    """Of the GPU, where there is one."""
     asleep: set[str] = field(default_factory=set)
 
 
@@ -70,11 +74,11 @@ def engine(role: str, path: str | Path, settings: VllmSettings, **options: Any) 
     max_model_len it gets one more, beside those that are there. Colocated, this is a collective call.
 
     Args:
-        role: "rollout", "teachers", ...; two roles never share an engine.
+        role: SAMPLES, "teachers", ...; two roles never share an engine.
         path: a folder or hub id.
         options: for vllm.LLM, over what the settings say.
     Raises:
-        ValueError: settings that this launch cannot serve.
+        ValueError: settings that this launch cannot serve, or no room on the GPU.
         RuntimeError: colocated without a process group.
     """
     path = str(Path(path).expanduser()) if str(path).startswith("~") else str(path)
@@ -84,8 +88,8 @@ def engine(role: str, path: str | Path, settings: VllmSettings, **options: Any) 
     made = _engines.get(key)
     if made is None:
         sleeps = _can_sleep(settings)
-        llm = _make(role, path, settings, sleeps, options)
-        made = _engines[key] = _Made(llm, settings, architecture, files, sleeps=sleeps)
+        llm, taken = _make(role, path, settings, architecture.numbers, sleeps, options)
+        made = _engines[key] = _Made(llm, settings, architecture, files, sleeps=sleeps, taken=taken)
     elif made.holds != files:
         load(made.llm, stored(path, architecture))
         made.holds = files
@@ -171,18 +175,9 @@ def _can_sleep(settings: VllmSettings) -> bool:
     return settings.sleep and _cuda() and (settings.placement == "process" or not taken)
 
 
-def memory_share(settings: VllmSettings, free: int, total: int, sleeps: bool) -> float:
-    """The share of the GPU's `total` bytes that an engine may take.
-
-    Automatic: of the bytes that are `free` when it is made, 60% where it sleeps while others work and 35%
-    where it does not. An engine on a GPU of its own should be given 0.9.
-    """
-    if settings.gpu_memory_share is not None:
-        return settings.gpu_memory_share
-    return (SHARE_ASLEEP if sleeps else SHARE_AWAKE) * free / total
-
-
-def _make(role: str, path: str, settings: VllmSettings, sleeps: bool, options: dict[str, Any]) -> LLM:
+def _make(
+    role: str, path: str, settings: VllmSettings, model: ModelNumbers, sleeps: bool, options: dict[str, Any]
+) -> tuple[LLM, Taken | None]:
     _require_servable(settings)
     start = time.perf_counter()
     with undisturbed(environment_of(settings)):
@@ -190,7 +185,11 @@ def _make(role: str, path: str, settings: VllmSettings, sleeps: bool, options: d
         from vllm import envs
 
         envs.disable_envs_cache()  # an engine that is there already had it turned on
-        arguments = {**_arguments(path, settings, sleeps), **options}
+        arguments, taken = _arguments(path, settings), None
+        if _cuda():
+            own, taken = _memory(role, settings, model, sleeps, options)
+            arguments |= {**own, "enable_sleep_mode": sleeps}
+        arguments |= options
         llm = vllm.LLM(**deepcopy(arguments))  # vLLM fills in what it is given, by which the engine is found
     if settings.placement == "colocated":  # it would leave, at exit, the process group that is left by then
         llm.llm_engine.engine_core._finalizer.atexit = False
@@ -212,7 +211,7 @@ def _make(role: str, path: str, settings: VllmSettings, sleeps: bool, options: d
         llm.model_config.max_model_len,
         time.perf_counter() - start,
     )
-    return llm
+    return llm, taken
 
 
 def _require_servable(settings: VllmSettings) -> None:
@@ -246,7 +245,7 @@ def _require_servable(settings: VllmSettings) -> None:
         )
 
 
-def _arguments(path: str, settings: VllmSettings, sleeps: bool) -> dict[str, Any]:
+def _arguments(path: str, settings: VllmSettings) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": path,
         "dtype": settings.dtype,
@@ -259,10 +258,7 @@ def _arguments(path: str, settings: VllmSettings, sleeps: bool) -> dict[str, Any
         "generation_config": "vllm",
         "use_tqdm_on_load": False,
     }
-    if _cuda():
-        arguments["gpu_memory_utilization"] = memory_share(settings, *torch.cuda.mem_get_info(), sleeps)
-        arguments["enable_sleep_mode"] = sleeps
-    else:
+    if not _cuda():
         arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes or CPU_KV_CACHE_BYTES
         # A seeded request whose prompt is cut has its random state set back, which a CPU's cannot be.
         arguments["enable_chunked_prefill"] = False
@@ -278,6 +274,18 @@ def _arguments(path: str, settings: VllmSettings, sleeps: bool) -> dict[str, Any
     elif distributed.world_size() > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
     return arguments
+
+
+def _memory(
+    role: str, settings: VllmSettings, model: ModelNumbers, sleeps: bool, options: dict[str, Any]
+) -> tuple[dict[str, Any], Taken]:
+    torch.cuda.empty_cache()  # what torch holds for itself is not free
+    free, total = torch.cuda.mem_get_info()
+    gpu = Gpu(free, total, sum(made.taken.asleep(made.asleep) for made in _engines.values() if made.taken))
+    width, longest = getattr(torch, settings.dtype).itemsize, settings.max_model_len or model.positions
+    samples, pooled = role == SAMPLES, options.get("runner") == "pooling"
+    taken = take(settings, model, width, longest, gpu, samples=samples, pooled=pooled)
+    return vllm_arguments(settings, taken, gpu, sleeps=sleeps, samples=samples), taken
 
 
 def _of(llm: LLM) -> _Made:

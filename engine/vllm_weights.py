@@ -14,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
+from smopd.engine.vllm_memory import ModelNumbers, numbers_of
+
 NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 
 
@@ -27,6 +29,7 @@ class Architecture:
     """Of the state dict, a tied head included."""
     tied: tuple[str, str] | None
     """Names of the input embedding and of the head, where they are one tensor."""
+    numbers: ModelNumbers
 
 
 def architecture_of(path: str) -> Architecture:
@@ -41,7 +44,7 @@ def architecture_of(path: str) -> Architecture:
     if embedding.weight is head.weight:
         tied = (f"{names[id(embedding)]}.weight", f"{names[id(head)]}.weight")
     kept = {key: value for key, value in config.to_dict().items() if key not in NOT_ARCHITECTURE}
-    return Architecture(json.dumps(kept, sort_keys=True, default=str), shapes, tied)
+    return Architecture(json.dumps(kept, sort_keys=True, default=str), shapes, tied, numbers_of(model))
 
 
 class Checked:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from smopd.config import Settings
 from smopd.engine.models import stored_dtype
 from smopd.engine.teachers import same_place
+from smopd.engine.vllm_memory import ModelNumbers, numbers_of
 from smopd.failures import reading
 from smopd.names import is_url
 from smopd.runs import BASE, needs_base
@@ -25,24 +26,14 @@ ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True)
-class ModelSizes:
-    """What a causal language model's config says of its size. Counts are numbers, not bytes."""
+class ModelSizes(ModelNumbers):
+    """And what training it takes."""
 
     name: str
     kind: str
-    parameters: int
-    """All of them, a tied head counted once."""
-    layers: int
     layer_parameters: int
     """Of the largest decoder layer."""
-    hidden: int
     intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    tied: bool
-    positions: int
     stored: torch.dtype
     linears: dict[str, int] = field(default_factory=dict)
     """Name of a linear layer inside the decoder's layers -> inputs plus outputs, over all layers."""
@@ -51,14 +42,6 @@ class ModelSizes:
     def root_parameters(self) -> int:
         """What belongs to no decoder layer: embeddings, final norm, head."""
         return self.parameters - self.layers * self.layer_parameters
-
-    @property
-    def head_parameters(self) -> int:
-        return self.vocabulary * self.hidden
-
-    def kv_bytes(self, width: int) -> int:
-        """Keys and values of one position."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * width
 
     def lora_parameters(self, rank: int, targets: Iterable[str]) -> int:
         """Of adapters beside the linear layers `targets`.
@@ -94,30 +77,20 @@ def measured(model: PreTrainedModel, name: str, stored: torch.dtype = torch.floa
     Raises:
         ValueError: it is no decoder of layers.
     """
-    config, layers = model.config, getattr(model.get_decoder(), "layers", None)
-    head = model.get_output_embeddings()
-    if not layers or head is None:
+    layers = getattr(model.get_decoder(), "layers", None)
+    if not layers or model.get_output_embeddings() is None:
         raise ValueError(f"{name}: a {type(model).__name__} has no decoder layers with a head on them")
     linears: dict[str, int] = {}
     for path, module in layers.named_modules():
         if isinstance(module, nn.Linear):
             last = path.rpartition(".")[2]
             linears[last] = linears.get(last, 0) + module.in_features + module.out_features
-    heads = config.num_attention_heads
     return ModelSizes(
+        **vars(numbers_of(model)),
         name=name,
-        kind=config.model_type,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        layers=len(layers),
+        kind=model.config.model_type,
         layer_parameters=max(sum(p.numel() for p in layer.parameters()) for layer in layers),
-        hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
-        heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        vocabulary=head.weight.shape[0],
-        tied=head.weight is model.get_input_embeddings().weight,
-        positions=getattr(config, "max_position_embeddings", 0),
+        intermediate=model.config.intermediate_size,
         stored=stored,
         linears=linears,
     )

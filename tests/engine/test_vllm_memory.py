@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 
+from smopd.engine.types import VllmSettings
+from smopd.engine.vllm_memory import GIB, WORK, Gpu, ModelNumbers, Taken, numbers_of, take, vllm_arguments
 from smopd.engine.vllm_weights import Checked, architecture_of
 from tests.engine.tiny import tiny_model
 
+TOTAL, RESERVE = 80 * GIB, 3 * GIB
+SETTINGS = VllmSettings(dtype="bfloat16", max_model_len=3328)
+QWEN = {
+    "1.5B": ModelNumbers(1_543_714_304, 28, 1536, 12, 2, 128, 151_936, True, 32_768),
+    "3B": ModelNumbers(3_085_938_688, 36, 2048, 16, 2, 128, 151_936, True, 32_768),
+    "7B": ModelNumbers(7_615_616_512, 28, 3584, 28, 4, 128, 152_064, False, 32_768),
+}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -40,3 +50,89 @@ def test_a_tied_head_goes_with_its_embedding(tmp_path, place):
     first = taken.index(EMBEDDING)
     assert taken[first + 1] == HEAD
     assert sorted(taken) == sorted(model.state_dict())
+
+
+def taken_by(
+    model: ModelNumbers, gpu: Gpu, settings: VllmSettings = SETTINGS, samples: bool = False
+) -> Taken:
+    return take(settings, model, 2, 3328, gpu, samples=samples, pooled=not samples)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "teachers", "second"),
+    [
+        ("1.5B", 8, 1, True),
+        ("1.5B", 8, 2, True),
+        ("1.5B", 8, 3, True),
+        ("3B", 8, 1, True),
+        ("3B", 8, 2, True),
+        ("3B", 8, 3, True),
+        ("7B", 8, 1, True),
+        ("7B", 8, 2, False),
+        ("1.5B", 1, 3, True),
+        ("3B", 1, 2, False),
+    ],
+)
+def test_all_that_is_awake_at_a_wake_is_on_the_gpu(name: str, gpus: int, teachers: int, second: bool) -> None:
+    """A rollout engine asleep, teachers, another one that cannot sleep, then AdamW's states."""
+    model = QWEN[name]
+    masters = -(-4 * model.parameters // gpus)
+    free, awake = TOTAL - RESERVE - masters, 0
+    sleeper = taken_by(model, Gpu(free, TOTAL), samples=True)
+    assert vllm_arguments(SETTINGS, sleeper, Gpu(free, TOTAL), sleeps=True, samples=True) == {
+        "gpu_memory_utilization": sleeper.total / TOTAL
+    }
+    assert sleeper.cache >= 32 * (sleeper.least - 16 * model.kv_bytes(2)), "it samples many at once"
+    for samples in [False] * teachers + [True] * second:
+        gpu = Gpu(free - awake, TOTAL, sleeper.total)
+        taken = taken_by(model, gpu, samples=samples)
+        given = vllm_arguments(SETTINGS, taken, gpu, sleeps=False, samples=samples)
+        assert given["gpu_memory_utilization"] * TOTAL <= gpu.free, "else vLLM refuses to start"
+        assert given.get("kv_cache_memory_bytes") == (None if samples else taken.cache)
+        awake += taken.total
+        assert RESERVE + masters + awake + sleeper.total <= TOTAL
+    assert RESERVE + 3 * masters + awake + sleeper.total <= TOTAL
+
+
+def test_an_engine_without_room_is_refused_before_it_is_made() -> None:
+    gpu = Gpu(40 * GIB, TOTAL, asleep=30 * GIB)
+    taken = taken_by(QWEN["7B"], gpu)
+    with pytest.raises(ValueError, match=r"takes 15\.2 GiB of weights and cache, expected at most 10\.0"):
+        vllm_arguments(SETTINGS, taken, gpu, sleeps=False, samples=False)
+    assert vllm_arguments(SETTINGS, taken, gpu, sleeps=True, samples=False)
+
+
+def test_what_is_set_is_taken() -> None:
+    gpu = Gpu(70 * GIB, TOTAL)
+    for samples in (False, True):
+        cache = replace(SETTINGS, kv_cache_bytes=GIB)
+        taken = taken_by(QWEN["3B"], gpu, cache, samples)
+        assert taken.cache == GIB
+        given = vllm_arguments(cache, taken, gpu, sleeps=False, samples=samples)
+        assert given["kv_cache_memory_bytes"] == GIB
+        share = replace(SETTINGS, gpu_memory_share=0.5)
+        taken = taken_by(QWEN["3B"], gpu, share, samples)
+        assert taken.inside == TOTAL // 2
+        given = vllm_arguments(share, taken, gpu, sleeps=False, samples=samples)
+        assert given == {"gpu_memory_utilization": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel", "copies"), [("7B", 1, 1), ("7B", 4, 1), ("3B", 1, 0), ("3B", 4, 1)]
+)
+def test_the_poolers_head_is_whole_on_every_gpu(name: str, parallel: int, copies: int) -> None:
+    """Tied and alone it is the embedding that is there."""
+    model, settings = QWEN[name], replace(SETTINGS, tensor_parallel_size=parallel)
+    taken = taken_by(model, Gpu(70 * GIB, TOTAL), settings)
+    head = 2 * model.head_parameters
+    assert taken.head == copies * head
+    assert taken.weights == -(-(2 * model.parameters - (head if not model.tied else 0)) // parallel)
+    assert taken.total == taken.weights + taken.head + taken.cache + WORK
+
+
+def test_numbers_of_a_model() -> None:
+    for tied in (False, True):
+        model = tiny_model(tied=tied)
+        numbers = numbers_of(model)
+        assert (numbers.tied, numbers.parameters) == (tied, model.num_parameters())
+        assert numbers.head_parameters == model.lm_head.weight.numel()

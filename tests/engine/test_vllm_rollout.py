@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 from smopd.engine import distributed
 from smopd.engine.local import nucleus
 from smopd.engine.types import Rollout, Sampling, VllmSettings
-from smopd.engine.vllm import engine, memory_share
+from smopd.engine.vllm import engine
 from smopd.engine.vllm_rollout import VllmRollout, request_seed
 from tests.engine.tiny import END, tiny_model
 
@@ -204,9 +204,3 @@ def test_settings_that_cannot_be_served_are_refused(saved):
         ValueError, match=r"max_lora_rank: got 600 \(student\.lora\.rank\), expected at most 512"
     ):
         engine("rollout", saved[False], replace(SETTINGS, max_lora_rank=600))
-
-
-def test_the_automatic_share_of_a_gpu():
-    assert memory_share(VllmSettings(), 60, 100, sleeps=True) == pytest.approx(0.36)
-    assert memory_share(VllmSettings(), 60, 100, sleeps=False) == pytest.approx(0.21)
-    assert memory_share(VllmSettings(gpu_memory_share=0.9), 60, 100, sleeps=True) == 0.9

@@ -1,0 +1,162 @@
+"""What an engine of vLLM takes of a GPU: one rule, for the engines (vllm.py) and the planner (smopd.plan).
+
+weights   this GPU's part, and a head of the teachers' pooler, which every GPU has whole
+work      CUDA graphs and the largest forward, assumed
+cache     keys and values; as set; or what the set share of the GPU leaves; or
+          scoring: one batch and one sequence, as nothing is read from it again
+          sampling: a quarter of the room beside weights and work. The rest is for what comes after the
+          engine and stays: AdamW's states, teachers, engines of later runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+GIB = 1 << 30
+WORK = 2 * GIB
+BATCH = 16_384  # positions: the most that vLLM computes at once by default
+BLOCK = 16  # positions: vLLM keeps one block for itself
+SAMPLING_PART = 4  # ours
+
+
+@dataclass(frozen=True)
+class ModelNumbers:
+    """What a causal language model's config says of its size. Counts are numbers, not bytes."""
+
+    parameters: int
+    """All of them, a tied head counted once."""
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+    positions: int
+
+    @property
+    def head_parameters(self) -> int:
+        return self.vocabulary * self.hidden
+
+    def kv_bytes(self, width: int, parallel: int = 1) -> int:
+        """Keys and values of one position, on each of `parallel` GPUs."""
+        return 2 * self.layers * -(-self.kv_heads // parallel) * self.head_dim * width
+
+
+class Wanted(Protocol):
+    """The settings of an engine that the rule reads."""
+
+    @property
+    def tensor_parallel_size(self) -> int: ...
+    @property
+    def gpu_memory_share(self) -> float | None: ...
+    @property
+    def kv_cache_bytes(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU when an engine is made, in bytes."""
+
+    free: int
+    total: int
+    asleep: int = 0
+    """What engines that sleep take when they wake."""
+
+    @property
+    def room(self) -> int:
+        return self.free - self.asleep
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Bytes on one GPU, of an engine that is awake."""
+
+    weights: int
+    head: int
+    """Read after vLLM has made the engine, so over the share that it was given."""
+    cache: int
+    least: int
+    """The cache of one longest sequence, without which vLLM makes no engine."""
+    work: int = WORK
+
+    @property
+    def inside(self) -> int:
+        """What vLLM itself counts."""
+        return self.weights + self.cache + self.work
+
+    @property
+    def total(self) -> int:
+        return self.inside + self.head
+
+    def asleep(self, tags: Collection[str]) -> int:
+        """Of an engine whose `tags` ("weights", "kv_cache") have left the GPU."""
+        if not tags:
+            return 0
+        return self.cache * ("kv_cache" in tags) + self.weights * ("weights" in tags) + self.work
+
+
+def take(
+    wanted: Wanted, model: ModelNumbers, width: int, longest: int, gpu: Gpu, *, samples: bool, pooled: bool
+) -> Taken:
+    """What an engine takes.
+
+    Args:
+        width: bytes of a weight, and of a number in the cache.
+        longest: positions of its longest sequence.
+        samples: else it only scores.
+        pooled: by the pooler's head.
+    """
+    parallel = wanted.tensor_parallel_size
+    apart = pooled and (parallel > 1 or not model.tied)
+    inside = model.parameters - model.head_parameters * (apart and not model.tied)
+    weights, head = -(-width * inside // parallel), width * model.head_parameters * apart
+    position = model.kv_bytes(width, parallel)
+    least = position * (longest + BLOCK)
+    if wanted.kv_cache_bytes is not None:
+        cache = wanted.kv_cache_bytes
+    elif wanted.gpu_memory_share is not None:
+        cache = int(wanted.gpu_memory_share * gpu.total) - weights - WORK
+    elif samples:
+        cache = max(least, (gpu.room - weights - WORK) // SAMPLING_PART)
+    else:
+        cache = least + position * BATCH
+    return Taken(weights, head, cache, least)
+
+
+def vllm_arguments(wanted: Wanted, taken: Taken, gpu: Gpu, *, sleeps: bool, samples: bool) -> dict[str, Any]:
+    """`taken` in vLLM's words; it makes no engine whose share is not free, whatever the cache is given.
+
+    Raises:
+        ValueError: weights and cache have no room.
+    """
+    if wanted.gpu_memory_share is not None and wanted.kv_cache_bytes is None:
+        return {"gpu_memory_utilization": wanted.gpu_memory_share}
+    least, room = taken.total - taken.work, gpu.free if sleeps else gpu.room
+    if least > room:
+        raise ValueError(
+            f"a vLLM engine takes {least / GIB:.1f} GiB of weights and cache, expected at most "
+            f"{room / GIB:.1f}, what is free less what sleeping engines need (python -m smopd.plan)"
+        )
+    if samples and wanted.kv_cache_bytes is None:
+        return {"gpu_memory_utilization": min(taken.inside, gpu.free) / gpu.total}
+    return {"gpu_memory_utilization": taken.weights / gpu.total, "kv_cache_memory_bytes": taken.cache}
+
+
+def numbers_of(model: Any) -> ModelNumbers:
+    """Of a causal language model of transformers, which may be on the meta device."""
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    heads = config.num_attention_heads
+    return ModelNumbers(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        vocabulary=head.weight.shape[0],
+        tied=head.weight is model.get_input_embeddings().weight,
+        positions=getattr(config, "max_position_embeddings", 0),
+    )
