@@ -24,6 +24,7 @@ from smopd.recipe import Mistakes
 if TYPE_CHECKING:
     from smopd.advice import Change
     from smopd.budget import Budget
+    from smopd.sizes import Models
 
 PROGRAM = "python -m smopd.plan"
 MIB, GIB = 1 << 20, 1 << 30
@@ -126,8 +127,9 @@ def plan(options: Options, settings: Settings) -> list[Plan]:
         Mistakes: a model's config cannot be read, or settings do not go with it.
     """
     from smopd.advice import advise
-    from smopd.budget import Machine, budget
+    from smopd.budget import budget
     from smopd.failures import UnusableInput
+    from smopd.machine import Machine
     from smopd.sizes import ModelReader
 
     machine = Machine(
@@ -139,14 +141,16 @@ def plan(options: Options, settings: Settings) -> list[Plan]:
         between=options.between * 1e9,
     )
     plans, reader = [], ModelReader(settings)
+    earlier: list[tuple[Settings, Models]] = []
     for name in settings.runs:
         own = settings.resolved(name)
         try:
             models = reader.of(own, name)
-            found = budget(own, models, machine)
+            found = budget(own, models, machine, earlier)
         except (UnusableInput, ValueError) as error:
             raise Mistakes([f"runs.{name}: {next(iter(str(error).splitlines()))}"]) from error
-        plans.append(Plan(name, found, [] if found.fits else advise(own, models, machine)))
+        plans.append(Plan(name, found, [] if found.fits else advise(own, models, machine, earlier)))
+        earlier.append((own, models))
     return plans
 
 

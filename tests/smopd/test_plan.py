@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from smopd.budget import VLLM_WORK
 from smopd.config import Settings, merged
+from smopd.engine.vllm_memory import GIB, WORK
 from smopd.kernels.linear_gemm import cpu_multiplies_bf16
 from smopd.kernels.linear_job import ROW_UNIT_CPU
 from smopd.memory import MicroBatch, Training, update_moments
@@ -214,13 +214,54 @@ def test_frozen_models_are_counted_as_they_are_held(
 
 
 def test_the_reference_policy_shares_no_engine_with_teachers(tmp_path: Path, capsys) -> None:
-    own = {"placement": "process", "engines": 1}
+    own = {"sleep": False, "engines": 1}
     one = {"teachers": {"engine": "vllm", "vllm": own}}
     for changes, engines in ((one, 1), ({**one, "kl_ref": {"coef": 0.1}}, 2)):
         _, found = run_plan(capsys, str(plan_recipe(tmp_path, "1.5B", changes)))
         run = found["runs"]["student"]
         assert held(run, "teachers' weights", "teachers") == engines * 4 * QWEN["1.5B"][1]
-        assert held(run, "teachers' vLLM work", "teachers") == engines * VLLM_WORK
+        assert held(run, "teachers' vLLM work", "teachers") == engines * WORK
+
+
+VLLM = {"rollout": {"engine": "vllm"}, "teachers": {"engine": "vllm", "dtype": "bfloat16"}}
+NARROW = {"student": {"compute_dtype": "bfloat16", "gradient_checkpointing": True}}
+
+
+def test_engines_are_planned_as_they_are_made(tmp_path: Path, capsys) -> None:
+    """Caches add up; the rollout engine takes its quarter, wanted or not; teachers' engines stay awake."""
+    _, found = run_plan(capsys, str(plan_recipe(tmp_path, "1.5B", merged(VLLM, NARROW))))
+    run, sizes = found["runs"]["student"], sizes_of(str(tmp_path / "qwen1.5B"))
+    free = 77 * GIB - 4 * sizes.parameters // 8 - 2 * sizes.parameters - WORK
+    assert held(run, "KV cache", "rollout") == pytest.approx(free / 4, abs=2)
+    assert held(run, "KV cache", "update") == 0
+    positions = 16_384 + 2048 + 16
+    for column in ("rollout", "update"):
+        assert held(run, "teachers' KV cache", column) == 2 * positions * sizes.kv_bytes(2)
+        assert held(run, "teachers' weights", column) == 2 * 2 * sizes.parameters
+    more = ("--teachers.vllm.kv_cache_bytes", str(GIB))
+    _, found = run_plan(capsys, str(tmp_path / "recipe.yaml"), *more)
+    assert held(found["runs"]["student"], "teachers' KV cache", "update") == 2 * GIB
+    turns = ("--teachers.vllm.placement", "process")
+    _, found = run_plan(capsys, str(tmp_path / "recipe.yaml"), *turns)
+    for column, engines in (("teachers", 1), ("update", 0)):
+        assert held(found["runs"]["student"], "teachers' weights", column) == engines * 2 * sizes.parameters
+
+
+def test_engines_of_earlier_runs_are_still_there(tmp_path: Path, capsys) -> None:
+    """Of a process's two rollout engines the first sleeps, that of the LoRA run cannot."""
+    lora = {"runs": {"accuracy_teacher": {"set": LORA}}}
+    _, found = run_plan(capsys, str(plan_recipe(tmp_path, "1.5B", merged(merged(VLLM, NARROW), lora))))
+    first, other = found["runs"]["accuracy_teacher"], found["runs"]["format_teacher"]
+    assert held(first, "KV cache", "update") == 0
+    assert held(other, "KV cache", "update") == held(other, "KV cache", "rollout") > 0
+    assert held(other, "engines of earlier runs", "update") == 0
+
+
+def test_advice_knows_the_teachers_engines(tmp_path: Path, capsys) -> None:
+    recipe = plan_recipe(tmp_path, "7B", merged(VLLM, NARROW))
+    _, found = run_plan(capsys, str(recipe), "--gpu-memory", "70")
+    offered = {setting for changes in found["runs"]["student"]["advice"] for setting in changes}
+    assert {"teachers.vllm.engines", "teachers.vllm.placement", "rollout.vllm.kv_cache_bytes"} <= offered
 
 
 def test_sync_of_adapters_and_of_servers(tmp_path: Path, capsys) -> None:
@@ -229,11 +270,12 @@ def test_sync_of_adapters_and_of_servers(tmp_path: Path, capsys) -> None:
     sizes = sizes_of(str(config_folder(tmp_path, "1.5B")))
     parameters, adapter = sizes.parameters, sizes.lora_parameters(32, ["all-linear"])
     merged_bytes = 4 * parameters - 2 * sizes.root_parameters  # embeddings stay in bfloat16
+    head = sizes.head_parameters  # goes twice, under both its names
     expected = [
         ({"rollout": {"engine": "vllm"}}, 4 * parameters * 7 // 8),
-        (urls, 4 * parameters * 7 // 8 + 2 * 4 * parameters),
+        (urls, 4 * parameters * 7 // 8 + 2 * 4 * (parameters + head)),
         (merged(LORA, {"rollout": {"engine": "vllm"}}), 4 * adapter * 7 // 8),
-        (merged(LORA, urls), (2 * parameters + 4 * adapter) * 7 // 8 + 2 * merged_bytes),
+        (merged(LORA, urls), (2 * parameters + 4 * adapter) * 7 // 8 + 2 * (merged_bytes + 2 * head)),
         (LORA, (2 * parameters + 4 * adapter) * 7 // 8),
     ]
     for changes, sent in expected:
