@@ -108,8 +108,8 @@ _BASES: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
 
 def _run(job: Job) -> bool:
     job.folder.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
     with _BASES[job.base]:
+        started = time.monotonic()
         code = _share_base(job)
     code = code or _train(job, job.command())
     seconds = time.monotonic() - started
@@ -136,7 +136,8 @@ def _share_base(job: Job) -> int:
         shutil.copytree(own, job.base.with_suffix(".partial"), ignore=kept, dirs_exist_ok=True)
         job.base.with_suffix(".partial").rename(job.base)
         return 0
-    shutil.copytree(job.base, own)
+    shutil.copytree(job.base, own.with_suffix(".partial"), dirs_exist_ok=True)
+    own.with_suffix(".partial").rename(own)
     return 0
 
 

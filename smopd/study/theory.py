@@ -39,11 +39,10 @@ def mixed_groups(rate: float, group_size: int) -> float:
     return 1.0 - rate**group_size - (1.0 - rate) ** group_size
 
 
-def amplification(mixed: float, high: float = 0.9) -> float:
-    """How much more a lone success weighs after whitening under (1 - high, high) than under (0.5, 0.5).
+def mixed_groups_given(successes: int, responses: int, group_size: int) -> float:
+    """The expectation of the same share given how many of the responses earned 1, whatever the rate."""
 
-    Args:
-        mixed: the share of groups in which the sparse reward differs; the dense one differs in all.
-    """
-    skewed = high / math.sqrt(high**2 * mixed + (1 - high) ** 2)
-    return skewed / (0.5 / math.sqrt(0.25 * mixed + 0.25))
+    def all_alike(count: int) -> float:
+        return math.comb(count, group_size) / math.comb(responses, group_size)
+
+    return 1.0 - all_alike(successes) - all_alike(responses - successes)

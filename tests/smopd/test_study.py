@@ -6,7 +6,9 @@ import json
 import math
 import shutil
 import subprocess
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +18,7 @@ from smopd.recipe import write_yaml
 from smopd.study import theory
 from smopd.study.conflict import brevity_reward, coverage_reward
 from smopd.study.experiments import EXPERIMENTS, SIZES
-from smopd.study.jobs import Job, jobs, run
+from smopd.study.jobs import Job, _share_base, jobs, run
 from smopd.toy_world import prompts
 
 VARIANTS = [(name, variant) for name, one in EXPERIMENTS.items() for variant in one.variants]
@@ -80,6 +82,57 @@ def test_jobs_that_begin_alike_share_their_warm_start(tmp_path: Path, monkeypatc
     assert [path.name for path in (other.folder / "base").iterdir()] == ["export"]
 
 
+def test_an_interrupted_copy_of_the_warm_start_is_made_again(tmp_path: Path, monkeypatch) -> None:
+    job = Job("conflict", "base", 0, tmp_path, "cpu")
+    (job.base / "export").mkdir(parents=True)
+    (job.base / "done.json").write_text("{}")
+    whole = shutil.copytree
+
+    def interrupted(source: Path, to: Path, **options: object) -> None:
+        to.mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "copytree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _share_base(job)
+    monkeypatch.setattr(shutil, "copytree", whole)
+    assert _share_base(job) == 0
+    assert sorted(path.name for path in (job.folder / "base").iterdir()) == ["done.json", "export"]
+    assert [path.name for path in job.folder.iterdir()] == ["base"]
+
+
+def test_a_jobs_time_is_without_its_wait_for_another(tmp_path: Path, monkeypatch) -> None:
+    clock = [0.0]
+
+    class Held:
+        def __enter__(self) -> None:
+            clock[0] += 100.0
+
+        def __exit__(self, *error: object) -> None:
+            clock[0] += 7.0
+
+    monkeypatch.setattr("smopd.study.jobs._BASES", defaultdict(Held))
+    monkeypatch.setattr("smopd.study.jobs.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("smopd.study.jobs._share_base", lambda job: 0)
+    monkeypatch.setattr("smopd.study.jobs._train", lambda job, command: 0)
+    job = Job("conflict", "base", 0, tmp_path, "cpu")
+    assert run([job], at_once=1) == []
+    assert float(job.seconds.read_text()) == 7.0
+
+
+def test_the_profiles_and_the_ablations_differ_in_no_more_than_the_profile(tmp_path: Path) -> None:
+    """So that the ablations' lambda 0 is the GDPO of the moderate student."""
+    moderate, ablated = (
+        Job(*names, 0, tmp_path, "cpu") for names in (("profiles", "share_0.7"), ("ablations", "base"))
+    )
+    assert moderate.base == ablated.base
+    student = moderate.settings.resolved("smopd_paper")
+    gdpo = ablated.settings.resolved("lambda_0")
+    assert gdpo.opd.coef == 0 and gdpo.loss.anchor_coef == 1 and gdpo.advantage.estimator == "gdpo"
+    for part in ("loop", "loss", "rollout", "student", "advantage", "rewards", "evaluation"):
+        assert getattr(student, part) == getattr(gdpo, part), part
+
+
 def test_a_job_of_other_settings_is_told_apart(tmp_path: Path) -> None:
     job = Job("density", "rate_0.05", 0, tmp_path, "cpu")
     assert job.changes == {}
@@ -133,11 +186,15 @@ def test_figure_1a_is_the_papers() -> None:
     assert after.tolist() == pytest.approx([0.1950, -0.3524, -0.0650, 0.2224], abs=6e-5)
 
 
-def test_the_expected_signal_and_its_amplification() -> None:
+def test_the_expected_signal() -> None:
     assert theory.mixed_groups(0.5, 1) == 0
     assert theory.mixed_groups(0.003, 8) == pytest.approx(0.0237, abs=1e-4)
-    assert theory.amplification(1 / 64) == pytest.approx(6.03, abs=0.01)
-    assert theory.amplification(1.0) == pytest.approx(0.9 / math.sqrt(0.82) * math.sqrt(2), rel=1e-6)
+    assert theory.mixed_groups_given(1, 128, 8) == pytest.approx(1 / 16)
+    assert theory.mixed_groups_given(0, 128, 8) == theory.mixed_groups_given(128, 128, 8) == 0
+    expected = sum(
+        math.comb(12, k) * 0.3**k * 0.7 ** (12 - k) * theory.mixed_groups_given(k, 12, 4) for k in range(13)
+    )
+    assert expected == pytest.approx(theory.mixed_groups(0.3, 4))
 
 
 def test_the_conflicting_rewards() -> None:
