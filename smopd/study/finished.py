@@ -9,14 +9,16 @@ from pathlib import Path
 
 from smopd.cli import read_settings
 from smopd.config import Settings
-from smopd.report.tables import Row, markdown
+from smopd.report.tables import Row, heading, markdown
 from smopd.runs import BASE
 from smopd.study.experiments import EXPERIMENTS
-from smopd.study.measures import Spread, curve, final, finals, seconds, take_off
-from smopd.study.verdicts import Verdict, table
+from smopd.study.measures import Spread, cores, curve, final, finals, seconds, spread, take_off
+from smopd.study.verdicts import Verdict, differences, table
 
 WINDOW = 5  # steps that a drawn curve is the trailing mean of
 FORMAT = "reward/format/mean"
+KINDS = {"greedy": "greedy", "sampled": "sampled, ours"}
+"""Decodings of the held-out evaluation -> how a claim names them: the paper's is greedy."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,9 @@ class Finished:
 
     @cached_property
     def settings(self) -> Settings:
-        """Of the recipe, without a variant's."""
-        return read_settings(str(EXPERIMENTS[self.experiment].path))
+        """As run, in the first seed's folder; the recipe's where none is noted."""
+        noted = [path for folder in self.folders if (path := folder / "config.yaml").exists()]
+        return read_settings(str(noted[0] if noted else EXPERIMENTS[self.experiment].path))
 
     @property
     def labels(self) -> dict[str, str]:
@@ -59,13 +62,35 @@ class Finished:
         del drawn["Base"]
         return {label: line for label, line in drawn.items() if line}
 
+    def leader(self, runs: Sequence[str], column: str) -> str:
+        """Which of the runs is highest, and what the seeds say of its distance to the next."""
+        found = {run: value for run in runs if (value := final(self.folders, run, column)) is not None}
+        if not found:
+            return ""
+        ranked = sorted(found, key=lambda run: found[run].mean, reverse=True)
+        first = self.values(ranked[0], column)
+        level = [run for run in ranked if self.values(run, column) == first]
+        names = ", ".join(f"“{self.labels[run]}”" for run in level)
+        said = f"{heading(column)} is highest for {names} ({found[ranked[0]]})"
+        for run in [run for run in ranked if run not in level][:1]:
+            if (ahead := spread(differences(first, self.values(run, column)))) is not None:
+                said += f", {ahead:+} from the next, “{self.labels[run]}”"
+        return said
+
+    def budget(self) -> str:
+        """Each run's own steps, and those of the runs that it needs."""
+        return "Steps: " + "; ".join(
+            f"“{self.labels[run]}” {own}" + (f" after {before} of the runs that it needs" if before else "")
+            for run, (own, before) in budgets(self.settings).items()
+        )
+
     def takeoffs(self) -> str:
         """When the format's sampled mean first reached one half, by run and seed."""
         found = []
         for run, label in self.labels.items():
             if run != BASE:
                 reached = [take_off(folder, run, FORMAT) for folder in self.folders]
-                found.append(f"{label}: " + ", ".join("never" if at is None else str(at) for at in reached))
+                found.append(f"“{label}” " + ", ".join("never" if at is None else str(at) for at in reached))
         return "First step with half of the samples in the exact format, by seed: " + "; ".join(found) + "."
 
 
@@ -92,6 +117,7 @@ class Chapter:
         verdicts: on claims of the paper, by what the runs show.
         figure: the file's name, of an SVG beside the page.
         done: the runs that it reads.
+        caption: what the figure shows, from the runs.
     """
 
     title: str
@@ -99,11 +125,13 @@ class Chapter:
     verdicts: Sequence[Verdict] = ()
     figure: str | None = None
     done: Sequence[Finished] = field(default=())
+    caption: str = ""
 
     def markdown(self, page_seconds: float) -> str:
         """The section; `page_seconds` is what it took to make it of finished runs."""
         picture = f"![{self.title}](study/{self.figure})\n" if self.figure else ""
-        parts = [f"## {self.title}\n", picture, f"{self.text.rstrip()}\n", table(self.verdicts)]
+        caption = f"*{self.caption}*\n" if self.caption else ""
+        parts = [f"## {self.title}\n", picture, caption, f"{self.text.rstrip()}\n", table(self.verdicts)]
         if self.done:
             parts.append(f"\n*{self._cost(page_seconds)}*")
         return "\n".join(part for part in parts if part) + "\n"
@@ -111,10 +139,17 @@ class Chapter:
     def _cost(self, page_seconds: float) -> str:
         counts = sorted({len(done.folders) for done in self.done})
         seeds = f"{counts[0]} to {counts[-1]} seeds" if len(counts) > 1 else plural(counts[0], "seed")
-        took = [seconds(folder) for done in self.done for folder in done.folders]
+        folders = [folder for done in self.done for folder in done.folders]
+        took = [seconds(folder) for folder in folders]
+        known = [n for folder in folders if (n := cores(folder)) is not None]
+        shared = ""
+        if len(known) == len(folders):
+            there = " or ".join(map(str, sorted(set(known))))
+            minutes = sum(t / n for t, n in zip(took, known, strict=True)) / 60
+            shared = f" ({minutes:.0f} minutes on {there} cores)"
         return (
-            f"{seeds}; {plural(len(took), 'job')} of together {sum(took) / 60:.0f} minutes, the longest "
-            f"{max(took) / 60:.0f}; {page_seconds:.0f} s for the chapter itself."
+            f"{seeds}; {plural(len(took), 'job')} of together {sum(took) / 60:.0f} thread-minutes{shared}, "
+            f"the longest {max(took) / 60:.0f}; {page_seconds:.0f} s for the chapter itself."
         )
 
 
@@ -123,6 +158,35 @@ def row(label: str, run: str, found: Mapping[str, Spread | None]) -> Row:
     known = {column: value for column, value in found.items() if value is not None}
     deviations = {column: value.deviation for column, value in known.items() if value.n > 1}
     return Row(label, run, {column: value.mean for column, value in known.items()}, deviations)
+
+
+def paired(column: str, *which: tuple[Finished, str]) -> list[list[float | None]]:
+    """A column of runs of several variants, over the seeds that all have, told by their folders' names."""
+    by_seed = [
+        dict(zip((folder.name for folder in done.folders), done.values(run, column), strict=True))
+        for done, run in which
+    ]
+    shared = [seed for seed in by_seed[0] if all(seed in values for values in by_seed)]
+    return [[values[seed] for seed in shared] for values in by_seed]
+
+
+def extremes(values: Mapping[str, Spread]) -> str:
+    """The lowest and the highest, with their labels."""
+    ranked = sorted(values, key=lambda label: values[label].mean)
+    low, high = ranked[0], ranked[-1]
+    return f"from {values[low]} (“{low}”) to {values[high]} (“{high}”)"
+
+
+def budgets(settings: Settings) -> dict[str, tuple[int, int]]:
+    """Run -> its own steps, and those of the runs that it needs: its teachers and what it starts from."""
+    needed: dict[str, set[str]] = {}
+    own = {run: settings.resolved(run).loop.steps for run in settings.runs}
+    for name, run in settings.runs.items():
+        direct = {run.init} if run.init in own else set()
+        if run.stage == "merge":
+            direct |= {teacher.model for teacher in settings.resolved(name).teachers.models} & set(own)
+        needed[name] = direct.union(*(needed[other] for other in direct))
+    return {run: (own[run], sum(own[other] for other in needed[run])) for run in own}
 
 
 def plural(n: int, noun: str) -> str:

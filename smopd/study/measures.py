@@ -76,11 +76,20 @@ def seconds(folder: Path) -> float:
     return float((folder / "study_seconds.txt").read_text())
 
 
+def cores(folder: Path) -> int | None:
+    """Of the machine that a job was run on."""
+    return _environment(folder).get("cpus")
+
+
 def commit(folder: Path) -> str:
-    """The commit that a job was run at, as its environment has it."""
-    path = folder / "environment.json"
-    git = (json.loads(path.read_text()) if path.exists() else {}).get("git")
+    """The commit that a job was run at."""
+    git = _environment(folder).get("git")
     return f"{git['commit'][:10]}{', modified' if git['modified'] else ''}" if git else "unrecorded"
+
+
+def _environment(folder: Path) -> dict[str, Any]:
+    path = folder / "environment.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def _smoothed(values: dict[int, float], window: int) -> dict[int, float]:

@@ -7,11 +7,11 @@ from pathlib import Path
 from smopd.runs import BASE
 from smopd.study import figures
 from smopd.study.figures import Axes, Dot
-from smopd.study.finished import WINDOW, Chapter, Finished, Study
+from smopd.study.finished import KINDS, WINDOW, Chapter, Finished, Study, extremes
 from smopd.study.measures import Spread, final, mean_of, spread
 from smopd.study.verdicts import Verdict, above, best, differences, judge, no_lower
 
-KINDS = ("greedy", "sampled")
+PAPER_CONFLICT = "0.7 and 0.3"  # §4.1
 RARE_FORMAT = 0.09  # the introduction's "below 9%"
 COLUMNS = [f"{kind}/{name}" for kind in KINDS for name in ("accuracy", "format", "sum")]
 
@@ -24,11 +24,18 @@ def curves(study: Study, pages: Path) -> Chapter | None:
     _draw_training(done, pages / "curves.svg")
     loop, group_size = done.settings.loop, done.settings.rollout.group_size
     text = (
-        f"{loop.prompts_per_step} prompts x {group_size} rollouts a step: mean of the step's rollouts "
-        f"(trailing mean of {WINDOW} steps, band of one deviation), and the held-out prompts at the end:\n\n"
-        f"{done.table(COLUMNS)}\n{done.takeoffs()}\n\n{_controls(done)}"
+        f"{loop.prompts_per_step} prompts x {group_size} rollouts a step. The curves are means of a step's "
+        f"rollouts (trailing mean of {WINDOW} steps, band of one deviation), the table is of held-out "
+        f"prompts at the end. {done.budget()}.\n\n{done.table(COLUMNS)}\n{_controls(done)}"
     )
-    return Chapter("Reward and format of all methods", text, rlla_verdicts(done), "curves.svg", [done])
+    return Chapter(
+        "Reward and format of all methods",
+        text,
+        rlla_verdicts(done),
+        "curves.svg",
+        [done],
+        _training_caption(done),
+    )
 
 
 def snips(study: Study, pages: Path) -> Chapter | None:
@@ -39,10 +46,12 @@ def snips(study: Study, pages: Path) -> Chapter | None:
     _draw_training(done, pages / "snips.svg")
     text = (
         "Words of real users, intents as tools and slots as parameters, a model from scratch; held-out "
-        f"utterances of the benchmark's validation files.\n\n{done.table(COLUMNS)}\n{done.takeoffs()}\n\n"
+        f"utterances of the benchmark's validation files. {done.budget()}.\n\n{done.table(COLUMNS)}\n"
         f"{_controls(done)}"
     )
-    return Chapter("Real utterances: SNIPS", text, rlla_verdicts(done), "snips.svg", [done])
+    return Chapter(
+        "Real utterances: SNIPS", text, rlla_verdicts(done), "snips.svg", [done], _training_caption(done)
+    )
 
 
 def conflict(study: Study, pages: Path) -> Chapter | None:
@@ -50,59 +59,63 @@ def conflict(study: Study, pages: Path) -> Chapter | None:
     done = study.finished("conflict")
     if not done.folders:
         return None
-    points = {
-        label: [
-            Dot(x.mean, y.mean)
-            for folder in done.folders
-            if (x := final([folder], run, "sampled/brevity"))
-            and (y := final([folder], run, "sampled/coverage"))
-        ]
-        for run, label in done.labels.items()
-    }
-    axes = Axes("held-out prompts, a dot a seed", "sampled brevity", "sampled coverage")
-    figures.dots(pages / "conflict.svg", [(axes, points)])
     names = ("coverage", "brevity")
+    panels = []
+    for kind in KINDS:
+        points = {
+            label: [
+                Dot(x.mean, y.mean)
+                for folder in done.folders
+                if (x := final([folder], run, f"{kind}/brevity"))
+                and (y := final([folder], run, f"{kind}/coverage"))
+            ]
+            for run, label in done.labels.items()
+        }
+        panels.append((Axes("held-out prompts, a dot a seed", f"{kind} brevity", f"{kind} coverage"), points))
+    figures.dots(pages / "conflict.svg", panels)
     silent = {
         name: spread(
             [mean_of(folder / "gdpo", f"reward/{name}/zero_variance_groups") for folder in done.folders]
         )
         for name in names
     }
-    apart = {
-        name: spread(
-            differences(*(done.values(f"{teacher}_teacher", f"sampled/{name}") for teacher in names))
-        )
-        for name in names
-    }
-    findings = []
-    if all(silent.values()):
-        findings.append(
-            "Share of GDPO's groups in which all rollouts earned the same: "
-            + ", ".join(f"{name} {value}" for name, value in silent.items())
-            + "."
-        )
-    if all(apart.values()):
-        findings.append(
-            "The coverage teacher less the brevity teacher, sampled: "
-            + ", ".join(f"{name} {value:+}" for name, value in apart.items() if value)
-            + "."
-        )
+    equal = ", ".join(f"{name} {value}" for name, value in silent.items() if value)
+    own, other = done.settings.runs["coverage_teacher"].reward_weights or (0.5, 0.5)
     columns = [f"{kind}/{name}" for kind in KINDS for name in (*names, "sum")]
     text = (
         "Coverage: the share of the request's values that a response names. Brevity: 1 for silence, 0 at 160 "
-        f"characters.\n\n{done.table(columns)}\n{' '.join(findings)}"
+        f"characters. The teachers' profiles are {own:g} and {other:g}; the paper's conflicting setting has "
+        f"{PAPER_CONFLICT}. {done.budget()}.\n\n{done.table(columns)}\n"
+        + (f"Share of GDPO's groups in which all rollouts earned the same: {equal}." if equal else "")
     )
     verdicts: list[Verdict] = []
-    for kind in KINDS:
+    for kind, said in KINDS.items():
         student = done.values("student_paper", f"{kind}/sum")
         others = {name: done.values(name, f"{kind}/sum") for name in ("gdpo", "gd2po")}
         teachers = best(*(done.values(f"{name}_teacher", f"{kind}/sum") for name in names))
         verdicts += [
-            *above(f"Table 2: SMOPD's mean is above GDPO's ({kind} sum)", student, others["gdpo"]),
-            *above(f"Table 2, two of three models: … above GD2PO's ({kind} sum)", student, others["gd2po"]),
-            *above(f"§1: the student surpasses both teachers ({kind} sum)", student, teachers),
+            *above(f"Table 2: SMOPD's mean is above GDPO's ({said}, sum)", student, others["gdpo"]),
+            *above(f"Table 2, two of three models: … above GD2PO's ({said}, sum)", student, others["gd2po"]),
+            *above(f"§1: the student surpasses both teachers ({said}, sum)", student, teachers),
         ]
-    return Chapter("Two rewards in conflict", text, verdicts, "conflict.svg", [done])
+    return Chapter(
+        "Two rewards in conflict", text, verdicts, "conflict.svg", [done], _conflict_caption(done, names)
+    )
+
+
+def _conflict_caption(done: Finished, names: tuple[str, ...]) -> str:
+    found = []
+    for kind in KINDS:
+        apart = {
+            name: spread(
+                differences(*(done.values(f"{teacher}_teacher", f"{kind}/{name}") for teacher in names))
+            )
+            for name in names
+        }
+        differ = ", ".join(f"{name} {value:+}" for name, value in apart.items() if value)
+        found.append(f"{kind}, the coverage teacher less the brevity teacher: {differ}")
+        found.append(done.leader(list(done.labels), f"{kind}/sum"))
+    return _sentence("; ".join(part for part in found if part))
 
 
 def rlla_verdicts(done: Finished) -> list[Verdict]:
@@ -113,45 +126,57 @@ def rlla_verdicts(done: Finished) -> list[Verdict]:
         if run in greedy:
             claim = f"§1: with balanced priorities {run.upper()}'s format stays below 9% (greedy)"
             verdicts += judge(claim, greedy[run], high=RARE_FORMAT)
-    for kind in KINDS:
+    for kind, said in KINDS.items():
         accuracy, exact, total = (
             {run: done.values(run, f"{kind}/{name}") for run in done.labels}
             for name in ("accuracy", "format", "sum")
         )
-        teachers = best(total["accuracy_teacher"], total["format_teacher"])
         verdicts += [
             *above(
-                f"§4.2: the format teacher's format is above GDPO's ({kind})",
+                f"§4.2: the format teacher's format is above GDPO's ({said})",
                 exact["format_teacher"],
                 exact["gdpo"],
             ),
             *no_lower(
-                f"§4.2: … not at the cost of accuracy ({kind})", accuracy["format_teacher"], accuracy["gdpo"]
+                f"§4.2: … not at the cost of accuracy ({said})", accuracy["format_teacher"], accuracy["gdpo"]
             ),
-            *above(f"Table 1: SMOPD's sum is above GDPO's ({kind})", total["smopd_paper"], total["gdpo"]),
+            *above(f"Table 1: SMOPD's sum is above GDPO's ({said})", total["smopd_paper"], total["gdpo"]),
             *no_lower(
-                f"§4.2: SMOPD keeps the format teacher's format ({kind})",
+                f"§4.2: SMOPD keeps the format teacher's format ({said})",
                 exact["smopd_paper"],
                 exact["format_teacher"],
-            ),
-            *above(
-                f"§1: the student's sum surpasses both teachers' ({kind})", total["smopd_paper"], teachers
             ),
         ]
     return verdicts
 
 
 def _controls(done: Finished) -> str:
-    """What the paper has no row for, as differences of the sampled sum."""
-    student = done.values("smopd_paper", "sampled/sum")
+    """What the paper has no row for, as differences of the sum."""
     found = []
-    for run in ("sequential", "smopd"):
-        apart = spread(differences(done.values(run, "sampled/sum"), student)) if run in done.labels else None
-        if apart is not None:
-            found.append(f"“{done.labels[run]}” {apart:+}")
+    for run in [run for run in ("sequential", "smopd") if run in done.labels]:
+        apart = {
+            kind: spread(differences(*(done.values(one, f"{kind}/sum") for one in (run, "smopd_paper"))))
+            for kind in KINDS
+        }
+        if all(apart.values()):
+            said = ", ".join(f"{kind} {value:+}" for kind, value in apart.items() if value)
+            found.append(f"“{done.labels[run]}” {said}")
     if not found:
         return ""
-    return f"Not in the paper: sampled sum less that of “{done.labels['smopd_paper']}”: {', '.join(found)}."
+    return f"Not in the paper: sum less that of “{done.labels['smopd_paper']}”: {'; '.join(found)}."
+
+
+def _training_caption(done: Finished) -> str:
+    found = []
+    for reward in ("accuracy", "format"):
+        ended = {label: line[-1][1] for label, line in done.curves(f"reward/{reward}/mean").items()}
+        if ended:
+            found.append(f"{reward} {extremes(ended)}")
+    return f"Each run's last steps: {'; '.join(found)}. {done.takeoffs()}"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}." if text else ""
 
 
 def _draw_training(done: Finished, path: Path) -> None:
@@ -162,9 +187,14 @@ def _draw_training(done: Finished, path: Path) -> None:
     figures.lines(path, panels)
 
 
-def teaser(study: Study) -> list[tuple[Axes, dict[str, dict[str, Spread]]]]:
-    """Fig. 1(b)'s form: the sum of SMOPD and of the methods that it is compared with, a panel a setting."""
+def teaser(study: Study) -> tuple[list[tuple[Axes, dict[str, dict[str, Spread]]]], str]:
+    """Fig. 1(b)'s form: the sum of SMOPD and of the methods that it is compared with, a panel a setting.
+
+    Returns:
+        The panels, and a sentence on what they show.
+    """
     panels = []
+    found = []
     for experiment, title in (("curves", "toy world"), ("snips", "SNIPS"), ("conflict", "conflict")):
         done = study.finished(experiment)
         runs = [run for run in done.of_stage("control", "merge") if run != BASE]
@@ -178,4 +208,6 @@ def teaser(study: Study) -> list[tuple[Axes, dict[str, dict[str, Spread]]]]:
         }
         if any(groups.values()):
             panels.append((Axes(f"(b) {title}", "", "sum of the rewards"), groups))
-    return panels
+            leaders = [leader for kind in KINDS if (leader := done.leader(runs, f"{kind}/sum"))]
+            found.append(f"{title}: {', '.join(leaders)}")
+    return panels, f"(b) {'; '.join(found)}." if found else ""

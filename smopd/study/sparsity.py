@@ -5,19 +5,21 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from smopd.config import Settings
 from smopd.report.tables import Row, markdown
 from smopd.runs import BASE
 from smopd.study import figures, theory
 from smopd.study.experiments import RATES
 from smopd.study.figures import Axes, Dot
-from smopd.study.finished import FORMAT, Chapter, Finished, Study, row
-from smopd.study.measures import Spread, final, finals, spread, steps, take_off
+from smopd.study.finished import FORMAT, KINDS, Chapter, Finished, Study, budgets, row
+from smopd.study.measures import Spread, final, spread, steps, take_off
 from smopd.study.methods import RARE_FORMAT, teaser
-from smopd.study.verdicts import above, counted, differences, judge
+from smopd.study.verdicts import Verdict, above, counted, differences, judge
 
 PROFILES = {"balanced (0.5, 0.5)": (0.5, 0.5), "format (0.1, 0.9)": (0.1, 0.9)}
 SIGNAL_BOUND = 0.02  # ours: of the share of mixed groups, what counts as equal to the formula
+RARE, COMMON = "where p is below 0.1", "elsewhere"
+RARE_RATE = 0.1  # ours: below, the paper's "vanishes linearly with the success rate"
+PAPER_RATE = 0.0018  # of the study's, the one at which the paper's "below 9%" is asked: the quickstart's
 LOWEST_RATE = 1e-4  # where a base rate of 0 among its samples is drawn
 
 
@@ -34,7 +36,8 @@ def figure_1(study: Study, pages: Path) -> Chapter:
         str(i + 1): {label: values[i] for label, values in bars.items()} for i in range(theory.GROUP_SIZE)
     }
     advantages = Axes("(a) mean advantage, whitened", "response of the group", "advantage")
-    figures.grouped(pages / "figure_1.svg", [(advantages, groups), *teaser(study)])
+    panels, compared = teaser(study)
+    figures.grouped(pages / "figure_1.svg", [(advantages, groups), *panels])
     balanced, sparse = (values[0].mean for values in bars.values())
     answer = "agrees" if balanced < 0 < sparse else "contradicts"
     text = (
@@ -42,33 +45,41 @@ def figure_1(study: Study, pages: Path) -> Chapter:
         "the first response of one group and 0 elsewhere. Mean advantage of each response over the "
         "groups:\n\n"
         + markdown(rows, [f"response {i + 1}" for i in range(theory.GROUP_SIZE)])
-        + "\nThe response that earned the sparse reward is the worst on the dense one. Its whitened "
-        f"advantage is {balanced:+.4f} under balanced weights and {sparse:+.4f} under the format profile, by "
-        f"arithmetic: this {answer} {'with ' if answer == 'agrees' else ''}the paper's figure. (b) Sums of "
-        "the rewards in the settings below, one bar a method, where there are runs."
+        + "\n(b) Sums of the rewards in the settings below, one bar a method, where there are runs."
     )
-    return Chapter("Figure 1: who decides the gradient", text, figure="figure_1.svg")
+    caption = (
+        "(a) The response that earned the sparse reward is the worst on the dense one: its whitened "
+        f"advantage is {balanced:+.4f} under balanced weights and {sparse:+.4f} under the format profile, by "
+        f"arithmetic, which {answer} {'with ' if answer == 'agrees' else ''}the paper's figure. {compared}"
+    )
+    title = "Figure 1: who decides the gradient"
+    return Chapter(title, text, figure="figure_1.svg", caption=caption.rstrip())
 
 
 def signal(study: Study, pages: Path) -> Chapter | None:
     """The appendix's expected signal against the measured share of mixed groups."""
     every = study.variants("density")
     measured: list[tuple[float, float]] = []
-    per_seed: dict[str, list[float]] = {}
+    excess: dict[str, dict[str, list[float]]] = {RARE: {}, COMMON: {}}
     for done in every.values():
         group_size = done.settings.rollout.group_size
+        responses = group_size * done.settings.loop.prompts_per_step
         for folder in done.folders:
             for run in done.labels:
-                rates = steps(folder / run, FORMAT)
                 equal = steps(folder / run, "reward/format/zero_variance_groups")
-                found = [(rate, 1 - equal[at]) for at, rate in rates.items() if 0 < rate < 1 and at in equal]
-                measured += found
-                per_seed.setdefault(folder.name, []).extend(
-                    theory.mixed_groups(rate, group_size) - share for rate, share in found
-                )
-    shortfalls: list[float | None] = [statistics.fmean(found) for found in per_seed.values() if found]
-    if not shortfalls:
+                for at, rate in steps(folder / run, FORMAT).items():
+                    successes = round(rate * responses)
+                    if at in equal and 0 < successes < responses:
+                        mixed = 1 - equal[at]
+                        expected = theory.mixed_groups_given(successes, responses, group_size)
+                        band = excess[RARE if rate < RARE_RATE else COMMON]
+                        band.setdefault(folder.name, []).append(mixed - expected)
+                        measured.append((rate, mixed))
+    if not measured:
         return None
+    per_seed = {
+        band: [statistics.fmean(found) for found in seeds.values()] for band, seeds in excess.items() if seeds
+    }
     grid = [10 ** (-3 + 3 * i / 60) for i in range(61)]
     points = {
         "measured, a step each": [Dot(*point) for point in measured],
@@ -76,16 +87,27 @@ def signal(study: Study, pages: Path) -> Chapter | None:
     }
     axes = Axes("groups with a signal", "mean rate of the exact format", "share of mixed groups", log_x=True)
     figures.dots(pages / "signal.svg", [(axes, points)])
-    text = (
-        f"Over {len(measured)} training steps (G = {group_size}) the share of mixed groups was below the "
-        f"formula's by {spread(shortfalls)} on average; the ± is over the seeds' averages, not over steps. "
-        "The formula takes every prompt to have the same rate; where prompts differ, fewer groups are mixed "
-        "than it says."
+    caption = (
+        "Measured share of mixed groups less the expected one: "
+        + ", ".join(f"{spread(found):+} {band}" for band, found in per_seed.items())
+        + "; the ± is over the seeds' averages, not over steps."
     )
-    claim = f"App. B: the share of mixed groups is 1 - p^G - (1-p)^G (to {SIGNAL_BOUND})"
-    verdicts = judge(claim, shortfalls, low=-SIGNAL_BOUND, high=SIGNAL_BOUND)
+    text = (
+        f"{len(measured)} training steps of G = {group_size}, those with a success and a failure among their "
+        f"{responses} responses. A dot's p is its step's own rate, so the lowest is one success in "
+        f"{responses}, whose group is mixed whatever p is: at low p the figure shows the formula's slope and "
+        "no more. The comparison is with the formula's expectation given how many of the step's responses "
+        "succeeded, for which the steps that are left out make no difference. The formula takes every prompt "
+        "to have the same p; where prompts differ, fewer groups are mixed than it says."
+    )
+    verdicts: list[Verdict] = []
+    for band, found in per_seed.items():
+        claim = (
+            f"App. B: the share of mixed groups is 1 - p^G - (1-p)^G {band} (to {SIGNAL_BOUND}, our bound)"
+        )
+        verdicts += judge(claim, found, low=-SIGNAL_BOUND, high=SIGNAL_BOUND, sign="+")
     return Chapter(
-        "The expected signal 1 - p^G - (1-p)^G", text, verdicts, "signal.svg", list(every.values())
+        "The expected signal 1 - p^G - (1-p)^G", text, verdicts, "signal.svg", list(every.values()), caption
     )
 
 
@@ -94,110 +116,127 @@ def density(study: Study, pages: Path) -> Chapter | None:
     every = study.variants("density")
     if not every:
         return None
-    settings = next(iter(every.values())).settings
-    budget = budgets(settings)
+    first = next(iter(every.values()))
+    pairs = _draw_density(every, pages / "density.svg")
+    text = (
+        f"{first.settings.loop.prompts_per_step} prompts x {first.settings.rollout.group_size} rollouts a "
+        "step. The left panel counts a run's own steps, and an open mark stands at a run's last step where "
+        "half of the samples were not in the exact format by then; the budgets differ (dashed). "
+        f"{first.budget()}. A base model without an exact response among its samples is drawn at "
+        f"{LOWEST_RATE:.2%}. Format on held-out prompts at the end, by the share of the demonstrations that "
+        "are in the exact format:\n\n"
+        + "\n".join(_ended(every, kind) for kind in KINDS)
+        + _same_compute(every, first.labels.get("gdpo_long", ""))
+    )
+    pairing = "sooner in {sooner}, later in {later}, at the same step in {same}, neither in {neither}"
+    verdicts = counted(
+        "§4.2, by a measure of ours: a sparse reward's teacher takes off sooner than balanced GDPO",
+        pairs["sooner"],
+        pairs["later"],
+        pairing.format(**pairs),
+    )
+    for done in _at_rate(every, PAPER_RATE):
+        claim = f"§1: balanced GDPO's format stays below {RARE_FORMAT:.0%}, at {PAPER_RATE:.2%} (greedy)"
+        verdicts += judge(claim, done.values("gdpo", "greedy/format"), high=RARE_FORMAT)
+    for kind, said in KINDS.items():
+        for rate in RATES:
+            for done in _at_rate(every, rate):
+                student, balanced = (done.values(run, f"{kind}/format") for run in ("smopd_paper", "gdpo"))
+                claim = f"Table 1, 1.5B: SMOPD's format is above GDPO's, at {rate:.2%} ({said})"
+                verdicts += above(claim, student, balanced)
+    return Chapter(
+        "How sparse may the sparse reward be",
+        text,
+        verdicts,
+        "density.svg",
+        list(every.values()),
+        _density_caption(every),
+    )
+
+
+def _draw_density(every: dict[str, Finished], path: Path) -> dict[str, int]:
+    """Returns how often the format teacher took off sooner than balanced GDPO, and so on."""
+    budget = budgets(next(iter(every.values())).settings)
     started: dict[str, list[Dot]] = {}
-    ended: dict[str, list[Dot]] = {}
+    ended: dict[str, dict[str, list[Dot]]] = {kind: {} for kind in KINDS}
     pairs = {"sooner": 0, "later": 0, "same": 0, "neither": 0}
     for done in every.values():
         for folder in done.folders:
             measured = final([folder], BASE, "sampled/format")
             at = max(measured.mean if measured else 0.0, LOWEST_RATE)
             for run, (own, _) in budget.items():
-                value = final([folder], run, "sampled/format")
-                if value is None:
-                    continue
                 when = take_off(folder, run, FORMAT)
                 reached = Dot(at, float(own if when is None else when), when is not None)
-                started.setdefault(done.labels[run], []).append(reached)
-                ended.setdefault(done.labels[run], []).append(Dot(at, value.mean))
+                for kind, series in ended.items():
+                    if (value := final([folder], run, f"{kind}/format")) is not None:
+                        series.setdefault(done.labels[run], []).append(Dot(at, value.mean))
+                if final([folder], run, "sampled/format") is not None:
+                    started.setdefault(done.labels[run], []).append(reached)
             pairs[_sooner(*(take_off(folder, run, FORMAT) for run in ("format_teacher", "gdpo")))] += 1
     limits = tuple(sorted({own for own, _ in budget.values()}))
     axes = Axes("take-off (open: not by its last step)", "base rate, sampled", "own step at 50%", log_x=True)
-    axes = axes._replace(bottom=0, top=1.08 * limits[-1], marks=limits)
-    end = Axes("at the end", "base rate, sampled", "sampled format", log_x=True, bottom=-0.03, top=1.03)
-    figures.dots(pages / "density.svg", [(axes, started), (end, ended)])
+    panels = [(axes._replace(bottom=0, top=1.08 * limits[-1], marks=limits), started)]
+    end = Axes("at the end", "base rate, sampled", "", log_x=True, bottom=-0.03, top=1.03)
+    panels += [(end._replace(y=f"{kind} format"), series) for kind, series in ended.items()]
+    figures.dots(path, panels)
+    return pairs
+
+
+def _ended(every: dict[str, Finished], kind: str) -> str:
+    """The table of the final format, a row a rate; empty where there is none."""
     rows = [
         row(
             f"{rate:.2%} of demonstrations",
             f"{rate}",
-            {
-                label: final(done.folders, run, "sampled/format")
-                for run, label in done.labels.items()
-                if run in budget or run == BASE
-            },
+            {label: final(done.folders, run, f"{kind}/format") for run, label in done.labels.items()},
         )
         for rate in RATES
         for done in _at_rate(every, rate)
     ]
     columns = list(dict.fromkeys(label for one in rows for label in one.values))
-    labels = next(iter(every.values())).labels
-    text = (
-        f"{settings.loop.prompts_per_step} prompts x {settings.rollout.group_size} rollouts a step. The left "
-        "panel counts a run's own steps, and an open mark stands at a run's last step where half of the "
-        "samples were not in the exact format by then; the budgets differ (dashed): "
-        + "; ".join(
-            f"{labels[run]} {own}" + (f" after {before} of the runs that it needs" if before else "")
-            for run, (own, before) in budget.items()
-        )
-        + ". The steps of the runs that a run needs are not in its own. A base model without an exact "
-        f"response among its samples is drawn at {LOWEST_RATE:.2%}. Sampled format on held-out prompts at "
-        "the end, by the share of the demonstrations that are in the exact format:\n\n"
-        + markdown(rows, columns)
-        + _same_compute(every, labels["gdpo_long"])
-    )
-    pairing = "sooner in {sooner}, later in {later}, at the same step in {same}, neither in {neither}"
-    verdicts = counted(
-        "§1: a sparse reward's teacher takes off sooner than balanced GDPO",
-        pairs["sooner"],
-        pairs["later"],
-        pairing.format(**pairs),
-    )
-    for rate in RATES:
-        for done in _at_rate(every, rate):
-            student, balanced = (
-                finals(done.folders, run, "sampled/format") for run in ("smopd_paper", "gdpo")
-            )
-            where, most = f"at {rate:.2%} (sampled)", RARE_FORMAT
-            verdicts += [
-                *judge(f"§1: balanced GDPO's format stays below {most:.0%}, {where}", balanced, high=most),
-                *above(f"Table 1: SMOPD's format is above GDPO's, {where}", student, balanced),
+    return f"{kind.capitalize()}:\n\n{markdown(rows, columns)}" if columns else ""
+
+
+def _density_caption(every: dict[str, Finished]) -> str:
+    """The final format at the lowest and the highest rate."""
+    rates = [rate for rate in RATES if _at_rate(every, rate)]
+    ends = list(dict.fromkeys((rates[0], rates[-1])))
+    found = []
+    for kind in KINDS:
+        for run in ("gdpo", "format_teacher", "smopd_paper"):
+            values = [
+                (done.labels[run], final(done.folders, run, f"{kind}/format"))
+                for rate in ends
+                for done in _at_rate(every, rate)
             ]
-    return Chapter("How sparse may the sparse reward be", text, verdicts, "density.svg", list(every.values()))
+            if all(value for _, value in values):
+                shown = " and ".join(f"{value}" for _, value in values)
+                found.append(f"{kind}, “{values[0][0]}” {shown}")
+    return f"Final format at {' and '.join(f'{rate:.2%}' for rate in ends)}: {'; '.join(found)}."
 
 
 def _same_compute(every: dict[str, Finished], label: str) -> str:
     """The student against balanced GDPO with the steps of both stages, which the paper leaves out."""
-    found = [
-        f"{apart:+} at {rate:.2%}"
-        for rate in RATES
-        for done in _at_rate(every, rate)
-        if (
-            apart := spread(
-                differences(*(done.values(run, "sampled/format") for run in ("smopd_paper", "gdpo_long")))
+    found = []
+    for kind in KINDS:
+        apart = {
+            rate: spread(
+                differences(*(done.values(run, f"{kind}/format") for run in ("smopd_paper", "gdpo_long")))
             )
-        )
-    ]
+            for rate in RATES
+            for done in _at_rate(every, rate)
+        }
+        said = ", ".join(f"{value:+} at {rate:.2%}" for rate, value in apart.items() if value)
+        if said:
+            found.append(f"{kind} {said}")
     if not found:
         return ""
-    return f"\nNot in the paper: the paper's student less “{label}”, sampled format: {', '.join(found)}."
+    return f"\nNot in the paper: the paper's student less “{label}”, format: {'; '.join(found)}."
 
 
 def _at_rate(every: dict[str, Finished], rate: float) -> list[Finished]:
     done = every.get(f"rate_{rate:g}")
     return [done] if done else []
-
-
-def budgets(settings: Settings) -> dict[str, tuple[int, int]]:
-    """Run -> its own steps, and those of the runs that it needs: its teachers and what it starts from."""
-    needed: dict[str, set[str]] = {}
-    own = {run: settings.resolved(run).loop.steps for run in settings.runs}
-    for name, run in settings.runs.items():
-        direct = {run.init} if run.init in own else set()
-        if run.stage == "merge":
-            direct |= {teacher.model for teacher in settings.resolved(name).teachers.models} & set(own)
-        needed[name] = direct.union(*(needed[other] for other in direct))
-    return {run: (own[run], sum(own[other] for other in needed[run])) for run in own}
 
 
 def _sooner(teacher: int | None, balanced: int | None) -> str:

@@ -45,20 +45,29 @@ def judge(
 
 
 def above(claim: str, these: Values, those: Values) -> list[Verdict]:
-    """The claim that `these` are above `those`, seed by seed; equal ones are no evidence."""
-    different = differences(these, those)
-    verdicts = judge(claim, different, low=math.ulp(0.0), sign="+")
-    return verdicts if any(different) else [verdict._replace(answer="undecided") for verdict in verdicts]
+    """The claim that `these` are above `those`, seed by seed."""
+    return _compared(claim, these, those, low=math.ulp(0.0))
 
 
 def no_lower(claim: str, these: Values, those: Values) -> list[Verdict]:
     """The claim that `these` are not below `those`, seed by seed."""
-    return judge(claim, differences(these, those), low=0.0, sign="+")
+    return _compared(claim, these, those, low=0.0)
 
 
 def alike(claim: str, these: Values, those: Values, bound: float) -> list[Verdict]:
     """The claim that the two are no further apart than `bound`."""
-    return judge(claim, differences(these, those), low=-bound, high=bound, sign="+")
+    return _compared(claim, these, those, low=-bound, high=bound)
+
+
+def _compared(
+    claim: str, these: Values, those: Values, *, low: float, high: float = math.inf
+) -> list[Verdict]:
+    """Undecided where they are equal in every seed: both may be at a reward's end."""
+    different = differences(these, those)
+    level = spread([a for a, apart in zip(these, different, strict=True) if apart is not None])
+    if level is not None and not any(different):
+        return [Verdict(claim, f"no difference: both at {level}", "undecided")]
+    return judge(claim, different, low=low, high=high, sign="+")
 
 
 def counted(claim: str, agreeing: int, other: int, what: str) -> list[Verdict]:
@@ -87,5 +96,5 @@ def table(verdicts: Sequence[Verdict]) -> str:
     """As Markdown; empty where there are none."""
     if not verdicts:
         return ""
-    lines = ["| the paper says | here | verdict |", "|---|---:|---|"]
+    lines = ["| claim | here | verdict |", "|---|---:|---|"]
     return "\n".join([*lines, *(f"| {claim} | {found} | {answer} |" for claim, found, answer in verdicts)])
