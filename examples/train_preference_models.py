@@ -11,6 +11,7 @@ pairs as they will score responses. Needs `pip install trl`; runs on a CPU with 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ class Training:
     max_tokens: int = 2048
     """Of a chat with its response; longer pairs are left out. At most what the base takes."""
     held_out: int = 200
-    """The last pairs, not trained on."""
+    """Pairs not trained on: the last prompts', each with all of its pairs, so it may be a few more."""
     pad_token: str | None = None
     """Where the tokenizer has none of its own, as Llama's: another token than the end token."""
     seed: int = 0
@@ -67,18 +68,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = tyro.cli(Training, args=argv, description=__doc__)
     try:
         pairs = without_evaluation(read_pairs(options.data), evaluation_sources(options))
-        if not 0 <= options.held_out < len(pairs):
-            raise ValueError(f"--held-out is {options.held_out}, expected less than the {len(pairs)} pairs")
+        kept, held_out = split(pairs, options.held_out)
         tokenizer = prepared_tokenizer(options)
     except (ValueError, FileNotFoundError) as error:
         print(f"train_preference_models: {error}", file=sys.stderr)
         sys.exit(2)
-    kept = len(pairs) - options.held_out
     for name in CHOICES:
-        train(name, pairs[:kept], tokenizer, options)
-        if options.held_out:
-            share = accuracy(name, pairs[kept:], options)
-            print(f"{name}: prefers the better response of {share:.1%} of {options.held_out} held-out pairs")
+        train(name, kept, tokenizer, options)
+        if held_out:
+            share = accuracy(name, held_out, options)
+            print(f"{name}: prefers the better response of {share:.1%} of {len(held_out)} held-out pairs")
 
 
 def read_pairs(source: str) -> list[Pair]:
@@ -113,6 +112,25 @@ def without_evaluation(pairs: Sequence[Pair], sources: Iterable[str]) -> list[Pa
     if not seen:
         print("no evaluation set was found: name them with --evaluation", file=sys.stderr)
     return kept
+
+
+def split(pairs: Sequence[Pair], held_out: int) -> tuple[list[Pair], list[Pair]]:
+    """The pairs to train on and at least `held_out` others; no prompt is among both.
+
+    Raises:
+        ValueError: none would be left to train on.
+    """
+    counts = Counter(_key(pair.prompt) for pair in pairs)
+    held: set[tuple[str, ...]] = set()
+    n = 0
+    while n < held_out and counts:
+        prompt, found = counts.popitem()  # of the prompts that are left, the one met last
+        held.add(prompt)
+        n += found
+    if held_out < 0 or not counts:
+        raise ValueError(f"--held-out is {held_out}, expected some of the {len(pairs)} pairs to train on")
+    kept = [pair for pair in pairs if _key(pair.prompt) not in held]
+    return kept, [pair for pair in pairs if _key(pair.prompt) in held]
 
 
 def prepared_tokenizer(options: Training) -> PreTrainedTokenizerBase:

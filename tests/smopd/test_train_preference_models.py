@@ -52,6 +52,18 @@ def test_prompts_of_the_real_evaluation_are_left_out(example, shared_data, capsy
     assert sum(pair.better["helpful"] != pair.better["harmless"] for pair in pairs) == 578 + 326
 
 
+def test_no_prompt_is_on_both_sides_of_the_split(example, shared_data):
+    pairs = example.read_pairs(str(shared_data / "safe" / "pku_preference_train.jsonl.gz"))
+    kept, held_out = example.split(pairs, 200)
+    prompts = [{pair.prompt[0]["content"].strip() for pair in side} for side in (kept, held_out)]
+    assert not prompts[0] & prompts[1] and 200 <= len(held_out) <= 210
+    assert len(kept) + len(held_out) == len(pairs)
+    assert example.split(pairs, 0) == (pairs, [])
+    for unusable in (-1, len(pairs)):
+        with pytest.raises(ValueError, match=f"--held-out is {unusable}, expected some of the 3695 pairs"):
+            example.split(pairs, unusable)
+
+
 def test_the_preferred_response_is_chosen(example, tmp_path):
     (pair,) = example.read_pairs(write_pairs(tmp_path / "pairs.jsonl", 1))
     helpful, harmless = (example.preference(name, pair) for name in ("helpful", "harmless"))
