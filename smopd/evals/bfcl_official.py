@@ -28,13 +28,6 @@ def is_installed() -> bool:
     return importlib.util.find_spec(PACKAGE) is not None
 
 
-def version() -> str:
-    """The installed package's version."""
-    from importlib.metadata import version
-
-    return version("bfcl-eval")
-
-
 def find_mistake(
     functions: Sequence[Function],
     calls: Sequence[Call],
