@@ -194,8 +194,30 @@ def test_a_chapter_says_what_it_took(density: Path, tmp_path: Path) -> None:
 def test_budgets_count_what_a_run_stands_on() -> None:
     budget = budgets(read_settings(str(EXPERIMENTS["density"].path)))
     assert budget["gdpo"] == (100, 0) and budget["gdpo_long"] == (300, 0)
-    assert budget["smopd"] == (100, 160) or budget["smopd"] == (100, 200)
+    assert budget["smopd"] == budget["smopd_paper"] == (100, 200)
     assert budget["sequential"] == (100, 100)
+
+
+def test_the_control_of_the_same_compute_has_it() -> None:
+    """As many steps as the paper's student and its specialists together, each of as many rollouts."""
+    quickstart = EXPERIMENTS["density"].path.parents[1] / "quickstart.yaml"
+    found = []
+    for path in (quickstart, *(experiment.path for experiment in EXPERIMENTS.values())):
+        settings = read_settings(str(path))
+        if "gdpo_long" not in settings.runs:
+            continue
+        found.append(path.stem)
+        budget = budgets(settings)
+        student = settings.resolved("smopd_paper")
+        specialists = [teacher.model for teacher in student.teachers.models]
+        steps = [budget[run][0] for run in (*specialists, "smopd_paper")]
+        assert budget["gdpo_long"] == (sum(steps), 0) and len(steps) == 3
+        rollouts = {
+            (each.loop.prompts_per_step, each.rollout.group_size)
+            for each in map(settings.resolved, (*specialists, "smopd_paper", "gdpo_long"))
+        }
+        assert len(rollouts) == 1
+    assert found == ["density"]
 
 
 @pytest.fixture
