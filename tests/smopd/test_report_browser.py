@@ -1,43 +1,23 @@
-"""A report in a real browser: what a model wrote does nothing, and there is something to see."""
+"""A report in a real browser: what a model wrote does nothing. test_resume.py opens that of a real run."""
 
 from __future__ import annotations
 
-import os
-import shutil
 import struct
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from smopd.report.page import Report, write_report
 from smopd.report.tables import Row
-from tests.patience import HANG_SECONDS
+from tests.smopd.browser import BROWSER, HEIGHT, WIDTH, browse
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 CHANGED = "document.title='changed'"
 EVIL = (
     f'</dd></pre></span><script>{CHANGED}</script><img src=x onerror="{CHANGED}">'
     f'<svg onload="{CHANGED}"></svg><a href="javascript:{CHANGED}">a</a>'
 )
-WIDTH, HEIGHT = 1280, 900
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs chromium")
-
-
-def browse(page: Path, *options: str) -> str:
-    command = [
-        str(BROWSER),
-        *("--headless", "--disable-gpu", "--no-first-run", "--virtual-time-budget=3000"),
-        *(["--no-sandbox"] if os.geteuid() == 0 else []),
-        f"--user-data-dir={page.parent / 'profile'}",
-        f"--window-size={WIDTH},{HEIGHT}",
-        *options,
-        page.as_uri(),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
 
 
 @pytest.mark.slow

@@ -15,8 +15,29 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.patience import HANG_SECONDS
+from tests.smopd.browser import BROWSER, HEIGHT, WIDTH, opened
 from tests.smopd.recipes import command, environment, metric_lines, train, write_recipe
 
+BOXES = """(() => {
+  const charts = [...document.querySelectorAll("details[open] figure")];
+  const all = name => [...document.querySelectorAll(name)];
+  const first = all("table")[0], keys = all("h2 + p .key").filter(key => !key.closest("details"));
+  const runs = keys.filter(key => key.parentElement.previousElementSibling.textContent === "training");
+  return {
+    tables: all("table").filter(table => !table.closest("details")).length,
+    rows: first.tBodies[0].rows.length, keys: runs.length, curves: charts.length,
+    lines: charts.map(chart => chart.querySelectorAll("polyline").length),
+    boxes: [all("h1")[0], first, ...runs, ...charts].map(one => one.getBoundingClientRect().toJSON()),
+  };
+})()"""
+FIRST_TOKEN = """(() => {
+  const token = document.querySelector("details[open] .token");
+  token.scrollIntoView({block: "center"});
+  const box = token.getClientRects()[0];
+  return {x: box.left + box.width / 2, y: box.top + box.height / 2};
+})()"""
+TIPS = """[...document.querySelectorAll(".tip")].filter(
+  tip => tip.getClientRects().length && getComputedStyle(tip).display !== "none").map(tip => tip.innerText)"""
 RUNS = ("base", "accuracy_teacher", "format_teacher", "student")
 
 
@@ -96,6 +117,25 @@ def test_a_run_killed_again_and_again_ends_the_same(tmp_path, straight):
     done = train(recipe)
     assert done.returncode == 0, done.stderr[-4000:]
     assert_same_runs(folder, straight)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
+def test_a_person_sees_in_one_screen_what_happened(straight, tmp_path):
+    """The table, the legend and the reward curves; and a token's tip where the mouse is."""
+    with opened(straight / "report.html", tmp_path / "profile") as page:
+        found = page.value(BOXES)
+        assert [found[name] for name in ("tables", "keys", "curves")] == [1, 3, 2], found
+        assert found["rows"] == len(RUNS) and found["lines"] == [3, 3]
+        assert all(box["left"] >= 0 and box["right"] <= WIDTH for box in found["boxes"]), found
+        assert all(box["top"] >= 0 and box["bottom"] <= HEIGHT for box in found["boxes"]), found
+
+        assert page.value(TIPS) == []
+        at = page.value(FIRST_TOKEN)
+        page.point(at["x"], at["y"])
+        (shown,) = page.value(TIPS)
+        assert all(name in shown for name in ("accuracy_teacher", "format_teacher", "student"))
+        page.point(0, 0)
+        assert page.value(TIPS) == []
 
 
 def test_finished_runs_are_not_done_again(straight):
