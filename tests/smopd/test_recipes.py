@@ -145,6 +145,8 @@ def test_table_6(recipe: str) -> None:
         ]
         models = [reward.kwargs["model"].rpartition("/")[2] for reward in own.rewards]
         assert models == ["Qwen2.5-7B-SafeRLHF-RM", "Qwen2.5-7B-SafeRLHF-CM"]
+        read = {(reward.kwargs["max_tokens"], reward.kwargs["truncation_side"]) for reward in own.rewards}
+        assert read == {(2048, "right")}
         assert (own.loop.prompts_per_step, own.loop.prompts_per_step // own.loop.updates_per_step) == (
             512,
             128,
