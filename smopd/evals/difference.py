@@ -18,7 +18,7 @@ from smopd.evals.results import print_table
 from smopd.files import write_atomically
 
 Rows = Mapping[str, Mapping[str, Any]]
-NOT_SCORES = ("key", "group", "response", "finished", "truth")
+NOT_SCORES = ("key", "group", "response", "finished", "truth", "prompt_cut")
 CLASS = "outcome"
 CHANGES = ("won", "lost", "same", "unscored")
 
