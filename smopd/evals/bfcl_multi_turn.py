@@ -9,8 +9,9 @@ best installed in an environment of its own, whose Python is given:
     python -m smopd.evaluate bfcl ... --multi-turn-scores runs/bfcl_multi_turn/score
 
 Run with version 2026.3.23 on one item, asked at a loopback endpoint that replays its answer
-(tests/smopd/test_bfcl_package.py); not yet on a whole category with a model that vLLM serves. That version
-also needs `pip install soundfile`, which it does not name.
+(tests/smopd/test_bfcl_package.py). tests/smopd/test_bfcl_vllm.py asks a tiny model that vLLM serves, and has
+not been seen to pass yet; no whole category has been run. That version also needs `pip install soundfile`,
+which it does not name.
 """
 
 from __future__ import annotations
