@@ -102,7 +102,7 @@ def read_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def sampler(command: Evaluation, items: Sequence[Item]) -> Callable[[], list[Response]]:
-    """Loads the command's model; the call samples one response to each item, in order.
+    """Loads the command's model; the call samples one response to each item, in order, cut as saved ones are.
 
     Raises:
         ValueError, FileNotFoundError: no usable model, no chat template, or too few positions.
@@ -136,7 +136,7 @@ def sampler(command: Evaluation, items: Sequence[Item]) -> Callable[[], list[Res
             [rollout.response_ids.tolist() for rollout in rollouts], skip_special_tokens=True
         )
         return [
-            Response(text, rollout.finished, prompt_cut)
+            Response(extract_response(text), rollout.finished, prompt_cut)
             for text, rollout, prompt_cut in zip(decoded, rollouts, cut, strict=True)
         ]
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -205,6 +206,13 @@ def test_diff_lists_what_changed(tmp_path, capsys):
     assert all(text in shown for text in ("won", "[red]no_call", "1 items only in B, first '7'"))
 
 
+def test_a_cut_prompt_is_no_score(tmp_path, capsys):
+    a = [kept("1", prompt_cut=True, accuracy=0.0), kept("2", accuracy=1.0)]
+    b = [kept("1", prompt_cut=True, accuracy=1.0), kept("2", accuracy=1.0)]
+    _, written = diff(tmp_path, capsys, a, b)
+    assert (written["score"], written["total"]["won"]) == ("accuracy", 1)
+
+
 def test_diff_by_another_score(tmp_path, capsys):
     a = [kept("1", accuracy=1.0, format=0.0), kept("2", accuracy=1.0, format=1.0)]
     b = [kept("1", accuracy=0.5, format=1.0), kept("2", accuracy=1.0, format=1.0)]
@@ -285,6 +293,30 @@ def test_a_model_is_sampled_and_scored(data, tmp_path):
     assert (tmp_path / "a" / "rlla_items.jsonl").read_text() == (
         tmp_path / "b" / "rlla_items.jsonl"
     ).read_text()
+
+
+def test_sampled_responses_are_cut_as_saved_ones_are(data, tmp_path, monkeypatch):
+    import torch
+
+    from smopd.engine.local import LocalRollout
+    from smopd.small_models import world_model
+
+    model, tokenizer = world_model(seed=0)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    generate = LocalRollout.generate
+
+    def spaced(*arguments):
+        text = tokenizer("\n<think>\n")["input_ids"]
+        return [replace(rollout, response_ids=torch.tensor(text)) for rollout in generate(*arguments)]
+
+    monkeypatch.setattr(LocalRollout, "generate", spaced)
+    common = ["rlla", "--data", str(data), "--output"]
+    sampled, again = tmp_path / "sampled", tmp_path / "again"
+    evaluate.main([*common, str(sampled), "--model", str(tmp_path / "model"), "--max-new-tokens", "2"])
+    evaluate.main([*common, str(again), "--responses", str(sampled / "rlla_items.jsonl")])
+    assert json.loads((sampled / "rlla_items.jsonl").read_text().splitlines()[0])["response"] == "<think>"
+    assert (again / "rlla_items.jsonl").read_text() == (sampled / "rlla_items.jsonl").read_text()
 
 
 def test_long_prompts_are_cut_on_the_left_and_counted(data, tmp_path, capsys, monkeypatch):
