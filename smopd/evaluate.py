@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         command.check()
         suite = command.suite()
         given = given_responses(command, suite)
+        command.prepare(suite)
         sample = sampler(command, suite.items) if given is None else None
     if sample is not None:
         given = sample()

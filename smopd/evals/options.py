@@ -62,6 +62,13 @@ class Evaluation:
         """
         raise NotImplementedError
 
+    def prepare(self, suite: Any) -> None:
+        """Loads what the scoring needs, before anything is sampled.
+
+        Raises:
+            ValueError, FileNotFoundError: it cannot be used.
+        """
+
     def settings(self, suite: Any) -> dict[str, Any]:
         """More to keep of a run, by names of its own: settings of the suite, what scoring cost."""
         return {}

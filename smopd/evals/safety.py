@@ -177,6 +177,16 @@ class SafetyEvaluation(Evaluation):
         helpful, harmless = self.helpful.scorer(**settings), self.harmless.scorer(**settings)
         return Safety(load_safety_items(self.data_path), helpful, harmless)
 
+    def prepare(self, suite: Safety) -> None:
+        """Has both models score a chat, which loads them."""
+        from smopd.engine.servers import NoServer
+
+        for scorer in suite.scorers.values():
+            try:
+                scorer([({"role": "user", "content": "Hello?"},)], ["Hello."])
+            except NoServer as error:
+                raise ValueError(str(error)) from None
+
     def settings(self, suite: Any) -> dict[str, Any]:
         models = {"helpful": asdict(self.helpful), "harmless": asdict(self.harmless)}
         return {**models, "max_tokens": self.max_tokens}

@@ -189,6 +189,38 @@ def test_the_module_loads_no_torch():
     assert done.returncode == 0, done.stderr
 
 
+def test_an_unusable_preference_model_is_one_line_before_anything_is_sampled(tmp_path, monkeypatch, capsys):
+    from smopd import evaluate
+    from smopd.engine.local import LocalRollout
+    from smopd.small_models import world_model
+    from tests.smopd.tiny_preference import byte_tokenizer, save
+
+    for name, labels in (("one", 1), ("two", 2)):
+        save(tmp_path / name, byte_tokenizer(), labels=labels)
+    for part in world_model(seed=0):
+        part.save_pretrained(tmp_path / "policy")
+    (tmp_path / "given.jsonl").write_text('{"response": "r"}\n' * 3)
+
+    def sampled(*_):
+        pytest.fail("responses were sampled")
+
+    monkeypatch.setattr(LocalRollout, "generate", sampled)
+    arguments = ["safety", "--data", str(write_data(tmp_path / "safe")), "--output", str(tmp_path / "out")]
+    arguments += ["--helpful.model", str(tmp_path / "one"), "--max-new-tokens", "4"]
+    model, given = ["--model", str(tmp_path / "policy")], ["--responses", str(tmp_path / "given.jsonl")]
+    two, one = (["--harmless.model", str(tmp_path / name), "--max-tokens"] for name in ("two", "one"))
+    for more, message in (
+        ([*model, *two, "256"], "two: a preference model has one output"),
+        ([*given, *two, "256"], "two: a preference model has one output"),
+        ([*model, *one, "2048"], "max_tokens is 2048, expected at most the 512"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            evaluate.main([*arguments, *more])
+        error = capsys.readouterr().err
+        assert ended.value.code == 2 and message in error.splitlines()[-1] and "Traceback" not in error
+    assert not (tmp_path / "out").exists()
+
+
 def test_two_preference_models_score_responses(tmp_path):
     from smopd.rewards.preference_model import preference_reward
     from tests.smopd.tiny_preference import byte_tokenizer, save
