@@ -18,7 +18,7 @@ MAX_THREADS = 2  # a test's tensors are small; more threads only slow it down an
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped where there is none")
+    config.addinivalue_line("markers", "gpu: needs a CUDA device, or uses the one that is there")
     config.addinivalue_line("markers", "slow: takes more than about ten seconds")
     config.addinivalue_line("markers", "unproven: not seen to pass yet; SMOPD_UNPROVEN=1 runs it")
     if "SMOPD_TEST_UNTIL" in os.environ:
@@ -45,15 +45,23 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if os.environ.get("SMOPD_UNPROVEN") != "1":
         for item in items:
             if item.get_closest_marker("unproven"):
                 item.add_marker(pytest.mark.skip(reason="unproven yet (SMOPD_UNPROVEN=1 runs it)"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
+    native = [item for item in items if item.path.name.startswith("test_triton_") and item not in marked]
+    if not (marked or native):
         return
-    if not has_gpu():
+    if has_gpu():
+        for item in native:
+            item.add_marker(pytest.mark.gpu)
+        if "SMOPD_TEST_UNTIL" in os.environ:  # first what runs nowhere else
+            first = set(marked)
+            items.sort(key=lambda item: item not in first)
+    else:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 

@@ -1,4 +1,4 @@
-"""SMOPD_TEST_UNTIL cuts the fixture or the test that is under way, and nothing of pytest's own."""
+"""SMOPD_TEST_UNTIL cuts the fixture or the test that is under way, and nothing of pytest's own; -m gpu."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 TESTS = """
 import os
@@ -68,6 +70,18 @@ class Lingering:
 
 signal.lingering = Lingering()
 """
+TRITON_TESTS = """
+import pytest
+
+
+def test_anywhere():
+    pass
+
+
+@pytest.mark.gpu
+def test_large():
+    pass
+"""
 
 
 def run(folder: Path, seconds: float, *options: str) -> str:
@@ -94,3 +108,18 @@ def test_an_alarm_skips_and_breaks_nothing(tmp_path: Path) -> None:
 
 def test_when_the_time_is_up_nothing_begins(tmp_path: Path) -> None:
     assert "5  the time was up" in run(tmp_path, -1)
+
+
+@pytest.mark.parametrize("device", [True, False], ids=["gpu", "no-gpu"])
+def test_triton_tests_are_of_the_gpu_where_there_is_one(device: bool, tmp_path: Path) -> None:
+    fake = (
+        f"import sys\n\ndef pytest_sessionstart():\n    sys.modules['conftest'].has_gpu = lambda: {device}\n"
+    )
+    (tmp_path / "device.py").write_text(fake)
+    (tmp_path / "test_triton_one.py").write_text(TRITON_TESTS)
+    printed = run(tmp_path, 36000, "-p", "device", "-m", "gpu", "-v")
+    assert ("test_anywhere PASSED" in printed) == device
+    assert ("test_large PASSED" in printed) == device
+    assert "test_whole" not in printed
+    if device:
+        assert printed.index("test_large PASSED") < printed.index("test_anywhere PASSED")
