@@ -70,7 +70,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it work, not how fast is it")
     parser.add_argument("--check", action="store_true", help="hard shapes, checked and not timed")
     parser.add_argument("--seconds", type=float, help="of timing a case, all its providers together")
-    parser.add_argument("--providers", default="", help="only these names or kinds, with commas between")
+    words = "names, kinds or backends, with commas between"
+    parser.add_argument("--providers", default="", help=f"only these {words}")
+    parser.add_argument("--without", default="", help=f"all but these {words}")
     parser.add_argument("--deadline", type=float, help="seconds after which no further case is begun")
     parser.add_argument("--output", type=Path, help="rows go to this file as well")
     return parser.parse_args(arguments)
@@ -87,6 +89,7 @@ def _run(arguments: argparse.Namespace) -> int:
         case_set="check" if arguments.check else "quick" if arguments.quick else device,
         seconds=0.02 if arguments.quick and arguments.seconds is None else arguments.seconds,
         providers=tuple(filter(None, arguments.providers.split(","))),
+        without=tuple(filter(None, arguments.without.split(","))),
         deadline=None if arguments.deadline is None else time.monotonic() + arguments.deadline,
     )
     file = None

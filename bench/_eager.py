@@ -57,17 +57,22 @@ def forward_kl(logq_NV: Tensor, ids_NS: Tensor, logps_NS: Tensor, tail: bool) ->
     return kl_N
 
 
+def tempered(logits_NV: Tensor, temperature: float) -> Tensor:
+    """At 1 the logits themselves: no pass over them."""
+    return logits_NV if temperature == 1.0 else logits_NV / temperature
+
+
 def objective(
     logits_NV: Tensor, tokens: LossTokens, settings: LossSettings, wide: bool = True
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and its terms, from one log-softmax in fp32, or in the logits' dtype with wide=False."""
     logits_NV = logits_NV.float() if wide else logits_NV
-    logq_NV = (logits_NV / settings.temperature).log_softmax(-1)
+    logq_NV = tempered(logits_NV, settings.temperature).log_softmax(-1)
     logp_N = logq_NV.gather(-1, tokens.token_ids_N[:, None])[:, 0].float()
     surrogate_N = surrogate(logp_N, tokens, settings)
     kl_logq_NV = logq_NV
     if settings.kl_temperature != settings.temperature:
-        kl_logq_NV = (logits_NV / settings.kl_temperature).log_softmax(-1)
+        kl_logq_NV = tempered(logits_NV, settings.kl_temperature).log_softmax(-1)
     kl_N = forward_kl(kl_logq_NV, *target_of(tokens, settings), settings.tail)
     with torch.set_grad_enabled(settings.entropy_coef != 0.0):
         entropy_N = -(logq_NV.exp() * logq_NV).sum(-1).float()

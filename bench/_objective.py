@@ -56,8 +56,7 @@ def mixture(ids: Tensor, logps: Tensor, log_alpha: Tensor, kappa: int, merge: bo
 
 def exact(logits: Tensor, tokens: LossTokens, settings: LossSettings, *, gradient: bool = False) -> Exact:
     """The objective of smopd_loss (with opd_coef, entropy_coef) without dual clip and reverse term."""
-    logits = logits.double() if logits.dtype != torch.float32 else logits
-    logits = logits.detach().requires_grad_(gradient)
+    logits = logits.detach().double().requires_grad_(gradient)
     with torch.set_grad_enabled(gradient):
         logq = (logits / settings.temperature).log_softmax(-1)
         logp = logq.gather(-1, tokens.token_ids_N.long()[:, None])[:, 0]

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from bench._types import Case, Outputs, Provider
+from smopd.kernels import cuda
 
 ENV = "SMOPD_BACKEND"
-BACKEND_DEVICES = {"reference": ("cpu", "cuda"), "cpp": ("cpu",), "triton": ("cuda",)}
+BACKEND_DEVICES = {"reference": ("cpu", "cuda"), "cpp": ("cpu",), "triton": ("cuda",), "cuda": ("cuda",)}
+LOSS_BACKENDS = ("reference", "cpp", "triton", "cuda")
 EAGER_SLACK = 50.0  # eager log-softmax, gather and 1 - sum in fp32 lose more than the bounds allow
 PEER_SLACK = 2000.0  # peers that work in the logits' dtype
 
@@ -35,6 +37,7 @@ def ours(
             prepare=prepare,
             backend=backend,
             devices=BACKEND_DEVICES[backend],
+            absent=(lambda _: cuda.unavailable()) if backend == "cuda" else None,
         )
         for backend in backends
     )

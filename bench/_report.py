@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HEADER = ("provider", "median ms", "p20 to p80", "x eager", "of ceiling", "peak MiB", "error", "of bound")
-"""error: the largest of a value, in nats; of bound: as a share of what ours may be off, gradients too."""
+"""error: the largest of a value, in nats, or of a linear head as a share of the norm;
+of bound: as a share of what ours may be off, gradients too."""
 
 
 def grouped(rows: list[dict]) -> dict[tuple[str, str], list[dict]]:

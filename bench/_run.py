@@ -28,12 +28,16 @@ CANNOT = "cannot serve this call"  # how a backend says that it has no kernel fo
 
 @dataclass(frozen=True)
 class Options:
-    """device; case_set: "cpu", "cuda", "quick" or "check" (checked, not timed); providers: names to keep."""
+    """case_set: "cpu", "cuda", "quick" or "check" (checked, not timed).
+
+    providers: which to keep, without: which not; by name, kind or backend.
+    """
 
     device: str
     case_set: str
     seconds: float | None = None
     providers: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
     deadline: float | None = None  # of time.monotonic()
 
     @property
@@ -41,7 +45,8 @@ class Options:
         return self.case_set != "check"
 
     def wants(self, provider: Provider) -> bool:
-        return not self.providers or provider.name in self.providers or provider.kind in self.providers
+        words = {provider.name, provider.kind, provider.backend}
+        return not words & set(self.without) and (not self.providers or bool(words & set(self.providers)))
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from bench import _ceilings, _eager, _peers
-from bench._inputs import Scenario, loss_truth, on_head
+from bench._inputs import Scenario, on_head
 from bench._peers import head_leaves
-from bench._providers import compiled, compiling, eager, ours, peer
+from bench._providers import LOSS_BACKENDS, compiled, compiling, eager, ours, peer
+from bench._truth import loss_truth
 from bench._types import Benchmark, Case, Outputs
 from smopd.ops import LossSettings, LossTokens, linear_smopd_loss
 
@@ -39,6 +40,7 @@ BENCHMARK = Benchmark(
         "cpu": (
             Case(N=2048, V=151_936, D=512, kappa=16, repeats=3, main=True),
             Case(N=256, V=151_936, D=512, kappa=16, M=2, dtype="bfloat16"),
+            Case(N=256, V=151_936, D=512, kappa=16, M=2, dtype="bfloat16", flags=("masked",)),
             Case(N=10_000, V=265, D=128, kappa=16, M=2),
             Case(N=4096, V=151_936, D=1536, kappa=16, repeats=1),
         ),
@@ -52,21 +54,21 @@ BENCHMARK = Benchmark(
             Case(N=4, V=1271, D=16, kappa=16, M=2, dtype="bfloat16"),
         ),
         "check": (
-            Case(N=41, V=1271, D=40, kappa=16, M=2, flags=("merge", "tail", "entropy")),
+            Case(N=41, V=1271, D=40, kappa=16, M=2, flags=("merge", "tail", "entropy", "masked")),
             Case(N=300, V=265, D=128, kappa=16, dtype="bfloat16"),
-            Case(N=70, V=32_000, D=64, kappa=64, dtype="bfloat16", flags=("tail",)),
+            Case(N=70, V=32_000, D=64, kappa=64, dtype="bfloat16", flags=("tail", "masked")),
         ),
     },
     inputs=on_head,
     truth=loss_truth,
     ceilings=lambda scenario: [
-        _ceilings.three_gemms(scenario.hidden_ND, scenario.weight_VD),
-        _ceilings.gemm(scenario.hidden_ND, scenario.weight_VD),
+        _ceilings.three_gemms(scenario.counted_ND, scenario.weight_VD),
+        _ceilings.gemm(scenario.counted_ND, scenario.weight_VD),
     ],
     providers=(
         eager("eager", run(plain)),
         compiled(run(compiling(plain))),
-        *ours(run(functools.partial(fused, recompute=False))),
+        *ours(run(functools.partial(fused, recompute=False)), backends=LOSS_BACKENDS),
         *ours(run(functools.partial(fused, recompute=True)), "recompute"),
         peer("trl chunked", _peers.trl_linear, "trl", note=_peers.TRL_ROWS_NOTE),
         peer("trl divergence", _peers.trl_divergence, "trl", note=_peers.TRL_DIVERGENCE_NOTE),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from bench import _ceilings, _eager
 from bench._accuracy import LINEAR_NORM
-from bench._inputs import checked_rows, random_head
+from bench._inputs import head_logits, random_head
 from bench._providers import compiled, compiling, eager, ours
+from bench._truth import checked_rows, in_chunks
 from bench._types import Benchmark, Case, Expected, Outputs
 from smopd.ops import linear_topk_logprobs
 
@@ -27,11 +29,12 @@ def inputs(case: Case, device: str) -> Inputs:
 
 def truth(given: Inputs) -> dict[str, Expected]:
     """The log-probabilities alone: the order of nearly equal tokens is up to the product's rounding."""
-    rows = checked_rows(given.case.N, str(given.hidden_ND.device))
-    logits = given.hidden_ND[rows].double() @ given.weight_VD.double().T
-    logq = logits.to(given.hidden_ND.dtype).double().log_softmax(-1)
-    values = logq.topk(given.case.kappa, dim=-1).values
-    return {"logps": Expected(values, LINEAR_NORM[given.case.torch_dtype], rows=rows, norm=True)}
+    rows = checked_rows(given.case.N, given.case.V, str(given.hidden_ND.device))
+    logps = []
+    for some in in_chunks(rows, given.case.V):
+        logq = head_logits(given.hidden_ND[some], given.weight_VD).log_softmax(-1)
+        logps.append(logq.topk(given.case.kappa, dim=-1).values)
+    return {"logps": Expected(torch.cat(logps), LINEAR_NORM[given.case.torch_dtype], rows=rows, norm=True)}
 
 
 def run(form):

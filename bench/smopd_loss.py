@@ -7,8 +7,9 @@ import functools
 import torch
 
 from bench import _ceilings, _eager, _peers
-from bench._inputs import Scenario, loss_truth, on_logits
-from bench._providers import PEER_SLACK, compiled, compiling, eager, ours, peer
+from bench._inputs import Scenario, on_logits
+from bench._providers import LOSS_BACKENDS, PEER_SLACK, compiled, compiling, eager, ours, peer
+from bench._truth import loss_truth
 from bench._types import Benchmark, Case, Outputs
 from smopd.ops import smopd_loss
 
@@ -61,8 +62,8 @@ BENCHMARK = Benchmark(
         ),
         "check": (
             Case(N=1, V=7, kappa=3, flags=("tail",)),
-            Case(N=41, V=1271, kappa=16, M=2, dtype="bfloat16", flags=("merge", "tail", "entropy")),
-            Case(N=300, V=265, kappa=16, M=2, flags=("merge", "two-T")),
+            Case(N=41, V=1271, kappa=16, M=2, dtype="bfloat16", flags=("merge", "tail", "entropy", "masked")),
+            Case(N=300, V=265, kappa=16, M=2, flags=("merge", "two-T", "masked")),
             Case(N=5, V=151_936, kappa=16, M=4, dtype="float16", flags=("merge", "tail", "two-T", "entropy")),
             Case(N=5, V=152_064, kappa=128, dtype="bfloat16", flags=("tail",)),
         ),
@@ -78,8 +79,8 @@ BENCHMARK = Benchmark(
         eager("eager", run(_eager.objective)),
         eager("eager 16-bit", run(functools.partial(_eager.objective, wide=False)), slack=PEER_SLACK),
         compiled(run(compiling(_eager.objective))),
-        *ours(run(fused)),
-        *ours(run_in_place, "in place", prepare=own_logits),
+        *ours(run(fused), backends=LOSS_BACKENDS),
+        *ours(run_in_place, "in place", prepare=own_logits, backends=LOSS_BACKENDS),
         peer(
             "liger grpo",
             _peers.liger_grpo,

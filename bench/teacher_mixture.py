@@ -10,8 +10,8 @@ from torch import Tensor
 
 from bench import _ceilings, _eager, _objective
 from bench._accuracy import LOGP
-from bench._inputs import checked_rows
 from bench._providers import compiled, compiling, eager, ours
+from bench._truth import checked_rows, in_chunks
 from bench._types import Benchmark, Case, Expected, Outputs
 from smopd.ops import teacher_mixture
 
@@ -38,9 +38,13 @@ def inputs(case: Case, device: str) -> Inputs:
 
 
 def truth(given: Inputs) -> dict[str, Expected]:
-    rows = checked_rows(given.case.N, str(given.ids_NMS.device))
-    teachers = (given.ids_NMS[rows], given.logps_NMS[rows], given.log_alpha)
-    ids, logps = _objective.mixture(*teachers, given.case.kappa, given.merge)
+    width = (given.case.M * given.case.kappa) ** (2 if given.merge else 1)
+    rows = checked_rows(given.case.N, width, str(given.ids_NMS.device))
+    parts = []
+    for some in in_chunks(rows, width):
+        teachers = (given.ids_NMS[some], given.logps_NMS[some], given.log_alpha)
+        parts.append(_objective.mixture(*teachers, given.case.kappa, given.merge))
+    ids, logps = (torch.cat(column) for column in zip(*parts, strict=True))
     expected = {
         "logps": Expected(logps, LOGP, rows=rows),
         "mass": Expected(logps.exp().sum(-1), LOGP, rows=rows),

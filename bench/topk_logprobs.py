@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from bench import _ceilings, _eager, _peers
 from bench._accuracy import LOGP
-from bench._inputs import checked_rows, random_logits
+from bench._inputs import random_logits
 from bench._providers import compiled, compiling, eager, ours, peer
+from bench._truth import checked_rows, in_chunks
 from bench._types import Benchmark, Case, Expected, Outputs
 from smopd.ops import topk_logprobs
 
@@ -25,12 +27,15 @@ def inputs(case: Case, device: str) -> Inputs:
 
 
 def truth(given: Inputs) -> dict[str, Expected]:
-    rows = checked_rows(given.case.N, str(given.logits_NV.device))
-    logq = given.logits_NV[rows].double().log_softmax(-1)
-    ids = logq.sort(dim=-1, descending=True, stable=True).indices[:, : given.case.kappa]
+    rows = checked_rows(given.case.N, given.case.V, str(given.logits_NV.device))
+    ids, logps = [], []
+    for some in in_chunks(rows, given.case.V):
+        logq = given.logits_NV[some].double().log_softmax(-1)
+        ids.append(logq.sort(dim=-1, descending=True, stable=True).indices[:, : given.case.kappa])
+        logps.append(logq.gather(-1, ids[-1]))
     return {
-        "ids": Expected(ids, rows=rows, exact=True),
-        "logps": Expected(logq.gather(-1, ids), LOGP, rows=rows),
+        "ids": Expected(torch.cat(ids), rows=rows, exact=True),
+        "logps": Expected(torch.cat(logps), LOGP, rows=rows),
     }
 
 

@@ -1,0 +1,185 @@
+"""The benchmarks' truth and refusals: a wrong row, float64, masks, the CUDA backend, make gpu."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bench import _eager, _gpu, _truth, linear_smopd_loss, smopd_loss, topk_forward_kl
+from bench.__main__ import names
+from bench._accuracy import judge
+from bench._inputs import head_logits, on_head, on_logits
+from bench._providers import absent, ours, peer
+from bench._run import Options, run_benchmarks
+from bench._types import Benchmark, Case, Expected, Outputs
+
+N_ROWS, WRONG_ROW = 60, 31
+LINEAR = linear_smopd_loss.run(lambda *a: linear_smopd_loss.fused(*a, recompute=False))
+FORMS = {
+    "smopd_loss": (smopd_loss.BENCHMARK, smopd_loss.run(smopd_loss.fused)),
+    "topk_forward_kl": (topk_forward_kl.BENCHMARK, topk_forward_kl.run(topk_forward_kl.fused)),
+    "linear_smopd_loss": (linear_smopd_loss.BENCHMARK, LINEAR),
+}
+
+
+def spoiled(outputs: Outputs, name: str) -> Outputs:
+    """One row of one output is another row's."""
+    value = outputs[name].clone()
+    value[WRONG_ROW] = value[WRONG_ROW - 1]
+    return outputs | {name: value}
+
+
+def told_of(benchmark: Benchmark, run, dtype: str) -> list[dict]:
+    case = Case(N=N_ROWS, V=50, D=16, kappa=4, dtype=dtype)
+    reference = ours(run, backends=("reference",))
+    told: list[dict] = []
+    one = dataclasses.replace(benchmark, providers=reference, cases={"check": (case,)})
+    run_benchmarks({"one": one}, Options(device="cpu", case_set="check"), told.append)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "dtype"),
+    [
+        ("smopd_loss", "logp", "float32"),
+        ("smopd_loss", "kl", "float32"),
+        ("smopd_loss", "entropy", "bfloat16"),
+        ("smopd_loss", "dlogits", "bfloat16"),
+        ("topk_forward_kl", "dlogits", "float32"),
+        ("linear_smopd_loss", "logp", "float32"),
+        ("linear_smopd_loss", "kl", "bfloat16"),
+        ("linear_smopd_loss", "dhidden", "float32"),
+        ("linear_smopd_loss", "dhidden", "bfloat16"),
+    ],
+)
+def test_one_wrong_row_is_refused(form: str, name: str, dtype: str) -> None:
+    benchmark, run = FORMS[form]
+    (right,) = told_of(benchmark, run, dtype)
+    assert "refused" not in right
+    (wrong,) = told_of(benchmark, lambda given: spoiled(run(given), name), dtype)
+    assert wrong["refused"].startswith(f"{name} is off by")
+
+
+def test_a_peers_rows_between_the_few_are_judged_by_their_norm() -> None:
+    provider, value = peer("theirs", lambda given: {}, slack=10.0), torch.ones(100, 4, dtype=torch.float64)
+    truth = {"x": Expected(value, torch.full_like(value, 1e-6))}
+    row = torch.zeros_like(value)
+    row[50] = 1.0
+    assert judge(provider, {"x": value + 1e-2 * row}, truth)[0] is None
+    for wrong in (value + 2.0 * row, value.masked_fill(row > 0, float("nan"))):
+        fault, *_ = judge(provider, {"x": wrong}, truth)
+        assert fault is not None and fault.startswith("x is off by")
+
+
+def test_a_wrong_loss_is_refused() -> None:
+    benchmark, run = FORMS["smopd_loss"]
+    (wrong,) = told_of(benchmark, lambda given: (out := run(given)) | {"loss": out["loss"] + 1e-3}, "float32")
+    assert wrong["refused"].startswith("loss is off by")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_truth_of_a_head_is_made_in_float64(dtype: str) -> None:
+    torch.manual_seed(0)
+    scenario = on_head(Case(N=5, V=40, D=8, kappa=3, dtype=dtype), "cpu")
+    exact = scenario.hidden_ND.double() @ scenario.weight_VD.double().T
+    wanted = exact if dtype == "float32" else exact.bfloat16().double()
+    torch.testing.assert_close(
+        head_logits(scenario.hidden_ND, scenario.weight_VD), wanted, rtol=1e-14, atol=1e-13
+    )
+    truth = _truth.loss_truth(scenario)
+    assert {truth[name].value.dtype for name in ("logp", "kl", "loss", "dhidden", "dweight")} == {
+        torch.float64
+    }
+
+
+def test_all_rows_are_checked_where_they_are_cheap() -> None:
+    assert _truth.checked_rows(256, 151_936, "cpu").tolist() == list(range(256))
+    rows = _truth.checked_rows(8192, 151_936, "cpu")
+    assert len(rows) == len(rows.unique()) > 400 and (int(rows[0]), int(rows[-1])) == (0, 8191)
+
+
+@pytest.mark.parametrize("name", names())
+def test_masks_are_in_checks_and_where_a_timed_case_says_so(name: str) -> None:
+    cases = importlib.import_module(f"bench.{name}").BENCHMARK.cases
+    timed = [case for kind in ("cpu", "cuda", "quick") for case in cases[kind]]
+    assert not [
+        case for case in timed if "masked" in case.flags and (case.main or name != "linear_smopd_loss")
+    ]
+    if "loss" in name or "forward_kl" in name:
+        assert [case for case in cases["check"] if "masked" in case.flags]
+
+
+def test_only_flagged_cases_have_masked_rows_and_their_ceiling_is_of_the_others() -> None:
+    torch.manual_seed(0)
+    plain = Case(N=200, V=9, D=4, kappa=3)
+    assert bool((on_logits(plain, "cpu").tokens.pg_weight_N != 0).all())
+    masked = on_head(dataclasses.replace(plain, flags=("masked",)), "cpu")
+    n_counted = int((masked.tokens.kl_weight_N != 0).sum())
+    assert 150 < n_counted < 200
+    gemms = linear_smopd_loss.BENCHMARK.ceilings(masked)[0]
+    assert gemms.flops == 6 * n_counted * masked.weight_VD.numel()
+
+
+def test_eager_divides_by_no_temperature_of_1() -> None:
+    logits = torch.ones(2, 3)
+    assert _eager.tempered(logits, 1.0) is logits
+    assert float(_eager.tempered(logits, 0.5)[0, 0]) == 2.0
+
+
+@pytest.mark.parametrize("name", ["smopd_loss", "linear_smopd_loss"])
+def test_the_cuda_backend_takes_part_or_says_why_not(name: str) -> None:
+    benchmark = FORMS[name][0]
+    case = benchmark.cases["cuda"][0]
+    found = [provider for provider in benchmark.providers if provider.backend == "cuda"]
+    assert found
+    for provider in found:
+        assert absent(provider, case, "cpu") == ""
+        if not _gpu.LIBRARY.exists():
+            reason = absent(provider, case, "cuda")
+            assert reason and ("_C_cuda cannot be loaded" in reason or "without CUDA" in reason)
+
+
+def test_providers_are_chosen_by_name_kind_and_backend() -> None:
+    providers = smopd_loss.BENCHMARK.providers
+
+    def kept(**options) -> set[str]:
+        return {p.name for p in providers if Options(device="cpu", case_set="quick", **options).wants(p)}
+
+    assert kept(providers=("cuda",)) == {"cuda", "cuda in place"}
+    assert kept(without=("cuda",)) == {provider.name for provider in providers} - {"cuda", "cuda in place"}
+    assert kept(providers=("ours",), without=("triton", "cuda", "cpp")) == {"reference", "reference in place"}
+
+
+@pytest.mark.parametrize("built", ["not built", "built", "wrong"])
+def test_the_plan_of_make_gpu(
+    built: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[list[str]] = []
+
+    def run(command: list[str], **_) -> SimpleNamespace:
+        ran.append(command[2:])
+        return SimpleNamespace(returncode=int(built == "wrong" and "--providers" in command))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(_gpu._record, "slug", lambda device: "a-gpu")
+    monkeypatch.setattr(_gpu, "_build_cuda", lambda: built != "not built")
+    monkeypatch.setattr(subprocess, "run", run)
+    assert _gpu.main(tmp_path, ["one", "two"]) == int(built == "wrong")
+    *benches, tests = ran
+    assert tests[:3] == ["pytest", "-m", "gpu"] and tests[-1] == _gpu.TESTS
+    own = benches[:-4]
+    assert [command[1] for command in own] == ([] if built == "not built" else ["smopd_loss"])
+    assert [(command[1], "--check" in command) for command in benches[-4:]] == [
+        ("one", True),
+        ("two", True),
+        ("one", False),
+        ("two", False),
+    ]
+    assert all(("--without" in command) == (built == "wrong") for command in benches[-4:])
+    assert ("left out of what follows" in capsys.readouterr().err) == (built == "wrong")
