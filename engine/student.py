@@ -11,7 +11,7 @@ computation is in `compute_dtype`; reductions are fp32.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -177,7 +177,9 @@ class Student:
         also = {first: others for first, *others in names.values()}
         tensors = {name: tensors[name] for name in also}
         if self.lora is None:
-            whole = ((name, self.strategy.full(value)) for name, value in tensors.items())
+            whole: Iterable[tuple[str, Tensor]] = (
+                (name, self.strategy.full(value)) for name, value in tensors.items()
+            )
         else:
             from smopd.engine import lora
 

@@ -69,9 +69,8 @@ def budget(settings: Settings, models: Models, machine: Machine, earlier: Runs =
     shape = Shape.of(settings, machine)
     if 0 < models.student.positions < shape.longest:
         raise ValueError(
-            f"rollout.max_new_tokens: {settings.rollout.max_new_tokens} behind prompts of "
-            f"{shape.longest - settings.rollout.max_new_tokens} tokens is over the model's "
-            f"{models.student.positions} positions"
+            f"model: has {models.student.positions} positions, expected {shape.longest} for a prompt and "
+            "its response (data.max_prompt_tokens, rollout.max_new_tokens, and evaluation's)"
         )
     trained, moment = _student(settings, models.student, machine, shape)
     made: list[Made] = []

@@ -48,8 +48,8 @@ def rollout_engine(
         limit = getattr(config, "max_position_embeddings", longest)
         if longest > limit:
             raise ValueError(
-                f"{path} has {limit} positions, expected {longest}: data.max_prompt_tokens and "
-                "rollout.max_new_tokens, or data.max_evaluation_tokens and evaluation.max_new_tokens"
+                f"{path} has {limit} positions, expected {longest} for a prompt and its response "
+                "(data.max_prompt_tokens, rollout.max_new_tokens, and evaluation's)"
             )
     if options.urls:
         with reading("rollout.urls"):

@@ -75,8 +75,7 @@ class Shape:
         masked = student.share_prompts or student.attention == "sdpa"
         rows = min(max(1, budget_ // length), units)
         batch = MicroBatch(tokens, rows * length * length if masked else 0, tokens)
-        longest = settings.data.longest_prompt + answer
-        return cls(shards, batch, longest, prompts * rollout.group_size, masked)
+        return cls(shards, batch, settings.longest_sequence, prompts * rollout.group_size, masked)
 
 
 def trained_parameters(settings: Settings, sizes: ModelSizes) -> int:

@@ -72,7 +72,7 @@ def asked(settings: Settings, models: Models) -> list[Asked]:
         width, adapters = WIDTHS[rollout.dtype], 0
         if settings.student.lora is not None:
             adapters = width * trained_parameters(settings, models.student)
-        longest = rollout.vllm.max_model_len or data.longest_prompt + rollout.max_new_tokens
+        longest = rollout.vllm.max_model_len or settings.longest_sequence
         engines.append(Asked(SAMPLES, models.student, rollout.vllm, width, longest, adapters=adapters))
     if teachers.engine == "vllm":
         width = WIDTHS[teachers.dtype]

@@ -94,11 +94,6 @@ class Data(Section):
     system: str | None = None
     """A system message put before string prompts."""
 
-    @property
-    def longest_prompt(self) -> int:
-        """In tokens, of training and evaluation prompts."""
-        return max(self.max_prompt_tokens, self.max_evaluation_tokens or 0)
-
 
 class Reward(Section):
     """One reward dimension: `f(prompts, completions, **columns) -> list of float or None`, sync or async."""

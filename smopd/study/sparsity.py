@@ -72,8 +72,8 @@ def signal(study: Study, pages: Path) -> Chapter | None:
                     if at in equal and 0 < successes < responses:
                         mixed = 1 - equal[at]
                         expected = theory.mixed_groups_given(successes, responses, group_size)
-                        band = excess[RARE if rate < RARE_RATE else COMMON]
-                        band.setdefault(folder.name, []).append(mixed - expected)
+                        seeds = excess[RARE if rate < RARE_RATE else COMMON]
+                        seeds.setdefault(folder.name, []).append(mixed - expected)
                         measured.append((rate, mixed))
     if not measured:
         return None

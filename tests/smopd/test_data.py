@@ -256,18 +256,19 @@ def test_evaluation_prompts_have_a_limit_of_their_own(write, tokenizer):
         "model": {"factory": "m:f"},
         "rewards": [{"name": "r", "function": "m:f"}],
         "runs": {"gdpo": {"stage": "control"}},
+        "rollout": {"max_new_tokens": 10},
     }
 
     def read(**data):
         both = {name: {"source": write([long, ROWS[0]], f"{name}.jsonl")} for name in ("train", "evaluation")}
         made = Settings.model_validate({**values, "data": {**both, "max_prompt_tokens": 5, **data}})
-        return made.data.longest_prompt, read_inputs(made, tokenizer, demonstrations=False)
+        return made.longest_sequence, read_inputs(made, tokenizer, demonstrations=False)
 
     longest, found = read(max_evaluation_tokens=7)
-    assert longest == 7 and (len(found.train), found.train.dropped_overlong) == (1, 1)
+    assert longest == 7 + 10 and (len(found.train), found.train.dropped_overlong) == (1, 1)
     assert (len(found.held_out), found.held_out.dropped_overlong, found.held_out.truncated) == (2, 0, 0)
     longest, found = read(max_evaluation_tokens=4, overlong="truncate_left")
-    assert longest == 5 and [len(prompt.token_ids) for prompt in found.train] == [5, 5]
+    assert longest == 5 + 10 and [len(prompt.token_ids) for prompt in found.train] == [5, 5]
     assert [len(prompt.token_ids) for prompt in found.held_out] == [4, 4] and found.held_out.truncated == 2
     with pytest.raises(UnusableInput, match=r"data\.evaluation: .*row 0: the prompt has 7 tokens"):
         read()
