@@ -94,7 +94,7 @@ def piece_gradients(
         if need[1] and main_VD is not None:
             dweight_PD = main_VD[first:last]
         elif dweight_VD is not None:
-            one = len(tiles.rows) == 1 or dweight_VD.dtype == wide
+            one = len(tiles.rows) <= 1 or dweight_VD.dtype == wide
             dweight_PD = dweight_VD[first:last] if one else torch.empty_like(weight_PD, dtype=wide)
         for start, stop in tiles.rows:
             tile_NP = tiles.logits(hidden_ND[start:stop], weight_PD, bias_V, first, last)

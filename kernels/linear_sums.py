@@ -79,7 +79,9 @@ def make_plan(tokens: LossTokens, settings: LossSettings, logits_dtype: torch.dt
             Level(settings.temperature, False, entropy=True, kl=False),
             Level(settings.kl_temperature, tail, entropy=False, kl=True),
         )
-    return Plan(tokens, settings, target, levels, tokens.token_ids_N[:, None].long(), dtype)
+    # A copy: recompute reads it in backward, when the caller may have changed his.
+    token_ids_N1 = tokens.token_ids_N[:, None].to(torch.int64, copy=True)
+    return Plan(tokens, settings, target, levels, token_ids_N1, dtype)
 
 
 def places_in(ids: Tensor, column: int, width: int) -> tuple[Tensor, Tensor]:

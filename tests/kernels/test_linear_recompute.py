@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import pytest
 import torch
 
@@ -99,6 +101,36 @@ def test_backward_twice_and_only_in_part() -> None:
     assert all(map(torch.equal, once, again))
     full = linear_smopd_loss(hidden, weight, tokens, bias_V=bias, recompute=True)[0]
     torch.testing.assert_close(torch.autograd.grad(full, hidden)[0], once[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("n_rows", [cases.N, 0], ids=["all-masked", "no-tokens"])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_where_no_token_counts_gradients_are_zeros(n_rows: int, dtype: torch.dtype) -> None:
+    hidden, weight, bias = cases.head(dtype)
+    tokens = cases.loss_tokens(cases.dense(hidden, weight, bias).detach(), LossSettings())
+    none_N = torch.zeros(cases.N)
+    tokens = replace(tokens, pg_weight_N=none_N, kl_weight_N=none_N, ent_weight_N=none_N).rows(0, n_rows)
+    loss, _ = linear_smopd_loss(hidden[:n_rows], weight, tokens, bias_V=bias, recompute=True)
+    for gradient in torch.autograd.grad(loss, (hidden, weight, bias)):
+        assert not gradient.any()
+
+
+def test_tokens_changed_before_backward_change_nothing() -> None:
+    hidden, weight, bias = cases.head()
+    tokens = cases.loss_tokens(cases.dense(hidden, weight, bias).detach(), LossSettings(), "given")
+    every_N = torch.ones(cases.N)
+    tokens = replace(tokens, pg_weight_N=every_N)  # all count: the caller's own tensors are worked on
+    want = torch.autograd.grad(
+        linear_smopd_loss(hidden, weight, tokens, bias_V=bias, recompute=True)[0], (hidden, weight, bias)
+    )
+    loss, _ = linear_smopd_loss(hidden, weight, tokens, bias_V=bias, recompute=True)
+    for field in fields(tokens):
+        column = getattr(tokens, field.name)
+        if column is not None:
+            column.zero_()
+    for got, true in zip(torch.autograd.grad(loss, (hidden, weight, bias)), want, strict=True):
+        assert torch.equal(got, true)
 
 
 def test_without_gradient_no_row_of_logits_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
