@@ -6,7 +6,8 @@
     cuda        the loss on a Hopper GPU, where smopd._C_cuda was built; never unless forced
 
 SMOPD_BACKEND=reference|cpp|triton|cuda forces one; a call that it cannot serve raises. What cuda has no
-kernel for goes to triton.
+kernel for goes to triton; advantages on a CPU go to the reference from cpp; recompute and tp_group of the
+linear loss have no kernel anywhere and go to the reference. The log says so.
 """
 
 from __future__ import annotations
@@ -75,13 +76,12 @@ def serving(op: str, tensor: Tensor, **facts: Any) -> Callable[..., Any]:
 
 def backend_for(op: str, tensor: Tensor, **facts: Any) -> str:
     """The name of the backend that serves op; see serving."""
-    forced = os.environ.get(ENV, "")
-    if forced and forced not in BACKENDS:
-        raise ValueError(f"{ENV} is {forced!r}, expected one of {BACKENDS}")
+    forced = _forced()
     preferred = forced or ("cpp" if tensor.device.type == "cpu" else "triton")
     if preferred == "cuda" and op not in MODULES["cuda"]:
         preferred = "triton"
-    if preferred == "cpp" and not forced and op in ADVANTAGE_OPS and cpp_unavailable() is None:
+    on_cpu = tensor.device.type == "cpu"
+    if preferred == "cpp" and op in ADVANTAGE_OPS and on_cpu and cpp_unavailable() is None:
         _log_once(CPU_LINE)  # the reference is what they have there, not a fallback
         return "reference"
     why_not = None if preferred == "reference" else _why_not(preferred, op, tensor, facts)
@@ -93,6 +93,28 @@ def backend_for(op: str, tensor: Tensor, **facts: Any) -> str:
         raise RuntimeError(f"{op}: {ENV}={forced} cannot serve this call: {why_not}")
     _log_once(f"{op} on {tensor.device.type} is served by the reference backend: {why_not}")
     return "reference"
+
+
+def reference_alone(op: str, form: str, tensor: Tensor) -> None:
+    """Says that the reference serves a form of the linear loss, as no backend has a kernel for it.
+
+    Raises:
+        ValueError: SMOPD_BACKEND is none of BACKENDS.
+        RuntimeError: SMOPD_BACKEND names a backend that could not serve the loss of such a tensor either.
+    """
+    forced = _forced()
+    why_not = None if forced in ("", "reference") else _why_not(forced, "loss_rows", tensor, {})
+    if why_not is not None:
+        raise RuntimeError(f"{op}: {ENV}={forced} cannot serve this call: {why_not}")
+    device = tensor.device.type
+    _log_once(f"{op} with {form} on {device} is served by the reference backend: there is no kernel for it")
+
+
+def _forced() -> str:
+    forced = os.environ.get(ENV, "")
+    if forced and forced not in BACKENDS:
+        raise ValueError(f"{ENV} is {forced!r}, expected one of {BACKENDS}")
+    return forced
 
 
 def cpp_unavailable() -> str | None:

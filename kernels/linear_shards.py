@@ -63,4 +63,6 @@ def shard_of(op: str, weight_VD: Tensor, group: Any, sizes: Sequence[int] | None
             f"{op}: shard_sizes is {sizes}, expected {n_ranks} numbers with {n_local} at rank {rank} "
             f"to match weight_VD {tuple(weight_VD.shape)}"
         )
+    if min(sizes) < 1:  # told to every rank, so that none waits for another
+        raise ValueError(f"{op}: shard_sizes is {sizes}, expected at least 1 row at each rank")
     return Shard(sum(sizes[:rank]), sizes, group)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smopd.kernels import checks, linear, operators_linear, operators_loss
+from smopd.kernels import checks, dispatch, linear, operators_linear, operators_loss
 from smopd.kernels.inplace import smopd_loss_inplace
 from smopd.kernels.operators_loss import flat_objective, scale_, unpacked_stats
 from smopd.kernels.types import LossSettings, LossStats, LossTokens
@@ -41,7 +41,12 @@ def smopd_loss(
         entropy   = the row's entropy at settings.temperature.
 
     Sums, not means: the denominators are in the weights. Nothing is clamped silently: see
-        LossStats.clipped_N.
+        LossStats.clipped_N. A NaN in a token's target makes its KL, both masses and its gradient NaN.
+
+    fp16 logits: the gradient is rounded to fp16 for an upstream gradient of 1, and scaled in backward. An
+        entry below 2^-25 is 0 by then and one below 2^-14 has lost bits: with weights of 1/8192 all of
+        p < 2^-12. A loss scale comes too late; put a power of two into the weights, and its inverse before
+        the loss: (loss / 8192).backward(). bf16 and fp32 are not concerned.
 
     Args:
         logits_NV: (N, V), unit stride along V.
@@ -89,7 +94,8 @@ def linear_smopd_loss(
     Logits are made in the inputs' dtype, as the head itself would make them, a chunk of tokens at a time. The
     chunk's gradients in hidden, weight and bias are made with its loss and kept; backward scales them by the
     upstream gradient, in place where the graph is not retained. A tensor that needs no gradient costs none.
-    The gradients of weight and bias are summed in fp32 (fp64 for fp64). Autocast changes nothing.
+    The gradients of weight and bias are summed in fp32 (fp64 for fp64). Autocast changes nothing. What
+    smopd_loss says of fp16 holds for the chunk's gradients; recompute knows the upstream gradient first.
 
     recompute=True makes tiles of tokens and a piece of the vocabulary instead, and makes them again in
     backward: four matrix products instead of three, for chunk_bytes and the gradients themselves as the only
@@ -104,9 +110,9 @@ def linear_smopd_loss(
             and 1024 columns, is always allowed. None: on a CPU 160 MiB, and 32 MiB with recompute; elsewhere
             1 GiB and 256 MiB.
         recompute: keep the inputs and O(N S) numbers, nothing else, between forward and backward.
-        tp_group: process group that holds the head in shards of any sizes, each rank with the same hidden
-            states and tokens. Every rank gets the whole loss, the whole gradient of hidden, and its shard's
-            of weight and bias. The ranks exchange O(N S) numbers and the sum of hidden's gradient.
+        tp_group: process group that holds the head in shards of any sizes above 0, each rank with the same
+            hidden states and tokens. Every rank gets the whole loss, the whole gradient of hidden, and its
+            shard's of weight and bias. The ranks exchange O(N S) numbers and the sum of hidden's gradient.
         shard_sizes: the number of rows at each rank of tp_group; None: they are asked, which costs one host
             synchronisation on an accelerator.
         main_grad_VD: (V, D) fp32 (fp64 for fp64), to which backward adds the weight's gradient;
@@ -140,7 +146,9 @@ def linear_smopd_loss(
         )
         return loss, unpacked_stats(*stats)
     backend: dict[str, Any] = {} if hidden_ND.device.type == "cpu" else {"scale_": scale_}
-    if tp_group is None and not recompute:
+    if recompute or tp_group is not None:
+        dispatch.reference_alone(op, "recompute" if recompute else "tp_group", hidden_ND)
+    else:
         backend["loss_rows"] = operators_linear.serving_rows(hidden_ND, weight_VD, tokens, settings)
     return linear.linear_smopd_loss(
         hidden_ND,

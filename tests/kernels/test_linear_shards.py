@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from smopd.kernels.linear_shards import shard_of
@@ -139,6 +140,13 @@ def test_topk_is_the_whole_heads(name: str, ranks) -> None:
             torch.testing.assert_close(got.logps_NS, want.logps_NS, rtol=1e-6, atol=1e-6)
             torch.testing.assert_close(got.token_logp_N, want.token_logp_N, rtol=1e-6, atol=1e-6)
             assert torch.equal(got.logps_NS, ranks[0][name][0].logps_NS)
+
+
+def test_a_rank_without_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    with pytest.raises(ValueError, match=r"shard_sizes is \(5, 0\), expected at least 1 row at each rank"):
+        shard_of("some_op", torch.zeros(5, 2), object(), (5, 0))
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:

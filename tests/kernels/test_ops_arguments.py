@@ -291,8 +291,6 @@ def test_forced_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         ops.topk_logprobs(LOGITS, 2)
     monkeypatch.setenv("SMOPD_BACKEND", "cpp")
-    with pytest.raises(RuntimeError, match="there is no cpp kernel for it"):
-        ops.grpo_advantages(torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64))
     with pytest.raises(RuntimeError, match=r"the dtype is torch\.float64"):
         ops.topk_logprobs(LOGITS.double(), 2)
     monkeypatch.setattr(dispatch, "cpp_unavailable", lambda: "smopd._C cannot be loaded (no build)")
@@ -306,12 +304,38 @@ def test_forced_backends(monkeypatch: pytest.MonkeyPatch) -> None:
         ops.topk_logprobs(LOGITS, 2)
 
 
+def test_recompute_says_that_the_reference_serves_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = (torch.zeros(N, 2), torch.zeros(V, 2))
+    monkeypatch.delenv("SMOPD_BACKEND", raising=False)
+    dispatch._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="smopd"):
+        ops.linear_smopd_loss(*head, tokens(), recompute=True)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "linear_smopd_loss with recompute on cpu is served by the reference"
+    )
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for backend in ("triton", "cuda"):
+        monkeypatch.setenv("SMOPD_BACKEND", backend)
+        message = f"^linear_smopd_loss: SMOPD_BACKEND={backend} cannot serve this call: the tensor is on cpu"
+        with pytest.raises(RuntimeError, match=message):
+            ops.linear_smopd_loss(*head, tokens(), recompute=True)
+    monkeypatch.setenv("SMOPD_BACKEND", "numpy")
+    with pytest.raises(ValueError, match=r"SMOPD_BACKEND is 'numpy', expected one of"):
+        ops.linear_smopd_loss(*head, tokens(), recompute=True)
+
+
 @pytest.mark.skipif(dispatch.cpp_unavailable() is not None, reason="smopd._C is not built")
+@pytest.mark.parametrize("forced", [False, True], ids=["chosen", "forced"])
 @pytest.mark.parametrize("advantages_first", [False, True])
 def test_a_cpu_has_one_line_for_all_operations(
-    advantages_first: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    advantages_first: bool, forced: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SMOPD_BACKEND", raising=False)
+    if forced:
+        monkeypatch.setenv("SMOPD_BACKEND", "cpp")
     dispatch._log_once.cache_clear()
     calls = [lambda: ops.topk_logprobs(LOGITS, 2), lambda: ops.gdpo_advantages(*REWARDS)]
     with caplog.at_level(logging.INFO, logger="smopd"):
