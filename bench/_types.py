@@ -76,7 +76,7 @@ class Provider:
         backend: SMOPD_BACKEND during the call.
         devices: where it can run.
         modules: what has to be importable.
-        slack: how many times the bounds it is allowed; ours 1.
+        slack: how many times the bounds it is allowed; our kernels 1.
         note: what it computes, where that is not the whole operation.
         main_only: runs in main cases only.
         absent: further reason not to run on a device, or None.

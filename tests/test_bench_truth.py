@@ -69,10 +69,10 @@ def test_one_wrong_row_is_refused(form: str, name: str, dtype: str) -> None:
 def test_a_peers_rows_between_the_few_are_judged_by_their_norm() -> None:
     provider, value = peer("theirs", lambda given: {}, slack=10.0), torch.ones(100, 4, dtype=torch.float64)
     truth = {"x": Expected(value, torch.full_like(value, 1e-6))}
-    row = torch.zeros_like(value)
-    row[50] = 1.0
-    assert judge(provider, {"x": value + 1e-2 * row}, truth)[0] is None
-    for wrong in (value + 2.0 * row, value.masked_fill(row > 0, float("nan"))):
+    between = torch.zeros_like(value)
+    between[15:25] = 1.0
+    assert judge(provider, {"x": value + between}, truth)[0] is None
+    for wrong in (value + 2.0 * between, value.masked_fill(between > 0, float("nan"))):
         fault, *_ = judge(provider, {"x": wrong}, truth)
         assert fault is not None and fault.startswith("x is off by")
 
