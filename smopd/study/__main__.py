@@ -28,10 +28,10 @@ deviation over the seeds, and missing where there is one seed.
 
 Each claim is judged by the difference between runs of the same seed. It *agrees* where the mean with
 {decided:g} deviations on both sides is wholly on the claim's side, *contradicts* where it is wholly on the
-other, and is *undecided* otherwise, as it always is with one seed or where the runs do not differ at all. Of
-{n} comparisons below {agrees} agree, {contradicts} contradict and {undecided} are undecided. They share runs
-and seeds, so they are dependent, and at three seeds chance alone decides, one way or the other, 7 in 100
-comparisons of equals. The paper decodes greedily; those marked *sampled, ours* are of responses at
+other, and is *undecided* otherwise, as it always is with one seed or where the runs do not differ at all.
+Of {n} comparisons below {agrees} agree, {contradicts} contradict and {undecided} are undecided. They share
+runs and seeds, so they are dependent, and at three seeds chance alone decides, one way or the other, 7 in
+100 comparisons of equals. The paper decodes greedily; those marked *sampled, ours* are of responses at
 temperature 1, as in training. All are of small models in small worlds: a contradiction is a finding about
 both.
 """

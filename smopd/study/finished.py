@@ -16,6 +16,7 @@ from smopd.study.measures import Spread, cores, curve, final, finals, seconds, s
 from smopd.study.verdicts import Verdict, differences, table
 
 WINDOW = 5  # steps that a drawn curve is the trailing mean of
+FEW = 3  # runs that a caption names where they are alike
 FORMAT = "reward/format/mean"
 KINDS = {"greedy": "greedy", "sampled": "sampled, ours"}
 """Decodings of the held-out evaluation -> how a claim names them: the paper's is greedy."""
@@ -71,6 +72,8 @@ class Finished:
         first = self.values(ranked[0], column)
         level = [run for run in ranked if self.values(run, column) == first]
         names = ", ".join(f"“{self.labels[run]}”" for run in level)
+        if len(level) > FEW:
+            names = f"{len(level)} of {len(found)} runs alike"
         said = f"{heading(column)} is highest for {names} ({found[ranked[0]]})"
         for run in [run for run in ranked if run not in level][:1]:
             if (ahead := spread(differences(first, self.values(run, column)))) is not None:
@@ -171,10 +174,14 @@ def paired(column: str, *which: tuple[Finished, str]) -> list[list[float | None]
 
 
 def extremes(values: Mapping[str, Spread]) -> str:
-    """The lowest and the highest, with their labels."""
-    ranked = sorted(values, key=lambda label: values[label].mean)
-    low, high = ranked[0], ranked[-1]
-    return f"from {values[low]} (“{low}”) to {values[high]} (“{high}”)"
+    """The lowest and the highest, with their labels, or how many are alike."""
+
+    def named(end: Spread) -> str:
+        alike = [label for label, value in values.items() if value == end]
+        return f"{end} (“{alike[0]}”)" if len(alike) == 1 else f"{end} ({len(alike)} of {len(values)})"
+
+    ranked = sorted(values.values(), key=lambda value: value.mean)
+    return f"from {named(ranked[0])} to {named(ranked[-1])}"
 
 
 def budgets(settings: Settings) -> dict[str, tuple[int, int]]:

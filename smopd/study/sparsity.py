@@ -203,6 +203,7 @@ def _density_caption(every: dict[str, Finished]) -> str:
     ends = list(dict.fromkeys((rates[0], rates[-1])))
     found = []
     for kind in KINDS:
+        shown = []
         for run in ("gdpo", "format_teacher", "smopd_paper"):
             values = [
                 (done.labels[run], final(done.folders, run, f"{kind}/format"))
@@ -210,8 +211,9 @@ def _density_caption(every: dict[str, Finished]) -> str:
                 for done in _at_rate(every, rate)
             ]
             if all(value for _, value in values):
-                shown = " and ".join(f"{value}" for _, value in values)
-                found.append(f"{kind}, “{values[0][0]}” {shown}")
+                shown.append(f"“{values[0][0]}” " + " and ".join(f"{value}" for _, value in values))
+        if shown:
+            found.append(f"{kind} {', '.join(shown)}")
     return f"Final format at {' and '.join(f'{rate:.2%}' for rate in ends)}: {'; '.join(found)}."
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from smopd.folder import flat
@@ -10,7 +11,7 @@ from smopd.runs import BASE
 from smopd.study import figures, gradients
 from smopd.study.experiments import SHARES
 from smopd.study.figures import Axes
-from smopd.study.finished import KINDS, WINDOW, Chapter, Finished, Study, extremes, paired, row
+from smopd.study.finished import KINDS, WINDOW, Chapter, Finished, Study, extremes, paired, plural, row
 from smopd.study.measures import Spread, curve, final, mean_of, spread
 from smopd.study.verdicts import Verdict, above, alike, best, judge, no_lower
 
@@ -45,11 +46,12 @@ def mass(study: Study, pages: Path) -> Chapter | None:
         verdicts += judge(f"Fig. 3, {whose} the top 16 hold {PAPER_MASS} or more", held[16], low=PAPER_MASS)
         claim = f"§4.3, {whose} the top 64 hold no more than {MORE_MASS} more (bound ours)"
         verdicts += alike(claim, held[64], held[16], MORE_MASS)
-        found += [
-            f"{teacher.reward} teacher, kappa {kappa}: {value}"
+        means = {
+            kappa: spread([mean_of(folder / run, metric) for folder in done.folders])
             for kappa, run in KAPPAS.items()
-            if (value := spread([mean_of(folder / run, metric) for folder in done.folders]))
-        ]
+        }
+        shown = ", ".join(f"{value} at kappa {kappa}" for kappa, value in means.items() if value)
+        found.append(f"{teacher.reward} teacher {shown}")
     figures.lines(pages / "mass.svg", panels)
     kept = {
         kappa: spread([mean_of(folder / run, "teacher_mass") for folder in done.folders])
@@ -60,6 +62,7 @@ def mass(study: Study, pages: Path) -> Chapter | None:
         "training: "
         + ", ".join(f"kappa {kappa}: {value}" for kappa, value in kept.items() if value is not None)
         + ". The targets are pooled, so a token that both teachers name takes two of the kappa places."
+        + _vocabulary(done)
     )
     return Chapter(
         "Teacher mass over training",
@@ -69,6 +72,14 @@ def mass(study: Study, pages: Path) -> Chapter | None:
         [done],
         f"Mass of the teacher's own top kappa, mean over training: {'; '.join(found)}.",
     )
+
+
+def _vocabulary(done: Finished) -> str:
+    """Of how many tokens the kappa are, where the base model says so."""
+    config = done.folders[0] / BASE / "export" / "config.json"
+    if not config.exists():
+        return ""
+    return f" The vocabulary has {json.loads(config.read_text())['vocab_size']} tokens."
 
 
 def ablations(study: Study, pages: Path) -> Chapter | None:
@@ -157,6 +168,7 @@ def profiles(study: Study, pages: Path) -> Chapter | None:
         return None
     runs = {**TEACHERS, PAPER: "Student"}
     factors = [gradient_factor(base, seed) for seed, base in sorted(_bases(every).items())]
+    silent = factors.count(0.0)
     rows: list[Row] = []
     ended: dict[str, dict[str, dict[float, Spread]]] = {
         kind: {label: {} for label in runs.values()} for kind in KINDS
@@ -187,7 +199,9 @@ def profiles(study: Study, pages: Path) -> Chapter | None:
         "How much of the policy gradient each reward has on the base model "
         f"({PROFILE_PROMPTS} prompts x {PROFILE_ROLLOUTS}): the norm of the format reward's part over that "
         "of the accuracy reward's, under the format teacher's profile. Both parts are linear in their "
-        f"weights, so it is the ratio of the weights times one factor, {spread(factors)}.\n\n"
+        f"weights, so it is the ratio of the weights times one factor, {spread(factors)}"
+        + (f", which is 0 in {plural(silent, 'seed')}: no group there was mixed" if silent else "")
+        + ".\n\n"
         + markdown(rows, list(dict.fromkeys(column for one in rows for column in one.values)))
         + ("" if against_gdpo else "\nThe paper's claim that merging beats GDPO at 0.7 is not compared.")
     )
@@ -222,11 +236,14 @@ def _profile_caption(ended: dict[str, dict[str, dict[float, Spread]]]) -> str:
     """What the format ended at with the least and the most skewed profile."""
     found = []
     for kind, series in ended.items():
+        shown = []
         for label, points in series.items():
             if points:
                 ends = dict.fromkeys((min(points), max(points)))
-                shown = " and ".join(f"{points[share]} at {share:g}" for share in ends)
-                found.append(f"{kind}, {label.lower()} {shown}")
+                said = " and ".join(f"{points[share]} at {share:g}" for share in ends)
+                shown.append(f"{label.lower()} {said}")
+        if shown:
+            found.append(f"{kind} {', '.join(shown)}")
     return f"Final format: {'; '.join(found)}."
 
 

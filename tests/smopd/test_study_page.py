@@ -152,6 +152,14 @@ def test_without_gdpo_the_profiles_say_so(every: Path, tmp_path: Path) -> None:
     assert "merging beats GDPO at 0.7 is not compared" in page
 
 
+def test_a_base_without_a_mixed_group_is_told(every: Path, tmp_path: Path, monkeypatch) -> None:
+    for experiment in set(EXPERIMENTS) - {"profiles"}:
+        shutil.rmtree(every / experiment)
+    monkeypatch.setattr(students, "gradient_factor", lambda base, seed: 0.2 * seed)
+    page = page_of(every, tmp_path / "docs")
+    assert "one factor, 0.100 ± 0.141, which is 0 in 1 seed: no group there was mixed.\n" in page
+
+
 def test_the_base_models_are_told_by_their_folders(every: Path) -> None:
     folders = {("profiles", "share_0.7"): [every / "profiles/share_0.7/seed_4"]}
     folders["profiles", "share_0.9"] = [every / f"profiles/share_0.9/seed_{seed}" for seed in (1, 4)]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from smopd.study import verdicts
-from smopd.study.finished import Finished, paired
+from smopd.study.finished import Finished, extremes, paired
+from smopd.study.measures import Spread
 
 
 @pytest.mark.parametrize(
@@ -76,3 +77,13 @@ def test_the_leader_and_its_distance_to_the_next(tmp_path: Path) -> None:
         "greedy sum is highest for “GRPO”, “GD2PO-Hard” (3.000 ± 0.000), "
         "+0.750 ± 0.354 from the next, “SMOPD as we would run it”"
     )
+
+
+def test_many_runs_that_are_alike_are_counted(tmp_path: Path) -> None:
+    for run in ("gdpo", "grpo", "gd2po", "smopd"):
+        evaluated(tmp_path / "seed_0", run, greedy_sum=4.0)
+    done = Finished("curves", [tmp_path / "seed_0"])
+    runs = ["gdpo", "grpo", "gd2po", "smopd"]
+    assert done.leader(runs, "greedy/sum") == "greedy sum is highest for 4 of 4 runs alike (4.000)"
+    low, high = Spread(1.0, 0.5, 3), Spread(4.0, 0.0, 3)
+    assert extremes({"a": high, "b": low, "c": high}) == "from 1.000 ± 0.500 (“b”) to 4.000 ± 0.000 (2 of 3)"
