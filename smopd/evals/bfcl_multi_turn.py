@@ -8,10 +8,10 @@ best installed in an environment of its own, whose Python is given:
     python -m smopd.evals.bfcl_multi_turn http://localhost:8000/v1 EXPORT --python BFCL_ENV/bin/python
     python -m smopd.evaluate bfcl ... --multi-turn-scores runs/bfcl_multi_turn/score
 
-Run with version 2026.3.23 on one item, asked at a loopback endpoint that replays its answer
-(tests/smopd/test_bfcl_package.py). tests/smopd/test_bfcl_vllm.py asks a tiny model that vLLM serves, and has
-not been seen to pass yet; no whole category has been run. That version also needs `pip install soundfile`,
-which it does not name.
+Run with version 2026.3.23 on single items: at a loopback endpoint that replays an item's answer
+(tests/smopd/test_bfcl_package.py), and with a tiny model that vLLM serves (test_bfcl_vllm.py); no whole
+category has been run. That version also needs `pip install soundfile`, which it does not name, and cannot
+evaluate fewer than two answers.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def check(device: torch.device) -> None:
         update(bad)
     except NonFiniteGradient as error:
         assert "2 updates were skipped, at most 1" in str(error)
-        print(f"rank{rank}:ok", flush=True)
+        sys.stdout.write(f"rank{rank}:ok\n")  # at once, as the other rank writes too
 
 
 if __name__ == "__main__":
