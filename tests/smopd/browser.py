@@ -5,6 +5,7 @@ The page is driven by Chromium's DevTools protocol over a pipe: JSON messages, e
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -90,16 +91,21 @@ def opened(page: Path, profile: Path) -> Iterator[Page]:
     """The page in a browser of its own."""
     theirs_in, ours_out = os.pipe()
     ours_in, theirs_out = os.pipe()
-    wrapped = ["sh", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "sh", *arguments(profile)]
-    process = subprocess.Popen(
-        [*wrapped, "--remote-debugging-pipe"],
-        pass_fds=(theirs_in, theirs_out),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
+    # Chromium reads commands from descriptor 3 and answers on 4: pipes above both cannot be overwritten by either.
+    above = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 5) for end in (theirs_in, theirs_out)]
+    nothing = os.open(os.devnull, os.O_RDWR)
+    process = os.posix_spawn(
+        str(BROWSER),
+        [*arguments(profile), "--remote-debugging-pipe"],
+        os.environ,
+        file_actions=[
+            *((os.POSIX_SPAWN_DUP2, nothing, standard) for standard in (0, 1, 2)),
+            *((os.POSIX_SPAWN_DUP2, end, number) for number, end in enumerate(above, start=3)),
+        ],
+        setsid=True,
     )
-    os.close(theirs_in)
-    os.close(theirs_out)
+    for end in (theirs_in, theirs_out, nothing, *above):
+        os.close(end)
     try:
         tab = Page(ours_out, ours_in)
         tab.open(page)
@@ -107,5 +113,5 @@ def opened(page: Path, profile: Path) -> Iterator[Page]:
     finally:
         os.close(ours_out)
         os.close(ours_in)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        os.killpg(process, signal.SIGKILL)
+        os.waitpid(process, 0)

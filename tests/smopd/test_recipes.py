@@ -220,8 +220,9 @@ def test_hub_ids_are_replaced_by_local_paths_in_one_override_each(tmp_path: Path
     )
     assert settings.model.path == str(tmp_path)
     assert (settings.data.train.source, settings.data.train.split) == (str(rows), None)
-    assert settings.rewards[1].kwargs == {"model": str(tmp_path), "sign": 1, "max_tokens": 2048}
-    assert settings.rewards[0].kwargs["model"] == "RLLab/Qwen2.5-7B-SafeRLHF-RM"
+    theirs, ours = (reward.kwargs for reward in settings.rewards)
+    assert ours == {**theirs, "model": str(tmp_path)}
+    assert theirs["model"] == "RLLab/Qwen2.5-7B-SafeRLHF-RM"
     settings = read_settings("rlla_qwen2.5_3b", {"data.train.source": [str(rows)]})
     assert settings.data.train.map == "smopd.evals.rlla:test_row"
     with pytest.raises(Mistakes, match=r"data\.train\.source: no file"):
