@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smopd.kernels.reference_loss import counted
 from smopd.kernels.types import LossSettings, LossTokens
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -223,12 +224,22 @@ def debug_finite(op: str, name: str, value: Tensor | None, *, allow_minus_inf: b
         raise ValueError(f"{op}: {name} holds {int(bad.sum())} bad values, expected {expected}")
 
 
-def debug_target(op: str, prefix: str, ids: Tensor | None, logps: Tensor | None, n_vocab: int | None) -> None:
-    """Ids in range, log-probabilities finite or -inf, mass along the last dimension at most 1."""
+def debug_target(
+    op: str,
+    prefix: str,
+    ids: Tensor | None,
+    logps: Tensor | None,
+    n_vocab: int | None,
+    counted_N: Tensor | None = None,
+) -> None:
+    """Ids in range where the token counts, log-probabilities finite or -inf, mass at most 1."""
     if ids is None or logps is None:
         return
     if n_vocab is not None:
-        debug_ids(op, f"{prefix}ids", ids, n_vocab, logps > -torch.inf)
+        live = logps > -torch.inf
+        if counted_N is not None:
+            live = live & counted_N.view(-1, *[1] * (live.dim() - 1))
+        debug_ids(op, f"{prefix}ids", ids, n_vocab, live)
     debug_finite(op, f"{prefix}logps", logps, allow_minus_inf=True)
     mass = logps.double().exp().sum(-1)
     if mass.numel() > 0 and float(mass.max()) > 1.0 + MASS_SLACK:
@@ -236,9 +247,10 @@ def debug_target(op: str, prefix: str, ids: Tensor | None, logps: Tensor | None,
 
 
 def debug_loss_tokens(op: str, tokens: LossTokens, n_vocab: int) -> None:
-    debug_ids(op, "token_ids_N", tokens.token_ids_N, n_vocab)
-    debug_target(op, "target_", tokens.target_ids_NS, tokens.target_logps_NS, n_vocab)
-    debug_target(op, "teacher_", tokens.teacher_ids_NMS, tokens.teacher_logps_NMS, n_vocab)
+    counted_N = counted(tokens)
+    debug_ids(op, "token_ids_N", tokens.token_ids_N, n_vocab, counted_N)
+    debug_target(op, "target_", tokens.target_ids_NS, tokens.target_logps_NS, n_vocab, counted_N)
+    debug_target(op, "teacher_", tokens.teacher_ids_NMS, tokens.teacher_logps_NMS, n_vocab, counted_N)
     debug_finite(op, "log_alpha", tokens.log_alpha, allow_minus_inf=True)
     for name in (*COLUMNS, "adv_N", "pg_weight_N"):
         debug_finite(op, name, getattr(tokens, name))

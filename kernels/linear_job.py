@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from smopd.kernels import id_checks
 from smopd.kernels.linear_gemm import logits_buffer, padded_width
 from smopd.kernels.linear_shards import Shard
 from smopd.kernels.reference_loss import STATS_FIELDS, TERMS, coefficients, counted, idle, total_loss
@@ -120,9 +121,11 @@ def make_job(
     settings: LossSettings,
     *,
     compact: bool | None,
+    shard: Shard,
     **options: Any,
 ) -> Job:
     """options: Job's other fields. compact: take the tokens that count nowhere out; None: on a CPU."""
+    id_checks.check_loss_ids("linear_smopd_loss", tokens, settings, shard.n_vocab)
     on_cpu = hidden_ND.device.type == "cpu"  # elsewhere asking how many there are costs a synchronisation
     live, worked_on = None, tokens
     if on_cpu if compact is None else compact:
@@ -131,7 +134,15 @@ def make_job(
         worked_on = tokens if live is None else _select(tokens, live)
     idle_N = idle(coefficients(worked_on, settings, compute_dtype(hidden_ND.dtype)))
     quiet_N = None if on_cpu and not bool(idle_N.any()) else idle_N
-    return Job(all_tokens=tokens, tokens=worked_on, live=live, quiet_N=quiet_N, settings=settings, **options)
+    return Job(
+        all_tokens=tokens,
+        tokens=worked_on,
+        live=live,
+        quiet_N=quiet_N,
+        settings=settings,
+        shard=shard,
+        **options,
+    )
 
 
 def outputs(ctx: Any, terms: TokenTerms, job: Job) -> tuple[Tensor, ...]:

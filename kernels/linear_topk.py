@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smopd.kernels import checks, reference
+from smopd.kernels import checks, id_checks, reference
 from smopd.kernels.linear_gemm import logits_into
 from smopd.kernels.linear_job import chunk_budget, row_blocks
 from smopd.kernels.linear_shards import Shard, shard_of
@@ -40,6 +40,7 @@ def linear_topk_logprobs(
     op = "linear_topk_logprobs"
     shard = shard_of(op, weight_VD, tp_group, shard_sizes)
     checks.check_kappa(op, kappa, shard.n_vocab)
+    id_checks.check_token_ids(op, token_ids_N, shard.n_vocab)
     n_rows, dtype = hidden_ND.shape[0], compute_dtype(hidden_ND.dtype)
     n_kept = kappa if tp_group is None else min(max(kappa, 1), weight_VD.shape[0])
     ids_NS = hidden_ND.new_empty(n_rows, n_kept, dtype=torch.int32)

@@ -11,7 +11,7 @@ Shapes: N tokens, V vocabulary, S support entries (kappa).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def loss_rows(
     logits_NV: Tensor, tokens: LossTokens, settings: LossSettings, grad_NV: Tensor | None
 ) -> TokenTerms:
     """Every token's terms; the loss's gradient goes to grad_NV if given, which may be the logits."""
-    parts = []
+    parts, tokens = [], _without_uncounted_ids(tokens)
     for start, stop in row_chunks(logits_NV):
         chunk = slice(start, stop)
         terms, grad_chunk_NV = _chunk(
@@ -39,6 +39,23 @@ def loss_rows(
         if grad_NV is not None and grad_chunk_NV is not None:
             grad_NV[chunk] = grad_chunk_NV
     return join_terms(parts, logits_NV)
+
+
+def _without_uncounted_ids(tokens: LossTokens) -> LossTokens:
+    """A token that counts nowhere may have any id: 0 takes its place."""
+    uncounted_N = ~counted(tokens)
+
+    def known(ids: Tensor | None) -> Tensor | None:
+        if ids is None:
+            return None
+        return ids.masked_fill(uncounted_N.view(-1, *[1] * (ids.dim() - 1)), 0)
+
+    return replace(
+        tokens,
+        token_ids_N=known(tokens.token_ids_N),
+        target_ids_NS=known(tokens.target_ids_NS),
+        teacher_ids_NMS=known(tokens.teacher_ids_NMS),
+    )
 
 
 def join_terms(parts: list[TokenTerms], logits_NV: Tensor) -> TokenTerms:

@@ -65,6 +65,8 @@ class Target:
     """A sparse target made ready for the rows: ids are in range everywhere, and distinct if tail is asked.
 
     first_NS marks one slot for each distinct id of the support. live_N says whether a row has any support.
+    A log-probability that is NaN leaves its slot empty and makes the row's mass NaN: its KL, both masses and
+    its gradient are NaN then.
     """
 
     ids_NS: Tensor
@@ -88,6 +90,8 @@ def prepare_target(
     if ids_NS.shape[-1] == 0:
         empty_N = logps_NS.sum(-1)
         return Target(ids_NS, logps_NS, logps_NS, live_NS, empty_N.bool(), empty_N)
+    nan_N = logps_NS.isnan().any(-1)
+    logps_NS = logps_NS.masked_fill(~live_NS, -torch.inf)
     # Empty slots take the id of the best slot: a write there changes nothing that is not written anyway.
     best_N1 = ids_NS.gather(-1, logps_NS.argmax(-1, keepdim=True))
     ids_NS = torch.where(live_NS, ids_NS, best_N1)
@@ -105,7 +109,8 @@ def prepare_target(
         first_NS[:, 1:] = ids_NS[:, 1:] != ids_NS[:, :-1]
         first_NS &= live_NS.any(-1, keepdim=True)
     q_NS = logps_NS.exp()
-    return Target(ids_NS, logps_NS, q_NS, first_NS, live_NS.any(-1), q_NS.sum(-1))
+    mass_N = q_NS.sum(-1).masked_fill(nan_N, torch.nan)
+    return Target(ids_NS, logps_NS, q_NS, first_NS, live_NS.any(-1), mass_N)
 
 
 @dataclass(frozen=True)
@@ -189,8 +194,10 @@ def support_terms(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """KL, student's mass on the support and, given the log of its mass off it, the target's mass off it."""
     gap_NS = target.logps_NS - student_logps_NS
-    kl_N = torch.where(target.q_NS > 0, target.q_NS * gap_NS, 0.0).sum(-1)
+    nan_N = target.mass_N.isnan()
+    kl_N = torch.where(target.q_NS > 0, target.q_NS * gap_NS, 0.0).sum(-1).masked_fill(nan_N, torch.nan)
     student_mass_N = torch.where(target.first_NS, student_logps_NS.exp(), 0.0).sum(-1)
+    student_mass_N = student_mass_N.masked_fill(nan_N, torch.nan)
     if off_logp_N is None:
         return kl_N, student_mass_N, None
     tail_q_N = -torch.expm1(target.logps_NS.logsumexp(-1).clamp(max=0.0))

@@ -159,9 +159,10 @@ def row_kernel(
     if TARGET:
         q_K = tl.exp2(logps_K * LOG2E)
         student_K = (tl.fma(x_K, kl_scale, -finite(kl_h)) - tl.log2(kl_s)) * LN2
-        kl = tl.sum(tl.where(q_K > 0, q_K * (logps_K - student_K), 0.0), 0)
+        kl = tl.sum(tl.where(q_K != 0, q_K * (logps_K - student_K), 0.0), 0)  # != 0: NaN is
         teacher_mass = tl.sum(q_K, 0)
         student_mass = tl.sum(tl.where(first_K, tl.exp2(student_K * LOG2E), 0.0), 0)
+        student_mass = tl.where(teacher_mass != teacher_mass, teacher_mass, student_mass)
         if TAIL:
             tail_q = tl.maximum(1.0 - teacher_mass, 0.0)
             tail_q = tl.where(tail_q < _TAIL_FLOOR, 0.0, tail_q)

@@ -65,7 +65,10 @@ def teachers_target(
 
 @triton.jit
 def merge_repeats(ids_K, logps_K, K: tl.constexpr, W: tl.constexpr):
-    """The log of the mass of all slots with an id, at the largest (then first) of them; -inf elsewhere."""
+    """The log of the mass of all slots with an id, at the largest (then first) of them; -inf elsewhere.
+
+    A slot that is NaN stays NaN, and adds to no other.
+    """
     slot_K = tl.arange(0, K)
     mass_K = tl.zeros((K,), tl.float32)
     for number in range(0, K // W):
@@ -75,7 +78,8 @@ def merge_repeats(ids_K, logps_K, K: tl.constexpr, W: tl.constexpr):
         larger = (other > logps_K[:, None]) | ((other == logps_K[:, None]) & before)
         power = tl.exp2((other - logps_K[:, None]) * LOG2E)
         mass_K += tl.sum(tl.where(same, tl.where(larger, _NOT_HERE, power), 0.0), 1)
-    return tl.where(mass_K > 0, tl.fma(tl.log2(mass_K), LN2, logps_K), NEG_INF)
+    merged_K = tl.where(mass_K > 0, tl.fma(tl.log2(mass_K), LN2, logps_K), NEG_INF)
+    return tl.where(logps_K != logps_K, logps_K, merged_K)
 
 
 @triton.jit

@@ -62,10 +62,10 @@ class LossTokens:
 
     The three weights are masks, one over the global denominators, and importance weights, multiplied
     together. A token whose weights are all zero adds exactly nothing to the loss and to the gradient,
-    whatever its logits.
+    whatever its logits, and its ids are not read: -100 may stand there.
 
     Attributes:
-        token_ids_N: (N,) int32 or int64, the sampled tokens.
+        token_ids_N: (N,) int32 or int64 in [0, V), the sampled tokens.
         adv_N: (N,) advantages of the anchor.
         pg_weight_N: (N,) weight of the clipped surrogate.
         old_logp_N: (N,) log-probability at the behaviour policy, or None: the ratio is 1.

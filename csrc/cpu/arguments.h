@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <optional>
@@ -118,8 +117,14 @@ inline Ids read_ids(const char* op, const char* name, const Tensor& t) {
   return {t.data_ptr(), wide, t.stride(0), last == 2 ? t.stride(1) : 0, t.stride(last)};
 }
 
-// (N,) token ids of int64 or int32, each in [0, vocab).
-inline std::vector<int64_t> read_token_ids(const char* op, const Tensor& t, int64_t rows, int64_t vocab) {
+struct EveryRow {
+  bool operator()(int64_t) const { return true; }
+};
+
+// (N,) token ids of int64 or int32, each in [0, vocab) in the rows that count.
+template <typename Counts = EveryRow>
+inline std::vector<int64_t> read_token_ids(
+    const char* op, const Tensor& t, int64_t rows, int64_t vocab, Counts counts = {}) {
   SMOPD_REQUIRE(op, t.is_cpu() && t.dim() == 1 && t.size(0) == rows,
                 "token_ids has to be a CPU tensor of shape (N,) = (", rows, ",)");
   const bool wide = t.scalar_type() == ScalarType::Long;
@@ -129,8 +134,9 @@ inline std::vector<int64_t> read_token_ids(const char* op, const Tensor& t, int6
     const int64_t place = n * t.stride(0);
     tokens[n] = wide ? static_cast<const int64_t*>(t.data_ptr())[place]
                      : static_cast<const int32_t*>(t.data_ptr())[place];
-    SMOPD_REQUIRE(op, tokens[n] >= 0 && tokens[n] < vocab, "token_ids[", n, "] is ", tokens[n],
-                  ", expected 0 to V - 1 = ", vocab - 1);
+    const bool inside = tokens[n] >= 0 && tokens[n] < vocab;
+    SMOPD_REQUIRE(op, inside || !counts(n), "token_ids[", n, "] is ", tokens[n], ", expected 0 to V - 1 = ",
+                  vocab - 1);
   }
   return tokens;
 }
@@ -185,15 +191,5 @@ inline Target read_target(
                       log_alpha->stride(1), 0};
   return target;
 }
-
-// The first row in which something was wrong, told after the threads have joined.
-struct Fault {
-  std::atomic<int64_t> row{-1};
-
-  void set(int64_t n) {
-    int64_t none = -1;
-    row.compare_exchange_strong(none, n);
-  }
-};
 
 }  // namespace smopd

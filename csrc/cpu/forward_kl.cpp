@@ -30,8 +30,8 @@ struct Arguments {
 };
 
 template <typename T>
-void forward_kl_row(const Arguments& a, int64_t n, Work& work, Fault& fault) {
-  Support* support = row_support(work.target, a.target, n, a.logits.vocab, a.row.tail, fault);
+void forward_kl_row(const Arguments& a, int64_t n, Work& work) {
+  Support* support = row_support(work.target, a.target, n, a.row.tail);
   T* grad = a.grad.has_value() ? a.grad->row<T>(n) : nullptr;
   Row<T> row{a.logits.row<T>(n), a.logits.vocab, a.token_ids[n], support, a.row, grad};
   row_terms(row, work.row);
@@ -45,13 +45,12 @@ void forward_kl_row(const Arguments& a, int64_t n, Work& work, Fault& fault) {
 
 template <typename T>
 void forward_kl(const Arguments& a) {
-  Fault fault;
+  check_target_ids(a.op, a.target, a.logits.rows, a.logits.vocab);
   torch::stable::parallel_for(
       0, a.logits.rows, rows_per_thread(a.logits.vocab), [&](int64_t begin, int64_t end) {
         Work work(a.target);
-        for (int64_t n = begin; n < end; ++n) forward_kl_row<T>(a, n, work, fault);
+        for (int64_t n = begin; n < end; ++n) forward_kl_row<T>(a, n, work);
       });
-  check_fault(a.op, fault, a.logits.vocab);
 }
 
 Arguments read_arguments(

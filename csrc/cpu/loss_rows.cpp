@@ -42,28 +42,34 @@ struct Arguments {
 
 double weight_at(const Column& column, int64_t n) { return column ? double(column.at(n)) : 0.0; }
 
+// Whether any weight of token n is not 0.
+bool counts(const Tokens& t, int64_t n) {
+  return weight_at(t.pg_weight, n) != 0.0 || weight_at(t.kl_weight, n) != 0.0 ||
+         weight_at(t.ent_weight, n) != 0.0 || weight_at(t.reverse_weight, n) != 0.0;
+}
+
 // weight * value, 0 where the weight is 0 whatever the value.
 double weighted(double weight, double value) { return weight == 0.0 ? 0.0 : weight * value; }
 
 template <typename T>
-void loss_row(const Arguments& a, int64_t n, Work& work, Fault& fault) {
+void loss_row(const Arguments& a, int64_t n, Work& work) {
   const Tokens& t = a.tokens;
   const T* logits = a.logits.row<T>(n);
   T* grad = a.grad.has_value() ? a.grad->row<T>(n) : nullptr;
   const auto clear = [&] {
     if (grad != nullptr) std::fill(grad, grad + a.logits.vocab, narrow<T>(0.0f));
   };
-  const double pg_weight = weight_at(t.pg_weight, n);
-  const double kl_weight = weight_at(t.kl_weight, n);
-  const double ent_weight = weight_at(t.ent_weight, n);
-  const double reverse_weight = weight_at(t.reverse_weight ? t.reverse_weight : t.kl_weight, n);
-  if (pg_weight == 0.0 && kl_weight == 0.0 && ent_weight == 0.0 && reverse_weight == 0.0) {
+  if (!counts(t, n)) {
     for (float* const column : a.columns) column[n] = 0.0f;
     a.clipped[n] = 0;
     return clear();
   }
 
-  Support* support = row_support(work.target, a.target, n, a.logits.vocab, a.row.tail, fault);
+  const double pg_weight = weight_at(t.pg_weight, n);
+  const double kl_weight = weight_at(t.kl_weight, n);
+  const double ent_weight = weight_at(t.ent_weight, n);
+  const double reverse_weight = weight_at(t.reverse_weight ? t.reverse_weight : t.kl_weight, n);
+  Support* support = row_support(work.target, a.target, n, a.row.tail);
   const double kl_coef = a.target.present() ? a.opd_coef * kl_weight : 0.0;
   const double reverse_coef = t.reverse_adv ? a.opd_coef * reverse_weight : 0.0;
   const double entropy_coef = -a.entropy_coef * ent_weight;
@@ -97,13 +103,13 @@ void loss_row(const Arguments& a, int64_t n, Work& work, Fault& fault) {
 
 template <typename T>
 void loss_rows(const Arguments& a) {
-  Fault fault;
+  const auto counted = [&](int64_t n) { return counts(a.tokens, n); };
+  check_target_ids(kOp, a.target, a.logits.rows, a.logits.vocab, counted);
   torch::stable::parallel_for(
       0, a.logits.rows, rows_per_thread(a.logits.vocab), [&](int64_t begin, int64_t end) {
         Work work(a.target);
-        for (int64_t n = begin; n < end; ++n) loss_row<T>(a, n, work, fault);
+        for (int64_t n = begin; n < end; ++n) loss_row<T>(a, n, work);
       });
-  check_fault(kOp, fault, a.logits.vocab);
 }
 
 // The schema in module.cpp names the arguments and the results, (N,) each: float32, the clip bits int8.
@@ -132,13 +138,15 @@ Results loss_rows_cpu(
   const auto column = [&](const char* name, const std::optional<Tensor>& t) {
     return read_column(kOp, name, t, rows.rows);
   };
+  Tokens tokens{{}, column("adv", adv), column("pg_weight", pg_weight), column("old_logp", old_logp),
+                column("kl_weight", kl_weight), column("ent_weight", ent_weight),
+                column("reverse_adv", reverse_adv), column("reverse_weight", reverse_weight)};
+  const auto counted = [&](int64_t n) { return counts(tokens, n); };
+  tokens.ids = read_token_ids(kOp, token_ids, rows.rows, rows.vocab, counted);
   const Arguments arguments{
       rows,
       grad.has_value() ? std::optional<Logits>(read_gradient(kOp, *grad, rows)) : std::nullopt,
-      {read_token_ids(kOp, token_ids, rows.rows, rows.vocab), column("adv", adv),
-       column("pg_weight", pg_weight), column("old_logp", old_logp), column("kl_weight", kl_weight),
-       column("ent_weight", ent_weight), column("reverse_adv", reverse_adv),
-       column("reverse_weight", reverse_weight)},
+      tokens,
       read_target(kOp, ids, logps, log_alpha, rows.rows, kappa, merge),
       {clip_low, clip_high, dual_clip, reverse_ppo},
       {temperature, kl_temperature, tail, true, entropy_coef != 0.0},

@@ -132,6 +132,7 @@ inline void row_terms(Row<T>& row, RowWork& work) {
     row.student_mass += support->p[i];
     if (support->q[i] > 0.0) cross += support->q[i] * kLn2 * log2_p;
   }
+  if (support->mass != support->mass) row.student_mass = support->mass;
   row.kl_value = support->q_logq - cross;
   if (support->tail_q > 0.0) {
     const double log_off = kLn2 * (row.kl.log2_stream - row.kl.log2_total);

@@ -80,7 +80,10 @@ inline void fill_support(Support& s, int64_t slots, bool tail, bool distinct, Id
     if (logp == -std::numeric_limits<double>::infinity()) continue;
     const double q = std::exp(logp);
     s.mass += q;
-    if (logp != logp) continue;  // the mass is NaN now, and with it the gradient
+    if (logp != logp) {  // the mass is NaN now, and with it the gradient
+      s.q_logq = logp;
+      continue;
+    }
     const int32_t id = id_at(slot);
     const int64_t place = distinct ? s.count : s.table.place_of(id, s.count);
     if (place == s.count) {

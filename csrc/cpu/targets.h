@@ -40,9 +40,8 @@ inline void unite(TeacherUnion& candidates, const Target& target, int64_t n) {
       [&](int64_t m, int64_t s) { return target.logps.at(n, m, s) + target.log_alpha.at(n, m, 0); });
 }
 
-// Row n's support, or null without a target. An id outside the vocabulary is a fault and leaves no support.
-inline Support* row_support(
-    TargetWork& work, const Target& target, int64_t n, int64_t vocab, bool tail, Fault& fault) {
+// Row n's support, or null without a target. Its ids are in the vocabulary where check_target_ids has passed.
+inline Support* row_support(TargetWork& work, const Target& target, int64_t n, bool tail) {
   if (!target.present()) return nullptr;
   Support& support = work.support;
   if (target.is_union()) {
@@ -57,19 +56,29 @@ inline Support* row_support(
         [&](int64_t s) { return narrow_id(target.ids.at(n, 0, s)); },
         [&](int64_t s) { return target.logps.at(n, 0, s); });
   }
-  for (int64_t i = 0; i < support.count; ++i) {
-    if (support.ids[i] < 0 || support.ids[i] >= vocab) {
-      fault.set(n);
-      support.count = 0;
-      break;
-    }
-  }
   return &support;
 }
 
-inline void check_fault(const char* op, const Fault& fault, int64_t vocab) {
-  const int64_t row = fault.row.load();
-  SMOPD_REQUIRE(op, row < 0, "ids of row ", row, " hold an id outside 0 to V - 1 = ", vocab - 1);
+// Before anything is written: every id that the rows which count will use is in the vocabulary.
+template <typename Counts = EveryRow>
+inline void check_target_ids(
+    const char* op, const Target& target, int64_t rows, int64_t vocab, Counts counts = {}) {
+  TargetWork work(target);
+  const auto all_inside = [&](int64_t n) {
+    for (int64_t m = 0; m < target.teachers; ++m) {
+      for (int64_t s = 0; s < target.slots; ++s) {
+        if (uint64_t(target.ids.at(n, m, s)) >= uint64_t(vocab)) return false;
+      }
+    }
+    return true;
+  };
+  for (int64_t n = 0; n < rows && target.present(); ++n) {
+    if (!counts(n) || all_inside(n)) continue;
+    const Support& used = *row_support(work, target, n, false);  // what is outside may be empty or not kept
+    const auto inside = [&](int32_t id) { return id >= 0 && id < vocab; };
+    const bool fine = std::all_of(used.ids.begin(), used.ids.begin() + used.count, inside);
+    SMOPD_REQUIRE(op, fine, "ids of row ", n, " hold an id outside 0 to V - 1 = ", vocab - 1);
+  }
 }
 
 }  // namespace smopd

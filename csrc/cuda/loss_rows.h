@@ -93,7 +93,7 @@ SMOPD_FN Ahead read_ahead(const Arguments& a, int32_t n, int32_t thread) {
   if (thread < a.support) {
     const int64_t place = int64_t(n) * a.support + thread;
     ahead.logq = a.target_logps[place];
-    if (!(ahead.logq > -kInf)) return ahead;
+    if (!(ahead.logq > -kInf)) return ahead;  // NaN too: no entry, but slot_of's q is NaN
     ahead.id = a.target_ids[place];
   } else {
     ahead.id = a.token_ids[n];
@@ -212,13 +212,14 @@ SMOPD_FN RowSums sums_of(Machine& machine, const Arguments& a, const Shared<Mach
     const float kl_logp = kTwo ? softmax.kl_logp(shared.logits[s]) : logp;
     if (slot.first) plogp += expf(logp) * larger(logp, kDeepest);
     if (slot.first) student_mass += expf(kl_logp);
-    if (slot.q > 0.0f) kl += slot.q * (slot.logq - kl_logp);
+    if (slot.q != 0.0f) kl += slot.q * (slot.logq - kl_logp);  // != 0: NaN is
     teacher_mass += slot.q;
   }
   r.inside_plogp = sum_over_lanes(machine, plogp);
   r.kl = sum_over_lanes(machine, kl);
   r.teacher_mass = sum_over_lanes(machine, teacher_mass);
   r.student_mass = sum_over_lanes(machine, student_mass);
+  if (r.teacher_mass != r.teacher_mass) r.student_mass = r.teacher_mass;
   return r;
 }
 

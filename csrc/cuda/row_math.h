@@ -179,7 +179,10 @@ struct Slot {
 SMOPD_FN Slot slot_of(const int32_t* ids, const float* logqs, int32_t support, int32_t s, bool tail) {
   Slot slot;
   const int32_t id = ids[s];
-  if (id == kEmptySlot) return slot;
+  if (id == kEmptySlot) {
+    if (logqs[s] != logqs[s]) slot.q = logqs[s];  // and with it the teacher's mass
+    return slot;
+  }
   slot.first = true;
   float peak = -kInf;
   for (int32_t j = 0; j < support; ++j) {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from smopd.kernels import cpp, reference_loss
 from smopd.kernels.types import LossSettings, LossTokens, SparseTarget, TokenTerms
-from tests.kernels import cases, cpp_rows
+from tests.kernels import cases, cpp_rows, ops_truth
 from tests.kernels.cpp_rows import DTYPES, TERMS
 
 cpp_rows.need_extension()
@@ -82,6 +82,22 @@ def test_reverse_weight_defaults_to_the_kl_weight(dtype: torch.dtype) -> None:
     explicit = replace(tokens, reverse_weight_N=tokens.kl_weight_N)
     settings = LossSettings()
     assert torch.equal(loss(logits_NV, tokens, settings)[1], loss(logits_NV, explicit, settings)[1])
+
+
+@pytest.mark.parametrize("tail", [True, False], ids=["tail", "no tail"])
+def test_a_bf16_gradient_is_never_worse_than_eager(tail: bool) -> None:
+    """In no row, by its norm; eager is the objective's own lines, in bf16."""
+    logits_NV = cpp_rows.random_logits(9, 265, torch.bfloat16)
+    target = cpp_rows.target_of("teachers", 9, 265, 8, True)
+    tokens = cpp_rows.random_tokens(logits_NV, target, policy=False)
+    settings = LossSettings(kappa=8, tail=tail, entropy_coef=0.05)
+    _, true_NV = cpp_rows.true_loss(logits_NV, tokens, settings)
+    leaf_NV = logits_NV.clone().requires_grad_()
+    (eager_NV,) = torch.autograd.grad(ops_truth.loss(leaf_NV, tokens, settings)[0], leaf_NV)
+    ours_N, eager_N = (
+        (grad - true_NV).norm(dim=1) for grad in (loss(logits_NV, tokens, settings)[1], eager_NV)
+    )
+    assert bool((ours_N <= eager_N).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

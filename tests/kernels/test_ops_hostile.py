@@ -29,7 +29,7 @@ from tests.kernels.cases import DTYPES
 INF, NAN = math.inf, math.nan
 # Ordinary, tied, where exp overflows and underflows, subnormal, and no numbers at all.
 LOGITS = [0.0, -0.0, 1.0, 1.0, -2.5, 7.25, 30.0, 88.8, -104.0, 3e4, -3e4, 1e-40, INF, -INF, NAN]
-LOGPS = [math.log(0.5), math.log(0.25), -3.0, -20.0, 0.0, -INF]
+LOGPS = [math.log(0.5), math.log(0.25), -3.0, -20.0, 0.0, -INF, NAN]
 EXAMPLES = {"cpp": 150, "triton": 4}  # the interpreter takes a second a row
 SUBNORMAL = 2.0**-126 / cpp_rows.CANCELLING  # a probability below the smallest normal number may be 0
 LEAST_LOGP = 104.0  # the size of the least in fp32

@@ -560,6 +560,31 @@ def test_infinities_and_nan(tail: bool, entropy: bool, blocks: str, monkeypatch:
     compare_anything(case)
 
 
+@pytest.mark.parametrize(
+    ("target", "where", "tail"),
+    [
+        ("repeats", "target_logps_NS", True),
+        ("repeats", "target_logps_NS", False),
+        ("pooled", "teacher_logps_NMS", False),
+        ("merged", "teacher_logps_NMS", True),
+        ("mixture first", "teacher_logps_NMS", True),
+        ("pooled", "log_alpha", True),
+        ("merged", "log_alpha", False),
+    ],
+)
+def test_a_nan_of_the_teachers_is_not_lost(target: str, where: str, tail: bool) -> None:
+    """It is in the row's KL, masses and gradient, as in the reference, and in nothing else."""
+    case = make("2x1271", "fp32", target=target, tail=tail, entropy=True)
+    broken = getattr(case.tokens, where).clone()
+    broken[0, ..., 1] = math.nan
+    case.tokens = replace(case.tokens, **{where: broken})
+    compare_anything(case)
+    terms, grad = run(case)
+    for name in ("kl_N", "teacher_mass_N", "student_mass_N"):
+        assert getattr(terms, name).isnan().tolist() == [True, False]
+    assert bool(grad[0].isnan().all()) and bool(terms.entropy_N.isfinite().all())
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_tokens_that_count_nowhere_are_zero_whatever_their_logits(bad: float) -> None:
     case = make("4x1271", "bf16", target="merged", tail=True, entropy=True)
