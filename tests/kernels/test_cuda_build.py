@@ -385,6 +385,21 @@ def test_hostile_rows_match_the_reference(case: str, name: str, run) -> None:
     assert (grad_NV[1] == 0).all() and grad_NV[[0, 2]].isfinite().all() and (grad_NV[0] != 0).any()
 
 
+@pytest.mark.parametrize("tail", [False, True], ids=["truncated", "tail"])
+def test_a_nan_of_the_target_is_not_lost(tail: bool, run) -> None:
+    settings = LossSettings(tail=tail, entropy_coef=0.1)
+    logits_NV, tokens = rows_of(3, 1001, settings)
+    tokens.target_logps_NS[1, 4] = math.nan
+    want_NV = torch.empty_like(logits_NV)
+    want = reference_loss.loss_rows(logits_NV, tokens, settings, want_NV)
+    terms, grad_NV = run(logits_NV, tokens, settings)
+    assert terms.kl_N.isnan().tolist() == [False, True, False] and bool(terms.entropy_N.isfinite().all())
+    for field in fields(TokenTerms):
+        values = getattr(terms, field.name), getattr(want, field.name)
+        torch.testing.assert_close(*values, rtol=ATOL, atol=ATOL, equal_nan=True)
+    torch.testing.assert_close(grad_NV.float(), want_NV.float(), rtol=0.01, atol=2e-6, equal_nan=True)
+
+
 def test_rounding_of_the_teachers_mass_is_no_tail(run) -> None:
     """Mass 1 - 5e-7 on all that the student can say: a tail of 5e-7 would have an infinite KL."""
     settings = LossSettings()
