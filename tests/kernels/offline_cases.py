@@ -89,6 +89,9 @@ def _topk() -> Iterator[Case]:
         (265, fp32, 16, True),
         (151_936, bf16, 0, True),
         (265, fp32, 0, True),
+        (151_936, fp16, 128, True),
+        (151_936, fp32, 128, True),
+        (500_000, fp32, 128, True),  # the most keys to select from
     ]
     for n_vocab, dtype, kappa, has_tokens in rows:
         row = {"V": n_vocab, "dtype": dtype, "kappa": kappa, "tokens": has_tokens}
@@ -98,9 +101,10 @@ def _topk() -> Iterator[Case]:
             _name(row),
             lambda a=arguments, t=tokens: triton_topk.topk_logprobs(*a, token_ids_N=t),
         )
-    row = {"V": 151_936, "dtype": bf16, "kappa": 16, "M": 2}
-    teachers = [_logits(row) for _ in range(2)]
-    yield _name(row), lambda: triton_topk.topk_logprobs_teachers(teachers, 16)
+    for n_teachers in (2, triton_topk.MAX_TEACHERS):
+        row = {"V": 151_936, "dtype": bf16, "kappa": 16, "M": n_teachers}
+        teachers = [_logits(row) for _ in range(n_teachers)]
+        yield _name(row), lambda t=teachers: triton_topk.topk_logprobs_teachers(t, 16)
 
 
 def _mixture() -> Iterator[Case]:
@@ -162,7 +166,7 @@ def _loss() -> Iterator[Case]:
         qwen | {"V": 152_064, "target": "sparse", "kappa": 64, "tail": True},
         qwen | {"dtype": torch.float32, "merge": True, "tail": True},
     ]
-    for row in _rows(main, factors):
+    for row in itertools.chain(_rows(main, factors), _loss_sizes(qwen)):
         settings = LossSettings(
             kappa=row["kappa"],
             merge=row["merge"],
@@ -176,6 +180,29 @@ def _loss() -> Iterator[Case]:
         grad = {"no-grad": None, "own": torch.empty_like(logits), "in-place": logits}[row["gradient"]]
         arguments = (logits, _loss_tokens(row), settings, grad)
         yield _name(row), lambda a=arguments: triton_loss.loss_rows(*a)
+
+
+def _loss_sizes(plain: dict[str, Any]) -> Iterator[dict]:
+    """Numbers of warps, rows that start anywhere (an odd V), and rows of large blocks."""
+    factors = {
+        "V": (5_000, 10_000, 50_257, 151_937, 600_000),
+        "dtype": DTYPES,
+        "target": ("sparse", "M2"),
+        "kappa": (16, 64),
+        "tail": (True, False),
+        "entropy": (False, True),
+        "gradient": ("in-place", "no-grad"),
+    }
+    main = [
+        {"V": n_vocab, "dtype": dtype, "tail": tail}
+        for n_vocab, dtype, tail in (
+            (3_000, DTYPES[2], True),
+            (3_001, DTYPES[0], True),
+            (5_001, DTYPES[1], False),
+        )
+    ]
+    for row in main + pairwise(factors):
+        yield plain | row
 
 
 def _loss_tokens(row: dict[str, Any]) -> LossTokens:
