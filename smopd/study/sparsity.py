@@ -80,13 +80,15 @@ def signal(study: Study, pages: Path) -> Chapter | None:
     per_seed = {
         band: [statistics.fmean(found) for found in seeds.values()] for band, seeds in excess.items() if seeds
     }
-    grid = [10 ** (-3 + 3 * i / 60) for i in range(61)]
-    points = {
-        "measured, a step each": [Dot(*point) for point in measured],
-        "1 - p^G - (1-p)^G": [Dot(rate, theory.mixed_groups(rate, group_size)) for rate in grid],
+    by_rate: dict[float, list[float]] = {}
+    for rate, mixed in sorted(measured):
+        by_rate.setdefault(rate, []).append(mixed)
+    curves = {
+        "measured": [(rate, spread(shares)) for rate, shares in by_rate.items()],
+        "1 - p^G - (1-p)^G": [(rate, spread([theory.mixed_groups(rate, group_size)])) for rate in by_rate],
     }
     axes = Axes("groups with a signal", "mean rate of the exact format", "share of mixed groups", log_x=True)
-    figures.dots(pages / "signal.svg", [(axes, points)])
+    figures.lines(pages / "signal.svg", [(axes, curves)])
     caption = (
         "Measured share of mixed groups less the expected one: "
         + ", ".join(f"{spread(found):+} {band}" for band, found in per_seed.items())
@@ -94,7 +96,8 @@ def signal(study: Study, pages: Path) -> Chapter | None:
     )
     text = (
         f"{len(measured)} training steps of G = {group_size}, those with a success and a failure among their "
-        f"{responses} responses. A dot's p is its step's own rate, so the lowest is one success in "
+        f"{responses} responses. The curve is the mean over the steps with p of their responses right, its "
+        "band one deviation over them. A step's p is its own rate, so the lowest is one success in "
         f"{responses}, whose group is mixed whatever p is: at low p the figure shows the formula's slope and "
         "no more. The comparison is with the formula's expectation given how many of the step's responses "
         "succeeded, for which the steps that are left out make no difference. The formula takes every prompt "

@@ -91,7 +91,7 @@ def opened(page: Path, profile: Path) -> Iterator[Page]:
     """The page in a browser of its own."""
     theirs_in, ours_out = os.pipe()
     ours_in, theirs_out = os.pipe()
-    # Chromium reads commands from descriptor 3 and answers on 4: pipes above both cannot be overwritten by either.
+    # Chromium reads commands from descriptor 3 and answers on 4: ends above both are not overwritten.
     above = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 5) for end in (theirs_in, theirs_out)]
     nothing = os.open(os.devnull, os.O_RDWR)
     process = os.posix_spawn(
