@@ -58,9 +58,14 @@ def choose(
     return "sdpa, a sequence at a time" if device.type == "cpu" else "torch's variable-length kernels"
 
 
+def takes_sequences(model: PreTrainedModel) -> bool:
+    """Whether sequences attend one at a time, so that padding between them would be computed for nothing."""
+    return model.config._attn_implementation == SEQUENCES
+
+
 def decoder_inputs(model: PreTrainedModel, batch: TokenBatch) -> dict[str, Any]:
     """What the decoder of `model` takes for `batch`, by its way to attend."""
-    if model.config._attn_implementation != SEQUENCES:
+    if not takes_sequences(model):
         return {
             "input_ids": batch.input_ids,
             "attention_mask": batch.attention_mask(),
@@ -70,7 +75,7 @@ def decoder_inputs(model: PreTrainedModel, batch: TokenBatch) -> dict[str, Any]:
         "input_ids": batch.input_ids.view(1, -1),
         "position_ids": batch.position_ids.view(1, -1),
         "cu_seq_lens_q": batch.unit_starts,
-        "max_length_q": batch.input_ids.shape[1],
+        "max_length_q": batch.longest_unit,
     }
 
 

@@ -1,14 +1,15 @@
 """Token-budget packing: ragged rollouts -> micro-batches whose rows hold several sequences.
 
-A unit is a prompt with one or more of its responses. Rows are as long as the longest unit they must hold (or
-`row_tokens`), shorter units share rows, and a micro-batch holds as many rows as its token budget allows. A
-response's last token is predicted but never read, so it takes no position.
+A unit is a prompt with one or more of its responses. Under a mask, whose cost is the square of the row, rows
+are as long as the longest unit they must hold (or `row_tokens`), shorter units share rows, and a micro-batch
+holds as many rows as its token budget allows. Where sequences attend one at a time, a micro-batch is one row
+without padding. A response's last token is predicted but never read, so it takes no position.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -24,18 +25,20 @@ def flat_offsets(rollouts: Sequence[Rollout]) -> list[int]:
     return offsets
 
 
-def pack(rollouts: Sequence[Rollout], packing: Packing) -> list[TokenBatch]:
+def pack(rollouts: Sequence[Rollout], packing: Packing, *, one_row: bool = False) -> list[TokenBatch]:
     """Micro-batches that hold every response token exactly once.
 
     Args:
         rollouts: responses; those of one group must stand together to share their prompt.
         packing: the token budget, the row length and whether prompts are shared.
+        one_row: each micro-batch is one row, as long as what it holds; `row_tokens` is left out.
     """
     offsets = flat_offsets(rollouts)
     units = sorted(_units(rollouts, packing), key=lambda unit: _length(rollouts, unit), reverse=True)
     batches = []
     while units:
-        row_length = max(packing.row_tokens, _length(rollouts, units[0]), 1)
+        least = packing.micro_batch_tokens if one_row else packing.row_tokens
+        row_length = max(least, _length(rollouts, units[0]), 1)
         rows: list[list[list[int]]] = []
         space: list[int] = []
         later = []
@@ -52,6 +55,8 @@ def pack(rollouts: Sequence[Rollout], packing: Packing) -> list[TokenBatch]:
             else:
                 rows[row].append(unit)
                 space[row] -= length
+        if one_row:
+            row_length = max(row_length - space[0], 1)
         batches.append(_lay_out(rollouts, offsets, rows, row_length))
         units = later
     return batches
@@ -61,7 +66,7 @@ def empty_batch() -> TokenBatch:
     """One position and no response token: for a rank that has run out of micro-batches."""
     one = torch.zeros(1, 1, dtype=torch.int64)
     none = torch.zeros(0, dtype=torch.int64)
-    return TokenBatch(one, one, one, one - 1, none, none, none, torch.tensor([0, 1], dtype=torch.int32))
+    return TokenBatch(one, one, one, one - 1, none, none, none, torch.tensor([0, 1], dtype=torch.int32), 1)
 
 
 def _length(rollouts: Sequence[Rollout], unit: list[int]) -> int:
@@ -135,6 +140,7 @@ class _Grid:
     def batch(self) -> TokenBatch:
         size, length = len(self.unit_ids), self.shape[1]
         starts = [at for at in range(size) if at % length == 0 or self.unit_ids[at] != self.unit_ids[at - 1]]
+        starts.append(size)
         return TokenBatch(
             input_ids=self._grid(self.input_ids),
             position_ids=self._grid(self.position_ids),
@@ -143,7 +149,8 @@ class _Grid:
             predictor_N=torch.tensor(self.predictor_N, dtype=torch.int64),
             token_ids_N=torch.tensor(self.token_ids_N, dtype=torch.int64),
             flat_N=torch.tensor(self.flat_N, dtype=torch.int64),
-            unit_starts=torch.tensor([*starts, size], dtype=torch.int32),
+            unit_starts=torch.tensor(starts, dtype=torch.int32),
+            longest_unit=max(end - begin for begin, end in pairwise(starts)),
         )
 
     def _grid(self, values: list[int]) -> Tensor:

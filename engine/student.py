@@ -216,7 +216,8 @@ class Student:
 
     def _micro_batches(self, rollouts: Sequence[Rollout]) -> list[TokenBatch]:
         """As many on every rank, and at least one: empty ones, which weigh nothing, fill up."""
-        batches = pack(rollouts, self.settings.packing)
+        one_row = attention.takes_sequences(self.model)
+        batches = pack(rollouts, self.settings.packing, one_row=one_row)
         count = torch.tensor(len(batches), device=self.device)
         most = max(1, int(distributed.all_reduce(count, "max")))
         batches += [empty_batch()] * (most - len(batches))

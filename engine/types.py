@@ -6,7 +6,7 @@ support entries, L positions of a packed row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -74,6 +74,8 @@ class TokenBatch:
     """(N,) int64, where each token stands in the flat order of the whole batch."""
     unit_starts: Tensor
     """(units + 1,) int32, the flat positions where units and stretches of padding begin, and rows * L."""
+    longest_unit: int
+    """Most positions between two of them."""
 
     def attention_mask(self) -> Tensor:
         """(rows, 1, L, L) bool, True where a position may look. Padding sees itself, so no row is empty."""
@@ -86,7 +88,8 @@ class TokenBatch:
         return (same_unit & visible & causal)[:, None]
 
     def to(self, device: torch.device) -> TokenBatch:
-        return TokenBatch(**{name: value.to(device) for name, value in vars(self).items()})
+        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)

@@ -45,17 +45,12 @@ def _without_uncounted_ids(tokens: LossTokens) -> LossTokens:
     """A token that counts nowhere may have any id: 0 takes its place."""
     uncounted_N = ~counted(tokens)
 
-    def known(ids: Tensor | None) -> Tensor | None:
-        if ids is None:
-            return None
-        return ids.masked_fill(uncounted_N.view(-1, *[1] * (ids.dim() - 1)), 0)
-
-    return replace(
-        tokens,
-        token_ids_N=known(tokens.token_ids_N),
-        target_ids_NS=known(tokens.target_ids_NS),
-        teacher_ids_NMS=known(tokens.teacher_ids_NMS),
-    )
+    names = ("token_ids_N", "target_ids_NS", "teacher_ids_NMS")
+    given: dict[str, Tensor] = {name: ids for name in names if (ids := getattr(tokens, name)) is not None}
+    known = {
+        name: ids.masked_fill(uncounted_N.view(-1, *[1] * (ids.dim() - 1)), 0) for name, ids in given.items()
+    }
+    return replace(tokens, **known)
 
 
 def join_terms(parts: list[TokenTerms], logits_NV: Tensor) -> TokenTerms:

@@ -135,7 +135,7 @@ class Student(Section):
     micro_batch_tokens: int = Field(default=16_384, ge=1)
     """Most tokens of one forward and backward; a longer sequence goes alone."""
     row_tokens: int = Field(default=0, ge=0)
-    """Length of the rows that sequences are packed into; 0 is the longest sequence of the batch."""
+    """Length of the rows under a mask; 0 is the batch's longest sequence. flash packs without padding."""
     share_prompts: bool = True
     """Compute each prompt once for all its rollouts (an attention mask over the tree)."""
     head_chunk_bytes: int | None = Field(default=None, ge=1)

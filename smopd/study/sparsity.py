@@ -84,8 +84,10 @@ def signal(study: Study, pages: Path) -> Chapter | None:
     for rate, mixed in sorted(measured):
         by_rate.setdefault(rate, []).append(mixed)
     curves = {
-        "measured": [(rate, spread(shares)) for rate, shares in by_rate.items()],
-        "1 - p^G - (1-p)^G": [(rate, spread([theory.mixed_groups(rate, group_size)])) for rate in by_rate],
+        "measured": [(rate, mean) for rate, shares in by_rate.items() if (mean := spread(shares))],
+        "1 - p^G - (1-p)^G": [
+            (rate, Spread(theory.mixed_groups(rate, group_size), 0.0, 1)) for rate in by_rate
+        ],
     }
     axes = Axes("groups with a signal", "mean rate of the exact format", "share of mixed groups", log_x=True)
     figures.lines(pages / "signal.svg", [(axes, curves)])

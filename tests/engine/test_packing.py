@@ -21,14 +21,15 @@ PACKINGS = {
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
+@pytest.mark.parametrize("one_row", [False, True])
 @pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS.keys())
-def test_hidden_states_equal_those_of_single_sequences(packing, family):
+def test_hidden_states_equal_those_of_single_sequences(packing, one_row, family):
     model, rollouts = tiny_model(family=family).eval(), ragged_rollouts(0)
     offsets = flat_offsets(rollouts)
     hidden_ND = torch.full((offsets[-1], 64), torch.nan)
     token_ids_N = torch.full((offsets[-1],), -1)
     with torch.no_grad():
-        for batch in pack(rollouts, packing):
+        for batch in pack(rollouts, packing, one_row=one_row):
             assert hidden_ND[batch.flat_N].isnan().all(), "a token stands in two micro-batches"
             hidden_ND[batch.flat_N] = response_hidden(model, batch)
             token_ids_N[batch.flat_N] = batch.token_ids_N
@@ -39,11 +40,20 @@ def test_hidden_states_equal_those_of_single_sequences(packing, family):
     torch.testing.assert_close(token_ids_N, torch.cat([rollout.response_ids for rollout in rollouts]))
 
 
+@pytest.mark.parametrize("one_row", [False, True])
 @pytest.mark.parametrize("share", [True, False])
-def test_micro_batches_keep_to_the_token_budget(share):
+def test_micro_batches_keep_to_the_token_budget(share, one_row):
     rollouts = ragged_rollouts(1, groups=9)
-    for batch in pack(rollouts, Packing(48, 0, share)):
+    for batch in pack(rollouts, Packing(48, 0, share), one_row=one_row):
         assert batch.input_ids.numel() <= 48
+
+
+@pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS.keys())
+def test_one_row_has_no_padding(packing):
+    batches = pack(ragged_rollouts(5), packing, one_row=True)
+    assert all(len(batch.input_ids) == 1 and (batch.unit_ids >= 0).all() for batch in batches)
+    if packing.micro_batch_tokens == 10_000:
+        assert len(batches) == 1
 
 
 def test_a_sequence_over_the_budget_goes_alone():
@@ -68,11 +78,13 @@ def test_nothing_to_pack_and_the_empty_batch():
     assert hidden.requires_grad
 
 
+@pytest.mark.parametrize("one_row", [False, True])
 @pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS.keys())
-def test_unit_starts_cut_rows_where_units_change(packing):
-    for batch in [*pack(ragged_rollouts(4), packing), empty_batch()]:
+def test_unit_starts_cut_rows_where_units_change(packing, one_row):
+    for batch in [*pack(ragged_rollouts(4), packing, one_row=one_row), empty_batch()]:
         starts = batch.unit_starts.tolist()
         assert starts[0] == 0 and starts[-1] == batch.input_ids.numel() and starts == sorted(set(starts))
+        assert batch.longest_unit == max(end - begin for begin, end in pairwise(starts))
         units = batch.unit_ids.flatten().tolist()
         length = batch.input_ids.shape[1]
         for begin, end in pairwise(starts):
