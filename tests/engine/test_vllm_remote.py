@@ -23,6 +23,7 @@ from smopd.engine.types import Sampling
 from smopd.small_models import world_model
 from tests.engine.served import ROLLOUTS, ROOT, Relay, serve, serving
 from tests.engine.tiny import assert_sampled_by
+from tests.engine.vllm_worker import assert_followed, on_two_ranks, save_models
 from tests.patience import HANG_SECONDS
 from tests.smopd.recipes import command, environment, metric_lines, write_recipe
 
@@ -169,6 +170,7 @@ from smopd.engine.servers import Servers
 from smopd.engine.types import Sampling
 from smopd.small_models import world_model
 from tests.engine.tiny import assert_sampled_by
+from tests.engine.vllm_worker import assert_followed, on_two_ranks, save_models
 from tests.patience import HANG_SECONDS
 rollouts = RemoteRollout(Servers([sys.argv[1]]), [1], 32)
 model = world_model(6)[0]
@@ -295,3 +297,11 @@ def test_a_run_goes_on_when_a_server_is_killed_and_another_is_busy(pair, model_f
     samples = [json.loads(line) for line in (tmp_path / "run/alone/samples.jsonl").read_text().splitlines()]
     assert Counter(sample["step"] for sample in samples) == dict.fromkeys(range(1, steps + 1), per_step)
     busy.stop()
+
+
+def test_two_ranks_share_servers_and_the_first_sends_the_weights(tmp_path):
+    save_models(tmp_path)
+    both = [serve(tmp_path / "untied", tmp_path / name, *ROLLOUTS) for name in ("first.log", "second.log")]
+    with serving(*both):
+        ranks = on_two_ranks(tmp_path, {}, *(server.url for server in both))
+    assert_followed([rank["untied"] for rank in ranks], tied=False)

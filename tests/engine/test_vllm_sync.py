@@ -20,11 +20,22 @@ from smopd.engine import weight_files
 from smopd.engine.rollout import RolloutEngine
 from smopd.engine.student import Student
 from smopd.engine.sync import synchronise
-from smopd.engine.types import Rollout, Sampling, TrainSettings, VllmSettings
+from smopd.engine.types import Sampling, TrainSettings, VllmSettings
 from smopd.engine.vllm import LostWeights
 from smopd.engine.vllm_rollout import VllmRollout
-from tests.engine.tiny import END, VOCABULARY, assert_sampled_by, tiny_model
-from tests.engine.vllm_worker import ADAPTERS, PROMPTS, SAMPLINGS, TIED
+from tests.engine.teacher_truth import check, whole_logprobs
+from tests.engine.tiny import END, VOCABULARY, assert_sampled_by, differ, tiny_model
+from tests.engine.vllm_worker import (
+    ADAPTERS,
+    KAPPA,
+    PROMPTS,
+    TEACHERS,
+    TIED,
+    assert_followed,
+    on_two_ranks,
+    own_responses,
+    save_models,
+)
 from tests.patience import HANG_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -45,11 +56,6 @@ def saved(tmp_path):
         return tmp_path / "model"
 
     return save
-
-
-def differ(a: list[Rollout], b: list[Rollout]) -> bool:
-    pairs = zip(a, b, strict=True)
-    return all(not torch.allclose(x.logps[:1], y.logps[:1], atol=1e-3) for x, y in pairs)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
@@ -278,31 +284,17 @@ def test_files_never_part_a_layer(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [1, 2])
-def test_two_ranks_sample_with_the_weights_of_a_sharded_student(tmp_path, parallel):
-    for name, tied in TIED.items():
-        tiny_model(seed=0, tied=tied).save_pretrained(tmp_path / name)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    worker = [str(ROOT / "tests/engine/vllm_worker.py"), str(tmp_path), str(parallel)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *command, *worker],
-        env=env,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    results = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
-    for name, tied in (TIED | ({ADAPTERS: False} if parallel == 1 else {})).items():
-        ranks = [result[name] for result in results]
-        old, new = tiny_model(seed=0, tied=tied), tiny_model(seed=0, tied=tied)
-        new.load_state_dict(ranks[0]["weights"])
-        for when, model in (("before", old), ("after", new)):
-            made = {kind: [r for rank in ranks for r in rank[when][kind]] for kind in SAMPLINGS}
-            assert [rollout.group for rollout in made["greedy"]] == [0, 2, 4, 1, 3]
-            assert {rollout.policy_version for rollout in made["greedy"]} == {int(when == "after")}
-            assert_sampled_by(model, made["greedy"])
-            assert_sampled_by(model, made["sampled"], SAMPLINGS["sampled"].temperature, greedy=False)
-        assert differ(ranks[0]["before"]["greedy"], ranks[0]["after"]["greedy"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"tensor_parallel_size": 2}, {"placement": "process"}],
+    ids=["each", "together", "processes"],
+)
+def test_two_ranks_sample_and_score_with_the_weights_of_a_sharded_student(tmp_path, settings):
+    save_models(tmp_path)
+    ranks = on_two_ranks(tmp_path, settings)
+    for name, tied in (TIED | {ADAPTERS: False}).items():
+        assert_followed([rank[name] for rank in ranks], tied=tied)
+    for i, rank in enumerate(ranks):
+        truth = [whole_logprobs(tiny_model(seed=0, tied=tied), own_responses(i)) for tied in TIED.values()]
+        for found in rank[TEACHERS].values():
+            check(found, truth, KAPPA, 1e-3, rollouts=own_responses(i))

@@ -66,3 +66,9 @@ def assert_sampled_by(model, rollouts: list[Rollout], temperature: float = 1.0, 
             assert logits.argmax(-1).equal(rollout.response_ids)
         logps = logits.log_softmax(-1).gather(-1, rollout.response_ids[:, None])[:, 0]
         torch.testing.assert_close(rollout.logps, logps, rtol=0, atol=1e-4)
+
+
+def differ(a: list[Rollout], b: list[Rollout]) -> bool:
+    """Every response's first log-probability is another."""
+    pairs = zip(a, b, strict=True)
+    return all(not torch.allclose(x.logps[:1], y.logps[:1], atol=1e-3) for x, y in pairs)

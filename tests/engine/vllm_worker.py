@@ -1,30 +1,45 @@
 """Runs under torchrun: a sharded student trains and its weights go to vLLM, which samples before and after.
 
-Saves what each rank sampled and the weights of the student. Arguments: a folder with a saved model for each
-of TIED, and the degree of tensor parallelism.
+Saves what each rank sampled, the weights of the student, and what teachers say of each rank's responses.
+Arguments: a folder with a saved model for each of TIED; VllmSettings as JSON; and URLs of servers of the
+untied model, which then sample for it, and nothing else is done.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from smopd import toy_world
 from smopd.engine import distributed
+from smopd.engine.remote_rollout import RemoteRollout
+from smopd.engine.servers import Patience, Servers
 from smopd.engine.student import Student
 from smopd.engine.sync import synchronise
-from smopd.engine.types import Lora, Rollout, Sampling, TrainSettings, VllmSettings
+from smopd.engine.types import Lora, Rollout, Sampling, TeacherTopK, TrainSettings, VllmSettings
 from smopd.engine.vllm_rollout import VllmRollout
+from smopd.engine.vllm_teachers import VllmTeachers
 from smopd.ops import LossSettings, LossTokens
-from tests.engine.tiny import END, ragged_rollouts
+from smopd.small_models import world_tokenizer
+from tests.engine.tiny import END, VOCABULARY, assert_sampled_by, differ, ragged_rollouts, tiny_model
+from tests.patience import HANG_SECONDS
+
+ROOT = Path(__file__).parents[2]
 
 PROMPTS = [(5, 9, 11), (7,), (20, 21, 22, 23, 24, 25), (30, 31), (40,)]
 TIED = {"untied": False, "tied": True}
 ADAPTERS = "adapters"
-"""Of the untied model: a LoRA student whose adapter alone is sent."""
+"""A LoRA student of the untied model, whose adapter alone is sent."""
+TEACHERS = "teachers"
+KAPPA = 4
 SAMPLINGS = {
     "greedy": Sampling(temperature=0.0, max_new_tokens=10),
     "sampled": Sampling(n=2, temperature=0.7, max_new_tokens=10, seed=3),
@@ -49,11 +64,12 @@ def sample(rollouts: VllmRollout) -> dict[str, list[Rollout]]:
     }
 
 
-def run(folder: Path, settings: VllmSettings, device: torch.device) -> dict:
+def run(folder: Path, rollouts: VllmRollout | RemoteRollout, rank: int, device: torch.device) -> dict:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    lora = Lora(settings.max_lora_rank, 16.0) if settings.max_lora_rank else None
+    lora = Lora(rank, 16.0) if rank else None
     student = Student(model, TrainSettings(learning_rate=2e-2, compute_dtype="float32", lora=lora), device)
-    rollouts = VllmRollout(folder, [END], settings)
+    if isinstance(rollouts, RemoteRollout):
+        synchronise(student, rollouts, 0)
     before = sample(rollouts)
     for _ in range(1 if lora is None else 3):  # at first an adapter's B is 0
         train(student)
@@ -63,14 +79,69 @@ def run(folder: Path, settings: VllmSettings, device: torch.device) -> dict:
     return {"before": before, "after": sample(rollouts), "weights": weights}
 
 
+def score(folder: Path, settings: VllmSettings) -> dict[str, TeacherTopK]:
+    """Other responses on each rank, by a model each of its own engine, by both routes."""
+    paths, own = [folder / name for name in TIED], own_responses(distributed.rank())
+    return {
+        route: VllmTeachers(paths, settings, VOCABULARY, route, role=route).score(own, KAPPA, 1.0)
+        for route in ("pooler", "prompt_logprobs")
+    }
+
+
+def own_responses(rank: int) -> list[Rollout]:
+    return ragged_rollouts(rank, groups=2 + rank)
+
+
+def save_models(folder: Path) -> None:
+    for name, tied in TIED.items():
+        tiny_model(seed=0, tied=tied).save_pretrained(folder / name)
+        world_tokenizer(toy_world.vocabulary()).save_pretrained(folder / name)
+
+
+def on_two_ranks(folder: Path, settings: dict[str, Any], *urls: str) -> list[dict]:
+    """Runs this file, and returns what each rank saved."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launch, __file__, str(folder), json.dumps(settings), *urls],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def assert_followed(ranks: list[dict], *, tied: bool) -> None:
+    """Both ranks sampled by the student's weights, before and after it was trained."""
+    old, new = tiny_model(seed=0, tied=tied), tiny_model(seed=0, tied=tied)
+    new.load_state_dict(ranks[0]["weights"])
+    for when, model in (("before", old), ("after", new)):
+        made = {kind: [r for rank in ranks for r in rank[when][kind]] for kind in SAMPLINGS}
+        assert [rollout.group for rollout in made["greedy"]] == [0, 2, 4, 1, 3]
+        assert {rollout.policy_version for rollout in made["greedy"]} == {int(when == "after")}
+        assert_sampled_by(model, made["greedy"])
+        assert_sampled_by(model, made["sampled"], SAMPLINGS["sampled"].temperature, greedy=False)
+    assert differ(ranks[0]["before"]["greedy"], ranks[0]["after"]["greedy"])
+
+
 def main() -> None:
-    folder, parallel = Path(sys.argv[1]), int(sys.argv[2])
+    folder, urls = Path(sys.argv[1]), sys.argv[3:]
+    settings = VllmSettings(kv_cache_bytes=32 << 20, max_model_len=64, **json.loads(sys.argv[2]))
+    adapted = replace(settings, max_lora_rank=8)
     torch.set_num_threads(1)
-    settings = VllmSettings(kv_cache_bytes=32 << 20, max_model_len=64, tensor_parallel_size=parallel)
     with distributed.process_group() as device:
-        results = {name: run(folder / name, settings, device) for name in TIED}
-        if parallel == 1:
-            results[ADAPTERS] = run(folder / "untied", replace(settings, max_lora_rank=8), device)
+        if urls:
+            remote = RemoteRollout(Servers(urls, Patience()), [END], 32)
+            results: dict[str, dict] = {"untied": run(folder / "untied", remote, 0, device)}
+        else:
+            results = {}
+            for name in TIED:
+                results[name] = run(folder / name, VllmRollout(folder / name, [END], settings), 0, device)
+            rollouts = VllmRollout(folder / "untied", [END], adapted)
+            results[ADAPTERS] = run(folder / "untied", rollouts, adapted.max_lora_rank, device)
+            results[TEACHERS] = score(folder, settings)
         torch.save(results, folder / f"rank{distributed.rank()}.pt")
         distributed.barrier()
 
