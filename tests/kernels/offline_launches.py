@@ -5,6 +5,7 @@ A launch is kept by name and value, tensors by dtype and alignment, so that anot
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import itertools
@@ -12,11 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from functools import cache
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+from triton.language import constexpr
 from triton.runtime.jit import JITFunction
 
 CAPABILITIES = (80, 90, 100)
@@ -54,7 +57,7 @@ class Launch:
     def digest(self) -> str:
         """Of all that Triton compiles: the kernel with what it calls, and what it is specialized on."""
         kernel = kernel_of(self)
-        return hashlib.sha256(repr((variant(self, kernel), kernel.cache_key)).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr((variant(self, kernel), sources(kernel))).encode()).hexdigest()[:16]
 
 
 def noted(value: Any) -> Any:
@@ -141,6 +144,29 @@ def _named_apart(launches: list[Launch]) -> list[Launch]:
 def kernel_of(launch: Launch) -> JITFunction:
     module, _, name = launch.kernel.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+@cache
+def sources(kernel: JITFunction) -> tuple[tuple[str, str, str], ...]:
+    """Name, text and constants of a kernel and of every function that it reaches, but for Triton's own.
+
+    Triton's `cache_key` is of no use here: it depends on which kernel was asked for its key first.
+    """
+    found: dict[str, tuple[str, str, str]] = {}
+    reached = [kernel]
+    while reached:
+        function = reached.pop()
+        name = f"{function.fn.__module__}:{function.fn.__qualname__}"
+        if name in found or function.fn.__module__.startswith("triton."):
+            continue
+        spelled = {node.id for node in ast.walk(function.parse()) if isinstance(node, ast.Name)}
+        used = {key: value for key, value in sorted(function.fn.__globals__.items()) if key in spelled}
+        ours = [v for v in used.values() if isinstance(v, ModuleType) and not v.__name__.startswith("triton")]
+        assert not ours, f"{name} reaches into the modules {ours}, which is not followed here"
+        constants = {key: value for key, value in used.items() if isinstance(value, constexpr)}
+        found[name] = (name, function.src, repr((constants, function.noinline)))
+        reached += [value for value in used.values() if isinstance(value, JITFunction)]
+    return tuple(sorted(found.values()))
 
 
 def shipped_kernels(modules: Sequence[str]) -> set[str]:

@@ -130,9 +130,10 @@ import importlib, linecache, pathlib, sys
 from tests.kernels.offline_launches import Launch, Pointer
 source = '''
 import triton
+ONE = triton.language.constexpr(1)
 @triton.jit
 def part(x):
-    return x + 1
+    return x + ONE
 @triton.jit
 def whole(p, n, K):
     part(p)
@@ -146,15 +147,16 @@ def digest(text, *arguments, capability=90, **options):
 sys.dont_write_bytecode = True
 sys.path.insert(0, sys.argv[1])
 p = Pointer("bfloat16", True)
-same = digest(source, p, 32, 3), digest(source, p, 48, 3)
+same = digest(source, p, 32, 3), digest(source, p, 48, 3), digest(f"# moved\\n{source}", p, 32, 3)
 others = (
-    digest(source.replace("x + 1", "x + 2"), p, 32, 3),
+    digest(source.replace("x + ONE", "x - ONE"), p, 32, 3),
+    digest(source.replace("constexpr(1)", "constexpr(2)"), p, 32, 3),
     digest(source, p, 33, 3),
     digest(source, Pointer("float16", True), 32, 3),
     digest(source, p, 32, 3, capability=100),
     digest(source, p, 32, 3, num_warps=8),
 )
-assert same[0] == same[1] and len({same[0], *others}) == 6, (same, others)
+assert len(set(same)) == 1 and len({same[0], *others}) == 7, (same, others)
 """
 
 
