@@ -1,6 +1,6 @@
 """Scoring responses by a teacher in vLLM: dicts with detokenising (what users have), flat lists, our pooler.
 
-python -m bench.teacher_scoring [--models world qwen] [--tokens 512 2048] [--kappa 16 64] [--output FILE]
+python -m bench.teacher_scoring [--models world qwen] [--tokens 512 2048] [--kappa 16 64] [--dtype bfloat16]
 
 A JSON line a row: microseconds a response position (median), and peak memory above what was there before
 the call, for each length of response. All three give the log-probabilities of one model at temperature 1, and
@@ -30,7 +30,7 @@ from smopd.small_models import qwen_vocab_model, world_model
 
 TOKENIZER = _record.ROOT.parent / "shared" / "data" / "tokenizer" / "qwen.tiktoken"
 PROMPT = 8
-BOUND = 1e-3
+BOUNDS = {"float32": 1e-3, "bfloat16": 8e-3}  # in 16 bit two roundings of a logit near 1
 
 Score = Callable[[list[Rollout], int], tuple[Tensor, Tensor]]
 
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--responses", type=int, default=2)
     parser.add_argument("--kappa", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--dtype", choices=BOUNDS, default="float32")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tokenizer", type=Path, default=TOKENIZER, help="Qwen's ranks file")
     parser.add_argument("--output", type=Path, help="rows go to this file as well")
@@ -58,7 +59,7 @@ def main() -> None:
         for name in chosen.models:
             path = f"{folder}/{name}"
             vocabulary = save_model(name, path, chosen)
-            measure(scorers(name, path, vocabulary), chosen, vocabulary, device, tell)
+            measure(scorers(name, path, vocabulary, chosen.dtype), chosen, vocabulary, device, tell)
 
 
 def save_model(name: str, path: str, chosen: argparse.Namespace) -> int:
@@ -75,11 +76,11 @@ def save_model(name: str, path: str, chosen: argparse.Namespace) -> int:
     return made[0].config.vocab_size
 
 
-def scorers(name: str, folder: str, vocabulary: int) -> dict[str, Score]:
+def scorers(name: str, folder: str, vocabulary: int, dtype: str) -> dict[str, Score]:
     from smopd.engine.vllm import engine
     from smopd.engine.vllm_teachers import VllmTeachers
 
-    settings = VllmSettings(kv_cache_bytes=256 << 20)
+    settings = VllmSettings(kv_cache_bytes=256 << 20, dtype=dtype)
     users = engine(
         f"users of {name}",
         folder,
@@ -132,7 +133,7 @@ def measure(scores: dict[str, Score], chosen: argparse.Namespace, vocabulary: in
             found = {name: score(rollouts, kappa)[1] for name, score in scores.items()}
             users, *ours = found.values()
             for values in ours:
-                torch.testing.assert_close(values, users, rtol=0, atol=BOUND)
+                torch.testing.assert_close(values, users, rtol=0, atol=BOUNDS[chosen.dtype])
             times: dict[str, list[float]] = {name: [] for name in scores}
             for _ in range(chosen.repeats):
                 for name, score in scores.items():
@@ -147,6 +148,7 @@ def measure(scores: dict[str, Score], chosen: argparse.Namespace, vocabulary: in
                     {
                         "benchmark": "teacher_scoring",
                         "case": f"T{length}-R{chosen.responses}-V{vocabulary}-D{chosen.hidden}-kappa{kappa}",
+                        "dtype": chosen.dtype,
                         "provider": name,
                         "us_per_position": round(1e6 * medians[name], 2),
                         "times_dicts": round(slowest / medians[name], 2),

@@ -26,14 +26,16 @@ The paper's comparisons in worlds that a small machine can carry, by `python -m 
 {jobs} of together {hours:.1f} hours of one thread each; commit {commits}. A ± is one standard
 deviation over the seeds, and missing where there is one seed.
 
-Each claim is judged by the difference between runs of the same seed. It *agrees* where the mean with
-{decided:g} deviations on both sides is wholly on the claim's side, *contradicts* where it is wholly on the
-other, and is *undecided* otherwise, as it always is with one seed or where the runs do not differ at all.
-Of {n} comparisons below {agrees} agree, {contradicts} contradict and {undecided} are undecided. They share
-runs and seeds, so they are dependent, and at three seeds chance alone decides, one way or the other, 7 in
-100 comparisons of equals. The paper decodes greedily; those marked *sampled, ours* are of responses at
-temperature 1, as in training. All are of small models in small worlds: a contradiction is a finding about
-both.
+A seed is that of the first weights, of the prompts' order and of sampling; demonstrations and held-out
+prompts are the same for all. A claim that compares runs is judged by their difference within a seed, one
+on a level by the level itself: it *agrees* where the mean with {decided:g} deviations on both sides is
+wholly on the claim's side, *contradicts* where it is wholly on the other, and is *undecided* otherwise,
+as it always is with one seed, and for a claim of an order where the runs do not differ at all. A claim
+on which of two comes first is judged by counting pairs, against a fair coin. Of {n} comparisons below
+{agrees} agree, {contradicts} contradict and {undecided} are undecided. They share runs and seeds, so
+they are dependent, and at three seeds chance alone decides, one way or the other, 7 in 100 comparisons
+of equals. The paper decodes greedily; those marked *sampled, ours* are of responses at temperature 1, as
+in training. All are of small models in small worlds: a contradiction is a finding about both.
 """
 
 

@@ -13,7 +13,7 @@ from smopd.report.tables import Row, heading, markdown
 from smopd.runs import BASE
 from smopd.study.experiments import EXPERIMENTS
 from smopd.study.measures import Spread, cores, curve, final, finals, seconds, spread, take_off
-from smopd.study.verdicts import Verdict, differences, table
+from smopd.study.verdicts import ANSWERS, Verdict, differences, table
 
 WINDOW = 5  # steps that a drawn curve is the trailing mean of
 FEW = 3  # runs that a caption names where they are alike
@@ -87,11 +87,15 @@ class Finished:
             for run, (own, before) in budgets(self.settings).items()
         )
 
+    def _continues(self, run: str) -> bool:
+        """Whether it starts where another run ended, so that when it took off says nothing of it."""
+        return self.settings.runs[run].init in self.settings.runs
+
     def takeoffs(self) -> str:
         """When the format's sampled mean first reached one half, by run and seed."""
         found = []
         for run, label in self.labels.items():
-            if run != BASE:
+            if run != BASE and not self._continues(run):
                 reached = [take_off(folder, run, FORMAT) for folder in self.folders]
                 found.append(f"“{label}” " + ", ".join("never" if at is None else str(at) for at in reached))
         return "First step with half of the samples in the exact format, by seed: " + "; ".join(found) + "."
@@ -133,11 +137,19 @@ class Chapter:
     def markdown(self, page_seconds: float) -> str:
         """The section; `page_seconds` is what it took to make it of finished runs."""
         picture = f"![{self.title}](study/{self.figure})\n" if self.figure else ""
-        caption = f"*{self.caption}*\n" if self.caption else ""
+        caption = f"*{' '.join(filter(None, (self.caption, self._tally())))}*\n" if self.caption else ""
         parts = [f"## {self.title}\n", picture, caption, f"{self.text.rstrip()}\n", table(self.verdicts)]
         if self.done:
             parts.append(f"\n*{self._cost(page_seconds)}*")
         return "\n".join(part for part in parts if part) + "\n"
+
+    def _tally(self) -> str:
+        """What the claims came to, and which were contradicted."""
+        if not self.verdicts:
+            return ""
+        of = {answer: [v.claim for v in self.verdicts if v.answer == answer] for answer in ANSWERS}
+        against = f" Contradicted: {'; '.join(of['contradicts'])}." if of["contradicts"] else ""
+        return f"Claims that agree: {len(of['agrees'])} of {len(self.verdicts)}.{against}"
 
     def _cost(self, page_seconds: float) -> str:
         counts = sorted({len(done.folders) for done in self.done})
@@ -149,7 +161,7 @@ class Chapter:
         if len(known) == len(folders):
             there = " or ".join(map(str, sorted(set(known))))
             minutes = sum(t / n for t, n in zip(took, known, strict=True)) / 60
-            shared = f" ({minutes:.0f} minutes on {there} cores)"
+            shared = f" ({minutes:.0f} minutes where {there} cores are kept busy)"
         return (
             f"{seeds}; {plural(len(took), 'job')} of together {sum(took) / 60:.0f} thread-minutes{shared}, "
             f"the longest {max(took) / 60:.0f}; {page_seconds:.0f} s for the chapter itself."

@@ -53,6 +53,19 @@ class Job:
         return self.folder / "study_seconds.txt"
 
     @property
+    def begun(self) -> Path:
+        """The file with when an unfinished attempt began, and what those before it took."""
+        return self.folder / "study_begun.txt"
+
+    def spent(self) -> float:
+        """Seconds of the attempts so far; an interrupted one lasted until its log's last line."""
+        if self.begun.exists():
+            begun, before = map(float, self.begun.read_text().split())
+            log = self.folder / "study.log"
+            return before + (max(0.0, log.stat().st_mtime - begun) if log.exists() else 0.0)
+        return float(self.seconds.read_text()) if self.finished else 0.0
+
+    @property
     def settings(self) -> Settings:
         """Resolved, as the command takes them now."""
         return parse(self.command()[3:]).settings
@@ -109,7 +122,9 @@ _BASES: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
 def _run(job: Job) -> bool:
     job.folder.mkdir(parents=True, exist_ok=True)
     with _BASES[job.base]:
+        before = job.spent()
         started = time.monotonic()
+        write_atomically(job.begun, f"{time.time():.1f} {before:.1f}\n".encode())
         code = _share_base(job)
     code = code or _train(job, job.command())
     seconds = time.monotonic() - started
@@ -117,8 +132,8 @@ def _run(job: Job) -> bool:
     if code:
         print(f"{name}: failed with {code}, see {job.folder / 'study.log'}", flush=True)
         return False
-    before = float(job.seconds.read_text()) if job.finished else 0.0
     write_atomically(job.seconds, f"{before + seconds:.1f}\n".encode())
+    job.begun.unlink()
     print(f"{name}: {seconds:.0f} s", flush=True)
     return True
 

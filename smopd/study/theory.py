@@ -21,7 +21,7 @@ def figure_1a(weights: tuple[float, float]) -> tuple[Tensor, Tensor]:
     """Fig. 1(a): eight groups of four, the dense reward varying in all, the sparse one in a single group.
 
     Returns:
-        The advantages of the four responses, (4,) each, mean over the groups: before whitening and after.
+        The advantages, (8, 4) each, the group with the sparse reward first: before whitening and after.
     """
     dense_R = torch.tensor(DENSE, dtype=torch.float64).repeat(GROUPS)
     sparse_R = torch.zeros(GROUPS * GROUP_SIZE, dtype=torch.float64)
@@ -31,7 +31,7 @@ def figure_1a(weights: tuple[float, float]) -> tuple[Tensor, Tensor]:
     weights_K = torch.tensor(weights, dtype=torch.float64)
     before_R = gdpo_advantages(rewards_RK, group_R, weights_K=weights_K, whiten=None, norm_eps=0.0)
     after_R = gdpo_advantages(rewards_RK, group_R, weights_K=weights_K, norm_eps=0.0)
-    return before_R.view(GROUPS, -1).mean(0), after_R.view(GROUPS, -1).mean(0)
+    return before_R.view(GROUPS, -1), after_R.view(GROUPS, -1)
 
 
 def mixed_groups(rate: float, group_size: int) -> float:

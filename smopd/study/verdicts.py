@@ -62,10 +62,11 @@ def alike(claim: str, these: Values, those: Values, bound: float) -> list[Verdic
 def _compared(
     claim: str, these: Values, those: Values, *, low: float, high: float = math.inf
 ) -> list[Verdict]:
-    """Undecided where they are equal in every seed: both may be at a reward's end."""
+    """Undecided where they are equal in every seed and the claim is of an order, or they may be at an end."""
     different = differences(these, those)
     level = spread([a for a, apart in zip(these, different, strict=True) if apart is not None])
-    if level is not None and not any(different):
+    at_an_end = level is not None and (level.deviation == 0 or high == math.inf)
+    if level is not None and at_an_end and not any(different):
         return [Verdict(claim, f"no difference: both at {level}", "undecided")]
     return judge(claim, different, low=low, high=high, sign="+")
 

@@ -24,6 +24,7 @@ from smopd.study.measures import Spread
         (lambda: verdicts.no_lower("", [3.0, 3.0], [3.0, 3.0]), "undecided"),
         (lambda: verdicts.no_lower("", [3.0, 3.0, 2.9], [3.0, 3.0, 2.8]), "undecided"),
         (lambda: verdicts.alike("", [0.0, 0.0], [0.0, 0.0], 0.06), "undecided"),
+        (lambda: verdicts.alike("", [3.4, 3.9], [3.4, 3.9], 0.06), "agrees"),
         (lambda: verdicts.alike("", [1.00, 1.01], [1.01, 1.00], 0.06), "agrees"),
         (lambda: verdicts.alike("", [1.00, 1.01], [2.01, 2.00], 0.06), "contradicts"),
         (lambda: verdicts.alike("", [1.0, 1.2], [1.0, 1.0], 0.06), "undecided"),
