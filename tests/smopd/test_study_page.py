@@ -158,7 +158,7 @@ def test_a_base_without_a_mixed_group_is_told(every: Path, tmp_path: Path, monke
         shutil.rmtree(every / experiment)
     monkeypatch.setattr(students, "gradient_factor", lambda base, seed: 0.2 * seed)
     page = page_of(every, tmp_path / "docs")
-    assert "measured once a seed: 0.100 ± 0.141, which is 0 in 1 seed: no group there was mixed. The paper" in page
+    assert "once a seed: 0.100 ± 0.141, which is 0 in 1 seed: no group there was mixed. The paper" in page
 
 
 def test_the_base_models_are_told_by_their_folders(every: Path) -> None:
