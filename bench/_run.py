@@ -156,6 +156,8 @@ def _time(
     turns = {ceiling.name: Turn(run=lambda _, run=ceiling.run: run()) for ceiling in ceilings}
     turns |= {entrant.provider.name: entrant.turn for entrant in entrants}
     seconds = SECONDS[options.device] if options.seconds is None else options.seconds
+    for ceiling in ceilings:
+        ceiling.run()  # as every provider has, when it was checked
     times = interleaved(turns, clock, seconds, case.repeats)
     for ceiling in ceilings:
         row = head | {"provider": ceiling.name, "kind": "ceiling"} | _milliseconds(times[ceiling.name])

@@ -98,9 +98,11 @@ def _over_shards(
     total_N = torch.where(peak_N == torch.inf, 1.0, total_RN.sum(0))
     log_total_N1 = total_N.log()[:, None]
 
-    scaled_NP = gathered_RNC[..., :widest].transpose(0, 1).flatten(1)
+    # Without the padding, which would win against -inf of a later rank.
+    kept = [rank * widest + i for rank, size in enumerate(shard.sizes) for i in range(min(widest, size))]
+    scaled_NP = gathered_RNC[..., :widest].transpose(0, 1).flatten(1)[:, kept]
     best_NP, order_NP = scaled_NP.sort(dim=-1, descending=True, stable=True)
-    top_ids_NS = ids_RNS.transpose(0, 1).flatten(1).gather(1, order_NP[:, :kappa])
+    top_ids_NS = ids_RNS.transpose(0, 1).flatten(1)[:, kept].gather(1, order_NP[:, :kappa])
     top_logps_NS = best_NP[:, :kappa] - base_N[:, None] - log_total_N1
     if token_N is None:
         return TopK(top_ids_NS, top_logps_NS)

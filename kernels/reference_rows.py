@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from smopd.kernels.reference_policy import weighted
 from smopd.kernels.types import compute_dtype
 
 TAIL_FLOOR = 2.0**-20  # teacher mass outside the support below this counts as 0 (ours: fp32 rounding of Q)
@@ -53,11 +54,28 @@ def merge_sorted(ids_NP: Tensor, logps_NP: Tensor) -> tuple[Tensor, Tensor]:
     empty_NP = torch.full_like(logps_NP, -torch.inf)
     peak_NP = empty_NP.scatter_reduce(-1, segment_NP, logps_NP, "amax")
     shift_NP = torch.where(peak_NP == -torch.inf, 0.0, peak_NP)
-    mass_NP = torch.zeros_like(logps_NP).scatter_add(
-        -1, segment_NP, (logps_NP - shift_NP.gather(-1, segment_NP)).exp()
-    )
+    mass_NP = _run_sums((logps_NP - shift_NP.gather(-1, segment_NP)).exp(), segment_NP)
     merged_ids_NP = torch.zeros_like(ids_NP).scatter(-1, segment_NP, ids_NP)
     return merged_ids_NP, mass_NP.log() + shift_NP
+
+
+def _run_sums(values_NP: Tensor, segment_NP: Tensor) -> Tensor:
+    """Sums over runs of equal segments (ascending from 0), each at its segment's place; 0 in the others.
+
+    By doubling, in one order: a scatter_add on a GPU has none.
+    """
+    n_places = values_NP.shape[-1]
+    distance = 1
+    while distance < n_places:
+        same_NP = segment_NP[:, distance:] == segment_NP[:, :-distance]
+        before_NP = torch.where(same_NP, values_NP[:, :-distance], 0.0)
+        values_NP = torch.cat([values_NP[:, :distance], values_NP[:, distance:] + before_NP], -1)
+        distance *= 2
+    last_NP = torch.ones_like(segment_NP, dtype=torch.bool)
+    last_NP[:, :-1] = segment_NP[:, 1:] != segment_NP[:, :-1]
+    places_NP = torch.where(last_NP, segment_NP, n_places)  # one more, where all that is no run's end goes
+    sums_NP = torch.nn.functional.pad(torch.zeros_like(values_NP), (0, 1)).scatter(-1, places_NP, values_NP)
+    return sums_NP[:, :-1]
 
 
 @dataclass(frozen=True)
@@ -65,8 +83,8 @@ class Target:
     """A sparse target made ready for the rows: ids are in range everywhere, and distinct if tail is asked.
 
     first_NS marks one slot for each distinct id of the support. live_N says whether a row has any support.
-    A log-probability that is NaN leaves its slot empty and makes the row's mass NaN: its KL, both masses and
-    its gradient are NaN then.
+    A log-probability that is NaN leaves its slot empty and makes the row's mass NaN: its KL, both masses and,
+    where the KL has a gradient, its gradient are NaN then.
     """
 
     ids_NS: Tensor
@@ -221,12 +239,13 @@ def rows_gradient(
     if dlogp_N is not None:
         slope_N = slope_N - dlogp_N
     if dkl_N is not None and target is not None:
-        slope_N = slope_N + dkl_N * (target.mass_N if tail_q_N is None else target.mass_N + tail_q_N)
+        mass_N = target.mass_N if tail_q_N is None else target.mass_N + tail_q_N
+        slope_N = slope_N + weighted(dkl_N, mass_N)
     off_N = slope_N
     if rows.off_mass_N is not None:
         off_N = slope_N * rows.off_mass_N
         if dkl_N is not None and tail_q_N is not None:
-            off_N = off_N - dkl_N * tail_q_N
+            off_N = off_N - weighted(dkl_N, tail_q_N)
     if dentropy_N is None or rows.entropy_N is None:
         grad_NV = grad_NV.mul_(off_N[:, None])
     else:

@@ -26,7 +26,8 @@ _WARP = 32
 _REGISTERS = 1 << 16  # of a processor; ptxas is told a lane's, or it spills a few for one more program there
 _VECTOR_BYTES = 16
 _MAX_BLOCKS = 64  # of a row: a lane has a bit for each
-_MAX_ELEMENTS = 32  # of a lane in a block
+_MAX_ELEMENTS = 16  # of a lane in a block
+_SLOTS = 128  # of a target that a warp compares without spills
 MAX_VOCAB = _MAX_BLOCKS * 16 * _WARP * _MAX_ELEMENTS
 _PAIRS = 8  # of slots that a lane compares at a time
 _COLUMNS = (
@@ -43,12 +44,13 @@ class _Configuration:
     held: int
 
 
-def _configuration(n_vocab: int, dtype: torch.dtype, *, aligned: bool = True) -> _Configuration:
+def _configuration(n_vocab: int, dtype: torch.dtype, slots: int, *, aligned: bool) -> _Configuration:
     """A row that fits is held whole; else 16 warps have 128 registers a lane, and 24 hold the row's end."""
     elements, held = (8, 4) if dtype == torch.float32 else (16, 3)
     if not aligned:
         held = 2  # single elements take more registers
-    warps = next((warps for warps in (1, 4, 8) if n_vocab <= warps * _WARP * elements * held), 16)
+    enough = (w for w in (1, 4, 8) if n_vocab <= w * _WARP * elements * held and slots <= w * _SLOTS)
+    warps = next(enough, 16)
     while n_vocab > _MAX_BLOCKS * warps * _WARP * elements and elements < _MAX_ELEMENTS:
         elements, held = 2 * elements, 2
     return _Configuration(warps, elements, held)
@@ -133,9 +135,9 @@ def _launch(
     if grad_NV is not None:
         consecutive = min(consecutive, _aligned_elements(grad_NV))
     aligned = consecutive * logits_NV.element_size() == _VECTOR_BYTES
-    shape = _configuration(n_vocab, logits_NV.dtype, aligned=aligned)
-    lanes = shape.warps * _WARP
     slots = triton.next_power_of_2(max(max(support.n_teachers, 1) * support.n_support, 1))
+    shape = _configuration(n_vocab, logits_NV.dtype, slots, aligned=aligned)
+    lanes = shape.warps * _WARP
     two = target is not None and settings.temperature != settings.kl_temperature
     # At least two: the last block may be cut off, the others are whole. Two softmaxes take more registers.
     last = 2 if grad_NV is None else max(2, shape.held - two)

@@ -209,7 +209,7 @@ def row_kernel(
         dlogp *= inv_temperature
         dkl *= inv_kl_temperature
         level = -dlogp
-        kl_level = dkl * (teacher_mass + tail_q)
+        kl_level = weighted(dkl, teacher_mass + tail_q)
         if not TWO:
             level += kl_level
 
@@ -217,7 +217,7 @@ def row_kernel(
             off, whole, level, bend, kl_level, entropy, TWO
         )
         if HOLES:
-            share = tl.where(off[4] == 0, 0.0, dkl * tail_q / off[4])  # of the tail's teacher mass
+            share = tl.where(off[4] == 0, 0.0, weighted(dkl, tail_q) / off[4])  # of the tail's teacher mass
             if TWO:
                 off_kl_level -= share
             else:
@@ -230,7 +230,7 @@ def row_kernel(
             if TAIL:
                 at_support = gradient_coefficients(whole, whole, level, bend, kl_level, entropy, TWO)
             grad_K = softmax_gradient(x_K, at_support, scale, kl_scale, CURVED, TWO)
-            grad_K -= dkl * tl.exp2(id_logps_K * LOG2E)
+            grad_K -= weighted(dkl, tl.exp2(id_logps_K * LOG2E))
             grad_K += tl.where(ids_K == token, dlogp, 0.0)
             token_apart = tl.sum((first_K & (ids_K == token)).to(tl.int32), 0) == 0
 

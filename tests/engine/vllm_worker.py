@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,9 +80,9 @@ def run(folder: Path, rollouts: VllmRollout | RemoteRollout, rank: int, device: 
     return {"before": before, "after": sample(rollouts), "weights": weights}
 
 
-def score(folder: Path, settings: VllmSettings) -> dict[str, TeacherTopK]:
-    """Other responses on each rank, by a model each of its own engine, by both routes."""
-    paths, own = [folder / name for name in TIED], own_responses(distributed.rank())
+def score(folder: Path, names: Sequence[str], settings: VllmSettings) -> dict[str, TeacherTopK]:
+    """Other responses on each rank, by both routes."""
+    paths, own = [folder / name for name in names], own_responses(distributed.rank())
     return {
         route: VllmTeachers(paths, settings, VOCABULARY, route, role=route).score(own, KAPPA, 1.0)
         for route in ("pooler", "prompt_logprobs")
@@ -136,12 +137,15 @@ def main() -> None:
             remote = RemoteRollout(Servers(urls, Patience()), [END], 32)
             results: dict[str, dict] = {"untied": run(folder / "untied", remote, 0, device)}
         else:
+            # An engine of its own process takes half a GB: there one model has to do.
+            names = ("untied",) if settings.placement == "process" else tuple(TIED)
             results = {}
-            for name in TIED:
+            for name in names:
                 results[name] = run(folder / name, VllmRollout(folder / name, [END], settings), 0, device)
-            rollouts = VllmRollout(folder / "untied", [END], adapted)
-            results[ADAPTERS] = run(folder / "untied", rollouts, adapted.max_lora_rank, device)
-            results[TEACHERS] = score(folder, settings)
+            if settings.placement == "colocated":
+                rollouts = VllmRollout(folder / "untied", [END], adapted)
+                results[ADAPTERS] = run(folder / "untied", rollouts, adapted.max_lora_rank, device)
+            results[TEACHERS] = score(folder, names, settings)
         torch.save(results, folder / f"rank{distributed.rank()}.pt")
         distributed.barrier()
 

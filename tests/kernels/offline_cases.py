@@ -185,7 +185,7 @@ def _loss() -> Iterator[Case]:
 def _loss_sizes(plain: dict[str, Any]) -> Iterator[dict]:
     """Numbers of warps, rows that start anywhere (an odd V), and rows of large blocks."""
     factors = {
-        "V": (5_000, 10_000, 50_257, 151_937, 600_000),
+        "V": (5_000, 10_000, 50_257, 151_937, 500_000),
         "dtype": DTYPES,
         "target": ("sparse", "M2"),
         "kappa": (16, 64),
@@ -201,8 +201,24 @@ def _loss_sizes(plain: dict[str, Any]) -> Iterator[dict]:
             (5_001, DTYPES[1], False),
         )
     ]
+    longest = triton_loss.MAX_VOCAB - 1
+    ends = [
+        {"V": n_vocab, "dtype": dtype, "target": "sparse", "kappa": kappa}
+        for n_vocab, dtype, kappa in (
+            (265, DTYPES[0], 265),
+            (265, DTYPES[2], 265),
+            (151_936, DTYPES[0], triton_loss.MAX_SUPPORT),
+            *((longest, dtype, 16) for dtype in DTYPES),
+            (300_000, DTYPES[2], 128),
+        )
+    ]
+    hard = {"tail": True, "entropy": True}
     for row in main + pairwise(factors):
         yield plain | row
+    for row in ends:
+        yield plain | hard | row
+        yield plain | hard | row | {"twoT": True}
+    yield plain | {"V": longest, "dtype": DTYPES[1], "target": "sparse", "kappa": 16, "tail": True}
 
 
 def _loss_tokens(row: dict[str, Any]) -> LossTokens:

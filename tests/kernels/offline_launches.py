@@ -14,15 +14,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+import triton.language as tl
 from triton.language import constexpr
 from triton.runtime.jit import JITFunction
 
 CAPABILITIES = (80, 90, 100)
+MEASURED = Path(__file__).with_name("offline_code.py")  # how machine code is read
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,10 @@ class Launch:
 
     @property
     def digest(self) -> str:
-        """Of all that Triton compiles: the kernel with what it calls, and what it is specialized on."""
+        """Of all that Triton compiles, what it is specialized on, and how the result is read."""
         kernel = kernel_of(self)
-        return hashlib.sha256(repr((variant(self, kernel), sources(kernel))).encode()).hexdigest()[:16]
+        what = (variant(self, kernel), sources(kernel), MEASURED.read_text())
+        return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
 
 def noted(value: Any) -> Any:
@@ -147,26 +151,41 @@ def kernel_of(launch: Launch) -> JITFunction:
 
 
 @cache
-def sources(kernel: JITFunction) -> tuple[tuple[str, str, str], ...]:
-    """Name, text and constants of a kernel and of every function that it reaches, but for Triton's own.
+def sources(kernel: JITFunction) -> str:
+    """A kernel and every function that it reaches, but for Triton's own: text, options, defaults, constants.
 
     Triton's `cache_key` is of no use here: it depends on which kernel was asked for its key first.
+
+    Raises:
+        TypeError: a function names what is not followed here.
     """
-    found: dict[str, tuple[str, str, str]] = {}
+    found: dict[str, str] = {}
     reached = [kernel]
     while reached:
         function = reached.pop()
-        name = f"{function.fn.__module__}:{function.fn.__qualname__}"
-        if name in found or function.fn.__module__.startswith("triton."):
+        module = function.fn.__module__
+        name = f"{module}:{function.fn.__qualname__}"
+        if name in found or _is_tritons(module):
             continue
+        if function.fn.__closure__:
+            raise TypeError(f"{name} has a closure, which is not followed here")
         spelled = {node.id for node in ast.walk(function.parse()) if isinstance(node, ast.Name)}
         used = {key: value for key, value in sorted(function.fn.__globals__.items()) if key in spelled}
-        ours = [v for v in used.values() if isinstance(v, ModuleType) and not v.__name__.startswith("triton")]
-        assert not ours, f"{name} reaches into the modules {ours}, which is not followed here"
-        constants = {key: value for key, value in used.items() if isinstance(value, constexpr)}
-        found[name] = (name, function.src, repr((constants, function.noinline)))
-        reached += [value for value in used.values() if isinstance(value, JITFunction)]
-    return tuple(sorted(found.values()))
+        own = {key for key in used if key in function.arg_names}  # the argument hides it
+        constants = {key: value for key, value in used.items() if isinstance(value, constexpr | tl.dtype)}
+        functions = {key: value for key, value in used.items() if isinstance(value, JITFunction)}
+        modules = {key for key, v in used.items() if isinstance(v, ModuleType) and _is_tritons(v.__name__)}
+        if unknown := used.keys() - own - constants.keys() - functions.keys() - modules:
+            raise TypeError(f"{name} names {sorted(unknown)}, which are not followed here")
+        options = [(p.name, p.is_constexpr, p.do_not_specialize, p.do_not_specialize_on_alignment, p.default)
+                   for p in function.params]  # fmt: skip
+        found[name] = repr((name, function.src, constants, options, function.debug, function.noinline))
+        reached += functions.values()
+    return "\n".join(text for _, text in sorted(found.items()))
+
+
+def _is_tritons(module: str) -> bool:
+    return module.partition(".")[0] == "triton"
 
 
 def shipped_kernels(modules: Sequence[str]) -> set[str]:

@@ -15,7 +15,7 @@ from smopd.ops import LossSettings, LossStats, linear_smopd_loss, linear_topk_lo
 from tests.kernels import linear_cases as cases
 from tests.kernels import two_ranks
 
-SIZES = {"uneven": (15, 22), "one-row": (36, 1)}
+SIZES = {"uneven": (15, 22), "one-row": (36, 1), "narrow": (2, 35)}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 RELATIVE = 1e-11  # of a gradient's norm in fp64
 ROW_BYTES = 8 * 128  # more than a row of the widest shard takes
@@ -59,16 +59,19 @@ LOSSES = {
 KAPPAS = (0, 1, 9, 30, cases.V)
 
 
-def build_topk(kappa: int, sizes: str) -> tuple[str, dict, dict]:
+def build_topk(kappa: int, sizes: str, finite: int = cases.V) -> tuple[str, dict, dict]:
+    """finite: ids from this one on have a logit of -inf, so that the last of the kappa are ties."""
     hidden, weight, bias = (leaf.detach() for leaf in cases.head(torch.float32))
     weight[20], bias[20] = weight[3], bias[3]  # a tie between the ranks
     bias[10] = -torch.inf
+    bias[finite:] = -torch.inf
     token_ids = torch.arange(cases.N) * 3 % cases.V
     case = {"hidden": hidden, "weight": weight, "bias": bias, "sizes": SIZES[sizes], "token_ids": token_ids}
     return "topk", case, {"kappa": kappa, "temperature": 0.7, "chunk_bytes": 4 * ROW_BYTES}
 
 
 TOPKS = {f"kappa{kappa}-{sizes}": build_topk(kappa, sizes) for kappa in KAPPAS for sizes in SIZES}
+TOPKS |= {f"kappa9-{sizes}-4 finite": build_topk(9, sizes, finite=4) for sizes in SIZES}
 ALL = {**LOSSES, **TOPKS}
 
 

@@ -157,6 +157,13 @@ others = (
     digest(source, p, 32, 3, num_warps=8),
 )
 assert len(set(same)) == 1 and len({same[0], *others}) == 7, (same, others)
+for wrong in ("ONE = 1", "import math as ONE"):
+    try:
+        digest(source.replace("ONE = triton.language.constexpr(1)", wrong), p, 32, 3)
+    except TypeError as error:
+        assert "names ['ONE'], which are not followed here" in str(error)
+    else:
+        raise AssertionError(wrong)
 """
 
 

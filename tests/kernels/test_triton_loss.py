@@ -585,6 +585,28 @@ def test_a_nan_of_the_teachers_is_not_lost(target: str, where: str, tail: bool) 
     assert bool(grad[0].isnan().all()) and bool(terms.entropy_N.isfinite().all())
 
 
+@pytest.mark.parametrize("weight", [0.0, 1.0], ids=["weight 0", "coef 0"])
+@pytest.mark.parametrize("two", [False, True], ids=["one T", "two T"])
+@pytest.mark.parametrize("tail", [False, True], ids=["paper", "tail"])
+def test_a_nan_of_teachers_that_are_only_watched_stays_in_the_statistics(
+    tail: bool, two: bool, weight: float
+) -> None:
+    case = make(
+        "2x1271", "fp32", target="pooled", tail=tail, entropy=True, temperatures=(1.0, 0.7 if two else 1.0)
+    )
+    broken = case.tokens.teacher_logps_NMS.clone()
+    broken[0, 0, 1] = math.nan
+    weight_N = torch.full((2,), weight, device=DEVICE)
+    case.settings = replace(case.settings, opd_coef=1.0 - weight)
+    case.tokens = replace(case.tokens, kl_weight_N=weight_N)
+    want_grad = run(case)[1]
+    case.tokens = replace(case.tokens, teacher_logps_NMS=broken)
+    compare_anything(case)
+    terms, grad = run(case)
+    assert terms.kl_N.isnan().tolist() == [True, False]
+    torch.testing.assert_close(grad, want_grad, rtol=1e-4, atol=1e-8)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_tokens_that_count_nowhere_are_zero_whatever_their_logits(bad: float) -> None:
     case = make("4x1271", "bf16", target="merged", tail=True, entropy=True)
