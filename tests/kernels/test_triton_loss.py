@@ -6,6 +6,7 @@ it stores bf16 (one ulp of the rule is used up by that).
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from dataclasses import dataclass, fields, replace
@@ -385,13 +386,13 @@ def test_every_vocabulary_has_a_configuration(dtype: str) -> None:
         50_257,
         151_936,
         262_144,
-        1_000_003,
+        300_001,
         triton_loss.MAX_VOCAB,
     ):
-        for aligned in (False, True):
-            shape = triton_loss._configuration(n_vocab, DTYPES[dtype], aligned=aligned)
+        for aligned, slots in itertools.product((False, True), (1, 128, 256, triton_loss.MAX_SUPPORT)):
+            shape = triton_loss._configuration(n_vocab, DTYPES[dtype], slots, aligned=aligned)
             blocks = -(-n_vocab // (shape.warps * 32 * shape.elements))
-            assert blocks <= 64 and shape.held >= 2 and shape.elements <= 32
+            assert blocks <= 64 and shape.held >= 2 and shape.elements <= 16 and slots <= shape.warps * 128
 
 
 def test_support_that_fills_segments_and_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
