@@ -57,7 +57,8 @@ struct Row {
   double student_mass = 0.0;
 };
 
-// Coefficients of the gradient: of the token's log-probability, the forward KL and the entropy.
+// Coefficients of the gradient: of the token's log-probability, the forward KL and the entropy. A KL whose
+// coefficient is 0 has no part in it, be its target NaN.
 struct Slopes {
   double logp;
   double kl;
@@ -152,7 +153,7 @@ inline double gradient_entry(
   double policy = d.logp * ((is_token ? 1.0 : 0.0) - p);
   if (d.entropy != 0.0 && p > 0.0) policy -= d.entropy * p * (kLn2 * log2_p + row.entropy);
   double kl = 0.0;
-  if (row.support != nullptr) {
+  if (row.support != nullptr && d.kl != 0.0) {
     kl = (row.support->mass + row.support->tail_q) * kl_p - q;
     const bool off = !inside && row.kl.log2_stream > -std::numeric_limits<double>::infinity();
     if (off) kl -= row.support->tail_q * std::exp2(row.kl.log2_weight(logit) - row.kl.log2_stream);
@@ -172,8 +173,9 @@ inline void row_gradient(const Row<T>& row, const Slopes& d) {
   // Off the support every entry is p_v (policy + curve (log p_v + H)) + p'_v kl + off p'_v / p'_r, and p_v a
   // multiple of its e.
   const bool any_off = row.kl.log2_stream > -std::numeric_limits<double>::infinity();
-  const double kl = support == nullptr ? 0.0 : d.kl * (support->mass + support->tail_q) / row.kl.temperature;
-  const double off = support == nullptr || !any_off ? 0.0 : -d.kl * support->tail_q / row.kl.temperature;
+  const bool any_kl = support != nullptr && d.kl != 0.0;
+  const double kl = any_kl ? d.kl * (support->mass + support->tail_q) / row.kl.temperature : 0.0;
+  const double off = any_kl && any_off ? -d.kl * support->tail_q / row.kl.temperature : 0.0;
   const float reference = any_off ? z.reference : 0.0f;
   const double curve = -d.entropy / z.temperature;
   double policy = -d.logp / z.temperature;
@@ -186,11 +188,11 @@ inline void row_gradient(const Row<T>& row, const Slopes& d) {
     const float* const e = row.exponentials + start;
     const double unit = std::exp2(z.log2_unit((*z.shifts)[block]) - z.log2_total);
     const double kl_log2_unit = row.kl.log2_unit((*row.kl.shifts)[block]);
-    double kl_level = kl * (row.same ? unit : std::exp2(kl_log2_unit - row.kl.log2_total));
+    double kl_level = any_kl ? kl * (row.same ? unit : std::exp2(kl_log2_unit - row.kl.log2_total)) : 0.0;
     if (off != 0.0) kl_level += off * std::exp2(kl_log2_unit - row.kl.log2_stream);
     const float slope = float(curve * unit * kLn2 * double(z.scale));
     Gradient g{float(policy * unit), slope, reference, z.exponent.lowest, float(kl_level)};
-    if (!row.same) {
+    if (any_kl && !row.same) {
       block_pair(e, row.kl_exponentials + start, x, out, length, g);
     } else if (curve != 0.0) {
       g.level = float(policy * unit + kl_level);

@@ -288,8 +288,8 @@ SMOPD_FN float gradient_at(const Gradient& g, float x, const Slot& slot) {
   float slope = g.slope;
   if (kEntropyGradient) slope -= g.dentropy * (larger(logp, kDeepest) + g.entropy);
   float value = slope * expf(logp) * g.softmax.inverse;
-  if (kTwo) value += g.kl_slope * expf(g.softmax.kl_logp(x)) * g.softmax.kl_inverse;
-  return value - g.q_coef * slot.q_sum;
+  if (kTwo) value += weighted(g.kl_slope, expf(g.softmax.kl_logp(x)) * g.softmax.kl_inverse);
+  return value - weighted(g.q_coef, slot.q_sum);
 }
 
 // What a row's terms and gradient are made of, beside its columns.
@@ -350,8 +350,8 @@ SMOPD_FN RowResult row_result(const Objective& o, const float* columns, float to
   const float dreverse = o.has_reverse && opd ? o.opd_coef * columns[kReverseWeight] : 0.0f;
   const float dentropy = o.entropy_coef != 0.0f ? -o.entropy_coef * columns[kEntWeight] : 0.0f;
   const float dlogp = weighted(pg, p.slope) + weighted(dreverse, p.reverse_slope);
-  const float kl_slope = o.has_target ? dkl * (r.teacher_mass + tail_q) : 0.0f;
-  const float kl_tail = dkl * tail_q;
+  const float kl_slope = weighted(dkl, r.teacher_mass + tail_q);  // a KL without a coefficient has no part
+  const float kl_tail = weighted(dkl, tail_q);
 
   Gradient& g = out.gradient;
   g.softmax = r.softmax;
@@ -365,7 +365,7 @@ SMOPD_FN RowResult row_result(const Objective& o, const float* columns, float to
   g.off -= dentropy * off_mass * (shift + entropy) * per_off;
   g.curve = -dentropy * off_mass * kLn2 * per_off;
   g.kl_off = 0.0f;
-  if (kTwo) {
+  if (kTwo && dkl != 0.0f) {
     const float inverse_kl_off = r.off.kl_sum == 0.0f ? 0.0f : 1.0f / r.off.kl_sum;
     g.kl_off = (kl_slope * expf(r.off_kl_logp) - kl_tail) * inverse_kl_off * r.softmax.kl_inverse;
   }

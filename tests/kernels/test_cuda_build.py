@@ -400,6 +400,22 @@ def test_a_nan_of_the_target_is_not_lost(tail: bool, run) -> None:
     torch.testing.assert_close(grad_NV.float(), want_NV.float(), rtol=0.01, atol=2e-6, equal_nan=True)
 
 
+@pytest.mark.parametrize("tail", [False, True], ids=["truncated", "tail"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7], ids=["one temperature", "two"])
+def test_no_nan_of_the_target_where_the_kl_has_no_coefficient(tail: bool, temperature: float, run) -> None:
+    """The gradient is, bit for bit, that of an empty slot; the KL says NaN."""
+    settings = LossSettings(tail=tail, temperature=temperature, kl_temperature=1.0, entropy_coef=0.1)
+    logits_NV, tokens = rows_of(3, 1001, settings, pg_weight_N=torch.ones(3).double())
+    unweighted = replace(tokens, kl_weight_N=torch.tensor([1.0, 0.0, 1.0]).double())
+    for given, options in ((tokens, replace(settings, opd_coef=0.0)), (unweighted, settings)):
+        given.target_logps_NS[1, 4] = -INF
+        _, empty_NV = run(logits_NV, given, options)
+        given.target_logps_NS[1, 4] = math.nan
+        terms, grad_NV = run(logits_NV, given, options)
+        assert terms.kl_N.isnan().tolist() == [False, True, False]
+        assert torch.equal(grad_NV, empty_NV) and bool(grad_NV[1].any())
+
+
 def test_rounding_of_the_teachers_mass_is_no_tail(run) -> None:
     """Mass 1 - 5e-7 on all that the student can say: a tail of 5e-7 would have an infinite KL."""
     settings = LossSettings()
