@@ -127,7 +127,10 @@ SMOPD_INLINE BlockSums exponentials(
 template <bool kSlope, bool kSecond, typename T>
 SMOPD_INLINE void gradient_of(
     const float* e, const float* second, const T* x, T* out, int64_t length, const Gradient& gradient) {
-  const Gradient g = gradient;
+  Gradient g = gradient;
+  g.level = canonical(g.level);
+  g.slope = canonical(g.slope);
+  g.second_level = canonical(g.second_level);
 #pragma GCC ivdep
   for (int64_t j = 0; j < length; ++j) {
     float result = g.level;

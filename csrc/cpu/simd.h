@@ -53,8 +53,12 @@ SMOPD_INLINE float to_float(Float16 value) {
   return bits_to_float(sign | (magnitude >= 0x0f800000u ? special : finite));
 }
 
-// To T by rounding to the nearest, ties to even. narrow_number serves every value but NaN with a full payload
-// (which no arithmetic makes); narrow serves that too.
+// The value, or the NaN without a payload.
+SMOPD_INLINE float canonical(float value) { return value == value ? value : bits_to_float(0x7fc00000u); }
+
+// To T by rounding to the nearest, ties to even. narrow_number serves every value but NaN with a full payload,
+// which carries into the sign. Arithmetic hands a payload on, so a loop makes its coefficients canonical first.
+// narrow serves every value.
 template <typename T>
 SMOPD_INLINE T narrow_number(float value);
 
@@ -85,7 +89,7 @@ SMOPD_INLINE Float16 narrow_number<Float16>(float value) {
 
 template <typename T>
 SMOPD_INLINE T narrow(float value) {
-  return narrow_number<T>(value == value ? value : bits_to_float(0x7fc00000u));
+  return narrow_number<T>(canonical(value));
 }
 
 }  // namespace smopd

@@ -1,4 +1,4 @@
-"""NaN in the C++ kernels' small inputs: none comes through where its coefficient is 0."""
+"""NaN in the C++ kernels' small inputs: none gets lost, and none comes through where its coefficient is 0."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 N, V, S = 5, 2500, 6  # more than a block of a row
 TEMPERATURES = {"same": (1.0, 1.0), "two": (0.7, 1.0)}
+FULL_PAYLOADS = [0x7FFFFFFF, -1]  # of a float32 NaN, both signs: rounding to bf16 carries out of the exponent
 
 
 def with_value(tokens: LossTokens, name: str, row: int, value: Tensor | float) -> LossTokens:
@@ -79,3 +80,25 @@ def test_no_nan_of_a_target_where_the_kl_has_no_upstream_gradient(dtype: torch.d
     for upstream_N in (dkl_N, None):
         grad_NV = gradient_of(math.nan, upstream_N)
         assert torch.equal(grad_NV, gradient_of(-math.inf, upstream_N)) and bool(grad_NV[1].any())
+
+
+@pytest.mark.parametrize("temperatures", TEMPERATURES)
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1], ids=["no entropy", "entropy"])
+@pytest.mark.parametrize("payload", FULL_PAYLOADS, ids=hex)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_nan_of_any_payload_reaches_the_whole_row(
+    dtype: torch.dtype, payload: int, entropy_coef: float, temperatures: str
+) -> None:
+    policy, kl = TEMPERATURES[temperatures]
+    nan = torch.tensor(payload, dtype=torch.int32).view(torch.float32)
+    logits_NV = cpp_rows.random_logits(N, V, dtype)
+    tokens = cpp_rows.random_tokens(logits_NV, cpp_rows.target_of("given", N, V, S, True))
+    settings = LossSettings(
+        temperature=policy, kl_temperature=kl, entropy_coef=entropy_coef, reverse_kl_surrogate="ppo"
+    )
+    names = ["adv_N", "pg_weight_N", "old_logp_N", "kl_weight_N", "reverse_adv_N", "reverse_weight_N"]
+    names += ["target_logps_NS", *(["ent_weight_N"] if entropy_coef else [])]
+    for name in names:
+        grad_NV, _ = gradient(logits_NV, with_value(tokens, name, 0, nan), settings)
+        assert int(grad_NV[0].isnan().sum()) == V, name
+        assert bool(grad_NV[1:].isfinite().all()), name
