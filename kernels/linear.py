@@ -26,7 +26,8 @@ from smopd.kernels.linear_gemm import hidden_gradient_into, logits_into, weight_
 from smopd.kernels.linear_job import Gradients, Job, chunk_budget, make_job, outputs, row_blocks
 from smopd.kernels.linear_recompute import MadeInBackward, piece_terms
 from smopd.kernels.linear_shards import shard_of
-from smopd.kernels.reference_loss import join_terms, total_loss
+from smopd.kernels.loss_total import total_loss
+from smopd.kernels.reference_loss import join_terms
 from smopd.kernels.types import LossSettings, LossStats, LossTokens, TokenTerms, compute_dtype
 
 OP = "linear_smopd_loss"

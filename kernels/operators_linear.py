@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from smopd.kernels import dispatch, linear, linear_topk
 from smopd.kernels.linear_job import chunk_budget, make_job
 from smopd.kernels.linear_shards import Shard
+from smopd.kernels.loss_total import total_loss
 from smopd.kernels.operators import empty_column, operator
 from smopd.kernels.operators_loss import (
     N_OBJECTIVE,
@@ -29,7 +30,7 @@ from smopd.kernels.operators_loss import (
     packed_stats,
     scaled_gradient,
 )
-from smopd.kernels.reference_loss import scale_, total_loss
+from smopd.kernels.reference_loss import scale_
 from smopd.kernels.types import LossSettings, LossTokens, TokenTerms, TopK
 
 N_HEAD = 3  # hidden, weight, bias

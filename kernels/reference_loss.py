@@ -168,22 +168,6 @@ def counted(tokens: LossTokens) -> Tensor:
     return torch.stack([weight_N != 0 for weight_N in weights if weight_N is not None]).any(0)
 
 
-def total_loss(terms: TokenTerms, tokens: LossTokens, settings: LossSettings) -> tuple[Tensor, LossStats]:
-    """The terms summed, by whichever backend they were made: once over all tokens, not by chunks."""
-    columns = {name: getattr(terms, name) for name in STATS_FIELDS if name.endswith("_N")}
-    pg_loss = weighted(tokens.pg_weight_N, terms.surrogate_N).sum()
-    kl_loss = weighted(tokens.kl_weight_N, terms.kl_N).sum()
-    reverse_loss = weighted(reverse_weight(tokens), terms.reverse_N).sum()
-    entropy = weighted(tokens.ent_weight_N, terms.entropy_N).sum()
-    stats = LossStats(**columns, pg_loss=pg_loss, kl_loss=kl_loss, entropy=entropy, reverse_loss=reverse_loss)
-    loss = pg_loss.clone()
-    if settings.opd_coef != 0.0:
-        loss = loss + settings.opd_coef * (kl_loss + reverse_loss)
-    if settings.entropy_coef != 0.0:
-        loss = loss - settings.entropy_coef * entropy
-    return loss, stats
-
-
 def scale_(grad: Tensor, dloss: Tensor) -> None:
     """grad *= dloss, rounded once: the factor itself is not brought to grad's dtype."""
     if dloss.device.type != "cpu":
