@@ -89,7 +89,7 @@ def test_samples_with_the_weights_that_it_was_sent(server, transfer, monkeypatch
 def test_what_a_killed_server_was_asked_goes_to_the_others(server, caplog):
     dying = Relay(server, dies_after=1, shares=True)
     rollouts = remote(server, dying.url)
-    sampling = Sampling(n=4, max_new_tokens=8, seed=5)
+    sampling = Sampling(n=16, max_new_tokens=8, seed=5)  # so many that both servers begin
     made = rollouts.generate(PROMPTS, GROUPS, sampling)
     assert dying.served == 1
     assert list(rollouts.servers.out) == [dying.url]

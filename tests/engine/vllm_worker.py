@@ -27,7 +27,6 @@ from smopd.engine.student import Student
 from smopd.engine.sync import synchronise
 from smopd.engine.types import Lora, Rollout, Sampling, TeacherTopK, TrainSettings, VllmSettings
 from smopd.engine.vllm_rollout import VllmRollout
-from smopd.engine.vllm_teachers import VllmTeachers
 from smopd.ops import LossSettings, LossTokens
 from smopd.small_models import world_tokenizer
 from tests.engine.tiny import END, VOCABULARY, assert_sampled_by, differ, ragged_rollouts, tiny_model
@@ -82,6 +81,8 @@ def run(folder: Path, rollouts: VllmRollout | RemoteRollout, rank: int, device: 
 
 def score(folder: Path, names: Sequence[str], settings: VllmSettings) -> dict[str, TeacherTopK]:
     """Other responses on each rank, by both routes."""
+    from smopd.engine.vllm_teachers import VllmTeachers  # needs vLLM
+
     paths, own = [folder / name for name in names], own_responses(distributed.rank())
     return {
         route: VllmTeachers(paths, settings, VOCABULARY, route, role=route).score(own, KAPPA, 1.0)
