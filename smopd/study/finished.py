@@ -87,7 +87,7 @@ class Finished:
             for run, (own, before) in budgets(self.settings).items()
         )
 
-    def _continues(self, run: str) -> bool:
+    def continues(self, run: str) -> bool:
         """Whether it starts where another run ended, so that when it took off says nothing of it."""
         return self.settings.runs[run].init in self.settings.runs
 
@@ -95,7 +95,7 @@ class Finished:
         """When the format's sampled mean first reached one half, by run and seed."""
         found = []
         for run, label in self.labels.items():
-            if run != BASE and not self._continues(run):
+            if run != BASE and not self.continues(run):
                 reached = [take_off(folder, run, FORMAT) for folder in self.folders]
                 found.append(f"“{label}” " + ", ".join("never" if at is None else str(at) for at in reached))
         return "First step with half of the samples in the exact format, by seed: " + "; ".join(found) + "."

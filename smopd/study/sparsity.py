@@ -201,7 +201,7 @@ def _draw_density(every: dict[str, Finished], path: Path) -> None:
                 for kind, series in ended.items():
                     if (value := final([folder], run, f"{kind}/format")) is not None:
                         series.setdefault(done.labels[run], []).append(Dot(at, value.mean))
-                if final([folder], run, "sampled/format") is not None:
+                if final([folder], run, "sampled/format") is not None and not done.continues(run):
                     started.setdefault(done.labels[run], []).append(reached)
     limits = tuple(sorted({own for own, _ in budget.values()}))
     x = "share of the demonstrations"

@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,11 +78,11 @@ def run(folder: Path, rollouts: VllmRollout | RemoteRollout, rank: int, device: 
     return {"before": before, "after": sample(rollouts), "weights": weights}
 
 
-def score(folder: Path, names: Sequence[str], settings: VllmSettings) -> dict[str, TeacherTopK]:
+def score(folder: Path, settings: VllmSettings) -> dict[str, TeacherTopK]:
     """Other responses on each rank, by both routes."""
     from smopd.engine.vllm_teachers import VllmTeachers  # needs vLLM
 
-    paths, own = [folder / name for name in names], own_responses(distributed.rank())
+    paths, own = [folder / name for name in TIED], own_responses(distributed.rank())
     return {
         route: VllmTeachers(paths, settings, VOCABULARY, route, role=route).score(own, KAPPA, 1.0)
         for route in ("pooler", "prompt_logprobs")
@@ -138,15 +137,16 @@ def main() -> None:
             remote = RemoteRollout(Servers(urls, Patience()), [END], 32)
             results: dict[str, dict] = {"untied": run(folder / "untied", remote, 0, device)}
         else:
-            # An engine of its own process takes half a GB: there one model has to do.
-            names = ("untied",) if settings.placement == "process" else tuple(TIED)
+            whole = (
+                settings.placement == "colocated"
+            )  # an engine's own process takes half a GB: one has to do
             results = {}
-            for name in names:
+            for name in TIED if whole else ["untied"]:
                 results[name] = run(folder / name, VllmRollout(folder / name, [END], settings), 0, device)
-            if settings.placement == "colocated":
+            if whole:
                 rollouts = VllmRollout(folder / "untied", [END], adapted)
                 results[ADAPTERS] = run(folder / "untied", rollouts, adapted.max_lora_rank, device)
-            results[TEACHERS] = score(folder, names, settings)
+                results[TEACHERS] = score(folder, settings)
         torch.save(results, folder / f"rank{distributed.rank()}.pt")
         distributed.barrier()
 
