@@ -13,7 +13,7 @@ from smopd.report.tables import Row, heading, markdown
 from smopd.runs import BASE
 from smopd.study.experiments import EXPERIMENTS
 from smopd.study.measures import Spread, cores, curve, final, finals, seconds, spread, take_off
-from smopd.study.verdicts import ANSWERS, Verdict, differences, table
+from smopd.study.verdicts import Verdict, differences, table
 
 WINDOW = 5  # steps that a drawn curve is the trailing mean of
 FEW = 3  # runs that a caption names where they are alike
@@ -147,9 +147,10 @@ class Chapter:
         """What the claims came to, and which were contradicted."""
         if not self.verdicts:
             return ""
-        of = {answer: [v.claim for v in self.verdicts if v.answer == answer] for answer in ANSWERS}
-        against = f" Contradicted: {'; '.join(of['contradicts'])}." if of["contradicts"] else ""
-        return f"Claims that agree: {len(of['agrees'])} of {len(self.verdicts)}.{against}"
+        agreeing = sum(verdict.answer == "agrees" for verdict in self.verdicts)
+        against = "; ".join(verdict.claim for verdict in self.verdicts if verdict.answer == "contradicts")
+        contradicted = f" Contradicted: {against}." if against else ""
+        return f"Claims that agree: {agreeing} of {len(self.verdicts)}.{contradicted}"
 
     def _cost(self, page_seconds: float) -> str:
         counts = sorted({len(done.folders) for done in self.done})

@@ -137,9 +137,8 @@ def main() -> None:
             remote = RemoteRollout(Servers(urls, Patience()), [END], 32)
             results: dict[str, dict] = {"untied": run(folder / "untied", remote, 0, device)}
         else:
-            whole = (
-                settings.placement == "colocated"
-            )  # an engine's own process takes half a GB: one has to do
+            # An engine's own process takes half a GB: there one has to do.
+            whole = settings.placement == "colocated"
             results = {}
             for name in TIED if whole else ["untied"]:
                 results[name] = run(folder / name, VllmRollout(folder / name, [END], settings), 0, device)
