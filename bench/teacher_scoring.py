@@ -1,9 +1,10 @@
 """Scoring responses by a teacher in vLLM: dicts with detokenising (what users have), flat lists, our pooler.
 
-python -m bench.teacher_scoring [--models world qwen] [--tokens 512 2048] [--kappa 16 64] [--dtype bfloat16]
+python -m bench.teacher_scoring [--models world qwen] [--tokens 512 2048] [--prompt 8] [--dtype bfloat16]
 
 A JSON line a row: microseconds a response position (median), and peak memory above what was there before
-the call, for each length of response. All three give the log-probabilities of one model at temperature 1, and
+the call, for each length of response. Only our pooler leaves the prompt's positions out: the shorter the
+prompts, the better for the others. All three give the log-probabilities of one model at temperature 1, and
 are compared before any is timed. Models: the quickstart's vocabulary of 265, where a position costs what the
 route adds; and Qwen's of 151,936, where on a CPU it costs the head's product as well.
 """
@@ -29,7 +30,6 @@ from smopd.engine.types import Rollout, VllmSettings
 from smopd.small_models import qwen_vocab_model, world_model
 
 TOKENIZER = _record.ROOT.parent / "shared" / "data" / "tokenizer" / "qwen.tiktoken"
-PROMPT = 8
 BOUNDS = {"float32": 1e-3, "bfloat16": 8e-3}  # in 16 bit two roundings of a logit near 1
 
 Score = Callable[[list[Rollout], int], tuple[Tensor, Tensor]]
@@ -41,6 +41,7 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="+", choices=("world", "qwen"), default=["world", "qwen"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048], help="of one response")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens before each response")
     parser.add_argument("--responses", type=int, default=2)
     parser.add_argument("--kappa", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--hidden", type=int, default=64)
@@ -68,7 +69,7 @@ def save_model(name: str, path: str, chosen: argparse.Namespace) -> int:
         "hidden_size": chosen.hidden,
         "heads": max(1, chosen.hidden // 64),
         "layers": 1,
-        "max_positions": max(chosen.tokens) + PROMPT + 1,
+        "max_positions": max(chosen.tokens) + chosen.prompt + 1,
     }
     made = qwen_vocab_model(0, chosen.tokenizer, **sizes) if name == "qwen" else world_model(0, **sizes)
     for part in made:
@@ -108,8 +109,8 @@ def as_dicts(llm, rollouts: list[Rollout], kappa: int) -> tuple[Tensor, Tensor]:
     prompts = [{"prompt_token_ids": [*r.prompt_ids, *r.response_ids.tolist()]} for r in rollouts]
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=kappa)
     ids, logps = [], []
-    for answer in llm.generate(prompts, params, use_tqdm=False):
-        for position in answer.prompt_logprobs[PROMPT:]:
+    for rollout, answer in zip(rollouts, llm.generate(prompts, params, use_tqdm=False), strict=True):
+        for position in answer.prompt_logprobs[len(rollout.prompt_ids) :]:
             ranked = sorted(position.items(), key=lambda entry: entry[1].rank)[:kappa]
             ids.append([token for token, _ in ranked])
             logps.append([entry.logprob for _, entry in ranked])
@@ -127,9 +128,9 @@ def measure(scores: dict[str, Score], chosen: argparse.Namespace, vocabulary: in
         for length in chosen.tokens:
             rollouts = []
             for group in range(chosen.responses):
-                ids = torch.randint(0, vocabulary, (PROMPT + length,), generator=generator)
-                prompt = tuple(ids[:PROMPT].tolist())
-                rollouts.append(Rollout(prompt, ids[PROMPT:], torch.zeros(length), group, True))
+                ids = torch.randint(0, vocabulary, (chosen.prompt + length,), generator=generator)
+                prompt, response = ids.split((chosen.prompt, length))
+                rollouts.append(Rollout(tuple(prompt.tolist()), response, torch.zeros(length), group, True))
             found = {name: score(rollouts, kappa)[1] for name, score in scores.items()}
             users, *ours = found.values()
             for values in ours:
@@ -142,12 +143,13 @@ def measure(scores: dict[str, Score], chosen: argparse.Namespace, vocabulary: in
                     times[name].append((time.perf_counter() - start) / (length * chosen.responses))
             medians = {name: statistics.median(values) for name, values in times.items()}
             slowest = next(iter(medians.values()))
+            sizes = f"P{chosen.prompt}-T{length}-R{chosen.responses}-V{vocabulary}-D{chosen.hidden}"
             for name, score in scores.items():
                 peak = peak_bytes(partial(score, rollouts, kappa), device)
                 tell(
                     {
                         "benchmark": "teacher_scoring",
-                        "case": f"T{length}-R{chosen.responses}-V{vocabulary}-D{chosen.hidden}-kappa{kappa}",
+                        "case": f"{sizes}-kappa{kappa}",
                         "dtype": chosen.dtype,
                         "provider": name,
                         "us_per_position": round(1e6 * medians[name], 2),

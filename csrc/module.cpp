@@ -13,6 +13,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(smopd, m) {
   m.def(
       "topk_logprobs_teachers_cpu(Tensor[] logits, int kappa, Tensor? token_ids, float temperature)"
       " -> (Tensor ids, Tensor logps, Tensor token_logp)");
+  // topk_logprobs of logits that come a piece of the vocabulary at a time.
+  m.def("topk_begin_cpu(Tensor like, int n_rows, int kappa) -> (Tensor rows, Tensor keys)");
+  m.def(
+      "topk_piece_cpu(Tensor logits, int first, int kappa, Tensor? token_ids, float temperature,"
+      " Tensor(a!) rows, Tensor(b!) keys) -> ()");
+  m.def(
+      "topk_end_cpu(Tensor rows, Tensor(a!) keys, int kappa, bool has_token, float temperature)"
+      " -> (Tensor ids, Tensor logps, Tensor token_logp, Tensor right)");
   m.def(
       "teacher_mixture_cpu(Tensor ids, Tensor logps, Tensor log_alpha, int kappa, bool merge)"
       " -> (Tensor ids, Tensor logps, Tensor mass)");

@@ -36,7 +36,7 @@ def unavailable() -> str | None:
     """None if smopd._C can be loaded, else why not."""
     try:
         importlib.import_module("smopd._C")
-        torch.ops.smopd.topk_logprobs_teachers_cpu  # noqa: B018  (an attribute error says that it is not registered)
+        torch.ops.smopd.topk_begin_cpu  # noqa: B018  (an attribute error says that it is not registered)
     except (ImportError, OSError, AttributeError) as error:
         return f"smopd._C cannot be loaded ({error})"
     return None
@@ -62,6 +62,28 @@ def topk_logprobs_teachers(
         [logits_NV.detach() for logits_NV in logits_MNV], kappa, token_ids_N, temperature
     )
     return TopK(ids_NMS, logps_NMS, None if token_ids_N is None else token_logp_NM)
+
+
+class RunningTopK:
+    """topk_logprobs of rows whose logits come a piece of the vocabulary at a time, with the same bits."""
+
+    step = 2048  # kBlockLength
+
+    def __init__(self, like: Tensor, n_rows: int, kappa: int, token_ids_N: Tensor | None, temperature: float):
+        self.kappa, self.token_ids_N, self.temperature = kappa, token_ids_N, temperature
+        self.known = torch.ops.smopd.topk_begin_cpu(like, n_rows, kappa)
+
+    def add(self, logits_NP: Tensor, first: int) -> None:
+        options = (first, self.kappa, self.token_ids_N, self.temperature)
+        torch.ops.smopd.topk_piece_cpu(logits_NP.detach(), *options, *self.known)
+
+    def result(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """ids, logps, token_logp, (0,) without ids, and which rows they are right for, (N,) bool.
+
+        Not those with a NaN or with fewer than kappa logits above -inf.
+        """
+        options = (self.kappa, self.token_ids_N is not None, self.temperature)
+        return torch.ops.smopd.topk_end_cpu(*self.known, *options)
 
 
 def teacher_mixture(

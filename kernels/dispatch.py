@@ -74,6 +74,12 @@ def serving(op: str, tensor: Tensor, **facts: Any) -> Callable[..., Any]:
     return function
 
 
+def running_topk(tensor: Tensor, **facts: Any) -> Any:
+    """The backend's class for topk_logprobs of a head's logits in pieces, or None where it has none."""
+    backend = backend_for("topk_logprobs", tensor, **facts)
+    return getattr(_module(MODULES[backend]["topk_logprobs"]), "RunningTopK", None)
+
+
 def backend_for(op: str, tensor: Tensor, **facts: Any) -> str:
     """The name of the backend that serves op; see serving."""
     forced = _forced()

@@ -31,7 +31,7 @@ from smopd.kernels.operators_loss import (
     scaled_gradient,
 )
 from smopd.kernels.reference_loss import scale_
-from smopd.kernels.types import LossSettings, LossTokens, TokenTerms, TopK
+from smopd.kernels.types import LossSettings, LossTokens, TokenTerms
 
 N_HEAD = 3  # hidden, weight, bias
 _OPTIONS_SCHEMA = "SymInt? chunk_bytes, bool? compact, bool need_hidden, bool need_weight, bool need_bias"
@@ -46,9 +46,13 @@ def serving_rows(
     return dispatch.serving("loss_rows", hidden, n_vocab=weight.shape[0], **facts)
 
 
-def serving_topk(hidden: Tensor, weight: Tensor, kappa: int) -> Callable[..., TopK]:
-    """The backend's topk_logprobs for the logits of this head."""
-    return dispatch.serving("topk_logprobs", hidden, n_vocab=weight.shape[0], kappa=kappa)
+def serving_topk(hidden: Tensor, weight: Tensor, kappa: int) -> dict[str, Any]:
+    """What linear_topk takes of the backend for the logits of this head."""
+    facts = {"n_vocab": weight.shape[0], "kappa": kappa}
+    return {
+        "topk_logprobs": dispatch.serving("topk_logprobs", hidden, **facts),
+        "running": dispatch.running_topk(hidden, **facts),
+    }
 
 
 @operator(
@@ -131,7 +135,7 @@ def linear_topk_logprobs(
         bias_V=bias,
         temperature=temperature,
         chunk_bytes=chunk_bytes,
-        topk_logprobs=serving_topk(hidden, weight, kappa),
+        **serving_topk(hidden, weight, kappa),
     )
     return top.ids_NS, top.logps_NS, empty_column(hidden, 0) if top.token_logp_N is None else top.token_logp_N
 

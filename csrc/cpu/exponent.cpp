@@ -25,6 +25,12 @@ bool is_fused() { return true; }
 bool is_fused() { return false; }
 #endif
 
+SMOPD_INLINE void fetch_run(const void* ahead, int64_t from, int64_t n_bytes) {
+  if (ahead == nullptr) return;
+  const char* const next = static_cast<const char*>(ahead) + from;
+  for (int64_t byte = 0; byte < n_bytes; byte += kLine) __builtin_prefetch(next + byte);
+}
+
 // 2^(scale x - shift) for x of at least `lowest`, scale x <= shift. The polynomial is the degree-5 minimax
 // (Remez) fit of 2^r in relative error, ours, divided by its constant term: 7e-8 low on average, which a
 // softmax cancels.
@@ -88,6 +94,25 @@ BlockSums far_exponentials(const T* x, float* e, int64_t length, const Exponent&
   return total;
 }
 
+// Of x - less, and without a place to write them to.
+template <bool kFused>
+SMOPD_INLINE double near_sum(
+    const float* x, int64_t length, float less, const Exponent& exponent, const void* ahead) {
+  const Exponent z = exponent;
+  double total = 0.0;
+  for (int64_t begin = 0; begin < length; begin += kRun) {
+    const int64_t end = std::min(begin + kRun, length);
+    fetch_run(ahead, begin * int64_t(sizeof(float)), kRun * int64_t(sizeof(float)));
+    float sum = 0.0f;
+    for (int64_t j = begin; j < end; ++j) {
+      const float raw = x[j] - less;
+      sum += exponential<kFused>(z.lowest > raw ? z.lowest : raw, z);
+    }
+    total += double(sum);
+  }
+  return total;
+}
+
 template <bool kDot, bool kFused, typename T>
 SMOPD_INLINE BlockSums near_exponentials(
     const T* x, float* e, int64_t length, const Exponent& exponent, float reference, const T* ahead) {
@@ -95,10 +120,7 @@ SMOPD_INLINE BlockSums near_exponentials(
   BlockSums total{0.0, 0.0};
   for (int64_t begin = 0; begin < length; begin += kRun) {
     const int64_t end = std::min(begin + kRun, length);
-    if (ahead != nullptr) {
-      const char* const next = reinterpret_cast<const char*>(ahead + begin);
-      for (int64_t byte = 0; byte < kRun * int64_t(sizeof(T)); byte += kLine) __builtin_prefetch(next + byte);
-    }
+    fetch_run(ahead, begin * int64_t(sizeof(T)), kRun * int64_t(sizeof(T)));
     float sum = 0.0f;
     float dot = 0.0f;
 #pragma GCC ivdep
@@ -146,6 +168,11 @@ SMOPD_INLINE void gradient_of(
 }
 
 }  // namespace
+
+SMOPD_CLONES double block_sum(
+    const float* x, int64_t length, float less, const Exponent& z, const void* ahead) {
+  return is_fused() ? near_sum<true>(x, length, less, z, ahead) : near_sum<false>(x, length, less, z, ahead);
+}
 
 #define SMOPD_BLOCK_FUNCTIONS(T)                                                                          \
   SMOPD_CLONES float block_max(const T* x, int64_t length) { return max_of(x, length); }                  \

@@ -60,6 +60,9 @@ struct Gradient {
   float second_level;
 };
 
+// The sum alone, of x - less, for a shift that is not far. What is fetched are as many bytes.
+double block_sum(const float* x, int64_t length, float less, const Exponent& z, const void* ahead);
+
 // For T of float, BFloat16 and Float16.
 //
 // block_max: the largest element, -inf for none. NaN is passed over or is the result.

@@ -33,39 +33,42 @@ SMOPD_INLINE int64_t make_key(float value, int64_t id) {
 
 SMOPD_INLINE int64_t key_id(int64_t key) { return int64_t(uint32_t(~uint32_t(uint64_t(key)))); }
 
+// The value without the sign of -0 or the payload of a NaN.
+SMOPD_INLINE float key_value(int64_t key) {
+  const int32_t order = int32_t(key >> 32);
+  return bits_to_float(order < 0 ? 0x80000000u | uint32_t(-order) : uint32_t(order));
+}
+
 // The largest keys seen so far. Up to `capacity` are kept and then cut back to the kappa largest at once.
 struct Candidates {
   int64_t kappa;
   int64_t capacity;
   int64_t count = 0;
   float threshold = -kInf;  // only larger values can still enter
-  std::vector<int64_t> keys;
+  int64_t* keys = nullptr;  // of key_slots(kappa)
   std::vector<int64_t> sorted;
 
   explicit Candidates(int64_t kappa_in)
-      : kappa(kappa_in), capacity(2 * kappa_in + kLanes), keys(capacity + kLanes), sorted(kappa_in) {}
-
-  void reset() {
-    count = 0;
-    threshold = kappa > 0 ? -kInf : kInf;
-  }
+      : kappa(kappa_in), capacity(2 * kappa_in + kLanes), sorted(kappa_in) {}
 };
+
+inline int64_t key_slots(int64_t kappa) { return 2 * kappa + 2 * kLanes; }
+inline float lowest_threshold(int64_t kappa) { return kappa > 0 ? -kInf : kInf; }
 
 // Moves the kappa largest keys to the front, in descending order. Needs count >= kappa >= 1.
 SMOPD_INLINE void prune(Candidates& top) {
   if (top.count > kMaxRanked) {
-    std::nth_element(top.keys.begin(), top.keys.begin() + (top.kappa - 1), top.keys.begin() + top.count,
-                     std::greater<int64_t>());
-    std::sort(top.keys.begin(), top.keys.begin() + top.kappa, std::greater<int64_t>());
+    std::nth_element(top.keys, top.keys + (top.kappa - 1), top.keys + top.count, std::greater<int64_t>());
+    std::sort(top.keys, top.keys + top.kappa, std::greater<int64_t>());
   } else {
     // Keys differ, so the number of larger ones is a key's place: no branch to mispredict.
-    const int64_t* keys = top.keys.data();
+    const int64_t* keys = top.keys;
     for (int64_t i = 0; i < top.count; ++i) {
       int64_t place = 0;
       for (int64_t j = 0; j < top.count; ++j) place += keys[j] > keys[i] ? 1 : 0;
       if (place < top.kappa) top.sorted[place] = keys[i];
     }
-    std::copy(top.sorted.begin(), top.sorted.end(), top.keys.begin());
+    std::copy(top.sorted.begin(), top.sorted.end(), top.keys);
   }
   top.count = top.kappa;
 }
@@ -75,8 +78,14 @@ SMOPD_INLINE void prune(Candidates& top) {
 SMOPD_INLINE float first_threshold(
     const Candidates& top, const float* block, int64_t padded, float lowest_lane, float highest) {
   float below = -kInf;
-  if (top.kappa >= kLanes || !(lowest_lane > -kInf) || !(highest < kInf)) return below;
-  float low = lowest_lane;
+  if (!(lowest_lane > -kInf) || !(highest < kInf)) return below;
+  float low = lowest_lane;  // kLanes entries are as large
+  if (top.kappa >= kLanes) {
+    for (int64_t j = 0; j < padded; ++j) {
+      const float finite = block[j] > -kInf ? block[j] : kInf;
+      low = finite < low ? finite : low;
+    }
+  }
   float high = highest;
   for (int32_t step = 0; step < kBisections; ++step) {
     const float middle = low + 0.5f * (high - low);
@@ -92,19 +101,18 @@ SMOPD_INLINE float first_threshold(
   return below;
 }
 
-// Appends the block's entries above the threshold; padding is -inf and never among them.
-template <typename T>
-SMOPD_INLINE void collect(Candidates& top, const T* row, const float* block, int64_t start, int64_t padded) {
+// Appends the block's entries above the threshold; padding is -inf and never among them. first: its first id.
+SMOPD_INLINE void collect(Candidates& top, const float* block, int64_t first, int64_t padded) {
   for (int64_t j = 0; j < padded; j += kLanes) {
     uint32_t hits = 0;
     for (int64_t l = 0; l < kLanes; ++l) hits |= block[j + l] > top.threshold ? uint32_t(1) << l : 0u;
     for (; hits != 0; hits &= hits - 1) {
       const int64_t l = __builtin_ctz(hits);
-      top.keys[top.count++] = make_key(block[j + l], start + j + l);
+      top.keys[top.count++] = make_key(block[j + l], first + j + l);
     }
     if (top.count >= top.capacity) {
       prune(top);
-      top.threshold = to_float(row[key_id(top.keys[top.kappa - 1])]);
+      top.threshold = key_value(top.keys[top.kappa - 1]);
     }
   }
 }
@@ -115,7 +123,7 @@ void collect_all(Candidates& top, const T* row, int64_t vocab) {
   std::vector<int64_t> keys(vocab);
   for (int64_t v = 0; v < vocab; ++v) keys[v] = make_key(to_float(row[v]), v);
   std::partial_sort(keys.begin(), keys.begin() + top.kappa, keys.end(), std::greater<int64_t>());
-  std::copy(keys.begin(), keys.begin() + top.kappa, top.keys.begin());
+  std::copy(keys.begin(), keys.begin() + top.kappa, top.keys);
 }
 
 }  // namespace smopd

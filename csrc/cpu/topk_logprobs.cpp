@@ -1,9 +1,10 @@
 // topk_logprobs on the CPU: log-softmax over the vocabulary, the kappa largest, the given tokens' values.
 //
-// Shapes: N rows, V vocabulary. One streaming pass over a row, in blocks that stay in the first-level
-// cache: convert to float, block maximum, sum of exponentials (exponent.h), and, only where a block's maximum
-// exceeds the kappa-th largest value so far, collection of the entries above it. Rows are independent and
-// each is computed by one thread in one order: the result does not depend on the number of threads.
+// Shapes: N rows, V vocabulary, P a piece of it. One streaming pass over a row, in blocks that stay in the
+// first-level cache: convert to float, block maximum, sum of exponentials (exponent.h), and, only where a
+// block's maximum exceeds the kappa-th largest value so far, collection of the entries above it. Rows are
+// independent and each is computed by one thread in one order: the result does not depend on the number of
+// threads. A row may come in pieces as well, as a linear head makes them, with the same result.
 //
 // Log-probabilities are x - logsumexp(x) in every case: NaN throughout a row that holds a NaN or nothing but
 // -inf; in a row with +inf, NaN there and -inf elsewhere. In the order a NaN is above +inf, as in torch.topk.
@@ -11,8 +12,10 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include <torch/csrc/stable/library.h>
@@ -27,99 +30,191 @@ namespace smopd {
 namespace {
 
 constexpr double kLn2 = 0.69314718055994530942;
+constexpr int64_t kRowsPerThread = 64;  // at the end, where a row is a sort of its keys
 
-struct Arguments {
-  const void* logits;
-  int64_t stride;  // elements between rows
-  int64_t vocab;
-  int64_t kappa;
-  const int64_t* token_ids;  // null when there are none
-  double temperature;
-  int64_t teachers;  // row n of this one goes to n * teachers + teacher
-  int64_t teacher;
+// What is known of a row after some of its blocks.
+struct Row {
+  double sum = 0.0;  // of exp((x - max) / T)
+  float max = -kInf;
+  float token = 0.0f;  // the given token's logit
+  float threshold;
+  int32_t count = 0;
+  bool has_nan = false;
+
+  explicit Row(int64_t kappa) : threshold(lowest_threshold(kappa)) {}
+};
+
+// A block's values, converted and padded with -inf to full lanes, and the maximum of each lane.
+struct Block {
+  alignas(64) float copy[kBlockLength];
+  const float* values;
+  float max;
+  float lowest_lane;
+};
+
+template <typename T>
+SMOPD_INLINE void read_block(Block& block, const T* x, int64_t length) {
+  const int64_t whole = length / kLanes * kLanes;
+  float lane_max[kLanes];
+  for (int64_t l = 0; l < kLanes; ++l) lane_max[l] = -kInf;
+  constexpr bool kAsItIs = std::is_same_v<T, float>;
+  block.values = kAsItIs && whole == length ? reinterpret_cast<const float*>(x) : block.copy;
+  for (int64_t j = 0; j < whole; j += kLanes) {
+    for (int64_t l = 0; l < kLanes; ++l) {
+      const float value = to_float(x[j + l]);
+      if (!kAsItIs) block.copy[j + l] = value;
+      lane_max[l] = value > lane_max[l] ? value : lane_max[l];
+    }
+  }
+  if (whole < length) {
+    for (int64_t j = kAsItIs ? 0 : whole; j < length; ++j) block.copy[j] = to_float(x[j]);
+    for (int64_t j = length; j < whole + kLanes; ++j) block.copy[j] = -kInf;
+    for (int64_t l = 0; l < kLanes; ++l) {
+      const float value = block.copy[whole + l];
+      lane_max[l] = value > lane_max[l] ? value : lane_max[l];
+    }
+  }
+  block.max = -kInf;
+  block.lowest_lane = kInf;
+  for (int64_t l = 0; l < kLanes; ++l) {
+    block.max = lane_max[l] > block.max ? lane_max[l] : block.max;
+    block.lowest_lane = lane_max[l] < block.lowest_lane ? lane_max[l] : block.lowest_lane;
+  }
+}
+
+// Takes in the elements first, first + 1, ... of a row; `first` is a multiple of kBlockLength.
+template <typename T>
+SMOPD_INLINE void add_piece(
+    Row& row, Candidates& top, const T* piece, int64_t first, int64_t n_elements, const Exponent& exponent,
+    Block& block) {
+  float max = row.max;
+  double sum = row.sum;
+  bool has_nan = row.has_nan;
+  top.count = row.count;
+  top.threshold = row.threshold;
+
+  for (int64_t start = 0; start < n_elements; start += kBlockLength) {
+    const int64_t length = std::min(kBlockLength, n_elements - start);
+    read_block(block, piece + start, length);
+    if (block.max > max) {
+      sum *= std::exp2((double(max) - double(block.max)) * double(exponent.scale));
+      max = block.max;
+    }
+    // Less the maximum, so that a certain token's log-probability is exactly 0. A NaN reaches the sum; beside
+    // an infinity, or in a row of nothing above -inf so far, it is looked for.
+    if (max > -kInf && max < kInf) {
+      const bool more = start + 2 * kBlockLength <= n_elements;
+      const double added =
+          block_sum(block.values, length, max, exponent, more ? piece + start + kBlockLength : nullptr);
+      sum += added;
+      has_nan |= added != added;
+    } else {
+      for (int64_t j = 0; j < length; ++j) has_nan |= block.values[j] != block.values[j];
+    }
+    if (block.max > top.threshold) {
+      const int64_t padded = (length + kLanes - 1) / kLanes * kLanes;
+      if (first + start == 0) {
+        top.threshold = first_threshold(top, block.values, padded, block.lowest_lane, block.max);
+      }
+      collect(top, block.values, first + start, padded);
+    }
+  }
+  row.max = max;
+  row.sum = sum;
+  row.has_nan = has_nan;
+  row.count = int32_t(top.count);
+  row.threshold = top.threshold;
+}
+
+// Whether the collection has the kappa largest; else they have to be found among all (collect_all).
+bool is_collected(const Row& row, int64_t kappa) {
+  return kappa == 0 || (!row.has_nan && row.count >= kappa);
+}
+
+struct Outputs {
   int32_t* ids;
   float* logps;
   float* token_logp;
 };
 
-template <typename T>
-SMOPD_INLINE void compute_row(
-    const Arguments& a, int64_t n, Candidates& top, float* buffer, float* exponentials) {
-  const T* row = static_cast<const T*>(a.logits) + n * a.stride;
-  const Exponent exponent = exponent_at(0.0f, exponent_scale(a.temperature));
-  float max = -kInf;
-  double sum = 0.0;  // of exp((x - max) / T)
-  bool has_nan = false;
-  top.reset();
-
-  for (int64_t start = 0; start < a.vocab; start += kBlockLength) {
-    const int64_t length = std::min(kBlockLength, a.vocab - start);
-    const int64_t padded = (length + kLanes - 1) / kLanes * kLanes;
-    for (int64_t j = 0; j < length; ++j) buffer[j] = to_float(row[start + j]);
-    for (int64_t j = length; j < padded; ++j) buffer[j] = -kInf;
-
-    float lane_max[kLanes];
-    int32_t lane_nan[kLanes];
-    for (int64_t l = 0; l < kLanes; ++l) lane_max[l] = -kInf, lane_nan[l] = 0;
-    for (int64_t j = 0; j < padded; j += kLanes) {
-      for (int64_t l = 0; l < kLanes; ++l) {
-        const float x = buffer[j + l];
-        lane_max[l] = x > lane_max[l] ? x : lane_max[l];
-        lane_nan[l] |= x != x ? 1 : 0;
-      }
-    }
-    float block_max = -kInf;
-    float lowest_lane = kInf;
-    for (int64_t l = 0; l < kLanes; ++l) {
-      block_max = lane_max[l] > block_max ? lane_max[l] : block_max;
-      lowest_lane = lane_max[l] < lowest_lane ? lane_max[l] : lowest_lane;
-      has_nan |= lane_nan[l] != 0;
-    }
-
-    if (block_max > max) {
-      sum *= std::exp2((double(max) - double(block_max)) * double(exponent.scale));
-      max = block_max;
-    }
-    if (max == -kInf) continue;
-    const bool more = start + 2 * kBlockLength <= a.vocab;
-    const float* const ahead = more ? reinterpret_cast<const float*>(row + start + kBlockLength) : nullptr;
-    // Less the maximum, so that a certain token's log-probability is exactly 0.
-    for (int64_t j = 0; j < length; ++j) exponentials[j] = buffer[j] - max;
-    sum += block_exponentials(exponentials, exponentials, length, exponent, ahead).sum;
-    if (block_max > top.threshold) {
-      if (start == 0) top.threshold = first_threshold(top, buffer, padded, lowest_lane, block_max);
-      collect(top, row, buffer, start, padded);
-    }
-  }
-
-  const bool undefined = has_nan || max == -kInf;
+// top: the kappa largest in order. out: the place of the row's results.
+void write_row(
+    const Row& row, const Candidates& top, double scale, bool has_token, int64_t out, const Outputs& to) {
+  const bool undefined = row.has_nan || row.max == -kInf;
   const float nan = std::numeric_limits<float>::quiet_NaN();
-  const double log2_sum = max < kInf ? std::log2(sum) : 0.0;
-  const auto logp = [&](int64_t id) {
-    const double log2_weight = (double(to_float(row[id])) - double(max)) * double(exponent.scale);
+  const double log2_sum = row.max < kInf ? std::log2(row.sum) : 0.0;
+  const auto logp = [&](float value) {
+    const double log2_weight = (double(value) - double(row.max)) * scale;
     return undefined ? nan : float(kLn2 * (log2_weight - log2_sum));
   };
-  const int64_t out = n * a.teachers + a.teacher;
-  if (a.token_ids != nullptr) a.token_logp[out] = logp(a.token_ids[n]);
-  if (a.kappa == 0) return;
-  if (has_nan || top.count < a.kappa) {
-    collect_all(top, row, a.vocab);
-  } else {
-    prune(top);
+  if (has_token) to.token_logp[out] = logp(row.token);
+  for (int64_t s = 0; s < top.kappa; ++s) {
+    to.ids[out * top.kappa + s] = int32_t(key_id(top.keys[s]));
+    to.logps[out * top.kappa + s] = logp(key_value(top.keys[s]));
   }
-  for (int64_t s = 0; s < a.kappa; ++s) {
-    const int64_t id = key_id(top.keys[s]);
-    a.ids[out * a.kappa + s] = int32_t(id);
-    a.logps[out * a.kappa + s] = logp(id);
+}
+
+struct Arguments {
+  const void* logits;
+  int64_t stride;  // elements between rows
+  int64_t length;  // of a row or of the pieces of rows
+  int64_t kappa;
+  const int64_t* token_ids;  // null when there are none
+  double temperature;
+  int64_t teachers;  // row n of this one goes to n * teachers + teacher
+  int64_t teacher;
+  Outputs outputs;
+  // Of pieces:
+  int64_t first;
+  Row* rows;
+  int64_t* keys;  // key_slots(kappa) a row
+
+  template <typename T>
+  const T* row(int64_t n) const {
+    return static_cast<const T*>(logits) + n * stride;
+  }
+};
+
+template <typename T>
+SMOPD_INLINE void whole_rows(const Arguments& a, int64_t begin, int64_t end) {
+  const Exponent exponent = exponent_at(0.0f, exponent_scale(a.temperature));
+  Candidates top(a.kappa);
+  std::vector<int64_t> keys(key_slots(a.kappa));
+  top.keys = keys.data();
+  Block block;
+  for (int64_t n = begin; n < end; ++n) {
+    const T* logits = a.row<T>(n);
+    Row row(a.kappa);
+    add_piece(row, top, logits, 0, a.length, exponent, block);
+    if (a.token_ids != nullptr) row.token = to_float(logits[a.token_ids[n]]);
+    if (!is_collected(row, a.kappa)) {
+      collect_all(top, logits, a.length);
+    } else if (a.kappa > 0) {
+      prune(top);
+    }
+    const int64_t out = n * a.teachers + a.teacher;
+    write_row(row, top, double(exponent.scale), a.token_ids != nullptr, out, a.outputs);
+  }
+}
+
+template <typename T>
+SMOPD_INLINE void pieces_of_rows(const Arguments& a, int64_t begin, int64_t end) {
+  const Exponent exponent = exponent_at(0.0f, exponent_scale(a.temperature));
+  Candidates top(a.kappa);
+  Block block;
+  for (int64_t n = begin; n < end; ++n) {
+    const T* piece = a.row<T>(n);
+    top.keys = a.keys + n * key_slots(a.kappa);
+    add_piece(a.rows[n], top, piece, a.first, a.length, exponent, block);
+    if (a.token_ids == nullptr) continue;
+    const int64_t place = a.token_ids[n] - a.first;
+    if (place >= 0 && place < a.length) a.rows[n].token = to_float(piece[place]);
   }
 }
 
 template <typename T>
 SMOPD_INLINE void compute_rows(const Arguments& a, int64_t begin, int64_t end) {
-  Candidates top(a.kappa);
-  alignas(64) float buffer[kBlockLength];
-  alignas(64) float exponentials[kBlockLength];
-  for (int64_t n = begin; n < end; ++n) compute_row<T>(a, n, top, buffer, exponentials);
+  a.rows == nullptr ? whole_rows<T>(a, begin, end) : pieces_of_rows<T>(a, begin, end);
 }
 
 SMOPD_CLONES void rows_float(const Arguments& a, int64_t begin, int64_t end) {
@@ -145,6 +240,11 @@ RowsFunction rows_for(ScalarType type) {
 }
 
 using Results = std::tuple<Tensor, Tensor, Tensor>;
+
+Outputs outputs_of(const Tensor& ids, const Tensor& logps, const Tensor& token_logp) {
+  return {static_cast<int32_t*>(ids.data_ptr()), static_cast<float*>(logps.data_ptr()),
+          static_cast<float*>(token_logp.data_ptr())};
+}
 
 // The rows of M teachers, row n of teacher m at n M + m of the results; without `stacked` M is 1 and no axis.
 Results topk_of(
@@ -184,9 +284,10 @@ Results topk_of(
          temperature,
          n_teachers,
          m,
-         static_cast<int32_t*>(ids.data_ptr()),
-         static_cast<float*>(logps.data_ptr()),
-         static_cast<float*>(token_logp.data_ptr())});
+         outputs_of(ids, logps, token_logp),
+         0,
+         nullptr,
+         nullptr});
   }
   const RowsFunction rows_of_type = rows_for(first.type);
   const int64_t grain = rows_per_thread(vocab);
@@ -214,9 +315,99 @@ Results topk_logprobs_teachers_cpu(
   return topk_of("topk_logprobs_teachers_cpu", logits, true, kappa, token_ids, temperature);
 }
 
+// What is known of `rows` rows before their first piece: bytes (N, sizeof(Row)) and keys (N, key_slots).
+std::tuple<Tensor, Tensor> topk_begin_cpu(const Tensor& like, int64_t n_rows, int64_t kappa) {
+  const char* op = "topk_begin_cpu";
+  SMOPD_REQUIRE(op, n_rows >= 0 && kappa >= 0, "n_rows and kappa are ", n_rows, " and ", kappa,
+                ", expected at least 0");
+  const auto device = like.device();
+  const std::vector<int64_t> row_shape{n_rows, int64_t(sizeof(Row))}, key_shape{n_rows, key_slots(kappa)};
+  Tensor rows = torch::stable::empty(row_shape, ScalarType::Byte, std::nullopt, device);
+  Tensor keys = torch::stable::empty(key_shape, ScalarType::Long, std::nullopt, device);
+  std::uninitialized_fill_n(static_cast<Row*>(rows.data_ptr()), n_rows, Row(kappa));
+  return {rows, keys};
+}
+
+void check_known(const char* op, const Tensor& rows, const Tensor& keys, int64_t kappa) {
+  const bool fits = rows.is_cpu() && rows.dim() == 2 && rows.scalar_type() == ScalarType::Byte &&
+                    rows.size(1) == int64_t(sizeof(Row)) && rows.is_contiguous() && keys.is_cpu() &&
+                    keys.dim() == 2 && keys.scalar_type() == ScalarType::Long &&
+                    keys.size(0) == rows.size(0) && keys.size(1) == key_slots(kappa) && keys.is_contiguous();
+  SMOPD_REQUIRE(op, fits, "rows or keys are not of topk_begin_cpu with kappa ", kappa);
+}
+
+// Takes in logits (N, P), the vocabulary from `first` on; pieces come in order, and each but the last is a
+// multiple of kBlockLength. token_ids as above, of the whole vocabulary.
+void topk_piece_cpu(
+    const Tensor& logits, int64_t first, int64_t kappa, const std::optional<Tensor>& token_ids,
+    double temperature, const Tensor& rows, const Tensor& keys) {
+  const char* op = "topk_piece_cpu";
+  const Logits input = read_logits(op, "logits", logits);
+  check_temperature(op, "temperature", temperature);
+  check_known(op, rows, keys, kappa);
+  SMOPD_REQUIRE(op, input.rows == rows.size(0), "logits have ", input.rows, " rows, expected ", rows.size(0));
+  SMOPD_REQUIRE(op, first >= 0 && first % kBlockLength == 0, "first is ", first, ", expected a multiple of ",
+                kBlockLength);
+  std::vector<int64_t> tokens;
+  if (token_ids.has_value()) tokens = read_token_ids(op, *token_ids, input.rows, int64_t(1) << 31);
+  const Arguments arguments{
+      input.data,
+      input.stride,
+      input.vocab,
+      kappa,
+      token_ids.has_value() ? tokens.data() : nullptr,
+      temperature,
+      1,
+      0,
+      {},
+      first,
+      static_cast<Row*>(rows.data_ptr()),
+      static_cast<int64_t*>(keys.data_ptr())};
+  const RowsFunction rows_of_type = rows_for(input.type);
+  torch::stable::parallel_for(
+      0, input.rows, rows_per_thread(input.vocab),
+      [&](int64_t begin, int64_t end) { rows_of_type(arguments, begin, end); });
+}
+
+// ids, logps and token_logp as above, and which rows they are right for, (N,) bool: not those with a NaN or
+// with fewer than kappa entries above -inf.
+std::tuple<Tensor, Tensor, Tensor, Tensor> topk_end_cpu(
+    const Tensor& rows, const Tensor& keys, int64_t kappa, bool has_token, double temperature) {
+  const char* op = "topk_end_cpu";
+  check_temperature(op, "temperature", temperature);
+  check_known(op, rows, keys, kappa);
+  const auto device = rows.device();
+  const int64_t n_rows = rows.size(0);
+  const std::vector<int64_t> shape{n_rows, kappa}, column{n_rows}, picked{has_token ? n_rows : 0};
+  Tensor ids = torch::stable::empty(shape, ScalarType::Int, std::nullopt, device);
+  Tensor logps = torch::stable::empty(shape, ScalarType::Float, std::nullopt, device);
+  Tensor token_logp = torch::stable::empty(picked, ScalarType::Float, std::nullopt, device);
+  Tensor right = torch::stable::empty(column, ScalarType::Bool, std::nullopt, device);
+  const Row* const known = static_cast<const Row*>(rows.data_ptr());
+  int64_t* const all_keys = static_cast<int64_t*>(keys.data_ptr());
+  bool* const is_right = static_cast<bool*>(right.data_ptr());
+  const Outputs outputs = outputs_of(ids, logps, token_logp);
+  const double scale = double(exponent_scale(temperature));
+  torch::stable::parallel_for(0, n_rows, kRowsPerThread, [&](int64_t begin, int64_t end) {
+    Candidates top(kappa);
+    for (int64_t n = begin; n < end; ++n) {
+      is_right[n] = is_collected(known[n], kappa);
+      if (!is_right[n]) continue;
+      top.keys = all_keys + n * key_slots(kappa);
+      top.count = known[n].count;
+      if (kappa > 0) prune(top);
+      write_row(known[n], top, scale, has_token, n, outputs);
+    }
+  });
+  return {ids, logps, token_logp, right};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(smopd, CPU, m) {
+  m.impl("topk_begin_cpu", TORCH_BOX(&topk_begin_cpu));
+  m.impl("topk_piece_cpu", TORCH_BOX(&topk_piece_cpu));
+  m.impl("topk_end_cpu", TORCH_BOX(&topk_end_cpu));
   m.impl("topk_logprobs_cpu", TORCH_BOX(&topk_logprobs_cpu));
   m.impl("topk_logprobs_teachers_cpu", TORCH_BOX(&topk_logprobs_teachers_cpu));
 }
