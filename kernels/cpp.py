@@ -65,7 +65,7 @@ def topk_logprobs_teachers(
 
 
 class RunningTopK:
-    """topk_logprobs of rows whose logits come a piece of the vocabulary at a time, with the same bits."""
+    """linear_topk.RunningTopK, with the bits that topk_logprobs has of the same logits."""
 
     step = 2048  # kBlockLength
 
@@ -78,10 +78,7 @@ class RunningTopK:
         torch.ops.smopd.topk_piece_cpu(logits_NP.detach(), *options, *self.known)
 
     def result(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """ids, logps, token_logp, (0,) without ids, and which rows they are right for, (N,) bool.
-
-        Not those with a NaN or with fewer than kappa logits above -inf.
-        """
+        """Not right are rows with a NaN or with fewer than kappa logits above -inf."""
         options = (self.kappa, self.token_ids_N is not None, self.temperature)
         return torch.ops.smopd.topk_end_cpu(*self.known, *options)
 

@@ -60,7 +60,7 @@ struct Gradient {
   float second_level;
 };
 
-// The sum alone, of x - less, for a shift that is not far. What is fetched are as many bytes.
+// The sum alone, of x - less, for a shift that is not far. Memory at `ahead` as below, in bytes of float.
 double block_sum(const float* x, int64_t length, float less, const Exponent& z, const void* ahead);
 
 // For T of float, BFloat16 and Float16.
