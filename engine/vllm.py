@@ -124,8 +124,7 @@ def load(llm: LLM, weights: Iterable[tuple[str, Tensor]]) -> None:
     if made.broken:
         raise LostWeights(made.trouble)
     if "weights" in made.asleep:
-        llm.wake_up(tags=["weights"])
-        made.asleep.discard("weights")
+        _wake(made, {"weights"})
     made.holds, made.broken, made.trouble = None, True, "vLLM failed while it replaced the engine's weights"
     checked = Checked(made.architecture, weights)
     if made.settings.placement == "process":
@@ -157,8 +156,13 @@ def wake(llm: LLM) -> None:
     if made.trouble:
         raise LostWeights(f"the engine holds no whole set of weights ({made.trouble})")
     if made.asleep:
-        llm.wake_up(tags=sorted(made.asleep))
-        made.asleep.clear()
+        _wake(made, made.asleep)
+
+
+def _wake(made: _Made, tags: set[str]) -> None:
+    torch.cuda.empty_cache()  # what torch holds for itself is not free
+    made.llm.wake_up(tags=sorted(tags))
+    made.asleep = made.asleep - tags
 
 
 def rest(llm: LLM) -> None:
