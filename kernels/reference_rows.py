@@ -84,7 +84,7 @@ class Target:
 
     first_NS marks one slot for each distinct id of the support. live_N says whether a row has any support.
     A log-probability that is NaN leaves its slot empty and makes the row's mass NaN: its KL, both masses and,
-    where the KL has a gradient, its gradient are NaN then.
+    where the KL has a gradient, its gradient are NaN then. tail_q_N: the mass off the support, 1 - Q.
     """
 
     ids_NS: Tensor
@@ -93,6 +93,7 @@ class Target:
     first_NS: Tensor
     live_N: Tensor
     mass_N: Tensor
+    tail_q_N: Tensor
 
     def rows(self, chunk: slice) -> Target:
         return Target(*(getattr(self, field.name)[chunk] for field in fields(self)))
@@ -107,9 +108,10 @@ def prepare_target(
     ids_NS = ids_NS.long().masked_fill(~live_NS, 0)
     if ids_NS.shape[-1] == 0:
         empty_N = logps_NS.sum(-1)
-        return Target(ids_NS, logps_NS, logps_NS, live_NS, empty_N.bool(), empty_N)
+        return Target(ids_NS, logps_NS, logps_NS, live_NS, empty_N.bool(), empty_N, torch.ones_like(empty_N))
     nan_N = logps_NS.isnan().any(-1)
     logps_NS = logps_NS.masked_fill(~live_NS, -torch.inf)
+    tail_q_N = _mass_off(logps_NS)
     # Empty slots take the id of the best slot: a write there changes nothing that is not written anyway.
     best_N1 = ids_NS.gather(-1, logps_NS.argmax(-1, keepdim=True))
     ids_NS = torch.where(live_NS, ids_NS, best_N1)
@@ -128,7 +130,14 @@ def prepare_target(
         first_NS &= live_NS.any(-1, keepdim=True)
     q_NS = logps_NS.exp()
     mass_N = q_NS.sum(-1).masked_fill(nan_N, torch.nan)
-    return Target(ids_NS, logps_NS, q_NS, first_NS, live_NS.any(-1), mass_N)
+    return Target(ids_NS, logps_NS, q_NS, first_NS, live_NS.any(-1), mass_N, tail_q_N)
+
+
+def _mass_off(logps_NS: Tensor) -> Tensor:
+    """1 - Q, a difference that fp32 would leave few digits of; 0 below the floor."""
+    wide = logps_NS.dtype if logps_NS.device.type == "mps" else torch.float64  # which MPS has not
+    tail_q_N = -torch.expm1(logps_NS.to(wide).logsumexp(-1).clamp(max=0.0))
+    return torch.where(tail_q_N < TAIL_FLOOR, 0.0, tail_q_N).to(logps_NS.dtype)
 
 
 @dataclass(frozen=True)
@@ -218,8 +227,7 @@ def support_terms(
     student_mass_N = student_mass_N.masked_fill(nan_N, torch.nan)
     if off_logp_N is None:
         return kl_N, student_mass_N, None
-    tail_q_N = -torch.expm1(target.logps_NS.logsumexp(-1).clamp(max=0.0))
-    tail_q_N = torch.where(tail_q_N < TAIL_FLOOR, 0.0, tail_q_N)
+    tail_q_N = target.tail_q_N
     kl_N = kl_N + torch.where(tail_q_N > 0, tail_q_N * (tail_q_N.log() - off_logp_N), 0.0)
     return kl_N, student_mass_N, tail_q_N
 

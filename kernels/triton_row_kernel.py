@@ -164,8 +164,9 @@ def row_kernel(
         student_mass = tl.sum(tl.where(first_K, tl.exp2(student_K * LOG2E), 0.0), 0)
         student_mass = tl.where(teacher_mass != teacher_mass, teacher_mass, student_mass)
         if TAIL:
-            tail_q = tl.maximum(1.0 - teacher_mass, 0.0)
-            tail_q = tl.where(tail_q < _TAIL_FLOOR, 0.0, tail_q)
+            # In fp64: it is a difference.
+            tail_q = (1.0 - tl.sum(tl.exp2(logps_K.to(tl.float64) * LOG2E), 0)).to(tl.float32)
+            tail_q = tl.where(tail_q >= _TAIL_FLOOR, tail_q, 0.0)
             tail_logp = (finite(off[3]) - finite(kl_h) + tl.log2(off[4]) - tl.log2(kl_s)) * LN2
             kl += tl.where(tail_q > 0, tail_q * (tl.log2(tail_q) * LN2 - tail_logp), 0.0)
 

@@ -130,7 +130,7 @@ struct Emulated {
     CopyEngine engine;
     ThreadBarrier barrier{kThreads};
     std::deque<ThreadBarrier> warps;
-    float lanes[kThreads];
+    double lanes[kThreads];
 
     Block() {
       for (int32_t i = 0; i < kThreads / kWarp; ++i) warps.emplace_back(kWarp);
@@ -156,13 +156,14 @@ struct Emulated {
     return reinterpret_cast<T*>(reinterpret_cast<char*>(&blocks[block_index ^ 1]) + place);
   }
 
-  float shuffle_xor(float value, int32_t mask) const {
+  template <typename T>
+  T shuffle_xor(T value, int32_t mask) const {
     ThreadBarrier& warp = block().warps[thread_index / kWarp];
     block().lanes[thread_index] = value;
     warp.wait();
-    const float other = block().lanes[thread_index ^ mask];
+    const double other = block().lanes[thread_index ^ mask];
     warp.wait();
-    return other;
+    return T(other);
   }
 
   void atomic_or(uint32_t& word, uint32_t bits) const { std::atomic_ref(word).fetch_or(bits); }

@@ -39,7 +39,8 @@ struct Hopper {
     return reinterpret_cast<T*>(other);
   }
 
-  __device__ __forceinline__ float shuffle_xor(float value, int32_t mask) const {
+  template <typename T>
+  __device__ __forceinline__ T shuffle_xor(T value, int32_t mask) const {
     return __shfl_xor_sync(0xffffffffu, value, mask);
   }
 

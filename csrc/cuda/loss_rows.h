@@ -151,8 +151,8 @@ SMOPD_FN Stats over_lanes(Machine& machine, Stats s, float scale, float kl_scale
   return s;
 }
 
-template <typename Machine>
-SMOPD_FN float sum_over_lanes(Machine& machine, float value) {
+template <typename Machine, typename T>
+SMOPD_FN T sum_over_lanes(Machine& machine, T value) {
   SMOPD_UNROLL
   for (int32_t mask = kWarp / 2; mask > 0; mask /= 2) value += machine.shuffle_xor(value, mask);
   return value;
@@ -176,21 +176,20 @@ SMOPD_FN RowSums sums_of(Machine& machine, const Arguments& a, const Shared<Mach
   softmax.inverse = 1.0f / o.temperature;
   softmax.kl_inverse = 1.0f / o.kl_temperature;
 
-  float max = off.max, peak = -kInf;
+  float max = off.max;
   for (int32_t s = lane; s < a.support; s += kWarp) {
     if (shared.slots[s].first) max = fmaxf(max, shared.logits[s]);
-    peak = fmaxf(peak, shared.slots[s].logq);
   }
   softmax.max = max_over_lanes(machine, max);
-  peak = max_over_lanes(machine, peak);
 
-  float inside = 0.0f, kl_inside = 0.0f, mass = 0.0f;
+  float inside = 0.0f, kl_inside = 0.0f;
+  double mass = 0.0;  // the mass off the support is 1 less this
   for (int32_t s = lane; s < a.support; s += kWarp) {
     const Slot& slot = shared.slots[s];
     const float gap = shared.logits[s] - softmax.max;
     if (slot.first) inside += expf(gap * softmax.inverse);
     if (slot.first && kTwo) kl_inside += expf(gap * softmax.kl_inverse);
-    if (slot.logq > -kInf) mass += expf(slot.logq - peak);
+    if (shared.logqs[s] > -kInf) mass += exp(double(shared.logqs[s]));
   }
   const float lift = off.max - softmax.max;  // NaN in a row of nothing but -inf, and so is all below
   softmax.log_sum =
@@ -200,8 +199,7 @@ SMOPD_FN RowSums sums_of(Machine& machine, const Arguments& a, const Shared<Mach
     const float kl_off = lift == -kInf ? 0.0f : off.kl_sum * expf(lift * softmax.kl_inverse);
     softmax.kl_log_sum = logf(sum_over_lanes(machine, kl_inside) + kl_off);
   }
-  mass = sum_over_lanes(machine, mass);
-  r.target_lse = peak == -kInf ? -kInf : peak + logf(mass);
+  r.target_off = float(1.0 - sum_over_lanes(machine, mass));
   r.off_logp = lift * softmax.inverse + logf(off.sum) - softmax.log_sum;
   r.off_kl_logp = kTwo ? lift * softmax.kl_inverse + logf(off.kl_sum) - softmax.kl_log_sum : r.off_logp;
 

@@ -301,13 +301,11 @@ struct RowSums {
   float inside_plogp;     // sum of p log p over the support's ids
   float kl;               // sum of q (log q - log p) over the target's slots
   float teacher_mass, student_mass;
-  float target_lse;       // log of the target's mass
+  float target_off;       // the target's mass off the support
 };
 
-SMOPD_FN float tail_q_of(const Objective& o, float target_lse) {
-  if (!o.has_target || !o.tail) return 0.0f;
-  const float q = -expm1f(target_lse > 0.0f ? 0.0f : target_lse);
-  return q < kTailFloor ? 0.0f : q;
+SMOPD_FN float tail_q_of(const Objective& o, float target_off) {
+  return o.has_target && o.tail && target_off >= kTailFloor ? target_off : 0.0f;
 }
 
 struct RowResult {
@@ -329,7 +327,7 @@ SMOPD_FN RowResult row_result(const Objective& o, const float* columns, float to
   out.term[kLogp] = r.softmax.logp(token_logit);
   const float entropy = -(off_plogp + r.inside_plogp);
   out.term[kEntropy] = entropy;
-  const float tail_q = tail_q_of(o, r.target_lse);
+  const float tail_q = tail_q_of(o, r.target_off);
   out.term[kKl] = r.kl + (tail_q > 0.0f ? tail_q * (logf(tail_q) - r.off_kl_logp) : 0.0f);
   out.term[kTeacherMass] = r.teacher_mass;
   out.term[kStudentMass] = r.student_mass;

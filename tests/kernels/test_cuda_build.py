@@ -433,6 +433,24 @@ def test_rounding_of_the_teachers_mass_is_no_tail(run) -> None:
     assert grad_NV.isfinite().all() and (grad_NV != 0).sum() == 2
 
 
+def test_a_small_tail(run) -> None:
+    """1 - Q is a difference: off the support the KL's gradient is nothing but what is left of it."""
+    settings, n_support = LossSettings(), 16
+    logits_NV = torch.randn(4, 90, generator=torch.Generator().manual_seed(3))
+    logits_NV[:, n_support:] -= 20.0
+    logits_NV = logits_NV.bfloat16()
+    logps_NS = logits_NV[:, :n_support].double().log_softmax(-1) + math.log1p(-3e-6)
+    ids_NS = torch.arange(n_support).expand(4, -1)
+    tokens = rows_of(4, 90, settings, target_ids_NS=ids_NS, target_logps_NS=logps_NS)[1]
+    columns = {"pg_weight_N": torch.zeros(4), "kl_weight_N": torch.ones(4)}
+    tokens = replace(tokens, ent_weight_N=None, reverse_adv_N=None, **columns)
+    true_NV = torch.empty_like(logits_NV, dtype=torch.float64)
+    reference_loss.loss_rows(logits_NV.double(), tokens, settings, true_NV)
+    grad_NV = run(logits_NV, tokens, settings)[1]
+    off = slice(n_support, None)
+    torch.testing.assert_close(grad_NV[:, off].double(), true_NV[:, off], rtol=2.0**-8, atol=0.0)
+
+
 @pytest.mark.parametrize("n_vocab", [151936, cuda.MAX_VOCAB], ids="V{}".format)
 def test_the_gpu_s_own_geometry(n_vocab: int, run) -> None:
     settings = LossSettings(entropy_coef=0.1)

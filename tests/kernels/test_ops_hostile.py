@@ -190,3 +190,22 @@ def test_loss(backend: str) -> None:
         cpp_rows.assert_gradient(grad_NV, true_NV, magnitude_NV + flushed)
 
     hold(backend, check)
+
+
+@each_backend
+def test_a_small_tail(backend: str) -> None:
+    """1 - Q is a difference: off the support the gradient is nothing but what is left of it."""
+    need(backend)
+    n_rows, n_vocab, n_support = 4, 40, 16
+    logits_NV = torch.randn(n_rows, n_vocab, generator=torch.Generator().manual_seed(3))
+    logits_NV[:, n_support:] -= 20.0
+    logps_NS = logits_NV[:, :n_support].double().log_softmax(-1) + math.log1p(-3e-5)
+    target = SparseTarget(torch.arange(n_support).expand(n_rows, -1), logps_NS.float())
+    arguments = (torch.zeros(n_rows, dtype=torch.long), target)
+    options = {"tail": True, "temperature": 1.0, "dlogp_N": None, "dkl_N": torch.ones(n_rows)}
+    wide = SparseTarget(target.ids_NS, target.logps_NS.double())
+    true_NV = reference.forward_kl_gradient(logits_NV.double(), arguments[0], wide, **options)
+    serves = {reference.forward_kl_gradient, kernel(backend, "forward_kl_gradient")}
+    for gradient in serves:
+        grad_NV = gradient(logits_NV, *arguments, **options)[:, n_support:].double()
+        torch.testing.assert_close(grad_NV, true_NV[:, n_support:], rtol=1e-5, atol=0.0)
