@@ -55,6 +55,35 @@ SMOPD_INLINE float exponential(float x, const Exponent& z) {
   return p * bits_to_float(rounded << 23);
 }
 
+// 2^x = 2^n 2^r by the Taylor series of 2^r, |r| <= 1/2, whose next term is below 2^-57. 2^n is taken in two
+// factors, so that a subnormal result is rounded once.
+SMOPD_INLINE double exact_exp2(double x) {
+  constexpr double kFar = 1100.0;  // beyond it: 0 or infinity
+  const double below = x > kFar ? kFar : x;
+  const double inside = below < -kFar ? -kFar : below;
+  const double rounded = std::nearbyint(inside);
+  const double r = inside - rounded;
+  const int32_t n = int32_t(rounded == rounded ? rounded : 0.0);
+  double p = 1.3691488853904128e-12;
+  p = p * r + 2.5678435993488206e-11;
+  p = p * r + 4.4455382718708116e-10;
+  p = p * r + 7.054911620801123e-09;
+  p = p * r + 1.01780860092397e-07;
+  p = p * r + 1.321548679014431e-06;
+  p = p * r + 1.5252733804059841e-05;
+  p = p * r + 0.0001540353039338161;
+  p = p * r + 0.0013333558146428443;
+  p = p * r + 0.009618129107628477;
+  p = p * r + 0.05550410866482158;
+  p = p * r + 0.24022650695910072;
+  p = p * r + 0.6931471805599453;
+  p = p * r + 1.0;
+  const int32_t half = n >> 1;
+  const double first = bits_to_double(uint64_t(int64_t(half) + 1023) << 52);
+  const double second = bits_to_double(uint64_t(int64_t(n - half) + 1023) << 52);
+  return p * first * second;
+}
+
 SMOPD_INLINE float max_of(const float* x, int64_t length) {
   float lanes[kMaxLanes];
   for (int64_t l = 0; l < kMaxLanes; ++l) lanes[l] = kMinusInfinity;
@@ -172,6 +201,11 @@ SMOPD_INLINE void gradient_of(
 SMOPD_CLONES double block_sum(
     const float* x, int64_t length, float less, const Exponent& z, const void* ahead) {
   return is_fused() ? near_sum<true>(x, length, less, z, ahead) : near_sum<false>(x, length, less, z, ahead);
+}
+
+SMOPD_CLONES void exp2_each(const double* x, double* out, int64_t length) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < length; ++i) out[i] = exact_exp2(x[i]);
 }
 
 #define SMOPD_BLOCK_FUNCTIONS(T)                                                                          \

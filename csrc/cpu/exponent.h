@@ -63,6 +63,9 @@ struct Gradient {
 // The sum alone, of x - less, for a shift that is not far. Memory at `ahead` as below, in bytes of float.
 double block_sum(const float* x, int64_t length, float less, const Exponent& z, const void* ahead);
 
+// 2^x in double, each within two units in the last place; `out` may be x.
+void exp2_each(const double* x, double* out, int64_t length);
+
 // For T of float, BFloat16 and Float16.
 //
 // block_max: the largest element, -inf for none. NaN is passed over or is the result.

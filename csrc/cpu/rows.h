@@ -126,14 +126,17 @@ inline void row_terms(Row<T>& row, RowWork& work) {
   row.logp = kLn2 * row.policy.log2_p(row.token_logit);
   if (row.settings.entropy) row.entropy = row.policy.entropy();
   if (support == nullptr) return;
-  double cross = 0.0;
+  if (!row.settings.tail) {
+    for (int64_t i = 0; i < support->count; ++i) support->p[i] = row.kl.log2_p(support->logits[i]);
+    exp2_each(support->p.data(), support->p.data(), support->count);
+  }
+  double cross = 0.0, student_mass = 0.0;
   for (int64_t i = 0; i < support->count; ++i) {
     const double log2_p = row.kl.log2_p(support->logits[i]);
-    if (!row.settings.tail) support->p[i] = std::exp2(log2_p);
-    row.student_mass += support->p[i];
+    student_mass += support->p[i];
     if (support->q[i] > 0.0) cross += support->q[i] * kLn2 * log2_p;
   }
-  if (support->mass != support->mass) row.student_mass = support->mass;
+  row.student_mass = support->mass == support->mass ? student_mass : support->mass;
   row.kl_value = support->q_logq - cross;
   if (support->tail_q > 0.0) {
     const double log_off = kLn2 * (row.kl.log2_stream - row.kl.log2_total);

@@ -39,6 +39,12 @@ SMOPD_INLINE uint32_t float_to_bits(float value) {
   return bits;
 }
 
+SMOPD_INLINE double bits_to_double(uint64_t bits) {
+  double value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
 SMOPD_INLINE float to_float(float value) { return value; }
 
 SMOPD_INLINE float to_float(BFloat16 value) { return bits_to_float(uint32_t(value.bits) << 16); }

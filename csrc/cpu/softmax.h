@@ -102,10 +102,11 @@ inline void finish_softmax(Softmax& z, Support* held_out) {
   const double unit = streamed ? std::exp2(z.log2_unit(z.exponent.shift)) : 1.0;
   double total = z.sum * unit;
   double dot = streamed ? unit * (z.dot + (double(z.reference) - z.origin) * z.sum) : 0.0;
+  for (int64_t i = 0; i < held; ++i) held_out->p[i] = z.log2_weight(held_out->logits[i]);
+  if (held > 0) exp2_each(held_out->p.data(), held_out->p.data(), held);
   for (int64_t i = 0; i < held; ++i) {
-    const double e = std::exp2(z.log2_weight(held_out->logits[i]));
+    const double e = held_out->p[i];
     total += e;
-    held_out->p[i] = e;
     if (e > 0.0) dot += e * (double(held_out->logits[i]) - z.origin);
   }
   z.log2_total = any ? std::log2(total) : kNaN;

@@ -7,6 +7,8 @@
 #include <limits>
 #include <vector>
 
+#include "exponent.h"
+
 namespace smopd {
 
 constexpr double kTailFloor = 0x1p-20;  // teacher mass off the support below this counts as 0
@@ -51,6 +53,17 @@ class IdTable {
   uint32_t stamp_ = 0;
 };
 
+// By pairs while they are few, which takes no memory: false may mean that nobody looked.
+inline bool all_differ(const int32_t* ids, int64_t count) {
+  constexpr int64_t kFew = 32;
+  if (count > kFew) return false;
+  int32_t same = 0;
+  for (int64_t i = 1; i < count; ++i) {
+    for (int64_t j = 0; j < i; ++j) same |= int32_t(ids[j] == ids[i]);
+  }
+  return same == 0;
+}
+
 struct Support {
   int64_t count = 0;
   std::vector<int32_t> ids;    // distinct
@@ -67,45 +80,56 @@ struct Support {
       : ids(capacity), logits(capacity), q(capacity), logq(capacity), p(capacity), table(capacity) {}
 };
 
+// Joins repeats: their probabilities under the first one's place. Its logarithm is NaN then.
+inline void join_repeats(Support& s) {
+  const int64_t live = s.count;
+  s.count = 0;
+  s.table.start_row();
+  for (int64_t i = 0; i < live; ++i) {
+    const int64_t place = s.table.place_of(s.ids[i], s.count);
+    if (place == s.count) {
+      s.ids[place] = s.ids[i];
+      s.q[place] = s.q[i];
+      s.logq[place] = s.logq[i];
+      ++s.count;
+    } else {
+      s.q[place] += s.q[i];
+      s.logq[place] = std::numeric_limits<double>::quiet_NaN();
+    }
+  }
+}
+
 // Fills the support from a row's slots; -inf marks an empty one. `distinct`: there are no repeats.
 // With tail, repeats are one entry of their summed probability; without, each slot keeps its own term.
 template <typename IdAt, typename LogpAt>
 inline void fill_support(Support& s, int64_t slots, bool tail, bool distinct, IdAt id_at, LogpAt logp_at) {
-  s.count = 0;
-  s.mass = 0.0;
-  s.q_logq = 0.0;
-  if (!distinct) s.table.start_row();
+  constexpr double kLog2E = 1.4426950408889634;
+  int64_t live = 0;
+  double mass = 0.0, q_logq = 0.0;
   for (int64_t slot = 0; slot < slots; ++slot) {
     const double logp = logp_at(slot);
     if (logp == -std::numeric_limits<double>::infinity()) continue;
-    const double q = std::exp(logp);
-    s.mass += q;
     if (logp != logp) {  // the mass is NaN now, and with it the gradient
-      s.q_logq = logp;
+      mass = q_logq = logp;
       continue;
     }
-    const int32_t id = id_at(slot);
-    const int64_t place = distinct ? s.count : s.table.place_of(id, s.count);
-    if (place == s.count) {
-      s.ids[place] = id;
-      s.q[place] = q;
-      s.logq[place] = logp;
-      ++s.count;
-      if (!tail && q > 0.0) s.q_logq += q * logp;
-    } else {
-      s.q[place] += q;
-      s.logq[place] = std::numeric_limits<double>::quiet_NaN();  // of a sum: taken below
-      if (!tail && q > 0.0) s.q_logq += q * logp;
-    }
+    s.ids[live] = id_at(slot);
+    s.q[live] = logp * kLog2E;
+    s.logq[live++] = logp;
   }
-  s.tail_q = 0.0;
-  if (!tail) return;
-  for (int64_t i = 0; i < s.count; ++i) {
-    const double q = s.q[i];
-    if (q > 0.0) s.q_logq += q * (s.logq[i] == s.logq[i] ? s.logq[i] : std::log(q));
+  s.count = live;
+  exp2_each(s.q.data(), s.q.data(), live);
+  for (int64_t i = 0; i < live; ++i) {
+    mass += s.q[i];
+    if (!tail && s.q[i] > 0.0) q_logq += s.q[i] * s.logq[i];
   }
-  const double rest = 1.0 - s.mass;
-  s.tail_q = rest < kTailFloor ? 0.0 : rest;
+  if (!distinct && !all_differ(s.ids.data(), live)) join_repeats(s);
+  for (int64_t i = 0; tail && i < s.count; ++i) {
+    if (s.q[i] > 0.0) q_logq += s.q[i] * (s.logq[i] == s.logq[i] ? s.logq[i] : std::log(s.q[i]));
+  }
+  s.mass = mass;
+  s.q_logq = q_logq;
+  s.tail_q = tail && !(1.0 - mass < kTailFloor) ? 1.0 - mass : 0.0;
 }
 
 }  // namespace smopd
