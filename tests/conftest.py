@@ -28,8 +28,10 @@ def pytest_configure(config: pytest.Config) -> None:
     with suppress(ImportError):  # a GPU machine may have pytest alone
         from hypothesis import HealthCheck, settings
 
-        settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-        settings.load_profile("any machine")
+        any_machine = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.register_profile("search", any_machine)  # --hypothesis-profile search: other examples each time
+        settings.register_profile("same examples", any_machine, derandomize=True)
+        settings.load_profile("same examples")
     os.environ.setdefault("OMP_NUM_THREADS", str(min(MAX_THREADS, os.cpu_count() or 1)))
     if not has_gpu():
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton, which decides then
