@@ -2,7 +2,8 @@
 # make test         set up .venv and run the linter, the type checker and the tests: test-core, then test-engines,
 #                   which adds vLLM for CPUs and DeepSpeed (3.5 GB)
 # make test-verl    the same for the verl integration, in .venv-verl (2 GB): verl needs an older transformers
-# make gpu          on a CUDA machine with torch and triton: correctness, then every benchmark
+# make gpu          on a CUDA machine with torch and triton: correctness, then every benchmark; with DRY_RUN=1, on
+#                   any machine, what it would run and how long that may take
 # The first two do all the set-up and repeat none of it while pyproject.toml, setup.py and csrc/ stay as they are.
 # They need Python >= 3.10 (PYTHON=python3.12 chooses one), a C++ compiler and make. Options for pip go in PIP_ARGS.
 
@@ -19,7 +20,7 @@ SOURCES := pyproject.toml setup.py $(shell find csrc -type f)
 .PHONY: help quickstart test test-core test-engines test-verl lint style types gpu clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -7
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -98,7 +99,7 @@ test-verl: $(VERL_VENV)/.installed $(VERL_SOURCE)
 
 # Needs a CUDA machine and nothing but its own Python with torch and triton; pytest is used where it is there.
 gpu:
-	$(PYTHON) -m bench gpu $(RESULTS)
+	$(PYTHON) -m bench gpu $(if $(DRY_RUN),--dry-run) $(RESULTS)
 
 clean:
 	rm -rf $(VENV) $(VERL_VENV) build dist *.egg-info smopd/_C*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -6,6 +6,7 @@ python -m bench --all [options]        run all
 python -m bench table FILE...          rows as a table (Markdown where the output is no terminal)
 python -m bench plot FILE [IMAGE]      rows as a plot (needs matplotlib)
 python -m bench gpu [FOLDER]           what `make gpu` runs: correctness, then all, into FOLDER
+python -m bench gpu --dry-run          its jobs, their commands and times; needs no GPU
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
         if command == "plot":
             return _report.plot(_record.rows_of([Path(rest[0])]), Path(rest[1] if rest[1:] else "bench.png"))
         if command == "gpu":
-            return _gpu.main(Path(rest[0]) if rest else _record.ROOT / "bench" / "results", names())
+            return _gpu.main(rest, names())
         return _run(_parse(arguments))
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,110 +1,117 @@
 """What `make gpu` runs on a CUDA machine, with torch and triton alone: correctness and every benchmark.
 
-First every benchmark's hard shapes against float64, then their speed (a provider that is wrong is refused
-before it is timed), then `pytest -m gpu` where pytest is installed. Each benchmark is a process of its own: a
-kernel that corrupts its process takes no other's result along. The CUDA library is built where nvcc is, and
-left out of what follows where its own check fails. All have budgets; the whole ends in under eight minutes.
+The CUDA library is built where nvcc is. Then, side by side, the cuda backend's check, every benchmark's hard
+shapes against float64 on the other backends, and `pytest -m gpu` where pytest is installed. Then every
+benchmark's speed, one by one with nothing beside it; a provider that is wrong is refused before it is timed,
+and a cuda backend whose check failed is left out. Each is a process of its own: a kernel that corrupts its
+process takes no other's result along. The whole ends in under eight minutes, whatever hangs.
+
+The seconds are estimates: none of this was timed on a GPU.
 """
 
 from __future__ import annotations
 
 import datetime
 import importlib.util
-import os
-import runpy
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from bench import _record
-from smopd.kernels import cuda
+from bench import _jobs, _record
+from bench._jobs import Job
 
-BUILD_SECONDS, CHECK_SECONDS, TEST_SECONDS = 100, 90, 130
-TOTAL_SECONDS = 440
-GRACE_SECONDS = 60  # of a case that was begun in time
-TESTS = "tests/kernels"
-LIBRARY = _record.ROOT / "smopd" / "_C_cuda.abi3.so"
-CUDA_BENCHMARK = "smopd_loss"
+TOTAL_SECONDS = 468.0
+BUILD, CHECK, TIME = 1, 2, 3  # the first timing's stage; each has its own
+BUILD_CUDA, CHECK_CUDA = "build cuda", "check cuda"
+CUDA_BENCHMARKS = ("smopd_loss", "linear_smopd_loss")
+EXPECTED_TIMING_SECONDS = {
+    "advantages": 10.0,
+    "linear_smopd_loss": 40.0,
+    "linear_topk_logprobs": 30.0,
+    "smopd_loss": 40.0,
+    "teacher_mixture": 15.0,
+}
+OTHER_TIMING_SECONDS = 25.0
+LAST_CASE_SECONDS = 40.0  # of a case that was begun in time, torch.compile's part in it
+TESTS = ("tests/kernels", "tests/smopd/test_metrics.py")
+WORKERS = 8
+NO_TESTS = 5  # pytest's exit status where none is marked
 
 
-def main(folder: Path, benchmarks: Sequence[str]) -> int:
-    """Writes folder/<device>-<date>.jsonl; the exit status: 1 where something is wrong, 2 without a GPU."""
-    if not torch.cuda.is_available():
-        print("error: no CUDA device is here, `make gpu` needs one", file=sys.stderr)
-        return 2
-    started = time.monotonic()
+def main(arguments: Sequence[str], benchmarks: Sequence[str]) -> int:
+    """Writes FOLDER/<device>-<date>.jsonl, or with --dry-run says what would run.
+
+    Returns:
+        The exit status: 0, 1 where something is wrong or was not begun, 2 without a GPU.
+    Raises:
+        ValueError: arguments are not [--dry-run] [FOLDER].
+    """
+    words = [word for word in arguments if word != "--dry-run"]
+    if len(words) > 1 or any(word.startswith("-") for word in words):
+        raise ValueError(f"gpu: got {' '.join(arguments)}, expected [--dry-run] [FOLDER]")
+    folder = Path(words[0]).absolute() if words else Path("bench") / "results"
+    has_gpu = torch.cuda.is_available()
     today = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
-    output = folder / f"{_record.slug('cuda')}-{today}.jsonl"
-    to_file = ("--output", str(output))
-    wrong = False
-    without: tuple[str, ...] = ()
-    if _build_cuda() and _bench([CUDA_BENCHMARK], CHECK_SECONDS, "--check", "--providers", "cuda", *to_file):
-        wrong, without = True, ("--without", "cuda")
-        _record.note("the cuda backend is wrong, and left out of what follows")
-    wrong |= _bench(benchmarks, CHECK_SECONDS, "--check", *without, *to_file)
-    left = TOTAL_SECONDS - TEST_SECONDS - (time.monotonic() - started)
-    wrong |= _bench(benchmarks, left, *without, *to_file)
-    wrong |= _tests()
+    output = folder / f"{_record.slug('cuda') if has_gpu else 'DEVICE'}-{today}.jsonl"
+    plan = jobs(benchmarks, output)
+    if len(words) < len(arguments):
+        _jobs.show(plan, TOTAL_SECONDS)
+        return 0
+    if not has_gpu:
+        print("error: no CUDA device is here, `make gpu` needs one (DRY_RUN=1 does not)", file=sys.stderr)
+        return 2
+    results = _jobs.run_jobs(plan, TOTAL_SECONDS, _record.ROOT)
+    if results[CHECK_CUDA].state == _jobs.WRONG:
+        _record.note("the cuda backend is wrong, and left out of the timings")
+    for state in (_jobs.NOT_HERE, _jobs.NOT_BEGUN, _jobs.WRONG):
+        if names := [name for name, result in results.items() if result.state == state]:
+            _record.note(f"{state}: {', '.join(names)}")
     _record.note(f"rows are in {output}; python -m bench table {output} shows them")
-    if wrong:
-        _record.note("something is wrong: see above")
-    return int(wrong)
+    return int(any(result.state in (_jobs.WRONG, _jobs.NOT_BEGUN) for result in results.values()))
 
 
-def _build_cuda() -> bool:
-    """Whether smopd._C_cuda is in the checkout; built if it is not and can be."""
-    if LIBRARY.exists():
-        return True
-    if torch.cuda.get_device_capability() != cuda.CAPABILITY:
-        _record.note(f"the cuda backend is for compute capability {cuda.CAPABILITY}")
-        return False
-    tools = runpy.run_path(str(_record.ROOT / "csrc" / "cuda" / "nvcc.py"))
-    nvcc = tools["find_nvcc"]()
-    if nvcc is None or tools["cuda_major"](nvcc) != str(torch.version.cuda).partition(".")[0]:
-        _record.note(f"smopd._C_cuda is not built: no nvcc of torch's CUDA {torch.version.cuda} was found")
-        return False
-    command = tools["library_command"](nvcc, Path(torch.__file__).parent, LIBRARY)
-    try:
-        subprocess.run(command, cwd=_record.ROOT, check=True, timeout=BUILD_SECONDS)
-    except (OSError, subprocess.SubprocessError) as error:
-        LIBRARY.unlink(missing_ok=True)
-        _record.note(f"smopd._C_cuda is not built: {error}")
-        return False
-    return True
+def jobs(benchmarks: Sequence[str], output: Path) -> list[Job]:
+    """All jobs, in the order in which they are begun. output is absolute or of the checkout."""
+    python = (sys.executable, "-m")
+    to_file = ("--output", str(output))
+
+    def check(name: str, *what: str, needs: str | None = None) -> Job:
+        options = ("--check", "--device", "cuda", "--deadline", "100", *to_file)
+        command = (*python, "bench", *what, *options)
+        return Job(CHECK, name, command, 40.0, 140.0, {"OMP_NUM_THREADS": "2"}, needs)
+
+    build = Job(BUILD, BUILD_CUDA, (*python, "bench._cuda_build"), 40.0, 90.0, nothing=(2,))
+    own = [name for name in CUDA_BENCHMARKS if name in benchmarks]
+    checks = [
+        _tests(python),
+        check(CHECK_CUDA, *own, "--providers", "cuda", needs=BUILD_CUDA),
+        *(check(f"check {name}", name, "--without", "cuda") for name in benchmarks),
+    ]
+    timings = []
+    for stage, name in enumerate(benchmarks, TIME):
+        expected = EXPECTED_TIMING_SECONDS.get(name, OTHER_TIMING_SECONDS)
+        options = ("--device", "cuda", "--deadline", f"{expected:.0f}", *to_file)
+        command = (*python, "bench", name, *options)
+        without = {CHECK_CUDA: ("--without", "cuda")}
+        timings.append(
+            Job(stage, f"time {name}", command, expected, expected + LAST_CASE_SECONDS, if_wrong=without)
+        )
+    return [build, *checks, *timings]
 
 
-def _bench(benchmarks: Sequence[str], seconds: float, *arguments: str) -> bool:
-    """Whether something was wrong. Every benchmark has an even share of what the ones before it left."""
-    ends, wrong = time.monotonic() + seconds, False
-    for i, name in enumerate(benchmarks):
-        share = max(0.0, ends - time.monotonic()) / (len(benchmarks) - i)
-        options = ["--device", "cuda", "--deadline", f"{share:.0f}", *arguments]
-        command = [sys.executable, "-m", "bench", name, *options]
-        try:
-            wrong |= subprocess.run(command, cwd=_record.ROOT, timeout=share + GRACE_SECONDS).returncode != 0
-        except subprocess.TimeoutExpired:
-            _record.note(f"{name} did not end {GRACE_SECONDS} s after its {share:.0f} s: it hangs")
-            wrong = True
-    return wrong
-
-
-def _tests() -> bool:
-    """Whether a test failed. Those that are not begun in time are skipped, and counted."""
+def _tests(python: tuple[str, ...]) -> Job:
+    """Tests that are not begun in time are skipped, and counted."""
     missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
-    if missing:
-        _record.note(f"{' and '.join(missing)} not installed: the checks above are all of the correctness")
-        return False
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", TESTS]
-    environment = os.environ | {"SMOPD_TEST_UNTIL": str(time.time() + TEST_SECONDS - 30)}
-    try:
-        status = subprocess.run(
-            command, cwd=_record.ROOT, env=environment, timeout=TEST_SECONDS + 30
-        ).returncode
-    except subprocess.TimeoutExpired:
-        _record.note(f"{TESTS} did not end in {TEST_SECONDS + 30} s")
-        return True
-    return status not in (0, 5)  # 5: no test is marked
+    beside = ("-n", str(WORKERS), "--dist", "loadgroup") if importlib.util.find_spec("xdist") else ()
+    options = ("-m", "gpu", "-q", "-p", "no:cacheprovider", *beside)
+    return Job(
+        CHECK,
+        "pytest -m gpu",
+        (*python, "pytest", *options, *TESTS),
+        120.0,
+        160.0,
+        nothing=(NO_TESTS,),
+        absent=f"{' and '.join(missing)} not installed" if missing else None,
+    )

@@ -59,7 +59,7 @@ def optimise(run: Run) -> None:
         Frozen(settings, run.teachers, run.reference, student.device) as frozen,
     ):
         for step in range(start, steps):
-            metrics = Metrics()
+            metrics = Metrics(student.device)
             coef = opd_coef(settings.opd, step, steps) if run.teachers else 0.0
 
             with metrics.phase("rollout"):

@@ -12,11 +12,20 @@ from torch import Tensor
 
 from smopd.engine import distributed
 
+GIB = 1 << 30
+
 
 class Metrics:
-    """Accumulates one step's values. Every rank must add the same names in the same order."""
+    """Accumulates one step's values. Every rank must add the same names in the same order.
 
-    def __init__(self) -> None:
+    On a CUDA device `memory/peak_gib` is among them: the most that torch's allocator had handed out at once
+    in this process since this was made; an engine in a process of its own is not in it.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._cuda = device if device is not None and device.type == "cuda" else None
+        if self._cuda is not None:
+            torch.cuda.reset_peak_memory_stats(self._cuda)
         self._moments: dict[str, Tensor] = {}
         self._spread: set[str] = set()
         self._seconds: dict[str, float] = {}
@@ -40,7 +49,7 @@ class Metrics:
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begin
 
     def reduce(self) -> dict[str, float]:
-        """Everything, over all ranks; times are the slowest rank's. A collective call."""
+        """Everything, over all ranks; times and memory are the largest of any rank. A collective call."""
         result: dict[str, float] = {}
         if self._moments:
             stacked = distributed.all_reduce(torch.stack(list(self._moments.values())))
@@ -57,4 +66,7 @@ class Metrics:
             result |= {
                 f"seconds/{name}": value for name, value in zip(self._seconds, slowest.tolist(), strict=True)
             }
+        if self._cuda is not None:
+            peak = torch.tensor(torch.cuda.max_memory_allocated(self._cuda) / GIB, dtype=torch.float64)
+            result["memory/peak_gib"] = float(distributed.all_reduce(peak, "max"))
         return result

@@ -57,6 +57,8 @@ def world_model(
     intermediate_size: int | None = None,
     max_positions: int = 256,
     tie_embeddings: bool = False,
+    kv_heads: int | None = None,
+    vocab_size: int | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """A Qwen2 model in fp32 over the vocabulary of smopd.toy_world.
 
@@ -64,8 +66,10 @@ def world_model(
         hidden_size: a multiple of heads, at least 32 a head.
         intermediate_size: of the MLP; None is 3 * hidden_size.
         max_positions: the longest sequence, in tokens.
+        kv_heads: of keys and values, a divisor of heads; None is heads.
+        vocab_size: the model's rows; those beyond the tokenizer's ids decode to nothing. None: none are.
     Raises:
-        ValueError: hidden_size does not fit heads, or a size is below 1.
+        ValueError: hidden_size does not fit heads, or a size is below 1 or not as above.
     """
     return word_model(
         seed,
@@ -76,6 +80,8 @@ def world_model(
         intermediate_size=intermediate_size,
         max_positions=max_positions,
         tie_embeddings=tie_embeddings,
+        kv_heads=kv_heads,
+        vocab_size=vocab_size,
     )
 
 
@@ -89,11 +95,14 @@ def word_model(
     intermediate_size: int | None = None,
     max_positions: int = 256,
     tie_embeddings: bool = False,
+    kv_heads: int | None = None,
+    vocab_size: int | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """A Qwen2 model in fp32 whose tokens are the given pieces; arguments and errors as of `world_model`."""
     tokenizer = world_tokenizer(pieces)
-    model = _qwen2("world_model", seed, len(tokenizer), tokenizer, hidden_size, layers, heads,
-                   intermediate_size, max_positions, tie_embeddings)  # fmt: skip
+    rows = len(tokenizer) if vocab_size is None else vocab_size
+    model = _qwen2("world_model", seed, rows, tokenizer, hidden_size, layers, heads,
+                   intermediate_size, max_positions, tie_embeddings, kv_heads)  # fmt: skip
     return model, tokenizer
 
 
@@ -204,6 +213,7 @@ def _qwen2(
     intermediate_size: int | None,
     max_positions: int,
     tie_embeddings: bool,
+    kv_heads: int | None = None,
 ) -> PreTrainedModel:
     sizes = {"layers": layers, "heads": heads, "max_positions": max_positions}
     if intermediate_size is not None:
@@ -216,13 +226,20 @@ def _qwen2(
             f"{who}: hidden_size is {hidden_size}, expected a multiple of heads = {heads} "
             f"of at least {MIN_HEAD_DIM * heads} ({MIN_HEAD_DIM} a head)"
         )
+    kv_heads = heads if kv_heads is None else kv_heads
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"{who}: kv_heads is {kv_heads}, expected a divisor of heads = {heads}")
+    if vocab_size < len(tokenizer):
+        raise ValueError(
+            f"{who}: vocab_size is {vocab_size}, expected at least the tokenizer's {len(tokenizer)}"
+        )
     config = Qwen2Config(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size or 3 * hidden_size,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=heads,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=max_positions,
         tie_word_embeddings=tie_embeddings,
         bos_token_id=tokenizer.bos_token_id,

@@ -21,6 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device, or uses the one that is there")
     config.addinivalue_line("markers", "slow: takes more than about ten seconds")
     config.addinivalue_line("markers", "unproven: not seen to pass yet; SMOPD_UNPROVEN=1 runs it")
+    config.addinivalue_line("markers", "xdist_group(name): pytest-xdist runs a group's tests in one process")
     if "SMOPD_TEST_UNTIL" in os.environ:
         limit_time(float(os.environ["SMOPD_TEST_UNTIL"]))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -290,14 +290,6 @@ def test_labels() -> None:
     assert case.label == "N8-V16-M2-kappa4-bf16-tail"
 
 
-def test_without_a_gpu_the_gpu_suite_says_so(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["gpu"]) == 2
-    assert "no CUDA device" in capsys.readouterr().err
-
-
 def test_a_plot_is_drawn_or_matplotlib_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,17 +1,14 @@
-"""The benchmarks' truth and refusals: a wrong row, float64, masks, the CUDA backend, make gpu."""
+"""The benchmarks' truth and refusals: a wrong row, float64, masks, the CUDA backend."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-import subprocess
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from bench import _eager, _gpu, _truth, linear_smopd_loss, smopd_loss, topk_forward_kl
+from bench import _cuda_build, _eager, _truth, linear_smopd_loss, smopd_loss, topk_forward_kl
 from bench.__main__ import names
 from bench._accuracy import judge
 from bench._inputs import head_logits, on_head, on_logits
@@ -141,7 +138,7 @@ def test_the_cuda_backend_takes_part_or_says_why_not(name: str) -> None:
     assert found
     for provider in found:
         assert absent(provider, case, "cpu") == ""
-        if not _gpu.LIBRARY.exists():
+        if not _cuda_build.LIBRARY.exists():
             reason = absent(provider, case, "cuda")
             assert reason and ("_C_cuda cannot be loaded" in reason or "without CUDA" in reason)
 
@@ -155,32 +152,3 @@ def test_providers_are_chosen_by_name_kind_and_backend() -> None:
     assert kept(providers=("cuda",)) == {"cuda", "cuda in place"}
     assert kept(without=("cuda",)) == {provider.name for provider in providers} - {"cuda", "cuda in place"}
     assert kept(providers=("ours",), without=("triton", "cuda", "cpp")) == {"reference", "reference in place"}
-
-
-@pytest.mark.parametrize("built", ["not built", "built", "wrong"])
-def test_the_plan_of_make_gpu(
-    built: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ran: list[list[str]] = []
-
-    def run(command: list[str], **_) -> SimpleNamespace:
-        ran.append(command[2:])
-        return SimpleNamespace(returncode=int(built == "wrong" and "--providers" in command))
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(_gpu._record, "slug", lambda device: "a-gpu")
-    monkeypatch.setattr(_gpu, "_build_cuda", lambda: built != "not built")
-    monkeypatch.setattr(subprocess, "run", run)
-    assert _gpu.main(tmp_path, ["one", "two"]) == int(built == "wrong")
-    *benches, tests = ran
-    assert tests[:3] == ["pytest", "-m", "gpu"] and tests[-1] == _gpu.TESTS
-    own = benches[:-4]
-    assert [command[1] for command in own] == ([] if built == "not built" else ["smopd_loss"])
-    assert [(command[1], "--check" in command) for command in benches[-4:]] == [
-        ("one", True),
-        ("two", True),
-        ("one", False),
-        ("two", False),
-    ]
-    assert all(("--without" in command) == (built == "wrong") for command in benches[-4:])
-    assert ("left out of what follows" in capsys.readouterr().err) == (built == "wrong")

@@ -1,6 +1,7 @@
 """The vocabulary operations on whatever logits and targets come: top-kappa, forward KL, loss, by hypothesis.
 
 Each backend's kernel against the definition in float64 on the same rounded logits; infinities and NaN alike.
+The Triton kernels run in the interpreter and, under -m gpu, natively.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import importlib
 import math
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
@@ -30,7 +31,8 @@ INF, NAN = math.inf, math.nan
 # Ordinary, tied, where exp overflows and underflows, subnormal, and no numbers at all.
 LOGITS = [0.0, -0.0, 1.0, 1.0, -2.5, 7.25, 30.0, 88.8, -104.0, 3e4, -3e4, 1e-40, INF, -INF, NAN]
 LOGPS = [math.log(0.5), math.log(0.25), -3.0, -20.0, 0.0, -INF, NAN]
-EXAMPLES = {"cpp": 150, "triton": 4}  # the interpreter takes a second a row
+GPU = "triton natively"
+EXAMPLES = {"cpp": 150, "triton": 4, GPU: 150}  # the interpreter takes a second a row
 SUBNORMAL = 2.0**-126 / cpp_rows.CANCELLING  # a probability below the smallest normal number may be 0
 LEAST_LOGP = 104.0  # the size of the least in fp32
 
@@ -38,17 +40,42 @@ LEAST_LOGP = 104.0  # the size of the least in fp32
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
+def moved(value: Any, device: str) -> Any:
+    """Tensors, and those in dicts, tuples and dataclasses, on device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {name: moved(entry, device) for name, entry in value.items()}
+    if isinstance(value, tuple):
+        return tuple(moved(entry, device) for entry in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: moved(getattr(value, f.name), device) for f in fields(value)})
+    return value
+
+
 def kernel(backend: str, op: str) -> Callable[..., Any]:
-    return getattr(importlib.import_module(f"smopd.kernels.{dispatch.MODULES[backend][op]}"), op)
+    """The backend's function on the backend's device, for tensors of the CPU; those that it wrote too."""
+    name, device = ("triton", "cuda") if backend == GPU else (backend, "cpu")
+    serve = getattr(importlib.import_module(f"smopd.kernels.{dispatch.MODULES[name][op]}"), op)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        there = moved(arguments, device)
+        results = moved(serve(*there, **moved(options, device)), "cpu")
+        for here, written in zip(arguments, there, strict=True):
+            if isinstance(here, Tensor):
+                here.copy_(written)
+        return results
+
+    return call
 
 
 def need(backend: str) -> None:
     if backend == "cpp" and dispatch.cpp_unavailable() is not None:
         pytest.skip("smopd._C is not built")
-    if backend == "triton":
+    if backend != "cpp":
         pytest.importorskip("triton", reason="triton is not installed")
-        if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
-            pytest.skip("the tests of the Triton kernels hold these rows on a GPU")
+    if backend == "triton" and (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1"):
+        pytest.skip("Triton's interpreter is for machines without a GPU")
 
 
 @st.composite
@@ -76,7 +103,8 @@ def targets(draw, n_rows: int, n_vocab: int) -> SparseTarget:
 
 
 def each_backend(test: Callable) -> Callable:
-    return pytest.mark.parametrize("backend", EXAMPLES)(test)
+    backends = [pytest.param(name, marks=[pytest.mark.gpu] if name == GPU else []) for name in EXAMPLES]
+    return pytest.mark.parametrize("backend", backends)(test)
 
 
 def hold(backend: str, check: Callable[..., None]) -> None:

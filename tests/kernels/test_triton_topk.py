@@ -279,6 +279,7 @@ def test_teachers_at_the_shared_cases_on_the_gpu(case: cases.Case) -> None:
 
 @gpu
 @needs_cuda
+@pytest.mark.xdist_group("large memory")
 def test_captured_in_a_graph_and_beyond_32_bit_offsets() -> None:
     logits_NV = torch.randn(15000, 151936, dtype=torch.bfloat16, device=DEVICE)
     want = triton_topk.topk_logprobs(logits_NV, 16)

@@ -91,7 +91,7 @@ def train(
 
 
 def metric_lines(folder: Path, *, times: bool = False) -> list[dict[str, Any]]:
-    """A run's metrics, without what depends on the clock."""
+    """A run's metrics, without what depends on the clock or on who else uses the device."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    clocks = ("seconds/", "seconds_overlapped/", "tokens_per_second")
-    return [{k: v for k, v in line.items() if times or not k.startswith(clocks)} for line in lines]
+    varies = ("seconds/", "seconds_overlapped/", "tokens_per_second", "memory/")
+    return [{k: v for k, v in line.items() if times or not k.startswith(varies)} for line in lines]

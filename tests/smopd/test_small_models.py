@@ -154,11 +154,22 @@ def test_head_is_tied_only_when_asked(tied):
         ({"hidden_size": 100, "heads": 3}, "hidden_size is 100, expected a multiple of heads = 3"),
         ({"layers": 0}, "layers is 0, expected at least 1"),
         ({"intermediate_size": 0}, "intermediate_size is 0, expected at least 1"),
+        ({"kv_heads": 3}, "kv_heads is 3, expected a divisor of heads = 2"),
+        ({"kv_heads": 0}, "kv_heads is 0, expected a divisor of heads = 2"),
+        ({"vocab_size": 9}, "vocab_size is 9, expected at least the tokenizer's"),
     ],
 )
 def test_sizes_that_do_not_fit_are_named(sizes, message):
     with pytest.raises(ValueError, match=message):
         world_model(0, **sizes)
+
+
+def test_rows_beyond_the_tokenizer_decode_to_nothing():
+    model, tokenizer = world_model(0, kv_heads=1, vocab_size=700)
+    assert model.lm_head.weight.shape[0] == 700 > len(tokenizer)
+    assert model.model.layers[0].self_attn.k_proj.weight.shape[0] == 32
+    ids = tokenizer("<think>")["input_ids"]
+    assert tokenizer.decode([699, *ids, len(tokenizer)]) == "<think>"
 
 
 def test_qwen_round_trip(qwen):

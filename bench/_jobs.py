@@ -1,0 +1,209 @@
+"""Processes under limits, side by side within a stage, each killed with its children.
+
+What a job prints is kept and shown when it ends, so that jobs side by side do not mix their lines.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+UNTIL = "SMOPD_TEST_UNTIL"  # tests/conftest.py
+LAST_TEST_SECONDS = 20.0  # before a job's limit
+POLL_SECONDS = 0.05
+REAP_SECONDS = 5.0  # a killed process that a driver holds may not go at once
+WELL, WRONG, NOT_HERE, NOT_BEGUN = "well", "wrong", "not here", "not begun"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A process of its own.
+
+    Attributes:
+        stage: jobs of one stage run side by side.
+        expected: seconds, an estimate.
+        limit: seconds after which it is killed.
+        needs: the job that has to have ended well; else this one is not for here.
+        if_wrong: options that the command gets where the job of that name was wrong.
+        nothing: exit statuses that say that there was nothing to do here.
+        absent: why it is not for here, or None.
+    """
+
+    stage: int
+    name: str
+    command: tuple[str, ...]
+    expected: float
+    limit: float
+    environment: Mapping[str, str] = field(default_factory=dict)
+    needs: str | None = None
+    if_wrong: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    nothing: tuple[int, ...] = ()
+    absent: str | None = None
+
+    @property
+    def line(self) -> str:
+        """The command as a shell takes it, its Python by name alone."""
+        words = [Path(word).name if word == sys.executable else word for word in self.command]
+        return " ".join([*(f"{name}={value}" for name, value in self.environment.items()), shlex.join(words)])
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a job ended. state: WELL, WRONG, NOT_HERE or NOT_BEGUN."""
+
+    state: str
+    words: str
+    seconds: float = 0.0
+
+
+def stages(jobs: Sequence[Job]) -> list[list[Job]]:
+    """The jobs of each stage, in order."""
+    return [list(group) for _, group in itertools.groupby(jobs, lambda job: job.stage)]
+
+
+def expected_seconds(jobs: Sequence[Job]) -> float:
+    return sum(max(job.expected for job in stage) for stage in stages(jobs))
+
+
+def most_seconds(jobs: Sequence[Job], total: float) -> float:
+    """Of a run in which everything hangs."""
+    return min(total, sum(max(job.limit for job in stage) for stage in stages(jobs))) + REAP_SECONDS
+
+
+def show(jobs: Sequence[Job], total: float) -> None:
+    """Prints what run_jobs would do, in its order."""
+    print("stage  expected s  limit s  job")
+    for job in jobs:
+        print(f"{job.stage:5}  {job.expected:10.0f}  {job.limit:7.0f}  {job.name}\n{'':26}{job.line}")
+        notes = [f"only if `{job.needs}` ends well"] if job.needs else []
+        notes += [f"{shlex.join(options)} if `{name}` is wrong" for name, options in job.if_wrong.items()]
+        notes += [f"not here: {job.absent}"] if job.absent else []
+        for note in notes:
+            print(f"{'':26}({note})")
+    print("The jobs of a stage run side by side, the stages one after the other.")
+    print(f"expected: {expected_seconds(jobs):.0f} s in all; at most {most_seconds(jobs, total):.0f} s")
+
+
+def run_jobs(jobs: Sequence[Job], total: float, folder: Path) -> dict[str, Result]:
+    """Runs the jobs in folder; nothing is begun when total seconds have gone.
+
+    Whatever ends this call, SIGTERM too, ends every process that it began.
+    """
+    ends = time.monotonic() + total
+    results: dict[str, Result] = {}
+    with _sigterm_raises():
+        for stage in stages(jobs):
+            _run_stage(stage, ends, folder, results)
+    return results
+
+
+def _run_stage(stage: Sequence[Job], ends: float, folder: Path, results: dict[str, Result]) -> None:
+    running: list[_Running] = []
+    try:
+        for job in stage:
+            why_not = _not_begun(job, ends, results)
+            if why_not is None:
+                running.append(_Running(job, ends, folder, results))
+            else:
+                _tell(job, why_not, results)
+        while running:
+            done = [one for one in running if one.ended or time.monotonic() >= one.ends]
+            for one in done:
+                one.kill()
+            for one in done:
+                running.remove(one)
+                _tell(one.job, one.reap(ends), results, one.output)
+            if running:
+                time.sleep(POLL_SECONDS)
+    finally:
+        for one in running:
+            one.kill()
+        for one in running:
+            one.reap(ends)
+
+
+def _not_begun(job: Job, ends: float, results: Mapping[str, Result]) -> Result | None:
+    if job.absent is not None:
+        return Result(NOT_HERE, job.absent)
+    if job.needs is not None and results[job.needs].state != WELL:
+        return Result(NOT_HERE, f"it needs `{job.needs}`")
+    if time.monotonic() >= ends:
+        return Result(NOT_BEGUN, "the time for all jobs was over")
+    return None
+
+
+class _Running:
+    """A job's process, the first of a group of its own."""
+
+    def __init__(self, job: Job, ends: float, folder: Path, results: Mapping[str, Result]) -> None:
+        self.job = job
+        self.begun = time.monotonic()
+        self.ends = min(self.begun + job.limit, ends)
+        self.output = tempfile.TemporaryFile()  # noqa: SIM115 - _tell closes it
+        wrong = {name for name, result in results.items() if result.state == WRONG}
+        added = [word for name, options in job.if_wrong.items() if name in wrong for word in options]
+        until = time.time() + self.ends - self.begun - LAST_TEST_SECONDS
+        self.process = subprocess.Popen(
+            [*job.command, *added],
+            cwd=folder,
+            env={**os.environ, UNTIL: str(until), **job.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    @property
+    def ended(self) -> bool:
+        """The process is left unreaped: until reap() no other has its number, which is its group's too."""
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self.process.pid, flags) is not None
+
+    def kill(self) -> None:
+        """Kills what is left of the group."""
+        self.seconds = time.monotonic() - self.begun
+        self.in_time = self.ended
+        os.killpg(self.process.pid, signal.SIGKILL)
+
+    def reap(self, ends: float) -> Result:
+        """How the process ended; it is not waited for beyond REAP_SECONDS after ends."""
+        after = f"after {self.seconds:.0f} s"
+        try:
+            wait = min(time.monotonic(), ends) + REAP_SECONDS - time.monotonic()
+            status = self.process.wait(max(0.0, wait))
+        except subprocess.TimeoutExpired:
+            return Result(WRONG, f"it was killed {after}, and does not go away", self.seconds)
+        if not self.in_time:
+            why = "when the time for all jobs was over" if self.begun + self.job.limit > ends else "its limit"
+            return Result(WRONG, f"it had not ended {after}, {why}, and was killed", self.seconds)
+        state = WELL if status == 0 else NOT_HERE if status in self.job.nothing else WRONG
+        return Result(state, f"exit status {status} {after}", self.seconds)
+
+
+def _tell(job: Job, result: Result, results: dict[str, Result], output: IO[bytes] | None = None) -> None:
+    results[job.name] = result
+    print(f"---- {job.name}: {result.state}, {result.words}", flush=True)
+    if output is not None:
+        with output:
+            output.seek(0)
+            print(output.read().decode(errors="replace"), end="", flush=True)
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
