@@ -28,9 +28,11 @@ CUDA_MODULE = "smopd._C_cuda"
 CUDA_SOURCES = ["csrc/cuda/loss_rows.cu", "csrc/cuda/module.cpp"]
 SOURCES = [
     "csrc/module.cpp",
+    "csrc/cpu/advantages.cpp",
     "csrc/cpu/exponent.cpp",
     "csrc/cpu/forward_kl.cpp",
     "csrc/cpu/loss_rows.cpp",
+    "csrc/cpu/pool.cpp",
     "csrc/cpu/teacher_mixture.cpp",
     "csrc/cpu/topk_logprobs.cpp",
     "csrc/cpu/union.cpp",
@@ -39,12 +41,14 @@ HEADERS = [
     "csrc/cpu/arguments.h",
     "csrc/cpu/exponent.h",
     "csrc/cpu/policy.h",
+    "csrc/cpu/pool.h",
     "csrc/cpu/rows.h",
     "csrc/cpu/simd.h",
     "csrc/cpu/softmax.h",
     "csrc/cpu/support.h",
     "csrc/cpu/targets.h",
     "csrc/cpu/topk.h",
+    "csrc/cpu/topk_row.h",
     "csrc/cpu/union.h",
 ]
 # Never -ffast-math, at compile or link: it flushes denormals in every thread that loads the library.

@@ -38,6 +38,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(smopd, m) {
       " float dual_clip, float opd_coef, float entropy_coef, float temperature, float kl_temperature,"
       " bool reverse_ppo, Tensor(a!)? grad) -> (Tensor logp, Tensor entropy, Tensor kl, Tensor teacher_mass,"
       " Tensor student_mass, Tensor clipped, Tensor surrogate, Tensor reverse)");
+  // whitening: 0 none, 1 over responses, 2 over tokens. kept is empty without drop.
+  m.def(
+      "advantages_cpu(Tensor rewards, Tensor group, Tensor? weights, Tensor? lengths, bool summed, bool drop,"
+      " float? snr_threshold, int whitening, float norm_eps, bool wide) -> (Tensor adv, Tensor kept)");
 }
 
 PyMODINIT_FUNC PyInit__C(void) {

@@ -1,10 +1,10 @@
 """The C++ backend on the CPU: smopd._C behind the signatures that every backend has.
 
 Arguments are taken as checked, without autograd. Logits are fp32, bf16 or fp16; what is small,
-log-probabilities and weights, goes to the kernels as fp32. The sources are in csrc/cpu, the definitions in
-reference*.py.
+log-probabilities and weights, goes to the kernels as fp32, and as fp64 to the advantages, which take rewards
+of any of the four. The sources are in csrc/cpu, the definitions in reference*.py.
 
-Shapes: N tokens, V vocabulary, M teachers, S support entries (kappa).
+Shapes: N tokens, V vocabulary, M teachers, S support entries (kappa). R responses, K rewards.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import functools
 import importlib
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from smopd.kernels.reference_advantages import sample_counts, whitened
 from smopd.kernels.types import (
     Candidates,
     LossSettings,
@@ -25,10 +27,12 @@ from smopd.kernels.types import (
     SparseTarget,
     TokenTerms,
     TopK,
+    compute_dtype,
     loss_target,
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the logits that the kernels serve
+_WHITENINGS = {None: 0, "responses": 1, "tokens": 2}  # of the operator's schema
 
 
 @functools.cache
@@ -36,7 +40,7 @@ def unavailable() -> str | None:
     """None if smopd._C can be loaded, else why not."""
     try:
         importlib.import_module("smopd._C")
-        torch.ops.smopd.topk_begin_cpu  # noqa: B018  (an attribute error says that it is not registered)
+        torch.ops.smopd.advantages_cpu  # noqa: B018  (an attribute error says that it is not registered)
     except (ImportError, OSError, AttributeError) as error:
         return f"smopd._C cannot be loaded ({error})"
     return None
@@ -150,6 +154,73 @@ def loss_rows(
         None if grad_NV is None else grad_NV.detach(),
     )
     return TokenTerms(*terms)
+
+
+def grpo_advantages(
+    rewards_RK: Tensor, group_R: Tensor, *, weights_K: Tensor | None = None, norm_eps: float = 1e-6
+) -> Tensor:
+    return _advantages(rewards_RK, group_R, weights_K, None, None, norm_eps, None, summed=True)[0]
+
+
+def gdpo_advantages(
+    rewards_RK: Tensor,
+    group_R: Tensor,
+    *,
+    weights_K: Tensor | None = None,
+    lengths_R: Tensor | None = None,
+    whiten: str | None = "responses",
+    norm_eps: float = 1e-6,
+    process_group: Any = None,
+) -> Tensor:
+    return _advantages(rewards_RK, group_R, weights_K, lengths_R, whiten, norm_eps, process_group)[0]
+
+
+def gd2po_advantages(
+    rewards_RK: Tensor,
+    group_R: Tensor,
+    *,
+    weights_K: Tensor | None = None,
+    lengths_R: Tensor | None = None,
+    whiten: str | None = "tokens",
+    snr_threshold: float | None = None,
+    norm_eps: float = 1e-6,
+    process_group: Any = None,
+) -> tuple[Tensor, Tensor]:
+    options = (weights_K, lengths_R, whiten, norm_eps, process_group)
+    return _advantages(rewards_RK, group_R, *options, drop=True, snr_threshold=snr_threshold)
+
+
+def _advantages(
+    rewards_RK: Tensor,
+    group_R: Tensor,
+    weights_K: Tensor | None,
+    lengths_R: Tensor | None,
+    whiten: str | None,
+    norm_eps: float,
+    process_group: Any,
+    *,
+    summed: bool = False,
+    drop: bool = False,
+    snr_threshold: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """adv_R, and kept_R where drop. Over ranks the whitening is the reference's."""
+    adv_R, kept_R = torch.ops.smopd.advantages_cpu(
+        rewards_RK.detach(),
+        group_R,
+        None if weights_K is None else weights_K.detach().double(),
+        lengths_R.detach().double() if whiten == "tokens" and lengths_R is not None else None,
+        summed,
+        drop,
+        snr_threshold,
+        _WHITENINGS[whiten if process_group is None else None],
+        norm_eps,
+        process_group is not None,
+    )
+    if whiten is not None and process_group is not None:
+        count_R = sample_counts(whiten, lengths_R, adv_R)
+        count_R = torch.where(kept_R, count_R, 0.0) if drop else count_R
+        adv_R = whitened(adv_R, count_R, whiten, norm_eps, process_group)
+    return adv_R.to(compute_dtype(rewards_RK.dtype)), kept_R
 
 
 def _float(value: Tensor) -> Tensor:

@@ -6,8 +6,8 @@
     cuda        the loss on a Hopper GPU, where smopd._C_cuda was built; never unless forced
 
 SMOPD_BACKEND=reference|cpp|triton|cuda forces one; a call that it cannot serve raises. What cuda has no
-kernel for goes to triton; advantages on a CPU go to the reference from cpp; recompute and tp_group of the
-linear loss have no kernel anywhere and go to the reference. The log says so.
+kernel for goes to triton; recompute and tp_group of the linear loss have no kernel anywhere and go to the
+reference. The log says so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from torch import Tensor
 BACKENDS = ("reference", "cpp", "triton", "cuda")
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ENV = "SMOPD_BACKEND"
-CPU_LINE = "the fused operations on cpu are served by the cpp backend, advantages by the reference"
 
 ROW_OPS = ("forward_kl_rows", "forward_kl_gradient", "loss_rows")
 ADVANTAGE_OPS = ("grpo_advantages", "gdpo_advantages", "gd2po_advantages")
@@ -41,7 +40,9 @@ MODULES: dict[str, dict[str, str]] = {
         "scale_": "reference_loss",
         **dict.fromkeys(ADVANTAGE_OPS, "reference_advantages"),
     },
-    "cpp": dict.fromkeys(("topk_logprobs", "topk_logprobs_teachers", "teacher_mixture", *ROW_OPS), "cpp"),
+    "cpp": dict.fromkeys(
+        ("topk_logprobs", "topk_logprobs_teachers", "teacher_mixture", *ROW_OPS, *ADVANTAGE_OPS), "cpp"
+    ),
     "triton": {
         "topk_logprobs": "triton_topk",
         "topk_logprobs_teachers": "triton_topk",
@@ -86,14 +87,9 @@ def backend_for(op: str, tensor: Tensor, **facts: Any) -> str:
     preferred = forced or ("cpp" if tensor.device.type == "cpu" else "triton")
     if preferred == "cuda" and op not in MODULES["cuda"]:
         preferred = "triton"
-    on_cpu = tensor.device.type == "cpu"
-    if preferred == "cpp" and op in ADVANTAGE_OPS and on_cpu and cpp_unavailable() is None:
-        _log_once(CPU_LINE)  # the reference is what they have there, not a fallback
-        return "reference"
     why_not = None if preferred == "reference" else _why_not(preferred, op, tensor, facts)
     if why_not is None:
-        line = f"the fused operations on {tensor.device.type} are served by the {preferred} backend"
-        _log_once(CPU_LINE if preferred == "cpp" else line)
+        _log_once(f"the fused operations on {tensor.device.type} are served by the {preferred} backend")
         return preferred
     if forced:
         raise RuntimeError(f"{op}: {ENV}={forced} cannot serve this call: {why_not}")

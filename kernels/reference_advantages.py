@@ -73,8 +73,8 @@ def _weights(weights_K: Tensor | None, rewards_RK: Tensor) -> Tensor:
     return weights_K.to(device=rewards_RK.device, dtype=torch.float64)
 
 
-def _whiten(adv_R: Tensor, count_R: Tensor, whiten: str, norm_eps: float, process_group: Any) -> Tensor:
-    """Whiten adv over samples, adv_R standing for count_R of them, over all ranks of process_group."""
+def whitened(adv_R: Tensor, count_R: Tensor, whiten: str, norm_eps: float, process_group: Any) -> Tensor:
+    """adv whitened over samples, adv_R standing for count_R of them, over all ranks of process_group."""
     count = count_R.sum()
     mean = (count_R * adv_R).sum() / count.clamp(min=1)
     m2 = (count_R * (adv_R - mean) ** 2).sum()
@@ -102,7 +102,7 @@ def _merge_ranks(moments: Tensor, process_group: Any) -> Tensor:
     return torch.stack([count, mean, (m2_W + count_W * (mean_W - mean) ** 2).sum()])
 
 
-def _sample_counts(whiten: str, lengths_R: Tensor | None, like_R: Tensor) -> Tensor:
+def sample_counts(whiten: str, lengths_R: Tensor | None, like_R: Tensor) -> Tensor:
     if whiten == "tokens" and lengths_R is not None:
         return lengths_R.to(device=like_R.device, dtype=torch.float64)
     return torch.ones_like(like_R)
@@ -141,7 +141,7 @@ def gdpo_advantages(
     adv_RK = _per_reward(rewards_RK, _groups(group_R), norm_eps)
     adv_R = (adv_RK * _weights(weights_K, rewards_RK)).sum(-1)
     if whiten is not None:
-        adv_R = _whiten(adv_R, _sample_counts(whiten, lengths_R, adv_R), whiten, norm_eps, process_group)
+        adv_R = whitened(adv_R, sample_counts(whiten, lengths_R, adv_R), whiten, norm_eps, process_group)
     return adv_R.to(compute_dtype(rewards_RK.dtype))
 
 
@@ -168,6 +168,6 @@ def gd2po_advantages(
     kept_share_R = groups.sum(kept_R.to(torch.float64)) / groups.size_R.clamp(min=1)
     adv_R = torch.where(kept_R, adv_R * kept_share_R[groups.index_R], 0.0)
     if whiten is not None:
-        count_R = torch.where(kept_R, _sample_counts(whiten, lengths_R, adv_R), 0.0)
-        adv_R = _whiten(adv_R, count_R, whiten, norm_eps, process_group)
+        count_R = torch.where(kept_R, sample_counts(whiten, lengths_R, adv_R), 0.0)
+        adv_R = whitened(adv_R, count_R, whiten, norm_eps, process_group)
     return adv_R.to(compute_dtype(rewards_RK.dtype)), kept_R

@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from hypothesis import HealthCheck, settings
 
         any_machine = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-        settings.register_profile("search", any_machine)  # --hypothesis-profile search: other examples each time
+        settings.register_profile("search", any_machine)  # --hypothesis-profile search: others each time
         settings.register_profile("same examples", any_machine, derandomize=True)
         settings.load_profile("same examples")
     os.environ.setdefault("OMP_NUM_THREADS", str(min(MAX_THREADS, os.cpu_count() or 1)))

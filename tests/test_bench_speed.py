@@ -45,7 +45,7 @@ def test_every_entry_runs(repository_root: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
     timed = json.loads(saved.read_text())["benchmarks"]
     ran = {entry["name"].partition("[")[2].partition("-")[0] for entry in timed}
-    assert ran == set(names()) - {"advantages"}  # which have no C++ kernel
+    assert ran == set(names())
     assert all(entry["extra_info"]["of_ceiling"] > 0 for entry in timed)
 
 

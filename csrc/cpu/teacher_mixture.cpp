@@ -1,7 +1,7 @@
 // teacher_mixture on the CPU: the kappa best of all teachers' candidates. Its definition is in
 // kernels/reference.py.
 
-#include <cmath>
+#include <algorithm>
 #include <limits>
 #include <optional>
 #include <tuple>
@@ -10,12 +10,36 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "arguments.h"
+#include "pool.h"
 #include "targets.h"
 
 namespace smopd {
 namespace {
 
-constexpr int64_t kElementsPerCandidate = 64;  // a candidate costs about as much as so many logits
+constexpr int64_t kElementsPerCandidate = 16;  // a candidate costs about as much as so many logits
+
+// Row n by TeacherUnion, its log-probabilities to a lane.
+void unite_lane(TeacherUnion& candidates, const Target& target, int64_t n, float* logps, int32_t* ids) {
+  unite(candidates, target, n);
+  for (int64_t k = 0; k < target.kappa; ++k) {
+    const bool kept = k < candidates.count;
+    ids[k] = kept ? candidates.ids[k] : 0;
+    logps[k * kRowLanes] = kept ? candidates.logps[k] : -std::numeric_limits<float>::infinity();
+  }
+}
+
+// The ids of what was taken of row n's lists.
+template <typename T>
+void taken_ids(const Pool& pool, const Ids& from, int64_t n, int64_t lane, int32_t* ids) {
+  const T* const row = static_cast<const T*>(from.data) + n * from.stride_n;
+  const bool one_list = from.stride_m == pool.slots * from.stride_s;  // as if it were
+  for (int64_t k = 0; k < pool.kappa; ++k) {
+    const int64_t place = pool.taken[k * kRowLanes + lane];
+    const int64_t m = one_list || place < 0 ? 0 : place / pool.slots;
+    const int64_t at = m * from.stride_m + (place - m * pool.slots) * from.stride_s;
+    ids[k] = place < 0 ? 0 : narrow_id(row[at]);
+  }
+}
 
 // ids and logps (N, M, S), log_alpha (N, M). Returns ids (N, kappa) int32, logps (N, kappa), mass (N,).
 std::tuple<Tensor, Tensor, Tensor> teacher_mixture_cpu(
@@ -31,19 +55,34 @@ std::tuple<Tensor, Tensor, Tensor> teacher_mixture_cpu(
   float* const out_logps = static_cast<float*>(kept_logps.data_ptr());
   float* const out_mass = static_cast<float*>(mass.data_ptr());
 
-  const int64_t grain = rows_per_thread(kElementsPerCandidate * target.teachers * target.slots);
-  torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+  const int64_t blocks = (rows + kRowLanes - 1) / kRowLanes;
+  const int64_t grain = rows_per_thread(kElementsPerCandidate * target.teachers * target.slots * kRowLanes);
+  const bool pooled = !merge && fits_pool(target);
+  torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
     TeacherUnion candidates(target.teachers * target.slots);
-    for (int64_t n = begin; n < end; ++n) {
-      unite(candidates, target, n);
-      double total = 0.0;
-      for (int64_t k = 0; k < kappa; ++k) {
-        const bool kept = k < candidates.count;
-        out_ids[n * kappa + k] = kept ? candidates.ids[k] : 0;
-        out_logps[n * kappa + k] = kept ? candidates.logps[k] : -std::numeric_limits<float>::infinity();
-        if (kept) total += std::exp(double(candidates.logps[k]));
+    Pool pool(target.teachers, target.slots, kappa);
+    double sums[kRowLanes];
+    for (int64_t first = begin * kRowLanes; first < std::min(end * kRowLanes, rows); first += kRowLanes) {
+      const int64_t live = std::min(kRowLanes, rows - first);
+      uint32_t left_out = ~uint32_t(0);
+      if (pooled) {
+        left_out = read_lists(pool, target, first, live);
+        merge_lists(pool);
       }
-      out_mass[n] = float(total);
+      for (int64_t l = 0; l < live; ++l) {
+        int32_t* const ids_at = out_ids + (first + l) * kappa;
+        if (left_out >> l & 1) {
+          unite_lane(candidates, target, first + l, pool.logps.data() + l, ids_at);
+        } else {
+          const auto taken = target.ids.wide ? taken_ids<int64_t> : taken_ids<int32_t>;
+          taken(pool, target.ids, first + l, l, ids_at);
+        }
+        for (int64_t k = 0; k < kappa; ++k) {
+          out_logps[(first + l) * kappa + k] = pool.logps[k * kRowLanes + l];
+        }
+      }
+      sum_lanes(pool, sums);
+      for (int64_t l = 0; l < live; ++l) out_mass[first + l] = float(sums[l]);
     }
   });
   return {kept_ids, kept_logps, mass};

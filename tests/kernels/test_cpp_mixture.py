@@ -115,14 +115,90 @@ def test_broadcast_alpha_and_dtypes() -> None:
     assert torch.equal(plain.ids_NS, other.ids_NS) and torch.equal(plain.logps_NS, other.logps_NS)
 
 
-def test_result_does_not_depend_on_threads() -> None:
-    teachers = cpp_rows.random_teachers(3000, 50, 16)
+def uneven_teachers(n_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Lists that descend, that do not, with a NaN, with infinities and of nothing, by turns."""
+    ids_NMS, logps_NMS, log_alpha_M = cpp_rows.random_teachers(n_rows, 300, 12, 3)
+    logps_NMS = logps_NMS.clone()
+    logps_NMS[1::7] = logps_NMS[1::7].flip(-1)
+    logps_NMS[2::7, 1, 5:8] = logps_NMS[2::7, 1, 5:8].flip(-1)
+    logps_NMS[3::7, 2, 4] = math.nan
+    logps_NMS[4::7, 0, 0] = INF
+    logps_NMS[5::7, 1, 3] = -INF
+    logps_NMS[6::7, :2] = -INF
+    return ids_NMS, logps_NMS, log_alpha_M
+
+
+@pytest.mark.parametrize("n_rows", [1, 7, 8, 9, 50])
+def test_a_row_depends_on_no_other(n_rows: int) -> None:
+    ids_NMS, logps_NMS, log_alpha_M = uneven_teachers(n_rows)
+    for kappa in (1, 12, 40):
+        got = assert_mixture(ids_NMS, logps_NMS, log_alpha_M, kappa, False)
+        for n in range(n_rows):
+            alone = cpp.teacher_mixture(ids_NMS[n : n + 1], logps_NMS[n : n + 1], log_alpha_M, kappa)
+            assert torch.equal(alone.ids_NS[0], got.ids_NS[n])
+            torch.testing.assert_close(alone.logps_NS[0], got.logps_NS[n], rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(alone.mass_N[0], got.mass_N[n], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("n_teachers", [1, 2, 5])
+@pytest.mark.parametrize("n_support", [1, 2, 9, 40])
+def test_a_merge_of_sorted_lists_is_the_sort_of_all(n_support: int, n_teachers: int) -> None:
+    """The same rows with one list turned round are sorted another way: to the same bits, without ties."""
+    ids_NMS, logps_NMS, log_alpha_M = cpp_rows.random_teachers(37, 500, n_support, n_teachers)
+    other = (ids_NMS.flip(-1), logps_NMS.flip(-1), log_alpha_M)
+    for kappa in (n_support, n_support * n_teachers):
+        merged, ranked = (
+            cpp.teacher_mixture(ids_NMS, logps_NMS, log_alpha_M, kappa),
+            cpp.teacher_mixture(*other, kappa),
+        )
+        for name in ("ids_NS", "logps_NS", "mass_N"):
+            assert torch.equal(getattr(merged, name), getattr(ranked, name))
+
+
+def test_ties_of_sorted_lists() -> None:
+    """Rows of few values in descending order: the lower teacher first, then its own order."""
+    gen = torch.Generator().manual_seed(0)
+    logps_NMS = -torch.randint(4, (200, 4, 6), generator=gen).float().sort(-1).values
+    logps_NMS[logps_NMS == -3.0] = -INF
+    ids_NMS = torch.randint(-(2**40), 2**31 - 1, (200, 4, 6), generator=gen).clamp(min=-1)
+    alphas = (torch.zeros(4), torch.tensor([0.0, -1.0, -INF, 0.0]), torch.tensor([0.0, INF, -1.0, 0.0]))
+    for alpha, kappa in itertools.product(alphas, (1, 5, 24, 30)):
+        assert_mixture(ids_NMS, logps_NMS, alpha, kappa, False)
+
+
+def test_strides_of_sorted_lists() -> None:
+    ids_NMS, logps_NMS, log_alpha = cpp_rows.random_teachers(19, 90, 8, 3)
+    plain = cpp.teacher_mixture(ids_NMS, logps_NMS, log_alpha, 20)
+    for ids, logps in (
+        (ids_NMS.mT.contiguous().mT, logps_NMS.repeat_interleave(2, -1)[..., ::2]),
+        (ids_NMS.transpose(0, 1).contiguous().transpose(0, 1), logps_NMS.mT.contiguous().mT),
+        (ids_NMS.clamp(min=-1).int(), logps_NMS.transpose(0, 1).contiguous().transpose(0, 1)),
+    ):
+        other = cpp.teacher_mixture(ids, logps, log_alpha, 20)
+        for name in ("ids_NS", "logps_NS", "mass_N"):
+            assert torch.equal(getattr(plain, name), getattr(other, name))
+
+
+@pytest.mark.parametrize("merge", [True, False], ids=["merged", "pooled"])
+def test_mass_of_large_and_small_entries(merge: bool) -> None:
+    values = torch.tensor(
+        [INF, 1e30, 800.0, 200.5, 89.0, 88.0, 3.0, 0.0, -87.0, -100.0, -104.0, -745.0, -1e30]
+    )
+    ids_NMS = torch.zeros(len(values), 1, 1, dtype=torch.int32)
+    got = cpp.teacher_mixture(ids_NMS, values[:, None, None], torch.zeros(1), 1, merge=merge)
+    torch.testing.assert_close(got.mass_N, values.double().exp().float(), rtol=1e-6, atol=1e-45)
+
+
+@pytest.mark.parametrize("merge", [True, False], ids=["merged", "pooled"])
+def test_result_does_not_depend_on_threads(merge: bool) -> None:
+    ids_NMS, logps_NMS, log_alpha_M = uneven_teachers(3001)
+    teachers = (ids_NMS, logps_NMS.nan_to_num(), log_alpha_M)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        alone = cpp.teacher_mixture(*teachers, 16, merge=True)
+        alone = cpp.teacher_mixture(*teachers, 16, merge=merge)
         torch.set_num_threads(2)
-        both = cpp.teacher_mixture(*teachers, 16, merge=True)
+        both = cpp.teacher_mixture(*teachers, 16, merge=merge)
     finally:
         torch.set_num_threads(threads)
     for name in ("ids_NS", "logps_NS", "mass_N"):

@@ -1,4 +1,7 @@
-"""GRPO, GDPO and GD2PO advantages: against loops in Python, and the traps of SEMANTICS section 1."""
+"""GRPO, GDPO and GD2PO advantages: against loops in Python, and the traps of SEMANTICS section 1.
+
+By the reference and by the C++ kernels.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,15 @@ import statistics
 import pytest
 import torch
 
+from smopd.kernels import dispatch
 from smopd.ops import gd2po_advantages, gdpo_advantages, grpo_advantages
+
+
+@pytest.fixture(autouse=True, params=["reference", "cpp"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "cpp" and dispatch.cpp_unavailable() is not None:
+        pytest.skip("smopd._C is not built")
+    monkeypatch.setenv("SMOPD_BACKEND", request.param)
 
 
 def per_reward(rewards: list[list[float]], groups: list[int], norm_eps: float) -> list[list[float]]:

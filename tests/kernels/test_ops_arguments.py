@@ -341,7 +341,8 @@ def test_a_cpu_has_one_line_for_all_operations(
     with caplog.at_level(logging.INFO, logger="smopd"):
         for call in reversed(calls) if advantages_first else calls:
             call()
-    assert [record.getMessage() for record in caplog.records] == [dispatch.CPU_LINE]
+    line = "the fused operations on cpu are served by the cpp backend"
+    assert [record.getMessage() for record in caplog.records] == [line]
 
 
 def test_a_missing_build_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
