@@ -42,6 +42,17 @@ STABLE_TORCH_LIBRARY_FRAGMENT(smopd, m) {
   m.def(
       "advantages_cpu(Tensor rewards, Tensor group, Tensor? weights, Tensor? lengths, bool summed, bool drop,"
       " float? snr_threshold, int whitening, float norm_eps, bool wide) -> (Tensor adv, Tensor kept)");
+  // loss_rows of logits that come in tiles (rows x a piece of the vocabulary): the target made ready, and the
+  // two passes over a tile.
+  m.def(
+      "target_rows_cpu(Tensor ids, Tensor logps, Tensor? log_alpha, int kappa, bool merge, bool tail)"
+      " -> (Tensor ids, Tensor logps, Tensor q, Tensor first, Tensor live, Tensor mass)");
+  m.def(
+      "tile_scan_cpu(Tensor tile, int column, Tensor token_ids, Tensor? ids, Tensor? live, float temperature,"
+      " float kl_temperature, bool tail, Tensor(a!) sums) -> ()");
+  m.def(
+      "tile_gradient_cpu(Tensor(a!) tile, int column, Tensor token_ids, Tensor? ids, Tensor? live, Tensor? q,"
+      " float temperature, float kl_temperature, bool tail, bool entropy, Tensor columns) -> ()");
 }
 
 PyMODINIT_FUNC PyInit__C(void) {

@@ -18,7 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smopd.kernels.linear_pieces import Merged
+from smopd.kernels.linear_sums import Plan, make_plan
 from smopd.kernels.reference_advantages import sample_counts, whitened
+from smopd.kernels.reference_rows import TAIL_FLOOR, Target
 from smopd.kernels.types import (
     Candidates,
     LossSettings,
@@ -40,7 +43,7 @@ def unavailable() -> str | None:
     """None if smopd._C can be loaded, else why not."""
     try:
         importlib.import_module("smopd._C")
-        torch.ops.smopd.advantages_cpu  # noqa: B018  (an attribute error says that it is not registered)
+        torch.ops.smopd.tile_scan_cpu  # noqa: B018  (an attribute error says that it is not registered)
     except (ImportError, OSError, AttributeError) as error:
         return f"smopd._C cannot be loaded ({error})"
     return None
@@ -221,6 +224,53 @@ def _advantages(
         count_R = torch.where(kept_R, count_R, 0.0) if drop else count_R
         adv_R = whitened(adv_R, count_R, whiten, norm_eps, process_group)
     return adv_R.to(compute_dtype(rewards_RK.dtype)), kept_R
+
+
+def target_of(target: SparseTarget | Candidates, dtype: torch.dtype, *, tail: bool) -> Target:
+    """reference.target_of, in float64 alone."""
+    assert dtype == torch.float64
+    *ready, mass_N = torch.ops.smopd.target_rows_cpu(*_target(target), tail)
+    off_N = 1.0 - mass_N
+    return Target(*ready, mass_N, torch.where(off_N < TAIL_FLOOR, 0.0, off_N))
+
+
+class TileLoss:
+    """linear_pieces.TileLoss, with sums and target in float64."""
+
+    @staticmethod
+    def plan_of(tokens: LossTokens, settings: LossSettings, logits_dtype: torch.dtype) -> Plan:
+        return make_plan(tokens, settings, logits_dtype, sums_dtype=torch.float64, target_of=target_of)
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        settings = plan.settings
+        self.options = (settings.temperature, settings.kl_temperature, settings.tail)
+
+    def _tokens(self, rows: slice) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """token_ids, ids, live of the operators' schema."""
+        target = self.plan.target
+        some = (None, None) if target is None else (target.ids_NS[rows], target.live_N[rows])
+        return self.plan.token_ids_N1[rows, 0], *some
+
+    def scan(self, sums_CN: Tensor, tile_NP: Tensor, row: int, column: int) -> None:
+        rows = slice(row, row + tile_NP.shape[0])
+        torch.ops.smopd.tile_scan_cpu(
+            tile_NP.detach(), column, *self._tokens(rows), *self.options, sums_CN[:, rows]
+        )
+
+    def gradient_(self, merged: Merged, tile_NP: Tensor, row: int, column: int) -> None:
+        rows, target = slice(row, row + tile_NP.shape[0]), self.plan.target
+        q_NS = None if target is None else target.q_NS[rows]
+        entropy = self.plan.settings.entropy_coef != 0.0
+        torch.ops.smopd.tile_gradient_cpu(
+            tile_NP.detach(),
+            column,
+            *self._tokens(rows),
+            q_NS,
+            *self.options,
+            entropy,
+            merged.columns_KN[:, rows],
+        )
 
 
 def _float(value: Tensor) -> Tensor:

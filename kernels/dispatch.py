@@ -6,8 +6,8 @@
     cuda        the loss on a Hopper GPU, where smopd._C_cuda was built; never unless forced
 
 SMOPD_BACKEND=reference|cpp|triton|cuda forces one; a call that it cannot serve raises. What cuda has no
-kernel for goes to triton; recompute and tp_group of the linear loss have no kernel anywhere and go to the
-reference. The log says so.
+kernel for goes to triton; recompute and tp_group of the linear loss have kernels in cpp alone and go to the
+reference on an accelerator. The log says so.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor
 BACKENDS = ("reference", "cpp", "triton", "cuda")
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ENV = "SMOPD_BACKEND"
+SERVED = "the fused operations on {device} are served by the {backend} backend"
 
 ROW_OPS = ("forward_kl_rows", "forward_kl_gradient", "loss_rows")
 ADVANTAGE_OPS = ("grpo_advantages", "gdpo_advantages", "gd2po_advantages")
@@ -89,7 +90,7 @@ def backend_for(op: str, tensor: Tensor, **facts: Any) -> str:
         preferred = "triton"
     why_not = None if preferred == "reference" else _why_not(preferred, op, tensor, facts)
     if why_not is None:
-        _log_once(f"the fused operations on {tensor.device.type} are served by the {preferred} backend")
+        _log_once(SERVED.format(device=tensor.device.type, backend=preferred))
         return preferred
     if forced:
         raise RuntimeError(f"{op}: {ENV}={forced} cannot serve this call: {why_not}")
@@ -97,19 +98,28 @@ def backend_for(op: str, tensor: Tensor, **facts: Any) -> str:
     return "reference"
 
 
-def reference_alone(op: str, form: str, tensor: Tensor) -> None:
-    """Says that the reference serves a form of the linear loss, as no backend has a kernel for it.
+def tile_loss(op: str, form: str, tensor: Tensor) -> Any:
+    """The backend's linear_pieces.TileLoss for a form of the linear loss: of cpp, elsewhere the reference's.
 
     Raises:
         ValueError: SMOPD_BACKEND is none of BACKENDS.
         RuntimeError: SMOPD_BACKEND names a backend that could not serve the loss of such a tensor either.
     """
     forced = _forced()
-    why_not = None if forced in ("", "reference") else _why_not(forced, "loss_rows", tensor, {})
-    if why_not is not None:
+    preferred = forced or ("cpp" if tensor.device.type == "cpu" else "triton")
+    why_not = None if preferred == "reference" else _why_not(preferred, "loss_rows", tensor, {})
+    if forced and why_not is not None:
         raise RuntimeError(f"{op}: {ENV}={forced} cannot serve this call: {why_not}")
     device = tensor.device.type
-    _log_once(f"{op} with {form} on {device} is served by the reference backend: there is no kernel for it")
+    if preferred == "cpp" and why_not is None:
+        _log_once(SERVED.format(device=device, backend="cpp"))
+        return _module("cpp").TileLoss
+    if preferred == "reference":
+        _log_once(SERVED.format(device=device, backend="reference"))
+    else:
+        why_not = why_not if preferred == "cpp" else "there is no kernel for it"
+        _log_once(f"{op} with {form} on {device} is served by the reference backend: {why_not}")
+    return _module("linear_pieces").ReferenceTileLoss
 
 
 def _forced() -> str:

@@ -124,12 +124,13 @@ def linear_smopd_loss(
     compact: bool | None = None,
     loss_rows: Callable[..., TokenTerms] = reference_loss.loss_rows,
     scale_: Callable[[Tensor, Tensor], None] = reference_loss.scale_,
+    tile_loss: type[linear_pieces.TileLoss] = linear_pieces.ReferenceTileLoss,
 ) -> tuple[Tensor, LossStats]:
-    """loss_rows, scale_: the backend's, which serve a chunk's logits and a gradient."""
+    """loss_rows, scale_, tile_loss: the backend's, which serve a chunk's logits, a gradient and a tile."""
     inputs = (hidden_ND, weight_VD, bias_V)
     shard = shard_of(OP, weight_VD, tp_group, shard_sizes)
     if tp_group is not None:
-        loss_rows = functools.partial(linear_pieces.sharded_loss_rows, shard=shard)
+        loss_rows = functools.partial(linear_pieces.sharded_loss_rows, shard=shard, tile_loss=tile_loss)
     differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if differentiable and main_grad_VD is not None:
         _check_main_grad(main_grad_VD, weight_VD)
@@ -145,6 +146,7 @@ def linear_smopd_loss(
                 main_grad_VD=main_grad_VD,
                 loss_rows=loss_rows,
                 scale_=scale_,
+                tile_loss=tile_loss,
             )
             if not differentiable:
                 terms = piece_terms(*inputs, job) if recompute else by_rows(*inputs, job, NO_GRADIENT)[0]

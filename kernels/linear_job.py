@@ -13,6 +13,7 @@ from torch import Tensor
 
 from smopd.kernels import id_checks
 from smopd.kernels.linear_gemm import logits_buffer, padded_width
+from smopd.kernels.linear_pieces import ReferenceTileLoss, TileLoss
 from smopd.kernels.linear_shards import Shard
 from smopd.kernels.loss_total import total_loss
 from smopd.kernels.reference_loss import STATS_FIELDS, TERMS, coefficients, counted, idle
@@ -81,6 +82,7 @@ class Job:
     main_grad_VD: Tensor | None
     loss_rows: Callable[..., TokenTerms]
     scale_: Callable[[Tensor, Tensor], None]
+    tile_loss: type[TileLoss] = ReferenceTileLoss
 
     @property
     def n_rows(self) -> int:

@@ -2,14 +2,18 @@
 
 From the sums over the whole vocabulary (linear_sums.py) come the loss's terms; from those and the logits of
 a tile (rows x piece) comes that tile's gradient, by the closed forms of reference_rows.rows_gradient.
-Nothing wider than a tile is needed.
+Nothing wider than a tile is needed. A backend may have its own TileLoss, the two passes over a tile; what is
+done with the sums between them is the same for all.
 
-Shapes: N tokens, P a piece of the vocabulary, S support entries (kappa), C columns of sums.
+Shapes: N tokens, P a piece of the vocabulary, S support entries (kappa), C columns of sums,
+K columns of what a gradient takes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import functools
+from dataclasses import dataclass, fields, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,11 +27,16 @@ from smopd.kernels.types import LossSettings, LossTokens, TokenTerms
 
 @dataclass(frozen=True)
 class Softmax:
-    """A level's rows: log p_v = x_v - base - log_total. off_logp_N: of all that is off the support."""
+    """A level's rows: log p_v = x_v - base - log_total. off_logp_N: of all that is off the support.
+
+    peak_N, log_stream_N: of what is in the level's sums, the log of its total.
+    """
 
     level: Level
     base_N: Tensor
     log_total_N: Tensor
+    peak_N: Tensor
+    log_stream_N: Tensor
     logp_N: Tensor
     entropy_N: Tensor | None
     student_logps_NS: Tensor | None
@@ -38,16 +47,32 @@ class Softmax:
 class Merged:
     """The rows' statistics over the whole vocabulary, and what pulls at their logits.
 
-    tail_q_N: the target's mass off the support. q_NS: its masses, a repeated id's in its first slot alone.
-    idle_N: nothing pulls.
+    target: where there is a KL. tail_q_N: the target's mass off the support. idle_N: nothing pulls.
     """
 
     terms: TokenTerms
     softmaxes: tuple[Softmax, ...]
     pulls: tuple[Pull, ...]
+    target: Target | None
     tail_q_N: Tensor | None
-    q_NS: Tensor | None
     idle_N: Tensor
+
+    @functools.cached_property
+    def q_NS(self) -> Tensor | None:
+        """The target's masses, a repeated id's in its first slot alone."""
+        return None if self.target is None else _joined(self.target)
+
+    @functools.cached_property
+    def columns_KN(self) -> Tensor:
+        """What csrc/cpu/loss_tiles.cpp reads of each row: of each softmax four columns, then its Pull."""
+        first, last = self.pulls[0], self.pulls[-1]
+        columns: list[Tensor | None] = []
+        for level in self.softmaxes:
+            columns += [level.base_N, level.log_total_N, level.peak_N, level.log_stream_N]
+        columns += [first.logp_N, last.kl_N, first.entropy_N, self.softmaxes[0].entropy_N]
+        columns += [None if self.target is None else self.target.mass_N, self.tail_q_N, self.idle_N]
+        zero_N = torch.zeros_like(self.softmaxes[0].logp_N)
+        return torch.stack([zero_N if column is None else column.to(zero_N.dtype) for column in columns])
 
 
 def _softmax(plan: Plan, sums_CN: Tensor, index: int) -> Softmax:
@@ -77,7 +102,17 @@ def _softmax(plan: Plan, sums_CN: Tensor, index: int) -> Softmax:
         entropy_N = -torch.where(target.first_NS, inside_NS, 0.0).sum(-1)
         all_inside_N = (total_N == 0) & (log_total_N > -torch.inf)
         entropy_N = entropy_N - torch.where(all_inside_N, 0.0, off_logp_N.exp() * off_mean_N)
-    return Softmax(level, base_N, log_total_N, logp_N, entropy_N, student_logps_NS, off_logp_N)
+    return Softmax(
+        level=level,
+        base_N=base_N,
+        log_total_N=log_total_N,
+        peak_N=peak_N,
+        log_stream_N=total_N.log(),
+        logp_N=logp_N,
+        entropy_N=entropy_N,
+        student_logps_NS=student_logps_NS,
+        off_logp_N=off_logp_N,
+    )
 
 
 def finish(plan: Plan, sums_CN: Tensor) -> Merged:
@@ -85,16 +120,21 @@ def finish(plan: Plan, sums_CN: Tensor) -> Merged:
     target = plan.target
     softmaxes = tuple(_softmax(plan, sums_CN, index) for index in range(len(plan.levels)))
     first, last = softmaxes[0], softmaxes[-1]
-    kl_N = student_mass_N = tail_q_N = q_NS = mass_N = None
+    kl_N = student_mass_N = tail_q_N = mass_N = None
     if target is not None and last.student_logps_NS is not None:
         kl_N, student_mass_N, tail_q_N = support_terms(target, last.student_logps_NS, last.off_logp_N)
-        mass_N, q_NS = target.mass_N, _joined(target)
+        mass_N = target.mass_N
     statistics = (first.logp_N, first.entropy_N, kl_N, mass_N, student_mass_N)
     terms, pull, idle_N = token_terms(plan.tokens, plan.settings, *statistics)
     pulls: tuple[Pull, ...] = (pull,)
     if len(softmaxes) == 2:
         pulls = (replace(pull, kl_N=None), Pull(None, pull.kl_N, None))
-    return Merged(terms, softmaxes, pulls, tail_q_N, q_NS, idle_N)
+    return Merged(_in_dtype(terms, plan.dtype), softmaxes, pulls, target, tail_q_N, idle_N)
+
+
+def _in_dtype(terms: TokenTerms, dtype: torch.dtype) -> TokenTerms:
+    columns = {field.name: getattr(terms, field.name) for field in fields(TokenTerms)}
+    return TokenTerms(**{name: c.to(dtype) if c.is_floating_point() else c for name, c in columns.items()})
 
 
 def _joined(target: Target) -> Tensor:
@@ -186,16 +226,50 @@ def scaled_pulls(merged: Merged, factor: Tensor) -> Merged:
     return replace(merged, pulls=tuple(pulls))
 
 
+class TileLoss(Protocol):
+    """The passes over a plan's tiles of logits: tokens row.., vocabulary column..., as scan and gradient_."""
+
+    def __init__(self, plan: Plan): ...
+
+    @staticmethod
+    def plan_of(tokens: LossTokens, settings: LossSettings, logits_dtype: torch.dtype) -> Plan: ...
+
+    def scan(self, sums_CN: Tensor, tile_NP: Tensor, row: int, column: int) -> None: ...
+
+    def gradient_(self, merged: Merged, tile_NP: Tensor, row: int, column: int) -> None: ...
+
+
+class ReferenceTileLoss:
+    def __init__(self, plan: Plan):
+        self.plan = plan
+
+    @staticmethod
+    def plan_of(tokens: LossTokens, settings: LossSettings, logits_dtype: torch.dtype) -> Plan:
+        return make_plan(tokens, settings, logits_dtype)
+
+    def scan(self, sums_CN: Tensor, tile_NP: Tensor, row: int, column: int) -> None:
+        scan(self.plan, sums_CN, tile_NP, row, column)
+
+    def gradient_(self, merged: Merged, tile_NP: Tensor, row: int, column: int) -> None:
+        gradient_(self.plan, merged, tile_NP, row, column)
+
+
 def sharded_loss_rows(
-    logits_NP: Tensor, tokens: LossTokens, settings: LossSettings, grad_NP: Tensor | None, *, shard: Shard
+    logits_NP: Tensor,
+    tokens: LossTokens,
+    settings: LossSettings,
+    grad_NP: Tensor | None,
+    *,
+    shard: Shard,
+    tile_loss: type[TileLoss] = ReferenceTileLoss,
 ) -> TokenTerms:
     """loss_rows of the backend protocol on a shard's logits, with one all-gather of (C, N) numbers."""
-    plan = make_plan(tokens, settings, logits_NP.dtype)
-    sums_CN = plan.empty_sums()
-    scan(plan, sums_CN, logits_NP, 0, shard.start)
+    plan = tile_loss.plan_of(tokens, settings, logits_NP.dtype)
+    sums_CN, passes = plan.empty_sums(), tile_loss(plan)
+    passes.scan(sums_CN, logits_NP, 0, shard.start)
     merged = finish(plan, over_shards(plan, sums_CN, shard))
     if grad_NP is not None:
         if grad_NP is not logits_NP:
             grad_NP.copy_(logits_NP)
-        gradient_(plan, merged, grad_NP, 0, shard.start)
+        passes.gradient_(merged, grad_NP, 0, shard.start)
     return merged.terms

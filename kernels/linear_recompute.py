@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from smopd.kernels import linear_pieces
 from smopd.kernels.linear_gemm import hidden_gradient_into, logits_buffer, logits_into, weight_gradient_into
 from smopd.kernels.linear_job import ROW_UNIT_CPU, Gradients, Job, outputs, steps
-from smopd.kernels.linear_sums import Plan, make_plan, over_shards, scan
+from smopd.kernels.linear_sums import Plan, over_shards
 from smopd.kernels.types import TokenTerms, compute_dtype
 
 MIN_PIECE, PIECE_UNIT = 1024, 64  # columns of a tile
@@ -57,13 +57,13 @@ def piece_sums(
     hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, job: Job
 ) -> tuple[Plan, linear_pieces.Merged]:
     """hidden_ND: of the tokens worked on."""
-    plan = make_plan(job.tokens, job.settings, hidden_ND.dtype)
-    sums_CN = plan.empty_sums()
+    plan = job.tile_loss.plan_of(job.tokens, job.settings, hidden_ND.dtype)
+    sums_CN, passes = plan.empty_sums(), job.tile_loss(plan)
     tiles = _tiles(hidden_ND, weight_VD.shape[0], job.chunk_bytes)
     for first, last in tiles.pieces:
         for start, stop in tiles.rows:
             tile_NP = tiles.logits(hidden_ND[start:stop], weight_VD[first:last], bias_V, first, last)
-            scan(plan, sums_CN, tile_NP, start, job.shard.start + first)
+            passes.scan(sums_CN, tile_NP, start, job.shard.start + first)
     return plan, linear_pieces.finish(plan, over_shards(plan, sums_CN, job.shard))
 
 
@@ -83,7 +83,7 @@ def piece_gradients(
     need: Sequence[bool],
 ) -> Gradients:
     """hidden_ND: of the tokens worked on, and so is its gradient, in the compute dtype."""
-    wide = compute_dtype(hidden_ND.dtype)
+    wide, passes = compute_dtype(hidden_ND.dtype), job.tile_loss(plan)
     tiles = _tiles(hidden_ND, weight_VD.shape[0], job.chunk_bytes)
     main_VD, heard_ND = job.main_grad_VD, job.heard(hidden_ND, 0)
     dhidden_ND = torch.zeros_like(hidden_ND, dtype=wide) if need[0] else None
@@ -98,7 +98,7 @@ def piece_gradients(
             dweight_PD = dweight_VD[first:last] if one else torch.empty_like(weight_PD, dtype=wide)
         for start, stop in tiles.rows:
             tile_NP = tiles.logits(hidden_ND[start:stop], weight_PD, bias_V, first, last)
-            linear_pieces.gradient_(plan, merged, tile_NP, start, job.shard.start + first)
+            passes.gradient_(merged, tile_NP, start, job.shard.start + first)
             if dbias_V is not None:
                 dbias_V[first:last] += tile_NP.sum(0, dtype=wide)
             if dhidden_ND is not None:

@@ -15,6 +15,7 @@ Shapes: N tokens, V vocabulary, P a piece of it, S support entries (kappa), C co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +41,10 @@ class Level:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be collected for these tokens. levels: one, or two where the KL has its own temperature."""
+    """What is to be collected for these tokens. levels: one, or two where the KL has its own temperature.
+
+    dtype: of the tokens' terms; sums_dtype: of what is collected, and of the target beside it.
+    """
 
     tokens: LossTokens
     settings: LossSettings
@@ -48,13 +52,14 @@ class Plan:
     levels: tuple[Level, ...]
     token_ids_N1: Tensor
     dtype: torch.dtype
+    sums_dtype: torch.dtype
 
     def empty_sums(self) -> Tensor:
         """(C, N): peak, total, slope of each level, the token's logit, the support's; of no logits yet."""
         n_support = 0 if self.target is None else self.target.ids_NS.shape[1]
         picked = SUMS * len(self.levels)
         shape = (picked + 1 + n_support, self.token_ids_N1.shape[0])
-        sums_CN = self.token_ids_N1.new_zeros(shape, dtype=self.dtype)
+        sums_CN = self.token_ids_N1.new_zeros(shape, dtype=self.sums_dtype)
         sums_CN[0:picked:SUMS] = -torch.inf
         return sums_CN
 
@@ -67,10 +72,19 @@ class Plan:
         return sums_CN[first, :, None], sums_CN[first + 1 :].T
 
 
-def make_plan(tokens: LossTokens, settings: LossSettings, logits_dtype: torch.dtype) -> Plan:
+def make_plan(
+    tokens: LossTokens,
+    settings: LossSettings,
+    logits_dtype: torch.dtype,
+    *,
+    sums_dtype: torch.dtype | None = None,
+    target_of: Callable[..., Target] = target_of,
+) -> Plan:
+    """sums_dtype: None: the logits' compute dtype. target_of: reference.target_of, or a backend's."""
     dtype = compute_dtype(logits_dtype)
+    sums_dtype = sums_dtype or dtype
     given = loss_target(tokens, settings)
-    target = None if given is None else target_of(given, dtype, tail=settings.tail)
+    target = None if given is None else target_of(given, sums_dtype, tail=settings.tail)
     tail = target is not None and settings.tail
     if target is None or settings.temperature == settings.kl_temperature:
         levels: tuple[Level, ...] = (Level(settings.temperature, tail, entropy=True, kl=target is not None),)
@@ -81,7 +95,7 @@ def make_plan(tokens: LossTokens, settings: LossSettings, logits_dtype: torch.dt
         )
     # A copy: recompute reads it in backward, when the caller may have changed his.
     token_ids_N1 = tokens.token_ids_N[:, None].to(torch.int64, copy=True)
-    return Plan(tokens, settings, target, levels, token_ids_N1, dtype)
+    return Plan(tokens, settings, target, levels, token_ids_N1, dtype, sums_dtype)
 
 
 def places_in(ids: Tensor, column: int, width: int) -> tuple[Tensor, Tensor]:

@@ -147,7 +147,8 @@ def linear_smopd_loss(
         return loss, unpacked_stats(*stats)
     backend: dict[str, Any] = {} if hidden_ND.device.type == "cpu" else {"scale_": scale_}
     if recompute or tp_group is not None:
-        dispatch.reference_alone(op, "recompute" if recompute else "tp_group", hidden_ND)
+        form = "recompute" if recompute else "tp_group"
+        backend["tile_loss"] = dispatch.tile_loss(op, form, hidden_ND)
     else:
         backend["loss_rows"] = operators_linear.serving_rows(hidden_ND, weight_VD, tokens, settings)
     return linear.linear_smopd_loss(

@@ -40,7 +40,7 @@ template <typename T>
 struct Row {
   const T* logits;
   int64_t vocab;
-  int64_t token;
+  int64_t token;     // in [0, vocab), or -1 in a piece of a row that does not hold it
   Support* support;  // null without a forward KL
   RowSettings settings;
   T* out;  // of the gradient, or null; may be the logits
@@ -83,8 +83,9 @@ inline void place_exponentials(Row<T>& row, RowWork& work) {
   }
 }
 
+// The stream's sums, without what is held out of it.
 template <typename T>
-inline void stream_row(Row<T>& row) {
+inline void stream_blocks(Row<T>& row) {
   alignas(64) T copy[kBlockLength];
   alignas(64) float spare[kBlockLength];
   Support* const held_out = row.settings.tail ? row.support : nullptr;
@@ -104,8 +105,6 @@ inline void stream_row(Row<T>& row) {
     float* const e = row.exponentials == nullptr ? spare : row.exponentials + start;
     add_block(row.policy, block, e, length, row.settings.entropy, row.same ? ahead : nullptr);
   }
-  finish_softmax(row.policy, held_out);
-  if (!row.same) finish_softmax(row.kl, held_out);
 }
 
 // The row's terms, and its exponentials if a gradient is to follow.
@@ -120,7 +119,10 @@ inline void row_terms(Row<T>& row, RowWork& work) {
     support->logits[i] = to_float(row.logits[support->ids[i]]);
   }
   place_exponentials(row, work);
-  stream_row(row);
+  stream_blocks(row);
+  Support* const held_out = row.settings.tail ? row.support : nullptr;
+  finish_softmax(row.policy, held_out);
+  if (!row.same) finish_softmax(row.kl, held_out);
   if (row.same) row.kl = row.policy;
 
   row.logp = kLn2 * row.policy.log2_p(row.token_logit);
@@ -214,7 +216,7 @@ inline void row_gradient(const Row<T>& row, const Slopes& d) {
     const double entry = gradient_entry(row, d, support->logits[i], is_token, true, p, support->q[i]);
     row.out[support->ids[i]] = narrow<T>(float(entry));
   }
-  if (token_inside) return;
+  if (token_inside || row.token < 0) return;
   const double p = std::exp2(row.kl.log2_p(row.token_logit));
   row.out[row.token] = narrow<T>(float(gradient_entry(row, d, row.token_logit, true, false, p, 0.0)));
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from smopd.kernels import linear_recompute, linear_sums
-from smopd.kernels.linear_pieces import finish, gradient_
+from smopd.kernels.linear_pieces import ReferenceTileLoss, finish, gradient_
 from smopd.kernels.reference_loss import TERMS, loss_rows
 from smopd.ops import LossSettings, linear_smopd_loss, smopd_loss
 from tests.kernels import linear_cases as cases
@@ -46,8 +46,8 @@ def test_tiles_are_what_was_asked(tile_bytes: int, monkeypatch: pytest.MonkeyPat
     hidden, weight, bias = cases.head()
     tokens = cases.loss_tokens(cases.dense(hidden, weight, bias), LossSettings())
     sizes = []
-    scan = linear_recompute.scan
-    monkeypatch.setattr(linear_recompute, "scan", lambda *args: sizes.append(args[2].numel()) or scan(*args))
+    scan = ReferenceTileLoss.scan
+    monkeypatch.setattr(ReferenceTileLoss, "scan", lambda *args: sizes.append(args[2].numel()) or scan(*args))
     linear_smopd_loss(hidden, weight, tokens, recompute=True, chunk_bytes=tile_bytes)
     assert sum(sizes) == (cases.N - 1) * cases.V  # one row counts nowhere
     assert max(sizes) <= tile_bytes // 8
