@@ -229,9 +229,9 @@ def _advantages(
 def target_of(target: SparseTarget | Candidates, dtype: torch.dtype, *, tail: bool) -> Target:
     """reference.target_of, in float64 alone."""
     assert dtype == torch.float64
-    *ready, mass_N = torch.ops.smopd.target_rows_cpu(*_target(target), tail)
-    off_N = 1.0 - mass_N
-    return Target(*ready, mass_N, torch.where(off_N < TAIL_FLOOR, 0.0, off_N))
+    ready = torch.ops.smopd.target_rows_cpu(*_target(target), tail)
+    tail_q_N = 1.0 - ready[-1]  # without the mass
+    return Target(*ready, torch.where(tail_q_N < TAIL_FLOOR, 0.0, tail_q_N))
 
 
 class TileLoss:
