@@ -231,7 +231,7 @@ def target_of(target: SparseTarget | Candidates, dtype: torch.dtype, *, tail: bo
     assert dtype == torch.float64
     ready = torch.ops.smopd.target_rows_cpu(*_target(target), tail)
     tail_q_N = 1.0 - ready[-1]  # without the mass
-    return Target(*ready, torch.where(tail_q_N < TAIL_FLOOR, 0.0, tail_q_N))
+    return Target(*ready, tail_q_N=torch.where(tail_q_N < TAIL_FLOOR, 0.0, tail_q_N))
 
 
 class TileLoss:
