@@ -229,9 +229,10 @@ def _advantages(
 def target_of(target: SparseTarget | Candidates, dtype: torch.dtype, *, tail: bool) -> Target:
     """reference.target_of, in float64 alone."""
     assert dtype == torch.float64
-    ready = torch.ops.smopd.target_rows_cpu(*_target(target), tail)
-    tail_q_N = 1.0 - ready[-1]  # without the mass
-    return Target(*ready, tail_q_N=torch.where(tail_q_N < TAIL_FLOOR, 0.0, tail_q_N))
+    ids_NS, logps_NS, q_NS, first_NS, live_N, mass_N = torch.ops.smopd.target_rows_cpu(*_target(target), tail)
+    tail_q_N = 1.0 - mass_N
+    tail_q_N = torch.where(tail_q_N < TAIL_FLOOR, 0.0, tail_q_N)
+    return Target(ids_NS, logps_NS, q_NS, first_NS, live_N, mass_N, tail_q_N)
 
 
 class TileLoss:
