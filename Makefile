@@ -99,7 +99,7 @@ test-verl: $(VERL_VENV)/.installed $(VERL_SOURCE)
 
 # Needs a CUDA machine and nothing but its own Python with torch and triton; pytest is used where it is there.
 gpu:
-	$(PYTHON) -m bench gpu $(if $(DRY_RUN),--dry-run) $(RESULTS)
+	$(PYTHON) -m bench gpu $(if $(filter-out 0,$(DRY_RUN)),--dry-run) $(RESULTS)
 
 clean:
 	rm -rf $(VENV) $(VERL_VENV) build dist *.egg-info smopd/_C*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis

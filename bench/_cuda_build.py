@@ -14,11 +14,12 @@ from bench import _record
 from smopd.kernels import cuda
 
 LIBRARY = _record.ROOT / "smopd" / "_C_cuda.abi3.so"
+SOURCES = tuple((_record.ROOT / "csrc" / "cuda").iterdir())
 
 
 def main() -> int:
     """0: the library is there; 1: nvcc failed; 2: it is not for this machine."""
-    if LIBRARY.exists():
+    if LIBRARY.exists() and LIBRARY.stat().st_mtime >= max(file.stat().st_mtime for file in SOURCES):
         _record.note(f"{LIBRARY.name} is there already")
         return 0
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != cuda.CAPABILITY:

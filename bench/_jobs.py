@@ -23,6 +23,7 @@ UNTIL = "SMOPD_TEST_UNTIL"  # tests/conftest.py
 LAST_TEST_SECONDS = 20.0  # before a job's limit
 POLL_SECONDS = 0.05
 REAP_SECONDS = 5.0  # a killed process that a driver holds may not go at once
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 WELL, WRONG, NOT_HERE, NOT_BEGUN = "well", "wrong", "not here", "not begun"
 
 
@@ -60,7 +61,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """How a job ended. state: WELL, WRONG, NOT_HERE or NOT_BEGUN."""
+    """How a job ended. state: SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+    WELL, WRONG, NOT_HERE or NOT_BEGUN."""
 
     state: str
     words: str
@@ -98,11 +100,11 @@ def show(jobs: Sequence[Job], total: float) -> None:
 def run_jobs(jobs: Sequence[Job], total: float, folder: Path) -> dict[str, Result]:
     """Runs the jobs in folder; nothing is begun when total seconds have gone.
 
-    Whatever ends this call, SIGTERM too, ends every process that it began.
+    An exception, SIGTERM and SIGHUP end this call and every process that it began.
     """
     ends = time.monotonic() + total
     results: dict[str, Result] = {}
-    with _sigterm_raises():
+    with _signals_raise():
         for stage in stages(jobs):
             _run_stage(stage, ends, folder, results)
     return results
@@ -127,10 +129,14 @@ def _run_stage(stage: Sequence[Job], ends: float, folder: Path, results: dict[st
             if running:
                 time.sleep(POLL_SECONDS)
     finally:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
         for one in running:
             one.kill()
         for one in running:
             one.reap(ends)
+        for number in SIGNALS:
+            signal.signal(number, _exit)
 
 
 def _not_begun(job: Job, ends: float, results: Mapping[str, Result]) -> Result | None:
@@ -200,10 +206,15 @@ def _tell(job: Job, result: Result, results: dict[str, Result], output: IO[bytes
             print(output.read().decode(errors="replace"), end="", flush=True)
 
 
+def _exit(number: int, _: object) -> None:
+    sys.exit(128 + number)
+
+
 @contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+def _signals_raise() -> Iterator[None]:
+    before = {number: signal.signal(number, _exit) for number in SIGNALS}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

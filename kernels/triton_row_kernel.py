@@ -164,7 +164,7 @@ def row_kernel(
         student_mass = tl.sum(tl.where(first_K, tl.exp2(student_K * LOG2E), 0.0), 0)
         student_mass = tl.where(teacher_mass != teacher_mass, teacher_mass, student_mass)
         if TAIL:
-            # In fp64: it is a difference.
+            # In fp64: it is a difference. Ids that repeat are merged in fp32 before.
             tail_q = (1.0 - tl.sum(tl.exp2(logps_K.to(tl.float64) * LOG2E), 0)).to(tl.float32)
             tail_q = tl.where(tail_q >= _TAIL_FLOOR, tail_q, 0.0)
             tail_logp = (finite(off[3]) - finite(kl_h) + tl.log2(off[4]) - tl.log2(kl_s)) * LN2

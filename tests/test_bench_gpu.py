@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,11 +22,11 @@ from tests.patience import HANG_SECONDS, MISSED_SECONDS
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_SECONDS = 480.0
-# A child of its own group, then both wait for what never comes; the child's number is in the file.
+# A child that outlives its parent unless it is killed; its number is in the file.
 HANGS = """
 import pathlib, subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import sys; print('up', flush=True); sys.stdin.read()"],
-                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+child = subprocess.Popen([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"],
+                         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
 child.stdout.readline()
 place = pathlib.Path("child")
 place.with_suffix(".new").write_text(str(child.pid))
@@ -59,6 +60,7 @@ def gone(process: int) -> bool:
         return True
 
 
+pytestmark = pytest.mark.skipif(not hasattr(os, "waitid"), reason="jobs are watched by waitid")
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are seen in /proc")
 
 
@@ -125,6 +127,7 @@ def test_a_dry_run_shows_the_jobs_that_a_run_begins(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(_gpu, "today", lambda: "2026-01-01")
     assert main(["gpu", "--dry-run"]) == 0
     dry = capsys.readouterr().out
     begun: list[Job] = []
@@ -144,8 +147,19 @@ def test_a_dry_run_shows_the_jobs_that_a_run_begins(
 
 
 def test_the_dry_run_of_make() -> None:
-    command = ["make", "-s", "gpu", "DRY_RUN=1", f"PYTHON={sys.executable}", "RESULTS=elsewhere"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS)
+    make = shutil.which("make")
+    if make is None:
+        pytest.skip("make is not installed")
+    command = [make, "-s", "--no-print-directory", "gpu", "DRY_RUN=1", f"PYTHON={sys.executable}"]
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    done = subprocess.run(
+        [*command, "RESULTS=elsewhere"],
+        cwd=ROOT,
+        env=alone,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("expected: ")
     assert f"{ROOT / 'elsewhere'}/" in done.stdout
@@ -322,7 +336,8 @@ def test_a_job_is_told_when_its_tests_have_to_end(tmp_path: Path, capfd: pytest.
 
 
 @needs_proc
-def test_who_ends_the_suite_ends_its_jobs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", _jobs.SIGNALS)
+def test_who_ends_the_suite_ends_its_jobs(number: signal.Signals, tmp_path: Path) -> None:
     code = (
         "import pathlib, sys\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
@@ -331,8 +346,8 @@ def test_who_ends_the_suite_ends_its_jobs(tmp_path: Path) -> None:
     )
     suite = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
     until((tmp_path / "child").exists)
-    suite.send_signal(signal.SIGTERM)
-    assert suite.wait(HANG_SECONDS) == 128 + signal.SIGTERM
+    suite.send_signal(number)
+    assert suite.wait(HANG_SECONDS) == 128 + number
     until(lambda: gone(int((tmp_path / "child").read_text())))
 
 

@@ -20,6 +20,7 @@
 
 namespace smopd {
 
+constexpr double kLog2E = 1.4426950408889634074;
 constexpr int64_t kBlockLength = 2048;    // elements
 constexpr int64_t kAhead = 2 * kBlockLength;  // between a block and what is fetched meanwhile
 constexpr float kRounder = 12582912.0f;   // 1.5 * 2^23: a sum with it has its integer part in the low bits
@@ -35,7 +36,7 @@ struct Exponent {
   bool far;      // too large a shift for the floats above
 };
 
-inline float exponent_scale(double temperature) { return float(1.4426950408889634 / temperature); }
+inline float exponent_scale(double temperature) { return float(kLog2E / temperature); }
 
 // For logits up to `reference`.
 inline Exponent exponent_at(float reference, float scale) {

@@ -21,7 +21,6 @@
 namespace smopd {
 namespace {
 
-constexpr double kLog2E = 1.4426950408889634;
 constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
 
 // float64, a column of the rows' numbers after the other.
@@ -203,6 +202,7 @@ void gradient_row(const Arguments& a, int64_t n, RowWork& work, Support& support
     find_support(a, n, row, support);
   }
   place_exponentials(row, work);
+  // A support's logit may be above the shift, which is of the stream: its entry and these sums are not used.
   for (int64_t start = 0; start < row.vocab; start += kBlockLength) {
     const int64_t length = std::min(kBlockLength, row.vocab - start);
     const T* const ahead = start + kAhead + kBlockLength <= row.vocab ? tile + start + kAhead : nullptr;

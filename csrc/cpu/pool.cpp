@@ -13,8 +13,6 @@ constexpr int32_t kNone = -1;  // no entry was taken
 constexpr int32_t kOver = -2;  // the place of a list that has ended
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-constexpr double kLog2E = 1.4426950408889634074;
-
 using Floats __attribute__((vector_size(kRowLanes * sizeof(float)))) = float;
 using Ints __attribute__((vector_size(kRowLanes * sizeof(int32_t)))) = int32_t;
 

@@ -103,7 +103,6 @@ inline void join_repeats(Support& s) {
 // With tail, repeats are one entry of their summed probability; without, each slot keeps its own term.
 template <typename IdAt, typename LogpAt>
 inline void fill_support(Support& s, int64_t slots, bool tail, bool distinct, IdAt id_at, LogpAt logp_at) {
-  constexpr double kLog2E = 1.4426950408889634;
   int64_t live = 0;
   double mass = 0.0, q_logq = 0.0;
   for (int64_t slot = 0; slot < slots; ++slot) {

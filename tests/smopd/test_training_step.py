@@ -35,9 +35,8 @@ def test_its_sizes_are_those_of_the_description() -> None:
     assert sizes["vocab_size"] == QWEN_VOCAB_SIZE
     width, inner = sizes["hidden_size"], sizes["intermediate_size"]
     kv_width = width // sizes["heads"] * sizes["kv_heads"]
-    attention = (
-        2 * width * width + 2 * width * kv_width + width + 2 * kv_width
-    )  # queries, keys, values: biases
+    biases = width + 2 * kv_width  # of queries, keys and values
+    attention = 2 * width * width + 2 * width * kv_width + biases
     layer = attention + 3 * width * inner + 2 * width
     assert QWEN_VOCAB_SIZE * width + sizes["layers"] * layer + width == 494_032_768
     longest = settings.data.max_prompt_tokens + student.rollout.max_new_tokens
