@@ -2,8 +2,10 @@
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from tests.smopd.invariance_worker import STEPS
 
 ROOT = Path(__file__).parents[2]
 RELATIVE = 1e-4
+# glibc's words. Seen in one of some thirty runs under gloo; AddressSanitizer finds no fault of ours there.
+HEAP_FAULTS = ("malloc(): ", "free(): ", "double free or corruption")
 
 
 def packages(variant: str) -> list:
@@ -41,6 +45,11 @@ def run(folder: Path, ranks: int, names) -> dict[str, list[dict]]:
     names = [name for name in names if not packages(name)]
     command = [sys.executable, *launcher, worker, str(folder), *names]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    if ranks > 1 and any(words in done.stderr for words in HEAP_FAULTS):
+        warnings.warn(f"gloo corrupted the heap, {ranks} ranks run again:\n{done.stderr[:400]}", stacklevel=2)
+        shutil.rmtree(folder)
+        folder.mkdir()
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(folder / "results.pt")
 

@@ -187,13 +187,15 @@ def train(
     updates: list[dict] = []
     strategy = student.strategy
     plain_step, plain_update = strategy.step, student.update
+    named = {name: value for name, value in student.policy.named_parameters() if value.requires_grad}
+    weights = {name: strategy.full(value).clone() for name, value in named.items()}
 
     def step(learning_rate):
-        named = {name: value for name, value in student.policy.named_parameters() if value.requires_grad}
         gradients = {name: gradient(student, value) for name, value in named.items()}
-        before = {name: strategy.full(value).clone() for name, value in named.items()}
         norm = plain_step(learning_rate)
-        changes = {name: strategy.full(value) - before[name] for name, value in named.items()}
+        before = dict(weights)
+        weights.update({name: strategy.full(value).clone() for name, value in named.items()})
+        changes = {name: weights[name] - before[name] for name in named}
         updates.append({"gradients": gradients, "changes": changes})
         return norm
 
