@@ -9,8 +9,8 @@ instead of made: kernel, dtypes, alignment, integers, constexprs, warps. So what
 nothing that ships is listed twice. A launcher that asked the device for a value would raise.
 
 A bound is recorded with a digest of all that Triton compiles (`Launch.digest`). Where that is the same and
-Triton too, so is the machine code: only the first launch of each kernel is compiled again, so that the
-compiler is seen to work.
+Triton too, so is the machine code: only the first launch of each kernel is compiled again, for each
+architecture, so that the compiler is seen to work.
 
 Run it without TRITON_INTERPRET: Triton decides when a kernel is decorated.
 """
@@ -83,12 +83,13 @@ def store_bounds(rows: Mapping[str, dict[str, Any]]) -> None:
 
 
 def to_build(launches: Sequence[Launch], bounds: Mapping[str, dict[str, Any]]) -> list[Launch]:
-    """Those that are not what was recorded, and the first launch of each kernel."""
-    first = {launch.kernel: launch.name for launch in reversed(launches)}
+    """Those that are not what was recorded, and the first launch of each kernel for each architecture."""
+    first = {(launch.kernel, launch.capability): launch.name for launch in reversed(launches)}
     return [
         launch
         for launch in launches
-        if first[launch.kernel] == launch.name or bounds.get(launch.name, {}).get("digest") != launch.digest
+        if first[launch.kernel, launch.capability] == launch.name
+        or bounds.get(launch.name, {}).get("digest") != launch.digest
     ]
 
 

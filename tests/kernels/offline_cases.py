@@ -266,7 +266,7 @@ def _forward_kl() -> Iterator[Case]:
 def _advantages() -> Iterator[Case]:
     factors = {
         "op": ("grpo", "gdpo", "gd2po"),
-        "K": (1, 2, 4),
+        "K": (1, 2, 4, 8, 32),
         "weighted": (False, True),
         "whiten": ("responses", "tokens", "unwhitened"),
         "snr": (False, True),

@@ -84,6 +84,30 @@ def test_equals_float64(case: cases.Case, kind: str) -> None:
         assert_forward_kl(logits_NV, token_ids_N, target, tail=tail, temperature=temperature)
 
 
+@pytest.mark.parametrize("case", cases.FULL, ids=str)
+def test_many_rows_of_the_full_vocabulary_equal_float64(case: cases.Case) -> None:
+    """All rows at once; what is compared are rows from the first to the last."""
+    logits_NV = cpp_rows.random_logits(case.N, case.V, case.torch_dtype)
+    target = cpp_rows.target_of("teachers", case.N, case.V, case.kappa, True, case.M)
+    assert isinstance(target, Candidates)
+    token_ids_N = cpp_rows.random_tokens(logits_NV, target).token_ids_N
+    rows = cpp_rows.some_rows(case.N)
+    few_NV, few_ids_N = logits_NV[rows], token_ids_N[rows]
+    few = Candidates(
+        target.ids_NMS[rows], target.logps_NMS[rows], target.log_alpha, target.kappa, target.merge
+    )
+    options = {"tail": True, "temperature": 1.0}
+    many = cpp.forward_kl_rows(logits_NV, token_ids_N, target, **options)
+    for all_N, few_N in zip(many, cpp.forward_kl_rows(few_NV, few_ids_N, few, **options), strict=True):
+        assert torch.equal(all_N[rows], few_N)
+    dlogp_N, dkl_N = slopes(case.N)
+    pair, few_pair = ({"dlogp_N": dlogp_N[at], "dkl_N": dkl_N[at]} for at in (slice(None), rows))
+    many_NV = cpp.forward_kl_gradient(logits_NV, token_ids_N, target, **options, **pair)
+    few_grad_NV = cpp.forward_kl_gradient(few_NV, few_ids_N, few, **options, **few_pair)
+    assert torch.equal(many_NV[rows], few_grad_NV)
+    assert_forward_kl(few_NV, few_ids_N, few, **options)
+
+
 @pytest.mark.parametrize("tail", [True, False], ids=["tail", "no tail"])
 def test_repeats_and_empty_slots(tail: bool) -> None:
     """Repeats of one id, a row of empty slots, a whole-vocabulary support, a mass of 1 and one above 1."""

@@ -109,20 +109,23 @@ def test_what_is_not_recorded_is_a_fault() -> None:
     assert "not recorded" in fault and "--update" in fault
 
 
-def test_what_is_as_recorded_is_built_once_a_kernel() -> None:
+def test_what_is_as_recorded_is_built_once_a_kernel_and_architecture() -> None:
     launches = [
-        SimpleNamespace(kernel=kernel, name=f"{kernel} {case}", digest=digest)
-        for kernel, case, digest in [
-            ("a", 1, "x"),
-            ("a", 2, "y"),
-            ("a", 3, "z"),
-            ("b", 1, "x"),
-            ("b", 2, "n"),
+        SimpleNamespace(kernel=kernel, capability=capability, name=f"{kernel} {case}", digest=digest)
+        for kernel, capability, case, digest in [
+            ("a", 80, 1, "x"),
+            ("a", 80, 2, "y"),
+            ("a", 80, 3, "z"),
+            ("a", 90, 4, "x"),
+            ("a", 90, 5, "y"),
+            ("b", 80, 1, "x"),
+            ("b", 80, 2, "n"),
         ]
     ]
-    bounds = {launch.name: {"digest": launch.digest} for launch in launches[:4]}
+    bounds = {launch.name: {"digest": launch.digest} for launch in launches[:6]}
     bounds["a 2"]["digest"] = "another"
-    assert [launch.name for launch in offline.to_build(launches, bounds)] == ["a 1", "a 2", "b 1", "b 2"]
+    built_again = [launch.name for launch in offline.to_build(launches, bounds)]
+    assert built_again == ["a 1", "a 2", "a 4", "b 1", "b 2"]
 
 
 DIGESTS = """

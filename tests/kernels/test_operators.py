@@ -1,4 +1,5 @@
-"""The registered operators under torch.library.opcheck, and every public function under torch.compile."""
+"""The registered operators under torch.library.opcheck, and the public functions on logits and rewards under
+torch.compile."""
 
 from __future__ import annotations
 
@@ -105,7 +106,11 @@ def test_compile_fullgraph() -> None:
         return top.ids_NS, top.logps_NS, top.token_logp_N
 
     def advantages(rewards):
-        return ops.grpo_advantages(rewards, group), *ops.gd2po_advantages(rewards, group, whiten=None)
+        return (
+            ops.grpo_advantages(rewards, group),
+            ops.gdpo_advantages(rewards, group),
+            *ops.gd2po_advantages(rewards, group, whiten=None),
+        )
 
     for function in (loss, kl, sparse, top, several):
         compiled_equals_eager(function, x, w)

@@ -24,6 +24,7 @@ from tests.kernels.offline_launches import pairwise
 from tests.kernels.triton_cases import (
     DEVICE,
     DTYPES,
+    TERM_RELATIVE,
     TERM_TOLERANCE,
     Case,
     check_gradient,
@@ -200,7 +201,7 @@ def replay(call: Callable[[], Named], wanted: Named) -> None:
 
 
 def assert_close(found: Tensor, wanted: Tensor, name: str) -> None:
-    close = {"rtol": TERM_TOLERANCE, "atol": TERM_TOLERANCE}
+    close = {"rtol": TERM_RELATIVE, "atol": TERM_TOLERANCE}
     torch.testing.assert_close(found.double(), wanted.double(), **close, msg=lambda text: f"{name}: {text}")
 
 

@@ -34,6 +34,7 @@ from tests.kernels.offline_launches import pairwise
 from tests.kernels.triton_cases import (
     DEVICE,
     DTYPES,
+    TERM_RELATIVE,
     TERM_TOLERANCE,
     Case,
     check_gradient,
@@ -47,7 +48,10 @@ from tests.kernels.triton_cases import (
     truth,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+    pytest.mark.usefixtures("poisoned_memory"),
+]
 CASES = [
     *cases.INTERPRETED,
     *(
@@ -421,13 +425,22 @@ def test_tokens_that_only_are_observed_have_terms_and_no_gradient() -> None:
 @pytest.mark.parametrize("target", ["repeats", "pooled", "merged"])
 @pytest.mark.parametrize("tail", [False, True], ids=["paper", "tail"])
 def test_forward_kl(tail: bool, target: str, dtype: str, upstream: str) -> None:
-    case = make("3x1271", dtype, target=target, tail=tail)
+    check_forward_kl(make("3x1271", dtype, target=target, tail=tail), dtype, target, tail, upstream)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_forward_kl_of_every_shape(case: cases.Case) -> None:
+    shape, sizes = f"{case.N}x{case.V}", {"kappa": case.kappa, "n_teachers": case.M}
+    check_forward_kl(make(shape, case.dtype, target="merged", **sizes), case.dtype, "merged", True, "both")
+
+
+def check_forward_kl(case: Case, dtype: str, target: str, tail: bool, upstream: str) -> None:
     tokens = case.tokens
     if target == "repeats":
         given: Any = SparseTarget(tokens.target_ids_NS, tokens.target_logps_NS)
     else:
         teachers = (tokens.teacher_ids_NMS, tokens.teacher_logps_NMS, tokens.log_alpha)
-        given = Candidates(*teachers, 16, target == "merged")
+        given = Candidates(*teachers, case.settings.kappa, target == "merged")
     options = {"tail": tail, "temperature": 0.8}
     arguments = (tokens.token_ids_N, given)
     wide = case.logits.double()
@@ -436,9 +449,11 @@ def test_forward_kl(tail: bool, target: str, dtype: str, upstream: str) -> None:
         reference.forward_kl_rows(wide, *arguments, **options),
         strict=True,
     ):
-        torch.testing.assert_close(got.double(), want, rtol=TERM_TOLERANCE, atol=TERM_TOLERANCE)
-    dlogp = None if upstream == "kl" else torch.randn(3, device=DEVICE).to(DTYPES[dtype])
-    dkl = None if upstream == "logp" else torch.randn(3, device=DEVICE)
+        torch.testing.assert_close(got.double(), want, rtol=TERM_RELATIVE, atol=TERM_TOLERANCE)
+    dlogp = (
+        None if upstream == "kl" else torch.randn(len(tokens.token_ids_N), device=DEVICE).to(DTYPES[dtype])
+    )
+    dkl = None if upstream == "logp" else torch.randn(len(tokens.token_ids_N), device=DEVICE)
     got = triton_loss.forward_kl_gradient(case.logits, *arguments, **options, dlogp_N=dlogp, dkl_N=dkl)
     wide_upstream = {
         "dlogp_N": None if dlogp is None else dlogp.double(),

@@ -61,6 +61,9 @@ def check(ids: Tensor, logps: Tensor, log_alpha: Tensor, kappa: int, merge: bool
     assert got.ids_NS.dtype == torch.int32 and got.logps_NS.dtype == torch.float32
     torch.testing.assert_close(got.logps_NS, want.logps_NS, rtol=1e-6, atol=5e-6 if merge else 0.0)
     torch.testing.assert_close(got.mass_N, want.mass_N, rtol=3e-5, atol=1e-30)
+    true = reference.teacher_mixture(ids, logps.double(), log_alpha.double(), kappa, merge=merge)
+    torch.testing.assert_close(got.logps_NS.double(), true.logps_NS, rtol=1e-6, atol=5e-6)
+    torch.testing.assert_close(got.mass_N.double(), true.mass_N, rtol=3e-5, atol=1e-30)
     if merge:
         gap_NS = (want.logps_NS[:, 1:] - want.logps_NS[:, :-1]).abs().nan_to_num(0.0)
         edge_N1 = torch.full((ids.shape[0], 1), INF)

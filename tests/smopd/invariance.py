@@ -15,8 +15,9 @@ from tests.smopd.invariance_worker import STEPS
 
 ROOT = Path(__file__).parents[2]
 RELATIVE = 1e-4
-# glibc's words. Seen once, under gloo, the cause unproved; AddressSanitizer found no fault of smopd._C there.
-HEAP_FAULTS = ("malloc(): ", "free(): ", "double free or corruption")
+# torchrun's words for a rank that died. Seen twice in some fifty runs, once in gloo's own thread; the cause
+# is unproved. AddressSanitizer found no fault of smopd._C there, with AVX-512 and with AVX2.
+CRASHES = ("Signal 11 (SIGSEGV)", "Signal 6 (SIGABRT)")
 
 
 def packages(variant: str) -> list:
@@ -45,8 +46,8 @@ def run(folder: Path, ranks: int, names) -> dict[str, list[dict]]:
     names = [name for name in names if not packages(name)]
     command = [sys.executable, *launcher, worker, str(folder), *names]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-    if ranks > 1 and any(words in done.stderr for words in HEAP_FAULTS):
-        warnings.warn(f"the heap was corrupted, {ranks} ranks run again:\n{done.stderr[:400]}", stacklevel=2)
+    if ranks > 1 and any(words in done.stderr for words in CRASHES):
+        warnings.warn(f"a rank of {ranks} crashed, run again:\n{done.stderr[:400]}", stacklevel=2)
         shutil.rmtree(folder)
         folder.mkdir()
         done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
