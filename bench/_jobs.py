@@ -61,8 +61,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """How a job ended. state: SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-    WELL, WRONG, NOT_HERE or NOT_BEGUN."""
+    """How a job ended; state: WELL, WRONG, NOT_HERE or NOT_BEGUN."""
 
     state: str
     words: str

@@ -30,8 +30,8 @@ child = subprocess.Popen([sys.executable, "-c", "import time; print('up', flush=
 child.stdout.readline()
 place = pathlib.Path("child")
 place.with_suffix(".new").write_text(str(child.pid))
-place.with_suffix(".new").rename(place)
 print("begun", flush=True)
+place.with_suffix(".new").rename(place)
 child.wait()
 """
 
