@@ -227,7 +227,7 @@ def test_a_weight_of_another_shape_is_refused_and_nothing_is_served_for_it(serve
 def test_a_server_that_is_started_again_serves_nothing_before_the_next_weights(pair, model_folder, caplog):
     rollouts = remote(*(each.url for each in pair), seed=4)
     pair[1].restart()
-    made = rollouts.generate(PROMPTS, GROUPS, GREEDY)
+    made = rollouts.generate(PROMPTS * 16, GROUPS * 16, GREEDY)  # so many that both servers are asked
     assert_sampled_by(world_model(4)[0], made)
     assert f"{pair[1].url} is taken out: holds the weights default, expected" in caplog.text
     rollouts.load_weights(weights_of(5), 1)
