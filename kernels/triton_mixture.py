@@ -92,8 +92,8 @@ def load_candidates(
 ):  # fmt: skip
     """ids (0 in an empty slot) and log alpha + log p (-inf in an empty slot), (B, 2^LOG_P) each."""
     offs_p = tl.arange(0, 1 << LOG_P)
-    m_1P = (offs_p // n_support)[None, :]
-    s_1P = (offs_p % n_support)[None, :]
+    m_1P = (offs_p // n_support).to(tl.int64)[None, :]
+    s_1P = (offs_p % n_support).to(tl.int64)[None, :]
     rows_B1 = rows_B[:, None]
     live_BP = (rows_B1 < n_rows) & (offs_p < n_pool)[None, :]
     at_BP = rows_B1 * stride_logps_n + m_1P * stride_logps_m + s_1P * stride_logps_s
@@ -168,8 +168,8 @@ def _mixture_kernel(
         ids_BK, logps_BK = best_merged(ids_BP, logps_BP, LOG_B, LOG_P, LOG_K)
     else:
         place_BK, logps_BK = best_pooled(logps_BP, LOG_B, LOG_P, LOG_K)
-        at_BK = rows_B1 * stride_ids_n + (place_BK // n_support) * stride_ids_m
-        at_BK += (place_BK % n_support) * stride_ids_s
+        at_BK = rows_B1 * stride_ids_n + (place_BK // n_support).to(tl.int64) * stride_ids_m
+        at_BK += (place_BK % n_support).to(tl.int64) * stride_ids_s
         live_BK = (rows_B1 < n_rows) & (place_BK < n_pool)
         ids_BK = tl.load(ids_ptr + at_BK, mask=live_BK, other=0).to(tl.int32)
     ids_BK = tl.where(logps_BK == -float("inf"), 0, ids_BK)

@@ -49,7 +49,7 @@ def teachers_target(
     ids_K = tl.load(ids_ptr + row * (M * S) + slot_K, mask=inside_K, other=-1).to(tl.int32)
     logps_K = tl.load(logps_ptr + row * (M * S) + slot_K, mask=inside_K, other=NEG_INF).to(tl.float32)
     alpha_ptr = log_alpha_ptr + row * stride_alpha_n
-    logps_K += tl.load(alpha_ptr + (slot_K // S) * stride_alpha_m, mask=inside_K, other=0.0)
+    logps_K += tl.load(alpha_ptr + (slot_K // S).to(tl.int64) * stride_alpha_m, mask=inside_K, other=0.0)
     order_K = slot_K
     if MERGE:
         logps_K = merge_repeats(ids_K, logps_K, K, W)

@@ -162,9 +162,13 @@ def test_new_memory_is_poisoned(n_elements: int, dtype: torch.dtype) -> None:
         kept = torch.zeros(n_elements, dtype=dtype)
         del kept  # its memory is free, and may come again
         new = torch.empty(n_elements, dtype=dtype)[8:]  # the allocator's own words lie at the beginning
-        assert bool((new.view(torch.uint8) == new.view(torch.uint8)[-1]).all()) and bool(new.any())
+        poison = new.view(torch.uint8)[-1].clone()
+        assert bool((new.view(torch.uint8) == poison).all()) and bool(poison)
     if n_elements > 1 << 20:
-        assert not torch.empty(n_elements, dtype=dtype).any(), "still poisoned"
+        freed = torch.full((n_elements,), 7, dtype=dtype)
+        del freed
+        after = torch.empty(n_elements, dtype=dtype)[8:]  # zeros fresh from the system, or sevens
+        assert not bool((after.view(torch.uint8) == poison).all()), "still poisoned"
 
 
 def test_what_raises_is_refused_in_ours_and_left_out_in_peers() -> None:

@@ -188,6 +188,23 @@ def test_dtypes_and_strides() -> None:
 
 
 @MERGE
+def test_teachers_further_apart_than_32_bits_reach(merge: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":  # the interpreter copies each storage onto itself, and would touch all of it
+        monkeypatch.setattr("triton.runtime.interpreter.GridExecutor._restore_args_dev", lambda *_: None)
+    ids, logps, log_alpha = random_case(5, 3, 4)
+    far = 2**30 + 8  # elements from one teacher to the next; what lies between is never touched
+
+    def far_apart(values: Tensor) -> Tensor:
+        return values.to(DEVICE).new_empty(3 * far).as_strided(values.shape, (4, far, 1)).copy_(values)
+
+    far_ids, far_logps = far_apart(ids.to(torch.int8)), far_apart(logps.half())
+    got = triton_mixture.teacher_mixture(far_ids, far_logps, log_alpha.to(DEVICE), 6, merge=merge)
+    near = mixture(far_ids.contiguous(), far_logps.contiguous(), log_alpha, 6, merge)
+    for name in ("ids_NS", "logps_NS", "mass_N"):
+        assert torch.equal(getattr(got, name).cpu(), getattr(near, name)), name
+
+
+@MERGE
 def test_repeated_and_alone_bitwise_equal(merge: bool) -> None:
     ids, logps, log_alpha = random_case(20, 2, 16)
     first, again = (mixture(ids, logps, log_alpha, 16, merge) for _ in range(2))

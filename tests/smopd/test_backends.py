@@ -25,6 +25,8 @@ def test_reference_and_cpp_train_alike(tmp_path, monkeypatch):
     models = []
     for seed in range(3):
         model, tokenizer = world_model(seed)
+        # far apart: of two candidates nearer than rounding, each backend may keep another
+        model.lm_head.weight.data.mul_(8.0)
         models.append(str(tmp_path / f"model_{seed}"))
         model.save_pretrained(models[-1])
         tokenizer.save_pretrained(models[-1])
@@ -58,4 +60,4 @@ def test_reference_and_cpp_train_alike(tmp_path, monkeypatch):
     moved = torch.cat([(weights[name] - begun[name]).flatten() for name in begun]).norm()
     apart = torch.cat([(weights[name] - others[name]).flatten() for name in begun]).norm()
     assert moved > 0
-    assert apart < 1e-4 * moved
+    assert apart < 1e-5 * moved
