@@ -34,7 +34,7 @@ EXPECTED_TIMING_SECONDS = {
     "smopd_loss": 40.0,
     "teacher_mixture": 15.0,
 }
-OTHER_TIMING_SECONDS = 25.0
+OTHER_TIMING_SECONDS = 18.0
 LAST_CASE_SECONDS = 40.0  # of a case that was begun in time, torch.compile's part in it
 TESTS = ("tests/kernels", "tests/smopd/test_metrics.py")
 WORKERS = 8

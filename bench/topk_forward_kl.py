@@ -23,11 +23,11 @@ def inputs(case: Case, device: str) -> Scenario:
 
 
 def run(form):
+    """form(logits, tokens, settings) -> log-probability and KL of each token; the gradient is autograd's."""
+
     def call(scenario: Scenario) -> Outputs:
-        logits_NV = scenario.logits_NV.detach().requires_grad_()
-        tokens, settings = scenario.tokens, scenario.settings
-        target = (tokens.target_ids_NS, tokens.target_logps_NS)
-        logp_N, kl_N = form(logits_NV, tokens.token_ids_N, *target, settings.tail)
+        logits_NV, tokens = scenario.logits_NV.detach().requires_grad_(), scenario.tokens
+        logp_N, kl_N = form(logits_NV, tokens, scenario.settings)
         counted_N = tokens.kl_weight_N != 0
         (dlogits_NV,) = torch.autograd.grad(kl_N, logits_NV, tokens.kl_weight_N)
         return {"logp": logp_N.detach() * counted_N, "kl": kl_N.detach() * counted_N, "dlogits": dlogits_NV}
@@ -35,20 +35,23 @@ def run(form):
     return call
 
 
-def plain(logits_NV, token_ids_N, ids_NS, logps_NS, tail):
-    logq_NV = logits_NV.float().log_softmax(-1)
-    return logq_NV.gather(-1, token_ids_N[:, None])[:, 0], _eager.forward_kl(logq_NV, ids_NS, logps_NS, tail)
+def plain(logits_NV, tokens, settings):
+    return of_log_softmax(logits_NV.float().log_softmax(-1), tokens, settings)
 
 
-def narrow(logits_NV, token_ids_N, ids_NS, logps_NS, tail):
+def narrow(logits_NV, tokens, settings):
     """The log-softmax in the logits' dtype: half the memory, a hundredth of a nat."""
-    logq_NV = logits_NV.log_softmax(-1)
-    logp_N = logq_NV.gather(-1, token_ids_N[:, None])[:, 0]
-    return logp_N.float(), _eager.forward_kl(logq_NV, ids_NS, logps_NS, tail)
+    return of_log_softmax(logits_NV.log_softmax(-1), tokens, settings)
 
 
-def fused(logits_NV, token_ids_N, ids_NS, logps_NS, tail):
-    return topk_forward_kl(logits_NV, token_ids_N, ids_NS, logps_NS, tail=tail)
+def of_log_softmax(logq_NV, tokens, settings):
+    logp_N = logq_NV.gather(-1, tokens.token_ids_N[:, None])[:, 0].float()
+    return logp_N, _eager.forward_kl(logq_NV, *_eager.target_of(tokens, settings), settings.tail)
+
+
+def fused(logits_NV, tokens, settings):
+    target = (tokens.target_ids_NS, tokens.target_logps_NS)
+    return topk_forward_kl(logits_NV, tokens.token_ids_N, *target, tail=settings.tail)
 
 
 BENCHMARK = Benchmark(
