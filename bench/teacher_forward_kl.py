@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from bench import _ceilings
-from bench._providers import PEER_SLACK, compiled, compiling, eager, ours
+from bench._providers import ours
 from bench._types import Benchmark, Case
-from bench.topk_forward_kl import inputs, narrow, plain, run, truth
+from bench.topk_forward_kl import EAGER, ceilings, inputs, run, truth
 from smopd.ops import teacher_forward_kl, teacher_mixture, topk_forward_kl
 
 
@@ -52,12 +51,6 @@ BENCHMARK = Benchmark(
     },
     inputs=inputs,
     truth=truth,
-    ceilings=lambda scenario: [_ceilings.copy(scenario.logits_NV), _ceilings.read(scenario.logits_NV)],
-    providers=(
-        eager("eager", run(plain)),
-        eager("eager 16-bit", run(narrow), slack=PEER_SLACK),
-        compiled(run(compiling(plain))),
-        *ours(run(fused)),
-        *ours(run(in_two), "in two"),
-    ),
+    ceilings=ceilings,
+    providers=(*EAGER, *ours(run(fused)), *ours(run(in_two), "in two")),
 )

@@ -54,6 +54,15 @@ def fused(logits_NV, tokens, settings):
     return topk_forward_kl(logits_NV, tokens.token_ids_N, *target, tail=settings.tail)
 
 
+def ceilings(scenario: Scenario) -> list[_ceilings.Ceiling]:
+    return [_ceilings.copy(scenario.logits_NV), _ceilings.read(scenario.logits_NV)]
+
+
+EAGER = (
+    eager("eager", run(plain)),
+    eager("eager 16-bit", run(narrow), slack=PEER_SLACK),
+    compiled(run(compiling(plain))),
+)
 BENCHMARK = Benchmark(
     cases={
         "cpu": (
@@ -77,11 +86,9 @@ BENCHMARK = Benchmark(
     },
     inputs=inputs,
     truth=truth,
-    ceilings=lambda scenario: [_ceilings.copy(scenario.logits_NV), _ceilings.read(scenario.logits_NV)],
+    ceilings=ceilings,
     providers=(
-        eager("eager", run(plain)),
-        eager("eager 16-bit", run(narrow), slack=PEER_SLACK),
-        compiled(run(compiling(plain))),
+        *EAGER,
         *ours(run(fused)),
         peer("liger kl_div", _peers.liger_kl, "liger_kernel", devices=("cuda",), note=_peers.LIGER_NOTE),
     ),

@@ -69,6 +69,9 @@ def assert_sampled_by(model, rollouts: list[Rollout], temperature: float = 1.0, 
 
 
 def differ(a: list[Rollout], b: list[Rollout]) -> bool:
-    """Every response's first log-probability is another."""
+    """Every response begins with another token, or with another log-probability of it."""
     pairs = zip(a, b, strict=True)
-    return all(not torch.allclose(x.logps[:1], y.logps[:1], atol=1e-3) for x, y in pairs)
+    return not any(
+        x.response_ids[0] == y.response_ids[0] and torch.allclose(x.logps[:1], y.logps[:1], atol=1e-3)
+        for x, y in pairs
+    )
