@@ -5,17 +5,13 @@ pyproject.toml admits, from 2.11 (TORCH_TARGET_VERSION asks for the ABI of 2.10)
 environment or without a working compiler the package installs all the same, with one line that says so, and
 the reference serves the operations.
 SMOPD_BUILD_EXT=0 leaves the extension out; SMOPD_BUILD_EXT=1 makes a build without it an error.
-
-smopd._C_cuda (csrc/cuda) is a second library; nothing in smopd._C needs it. SMOPD_BUILD_CUDA=auto builds it
-where torch was built for CUDA and an nvcc of the same major version is found, 0 never, 1 demands it.
 """
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +19,6 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 MODE = os.environ.get("SMOPD_BUILD_EXT", "auto")
-CUDA_MODE = os.environ.get("SMOPD_BUILD_CUDA", "auto")
-CUDA_MODULE = "smopd._C_cuda"
-CUDA_SOURCES = ["csrc/cuda/loss_rows.cu", "csrc/cuda/module.cpp"]
 SOURCES = [
     "csrc/module.cpp",
     "csrc/cpu/advantages.cpp",
@@ -109,43 +102,6 @@ def extensions() -> list[Extension]:
     ]
 
 
-def nvcc_tools() -> Any:
-    """csrc/cuda/nvcc.py, which the tests use too."""
-    spec = spec_from_file_location("smopd_nvcc", Path(__file__).resolve().parent / "csrc/cuda/nvcc.py")
-    assert spec is not None and spec.loader is not None  # it is a file
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def say_cuda(reason: str) -> None:
-    """The same for smopd._C_cuda, which replaces nothing: other kernels serve without it."""
-    if CUDA_MODE == "1":
-        sys.exit(f"smopd: {CUDA_MODULE} was not built: {reason}; SMOPD_BUILD_CUDA=1 demands it")
-    print(f"smopd: {CUDA_MODULE} was not built: {reason}; the Triton kernels do not need it", file=sys.stderr)
-
-
-def cuda_extensions() -> list[Extension]:
-    torch = torch_folder()
-    if CUDA_MODE == "0" or (CUDA_MODE != "1" and torch is None):
-        return []
-    tools = nvcc_tools()
-    torch_cuda = None if torch is None else tools.torch_cuda(torch)
-    if CUDA_MODE != "1" and torch_cuda is None:
-        return []
-    nvcc = tools.find_nvcc()
-    if torch is None:
-        say_cuda("torch >= 2.11 is not in the build environment")
-    elif nvcc is None:
-        if CUDA_MODE == "1":
-            say_cuda("nvcc was not found (SMOPD_NVCC or CUDA_HOME tells where it is)")
-    elif torch_cuda is not None and tools.cuda_major(nvcc) != torch_cuda.split(".")[0]:
-        say_cuda(f"{nvcc} is of CUDA {tools.cuda_major(nvcc)}, torch of CUDA {torch_cuda}")
-    else:
-        return [Extension(CUDA_MODULE, CUDA_SOURCES, py_limited_api=True, optional=True)]
-    return []
-
-
 def side_by_side(compile_all: Callable[..., list[str]]) -> Callable[..., list[str]]:
     """A compiler's `compile` that takes the sources at once, one a core, not one after the other."""
 
@@ -161,26 +117,14 @@ class BuildExtension(build_ext):
     """A failed build is reported in one line and leaves a package without the extension."""
 
     def build_extension(self, ext: Extension) -> None:
-        if ext.name == CUDA_MODULE:
-            self.build_cuda(ext)
-            return
         self.compiler.compile = side_by_side(self.compiler.compile)
         try:
             super().build_extension(ext)
         except Exception as error:
             say(f"the C++ build failed ({error})")
 
-    def build_cuda(self, ext: Extension) -> None:
-        tools = nvcc_tools()
-        output = Path(self.get_ext_fullpath(ext.name))
-        output.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            subprocess.run(tools.library_command(tools.find_nvcc(), torch_folder(), output), check=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            say_cuda(f"nvcc failed ({error})")
 
-
-found = extensions() + cuda_extensions()
+found = extensions()
 setup(
     package_dir={"smopd.kernels": "kernels", "smopd.engine": "engine"},
     packages=[*find_packages(include=["smopd", "smopd.*"]), "smopd.kernels", "smopd.engine"],

@@ -1,11 +1,9 @@
 """What `make gpu` runs on a CUDA machine, with torch and triton alone: correctness and every benchmark.
 
-The CUDA library is built where nvcc is. Then, side by side, the cuda backend's check, every benchmark's hard
-shapes against float64 on the other backends, and `pytest -m gpu` where pytest is installed. Then every
-benchmark's speed, one by one with nothing beside it; a provider that is wrong is refused before it is timed,
-and a cuda backend whose check failed is left out. Each is a process of its own: a kernel that corrupts its
-process takes no other's result along. Once the GPU answers, the whole ends in under eight minutes, whatever
-hangs.
+Side by side every benchmark's hard shapes against float64, and `pytest -m gpu` where pytest is installed.
+Then every benchmark's speed, one by one with nothing beside it; a provider that is wrong is refused before it
+is timed. Each is a process of its own: a kernel that corrupts its process takes no other's result along. Once
+the GPU answers, the whole ends in under eight minutes, whatever hangs.
 
 The seconds are estimates: none of this was timed on a GPU.
 """
@@ -24,9 +22,7 @@ from bench import _jobs, _record
 from bench._jobs import Job
 
 TOTAL_SECONDS = 440.0
-BUILD, CHECK, TIME = 1, 2, 3  # the first timing's stage; each has its own
-BUILD_CUDA, CHECK_CUDA = "build cuda", "check cuda"
-CUDA_BENCHMARKS = ("smopd_loss", "linear_smopd_loss")
+CHECK, TIME = 1, 2  # the first timing's stage; each has its own
 EXPECTED_TIMING_SECONDS = {
     "advantages": 10.0,
     "linear_smopd_loss": 40.0,
@@ -63,8 +59,6 @@ def main(arguments: Sequence[str], benchmarks: Sequence[str]) -> int:
         print("error: no CUDA device is here, `make gpu` needs one (DRY_RUN=1 does not)", file=sys.stderr)
         return 2
     results = _jobs.run_jobs(plan, TOTAL_SECONDS, _record.ROOT)
-    if results[CHECK_CUDA].state == _jobs.WRONG:
-        _record.note("the cuda backend is wrong, and left out of the timings")
     for state in (_jobs.NOT_HERE, _jobs.NOT_BEGUN, _jobs.WRONG):
         if names := [name for name, result in results.items() if result.state == state]:
             _record.note(f"{state}: {', '.join(names)}")
@@ -81,28 +75,19 @@ def jobs(benchmarks: Sequence[str], output: Path) -> list[Job]:
     python = (sys.executable, "-m")
     to_file = ("--output", str(output))
 
-    def check(name: str, *what: str, needs: str | None = None) -> Job:
+    def check(name: str) -> Job:
         options = ("--check", "--device", "cuda", "--deadline", "100", *to_file)
-        command = (*python, "bench", *what, *options)
-        return Job(CHECK, name, command, 40.0, 140.0, {"OMP_NUM_THREADS": "2"}, needs)
+        command = (*python, "bench", name, *options)
+        return Job(CHECK, f"check {name}", command, 40.0, 140.0, {"OMP_NUM_THREADS": "2"})
 
-    build = Job(BUILD, BUILD_CUDA, (*python, "bench._cuda_build"), 40.0, 90.0, nothing=(2,))
-    own = [name for name in CUDA_BENCHMARKS if name in benchmarks]
-    checks = [
-        _tests(python),
-        check(CHECK_CUDA, *own, "--providers", "cuda", needs=BUILD_CUDA),
-        *(check(f"check {name}", name, "--without", "cuda") for name in benchmarks),
-    ]
+    checks = [_tests(python), *(check(name) for name in benchmarks)]
     timings = []
     for stage, name in enumerate(benchmarks, TIME):
         expected = EXPECTED_TIMING_SECONDS.get(name, OTHER_TIMING_SECONDS)
         options = ("--device", "cuda", "--deadline", f"{expected:.0f}", *to_file)
         command = (*python, "bench", name, *options)
-        without = {CHECK_CUDA: ("--without", "cuda")}
-        timings.append(
-            Job(stage, f"time {name}", command, expected, expected + LAST_CASE_SECONDS, if_wrong=without)
-        )
-    return [build, *checks, *timings]
+        timings.append(Job(stage, f"time {name}", command, expected, expected + LAST_CASE_SECONDS))
+    return [*checks, *timings]
 
 
 def _tests(python: tuple[str, ...]) -> Job:

@@ -35,8 +35,6 @@ class Job:
         stage: jobs of one stage run side by side.
         expected: seconds, an estimate.
         limit: seconds after which it is killed.
-        needs: the job that has to have ended well; else this one is not for here.
-        if_wrong: options that the command gets where the job of that name was wrong.
         nothing: exit statuses that say that there was nothing to do here.
         absent: why it is not for here, or None.
     """
@@ -47,8 +45,6 @@ class Job:
     expected: float
     limit: float
     environment: Mapping[str, str] = field(default_factory=dict)
-    needs: str | None = None
-    if_wrong: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     nothing: tuple[int, ...] = ()
     absent: str | None = None
 
@@ -87,11 +83,8 @@ def show(jobs: Sequence[Job], total: float) -> None:
     print("stage  expected s  limit s  job")
     for job in jobs:
         print(f"{job.stage:5}  {job.expected:10.0f}  {job.limit:7.0f}  {job.name}\n{'':26}{job.line}")
-        notes = [f"only if `{job.needs}` ends well"] if job.needs else []
-        notes += [f"{shlex.join(options)} if `{name}` is wrong" for name, options in job.if_wrong.items()]
-        notes += [f"not here: {job.absent}"] if job.absent else []
-        for note in notes:
-            print(f"{'':26}({note})")
+        if job.absent:
+            print(f"{'':26}(not here: {job.absent})")
     print("The jobs of a stage run side by side, the stages one after the other.")
     print(f"expected: {expected_seconds(jobs):.0f} s in all; at most {most_seconds(jobs, total):.0f} s")
 
@@ -113,9 +106,9 @@ def _run_stage(stage: Sequence[Job], ends: float, folder: Path, results: dict[st
     running: list[_Running] = []
     try:
         for job in stage:
-            why_not = _not_begun(job, ends, results)
+            why_not = _not_begun(job, ends)
             if why_not is None:
-                running.append(_Running(job, ends, folder, results))
+                running.append(_Running(job, ends, folder))
             else:
                 _tell(job, why_not, results)
         while running:
@@ -138,11 +131,9 @@ def _run_stage(stage: Sequence[Job], ends: float, folder: Path, results: dict[st
             signal.signal(number, _exit)
 
 
-def _not_begun(job: Job, ends: float, results: Mapping[str, Result]) -> Result | None:
+def _not_begun(job: Job, ends: float) -> Result | None:
     if job.absent is not None:
         return Result(NOT_HERE, job.absent)
-    if job.needs is not None and results[job.needs].state != WELL:
-        return Result(NOT_HERE, f"it needs `{job.needs}`")
     if time.monotonic() >= ends:
         return Result(NOT_BEGUN, "the time for all jobs was over")
     return None
@@ -151,16 +142,14 @@ def _not_begun(job: Job, ends: float, results: Mapping[str, Result]) -> Result |
 class _Running:
     """A job's process, the first of a group of its own."""
 
-    def __init__(self, job: Job, ends: float, folder: Path, results: Mapping[str, Result]) -> None:
+    def __init__(self, job: Job, ends: float, folder: Path) -> None:
         self.job = job
         self.begun = time.monotonic()
         self.ends = min(self.begun + job.limit, ends)
         self.output = tempfile.TemporaryFile()  # noqa: SIM115 - _tell closes it
-        wrong = {name for name, result in results.items() if result.state == WRONG}
-        added = [word for name, options in job.if_wrong.items() if name in wrong for word in options]
         until = time.time() + self.ends - self.begun - LAST_TEST_SECONDS
         self.process = subprocess.Popen(
-            [*job.command, *added],
+            job.command,
             cwd=folder,
             env={**os.environ, UNTIL: str(until), **job.environment},
             stdin=subprocess.DEVNULL,

@@ -12,12 +12,10 @@ from typing import Any
 import torch
 
 from bench._types import Case, Outputs, Provider
-from smopd.kernels import cuda
 
 ENV = "SMOPD_BACKEND"
-BACKEND_DEVICES = {"reference": ("cpu", "cuda"), "cpp": ("cpu",), "triton": ("cuda",), "cuda": ("cuda",)}
+BACKEND_DEVICES = {"reference": ("cpu", "cuda"), "cpp": ("cpu",), "triton": ("cuda",)}
 REFERENCE_SLACK = 4.0  # plain fp32 torch rounds a log-probability of -17 by 1e-6, twice what a kernel may
-LOSS_BACKENDS = ("reference", "cpp", "triton", "cuda")
 EAGER_SLACK = 50.0  # eager log-softmax, gather and 1 - sum in fp32 lose more than the bounds allow
 PEER_SLACK = 2000.0  # peers that work in the logits' dtype
 
@@ -39,7 +37,6 @@ def ours(
             backend=backend,
             devices=BACKEND_DEVICES[backend],
             slack=REFERENCE_SLACK if backend == "reference" else 1.0,
-            absent=(lambda _: cuda.unavailable()) if backend == "cuda" else None,
         )
         for backend in backends
     )
@@ -78,7 +75,7 @@ def absent(provider: Provider, case: Case, device: str) -> str | None:
     for module in provider.modules:
         if importlib.util.find_spec(module) is None:
             return f"{module} is not installed"
-    return None if provider.absent is None else provider.absent(device)
+    return None
 
 
 @contextmanager

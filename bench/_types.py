@@ -79,7 +79,6 @@ class Provider:
         slack: how many times the bounds it is allowed; our kernels 1.
         note: what it computes, where that is not the whole operation.
         main_only: runs in main cases only.
-        absent: further reason not to run on a device, or None.
     """
 
     name: str
@@ -92,7 +91,6 @@ class Provider:
     slack: float = 1.0
     note: str = ""
     main_only: bool = False
-    absent: Callable[[str], str | None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from bench import _ceilings, _eager, _peers
 from bench._inputs import Scenario, on_head
 from bench._peers import head_leaves
-from bench._providers import LOSS_BACKENDS, compiled, compiling, eager, ours, peer
+from bench._providers import compiled, compiling, eager, ours, peer
 from bench._truth import loss_truth
 from bench._types import Benchmark, Case, Outputs
 from smopd.ops import LossSettings, LossTokens, linear_smopd_loss
@@ -68,7 +68,7 @@ BENCHMARK = Benchmark(
     providers=(
         eager("eager", run(plain)),
         compiled(run(compiling(plain))),
-        *ours(run(functools.partial(fused, recompute=False)), backends=LOSS_BACKENDS),
+        *ours(run(functools.partial(fused, recompute=False))),
         *ours(run(functools.partial(fused, recompute=True)), "recompute"),
         peer("trl chunked", _peers.trl_linear, "trl", note=_peers.TRL_ROWS_NOTE),
         peer("trl divergence", _peers.trl_divergence, "trl", note=_peers.TRL_DIVERGENCE_NOTE),

@@ -8,7 +8,7 @@ import torch
 
 from bench import _ceilings, _eager, _peers
 from bench._inputs import Scenario, on_logits
-from bench._providers import LOSS_BACKENDS, PEER_SLACK, compiled, compiling, eager, ours, peer
+from bench._providers import PEER_SLACK, compiled, compiling, eager, ours, peer
 from bench._truth import loss_truth
 from bench._types import Benchmark, Case, Outputs
 from smopd.ops import smopd_loss
@@ -79,8 +79,8 @@ BENCHMARK = Benchmark(
         eager("eager", run(_eager.objective)),
         eager("eager 16-bit", run(functools.partial(_eager.objective, wide=False)), slack=PEER_SLACK),
         compiled(run(compiling(_eager.objective))),
-        *ours(run(fused), backends=LOSS_BACKENDS),
-        *ours(run_in_place, "in place", prepare=own_logits, backends=LOSS_BACKENDS),
+        *ours(run(fused)),
+        *ours(run_in_place, "in place", prepare=own_logits),
         peer(
             "liger grpo",
             _peers.liger_grpo,

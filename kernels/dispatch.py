@@ -3,11 +3,9 @@
     reference   plain PyTorch, any device and dtype
     cpp         smopd._C on the CPU, where the package was built with a compiler
     triton      a GPU, where Triton is installed; if forced and TRITON_INTERPRET=1, Triton's interpreter
-    cuda        the loss on a Hopper GPU, where smopd._C_cuda was built; never unless forced
 
-SMOPD_BACKEND=reference|cpp|triton|cuda forces one; a call that it cannot serve raises. What cuda has no
-kernel for goes to triton; recompute and tp_group of the linear loss have kernels in cpp alone and go to the
-reference on an accelerator. The log says so.
+SMOPD_BACKEND=reference|cpp|triton forces one; a call that it cannot serve raises. recompute and tp_group of
+the linear loss have kernels in cpp alone and go to the reference on an accelerator. The log says so.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BACKENDS = ("reference", "cpp", "triton", "cuda")
+BACKENDS = ("reference", "cpp", "triton")
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ENV = "SMOPD_BACKEND"
 SERVED = "the fused operations on {device} are served by the {backend} backend"
@@ -52,7 +50,6 @@ MODULES: dict[str, dict[str, str]] = {
         "scale_": "triton_scale",
         **dict.fromkeys(ADVANTAGE_OPS, "triton_advantages"),
     },
-    "cuda": {"loss_rows": "cuda"},
 }
 """Backend -> operation -> the module of smopd.kernels that serves it, by a function of the same name."""
 
@@ -86,8 +83,6 @@ def backend_for(op: str, tensor: Tensor, **facts: Any) -> str:
     """The name of the backend that serves op; see serving."""
     forced = _forced()
     preferred = forced or ("cpp" if tensor.device.type == "cpu" else "triton")
-    if preferred == "cuda" and op not in MODULES["cuda"]:
-        preferred = "triton"
     why_not = None if preferred == "reference" else _why_not(preferred, op, tensor, facts)
     if why_not is None:
         _log_once(SERVED.format(device=tensor.device.type, backend=preferred))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import _cuda_build, _gpu, _jobs
+from bench import _gpu, _jobs
 from bench.__main__ import main, names
 from bench._jobs import NOT_BEGUN, NOT_HERE, WELL, WRONG, Job, Result
 from tests.patience import HANG_SECONDS, MISSED_SECONDS
@@ -70,27 +70,12 @@ def plan(output: Path = Path("rows.jsonl")) -> list[Job]:
 
 def test_every_benchmark_is_checked_and_then_timed_alone() -> None:
     by_stage = _jobs.stages(plan())
-    assert [one.name for one in by_stage[0]] == [_gpu.BUILD_CUDA]
-    assert [one.name for one in by_stage[1]] == [
-        "pytest -m gpu",
-        _gpu.CHECK_CUDA,
-        *(f"check {name}" for name in names()),
-    ]
-    assert [[one.name for one in stage] for stage in by_stage[2:]] == [[f"time {name}"] for name in names()]
-    for one in by_stage[1][1:]:
+    assert [one.name for one in by_stage[0]] == ["pytest -m gpu", *(f"check {name}" for name in names())]
+    assert [[one.name for one in stage] for stage in by_stage[1:]] == [[f"time {name}"] for name in names()]
+    for one in by_stage[0][1:]:
         assert "--check" in one.command
-    for (one,) in by_stage[2:]:
-        assert "--check" not in one.command and one.if_wrong == {_gpu.CHECK_CUDA: ("--without", "cuda")}
-
-
-def test_the_cuda_backend_is_checked_alone_where_it_was_built() -> None:
-    found = {one.name: one for one in plan()}
-    alone = found[_gpu.CHECK_CUDA]
-    assert alone.needs == _gpu.BUILD_CUDA and set(_gpu.CUDA_BENCHMARKS) <= set(alone.command)
-    assert alone.command[alone.command.index("--providers") + 1] == "cuda"
-    for name in names():
-        others = found[f"check {name}"].command
-        assert others[others.index("--without") + 1] == "cuda"
+    for (one,) in by_stage[1:]:
+        assert "--check" not in one.command
 
 
 def test_no_benchmark_begins_a_case_that_its_limit_would_cut_at_once() -> None:
@@ -101,10 +86,10 @@ def test_no_benchmark_begins_a_case_that_its_limit_would_cut_at_once() -> None:
 
 
 def test_the_time_is_enough_for_all_and_is_kept_whatever_hangs() -> None:
-    """Where the build and a check hang too, every timing has its expected time."""
+    """Where a check hangs too, every timing has its expected time."""
     jobs = plan()
-    build, checks, *timings = _jobs.stages(jobs)
-    before = sum(max(one.limit for one in stage) for stage in (build, checks))
+    checks, *timings = _jobs.stages(jobs)
+    before = max(one.limit for one in checks)
     assert before + _jobs.expected_seconds([one for stage in timings for one in stage]) < _gpu.TOTAL_SECONDS
     assert _jobs.expected_seconds(jobs) < _jobs.most_seconds(jobs, _gpu.TOTAL_SECONDS) < MOST_SECONDS
     assert _gpu.TOTAL_SECONDS + _jobs.REAP_SECONDS < MOST_SECONDS
@@ -141,7 +126,7 @@ def test_a_dry_run_shows_the_jobs_that_a_run_begins(
     monkeypatch.setattr(_jobs, "run_jobs", note)
     assert main(["gpu"]) == 0
     places = [dry.index(f"{one.name}\n{'':26}{one.line}\n") for one in begun]
-    assert places == sorted(places) and len(begun) == 3 + 2 * len(names())
+    assert places == sorted(places) and len(begun) == 1 + 2 * len(names())
     total, most = _jobs.expected_seconds(begun), _jobs.most_seconds(begun, _gpu.TOTAL_SECONDS)
     assert dry.splitlines()[-1] == f"expected: {total:.0f} s in all; at most {most:.0f} s"
 
@@ -183,10 +168,7 @@ def test_without_a_gpu_the_gpu_suite_says_so(
     ("ended", "status"),
     [
         ({}, 0),
-        ({_gpu.BUILD_CUDA: NOT_HERE, _gpu.CHECK_CUDA: NOT_HERE}, 0),
         ({"pytest -m gpu": NOT_HERE}, 0),
-        ({_gpu.BUILD_CUDA: WRONG, _gpu.CHECK_CUDA: NOT_HERE}, 1),
-        ({_gpu.CHECK_CUDA: WRONG}, 1),
         ({"check advantages": WRONG}, 1),
         ({"time smopd_loss": WRONG}, 1),
         ({"time topk_logprobs": NOT_BEGUN}, 1),
@@ -206,7 +188,6 @@ def test_the_exit_status_and_what_is_said(
     said = capsys.readouterr().err
     for name, state in ended.items():
         assert any(line.startswith(f"{state}: ") and name in line for line in said.splitlines())
-    assert ("left out of the timings" in said) == (ended.get(_gpu.CHECK_CUDA) == WRONG)
     assert "a-gpu-" in said
 
 
@@ -310,22 +291,6 @@ def test_when_the_time_is_over_nothing_is_begun_and_that_is_said(
     assert "---- later: not begun, the time for all jobs was over" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(("status", "state"), [(0, WELL), (1, WRONG), (2, NOT_HERE)])
-def test_a_job_that_needs_another_and_one_that_goes_without_it(
-    status: int, state: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    first = job(f"raise SystemExit({status})", "first", nothing=(2,))
-    needs = job("print('needed')", "needs", stage=2, needs="first")
-    goes_on = job(
-        "import sys; print('got', sys.argv[1:])", "goes on", stage=3, if_wrong={"first": ("--without", "x")}
-    )
-    results = run(tmp_path, first, needs, goes_on)
-    assert results["first"].state == state
-    assert results["needs"].state == (WELL if state == WELL else NOT_HERE)
-    given = "['--without', 'x']" if state == WRONG else "[]"
-    assert f"got {given}" in capfd.readouterr().out
-
-
 def test_a_job_is_told_when_its_tests_have_to_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = time.time()
     tells = job(f"import os; print(os.environ['{_jobs.UNTIL}'], os.environ['GIVEN'])", "tells")
@@ -349,34 +314,3 @@ def test_who_ends_the_suite_ends_its_jobs(number: signal.Signals, tmp_path: Path
     suite.send_signal(number)
     assert suite.wait(HANG_SECONDS) == 128 + number
     until(lambda: gone(int((tmp_path / "child").read_text())))
-
-
-@pytest.mark.parametrize(
-    ("there", "nvcc", "status"),
-    [(True, "none", 0), (False, "none", 2), (False, "other", 2), (False, "right", 0), (False, "fails", 1)],
-)
-def test_the_cuda_library_is_built_whole_or_not_at_all(
-    there: bool, nvcc: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    library = tmp_path / "_C_cuda.abi3.so"
-    if there:
-        library.touch()
-    writes = "import sys; open(sys.argv[1], 'w').write('lib')" + ("; sys.exit(1)" if nvcc == "fails" else "")
-    tools = {
-        "find_nvcc": lambda: None if nvcc == "none" else Path("nvcc"),
-        "cuda_major": lambda _: "12" if nvcc == "other" else "13",
-        "library_command": lambda found, folder, output: [sys.executable, "-c", writes, str(output)],
-    }
-    monkeypatch.setattr(_cuda_build, "LIBRARY", library)
-    monkeypatch.setattr(_cuda_build.runpy, "run_path", lambda path: tools)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: _cuda_build.cuda.CAPABILITY)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert _cuda_build.main() == status
-    assert [path.name for path in tmp_path.iterdir()] == ([library.name] if status == 0 else [])
-
-
-def test_the_cuda_library_is_for_one_kind_of_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cuda_build, "LIBRARY", tmp_path / "_C_cuda.abi3.so")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert _cuda_build.main() == 2

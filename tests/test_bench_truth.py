@@ -8,11 +8,11 @@ import importlib
 import pytest
 import torch
 
-from bench import _cuda_build, _eager, _truth, linear_smopd_loss, smopd_loss, topk_forward_kl
+from bench import _eager, _truth, linear_smopd_loss, smopd_loss, topk_forward_kl
 from bench.__main__ import names
 from bench._accuracy import judge
 from bench._inputs import head_logits, on_head, on_logits
-from bench._providers import absent, ours, peer
+from bench._providers import ours, peer
 from bench._run import Options, run_benchmarks
 from bench._types import Benchmark, Case, Expected, Outputs
 
@@ -130,25 +130,12 @@ def test_eager_divides_by_no_temperature_of_1() -> None:
     assert float(_eager.tempered(logits, 0.5)[0, 0]) == 2.0
 
 
-@pytest.mark.parametrize("name", ["smopd_loss", "linear_smopd_loss"])
-def test_the_cuda_backend_takes_part_or_says_why_not(name: str) -> None:
-    benchmark = FORMS[name][0]
-    case = benchmark.cases["cuda"][0]
-    found = [provider for provider in benchmark.providers if provider.backend == "cuda"]
-    assert found
-    for provider in found:
-        assert absent(provider, case, "cpu") == ""
-        if not _cuda_build.LIBRARY.exists():
-            reason = absent(provider, case, "cuda")
-            assert reason and ("_C_cuda cannot be loaded" in reason or "without CUDA" in reason)
-
-
 def test_providers_are_chosen_by_name_kind_and_backend() -> None:
     providers = smopd_loss.BENCHMARK.providers
 
     def kept(**options) -> set[str]:
         return {p.name for p in providers if Options(device="cpu", case_set="quick", **options).wants(p)}
 
-    assert kept(providers=("cuda",)) == {"cuda", "cuda in place"}
-    assert kept(without=("cuda",)) == {provider.name for provider in providers} - {"cuda", "cuda in place"}
-    assert kept(providers=("ours",), without=("triton", "cuda", "cpp")) == {"reference", "reference in place"}
+    assert kept(providers=("cpp",)) == {"cpp", "cpp in place"}
+    assert kept(without=("cpp",)) == {provider.name for provider in providers} - {"cpp", "cpp in place"}
+    assert kept(providers=("ours",), without=("triton", "cpp")) == {"reference", "reference in place"}

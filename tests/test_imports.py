@@ -31,7 +31,7 @@ EXTRAS = {
 }
 # Besides the standard library; a name allows its submodules too.
 ALLOWED = {
-    "kernels": {"torch", "triton", "smopd._C", "smopd._C_cuda", "smopd.kernels"},
+    "kernels": {"torch", "triton", "smopd._C", "smopd.kernels"},
     "engine": ENGINE_PACKAGES | {"smopd.kernels", "smopd.engine"},
 }
 OPS_ALLOWED = {"torch", "smopd.kernels"}
