@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tyro
 
+from smopd.data.sources import load_rows
 from smopd.evals.safety import FILES, prompt_messages
-from smopd.sources import load_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from smopd import build
 from smopd.config import Settings
-from smopd.data import DemonstrationSet
+from smopd.data.prompts import DemonstrationSet
+from smopd.data.sources import import_function
 from smopd.engine import distributed
 from smopd.engine.checkpoint import export, replace_folder
 from smopd.engine.models import stored_dtype
@@ -18,7 +19,6 @@ from smopd.failures import reading
 from smopd.files import JsonlLog
 from smopd.folder import mark_done
 from smopd.progress import Progress
-from smopd.sources import import_function
 from smopd.warm_start import warm_start
 
 

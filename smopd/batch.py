@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smopd.data import Prompt
+from smopd.data.prompts import Prompt
 from smopd.engine.types import Rollout
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from smopd.config import Settings
-from smopd.data import DemonstrationSet, Overlong, PromptSet, load_demonstrations, load_prompts
+from smopd.data.prompts import DemonstrationSet, Overlong, PromptSet, load_demonstrations, load_prompts
 from smopd.failures import reading
 from smopd.progress import say
 from smopd.sections import Source

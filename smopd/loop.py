@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from smopd.advantages import advantages
 from smopd.config import Settings
-from smopd.data import PromptSet
+from smopd.data.prompts import PromptSet
 from smopd.engine.checkpoint import Checkpoints
 from smopd.engine.rollout import RolloutEngine
 from smopd.engine.student import Student

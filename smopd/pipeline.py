@@ -21,7 +21,7 @@ from smopd import build
 from smopd.base import initial_model, make_base
 from smopd.cli import Command
 from smopd.config import Settings
-from smopd.data import PromptSet
+from smopd.data.prompts import PromptSet
 from smopd.engine import distributed
 from smopd.engine.checkpoint import Checkpoints, export
 from smopd.engine.models import load_tokenizer, stored_dtype

@@ -11,7 +11,7 @@ import torch
 
 from smopd.batch import Batch, sample_batch
 from smopd.config import Settings
-from smopd.data import Prompt, batch_indices
+from smopd.data.prompts import Prompt, batch_indices
 from smopd.engine import distributed
 from smopd.engine.rollout import RolloutEngine
 from smopd.engine.types import Rollout, Sampling

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from smopd.data import Prompt
+from smopd.data.prompts import Prompt
 from smopd.engine import distributed
 from smopd.engine.types import Rollout
 from smopd.names import STEP_COLUMN

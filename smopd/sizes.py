@@ -13,13 +13,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from smopd.config import Settings
+from smopd.data.sources import import_function
 from smopd.engine.models import stored_dtype
 from smopd.engine.teachers import same_place
 from smopd.engine.vllm_memory import ModelNumbers, numbers_of
 from smopd.failures import reading
 from smopd.names import is_url
 from smopd.runs import BASE, needs_base
-from smopd.sources import import_function
 
 ALL_LINEAR = "all-linear"
 ADAPTER = "adapter_config.json"

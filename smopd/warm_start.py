@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from smopd.data import batch_indices
+from smopd.data.prompts import batch_indices
 from smopd.engine import distributed
 from smopd.engine.student import Student
 from smopd.engine.types import Rollout

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smopd.config import Settings
-from smopd.data import Prompt
+from smopd.data.prompts import Prompt
 from smopd.engine import distributed
 from smopd.engine.rollout import RolloutEngine
 from smopd.engine.types import Sampling

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from smopd.data.sources import load_rows
 from smopd.evals import safety_paper
 from smopd.evals.options import Evaluation
 from smopd.evals.suite import Column, Item, Message, Scores
-from smopd.sources import load_rows
 
 BENCHMARKS = {"hh": "HH-RLHF", "pku": "PKU-SafeRLHF", "alpaca": "Alpaca"}
 """Group -> the paper's name."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from smopd.config import Settings
-from smopd.data import Prompt, PromptSet
+from smopd.data.prompts import Prompt, PromptSet
 from smopd.engine import distributed
 from smopd.engine.checkpoint import Checkpoints
 from smopd.engine.student import Student

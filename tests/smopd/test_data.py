@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from smopd.config import Settings
-from smopd.data import batch_indices, load_demonstrations, load_prompts
+from smopd.data.prompts import batch_indices, load_demonstrations, load_prompts
+from smopd.data.sources import load_rows
 from smopd.failures import UnusableInput
 from smopd.inputs import read_inputs
 from smopd.small_models import world_tokenizer
-from smopd.sources import load_rows
 from smopd.toy_world import vocabulary
 
 ROWS = [{"prompt": "call anna please", "label": 1}, {"prompt": "play imagine at 3", "label": None}]
@@ -365,9 +365,7 @@ def test_batches_depend_on_seed_and_epoch():
 
 def test_importing_data_loads_no_heavy_package():
     heavy = "{'torch', 'transformers', 'datasets', 'pyarrow'}"
-    code = (
-        f"import sys, smopd.data, smopd.toy_world; assert not {heavy} & set(sys.modules), sys.modules.keys()"
-    )
+    code = f"import sys, smopd.data.prompts, smopd.toy_world; assert not {heavy} & set(sys.modules), sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from smopd.alpaca import prompt_row
 from smopd.cli import describe, parse, read_settings
 from smopd.config import Settings
+from smopd.data.alpaca import prompt_row
 from smopd.recipe import Mistakes, builtin, load
 from smopd.sections import Reward
 from tests.smopd.recipes import ROOT, environment, metric_lines, train
@@ -214,7 +214,7 @@ def test_hub_ids_are_replaced_by_local_paths_in_one_override_each(tmp_path: Path
         "safe_qwen2.5_3b",
         {
             "model.path": [str(tmp_path)],
-            "data.train": [f'{{source: "{rows}", map: "smopd.alpaca:prompt_row"}}'],
+            "data.train": [f'{{source: "{rows}", map: "smopd.data.alpaca:prompt_row"}}'],
             "rewards.1.kwargs.model": [str(tmp_path)],
         },
     )
@@ -310,7 +310,7 @@ def real_data(recipe: str, data: Path, folder: Path) -> dict[str, Any]:
             "data.train": {"source": "smopd.evals.rlla:training_rows", "kwargs": items, "limit": 12},
             "data.evaluation": {"source": test, "map": "smopd.evals.rlla:test_row", "limit": 2},
         }
-    rows = {"map": "smopd.alpaca:prompt_row", "limit": 12}
+    rows = {"map": "smopd.data.alpaca:prompt_row", "limit": 12}
     return {
         "data.train": {"source": str(data / "safe/alpaca_prompt_only_train.jsonl.gz"), **rows},
         "data.evaluation": {

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from smopd.data import Prompt
+from smopd.data.prompts import Prompt
 from smopd.engine.types import Rollout
 from smopd.rewards.batch import FAILURE_KINDS, RewardBatch
 from smopd.scoring import Scorer

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from smopd.data.sources import Row
 from smopd.names import nearest
-from smopd.sources import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, overload
 
 import numpy as np
 
-from smopd.chats import Chat, Content, row_content, row_text, tokenize_prompts
+from smopd.data.chats import Chat, Content, row_content, row_text, tokenize_prompts
+from smopd.data.sources import Row, checked_row, import_function, load_rows
 from smopd.names import REWARD_ARGUMENTS
-from smopd.sources import Row, checked_row, import_function, load_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
