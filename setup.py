@@ -128,7 +128,9 @@ found = extensions()
 setup(
     package_dir={"smopd.kernels": "kernels", "smopd.engine": "engine"},
     packages=[*find_packages(include=["smopd", "smopd.*"]), "smopd.kernels", "smopd.engine"],
-    package_data={"smopd": ["py.typed", "recipes/*.yaml", "recipes/study/*.yaml"]},
+    package_data={
+        "smopd": ["py.typed", "recipes/*.yaml", "recipes/study/*.yaml", "data/*.yaml", "data/sample/*"]
+    },
     ext_modules=found,
     cmdclass={"build_ext": BuildExtension},
     options={"bdist_wheel": {"py_limited_api": "cp310"}} if found else {},

@@ -14,6 +14,7 @@ import tyro
 from pydantic import ValidationError
 
 from smopd.config import Settings
+from smopd.data import sample
 from smopd.help import print_help, print_recipes
 from smopd.mistakes import child, explain, kind_text, nearest
 from smopd.recipe import Keys, Mistakes, dotted, load, parse_value, write_yaml
@@ -89,6 +90,10 @@ def read_settings(recipe: str, given: dict[str, list[str]] | None = None) -> Set
         except Mistakes as mistakes:
             wrong += mistakes.lines
     try:
+        values = with_sample(values)
+    except ValueError as error:
+        wrong.append(str(error))
+    try:
         settings = Settings.model_validate(values)
         wrong += check_runs(settings, origin)
     except ValidationError as error:
@@ -96,6 +101,14 @@ def read_settings(recipe: str, given: dict[str, list[str]] | None = None) -> Set
     if wrong:
         raise Mistakes(wrong)
     return settings.model_copy(update={"output": str(output_directory(settings))})
+
+
+def with_sample(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with each `or_sample` decided; where the sample is used the description says so first."""
+    found = sample.decided(values)
+    if sample.is_used(found) and sample.NOTE not in str(found.get("description")):
+        found["description"] = f"{sample.NOTE}. {found.get('description') or ''}".rstrip()
+    return dict(found)
 
 
 def describe(command: Command) -> str:

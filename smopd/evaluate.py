@@ -22,6 +22,7 @@ from smopd.evals.responses import Response, given_responses, sampler
 from smopd.evals.results import Result, show, write_items, write_result
 from smopd.evals.rlla import RllaEvaluation
 from smopd.evals.safety import SafetyEvaluation
+from smopd.evals.subset import spread
 from smopd.evals.suite import Suite
 
 SUITES: dict[str, type[Evaluation]] = {
@@ -47,20 +48,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     with answered():
         command.check()
-        suite = command.suite()
-        given = given_responses(command, suite)
+        whole = command.suite()
+        suite = whole if command.limit is None else whole.only(spread(_groups(whole), command.limit))
+        given = given_responses(command, suite, whole.items)
         command.prepare(suite)
         sample = sampler(command, suite.items) if given is None else None
     if sample is not None:
         given = sample()
         write_items(command.output, suite, given)  # kept, whatever becomes of the scoring
-    evaluate(command, suite, given or [])
+    evaluate(command, suite, given or [], of=len(whole.items))
 
 
-def evaluate(command: Evaluation, suite: Suite, responses: Sequence[Response]) -> Result:
-    """Scores one response an item, writes and shows the result."""
+def evaluate(command: Evaluation, suite: Suite, responses: Sequence[Response], *, of: int) -> Result:
+    """Scores one response an item, writes and shows the result; `of` is how many items there are in all."""
     scores = suite.score([response.text for response in responses])
-    groups = [item.group for item in suite.items]
+    groups = _groups(suite)
     summary = suite.summary(groups, scores)
     source: dict[str, Any] = {"data": str(command.data_path)}
     if command.model is None:
@@ -69,6 +71,8 @@ def evaluate(command: Evaluation, suite: Suite, responses: Sequence[Response]) -
         names = ("model", "engine", "max_new_tokens", "max_prompt_tokens", "temperature", "seed")
         source |= {name: getattr(command, name) for name in names}
         source["prompts_cut"] = sum(response.prompt_cut for response in responses)
+    if len(responses) < of:
+        source["subset"] = {"items": len(responses), "of": of}
     ends = [response.finished for response in responses]
     result = Result(
         label=str(command.model or command.responses),
@@ -76,6 +80,7 @@ def evaluate(command: Evaluation, suite: Suite, responses: Sequence[Response]) -
         intervals=intervals(suite, groups, scores),
         source=source | command.settings(suite),
         n=len(responses),
+        title=_title(command, suite, of),
         truncated=None if None in ends else ends.count(False),
     )
     items = write_items(command.output, suite, responses, scores)
@@ -87,6 +92,18 @@ def evaluate(command: Evaluation, suite: Suite, responses: Sequence[Response]) -
         print(note)
     print(f"wrote {written} and {items}")
     return result
+
+
+def _title(command: Evaluation, suite: Suite, of: int) -> str:
+    """The suite's, with the one file that its items are from and how many of them there are, if so."""
+    title = suite.title
+    if command.data is not None and command.data_path.is_file():
+        title += f", {command.data_path.name}"
+    return title if len(suite.items) == of else f"{title}, {len(suite.items)} of {of} items"
+
+
+def _groups(suite: Suite) -> list[str]:
+    return [item.group for item in suite.items]
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from smopd.config import Settings
+from smopd.data.places import is_short_name, located
 from smopd.data.prompts import DemonstrationSet, Overlong, PromptSet, load_demonstrations, load_prompts
 from smopd.failures import reading
 from smopd.progress import say
@@ -53,6 +54,17 @@ def read_inputs(settings: Settings, tokenizer: PreTrainedTokenizerBase, *, demon
                 system=data.system,
             )
     return Inputs(train, held_out, demonstrated)
+
+
+def require_data(settings: Settings) -> None:
+    """Raises UnusableInput where the data of a source's short name is absent."""
+    data, warm = settings.data, settings.warm_start
+    named = {"data.train": data.train, "data.evaluation": data.evaluation}
+    named["warm_start.source"] = warm.source if warm else None
+    for setting, source in named.items():
+        if source is not None and is_short_name(source.source):
+            with reading(setting):
+                located(source.source)
 
 
 def prompt_set(

@@ -21,6 +21,7 @@ from smopd import build
 from smopd.base import initial_model, make_base
 from smopd.cli import Command
 from smopd.config import Settings
+from smopd.data import sample
 from smopd.data.prompts import PromptSet
 from smopd.engine import distributed
 from smopd.engine.checkpoint import Checkpoints, export
@@ -29,8 +30,9 @@ from smopd.evals.held_out import evaluate_held_out
 from smopd.failures import FAILURES, UnusableInput, reading
 from smopd.files import write_atomically
 from smopd.folder import claimed, mark_done, write_settings
-from smopd.inputs import Inputs, read_inputs, tell
+from smopd.inputs import Inputs, read_inputs, require_data, tell
 from smopd.loop import Run, optimise
+from smopd.progress import say
 from smopd.recorder import Recorder
 from smopd.rewards.isolation import RewardPool, RewardSpec
 from smopd.runs import BASE, PlannedRun, is_done, needs_base, plan
@@ -76,6 +78,7 @@ def run_recipe(command: Command) -> int:
     rewards = [RewardSpec(reward.name, reward.function, reward.kwargs) for reward in settings.rewards]
     with distributed.process_group() as device:
         try:
+            require_data(settings)
             with (
                 claimed(folder, settings),
                 RewardPool(
@@ -108,6 +111,8 @@ def do_runs(shop: Workshop, command: Command) -> None:
     inputs = read_inputs(settings, tokenizer, demonstrations=base_due)
     write_settings(shop.folder, settings)
     if distributed.rank() == 0:
+        if sample.is_used(settings.model_dump()):
+            say(sample.NOTE)
         tell(inputs)
     for run in planned:
         if not shop.finished(run.name):

@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, normalizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -21,6 +30,9 @@ from transformers import (
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from smopd import toy_world
+from smopd.data import sample as rlla_sample
+from smopd.data.places import located
+from smopd.progress import say
 
 MIN_HEAD_DIM = 32  # vLLM's CPU attention takes no smaller head
 
@@ -35,6 +47,7 @@ WORLD_CHAT_TEMPLATE = (
 )
 
 QWEN_VOCAB_SIZE = 151_936  # the model's rows: the tokenizer's 151,646 ids and Qwen's padding
+SAMPLE_VOCAB_SIZE = 2_048  # at most, of the BPE of the sample's texts
 QWEN_PATTERN = (  # Qwen2's split pattern
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -142,17 +155,24 @@ def qwen_vocab_model(
     intermediate_size: int | None = None,
     max_positions: int = 4096,
     tie_embeddings: bool = False,
+    sample: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """A Qwen2 model in fp32 with Qwen's vocabulary of 151,936 rows.
 
     Args:
-        tokenizer_file: Qwen's BPE in tiktoken's form (qwen.tiktoken); see `qwen_tokenizer`.
+        tokenizer_file: Qwen's BPE in tiktoken's form (qwen.tiktoken), or the short name `tokenizer/qwen`; see
+            `qwen_tokenizer`.
         hidden_size, intermediate_size, max_positions: as for `world_model`.
+        sample: take `sample_tokenizer` in its place, and say so.
     Raises:
         FileNotFoundError: tokenizer_file is absent.
         ValueError: hidden_size does not fit heads, a size is below 1, or the file is no tiktoken file.
     """
-    tokenizer = qwen_tokenizer(tokenizer_file)
+    if sample:
+        tokenizer = sample_tokenizer()
+        say(f"SAMPLE: a BPE of {len(tokenizer)} tokens, of the sample's own texts, not {tokenizer_file}")
+    else:
+        tokenizer = qwen_tokenizer(tokenizer_file)
     model = _qwen2("qwen_vocab_model", seed, QWEN_VOCAB_SIZE, tokenizer, hidden_size, layers, heads,
                    intermediate_size, max_positions, tie_embeddings)  # fmt: skip
     return model, tokenizer
@@ -163,7 +183,7 @@ def qwen_tokenizer(tokenizer_file: str | Path) -> PreTrainedTokenizerFast:
 
     Text is normalised to NFC first, as Qwen does.
     """
-    path = Path(tokenizer_file).expanduser()
+    path = located(tokenizer_file)
     if not path.is_file():
         raise FileNotFoundError(
             f"qwen_tokenizer: tokenizer_file {str(path)!r} is no file, expected Qwen's ranks (qwen.tiktoken)"
@@ -172,6 +192,27 @@ def qwen_tokenizer(tokenizer_file: str | Path) -> PreTrainedTokenizerFast:
     backend = _RanksConverter(
         vocab_file=str(path), pattern=QWEN_PATTERN, extra_special_tokens=list(special)
     ).converted()
+    return _chatml(backend)
+
+
+def sample_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of the texts of smopd.data.sample, otherwise as `qwen_tokenizer`; always the same."""
+    backend = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(QWEN_PATTERN), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=SAMPLE_VOCAB_SIZE,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[ENDOFTEXT, IM_START, IM_END],
+        show_progress=False,
+    )
+    backend.train_from_iterator(rlla_sample.texts(), trainer)
+    return _chatml(backend)
+
+
+def _chatml(backend: Tokenizer) -> PreTrainedTokenizerFast:
     backend.normalizer = normalizers.NFC()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,

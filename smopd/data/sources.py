@@ -1,4 +1,4 @@
-"""Where rows of prompts come from: a file, a function by import path, or a hub data set."""
+"""Where rows of prompts come from: a file, a function by import path, or a data set here or of the hub."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
+from smopd.data.places import is_short_name, located
 from smopd.names import IMPORT_PATH, nearest
 
 Row: TypeAlias = "dict[str, Any]"
 
 SOURCE_FORMS = (
     "a .jsonl, .json (both also .gz) or .parquet file, a function as package.module:function, "
-    "or a hub data set as owner/name"
+    "a short name of `python -m smopd.data`, or a hub data set as owner/name"
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
@@ -36,7 +37,8 @@ def load_rows(
 
     Args:
         source: a .jsonl, .json (a list of objects, or JSON lines; both also .gz) or .parquet file; a function
-            as package.module:function that returns rows; or a hub data set as owner/name.
+            as package.module:function that returns rows; the short name of such a file (`rlla/test`, see
+            smopd.data.places), which comes before a path and a hub id; or a hub data set as owner/name.
         split: of a hub data set (None is "train"); a function gets it as `split`; a file has none.
         limit: at most so many rows, from the start; None is all.
         kwargs: passed to the function, or to datasets.load_dataset.
@@ -47,10 +49,10 @@ def load_rows(
     if limit is not None and limit < 1:
         raise ValueError(f"load_rows: limit is {limit}, expected at least 1 or None")
     options = dict(kwargs or {})
-    if _is_file_source(source):
+    if is_short_name(source) or _is_file_source(source):
         if split is not None or options:
             raise ValueError(f"load_rows: source {source!r} is a file, which takes no split and no kwargs")
-        found = _read_file(Path(source).expanduser())
+        found = _read_file(located(source))
     elif IMPORT_PATH.fullmatch(source):
         if split is not None:
             options["split"] = split

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import copy
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from smopd.evals import paper
 from smopd.evals.judge import KINDS, Judge, Question
+from smopd.evals.options import group_files
 from smopd.evals.rlla import TOOL_THINK
 from smopd.evals.suite import Column, Item, Scores
 from smopd.rewards.rlla import MAX_BLOCK_CHARS, MAX_JSON_DEPTH
@@ -119,19 +121,16 @@ def read_answer(answer: Call | Sequence[Call]) -> list[Call]:
     return [dict(call) for call in calls]
 
 
-def load_items(folder: Path) -> list[Item]:
-    """The items of the three levels' files in a folder, in order; keys are as the paper's L1-8, from 0.
+def load_items(data: Path) -> list[Item]:
+    """The items of the three levels' files in a folder, or of one of them, in order.
+
+    Keys are as the paper's L1-8, from 0.
 
     Raises:
         FileNotFoundError, ValueError: a file is missing, no JSON list, or has a malformed row.
     """
     items = []
-    for level, name in FILES.items():
-        path = folder / name
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"API-Bank data {path}: no such file, expected {', '.join(FILES.values())}"
-            )
+    for level, path in group_files(data, FILES, "API-Bank data").items():
         try:
             rows = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
@@ -159,6 +158,11 @@ class ApiBank:
         self.columns: Sequence[Column] = EXACT_COLUMNS if judge is None else EXACT_COLUMNS + JUDGE_COLUMNS
         self.parser: Parser = parser
         self.judge = judge
+
+    def only(self, indices: Sequence[int]) -> ApiBank:
+        chosen = copy(self)
+        chosen.items = [self.items[i] for i in indices]
+        return chosen
 
     def score(self, responses: Sequence[str]) -> list[Scores]:
         outcomes = [

@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
+from smopd.data.places import how_to_fetch
 from smopd.evals import bfcl_checker, bfcl_official
 from smopd.evals.bfcl_calls import Form, read_calls, write_calls
 from smopd.evals.bfcl_checker import Answer, Call, Function
@@ -45,7 +46,7 @@ Scorer = Literal["auto", "ours", "bfcl-eval"]
 class Bfcl(Evaluation):
     """Score a model, or saved responses, on BFCL v4's single-turn categories: AST, relevance, Overall.
 
-    `data` is the folder of BFCL_v4_*.json with possible_answer/ in it.
+    `data` is the folder of BFCL_v4_*.json with possible_answer/ in it, or one of these files.
     """
 
     default_data: ClassVar[str] = "bfcl"
@@ -148,12 +149,12 @@ class BfclSuite:
         mend: bool = False,
         multi_turn_scores: Path | None = None,
     ) -> BfclSuite:
-        """The items of a folder; arguments as in `Bfcl`.
+        """The items of a folder, or of one category's file in it; other arguments as in `Bfcl`.
 
         Raises:
             ValueError, FileNotFoundError: for every mistake in the arguments and the files.
         """
-        chosen = parse_categories(categories)
+        data, chosen = _chosen(data, parse_categories(categories))
         asked = frame(form, words)
         more = read_scores(multi_turn_scores) if multi_turn_scores is not None else {}
         items, functions, mended_keys = [], [], []
@@ -176,6 +177,19 @@ class BfclSuite:
             underscores=underscores,
             mended=mended_keys,
             more=more,
+        )
+
+    def only(self, indices: Sequence[int]) -> BfclSuite:
+        items = [self.items[i] for i in indices]
+        keys = {item.key for item in items}
+        return BfclSuite(
+            items,
+            [self._functions[i] for i in indices],
+            scorer=self.scorer,
+            form=self.form,
+            underscores=self.underscores,
+            mended=[key for key in self.mended if key in keys],
+            more=self._more,
         )
 
     def score(self, responses: Sequence[str]) -> list[Scores]:
@@ -232,6 +246,18 @@ class BfclSuite:
         return paper_rows()
 
 
+def _chosen(data: Path, categories: tuple[str, ...]) -> tuple[Path, tuple[str, ...]]:
+    """The folder, and of the categories those whose files are given with it: all, or the one of a file."""
+    if not data.is_file():
+        return data, categories
+    named = [category for category in categories if FILE.format(category) == data.name]
+    if not named:
+        raise ValueError(
+            f"BFCL data {data}: expected a folder, or {FILE.format('CATEGORY')} of {', '.join(categories)}"
+        )
+    return data.parent, tuple(named)
+
+
 def _rows(data: Path, category: str) -> list[tuple[dict[str, Any], list[Answer] | None]]:
     """The rows of a category, each with its answers, or None where it has none."""
     name = FILE.format(category)
@@ -262,7 +288,9 @@ def _check(where: str, functions: Sequence[Function], answers: Sequence[Answer],
 
 def _lines(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
     if not path.is_file():
-        raise FileNotFoundError(f"BFCL data {path}: no such file, expected the folder of BFCL v4's files")
+        raise FileNotFoundError(
+            f"BFCL data {path}: no such file, expected the folder of BFCL v4's files{how_to_fetch(path)}"
+        )
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +11,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
+from smopd.data.places import VARIABLE, how_to_fetch, located
 from smopd.evals.suite import Suite
 
 GROUND_TRUTH = "ground-truth"
-DATA_FOLDER_VARIABLE = "SMOPD_DATA"
-DEFAULT_DATA_FOLDER = "../shared/data"
-DATA_HINT = f"(default: the suite's own in ${DATA_FOLDER_VARIABLE}, or in {DEFAULT_DATA_FOLDER})"
+DATA_HINT = f"(default: the suite's own in ${VARIABLE} or the user's cache; python -m smopd.data)"
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class Evaluation:
     """Base of the suites' options. A subclass names its data, builds its suite and may say more of a run."""
 
     default_data: ClassVar[str]
-    """Of `data`, inside the folder of all data."""
+    """Of `data`, a short name."""
 
     model: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """A model's folder or hub id; one response to each item is sampled from it."""
@@ -35,7 +33,9 @@ class Evaluation:
     engine: Literal["local", "vllm"] = "local"
     """What samples from the model."""
     data: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint=DATA_HINT)] = None
-    """The items."""
+    """The items: their folder or one of its files, or the short name of either."""
+    limit: int | None = None
+    """So many of the items alone, evenly spread, each group by its share: the same ones every time."""
     output: Path = Path("runs/evaluate")
     """The folder to write into."""
     max_new_tokens: int = 1024
@@ -51,8 +51,8 @@ class Evaluation:
 
     @property
     def data_path(self) -> Path:
-        folder = os.environ.get(DATA_FOLDER_VARIABLE, DEFAULT_DATA_FOLDER)
-        return (self.data or Path(folder) / self.default_data).expanduser()
+        """Where the items are; FileNotFoundError where a short name's are absent."""
+        return located(self.data or self.default_data)
 
     def suite(self) -> Suite:
         """The suite with its items.
@@ -82,6 +82,8 @@ class Evaluation:
         if (self.model is None) == (self.responses is None):
             got = "none" if self.model is None else "both"
             raise ValueError(f"expected one of --model and --responses, got {got}")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"--limit is {self.limit}, expected at least 1, or None")
         if self.max_new_tokens < 1:
             raise ValueError(f"--max-new-tokens is {self.max_new_tokens}, expected at least 1")
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
@@ -97,3 +99,26 @@ class Evaluation:
             raise FileNotFoundError(f"--model {self.model}: no such folder, expected one, or a hub id")
         if self.engine == "vllm" and importlib.util.find_spec("vllm") is None:
             raise ValueError("--engine vllm: vllm is not installed, expected it, or --engine local")
+
+
+def group_files(data: Path, names: Mapping[str, str], what: str) -> dict[str, Path]:
+    """Group -> its file, of all groups in a folder, or of the one whose file is given.
+
+    Args:
+        names: group -> name of its file.
+        what: for error messages, such as "API-Bank data".
+    Raises:
+        FileNotFoundError, ValueError: a file is absent, or is none of these.
+    """
+    if data.is_file():
+        group = {name: group for group, name in names.items()}.get(data.name)
+        if group is None:
+            raise ValueError(f"{what} {data}: expected a folder, or one of {', '.join(names.values())}")
+        return {group: data}
+    found = {group: data / name for group, name in names.items()}
+    for path in found.values():
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{what} {path}: no such file, expected {', '.join(names.values())}{how_to_fetch(path)}"
+            )
+    return found

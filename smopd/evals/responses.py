@@ -29,26 +29,29 @@ class Response:
     prompt_cut: bool = False
 
 
-def given_responses(command: Evaluation, suite: Suite) -> list[Response] | None:
+def given_responses(command: Evaluation, suite: Suite, whole: Sequence[Item]) -> list[Response] | None:
     """The responses that --responses names, one an item in order; None where a model is to be sampled.
 
+    Args:
+        whole: all items, of which the suite's may be a part.
     Raises:
         ValueError, FileNotFoundError: the file is none of these responses, or the suite has no ground truth.
     """
     if command.responses is None:
         return None
     if command.responses != GROUND_TRUTH:
-        return read_responses(Path(command.responses).expanduser(), suite.items)
+        return read_responses(Path(command.responses).expanduser(), suite.items, whole)
     truths = suite.truths()
     if truths is None:
         raise ValueError(f"--responses {GROUND_TRUTH}: {suite.name} has no ground truth, expected a file")
     return [Response(truth) for truth in truths]
 
 
-def read_responses(path: Path, items: Sequence[Item]) -> list[Response]:
+def read_responses(path: Path, items: Sequence[Item], whole: Sequence[Item]) -> list[Response]:
     """The responses of a file of JSON lines; decoded chats are cut to the response.
 
-    Lines that all have a text as `key` may stand in any order; others stand in the items'.
+    Lines that all have a text as `key` may stand in any order; others stand in the items'. The file has
+    responses to the items, or to all those of `whole`, of which the items' are taken.
 
     Raises:
         FileNotFoundError, ValueError: no such file, an unreadable line, or responses to other items.
@@ -66,10 +69,11 @@ def read_responses(path: Path, items: Sequence[Item]) -> list[Response]:
         finished = row.get("finished")
         found.append(Response(extract_response(text), finished if isinstance(finished, bool) else None))
         keys.append(row.get("key"))
-    if len(found) != len(items):
-        raise ValueError(f"{path}: expected {len(items)} responses, got {len(found)}")
+    if len(found) not in (len(items), len(whole)):
+        choice = "" if len(whole) == len(items) else f", or {len(whole)} to take them from"
+        raise ValueError(f"{path}: expected {len(items)} responses{choice}, got {len(found)}")
     if not all(isinstance(key, str) for key in keys):
-        return found
+        keys = [item.key for item in (items if len(found) == len(items) else whole)]
     by_key = dict(zip(keys, found, strict=True))
     missing = [item.key for item in items if item.key not in by_key]
     if missing:

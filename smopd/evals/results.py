@@ -29,6 +29,7 @@ class Result:
         summary: of the suite.
         intervals: of the columns, 95%.
         source: where responses came from and how, as JSON.
+        title: of the table; says where the items are a part of the suite's.
         truncated: responses that did not end by themselves; None where that is not known.
     """
 
@@ -37,6 +38,7 @@ class Result:
     intervals: Mapping[str, Interval]
     source: Mapping[str, Any]
     n: int
+    title: str
     truncated: int | None
 
 
@@ -87,7 +89,7 @@ def write_result(output: Path, suite: Suite, result: Result, compared: bool) -> 
 
 def show(suite: Suite, result: Result, compared: bool) -> None:
     """Prints the table, each value over its interval, the paper's rows above."""
-    table = Table(title=Text(suite.title))
+    table = Table(title=Text(result.title))
     table.add_column("responses")
     for column in suite.columns:
         table.add_column(Text(column.heading), justify="right", no_wrap=True)

@@ -10,10 +10,14 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from smopd.data.places import how_to_fetch, located
+from smopd.data.sample import NOTE as SAMPLE_NOTE
+from smopd.data.sample import path_of, stands_in
 from smopd.evals import paper
 from smopd.evals.options import Evaluation
 from smopd.evals.suite import Column, Item, Scores
@@ -24,6 +28,7 @@ TOOL_THINK = (
     "<think> I should use the appropriate tool with proper parameters to respond to the user's need. </think>"
 )
 RESPONSE_THINK = "<think> I should directly respond to the user's need. </think>"
+TEST_FILES = ("rlla_4k_test.parquet", "rlla_4k_test.jsonl.gz")
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
 COLUMNS = (
     Column("accuracy", "Acc Reward"),
@@ -102,6 +107,11 @@ class Rlla:
         ]
         score_responses(self.truths(), self.truths())
 
+    def only(self, indices: Sequence[int]) -> Rlla:
+        chosen = copy(self)
+        chosen.items = [self.items[i] for i in indices]
+        return chosen
+
     def score(self, responses: Sequence[str]) -> list[Scores]:
         scores = score_responses(responses, self.truths())
         return [
@@ -129,10 +139,31 @@ class RllaEvaluation(Evaluation):
     Writes rlla.json (the scores) and rlla_items.jsonl (each response with its truth and rewards).
     """
 
-    default_data: ClassVar[str] = "rlla/rlla_4k_test.parquet"
+    default_data: ClassVar[str] = "rlla/test"
+
+    @property
+    def data_path(self) -> Path:
+        if self.is_sample:
+            return path_of(self.default_data, sample=True)
+        path = super().data_path
+        return _test_file(path) if path.is_dir() else path
+
+    @property
+    def is_sample(self) -> bool:
+        """Whether the items are the sample that comes with the package, for want of others."""
+        return self.data is None and stands_in()
 
     def suite(self) -> Rlla:
-        return Rlla(load_rlla_items(self.data_path))
+        suite = Rlla(load_rlla_items(self.data_path))
+        if self.is_sample:
+            suite.title = f"SAMPLE of RLLA-4K test, {len(suite.items)} items"
+        return suite
+
+    def settings(self, suite: Any) -> dict[str, Any]:
+        return {"sample": SAMPLE_NOTE} if self.is_sample else {}
+
+    def notes(self, suite: Any, summary: Mapping[str, float | None]) -> list[str]:
+        return [SAMPLE_NOTE] if self.is_sample else []
 
 
 def score_responses(responses: Sequence[str], ground_truths: Sequence[str]) -> RllaScores:
@@ -154,14 +185,14 @@ def load_rlla_items(path: str | Path, *, exclude: Iterable[RllaItem] = ()) -> li
     """The items of a file in either row form, in the file's order.
 
     Args:
-        path: .parquet, .jsonl or .jsonl.gz.
+        path: .parquet, .jsonl or .jsonl.gz, or the short name of one (`rlla/test`).
         exclude: items whose chats are left out, such as the test split's from training items.
     Raises:
         FileNotFoundError, ValueError: no such file, another form, no item, or an unreadable row.
     """
     excluded = {_user_text(item.messages) for item in exclude}
     items = []
-    for index, row in enumerate(_rows(Path(path).expanduser())):
+    for index, row in enumerate(_rows(located(path))):
         try:
             mapped = sft_row(row) if "output" in row else test_row(row)
         except ValueError as error:
@@ -174,12 +205,25 @@ def load_rlla_items(path: str | Path, *, exclude: Iterable[RllaItem] = ()) -> li
     return items
 
 
-def training_rows(path: str, exclude: str | None = None) -> list[dict[str, Any]]:
+def training_rows(path: str, exclude: str | None = None, *, sample: bool = False) -> list[dict[str, Any]]:
     """A prompt source: the items of `path` without those whose chats are in the file `exclude`.
 
-    Rows have `prompt` (chat messages) and `ground_truth`.
+    Args:
+        path, exclude: files, or short names (`rlla/sft`, `rlla/test`).
+        sample: take what comes with the package in place of short names; see smopd.data.sample.
+    Returns:
+        Rows with `prompt` (chat messages) and `ground_truth`.
     """
-    items = load_rlla_items(path, exclude=load_rlla_items(exclude) if exclude is not None else ())
+    left_out = () if exclude is None else load_rlla_items(path_of(exclude, sample=sample))
+    return _prompt_rows(load_rlla_items(path_of(path, sample=sample), exclude=left_out))
+
+
+def evaluation_rows(path: str, *, sample: bool = False) -> list[dict[str, Any]]:
+    """A prompt source: all items of `path`; arguments and rows as of `training_rows`."""
+    return _prompt_rows(load_rlla_items(path_of(path, sample=sample)))
+
+
+def _prompt_rows(items: Iterable[RllaItem]) -> list[dict[str, Any]]:
     return [{"prompt": list(item.messages), "ground_truth": item.ground_truth} for item in items]
 
 
@@ -215,13 +259,26 @@ def sft_row(row: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"prompt": messages, "ground_truth": f"{think}\n{answer}"}
 
 
+def _test_file(folder: Path) -> Path:
+    """The test split in a folder."""
+    files = [folder / name for name in TEST_FILES]
+    found = next((file for file in files if file.is_file()), None)
+    if found is None:
+        raise FileNotFoundError(
+            f"RLLA data {folder}: expected {' or '.join(TEST_FILES)} in it{how_to_fetch(files[0])}"
+        )
+    return found
+
+
 def _user_text(messages: Iterable[Mapping[str, str]]) -> tuple[str, ...]:
     return tuple(message["content"] for message in messages if message["role"] != "system")
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
-        raise FileNotFoundError(f"RLLA data {path}: no such file, expected one of {', '.join(SUFFIXES)}")
+        raise FileNotFoundError(
+            f"RLLA data {path}: no such file, expected one of {', '.join(SUFFIXES)}{how_to_fetch(path)}"
+        )
     if path.suffix == ".parquet":
         import pyarrow.parquet
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from smopd.data.sources import load_rows
 from smopd.evals import safety_paper
-from smopd.evals.options import Evaluation
+from smopd.evals.options import Evaluation, group_files
 from smopd.evals.suite import Column, Item, Message, Scores
 
 BENCHMARKS = {"hh": "HH-RLHF", "pku": "PKU-SafeRLHF", "alpaca": "Alpaca"}
@@ -103,6 +104,11 @@ class Safety:
         self.items = items
         self.columns: Sequence[Column] = COLUMNS
         self.scorers = {"useful": useful, "harmless": harmless}
+
+    def only(self, indices: Sequence[int]) -> Safety:
+        chosen = copy(self)
+        chosen.items = [self.items[i] for i in indices]
+        return chosen
 
     def score(self, responses: Sequence[str]) -> list[Scores]:
         if len(responses) != len(self.items):
@@ -196,17 +202,14 @@ class SafetyEvaluation(Evaluation):
         return [f"{unscorable:.0f} scores are absent and left out of the means"] if unscorable else []
 
 
-def load_safety_items(folder: str | Path) -> list[Item]:
-    """The prompts of the three benchmarks from the files in FILES, in order.
+def load_safety_items(data: str | Path) -> list[Item]:
+    """The prompts of the three benchmarks from the files in FILES in a folder, or from one of them, in order.
 
     Raises:
         FileNotFoundError, ValueError: a file is absent or empty, or a row has no usable `prompt`.
     """
     items = []
-    for group, file in FILES.items():
-        path = Path(folder).expanduser() / file
-        if not path.is_file():
-            raise FileNotFoundError(f"safety data {path}: no such file, expected {', '.join(FILES.values())}")
+    for group, path in group_files(Path(data).expanduser(), FILES, "safety data").items():
         rows = load_rows(str(path))
         if not rows:
             raise ValueError(f"{path}: no prompt")

@@ -55,6 +55,10 @@ class Suite(Protocol):
     items: Sequence[Item]
     columns: Sequence[Column]
 
+    def only(self, indices: Sequence[int]) -> Suite:
+        """A suite like this one of these items alone, in this order."""
+        ...
+
     def score(self, responses: Sequence[str]) -> list[Scores]:
         """One for each item, in order. A response is the generated text alone, without markers."""
         ...

@@ -4,7 +4,8 @@ The words of real users, in the answers of the toy world: a sloppy format whose 
 utterances of words that are frequent enough to be learned from scratch, with one to four slots. A model's
 tokens are words, so the words of a slot's value are joined by "_".
 
-Data: train_INTENT_full.json and validate_INTENT.json of the NLU benchmark's 2017-06 custom intent engines.
+Data: a folder of train_INTENT_full.json and validate_INTENT.json of the NLU benchmark's 2017-06 custom intent
+engines, whose short name is `snips` (python -m smopd.data fetch snips).
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from smopd.data.places import how_to_fetch, located
 from smopd.small_models import word_model
 from smopd.toy_world import format_pieces, format_rates, in_sloppy_format
 
@@ -53,6 +54,8 @@ class Utterance:
 def prompts(folder: str, n: int, seed: int, split: str) -> list[dict[str, str]]:
     """Draw n utterances, with repeats where there are fewer, as rows {"prompt", "ground_truth"}.
 
+    Args:
+        folder: of the files, or the short name `snips`.
     Raises:
         FileNotFoundError: folder lacks a file.
         ValueError: split is neither train nor validate.
@@ -130,7 +133,10 @@ def _read(folder: str, split: str) -> tuple[Utterance, ...]:
         raise ValueError(f"snips: split is {split!r}, expected one of {', '.join(SPLITS)}")
     found = []
     for intent in INTENTS:
-        raw = (Path(folder) / SPLITS[split].format(intent)).read_bytes()
+        path = located(folder) / SPLITS[split].format(intent)
+        if not path.is_file():
+            raise FileNotFoundError(f"snips: no file {path}{how_to_fetch(path)}")
+        raw = path.read_bytes()
         try:
             text = raw.decode("utf-8")
         except UnicodeDecodeError:  # PlayMusic's training file

@@ -365,7 +365,8 @@ def test_batches_depend_on_seed_and_epoch():
 
 def test_importing_data_loads_no_heavy_package():
     heavy = "{'torch', 'transformers', 'datasets', 'pyarrow'}"
-    code = f"import sys, smopd.data.prompts, smopd.toy_world; assert not {heavy} & set(sys.modules), sys.modules.keys()"
+    modules = "smopd.data.prompts, smopd.data.__main__, smopd.data.fetch, smopd.toy_world"
+    code = f"import sys, {modules}; assert not {heavy} & set(sys.modules), sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -121,8 +121,8 @@ def test_what_both_settings_share(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", RLLA)
 def test_table_5(recipe: str) -> None:
     for own in runs(recipe).values():
-        assert own.data.train.source == own.data.evaluation.source == "RamAnanth1/toolrl-rlla4k"
-        assert own.data.train.split is None and own.data.evaluation.split == "test"
+        assert (own.data.train.source, own.data.evaluation.source) == ("rlla/train", "rlla/test")
+        assert own.data.train.split is own.data.evaluation.split is None
         assert [(reward.name, reward.range) for reward in own.rewards] == [
             ("accuracy", (-3.0, 3.0)),
             ("format", (0.0, 1.0)),
@@ -138,7 +138,10 @@ def test_table_5(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", SAFE)
 def test_table_6(recipe: str) -> None:
     for own in runs(recipe).values():
-        assert own.data.train.source == own.data.evaluation.source == "tatsu-lab/alpaca"
+        assert (own.data.train.source, own.data.evaluation.source) == (
+            "safe/alpaca_train",
+            "safe/alpaca_test",
+        )
         assert [(reward.name, reward.kwargs["sign"]) for reward in own.rewards] == [
             ("useful", 1),
             ("harmless", 1),

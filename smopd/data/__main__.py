@@ -1,0 +1,81 @@
+"""`python -m smopd.data` lists the data sets; `python -m smopd.data fetch NAME ...` downloads them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from smopd.data.catalogue import ALIASES, DataSet, File, catalogue, data_set
+from smopd.data.places import VARIABLE, data_folder
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status: 0, 1 where a file could not be had, 2 for a mistake."""
+    parser = argparse.ArgumentParser(prog="python -m smopd.data", description="The data sets.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands.add_parser("list", help="list them (the default)")
+    named = commands.add_parser("fetch", help="download them into the folder of data")
+    named.add_argument("names", nargs="+", metavar="NAME", help=", ".join((*catalogue(), *ALIASES)))
+    asked = parser.parse_args(argv)
+    if asked.command != "fetch":
+        show_list(data_folder())
+        return 0
+    try:
+        wanted = list({each.name: each for each in map(data_set, asked.names)}.values())
+    except ValueError as error:
+        print(f"smopd.data: {error}", file=sys.stderr)
+        return 2
+    return fetch_all(wanted)
+
+
+def show_list(folder: Path) -> None:
+    """Print each data set: its name, whether it is in the folder, size, licence and source."""
+    for each in catalogue().values():
+        print(f"{each.name:10} {presence(each, folder)}, {_size(each)}, {each.licence}, from {each.source}")
+        print(f"{'':10} {each.about}")
+    origin = VARIABLE if os.environ.get(VARIABLE) else f"the user's cache; {VARIABLE} names another"
+    print(f"Folder: {folder} ({origin}). To download: python -m smopd.data fetch NAME ...")
+
+
+def presence(each: DataSet, folder: Path) -> str:
+    """`whole`, `absent`, or `partly` with how many of its files are there; looks at names and sizes alone."""
+    there = sum(_is_there(file, folder / file.path) for file in each.files)
+    if there == len(each.files):
+        return "whole"
+    return f"partly ({there} of {len(each.files)} files)" if there else "absent"
+
+
+def fetch_all(wanted: Sequence[DataSet]) -> int:
+    """Fetch the data sets, saying first what their licences ask; returns the exit status."""
+    from smopd.data.fetch import fetch
+
+    for each in wanted:
+        print(f"{each.name}: {each.licence}" + (f"; {each.notice}" if each.notice else ""))
+    failures, by_hand = fetch(wanted)
+    for text in by_hand:
+        print(text)
+    for text in failures:
+        print(f"smopd.data: {text}", file=sys.stderr)
+    for each in wanted:
+        print(f"{each.name}: {presence(each, data_folder())} in {data_folder() / each.name}")
+    return 1 if failures else 0
+
+
+def _is_there(file: File, path: Path) -> bool:
+    if not path.is_file():
+        return False
+    return file.is_packed or file.bytes is None or path.stat().st_size == file.bytes
+
+
+def _size(each: DataSet) -> str:
+    """Of what is downloaded."""
+    known = sum(file.bytes for file in each.files if file.bytes)
+    unknown = any(file.upstream and not file.bytes for file in each.files)
+    return f"{known / 1e6:.1f} MB" + (" and a file of unknown size" if unknown else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
