@@ -129,7 +129,7 @@ setup(
     package_dir={"smopd.kernels": "kernels", "smopd.engine": "engine"},
     packages=[*find_packages(include=["smopd", "smopd.*"]), "smopd.kernels", "smopd.engine"],
     package_data={
-        "smopd": ["py.typed", "recipes/*.yaml", "recipes/study/*.yaml", "data/*.yaml", "data/sample/*"]
+        "smopd": ["py.typed", "recipes/*.yaml", "recipes/study/*.yaml", "data/*.yaml", "data/sample/*"],
     },
     ext_modules=found,
     cmdclass={"build_ext": BuildExtension},

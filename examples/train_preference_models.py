@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tyro
 
+from smopd.data.places import located
 from smopd.data.sources import load_rows
 from smopd.evals.safety import FILES, prompt_messages
 
@@ -99,7 +100,7 @@ def read_pairs(source: str) -> list[Pair]:
 def evaluation_sources(options: Training) -> list[str]:
     if options.evaluation:
         return list(options.evaluation)
-    folder = Path(options.data).expanduser().parent
+    folder = located(options.data).parent
     return [str(folder / file) for file in FILES.values() if (folder / file).is_file()]
 
 

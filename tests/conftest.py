@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -139,16 +139,29 @@ def repository_root() -> Path:
 
 
 @pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """The folder of real data: $SMOPD_DATA, or ../shared/data beside the repository.
+def data_set() -> Callable[[str], Path]:
+    """Path of real data by its short name (`bfcl`, `rlla/test`) or its path in the folder of all data.
 
-    Where it is absent the test is skipped, or fails if SMOPD_REQUIRE_DATA=1.
+    Where a file of it is absent the test is skipped, or fails if SMOPD_REQUIRE_DATA=1. Of a whole data set
+    the files that `python -m smopd.data fetch` downloads have to be there.
     """
-    given = os.environ.get("SMOPD_DATA")
-    folder = Path(given) if given else ROOT.parent / "shared" / "data"
-    if folder.is_dir():
-        return folder
-    place = "SMOPD_DATA" if given else "../shared/data"
-    if os.environ.get("SMOPD_REQUIRE_DATA") == "1":
-        pytest.fail(f"real data is required (SMOPD_REQUIRE_DATA=1) and {place} is not a folder")
-    pytest.skip(f"real data is absent ({place} is not a folder)")
+
+    def find(name: str) -> Path:
+        from smopd.data.catalogue import data_set, short_names
+        from smopd.data.places import data_folder
+
+        inside = short_names().get(name, name)
+        whole = data_set(name.partition("/")[0])
+        asked = [file.path for file in whole.files if file.upstream] if inside == whole.name else [inside]
+        absent = next((path for path in asked if not (data_folder() / path).is_file()), None)
+        if absent is None:
+            return data_folder() / inside
+        reason = (
+            f"real data is absent: no {data_folder() / absent} "
+            f"(python -m smopd.data fetch {whole.name}, or SMOPD_DATA)"
+        )
+        if os.environ.get("SMOPD_REQUIRE_DATA") == "1":
+            pytest.fail(f"SMOPD_REQUIRE_DATA=1: {reason}")
+        pytest.skip(reason)
+
+    return find

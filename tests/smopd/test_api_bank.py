@@ -97,8 +97,8 @@ def test_a_malformed_answer_is_refused(answer):
         exact_match(block(CALL), answer)
 
 
-def test_the_real_ground_truth_is_exact(shared_data, tmp_path):
-    data = ["--data", str(shared_data / "api_bank"), "--output", str(tmp_path)]
+def test_the_real_ground_truth_is_exact(data_set, tmp_path):
+    data = ["--data", str(data_set("api_bank")), "--output", str(tmp_path)]
     for parser in ("first", "last"):
         evaluate.main(["api_bank", "--responses", "ground-truth", "--parser", parser, *data])
         result = json.loads((tmp_path / "api_bank.json").read_text())
@@ -111,9 +111,9 @@ def test_the_real_ground_truth_is_exact(shared_data, tmp_path):
     assert symptom == [{"name": "SymptomSearch", "parameters": {"symptom": "fatigue"}}]
 
 
-def test_the_real_answers_read_from_the_files(shared_data):
+def test_the_real_answers_read_from_the_files(data_set):
     for level in (1, 2, 3):
-        rows = json.loads((shared_data / "api_bank" / f"level-{level}-api_processed.json").read_text())
+        rows = json.loads((data_set("api_bank") / f"level-{level}-api_processed.json").read_text())
         assert isinstance(rows[0]["answer"], dict if level == 2 else list)
         for row in rows:
             call = row["answer"] if level == 2 else row["answer"][0]

@@ -305,8 +305,8 @@ def test_the_paper_s_overall_and_means_come_of_its_columns():
         ({"responses": "ground-truth"}, False, False),
     ],
 )
-def test_a_model_is_held_to_bfcl_s_own_answers(shared_data, given, mend, right):
-    data, chosen = shared_data / "bfcl", ("simple_java",)
+def test_a_model_is_held_to_bfcl_s_own_answers(data_set, given, mend, right):
+    data, chosen = data_set("bfcl"), ("simple_java",)
     options = Bfcl(data=data, categories=chosen, scorer="ours", mend=mend, **given)
     suite = options.suite()
     scores = suite.score(suite.truths())
@@ -436,8 +436,8 @@ def test_prompts_have_the_protocols_shapes():
     assert java == before
 
 
-def test_words_of_an_rlla_file(shared_data):
-    words = frame("rlla", str(shared_data / "rlla" / "rlla_4k_test.jsonl.gz"))
+def test_words_of_an_rlla_file(data_set):
+    words = frame("rlla", str(data_set("rlla/rlla_4k_test.jsonl.gz")))
     ours = frame("rlla", None)
     for found in (words, ours):
         assert "**Available Tools**" in found.head and found.tail.startswith("\n\n**Steps for Each Turn**")
@@ -445,9 +445,9 @@ def test_words_of_an_rlla_file(shared_data):
 
 
 @pytest.fixture(scope="module")
-def suite(shared_data):
+def suite(data_set):
     """All AST items."""
-    return BfclSuite.load(shared_data / "bfcl", categories=("ast",), scorer="ours", mend=True)
+    return BfclSuite.load(data_set("bfcl"), categories=("ast",), scorer="ours", mend=True)
 
 
 @pytest.mark.slow
@@ -475,8 +475,8 @@ def test_reference_answers_in_bfcl_s_form(suite):
         assert read == calls, item.key
 
 
-def test_relevance_sets(shared_data):
-    suite = BfclSuite.load(shared_data / "bfcl", categories=("irrelevance", "live_relevance"), scorer="ours")
+def test_relevance_sets(data_set):
+    suite = BfclSuite.load(data_set("bfcl"), categories=("irrelevance", "live_relevance"), scorer="ours")
     assert Counter(item.group for item in suite.items) == {"irrelevance": 240, "live_relevance": 16}
     assert all(score["correct"] for score in suite.score(suite.truths()))
 
@@ -618,8 +618,8 @@ def test_ours_and_bfcl_eval_agree(suite):
     assert disagree == []
 
 
-def test_what_bfcl_eval_accepts_no_answer_to(shared_data):
-    rough = BfclSuite.load(shared_data / "bfcl", categories=("simple_java", "live_simple"))
+def test_what_bfcl_eval_accepts_no_answer_to(data_set):
+    rough = BfclSuite.load(data_set("bfcl"), categories=("simple_java", "live_simple"))
     keys = {
         item.key
         for item, functions in zip(rough.items, rough._functions, strict=True)

@@ -370,9 +370,9 @@ def test_importing_data_loads_no_heavy_package():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_rlla_items_become_prompts(shared_data, tokenizer):
+def test_rlla_items_become_prompts(data_set, tokenizer):
     for name in ("rlla_4k_test.parquet", "rlla_4k_test.jsonl.gz"):
-        prompts = load_prompts(str(shared_data / "rlla" / name), tokenizer)
+        prompts = load_prompts(str(data_set(f"rlla/{name}")), tokenizer)
         assert len(prompts) == 80
         assert [message["role"] for message in prompts[0].content] == ["system", "user"]
         assert "ground_truth" in prompts[0].columns["reward_model"]

@@ -36,8 +36,8 @@ def data(tmp_path):
     return write_lines(tmp_path / "items.jsonl", [row(truth) for truth in TRUTHS])
 
 
-def test_ground_truth_of_the_real_items(shared_data, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("SMOPD_DATA", str(shared_data))
+def test_ground_truth_of_the_real_items(data_set, tmp_path, capsys):
+    data_set("rlla/test")
     evaluate.main(["rlla", "--responses", "ground-truth", "--output", str(tmp_path)])
     scores = json.loads((tmp_path / "rlla.json").read_text())
     assert [scores[name] for name in ("accuracy", "format_pass", "mean", "n")] == [2.6625, 1.0, 3.6625, 80]
@@ -391,18 +391,17 @@ def test_too_long_a_response_is_one_line(data, tmp_path, capsys):
     assert not (tmp_path / "o").exists()
 
 
-def test_both_test_files_hold_the_same_items(shared_data):
-    folder = shared_data / "rlla"
-    parquet = rlla.load_rlla_items(folder / "rlla_4k_test.parquet")
-    assert parquet == rlla.load_rlla_items(folder / "rlla_4k_test.jsonl.gz")
+def test_both_test_files_hold_the_same_items(data_set):
+    parquet = rlla.load_rlla_items(data_set("rlla/test"))
+    assert parquet == rlla.load_rlla_items(data_set("rlla/rlla_4k_test.jsonl.gz"))
     assert [item.index for item in parquet] == list(range(80))
     assert {tuple(message["role"] for message in item.messages) for item in parquet} == {("system", "user")}
     thinks = Counter(item.ground_truth.partition("\n")[0] for item in parquet)
     assert thinks == {rlla.TOOL_THINK: 71, rlla.RESPONSE_THINK: 9}
 
 
-def test_training_items_leave_the_test_split_out(shared_data):
-    source, test = shared_data / "rlla" / "rlla_sft.jsonl.gz", shared_data / "rlla" / "rlla_4k_test.parquet"
+def test_training_items_leave_the_test_split_out(data_set):
+    source, test = data_set("rlla/sft"), data_set("rlla/test")
     assert len(rlla.load_rlla_items(source)) == 400
     items = rlla.load_rlla_items(source, exclude=rlla.load_rlla_items(test))
     assert [item.index for item in items] == [index for index in range(400) if index != 393]

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from smopd import evaluate
+from smopd.data.places import data_folder
 from smopd.evals import judge as judging
 from smopd.evals.chat_endpoint import Answer, retry_after
 from smopd.evals.judge import Judge, JudgeSettings, Question, verdict
@@ -201,10 +202,10 @@ def test_what_is_sent(endpoint, tmp_path, monkeypatch):
     ).replace("\0", "{pred}")
 
 
-def test_the_prompt_is_the_papers(shared_data):
-    source = shared_data.parent / "paper" / "smopd.tex"
+def test_the_prompt_is_the_papers():
+    source = data_folder().parent / "paper" / "smopd.tex"
     if not source.is_file():
-        pytest.skip("the paper's source is absent")
+        pytest.skip(f"the paper's source is absent: no {source}")
     text = source.read_text().split("You are a strict evaluator")[1].split(r"\end{minipage}")[0]
     text = re.sub(r"\\(?:begin|end)\{itemize\}(?:\[.*\])?|\\texttt|\\\\", "", text)
     for tex, plain in (

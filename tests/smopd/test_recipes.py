@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -303,24 +304,19 @@ def tiny_preference_model(folder: Path, tokenizer_file: Path, seed: int) -> str:
     return str(folder)
 
 
-def real_data(recipe: str, data: Path, folder: Path) -> dict[str, Any]:
+def real_data(recipe: str, data_set: Callable[[str], Path], folder: Path) -> dict[str, Any]:
     """The family's data and reward models as overrides."""
-    tokenizer_file = data / "tokenizer/qwen.tiktoken"
+    tokenizer_file = data_set("tokenizer/qwen")
     if recipe.startswith("rlla"):
-        test = str(data / "rlla/rlla_4k_test.parquet")
-        items = {"path": str(data / "rlla/rlla_sft.jsonl.gz"), "exclude": test}
+        items = {"path": str(data_set("rlla/sft")), "exclude": str(data_set("rlla/test"))}
         return {
             "data.train": {"source": "smopd.evals.rlla:training_rows", "kwargs": items, "limit": 12},
-            "data.evaluation": {"source": test, "map": "smopd.evals.rlla:test_row", "limit": 2},
+            "data.evaluation.limit": 2,
         }
-    rows = {"map": "smopd.data.alpaca:prompt_row", "limit": 12}
+    assert data_set("safe/alpaca_train") and data_set("safe/alpaca_test")  # which the recipe names
     return {
-        "data.train": {"source": str(data / "safe/alpaca_prompt_only_train.jsonl.gz"), **rows},
-        "data.evaluation": {
-            "source": str(data / "safe/alpaca_prompt_only_test.jsonl.gz"),
-            **rows,
-            "limit": 2,
-        },
+        "data.train.limit": 12,
+        "data.evaluation.limit": 2,
         "rewards.0.kwargs.model": tiny_preference_model(folder / "useful", tokenizer_file, 1),
         "rewards.1.kwargs.model": tiny_preference_model(folder / "harmless", tokenizer_file, 2),
     }
@@ -332,11 +328,11 @@ def real_data(recipe: str, data: Path, folder: Path) -> dict[str, Any]:
     [("rlla_qwen2.5_1.5b", "qwen2"), ("safe_qwen2.5_3b", "qwen2"), ("safe_llama3.2_3b", "llama")],
 )
 def test_three_steps_with_a_tiny_model_and_real_data(
-    recipe: str, family: str, tmp_path: Path, shared_data: Path
+    recipe: str, family: str, tmp_path: Path, data_set: Callable[[str], Path]
 ) -> None:
     overrides = {
-        **real_data(recipe, shared_data, tmp_path),
-        "model.path": tiny_policy(tmp_path / "policy", shared_data / "tokenizer/qwen.tiktoken", family),
+        **real_data(recipe, data_set, tmp_path),
+        "model.path": tiny_policy(tmp_path / "policy", data_set("tokenizer/qwen"), family),
         "output": str(tmp_path / "out"),
         "processes": 1,
         "rollout.engine": "local",

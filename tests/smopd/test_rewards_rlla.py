@@ -480,8 +480,8 @@ def test_no_text_raises(text):
 
 
 @pytest.mark.parametrize("name", ["rlla_4k_test.parquet", "rlla_4k_test.jsonl.gz"])
-def test_the_real_truths_score_as_stated(shared_data, name):
-    items = rlla_items.load_rlla_items(shared_data / "rlla" / name)
+def test_the_real_truths_score_as_stated(data_set, name):
+    items = rlla_items.load_rlla_items(data_set(f"rlla/{name}"))
     truths = [item.ground_truth for item in items]
     assert len(truths) == 80
     assert sum("<tool_call>" in truth for truth in truths) == 71

@@ -44,8 +44,8 @@ def write_data(folder: Path, **rows):
     return folder
 
 
-def test_the_real_prompts(shared_data):
-    found = safety.load_safety_items(shared_data / "safe")
+def test_the_real_prompts(data_set):
+    found = safety.load_safety_items(data_set("safe"))
     assert Counter(item.group for item in found) == {"hh": 8520, "pku": 8211, "alpaca": 512}  # the paper's
     assert len({item.key for item in found}) == len(found)
     alternating = 0

@@ -46,8 +46,8 @@ def reloaded(world, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def qwen_pair(shared_data):
-    ranks_file = shared_data / "tokenizer" / "qwen.tiktoken"
+def qwen_pair(data_set):
+    ranks_file = data_set("tokenizer/qwen")
     return qwen_vocab_model(0, ranks_file, hidden_size=32, layers=1, heads=1)
 
 
@@ -194,8 +194,8 @@ def test_qwen_chat_template_is_chatml(qwen):
     assert text == "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_longest_rlla_test_prompt(qwen, shared_data):
-    with gzip.open(shared_data / "rlla" / "rlla_4k_test.jsonl.gz", "rt") as lines:
+def test_longest_rlla_test_prompt(qwen, data_set):
+    with gzip.open(data_set("rlla/rlla_4k_test.jsonl.gz"), "rt") as lines:
         prompts = [json.loads(line)["prompt"] for line in lines]
     contents = [sum(len(qwen(message["content"])["input_ids"]) for message in prompt) for prompt in prompts]
     assert max(contents) == 2163

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -241,11 +242,11 @@ def test_an_unknown_experiment_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     assert "--only curve: expected one of curves, density" in capsys.readouterr().err
 
 
-def test_snips_are_calls_that_score_full_marks(shared_data: Path) -> None:
+def test_snips_are_calls_that_score_full_marks(data_set: Callable[[str], Path]) -> None:
     from smopd.rewards.rlla import accuracy_reward, format_reward
     from smopd.study import snips
 
-    folder = str(shared_data / "snips")
+    folder = str(data_set("snips"))
     rows = snips.prompts(folder, 100, 0, "validate")
     truths = [row["ground_truth"] for row in rows]
     asked = [row["prompt"] for row in rows]
@@ -262,10 +263,10 @@ def test_snips_are_calls_that_score_full_marks(shared_data: Path) -> None:
         snips.prompts(folder, 1, 0, "test")
 
 
-def test_the_snips_model_reads_and_writes_its_words(shared_data: Path) -> None:
+def test_the_snips_model_reads_and_writes_its_words(data_set: Callable[[str], Path]) -> None:
     from smopd.study import snips
 
-    folder = str(shared_data / "snips")
+    folder = str(data_set("snips"))
     _, tokenizer = snips.model(0, folder=folder)
     for row in snips.demonstrations(folder, 50, 1, 0.5):
         ids = tokenizer(row["completion"], add_special_tokens=False).input_ids

@@ -36,8 +36,9 @@ def write_pairs(path, n=12, **changes):
     return str(path)
 
 
-def test_prompts_of_the_real_evaluation_are_left_out(example, shared_data, capsys):
-    data = str(shared_data / "safe" / "pku_preference_train.jsonl.gz")
+def test_prompts_of_the_real_evaluation_are_left_out(example, data_set, capsys):
+    data = str(data_set("safe/pku_preference"))
+    data_set("safe")  # the prompts that are left out
     pairs = example.read_pairs(data)
     sources = example.evaluation_sources(example.Training("base", data))
     kept = example.without_evaluation(pairs, sources)
@@ -52,8 +53,8 @@ def test_prompts_of_the_real_evaluation_are_left_out(example, shared_data, capsy
     assert sum(pair.better["helpful"] != pair.better["harmless"] for pair in pairs) == 578 + 326
 
 
-def test_no_prompt_is_on_both_sides_of_the_split(example, shared_data):
-    pairs = example.read_pairs(str(shared_data / "safe" / "pku_preference_train.jsonl.gz"))
+def test_no_prompt_is_on_both_sides_of_the_split(example, data_set):
+    pairs = example.read_pairs(str(data_set("safe/pku_preference")))
     kept, held_out = example.split(pairs, 200)
     prompts = [{pair.prompt[0]["content"].strip() for pair in side} for side in (kept, held_out)]
     assert not prompts[0] & prompts[1] and 200 <= len(held_out) <= 210
