@@ -69,7 +69,8 @@ class Model(Section):
 
 
 class Source(Section):
-    """Rows of prompts: a jsonl, json or parquet file, a hub id, or `package.module:function`."""
+    """Rows of prompts: a jsonl, json or parquet file, a short name (`python -m smopd.data`; it comes before
+    a path and a hub id), a hub id, or `package.module:function`."""
 
     source: str
     split: str | None = None

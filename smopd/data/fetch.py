@@ -172,7 +172,7 @@ def _receive(client: httpx.Client, url: str, partial: Path, advance: Advance) ->
                 raise FetchError(f"{url} answered {response.status_code} {response.reason_phrase}")
             goes_on = response.headers.get("content-range", "").startswith(f"bytes {start}-")
             with partial.open("ab" if start and goes_on else "wb") as out:
-                for chunk in response.iter_raw(CHUNK):
+                for chunk in response.iter_raw():  # as it comes: what arrived is kept where it is cut
                     out.write(chunk)
                     advance(out.tell())
                 out.flush()

@@ -148,6 +148,37 @@ def run(data, tmp_path, responses, *arguments):
     return json.loads((output / "api_bank.json").read_text()), rows
 
 
+def test_a_level_s_file_is_data_too(data, tmp_path, capsys):
+    result, rows = run(data / "level-2-api_processed.json", tmp_path, [block(CALL)])
+    assert [row["key"] for row in rows] == ["L2-0"]
+    assert (result["L1"], result["L2"], result["overall"]) == (None, 1.0, 1.0)
+    assert "API-Bank, level-2-api_processed.json" in capsys.readouterr().out
+    other = data / "level-4.json"
+    other.write_text("[]")
+    with pytest.raises(SystemExit):
+        run(other, tmp_path, [])
+    assert "level-4.json: expected a folder, or one of level-1-api_processed.json" in capsys.readouterr().err
+
+
+def test_a_part_has_items_of_every_level(data, tmp_path, capsys):
+    answers = [block(CALL), block(CALL), "no call", block(OTHER)]
+    result, rows = run(data, tmp_path, answers, "--limit", "3")
+    assert [row["key"] for row in rows] == ["L1-1", "L2-0", "L3-0"]
+    assert (result["n"], result["subset"]) == (3, {"items": 3, "of": 4})
+    assert [result[level] for level in ("L1", "L2", "L3")] == [1.0, 0.0, 1.0]
+    assert "API-Bank, 3 of 4 items" in capsys.readouterr().out
+    again, _ = run(data, tmp_path, [block(CALL), block(CALL), "x"], "--limit", "3")
+    assert [again[level] for level in ("L1", "L2", "L3")] == [1.0, 1.0, 0.0]  # a file of the part's own
+    for limit, given, message in (
+        ("2", answers, "--limit is 2, expected at least 3, one item of each group"),
+        ("0", answers, "--limit is 0, expected at least 1, or None"),
+        ("3", answers[:2], "expected 3 responses, or 4 to take them from, got 2"),
+    ):
+        with pytest.raises(SystemExit):
+            run(data, tmp_path, given, "--limit", limit)
+        assert message in capsys.readouterr().err
+
+
 def test_levels_micro_average_and_classes(data, tmp_path, capsys):
     responses = [block(CALL), block(changed(days="3")), block(OTHER), "Sure."]
     result, rows = run(data, tmp_path, responses, "--compare")

@@ -383,6 +383,23 @@ def test_options_build_the_suite(folder):
     ]
 
 
+def test_one_category_s_file_is_data_too(folder):
+    file = folder / "BFCL_v4_irrelevance.json"
+    suite = Bfcl(responses="ground-truth", data=file, scorer="ours").suite()
+    assert [item.key for item in suite.items] == ["irrelevance_0"]
+    with pytest.raises(ValueError, match=r"irrelevance.json: expected a folder, or .* of simple_python$"):
+        Bfcl(responses="ground-truth", data=file, categories=("simple_python",), scorer="ours").suite()
+
+
+def test_a_part_of_a_suite(folder):
+    suite = BfclSuite.load(folder, categories=CHOSEN, scorer="ours")
+    part = suite.only([2, 0])
+    assert [item.group for item in part.items] == ["live_relevance", "simple_python"]
+    assert all(score["correct"] for score in part.score(part.truths()))
+    assert [score["correct"] for score in part.score(part.truths()[::-1])] == [True, False]
+    assert len(suite.items) == 3
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [

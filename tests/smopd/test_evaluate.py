@@ -9,10 +9,14 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from smopd import evaluate
+from smopd.data import sample
 from smopd.evals import rlla
 from smopd.evals.bootstrap import intervals
+from smopd.evals.subset import spread
 from smopd.evals.suite import Column
 
 TRUTHS = [
@@ -46,6 +50,64 @@ def test_ground_truth_of_the_real_items(data_set, tmp_path, capsys):
         text in shown
         for text in ("Acc Reward", "2.6625", "Format Pass (%)", "100.00", "RLLA Mean", "3.6625", "80")
     )
+
+
+def test_without_data_the_sample_is_scored_and_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SMOPD_DATA", str(tmp_path / "none"))
+    evaluate.main(["rlla", "--responses", "ground-truth", "--output", str(tmp_path)])
+    kept = json.loads((tmp_path / "rlla.json").read_text())
+    assert (kept["n"], kept["format_pass"]) == (8, 1.0)
+    assert kept["sample"] == sample.NOTE and kept["data"].endswith("sample/rlla_test.jsonl")
+    shown = capsys.readouterr().out
+    assert "SAMPLE of RLLA-4K test, 8 items" in shown and sample.NOTE in shown
+    with pytest.raises(SystemExit):
+        evaluate.main(["bfcl", "--responses", "ground-truth", "--output", str(tmp_path)])
+    error = capsys.readouterr().err
+    assert "bfcl is absent: no " in error and "fetch bfcl" in error and error.count("\n") == 1
+
+
+def test_a_folder_is_data_too_and_a_sample_never_stands_in_for_it(tmp_path, capsys):
+    folder = tmp_path / "rlla"
+    folder.mkdir()
+    arguments = ["rlla", "--responses", "ground-truth", "--output", str(tmp_path), "--data", str(folder)]
+    with pytest.raises(SystemExit):
+        evaluate.main(arguments)
+    assert "expected rlla_4k_test.parquet or rlla_4k_test.jsonl.gz in it" in capsys.readouterr().err
+    with gzip.open(folder / "rlla_4k_test.jsonl.gz", "wt") as lines:
+        lines.writelines(json.dumps(row(truth)) + "\n" for truth in TRUTHS)
+    evaluate.main(arguments)
+    assert json.loads((tmp_path / "rlla.json").read_text())["n"] == 2
+
+
+@pytest.mark.parametrize(
+    ("groups", "limit", "chosen"),
+    [
+        ("aaaaaaaaaa", 1, [5]),
+        ("aaaaaaaaaa", 2, [2, 7]),
+        ("aaaaaaaaaa", 10, list(range(10))),
+        ("ab", 7, [0, 1]),
+        ("aaaaaaaabc", 3, [4, 8, 9]),
+        ("abababab", 4, [2, 3, 6, 7]),
+    ],
+)
+def test_a_part_is_spread_evenly_in_every_group(groups, limit, chosen):
+    assert spread(groups, limit) == chosen
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=1), st.integers(1, 120))
+def test_a_part_keeps_the_groups_shares(groups, limit):
+    sizes = Counter(groups)
+    if limit < len(sizes):
+        with pytest.raises(ValueError, match=f"--limit is {limit}, expected at least {len(sizes)}"):
+            spread(groups, limit)
+        return
+    chosen = spread(groups, limit)
+    assert chosen == sorted(set(chosen)) and len(chosen) == min(limit, len(groups))
+    counts = Counter(groups[i] for i in chosen)
+    assert set(counts) == set(sizes)
+    for group, count in counts.items():
+        exact = min(limit, len(groups)) * sizes[group] / len(groups)
+        assert count <= max(1, exact + 1) and count <= sizes[group]
 
 
 def test_every_response_is_kept_with_its_scores(data, tmp_path):

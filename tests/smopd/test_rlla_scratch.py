@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 
+import pytest
 import yaml
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
+from smopd.cli import read_settings
 from smopd.data import sample
+from smopd.evals.rlla import training_rows
+from smopd.small_models import qwen_vocab_model
 from tests.smopd.recipes import metric_lines, train
 
 
@@ -65,10 +70,11 @@ def test_without_data_it_runs_on_the_sample_and_says_so(tmp_path, monkeypatch):
 
 def test_a_tokenizer_that_is_absent_beside_real_items_is_asked_for(tmp_path, monkeypatch):
     (tmp_path / "rlla").mkdir()
-    for name in ("rlla_sft.jsonl.gz", "rlla_4k_test.parquet"):
-        (tmp_path / "rlla" / name).write_bytes(b"")
+    (tmp_path / "rlla/rlla_sft.jsonl.gz").write_bytes(b"")
     monkeypatch.setenv("SMOPD_DATA", str(tmp_path))
-    done = train("rlla_scratch", "--output", str(tmp_path / "out"), cwd=tmp_path)
-    assert done.returncode == 1
-    (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
-    assert "model.factory: tokenizer/qwen is absent" in line and "fetch tokenizer" in line
+    settings = read_settings("rlla_scratch")
+    assert not sample.is_used(settings.model_dump())
+    made = (settings.model.kwargs, partial(qwen_vocab_model, 0)), (settings.data.train.kwargs, training_rows)
+    for arguments, function in made:
+        with pytest.raises(FileNotFoundError, match=r"is absent: no .*; `python -m smopd.data fetch \w+`"):
+            function(**arguments)

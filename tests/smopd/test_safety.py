@@ -44,6 +44,22 @@ def write_data(folder: Path, **rows):
     return folder
 
 
+def test_a_benchmark_s_file_is_data_too(tmp_path):
+    folder = write_data(tmp_path / "data")
+    (item,) = safety.load_safety_items(folder / safety.FILES["pku"])
+    assert (item.key, item.group) == ("pku/0", "pku")
+    assert [each.group for each in safety.load_safety_items(folder)] == ["hh", "pku", "alpaca"]
+    (folder / "other.jsonl.gz").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"other.jsonl.gz: expected a folder, or one of hh_rlhf_test"):
+        safety.load_safety_items(folder / "other.jsonl.gz")
+
+
+def test_a_part_is_scored_by_its_own_prompts():
+    suite = Safety(items(), lengths, tens)
+    assert suite.only([2, 0]).score(RESPONSES[:2]) == [suite.score(RESPONSES)[i] for i in (0, 1)]
+    assert [item.key for item in suite.only([2, 0]).items] == [items()[2].key, items()[0].key]
+
+
 def test_the_real_prompts(data_set):
     found = safety.load_safety_items(data_set("safe"))
     assert Counter(item.group for item in found) == {"hh": 8520, "pku": 8211, "alpaca": 512}  # the paper's
