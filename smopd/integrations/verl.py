@@ -3,6 +3,7 @@
     VERL_USE_EXTERNAL_MODULES=smopd.integrations.verl python -m verl.trainer.main_ppo ... \\
         distillation.distillation_loss.loss_mode=smopd_forward_kl algorithm.adv_estimator=smopd_gdpo
 
+verl imports it for that variable alone: beside verl, an installed smopd changes nothing.
 Importing this module registers those names, replaces seven functions of verl and prints which. The mixture
 has SmopdLossConfig's defaults, or its settings where that is the `_target_` of `distillation_loss`. verl's
 own loss_mode forward_kl_topk keeps its values, but for the rounding that verl has in bf16.
@@ -71,7 +72,7 @@ try:
     )
 
     register()
-except Exception as refusal:  # verl logs a plugin's exception at DEBUG and goes on without it
+except Exception as refusal:  # said on its own line: verl's own traceback is long
     print(f"smopd.integrations.verl is not loaded: {refusal}", file=sys.stderr)
     raise
 

@@ -78,7 +78,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_verl_loads_it_as_an_external_module_and_it_says_what_it_replaced() -> None:
-    external = {"VERL_USE_EXTERNAL_MODULES": "smopd.integrations.verl", "VERL_USE_EXTERNAL_PLUGINS": "none"}
+    external = {"VERL_USE_EXTERNAL_MODULES": "smopd.integrations.verl"}
     done = python("import verl.trainer.ppo.v1.utils as u; print(u.compute_advantage.__module__)", **external)
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stdout.splitlines() if line.startswith("smopd ")]
@@ -88,25 +88,6 @@ def test_verl_loads_it_as_an_external_module_and_it_says_what_it_replaced() -> N
     assert done.stdout.splitlines()[-1] == "smopd.integrations.verl_advantages"
 
 
-def declared(folder: Path) -> str:
-    """A PYTHONPATH on which pyproject.toml's entry points are installed, whatever this environment has."""
-    toml = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
-    groups = toml.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    info = folder / "declared-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: declared\nVersion: 1.0\n")
-    lines = [f"{name} = {module}" for name, module in groups["verl.plugins"].items()]
-    (info / "entry_points.txt").write_text("\n".join(["[verl.plugins]", *lines, ""]))
-    return os.pathsep.join([str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
-def test_verl_loads_it_as_a_plugin(tmp_path: Path) -> None:
-    """pyproject.toml declares the entry point: with both installed, import verl is enough."""
-    done = python("import verl", PYTHONPATH=declared(tmp_path), VERL_USE_EXTERNAL_MODULES="")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("registered loss_mode smopd_forward_kl") == 1
-
-
 ANOTHER_VERSION = (
     "import importlib.metadata as m\n"
     "real = m.version\n"
@@ -114,17 +95,29 @@ ANOTHER_VERSION = (
 )
 
 
-def test_a_plugins_refusal_is_heard_though_verl_goes_on(tmp_path: Path) -> None:
-    """verl logs what a plugin raises at DEBUG."""
-    done = python(ANOTHER_VERSION + "import verl", PYTHONPATH=declared(tmp_path))
+def test_without_the_variable_verl_is_as_it_was() -> None:
+    """Whatever this environment has installed: its distributions may hold a smopd."""
+    code = (
+        "import sys, verl, verl.trainer.ppo.v1.utils as u\n"
+        "assert not any(name.startswith('smopd') for name in sys.modules)\n"
+        "print(u.compute_advantage.__module__)"
+    )
+    done = python(code, VERL_USE_EXTERNAL_MODULES="")
     assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("verl.")
+
+
+def test_a_refusal_is_heard() -> None:
+    external = {"VERL_USE_EXTERNAL_MODULES": "smopd.integrations.verl"}
+    done = python(ANOTHER_VERSION + "import verl", **external)
+    assert done.returncode != 0
     assert "smopd.integrations.verl is not loaded: smopd.integrations knows" in done.stderr
     assert "verl>=0.9.1,<0.9.2; verl 0.10.0 is installed" in done.stderr
 
 
 def test_another_version_is_refused_by_name() -> None:
     code = ANOTHER_VERSION + "import smopd.integrations.verl"
-    done = python(code, VERL_USE_EXTERNAL_PLUGINS="none")
+    done = python(code)
     assert done.returncode != 0
     assert "verl>=0.9.1,<0.9.2; verl 0.10.0 is installed" in done.stderr.splitlines()[-1]
 
