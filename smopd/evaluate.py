@@ -34,7 +34,7 @@ SUITES: dict[str, type[Evaluation]] = {
 MISTAKES = (ValueError, FileNotFoundError)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
     """Run the command; a mistake in the arguments or files is one line on standard error and exit code 2."""
     command: Any = tyro.extras.subcommand_cli_from_dict(
         {**SUITES, "diff": Difference},
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if isinstance(command, Difference):
         with answered():
             compare_runs(command)
-        return
+        return 0
     with answered():
         command.check()
         whole = command.suite()
@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         given = sample()
         write_items(command.output, suite, given)  # kept, whatever becomes of the scoring
     evaluate(command, suite, given or [], of=len(whole.items))
+    return 0
 
 
 def evaluate(command: Evaluation, suite: Suite, responses: Sequence[Response], *, of: int) -> Result:
@@ -117,4 +118,4 @@ def answered() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
