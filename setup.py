@@ -1,7 +1,8 @@
 """Maps kernels/ and engine/ to smopd.kernels and smopd.engine, and builds smopd._C.
 
 The extension uses torch's stable ABI: one binary serves Python >= 3.10 (Py_LIMITED_API) and every torch that
-pyproject.toml admits, from 2.11 (TORCH_TARGET_VERSION asks for the ABI of 2.10). Without torch in the build
+pyproject.toml admits, from 2.11 (TORCH_TARGET_VERSION asks for the ABI of 2.10). An isolated build has a torch
+where build_backend.py asked for it. Without torch in the build
 environment or without a working compiler the package installs all the same, with one line that says so, and
 the reference serves the operations.
 SMOPD_BUILD_EXT=0 leaves the extension out; SMOPD_BUILD_EXT=1 makes a build without it an error.
@@ -17,7 +18,9 @@ from typing import Any
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.sdist import sdist
 
+ROOMS = ("kernels", "engine")  # links in smopd/
 MODE = os.environ.get("SMOPD_BUILD_EXT", "auto")
 SOURCES = [
     "csrc/module.cpp",
@@ -124,14 +127,24 @@ class BuildExtension(build_ext):
             say(f"the C++ build failed ({error})")
 
 
+
+class SourceDistribution(sdist):
+    """An sdist has the links of a clone, so that its tests run where it is unpacked."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        for room in ROOMS:
+            (Path(base_dir) / "smopd" / room).symlink_to(f"../{room}")
+
+
 found = extensions()
 setup(
-    package_dir={"smopd.kernels": "kernels", "smopd.engine": "engine"},
-    packages=[*find_packages(include=["smopd", "smopd.*"]), "smopd.kernels", "smopd.engine"],
+    package_dir={f"smopd.{room}": room for room in ROOMS},
+    packages=[*find_packages(include=["smopd", "smopd.*"]), *(f"smopd.{room}" for room in ROOMS)],
     package_data={
         "smopd": ["py.typed", "recipes/*.yaml", "recipes/study/*.yaml", "data/*.yaml", "data/sample/*"],
     },
     ext_modules=found,
-    cmdclass={"build_ext": BuildExtension},
+    cmdclass={"build_ext": BuildExtension, "sdist": SourceDistribution},
     options={"bdist_wheel": {"py_limited_api": "cp310"}} if found else {},
 )

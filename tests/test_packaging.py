@@ -6,13 +6,12 @@ Nothing is downloaded: each state sees the running interpreter's torch and trans
 
 from __future__ import annotations
 
+import configparser
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import venv
 import zipfile
@@ -21,18 +20,24 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-SITE = Path(sysconfig.get_paths()["purelib"])
-PACKED = ["setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md", "CHANGELOG.md", "csrc"]
+from tests.strangers import (
+    PIP_OPTIONS,
+    ROOT,
+    SITE,
+    bare_environment,
+    bare_variables,
+    copy_sources,
+    has_compiler,
+    run,
+    sources,
+)
+
 ROOMS = ["smopd", "kernels", "engine"]
-PIP_OPTIONS = [
-    "--no-deps",
-    "--no-index",
-    "--no-build-isolation",
-    "--disable-pip-version-check",
-    "--no-cache-dir",
-]
-BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+BUILD = "import sys, build_backend; getattr(build_backend, sys.argv[1])(sys.argv[2])"
+NEEDS = """
+import json, sys, build_backend
+print(json.dumps(getattr(build_backend, f"get_requires_for_build_{sys.argv[1]}")()))
+"""
 # Where the modules of each room are found, without torch: seconds matter here.
 FIND = """
 import importlib.util
@@ -58,21 +63,14 @@ OPERATION = """
 import torch, smopd._C
 assert torch.ops.smopd.topk_logprobs_cpu(torch.arange(5.0)[None], 2, None, 1.0)[0].tolist() == [[4, 3]]
 """
-
-
-def run(
-    *command: object, cwd: Path, expect: int | None = 0, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """Run a command with a clean PYTHONPATH; where `expect` is given, its exit status must be that."""
-    inherited = {
-        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SMOPD"))
-    }
-    done = subprocess.run(
-        [str(word) for word in command], cwd=cwd, env=inherited | environment, capture_output=True, text=True
-    )
-    if expect is not None:
-        assert done.returncode == expect, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done
+SERVED = """
+import torch
+from smopd.kernels.dispatch import backend_for
+from smopd.ops import topk_logprobs
+logits = torch.arange(5.0)[None]
+assert topk_logprobs(logits, 2).ids_NS.tolist() == [[4, 3]]
+print(backend_for("topk_logprobs", logits))
+"""
 
 
 def probe(python: Path | str, cwd: Path, *, code: str = FIND, **environment: str) -> set[Path]:
@@ -101,15 +99,7 @@ def pip_install(source: Path, target: Path, *options: str, **environment: str) -
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the sources as git would give them: links kept, nothing built."""
-    copy = tmp_path_factory.mktemp("checkout")
-    for name in [*PACKED, *ROOMS]:
-        source = ROOT / name
-        if source.is_dir():
-            ignored = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
-            shutil.copytree(source, copy / name, symlinks=True, ignore=ignored)
-        elif source.exists():
-            shutil.copy2(source, copy / name)
-    return copy
+    return copy_sources(tmp_path_factory.mktemp("checkout"))
 
 
 @pytest.fixture
@@ -126,24 +116,35 @@ def outside(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sdist")
+def built(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `python -m build` makes of a checkout, but that it takes this environment's torch."""
+    folder = tmp_path_factory.mktemp("built")
     source = shutil.copytree(checkout, folder / "source", symlinks=True)
-    run(sys.executable, "-c", BUILD, "build_sdist", folder, cwd=source, SMOPD_BUILD_EXT="0")
-    (archive,) = folder.glob("smopd-*.tar.gz")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", source]
+    run(*command, cwd=folder)
+    return folder / "dist"
+
+
+@pytest.fixture(scope="module")
+def sdist(built: Path) -> Path:
+    (archive,) = built.glob("smopd-*.tar.gz")
     return archive
 
 
 @pytest.fixture(scope="module")
-def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel built from the sdist, with the extension where a compiler is found."""
-    folder = tmp_path_factory.mktemp("wheel")
+def unpacked(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder / "source", filter="data")
-    (source,) = (folder / "source").iterdir()
-    run(sys.executable, "-c", BUILD, "build_wheel", folder, cwd=source)
-    (built,) = folder.glob("smopd-*.whl")
-    return built
+        archive.extractall(folder, filter="data")
+    (source,) = folder.iterdir()
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    """The wheel that was built from the sdist, with the extension where a compiler is found."""
+    (wheel,) = built.glob("smopd-*.whl")
+    return wheel
 
 
 def modules_in(folder: Path) -> set[str]:
@@ -166,11 +167,7 @@ def test_clone_uninstalled(checkout: Path, outside: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["lenient", "strict", "compat"])
 def test_editable(mode: str, fresh: Path, outside: Path, tmp_path: Path) -> None:
-    environment = tmp_path / "environment"
-    venv.create(environment, with_pip=False, symlinks=True)
-    python = environment / "bin" / "python"
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    (environment / "lib" / version / "site-packages" / "running.pth").write_text(f"{SITE}\n")
+    python = bare_environment(tmp_path / "environment")
     pip = [sys.executable, "-m", "pip", "--python", python, "install", *PIP_OPTIONS]
     run(*pip, "-C", f"editable_mode={mode}", "-e", fresh, cwd=outside, SMOPD_BUILD_EXT="0")
     assert probe(python, fresh) == {fresh / "smopd"}
@@ -186,9 +183,8 @@ def test_wheel_is_complete(wheel: Path, checkout: Path) -> None:
         names = set(archive.namelist())
     packed = {name for name in names if name.startswith("smopd/") and not name.endswith(".so")}
     assert packed == modules_in(checkout)
-    if shutil.which(os.environ.get("CXX", "g++")):
+    if has_compiler():
         assert "smopd/_C.abi3.so" in names
-        assert "-cp310-abi3-" in wheel.name
 
 
 def test_wheel(wheel: Path, checkout: Path, outside: Path, tmp_path: Path) -> None:
@@ -197,6 +193,52 @@ def test_wheel(wheel: Path, checkout: Path, outside: Path, tmp_path: Path) -> No
     code = IMPORT + OPERATION if (target / "smopd" / "_C.abi3.so").exists() else IMPORT
     assert probe(sys.executable, outside, code=code, PYTHONPATH=str(target)) == {target / "smopd"}
     assert probe(sys.executable, checkout, PYTHONPATH=str(target)) == {checkout / "smopd"}
+
+
+FIRST_STEPS = ("--loop.steps", "2", "--loop.prompts_per_step", "4", "--warm_start.steps", "2")
+FEW_ITEMS = (
+    "--data.evaluation.kwargs.n",
+    "4",
+    "--warm_start.source.kwargs.n",
+    "64",
+    "--evaluation.samples",
+    "0",
+)
+EVERY_RECIPE = """
+from smopd.cli import parse
+from smopd.recipe import builtin
+print(*(recipe for recipe in builtin() if parse([recipe, "--dry-run"]).settings.runs))
+"""
+
+
+@pytest.mark.slow
+def test_a_wheel_on_a_strangers_machine(wheel: Path, outside: Path, tmp_path: Path) -> None:
+    """What the README shows works from the wheel, in an empty folder, for a user with nothing set."""
+    python = bare_environment(tmp_path / "environment")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", *PIP_OPTIONS, "--ignore-installed"]
+    run(*pip, wheel, cwd=outside)
+    smopd = python.with_name("smopd")
+
+    def stranger(*command: object) -> str:
+        words, variables = [str(word) for word in command], bare_variables(tmp_path / "home")
+        done = subprocess.run(words, cwd=outside, env=variables, capture_output=True, text=True)
+        assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    recipes = sorted(path.stem for path in (ROOT / "smopd" / "recipes").glob("*.yaml"))
+    listed = stranger(smopd, "train", "--list").splitlines()
+    assert sorted(line for line in listed if line.strip() and not line.startswith(" ")) == recipes
+    assert stranger(python, "-c", SERVED).strip() == ("cpp" if has_compiler() else "reference")
+    (outside / "mine.py").write_text(
+        "def ones(prompts, completions, **columns):\n    return [1.0] * len(prompts)\n"
+    )
+    mine = ("--rewards.1.function", "mine:ones", "--only", "gdpo", "--output", "out", "--log.plain", "true")
+    stranger(smopd, "train", "quickstart", *FIRST_STEPS, *FEW_ITEMS, *mine)  # two processes, as it says
+    lines = [json.loads(line) for line in (outside / "out/gdpo/metrics.jsonl").read_text().splitlines()]
+    means = [line["reward/format/mean"] for line in lines if "loss/pg" in line]
+    assert means == [1, 1]
+    assert (outside / "out" / "report.html").is_file()
+    assert stranger(python, "-c", EVERY_RECIPE).split() == recipes
 
 
 def test_sdist(sdist: Path, outside: Path, tmp_path: Path) -> None:
@@ -233,6 +275,56 @@ def test_build_without_torch_succeeds_and_says_so(fresh: Path, tmp_path: Path) -
     assert "torch >= 2.11 is not in the build environment" in done.stderr
     (built,) = tmp_path.glob("smopd-*.whl")
     assert built.name.endswith("-py3-none-any.whl")
+
+
+def test_build_makes_two_files(built: Path) -> None:
+    version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert version
+    tag = "cp310-abi3-linux_x86_64" if has_compiler() else "py3-none-any"
+    names = sorted(path.name for path in built.iterdir())
+    assert names == [f"smopd-{version[1]}-{tag}.whl", f"smopd-{version[1]}.tar.gz"]
+
+
+def test_an_isolated_build_gets_torch_where_it_can_use_it(fresh: Path) -> None:
+    """The same torch as the package's, for a wheel; none for an sdist or without a compiler."""
+    torch = re.search(r'^    "(torch>=.*?)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert torch
+
+    def needs(kind: str, **environment: str) -> list[str]:
+        printed = run(sys.executable, "-c", NEEDS, kind, cwd=fresh, **environment).stdout
+        return list(json.loads(printed.splitlines()[-1]))
+
+    no_compiler = {"CXX": "/nonexistent/c++"}
+    assert needs("sdist", CXX=sys.executable) == []
+    for kind in ("wheel", "editable"):
+        assert needs(kind, CXX=sys.executable) == [torch[1]]
+        assert needs(kind, CXX=sys.executable, SMOPD_BUILD_EXT="0") == []
+        assert needs(kind, **no_compiler) == []
+        assert needs(kind, **no_compiler, SMOPD_BUILD_EXT="1") == [torch[1]]
+
+
+def test_installing_it_changes_no_other_program(wheel: Path) -> None:
+    """An entry point of another program's would be loaded by it wherever both are installed."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
+        declared = configparser.ConfigParser()
+        declared.read_string(archive.read(name).decode())
+    assert {group: dict(declared[group]) for group in declared.sections()} == {
+        "console_scripts": {"smopd": "smopd.__main__:console"}
+    }
+
+
+def test_an_sdist_holds_what_a_clone_holds(unpacked: Path) -> None:
+    """Tests, examples, documentation and links too: what passes in one passes in the other."""
+    files = {
+        path.relative_to(unpacked) for path in unpacked.rglob("*") if path.is_symlink() or path.is_file()
+    }
+    made = {
+        path for path in files if path.name in ("PKG-INFO", "setup.cfg") or "smopd.egg-info" in path.parts
+    }
+    assert files - made == {path for path in sources() if not path.parts[0].startswith(".")} - made
+    for room in ("kernels", "engine"):
+        assert (unpacked / "smopd" / room).readlink() == Path("..") / room
 
 
 TYPED = """

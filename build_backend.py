@@ -1,0 +1,34 @@
+"""setuptools' build backend, which also asks for torch where smopd._C is to be compiled against it.
+
+So `python -m build` and an isolated `pip install` make a package with the extension. Neither an sdist nor a
+build without a compiler (or with SMOPD_BUILD_EXT=0) fetches gigabytes in vain.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+
+from setuptools import build_meta
+from setuptools.build_meta import *  # noqa: F403 the other hooks
+
+TORCH = "torch>=2.11,<2.14"  # as in pyproject.toml
+
+
+def has_compiler() -> bool:
+    named = os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++"
+    return shutil.which(named.split()[0]) is not None
+
+
+def torch_for_the_extension() -> list[str]:
+    mode = os.environ.get("SMOPD_BUILD_EXT", "auto")
+    return [TORCH] if mode == "1" or (mode != "0" and has_compiler()) else []
+
+
+def get_requires_for_build_wheel(config_settings: dict | None = None) -> list[str]:
+    return build_meta.get_requires_for_build_wheel(config_settings) + torch_for_the_extension()
+
+
+def get_requires_for_build_editable(config_settings: dict | None = None) -> list[str]:
+    return build_meta.get_requires_for_build_editable(config_settings) + torch_for_the_extension()
