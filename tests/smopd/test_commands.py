@@ -1,4 +1,4 @@
-"""The commands under one name: each is found, says its own help without torch, and a wrong name is answered."""
+"""The commands under one name: each says its own help, without torch, and a wrong name is answered."""
 
 from __future__ import annotations
 
