@@ -1,10 +1,9 @@
 """Maps kernels/ and engine/ to smopd.kernels and smopd.engine, and builds smopd._C.
 
 The extension uses torch's stable ABI: one binary serves Python >= 3.10 (Py_LIMITED_API) and every torch that
-pyproject.toml admits, from 2.11 (TORCH_TARGET_VERSION asks for the ABI of 2.10). An isolated build has a torch
-where build_backend.py asked for it. Without torch in the build
-environment or without a working compiler the package installs all the same, with one line that says so, and
-the reference serves the operations.
+pyproject.toml admits, from 2.11 (TORCH_TARGET_VERSION asks for the ABI of 2.10). An isolated build has the
+torch that build_backend.py asked for. Without a torch to build against or without a working compiler the
+package installs all the same, with one line that says so, and the reference serves the operations.
 SMOPD_BUILD_EXT=0 leaves the extension out; SMOPD_BUILD_EXT=1 makes a build without it an error.
 """
 

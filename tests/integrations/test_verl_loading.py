@@ -20,6 +20,8 @@ if find_spec("verl") is None:
     )
 
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.utils.config import omega_conf_to_dataclass
 
 import smopd.integrations.verl
@@ -41,13 +43,21 @@ def documented() -> tuple[list[str], list[str]]:
     """The overrides of docs/integrations.md: of its command, and of the mixture's settings."""
     chapter = (ROOT / "docs" / "integrations.md").read_text().split("\n## verl\n")[1].split("\n## ")[0]
     command, settings = re.findall(r"```bash\n(.*?)```", chapter.replace("\\\n", " "), re.DOTALL)
-    return shlex.split(command.split("verl.trainer.main_ppo ...")[1]), shlex.split(settings)
+    variable, overrides = command.split("python -m verl.trainer.main_ppo ...")
+    ((name, module),) = re.findall(r"^export (\w+)=(.*)$", variable, re.MULTILINE)
+    return shlex.split(overrides.replace(f"${name}", module)), shlex.split(settings)
 
 
 def composed(overrides: list[str]) -> Any:
     folder = str(Path(verl_host.core_algos.__file__).parents[1] / "config")
     with initialize_config_dir(folder, version_base=None):
         return compose("ppo_trainer", overrides)
+
+
+def merged_runtime_env(config: Any) -> Any:
+    """The variables of Ray's workers, put together as verl.trainer.main_ppo does."""
+    default = get_ppo_ray_runtime_env(config)
+    return OmegaConf.merge(default, config.ray_kwargs.ray_init.runtime_env).env_vars
 
 
 def test_verls_configuration_takes_the_documented_command() -> None:
@@ -60,6 +70,7 @@ def test_verls_configuration_takes_the_documented_command() -> None:
     assert distillation.enabled and sorted(distillation.teacher_models) == ["code", "math"]
     verl_loss.require_unclamped(distillation.distillation_loss)
     assert distillation.distillation_loss.topk == 16
+    assert merged_runtime_env(config)["VERL_USE_EXTERNAL_MODULES"] == "smopd.integrations.verl"
 
 
 def test_verls_configuration_takes_the_documented_settings() -> None:
