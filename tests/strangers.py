@@ -14,7 +14,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SITE = Path(sysconfig.get_paths()["purelib"])
 PRODUCTS = ("__pycache__", "build", "dist", "runs", "*.so", "*.pyc", "*.egg-info", ".*")  # see .gitignore
-
 PIP_OPTIONS = [
     "--no-deps",
     "--no-index",
@@ -93,5 +92,6 @@ def bare_environment(folder: Path) -> Path:
 def bare_variables(home: Path) -> dict[str, str]:
     """The variables of a new user, whose home is empty."""
     home.mkdir(exist_ok=True)
-    kept = {name: value for name, value in os.environ.items() if name in ("PATH", "LANG", "LC_ALL", "TMPDIR")}
+    machine = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
+    kept = {name: value for name, value in os.environ.items() if name in machine}
     return {**kept, "HOME": str(home), "XDG_CACHE_HOME": str(home / "cache"), "OMP_NUM_THREADS": "1"}
