@@ -126,7 +126,6 @@ class BuildExtension(build_ext):
             say(f"the C++ build failed ({error})")
 
 
-
 class SourceDistribution(sdist):
     """An sdist has the links of a clone, so that its tests run where it is unpacked."""
 
