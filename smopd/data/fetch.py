@@ -62,10 +62,10 @@ def fetch(
     failures: list[str] = []
     by_hand: list[str] = []
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    headers = {"accept-encoding": "identity"}
+    headers, console = {"accept-encoding": "identity"}, Console(stderr=True)
     with (
         httpx.Client(follow_redirects=True, timeout=TIMEOUT, headers=headers) as client,
-        Progress(*columns, console=Console(stderr=True)) as progress,
+        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
     ):
         for file in (file for data_set in data_sets for file in data_set.files):
             task = progress.add_task(file.path, total=file.bytes)
