@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from smopd.cli import parse
 from smopd.config import merged
 from tests.patience import HANG_SECONDS
 
@@ -88,6 +91,34 @@ def train(
         text=True,
         timeout=HANG_SECONDS,
     )
+
+
+def train_here(
+    recipe: Path | str, *arguments: str, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """What `train` does, in this process, which has imported torch and transformers already.
+
+    The log is pytest's; an exception that the command lets go is the test's.
+    """
+    from smopd.pipeline import run_recipe
+
+    place = cwd or Path(recipe).parent
+    before, modules = Path.cwd(), set(sys.modules)
+    out, err = io.StringIO(), io.StringIO()
+    os.chdir(place)
+    sys.path.insert(0, str(place))
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            status = run_recipe(parse([str(recipe), *arguments]))
+    finally:
+        os.chdir(before)
+        sys.path.remove(str(place))
+        for name in set(sys.modules) - modules:  # the next test has its own
+            if place != ROOT and str(getattr(sys.modules[name], "__file__", "")).startswith(
+                f"{place}{os.sep}"
+            ):
+                del sys.modules[name]
+    return subprocess.CompletedProcess([str(recipe), *arguments], status, out.getvalue(), err.getvalue())
 
 
 def metric_lines(folder: Path, *, times: bool = False) -> list[dict[str, Any]]:

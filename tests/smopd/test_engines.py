@@ -7,7 +7,7 @@ import math
 import pytest
 
 from smopd.small_models import world_model
-from tests.smopd.recipes import metric_lines, train, write_recipe
+from tests.smopd.recipes import metric_lines, train, train_here, write_recipe
 
 pytest.importorskip("vllm")
 pytest.importorskip("peft")
@@ -84,7 +84,7 @@ def test_deepspeed_on_two_ranks(tmp_path):
         "loss": {"entropy_coef": 0.1},  # a gradient where no reward differs
     }
     recipe = write_recipe(tmp_path, changes, drop=("warm_start",))
-    one = train(recipe, "--output", "one")
+    one = train_here(recipe, "--output", "one")
     two = train(recipe, "--output", "two", "--student.strategy", "deepspeed", ranks=2)
     assert one.returncode == 0, one.stderr
     assert two.returncode == 0, two.stderr

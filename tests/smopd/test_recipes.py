@@ -19,7 +19,7 @@ from smopd.config import Settings
 from smopd.data.alpaca import prompt_row
 from smopd.recipe import Mistakes, builtin, load
 from smopd.sections import Reward
-from tests.smopd.recipes import ROOT, environment, metric_lines, train
+from tests.smopd.recipes import ROOT, environment, metric_lines, train_here
 
 RLLA = {"rlla_qwen2.5_1.5b": 150, "rlla_qwen2.5_3b": 100, "rlla_qwen2.5_3b_moderate": 100}
 SAFE = {"safe_qwen2.5_3b": 100, "safe_qwen2.5_7b": 66, "safe_llama3.2_3b": 100}
@@ -353,7 +353,7 @@ def test_three_steps_with_a_tiny_model_and_real_data(
         for word in (f"--{name}", value if isinstance(value, str) else json.dumps(value))
     ]
     chosen = [*teachers(recipe), "smopd"]
-    done = train(recipe, *words, "--only", *chosen, cwd=tmp_path)
+    done = train_here(recipe, *words, "--only", *chosen, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]
     for run in chosen:
         lines = metric_lines(tmp_path / "out" / run)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from tests.patience import HANG_SECONDS
 from tests.smopd.browser import BROWSER, HEIGHT, WIDTH, opened
-from tests.smopd.recipes import command, environment, metric_lines, train, write_recipe
+from tests.smopd.recipes import command, environment, metric_lines, train, train_here, write_recipe
 
 BOXES = """(() => {
   const charts = [...document.querySelectorAll("details[open] figure")];
@@ -140,14 +140,14 @@ def test_a_person_sees_in_one_screen_what_happened(straight, tmp_path):
 
 def test_finished_runs_are_not_done_again(straight):
     before = {path: path.stat().st_mtime_ns for path in straight.rglob("*.safetensors")}
-    done = train(straight.parents[1] / "recipe.yaml")
+    done = train_here(straight.parents[1] / "recipe.yaml")
     assert done.returncode == 0, done.stderr[-4000:]
     assert {path: path.stat().st_mtime_ns for path in straight.rglob("*.safetensors")} == before
     assert "accuracy_teacher  1/6" not in done.stdout
 
 
 def test_other_settings_in_the_same_directory_are_refused(straight):
-    done = train(straight.parents[1] / "recipe.yaml", "--opd.kappa", "32")
+    done = train_here(straight.parents[1] / "recipe.yaml", "--opd.kappa", "32")
     assert done.returncode == 1
     assert "opd.kappa: was 16, now 32" in done.stderr
     assert "Traceback" not in done.stderr

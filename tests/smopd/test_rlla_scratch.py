@@ -15,12 +15,12 @@ from smopd.cli import read_settings
 from smopd.data import sample
 from smopd.evals.rlla import training_rows
 from smopd.small_models import qwen_vocab_model
-from tests.smopd.recipes import metric_lines, train
+from tests.smopd.recipes import metric_lines, train_here
 
 
 def run_recipe(folder: Path) -> str:
     """What the shortened recipe prints; every part has left what it should."""
-    done = train(
+    done = train_here(
         "rlla_scratch",
         *("--output", str(folder / "out")),
         *("--data.evaluation.limit", "3"),

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.patience import MISSED_SECONDS
-from tests.smopd.recipes import metric_lines, train, write_recipe
+from tests.smopd.recipes import metric_lines, train, train_here, write_recipe
 
 REWARDS = """
 import time
@@ -97,7 +97,7 @@ def test_three_rewards_and_three_teachers(workplace):
         + "  gd2po: {stage: control, set: {advantage: {estimator: gd2po, whiten: tokens}}}\n"
         + "  grpo: {stage: control, set: {advantage: {estimator: grpo}}}\n"
     )
-    done = train(recipe)
+    done = train_here(recipe)
     assert done.returncode == 0, done.stderr[-4000:]
     folder = workplace / "runs/tiny"
     results = json.loads((folder / "results.json").read_text())
@@ -131,7 +131,7 @@ def test_two_ranks_run_both_stages(tmp_path):
         folder = tmp_path / str(ranks)
         folder.mkdir()
         recipe = write_recipe(folder, {"loop": {"steps": 3, "prompts_per_step": 5}})
-        done = train(recipe, ranks=ranks)
+        done = train_here(recipe) if ranks == 1 else train(recipe, ranks=ranks)
         assert done.returncode == 0, done.stderr[-4000:]
         folders.append(folder / "runs/tiny")
     one, two = (metric_lines(folder / "base")[:10] for folder in folders)
@@ -147,14 +147,14 @@ def test_two_ranks_run_both_stages(tmp_path):
 
 def test_stages_one_at_a_time_and_teachers_by_path(tmp_path):
     recipe = write_recipe(tmp_path, {"loop": {"steps": 2}})
-    at_once = train(recipe, "--stage", "merge")
+    at_once = train_here(recipe, "--stage", "merge")
     assert at_once.returncode == 1
     assert "the base model is not made yet; run --stage warm-start first" in at_once.stderr
-    assert train(recipe, "--stage", "warm-start").returncode == 0
-    early = train(recipe, "--stage", "merge")
+    assert train_here(recipe, "--stage", "warm-start").returncode == 0
+    early = train_here(recipe, "--stage", "merge")
     assert early.returncode == 1
     assert "runs.student: needs the run 'accuracy_teacher', which is not finished" in early.stderr
-    done = train(recipe, "--stage", "specialize")
+    done = train_here(recipe, "--stage", "specialize")
     assert done.returncode == 0, done.stderr[-4000:]
     folder = tmp_path / "runs/tiny"
     assert not (folder / "student").exists()
@@ -172,7 +172,7 @@ def test_stages_one_at_a_time_and_teachers_by_path(tmp_path):
         drop=("warm_start", "runs"),
     )  # fmt: skip
     by_path.write_text(by_path.read_text() + "runs: {student: {stage: merge}}\n")
-    done = train(by_path)
+    done = train_here(by_path)
     assert done.returncode == 0, done.stderr[-4000:]
     assert (tmp_path / "runs/by_path/student/export/model.safetensors").exists()
     weights = [
@@ -192,7 +192,7 @@ def test_a_reference_policy_and_sampling_one_step_ahead(workplace, place):
         advantage={"estimator": "grpo" if place == "reward" else "gdpo"},
         student={"learning_rate": 1e-2},
     )
-    result = train(recipe_of_one_run(workplace, changes), "--output", "run")
+    result = train_here(recipe_of_one_run(workplace, changes), "--output", "run")
     assert result.returncode == 0, result.stderr
     lines = [line for line in metric_lines(workplace / "run/gdpo") if "loss/pg" in line]
     assert len(lines) == 3
@@ -205,7 +205,7 @@ def test_a_reference_policy_and_sampling_one_step_ahead(workplace, place):
 
 
 def test_a_reward_that_raises_stops_the_run_and_is_named(workplace):
-    done = train(recipe_of_one_run(workplace, with_reward("raises")))
+    done = train_here(recipe_of_one_run(workplace, with_reward("raises")))
     assert done.returncode == 1
     assert "reward 'mine' left 16 of 16 responses without a score" in done.stderr
     assert "no such thing" in done.stderr
@@ -213,7 +213,7 @@ def test_a_reward_that_raises_stops_the_run_and_is_named(workplace):
 
 def test_a_reward_that_hangs_is_killed_and_counted(workplace):
     scoring = {"deadline_seconds": MISSED_SECONDS, "max_unscorable_share": 1.0}
-    done = train(recipe_of_one_run(workplace, with_reward("hangs", scoring=scoring, loop={"steps": 1})))
+    done = train_here(recipe_of_one_run(workplace, with_reward("hangs", scoring=scoring, loop={"steps": 1})))
     assert done.returncode == 0, done.stderr[-4000:]
     (line,) = metric_lines(workplace / "runs/tiny/gdpo")
     assert line["reward/mine/unscorable"] == 1.0
@@ -222,7 +222,7 @@ def test_a_reward_that_hangs_is_killed_and_counted(workplace):
 
 
 def test_a_reward_that_cannot_be_imported_is_refused_before_training(workplace):
-    done = train(recipe_of_one_run(workplace, with_reward("nothing")))
+    done = train_here(recipe_of_one_run(workplace, with_reward("nothing")))
     assert done.returncode == 1
     assert "my_rewards" in done.stderr and "nothing" in done.stderr
     assert not (workplace / "runs/tiny/gdpo").exists()
@@ -233,7 +233,7 @@ def test_a_reward_that_cannot_be_imported_is_refused_before_training(workplace):
     [("my_rows:empty", "the data set is empty"), ("my_rows:null", "row 1: column 'prompt' is None")],
 )
 def test_bad_data_is_named(workplace, source, message):
-    done = train(recipe_of_one_run(workplace, {"data": {"train": {"source": source}}}))
+    done = train_here(recipe_of_one_run(workplace, {"data": {"train": {"source": source}}}))
     assert done.returncode == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -242,6 +242,6 @@ def test_bad_data_is_named(workplace, source, message):
 def test_a_prompt_over_the_limit_is_dropped_and_counted(workplace):
     changes = {"loop": {"steps": 1}, "data": {"train": {"source": "my_rows:long"}}}
     recipe = recipe_of_one_run(workplace, changes)
-    done = train(recipe)
+    done = train_here(recipe)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "8 training prompts of 9 rows (1 too long, 0 truncated, 0 mapped out)" in done.stdout

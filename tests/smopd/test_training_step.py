@@ -11,7 +11,7 @@ import torch
 from smopd.cli import read_settings
 from smopd.small_models import QWEN_VOCAB_SIZE
 from tests.patience import HANG_SECONDS
-from tests.smopd.recipes import ROOT, metric_lines, train
+from tests.smopd.recipes import ROOT, metric_lines, train_here
 
 RECIPE = ROOT / "bench" / "training_step.yaml"
 TINY = {
@@ -44,7 +44,7 @@ def test_its_sizes_are_those_of_the_description() -> None:
 
 
 def test_it_runs_at_tiny_sizes(tmp_path) -> None:
-    done = train(
+    done = train_here(
         RECIPE,
         *("--output", str(tmp_path / "out")),
         *("--model.kwargs", json.dumps(TINY)),
