@@ -1,14 +1,16 @@
 # make quickstart   set up .venv and run both stages on this machine
-# make test         set up .venv and run the linter, the type checker and the tests: test-core, then test-engines,
-#                   which adds vLLM for CPUs and DeepSpeed (3.5 GB)
+# make check        set up .venv and run the linter, the type checker and the fast tests: minutes
+# make test         set up .venv and .venv-engines (vLLM for CPUs and DeepSpeed, 3.5 GB) and run the linter, the type
+#                   checker and all tests: test-core, then test-engines
 # make test-verl    the same for the verl integration, in .venv-verl (2 GB): verl needs an older transformers
 # make gpu          on a CUDA machine with torch and triton: correctness, then every benchmark; with DRY_RUN=1, on
 #                   any machine, what it would run and how long that may take
-# The first two do all the set-up and repeat none of it while pyproject.toml, setup.py and csrc/ stay as they are.
+# The first three do all the set-up and repeat none of it while pyproject.toml, setup.py and csrc/ stay as they are.
 # They need Python >= 3.10 (PYTHON=python3.12 chooses one), a C++ compiler and make. Options for pip go in PIP_ARGS.
 
 PYTHON ?= python3
 VENV ?= .venv
+ENGINES_VENV ?= .venv-engines
 VERL_VENV ?= .venv-verl
 PIP_ARGS ?=
 BIN := $(VENV)/bin
@@ -17,10 +19,15 @@ BUILT := ls smopd/_C*.so >/dev/null 2>&1 || echo "smopd._C was not built (pip -v
 SOURCES := pyproject.toml setup.py $(shell find csrc -type f)
 .DEFAULT_GOAL := help
 
-.PHONY: help quickstart test test-core test-engines test-verl lint style types gpu clean
+# Tests on real data take it from SMOPD_DATA, and are skipped without it.
+ifneq ($(wildcard ../shared/data/.),)
+export SMOPD_DATA ?= $(abspath ../shared/data)
+endif
+
+.PHONY: help quickstart check test test-fast test-core test-engines test-verl lint style types gpu clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -9
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -45,7 +52,12 @@ $(VENV)/.installed-test: $(SOURCES) $(VENV)/.torch
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m smopd.train
 
-test: lint test-core test-engines
+check: lint test-fast
+
+# pip waits for the network and the disk: what only the engines need is installed while the core is tested.
+test: style
+	$(MAKE) --jobs=3 types test-core $(ENGINES_VENV)/.installed
+	$(MAKE) test-engines
 
 lint: style types
 
@@ -56,21 +68,32 @@ style: $(VENV)/.installed-test
 types: $(VENV)/.installed-test
 	$(BIN)/mypy
 
-# A process a core and a thread each; the files that start processes of their own stay together.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+# A process a core and a thread each, a file in one of them, and files in the order of tests/conftest.py.
+pytest = OMP_NUM_THREADS=1 $1/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=20 $2
 ENGINES := $(wildcard tests/*/test_*vllm*.py tests/*/test_*deepspeed*.py) tests/smopd/test_engines.py
+WITHOUT_ENGINES := $(addprefix --ignore=,$(ENGINES))
+
+test-fast: $(VENV)/.installed-test
+	$(call pytest,$(VENV),-m "not slow" $(WITHOUT_ENGINES))
 
 test-core: $(VENV)/.installed-test
-	$(PYTEST) $(addprefix --ignore=,$(ENGINES))
+	$(call pytest,$(VENV),$(WITHOUT_ENGINES))
 
-# torchvision and its like come with vLLM as CUDA builds, and break transformers where torch is a CPU build.
-$(VENV)/.installed-engines: $(SOURCES) $(VENV)/.installed-test
-	$(PIP) install $(PIP_ARGS) --no-build-isolation -e ".[test,test-engines]"
-	$(PIP) uninstall -y torchvision torchaudio torchcodec
+# An environment over .venv, which stays as it is: the core is tested without the engines. torchvision and its like
+# come with vLLM as CUDA builds, and break transformers where torch is a CPU build.
+ENGINES_PIP := $(ENGINES_VENV)/bin/python -m pip --disable-pip-version-check -q
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+
+$(ENGINES_VENV)/.installed: pyproject.toml | $(VENV)/.installed-test
+	$(PYTHON) -m venv $(ENGINES_VENV)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" \
+		> "$$($(ENGINES_VENV)/bin/python -c '$(SITE)')/over.pth"
+	$(ENGINES_PIP) install $(PIP_ARGS) "smopd[test-engines]"
+	$(ENGINES_PIP) uninstall -y torchvision torchaudio torchcodec
 	@touch $@
 
-test-engines: $(VENV)/.installed-engines
-	$(PYTEST) $(ENGINES)
+test-engines: $(ENGINES_VENV)/.installed
+	$(call pytest,$(ENGINES_VENV),$(ENGINES))
 
 VERL_PIP := $(VERL_VENV)/bin/python -m pip --disable-pip-version-check -q
 
@@ -102,4 +125,4 @@ gpu:
 	$(PYTHON) -m bench gpu $(if $(filter-out 0,$(DRY_RUN)),--dry-run) $(RESULTS)
 
 clean:
-	rm -rf $(VENV) $(VERL_VENV) build dist *.egg-info smopd/_C*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(ENGINES_VENV) $(VERL_VENV) build dist *.egg-info smopd/_C*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,4 +1,4 @@
-"""SMOPD_TEST_UNTIL cuts the fixture or the test that is under way, and nothing of pytest's own; -m gpu."""
+"""SMOPD_TEST_UNTIL cuts the fixture or test that is under way, nothing of pytest's own; -m gpu; the order."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import FIRST
 
 TESTS = """
 import os
@@ -86,6 +88,7 @@ def test_large():
 
 def run(folder: Path, seconds: float, *options: str) -> str:
     (folder / "conftest.py").write_text((Path(__file__).parent / "conftest.py").read_text())
+    (folder / "pytest.ini").write_text("[pytest]\n")  # whatever lies in the folders above
     (folder / "test_limit.py").write_text(TESTS)
     (folder / "alarms.py").write_text(ALARMS)
     done = subprocess.run(
@@ -108,6 +111,17 @@ def test_an_alarm_skips_and_breaks_nothing(tmp_path: Path) -> None:
 
 def test_when_the_time_is_up_nothing_begins(tmp_path: Path) -> None:
     assert "5  the time was up" in run(tmp_path, -1)
+
+
+def test_the_longest_files_come_first(repository_root: Path, tmp_path: Path) -> None:
+    assert all((repository_root / "tests" / file).is_file() for file in FIRST)
+    last, first = FIRST[-1], FIRST[0]
+    for file in (last, first):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("def test_long():\n    pass\n")
+    printed = run(tmp_path, 36000, "-v")
+    places = [printed.index(f"{file}::test_") for file in (first, last, "test_limit.py")]
+    assert places == sorted(places)
 
 
 @pytest.mark.parametrize("device", [True, False], ids=["gpu", "no-gpu"])
