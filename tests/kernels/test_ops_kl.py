@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -63,7 +64,8 @@ def test_values_and_gradients(kind: str, tail: bool, temperature: float) -> None
     got = torch.autograd.grad((weight_logp * logp + weight_kl * kl).sum(), logits)[0]
     want = torch.autograd.grad((weight_logp * want_logp + weight_kl * want_kl).sum(), logits)[0]
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
-    assert torch.autograd.gradcheck(lambda x: topk_forward_kl(x, tokens, ids, logps, **options), logits)
+    call = functools.partial(topk_forward_kl, token_ids_N=tokens, target_ids_NS=ids, target_logps_NS=logps)
+    assert torch.autograd.gradcheck(functools.partial(call, **options), logits, **ops_truth.ALL_AT_ONCE)
 
 
 @pytest.mark.parametrize(

@@ -86,9 +86,13 @@ def test_gradcheck_and_dense_truth(recompute: bool) -> None:
     def loss(h, w, b):
         return linear_smopd_loss(h, w, tokens, bias_V=b, recompute=recompute, chunk_bytes=4 * ONE_ROW)[0]
 
-    assert torch.autograd.gradcheck(loss, (hidden, weight, bias_V))
-    truth = ops_truth.loss(dense_logits(hidden, weight, bias_V), tokens, LossSettings())[0]
-    torch.testing.assert_close(loss(hidden, weight, bias_V), truth, rtol=1e-12, atol=1e-12)
+    leaves = (hidden, weight, bias_V)
+    assert torch.autograd.gradcheck(loss, leaves, **ops_truth.ALL_AT_ONCE)
+    got, truth = loss(*leaves), ops_truth.loss(dense_logits(*leaves), tokens, LossSettings())[0]
+    torch.testing.assert_close(got, truth, rtol=1e-12, atol=1e-12)
+    gradients = (torch.autograd.grad(value, leaves) for value in (got, truth))
+    for ours, true in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, true, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recompute"])

@@ -211,13 +211,14 @@ def test_rows_may_be_strided_and_ids_narrow() -> None:
 
 @pytest.mark.parametrize("n_teachers", [2, triton_topk.MAX_TEACHERS + 1])
 def test_several_teachers_equal_each_alone(n_teachers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with its own row stride; through the public function."""
+    """Each with its own row stride; through the public function. The many have a row each, for its time."""
     monkeypatch.setenv(dispatch.ENV, "triton")
-    stacked_MNV = randn(n_teachers, 2, 320).to(DEVICE)[:, :, :300]
-    token_ids_N = torch.tensor([4, 299], device=DEVICE)
+    n_rows = 2 if n_teachers == 2 or DEVICE == "cuda" else 1
+    stacked_MNV = randn(n_teachers, n_rows, 320).to(DEVICE)[:, :, :300]
+    token_ids_N = torch.tensor([4, 299][:n_rows], device=DEVICE)
     logits = [stacked_MNV[0], *(stacked_MNV[m].contiguous() for m in range(1, n_teachers))]
     got = ops.topk_logprobs(logits, 5, token_ids_N=token_ids_N, temperature=0.7)
-    assert got.ids_NS.shape == got.logps_NS.shape == (2, n_teachers, 5)
+    assert got.ids_NS.shape == got.logps_NS.shape == (n_rows, n_teachers, 5)
     for m in range(n_teachers):
         alone = triton_topk.topk_logprobs(stacked_MNV[m], 5, token_ids_N=token_ids_N, temperature=0.7)
         assert torch.equal(got.ids_NS[:, m], alone.ids_NS) and torch.equal(got.logps_NS[:, m], alone.logps_NS)
