@@ -82,6 +82,11 @@ def shard_on_cpus() -> None:
 if __name__ == "__main__":
     mode, what, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     options: dict[str, Any] = {"ddp": {}, "zero3": {"deepspeed": ZERO_3}}.get(mode, {})
+    if mode == "zero3":
+        import deepspeed
+
+        # As smopd.engine.deepspeed: else it compiles for a minute what serves inference alone.
+        vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     if mode == "fsdp2":
         shard_on_cpus()
         options = {"fsdp": True, "fsdp_config": FSDP_2}

@@ -24,7 +24,7 @@ from smopd.rewards.batch import FAILURE_KINDS, RewardBatch
 from smopd.scoring import Scores
 from tests.engine.tiny import VOCABULARY, tiny_model
 
-PROMPTS, GROUP_SIZE, STEPS = 7, 3, 3
+PROMPTS, GROUP_SIZE, STEPS = 7, 3, 2
 
 SETTINGS = {
     "name": "invariance",

@@ -1,6 +1,6 @@
 """How a batch is cut changes nothing: ranks, micro-batches, packing, checkpointing, head chunks.
 
-Ragged responses, three steps, two updates a batch (one, where a batch is one prompt). Compared are every loss
+Ragged responses, two steps, two updates a batch (one, where a batch is one prompt). Compared are every loss
 term, the unclipped gradient norm, every parameter's gradient and its change in every update: losses alone
 would not show a wrong scale.
 """
