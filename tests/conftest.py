@@ -18,21 +18,39 @@ ROOT = TESTS.parent
 # What takes longest comes first: at the end of a run a file of minutes would leave the other workers idle.
 FIRST = (
     "kernels/test_offline.py",
+    "smopd/test_launch.py",
     "smopd/test_resume.py",
+    "kernels/test_cpp_clones.py",
+    "kernels/test_triton_topk.py",
+    "test_packaging.py",
     "smopd/test_invariance.py",
-    "smopd/test_plan.py",
+    "integrations/test_trl_ranks.py",
+    "engine/test_student.py",
     "smopd/test_recipes.py",
     "smopd/test_rlla_scratch.py",
-    "test_packaging.py",
+    "smopd/test_plan.py",
+    "smopd/test_train.py",
+    "integrations/test_trl_example.py",
+    "kernels/test_triton_large.py",
+    "kernels/test_triton_loss.py",
+    "kernels/test_triton_advantages.py",
+    "smopd/test_study_page.py",
+    "test_bench.py",
+    # the engines'
+    "smopd/test_invariance_deepspeed.py",
+    "engine/test_vllm_sync.py",
+    "engine/test_vllm_remote.py",
+    "integrations/test_trl_deepspeed.py",
+    "smopd/test_engines.py",
+    "engine/test_deepspeed.py",
+    "engine/test_vllm_teachers.py",
 )
 MAX_THREADS = 2  # a test's tensors are small; more threads only slow it down and its neighbours
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device, or uses the one that is there")
-    config.addinivalue_line(
-        "markers", "slow: takes more than about five seconds on two cores; make check leaves it out"
-    )
+    config.addinivalue_line("markers", "slow: takes more than about five seconds; make check leaves it out")
     config.addinivalue_line("markers", "unproven: not seen to pass yet; SMOPD_UNPROVEN=1 runs it")
     config.addinivalue_line("markers", "xdist_group(name): pytest-xdist runs a group's tests in one process")
     if "SMOPD_TEST_UNTIL" in os.environ:

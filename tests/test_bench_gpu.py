@@ -131,6 +131,7 @@ def test_a_dry_run_shows_the_jobs_that_a_run_begins(
     assert dry.splitlines()[-1] == f"expected: {total:.0f} s in all; at most {most:.0f} s"
 
 
+@pytest.mark.slow
 def test_the_dry_run_of_make() -> None:
     make = shutil.which("make")
     if make is None:

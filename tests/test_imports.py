@@ -129,6 +129,7 @@ def test_import_of_ops_is_light() -> None:
     assert not HEAVY & loaded, HEAVY & loaded
 
 
+@pytest.mark.slow
 def test_cpus_need_no_triton() -> None:
     loaded_by(
         "sys.modules['triton'] = None\n"

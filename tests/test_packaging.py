@@ -33,6 +33,8 @@ from tests.strangers import (
     sources,
 )
 
+pytestmark = pytest.mark.slow
+
 ROOMS = ["smopd", "kernels", "engine"]
 BUILD = "import sys, build_backend; getattr(build_backend, sys.argv[1])(sys.argv[2])"
 NEEDS = """

@@ -25,6 +25,7 @@ print(faults() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="no mallopt in this C library")
 def test_freed_buffers_are_not_faulted_in_again() -> None:
     def faults(**environment: str) -> int:
@@ -56,6 +57,7 @@ with process_group():
 """
 
 
+@pytest.mark.slow
 def test_gloo_that_still_frees_tensors_does_not_abort_the_end() -> None:
     ran = subprocess.run([sys.executable, "-c", LEFT_TO_GLOO], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

@@ -167,6 +167,7 @@ def test_urls_must_be_there_and_differ(urls):
         Servers(urls)
 
 
+@pytest.mark.slow
 def test_a_rollout_client_is_imported_without_vllm():
     script = "import sys; sys.modules['vllm'] = None; import smopd.engine.remote_rollout"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from smopd.engine import distributed
@@ -14,6 +15,8 @@ from smopd.engine.student import NonFiniteGradient, Student
 from smopd.engine.types import TrainSettings
 from smopd.ops import LossSettings, LossTokens
 from tests.engine.tiny import ragged_rollouts, tiny_model
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,6 +15,8 @@ import pytest
 
 from tests.patience import HANG_SECONDS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -259,6 +259,7 @@ def test_another_protocol_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         SmopdLossFn([1.0])
 
 
+@pytest.mark.slow
 def test_the_example_learns(host: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{host}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "examples/nemo_rl_loss.py", "--steps", "15"]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("trl", reason="needs trl (the trl extra)")
 
 ROOT = Path(__file__).resolve().parents[2]

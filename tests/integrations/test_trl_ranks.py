@@ -10,6 +10,8 @@ pytest.importorskip("trl", reason="needs trl (the trl extra)")
 
 from tests.integrations.two_ranks import assert_steps_of_one_process
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("what", ["distillation", "grpo"])
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])

@@ -176,6 +176,7 @@ for wrong in ("ONE = 1", "import math as ONE"):
 """
 
 
+@pytest.mark.slow
 def test_a_digest_is_of_the_code_and_of_what_it_is_specialized_on(repository_root, tmp_path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ran = subprocess.run(

@@ -117,6 +117,7 @@ def test_compile_fullgraph() -> None:
     compiled_equals_eager(advantages, rewards)
 
 
+@pytest.mark.slow
 def test_inductor_compiles_the_loss() -> None:
     torch.manual_seed(4)
     x, w = torch.randn(N, D, requires_grad=True), torch.randn(V, D)

@@ -224,6 +224,7 @@ def _rank(rank: int, store: str, world: int) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="two ranks take two GPUs")
 def test_ranks_whiten_together(tmp_path) -> None:
     torch.multiprocessing.spawn(_rank, args=(str(tmp_path / "store"), 2), nprocs=2)

@@ -205,6 +205,7 @@ def assert_close(found: Tensor, wanted: Tensor, name: str) -> None:
     torch.testing.assert_close(found.double(), wanted.double(), **close, msg=lambda text: f"{name}: {text}")
 
 
+@pytest.mark.slow
 @each_size
 def test_topk_logprobs(size: Size) -> None:
     logits_NV, tokens = make(size)

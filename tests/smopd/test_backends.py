@@ -10,6 +10,8 @@ from smopd.kernels.dispatch import cpp_unavailable
 from smopd.small_models import world_model
 from tests.smopd.recipes import metric_lines, train, write_recipe
 
+pytestmark = pytest.mark.slow
+
 REWARDS = """
 def brevity(prompts, completions, **columns):
     return [1 / (1 + len(text)) for text in completions]

@@ -10,6 +10,8 @@ import pytest
 from tests.smopd.invariance import assert_same, run, variants, whole
 from tests.smopd.invariance_worker import HYBRID_VARIANTS, VARIANTS
 
+pytestmark = pytest.mark.slow
+
 # a variant and the one that it must equal
 SAME = {
     "single": "packed",

@@ -13,6 +13,8 @@ import pytest
 from tests.patience import HANG_SECONDS
 from tests.smopd.recipes import command, environment, metric_lines, train, write_recipe
 
+pytestmark = pytest.mark.slow
+
 TWO = {"processes": 2, "loop": {"steps": 4}, "checkpoint": {"every": 2}}
 
 

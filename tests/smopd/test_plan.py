@@ -98,6 +98,7 @@ def predicted(case: Case, ranks: int) -> dict[str, int]:
     return {"masters": shard, "gradients": shard, "optimizer": 2 * shard, "peak": shard + widest}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*CASES, *TWO_RANKS])
 def test_states_are_exact(name: str, found) -> None:
     ranks = 2 if name in TWO_RANKS else 1
@@ -107,6 +108,7 @@ def test_states_are_exact(name: str, found) -> None:
     assert found[name]["micro_batches"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*CASES, *TWO_RANKS])
 def test_peak_of_an_update(name: str, found) -> None:
     ranks = 2 if name in TWO_RANKS else 1

@@ -18,6 +18,8 @@ from tests.patience import HANG_SECONDS
 from tests.smopd.browser import BROWSER, HEIGHT, WIDTH, opened
 from tests.smopd.recipes import command, environment, metric_lines, train, train_here, write_recipe
 
+pytestmark = pytest.mark.slow
+
 BOXES = """(() => {
   const charts = [...document.querySelectorAll("details[open] figure")];
   const all = name => [...document.querySelectorAll(name)];

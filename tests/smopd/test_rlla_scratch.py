@@ -17,6 +17,8 @@ from smopd.evals.rlla import training_rows
 from smopd.small_models import qwen_vocab_model
 from tests.smopd.recipes import metric_lines, train_here
 
+pytestmark = pytest.mark.slow
+
 
 def run_recipe(folder: Path) -> str:
     """What the shortened recipe prints; every part has left what it should."""

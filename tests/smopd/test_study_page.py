@@ -89,6 +89,7 @@ def page_of(output: Path, pages: Path, *more: str) -> str:
     return (pages / "study.md").read_text()
 
 
+@pytest.mark.slow
 def test_every_chapter_says_what_its_runs_show(every: Path, tmp_path: Path) -> None:
     page = page_of(every, tmp_path / "docs")
     sections = {text.partition("\n")[0]: text for text in re.split(r"^## ", page, flags=re.M)[1:]}
@@ -128,6 +129,7 @@ def test_every_chapter_says_what_its_runs_show(every: Path, tmp_path: Path) -> N
     assert not re.search(r"\b(None|nan)\b", page)
 
 
+@pytest.mark.slow
 def test_the_page_judges_what_the_paper_claims(every: Path, tmp_path: Path) -> None:
     page = page_of(every, tmp_path / "docs")
     sections = {text.partition("\n")[0]: text for text in re.split(r"^## ", page, flags=re.M)[1:]}
@@ -146,6 +148,7 @@ def test_the_page_judges_what_the_paper_claims(every: Path, tmp_path: Path) -> N
     assert "“SMOPD as in the paper” 100 after 160 of the runs that it needs" in page
 
 
+@pytest.mark.slow
 def test_without_gdpo_the_profiles_say_so(every: Path, tmp_path: Path) -> None:
     shutil.rmtree(every / "ablations")
     page = page_of(every, tmp_path / "docs")
@@ -256,6 +259,7 @@ def test_measures_over_seeds(density: Path) -> None:
     assert drawn[2][1].mean == pytest.approx((0.35 + 0.15) / 2)
 
 
+@pytest.mark.slow
 def test_the_page_says_what_was_found(density: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib (the study extra)")
     page = page_of(density, tmp_path / "docs")

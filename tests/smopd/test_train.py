@@ -60,6 +60,7 @@ def with_reward(function, **more):
     return {"rewards": [plain, {"name": "mine", "function": f"my_rewards:{function}"}], **more}
 
 
+@pytest.mark.slow
 def test_three_rewards_and_three_teachers(workplace):
     recipe = write_recipe(
         workplace,
@@ -120,6 +121,7 @@ def test_three_rewards_and_three_teachers(workplace):
         assert model.config.vocab_size >= len(tokenizer) and tokenizer.chat_template
 
 
+@pytest.mark.slow
 def test_two_ranks_run_both_stages(tmp_path):
     """Rounding decides a sampled token now and then, and from there two runs part.
 
@@ -145,6 +147,7 @@ def test_two_ranks_run_both_stages(tmp_path):
     assert results[0].keys() == results[1].keys()
 
 
+@pytest.mark.slow
 def test_stages_one_at_a_time_and_teachers_by_path(tmp_path):
     recipe = write_recipe(tmp_path, {"loop": {"steps": 2}})
     at_once = train_here(recipe, "--stage", "merge")
@@ -211,6 +214,7 @@ def test_a_reward_that_raises_stops_the_run_and_is_named(workplace):
     assert "no such thing" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_reward_that_hangs_is_killed_and_counted(workplace):
     scoring = {"deadline_seconds": MISSED_SECONDS, "max_unscorable_share": 1.0}
     done = train_here(recipe_of_one_run(workplace, with_reward("hangs", scoring=scoring, loop={"steps": 1})))

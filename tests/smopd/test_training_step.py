@@ -43,6 +43,7 @@ def test_its_sizes_are_those_of_the_description() -> None:
     assert 64 * 8 * longest <= student.rollout.max_batch_tokens and longest <= sizes["max_positions"]
 
 
+@pytest.mark.slow
 def test_it_runs_at_tiny_sizes(tmp_path) -> None:
     done = train_here(
         RECIPE,
