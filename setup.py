@@ -135,10 +135,16 @@ class SourceDistribution(sdist):
             (Path(base_dir) / "smopd" / room).symlink_to(f"../{room}")
 
 
+def rooms() -> list[str]:
+    """kernels/ and engine/ with their folders, by the names that they are imported by."""
+    files = [file for room in ROOMS for file in Path(room).rglob("*.py")]
+    return sorted({".".join(["smopd", *file.parent.parts]) for file in files})
+
+
 found = extensions()
 setup(
     package_dir={f"smopd.{room}": room for room in ROOMS},
-    packages=[*find_packages(include=["smopd", "smopd.*"]), *(f"smopd.{room}" for room in ROOMS)],
+    packages=[*find_packages(include=["smopd", "smopd.*"]), *rooms()],
     package_data={
         "smopd": ["py.typed", "recipes/*.yaml", "recipes/study/*.yaml", "data/*.yaml", "data/sample/*"],
     },

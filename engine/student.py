@@ -27,8 +27,8 @@ from smopd.engine.models import head
 from smopd.engine.packing import empty_batch, flat_offsets, pack
 from smopd.engine.policy import Policy, Strategy
 from smopd.engine.types import Rollout, TokenBatch, TrainSettings
-from smopd.kernels.smopd_loss import linear_smopd_loss
-from smopd.kernels.topk_logprobs import linear_topk_logprobs
+from smopd.kernels.ops.loss import linear_smopd_loss
+from smopd.kernels.ops.topk import linear_topk_logprobs
 from smopd.kernels.types import LossSettings, LossStats, LossTokens, TopK
 
 log = logging.getLogger(__name__)

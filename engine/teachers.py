@@ -25,7 +25,7 @@ from smopd.engine.packing import flat_offsets, pack
 from smopd.engine.support import Dropping, given_logprobs, others_ids, with_others, without_padding
 from smopd.engine.types import Packing, Rollout, TeacherTopK, TokenBatch
 from smopd.kernels.checks import check_kappa
-from smopd.kernels.topk_logprobs import linear_topk_logprobs
+from smopd.kernels.ops.topk import linear_topk_logprobs
 
 EMBEDDINGS = ("lm_head", "embed_tokens", "output", "wte", "embed_out")
 

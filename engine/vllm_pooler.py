@@ -34,7 +34,7 @@ import smopd.engine.vllm_transfer  # noqa: F401  registers how weights reach an 
 from smopd.engine.logit_scale import logit_scale
 from smopd.engine.support import given_logprobs
 from smopd.engine.types import Rollout
-from smopd.kernels.topk_logprobs import linear_topk_logprobs
+from smopd.kernels.ops.topk import linear_topk_logprobs
 
 TASK = "token_embed"
 HEAD, TIED_HEAD = "lm_head", "embed_tokens"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smopd.kernels.reference_loss import counted
+from smopd.kernels.reference.loss import counted
 from smopd.kernels.types import LossSettings, LossTokens
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

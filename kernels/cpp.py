@@ -2,7 +2,7 @@
 
 Arguments are taken as checked, without autograd. Logits are fp32, bf16 or fp16; what is small,
 log-probabilities and weights, goes to the kernels as fp32, and as fp64 to the advantages, which take rewards
-of any of the four. The sources are in csrc/cpu, the definitions in reference*.py.
+of any of the four. The sources are in csrc/cpu, the definitions in kernels/reference.
 
 Shapes: N tokens, V vocabulary, M teachers, S support entries (kappa). R responses, K rewards.
 """
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smopd.kernels.linear_pieces import Merged
-from smopd.kernels.linear_sums import Plan, make_plan
-from smopd.kernels.reference_advantages import sample_counts, whitened
-from smopd.kernels.reference_rows import TAIL_FLOOR, Target
+from smopd.kernels.head.sums import Plan, make_plan
+from smopd.kernels.head.tiles import Merged
+from smopd.kernels.reference.advantages import sample_counts, whitened
+from smopd.kernels.reference.rows import TAIL_FLOOR, Target
 from smopd.kernels.types import (
     Candidates,
     LossSettings,

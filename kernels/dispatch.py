@@ -30,25 +30,25 @@ ROW_OPS = ("forward_kl_rows", "forward_kl_gradient", "loss_rows")
 ADVANTAGE_OPS = ("grpo_advantages", "gdpo_advantages", "gd2po_advantages")
 MODULES: dict[str, dict[str, str]] = {
     "reference": {
-        "topk_logprobs": "reference",
-        "topk_logprobs_teachers": "reference",
-        "teacher_mixture": "reference",
-        "forward_kl_rows": "reference",
-        "forward_kl_gradient": "reference",
-        "loss_rows": "reference_loss",
-        "scale_": "reference_loss",
-        **dict.fromkeys(ADVANTAGE_OPS, "reference_advantages"),
+        "topk_logprobs": "reference.topk",
+        "topk_logprobs_teachers": "reference.topk",
+        "teacher_mixture": "reference.topk",
+        "forward_kl_rows": "reference.topk",
+        "forward_kl_gradient": "reference.topk",
+        "loss_rows": "reference.loss",
+        "scale_": "reference.loss",
+        **dict.fromkeys(ADVANTAGE_OPS, "reference.advantages"),
     },
     "cpp": dict.fromkeys(
         ("topk_logprobs", "topk_logprobs_teachers", "teacher_mixture", *ROW_OPS, *ADVANTAGE_OPS), "cpp"
     ),
     "triton": {
-        "topk_logprobs": "triton_topk",
-        "topk_logprobs_teachers": "triton_topk",
-        "teacher_mixture": "triton_mixture",
-        **dict.fromkeys(ROW_OPS, "triton_loss"),
-        "scale_": "triton_scale",
-        **dict.fromkeys(ADVANTAGE_OPS, "triton_advantages"),
+        "topk_logprobs": "triton.topk",
+        "topk_logprobs_teachers": "triton.topk",
+        "teacher_mixture": "triton.mixture",
+        **dict.fromkeys(ROW_OPS, "triton.loss"),
+        "scale_": "triton.scale",
+        **dict.fromkeys(ADVANTAGE_OPS, "triton.advantages"),
     },
 }
 """Backend -> operation -> the module of smopd.kernels that serves it, by a function of the same name."""
@@ -114,7 +114,7 @@ def tile_loss(op: str, form: str, tensor: Tensor) -> Any:
     else:
         why_not = why_not if preferred == "cpp" else "there is no kernel for it"
         _log_once(f"{op} with {form} on {device} is served by the reference backend: {why_not}")
-    return _module("linear_pieces").ReferenceTileLoss
+    return _module("head.tiles").ReferenceTileLoss
 
 
 def _forced() -> str:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from smopd.kernels.checks import debug_ids
-from smopd.kernels.reference import teacher_mixture
-from smopd.kernels.reference_loss import counted
+from smopd.kernels.reference.loss import counted
+from smopd.kernels.reference.topk import teacher_mixture
 from smopd.kernels.types import Candidates, LossSettings, LossTokens, SparseTarget, loss_target
 
 

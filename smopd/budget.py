@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from smopd.budget_engines import engine_needs
 from smopd.config import Settings
-from smopd.kernels.linear_job import CHUNK_BYTES
+from smopd.kernels.head.chunks import CHUNK_BYTES
 from smopd.machine import COLUMNS, GIB, RUNNING, WIDTHS, Machine, Need, Shape, trained_parameters
 from smopd.memory import FP32, KNOWN_LAYERS, Training, update_moments, zero_buffers
 from smopd.planned_engines import Made, asked, make

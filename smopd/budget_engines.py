@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from smopd.config import Settings
 from smopd.engine.vllm import SAMPLES
-from smopd.kernels.linear_job import CHUNK_BYTES
+from smopd.kernels.head.chunks import CHUNK_BYTES
 from smopd.machine import RUNNING, WIDTHS, Need, Shape
 from smopd.memory import FP32, Training, layer_forward, logits_chunk
 from smopd.planned_engines import Asked, Made

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from smopd.kernels.linear_gemm import padded_width
-from smopd.kernels.linear_job import ROW_UNIT, steps
+from smopd.kernels.head.chunks import ROW_UNIT, steps
+from smopd.kernels.head.gemm import padded_width
 from smopd.sizes import ModelSizes
 
 FP32 = 4

@@ -1,5 +1,5 @@
 // Group advantages on the CPU: GRPO, GDPO and GD2PO, with the whitening of one process. Their definition is
-// in kernels/reference_advantages.py; as there, everything is computed in double.
+// in kernels/reference/advantages.py; as there, everything is computed in double.
 //
 // A group is one thread's: its rewards are copied to a scratch of (responses, rewards). Every sum has one order,
 // whatever the number of threads.

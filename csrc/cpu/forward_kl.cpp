@@ -1,5 +1,5 @@
 // Forward KL on the CPU: each token's log-probability and KL, and their gradient in the logits. The
-// definitions are in kernels/reference.py.
+// definitions are in kernels/reference/topk.py.
 
 #include <cmath>
 #include <optional>

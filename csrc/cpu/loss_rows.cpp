@@ -1,5 +1,5 @@
 // loss_rows on the CPU: a token's whole objective and its gradient. Its definition is in
-// kernels/reference_loss.py.
+// kernels/reference/loss.py.
 
 #include <array>
 #include <cmath>

@@ -1,6 +1,6 @@
 // The loss's two passes over a tile of logits (rows x a piece of the vocabulary) on the CPU: `scan` takes its
 // logits into the rows' sums, `gradient` replaces them by the loss's gradient. The definitions are in
-// kernels/linear_sums.py and kernels/linear_pieces.py; what happens to a row is in rows.h.
+// kernels/head/sums.py and kernels/head/tiles.py; what happens to a row is in rows.h.
 //
 // Shapes: N rows, P a piece, S support entries, C and K columns. Rows are independent and each is computed by
 // one thread in one order.

@@ -1,4 +1,4 @@
-// A row's terms and their gradient: the closed forms of the operations, defined by kernels/reference_rows.py.
+// A row's terms and their gradient: the closed forms of the operations, defined by kernels/reference/rows.py.
 //
 // One pass over the row stores its exponentials and sums them; a second one, over those, writes the gradient.
 // Where there is a tail bucket the support's slots are held out of the stream, so that the student's mass off

@@ -1,4 +1,4 @@
-// A sparse target made ready for many rows on the CPU: kernels/reference.py's target_of, in float64.
+// A sparse target made ready for many rows on the CPU: kernels/reference/topk.py's target_of, in float64.
 
 #include <algorithm>
 #include <cmath>

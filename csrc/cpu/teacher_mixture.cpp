@@ -1,5 +1,5 @@
 // teacher_mixture on the CPU: the kappa best of all teachers' candidates. Its definition is in
-// kernels/reference.py.
+// kernels/reference/topk.py.
 
 #include <algorithm>
 #include <limits>

@@ -22,7 +22,7 @@ from smopd.engine.teachers import LocalTeachers
 from smopd.engine.types import Packing, Rollout, VllmSettings
 from smopd.engine.vllm_pooler import Question, TeacherPooler, obstacle
 from smopd.engine.vllm_teachers import VllmTeachers
-from smopd.kernels.linear_job import CHUNK_BYTES_CPU
+from smopd.kernels.head.chunks import CHUNK_BYTES_CPU
 from smopd.small_models import world_tokenizer
 from tests.engine.teacher_truth import (
     ROLLOUTS,

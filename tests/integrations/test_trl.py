@@ -17,7 +17,7 @@ from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
 
 from smopd.integrations.trl import SMOPDDistillationConfig
 from smopd.integrations.trl_loss import completions_of
-from smopd.kernels import reference_advantages
+from smopd.kernels.reference import advantages as reference_advantages
 from smopd.ops import LossSettings, teacher_mixture, topk_logprobs
 from smopd.small_models import world_tokenizer
 from smopd.toy_world import vocabulary

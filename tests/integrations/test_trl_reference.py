@@ -1,4 +1,4 @@
-"""TRL's trainers with two teachers against kernels/reference.py, where no host computes the objective."""
+"""TRL's trainers with two teachers against the reference loss, where no host computes the objective."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import Tensor
 
 pytest.importorskip("trl", reason="needs trl (the trl extra)")
 
-from smopd.kernels import loss_total, reference, reference_loss
+from smopd.kernels.ops import loss_total
+from smopd.kernels.reference import loss as reference_loss
+from smopd.kernels.reference import topk as reference
 from smopd.ops import LossSettings, LossTokens
 from tests.integrations.tiny_trl import (
     LONGEST,

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from smopd.kernels import reference, reference_loss
+from smopd.kernels.reference import loss as reference_loss
+from smopd.kernels.reference import topk as reference
 from smopd.kernels.types import (
     Candidates,
     LossSettings,

@@ -10,12 +10,16 @@ from unittest import mock
 
 import torch
 
-from smopd.kernels import triton_advantages, triton_loss, triton_mixture, triton_scale, triton_topk
+from smopd.kernels.triton import advantages as triton_advantages
+from smopd.kernels.triton import loss as triton_loss
+from smopd.kernels.triton import mixture as triton_mixture
+from smopd.kernels.triton import scale as triton_scale
+from smopd.kernels.triton import topk as triton_topk
 from smopd.kernels.types import Candidates, LossSettings, LossTokens, SparseTarget
 from tests.kernels.offline_launches import pairwise
 
 MODULES = sorted(
-    f"smopd.kernels.{path.stem}" for path in Path(triton_topk.__file__).parent.glob("triton_*.py")
+    f"smopd.kernels.triton.{path.stem}" for path in Path(triton_topk.__file__).parent.glob("*.py")
 )
 N = 512
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

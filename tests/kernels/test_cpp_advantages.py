@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from smopd.kernels import cpp, reference_advantages
+from smopd.kernels import cpp
+from smopd.kernels.reference import advantages as reference_advantages
 from tests.kernels import cpp_rows
 
 cpp_rows.need_extension()

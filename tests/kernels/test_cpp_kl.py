@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from smopd.kernels import cpp, reference
+from smopd.kernels import cpp
+from smopd.kernels.reference import topk as reference
 from smopd.kernels.types import Candidates, SparseTarget
 from tests.kernels import cases, cpp_rows
 from tests.kernels.cpp_rows import TERM_TOLERANCE

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from smopd.kernels import cpp, reference_loss
+from smopd.kernels import cpp
+from smopd.kernels.reference import loss as reference_loss
 from smopd.kernels.types import LossSettings, LossTokens, SparseTarget, TokenTerms
 from tests.kernels import cases, cpp_rows, ops_truth
 from tests.kernels.cpp_rows import DTYPES, TERMS

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from smopd.kernels import cpp, reference
+from smopd.kernels import cpp
+from smopd.kernels.reference import topk as reference
 from smopd.kernels.types import Mixture
 from tests.kernels import cases, cpp_rows
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from smopd.kernels import cpp, linear_topk
+from smopd.kernels import cpp
+from smopd.kernels.head import topk as linear_topk
 from smopd.ops import linear_topk_logprobs, topk_logprobs
 from tests.kernels.test_cpp_topk import rows_of
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from smopd.kernels import cpp, dispatch, reference
-from smopd.kernels.linear_pieces import Merged, ReferenceTileLoss, TileLoss, finish
-from smopd.kernels.linear_sums import Plan
+from smopd.kernels import cpp, dispatch
+from smopd.kernels.head.sums import Plan
+from smopd.kernels.head.tiles import Merged, ReferenceTileLoss, TileLoss, finish
+from smopd.kernels.reference import topk as reference
 from smopd.kernels.types import LossSettings, LossTokens, SparseTarget, TokenTerms
 from smopd.ops import linear_smopd_loss
 from tests.kernels import cpp_rows, linear_cases

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from smopd.kernels import reference
+from smopd.kernels.reference import topk as reference
 from tests.kernels import cases, cpp_rows
 
 if importlib.util.find_spec("smopd._C") is None:

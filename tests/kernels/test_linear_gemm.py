@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smopd.kernels import linear_gemm
-from smopd.kernels.linear_job import row_blocks, steps
+from smopd.kernels.head import gemm as linear_gemm
+from smopd.kernels.head.chunks import row_blocks, steps
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float64: 1e-14, torch.float32: 5e-7, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from smopd import ops
-from smopd.kernels import operators_linear  # noqa: F401  (registers the operators)
-from smopd.kernels.operators_loss import flat_objective
+from smopd.kernels.ops import operators_linear  # noqa: F401  (registers the operators)
+from smopd.kernels.ops.operators_loss import flat_objective
 from tests.kernels import linear_cases as cases
 
 SETTINGS = ops.LossSettings(entropy_coef=0.1, kl_temperature=0.8)

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from smopd.kernels import linear
+from smopd.kernels.head import loss as linear
 from smopd.ops import LossSettings, LossStats, linear_smopd_loss
 from tests.kernels import linear_cases as cases
 

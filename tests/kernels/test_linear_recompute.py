@@ -7,9 +7,10 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from smopd.kernels import linear_recompute, linear_sums
-from smopd.kernels.linear_pieces import ReferenceTileLoss, finish, gradient_
-from smopd.kernels.reference_loss import TERMS, loss_rows
+from smopd.kernels.head import recompute as linear_recompute
+from smopd.kernels.head import sums as linear_sums
+from smopd.kernels.head.tiles import ReferenceTileLoss, finish, gradient_
+from smopd.kernels.reference.loss import TERMS, loss_rows
 from smopd.ops import LossSettings, linear_smopd_loss, smopd_loss
 from tests.kernels import linear_cases as cases
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smopd.kernels.linear_shards import shard_of
+from smopd.kernels.head.shards import shard_of
 from smopd.ops import LossSettings, LossStats, linear_smopd_loss, linear_topk_logprobs
 from tests.kernels import linear_cases as cases
 from tests.kernels import two_ranks

@@ -7,7 +7,8 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from smopd.kernels import linear, linear_recompute
+from smopd.kernels.head import loss as linear
+from smopd.kernels.head import recompute as linear_recompute
 from smopd.ops import (
     LossSettings,
     LossStats,

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from smopd.kernels import reference_rows
+from smopd.kernels.reference import rows as reference_rows
 from smopd.ops import (
     CLIP_DUAL,
     CLIP_HIGH,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smopd.kernels import dispatch, reference
+from smopd.kernels import dispatch
+from smopd.kernels.reference import topk as reference
 from smopd.ops import teacher_mixture, topk_logprobs
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -132,7 +133,7 @@ def test_rows_do_not_depend_on_each_other_nor_on_the_chunks(monkeypatch: pytest.
     torch.manual_seed(2)
     logits = torch.randn(9, 101)
     whole = reference.topk_logprobs(logits, 7)
-    monkeypatch.setattr("smopd.kernels.reference_rows.ROW_CHUNK_BYTES_CPU", 900)
+    monkeypatch.setattr("smopd.kernels.reference.rows.ROW_CHUNK_BYTES_CPU", 900)
     cut = reference.topk_logprobs(logits, 7)
     assert torch.equal(whole.ids_NS, cut.ids_NS) and torch.equal(whole.logps_NS, cut.logps_NS)
 

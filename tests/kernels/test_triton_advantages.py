@@ -22,7 +22,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton
 
-from smopd.kernels import reference_advantages, triton_advantages, triton_whiten
+from smopd.kernels.reference import advantages as reference_advantages
+from smopd.kernels.triton import advantages as triton_advantages
+from smopd.kernels.triton import whiten as triton_whiten
 from tests.patience import HANG_SECONDS
 
 if not torch.cuda.is_available() and isinstance(triton_advantages._group_kernel, triton.JITFunction):

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from smopd import ops
-from smopd.kernels import dispatch, reference
+from smopd.kernels import dispatch
+from smopd.kernels.reference import topk as reference
 from smopd.kernels.types import LossSettings, LossStats, LossTokens, SparseTarget
 from tests.kernels.cpp_rows import picked
 from tests.kernels.offline_launches import pairwise

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from smopd import ops
-from smopd.kernels import reference, triton_loss
+from smopd.kernels.reference import topk as reference
+from smopd.kernels.triton import loss as triton_loss
 from smopd.kernels.types import (
     CLIP_DUAL,
     CLIP_HIGH,

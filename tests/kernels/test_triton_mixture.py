@@ -21,7 +21,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton
 
-from smopd.kernels import reference, triton_mixture
+from smopd.kernels.reference import topk as reference
+from smopd.kernels.triton import mixture as triton_mixture
 from smopd.kernels.types import Mixture
 from tests.kernels import cases as shared
 

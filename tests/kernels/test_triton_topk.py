@@ -21,7 +21,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import triton
 
 from smopd import ops
-from smopd.kernels import dispatch, reference, triton_topk
+from smopd.kernels import dispatch
+from smopd.kernels.reference import topk as reference
+from smopd.kernels.triton import topk as triton_topk
 from smopd.kernels.types import TopK
 from tests.kernels import cases
 

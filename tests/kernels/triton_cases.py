@@ -20,7 +20,9 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from smopd.kernels import reference, reference_loss, triton_loss
+from smopd.kernels.reference import loss as reference_loss
+from smopd.kernels.reference import topk as reference
+from smopd.kernels.triton import loss as triton_loss
 from smopd.kernels.types import LossSettings, LossTokens, TokenTerms, loss_target
 from tests.kernels import cases
 

@@ -12,8 +12,8 @@ import pytest
 
 from smopd.config import Settings, merged
 from smopd.engine.vllm_memory import GIB, WORK
-from smopd.kernels.linear_gemm import cpu_multiplies_bf16
-from smopd.kernels.linear_job import ROW_UNIT_CPU
+from smopd.kernels.head.chunks import ROW_UNIT_CPU
+from smopd.kernels.head.gemm import cpu_multiplies_bf16
 from smopd.memory import MicroBatch, Training, update_moments
 from smopd.plan import main
 from smopd.sizes import measured, sizes_of

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from smopd.kernels import dispatch, linear, linear_topk
-from smopd.kernels.linear_job import chunk_budget, make_job
-from smopd.kernels.linear_shards import Shard
-from smopd.kernels.loss_total import total_loss
-from smopd.kernels.operators import empty_column, operator
-from smopd.kernels.operators_loss import (
+from smopd.kernels import dispatch
+from smopd.kernels.head import loss as linear
+from smopd.kernels.head import topk as linear_topk
+from smopd.kernels.head.chunks import chunk_budget, make_job
+from smopd.kernels.head.shards import Shard
+from smopd.kernels.ops.loss_total import total_loss
+from smopd.kernels.ops.operators import empty_column, operator
+from smopd.kernels.ops.operators_loss import (
     N_OBJECTIVE,
     OBJECTIVE_SCHEMA,
     STATS_SCHEMA,
@@ -30,7 +32,7 @@ from smopd.kernels.operators_loss import (
     packed_stats,
     scaled_gradient,
 )
-from smopd.kernels.reference_loss import scale_
+from smopd.kernels.reference.loss import scale_
 from smopd.kernels.types import LossSettings, LossTokens, TokenTerms
 
 N_HEAD = 3  # hidden, weight, bias

@@ -1,4 +1,4 @@
-"""What the row kernel (triton_row_kernel.py) is made of: a row's blocks, statistics, gradient, policy terms.
+"""What the row kernel (triton/row_kernel.py) is made of: a row's blocks, statistics, gradient, policy terms.
 
 One program works on one row, in blocks of R L C elements: R repeats of L lanes (the program's threads) of C
 consecutive elements (16 bytes; fewer where rows are not aligned). Each lane keeps statistics of its own
@@ -231,7 +231,7 @@ def _larger(a, b):
 def policy_terms(
     raw, adv, reverse_adv, low, high, dual_clip, REVERSE: tl.constexpr, DUAL: tl.constexpr, PPO: tl.constexpr
 ):
-    """(surrogate, slope in logp, reverse term, slope, clip bits) at a log ratio, as reference_policy.py."""
+    """(surrogate, slope in logp, reverse term, slope, clip bits) at a log ratio, as reference/policy.py."""
     bound: tl.constexpr = _LOG_RATIO_BOUND
     saturated = tl.abs(raw) > bound
     ratio = tl.exp2(tl.where(raw > bound, bound, tl.where(raw < -bound, -bound, raw)) * LOG2E)

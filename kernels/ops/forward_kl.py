@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from smopd.kernels import checks, operators
+from smopd.kernels import checks
+from smopd.kernels.ops import operators
 from smopd.kernels.types import Mixture
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from smopd.kernels.operators_loss import flat_stats, loss_of_rows, scale_
+from smopd.kernels.ops.operators_loss import flat_stats, loss_of_rows, scale_
 from smopd.kernels.types import LossSettings, LossStats, LossTokens
 
 

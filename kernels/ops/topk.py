@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smopd.kernels import checks, linear_topk, operators, operators_linear
+from smopd.kernels import checks
+from smopd.kernels.head import topk as linear_topk
+from smopd.kernels.ops import operators, operators_linear
 from smopd.kernels.types import TopK
 
 

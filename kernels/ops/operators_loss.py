@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from smopd.kernels import dispatch, id_checks, reference_loss
-from smopd.kernels.loss_total import total_loss
-from smopd.kernels.operators import empty_column, operator, target_facts
-from smopd.kernels.reference_loss import STATS_FIELDS
+from smopd.kernels import dispatch, id_checks
+from smopd.kernels.ops.loss_total import total_loss
+from smopd.kernels.ops.operators import empty_column, operator, target_facts
+from smopd.kernels.reference import loss as reference_loss
+from smopd.kernels.reference.loss import STATS_FIELDS
 from smopd.kernels.types import LossSettings, LossStats, LossTokens, compute_dtype, loss_target
 
 TOKEN_FIELDS = tuple(field.name for field in fields(LossTokens))

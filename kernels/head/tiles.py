@@ -1,6 +1,6 @@
 """smopd_loss from pieces of the vocabulary: the terms from the merged sums, then any tile's gradient.
 
-From the sums over the whole vocabulary (linear_sums.py) come the loss's terms; from those and the logits of
+From the sums over the whole vocabulary (head/sums.py) come the loss's terms; from those and the logits of
 a tile (rows x piece) comes that tile's gradient, by the closed forms of reference_rows.rows_gradient.
 Nothing wider than a tile is needed. A backend may have its own TileLoss, the two passes over a tile; what is
 done with the sums between them is the same for all.
@@ -18,10 +18,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from smopd.kernels.linear_shards import Shard
-from smopd.kernels.linear_sums import Level, Plan, make_plan, over_shards, places_in, scan, widened
-from smopd.kernels.reference_loss import Pull, token_terms
-from smopd.kernels.reference_rows import LOGP_FLOOR, Rows, Target, row_chunks, rows_gradient, support_terms
+from smopd.kernels.head.shards import Shard
+from smopd.kernels.head.sums import Level, Plan, make_plan, over_shards, places_in, scan, widened
+from smopd.kernels.reference.loss import Pull, token_terms
+from smopd.kernels.reference.rows import LOGP_FLOOR, Rows, Target, row_chunks, rows_gradient, support_terms
 from smopd.kernels.types import LossSettings, LossTokens, TokenTerms
 
 

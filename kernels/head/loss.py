@@ -3,8 +3,8 @@
     rows       (default) the logits of a chunk of tokens in one buffer, the backend's loss_rows in place on
                it, its gradient through the head; dweight is summed over the chunks. Three GEMMs.
     shards     (tp_group) the same with this rank's part of the vocabulary: the rows' sums are gathered
-               (linear_pieces.py), and the shares of the hidden states' gradient are summed over the ranks.
-    recompute  tiles of rows and a piece of the vocabulary, made again in backward (linear_recompute.py).
+               (head/tiles.py), and the shares of the hidden states' gradient are summed over the ranks.
+    recompute  tiles of rows and a piece of the vocabulary, made again in backward (head/recompute.py).
 
 Tokens that count nowhere are taken out first where that costs no synchronisation.
 
@@ -21,13 +21,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from smopd.kernels import checks, linear_pieces, reference_loss
-from smopd.kernels.linear_gemm import hidden_gradient_into, logits_into, weight_gradient_into
-from smopd.kernels.linear_job import Gradients, Job, chunk_budget, make_job, outputs, row_blocks
-from smopd.kernels.linear_recompute import MadeInBackward, piece_terms
-from smopd.kernels.linear_shards import shard_of
-from smopd.kernels.loss_total import total_loss
-from smopd.kernels.reference_loss import join_terms
+from smopd.kernels import checks
+from smopd.kernels.head import tiles as linear_pieces
+from smopd.kernels.head.chunks import Gradients, Job, chunk_budget, make_job, outputs, row_blocks
+from smopd.kernels.head.gemm import hidden_gradient_into, logits_into, weight_gradient_into
+from smopd.kernels.head.recompute import MadeInBackward, piece_terms
+from smopd.kernels.head.shards import shard_of
+from smopd.kernels.ops.loss_total import total_loss
+from smopd.kernels.reference import loss as reference_loss
+from smopd.kernels.reference.loss import join_terms
 from smopd.kernels.types import LossSettings, LossStats, LossTokens, TokenTerms, compute_dtype
 
 OP = "linear_smopd_loss"

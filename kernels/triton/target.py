@@ -5,13 +5,13 @@ a slot is one sum: each result of a sum over threads costs barriers to hand arou
 log-probability -inf.
 
 Shapes: K slots of a row's target (a power of two), W of them, M teachers, S support entries, L lanes (R and C
-    as in triton_rows.py).
+    as in triton/rows.py).
 """
 
 import triton
 import triton.language as tl
 
-from smopd.kernels.triton_rows import LN2, LOG2E, NEG_INF
+from smopd.kernels.triton.rows import LN2, LOG2E, NEG_INF
 
 _NOT_HERE = tl.constexpr(-1.0e30)  # in a sum of positive numbers: it counts at another slot
 

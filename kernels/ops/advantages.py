@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from smopd.kernels import checks, dispatch, operators
+from smopd.kernels import checks, dispatch
+from smopd.kernels.ops import operators
 
 
 def grpo_advantages(

@@ -4,7 +4,7 @@
          + opd_coef (sum_n kl_weight_n kl_n + sum_n reverse_weight_n reverse_n)
          - entropy_coef sum_n ent_weight_n entropy_n
 
-The gradient is computed with the loss, by the closed forms of reference_rows.py.
+The gradient is computed with the loss, by the closed forms of reference/rows.py.
 
 Shapes: N tokens, V vocabulary, S support entries (kappa).
 """
@@ -16,9 +16,9 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from smopd.kernels.reference import target_of
-from smopd.kernels.reference_policy import policy_terms, weighted
-from smopd.kernels.reference_rows import row_chunks, rows_forward, rows_gradient
+from smopd.kernels.reference.policy import policy_terms, weighted
+from smopd.kernels.reference.rows import row_chunks, rows_forward, rows_gradient
+from smopd.kernels.reference.topk import target_of
 from smopd.kernels.types import LossSettings, LossStats, LossTokens, TokenTerms, compute_dtype, loss_target
 
 STATS_FIELDS = tuple(field.name for field in fields(LossStats))

@@ -5,7 +5,7 @@ through all ids for the stretch that can hold its groups' members (the ids betwe
 where groups lie side by side a few rows, always exact), then takes its groups one after the other over that
 stretch. No sum is atomic: each has one order. fp64 throughout, as the reference.
 
-Whitening needs every response: the program that ends last does it (smopd.kernels.triton_whiten).
+Whitening needs every response: the program that ends last does it (smopd.kernels.triton.whiten).
 
 Shapes: R responses, K rewards (1 in GRPO: their weighted sum). In kernels: B responses that a program owns,
 J responses of a block of the stretch, K padded to a power of two.
@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smopd.kernels.reference_advantages import CONFLICT_FLOOR, EQUAL_ULPS
-from smopd.kernels.triton_mixture import NO_REGISTER_TARGET
-from smopd.kernels.triton_whiten import WHITEN_BLOCK, is_last, moments_of, store_whitened, whiten_by_ranks
+from smopd.kernels.reference.advantages import CONFLICT_FLOOR, EQUAL_ULPS
+from smopd.kernels.triton.mixture import NO_REGISTER_TARGET
+from smopd.kernels.triton.whiten import WHITEN_BLOCK, is_last, moments_of, store_whitened, whiten_by_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_REWARDS = 32

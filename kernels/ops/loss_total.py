@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from smopd.kernels.reference_loss import STATS_FIELDS, reverse_weight
-from smopd.kernels.reference_policy import weighted
+from smopd.kernels.reference.loss import STATS_FIELDS, reverse_weight
+from smopd.kernels.reference.policy import weighted
 from smopd.kernels.types import LossSettings, LossStats, LossTokens, TokenTerms
 
 BLOCK = 1024  # so few torch adds on one thread

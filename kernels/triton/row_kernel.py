@@ -9,7 +9,7 @@ apart, so that the student's mass off the support is a sum of its own, not a dif
 No atomics and nothing between rows: results are repeatable, and a row does not depend on its batch.
 
 Shapes: N tokens, V vocabulary, M teachers, S support entries (kappa), K slots of a row's target, W of them,
-    R repeats, L lanes and C consecutive elements of a block (triton_rows.py, triton_target.py).
+    R repeats, L lanes and C consecutive elements of a block (triton/rows.py, triton/target.py).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from smopd.kernels.reference_rows import TAIL_FLOOR
-from smopd.kernels.triton_rows import (
+from smopd.kernels.reference.rows import TAIL_FLOOR
+from smopd.kernels.triton.rows import (
     LN2,
     LOG2E,
     NEG_INF,
@@ -37,7 +37,7 @@ from smopd.kernels.triton_rows import (
     widen,
     zero_row,
 )
-from smopd.kernels.triton_target import (
+from smopd.kernels.triton.target import (
     given_target,
     merge_repeats,
     segments,

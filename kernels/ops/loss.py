@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smopd.kernels import checks, dispatch, linear, operators_linear, operators_loss
-from smopd.kernels.inplace import smopd_loss_inplace
-from smopd.kernels.operators_loss import flat_objective, scale_, unpacked_stats
+from smopd.kernels import checks, dispatch
+from smopd.kernels.head import loss as linear
+from smopd.kernels.ops import operators_linear, operators_loss
+from smopd.kernels.ops.inplace import smopd_loss_inplace
+from smopd.kernels.ops.operators_loss import flat_objective, scale_, unpacked_stats
 from smopd.kernels.types import LossSettings, LossStats, LossTokens
 
 DEFAULT_SETTINGS = LossSettings()

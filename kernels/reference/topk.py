@@ -2,8 +2,8 @@
 
 Computed at the precision of the inputs: bf16 and fp16 are widened to fp32, fp64 stays fp64. Arguments are
 taken as checked and without autograd (the public functions and operators.py see to both). The rows' softmax
-and gradient are in reference_rows.py, the loss in reference_loss.py, the advantages in
-reference_advantages.py.
+and gradient are in reference/rows.py, the loss in reference/loss.py, the advantages in
+reference/advantages.py.
 
 Shapes: N tokens, V vocabulary, M teachers, S support entries (kappa).
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from smopd.kernels.reference_rows import (
+from smopd.kernels.reference.rows import (
     Rows,
     Target,
     merge_sorted,

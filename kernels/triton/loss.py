@@ -1,4 +1,4 @@
-"""Loss and forward KL on a GPU: one launch of the row kernel (triton_row_kernel.py), a program a row.
+"""Loss and forward KL on a GPU: one launch of the row kernel (triton/row_kernel.py), a program a row.
 
 Shapes: N tokens, V vocabulary, M teachers, S support entries (kappa), C columns of terms.
 """
@@ -13,9 +13,9 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from smopd.kernels.triton_mixture import MAX_CANDIDATES, teacher_mixture
-from smopd.kernels.triton_row_kernel import row_kernel
-from smopd.kernels.triton_rows import LOG2E
+from smopd.kernels.triton.mixture import MAX_CANDIDATES, teacher_mixture
+from smopd.kernels.triton.row_kernel import row_kernel
+from smopd.kernels.triton.rows import LOG2E
 from smopd.kernels.types import Candidates, LossSettings, LossTokens, SparseTarget, TokenTerms, loss_target
 
 MAX_SUPPORT = 512  # slots of a target: their pairs are compared

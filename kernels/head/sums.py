@@ -7,7 +7,7 @@ ranks that hold a shard of the head each:
     token, support       the logits of the row's token and of its target's support, wherever they are
 
 Two pieces' sums become one by shifting both to the larger peak. With the tail bucket the support is left
-out of the sums, so that the student's mass off the support is summed directly; linear_pieces.py adds the
+out of the sums, so that the student's mass off the support is summed directly; head/tiles.py adds the
 support from its own logits.
 
 Shapes: N tokens, V vocabulary, P a piece of it, S support entries (kappa), C columns of sums, R ranks.
@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smopd.kernels.linear_shards import Shard
-from smopd.kernels.reference import target_of
-from smopd.kernels.reference_rows import LOGP_FLOOR, Target, row_chunks
+from smopd.kernels.head.shards import Shard
+from smopd.kernels.reference.rows import LOGP_FLOOR, Target, row_chunks
+from smopd.kernels.reference.topk import target_of
 from smopd.kernels.types import LossSettings, LossTokens, compute_dtype, loss_target
 
 SUMS = 3  # columns of one level: peak, total, slope

@@ -21,11 +21,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from smopd.kernels import checks, id_checks, reference
-from smopd.kernels.linear_gemm import logits_into
-from smopd.kernels.linear_job import ROW_UNIT_CPU, chunk_budget, row_blocks, steps
-from smopd.kernels.linear_shards import Shard, shard_of
-from smopd.kernels.linear_sums import places_in
+from smopd.kernels import checks, id_checks
+from smopd.kernels.head.chunks import ROW_UNIT_CPU, chunk_budget, row_blocks, steps
+from smopd.kernels.head.gemm import logits_into
+from smopd.kernels.head.shards import Shard, shard_of
+from smopd.kernels.head.sums import places_in
+from smopd.kernels.reference import topk as reference
 from smopd.kernels.types import TopK, compute_dtype
 
 PIECE_BYTES = 8 << 20  # a buffer that stays in a CPU's cache

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from smopd.kernels import linear_pieces
-from smopd.kernels.linear_gemm import hidden_gradient_into, logits_buffer, logits_into, weight_gradient_into
-from smopd.kernels.linear_job import ROW_UNIT_CPU, Gradients, Job, outputs, steps
-from smopd.kernels.linear_sums import Plan, over_shards
+from smopd.kernels.head import tiles as linear_pieces
+from smopd.kernels.head.chunks import ROW_UNIT_CPU, Gradients, Job, outputs, steps
+from smopd.kernels.head.gemm import hidden_gradient_into, logits_buffer, logits_into, weight_gradient_into
+from smopd.kernels.head.sums import Plan, over_shards
 from smopd.kernels.types import TokenTerms, compute_dtype
 
 MIN_PIECE, PIECE_UNIT = 1024, 64  # columns of a tile

@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from smopd.kernels import id_checks
-from smopd.kernels.linear_gemm import logits_buffer, padded_width
-from smopd.kernels.linear_pieces import ReferenceTileLoss, TileLoss
-from smopd.kernels.linear_shards import Shard
-from smopd.kernels.loss_total import total_loss
-from smopd.kernels.reference_loss import STATS_FIELDS, TERMS, coefficients, counted, idle
+from smopd.kernels.head.gemm import logits_buffer, padded_width
+from smopd.kernels.head.shards import Shard
+from smopd.kernels.head.tiles import ReferenceTileLoss, TileLoss
+from smopd.kernels.ops.loss_total import total_loss
+from smopd.kernels.reference.loss import STATS_FIELDS, TERMS, coefficients, counted, idle
 from smopd.kernels.types import LossSettings, LossTokens, TokenTerms, compute_dtype
 
 CHUNK_BYTES, RECOMPUTE_BYTES = 1 << 30, 256 << 20  # on an accelerator; a prediction, not measured yet

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smopd.kernels.triton_mixture import largest, ordered, unordered
+from smopd.kernels.triton.mixture import largest, ordered, unordered
 from smopd.kernels.types import TopK
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
