@@ -78,8 +78,8 @@ def save_model(name: str, path: str, chosen: argparse.Namespace) -> int:
 
 
 def scorers(name: str, folder: str, vocabulary: int, dtype: str) -> dict[str, Score]:
-    from smopd.engine.vllm import engine
-    from smopd.engine.vllm_teachers import VllmTeachers
+    from smopd.engine.vllm.engines import engine
+    from smopd.engine.vllm.teachers import VllmTeachers
 
     settings = VllmSettings(kv_cache_bytes=256 << 20, dtype=dtype)
     users = engine(

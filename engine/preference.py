@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from smopd.engine.models import UnusableModel, stored_dtype
-from smopd.engine.servers import Patience, Servers
+from smopd.engine.models.loading import UnusableModel, stored_dtype
+from smopd.engine.remote.servers import Patience, Servers
 
 # Of safe-rlhf and align-anything, which trained Beaver and the paper's pair: there the head is called so.
 HEAD_NAMES = {r"^score_head\.": "score."}

@@ -22,9 +22,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from smopd.engine import distributed
-from smopd.engine.models import load_tokenizer
-from smopd.engine.teacher_wire import BINARY, pack_answer, unpack_request
-from smopd.engine.teachers import TeacherEngine, read_adapter
+from smopd.engine.local.teachers import read_adapter
+from smopd.engine.models.loading import load_tokenizer
+from smopd.engine.protocols import TeacherEngine
+from smopd.engine.remote.wire import BINARY, pack_answer, unpack_request
 from smopd.engine.types import VllmSettings
 
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
@@ -106,7 +107,7 @@ def main() -> None:
     chosen = arguments().parse_args()
     import uvicorn
 
-    from smopd.engine.vllm_teachers import VllmTeachers
+    from smopd.engine.vllm.teachers import VllmTeachers
 
     with distributed.process_group():
         settings = server_settings(chosen)

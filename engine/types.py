@@ -163,9 +163,9 @@ class VllmSettings:
     max_model_len: int | None = None
     """Most positions of a prompt and its response; None is the model's own limit."""
     gpu_memory_share: float | None = None
-    """Of the device's whole memory. None: see smopd.engine.vllm_memory."""
+    """Of the device's whole memory. None: see smopd.engine.vllm.memory."""
     kv_cache_bytes: int | None = None
-    """None: on a GPU by smopd.engine.vllm_memory, on a CPU smopd.engine.vllm.CPU_KV_CACHE_BYTES."""
+    """None: on a GPU by smopd.engine.vllm.memory, on a CPU smopd.engine.vllm.engines.CPU_KV_CACHE_BYTES."""
     enforce_eager: bool = False
     """Nothing is compiled or captured, which on a CPU nothing ever is."""
     sleep: bool = True

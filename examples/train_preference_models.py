@@ -140,7 +140,7 @@ def prepared_tokenizer(options: Training) -> PreTrainedTokenizerBase:
     Raises:
         ValueError, FileNotFoundError: there is none such, or the base takes fewer than --max-tokens.
     """
-    from smopd.engine.models import describe, load_tokenizer
+    from smopd.engine.models.loading import describe, load_tokenizer
 
     positions = describe(options.base)[0].max_position_embeddings
     if not 0 < options.max_tokens <= positions:

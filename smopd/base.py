@@ -13,8 +13,9 @@ from smopd.config import Settings
 from smopd.data.prompts import DemonstrationSet
 from smopd.data.sources import import_function
 from smopd.engine import distributed
-from smopd.engine.checkpoint import export, replace_folder
-from smopd.engine.models import stored_dtype
+from smopd.engine.files import replace_folder
+from smopd.engine.models.loading import stored_dtype
+from smopd.engine.student.checkpoint import export
 from smopd.failures import reading
 from smopd.files import JsonlLog
 from smopd.folder import mark_done

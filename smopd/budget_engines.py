@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from smopd.config import Settings
-from smopd.engine.vllm import SAMPLES
+from smopd.engine.vllm.engines import SAMPLES
 from smopd.kernels.head.chunks import CHUNK_BYTES
 from smopd.machine import RUNNING, WIDTHS, Need, Shape
 from smopd.memory import FP32, Training, layer_forward, logits_chunk
 from smopd.planned_engines import Asked, Made
 from smopd.sizes import Models, ModelSizes
 
-SAMPLING_WIDTH = 4 + 8 + 8  # smopd.engine.local.draw: log-probabilities, their exponentials, cumulative sums
+SAMPLING_WIDTH = 4 + 8 + 8  # draw's log-probabilities, their exponentials, cumulative sums
 TOPK_WIDTH = 4 + 4  # an id and a log-probability
 
 

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from smopd.config import Settings
-from smopd.engine.local import LocalRollout
-from smopd.engine.models import describe, load_model, load_tokenizer
-from smopd.engine.reference import held_already
-from smopd.engine.rollout import RolloutEngine
-from smopd.engine.servers import Patience, Servers
-from smopd.engine.student import Student
-from smopd.engine.teachers import TeacherEngine, load_teachers
+from smopd.engine.local.rollout import LocalRollout
+from smopd.engine.local.teachers import held_already, load_teachers
+from smopd.engine.models.loading import describe, load_model, load_tokenizer
+from smopd.engine.protocols import RolloutEngine, TeacherEngine
+from smopd.engine.remote.servers import Patience, Servers
+from smopd.engine.student.student import Student
 from smopd.engine.types import Lora, Packing, TrainSettings, VllmSettings
 from smopd.engine_sections import Vllm
 from smopd.failures import reading
@@ -53,7 +52,7 @@ def rollout_engine(
             )
     if options.urls:
         with reading("rollout.urls"):
-            from smopd.engine.remote_rollout import RemoteRollout
+            from smopd.engine.remote.rollout import RemoteRollout
 
             servers = Servers(options.urls, patience(settings))
             how = settings.remote
@@ -62,7 +61,7 @@ def rollout_engine(
             return remote
     if options.engine == "vllm":
         with reading("rollout.engine"):
-            from smopd.engine.vllm_rollout import VllmRollout
+            from smopd.engine.vllm.rollout import VllmRollout
 
             return VllmRollout(path, ends, rollout_settings(settings, recipe or settings, limit))
     with reading("model"):
@@ -88,7 +87,7 @@ def teacher_engine(
             return remote_teachers(settings, paths, vocabulary)
         if options.engine == "local":
             return load_teachers(paths, packing(settings), vocabulary, getattr(torch, options.dtype), device)
-        from smopd.engine.vllm_teachers import VllmTeachers
+        from smopd.engine.vllm.teachers import VllmTeachers
 
         longest = settings.data.max_prompt_tokens + settings.rollout.max_new_tokens
         own = vllm_settings(options.vllm, options.dtype, longest)
@@ -111,7 +110,7 @@ def reference_engine(
 
 
 def remote_teachers(settings: Settings, urls: Sequence[str], vocabulary: int) -> TeacherEngine:
-    from smopd.engine.remote_teachers import Probe, RemoteTeachers
+    from smopd.engine.remote.teachers import Probe, RemoteTeachers
 
     path = str(settings.model.path or output_directory(settings) / "base" / "export")
     ids = load_tokenizer(path).encode(PROBE_TEXT, add_special_tokens=False)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from smopd.engine.checkpoint import UnusableCheckpoint
-from smopd.engine.servers import NoServer
-from smopd.engine.student import NonFiniteGradient
+from smopd.engine.remote.servers import NoServer
+from smopd.engine.student.checkpoint import UnusableCheckpoint
+from smopd.engine.student.student import NonFiniteGradient
 from smopd.folder import Busy, OtherSettings
 from smopd.rewards.batch import RewardError
 from smopd.sampling import StaleRollout

@@ -1,4 +1,4 @@
-"""Files that survive a kill: atomic replacement, and JSON lines that can be cut back to a step."""
+"""JSON lines that survive a kill and can be cut back to a step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from smopd.engine.files import write_atomically
 
 
 class JsonlLog:
@@ -63,26 +65,6 @@ class JsonlLog:
                 yield raw, json.loads(raw)
             except ValueError as error:
                 raise ValueError(f"{self.path}, line {number}: no JSON: {error}") from None
-
-
-def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
-    """Replaces a file: a reader or a kill meanwhile finds the old or the new one, whole. One writer."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _finite(value: Any) -> Any:

@@ -20,7 +20,7 @@ import yaml
 from smopd import __version__
 from smopd.config import Settings
 from smopd.engine import distributed
-from smopd.files import write_atomically
+from smopd.engine.files import write_atomically
 from smopd.recipe import write_yaml
 
 PACKAGES = ("torch", "transformers", "tokenizers", "triton", "vllm", "numpy", "pydantic")

@@ -18,8 +18,9 @@ from torch import Tensor
 from smopd.batch import Batch
 from smopd.config import Settings
 from smopd.engine import distributed
-from smopd.engine.remote_teachers import RemoteTeachers
-from smopd.engine.teachers import LocalTeachers, TeacherEngine
+from smopd.engine.local.teachers import LocalTeachers
+from smopd.engine.protocols import TeacherEngine
+from smopd.engine.remote.teachers import RemoteTeachers
 from smopd.engine.types import TeacherTopK
 from smopd.objective import kl_temperature
 

@@ -5,13 +5,12 @@ One thread pool each, no launcher noise.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 
+from smopd.engine import process
+
 PARENT = "SMOPD_LAUNCHED_BY"
-_PR_SET_PDEATHSIG = 1
 
 
 def wanted(processes: int) -> bool:
@@ -55,6 +54,4 @@ def die_with_parent() -> None:
     parent = os.environ.get(PARENT)
     if parent is None or not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):
-        os.kill(os.getpid(), signal.SIGKILL)
+    process.die_with_parent(int(parent))

@@ -13,11 +13,10 @@ import torch.distributed as dist
 from smopd.advantages import advantages
 from smopd.config import Settings
 from smopd.data.prompts import PromptSet
-from smopd.engine.checkpoint import Checkpoints
-from smopd.engine.rollout import RolloutEngine
-from smopd.engine.student import Student
-from smopd.engine.sync import synchronise
-from smopd.engine.teachers import TeacherEngine
+from smopd.engine.protocols import RolloutEngine, TeacherEngine
+from smopd.engine.student.checkpoint import Checkpoints
+from smopd.engine.student.student import Student
+from smopd.engine.weights.sync import synchronise
 from smopd.evals.held_out import evaluate_held_out
 from smopd.frozen import Frozen
 from smopd.kl_ref import log_ratio, with_kl_reward

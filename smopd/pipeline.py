@@ -24,11 +24,11 @@ from smopd.config import Settings
 from smopd.data import sample
 from smopd.data.prompts import PromptSet
 from smopd.engine import distributed
-from smopd.engine.checkpoint import Checkpoints, export
-from smopd.engine.models import load_tokenizer, stored_dtype
+from smopd.engine.files import write_atomically
+from smopd.engine.models.loading import load_tokenizer, stored_dtype
+from smopd.engine.student.checkpoint import Checkpoints, export
 from smopd.evals.held_out import evaluate_held_out
 from smopd.failures import FAILURES, UnusableInput, reading
-from smopd.files import write_atomically
 from smopd.folder import claimed, mark_done, write_settings
 from smopd.inputs import Inputs, read_inputs, require_data, tell
 from smopd.loop import Run, optimise

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from smopd.config import Settings
-from smopd.engine.vllm import SAMPLES
-from smopd.engine.vllm_memory import GIB, Gpu, Taken, take
+from smopd.engine.vllm.engines import SAMPLES
+from smopd.engine.vllm.memory import GIB, Gpu, Taken, take
 from smopd.engine_sections import Vllm
 from smopd.machine import WIDTHS, trained_parameters
 from smopd.sizes import Models, ModelSizes

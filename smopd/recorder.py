@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from smopd.batch import Batch
 from smopd.config import Settings
 from smopd.engine import distributed
-from smopd.engine.student import Student, Update
+from smopd.engine.student.student import Student, Update
 from smopd.files import JsonlLog
 from smopd.frozen import Said
 from smopd.kl_ref import log_ratio

@@ -13,7 +13,7 @@ from smopd.batch import Batch, sample_batch
 from smopd.config import Settings
 from smopd.data.prompts import Prompt, batch_indices
 from smopd.engine import distributed
-from smopd.engine.rollout import RolloutEngine
+from smopd.engine.protocols import RolloutEngine
 from smopd.engine.types import Rollout, Sampling
 
 

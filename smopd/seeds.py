@@ -15,7 +15,8 @@ import tyro
 
 from smopd.cli import read_settings
 from smopd.config import Settings
-from smopd.files import JsonlLog, write_atomically
+from smopd.engine.files import write_atomically
+from smopd.files import JsonlLog
 from smopd.recipe import Mistakes
 from smopd.report.tables import Row, aggregate, markdown
 from smopd.summary import evaluated_rows, table_columns

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from smopd.config import Settings
 from smopd.data.sources import import_function
-from smopd.engine.models import stored_dtype
-from smopd.engine.teachers import same_place
-from smopd.engine.vllm_memory import ModelNumbers, numbers_of
+from smopd.engine.local.teachers import same_place
+from smopd.engine.models.loading import stored_dtype
+from smopd.engine.models.sizes import ModelNumbers, numbers_of
 from smopd.failures import reading
 from smopd.names import is_url
 from smopd.runs import BASE, needs_base

@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 
 from smopd.config import Settings
-from smopd.files import JsonlLog, write_atomically
+from smopd.engine.files import write_atomically
+from smopd.files import JsonlLog
 from smopd.progress import console, say
 from smopd.recipe import write_yaml
 from smopd.report.page import Report, write_report

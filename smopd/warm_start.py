@@ -12,7 +12,7 @@ import torch
 
 from smopd.data.prompts import batch_indices
 from smopd.engine import distributed
-from smopd.engine.student import Student
+from smopd.engine.student.student import Student
 from smopd.engine.types import Rollout
 from smopd.files import JsonlLog
 from smopd.objective import token_weights

@@ -20,9 +20,9 @@ ENGINE_PACKAGES = {
 }  # fmt: skip
 # A package that is an extra: the files that may import it.
 EXTRAS = {
-    "vllm": r"engine/vllm(_\w+)?\.py",
-    "deepspeed": r"engine/deepspeed\.py",
-    "peft": r"engine/lora\.py",
+    "vllm": r"engine/vllm/\w+\.py",
+    "deepspeed": r"engine/student/deepspeed\.py",
+    "peft": r"engine/student/lora\.py",
     "starlette": r"engine/teacher_server\.py",
     "uvicorn": r"engine/teacher_server\.py",
     "trl": r"smopd/integrations/trl(_\w+)?\.py",

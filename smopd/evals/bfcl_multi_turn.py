@@ -28,8 +28,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from smopd.engine.files import write_atomically
 from smopd.evals.bfcl_metrics import MEMORY, MULTI_TURN, WEB_SEARCH
-from smopd.files import write_atomically
 
 REGISTERED = "Qwen/Qwen3-1.7B"  # of bfcl-eval's prompted models: ChatML, as Qwen2.5 has it
 THREADS = 100  # bfcl-eval's default for served models

@@ -13,9 +13,9 @@ import tyro
 from rich.table import Table
 from rich.text import Text
 
+from smopd.engine.files import write_atomically
 from smopd.evals.responses import read_lines
 from smopd.evals.results import print_table
-from smopd.files import write_atomically
 
 Rows = Mapping[str, Mapping[str, Any]]
 NOT_SCORES = ("key", "group", "response", "finished", "truth", "prompt_cut")

@@ -10,7 +10,7 @@ from typing import Any
 from smopd.config import Settings
 from smopd.data.prompts import Prompt
 from smopd.engine import distributed
-from smopd.engine.rollout import RolloutEngine
+from smopd.engine.protocols import RolloutEngine
 from smopd.engine.types import Sampling
 from smopd.scoring import Scorer
 

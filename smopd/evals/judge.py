@@ -19,8 +19,8 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
+from smopd.engine.files import write_atomically
 from smopd.evals.chat_endpoint import Answer, ChatEndpoint, NoAnswer, is_endpoint
-from smopd.files import write_atomically
 
 Kind = Literal["yes", "no", "other_format", "refusal", "failed"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -15,7 +15,7 @@ from smopd.rewards.rlla import extract_response
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from smopd.engine.rollout import RolloutEngine
+    from smopd.engine.protocols import RolloutEngine
 
 GPU_SHARE = 0.9  # ours: of a GPU that nothing else uses
 
@@ -111,7 +111,7 @@ def sampler(command: Evaluation, items: Sequence[Item]) -> Callable[[], list[Res
     Raises:
         ValueError, FileNotFoundError: no usable model, no chat template, or too few positions.
     """
-    from smopd.engine.models import describe, load_tokenizer
+    from smopd.engine.models.loading import describe, load_tokenizer
     from smopd.engine.types import Sampling
 
     path = str(command.model)
@@ -161,19 +161,19 @@ def _engine(
 ) -> RolloutEngine:
     import torch
 
-    from smopd.engine.models import load_model, stored_dtype
+    from smopd.engine.models.loading import load_model, stored_dtype
 
     path = str(command.model)
     on_gpu = torch.cuda.is_available()
     dtype = stored_dtype(path) if on_gpu else torch.float32
     if command.engine == "local":
-        from smopd.engine.local import LocalRollout
+        from smopd.engine.local.rollout import LocalRollout
 
         model = load_model(path, dtype, "cuda" if on_gpu else "cpu")
         _require_positions(command, config, longest)
         return LocalRollout(model, end_ids)
     from smopd.engine.types import VllmSettings
-    from smopd.engine.vllm_rollout import LOWEST_TEMPERATURE, VllmRollout
+    from smopd.engine.vllm.rollout import LOWEST_TEMPERATURE, VllmRollout
 
     if 0 < command.temperature < LOWEST_TEMPERATURE:
         raise ValueError(

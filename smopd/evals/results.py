@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from smopd.engine.files import write_atomically
 from smopd.evals.bootstrap import COVERAGE, DRAWS, SEED
 from smopd.evals.responses import Response
 from smopd.evals.suite import Column, Scores, Suite
-from smopd.files import write_atomically
 
 Interval = tuple[float, float]
 

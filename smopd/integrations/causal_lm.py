@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from smopd.engine.logit_scale import logit_scale
+from smopd.engine.models.loading import logit_scale
 
 
 class Head(NamedTuple):

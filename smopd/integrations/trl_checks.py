@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from smopd.engine.logit_scale import logit_scale
+from smopd.engine.models.loading import logit_scale
 
 
 def require_config(args: Any, kind: type[Any]) -> None:

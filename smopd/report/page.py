@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from smopd.files import write_atomically
+from smopd.engine.files import write_atomically
 from smopd.report.charts import Lines, charts
 from smopd.report.samples import samples_html, tokens_html
 from smopd.report.tables import Row, html_table

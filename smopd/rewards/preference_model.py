@@ -18,7 +18,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from smopd.engine.models import load_tokenizer
+from smopd.engine.models.loading import load_tokenizer
 from smopd.engine.preference import LocalPreferenceModel, PreferenceModel, RemotePreferenceModel
 
 MAX_TOKENS = 2048  # SEMANTICS section 5; the official scripts' reward_model.max_length

@@ -30,11 +30,12 @@ from functools import reduce
 from select import poll
 from typing import Any
 
+from smopd.engine.process import die_with_parent
+
 HEADER = struct.Struct("<Q")
 MAX_ERROR_CHARS = 4000  # of a traceback's end, ours
 SIGNAL_EXIT_CODE = 128  # plus the signal's number, as shells do
 PARENT_CHECK_MS = 1000  # ours
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(argv: list[str]) -> None:
@@ -148,12 +149,7 @@ def _fork(parent_pid: int, read_fd: int, write_fd: int) -> None:
     supervisor = os.getpid()
     worker = os.fork()
     if worker == 0:
-        if sys.platform == "linux":
-            import ctypes
-
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != supervisor:
-            os._exit(1)
+        die_with_parent(supervisor)
         return
     os.close(write_fd)  # so that the parent sees the worker's end
 

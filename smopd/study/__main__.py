@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 import tyro
 
-from smopd.files import write_atomically
+from smopd.engine.files import write_atomically
 from smopd.study.chapters import CHAPTERS
 from smopd.study.experiments import EXPERIMENTS
 from smopd.study.finished import Study, plural

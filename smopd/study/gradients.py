@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from smopd import toy_world
-from smopd.engine.local import LocalRollout
-from smopd.engine.models import end_token_ids, load_model, load_tokenizer
-from smopd.engine.packing import pack
-from smopd.engine.policy import Policy
+from smopd.engine.local.rollout import LocalRollout
+from smopd.engine.models.loading import end_token_ids, load_model, load_tokenizer
+from smopd.engine.models.packing import pack
+from smopd.engine.student.strategy import Policy
 from smopd.engine.types import Packing, Rollout, Sampling
 from smopd.ops import LossStats, LossTokens, gdpo_advantages, linear_smopd_loss
 from smopd.rewards.rlla import accuracy_reward, format_reward

@@ -21,7 +21,7 @@ from typing import Any
 
 from smopd.cli import parse
 from smopd.config import Settings
-from smopd.files import write_atomically
+from smopd.engine.files import write_atomically
 from smopd.folder import changes
 from smopd.runs import BASE, is_done
 from smopd.study.experiments import EXPERIMENTS, SIZES

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from smopd.engine import distributed
-from smopd.engine.checkpoint import Checkpoints, export
-from smopd.engine.student import Student
+from smopd.engine.student.checkpoint import Checkpoints, export
+from smopd.engine.student.student import Student
 from smopd.engine.types import Lora, Packing, Rollout, TrainSettings
 from smopd.ops import LossSettings, LossTokens
 from smopd.small_models import world_model

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import httpx
 
-from smopd.engine.remote_weights import GENERATE
+from smopd.engine.remote.weights import GENERATE
 from tests.patience import HANG_SECONDS
 
 ROOT = Path(__file__).parents[2]
 ROLLOUTS = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-ROLLOUTS += ["--worker-extension-cls", "smopd.engine.vllm_transfer.Extension"]
+ROLLOUTS += ["--worker-extension-cls", "smopd.engine.vllm.transfer.Extension"]
 ROLLOUTS += ["--weight-transfer-config", '{"backend": "smopd"}']
 
 

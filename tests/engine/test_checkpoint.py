@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from smopd.engine import checkpoint, distributed
-from smopd.engine.checkpoint import Checkpoints, DamagedCheckpoint, UnusableCheckpoint, export
-from smopd.engine.student import Student
+from smopd.engine import distributed
+from smopd.engine.student import checkpoint
+from smopd.engine.student.checkpoint import Checkpoints, DamagedCheckpoint, UnusableCheckpoint, export
+from smopd.engine.student.student import Student
 from smopd.engine.types import TrainSettings
 from smopd.ops import LossSettings
 from smopd.small_models import world_model

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from smopd.engine.deepspeed import configuration
+from smopd.engine.student.deepspeed import configuration
 from smopd.engine.types import TrainSettings
 
 ROOT = Path(__file__).parents[2]

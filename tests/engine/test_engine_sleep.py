@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smopd.engine import vllm
 from smopd.engine.types import VllmSettings
+from smopd.engine.vllm import engines as vllm
 
 
 class Recorder:

@@ -6,7 +6,7 @@ Greedy as transformers, draws that depend only on seed, group, sample and positi
 import pytest
 import torch
 
-from smopd.engine.local import LocalRollout, draw, nucleus, uniform
+from smopd.engine.local.rollout import LocalRollout, draw, nucleus, uniform
 from smopd.engine.types import Sampling
 from tests.engine.tiny import END, VOCABULARY, tiny_model
 

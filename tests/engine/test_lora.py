@@ -10,10 +10,9 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from smopd.engine import distributed
-from smopd.engine.checkpoint import Checkpoints, export
-from smopd.engine.reference import held_already
-from smopd.engine.student import Student
-from smopd.engine.teachers import load_teachers
+from smopd.engine.local.teachers import held_already, load_teachers
+from smopd.engine.student.checkpoint import Checkpoints, export
+from smopd.engine.student.student import Student
 from smopd.engine.types import Lora, Packing, TrainSettings
 from smopd.ops import LossSettings
 from smopd.small_models import world_model

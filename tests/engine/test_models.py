@@ -23,7 +23,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from smopd.engine.models import (
+from smopd.engine.local.teachers import LocalTeachers
+from smopd.engine.models.loading import (
     UnusableModel,
     end_token_ids,
     head,
@@ -32,8 +33,7 @@ from smopd.engine.models import (
     response_hidden,
     stored_dtype,
 )
-from smopd.engine.packing import pack
-from smopd.engine.teachers import LocalTeachers
+from smopd.engine.models.packing import pack
 from smopd.engine.types import Packing
 from smopd.small_models import world_tokenizer
 from tests.engine.tiny import END, VOCABULARY, ragged_rollouts, tiny_model

@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from smopd.engine.models import response_hidden
-from smopd.engine.packing import empty_batch, flat_offsets, pack
+from smopd.engine.models.loading import response_hidden
+from smopd.engine.models.packing import empty_batch, flat_offsets, pack
 from smopd.engine.types import Packing
 from tests.engine.tiny import ragged_rollouts, tiny_model
 

@@ -11,11 +11,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
-from smopd.engine.models import UnusableModel
-from smopd.engine.remote_teachers import Probe, RemoteTeachers, portions
-from smopd.engine.servers import NoServer, Patience
-from smopd.engine.teacher_wire import pack_request, unpack_request
-from smopd.engine.teachers import load_teachers
+from smopd.engine.local.teachers import load_teachers
+from smopd.engine.models.loading import UnusableModel
+from smopd.engine.remote.servers import NoServer, Patience
+from smopd.engine.remote.teachers import Probe, RemoteTeachers, portions
+from smopd.engine.remote.wire import pack_request, unpack_request
 from smopd.engine.types import Packing
 from smopd.small_models import world_model
 from tests.engine.tiny import ragged_rollouts
@@ -284,7 +284,7 @@ def test_requests_survive_the_wire(monkeypatch):
     again = unpack_request(pack_request(rollouts))
     assert [r.prompt_ids for r in again] == [r.prompt_ids for r in rollouts]
     assert all(a.response_ids.equal(b.response_ids) for a, b in zip(again, rollouts, strict=True))
-    monkeypatch.setattr("smopd.engine.remote_teachers.REQUEST_TOKENS", 20)
+    monkeypatch.setattr("smopd.engine.remote.teachers.REQUEST_TOKENS", 20)
     parts = portions(rollouts)
     assert len(parts) > 1
     assert [id(r) for part in parts for r in part] == [id(r) for r in rollouts]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-import smopd.engine.servers as servers_module
-from smopd.engine.servers import Away, NoServer, Patience, Refused, Servers
+import smopd.engine.remote.servers as servers_module
+from smopd.engine.remote.servers import Away, NoServer, Patience, Refused, Servers
 
 QUICK = Patience(deadline_seconds=20.0, retries=2, backoff_seconds=0.01, concurrency=4)
 
@@ -169,7 +169,7 @@ def test_urls_must_be_there_and_differ(urls):
 
 @pytest.mark.slow
 def test_a_rollout_client_is_imported_without_vllm():
-    script = "import sys; sys.modules['vllm'] = None; import smopd.engine.remote_rollout"
+    script = "import sys; sys.modules['vllm'] = None; import smopd.engine.remote.rollout"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])
 
 

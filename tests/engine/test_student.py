@@ -7,9 +7,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from smopd.engine import distributed
-from smopd.engine.attention import kernel_fault
-from smopd.engine.packing import flat_offsets
-from smopd.engine.student import NonFiniteGradient, Student, join, take
+from smopd.engine.models.attention import kernel_fault
+from smopd.engine.models.packing import flat_offsets
+from smopd.engine.student.student import NonFiniteGradient, Student, join, take
 from smopd.engine.types import Lora, Packing, TrainSettings
 from smopd.ops import LossSettings, LossTokens
 from tests.engine.tiny import ragged_rollouts, tiny_model
@@ -170,7 +170,7 @@ def test_a_sequence_at_a_time_attends_as_the_mask_does(device, packing, options)
     ],
 )
 def test_what_was_chosen_is_said_in_one_line(device, caplog, options, said):
-    with caplog.at_level("INFO", logger="smopd.engine.student"):
+    with caplog.at_level("INFO", logger="smopd.engine.student.student"):
         student(device, **options)
     (record,) = caplog.records
     assert record.getMessage() == (

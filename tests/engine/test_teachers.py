@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from smopd.engine.models import UnusableModel
-from smopd.engine.teachers import LocalTeachers, load_teachers, read_adapter
+from smopd.engine.local.teachers import LocalTeachers, load_teachers, read_adapter
+from smopd.engine.models.loading import UnusableModel
 from smopd.engine.types import Packing
 from tests.engine.teacher_truth import (
     ROLLOUTS,

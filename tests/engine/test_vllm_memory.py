@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from smopd.engine.models.sizes import ModelNumbers, numbers_of
 from smopd.engine.types import VllmSettings
-from smopd.engine.vllm_memory import GIB, WORK, Gpu, ModelNumbers, Taken, numbers_of, take, vllm_arguments
-from smopd.engine.vllm_weights import Checked, architecture_of
+from smopd.engine.vllm.memory import GIB, WORK, Gpu, Taken, take, vllm_arguments
+from smopd.engine.weights.architecture import Checked, architecture_of
 from tests.engine.tiny import tiny_model
 
 TOTAL, RESERVE = 80 * GIB, 3 * GIB

@@ -17,8 +17,8 @@ import yaml
 
 pytest.importorskip("vllm")
 
-from smopd.engine.remote_rollout import RemoteRollout
-from smopd.engine.servers import NoServer, Patience, Refused, Servers
+from smopd.engine.remote.rollout import RemoteRollout
+from smopd.engine.remote.servers import NoServer, Patience, Refused, Servers
 from smopd.engine.types import Sampling
 from smopd.small_models import world_model
 from tests.engine.served import ROLLOUTS, ROOT, Relay, serve, serving
@@ -45,7 +45,7 @@ def model_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pair(model_folder):
-    """Two servers as engine/remote_rollout.py says to start them; the second may be killed."""
+    """Two servers as engine/remote/rollout.py says to start them; the second may be killed."""
     logs = [model_folder.parent / name for name in ("first.log", "second.log")]
     both = [serve(model_folder, log, *ROLLOUTS, length=LENGTH) for log in logs]
     with serving(*both):
@@ -72,7 +72,7 @@ def weights_of(seed: int):
 
 @pytest.mark.parametrize("transfer", ["files", "gloo"])
 def test_samples_with_the_weights_that_it_was_sent(server, transfer, monkeypatch):
-    monkeypatch.setattr("smopd.engine.weight_files.PART_BYTES", 100_000)  # several parts
+    monkeypatch.setattr("smopd.engine.weights.files.PART_BYTES", 100_000)  # several parts
     rollouts = remote(server, transfer=transfer)
     for version, seed in enumerate((4, 5), start=1):
         model, _ = world_model(seed)
@@ -165,8 +165,8 @@ def test_a_busy_server_is_asked_again(server):
 WITHOUT_VLLM = """
 import sys
 sys.modules["vllm"] = None  # an import of it fails
-from smopd.engine.remote_rollout import RemoteRollout
-from smopd.engine.servers import Servers
+from smopd.engine.remote.rollout import RemoteRollout
+from smopd.engine.remote.servers import Servers
 from smopd.engine.types import Sampling
 from smopd.small_models import world_model
 from tests.engine.tiny import assert_sampled_by
@@ -238,7 +238,7 @@ def test_a_server_that_is_started_again_serves_nothing_before_the_next_weights(p
 
 
 def test_a_server_that_is_killed_in_a_sync_leaves_the_others_theirs(pair, monkeypatch, caplog):
-    monkeypatch.setattr("smopd.engine.weight_files.PART_BYTES", 100_000)
+    monkeypatch.setattr("smopd.engine.weights.files.PART_BYTES", 100_000)
     rollouts = remote(*(each.url for each in pair), seed=4, transfer="gloo")
     assert rollouts.servers.out == {}
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 pytest.importorskip("vllm")
 
 from smopd.engine import distributed
-from smopd.engine.local import nucleus
+from smopd.engine.local.rollout import nucleus
 from smopd.engine.types import Rollout, Sampling, VllmSettings
-from smopd.engine.vllm import engine
-from smopd.engine.vllm_rollout import VllmRollout, request_seed
+from smopd.engine.vllm.engines import engine
+from smopd.engine.vllm.rollout import VllmRollout, request_seed
 from tests.engine.tiny import END, tiny_model
 
 SETTINGS = VllmSettings(kv_cache_bytes=32 << 20, max_model_len=64)
@@ -185,7 +185,7 @@ def test_the_caller_is_left_alone(saved, tmp_path, group):
 
 
 def test_a_role_keeps_its_engine_for_one_architecture_and_settings(saved, tmp_path, caplog):
-    with caplog.at_level(logging.INFO, "smopd.engine.vllm"):
+    with caplog.at_level(logging.INFO, "smopd.engine.vllm.engines"):
         first = engine("test", saved[False], SETTINGS, max_num_seqs=4)
     (record,) = caplog.records
     assert "test engine" in record.getMessage() and "32 MiB of cache" in record.getMessage()

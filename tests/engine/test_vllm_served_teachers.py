@@ -8,10 +8,10 @@ import torch
 pytest.importorskip("vllm")
 pytest.importorskip("starlette")
 
-from smopd.engine.models import UnusableModel
-from smopd.engine.remote_teachers import Probe, RemoteTeachers
-from smopd.engine.servers import Patience
-from smopd.engine.teachers import load_teachers
+from smopd.engine.local.teachers import load_teachers
+from smopd.engine.models.loading import UnusableModel
+from smopd.engine.remote.servers import Patience
+from smopd.engine.remote.teachers import Probe, RemoteTeachers
 from smopd.engine.types import Packing
 from smopd.small_models import world_model
 from tests.engine.served import Process, serve, serving

@@ -16,13 +16,13 @@ import torch
 
 pytest.importorskip("vllm")
 
-from smopd.engine import weight_files
-from smopd.engine.rollout import RolloutEngine
-from smopd.engine.student import Student
-from smopd.engine.sync import synchronise
+from smopd.engine.protocols import RolloutEngine
+from smopd.engine.student.student import Student
 from smopd.engine.types import Sampling, TrainSettings, VllmSettings
-from smopd.engine.vllm import LostWeights
-from smopd.engine.vllm_rollout import VllmRollout
+from smopd.engine.vllm.engines import LostWeights
+from smopd.engine.vllm.rollout import VllmRollout
+from smopd.engine.weights import files as weight_files
+from smopd.engine.weights.sync import synchronise
 from tests.engine.teacher_truth import check, whole_logprobs
 from tests.engine.tiny import END, VOCABULARY, assert_sampled_by, differ, tiny_model
 from tests.engine.vllm_worker import (
@@ -199,7 +199,7 @@ def test_an_engine_in_its_own_process_takes_weights(saved, tied, monkeypatch):
 ALONE = """
 import sys, time
 from smopd.engine.types import VllmSettings
-from smopd.engine.vllm_rollout import VllmRollout
+from smopd.engine.vllm.rollout import VllmRollout
 from tests.engine.tiny import END
 if __name__ == "__main__":
     settings = VllmSettings(placement="process", kv_cache_bytes=32 << 20, max_model_len=64)
@@ -250,7 +250,7 @@ def test_cuda_handles_are_what_vllms_engine_reads(monkeypatch):
     from vllm import envs
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from smopd.engine import vllm_transfer
+    from smopd.engine.vllm import transfer as vllm_transfer
 
     envs.disable_envs_cache()  # an engine of another test turned it on
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")

@@ -17,11 +17,11 @@ pytest.importorskip("vllm")
 
 from bench._memory import peak_bytes
 from smopd import toy_world
-from smopd.engine.models import UnusableModel
-from smopd.engine.teachers import LocalTeachers
+from smopd.engine.local.teachers import LocalTeachers
+from smopd.engine.models.loading import UnusableModel
 from smopd.engine.types import Packing, Rollout, VllmSettings
-from smopd.engine.vllm_pooler import Question, TeacherPooler, obstacle
-from smopd.engine.vllm_teachers import VllmTeachers
+from smopd.engine.vllm.pooler import Question, TeacherPooler, obstacle
+from smopd.engine.vllm.teachers import VllmTeachers
 from smopd.kernels.head.chunks import CHUNK_BYTES_CPU
 from smopd.small_models import world_tokenizer
 from tests.engine.teacher_truth import (
@@ -110,7 +110,7 @@ def test_what_prompt_logprobs_cannot_serve(serve) -> None:
 @pytest.mark.parametrize("route", ROUTES)
 def test_models_take_turns_in_one_engine(route: str, serve, expected, monkeypatch) -> None:
     loads = []
-    from smopd.engine import vllm_teachers
+    from smopd.engine.vllm import teachers as vllm_teachers
 
     actual = vllm_teachers.engine
     teachers = serve("untied", "other", route=route, engines=1, role="turns")
@@ -129,7 +129,7 @@ def test_models_take_turns_in_one_engine(route: str, serve, expected, monkeypatc
 
 def test_engines_rest_as_soon_as_they_are_made(serve, monkeypatch) -> None:
     """Else they would be on the GPU beside the first rollouts."""
-    from smopd.engine import vllm_teachers
+    from smopd.engine.vllm import teachers as vllm_teachers
 
     awake = []
     made, rest = vllm_teachers.engine, vllm_teachers.rest
@@ -279,7 +279,7 @@ def test_heads_that_the_pooler_cannot_apply(serve, folder: Path, tmp_path: Path,
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_the_base_of_adapters_is_scored_without_them(route: str, serve, folder: Path, expected) -> None:
-    from smopd.engine import vllm
+    from smopd.engine.vllm import engines as vllm
 
     before = len(vllm._engines)
     teachers = serve("adapter0", "adapter1", route=route, role=f"once with {route}")

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from smopd.engine.servers import Away
-from smopd.engine.weight_group import TRAINER, WeightGroup, address_towards, join, received
+from smopd.engine.remote.servers import Away
+from smopd.engine.remote.weight_group import WeightGroup, address_towards
+from smopd.engine.weights.group import TRAINER, join, received
 
 CPU = torch.device("cpu")
 PART = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.tensor(7)}

@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM
 
 from smopd import toy_world
 from smopd.engine import distributed
-from smopd.engine.remote_rollout import RemoteRollout
-from smopd.engine.servers import Patience, Servers
-from smopd.engine.student import Student
-from smopd.engine.sync import synchronise
+from smopd.engine.remote.rollout import RemoteRollout
+from smopd.engine.remote.servers import Patience, Servers
+from smopd.engine.student.student import Student
 from smopd.engine.types import Lora, Rollout, Sampling, TeacherTopK, TrainSettings, VllmSettings
-from smopd.engine.vllm_rollout import VllmRollout
+from smopd.engine.vllm.rollout import VllmRollout
+from smopd.engine.weights.sync import synchronise
 from smopd.ops import LossSettings, LossTokens
 from smopd.small_models import world_tokenizer
 from tests.engine.tiny import END, VOCABULARY, assert_sampled_by, differ, ragged_rollouts, tiny_model
@@ -81,7 +81,7 @@ def run(folder: Path, rollouts: VllmRollout | RemoteRollout, rank: int, device: 
 
 def score(folder: Path, settings: VllmSettings) -> dict[str, TeacherTopK]:
     """Other responses on each rank, by both routes."""
-    from smopd.engine.vllm_teachers import VllmTeachers  # needs vLLM
+    from smopd.engine.vllm.teachers import VllmTeachers  # needs vLLM
 
     paths, own = [folder / name for name in TIED], own_responses(distributed.rank())
     return {

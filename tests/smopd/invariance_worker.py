@@ -14,9 +14,9 @@ import torch
 from smopd.config import Settings
 from smopd.data.prompts import Prompt, PromptSet
 from smopd.engine import distributed
-from smopd.engine.checkpoint import Checkpoints
-from smopd.engine.student import Student
-from smopd.engine.teachers import LocalTeachers
+from smopd.engine.local.teachers import LocalTeachers
+from smopd.engine.student.checkpoint import Checkpoints
+from smopd.engine.student.student import Student
 from smopd.engine.types import Lora, Packing, Rollout, TrainSettings
 from smopd.loop import Run, optimise
 from smopd.recorder import Recorder

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from smopd.engine import distributed
-from smopd.engine.student import Student
+from smopd.engine.student.student import Student
 from smopd.engine.types import Packing, Rollout, TrainSettings
 from smopd.ops import LossSettings, LossTokens
 

@@ -360,7 +360,7 @@ def test_a_model_is_sampled_and_scored(data, tmp_path):
 def test_sampled_responses_are_cut_as_saved_ones_are(data, tmp_path, monkeypatch):
     import torch
 
-    from smopd.engine.local import LocalRollout
+    from smopd.engine.local.rollout import LocalRollout
     from smopd.small_models import world_model
 
     model, tokenizer = world_model(seed=0)
@@ -382,7 +382,7 @@ def test_sampled_responses_are_cut_as_saved_ones_are(data, tmp_path, monkeypatch
 
 
 def test_long_prompts_are_cut_on_the_left_and_counted(data, tmp_path, capsys, monkeypatch):
-    from smopd.engine.local import LocalRollout
+    from smopd.engine.local.rollout import LocalRollout
     from smopd.small_models import world_model
 
     for part in world_model(seed=0):

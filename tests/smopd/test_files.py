@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from smopd import files
-from smopd.files import JsonlLog, write_atomically
+from smopd.engine.files import write_atomically
+from smopd.files import JsonlLog
 
 
 def test_log_writes_whole_finite_lines(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from smopd.config import Settings, merged
 from smopd.engine import distributed
-from smopd.engine.checkpoint import Checkpoints
-from smopd.engine.student import Student
-from smopd.engine.teachers import LocalTeachers
+from smopd.engine.local.teachers import LocalTeachers
+from smopd.engine.student.checkpoint import Checkpoints
+from smopd.engine.student.student import Student
 from smopd.engine.types import Packing, TrainSettings
 from smopd.loop import Run, optimise
 from smopd.recorder import Recorder

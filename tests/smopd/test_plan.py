@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from smopd.config import Settings, merged
-from smopd.engine.vllm_memory import GIB, WORK
+from smopd.engine.vllm.memory import GIB, WORK
 from smopd.kernels.head.chunks import ROW_UNIT_CPU
 from smopd.kernels.head.gemm import cpu_multiplies_bf16
 from smopd.memory import MicroBatch, Training, update_moments

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from smopd.engine.models import UnusableModel
+from smopd.engine.models.loading import UnusableModel
 from smopd.engine.preference import LocalPreferenceModel, RemotePreferenceModel
-from smopd.engine.servers import NoServer, Patience, Refused
+from smopd.engine.remote.servers import NoServer, Patience, Refused
 from smopd.rewards import preference_model
 from smopd.rewards.isolation import RewardPool, RewardSpec
 from smopd.rewards.preference_model import preference_reward

@@ -4,7 +4,7 @@ A server is started with
 
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model PATH --enable-scale-out \\
         --logprobs-mode processed_logprobs --generation-config vllm \\
-        --worker-extension-cls smopd.engine.vllm_transfer.Extension \\
+        --worker-extension-cls smopd.engine.vllm.transfer.Extension \\
         --weight-transfer-config '{"backend": "smopd"}'
 
 Each answer names the label of the weights that sampled it: a server that holds any but this run's newest,
@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from smopd.engine import distributed
-from smopd.engine.remote_weights import GENERATE, RemoteWeights, stale
-from smopd.engine.servers import Away, Servers
+from smopd.engine.remote.servers import Away, Servers
+from smopd.engine.remote.weights import GENERATE, RemoteWeights, stale
 from smopd.engine.types import Rollout, Sampling
-from smopd.engine.vllm_rollout import LOWEST_TEMPERATURE, request_seed
-from smopd.engine.vllm_weights import Checked, architecture_of, stored
+from smopd.engine.vllm.rollout import LOWEST_TEMPERATURE, request_seed
+from smopd.engine.weights.architecture import Checked, architecture_of, stored
 
 
 @dataclass(frozen=True)

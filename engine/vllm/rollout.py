@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smopd.engine.types import Rollout, Sampling, VllmSettings
-from smopd.engine.vllm import engine, load, rest, wake, working
+from smopd.engine.vllm.engines import engine, load, rest, wake, working
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams

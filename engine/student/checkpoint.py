@@ -21,7 +21,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from smopd.engine import distributed
-from smopd.engine.student import Student
+from smopd.engine.files import flush, replace_folder
+from smopd.engine.student.student import Student
 
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
@@ -143,17 +144,6 @@ def export(student: Student, tokenizer: PreTrainedTokenizerBase, folder: Path, d
     distributed.barrier()
 
 
-def replace_folder(partial: Path, final: Path) -> None:
-    """Flushes `partial` to the disk and gives it its final name."""
-    for path in partial.rglob("*"):
-        if path.is_file():
-            flush(path)
-    flush(partial)
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(partial, final)
-    flush(final.parent)
-
-
 def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
     """Flushes every file of `folder`, and lists them with their SHA-256; the ranks share the reading."""
     digests = {}
@@ -195,15 +185,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def _share(items: Sequence[T]) -> Sequence[T]:
     """This rank's part of `items`."""
     return items[distributed.rank() :: distributed.world_size()]
-
-
-def flush(path: Path) -> None:
-    """fsync of a file or a folder."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _digest(path: Path) -> str:

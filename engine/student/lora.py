@@ -115,7 +115,7 @@ def save(
     model: PreTrainedModel, tensors: Mapping[str, Tensor], full: Callable[[Tensor], Tensor], folder: Path
 ) -> Path:
     """Writes adapter_config.json and adapter_model.safetensors to `folder`, whole or not at all."""
-    from smopd.engine.checkpoint import replace_folder
+    from smopd.engine.files import replace_folder
 
     weights = {}
     for name, value in tensors.items():

@@ -1,6 +1,6 @@
 """Teachers in vLLM: responses in, each teacher's top-kappa at every response token out, by one of two routes.
 
-    pooler            the head runs inside vLLM (smopd.engine.vllm_pooler): tensors out, any temperature, no
+    pooler            the head runs inside vLLM (smopd.engine.vllm.pooler): tensors out, any temperature, no
                       (tokens, V) buffer, no Python object a token
     prompt_logprobs   vLLM's own log-probabilities of a prompt, for heads that the pooler cannot apply
 
@@ -28,13 +28,13 @@ from vllm.distributed import get_tp_group
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 
-from smopd.engine.packing import flat_offsets
-from smopd.engine.support import Dropping, others_ids, with_others, without_padding
-from smopd.engine.teachers import empty_topk, same_place
+from smopd.engine.local.teachers import empty_topk, same_place
+from smopd.engine.local.union import Dropping, others_ids, with_others, without_padding
+from smopd.engine.models.packing import flat_offsets
 from smopd.engine.types import Rollout, TeacherTopK, VllmSettings
-from smopd.engine.vllm import engine, known, rest, working
-from smopd.engine.vllm_bases import Base, choose_route, engine_options, read_bases, room_to_draw
-from smopd.engine.vllm_pooler import Question, ask
+from smopd.engine.vllm.bases import Base, choose_route, engine_options, read_bases, room_to_draw
+from smopd.engine.vllm.engines import engine, known, rest, working
+from smopd.engine.vllm.pooler import Question, ask
 from smopd.kernels.checks import check_kappa
 
 ROUTES = ("auto", "pooler", "prompt_logprobs")
@@ -94,6 +94,9 @@ class VllmTeachers(Dropping):
             known(one.path)
             if one.role not in self._held:
                 rest(self._engine(one))
+
+    def overlaps(self, device: torch.device) -> bool:
+        return self.settings.placement == "process"
 
     def base(self, path: str | Path) -> VllmTeachers | None:
         """The model at `path` without adapters, where some of its are here: takes turns in their engine."""

@@ -14,11 +14,11 @@ from vllm.config.lora import LoRAConfig
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
-from smopd.engine.models import UnusableModel, stored_dtype
-from smopd.engine.teachers import Adapter, read_adapter, require_vocabulary, same_place
+from smopd.engine.local.teachers import Adapter, read_adapter, require_vocabulary, same_place
+from smopd.engine.models.loading import UnusableModel, stored_dtype
 from smopd.engine.types import VllmSettings
-from smopd.engine.vllm import LORA_RANKS
-from smopd.engine.vllm_pooler import TASK, obstacle, text_config
+from smopd.engine.vllm.engines import LORA_RANKS
+from smopd.engine.vllm.pooler import TASK, obstacle, text_config
 
 LOGITS_BYTES = 512 << 20  # ours: about what vLLM's prompt_logprobs hold at a time, tokens times V in fp32
 MIN_BATCH_TOKENS, MAX_SEQUENCES = 64, 256  # ours
@@ -146,7 +146,7 @@ def engine_options(pooled: bool, bases: Sequence[Base], batch_tokens: int | None
             "runner": "pooling",
             "convert": "embed",
             "pooler_config": PoolerConfig(task=TASK),
-            "worker_extension_cls": "smopd.engine.vllm_pooler.TeacherWorker",
+            "worker_extension_cls": "smopd.engine.vllm.pooler.TeacherWorker",
             "skip_tokenizer_init": False,  # vLLM's pooling front end asks for one
         }
     else:

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from smopd.engine import attention, distributed
-from smopd.engine.models import head
-from smopd.engine.packing import empty_batch, flat_offsets, pack
-from smopd.engine.policy import Policy, Strategy
+from smopd.engine import distributed
+from smopd.engine.models import attention
+from smopd.engine.models.loading import head
+from smopd.engine.models.packing import empty_batch, flat_offsets, pack
+from smopd.engine.student.strategy import Policy, Strategy
 from smopd.engine.types import Rollout, TokenBatch, TrainSettings
 from smopd.kernels.ops.loss import linear_smopd_loss
 from smopd.kernels.ops.topk import linear_topk_logprobs
@@ -76,7 +77,7 @@ class Student:
         attends = attention.choose(model, settings.attention, device, dtype, share_prompts=shared)
         without_dropout(model)
         if settings.lora is not None:
-            from smopd.engine import lora
+            from smopd.engine.student import lora
 
             lora.attach(model, settings.lora, dtype)
         policy = Policy(model).to(device).train()
@@ -181,7 +182,7 @@ class Student:
                 (name, self.strategy.full(value)) for name, value in tensors.items()
             )
         else:
-            from smopd.engine import lora
+            from smopd.engine.student import lora
 
             whole = lora.merged(tensors, self.lora, self.strategy.full)
         for name, value in whole:
@@ -198,14 +199,14 @@ class Student:
         """
         if self.lora is None:
             raise ValueError("adapter: the student trains all parameters, expected TrainSettings.lora")
-        from smopd.engine import lora
+        from smopd.engine.student import lora
 
         return lora.save(self.model, self._tensors(), self.strategy.full, folder)
 
     def _without_adapters(self) -> AbstractContextManager[None]:
         if self.lora is None:
             raise ValueError("logps: the student trains all parameters, expected TrainSettings.lora")
-        from smopd.engine import lora
+        from smopd.engine.student import lora
 
         return lora.off(self.model)
 
@@ -247,11 +248,11 @@ def make_strategy(policy: Policy, settings: TrainSettings, device: torch.device)
         ValueError, ImportError: as Student.
     """
     if settings.strategy == "fsdp2":
-        from smopd.engine.fsdp import Fsdp2
+        from smopd.engine.student.fsdp import Fsdp2
 
         return Fsdp2(policy, settings, device)
     if settings.strategy == "deepspeed":
-        from smopd.engine.deepspeed import DeepSpeedZero
+        from smopd.engine.student.deepspeed import DeepSpeedZero
 
         return DeepSpeedZero(policy, settings, device)
     raise ValueError(f"strategy: got {settings.strategy!r}, expected one of {', '.join(STRATEGIES)}")

@@ -14,12 +14,12 @@ import httpx
 import torch
 from torch import Tensor
 
-from smopd.engine.servers import BUSY, Away, Refused, Servers
-from smopd.engine.weight_files import part_files, parts
-from smopd.engine.weight_group import WeightGroup
+from smopd.engine.remote.servers import BUSY, Away, Refused, Servers
+from smopd.engine.remote.weight_group import WeightGroup
+from smopd.engine.weights.files import part_files, parts
 
 GENERATE = "/inference/v1/generate"
-HOW_TO_START = "start it with VLLM_SERVER_DEV_MODE=1 and the options in smopd.engine.remote_rollout"
+HOW_TO_START = "start it with VLLM_SERVER_DEV_MODE=1 and the options in smopd.engine.remote.rollout"
 MINUTE = 60.0
 
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from smopd.engine import distributed
-from smopd.engine.fsdp import adamw
-from smopd.engine.models import head
-from smopd.engine.policy import Output, Policy, ThroughHead
+from smopd.engine.models.loading import head
+from smopd.engine.student.fsdp import adamw
+from smopd.engine.student.strategy import Output, Policy, ThroughHead
 from smopd.engine.types import TokenBatch, TrainSettings
 
 AUTO = "auto"

@@ -10,17 +10,18 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import torch
 from torch import Tensor
 
-from smopd.engine.models import UnusableModel
-from smopd.engine.packing import flat_offsets
-from smopd.engine.servers import Away, Patience, Refused, Servers
-from smopd.engine.support import Dropping, without_padding
-from smopd.engine.teacher_wire import BINARY, pack_request, unpack_answer
-from smopd.engine.teachers import empty_topk
+from smopd.engine.local.teachers import empty_topk
+from smopd.engine.local.union import Dropping, without_padding
+from smopd.engine.models.loading import UnusableModel
+from smopd.engine.models.packing import flat_offsets
+from smopd.engine.remote.servers import Away, Patience, Refused, Servers
+from smopd.engine.remote.wire import BINARY, pack_request, unpack_answer
 from smopd.engine.types import Rollout, TeacherTopK
 from smopd.kernels.checks import check_kappa
 
@@ -69,6 +70,12 @@ class RemoteTeachers(Dropping):
         self.teachers = [Servers(each, patience) for each in urls]
         self._models: dict[str, str] = {}
         self.ours = [self._probe(m) for m in range(len(self.teachers))]
+
+    def overlaps(self, device: torch.device) -> bool:
+        return True
+
+    def base(self, path: str | Path) -> None:
+        return None
 
     def score(
         self, rollouts: Sequence[Rollout], kappa: int, temperature: float, *, union: bool = False

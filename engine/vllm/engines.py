@@ -23,10 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smopd.engine import distributed
+from smopd.engine.models.sizes import ModelNumbers
 from smopd.engine.types import VllmSettings
-from smopd.engine.vllm_environment import environment_of, undisturbed
-from smopd.engine.vllm_memory import Gpu, ModelNumbers, Taken, take, vllm_arguments
-from smopd.engine.vllm_weights import Architecture, Checked, architecture_of, identity, stored
+from smopd.engine.vllm.environment import environment_of, undisturbed
+from smopd.engine.vllm.memory import Gpu, Taken, take, vllm_arguments
+from smopd.engine.weights.architecture import Architecture, Checked, architecture_of, identity, stored
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -128,7 +129,7 @@ def load(llm: LLM, weights: Iterable[tuple[str, Tensor]]) -> None:
     made.holds, made.broken, made.trouble = None, True, "vLLM failed while it replaced the engine's weights"
     checked = Checked(made.architecture, weights)
     if made.settings.placement == "process":
-        from smopd.engine.vllm_transfer import send
+        from smopd.engine.vllm.transfer import send
 
         send(llm, checked, made.settings.transfer)
     else:
@@ -271,7 +272,7 @@ def _arguments(path: str, settings: VllmSettings) -> dict[str, Any]:
         arguments["max_lora_rank"] = next(rank for rank in LORA_RANKS if rank >= settings.max_lora_rank)
         arguments["max_loras"] = max(1, settings.max_loras)
     if settings.placement == "process":
-        from smopd.engine.vllm_transfer import BACKENDS, EXTENSION
+        from smopd.engine.vllm.transfer import BACKENDS, EXTENSION
 
         arguments["worker_extension_cls"] = EXTENSION
         arguments["weight_transfer_config"] = {"backend": BACKENDS[settings.transfer]}
@@ -296,7 +297,7 @@ def _of(llm: LLM) -> _Made:
     for made in _engines.values():
         if made.llm is llm:
             return made
-    raise ValueError("this engine was not made by smopd.engine.vllm.engine")
+    raise ValueError("this engine was not made by smopd.engine.vllm.engines.engine")
 
 
 def _cuda() -> bool:

@@ -14,41 +14,24 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from smopd.engine.models import UnusableModel, head, load_model, response_hidden
-from smopd.engine.packing import flat_offsets, pack
-from smopd.engine.support import Dropping, given_logprobs, others_ids, with_others, without_padding
+from smopd.engine.local.union import Dropping, given_logprobs, others_ids, with_others, without_padding
+from smopd.engine.models.loading import UnusableModel, head, load_model, response_hidden
+from smopd.engine.models.packing import flat_offsets, pack
+from smopd.engine.protocols import TeacherEngine
 from smopd.engine.types import Packing, Rollout, TeacherTopK, TokenBatch
 from smopd.kernels.checks import check_kappa
 from smopd.kernels.ops.topk import linear_topk_logprobs
 
+if TYPE_CHECKING:
+    from smopd.engine.student.student import Student
+
 EMBEDDINGS = ("lm_head", "embed_tokens", "output", "wte", "embed_out")
-
-
-class TeacherEngine(Protocol):
-    dropped: int
-    """Entries so far, of this rank's tokens, whose id is padding of a teacher's own vocabulary: they became
-    empty slots (id 0, -inf). It only grows."""
-
-    def score(
-        self, rollouts: Sequence[Rollout], kappa: int, temperature: float, *, union: bool = False
-    ) -> TeacherTopK:
-        """Each teacher's `kappa` largest log-probabilities at `temperature`, and the sampled token's own.
-
-        Normalised over the teacher's whole vocabulary: what lies on padded ids is off the support.
-
-        Args:
-            kappa: 0 gives the sampled tokens' log-probabilities alone, S = 0.
-            union: S = M * kappa. Behind its own kappa entries, a teacher gives its log-probabilities of the
-                other teachers' ids, in the order of teachers, so that their mixture is exact on the union.
-                An id stands once a teacher; a repeated one is an empty slot (id 0, -inf).
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -140,6 +123,9 @@ class LocalTeachers(Dropping):
                     entries = with_others(*entries, others_NU, logps_NU, kept_NU)
                 result.ids_NMS[batch.flat_N, m], result.logps_NMS[batch.flat_N, m] = entries
         return result
+
+    def overlaps(self, device: torch.device) -> bool:
+        return self.device != device
 
     def base(self, path: str | Path) -> LocalTeachers | None:
         """The model at `path` without adapters, where it is here under some: shares its weights."""
@@ -287,3 +273,48 @@ def empty_topk(n_tokens: int, n_teachers: int, n_support: int, device: torch.dev
         torch.full((*shape, n_support), -torch.inf, device=device),
         torch.zeros(shape, device=device),
     )
+
+
+class StudentsBase:
+    """Serves `TeacherEngine` for sampled tokens alone, with a LoRA student's frozen base.
+
+    It computes where the student does, sharded as it is, in its compute dtype; scoring is a collective call.
+    """
+
+    def __init__(self, student: Student):
+        self.student, self.device = student, student.device
+        self.dropped = 0
+
+    def overlaps(self, device: torch.device) -> bool:
+        return False
+
+    def base(self, path: str | Path) -> TeacherEngine | None:
+        return None
+
+    def score(
+        self, rollouts: Sequence[Rollout], kappa: int, temperature: float, *, union: bool = False
+    ) -> TeacherTopK:
+        """As `TeacherEngine`.
+
+        Raises:
+            ValueError: `kappa` is not 0.
+        """
+        if kappa != 0:
+            raise ValueError(f"score: kappa is {kappa}, expected 0 of a student's base")
+        logp_N = self.student.logps(rollouts, temperature, adapters=False)
+        result = empty_topk(len(logp_N), 1, 0, self.device)
+        result.token_logps_NM[:, 0] = logp_N
+        return result
+
+
+def held_already(
+    path: str | Path, student_path: str | Path, student: Student, teachers: TeacherEngine | None
+) -> TeacherEngine | None:
+    """The model at `path` from weights that are here: a LoRA student's base, or that of its teachers.
+
+    Args:
+        student_path: what the student was loaded from.
+    """
+    if student.lora is not None and same_place(path) == same_place(student_path):
+        return StudentsBase(student)
+    return None if teachers is None else teachers.base(path)

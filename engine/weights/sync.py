@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smopd.engine import distributed
-from smopd.engine.rollout import AdapterRolloutEngine, RolloutEngine
+from smopd.engine.protocols import AdapterRolloutEngine, RolloutEngine
 
 if TYPE_CHECKING:
-    from smopd.engine.student import Student
+    from smopd.engine.student.student import Student
 
 
 def synchronise(student: Student, rollouts: RolloutEngine, version: int) -> None:

@@ -30,9 +30,9 @@ from vllm.model_executor.layers.pooler.abstract import Pooler
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.v1.pool.metadata import PoolingMetadata
 
-import smopd.engine.vllm_transfer  # noqa: F401  registers how weights reach an engine in its own process
-from smopd.engine.logit_scale import logit_scale
-from smopd.engine.support import given_logprobs
+import smopd.engine.vllm.transfer  # noqa: F401  registers how weights reach an engine in its own process
+from smopd.engine.local.union import given_logprobs
+from smopd.engine.models.loading import logit_scale
 from smopd.engine.types import Rollout
 from smopd.kernels.ops.topk import linear_topk_logprobs
 

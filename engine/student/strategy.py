@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from smopd.engine.models import head, response_hidden
+from smopd.engine.models.loading import head, response_hidden
 from smopd.engine.types import TokenBatch
 
 Output = TypeVar("Output")

@@ -37,7 +37,7 @@ def environment_of(settings: VllmSettings) -> dict[str, str | None]:
         values["TORCHDYNAMO_DISABLE"] = "1"  # else helpers compile for ten seconds at the first call
     local_rank = os.environ.get("LOCAL_RANK", "0")
     if alone:
-        from smopd.engine.with_caller import CALLER
+        from smopd.engine.process import CALLER
 
         values.update({**dict.fromkeys(LAUNCHER), CALLER: str(os.getpid())})
         if settings.transfer == "ipc":

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from smopd.engine import distributed
-from smopd.engine.policy import Output, Policy, ThroughHead
+from smopd.engine.student.strategy import Output, Policy, ThroughHead
 from smopd.engine.types import TokenBatch, TrainSettings
 
 

@@ -1,18 +1,29 @@
-"""Ends an engine's processes with the process that asked for them, whom a SIGKILL keeps from doing it."""
+"""Processes that end with the one that they serve, also where that one is killed. Imports no torch."""
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 CALLER = "SMOPD_ENGINE_CALLER"
 """The environment variable with the process that an engine of its own process serves."""
 PARENT_SECONDS = 1.0  # ours: between looks at whether it lives
+
+
+def die_with_parent(parent: int) -> None:
+    """Asks Linux to end this process with its parent, `parent`; ends it where that is gone already."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end_with_caller() -> None:

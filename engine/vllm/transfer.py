@@ -30,13 +30,13 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from smopd.engine.weight_files import part_files, parts
-from smopd.engine.weight_group import TRAINER, join, received
-from smopd.engine.with_caller import end_with_caller
+from smopd.engine.process import end_with_caller
+from smopd.engine.weights.files import part_files, parts
+from smopd.engine.weights.group import TRAINER, join, received
 
 BACKENDS = {"files": "smopd", "ipc": "smopd_ipc"}
 """Ours for each `transfer` of VllmSettings."""
-EXTENSION = "smopd.engine.vllm_transfer.Extension"
+EXTENSION = "smopd.engine.vllm.transfer.Extension"
 
 
 class Extension:
@@ -51,7 +51,7 @@ class Extension:
 
 @dataclass
 class GroupInfo(WeightTransferInitInfo):
-    """The group of smopd.engine.weight_group to join; `backend` None: weights come in files."""
+    """The group of smopd.engine.remote.weight_group to join; `backend` None: weights come in files."""
 
     backend: str | None = None
     address: str = ""

@@ -14,35 +14,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from smopd.engine.models.sizes import ModelNumbers
+
 GIB = 1 << 30
 WORK = 2 * GIB
 BATCH = 16_384  # positions: the most that vLLM computes at once by default
 BLOCK = 16  # positions: vLLM keeps one block for itself
 SAMPLING_PART = 4  # ours
-
-
-@dataclass(frozen=True)
-class ModelNumbers:
-    """What a causal language model's config says of its size. Counts are numbers, not bytes."""
-
-    parameters: int
-    """All of them, a tied head counted once."""
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    tied: bool
-    positions: int
-
-    @property
-    def head_parameters(self) -> int:
-        return self.vocabulary * self.hidden
-
-    def kv_bytes(self, width: int, parallel: int = 1) -> int:
-        """Keys and values of one position, on each of `parallel` GPUs."""
-        return 2 * self.layers * -(-self.kv_heads // parallel) * self.head_dim * width
 
 
 class Wanted(Protocol):
@@ -143,20 +121,3 @@ def vllm_arguments(wanted: Wanted, taken: Taken, gpu: Gpu, *, sleeps: bool, samp
     if samples and wanted.kv_cache_bytes is None:
         return {"gpu_memory_utilization": min(taken.inside, gpu.free) / gpu.total}
     return {"gpu_memory_utilization": taken.weights / gpu.total, "kv_cache_memory_bytes": taken.cache}
-
-
-def numbers_of(model: Any) -> ModelNumbers:
-    """Of a causal language model of transformers, which may be on the meta device."""
-    config, head = model.config.get_text_config(), model.get_output_embeddings()
-    heads = config.num_attention_heads
-    return ModelNumbers(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        vocabulary=head.weight.shape[0],
-        tied=head.weight is model.get_input_embeddings().weight,
-        positions=getattr(config, "max_position_embeddings", 0),
-    )

@@ -6,10 +6,9 @@ lost takes no other with it. gloo works anywhere; NCCL needs CUDA on both sides.
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -19,12 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smopd.engine.servers import Away
+from smopd.engine.remote.servers import Away
+from smopd.engine.weights.group import TRAINER, join
 
 T = TypeVar("T")
-TRAINER = 0
-"""Its rank in the group; a server's workers come after it."""
-_BLOCKING = threading.Lock()
 
 
 class WeightGroup:
@@ -84,43 +81,6 @@ class WeightGroup:
             self._group.broadcast(value, TRAINER).wait()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def join(store: dist.Store, backend: str, rank: int, size: int, join_seconds: float, seconds: float) -> Any:
-    """A process group that is no part of torch.distributed's global state.
-
-    NCCL connects at the first tensor and not here, and has no deadline for that.
-    """
-    if backend == "gloo":
-        group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=join_seconds))
-        group.set_timeout(timedelta(seconds=seconds))
-        return group
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=seconds)
-    with _BLOCKING:  # a lost peer is an error of `wait` and not, as by default, the end of this process
-        before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
-        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
-        try:
-            return dist.ProcessGroupNCCL(store, rank, size, options)
-        finally:
-            if before is None:
-                del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
-            else:
-                os.environ["TORCH_NCCL_BLOCKING_WAIT"] = before
-
-
-def received(
-    group: Any,
-    names: Sequence[str],
-    dtypes: Sequence[str],
-    shapes: Sequence[Sequence[int]],
-    device: torch.device,
-) -> Iterator[tuple[str, Tensor]]:
-    """What the trainer's `send` gives, one tensor at a time; through `device`, which is a CPU for gloo."""
-    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-        value = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=device)
-        group.broadcast(value, TRAINER).wait()
-        yield name, value
 
 
 def address_towards(url: str) -> str:

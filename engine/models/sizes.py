@@ -1,0 +1,47 @@
+"""What a causal language model's config says of its size. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModelNumbers:
+    """What a causal language model's config says of its size. Counts are numbers, not bytes."""
+
+    parameters: int
+    """All of them, a tied head counted once."""
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+    positions: int
+
+    @property
+    def head_parameters(self) -> int:
+        return self.vocabulary * self.hidden
+
+    def kv_bytes(self, width: int, parallel: int = 1) -> int:
+        """Keys and values of one position, on each of `parallel` GPUs."""
+        return 2 * self.layers * -(-self.kv_heads // parallel) * self.head_dim * width
+
+
+def numbers_of(model: Any) -> ModelNumbers:
+    """Of a causal language model of transformers, which may be on the meta device."""
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    heads = config.num_attention_heads
+    return ModelNumbers(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        vocabulary=head.weight.shape[0],
+        tied=head.weight is model.get_input_embeddings().weight,
+        positions=getattr(config, "max_position_embeddings", 0),
+    )
