@@ -30,7 +30,7 @@ SCRIPTS = ("teacher_scoring",)  # of whole engines, run by their own names
 
 def names() -> list[str]:
     """The benchmarks, by name."""
-    modules = [module.name for module in pkgutil.iter_modules(bench.__path__)]
+    modules = [module.name for module in pkgutil.iter_modules(bench.__path__) if not module.ispkg]
     return sorted(name for name in modules if not name.startswith(("_", "test_")) and name not in SCRIPTS)
 
 

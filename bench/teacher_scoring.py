@@ -27,7 +27,7 @@ from bench import _record
 from bench._memory import peak_bytes
 from smopd.engine.distributed import process_group
 from smopd.engine.types import Rollout, VllmSettings
-from smopd.small_models import qwen_vocab_model, world_model
+from smopd.worlds.models import qwen_vocab_model, world_model
 
 TOKENIZER = _record.ROOT.parent / "shared" / "data" / "tokenizer" / "qwen.tiktoken"
 BOUNDS = {"float32": 1e-3, "bfloat16": 8e-3}  # in 16 bit two roundings of a logit near 1

@@ -115,7 +115,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """What the trained model's optimiser and layout need; smopd.engine_sections.Student says each field."""
+    """What the trained model's optimiser and layout need; smopd.config.settings.Student says each field."""
 
     learning_rate: float
     betas: tuple[float, float] = (0.9, 0.999)

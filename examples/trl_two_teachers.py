@@ -28,8 +28,8 @@ from smopd.integrations.trl import (
     SMOPDGRPOTrainer,
 )
 from smopd.rewards.rlla import accuracy_reward, format_reward
-from smopd.small_models import world_model
-from smopd.toy_world import prompts
+from smopd.worlds.models import world_model
+from smopd.worlds.toy_world import prompts
 
 
 def settings(folder: str, steps: int) -> dict[str, Any]:

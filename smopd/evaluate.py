@@ -13,8 +13,8 @@ from typing import Any
 
 import tyro
 
-from smopd.evals.api_bank_command import ApiBankEvaluation
-from smopd.evals.bfcl import Bfcl
+from smopd.evals.api_bank.suite import ApiBankEvaluation
+from smopd.evals.bfcl.suite import Bfcl
 from smopd.evals.bootstrap import intervals
 from smopd.evals.difference import Difference, compare_runs
 from smopd.evals.options import Evaluation

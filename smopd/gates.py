@@ -11,7 +11,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from smopd.sections import Gate
+from smopd.config.settings import Gate
 
 
 def log_alpha(

@@ -2,29 +2,28 @@
 
 Stage 1 is this loop without teachers and with a skewed priority profile; stage 2 has teachers and equal
 weights.
+
+Letters: B prompts, R responses, K rewards, N response tokens, M teachers, S of each one's log-probabilities.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-import torch.distributed as dist
-
-from smopd.advantages import advantages
-from smopd.config import Settings
+from smopd.config.settings import Settings
 from smopd.data.prompts import PromptSet
 from smopd.engine.protocols import RolloutEngine, TeacherEngine
 from smopd.engine.student.checkpoint import Checkpoints
 from smopd.engine.student.student import Student
-from smopd.engine.weights.sync import synchronise
-from smopd.evals.held_out import evaluate_held_out
-from smopd.frozen import Frozen
-from smopd.kl_ref import log_ratio, with_kl_reward
-from smopd.metrics import Metrics
-from smopd.objective import loss_settings, loss_tokens, needs_old_logps, opd_coef, teacher_target
-from smopd.recorder import Recorder
-from smopd.sampling import Batches
-from smopd.scoring import Scorer
+from smopd.engine.weights.sync import publish_weights
+from smopd.objective import Objective
+from smopd.record.metrics import Metrics
+from smopd.record.recorder import Recorder, StepResult
+from smopd.step.held_out import evaluate_held_out
+from smopd.step.rewards import Rewarder
+from smopd.step.sampling import Sampler
+from smopd.step.teachers import TeacherScoring
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Run:
     student: Student
     rollouts: RolloutEngine
     teachers: TeacherEngine | None
-    scorer: Scorer
+    rewarder: Rewarder
     checkpoints: Checkpoints
     recorder: Recorder
     reference: TeacherEngine | None = None
@@ -48,69 +47,60 @@ class Run:
 
 def optimise(run: Run) -> None:
     """Trains `run.student` to the end of its steps, from its newest checkpoint where there is one."""
-    settings, student, steps = run.settings, run.student, run.settings.loop.steps
+    settings, student = run.settings, run.student
     start, ahead = run.checkpoints.restore(student)
     run.recorder.begin(start)
-    synchronise(student, run.rollouts, version=start)
+    publish_weights(student, run.rollouts, version=start)
 
     with (
-        Batches(settings, run.prompts, run.rollouts, student.device, ahead) as batches,
-        Frozen(settings, run.teachers, run.reference, student.device) as frozen,
+        Sampler(settings, run.prompts, run.rollouts, student.device, ahead) as sampler,
+        TeacherScoring(settings, run.teachers, run.reference, student.device) as scoring,
     ):
-        for step in range(start, steps):
+        for step in range(start, settings.loop.steps):
             metrics = Metrics(student.device)
-            coef = opd_coef(settings.opd, step, steps) if run.teachers else 0.0
+            objective = Objective.at(settings, step, student.device, distils=run.teachers is not None)
 
             with metrics.phase("rollout"):
-                batch = batches.take(step)
-            teachers_say = frozen.ask(batch, coef)
+                batch = sampler.take(step)  # prompts (B) -> responses (R), tokens (N)
+            scores_of_teachers = scoring.ask(batch, objective.coef)  # meanwhile, where they compute elsewhere
             with metrics.phase("rewards"):
-                scores = run.scorer.score(batch.prompts, batch.rollouts, step)
+                rewards = run.rewarder.score(batch.prompts, batch.rollouts, step)  # (R, K)
             with metrics.phase("old_logps"):
-                needed = needs_old_logps(settings, coef)
-                old_logp_N = student.logps(batch.rollouts, settings.rollout.temperature) if needed else None
+                old_logp_N = objective.old_logps(student, batch)  # None where the ratio is 1
             with metrics.phase("teachers"):
-                said = teachers_say()
-            batches.begin(step + 1)
-            ref_log_ratio_N = log_ratio(old_logp_N, said.ref_logp_N)
-            rewards_RK, weights = with_kl_reward(
-                settings.kl_ref, scores.rewards_RK, run.weights, ref_log_ratio_N, batch
-            )
-            adv_R, kept_R = advantages(
-                settings.advantage, rewards_RK, batch.group_R, batch.lengths_R, weights, dist.group.WORLD
-            )
-            target = teacher_target(settings, said.topk, batch, scores.rewards_RK, student.device)
+                scores = scores_of_teachers()  # (N, M, S)
+            sampler.begin(step + 1)
+
+            signals = objective.signals(batch, rewards.rewards_RK, old_logp_N, scores)
+            adv_R, kept_R = objective.advantages(batch, rewards.rewards_RK, run.weights, signals)
             with metrics.phase("update"):
                 updates = []
                 for part in batch.parts:
-                    tokens = loss_tokens(
-                        settings,
-                        batch,
-                        part,
-                        adv_R,
-                        old_logp_N,
-                        target,
-                        ref_log_ratio_N,
-                        coef,
-                        student.device,
-                    )
-                    updates.append(student.update(part.rollouts, tokens, loss_settings(settings, coef)))
+                    tokens = objective.loss_tokens(batch, part, adv_R, signals)
+                    updates.append(student.update(part.rollouts, tokens, objective.loss_settings))
             with metrics.phase("sync"):
-                ahead = batches.settle()
-                synchronise(student, run.rollouts, version=step + 1)
+                ahead = sampler.settle()
+                publish_weights(student, run.rollouts, version=step + 1)
 
-            run.recorder.record(
-                step + 1, metrics, batch, scores, adv_R, kept_R, coef, said, target, old_logp_N, updates
-            )
-            if target is not None and due(step + 1, settings.log.view_every(steps), steps):
-                run.recorder.view_tokens(step + 1, batch, target, student)
-            if run.held_out is not None and due(step + 1, settings.evaluation.every, steps):
-                greedy = evaluate_held_out(settings, run.held_out, run.rollouts, run.scorer, greedy_only=True)
-                run.recorder.evaluated(step + 1, greedy.values)
-            if due(step + 1, settings.checkpoint.every, steps):
-                run.checkpoints.save(step + 1, student, ahead)
+            result = StepResult(step + 1, objective, batch, rewards, adv_R, kept_R, scores, signals, updates)
+            run.recorder.record(result, metrics)
+            after(run, result, ahead)
 
 
-def due(step: int, every: int, steps: int) -> bool:
+def after(run: Run, result: StepResult, ahead: dict[str, Any] | None) -> None:
+    """Token views, held-out prompts and a checkpoint (with what is begun `ahead`), each every so many
+    steps."""
+    settings, step = run.settings, result.step
+    views = settings.log.view_every(settings.loop.steps)
+    if result.signals.target is not None and due(step, views, settings):
+        run.recorder.view_tokens(result, run.student)
+    if run.held_out is not None and due(step, settings.evaluation.every, settings):
+        greedy = evaluate_held_out(settings, run.held_out, run.rollouts, run.rewarder, greedy_only=True)
+        run.recorder.evaluated(step, greedy.values)
+    if due(step, settings.checkpoint.every, settings):
+        run.checkpoints.save(step, run.student, ahead)
+
+
+def due(step: int, every: int, settings: Settings) -> bool:
     """Whether something happens after `step`: every so many, and at the end; never where `every` is 0."""
-    return every > 0 and (step % every == 0 or step == steps)
+    return every > 0 and (step % every == 0 or step == settings.loop.steps)

@@ -1,6 +1,12 @@
 """The objective of an update: which terms, at which weights, over which denominators (Eq. 8 and 9).
 
-Letters: R responses and N response tokens of this rank in flat order, M teachers.
+The anchor is a clipped policy gradient; lambda times the KL to the teachers' mixture is added to it, and
+where `kl_ref` asks for it the KL to a reference policy: as one more reward dimension, or as a term of the
+loss. That one rests on the sampled tokens' log-ratio log pi_old - log pi_ref, whose mean is the reverse KL.
+In the loss its negative is the advantage of a clipped term of its own, as in the sampled reverse KL to
+teachers (Eq. 17).
+
+Letters: R responses and N response tokens of this rank in flat order, K rewards, M teachers.
 """
 
 from __future__ import annotations
@@ -9,21 +15,23 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from smopd.batch import Batch, Part
-from smopd.config import Settings
+from smopd.advantages import advantages
+from smopd.config.settings import KlRef, Loss, Opd, Settings
 from smopd.engine import distributed
+from smopd.engine.student.student import Student
 from smopd.engine.types import TeacherTopK
 from smopd.gates import failure, log_alpha
-from smopd.kl_ref import in_loss
 from smopd.ops import LossSettings, LossTokens
-from smopd.sections import Loss, Opd
+from smopd.step.batch import Batch, MiniBatch
+from smopd.step.teachers import TeacherScores
 
 
 @dataclass(frozen=True)
 class Target:
-    """What the teachers say about a batch, and how much each is heard."""
+    """The teachers' scores of a batch, and each teacher's weight in their mixture."""
 
     topk: TeacherTopK
     log_alpha: Tensor
@@ -31,6 +39,154 @@ class Target:
     low_M: Tensor
     high_M: Tensor
     """The range in which each teacher's reward is a success or a failure."""
+
+    @property
+    def logq_mix_N(self) -> Tensor:
+        """The sampled tokens' log-probabilities under the mixture, nats (Eq. 17)."""
+        return (self.log_alpha + self.topk.token_logps_NM).logsumexp(-1)
+
+
+@dataclass(frozen=True)
+class Signals:
+    """What a batch is learned from besides its advantages, token by token."""
+
+    old_logp_N: Tensor | None
+    """Log-probabilities before the batch's first update; None: the ratio is 1."""
+    target: Target | None
+    """None without distillation."""
+    ref_log_ratio_N: Tensor | None
+    """log pi_old - log pi_ref, nats; None without a reference policy."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What one step optimises."""
+
+    settings: Settings
+    """Of the run."""
+    coef: float
+    """lambda."""
+    device: torch.device
+    """The student's."""
+
+    @classmethod
+    def at(cls, settings: Settings, step: int, device: torch.device, *, distils: bool) -> Objective:
+        """The objective of `step` (from 0)."""
+        coef = opd_coef(settings.opd, step, settings.loop.steps) if distils else 0.0
+        return cls(settings, coef, device)
+
+    @property
+    def needs_old_logps(self) -> bool:
+        """Whether the training policy's log-probabilities are wanted before the first update of a batch.
+
+        With one update a batch the ratio is 1 and its gradient needs no second forward.
+        """
+        settings, loss = self.settings, self.settings.loss
+        several = settings.loop.updates_per_step > 1 and loss.old_logps == "recompute"
+        reverse = self.coef > 0 and settings.opd.sampled
+        return several or reverse or loss.importance_cap is not None or settings.kl_ref.coef > 0
+
+    @property
+    def reverse_scale(self) -> float:
+        """The factor of the fused loss's reverse-KL term: lambda, or 1 where only kl_ref needs it."""
+        return 1.0 if self.coef == 0 and in_loss(self.settings.kl_ref) else self.coef
+
+    @property
+    def loss_settings(self) -> LossSettings:
+        loss, opd = self.settings.loss, self.settings.opd
+        return LossSettings(
+            clip_low=loss.clip_low,
+            clip_high=loss.clip_high,
+            dual_clip=loss.dual_clip,
+            opd_coef=self.reverse_scale,
+            entropy_coef=loss.entropy_coef,
+            kappa=opd.kappa,
+            merge=opd.support == "merged",
+            tail=opd.tail,
+            temperature=self.settings.rollout.temperature,
+            kl_temperature=self.settings.kl_temperature,
+            reverse_kl_surrogate=opd.reverse_kl_surrogate,
+        )
+
+    def old_logps(self, student: Student, batch: Batch) -> Tensor | None:
+        """(N,) nats, or None where they are not needed; a collective call."""
+        if not self.needs_old_logps:
+            return None
+        return student.logps(batch.rollouts, self.settings.rollout.temperature)
+
+    def signals(
+        self, batch: Batch, rewards_RK: Tensor, old_logp_N: Tensor | None, scores: TeacherScores
+    ) -> Signals:
+        """The batch's signals, on the device; a collective call."""
+        target = teacher_target(self.settings, scores.topk, batch, rewards_RK, self.device)
+        ref_log_ratio_N = None
+        if old_logp_N is not None and scores.ref_logp_N is not None:
+            ref_log_ratio_N = old_logp_N - scores.ref_logp_N.to(old_logp_N.device)
+        return Signals(old_logp_N, target, ref_log_ratio_N)
+
+    def advantages(
+        self, batch: Batch, rewards_RK: Tensor, weights: list[float], signals: Signals
+    ) -> tuple[Tensor, Tensor]:
+        """(R,) each response's advantage, and whether its group was kept; a collective call.
+
+        Args:
+            weights: the priority profile, one a reward.
+        """
+        with_kl_RK, weights = with_kl_reward(
+            self.settings.kl_ref, rewards_RK, weights, signals.ref_log_ratio_N, batch
+        )
+        options, world = self.settings.advantage, dist.group.WORLD
+        return advantages(options, with_kl_RK, batch.group_R, batch.lengths_R, weights, world)
+
+    def loss_tokens(self, batch: Batch, part: MiniBatch, adv_R: Tensor, signals: Signals) -> LossTokens:
+        """The fused loss's inputs for one update, on the device; a collective call.
+
+        Args:
+            adv_R, signals: of the whole batch.
+        """
+        settings, loss, device = self.settings, self.settings.loss, self.device
+        lengths_R = batch.lengths_R[part.responses]
+        weight_N = token_weights(loss, lengths_R).to(device)
+        rollout_logp_N = batch.rollout_logp_N[part.tokens].to(device)
+        old_logp_N = None if signals.old_logp_N is None else signals.old_logp_N[part.tokens]
+        pg_weight_N = loss.anchor_coef * weight_N
+        if loss.importance_cap is not None:
+            assert old_logp_N is not None  # needs_old_logps
+            importance_N = (old_logp_N - rollout_logp_N).exp()
+            pg_weight_N = pg_weight_N * importance_N.clamp(max=loss.importance_cap)
+        ratio_logp_N = old_logp_N
+        if loss.old_logps == "rollout":
+            ratio_logp_N = rollout_logp_N
+        elif settings.loop.updates_per_step == 1:
+            ratio_logp_N = None
+        only_watched = signals.target is not None and (settings.opd.sampled or self.coef == 0)
+        return LossTokens(
+            token_ids_N=batch.token_ids_N[part.tokens].to(device),
+            adv_N=adv_R[part.responses].float().repeat_interleave(lengths_R).to(device),
+            old_logp_N=ratio_logp_N,
+            pg_weight_N=pg_weight_N,
+            kl_weight_N=torch.zeros_like(weight_N) if only_watched else weight_N,
+            ent_weight_N=weight_N,
+            **_teachers(signals.target, part),
+            **self._reverse_term(part, signals, weight_N),
+        )
+
+    def _reverse_term(self, part: MiniBatch, signals: Signals, weight_N: Tensor) -> dict[str, Tensor]:
+        """The sampled reverse KLs to the teachers' mixture and to the reference, as one clipped term."""
+        settings, target = self.settings, signals.target
+        terms: dict[str, Tensor] = {}
+        if target is not None and settings.opd.sampled and self.coef > 0:
+            assert signals.old_logp_N is not None  # needs_old_logps
+            adv_N = target.logq_mix_N[part.tokens] - signals.old_logp_N[part.tokens]
+            terms = {"reverse_adv_N": adv_N, "reverse_weight_N": weight_N}
+        if signals.ref_log_ratio_N is not None and in_loss(settings.kl_ref):
+            share = settings.kl_ref.coef / self.reverse_scale
+            ref_adv_N = -signals.ref_log_ratio_N[part.tokens]
+            if terms:
+                terms["reverse_adv_N"] = terms["reverse_adv_N"] + share * ref_adv_N
+            else:
+                terms = {"reverse_adv_N": ref_adv_N, "reverse_weight_N": share * weight_N}
+        return terms
 
 
 def opd_coef(opd: Opd, step: int, steps: int) -> float:
@@ -43,48 +199,25 @@ def opd_coef(opd: Opd, step: int, steps: int) -> float:
     return opd.coef + (opd.final_coef - opd.coef) * done
 
 
-def loss_settings(settings: Settings, coef: float) -> LossSettings:
-    loss, opd = settings.loss, settings.opd
-    return LossSettings(
-        clip_low=loss.clip_low,
-        clip_high=loss.clip_high,
-        dual_clip=loss.dual_clip,
-        opd_coef=reverse_scale(settings, coef),
-        entropy_coef=loss.entropy_coef,
-        kappa=opd.kappa,
-        merge=opd.support == "merged",
-        tail=opd.tail,
-        temperature=settings.rollout.temperature,
-        kl_temperature=kl_temperature(settings),
-        reverse_kl_surrogate=opd.reverse_kl_surrogate,
-    )
+def in_loss(kl_ref: KlRef) -> bool:
+    return kl_ref.coef > 0 and kl_ref.place == "loss"
 
 
-def kl_temperature(settings: Settings) -> float:
-    """Of teachers and student in the KL; the sampled one compares with the policy that was sampled."""
-    sampled = settings.opd.divergence == "reverse_kl_sampled"
-    return settings.rollout.temperature if sampled else settings.opd.temperature
-
-
-def reverse_scale(settings: Settings, coef: float) -> float:
-    """What the fused loss multiplies its reverse-KL term with: lambda, or 1 where only kl_ref needs it."""
-    return 1.0 if coef == 0 and in_loss(settings.kl_ref) else coef
-
-
-def needs_old_logps(settings: Settings, coef: float) -> bool:
-    """Whether the training policy's log-probabilities are wanted before the first update of a batch.
-
-    With one update a batch the ratio is 1 and its gradient needs no second forward.
-    """
-    reverse = coef > 0 and settings.opd.divergence == "reverse_kl_sampled"
-    several = settings.loop.updates_per_step > 1 and settings.loss.old_logps == "recompute"
-    return several or reverse or settings.loss.importance_cap is not None or settings.kl_ref.coef > 0
+def with_kl_reward(
+    kl_ref: KlRef, rewards_RK: Tensor, weights: list[float], log_ratio_N: Tensor | None, batch: Batch
+) -> tuple[Tensor, list[float]]:
+    """The rewards and their weights, with minus the response's KL as one more where it is to be a reward."""
+    if log_ratio_N is None or kl_ref.place != "reward":
+        return rewards_RK, weights
+    kl_R = rewards_RK.new_zeros(len(rewards_RK))
+    kl_R.index_add_(0, batch.response_N, log_ratio_N.to(rewards_RK))
+    return torch.cat([rewards_RK, -kl_R[:, None]], dim=1), [*weights, kl_ref.coef]
 
 
 def teacher_target(
     settings: Settings, topk: TeacherTopK | None, batch: Batch, rewards_RK: Tensor, device: torch.device
 ) -> Target | None:
-    """What the teachers said on the batch's tokens, with their gate, on `device`; None if not asked."""
+    """The teachers' scores of the batch's tokens, with their gate, on `device`; None if not asked."""
     if topk is None:
         return None
     topk = TeacherTopK(**{name: value.to(device) for name, value in vars(topk).items()})
@@ -130,69 +263,15 @@ def token_weights(loss: Loss, lengths_R: Tensor) -> Tensor:
     return weight_R.float().repeat_interleave(lengths_R)
 
 
-def loss_tokens(
-    settings: Settings,
-    batch: Batch,
-    part: Part,
-    adv_R: Tensor,
-    old_logp_N: Tensor | None,
-    target: Target | None,
-    ref_log_ratio_N: Tensor | None,
-    coef: float,
-    device: torch.device,
-) -> LossTokens:
-    """The fused loss's inputs for one update; a collective call.
-
-    Args:
-        adv_R: advantages of the whole batch.
-        old_logp_N: log-probabilities before the batch's first update, or None (ratio 1).
-        target: of the whole batch, or None without distillation.
-        ref_log_ratio_N: log pi_old - log pi_ref of the whole batch, or None without a reference policy.
-        coef: lambda.
-    """
-    lengths_R = batch.lengths_R[part.responses]
-    weight_N = token_weights(settings.loss, lengths_R).to(device)
-    pg_weight_N = settings.loss.anchor_coef * weight_N
-    rollout_logp_N = batch.rollout_logp_N[part.tokens].to(device)
-    ratio_logp_N = None if old_logp_N is None else old_logp_N[part.tokens]
-    if settings.loss.importance_cap is not None:
-        assert ratio_logp_N is not None  # needs_old_logps
-        importance_N = (ratio_logp_N - rollout_logp_N).exp()
-        pg_weight_N = pg_weight_N * importance_N.clamp(max=settings.loss.importance_cap)
-    distilled: dict[str, Tensor] = {}
-    kl_weight_N = weight_N
-    if target is not None:
-        alpha = target.log_alpha[part.tokens] if target.log_alpha.dim() > 1 else target.log_alpha
-        distilled["teacher_ids_NMS"] = target.topk.ids_NMS[part.tokens]
-        distilled["teacher_logps_NMS"] = target.topk.logps_NMS[part.tokens]
-        distilled["log_alpha"] = alpha
-        sampled = settings.opd.divergence == "reverse_kl_sampled"
-        if sampled and coef > 0:
-            assert ratio_logp_N is not None  # needs_old_logps
-            logq_mix_N = (alpha + target.topk.token_logps_NM[part.tokens]).logsumexp(-1)
-            distilled |= {"reverse_adv_N": logq_mix_N - ratio_logp_N, "reverse_weight_N": weight_N}
-        if sampled or coef == 0:  # the forward KL is only watched
-            kl_weight_N = torch.zeros_like(weight_N)
-    if ref_log_ratio_N is not None and in_loss(settings.kl_ref):
-        share = settings.kl_ref.coef / reverse_scale(settings, coef)
-        ref_adv_N = -ref_log_ratio_N[part.tokens]
-        if "reverse_adv_N" in distilled:
-            distilled["reverse_adv_N"] = distilled["reverse_adv_N"] + share * ref_adv_N
-        else:
-            distilled |= {"reverse_adv_N": ref_adv_N, "reverse_weight_N": share * weight_N}
-    if settings.loss.old_logps == "rollout":
-        ratio_logp_N = rollout_logp_N
-    elif settings.loop.updates_per_step == 1:
-        ratio_logp_N = None
-    return LossTokens(
-        token_ids_N=batch.token_ids_N[part.tokens].to(device),
-        adv_N=adv_R[part.responses].float().repeat_interleave(lengths_R).to(device),
-        old_logp_N=ratio_logp_N,
-        pg_weight_N=pg_weight_N,
-        kl_weight_N=kl_weight_N,
-        ent_weight_N=weight_N,
-        **distilled,
-    )
+def _teachers(target: Target | None, part: MiniBatch) -> dict[str, Tensor]:
+    if target is None:
+        return {}
+    alpha = target.log_alpha
+    return {
+        "teacher_ids_NMS": target.topk.ids_NMS[part.tokens],
+        "teacher_logps_NMS": target.topk.logps_NMS[part.tokens],
+        "log_alpha": alpha[part.tokens] if alpha.dim() > 1 else alpha,
+    }
 
 
 def _least(values_RM: Tensor) -> Tensor:

@@ -13,13 +13,13 @@ from typing import Annotated
 
 import tyro
 
-from smopd.cli import read_settings
-from smopd.config import Settings
+from smopd.config.cli import read_settings
+from smopd.config.recipe import Mistakes
+from smopd.config.settings import Settings
 from smopd.engine.files import write_atomically
-from smopd.files import JsonlLog
-from smopd.recipe import Mistakes
+from smopd.record.files import JsonlLog
+from smopd.report.summary import evaluated_rows, table_columns
 from smopd.report.tables import Row, aggregate, markdown
-from smopd.summary import evaluated_rows, table_columns
 
 
 @dataclass(frozen=True)

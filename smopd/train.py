@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from smopd import launch
-from smopd.cli import describe, parse
+from smopd.config.cli import describe, parse
+from smopd.run import launch
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if launch.wanted(command.settings.processes):
         return launch.launch("smopd.train", arguments, command.settings.processes)
-    from smopd.pipeline import run_recipe
+    from smopd.run.pipeline import run_recipe
 
     return run_recipe(command)
 

@@ -133,7 +133,7 @@ def test_import_of_ops_is_light() -> None:
 def test_cpus_need_no_triton() -> None:
     loaded_by(
         "sys.modules['triton'] = None\n"
-        "import torch, smopd.pipeline\n"
+        "import torch, smopd.run.pipeline\n"
         "from smopd.ops import topk_logprobs\n"
         "assert topk_logprobs(torch.eye(3), 1).ids_NS.flatten().tolist() == [0, 1, 2]"
     )

@@ -208,8 +208,8 @@ FEW_ITEMS = (
     "0",
 )
 EVERY_RECIPE = """
-from smopd.cli import parse
-from smopd.recipe import builtin
+from smopd.config.cli import parse
+from smopd.config.recipe import builtin
 print(*(recipe for recipe in builtin() if parse([recipe, "--dry-run"]).settings.runs))
 """
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from smopd import ops
-from smopd.cli import parse
+from smopd.config.cli import parse
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -1,4 +1,4 @@
-"""What an engine of vLLM takes of a GPU: one rule, for the engines (vllm.py) and the planner (smopd.plan).
+"""What an engine of vLLM takes of a GPU: one rule, for the engines (engines.py) and the planner (smopd.plan).
 
 weights   this GPU's part, and a head of the teachers' pooler, which every GPU has whole
 work      CUDA graphs and the largest forward, assumed
@@ -116,7 +116,7 @@ def vllm_arguments(wanted: Wanted, taken: Taken, gpu: Gpu, *, sleeps: bool, samp
     if least > room:
         raise ValueError(
             f"a vLLM engine takes {least / GIB:.1f} GiB of weights and cache, expected at most "
-            f"{room / GIB:.1f}, what is free less what sleeping engines need (python -m smopd.plan)"
+            f"{room / GIB:.1f}, what is free less what sleeping engines need (python -m smopd.plan.__main__)"
         )
     if samples and wanted.kv_cache_bytes is None:
         return {"gpu_memory_utilization": min(taken.inside, gpu.free) / gpu.total}

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from smopd.engine.student.student import Student
 
 
-def synchronise(student: Student, rollouts: RolloutEngine, version: int) -> None:
+def publish_weights(student: Student, rollouts: RolloutEngine, version: int) -> None:
     """Serves the student's weights from now on as policy `version`; a collective call.
 
     A LoRA student goes as an adapter where the engine takes adapters, else as full tensors, one at a time.
@@ -23,7 +23,7 @@ def synchronise(student: Student, rollouts: RolloutEngine, version: int) -> None
     """
     served = rollouts.policy_version
     if version < served or version == served > 0:  # version 0 is what an engine begins with
-        raise ValueError(f"synchronise: version {version}, expected one above {served}")
+        raise ValueError(f"publish_weights: version {version}, expected one above {served}")
     if student.lora is None or not isinstance(rollouts, AdapterRolloutEngine) or not rollouts.takes_adapters:
         rollouts.load_weights(student.weights(), version)
         return

@@ -18,9 +18,8 @@ from typing import Any, ClassVar
 from smopd.data.places import how_to_fetch, located
 from smopd.data.sample import NOTE as SAMPLE_NOTE
 from smopd.data.sample import path_of, stands_in
-from smopd.evals import paper
 from smopd.evals.options import Evaluation
-from smopd.evals.suite import Column, Item, Scores
+from smopd.evals.suite import MAIN_ROWS, Column, Item, Scores, paper_rows
 from smopd.rewards.rlla import accuracy_reward, format_reward
 
 # The thinks of the test items' truths.
@@ -37,7 +36,7 @@ COLUMNS = (
 )
 # Tables tab:acc_format, tab:acc_format_moderate and tab:gate_rlla: accuracy reward, format pass in %, mean.
 PAPER_ROWS = (
-    *paper.MAIN_ROWS,
+    *MAIN_ROWS,
     "Qwen2.5-1.5B SMOPD (seq gate)",
     "Qwen2.5-1.5B SMOPD (token gate)",
     "Qwen2.5-3B Accuracy Teacher [0.7,0.3]",
@@ -129,7 +128,7 @@ class Rlla:
 
     def paper(self) -> Mapping[str, Mapping[str, float]]:
         keys = [column.key for column in COLUMNS]
-        return paper.rows(PAPER_ROWS, keys, PAPER_VALUES, [column.scale for column in COLUMNS])
+        return paper_rows(PAPER_ROWS, keys, PAPER_VALUES, [column.scale for column in COLUMNS])
 
 
 @dataclass(frozen=True)

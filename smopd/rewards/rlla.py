@@ -12,17 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any
-
-from smopd.rewards.rlla_scales import (
-    GRANULARITIES,
-    SCALES,
-    Granularity,
-    Scale,
-    accuracy_range,
-    format_range,
-    length_target,
-)
+from typing import Any, Literal, TypeAlias, get_args
 
 ACCURACY_RANGE = (-3.0, 3.0)  # ToolRL: R_correct in [-3, 3]
 NO_CALL_REWARD = 0.0  # ToolRL: an item whose truth holds no call
@@ -76,7 +66,7 @@ def format_reward(
         prompts: R prompts, unused.
         completions: R responses without prompt and end marker; surrounding whitespace is ignored.
         ground_truth: R true responses, of which only the tags count.
-        scale: other values than 0 and 1 while training (smopd.rewards.rlla_scales).
+        scale: other values than 0 and 1 while training (smopd.rewards.rlla).
         training_step: of each response, from 0; None outside of training, where the scale is fixed.
     Raises:
         ValueError: lengths differ, the scale is unknown, or a ground truth is no text.
@@ -122,7 +112,7 @@ def accuracy_reward(
         ground_truth: R true responses.
         score_range: (lo, hi); (-3, 3) is the paper's, (-1, 1) ToolRL's "max 1" variant.
         granularity: "fine" (the paper's), "refined", "intermediate" or "coarse".
-        scale: another range while training (smopd.rewards.rlla_scales).
+        scale: another range while training (smopd.rewards.rlla).
         training_step: of each response, from 0; None outside of training, where the scale is fixed.
     Raises:
         ValueError: lengths differ, the range is empty, granularity or scale is unknown, or a ground truth has
@@ -328,3 +318,51 @@ def _steps(
 def _check_length(function: str, column: str, entries: int, expected: int) -> None:
     if entries != expected:
         raise ValueError(f"{function}: {column} has {entries} entries, expected {expected}")
+
+
+Scale: TypeAlias = Literal["fixed", "two_stage", "dynamic"]
+Granularity: TypeAlias = Literal["fine", "refined", "intermediate", "coarse"]
+SCALES: tuple[str, ...] = get_args(Scale)
+GRANULARITIES: tuple[str, ...] = get_args(Granularity)
+
+# All from ToolRL's rlla.py.
+SECOND_STAGE = 30  # first step of the second of two stages
+ACCURACY_PART = 1 / 3  # of the accuracy range in the first stage
+FORMAT_PART = 1 / 2  # of the format range in the second
+SCALE_STEPS = 150  # the dynamic scale's length
+DYNAMIC_START = 2.0  # both ranges begin at [-2, 2]
+DYNAMIC_FORMAT_END = (-1.0, 1.0)  # nearer to 0 the format's range never comes
+LENGTH_WORDS = 512
+LENGTH_FROM, LENGTH_TO, LENGTH_STEPS = 384, 640, 105
+
+
+def accuracy_range(scale: Scale, step: int | None, low: float, high: float) -> tuple[float, float]:
+    """The accuracy's (lo, hi) at a step, where (low, high) is the fixed one.
+
+    Beyond SCALE_STEPS the dynamic one stays (low, high); ToolRL's would go on for ranges other than [-3, 3].
+    """
+    if scale == "fixed" or step is None:
+        return low, high
+    if scale == "two_stage":
+        part = ACCURACY_PART if step < SECOND_STAGE else 1.0
+        return low * part, high * part
+    share = min(step / SCALE_STEPS, 1.0)
+    return (low + DYNAMIC_START) * share - DYNAMIC_START, (high - DYNAMIC_START) * share + DYNAMIC_START
+
+
+def format_range(scale: Scale, step: int | None) -> tuple[float, float]:
+    """What a wrong and a right format are worth at a step."""
+    if scale == "fixed" or step is None:
+        return 0.0, 1.0
+    if scale == "two_stage":
+        return 0.0, FORMAT_PART if step >= SECOND_STAGE else 1.0
+    share = step / SCALE_STEPS
+    low, high = DYNAMIC_FORMAT_END
+    return min(DYNAMIC_START * share - DYNAMIC_START, low), max(DYNAMIC_START - share, high)
+
+
+def length_target(growing: bool, step: int | None) -> float:
+    """The words that a full length reward takes."""
+    if not growing or step is None:
+        return LENGTH_WORDS
+    return (LENGTH_TO - LENGTH_FROM) * step / LENGTH_STEPS + LENGTH_FROM

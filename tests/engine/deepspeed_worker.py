@@ -18,7 +18,7 @@ from smopd.engine.student.checkpoint import Checkpoints, export
 from smopd.engine.student.student import Student
 from smopd.engine.types import Lora, Packing, Rollout, TrainSettings
 from smopd.ops import LossSettings, LossTokens
-from smopd.small_models import world_model
+from smopd.worlds.models import world_model
 from tests.engine.tiny import ragged_rollouts, tiny_model
 
 NLL = LossSettings(opd_coef=0.0)

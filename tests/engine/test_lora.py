@@ -15,7 +15,7 @@ from smopd.engine.student.checkpoint import Checkpoints, export
 from smopd.engine.student.student import Student
 from smopd.engine.types import Lora, Packing, TrainSettings
 from smopd.ops import LossSettings
-from smopd.small_models import world_model
+from smopd.worlds.models import world_model
 from tests.engine.test_student import loss_tokens, parameters
 from tests.engine.tiny import ragged_rollouts, tiny_model
 

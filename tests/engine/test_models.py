@@ -35,7 +35,7 @@ from smopd.engine.models.loading import (
 )
 from smopd.engine.models.packing import pack
 from smopd.engine.types import Packing
-from smopd.small_models import world_tokenizer
+from smopd.worlds.models import world_tokenizer
 from tests.engine.tiny import END, VOCABULARY, ragged_rollouts, tiny_model
 
 SHAPE = {

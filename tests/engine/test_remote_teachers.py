@@ -17,7 +17,7 @@ from smopd.engine.remote.servers import NoServer, Patience
 from smopd.engine.remote.teachers import Probe, RemoteTeachers, portions
 from smopd.engine.remote.wire import pack_request, unpack_request
 from smopd.engine.types import Packing
-from smopd.small_models import world_model
+from smopd.worlds.models import world_model
 from tests.engine.tiny import ragged_rollouts
 
 pytest.importorskip("starlette")

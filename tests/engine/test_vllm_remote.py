@@ -20,7 +20,7 @@ pytest.importorskip("vllm")
 from smopd.engine.remote.rollout import RemoteRollout
 from smopd.engine.remote.servers import NoServer, Patience, Refused, Servers
 from smopd.engine.types import Sampling
-from smopd.small_models import world_model
+from smopd.worlds.models import world_model
 from tests.engine.served import ROLLOUTS, ROOT, Relay, serve, serving
 from tests.engine.tiny import assert_sampled_by
 from tests.engine.vllm_worker import assert_followed, on_two_ranks, save_models
@@ -168,7 +168,7 @@ sys.modules["vllm"] = None  # an import of it fails
 from smopd.engine.remote.rollout import RemoteRollout
 from smopd.engine.remote.servers import Servers
 from smopd.engine.types import Sampling
-from smopd.small_models import world_model
+from smopd.worlds.models import world_model
 from tests.engine.tiny import assert_sampled_by
 from tests.engine.vllm_worker import assert_followed, on_two_ranks, save_models
 from tests.patience import HANG_SECONDS

@@ -13,7 +13,7 @@ from smopd.engine.models.loading import UnusableModel
 from smopd.engine.remote.servers import Patience
 from smopd.engine.remote.teachers import Probe, RemoteTeachers
 from smopd.engine.types import Packing
-from smopd.small_models import world_model
+from smopd.worlds.models import world_model
 from tests.engine.served import Process, serve, serving
 from tests.engine.tiny import ragged_rollouts
 

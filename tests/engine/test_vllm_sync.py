@@ -22,7 +22,7 @@ from smopd.engine.types import Sampling, TrainSettings, VllmSettings
 from smopd.engine.vllm.engines import LostWeights
 from smopd.engine.vllm.rollout import VllmRollout
 from smopd.engine.weights import files as weight_files
-from smopd.engine.weights.sync import synchronise
+from smopd.engine.weights.sync import publish_weights
 from tests.engine.teacher_truth import check, whole_logprobs
 from tests.engine.tiny import END, VOCABULARY, assert_sampled_by, differ, tiny_model
 from tests.engine.vllm_worker import (
@@ -125,12 +125,12 @@ def test_versions_increase(saved, device):
     student = Student(tiny_model(seed=5), settings, device)
     rollouts: RolloutEngine = VllmRollout(saved(seed=0), [END], SETTINGS)
     for version in (0, 0, 1, 4):
-        synchronise(student, rollouts, version)
+        publish_weights(student, rollouts, version)
         assert rollouts.policy_version == version
     assert_sampled_by(tiny_model(seed=5), rollouts.generate(PROMPTS, GROUPS, GREEDY))
     for version in (4, 3, 0):
         with pytest.raises(ValueError, match=rf"version {version}, expected one above 4"):
-            synchronise(student, rollouts, version)
+            publish_weights(student, rollouts, version)
 
 
 def adapter(folder: Path, seed: int, rank: int = 4):

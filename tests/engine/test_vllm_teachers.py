@@ -16,14 +16,14 @@ from torch import Tensor
 pytest.importorskip("vllm")
 
 from bench._memory import peak_bytes
-from smopd import toy_world
 from smopd.engine.local.teachers import LocalTeachers
 from smopd.engine.models.loading import UnusableModel
 from smopd.engine.types import Packing, Rollout, VllmSettings
 from smopd.engine.vllm.pooler import Question, TeacherPooler, obstacle
 from smopd.engine.vllm.teachers import VllmTeachers
 from smopd.kernels.head.chunks import CHUNK_BYTES_CPU
-from smopd.small_models import world_tokenizer
+from smopd.worlds import toy_world
+from smopd.worlds.models import world_tokenizer
 from tests.engine.teacher_truth import (
     ROLLOUTS,
     at,

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from smopd import toy_world
 from smopd.engine import distributed
 from smopd.engine.remote.rollout import RemoteRollout
 from smopd.engine.remote.servers import Patience, Servers
 from smopd.engine.student.student import Student
 from smopd.engine.types import Lora, Rollout, Sampling, TeacherTopK, TrainSettings, VllmSettings
 from smopd.engine.vllm.rollout import VllmRollout
-from smopd.engine.weights.sync import synchronise
+from smopd.engine.weights.sync import publish_weights
 from smopd.ops import LossSettings, LossTokens
-from smopd.small_models import world_tokenizer
+from smopd.worlds import toy_world
+from smopd.worlds.models import world_tokenizer
 from tests.engine.tiny import END, VOCABULARY, assert_sampled_by, differ, ragged_rollouts, tiny_model
 from tests.patience import HANG_SECONDS
 
@@ -69,11 +69,11 @@ def run(folder: Path, rollouts: VllmRollout | RemoteRollout, rank: int, device: 
     torch.manual_seed(distributed.rank())  # of an adapter, at first another on each rank
     student = Student(model, TrainSettings(learning_rate=2e-2, compute_dtype="float32", lora=lora), device)
     if isinstance(rollouts, RemoteRollout):
-        synchronise(student, rollouts, 0)
+        publish_weights(student, rollouts, 0)
     before = sample(rollouts)
     for _ in range(1 if lora is None else 3):  # at first an adapter's B is 0
         train(student)
-    synchronise(student, rollouts, 1)
+    publish_weights(student, rollouts, 1)
     assert lora is None or rollouts._adapter is not None
     weights = {name: value.detach().clone() for name, value in student.weights()}
     return {"before": before, "after": sample(rollouts), "weights": weights}

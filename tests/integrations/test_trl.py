@@ -19,8 +19,8 @@ from smopd.integrations.trl import SMOPDDistillationConfig
 from smopd.integrations.trl_loss import completions_of
 from smopd.kernels.reference import advantages as reference_advantages
 from smopd.ops import LossSettings, teacher_mixture, topk_logprobs
-from smopd.small_models import world_tokenizer
-from smopd.toy_world import vocabulary
+from smopd.worlds.models import world_tokenizer
+from smopd.worlds.toy_world import vocabulary
 from tests.integrations.tiny_trl import (
     LONGEST,
     PROMPTS,

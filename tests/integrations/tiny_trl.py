@@ -15,7 +15,7 @@ from smopd.integrations.trl import (
     SMOPDGRPOConfig,
     SMOPDGRPOTrainer,
 )
-from smopd.small_models import world_model
+from smopd.worlds.models import world_model
 
 PROMPTS = Dataset.from_dict(
     {"prompt": ["get the weather in Paris", "book a table", "play a song", "call Ada"]}

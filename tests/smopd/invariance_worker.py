@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from smopd.config import Settings
+from smopd.config.settings import Settings
 from smopd.data.prompts import Prompt, PromptSet
 from smopd.engine import distributed
 from smopd.engine.local.teachers import LocalTeachers
@@ -19,9 +19,9 @@ from smopd.engine.student.checkpoint import Checkpoints
 from smopd.engine.student.student import Student
 from smopd.engine.types import Lora, Packing, Rollout, TrainSettings
 from smopd.loop import Run, optimise
-from smopd.recorder import Recorder
-from smopd.rewards.batch import FAILURE_KINDS, RewardBatch
-from smopd.scoring import Scores
+from smopd.record.recorder import Recorder
+from smopd.rewards.pool import FAILURE_KINDS, RewardBatch
+from smopd.step.rewards import Rewards
 from tests.engine.tiny import VOCABULARY, tiny_model
 
 PROMPTS, GROUP_SIZE, STEPS = 7, 3, 2
@@ -123,7 +123,7 @@ class FixedRollouts:
         return rollouts
 
 
-class FixedScorer:
+class FixedRewarder:
     """A dense reward, a sparse one, and now and then none at all, all from the response's tokens."""
 
     def score(self, prompts, rollouts, step):
@@ -137,7 +137,7 @@ class FixedScorer:
         batch = RewardBatch(
             ("dense", "sparse"), rewards_RK.numpy(), {"dense": none, "sparse": none}, {}, {}, {}
         )
-        return Scores(rewards_RK, [""] * len(rollouts), batch)
+        return Rewards(rewards_RK, [""] * len(rollouts), batch)
 
 
 class Numbers:
@@ -219,7 +219,7 @@ def train(
                 student=student,
                 rollouts=FixedRollouts(),
                 teachers=teachers,
-                scorer=FixedScorer(),
+                rewarder=FixedRewarder(),
                 checkpoints=Checkpoints(folder / "checkpoints", 1),
                 recorder=recorder,
             )

@@ -14,15 +14,15 @@ from typing import Any
 
 import yaml
 
-from smopd.cli import parse
-from smopd.config import merged
+from smopd.config.cli import parse
+from smopd.config.settings import merged
 from tests.patience import HANG_SECONDS
 
 ROOT = Path(__file__).parents[2]
-WORLD = "smopd.toy_world:prompts"
+WORLD = "smopd.worlds.toy_world:prompts"
 TINY: dict[str, Any] = {
     "name": "tiny",
-    "model": {"factory": "smopd.small_models:world_model"},
+    "model": {"factory": "smopd.worlds.models:world_model"},
     "data": {
         "train": {"source": WORLD, "kwargs": {"n": 40, "seed": 1}},
         "evaluation": {"source": WORLD, "kwargs": {"n": 6, "seed": 2, "split": "heldout"}},
@@ -33,7 +33,7 @@ TINY: dict[str, Any] = {
         {"name": "format", "function": "smopd.rewards.rlla:format_reward", "range": [0, 1]},
     ],
     "warm_start": {
-        "source": {"source": "smopd.toy_world:demonstrations", "kwargs": {"n": 400, "seed": 3}},
+        "source": {"source": "smopd.worlds.toy_world:demonstrations", "kwargs": {"n": 400, "seed": 3}},
         "steps": 30,
         "batch_size": 32,
         "learning_rate": 5.0e-3,
@@ -100,7 +100,7 @@ def train_here(
 
     The log is pytest's; an exception that the command lets go is the test's.
     """
-    from smopd.pipeline import run_recipe
+    from smopd.run.pipeline import run_recipe
 
     place = cwd or Path(recipe).parent
     before, modules = Path.cwd(), set(sys.modules)

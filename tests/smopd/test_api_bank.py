@@ -7,8 +7,8 @@ import json
 import pytest
 
 from smopd import evaluate
-from smopd.evals import api_bank
-from smopd.evals.api_bank import exact_match, outcome, read_calls
+from smopd.evals.api_bank import suite as api_bank
+from smopd.evals.api_bank.suite import exact_match, outcome, read_calls
 
 CALL = {"name": "Find", "parameters": {"city": "Oslo", "days": "2"}}
 OTHER = {"name": "Other", "parameters": {}}

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from smopd.kernels.dispatch import cpp_unavailable
-from smopd.small_models import world_model
+from smopd.worlds.models import world_model
 from tests.smopd.recipes import metric_lines, train, write_recipe
 
 pytestmark = pytest.mark.slow

@@ -11,14 +11,17 @@ from collections import Counter
 
 import pytest
 
-from smopd.evals import bfcl_checker, bfcl_metrics, bfcl_multi_turn, bfcl_official
-from smopd.evals.bfcl import Bfcl, BfclSuite
-from smopd.evals.bfcl_calls import read_calls, write_calls
-from smopd.evals.bfcl_checker import Call, find_mistake
-from smopd.evals.bfcl_metrics import AST, COLUMNS, GROUPS, overall, paper_rows, parse_categories, summarise
-from smopd.evals.bfcl_prompts import frame, messages
-from smopd.evals.bfcl_truths import mended, perfect_calls
-from smopd.evals.bfcl_types import java_value, javascript_value, language_of
+from smopd.evals.bfcl import checker as bfcl_checker
+from smopd.evals.bfcl import metrics as bfcl_metrics
+from smopd.evals.bfcl import multi_turn as bfcl_multi_turn
+from smopd.evals.bfcl import official as bfcl_official
+from smopd.evals.bfcl.calls import read_calls, write_calls
+from smopd.evals.bfcl.checker import Call, find_mistake
+from smopd.evals.bfcl.metrics import AST, COLUMNS, GROUPS, overall, paper_rows, parse_categories, summarise
+from smopd.evals.bfcl.prompts import frame, messages
+from smopd.evals.bfcl.suite import Bfcl, BfclSuite
+from smopd.evals.bfcl.truths import mended, perfect_calls
+from smopd.evals.bfcl.types import java_value, javascript_value, language_of
 
 UNANSWERABLE = {
     "simple_java_36",
@@ -785,7 +788,7 @@ def test_multi_turn_runs_both_commands_and_reads_their_files(served, tmp_path):
 
 def test_the_modules_load_without_torch():
     code = (
-        "import sys, smopd.evals.bfcl, smopd.evals.bfcl_multi_turn;"
+        "import sys, smopd.evals.bfcl.suite, smopd.evals.bfcl.multi_turn;"
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'pydantic', 'bfcl_eval')))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

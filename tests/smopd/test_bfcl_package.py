@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from smopd.evals import bfcl_multi_turn
-from smopd.small_models import world_model
+from smopd.evals.bfcl import multi_turn as bfcl_multi_turn
+from smopd.worlds.models import world_model
 
 ITEM, CATEGORY = "multi_turn_base_0", "multi_turn_base"
 PYTHON = os.environ.get("SMOPD_BFCL_PYTHON")

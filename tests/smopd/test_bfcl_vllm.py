@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from smopd.evals import bfcl_multi_turn
-from smopd.small_models import world_model
+from smopd.evals.bfcl import multi_turn as bfcl_multi_turn
+from smopd.worlds.models import world_model
 
 pytest.importorskip("vllm")
 from tests.engine.served import serve, serving

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from smopd.build import rollout_settings
-from smopd.config import Settings, merged
+from smopd.config.settings import Settings, merged
+from smopd.run.build import rollout_settings
 from tests.smopd.invariance_worker import SETTINGS
 
 LIMIT = 4096

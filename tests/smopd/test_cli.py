@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from smopd.cli import DEFAULT_RECIPE, Command, describe, parse, read_settings
-from smopd.config import Settings
-from smopd.help import print_help
-from smopd.recipe import Mistakes, builtin, load, parse_value, write_yaml
-from smopd.runs import PlannedRun, output_directory, plan
+from smopd.config.cli import DEFAULT_RECIPE, Command, describe, parse, print_help, read_settings
+from smopd.config.recipe import Mistakes, builtin, load, parse_value, write_yaml
+from smopd.config.schedule import PlannedRun, output_directory, plan
+from smopd.config.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """\

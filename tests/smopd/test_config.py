@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from smopd.config import Settings, merged
-from smopd.engine_sections import Student
-from smopd.sections import Loop, Opd, Reward
+from smopd.config.settings import Loop, Opd, Reward, Settings, Student, merged
 
 REWARDS = [{"name": "a", "function": "m:f"}, {"name": "b", "function": "m:g", "weight": 2}]
 TEACHERS = [{"model": "one", "reward": "a"}, {"model": "two", "reward": "b"}]

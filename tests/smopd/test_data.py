@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from smopd.config import Settings
+from smopd.config.settings import Settings
 from smopd.data.prompts import batch_indices, load_demonstrations, load_prompts
 from smopd.data.sources import load_rows
-from smopd.failures import UnusableInput
-from smopd.inputs import read_inputs
-from smopd.small_models import world_tokenizer
-from smopd.toy_world import vocabulary
+from smopd.run.failures import UnusableInput
+from smopd.run.inputs import read_inputs
+from smopd.worlds.models import world_tokenizer
+from smopd.worlds.toy_world import vocabulary
 
 ROWS = [{"prompt": "call anna please", "label": 1}, {"prompt": "play imagine at 3", "label": None}]
 CHAT = [{"role": "system", "content": "play"}, {"role": "user", "content": "call anna"}]
@@ -324,8 +324,10 @@ def test_settings_out_of_range_are_named(write, tokenizer):
 
 
 def test_demonstrations_end_with_the_end_of_sequence(tokenizer):
-    found = load_demonstrations("smopd.toy_world:demonstrations", tokenizer, kwargs={"n": 50, "seed": 1})
-    from smopd.toy_world import demonstrations
+    found = load_demonstrations(
+        "smopd.worlds.toy_world:demonstrations", tokenizer, kwargs={"n": 50, "seed": 1}
+    )
+    from smopd.worlds.toy_world import demonstrations
 
     for (prompt_ids, completion_ids), row in zip(found, demonstrations(50, 1), strict=True):
         assert completion_ids[-1] == tokenizer.eos_token_id
@@ -365,7 +367,7 @@ def test_batches_depend_on_seed_and_epoch():
 
 def test_importing_data_loads_no_heavy_package():
     heavy = "{'torch', 'transformers', 'datasets', 'pyarrow'}"
-    modules = "smopd.data.prompts, smopd.data.__main__, smopd.data.fetch, smopd.toy_world"
+    modules = "smopd.data.prompts, smopd.data.__main__, smopd.data.fetch, smopd.worlds.toy_world"
     code = f"import sys, {modules}; assert not {heavy} & set(sys.modules), sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
 

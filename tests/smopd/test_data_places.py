@@ -8,14 +8,14 @@ from pathlib import Path
 import platformdirs
 import pytest
 
+from bench.study import snips
 from smopd.data import sample
 from smopd.data.catalogue import short_names
 from smopd.data.places import data_folder, here, located
 from smopd.data.sources import load_rows
 from smopd.evals.rlla import evaluation_rows, load_rlla_items, training_rows
 from smopd.rewards.rlla import format_reward
-from smopd.small_models import ENDOFTEXT, IM_END, sample_tokenizer
-from smopd.study import snips
+from smopd.worlds.models import ENDOFTEXT, IM_END, sample_tokenizer
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from smopd.small_models import world_model
+from smopd.worlds.models import world_model
 from tests.smopd.recipes import metric_lines, train, train_here, write_recipe
 
 pytest.importorskip("vllm")

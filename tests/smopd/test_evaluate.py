@@ -340,7 +340,7 @@ def test_mistakes_are_answered_without_torch(tmp_path):
 
 
 def test_a_model_is_sampled_and_scored(data, tmp_path):
-    from smopd.small_models import world_model
+    from smopd.worlds.models import world_model
 
     model, tokenizer = world_model(seed=0)
     model.save_pretrained(tmp_path / "model")
@@ -361,7 +361,7 @@ def test_sampled_responses_are_cut_as_saved_ones_are(data, tmp_path, monkeypatch
     import torch
 
     from smopd.engine.local.rollout import LocalRollout
-    from smopd.small_models import world_model
+    from smopd.worlds.models import world_model
 
     model, tokenizer = world_model(seed=0)
     for part in (model, tokenizer):
@@ -383,7 +383,7 @@ def test_sampled_responses_are_cut_as_saved_ones_are(data, tmp_path, monkeypatch
 
 def test_long_prompts_are_cut_on_the_left_and_counted(data, tmp_path, capsys, monkeypatch):
     from smopd.engine.local.rollout import LocalRollout
-    from smopd.small_models import world_model
+    from smopd.worlds.models import world_model
 
     for part in world_model(seed=0):
         part.save_pretrained(tmp_path / "model")
@@ -409,7 +409,7 @@ def test_long_prompts_are_cut_on_the_left_and_counted(data, tmp_path, capsys, mo
 
 
 def test_an_unusable_model_is_one_line(data, tmp_path, capsys):
-    from smopd.small_models import world_model
+    from smopd.worlds.models import world_model
 
     model, tokenizer = world_model(seed=0)
     folder, arguments = tmp_path / "model", ["rlla", "--data", str(data), "--model", str(tmp_path / "model")]
@@ -433,7 +433,7 @@ def test_an_unusable_model_is_one_line(data, tmp_path, capsys):
 
 
 def test_too_long_a_response_is_one_line(data, tmp_path, capsys):
-    from smopd.small_models import world_model
+    from smopd.worlds.models import world_model
 
     for part in world_model(seed=0):
         part.save_pretrained(tmp_path / "model")

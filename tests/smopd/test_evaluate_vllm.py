@@ -7,7 +7,7 @@ import json
 import pytest
 
 from smopd import evaluate
-from smopd.small_models import world_model
+from smopd.worlds.models import world_model
 
 pytest.importorskip("vllm")
 from tests.engine.served import serve, serving

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smopd import files
 from smopd.engine.files import write_atomically
-from smopd.files import JsonlLog
+from smopd.record import files
+from smopd.record.files import JsonlLog
 
 
 def test_log_writes_whole_finite_lines(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from itertools import combinations
 import pytest
 import torch
 
+from smopd.config.settings import Gate
 from smopd.gates import confidence, disagreement, failure, log_alpha
-from smopd.sections import Gate
 
 M, S, LENGTHS = 3, 5, [4, 1, 3]
 

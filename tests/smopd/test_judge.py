@@ -15,9 +15,9 @@ import pytest
 
 from smopd import evaluate
 from smopd.data.places import data_folder
-from smopd.evals import judge as judging
-from smopd.evals.chat_endpoint import Answer, retry_after
-from smopd.evals.judge import Judge, JudgeSettings, Question, verdict
+from smopd.evals.api_bank import judge as judging
+from smopd.evals.api_bank.chat_endpoint import Answer, retry_after
+from smopd.evals.api_bank.judge import Judge, JudgeSettings, Question, verdict
 from tests.patience import HANG_SECONDS, MISSED_SECONDS
 
 YES, NO = "Reasoning: same.\nJudgment: Yes", "Reasoning: other.\nJudgment: No"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from smopd.engine import distributed
-from smopd.metrics import GIB, Metrics
+from smopd.record.metrics import GIB, Metrics
 
 
 def test_means_spreads_and_times() -> None:

@@ -9,22 +9,19 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from smopd.batch import positions, sample_batch
-from smopd.config import Settings, merged
+from smopd.config.settings import KlRef, Loss, Opd, Settings, merged
 from smopd.engine.types import TeacherTopK
-from smopd.engine_sections import KlRef
 from smopd.gates import failure
-from smopd.kl_ref import with_kl_reward
 from smopd.objective import (
+    Objective,
+    Signals,
     Target,
-    loss_settings,
-    loss_tokens,
-    needs_old_logps,
     opd_coef,
     teachers_rewards,
     token_weights,
+    with_kl_reward,
 )
-from smopd.sections import Loss, Opd
+from smopd.step.batch import Batch, positions
 from tests.engine.tiny import ragged_rollouts
 from tests.smopd.invariance_worker import SETTINGS
 
@@ -38,16 +35,11 @@ def settings(**changes) -> Settings:
 def batch_of(rollouts, updates=1, group_size=3):
     groups = len(rollouts) // group_size
     prompts = [SimpleNamespace(token_ids=rollouts[g * group_size].prompt_ids) for g in range(groups)]
-    by_group = {g: rollouts[g * group_size : (g + 1) * group_size] for g in range(groups)}
-    return sample_batch(
-        prompts,
-        range(groups),
-        updates,
-        group_size,
-        0,
-        1,
-        lambda ids, gs: [r for g in gs for r in by_group[g]],
-    )
+    return Batch.of(prompts, positions(groups, updates, 0, 1), rollouts, group_size)
+
+
+def objective(coef, **changes) -> Objective:
+    return Objective(settings(**changes), coef, CPU)
 
 
 def test_schedules_of_lambda():
@@ -89,23 +81,21 @@ def test_ranks_share_every_mini_batch_without_overlap(world_size):
 
 def test_the_first_update_needs_no_second_forward():
     one = {"loop": {"updates_per_step": 1}}
-    assert not needs_old_logps(settings(**one), 1.0)
-    assert needs_old_logps(settings(), 1.0)
-    assert needs_old_logps(settings(**one, loss={"importance_cap": 2.0}), 1.0)
+    assert not objective(1.0, **one).needs_old_logps
+    assert objective(1.0).needs_old_logps
+    assert objective(1.0, **one, loss={"importance_cap": 2.0}).needs_old_logps
     reverse = {"opd": {"divergence": "reverse_kl_sampled"}}
-    assert needs_old_logps(settings(**one, **reverse), 1.0)
-    assert not needs_old_logps(settings(**one, **reverse), 0.0)
-    assert not needs_old_logps(settings(loss={"old_logps": "rollout"}), 1.0)
+    assert objective(1.0, **one, **reverse).needs_old_logps
+    assert not objective(0.0, **one, **reverse).needs_old_logps
+    assert not objective(1.0, loss={"old_logps": "rollout"}).needs_old_logps
 
 
 def tokens_of(changes, old_logp_N=None, target=None, updates=1, ref=None, coef=1.0):
     batch = batch_of(ragged_rollouts(0), updates=updates)
-    chosen = settings(**changes)
     adv_R = torch.arange(len(batch.rollouts), dtype=torch.float64)
     old = old_logp_N(batch) if old_logp_N else None
-    said = target(batch) if target else None
-    ref_N = ref(batch) if ref else None
-    made = [loss_tokens(chosen, batch, part, adv_R, old, said, ref_N, coef, CPU) for part in batch.parts]
+    signals = Signals(old, target(batch) if target else None, ref(batch) if ref else None)
+    made = [objective(coef, **changes).loss_tokens(batch, part, adv_R, signals) for part in batch.parts]
     return batch, made
 
 
@@ -182,11 +172,11 @@ def test_where_lambda_is_0_nothing_weighs_what_the_teachers_say(divergence):
     _, (tokens,) = tokens_of(changes, rollout_logps, target_of, ref=ref_of, coef=0.0)
     assert tokens.teacher_ids_NMS is not None
     assert tokens.kl_weight_N.abs().max() == 0
-    assert loss_settings(settings(**changes), 0.0).opd_coef == 1, "for the reference policy's term"
+    assert objective(0.0, **changes).loss_settings.opd_coef == 1, "for the reference policy's term"
 
 
 def test_loss_settings_follow_the_recipe():
-    found = loss_settings(settings(opd={"support": "pooled", "tail": False, "temperature": 1.3}), 0.4)
+    found = objective(0.4, opd={"support": "pooled", "tail": False, "temperature": 1.3}).loss_settings
     assert (found.opd_coef, found.merge, found.tail) == (0.4, False, False)
     assert (found.temperature, found.kl_temperature, found.dual_clip) == (0.7, 1.3, 3.0)
 
@@ -212,7 +202,7 @@ def test_kl_to_the_reference_is_a_term_of_its_own_at_its_own_weight(coef):
     target = target_of if coef else None
     batch, (tokens,) = tokens_of(chosen, rollout_logps, target, ref=ref_of, coef=coef)
     torch.testing.assert_close(tokens.reverse_adv_N, -ref_of(batch))
-    scale = loss_settings(settings(**chosen), coef).opd_coef
+    scale = objective(coef, **chosen).loss_settings.opd_coef
     torch.testing.assert_close(scale * tokens.reverse_weight_N, 0.02 * tokens.kl_weight_N)
 
 
@@ -238,10 +228,10 @@ def test_kl_to_the_reference_as_a_reward_is_one_more_dimension():
     assert found_RK[:, :2].equal(rewards_RK)
     unchanged = with_kl_reward(KlRef(coef=0.3), rewards_RK, [0.5, 0.5], ref_of(batch), batch)
     assert unchanged[0] is rewards_RK
-    as_reward = settings(kl_ref={"coef": 0.3, "place": "reward"}, advantage={"estimator": "grpo"})
-    assert not loss_settings(as_reward, 0.0).opd_coef
+    as_reward = objective(0.0, kl_ref={"coef": 0.3, "place": "reward"}, advantage={"estimator": "grpo"})
+    assert not as_reward.loss_settings.opd_coef
 
 
 def test_the_reference_needs_old_log_probabilities():
     one = {"loop": {"updates_per_step": 1}}
-    assert needs_old_logps(settings(**one, kl_ref={"coef": 0.1}), 0.0)
+    assert objective(0.0, **one, kl_ref={"coef": 0.1}).needs_old_logps

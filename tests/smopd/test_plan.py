@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from smopd.config import Settings, merged
+from smopd.config.settings import Settings, merged
 from smopd.engine.vllm.memory import GIB, WORK
 from smopd.kernels.head.chunks import ROW_UNIT_CPU
 from smopd.kernels.head.gemm import cpu_multiplies_bf16
-from smopd.memory import MicroBatch, Training, update_moments
-from smopd.plan import main
-from smopd.sizes import measured, sizes_of
+from smopd.plan.__main__ import main
+from smopd.plan.memory import MicroBatch, Training, update_moments
+from smopd.plan.models import measured, sizes_of
 from tests.patience import HANG_SECONDS
 from tests.smopd.plan_worker import Case, make_model
 from tests.smopd.recipes import ROOT, environment, write_recipe
@@ -78,7 +78,7 @@ def found() -> dict[str, dict[str, Any]]:
 
 
 def moments_of(case: Case, ranks: int) -> tuple[int, dict[str, dict[str, int]]]:
-    """Parameters, and the update's moments, as smopd.budget takes them."""
+    """Parameters, and the update's moments, as smopd.plan.budget takes them."""
     sizes = measured(make_model(case), "test")
     tokens = case.rows * case.row_length
     batch = MicroBatch(tokens, tokens * case.row_length, case.responses)

@@ -14,7 +14,7 @@ from smopd.engine.models.loading import UnusableModel
 from smopd.engine.preference import LocalPreferenceModel, RemotePreferenceModel
 from smopd.engine.remote.servers import NoServer, Patience, Refused
 from smopd.rewards import preference_model
-from smopd.rewards.isolation import RewardPool, RewardSpec
+from smopd.rewards.pool import RewardPool, RewardSpec
 from smopd.rewards.preference_model import preference_reward
 from tests.smopd.tiny_preference import END, PAD, PLAIN_TEMPLATE, byte_tokenizer, config, save
 

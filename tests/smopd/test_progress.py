@@ -8,8 +8,8 @@ import math
 import pytest
 from rich.console import Console
 
-from smopd import progress
-from smopd.progress import Progress, say
+from smopd.record import progress
+from smopd.record.progress import Progress, say
 
 METRICS = {
     "reward/accuracy/mean": 1.25,

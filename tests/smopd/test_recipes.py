@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from smopd.cli import describe, parse, read_settings
-from smopd.config import Settings
+from smopd.config.cli import describe, parse, read_settings
+from smopd.config.recipe import Mistakes, builtin, load
+from smopd.config.settings import Reward, Settings
 from smopd.data.alpaca import prompt_row
-from smopd.recipe import Mistakes, builtin, load
-from smopd.sections import Reward
 from tests.smopd.recipes import ROOT, environment, metric_lines, train_here
 
 RLLA = {"rlla_qwen2.5_1.5b": 150, "rlla_qwen2.5_3b": 100, "rlla_qwen2.5_3b_moderate": 100}
@@ -269,7 +268,7 @@ def save_tiny(kind: str, folder: Path, ranks: Path, seed: int = 0) -> str:
     import torch
     from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
-    from smopd.small_models import qwen_tokenizer
+    from smopd.worlds.models import qwen_tokenizer
 
     tokenizer = qwen_tokenizer(ranks)
     if kind == "llama":

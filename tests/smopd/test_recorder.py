@@ -15,8 +15,8 @@ from tests.smopd.invariance_worker import (
     GROUP_SIZE,
     PROMPTS,
     SETTINGS,
+    FixedRewarder,
     FixedRollouts,
-    FixedScorer,
     prompt_set,
     train,
 )
@@ -101,7 +101,7 @@ def sparse(teachers_NV, temperature):
 
 def test_rewards_and_responses(merged, rollouts):
     found = merged[0]
-    scores = FixedScorer().score(None, rollouts, 0)
+    scores = FixedRewarder().score(None, rollouts, 0)
     for k, name in enumerate(("dense", "sparse")):
         values = scores.rewards_RK[:, k]
         known = values[~values.isnan()]

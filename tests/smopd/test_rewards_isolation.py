@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smopd.rewards.isolation import RewardError, RewardPool, RewardSpec, check_share
+from smopd.rewards.pool import RewardError, RewardPool, RewardSpec, check_share
 from tests.patience import HANG_SECONDS, MISSED_SECONDS
 
 FUNCTIONS = """
@@ -305,7 +305,7 @@ def test_a_worker_that_died_between_calls_is_replaced(functions):
 def test_workers_die_with_a_killed_parent(functions, tmp_path, name):
     pid_file = tmp_path / "pids"
     program = textwrap.dedent(f"""
-        from smopd.rewards.isolation import RewardPool, RewardSpec
+        from smopd.rewards.pool import RewardPool, RewardSpec
         pool = RewardPool([RewardSpec("r", "reward_functions:{name}")])
         pool.score(["q"], ["a"], {{"pid_file": [{str(pid_file)!r}]}})
     """)

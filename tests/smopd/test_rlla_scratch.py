@@ -11,10 +11,10 @@ import yaml
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
-from smopd.cli import read_settings
-from smopd.data import sample
+from smopd.config.cli import read_settings
+from smopd.data.prompts import sample
 from smopd.evals.rlla import training_rows
-from smopd.small_models import qwen_vocab_model
+from smopd.worlds.models import qwen_vocab_model
 from tests.smopd.recipes import metric_lines, train_here
 
 pytestmark = pytest.mark.slow

@@ -208,7 +208,7 @@ def test_the_module_loads_no_torch():
 def test_an_unusable_preference_model_is_one_line_before_anything_is_sampled(tmp_path, monkeypatch, capsys):
     from smopd import evaluate
     from smopd.engine.local.rollout import LocalRollout
-    from smopd.small_models import world_model
+    from smopd.worlds.models import world_model
     from tests.smopd.tiny_preference import byte_tokenizer, save
 
     for name, labels in (("one", 1), ("two", 2)):

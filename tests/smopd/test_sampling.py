@@ -6,9 +6,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from smopd.config import Settings, merged
+from smopd.config.settings import Settings, merged
 from smopd.engine.types import Rollout
-from smopd.sampling import Batches, StaleRollout
+from smopd.step.sampling import Sampler, StaleRollout
 from tests.smopd.invariance_worker import SETTINGS, FixedRollouts, prompt_set
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def trained(batches, engine, step):
 
 def test_without_lag_each_batch_comes_from_the_policy_of_its_step():
     engine = FixedRollouts()
-    with Batches(settings({}), prompt_set(), engine, CPU) as batches:
+    with Sampler(settings({}), prompt_set(), engine, CPU) as batches:
         for step in range(3):
             assert versions(batches.take(step)) == {step}
             assert trained(batches, engine, step) is None
@@ -40,7 +40,7 @@ def test_without_lag_each_batch_comes_from_the_policy_of_its_step():
 
 def test_with_lag_each_batch_but_the_first_comes_from_the_policy_before():
     engine = FixedRollouts()
-    with Batches(settings(AHEAD), prompt_set(), engine, CPU) as batches:
+    with Sampler(settings(AHEAD), prompt_set(), engine, CPU) as batches:
         seen = []
         for step in range(4):
             seen.append(versions(batches.take(step)))
@@ -55,7 +55,7 @@ def test_the_next_batch_waits_for_teachers_whose_engines_share_its_process():
     def sampled(changes):
         """Whether taking the first batch begins the next, and from which policy that comes."""
         engine = FixedRollouts()
-        with Batches(settings(merged(AHEAD, changes)), prompt_set(), engine, CPU) as batches:
+        with Sampler(settings(merged(AHEAD, changes)), prompt_set(), engine, CPU) as batches:
             batches.take(0)
             begun = batches.settle() is not None
             batches.begin(1)
@@ -68,7 +68,7 @@ def test_the_next_batch_waits_for_teachers_whose_engines_share_its_process():
 
 def test_a_batch_begun_ahead_is_the_same_after_a_checkpoint(tmp_path):
     straight, engine = [], FixedRollouts()
-    with Batches(settings(AHEAD), prompt_set(), engine, CPU) as batches:
+    with Sampler(settings(AHEAD), prompt_set(), engine, CPU) as batches:
         for step in range(4):
             straight.append(batches.take(step))
             ahead = trained(batches, engine, step)
@@ -77,7 +77,7 @@ def test_a_batch_begun_ahead_is_the_same_after_a_checkpoint(tmp_path):
     kept = torch.load(tmp_path / "process.pt", weights_only=True)["extra"]
     again = FixedRollouts()
     again.load_weights([], 2)
-    with Batches(settings(AHEAD), prompt_set(), again, CPU, kept) as batches:
+    with Sampler(settings(AHEAD), prompt_set(), again, CPU, kept) as batches:
         for step in (2, 3):
             batch = batches.take(step)
             assert versions(batch) == versions(straight[step])
@@ -97,7 +97,7 @@ def test_an_older_response_is_refused():
     engine = Stale()
     engine.load_weights([], 5)
     stale = pytest.raises(StaleRollout, match=r"policy 4, expected 5 or later \(loop.lag\)")
-    with Batches(settings({}), prompt_set(), engine, CPU) as batches, stale:
+    with Sampler(settings({}), prompt_set(), engine, CPU) as batches, stale:
         batches.take(5)
 
 
@@ -111,7 +111,7 @@ def test_what_fails_ahead_is_raised_where_it_is_taken():
             self.asked = True
             return super().generate(prompts, groups, sampling)
 
-    with Batches(settings(AHEAD), prompt_set(), Broken(), CPU) as batches:
+    with Sampler(settings(AHEAD), prompt_set(), Broken(), CPU) as batches:
         batches.take(0)
         with pytest.raises(RuntimeError, match="the engine died"):
             batches.settle()
@@ -121,7 +121,7 @@ def test_a_prompts_draws_are_its_own_wherever_it_stands():
     def groups_of(prompts_per_step, steps):
         changes = {"loop": {"prompts_per_step": prompts_per_step, "steps": steps, "updates_per_step": 1}}
         engine, taken = FixedRollouts(), []
-        with Batches(settings(changes), prompt_set(), engine, CPU) as batches:
+        with Sampler(settings(changes), prompt_set(), engine, CPU) as batches:
             for step in range(steps):
                 taken.append(batches.take(step))
                 trained(batches, engine, step)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from smopd import toy_tools, toy_world
-from smopd.small_models import QWEN_VOCAB_SIZE, qwen_tokenizer, qwen_vocab_model, world_model
+from smopd.worlds import toy_tools, toy_world
+from smopd.worlds.models import QWEN_VOCAB_SIZE, qwen_tokenizer, qwen_vocab_model, world_model
 
 QWEN_TEXTS = (
     "Hello, world! 1234 it's",

@@ -15,14 +15,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from smopd.cli import parse
-from smopd.folder import environment
-from smopd.recipe import write_yaml
-from smopd.study import theory
-from smopd.study.conflict import brevity_reward, coverage_reward
-from smopd.study.experiments import EXPERIMENTS, SIZES
-from smopd.study.jobs import Job, _share_base, jobs, run
-from smopd.toy_world import prompts
+from bench.study import theory
+from bench.study.conflict import brevity_reward, coverage_reward
+from bench.study.experiments import EXPERIMENTS, SIZES
+from bench.study.jobs import Job, _share_base, jobs, run
+from smopd.config.cli import parse
+from smopd.config.recipe import write_yaml
+from smopd.run.folder import environment
+from smopd.worlds.toy_world import prompts
 
 VARIANTS = [(name, variant) for name, one in EXPERIMENTS.items() for variant in one.variants]
 
@@ -78,7 +78,7 @@ def test_jobs_that_begin_alike_share_their_warm_start(tmp_path: Path, monkeypatc
             (job.folder / "base" / "evaluation.json").write_text("{}")
         return 0
 
-    monkeypatch.setattr("smopd.study.jobs._train", train)
+    monkeypatch.setattr("bench.study.jobs._train", train)
     assert run([first, second], at_once=2) == [] and first.finished and second.finished
     assert len(warmed) == 1
     (other,) = {first, second} - set(warmed)
@@ -114,10 +114,10 @@ def test_a_jobs_time_is_without_its_wait_for_another(tmp_path: Path, monkeypatch
         def __exit__(self, *error: object) -> None:
             clock[0] += 7.0
 
-    monkeypatch.setattr("smopd.study.jobs._BASES", defaultdict(Held))
-    monkeypatch.setattr("smopd.study.jobs.time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time))
-    monkeypatch.setattr("smopd.study.jobs._share_base", lambda job: 0)
-    monkeypatch.setattr("smopd.study.jobs._train", lambda job, command: 0)
+    monkeypatch.setattr("bench.study.jobs._BASES", defaultdict(Held))
+    monkeypatch.setattr("bench.study.jobs.time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time))
+    monkeypatch.setattr("bench.study.jobs._share_base", lambda job: 0)
+    monkeypatch.setattr("bench.study.jobs._train", lambda job, command: 0)
     job = Job("conflict", "base", 0, tmp_path, "cpu")
     assert run([job], at_once=1) == []
     assert float(job.seconds.read_text()) == 7.0
@@ -158,7 +158,7 @@ def test_the_commit_is_that_of_our_own_checkout(tmp_path: Path, monkeypatch) -> 
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     (tmp_path / "folder.py").write_text("1")
-    monkeypatch.setattr("smopd.folder.__file__", str(tmp_path / "folder.py"))
+    monkeypatch.setattr("smopd.run.folder.__file__", str(tmp_path / "folder.py"))
     git("init")
     assert environment()["git"] is None  # a checkout, but not of this file
     git("add", ".")
@@ -177,15 +177,15 @@ def test_a_finished_job_whose_recipe_has_a_new_run_is_due_again(tmp_path: Path, 
     assert job.complete
     (job.folder / "gd2po" / "done.json").unlink()
     assert job.finished and not job.complete
-    monkeypatch.setattr("smopd.study.jobs._share_base", lambda job: 0)
-    monkeypatch.setattr("smopd.study.jobs._train", lambda job, command: 0)
+    monkeypatch.setattr("bench.study.jobs._share_base", lambda job: 0)
+    monkeypatch.setattr("bench.study.jobs._train", lambda job, command: 0)
     assert run([job], at_once=1) == []
     assert 30.0 <= float(job.seconds.read_text()) < 40.0
 
 
 def test_what_an_interrupted_attempt_took_is_counted(tmp_path: Path, monkeypatch) -> None:
     job = Job("conflict", "base", 0, tmp_path, "cpu")
-    monkeypatch.setattr("smopd.study.jobs._share_base", lambda job: 0)
+    monkeypatch.setattr("bench.study.jobs._share_base", lambda job: 0)
     at = {"time": 1000.0}
 
     def train(job: Job, command: object) -> int:
@@ -196,8 +196,8 @@ def test_what_an_interrupted_attempt_took_is_counted(tmp_path: Path, monkeypatch
             raise KeyboardInterrupt
         return 0
 
-    monkeypatch.setattr("smopd.study.jobs._train", train)
-    monkeypatch.setattr("smopd.study.jobs.time.time", lambda: at["time"])
+    monkeypatch.setattr("bench.study.jobs._train", train)
+    monkeypatch.setattr("bench.study.jobs.time.time", lambda: at["time"])
     for at["time"] in (1000.0, 2000.0):
         with pytest.raises(KeyboardInterrupt):
             run([job], at_once=1)
@@ -236,15 +236,15 @@ def test_the_conflicting_rewards() -> None:
 
 
 def test_an_unknown_experiment_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from smopd.study.__main__ import main
+    from bench.study.__main__ import main
 
     assert main(["--only", "curve", "--output", str(tmp_path)]) == 2
     assert "--only curve: expected one of curves, density" in capsys.readouterr().err
 
 
 def test_snips_are_calls_that_score_full_marks(data_set: Callable[[str], Path]) -> None:
+    from bench.study import snips
     from smopd.rewards.rlla import accuracy_reward, format_reward
-    from smopd.study import snips
 
     folder = str(data_set("snips"))
     rows = snips.prompts(folder, 100, 0, "validate")
@@ -264,7 +264,7 @@ def test_snips_are_calls_that_score_full_marks(data_set: Callable[[str], Path]) 
 
 
 def test_the_snips_model_reads_and_writes_its_words(data_set: Callable[[str], Path]) -> None:
-    from smopd.study import snips
+    from bench.study import snips
 
     folder = str(data_set("snips"))
     _, tokenizer = snips.model(0, folder=folder)

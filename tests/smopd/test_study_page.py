@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from smopd.cli import read_settings
-from smopd.recipe import write_yaml
-from smopd.study import students, theory, verdicts
-from smopd.study.__main__ import main
-from smopd.study.chapters import CHAPTERS
-from smopd.study.experiments import EXPERIMENTS
-from smopd.study.finished import Study, budgets
-from smopd.study.jobs import Job
-from smopd.study.measures import Spread, commit, curve, final, take_off
+from bench.study import students, theory, verdicts
+from bench.study.__main__ import main
+from bench.study.chapters import CHAPTERS
+from bench.study.experiments import EXPERIMENTS
+from bench.study.finished import Study, budgets
+from bench.study.jobs import Job
+from bench.study.measures import Spread, commit, curve, final, take_off
+from smopd.config.cli import read_settings
+from smopd.config.recipe import write_yaml
 
 SUMS = {
     "base": 0.1,
@@ -77,7 +77,7 @@ def synthetic(output: Path, experiment: str, seed: int) -> None:
 def every(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two seeds of every experiment but for the conflict, which has one."""
     pytest.importorskip("matplotlib", reason="needs matplotlib (the study extra)")
-    monkeypatch.setattr("smopd.study.students.gradient_factor", lambda base, seed: 0.1 + 0.001 * seed)
+    monkeypatch.setattr("bench.study.students.gradient_factor", lambda base, seed: 0.1 + 0.001 * seed)
     for experiment in EXPERIMENTS:
         for seed in range(1 if experiment == "conflict" else 2):
             synthetic(tmp_path, experiment, seed)
@@ -301,8 +301,8 @@ def test_the_gradients_ratio_is_measured_on_a_model(tmp_path: Path, monkeypatch)
     """Linear in the weights: the profile's ratio is the factor times the weights' ratio."""
     import torch
 
-    from smopd.small_models import world_model
-    from smopd.study import gradients
+    from bench.study import gradients
+    from smopd.worlds.models import world_model
 
     model, tokenizer = world_model(0)
     model.save_pretrained(tmp_path)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from smopd.study import verdicts
-from smopd.study.finished import Finished, extremes, paired
-from smopd.study.measures import Spread
+from bench.study import verdicts
+from bench.study.finished import Finished, extremes, paired
+from bench.study.measures import Spread
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from smopd.config.settings import Opd
 from smopd.engine.types import TeacherTopK
 from smopd.objective import Target
 from smopd.ops import TopK, teacher_mixture
-from smopd.sections import Opd
-from smopd.token_view import SHOWN, target_shares, token_records
+from smopd.record.token_view import SHOWN, target_shares, token_records
 
 
 def some(

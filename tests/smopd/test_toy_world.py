@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from smopd import toy_tools, toy_world
 from smopd.rewards.rlla import accuracy_reward, format_reward
+from smopd.worlds import toy_tools, toy_world
 
 MANY = 20_000
 

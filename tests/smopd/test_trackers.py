@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from smopd.sections import Log
-from smopd.trackers import _lasting_id, missing, open_tracker
+from smopd.config.settings import Log
+from smopd.record.trackers import _lasting_id, missing, open_tracker
 
 STEPS = {1: {"kl": 0.5, "reward/a/mean": -1.0}, 2: {"kl": 0.25, "reward/a/mean": 1.0}}
 
@@ -47,7 +47,7 @@ def test_trackio_keeps_the_values(tmp_path, monkeypatch):
 
 
 def test_missing_packages_are_named(monkeypatch):
-    monkeypatch.setattr("smopd.trackers.find_spec", lambda name: None if name == "wandb" else object())
+    monkeypatch.setattr("smopd.record.trackers.find_spec", lambda name: None if name == "wandb" else object())
     assert missing(["tensorboard", "wandb"]) == ["wandb"]
     assert missing([]) == []
 

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from smopd.cli import read_settings
-from smopd.small_models import QWEN_VOCAB_SIZE
+from smopd.config.cli import read_settings
+from smopd.worlds.models import QWEN_VOCAB_SIZE
 from tests.patience import HANG_SECONDS
 from tests.smopd.recipes import ROOT, metric_lines, train_here
 

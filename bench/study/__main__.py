@@ -1,0 +1,113 @@
+"""`python -m bench.study --size cpu`: the runs that are not finished, then docs/study.md with its figures."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+
+from bench.study.chapters import CHAPTERS
+from bench.study.experiments import EXPERIMENTS
+from bench.study.finished import Study, plural
+from bench.study.jobs import Job, jobs, run
+from bench.study.measures import commit, seconds
+from bench.study.verdicts import ANSWERS, DECIDED, Verdict
+from smopd.engine.files import write_atomically
+
+INTRODUCTION = """# The study in small
+
+The paper's comparisons in worlds that a small machine can carry, by `python -m bench.study --size {size}`:
+{jobs} of together {hours:.1f} hours of one thread each; commit {commits}. A ± is one standard
+deviation over the seeds, and missing where there is one seed.
+
+A seed is that of the first weights, of the prompts' order and of sampling; demonstrations and held-out
+prompts are the same for all. A claim that compares runs is judged by their difference within a seed, one
+on a level by the level itself: it *agrees* where the mean with {decided:g} deviations on both sides is
+wholly on the claim's side, *contradicts* where it is wholly on the other, and is *undecided* otherwise,
+as it always is with one seed, and for a claim of an order where the runs do not differ at all. A claim
+on which of two comes first is judged by counting pairs, against a fair coin. Of {n} comparisons below
+{agrees} agree, {contradicts} contradict and {undecided} are undecided. They share runs and seeds, so
+they are dependent, and at three seeds chance alone decides, one way or the other, 7 in 100 comparisons
+of equals. The paper decodes greedily; those marked *sampled, ours* are of responses at temperature 1, as
+in training. All are of small models in small worlds: a contradiction is a finding about both.
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    size: Literal["cpu", "gpu"] = "cpu"
+    seeds: tuple[int, ...] = (0, 1, 2)
+    only: tuple[str, ...] = ()
+    """Experiments to run: curves, density, ablations, profiles, conflict, snips; all where none is named."""
+    at_once: int = field(default_factory=lambda: max(1, os.cpu_count() or 1))
+    """Runs at a time."""
+    output: Path = Path("runs/study")
+    pages: Path = Path("docs")
+    """Gets study.md and a folder of figures, study/."""
+    page_only: bool = False
+    """Write the page from what is finished; run nothing."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = tyro.cli(Options, args=argv, prog="python -m bench.study", description=__doc__)
+    unknown = [name for name in options.only if name not in EXPERIMENTS]
+    if unknown:
+        print(f"error: --only {unknown[0]}: expected one of {', '.join(EXPERIMENTS)}", file=sys.stderr)
+        return 2
+    wanted = jobs(options.only or tuple(EXPERIMENTS), options.seeds, options.output, options.size)
+    stale = others(wanted)
+    failed = [] if options.page_only else run([job for job in wanted if job not in stale], options.at_once)
+    shown = jobs(tuple(EXPERIMENTS), options.seeds, options.output, options.size)
+    write_page(options, [job for job in shown if job.finished and not job.changes])
+    return 1 if failed or stale else 0
+
+
+def others(wanted: list[Job]) -> list[Job]:
+    """Those whose folder was made with other settings; says of each which, and that it is left out."""
+    found = []
+    for job in wanted:
+        if changed := job.changes:
+            found.append(job)
+            print(f"error: {job.folder} was made with other settings and is left out:", file=sys.stderr)
+            for key, (before, now) in changed.items():
+                print(f"  {key}: was {before!r}, now {now!r}", file=sys.stderr)
+    return found
+
+
+def write_page(options: Options, done: list[Job]) -> None:
+    """docs/study.md of all chapters whose runs are there."""
+    torch.set_num_threads(1)
+    figures = options.pages / "study"
+    folders: dict[tuple[str, str], list[Path]] = {}
+    for job in sorted(done, key=lambda job: job.seed):
+        folders.setdefault((job.experiment, job.variant), []).append(job.folder)
+    study = Study(folders)
+    verdicts: list[Verdict] = []
+    sections = []
+    for write in CHAPTERS.values():
+        started = time.monotonic()
+        chapter = write(study, figures)
+        if chapter is not None:
+            verdicts += chapter.verdicts
+            sections.append(chapter.markdown(time.monotonic() - started))
+    introduction = INTRODUCTION.format(
+        size=options.size,
+        jobs=plural(len(done), "job"),
+        hours=sum(seconds(job.folder) for job in done) / 3600,
+        commits=", ".join(sorted({commit(job.folder) for job in done})) or "none",
+        decided=DECIDED,
+        n=len(verdicts),
+        **{answer: sum(v.answer == answer for v in verdicts) for answer in ANSWERS},
+    )
+    write_atomically(options.pages / "study.md", "\n".join([introduction, *sections]).encode())
+    print(options.pages / "study.md")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

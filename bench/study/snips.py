@@ -1,0 +1,153 @@
+"""SNIPS utterances as tool calls: the intent is the tool, the slots are its parameters.
+
+The words of real users, in the answers of the toy world: a sloppy format whose exact form is rare. Kept are
+utterances of words that are frequent enough to be learned from scratch, with one to four slots. A model's
+tokens are words, so the words of a slot's value are joined by "_".
+
+Data: a folder of train_INTENT_full.json and validate_INTENT.json of the NLU benchmark's 2017-06 custom intent
+engines, whose short name is `snips` (python -m smopd.data fetch snips).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from smopd.data.places import how_to_fetch, located
+from smopd.worlds.models import word_model
+from smopd.worlds.toy_world import format_pieces, format_rates, in_sloppy_format
+
+INTENTS = (
+    "AddToPlaylist", "BookRestaurant", "GetWeather", "PlayMusic", "RateBook", "SearchCreativeWork",
+    "SearchScreeningEvent",
+)  # fmt: skip
+SPLITS = {"train": "train_{}_full.json", "validate": "validate_{}.json"}
+LEAST_COUNT = 8  # of a word among the training utterances
+MOST_SLOTS = 4
+WRONG_INTENT_RATE, DROPPED_SLOT_RATE, SHORT_VALUE_RATE = 0.10, 0.10, 0.10
+
+
+@dataclass(frozen=True)
+class Utterance:
+    intent: str
+    words: tuple[str, ...]
+    slots: tuple[tuple[str, tuple[str, ...]], ...]
+    """Name and words of each."""
+
+    @property
+    def prompt(self) -> str:
+        return " ".join(self.words)
+
+    @property
+    def ground_truth(self) -> str:
+        parameters = {name: "_".join(words) for name, words in self.slots}
+        call = json.dumps({"name": self.intent, "parameters": parameters})
+        return f"<think>I should use {self.intent}</think>\n<tool_call>\n{call}\n</tool_call>"
+
+
+def prompts(folder: str, n: int, seed: int, split: str) -> list[dict[str, str]]:
+    """Draw n utterances, with repeats where there are fewer, as rows {"prompt", "ground_truth"}.
+
+    Args:
+        folder: of the files, or the short name `snips`.
+    Raises:
+        FileNotFoundError: folder lacks a file.
+        ValueError: split is neither train nor validate.
+    """
+    rng = random.Random(f"snips prompts {split} {seed}")
+    drawn = _draw(_utterances(folder, split), n, rng)
+    return [{"prompt": one.prompt, "ground_truth": one.ground_truth} for one in drawn]
+
+
+def demonstrations(folder: str, n: int, seed: int, format_rate: float) -> list[dict[str, str]]:
+    """Draw n training utterances with sloppy answers: rows {"prompt", "completion", "ground_truth"}."""
+    rates, rng = format_rates(format_rate), random.Random(f"snips demonstrations {seed}")
+    rows = []
+    for one in _draw(_utterances(folder, "train"), n, rng):
+        intent, call = _sloppy_call(one, rng)
+        completion = "".join(in_sloppy_format(intent, call, rates, rng))
+        rows.append({"prompt": one.prompt, "completion": completion, "ground_truth": one.ground_truth})
+    return rows
+
+
+def model(
+    seed: int, *, folder: str, hidden_size: int = 128, layers: int = 2, heads: int = 4
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """A small Qwen2 model from random weights over the words that are kept."""
+    words = [word for word, count in sorted(_counts(folder).items()) if count >= LEAST_COUNT]
+    names = sorted({name for one in _utterances(folder, "train") for name, _ in one.slots})
+    pieces = list(dict.fromkeys([*format_pieces(), *INTENTS, *names, "_", *words]))
+    return word_model(seed, pieces, hidden_size=hidden_size, layers=layers, heads=heads)
+
+
+def _draw(utterances: tuple[Utterance, ...], n: int, rng: random.Random) -> list[Utterance]:
+    whole, rest = divmod(n, len(utterances))
+    drawn = [*utterances * whole, *rng.sample(utterances, rest)]
+    rng.shuffle(drawn)
+    return drawn
+
+
+def _sloppy_call(one: Utterance, rng: random.Random) -> tuple[str, list[str]]:
+    """The intent that is called, and the pieces of the call's JSON."""
+    intent, slots = one.intent, list(one.slots)
+    if rng.random() < WRONG_INTENT_RATE:
+        intent = rng.choice([other for other in INTENTS if other != intent])
+    if len(slots) > 1 and rng.random() < DROPPED_SLOT_RATE:
+        del slots[rng.randrange(len(slots))]
+    pieces = ['{"name": "', intent, '", "parameters": {"']
+    for name, words in slots:
+        if len(words) > 1 and rng.random() < SHORT_VALUE_RATE:
+            words = words[:1]
+        value = [piece for word in words for piece in ("_", word)][1:]
+        pieces += [name, '": "', *value, '", "']
+    pieces[-1] = '"}}'
+    return intent, pieces
+
+
+@cache
+def _utterances(folder: str, split: str) -> tuple[Utterance, ...]:
+    """The split's utterances whose words are all frequent in the training files."""
+    counts = _counts(folder)
+    kept = [
+        one
+        for one in _read(folder, split)
+        if 1 <= len(one.slots) <= MOST_SLOTS and all(counts[word] >= LEAST_COUNT for word in one.words)
+    ]
+    return tuple(kept)
+
+
+@cache
+def _counts(folder: str) -> Counter[str]:
+    return Counter(word for one in _read(folder, "train") for word in one.words)
+
+
+@cache
+def _read(folder: str, split: str) -> tuple[Utterance, ...]:
+    if split not in SPLITS:
+        raise ValueError(f"snips: split is {split!r}, expected one of {', '.join(SPLITS)}")
+    found = []
+    for intent in INTENTS:
+        path = located(folder) / SPLITS[split].format(intent)
+        if not path.is_file():
+            raise FileNotFoundError(f"snips: no file {path}{how_to_fetch(path)}")
+        raw = path.read_bytes()
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError:  # PlayMusic's training file
+            text = raw.decode("latin-1")
+        for row in json.loads(text)[intent]:
+            parts = [(part.get("entity"), _words(part["text"])) for part in row["data"]]
+            slots = {name: words for name, words in parts if name and words}
+            words = tuple(word for _, part in parts for word in part)
+            found.append(Utterance(intent, words, tuple(slots.items())))
+    return tuple(found)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"[a-z0-9']+", text.lower()))

@@ -1,0 +1,137 @@
+"""What a command will do: its runs in order, what each starts from and needs, and what is finished."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from smopd.config.errors import explain, line, nearest
+from smopd.config.recipe import Keys
+from smopd.config.settings import Settings
+
+Part = Literal["all", "warm-start", "specialize", "merge", "control", "evaluate"]
+BASE = "base"
+_PATH = re.compile(r"(~|\.{0,2}/).*|.*\.(jsonl|json|parquet|csv)(\.gz)?")
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One entry of the plan; the warm start is the run `base`."""
+
+    name: str
+    stage: str
+    init: str
+    weights: dict[str, float]
+    """The priority profile, by reward."""
+    teachers: tuple[str, ...]
+    steps: int
+    done: bool
+    """Whether the output directory says it is finished."""
+
+
+def output_directory(settings: Settings) -> Path:
+    """The run directory: `output` with `{name}` filled in."""
+    return Path(settings.output.replace("{name}", settings.name)).expanduser()
+
+
+def is_done(settings: Settings, run: str) -> bool:
+    """Whether `run` (or `base`, the warm start) is finished in the output directory."""
+    return (output_directory(settings) / run / "done.json").is_file()
+
+
+def needs_base(settings: Settings) -> bool:
+    """Whether the base model has to be made or warmed up before the first run."""
+    return settings.model.factory is not None or settings.warm_start is not None
+
+
+def plan(settings: Settings, part: Part = "all", only: tuple[str, ...] = ()) -> list[PlannedRun]:
+    """The runs of this part of the recipe in order, the warm start first; `only` keeps the runs it names."""
+    runs = []
+    if needs_base(settings) and part in ("all", "warm-start", "specialize", "control"):
+        steps = settings.warm_start.steps if settings.warm_start else 0
+        runs.append(PlannedRun(BASE, "warm-start", "model", {}, (), steps, is_done(settings, BASE)))
+    for name, run in settings.runs.items():
+        if part not in ("all", run.stage) or (only and name not in only):
+            continue
+        own = settings.resolved(name)
+        weights = dict(zip((reward.name for reward in own.rewards), own.weights(name), strict=True))
+        teachers = tuple(t.model for t in own.teachers.models) if run.stage == "merge" else ()
+        done = is_done(settings, name)
+        runs.append(PlannedRun(name, run.stage, run.init, weights, teachers, own.loop.steps, done))
+    return runs
+
+
+def check_runs(settings: Settings, origin: dict[Keys, str]) -> list[str]:
+    """What is wrong with single runs: their own settings, their teachers, local files that are missing."""
+    files = _local_files(settings)
+    wrong = [line(keys, _missing(path), origin) for keys, path in files.items() if not _exists(path)]
+    for name, run in settings.runs.items():
+        prefix: Keys = ("runs", name, "set")
+        try:
+            own = settings.resolved(name)
+        except ValidationError as error:
+            wrong += explain(error, origin, prefix)
+            continue
+        for keys, path in _local_files(own).items():
+            if files.get(keys) != path and not _exists(path):
+                wrong.append(line((*prefix, *keys), _missing(path), origin))
+        if run.stage == "merge":
+            wrong += _wrong_teachers(own, name, origin)
+        if own.kl_ref.coef > 0 and own.kl_ref.model != "init":
+            own_prefix: Keys = prefix if "kl_ref" in run.set else ()
+            wrong += _wrong_model(own.kl_ref.model, (*own_prefix, "kl_ref", "model"), own, name, origin)
+    return list(dict.fromkeys(wrong))
+
+
+def _wrong_teachers(own: Settings, name: str, origin: dict[Keys, str]) -> list[str]:
+    if not own.teachers.models:
+        return [line(("runs", name), "stage merge needs teachers, and teachers.models is empty", origin)]
+    prefix: Keys = ("runs", name, "set") if "teachers" in own.runs[name].set else ()
+    return [
+        mistake
+        for i, teacher in enumerate(own.teachers.models)
+        for mistake in _wrong_model(
+            teacher.model, (*prefix, "teachers", "models", i, "model"), own, name, origin
+        )
+    ]
+
+
+def _wrong_model(model: str, keys: Keys, own: Settings, name: str, origin: dict[Keys, str]) -> list[str]:
+    """What is wrong with a frozen model of the run `name`, if another run of the recipe is meant."""
+    names = list(own.runs)
+    if model in names and model not in names[: names.index(name)]:
+        return [line(keys, f"{model!r} does not come before the run {name!r} that needs it", origin)]
+    if model not in names and difflib.get_close_matches(model, names, 1, 0.8):
+        return [line(keys, f"{model!r} is no run of this recipe{nearest(model, names)}", origin)]
+    return []
+
+
+def _local_files(settings: Settings) -> dict[Keys, str]:
+    """The settings that name a local file or folder."""
+    held_out, warm_start = settings.data.evaluation, settings.warm_start
+    named: dict[Keys, str | None] = {
+        ("model", "path"): settings.model.path,
+        ("data", "train", "source"): settings.data.train.source,
+        ("data", "evaluation", "source"): held_out.source if held_out else None,
+        ("warm_start", "source", "source"): warm_start.source.source if warm_start else None,
+    }
+    for i, teacher in enumerate(settings.teachers.models):
+        named["teachers", "models", i, "model"] = teacher.model
+    named["kl_ref", "model"] = settings.kl_ref.model if settings.kl_ref.coef > 0 else None
+    return {keys: value for keys, value in named.items() if value and _PATH.fullmatch(value)}
+
+
+def _exists(path: str) -> bool:
+    return Path(path).expanduser().exists()
+
+
+def _missing(path: str) -> str:
+    folder = Path(path).expanduser().parent
+    if not folder.is_dir():
+        return f"no file {path!r} (there is no folder {str(folder)!r})"
+    return f"no file {path!r}{nearest(Path(path).name, [other.name for other in folder.iterdir()])}"

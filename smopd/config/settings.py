@@ -1,0 +1,598 @@
+"""The settings of a run: typed, validated, and free of torch, so that a mistake is answered at once.
+
+Long, but one page: a recipe is a YAML file with these sections, first those that say what is learned, then
+those of the engines; `Settings` at the end is the whole. `runs` names the policy optimisations of the recipe
+in order; each is the recipe's settings with its own `set` merged over them (`Settings.resolved`). Defaults
+are ours; what the paper states stands in the recipes.
+
+A check across settings raises a line for each mistake, `setting: what came, what was expected`, where the
+setting's path begins at the section that checks.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from smopd.config.names import IMPORT_PATH, REWARD_ARGUMENTS
+from smopd.config.rules import contradictions
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Dtype = Literal["float32", "bfloat16"]
+TrackerName = Literal["tensorboard", "trackio", "wandb"]
+
+
+def _import_path(value: str) -> str:
+    if not IMPORT_PATH.fullmatch(value):
+        raise ValueError(f"got {value!r}, expected `package.module:function`")
+    return value
+
+
+ImportPath = Annotated[str, AfterValidator(_import_path)]
+
+
+class Section(BaseModel):
+    """A group of settings. The string under a setting is its help text."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,
+        use_attribute_docstrings=True,
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and kind in (int, float, int | None, float | None):
+            raise ValueError(f"got {str(value).lower()}, expected a number")
+        return value
+
+
+class Model(Section):
+    """Where the base model comes from: a path or hub id, or a factory that makes a small one."""
+
+    path: str | None = None
+    """Local folder or hub id of a causal language model with its tokenizer."""
+    factory: ImportPath | None = None
+    """`package.module:function`, called with `seed` and `kwargs`; returns (model, tokenizer)."""
+    kwargs: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Model:
+        if (self.path is None) == (self.factory is None):
+            raise ValueError("give exactly one of path and factory (and null for the other)")
+        return self
+
+
+class Source(Section):
+    """Rows of prompts: a jsonl, json or parquet file, a hub id, or `package.module:function`."""
+
+    source: str
+    split: str | None = None
+    prompt_column: str = "prompt"
+    map: ImportPath | None = None
+    """`package.module:function`: row -> row, or None to drop it."""
+    limit: int | None = Field(default=None, ge=1)
+    kwargs: dict[str, Any] = {}
+
+
+class Data(Section):
+    """Training and evaluation prompts, and how they become chats."""
+
+    train: Source
+    evaluation: Source | None = None
+    max_prompt_tokens: int = Field(default=2048, ge=1)
+    """With the chat template."""
+    overlong: Literal["drop", "truncate_left", "error"] = "drop"
+    """What becomes of a longer training prompt. Evaluation prompts are never dropped."""
+    max_evaluation_tokens: int | None = Field(default=None, ge=1)
+    """Of an evaluation prompt; null is max_prompt_tokens. A longer one is an error, or truncated too."""
+    system: str | None = None
+    """A system message put before string prompts."""
+
+
+class Reward(Section):
+    """One reward dimension: `f(prompts, completions, **columns) -> list of float or None`, sync or async."""
+
+    name: str
+    function: ImportPath
+    """`package.module:function`."""
+    weight: float = 1.0
+    """Weight of this dimension in the advantages of a run that names none."""
+    range: tuple[float, float] | Literal["batch"] | None = None
+    """[lo, hi] for the gates; `batch` takes the rollout batch's own minimum and maximum."""
+    kwargs: dict[str, Any] = {}
+    """Further keyword arguments of each call; they win over columns of the same name."""
+
+    @model_validator(mode="after")
+    def _kwargs_of_the_function(self) -> Reward:
+        taken = [name for name in REWARD_ARGUMENTS if name in self.kwargs]
+        if taken:
+            raise ValueError(f"kwargs: got {', '.join(taken)}, which every call gives; expected other names")
+        return self
+
+    @model_validator(mode="after")
+    def _ordered_range(self) -> Reward:
+        if isinstance(self.range, tuple) and self.range[0] >= self.range[1]:
+            raise ValueError(f"range: got {list(self.range)}, expected [lo, hi] with lo < hi")
+        return self
+
+
+class Scoring(Section):
+    """How long a reward may take, and how much it may miss."""
+
+    startup_seconds: float = Field(default=600.0, gt=0)
+    """Longest time a reward may take to be imported, before anything is trained."""
+    deadline_seconds: float = Field(default=60.0, gt=0)
+    """Longest time one call of one reward may take; then its worker is killed."""
+    max_unscorable_share: float = Field(default=0.5, ge=0, le=1)
+    """The run stops when a dimension could not score more than this share of a step's responses."""
+
+
+class WarmStart(Section):
+    """Supervised steps on demonstrations before any reinforcement."""
+
+    source: Source
+    completion_column: str = "completion"
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Longer demonstrations, prompt and answer together, are dropped and counted."""
+    steps: int = Field(default=200, ge=1)
+    batch_size: int = Field(default=64, ge=1)
+    learning_rate: float = Field(default=1e-3, gt=0)
+    warmup_steps: int = Field(default=10, ge=0)
+    decay_share: float = Field(default=0.3, ge=0, le=1)
+    """The learning rate falls linearly to zero over this last share of the steps."""
+
+
+class Advantage(Section):
+    """From the rewards of a group to one advantage a response (Eq. 1 to 4)."""
+
+    estimator: Literal["grpo", "gdpo", "gd2po"] = "gdpo"
+    whiten: Literal["responses", "tokens", "none"] = "responses"
+    """Over what GDPO and GD2PO whiten (Eq. 3); GRPO never does."""
+    snr_threshold: float | None = Field(default=None, gt=0, le=1)
+    """GD2PO: drop a conflicting rollout only below this signal-to-noise ratio; None is GD2PO-Hard."""
+    norm_eps: float = Field(default=1e-6, ge=0)
+
+
+class Loss(Section):
+    """The policy-gradient anchor (Eq. 8)."""
+
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
+    clip_high: float = Field(default=0.2, ge=0)
+    dual_clip: float | None = Field(default=None, gt=1)
+    entropy_coef: float = Field(default=0.0, ge=0)
+    anchor_coef: float = Field(default=1.0, ge=0)
+    """1 is the paper's objective, 0 is OPD alone."""
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
+    old_logps: Literal["recompute", "rollout"] = "recompute"
+    """Denominator of the ratio: the training forward before the first update, or the rollout engine's own."""
+    importance_cap: float | None = Field(default=None, gt=0)
+    """Truncated importance sampling between training and rollout policies; None leaves it out."""
+
+    @model_validator(mode="after")
+    def _one_correction(self) -> Loss:
+        if self.importance_cap is not None and self.old_logps == "rollout":
+            raise ValueError(
+                "importance_cap: corrects recomputed old log-probabilities; old_logps is 'rollout', whose "
+                "ratio holds the correction already"
+            )
+        return self
+
+
+class Gate(Section):
+    """Teacher weights (Eq. 18 to 21 and their constants)."""
+
+    kind: Literal["uniform", "sequence", "token"] = "uniform"
+    floor: float = Field(default=0.2, ge=0, le=1)
+    confidence_exponent: float = Field(default=1.0, ge=0)
+    failure_exponent: float = Field(default=1.0, ge=0)
+    confidence_floor: float = Field(default=0.05, ge=0)
+    blend: float = Field(default=0.5, ge=0, le=1)
+    eps: float = Field(default=1e-6, gt=0)
+
+
+class Opd(Section):
+    """On-policy distillation from the teachers (Eq. 5 to 7, 15 to 17)."""
+
+    coef: float = Field(default=1.0, ge=0)
+    """lambda at the first step."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    final_coef: float = Field(default=0.0, ge=0)
+    """lambda after `decay_steps`, for the linear and cosine schedules."""
+    decay_steps: int | None = Field(default=None, ge=1)
+    """None is the whole run."""
+    kappa: int = Field(default=16, ge=1, le=128)
+    support: Literal["pooled", "merged"] = "merged"
+    """The forward KL's mixture: a token that several teachers name is an entry each, or one."""
+    tail: bool = True
+    """Whether the forward KL counts what the teachers leave to all other tokens as one more entry."""
+    divergence: Literal["forward_kl", "reverse_kl_sampled"] = "forward_kl"
+    reverse_kl_surrogate: Literal["paper", "ppo"] = "paper"
+    temperature: float = Field(default=1.0, gt=0)
+    """Of both sides of the forward KL; the sampled reverse KL is at the rollouts'."""
+    watch: bool = True
+    """Ask the teachers where lambda is 0 too, for the metrics alone."""
+    gate: Gate = Gate()
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the divergence is the reverse KL on sampled tokens (Eq. 15 to 17)."""
+        return self.divergence == "reverse_kl_sampled"
+
+
+class Loop(Section):
+    """The length of a run and the size of its steps."""
+
+    steps: int = Field(default=100, ge=0)
+    prompts_per_step: int = Field(default=64, ge=1)
+    updates_per_step: int = Field(default=1, ge=1)
+    """Optimizer steps a batch: the batch of prompts is cut into this many mini-batches."""
+    lag: Literal[0, 1] = 0
+    """1 samples the next batch while this one trains, with the policy before its update."""
+
+    @model_validator(mode="after")
+    def _no_empty_mini_batch(self) -> Loop:
+        if self.updates_per_step > self.prompts_per_step:
+            raise ValueError(
+                f"updates_per_step: got {self.updates_per_step}, "
+                f"expected at most prompts_per_step ({self.prompts_per_step})"
+            )
+        return self
+
+
+class Evaluation(Section):
+    """What is measured on held-out prompts, greedy and sampled."""
+
+    samples: int = Field(default=1, ge=0)
+    """Sampled responses a prompt beside the greedy one."""
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """None is the rollouts' own limit."""
+    every: int = Field(default=0, ge=0)
+    """Greedy evaluation every so many steps during a run; 0 only at its end."""
+
+
+class Checkpoint(Section):
+    """What a killed run goes on from."""
+
+    every: int = Field(default=50, ge=0)
+    """Steps between checkpoints; 0 keeps none."""
+    keep: int = Field(default=2, ge=1)
+
+
+class Log(Section):
+    """What is written and shown along the way."""
+
+    samples_per_step: int = Field(default=2, ge=0)
+    token_views: int = Field(default=4, ge=0)
+    """How often over a merge the samples are written token by token, at even distances to the last step."""
+    plain: bool = False
+    """Plain lines even where the output is a terminal."""
+    to: list[TrackerName] = []
+    """Trackers that get the metrics too."""
+
+    def view_every(self, steps: int) -> int:
+        """Steps between two token views; 0 for none."""
+        return math.ceil(steps / self.token_views) if self.token_views else 0
+
+
+class Vllm(Section):
+    """Where a vLLM engine runs and what it may take; for `engine: vllm`."""
+
+    placement: Literal["colocated", "process"] = "colocated"
+    """In the training process, on every rank, or in a process of its own."""
+    transfer: Literal["files", "ipc"] = "files"
+    """How new weights reach a process of its own: files in shared memory, or CUDA's handles of memory on the
+    GPU that both are on."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Most positions of a prompt and its response; null is what data and rollout settings need."""
+    gpu_memory_share: float | None = Field(default=None, gt=0, lt=1)
+    """Of the device's whole memory; null chooses by what shares the device."""
+    kv_cache_bytes: int | None = Field(default=None, ge=1)
+    enforce_eager: bool = False
+    sleep: bool = True
+    """Weights and cache leave the GPU while something else computes; of the engines that share a process the
+    first one alone can. Nothing happens on a CPU."""
+
+
+class TeacherVllm(Vllm):
+    """As `Vllm`, and how many engines there are."""
+
+    engines: int | None = Field(default=None, ge=1)
+    """That the teachers' models share; null is one each. With fewer, models of one architecture take turns in
+    an engine, and the weights of each are read from its files once a step, and with `union` twice."""
+
+
+class Rollout(Section):
+    """Sampling of the responses that a step learns from."""
+
+    engine: Literal["local", "vllm"] = "local"
+    vllm: Vllm = Vllm()
+    urls: list[str] = Field(default=[])
+    """vLLM servers on other hosts, which sample instead of an engine here, in a dtype of their own."""
+    group_size: int = Field(default=8, ge=1)
+    """G, rollouts per prompt."""
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    max_new_tokens: int = Field(default=1024, ge=1)
+    max_batch_tokens: int = Field(default=262_144, ge=1)
+    """Local engine: most key-value cache positions held at once; more responses are sampled in turns."""
+    dtype: Dtype = "float32"
+
+    @property
+    def colocated(self) -> bool:
+        """Whether vLLM samples inside the training process."""
+        return self.engine == "vllm" and not self.urls and self.vllm.placement == "colocated"
+
+
+class Teacher(Section):
+    model: str
+    """A run of this recipe, a path or hub id, a LoRA adapter's folder, or its servers' URLs (with commas)."""
+    reward: str
+    """The reward dimension that this teacher stands for."""
+
+
+class Teachers(Section):
+    """The models that the student learns from in a merge run."""
+
+    engine: Literal["local", "vllm"] = "local"
+    vllm: TeacherVllm = TeacherVllm()
+    route: Literal["auto", "pooler", "prompt_logprobs"] = "auto"
+    """vLLM: our pooler over hidden states, or its own prompt log-probabilities (KL temperature 1 alone)."""
+    union: bool = False
+    """Every teacher's value on every teacher's top-kappa ids, not on its own alone."""
+    models: list[Teacher] = Field(default=[])
+    dtype: Dtype = "float32"
+
+    @property
+    def colocated(self) -> bool:
+        """Whether vLLM scores inside the training process."""
+        return self.engine == "vllm" and self.vllm.placement == "colocated"
+
+
+class Remote(Section):
+    """How servers at URLs are asked."""
+
+    deadline_seconds: float = Field(default=600.0, gt=0)
+    """Of one request."""
+    retries: int = Field(default=5, ge=0)
+    """Further attempts at a server before it is taken out and its requests go to the others."""
+    concurrency: int = Field(default=64, ge=1)
+    """Requests in flight at one server."""
+    transfer: Literal["files", "gloo", "nccl"] = "files"
+    """How new weights reach rollout servers: files in transfer_folder, or a process group with each."""
+    transfer_folder: str | None = None
+    """For files, where every server reads it under the same path; null is this host's memory."""
+    logprobs_dtype: Literal["float16", "float32"] = "float32"
+    """Of the teachers' log-probabilities on the way."""
+
+
+class Lora(Section):
+    """Low-rank adapters: what trains where `student.lora` is given."""
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32.0, gt=0)
+    targets: list[str] = Field(default=["all-linear"])
+    """Names of linear layers inside the decoder; all-linear is every one of them."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+
+
+class Student(Section):
+    """Optimiser, precision and packing of whatever model is being trained, teachers in stage 1 included."""
+
+    strategy: Literal["fsdp2", "deepspeed"] = "fsdp2"
+    shard_size: int | None = Field(default=None, ge=1)
+    """FSDP2: ranks that hold one copy of the model between them (HSDP); null is all ranks."""
+    zero_stage: Literal[2, 3] = 2
+    """DeepSpeed: 2 shards gradients and optimiser state, 3 parameters as well."""
+    deepspeed_config: str | None = None
+    """DeepSpeed: a JSON file of its own settings; "auto" in it takes the value from here."""
+    offload_optimizer: bool = False
+    """Keep masters and optimiser state in host memory and step there."""
+    lora: Lora | None = None
+    """Train adapters alone; null trains every weight."""
+    learning_rate: float = Field(default=1e-6, gt=0)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    weight_decay: float = Field(default=0.0, ge=0)
+    adam_eps: float = Field(default=1e-8, gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    compute_dtype: Dtype = "bfloat16"
+    compile: bool = False
+    """torch.compile of each decoder layer."""
+    attention: Literal["auto", "sdpa", "flash"] = "auto"
+    """sdpa masks packed rows; flash takes variable lengths (CUDA); auto takes flash where it can run."""
+    micro_batch_tokens: int = Field(default=16_384, ge=1)
+    """Most tokens of one forward and backward; a longer sequence goes alone."""
+    row_tokens: int = Field(default=0, ge=0)
+    """Length of the rows under a mask; 0 is the batch's longest sequence. flash packs without padding."""
+    share_prompts: bool = True
+    """Compute each prompt once for all its rollouts (an attention mask over the tree)."""
+    head_chunk_bytes: int | None = Field(default=None, ge=1)
+    """Most bytes of logits that the fused head holds at once; null is the device's default."""
+    gradient_checkpointing: bool = False
+    max_skipped_updates: int = Field(default=3, ge=0)
+    """The run stops after this many updates with a gradient that is not finite."""
+
+
+class KlRef(Section):
+    """KL to a reference policy, on the sampled tokens; off at coef 0."""
+
+    coef: float = Field(default=0.0, ge=0)
+    place: Literal["loss", "reward"] = "loss"
+    """loss: a clipped term of its own; reward: one more dimension, minus the response's KL."""
+    model: str = "init"
+    """`init` is what the run starts from; else a run of this recipe, a path or a hub id."""
+
+
+Stage = Literal["specialize", "merge", "control"]
+
+_NAME = re.compile(r"\w[\w.-]*")
+_RUN_NAME = re.compile(r"\w[\w-]*")
+
+
+SHARED = (
+    "name", "description", "seed", "processes", "output", "model", "data", "rewards", "scoring", "warm_start",
+    "evaluation", "runs",
+)  # fmt: skip
+"""What all runs of a recipe have in common."""
+
+
+class Run(Section):
+    """One policy optimisation: a teacher, a student, or a control beside them."""
+
+    stage: Stage
+    init: str = "base"
+    """`base`, or the name of an earlier run whose export this one starts from."""
+    reward_weights: list[float] | None = None
+    """The priority profile, one weight a reward; None takes the rewards' own."""
+    label: str | None = None
+    """The row's name in tables."""
+    reproduces: str | None = None
+    """Which row of which published table this is, for `--list`."""
+    set: dict[str, Any] = Field(default={})
+    """Settings that differ from the recipe's, nested as in the recipe."""
+
+    @model_validator(mode="after")
+    def _set_belongs_to_the_run(self) -> Run:
+        whole = [key for key in SHARED if key in self.set]
+        if whole:
+            raise ValueError(f"set: {', '.join(whole)} cannot differ between runs")
+        return self
+
+
+class Settings(Section):
+    """All settings of `python -m smopd.train`."""
+
+    name: str
+    """What this experiment is called."""
+    description: str = ""
+    """What it shows; the caption of its table."""
+    seed: int = Field(default=0, ge=0)
+    """All random draws follow from it."""
+    processes: int = Field(default=1, ge=1)
+    """Local processes to start unless torchrun started this one; each holds a shard and samples its share."""
+    output: str = "runs/{name}"
+    """The run directory."""
+    model: Model
+    data: Data
+    rewards: list[Reward] = Field(min_length=1)
+    scoring: Scoring = Scoring()
+    warm_start: WarmStart | None = None
+    rollout: Rollout = Rollout()
+    advantage: Advantage = Advantage()
+    loss: Loss = Loss()
+    opd: Opd = Opd()
+    teachers: Teachers = Teachers()
+    remote: Remote = Remote()
+    kl_ref: KlRef = KlRef()
+    student: Student = Student()
+    loop: Loop = Loop()
+    evaluation: Evaluation = Evaluation()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
+    runs: dict[str, Run] = Field(min_length=1)
+
+    @property
+    def kl_temperature(self) -> float:
+        """Of teachers and student in the KL; the sampled one compares with the policy that was sampled."""
+        return self.rollout.temperature if self.opd.sampled else self.opd.temperature
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt with its longest response, in training and evaluation."""
+        trained, new = self.data.max_prompt_tokens, self.rollout.max_new_tokens
+        evaluated = self.data.max_evaluation_tokens or trained
+        return max(trained + new, evaluated + (self.evaluation.max_new_tokens or new))
+
+    @field_validator("name")
+    @classmethod
+    def _file_name(cls, value: str) -> str:
+        if not _NAME.fullmatch(value):
+            raise ValueError(f"got {value!r}, expected letters, digits, '_', '-' and '.'")
+        return value
+
+    @field_validator("output")
+    @classmethod
+    def _only_the_name(cls, value: str) -> str:
+        if re.search(r"[{}]", value.replace("{name}", "")):
+            raise ValueError(f"got {value!r}, expected a folder in which only {{name}} stands in braces")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Settings:
+        rewards = [reward.name for reward in self.rewards]
+        wrong = []
+        if len(set(rewards)) != len(rewards):
+            wrong.append(f"rewards: names must differ, got {rewards}")
+        earlier = ["base"]
+        for name, run in self.runs.items():
+            if name == "base":
+                wrong.append("runs.base: 'base' names the starting model; choose another name")
+            elif not _RUN_NAME.fullmatch(name):
+                wrong.append(f"runs.{name}: a run's name has letters, digits, '_' and '-' only")
+            if run.init not in earlier:
+                wrong.append(f"runs.{name}.init: {run.init!r} is no earlier run, expected one of {earlier}")
+            if run.reward_weights is not None and len(run.reward_weights) != len(rewards):
+                wrong.append(
+                    f"runs.{name}.reward_weights: got {len(run.reward_weights)} weights, "
+                    f"expected one for each of the rewards {rewards}"
+                )
+            earlier.append(name)
+        teachers, gate = self.teachers.models, self.opd.gate
+        for i, teacher in enumerate(teachers):
+            if teacher.reward not in rewards:
+                wrong.append(f"teachers.models.{i}.reward: {teacher.reward!r} is none of {rewards}")
+        if gate.kind != "uniform":
+            if gate.floor * len(teachers) > 1:
+                wrong.append(f"opd.gate.floor: {gate.floor} times {len(teachers)} teachers exceeds 1")
+            for i, reward in enumerate(self.rewards):
+                if reward.range is None and any(teacher.reward == reward.name for teacher in teachers):
+                    wrong.append(f"rewards.{i}.range: the gate needs [lo, hi] or batch for {reward.name!r}")
+        wrong += contradictions(self)
+        if wrong:
+            raise ValueError("\n".join(wrong))
+        return self
+
+    def resolved(self, run_name: str) -> Settings:
+        """The settings of one run: the recipe's with the run's `set` merged over them, validated again.
+
+        Raises:
+            KeyError: no such run.
+            pydantic.ValidationError: `set` names what does not exist or is out of range.
+        """
+        values = merged(self.model_dump(), self.runs[run_name].set)
+        return Settings.model_validate(values)
+
+    def weights(self, run_name: str) -> list[float]:
+        """The run's priority profile, one weight a reward."""
+        return self.runs[run_name].reward_weights or [reward.weight for reward in self.rewards]
+
+
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the nested keys of `over` put in; lists are replaced whole."""
+    result = dict(base)
+    for key, value in over.items():
+        if isinstance(value, dict) and isinstance(result.get(key), dict):
+            result[key] = merged(result[key], value)
+        else:
+            result[key] = value
+    return result

@@ -1,0 +1,1 @@
+"""API-Bank: calls scored exactly, and answers by a judge behind a chat endpoint."""

@@ -1,0 +1,267 @@
+"""The judge of API-Bank: the paper's prompt about each call that failed the exact match, and its verdicts.
+
+Answers are kept on disk under a hash of the whole request, so that no request is sent twice. A request that
+got no answer has no verdict: it is counted as failed and sent again the next time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import tyro
+
+from smopd.engine.files import write_atomically
+from smopd.evals.api_bank.chat_endpoint import Answer, ChatEndpoint, NoAnswer, is_endpoint
+
+Kind = Literal["yes", "no", "other_format", "refusal", "failed"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+PAPER_JUDGE = "qwen3.7-plus"
+GIVE_UP_AFTER = 32  # ours: failures in a row after which the rest are not asked
+NO_CALL = "(no tool call)"
+
+# The paper's, verbatim.
+PROMPT = """\
+You are a strict evaluator of tool-calling correctness for the API-Bank benchmark.
+
+You are given a multi-turn dialogue, the GROUND-TRUTH tool call that correctly solves the user's final \
+need, and a MODEL's predicted tool call. Decide whether the model's prediction is FUNCTIONALLY CORRECT: it \
+must call the right tool AND supply parameters that faithfully fulfill the user's request as expressed in \
+the dialogue, i.e. be semantically equivalent to the ground truth.
+
+Judge CORRECT (Yes) when the prediction differs from the ground truth ONLY in ways that do not change the \
+outcome, for example:
+- Case, whitespace, or punctuation differences in parameter values.
+- Synonyms / equivalent phrasings that refer to the same entity or value.
+- Reasonable interpretations of time boundaries that still capture the user's stated intent \
+(e.g. "up to March 12th" as 2023-03-12 23:59:59 vs 2023-03-12 00:00:00).
+- Equivalent formatting of the same value (e.g. 5 vs "5", equivalent date formats).
+- Extra optional parameters that are consistent with the dialogue and do not alter the core action.
+
+Judge INCORRECT (No) when the prediction:
+- Calls a different or wrong tool, or one that does not fulfill the request.
+- Omits a required parameter, or fills a required parameter with a wrong or contradictory value.
+- Uses a value that changes the meaning or outcome (different user, amount, target, time span, etc.).
+- Hallucinates values not supported by the dialogue.
+
+Only the FINAL required tool call matters. Base your decision on the user's actual need in the dialogue, not \
+on superficial string matching. Be strict: do not pass genuinely wrong calls, but do not fail calls that are \
+merely phrased or formatted differently.
+
+# Dialogue (most recent turns)
+{dialogue}
+
+# Ground-truth tool call
+{gold}
+
+# Model predicted tool call(s)
+{pred}
+
+Respond in EXACTLY this format and nothing else:
+Reasoning: <one concise sentence>
+Judgment: <Yes or No>"""
+
+_PLACEHOLDER = re.compile(r"\{(dialogue|gold|pred)\}")
+# Emphasis, and the brackets of the prompt's own placeholder, are let pass.
+_JUDGMENT = re.compile(r"^[ \t*]*Judgment[ \t*]*:[ \t*<]*(.*?)[ \t*>.]*$", re.IGNORECASE | re.MULTILINE)
+# ours: how models decline
+_REFUSAL = re.compile(
+    r"\bI(?:'m| am) (?:sorry|unable|not able)|\bI (?:can(?:no|')t|won't|will not|must decline)"
+    r"|\b(?:cannot|can't|unable to) (?:assist|help|comply|fulfill)|\bAs an AI\b",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class JudgeSettings:
+    """The endpoint that judges what failed the exact match."""
+
+    url: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None
+    """Of an OpenAI-compatible endpoint, up to and with /v1; without one nothing is judged."""
+    model: str = PAPER_JUDGE
+    """The judge's name at the endpoint; the default is the paper's."""
+    key_variable: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """The environment variable that holds the endpoint's key."""
+    turns: int | None = None
+    """How many of the dialogue's last turns are shown; all by default."""
+    max_tokens: int | None = 1024
+    """Longest answer in tokens."""
+    extra: str = "{}"
+    """A JSON object of further fields of a request."""
+    concurrency: int = 8
+    """Requests in flight."""
+    timeout_seconds: float = 120.0
+    """Of one request."""
+    retries: int = 5
+    """Further attempts after a time-out, no connection, or status 408, 425, 429 or 5xx."""
+    backoff_seconds: float = 1.0
+    """Before the first retry; doubled for each one after it; more where the endpoint says Retry-After."""
+    cache: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """The folder of answers; by default judge_cache in the output's folder."""
+
+    def check(self) -> None:
+        """Raises ValueError for a mistake."""
+        if self.url is None:
+            if self != JudgeSettings():
+                raise ValueError("--judge.url is missing, expected an endpoint for the judge's other options")
+            return
+        if not is_endpoint(self.url):
+            raise ValueError(f"--judge.url is {self.url!r}, expected http://... or https://...")
+        key = self.key()
+        if key is not None and not (key and key.isascii() and key.isprintable()):
+            raise ValueError(
+                f"--judge.key-variable {self.key_variable}: expected an environment variable that holds a key"
+            )
+        for name, least in (("turns", 1), ("max_tokens", 1), ("concurrency", 1), ("retries", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                option = name.replace("_", "-")
+                raise ValueError(f"--judge.{option} is {value}, expected at least {least}")
+        if not self.timeout_seconds > 0 or not self.backoff_seconds >= 0:
+            raise ValueError("--judge.timeout-seconds and --judge.backoff-seconds: expected positive numbers")
+        if self.cache is not None and self.cache.exists() and not self.cache.is_dir():
+            raise ValueError(f"--judge.cache {self.cache}: is no folder")
+        self.extra_fields()
+
+    def key(self) -> str | None:
+        """The endpoint's key; "" where the environment has none, None where none is wanted."""
+        return None if self.key_variable is None else os.environ.get(self.key_variable, "")
+
+    def extra_fields(self) -> dict[str, Any]:
+        try:
+            fields = json.loads(self.extra)
+        except ValueError as error:
+            raise ValueError(f"--judge.extra: {error}") from None
+        if not isinstance(fields, dict):
+            raise ValueError(f"--judge.extra is {self.extra!r}, expected a JSON object")
+        return fields
+
+
+@dataclass(frozen=True)
+class Question:
+    """The three texts that fill the prompt; calls are one JSON object a line."""
+
+    dialogue: str
+    gold: str
+    predicted: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the judge said, or why there is no answer."""
+
+    kind: Kind
+    text: str
+
+
+class Judge:
+    """Asks an endpoint, each request once.
+
+    Args:
+        settings: with a URL.
+        cache: the folder of answers.
+    """
+
+    def __init__(self, settings: JudgeSettings, cache: Path):
+        settings.check()
+        self.settings = settings
+        self.cache = settings.cache or cache
+        self.asked = self.cached = self.retried = 0
+        self._extra = settings.extra_fields()
+        self._failures_in_a_row = 0
+        self._lock = threading.Lock()
+
+    def verdicts(self, questions: Sequence[Question]) -> list[Verdict]:
+        """One for each question, in order; equal questions are asked once."""
+        settings = self.settings
+        requests = [self.request(question) for question in questions]
+        by_key = {request_key(request): request for request in requests}
+        endpoint = ChatEndpoint(
+            str(settings.url),
+            settings.key(),
+            timeout_seconds=settings.timeout_seconds,
+            retries=settings.retries,
+            backoff_seconds=settings.backoff_seconds,
+            connections=settings.concurrency,
+        )
+        with endpoint, ThreadPoolExecutor(settings.concurrency, thread_name_prefix="judge") as pool:
+            found = pool.map(lambda pair: self._verdict(endpoint, *pair), by_key.items())
+            verdicts = dict(zip(by_key, found, strict=True))
+        self.retried += endpoint.retried
+        return [verdicts[request_key(request)] for request in requests]
+
+    def request(self, question: Question) -> dict[str, Any]:
+        """What is sent for a question."""
+        dialogue = last_turns(question.dialogue, self.settings.turns)
+        texts = {"dialogue": dialogue, "gold": question.gold, "pred": question.predicted or NO_CALL}
+        prompt = _PLACEHOLDER.sub(lambda match: texts[match[1]], PROMPT)
+        request: dict[str, Any] = {
+            "model": self.settings.model,
+            "messages": [{"role": "user", "content": prompt}],
+            "temperature": 0.0,
+        }
+        if self.settings.max_tokens is not None:
+            request["max_tokens"] = self.settings.max_tokens
+        return request | self._extra
+
+    def _verdict(self, endpoint: ChatEndpoint, key: str, request: dict[str, Any]) -> Verdict:
+        path = self.cache / f"{key}.json"
+        answer = _kept(path)
+        with self._lock:
+            if answer is not None:
+                self.cached += 1
+                return verdict(answer)
+            if self._failures_in_a_row >= GIVE_UP_AFTER:
+                return Verdict("failed", f"not asked: {GIVE_UP_AFTER} requests in a row had failed")
+            self.asked += 1
+        try:
+            answer = endpoint.ask(request)
+        except NoAnswer as error:
+            with self._lock:
+                self._failures_in_a_row += 1
+            return Verdict("failed", str(error))
+        with self._lock:
+            self._failures_in_a_row = 0
+        kept = {"request": request, "answer": asdict(answer)}
+        write_atomically(path, (json.dumps(kept, indent=1) + "\n").encode())
+        return verdict(answer)
+
+
+def verdict(answer: Answer) -> Verdict:
+    """The verdict in an answer: its one `Judgment:` line, at the end. Thoughts up to </think> are ignored."""
+    text = answer.text.rpartition("</think>")[2].strip()
+    if answer.refused:
+        return Verdict("refusal", text)
+    found = list(_JUDGMENT.finditer(text))
+    if len(found) == 1 and found[0].end() == len(text):
+        judgment = found[0][1].lower()
+        if judgment in ("yes", "no"):
+            return Verdict("yes" if judgment == "yes" else "no", text)
+    declined = not found and _REFUSAL.search(text.replace("\N{RIGHT SINGLE QUOTATION MARK}", "'"))
+    return Verdict("refusal" if declined else "other_format", text)
+
+
+def last_turns(dialogue: str, turns: int | None) -> str:
+    """The dialogue from its last `turns`-th user turn on."""
+    starts = [match.start() for match in re.finditer("<user>", dialogue)]
+    return dialogue if turns is None or turns >= len(starts) else dialogue[starts[-turns] :]
+
+
+def request_key(request: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
+
+
+def _kept(path: Path) -> Answer | None:
+    """The answer in a file of the cache; None where there is none that can be read."""
+    try:
+        return Answer(**json.loads(path.read_text(encoding="utf-8"))["answer"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,1 @@
+"""BFCL: single-turn categories scored by answers, multi-turn by the package bfcl-eval."""

@@ -1,0 +1,210 @@
+"""The calls of a response, read without evaluating anything, and calls written as a response.
+
+Two forms. "rlla" is that of RLLA models, read as ToolRL's handler for BFCL does: the last `<tool_call>`
+block, one JSON object with `name` and `parameters` a line; lines that are none, and calls of None, are no
+calls. "bfcl" is BFCL's own for prompted models: `[f(a=1), g(b="x")]`, where one mistake spoils the response.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from smopd.evals.bfcl.checker import Call
+
+Form = Literal["rlla", "bfcl"]
+FORMS: tuple[Form, ...] = ("rlla", "bfcl")
+MAX_CHARS = 16_384  # ours: 1024 new tokens are about 5,000
+MAX_DEPTH = 32  # ours: the answers are 4 deep
+NO_CALL = "none"  # ToolRL: the tool to call where none fits
+TOOL_THINK = "<think> The request needs the tools below. </think>"  # ours
+NO_TOOL_THINK = "<think> No tool fits the request. </think>"  # ours
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_NAME = re.compile(r"\s*([A-Za-z_$][\w$]*(?:\.[A-Za-z_$][\w$]*)*)\s*\(")
+_ARGUMENT = re.compile(r"\s*([A-Za-z_$][\w$]*)\s*=(?!=)\s*")
+_BRACKETS = {"(": ")", "[": "]", "{": "}"}
+
+
+def read_calls(response: str, form: Form, language: str = "python") -> list[Call]:
+    """The calls of a response.
+
+    Raises:
+        ValueError: it cannot be read as calls; its text says why.
+    """
+    if form == "rlla":
+        return list(_tagged_calls(response))
+    text = response.rsplit("</think>", 1)[-1].strip("`\n ")
+    if len(text) > MAX_CHARS:
+        raise ValueError(f"{len(text)} characters, expected at most {MAX_CHARS}")
+    text = text if text.startswith("[") else "[" + text
+    text = text if text.endswith("]") else text + "]"
+    return _python_calls(text) if language == "python" else _source_calls(text[1:-1])
+
+
+def write_calls(calls: Sequence[Call], form: Form, language: str = "python") -> str:
+    """A response that makes the calls; without calls, one that says so."""
+    if form == "bfcl":
+        write = repr if language == "python" else _write_source
+        written = [
+            f"{call.name}({', '.join(f'{name}={write(value)}' for name, value in call.arguments.items())})"
+            for call in calls
+        ]
+        return f"[{', '.join(written)}]" if calls else "None of the functions can be used."
+    if not calls:
+        return f"{NO_TOOL_THINK}\n<response> None of the tools can do this. </response>"
+    lines = [json.dumps({"name": call.name, "parameters": call.arguments}) for call in calls]
+    return "\n".join([TOOL_THINK, _OPEN, *lines, _CLOSE])
+
+
+def _write_source(value: str) -> str:
+    """Quoted, unless it holds both quotes and so must be source that needs none."""
+    quote = next((quote for quote in "\"'" if quote not in value), "")
+    return f"{quote}{value}{quote}"
+
+
+def _tagged_calls(response: str) -> Iterator[Call]:
+    _, tag, block = response.rpartition(_OPEN)
+    block = block.split(_CLOSE, 1)[0]
+    if not tag or len(block) > MAX_CHARS:
+        return
+    for line in block.strip().split("\n"):
+        try:
+            read = json.loads(line, parse_constant=_no_constant)
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(read, dict) or depth(read) > MAX_DEPTH:
+            continue
+        name, arguments = read.get("name"), read.get("parameters")
+        if isinstance(name, str) and isinstance(arguments, dict) and name.strip().lower() != NO_CALL:
+            yield Call(name, arguments)
+
+
+def depth(value: Any) -> int:
+    """How deep lists and dicts are nested, counted level by level."""
+    level, deep = [value], 0
+    while level := [
+        inner
+        for outer in level
+        if isinstance(outer, (dict, list, tuple))
+        for inner in (outer.values() if isinstance(outer, dict) else outer)
+    ]:
+        deep += 1
+    return deep
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _python_calls(text: str) -> list[Call]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an escape that Python does not know
+            tree = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"no list of calls: {error}") from None
+    return [_python_call(node) for node in (tree.elts if isinstance(tree, ast.List) else [tree])]
+
+
+def _python_call(node: ast.expr) -> Call:
+    if not isinstance(node, ast.Call):
+        raise ValueError(f"{type(node).__name__} where a call was expected")
+    parts, function = [], node.func
+    while isinstance(function, ast.Attribute):
+        parts.append(function.attr)
+        function = function.value
+    if not isinstance(function, ast.Name):
+        raise ValueError(f"{type(function).__name__} where a function's name was expected")
+    parts.append(function.id)
+    # As in BFCL, arguments without a name are not read.
+    arguments: dict[str, Any] = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise ValueError("** where a named argument was expected")
+        arguments[keyword.arg] = _literal(keyword.value, MAX_DEPTH)
+    return Call(".".join(reversed(parts)), arguments)
+
+
+def _literal(node: ast.expr | None, levels: int) -> Any:
+    """A literal's value; a bare name, as in BFCL, is a variable and stands for its own text."""
+    if levels == 0:
+        raise ValueError(f"values nested more than {MAX_DEPTH} deep")
+    if isinstance(node, ast.Constant) and not isinstance(node.value, (bytes, complex)):
+        return "..." if node.value is Ellipsis else node.value
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+        number = node.operand
+        if isinstance(number, ast.Constant) and type(number.value) in (int, float):
+            return -number.value if isinstance(node.op, ast.USub) else number.value  # type: ignore[operator]
+    if isinstance(node, ast.List):
+        return [_literal(item, levels - 1) for item in node.elts]
+    if isinstance(node, ast.Tuple):
+        return tuple(_literal(item, levels - 1) for item in node.elts)
+    if isinstance(node, ast.Dict):
+        if not all(isinstance(key, (ast.Constant, ast.Name)) for key in node.keys):
+            raise ValueError("a dict with another key than a literal")
+        keys = [_literal(key, levels) for key in node.keys]
+        return dict(zip(keys, [_literal(value, levels - 1) for value in node.values], strict=True))
+    raise ValueError(f"{type(node).__name__} where a literal was expected")
+
+
+def _source_calls(text: str) -> list[Call]:
+    """Calls whose values are Java or JavaScript: each is kept as source, a lone string without quotes."""
+    calls, position = [], 0
+    while text[position:].strip():
+        if (name := _NAME.match(text, position)) is None:
+            raise ValueError(f"{text[position : position + 20]!r} where a call was expected")
+        arguments: dict[str, Any] = {}
+        position = name.end()
+        while not text.startswith(")", position):
+            end = _end_of_value(text, position)
+            if (argument := _ARGUMENT.match(text, position, end)) is not None:
+                value = text[argument.end() : end].strip()
+                arguments[argument[1]] = value[1:-1] if _is_string(value) else value
+            elif text[position:end].strip() == "" and text.startswith(",", end):
+                raise ValueError("a comma where an argument was expected")
+            position = end + 1 if text.startswith(",", end) else end
+        calls.append(Call(name[1], arguments))
+        position += 1
+        rest = text[position:].lstrip()
+        if rest and not rest.startswith(","):
+            raise ValueError(f"{rest[:20]!r} where a comma was expected")
+        position = len(text) - len(rest) + 1
+    return calls
+
+
+def _end_of_value(text: str, start: int) -> int:
+    """Where the comma or the bracket stands that ends the value at `start`, outside quotes and brackets."""
+    closing: list[str] = []
+    position = start
+    while position < len(text):
+        letter = text[position]
+        if letter in "\"'":
+            position = _end_of_string(text, position)
+        elif letter in _BRACKETS:
+            closing.append(_BRACKETS[letter])
+        elif letter == "<" and (text[position - 1].isalnum() or text[position - 1] in "_$"):
+            closing.append(">")  # of a generic type
+        elif closing and letter == closing[-1]:
+            closing.pop()
+        elif not closing and letter in ",)":
+            return position
+        position += 1
+    raise ValueError("a call without an end")
+
+
+def _end_of_string(text: str, start: int) -> int:
+    position = start + 1
+    while position < len(text) and text[position] != text[start]:
+        position += 2 if text[position] == "\\" else 1
+    return position
+
+
+def _is_string(value: str) -> bool:
+    return value[:1] in ("'", '"') and len(value) > 1 and _end_of_string(value, 0) == len(value) - 1

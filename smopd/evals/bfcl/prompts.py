@@ -1,0 +1,173 @@
+"""How a model is asked a BFCL item: the chat of RLLA models, or BFCL's own for prompted models.
+
+The shapes are the protocols': RLLA lists tools as number, name, description and properties, and puts the
+dialogue into one user message; BFCL lists functions as JSON and asks for `[f(a=1), g()]`. The words are ours,
+unless they are read from where the protocols keep them: an RLLA file, or the package bfcl-eval.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from smopd.evals.bfcl.calls import Form
+from smopd.evals.bfcl.checker import Function
+from smopd.evals.bfcl.official import load_module
+from smopd.evals.bfcl.types import language_of
+from smopd.evals.rlla import load_rlla_items
+
+OFFICIAL = "bfcl-eval"
+_LANGUAGES = {"python": "Python 3", "java": "Java 8", "javascript": "JavaScript"}
+_FIRST_TOOL, _AFTER_TOOLS = "\n1. Name: ", "\n\n**Steps for Each Turn**"
+
+_RLLA_HEAD = """You help a user over several turns: call tools where they serve the task, answer otherwise.
+
+**Available Tools**
+These are the tools that you can use:"""
+_RLLA_TAIL = """
+
+**Steps for Each Turn**
+1. **Think:** Recall what matters of the dialogue and work out what the user wants now.
+2. **Decide on Tool Usage:** If tools serve it, name them and their parameters.
+3. **Respond Appropriately:** If an answer serves it, give one that agrees with the dialogue so far.
+
+**Output Format**
+```plaintext
+<think> Your reasoning </think>
+<tool_call>
+{"name": "Name of a tool", "parameters": {"Name of a parameter": "Its value", "...": "..."}}
+{"name": "...", "parameters": {"...": "..."}}
+</tool_call>
+<response> Your answer to the user </response>
+```
+
+**Important Notes**
+1. Always begin with `<think>`. Then give `<tool_call>`, `<response>`, or both.
+2. Write each tool call as one JSON object on a line of its own, with the keys "name" and "parameters". A call
+without parameters has an empty object as "parameters".
+3. The dialogue records hold what the user and you said before, and as `<obs>` what tools returned."""
+# As ToolRL's handler for BFCL does at the end of each user record.
+_RLLA_HINT = (
+    "If no tool fits, or a required parameter is missing, say so without a tool call, or call the tool None. "
+    "Otherwise make the tool call or calls that complete the task in this turn."
+)
+_BFCL_SYSTEM = """You choose functions that answer a question, and give their parameters.
+
+Answer with the calls alone, as a list [function(parameter=value, ...), function(...)], and no other text. If
+none of the functions fits the question, or it lacks a parameter that a function requires, say so instead.
+
+The functions, as JSON:
+"""
+
+
+class Frame(NamedTuple):
+    """What stands before and after the list of tools in a system message."""
+
+    head: str
+    tail: str
+
+
+def frame(form: Form, words: str | None) -> Frame:
+    """The frame of the system message.
+
+    Args:
+        words: None for ours; for the form rlla, a file of RLLA items; for bfcl, "bfcl-eval".
+    Raises:
+        ValueError, FileNotFoundError: there is no such file or package, or it holds no frame.
+    """
+    if form == "rlla":
+        return Frame(_RLLA_HEAD, _RLLA_TAIL) if words is None else _rlla_frame(Path(words).expanduser())
+    if words is None:
+        return Frame(_BFCL_SYSTEM, "")
+    if words != OFFICIAL:
+        raise ValueError(f"words {words!r} for the form bfcl, expected none or {OFFICIAL!r}")
+    prompts = load_module("constants/default_prompts.py")
+    style = prompts.PROMPT_STYLE_TEMPLATES["classic"]
+    asked = style["tool_call_no_tag"].format(
+        output_format=prompts.OUTPUT_FORMAT_MAPPING["python"],
+        param_types=prompts.PARAM_TYPE_MAPPING["python"],
+    )
+    marker = "\0"
+    listed = style["available_tools"].format(format="json", functions=marker)
+    text = prompts.PROMPT_TEMPLATE_MAPPING["plaintext"].format(
+        persona=style["persona"],
+        task=style["task"],
+        tool_call_format=asked,
+        multiturn_behavior=style["multiturn_behavior"],
+        available_tools=listed,
+    )
+    head, _, tail = text.partition(marker)
+    return Frame(head, tail)
+
+
+def _rlla_frame(path: Path) -> Frame:
+    system = load_rlla_items(path)[0].messages[0]["content"]
+    head, tools, rest = system.partition(_FIRST_TOOL)
+    _, steps, tail = rest.partition(_AFTER_TOOLS)
+    if not tools or not steps:
+        raise ValueError(f"{path}: the first item's system message lists no tools as RLLA does")
+    return Frame(head, steps + tail)
+
+
+def messages(
+    question: Sequence[Mapping[str, str]],
+    functions: Sequence[Function],
+    category: str,
+    form: Form,
+    words: Frame,
+    *,
+    underscores: bool = False,
+) -> tuple[dict[str, str], ...]:
+    """The chat that asks one item; a system message of the question follows ours in the same message."""
+    shown = shown_functions(functions, category, underscores=underscores)
+    own = [message["content"] for message in question if message["role"] == "system"]
+    talk = [message for message in question if message["role"] != "system"]
+    if form == "bfcl":
+        listed = words.head + json.dumps(shown, indent=4) + words.tail
+        system = "\n\n".join([listed, *own])
+        return ({"role": "system", "content": system}, *(dict(message) for message in talk))
+    tools = "".join(
+        f"\n{number}. Name: {function['name']}\nDescription: {function['description']}\n"
+        f"Parameters: {json.dumps(function['parameters']['properties'])}"
+        for number, function in enumerate(shown, start=1)
+    )
+    records = [
+        f"<user> {message['content'].strip()}\n{_RLLA_HINT} </user>"
+        if message["role"] == "user"
+        else f"<response> {message['content'].strip()} </response>"
+        for message in talk
+    ]
+    return (
+        {"role": "system", "content": "\n\n".join([words.head + tools + words.tail, *own])},
+        {"role": "user", "content": "\n".join(["**Dialogue Records History**", *records])},
+    )
+
+
+def shown_functions(
+    functions: Sequence[Function], category: str, *, underscores: bool = False
+) -> list[dict[str, Any]]:
+    """The functions as described to a model: in Java and JavaScript every parameter is a string of source."""
+    language = language_of(category)
+    shown = []
+    for described in functions:
+        function = dict(described) if language == "python" else copy.deepcopy(dict(described))
+        shown.append(function)
+        if underscores:
+            function["name"] = function["name"].replace(".", "_")
+        function["description"] += f" It is a function of {_LANGUAGES[language]}."
+        if language == "python":
+            continue
+        for declared in function["parameters"]["properties"].values():
+            kind, inner = declared["type"], declared.pop("items", None)
+            said = "value of any type" if kind == "any" else f"value of type {kind}"
+            note = f" A string that holds the {_LANGUAGES[language]} source of a {said}"
+            if inner is not None:
+                note += f" with elements of type {inner['type']}"
+            if inside := declared.pop("properties", None):
+                note += f" with the entries {json.dumps(inside)}"
+            declared["description"] = declared.get("description", "") + note + "."
+            declared["type"] = "string"
+    return shown

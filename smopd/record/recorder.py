@@ -1,0 +1,240 @@
+"""What a run leaves behind of each step: one line of metrics, a few samples, and a line on the screen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from smopd.config.settings import Settings
+from smopd.engine import distributed
+from smopd.engine.student.student import Student, Update
+from smopd.objective import Objective, Signals
+from smopd.ops import (
+    CLIP_DUAL,
+    CLIP_HIGH,
+    CLIP_LOG_RATIO,
+    CLIP_LOW,
+    CLIP_REVERSE_HIGH,
+    CLIP_REVERSE_LOW,
+)
+from smopd.record.files import JsonlLog
+from smopd.record.metrics import Metrics
+from smopd.record.progress import Progress
+from smopd.record.token_view import SHOWN, token_records
+from smopd.record.trackers import Tracker, open_tracker
+from smopd.step.batch import Batch
+from smopd.step.rewards import Rewards
+from smopd.step.teachers import TeacherScores
+
+CLIP_BITS = {"low": CLIP_LOW, "high": CLIP_HIGH, "dual": CLIP_DUAL, "log_ratio": CLIP_LOG_RATIO}
+REVERSE_CLIP_BITS = {"reverse_low": CLIP_REVERSE_LOW, "reverse_high": CLIP_REVERSE_HIGH}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did, on this rank."""
+
+    step: int
+    """How many steps are done with it."""
+    objective: Objective
+    batch: Batch
+    rewards: Rewards
+    adv_R: Tensor
+    kept_R: Tensor
+    scores: TeacherScores
+    signals: Signals
+    updates: Sequence[Update]
+
+
+class Recorder:
+    """Writes `metrics.jsonl` and `samples.jsonl` of one run; only rank 0 writes. A context manager.
+
+    Args:
+        folder: the run's.
+        name: the run's, for the screen.
+        tokenizer: of the policy.
+    """
+
+    def __init__(self, folder: Path, name: str, settings: Settings, tokenizer: PreTrainedTokenizerBase):
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self.folder, self.name = folder, name
+        self.writes = distributed.rank() == 0
+        self.metrics = JsonlLog(folder / "metrics.jsonl")
+        self.samples = JsonlLog(folder / "samples.jsonl")
+        self.tokens = JsonlLog(folder / "tokens.jsonl")
+        self._stack = ExitStack()
+        self._progress: Progress | None = None
+        self._trackers: list[Tracker] = []
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def begin(self, start: int) -> None:
+        """Drops what was written after step `start`, which is about to be done again."""
+        if self.writes:
+            self.metrics.cut(start)
+            self.samples.cut(start)
+            self.tokens.cut(start)
+            progress = Progress(self.name, self.settings.loop.steps, start, self.settings.log.plain)
+            self._progress = self._stack.enter_context(progress)
+            for kind in self.settings.log.to:
+                values = self.settings.model_dump(mode="json")
+                tracker = open_tracker(kind, self.folder, self.settings.name, self.name, values, start)
+                self._stack.callback(tracker.close)
+                self._trackers.append(tracker)
+
+    def record(self, result: StepResult, metrics: Metrics) -> None:
+        """Reduces the step's metrics over all ranks and writes them; a collective call."""
+        batch, updates, scores = result.batch, result.updates, result.scores
+        add_rewards(metrics, self.settings, batch, result.rewards)
+        metrics.add("advantage", result.adv_R, spread=True)
+        metrics.add("advantage/kept", result.kept_R.double())
+        metrics.add("response/tokens", batch.lengths_R.double())
+        metrics.add("response/truncated", torch.tensor([float(not r.finished) for r in batch.rollouts]))
+        add_updates(metrics, updates)
+        add_policies(metrics, result)
+        if result.signals.ref_log_ratio_N is not None:
+            metrics.add("kl_ref", result.signals.ref_log_ratio_N)
+        if scores.topk is not None or scores.ref_logp_N is not None:
+            metrics.add("seconds_overlapped/teachers", scores.seconds)
+        add_target(metrics, result)
+        values = metrics.reduce()
+        values["opd_coef"] = result.objective.coef
+        if scores.topk is not None:
+            values["teachers/padding_entries"] = float(distributed.all_reduce(torch.tensor(scores.dropped)))
+        values["grad_norm"] = sum(update.grad_norm for update in updates) / len(updates)
+        values["updates/skipped"] = float(sum(update.skipped for update in updates))
+        values["micro_batches"] = float(sum(update.micro_batches for update in updates))
+        for term in ("pg_loss", "kl_loss", "entropy", "reverse_loss"):
+            local = torch.stack([getattr(update.stats, term) for update in updates]).sum()
+            values[f"loss/{term.removesuffix('_loss')}"] = float(distributed.all_reduce(local)) / len(updates)
+        tokens = distributed.all_reduce(batch.lengths_R.sum())
+        values["tokens"] = float(tokens)
+        values["tokens_per_second"] = float(tokens) / max(
+            1e-9, sum(value for name, value in values.items() if name.startswith("seconds/"))
+        )
+        if self.writes:
+            self._write(result.step, values)
+            self._write_samples(result)
+
+    def view_tokens(self, result: StepResult, student: Student) -> None:
+        """Writes the step's first samples token by token, as the student is after it; a collective call."""
+        opd, shown = self.settings.opd, result.batch.rollouts[: self.settings.log.samples_per_step]
+        found = student.topk(shown, SHOWN, opd.temperature)
+        target = result.signals.target
+        if not self.writes or target is None:
+            return
+        begin = 0
+        for rollout in shown:
+            tokens = slice(begin, begin := begin + len(rollout.response_ids))
+            self.tokens.write(
+                {
+                    "step": result.step,
+                    "prompt": self.tokenizer.decode(list(rollout.prompt_ids)),
+                    "tokens": token_records(self.tokenizer, rollout.response_ids, target, opd, found, tokens),
+                }
+            )
+
+    def evaluated(self, step: int, values: dict[str, float | None]) -> None:
+        """Notes an evaluation after `step`."""
+        if self.writes:
+            self._write(step, values)
+
+    def _write(self, step: int, values: Mapping[str, float | None]) -> None:
+        self.metrics.write({"step": step, **values})
+        if self._progress is not None:
+            self._progress.update(step, values)
+        for tracker in self._trackers:
+            tracker.log(step, {name: v for name, v in values.items() if v is not None and math.isfinite(v)})
+
+    def _write_samples(self, result: StepResult) -> None:
+        batch, rewards = result.batch, result.rewards
+        names = [reward.name for reward in self.settings.rewards]
+        for i in range(min(self.settings.log.samples_per_step, len(batch.rollouts))):
+            self.samples.write(
+                {
+                    "step": result.step,
+                    "prompt": batch.prompts[i].content,
+                    "response": rewards.texts[i],
+                    "rewards": dict(zip(names, rewards.rewards_RK[i].tolist(), strict=True)),
+                    "advantage": float(result.adv_R[i]),
+                }
+            )
+
+
+def add_rewards(metrics: Metrics, settings: Settings, batch: Batch, rewards: Rewards) -> None:
+    """Each dimension's mean and spread, its share of groups without variance, and what it could not score."""
+    _, group_of_R = batch.group_R.unique(return_inverse=True)
+    n_groups = int(group_of_R.max()) + 1 if len(group_of_R) else 0
+    for k, reward in enumerate(settings.rewards):
+        name, values_R = f"reward/{reward.name}", rewards.rewards_RK[:, k]
+        metrics.add(name, values_R, spread=True)
+        metrics.add(f"{name}/unscorable", values_R.isnan().double())
+        for kind, count in rewards.batch.failures[reward.name].items():
+            metrics.add(f"{name}/failed/{kind}", torch.tensor([count / max(1, len(values_R))]))
+        metrics.add(f"{name}/worker_restarts", float(rewards.batch.restarts.get(reward.name, 0)))
+        scorable_R = ~values_R.isnan()
+        index, values = group_of_R[scorable_R], values_R[scorable_R]
+        none = torch.full((n_groups,), torch.inf, dtype=values.dtype)
+        low = none.scatter_reduce(0, index, values, "amin")
+        high = (-none).scatter_reduce(0, index, values, "amax")
+        metrics.add(f"{name}/zero_variance_groups", (high <= low)[low.isfinite()].double())
+
+
+def add_updates(metrics: Metrics, updates: Sequence[Update]) -> None:
+    """What every update saw of each token."""
+    for update in updates:
+        metrics.add("entropy", update.stats.entropy_N)
+        for name, bit in CLIP_BITS.items():
+            metrics.add(f"clipped/{name}", ((update.stats.clipped_N & bit) > 0).double())
+
+
+def add_policies(metrics: Metrics, result: StepResult) -> None:
+    """How far the policy that sampled is from the one that is trained, before the batch's first update."""
+    batch, old_logp_N = result.batch, result.signals.old_logp_N
+    known = batch.parts[0].tokens if old_logp_N is None else slice(None)
+    before_N = (result.updates[0].stats.logp_N if old_logp_N is None else old_logp_N).cpu()
+    log_ratio_N = before_N - batch.rollout_logp_N[known]
+    metrics.add("rollout_mismatch", log_ratio_N.abs())
+    cap = result.objective.settings.loss.importance_cap
+    if cap is not None:
+        metrics.add("importance/truncated", (log_ratio_N.exp() > cap).double())
+
+
+def add_target(metrics: Metrics, result: StepResult) -> None:
+    """The teachers' scores, each one's weight, and how far the student is from their mixture."""
+    target, old_logp_N = result.signals.target, result.signals.old_logp_N
+    if target is None:
+        return
+    settings = result.objective.settings
+    alpha = target.log_alpha.exp().expand(len(result.batch.token_ids_N), -1)
+    for m, teacher in enumerate(settings.teachers.models):
+        metrics.add(
+            f"teacher_{m}/top_kappa_mass", target.topk.logps_NMS[:, m, : settings.opd.kappa].exp().sum(-1)
+        )
+        metrics.add(f"teacher_{m}/alpha", alpha[:, m])
+        if any(reward.name == teacher.reward and reward.range == "batch" for reward in settings.rewards):
+            metrics.add(f"teacher_{m}/range_low", float(target.low_M[m]))
+            metrics.add(f"teacher_{m}/range_high", float(target.high_M[m]))
+    if settings.opd.sampled and old_logp_N is not None:
+        metrics.add("reverse_kl", old_logp_N - target.logq_mix_N)
+        for update in result.updates:
+            for name, bit in REVERSE_CLIP_BITS.items():
+                metrics.add(f"clipped/{name}", ((update.stats.clipped_N & bit) > 0).double())
+    for update in result.updates:
+        stats = update.stats
+        metrics.add("kl", stats.kl_N)
+        metrics.add("kl/negative", (stats.kl_N < 0).double())
+        metrics.add("teacher_mass", stats.teacher_mass_N)
+        metrics.add("student_mass", stats.student_mass_N)

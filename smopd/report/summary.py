@@ -1,0 +1,73 @@
+"""The end of a recipe: its table on the screen, in `results.json` and in `report.html`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from smopd.config.recipe import write_yaml
+from smopd.config.schedule import BASE
+from smopd.config.settings import Settings
+from smopd.engine.files import write_atomically
+from smopd.record.files import JsonlLog
+from smopd.record.progress import console, say
+from smopd.report.page import Report, write_report
+from smopd.report.tables import Row, table
+
+WIDTH = 132  # of the table where the output is no terminal
+
+
+def summarise(settings: Settings, folder: Path) -> None:
+    """Shows and writes the rows of all runs that have been evaluated."""
+    rows = evaluated_rows(settings, folder)
+    columns = table_columns(settings)
+    if rows:
+        shown = console() if console().is_terminal else Console(width=WIDTH)
+        shown.print(table(rows, columns))
+    write_atomically(
+        folder / "results.json", json.dumps({row.run: row.values for row in rows}, indent=1).encode()
+    )
+
+    def lines(file: str) -> dict[str, list[dict[str, Any]]]:
+        found = {name: JsonlLog(folder / name / file).read() for name in settings.runs}
+        return {name: read for name, read in found.items() if read}
+
+    report = Report(
+        title=settings.name,
+        caption=settings.description,
+        rows=rows,
+        columns=columns,
+        settings_yaml=write_yaml(settings),
+        metrics=lines("metrics.jsonl"),
+        samples=lines("samples.jsonl"),
+        tokens=lines("tokens.jsonl"),
+        teachers=[_label(settings, teacher.model) for teacher in settings.teachers.models],
+    )
+    write_report(folder / "report.html", report)
+    say(f"report: {folder / 'report.html'}")
+
+
+def _label(settings: Settings, model: str) -> str:
+    run = settings.runs.get(model)
+    return model if run is None else run.label or model
+
+
+def evaluated_rows(settings: Settings, folder: Path) -> list[Row]:
+    labels = {BASE: "Base"} | {name: run.label or name for name, run in settings.runs.items()}
+    rows = []
+    for name, label in labels.items():
+        path = folder / name / "evaluation.json"
+        if path.exists():
+            values = json.loads(path.read_text())
+            rows.append(Row(label, name, {key: value for key, value in values.items() if value is not None}))
+    return rows
+
+
+def table_columns(settings: Settings) -> list[str]:
+    """Each reward and their sum, greedy and then sampled."""
+    names = [*(reward.name for reward in settings.rewards), "sum"]
+    kinds = ["greedy", *(["sampled"] if settings.evaluation.samples else [])]
+    return [f"{kind}/{name}" for kind in kinds for name in names]

@@ -1,0 +1,164 @@
+"""From settings and a model's path to the student, the rollout engine and the teachers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from smopd.config.names import is_url
+from smopd.config.schedule import output_directory
+from smopd.config.settings import Settings, Vllm
+from smopd.engine.local.rollout import LocalRollout
+from smopd.engine.local.teachers import held_already, load_teachers
+from smopd.engine.models.loading import describe, load_model, load_tokenizer
+from smopd.engine.protocols import RolloutEngine, TeacherEngine
+from smopd.engine.remote.servers import Patience, Servers
+from smopd.engine.student.student import Student
+from smopd.engine.types import Lora, Packing, TrainSettings, VllmSettings
+from smopd.run.failures import reading
+
+PROBE_TEXT = 'Answer: the tools\' names, 3.14 and {"x": [1, 2]}.'
+"""On which a teacher's tokenizer and the student's must agree."""
+
+
+def student(settings: Settings, path: str, device: torch.device, **changes: Any) -> Student:
+    """The model at `path`, ready to train; `changes` replace fields of TrainSettings."""
+    torch.manual_seed(settings.seed)
+    with reading("model"):
+        model = load_model(path, torch.float32)
+    with reading("student"):
+        return Student(model, train_settings(settings, **changes), device)
+
+
+def rollout_engine(
+    settings: Settings, path: str, device: torch.device, recipe: Settings | None = None
+) -> RolloutEngine:
+    """Samples from its own copy of the model at `path`; vLLM's engine is kept from one run to the next.
+
+    recipe: whose runs an engine of vLLM is to have room for; None is this run alone.
+    """
+    options = settings.rollout
+    longest = settings.longest_sequence
+    with reading("model"):
+        config, ends = describe(path)
+        limit = getattr(config, "max_position_embeddings", longest)
+        if longest > limit:
+            raise ValueError(
+                f"{path} has {limit} positions, expected {longest} for a prompt and its response "
+                "(data.max_prompt_tokens, rollout.max_new_tokens, and evaluation's)"
+            )
+    if options.urls:
+        with reading("rollout.urls"):
+            from smopd.engine.remote.rollout import RemoteRollout
+
+            servers = Servers(options.urls, patience(settings))
+            how = settings.remote
+            remote = RemoteRollout(servers, ends, longest, how.transfer, how.transfer_folder)
+            remote.load_path(path)  # a server holds whatever the run before it ended with
+            return remote
+    if options.engine == "vllm":
+        with reading("rollout.engine"):
+            from smopd.engine.vllm.rollout import VllmRollout
+
+            return VllmRollout(path, ends, rollout_settings(settings, recipe or settings, limit))
+    with reading("model"):
+        model = load_model(path, getattr(torch, options.dtype), device)
+    return LocalRollout(model, ends, options.max_batch_tokens)
+
+
+def teacher_engine(
+    settings: Settings, paths: Sequence[str], vocabulary: int, device: torch.device, role: str = "teachers"
+) -> TeacherEngine | None:
+    """The frozen models at `paths`, LoRA adapters among them, or None where there are none.
+
+    role: models of different roles never take turns in one vLLM engine.
+    """
+    if not paths:
+        return None
+    options = settings.teachers
+    with reading("opd.kappa"):
+        if settings.opd.kappa > vocabulary:
+            raise ValueError(f"{settings.opd.kappa} is over the vocabulary of {vocabulary}")
+    with reading("teachers.models"):
+        if is_url(paths[0]):
+            return remote_teachers(settings, paths, vocabulary)
+        if options.engine == "local":
+            return load_teachers(paths, packing(settings), vocabulary, getattr(torch, options.dtype), device)
+        from smopd.engine.vllm.teachers import VllmTeachers
+
+        longest = settings.data.max_prompt_tokens + settings.rollout.max_new_tokens
+        own = vllm_settings(options.vllm, options.dtype, longest)
+        return VllmTeachers(paths, own, vocabulary, options.route, engines=options.vllm.engines, role=role)
+
+
+def reference_engine(
+    settings: Settings,
+    path: str | None,
+    student_path: str,
+    student: Student,
+    teachers: TeacherEngine | None,
+    device: torch.device,
+) -> TeacherEngine | None:
+    """The policy at `path` that kl_ref holds on to: as student or teachers hold it, or one model more."""
+    if path is None:
+        return None
+    held = held_already(path, student_path, student, teachers)
+    return held or teacher_engine(settings, [path], student.vocabulary, device, role="reference")
+
+
+def remote_teachers(settings: Settings, urls: Sequence[str], vocabulary: int) -> TeacherEngine:
+    from smopd.engine.remote.teachers import Probe, RemoteTeachers
+
+    path = str(settings.model.path or output_directory(settings) / "base" / "export")
+    ids = load_tokenizer(path).encode(PROBE_TEXT, add_special_tokens=False)
+    return RemoteTeachers(
+        [each.split(",") for each in urls],
+        vocabulary,
+        Probe(PROBE_TEXT, tuple(ids)),
+        settings.opd.kappa,
+        settings.kl_temperature,
+        dtype=settings.remote.logprobs_dtype,
+        patience=patience(settings),
+    )
+
+
+def patience(settings: Settings) -> Patience:
+    remote = settings.remote
+    return Patience(remote.deadline_seconds, remote.retries, concurrency=remote.concurrency)
+
+
+def rollout_settings(settings: Settings, recipe: Settings, limit: int) -> VllmSettings:
+    """Of an engine with room for the longest responses of the recipe's runs, so that one serves them all.
+
+    Runs of adapters share another one, with room for the largest of theirs.
+
+    Args:
+        settings: of the run, resolved.
+        limit: the model's positions.
+    """
+    runs = [settings, *(recipe.resolved(name) for name in recipe.runs)]
+    longest = min(limit, max(run.longest_sequence for run in runs))
+    rank = max(run.student.lora.rank if run.student.lora else 0 for run in runs)
+    own = settings.rollout
+    return vllm_settings(own.vllm, own.dtype, longest, rank if settings.student.lora else 0)
+
+
+def vllm_settings(section: Vllm, dtype: str, max_model_len: int, lora_rank: int = 0) -> VllmSettings:
+    values = section.model_dump(include=set(Vllm.model_fields))
+    values["max_model_len"] = section.max_model_len or max_model_len
+    return VllmSettings(**values, dtype=dtype, max_lora_rank=lora_rank)
+
+
+def train_settings(settings: Settings, **changes: Any) -> TrainSettings:
+    student = settings.student
+    values = student.model_dump(exclude={"micro_batch_tokens", "row_tokens", "share_prompts", "lora"})
+    if student.lora is not None:
+        values["lora"] = Lora(**{**student.lora.model_dump(), "targets": tuple(student.lora.targets)})
+    return TrainSettings(**{**values, "packing": packing(settings), **changes})
+
+
+def packing(settings: Settings) -> Packing:
+    student = settings.student
+    return Packing(student.micro_batch_tokens, student.row_tokens, student.share_prompts)

@@ -1,0 +1,38 @@
+"""What a user can act on: raised with the setting's name, answered in a few lines, without a traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from smopd.engine.remote.servers import NoServer
+from smopd.engine.student.checkpoint import UnusableCheckpoint
+from smopd.engine.student.student import NonFiniteGradient
+from smopd.rewards.pool import RewardError
+from smopd.run.folder import Busy, OtherSettings
+from smopd.step.sampling import StaleRollout
+
+
+class UnusableInput(RuntimeError):
+    """Data, a model or a plan that a run cannot begin with."""
+
+
+FAILURES = (
+    Busy,
+    NoServer,
+    NonFiniteGradient,
+    OtherSettings,
+    RewardError,
+    StaleRollout,
+    UnusableCheckpoint,
+    UnusableInput,
+)
+
+
+@contextmanager
+def reading(setting: str) -> Iterator[None]:
+    """Turns what is wrong with an input into an answer that names its setting."""
+    try:
+        yield
+    except (ValueError, ImportError, OSError) as error:
+        raise UnusableInput(f"{setting}: {error}") from error

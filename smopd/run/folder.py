@@ -1,0 +1,165 @@
+"""The run directory: whose it is, what it was made with, and which of its pieces are finished."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from smopd import __version__
+from smopd.config.recipe import write_yaml
+from smopd.config.settings import Settings
+from smopd.engine import distributed
+from smopd.engine.files import write_atomically
+
+PACKAGES = ("torch", "transformers", "tokenizers", "triton", "vllm", "numpy", "pydantic")
+
+
+class Busy(RuntimeError):
+    """Another command is writing to the directory."""
+
+
+class OtherSettings(RuntimeError):
+    """The directory holds a run that was made with other settings."""
+
+
+HARMLESS = ("output", "description", "processes", "log.", "checkpoint.", "scoring.deadline_seconds")
+"""Settings that change no result, but for rounding: a directory may be gone on with under others."""
+
+
+@contextmanager
+def claimed(folder: Path, settings: Settings) -> Iterator[None]:
+    """Holds the directory for this command; the lock goes with the process, however it ends.
+
+    A collective call.
+
+    Raises:
+        Busy: another command holds it.
+        OtherSettings: something in it was made with other settings; names each that differs.
+    """
+    with ExitStack() as held:
+
+        def claim() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context((folder / ".lock").open("w"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                message = f"{folder}: another command is at work there; wait, or give another --output"
+                raise Busy(message) from None
+            compare(folder, settings)
+
+        distributed.on_first(claim)
+        yield
+
+
+def write_settings(folder: Path, settings: Settings) -> None:
+    """Notes what the directory is made with; a collective call."""
+    if distributed.rank() == 0:
+        write_atomically(folder / "config.yaml", write_yaml(settings).encode())
+        write_atomically(folder / "environment.json", json.dumps(environment(), indent=1).encode())
+    distributed.barrier()
+
+
+def compare(folder: Path, settings: Settings) -> None:
+    """Raises OtherSettings where what stands in `folder` was made with others than `settings`."""
+    if found := changes(folder, settings):
+        raise OtherSettings(
+            f"{folder} holds a run with other settings; give another --output, or remove it\n"
+            + "\n".join(f"  {key}: was {before!r}, now {now!r}" for key, (before, now) in found.items())
+        )
+
+
+def changes(folder: Path, settings: Settings, *, new: bool = True) -> dict[str, tuple[Any, Any]]:
+    """Dotted path -> what `folder` was made with, and what `settings` say; empty where all is alike.
+
+    Args:
+        new: whether a setting that the folder does not know counts; it may have come with a later version.
+    """
+    config = folder / "config.yaml"
+    if not config.exists():
+        return {}
+    before = flat(yaml.safe_load(config.read_text()))
+    now = flat(yaml.safe_load(write_yaml(settings)))
+    begun = tuple(f"runs.{name}." for name in settings.runs if (folder / name).exists())
+    return {
+        key: (before.get(key), now.get(key))
+        for key in sorted({*before, *now})
+        if before.get(key) != now.get(key)
+        and (new or key in before)
+        and not key.startswith(HARMLESS)
+        and (not key.startswith("runs.") or key.startswith(begun))
+        and not key.endswith(".label")
+    }
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested settings as dotted path -> value."""
+    parts: Iterable[tuple[Any, Any]]
+    if isinstance(value, dict) and value:
+        parts = value.items()
+    elif isinstance(value, list) and value:
+        parts = enumerate(value)
+    else:
+        return {prefix: value}
+    return {
+        path: inner
+        for key, part in parts
+        for path, inner in flat(part, f"{prefix}.{key}" if prefix else str(key)).items()
+    }
+
+
+def environment() -> dict[str, Any]:
+    """Versions, machine and command line of this process."""
+    versions: dict[str, str | None] = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "smopd": __version__,
+        "git": _checkout(),
+        "python": platform.python_version(),
+        "packages": versions,
+        "machine": platform.platform(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "world_size": distributed.world_size(),
+        "command": sys.argv,
+    }
+
+
+def _checkout() -> dict[str, Any] | None:
+    """The commit of the checkout that this package is imported from, and whether files of it are changed."""
+    here = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(here), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # a checkout around site-packages is not ours
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return {"commit": git("rev-parse", "HEAD"), "modified": bool(changed)}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def mark_done(folder: Path, facts: dict[str, Any]) -> None:
+    """The last act of a piece; a collective call."""
+    if distributed.rank() == 0:
+        write_atomically(folder / "done.json", json.dumps(facts).encode())
+    distributed.barrier()

@@ -1,0 +1,103 @@
+"""All inputs of a recipe, read before anything is trained, with a line on what was left out of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from smopd.config.settings import Settings, Source
+from smopd.data.places import is_short_name, located
+from smopd.data.prompts import DemonstrationSet, Overlong, PromptSet, load_demonstrations, load_prompts
+from smopd.record.progress import say
+from smopd.run.failures import reading
+
+
+@dataclass(frozen=True)
+class Inputs:
+    train: PromptSet
+    held_out: PromptSet | None
+    demonstrations: DemonstrationSet | None
+
+
+def read_inputs(settings: Settings, tokenizer: PreTrainedTokenizerBase, *, demonstrations: bool) -> Inputs:
+    """Reads the recipe's sources.
+
+    Args:
+        demonstrations: whether the warm start is still to be done.
+    Raises:
+        UnusableInput: a source is missing, empty or malformed; names the setting, the row and the column.
+    """
+    data, warm = settings.data, settings.warm_start
+    with reading("data.train"):
+        train = prompt_set(settings, data.train, tokenizer, data.overlong, data.max_prompt_tokens)
+    held_out = None
+    if data.evaluation is not None:
+        with reading("data.evaluation"):
+            cut: Overlong = "truncate_left" if data.overlong == "truncate_left" else "error"
+            longest = data.max_evaluation_tokens or data.max_prompt_tokens
+            held_out = prompt_set(settings, data.evaluation, tokenizer, cut, longest)
+    demonstrated = None
+    if warm is not None and demonstrations:
+        with reading("warm_start.source"):
+            demonstrated = load_demonstrations(
+                warm.source.source,
+                tokenizer,
+                prompt_column=warm.source.prompt_column,
+                completion_column=warm.completion_column,
+                map=warm.source.map,
+                max_tokens=warm.max_tokens,
+                split=warm.source.split,
+                limit=warm.source.limit,
+                kwargs=warm.source.kwargs,
+                system=data.system,
+            )
+    return Inputs(train, held_out, demonstrated)
+
+
+def require_data(settings: Settings) -> None:
+    """Raises UnusableInput where the data of a source's short name is absent."""
+    data, warm = settings.data, settings.warm_start
+    named = {"data.train": data.train, "data.evaluation": data.evaluation}
+    named["warm_start.source"] = warm.source if warm else None
+    for setting, source in named.items():
+        if source is not None and is_short_name(source.source):
+            with reading(setting):
+                located(source.source)
+
+
+def prompt_set(
+    settings: Settings,
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    overlong: Overlong,
+    max_prompt_tokens: int,
+) -> PromptSet:
+    return load_prompts(
+        source.source,
+        tokenizer,
+        prompt_column=source.prompt_column,
+        map=source.map,
+        max_prompt_tokens=max_prompt_tokens,
+        overlong=overlong,
+        split=source.split,
+        limit=source.limit,
+        kwargs=source.kwargs,
+        system=settings.data.system,
+    )
+
+
+def log_inputs(inputs: Inputs) -> None:
+    """One line a source: how much of it is used, and what became of the rest."""
+    for name, prompts in {"training prompts": inputs.train, "held-out prompts": inputs.held_out}.items():
+        if prompts is not None:
+            say(
+                f"{len(prompts)} {name} of {prompts.rows} rows ({prompts.dropped_overlong} too long, "
+                f"{prompts.truncated} truncated, {prompts.mapped_out} mapped out)"
+            )
+    shown = inputs.demonstrations
+    if shown is not None:
+        say(
+            f"{len(shown)} demonstrations of {shown.rows} rows ({shown.dropped_overlong} too long, "
+            f"{shown.mapped_out} mapped out)"
+        )

@@ -1,0 +1,184 @@
+"""The runs of a recipe in order: warm start, specialize, merge, controls, evaluation, report.
+
+Every finished piece leaves a `done.json` as its last act and is not done again; an unfinished one goes on
+from its newest checkpoint. Nothing here knows the algorithm: that is `smopd.loop`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from smopd.config.cli import Command
+from smopd.config.schedule import BASE, PlannedRun, is_done, needs_base, plan
+from smopd.config.settings import Settings
+from smopd.data import sample
+from smopd.data.prompts import PromptSet
+from smopd.engine import distributed
+from smopd.engine.files import write_atomically
+from smopd.engine.models.loading import load_tokenizer, stored_dtype
+from smopd.engine.student.checkpoint import Checkpoints, export
+from smopd.loop import Run, optimise
+from smopd.record.progress import say
+from smopd.record.recorder import Recorder
+from smopd.record.trackers import missing
+from smopd.report.summary import summarise
+from smopd.rewards.pool import RewardPool, RewardSpec
+from smopd.run import build
+from smopd.run.base import initial_model, make_base
+from smopd.run.failures import FAILURES, UnusableInput, reading
+from smopd.run.folder import claimed, mark_done, write_settings
+from smopd.run.inputs import Inputs, log_inputs, read_inputs, require_data
+from smopd.step.held_out import evaluate_held_out
+from smopd.step.rewards import Rewarder
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What all runs of a recipe share."""
+
+    settings: Settings
+    folder: Path
+    pool: RewardPool
+    device: torch.device
+
+    def finished(self, name: str) -> bool:
+        return distributed.on_first(lambda: is_done(self.settings, name))
+
+    def model_path(self, name: str) -> str:
+        """Where the model of a run, of the base, or of a teacher given by path is loaded from."""
+        if name == BASE and not needs_base(self.settings):
+            return str(self.settings.model.path)
+        if name == BASE or name in self.settings.runs:
+            return str(self.folder / name / "export")
+        return name
+
+    def teacher_path(self, name: str) -> str:
+        """Where a teacher is loaded from; the adapter alone where a run trained one."""
+        adapter = Path(self.model_path(name)) / "adapter"
+        trained_here = name in self.settings.runs and self.settings.resolved(name).student.lora is not None
+        return str(adapter) if trained_here else self.model_path(name)
+
+
+def run_recipe(command: Command) -> int:
+    """Does what `command` asks for and is not finished; returns the exit status."""
+    quiet = os.environ.get("RANK", "0") != "0"
+    logging.basicConfig(format="%(message)s", level=logging.ERROR if quiet else logging.INFO)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    transformers_logging.disable_progress_bar()
+    settings, folder = command.settings, Path(command.settings.output)
+    rewards = [RewardSpec(reward.name, reward.function, reward.kwargs) for reward in settings.rewards]
+    with distributed.process_group() as device:
+        try:
+            require_data(settings)
+            with (
+                claimed(folder, settings),
+                RewardPool(
+                    rewards,
+                    startup_seconds=settings.scoring.startup_seconds,
+                    deadline_seconds=settings.scoring.deadline_seconds,
+                    log_path=folder / f"rewards_{distributed.rank()}.log",
+                ) as pool,
+            ):
+                pool.probe()
+                do_runs(RunContext(settings, folder, pool, device), command)
+        except FAILURES as error:
+            if distributed.first_to_fail():
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            return 1
+    return 0
+
+
+def do_runs(context: RunContext, command: Command) -> None:
+    settings = context.settings
+    planned = plan(settings, command.stage, command.only)
+    base_due = needs_base(settings) and not context.finished(BASE)
+    if base_due and BASE not in [run.name for run in planned]:
+        raise UnusableInput("the base model is not made yet; run --stage warm-start first")
+    start = initial_model(settings, context.folder / BASE)
+    if absent := missing(settings.log.to):
+        raise UnusableInput(f"log.to: {', '.join(absent)} is not installed (pip install {' '.join(absent)})")
+    with reading("model"):
+        tokenizer = load_tokenizer(start)
+    inputs = read_inputs(settings, tokenizer, demonstrations=base_due)
+    write_settings(context.folder, settings)
+    if distributed.rank() == 0:
+        if sample.is_used(settings.model_dump()):
+            say(sample.NOTE)
+        log_inputs(inputs)
+    for run in planned:
+        if not context.finished(run.name):
+            if run.name == BASE:
+                folder = context.folder / BASE
+                make_base(settings, folder, start, tokenizer, inputs.demonstrations, context.device)
+            else:
+                train(context, run, inputs)
+            gc.collect()
+    if inputs.held_out is not None:
+        wanted = list(settings.runs) if command.stage == "evaluate" else [run.name for run in planned]
+        for name in dict.fromkeys([BASE, *wanted]):
+            if name == BASE or context.finished(name):
+                evaluate(context, name, inputs.held_out)
+    if distributed.rank() == 0:
+        summarise(settings, context.folder)
+
+
+def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
+    """One run of the recipe, from its start or its newest checkpoint to its export."""
+    settings, folder = context.settings.resolved(run.name), context.folder / run.name
+    reference = run.init if settings.kl_ref.model == "init" else settings.kl_ref.model
+    frozen = [reference] if settings.kl_ref.coef > 0 else []
+    for needed in (run.init, *run.teachers, *frozen):
+        if needed in settings.runs and not context.finished(needed):
+            raise UnusableInput(
+                f"runs.{run.name}: needs the run {needed!r}, which is not finished; run it first"
+            )
+    path = context.model_path(run.init)
+    tokenizer = load_tokenizer(path)
+    student = build.student(settings, path, context.device)
+    paths = [context.teacher_path(teacher) for teacher in run.teachers]
+    rollouts = build.rollout_engine(settings, path, context.device, context.settings)
+    teachers = build.teacher_engine(settings, paths, student.vocabulary, context.device)
+    held = context.model_path(reference) if frozen else None
+    with Recorder(folder, run.name, settings, tokenizer) as recorder:
+        optimise(
+            Run(
+                settings=settings,
+                weights=list(run.weights.values()),
+                prompts=inputs.train,
+                held_out=inputs.held_out,
+                student=student,
+                rollouts=rollouts,
+                teachers=teachers,
+                reference=build.reference_engine(settings, held, path, student, teachers, context.device),
+                rewarder=Rewarder(context.pool, tokenizer, settings.scoring.max_unscorable_share),
+                checkpoints=Checkpoints(folder / "checkpoints", settings.checkpoint.keep),
+                recorder=recorder,
+            )
+        )
+    export(student, tokenizer, folder / "export", stored_dtype(path))
+    mark_done(folder, {"steps": settings.loop.steps, "skipped_updates": student.skipped})
+
+
+def evaluate(context: RunContext, name: str, held_out: PromptSet) -> None:
+    """The run's row of the table: `evaluation.json` and every response, unless they are there."""
+    folder, path = context.folder / name, context.model_path(name)
+    if distributed.on_first((folder / "evaluation.json").exists):
+        return
+    settings = context.settings if name == BASE else context.settings.resolved(name)
+    rewarder = Rewarder(context.pool, load_tokenizer(path), settings.scoring.max_unscorable_share)
+    engine = build.rollout_engine(settings, path, context.device, context.settings)
+    result = evaluate_held_out(settings, held_out, engine, rewarder)
+    if distributed.rank() == 0:
+        responses = "".join(json.dumps(item, allow_nan=False) + "\n" for item in result.items)
+        write_atomically(folder / "responses.jsonl", responses.encode())
+        write_atomically(folder / "evaluation.json", json.dumps(result.values, indent=1).encode())
+    distributed.barrier()

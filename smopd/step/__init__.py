@@ -1,0 +1,1 @@
+"""The parts of one step: the batch and its sampling, rewards, teachers; and held-out prompts."""

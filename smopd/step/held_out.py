@@ -1,0 +1,90 @@
+"""The recipe's own rewards on held-out prompts, greedy and sampled: the rows of a run's table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from smopd.config.settings import Settings
+from smopd.data.prompts import Prompt
+from smopd.engine import distributed
+from smopd.engine.protocols import RolloutEngine
+from smopd.engine.types import Sampling
+from smopd.step.rewards import Rewarder
+
+SEED_OFFSET = 1_000_003  # ours: keeps the draws of evaluation apart from those of training
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Means over prompts and samples, and every response they come from, the same on every rank."""
+
+    values: dict[str, float | None]
+    """For each kind, greedy and sampled: `kind/<reward>`, their sum `kind/sum`, `kind/truncated`, and
+    `kind/<reward>/unscorable`, the share that a reward could not score; None where it scored nothing."""
+    items: list[dict[str, Any]]
+
+
+def evaluate_held_out(
+    settings: Settings,
+    prompts: Sequence[Prompt],
+    engine: RolloutEngine,
+    rewarder: Rewarder,
+    *,
+    greedy_only: bool = False,
+) -> HeldOut:
+    """Scores the engine's policy on all of `prompts`; a collective call, each rank does its share."""
+    options = settings.evaluation
+    limit = options.max_new_tokens or settings.rollout.max_new_tokens
+    kinds = {"greedy": Sampling(n=1, temperature=0.0, max_new_tokens=limit)}
+    if options.samples and not greedy_only:
+        kinds["sampled"] = Sampling(
+            n=options.samples,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            max_new_tokens=limit,
+            seed=settings.seed + SEED_OFFSET,
+        )
+    names = [reward.name for reward in settings.rewards]
+    values: dict[str, float | None] = {}
+    items: list[dict[str, Any]] = []
+    mine = list(range(distributed.rank(), len(prompts), distributed.world_size()))
+    for kind, sampling in kinds.items():
+        rollouts = engine.generate([prompts[i].token_ids for i in mine], mine, sampling)
+        answered = [prompts[i] for i in mine for _ in range(sampling.n)]
+        rewards = rewarder.score(answered, rollouts)
+        own = [
+            {
+                "prompt": prompt.index,
+                "kind": kind,
+                "response": text,
+                "finished": rollout.finished,
+                "rewards": {
+                    name: None if math.isnan(reward) else reward
+                    for name, reward in zip(names, values_K, strict=True)
+                },
+            }
+            for prompt, rollout, text, values_K in zip(
+                answered, rollouts, rewards.texts, rewards.rewards_RK.tolist(), strict=True
+            )
+        ]
+        gathered = [item for share in distributed.gather_objects(own) for item in share]
+        gathered.sort(key=lambda item: item["prompt"])
+        values |= {f"{kind}/{name}": value for name, value in means(names, gathered).items()}
+        items += gathered
+    return HeldOut(values, items)
+
+
+def means(names: Sequence[str], items: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """Each reward's mean over what it could score, the sum of the means, and the shares left out."""
+    result: dict[str, float | None] = {}
+    for name in names:
+        scored = [item["rewards"][name] for item in items if item["rewards"][name] is not None]
+        result[name] = sum(scored) / len(scored) if scored else None
+        result[f"{name}/unscorable"] = 1 - len(scored) / len(items)
+    parts = [result[name] for name in names]
+    result["sum"] = None if None in parts else sum(part for part in parts if part is not None)
+    result["truncated"] = sum(not item["finished"] for item in items) / len(items)
+    return result

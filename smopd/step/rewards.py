@@ -1,0 +1,76 @@
+"""Responses -> rewards.
+
+Decodes them, calls every reward in its worker, and stops a run that cannot be scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from smopd.config.names import STEP_COLUMN
+from smopd.data.prompts import Prompt
+from smopd.engine import distributed
+from smopd.engine.types import Rollout
+from smopd.rewards.pool import RewardBatch, RewardPool, check_share
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """Rewards of R responses in K dimensions on this rank."""
+
+    rewards_RK: Tensor
+    """float64, NaN where a reward could not score."""
+    texts: list[str]
+    """The responses without special tokens, as the rewards saw them."""
+    batch: RewardBatch
+
+
+class Rewarder:
+    """Rewards responses with the recipe's rewards.
+
+    Args:
+        pool: one killable worker a reward.
+        tokenizer: of the policy.
+        max_unscorable_share: a dimension that leaves more than this share of a batch unscored ends the run.
+    """
+
+    def __init__(self, pool: RewardPool, tokenizer: PreTrainedTokenizerBase, max_unscorable_share: float):
+        self.pool = pool
+        self.tokenizer = tokenizer
+        self.max_unscorable_share = max_unscorable_share
+
+    def score(
+        self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], step: int | None = None
+    ) -> Rewards:
+        """Rewards each rollout of `prompts`, one prompt a rollout; a collective call.
+
+        Args:
+            step: of training, from 0, which the rewards get as a column; None outside of training.
+        Raises:
+            RewardError: on every rank, when over all ranks a dimension could not score too many responses.
+        """
+        ids = [rollout.response_ids.tolist() for rollout in rollouts]
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
+        names = sorted({name for prompt in prompts for name in prompt.columns})
+        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+        if step is not None:
+            columns[STEP_COLUMN] = [step] * len(prompts)
+        scored = self.pool.score([prompt.content for prompt in prompts], texts, columns)
+        self._check(scored, len(rollouts))
+        return Rewards(torch.from_numpy(scored.values_RK), texts, scored)
+
+    def _check(self, scored: RewardBatch, n_responses: int) -> None:
+        everywhere = distributed.gather_objects(
+            (n_responses, dict(scored.failures), dict(scored.last_errors))
+        )
+        for name in scored.names:
+            kinds = scored.failures[name].keys()
+            failures = {kind: sum(failed[name][kind] for _, failed, _ in everywhere) for kind in kinds}
+            errors = [errors[name] for _, _, errors in everywhere if name in errors]
+            responses = sum(count for count, _, _ in everywhere)
+            check_share(name, failures, responses, self.max_unscorable_share, errors[0] if errors else None)

@@ -1,0 +1,128 @@
+"""The batches of a run by step: sampled when wanted, or one step ahead while the last one trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from smopd.config.settings import Settings
+from smopd.data.prompts import Prompt, batch_indices
+from smopd.engine import distributed
+from smopd.engine.protocols import RolloutEngine
+from smopd.engine.types import Rollout, Sampling
+from smopd.step.batch import Batch, positions
+
+
+class StaleRollout(RuntimeError):
+    """A response comes from a policy that is older than `loop.lag` allows."""
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A batch that was begun before its step: the step, and this rank's rollouts."""
+
+    step: int
+    rollouts: list[Rollout]
+
+    def state(self) -> dict[str, Any]:
+        """As a checkpoint takes it."""
+        return {"step": self.step, "rollouts": [vars(rollout) for rollout in self.rollouts]}
+
+    @staticmethod
+    def of(state: dict[str, Any]) -> Ahead:
+        return Ahead(state["step"], [Rollout(**values) for values in state["rollouts"]])
+
+
+class Sampler:
+    """This rank's rollouts of each step. A context manager: it waits for what it has begun.
+
+    Args:
+        prompts: the training set.
+        device: this rank's.
+        ahead: `Ahead.state` of a batch begun before the checkpoint that the run goes on from.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        prompts: Sequence[Prompt],
+        engine: RolloutEngine,
+        device: torch.device,
+        ahead: dict[str, Any] | None = None,
+    ):
+        self.settings, self.prompts, self.engine = settings, prompts, engine
+        self._pool = distributed.thread("sampling", device)
+        self._begun: dict[int, Future[Batch]] = {}
+        if ahead is not None and settings.loop.lag:
+            begun = Ahead.of(ahead)
+            self._begun[begun.step] = self._pool.submit(self._batch, begun.step, begun.rollouts)
+
+    def __enter__(self) -> Sampler:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def take(self, step: int) -> Batch:
+        """The batch of `step`. With a lag the next one is begun, unless teachers wait for its engine's turn.
+
+        Raises:
+            StaleRollout: a response is older than `loop.lag` allows.
+        """
+        begun = self._begun.pop(step, None)
+        batch = self._batch(step) if begun is None else begun.result()
+        for rollout in batch.rollouts:
+            if step - rollout.policy_version > self.settings.loop.lag:
+                raise StaleRollout(
+                    f"step {step}: a response comes from policy {rollout.policy_version}, "
+                    f"expected {step - self.settings.loop.lag} or later (loop.lag)"
+                )
+        if not _take_turns(self.settings):
+            self.begin(step + 1)
+        return batch
+
+    def begin(self, step: int) -> None:
+        """With a lag, has the batch of `step` sampled with the policy of now, if that is not begun."""
+        loop = self.settings.loop
+        if loop.lag and step < loop.steps and step not in self._begun:
+            self._begun[step] = self._pool.submit(self._batch, step)
+
+    def settle(self) -> dict[str, Any] | None:
+        """Waits until the engine is idle; what was begun ahead, for a checkpoint."""
+        for step, begun in self._begun.items():
+            return Ahead(step, begun.result().rollouts).state()
+        return None
+
+    def _generate(self, token_ids: list[tuple[int, ...]], groups: list[int]) -> list[Rollout]:
+        rollout = self.settings.rollout
+        sampling = Sampling(
+            n=rollout.group_size,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            max_new_tokens=rollout.max_new_tokens,
+            seed=self.settings.seed,
+        )
+        return self.engine.generate(token_ids, groups, sampling)
+
+    def _batch(self, step: int, rollouts: list[Rollout] | None = None) -> Batch:
+        """The batch of `step`, of `rollouts` where they are there already."""
+        loop, n = self.settings.loop, len(self.prompts)
+        chosen = batch_indices(n, loop.prompts_per_step, step, self.settings.seed)
+        first = step * loop.prompts_per_step
+        groups = [(first + position) // n * n + i for position, i in enumerate(chosen)]
+        prompts = [self.prompts[i] for i in chosen]
+        world = (distributed.rank(), distributed.world_size())
+        shares = positions(len(prompts), loop.updates_per_step, *world)
+        if rollouts is None:
+            mine = [position for share in shares for position in share]
+            rollouts = self._generate([prompts[i].token_ids for i in mine], [groups[i] for i in mine])
+        return Batch.of(prompts, shares, rollouts, self.settings.rollout.group_size)
+
+
+def _take_turns(settings: Settings) -> bool:
+    """Whether rollouts and teachers are vLLM engines of this process, of which one works at a time."""
+    return settings.rollout.colocated and settings.teachers.colocated
