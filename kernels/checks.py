@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smopd.kernels.reference.loss import counted
-from smopd.kernels.types import LossSettings, LossTokens
+from smopd.kernels.reference.topk import teacher_mixture
+from smopd.kernels.tokens import counted
+from smopd.kernels.types import Candidates, LossSettings, LossTokens, SparseTarget, loss_target
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTS = (torch.int32, torch.int64)
@@ -254,3 +255,40 @@ def debug_loss_tokens(op: str, tokens: LossTokens, n_vocab: int) -> None:
     debug_finite(op, "log_alpha", tokens.log_alpha, allow_minus_inf=True)
     for name in (*COLUMNS, "adv_N", "pg_weight_N"):
         debug_finite(op, name, getattr(tokens, name))
+
+
+def require_token_ids(
+    op: str, token_ids_N: Tensor | None, n_vocab: int, counted_N: Tensor | None = None
+) -> None:
+    """Raises ValueError: an id is outside [0, n_vocab) at a token that counts."""
+    if token_ids_N is not None and token_ids_N.device.type == "cpu":
+        debug_ids(op, "token_ids_N", token_ids_N, n_vocab, counted_N)
+
+
+def require_target_ids(
+    op: str, target: SparseTarget | Candidates, n_vocab: int, counted_N: Tensor | None = None
+) -> None:
+    """Raises ValueError: an id that the forward KL uses is outside [0, n_vocab)."""
+    all_ids = target.ids_NS if isinstance(target, SparseTarget) else target.ids_NMS
+    if all_ids.device.type != "cpu" or not bool(((all_ids < 0) | (all_ids >= n_vocab)).any()):
+        return
+    name = "target_ids_NS"
+    if isinstance(target, Candidates):
+        name = "teacher_ids_NMS"
+        union = (target.ids_NMS, target.logps_NMS, target.log_alpha, target.kappa)
+        mixture = teacher_mixture(*union, merge=target.merge)
+        target = SparseTarget(mixture.ids_NS, mixture.logps_NS)
+    used_NS = target.logps_NS > -torch.inf
+    debug_ids(
+        op, name, target.ids_NS, n_vocab, used_NS if counted_N is None else used_NS & counted_N[:, None]
+    )
+
+
+def require_loss_ids(op: str, tokens: LossTokens, settings: LossSettings, n_vocab: int) -> None:
+    """require_token_ids and require_target_ids of the tokens that count."""
+    if tokens.token_ids_N.device.type != "cpu":
+        return
+    counted_N, target = counted(tokens), loss_target(tokens, settings)
+    require_token_ids(op, tokens.token_ids_N, n_vocab, counted_N)
+    if target is not None:
+        require_target_ids(op, target, n_vocab, counted_N)

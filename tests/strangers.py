@@ -36,7 +36,7 @@ def run(
     done = subprocess.run(
         [str(word) for word in command],
         cwd=cwd,
-        env=inherited | {"SMOPD_BUILD_CUDA": "0"} | environment,
+        env=inherited | environment,
         capture_output=True,
         text=True,
     )

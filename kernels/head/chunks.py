@@ -11,12 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from smopd.kernels import id_checks
+from smopd.kernels import checks
 from smopd.kernels.head.gemm import logits_buffer, padded_width
 from smopd.kernels.head.shards import Shard
 from smopd.kernels.head.tiles import ReferenceTileLoss, TileLoss
-from smopd.kernels.ops.loss_total import total_loss
-from smopd.kernels.reference.loss import STATS_FIELDS, TERMS, coefficients, counted, idle
+from smopd.kernels.tokens import STATS_FIELDS, TERMS, coefficients, counted, idle, total_loss
 from smopd.kernels.types import LossSettings, LossTokens, TokenTerms, compute_dtype
 
 CHUNK_BYTES, RECOMPUTE_BYTES = 1 << 30, 256 << 20  # on an accelerator; a prediction, not measured yet
@@ -128,7 +127,7 @@ def make_job(
     **options: Any,
 ) -> Job:
     """options: Job's other fields. compact: take the tokens that count nowhere out; None: on a CPU."""
-    id_checks.check_loss_ids("linear_smopd_loss", tokens, settings, shard.n_vocab)
+    checks.require_loss_ids("linear_smopd_loss", tokens, settings, shard.n_vocab)
     on_cpu = hidden_ND.device.type == "cpu"  # elsewhere asking how many there are costs a synchronisation
     live, worked_on = None, tokens
     if on_cpu if compact is None else compact:

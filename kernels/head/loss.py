@@ -27,9 +27,8 @@ from smopd.kernels.head.chunks import Gradients, Job, chunk_budget, make_job, ou
 from smopd.kernels.head.gemm import hidden_gradient_into, logits_into, weight_gradient_into
 from smopd.kernels.head.recompute import MadeInBackward, piece_terms
 from smopd.kernels.head.shards import shard_of
-from smopd.kernels.ops.loss_total import total_loss
 from smopd.kernels.reference import loss as reference_loss
-from smopd.kernels.reference.loss import join_terms
+from smopd.kernels.tokens import join_terms, total_loss
 from smopd.kernels.types import LossSettings, LossStats, LossTokens, TokenTerms, compute_dtype
 
 OP = "linear_smopd_loss"

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from smopd.kernels import checks, id_checks
+from smopd.kernels import checks
 from smopd.kernels.head.chunks import ROW_UNIT_CPU, chunk_budget, row_blocks, steps
 from smopd.kernels.head.gemm import logits_into
 from smopd.kernels.head.shards import Shard, shard_of
@@ -67,7 +67,7 @@ def linear_topk_logprobs(
     op = "linear_topk_logprobs"
     shard = shard_of(op, weight_VD, tp_group, shard_sizes)
     checks.check_kappa(op, kappa, shard.n_vocab)
-    id_checks.check_token_ids(op, token_ids_N, shard.n_vocab)
+    checks.require_token_ids(op, token_ids_N, shard.n_vocab)
     head = (weight_VD, bias_V)
     options: dict[str, Any] = {"temperature": temperature, "chunk_bytes": chunk_bytes}
     with torch.no_grad(), torch.autocast(hidden_ND.device.type, enabled=False):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from smopd.kernels import dispatch, id_checks
+from smopd.kernels import checks, dispatch
 from smopd.kernels.types import Candidates, SparseTarget, compute_dtype
 
 
@@ -41,7 +41,7 @@ def topk_logprobs(
     logits: Tensor, kappa: int, token_ids: Tensor | None, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """token_logp is (0,) without token_ids."""
-    id_checks.check_token_ids("topk_logprobs", token_ids, logits.shape[1])
+    checks.require_token_ids("topk_logprobs", token_ids, logits.shape[1])
     serve = dispatch.serving("topk_logprobs", logits, kappa=kappa)
     top = serve(logits, kappa, token_ids_N=token_ids, temperature=temperature)
     return top.ids_NS, top.logps_NS, empty_column(logits, 0) if top.token_logp_N is None else top.token_logp_N
@@ -64,7 +64,7 @@ def topk_logprobs_teachers(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """token_logp is (0, M) without token_ids."""
     first = logits[0]
-    id_checks.check_token_ids("topk_logprobs", token_ids, first.shape[1])
+    checks.require_token_ids("topk_logprobs", token_ids, first.shape[1])
     serve = dispatch.serving("topk_logprobs_teachers", first, kappa=kappa)
     top = serve(logits, kappa, token_ids_N=token_ids, temperature=temperature)
     empty = empty_column(first, 0, len(logits))
@@ -138,8 +138,8 @@ def forward_kl(
     temperature: float,
 ) -> tuple[Tensor, Tensor]:
     target = _kl_target(ids, logps, log_alpha, kappa, merge)
-    id_checks.check_token_ids("forward_kl", token_ids, logits.shape[1])
-    id_checks.check_target_ids("forward_kl", target, logits.shape[1])
+    checks.require_token_ids("forward_kl", token_ids, logits.shape[1])
+    checks.require_target_ids("forward_kl", target, logits.shape[1])
     serve = dispatch.serving("forward_kl_rows", logits, **target_facts(target))
     logp, kl = serve(logits, token_ids, target, tail=tail, temperature=temperature)
     # An operator's outputs share no memory; a backend's may.

@@ -20,7 +20,6 @@ from smopd.kernels.head import loss as linear
 from smopd.kernels.head import topk as linear_topk
 from smopd.kernels.head.chunks import chunk_budget, make_job
 from smopd.kernels.head.shards import Shard
-from smopd.kernels.ops.loss_total import total_loss
 from smopd.kernels.ops.operators import empty_column, operator
 from smopd.kernels.ops.operators_loss import (
     N_OBJECTIVE,
@@ -33,6 +32,7 @@ from smopd.kernels.ops.operators_loss import (
     scaled_gradient,
 )
 from smopd.kernels.reference.loss import scale_
+from smopd.kernels.tokens import total_loss
 from smopd.kernels.types import LossSettings, LossTokens, TokenTerms
 
 N_HEAD = 3  # hidden, weight, bias

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from smopd.kernels import dispatch, id_checks
-from smopd.kernels.ops.loss_total import total_loss
+from smopd.kernels import checks, dispatch
 from smopd.kernels.ops.operators import empty_column, operator, target_facts
 from smopd.kernels.reference import loss as reference_loss
-from smopd.kernels.reference.loss import STATS_FIELDS
+from smopd.kernels.tokens import STATS_FIELDS, total_loss
 from smopd.kernels.types import LossSettings, LossStats, LossTokens, compute_dtype, loss_target
 
 TOKEN_FIELDS = tuple(field.name for field in fields(LossTokens))
@@ -81,7 +80,7 @@ def loss_of_rows(
     logits: Tensor, tokens: LossTokens, settings: LossSettings, grad: Tensor | None
 ) -> tuple[Tensor, LossStats]:
     """The loss, by the backend that serves the logits; its gradient goes to grad, which may be the logits."""
-    id_checks.check_loss_ids("smopd_loss", tokens, settings, logits.shape[1])
+    checks.require_loss_ids("smopd_loss", tokens, settings, logits.shape[1])
     serve = dispatch.serving("loss_rows", logits, **loss_facts(tokens, settings))
     return total_loss(serve(logits, tokens, settings, grad), tokens, settings)
 

@@ -11,18 +11,16 @@ Shapes: N tokens, V vocabulary, S support entries (kappa).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from smopd.kernels.reference.policy import policy_terms, weighted
+from smopd.kernels.reference.policy import policy_terms
 from smopd.kernels.reference.rows import row_chunks, rows_forward, rows_gradient
 from smopd.kernels.reference.topk import target_of
-from smopd.kernels.types import LossSettings, LossStats, LossTokens, TokenTerms, compute_dtype, loss_target
-
-STATS_FIELDS = tuple(field.name for field in fields(LossStats))
-TERMS = tuple(field.name for field in fields(TokenTerms))
+from smopd.kernels.tokens import coefficients, counted, idle, join_terms, weighted
+from smopd.kernels.types import LossSettings, LossTokens, TokenTerms, compute_dtype, loss_target
 
 
 def loss_rows(
@@ -51,17 +49,6 @@ def _without_uncounted_ids(tokens: LossTokens) -> LossTokens:
         name: ids.masked_fill(uncounted_N.view(-1, *[1] * (ids.dim() - 1)), 0) for name, ids in given.items()
     }
     return replace(tokens, **known)
-
-
-def join_terms(parts: list[TokenTerms], logits_NV: Tensor) -> TokenTerms:
-    """logits_NV: any tensor of the logits' dtype and device, for the case of no part at all."""
-    if len(parts) == 1:
-        return parts[0]
-    if parts:
-        return TokenTerms(*(torch.cat([getattr(part, name) for part in parts]) for name in TERMS))
-    dtypes = {"clipped_N": torch.int8}
-    wide = compute_dtype(logits_NV.dtype)
-    return TokenTerms(*(logits_NV.new_zeros(0, dtype=dtypes.get(name, wide)) for name in TERMS))
 
 
 def _chunk(
@@ -137,35 +124,6 @@ def token_terms(
     pg_N, kl_coef_N, reverse_coef_N, ent_coef_N = coefs = coefficients(tokens, settings, logp_N.dtype)
     dlogp_N = weighted(pg_N, slope_N) + weighted(reverse_coef_N, reverse_slope_N)
     return TokenTerms(*map(column, columns)), Pull(dlogp_N, kl_coef_N, ent_coef_N), idle(coefs)
-
-
-def coefficients(tokens: LossTokens, settings: LossSettings, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-    """What multiplies surrogate, KL, reverse term and entropy in the loss; None where a term is off."""
-
-    def scaled(weight_N: Tensor | None, coef: float, there: bool = True) -> Tensor | None:
-        return None if weight_N is None or coef == 0.0 or not there else coef * weight_N.to(dtype)
-
-    return (
-        scaled(tokens.pg_weight_N, 1.0),
-        scaled(tokens.kl_weight_N, settings.opd_coef, loss_target(tokens, settings) is not None),
-        scaled(reverse_weight(tokens), settings.opd_coef, tokens.reverse_adv_N is not None),
-        scaled(tokens.ent_weight_N, -settings.entropy_coef),
-    )
-
-
-def idle(coefs: tuple[Tensor | None, ...]) -> Tensor:
-    """(N,) bool: the tokens whose gradient is 0 whatever their logits."""
-    return torch.stack([coef_N == 0 for coef_N in coefs if coef_N is not None]).all(0)
-
-
-def reverse_weight(tokens: LossTokens) -> Tensor | None:
-    return tokens.kl_weight_N if tokens.reverse_weight_N is None else tokens.reverse_weight_N
-
-
-def counted(tokens: LossTokens) -> Tensor:
-    """(N,) bool: the tokens with a weight that is not 0."""
-    weights = (tokens.pg_weight_N, tokens.kl_weight_N, tokens.ent_weight_N, tokens.reverse_weight_N)
-    return torch.stack([weight_N != 0 for weight_N in weights if weight_N is not None]).any(0)
 
 
 def scale_(grad: Tensor, dloss: Tensor) -> None:

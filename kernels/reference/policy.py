@@ -21,14 +21,6 @@ from smopd.kernels.types import (
 )
 
 
-def weighted(weight_N: Tensor | None, value_N: Tensor) -> Tensor:
-    """weight * value; 0 where the weight is 0, whatever the value; 0 without a weight."""
-    if weight_N is None:
-        return torch.zeros_like(value_N)
-    weight_N = weight_N.to(value_N.dtype)
-    return torch.where(weight_N != 0, weight_N * value_N, 0.0)
-
-
 def policy_terms(
     logp_N: Tensor, tokens: LossTokens, settings: LossSettings
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from smopd.kernels.reference.policy import weighted
+from smopd.kernels.tokens import weighted
 from smopd.kernels.types import compute_dtype
 
 TAIL_FLOOR = 2.0**-20  # teacher mass outside the support below this counts as 0 (ours: fp32 rounding of Q)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 pytest.importorskip("trl", reason="needs trl (the trl extra)")
 
-from smopd.kernels.ops import loss_total
 from smopd.kernels.reference import loss as reference_loss
 from smopd.kernels.reference import topk as reference
+from smopd.kernels.tokens import total_loss
 from smopd.ops import LossSettings, LossTokens
 from tests.integrations.tiny_trl import (
     LONGEST,
@@ -60,7 +60,7 @@ def reference_of(
     grad_NV = torch.empty_like(logits_NV)
     terms = reference_loss.loss_rows(logits_NV.detach(), tokens, settings, grad_NV)
     logits_NV.backward(grad_NV)
-    loss, _ = loss_total.total_loss(terms, tokens, settings)
+    loss, _ = total_loss(terms, tokens, settings)
     return loss, {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
 
 

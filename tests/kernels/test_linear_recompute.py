@@ -10,7 +10,8 @@ import torch
 from smopd.kernels.head import recompute as linear_recompute
 from smopd.kernels.head import sums as linear_sums
 from smopd.kernels.head.tiles import ReferenceTileLoss, finish, gradient_
-from smopd.kernels.reference.loss import TERMS, loss_rows
+from smopd.kernels.reference.loss import loss_rows
+from smopd.kernels.tokens import TERMS
 from smopd.ops import LossSettings, linear_smopd_loss, smopd_loss
 from tests.kernels import linear_cases as cases
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from smopd.kernels import dispatch
-from smopd.kernels.ops.loss_total import BLOCK, steady_sum
+from smopd.kernels.tokens import BLOCK, steady_sum
 from smopd.ops import LossSettings, LossStats, LossTokens, linear_smopd_loss, smopd_loss
 from tests.kernels import cpp_rows
 
