@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 
 import bench
-from bench import _gpu, _record, _report
-from bench._run import Options, run_benchmarks
+from bench.harness import gpu, record, report
+from bench.harness.run import Options, run_benchmarks
 
 SCRIPTS = ("teacher_scoring",)  # of whole engines, run by their own names
 
@@ -45,11 +45,11 @@ def main(arguments: Sequence[str]) -> int:
         if command in ("table", "plot") and not rest:
             raise ValueError(f"{command}: a file is expected")
         if command == "table":
-            return _report.table(_record.rows_of([Path(name) for name in rest]))
+            return report.table(record.rows_of([Path(name) for name in rest]))
         if command == "plot":
-            return _report.plot(_record.rows_of([Path(rest[0])]), Path(rest[1] if rest[1:] else "bench.png"))
+            return report.plot(record.rows_of([Path(rest[0])]), Path(rest[1] if rest[1:] else "bench.png"))
         if command == "gpu":
-            return _gpu.main(rest, names())
+            return gpu.main(rest, names())
         return _run(_parse(arguments))
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -98,7 +98,7 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         file = arguments.output.open("a")
     try:
-        tell = _record.teller(device, file)
+        tell = record.teller(device, file)
         return int(run_benchmarks({name: _module(name).BENCHMARK for name in chosen}, options, tell) > 0)
     finally:
         if file is not None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench import _ceilings, _eager
-from bench._providers import compiled, compiling, eager, ours
-from bench._types import Benchmark, Case, Expected, Outputs
+from bench.harness import ceiling, eager_forms
+from bench.harness.providers import compiled, compiling, eager, ours
+from bench.harness.types import Benchmark, Case, Expected, Outputs
 from smopd.ops import gdpo_advantages
 
 NORM_EPS = 1e-6
@@ -50,7 +50,8 @@ def stacked(form):
 
 
 def by_prompt(given: Inputs) -> Outputs:
-    return {"advantages": _eager.gdpo_by_prompt(given.rewards_RK, given.prompts, given.weights_K, NORM_EPS)}
+    advantages = eager_forms.gdpo_by_prompt(given.rewards_RK, given.prompts, given.weights_K, NORM_EPS)
+    return {"advantages": advantages}
 
 
 def fused(given: Inputs) -> Outputs:
@@ -60,10 +61,10 @@ def fused(given: Inputs) -> Outputs:
     return {"advantages": advantages_R}
 
 
-def ceilings(given: Inputs) -> list[_ceilings.Ceiling]:
+def ceilings(given: Inputs) -> list[ceiling.Ceiling]:
     if given.rewards_RK.is_cuda:
-        return [_ceilings.launch(given.rewards_RK)]
-    return [_ceilings.copy(given.rewards_RK)]
+        return [ceiling.launch(given.rewards_RK)]
+    return [ceiling.copy(given.rewards_RK)]
 
 
 BENCHMARK = Benchmark(
@@ -78,9 +79,9 @@ BENCHMARK = Benchmark(
     ceilings=ceilings,
     launch_bound=True,
     providers=(
-        eager("eager", stacked(_eager.gdpo_stacked)),
+        eager("eager", stacked(eager_forms.gdpo_stacked)),
         eager("eager by prompt", by_prompt),
-        compiled(stacked(compiling(_eager.gdpo_stacked))),
+        compiled(stacked(compiling(eager_forms.gdpo_stacked))),
         *ours(fused),
     ),
 )

@@ -7,12 +7,12 @@ import functools
 import torch
 from torch import Tensor
 
-from bench import _ceilings, _eager, _peers
-from bench._inputs import Scenario, on_head
-from bench._peers import head_leaves
-from bench._providers import compiled, compiling, eager, ours, peer
-from bench._truth import loss_truth
-from bench._types import Benchmark, Case, Outputs
+from bench.harness import ceiling, eager_forms, peers
+from bench.harness.inputs import Scenario, on_head
+from bench.harness.peers import head_leaves
+from bench.harness.providers import compiled, compiling, eager, ours, peer
+from bench.harness.truth import loss_truth
+from bench.harness.types import Benchmark, Case, Outputs
 from smopd.ops import LossSettings, LossTokens, linear_smopd_loss
 
 
@@ -27,7 +27,7 @@ def run(form):
 
 
 def plain(hidden_ND: Tensor, weight_VD: Tensor, tokens: LossTokens, settings: LossSettings):
-    return _eager.objective(hidden_ND @ weight_VD.T, tokens, settings)
+    return eager_forms.objective(hidden_ND @ weight_VD.T, tokens, settings)
 
 
 def fused(hidden_ND: Tensor, weight_VD: Tensor, tokens: LossTokens, settings: LossSettings, recompute: bool):
@@ -62,17 +62,17 @@ BENCHMARK = Benchmark(
     inputs=on_head,
     truth=loss_truth,
     ceilings=lambda scenario: [
-        _ceilings.three_gemms(scenario.counted_ND, scenario.weight_VD),
-        _ceilings.gemm(scenario.counted_ND, scenario.weight_VD),
+        ceiling.three_gemms(scenario.counted_ND, scenario.weight_VD),
+        ceiling.gemm(scenario.counted_ND, scenario.weight_VD),
     ],
     providers=(
         eager("eager", run(plain)),
         compiled(run(compiling(plain))),
         *ours(run(functools.partial(fused, recompute=False))),
         *ours(run(functools.partial(fused, recompute=True)), "recompute"),
-        peer("trl chunked", _peers.trl_linear, "trl", note=_peers.TRL_ROWS_NOTE),
-        peer("trl divergence", _peers.trl_divergence, "trl", note=_peers.TRL_DIVERGENCE_NOTE),
-        peer("liger", _peers.liger_linear, "liger_kernel", devices=("cuda",), note=_peers.LABEL_NOTE),
-        peer("cce", _peers.cut_cross_entropy, "cut_cross_entropy", note=_peers.CCE_NOTE, main_only=True),
+        peer("trl chunked", peers.trl_linear, "trl", note=peers.TRL_ROWS_NOTE),
+        peer("trl divergence", peers.trl_divergence, "trl", note=peers.TRL_DIVERGENCE_NOTE),
+        peer("liger", peers.liger_linear, "liger_kernel", devices=("cuda",), note=peers.LABEL_NOTE),
+        peer("cce", peers.cut_cross_entropy, "cut_cross_entropy", note=peers.CCE_NOTE, main_only=True),
     ),
 )

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench import _ceilings, _eager
-from bench._accuracy import LINEAR_NORM
-from bench._inputs import head_logits, random_head
-from bench._providers import compiled, compiling, eager, ours
-from bench._truth import checked_rows, in_chunks
-from bench._types import Benchmark, Case, Expected, Outputs
+from bench.harness import ceiling, eager_forms
+from bench.harness.accuracy import LINEAR_NORM
+from bench.harness.inputs import head_logits, random_head
+from bench.harness.providers import compiled, compiling, eager, ours
+from bench.harness.truth import checked_rows, in_chunks
+from bench.harness.types import Benchmark, Case, Expected, Outputs
 from smopd.ops import linear_topk_logprobs
 
 
@@ -46,7 +46,7 @@ def run(form):
 
 
 def plain(hidden_ND: Tensor, weight_VD: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
-    return _eager.topk_of_logits(hidden_ND @ weight_VD.T, kappa)
+    return eager_forms.topk_of_logits(hidden_ND @ weight_VD.T, kappa)
 
 
 def fused(hidden_ND: Tensor, weight_VD: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
@@ -74,7 +74,7 @@ BENCHMARK = Benchmark(
     },
     inputs=inputs,
     truth=truth,
-    ceilings=lambda given: [_ceilings.gemm(given.hidden_ND, given.weight_VD)],
+    ceilings=lambda given: [ceiling.gemm(given.hidden_ND, given.weight_VD)],
     providers=(
         eager("head, topk + logsumexp", run(plain)),
         compiled(run(compiling(plain))),

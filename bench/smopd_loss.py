@@ -6,11 +6,11 @@ import functools
 
 import torch
 
-from bench import _ceilings, _eager, _peers
-from bench._inputs import Scenario, on_logits
-from bench._providers import PEER_SLACK, compiled, compiling, eager, ours, peer
-from bench._truth import loss_truth
-from bench._types import Benchmark, Case, Outputs
+from bench.harness import ceiling, eager_forms, peers
+from bench.harness.inputs import Scenario, on_logits
+from bench.harness.providers import PEER_SLACK, compiled, compiling, eager, ours, peer
+from bench.harness.truth import loss_truth
+from bench.harness.types import Benchmark, Case, Outputs
 from smopd.ops import smopd_loss
 
 
@@ -71,24 +71,24 @@ BENCHMARK = Benchmark(
     inputs=on_logits,
     truth=loss_truth,
     ceilings=lambda scenario: [
-        _ceilings.copy(scenario.logits_NV),
-        _ceilings.read(scenario.logits_NV),
-        _ceilings.triad(scenario.logits_NV),
+        ceiling.copy(scenario.logits_NV),
+        ceiling.read(scenario.logits_NV),
+        ceiling.triad(scenario.logits_NV),
     ],
     providers=(
-        eager("eager", run(_eager.objective)),
-        eager("eager 16-bit", run(functools.partial(_eager.objective, wide=False)), slack=PEER_SLACK),
-        compiled(run(compiling(_eager.objective))),
+        eager("eager", run(eager_forms.objective)),
+        eager("eager 16-bit", run(functools.partial(eager_forms.objective, wide=False)), slack=PEER_SLACK),
+        compiled(run(compiling(eager_forms.objective))),
         *ours(run(fused)),
         *ours(run_in_place, "in place", prepare=own_logits),
         peer(
             "liger grpo",
-            _peers.liger_grpo,
+            peers.liger_grpo,
             "liger_kernel",
             devices=("cuda",),
-            prepare=_peers.liger_grpo_input,
-            note=_peers.GRPO_NOTE,
+            prepare=peers.liger_grpo_input,
+            note=peers.GRPO_NOTE,
         ),
-        peer("trl rows", _peers.trl_rows, "trl", devices=("cuda",), note=_peers.TRL_ROWS_NOTE),
+        peer("trl rows", peers.trl_rows, "trl", devices=("cuda",), note=peers.TRL_ROWS_NOTE),
     ),
 )

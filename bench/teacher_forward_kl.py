@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bench._providers import ours
-from bench._types import Benchmark, Case
+from bench.harness.providers import ours
+from bench.harness.types import Benchmark, Case
 from bench.topk_forward_kl import EAGER, ceilings, inputs, run, truth
 from smopd.ops import teacher_forward_kl, teacher_mixture, topk_forward_kl
 

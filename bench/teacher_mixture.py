@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench import _ceilings, _eager, _objective
-from bench._accuracy import LOGP
-from bench._providers import compiled, compiling, eager, ours
-from bench._truth import checked_rows, in_chunks
-from bench._types import Benchmark, Case, Expected, Outputs
+from bench.harness import ceiling, eager_forms, objective
+from bench.harness.accuracy import LOGP
+from bench.harness.providers import compiled, compiling, eager, ours
+from bench.harness.truth import checked_rows, in_chunks
+from bench.harness.types import Benchmark, Case, Expected, Outputs
 from smopd.ops import teacher_mixture
 
 IDS_PER_CANDIDATE = 4  # teachers share most of their tokens: ids come from this many times kappa
@@ -43,7 +43,7 @@ def truth(given: Inputs) -> dict[str, Expected]:
     parts = []
     for some in in_chunks(rows, width):
         teachers = (given.ids_NMS[some], given.logps_NMS[some], given.log_alpha)
-        parts.append(_objective.mixture(*teachers, given.case.kappa, given.merge))
+        parts.append(objective.mixture(*teachers, given.case.kappa, given.merge))
     ids, logps = (torch.cat(column) for column in zip(*parts, strict=True))
     expected = {
         "logps": Expected(logps, LOGP, rows=rows),
@@ -67,10 +67,10 @@ def fused(given: Inputs) -> Outputs:
     return {"ids": mixture.ids_NS, "logps": mixture.logps_NS, "mass": mixture.mass_N}
 
 
-def ceilings(given: Inputs) -> list[_ceilings.Ceiling]:
+def ceilings(given: Inputs) -> list[ceiling.Ceiling]:
     if given.ids_NMS.is_cuda:
-        return [_ceilings.launch(given.ids_NMS)]
-    return [_ceilings.copy(given.logps_NMS)]
+        return [ceiling.launch(given.ids_NMS)]
+    return [ceiling.copy(given.logps_NMS)]
 
 
 BENCHMARK = Benchmark(
@@ -99,8 +99,8 @@ BENCHMARK = Benchmark(
     ceilings=ceilings,
     launch_bound=True,
     providers=(
-        eager("eager", run(_eager.pooled, _eager.merged)),
-        compiled(run(compiling(_eager.pooled), compiling(_eager.merged))),
+        eager("eager", run(eager_forms.pooled, eager_forms.merged)),
+        compiled(run(compiling(eager_forms.pooled), compiling(eager_forms.merged))),
         *ours(fused),
     ),
 )

@@ -23,13 +23,12 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from bench import _record
-from bench._memory import peak_bytes
+from bench.harness import record
+from bench.harness.memory import peak_bytes
 from smopd.engine.distributed import process_group
 from smopd.engine.types import Rollout, VllmSettings
 from smopd.worlds.models import qwen_vocab_model, world_model
 
-TOKENIZER = _record.ROOT.parent / "shared" / "data" / "tokenizer" / "qwen.tiktoken"
 BOUNDS = {"float32": 1e-3, "bfloat16": 8e-3}  # in 16 bit two roundings of a logit near 1
 
 Score = Callable[[list[Rollout], int], tuple[Tensor, Tensor]]
@@ -47,7 +46,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--dtype", choices=BOUNDS, default="float32")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--tokenizer", type=Path, default=TOKENIZER, help="Qwen's ranks file")
+    parser.add_argument("--tokenizer", default="tokenizer/qwen", help="Qwen's ranks: a file or a short name")
     parser.add_argument("--output", type=Path, help="rows go to this file as well")
     chosen = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -56,7 +55,7 @@ def main() -> None:
         process_group(),
         chosen.output.open("a") if chosen.output else nullcontext() as file,
     ):
-        tell = _record.teller(device, file)
+        tell = record.teller(device, file)
         for name in chosen.models:
             path = f"{folder}/{name}"
             vocabulary = save_model(name, path, chosen)

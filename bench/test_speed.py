@@ -20,12 +20,12 @@ import warnings
 import pytest
 import torch
 
-from bench import _record
 from bench.__main__ import names
-from bench._providers import absent, forced
-from bench._run import CANNOT
-from bench._timing import Turn, clock_for
-from bench._types import Case, Provider
+from bench.harness import record
+from bench.harness.providers import absent, forced
+from bench.harness.run import CANNOT
+from bench.harness.timing import Turn, clock_for
+from bench.harness.types import Case, Provider
 
 pytest.importorskip("pytest_benchmark")
 
@@ -55,8 +55,8 @@ def entries() -> list:
 @functools.cache
 def recorded_shares() -> dict[tuple[str, str, str], float]:
     """(benchmark, case, provider) -> the recorded share of the ceiling; empty without a baseline."""
-    path = _record.ROOT / "bench" / "baselines" / f"{_record.slug(DEVICE)}.jsonl"
-    rows = _record.rows_of([path]) if path.exists() else []
+    path = record.ROOT / "bench" / "baselines" / f"{record.slug(DEVICE)}.jsonl"
+    rows = record.rows_of([path]) if path.exists() else []
     return {
         (row["benchmark"], row["case"], row["provider"]): row["of_ceiling"]
         for row in rows
@@ -96,7 +96,7 @@ def test_speed(benchmark, name: str, case: Case, provider: Provider) -> None:
     recorded = recorded_shares().get((name, case.label, provider.name))
     benchmark.extra_info |= {"ceiling": ceiling.name, "of_ceiling": share, "recorded": recorded}
     if recorded is None:
-        warnings.warn(f"no baseline for {_record.slug(DEVICE)}", RegressionWarning, stacklevel=1)
+        warnings.warn(f"no baseline for {record.slug(DEVICE)}", RegressionWarning, stacklevel=1)
     elif share < recorded * (1 - ALLOWED_LOSS):
         warnings.warn(
             f"{provider.name} reaches {share:.0%} of {ceiling.name}, recorded {recorded:.0%}",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from bench import _ceilings, _eager, _peers
-from bench._inputs import Scenario, on_logits
-from bench._providers import PEER_SLACK, compiled, compiling, eager, ours, peer
-from bench._truth import loss_truth
-from bench._types import Benchmark, Case, Expected, Outputs
+from bench.harness import ceiling, eager_forms, peers
+from bench.harness.inputs import Scenario, on_logits
+from bench.harness.providers import PEER_SLACK, compiled, compiling, eager, ours, peer
+from bench.harness.truth import loss_truth
+from bench.harness.types import Benchmark, Case, Expected, Outputs
 from smopd.ops import topk_forward_kl
 
 
@@ -46,7 +46,7 @@ def narrow(logits_NV, tokens, settings):
 
 def of_log_softmax(logq_NV, tokens, settings):
     logp_N = logq_NV.gather(-1, tokens.token_ids_N[:, None])[:, 0].float()
-    return logp_N, _eager.forward_kl(logq_NV, *_eager.target_of(tokens, settings), settings.tail)
+    return logp_N, eager_forms.forward_kl(logq_NV, *eager_forms.target_of(tokens, settings), settings.tail)
 
 
 def fused(logits_NV, tokens, settings):
@@ -54,8 +54,8 @@ def fused(logits_NV, tokens, settings):
     return topk_forward_kl(logits_NV, tokens.token_ids_N, *target, tail=settings.tail)
 
 
-def ceilings(scenario: Scenario) -> list[_ceilings.Ceiling]:
-    return [_ceilings.copy(scenario.logits_NV), _ceilings.read(scenario.logits_NV)]
+def ceilings(scenario: Scenario) -> list[ceiling.Ceiling]:
+    return [ceiling.copy(scenario.logits_NV), ceiling.read(scenario.logits_NV)]
 
 
 EAGER = (
@@ -90,6 +90,6 @@ BENCHMARK = Benchmark(
     providers=(
         *EAGER,
         *ours(run(fused)),
-        peer("liger kl_div", _peers.liger_kl, "liger_kernel", devices=("cuda",), note=_peers.LIGER_NOTE),
+        peer("liger kl_div", peers.liger_kl, "liger_kernel", devices=("cuda",), note=peers.LIGER_NOTE),
     ),
 )

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench import _ceilings, _eager, _peers
-from bench._accuracy import LOGP
-from bench._inputs import random_logits
-from bench._providers import compiled, compiling, eager, ours, peer
-from bench._truth import checked_rows, in_chunks
-from bench._types import Benchmark, Case, Expected, Outputs
+from bench.harness import ceiling, eager_forms, peers
+from bench.harness.accuracy import LOGP
+from bench.harness.inputs import random_logits
+from bench.harness.providers import compiled, compiling, eager, ours, peer
+from bench.harness.truth import checked_rows, in_chunks
+from bench.harness.types import Benchmark, Case, Expected, Outputs
 from smopd.ops import topk_logprobs
 
 
@@ -75,15 +75,15 @@ BENCHMARK = Benchmark(
     },
     inputs=inputs,
     truth=truth,
-    ceilings=lambda given: [_ceilings.read(given.logits_NV), _ceilings.copy(given.logits_NV)],
+    ceilings=lambda given: [ceiling.read(given.logits_NV), ceiling.copy(given.logits_NV)],
     providers=(
-        eager("topk + logsumexp", run(_eager.topk_of_logits)),
-        eager("log_softmax + topk", run(_eager.topk_of_log_softmax)),
-        compiled(run(compiling(_eager.topk_of_logits))),
+        eager("topk + logsumexp", run(eager_forms.topk_of_logits)),
+        eager("log_softmax + topk", run(eager_forms.topk_of_log_softmax)),
+        compiled(run(compiling(eager_forms.topk_of_logits))),
         *ours(run(fused)),
         peer(
             "flashinfer",
-            run(_peers.flashinfer_topk),
+            run(peers.flashinfer_topk),
             "flashinfer",
             devices=("cuda",),
             note="ids and values; logsumexp is eager",

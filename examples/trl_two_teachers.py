@@ -119,7 +119,7 @@ def host_and_ours(folder: str, vocabulary: int, hidden: int) -> dict[str, Any]:
 
 def measure(rows: int, tokens: int, vocabulary: int, hidden: int, turns: int) -> None:
     """Seconds and peak memory of compute_loss and backward, the trainers taking turns in one process."""
-    from bench._memory import peak_bytes
+    from bench.harness.memory import peak_bytes
 
     def step(trainer: Any, batch: dict[str, Any]) -> None:
         trainer.model.zero_grad()

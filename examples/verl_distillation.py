@@ -141,7 +141,7 @@ def measure(n_tokens: int, vocabulary: int, topk: int, repeats: int) -> None:
 
     The losses take turns in one process; the first turn is not counted.
     """
-    from bench._memory import peak_bytes
+    from bench.harness.memory import peak_bytes
 
     logits, losses = losses_of(n_tokens, vocabulary, topk)
     seconds: dict[str, list[float]] = {name: [] for name in losses}

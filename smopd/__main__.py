@@ -9,7 +9,7 @@ import os
 import sys
 from importlib import import_module
 
-from smopd.config.names import nearest
+from smopd.names import nearest
 
 COMMANDS = {
     "train": ("smopd.train", "train a recipe: teachers, the merged student, their evaluation"),

@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import _accuracy, _memory, _record, _report, _timing, topk_logprobs
+from bench import topk_logprobs
 from bench.__main__ import main, names
-from bench._providers import ENV, ours, peer
-from bench._run import Options, run_benchmarks
-from bench._types import Case, Expected, Provider
+from bench.harness import accuracy, memory, record, report, timing
+from bench.harness.providers import ENV, ours, peer
+from bench.harness.run import Options, run_benchmarks
+from bench.harness.types import Case, Expected, Provider
 from smopd.kernels.dispatch import cpp_unavailable
 
 WITHOUT_COMPILE = ["--device", "cpu", "--providers", "eager,ours,peer"]
@@ -158,7 +159,7 @@ def test_zeros_that_were_never_written_are_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32])
 @pytest.mark.parametrize("n_elements", [60, 5000, 16 << 20])
 def test_new_memory_is_poisoned(n_elements: int, dtype: torch.dtype) -> None:
-    with _accuracy.poisoned_memory(torch.zeros(1)):
+    with accuracy.poisoned_memory(torch.zeros(1)):
         kept = torch.zeros(n_elements, dtype=dtype)
         del kept  # its memory is free, and may come again
         new = torch.empty(n_elements, dtype=dtype)[8:]  # the allocator's own words lie at the beginning
@@ -209,7 +210,7 @@ def test_rows_go_to_a_file_and_come_back_as_a_table(
 ) -> None:
     file = tmp_path / "deep" / "rows.jsonl"
     assert main(["advantages", "--quick", *WITHOUT_COMPILE, "--output", str(file)]) == 0
-    assert rows(capsys) == _record.rows_of([file])
+    assert rows(capsys) == record.rows_of([file])
     assert main(["table", str(file)]) == 0
     printed = capsys.readouterr().out
     assert "**advantages**, N12-K2-G4-fp32" in printed
@@ -219,35 +220,35 @@ def test_rows_go_to_a_file_and_come_back_as_a_table(
 def test_a_table_shows_refusals_and_what_a_peer_computes() -> None:
     refused = {"provider": "a", "refused": "ids differ", "kind": "ours"}
     part = {"provider": "b", "computes": "a part", "ms": 1234.5, "p20_ms": 1.0, "p80_ms": 2.0, "kind": "peer"}
-    assert _report.cells(refused)[:2] == ("a", "refused: ids differ")
-    assert _report.cells(part)[:3] == ("b (a part)", "1,234", "1 to 2")
+    assert report.cells(refused)[:2] == ("a", "refused: ids differ")
+    assert report.cells(part)[:3] == ("b (a part)", "1,234", "1 to 2")
 
 
 def test_a_line_that_is_no_row_is_named(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"ms": 1}\n[1]\n')
     with pytest.raises(ValueError, match=r"rows.jsonl:2: list, expected a row"):
-        _record.rows_of([file])
+        record.rows_of([file])
 
 
 def test_turns_are_taken_in_rounds_each_first_once() -> None:
     order: list[str] = []
-    turns = {name: _timing.Turn(run=lambda _, name=name: order.append(name)) for name in "abc"}
-    times = _timing.interleaved(turns, _timing.CpuClock(), seconds=0.0, rounds=3)
+    turns = {name: timing.Turn(run=lambda _, name=name: order.append(name)) for name in "abc"}
+    times = timing.interleaved(turns, timing.CpuClock(), seconds=0.0, rounds=3)
     assert "".join(order) == "abc" + "bca" + "cab"
     assert all(len(samples.seconds) == 3 for samples in times.values())
 
 
 def test_where_the_time_decides_on_the_rounds_a_warm_up_and_a_trial_come_first() -> None:
     runs: list[None] = []
-    turns = {"a": _timing.Turn(run=lambda _: runs.append(None))}
-    times = _timing.interleaved(turns, _timing.CpuClock(), seconds=0.0)["a"]
-    assert len(times.seconds) == _timing.MIN_ROUNDS == len(runs) - 2
+    turns = {"a": timing.Turn(run=lambda _: runs.append(None))}
+    times = timing.interleaved(turns, timing.CpuClock(), seconds=0.0)["a"]
+    assert len(times.seconds) == timing.MIN_ROUNDS == len(runs) - 2
 
 
 def test_preparation_is_not_timed() -> None:
-    slow = _timing.Turn(run=lambda _: None, prepare=lambda: time.sleep(0.05))
-    times = _timing.interleaved({"slow": slow}, _timing.CpuClock(), seconds=0.0, rounds=3)["slow"]
+    slow = timing.Turn(run=lambda _: None, prepare=lambda: time.sleep(0.05))
+    times = timing.interleaved({"slow": slow}, timing.CpuClock(), seconds=0.0, rounds=3)["slow"]
     assert max(times.seconds) < 0.05
 
 
@@ -256,8 +257,8 @@ def test_preparation_is_not_timed() -> None:
 )
 def test_peak_memory_counts_what_lives_at_once() -> None:
     given = torch.ones(8 << 20)  # 32 MiB
-    one = _memory.peak_bytes(lambda: given * 2, "cpu")
-    two = _memory.peak_bytes(lambda: (given * 2) * 2, "cpu")
+    one = memory.peak_bytes(lambda: given * 2, "cpu")
+    two = memory.peak_bytes(lambda: (given * 2) * 2, "cpu")
     assert one is not None and two is not None
     assert abs(one / 2**20 - 32) < 8 and abs(two / 2**20 - 64) < 8
 
@@ -265,11 +266,11 @@ def test_peak_memory_counts_what_lives_at_once() -> None:
 def test_bounds_are_judged_by_share_and_slack() -> None:
     provider = peer("theirs", lambda given: {}, slack=10.0)
     truth = {"x": Expected(torch.zeros(2), torch.tensor([1.0, 2.0]))}
-    fault, errors, share = _accuracy.judge(provider, {"x": torch.tensor([3.0, 4.0])}, truth)
+    fault, errors, share = accuracy.judge(provider, {"x": torch.tensor([3.0, 4.0])}, truth)
     assert fault is None and errors == {"x": 4.0} and math.isclose(share, 3.0)
-    fault, *_ = _accuracy.judge(provider, {"x": torch.tensor([11.0, 0.0])}, truth)
+    fault, *_ = accuracy.judge(provider, {"x": torch.tensor([11.0, 0.0])}, truth)
     assert fault is not None and "x is off by 11" in fault
-    fault, *_ = _accuracy.judge(provider, {"y": torch.zeros(2)}, truth)
+    fault, *_ = accuracy.judge(provider, {"y": torch.zeros(2)}, truth)
     assert fault is not None and "expected some of ['x']" in fault
 
 
@@ -278,14 +279,14 @@ def test_bounds_are_judged_by_share_and_slack() -> None:
     [(1.0, torch.bfloat16, 2.0**-7), (1.5, torch.float32, 2.0**-23), (-0.75, torch.bfloat16, 2.0**-8)],
 )
 def test_ulp(value: float, dtype: torch.dtype, want: float) -> None:
-    assert float(_accuracy.ulp(torch.tensor(value, dtype=torch.float64), dtype)) == want
+    assert float(accuracy.ulp(torch.tensor(value, dtype=torch.float64), dtype)) == want
 
 
 def test_infinities_that_agree_are_no_error() -> None:
     provider = ours(lambda given: {}, backends=("reference",))[0]
     value = torch.tensor([-math.inf, 1.0])
-    assert _accuracy.judge(provider, {"x": value}, {"x": Expected(value, 1e-6)})[0] is None
-    fault, *_ = _accuracy.judge(provider, {"x": torch.tensor([0.0, 1.0])}, {"x": Expected(value, 1e-6)})
+    assert accuracy.judge(provider, {"x": value}, {"x": Expected(value, 1e-6)})[0] is None
+    fault, *_ = accuracy.judge(provider, {"x": torch.tensor([0.0, 1.0])}, {"x": Expected(value, 1e-6)})
     assert fault is not None
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import _gpu, _jobs
 from bench.__main__ import main, names
-from bench._jobs import NOT_BEGUN, NOT_HERE, WELL, WRONG, Job, Result
+from bench.harness import gpu, job_runner
+from bench.harness.job_runner import NOT_BEGUN, NOT_HERE, WELL, WRONG, Job, Result
 from tests.patience import HANG_SECONDS, MISSED_SECONDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +41,7 @@ def job(code: str, name: str = "one", stage: int = 1, limit: float = HANG_SECOND
 
 
 def run(folder: Path, *jobs: Job, total: float = HANG_SECONDS) -> dict[str, Result]:
-    return _jobs.run_jobs(jobs, total, folder)
+    return job_runner.run_jobs(jobs, total, folder)
 
 
 def until(happens: Callable[[], bool]) -> None:
@@ -65,11 +65,11 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="pr
 
 
 def plan(output: Path = Path("rows.jsonl")) -> list[Job]:
-    return _gpu.jobs(names(), output)
+    return gpu.jobs(names(), output)
 
 
 def test_every_benchmark_is_checked_and_then_timed_alone() -> None:
-    by_stage = _jobs.stages(plan())
+    by_stage = job_runner.stages(plan())
     assert [one.name for one in by_stage[0]] == ["pytest -m gpu", *(f"check {name}" for name in names())]
     assert [[one.name for one in stage] for stage in by_stage[1:]] == [[f"time {name}"] for name in names()]
     for one in by_stage[0][1:]:
@@ -82,17 +82,19 @@ def test_no_benchmark_begins_a_case_that_its_limit_would_cut_at_once() -> None:
     for one in plan():
         if "--deadline" in one.command:
             deadline = float(one.command[one.command.index("--deadline") + 1])
-            assert 0 < deadline <= one.limit - _gpu.LAST_CASE_SECONDS
+            assert 0 < deadline <= one.limit - gpu.LAST_CASE_SECONDS
 
 
 def test_the_time_is_enough_for_all_and_is_kept_whatever_hangs() -> None:
     """Where a check hangs too, every timing has its expected time."""
     jobs = plan()
-    checks, *timings = _jobs.stages(jobs)
+    checks, *timings = job_runner.stages(jobs)
     before = max(one.limit for one in checks)
-    assert before + _jobs.expected_seconds([one for stage in timings for one in stage]) < _gpu.TOTAL_SECONDS
-    assert _jobs.expected_seconds(jobs) < _jobs.most_seconds(jobs, _gpu.TOTAL_SECONDS) < MOST_SECONDS
-    assert _gpu.TOTAL_SECONDS + _jobs.REAP_SECONDS < MOST_SECONDS
+    assert (
+        before + job_runner.expected_seconds([one for stage in timings for one in stage]) < gpu.TOTAL_SECONDS
+    )
+    assert job_runner.expected_seconds(jobs) < job_runner.most_seconds(jobs, gpu.TOTAL_SECONDS) < MOST_SECONDS
+    assert gpu.TOTAL_SECONDS + job_runner.REAP_SECONDS < MOST_SECONDS
     assert all(0 < one.expected < one.limit for one in jobs)
 
 
@@ -102,7 +104,7 @@ def test_the_tests_run_in_many_processes_where_they_can(
     xdist: bool, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = {"pytest", "hypothesis", *(["xdist"] if xdist else [])} - {missing}
-    monkeypatch.setattr(_gpu.importlib.util, "find_spec", lambda name: name if name in there else None)
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: name if name in there else None)
     tests = next(one for one in plan() if one.name == "pytest -m gpu")
     assert (" -n 8 --dist loadgroup" in tests.line) == xdist
     assert tests.absent == (f"{missing} not installed" if missing else None)
@@ -112,22 +114,22 @@ def test_a_dry_run_shows_the_jobs_that_a_run_begins(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(_gpu, "today", lambda: "2026-01-01")
+    monkeypatch.setattr(gpu, "today", lambda: "2026-01-01")
     assert main(["gpu", "--dry-run"]) == 0
     dry = capsys.readouterr().out
     begun: list[Job] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(_gpu._record, "slug", lambda device: "DEVICE")
+    monkeypatch.setattr(gpu.record, "slug", lambda device: "DEVICE")
 
     def note(jobs: list[Job], total: float, folder: Path) -> dict[str, Result]:
         begun.extend(jobs)
         return {one.name: Result(WELL, "") for one in jobs}
 
-    monkeypatch.setattr(_jobs, "run_jobs", note)
+    monkeypatch.setattr(job_runner, "run_jobs", note)
     assert main(["gpu"]) == 0
     places = [dry.index(f"{one.name}\n{'':26}{one.line}\n") for one in begun]
     assert places == sorted(places) and len(begun) == 1 + 2 * len(names())
-    total, most = _jobs.expected_seconds(begun), _jobs.most_seconds(begun, _gpu.TOTAL_SECONDS)
+    total, most = job_runner.expected_seconds(begun), job_runner.most_seconds(begun, gpu.TOTAL_SECONDS)
     assert dry.splitlines()[-1] == f"expected: {total:.0f} s in all; at most {most:.0f} s"
 
 
@@ -179,9 +181,9 @@ def test_the_exit_status_and_what_is_said(
     ended: dict[str, str], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(_gpu._record, "slug", lambda device: "a-gpu")
+    monkeypatch.setattr(gpu.record, "slug", lambda device: "a-gpu")
     monkeypatch.setattr(
-        _jobs,
+        job_runner,
         "run_jobs",
         lambda jobs, total, folder: {one.name: Result(ended.get(one.name, WELL), "") for one in jobs},
     )
@@ -242,8 +244,8 @@ def hours_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         def monotonic() -> float:
             return time.monotonic() + (3 * HANG_SECONDS if file.exists() else 0.0)
 
-    monkeypatch.setattr(_jobs, "time", Clock)
-    monkeypatch.setattr(_jobs, "REAP_SECONDS", 4 * HANG_SECONDS)
+    monkeypatch.setattr(job_runner, "time", Clock)
+    monkeypatch.setattr(job_runner, "REAP_SECONDS", 4 * HANG_SECONDS)
     return file
 
 
@@ -294,20 +296,20 @@ def test_when_the_time_is_over_nothing_is_begun_and_that_is_said(
 
 def test_a_job_is_told_when_its_tests_have_to_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = time.time()
-    tells = job(f"import os; print(os.environ['{_jobs.UNTIL}'], os.environ['GIVEN'])", "tells")
+    tells = job(f"import os; print(os.environ['{job_runner.UNTIL}'], os.environ['GIVEN'])", "tells")
     run(tmp_path, replace(tells, environment={"GIVEN": "too"}))
     told, given = capfd.readouterr().out.splitlines()[1].split()
-    ends = HANG_SECONDS - _jobs.LAST_TEST_SECONDS
+    ends = HANG_SECONDS - job_runner.LAST_TEST_SECONDS
     assert before + ends - 1.0 <= float(told) <= time.time() + ends + 1.0 and given == "too"
 
 
 @needs_proc
-@pytest.mark.parametrize("number", _jobs.SIGNALS)
+@pytest.mark.parametrize("number", job_runner.SIGNALS)
 def test_who_ends_the_suite_ends_its_jobs(number: signal.Signals, tmp_path: Path) -> None:
     code = (
         "import pathlib, sys\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "from bench._jobs import Job, run_jobs\n"
+        "from bench.harness.job_runner import Job, run_jobs\n"
         f"run_jobs([Job(1, 'hangs', (sys.executable, '-c', {HANGS!r}), 1.0, 1e6)], 1e6, pathlib.Path('.'))\n"
     )
     suite = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)

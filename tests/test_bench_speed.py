@@ -13,9 +13,10 @@ import pytest
 
 pytest.importorskip("pytest_benchmark", reason="pytest-benchmark is not installed")
 
-from bench import _record, test_speed, topk_logprobs
+from bench import test_speed, topk_logprobs
 from bench.__main__ import names
-from bench._providers import ours
+from bench.harness import record
+from bench.harness.providers import ours
 from smopd.kernels.dispatch import cpp_unavailable
 from tests.patience import HANG_SECONDS
 
@@ -64,12 +65,12 @@ class Clockwork:
 
 def run_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recorded: float | None) -> Clockwork:
     """test_speed with a ceiling and a call of 1 s each, beside a baseline that recorded this share."""
-    monkeypatch.setattr(_record, "ROOT", tmp_path)
+    monkeypatch.setattr(record, "ROOT", tmp_path)
     case = topk_logprobs.BENCHMARK.cases["quick"][0]
     (provider,) = ours(topk_logprobs.run(topk_logprobs.fused), backends=("reference",))
     if recorded is not None:
         row = {"benchmark": "topk_logprobs", "case": case.label, "provider": provider.name}
-        path = tmp_path / "bench" / "baselines" / f"{_record.slug(test_speed.DEVICE)}.jsonl"
+        path = tmp_path / "bench" / "baselines" / f"{record.slug(test_speed.DEVICE)}.jsonl"
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(row | {"of_ceiling": recorded}) + "\n")
     test_speed.recorded_shares.cache_clear()

@@ -8,13 +8,14 @@ import importlib
 import pytest
 import torch
 
-from bench import _eager, _truth, linear_smopd_loss, smopd_loss, topk_forward_kl
+from bench import linear_smopd_loss, smopd_loss, topk_forward_kl
 from bench.__main__ import names
-from bench._accuracy import judge
-from bench._inputs import head_logits, on_head, on_logits
-from bench._providers import ours, peer
-from bench._run import Options, run_benchmarks
-from bench._types import Benchmark, Case, Expected, Outputs
+from bench.harness import eager_forms, truth
+from bench.harness.accuracy import judge
+from bench.harness.inputs import head_logits, on_head, on_logits
+from bench.harness.providers import ours, peer
+from bench.harness.run import Options, run_benchmarks
+from bench.harness.types import Benchmark, Case, Expected, Outputs
 
 N_ROWS, WRONG_ROW = 60, 31
 LINEAR = linear_smopd_loss.run(lambda *a: linear_smopd_loss.fused(*a, recompute=False))
@@ -90,15 +91,15 @@ def test_the_truth_of_a_head_is_made_in_float64(dtype: str) -> None:
     torch.testing.assert_close(
         head_logits(scenario.hidden_ND, scenario.weight_VD), wanted, rtol=1e-14, atol=1e-13
     )
-    truth = _truth.loss_truth(scenario)
-    assert {truth[name].value.dtype for name in ("logp", "kl", "loss", "dhidden", "dweight")} == {
+    wanted = truth.loss_truth(scenario)
+    assert {wanted[name].value.dtype for name in ("logp", "kl", "loss", "dhidden", "dweight")} == {
         torch.float64
     }
 
 
 def test_all_rows_are_checked_where_they_are_cheap() -> None:
-    assert _truth.checked_rows(256, 151_936, "cpu").tolist() == list(range(256))
-    rows = _truth.checked_rows(8192, 151_936, "cpu")
+    assert truth.checked_rows(256, 151_936, "cpu").tolist() == list(range(256))
+    rows = truth.checked_rows(8192, 151_936, "cpu")
     assert len(rows) == len(rows.unique()) > 400 and (int(rows[0]), int(rows[-1])) == (0, 8191)
 
 
@@ -126,8 +127,8 @@ def test_only_flagged_cases_have_masked_rows_and_their_ceiling_is_of_the_others(
 
 def test_eager_divides_by_no_temperature_of_1() -> None:
     logits = torch.ones(2, 3)
-    assert _eager.tempered(logits, 1.0) is logits
-    assert float(_eager.tempered(logits, 0.5)[0, 0]) == 2.0
+    assert eager_forms.tempered(logits, 1.0) is logits
+    assert float(eager_forms.tempered(logits, 0.5)[0, 0]) == 2.0
 
 
 def test_providers_are_chosen_by_name_kind_and_backend() -> None:

@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -35,6 +35,59 @@ ALLOWED = {
     "engine": ENGINE_PACKAGES | {"smopd.kernels", "smopd.engine"},
 }
 OPS_ALLOWED = {"torch", "smopd.kernels"}
+# Who may import whom inside each package: folders and files from the ground up. One imports those that stand
+# in a line above its own, and no other of its own line.
+STOREYS = {
+    "kernels": """
+        types
+        tokens
+        reference
+        checks triton
+        head
+        cpp
+        dispatch
+        ops
+    """,
+    "engine": """
+        types process files
+        protocols models distributed
+        student
+        local weights
+        vllm
+        remote
+        preference teacher_server
+    """,
+    "smopd": """
+        names ops
+        data
+        config
+        advantages gates rewards
+        step
+        objective
+        record
+        loop report worlds evals integrations
+        run
+        train seeds evaluate plan
+        __main__
+    """,
+}
+# The core: what is read in an afternoon, and loads no wing.
+CORE = (
+    "smopd/loop.py", "smopd/objective.py", "smopd/advantages.py", "smopd/gates.py", "smopd/step",
+    "engine/types.py", "engine/protocols.py", "engine/models", "engine/student", "engine/local",
+    "engine/weights/sync.py", "kernels/reference", "kernels/tokens.py", "kernels/types.py",
+)  # fmt: skip
+CORE_LINES = 5_500
+WINGS = (
+    "smopd.evals",
+    "smopd.plan",
+    "smopd.report",
+    "smopd.run",
+    "smopd.engine.vllm",
+    "smopd.engine.remote",
+    "vllm",
+)
+MOST_MODULES = 20  # in one folder
 DYNAMIC = {"import_module", "__import__"}
 HEAVY = {"transformers", "vllm", "pydantic", "datasets", "tyro", "rich", "deepspeed", "peft"}
 
@@ -78,6 +131,84 @@ def test_room_imports_only_what_it_may(room: str) -> None:
         if not permitted(name, ALLOWED[room])
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def module_names(room: str) -> dict[str, Path]:
+    """Dotted name -> file of a room's modules; a package goes by its own name."""
+    found = {}
+    for path in sources(room):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        parts = parts if room == "smopd" else ("smopd", *parts)
+        found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+def imported_modules(path: Path, modules: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """(line, module of `modules`) of the imports of a file, but for those that only type checkers see."""
+    tree = ast.parse(path.read_text(), str(path))
+    typed = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node not in typed:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import) and node not in typed:
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for name in names:
+            known = [module for module in modules if name == module or name.startswith(f"{module}.")]
+            if known:
+                yield node.lineno, max(known, key=len)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_who_may_import_whom(room: str) -> None:
+    prefix = ["smopd"] if room == "smopd" else ["smopd", room]
+    storeys = [line.split() for line in STOREYS[room].strip().splitlines()]
+    floor = {name: number for number, names in enumerate(storeys) for name in names}
+    modules = module_names(room)
+
+    def part(module: str) -> str:
+        return module.split(".")[len(prefix)] if module.count(".") >= len(prefix) else ""
+
+    assert {part(module) for module in modules} - {""} == floor.keys()
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {imported}"
+        for module, path in modules.items()
+        for line, imported in imported_modules(path, modules)
+        if part(module) != part(imported) and part(imported)
+        if floor[part(imported)] >= floor[part(module)]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_core_is_read_in_an_afternoon() -> None:
+    parts = [ROOT / name for name in CORE]
+    files = [file for part in parts for file in ([part] if part.suffix else part.rglob("*.py"))]
+    assert all(file.is_file() for file in files)
+    assert sum(len(file.read_text().splitlines()) for file in files) < CORE_LINES
+
+
+def test_the_loop_loads_no_wing() -> None:
+    loaded = loaded_by("import smopd.loop")
+    assert "smopd.loop" in loaded
+    assert not {name for name in loaded for wing in WINGS if name == wing or name.startswith(f"{wing}.")}
+    modules = {name: path for room in ROOMS for name, path in module_names(room).items()}
+    ours = [modules[name] for name in loaded & modules.keys()]
+    assert not [
+        path for path in ours for _, name in imports(path) if name == "httpx"
+    ]  # transformers loads it
+
+
+@pytest.mark.parametrize("room", [*ROOMS, "bench", "tests"])
+def test_no_folder_is_flat(room: str) -> None:
+    folders = {path.parent for path in sources(room)}
+    crowded = {str(folder): n for folder in folders if (n := len(list(folder.glob("*.py")))) > MOST_MODULES}
+    assert not crowded, crowded
 
 
 @pytest.mark.parametrize("package", EXTRAS)

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from smopd.config.names import nearest
 from smopd.config.recipe import Keys, dotted
 from smopd.config.settings import Settings
+from smopd.names import nearest
 
 _NAMES = {
     int: "integer",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from smopd.config.names import is_url
+from smopd.names import is_url
 
 if TYPE_CHECKING:
     from smopd.config.settings import Settings

@@ -25,8 +25,8 @@ from pydantic import (
     model_validator,
 )
 
-from smopd.config.names import IMPORT_PATH, REWARD_ARGUMENTS
 from smopd.config.rules import contradictions
+from smopd.names import IMPORT_PATH, REWARD_ARGUMENTS
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["float32", "bfloat16"]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import yaml
 
-from smopd.config.names import nearest
+from smopd.names import nearest
 
 ALIASES = {"safety": "safe"}
 """Other names of data sets on the command line: the suite's, where the folder has another."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from smopd.config.names import nearest
 from smopd.data.sources import Row
+from smopd.names import nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from smopd.data.catalogue import DataSet, File, Sum
 from smopd.data.places import data_folder
-from smopd.record.files import write_atomically
+from smopd.engine.files import write_atomically
 
 BASE_VARIABLE = "SMOPD_DATA_MIRROR"
 GITHUB = "https://raw.githubusercontent.com"

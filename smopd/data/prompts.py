@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, overload
 
 import numpy as np
 
-from smopd.config.names import REWARD_ARGUMENTS
 from smopd.data.chats import Chat, Content, row_content, row_text, tokenize_prompts
 from smopd.data.sources import Row, checked_row, import_function, load_rows
+from smopd.names import REWARD_ARGUMENTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

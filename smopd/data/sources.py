@@ -13,8 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
-from smopd.config.names import IMPORT_PATH, nearest
 from smopd.data.places import is_short_name, located
+from smopd.names import IMPORT_PATH, nearest
 
 Row: TypeAlias = "dict[str, Any]"
 

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from smopd.config.names import is_url
 from smopd.config.schedule import BASE, needs_base
 from smopd.config.settings import Settings
 from smopd.data.sources import import_function
 from smopd.engine.local.teachers import same_place
 from smopd.engine.models.loading import stored_dtype
 from smopd.engine.models.sizes import ModelNumbers, numbers_of
+from smopd.names import is_url
 from smopd.run.failures import reading
 
 ALL_LINEAR = "all-linear"

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from smopd.config.names import IMPORT_PATH
+from smopd.names import IMPORT_PATH
 from smopd.rewards.worker import HEADER, SIGNAL_EXIT_CODE
 
 GRACE_SECONDS = 1.0  # ours: for a process that closed its pipe to end by itself

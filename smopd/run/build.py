@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from smopd.config.names import is_url
 from smopd.config.schedule import output_directory
 from smopd.config.settings import Settings, Vllm
 from smopd.engine.local.rollout import LocalRollout
@@ -17,6 +16,7 @@ from smopd.engine.protocols import RolloutEngine, TeacherEngine
 from smopd.engine.remote.servers import Patience, Servers
 from smopd.engine.student.student import Student
 from smopd.engine.types import Lora, Packing, TrainSettings, VllmSettings
+from smopd.names import is_url
 from smopd.run.failures import reading
 
 PROBE_TEXT = 'Answer: the tools\' names, 3.14 and {"x": [1, 2]}.'

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from smopd.config.names import STEP_COLUMN
 from smopd.data.prompts import Prompt
 from smopd.engine import distributed
 from smopd.engine.types import Rollout
+from smopd.names import STEP_COLUMN
 from smopd.rewards.pool import RewardBatch, RewardPool, check_share
 
 

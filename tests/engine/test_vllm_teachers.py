@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("vllm")
 
-from bench._memory import peak_bytes
+from bench.harness.memory import peak_bytes
 from smopd.engine.local.teachers import LocalTeachers
 from smopd.engine.models.loading import UnusableModel
 from smopd.engine.types import Packing, Rollout, VllmSettings

@@ -67,9 +67,9 @@ def test_it_runs_at_tiny_sizes(tmp_path) -> None:
 
 @pytest.mark.parametrize("name", ["length", "vowels"])
 def test_its_rewards_are_in_their_ranges(name: str) -> None:
-    from bench import _rewards
+    from bench.harness import rewards
 
     (reward,) = [reward for reward in read_settings(str(RECIPE)).rewards if reward.name == name]
     low, high = reward.range
-    values = getattr(_rewards, name)(["p"] * 4, ["", "a", "xyz", "ae" * 99])
+    values = getattr(rewards, name)(["p"] * 4, ["", "a", "xyz", "ae" * 99])
     assert all(low <= value <= high for value in values) and len(set(values)) > 1

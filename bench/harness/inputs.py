@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from bench._types import Case
+from bench.harness.types import Case
 from smopd.ops import LossSettings, LossTokens
 
 SPREAD = 4.0  # standard deviation of the logits

@@ -51,7 +51,7 @@ class Expected:
     Attributes:
         value: the truth, for the rows of `rows` or for all of them.
         bound: of the absolute difference, a number or a tensor like value; with norm=True of the norm of
-            the difference over the norm of value, and of no row more than a multiple (_accuracy.WORST_ROW).
+            the difference over the norm of value, and of no row more than a multiple (accuracy.WORST_ROW).
         rows: indices along the first dimension that value stands for; None: all.
         of: applied to the provider's tensor before the comparison (and before `rows`).
         exact: equality is demanded of our own providers, and nothing of others.

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from bench import _jobs, _record
-from bench._jobs import Job
+from bench.harness import job_runner, record
+from bench.harness.job_runner import Job
 
 TOTAL_SECONDS = 440.0
 CHECK, TIME = 1, 2  # the first timing's stage; each has its own
@@ -50,20 +50,20 @@ def main(arguments: Sequence[str], benchmarks: Sequence[str]) -> int:
         raise ValueError(f"gpu: got {' '.join(arguments)}, expected [--dry-run] [FOLDER]")
     folder = Path(words[0]).absolute() if words else Path("bench") / "results"
     has_gpu = torch.cuda.is_available()
-    output = folder / f"{_record.slug('cuda') if has_gpu else 'DEVICE'}-{today()}.jsonl"
+    output = folder / f"{record.slug('cuda') if has_gpu else 'DEVICE'}-{today()}.jsonl"
     plan = jobs(benchmarks, output)
     if len(words) < len(arguments):
-        _jobs.show(plan, TOTAL_SECONDS)
+        job_runner.show(plan, TOTAL_SECONDS)
         return 0
     if not has_gpu:
         print("error: no CUDA device is here, `make gpu` needs one (DRY_RUN=1 does not)", file=sys.stderr)
         return 2
-    results = _jobs.run_jobs(plan, TOTAL_SECONDS, _record.ROOT)
-    for state in (_jobs.NOT_HERE, _jobs.NOT_BEGUN, _jobs.WRONG):
+    results = job_runner.run_jobs(plan, TOTAL_SECONDS, record.ROOT)
+    for state in (job_runner.NOT_HERE, job_runner.NOT_BEGUN, job_runner.WRONG):
         if names := [name for name, result in results.items() if result.state == state]:
-            _record.note(f"{state}: {', '.join(names)}")
-    _record.note(f"rows are in {output}; python -m bench table {output} shows them")
-    return int(any(result.state in (_jobs.WRONG, _jobs.NOT_BEGUN) for result in results.values()))
+            record.note(f"{state}: {', '.join(names)}")
+    record.note(f"rows are in {output}; python -m bench table {output} shows them")
+    return int(any(result.state in (job_runner.WRONG, job_runner.NOT_BEGUN) for result in results.values()))
 
 
 def today() -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bench._types import Case, Outputs, Provider
+from bench.harness.types import Case, Outputs, Provider
 
 ENV = "SMOPD_BACKEND"
 BACKEND_DEVICES = {"reference": ("cpu", "cuda"), "cpp": ("cpu",), "triton": ("cuda",)}

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bench._eager import surrogate, target_of
-from bench._inputs import Scenario, anchor_tokens, teacher_hidden
-from bench._types import Outputs
+from bench.harness.eager_forms import surrogate, target_of
+from bench.harness.inputs import Scenario, anchor_tokens, teacher_hidden
+from bench.harness.types import Outputs
 from smopd.ops import LossTokens
 
 TRL_VOCABULARY_CHUNK = 32768

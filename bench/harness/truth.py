@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bench._accuracy import LINEAR_NORM, LOGP, gradient_bound
-from bench._inputs import (
+from bench.harness.accuracy import LINEAR_NORM, LOGP, gradient_bound
+from bench.harness.inputs import (
     CHUNK_ELEMENTS,
     Scenario,
     anchor_tokens,
@@ -23,8 +23,8 @@ from bench._inputs import (
     pieces,
     teacher_hidden,
 )
-from bench._objective import Exact, exact, take
-from bench._types import Expected
+from bench.harness.objective import Exact, exact, take
+from bench.harness.types import Expected
 from smopd.ops import LossSettings, LossTokens
 
 CHECKED_ELEMENTS = 1 << 26  # of the rows that are compared element by element

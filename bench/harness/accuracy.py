@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bench._types import Expected, Outputs, Provider
+from bench.harness.types import Expected, Outputs, Provider
 
 LOGP = 2e-5  # nats, of log-probabilities and losses
 CANCELLATION = 2.0**-20  # of the terms that a gradient is the difference of

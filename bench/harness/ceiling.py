@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bench._types import Ceiling
+from bench.harness.types import Ceiling
 
 
 def read(logits: Tensor) -> Ceiling:

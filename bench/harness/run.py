@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from bench._accuracy import judge, poisoned_memory
-from bench._memory import peak_bytes
-from bench._providers import absent, forced
-from bench._timing import Times, Turn, clock_for, graph_seconds, interleaved
-from bench._types import Benchmark, Case, Ceiling, Provider
+from bench.harness.accuracy import judge, poisoned_memory
+from bench.harness.memory import peak_bytes
+from bench.harness.providers import absent, forced
+from bench.harness.timing import Times, Turn, clock_for, graph_seconds, interleaved
+from bench.harness.types import Benchmark, Case, Ceiling, Provider
 
 SECONDS = {"cpu": 20.0, "cuda": 4.0}  # a case, all its providers together
 GRAPH_BELOW_S = 1e-3  # a longer call has no launch gaps to speak of
