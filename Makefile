@@ -70,7 +70,7 @@ types: $(VENV)/.installed-test
 
 # A process a core and a thread each, a file in one of them, and files in the order of tests/conftest.py.
 pytest = OMP_NUM_THREADS=1 $1/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=20 $2
-ENGINES := $(wildcard tests/*/test_*vllm*.py tests/*/test_*deepspeed*.py) tests/smopd/test_engines.py
+ENGINES := $(shell find tests -name 'test_*vllm*.py' -o -name 'test_*deepspeed*.py') tests/smopd/run/test_engines.py
 WITHOUT_ENGINES := $(addprefix --ignore=,$(ENGINES))
 
 test-fast: $(VENV)/.installed-test

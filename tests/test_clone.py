@@ -12,7 +12,7 @@ import pytest
 from tests.patience import HANG_SECONDS
 from tests.strangers import bare_environment, bare_variables, copy_sources
 
-LIGHT = ("tests/smopd/test_recipes.py", "tests/test_readme.py", "-k", "resolves or readme or dry_run")
+LIGHT = ("tests/smopd/config/test_recipes.py", "tests/test_readme.py", "-k", "resolves or readme or dry_run")
 
 
 @pytest.mark.slow

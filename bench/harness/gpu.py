@@ -32,7 +32,7 @@ EXPECTED_TIMING_SECONDS = {
 }
 OTHER_TIMING_SECONDS = 18.0
 LAST_CASE_SECONDS = 40.0  # of a case that was begun in time, torch.compile's part in it
-TESTS = ("tests/kernels", "tests/smopd/test_metrics.py")
+TESTS = ("tests/kernels", "tests/smopd/record/test_metrics.py")
 WORKERS = 8
 NO_TESTS = 5  # pytest's exit status where none is marked
 

@@ -1,8 +1,8 @@
 """What a run needs on each GPU: memory line by line and moment by moment, and the traffic of a weight sync.
 
 Arithmetic over a recipe's settings and its models' sizes. The update's lines are held by measurements on the
-CPU (tests/smopd/test_plan.py); the other columns are sums of tensors that are known, and of the assumptions
-named here.
+CPU (tests/smopd/plan); the other columns are sums of tensors that are known, and of the assumptions named
+here.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from smopd.objective import (
 )
 from smopd.step.batch import Batch, positions
 from tests.engine.tiny import ragged_rollouts
-from tests.smopd.invariance_worker import SETTINGS
+from tests.smopd.run.invariance_worker import SETTINGS
 
 CPU = torch.device("cpu")
 

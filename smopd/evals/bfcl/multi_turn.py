@@ -9,7 +9,7 @@ best installed in an environment of its own, whose Python is given:
     python -m smopd.evaluate bfcl ... --multi-turn-scores runs/bfcl_multi_turn/score
 
 Run with version 2026.3.23 on single items: at a loopback endpoint that replays an item's answer
-(tests/smopd/test_bfcl_package.py), and with a tiny model that vLLM serves (test_bfcl_vllm.py); no whole
+(tests/smopd/evals/test_bfcl_package.py), and with a tiny model that vLLM serves (test_bfcl_vllm.py); no whole
 category has been run. That version also needs `pip install soundfile`, which it does not name, and cannot
 evaluate fewer than two answers.
 """

@@ -1,0 +1,141 @@
+"""The local teachers against whole forward passes of transformers and peft."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from smopd.engine.local.teachers import LocalTeachers, load_teachers, read_adapter
+from smopd.engine.models.loading import UnusableModel
+from smopd.engine.types import Packing
+from tests.engine.local.teacher_truth import (
+    ROLLOUTS,
+    at,
+    by_peft,
+    check,
+    check_union,
+    save_adapters,
+    whole_logprobs,
+    widened,
+)
+from tests.engine.tiny import VOCABULARY, tiny_model
+
+PACKING = Packing(64, 0, True)
+
+
+@pytest.mark.parametrize("kappa", [0, 1, 4, 16, VOCABULARY])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_equals_whole_forward_passes(kappa: int, temperature: float) -> None:
+    models = [tiny_model(1), tiny_model(2, tied=True)]
+    topk = LocalTeachers(models, PACKING, VOCABULARY).score(ROLLOUTS, kappa, temperature)
+    check(topk, [whole_logprobs(model, ROLLOUTS, temperature) for model in models], kappa, 1e-4)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_union_holds_every_value(temperature: float) -> None:
+    models = [tiny_model(seed) for seed in (1, 2, 3)]
+    teachers = LocalTeachers(models, PACKING, VOCABULARY)
+    topk = teachers.score(ROLLOUTS, 5, temperature, union=True)
+    check_union(topk, [whole_logprobs(model, ROLLOUTS, temperature) for model in models], 5, 1e-4)
+    assert teachers.score(ROLLOUTS, 0, 1.0, union=True).ids_NMS.shape[-1] == 0
+
+
+def test_the_mixture_on_the_union_is_exact() -> None:
+    from smopd.ops import teacher_mixture
+
+    models, kappa = [tiny_model(1), tiny_model(2)], 6
+    topk = LocalTeachers(models, PACKING, VOCABULARY).score(ROLLOUTS, kappa, 1.0, union=True)
+    log_alpha = torch.tensor([0.3, 0.7]).log()
+    mixture = teacher_mixture(topk.ids_NMS, topk.logps_NMS, log_alpha, 2 * kappa, merge=True)
+    expected = [whole_logprobs(model, ROLLOUTS) for model in models]
+    whole_NV = torch.logaddexp(expected[0] + log_alpha[0], expected[1] + log_alpha[1])
+    there_NS = mixture.logps_NS > -torch.inf
+    values_NS = whole_NV.gather(1, mixture.ids_NS.long())
+    torch.testing.assert_close(mixture.logps_NS[there_NS], values_NS[there_NS], rtol=0, atol=1e-4)
+
+
+def test_padding_of_a_larger_vocabulary_is_dropped_and_counted() -> None:
+    models = [widened(tiny_model(1), 70), tiny_model(2)]
+    teachers = LocalTeachers(models, PACKING, VOCABULARY)
+    topk = teachers.score(ROLLOUTS, 8, 1.0)
+    expected = [whole_logprobs(model, ROLLOUTS) for model in models]
+    check(topk, expected, 8, 1e-4)
+    assert teachers.dropped == int((expected[0].topk(8).indices >= VOCABULARY).sum()) > 0
+    union = teachers.score(ROLLOUTS, 8, 1.0, union=True)
+    assert int(union.ids_NMS.max()) < VOCABULARY
+    check_union(union, expected, 8, 1e-4)
+
+
+def test_a_smaller_vocabulary_is_refused() -> None:
+    with pytest.raises(UnusableModel, match=f"models.1: .*vocabulary of {VOCABULARY}, the student's is 60"):
+        LocalTeachers([widened(tiny_model(), 60), tiny_model()], PACKING, 60)
+
+
+def test_adapters_share_their_base(tmp_path: Path) -> None:
+    adapters = save_adapters(tmp_path, tiny_model(4))
+    paths = [adapters[1], tmp_path / "base", adapters[0]]
+    teachers = load_teachers(paths, PACKING, VOCABULARY, torch.float32)
+    assert len({id(teacher.model) for teacher in teachers.teachers}) == 1
+    models = [by_peft(tmp_path / "base", adapters[1]), tiny_model(4), by_peft(tmp_path / "base", adapters[0])]
+    expected = [whole_logprobs(model, ROLLOUTS) for model in models]
+    for first, second in pairwise(expected):
+        assert (first - second).abs().max() > 0.1
+    for _ in range(2):
+        check(teachers.score(ROLLOUTS, 6, 1.0), expected, 6, 1e-4)
+    check_union(teachers.score(ROLLOUTS, 4, 0.7, union=True), [at(e, 0.7) for e in expected], 4, 1e-4)
+
+
+def test_the_base_of_adapters_is_scored_without_them(tmp_path: Path) -> None:
+    adapters = save_adapters(tmp_path, tiny_model(4))
+    teachers = load_teachers(adapters, PACKING, VOCABULARY, torch.float32)
+    base = teachers.base(tmp_path / "base")
+    assert base.teachers[0].model is teachers.teachers[0].model
+    adapted = [whole_logprobs(by_peft(tmp_path / "base", adapter), ROLLOUTS) for adapter in adapters]
+    for _ in range(2):
+        check(teachers.score(ROLLOUTS, 4, 1.0), adapted, 4, 1e-4)
+        check(base.score(ROLLOUTS, 4, 1.0), [whole_logprobs(tiny_model(4), ROLLOUTS)], 4, 1e-4)
+    assert teachers.base(tmp_path / "adapter0") is None
+
+
+def test_the_base_may_be_given(tmp_path: Path) -> None:
+    (adapter,) = save_adapters(tmp_path, tiny_model(4), 1)
+    _change(adapter, base_model_name_or_path="/nowhere")
+    expected = [whole_logprobs(by_peft(tmp_path / "base", adapter), ROLLOUTS)]
+    teachers = load_teachers([adapter], PACKING, VOCABULARY, torch.float32, base=tmp_path / "base")
+    check(teachers.score(ROLLOUTS, 4, 1.0), expected, 4, 1e-4)
+    with pytest.raises(FileNotFoundError, match="/nowhere"):
+        load_teachers([adapter], PACKING, VOCABULARY, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3', expected 'LORA'"),
+        ({"base_model_name_or_path": None}, "base_model_name_or_path is empty and no base was given"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "adapts lm_head, expected no embedding and no head"),
+        ({"modules_to_save": ["model.embed_tokens"]}, "adapts model.embed_tokens, expected no embedding"),
+        ({"target_modules": ["k_proj"]}, "of its weights do not fit"),
+    ],
+)
+def test_adapters_that_cannot_be_served(changes: dict, message: str, tmp_path: Path) -> None:
+    (adapter,) = save_adapters(tmp_path, tiny_model(4), 1)
+    _change(adapter, **changes)
+    with pytest.raises(UnusableModel, match=message) as error:
+        load_teachers([adapter], PACKING, VOCABULARY, torch.float32)
+    assert str(adapter) in str(error.value)
+
+
+def test_a_folder_without_an_adapter(tmp_path: Path) -> None:
+    assert read_adapter(tmp_path) is None
+    (tmp_path / "adapter_config.json").write_text("{")
+    with pytest.raises(UnusableModel, match=r"adapter_config\.json cannot be read"):
+        read_adapter(tmp_path)
+
+
+def _change(adapter: Path, **changes) -> None:
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))

@@ -1,0 +1,169 @@
+"""Checkpoints: bit-exact, whole or not there, refused when damaged; exports that transformers loads."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from smopd.engine import distributed
+from smopd.engine.student import checkpoint
+from smopd.engine.student.checkpoint import Checkpoints, DamagedCheckpoint, UnusableCheckpoint, export
+from smopd.engine.student.student import Student
+from smopd.engine.types import TrainSettings
+from smopd.ops import LossSettings
+from smopd.worlds.models import world_model
+from tests.engine.student.test_student import loss_tokens, parameters
+from tests.engine.tiny import ragged_rollouts, tiny_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device():
+    with distributed.process_group() as device:
+        yield device
+
+
+def student(device, seed: int = 0, tied: bool = False) -> Student:
+    settings = TrainSettings(learning_rate=1e-2, compute_dtype="float32", warmup_steps=5)
+    return Student(tiny_model(seed=seed, tied=tied), settings, device)
+
+
+def advance(trained: Student, steps: range) -> None:
+    for step in steps:
+        rollouts = ragged_rollouts(step)
+        trained.update(rollouts, loss_tokens(rollouts), LossSettings(opd_coef=0.0))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_going_on_from_a_checkpoint_is_bit_exact(tmp_path, device, tied):
+    straight, checkpoints = student(device, tied=tied), Checkpoints(tmp_path, keep=2)
+    advance(straight, range(3))
+    checkpoints.save(3, straight)
+    rng = torch.get_rng_state()
+    advance(straight, range(3, 6))
+    resumed = student(device, seed=9, tied=tied)
+    torch.manual_seed(77)
+    assert checkpoints.restore(resumed) == (3, None)
+    assert torch.get_rng_state().equal(rng)
+    assert resumed.updates == 3
+    advance(resumed, range(3, 6))
+    expected = parameters(straight)
+    for name, value in parameters(resumed).items():
+        assert value.equal(expected[name]), name
+
+
+def test_a_checkpoint_before_the_first_update_is_no_step_of_adam(tmp_path, device):
+    straight, saved, resumed = student(device), student(device), student(device, seed=9)
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, saved)
+    checkpoints.restore(resumed)
+    for trained in (straight, saved, resumed):
+        advance(trained, range(2))
+    expected = parameters(straight)
+    for other in (saved, resumed):
+        assert all(value.equal(expected[name]) for name, value in parameters(other).items())
+
+
+def test_nothing_saved_starts_at_step_0(tmp_path, device):
+    trained = student(device)
+    before = parameters(trained)
+    assert Checkpoints(tmp_path / "none", keep=1).restore(trained) == (0, None)
+    assert all(value.equal(before[name]) for name, value in parameters(trained).items())
+
+
+def test_the_last_n_are_kept_and_a_partial_one_is_ignored(tmp_path, device):
+    trained, checkpoints = student(device), Checkpoints(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        advance(trained, range(step, step + 1))
+        checkpoints.save(step, trained)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_00000003"]
+    os.rename(tmp_path / "step_00000003", tmp_path / "step_00000003.partial")
+    assert checkpoints.restore(student(device)) == (2, None)
+
+
+def test_another_strategys_checkpoint_is_refused(tmp_path, device):
+    trained, checkpoints = student(device), Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, trained)
+    trained.strategy.name = "another"
+    with pytest.raises(UnusableCheckpoint, match=r"was saved under fsdp2, this run trains under another"):
+        checkpoints.restore(trained)
+
+
+def test_another_number_of_ranks_is_refused_where_shards_cannot_move(tmp_path, device):
+    trained, checkpoints = student(device), Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, trained)
+    manifest = tmp_path / "step_00000001/manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"world_size": 2}))
+    assert checkpoints.restore(trained) == (1, None)
+    trained.strategy.reshards = False
+    with pytest.raises(UnusableCheckpoint, match=r"was saved by 2 ranks, now 1, and fsdp2 cannot"):
+        checkpoints.restore(trained)
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])
+def test_damage_is_refused_and_named(tmp_path, device, damage):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, student(device))
+    folder = tmp_path / "step_00000001"
+    (data,) = folder.glob("*.distcp")
+    raw = bytearray(data.read_bytes())
+    if damage == "flip":
+        raw[len(raw) // 2] ^= 1
+        data.write_bytes(raw)
+    elif damage == "truncate":
+        data.write_bytes(raw[:-1])
+    elif damage == "remove":
+        data.unlink()
+    else:
+        data = folder / "manifest.json"
+        data.write_text("{")
+    with pytest.raises(DamagedCheckpoint) as error:
+        checkpoints.restore(student(device))
+    assert str(folder) in str(error.value)
+    assert "remove" in str(error.value)
+
+
+def test_a_kill_before_the_rename_leaves_the_one_before(tmp_path, device, monkeypatch):
+    trained, checkpoints = student(device), Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, trained)
+    before = parameters(trained)
+    advance(trained, range(1))
+
+    def killed(folder: Path, facts: dict) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "write_manifest", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.save(2, trained)
+    monkeypatch.undo()
+    other = student(device, seed=5)
+    assert checkpoints.restore(other) == (1, None)
+    assert all(value.equal(before[name]) for name, value in parameters(other).items())
+    checkpoints.save(2, trained)
+    assert checkpoints.restore(other) == (2, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_exports_load_in_transformers(tmp_path, device, dtype, tied):
+    model, tokenizer = world_model(seed=0, tie_embeddings=tied)
+    settings = TrainSettings(learning_rate=1e-2, compute_dtype="float32")
+    trained = Student(model, settings, device)
+    advance(trained, range(1))
+    expected = parameters(trained)
+    export(trained, tokenizer, tmp_path / "export", dtype)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert loaded.dtype == dtype
+    assert json.loads((tmp_path / "export/config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
+    for name, value in loaded.state_dict().items():
+        assert value.equal(expected[name].to(dtype)), name
+    again = AutoTokenizer.from_pretrained(tmp_path / "export")
+    messages = [{"role": "user", "content": "call anna please"}]
+    assert again.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == (
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    )
+    assert not list(tmp_path.glob("*.partial"))

@@ -1,0 +1,155 @@
+"""Runs under torchrun: a sharded student trains and its weights go to vLLM, which samples before and after.
+
+Saves what each rank sampled, the weights of the student, and what teachers say of each rank's responses.
+Arguments: a folder with a saved model for each of TIED; VllmSettings as JSON; and URLs of servers of the
+untied model, which then sample for it, and nothing else is done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from smopd.engine import distributed
+from smopd.engine.remote.rollout import RemoteRollout
+from smopd.engine.remote.servers import Patience, Servers
+from smopd.engine.student.student import Student
+from smopd.engine.types import Lora, Rollout, Sampling, TeacherTopK, TrainSettings, VllmSettings
+from smopd.engine.vllm.rollout import VllmRollout
+from smopd.engine.weights.sync import publish_weights
+from smopd.ops import LossSettings, LossTokens
+from smopd.worlds import toy_world
+from smopd.worlds.models import world_tokenizer
+from tests.engine.tiny import END, VOCABULARY, assert_sampled_by, differ, ragged_rollouts, tiny_model
+from tests.patience import HANG_SECONDS
+
+ROOT = Path(__file__).parents[3]
+
+PROMPTS = [(5, 9, 11), (7,), (20, 21, 22, 23, 24, 25), (30, 31), (40,)]
+TIED = {"untied": False, "tied": True}
+ADAPTERS = "adapters"
+"""A LoRA student of the untied model, whose adapter alone is sent."""
+TEACHERS = "teachers"
+KAPPA = 4
+SAMPLINGS = {
+    "greedy": Sampling(temperature=0.0, max_new_tokens=10),
+    "sampled": Sampling(n=2, temperature=0.7, max_new_tokens=10, seed=3),
+}
+
+
+def train(student: Student) -> None:
+    """One large step on other responses on each rank."""
+    rollouts = ragged_rollouts(distributed.rank())
+    token_ids_N = torch.cat([rollout.response_ids for rollout in rollouts])
+    n = len(token_ids_N)
+    tokens = LossTokens(token_ids_N=token_ids_N, adv_N=torch.ones(n), pg_weight_N=torch.full((n,), 1 / n))
+    student.update(rollouts, tokens, LossSettings(opd_coef=0.0))
+
+
+def sample(rollouts: VllmRollout) -> dict[str, list[Rollout]]:
+    """Prompts are dealt out: the ranks have different numbers of them."""
+    mine = range(distributed.rank(), len(PROMPTS), distributed.world_size())
+    return {
+        name: rollouts.generate([PROMPTS[i] for i in mine], list(mine), sampling)
+        for name, sampling in SAMPLINGS.items()
+    }
+
+
+def run(folder: Path, rollouts: VllmRollout | RemoteRollout, rank: int, device: torch.device) -> dict:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    lora = Lora(rank, 16.0) if rank else None
+    torch.manual_seed(distributed.rank())  # of an adapter, at first another on each rank
+    student = Student(model, TrainSettings(learning_rate=2e-2, compute_dtype="float32", lora=lora), device)
+    if isinstance(rollouts, RemoteRollout):
+        publish_weights(student, rollouts, 0)
+    before = sample(rollouts)
+    for _ in range(1 if lora is None else 3):  # at first an adapter's B is 0
+        train(student)
+    publish_weights(student, rollouts, 1)
+    assert lora is None or rollouts._adapter is not None
+    weights = {name: value.detach().clone() for name, value in student.weights()}
+    return {"before": before, "after": sample(rollouts), "weights": weights}
+
+
+def score(folder: Path, settings: VllmSettings) -> dict[str, TeacherTopK]:
+    """Other responses on each rank, by both routes."""
+    from smopd.engine.vllm.teachers import VllmTeachers  # needs vLLM
+
+    paths, own = [folder / name for name in TIED], own_responses(distributed.rank())
+    return {
+        route: VllmTeachers(paths, settings, VOCABULARY, route, role=route).score(own, KAPPA, 1.0)
+        for route in ("pooler", "prompt_logprobs")
+    }
+
+
+def own_responses(rank: int) -> list[Rollout]:
+    return ragged_rollouts(rank, groups=2 + rank)
+
+
+def save_models(folder: Path) -> None:
+    for name, tied in TIED.items():
+        tiny_model(seed=0, tied=tied).save_pretrained(folder / name)
+        world_tokenizer(toy_world.vocabulary()).save_pretrained(folder / name)
+
+
+def on_two_ranks(folder: Path, settings: dict[str, Any], *urls: str) -> list[dict]:
+    """Runs this file, and returns what each rank saved."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launch, __file__, str(folder), json.dumps(settings), *urls],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def assert_followed(ranks: list[dict], *, tied: bool) -> None:
+    """Both ranks sampled by the student's weights, before and after it was trained."""
+    old, new = tiny_model(seed=0, tied=tied), tiny_model(seed=0, tied=tied)
+    new.load_state_dict(ranks[0]["weights"])
+    for when, model in (("before", old), ("after", new)):
+        made = {kind: [r for rank in ranks for r in rank[when][kind]] for kind in SAMPLINGS}
+        assert [rollout.group for rollout in made["greedy"]] == [0, 2, 4, 1, 3]
+        assert {rollout.policy_version for rollout in made["greedy"]} == {int(when == "after")}
+        assert_sampled_by(model, made["greedy"])
+        assert_sampled_by(model, made["sampled"], SAMPLINGS["sampled"].temperature, greedy=False)
+    assert all(differ(rank["before"]["greedy"], rank["after"]["greedy"]) for rank in ranks)
+
+
+def main() -> None:
+    folder, urls = Path(sys.argv[1]), sys.argv[3:]
+    settings = VllmSettings(kv_cache_bytes=32 << 20, max_model_len=64, **json.loads(sys.argv[2]))
+    adapted = replace(settings, max_lora_rank=8)
+    torch.set_num_threads(1)
+    with distributed.process_group() as device:
+        if urls:
+            remote = RemoteRollout(Servers(urls, Patience()), [END], 32)
+            results: dict[str, dict] = {"untied": run(folder / "untied", remote, 0, device)}
+        else:
+            # An engine's own process takes half a GB: there one has to do.
+            whole = settings.placement == "colocated"
+            results = {}
+            for name in TIED if whole else ["untied"]:
+                results[name] = run(folder / name, VllmRollout(folder / name, [END], settings), 0, device)
+            if whole:
+                rollouts = VllmRollout(folder / "untied", [END], adapted)
+                results[ADAPTERS] = run(folder / "untied", rollouts, adapted.max_lora_rank, device)
+                results[TEACHERS] = score(folder, settings)
+        torch.save(results, folder / f"rank{distributed.rank()}.pt")
+        distributed.barrier()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""What a caller may get wrong, or leave in rows that do not count: ids out of range, NaN of a teacher."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from smopd.kernels import cpp, dispatch
+from smopd.ops import LossSettings, LossTokens, linear_smopd_loss, smopd_loss, topk_forward_kl, topk_logprobs
+from tests.kernels.cpp import cpp_rows
+
+N, V, BAD = 64, 2000, 60  # BAD: a row behind many others
+WEIGHTS = ("pg_weight_N", "kl_weight_N", "ent_weight_N", "reverse_weight_N")
+IDS = {"given": "target_ids_NS", "teachers": "teacher_ids_NMS"}
+built = pytest.mark.skipif(dispatch.cpp_unavailable() is not None, reason="smopd._C is not built")
+
+
+@pytest.fixture(params=["reference", pytest.param("cpp", marks=built)])
+def backend(request, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv(dispatch.ENV, request.param)
+    return request.param
+
+
+def at_bad_row(tokens: LossTokens, name: str, value: float) -> LossTokens:
+    """The first of the row's entries becomes value."""
+    column = getattr(tokens, name).clone()
+    column[BAD].view(-1)[0] = value
+    return replace(tokens, **{name: column})
+
+
+def rows_of(kind: str) -> tuple[Tensor, LossTokens]:
+    logits_NV = cpp_rows.random_logits(N, V, torch.float32)
+    return logits_NV, cpp_rows.random_tokens(logits_NV, cpp_rows.target_of(kind, N, V, 6, False))
+
+
+@pytest.mark.parametrize("kind", IDS)
+def test_a_bad_id_is_a_value_error_before_anything_is_written(kind: str, backend: str) -> None:
+    logits_NV, tokens = rows_of(kind)
+    for name in (IDS[kind], "token_ids_N"):
+        broken = at_bad_row(tokens, name, V)
+        own_NV = logits_NV.clone().requires_grad_() * 1.0
+        with pytest.raises(ValueError, match=rf"^smopd_loss: {name} holds 1 ids outside \[0, {V}\)"):
+            smopd_loss(own_NV, broken, inplace=True)
+        assert torch.equal(own_NV, logits_NV)
+        head = (torch.zeros(N, 2), torch.zeros(V, 2))
+        with pytest.raises(ValueError, match=rf"^linear_smopd_loss: {name} holds 1 ids"):
+            linear_smopd_loss(*head, broken)
+    bad_ids_N = broken.token_ids_N
+    with pytest.raises(ValueError, match=r"^topk_logprobs: token_ids_N holds 1 ids"):
+        topk_logprobs(logits_NV, 2, token_ids_N=bad_ids_N)
+    if kind == "given":
+        with pytest.raises(ValueError, match=r"^forward_kl: token_ids_N holds 1 ids"):
+            topk_forward_kl(logits_NV, bad_ids_N, tokens.target_ids_NS, tokens.target_logps_NS)
+
+
+@pytest.mark.parametrize("kind", IDS)
+def test_ids_of_a_token_that_counts_nowhere_are_not_read(kind: str, backend: str) -> None:
+    logits_NV, tokens = rows_of(kind)
+    for name in WEIGHTS:
+        column_N = getattr(tokens, name).clone()
+        column_N[BAD] = 0.0
+        tokens = replace(tokens, **{name: column_N})
+    ignored = at_bad_row(at_bad_row(tokens, "token_ids_N", -100), IDS[kind], V)
+    logits_NV.requires_grad_()
+    grads = [torch.autograd.grad(smopd_loss(logits_NV, each)[0], logits_NV)[0] for each in (tokens, ignored)]
+    assert torch.equal(*grads)
+    generator = torch.Generator().manual_seed(0)
+    head = [torch.randn(size, 4, generator=generator).requires_grad_() for size in (N, V)]
+    for options in ({}, {"compact": False}, {"recompute": True, "compact": False}):
+        grads = [
+            torch.autograd.grad(linear_smopd_loss(*head, each, **options)[0], head[0])[0]
+            for each in (tokens, ignored)
+        ]
+        assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0], ids=["weight 0", "coef 0"])
+@pytest.mark.parametrize("tail", [True, False], ids=["tail", "no tail"])
+@pytest.mark.parametrize("kind", IDS)
+def test_a_nan_of_teachers_that_are_only_watched_stays_in_the_statistics(
+    kind: str, tail: bool, weight: float, backend: str
+) -> None:
+    logits_NV, tokens = rows_of(kind)
+    settings = LossSettings(opd_coef=1.0 - weight, tail=tail)
+    tokens = replace(tokens, kl_weight_N=torch.full((N,), weight), reverse_adv_N=None, reverse_weight_N=None)
+    broken = at_bad_row(tokens, {"given": "target_logps_NS", "teachers": "teacher_logps_NMS"}[kind], math.nan)
+    logits_NV.requires_grad_()
+    losses = [smopd_loss(logits_NV, each, settings)[0] for each in (tokens, broken)]
+    assert torch.equal(*losses)
+    grads = [torch.autograd.grad(loss, logits_NV)[0] for loss in losses]
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-9)
+    assert bool(smopd_loss(logits_NV, broken, settings)[1].kl_N[BAD].isnan())
+    head = [torch.randn(size, 4, generator=torch.manual_seed(0)).requires_grad_() for size in (N, V)]
+    for recompute in (False, True):
+        loss, _ = linear_smopd_loss(*head, broken, settings, recompute=recompute)
+        assert all(bool(grad.isfinite().all()) for grad in torch.autograd.grad(loss, head))
+
+
+@built
+@pytest.mark.parametrize("kind", IDS)
+def test_the_cpp_kernel_checks_ids_before_it_writes(kind: str) -> None:
+    logits_NV, tokens = rows_of(kind)
+    own_NV = logits_NV.clone()
+    with pytest.raises(RuntimeError, match=f"ids of row {BAD} hold an id outside 0 to V - 1 = {V - 1}"):
+        cpp.loss_rows(own_NV, at_bad_row(tokens, IDS[kind], V), LossSettings(), own_NV)
+    assert torch.equal(own_NV, logits_NV)
+
+
+@built
+@pytest.mark.parametrize("kind", ["given", "teachers", "log alpha"])
+@pytest.mark.parametrize("tail", [True, False], ids=["tail", "no tail"])
+@pytest.mark.parametrize("merge", [True, False], ids=["merged", "pooled"])
+def test_a_nan_of_the_teachers_is_not_lost(merge: bool, tail: bool, kind: str) -> None:
+    logits_NV = cpp_rows.random_logits(4, 60, torch.float32)
+    settings = LossSettings(kappa=5, merge=merge, tail=tail, entropy_coef=0.1)
+    target = cpp_rows.target_of(kind if kind == "given" else "teachers", 4, 60, 5, merge)
+    tokens = cpp_rows.random_tokens(logits_NV, target)
+    name = {"given": "target_logps_NS", "teachers": "teacher_logps_NMS"}.get(kind, "log_alpha")
+    broken = getattr(tokens, name).expand(4, -1).clone() if kind == "log alpha" else getattr(tokens, name)
+    broken[1, ..., 0] = math.nan
+    tokens = replace(tokens, **{name: broken})
+    true_terms, true_NV = cpp_rows.true_loss(logits_NV, tokens, settings)
+    grad_NV = torch.empty_like(logits_NV)
+    terms = cpp.loss_rows(logits_NV, tokens, settings, grad_NV)
+    cpp_rows.assert_terms(terms, true_terms)
+    cpp_rows.assert_gradient(grad_NV, true_NV, cpp_rows.loss_magnitude(logits_NV, tokens, settings))
+    assert terms.kl_N.isnan().tolist() == terms.student_mass_N.isnan().tolist() == [False, True, False, False]
+    assert bool(grad_NV[1].isnan().all()) and bool(grad_NV[[0, 2, 3]].isfinite().all())

@@ -1,0 +1,259 @@
+"""The safety suite: its prompts, what becomes of two scorers' values, the paper's rows, and its options."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from smopd.evals import safety
+from smopd.evals.safety import PreferenceOptions, Safety, SafetyEvaluation
+from smopd.evals.suite import Item
+
+GROUPS = ("hh", "hh", "pku", "alpaca")
+RESPONSES = ("a", "bb", "ccc", "dddd")
+
+
+def items(groups=GROUPS):
+    return [
+        Item(f"{group}/{i}", group, ({"role": "user", "content": f"question {i}"},))
+        for i, group in enumerate(groups)
+    ]
+
+
+def lengths(prompts, responses):
+    return [float(len(response)) for response in responses]
+
+
+def tens(prompts, responses):
+    return [10.0 * len(response) for response in responses]
+
+
+def write_data(folder: Path, **rows):
+    folder.mkdir(exist_ok=True)
+    for group, file in safety.FILES.items():
+        prompts = rows.get(group, [{"prompt": [{"role": "user", "content": f"about {group}"}]}])
+        with gzip.open(folder / file, "wt") as lines:
+            lines.writelines(json.dumps(row) + "\n" for row in prompts)
+    return folder
+
+
+def test_a_benchmark_s_file_is_data_too(tmp_path):
+    folder = write_data(tmp_path / "data")
+    (item,) = safety.load_safety_items(folder / safety.FILES["pku"])
+    assert (item.key, item.group) == ("pku/0", "pku")
+    assert [each.group for each in safety.load_safety_items(folder)] == ["hh", "pku", "alpaca"]
+    (folder / "other.jsonl.gz").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"other.jsonl.gz: expected a folder, or one of hh_rlhf_test"):
+        safety.load_safety_items(folder / "other.jsonl.gz")
+
+
+def test_a_part_is_scored_by_its_own_prompts():
+    suite = Safety(items(), lengths, tens)
+    assert suite.only([2, 0]).score(RESPONSES[:2]) == [suite.score(RESPONSES)[i] for i in (0, 1)]
+    assert [item.key for item in suite.only([2, 0]).items] == [items()[2].key, items()[0].key]
+
+
+def test_the_real_prompts(data_set):
+    found = safety.load_safety_items(data_set("safe"))
+    assert Counter(item.group for item in found) == {"hh": 8520, "pku": 8211, "alpaca": 512}  # the paper's
+    assert len({item.key for item in found}) == len(found)
+    alternating = 0
+    for item in found:
+        roles = [message["role"] for message in item.messages]
+        assert roles[0] == roles[-1] == "user" and {*roles} <= {"user", "assistant"}
+        assert item.group == "hh" or len(roles) == 1
+        alternating += roles == ["user", "assistant"] * (len(roles) // 2) + ["user"]
+    assert alternating == len(found) - 11, "in 11 chats of HH-RLHF the assistant speaks twice in a row"
+
+
+def test_means_of_means():
+    suite = Safety(items(), lengths, tens)
+    scores = suite.score(RESPONSES)
+    assert scores[1] == {"useful": 2.0, "harmless": 20.0}
+    summary = suite.summary(GROUPS, scores)
+    assert [summary[f"hh_{name}"] for name in ("useful", "harmless", "avg")] == [1.5, 15.0, 8.25]
+    assert [summary[f"{group}_avg"] for group in ("pku", "alpaca")] == [16.5, 22.0]
+    assert summary["overall"] == pytest.approx((8.25 + 16.5 + 22.0) / 3)
+    assert (summary["useful"], summary["harmless"]) == (8.5 / 3, 85 / 3)
+    assert summary["unscorable"] == 0 and suite.truths() is None
+    assert {column.key for column in suite.columns} <= summary.keys()
+    partial = suite.summary(GROUPS[:2], scores[:2])
+    assert (partial["hh_avg"], partial["pku_avg"], partial["overall"]) == (8.25, None, None)
+
+
+def test_absent_scores_are_left_out_and_counted():
+    def gaps(prompts, responses):
+        return [None, 2.0, float("nan"), 4.0]
+
+    suite = Safety(items(), gaps, tens)
+    scores = suite.score(RESPONSES)
+    assert [score["useful"] for score in scores] == [None, 2.0, None, 4.0]
+    summary = suite.summary(GROUPS, scores)
+    assert (summary["hh_useful"], summary["hh_harmless"], summary["unscorable"]) == (2.0, 15.0, 2)
+    assert summary["pku_useful"] is summary["pku_avg"] is summary["overall"] is None
+    assert SafetyEvaluation().notes(suite, summary) == ["2 scores are absent and left out of the means"]
+    with pytest.raises(ValueError, match="expected 4 responses, got 1"):
+        suite.score(["a"])
+    with pytest.raises(ValueError, match="the useful scorer gave 1 scores, expected 4"):
+        Safety(items(), lambda prompts, responses: [1.0], tens).score(RESPONSES)
+
+
+def test_the_papers_rows_are_the_means_that_they_say():
+    rows = Safety(items(), lengths, tens).paper()
+    assert len(rows) == 28 and rows["Qwen2.5-7B SMOPD"]["overall"] == 5.646
+    assert rows["Llama-3.2-3B SMOPD (token gate)"]["alpaca_harmless"] == 5.919
+    across = {label: row for label, row in rows.items() if "useful" in row}
+    assert len(across) == 8
+    for label, row in across.items():
+        assert row["overall"] == pytest.approx((row["useful"] + row["harmless"]) / 2, abs=0.00101), label
+    only = {label for label, row in rows.items() if "hh_avg" not in row}
+    assert only == {
+        f"Qwen2.5-7B {method}"
+        for method in (
+            "OPD only, kappa 32", "SMOPD, kappa 32", "SMOPD, kappa 64", "SMOPD, sampled reverse KL"
+        )
+    }  # fmt: skip
+    for label, row in rows.items():
+        if label in only:
+            continue
+        for name in safety.SCORES if label in across else ():
+            means = [row[f"{group}_{name}"] for group in safety.BENCHMARKS]
+            assert row[name] == pytest.approx(sum(means) / 3, abs=0.00101), label
+        averages = [row[f"{group}_avg"] for group in safety.BENCHMARKS]
+        means = [(row[f"{group}_useful"] + row[f"{group}_harmless"]) / 2 for group in safety.BENCHMARKS]
+        assert averages == pytest.approx(means, abs=0.00101), label
+        assert row["overall"] == pytest.approx(sum(averages) / 3, abs=0.00101), label
+
+
+def test_turns_of_a_text_become_a_chat():
+    def chat(prompt):
+        return [(message["role"], message["content"]) for message in safety.prompt_messages(prompt)]
+
+    expected = [("user", "Hi"), ("assistant", "Hello.\n\nYes?"), ("user", "What does Human: mean?")]
+    text = "\n\nHuman: Hi\n\nAssistant: Hello.\n\nYes?\n\nHuman: What does Human: mean?"
+    assert chat(text) == chat(text + "\n\nAssistant:") == chat(text.lstrip()) == expected
+    assert chat("  Name a colour ") == [("user", "Name a colour")]
+    assert chat("The form is\n\nHuman: x") == [("user", "The form is\n\nHuman: x")]
+    assert chat([{"role": "user", "content": "u"}]) == [("user", "u")]
+    for unusable in ("", "\n\nHuman: Hi\n\nAssistant: Hello.", [], [{"role": "assistant", "content": "a"}]):
+        with pytest.raises(ValueError, match="expected to end with a user's message"):
+            safety.prompt_messages(unusable)
+    for unusable in (None, 3, [{"role": "user"}]):
+        with pytest.raises(ValueError, match="expected `prompt`, a text or chat messages"):
+            safety.prompt_messages(unusable)
+
+
+def test_the_options_build_the_suite(tmp_path):
+    data = write_data(tmp_path / "safe", hh=[{"prompt": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c"}] * 2)
+    options = SafetyEvaluation(
+        data=data, helpful=PreferenceOptions("owner/helpful"), harmless=PreferenceOptions("owner/cm", sign=-1)
+    )
+    suite = options.suite()
+    assert [item.key for item in suite.items] == ["hh/0", "hh/1", "pku/0", "alpaca/0"]
+    assert [len(item.messages) for item in suite.items] == [3, 3, 1, 1]
+    assert options.settings(suite)["harmless"] == {
+        "model": "owner/cm", "sign": -1, "template": None, "url": None, "truncation_side": "left"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"helpful": PreferenceOptions()}, "--helpful.model: expected a preference model's folder or hub id"),
+        ({"harmless": PreferenceOptions("./none")}, "--harmless.model ./none: no such folder"),
+        ({"harmless": PreferenceOptions("a/b", sign=2)}, "--harmless.sign is 2, expected 1 or -1"),
+        (
+            {"helpful": PreferenceOptions("a/b", template="x.jinja")},
+            "--helpful.template x.jinja: no such file",
+        ),
+        ({"helpful": PreferenceOptions("a/b", url="host:1")}, "--helpful.url is 'host:1', expected http"),
+        ({"max_tokens": 0}, "--max-tokens is 0, expected at least 1"),
+        ({"data": Path("nowhere")}, "hh_rlhf_test.jsonl.gz: no such file"),
+    ],
+)
+def test_a_mistake_in_the_options_is_named(tmp_path, changes, message):
+    right = {"helpful": PreferenceOptions("a/b"), "harmless": PreferenceOptions("a/c")}
+    options = SafetyEvaluation(**{"data": write_data(tmp_path / "safe"), **right, **changes})
+    with pytest.raises((ValueError, FileNotFoundError)) as caught:
+        options.suite()
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_bad_row_is_named(tmp_path):
+    data = write_data(tmp_path / "safe", pku=[{"prompt": "p"}, {"text": "p"}])
+    with pytest.raises(ValueError, match=r"pku_saferlhf_test.jsonl.gz: row 1: expected `prompt`"):
+        safety.load_safety_items(data)
+    write_data(data, pku=[])
+    with pytest.raises(ValueError, match=r"pku_saferlhf_test.jsonl.gz: no prompt"):
+        safety.load_safety_items(data)
+
+
+def test_the_module_loads_no_torch():
+    program = (
+        "import sys\nimport smopd.evals.safety\n"
+        "assert not {'torch', 'transformers', 'pydantic'} & sys.modules.keys()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unusable_preference_model_is_one_line_before_anything_is_sampled(tmp_path, monkeypatch, capsys):
+    from smopd import evaluate
+    from smopd.engine.local.rollout import LocalRollout
+    from smopd.worlds.models import world_model
+    from tests.smopd.rewards.tiny_preference import byte_tokenizer, save
+
+    for name, labels in (("one", 1), ("two", 2)):
+        save(tmp_path / name, byte_tokenizer(), labels=labels)
+    for part in world_model(seed=0):
+        part.save_pretrained(tmp_path / "policy")
+    (tmp_path / "given.jsonl").write_text('{"response": "r"}\n' * 3)
+
+    def sampled(*_):
+        pytest.fail("responses were sampled")
+
+    monkeypatch.setattr(LocalRollout, "generate", sampled)
+    arguments = ["safety", "--data", str(write_data(tmp_path / "safe")), "--output", str(tmp_path / "out")]
+    arguments += ["--helpful.model", str(tmp_path / "one"), "--max-new-tokens", "4"]
+    model, given = ["--model", str(tmp_path / "policy")], ["--responses", str(tmp_path / "given.jsonl")]
+    two, one = (["--harmless.model", str(tmp_path / name), "--max-tokens"] for name in ("two", "one"))
+    for more, message in (
+        ([*model, *two, "256"], "two: a preference model has one output"),
+        ([*given, *two, "256"], "two: a preference model has one output"),
+        ([*model, *one, "2048"], "max_tokens is 2048, expected at most the 512"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            evaluate.main([*arguments, *more])
+        error = capsys.readouterr().err
+        assert ended.value.code == 2 and message in error.splitlines()[-1] and "Traceback" not in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_preference_models_score_responses(tmp_path):
+    from smopd.rewards.preference_model import preference_reward
+    from tests.smopd.rewards.tiny_preference import byte_tokenizer, save
+
+    for seed, name in enumerate(("rm", "cm")):
+        save(tmp_path / name, byte_tokenizer(), seed)
+    options = SafetyEvaluation(
+        data=write_data(tmp_path / "safe"),
+        helpful=PreferenceOptions(str(tmp_path / "rm")),
+        harmless=PreferenceOptions(str(tmp_path / "cm"), sign=-1),
+        max_tokens=256,
+    )
+    suite = options.suite()
+    chats, responses = [item.messages for item in suite.items], ["Yes.", "No, never.", "Perhaps"]
+    scores = suite.score(responses)
+    for name, model, sign in (("useful", "rm", 1), ("harmless", "cm", -1)):
+        own = preference_reward(chats, responses, model=str(tmp_path / model), max_tokens=256)
+        assert [score[name] for score in scores] == [sign * value for value in own]
+    summary = suite.summary([item.group for item in suite.items], scores)
+    assert summary["overall"] == pytest.approx(sum(sum(score.values()) for score in scores) / 6)

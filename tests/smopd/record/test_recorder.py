@@ -1,0 +1,220 @@
+"""Every metric of a step by value, against dense arithmetic on the same fixed responses."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+
+import pytest
+import torch
+
+from smopd.engine import distributed
+from tests.engine.tiny import tiny_model
+from tests.smopd.run.invariance_worker import (
+    GROUP_SIZE,
+    PROMPTS,
+    SETTINGS,
+    FixedRewarder,
+    FixedRollouts,
+    prompt_set,
+    train,
+)
+
+KAPPA, TEMPERATURE, KL_TEMPERATURE = 6, SETTINGS["rollout"]["temperature"], 1.3
+ONE_UPDATE = {"loop": {"updates_per_step": 1}}
+
+
+@pytest.fixture(scope="module")
+def device():
+    with distributed.process_group() as device:
+        yield device
+
+
+def lines(folder, device, opd, **changes):
+    train(folder, device, changes={**ONE_UPDATE, "opd": {"kappa": KAPPA, **opd}, **changes})
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def merged(device, tmp_path_factory):
+    opd = {"temperature": KL_TEMPERATURE, "schedule": "linear", "final_coef": 0.0, "decay_steps": 1}
+    return lines(tmp_path_factory.mktemp("merged"), device, opd)
+
+
+@pytest.fixture(scope="module")
+def pooled(device, tmp_path_factory):
+    opd = {"support": "pooled", "tail": False, "schedule": "constant"}
+    return lines(tmp_path_factory.mktemp("pooled"), device, opd, loss={"importance_cap": 1.2})
+
+
+@pytest.fixture(scope="module")
+def reverse(device, tmp_path_factory):
+    opd = {"divergence": "reverse_kl_sampled", "schedule": "constant", "temperature": KL_TEMPERATURE}
+    return lines(tmp_path_factory.mktemp("reverse"), device, opd)
+
+
+@pytest.fixture(scope="module")
+def rollouts():
+    """Of the first step; which prompt an epoch begins with does not matter to a mean."""
+    prompts = [prompt.token_ids for prompt in prompt_set()]
+    return FixedRollouts().generate(prompts, range(PROMPTS), _Sampling)
+
+
+class _Sampling:
+    n = GROUP_SIZE
+
+
+def logits_NV(seed, rollouts):
+    model = tiny_model(seed).eval()
+    with torch.no_grad():
+        found = []
+        for rollout in rollouts:
+            ids = torch.cat([torch.tensor(rollout.prompt_ids), rollout.response_ids])[None]
+            found.append(model(ids).logits[0, len(rollout.prompt_ids) - 1 : -1])
+    return torch.cat(found).double()
+
+
+@pytest.fixture(scope="module")
+def student_NV(rollouts):
+    return logits_NV(0, rollouts)
+
+
+@pytest.fixture(scope="module")
+def teachers_NV(rollouts):
+    return [logits_NV(seed, rollouts) for seed in (1, 2)]
+
+
+def at_tokens(logps_NV, rollouts):
+    token_ids_N = torch.cat([rollout.response_ids for rollout in rollouts])
+    return logps_NV.gather(-1, token_ids_N[:, None])[:, 0]
+
+
+def sparse(teachers_NV, temperature):
+    """Each teacher's kappa largest probabilities, 0 elsewhere."""
+    kept = []
+    for logits in teachers_NV:
+        p_NV = (logits / temperature).softmax(-1)
+        kept.append(p_NV * (p_NV >= p_NV.topk(KAPPA).values[:, -1:]))
+    return kept
+
+
+def test_rewards_and_responses(merged, rollouts):
+    found = merged[0]
+    scores = FixedRewarder().score(None, rollouts, 0)
+    for k, name in enumerate(("dense", "sparse")):
+        values = scores.rewards_RK[:, k]
+        known = values[~values.isnan()]
+        assert found[f"reward/{name}/mean"] == pytest.approx(float(known.mean()))
+        assert found[f"reward/{name}/std"] == pytest.approx(float(known.std()))
+        assert found[f"reward/{name}/unscorable"] == pytest.approx(float(values.isnan().double().mean()))
+        groups = defaultdict(set)
+        for rollout, value in zip(rollouts, values.tolist(), strict=True):
+            if not math.isnan(value):
+                groups[rollout.group].add(value)
+        equal = sum(len(seen) == 1 for seen in groups.values()) / len(groups)
+        assert found[f"reward/{name}/zero_variance_groups"] == pytest.approx(equal)
+    assert 0 < found["reward/dense/unscorable"] < 1
+    assert 0 < found["reward/sparse/zero_variance_groups"] < 1
+    assert found["advantage/mean"] == pytest.approx(0, abs=1e-6)
+    assert found["advantage/std"] == pytest.approx(1, abs=1e-3)
+    lengths = [len(rollout.response_ids) for rollout in rollouts]
+    assert found["response/tokens"] == pytest.approx(sum(lengths) / len(lengths))
+    assert found["tokens"] == sum(lengths)
+    assert found["response/truncated"] == 0
+
+
+def test_the_policies(merged, pooled, rollouts, student_NV):
+    logps_NV = (student_NV / TEMPERATURE).log_softmax(-1)
+    entropy = -(logps_NV.exp() * logps_NV).sum(-1).mean()
+    log_ratio_N = at_tokens(logps_NV, rollouts) - torch.cat([rollout.logps for rollout in rollouts])
+    for found in (merged[0], pooled[0]):
+        assert found["entropy"] == pytest.approx(float(entropy), rel=1e-5)
+        assert found["rollout_mismatch"] == pytest.approx(float(log_ratio_N.abs().mean()), rel=1e-5)
+        assert [found[f"clipped/{kind}"] for kind in ("low", "high", "dual", "log_ratio")] == [0, 0, 0, 0]
+    truncated = (log_ratio_N.exp() > 1.2).double().mean()
+    assert 0 < float(truncated) < 1
+    assert pooled[0]["importance/truncated"] == pytest.approx(float(truncated))
+    assert "importance/truncated" not in merged[0]
+
+
+def test_the_merged_target_with_its_tail(merged, student_NV, teachers_NV):
+    kept = sparse(teachers_NV, KL_TEMPERATURE)
+    mixture_NV = 0.5 * (kept[0] + kept[1])
+    q_NV = mixture_NV * (mixture_NV >= mixture_NV.topk(KAPPA).values[:, -1:])
+    logp_NV = (student_NV / KL_TEMPERATURE).log_softmax(-1)
+    student_N = (logp_NV.exp() * (q_NV > 0)).sum(-1)
+    rest_N = 1 - q_NV.sum(-1)
+    kl_N = (q_NV * (q_NV.clamp(min=1e-300).log() - logp_NV)).sum(-1)
+    kl_N = kl_N + rest_N * (rest_N.log() - (1 - student_N).log())
+    found = merged[0]
+    assert (found["opd_coef"], found["teachers/padding_entries"]) == (1, 0)
+    assert found["kl"] == pytest.approx(float(kl_N.mean()), rel=1e-5)
+    assert found["kl/negative"] == 0
+    assert found["teacher_mass"] == pytest.approx(float(q_NV.sum(-1).mean()), rel=1e-5)
+    assert found["student_mass"] == pytest.approx(float(student_N.mean()), rel=1e-5)
+    for m in range(2):
+        assert found[f"teacher_{m}/top_kappa_mass"] == pytest.approx(float(kept[m].sum(-1).mean()), rel=1e-5)
+        assert found[f"teacher_{m}/alpha"] == pytest.approx(0.5)
+
+
+def pooled_terms(student_NV, teachers_NV, temperature):
+    """(KL, target's mass, student's mass) of the kappa largest of all teachers' entries, repeats allowed."""
+    entries = torch.cat([0.5 * p_NV for p_NV in sparse(teachers_NV, temperature)], dim=-1)
+    q_NS, place_NS = entries.topk(KAPPA)
+    id_NS = place_NS % student_NV.shape[1]
+    logp_NV = (student_NV / temperature).log_softmax(-1)
+    kl_N = (q_NS * (q_NS.log() - logp_NV.gather(-1, id_NS))).sum(-1)
+    support_NV = torch.zeros_like(logp_NV).scatter(-1, id_NS, 1.0)
+    return kl_N, q_NS.sum(-1), (support_NV * logp_NV.exp()).sum(-1)
+
+
+def test_the_pooled_target_can_be_negative(pooled, student_NV, teachers_NV):
+    kl_N, mass_N, student_N = pooled_terms(student_NV, teachers_NV, 1.0)
+    found = pooled[0]
+    assert found["kl"] == pytest.approx(float(kl_N.mean()), rel=1e-5)
+    negative = float((kl_N < 0).double().mean())
+    assert 0 < negative <= 1
+    assert found["kl/negative"] == pytest.approx(negative)
+    assert found["teacher_mass"] == pytest.approx(float(mass_N.mean()), rel=1e-5)
+    assert found["student_mass"] == pytest.approx(float(student_N.mean()), rel=1e-5)
+
+
+def test_the_sampled_reverse_kl_is_at_the_rollouts_temperature(reverse, rollouts, student_NV, teachers_NV):
+    found = reverse[0]
+    mixture_NV = sum(0.5 * (logits / TEMPERATURE).softmax(-1) for logits in teachers_NV)
+    logp_NV = (student_NV / TEMPERATURE).log_softmax(-1)
+    expected = at_tokens(logp_NV, rollouts) - at_tokens(mixture_NV.log(), rollouts)
+    assert found["reverse_kl"] == pytest.approx(float(expected.mean()), rel=1e-5)
+    assert found["loss/kl"] == 0, "the forward KL is watched and not trained on"
+    assert found["loss/reverse"] != 0
+    mass = [float(p_NV.sum(-1).mean()) for p_NV in sparse(teachers_NV, TEMPERATURE)]
+    for m in range(2):
+        assert found[f"teacher_{m}/top_kappa_mass"] == pytest.approx(mass[m], rel=1e-5)
+    assert {"kl", "kl/negative", "teacher_mass", "student_mass", "clipped/reverse_low"} <= found.keys()
+
+
+def test_teachers_are_watched_where_lambda_is_0(merged, device, tmp_path):
+    names = {"kl", "kl/negative", "teacher_mass", "student_mass", "teacher_1/top_kappa_mass"}
+    assert [line["opd_coef"] for line in merged] == [1, 0, 0]
+    assert all(names <= line.keys() and math.isfinite(line["kl"]) for line in merged)
+    assert [line["loss/kl"] == 0 for line in merged] == [False, True, True]
+    unwatched = lines(tmp_path, device, {"coef": 0.0, "schedule": "constant", "watch": False})
+    assert all(not names & line.keys() for line in unwatched)
+    watched = lines(tmp_path / "watched", device, {"coef": 0.0, "schedule": "constant"})
+    same = ("grad_norm", "loss/pg", "entropy", "reward/dense/mean")
+    for a, b in zip(watched, unwatched, strict=True):
+        assert [a[name] for name in same] == pytest.approx([b[name] for name in same], rel=1e-6)
+
+
+def test_the_gradient_norm_is_that_before_clipping(device, tmp_path):
+    def run(folder, bound):
+        updates = train(folder, device, changes=ONE_UPDATE, options={"max_grad_norm": bound})
+        return updates, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+    updates, (found, *_) = run(tmp_path / "open", 1e9)
+    squares = sum(float(value.double().square().sum()) for value in updates[0]["gradients"].values())
+    assert found["grad_norm"] == pytest.approx(math.sqrt(squares), rel=1e-5)
+    _, (clipped, *_) = run(tmp_path / "clipped", 1e-3)
+    assert clipped["grad_norm"] == pytest.approx(found["grad_norm"], rel=1e-5)
+    assert found["updates/skipped"] == 0

@@ -1,0 +1,155 @@
+"""Resuming after SIGKILL.
+
+A command killed with SIGKILL at any moment and given again ends as one that was not killed, bit for bit.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.patience import HANG_SECONDS
+from tests.smopd.recipes import command, environment, metric_lines, train, train_here, write_recipe
+from tests.smopd.report.browser import BROWSER, HEIGHT, WIDTH, opened
+
+pytestmark = pytest.mark.slow
+
+BOXES = """(() => {
+  const charts = [...document.querySelectorAll("details[open] figure")];
+  const all = name => [...document.querySelectorAll(name)];
+  const first = all("table")[0], keys = all("h2 + p .key").filter(key => !key.closest("details"));
+  const runs = keys.filter(key => key.parentElement.previousElementSibling.textContent === "training");
+  return {
+    tables: all("table").filter(table => !table.closest("details")).length,
+    rows: first.tBodies[0].rows.length, keys: runs.length, curves: charts.length,
+    lines: charts.map(chart => chart.querySelectorAll("polyline").length),
+    boxes: [all("h1")[0], first, ...runs, ...charts].map(one => one.getBoundingClientRect().toJSON()),
+  };
+})()"""
+FIRST_TOKEN = """(() => {
+  const token = document.querySelector("details[open] .token");
+  token.scrollIntoView({block: "center"});
+  const box = token.getClientRects()[0];
+  return {x: box.left + box.width / 2, y: box.top + box.height / 2};
+})()"""
+TIPS = """[...document.querySelectorAll(".tip")].filter(
+  tip => tip.getClientRects().length && getComputedStyle(tip).display !== "none").map(tip => tip.innerText)"""
+RUNS = ("base", "accuracy_teacher", "format_teacher", "student")
+
+
+def lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def after_lines(run: str, n: int) -> Callable[[Path], bool]:
+    return lambda folder: lines(folder / run / "metrics.jsonl") >= n
+
+
+def once_there(pattern: str) -> Callable[[Path], bool]:
+    return lambda folder: any(folder.glob(pattern))
+
+
+MOMENTS = {
+    "in the warm start": after_lines("base", 5),
+    "before the first checkpoint": after_lines("accuracy_teacher", 1),
+    "while a checkpoint is written": once_there("*/checkpoints/*.partial"),
+    "between two checkpoints": after_lines("format_teacher", 3),
+    "at the end of a run": after_lines("format_teacher", 6),
+    "in stage 2": after_lines("student", 5),
+    "while the student's checkpoint is written": once_there("student/checkpoints/*.partial"),
+    "while the student is exported": once_there("student/export.partial"),
+    "in the evaluation": once_there("base/evaluation.json"),
+}
+
+
+def kill_when(moment: Callable[[Path], bool], recipe: Path, folder: Path, log: Path) -> bool:
+    """Starts the command and kills it at the moment; False where it ended first."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command(recipe), env=environment(), cwd=recipe.parent, stdout=output, stderr=output
+        )
+    deadline = time.monotonic() + HANG_SECONDS
+    while process.poll() is None:
+        if moment(folder):
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            return True
+        if time.monotonic() > deadline:
+            process.kill()
+            process.wait()
+            pytest.fail(f"it hung: {log.read_text()[-4000:]}")
+        time.sleep(0.002)
+    assert process.returncode == 0, log.read_text()[-4000:]
+    return False
+
+
+def assert_same_runs(found: Path, expected: Path) -> None:
+    for run in RUNS:
+        assert metric_lines(found / run) == metric_lines(expected / run), run
+        a, b = (load_file(folder / run / "export/model.safetensors") for folder in (found, expected))
+        assert a.keys() == b.keys()
+        for name in a:
+            assert a[name].equal(b[name]), f"{run}: {name}"
+        for file in ("evaluation.json", "responses.jsonl"):
+            assert (found / run / file).read_bytes() == (expected / run / file).read_bytes()
+    for run in RUNS[1:]:
+        assert (found / run / "samples.jsonl").read_bytes() == (expected / run / "samples.jsonl").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The run that nobody killed."""
+    folder = tmp_path_factory.mktemp("straight")
+    recipe = write_recipe(folder)
+    done = train(recipe)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder / "runs/tiny"
+
+
+def test_a_run_killed_again_and_again_ends_the_same(tmp_path, straight):
+    recipe, folder = write_recipe(tmp_path), tmp_path / "runs/tiny"
+    for name, moment in MOMENTS.items():
+        assert kill_when(moment, recipe, folder, tmp_path / "log"), f"the run ended before: {name}"
+    done = train(recipe)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert_same_runs(folder, straight)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
+def test_a_person_sees_in_one_screen_what_happened(straight, tmp_path):
+    """The table, the legend and the reward curves; and a token's tip where the mouse is."""
+    with opened(straight / "report.html", tmp_path / "profile") as page:
+        found = page.value(BOXES)
+        assert [found[name] for name in ("tables", "keys", "curves")] == [1, 3, 2], found
+        assert found["rows"] == len(RUNS) and found["lines"] == [3, 3]
+        assert all(box["left"] >= 0 and box["right"] <= WIDTH for box in found["boxes"]), found
+        assert all(box["top"] >= 0 and box["bottom"] <= HEIGHT for box in found["boxes"]), found
+
+        assert page.value(TIPS) == []
+        at = page.value(FIRST_TOKEN)
+        page.point(at["x"], at["y"])
+        (shown,) = page.value(TIPS)
+        assert all(name in shown for name in ("accuracy_teacher", "format_teacher", "student"))
+        page.point(0, 0)
+        assert page.value(TIPS) == []
+
+
+def test_finished_runs_are_not_done_again(straight):
+    before = {path: path.stat().st_mtime_ns for path in straight.rglob("*.safetensors")}
+    done = train_here(straight.parents[1] / "recipe.yaml")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert {path: path.stat().st_mtime_ns for path in straight.rglob("*.safetensors")} == before
+    assert "accuracy_teacher  1/6" not in done.stdout
+
+
+def test_other_settings_in_the_same_directory_are_refused(straight):
+    done = train_here(straight.parents[1] / "recipe.yaml", "--opd.kappa", "32")
+    assert done.returncode == 1
+    assert "opd.kappa: was 16, now 32" in done.stderr
+    assert "Traceback" not in done.stderr
