@@ -23,7 +23,7 @@ def curves(study: Study, pages: Path) -> Chapter | None:
     done = study.finished("curves")
     if not done.folders:
         return None
-    _draw_training(done, pages / "curves.svg")
+    _draw_training(done, pages / "curves.png")
     loop, group_size = done.settings.loop, done.settings.rollout.group_size
     text = (
         f"{loop.prompts_per_step} prompts x {group_size} rollouts a step. The curves are means of a step's "
@@ -34,7 +34,7 @@ def curves(study: Study, pages: Path) -> Chapter | None:
         "Reward and format of all methods",
         text,
         rlla_verdicts(done),
-        "curves.svg",
+        "curves.png",
         [done],
         _training_caption(done),
     )
@@ -45,7 +45,7 @@ def snips(study: Study, pages: Path) -> Chapter | None:
     done = study.finished("snips")
     if not done.folders:
         return None
-    _draw_training(done, pages / "snips.svg")
+    _draw_training(done, pages / "snips.png")
     text = (
         "Words of real users, intents as tools and slots as parameters, a model from scratch. Kept are "
         f"utterances of one to {MOST_SLOTS} slots whose words all occur {LEAST_COUNT} times or more in the "
@@ -54,7 +54,7 @@ def snips(study: Study, pages: Path) -> Chapter | None:
         f"{_format_rate(done)}{_headroom(done)}{done.budget()}.\n\n{done.table(COLUMNS)}\n{_controls(done)}"
     )
     return Chapter(
-        "Real utterances: SNIPS", text, rlla_verdicts(done), "snips.svg", [done], _training_caption(done)
+        "Real utterances: SNIPS", text, rlla_verdicts(done), "snips.png", [done], _training_caption(done)
     )
 
 
@@ -100,7 +100,7 @@ def conflict(study: Study, pages: Path) -> Chapter | None:
             for run, label in done.labels.items()
         }
         panels.append((Axes("held-out prompts, a dot a seed", f"{kind} brevity", f"{kind} coverage"), points))
-    figures.dots(pages / "conflict.svg", panels)
+    figures.dots(pages / "conflict.png", panels)
     silent = {
         name: spread(
             [mean_of(folder / "gdpo", f"reward/{name}/zero_variance_groups") for folder in done.folders]
@@ -128,7 +128,7 @@ def conflict(study: Study, pages: Path) -> Chapter | None:
             *above(f"§1: the student surpasses both teachers ({said}, sum)", student, teachers),
         ]
     return Chapter(
-        "Two rewards in conflict", text, verdicts, "conflict.svg", [done], _conflict_caption(done, names)
+        "Two rewards in conflict", text, verdicts, "conflict.png", [done], _conflict_caption(done, names)
     )
 
 

@@ -41,7 +41,7 @@ def figure_1(study: Study, pages: Path) -> Chapter:
     }
     advantages = Axes("(a) mean advantage, whitened", "response of the group", "advantage")
     panels, compared = teaser(study)
-    figures.grouped(pages / "figure_1.svg", [(advantages, groups), *panels])
+    figures.grouped(pages / "figure_1.png", [(advantages, groups), *panels])
     balanced, sparse = (values[0].mean for values in bars.values())
     text = (
         "(a) Eight groups of four; the dense reward is 0, 1, 2, 3 in every group, the sparse one is 1 for "
@@ -58,7 +58,7 @@ def figure_1(study: Study, pages: Path) -> Chapter:
         f"compare. {compared}"
     )
     title = "Figure 1: who decides the gradient"
-    return Chapter(title, text, figure="figure_1.svg", caption=caption.rstrip())
+    return Chapter(title, text, figure="figure_1.png", caption=caption.rstrip())
 
 
 def signal(study: Study, pages: Path) -> Chapter | None:
@@ -97,7 +97,7 @@ def signal(study: Study, pages: Path) -> Chapter | None:
         ],
     }
     axes = Axes("groups with a signal", "mean rate of the exact format", "share of mixed groups", log_x=True)
-    figures.lines(pages / "signal.svg", [(axes, curves)])
+    figures.lines(pages / "signal.png", [(axes, curves)])
     caption = (
         "Measured share of mixed groups less the expected one: "
         + ", ".join(f"{spread(found):+} {band}" for band, found in per_seed.items())
@@ -118,7 +118,7 @@ def signal(study: Study, pages: Path) -> Chapter | None:
             f"App. B: the share of mixed groups is 1 - p^G - (1-p)^G {band} (to {SIGNAL_BOUND}, our bound)"
         )
         verdicts += judge(claim, found, low=-SIGNAL_BOUND, high=SIGNAL_BOUND, sign="+")
-    return Chapter("The expected signal 1 - p^G - (1-p)^G", text, verdicts, "signal.svg", caption=caption)
+    return Chapter("The expected signal 1 - p^G - (1-p)^G", text, verdicts, "signal.png", caption=caption)
 
 
 def density(study: Study, pages: Path) -> Chapter | None:
@@ -127,7 +127,7 @@ def density(study: Study, pages: Path) -> Chapter | None:
     if not every:
         return None
     first = next(iter(every.values()))
-    _draw_density(every, pages / "density.svg")
+    _draw_density(every, pages / "density.png")
     text = (
         f"{first.settings.loop.prompts_per_step} prompts x {first.settings.rollout.group_size} rollouts a "
         "step. The left panel counts a run's own steps, and an open mark stands at a run's last step where "
@@ -171,7 +171,7 @@ def density(study: Study, pages: Path) -> Chapter | None:
         "How sparse may the sparse reward be",
         text,
         verdicts,
-        "density.svg",
+        "density.png",
         list(every.values()),
         _density_caption(every),
     )

@@ -52,7 +52,7 @@ def mass(study: Study, pages: Path) -> Chapter | None:
     against = study.finished("conflict")
     for m, _ in enumerate(against.settings.teachers.models if against.folders else ()):
         verdicts += _mass_verdicts(against, "student_paper", m)
-    figures.lines(pages / "mass.svg", panels)
+    figures.lines(pages / "mass.png", panels)
     kept = {
         kappa: spread([mean_of(folder / run, "teacher_mass") for folder in done.folders])
         for kappa, run in KAPPAS.items()
@@ -69,7 +69,7 @@ def mass(study: Study, pages: Path) -> Chapter | None:
         "Teacher mass over training",
         text,
         verdicts,
-        "mass.svg",
+        "mass.png",
         caption=f"Mass of the teacher's own top kappa, mean over training: {'; '.join(found)}.",
     )
 
@@ -116,7 +116,7 @@ def ablations(study: Study, pages: Path) -> Chapter | None:
         panels.append((Axes(f"{kind} sum", "accuracy + format", ""), bars))
         if bars:
             found.append(f"{kind} sums go {extremes(bars)}; {done.leader(students, f'{kind}/sum')}")
-    figures.bars(pages / "ablations.svg", panels)
+    figures.bars(pages / "ablations.png", panels)
     negative = {
         labels[run]: spread([mean_of(folder / run, "kl/negative") for folder in done.folders])
         for run in (PAPER, "merged", "merged_tail")
@@ -135,7 +135,7 @@ def ablations(study: Study, pages: Path) -> Chapter | None:
         "Ablations of the student",
         text,
         _ablation_verdicts(done),
-        "ablations.svg",
+        "ablations.png",
         [done],
         f"Students: {'; '.join(found)}.",
     )
@@ -213,7 +213,7 @@ def profiles(study: Study, pages: Path) -> Chapter | None:
         (axes._replace(y=f"{kind} format"), {label: list(points.items()) for label, points in series.items()})
         for kind, series in ended.items()
     ]
-    figures.lines(pages / "profiles.svg", panels)
+    figures.lines(pages / "profiles.png", panels)
     against_gdpo = _against_gdpo(every, study.finished("ablations"))
     text = (
         "How much of the policy gradient each reward has: the norm of the format reward's part over that of "
@@ -234,7 +234,7 @@ def profiles(study: Study, pages: Path) -> Chapter | None:
         *against_gdpo,
     ]
     return Chapter(
-        "Priority profiles", text, verdicts, "profiles.svg", list(every.values()), _profile_caption(ended)
+        "Priority profiles", text, verdicts, "profiles.png", list(every.values()), _profile_caption(ended)
     )
 
 

@@ -28,6 +28,7 @@ SUMS = {
     "reverse_kl": 2.2,
     "sequential": 3.5,
 }
+MOST_BYTES = 200_000  # of a figure, which is kept with the page
 TEACHER_SUM, STUDENT_SUM = 2.5, 3.0
 FORMATS = {"base": 0.002, "grpo": 0.01, "gdpo": 0.02, "gd2po": 0.01, "accuracy_teacher": 0.0}
 
@@ -94,11 +95,11 @@ def test_every_chapter_says_what_its_runs_show(every: Path, tmp_path: Path) -> N
     page = page_of(every, tmp_path / "docs")
     sections = {text.partition("\n")[0]: text for text in re.split(r"^## ", page, flags=re.M)[1:]}
     assert len(sections) == len(CHAPTERS)
-    pictures = re.findall(r"!\[.*\]\(study/(.*)\.svg\)", page)
+    pictures = re.findall(r"!\[.*\]\(study/(.*)\.png\)", page)
     assert sorted(pictures) == sorted(CHAPTERS)
     for picture in pictures:
-        text = (tmp_path / "docs/study" / f"{picture}.svg").read_text()
-        assert text.startswith("<?xml")
+        drawn = (tmp_path / "docs/study" / f"{picture}.png").read_bytes()
+        assert drawn.startswith(b"\x89PNG") and len(drawn) < MOST_BYTES
 
     found = re.findall(
         r"^\| (.+?) \| (\S+ ± \S+|\S+|.* neither in \d+|no difference: .+?) \| (\w+) \|$", page, flags=re.M
@@ -267,11 +268,11 @@ def test_the_page_says_what_was_found(density: Path, tmp_path: Path) -> None:
     assert "0.925 ± 0.035" in page
     assert "“GDPO, three times the steps” 300" in page
     assert "## Ablations" not in page  # none has been run
-    pictures = re.findall(r"!\[.*\]\((.*\.svg)\)", page)
-    assert pictures == ["study/figure_1.svg", "study/density.svg", "study/signal.svg"]
-    first = (tmp_path / "docs/study/figure_1.svg").read_bytes()
+    pictures = re.findall(r"!\[.*\]\((.*\.png)\)", page)
+    assert pictures == ["study/figure_1.png", "study/density.png", "study/signal.png"]
+    first = (tmp_path / "docs/study/figure_1.png").read_bytes()
     page = page_of(density, tmp_path / "docs", "--seeds", "1")
-    assert (tmp_path / "docs/study/figure_1.svg").read_bytes() == first
+    assert (tmp_path / "docs/study/figure_1.png").read_bytes() == first
     assert "\n*1 seed; 1 job of" in page and "0.950 |" in page and "0.000 ±" not in page
 
 
