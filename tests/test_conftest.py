@@ -117,7 +117,7 @@ def test_the_longest_files_come_first(repository_root: Path, tmp_path: Path) -> 
     assert all((repository_root / "tests" / file).is_file() for file in FIRST)
     last, first = FIRST[-1], FIRST[0]
     for file in (last, first):
-        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("def test_long():\n    pass\n")
     printed = run(tmp_path, 36000, "-v")
     places = [printed.index(f"{file}::test_") for file in (first, last, "test_limit.py")]

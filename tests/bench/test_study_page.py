@@ -17,7 +17,7 @@ from bench.study.finished import Study, budgets
 from bench.study.jobs import Job
 from bench.study.measures import Spread, commit, curve, final, take_off
 from smopd.config.cli import read_settings
-from smopd.config.recipe import write_yaml
+from smopd.config.recipe import builtin, write_yaml
 
 SUMS = {
     "base": 0.1,
@@ -216,7 +216,7 @@ def test_budgets_count_what_a_run_stands_on() -> None:
 
 def test_the_control_of_the_same_compute_has_it() -> None:
     """As many steps as the paper's student and its specialists together, each of as many rollouts."""
-    quickstart = EXPERIMENTS["density"].path.parents[1] / "quickstart.yaml"
+    quickstart = builtin()["quickstart"]
     found = []
     for path in (quickstart, *(experiment.path for experiment in EXPERIMENTS.values())):
         settings = read_settings(str(path))

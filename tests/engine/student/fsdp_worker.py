@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 from smopd.engine import distributed
-from smopd.engine.local.reference import StudentsBase
-from smopd.engine.local.teachers import LocalTeachers
+from smopd.engine.local.teachers import LocalTeachers, StudentsBase
 from smopd.engine.types import Lora, Packing
 from tests.engine.student.deepspeed_worker import Facts, advance, equal, parameters, share
 from tests.engine.tiny import VOCABULARY, tiny_model

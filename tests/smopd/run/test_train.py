@@ -35,7 +35,7 @@ def null(**options):
     return [{"prompt": "call anna", "ground_truth": ""}, {"prompt": None, "ground_truth": ""}]
 
 def long(**options):
-    rows = __import__("smopd.worlds.toy_world").toy_world.prompts(n=8, seed=5)
+    rows = __import__("smopd.worlds.toy_world").worlds.toy_world.prompts(n=8, seed=5)
     return [*rows, {"prompt": " ; ".join([rows[0]["prompt"]] * 9), "ground_truth": rows[0]["ground_truth"]}]
 """
 
