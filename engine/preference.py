@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from smopd.engine.models.loading import UnusableModel, stored_dtype
-from smopd.engine.remote.servers import Patience, Servers
+from smopd.engine.remote.servers import RetryPolicy, Servers
 
 # Of safe-rlhf and align-anything, which trained Beaver and the paper's pair: there the head is called so.
 HEAD_NAMES = {r"^score_head\.": "score."}
@@ -100,7 +100,7 @@ class RemotePreferenceModel:
         ValueError: a server answers as no model server does.
     """
 
-    def __init__(self, urls: Sequence[str], patience: Patience | None = None):
+    def __init__(self, urls: Sequence[str], patience: RetryPolicy | None = None):
         self._servers = Servers(urls, patience)
         self._names: dict[str, str] = {}
         limits = []

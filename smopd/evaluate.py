@@ -43,10 +43,10 @@ def main(argv: list[str] | None = None) -> int:
         args=argv,
     )
     if isinstance(command, Difference):
-        with answered():
+        with user_errors():
             compare_runs(command)
         return 0
-    with answered():
+    with user_errors():
         command.check()
         whole = command.suite()
         suite = whole if command.limit is None else whole.only(spread(_groups(whole), command.limit))
@@ -108,7 +108,7 @@ def _groups(suite: Suite) -> list[str]:
 
 
 @contextmanager
-def answered() -> Iterator[None]:
+def user_errors() -> Iterator[None]:
     """Turns a mistake into one line on standard error and exit code 2."""
     try:
         yield

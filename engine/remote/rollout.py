@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from smopd.engine import distributed
-from smopd.engine.remote.servers import Away, Servers
+from smopd.engine.remote.servers import Servers, ServerUnavailable
 from smopd.engine.remote.weights import GENERATE, RemoteWeights, stale
 from smopd.engine.types import Rollout, Sampling
 from smopd.engine.vllm.rollout import LOWEST_TEMPERATURE, request_seed
@@ -119,15 +119,15 @@ class RemoteRollout:
         """The response in vLLM's `choice`.
 
         Raises:
-            Away: other weights took part in it, or the server ended it before its time.
+            ServerUnavailable: other weights took part in it, or the server ended it before its time.
         """
         found = {span["version"] for span in choice["weight_versions"] or ()}
         expected = self.weights.label(version)
         if found != {expected}:
-            raise Away(stale(found, expected))
+            raise ServerUnavailable(stale(found, expected))
         logps = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         if choice["finish_reason"] not in ("stop", "length") or len(logps) != len(choice["token_ids"]):
-            raise Away(
+            raise ServerUnavailable(
                 f"ended a response of group {item.group} by {choice['finish_reason']!r} with "
                 f"{len(choice['token_ids'])} tokens and {len(logps)} log-probabilities"
             )

@@ -34,12 +34,12 @@ class Refused(ValueError):
     """A server answered that the request itself is wrong."""
 
 
-class Away(Exception):
+class ServerUnavailable(Exception):
     """A server is of no use now: it did not answer within its patience, or `ask` says so of its answer."""
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """How long a server is waited for."""
 
     deadline_seconds: float = 600.0
@@ -61,11 +61,11 @@ class Servers:
         ValueError: none is given, or one twice.
     """
 
-    def __init__(self, urls: Sequence[str], patience: Patience | None = None):
+    def __init__(self, urls: Sequence[str], patience: RetryPolicy | None = None):
         self.urls = [url.rstrip("/") for url in urls]
         if not self.urls or len(set(self.urls)) != len(self.urls):
             raise ValueError(f"urls: got {list(urls)}, expected one or more different ones")
-        self.patience = patience or Patience()
+        self.patience = patience or RetryPolicy()
         self.out: dict[str, str] = {}
         """Servers that are taken out, and why."""
         self._rest: dict[str, float] = {}  # seconds that one which hung is left alone, and until when
@@ -83,7 +83,7 @@ class Servers:
 
         Args:
             ask: (client, item=) sends one item's request; may be called again for it, at another server too.
-                Where it raises Away, its server is taken out.
+                Where it raises ServerUnavailable, its server is taken out.
         Raises:
             NoServer: all servers are out; names each with its last error.
             Refused: a server says that a request is wrong.
@@ -111,7 +111,7 @@ class Servers:
                 except Exception as error:
                     with changed:
                         waiting.put(i)
-                        if isinstance(error, Away):
+                        if isinstance(error, ServerUnavailable):
                             self.take_out(url, str(error))
                         else:
                             refused.append(error)
@@ -148,7 +148,7 @@ class Servers:
         def of(url: str) -> httpx.Response | None:
             try:
                 return self.patiently(url, ask, allowed)
-            except Away as error:
+            except ServerUnavailable as error:
                 self.take_out(url, str(error))
                 return None
 
@@ -198,7 +198,7 @@ class Servers:
         """One server's answer.
 
         Raises:
-            Away: it did not come within its patience.
+            ServerUnavailable: it did not come within its patience.
             Refused: the server says that the request is wrong.
         """
         why = ""
@@ -212,7 +212,7 @@ class Servers:
                 answer = ask(self._clients[url])
             except httpx.ReadTimeout as error:
                 self._hung(url)
-                raise Away(f"no answer in {self.patience.deadline_seconds:g} s") from error
+                raise ServerUnavailable(f"no answer in {self.patience.deadline_seconds:g} s") from error
             except httpx.TransportError as error:
                 why = f"{type(error).__name__}: {error}".rstrip(": ")
                 continue
@@ -221,7 +221,7 @@ class Servers:
             why = f"status {answer.status_code}: {answer.text[:200]}"
             if answer.status_code not in BUSY:
                 raise Refused(f"{url}{answer.request.url.path}: {why}")
-        raise Away(why or self.out.get(url, ""))
+        raise ServerUnavailable(why or self.out.get(url, ""))
 
     def _hung(self, url: str) -> None:
         if time.monotonic() >= self._until.get(url, 0.0):  # the first of the requests that it left waiting

@@ -20,7 +20,7 @@ from smopd.engine.local.teachers import empty_topk
 from smopd.engine.local.union import Dropping, without_padding
 from smopd.engine.models.loading import UnusableModel
 from smopd.engine.models.packing import flat_offsets
-from smopd.engine.remote.servers import Away, Patience, Refused, Servers
+from smopd.engine.remote.servers import Refused, RetryPolicy, Servers, ServerUnavailable
 from smopd.engine.remote.wire import BINARY, pack_request, unpack_answer
 from smopd.engine.types import Rollout, TeacherTopK
 from smopd.kernels.checks import check_kappa
@@ -63,7 +63,7 @@ class RemoteTeachers(Dropping):
         temperature: float,
         *,
         dtype: str = "float32",
-        patience: Patience | None = None,
+        patience: RetryPolicy | None = None,
     ):
         self.vocabulary, self.dtype = vocabulary, dtype
         self.probe, self.kappa, self.temperature = probe, kappa, temperature
@@ -132,7 +132,7 @@ class RemoteTeachers(Dropping):
         for url in servers.alive:
             try:
                 kinds[url] = self._fits(m, url)
-            except Away as error:
+            except ServerUnavailable as error:
                 servers.take_out(url, str(error))
         if not kinds:
             raise servers.none_left()
@@ -154,7 +154,8 @@ class RemoteTeachers(Dropping):
         for url in servers.readmit():
             try:
                 why = "" if self._fits(m, url) == self.ours[m] else OTHER_KIND
-            except (Away, ValueError, LookupError, TypeError) as error:  # another program may answer there
+            except (ServerUnavailable, ValueError, LookupError, TypeError) as error:
+                # another program may answer there
                 why = f"{type(error).__name__}: {error}"
             if why:
                 servers.take_out(url, why)
@@ -163,7 +164,7 @@ class RemoteTeachers(Dropping):
         """Whether the server at `url` is ours.
 
         Raises:
-            Away: it does not answer.
+            ServerUnavailable: it does not answer.
             UnusableModel: it cannot serve what will be asked.
         """
         servers, ids, name = self.teachers[m], self.probe.token_ids, f"teachers.models.{m}: {url}"

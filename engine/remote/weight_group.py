@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smopd.engine.remote.servers import Away
+from smopd.engine.remote.servers import ServerUnavailable
 from smopd.engine.weights.group import TRAINER, join
 
 T = TypeVar("T")
@@ -41,14 +41,14 @@ class WeightGroup:
             join_seconds: until all have joined.
             seconds: of one tensor.
         Raises:
-            Away: it did not come about.
+            ServerUnavailable: it did not come about.
         """
         backend = "nccl" if device.type == "cuda" else "gloo"
         try:
             size = 1 + client.get("/get_world_size").raise_for_status().json()["world_size"]
             address = address_towards(str(client.base_url))
         except (OSError, httpx.HTTPStatusError) as error:
-            raise Away(f"{type(error).__name__}: {error}") from error
+            raise ServerUnavailable(f"{type(error).__name__}: {error}") from error
         wait = timedelta(seconds=join_seconds)
         store = dist.TCPStore(address, 0, size, is_master=True, timeout=wait, wait_for_workers=False)
         info = {"backend": backend, "address": address, "port": store.port, "size": size}
@@ -63,7 +63,7 @@ class WeightGroup:
         """The server's answer to having loaded `part`, contiguous tensors on this group's device.
 
         Raises:
-            Away: it did not.
+            ServerUnavailable: it did not.
         """
         info = {
             "names": list(part),
@@ -95,8 +95,8 @@ def _both(ours: Callable[[], T], asks: Callable[[], httpx.Response]) -> tuple[T,
     """What `ours` returns, done while the server does what it is asked, and the server's answer.
 
     Raises:
-        Away: either failed; ours is named where both did. Where only the server did, ours is left to its
-            timeout.
+        ServerUnavailable: either failed; ours is named where both did. Where only the server did, ours is
+            left to its timeout.
     """
     done: list[T] = []
     failed: list[Exception] = []
@@ -118,7 +118,7 @@ def _both(ours: Callable[[], T], asks: Callable[[], httpx.Response]) -> tuple[T,
     if not trouble:
         thread.join()
     if failed:
-        raise Away(f"{type(failed[0]).__name__}: {failed[0]}")
+        raise ServerUnavailable(f"{type(failed[0]).__name__}: {failed[0]}")
     if trouble:
-        raise Away(trouble)
+        raise ServerUnavailable(trouble)
     return done[0], answer

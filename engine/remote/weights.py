@@ -14,7 +14,7 @@ import httpx
 import torch
 from torch import Tensor
 
-from smopd.engine.remote.servers import BUSY, Away, Refused, Servers
+from smopd.engine.remote.servers import BUSY, Refused, Servers, ServerUnavailable
 from smopd.engine.remote.weight_group import WeightGroup
 from smopd.engine.weights.files import part_files, parts
 
@@ -153,7 +153,7 @@ def _normalised(client: httpx.Client) -> httpx.Response:
     """Whether its log-probabilities are those of what it samples from: of one candidate alone, 0.
 
     Raises:
-        Away: they are not.
+        ServerUnavailable: they are not.
     """
     sampling = {
         "temperature": 1.0,
@@ -166,7 +166,7 @@ def _normalised(client: httpx.Client) -> httpx.Response:
     if answer.is_success:
         logp = answer.json()["choices"][0]["logprobs"]["content"][0]["logprob"]
         if abs(logp) > 1e-6:
-            raise Away(
+            raise ServerUnavailable(
                 f"gives the only candidate the log-probability {logp}, expected 0 "
                 f"(--logprobs-mode processed_logprobs); {HOW_TO_START}"
             )

@@ -26,7 +26,7 @@ from smopd.engine import distributed
 from smopd.engine.models.sizes import ModelNumbers
 from smopd.engine.types import VllmSettings
 from smopd.engine.vllm.environment import environment_of, undisturbed
-from smopd.engine.vllm.memory import Gpu, Taken, take, vllm_arguments
+from smopd.engine.vllm.memory import EngineMemory, Gpu, engine_memory, vllm_arguments
 from smopd.engine.weights.architecture import Architecture, Checked, architecture_of, identity, stored
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class _Made:
     """vLLM failed in the middle of a load: further loads may be silently wrong."""
     sleeps: bool = False
     """Whether it leaves the GPU while others work."""
-    taken: Taken | None = None
+    taken: EngineMemory | None = None
     """Of the GPU, where there is one."""
     asleep: set[str] = field(default_factory=set)
 
@@ -94,7 +94,7 @@ def engine(role: str, path: str | Path, settings: VllmSettings, **options: Any) 
     elif made.holds != files:
         load(made.llm, stored(path, architecture))
         made.holds = files
-    wake(made.llm)
+    wake_up(made.llm)
     return made.llm
 
 
@@ -105,7 +105,7 @@ def _architecture(path: str, files: str) -> Architecture:
         return architecture_of(path)
 
 
-def known(path: str | Path) -> None:
+def warm_cache(path: str | Path) -> None:
     """Reads the architecture at `path` now, so that a later `engine` from another thread does not."""
     _architecture(str(path), identity(str(path)))
 
@@ -141,13 +141,13 @@ def load(llm: LLM, weights: Iterable[tuple[str, Tensor]]) -> None:
 
 
 @contextmanager
-def working(settings: VllmSettings) -> Iterator[None]:
+def exclusive(settings: VllmSettings) -> Iterator[None]:
     """Keeps colocated engines from working at once: vLLM's forward context is one for the whole process."""
     with _working if settings.placement == "colocated" else nullcontext():
         yield
 
 
-def wake(llm: LLM) -> None:
+def wake_up(llm: LLM) -> None:
     """Brings weights and cache back to the GPU where the engine sleeps.
 
     Raises:
@@ -166,7 +166,7 @@ def _wake(made: _Made, tags: set[str]) -> None:
     made.asleep = made.asleep - tags
 
 
-def rest(llm: LLM) -> None:
+def sleep(llm: LLM) -> None:
     """Moves weights to main memory and drops the cache, where settings and device have it."""
     made = _of(llm)
     if made.sleeps and not made.asleep:
@@ -182,7 +182,7 @@ def _can_sleep(settings: VllmSettings) -> bool:
 
 def _make(
     role: str, path: str, settings: VllmSettings, model: ModelNumbers, sleeps: bool, options: dict[str, Any]
-) -> tuple[LLM, Taken | None]:
+) -> tuple[LLM, EngineMemory | None]:
     _require_servable(settings)
     start = time.perf_counter()
     with undisturbed(environment_of(settings)):
@@ -283,13 +283,13 @@ def _arguments(path: str, settings: VllmSettings) -> dict[str, Any]:
 
 def _memory(
     role: str, settings: VllmSettings, model: ModelNumbers, sleeps: bool, options: dict[str, Any]
-) -> tuple[dict[str, Any], Taken]:
+) -> tuple[dict[str, Any], EngineMemory]:
     torch.cuda.empty_cache()  # what torch holds for itself is not free
     free, total = torch.cuda.mem_get_info()
     gpu = Gpu(free, total, sum(made.taken.asleep(made.asleep) for made in _engines.values() if made.taken))
     width, longest = getattr(torch, settings.dtype).itemsize, settings.max_model_len or model.positions
     samples, pooled = role == SAMPLES, options.get("runner") == "pooling"
-    taken = take(settings, model, width, longest, gpu, samples=samples, pooled=pooled)
+    taken = engine_memory(settings, model, width, longest, gpu, samples=samples, pooled=pooled)
     return vllm_arguments(settings, taken, gpu, sleeps=sleeps, samples=samples), taken
 
 

@@ -23,7 +23,7 @@ BLOCK = 16  # positions: vLLM keeps one block for itself
 SAMPLING_PART = 4  # ours
 
 
-class Wanted(Protocol):
+class EngineRequest(Protocol):
     """The settings of an engine that the rule reads."""
 
     @property
@@ -49,7 +49,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Taken:
+class EngineMemory:
     """Bytes on one GPU, of an engine that is awake."""
 
     weights: int
@@ -76,9 +76,16 @@ class Taken:
         return self.cache * ("kv_cache" in tags) + self.weights * ("weights" in tags) + self.work
 
 
-def take(
-    wanted: Wanted, model: ModelNumbers, width: int, longest: int, gpu: Gpu, *, samples: bool, pooled: bool
-) -> Taken:
+def engine_memory(
+    wanted: EngineRequest,
+    model: ModelNumbers,
+    width: int,
+    longest: int,
+    gpu: Gpu,
+    *,
+    samples: bool,
+    pooled: bool,
+) -> EngineMemory:
     """What an engine takes.
 
     Args:
@@ -101,10 +108,12 @@ def take(
         cache = max(least, (gpu.room - weights - WORK) // SAMPLING_PART)
     else:
         cache = least + position * BATCH
-    return Taken(weights, head, cache, least)
+    return EngineMemory(weights, head, cache, least)
 
 
-def vllm_arguments(wanted: Wanted, taken: Taken, gpu: Gpu, *, sleeps: bool, samples: bool) -> dict[str, Any]:
+def vllm_arguments(
+    wanted: EngineRequest, taken: EngineMemory, gpu: Gpu, *, sleeps: bool, samples: bool
+) -> dict[str, Any]:
     """`taken` in vLLM's words; it makes no engine whose share is not free, whatever the cache is given.
 
     Raises:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smopd.engine.types import Rollout, Sampling, VllmSettings
-from smopd.engine.vllm.engines import engine, load, rest, wake, working
+from smopd.engine.vllm.engines import engine, exclusive, load, sleep, wake_up
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -54,7 +54,7 @@ class VllmRollout:
         self.policy_version = 0
         self._adapter: Any = None
         self._folder = tempfile.TemporaryDirectory(prefix="smopd-adapters-")
-        rest(self.llm)
+        sleep(self.llm)
 
     @property
     def takes_adapters(self) -> bool:
@@ -70,14 +70,14 @@ class VllmRollout:
             LostWeights: the last load failed.
         """
         own = [(tuple(prompt), group) for prompt, group in zip(prompts, groups, strict=True)]
-        with working(self.settings):
-            wake(self.llm)
+        with exclusive(self.settings):
+            wake_up(self.llm)
             try:
                 requests, first = self._together(own)
                 self._require(requests, sampling)
                 rollouts = self._sample(requests, sampling) if requests else []
             finally:
-                rest(self.llm)
+                sleep(self.llm)
         return rollouts[first * sampling.n : (first + len(own)) * sampling.n]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -87,7 +87,7 @@ class VllmRollout:
             ValueError: a weight is missing, unknown or of another shape.
             LostWeights: vLLM itself failed in an earlier load; this engine cannot be used again.
         """
-        with working(self.settings):
+        with exclusive(self.settings):
             load(self.llm, weights)
             self._drop_adapter()
         self.policy_version = version
@@ -106,8 +106,8 @@ class VllmRollout:
         kept = Path(self._folder.name) / str(number)
         shutil.copytree(folder, kept)  # vLLM may read it again
         request = LoRARequest(f"policy-{number}", number, str(kept))
-        with working(self.settings):
-            wake(self.llm)  # the adapters' tensors leave the GPU with the weights
+        with exclusive(self.settings):
+            wake_up(self.llm)  # the adapters' tensors leave the GPU with the weights
             try:
                 self.llm.llm_engine.add_lora(request)
                 self._drop_adapter()
@@ -115,7 +115,7 @@ class VllmRollout:
                 shutil.rmtree(kept)
                 raise ValueError(f"load_adapter: {folder}: vLLM refuses it ({error})") from error
             finally:
-                rest(self.llm)
+                sleep(self.llm)
         self._adapter = request
         self.policy_version = version
 

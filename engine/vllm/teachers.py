@@ -33,7 +33,7 @@ from smopd.engine.local.union import Dropping, others_ids, with_others, without_
 from smopd.engine.models.packing import flat_offsets
 from smopd.engine.types import Rollout, TeacherTopK, VllmSettings
 from smopd.engine.vllm.bases import Base, choose_route, engine_options, read_bases, room_to_draw
-from smopd.engine.vllm.engines import engine, known, rest, working
+from smopd.engine.vllm.engines import engine, exclusive, sleep, warm_cache
 from smopd.engine.vllm.pooler import Question, ask
 from smopd.kernels.checks import check_kappa
 
@@ -91,9 +91,9 @@ class VllmTeachers(Dropping):
         self._options = engine_options(self.pooled, self.bases, batch_tokens)
         self._held: dict[str, str] = {}  # the path whose weights a role has
         for one in self.bases:
-            known(one.path)
+            warm_cache(one.path)
             if one.role not in self._held:
-                rest(self._engine(one))
+                sleep(self._engine(one))
 
     def overlaps(self, device: torch.device) -> bool:
         return self.settings.placement == "process"
@@ -181,7 +181,7 @@ class VllmTeachers(Dropping):
         """Every teacher once, those whose weights an engine holds before the others."""
         longest = max((len(r.prompt_ids) + len(r.response_ids) for r in rollouts), default=0)
         for base in sorted(self.bases, key=lambda base: self._held.get(base.role) != base.path):
-            with working(self.settings):
+            with exclusive(self.settings):
                 llm = self._engine(base)
                 limit = llm.model_config.max_model_len - (not self.pooled)  # which draws a token more
                 if longest > limit:
@@ -191,7 +191,7 @@ class VllmTeachers(Dropping):
                     )
                 for member, lora in base.members if rollouts else ():
                     visit(llm, base, member, lora)
-                rest(llm)
+                sleep(llm)
 
     def _engine(self, base: Base) -> LLM:
         llm = engine(base.role, base.path, base.settings(self.settings), **self._options)

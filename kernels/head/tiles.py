@@ -20,7 +20,7 @@ from torch import Tensor
 
 from smopd.kernels.head.shards import Shard
 from smopd.kernels.head.sums import Level, Plan, make_plan, over_shards, places_in, scan, widened
-from smopd.kernels.reference.loss import Pull, token_terms
+from smopd.kernels.reference.loss import RowGradients, token_terms
 from smopd.kernels.reference.rows import LOGP_FLOOR, Rows, Target, row_chunks, rows_gradient, support_terms
 from smopd.kernels.types import LossSettings, LossTokens, TokenTerms
 
@@ -52,7 +52,7 @@ class Merged:
 
     terms: TokenTerms
     softmaxes: tuple[Softmax, ...]
-    pulls: tuple[Pull, ...]
+    pulls: tuple[RowGradients, ...]
     target: Target | None
     tail_q_N: Tensor | None
     idle_N: Tensor
@@ -64,7 +64,7 @@ class Merged:
 
     @functools.cached_property
     def columns_KN(self) -> Tensor:
-        """What csrc/cpu/loss_tiles.cpp reads of each row: of each softmax four columns, then its Pull."""
+        """What csrc/cpu/loss_tiles.cpp reads of a row: four columns of each softmax, then its gradients."""
         first, last = self.pulls[0], self.pulls[-1]
         columns: list[Tensor | None] = []
         for level in self.softmaxes:
@@ -126,9 +126,9 @@ def finish(plan: Plan, sums_CN: Tensor) -> Merged:
         mass_N = target.mass_N
     statistics = (first.logp_N, first.entropy_N, kl_N, mass_N, student_mass_N)
     terms, pull, idle_N = token_terms(plan.tokens, plan.settings, *statistics)
-    pulls: tuple[Pull, ...] = (pull,)
+    pulls: tuple[RowGradients, ...] = (pull,)
     if len(softmaxes) == 2:
-        pulls = (replace(pull, kl_N=None), Pull(None, pull.kl_N, None))
+        pulls = (replace(pull, kl_N=None), RowGradients(None, pull.kl_N, None))
     return Merged(_in_dtype(terms, plan.dtype), softmaxes, pulls, target, tail_q_N, idle_N)
 
 
@@ -222,8 +222,8 @@ def scaled_pulls(merged: Merged, factor: Tensor) -> Merged:
     def scaled(part: Tensor | None) -> Tensor | None:
         return None if part is None else part * factor.to(part.dtype)
 
-    pulls = (Pull(scaled(pull.logp_N), scaled(pull.kl_N), scaled(pull.entropy_N)) for pull in merged.pulls)
-    return replace(merged, pulls=tuple(pulls))
+    pulls = [(scaled(pull.logp_N), scaled(pull.kl_N), scaled(pull.entropy_N)) for pull in merged.pulls]
+    return replace(merged, pulls=tuple(RowGradients(*pull) for pull in pulls))
 
 
 class TileLoss(Protocol):

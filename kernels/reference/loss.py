@@ -96,7 +96,7 @@ def _chunk(
 
 
 @dataclass(frozen=True)
-class Pull:
+class RowGradients:
     """The loss's gradients in a softmax's log-probability, KL and entropy, (N,) each, or None."""
 
     logp_N: Tensor | None
@@ -112,7 +112,7 @@ def token_terms(
     kl_N: Tensor | None,
     teacher_mass_N: Tensor | None,
     student_mass_N: Tensor | None,
-) -> tuple[TokenTerms, Pull, Tensor]:
+) -> tuple[TokenTerms, RowGradients, Tensor]:
     """The tokens' terms from their rows' statistics, what pulls at the rows, and where nothing does."""
     surrogate_N, slope_N, reverse_N, reverse_slope_N, clipped_N = policy_terms(logp_N, tokens, settings)
     uncounted_N = ~counted(tokens)
@@ -123,7 +123,7 @@ def token_terms(
     columns = (logp_N, entropy_N, kl_N, teacher_mass_N, student_mass_N, clipped_N, surrogate_N, reverse_N)
     pg_N, kl_coef_N, reverse_coef_N, ent_coef_N = coefs = coefficients(tokens, settings, logp_N.dtype)
     dlogp_N = weighted(pg_N, slope_N) + weighted(reverse_coef_N, reverse_slope_N)
-    return TokenTerms(*map(column, columns)), Pull(dlogp_N, kl_coef_N, ent_coef_N), idle(coefs)
+    return TokenTerms(*map(column, columns)), RowGradients(dlogp_N, kl_coef_N, ent_coef_N), idle(coefs)
 
 
 def scale_(grad: Tensor, dloss: Tensor) -> None:

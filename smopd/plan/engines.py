@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from smopd.config.settings import Settings, Vllm
 from smopd.engine.vllm.engines import SAMPLES
-from smopd.engine.vllm.memory import GIB, Gpu, Taken, take
+from smopd.engine.vllm.memory import GIB, EngineMemory, Gpu, engine_memory
 from smopd.plan.machine import WIDTHS, trained_parameters
 from smopd.plan.models import Models, ModelSizes
 
@@ -49,7 +49,7 @@ class Asked:
 @dataclass(frozen=True)
 class Made:
     asked: Asked
-    taken: Taken
+    taken: EngineMemory
     sleeps: bool
 
     @property
@@ -109,7 +109,8 @@ def make(wanted: Iterable[Asked], there: Sequence[Made], free: int, total: int) 
         sleeps = one.vllm.sleep and not any(other.sleeps for other in beside)
         awake = sum(other.total for other in made if not other.sleeps)
         gpu = Gpu(free - awake, total, sum(other.total for other in made if other.sleeps))
-        taken = take(one.vllm, one.model, one.width, one.longest, gpu, samples=one.samples, pooled=one.pooled)
+        kind = {"samples": one.samples, "pooled": one.pooled}
+        taken = engine_memory(one.vllm, one.model, one.width, one.longest, gpu, **kind)
         if taken.cache < taken.least:
             raise ValueError(
                 f"{one.role}: {taken.cache / GIB:.2f} GiB of cache by vllm.kv_cache_bytes or "

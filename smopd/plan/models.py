@@ -19,7 +19,7 @@ from smopd.engine.local.teachers import same_place
 from smopd.engine.models.loading import stored_dtype
 from smopd.engine.models.sizes import ModelNumbers, numbers_of
 from smopd.names import is_url
-from smopd.run.failures import reading
+from smopd.run.failures import naming
 
 ALL_LINEAR = "all-linear"
 ADAPTER = "adapter_config.json"
@@ -138,7 +138,7 @@ class ModelReader:
                 whole[self._place(base)] = student
                 adapters += 0 if lora is None else student.lora_parameters(lora.rank, lora.targets)
             elif (place / ADAPTER).is_file():
-                with reading(setting):
+                with naming(setting):
                     config = json.loads((place / ADAPTER).read_text())
                 base, targets = str(config["base_model_name_or_path"]), config["target_modules"]
                 sizes = whole[self._place(base)] = self._read(base, setting)
@@ -167,12 +167,12 @@ class ModelReader:
             return self._read(model.path, "model.path")
         name = str(model.factory)
         if name not in self._known:
-            with reading("model.factory"):
+            with naming("model.factory"):
                 self._known[name] = factory_sizes(name, self.settings.seed, model.kwargs)
         return self._known[name]
 
     def _read(self, path: str, setting: str) -> ModelSizes:
         if path not in self._known:
-            with reading(setting):
+            with naming(setting):
                 self._known[path] = sizes_of(path)
         return self._known[path]

@@ -18,7 +18,7 @@ from smopd.engine.student.checkpoint import export
 from smopd.record.files import JsonlLog
 from smopd.record.progress import Progress
 from smopd.run import build
-from smopd.run.failures import reading
+from smopd.run.failures import naming
 from smopd.run.folder import mark_done
 from smopd.run.warm_start import warm_start
 
@@ -39,7 +39,7 @@ def initial_model(settings: Settings, folder: Path) -> str:
         tokenizer.save_pretrained(partial)
         replace_folder(partial, made)
 
-    with reading("model.factory"):
+    with naming("model.factory"):
         distributed.on_first(make)
     return str(made)
 

@@ -13,11 +13,11 @@ from smopd.engine.local.rollout import LocalRollout
 from smopd.engine.local.teachers import held_already, load_teachers
 from smopd.engine.models.loading import describe, load_model, load_tokenizer
 from smopd.engine.protocols import RolloutEngine, TeacherEngine
-from smopd.engine.remote.servers import Patience, Servers
+from smopd.engine.remote.servers import RetryPolicy, Servers
 from smopd.engine.student.student import Student
 from smopd.engine.types import Lora, Packing, TrainSettings, VllmSettings
 from smopd.names import is_url
-from smopd.run.failures import reading
+from smopd.run.failures import naming
 
 PROBE_TEXT = 'Answer: the tools\' names, 3.14 and {"x": [1, 2]}.'
 """On which a teacher's tokenizer and the student's must agree."""
@@ -26,9 +26,9 @@ PROBE_TEXT = 'Answer: the tools\' names, 3.14 and {"x": [1, 2]}.'
 def student(settings: Settings, path: str, device: torch.device, **changes: Any) -> Student:
     """The model at `path`, ready to train; `changes` replace fields of TrainSettings."""
     torch.manual_seed(settings.seed)
-    with reading("model"):
+    with naming("model"):
         model = load_model(path, torch.float32)
-    with reading("student"):
+    with naming("student"):
         return Student(model, train_settings(settings, **changes), device)
 
 
@@ -41,7 +41,7 @@ def rollout_engine(
     """
     options = settings.rollout
     longest = settings.longest_sequence
-    with reading("model"):
+    with naming("model"):
         config, ends = describe(path)
         limit = getattr(config, "max_position_embeddings", longest)
         if longest > limit:
@@ -50,7 +50,7 @@ def rollout_engine(
                 "(data.max_prompt_tokens, rollout.max_new_tokens, and evaluation's)"
             )
     if options.urls:
-        with reading("rollout.urls"):
+        with naming("rollout.urls"):
             from smopd.engine.remote.rollout import RemoteRollout
 
             servers = Servers(options.urls, patience(settings))
@@ -59,11 +59,11 @@ def rollout_engine(
             remote.load_path(path)  # a server holds whatever the run before it ended with
             return remote
     if options.engine == "vllm":
-        with reading("rollout.engine"):
+        with naming("rollout.engine"):
             from smopd.engine.vllm.rollout import VllmRollout
 
             return VllmRollout(path, ends, rollout_settings(settings, recipe or settings, limit))
-    with reading("model"):
+    with naming("model"):
         model = load_model(path, getattr(torch, options.dtype), device)
     return LocalRollout(model, ends, options.max_batch_tokens)
 
@@ -78,10 +78,10 @@ def teacher_engine(
     if not paths:
         return None
     options = settings.teachers
-    with reading("opd.kappa"):
+    with naming("opd.kappa"):
         if settings.opd.kappa > vocabulary:
             raise ValueError(f"{settings.opd.kappa} is over the vocabulary of {vocabulary}")
-    with reading("teachers.models"):
+    with naming("teachers.models"):
         if is_url(paths[0]):
             return remote_teachers(settings, paths, vocabulary)
         if options.engine == "local":
@@ -124,9 +124,9 @@ def remote_teachers(settings: Settings, urls: Sequence[str], vocabulary: int) ->
     )
 
 
-def patience(settings: Settings) -> Patience:
+def patience(settings: Settings) -> RetryPolicy:
     remote = settings.remote
-    return Patience(remote.deadline_seconds, remote.retries, concurrency=remote.concurrency)
+    return RetryPolicy(remote.deadline_seconds, remote.retries, concurrency=remote.concurrency)
 
 
 def rollout_settings(settings: Settings, recipe: Settings, limit: int) -> VllmSettings:

@@ -30,7 +30,7 @@ FAILURES = (
 
 
 @contextmanager
-def reading(setting: str) -> Iterator[None]:
+def naming(setting: str) -> Iterator[None]:
     """Turns what is wrong with an input into an answer that names its setting."""
     try:
         yield

@@ -10,7 +10,7 @@ from smopd.config.settings import Settings, Source
 from smopd.data.places import is_short_name, located
 from smopd.data.prompts import DemonstrationSet, Overlong, PromptSet, load_demonstrations, load_prompts
 from smopd.record.progress import say
-from smopd.run.failures import reading
+from smopd.run.failures import naming
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,17 @@ def read_inputs(settings: Settings, tokenizer: PreTrainedTokenizerBase, *, demon
         UnusableInput: a source is missing, empty or malformed; names the setting, the row and the column.
     """
     data, warm = settings.data, settings.warm_start
-    with reading("data.train"):
+    with naming("data.train"):
         train = prompt_set(settings, data.train, tokenizer, data.overlong, data.max_prompt_tokens)
     held_out = None
     if data.evaluation is not None:
-        with reading("data.evaluation"):
+        with naming("data.evaluation"):
             cut: Overlong = "truncate_left" if data.overlong == "truncate_left" else "error"
             longest = data.max_evaluation_tokens or data.max_prompt_tokens
             held_out = prompt_set(settings, data.evaluation, tokenizer, cut, longest)
     demonstrated = None
     if warm is not None and demonstrations:
-        with reading("warm_start.source"):
+        with naming("warm_start.source"):
             demonstrated = load_demonstrations(
                 warm.source.source,
                 tokenizer,
@@ -62,7 +62,7 @@ def require_data(settings: Settings) -> None:
     named["warm_start.source"] = warm.source if warm else None
     for setting, source in named.items():
         if source is not None and is_short_name(source.source):
-            with reading(setting):
+            with naming(setting):
                 located(source.source)
 
 

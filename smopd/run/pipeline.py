@@ -34,7 +34,7 @@ from smopd.report.summary import summarise
 from smopd.rewards.pool import RewardPool, RewardSpec
 from smopd.run import build
 from smopd.run.base import initial_model, make_base
-from smopd.run.failures import FAILURES, UnusableInput, reading
+from smopd.run.failures import FAILURES, UnusableInput, naming
 from smopd.run.folder import claimed, mark_done, write_settings
 from smopd.run.inputs import Inputs, log_inputs, read_inputs, require_data
 from smopd.step.held_out import evaluate_held_out
@@ -106,7 +106,7 @@ def do_runs(context: RunContext, command: Command) -> None:
     start = initial_model(settings, context.folder / BASE)
     if absent := missing(settings.log.to):
         raise UnusableInput(f"log.to: {', '.join(absent)} is not installed (pip install {' '.join(absent)})")
-    with reading("model"):
+    with naming("model"):
         tokenizer = load_tokenizer(start)
     inputs = read_inputs(settings, tokenizer, demonstrations=base_due)
     write_settings(context.folder, settings)

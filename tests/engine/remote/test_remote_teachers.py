@@ -13,7 +13,7 @@ import torch
 
 from smopd.engine.local.teachers import load_teachers
 from smopd.engine.models.loading import UnusableModel
-from smopd.engine.remote.servers import NoServer, Patience
+from smopd.engine.remote.servers import NoServer, RetryPolicy
 from smopd.engine.remote.teachers import Probe, RemoteTeachers, portions
 from smopd.engine.remote.wire import pack_request, unpack_request
 from smopd.engine.types import Packing
@@ -24,7 +24,7 @@ pytest.importorskip("starlette")
 uvicorn = pytest.importorskip("uvicorn")
 
 PACKING = Packing(200, 0, True)
-QUICK = Patience(deadline_seconds=30.0, retries=1, backoff_seconds=0.01, concurrency=2)
+QUICK = RetryPolicy(deadline_seconds=30.0, retries=1, backoff_seconds=0.01, concurrency=2)
 
 
 def test_a_server_takes_its_gpus_whole():

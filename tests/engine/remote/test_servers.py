@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import smopd.engine.remote.servers as servers_module
-from smopd.engine.remote.servers import Away, NoServer, Patience, Refused, Servers
+from smopd.engine.remote.servers import NoServer, Refused, RetryPolicy, Servers, ServerUnavailable
 
-QUICK = Patience(deadline_seconds=20.0, retries=2, backoff_seconds=0.01, concurrency=4)
+QUICK = RetryPolicy(deadline_seconds=20.0, retries=2, backoff_seconds=0.01, concurrency=4)
 
 
 class Scripted:
@@ -89,7 +89,7 @@ def test_answers_come_in_order_from_all_servers(scripted):
 
 def test_a_busy_server_is_asked_again(scripted):
     busy = scripted(lambda count, body: 503 if count <= 2 else 200)
-    servers = Servers([busy.url], Patience(retries=4, backoff_seconds=0.01, concurrency=2))
+    servers = Servers([busy.url], RetryPolicy(retries=4, backoff_seconds=0.01, concurrency=2))
     assert asked(servers, 8) == [str(i) for i in range(8)]
     assert busy.answered == {503: 2, 200: 8}
     assert not servers.out
@@ -131,7 +131,7 @@ def test_a_server_that_hangs_is_out_after_one_deadline(scripted):
     released = threading.Event()
     hung = scripted(lambda count, body: released.wait(60.0) and 200)
     well = scripted(lambda count, body: 200)
-    servers = Servers([hung.url, well.url], Patience(deadline_seconds=1.0, retries=5, concurrency=1))
+    servers = Servers([hung.url, well.url], RetryPolicy(deadline_seconds=1.0, retries=5, concurrency=1))
     assert asked(servers, 4) == [str(i) for i in range(4)]
     assert hung.calls == 1
     assert servers.out == {hung.url: "no answer in 1 s"}
@@ -141,7 +141,7 @@ def test_a_server_that_hangs_is_out_after_one_deadline(scripted):
 def test_a_server_that_hung_is_left_alone_and_longer_each_time(scripted, monkeypatch):
     released = threading.Event()
     hung = scripted(lambda count, body: released.wait(60.0) and 200)
-    servers = Servers([hung.url], Patience(deadline_seconds=1.0, retries=0, concurrency=2))
+    servers = Servers([hung.url], RetryPolicy(deadline_seconds=1.0, retries=0, concurrency=2))
     now = 1000.0
     monkeypatch.setattr(servers_module.time, "monotonic", lambda: now)
     for rest in (1.0, 2.0, 4.0):
@@ -179,7 +179,7 @@ def test_an_answer_may_take_its_server_out(scripted):
 
     def ask(client, item):
         if str(client.base_url).startswith(unfit.url):
-            raise Away("holds other weights")
+            raise ServerUnavailable("holds other weights")
         return echo(client, item)
 
     servers = Servers([unfit.url, healthy.url], QUICK)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from smopd.engine.remote.servers import Away
+from smopd.engine.remote.servers import ServerUnavailable
 from smopd.engine.remote.weight_group import WeightGroup, address_towards
 from smopd.engine.weights.group import TRAINER, join, received
 
@@ -74,19 +74,19 @@ def test_every_worker_gets_every_tensor(workers):
 
 
 def test_a_server_that_refuses_is_away_with_its_reason():
-    with pytest.raises(Away, match="status 500: no room"):
+    with pytest.raises(ServerUnavailable, match="status 500: no room"):
         WeightGroup.meet(Server(refuses="/init_weight_transfer_engine").client, CPU, 20.0, 20.0)
-    with pytest.raises(Away, match="500 Internal Server Error"):
+    with pytest.raises(ServerUnavailable, match="500 Internal Server Error"):
         WeightGroup.meet(Server(refuses="/get_world_size").client, CPU, 20.0, 20.0)
     server = Server(refuses="/update_weights")
     group, _ = WeightGroup.meet(server.client, CPU, 20.0, 20.0)
-    with pytest.raises(Away, match="status 500: no room"):
+    with pytest.raises(ServerUnavailable, match="status 500: no room"):
         group.send(server.client, PART)
 
 
 def test_a_server_that_goes_is_away_at_once():
     start = time.monotonic()
-    with pytest.raises(Away, match="ConnectError: gone"):
+    with pytest.raises(ServerUnavailable, match="ConnectError: gone"):
         WeightGroup.meet(Server(absent=True).client, CPU, 60.0, 60.0)
     assert time.monotonic() - start < 30.0
 

@@ -52,17 +52,17 @@ def engine(calls: list, monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 def test_the_cache_is_emptied_before_an_engine_wakes(engine: Recorder, calls: list) -> None:
-    vllm.rest(engine)
-    vllm.rest(engine)
-    vllm.wake(engine)
-    vllm.wake(engine)
+    vllm.sleep(engine)
+    vllm.sleep(engine)
+    vllm.wake_up(engine)
+    vllm.wake_up(engine)
     assert calls == [("sleep", 1), "empty", ("wake", "kv_cache", "weights")]
 
 
 def test_and_before_its_weights_wake_for_new_ones(engine: Recorder, calls: list) -> None:
-    vllm.rest(engine)
+    vllm.sleep(engine)
     vllm.load(engine, [])
     assert calls == [("sleep", 1), "empty", ("wake", "weights"), "reload_weights", "reset"]
     calls.clear()
-    vllm.wake(engine)
+    vllm.wake_up(engine)
     assert calls == ["empty", ("wake", "kv_cache")]

@@ -10,7 +10,7 @@ import torch
 
 from smopd.engine.models.sizes import ModelNumbers, numbers_of
 from smopd.engine.types import VllmSettings
-from smopd.engine.vllm.memory import GIB, WORK, Gpu, Taken, take, vllm_arguments
+from smopd.engine.vllm.memory import GIB, WORK, EngineMemory, Gpu, engine_memory, vllm_arguments
 from smopd.engine.weights.architecture import Checked, architecture_of
 from tests.engine.tiny import tiny_model
 
@@ -55,8 +55,8 @@ def test_a_tied_head_goes_with_its_embedding(tmp_path, place):
 
 def taken_by(
     model: ModelNumbers, gpu: Gpu, settings: VllmSettings = SETTINGS, samples: bool = False
-) -> Taken:
-    return take(settings, model, 2, 3328, gpu, samples=samples, pooled=not samples)
+) -> EngineMemory:
+    return engine_memory(settings, model, 2, 3328, gpu, samples=samples, pooled=not samples)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import yaml
 pytest.importorskip("vllm")
 
 from smopd.engine.remote.rollout import RemoteRollout
-from smopd.engine.remote.servers import NoServer, Patience, Refused, Servers
+from smopd.engine.remote.servers import NoServer, Refused, RetryPolicy, Servers
 from smopd.engine.types import Sampling
 from smopd.worlds.models import world_model
 from tests.engine.tiny import assert_sampled_by
@@ -30,7 +30,7 @@ from tests.smopd.recipes import command, environment, metric_lines, write_recipe
 PROMPTS = [(5, 9, 11), (7,), (20, 21, 22, 23, 24, 25), (30, 31), (40,)]
 GROUPS = [3, 8, 9, 11, 40]
 GREEDY = Sampling(temperature=0.0, max_new_tokens=8)
-QUICK = Patience(deadline_seconds=120.0, retries=3, backoff_seconds=0.01, concurrency=2)
+QUICK = RetryPolicy(deadline_seconds=120.0, retries=3, backoff_seconds=0.01, concurrency=2)
 ENDS = [1]
 LENGTH = 128  # positions of a server
 

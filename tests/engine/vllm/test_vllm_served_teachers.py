@@ -10,7 +10,7 @@ pytest.importorskip("starlette")
 
 from smopd.engine.local.teachers import load_teachers
 from smopd.engine.models.loading import UnusableModel
-from smopd.engine.remote.servers import Patience
+from smopd.engine.remote.servers import RetryPolicy
 from smopd.engine.remote.teachers import Probe, RemoteTeachers
 from smopd.engine.types import Packing
 from smopd.worlds.models import world_model
@@ -18,7 +18,7 @@ from tests.engine.tiny import ragged_rollouts
 from tests.engine.vllm.served import Process, serve, serving
 
 KAPPA = 6
-QUICK = Patience(deadline_seconds=120.0, retries=3, backoff_seconds=0.01, concurrency=4)
+QUICK = RetryPolicy(deadline_seconds=120.0, retries=3, backoff_seconds=0.01, concurrency=4)
 
 
 @pytest.fixture(scope="module")

@@ -132,7 +132,7 @@ def test_engines_rest_as_soon_as_they_are_made(serve, monkeypatch) -> None:
     from smopd.engine.vllm import teachers as vllm_teachers
 
     awake = []
-    made, rest = vllm_teachers.engine, vllm_teachers.rest
+    made, sleep = vllm_teachers.engine, vllm_teachers.sleep
 
     def engine(role, *given, **options):
         awake.append(role)
@@ -140,10 +140,10 @@ def test_engines_rest_as_soon_as_they_are_made(serve, monkeypatch) -> None:
 
     def resting(llm) -> None:
         awake.pop()
-        rest(llm)
+        sleep(llm)
 
     monkeypatch.setattr(vllm_teachers, "engine", engine)
-    monkeypatch.setattr(vllm_teachers, "rest", resting)
+    monkeypatch.setattr(vllm_teachers, "sleep", resting)
     serve("untied", "tied")
     assert awake == []
 

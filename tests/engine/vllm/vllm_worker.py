@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from smopd.engine import distributed
 from smopd.engine.remote.rollout import RemoteRollout
-from smopd.engine.remote.servers import Patience, Servers
+from smopd.engine.remote.servers import RetryPolicy, Servers
 from smopd.engine.student.student import Student
 from smopd.engine.types import Lora, Rollout, Sampling, TeacherTopK, TrainSettings, VllmSettings
 from smopd.engine.vllm.rollout import VllmRollout
@@ -135,7 +135,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with distributed.process_group() as device:
         if urls:
-            remote = RemoteRollout(Servers(urls, Patience()), [END], 32)
+            remote = RemoteRollout(Servers(urls, RetryPolicy()), [END], 32)
             results: dict[str, dict] = {"untied": run(folder / "untied", remote, 0, device)}
         else:
             # An engine's own process takes half a GB: there one has to do.

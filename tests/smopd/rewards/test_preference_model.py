@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from smopd.engine.models.loading import UnusableModel
 from smopd.engine.preference import LocalPreferenceModel, RemotePreferenceModel
-from smopd.engine.remote.servers import NoServer, Patience, Refused
+from smopd.engine.remote.servers import NoServer, Refused, RetryPolicy
 from smopd.rewards import preference_model
 from smopd.rewards.pool import RewardPool, RewardSpec
 from smopd.rewards.preference_model import preference_reward
@@ -26,7 +26,7 @@ CHAT = [
 ]
 PROMPTS = ["How are you?", tuple(CHAT), "x", "How are you?", CHAT[:2], "Long " * 30]
 COMPLETIONS = ["Fine.", "Blue, or any other", "", "Fine.", "Good day", "yes"]
-QUICK = Patience(deadline_seconds=20.0, retries=2, backoff_seconds=0.01, concurrency=2)
+QUICK = RetryPolicy(deadline_seconds=20.0, retries=2, backoff_seconds=0.01, concurrency=2)
 
 
 @pytest.fixture(scope="module")
