@@ -26,10 +26,7 @@ PIP_OPTIONS = [
 def run(
     *command: object, cwd: Path, expect: int | None = 0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command with a clean PYTHONPATH; where `expect` is given, its exit status must be that.
-
-    smopd._C_cuda, which takes nvcc a minute, is left out of what it builds.
-    """
+    """Run a command with a clean PYTHONPATH; where `expect` is given, its exit status must be that."""
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SMOPD"))
     }
