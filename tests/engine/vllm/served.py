@@ -56,9 +56,10 @@ class Process:
             time.sleep(0.5)
 
     def kill(self) -> None:
-        """As a machine that is lost: at once, with its children."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(60)
+        """As a machine that is lost: at once, with its children; nothing where it is gone already."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(60)
 
     def restart(self) -> None:
         self.kill()
@@ -116,6 +117,7 @@ class Relay:
         holds: the label that its answers give the weights until new ones come, as of a server started anew.
         shares: another client's weights are served too: new ones are acknowledged and go no further.
         raw: the log-probability of the only candidate, as of a server that does not normalise them.
+        after: completions are answered once this is set.
     """
 
     def __init__(
@@ -127,11 +129,13 @@ class Relay:
         holds: str = "",
         shares: bool = False,
         raw: float | None = None,
+        after: threading.Event | None = None,
     ):
-        self.shares, self.raw = shares, raw
+        self.shares, self.raw, self.after = shares, raw, after
         self.to, self.left, self.busy, self.holds, self.served = to, dies_after, busy, holds, 0
         self.lock = threading.Lock()
         self.stopping: threading.Thread | None = None
+        self.died = threading.Event()
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.start()
@@ -153,9 +157,12 @@ class Relay:
                 content = self.rfile.read(int(self.headers["Content-Length"] or 0))
                 asked = b'"allowed_token_ids"' in content  # at the end of a sync
                 completion = self.path == GENERATE and not asked
+                if completion and relay.after is not None:
+                    relay.after.wait(HANG_SECONDS)
                 with relay.lock:
                     if completion and relay.left == 0:
                         self.connection.shutdown(socket.SHUT_RDWR)
+                        relay.died.set()
                         if relay.stopping is None:
                             relay.stopping = threading.Thread(target=relay.stop)
                             relay.stopping.start()

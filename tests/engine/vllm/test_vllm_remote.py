@@ -88,12 +88,14 @@ def test_samples_with_the_weights_that_it_was_sent(server, transfer, monkeypatch
 
 def test_what_a_killed_server_was_asked_goes_to_the_others(server, caplog):
     dying = Relay(server, dies_after=1, shares=True)
-    rollouts = remote(server, dying.url)
-    sampling = Sampling(n=16, max_new_tokens=8, seed=5)  # so many that both servers begin
+    other = Relay(server, after=dying.died)  # and so cannot take all that there is first
+    rollouts = remote(other.url, dying.url)
+    sampling = Sampling(n=16, max_new_tokens=8, seed=5)
     made = rollouts.generate(PROMPTS, GROUPS, sampling)
     assert dying.served == 1
     assert list(rollouts.servers.out) == [dying.url]
     assert f"{dying.url} is taken out" in caplog.text
+    other.stop()
     alone = remote(server).generate(PROMPTS, GROUPS, sampling)
     assert [m.response_ids.tolist() for m in made] == [m.response_ids.tolist() for m in alone]
 
