@@ -172,7 +172,7 @@ def test_clone_uninstalled(checkout: Path, outside: Path) -> None:
 def test_editable(mode: str, fresh: Path, outside: Path, tmp_path: Path) -> None:
     python = bare_environment(tmp_path / "environment")
     pip = [sys.executable, "-m", "pip", "--python", python, "install", *PIP_OPTIONS]
-    run(*pip, "-C", f"editable_mode={mode}", "-e", fresh, cwd=outside, SMOPD_BUILD_EXT="0")
+    run(*pip, f"--config-settings=editable_mode={mode}", "-e", fresh, cwd=outside, SMOPD_BUILD_EXT="0")
     assert probe(python, fresh) == {fresh / "smopd"}
     found = probe(python, outside, code=IMPORT if mode == "lenient" else FIND)
     if mode == "strict":  # links file by file in a build folder
