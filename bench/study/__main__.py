@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -14,29 +13,10 @@ import tyro
 
 from bench.study.chapters import CHAPTERS
 from bench.study.experiments import EXPERIMENTS
-from bench.study.finished import Study, plural
+from bench.study.finished import Study
 from bench.study.jobs import Job, jobs, run
-from bench.study.measures import commit, seconds
-from bench.study.verdicts import ANSWERS, DECIDED, Verdict
+from bench.study.page import page
 from smopd.engine.files import write_atomically
-
-INTRODUCTION = """# The study in small
-
-The paper's comparisons in worlds that a small machine can carry, by `python -m bench.study --size {size}`:
-{jobs} of together {hours:.1f} hours of one thread each; commit {commits}. A ± is one standard
-deviation over the seeds, and missing where there is one seed.
-
-A seed is that of the first weights, of the prompts' order and of sampling; demonstrations and held-out
-prompts are the same for all. A claim that compares runs is judged by their difference within a seed, one
-on a level by the level itself: it *agrees* where the mean with {decided:g} deviations on both sides is
-wholly on the claim's side, *contradicts* where it is wholly on the other, and is *undecided* otherwise,
-as it always is with one seed, and for a claim of an order where the runs do not differ at all. A claim
-on which of two comes first is judged by counting pairs, against a fair coin. Of {n} comparisons below
-{agrees} agree, {contradicts} contradict and {undecided} are undecided. They share runs and seeds, so
-they are dependent, and at three seeds chance alone decides, one way or the other, 7 in 100 comparisons
-of equals. The paper decodes greedily; those marked *sampled, ours* are of responses at temperature 1, as
-in training. All are of small models in small worlds: a contradiction is a finding about both.
-"""
 
 
 @dataclass(frozen=True)
@@ -88,24 +68,9 @@ def write_page(options: Options, done: list[Job]) -> None:
     for job in sorted(done, key=lambda job: job.seed):
         folders.setdefault((job.experiment, job.variant), []).append(job.folder)
     study = Study(folders)
-    verdicts: list[Verdict] = []
-    sections = []
-    for write in CHAPTERS.values():
-        started = time.monotonic()
-        chapter = write(study, figures)
-        if chapter is not None:
-            verdicts += chapter.verdicts
-            sections.append(chapter.markdown(time.monotonic() - started))
-    introduction = INTRODUCTION.format(
-        size=options.size,
-        jobs=plural(len(done), "job"),
-        hours=sum(seconds(job.folder) for job in done) / 3600,
-        commits=", ".join(sorted({commit(job.folder) for job in done})) or "none",
-        decided=DECIDED,
-        n=len(verdicts),
-        **{answer: sum(v.answer == answer for v in verdicts) for answer in ANSWERS},
-    )
-    write_atomically(options.pages / "study.md", "\n".join([introduction, *sections]).encode())
+    chapters = [chapter for write in CHAPTERS.values() if (chapter := write(study, figures)) is not None]
+    text = page(chapters, [job.folder for job in done], options.size)
+    write_atomically(options.pages / "study.md", text.encode())
     print(options.pages / "study.md")
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from bench.study import figures, gradients
 from bench.study.experiments import SHARES
 from bench.study.figures import Axes
-from bench.study.finished import KINDS, WINDOW, Chapter, Finished, Study, extremes, paired, plural, row
-from bench.study.measures import Spread, curve, final, mean_of, spread, steps
+from bench.study.finished import KINDS, WINDOW, Finished, Study, paired, plural
+from bench.study.measures import Spread, curve, final, spread, steps
+from bench.study.methods import COLUMNS
+from bench.study.page import Chapter
 from bench.study.verdicts import Verdict, above, alike, best, judge, no_lower
 from smopd.config.schedule import BASE
-from smopd.report.tables import Row, markdown
 from smopd.run.folder import flat
 
 KAPPAS = {4: "kappa_4", 8: "kappa_8", 16: "smopd_paper", 32: "kappa_32", 64: "kappa_64"}
@@ -24,7 +25,6 @@ ABLATED = (
 TEACHERS = {"format_teacher": "Format teacher", "accuracy_teacher": "Accuracy teacher"}
 PAPER_MASS = 0.994  # Fig. 3's text
 LEAST_MASS = 0.99
-TABLE_7 = "Table 7, 3B, where the format is not sparse"  # GDPO's is 97.5%
 NARROW = 0.06  # App. E's "narrow band" of RLLA Mean
 PROFILE_PROMPTS = 512  # a base rate of 0.2% is a handful of successes in 4,096 responses
 PROFILE_ROLLOUTS = 8
@@ -36,42 +36,24 @@ def mass(study: Study, pages: Path) -> Chapter | None:
     if not done.folders:
         return None
     panels = []
-    found: list[str] = []
     verdicts: list[Verdict] = []
+    columns = {}
     for m, teacher in enumerate(done.settings.teachers.models):
-        metric = _mass_of(m)
-        drawn = {f"kappa {kappa}": curve(done.folders, run, metric, WINDOW) for kappa, run in KAPPAS.items()}
-        panels.append((Axes(f"{teacher.reward} teacher", "step", "mass of its top kappa"), drawn))
-        means = {
-            kappa: spread([mean_of(folder / run, metric) for folder in done.folders])
-            for kappa, run in KAPPAS.items()
+        drawn = {
+            f"kappa {kappa}": curve(done.folders, run, _mass_of(m), WINDOW) for kappa, run in KAPPAS.items()
         }
-        shown = ", ".join(f"{value} at kappa {kappa}" for kappa, value in means.items() if value)
-        found.append(f"{teacher.reward} teacher {shown}")
+        panels.append((Axes(f"{teacher.reward} teacher", "step", "mass of its top kappa"), drawn))
+        columns[f"{teacher.reward} teacher"] = _mass_of(m)
         verdicts += _mass_verdicts(done, PAPER, m)
     against = study.finished("conflict")
     for m, _ in enumerate(against.settings.teachers.models if against.folders else ()):
         verdicts += _mass_verdicts(against, "student_paper", m)
     figures.lines(pages / "mass.png", panels)
-    kept = {
-        kappa: spread([mean_of(folder / run, "teacher_mass") for folder in done.folders])
-        for kappa, run in KAPPAS.items()
-    }
-    text = (
-        "Each teacher's own top-kappa mass on the student's tokens. The kept target's mass, mean over "
-        "training: "
-        + ", ".join(f"kappa {kappa}: {value}" for kappa, value in kept.items() if value is not None)
-        + ". The targets are pooled, so a token that both teachers name takes two of the kappa places. Of "
-        "the ablations' runs below; the coverage and brevity teachers are those of the conflicting rewards."
-        + _vocabulary(done)
-    )
-    return Chapter(
-        "Teacher mass over training",
-        text,
-        verdicts,
-        "mass.png",
-        caption=f"Mass of the teacher's own top kappa, mean over training: {'; '.join(found)}.",
-    )
+    columns["kept target"] = "teacher_mass"
+    rows = [
+        [kappa, *(done.mean(run, metric) for metric in columns.values())] for kappa, run in KAPPAS.items()
+    ]
+    return Chapter("mass", ["kappa", *columns], rows, verdicts, facts={"vocabulary": _vocabulary(done)})
 
 
 def _mass_of(teacher: int) -> str:
@@ -80,7 +62,7 @@ def _mass_of(teacher: int) -> str:
 
 def _mass_verdicts(done: Finished, run: str, teacher: int) -> list[Verdict]:
     """Fig. 3 is of conflicting rewards; its text says "approximately" and "throughout training"."""
-    claim = f"Fig. 3: of the {done.settings.teachers.models[teacher].reward} teacher's mass the top 16 hold"
+    claim = f"mass: of the {done.settings.teachers.models[teacher].reward} teacher's mass the top 16 hold"
     every = [list(steps(folder / run, _mass_of(teacher)).values()) for folder in done.folders]
     means = [statistics.fmean(values) if values else None for values in every]
     lowest = [min(values, default=None) for values in every]
@@ -93,9 +75,7 @@ def _mass_verdicts(done: Finished, run: str, teacher: int) -> list[Verdict]:
 def _vocabulary(done: Finished) -> str:
     """Of how many tokens the kappa are, where the base model says so."""
     config = done.folders[0] / BASE / "export" / "config.json"
-    if not config.exists():
-        return ""
-    return f" The vocabulary has {json.loads(config.read_text())['vocab_size']} tokens."
+    return str(json.loads(config.read_text())["vocab_size"]) if config.exists() else "an unknown number of"
 
 
 def ablations(study: Study, pages: Path) -> Chapter | None:
@@ -103,81 +83,56 @@ def ablations(study: Study, pages: Path) -> Chapter | None:
     done = study.finished("ablations")
     if not done.folders:
         return None
-    columns = [f"{kind}/{name}" for kind in KINDS for name in ("accuracy", "format", "sum")]
-    labels, students = done.labels, done.of_stage("merge")
     panels = []
-    found = []
     for kind in KINDS:
-        bars = {
-            labels[run]: value
-            for run in students
-            if (value := final(done.folders, run, f"{kind}/sum")) is not None
-        }
+        sums = {run: final(done.folders, run, f"{kind}/sum") for run in done.of_stage("merge")}
+        bars = {done.labels[run]: value for run, value in sums.items() if value is not None}
         panels.append((Axes(f"{kind} sum", "accuracy + format", ""), bars))
-        if bars:
-            found.append(f"{kind} sums go {extremes(bars)}; {done.leader(students, f'{kind}/sum')}")
     figures.bars(pages / "ablations.png", panels)
-    negative = {
-        labels[run]: spread([mean_of(folder / run, "kl/negative") for folder in done.folders])
-        for run in (PAPER, "merged", "merged_tail")
-        if run in labels
-    }
-    loop = done.settings.loop
-    text = (
-        f"{loop.prompts_per_step} prompts x {done.settings.rollout.group_size} rollouts, {loop.steps} steps. "
-        f"All students have the same two teachers, of complementary rewards; “{labels[PAPER]}” is the "
-        f"paper's, and the others differ from it in: {_changes(done)}. Comparisons are of sums.\n\n"
-        f"{done.table(columns)}\nShare of tokens with a negative KL: "
-        + ", ".join(f"“{label}” {value}" for label, value in negative.items() if value is not None)
-        + "."
-    )
-    return Chapter(
-        "Ablations of the student",
-        text,
-        _ablation_verdicts(done),
-        "ablations.png",
-        [done],
-        f"Students: {'; '.join(found)}.",
-    )
+    negative = {run: done.mean(run, "kl/negative") for run in (PAPER, "merged", "merged_tail")}
+    header, rows = done.table(COLUMNS, {"differs in": _changes(done), "tokens of KL below 0": negative})
+    return Chapter("ablations", header, rows, _ablation_verdicts(done), [done], done.facts)
 
 
-def _changes(done: Finished) -> str:
+def _changes(done: Finished) -> dict[str, str]:
     """Each student's settings that are not the paper's student's."""
-    paper = flat(done.settings.resolved(PAPER).model_dump(mode="json", exclude={"runs"}))
-    found = []
-    for run in done.of_stage("merge"):
-        own = flat(done.settings.resolved(run).model_dump(mode="json", exclude={"runs"}))
-        changed = [
-            f"{key} {own.get(key)}" for key in sorted({*own, *paper}) if own.get(key) != paper.get(key)
-        ]
-        if changed:
-            found.append(f"“{done.labels[run]}”: {', '.join(changed)}")
-    return "; ".join(found)
+    paper, *others = (
+        flat(done.settings.resolved(run).model_dump(mode="json", exclude={"runs"}))
+        for run in (PAPER, *done.of_stage("merge"))
+    )
+    found = {}
+    for run, own in zip(done.of_stage("merge"), others, strict=True):
+        changed = [key for key in sorted({*own, *paper}) if own.get(key) != paper.get(key)]
+        found[run] = ", ".join(f"{key} {own.get(key)}" for key in changed) or "nothing"
+    return found
 
 
 def _ablation_verdicts(done: Finished) -> list[Verdict]:
     verdicts: list[Verdict] = []
-    anchor, kappas = "Table 3, there conflicting and kappa 32, here 16", "Table 4, there conflicting"
     for kind, said in KINDS.items():
         total = {run: done.values(run, f"{kind}/sum") for run in (*TEACHERS, *ABLATED)}
         teachers = best(*(total[run] for run in TEACHERS))
-        student = total[PAPER]
-        verdicts += [
-            *above(f"{anchor}: the student is above OPD alone ({said})", student, total["no_anchor"]),
-            *above(f"{anchor}: OPD alone is above both teachers ({said})", total["no_anchor"], teachers),
-            *above(f"{anchor}: the student is above both teachers ({said})", student, teachers),
-            *above(f"{anchor}: the student is above the anchor alone ({said})", student, total["lambda_0"]),
-            *above(f"{kappas}: it is above the sampled reverse KL ({said})", student, total["reverse_kl"]),
-        ]
-        claim = f"{kappas}: kappa 64 is within {NARROW} of 16 (bound ours, App. E's; there 0.004) ({said})"
-        verdicts += alike(claim, total["kappa_64"], student, NARROW)
-        for gate in ("sequence", "token"):
-            claim = f"Table 8, complementary: the {gate} gate is within {NARROW} (App. E) of uniform ({said})"
-            verdicts += alike(claim, total[f"{gate}_gate"], student, NARROW)
+        student, alone = total[PAPER], total["no_anchor"]
         gates = best(total["sequence_gate"], total["token_gate"])
-        verdicts += above(f"App. E: uniform mixing is above both gates ({said})", student, gates)
-        claim = f"§3.2: the pooled and the merged mixture nearly coincide (to {NARROW}, our bound) ({said})"
-        verdicts += alike(claim, total["merged"], student, NARROW)
+        kappa = f"kappa 64 is within {NARROW} (our bound, App. E's) of 16, in the paper within 0.004"
+        mixture = f"the merged mixture is within {NARROW} (our bound) of the pooled one"
+        gate = f"gate is within {NARROW} (App. E) of uniform"
+        verdicts += [
+            *above(f"parts: the student is above OPD alone ({said})", student, alone),
+            *above(f"parts: OPD alone is above both teachers ({said})", alone, teachers),
+            *above(f"parts: the student is above both teachers ({said})", student, teachers),
+            *above(f"parts: the student is above the anchor alone ({said})", student, total["lambda_0"]),
+            *above(
+                f"divergence: forward KL is above the sampled reverse KL ({said})",
+                student,
+                total["reverse_kl"],
+            ),
+            *alike(f"divergence: {kappa} ({said})", total["kappa_64"], student, NARROW),
+            *alike(f"gates: the sequence {gate} ({said})", total["sequence_gate"], student, NARROW),
+            *alike(f"gates: the token {gate} ({said})", total["token_gate"], student, NARROW),
+            *above(f"gates: uniform mixing is above both gates ({said})", student, gates),
+            *alike(f"mixture: {mixture} ({said})", total["merged"], student, NARROW),
+        ]
     return verdicts
 
 
@@ -189,7 +144,7 @@ def profiles(study: Study, pages: Path) -> Chapter | None:
     runs = {**TEACHERS, PAPER: "Student"}
     factors = [gradient_factor(base, seed) for seed, base in sorted(_bases(every).items())]
     silent = factors.count(0.0)
-    rows: list[Row] = []
+    rows: list[list[object]] = []
     ended: dict[str, dict[str, dict[float, Spread]]] = {
         kind: {label: {} for label in runs.values()} for kind in KINDS
     }
@@ -197,17 +152,21 @@ def profiles(study: Study, pages: Path) -> Chapter | None:
         if (done := every.get(f"share_{share:g}")) is None:
             continue
         nominal = share / (1 - share)
-        found = {
-            "ratio of the weights": Spread(nominal, 0.0, 1),
-            "times the factor": spread([None if factor is None else nominal * factor for factor in factors]),
-        }
+        times = spread([None if factor is None else nominal * factor for factor in factors])
+        found: list[object] = [f"({1 - share:.2g}, {share:g})", f"{nominal:.3f}", times]
         for kind, series in ended.items():
             for run, label in runs.items():
-                found[f"{label}, {kind} format"] = value = final(done.folders, run, f"{kind}/format")
+                found.append(value := final(done.folders, run, f"{kind}/format"))
                 if value is not None:
                     series[label][share] = value
-            found[f"Student, {kind} sum"] = final(done.folders, PAPER, f"{kind}/sum")
-        rows.append(row(f"({1 - share:.2g}, {share:g})", f"{share}", found))
+            found.append(final(done.folders, PAPER, f"{kind}/sum"))
+        rows.append(found)
+    header = ["weights", "ratio of the weights", "times the factor"]
+    header += [
+        f"{label}, {kind} {name}"
+        for kind in KINDS
+        for label, name in (*((label, "format") for label in runs.values()), ("Student", "sum"))
+    ]
     axes = Axes("at the end", "share of a teacher's own reward", "", bottom=-0.03, top=1.03)
     panels = [
         (axes._replace(y=f"{kind} format"), {label: list(points.items()) for label, points in series.items()})
@@ -215,27 +174,17 @@ def profiles(study: Study, pages: Path) -> Chapter | None:
     ]
     figures.lines(pages / "profiles.png", panels)
     against_gdpo = _against_gdpo(every, study.finished("ablations"))
-    text = (
-        "How much of the policy gradient each reward has: the norm of the format reward's part over that of "
-        f"the accuracy reward's, on {PROFILE_PROMPTS} prompts x {PROFILE_ROLLOUTS} responses of the base "
-        "model. Both parts are linear in their weights, so it is the ratio of the weights times one factor, "
-        f"measured once a seed: {spread(factors)}"
-        + (f", which is 0 in {plural(silent, 'seed')}: no group there was mixed" if silent else "")
-        + ". The paper speaks of the expected gradient; the noise of a sampled one adds to both norms. The "
-        "row (0.1, 0.9) is the ablations' student again"
-        + ".\n\n"
-        + markdown(rows, list(dict.fromkeys(column for one in rows for column in one.values)))
-        + ("" if against_gdpo else "\nThe paper's claim that merging beats GDPO at 0.7 is not compared.")
-    )
-    claim = "§3.1: 9x the weight is 9x the gradient (the factor is 1, to 10%, our bound)"
-    verdicts = [
-        *judge(claim, factors, low=0.9, high=1.1),
-        *_profile_verdicts(every),
-        *against_gdpo,
-    ]
-    return Chapter(
-        "Priority profiles", text, verdicts, "profiles.png", list(every.values()), _profile_caption(ended)
-    )
+    uncompared = "" if against_gdpo else " The paper's claim that merging beats GDPO at 0.7 is not compared."
+    none = f", which is 0 in {plural(silent, 'seed')}: no group there was mixed" if silent else ""
+    facts = {
+        "prompts": PROFILE_PROMPTS,
+        "rollouts": PROFILE_ROLLOUTS,
+        "factor": f"{spread(factors)}{none}",
+        "uncompared": uncompared,
+    }
+    claim = "weights: 9 times the weight is 9 times the gradient (the factor is 1, to 10%, our bound)"
+    verdicts = [*judge(claim, factors, low=0.9, high=1.1), *_profile_verdicts(every), *against_gdpo]
+    return Chapter("profiles", header, rows, verdicts, list(every.values()), facts)
 
 
 def gradient_factor(base: Path, seed: int) -> float | None:
@@ -254,35 +203,20 @@ def _bases(every: dict[str, Finished]) -> dict[int, Path]:
     }
 
 
-def _profile_caption(ended: dict[str, dict[str, dict[float, Spread]]]) -> str:
-    """What the format ended at with the least and the most skewed profile."""
-    found = []
-    for kind, series in ended.items():
-        shown = []
-        for label, points in series.items():
-            if points:
-                ends = dict.fromkeys((min(points), max(points)))
-                said = " and ".join(f"{points[share]} at {share:g}" for share in ends)
-                shown.append(f"{label.lower()} {said}")
-        if shown:
-            found.append(f"{kind} {', '.join(shown)}")
-    return f"Final format: {'; '.join(found)}."
-
-
 def _profile_verdicts(every: dict[str, Finished]) -> list[Verdict]:
     verdicts: list[Verdict] = []
     least, moderate, strong = (every.get(f"share_{share}") for share in ("0.6", "0.7", "0.9"))
     for kind, said in KINDS.items():
         if least and strong:
             formats = paired(f"{kind}/format", (strong, "format_teacher"), (least, "format_teacher"))
-            claim = f"§3.1: more weight, more format: the teacher of 0.9 over that of 0.6 ({said})"
+            claim = f"weights: the format teacher of 0.9 is above that of 0.6 in its format ({said})"
             verdicts += above(claim, *formats)
         if moderate:
             total = {run: moderate.values(run, f"{kind}/sum") for run in (PAPER, *TEACHERS)}
-            claim = f"{TABLE_7}: the moderate student (0.7) is above both its teachers ({said})"
+            claim = f"moderate: the moderate student (0.7) is above both its teachers ({said})"
             verdicts += above(claim, total[PAPER], best(*(total[run] for run in TEACHERS)))
         if moderate and strong:
-            claim = f"{TABLE_7}: the moderate student is no lower than the aggressive one (0.9) ({said})"
+            claim = f"moderate: the moderate student (0.7) is no lower than that of 0.9 ({said})"
             verdicts += no_lower(claim, *paired(f"{kind}/sum", (moderate, PAPER), (strong, PAPER)))
     return verdicts
 
@@ -295,7 +229,7 @@ def _against_gdpo(every: dict[str, Finished], ablated: Finished) -> list[Verdict
         verdict
         for kind, said in KINDS.items()
         for verdict in above(
-            f"{TABLE_7}: the moderate student is above GDPO, here the ablations' lambda 0 ({said})",
+            f"moderate: the moderate student is above GDPO, here the ablations' lambda 0 ({said})",
             *paired(f"{kind}/sum", (moderate, PAPER), (ablated, "lambda_0")),
         )
     ]

@@ -20,7 +20,7 @@ Values = Sequence[float | None]
 
 
 class Verdict(NamedTuple):
-    """What one claim came to."""
+    """What one claim came to; the claim begins with its family in page.yaml, `family: claim`."""
 
     claim: str
     found: str
@@ -91,11 +91,3 @@ def best(*candidates: Values) -> list[float | None]:
         None if any(value is None for value in row) else max(value for value in row if value is not None)
         for row in zip(*candidates, strict=True)
     ]
-
-
-def table(verdicts: Sequence[Verdict]) -> str:
-    """As Markdown; empty where there are none."""
-    if not verdicts:
-        return ""
-    lines = ["| claim | here | verdict |", "|---|---:|---|"]
-    return "\n".join([*lines, *(f"| {claim} | {found} | {answer} |" for claim, found, answer in verdicts)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,14 @@ from bench.study import students, theory, verdicts
 from bench.study.__main__ import main
 from bench.study.chapters import CHAPTERS
 from bench.study.experiments import EXPERIMENTS
-from bench.study.finished import Study, budgets
+from bench.study.finished import KINDS, Study, budgets
 from bench.study.jobs import Job
 from bench.study.measures import Spread, commit, curve, final, take_off
+from bench.study.page import NUMBER, WORDS, Chapter
 from smopd.config.cli import read_settings
 from smopd.config.recipe import builtin, write_yaml
 
+ROOT = Path(__file__).parents[2]
 SUMS = {
     "base": 0.1,
     "grpo": 1.0,
@@ -90,63 +93,134 @@ def page_of(output: Path, pages: Path, *more: str) -> str:
     return (pages / "study.md").read_text()
 
 
+def sections_of(page: str) -> dict[str, str]:
+    """Title -> text of the chapters and of the comparisons."""
+    return {text.partition("\n")[0]: text for text in re.split(r"^## ", page, flags=re.M)[1:]}
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """The cells of a text's tables, without their headers."""
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return [row for i, row in enumerate(lines) if "---" not in {row[0], lines[min(i + 1, len(lines) - 1)][0]}]
+
+
+def compared(page: str) -> list[list[str]]:
+    """Chapter, place in the paper, claim, what was found and verdict of every comparison."""
+    return [
+        [chapter, place, f"{claim} ({said})", *cell.rsplit(", ", 1)]
+        for chapter, place, claim, *cells in rows_of(sections_of(page)["Every comparison"])
+        for said, cell in zip(KINDS.values(), cells, strict=True)
+        if cell != "-"
+    ]
+
+
+def counts_of(page: str) -> tuple[int, list[int]]:
+    """The number of comparisons and of each verdict, as the first table's last row says."""
+    last = rows_of(page.partition("\n## ")[0])[-1]
+    return int(last[0].removeprefix("All ").removesuffix(" comparisons")), list(map(int, last[-3:]))
+
+
+def assert_the_verdicts_are_counted(page: str) -> None:
+    """The first table has every comparison once, in its claim's row."""
+    judged = compared(page)
+    n, counts = counts_of(page)
+    assert n == len(judged) == sum(counts)
+    assert counts == [sum(row[-1] == answer for row in judged) for answer in verdicts.ANSWERS]
+    claims = rows_of(page.partition("\n## ")[0])[:-1]
+    assert counts == [sum(int(row[column]) for row in claims) for column in (-3, -2, -1)]
+    assert {row[1] for row in claims} == {row[1] for row in judged}
+    linked = set(re.findall(r"\]\(#(.+?)\)", page))
+    assert linked == {
+        re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in {row[0] for row in judged}
+    }
+
+
 @pytest.mark.slow
 def test_every_chapter_says_what_its_runs_show(every: Path, tmp_path: Path) -> None:
     page = page_of(every, tmp_path / "docs")
-    sections = {text.partition("\n")[0]: text for text in re.split(r"^## ", page, flags=re.M)[1:]}
-    assert len(sections) == len(CHAPTERS)
+    sections = sections_of(page)
+    assert len(sections) == len(CHAPTERS) + 1
     pictures = re.findall(r"!\[.*\]\(study/(.*)\.png\)", page)
     assert sorted(pictures) == sorted(CHAPTERS)
     for picture in pictures:
         drawn = (tmp_path / "docs/study" / f"{picture}.png").read_bytes()
         assert drawn.startswith(b"\x89PNG") and len(drawn) < MOST_BYTES
 
-    found = re.findall(
-        r"^\| (.+?) \| (\S+ ± \S+|\S+|.* neither in \d+|no difference: .+?) \| (\w+) \|$", page, flags=re.M
-    )
-    judged = [row for row in found if row[2] in verdicts.ANSWERS]
-    n, agrees, contradicts, undecided = map(
-        int,
-        re.search(
-            r"Of\s(\d+)\scomparisons\sbelow\s(\d+)\sagree,\s(\d+)\scontradict\sand\s(\d+)\sare\sundecided",
-            page,
-        ).groups(),
-    )
-    assert n == len(judged) == agrees + contradicts + undecided
-    assert {verdict for claim, _, verdict in judged if "SMOPD's sum is above GDPO's" in claim} == {"agrees"}
-    assert "(the factor is 1, to 10%, our bound) | 0.101 ± 0.001 | contradicts |" in page
+    assert_the_verdicts_are_counted(page)
+    of_table_1 = [row for row in compared(page) if row[1] == "Table 1"]
+    assert {row[-1] for row in of_table_1 if "SMOPD's sum is above GDPO's" in row[2]} == {"agrees"}
+    assert "(the factor is 1, to 10%, our bound) | - | 0.101 ± 0.001, contradicts |" in page
     conflict = sections["Two rewards in conflict"]
     assert "±" not in conflict and "\n*1 seed; 1 job of together 2 thread-minutes" in conflict
     assert "coverage 0.125, brevity 0.000." in conflict
-    assert conflict.count("| undecided |") == 8
-    assert "\n*2 seeds; 2 jobs of together 3 thread-minutes" in sections["Ablations of the student"]
-    assert (
-        "“lambda 1 to 0, merged, tail”: opd.decay_steps 40, opd.schedule linear, opd.support merged" in page
-    )
-    assert "“kappa 64”: opd.kappa 64;" in page
-    captions = re.findall(r"^!\[.*\n\n\*(.+)\*$", page, flags=re.M)
-    assert len(captions) == len(CHAPTERS)
-    assert all("±" in caption for caption in captions if "brevity" not in caption)
+    of_conflict = [row for row in compared(page) if row[0] == "Two rewards in conflict"]
+    assert [row[-1] for row in of_conflict] == ["undecided"] * 8
+    assert not any("±" in row[3] for row in of_conflict)
+    assert "\n*2 seeds; 2 jobs of together 3 thread-minutes" in sections["Ablations"]
+    assert "| opd.decay_steps 40, opd.schedule linear, opd.support merged, opd.tail True |" in page
+    assert re.search(r"^\| kappa 64 \| \S+ \+ \S+ \| opd.kappa 64 \|", page, flags=re.M)
+    parts = [re.search(r"^!\[.*\n\n(.+)\n\n\| .+ \|\n", text, flags=re.M) for text in sections.values()]
+    assert len([found for found in parts if found]) == len(CHAPTERS)
+    unwritten = [title for title, text in sections.items() if WORDS["no_finding"] in text]
+    assert {*sections} - {*unwritten} == {"Figure 1: who decides the gradient", "Every comparison"}
     assert not re.search(r"\b(None|nan)\b", page)
 
 
 @pytest.mark.slow
 def test_the_page_judges_what_the_paper_claims(every: Path, tmp_path: Path) -> None:
     page = page_of(every, tmp_path / "docs")
-    sections = {text.partition("\n")[0]: text for text in re.split(r"^## ", page, flags=re.M)[1:]}
-    surpassed = [title for title, text in sections.items() if "surpasses both teachers" in text]
-    assert surpassed == ["Two rewards in conflict"]
+    sections, judged = sections_of(page), compared(page)
+
+    def claims(title: str, said: str) -> list[str]:
+        return [row[2] for row in judged if row[0] == title and said in row[2]]
+
+    assert {row[0] for row in judged if "§1" in row[1] and "both teachers" in row[2]} == {
+        "Two rewards in conflict"
+    }
+    above = claims("Priority profiles", "is above both its teachers")
+    assert len(above) == 2 and all("(0.7)" in claim for claim in above)
+    assert claims("Priority profiles", "above GDPO, here the ablations' lambda 0 (greedy)")
     profiles = sections["Priority profiles"]
-    assert profiles.count("is above both its teachers") == 2 and "(0.7)" in profiles
-    assert "above GDPO, here the ablations' lambda 0 (greedy) |" in profiles
     assert "Format teacher, greedy format" in profiles and "Student, sampled sum" in profiles
-    density = sections["How sparse may the sparse reward be"]
-    assert density.count("stays below 9%") == 1 and "below 9%, at 0.18% (greedy)" in density
-    assert density.count("(greedy) |") == 6 and density.count("(sampled, ours) |") == 5
-    assert "\nGreedy:\n" in density and "\nSampled:\n" in density
+    sparse = "How sparse the reward may be"
+    assert claims(sparse, "stays below 9%") == ["GDPO's format stays below 9%, at 0.18% (greedy)"]
+    assert len(claims(sparse, "(greedy)")) == 6
+    assert len([claim for claim in claims(sparse, "(sampled, ours)") if "SMOPD's format" in claim]) == 5
+    assert "| greedy, 0.05% |" in sections[sparse] and "| sampled, 5.00% |" in sections[sparse]
     conflict = sections["Two rewards in conflict"]
     assert "profiles are 0.9 and 0.1; the paper's conflicting setting has 0.7 and 0.3." in conflict
-    assert "“SMOPD as in the paper” 100 after 160 of the runs that it needs" in page
+    assert "\n| SMOPD as in the paper | 100 + 160 |" in sections["All methods"]
+    assert "\n| GDPO, three times the steps | 300 |" in sections[sparse]
+
+
+def test_a_finding_is_of_the_runs_that_are_shown() -> None:
+    chapter = Chapter("signal", ["p", "difference"], [["below 0.1", "-0.002 ± 0.002"], [0.02, "0.003"]])
+    assert chapter.finding == WORDS["chapters"]["signal"]["finding"].strip()
+    other = replace(chapter, rows=[["below 0.1", "-0.012 ± 0.002"], [0.02, "0.003"]])
+    assert other.finding == WORDS["no_finding"]
+
+
+def test_the_page_of_the_docs_is_this_one() -> None:
+    """Its findings are page.yaml's with the numbers of its tables, its counts are those of the README."""
+    page = (ROOT / "docs" / "study.md").read_text()
+    assert_the_verdicts_are_counted(page)
+    sections = sections_of(page)
+    assert [*sections][:-1] == [WORDS["chapters"][name]["title"] for name in CHAPTERS]
+    assert {row[0] for row in rows_of(page.partition("\n## ")[0])[:-1]} == {
+        words["claim"] for words in WORDS["claims"].values()
+    }
+    for name in CHAPTERS:
+        title, finding = (WORDS["chapters"][name][key].strip() for key in ("title", "finding"))
+        assert f"![{title}](study/{name}.png)\n\n{finding}\n\n| " in sections[title]
+        judged = [row for row in compared(page) if row[0] == title]
+        shown = " ".join(" ".join(row) for row in [*rows_of(sections[title]), *judged])
+        header = sections[title].split("\n| ")[1]
+        assert set(NUMBER.findall(finding)) <= set(NUMBER.findall(f"{header} {shown}")), name
+    n, (agree, contradict, undecided) = counts_of(page)
+    said = (
+        f"{n} of the paper's comparisons: {agree} agree, {contradict} contradict, {undecided} are undecided"
+    )
+    assert said in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.slow
@@ -179,7 +253,7 @@ def test_the_signals_direction_is_the_runs_own(tmp_path: Path) -> None:
         finished_run(folder, "gdpo", [0.5, 0.25], {}, **{"reward/format/zero_variance_groups": 0.0})
         finished_run(folder, "grpo", [2 / 128], {}, **{"reward/format/zero_variance_groups": alike})
     page = page_of(tmp_path, tmp_path / "docs")
-    assert "less the expected one: +0.000 ± 0.000 where p is below 0.1, +0.0" in page
+    assert "\n| where p is below 0.1 | +0.000 ± 0.000 |\n| elsewhere | +0.0" in page
     assert "was below" not in page
 
 
@@ -203,7 +277,7 @@ def test_a_chapter_says_what_it_took(density: Path, tmp_path: Path) -> None:
         (folder / "study_seconds.txt").write_text("240.0\n")
     page = page_of(density, tmp_path / "docs")
     assert (
-        "2 jobs of together 8 thread-minutes (4 minutes where 2 cores are kept busy), the longest 4;" in page
+        "2 jobs of together 8 thread-minutes (4 minutes where 2 cores are kept busy), the longest 4.*" in page
     )
 
 
@@ -264,9 +338,8 @@ def test_measures_over_seeds(density: Path) -> None:
 def test_the_page_says_what_was_found(density: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib (the study extra)")
     page = page_of(density, tmp_path / "docs")
-    assert "sooner in 2, later in 0, at the same step in 0, neither in 0 | undecided |" in page
+    assert "sooner in 2, later in 0, at the same step in 0, neither in 0, undecided |" in page
     assert "0.925 ± 0.035" in page
-    assert "“GDPO, three times the steps” 300" in page
     assert "## Ablations" not in page  # none has been run
     pictures = re.findall(r"!\[.*\]\((.*\.png)\)", page)
     assert pictures == ["study/figure_1.png", "study/density.png", "study/signal.png"]
