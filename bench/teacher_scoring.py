@@ -26,7 +26,8 @@ from torch import Tensor
 from bench.harness import record
 from bench.harness.memory import peak_bytes
 from smopd.engine.distributed import process_group
-from smopd.engine.types import Rollout, VllmSettings
+from smopd.engine.settings import VllmSettings
+from smopd.engine.types import Rollout
 from smopd.worlds.models import qwen_vocab_model, world_model
 
 BOUNDS = {"float32": 1e-3, "bfloat16": 8e-3}  # in 16 bit two roundings of a logit near 1

@@ -26,7 +26,7 @@ from smopd.engine.local.teachers import read_adapter
 from smopd.engine.models.loading import load_tokenizer
 from smopd.engine.protocols import TeacherEngine
 from smopd.engine.remote.wire import BINARY, pack_answer, unpack_request
-from smopd.engine.types import VllmSettings
+from smopd.engine.settings import VllmSettings
 
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
 

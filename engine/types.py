@@ -7,7 +7,7 @@ support entries, L positions of a packed row.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,87 +90,3 @@ class TokenBatch:
     def to(self, device: torch.device) -> TokenBatch:
         moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **moved)
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How sequences are laid out for a forward pass; changes speed and memory, never a result."""
-
-    micro_batch_tokens: int = 16_384
-    row_tokens: int = 0
-    share_prompts: bool = True
-
-
-@dataclass(frozen=True)
-class Lora:
-    """Low-rank adapters beside frozen linear layers: y = W x + (alpha / rank) B A x."""
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...] = ("all-linear",)
-    """Names of linear layers inside the decoder's layers; "all-linear" is every one of them."""
-    dropout: float = 0.0
-    """Of the adapters' input, in updates alone: log-probabilities are computed without it."""
-
-
-@dataclass(frozen=True)
-class TrainSettings:
-    """What the trained model's optimiser and layout need; smopd.config.settings.Student says each field."""
-
-    learning_rate: float
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.0
-    adam_eps: float = 1e-8
-    warmup_steps: int = 0
-    decay: tuple[int, int] | None = None
-    """The updates between which the learning rate falls linearly to zero; None keeps it constant."""
-    max_grad_norm: float = 1.0
-    compute_dtype: str = "bfloat16"
-    packing: Packing = Packing()
-    head_chunk_bytes: int | None = None
-    gradient_checkpointing: bool = False
-    max_skipped_updates: int = 3
-    strategy: str = "fsdp2"
-    """"fsdp2" or "deepspeed"."""
-    shard_size: int | None = None
-    """FSDP2: ranks that hold one copy of the model between them (HSDP); None is all of them."""
-    zero_stage: int = 2
-    """DeepSpeed: 2 shards gradients and optimiser state, 3 parameters as well."""
-    deepspeed_config: str | dict[str, Any] | None = None
-    """DeepSpeed's JSON or the path of it; "auto" takes its value from these settings. None: all are auto."""
-    offload_optimizer: bool = False
-    """Keep masters and optimiser state in host memory and step there. On a CPU they are there anyway."""
-    compile: bool = False
-    """torch.compile each decoder layer."""
-    attention: str = "auto"
-    """"sdpa": a mask over packed rows; "flash": variable-length kernels; "auto": flash where it can run."""
-    lora: Lora | None = None
-    """Train adapters alone."""
-
-
-@dataclass(frozen=True)
-class VllmSettings:
-    """Where a vLLM engine runs and what it may take."""
-
-    placement: Literal["colocated", "process"] = "colocated"
-    """Inside this Python process, or in a process of its own."""
-    transfer: Literal["files", "ipc"] = "files"
-    """How new weights reach a process of its own: files in shared memory, or CUDA's handles of this process's
-    memory, where both are on one GPU."""
-    tensor_parallel_size: int = 1
-    """Over 1 and colocated: consecutive ranks of torchrun share one model."""
-    dtype: str = "float32"
-    max_model_len: int | None = None
-    """Most positions of a prompt and its response; None is the model's own limit."""
-    gpu_memory_share: float | None = None
-    """Of the device's whole memory. None: see smopd.engine.vllm.memory."""
-    kv_cache_bytes: int | None = None
-    """None: on a GPU by smopd.engine.vllm.memory, on a CPU smopd.engine.vllm.engines.CPU_KV_CACHE_BYTES."""
-    enforce_eager: bool = False
-    """Nothing is compiled or captured, which on a CPU nothing ever is."""
-    sleep: bool = True
-    """Weights and cache leave the GPU between calls; nothing happens on a CPU."""
-    max_lora_rank: int = 0
-    """0: no adapters."""
-    max_loras: int = 0
-    """Adapters in one batch; 0 is one where max_lora_rank is not 0."""

@@ -16,8 +16,9 @@ from torch import Tensor
 from smopd.engine.local.rollout import LocalRollout
 from smopd.engine.models.loading import end_token_ids, load_model, load_tokenizer
 from smopd.engine.models.packing import pack
+from smopd.engine.settings import Packing
 from smopd.engine.student.strategy import Policy
-from smopd.engine.types import Packing, Rollout, Sampling
+from smopd.engine.types import Rollout, Sampling
 from smopd.ops import LossStats, LossTokens, gdpo_advantages, linear_smopd_loss
 from smopd.rewards.rlla import accuracy_reward, format_reward
 from smopd.worlds import toy_world

@@ -24,7 +24,8 @@ from smopd.engine.local.union import Dropping, given_logprobs, others_ids, with_
 from smopd.engine.models.loading import UnusableModel, head, load_model, response_hidden
 from smopd.engine.models.packing import flat_offsets, pack
 from smopd.engine.protocols import TeacherEngine
-from smopd.engine.types import Packing, Rollout, TeacherTopK, TokenBatch
+from smopd.engine.settings import Packing
+from smopd.engine.types import Rollout, TeacherTopK, TokenBatch
 from smopd.kernels.checks import check_kappa
 from smopd.kernels.ops.topk import linear_topk_logprobs
 

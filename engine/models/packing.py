@@ -14,7 +14,8 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
-from smopd.engine.types import Packing, Rollout, TokenBatch
+from smopd.engine.settings import Packing
+from smopd.engine.types import Rollout, TokenBatch
 
 
 def flat_offsets(rollouts: Sequence[Rollout]) -> list[int]:

@@ -25,8 +25,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from smopd.engine import distributed
+from smopd.engine.settings import TrainSettings
 from smopd.engine.student.strategy import Output, Policy, ThroughHead
-from smopd.engine.types import TokenBatch, TrainSettings
+from smopd.engine.types import TokenBatch
 
 
 class Fsdp2:
@@ -116,7 +117,7 @@ def grid(shard_size: int | None, device: torch.device) -> DeviceMesh | None:
     ranks = distributed.world_size()
     if shard_size is None or shard_size == ranks:
         return None
-    if shard_size < 1 or ranks % shard_size:
+    if ranks % shard_size:
         raise ValueError(f"shard_size: got {shard_size}, expected a divisor of the {ranks} ranks")
     return init_device_mesh(
         device.type, (ranks // shard_size, shard_size), mesh_dim_names=("replica", "shard")

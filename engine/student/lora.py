@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from smopd.engine import distributed
-from smopd.engine.types import Lora
+from smopd.engine.settings import Lora
 
 ADAPTER = "default"  # peft's own name for the only adapter
-ALL_LINEAR = ("all-linear",)
+ALL_LINEAR = ["all-linear"]
 BASE = ".base_layer."
 
 
@@ -28,15 +28,13 @@ def attach(model: PreTrainedModel, lora: Lora, compute_dtype: torch.dtype) -> No
     """Puts adapters into `model` in place, the same on every rank, and freezes all else in `compute_dtype`.
 
     Raises:
-        ValueError: a target is no linear layer of the decoder's layers, or a number is out of its range.
+        ValueError: a target is no linear layer of the decoder's layers.
         ImportError: peft is not installed.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ImportError(f"lora: needs the package peft ({error})") from error
-    if lora.rank < 1 or lora.alpha <= 0 or not 0 <= lora.dropout < 1:
-        raise ValueError(f"lora: got {lora}, expected rank >= 1, alpha > 0 and dropout in [0, 1)")
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -71,7 +69,7 @@ def off(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def targets(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:
+def targets(model: PreTrainedModel, wanted: list[str]) -> list[str]:
     """The names of linear layers that get adapters. Head and embeddings never do: the fused head is plain.
 
     Raises:
@@ -83,7 +81,7 @@ def targets(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:
         for name, module in layer.named_modules()
         if isinstance(module, nn.Linear)
     }
-    chosen = linear if tuple(wanted) == ALL_LINEAR else set(wanted)
+    chosen = linear if wanted == ALL_LINEAR else set(wanted)
     if not chosen or chosen - linear:
         raise ValueError(
             f"lora.targets: got {sorted(wanted)}, expected names among {sorted(linear)} or all-linear alone"

@@ -26,14 +26,14 @@ from smopd.engine import distributed
 from smopd.engine.models import attention
 from smopd.engine.models.loading import head
 from smopd.engine.models.packing import empty_batch, flat_offsets, pack
+from smopd.engine.settings import TrainSettings
 from smopd.engine.student.strategy import Policy, Strategy
-from smopd.engine.types import Rollout, TokenBatch, TrainSettings
+from smopd.engine.types import Rollout, TokenBatch
 from smopd.kernels.ops.loss import linear_smopd_loss
 from smopd.kernels.ops.topk import linear_topk_logprobs
 from smopd.kernels.types import LossSettings, LossStats, LossTokens, TopK
 
 log = logging.getLogger(__name__)
-STRATEGIES = ("fsdp2", "deepspeed")
 
 
 class NonFiniteGradient(RuntimeError):
@@ -60,20 +60,29 @@ class Student:
         model: fp32 (with adapters the compute dtype will do), unsharded, the same on every rank.
         settings: optimiser, precision, sharding and packing.
         device: where to compute.
+        decay: the updates between which the learning rate falls linearly to zero; None keeps it constant.
     Raises:
         ValueError: settings that do not go together, or that this model cannot serve.
         ImportError: the strategy's or the adapters' package is not installed.
     """
 
-    def __init__(self, model: PreTrainedModel, settings: TrainSettings, device: torch.device):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: TrainSettings,
+        device: torch.device,
+        *,
+        decay: tuple[int, int] | None = None,
+    ):
         self.settings = settings
+        self.decay = decay
         self.device = device
         self.lora = settings.lora
         self.updates = 0
         self.skipped = 0
         self.vocabulary = head(model)[0].shape[0]
         dtype = getattr(torch, settings.compute_dtype)
-        shared = settings.packing.share_prompts
+        shared = settings.share_prompts
         attends = attention.choose(model, settings.attention, device, dtype, share_prompts=shared)
         without_dropout(model)
         if settings.lora is not None:
@@ -218,7 +227,7 @@ class Student:
     def _micro_batches(self, rollouts: Sequence[Rollout]) -> list[TokenBatch]:
         """As many on every rank, and at least one: empty ones, which weigh nothing, fill up."""
         one_row = attention.takes_sequences(self.model)
-        batches = pack(rollouts, self.settings.packing, one_row=one_row)
+        batches = pack(rollouts, self.settings, one_row=one_row)
         count = torch.tensor(len(batches), device=self.device)
         most = max(1, int(distributed.all_reduce(count, "max")))
         batches += [empty_batch()] * (most - len(batches))
@@ -226,8 +235,8 @@ class Student:
 
     def _rate_scale(self) -> float:
         scale = min(1.0, (self.updates + 1) / max(1, self.settings.warmup_steps))
-        if self.settings.decay is not None:
-            begin, end = self.settings.decay
+        if self.decay is not None:
+            begin, end = self.decay
             scale *= min(1.0, max(0.0, (end - self.updates) / max(1, end - begin)))
         return scale
 
@@ -251,11 +260,9 @@ def make_strategy(policy: Policy, settings: TrainSettings, device: torch.device)
         from smopd.engine.student.fsdp import Fsdp2
 
         return Fsdp2(policy, settings, device)
-    if settings.strategy == "deepspeed":
-        from smopd.engine.student.deepspeed import DeepSpeedZero
+    from smopd.engine.student.deepspeed import DeepSpeedZero
 
-        return DeepSpeedZero(policy, settings, device)
-    raise ValueError(f"strategy: got {settings.strategy!r}, expected one of {', '.join(STRATEGIES)}")
+    return DeepSpeedZero(policy, settings, device)
 
 
 def compile_layers(model: PreTrainedModel) -> None:

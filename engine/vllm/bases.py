@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from vllm.lora.request import LoRARequest
 
 from smopd.engine.local.teachers import Adapter, read_adapter, require_vocabulary, same_place
 from smopd.engine.models.loading import UnusableModel, stored_dtype
-from smopd.engine.types import VllmSettings
+from smopd.engine.settings import VllmSettings
 from smopd.engine.vllm.engines import LORA_RANKS
 from smopd.engine.vllm.pooler import TASK, obstacle, text_config
 
@@ -49,11 +49,8 @@ class Base:
         """`wanted` with room for the adapters."""
         if not self.adapters:
             return wanted
-        return replace(
-            wanted,
-            max_lora_rank=max(self.rank, wanted.max_lora_rank),
-            max_loras=max(self.adapters, wanted.max_loras),
-        )
+        rank, adapters = max(self.rank, wanted.max_lora_rank), max(self.adapters, wanted.max_loras)
+        return wanted.model_copy(update={"max_lora_rank": rank, "max_loras": adapters})
 
 
 def read_bases(

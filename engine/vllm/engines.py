@@ -24,7 +24,7 @@ from torch import Tensor
 
 from smopd.engine import distributed
 from smopd.engine.models.sizes import ModelNumbers
-from smopd.engine.types import VllmSettings
+from smopd.engine.settings import VllmSettings
 from smopd.engine.vllm.environment import environment_of, undisturbed
 from smopd.engine.vllm.memory import EngineMemory, Gpu, engine_memory, vllm_arguments
 from smopd.engine.weights.architecture import Architecture, Checked, architecture_of, identity, stored
@@ -237,7 +237,7 @@ def _require_servable(settings: VllmSettings) -> None:
         return
     if not dist.is_initialized():
         raise RuntimeError("a colocated vLLM engine needs a process group (engine.distributed.process_group)")
-    if parallel < 1 or ranks % parallel:
+    if ranks % parallel:
         raise ValueError(f"tensor_parallel_size: got {parallel}, expected a divisor of the {ranks} ranks")
     others = {
         made.settings.tensor_parallel_size

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from smopd.engine import distributed
-from smopd.engine.types import VllmSettings
+from smopd.engine.settings import VllmSettings
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -12,26 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from smopd.engine.models.sizes import ModelNumbers
+from smopd.engine.settings import Vllm
 
 GIB = 1 << 30
 WORK = 2 * GIB
 BATCH = 16_384  # positions: the most that vLLM computes at once by default
 BLOCK = 16  # positions: vLLM keeps one block for itself
 SAMPLING_PART = 4  # ours
-
-
-class EngineRequest(Protocol):
-    """The settings of an engine that the rule reads."""
-
-    @property
-    def tensor_parallel_size(self) -> int: ...
-    @property
-    def gpu_memory_share(self) -> float | None: ...
-    @property
-    def kv_cache_bytes(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -77,7 +67,7 @@ class EngineMemory:
 
 
 def engine_memory(
-    wanted: EngineRequest,
+    wanted: Vllm,
     model: ModelNumbers,
     width: int,
     longest: int,
@@ -112,7 +102,7 @@ def engine_memory(
 
 
 def vllm_arguments(
-    wanted: EngineRequest, taken: EngineMemory, gpu: Gpu, *, sleeps: bool, samples: bool
+    wanted: Vllm, taken: EngineMemory, gpu: Gpu, *, sleeps: bool, samples: bool
 ) -> dict[str, Any]:
     """`taken` in vLLM's words; it makes no engine whose share is not free, whatever the cache is given.
 

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smopd.engine.types import Rollout, Sampling, VllmSettings
+from smopd.engine.settings import VllmSettings
+from smopd.engine.types import Rollout, Sampling
 from smopd.engine.vllm.engines import engine, exclusive, load, sleep, wake_up
 
 if TYPE_CHECKING:

@@ -31,7 +31,8 @@ from vllm.lora.request import LoRARequest
 from smopd.engine.local.teachers import empty_topk, same_place
 from smopd.engine.local.union import Dropping, others_ids, with_others, without_padding
 from smopd.engine.models.packing import flat_offsets
-from smopd.engine.types import Rollout, TeacherTopK, VllmSettings
+from smopd.engine.settings import VllmSettings
+from smopd.engine.types import Rollout, TeacherTopK
 from smopd.engine.vllm.bases import Base, choose_route, engine_options, read_bases, room_to_draw
 from smopd.engine.vllm.engines import engine, exclusive, sleep, warm_cache
 from smopd.engine.vllm.pooler import Question, ask
@@ -87,7 +88,8 @@ class VllmTeachers(Dropping):
         self.bases = read_bases(paths, vocabulary, base, engines, role)
         self.pooled = choose_route(route, self.bases) == "pooler"
         if not self.pooled and settings.max_model_len is not None:
-            self.settings = replace(settings, max_model_len=room_to_draw(settings.max_model_len, self.bases))
+            room = room_to_draw(settings.max_model_len, self.bases)
+            self.settings = settings.model_copy(update={"max_model_len": room})
         self._options = engine_options(self.pooled, self.bases, batch_tokens)
         self._held: dict[str, str] = {}  # the path whose weights a role has
         for one in self.bases:

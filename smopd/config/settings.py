@@ -15,21 +15,12 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from smopd.config.rules import contradictions
+from smopd.engine.settings import Dtype, Section, TrainSettings, Vllm
 from smopd.names import IMPORT_PATH, REWARD_ARGUMENTS
 
-Beta = Annotated[float, Field(ge=0, lt=1)]
-Dtype = Literal["float32", "bfloat16"]
 TrackerName = Literal["tensorboard", "trackio", "wandb"]
 
 
@@ -42,27 +33,6 @@ def _import_path(value: str) -> str:
 ImportPath = Annotated[str, AfterValidator(_import_path)]
 
 
-class Section(BaseModel):
-    """A group of settings. The string under a setting is its help text."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        validate_default=True,
-        allow_inf_nan=False,
-        coerce_numbers_to_str=True,
-        use_attribute_docstrings=True,
-    )
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_boolean_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        kind = cls.model_fields[str(info.field_name)].annotation
-        if isinstance(value, bool) and kind in (int, float, int | None, float | None):
-            raise ValueError(f"got {str(value).lower()}, expected a number")
-        return value
-
-
 class Model(Section):
     """Where the base model comes from: a path or hub id, or a factory that makes a small one."""
 
@@ -70,7 +40,7 @@ class Model(Section):
     """Local folder or hub id of a causal language model with its tokenizer."""
     factory: ImportPath | None = None
     """`package.module:function`, called with `seed` and `kwargs`; returns (model, tokenizer)."""
-    kwargs: dict[str, Any] = {}
+    kwargs: dict[str, Any] = Field(default={})
 
     @model_validator(mode="after")
     def _one_origin(self) -> Model:
@@ -88,7 +58,7 @@ class Source(Section):
     map: ImportPath | None = None
     """`package.module:function`: row -> row, or None to drop it."""
     limit: int | None = Field(default=None, ge=1)
-    kwargs: dict[str, Any] = {}
+    kwargs: dict[str, Any] = Field(default={})
 
 
 class Data(Section):
@@ -116,7 +86,7 @@ class Reward(Section):
     """Weight of this dimension in the advantages of a run that names none."""
     range: tuple[float, float] | Literal["batch"] | None = None
     """[lo, hi] for the gates; `batch` takes the rollout batch's own minimum and maximum."""
-    kwargs: dict[str, Any] = {}
+    kwargs: dict[str, Any] = Field(default={})
     """Further keyword arguments of each call; they win over columns of the same name."""
 
     @model_validator(mode="after")
@@ -285,32 +255,12 @@ class Log(Section):
     """How often over a merge the samples are written token by token, at even distances to the last step."""
     plain: bool = False
     """Plain lines even where the output is a terminal."""
-    to: list[TrackerName] = []
+    to: list[TrackerName] = Field(default=[])
     """Trackers that get the metrics too."""
 
     def view_every(self, steps: int) -> int:
         """Steps between two token views; 0 for none."""
         return math.ceil(steps / self.token_views) if self.token_views else 0
-
-
-class Vllm(Section):
-    """Where a vLLM engine runs and what it may take; for `engine: vllm`."""
-
-    placement: Literal["colocated", "process"] = "colocated"
-    """In the training process, on every rank, or in a process of its own."""
-    transfer: Literal["files", "ipc"] = "files"
-    """How new weights reach a process of its own: files in shared memory, or CUDA's handles of memory on the
-    GPU that both are on."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    max_model_len: int | None = Field(default=None, ge=1)
-    """Most positions of a prompt and its response; null is what data and rollout settings need."""
-    gpu_memory_share: float | None = Field(default=None, gt=0, lt=1)
-    """Of the device's whole memory; null chooses by what shares the device."""
-    kv_cache_bytes: int | None = Field(default=None, ge=1)
-    enforce_eager: bool = False
-    sleep: bool = True
-    """Weights and cache leave the GPU while something else computes; of the engines that share a process the
-    first one alone can. Nothing happens on a CPU."""
 
 
 class TeacherVllm(Vllm):
@@ -385,54 +335,6 @@ class Remote(Section):
     """Of the teachers' log-probabilities on the way."""
 
 
-class Lora(Section):
-    """Low-rank adapters: what trains where `student.lora` is given."""
-
-    rank: int = Field(default=16, ge=1)
-    alpha: float = Field(default=32.0, gt=0)
-    targets: list[str] = Field(default=["all-linear"])
-    """Names of linear layers inside the decoder; all-linear is every one of them."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-
-
-class Student(Section):
-    """Optimiser, precision and packing of whatever model is being trained, teachers in stage 1 included."""
-
-    strategy: Literal["fsdp2", "deepspeed"] = "fsdp2"
-    shard_size: int | None = Field(default=None, ge=1)
-    """FSDP2: ranks that hold one copy of the model between them (HSDP); null is all ranks."""
-    zero_stage: Literal[2, 3] = 2
-    """DeepSpeed: 2 shards gradients and optimiser state, 3 parameters as well."""
-    deepspeed_config: str | None = None
-    """DeepSpeed: a JSON file of its own settings; "auto" in it takes the value from here."""
-    offload_optimizer: bool = False
-    """Keep masters and optimiser state in host memory and step there."""
-    lora: Lora | None = None
-    """Train adapters alone; null trains every weight."""
-    learning_rate: float = Field(default=1e-6, gt=0)
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    weight_decay: float = Field(default=0.0, ge=0)
-    adam_eps: float = Field(default=1e-8, gt=0)
-    warmup_steps: int = Field(default=0, ge=0)
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    compute_dtype: Dtype = "bfloat16"
-    compile: bool = False
-    """torch.compile of each decoder layer."""
-    attention: Literal["auto", "sdpa", "flash"] = "auto"
-    """sdpa masks packed rows; flash takes variable lengths (CUDA); auto takes flash where it can run."""
-    micro_batch_tokens: int = Field(default=16_384, ge=1)
-    """Most tokens of one forward and backward; a longer sequence goes alone."""
-    row_tokens: int = Field(default=0, ge=0)
-    """Length of the rows under a mask; 0 is the batch's longest sequence. flash packs without padding."""
-    share_prompts: bool = True
-    """Compute each prompt once for all its rollouts (an attention mask over the tree)."""
-    head_chunk_bytes: int | None = Field(default=None, ge=1)
-    """Most bytes of logits that the fused head holds at once; null is the device's default."""
-    gradient_checkpointing: bool = False
-    max_skipped_updates: int = Field(default=3, ge=0)
-    """The run stops after this many updates with a gradient that is not finite."""
-
-
 class KlRef(Section):
     """KL to a reference policy, on the sampled tokens; off at coef 0."""
 
@@ -504,7 +406,7 @@ class Settings(Section):
     teachers: Teachers = Teachers()
     remote: Remote = Remote()
     kl_ref: KlRef = KlRef()
-    student: Student = Student()
+    student: TrainSettings = TrainSettings()
     loop: Loop = Loop()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()

@@ -172,7 +172,7 @@ def _engine(
         model = load_model(path, dtype, "cuda" if on_gpu else "cpu")
         _require_positions(command, config, longest)
         return LocalRollout(model, end_ids)
-    from smopd.engine.types import VllmSettings
+    from smopd.engine.settings import VllmSettings
     from smopd.engine.vllm.rollout import LOWEST_TEMPERATURE, VllmRollout
 
     if 0 < command.temperature < LOWEST_TEMPERATURE:

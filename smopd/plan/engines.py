@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from smopd.config.settings import Settings, Vllm
+from smopd.config.settings import Settings
+from smopd.engine.settings import Vllm
 from smopd.engine.vllm.engines import SAMPLES
 from smopd.engine.vllm.memory import GIB, EngineMemory, Gpu, engine_memory
 from smopd.plan.machine import WIDTHS, trained_parameters

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from smopd.config.schedule import output_directory
-from smopd.config.settings import Settings, Vllm
+from smopd.config.settings import Settings
 from smopd.engine.local.rollout import LocalRollout
 from smopd.engine.local.teachers import held_already, load_teachers
 from smopd.engine.models.loading import describe, load_model, load_tokenizer
 from smopd.engine.protocols import RolloutEngine, TeacherEngine
 from smopd.engine.remote.servers import RetryPolicy, Servers
+from smopd.engine.settings import Vllm, VllmSettings
 from smopd.engine.student.student import Student
-from smopd.engine.types import Lora, Packing, TrainSettings, VllmSettings
 from smopd.names import is_url
 from smopd.run.failures import naming
 
@@ -23,13 +23,20 @@ PROBE_TEXT = 'Answer: the tools\' names, 3.14 and {"x": [1, 2]}.'
 """On which a teacher's tokenizer and the student's must agree."""
 
 
-def student(settings: Settings, path: str, device: torch.device, **changes: Any) -> Student:
-    """The model at `path`, ready to train; `changes` replace fields of TrainSettings."""
+def student(
+    settings: Settings,
+    path: str,
+    device: torch.device,
+    *,
+    decay: tuple[int, int] | None = None,
+    **changes: Any,
+) -> Student:
+    """The model at `path`, ready to train; `changes` replace settings of `student`, `decay` is Student's."""
     torch.manual_seed(settings.seed)
     with naming("model"):
         model = load_model(path, torch.float32)
     with naming("student"):
-        return Student(model, train_settings(settings, **changes), device)
+        return Student(model, settings.student.model_copy(update=changes), device, decay=decay)
 
 
 def rollout_engine(
@@ -85,7 +92,7 @@ def teacher_engine(
         if is_url(paths[0]):
             return remote_teachers(settings, paths, vocabulary)
         if options.engine == "local":
-            return load_teachers(paths, packing(settings), vocabulary, getattr(torch, options.dtype), device)
+            return load_teachers(paths, settings.student, vocabulary, getattr(torch, options.dtype), device)
         from smopd.engine.vllm.teachers import VllmTeachers
 
         longest = settings.data.max_prompt_tokens + settings.rollout.max_new_tokens
@@ -146,19 +153,6 @@ def rollout_settings(settings: Settings, recipe: Settings, limit: int) -> VllmSe
 
 
 def vllm_settings(section: Vllm, dtype: str, max_model_len: int, lora_rank: int = 0) -> VllmSettings:
-    values = section.model_dump(include=set(Vllm.model_fields))
+    values = {name: getattr(section, name) for name in Vllm.model_fields}
     values["max_model_len"] = section.max_model_len or max_model_len
     return VllmSettings(**values, dtype=dtype, max_lora_rank=lora_rank)
-
-
-def train_settings(settings: Settings, **changes: Any) -> TrainSettings:
-    student = settings.student
-    values = student.model_dump(exclude={"micro_batch_tokens", "row_tokens", "share_prompts", "lora"})
-    if student.lora is not None:
-        values["lora"] = Lora(**{**student.lora.model_dump(), "targets": tuple(student.lora.targets)})
-    return TrainSettings(**{**values, "packing": packing(settings), **changes})
-
-
-def packing(settings: Settings) -> Packing:
-    student = settings.student
-    return Packing(student.micro_batch_tokens, student.row_tokens, student.share_prompts)

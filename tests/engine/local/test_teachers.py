@@ -11,7 +11,7 @@ import torch
 
 from smopd.engine.local.teachers import LocalTeachers, load_teachers, read_adapter
 from smopd.engine.models.loading import UnusableModel
-from smopd.engine.types import Packing
+from smopd.engine.settings import Packing
 from tests.engine.local.teacher_truth import (
     ROLLOUTS,
     at,
@@ -24,7 +24,7 @@ from tests.engine.local.teacher_truth import (
 )
 from tests.engine.tiny import VOCABULARY, tiny_model
 
-PACKING = Packing(64, 0, True)
+PACKING = Packing(micro_batch_tokens=64)
 
 
 @pytest.mark.parametrize("kappa", [0, 1, 4, 16, VOCABULARY])

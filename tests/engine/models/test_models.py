@@ -34,7 +34,7 @@ from smopd.engine.models.loading import (
     stored_dtype,
 )
 from smopd.engine.models.packing import pack
-from smopd.engine.types import Packing
+from smopd.engine.settings import Packing
 from smopd.worlds.models import world_tokenizer
 from tests.engine.tiny import END, VOCABULARY, ragged_rollouts, tiny_model
 
@@ -203,6 +203,8 @@ def test_a_model_without_an_end_token_is_refused(tokenizer: PreTrainedTokenizerB
 def test_a_teacher_of_a_smaller_vocabulary_is_refused() -> None:
     message = f"teachers.models.0: .*vocabulary of {VOCABULARY}, the student's is {VOCABULARY + 1}"
     with pytest.raises(UnusableModel, match=message):
-        LocalTeachers([tiny_model(layers=1)], Packing(64, 0, False), VOCABULARY + 1)
+        LocalTeachers(
+            [tiny_model(layers=1)], Packing(micro_batch_tokens=64, share_prompts=False), VOCABULARY + 1
+        )
     with pytest.raises(ValueError, match="teachers: got none"):
-        LocalTeachers([], Packing(64, 0, False), VOCABULARY)
+        LocalTeachers([], Packing(micro_batch_tokens=64, share_prompts=False), VOCABULARY)

@@ -7,16 +7,16 @@ import torch
 
 from smopd.engine.models.loading import response_hidden
 from smopd.engine.models.packing import empty_batch, flat_offsets, pack
-from smopd.engine.types import Packing
+from smopd.engine.settings import Packing
 from tests.engine.tiny import ragged_rollouts, tiny_model
 
 PACKINGS = {
-    "one-batch-shared": Packing(10_000, 0, True),
-    "one-batch-separate": Packing(10_000, 0, False),
-    "one-row": Packing(10_000, 1_000, True),
-    "small-batches-shared": Packing(40, 0, True),
-    "small-batches-separate": Packing(40, 30, False),
-    "one-sequence-a-batch": Packing(1, 0, False),
+    "one-batch-shared": Packing(micro_batch_tokens=10_000),
+    "one-batch-separate": Packing(micro_batch_tokens=10_000, share_prompts=False),
+    "one-row": Packing(micro_batch_tokens=10_000, row_tokens=1_000),
+    "small-batches-shared": Packing(micro_batch_tokens=40),
+    "small-batches-separate": Packing(micro_batch_tokens=40, row_tokens=30, share_prompts=False),
+    "one-sequence-a-batch": Packing(micro_batch_tokens=1, share_prompts=False),
 }
 
 
@@ -44,7 +44,7 @@ def test_hidden_states_equal_those_of_single_sequences(packing, one_row, family)
 @pytest.mark.parametrize("share", [True, False])
 def test_micro_batches_keep_to_the_token_budget(share, one_row):
     rollouts = ragged_rollouts(1, groups=9)
-    for batch in pack(rollouts, Packing(48, 0, share), one_row=one_row):
+    for batch in pack(rollouts, Packing(micro_batch_tokens=48, share_prompts=share), one_row=one_row):
         assert batch.input_ids.numel() <= 48
 
 
@@ -58,14 +58,14 @@ def test_one_row_has_no_padding(packing):
 
 def test_a_sequence_over_the_budget_goes_alone():
     rollouts = ragged_rollouts(2)
-    batches = pack(rollouts, Packing(1, 0, True))
+    batches = pack(rollouts, Packing(micro_batch_tokens=1))
     assert len(batches) == len(rollouts)
     assert all(batch.input_ids.shape[0] == 1 for batch in batches)
 
 
 def test_sharing_prompts_reads_each_once():
     rollouts = ragged_rollouts(3)
-    (batch,) = pack(rollouts, Packing(100_000, 0, True))
+    (batch,) = pack(rollouts, Packing(micro_batch_tokens=100_000))
     read = int((batch.unit_ids >= 0).sum())
     prompts = {rollout.group: len(rollout.prompt_ids) for rollout in rollouts}
     assert read == sum(prompts.values()) + sum(len(rollout.response_ids) - 1 for rollout in rollouts)

@@ -16,14 +16,14 @@ from smopd.engine.models.loading import UnusableModel
 from smopd.engine.remote.servers import NoServer, RetryPolicy
 from smopd.engine.remote.teachers import Probe, RemoteTeachers, portions
 from smopd.engine.remote.wire import pack_request, unpack_request
-from smopd.engine.types import Packing
+from smopd.engine.settings import Packing
 from smopd.worlds.models import world_model
 from tests.engine.tiny import ragged_rollouts
 
 pytest.importorskip("starlette")
 uvicorn = pytest.importorskip("uvicorn")
 
-PACKING = Packing(200, 0, True)
+PACKING = Packing(micro_batch_tokens=200)
 QUICK = RetryPolicy(deadline_seconds=30.0, retries=1, backoff_seconds=0.01, concurrency=2)
 
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from smopd.engine import distributed
+from smopd.engine.settings import Lora, TrainSettings
 from smopd.engine.student.checkpoint import Checkpoints, export
 from smopd.engine.student.student import Student
-from smopd.engine.types import Lora, Packing, Rollout, TrainSettings
+from smopd.engine.types import Rollout
 from smopd.ops import LossSettings, LossTokens
 from smopd.worlds.models import world_model
 from tests.engine.tiny import ragged_rollouts, tiny_model
@@ -64,13 +65,15 @@ class Facts:
         config = {
             "zero_optimization": {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": "auto"}
         }
+        file = self.folder / f"deepspeed_{distributed.rank()}.json"
+        file.write_text(json.dumps(config))
         values = {
             "learning_rate": 1e-2,
             "compute_dtype": "float32",
             "strategy": "deepspeed",
             "zero_stage": self.stage,
-            "deepspeed_config": config,
-            "packing": Packing(60, 0, True),
+            "deepspeed_config": str(file),
+            "micro_batch_tokens": 60,
             **options,
         }
         return Student(tiny_model(seed=seed, tied=tied), TrainSettings(**values), self.device)
@@ -153,7 +156,7 @@ def main() -> None:
         facts.resume("resume")
         facts.resume("resume_tied", tied=True, gradient_checkpointing=True)
         facts.resume("resume_bfloat16", compute_dtype="bfloat16")
-        facts.resume("resume_lora", lora=Lora(4, 8.0))
+        facts.resume("resume_lora", lora=Lora(rank=4, alpha=8.0))
         facts.clip()
         facts.skip()
         facts.idle_rank()

@@ -10,12 +10,12 @@ import torch
 
 from smopd.engine import distributed
 from smopd.engine.local.teachers import LocalTeachers, StudentsBase
-from smopd.engine.types import Lora, Packing
+from smopd.engine.settings import Lora, Packing
 from tests.engine.student.deepspeed_worker import Facts, advance, equal, parameters, share
 from tests.engine.tiny import VOCABULARY, tiny_model
 
 FSDP2 = {"strategy": "fsdp2", "deepspeed_config": None}
-LORA = {"lora": Lora(4, 8.0)}
+LORA = {"lora": Lora(rank=4, alpha=8.0)}
 
 
 def offload(facts: Facts) -> None:
@@ -36,7 +36,8 @@ def reference(facts: Facts) -> None:
         said.append(base.score(rollouts, 0, 0.7).token_logps_NM)
         for trained in (student, twin):
             advance(trained, range(2))
-    truth = LocalTeachers([tiny_model()], Packing(200), VOCABULARY).score(rollouts, 0, 0.7).token_logps_NM
+    base = LocalTeachers([tiny_model()], Packing(micro_batch_tokens=200), VOCABULARY)
+    truth = base.score(rollouts, 0, 0.7).token_logps_NM
     mine = said[0].equal(said[1]) and torch.allclose(said[0], truth, rtol=0, atol=1e-5)
     facts.found["reference"] = distributed.gather_objects(mine) == [True, True]
     facts.found["reference_leaves_training_alone"] = equal(parameters(student), parameters(twin))

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from smopd.engine import distributed
+from smopd.engine.settings import TrainSettings
 from smopd.engine.student import checkpoint
 from smopd.engine.student.checkpoint import Checkpoints, DamagedCheckpoint, UnusableCheckpoint, export
 from smopd.engine.student.student import Student
-from smopd.engine.types import TrainSettings
 from smopd.ops import LossSettings
 from smopd.worlds.models import world_model
 from tests.engine.student.test_student import loss_tokens, parameters

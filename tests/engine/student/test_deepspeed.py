@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from smopd.engine.settings import TrainSettings
 from smopd.engine.student.deepspeed import configuration
-from smopd.engine.types import TrainSettings
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
@@ -86,15 +86,14 @@ def test_auto_values_are_the_settings_own_or_deepspeeds(tmp_path):
     }
     path = tmp_path / "zero.json"
     path.write_text(json.dumps(given))
-    for config in (given, str(path)):
-        found = configuration(settings(zero_stage=3, max_grad_norm=0.5, deepspeed_config=config), CPU)
-        assert found["bf16"] == {"enabled": True, "check_grad_overflow": True}
-        assert found["gradient_clipping"] == 0.5
-        assert found["gradient_accumulation_steps"] == found["train_micro_batch_size_per_gpu"] == 1
-        assert found["communication_data_type"] == "fp32"
-        assert found["zero_optimization"] == {"stage": 3, "overlap_comm": False}
-        assert found["wall_clock_breakdown"] is False
-        assert not {"train_batch_size", "optimizer", "scheduler"} & found.keys()
+    found = configuration(settings(zero_stage=3, max_grad_norm=0.5, deepspeed_config=str(path)), CPU)
+    assert found["bf16"] == {"enabled": True, "check_grad_overflow": True}
+    assert found["gradient_clipping"] == 0.5
+    assert found["gradient_accumulation_steps"] == found["train_micro_batch_size_per_gpu"] == 1
+    assert found["communication_data_type"] == "fp32"
+    assert found["zero_optimization"] == {"stage": 3, "overlap_comm": False}
+    assert found["wall_clock_breakdown"] is False
+    assert not {"train_batch_size", "optimizer", "scheduler"} & found.keys()
 
 
 @pytest.mark.parametrize(
@@ -104,12 +103,18 @@ def test_auto_values_are_the_settings_own_or_deepspeeds(tmp_path):
         ({"fp16": {"enabled": True}}, r"fp16.enabled is True, the student's settings say False"),
         ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps is 4"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}, "optimizer is the student's own"),
-        ("/no/such/file.json", "/no/such/file.json cannot be read"),
     ],
 )
-def test_a_configuration_that_contradicts_the_settings_is_refused(config, message):
+def test_a_configuration_that_contradicts_the_settings_is_refused(config, message, tmp_path):
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
-        configuration(settings(deepspeed_config=config), CPU)
+        configuration(settings(deepspeed_config=str(path)), CPU)
+
+
+def test_a_configuration_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match=r"/no/such/file\.json cannot be read"):
+        configuration(settings(deepspeed_config="/no/such/file.json"), CPU)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -122,5 +127,5 @@ def test_optimizer_state_leaves_the_gpu_alone(stage):
 
 
 def test_other_stages_are_refused():
-    with pytest.raises(ValueError, match=r"zero_stage: got 1, expected one of \(2, 3\)"):
-        configuration(settings(zero_stage=1), CPU)
+    with pytest.raises(ValueError, match=r"zero_stage\n.*2 or 3"):
+        settings(zero_stage=1)

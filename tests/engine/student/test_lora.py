@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from smopd.engine import distributed
 from smopd.engine.local.teachers import held_already, load_teachers
+from smopd.engine.settings import Lora, Packing, TrainSettings
 from smopd.engine.student.checkpoint import Checkpoints, export
 from smopd.engine.student.student import Student
-from smopd.engine.types import Lora, Packing, TrainSettings
 from smopd.ops import LossSettings
 from smopd.worlds.models import world_model
 from tests.engine.student.test_student import loss_tokens, parameters
@@ -157,7 +157,7 @@ def test_going_on_from_a_checkpoint_is_bit_exact_and_leaves_the_base_out(tmp_pat
 
 
 def test_dropout_is_on_in_updates_and_off_in_log_probabilities(device):
-    trained, rollouts = student(device, lora=Lora(4, 8.0, dropout=0.5)), ragged_rollouts(2)
+    trained, rollouts = student(device, lora=Lora(rank=4, alpha=8.0, dropout=0.5)), ragged_rollouts(2)
     advance(trained, range(3))
     plain_N = trained.logps(rollouts, 1.0)
     assert torch.equal(plain_N, trained.logps(rollouts, 1.0))
@@ -168,7 +168,9 @@ def test_dropout_is_on_in_updates_and_off_in_log_probabilities(device):
 def test_exports_are_merged_with_the_adapter_beside(tmp_path, device):
     model, tokenizer = world_model(seed=0)
     settings = TrainSettings(
-        learning_rate=1e-2, compute_dtype="float32", lora=Lora(2, 4.0, ("q_proj", "v_proj"))
+        learning_rate=1e-2,
+        compute_dtype="float32",
+        lora=Lora(rank=2, alpha=4.0, targets=["q_proj", "v_proj"]),
     )
     trained = Student(model, settings, device)
     advance(trained, range(1))
@@ -184,10 +186,11 @@ def test_exports_are_merged_with_the_adapter_beside(tmp_path, device):
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        (Lora(4, 8.0, ("lm_head",)), r"lora.targets: got \['lm_head'\], expected names among \['down_proj'"),
-        (Lora(4, 8.0, ("q_proj", "nothing")), "nothing"),
-        (Lora(0, 8.0), "rank >= 1"),
-        (Lora(4, 8.0, dropout=1.0), r"dropout in \[0, 1\)"),
+        (
+            Lora(rank=4, alpha=8.0, targets=["lm_head"]),
+            r"lora.targets: got \['lm_head'\], expected names among \['down_proj'",
+        ),
+        (Lora(rank=4, alpha=8.0, targets=["q_proj", "nothing"]), "nothing"),
     ],
 )
 def test_what_cannot_be_adapted_is_refused(device, lora, message):
@@ -211,7 +214,9 @@ def test_the_reference_of_a_trained_student_is_its_base(device, tmp_path):
     after = reference.score(rollouts, 0, 0.7).token_logps_NM[:, 0]
     assert after.equal(before)
     assert not torch.allclose(trained.logps(rollouts, 0.7), after, atol=1e-2)
-    whole = load_teachers([tmp_path / "base"], Packing(200), trained.vocabulary, torch.float32)
+    whole = load_teachers(
+        [tmp_path / "base"], Packing(micro_batch_tokens=200), trained.vocabulary, torch.float32
+    )
     expected = whole.score(rollouts, 0, 0.7).token_logps_NM[:, 0]
     torch.testing.assert_close(after, expected, rtol=0, atol=1e-5)
     assert held_already(tmp_path, str(tmp_path / "base"), trained, None) is None

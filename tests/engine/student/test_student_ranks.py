@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from smopd.engine import distributed
+from smopd.engine.settings import TrainSettings
 from smopd.engine.student.student import NonFiniteGradient, Student
-from smopd.engine.types import TrainSettings
 from smopd.ops import LossSettings, LossTokens
 from tests.engine.tiny import ragged_rollouts, tiny_model
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smopd.engine.types import VllmSettings
+from smopd.engine.settings import VllmSettings
 from smopd.engine.vllm import engines as vllm
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
 
 from smopd.engine.models.sizes import ModelNumbers, numbers_of
-from smopd.engine.types import VllmSettings
+from smopd.engine.settings import VllmSettings
 from smopd.engine.vllm.memory import GIB, WORK, EngineMemory, Gpu, engine_memory, vllm_arguments
 from smopd.engine.weights.architecture import Checked, architecture_of
 from tests.engine.tiny import tiny_model
@@ -106,12 +105,12 @@ def test_an_engine_without_room_is_refused_before_it_is_made() -> None:
 def test_what_is_set_is_taken() -> None:
     gpu = Gpu(70 * GIB, TOTAL)
     for samples in (False, True):
-        cache = replace(SETTINGS, kv_cache_bytes=GIB)
+        cache = SETTINGS.model_copy(update={"kv_cache_bytes": GIB})
         taken = taken_by(QWEN["3B"], gpu, cache, samples)
         assert taken.cache == GIB
         given = vllm_arguments(cache, taken, gpu, sleeps=False, samples=samples)
         assert given["kv_cache_memory_bytes"] == GIB
-        share = replace(SETTINGS, gpu_memory_share=0.5)
+        share = SETTINGS.model_copy(update={"gpu_memory_share": 0.5})
         taken = taken_by(QWEN["3B"], gpu, share, samples)
         assert taken.inside == TOTAL // 2
         given = vllm_arguments(share, taken, gpu, sleeps=False, samples=samples)
@@ -123,7 +122,7 @@ def test_what_is_set_is_taken() -> None:
 )
 def test_the_poolers_head_is_whole_on_every_gpu(name: str, parallel: int, copies: int) -> None:
     """Tied and alone it is the embedding that is there."""
-    model, settings = QWEN[name], replace(SETTINGS, tensor_parallel_size=parallel)
+    model, settings = QWEN[name], SETTINGS.model_copy(update={"tensor_parallel_size": parallel})
     taken = taken_by(model, Gpu(70 * GIB, TOTAL), settings)
     head = 2 * model.head_parameters
     assert taken.head == copies * head

@@ -16,7 +16,8 @@ pytest.importorskip("vllm")
 
 from smopd.engine import distributed
 from smopd.engine.local.rollout import nucleus
-from smopd.engine.types import Rollout, Sampling, VllmSettings
+from smopd.engine.settings import VllmSettings
+from smopd.engine.types import Rollout, Sampling
 from smopd.engine.vllm.engines import engine
 from smopd.engine.vllm.rollout import VllmRollout, request_seed
 from tests.engine.tiny import END, tiny_model
@@ -175,7 +176,7 @@ def test_the_caller_is_left_alone(saved, tmp_path, group):
 
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
     before = state()
-    rollouts = VllmRollout(saved[True], [END], replace(SETTINGS, max_model_len=48))
+    rollouts = VllmRollout(saved[True], [END], SETTINGS.model_copy(update={"max_model_len": 48}))
     for i, (old, new) in enumerate(zip(before, state(), strict=True)):
         assert old == new, f"making an engine changed part {i}"
     rollouts.generate(PROMPTS, GROUPS, Sampling(n=2, max_new_tokens=4))
@@ -199,8 +200,8 @@ def test_a_role_keeps_its_engine_for_one_architecture_and_settings(saved, tmp_pa
 
 def test_settings_that_cannot_be_served_are_refused(saved):
     with pytest.raises(ValueError, match=r"tensor_parallel_size: got 2, expected a divisor of the 1 ranks"):
-        engine("rollout", saved[False], replace(SETTINGS, tensor_parallel_size=2))
+        engine("rollout", saved[False], SETTINGS.model_copy(update={"tensor_parallel_size": 2}))
     with pytest.raises(
         ValueError, match=r"max_lora_rank: got 600 \(student\.lora\.rank\), expected at most 512"
     ):
-        engine("rollout", saved[False], replace(SETTINGS, max_lora_rank=600))
+        engine("rollout", saved[False], SETTINGS.model_copy(update={"max_lora_rank": 600}))

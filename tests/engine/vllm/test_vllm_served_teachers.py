@@ -12,11 +12,12 @@ from smopd.engine.local.teachers import load_teachers
 from smopd.engine.models.loading import UnusableModel
 from smopd.engine.remote.servers import RetryPolicy
 from smopd.engine.remote.teachers import Probe, RemoteTeachers
-from smopd.engine.types import Packing
+from smopd.engine.settings import Packing
 from smopd.worlds.models import world_model
 from tests.engine.tiny import ragged_rollouts
 from tests.engine.vllm.served import Process, serve, serving
 
+PACKING = Packing(micro_batch_tokens=200)
 KAPPA = 6
 QUICK = RetryPolicy(deadline_seconds=120.0, retries=3, backoff_seconds=0.01, concurrency=4)
 
@@ -43,7 +44,7 @@ def test_both_say_what_the_model_says(served):
     remote = RemoteTeachers([[url] for url in urls], vocabulary, probe, KAPPA, 1.0, patience=QUICK)
     assert remote.ours == [False, True]
     found = remote.score(rollouts, KAPPA, 1.0)
-    expected = load_teachers([path], Packing(200), vocabulary, torch.float32).score(rollouts, KAPPA, 1.0)
+    expected = load_teachers([path], PACKING, vocabulary, torch.float32).score(rollouts, KAPPA, 1.0)
     for m in range(2):
         assert found.ids_NMS[:, m].equal(expected.ids_NMS[:, 0])
         torch.testing.assert_close(found.logps_NMS[:, m], expected.logps_NMS[:, 0], rtol=0, atol=1e-4)
@@ -58,7 +59,7 @@ def test_ours_serves_other_temperatures(served):
     found = RemoteTeachers([[ours]], vocabulary, probe, KAPPA, 0.7, patience=QUICK).score(
         rollouts, KAPPA, 0.7
     )
-    expected = load_teachers([path], Packing(200), vocabulary, torch.float32).score(rollouts, KAPPA, 0.7)
+    expected = load_teachers([path], PACKING, vocabulary, torch.float32).score(rollouts, KAPPA, 0.7)
     torch.testing.assert_close(found.logps_NMS, expected.logps_NMS, rtol=0, atol=1e-4)
 
 

@@ -17,8 +17,9 @@ import torch
 pytest.importorskip("vllm")
 
 from smopd.engine.protocols import RolloutEngine
+from smopd.engine.settings import TrainSettings, VllmSettings
 from smopd.engine.student.student import Student
-from smopd.engine.types import Sampling, TrainSettings, VllmSettings
+from smopd.engine.types import Sampling
 from smopd.engine.vllm.engines import LostWeights
 from smopd.engine.vllm.rollout import VllmRollout
 from smopd.engine.weights import files as weight_files
@@ -198,7 +199,7 @@ def test_an_engine_in_its_own_process_takes_weights(saved, tied, monkeypatch):
 
 ALONE = """
 import sys, time
-from smopd.engine.types import VllmSettings
+from smopd.engine.settings import VllmSettings
 from smopd.engine.vllm.rollout import VllmRollout
 from tests.engine.tiny import END
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ pytest.importorskip("vllm")
 from bench.harness.memory import peak_bytes
 from smopd.engine.local.teachers import LocalTeachers
 from smopd.engine.models.loading import UnusableModel
-from smopd.engine.types import Packing, Rollout, VllmSettings
+from smopd.engine.settings import Packing, VllmSettings
+from smopd.engine.types import Rollout
 from smopd.engine.vllm.pooler import Question, TeacherPooler, obstacle
 from smopd.engine.vllm.teachers import VllmTeachers
 from smopd.kernels.head.chunks import CHUNK_BYTES_CPU
@@ -209,7 +210,9 @@ def test_nothing_to_score(serve) -> None:
 
 
 def test_agrees_with_the_local_engine(serve) -> None:
-    local = LocalTeachers([tiny_model(1), tiny_model(2, tied=True)], Packing(64, 0, True), VOCABULARY)
+    local = LocalTeachers(
+        [tiny_model(1), tiny_model(2, tied=True)], Packing(micro_batch_tokens=64), VOCABULARY
+    )
     mine, other = (
         teachers.score(ROLLOUTS, 6, 0.8, union=True) for teachers in (serve("untied", "tied"), local)
     )
@@ -230,13 +233,13 @@ def test_too_long_a_response_is_refused(serve) -> None:
 @pytest.mark.parametrize("route", ROUTES)
 def test_the_longest_sequence_has_room(route: str, folder: Path, expected) -> None:
     longest = max(len(r.prompt_ids) + len(r.response_ids) for r in ROLLOUTS)
-    exact = replace(SETTINGS, max_model_len=longest)
+    exact = SETTINGS.model_copy(update={"max_model_len": longest})
     teachers = VllmTeachers([folder / "untied"], exact, VOCABULARY, route, role=f"exact {route}")
     check(teachers.score(ROLLOUTS, 4, 1.0), [expected["untied"]], 4, BOUND)
 
 
 def test_the_route_that_draws_a_token_needs_a_position_for_it(folder: Path) -> None:
-    whole = replace(SETTINGS, max_model_len=256)
+    whole = SETTINGS.model_copy(update={"max_model_len": 256})
     with pytest.raises(UnusableModel, match=r"draws a token behind .* 256, expected fewer than its 256 pos"):
         VllmTeachers([folder / "untied"], whole, VOCABULARY, "prompt_logprobs", role="whole")
 
@@ -293,7 +296,7 @@ def test_the_base_of_adapters_is_scored_without_them(route: str, serve, folder: 
 @pytest.mark.slow
 def test_teachers_in_a_process_of_their_own(folder: Path, expected) -> None:
     """They take turns in one engine there, so new weights reach it too."""
-    settings = replace(SETTINGS, placement="process")
+    settings = SETTINGS.model_copy(update={"placement": "process"})
     teachers = VllmTeachers([folder / "untied", folder / "other"], settings, VOCABULARY, engines=1)
     for _ in range(2):
         check(teachers.score(ROLLOUTS, 4, 0.7), [at(expected[n], 0.7) for n in ("untied", "other")], 4, BOUND)

@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ from transformers import AutoModelForCausalLM
 from smopd.engine import distributed
 from smopd.engine.remote.rollout import RemoteRollout
 from smopd.engine.remote.servers import RetryPolicy, Servers
+from smopd.engine.settings import Lora, TrainSettings, VllmSettings
 from smopd.engine.student.student import Student
-from smopd.engine.types import Lora, Rollout, Sampling, TeacherTopK, TrainSettings, VllmSettings
+from smopd.engine.types import Rollout, Sampling, TeacherTopK
 from smopd.engine.vllm.rollout import VllmRollout
 from smopd.engine.weights.sync import publish_weights
 from smopd.ops import LossSettings, LossTokens
@@ -65,7 +65,7 @@ def sample(rollouts: VllmRollout) -> dict[str, list[Rollout]]:
 
 def run(folder: Path, rollouts: VllmRollout | RemoteRollout, rank: int, device: torch.device) -> dict:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    lora = Lora(rank, 16.0) if rank else None
+    lora = Lora(rank=rank, alpha=16.0) if rank else None
     torch.manual_seed(distributed.rank())  # of an adapter, at first another on each rank
     student = Student(model, TrainSettings(learning_rate=2e-2, compute_dtype="float32", lora=lora), device)
     if isinstance(rollouts, RemoteRollout):
@@ -131,7 +131,7 @@ def assert_followed(ranks: list[dict], *, tied: bool) -> None:
 def main() -> None:
     folder, urls = Path(sys.argv[1]), sys.argv[3:]
     settings = VllmSettings(kv_cache_bytes=32 << 20, max_model_len=64, **json.loads(sys.argv[2]))
-    adapted = replace(settings, max_lora_rank=8)
+    adapted = settings.model_copy(update={"max_lora_rank": 8})
     torch.set_num_threads(1)
     with distributed.process_group() as device:
         if urls:

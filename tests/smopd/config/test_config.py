@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from smopd.config.settings import Loop, Opd, Reward, Settings, Student, merged
+from smopd.config.settings import Loop, Opd, Reward, Settings, merged
+from smopd.engine.settings import Lora, TrainSettings
 
 REWARDS = [{"name": "a", "function": "m:f"}, {"name": "b", "function": "m:g", "weight": 2}]
 TEACHERS = [{"model": "one", "reward": "a"}, {"model": "two", "reward": "b"}]
@@ -61,8 +62,14 @@ def test_kappa_refuses(value: object) -> None:
 
 
 def test_numbers_in_text_form_are_numbers_and_numbers_are_text_where_text_is_expected() -> None:
-    assert Student.model_validate({"learning_rate": "1e-6"}).learning_rate == 1e-6
+    assert TrainSettings.model_validate({"learning_rate": "1e-6"}).learning_rate == 1e-6
     assert Settings.model_validate(values(name=2024)).name == "2024"
+
+
+@pytest.mark.parametrize("changes", [{"rank": 0}, {"alpha": 0}, {"dropout": 1}, {"dropout": -0.1}])
+def test_adapters_have_a_rank_and_a_scale_and_drop_less_than_all(changes: dict[str, float]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(changes))):
+        Lora.model_validate(changes)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from smopd.engine import distributed
+from smopd.engine.settings import TrainSettings
 from smopd.engine.student.student import Student
-from smopd.engine.types import Packing, Rollout, TrainSettings
+from smopd.engine.types import Rollout
 from smopd.ops import LossSettings, LossTokens
 
 TEACHERS, KAPPA = 2, 8
@@ -109,7 +110,7 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
     settings = TrainSettings(
         learning_rate=1e-6,
         compute_dtype=case.dtype,
-        packing=Packing(case.rows * case.row_length, 0, True),
+        micro_batch_tokens=case.rows * case.row_length,
         gradient_checkpointing=case.checkpointing,
         head_chunk_bytes=case.chunk_bytes,
     )

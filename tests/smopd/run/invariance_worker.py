@@ -5,6 +5,7 @@ Saves what each update did. Arguments: a folder, then the names of variants.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from smopd.config.settings import Settings
 from smopd.data.prompts import Prompt, PromptSet
 from smopd.engine import distributed
 from smopd.engine.local.teachers import LocalTeachers
+from smopd.engine.settings import Lora, Packing, TrainSettings
 from smopd.engine.student.checkpoint import Checkpoints
 from smopd.engine.student.student import Student
-from smopd.engine.types import Lora, Packing, Rollout, TrainSettings
+from smopd.engine.types import Rollout
 from smopd.loop import Run, optimise
 from smopd.record.recorder import Recorder
 from smopd.rewards.pool import FAILURE_KINDS, RewardBatch
@@ -44,7 +46,7 @@ SETTINGS = {
     "runs": {"student": {"stage": "merge"}},
 }
 
-PACKED, MANY = Packing(100_000, 0, True), Packing(60, 0, True)
+PACKED, MANY = Packing(micro_batch_tokens=100_000), Packing(micro_batch_tokens=60)
 GATED = {"opd": {"gate": {"kind": "token"}}}
 REVERSE = {"opd": {"divergence": "reverse_kl_sampled", "gate": {"kind": "token"}}}
 SEQ_MEAN = {"loss": {"aggregation": "seq-mean-token-mean"}}
@@ -63,12 +65,12 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}  # student.offload_optimizer 
 # name: how the batch is laid out, then what differs in the settings and in TrainSettings (and `tied`)
 VARIANTS = {
     "packed": (PACKED, {}, {}),
-    "single": (Packing(1, 0, False), {}, {}),
+    "single": (Packing(micro_batch_tokens=1, share_prompts=False), {}, {}),
     "many-micro-batches": (MANY, {}, {}),
-    "one-row": (Packing(100_000, 2_000, False), {}, {}),
+    "one-row": (Packing(micro_batch_tokens=100_000, row_tokens=2_000, share_prompts=False), {}, {}),
     "checkpointed": (PACKED, {}, {"gradient_checkpointing": True}),
     "tied-packed": (PACKED, {}, {"tied": True}),
-    "tied-many": (Packing(60, 0, False), {}, {"tied": True}),
+    "tied-many": (Packing(micro_batch_tokens=60, share_prompts=False), {}, {"tied": True}),
     "seq-mean-packed": (PACKED, SEQ_MEAN, {}),
     "seq-mean-many": (MANY, SEQ_MEAN, {}),
     "reverse-packed": (PACKED, REVERSE, {}),
@@ -181,8 +183,12 @@ def train(
         "head_chunk_bytes": VOCABULARY * 4 * (1000 if packing is PACKED else 5),
     }
     given = {key: value for key, value in options.items() if key != "tied"}
+    if "deepspeed_config" in given:
+        file = folder.with_name(f"{folder.name}_{distributed.rank()}.json")
+        file.write_text(json.dumps(given["deepspeed_config"]))
+        given["deepspeed_config"] = str(file)
     student = Student(
-        tiny_model(tied=options.get("tied", False)), TrainSettings(packing=packing, **fixed | given), device
+        tiny_model(tied=options.get("tied", False)), TrainSettings(**dict(packing), **fixed | given), device
     )
     updates: list[dict] = []
     strategy = student.strategy

@@ -13,9 +13,9 @@ import torch
 from smopd.config.settings import Settings, merged
 from smopd.engine import distributed
 from smopd.engine.local.teachers import LocalTeachers
+from smopd.engine.settings import Packing, TrainSettings
 from smopd.engine.student.checkpoint import Checkpoints
 from smopd.engine.student.student import Student
-from smopd.engine.types import Packing, TrainSettings
 from smopd.loop import Run, optimise
 from smopd.record.recorder import Recorder
 from tests.engine.tiny import tiny_model
@@ -23,7 +23,7 @@ from tests.patience import HANG_SECONDS
 from tests.smopd.recipes import metric_lines
 from tests.smopd.run.invariance_worker import SETTINGS, FixedRewarder, FixedRollouts, Numbers, prompt_set
 
-PACKING = Packing(100_000)
+PACKING = Packing(micro_batch_tokens=100_000)
 SLOW_SECONDS = 0.05
 
 
@@ -64,7 +64,7 @@ def test_a_step_is_shorter_than_its_phases_where_they_overlap(elsewhere: bool, t
     settings = Settings.model_validate(merged(SETTINGS, changes)).resolved("student")
     meeting = threading.Barrier(2) if elsewhere else None
     with distributed.process_group() as device, Recorder(tmp_path, "run", settings, Numbers()) as recorder:
-        options = TrainSettings(learning_rate=1e-2, compute_dtype="float32", packing=PACKING)
+        options = TrainSettings(learning_rate=1e-2, compute_dtype="float32", **dict(PACKING))
         student = Student(tiny_model(), options, device)
         optimise(
             Run(

@@ -1,0 +1,122 @@
+"""The settings that the engines take, which are sections of a recipe as they stand. Imports no torch.
+
+A value out of its range is a pydantic.ValidationError, which is a ValueError, where the settings are made.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Dtype = Literal["float32", "bfloat16"]
+
+
+class Section(BaseModel):
+    """A group of settings. The string under a setting is its help text."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,
+        use_attribute_docstrings=True,
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and kind in (int, float, int | None, float | None):
+            raise ValueError(f"got {str(value).lower()}, expected a number")
+        return value
+
+
+class Lora(Section):
+    """Low-rank adapters: what trains where `student.lora` is given."""
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32.0, gt=0)
+    targets: list[str] = Field(default=["all-linear"])
+    """Names of linear layers inside the decoder; all-linear is every one of them."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+
+
+class Optimiser(Section):
+    """How a model is laid out, computed and stepped."""
+
+    strategy: Literal["fsdp2", "deepspeed"] = "fsdp2"
+    shard_size: int | None = Field(default=None, ge=1)
+    """FSDP2: ranks that hold one copy of the model between them (HSDP); null is all ranks."""
+    zero_stage: Literal[2, 3] = 2
+    """DeepSpeed: 2 shards gradients and optimiser state, 3 parameters as well."""
+    deepspeed_config: str | None = None
+    """DeepSpeed: a JSON file of its own settings; "auto" in it takes the value from here."""
+    offload_optimizer: bool = False
+    """Keep masters and optimiser state in host memory and step there."""
+    lora: Lora | None = None
+    """Train adapters alone; null trains every weight."""
+    learning_rate: float = Field(default=1e-6, gt=0)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    weight_decay: float = Field(default=0.0, ge=0)
+    adam_eps: float = Field(default=1e-8, gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    compute_dtype: Dtype = "bfloat16"
+    compile: bool = False
+    """torch.compile of each decoder layer."""
+    attention: Literal["auto", "sdpa", "flash"] = "auto"
+    """sdpa masks packed rows; flash takes variable lengths (CUDA); auto takes flash where it can run."""
+
+
+class Packing(Section):
+    """How sequences are laid out for a forward pass; changes speed and memory, never a result."""
+
+    micro_batch_tokens: int = Field(default=16_384, ge=1)
+    """Most tokens of one forward and backward; a longer sequence goes alone."""
+    row_tokens: int = Field(default=0, ge=0)
+    """Length of the rows under a mask; 0 is the batch's longest sequence. flash packs without padding."""
+    share_prompts: bool = True
+    """Compute each prompt once for all its rollouts (an attention mask over the tree)."""
+
+
+class TrainSettings(Packing, Optimiser):  # pydantic puts the last base's settings first
+    """Optimiser, precision and packing of whatever model is being trained, teachers in stage 1 included."""
+
+    head_chunk_bytes: int | None = Field(default=None, ge=1)
+    """Most bytes of logits that the fused head holds at once; null is the device's default."""
+    gradient_checkpointing: bool = False
+    max_skipped_updates: int = Field(default=3, ge=0)
+    """The run stops after this many updates with a gradient that is not finite."""
+
+
+class Vllm(Section):
+    """Where a vLLM engine runs and what it may take; for `engine: vllm`."""
+
+    placement: Literal["colocated", "process"] = "colocated"
+    """In the training process, on every rank, or in a process of its own."""
+    transfer: Literal["files", "ipc"] = "files"
+    """How new weights reach a process of its own: files in shared memory, or CUDA's handles of memory on the
+    GPU that both are on."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Most positions of a prompt and its response; null is what data and rollout settings need."""
+    gpu_memory_share: float | None = Field(default=None, gt=0, lt=1)
+    """Of the device's whole memory; null chooses by what shares the device."""
+    kv_cache_bytes: int | None = Field(default=None, ge=1)
+    enforce_eager: bool = False
+    sleep: bool = True
+    """Weights and cache leave the GPU while something else computes; of the engines that share a process the
+    first one alone can. Nothing happens on a CPU."""
+
+
+class VllmSettings(Vllm):
+    """As `Vllm`, and what the models decide."""
+
+    dtype: str = "float32"
+    max_lora_rank: int = Field(default=0, ge=0)
+    """0: no adapters."""
+    max_loras: int = Field(default=0, ge=0)
+    """Adapters in one batch; 0 is one where max_lora_rank is not 0."""
