@@ -100,13 +100,14 @@ def read_settings(recipe: str, given: dict[str, list[str]] | None = None) -> Set
     except ValueError as error:
         wrong.append(str(error))
     try:
-        settings = Settings.model_validate(values)
+        given_settings = Settings.model_validate(values)
+        settings = given_settings.model_copy(update={"output": str(output_directory(given_settings))})
         wrong += check_runs(settings, origin)
     except ValidationError as error:
         wrong += explain(error, origin)
     if wrong:
         raise Mistakes(wrong)
-    return settings.model_copy(update={"output": str(output_directory(settings))})
+    return settings
 
 
 def with_sample(values: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -475,14 +477,25 @@ class Settings(Section):
         return self
 
     def resolved(self, run_name: str) -> Settings:
-        """The settings of one run: the recipe's with the run's `set` merged over them, validated again.
+        """The settings of one run: the recipe's with the run's `set` merged over them, validated once.
 
         Raises:
             KeyError: no such run.
             pydantic.ValidationError: `set` names what does not exist or is out of range.
         """
-        values = merged(self.model_dump(), self.runs[run_name].set)
-        return Settings.model_validate(values)
+        if run_name not in self._resolved:
+            values = merged(self.model_dump(), self.runs[run_name].set)
+            self._resolved[run_name] = Settings.model_validate(values)
+        return self._resolved[run_name]
+
+    @cached_property
+    def _resolved(self) -> dict[str, Settings]:
+        return {}  # no private attribute: pydantic compares those
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Settings:
+        copied = super().model_copy(update=update, deep=deep)
+        copied.__dict__.pop("_resolved", None)
+        return copied
 
     def weights(self, run_name: str) -> list[float]:
         """The run's priority profile, one weight a reward."""

@@ -43,6 +43,15 @@ def test_a_run_takes_its_own_settings_and_leaves_the_others_alone() -> None:
     assert settings.opd.kappa == 8
 
 
+def test_a_run_is_resolved_once_and_again_for_a_copy_that_differs() -> None:
+    settings, same = (Settings.model_validate(values()) for _ in range(2))
+    own = settings.resolved("one")
+    assert settings.resolved("one") is own
+    assert settings == same and settings.model_dump() == same.model_dump()
+    changed = settings.model_copy(update={"seed": 7})
+    assert changed.resolved("one").seed == 7 and settings.resolved("one").seed == 0
+
+
 def test_weights_are_the_profile_or_the_rewards_own() -> None:
     settings = Settings.model_validate(values())
     assert settings.weights("one") == [0.9, 0.1]
