@@ -23,12 +23,21 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
     flush(path.parent)
 
 
-def replace_folder(partial: Path, final: Path) -> None:
-    """Flushes `partial` to the disk and gives it its final name."""
-    for path in partial.rglob("*"):
-        if path.is_file():
-            flush(path)
-    flush(partial)
+def empty_partial(final: Path) -> Path:
+    """A new folder beside `final`, to be filled and then given to `replace_folder`."""
+    partial = final.with_name(f"{final.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def replace_folder(partial: Path, final: Path, *, flushed: bool = False) -> None:
+    """Flushes `partial` to the disk, unless that was done, and gives it its final name."""
+    if not flushed:
+        for path in partial.rglob("*"):
+            if path.is_file():
+                flush(path)
+        flush(partial)
     shutil.rmtree(final, ignore_errors=True)
     os.replace(partial, final)
     flush(final.parent)

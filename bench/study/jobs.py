@@ -23,7 +23,7 @@ from bench.study.experiments import EXPERIMENTS, SIZES
 from smopd.config.cli import parse
 from smopd.config.schedule import BASE, is_done
 from smopd.config.settings import Settings
-from smopd.engine.files import write_atomically
+from smopd.engine.files import empty_partial, replace_folder, write_atomically
 from smopd.run.folder import changes
 
 
@@ -143,16 +143,15 @@ def _share_base(job: Job) -> int:
     own = job.folder / BASE
     if own.exists():
         return 0
+    source, target = job.base, own
     if not job.base.exists():
         code = _train(job, [*job.command(), "--stage", "warm-start"])
         if code:
             return code
-        kept = shutil.ignore_patterns("evaluation.json", "responses.jsonl")
-        shutil.copytree(own, job.base.with_suffix(".partial"), ignore=kept, dirs_exist_ok=True)
-        job.base.with_suffix(".partial").rename(job.base)
-        return 0
-    shutil.copytree(job.base, own.with_suffix(".partial"), dirs_exist_ok=True)
-    own.with_suffix(".partial").rename(own)
+        source, target = own, job.base
+    partial, kept = empty_partial(target), shutil.ignore_patterns("evaluation.json", "responses.jsonl")
+    shutil.copytree(source, partial, ignore=kept, dirs_exist_ok=True)
+    replace_folder(partial, target)
     return 0
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from smopd.engine import distributed
-from smopd.engine.files import flush, replace_folder
+from smopd.engine.files import empty_partial, flush, replace_folder
 from smopd.engine.student.student import Student
 
 log = logging.getLogger(__name__)
@@ -50,20 +49,14 @@ class Checkpoints:
     def save(self, step: int, student: Student, extra: Any = None) -> None:
         """extra: of this rank; numbers, strings, tensors, and lists, tuples and dicts of them."""
         final = self.folder / f"step_{step:08d}"
-        partial = final.with_suffix(".partial")
-        if distributed.rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        distributed.barrier()
+        partial = distributed.on_first(lambda: empty_partial(final))
         student.strategy.save(partial)
         torch.save(_process_state(student) | {"extra": extra}, partial / f"process_{distributed.rank()}.pt")
         distributed.barrier()
         ranks, kind = distributed.world_size(), student.strategy.name
         write_manifest(partial, {"step": step, "world_size": ranks, "strategy": kind})
         if distributed.rank() == 0:
-            shutil.rmtree(final, ignore_errors=True)
-            os.replace(partial, final)
-            flush(self.folder)
+            replace_folder(partial, final, flushed=True)
             for old in self._complete()[: -self.keep]:
                 shutil.rmtree(old)
         distributed.barrier()
@@ -123,14 +116,12 @@ def export(student: Student, tokenizer: PreTrainedTokenizerBase, folder: Path, d
 
     Adapters are merged into the weights, and stand beside them in `folder`/adapter. A collective call.
     """
-    partial = folder.with_suffix(".partial")
+    partial = distributed.on_first(lambda: empty_partial(folder))
     weights = {}
     for name, value in student.weights():
         if distributed.rank() == 0:
             weights[name] = value.detach().to("cpu", dtype)
     if distributed.rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
         student.model.save_pretrained(partial, state_dict=weights)
         # save_pretrained names the dtype of the fp32 masters, not that of the weights it was given
         config = partial / "config.json"

@@ -5,7 +5,6 @@ The base is frozen in the compute dtype; the adapters are fp32 masters like any 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from smopd.engine import distributed
+from smopd.engine.files import empty_partial, replace_folder
 from smopd.engine.settings import Lora
 
 ADAPTER = "default"  # peft's own name for the only adapter
@@ -113,8 +113,6 @@ def save(
     model: PreTrainedModel, tensors: Mapping[str, Tensor], full: Callable[[Tensor], Tensor], folder: Path
 ) -> Path:
     """Writes adapter_config.json and adapter_model.safetensors to `folder`, whole or not at all."""
-    from smopd.engine.files import replace_folder
-
     weights = {}
     for name, value in tensors.items():
         if _is_adapter(name):
@@ -123,9 +121,7 @@ def save(
                 key = f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
                 weights[key] = whole.detach().float().cpu().contiguous()
     if distributed.rank() == 0:
-        partial = folder.with_name(f"{folder.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        partial = empty_partial(folder)
         model.peft_config[ADAPTER].save_pretrained(partial)
         save_file(weights, partial / "adapter_model.safetensors", metadata={"format": "pt"})
         replace_folder(partial, folder)

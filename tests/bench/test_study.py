@@ -92,7 +92,7 @@ def test_an_interrupted_copy_of_the_warm_start_is_made_again(tmp_path: Path, mon
     whole = shutil.copytree
 
     def interrupted(source: Path, to: Path, **options: object) -> None:
-        to.mkdir(parents=True)
+        (to / "torn").touch()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(shutil, "copytree", interrupted)
