@@ -11,7 +11,6 @@ V vocabulary.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
-from transformers.utils import cached_file
 from vllm import LLM, PoolingParams
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
@@ -34,6 +32,7 @@ import smopd.engine.vllm.transfer  # noqa: F401  registers how weights reach an 
 from smopd.engine.local.union import given_logprobs
 from smopd.engine.models.loading import logit_scale
 from smopd.engine.types import Rollout
+from smopd.engine.weights.architecture import file_at, weight_places
 from smopd.kernels.ops.topk import linear_topk_logprobs
 
 TASK = "token_embed"
@@ -269,23 +268,8 @@ def head_identity(path: str, name: str) -> Source:
 
 def _find(path: str, name: str) -> tuple[str, str] | None:
     """The file and the full name of the weight whose name ends in `name`."""
-    index = _file(path, "model.safetensors.index.json")
-    if index is not None:
-        with open(index) as file:
-            places = json.load(file)["weight_map"]
-    else:
-        whole = _file(path, "model.safetensors")
-        if whole is None:
-            return None
-        with safe_open(whole, "pt") as file:
-            places = dict.fromkeys(file.keys(), "model.safetensors")
-    for full, shard in places.items():
+    for full, shard in weight_places(path).items():
         if full == name or full.endswith(f".{name}"):
-            file_path = _file(path, shard)
-            return None if file_path is None else (file_path, full)
+            file = file_at(path, shard)
+            return None if file is None else (file, full)
     return None
-
-
-def _file(path: str, name: str) -> str | None:
-    """Where `name` is in the folder or hub id `path`."""
-    return cached_file(path, name, _raise_exceptions_for_missing_entries=False)

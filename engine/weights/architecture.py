@@ -12,7 +12,6 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
-from transformers.utils.hub import get_checkpoint_shard_files
 
 from smopd.engine.models.sizes import ModelNumbers, numbers_of
 
@@ -93,11 +92,29 @@ class Checked:
 
 def stored(path: str, architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
     """The weights in the safetensors files at `path`, one at a time, less what the architecture lacks."""
-    for file_name in _files(path):
-        with safe_open(file_name, framework="pt") as file:
+    places = weight_places(path)
+    if not places:
+        raise FileNotFoundError(f"model {path}: has no safetensors files, which replacing weights needs")
+    for file_name in sorted(set(places.values())):
+        with safe_open(cached_file(path, file_name), framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  no mapping
                 if name in architecture.shapes:
                     yield name, file.get_tensor(name)
+
+
+def weight_places(path: str) -> dict[str, str]:
+    """The safetensors file of each weight of a folder or hub id, by its name there; empty where none is."""
+    single = file_at(path, SAFE_WEIGHTS_NAME)
+    if single is not None:
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
+    index = file_at(path, SAFE_WEIGHTS_INDEX_NAME)
+    return {} if index is None else json.loads(Path(index).read_text())["weight_map"]
+
+
+def file_at(path: str, name: str) -> str | None:
+    """Where the file `name` of a folder or hub id is; None where it has none."""
+    return cached_file(path, name, _raise_exceptions_for_missing_entries=False)
 
 
 def identity(path: str) -> str:
@@ -107,14 +124,3 @@ def identity(path: str) -> str:
         return path
     states = [(file, file.stat()) for file in sorted(folder.glob("*.safetensors"))]
     return repr((str(folder.resolve()), [(file.name, s.st_size, s.st_mtime_ns) for file, s in states]))
-
-
-def _files(path: str) -> list[str]:
-    optional = {"_raise_exceptions_for_missing_entries": False}
-    single = cached_file(path, SAFE_WEIGHTS_NAME, **optional)
-    if single is not None:
-        return [single]
-    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **optional)
-    if index is None:
-        raise FileNotFoundError(f"model {path}: has no safetensors files, which replacing weights needs")
-    return get_checkpoint_shard_files(path, index)[0]
