@@ -13,7 +13,8 @@ from typing import Any
 
 import httpx
 
-BUSY = (408, 425, 429)  # and every 5xx
+from smopd.engine.remote.servers import BUSY
+
 MAX_PAUSE_SECONDS = 60.0  # ours
 CONNECT_SECONDS = 10.0  # ours
 # Codes of errors by which endpoints say that a filter of theirs, not the request's form, is the reason.
