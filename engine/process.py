@@ -1,4 +1,9 @@
-"""Processes that end with the one that they serve, also where that one is killed. Imports no torch."""
+"""Processes that end with the one that they serve, also where that one is killed. Imports no torch.
+
+`die_with_parent` is Linux's own signal, where the process is a child of the one that it serves. `end_with`
+looks once a second instead: vLLM may put a process of its own between, and the signal comes with the end of
+the thread that started a process, which for an engine is not always the caller's main one.
+"""
 
 from __future__ import annotations
 

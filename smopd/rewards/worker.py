@@ -8,7 +8,8 @@ brings prompts, completions and columns and is answered `{"values": [...]}`, `{"
 `{"error": ...}`.
 
 The function runs in a child of this process. This one only waits, to end the whole process group with the
-parent: no function can keep it from running, as it could a thread by never giving the interpreter up.
+parent: no function can keep it from running, as it could a thread by never giving the interpreter up. The
+signal of `die_with_parent` would end one process alone, and what the function started would go on.
 """
 
 from __future__ import annotations
