@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, get_origin
 
@@ -28,7 +29,7 @@ from smopd.data import sample
 
 PROGRAM = "python -m smopd.train"
 DEFAULT_RECIPE = "quickstart"
-_COMMAND_LINE = "command line"
+COMMAND_LINE = "command line"
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class _Options:
     list: bool = False
 
 
-_OPTIONS = ("stage", "only", "dry-run", "dry_run", "list")
+_OPTIONS = ("stage", "only", "dry-run", "list")
 
 
 def parse(argv: list[str]) -> Command:
@@ -66,7 +67,7 @@ def parse(argv: list[str]) -> Command:
         if asked:
             print_help(PROGRAM, *argv[asked[0] + 1 : asked[0] + 2])
             raise SystemExit(0)
-        ours, given = _split(argv)
+        ours, given = split(argv, _OPTIONS)
         options = tyro.cli(_Options, args=ours, prog=PROGRAM, config=(tyro.conf.FlagCreatePairsOff,))
         if options.list:
             print_recipes()
@@ -137,8 +138,12 @@ def describe(command: Command) -> str:
     return write_yaml(settings) + "\n" + "\n".join(lines)
 
 
-def _split(argv: list[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """The command's own options, and the settings: dotted path -> the words up to the next option."""
+def split(argv: list[str], options: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """The words of a command's `options`, and the settings: dotted path -> the words up to the next option.
+
+    Raises:
+        Mistakes: an option is neither the command's nor a setting's, a line each.
+    """
     ours: list[str] = []
     given: dict[str, list[str]] = {}
     wrong: list[str] = []
@@ -148,13 +153,13 @@ def _split(argv: list[str]) -> tuple[list[str], dict[str, list[str]]]:
             words.append(token)
             continue
         name, equals, value = token[2:].partition("=")
-        if name in _OPTIONS:
+        if name.replace("_", "-") in (*options, "help"):
             words = ours
             words.append(token)
             continue
         if "." not in name and child(Settings, name)[1] is None:
-            names = [f"--{option}" for option in (*_OPTIONS, "help", *Settings.model_fields)]
-            wrong.append(f"{_COMMAND_LINE}: --{name}: no such option{nearest('--' + name, names)}")
+            names = [f"--{option}" for option in (*options, "help", *Settings.model_fields)]
+            wrong.append(f"{COMMAND_LINE}: --{name}: no such option{nearest('--' + name, names)}")
         words = given[name] = [value] if equals else []
     if wrong:
         raise Mistakes(wrong)
@@ -164,14 +169,14 @@ def _split(argv: list[str]) -> tuple[list[str], dict[str, list[str]]]:
 def _check_only(settings: Settings, options: _Options) -> None:
     names = list(settings.runs)
     wrong = [
-        f"{_COMMAND_LINE}: --only: {name!r} is no run{nearest(name, names)}; there are {names}"
+        f"{COMMAND_LINE}: --only: {name!r} is no run{nearest(name, names)}; there are {names}"
         for name in options.only
         if name not in names
     ]
     if not wrong and options.stage != "evaluate" and not plan(settings, options.stage, options.only):
         chosen = f" with --only {' '.join(options.only)}" if options.only else ""
         wrong.append(
-            f"{_COMMAND_LINE}: --stage {options.stage}{chosen}: {options.recipe} has nothing to do there"
+            f"{COMMAND_LINE}: --stage {options.stage}{chosen}: {options.recipe} has nothing to do there"
         )
     if wrong:
         raise Mistakes(wrong)
@@ -192,7 +197,7 @@ def _override(values: dict[str, Any], path: str, words: list[str], origin: dict[
         if isinstance(node, list):
             if not name.isdigit() or int(name) >= len(node):
                 there = f"the recipe has {len(node)} entries, counted from 0"
-                raise Mistakes([f"{_COMMAND_LINE}: {path}: {dotted(keys)} has no entry {name!r}; {there}"])
+                raise Mistakes([f"{COMMAND_LINE}: {path}: {dotted(keys)} has no entry {name!r}; {there}"])
             key = int(name)
         keys = (*keys, key)
         if i == len(parts) - 1:
@@ -200,12 +205,12 @@ def _override(values: dict[str, Any], path: str, words: list[str], origin: dict[
             continue
         inside = node[int(name)] if isinstance(node, list) else node.get(name)
         if inside is not None and not isinstance(inside, dict | list):
-            raise Mistakes([f"{_COMMAND_LINE}: {path}: {dotted(keys)} is {inside!r}, not a section"])
+            raise Mistakes([f"{COMMAND_LINE}: {path}: {dotted(keys)} is {inside!r}, not a section"])
         node[key] = list(inside) if isinstance(inside, list) else dict(inside or {})
         node = node[key]
     for below in [known for known in origin if known[: len(keys)] == keys]:
         del origin[below]
-    origin[keys] = _COMMAND_LINE
+    origin[keys] = COMMAND_LINE
     return result
 
 
@@ -214,7 +219,7 @@ def _value(path: str, words: list[str], kind: Any) -> Any:
     if not words:
         if expected == "true|false":
             return True
-        raise Mistakes([f"{_COMMAND_LINE}: {path}: no value, expected {expected}"])
+        raise Mistakes([f"{COMMAND_LINE}: {path}: no value, expected {expected}"])
     if len(words) > 1:
         return [parse_value(word) for word in words]
     if expected in ("text", "text|null"):

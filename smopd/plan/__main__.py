@@ -16,7 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from smopd.config.cli import DEFAULT_RECIPE, read_settings
+from smopd.config.cli import COMMAND_LINE, DEFAULT_RECIPE, read_settings, split
 from smopd.config.errors import nearest
 from smopd.config.recipe import Mistakes
 from smopd.config.settings import Settings
@@ -86,35 +86,18 @@ def parse(argv: list[str]) -> tuple[Options, Settings]:
         SystemExit: after --help, or a mistake in our own options.
     """
     names = [option.name.replace("_", "-") for option in fields(Options)]
-    ours: list[str] = []
-    given: dict[str, list[str]] = {}
-    words, wrong = ours, []
-    for token in argv:
-        if not token.startswith("--"):
-            words.append(token)
-            continue
-        name, equals, value = token[2:].partition("=")
-        if name.replace("_", "-") in (*names, "help"):
-            words = ours
-            words.append(token)
-            continue
-        if "." not in name and name not in Settings.model_fields:
-            known = [f"--{option}" for option in (*names, *Settings.model_fields)]
-            wrong.append(f"command line: --{name}: no such option{nearest('--' + name, known)}")
-        words = given[name] = [value] if equals else []
-    if wrong:
-        raise Mistakes(wrong)
+    ours, given = split(argv, names)
     options = tyro.cli(Options, args=ours, prog=PROGRAM, config=(tyro.conf.FlagCreatePairsOff,))
+    wrong = []
     for option in ("gpus", "gpu_memory", "gpus_per_node", "inside", "between"):
         if getattr(options, option) <= 0:
             name = option.replace("_", "-")
-            wrong.append(f"command line: --{name}: got {getattr(options, option):g}, expected more than 0")
+            wrong.append(f"{COMMAND_LINE}: --{name}: got {getattr(options, option):g}, expected more than 0")
     settings = read_settings(options.recipe, given)
     if options.run is not None and options.run not in settings.runs:
         there = list(settings.runs)
-        wrong.append(
-            f"command line: --run: {options.run!r} is no run{nearest(options.run, there)}; there are {there}"
-        )
+        hint = nearest(options.run, there)
+        wrong.append(f"{COMMAND_LINE}: --run: {options.run!r} is no run{hint}; there are {there}")
     if wrong:
         raise Mistakes(wrong)
     return options, settings
