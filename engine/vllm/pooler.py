@@ -38,7 +38,7 @@ from smopd.kernels.ops.topk import linear_topk_logprobs
 TASK = "token_embed"
 HEAD, TIED_HEAD = "lm_head", "embed_tokens"
 EXACT_IDS = 1 << 24  # ids below are exact in fp32
-Source = tuple[object, ...]  # which head it is, to be compared
+HeadIdentity = tuple[object, ...]  # which head it is, to be compared
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class TeacherPooler(Pooler):
 
     def __init__(
         self,
-        source: Source,
+        source: HeadIdentity,
         embedding: VocabParallelEmbedding,
         n_vocab: int,
         weight_VD: Tensor | None,
@@ -257,7 +257,7 @@ def read_head(
     return weight_VD, bias_V
 
 
-def head_identity(path: str, name: str) -> Source:
+def head_identity(path: str, name: str) -> HeadIdentity:
     """Where the head is and when that was written: another value for another head."""
     place = _find(path, f"{name}.weight")
     if place is None:

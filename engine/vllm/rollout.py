@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to this without an error
 ROLE = "rollout"
 
-Request = tuple[tuple[int, ...], int]
+GroupedPrompt = tuple[tuple[int, ...], int]
 """A prompt and its group."""
 
 _numbers = itertools.count(1)
@@ -126,7 +126,7 @@ class VllmRollout:
             shutil.rmtree(self._adapter.lora_path)
             self._adapter = None
 
-    def _require(self, requests: list[Request], sampling: Sampling) -> None:
+    def _require(self, requests: list[GroupedPrompt], sampling: Sampling) -> None:
         longest = max((len(prompt) for prompt, _ in requests), default=0)
         limit = self.llm.model_config.max_model_len
         if requests and longest + sampling.max_new_tokens > limit:
@@ -139,7 +139,7 @@ class VllmRollout:
                 f"generate: temperature {sampling.temperature}, expected 0 or at least {LOWEST_TEMPERATURE}"
             )
 
-    def _together(self, own: list[Request]) -> tuple[list[Request], int]:
+    def _together(self, own: list[GroupedPrompt]) -> tuple[list[GroupedPrompt], int]:
         """The requests of all ranks that share this engine's model, and where this rank's begin."""
         if self.settings.placement == "process" or self.settings.tensor_parallel_size == 1:
             return own, 0
@@ -151,7 +151,7 @@ class VllmRollout:
         before = sum(len(requests) for requests in gathered[: group.rank_in_group])
         return [request for requests in gathered for request in requests], before
 
-    def _sample(self, requests: list[Request], sampling: Sampling) -> list[Rollout]:
+    def _sample(self, requests: list[GroupedPrompt], sampling: Sampling) -> list[Rollout]:
         from vllm.inputs import TokensPrompt
 
         each = [(prompt, group, sample) for prompt, group in requests for sample in range(sampling.n)]

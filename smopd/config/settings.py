@@ -228,7 +228,7 @@ class Loop(Section):
         return self
 
 
-class Evaluation(Section):
+class EvaluationSettings(Section):
     """What is measured on held-out prompts, greedy and sampled."""
 
     samples: int = Field(default=1, ge=0)
@@ -273,7 +273,7 @@ class TeacherVllm(Vllm):
     an engine, and the weights of each are read from its files once a step, and with `union` twice."""
 
 
-class Rollout(Section):
+class RolloutSettings(Section):
     """Sampling of the responses that a step learns from."""
 
     engine: Literal["local", "vllm"] = "local"
@@ -360,7 +360,7 @@ SHARED = (
 """What all runs of a recipe have in common."""
 
 
-class Run(Section):
+class RunSettings(Section):
     """One policy optimisation: a teacher, a student, or a control beside them."""
 
     stage: Stage
@@ -376,7 +376,7 @@ class Run(Section):
     """Settings that differ from the recipe's, nested as in the recipe."""
 
     @model_validator(mode="after")
-    def _set_belongs_to_the_run(self) -> Run:
+    def _set_belongs_to_the_run(self) -> RunSettings:
         whole = [key for key in SHARED if key in self.set]
         if whole:
             raise ValueError(f"set: {', '.join(whole)} cannot differ between runs")
@@ -401,7 +401,7 @@ class Settings(Section):
     rewards: list[Reward] = Field(min_length=1)
     scoring: Scoring = Scoring()
     warm_start: WarmStart | None = None
-    rollout: Rollout = Rollout()
+    rollout: RolloutSettings = RolloutSettings()
     advantage: Advantage = Advantage()
     loss: Loss = Loss()
     opd: Opd = Opd()
@@ -410,10 +410,10 @@ class Settings(Section):
     kl_ref: KlRef = KlRef()
     student: TrainSettings = TrainSettings()
     loop: Loop = Loop()
-    evaluation: Evaluation = Evaluation()
+    evaluation: EvaluationSettings = EvaluationSettings()
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
-    runs: dict[str, Run] = Field(min_length=1)
+    runs: dict[str, RunSettings] = Field(min_length=1)
 
     @property
     def kl_temperature(self) -> float:

@@ -42,7 +42,7 @@ COLUMNS = (
 _TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):", re.ASCII)
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 
-Scorer = Callable[[Sequence[Sequence[Message]], Sequence[str]], Sequence["float | None"]]
+ScoreFunction = Callable[[Sequence[Sequence[Message]], Sequence[str]], Sequence["float | None"]]
 """Chats and a response to each -> scores, higher is better, None where it cannot say."""
 
 
@@ -77,7 +77,7 @@ class PreferenceOptions:
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"{option}.url is {self.url!r}, expected http://host:port")
 
-    def scorer(self, **settings: Any) -> Scorer:
+    def scorer(self, **settings: Any) -> ScoreFunction:
         """Loads torch at the first call; `settings` are further keyword arguments of `preference_reward`."""
 
         def score(prompts: Sequence[Sequence[Message]], responses: Sequence[str]) -> list[float | None]:
@@ -99,7 +99,7 @@ class Safety:
     name = "safety"
     title = "Safe alignment"
 
-    def __init__(self, items: Sequence[Item], useful: Scorer, harmless: Scorer):
+    def __init__(self, items: Sequence[Item], useful: ScoreFunction, harmless: ScoreFunction):
         self.items = items
         self.columns: Sequence[Column] = COLUMNS
         self.scorers = {"useful": useful, "harmless": harmless}

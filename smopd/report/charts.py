@@ -14,7 +14,7 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 420, 180, 48, 10, 22
 _POINTS = 200  # of a line, at most about
 
 Lines = Sequence[Mapping[str, Any]]
-"""Lines of a run's metrics.jsonl."""
+"""Lines of one of a run's JSON lines files."""
 
 _SECTIONS = (
     ("rewards, mean of each step's rollouts", ("reward/*/mean",)),

@@ -10,11 +10,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from smopd.report.charts import COLOURS, colour
+from smopd.report.charts import COLOURS, Lines, colour
 
 SAMPLED_STEPS = 12  # ours: shown of a run, at even distances to the last
-
-Lines = Sequence[Mapping[str, Any]]
 
 
 def samples_html(samples: Mapping[str, Lines], labels: Mapping[str, str]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from smopd.config.settings import Loss, WarmStart
-from smopd.data.prompts import batch_indices
+from smopd.data.prompts import Demonstration, batch_indices
 from smopd.engine import distributed
 from smopd.engine.student.student import Student
 from smopd.engine.types import Rollout
@@ -19,9 +19,6 @@ from smopd.objective import token_weights
 from smopd.ops import LossSettings, LossTokens
 from smopd.record.files import JsonlLog
 from smopd.record.progress import Progress
-
-Demonstration = tuple[Sequence[int], Sequence[int]]
-"""Token ids of a prompt and of its answer, the end token included."""
 
 
 def warm_start(
@@ -55,6 +52,7 @@ def warm_start(
 
 
 def as_rollout(demonstration: Demonstration, group: int) -> Rollout:
-    prompt_ids, completion_ids = demonstration
-    response_ids = torch.tensor(list(completion_ids), dtype=torch.int64)
-    return Rollout(tuple(prompt_ids), response_ids, torch.zeros(len(response_ids)), group, finished=True)
+    response_ids = torch.tensor(demonstration.completion_ids, dtype=torch.int64)
+    return Rollout(
+        demonstration.prompt_ids, response_ids, torch.zeros(len(response_ids)), group, finished=True
+    )

@@ -26,7 +26,7 @@ class NoAnswer(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Answer:
+class ChatAnswer:
     """The first choice's text, and whether the endpoint says itself that the model or a filter refused."""
 
     text: str
@@ -73,7 +73,7 @@ class ChatEndpoint:
     def __exit__(self, *error: object) -> None:
         self._client.close()
 
-    def ask(self, request: Mapping[str, Any]) -> Answer:
+    def ask(self, request: Mapping[str, Any]) -> ChatAnswer:
         """The answer to a request.
 
         Raises:
@@ -95,7 +95,7 @@ class ChatEndpoint:
                 continue
             if reply.is_success:
                 try:
-                    return read_answer(reply.text)
+                    return read_completion(reply.text)
                 except ValueError as error:
                     why = f"no chat completion: {error}"
                     continue
@@ -103,7 +103,7 @@ class ChatEndpoint:
             if reply.status_code in BUSY or reply.status_code >= 500:
                 pause = retry_after(reply.headers.get("retry-after"))
             elif any(f'"{code}"' in reply.text for code in FILTERED):
-                return Answer(reply.text[:200], refused=True)
+                return ChatAnswer(reply.text[:200], refused=True)
             else:
                 break
         raise NoAnswer(why)
@@ -118,7 +118,7 @@ def is_endpoint(url: str) -> bool:
     return parsed.scheme in ("http", "https") and bool(parsed.host)
 
 
-def read_answer(body: str) -> Answer:
+def read_completion(body: str) -> ChatAnswer:
     """The answer in a chat completion; ValueError for anything else."""
     try:
         choice = json.loads(body)["choices"][0]
@@ -127,9 +127,9 @@ def read_answer(body: str) -> Answer:
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}, got {body[:80]!r}") from None
     if isinstance(refusal, str) and refusal:
-        return Answer(refusal, refused=True)
+        return ChatAnswer(refusal, refused=True)
     text = content if isinstance(content, str) else ""
-    return Answer(text, refused=choice.get("finish_reason") == "content_filter")
+    return ChatAnswer(text, refused=choice.get("finish_reason") == "content_filter")
 
 
 def retry_after(value: str | None) -> float:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, get_args
 import tyro
 
 from smopd.engine.files import write_atomically
-from smopd.evals.api_bank.chat_endpoint import Answer, ChatEndpoint, NoAnswer, is_endpoint
+from smopd.evals.api_bank.chat_endpoint import ChatAnswer, ChatEndpoint, NoAnswer, is_endpoint
 
 Kind = Literal["yes", "no", "other_format", "refusal", "failed"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -235,7 +235,7 @@ class Judge:
         return verdict(answer)
 
 
-def verdict(answer: Answer) -> Verdict:
+def verdict(answer: ChatAnswer) -> Verdict:
     """The verdict in an answer: its one `Judgment:` line, at the end. Thoughts up to </think> are ignored."""
     text = answer.text.rpartition("</think>")[2].strip()
     if answer.refused:
@@ -259,9 +259,9 @@ def request_key(request: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
 
-def _kept(path: Path) -> Answer | None:
+def _kept(path: Path) -> ChatAnswer | None:
     """The answer in a file of the cache; None where there is none that can be read."""
     try:
-        return Answer(**json.loads(path.read_text(encoding="utf-8"))["answer"])
+        return ChatAnswer(**json.loads(path.read_text(encoding="utf-8"))["answer"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -68,10 +68,10 @@ PAPER_JUDGE = (
     (83.5, 64.2, 65.7, 77.4),
 )
 
-Call = dict[str, Any]
+ApiCall = dict[str, Any]
 
 
-def exact_match(response_text: str, answer: Call | Sequence[Call], *, parser: Parser = "first") -> bool:
+def exact_match(response_text: str, answer: ApiCall | Sequence[ApiCall], *, parser: Parser = "first") -> bool:
     """Does a call of the response equal the answer's: the name, and every parameter; each call of a list.
 
     Raises:
@@ -80,7 +80,7 @@ def exact_match(response_text: str, answer: Call | Sequence[Call], *, parser: Pa
     return outcome(response_text, answer, parser=parser) == "exact"
 
 
-def outcome(response_text: str, answer: Call | Sequence[Call], *, parser: Parser = "first") -> Outcome:
+def outcome(response_text: str, answer: ApiCall | Sequence[ApiCall], *, parser: Parser = "first") -> Outcome:
     """What came of a response: an exact match, or the class of its failure.
 
     `wrong_arguments` is a failure that calls a right tool, `wrong_tool` one whose calls are all of others.
@@ -95,7 +95,7 @@ def outcome(response_text: str, answer: Call | Sequence[Call], *, parser: Parser
     return "wrong_arguments" if any(call["name"] in names for call in calls) else "wrong_tool"
 
 
-def read_calls(response_text: str, parser: Parser = "first") -> list[Call]:
+def read_calls(response_text: str, parser: Parser = "first") -> list[ApiCall]:
     """The calls of a response, one JSON object with a text as `name` a line; other lines are passed over."""
     if parser == "first":
         if "<tool_call>" not in response_text or "</tool_call>" not in response_text:
@@ -110,7 +110,7 @@ def read_calls(response_text: str, parser: Parser = "first") -> list[Call]:
     return [call for call in read if isinstance(call, dict) and isinstance(call.get("name"), str)]
 
 
-def read_answer(answer: Call | Sequence[Call]) -> list[Call]:
+def read_answer(answer: ApiCall | Sequence[ApiCall]) -> list[ApiCall]:
     """The true calls of an item, whose file has a list of them or a single one."""
     calls = [answer] if isinstance(answer, Mapping) else answer
     if not isinstance(calls, Sequence) or not calls or not all(_is_call(call) for call in calls):
@@ -248,7 +248,7 @@ def _item(row: Any, level: str, index: int, path: Path) -> Item:
     return Item(f"{level}-{index}", level, messages, answer)
 
 
-def _equal(call: Call, true: Call) -> bool:
+def _equal(call: ApiCall, true: ApiCall) -> bool:
     return call["name"] == true["name"] and call.get("parameters") == true["parameters"]
 
 
@@ -260,7 +260,7 @@ def _is_call(call: object) -> bool:
     )
 
 
-def _lines(calls: Sequence[Call]) -> str:
+def _lines(calls: Sequence[ApiCall]) -> str:
     return "\n".join(json.dumps(call, ensure_ascii=False) for call in calls)
 
 

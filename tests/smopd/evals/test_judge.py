@@ -16,7 +16,7 @@ import pytest
 from smopd import evaluate
 from smopd.data.places import data_folder
 from smopd.evals.api_bank import judge as judging
-from smopd.evals.api_bank.chat_endpoint import Answer, retry_after
+from smopd.evals.api_bank.chat_endpoint import ChatAnswer, retry_after
 from smopd.evals.api_bank.judge import Judge, JudgeSettings, Question, verdict
 from tests.patience import HANG_SECONDS, MISSED_SECONDS
 
@@ -124,7 +124,7 @@ def ask(url, tmp_path, questions=1, **settings):
     ],
 )
 def test_verdicts(text, kind):
-    assert verdict(Answer(text)).kind == kind
+    assert verdict(ChatAnswer(text)).kind == kind
 
 
 @pytest.mark.parametrize(
