@@ -105,7 +105,7 @@ class Vllm(Section):
     """Most positions of a prompt and its response; null is what data and rollout settings need."""
     gpu_memory_share: float | None = Field(default=None, gt=0, lt=1)
     """Of the device's whole memory; null chooses by what shares the device."""
-    kv_cache_bytes: int | None = Field(default=None, ge=1)
+    kv_cache_bytes: int | None = Field(default=None, ge=1)  # null: by vllm/memory.py, vllm/engines.py
     enforce_eager: bool = False
     sleep: bool = True
     """Weights and cache leave the GPU while something else computes; of the engines that share a process the
