@@ -11,8 +11,10 @@ values too. The functions and what each promises stand in smopd/kernels, one fil
 from __future__ import annotations
 
 from smopd.kernels.ops.advantages import gd2po_advantages, gdpo_advantages, grpo_advantages
-from smopd.kernels.ops.forward_kl import teacher_forward_kl, teacher_mixture, topk_forward_kl
-from smopd.kernels.ops.loss import linear_smopd_loss, smopd_loss
+from smopd.kernels.ops.forward_kl import teacher_forward_kl, topk_forward_kl
+from smopd.kernels.ops.linear import linear_smopd_loss
+from smopd.kernels.ops.loss import smopd_loss
+from smopd.kernels.ops.mixture import teacher_mixture
 from smopd.kernels.ops.topk import linear_topk_logprobs, topk_logprobs
 from smopd.kernels.types import (
     CLIP_DUAL,

@@ -29,7 +29,7 @@ from smopd.engine.models.packing import empty_batch, flat_offsets, pack
 from smopd.engine.settings import TrainSettings
 from smopd.engine.student.strategy import Policy, Strategy
 from smopd.engine.types import Rollout, TokenBatch
-from smopd.kernels.ops.loss import linear_smopd_loss
+from smopd.kernels.ops.linear import linear_smopd_loss
 from smopd.kernels.ops.topk import linear_topk_logprobs
 from smopd.kernels.types import LossSettings, LossStats, LossTokens, TopK
 

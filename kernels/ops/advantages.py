@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from smopd.kernels import checks, dispatch
-from smopd.kernels.ops import operators
+from smopd.kernels.ops.library import empty_column, operator
 
 
 def grpo_advantages(
@@ -33,7 +34,7 @@ def grpo_advantages(
     """
     op = "grpo_advantages"
     checks.check_rewards(op, rewards_RK, group_R, weights_K, norm_eps=norm_eps)
-    return operators.grpo_advantages(rewards_RK.detach(), group_R, weights_K, float(norm_eps))
+    return _grpo(rewards_RK.detach(), group_R, weights_K, float(norm_eps))
 
 
 def gdpo_advantages(
@@ -73,7 +74,7 @@ def gdpo_advantages(
     checks.check_rewards(op, rewards_RK, group_R, weights_K, lengths_R, whiten, norm_eps)
     if process_group is None:
         options = (weights_K, lengths_R, whiten, float(norm_eps))
-        return operators.gdpo_advantages(rewards_RK.detach(), group_R, *options)
+        return _gdpo(rewards_RK.detach(), group_R, *options)
     return dispatch.serving(op, rewards_RK)(
         rewards_RK.detach(),
         group_R,
@@ -119,7 +120,7 @@ def gd2po_advantages(
         raise ValueError(f"{op}: snr_threshold is {snr_threshold}, expected None or a number above 0")
     if process_group is None:
         options = (weights_K, lengths_R, whiten, snr_threshold, float(norm_eps))
-        return operators.gd2po_advantages(rewards_RK.detach(), group_R, *options)
+        return _gd2po(rewards_RK.detach(), group_R, *options)
     return dispatch.serving(op, rewards_RK)(
         rewards_RK.detach(),
         group_R,
@@ -130,3 +131,62 @@ def gd2po_advantages(
         norm_eps=norm_eps,
         process_group=process_group,
     )
+
+
+# The operators. None has a gradient or takes a process group.
+
+_REWARDS_SCHEMA = "Tensor rewards, Tensor group, Tensor? weights"
+
+
+@operator("grpo_advantages", f"({_REWARDS_SCHEMA}, float norm_eps) -> Tensor")
+def _grpo(rewards: Tensor, group: Tensor, weights: Tensor | None, norm_eps: float) -> Tensor:
+    serve = dispatch.serving("grpo_advantages", rewards)
+    return serve(rewards, group, weights_K=weights, norm_eps=norm_eps)
+
+
+@_grpo.register_fake
+def _(rewards: Tensor, *_: Any) -> Tensor:
+    return empty_column(rewards, rewards.shape[0])
+
+
+@operator("gdpo_advantages", f"({_REWARDS_SCHEMA}, Tensor? lengths, str? whiten, float norm_eps) -> Tensor")
+def _gdpo(
+    rewards: Tensor,
+    group: Tensor,
+    weights: Tensor | None,
+    lengths: Tensor | None,
+    whiten: str | None,
+    norm_eps: float,
+) -> Tensor:
+    serve = dispatch.serving("gdpo_advantages", rewards)
+    options = {"weights_K": weights, "lengths_R": lengths, "whiten": whiten, "norm_eps": norm_eps}
+    return serve(rewards, group, **options)
+
+
+@_gdpo.register_fake
+def _(rewards: Tensor, *_: Any) -> Tensor:
+    return empty_column(rewards, rewards.shape[0])
+
+
+@operator(
+    "gd2po_advantages",
+    f"({_REWARDS_SCHEMA}, Tensor? lengths, str? whiten, float? snr_threshold, float norm_eps)"
+    " -> (Tensor adv, Tensor kept)",
+)
+def _gd2po(
+    rewards: Tensor,
+    group: Tensor,
+    weights: Tensor | None,
+    lengths: Tensor | None,
+    whiten: str | None,
+    snr_threshold: float | None,
+    norm_eps: float,
+) -> tuple[Tensor, Tensor]:
+    serve = dispatch.serving("gd2po_advantages", rewards)
+    options = {"weights_K": weights, "lengths_R": lengths, "whiten": whiten, "norm_eps": norm_eps}
+    return serve(rewards, group, snr_threshold=snr_threshold, **options)
+
+
+@_gd2po.register_fake
+def _(rewards: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return empty_column(rewards, rewards.shape[0]), rewards.new_empty(rewards.shape[0], dtype=torch.bool)

@@ -1,42 +1,19 @@
-"""The teachers' sparse mixture, and the student's forward KL to it.
+"""The student's forward KL to a sparse target, or to the mixture of its teachers. Differentiable once.
 
 Shapes: N packed response tokens, V vocabulary, M teachers, S support entries (kappa).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from smopd.kernels import checks
-from smopd.kernels.ops import operators
-from smopd.kernels.types import Mixture
-
-
-def teacher_mixture(
-    ids_NMS: Tensor, logps_NMS: Tensor, log_alpha: Tensor, kappa: int, *, merge: bool = False
-) -> Mixture:
-    """The kappa largest of all teachers' candidates, each shifted by log alpha (Eq. 6).
-
-    With merge=True equal ids are joined by logsumexp first: the exact mixture (Eq. 5) of what the teachers
-    sent. With merge=False repeats stay, as the paper has it. Never renormalised. Ties go to the lower id when
-    merged, else to the lower teacher and then to its own order. Not differentiable.
-
-    Args:
-        ids_NMS: (N, M, S) int32 or int64; any value in a slot whose log-probability is -inf.
-        logps_NMS: (N, M, S), nats; -inf marks an empty slot.
-        log_alpha: (M,), (N, M) or what broadcasts to it, nats; -inf switches a teacher off.
-        kappa: entries of the result, at least 0; above the number of candidates the rest is empty.
-    Returns:
-        Mixture: ids (N, kappa) int32, logps (N, kappa) by descending value, mass (N,). Empty slots: 0, -inf.
-    Raises:
-        TypeError, ValueError: an argument is not as above.
-    """
-    op = "teacher_mixture"
-    checks.check_teachers(op, ids_NMS, logps_NMS, log_alpha)
-    checks.check_kappa(op, kappa)
-    if checks.debugging():
-        checks.debug_target(op, "", ids_NMS, logps_NMS, None)
-    return Mixture(*operators.teacher_mixture(ids_NMS, logps_NMS.detach(), log_alpha.detach(), kappa, merge))
+from smopd.kernels import checks, dispatch
+from smopd.kernels.ops.library import empty_column, operator, target_facts
+from smopd.kernels.types import Candidates, SparseTarget
 
 
 def topk_forward_kl(
@@ -86,7 +63,7 @@ def topk_forward_kl(
         checks.debug_ids(op, "token_ids_N", token_ids_N, logits_NV.shape[1])
         checks.debug_target(op, "target_", target_ids_NS, target_logps_NS, logits_NV.shape[1])
     union = (target_ids_NS, target_logps_NS.detach(), None, 0, False)
-    return operators.forward_kl(logits_NV, token_ids_N, *union, tail, float(temperature))
+    return _forward_kl(logits_NV, token_ids_N, *union, tail, float(temperature))
 
 
 def teacher_forward_kl(
@@ -123,4 +100,86 @@ def teacher_forward_kl(
         checks.debug_ids(op, "token_ids_N", token_ids_N, logits_NV.shape[1])
         checks.debug_target(op, "teacher_", teacher_ids_NMS, teacher_logps_NMS, logits_NV.shape[1])
     union = (teacher_ids_NMS, teacher_logps_NMS.detach(), log_alpha.detach(), kappa, merge)
-    return operators.forward_kl(logits_NV, token_ids_N, *union, tail, float(temperature))
+    return _forward_kl(logits_NV, token_ids_N, *union, tail, float(temperature))
+
+
+_KL_SCHEMA = (
+    "Tensor logits, Tensor token_ids, Tensor ids, Tensor logps, Tensor? log_alpha, SymInt kappa, bool merge,"
+    " bool tail, float temperature"
+)
+
+
+def _kl_target(
+    ids: Tensor, logps: Tensor, log_alpha: Tensor | None, kappa: int, merge: bool
+) -> SparseTarget | Candidates:
+    """Without log_alpha ids and logps are a target (N, S), with it the teachers' candidates (N, M, S)."""
+    if log_alpha is None:
+        return SparseTarget(ids, logps)
+    return Candidates(ids, logps, log_alpha, kappa, merge)
+
+
+@operator("forward_kl", f"({_KL_SCHEMA}) -> (Tensor logp, Tensor kl)")
+def _forward_kl(
+    logits: Tensor,
+    token_ids: Tensor,
+    ids: Tensor,
+    logps: Tensor,
+    log_alpha: Tensor | None,
+    kappa: int,
+    merge: bool,
+    tail: bool,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    target = _kl_target(ids, logps, log_alpha, kappa, merge)
+    checks.require_token_ids("forward_kl", token_ids, logits.shape[1])
+    checks.require_target_ids("forward_kl", target, logits.shape[1])
+    serve = dispatch.serving("forward_kl_rows", logits, **target_facts(target))
+    logp, kl = serve(logits, token_ids, target, tail=tail, temperature=temperature)
+    # An operator's outputs share no memory; a backend's may.
+    return logp, kl.clone() if kl.untyped_storage()._cdata == logp.untyped_storage()._cdata else kl
+
+
+@_forward_kl.register_fake
+def _(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return empty_column(logits, logits.shape[0]), empty_column(logits, logits.shape[0])
+
+
+@operator("forward_kl_gradient", f"({_KL_SCHEMA}, Tensor? dlogp, Tensor? dkl) -> Tensor")
+def _forward_kl_gradient(
+    logits: Tensor,
+    token_ids: Tensor,
+    ids: Tensor,
+    logps: Tensor,
+    log_alpha: Tensor | None,
+    kappa: int,
+    merge: bool,
+    tail: bool,
+    temperature: float,
+    dlogp: Tensor | None,
+    dkl: Tensor | None,
+) -> Tensor:
+    target = _kl_target(ids, logps, log_alpha, kappa, merge)
+    serve = dispatch.serving("forward_kl_gradient", logits, **target_facts(target))
+    return serve(logits, token_ids, target, tail=tail, temperature=temperature, dlogp_N=dlogp, dkl_N=dkl)
+
+
+@_forward_kl_gradient.register_fake
+def _(logits: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(logits)
+
+
+def _kl_setup(ctx: Any, inputs: tuple, output: tuple) -> None:
+    tensors, ctx.options = inputs[:5], inputs[5:]
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+@once_differentiable
+def _kl_backward(ctx: Any, dlogp: Tensor | None, dkl: Tensor | None) -> tuple:
+    grad = None
+    if dlogp is not None or dkl is not None:
+        grad = torch.ops.smopd.forward_kl_gradient(*ctx.saved_tensors, *ctx.options, dlogp, dkl)
+    return grad, *[None] * 8
+
+
+_forward_kl.register_autograd(_kl_backward, setup_context=_kl_setup)

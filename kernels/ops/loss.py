@@ -1,22 +1,26 @@
-"""The whole objective of packed tokens: on logits, and on a linear head without its logits.
+"""The whole objective of packed tokens on their logits; its gradient is made with it, and scaled in backward.
 
-Shapes: N packed response tokens, V vocabulary, D hidden.
+The operator's arguments are LossTokens and LossSettings, flattened field by field. With the gradient written
+over the logits it is an autograd.Function, since no operator may do that.
+
+Shapes: N packed response tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import MISSING, fields
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from smopd.kernels import checks, dispatch
-from smopd.kernels.head import loss as linear
-from smopd.kernels.ops import operators_linear, operators_loss
-from smopd.kernels.ops.inplace import smopd_loss_inplace
-from smopd.kernels.ops.operators_loss import flat_objective, scale_, unpacked_stats
-from smopd.kernels.types import LossSettings, LossStats, LossTokens
+from smopd.kernels.ops.library import empty_column, operator, target_facts
+from smopd.kernels.reference import loss as reference_loss
+from smopd.kernels.tokens import STATS_FIELDS, total_loss
+from smopd.kernels.types import LossSettings, LossStats, LossTokens, compute_dtype, loss_target
 
 DEFAULT_SETTINGS = LossSettings()
 
@@ -72,98 +76,198 @@ def smopd_loss(
         checks.debug_loss_tokens(op, tokens, logits_NV.shape[1])
     need_grad = torch.is_grad_enabled() and logits_NV.requires_grad
     if inplace and need_grad:
-        return smopd_loss_inplace(logits_NV, tokens, settings)
-    loss, _, *stats = operators_loss.loss(logits_NV, *flat_objective(tokens, settings), need_grad)
+        return _loss_in_place(logits_NV, tokens, settings)
+    loss, _, *stats = _loss(logits_NV, *flat_objective(tokens, settings), need_grad)
     return loss, unpacked_stats(*stats)
 
 
-def linear_smopd_loss(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    tokens: LossTokens,
-    settings: LossSettings = DEFAULT_SETTINGS,
-    *,
-    bias_V: Tensor | None = None,
-    chunk_bytes: int | None = None,
-    recompute: bool = False,
-    tp_group: Any = None,
-    shard_sizes: Sequence[int] | None = None,
-    main_grad_VD: Tensor | None = None,
-    compact: bool | None = None,
+TOKEN_FIELDS = tuple(field.name for field in fields(LossTokens))
+SETTING_FIELDS = tuple(field.name for field in fields(LossSettings))
+_SETTING_TYPES = {"float": "float", "float | None": "float?", "int": "SymInt", "bool": "bool", "str": "str"}
+
+
+def _objective_schema() -> str:
+    columns = [
+        f"Tensor{'' if field.default is MISSING else '?'} {field.name}" for field in fields(LossTokens)
+    ]
+    options = [f"{_SETTING_TYPES[str(field.type)]} {field.name}" for field in fields(LossSettings)]
+    return ", ".join(columns + options)
+
+
+STATS_SCHEMA = "Tensor columns, Tensor clipped, Tensor sums"
+_COLUMNS = tuple(name for name in STATS_FIELDS if name.endswith("_N") and name != "clipped_N")
+_SUMS = tuple(name for name in STATS_FIELDS if not name.endswith("_N"))
+OBJECTIVE_SCHEMA = _objective_schema()
+N_OBJECTIVE = len(TOKEN_FIELDS) + len(SETTING_FIELDS)
+
+
+def flat_objective(tokens: LossTokens, settings: LossSettings) -> tuple:
+    """Tokens and settings as OBJECTIVE_SCHEMA's arguments."""
+    columns = [getattr(tokens, name) for name in TOKEN_FIELDS]
+    return (*columns, *(getattr(settings, name) for name in SETTING_FIELDS))
+
+
+def objective_of(flat: Sequence[Any]) -> tuple[LossTokens, LossSettings]:
+    """The inverse of flat_objective."""
+    tokens = LossTokens(**dict(zip(TOKEN_FIELDS, flat[: len(TOKEN_FIELDS)], strict=True)))
+    return tokens, LossSettings(**dict(zip(SETTING_FIELDS, flat[len(TOKEN_FIELDS) :], strict=True)))
+
+
+def flat_stats(stats: LossStats) -> tuple[Tensor, ...]:
+    return tuple(getattr(stats, name) for name in STATS_FIELDS)
+
+
+def packed_stats(stats: LossStats) -> tuple[Tensor, Tensor, Tensor]:
+    """LossStats as STATS_SCHEMA: (C, N), (N,), (4,). The outputs of an operator share no memory."""
+    columns, sums = (torch.stack([getattr(stats, name) for name in names]) for names in (_COLUMNS, _SUMS))
+    return columns, stats.clipped_N.clone(), sums
+
+
+def unpacked_stats(columns: Tensor, clipped: Tensor, sums: Tensor) -> LossStats:
+    """The inverse of packed_stats."""
+    named = dict(zip((*_COLUMNS, *_SUMS), (*columns.unbind(), *sums.unbind()), strict=True))
+    return LossStats(**named, clipped_N=clipped)
+
+
+def fake_loss(like: Tensor, n_rows: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The loss and packed_stats for n_rows tokens, empty."""
+    columns = empty_column(like, len(_COLUMNS), n_rows)
+    clipped = empty_column(like, n_rows, dtype=torch.int8)
+    return empty_column(like), (columns, clipped, empty_column(like, len(_SUMS)))
+
+
+def loss_of_rows(
+    logits: Tensor, tokens: LossTokens, settings: LossSettings, grad: Tensor | None
 ) -> tuple[Tensor, LossStats]:
-    """smopd_loss of a linear head's logits, hidden @ weight.T + bias, without ever holding (N, V).
+    """The loss, by the backend that serves the logits; its gradient goes to grad, which may be the logits."""
+    checks.require_loss_ids("smopd_loss", tokens, settings, logits.shape[1])
+    serve = dispatch.serving("loss_rows", logits, **loss_facts(tokens, settings))
+    return total_loss(serve(logits, tokens, settings, grad), tokens, settings)
 
-    Logits are made in the inputs' dtype, as the head itself would make them, a chunk of tokens at a time. The
-    chunk's gradients in hidden, weight and bias are made with its loss and kept; backward scales them by the
-    upstream gradient, in place where the graph is not retained. A tensor that needs no gradient costs none.
-    The gradients of weight and bias are summed in fp32 (fp64 for fp64). Autocast changes nothing. What
-    smopd_loss says of fp16 holds for the chunk's gradients; recompute knows the upstream gradient first.
 
-    recompute=True makes tiles of tokens and a piece of the vocabulary instead, and makes them again in
-    backward: four matrix products instead of three, for chunk_bytes and the gradients themselves as the only
-    memory.
+def loss_facts(tokens: LossTokens, settings: LossSettings) -> dict[str, int]:
+    """dispatch.serving's facts of a loss's target."""
+    target = loss_target(tokens, settings)
+    return {} if target is None else target_facts(target)
 
-    Args:
-        hidden_ND: (N, D).
-        weight_VD: (V, D), hidden's dtype; under tp_group this rank's rows of it, in rank order.
-        tokens, settings: as in smopd_loss.
-        bias_V: (V,) or None, cut like the weight.
-        chunk_bytes: bound of the logits held at a time, in their own dtype; one row, or a tile of one row
-            and 1024 columns, is always allowed. None: on a CPU 160 MiB, and 32 MiB with recompute; elsewhere
-            1 GiB and 256 MiB.
-        recompute: keep the inputs and O(N S) numbers, nothing else, between forward and backward.
-        tp_group: process group that holds the head in shards of any sizes above 0, each rank with the same
-            hidden states and tokens. Every rank gets the whole loss, the whole gradient of hidden, and its
-            shard's of weight and bias. The ranks exchange O(N S) numbers and the sum of hidden's gradient.
-        shard_sizes: the number of rows at each rank of tp_group; None: they are asked, which costs one host
-            synchronisation on an accelerator.
-        main_grad_VD: (V, D) fp32 (fp64 for fp64), to which backward adds the weight's gradient;
-            weight_VD.grad stays as it is. With recompute the products are summed into it; else a sum of its
-            size stands beside it until backward.
-        compact: leave out the tokens whose weights are all 0 before any product. None: on a CPU; elsewhere
-            True costs one host synchronisation. Either way they add exactly nothing and get the gradient 0.
-    Returns:
-        loss: 0-dim, differentiable (once) in hidden_ND, weight_VD and bias_V.
-        stats: LossStats, detached.
-    Raises:
-        TypeError, ValueError: an argument is not as above.
+
+@operator(
+    "loss",
+    f"(Tensor logits, {OBJECTIVE_SCHEMA}, bool need_grad) -> (Tensor loss, Tensor grad, {STATS_SCHEMA})",
+)
+def _loss(logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """grad is the loss's gradient in the logits, (0, V) without need_grad."""
+    *objective, need_grad = rest
+    tokens, settings = objective_of(objective)
+    grad = torch.empty_like(logits) if need_grad else logits.new_empty((0, logits.shape[1]))
+    total, stats = loss_of_rows(logits, tokens, settings, grad if need_grad else None)
+    return total, grad, *packed_stats(stats)
+
+
+@_loss.register_fake
+def _(logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    total, stats = fake_loss(logits, logits.shape[0])
+    grad = torch.empty_like(logits) if rest[-1] else logits.new_empty((0, logits.shape[1]))
+    return total, grad, *stats
+
+
+def _loss_setup(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.need_grad = inputs[-1]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[1])
+
+
+@once_differentiable
+def _loss_backward(ctx: Any, dloss: Tensor | None, *_: Tensor | None) -> tuple:
+    grad = None
+    if dloss is not None:
+        if not ctx.need_grad:
+            raise RuntimeError("smopd::loss: backward came after need_grad=False, expected need_grad=True")
+        grad = scaled_gradient(ctx.saved_tensors[0], dloss)
+    return grad, *[None] * (N_OBJECTIVE + 1)
+
+
+_loss.register_autograd(_loss_backward, setup_context=_loss_setup)
+
+
+def scaled_gradient(grad: Tensor, dloss: Tensor) -> Tensor:
+    """grad * dloss, rounded once. Memory that no other backward asks for is scaled in place."""
+    traced = type(dloss) is not Tensor  # by torch.compile or torch.export: it has no value
+    if not traced and dloss.device.type == "cpu" and dloss.item() == 1.0:
+        return grad
+    if not traced and not torch._C._autograd._get_current_graph_task_keep_graph():
+        scale_(grad, dloss)
+        return grad
+    return (grad.to(compute_dtype(grad.dtype)) * dloss).to(grad.dtype)
+
+
+def scale_(grad: Tensor, dloss: Tensor) -> None:
+    """grad *= dloss, without touching grad where dloss is 1 and without a host synchronisation."""
+    on_cpu = grad.device.type == "cpu"
+    (reference_loss.scale_ if on_cpu else dispatch.serving("scale_", grad))(grad, dloss)
+
+
+class _LossInPlace(torch.autograd.Function):
+    """Returns the logits dirty, which rebases their history on this node.
+
+    owner is the tensor that owns the logits' memory (a view cannot be marked dirty beside other outputs);
+    layout is the logits' (size, stride, offset) in it.
     """
-    op = "linear_smopd_loss"
-    checks.check_linear(op, hidden_ND, weight_VD, bias_V, chunk_bytes)
-    checks.check_loss_tokens(op, tokens, settings, ("hidden_ND", hidden_ND))
-    if checks.debugging():
-        checks.debug_finite(op, "hidden_ND", hidden_ND)
-        checks.debug_finite(op, "weight_VD", weight_VD)
-        if tp_group is None:
-            checks.debug_loss_tokens(op, tokens, weight_VD.shape[0])
-    if torch.compiler.is_compiling() and tp_group is None and main_grad_VD is None and not recompute:
-        need = [
-            torch.is_grad_enabled() and x is not None and x.requires_grad
-            for x in (hidden_ND, weight_VD, bias_V)
-        ]
-        options = (chunk_bytes, compact, *need)
-        operator = operators_linear.linear_loss
-        loss, _, _, _, *stats = operator(
-            hidden_ND, weight_VD, bias_V, *flat_objective(tokens, settings), *options
+
+    @staticmethod
+    def forward(
+        ctx: Any, owner: Tensor, layout: tuple, tokens: LossTokens, settings: LossSettings
+    ) -> tuple[Tensor, ...]:
+        logits_NV = owner.as_strided(*layout)
+        loss, stats = loss_of_rows(logits_NV, tokens, settings, logits_NV)
+        ctx.mark_dirty(owner)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(owner)
+        ctx.spent = False
+        ctx.mark_non_differentiable(*flat_stats(stats))
+        return loss, owner, *flat_stats(stats)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dloss: Tensor | None, downer: Tensor | None, *_: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        if downer is not None:
+            raise RuntimeError(
+                "smopd_loss: logits_NV was used in another differentiable operation after inplace=True; "
+                "it holds the gradient then, expected no use of it"
+            )
+        if ctx.spent:
+            raise RuntimeError(
+                "smopd_loss: a second backward came through inplace=True, expected one; "
+                "the logits' memory held the only copy of the gradient; use inplace=False"
+            )
+        ctx.spent = True
+        if dloss is None:
+            return None, None, None, None
+        grad = ctx.saved_tensors[0].detach()
+        scale_(grad, dloss)
+        return grad, None, None, None
+
+
+def _loss_in_place(logits_NV: Tensor, tokens: LossTokens, settings: LossSettings) -> tuple[Tensor, LossStats]:
+    owner = _owner(logits_NV)
+    layout = (logits_NV.size(), logits_NV.stride(), logits_NV.storage_offset())
+    loss, _, *flat = _LossInPlace.apply(owner, layout, tokens, settings)
+    return loss, LossStats(*flat)
+
+
+def _owner(logits_NV: Tensor) -> Tensor:
+    owner = logits_NV._base if logits_NV._is_view() and logits_NV._base is not None else logits_NV
+    if owner.is_leaf or logits_NV.is_leaf:
+        raise ValueError(
+            "smopd_loss: logits_NV is a leaf, expected the output of an operation for inplace=True"
         )
-        return loss, unpacked_stats(*stats)
-    backend: dict[str, Any] = {} if hidden_ND.device.type == "cpu" else {"scale_": scale_}
-    if recompute or tp_group is not None:
-        form = "recompute" if recompute else "tp_group"
-        backend["tile_loss"] = dispatch.tile_loss(op, form, hidden_ND)
-    else:
-        backend["loss_rows"] = operators_linear.serving_rows(hidden_ND, weight_VD, tokens, settings)
-    return linear.linear_smopd_loss(
-        hidden_ND,
-        weight_VD,
-        tokens,
-        settings,
-        bias_V=bias_V,
-        chunk_bytes=chunk_bytes,
-        recompute=recompute,
-        tp_group=tp_group,
-        shard_sizes=shard_sizes,
-        main_grad_VD=main_grad_VD,
-        compact=compact,
-        **backend,
-    )
+    if owner.numel() != logits_NV.numel() or owner.dtype != logits_NV.dtype:
+        raise ValueError(
+            f"smopd_loss: logits_NV is a view of {logits_NV.numel()} of the {owner.numel()} elements of a "
+            f"tensor of shape {tuple(owner.shape)}, "
+            "expected a whole tensor or a view of all of it for inplace=True"
+        )
+    return owner

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smopd.kernels import checks
+from smopd.kernels import checks, dispatch
 from smopd.kernels.head import topk as linear_topk
-from smopd.kernels.ops import operators, operators_linear
+from smopd.kernels.ops.library import empty_column, operator
 from smopd.kernels.types import TopK
 
 
@@ -68,10 +68,10 @@ def topk_logprobs(
         checks.debug_ids(op, "token_ids_N", token_ids_N, n_vocab)
     options = (kappa, token_ids_N, float(temperature))
     if teachers is None:
-        ids, logps, token_logp = operators.topk_logprobs(like[1].detach(), *options)
+        ids, logps, token_logp = _topk(like[1].detach(), *options)
     else:
         detached = [logits.detach() for logits in teachers]
-        ids, logps, token_logp = operators.topk_logprobs_teachers(detached, *options)
+        ids, logps, token_logp = _topk_teachers(detached, *options)
     return TopK(ids, logps, None if token_ids_N is None else token_logp)
 
 
@@ -119,7 +119,7 @@ def linear_topk_logprobs(
         if tp_group is None:
             checks.debug_ids(op, "token_ids_N", token_ids_N, weight_VD.shape[0])
     if torch.compiler.is_compiling() and tp_group is None:
-        ids_NS, logps_NS, token_logp_N = operators_linear.linear_topk_logprobs(
+        ids_NS, logps_NS, token_logp_N = _linear_topk(
             hidden_ND.detach(),
             weight_VD.detach(),
             None if bias_V is None else bias_V.detach(),
@@ -140,5 +140,109 @@ def linear_topk_logprobs(
         tp_group=tp_group,
         shard_sizes=shard_sizes,
         chunk_bytes=chunk_bytes,
-        **operators_linear.serving_topk(hidden_ND, weight_VD, n_asked),
+        **_serving(hidden_ND, weight_VD, n_asked),
     )
+
+
+# The operators. None has a gradient.
+
+
+@operator(
+    "topk_logprobs",
+    "(Tensor logits, SymInt kappa, Tensor? token_ids, float temperature)"
+    " -> (Tensor ids, Tensor logps, Tensor token_logp)",
+)
+def _topk(
+    logits: Tensor, kappa: int, token_ids: Tensor | None, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """token_logp is (0,) without token_ids."""
+    checks.require_token_ids("topk_logprobs", token_ids, logits.shape[1])
+    serve = dispatch.serving("topk_logprobs", logits, kappa=kappa)
+    top = serve(logits, kappa, token_ids_N=token_ids, temperature=temperature)
+    return top.ids_NS, top.logps_NS, empty_column(logits, 0) if top.token_logp_N is None else top.token_logp_N
+
+
+@_topk.register_fake
+def _(logits: Tensor, kappa: int, token_ids: Tensor | None, temperature: float) -> tuple[Tensor, ...]:
+    n_rows = logits.shape[0]
+    ids = empty_column(logits, n_rows, kappa, dtype=torch.int32)
+    return ids, empty_column(logits, n_rows, kappa), empty_column(logits, 0 if token_ids is None else n_rows)
+
+
+@operator(
+    "topk_logprobs_teachers",
+    "(Tensor[] logits, SymInt kappa, Tensor? token_ids, float temperature)"
+    " -> (Tensor ids, Tensor logps, Tensor token_logp)",
+)
+def _topk_teachers(
+    logits: Sequence[Tensor], kappa: int, token_ids: Tensor | None, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """token_logp is (0, M) without token_ids."""
+    first = logits[0]
+    checks.require_token_ids("topk_logprobs", token_ids, first.shape[1])
+    serve = dispatch.serving("topk_logprobs_teachers", first, kappa=kappa)
+    top = serve(logits, kappa, token_ids_N=token_ids, temperature=temperature)
+    empty = empty_column(first, 0, len(logits))
+    return top.ids_NS, top.logps_NS, empty if top.token_logp_N is None else top.token_logp_N
+
+
+@_topk_teachers.register_fake
+def _(
+    logits: Sequence[Tensor], kappa: int, token_ids: Tensor | None, temperature: float
+) -> tuple[Tensor, ...]:
+    first, shape = logits[0], (logits[0].shape[0], len(logits))
+    ids = empty_column(first, *shape, kappa, dtype=torch.int32)
+    rows = 0 if token_ids is None else shape[0]
+    return ids, empty_column(first, *shape, kappa), empty_column(first, rows, shape[1])
+
+
+def _serving(hidden: Tensor, weight: Tensor, kappa: int) -> dict[str, Any]:
+    """What linear_topk takes of the backend for the logits of this head."""
+    facts = {"n_vocab": weight.shape[0], "kappa": kappa}
+    return {
+        "topk_logprobs": dispatch.serving("topk_logprobs", hidden, **facts),
+        "running": dispatch.running_topk(hidden, **facts),
+    }
+
+
+@operator(
+    "linear_topk_logprobs",
+    "(Tensor hidden, Tensor weight, Tensor? bias, SymInt kappa, Tensor? token_ids, float temperature,"
+    " SymInt? chunk_bytes) -> (Tensor ids, Tensor logps, Tensor token_logp)",
+)
+def _linear_topk(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    kappa: int,
+    token_ids: Tensor | None,
+    temperature: float,
+    chunk_bytes: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """token_logp is (0,) without token_ids."""
+    top = linear_topk.linear_topk_logprobs(
+        hidden,
+        weight,
+        kappa,
+        token_ids_N=token_ids,
+        bias_V=bias,
+        temperature=temperature,
+        chunk_bytes=chunk_bytes,
+        **_serving(hidden, weight, kappa),
+    )
+    return top.ids_NS, top.logps_NS, empty_column(hidden, 0) if top.token_logp_N is None else top.token_logp_N
+
+
+@_linear_topk.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    kappa: int,
+    token_ids: Tensor | None,
+    temperature: float,
+    chunk_bytes: int | None,
+) -> tuple[Tensor, ...]:
+    n_rows = hidden.shape[0]
+    ids = empty_column(hidden, n_rows, kappa, dtype=torch.int32)
+    return ids, empty_column(hidden, n_rows, kappa), empty_column(hidden, 0 if token_ids is None else n_rows)

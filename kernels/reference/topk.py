@@ -1,7 +1,7 @@
 """Top-kappa, mixture and forward KL in plain PyTorch: their definition, and the fallback of every backend.
 
 Computed at the precision of the inputs: bf16 and fp16 are widened to fp32, fp64 stays fp64. Arguments are
-taken as checked and without autograd (the public functions and operators.py see to both). The rows' softmax
+taken as checked and without autograd (kernels/ops sees to both). The rows' softmax
 and gradient are in reference/rows.py, the loss in reference/loss.py, the advantages in
 reference/advantages.py.
 

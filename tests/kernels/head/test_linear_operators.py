@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from smopd import ops
-from smopd.kernels.ops import operators_linear  # noqa: F401  (registers the operators)
-from smopd.kernels.ops.operators_loss import flat_objective
+from smopd.kernels.ops.loss import flat_objective
 from tests.kernels.head import linear_cases as cases
 
 SETTINGS = ops.LossSettings(entropy_coef=0.1, kl_temperature=0.8)

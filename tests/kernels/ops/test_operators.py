@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from smopd import ops
-from smopd.kernels.ops.operators_loss import flat_objective
+from smopd.kernels.ops.loss import flat_objective
 from tests.kernels.ops import ops_truth
 
 N, V, D, M, S, KAPPA = 5, 37, 3, 2, 4, 6
