@@ -23,7 +23,6 @@ ROOMS = ("kernels", "engine")  # links in smopd/
 MODE = os.environ.get("SMOPD_BUILD_EXT", "auto")
 SOURCES = [
     "csrc/module.cpp",
-    "csrc/cpu/advantages.cpp",
     "csrc/cpu/exponent.cpp",
     "csrc/cpu/forward_kl.cpp",
     "csrc/cpu/loss_rows.cpp",

@@ -10,9 +10,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(smopd, m) {
   m.def(
       "topk_logprobs_cpu(Tensor logits, int kappa, Tensor? token_ids, float temperature)"
       " -> (Tensor ids, Tensor logps, Tensor token_logp)");
-  m.def(
-      "topk_logprobs_teachers_cpu(Tensor[] logits, int kappa, Tensor? token_ids, float temperature)"
-      " -> (Tensor ids, Tensor logps, Tensor token_logp)");
   // topk_logprobs of logits that come a piece of the vocabulary at a time.
   m.def("topk_begin_cpu(Tensor like, int n_rows, int kappa) -> (Tensor rows, Tensor keys)");
   m.def(
@@ -38,10 +35,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(smopd, m) {
       " float dual_clip, float opd_coef, float entropy_coef, float temperature, float kl_temperature,"
       " bool reverse_ppo, Tensor(a!)? grad) -> (Tensor logp, Tensor entropy, Tensor kl, Tensor teacher_mass,"
       " Tensor student_mass, Tensor clipped, Tensor surrogate, Tensor reverse)");
-  // whitening: 0 none, 1 over responses, 2 over tokens. kept is empty without drop.
-  m.def(
-      "advantages_cpu(Tensor rewards, Tensor group, Tensor? weights, Tensor? lengths, bool summed, bool drop,"
-      " float? snr_threshold, int whitening, float norm_eps, bool wide) -> (Tensor adv, Tensor kept)");
   // loss_rows of logits that come in tiles (rows x a piece of the vocabulary): the target made ready, and the
   // two passes over a tile.
   m.def(

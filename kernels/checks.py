@@ -16,7 +16,14 @@ from torch import Tensor
 
 from smopd.kernels.reference.topk import teacher_mixture
 from smopd.kernels.tokens import counted
-from smopd.kernels.types import Candidates, LossSettings, LossTokens, SparseTarget, loss_target
+from smopd.kernels.types import (
+    AdvantageOptions,
+    Candidates,
+    LossSettings,
+    LossTokens,
+    SparseTarget,
+    loss_target,
+)
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTS = (torch.int32, torch.int64)
@@ -172,15 +179,8 @@ def check_loss_tokens(op: str, tokens: LossTokens, settings: LossSettings, like:
         )
 
 
-def check_rewards(
-    op: str,
-    rewards_RK: Any,
-    group_R: Any,
-    weights_K: Any,
-    lengths_R: Any = None,
-    whiten: Any = None,
-    norm_eps: float = 0.0,
-) -> None:
+def check_rewards(op: str, rewards_RK: Any, group_R: Any, options: AdvantageOptions) -> None:
+    weights_K, lengths_R, whiten = options.weights_K, options.lengths_R, options.whiten
     check_tensor(op, "rewards_RK", rewards_RK, ("R", "K"), FLOATS)
     like = ("rewards_RK", rewards_RK)
     check_tensor(op, "group_R", group_R, (rewards_RK.shape[0],), (torch.int64,), like=like)
@@ -192,8 +192,8 @@ def check_rewards(
         raise ValueError(f"{op}: whiten is {whiten!r}, expected one of {WHITENINGS}")
     if whiten == "tokens" and lengths_R is None:
         raise ValueError(f"{op}: lengths_R is None with whiten='tokens', expected (R,) response lengths")
-    if not (math.isfinite(norm_eps) and norm_eps >= 0):
-        raise ValueError(f"{op}: norm_eps is {norm_eps}, expected a finite number of at least 0")
+    if not (math.isfinite(options.norm_eps) and options.norm_eps >= 0):
+        raise ValueError(f"{op}: norm_eps is {options.norm_eps}, expected a finite number of at least 0")
 
 
 # What follows looks at values, where SMOPD_DEBUG=1.

@@ -1,10 +1,10 @@
 """The C++ backend on the CPU: smopd._C behind the signatures that every backend has.
 
 Arguments are taken as checked, without autograd. Logits are fp32, bf16 or fp16; what is small,
-log-probabilities and weights, goes to the kernels as fp32, and as fp64 to the advantages, which take rewards
-of any of the four. The sources are in csrc/cpu, the definitions in kernels/reference.
+log-probabilities and weights, goes to the kernels as fp32. The sources are in csrc/cpu, the definitions in
+kernels/reference.
 
-Shapes: N tokens, V vocabulary, M teachers, S support entries (kappa). R responses, K rewards.
+Shapes: N tokens, V vocabulary, M teachers, S support entries (kappa).
 """
 
 from __future__ import annotations
@@ -12,15 +12,12 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from smopd.kernels.head.sums import Plan, make_plan
 from smopd.kernels.head.tiles import Merged
-from smopd.kernels.reference.advantages import sample_counts, whitened
 from smopd.kernels.reference.rows import TAIL_FLOOR, Target
 from smopd.kernels.types import (
     Candidates,
@@ -30,12 +27,10 @@ from smopd.kernels.types import (
     SparseTarget,
     TokenTerms,
     TopK,
-    compute_dtype,
     loss_target,
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the logits that the kernels serve
-_WHITENINGS = {None: 0, "responses": 1, "tokens": 2}  # of the operator's schema
 
 
 @functools.cache
@@ -56,19 +51,6 @@ def topk_logprobs(
         logits_NV.detach(), kappa, token_ids_N, temperature
     )
     return TopK(ids_NS, logps_NS, None if token_ids_N is None else token_logp_N)
-
-
-def topk_logprobs_teachers(
-    logits_MNV: Sequence[Tensor],
-    kappa: int,
-    *,
-    token_ids_N: Tensor | None = None,
-    temperature: float = 1.0,
-) -> TopK:
-    ids_NMS, logps_NMS, token_logp_NM = torch.ops.smopd.topk_logprobs_teachers_cpu(
-        [logits_NV.detach() for logits_NV in logits_MNV], kappa, token_ids_N, temperature
-    )
-    return TopK(ids_NMS, logps_NMS, None if token_ids_N is None else token_logp_NM)
 
 
 class RunningTopK:
@@ -157,73 +139,6 @@ def loss_rows(
         None if grad_NV is None else grad_NV.detach(),
     )
     return TokenTerms(*terms)
-
-
-def grpo_advantages(
-    rewards_RK: Tensor, group_R: Tensor, *, weights_K: Tensor | None = None, norm_eps: float = 1e-6
-) -> Tensor:
-    return _advantages(rewards_RK, group_R, weights_K, None, None, norm_eps, None, summed=True)[0]
-
-
-def gdpo_advantages(
-    rewards_RK: Tensor,
-    group_R: Tensor,
-    *,
-    weights_K: Tensor | None = None,
-    lengths_R: Tensor | None = None,
-    whiten: str | None = "responses",
-    norm_eps: float = 1e-6,
-    process_group: Any = None,
-) -> Tensor:
-    return _advantages(rewards_RK, group_R, weights_K, lengths_R, whiten, norm_eps, process_group)[0]
-
-
-def gd2po_advantages(
-    rewards_RK: Tensor,
-    group_R: Tensor,
-    *,
-    weights_K: Tensor | None = None,
-    lengths_R: Tensor | None = None,
-    whiten: str | None = "tokens",
-    snr_threshold: float | None = None,
-    norm_eps: float = 1e-6,
-    process_group: Any = None,
-) -> tuple[Tensor, Tensor]:
-    options = (weights_K, lengths_R, whiten, norm_eps, process_group)
-    return _advantages(rewards_RK, group_R, *options, drop=True, snr_threshold=snr_threshold)
-
-
-def _advantages(
-    rewards_RK: Tensor,
-    group_R: Tensor,
-    weights_K: Tensor | None,
-    lengths_R: Tensor | None,
-    whiten: str | None,
-    norm_eps: float,
-    process_group: Any,
-    *,
-    summed: bool = False,
-    drop: bool = False,
-    snr_threshold: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """adv_R, and kept_R where drop. Over ranks the whitening is the reference's."""
-    adv_R, kept_R = torch.ops.smopd.advantages_cpu(
-        rewards_RK.detach(),
-        group_R,
-        None if weights_K is None else weights_K.detach().double(),
-        lengths_R.detach().double() if whiten == "tokens" and lengths_R is not None else None,
-        summed,
-        drop,
-        snr_threshold,
-        _WHITENINGS[whiten if process_group is None else None],
-        norm_eps,
-        process_group is not None,
-    )
-    if whiten is not None and process_group is not None:
-        count_R = sample_counts(whiten, lengths_R, adv_R)
-        count_R = torch.where(kept_R, count_R, 0.0) if drop else count_R
-        adv_R = whitened(adv_R, count_R, whiten, norm_eps, process_group)
-    return adv_R.to(compute_dtype(rewards_RK.dtype)), kept_R
 
 
 def target_of(target: SparseTarget | Candidates, dtype: torch.dtype, *, tail: bool) -> Target:

@@ -5,7 +5,8 @@
     triton      a GPU, where Triton is installed; if forced and TRITON_INTERPRET=1, Triton's interpreter
 
 SMOPD_BACKEND=reference|cpp|triton forces one; a call that it cannot serve raises. recompute and tp_group of
-the linear loss have kernels in cpp alone and go to the reference on an accelerator. The log says so.
+the linear loss have kernels in cpp alone and go to the reference on an accelerator. The log says so. The
+advantages have a kernel in triton alone: on a CPU the reference serves them, beside cpp too.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ ADVANTAGE_OPS = ("grpo_advantages", "gdpo_advantages", "gd2po_advantages")
 MODULES: dict[str, dict[str, str]] = {
     "reference": {
         "topk_logprobs": "reference.topk",
-        "topk_logprobs_teachers": "reference.topk",
         "teacher_mixture": "reference.topk",
         "forward_kl_rows": "reference.topk",
         "forward_kl_gradient": "reference.topk",
@@ -39,19 +39,19 @@ MODULES: dict[str, dict[str, str]] = {
         "scale_": "reference.loss",
         **dict.fromkeys(ADVANTAGE_OPS, "reference.advantages"),
     },
-    "cpp": dict.fromkeys(
-        ("topk_logprobs", "topk_logprobs_teachers", "teacher_mixture", *ROW_OPS, *ADVANTAGE_OPS), "cpp"
-    ),
+    "cpp": dict.fromkeys(("topk_logprobs", "teacher_mixture", *ROW_OPS), "cpp"),
     "triton": {
         "topk_logprobs": "triton.topk",
-        "topk_logprobs_teachers": "triton.topk",
         "teacher_mixture": "triton.mixture",
         **dict.fromkeys(ROW_OPS, "triton.loss"),
         "scale_": "triton.scale",
         **dict.fromkeys(ADVANTAGE_OPS, "triton.advantages"),
     },
 }
-"""Backend -> operation -> the module of smopd.kernels that serves it, by a function of the same name."""
+"""Backend -> operation -> the module of smopd.kernels that serves it, by a function of the same name.
+
+The three of ADVANTAGE_OPS are one function, advantages.
+"""
 
 _log = logging.getLogger("smopd")
 
@@ -67,7 +67,7 @@ def serving(op: str, tensor: Tensor, **facts: Any) -> Callable[..., Any]:
         RuntimeError: SMOPD_BACKEND names a backend that cannot serve this call.
     """
     backend = backend_for(op, tensor, **facts)
-    function = getattr(_module(MODULES[backend][op]), op)
+    function = getattr(_module(MODULES[backend][op]), "advantages" if op in ADVANTAGE_OPS else op)
     if tensor.device.type == "cuda" and tensor.device.index != torch.cuda.current_device():
         return _on_device(tensor.device, function)
     return function
@@ -83,6 +83,8 @@ def backend_for(op: str, tensor: Tensor, **facts: Any) -> str:
     """The name of the backend that serves op; see serving."""
     forced = _forced()
     preferred = forced or ("cpp" if tensor.device.type == "cpu" else "triton")
+    if preferred == "cpp" and op in ADVANTAGE_OPS and tensor.device.type == "cpu":
+        return "reference"
     why_not = None if preferred == "reference" else _why_not(preferred, op, tensor, facts)
     if why_not is None:
         _log_once(SERVED.format(device=tensor.device.type, backend=preferred))
@@ -132,11 +134,8 @@ def cpp_unavailable() -> str | None:
 def _why_not(backend: str, op: str, tensor: Tensor, facts: dict[str, Any]) -> str | None:
     if op not in MODULES[backend]:
         return f"there is no {backend} kernel for it"
-    dtypes = KERNEL_DTYPES if op not in ADVANTAGE_OPS else (torch.float64, *KERNEL_DTYPES)
-    if tensor.dtype not in dtypes:
-        return f"the dtype is {tensor.dtype}, expected one of {dtypes}"
-    if backend == "cpp" and not hasattr(_module("cpp"), op):
-        return "there is no cpp kernel for it"
+    if tensor.dtype not in KERNEL_DTYPES:
+        return f"the dtype is {tensor.dtype}, expected one of {KERNEL_DTYPES}"
     if backend == "cpp":
         return (
             f"the tensor is on {tensor.device}, expected cpu"

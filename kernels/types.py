@@ -24,6 +24,10 @@ LOG_RATIO_BOUND = 20.0  # clamp of log pi - log pi_old before exp (as verl does)
 
 REVERSE_KL_SURROGATES = ("paper", "ppo")
 
+EQUAL_ULPS = 8  # rewards of a group within this many ulps of their size are equal up to rounding (ours)
+CONFLICT_FLOOR = 1e-8  # a per-reward advantage below this has no sign (GD2PO)
+TOKEN_VAR_EPS = 1e-8  # added to the variance when whitening over tokens (verl's masked_whiten)
+
 
 @dataclass(frozen=True)
 class TopK:
@@ -54,6 +58,22 @@ class Mixture:
     ids_NS: Tensor
     logps_NS: Tensor
     mass_N: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class AdvantageOptions:
+    """How advantages are made of rewards: the arguments of grpo_, gdpo_ and gd2po_advantages, said there.
+
+    Attributes:
+        kind: "grpo", "gdpo" or "gd2po".
+    """
+
+    kind: str
+    weights_K: Tensor | None = None
+    lengths_R: Tensor | None = None
+    whiten: str | None = None
+    snr_threshold: float | None = None
+    norm_eps: float = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

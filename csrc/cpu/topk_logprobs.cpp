@@ -7,7 +7,6 @@
 // Log-probabilities are x - logsumexp(x) in every case: NaN throughout a row that holds a NaN or nothing but
 // -inf; in a row with +inf, NaN there and -inf elsewhere. In the order a NaN is above +inf, as in torch.topk.
 
-#include <algorithm>
 #include <memory>
 #include <optional>
 #include <tuple>
@@ -34,8 +33,6 @@ struct Arguments {
   int64_t kappa;
   const int64_t* token_ids;  // null when there are none
   double temperature;
-  int64_t teachers;  // row n of this one goes to n * teachers + teacher
-  int64_t teacher;
   Outputs outputs;
   // Of pieces:
   int64_t first;
@@ -65,8 +62,7 @@ SMOPD_INLINE void whole_rows(const Arguments& a, int64_t begin, int64_t end) {
     } else if (a.kappa > 0) {
       prune(top);
     }
-    const int64_t out = n * a.teachers + a.teacher;
-    write_row(row, top, double(exponent.scale), a.token_ids != nullptr, out, a.outputs);
+    write_row(row, top, double(exponent.scale), a.token_ids != nullptr, n, a.outputs);
   }
 }
 
@@ -119,73 +115,41 @@ Outputs outputs_of(const Tensor& ids, const Tensor& logps, const Tensor& token_l
           static_cast<float*>(token_logp.data_ptr())};
 }
 
-// The rows of M teachers, row n of teacher m at n M + m of the results; without `stacked` M is 1 and no axis.
-Results topk_of(
-    const char* op, const std::vector<Tensor>& teachers, bool stacked, int64_t kappa,
-    const std::optional<Tensor>& token_ids, double temperature) {
-  const auto n_teachers = int64_t(teachers.size());
-  std::vector<Logits> inputs;
-  for (const Tensor& teacher : teachers) inputs.push_back(read_logits(op, "logits", teacher));
-  const Logits first = inputs[0];
-  for (const Logits& input : inputs) {
-    const bool fits = input.type == first.type && input.rows == first.rows && input.vocab == first.vocab;
-    SMOPD_REQUIRE(op, fits, "the teachers' logits differ in shape or dtype");
-  }
-  const int64_t vocab = first.vocab;
-  SMOPD_REQUIRE(op, kappa >= 0 && kappa <= vocab, "kappa is ", kappa, ", expected 0 to V = ", vocab);
-  check_temperature(op, "temperature", temperature);
-
-  std::vector<int64_t> tokens;
-  if (token_ids.has_value()) tokens = read_token_ids(op, *token_ids, first.rows, vocab);
-  std::vector<int64_t> shape{first.rows, kappa};
-  std::vector<int64_t> picked{token_ids.has_value() ? first.rows : 0};
-  if (stacked) shape.insert(shape.begin() + 1, n_teachers), picked.push_back(n_teachers);
-  const auto device = teachers[0].device();
-  Tensor ids = torch::stable::empty(shape, ScalarType::Int, std::nullopt, device);
-  Tensor logps = torch::stable::empty(shape, ScalarType::Float, std::nullopt, device);
-  Tensor token_logp = torch::stable::empty(picked, ScalarType::Float, std::nullopt, device);
-  if (first.rows == 0) return {ids, logps, token_logp};
-
-  std::vector<Arguments> arguments;
-  for (int64_t m = 0; m < n_teachers; ++m) {
-    arguments.push_back(
-        {inputs[m].data,
-         inputs[m].stride,
-         vocab,
-         kappa,
-         token_ids.has_value() ? tokens.data() : nullptr,
-         temperature,
-         n_teachers,
-         m,
-         outputs_of(ids, logps, token_logp),
-         0,
-         nullptr,
-         nullptr});
-  }
-  const RowsFunction rows_of_type = rows_for(first.type);
-  const int64_t grain = rows_per_thread(vocab);
-  torch::stable::parallel_for(0, first.rows * n_teachers, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t m = 0; m < n_teachers; ++m) {  // its rows n with begin <= m N + n < end
-      const int64_t start = std::max(begin - m * first.rows, int64_t(0));
-      const int64_t stop = std::min(end - m * first.rows, first.rows);
-      if (start < stop) rows_of_type(arguments[m], start, stop);
-    }
-  });
-  return {ids, logps, token_logp};
-}
-
 // logits (N, V) float32, bfloat16 or float16, unit stride along V; token_ids (N,) int64 or int32, or none.
 // Returns ids (N, kappa) int32, logps (N, kappa) float32, token_logp (N,) float32 or (0,) without token_ids.
 Results topk_logprobs_cpu(
     const Tensor& logits, int64_t kappa, const std::optional<Tensor>& token_ids, double temperature) {
-  return topk_of("topk_logprobs_cpu", {logits}, false, kappa, token_ids, temperature);
-}
+  const char* op = "topk_logprobs_cpu";
+  const Logits input = read_logits(op, "logits", logits);
+  SMOPD_REQUIRE(op, kappa >= 0 && kappa <= input.vocab, "kappa is ", kappa, ", expected 0 to V = ",
+                input.vocab);
+  check_temperature(op, "temperature", temperature);
 
-// The same of M teachers: (N, M, kappa), (N, M, kappa), (N, M) or (0, M).
-Results topk_logprobs_teachers_cpu(
-    const std::vector<Tensor>& logits, int64_t kappa, const std::optional<Tensor>& token_ids,
-    double temperature) {
-  return topk_of("topk_logprobs_teachers_cpu", logits, true, kappa, token_ids, temperature);
+  std::vector<int64_t> tokens;
+  if (token_ids.has_value()) tokens = read_token_ids(op, *token_ids, input.rows, input.vocab);
+  const std::vector<int64_t> shape{input.rows, kappa}, picked{token_ids.has_value() ? input.rows : 0};
+  const auto device = logits.device();
+  Tensor ids = torch::stable::empty(shape, ScalarType::Int, std::nullopt, device);
+  Tensor logps = torch::stable::empty(shape, ScalarType::Float, std::nullopt, device);
+  Tensor token_logp = torch::stable::empty(picked, ScalarType::Float, std::nullopt, device);
+  if (input.rows == 0) return {ids, logps, token_logp};
+
+  const Arguments arguments{
+      input.data,
+      input.stride,
+      input.vocab,
+      kappa,
+      token_ids.has_value() ? tokens.data() : nullptr,
+      temperature,
+      outputs_of(ids, logps, token_logp),
+      0,
+      nullptr,
+      nullptr};
+  const RowsFunction rows_of_type = rows_for(input.type);
+  torch::stable::parallel_for(
+      0, input.rows, rows_per_thread(input.vocab),
+      [&](int64_t begin, int64_t end) { rows_of_type(arguments, begin, end); });
+  return {ids, logps, token_logp};
 }
 
 // What is known of `rows` rows before their first piece: bytes (N, sizeof(Row)) and keys (N, key_slots).
@@ -230,8 +194,6 @@ void topk_piece_cpu(
       kappa,
       token_ids.has_value() ? tokens.data() : nullptr,
       temperature,
-      1,
-      0,
       {},
       first,
       static_cast<Row*>(rows.data_ptr()),
@@ -282,7 +244,6 @@ STABLE_TORCH_LIBRARY_IMPL(smopd, CPU, m) {
   m.impl("topk_piece_cpu", TORCH_BOX(&topk_piece_cpu));
   m.impl("topk_end_cpu", TORCH_BOX(&topk_end_cpu));
   m.impl("topk_logprobs_cpu", TORCH_BOX(&topk_logprobs_cpu));
-  m.impl("topk_logprobs_teachers_cpu", TORCH_BOX(&topk_logprobs_teachers_cpu));
 }
 
 }  // namespace smopd

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from smopd.kernels import checks, dispatch
 from smopd.kernels.ops.library import empty_column, operator
+from smopd.kernels.types import AdvantageOptions
 
 
 def grpo_advantages(
@@ -32,9 +33,9 @@ def grpo_advantages(
     Raises:
         TypeError, ValueError: an argument is not as above.
     """
-    op = "grpo_advantages"
-    checks.check_rewards(op, rewards_RK, group_R, weights_K, norm_eps=norm_eps)
-    return _grpo(rewards_RK.detach(), group_R, weights_K, float(norm_eps))
+    options = AdvantageOptions("grpo", weights_K, norm_eps=norm_eps)
+    checks.check_rewards("grpo_advantages", rewards_RK, group_R, options)
+    return _advantages(rewards_RK, group_R, options)
 
 
 def gdpo_advantages(
@@ -70,20 +71,9 @@ def gdpo_advantages(
     Raises:
         TypeError, ValueError: an argument is not as above.
     """
-    op = "gdpo_advantages"
-    checks.check_rewards(op, rewards_RK, group_R, weights_K, lengths_R, whiten, norm_eps)
-    if process_group is None:
-        options = (weights_K, lengths_R, whiten, float(norm_eps))
-        return _gdpo(rewards_RK.detach(), group_R, *options)
-    return dispatch.serving(op, rewards_RK)(
-        rewards_RK.detach(),
-        group_R,
-        weights_K=weights_K,
-        lengths_R=lengths_R,
-        whiten=whiten,
-        norm_eps=norm_eps,
-        process_group=process_group,
-    )
+    options = AdvantageOptions("gdpo", weights_K, lengths_R, whiten, norm_eps=norm_eps)
+    checks.check_rewards("gdpo_advantages", rewards_RK, group_R, options)
+    return _advantages(rewards_RK, group_R, options, process_group)
 
 
 def gd2po_advantages(
@@ -115,78 +105,61 @@ def gd2po_advantages(
         TypeError, ValueError: an argument is not as above.
     """
     op = "gd2po_advantages"
-    checks.check_rewards(op, rewards_RK, group_R, weights_K, lengths_R, whiten, norm_eps)
+    options = AdvantageOptions("gd2po", weights_K, lengths_R, whiten, snr_threshold, norm_eps)
+    checks.check_rewards(op, rewards_RK, group_R, options)
     if snr_threshold is not None and not snr_threshold > 0:
         raise ValueError(f"{op}: snr_threshold is {snr_threshold}, expected None or a number above 0")
-    if process_group is None:
-        options = (weights_K, lengths_R, whiten, snr_threshold, float(norm_eps))
-        return _gd2po(rewards_RK.detach(), group_R, *options)
-    return dispatch.serving(op, rewards_RK)(
-        rewards_RK.detach(),
-        group_R,
-        weights_K=weights_K,
-        lengths_R=lengths_R,
-        whiten=whiten,
-        snr_threshold=snr_threshold,
-        norm_eps=norm_eps,
-        process_group=process_group,
-    )
+    return _advantages(rewards_RK, group_R, options, process_group)
 
 
-# The operators. None has a gradient or takes a process group.
-
-_REWARDS_SCHEMA = "Tensor rewards, Tensor group, Tensor? weights"
-
-
-@operator("grpo_advantages", f"({_REWARDS_SCHEMA}, float norm_eps) -> Tensor")
-def _grpo(rewards: Tensor, group: Tensor, weights: Tensor | None, norm_eps: float) -> Tensor:
-    serve = dispatch.serving("grpo_advantages", rewards)
-    return serve(rewards, group, weights_K=weights, norm_eps=norm_eps)
-
-
-@_grpo.register_fake
-def _(rewards: Tensor, *_: Any) -> Tensor:
-    return empty_column(rewards, rewards.shape[0])
+def _advantages(
+    rewards_RK: Tensor, group_R: Tensor, options: AdvantageOptions, process_group: Any = None
+) -> Any:
+    """By the operator, which takes no process group."""
+    rewards_RK = rewards_RK.detach()
+    if process_group is not None:
+        return _served(rewards_RK, group_R, options, process_group)
+    names = _ARGUMENTS[options.kind]
+    return _OPERATORS[options.kind](rewards_RK, group_R, *(getattr(options, name) for name in names))
 
 
-@operator("gdpo_advantages", f"({_REWARDS_SCHEMA}, Tensor? lengths, str? whiten, float norm_eps) -> Tensor")
-def _gdpo(
-    rewards: Tensor,
-    group: Tensor,
-    weights: Tensor | None,
-    lengths: Tensor | None,
-    whiten: str | None,
-    norm_eps: float,
-) -> Tensor:
-    serve = dispatch.serving("gdpo_advantages", rewards)
-    options = {"weights_K": weights, "lengths_R": lengths, "whiten": whiten, "norm_eps": norm_eps}
-    return serve(rewards, group, **options)
+def _served(rewards_RK: Tensor, group_R: Tensor, options: AdvantageOptions, process_group: Any = None) -> Any:
+    serve = dispatch.serving(f"{options.kind}_advantages", rewards_RK)
+    adv_R, kept_R = serve(rewards_RK, group_R, options, process_group)
+    return adv_R if options.kind != "gd2po" else (adv_R, kept_R)
 
 
-@_gdpo.register_fake
-def _(rewards: Tensor, *_: Any) -> Tensor:
-    return empty_column(rewards, rewards.shape[0])
+# The operators take AdvantageOptions flattened. None has a gradient.
+
+_SCHEMA = {
+    "weights_K": "Tensor? weights",
+    "lengths_R": "Tensor? lengths",
+    "whiten": "str? whiten",
+    "snr_threshold": "float? snr_threshold",
+    "norm_eps": "float norm_eps",
+}
+_ARGUMENTS = {
+    "grpo": ("weights_K", "norm_eps"),
+    "gdpo": ("weights_K", "lengths_R", "whiten", "norm_eps"),
+    "gd2po": tuple(_SCHEMA),
+}
 
 
-@operator(
-    "gd2po_advantages",
-    f"({_REWARDS_SCHEMA}, Tensor? lengths, str? whiten, float? snr_threshold, float norm_eps)"
-    " -> (Tensor adv, Tensor kept)",
-)
-def _gd2po(
-    rewards: Tensor,
-    group: Tensor,
-    weights: Tensor | None,
-    lengths: Tensor | None,
-    whiten: str | None,
-    snr_threshold: float | None,
-    norm_eps: float,
-) -> tuple[Tensor, Tensor]:
-    serve = dispatch.serving("gd2po_advantages", rewards)
-    options = {"weights_K": weights, "lengths_R": lengths, "whiten": whiten, "norm_eps": norm_eps}
-    return serve(rewards, group, snr_threshold=snr_threshold, **options)
+def _operator(kind: str) -> Any:
+    names = _ARGUMENTS[kind]
+    arguments = ", ".join(["Tensor rewards", "Tensor group", *(_SCHEMA[name] for name in names)])
+    result = "(Tensor adv, Tensor kept)" if kind == "gd2po" else "Tensor"
+
+    @operator(f"{kind}_advantages", f"({arguments}) -> {result}")
+    def advantages(rewards: Tensor, group: Tensor, *values: Any) -> Any:
+        return _served(rewards, group, AdvantageOptions(kind, **dict(zip(names, values, strict=True))))
+
+    @advantages.register_fake
+    def _(rewards: Tensor, *_: Any) -> Any:
+        adv = empty_column(rewards, rewards.shape[0])
+        return adv if kind != "gd2po" else (adv, rewards.new_empty(rewards.shape[0], dtype=torch.bool))
+
+    return advantages
 
 
-@_gd2po.register_fake
-def _(rewards: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return empty_column(rewards, rewards.shape[0]), rewards.new_empty(rewards.shape[0], dtype=torch.bool)
+_OPERATORS = {kind: _operator(kind) for kind in _ARGUMENTS}

@@ -32,12 +32,12 @@ def topk_logprobs(
         logps_NS, ids_NS = logq_NV.topk(kappa)      # but with ties to the lower id, always
         token_logp_N = logq_NV.gather(-1, token_ids_N[:, None])[:, 0]
 
-    Several teachers' logits of the same tokens go through the launches of one, each with the bits that it
-    has alone; the result is then as teacher_mixture takes it. Not differentiable.
+    Of several teachers' logits of the same tokens the result is as teacher_mixture takes it. Not
+    differentiable.
 
     Args:
         logits_NV: (N, V), unit stride along V; or a sequence of M of them, one a teacher, of one shape, dtype
-            and device (more than 8 on a GPU take further launches).
+            and device.
         kappa: 0 to V.
         token_ids_N: (N,) int32 or int64 in [0, V), or None.
         temperature: above 0.
@@ -178,12 +178,9 @@ def _topk_teachers(
     logits: Sequence[Tensor], kappa: int, token_ids: Tensor | None, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """token_logp is (0, M) without token_ids."""
-    first = logits[0]
-    checks.require_token_ids("topk_logprobs", token_ids, first.shape[1])
-    serve = dispatch.serving("topk_logprobs_teachers", first, kappa=kappa)
-    top = serve(logits, kappa, token_ids_N=token_ids, temperature=temperature)
-    empty = empty_column(first, 0, len(logits))
-    return top.ids_NS, top.logps_NS, empty if top.token_logp_N is None else top.token_logp_N
+    columns = zip(*(_topk(one, kappa, token_ids, temperature) for one in logits), strict=True)
+    ids, logps, token_logp = (torch.stack(column, 1) for column in columns)
+    return ids, logps, token_logp
 
 
 @_topk_teachers.register_fake

@@ -1,5 +1,7 @@
 """Group advantages in plain PyTorch: GRPO, GDPO (Eq. 1 to 3) and GD2PO, without a loop over groups.
 
+The definition, and what serves a CPU, where they are too small for a kernel of their own.
+
 Computed in fp64 whatever the input (the tensors are small), returned in fp32, or fp64 for fp64 rewards.
 
 Shapes: R responses, K rewards. Groups are numbered by their place among the sorted group ids: at most R of
@@ -14,11 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smopd.kernels.types import compute_dtype
-
-EQUAL_ULPS = 8  # rewards of a group within this many ulps of their size are equal up to rounding (ours)
-CONFLICT_FLOOR = 1e-8  # a per-reward advantage below this has no sign (GD2PO)
-TOKEN_VAR_EPS = 1e-8  # added to the variance when whitening over tokens (verl's masked_whiten)
+from smopd.kernels.tokens import steady_sum
+from smopd.kernels.types import (
+    CONFLICT_FLOOR,
+    EQUAL_ULPS,
+    TOKEN_VAR_EPS,
+    AdvantageOptions,
+    compute_dtype,
+)
 
 
 @dataclass(frozen=True)
@@ -73,11 +78,11 @@ def _weights(weights_K: Tensor | None, rewards_RK: Tensor) -> Tensor:
     return weights_K.to(device=rewards_RK.device, dtype=torch.float64)
 
 
-def whitened(adv_R: Tensor, count_R: Tensor, whiten: str, norm_eps: float, process_group: Any) -> Tensor:
+def _whitened(adv_R: Tensor, count_R: Tensor, whiten: str, norm_eps: float, process_group: Any) -> Tensor:
     """adv whitened over samples, adv_R standing for count_R of them, over all ranks of process_group."""
-    count = count_R.sum()
-    mean = (count_R * adv_R).sum() / count.clamp(min=1)
-    m2 = (count_R * (adv_R - mean) ** 2).sum()
+    count = steady_sum(count_R)
+    mean = steady_sum(count_R * adv_R) / count.clamp(min=1)
+    m2 = steady_sum(count_R * (adv_R - mean) ** 2)
     if process_group is not None:
         count, mean, m2 = _merge_ranks(torch.stack([count, mean, m2]), process_group)
     variance = m2 / (count - 1).clamp(min=1)
@@ -102,72 +107,42 @@ def _merge_ranks(moments: Tensor, process_group: Any) -> Tensor:
     return torch.stack([count, mean, (m2_W + count_W * (mean_W - mean) ** 2).sum()])
 
 
-def sample_counts(whiten: str, lengths_R: Tensor | None, like_R: Tensor) -> Tensor:
-    if whiten == "tokens" and lengths_R is not None:
-        return lengths_R.to(device=like_R.device, dtype=torch.float64)
-    return torch.ones_like(like_R)
-
-
-def _input_ulp(rewards_RK: Tensor) -> float:
-    return torch.finfo(compute_dtype(rewards_RK.dtype)).eps
-
-
-def grpo_advantages(
-    rewards_RK: Tensor, group_R: Tensor, *, weights_K: Tensor | None = None, norm_eps: float = 1e-6
-) -> Tensor:
-    weights_64 = _weights(weights_K, rewards_RK)
-    # A reward of weight 0 plays no part, not even by being NaN.
-    terms_RK = torch.where(weights_64 != 0, weights_64 * rewards_RK.to(torch.float64), 0.0)
-    total_R1, size_R1 = terms_RK.sum(-1, keepdim=True), terms_RK.abs().sum(-1, keepdim=True)
-    adv_R1 = _normalise(total_R1, size_R1, _groups(group_R), norm_eps, _input_ulp(rewards_RK))
-    return adv_R1[:, 0].to(compute_dtype(rewards_RK.dtype))
-
-
-def _per_reward(rewards_RK: Tensor, groups: _Groups, norm_eps: float) -> Tensor:
-    values_RK = rewards_RK.to(torch.float64)
-    return _normalise(values_RK, values_RK.abs(), groups, norm_eps, _input_ulp(rewards_RK))
-
-
-def gdpo_advantages(
-    rewards_RK: Tensor,
-    group_R: Tensor,
-    *,
-    weights_K: Tensor | None = None,
-    lengths_R: Tensor | None = None,
-    whiten: str | None = "responses",
-    norm_eps: float = 1e-6,
-    process_group: Any = None,
-) -> Tensor:
-    adv_RK = _per_reward(rewards_RK, _groups(group_R), norm_eps)
-    adv_R = (adv_RK * _weights(weights_K, rewards_RK)).sum(-1)
-    if whiten is not None:
-        adv_R = whitened(adv_R, sample_counts(whiten, lengths_R, adv_R), whiten, norm_eps, process_group)
-    return adv_R.to(compute_dtype(rewards_RK.dtype))
-
-
-def gd2po_advantages(
-    rewards_RK: Tensor,
-    group_R: Tensor,
-    *,
-    weights_K: Tensor | None = None,
-    lengths_R: Tensor | None = None,
-    whiten: str | None = "tokens",
-    snr_threshold: float | None = None,
-    norm_eps: float = 1e-6,
-    process_group: Any = None,
-) -> tuple[Tensor, Tensor]:
-    groups = _groups(group_R)
-    adv_RK = _per_reward(rewards_RK, groups, norm_eps)
-    parts_RK = adv_RK * _weights(weights_K, rewards_RK)
-    signs_RK = torch.where(adv_RK.abs() > CONFLICT_FLOOR, parts_RK.sign(), 0.0)
-    dropped_R = (signs_RK > 0).any(-1) & (signs_RK < 0).any(-1)
+def advantages(
+    rewards_RK: Tensor, group_R: Tensor, options: AdvantageOptions, process_group: Any = None
+) -> tuple[Tensor, Tensor | None]:
+    """adv_R and, of GD2PO, kept_R. process_group: whitened over all its ranks."""
+    dtype = compute_dtype(rewards_RK.dtype)
+    values_RK, weights_K = rewards_RK.to(torch.float64), _weights(options.weights_K, rewards_RK)
+    groups, kept_R = _groups(group_R), None
+    if options.kind == "grpo":
+        # A reward of weight 0 plays no part, not even by being NaN.
+        terms_RK = torch.where(weights_K != 0, weights_K * values_RK, 0.0)
+        values_RK, sizes_RK = terms_RK.sum(-1, keepdim=True), terms_RK.abs().sum(-1, keepdim=True)
+        weights_K = weights_K.new_ones(1)
+    else:
+        sizes_RK = values_RK.abs()
+    adv_RK = _normalise(values_RK, sizes_RK, groups, options.norm_eps, torch.finfo(dtype).eps)
+    parts_RK = adv_RK * weights_K
     adv_R = parts_RK.sum(-1)
-    if snr_threshold is not None:
-        dropped_R &= adv_R.abs() / (parts_RK.abs().sum(-1) + norm_eps) < snr_threshold
-    kept_R = ~dropped_R
-    kept_share_R = groups.sum(kept_R.to(torch.float64)) / groups.size_R.clamp(min=1)
-    adv_R = torch.where(kept_R, adv_R * kept_share_R[groups.index_R], 0.0)
-    if whiten is not None:
-        count_R = torch.where(kept_R, sample_counts(whiten, lengths_R, adv_R), 0.0)
-        adv_R = whitened(adv_R, count_R, whiten, norm_eps, process_group)
-    return adv_R.to(compute_dtype(rewards_RK.dtype)), kept_R
+    if options.kind == "gd2po":
+        kept_R = ~_conflicts(adv_RK, parts_RK, options)
+        kept_share_R = groups.sum(kept_R.to(torch.float64)) / groups.size_R.clamp(min=1)
+        adv_R = torch.where(kept_R, adv_R * kept_share_R[groups.index_R], 0.0)
+    if options.whiten is not None:
+        count_R = torch.ones_like(adv_R)
+        if options.whiten == "tokens" and options.lengths_R is not None:
+            count_R = options.lengths_R.to(adv_R)
+        if kept_R is not None:
+            count_R = torch.where(kept_R, count_R, 0.0)
+        adv_R = _whitened(adv_R, count_R, options.whiten, options.norm_eps, process_group)
+    return adv_R.to(dtype), kept_R
+
+
+def _conflicts(adv_RK: Tensor, parts_RK: Tensor, options: AdvantageOptions) -> Tensor:
+    """(R,) bool: the responses whose rewards pull in opposite directions."""
+    signs_RK = torch.where(adv_RK.abs() > CONFLICT_FLOOR, parts_RK.sign(), 0.0)
+    conflicts_R = (signs_RK > 0).any(-1) & (signs_RK < 0).any(-1)
+    if options.snr_threshold is not None:
+        share_R = parts_RK.sum(-1).abs() / (parts_RK.abs().sum(-1) + options.norm_eps)
+        conflicts_R &= share_R < options.snr_threshold
+    return conflicts_R

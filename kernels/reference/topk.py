@@ -1,16 +1,15 @@
 """Top-kappa, mixture and forward KL in plain PyTorch: their definition, and the fallback of every backend.
 
 Computed at the precision of the inputs: bf16 and fp16 are widened to fp32, fp64 stays fp64. Arguments are
-taken as checked and without autograd (kernels/ops sees to both). The rows' softmax
-and gradient are in reference/rows.py, the loss in reference/loss.py, the advantages in
-reference/advantages.py.
+taken as checked and without autograd (kernels/ops sees to both). The rows' softmax and gradient are in
+reference/rows.py, the loss in reference/loss.py, the advantages in reference/advantages.py.
 
 Shapes: N tokens, V vocabulary, M teachers, S support entries (kappa).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -48,23 +47,6 @@ def topk_logprobs(
             picked_N1 = scaled_NV.gather(-1, token_ids_N[start:stop, None].long())
             token_logp_N[start:stop] = (picked_N1 - lse_N1)[:, 0]
     return TopK(ids_NS, logps_NS, token_logp_N)
-
-
-def topk_logprobs_teachers(
-    logits_MNV: Sequence[Tensor],
-    kappa: int,
-    *,
-    token_ids_N: Tensor | None = None,
-    temperature: float = 1.0,
-) -> TopK:
-    """topk_logprobs of each teacher, stacked: (N, M, S) and (N, M)."""
-    tops = [topk_logprobs(one, kappa, token_ids_N=token_ids_N, temperature=temperature) for one in logits_MNV]
-    said = [top.token_logp_N for top in tops if top.token_logp_N is not None]
-    return TopK(
-        torch.stack([top.ids_NS for top in tops], 1),
-        torch.stack([top.logps_NS for top in tops], 1),
-        torch.stack(said, 1) if said else None,
-    )
 
 
 def _topk_lowest_ids(values_NV: Tensor, kappa: int) -> tuple[Tensor, Tensor]:

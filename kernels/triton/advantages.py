@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smopd.kernels.reference.advantages import CONFLICT_FLOOR, EQUAL_ULPS
 from smopd.kernels.triton.mixture import NO_REGISTER_TARGET
 from smopd.kernels.triton.whiten import WHITEN_BLOCK, is_last, moments_of, store_whitened, whiten_by_ranks
+from smopd.kernels.types import CONFLICT_FLOOR, EQUAL_ULPS, AdvantageOptions
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_REWARDS = 32
@@ -224,20 +224,13 @@ def unserved(op: str, rewards_RK: Tensor) -> str | None:
     return None
 
 
-def _launch(
-    op: str,
-    rewards_RK: Tensor,
-    group_R: Tensor,
-    weights_K: Tensor | None,
-    lengths_R: Tensor | None,
-    whiten: str | None,
-    norm_eps: float,
-    process_group: Any,
-    *,
-    summed: bool = False,
-    drop: bool = False,
-    snr_threshold: float | None = None,
+def advantages(
+    rewards_RK: Tensor, group_R: Tensor, options: AdvantageOptions, process_group: Any = None
 ) -> tuple[Tensor, Tensor | None]:
+    """adv_R and, of GD2PO, kept_R. process_group: whitened over all its ranks."""
+    op, weights_K = f"{options.kind}_advantages", options.weights_K
+    whiten, norm_eps, snr_threshold = options.whiten, options.norm_eps, options.snr_threshold
+    summed, drop = options.kind == "grpo", options.kind == "gd2po"
     why_not = unserved(op, rewards_RK)
     if why_not is not None:
         raise ValueError(f"{op}: {why_not}")
@@ -247,7 +240,7 @@ def _launch(
     kept_R = torch.empty(n_responses, dtype=torch.bool, device=device) if drop else None
     adv_R = out_R if whiten is None else torch.empty(n_responses, dtype=torch.float64, device=device)
     counter = out_R if whiten is None else torch.zeros(1, dtype=torch.int32, device=device)
-    tokens_R = lengths_R if whiten == "tokens" else None
+    tokens_R = options.lengths_R if whiten == "tokens" else None
     table_W3 = None
     if whiten is not None and process_group is not None:
         world = torch.distributed.get_world_size(process_group)
@@ -270,43 +263,3 @@ def _launch(
     if table_W3 is not None:
         whiten_by_ranks(adv_R, kept_R, tokens_R, table_W3, out_R, norm_eps, process_group)
     return out_R, kept_R
-
-
-def grpo_advantages(
-    rewards_RK: Tensor, group_R: Tensor, *, weights_K: Tensor | None = None, norm_eps: float = 1e-6
-) -> Tensor:
-    op = "grpo_advantages"
-    return _launch(op, rewards_RK, group_R, weights_K, None, None, norm_eps, None, summed=True)[0]
-
-
-def gdpo_advantages(
-    rewards_RK: Tensor,
-    group_R: Tensor,
-    *,
-    weights_K: Tensor | None = None,
-    lengths_R: Tensor | None = None,
-    whiten: str | None = "responses",
-    norm_eps: float = 1e-6,
-    process_group: Any = None,
-) -> Tensor:
-    op = "gdpo_advantages"
-    return _launch(op, rewards_RK, group_R, weights_K, lengths_R, whiten, norm_eps, process_group)[0]
-
-
-def gd2po_advantages(
-    rewards_RK: Tensor,
-    group_R: Tensor,
-    *,
-    weights_K: Tensor | None = None,
-    lengths_R: Tensor | None = None,
-    whiten: str | None = "tokens",
-    snr_threshold: float | None = None,
-    norm_eps: float = 1e-6,
-    process_group: Any = None,
-) -> tuple[Tensor, Tensor]:
-    adv_R, kept_R = _launch(
-        "gd2po_advantages", rewards_RK, group_R, weights_K, lengths_R, whiten, norm_eps, process_group,
-        drop=True, snr_threshold=snr_threshold,
-    )  # fmt: skip
-    assert kept_R is not None  # drop=True
-    return adv_R, kept_R

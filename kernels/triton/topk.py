@@ -6,14 +6,13 @@ shuffle and no barrier in the loop. Select: the kappa best threads, of those the
 kappa best chunks in them, the kappa best elements of these. Every key orders by (value, lower id), so an
 element among the kappa best never lies behind kappa better threads, segments or chunks: exact on any data.
 
-Shapes: N rows, V vocabulary, M teachers, S support entries (kappa). In kernels: R rounds of a block, T
+Shapes: N rows, V vocabulary, S support entries (kappa). In kernels: R rounds of a block, T
 threads, E elements of a chunk (16 bytes, read at once); chunk c holds the ids c * E to c * E + E - 1.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -26,7 +25,6 @@ from smopd.kernels.types import TopK
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_KAPPA = 128
 MAX_VOCAB = 1 << 19  # a 32-bit key holds 16 bits of value and 16 of chunk, 8 elements each
-MAX_TEACHERS = 8
 SCRATCH_BYTES = 64 << 20  # of segment keys held between the two kernels; more rows take more launches
 LOG_THREADS = 7  # of the stream
 WARP_SLOTS = 32  # kappa above it selects with twice the warps
@@ -65,15 +63,6 @@ def _key_chunk(key, WIDE: tl.constexpr):
         return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
     else:
         return 0xFFFF - (key & 0xFFFF)
-
-
-@triton.jit
-def _row(logits, strides, n, m, M: tl.constexpr):
-    """Pointer to row n of teacher m."""
-    ptr = logits[0] + n * strides[0]
-    for i in tl.static_range(1, M):
-        ptr = tl.where(m == i, logits[i] + n * strides[i], ptr)
-    return ptr
 
 
 @triton.jit
@@ -140,9 +129,9 @@ def _log_sum(row_ptr, V, max_T, sum_T, scale, LOG_T: tl.constexpr, BLOCK: tl.con
 
 @triton.jit(do_not_specialize=["first_row"])
 def _stream_kernel(
-    logits, strides, token_ids_ptr, stride_token_ids, keys_ptr, stats_ptr, token_logp_ptr,
+    logits_ptr, stride_logits, token_ids_ptr, stride_token_ids, keys_ptr, stats_ptr, token_logp_ptr,
     first_row, V, scale, temperature,
-    M: tl.constexpr, HAS_TOKENS: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
+    HAS_TOKENS: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
     LOG_R: tl.constexpr, LOG_T: tl.constexpr, LOG_E: tl.constexpr,
 ):  # fmt: skip
     R: tl.constexpr = 1 << LOG_R
@@ -151,8 +140,7 @@ def _stream_kernel(
     BLOCK: tl.constexpr = R * T * E
     local = tl.program_id(0).to(tl.int64)
     row = first_row + local
-    n = row // M
-    row_ptr = _row(logits, strides, n, row % M, M)
+    row_ptr = logits_ptr + row * stride_logits
     offs_t = tl.arange(0, T)
     block_keys_ptr = keys_ptr + local * (tl.cdiv(V, BLOCK) + 1) * T + offs_t
     max_T = tl.full((T,), -float("inf"), tl.float32)
@@ -187,15 +175,15 @@ def _stream_kernel(
         tl.store(stats_ptr + local * 2, row_max)
         tl.store(stats_ptr + local * 2 + 1, log_sum)
     if HAS_TOKENS:
-        x = tl.load(row_ptr + tl.load(token_ids_ptr + n * stride_token_ids)).to(tl.float32)
+        x = tl.load(row_ptr + tl.load(token_ids_ptr + row * stride_token_ids)).to(tl.float32)
         tl.store(token_logp_ptr + row, (x - row_max) / temperature - log_sum)
 
 
 @triton.jit(do_not_specialize=["first_row", "kappa"])
 def _select_kernel(
-    logits, strides, keys_ptr, stats_ptr, ids_ptr, logps_ptr,
+    logits_ptr, stride_logits, keys_ptr, stats_ptr, ids_ptr, logps_ptr,
     first_row, V, temperature, kappa,
-    M: tl.constexpr, LOG_K: tl.constexpr, LOG_BLOCKS: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
+    LOG_K: tl.constexpr, LOG_BLOCKS: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
     LOG_R: tl.constexpr, LOG_T: tl.constexpr, LOG_E: tl.constexpr,
 ):  # fmt: skip
     K: tl.constexpr = 1 << LOG_K
@@ -204,7 +192,7 @@ def _select_kernel(
     E: tl.constexpr = 1 << LOG_E
     local = tl.program_id(0).to(tl.int64)
     row = first_row + local
-    row_ptr = _row(logits, strides, row // M, row % M, M)
+    row_ptr = logits_ptr + row * stride_logits
     n_blocks = tl.cdiv(V, R * T * E)
     keys_ptr += local * (n_blocks + 1) * T
     lowest = _LOWEST_32
@@ -258,83 +246,42 @@ def unserved(op: str, tensor: Tensor, *, kappa: int, n_vocab: int | None = None)
 def topk_logprobs(
     logits_NV: Tensor, kappa: int, *, token_ids_N: Tensor | None = None, temperature: float = 1.0
 ) -> TopK:
-    return _launch("topk_logprobs", (logits_NV,), kappa, token_ids_N, temperature, (logits_NV.shape[0],))
-
-
-def topk_logprobs_teachers(
-    logits_MNV: Sequence[Tensor],
-    kappa: int,
-    *,
-    token_ids_N: Tensor | None = None,
-    temperature: float = 1.0,
-) -> TopK:
-    """topk_logprobs of several teachers' logits on the same tokens, in the launches of one.
-
-    Args:
-        logits_MNV: M tensors (N, V) of one dtype, each with its own row stride; launches of MAX_TEACHERS.
-    Returns:
-        TopK: ids and logps (N, M, S), as teacher_mixture takes them; token_logp (N, M) or None.
-    """
-    tops = []
-    for start in range(0, len(logits_MNV), MAX_TEACHERS):
-        teachers = tuple(logits_MNV[start : start + MAX_TEACHERS])
-        shape = (teachers[0].shape[0], len(teachers))
-        tops.append(_launch("topk_logprobs_teachers", teachers, kappa, token_ids_N, temperature, shape))
-    if len(tops) == 1:
-        return tops[0]
-    said = [top.token_logp_N for top in tops if top.token_logp_N is not None]
-    return TopK(
-        torch.cat([top.ids_NS for top in tops], 1),
-        torch.cat([top.logps_NS for top in tops], 1),
-        torch.cat(said, 1) if said else None,
-    )
-
-
-def _launch(
-    op: str,
-    teachers: tuple[Tensor, ...],
-    kappa: int,
-    token_ids_N: Tensor | None,
-    temperature: float,
-    shape: tuple[int, ...],
-) -> TopK:
-    logits = teachers[0]
-    why_not = unserved(op, logits, kappa=kappa)
+    why_not = unserved("topk_logprobs", logits_NV, kappa=kappa)
     if why_not is not None:
-        raise ValueError(f"{op}: {why_not}")
-    n_vocab, n_rows, device = logits.shape[1], math.prod(shape), logits.device
-    ids = torch.empty(*shape, kappa, dtype=torch.int32, device=device)
-    logps = torch.empty(*shape, kappa, dtype=torch.float32, device=device)
-    token_logp = None if token_ids_N is None else torch.empty(shape, dtype=torch.float32, device=device)
+        raise ValueError(f"topk_logprobs: {why_not}")
+    (n_rows, n_vocab), device = logits_NV.shape, logits_NV.device
+    ids_NS = torch.empty(n_rows, kappa, dtype=torch.int32, device=device)
+    logps_NS = torch.empty(n_rows, kappa, dtype=torch.float32, device=device)
+    token_logp_N = None if token_ids_N is None else torch.empty(n_rows, dtype=torch.float32, device=device)
     if n_rows == 0 or (kappa == 0 and token_ids_N is None):
-        return TopK(ids, logps, token_logp)
+        return TopK(ids_NS, logps_NS, token_logp_N)
 
-    log_r, log_e = (4, 2) if logits.dtype == torch.float32 else (3, 3)
+    log_r, log_e = (4, 2) if logits_NV.dtype == torch.float32 else (3, 3)
     block = 1 << (log_r + LOG_THREADS + log_e)
     n_blocks = triton.cdiv(n_vocab, block)
-    wide = logits.dtype == torch.float32
+    wide = logits_NV.dtype == torch.float32
     key_type = torch.int64 if wide else torch.int32
     row_keys = (n_blocks + 1) << LOG_THREADS
     n_launches = triton.cdiv(n_rows * row_keys * key_type.itemsize, SCRATCH_BYTES) if kappa else 1
     rows = triton.cdiv(n_rows, n_launches)
     keys = torch.empty(rows * row_keys if kappa else 1, dtype=key_type, device=device)
     stats = torch.empty(2 * rows, dtype=torch.float32, device=device)
-    strides = tuple(teacher.stride(0) for teacher in teachers)
-    tokens = (logits, 0) if token_ids_N is None else (token_ids_N, token_ids_N.stride(0))
-    variant = {"M": len(teachers), "HALF": logits.dtype == torch.float16, "WIDE": wide}
+    rows_NV = (logits_NV, logits_NV.stride(0))
+    tokens = (logits_NV, 0) if token_ids_N is None else (token_ids_N, token_ids_N.stride(0))
+    variant: dict[str, int] = {"HALF": logits_NV.dtype == torch.float16, "WIDE": wide}
     variant |= {"LOG_R": log_r, "LOG_T": LOG_THREADS, "LOG_E": log_e}
     for start in range(0, n_rows, rows):
         grid = (min(rows, n_rows - start),)
         _stream_kernel[grid](
-            teachers, strides, *tokens, keys, stats, logps if token_logp is None else token_logp,
+            *rows_NV, *tokens, keys, stats, logps_NS if token_logp_N is None else token_logp_N,
             start, n_vocab, _LOG2_E.value / temperature, temperature,
-            HAS_TOKENS=token_logp is not None, KEYS=kappa > 0, **variant,
+            HAS_TOKENS=token_logp_N is not None, KEYS=kappa > 0, **variant,
             num_warps=1 << (LOG_THREADS - 5), num_stages=1,
         )  # fmt: skip
         if kappa:
             _select_kernel[grid](
-                teachers, strides, keys, stats, ids, logps, start, n_vocab, temperature, kappa,
+                *rows_NV, keys, stats, ids_NS, logps_NS, start, n_vocab, temperature, kappa,
                 LOG_K=(max(kappa, MIN_SLOTS) - 1).bit_length(), LOG_BLOCKS=(n_blocks - 1).bit_length(),
                 **variant, num_warps=4 if kappa <= WARP_SLOTS else 8, num_stages=1,
             )  # fmt: skip
-    return TopK(ids, logps, token_logp)
+    return TopK(ids_NS, logps_NS, token_logp_N)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smopd.kernels.reference.advantages import TOKEN_VAR_EPS
+from smopd.kernels.types import TOKEN_VAR_EPS
 
 WHITEN_BLOCK = 1024
 

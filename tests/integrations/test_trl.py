@@ -17,8 +17,7 @@ from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
 
 from smopd.integrations.trl import SMOPDDistillationConfig
 from smopd.integrations.trl_loss import completions_of
-from smopd.kernels.reference import advantages as reference_advantages
-from smopd.ops import LossSettings, teacher_mixture, topk_logprobs
+from smopd.ops import LossSettings, gd2po_advantages, gdpo_advantages, teacher_mixture, topk_logprobs
 from smopd.worlds.models import world_tokenizer
 from smopd.worlds.toy_world import vocabulary
 from tests.integrations.tiny_trl import (
@@ -161,9 +160,9 @@ def test_advantages_are_ours_over_all_responses(
         "lengths_R": batch["completion_mask"].sum(1),
         "whiten": over,
     }
-    expected = reference_advantages.gdpo_advantages(rewards, group, **options)
+    expected = gdpo_advantages(rewards, group, **options)
     if estimator == "gd2po":
-        expected, kept = reference_advantages.gd2po_advantages(rewards, group, **options)
+        expected, kept = gd2po_advantages(rewards, group, **options)
         assert kept.tolist() == [False, False, True, True]
     torch.testing.assert_close(batch["advantages"], expected)
     assert list(trainer._logs["advantages"]) == expected.tolist()

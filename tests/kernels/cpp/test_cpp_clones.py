@@ -13,7 +13,7 @@ import pytest
 from tests.kernels.cpp import clones
 from tests.patience import HANG_SECONDS
 
-NAMES = ("topk", "loss", "kl", "mixture", "advantages", "nan", "tiles")
+NAMES = ("topk", "loss", "kl", "mixture", "nan", "tiles")
 FILES = [f"tests/kernels/cpp/test_cpp_{name}.py" for name in NAMES]
 # What has nothing to do with the instruction set, or starts a process that loads the other library.
 LEFT_OUT = "threads or many or import or arguments or schema or clips or ties_and_empty"

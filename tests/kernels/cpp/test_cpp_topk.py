@@ -75,20 +75,18 @@ def test_equals_float64(dtype: torch.dtype, n_vocab: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("case", [*cases.SMALL, *cases.FULL], ids=str)
-def test_teachers_equal_float64_at_the_shared_cases(case: cases.Case) -> None:
+def test_equals_float64_at_the_shared_cases(case: cases.Case) -> None:
     """All rows at once; what is compared are rows from the first to the last."""
     logits_NV = rows_of("normal", case.N, case.V).to(case.torch_dtype)
-    teachers = [logits_NV.roll(m, 1) for m in range(case.M)]
     token_ids_N = torch.arange(case.N) * 7919 % case.V
-    results = torch.ops.smopd.topk_logprobs_teachers_cpu(teachers, case.kappa, token_ids_N, 0.7)
+    results = topk(logits_NV, case.kappa, token_ids_N, 0.7)
     rows = cpp_rows.some_rows(case.N, 41)
-    for m, teacher_NV in enumerate(teachers):
-        ids_NS, logps_NS, token_logp_N = (result[rows, m] for result in results)
-        true_ids_NS, true_logps_NS, true_logps_NV = truth(teacher_NV[rows], case.kappa, 0.7)
-        assert torch.equal(ids_NS.long(), true_ids_NS)
-        torch.testing.assert_close(logps_NS.double(), true_logps_NS, rtol=1e-6, atol=ATOL)
-        true_token_N = true_logps_NV.gather(-1, token_ids_N[rows, None])[:, 0]
-        torch.testing.assert_close(token_logp_N.double(), true_token_N, rtol=1e-6, atol=ATOL)
+    ids_NS, logps_NS, token_logp_N = (result[rows] for result in results)
+    true_ids_NS, true_logps_NS, true_logps_NV = truth(logits_NV[rows], case.kappa, 0.7)
+    assert torch.equal(ids_NS.long(), true_ids_NS)
+    torch.testing.assert_close(logps_NS.double(), true_logps_NS, rtol=1e-6, atol=ATOL)
+    true_token_N = true_logps_NV.gather(-1, token_ids_N[rows, None])[:, 0]
+    torch.testing.assert_close(token_logp_N.double(), true_token_N, rtol=1e-6, atol=ATOL)
     assert all(bool(result.isfinite().all()) for result in results)
     assert bool((results[0] < case.V).all())
 
@@ -175,33 +173,6 @@ def test_result_depends_on_neither_threads_nor_other_rows(n_vocab: int) -> None:
     for n in (0, 36):
         one = topk(logits_NV[n : n + 1], 16)
         assert torch.equal(one[0], alone[0][n : n + 1]) and torch.equal(one[1], alone[1][n : n + 1])
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_teachers_share_a_call_whatever_the_threads(threads: int) -> None:
-    """Rows are cut between threads anywhere, within a teacher too."""
-    teachers = [
-        rows_of("normal", 37, 9000 + 8)[:, :9000],
-        rows_of("ties", 37, 9000),
-        rows_of("wide", 37, 9000),
-    ]
-    token_ids_N = torch.arange(37) * 211
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        together = torch.ops.smopd.topk_logprobs_teachers_cpu(teachers, 16, token_ids_N, 0.7)
-    finally:
-        torch.set_num_threads(before)
-    for m, logits_NV in enumerate(teachers):
-        alone = topk(logits_NV, 16, token_ids_N, 0.7)
-        assert all(torch.equal(x[:, m], y) for x, y in zip(together, alone, strict=True))
-
-
-def test_wrong_teachers_are_named() -> None:
-    serve = torch.ops.smopd.topk_logprobs_teachers_cpu
-    for other in (torch.zeros(2, 9), torch.zeros(3, 8), torch.zeros(2, 8).half()):
-        with pytest.raises(RuntimeError, match="teachers' logits differ in shape or dtype"):
-            serve([torch.zeros(2, 8), other], 1, None, 1.0)
 
 
 def test_rows_may_be_strided_and_ids_narrow() -> None:

@@ -15,7 +15,7 @@ from smopd.kernels.triton import loss as triton_loss
 from smopd.kernels.triton import mixture as triton_mixture
 from smopd.kernels.triton import scale as triton_scale
 from smopd.kernels.triton import topk as triton_topk
-from smopd.kernels.types import Candidates, LossSettings, LossTokens, SparseTarget
+from smopd.kernels.types import AdvantageOptions, Candidates, LossSettings, LossTokens, SparseTarget
 from tests.kernels.offline.offline_launches import pairwise
 
 MODULES = sorted(
@@ -105,10 +105,6 @@ def _topk() -> Iterator[Case]:
             _name(row),
             lambda a=arguments, t=tokens: triton_topk.topk_logprobs(*a, token_ids_N=t),
         )
-    for n_teachers in (2, triton_topk.MAX_TEACHERS):
-        row = {"V": 151_936, "dtype": bf16, "kappa": 16, "M": n_teachers}
-        teachers = [_logits(row) for _ in range(n_teachers)]
-        yield _name(row), lambda t=teachers: triton_topk.topk_logprobs_teachers(t, 16)
 
 
 def _mixture() -> Iterator[Case]:
@@ -278,24 +274,27 @@ def _advantages() -> Iterator[Case]:
     }
     for row in _rows([], factors):
         rewards, group = _logps(N, row["K"]), _ids(N, dtype=torch.int64)
-        options: dict[str, Any] = {"weights_K": _logps(row["K"]) if row["weighted"] else None}
-        if row["op"] != "grpo":
-            options["whiten"] = None if row["whiten"] == "unwhitened" else row["whiten"]
-            options["lengths_R"] = _column(torch.int64) if row["whiten"] == "tokens" else None
-            options["process_group"] = "four ranks" if row["ranks"] and options["whiten"] else None
-        if row["op"] == "gd2po":
-            options["snr_threshold"] = 0.2 if row["snr"] else None
-        form = getattr(triton_advantages, f"{row['op']}_advantages")
-        yield _name(row), lambda f=form, r=rewards, g=group, o=options: _on_four_ranks(f, r, g, o)
+        whiten = None if row["whiten"] == "unwhitened" or row["op"] == "grpo" else row["whiten"]
+        options = AdvantageOptions(
+            row["op"],
+            weights_K=_logps(row["K"]) if row["weighted"] else None,
+            lengths_R=_column(torch.int64) if whiten == "tokens" else None,
+            whiten=whiten,
+            snr_threshold=0.2 if row["snr"] and row["op"] == "gd2po" else None,
+        )
+        ranks = "four ranks" if row["ranks"] and whiten else None
+        yield _name(row), lambda r=rewards, g=group, o=options, n=ranks: _on_four_ranks(r, g, o, n)
 
 
-def _on_four_ranks(form: Callable, rewards: torch.Tensor, group: torch.Tensor, options: dict) -> None:
+def _on_four_ranks(
+    rewards: torch.Tensor, group: torch.Tensor, options: AdvantageOptions, ranks: str | None
+) -> None:
     with (
         mock.patch.object(torch.distributed, "get_world_size", lambda _: 4),
         mock.patch.object(torch.distributed, "get_rank", lambda _: 1),
         mock.patch.object(torch.distributed, "all_reduce", lambda _, group: None),
     ):
-        form(rewards, group, **options)
+        triton_advantages.advantages(rewards, group, options, ranks)
 
 
 def _scale() -> Iterator[Case]:

@@ -1,25 +1,19 @@
 """GRPO, GDPO and GD2PO advantages: against loops in Python, and the traps of SEMANTICS section 1.
 
-By the reference and by the C++ kernels.
+By the reference, which serves a CPU; tests/kernels/triton holds the GPU's kernel to it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 
 import pytest
 import torch
+from torch import Tensor
 
-from smopd.kernels import dispatch
 from smopd.ops import gd2po_advantages, gdpo_advantages, grpo_advantages
-
-
-@pytest.fixture(autouse=True, params=["reference", "cpp"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "cpp" and dispatch.cpp_unavailable() is not None:
-        pytest.skip("smopd._C is not built")
-    monkeypatch.setenv("SMOPD_BACKEND", request.param)
 
 
 def per_reward(rewards: list[list[float]], groups: list[int], norm_eps: float) -> list[list[float]]:
@@ -259,3 +253,73 @@ def test_no_responses() -> None:
     assert gdpo_advantages(rewards, group).shape == (0,)
     adv, kept = gd2po_advantages(rewards, group, lengths_R=group)
     assert adv.shape == kept.shape == (0,)
+
+
+def every(rewards: Tensor, group: Tensor, weights: Tensor | None, lengths: Tensor) -> list[Tensor]:
+    """All three operations' results, whitened and not."""
+    out = [grpo_advantages(rewards, group, weights_K=weights)]
+    for whiten in ("responses", "tokens", None):
+        options = {"weights_K": weights, "lengths_R": lengths, "whiten": whiten}
+        out += [gdpo_advantages(rewards, group, **options), *gd2po_advantages(rewards, group, **options)]
+    return out
+
+
+def equal(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(some, others, strict=True))
+
+
+def test_strides_and_the_types_of_weights_and_lengths() -> None:
+    rewards, group, lengths = ragged(6)
+    want = every(rewards, group, WEIGHTS, lengths)
+    strided = (rewards.T.contiguous().T, group.repeat_interleave(2)[::2])
+    for weights, counts in itertools.product(
+        (WEIGHTS.float(), WEIGHTS.repeat_interleave(3)[::3]),
+        (lengths.int(), lengths.float(), lengths.repeat_interleave(2)[::2], lengths.bfloat16()),
+    ):
+        assert equal(every(*strided, weights, counts), want)
+    one = rewards[:1].expand(len(group), 3)
+    assert not any(bool(adv.any()) for adv in every(one, group, None, lengths) if adv.is_floating_point())
+
+
+def test_group_numbers_at_the_ends_of_int64() -> None:
+    ends = torch.tensor([-(2**63), 2**63 - 1, 0, -1, -(2**63), 0, 2**63 - 1, -1])
+    small = torch.tensor([0, 3, 2, 1, 0, 2, 3, 1])
+    rewards, lengths = torch.randn(8, 2, dtype=torch.float64), torch.arange(8)
+    assert equal(every(rewards, ends, None, lengths), every(rewards, small, None, lengths))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e200], ids=str)
+def test_a_hostile_reward_stays_in_its_group(value: float) -> None:
+    rewards, group, _ = ragged(7)
+    hostile, others = rewards.clone(), group != group[3]
+    hostile[3, 1] = value
+    for op in (grpo_advantages, lambda *both: gdpo_advantages(*both, whiten=None)):
+        assert torch.equal(op(hostile, group)[others], op(rewards, group)[others])
+    options = {"whiten": None}
+    for got, want in zip(
+        gd2po_advantages(hostile, group, **options), gd2po_advantages(rewards, group, **options), strict=True
+    ):
+        assert torch.equal(got[others], want[others])
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (3, 0), (1, 1), (1, 5)], ids=str)
+def test_nothing_to_compare_is_zero(shape: tuple[int, int]) -> None:
+    for adv in every(
+        torch.randn(shape), torch.zeros(shape[0], dtype=torch.int64), None, torch.ones(shape[0])
+    ):
+        assert adv.shape == shape[:1] and not (adv.is_floating_point() and bool(adv.any()))
+
+
+def test_result_does_not_depend_on_threads() -> None:
+    gen = torch.Generator().manual_seed(8)
+    rewards = torch.randn(40_000, 5, generator=gen, dtype=torch.float64)
+    group = torch.randint(0, 3000, (40_000,), generator=gen)
+    lengths, threads = torch.randint(0, 50, (40_000,), generator=gen), torch.get_num_threads()
+    results = []
+    try:
+        for n_threads in (1, 2):
+            torch.set_num_threads(n_threads)
+            results.append([x for r in (rewards, rewards.float()) for x in every(r, group, None, lengths)])
+    finally:
+        torch.set_num_threads(threads)
+    assert equal(*results)

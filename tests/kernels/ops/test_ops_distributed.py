@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from smopd.kernels import dispatch
 from smopd.ops import gd2po_advantages, gdpo_advantages
 from tests.kernels.ops import two_ranks
 
@@ -21,11 +19,7 @@ def build_case(empty_rank: bool) -> dict:
     }
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpp"])
-def test_advantages_over_two_processes_equal_one(tmp_path, backend: str, monkeypatch) -> None:
-    if backend == "cpp" and dispatch.cpp_unavailable() is not None:
-        pytest.skip("smopd._C is not built")
-    monkeypatch.setenv("SMOPD_BACKEND", backend)
+def test_advantages_over_two_processes_equal_one(tmp_path) -> None:
     cases = [build_case(empty_rank=False), build_case(empty_rank=True)]
     results = two_ranks.run([("advantages", case, {}) for case in cases], tmp_path)
     for index, case in enumerate(cases):

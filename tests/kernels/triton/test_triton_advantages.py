@@ -25,6 +25,7 @@ import triton
 from smopd.kernels.reference import advantages as reference_advantages
 from smopd.kernels.triton import advantages as triton_advantages
 from smopd.kernels.triton import whiten as triton_whiten
+from smopd.kernels.types import AdvantageOptions
 from tests.patience import HANG_SECONDS
 
 if not torch.cuda.is_available() and isinstance(triton_advantages._group_kernel, triton.JITFunction):
@@ -57,19 +58,26 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_whiten, "WHITEN_BLOCK", 4)
 
 
-def both(op: str, *tensors: Tensor, **options):
-    """The kernel's result and the reference's, on the CPU, as tuples."""
+DEFAULTS: dict[str, dict] = {"grpo": {}, "gdpo": {"whiten": "responses"}, "gd2po": {"whiten": "tokens"}}
 
+
+def serve(module, kind: str, rewards: Tensor, group: Tensor, process_group=None, **options):
+    """A backend's result, with the public functions' defaults, as a tuple."""
+    given = AdvantageOptions(kind, **DEFAULTS[kind] | options)
+    adv, kept = module.advantages(rewards, group, given, process_group)
+    return (adv,) if kept is None else (adv, kept)
+
+
+def both(kind: str, *tensors: Tensor, **options):
+    """The kernel's result and the reference's, on the CPU."""
     moved = {name: v.to(DEVICE) if isinstance(v, Tensor) else v for name, v in options.items()}
-    got = getattr(triton_advantages, op)(*(tensor.to(DEVICE) for tensor in tensors), **moved)
-    want = getattr(reference_advantages, op)(*tensors, **options)
-    as_tuple = got if isinstance(got, tuple) else (got,)
-    return tuple(x.cpu() for x in as_tuple), want if isinstance(want, tuple) else (want,)
+    got = serve(triton_advantages, kind, *(tensor.to(DEVICE) for tensor in tensors), **moved)
+    return tuple(x.cpu() for x in got), serve(reference_advantages, kind, *tensors, **options)
 
 
-def check(op: str, *tensors: Tensor, **options) -> tuple[Tensor, ...]:
+def check(kind: str, *tensors: Tensor, **options) -> tuple[Tensor, ...]:
     """fp64 on both sides: what is left is the rounding of the result."""
-    got, want = both(op, *tensors, **options)
+    got, want = both(kind, *tensors, **options)
     for x, y in zip(got, want, strict=True):
         assert x.dtype == y.dtype
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-9)
@@ -91,11 +99,11 @@ def ragged(seed: int, n_responses: int, n_rewards: int, n_groups: int):
 def test_every_operation_across_programs_and_blocks(small_blocks: None, n_rewards: int) -> None:
     rewards, group, weights, lengths = ragged(n_rewards, 18 if n_rewards < 17 else 7, n_rewards, 3)
     options = {"weights_K": weights, "lengths_R": lengths}
-    check("grpo_advantages", rewards, group, weights_K=weights, norm_eps=1e-4)
-    check("gdpo_advantages", rewards, group, **options, whiten="responses")
-    check("gdpo_advantages", rewards, group, **options, whiten="tokens")
-    check("gd2po_advantages", rewards, group, **options, whiten="tokens")
-    check("gd2po_advantages", rewards, group, **options, whiten=None, snr_threshold=0.3)
+    check("grpo", rewards, group, weights_K=weights, norm_eps=1e-4)
+    check("gdpo", rewards, group, **options, whiten="responses")
+    check("gdpo", rewards, group, **options, whiten="tokens")
+    check("gd2po", rewards, group, **options, whiten="tokens")
+    check("gd2po", rewards, group, **options, whiten=None, snr_threshold=0.3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -103,9 +111,9 @@ def test_dtypes_strides_and_defaults(dtype) -> None:
     rewards, group, weights, lengths = ragged(4, 13, 4, 3)
     rewards = rewards.to(dtype).T.contiguous().T
     group = group.repeat_interleave(2)[::2]
-    check("grpo_advantages", rewards, group)
-    check("gdpo_advantages", rewards, group, weights_K=weights.double().repeat_interleave(2)[::2])
-    check("gd2po_advantages", rewards, group, lengths_R=lengths.int().repeat_interleave(2)[::2])
+    check("grpo", rewards, group)
+    check("gdpo", rewards, group, weights_K=weights.double().repeat_interleave(2)[::2])
+    check("gd2po", rewards, group, lengths_R=lengths.int().repeat_interleave(2)[::2])
 
 
 @st.composite
@@ -133,7 +141,7 @@ WHITEN = st.sampled_from(["responses", "tokens", None])
 @given(batches(), WHITEN)
 def test_any_batch_gdpo(batch, whiten: str | None) -> None:
     rewards, group, weights, lengths = batch
-    check("gdpo_advantages", rewards, group, weights_K=weights, lengths_R=lengths, whiten=whiten)
+    check("gdpo", rewards, group, weights_K=weights, lengths_R=lengths, whiten=whiten)
 
 
 @settings(max_examples=12, deadline=None)
@@ -141,22 +149,22 @@ def test_any_batch_gdpo(batch, whiten: str | None) -> None:
 def test_any_batch_gd2po(batch, whiten: str | None, snr_threshold: float | None) -> None:
     rewards, group, weights, lengths = batch
     options = {"weights_K": weights, "lengths_R": lengths, "whiten": whiten}
-    check("gd2po_advantages", rewards, group, **options, snr_threshold=snr_threshold)
+    check("gd2po", rewards, group, **options, snr_threshold=snr_threshold)
 
 
 @settings(max_examples=12, deadline=None)
 @given(batches(), st.sampled_from([0.0, 1e-6]))
 def test_any_batch_grpo(batch, norm_eps: float) -> None:
     rewards, group, weights, _ = batch
-    check("grpo_advantages", rewards, group, weights_K=weights, norm_eps=norm_eps)
+    check("grpo", rewards, group, weights_K=weights, norm_eps=norm_eps)
 
 
 def test_equal_rewards_are_exactly_zero() -> None:
     """SEMANTICS section 1: eight equal fp32 numbers whose mean is one ulp off."""
     rewards = torch.tensor([0.1, 0.7, 2.3, -1.1])[:, None].repeat_interleave(8, 0)
     group = torch.arange(4).repeat_interleave(8)
-    for op in ("grpo_advantages", "gdpo_advantages"):
-        (adv,) = check(op, rewards, group)
+    for kind in ("grpo", "gdpo"):
+        (adv,) = check(kind, rewards, group)
         assert not bool(adv.any())
 
 
@@ -164,7 +172,7 @@ def test_one_kept_token_and_nothing_kept_are_zero() -> None:
     rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]])
     for lengths in ([5, 5, 1], [5, 5, 0]):
         adv, kept = check(
-            "gd2po_advantages", rewards, torch.zeros(3, dtype=torch.int64), lengths_R=torch.tensor(lengths)
+            "gd2po", rewards, torch.zeros(3, dtype=torch.int64), lengths_R=torch.tensor(lengths)
         )
         assert not bool(adv.any()) and kept.tolist() == [False, False, True]
 
@@ -173,31 +181,26 @@ def test_settings_keep_their_double_precision() -> None:
     """norm_eps and snr_threshold are not rounded to fp32 on their way into the kernel."""
     rewards = torch.tensor([[0.0], [1e-9], [0.0], [3e-9]])
     group = torch.zeros(4, dtype=torch.int64)
-    got, want = both("grpo_advantages", rewards, group, norm_eps=1e-1)
+    got, want = both("grpo", rewards, group, norm_eps=1e-1)
     assert torch.equal(got[0], want[0])
 
 
 def test_repeated_runs_bitwise_equal() -> None:
     rewards, group, weights, lengths = ragged(7, 12, 3, 3)
-    runs = [
-        triton_advantages.gd2po_advantages(
-            rewards.to(DEVICE), group.to(DEVICE), weights_K=weights.to(DEVICE), lengths_R=lengths.to(DEVICE)
-        )[0]
-        for _ in range(2)
-    ]
+    runs = [both("gd2po", rewards, group, weights_K=weights, lengths_R=lengths)[0][0] for _ in range(2)]
     assert torch.equal(*runs)
 
 
 def test_empty_batch_and_what_is_not_served() -> None:
     rewards, group = torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64)
-    assert triton_advantages.grpo_advantages(rewards, group).shape == (0,)
-    assert triton_advantages.gdpo_advantages(rewards, group).shape == (0,)
-    adv, kept = triton_advantages.gd2po_advantages(rewards, group, lengths_R=group)
+    for kind in ("grpo", "gdpo"):
+        assert serve(triton_advantages, kind, rewards, group)[0].shape == (0,)
+    adv, kept = serve(triton_advantages, "gd2po", rewards, group, lengths_R=group)
     assert adv.shape == kept.shape == (0,) and kept.dtype == torch.bool
     assert triton_advantages.unserved("grpo_advantages", torch.zeros(2, 32)) is None
     assert "K is 33" in str(triton_advantages.unserved("grpo_advantages", torch.zeros(2, 33)))
     with pytest.raises(ValueError, match=r"gdpo_advantages: the dtype is torch\.float64"):
-        triton_advantages.gdpo_advantages(rewards.double(), group)
+        serve(triton_advantages, "gdpo", rewards.double(), group)
 
 
 def _rank(rank: int, store: str, world: int) -> None:
@@ -216,12 +219,10 @@ def _rank(rank: int, store: str, world: int) -> None:
     for whiten, cut in (("responses", 2), ("tokens", 2), ("tokens", 3)):  # the last leaves rank 1 nothing
         mine = (group < cut) == (rank == 0)
         shard = (rewards[mine].to(device), group[mine].to(device))
-        got = triton_advantages.gdpo_advantages(
-            *shard, lengths_R=lengths[mine].to(device), whiten=whiten, **options
-        )
-        want = reference_advantages.gdpo_advantages(
-            rewards, group, weights_K=weights, lengths_R=lengths, whiten=whiten
-        )
+        options["lengths_R"], options["whiten"] = lengths[mine].to(device), whiten
+        (got,) = serve(triton_advantages, "gdpo", *shard, **options)
+        whole = {"weights_K": weights, "lengths_R": lengths, "whiten": whiten}
+        (want,) = serve(reference_advantages, "gdpo", rewards, group, **whole)
         torch.testing.assert_close(got.cpu(), want[mine], rtol=1e-6, atol=1e-9)
     torch.distributed.destroy_process_group()
 
@@ -243,10 +244,10 @@ def test_large_on_the_gpu(shuffled: bool) -> None:
     rewards = torch.randn(len(group), 4, generator=gen)
     rewards[:, 1:] = (rewards[:, 1:] > 0.5).float()
     lengths = torch.randint(1, 1000, (len(group),), generator=gen)
-    check("grpo_advantages", rewards, group)
-    check("gdpo_advantages", rewards, group)
-    first = check("gd2po_advantages", rewards, group, lengths_R=lengths)
-    again = check("gd2po_advantages", rewards, group, lengths_R=lengths)
+    check("grpo", rewards, group)
+    check("gdpo", rewards, group)
+    first = check("gd2po", rewards, group, lengths_R=lengths)
+    again = check("gd2po", rewards, group, lengths_R=lengths)
     assert torch.equal(first[0], again[0])
 
 
@@ -254,9 +255,9 @@ def test_large_on_the_gpu(shuffled: bool) -> None:
 @needs_cuda
 def test_captured_in_a_graph() -> None:
     rewards, group, _, _ = (tensor.to(DEVICE) for tensor in ragged(1, 500, 4, 60))
-    want = triton_advantages.gdpo_advantages(rewards, group)
+    (want,) = serve(triton_advantages, "gdpo", rewards, group)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = triton_advantages.gdpo_advantages(rewards, group)
+        (got,) = serve(triton_advantages, "gdpo", rewards, group)
     graph.replay()
     assert torch.equal(got, want)

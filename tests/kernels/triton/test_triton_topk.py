@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import triton
 
 from smopd import ops
-from smopd.kernels import dispatch
 from smopd.kernels.reference import topk as reference
 from smopd.kernels.triton import topk as triton_topk
 from smopd.kernels.types import TopK
@@ -211,22 +209,6 @@ def test_rows_may_be_strided_and_ids_narrow() -> None:
     assert got.token_logp_N is not None and torch.equal(got.token_logp_N.cpu(), want.token_logp_N)
 
 
-@pytest.mark.parametrize("n_teachers", [2, triton_topk.MAX_TEACHERS + 1])
-def test_several_teachers_equal_each_alone(n_teachers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with its own row stride; through the public function. The many have a row each, for its time."""
-    monkeypatch.setenv(dispatch.ENV, "triton")
-    n_rows = 2 if n_teachers == 2 or DEVICE == "cuda" else 1
-    stacked_MNV = randn(n_teachers, n_rows, 320).to(DEVICE)[:, :, :300]
-    token_ids_N = torch.tensor([4, 299][:n_rows], device=DEVICE)
-    logits = [stacked_MNV[0], *(stacked_MNV[m].contiguous() for m in range(1, n_teachers))]
-    got = ops.topk_logprobs(logits, 5, token_ids_N=token_ids_N, temperature=0.7)
-    assert got.ids_NS.shape == got.logps_NS.shape == (n_rows, n_teachers, 5)
-    for m in range(n_teachers):
-        alone = triton_topk.topk_logprobs(stacked_MNV[m], 5, token_ids_N=token_ids_N, temperature=0.7)
-        assert torch.equal(got.ids_NS[:, m], alone.ids_NS) and torch.equal(got.logps_NS[:, m], alone.logps_NS)
-        assert got.token_logp_N is not None and torch.equal(got.token_logp_N[:, m], alone.token_logp_N)
-
-
 def test_empty_shapes_and_tokens_alone() -> None:
     got = topk(torch.zeros(0, 10), 4, torch.zeros(0, dtype=torch.int64))
     assert got.ids_NS.shape == got.logps_NS.shape == (0, 4)
@@ -244,18 +226,6 @@ def test_what_is_not_served_is_said() -> None:
     assert "V is 524289" in str(triton_topk.unserved("topk_logprobs", wide, kappa=1))
     with pytest.raises(ValueError, match="topk_logprobs: kappa is 129, expected at most 128"):
         topk(plain, 129)
-
-
-def test_several_teachers_take_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = []
-    for name in ("_stream_kernel", "_select_kernel"):
-        kernel = getattr(triton_topk, name)
-        spy = mock.MagicMock()
-        spy.__getitem__.side_effect = lambda grid, kernel=kernel: launches.append(grid) or kernel[grid]
-        monkeypatch.setattr(triton_topk, name, spy)
-    logits = [one_NV.to(DEVICE) for one_NV in randn(3, 2, 40)]
-    triton_topk.topk_logprobs_teachers(logits, 4)
-    assert launches == [(6,), (6,)]
 
 
 @gpu
