@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smopd.kernels.reference.topk import teacher_mixture
+from smopd.kernels import dispatch
 from smopd.kernels.tokens import counted
 from smopd.kernels.types import (
     AdvantageOptions,
@@ -276,7 +276,7 @@ def require_target_ids(
     if isinstance(target, Candidates):
         name = "teacher_ids_NMS"
         union = (target.ids_NMS, target.logps_NMS, target.log_alpha, target.kappa)
-        mixture = teacher_mixture(*union, merge=target.merge)
+        mixture = dispatch.definition("teacher_mixture")(*union, merge=target.merge)
         target = SparseTarget(mixture.ids_NS, mixture.logps_NS)
     used_NS = target.logps_NS > -torch.inf
     debug_ids(

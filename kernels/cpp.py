@@ -16,9 +16,8 @@ import math
 import torch
 from torch import Tensor
 
-from smopd.kernels.head.sums import Plan, make_plan
-from smopd.kernels.head.tiles import Merged
-from smopd.kernels.reference.rows import TAIL_FLOOR, Target
+from smopd.kernels.head.tiles import Merged, Plan, make_plan
+from smopd.kernels.terms import TAIL_FLOOR, Target
 from smopd.kernels.types import (
     Candidates,
     LossSettings,
@@ -54,7 +53,7 @@ def topk_logprobs(
 
 
 class RunningTopK:
-    """linear_topk.RunningTopK, with the bits that topk_logprobs has of the same logits."""
+    """head.topk.RunningTopK, with the bits that topk_logprobs has of the same logits."""
 
     step = 2048  # kBlockLength
 
@@ -142,7 +141,7 @@ def loss_rows(
 
 
 def target_of(target: SparseTarget | Candidates, dtype: torch.dtype, *, tail: bool) -> Target:
-    """reference.target_of, in float64 alone."""
+    """The target made ready for the tiles, in float64 alone."""
     assert dtype == torch.float64
     ids_NS, logps_NS, q_NS, first_NS, live_N, mass_N = torch.ops.smopd.target_rows_cpu(*_target(target), tail)
     tail_q_N = 1.0 - mass_N
@@ -151,11 +150,11 @@ def target_of(target: SparseTarget | Candidates, dtype: torch.dtype, *, tail: bo
 
 
 class TileLoss:
-    """linear_pieces.TileLoss, with sums and target in float64."""
+    """head.tiles.TileLoss, with sums and target in float64."""
 
     @staticmethod
     def plan_of(tokens: LossTokens, settings: LossSettings, logits_dtype: torch.dtype) -> Plan:
-        return make_plan(tokens, settings, logits_dtype, sums_dtype=torch.float64, target_of=target_of)
+        return make_plan(tokens, settings, logits_dtype, target_of, torch.float64)
 
     def __init__(self, plan: Plan):
         self.plan = plan

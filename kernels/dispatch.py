@@ -73,6 +73,11 @@ def serving(op: str, tensor: Tensor, **facts: Any) -> Callable[..., Any]:
     return function
 
 
+def definition(op: str) -> Callable[..., Any]:
+    """The reference's function, whatever backend serves."""
+    return getattr(_module(MODULES["reference"][op]), op)
+
+
 def running_topk(tensor: Tensor, **facts: Any) -> Any:
     """The backend's class for topk_logprobs of a head's logits in pieces, or None where it has none."""
     backend = backend_for("topk_logprobs", tensor, **facts)
@@ -96,7 +101,7 @@ def backend_for(op: str, tensor: Tensor, **facts: Any) -> str:
 
 
 def tile_loss(op: str, form: str, tensor: Tensor) -> Any:
-    """The backend's linear_pieces.TileLoss for a form of the linear loss: of cpp, elsewhere the reference's.
+    """The backend's head.tiles.TileLoss for a form of the linear loss: of cpp, elsewhere the reference's.
 
     Raises:
         ValueError: SMOPD_BACKEND is none of BACKENDS.
@@ -116,7 +121,7 @@ def tile_loss(op: str, form: str, tensor: Tensor) -> Any:
     else:
         why_not = why_not if preferred == "cpp" else "there is no kernel for it"
         _log_once(f"{op} with {form} on {device} is served by the reference backend: {why_not}")
-    return _module("head.tiles").ReferenceTileLoss
+    return _module("reference.tiles").TileLoss
 
 
 def _forced() -> str:

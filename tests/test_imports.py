@@ -39,13 +39,11 @@ OPS_ALLOWED = {"torch", "smopd.kernels"}
 # in a line above its own, and no other of its own line.
 STOREYS = {
     "kernels": """
-        types
+        types dispatch
         tokens
-        reference
-        checks triton
+        terms checks
         head
-        cpp
-        dispatch
+        reference triton cpp
         ops
     """,
     "engine": """
@@ -71,11 +69,13 @@ STOREYS = {
         __main__
     """,
 }
+BACKENDS = ("reference", "triton", "cpp")  # of kernels
 # The core: what is read in an afternoon, and loads no wing.
 CORE = (
     "smopd/loop.py", "smopd/objective.py", "smopd/advantages.py", "smopd/gates.py", "smopd/step",
     "engine/types.py", "engine/settings.py", "engine/protocols.py", "engine/models", "engine/student",
-    "engine/local", "engine/weights/sync.py", "kernels/reference", "kernels/tokens.py", "kernels/types.py",
+    "engine/local", "engine/weights/sync.py", "kernels/reference", "kernels/terms.py", "kernels/tokens.py",
+    "kernels/types.py",
 )  # fmt: skip
 CORE_LINES = 5_500
 WINGS = (
@@ -184,6 +184,22 @@ def test_who_may_import_whom(room: str) -> None:
         if floor[part(imported)] >= floor[part(module)]
     ]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backend_is_reached_through_dispatch_alone(backend: str) -> None:
+    """dispatch imports it by name; tests and bench may import it."""
+    modules = {name: path for room in ROOMS for name, path in module_names(room).items()}
+    inside = f"smopd.kernels.{backend}"
+    members = {name for name in modules if name == inside or name.startswith(f"{inside}.")}
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {imported}"
+        for module, path in modules.items()
+        if module not in members
+        for line, imported in imported_modules(path, modules)
+        if imported in members
+    ]
+    assert members and not wrong, "\n".join(wrong)
 
 
 def test_the_core_is_read_in_an_afternoon() -> None:

@@ -1,6 +1,6 @@
 // The loss's two passes over a tile of logits (rows x a piece of the vocabulary) on the CPU: `scan` takes its
-// logits into the rows' sums, `gradient` replaces them by the loss's gradient. The definitions are in
-// kernels/head/sums.py and kernels/head/tiles.py; what happens to a row is in rows.h.
+// logits into the rows' sums, `gradient` replaces them by the loss's gradient. The definition is
+// kernels/reference/tiles.py; what happens to a row is in rows.h.
 //
 // Shapes: N rows, P a piece, S support entries, C and K columns. Rows are independent and each is computed by
 // one thread in one order.
@@ -271,7 +271,7 @@ void each_row(const Arguments& a, RowFunction function) {
 
 // tile (N, P) float32, bfloat16 or float16, unit stride along P: the vocabulary from `column` on. token_ids
 // (N,), ids (N, S) int64 or int32, of the whole vocabulary; live (N,) bool. sums (C, N) float64, as
-// linear_sums.Plan lays them out: one level, or two if there are ids and the temperatures differ.
+// head.tiles.Plan lays them out: one level, or two if there are ids and the temperatures differ.
 void tile_scan_cpu(
     const Tensor& tile, int64_t column, const Tensor& token_ids, const std::optional<Tensor>& ids,
     const std::optional<Tensor>& live, double temperature, double kl_temperature, bool tail,
@@ -287,7 +287,7 @@ void tile_scan_cpu(
   }
 }
 
-// As above, with q (N, S) float64, 0 in an empty slot, and columns (K, N) float64 as linear_pieces.Merged
+// As above, with q (N, S) float64, 0 in an empty slot, and columns (K, N) float64 as head.tiles.Merged
 // lays them out. entropy: whether the entropy's gradient may differ from 0.
 void tile_gradient_cpu(
     const Tensor& tile, int64_t column, const Tensor& token_ids, const std::optional<Tensor>& ids,

@@ -69,7 +69,7 @@ void ready_row(
 
 using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// The target as in loss_rows_cpu. Returns the fields of reference_rows.Target: ids int64, logps, q float64,
+// The target as in loss_rows_cpu. Returns the fields of terms.Target: ids int64, logps, q float64,
 // first bool, (N, S) each; live bool, mass float64, (N,) each. With tail repeats are one slot.
 Results target_rows_cpu(
     const Tensor& ids, const Tensor& logps, const std::optional<Tensor>& log_alpha, int64_t kappa, bool merge,

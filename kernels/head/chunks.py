@@ -5,7 +5,7 @@ Shapes: N tokens, D hidden, V vocabulary (this rank's part).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from smopd.kernels import checks
 from smopd.kernels.head.gemm import logits_buffer, padded_width
 from smopd.kernels.head.shards import Shard
-from smopd.kernels.head.tiles import ReferenceTileLoss, TileLoss
+from smopd.kernels.head.tiles import TileLoss
 from smopd.kernels.tokens import STATS_FIELDS, TERMS, coefficients, counted, idle, total_loss
 from smopd.kernels.types import LossSettings, LossTokens, TokenTerms, compute_dtype
 
@@ -63,6 +63,27 @@ def row_blocks(
     return blocks, logits_buffer(most, n_vocab, hidden_ND)
 
 
+@dataclass(frozen=True, eq=False)
+class LinearOptions:
+    """linear_smopd_loss's options, said there."""
+
+    chunk_bytes: int | None = None
+    recompute: bool = False
+    tp_group: Any = None
+    shard_sizes: Sequence[int] | None = None
+    main_grad_VD: Tensor | None = None
+    compact: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """A backend's functions for a chunk's logits, a gradient, and (recompute, tp_group) the tiles."""
+
+    scale_: Callable[[Tensor, Tensor], None]
+    loss_rows: Callable[..., TokenTerms] | None = None
+    tile_loss: type[TileLoss] | None = None
+
+
 @dataclass(frozen=True)
 class Job:
     """What the loss needs beside the three differentiable tensors.
@@ -76,12 +97,9 @@ class Job:
     live: Tensor | None
     quiet_N: Tensor | None
     settings: LossSettings
+    options: LinearOptions
     shard: Shard
-    chunk_bytes: int
-    main_grad_VD: Tensor | None
-    loss_rows: Callable[..., TokenTerms]
-    scale_: Callable[[Tensor, Tensor], None]
-    tile_loss: type[TileLoss] = ReferenceTileLoss
+    serve: Serving
 
     @property
     def n_rows(self) -> int:
@@ -121,30 +139,21 @@ def make_job(
     hidden_ND: Tensor,
     tokens: LossTokens,
     settings: LossSettings,
-    *,
-    compact: bool | None,
+    options: LinearOptions,
     shard: Shard,
-    **options: Any,
+    serve: Serving,
 ) -> Job:
-    """options: Job's other fields. compact: take the tokens that count nowhere out; None: on a CPU."""
+    """The tokens that count nowhere are taken out first, if options.compact; None: on a CPU."""
     checks.require_loss_ids("linear_smopd_loss", tokens, settings, shard.n_vocab)
     on_cpu = hidden_ND.device.type == "cpu"  # elsewhere asking how many there are costs a synchronisation
     live, worked_on = None, tokens
-    if on_cpu if compact is None else compact:
+    if on_cpu if options.compact is None else options.compact:
         counted_N = counted(tokens)
         live = None if on_cpu and bool(counted_N.all()) else counted_N.nonzero()[:, 0]
         worked_on = tokens if live is None else _select(tokens, live)
     idle_N = idle(coefficients(worked_on, settings, compute_dtype(hidden_ND.dtype)))
     quiet_N = None if on_cpu and not bool(idle_N.any()) else idle_N
-    return Job(
-        all_tokens=tokens,
-        tokens=worked_on,
-        live=live,
-        quiet_N=quiet_N,
-        settings=settings,
-        shard=shard,
-        **options,
-    )
+    return Job(tokens, worked_on, live, quiet_N, settings, options, shard, serve)
 
 
 def outputs(ctx: Any, terms: TokenTerms, job: Job) -> tuple[Tensor, ...]:

@@ -14,7 +14,8 @@ Shapes: N tokens, D hidden, V vocabulary (this rank's part).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,12 +23,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from smopd.kernels import checks
-from smopd.kernels.head import tiles as linear_pieces
-from smopd.kernels.head.chunks import Gradients, Job, chunk_budget, make_job, outputs, row_blocks
+from smopd.kernels.head.chunks import (
+    Gradients,
+    Job,
+    LinearOptions,
+    Serving,
+    chunk_budget,
+    make_job,
+    outputs,
+    row_blocks,
+)
 from smopd.kernels.head.gemm import hidden_gradient_into, logits_into, weight_gradient_into
 from smopd.kernels.head.recompute import MadeInBackward, piece_terms
 from smopd.kernels.head.shards import shard_of
-from smopd.kernels.reference import loss as reference_loss
+from smopd.kernels.head.tiles import sharded_loss_rows
 from smopd.kernels.tokens import join_terms, total_loss
 from smopd.kernels.types import LossSettings, LossStats, LossTokens, TokenTerms, compute_dtype
 
@@ -42,14 +51,16 @@ def by_rows(
 
     need: which of hidden, weight, bias need one. Under a process group hidden's is in fp32 or above, too.
     """
-    wide = compute_dtype(hidden_ND.dtype)
+    wide, loss_rows = compute_dtype(hidden_ND.dtype), job.serve.loss_rows
+    assert loss_rows is not None  # without recompute
+    budget = chunk_budget(hidden_ND, job.options.chunk_bytes, recompute=False)
     widest = max(job.shard.sizes)
-    blocks, logits_NV = row_blocks(job.n_rows, hidden_ND, weight_VD.shape[0], job.chunk_bytes, widest)
+    blocks, logits_NV = row_blocks(job.n_rows, hidden_ND, weight_VD.shape[0], budget, widest)
     dhidden_ND = dweight_VD = dbias_V = None
     if need[0]:
         dhidden_ND = torch.zeros_like(hidden_ND, dtype=hidden_ND.dtype if job.shard.group is None else wide)
     if need[1]:
-        once = len(blocks) == 1 and job.main_grad_VD is None
+        once = len(blocks) == 1 and job.options.main_grad_VD is None
         dweight_VD = torch.empty_like(weight_VD, dtype=weight_VD.dtype if once else wide)
     if need[2]:
         dbias_V = torch.zeros_like(weight_VD[:, 0], dtype=wide)
@@ -58,7 +69,7 @@ def by_rows(
         chunk_ND, chunk_NV = job.hidden(hidden_ND, start, stop), logits_NV[: stop - start]
         logits_into(chunk_NV, chunk_ND, weight_VD, bias_V)
         tokens = job.tokens.rows(start, stop)
-        parts.append(job.loss_rows(chunk_NV, tokens, job.settings, chunk_NV if any(need) else None))
+        parts.append(loss_rows(chunk_NV, tokens, job.settings, chunk_NV if any(need) else None))
         if dbias_V is not None:
             dbias_V += chunk_NV.sum(0, dtype=wide)
         if dhidden_ND is not None and job.live is None:
@@ -95,8 +106,8 @@ class _MadeInForward(torch.autograd.Function):
         if dloss is None:
             return None, None, None, None
         gradients = list(ctx.saved_tensors)
-        if ctx.job.main_grad_VD is not None and gradients[1] is not None:
-            ctx.job.main_grad_VD.addcmul_(gradients[1], dloss)
+        if ctx.job.options.main_grad_VD is not None and gradients[1] is not None:
+            ctx.job.options.main_grad_VD.addcmul_(gradients[1], dloss)
             gradients[1] = None
         # Memory that nobody asks for again is scaled in place and given away.
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -105,7 +116,7 @@ class _MadeInForward(torch.autograd.Function):
                 continue
             if keep:
                 gradient = gradient.clone()
-            ctx.job.scale_(gradient, dloss)
+            ctx.job.serve.scale_(gradient, dloss)
             gradients[index] = gradient.to(dtype)
         return *gradients, None
 
@@ -113,46 +124,30 @@ class _MadeInForward(torch.autograd.Function):
 def linear_smopd_loss(
     hidden_ND: Tensor,
     weight_VD: Tensor,
+    bias_V: Tensor | None,
     tokens: LossTokens,
     settings: LossSettings,
-    *,
-    bias_V: Tensor | None = None,
-    chunk_bytes: int | None = None,
-    recompute: bool = False,
-    tp_group: Any = None,
-    shard_sizes: Sequence[int] | None = None,
-    main_grad_VD: Tensor | None = None,
-    compact: bool | None = None,
-    loss_rows: Callable[..., TokenTerms] = reference_loss.loss_rows,
-    scale_: Callable[[Tensor, Tensor], None] = reference_loss.scale_,
-    tile_loss: type[linear_pieces.TileLoss] = linear_pieces.ReferenceTileLoss,
+    options: LinearOptions,
+    serve: Serving,
 ) -> tuple[Tensor, LossStats]:
-    """loss_rows, scale_, tile_loss: the backend's, which serve a chunk's logits, a gradient and a tile."""
     inputs = (hidden_ND, weight_VD, bias_V)
-    shard = shard_of(OP, weight_VD, tp_group, shard_sizes)
-    if tp_group is not None:
-        loss_rows = functools.partial(linear_pieces.sharded_loss_rows, shard=shard, tile_loss=tile_loss)
+    shard = shard_of(OP, weight_VD, options.tp_group, options.shard_sizes)
+    if options.tp_group is not None:
+        assert serve.tile_loss is not None  # under a group
+        loss_rows = functools.partial(sharded_loss_rows, shard=shard, tile_loss=serve.tile_loss)
+        serve = replace(serve, loss_rows=loss_rows)
     differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    if differentiable and main_grad_VD is not None:
-        _check_main_grad(main_grad_VD, weight_VD)
+    if differentiable and options.main_grad_VD is not None:
+        _check_main_grad(options.main_grad_VD, weight_VD)
     with torch.autocast(hidden_ND.device.type, enabled=False):
         with torch.no_grad():
-            job = make_job(
-                hidden_ND,
-                tokens,
-                settings,
-                compact=compact,
-                shard=shard,
-                chunk_bytes=chunk_budget(hidden_ND, chunk_bytes, recompute=recompute),
-                main_grad_VD=main_grad_VD,
-                loss_rows=loss_rows,
-                scale_=scale_,
-                tile_loss=tile_loss,
-            )
+            job = make_job(hidden_ND, tokens, settings, options, shard, serve)
             if not differentiable:
-                terms = piece_terms(*inputs, job) if recompute else by_rows(*inputs, job, NO_GRADIENT)[0]
+                terms = (
+                    piece_terms(*inputs, job) if options.recompute else by_rows(*inputs, job, NO_GRADIENT)[0]
+                )
                 return total_loss(terms, tokens, settings)
-        function = MadeInBackward if recompute else _MadeInForward
+        function = MadeInBackward if options.recompute else _MadeInForward
         loss, *flat = function.apply(*inputs, job)
         return loss, LossStats(*flat)
 

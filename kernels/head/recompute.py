@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from smopd.kernels.head import tiles as linear_pieces
-from smopd.kernels.head.chunks import ROW_UNIT_CPU, Gradients, Job, outputs, steps
+from smopd.kernels.head.chunks import ROW_UNIT_CPU, Gradients, Job, chunk_budget, outputs, steps
 from smopd.kernels.head.gemm import hidden_gradient_into, logits_buffer, logits_into, weight_gradient_into
-from smopd.kernels.head.sums import Plan, over_shards
+from smopd.kernels.head.tiles import Merged, Plan, finish, over_shards, scaled_pulls
 from smopd.kernels.types import TokenTerms, compute_dtype
 
 MIN_PIECE, PIECE_UNIT = 1024, 64  # columns of a tile
@@ -42,9 +41,9 @@ class Tiles:
         return tile_NP
 
 
-def _tiles(hidden_ND: Tensor, n_vocab: int, chunk_bytes: int) -> Tiles:
+def _tiles(hidden_ND: Tensor, n_vocab: int, chunk_bytes: int | None) -> Tiles:
     n_rows = hidden_ND.shape[0]
-    elements = chunk_bytes // hidden_ND.element_size()
+    elements = chunk_budget(hidden_ND, chunk_bytes, recompute=True) // hidden_ND.element_size()
     width = max(elements // max(n_rows, 1), MIN_PIECE)
     pieces = list(steps(n_vocab, width, PIECE_UNIT))
     widest = max(stop - start for start, stop in pieces)
@@ -53,18 +52,18 @@ def _tiles(hidden_ND: Tensor, n_vocab: int, chunk_bytes: int) -> Tiles:
     return Tiles(rows, pieces, logits_buffer(tallest, widest, hidden_ND))
 
 
-def piece_sums(
-    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, job: Job
-) -> tuple[Plan, linear_pieces.Merged]:
+def piece_sums(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, job: Job) -> tuple[Plan, Merged]:
     """hidden_ND: of the tokens worked on."""
-    plan = job.tile_loss.plan_of(job.tokens, job.settings, hidden_ND.dtype)
-    sums_CN, passes = plan.empty_sums(), job.tile_loss(plan)
-    tiles = _tiles(hidden_ND, weight_VD.shape[0], job.chunk_bytes)
+    tile_loss = job.serve.tile_loss
+    assert tile_loss is not None  # with recompute
+    plan = tile_loss.plan_of(job.tokens, job.settings, hidden_ND.dtype)
+    sums_CN, passes = plan.empty_sums(), tile_loss(plan)
+    tiles = _tiles(hidden_ND, weight_VD.shape[0], job.options.chunk_bytes)
     for first, last in tiles.pieces:
         for start, stop in tiles.rows:
             tile_NP = tiles.logits(hidden_ND[start:stop], weight_VD[first:last], bias_V, first, last)
             passes.scan(sums_CN, tile_NP, start, job.shard.start + first)
-    return plan, linear_pieces.finish(plan, over_shards(plan, sums_CN, job.shard))
+    return plan, finish(plan, over_shards(plan, sums_CN, job.shard))
 
 
 def piece_terms(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, job: Job) -> TokenTerms:
@@ -79,13 +78,14 @@ def piece_gradients(
     bias_V: Tensor | None,
     job: Job,
     plan: Plan,
-    merged: linear_pieces.Merged,
+    merged: Merged,
     need: Sequence[bool],
 ) -> Gradients:
     """hidden_ND: of the tokens worked on, and so is its gradient, in the compute dtype."""
-    wide, passes = compute_dtype(hidden_ND.dtype), job.tile_loss(plan)
-    tiles = _tiles(hidden_ND, weight_VD.shape[0], job.chunk_bytes)
-    main_VD, heard_ND = job.main_grad_VD, job.heard(hidden_ND, 0)
+    assert job.serve.tile_loss is not None  # with recompute
+    wide, passes = compute_dtype(hidden_ND.dtype), job.serve.tile_loss(plan)
+    tiles = _tiles(hidden_ND, weight_VD.shape[0], job.options.chunk_bytes)
+    main_VD, heard_ND = job.options.main_grad_VD, job.heard(hidden_ND, 0)
     dhidden_ND = torch.zeros_like(hidden_ND, dtype=wide) if need[0] else None
     dweight_VD = torch.zeros_like(weight_VD) if need[1] and main_VD is None else None
     dbias_V = torch.zeros_like(weight_VD[:, 0], dtype=wide) if need[2] else None
@@ -131,7 +131,7 @@ class MadeInBackward(torch.autograd.Function):
         if dloss is None:
             return None, None, None, None
         hidden_ND, weight_VD, bias_V = ctx.saved_tensors
-        job, merged = ctx.job, linear_pieces.scaled_pulls(ctx.merged, dloss)
+        job, merged = ctx.job, scaled_pulls(ctx.merged, dloss)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             dlive_ND, dweight_VD, dbias_V = piece_gradients(
                 job.hidden(hidden_ND, 0, job.n_rows),

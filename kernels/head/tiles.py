@@ -1,17 +1,25 @@
-"""smopd_loss from pieces of the vocabulary: the terms from the merged sums, then any tile's gradient.
+"""smopd_loss from tiles of logits (rows x a piece of the vocabulary), or from shards of a head.
 
-From the sums over the whole vocabulary (head/sums.py) come the loss's terms; from those and the logits of
-a tile (rows x piece) comes that tile's gradient, by the closed forms of reference_rows.rows_gradient.
-Nothing wider than a tile is needed. A backend may have its own TileLoss, the two passes over a tile; what is
-done with the sums between them is the same for all.
+What the objective needs of a row are sums over its vocabulary. They can be collected from tiles and from
+ranks that hold a shard of the head each:
 
-Shapes: N tokens, P a piece of the vocabulary, S support entries (kappa), C columns of sums,
-K columns of what a gradient takes.
+    peak, total, slope   max x,  sum exp(x - peak),  sum exp(x - peak) (x - peak),   x = logits / temperature
+    token, support       the logits of the row's token and of its target's support, wherever they are
+
+Two pieces' sums become one by shifting both to the larger peak. With the tail bucket the support is left out
+of the sums, so that the student's mass off the support is summed directly; `finish` adds the support from its
+own logits. From the sums over the whole vocabulary come the loss's terms; from those and the logits of a tile
+comes that tile's gradient. Nothing wider than a tile is needed. The two passes over a tile are a backend's
+(TileLoss); what is done with the sums between them is the same for all.
+
+Shapes: N tokens, V vocabulary, P a piece of it, S support entries (kappa), C columns of sums, K columns of
+what a gradient takes.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
@@ -19,10 +27,115 @@ import torch
 from torch import Tensor
 
 from smopd.kernels.head.shards import Shard
-from smopd.kernels.head.sums import Level, Plan, make_plan, over_shards, places_in, scan, widened
-from smopd.kernels.reference.loss import RowGradients, token_terms
-from smopd.kernels.reference.rows import LOGP_FLOOR, Rows, Target, row_chunks, rows_gradient, support_terms
-from smopd.kernels.types import LossSettings, LossTokens, TokenTerms
+from smopd.kernels.terms import LOGP_FLOOR, RowGradients, Target, support_terms, token_terms
+from smopd.kernels.types import LossSettings, LossTokens, TokenTerms, compute_dtype, loss_target
+
+SUMS = 3  # columns of one level: peak, total, slope
+
+
+@dataclass(frozen=True)
+class Level:
+    """One softmax of the rows. off_support: the target's support is left out of its sums."""
+
+    temperature: float
+    off_support: bool
+    entropy: bool
+    kl: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be collected for these tokens. levels: one, or two where the KL has its own temperature.
+
+    dtype: of the tokens' terms; sums_dtype: of what is collected, and of the target beside it.
+    """
+
+    tokens: LossTokens
+    settings: LossSettings
+    target: Target | None
+    levels: tuple[Level, ...]
+    token_ids_N1: Tensor
+    dtype: torch.dtype
+    sums_dtype: torch.dtype
+
+    def empty_sums(self) -> Tensor:
+        """(C, N): peak, total, slope of each level, the token's logit, the support's; of no logits yet."""
+        n_support = 0 if self.target is None else self.target.ids_NS.shape[1]
+        picked = SUMS * len(self.levels)
+        shape = (picked + 1 + n_support, self.token_ids_N1.shape[0])
+        sums_CN = self.token_ids_N1.new_zeros(shape, dtype=self.sums_dtype)
+        sums_CN[0:picked:SUMS] = -torch.inf
+        return sums_CN
+
+    def level_of(self, sums_CN: Tensor, index: int) -> Tensor:
+        return sums_CN[SUMS * index : SUMS * (index + 1)]
+
+    def picked_of(self, sums_CN: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits of the tokens (N, 1) and of the support (N, S)."""
+        first = SUMS * len(self.levels)
+        return sums_CN[first, :, None], sums_CN[first + 1 :].T
+
+
+def make_plan(
+    tokens: LossTokens,
+    settings: LossSettings,
+    logits_dtype: torch.dtype,
+    target_of: Callable[..., Target],
+    sums_dtype: torch.dtype | None = None,
+) -> Plan:
+    """target_of: the backend's, which makes a target ready. sums_dtype: None: the logits' compute dtype."""
+    dtype = compute_dtype(logits_dtype)
+    sums_dtype = sums_dtype or dtype
+    given = loss_target(tokens, settings)
+    target = None if given is None else target_of(given, sums_dtype, tail=settings.tail)
+    tail = target is not None and settings.tail
+    if target is None or settings.temperature == settings.kl_temperature:
+        levels: tuple[Level, ...] = (Level(settings.temperature, tail, entropy=True, kl=target is not None),)
+    else:
+        levels = (
+            Level(settings.temperature, False, entropy=True, kl=False),
+            Level(settings.kl_temperature, tail, entropy=False, kl=True),
+        )
+    # A copy: recompute reads it in backward, when the caller may have changed his.
+    token_ids_N1 = tokens.token_ids_N[:, None].to(torch.int64, copy=True)
+    return Plan(tokens, settings, target, levels, token_ids_N1, dtype, sums_dtype)
+
+
+def places_in(ids: Tensor, column: int, width: int) -> tuple[Tensor, Tensor]:
+    """Which ids the piece [column, column + width) holds, and their places in it; width for the others."""
+    places = ids - column
+    inside = (places >= 0) & (places < width)
+    return inside, torch.where(inside, places, width)
+
+
+def merge_(into_CN: Tensor, other: Tensor | tuple[Tensor, Tensor, Tensor]) -> None:
+    """peak, total, slope of two disjoint sets of logits -> of their union."""
+    peak_N = torch.maximum(into_CN[0], other[0])
+    merged = []
+    for part_peak_N, total_N, slope_N in (into_CN, other):
+        shift_N = torch.where(part_peak_N == -torch.inf, 0.0, part_peak_N - peak_N)
+        scale_N = shift_N.exp()
+        merged.append((total_N * scale_N, (slope_N + shift_N * total_N) * scale_N))
+    into_CN[0] = peak_N
+    into_CN[1] = merged[0][0] + merged[1][0]
+    into_CN[2] = merged[0][1] + merged[1][1]
+
+
+def over_shards(plan: Plan, sums_CN: Tensor, shard: Shard) -> Tensor:
+    """The sums over all ranks, the same bits on each of them."""
+    if shard.group is None:
+        return sums_CN
+    first_CN, *others = shard.gather(sums_CN)
+    merged_CN, start = first_CN.clone(), shard.sizes[0]
+    merged = plan.picked_of(merged_CN)
+    ids = (plan.token_ids_N1, plan.token_ids_N1[:, :0] if plan.target is None else plan.target.ids_NS)
+    for other_CN, size in zip(others, shard.sizes[1:], strict=True):
+        for index in range(len(plan.levels)):
+            merge_(plan.level_of(merged_CN, index), plan.level_of(other_CN, index))
+        for into, got, wanted in zip(merged, plan.picked_of(other_CN), ids, strict=True):
+            into.copy_(torch.where(places_in(wanted, start, size)[0], got, into))
+        start += size
+    return merged_CN
 
 
 @dataclass(frozen=True)
@@ -146,76 +259,6 @@ def _joined(target: Target) -> Tensor:
     return q_NS
 
 
-def gradient_(plan: Plan, merged: Merged, tile_NP: Tensor, row: int, column: int) -> None:
-    """Replace a tile of logits by the loss's gradient in them: tokens row.., vocabulary column..."""
-    ask = tile_NP.device.type == "cpu"  # elsewhere asking costs a synchronisation
-    for start, stop in row_chunks(tile_NP):
-        block_NP, rows = tile_NP[start:stop], slice(row + start, row + stop)
-        grad_NP = None
-        for softmax, pull in zip(merged.softmaxes, merged.pulls, strict=True):
-            parts = [
-                part if part is None else part[rows] for part in (pull.logp_N, pull.kl_N, pull.entropy_N)
-            ]
-            if any(part is not None for part in parts):
-                tile_rows = _tile_rows(plan, merged, softmax, block_NP, rows, column, parts[2] is not None)
-                share_NP = rows_gradient(tile_rows, *parts)
-                grad_NP = share_NP if grad_NP is None else grad_NP.add_(share_NP)
-        assert grad_NP is not None  # the first softmax always has a log-probability
-        if not ask or bool(merged.idle_N[rows].any()):
-            grad_NP.masked_fill_(merged.idle_N[rows, None], 0.0)
-        block_NP.copy_(grad_NP[:, : block_NP.shape[1]])
-
-
-def _tile_rows(
-    plan: Plan,
-    merged: Merged,
-    softmax: Softmax,
-    block_NP: Tensor,
-    rows: slice,
-    column: int,
-    entropy_gradient: bool,
-) -> Rows:
-    """A block of a tile as reference_rows knows it, and a column for what the piece does not hold."""
-
-    def cut(value: Tensor | None) -> Tensor | None:
-        return None if value is None else value[rows]
-
-    width, level, target = block_NP.shape[1], softmax.level, None
-    logq_NP = widened(block_NP, level.temperature, 0.0)
-    logq_NP.sub_(softmax.base_N[rows, None]).sub_(softmax.log_total_N[rows, None])
-    logq_NP[:, width] = 0.0
-    off_mass_N = None
-    if level.kl and plan.target is not None and merged.q_NS is not None:
-        target = plan.target.rows(rows)
-        places_NS = places_in(target.ids_NS, column, width)[1]
-        if softmax.off_logp_N is not None:
-            logq_NP.scatter_(1, torch.where(target.live_N[:, None], places_NS, width), -torch.inf)
-        target = replace(target, ids_NS=places_NS, q_NS=merged.q_NS[rows])
-    if softmax.off_logp_N is None:
-        dense_NP = logq_NP.exp() if entropy_gradient else logq_NP.exp_()
-    else:
-        off_logp_N = softmax.off_logp_N[rows]
-        off_mass_N = off_logp_N.exp()
-        off_logp_N1 = torch.where(off_logp_N == -torch.inf, 0.0, off_logp_N)[:, None]
-        dense_NP = (logq_NP - off_logp_N1 if entropy_gradient else logq_NP.sub_(off_logp_N1)).exp_()
-    if entropy_gradient:
-        logq_NP.clamp_(min=LOGP_FLOOR)
-    return Rows(
-        temperature=level.temperature,
-        logq_NV=logq_NP,
-        dense_NV=dense_NP,
-        off_mass_N=off_mass_N,
-        token_ids_N1=places_in(plan.token_ids_N1[rows], column, width)[1],
-        logp_N=softmax.logp_N[rows],
-        entropy_N=cut(softmax.entropy_N),
-        target=target,
-        student_logps_NS=cut(softmax.student_logps_NS),
-        tail_q_N=cut(merged.tail_q_N) if level.kl else None,
-        kl_N=None,
-        student_mass_N=None,
-    )
-
-
 def scaled_pulls(merged: Merged, factor: Tensor) -> Merged:
     """For an upstream gradient (0-dim) of the loss."""
 
@@ -239,21 +282,6 @@ class TileLoss(Protocol):
     def gradient_(self, merged: Merged, tile_NP: Tensor, row: int, column: int) -> None: ...
 
 
-class ReferenceTileLoss:
-    def __init__(self, plan: Plan):
-        self.plan = plan
-
-    @staticmethod
-    def plan_of(tokens: LossTokens, settings: LossSettings, logits_dtype: torch.dtype) -> Plan:
-        return make_plan(tokens, settings, logits_dtype)
-
-    def scan(self, sums_CN: Tensor, tile_NP: Tensor, row: int, column: int) -> None:
-        scan(self.plan, sums_CN, tile_NP, row, column)
-
-    def gradient_(self, merged: Merged, tile_NP: Tensor, row: int, column: int) -> None:
-        gradient_(self.plan, merged, tile_NP, row, column)
-
-
 def sharded_loss_rows(
     logits_NP: Tensor,
     tokens: LossTokens,
@@ -261,7 +289,7 @@ def sharded_loss_rows(
     grad_NP: Tensor | None,
     *,
     shard: Shard,
-    tile_loss: type[TileLoss] = ReferenceTileLoss,
+    tile_loss: type[TileLoss],
 ) -> TokenTerms:
     """loss_rows of the backend protocol on a shard's logits, with one all-gather of (C, N) numbers."""
     plan = tile_loss.plan_of(tokens, settings, logits_NP.dtype)

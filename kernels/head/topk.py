@@ -25,8 +25,7 @@ from smopd.kernels import checks
 from smopd.kernels.head.chunks import ROW_UNIT_CPU, chunk_budget, row_blocks, steps
 from smopd.kernels.head.gemm import logits_into
 from smopd.kernels.head.shards import Shard, shard_of
-from smopd.kernels.head.sums import places_in
-from smopd.kernels.reference import topk as reference
+from smopd.kernels.head.tiles import places_in
 from smopd.kernels.types import TopK, compute_dtype
 
 PIECE_BYTES = 8 << 20  # a buffer that stays in a CPU's cache
@@ -60,7 +59,7 @@ def linear_topk_logprobs(
     tp_group: Any = None,
     shard_sizes: Sequence[int] | None = None,
     chunk_bytes: int | None = None,
-    topk_logprobs: Callable[..., TopK] = reference.topk_logprobs,
+    topk_logprobs: Callable[..., TopK],
     running: type[RunningTopK] | None = None,
 ) -> TopK:
     """topk_logprobs, running: the backend's; the first serves a chunk's logits."""

@@ -9,7 +9,7 @@ Shapes: N packed response tokens, V vocabulary, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from smopd.kernels import checks, dispatch
 from smopd.kernels.head import loss as linear
-from smopd.kernels.head.chunks import chunk_budget, make_job
+from smopd.kernels.head.chunks import LinearOptions, Serving, make_job
 from smopd.kernels.head.shards import Shard
 from smopd.kernels.ops.library import operator
 from smopd.kernels.ops.loss import (
@@ -36,7 +36,7 @@ from smopd.kernels.ops.loss import (
     unpacked_stats,
 )
 from smopd.kernels.tokens import total_loss
-from smopd.kernels.types import LossSettings, LossStats, LossTokens, TokenTerms
+from smopd.kernels.types import LossSettings, LossStats, LossTokens
 
 
 def linear_smopd_loss(
@@ -103,31 +103,16 @@ def linear_smopd_loss(
             torch.is_grad_enabled() and x is not None and x.requires_grad
             for x in (hidden_ND, weight_VD, bias_V)
         ]
-        options = (chunk_bytes, compact, *need)
-        loss, _, _, _, *stats = _linear_loss(
-            hidden_ND, weight_VD, bias_V, *flat_objective(tokens, settings), *options
-        )
+        flat = (*flat_objective(tokens, settings), chunk_bytes, compact, *need)
+        loss, _, _, _, *stats = _linear_loss(hidden_ND, weight_VD, bias_V, *flat)
         return loss, unpacked_stats(*stats)
-    backend: dict[str, Any] = {} if hidden_ND.device.type == "cpu" else {"scale_": scale_}
     if recompute or tp_group is not None:
         form = "recompute" if recompute else "tp_group"
-        backend["tile_loss"] = dispatch.tile_loss(op, form, hidden_ND)
+        serve = Serving(scale_=scale_, tile_loss=dispatch.tile_loss(op, form, hidden_ND))
     else:
-        backend["loss_rows"] = _serving(hidden_ND, weight_VD, tokens, settings)
-    return linear.linear_smopd_loss(
-        hidden_ND,
-        weight_VD,
-        tokens,
-        settings,
-        bias_V=bias_V,
-        chunk_bytes=chunk_bytes,
-        recompute=recompute,
-        tp_group=tp_group,
-        shard_sizes=shard_sizes,
-        main_grad_VD=main_grad_VD,
-        compact=compact,
-        **backend,
-    )
+        serve = _serving(hidden_ND, weight_VD, tokens, settings)
+    options = LinearOptions(chunk_bytes, recompute, tp_group, shard_sizes, main_grad_VD, compact)
+    return linear.linear_smopd_loss(hidden_ND, weight_VD, bias_V, tokens, settings, options, serve)
 
 
 N_HEAD = 3  # hidden, weight, bias
@@ -135,12 +120,11 @@ _OPTIONS_SCHEMA = "SymInt? chunk_bytes, bool? compact, bool need_hidden, bool ne
 _GRADIENTS_SCHEMA = "Tensor dhidden, Tensor dweight, Tensor dbias"
 
 
-def _serving(
-    hidden: Tensor, weight: Tensor, tokens: LossTokens, settings: LossSettings
-) -> Callable[..., TokenTerms]:
-    """The backend's loss_rows for the logits of this head."""
+def _serving(hidden: Tensor, weight: Tensor, tokens: LossTokens, settings: LossSettings) -> Serving:
+    """The backend's functions for the logits of this head, in rows."""
     facts = loss_facts(tokens, settings)
-    return dispatch.serving("loss_rows", hidden, n_vocab=weight.shape[0], **facts)
+    loss_rows = dispatch.serving("loss_rows", hidden, n_vocab=weight.shape[0], **facts)
+    return Serving(scale_=scale_, loss_rows=loss_rows)
 
 
 @operator(
@@ -152,17 +136,8 @@ def _linear_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
     """A gradient that is not needed is empty: (0,)."""
     tokens, settings = objective_of(rest[:N_OBJECTIVE])
     chunk_bytes, compact, *need = rest[N_OBJECTIVE:]
-    job = make_job(
-        hidden,
-        tokens,
-        settings,
-        compact=compact,
-        shard=Shard(0, (weight.shape[0],)),
-        chunk_bytes=chunk_budget(hidden, chunk_bytes, recompute=False),
-        main_grad_VD=None,
-        loss_rows=_serving(hidden, weight, tokens, settings),
-        scale_=scale_,
-    )
+    options, shard = LinearOptions(chunk_bytes, compact=compact), Shard(0, (weight.shape[0],))
+    job = make_job(hidden, tokens, settings, options, shard, _serving(hidden, weight, tokens, settings))
     with torch.autocast(hidden.device.type, enabled=False):
         terms, gradients = linear.by_rows(hidden, weight, bias, job, need)
     total, stats = total_loss(terms, tokens, settings)

@@ -18,7 +18,6 @@ from torch.autograd.function import once_differentiable
 
 from smopd.kernels import checks, dispatch
 from smopd.kernels.ops.library import empty_column, operator, target_facts
-from smopd.kernels.reference import loss as reference_loss
 from smopd.kernels.tokens import STATS_FIELDS, total_loss
 from smopd.kernels.types import LossSettings, LossStats, LossTokens, compute_dtype, loss_target
 
@@ -205,7 +204,7 @@ def scaled_gradient(grad: Tensor, dloss: Tensor) -> Tensor:
 def scale_(grad: Tensor, dloss: Tensor) -> None:
     """grad *= dloss, without touching grad where dloss is 1 and without a host synchronisation."""
     on_cpu = grad.device.type == "cpu"
-    (reference_loss.scale_ if on_cpu else dispatch.serving("scale_", grad))(grad, dloss)
+    (dispatch.definition("scale_") if on_cpu else dispatch.serving("scale_", grad))(grad, dloss)
 
 
 class _LossInPlace(torch.autograd.Function):

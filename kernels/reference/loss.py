@@ -11,15 +11,14 @@ Shapes: N tokens, V vocabulary, S support entries (kappa).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from smopd.kernels.reference.policy import policy_terms
 from smopd.kernels.reference.rows import row_chunks, rows_forward, rows_gradient
 from smopd.kernels.reference.topk import target_of
-from smopd.kernels.tokens import coefficients, counted, idle, join_terms, weighted
+from smopd.kernels.terms import token_terms
+from smopd.kernels.tokens import counted, join_terms
 from smopd.kernels.types import LossSettings, LossTokens, TokenTerms, compute_dtype, loss_target
 
 
@@ -93,37 +92,6 @@ def _chunk(
     if grad_NV.device.type != "cpu" or bool(idle_N.any()):  # asking costs a synchronisation elsewhere
         grad_NV.masked_fill_(idle_N[:, None], 0.0)
     return terms, grad_NV
-
-
-@dataclass(frozen=True)
-class RowGradients:
-    """The loss's gradients in a softmax's log-probability, KL and entropy, (N,) each, or None."""
-
-    logp_N: Tensor | None
-    kl_N: Tensor | None
-    entropy_N: Tensor | None
-
-
-def token_terms(
-    tokens: LossTokens,
-    settings: LossSettings,
-    logp_N: Tensor,
-    entropy_N: Tensor | None,
-    kl_N: Tensor | None,
-    teacher_mass_N: Tensor | None,
-    student_mass_N: Tensor | None,
-) -> tuple[TokenTerms, RowGradients, Tensor]:
-    """The tokens' terms from their rows' statistics, what pulls at the rows, and where nothing does."""
-    surrogate_N, slope_N, reverse_N, reverse_slope_N, clipped_N = policy_terms(logp_N, tokens, settings)
-    uncounted_N = ~counted(tokens)
-
-    def column(value_N: Tensor | None) -> Tensor:
-        return torch.zeros_like(logp_N) if value_N is None else value_N.masked_fill(uncounted_N, 0)
-
-    columns = (logp_N, entropy_N, kl_N, teacher_mass_N, student_mass_N, clipped_N, surrogate_N, reverse_N)
-    pg_N, kl_coef_N, reverse_coef_N, ent_coef_N = coefs = coefficients(tokens, settings, logp_N.dtype)
-    dlogp_N = weighted(pg_N, slope_N) + weighted(reverse_coef_N, reverse_slope_N)
-    return TokenTerms(*map(column, columns)), RowGradients(dlogp_N, kl_coef_N, ent_coef_N), idle(coefs)
 
 
 def scale_(grad: Tensor, dloss: Tensor) -> None:

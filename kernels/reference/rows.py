@@ -8,16 +8,15 @@ Shapes: N tokens, V vocabulary, S support entries (kappa), P pooled candidates.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from smopd.kernels.terms import LOGP_FLOOR, TAIL_FLOOR, Target, support_terms
 from smopd.kernels.tokens import weighted
 from smopd.kernels.types import compute_dtype
 
-TAIL_FLOOR = 2.0**-20  # teacher mass outside the support below this counts as 0 (ours: fp32 rounding of Q)
-LOGP_FLOOR = -1.0e4  # exp of it is 0 in fp64 too: -inf * 0 becomes 0 in the entropy, NaN stays NaN
 ROW_CHUNK_BYTES = 64 << 20  # widened logits in work at a time
 ROW_CHUNK_BYTES_CPU = 4 << 20  # stays in cache there, and is not mapped and faulted in anew each time
 
@@ -76,27 +75,6 @@ def _run_sums(values_NP: Tensor, segment_NP: Tensor) -> Tensor:
     places_NP = torch.where(last_NP, segment_NP, n_places)  # one more, where all that is no run's end goes
     sums_NP = torch.nn.functional.pad(torch.zeros_like(values_NP), (0, 1)).scatter(-1, places_NP, values_NP)
     return sums_NP[:, :-1]
-
-
-@dataclass(frozen=True)
-class Target:
-    """A sparse target made ready for the rows: ids are in range everywhere, and distinct if tail is asked.
-
-    first_NS marks one slot for each distinct id of the support. live_N says whether a row has any support.
-    A log-probability that is NaN leaves its slot empty and makes the row's mass NaN: its KL, both masses and,
-    where the KL has a gradient, its gradient are NaN then. tail_q_N: the mass off the support, 1 - Q.
-    """
-
-    ids_NS: Tensor
-    logps_NS: Tensor
-    q_NS: Tensor
-    first_NS: Tensor
-    live_N: Tensor
-    mass_N: Tensor
-    tail_q_N: Tensor
-
-    def rows(self, chunk: slice) -> Target:
-        return Target(*(getattr(self, field.name)[chunk] for field in fields(self)))
 
 
 def prepare_target(
@@ -214,22 +192,6 @@ def rows_forward(
         kl_N,
         student_mass_N,
     )
-
-
-def support_terms(
-    target: Target, student_logps_NS: Tensor, off_logp_N: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """KL, student's mass on the support and, given the log of its mass off it, the target's mass off it."""
-    gap_NS = target.logps_NS - student_logps_NS
-    nan_N = target.mass_N.isnan()
-    kl_N = torch.where(target.q_NS > 0, target.q_NS * gap_NS, 0.0).sum(-1).masked_fill(nan_N, torch.nan)
-    student_mass_N = torch.where(target.first_NS, student_logps_NS.exp(), 0.0).sum(-1)
-    student_mass_N = student_mass_N.masked_fill(nan_N, torch.nan)
-    if off_logp_N is None:
-        return kl_N, student_mass_N, None
-    tail_q_N = target.tail_q_N
-    kl_N = kl_N + torch.where(tail_q_N > 0, tail_q_N * (tail_q_N.log() - off_logp_N), 0.0)
-    return kl_N, student_mass_N, tail_q_N
 
 
 def rows_gradient(

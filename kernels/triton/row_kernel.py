@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from smopd.kernels.reference.rows import TAIL_FLOOR
+from smopd.kernels.terms import TAIL_FLOOR
 from smopd.kernels.triton.rows import (
     LN2,
     LOG2E,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from smopd.kernels import cpp, dispatch
-from smopd.kernels.head.sums import Plan
-from smopd.kernels.head.tiles import Merged, ReferenceTileLoss, TileLoss, finish
+from smopd.kernels.head.tiles import Merged, Plan, TileLoss, finish
+from smopd.kernels.reference import tiles as reference_tiles
 from smopd.kernels.reference import topk as reference
 from smopd.kernels.types import LossSettings, LossTokens, SparseTarget, TokenTerms
 from smopd.ops import linear_smopd_loss
@@ -116,7 +116,7 @@ def test_sums_are_the_references(dtype: torch.dtype, cuts: str) -> None:
         tokens = tokens_of(logits_NV, "given", settings)
         plan, got_CN = scanned(logits_NV, tokens, settings, cpp.TileLoss, CUTS[cuts])
         _, true_CN = scanned(
-            logits_NV.double(), cpp_rows.in_float64(tokens), settings, ReferenceTileLoss, CUTS[cuts]
+            logits_NV.double(), cpp_rows.in_float64(tokens), settings, reference_tiles.TileLoss, CUTS[cuts]
         )
         assert got_CN.dtype == true_CN.dtype == torch.float64
         exact = {"rtol": 1e-14, "atol": 0.0, "equal_nan": True}
@@ -294,9 +294,9 @@ def test_which_backend_has_the_passes(
         tensor = torch.zeros(1, dtype=dtype)
         for backend in ("", "cpp"):
             assert said(backend, tensor) == (cpp.TileLoss, [served["cpp"]])
-        assert said("reference", tensor) == (ReferenceTileLoss, [served["reference"]])
+        assert said("reference", tensor) == (reference_tiles.TileLoss, [served["reference"]])
     chosen, (line,) = said("", torch.zeros(1, dtype=torch.float64))
-    assert chosen is ReferenceTileLoss and line.startswith(start + "the dtype is torch.float64")
+    assert chosen is reference_tiles.TileLoss and line.startswith(start + "the dtype is torch.float64")
     with pytest.raises(RuntimeError, match="some_op: SMOPD_BACKEND=cpp cannot serve this call: the dtype"):
         said("cpp", torch.zeros(1, dtype=torch.float64))
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from smopd.kernels.head import recompute as linear_recompute
-from smopd.kernels.head import sums as linear_sums
-from smopd.kernels.head.tiles import ReferenceTileLoss, finish, gradient_
+from smopd.kernels.head.tiles import finish
 from smopd.kernels.reference.loss import loss_rows
+from smopd.kernels.reference.tiles import TileLoss
 from smopd.kernels.tokens import TERMS
 from smopd.ops import LossSettings, linear_smopd_loss, smopd_loss
 from tests.kernels.head import linear_cases as cases
@@ -48,8 +48,8 @@ def test_tiles_are_what_was_asked(tile_bytes: int, monkeypatch: pytest.MonkeyPat
     hidden, weight, bias = cases.head()
     tokens = cases.loss_tokens(cases.dense(hidden, weight, bias), LossSettings())
     sizes = []
-    scan = ReferenceTileLoss.scan
-    monkeypatch.setattr(ReferenceTileLoss, "scan", lambda *args: sizes.append(args[2].numel()) or scan(*args))
+    scan = TileLoss.scan
+    monkeypatch.setattr(TileLoss, "scan", lambda *args: sizes.append(args[2].numel()) or scan(*args))
     linear_smopd_loss(hidden, weight, tokens, recompute=True, chunk_bytes=tile_bytes)
     assert sum(sizes) == (cases.N - 1) * cases.V  # one row counts nowhere
     assert max(sizes) <= tile_bytes // 8
@@ -67,14 +67,14 @@ def test_rows_that_are_not_finite_are_as_in_the_reference(name: str, what: float
         logits[1:, column : column + width] = what
         want_grad, got_grad = torch.empty_like(logits), logits.clone()
         want = loss_rows(logits, tokens, settings, want_grad)
-        plan = linear_sums.make_plan(tokens, settings, logits.dtype)
-        sums = plan.empty_sums()
+        plan = TileLoss.plan_of(tokens, settings, logits.dtype)
+        sums, passes = plan.empty_sums(), TileLoss(plan)
         pieces = [(0, 5), (5, 8), (8, 20), (20, cases.V)]
         for start, stop in pieces:
-            linear_sums.scan(plan, sums, logits[:, start:stop], 0, start)
+            passes.scan(sums, logits[:, start:stop], 0, start)
         merged = finish(plan, sums)
         for start, stop in pieces:
-            gradient_(plan, merged, got_grad[:, start:stop], 0, start)
+            passes.gradient_(merged, got_grad[:, start:stop], 0, start)
         for term in TERMS:
             values = getattr(merged.terms, term), getattr(want, term)
             torch.testing.assert_close(*values, equal_nan=True, rtol=2e-6, atol=2e-6)
