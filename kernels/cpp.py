@@ -20,6 +20,7 @@ from smopd.kernels.head.tiles import Merged, Plan, make_plan
 from smopd.kernels.terms import TAIL_FLOOR, Target
 from smopd.kernels.types import (
     Candidates,
+    KlOptions,
     LossSettings,
     LossTokens,
     Mixture,
@@ -84,13 +85,11 @@ def forward_kl_rows(
     logits_NV: Tensor,
     token_ids_N: Tensor,
     target: SparseTarget | Candidates,
-    *,
-    tail: bool,
-    temperature: float,
+    options: KlOptions,
 ) -> tuple[Tensor, Tensor]:
     """Each token's log-probability and forward KL, (N,) fp32."""
     return torch.ops.smopd.forward_kl_rows_cpu(
-        logits_NV.detach(), token_ids_N, *_target(target), tail, temperature
+        logits_NV.detach(), token_ids_N, *_target(target), options.tail, options.temperature
     )
 
 
@@ -98,16 +97,14 @@ def forward_kl_gradient(
     logits_NV: Tensor,
     token_ids_N: Tensor,
     target: SparseTarget | Candidates,
-    *,
-    tail: bool,
-    temperature: float,
+    options: KlOptions,
     dlogp_N: Tensor | None,
     dkl_N: Tensor | None,
 ) -> Tensor:
     """The gradient of sum(dlogp logp + dkl kl) in the logits, (N, V) of their dtype."""
     slopes = (_float_if_any(dlogp_N), _float_if_any(dkl_N))
     return torch.ops.smopd.forward_kl_gradient_cpu(
-        logits_NV.detach(), token_ids_N, *_target(target), tail, temperature, *slopes
+        logits_NV.detach(), token_ids_N, *_target(target), options.tail, options.temperature, *slopes
     )
 
 

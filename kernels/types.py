@@ -224,6 +224,14 @@ class Candidates:
     merge: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class KlOptions:
+    """How a forward KL is taken: topk_forward_kl's options, said there."""
+
+    tail: bool
+    temperature: float
+
+
 def loss_target(tokens: LossTokens, settings: LossSettings) -> SparseTarget | Candidates | None:
     """What the forward KL of these tokens goes to; None: there is no forward KL."""
     if tokens.target_ids_NS is not None and tokens.target_logps_NS is not None:

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from smopd.kernels import checks, dispatch
 from smopd.kernels.ops.library import empty_column, operator, target_facts
-from smopd.kernels.types import Candidates, SparseTarget
+from smopd.kernels.types import Candidates, KlOptions, SparseTarget
 
 
 def topk_forward_kl(
@@ -109,19 +109,7 @@ _KL_SCHEMA = (
 )
 
 
-def _kl_target(
-    ids: Tensor, logps: Tensor, log_alpha: Tensor | None, kappa: int, merge: bool
-) -> SparseTarget | Candidates:
-    """Without log_alpha ids and logps are a target (N, S), with it the teachers' candidates (N, M, S)."""
-    if log_alpha is None:
-        return SparseTarget(ids, logps)
-    return Candidates(ids, logps, log_alpha, kappa, merge)
-
-
-@operator("forward_kl", f"({_KL_SCHEMA}) -> (Tensor logp, Tensor kl)")
-def _forward_kl(
-    logits: Tensor,
-    token_ids: Tensor,
+def _kl_of(
     ids: Tensor,
     logps: Tensor,
     log_alpha: Tensor | None,
@@ -129,12 +117,21 @@ def _forward_kl(
     merge: bool,
     tail: bool,
     temperature: float,
-) -> tuple[Tensor, Tensor]:
-    target = _kl_target(ids, logps, log_alpha, kappa, merge)
+) -> tuple[SparseTarget | Candidates, KlOptions]:
+    """Without log_alpha ids and logps are a target (N, S), with it the teachers' candidates (N, M, S)."""
+    options = KlOptions(tail=tail, temperature=temperature)
+    if log_alpha is None:
+        return SparseTarget(ids, logps), options
+    return Candidates(ids, logps, log_alpha, kappa, merge), options
+
+
+@operator("forward_kl", f"({_KL_SCHEMA}) -> (Tensor logp, Tensor kl)")
+def _forward_kl(logits: Tensor, token_ids: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    target, options = _kl_of(*rest)
     checks.require_token_ids("forward_kl", token_ids, logits.shape[1])
     checks.require_target_ids("forward_kl", target, logits.shape[1])
     serve = dispatch.serving("forward_kl_rows", logits, **target_facts(target))
-    logp, kl = serve(logits, token_ids, target, tail=tail, temperature=temperature)
+    logp, kl = serve(logits, token_ids, target, options)
     # An operator's outputs share no memory; a backend's may.
     return logp, kl.clone() if kl.untyped_storage()._cdata == logp.untyped_storage()._cdata else kl
 
@@ -145,22 +142,11 @@ def _(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @operator("forward_kl_gradient", f"({_KL_SCHEMA}, Tensor? dlogp, Tensor? dkl) -> Tensor")
-def _forward_kl_gradient(
-    logits: Tensor,
-    token_ids: Tensor,
-    ids: Tensor,
-    logps: Tensor,
-    log_alpha: Tensor | None,
-    kappa: int,
-    merge: bool,
-    tail: bool,
-    temperature: float,
-    dlogp: Tensor | None,
-    dkl: Tensor | None,
-) -> Tensor:
-    target = _kl_target(ids, logps, log_alpha, kappa, merge)
+def _forward_kl_gradient(logits: Tensor, token_ids: Tensor, *rest: Any) -> Tensor:
+    *kl, dlogp, dkl = rest
+    target, options = _kl_of(*kl)
     serve = dispatch.serving("forward_kl_gradient", logits, **target_facts(target))
-    return serve(logits, token_ids, target, tail=tail, temperature=temperature, dlogp_N=dlogp, dkl_N=dkl)
+    return serve(logits, token_ids, target, options, dlogp, dkl)
 
 
 @_forward_kl_gradient.register_fake

@@ -24,7 +24,7 @@ from smopd.kernels.reference.rows import (
     rows_gradient,
     widen,
 )
-from smopd.kernels.types import Candidates, Mixture, SparseTarget, TopK, compute_dtype
+from smopd.kernels.types import Candidates, KlOptions, Mixture, SparseTarget, TopK, compute_dtype
 
 _ID_BITS = 32
 
@@ -119,14 +119,12 @@ def forward_kl_rows(
     logits_NV: Tensor,
     token_ids_N: Tensor,
     target: SparseTarget | Candidates,
-    *,
-    tail: bool,
-    temperature: float,
+    options: KlOptions,
 ) -> tuple[Tensor, Tensor]:
     """Each row's log-probability of its token and forward KL to its target."""
     logp_N = torch.empty(logits_NV.shape[0], dtype=compute_dtype(logits_NV.dtype), device=logits_NV.device)
     kl_N = torch.empty_like(logp_N)
-    for chunk, rows in _kl_chunks(logits_NV, token_ids_N, target, tail, temperature, gradient=False):
+    for chunk, rows in _kl_chunks(logits_NV, token_ids_N, target, options, gradient=False):
         assert rows.kl_N is not None  # there is a target
         logp_N[chunk], kl_N[chunk] = rows.logp_N, rows.kl_N
     return logp_N, kl_N
@@ -136,15 +134,13 @@ def forward_kl_gradient(
     logits_NV: Tensor,
     token_ids_N: Tensor,
     target: SparseTarget | Candidates,
-    *,
-    tail: bool,
-    temperature: float,
+    options: KlOptions,
     dlogp_N: Tensor | None,
     dkl_N: Tensor | None,
 ) -> Tensor:
     """The gradient of sum(dlogp logp + dkl kl) in the logits. The rows are computed again."""
     grad_NV = torch.empty_like(logits_NV)
-    for chunk, rows in _kl_chunks(logits_NV, token_ids_N, target, tail, temperature, gradient=True):
+    for chunk, rows in _kl_chunks(logits_NV, token_ids_N, target, options, gradient=True):
         dlogp = None if dlogp_N is None else dlogp_N[chunk]
         dkl = None if dkl_N is None else dkl_N[chunk]
         grad_NV[chunk] = rows_gradient(rows, dlogp, dkl, None)
@@ -155,20 +151,19 @@ def _kl_chunks(
     logits_NV: Tensor,
     token_ids_N: Tensor,
     target: SparseTarget | Candidates,
-    tail: bool,
-    temperature: float,
+    options: KlOptions,
     *,
     gradient: bool,
 ) -> Iterator[tuple[slice, Rows]]:
-    ready = target_of(target, compute_dtype(logits_NV.dtype), tail=tail)
+    ready = target_of(target, compute_dtype(logits_NV.dtype), tail=options.tail)
     for start, stop in row_chunks(logits_NV):
         chunk = slice(start, stop)
         rows = rows_forward(
             logits_NV[chunk],
             token_ids_N[chunk],
             ready.rows(chunk),
-            temperature=temperature,
-            tail=tail,
+            temperature=options.temperature,
+            tail=options.tail,
             gradient=gradient,
         )
         yield chunk, rows

@@ -16,7 +16,15 @@ from triton.runtime.jit import JITFunction
 from smopd.kernels.triton.mixture import MAX_CANDIDATES, teacher_mixture
 from smopd.kernels.triton.row_kernel import row_kernel
 from smopd.kernels.triton.rows import LOG2E
-from smopd.kernels.types import Candidates, LossSettings, LossTokens, SparseTarget, TokenTerms, loss_target
+from smopd.kernels.types import (
+    Candidates,
+    KlOptions,
+    LossSettings,
+    LossTokens,
+    SparseTarget,
+    TokenTerms,
+    loss_target,
+)
 
 MAX_SUPPORT = 512  # slots of a target: their pairs are compared
 MAX_POOLED = 128  # candidates that the row kernel unites itself; more go through teacher_mixture's kernel
@@ -199,18 +207,21 @@ def loss_rows(
     return TokenTerms(logp_N, entropy_N, kl_N, *masses, clipped_N, surrogate_N, reverse_N)
 
 
+def _kl_settings(options: KlOptions) -> LossSettings:
+    return LossSettings(
+        tail=options.tail, temperature=options.temperature, kl_temperature=options.temperature
+    )
+
+
 def forward_kl_rows(
     logits_NV: Tensor,
     token_ids_N: Tensor,
     target: SparseTarget | Candidates,
-    *,
-    tail: bool,
-    temperature: float,
+    options: KlOptions,
 ) -> tuple[Tensor, Tensor]:
     """Each row's log-probability of its token and forward KL to its target."""
     terms_CN = torch.empty((2, logits_NV.shape[0]), dtype=torch.float32, device=logits_NV.device)
-    settings = LossSettings(tail=tail, temperature=temperature, kl_temperature=temperature)
-    _launch("forward_kl_rows", logits_NV, token_ids_N, target, settings, None, {}, terms_CN)
+    _launch("forward_kl_rows", logits_NV, token_ids_N, target, _kl_settings(options), None, {}, terms_CN)
     logp_N, kl_N = terms_CN.unbind(0)
     return logp_N, kl_N
 
@@ -219,15 +230,12 @@ def forward_kl_gradient(
     logits_NV: Tensor,
     token_ids_N: Tensor,
     target: SparseTarget | Candidates,
-    *,
-    tail: bool,
-    temperature: float,
+    options: KlOptions,
     dlogp_N: Tensor | None,
     dkl_N: Tensor | None,
 ) -> Tensor:
     """The gradient of sum(dlogp logp + dkl kl) in the logits. The statistics are computed again."""
     grad_NV = torch.empty_like(logits_NV)
-    settings = LossSettings(tail=tail, temperature=temperature, kl_temperature=temperature)
-    columns = {"dlogp": dlogp_N, "dkl": dkl_N}
+    settings, columns = _kl_settings(options), {"dlogp": dlogp_N, "dkl": dkl_N}
     _launch("forward_kl_gradient", logits_NV, token_ids_N, target, settings, grad_NV, columns, None)
     return grad_NV

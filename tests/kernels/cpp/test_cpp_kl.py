@@ -11,7 +11,7 @@ from torch import Tensor
 
 from smopd.kernels import cpp
 from smopd.kernels.reference import topk as reference
-from smopd.kernels.types import Candidates, SparseTarget
+from smopd.kernels.types import Candidates, KlOptions, SparseTarget
 from tests.kernels import cases
 from tests.kernels.cpp import cpp_rows
 from tests.kernels.cpp.cpp_rows import TERM_TOLERANCE
@@ -45,12 +45,12 @@ def assert_forward_kl(
     tail: bool,
     temperature: float,
 ) -> None:
-    options = {"tail": tail, "temperature": temperature}
-    logp_N, kl_N = cpp.forward_kl_rows(logits_NV, token_ids_N, target, **options)
+    options = KlOptions(tail=tail, temperature=temperature)
+    logp_N, kl_N = cpp.forward_kl_rows(logits_NV, token_ids_N, target, options)
     wide = wide_target(target)
     for value_N, true_N in zip(
         (logp_N, kl_N),
-        reference.forward_kl_rows(logits_NV.double(), token_ids_N, wide, **options),
+        reference.forward_kl_rows(logits_NV.double(), token_ids_N, wide, options),
         strict=True,
     ):
         assert value_N.dtype == torch.float32
@@ -58,9 +58,9 @@ def assert_forward_kl(
     dlogp_N, dkl_N = slopes(logits_NV.shape[0])
     for dlogp, dkl in ((dlogp_N, dkl_N), (dlogp_N, None), (None, dkl_N)):
         pair = {"dlogp_N": dlogp, "dkl_N": dkl}
-        grad_NV = cpp.forward_kl_gradient(logits_NV, token_ids_N, target, **options, **pair)
+        grad_NV = cpp.forward_kl_gradient(logits_NV, token_ids_N, target, options, **pair)
         wide_pair = {name: None if value is None else value.double() for name, value in pair.items()}
-        true_NV = reference.forward_kl_gradient(logits_NV.double(), token_ids_N, wide, **options, **wide_pair)
+        true_NV = reference.forward_kl_gradient(logits_NV.double(), token_ids_N, wide, options, **wide_pair)
         assert grad_NV.dtype == logits_NV.dtype
         pull_N = dlogp_N.double().abs() if dlogp is not None else torch.zeros(len(dkl_N), dtype=torch.float64)
         magnitude_NV = cpp_rows.magnitude(
@@ -98,16 +98,16 @@ def test_many_rows_of_the_full_vocabulary_equal_float64(case: cases.Case) -> Non
     few = Candidates(
         target.ids_NMS[rows], target.logps_NMS[rows], target.log_alpha, target.kappa, target.merge
     )
-    options = {"tail": True, "temperature": 1.0}
-    many = cpp.forward_kl_rows(logits_NV, token_ids_N, target, **options)
-    for all_N, few_N in zip(many, cpp.forward_kl_rows(few_NV, few_ids_N, few, **options), strict=True):
+    options = KlOptions(tail=True, temperature=1.0)
+    many = cpp.forward_kl_rows(logits_NV, token_ids_N, target, options)
+    for all_N, few_N in zip(many, cpp.forward_kl_rows(few_NV, few_ids_N, few, options), strict=True):
         assert torch.equal(all_N[rows], few_N)
     dlogp_N, dkl_N = slopes(case.N)
     pair, few_pair = ({"dlogp_N": dlogp_N[at], "dkl_N": dkl_N[at]} for at in (slice(None), rows))
-    many_NV = cpp.forward_kl_gradient(logits_NV, token_ids_N, target, **options, **pair)
-    few_grad_NV = cpp.forward_kl_gradient(few_NV, few_ids_N, few, **options, **few_pair)
+    many_NV = cpp.forward_kl_gradient(logits_NV, token_ids_N, target, options, **pair)
+    few_grad_NV = cpp.forward_kl_gradient(few_NV, few_ids_N, few, options, **few_pair)
     assert torch.equal(many_NV[rows], few_grad_NV)
-    assert_forward_kl(few_NV, few_ids_N, few, **options)
+    assert_forward_kl(few_NV, few_ids_N, few, tail=True, temperature=1.0)
 
 
 @pytest.mark.parametrize("tail", [True, False], ids=["tail", "no tail"])
@@ -153,9 +153,10 @@ def test_teachers_equal_the_target_that_they_make() -> None:
         union = Candidates(*teachers, kappa, merge)
         mixture = cpp.teacher_mixture(*teachers, kappa, merge=merge)
         made = SparseTarget(mixture.ids_NS, mixture.logps_NS)
+        options = KlOptions(tail=tail, temperature=0.9)
         for one, other in zip(
-            cpp.forward_kl_rows(logits_NV, token_ids_N, union, tail=tail, temperature=0.9),
-            cpp.forward_kl_rows(logits_NV, token_ids_N, made, tail=tail, temperature=0.9),
+            cpp.forward_kl_rows(logits_NV, token_ids_N, union, options),
+            cpp.forward_kl_rows(logits_NV, token_ids_N, made, options),
             strict=True,
         ):
             assert torch.equal(one, other)
@@ -179,7 +180,7 @@ def test_threads_and_layout() -> None:
     assert isinstance(target, Candidates)
     view_NV = logits_NV[:, 5:39995]
     token_ids_N = torch.arange(24) * 1601
-    options = {"tail": True, "temperature": 1.0}
+    options = KlOptions(tail=True, temperature=1.0)
     dlogp_N, dkl_N = slopes(24)
     gradient = {"dlogp_N": dlogp_N, "dkl_N": dkl_N.to(torch.bfloat16)}
     threads = torch.get_num_threads()
@@ -187,9 +188,9 @@ def test_threads_and_layout() -> None:
     try:
         for count, rows_NV in ((1, view_NV), (2, view_NV), (2, view_NV.contiguous())):
             torch.set_num_threads(count)
-            terms = cpp.forward_kl_rows(rows_NV, token_ids_N, target, **options)
+            terms = cpp.forward_kl_rows(rows_NV, token_ids_N, target, options)
             results.append(
-                (*terms, cpp.forward_kl_gradient(rows_NV, token_ids_N, target, **options, **gradient))
+                (*terms, cpp.forward_kl_gradient(rows_NV, token_ids_N, target, options, **gradient))
             )
     finally:
         torch.set_num_threads(threads)
@@ -199,13 +200,10 @@ def test_threads_and_layout() -> None:
 def test_empty_shapes() -> None:
     none_NV, tokens_N = torch.empty(0, 10), torch.empty(0, dtype=torch.int64)
     target = SparseTarget(torch.empty(0, 4, dtype=torch.int64), torch.empty(0, 4))
-    logp_N, kl_N = cpp.forward_kl_rows(none_NV, tokens_N, target, tail=True, temperature=1.0)
+    options = KlOptions(tail=True, temperature=1.0)
+    logp_N, kl_N = cpp.forward_kl_rows(none_NV, tokens_N, target, options)
     assert logp_N.shape == kl_N.shape == (0,)
-    pair = {"dlogp_N": logp_N, "dkl_N": None}
-    assert cpp.forward_kl_gradient(none_NV, tokens_N, target, tail=True, temperature=1.0, **pair).shape == (
-        0,
-        10,
-    )
+    assert cpp.forward_kl_gradient(none_NV, tokens_N, target, options, logp_N, None).shape == (0, 10)
 
 
 def test_operator_schemas() -> None:

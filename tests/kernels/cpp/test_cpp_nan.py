@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from smopd.kernels import cpp
-from smopd.kernels.types import LossSettings, LossTokens, SparseTarget
+from smopd.kernels.types import KlOptions, LossSettings, LossTokens, SparseTarget
 from tests.kernels.cpp import cpp_rows
 from tests.kernels.cpp.cpp_rows import DTYPES
 
@@ -66,13 +66,13 @@ def test_no_nan_of_a_target_where_the_kl_has_no_upstream_gradient(dtype: torch.d
     logits_NV = cpp_rows.random_logits(N, V, dtype)
     target = cpp_rows.target_of("given", N, V, S, True)
     assert isinstance(target, SparseTarget)
-    options = {"tail": tail, "temperature": 0.7, "dlogp_N": torch.randn(N)}
+    options, dlogp_N = KlOptions(tail=tail, temperature=0.7), torch.randn(N)
 
     def gradient_of(value: float, dkl_N: Tensor | None) -> Tensor:
         logps_NS = target.logps_NS.clone()
         logps_NS[1, 0] = value
         changed = SparseTarget(target.ids_NS, logps_NS)
-        return cpp.forward_kl_gradient(logits_NV, torch.arange(N), changed, **options, dkl_N=dkl_N)
+        return cpp.forward_kl_gradient(logits_NV, torch.arange(N), changed, options, dlogp_N, dkl_N)
 
     dkl_N = torch.ones(N)
     assert gradient_of(math.nan, dkl_N).isnan().all(1).tolist() == [row == 1 for row in range(N)]

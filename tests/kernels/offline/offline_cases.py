@@ -15,7 +15,14 @@ from smopd.kernels.triton import loss as triton_loss
 from smopd.kernels.triton import mixture as triton_mixture
 from smopd.kernels.triton import scale as triton_scale
 from smopd.kernels.triton import topk as triton_topk
-from smopd.kernels.types import AdvantageOptions, Candidates, LossSettings, LossTokens, SparseTarget
+from smopd.kernels.types import (
+    AdvantageOptions,
+    Candidates,
+    KlOptions,
+    LossSettings,
+    LossTokens,
+    SparseTarget,
+)
 from tests.kernels.offline.offline_launches import pairwise
 
 MODULES = sorted(
@@ -253,14 +260,13 @@ def _forward_kl() -> Iterator[Case]:
         target: SparseTarget | Candidates = _candidates(2, row["kappa"], True)
         if row["target"] == "sparse":
             target = SparseTarget(_ids(N, row["kappa"]), _logps(N, row["kappa"]))
-        arguments = (_logits(row), _column(torch.int64), target)
-        options = {"tail": row["tail"], "temperature": 1.0}
+        options = KlOptions(tail=row["tail"], temperature=1.0)
+        arguments = (_logits(row), _column(torch.int64), target, options)
         kl_alone = row.get("upstream") == "kl"
-        upstream = {"dlogp_N": None if kl_alone else _column(), "dkl_N": _column()}
+        both = (*arguments, None if kl_alone else _column(), _column())
         label = f"kl-{_name(row)}"
-        yield label, lambda a=arguments, o=options: triton_loss.forward_kl_rows(*a, **o)
-        both = options | upstream
-        yield label, lambda a=arguments, o=both: triton_loss.forward_kl_gradient(*a, **o)
+        yield label, lambda a=arguments: triton_loss.forward_kl_rows(*a)
+        yield label, lambda a=both: triton_loss.forward_kl_gradient(*a)
 
 
 def _advantages() -> Iterator[Case]:

@@ -24,7 +24,7 @@ if not torch.cuda.is_available():
 
 from smopd.kernels import dispatch
 from smopd.kernels.reference import topk as reference
-from smopd.kernels.types import LossSettings, LossTokens, SparseTarget
+from smopd.kernels.types import KlOptions, LossSettings, LossTokens, SparseTarget
 from tests.kernels.cases import DTYPES
 from tests.kernels.cpp import cpp_rows
 
@@ -152,26 +152,25 @@ def test_forward_kl(backend: str) -> None:
         target = data.draw(targets(n_rows, n_vocab))
         wide = SparseTarget(target.ids_NS, target.logps_NS.double())
         token_ids_N = torch.arange(n_rows) % n_vocab
-        options = {"tail": data.draw(st.booleans()), "temperature": data.draw(st.sampled_from([1.0, 0.7]))}
-        true = reference.forward_kl_rows(logits_NV.double(), token_ids_N, wide, **options)
-        for value_N, true_N in zip(rows(logits_NV, token_ids_N, target, **options), true, strict=True):
+        tail, temperature = data.draw(st.booleans()), data.draw(st.sampled_from([1.0, 0.7]))
+        options = KlOptions(tail=tail, temperature=temperature)
+        true = reference.forward_kl_rows(logits_NV.double(), token_ids_N, wide, options)
+        for value_N, true_N in zip(rows(logits_NV, token_ids_N, target, options), true, strict=True):
             torch.testing.assert_close(
                 value_N.double(), true_N, rtol=2e-6, atol=cpp_rows.TERM_TOLERANCE, equal_nan=True
             )
         slopes = {"dlogp_N": torch.ones(n_rows), "dkl_N": torch.full((n_rows,), 0.5)}
-        grad_NV = gradient(logits_NV, token_ids_N, target, **options, **slopes)
+        grad_NV = gradient(logits_NV, token_ids_N, target, options, **slopes)
         wide_slopes = {name: slope.double() for name, slope in slopes.items()}
-        true_NV = reference.forward_kl_gradient(
-            logits_NV.double(), token_ids_N, wide, **options, **wide_slopes
-        )
+        true_NV = reference.forward_kl_gradient(logits_NV.double(), token_ids_N, wide, options, **wide_slopes)
         magnitude_NV = cpp_rows.magnitude(
             logits_NV,
             token_ids_N,
             wide,
-            tail=options["tail"],
-            temperatures=(options["temperature"],) * 2,
-            coef_N=torch.full((n_rows,), 1.5, dtype=torch.float64) / options["temperature"],
-            pull_N=torch.ones(n_rows, dtype=torch.float64) / options["temperature"],
+            tail=tail,
+            temperatures=(temperature,) * 2,
+            coef_N=torch.full((n_rows,), 1.5, dtype=torch.float64) / temperature,
+            pull_N=torch.ones(n_rows, dtype=torch.float64) / temperature,
         )
         cpp_rows.assert_gradient(grad_NV, true_NV, magnitude_NV + SUBNORMAL)
 
@@ -231,10 +230,10 @@ def test_a_small_tail(backend: str) -> None:
     logps_NS = logits_NV[:, :n_support].double().log_softmax(-1) + math.log1p(-3e-5)
     target = SparseTarget(torch.arange(n_support).expand(n_rows, -1), logps_NS.float())
     arguments = (torch.zeros(n_rows, dtype=torch.long), target)
-    options = {"tail": True, "temperature": 1.0, "dlogp_N": None, "dkl_N": torch.ones(n_rows)}
+    rest = (KlOptions(tail=True, temperature=1.0), None, torch.ones(n_rows))
     wide = SparseTarget(target.ids_NS, target.logps_NS.double())
-    true_NV = reference.forward_kl_gradient(logits_NV.double(), arguments[0], wide, **options)
+    true_NV = reference.forward_kl_gradient(logits_NV.double(), arguments[0], wide, *rest)
     serves = {reference.forward_kl_gradient, kernel(backend, "forward_kl_gradient")}
     for gradient in serves:
-        grad_NV = gradient(logits_NV, *arguments, **options)[:, n_support:].double()
+        grad_NV = gradient(logits_NV, *arguments, *rest)[:, n_support:].double()
         torch.testing.assert_close(grad_NV, true_NV[:, n_support:], rtol=1e-5, atol=0.0)

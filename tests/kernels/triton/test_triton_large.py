@@ -19,7 +19,7 @@ from torch import Tensor
 from smopd import ops
 from smopd.kernels import dispatch
 from smopd.kernels.reference import topk as reference
-from smopd.kernels.types import LossSettings, LossStats, LossTokens, SparseTarget
+from smopd.kernels.types import KlOptions, LossSettings, LossStats, LossTokens, SparseTarget
 from tests.kernels.cpp.cpp_rows import picked
 from tests.kernels.offline.offline_launches import pairwise
 from tests.kernels.triton.triton_cases import (
@@ -268,12 +268,12 @@ def test_topk_forward_kl(size: Size) -> None:
     found = sampled(call, logits_NV, rows)
     wide_NV, token_ids_N = logits_NV.detach()[rows].double(), tokens.token_ids_N[rows]
     few = SparseTarget(target.ids_NS[rows], target.logps_NS[rows].double())
-    options = {"tail": size.tail, "temperature": 1.0}
-    logp_N, kl_N = reference.forward_kl_rows(wide_NV, token_ids_N, few, **options)
+    options = KlOptions(tail=size.tail, temperature=1.0)
+    logp_N, kl_N = reference.forward_kl_rows(wide_NV, token_ids_N, few, options)
     assert_close(found["logp"], logp_N, "logp")
     assert_close(found["kl"], kl_N, "kl")
     wide = {name: slope[rows].double() for name, slope in slopes.items()}
-    grad_NV = reference.forward_kl_gradient(wide_NV, token_ids_N, few, **options, **wide)
+    grad_NV = reference.forward_kl_gradient(wide_NV, token_ids_N, few, options, **wide)
     cancelling_NV = kl_size(wide_NV, few, wide["dkl_N"], size.tail, 1.0) + wide["dlogp_N"].abs()[:, None]
     check_gradient(found["gradient"], grad_NV, cancelling_NV)
 

@@ -26,6 +26,7 @@ from smopd.kernels.types import (
     CLIP_REVERSE_HIGH,
     CLIP_REVERSE_LOW,
     Candidates,
+    KlOptions,
     LossTokens,
     SparseTarget,
     TokenTerms,
@@ -442,12 +443,11 @@ def check_forward_kl(case: Case, dtype: str, target: str, tail: bool, upstream: 
     else:
         teachers = (tokens.teacher_ids_NMS, tokens.teacher_logps_NMS, tokens.log_alpha)
         given = Candidates(*teachers, case.settings.kappa, target == "merged")
-    options = {"tail": tail, "temperature": 0.8}
-    arguments = (tokens.token_ids_N, given)
+    arguments = (tokens.token_ids_N, given, KlOptions(tail=tail, temperature=0.8))
     wide = case.logits.double()
     for got, want in zip(
-        triton_loss.forward_kl_rows(case.logits, *arguments, **options),
-        reference.forward_kl_rows(wide, *arguments, **options),
+        triton_loss.forward_kl_rows(case.logits, *arguments),
+        reference.forward_kl_rows(wide, *arguments),
         strict=True,
     ):
         torch.testing.assert_close(got.double(), want, rtol=TERM_RELATIVE, atol=TERM_TOLERANCE)
@@ -455,12 +455,12 @@ def check_forward_kl(case: Case, dtype: str, target: str, tail: bool, upstream: 
         None if upstream == "kl" else torch.randn(len(tokens.token_ids_N), device=DEVICE).to(DTYPES[dtype])
     )
     dkl = None if upstream == "logp" else torch.randn(len(tokens.token_ids_N), device=DEVICE)
-    got = triton_loss.forward_kl_gradient(case.logits, *arguments, **options, dlogp_N=dlogp, dkl_N=dkl)
+    got = triton_loss.forward_kl_gradient(case.logits, *arguments, dlogp_N=dlogp, dkl_N=dkl)
     wide_upstream = {
         "dlogp_N": None if dlogp is None else dlogp.double(),
         "dkl_N": None if dkl is None else dkl.double(),
     }
-    want = reference.forward_kl_gradient(wide, *arguments, **options, **wide_upstream)
+    want = reference.forward_kl_gradient(wide, *arguments, **wide_upstream)
     size = torch.zeros_like(wide)
     if dkl is not None:
         size += kl_size(wide, given, dkl, tail, 0.8)
