@@ -1,4 +1,6 @@
-"""The operations' truth: dense distributions in float64 and autograd, a few rows at a time.
+"""The operations' truth, of benchmarks and tests: dense distributions and autograd, a few rows at a time.
+
+Nothing here is shared with smopd.kernels.
 
 Shapes: n rows of a chunk, V vocabulary, M teachers, S support entries (kappa).
 """
@@ -14,6 +16,25 @@ from torch import Tensor
 from smopd.ops import LossSettings, LossTokens
 
 TAIL_FLOOR = 2.0**-20  # the teachers' tail below this counts as none
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Per row, (n,) each and differentiable in the logits: smopd_loss's terms, and their weighted sum.
+
+    slope: the surrogate's, in size. q_dense: (n, V) the target's masses.
+    """
+
+    logp: Tensor
+    entropy: Tensor
+    kl: Tensor
+    surrogate: Tensor
+    reverse: Tensor
+    weighted: Tensor
+    teacher_mass: Tensor
+    student_mass: Tensor
+    slope: Tensor
+    q_dense: Tensor
 
 
 @dataclass(frozen=True)
@@ -54,55 +75,86 @@ def mixture(ids: Tensor, logps: Tensor, log_alpha: Tensor, kappa: int, merge: bo
     return ids.gather(-1, order)[:, :kappa], pool[:, :kappa]
 
 
-def exact(logits: Tensor, tokens: LossTokens, settings: LossSettings, *, gradient: bool = False) -> Exact:
-    """The objective of smopd_loss (with opd_coef, entropy_coef) without dual clip and reverse term."""
-    logits = logits.detach().double().requires_grad_(gradient)
-    with torch.set_grad_enabled(gradient):
-        logq = (logits / settings.temperature).log_softmax(-1)
-        logp = logq.gather(-1, tokens.token_ids_N.long()[:, None])[:, 0]
-        entropy = -(logq.exp() * logq).nan_to_num(0.0).sum(-1)
-        surrogate, slope = _surrogate(logp, tokens, settings)
-        kl, q_dense = _forward_kl(logits, tokens, settings)
-        weights = [tokens.pg_weight_N, tokens.kl_weight_N, tokens.ent_weight_N]
-        pg_w, kl_w, ent_w = (torch.zeros_like(logp) if w is None else w.to(logp.dtype) for w in weights)
-        kl_w, ent_w = kl_w * settings.opd_coef, ent_w * settings.entropy_coef
-        weighted = pg_w * surrogate + kl_w * kl - ent_w * entropy
-    result = Exact(*(value.detach() for value in (logp, entropy, kl, surrogate, weighted)))
-    if not gradient:
-        return result
-    (grad,) = torch.autograd.grad(weighted.sum(), logits)
-    p = logq.detach().exp()
-    size = torch.stack([pg_w, kl_w, ent_w]).abs().amax(0)[:, None]
-    scale = size * (p + q_dense + slope.detach().abs()[:, None])
-    scale = scale + (ent_w[:, None] * p * (logq.detach().abs() + entropy.detach()[:, None])).nan_to_num(0.0)
-    return dataclasses.replace(result, gradient=grad, scale=scale)
+def terms(logits: Tensor, tokens: LossTokens, settings: LossSettings) -> Terms:
+    """The objective of smopd_loss, in the logits' dtype."""
+    logq = (logits / settings.temperature).log_softmax(-1)
+    logp = logq.gather(-1, tokens.token_ids_N.long()[:, None])[:, 0]
+    entropy = -(logq.exp() * logq).nan_to_num(0.0).sum(-1)
+    zero = torch.zeros_like(logp)
 
+    def column(value: Tensor | None) -> Tensor:
+        return zero if value is None else value.to(logits.dtype)
 
-def _surrogate(logp: Tensor, tokens: LossTokens, settings: LossSettings) -> tuple[Tensor, Tensor]:
-    old = logp.detach() if tokens.old_logp_N is None else tokens.old_logp_N.to(logp.dtype)
+    old = logp.detach() if tokens.old_logp_N is None else tokens.old_logp_N.to(logits.dtype)
     ratio = (logp - old).clamp(-20.0, 20.0).exp()
-    adv = tokens.adv_N.to(logp.dtype)
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    return -torch.minimum(ratio * adv, clipped * adv), adv * ratio
+    adv, reverse_adv = column(tokens.adv_N), column(tokens.reverse_adv_N)
+    surrogate = -torch.minimum(ratio * adv, clipped * adv)
+    if settings.dual_clip is not None:
+        surrogate = torch.where(adv < 0, torch.minimum(surrogate, -settings.dual_clip * adv), surrogate)
+    reverse = -clipped * reverse_adv
+    if settings.reverse_kl_surrogate == "ppo":
+        reverse = -torch.minimum(ratio * reverse_adv, clipped * reverse_adv)
+
+    kl, q_dense, student_mass = zero, torch.zeros_like(logits), zero
+    target = _target(tokens, settings)
+    if target is not None:
+        kl_logq = (logits / settings.kl_temperature).log_softmax(-1)
+        kl, q_dense, student_mass = forward_kl(kl_logq, *target, settings.tail)
+    kl_weight = column(tokens.kl_weight_N)
+    reverse_weight = kl_weight if tokens.reverse_weight_N is None else column(tokens.reverse_weight_N)
+    weighted = (
+        column(tokens.pg_weight_N) * surrogate
+        + settings.opd_coef * (kl_weight * kl + reverse_weight * reverse)
+        - settings.entropy_coef * column(tokens.ent_weight_N) * entropy
+    )
+    masses = (q_dense.sum(-1), student_mass)
+    return Terms(logp, entropy, kl, surrogate, reverse, weighted, *masses, (adv * ratio).abs(), q_dense)
 
 
-def _forward_kl(logits: Tensor, tokens: LossTokens, settings: LossSettings) -> tuple[Tensor, Tensor]:
-    """(n,) the KL, and (n, V) the target's masses."""
-    ids, logps = tokens.target_ids_NS, tokens.target_logps_NS
+def _target(tokens: LossTokens, settings: LossSettings) -> tuple[Tensor, Tensor] | None:
     if tokens.teacher_ids_NMS is not None:
         teachers = (tokens.teacher_ids_NMS, tokens.teacher_logps_NMS, tokens.log_alpha)
-        ids, logps = mixture(*teachers, settings.kappa, settings.merge)
-    q_dense = torch.zeros_like(logits)
-    if ids is None or logps is None:
-        return torch.zeros_like(logits[:, 0]), q_dense
-    ids, logps = ids.long(), logps.to(logits.dtype)
+        return mixture(*teachers, settings.kappa, settings.merge)
+    if tokens.target_ids_NS is not None and tokens.target_logps_NS is not None:
+        return tokens.target_ids_NS, tokens.target_logps_NS
+    return None
+
+
+def forward_kl(logq: Tensor, ids: Tensor, logps: Tensor, tail: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(n,) the KL to the student's log-softmax, (n, V) the target's masses, (n,) the student's on its ids."""
+    live = logps > -torch.inf
+    ids, logps = ids.long().masked_fill(~live, 0), logps.to(logq.dtype)
     q = logps.exp()
-    q_dense = q_dense.scatter_add(-1, ids, q)
-    logq = (logits / settings.kl_temperature).log_softmax(-1)
-    if not settings.tail:
-        return torch.where(q > 0, q * (logps - logq.gather(-1, ids)), 0.0).sum(-1), q_dense
+    q_dense = torch.zeros_like(logq).scatter_add(-1, ids, q)
+    inside = torch.zeros_like(logq).scatter_add(-1, ids, live.to(logq.dtype)) > 0
+    student_mass = torch.where(inside, logq.exp(), 0.0).sum(-1)
+    if not tail:
+        kl = torch.where(q > 0, q * (logps - logq.gather(-1, ids)), 0.0).sum(-1)
+        return kl, q_dense, student_mass
     kl = torch.where(q_dense > 0, q_dense * (q_dense.clamp(min=1e-300).log() - logq), 0.0).sum(-1)
     rest = 1.0 - q_dense.sum(-1)
-    outside = logq.masked_fill(torch.zeros_like(logq).scatter(-1, ids, 1.0) > 0, -torch.inf).logsumexp(-1)
-    tail = rest.clamp(min=TAIL_FLOOR) * (rest.clamp(min=TAIL_FLOOR).log() - outside)
-    return kl + torch.where(rest >= TAIL_FLOOR, tail, 0.0), q_dense
+    outside = logq.masked_fill(inside, -torch.inf).logsumexp(-1)
+    off = rest.clamp(min=TAIL_FLOOR) * (rest.clamp(min=TAIL_FLOOR).log() - outside)
+    return kl + torch.where(rest >= TAIL_FLOOR, off, 0.0), q_dense, student_mass
+
+
+def exact(logits: Tensor, tokens: LossTokens, settings: LossSettings, *, gradient: bool = False) -> Exact:
+    """The terms in float64, and the gradient in the logits."""
+    logits = logits.detach().double().requires_grad_(gradient)
+    with torch.set_grad_enabled(gradient):
+        part = terms(logits, tokens, settings)
+    columns = (part.logp, part.entropy, part.kl, part.surrogate, part.weighted)
+    result = Exact(*(value.detach() for value in columns))
+    if not gradient:
+        return result
+    (grad,) = torch.autograd.grad(part.weighted.sum(), logits)
+    logq = (logits.detach() / settings.temperature).log_softmax(-1)
+    p, zero = logq.exp(), torch.zeros_like(result.logp)
+    weights = [tokens.pg_weight_N, tokens.kl_weight_N, tokens.ent_weight_N]
+    pg_w, kl_w, ent_w = (zero if w is None else w.to(zero.dtype) for w in weights)
+    kl_w, ent_w = kl_w * settings.opd_coef, ent_w * settings.entropy_coef
+    size = torch.stack([pg_w, kl_w, ent_w]).abs().amax(0)[:, None]
+    scale = size * (p + part.q_dense + part.slope.detach()[:, None])
+    scale = scale + (ent_w[:, None] * p * (logq.abs() + result.entropy[:, None])).nan_to_num(0.0)
+    return dataclasses.replace(result, gradient=grad, scale=scale)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.harness.accuracy import LOGP, gradient_bound
 from smopd.kernels.reference import loss as reference_loss
 from smopd.kernels.reference import topk as reference
 from smopd.kernels.types import (
@@ -25,13 +26,9 @@ from smopd.kernels.types import (
     loss_target,
 )
 
+TERM_TOLERANCE = LOGP
 MOST_KNOWN = 5000  # ids that a random teacher ranks
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-TERM_TOLERANCE = 2e-5
-CANCELLING = 2.0**-20
-EPS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
-SMALLEST = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
-ULPS = {torch.float32: 4.0, torch.bfloat16: 1.0, torch.float16: 1.0}
 TERMS = tuple(field.name for field in fields(TokenTerms))
 
 
@@ -162,15 +159,10 @@ def assert_terms(got: TokenTerms, true: TokenTerms) -> None:
         )
 
 
-def ulp(true: Tensor, dtype: torch.dtype) -> Tensor:
-    exponent = torch.frexp(true.abs().clamp(min=1e-300)).exponent - 1
-    return torch.ldexp(torch.full_like(true, EPS[dtype]), exponent).clamp(min=SMALLEST[dtype])
-
-
 def assert_gradient(grad_NV: Tensor, true_NV: Tensor, magnitude_NV: Tensor) -> None:
     """magnitude_NV: what cancels in each entry."""
     assert torch.equal(grad_NV.isnan(), true_NV.isnan())
-    bound_NV = gradient_bound(true_NV, magnitude_NV, grad_NV.dtype)
+    bound_NV = gradient_bound(true_NV, grad_NV.dtype, magnitude_NV)
     excess_NV = (grad_NV.double() - true_NV).abs().nan_to_num(0.0) - bound_NV.nan_to_num(0.0)
     assert float(excess_NV.max()) <= 0.0, f"off by up to {float(excess_NV.max())} beyond the bound"
 
@@ -226,7 +218,3 @@ def loss_magnitude(logits_NV: Tensor, tokens: LossTokens, settings: LossSettings
         coef_N=coef_N / min(settings.temperature, settings.kl_temperature),
         pull_N=pull_N / settings.temperature,
     )
-
-
-def gradient_bound(true_NV: Tensor, magnitude_NV: Tensor, dtype: torch.dtype) -> Tensor:
-    return ULPS[dtype] * ulp(true_NV, dtype) + CANCELLING * magnitude_NV

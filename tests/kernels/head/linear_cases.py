@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
+from bench.harness.accuracy import gradient_bound, ulp
 from smopd.ops import LossSettings, LossStats, LossTokens
 from tests.kernels.cpp import cpp_rows
 from tests.kernels.ops import ops_truth
@@ -95,7 +96,7 @@ def assert_by_the_rule(
     _, true_NV = cpp_rows.true_loss(logits_NV, tokens, settings)
     true_loss, _ = ops_truth.loss(logits_NV.double(), tokens, settings)
     torch.testing.assert_close(loss.double(), true_loss, rtol=2e-6, atol=cpp_rows.TERM_TOLERANCE)
-    bound_NV = cpp_rows.gradient_bound(true_NV, cpp_rows.loss_magnitude(logits_NV, tokens, settings), dtype)
+    bound_NV = gradient_bound(true_NV, dtype, cpp_rows.loss_magnitude(logits_NV, tokens, settings))
     one_N1 = torch.ones(N, 1, dtype=torch.float64)
     products = (
         (true_NV, bound_NV, weight, slice(None)),
@@ -105,7 +106,7 @@ def assert_by_the_rule(
     for grad, (left, left_bound, right, part) in zip(grads, products, strict=True):
         true, size = factor * left @ right, abs(factor) * left.abs() @ right.abs()
         bound = abs(factor) * left_bound @ right.abs() + left.shape[1] * SUM_EPS * size
-        bound = (bound + cpp_rows.ulp(true, dtype))[part].reshape(grad.shape)
+        bound = (bound + ulp(true, dtype))[part].reshape(grad.shape)
         excess = (grad.double() - true[part].reshape(grad.shape)).abs() - bound
         assert float(excess.max()) <= 0.0, f"off by {float(excess.max()):.3g} beyond the rule"
 

@@ -22,6 +22,7 @@ from torch import Tensor
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from bench.harness.accuracy import CANCELLATION
 from smopd.kernels import dispatch
 from smopd.kernels.reference import topk as reference
 from smopd.kernels.types import KlOptions, LossSettings, LossTokens, SparseTarget
@@ -34,7 +35,7 @@ LOGITS = [0.0, -0.0, 1.0, 1.0, -2.5, 7.25, 30.0, 88.8, -104.0, 3e4, -3e4, 1e-40,
 LOGPS = [math.log(0.5), math.log(0.25), -3.0, -20.0, 0.0, -INF, NAN]
 GPU = "triton natively"
 EXAMPLES = {"cpp": 150, "triton": 4, GPU: 150}  # the interpreter takes a second a row
-SUBNORMAL = 2.0**-126 / cpp_rows.CANCELLING  # a probability below the smallest normal number may be 0
+SUBNORMAL = 2.0**-126 / CANCELLATION  # a probability below the smallest normal number may be 0
 LEAST_LOGP = 104.0  # the size of the least in fp32
 
 # NaN through the interpreter's numpy says so.

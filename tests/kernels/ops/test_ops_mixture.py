@@ -1,4 +1,4 @@
-"""teacher_mixture against a dict."""
+"""teacher_mixture against all pairs of candidates."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.harness import objective
 from smopd.ops import teacher_mixture
 from tests.kernels.ops import ops_truth
 
 
 def check_against_oracle(ids, logps, log_alpha, kappa: int, merge: bool) -> None:
     out = teacher_mixture(ids, logps, log_alpha, kappa, merge=merge)
-    rows = ops_truth.mixture(ids, logps, log_alpha, kappa, merge)
+    rows = ops_truth.as_rows(*objective.mixture(ids, logps, log_alpha, kappa, merge))
     assert out.ids_NS.shape == out.logps_NS.shape == (ids.shape[0], kappa)
     assert out.ids_NS.dtype == torch.int32
     for got_ids, got_logps, mass, row in zip(out.ids_NS, out.logps_NS, out.mass_N, rows, strict=True):
