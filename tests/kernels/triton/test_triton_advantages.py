@@ -6,7 +6,6 @@ Natively on a GPU; in Triton's interpreter where there is none, which costs 0.1 
 from __future__ import annotations
 
 import math
-import os
 from datetime import timedelta
 
 import pytest
@@ -15,39 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+from tests.kernels.triton.device import DEVICE, gpu, needs_cuda
 
-pytest.importorskip("triton", reason="Triton is not installed")
-
-import triton
-
+# isort: split
 from smopd.kernels.reference import advantages as reference_advantages
 from smopd.kernels.triton import advantages as triton_advantages
 from smopd.kernels.triton import whiten as triton_whiten
 from smopd.kernels.types import AdvantageOptions
 from tests.patience import HANG_SECONDS
 
-if not torch.cuda.is_available() and isinstance(triton_advantages._group_kernel, triton.JITFunction):
-    pytest.skip("no GPU, and the kernels were imported without TRITON_INTERPRET", allow_module_level=True)
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN, INF = math.nan, math.inf
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-gpu = pytest.mark.gpu
-needs_cuda = pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
-
-
-@pytest.fixture(autouse=True)
-def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs) -> Tensor:
-        out = empty(*args, **kwargs)
-        return out.fill_(math.nan if out.is_floating_point() else 1)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.usefixtures("poisoned_outputs"),
+]
 
 
 @pytest.fixture

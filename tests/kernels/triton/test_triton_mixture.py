@@ -6,7 +6,6 @@ Natively on a GPU; in Triton's interpreter where there is none.
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
@@ -14,39 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+from tests.kernels.triton.device import DEVICE, gpu, needs_cuda
 
-pytest.importorskip("triton", reason="Triton is not installed")
-
-import triton
-
+# isort: split
 from smopd.kernels.reference import topk as reference
 from smopd.kernels.triton import mixture as triton_mixture
 from smopd.kernels.types import Mixture
 from tests.kernels import cases as shared
 
-if not torch.cuda.is_available() and isinstance(triton_mixture._mixture_kernel, triton.JITFunction):
-    pytest.skip("no GPU, and the kernels were imported without TRITON_INTERPRET", allow_module_level=True)
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF = math.inf
 MERGE = pytest.mark.parametrize("merge", [False, True], ids=["pooled", "merged"])
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-gpu = pytest.mark.gpu
-needs_cuda = pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
-
-
-@pytest.fixture(autouse=True)
-def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs) -> Tensor:
-        out = empty(*args, **kwargs)
-        return out.fill_(math.nan if out.is_floating_point() else -7)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.usefixtures("poisoned_outputs"),
+]
 
 
 def mixture(ids: Tensor, logps: Tensor, log_alpha: Tensor, kappa: int, merge: bool) -> Mixture:

@@ -6,52 +6,33 @@ Natively on a GPU; in Triton's interpreter where there is none, which costs 0.3 
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
 from torch import Tensor
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+from tests.kernels.triton.device import DEVICE, gpu, needs_cuda
 
-pytest.importorskip("triton", reason="Triton is not installed")
-
-import triton
-
+# isort: split
 from smopd import ops
 from smopd.kernels.reference import topk as reference
 from smopd.kernels.triton import topk as triton_topk
 from smopd.kernels.types import TopK
 from tests.kernels import cases
 
-if not torch.cuda.is_available() and isinstance(triton_topk._stream_kernel, triton.JITFunction):
-    pytest.skip("no GPU, and the kernels were imported without TRITON_INTERPRET", allow_module_level=True)
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ATOL = 2e-5  # nats; KERNELS.md
 INF = math.inf
 
 # The interpreter's maximum of a row of NaN says so.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-gpu = pytest.mark.gpu
-needs_cuda = pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.usefixtures("poisoned_outputs"),
+]
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
     return 3.0 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.fixture(autouse=True)
-def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs) -> Tensor:
-        out = empty(*args, **kwargs)
-        return out.fill_(math.nan if out.is_floating_point() else -7)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def topk(logits_NV: Tensor, kappa: int, token_ids_N: Tensor | None = None, temperature: float = 1.0) -> TopK:

@@ -1,13 +1,11 @@
 """Cases of the Triton row kernel, their truth in float64, and how far from it a result may be.
 
-On a GPU natively, elsewhere in Triton's interpreter; a test module that imports this is skipped where neither
-is to be had.
+A test module that imports this is skipped where triton/device.py finds nothing to run on.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -15,24 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+from tests.kernels.triton import device
 
-pytest.importorskip("triton", reason="triton is not installed")
-
+# isort: split
+from bench.harness.accuracy import CANCELLATION, LOGP, ulp
 from smopd.kernels.reference import loss as reference_loss
 from smopd.kernels.reference import topk as reference
 from smopd.kernels.triton import loss as triton_loss
 from smopd.kernels.types import LossSettings, LossTokens, TokenTerms, loss_target
 from tests.kernels import cases
 
-if not torch.cuda.is_available() and triton_loss._NATIVE:
-    pytest.skip("no GPU, and TRITON_INTERPRET was not set when Triton was imported", allow_module_level=True)
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device(device.DEVICE)
 DTYPES = cases.DTYPES
-TERM_TOLERANCE, TERM_RELATIVE = 2e-5, 2e-6
-CANCELLATION = 2.0**-20  # of what cancels in a gradient, by KERNELS.md's rule
+TERM_TOLERANCE, TERM_RELATIVE = LOGP, 2e-6
 FP32_ULPS = 8
 
 
@@ -160,7 +153,7 @@ def truth(case: Case) -> tuple[TokenTerms, Tensor, Tensor]:
 
 
 def kl_size(case_logits: Tensor, target: Any, weight_N: Tensor, tail: bool, temperature: float) -> Tensor:
-    """w (p_v + q_v) of KERNELS.md; off the support q_v is the element's share of the tail's teacher mass."""
+    """w (p_v + q_v) of the rule; off the support q_v is the element's share of the tail's teacher mass."""
     p_NV = (case_logits.double() / temperature).softmax(-1)
     ready = reference.target_of(target, torch.float64, tail=tail)
     size_NV = p_NV.clone()
@@ -173,7 +166,7 @@ def kl_size(case_logits: Tensor, target: Any, weight_N: Tensor, tail: bool, temp
 
 
 def cancelling(case: Case) -> Tensor:
-    """w (p_v + sum q_v + |c_pg|) of KERNELS.md, and the like for the entropy."""
+    """w (p_v + sum q_v + |c_pg|) of the rule, and the like for the entropy."""
     tokens, settings = case.tokens, case.settings
     wide = case.logits.double()
     size = torch.zeros_like(wide)
@@ -194,12 +187,6 @@ def cancelling(case: Case) -> Tensor:
         weight = settings.entropy_coef * tokens.ent_weight_N.double()[:, None] / settings.temperature
         size += weight * logq.exp() * (1 + logq.clamp(min=-1e4).abs())
     return size
-
-
-def ulp(value: Tensor, dtype: torch.dtype) -> Tensor:
-    info = torch.finfo(dtype)
-    size = value.abs().clamp(min=info.smallest_normal)
-    return torch.exp2(size.log2().floor()) * info.eps
 
 
 def check_gradient(got: Tensor, want: Tensor, size: Tensor) -> None:
