@@ -1,7 +1,7 @@
-"""Inputs, truth and error bounds for the tests of the C++ row kernels.
+"""Inputs and error bounds for the tests of the C++ row kernels; their truth is in tests/kernels/float64.py.
 
-Truth is the reference in float64 on the same rounded inputs. The bounds are the project's: a term within
-2e-5, an entry of the gradient within one ulp (four of float32) and 2^-20 of the magnitudes that cancel in it.
+The bounds are the project's: a term within 2e-5, an entry of the gradient within one ulp (four of float32)
+and 2^-20 of the magnitudes that cancel in it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from bench.harness.accuracy import LOGP, gradient_bound
-from smopd.kernels.reference import loss as reference_loss
 from smopd.kernels.reference import topk as reference
 from smopd.kernels.types import (
     Candidates,
@@ -25,6 +24,7 @@ from smopd.kernels.types import (
     TokenTerms,
     loss_target,
 )
+from tests.kernels import float64
 
 TERM_TOLERANCE = LOGP
 MOST_KNOWN = 5000  # ids that a random teacher ranks
@@ -121,33 +121,6 @@ def random_tokens(
     )
 
 
-def picked(tokens: LossTokens, rows: Tensor) -> LossTokens:
-    """The tokens at these rows; log_alpha is one for all of them."""
-    values = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
-    return LossTokens(
-        **{
-            name: value if value is None or name == "log_alpha" else value[rows]
-            for name, value in values.items()
-        }
-    )
-
-
-def some_rows(n_rows: int, n_some: int = 24) -> Tensor:
-    """Rows from the first to the last, evenly."""
-    return torch.linspace(0, n_rows - 1, min(n_some, n_rows)).long()
-
-
-def in_float64(tokens: LossTokens) -> LossTokens:
-    values = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
-    wide = {name: v.double() for name, v in values.items() if v is not None and v.is_floating_point()}
-    return replace(tokens, **wide)
-
-
-def true_loss(logits_NV: Tensor, tokens: LossTokens, settings: LossSettings) -> tuple[TokenTerms, Tensor]:
-    grad_NV = torch.empty(logits_NV.shape, dtype=torch.float64)
-    return reference_loss.loss_rows(logits_NV.double(), in_float64(tokens), settings, grad_NV), grad_NV
-
-
 def assert_terms(got: TokenTerms, true: TokenTerms) -> None:
     assert torch.equal(got.clipped_N, true.clipped_N)
     for name in TERMS:
@@ -195,12 +168,12 @@ def magnitude(
 
 def loss_magnitude(logits_NV: Tensor, tokens: LossTokens, settings: LossSettings) -> Tensor:
     """What cancels in each entry of the loss's gradient."""
-    wide = in_float64(tokens)
+    wide = float64.in_float64(tokens)
     zero_N = torch.zeros(logits_NV.shape[0], dtype=torch.float64)
     ratio_N = zero_N.exp()
     if wide.old_logp_N is not None:
         counted = replace(tokens, pg_weight_N=torch.ones_like(tokens.adv_N))
-        terms, _ = true_loss(logits_NV, counted, settings)
+        terms, _ = float64.true_loss(logits_NV, counted, settings)
         ratio_N = (terms.logp_N - wide.old_logp_N).clamp(-20, 20).exp()
     pull_N = wide.pg_weight_N * wide.adv_N.abs() * ratio_N
     reverse_weight_N = wide.kl_weight_N if wide.reverse_weight_N is None else wide.reverse_weight_N

@@ -12,7 +12,7 @@ from torch import Tensor
 from smopd.kernels import cpp
 from smopd.kernels.reference import topk as reference
 from smopd.kernels.types import Candidates, KlOptions, SparseTarget
-from tests.kernels import cases
+from tests.kernels import cases, float64
 from tests.kernels.cpp import cpp_rows
 from tests.kernels.cpp.cpp_rows import TERM_TOLERANCE
 
@@ -93,7 +93,7 @@ def test_many_rows_of_the_full_vocabulary_equal_float64(case: cases.Case) -> Non
     target = cpp_rows.target_of("teachers", case.N, case.V, case.kappa, True, case.M)
     assert isinstance(target, Candidates)
     token_ids_N = cpp_rows.random_tokens(logits_NV, target).token_ids_N
-    rows = cpp_rows.some_rows(case.N)
+    rows = float64.some_rows(case.N)
     few_NV, few_ids_N = logits_NV[rows], token_ids_N[rows]
     few = Candidates(
         target.ids_NMS[rows], target.logps_NMS[rows], target.log_alpha, target.kappa, target.merge

@@ -13,10 +13,9 @@ from torch import Tensor
 from smopd.kernels import cpp
 from smopd.kernels.reference import loss as reference_loss
 from smopd.kernels.types import LossSettings, LossTokens, SparseTarget, TokenTerms
-from tests.kernels import cases
+from tests.kernels import cases, float64
 from tests.kernels.cpp import cpp_rows
 from tests.kernels.cpp.cpp_rows import DTYPES, TERMS
-from tests.kernels.ops import ops_truth
 
 cpp_rows.need_extension()
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -50,7 +49,7 @@ def loss(logits_NV: Tensor, tokens: LossTokens, settings: LossSettings) -> tuple
 
 def assert_loss(logits_NV: Tensor, tokens: LossTokens, settings: LossSettings) -> None:
     terms, grad_NV = loss(logits_NV, tokens, settings)
-    true_terms, true_NV = cpp_rows.true_loss(logits_NV, tokens, settings)
+    true_terms, true_NV = float64.true_loss(logits_NV, tokens, settings)
     cpp_rows.assert_terms(terms, true_terms)
     cpp_rows.assert_gradient(grad_NV, true_NV, cpp_rows.loss_magnitude(logits_NV, tokens, settings))
 
@@ -94,9 +93,9 @@ def test_a_bf16_gradient_is_never_worse_than_eager(tail: bool) -> None:
     target = cpp_rows.target_of("teachers", 9, 265, 8, True)
     tokens = cpp_rows.random_tokens(logits_NV, target, policy=False)
     settings = LossSettings(kappa=8, tail=tail, entropy_coef=0.05)
-    _, true_NV = cpp_rows.true_loss(logits_NV, tokens, settings)
+    _, true_NV = float64.true_loss(logits_NV, tokens, settings)
     leaf_NV = logits_NV.clone().requires_grad_()
-    (eager_NV,) = torch.autograd.grad(ops_truth.loss(leaf_NV, tokens, settings)[0], leaf_NV)
+    (eager_NV,) = torch.autograd.grad(float64.loss(leaf_NV, tokens, settings)[0], leaf_NV)
     ours_N, eager_N = (
         (grad - true_NV).norm(dim=1) for grad in (loss(logits_NV, tokens, settings)[1], eager_NV)
     )
@@ -128,10 +127,10 @@ def test_many_rows_of_the_full_vocabulary_equal_float64(case: cases.Case, settin
     logits_NV = cpp_rows.random_logits(case.N, case.V, case.torch_dtype)
     target = cpp_rows.target_of("teachers", case.N, case.V, case.kappa, settings.merge, case.M)
     tokens = cpp_rows.random_tokens(logits_NV, target)
-    rows = cpp_rows.some_rows(case.N)
-    few_NV, few = logits_NV[rows], cpp_rows.picked(tokens, rows)
+    rows = float64.some_rows(case.N)
+    few_NV, few = logits_NV[rows], float64.picked(tokens, rows)
     terms = cpp.loss_rows(logits_NV, tokens, settings, logits_NV)
-    true_terms, true_NV = cpp_rows.true_loss(few_NV, few, settings)
+    true_terms, true_NV = float64.true_loss(few_NV, few, settings)
     cpp_rows.assert_terms(TokenTerms(**{name: getattr(terms, name)[rows] for name in TERMS}), true_terms)
     cpp_rows.assert_gradient(logits_NV[rows], true_NV, cpp_rows.loss_magnitude(few_NV, few, settings))
     assert bool(logits_NV.isfinite().all())
@@ -218,7 +217,7 @@ def test_hostile_rows(case: str, tail: bool, inactive: str) -> None:
     tokens = replace(tokens, **{name: 0.0 * one_N for name in zeros if name})
     for settings in (LossSettings(tail=tail), LossSettings(tail=tail, entropy_coef=0.1, kl_temperature=0.8)):
         terms, grad_NV = loss(logits_NV, tokens, settings)
-        true_terms, true_NV = cpp_rows.true_loss(logits_NV, tokens, settings)
+        true_terms, true_NV = float64.true_loss(logits_NV, tokens, settings)
         cpp_rows.assert_terms(terms, true_terms)
         cpp_rows.assert_gradient(grad_NV, true_NV, cpp_rows.loss_magnitude(logits_NV, tokens, settings))
         assert torch.equal(grad_NV[0], grad_NV[2]), "a row next to a hostile one"

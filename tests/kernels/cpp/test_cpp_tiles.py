@@ -18,6 +18,7 @@ from smopd.kernels.reference import tiles as reference_tiles
 from smopd.kernels.reference import topk as reference
 from smopd.kernels.types import LossSettings, LossTokens, SparseTarget, TokenTerms
 from smopd.ops import linear_smopd_loss
+from tests.kernels import float64
 from tests.kernels.cpp import cpp_rows
 from tests.kernels.cpp.cpp_rows import DTYPES, TERMS
 from tests.kernels.cpp.test_cpp_loss import hostile_logits
@@ -80,7 +81,7 @@ def gradient(plan: Plan, merged: Merged, logits_NV: Tensor, cuts: Cuts) -> Tenso
 
 def assert_loss(logits_NV: Tensor, tokens: LossTokens, settings: LossSettings, cuts: Cuts) -> Tensor:
     terms, grad_NV = loss(logits_NV, tokens, settings, cuts)
-    true_terms, true_NV = cpp_rows.true_loss(logits_NV, tokens, settings)
+    true_terms, true_NV = float64.true_loss(logits_NV, tokens, settings)
     cpp_rows.assert_terms(terms, true_terms)
     cpp_rows.assert_gradient(grad_NV, true_NV, cpp_rows.loss_magnitude(logits_NV, tokens, settings))
     return grad_NV
@@ -116,7 +117,7 @@ def test_sums_are_the_references(dtype: torch.dtype, cuts: str) -> None:
         tokens = tokens_of(logits_NV, "given", settings)
         plan, got_CN = scanned(logits_NV, tokens, settings, cpp.TileLoss, CUTS[cuts])
         _, true_CN = scanned(
-            logits_NV.double(), cpp_rows.in_float64(tokens), settings, reference_tiles.TileLoss, CUTS[cuts]
+            logits_NV.double(), float64.in_float64(tokens), settings, reference_tiles.TileLoss, CUTS[cuts]
         )
         assert got_CN.dtype == true_CN.dtype == torch.float64
         exact = {"rtol": 1e-14, "atol": 0.0, "equal_nan": True}

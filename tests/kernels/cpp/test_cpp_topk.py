@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from smopd.kernels.reference import topk as reference
-from tests.kernels import cases
-from tests.kernels.cpp import cpp_rows
+from tests.kernels import cases, float64
 
 if importlib.util.find_spec("smopd._C") is None:
     pytest.skip("smopd._C is not built", allow_module_level=True)
@@ -80,7 +79,7 @@ def test_equals_float64_at_the_shared_cases(case: cases.Case) -> None:
     logits_NV = rows_of("normal", case.N, case.V).to(case.torch_dtype)
     token_ids_N = torch.arange(case.N) * 7919 % case.V
     results = topk(logits_NV, case.kappa, token_ids_N, 0.7)
-    rows = cpp_rows.some_rows(case.N, 41)
+    rows = float64.some_rows(case.N, 41)
     ids_NS, logps_NS, token_logp_N = (result[rows] for result in results)
     true_ids_NS, true_logps_NS, true_logps_NV = truth(logits_NV[rows], case.kappa, 0.7)
     assert torch.equal(ids_NS.long(), true_ids_NS)

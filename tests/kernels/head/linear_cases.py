@@ -9,8 +9,8 @@ from torch import Tensor
 
 from bench.harness.accuracy import gradient_bound, ulp
 from smopd.ops import LossSettings, LossStats, LossTokens
+from tests.kernels import float64
 from tests.kernels.cpp import cpp_rows
-from tests.kernels.ops import ops_truth
 
 N, V, D = 13, 37, 6
 SUM_EPS = 2.0**-23  # of a sum in fp32, per term
@@ -52,12 +52,12 @@ def loss_tokens(logits: Tensor, settings: LossSettings, target: str = "teachers"
     """Some weights are 0; row 2 counts nowhere, and row 4's target is empty."""
     more: dict[str, Tensor | None] = {}
     if target == "teachers":
-        ids, logps = ops_truth.random_teachers(N, N_TEACHERS, V, N_SUPPORT, seed=3)
+        ids, logps = float64.random_teachers(N, N_TEACHERS, V, N_SUPPORT, seed=3)
         logps[4] = -torch.inf
         alpha = torch.tensor([0.4, 0.6], dtype=torch.float64).log()
         more = {"teacher_ids_NMS": ids, "teacher_logps_NMS": logps, "log_alpha": alpha}
     elif target == "given":
-        ids, logps = ops_truth.random_topk(N, V, N_SUPPORT, seed=3)
+        ids, logps = float64.random_topk(N, V, N_SUPPORT, seed=3)
         ids[1, 3], ids[1, 5] = ids[1, 0], ids[1, 0]  # one id three times
         logps[1] -= 1.0
         logps[3, 2], ids[3, 2] = -torch.inf, -1
@@ -66,7 +66,7 @@ def loss_tokens(logits: Tensor, settings: LossSettings, target: str = "teachers"
     elif target == "given-nothing":
         nothing = torch.zeros(N, 0, dtype=torch.int64)
         more = {"target_ids_NS": nothing, "target_logps_NS": nothing.double()}
-    tokens = ops_truth.random_tokens(N, V, logits, settings.temperature, 0, **more)
+    tokens = float64.random_tokens(N, V, logits, settings.temperature, 0, **more)
     rows = {}
     for name in ("pg_weight_N", "kl_weight_N", "ent_weight_N"):
         rows[name] = getattr(tokens, name).clone()
@@ -93,8 +93,8 @@ def assert_by_the_rule(
     hidden, weight, bias = (leaf.detach().double() for leaf in leaves)
     dtype = leaves[0].dtype
     logits_NV = dense(hidden, weight, bias).to(dtype)
-    _, true_NV = cpp_rows.true_loss(logits_NV, tokens, settings)
-    true_loss, _ = ops_truth.loss(logits_NV.double(), tokens, settings)
+    _, true_NV = float64.true_loss(logits_NV, tokens, settings)
+    true_loss, _ = float64.loss(logits_NV.double(), tokens, settings)
     torch.testing.assert_close(loss.double(), true_loss, rtol=2e-6, atol=cpp_rows.TERM_TOLERANCE)
     bound_NV = gradient_bound(true_NV, dtype, cpp_rows.loss_magnitude(logits_NV, tokens, settings))
     one_N1 = torch.ones(N, 1, dtype=torch.float64)

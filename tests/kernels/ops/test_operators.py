@@ -8,21 +8,21 @@ import torch
 
 from smopd import ops
 from smopd.kernels.ops.loss import flat_objective
-from tests.kernels.ops import ops_truth
+from tests.kernels import float64
 
 N, V, D, M, S, KAPPA = 5, 37, 3, 2, 4, 6
 SETTINGS = ops.LossSettings(entropy_coef=0.1, kappa=KAPPA, dual_clip=3.0, kl_temperature=0.8)
 
 
 def teachers() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    ids, logps = ops_truth.random_teachers(N, M, V, S, seed=1, dtype=torch.float32)
+    ids, logps = float64.random_teachers(N, M, V, S, seed=1, dtype=torch.float32)
     return ids, logps, torch.tensor([0.4, 0.6]).log()
 
 
 def loss_tokens(logits: torch.Tensor) -> ops.LossTokens:
     ids, logps, log_alpha = teachers()
     more = {"teacher_ids_NMS": ids, "teacher_logps_NMS": logps, "log_alpha": log_alpha}
-    return ops_truth.random_tokens(N, V, logits, 1.0, 2, **more)
+    return float64.random_tokens(N, V, logits, 1.0, 2, **more)
 
 
 def arguments() -> dict[str, tuple]:

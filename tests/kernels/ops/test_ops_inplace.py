@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from smopd.ops import LossSettings, smopd_loss
-from tests.kernels.ops import ops_truth
+from tests.kernels import float64
 
 N, V = 8, 21
 
@@ -14,8 +14,8 @@ N, V = 8, 21
 def setup(shape: tuple[int, ...] = (N, V)):
     torch.manual_seed(0)
     leaf = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    ids, logps = ops_truth.random_teachers(N, 2, V, 5, seed=1)
-    tokens = ops_truth.random_tokens(
+    ids, logps = float64.random_teachers(N, 2, V, 5, seed=1)
+    tokens = float64.random_tokens(
         N,
         V,
         2 * leaf.detach().reshape(N, V),

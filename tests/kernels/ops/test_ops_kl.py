@@ -10,7 +10,7 @@ import torch
 
 from bench.harness import objective
 from smopd.ops import teacher_forward_kl, teacher_mixture, topk_forward_kl
-from tests.kernels.ops import ops_truth
+from tests.kernels import float64
 
 N, V = 6, 23
 
@@ -21,7 +21,7 @@ def dense(logits, tokens, ids, logps, tail: bool, temperature: float):
 
 
 def target(kind: str):
-    ids, logps = ops_truth.random_topk(N, V, 5, seed=7)
+    ids, logps = float64.random_topk(N, V, 5, seed=7)
     if kind == "repeats":
         ids = torch.cat([ids, ids[:, :3]], 1)
         logps = torch.cat([logps, logps[:, :3] - 1.0], 1) - math.log(2.0)
@@ -62,7 +62,7 @@ def test_values_and_gradients(kind: str, tail: bool, temperature: float) -> None
     want = torch.autograd.grad((weight_logp * want_logp + weight_kl * want_kl).sum(), logits)[0]
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
     call = functools.partial(topk_forward_kl, token_ids_N=tokens, target_ids_NS=ids, target_logps_NS=logps)
-    assert torch.autograd.gradcheck(functools.partial(call, **options), logits, **ops_truth.ALL_AT_ONCE)
+    assert torch.autograd.gradcheck(functools.partial(call, **options), logits, **float64.ALL_AT_ONCE)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_low_precision_is_as_good_as_its_inputs(dtype: torch.dtype, tail: bool) 
     torch.manual_seed(1)
     logits = (3 * torch.randn(64, 301)).to(dtype).requires_grad_()
     tokens = torch.randint(0, 301, (64,))
-    ids, logps = ops_truth.random_topk(64, 301, 16, seed=2)
+    ids, logps = float64.random_topk(64, 301, 16, seed=2)
     logp, kl = topk_forward_kl(logits, tokens, ids, logps.float(), tail=tail)
     assert logp.dtype == kl.dtype == torch.float32
     exact = logits.detach().double().requires_grad_()
@@ -93,7 +93,7 @@ def test_teachers_equal_their_mixture(merge: bool, tail: bool) -> None:
     torch.manual_seed(2)
     logits = torch.randn(N, V, dtype=torch.float64, requires_grad=True)
     tokens = torch.randint(0, V, (N,), dtype=torch.int32)
-    ids, logps = ops_truth.random_teachers(N, 3, V, 6, seed=4)
+    ids, logps = float64.random_teachers(N, 3, V, 6, seed=4)
     log_alpha = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64).log()
     mixture = teacher_mixture(ids, logps, log_alpha, 9, merge=merge)
     options = {"tail": tail, "temperature": 0.8}
@@ -110,7 +110,7 @@ def test_kappa_above_the_union_changes_nothing() -> None:
     logits = torch.randn(N, V, dtype=torch.float64)
     tokens = torch.zeros(N, dtype=torch.int64)
     teachers = (
-        *ops_truth.random_teachers(N, 2, V, 4, seed=5),
+        *float64.random_teachers(N, 2, V, 4, seed=5),
         torch.zeros(2, dtype=torch.float64) - math.log(2),
     )
     for tail in (False, True):

@@ -17,8 +17,8 @@ from smopd.ops import (
     smopd_loss,
     topk_logprobs,
 )
+from tests.kernels import float64
 from tests.kernels.head import linear_cases
-from tests.kernels.ops import ops_truth
 
 N, V, D = 13, 31, 6
 ONE_ROW = V * 8
@@ -34,10 +34,10 @@ def inputs(dtype: torch.dtype = torch.float64, bias: bool = True):
 
 
 def loss_tokens(logits, temperature: float = 1.0):
-    ids, logps = ops_truth.random_teachers(N, 2, V, 7, seed=3)
+    ids, logps = float64.random_teachers(N, 2, V, 7, seed=3)
     log_alpha = torch.tensor([0.4, 0.6], dtype=torch.float64).log()
     teachers = {"teacher_ids_NMS": ids, "teacher_logps_NMS": logps, "log_alpha": log_alpha}
-    return ops_truth.random_tokens(N, V, logits, temperature, 0, **teachers)
+    return float64.random_tokens(N, V, logits, temperature, 0, **teachers)
 
 
 def dense_logits(hidden, weight, bias):
@@ -89,8 +89,8 @@ def test_gradcheck_and_dense_truth(recompute: bool) -> None:
         return linear_smopd_loss(h, w, tokens, bias_V=b, recompute=recompute, chunk_bytes=4 * ONE_ROW)[0]
 
     leaves = (hidden, weight, bias_V)
-    assert torch.autograd.gradcheck(loss, leaves, **ops_truth.ALL_AT_ONCE)
-    got, truth = loss(*leaves), ops_truth.loss(dense_logits(*leaves), tokens, LossSettings())[0]
+    assert torch.autograd.gradcheck(loss, leaves, **float64.ALL_AT_ONCE)
+    got, truth = loss(*leaves), float64.loss(dense_logits(*leaves), tokens, LossSettings())[0]
     torch.testing.assert_close(got, truth, rtol=1e-12, atol=1e-12)
     gradients = (torch.autograd.grad(value, leaves) for value in (got, truth))
     for ours, true in zip(*gradients, strict=True):
@@ -145,9 +145,7 @@ def test_recompute_keeps_the_inputs_alone() -> None:
 def test_no_logits_of_all_tokens_are_ever_held() -> None:
     hidden = torch.randn(512, 8, requires_grad=True)
     weight = torch.randn(1000, 8, requires_grad=True)
-    tokens = ops_truth.random_tokens(
-        512, 1000, hidden.detach() @ weight.detach().T, 1.0, 0, reverse_adv_N=None
-    )
+    tokens = float64.random_tokens(512, 1000, hidden.detach() @ weight.detach().T, 1.0, 0, reverse_adv_N=None)
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -190,7 +188,7 @@ def test_weight_gradient_is_summed_in_fp32() -> None:
     n_tokens = 4096
     hidden = torch.ones(n_tokens, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
-    tokens = ops_truth.random_tokens(
+    tokens = float64.random_tokens(
         n_tokens,
         2,
         torch.zeros(n_tokens, 2),

@@ -22,7 +22,7 @@ from smopd.ops import (
     smopd_loss,
     teacher_mixture,
 )
-from tests.kernels.ops import ops_truth
+from tests.kernels import float64
 
 N, V = 12, 29
 SETTINGS = {
@@ -41,7 +41,7 @@ SETTINGS = {
 
 
 def teachers(n_rows: int = N) -> dict[str, torch.Tensor]:
-    ids, logps = ops_truth.random_teachers(n_rows, 2, V, 7, seed=3)
+    ids, logps = float64.random_teachers(n_rows, 2, V, 7, seed=3)
     log_alpha = torch.tensor([0.4, 0.6], dtype=torch.float64).log()
     return {"teacher_ids_NMS": ids, "teacher_logps_NMS": logps, "log_alpha": log_alpha}
 
@@ -49,7 +49,7 @@ def teachers(n_rows: int = N) -> dict[str, torch.Tensor]:
 def logits_and_tokens(settings: LossSettings, seed: int = 0, **more):
     torch.manual_seed(seed)
     logits = (2 * torch.randn(N, V, dtype=torch.float64)).requires_grad_()
-    return logits, ops_truth.random_tokens(N, V, logits, settings.temperature, seed, **{**teachers(), **more})
+    return logits, float64.random_tokens(N, V, logits, settings.temperature, seed, **{**teachers(), **more})
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -57,7 +57,7 @@ def test_loss_statistics_and_gradient(name: str) -> None:
     settings = SETTINGS[name]
     logits, tokens = logits_and_tokens(settings)
     loss, stats = smopd_loss(logits, tokens, settings)
-    want, want_stats = ops_truth.loss(logits, tokens, settings)
+    want, want_stats = float64.loss(logits, tokens, settings)
     torch.testing.assert_close(loss, want, rtol=1e-12, atol=1e-12)
     for key, value in want_stats.items():
         torch.testing.assert_close(
@@ -66,7 +66,7 @@ def test_loss_statistics_and_gradient(name: str) -> None:
     got = torch.autograd.grad(loss, logits)[0]
     torch.testing.assert_close(got, torch.autograd.grad(want, logits)[0], rtol=1e-9, atol=1e-12)
     assert torch.autograd.gradcheck(
-        lambda x: smopd_loss(x, tokens, settings)[0], logits, **ops_truth.ALL_AT_ONCE
+        lambda x: smopd_loss(x, tokens, settings)[0], logits, **float64.ALL_AT_ONCE
     )
 
 
@@ -110,7 +110,7 @@ def test_a_row_of_log_alpha_per_token_is_cut_with_its_tokens(monkeypatch: pytest
     per_token = torch.rand(N, 2, dtype=torch.float64).log()
     tokens = replace(tokens, log_alpha=per_token)
     whole = smopd_loss(logits, tokens)[0]
-    torch.testing.assert_close(whole, ops_truth.loss(logits, tokens, LossSettings())[0])
+    torch.testing.assert_close(whole, float64.loss(logits, tokens, LossSettings())[0])
     monkeypatch.setattr(reference_rows, "ROW_CHUNK_BYTES_CPU", 5 * V * 8)
     assert torch.equal(whole, smopd_loss(logits, tokens)[0])
 
@@ -122,10 +122,10 @@ def test_low_precision(dtype: torch.dtype) -> None:
     settings = LossSettings(entropy_coef=0.01, temperature=0.7)
     torch.manual_seed(4)
     logits = (3 * torch.randn(N, V)).to(dtype).requires_grad_()
-    tokens = ops_truth.random_tokens(N, V, logits, 0.7, 4, **teachers())
+    tokens = float64.random_tokens(N, V, logits, 0.7, 4, **teachers())
     loss, _ = smopd_loss(logits, tokens, settings)
     exact = logits.detach().double().requires_grad_()
-    want, _ = ops_truth.loss(exact, tokens, settings)
+    want, _ = float64.loss(exact, tokens, settings)
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(want.item(), rel=2e-5, abs=2e-5)
     got = torch.autograd.grad(loss, logits)[0]
@@ -200,7 +200,7 @@ def test_without_old_log_probabilities_the_ratio_is_one_and_has_a_gradient() -> 
     logits, tokens = logits_and_tokens(LossSettings(), old_logp_N=None)
     loss, stats = smopd_loss(logits, tokens)
     torch.testing.assert_close(stats.pg_loss, -(tokens.pg_weight_N * tokens.adv_N).sum())
-    want = ops_truth.loss(logits, tokens, LossSettings())[0]
+    want = float64.loss(logits, tokens, LossSettings())[0]
     torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], torch.autograd.grad(want, logits)[0])
 
 
@@ -248,7 +248,7 @@ def test_minus_inf_logits_outside_target_and_token() -> None:
     masked = logits.detach().masked_fill(hole, -torch.inf).requires_grad_()
     low = logits.detach().masked_fill(hole, -800.0).requires_grad_()
     loss, stats = smopd_loss(masked, tokens, settings)
-    want = ops_truth.loss(low, tokens, settings)[0]
+    want = float64.loss(low, tokens, settings)[0]
     torch.testing.assert_close(loss, want)
     torch.testing.assert_close(torch.autograd.grad(loss, masked)[0], torch.autograd.grad(want, low)[0])
     assert bool(stats.entropy_N.isfinite().all())
@@ -259,7 +259,7 @@ def test_huge_logits_stay_finite() -> None:
     huge = (1e4 * logits.detach()).float().requires_grad_()
     loss, stats = smopd_loss(huge, tokens, LossSettings(entropy_coef=0.1))
     assert bool(loss.isfinite()) and bool(torch.autograd.grad(loss, huge)[0].isfinite().all())
-    want, want_stats = ops_truth.loss(huge.detach().double(), tokens, LossSettings(entropy_coef=0.1))
+    want, want_stats = float64.loss(huge.detach().double(), tokens, LossSettings(entropy_coef=0.1))
     assert loss.item() == pytest.approx(want.item(), rel=2e-5)
     torch.testing.assert_close(stats.kl_N.double(), want_stats["kl_N"], rtol=2e-5, atol=2e-5)
 

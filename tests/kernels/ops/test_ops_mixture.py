@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from bench.harness import objective
 from smopd.ops import teacher_mixture
-from tests.kernels.ops import ops_truth
+from tests.kernels import float64
 
 
 def check_against_oracle(ids, logps, log_alpha, kappa: int, merge: bool) -> None:
     out = teacher_mixture(ids, logps, log_alpha, kappa, merge=merge)
-    rows = ops_truth.as_rows(*objective.mixture(ids, logps, log_alpha, kappa, merge))
+    rows = float64.as_rows(*objective.mixture(ids, logps, log_alpha, kappa, merge))
     assert out.ids_NS.shape == out.logps_NS.shape == (ids.shape[0], kappa)
     assert out.ids_NS.dtype == torch.int32
     for got_ids, got_logps, mass, row in zip(out.ids_NS, out.logps_NS, out.mass_N, rows, strict=True):
@@ -72,7 +72,7 @@ def test_merged_mixture_with_the_full_support_is_equation_5() -> None:
 
 
 def test_agreeing_teachers_fill_the_pool_with_repeats_unless_merged() -> None:
-    ids, logps = ops_truth.random_topk(5, 40, 16, seed=3)
+    ids, logps = float64.random_topk(5, 40, 16, seed=3)
     ids, logps = ids[:, None].expand(5, 2, 16), logps[:, None].expand(5, 2, 16)
     log_alpha = torch.tensor([0.5, 0.5], dtype=torch.float64).log()
     pooled = teacher_mixture(ids, logps, log_alpha, 16)
@@ -98,7 +98,7 @@ def test_merged_ties_go_to_the_lower_id_and_pooled_ties_to_the_lower_teacher() -
 
 @pytest.mark.parametrize("shape", [(2,), (1, 2), (4, 1), (4, 2), (1,), ()], ids=str)
 def test_log_alpha_broadcasts(shape: tuple[int, ...]) -> None:
-    ids, logps = ops_truth.random_teachers(4, 2, 30, 5, seed=1)
+    ids, logps = float64.random_teachers(4, 2, 30, 5, seed=1)
     log_alpha = torch.rand(shape, dtype=torch.float64).log()
     check_against_oracle(ids, logps, log_alpha, 6, True)
 
@@ -113,7 +113,7 @@ def test_empty_slots_may_hold_any_id() -> None:
 
 
 def test_low_precision_inputs_give_fp32() -> None:
-    ids, logps = ops_truth.random_teachers(2, 2, 30, 5, seed=1)
+    ids, logps = float64.random_teachers(2, 2, 30, 5, seed=1)
     assert teacher_mixture(ids, logps.bfloat16(), torch.zeros(2), 4).logps_NS.dtype == torch.float32
 
 

@@ -20,7 +20,7 @@ from smopd import ops
 from smopd.kernels import dispatch
 from smopd.kernels.reference import topk as reference
 from smopd.kernels.types import KlOptions, LossSettings, LossStats, LossTokens, SparseTarget
-from tests.kernels.cpp.cpp_rows import picked
+from tests.kernels.float64 import picked
 from tests.kernels.offline.offline_launches import pairwise
 from tests.kernels.triton.triton_cases import (
     DEVICE,

@@ -17,11 +17,11 @@ from tests.kernels.triton import device
 
 # isort: split
 from bench.harness.accuracy import CANCELLATION, LOGP, ulp
-from smopd.kernels.reference import loss as reference_loss
 from smopd.kernels.reference import topk as reference
 from smopd.kernels.triton import loss as triton_loss
 from smopd.kernels.types import LossSettings, LossTokens, TokenTerms, loss_target
 from tests.kernels import cases
+from tests.kernels.float64 import true_loss
 
 DEVICE = torch.device(device.DEVICE)
 DTYPES = cases.DTYPES
@@ -145,10 +145,7 @@ def cast(tokens: LossTokens, **to: Any) -> LossTokens:
 
 def truth(case: Case) -> tuple[TokenTerms, Tensor, Tensor]:
     """Terms, gradient, and the size of what cancels in the gradient, all in float64."""
-    wide = case.logits.double()
-    grad = torch.empty_like(wide)
-    tokens, settings = cast(case.tokens, dtype=torch.float64), case.settings
-    terms = reference_loss.loss_rows(wide, tokens, settings, grad)
+    terms, grad = true_loss(case.logits, case.tokens, case.settings)
     return terms, grad, cancelling(case)
 
 

@@ -1,13 +1,20 @@
-"""Inputs of the operations' tests, and their truth (bench/harness/objective.py) in the operations' words."""
+"""The truth of the kernels' tests, in float64, and inputs of the public operations.
+
+The public operations, and with them the reference, are held to bench/harness/objective.py, which shares
+nothing with smopd.kernels; C++ and Triton to the reference in float64 on the same rounded inputs.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
 
 from bench.harness import objective
+from smopd.kernels.reference import loss as reference_loss
+from smopd.kernels.types import TokenTerms
 from smopd.ops import LossSettings, LossTokens
 
 # gradcheck's options beside a comparison with the dense gradient, number by number: one random projection of
@@ -59,6 +66,34 @@ def loss(logits: Tensor, tokens: LossTokens, settings: LossSettings) -> tuple[Te
         "reverse_loss": total(reverse_weight_N, terms.reverse),
     }
     return terms.weighted.sum(), {name: value.detach() for name, value in stats.items()}
+
+
+def picked(tokens: LossTokens, rows: Tensor) -> LossTokens:
+    """The tokens at these rows; log_alpha is one for all of them."""
+    values = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
+    return LossTokens(
+        **{
+            name: value if value is None or name == "log_alpha" else value[rows]
+            for name, value in values.items()
+        }
+    )
+
+
+def some_rows(n_rows: int, n_some: int = 24) -> Tensor:
+    """Rows from the first to the last, evenly."""
+    return torch.linspace(0, n_rows - 1, min(n_some, n_rows)).long()
+
+
+def in_float64(tokens: LossTokens) -> LossTokens:
+    values = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
+    wide = {name: v.double() for name, v in values.items() if v is not None and v.is_floating_point()}
+    return replace(tokens, **wide)
+
+
+def true_loss(logits_NV: Tensor, tokens: LossTokens, settings: LossSettings) -> tuple[TokenTerms, Tensor]:
+    """The terms and the gradient in the logits."""
+    grad_NV = torch.empty_like(logits_NV, dtype=torch.float64)
+    return reference_loss.loss_rows(logits_NV.double(), in_float64(tokens), settings, grad_NV), grad_NV
 
 
 def random_tokens(
