@@ -163,7 +163,7 @@ def _topk(
 
 
 @_topk.register_fake
-def _(logits: Tensor, kappa: int, token_ids: Tensor | None, temperature: float) -> tuple[Tensor, ...]:
+def _(logits: Tensor, kappa: int, token_ids: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
     n_rows = logits.shape[0]
     ids = empty_column(logits, n_rows, kappa, dtype=torch.int32)
     return ids, empty_column(logits, n_rows, kappa), empty_column(logits, 0 if token_ids is None else n_rows)
@@ -184,9 +184,7 @@ def _topk_teachers(
 
 
 @_topk_teachers.register_fake
-def _(
-    logits: Sequence[Tensor], kappa: int, token_ids: Tensor | None, temperature: float
-) -> tuple[Tensor, ...]:
+def _(logits: Sequence[Tensor], kappa: int, token_ids: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
     first, shape = logits[0], (logits[0].shape[0], len(logits))
     ids = empty_column(first, *shape, kappa, dtype=torch.int32)
     rows = 0 if token_ids is None else shape[0]
@@ -232,13 +230,7 @@ def _linear_topk(
 
 @_linear_topk.register_fake
 def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    kappa: int,
-    token_ids: Tensor | None,
-    temperature: float,
-    chunk_bytes: int | None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, kappa: int, token_ids: Tensor | None, *_: Any
 ) -> tuple[Tensor, ...]:
     n_rows = hidden.shape[0]
     ids = empty_column(hidden, n_rows, kappa, dtype=torch.int32)
