@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from smopd.engine.models.loading import UnusableModel, stored_dtype
+from smopd.engine.remote.client import Client
 from smopd.engine.remote.servers import RetryPolicy, Servers
 
 # Of safe-rlhf and align-anything, which trained Beaver and the paper's pair: there the head is called so.
@@ -104,7 +105,8 @@ class RemotePreferenceModel:
         self._servers = Servers(urls, patience)
         self._names: dict[str, str] = {}
         limits = []
-        for url, answer in self._servers.each(lambda client: client.get("/v1/models")).items():
+        answers: dict[str, httpx.Response] = self._servers.each(lambda client: client.get("/v1/models"))
+        for url, answer in answers.items():
             try:
                 card = answer.json()["data"][0]
                 self._names[url] = str(card["id"])
@@ -123,17 +125,16 @@ class RemotePreferenceModel:
     def _batches(self, batches: Sequence[Sequence[TokenIds]]) -> list[list[float]]:
         name = next(iter(self._names.values()))
 
-        def ask(client: httpx.Client, item: Sequence[TokenIds]) -> httpx.Response:
+        def ask(client: Client, item: Sequence[TokenIds]) -> httpx.Response:
             body = {
-                "model": self._names.get(str(client.base_url).rstrip("/"), name),
+                "model": self._names.get(client.url, name),
                 "input": [list(ids) for ids in item],
                 "use_activation": False,
                 "add_special_tokens": False,
             }
             return client.post("/classify", json=body)
 
-        answers = self._servers.map(ask, batches)
-        return [_parse(answer, len(batch)) for answer, batch in zip(answers, batches, strict=True)]
+        return self._servers.map(ask, batches, lambda answer, batch: _parse(answer, len(batch)))
 
 
 def by_batches(
@@ -219,11 +220,11 @@ def _parse(answer: httpx.Response, expected: int) -> list[float]:
         values = [float(value) for probs in outputs for value in probs]
         counts = {len(probs) for probs in outputs}
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{answer.url}: got {answer.text[:200]!r}, expected /classify's `data`") from None
+        raise ValueError(f"got {answer.text[:200]!r}, expected /classify's `data`") from None
     if counts != {1}:
-        raise ValueError(f"{answer.url}: got {sorted(counts)} outputs a sequence, expected a model of one")
+        raise ValueError(f"got {sorted(counts)} outputs a sequence, expected a model of one")
     if len(values) != expected or not all(map(math.isfinite, values)):
-        raise ValueError(f"{answer.url}: got {len(values)} scores {values[:3]}…, expected {expected} numbers")
+        raise ValueError(f"got {len(values)} scores {values[:3]}…, expected {expected} numbers")
     return torch.tensor(values, dtype=torch.float32).tolist()
 
 

@@ -25,8 +25,10 @@ import torch
 from torch import Tensor
 
 from smopd.engine import distributed
+from smopd.engine.remote.client import Client
 from smopd.engine.remote.servers import Servers, ServerUnavailable
 from smopd.engine.remote.weights import GENERATE, RemoteWeights, stale
+from smopd.engine.remote.wire import check_logprobs
 from smopd.engine.types import Rollout, Sampling
 from smopd.engine.vllm.rollout import LOWEST_TEMPERATURE, request_seed
 from smopd.engine.weights.architecture import Checked, architecture_of, stored
@@ -48,6 +50,7 @@ class RemoteRollout:
         servers: of one model.
         end_ids: tokens that end a response.
         longest, transfer, transfer_folder: as RemoteWeights.
+        vocabulary: rows of the model's head; ids are below it.
     Raises:
         NoServer: none answers.
         ValueError: a server has too few positions, or takes no weights.
@@ -58,11 +61,12 @@ class RemoteRollout:
         servers: Servers,
         end_ids: Sequence[int],
         longest: int,
+        vocabulary: int,
         transfer: str = "files",
         transfer_folder: str | Path | None = None,
     ):
         self.servers = servers
-        self.end_ids = sorted(end_ids)
+        self.end_ids, self.vocabulary = sorted(end_ids), vocabulary
         self.policy_version = 0
         run = distributed.broadcast_object(uuid.uuid4().hex[:12])
         self.weights = RemoteWeights(servers, run, longest, transfer, transfer_folder)
@@ -89,16 +93,13 @@ class RemoteRollout:
             for sample in range(sampling.n)
         ]
 
-        made: dict[Request, Rollout] = {}
+        def ask(client: Client, item: Request) -> httpx.Response:
+            return client.post(GENERATE, json=self._body(item, sampling))
 
-        def ask(client: httpx.Client, item: Request) -> httpx.Response:
-            answer = client.post(GENERATE, json=self._body(item, sampling))
-            if answer.is_success:
-                made[item] = self._rollout(item, answer.json()["choices"][0], version)
-            return answer
+        def read(answer: httpx.Response, item: Request) -> Rollout:
+            return self._rollout(item, answer.json()["choices"][0], version, sampling.max_new_tokens)
 
-        self.servers.map(ask, each)
-        return [made[item] for item in each]
+        return self.servers.map(ask, each, read)
 
     def _body(self, item: Request, sampling: Sampling) -> dict[str, Any]:
         return {
@@ -115,11 +116,12 @@ class RemoteRollout:
             },
         }
 
-    def _rollout(self, item: Request, choice: dict[str, Any], version: int) -> Rollout:
-        """The response in vLLM's `choice`.
+    def _rollout(self, item: Request, choice: dict[str, Any], version: int, longest: int) -> Rollout:
+        """The response in vLLM's `choice`, of at most `longest` tokens.
 
         Raises:
             ServerUnavailable: other weights took part in it, or the server ended it before its time.
+            ValueError, LookupError, TypeError: it is no response to what was asked.
         """
         found = {span["version"] for span in choice["weight_versions"] or ()}
         expected = self.weights.label(version)
@@ -131,10 +133,23 @@ class RemoteRollout:
                 f"ended a response of group {item.group} by {choice['finish_reason']!r} with "
                 f"{len(choice['token_ids'])} tokens and {len(logps)} log-probabilities"
             )
+        ids = torch.tensor(choice["token_ids"])
+        if len(ids) > longest:
+            raise ValueError(f"a response of {len(ids)} tokens, expected at most {longest}")
+        if len(ids) and ids.dtype != torch.int64:
+            raise TypeError(f"token_ids are of {ids.dtype}, expected integers")
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocabulary:
+            raise ValueError(
+                f"token_ids from {int(ids.min())} to {int(ids.max())}, expected ids below {self.vocabulary}"
+            )
+        logps_T = torch.tensor(logps, dtype=torch.float32)
+        check_logprobs("logprobs", logps_T)
+        if not bool(logps_T.isfinite().all()):
+            raise ValueError("a sampled token has the log-probability -inf, expected a finite one")
         return Rollout(
             item.prompt,
-            torch.tensor(choice["token_ids"], dtype=torch.int64),
-            torch.tensor(logps, dtype=torch.float32),
+            ids.long(),
+            logps_T,
             item.group,
             finished=choice["finish_reason"] == "stop",
             policy_version=version,

@@ -20,8 +20,9 @@ from smopd.engine.local.teachers import empty_topk
 from smopd.engine.local.union import Dropping, without_padding
 from smopd.engine.models.loading import UnusableModel
 from smopd.engine.models.packing import flat_offsets
-from smopd.engine.remote.servers import Refused, RetryPolicy, Servers, ServerUnavailable
-from smopd.engine.remote.wire import BINARY, pack_request, unpack_answer
+from smopd.engine.remote.client import Client
+from smopd.engine.remote.servers import NOT_AN_ANSWER, Refused, RetryPolicy, Servers, ServerUnavailable
+from smopd.engine.remote.wire import BINARY, check_values, pack_request, unpack_answer
 from smopd.engine.types import Rollout, TeacherTopK
 from smopd.kernels.checks import check_kappa
 
@@ -103,11 +104,13 @@ class RemoteTeachers(Dropping):
     def _binary(
         self, servers: Servers, rollouts: Sequence[Rollout], kappa: int, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor, int]:
-        def ask(client: httpx.Client, item: Sequence[Rollout]) -> httpx.Response:
+        def ask(client: Client, item: Sequence[Rollout]) -> httpx.Response:
             return _score(client, item, kappa, temperature, self.dtype)
 
-        answers = [unpack_answer(answer.content) for answer in servers.map(ask, portions(rollouts))]
-        ids, logps, own, dropped = zip(*answers, strict=True)
+        def read(answer: httpx.Response, item: Sequence[Rollout]) -> tuple[Tensor, Tensor, Tensor, int]:
+            return unpack_answer(answer.content, flat_offsets(item)[-1], kappa)
+
+        ids, logps, own, dropped = zip(*servers.map(ask, portions(rollouts), read), strict=True)
         return torch.cat(ids), torch.cat(logps), torch.cat(own), sum(dropped)
 
     def _json(
@@ -115,15 +118,14 @@ class RemoteTeachers(Dropping):
     ) -> tuple[Tensor, Tensor, Tensor, int]:
         _require_temperature(servers.urls[0], temperature)
 
-        def ask(client: httpx.Client, item: Rollout) -> httpx.Response:
+        def ask(client: Client, item: Rollout) -> httpx.Response:
             ids = [*item.prompt_ids, *item.response_ids.tolist()]
-            return _prompt_logprobs(client, self._models[servers.url_of(client)], ids, kappa)
+            return _prompt_logprobs(client, self._models[client.url], ids, kappa)
 
-        parsed = [
-            _parse(answer.json()["choices"][0]["prompt_logprobs"], rollout, kappa)
-            for rollout, answer in zip(rollouts, servers.map(ask, rollouts), strict=True)
-        ]
-        ids, logps, own = zip(*parsed, strict=True)
+        def read(answer: httpx.Response, item: Rollout) -> tuple[Tensor, Tensor, Tensor]:
+            return _parse(answer.json()["choices"][0]["prompt_logprobs"], item, kappa)
+
+        ids, logps, own = zip(*servers.map(ask, rollouts, read), strict=True)
         return torch.cat(ids), torch.cat(logps), torch.cat(own), 0
 
     def _probe(self, m: int) -> bool:
@@ -154,8 +156,7 @@ class RemoteTeachers(Dropping):
         for url in servers.readmit():
             try:
                 why = "" if self._fits(m, url) == self.ours[m] else OTHER_KIND
-            except (ServerUnavailable, ValueError, LookupError, TypeError) as error:
-                # another program may answer there
+            except (ServerUnavailable, *NOT_AN_ANSWER) as error:  # another program may answer there
                 why = f"{type(error).__name__}: {error}"
             if why:
                 servers.take_out(url, why)
@@ -168,15 +169,23 @@ class RemoteTeachers(Dropping):
             UnusableModel: it cannot serve what will be asked.
         """
         servers, ids, name = self.teachers[m], self.probe.token_ids, f"teachers.models.{m}: {url}"
-        described = servers.patiently(url, lambda client: client.get("/describe"), (httpx.codes.NOT_FOUND,))
+        vocabulary = servers.patiently(
+            url,
+            lambda client: client.get("/describe"),
+            (httpx.codes.NOT_FOUND,),
+            lambda answer: int(answer.json()["vocabulary"]) if answer.is_success else None,
+        )
         asked = {"prompt": self.probe.text, "add_special_tokens": False}
-        answer = servers.patiently(url, lambda client: client.post("/tokenize", json=asked))
-        if tuple(answer.json()["tokens"]) != ids:
+        tokens = servers.patiently(
+            url,
+            lambda client: client.post("/tokenize", json=asked),
+            read=lambda answer: tuple(answer.json()["tokens"]),
+        )
+        if tokens != ids:
             raise UnusableModel(
                 f"{name} has another tokenizer than the student; expected a teacher of one family"
             )
-        if described.is_success:
-            vocabulary = described.json()["vocabulary"]
+        if vocabulary is not None:
             if vocabulary != self.vocabulary:
                 raise UnusableModel(
                     f"{name} was started for a vocabulary of {vocabulary}, expected the student's "
@@ -185,14 +194,19 @@ class RemoteTeachers(Dropping):
             one = Rollout(ids[:1], torch.tensor(ids[-1:]), torch.zeros(1), 0, True)
             try:
                 servers.patiently(
-                    url, lambda client: _score(client, [one], self.kappa, self.temperature, self.dtype)
+                    url,
+                    lambda client: _score(client, [one], self.kappa, self.temperature, self.dtype),
+                    read=lambda answer: unpack_answer(answer.content, 1, self.kappa),
                 )
             except Refused as error:
                 raise UnusableModel(f"{name} cannot answer what will be asked ({error})") from error
             return True
         _require_temperature(url, self.temperature)
-        answer = servers.patiently(url, lambda client: client.get("/v1/models"))
-        model = self._models[url] = answer.json()["data"][0]["id"]
+        model = self._models[url] = servers.patiently(
+            url,
+            lambda client: client.get("/v1/models"),
+            read=lambda answer: str(answer.json()["data"][0]["id"]),
+        )
         try:
             servers.patiently(url, lambda client: _prompt_logprobs(client, model, list(ids[:2]), self.kappa))
         except Refused as error:
@@ -225,7 +239,7 @@ def _require_temperature(url: str, temperature: float) -> None:
 
 
 def _score(
-    client: httpx.Client, rollouts: Sequence[Rollout], kappa: int, temperature: float, dtype: str
+    client: Client, rollouts: Sequence[Rollout], kappa: int, temperature: float, dtype: str
 ) -> httpx.Response:
     return client.post(
         "/score",
@@ -235,7 +249,7 @@ def _score(
     )
 
 
-def _prompt_logprobs(client: httpx.Client, model: str, ids: list[int], kappa: int) -> httpx.Response:
+def _prompt_logprobs(client: Client, model: str, ids: list[int], kappa: int) -> httpx.Response:
     body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": kappa}
     return client.post("/v1/completions", json=body)
 
@@ -253,4 +267,5 @@ def _parse(rows: list, rollout: Rollout, kappa: int) -> tuple[Tensor, Tensor, Te
             if entry["rank"] <= kappa:
                 ids_TS[t, entry["rank"] - 1] = int(token_id)
                 logps_TS[t, entry["rank"] - 1] = entry["logprob"]
+    check_values(ids_TS, logps_TS, own_T)
     return ids_TS, logps_TS, own_T

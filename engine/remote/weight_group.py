@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from smopd.engine.remote.client import Client
 from smopd.engine.remote.servers import ServerUnavailable
 from smopd.engine.weights.group import TRAINER, join
 
@@ -32,7 +33,7 @@ class WeightGroup:
 
     @classmethod
     def meet(
-        cls, client: httpx.Client, device: torch.device, join_seconds: float, seconds: float
+        cls, client: Client, device: torch.device, join_seconds: float, seconds: float
     ) -> tuple[WeightGroup, httpx.Response]:
         """A group with the server's workers, and the server's answer to having joined it.
 
@@ -46,7 +47,7 @@ class WeightGroup:
         backend = "nccl" if device.type == "cuda" else "gloo"
         try:
             size = 1 + client.get("/get_world_size").raise_for_status().json()["world_size"]
-            address = address_towards(str(client.base_url))
+            address = address_towards(client.url)
         except (OSError, httpx.HTTPStatusError) as error:
             raise ServerUnavailable(f"{type(error).__name__}: {error}") from error
         wait = timedelta(seconds=join_seconds)
@@ -59,7 +60,7 @@ class WeightGroup:
         )
         return cls(group, store, device), joined
 
-    def send(self, client: httpx.Client, part: Mapping[str, Tensor]) -> httpx.Response:
+    def send(self, client: Client, part: Mapping[str, Tensor]) -> httpx.Response:
         """The server's answer to having loaded `part`, contiguous tensors on this group's device.
 
         Raises:

@@ -14,6 +14,7 @@ import httpx
 import torch
 from torch import Tensor
 
+from smopd.engine.remote.client import Client
 from smopd.engine.remote.servers import BUSY, Refused, Servers, ServerUnavailable
 from smopd.engine.remote.weight_group import WeightGroup
 from smopd.engine.weights.files import part_files, parts
@@ -89,11 +90,14 @@ class RemoteWeights:
         self._post("/reset_prefix_cache")
         self._post("/resume")
         self._require_taken(version)
-        self.servers.each(_normalised)
+        self.servers.each(_one_candidate, read=_require_normalised)
 
     def _require_taken(self, version: int) -> None:
-        for url, answer in self.servers.each(lambda client: client.get("/weight_info")).items():
-            held = answer.json()["weight_version"]
+        held_by = self.servers.each(
+            lambda client: client.get("/weight_info"),
+            read=lambda answer: str(answer.json()["weight_version"]),
+        )
+        for url, held in held_by.items():
             if held != self.label(version):
                 self.servers.take_out(url, stale({held}, self.label(version)))
         if not self.servers.alive:
@@ -105,13 +109,13 @@ class RemoteWeights:
         device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
         seconds = self.servers.patience.deadline_seconds
 
-        def meet(client: httpx.Client) -> httpx.Response:
+        def meet(client: Client) -> httpx.Response:
             group, joined = WeightGroup.meet(client, device, min(MINUTE, seconds), seconds)
-            groups[self.servers.url_of(client)] = group
+            groups[client.url] = group
             return joined
 
-        def send(client: httpx.Client, part: Mapping[str, Tensor]) -> httpx.Response:
-            return groups[self.servers.url_of(client)].send(client, part)
+        def send(client: Client, part: Mapping[str, Tensor]) -> httpx.Response:
+            return groups[client.url].send(client, part)
 
         self.servers.each(meet)
         for part in parts(weights):
@@ -149,12 +153,7 @@ class RemoteWeights:
             )
 
 
-def _normalised(client: httpx.Client) -> httpx.Response:
-    """Whether its log-probabilities are those of what it samples from: of one candidate alone, 0.
-
-    Raises:
-        ServerUnavailable: they are not.
-    """
+def _one_candidate(client: Client) -> httpx.Response:
     sampling = {
         "temperature": 1.0,
         "allowed_token_ids": [0],
@@ -162,15 +161,21 @@ def _normalised(client: httpx.Client) -> httpx.Response:
         "logprobs": 0,
         "detokenize": False,
     }
-    answer = client.post(GENERATE, json={"token_ids": [0], "sampling_params": sampling})
-    if answer.is_success:
-        logp = answer.json()["choices"][0]["logprobs"]["content"][0]["logprob"]
-        if abs(logp) > 1e-6:
-            raise ServerUnavailable(
-                f"gives the only candidate the log-probability {logp}, expected 0 "
-                f"(--logprobs-mode processed_logprobs); {HOW_TO_START}"
-            )
-    return answer
+    return client.post(GENERATE, json={"token_ids": [0], "sampling_params": sampling})
+
+
+def _require_normalised(answer: httpx.Response) -> None:
+    """Its log-probabilities are those of what it samples from: of one candidate alone, 0.
+
+    Raises:
+        ServerUnavailable: they are not.
+    """
+    logp = answer.json()["choices"][0]["logprobs"]["content"][0]["logprob"]
+    if abs(logp) > 1e-6:
+        raise ServerUnavailable(
+            f"gives the only candidate the log-probability {logp}, expected 0 "
+            f"(--logprobs-mode processed_logprobs); {HOW_TO_START}"
+        )
 
 
 def stale(found: Iterable[str], expected: str) -> str:

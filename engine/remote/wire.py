@@ -14,6 +14,7 @@ from torch import Tensor
 from smopd.engine.types import Rollout
 
 BINARY = "application/octet-stream"
+SLACK = 1e-2  # ours, nats and mass: rounding of fp16 on the way and of a server's bf16 logits
 
 
 def pack_request(rollouts: Sequence[Rollout]) -> bytes:
@@ -50,8 +51,58 @@ def pack_answer(
     return save({name: value.cpu().contiguous() for name, value in tensors.items()})
 
 
-def unpack_answer(content: bytes) -> tuple[Tensor, Tensor, Tensor, int]:
-    """ids (N, S) int32, log-probabilities (N, S) and the tokens' own (N,), fp32; ids dropped."""
+def unpack_answer(content: bytes, n_tokens: int, kappa: int) -> tuple[Tensor, Tensor, Tensor, int]:
+    """ids (N, S) int32, log-probabilities (N, S) and the tokens' own (N,), fp32; ids dropped.
+
+    Raises:
+        ValueError: it is no answer for `n_tokens` tokens and `kappa`; says why.
+        KeyError, SafetensorError: the same.
+    """
     tensors = load(content)
+    for name, shape, dtypes in (
+        ("ids_NS", (n_tokens, kappa), (torch.int32,)),
+        ("logps_NS", (n_tokens, kappa), (torch.float16, torch.float32)),
+        ("token_logps_N", (n_tokens,), (torch.float32,)),
+        ("dropped", (), (torch.int64,)),
+    ):
+        found = tensors[name]
+        if found.shape != shape or found.dtype not in dtypes:
+            raise ValueError(f"{name} is {found.dtype} {tuple(found.shape)}, expected {dtypes[0]} {shape}")
+    answer = tensors["ids_NS"], tensors["logps_NS"].float(), tensors["token_logps_N"]
     dropped = int(tensors["dropped"])
-    return tensors["ids_NS"], tensors["logps_NS"].float(), tensors["token_logps_N"], dropped
+    if not 0 <= dropped <= n_tokens * kappa:
+        raise ValueError(f"dropped is {dropped}, expected 0 to {n_tokens * kappa}")
+    check_values(*answer, may_be_empty=dropped > 0)
+    return *answer, dropped
+
+
+def check_values(
+    ids_NS: Tensor, logps_NS: Tensor, token_logps_N: Tensor, *, may_be_empty: bool = False
+) -> None:
+    """Raises ValueError: these are no log-probabilities of a row's largest tokens and of its own.
+
+    may_be_empty: a row may hold no entry at all.
+    """
+    check_logprobs("logps_NS", logps_NS)
+    check_logprobs("token_logps_N", token_logps_N)
+    if not ids_NS.numel():
+        return
+    mass = float(logps_NS.double().exp().sum(-1).max())
+    if mass > 1.0 + SLACK:
+        raise ValueError(f"logps_NS has a row of mass {mass:.6g}, expected at most 1")
+    held_NS = logps_NS > -torch.inf
+    if bool((ids_NS < 0).any()):
+        raise ValueError(f"ids_NS holds {int(ids_NS.min())}, expected ids of at least 0")
+    if not may_be_empty and not bool(held_NS.any(-1).all()):
+        raise ValueError("logps_NS has a row without an entry, expected the largest tokens")
+    slots_S = torch.arange(ids_NS.shape[1], dtype=torch.int64)
+    distinct_NS = torch.where(held_NS, ids_NS.long(), -1 - slots_S).sort(-1).values
+    if bool((distinct_NS[:, 1:] == distinct_NS[:, :-1]).any()):
+        raise ValueError("ids_NS names an id twice in a row, expected different ones")
+
+
+def check_logprobs(name: str, logps: Tensor) -> None:
+    """Raises ValueError: one is neither -inf nor finite and at most 0, up to rounding."""
+    bad = ~(logps <= SLACK)  # NaN among them
+    if bool(bad.any()):
+        raise ValueError(f"{name} holds {float(logps[bad][0]):g}, expected log-probabilities of at most 0")

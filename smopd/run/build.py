@@ -61,8 +61,8 @@ def rollout_engine(
             from smopd.engine.remote.rollout import RemoteRollout
 
             servers = Servers(options.urls, patience(settings))
-            how = settings.remote
-            remote = RemoteRollout(servers, ends, longest, how.transfer, how.transfer_folder)
+            how, vocabulary = settings.remote, config.get_text_config().vocab_size
+            remote = RemoteRollout(servers, ends, longest, vocabulary, how.transfer, how.transfer_folder)
             remote.load_path(path)  # a server holds whatever the run before it ended with
             return remote
     if options.engine == "vllm":

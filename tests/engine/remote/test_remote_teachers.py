@@ -6,17 +6,21 @@ import json
 import socket
 import threading
 import time
+from contextlib import asynccontextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import httpx
 import pytest
 import torch
+from safetensors.torch import load, save
 
 from smopd.engine.local.teachers import load_teachers
 from smopd.engine.models.loading import UnusableModel
-from smopd.engine.remote.servers import NoServer, RetryPolicy
-from smopd.engine.remote.teachers import Probe, RemoteTeachers, portions
+from smopd.engine.remote.servers import NOT_AN_ANSWER, NoServer, RetryPolicy
+from smopd.engine.remote.teachers import Probe, RemoteTeachers, _parse, portions
 from smopd.engine.remote.wire import pack_request, unpack_request
 from smopd.engine.settings import Packing
+from smopd.engine.types import Rollout
 from smopd.worlds.models import world_model
 from tests.engine.tiny import ragged_rollouts
 
@@ -270,6 +274,117 @@ def test_a_replica_that_dies_is_replaced_by_the_other(world):
     after = found.score(rollouts, 4, 1.0)
     assert after.ids_NMS.equal(before.ids_NMS)
     assert list(found.teachers[0].out) == [dying.url]
+
+
+def spoilt(name, change):
+    """One tensor of an answer changed."""
+
+    def spoil(content):
+        tensors = load(content)
+        tensors[name] = change(tensors[name])
+        return save(tensors)
+
+    return spoil
+
+
+def without(name):
+    return lambda content: save({key: value for key, value in load(content).items() if key != name})
+
+
+def twice(ids_NS):
+    ids_NS[:, 1] = ids_NS[:, 0]
+    return ids_NS
+
+
+BAD = {
+    "one row for all": spoilt("ids_NS", lambda ids_NS: ids_NS[:1].contiguous()),
+    "one row of log-probabilities": spoilt("logps_NS", lambda logps_NS: logps_NS[:1].contiguous()),
+    "fewer entries": spoilt("ids_NS", lambda ids_NS: ids_NS[:, 1:].contiguous()),
+    "one token's own": spoilt("token_logps_N", lambda logps_N: logps_N[:1].contiguous()),
+    "positive": spoilt("logps_NS", lambda logps_NS: logps_NS * 0 + 5),
+    "positive own": spoilt("token_logps_N", lambda logps_N: logps_N * 0 + 5),
+    "a mass of 4": spoilt("logps_NS", lambda logps_NS: logps_NS * 0),
+    "NaN": spoilt("logps_NS", lambda logps_NS: logps_NS * torch.nan),
+    "NaN own": spoilt("token_logps_N", lambda logps_N: logps_N * torch.nan),
+    "all empty": spoilt("logps_NS", lambda logps_NS: logps_NS - torch.inf),
+    "an id twice": spoilt("ids_NS", twice),
+    "negative ids": spoilt("ids_NS", lambda ids_NS: -1 - ids_NS),
+    "float ids": spoilt("ids_NS", lambda ids_NS: ids_NS.float()),
+    "unsigned ids": spoilt("ids_NS", lambda ids_NS: ids_NS.to(torch.uint32)),
+    "a negative count": spoilt("dropped", lambda dropped: dropped - 1),
+    "a tensor missing": without("token_logps_N"),
+    "cut short": lambda content: content[:-7],
+    "HTML": lambda content: b"<html>busy</html>",
+    "nothing": lambda content: b"",
+}
+
+
+@pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)
+def test_a_bad_answer_is_asked_elsewhere_and_never_taken(world, monkeypatch, spoil):
+    paths, servers, vocabulary, probe = world
+    teacher = load_teachers(paths[:1], PACKING, vocabulary, torch.float32)
+    bad = Serving(teacher, paths[0], vocabulary)
+    rollouts = ragged_rollouts(4)
+    found = RemoteTeachers([[bad.url, servers[0].url]], vocabulary, probe, 4, 1.0, patience=QUICK)
+    before = found.score(rollouts, 4, 1.0)
+    unspoilt, lies = httpx.AsyncClient.stream, threading.Event()
+
+    @asynccontextmanager
+    async def stream(client, method, path, **options):
+        async with unspoilt(client, method, path, **options) as answer:
+            if str(client.base_url).startswith(bad.url) and path == "/score":
+                lies.set()
+                content = spoil(b"".join([piece async for piece in answer.aiter_bytes()]))
+                answer = httpx.Response(200, content=content, request=answer.request)
+            yield answer
+
+    monkeypatch.setattr(httpx.AsyncClient, "stream", stream)
+    monkeypatch.setattr("smopd.engine.remote.teachers.REQUEST_TOKENS", 20)  # so many that both are asked
+    after = found.score(rollouts, 4, 1.0)
+    bad.stop()
+    assert lies.is_set() and after.ids_NMS.equal(before.ids_NMS)
+    torch.testing.assert_close(after.logps_NMS, before.logps_NMS, rtol=0, atol=1e-5)
+    assert "gave a bad answer" in found.teachers[0].out[bad.url]
+    assert found.teachers[0].bad_answers >= 1
+
+
+def test_a_server_whose_first_answer_is_bad_is_no_teacher(world, answering):
+    fits, odd = answering(world[3].token_ids), answering(world[3].token_ids)
+    odd.another = ([], 200)
+    found = of_servers(world, odd.url, fits.url)
+    assert "gave a bad answer" in found.teachers[0].out[odd.url]
+    with pytest.raises(NoServer, match="gave a bad answer"):
+        of_servers(world, odd.url)
+
+
+def rows(**changes):
+    """vLLM's `prompt_logprobs` of a prompt of one token and a response of two."""
+    entry = {"logprob": -0.5, "rank": 1} | changes
+    return [None, {"7": entry}, {"9": {"logprob": -0.1, "rank": 1}}]
+
+
+@pytest.mark.parametrize(
+    "answered",
+    [
+        rows(logprob=None),
+        rows(logprob=5.0),
+        rows(logprob=float("nan")),
+        rows(rank=None),
+        rows(rank=2),  # the row has no largest then
+        rows()[:2],
+        [],
+        None,
+        {"a": 1},
+        [None, {}, {}],
+        [None, {"7": {}}, {"9": {}}],
+    ],
+)
+def test_json_of_another_form_is_not_taken(answered):
+    rollout = Rollout((3,), torch.tensor([7, 9]), torch.zeros(2), 0, True)
+    ids, _, own = _parse(rows(), rollout, 1)
+    assert (ids.tolist(), own.tolist()) == ([[7], [9]], pytest.approx([-0.5, -0.1]))
+    with pytest.raises(NOT_AN_ANSWER):
+        _parse(answered, rollout, 1)
 
 
 def test_a_wrong_question_names_what_is_wrong(world):

@@ -5,14 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import StreamRequestHandler, ThreadingTCPServer
 
+import httpx
 import pytest
 
 import smopd.engine.remote.servers as servers_module
 from smopd.engine.remote.servers import NoServer, Refused, RetryPolicy, Servers, ServerUnavailable
+from tests.patience import HANG_SECONDS
 
 QUICK = RetryPolicy(deadline_seconds=20.0, retries=2, backoff_seconds=0.01, concurrency=4)
 
@@ -75,8 +80,12 @@ def echo(client, item):
     return client.post("/echo", content=str(item))
 
 
+def text(answer, item):
+    return answer.text
+
+
 def asked(servers, n=40):
-    return [answer.text for answer in servers.map(echo, list(range(n)))]
+    return servers.map(echo, list(range(n)), text)
 
 
 def test_answers_come_in_order_from_all_servers(scripted):
@@ -143,7 +152,7 @@ def test_a_server_that_hung_is_left_alone_and_longer_each_time(scripted, monkeyp
     hung = scripted(lambda count, body: released.wait(60.0) and 200)
     servers = Servers([hung.url], RetryPolicy(deadline_seconds=1.0, retries=0, concurrency=2))
     now = 1000.0
-    monkeypatch.setattr(servers_module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(servers_module, "monotonic", lambda: now)
     for rest in (1.0, 2.0, 4.0):
         with pytest.raises(NoServer):
             asked(servers, 2)
@@ -155,10 +164,103 @@ def test_a_server_that_hung_is_left_alone_and_longer_each_time(scripted, monkeyp
 
 
 def test_a_wrong_request_is_not_repeated(scripted):
-    strict = scripted(lambda count, body: 400 if body == "3" else 200)
+    strict = [scripted(lambda count, body: 400 if body == "3" else 200) for _ in range(2)]
     with pytest.raises(Refused, match="/echo: status 400: 3"):
-        asked(Servers([strict.url], QUICK), 6)
-    assert strict.answered[400] == 1
+        asked(Servers([server.url for server in strict], QUICK), 6)
+    assert [server.answered[400] for server in strict] == [1, 1]
+
+
+@pytest.mark.parametrize("status", [400, 401, 404])
+def test_what_one_server_refuses_and_another_answers_goes_on(scripted, status):
+    refusing, healthy = scripted(lambda count, body: status), scripted(lambda count, body: 200)
+    servers = Servers([refusing.url, healthy.url], QUICK)
+    assert asked(servers, 12) == [str(i) for i in range(12)]
+    assert list(servers.out) == [refusing.url]
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("no"), KeyError("no"), TypeError("no"), AttributeError("no"), IndexError("no")]
+)
+def test_a_bad_answer_takes_its_server_out_and_is_counted(scripted, error):
+    odd, healthy = scripted(lambda count, body: 200), scripted(lambda count, body: 200)
+    servers = Servers([odd.url, healthy.url], QUICK)
+
+    def read(answer, item):
+        if answer.url.port == httpx.URL(odd.url).port:
+            raise error
+        return answer.text
+
+    assert servers.map(echo, list(range(12)), read) == [str(i) for i in range(12)]
+    assert servers.bad_answers >= 1
+    assert servers.out == {odd.url: f"gave a bad answer ({type(error).__name__}: {error})"}
+    with pytest.raises(NoServer, match=type(error).__name__):
+        Servers([odd.url], QUICK).map(echo, [1], read)
+
+
+class Raw:
+    """A server that answers each connection by `write(send)`, as nobody should."""
+
+    def __init__(self, write):
+        class Handler(StreamRequestHandler):
+            def handle(self):
+                with suppress(OSError):
+                    self.request.recv(1 << 16)
+                    write(self.request.sendall)
+
+        self.server = ThreadingTCPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def stop(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 1000000000\r\n"
+
+
+def trickle_body(send):
+    send(HEAD + b"\r\n")
+    while True:
+        send(b"x")
+        time.sleep(0.05)
+
+
+def trickle_headers(send):
+    send(HEAD)
+    while True:
+        send(b"x-a: b\r\n")
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("write", [trickle_body, trickle_headers])
+def test_a_server_that_trickles_is_late_by_the_clock(scripted, write):
+    slow, healthy = Raw(write), scripted(lambda count, body: 200)
+    servers = Servers([slow.url, healthy.url], RetryPolicy(deadline_seconds=1.0, retries=5, concurrency=1))
+    begun = time.monotonic()
+    assert asked(servers, 4) == [str(i) for i in range(4)]
+    assert time.monotonic() - begun < HANG_SECONDS
+    assert servers.out == {slow.url: "no answer in 1 s"}
+    slow.stop()
+
+
+def test_an_answer_has_a_largest_size(scripted, monkeypatch):
+    monkeypatch.setattr(servers_module, "LARGEST_ANSWER", 1 << 20)
+    sent = []
+
+    def endless(send):
+        send(HEAD + b"\r\n")
+        while True:
+            send(b"x" * (1 << 16))
+            sent.append(1 << 16)
+
+    large, healthy = Raw(endless), scripted(lambda count, body: 200)
+    servers = Servers([large.url, healthy.url], QUICK)
+    assert asked(servers, 4) == [str(i) for i in range(4)]
+    assert "gave a bad answer (TooLarge: an answer of more than 1048576 bytes)" in servers.out[large.url]
+    assert sum(sent) < 64 << 20
+    large.stop()
 
 
 @pytest.mark.parametrize("urls", [[], ["http://a:1", "http://a:1/"]])
@@ -178,10 +280,10 @@ def test_an_answer_may_take_its_server_out(scripted):
     unfit, healthy = (scripted(lambda count, body: 200) for _ in range(2))
 
     def ask(client, item):
-        if str(client.base_url).startswith(unfit.url):
+        if client.url == unfit.url:
             raise ServerUnavailable("holds other weights")
         return echo(client, item)
 
     servers = Servers([unfit.url, healthy.url], QUICK)
-    assert [answer.text for answer in servers.map(ask, [1, 2, 3])] == ["1", "2", "3"]
+    assert servers.map(ask, [1, 2, 3], text) == ["1", "2", "3"]
     assert servers.out == {unfit.url: "holds other weights"}

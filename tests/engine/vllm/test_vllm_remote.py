@@ -33,6 +33,7 @@ GREEDY = Sampling(temperature=0.0, max_new_tokens=8)
 QUICK = RetryPolicy(deadline_seconds=120.0, retries=3, backoff_seconds=0.01, concurrency=2)
 ENDS = [1]
 LENGTH = 128  # positions of a server
+VOCABULARY = world_model(0)[0].config.vocab_size
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def server(pair):
 
 def remote(*urls: str, longest: int = 32, seed: int | None = 0, transfer: str = "files") -> RemoteRollout:
     """With the weights of the world's model of `seed` sent."""
-    rollouts = RemoteRollout(Servers(urls, QUICK), ENDS, longest, transfer)
+    rollouts = RemoteRollout(Servers(urls, QUICK), ENDS, longest, VOCABULARY, transfer)
     if seed is not None:
         rollouts.load_weights(weights_of(seed), 0)
     return rollouts
@@ -174,8 +175,8 @@ from smopd.worlds.models import world_model
 from tests.engine.tiny import assert_sampled_by
 from tests.engine.vllm.vllm_worker import assert_followed, on_two_ranks, save_models
 from tests.patience import HANG_SECONDS
-rollouts = RemoteRollout(Servers([sys.argv[1]]), [1], 32)
 model = world_model(6)[0]
+rollouts = RemoteRollout(Servers([sys.argv[1]]), [1], 32, model.config.vocab_size)
 rollouts.load_weights(model.state_dict().items(), 1)
 made = rollouts.generate([(5, 9, 11), (7,)], [0, 1], Sampling(temperature=0.0, max_new_tokens=8))
 assert_sampled_by(model, made)
@@ -234,7 +235,7 @@ def test_a_server_that_is_started_again_serves_nothing_before_the_next_weights(p
     assert f"{pair[1].url} is taken out: holds the weights default, expected" in caplog.text
     rollouts.load_weights(weights_of(5), 1)
     assert f"{pair[1].url} answers again" in caplog.text and rollouts.servers.out == {}
-    alone = RemoteRollout(Servers([pair[1].url], QUICK), ENDS, 32)
+    alone = RemoteRollout(Servers([pair[1].url], QUICK), ENDS, 32, VOCABULARY)
     alone.weights.run, alone.policy_version = rollouts.weights.run, 1
     assert_sampled_by(world_model(5)[0], alone.generate(PROMPTS, GROUPS, GREEDY))
 
@@ -257,7 +258,7 @@ def test_a_server_that_is_killed_in_a_sync_leaves_the_others_theirs(pair, monkey
     rollouts.load_weights(weights_of(6), 2)
     assert rollouts.servers.out == {}
     for each in pair:
-        alone = RemoteRollout(Servers([each.url], QUICK), ENDS, 32)
+        alone = RemoteRollout(Servers([each.url], QUICK), ENDS, 32, VOCABULARY)
         alone.weights.run, alone.policy_version = rollouts.weights.run, 2
         assert_sampled_by(world_model(6)[0], alone.generate(PROMPTS, GROUPS, GREEDY))
 

@@ -135,7 +135,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with distributed.process_group() as device:
         if urls:
-            remote = RemoteRollout(Servers(urls, RetryPolicy()), [END], 32)
+            remote = RemoteRollout(Servers(urls, RetryPolicy()), [END], 32, VOCABULARY)
             results: dict[str, dict] = {"untied": run(folder / "untied", remote, 0, device)}
         else:
             # An engine's own process takes half a GB: there one has to do.
