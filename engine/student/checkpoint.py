@@ -1,9 +1,10 @@
 """Checkpoints that survive SIGKILL, and exports that transformers and vLLM load.
 
 A checkpoint is written under a temporary name by the student's strategy (torch's distributed checkpoint, or
-DeepSpeed's), flushed to the disk, listed with checksums in a manifest, and only then renamed: a folder with
-its final name is whole. What does not match its manifest is refused, never half loaded. Checkpoints are read
-with pickle underneath: load only your own. With adapters a checkpoint holds them alone, not the base.
+DeepSpeed's), flushed to the disk, listed with checksums in a manifest that has one of its own, and only then
+renamed: a folder with its final name is whole. What does not match its manifest is refused, never half
+loaded. The checksums answer accidents, not attackers: load only checkpoints of your own (SECURITY.md). With
+adapters a checkpoint holds them alone, not the base. Exports have the same manifest.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,10 +23,12 @@ from transformers import PreTrainedTokenizerBase
 
 from smopd.engine import distributed
 from smopd.engine.files import empty_partial, flush, replace_folder
+from smopd.engine.student.strategy import UnreadableState
 from smopd.engine.student.student import Student
 
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
+MANIFEST_DIGEST = "manifest.sha256"
 T = TypeVar("T")
 
 
@@ -48,7 +52,7 @@ class Checkpoints:
 
     def save(self, step: int, student: Student, extra: Any = None) -> None:
         """extra: of this rank; numbers, strings, tensors, and lists, tuples and dicts of them."""
-        final = self.folder / f"step_{step:08d}"
+        final = self.folder / _name(step)
         partial = distributed.on_first(lambda: empty_partial(final))
         student.strategy.save(partial)
         torch.save(_process_state(student) | {"extra": extra}, partial / f"process_{distributed.rank()}.pt")
@@ -80,6 +84,13 @@ class Checkpoints:
         if newest == Path():
             return 0, None
         manifest = read_manifest(newest)
+        facts = (manifest.get("step"), manifest.get("world_size"), manifest.get("strategy"))
+        if not isinstance(facts[0], int) or not isinstance(facts[1], int) or not isinstance(facts[2], str):
+            raise DamagedCheckpoint(f"{newest}: {MANIFEST} is no checkpoint's; remove the folder to go on")
+        if newest.name != _name(facts[0]):
+            raise DamagedCheckpoint(
+                f"{newest}: {MANIFEST} is of step {facts[0]}, expected the folder's; remove it to go on"
+            )
         strategy = student.strategy
         if manifest["strategy"] != strategy.name:
             raise UnusableCheckpoint(
@@ -92,7 +103,10 @@ class Checkpoints:
                 f"{newest}: was saved by {manifest['world_size']} ranks, now {distributed.world_size()}, and "
                 f"{strategy.name} cannot redistribute it; go on with as many, or start from an export"
             )
-        strategy.restore(newest)
+        try:
+            strategy.restore(newest)
+        except UnreadableState as error:
+            raise DamagedCheckpoint(f"{newest}: {error}; remove the folder to go on") from error
         if not same_ranks:
             log.warning(
                 "%s was saved by %d ranks, now %d: the run goes on, not bit for bit",
@@ -130,6 +144,8 @@ def export(student: Student, tokenizer: PreTrainedTokenizerBase, folder: Path, d
         tokenizer.save_pretrained(partial)
     if student.lora is not None:
         student.adapter(partial / "adapter")
+    distributed.barrier()
+    write_manifest(partial, {})
     if distributed.rank() == 0:
         replace_folder(partial, folder)
     distributed.barrier()
@@ -137,40 +153,60 @@ def export(student: Student, tokenizer: PreTrainedTokenizerBase, folder: Path, d
 
 def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
     """Flushes every file of `folder`, and lists them with their SHA-256; the ranks share the reading."""
-    digests = {}
-    for path in _share(sorted(path for path in folder.rglob("*") if path.is_file())):
+    digests, own = {}, (folder / MANIFEST, folder / MANIFEST_DIGEST)
+    for path in _share(sorted(path for path in folder.rglob("*") if path.is_file() and path not in own)):
         flush(path)
         digests[str(path.relative_to(folder))] = _digest(path)
     gathered = distributed.gather_objects(digests)
     if distributed.rank() == 0:
         files = {name: digest for part in gathered for name, digest in part.items()}
-        manifest = folder / MANIFEST
+        manifest, digest = own
         manifest.write_text(json.dumps({**facts, "files": dict(sorted(files.items()))}, indent=1))
+        digest.write_text(f"{_digest(manifest)}  {MANIFEST}\n")
         flush(manifest)
+        flush(digest)
         flush(folder)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of `folder`, every file checked against it; the ranks share the reading."""
+    """The manifest of `folder`, it and every file checked; the ranks share the reading.
+
+    Raises:
+        DamagedCheckpoint: what is there is not what was written.
+    """
+    remove = "remove the folder to go on"
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise DamagedCheckpoint(
-            f"{folder}: no readable {MANIFEST} ({error}); remove the folder to go on"
-        ) from error
+        content = (folder / MANIFEST).read_bytes()
+        expected = (folder / MANIFEST_DIGEST).read_text().split()[:1]
+        if [hashlib.sha256(content).hexdigest()] != expected:
+            raise DamagedCheckpoint(f"{folder}: {MANIFEST} is not the one of {MANIFEST_DIGEST}; {remove}")
+        manifest = json.loads(content)
+        files = {folder / str(name): str(digest) for name, digest in manifest["files"].items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{folder}: no readable {MANIFEST} ({error}); {remove}") from error
     damaged = []
-    for name, digest in _share(list(manifest["files"].items())):
-        path = folder / name
-        found = _digest(path) if path.is_file() else "no such file"
+    for path, digest in _share(list(files.items())):
+        found = _digest(path) if os.path.isfile(path) else "no such file"
         if found != digest:
-            damaged.append(
-                f"{path}: SHA-256 is {found}, {MANIFEST} says {digest}; "
-                f"remove {folder} to go on from the one before it"
-            )
+            damaged.append(f"{path}: SHA-256 is {found}, {MANIFEST} says {digest}; {remove}")
     for said in distributed.gather_objects(damaged):
         if said:
             raise DamagedCheckpoint(said[0])
-    return manifest
+    return dict(manifest)
+
+
+def require_whole(export: Path) -> None:
+    """Checks an exported model against its manifest, where it has one; a collective call.
+
+    Raises:
+        DamagedCheckpoint: a file is missing or differs from its checksum.
+    """
+    if distributed.on_first((export / MANIFEST).exists):
+        read_manifest(export)
+
+
+def _name(step: int) -> str:
+    return f"step_{step:08d}"
 
 
 def _share(items: Sequence[T]) -> Sequence[T]:

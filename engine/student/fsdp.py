@@ -7,6 +7,8 @@ over both.
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,18 @@ from torch.distributed.tensor import DTensor
 
 from smopd.engine import distributed
 from smopd.engine.settings import TrainSettings
-from smopd.engine.student.strategy import Output, Policy, ThroughHead
+from smopd.engine.student.strategy import Output, Policy, ThroughHead, UnreadableState
 from smopd.engine.types import TokenBatch
+
+_PLAIN: dict[str, Collection[str]] = {
+    dcp.metadata.__name__: [name for name, found in vars(dcp.metadata).items() if isinstance(found, type)],
+    "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
+    "torch.serialization": ["_get_layout"],
+    "torch": ["Size"],
+    "pathlib": ["PosixPath", "PurePosixPath"],
+    "pathlib._local": ["PosixPath", "PurePosixPath"],
+}
+"""Module -> names that a checkpoint's metadata holds, and dtypes."""
 
 
 class Fsdp2:
@@ -73,6 +85,7 @@ class Fsdp2:
         dcp.save(self._state(), checkpoint_id=str(folder))
 
     def restore(self, folder: Path) -> None:
+        require_plain(folder / ".metadata")
         state = self._state()
         dcp.load(state, checkpoint_id=str(folder))
         set_state_dict(
@@ -144,3 +157,22 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
     return policy
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Knows what torch writes into a checkpoint's metadata; a name of anything else could be a call of it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name) if module in _PLAIN else None
+        if found is not None and (name in _PLAIN[module] or isinstance(found, torch.dtype)):
+            return found
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def require_plain(metadata: Path) -> None:
+    """Raises UnreadableState: a checkpoint's `.metadata`, a pickle, is more than descriptions of tensors."""
+    try:
+        with metadata.open("rb") as file:
+            _PlainUnpickler(file).load()
+    except (pickle.UnpicklingError, EOFError, LookupError, AttributeError, TypeError) as error:
+        raise UnreadableState(f"{metadata}: is no description of tensors ({error})") from error

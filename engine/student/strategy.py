@@ -30,6 +30,10 @@ class Policy(nn.Module):
         return through_head(response_hidden(self.model, batch), weight, bias)
 
 
+class UnreadableState(ValueError):
+    """A saved state is not what its strategy writes."""
+
+
 class Strategy(Protocol):
     """How a policy's parameters, gradients and optimiser state lie on the ranks.
 

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -25,7 +25,7 @@ from smopd.data.prompts import PromptSet
 from smopd.engine import distributed
 from smopd.engine.files import write_atomically
 from smopd.engine.models.loading import load_tokenizer, stored_dtype
-from smopd.engine.student.checkpoint import Checkpoints, export
+from smopd.engine.student.checkpoint import Checkpoints, export, require_whole
 from smopd.loop import Run, optimise
 from smopd.record.progress import say
 from smopd.record.recorder import Recorder
@@ -49,6 +49,8 @@ class RunContext:
     folder: Path
     pool: RewardPool
     device: torch.device
+    whole: set[str] = field(default_factory=set)
+    """Models whose files have been checked."""
 
     def finished(self, name: str) -> bool:
         return distributed.on_first(lambda: is_done(self.settings, name))
@@ -60,6 +62,13 @@ class RunContext:
         if name == BASE or name in self.settings.runs:
             return str(self.folder / name / "export")
         return name
+
+    def require_whole(self, name: str) -> None:
+        """Raises UnusableCheckpoint: the export of a run, or of the base, is not what was written."""
+        path = self.model_path(name)
+        if path not in self.whole:
+            require_whole(Path(path))
+            self.whole.add(path)
 
     def teacher_path(self, name: str) -> str:
         """Where a teacher is loaded from; the adapter alone where a run trained one."""
@@ -142,6 +151,8 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
                 f"runs.{run.name}: needs the run {needed!r}, which is not finished; run it first"
             )
     path = context.model_path(run.init)
+    for name in dict.fromkeys([run.init, *run.teachers, *frozen]):
+        context.require_whole(name)
     tokenizer = load_tokenizer(path)
     student = build.student(settings, path, context.device)
     paths = [context.teacher_path(teacher) for teacher in run.teachers]
@@ -173,6 +184,7 @@ def evaluate(context: RunContext, name: str, held_out: PromptSet) -> None:
     folder, path = context.folder / name, context.model_path(name)
     if distributed.on_first((folder / "evaluation.json").exists):
         return
+    context.require_whole(name)
     settings = context.settings if name == BASE else context.settings.resolved(name)
     rewarder = Rewarder(context.pool, load_tokenizer(path), settings.scoring.max_unscorable_share)
     engine = build.rollout_engine(settings, path, context.device, context.settings)

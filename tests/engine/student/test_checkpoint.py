@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from smopd.engine import distributed
 from smopd.engine.settings import TrainSettings
 from smopd.engine.student import checkpoint
-from smopd.engine.student.checkpoint import Checkpoints, DamagedCheckpoint, UnusableCheckpoint, export
+from smopd.engine.student.checkpoint import (
+    Checkpoints,
+    DamagedCheckpoint,
+    UnusableCheckpoint,
+    export,
+    require_whole,
+)
 from smopd.engine.student.student import Student
 from smopd.ops import LossSettings
 from smopd.worlds.models import world_model
@@ -96,12 +104,100 @@ def test_another_strategys_checkpoint_is_refused(tmp_path, device):
 def test_another_number_of_ranks_is_refused_where_shards_cannot_move(tmp_path, device):
     trained, checkpoints = student(device), Checkpoints(tmp_path, keep=1)
     checkpoints.save(1, trained)
-    manifest = tmp_path / "step_00000001/manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"world_size": 2}))
+    rewrite(tmp_path / "step_00000001", lambda manifest: manifest | {"world_size": 2})
     assert checkpoints.restore(trained) == (1, None)
     trained.strategy.reshards = False
     with pytest.raises(UnusableCheckpoint, match=r"was saved by 2 ranks, now 1, and fsdp2 cannot"):
         checkpoints.restore(trained)
+
+
+def rewrite(folder: Path, change) -> None:
+    """Another manifest, with its own digest: as another program, not an accident, writes it."""
+    changed = json.dumps(change(json.loads((folder / "manifest.json").read_text())))
+    (folder / "manifest.json").write_text(changed)
+    (folder / "manifest.sha256").write_text(hashlib.sha256(changed.encode()).hexdigest())
+
+
+def test_no_bit_of_the_manifest_can_flip(tmp_path, device):
+    trained, checkpoints = student(device), Checkpoints(tmp_path, keep=1)
+    checkpoints.save(4, trained)
+    manifest = tmp_path / "step_00000004/manifest.json"
+    raw = manifest.read_bytes()
+    digit = raw.index(b'"step": 4') + len(b'"step": ')
+    for place in (digit, len(raw) // 2):
+        for bit in range(8):
+            flipped = bytearray(raw)
+            flipped[place] ^= 1 << bit
+            manifest.write_bytes(flipped)
+            with pytest.raises(DamagedCheckpoint, match=r"manifest\.json is not the one of manifest\.sha256"):
+                checkpoints.restore(trained)
+    manifest.write_bytes(raw)
+    assert checkpoints.restore(trained) == (4, None)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        [],
+        None,
+        "text",
+        {"files": 3},
+        {"files": ["a"]},
+        {"files": {}},
+        {"files": {}, "step": "1", "world_size": 1, "strategy": "fsdp2"},
+        {"files": {}, "step": 1, "world_size": None, "strategy": "fsdp2"},
+        {"files": {}, "step": 1, "world_size": 1},
+        {"files": {}, "step": 2, "world_size": 1, "strategy": "fsdp2"},
+        {"files": {"n" * 300: "0"}, "step": 1, "world_size": 1, "strategy": "fsdp2"},
+    ],
+)
+def test_a_manifest_of_another_form_is_refused(tmp_path, device, form):
+    trained, checkpoints = student(device), Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, trained)
+    rewrite(tmp_path / "step_00000001", lambda _: form)
+    with pytest.raises(DamagedCheckpoint, match=r"step_00000001.*remove"):
+        checkpoints.restore(trained)
+
+
+def test_a_deep_manifest_and_one_without_a_digest_are_refused(tmp_path, device):
+    trained, checkpoints = student(device), Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, trained)
+    folder = tmp_path / "step_00000001"
+    deep = "[" * 100_000
+    (folder / "manifest.json").write_text(deep)
+    (folder / "manifest.sha256").write_text(hashlib.sha256(deep.encode()).hexdigest())
+    with pytest.raises(DamagedCheckpoint, match="no readable manifest"):
+        checkpoints.restore(trained)
+    (folder / "manifest.sha256").unlink()
+    with pytest.raises(DamagedCheckpoint, match="no readable manifest"):
+        checkpoints.restore(trained)
+
+
+def test_a_renamed_checkpoint_is_refused(tmp_path, device):
+    trained, checkpoints = student(device), Checkpoints(tmp_path, keep=2)
+    checkpoints.save(1, trained)
+    os.rename(tmp_path / "step_00000001", tmp_path / "step_00000005")
+    with pytest.raises(DamagedCheckpoint, match="is of step 1, expected the folder's"):
+        checkpoints.restore(trained)
+
+
+class Forged:
+    def __reduce__(self):
+        return (exec, ("import pathlib; pathlib.Path('pwned').touch()",))
+
+
+@pytest.mark.parametrize("forged", [Forged(), {"a": Forged()}, os.path.join, torch.load, "no metadata"[:0]])
+def test_metadata_that_could_run_code_is_refused(tmp_path, device, monkeypatch, forged):
+    monkeypatch.chdir(tmp_path)
+    trained, checkpoints = student(device), Checkpoints(tmp_path / "run", keep=1)
+    checkpoints.save(1, trained)
+    folder = tmp_path / "run/step_00000001"
+    (folder / ".metadata").write_bytes(pickle.dumps(forged) if forged != "" else b"")
+    checkpoint.write_manifest(folder, {"step": 1, "world_size": 1, "strategy": "fsdp2"})
+    with pytest.raises(UnusableCheckpoint, match=r"\.metadata: is no description of tensors"):
+        checkpoints.restore(trained)
+    assert not (tmp_path / "pwned").exists()
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])
@@ -167,3 +263,10 @@ def test_exports_load_in_transformers(tmp_path, device, dtype, tied):
         tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     )
     assert not list(tmp_path.glob("*.partial"))
+    require_whole(tmp_path / "export")
+    weights = tmp_path / "export/model.safetensors"
+    raw = bytearray(weights.read_bytes())
+    raw[-1] ^= 1
+    weights.write_bytes(raw)
+    with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors: SHA-256 is"):
+        require_whole(tmp_path / "export")
