@@ -149,11 +149,11 @@ class Objective:
         weight_N = token_weights(loss, lengths_R).to(device)
         rollout_logp_N = batch.rollout_logp_N[part.tokens].to(device)
         old_logp_N = None if signals.old_logp_N is None else signals.old_logp_N[part.tokens]
-        pg_weight_N = loss.anchor_coef * weight_N
+        sampled_weight_N = weight_N  # of terms that are means over the sampled tokens
         if loss.importance_cap is not None:
             assert old_logp_N is not None  # needs_old_logps
             importance_N = (old_logp_N - rollout_logp_N).exp()
-            pg_weight_N = pg_weight_N * importance_N.clamp(max=loss.importance_cap)
+            sampled_weight_N = weight_N * importance_N.clamp(max=loss.importance_cap)
         ratio_logp_N = old_logp_N
         if loss.old_logps == "rollout":
             ratio_logp_N = rollout_logp_N
@@ -164,11 +164,11 @@ class Objective:
             token_ids_N=batch.token_ids_N[part.tokens].to(device),
             adv_N=adv_R[part.responses].float().repeat_interleave(lengths_R).to(device),
             old_logp_N=ratio_logp_N,
-            pg_weight_N=pg_weight_N,
+            pg_weight_N=loss.anchor_coef * sampled_weight_N,
             kl_weight_N=torch.zeros_like(weight_N) if only_watched else weight_N,
             ent_weight_N=weight_N,
             **_teachers(signals.target, part),
-            **self._reverse_term(part, signals, weight_N),
+            **self._reverse_term(part, signals, sampled_weight_N),
         )
 
     def _reverse_term(self, part: MiniBatch, signals: Signals, weight_N: Tensor) -> dict[str, Tensor]:

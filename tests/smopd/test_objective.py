@@ -128,6 +128,33 @@ def test_importance_weights_are_truncated():
     assert tokens.old_logp_N is None, "with one update the ratio itself is 1"
 
 
+@pytest.mark.parametrize("terms", ["teachers", "reference", "both"])
+def test_importance_weighs_every_term_of_the_sampled_tokens(terms):
+    """And only those: the forward KL and the entropy are of whole distributions."""
+    shift = torch.tensor([-0.5, 0.2, 3.0])
+
+    def old(batch):
+        return batch.rollout_logp_N + shift[torch.arange(len(batch.rollout_logp_N)) % 3]
+
+    changes = {"loop": {"updates_per_step": 1}, "loss": {"importance_cap": 1.5}}
+    reference = terms != "teachers"
+    if terms != "reference":
+        changes["opd"] = {"divergence": "reverse_kl_sampled"}
+    if reference:
+        changes["kl_ref"] = {"coef": 0.1}
+    made = {}
+    for cap in (1.5, None):
+        given = changes if cap else {**changes, "loss": {}}
+        _, (made[cap],) = tokens_of(given, old, target_of, ref=ref_of if reference else None)
+    expected = torch.tensor([math.exp(-0.5), math.exp(0.2), 1.5])
+    expected = expected[torch.arange(len(made[None].reverse_weight_N)) % 3]
+    torch.testing.assert_close(made[1.5].reverse_weight_N, made[None].reverse_weight_N * expected)
+    torch.testing.assert_close(made[1.5].pg_weight_N, made[None].pg_weight_N * expected)
+    assert made[1.5].reverse_adv_N.equal(made[None].reverse_adv_N)
+    assert made[1.5].kl_weight_N.equal(made[None].kl_weight_N)
+    assert made[1.5].ent_weight_N.equal(made[None].ent_weight_N)
+
+
 def test_rollout_log_probabilities_as_the_ratios_denominator():
     changes = {"loop": {"updates_per_step": 1}, "loss": {"old_logps": "rollout"}}
     batch, (tokens,) = tokens_of(changes)
