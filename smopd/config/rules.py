@@ -31,6 +31,12 @@ def _sampled_policy(settings: Settings) -> Iterator[str]:
             "policy's, and their ratio is never 1; set top_p to 1, or loss.old_logps to recompute without "
             "importance_cap"
         )
+    elif rollout.top_p < 1 and (settings.opd.sampled or settings.kl_ref.coef > 0):
+        term = "kl_ref" if settings.kl_ref.coef > 0 else "opd.divergence"
+        yield (
+            f"rollout.top_p: at {rollout.top_p} tokens come from the nucleus, and {term}'s KL is a mean over "
+            "tokens of the whole policy: it would be biased; set top_p to 1, or leave that KL out"
+        )
     if loop.lag and rollout.colocated and rollout.vllm.tensor_parallel_size > 1:
         yield (
             "loop.lag: 1 samples in a thread of its own, where the collectives of colocated tensor-parallel "

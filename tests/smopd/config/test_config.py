@@ -193,6 +193,14 @@ REMOTE = [{"model": "http://a:1", "reward": "a"}, {"model": "http://b:1", "rewar
             "rollout.top_p: at 0.9 the sampler's log-probabilities are the nucleus's",
         ),
         (
+            {"rollout": {"top_p": 0.9}, "opd": {"divergence": "reverse_kl_sampled"}},
+            "rollout.top_p: at 0.9 tokens come from the nucleus, and opd.divergence's KL",
+        ),
+        (
+            {"rollout": {"top_p": 0.9}, "kl_ref": {"coef": 0.1}},
+            "rollout.top_p: at 0.9 tokens come from the nucleus, and kl_ref's KL",
+        ),
+        (
             {
                 "loop": {"lag": 1},
                 "loss": {"old_logps": "rollout"},
