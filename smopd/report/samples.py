@@ -86,19 +86,23 @@ def _text(value: object) -> str:
 
 def _token(token: Mapping[str, Any], teachers: Sequence[str]) -> str:
     at, bars = 0.0, []
-    for m, share in enumerate(token["shares"]):
+    for m, share in enumerate(share or 0.0 for share in token["shares"]):
         bars.append(f"var(--k{m % COLOURS}) {at:.1f}% {at + 100 * share:.1f}%")
         at += 100 * share
     bar = f' style="--bar:linear-gradient(90deg,{",".join(bars)})"' if at > 0 else ""
     said = [*zip(teachers, token["teachers"], strict=True), ("student", token["student"])]
     columns = "".join(
         f"<span class=said><b>{escape(name)}</b>"
-        + "".join(f"<span>{_visible(text)} <i>{value:.3f}</i></span>" for text, value in pairs)
+        + "".join(f"<span>{_visible(text)} <i>{_probability(value)}</i></span>" for text, value in pairs)
         + "</span>"
         for name, pairs in said
     )
     shown = f"{_visible(token['text'])}<span class=tip>{columns}</span>"
     return f"<span class=token tabindex=0{bar}>{shown}</span>{'<br>' * token['text'].count(chr(10))}"
+
+
+def _probability(value: float | None) -> str:
+    return "no number" if value is None else f"{value:.3f}"  # null in the file
 
 
 def _visible(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from smopd.record.progress import console, say
 from smopd.report.page import Report, write_report
 from smopd.report.tables import Row, table
 
+log = logging.getLogger(__name__)
 WIDTH = 132  # of the table where the output is no terminal
 
 
@@ -46,8 +48,12 @@ def summarise(settings: Settings, folder: Path) -> None:
         tokens=lines("tokens.jsonl"),
         teachers=[_label(settings, teacher.model) for teacher in settings.teachers.models],
     )
-    write_report(folder / "report.html", report)
-    say(f"report: {folder / 'report.html'}")
+    try:
+        write_report(folder / "report.html", report)
+    except Exception:  # the runs are finished and their results are there
+        log.exception("report.html is not written")
+    else:
+        say(f"report: {folder / 'report.html'}")
 
 
 def _label(settings: Settings, model: str) -> str:

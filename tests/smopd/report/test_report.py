@@ -192,7 +192,8 @@ def test_phase_times_are_means_over_the_steps_that_have_them(tmp_path: Path) -> 
 
 def test_a_token_shows_whose_entries_its_target_holds(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    tokens = [TOKEN, {**TOKEN, "text": "\n", "shares": [0.0, 0.0]}]
+    unknown = {"shares": [None, None], "student": [["c", None]]}  # NaN of a teacher, in the file
+    tokens = [TOKEN, {**TOKEN, "text": "\n", "shares": [0.0, 0.0]}, {**TOKEN, **unknown}]
     write_report(
         path, Report("t", tokens={"one": [{"step": 4, "prompt": "p", "tokens": tokens}]}, teachers=["A", "B"])
     )
@@ -200,6 +201,7 @@ def test_a_token_shows_whose_entries_its_target_holds(tmp_path: Path) -> None:
     page = parsed(path)
     assert "linear-gradient(90deg,var(--k0) 0.0% 25.0%,var(--k1) 25.0% 100.0%)" in text
     assert text.count("--bar:") == 1, "an empty target has no bar"
+    assert "c no number" in page.text
     assert "b 0.500" in page.text and "c 0.125" in page.text and "student" in page.text
     assert "↵" in page.text
 
