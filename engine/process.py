@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 CALLER = "SMOPD_ENGINE_CALLER"
 """The environment variable with the process that an engine of its own process serves."""
 PARENT_SECONDS = 1.0  # ours: between looks at whether it lives
@@ -29,6 +29,42 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Asks Linux to make this process the parent of what its children leave behind."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_below(process: int) -> None:
+    """Kills all that descends from `process`, whatever groups and sessions it has made; not the process."""
+    for _ in range(100):  # what is stopped first can start no other; a fork may fall between two looks
+        found = below(process)
+        for signal_number in (signal.SIGSTOP, signal.SIGKILL):
+            for each in found:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(each, signal_number)
+        if not found:
+            return
+
+
+def below(process: int) -> list[int]:
+    """The children of `process` and theirs that run; Linux."""
+    found = []
+    for children in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, children.read_text().split()):
+                found += [*([child] if _runs(child) else []), *below(child)]
+    return found
+
+
+def _runs(process: int) -> bool:
+    """Whether it is there and not only waiting to be buried."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
 
 
 def end_with_caller() -> None:

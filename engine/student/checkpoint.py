@@ -147,7 +147,7 @@ def export(student: Student, tokenizer: PreTrainedTokenizerBase, folder: Path, d
     distributed.barrier()
     write_manifest(partial, {})
     if distributed.rank() == 0:
-        replace_folder(partial, folder)
+        replace_folder(partial, folder, flushed=True)
     distributed.barrier()
 
 

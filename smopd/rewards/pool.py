@@ -1,14 +1,15 @@
 """Reward functions in worker processes that can be killed: a bad one costs its own dimension, never the run.
 
 Each reward runs in its own process and all are called at once. What cannot be scored is NaN and is counted by
-its reason; a call over its deadline is ended by killing the worker with all its children, and the next call
-starts a new one. POSIX only.
+its reason; a call that fails as a whole is made once more; one over its deadline is ended by killing the
+worker with all that it started, and the next call starts a new one. POSIX only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import pickle
 import select
@@ -18,16 +19,21 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from smopd.engine.process import kill_below
 from smopd.names import IMPORT_PATH
 from smopd.rewards.worker import HEADER, SIGNAL_EXIT_CODE
 
+log = logging.getLogger(__name__)
 GRACE_SECONDS = 1.0  # ours: for a process that closed its pipe to end by itself
+ATTEMPTS = 2  # ours: calls of a reward whose first one fails as a whole
+LOG_BYTES = 16 << 20  # ours: of what rewards print, after which the file begins again
+LARGEST_REPLY = 1 << 30  # ours, bytes
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,13 @@ class RewardWorker:
     """One reward function in a process of its own, started at need and again after it was killed or died."""
 
     def __init__(
-        self, reward: RewardSpec, *, deadline_seconds: float, startup_seconds: float, log_path: Path | None
+        self,
+        reward: RewardSpec,
+        *,
+        deadline_seconds: float,
+        startup_seconds: float,
+        log_path: Path | None,
+        memory_bytes: int = 0,
     ) -> None:
         if not IMPORT_PATH.fullmatch(reward.function):
             raise ValueError(
@@ -70,6 +82,8 @@ class RewardWorker:
         self._deadline_seconds = deadline_seconds
         self._startup_seconds = startup_seconds
         self._log_path = log_path
+        self._memory_bytes = memory_bytes
+        self._number = 0  # of the newest request
         self._process: subprocess.Popen[bytes] | None = None
         self._request_fd = self._reply_fd = -1
         self._starts = 0
@@ -99,7 +113,7 @@ class RewardWorker:
             reply = self._exchange(pickle.dumps(dict(self.reward.kwargs), 5), self._startup_seconds)
             if "ready" in reply:
                 return
-            error = reply["error"]
+            error = reply.get("error", "malformed reply")
         except TimeoutError:
             error = f"not loaded after {self._startup_seconds:g} s"
         except (EOFError, OSError):
@@ -116,6 +130,7 @@ class RewardWorker:
         os.set_blocking(self._request_fd, False)
         command = [sys.executable, "-m", "smopd.rewards.worker"]
         command += [str(child_read), str(child_write), str(os.getpid()), self.reward.function]
+        command += [str(self._memory_bytes)]
         log_fd = (
             2 if self._log_path is None else os.open(self._log_path, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
         )
@@ -138,7 +153,23 @@ class RewardWorker:
                 os.close(fd)
 
     def score(self, request: bytes, responses: int) -> WorkerScores:
-        """Score one pickled request; never raises for what the function or its process does."""
+        """Score a pickled request, again where all of it failed; never raises for what the function did."""
+        begin = time.monotonic()
+        scores = self._score(request, responses)
+        for _ in range(ATTEMPTS - 1):
+            if self._closed or not any(scores.failures[kind] for kind in WHOLE):
+                break
+            log.warning("reward %s is called again: %s", self.reward.name, scores.error)
+            scores = self._score(request, responses)
+        self._limit_log()
+        return replace(scores, seconds=time.monotonic() - begin)
+
+    def _limit_log(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._log_path is not None and self._log_path.stat().st_size > LOG_BYTES:
+                os.truncate(self._log_path, 0)
+
+    def _score(self, request: bytes, responses: int) -> WorkerScores:
         begin = time.monotonic()
         values, kinds, error = [float("nan")] * responses, dict.fromkeys(FAILURE_KINDS, 0), None
         try:
@@ -164,7 +195,7 @@ class RewardWorker:
                 kinds["length"] = responses
                 error = f"{self.reward.function} returned {reply['length']} values, expected {responses}"
             else:
-                values = [float("nan") if value is None else value for value in reply["values"]]
+                values = [float("nan") if value is None else float(value) for value in reply["values"]]
                 kinds["none"] = sum(value is None for value in reply["values"])
                 kinds["nonfinite"] = sum(value != value for value in values) - kinds["none"]
                 if count := kinds["nonfinite"]:
@@ -175,6 +206,7 @@ class RewardWorker:
         """Kill the process and start none again; a call in another thread then ends."""
         self._closed = True
         if (process := self._process) is not None:
+            kill_below(process.pid)
             _kill_group(process)
 
     def close(self) -> None:
@@ -185,15 +217,18 @@ class RewardWorker:
     def _exchange(self, frame: bytes, seconds: float) -> dict[str, Any]:
         """Send a frame, return the reply. TimeoutError after `seconds`, EOFError or OSError where it died."""
         deadline = time.monotonic() + seconds
-        view = memoryview(HEADER.pack(len(frame)) + frame)
+        self._number += 1
+        view = memoryview(HEADER.pack(len(frame), self._number) + frame)
         while view:
             _wait(self._request_fd, select.POLLOUT, deadline)
             view = view[os.write(self._request_fd, view) :]
-        (size,) = HEADER.unpack(self._receive(HEADER.size, deadline))
-        try:
-            return json.loads(self._receive(size, deadline))
-        except ValueError:  # the function wrote into the pipe
-            raise OSError("malformed reply") from None
+        while True:
+            size, number = HEADER.unpack(self._receive(HEADER.size, deadline))
+            if size > LARGEST_REPLY:
+                raise OSError("malformed reply")
+            content = self._receive(size, deadline)
+            if number == self._number:  # an earlier one is of a process that a call left behind
+                return _reply(content)
 
     def _receive(self, size: int, deadline: float) -> bytes:
         parts = bytearray()
@@ -211,12 +246,29 @@ class RewardWorker:
         process, self._process = self._process, None
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(grace_seconds)
+        kill_below(process.pid)
         _kill_group(process)
         code = process.wait()
         os.close(self._request_fd)
         os.close(self._reply_fd)
         by_signal = -code if code < 0 else code - SIGNAL_EXIT_CODE
         return f"signal {by_signal}" if by_signal > 0 else f"exit code {code}"
+
+
+def _reply(content: bytes) -> dict[str, Any]:
+    """A worker's answer. OSError where it is none: the function may have written into the pipe."""
+    try:
+        reply = json.loads(content)
+        (kind,) = reply
+        if kind == "values":
+            fit = all(value is None or type(value) in (int, float) for value in reply[kind])
+        else:
+            fit = isinstance(reply[kind], {"ready": bool, "length": int, "error": str}[kind])
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise OSError("malformed reply") from error
+    if not fit:
+        raise OSError("malformed reply")
+    return reply
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
@@ -237,7 +289,9 @@ def _ready(fd: int, event: int, seconds: float) -> bool:
     return bool(poll.poll(seconds * 1000))
 
 
-FAILURE_KINDS = ("exception", "timeout", "length", "nonfinite", "none", "worker_died")
+WHOLE = ("exception", "timeout", "length", "worker_died")
+"""Kinds of failure that leave a whole call without a score."""
+FAILURE_KINDS = (*WHOLE, "nonfinite", "none")
 
 
 class RewardError(RuntimeError):
@@ -308,6 +362,7 @@ class RewardPool:
         deadline_seconds: float = 60.0,
         startup_seconds: float = 300.0,
         log_path: Path | None = None,
+        memory_bytes: int = 0,
     ) -> None:
         """Start nothing yet.
 
@@ -315,7 +370,9 @@ class RewardPool:
             rewards: the K dimensions, with different names.
             deadline_seconds: longest time of one call of one reward.
             startup_seconds: longest time to start a worker and import its function.
-            log_path: where what the functions print goes; None: the standard error of this process.
+            log_path: where what the functions print goes, up to LOG_BYTES and from the beginning then; None:
+                the standard error of this process.
+            memory_bytes: most address space of each worker; 0 is no limit.
         Raises:
             ValueError: no reward, a repeated name, a time that is not positive, or a malformed import path.
         """
@@ -332,7 +389,11 @@ class RewardPool:
         self.names = names
         self._workers = [
             RewardWorker(
-                reward, deadline_seconds=deadline_seconds, startup_seconds=startup_seconds, log_path=log_path
+                reward,
+                deadline_seconds=deadline_seconds,
+                startup_seconds=startup_seconds,
+                log_path=log_path,
+                memory_bytes=memory_bytes,
             )
             for reward in rewards
         ]

@@ -1,15 +1,18 @@
-"""The process in which one reward function runs: `python -m smopd.rewards.worker READ WRITE PARENT FUNCTION`.
+"""The process in which one reward function runs.
+
+    python -m smopd.rewards.worker READ WRITE PARENT FUNCTION BYTES
 
 READ and WRITE are inherited pipe ends, so that standard output stays the function's own. A frame is a length
-(8 bytes, little endian) and that many bytes. Requests are pickle 5, for columns may hold what JSON cannot
-(dates, bytes, arrays); replies are JSON, so that the parent never unpickles what a worker wrote. The first
-frame brings the keyword arguments and is answered `{"ready": true}` or `{"error": ...}`; each further one
-brings prompts, completions and columns and is answered `{"values": [...]}`, `{"length": n}` or
-`{"error": ...}`.
+and a number (8 bytes each, little endian) and so many bytes; a reply has its request's number, which tells it
+from what a process left behind by an earlier call writes. Requests are pickle 5, for columns may hold what
+JSON cannot (dates, bytes, arrays); replies are JSON, so that the parent never unpickles what a worker wrote.
+The first frame brings the keyword arguments and is answered `{"ready": true}` or `{"error": ...}`; each
+further one brings prompts, completions and columns and is answered `{"values": [...]}`, `{"length": n}` or
+`{"error": ...}`. BYTES limits the address space; 0 does not.
 
-The function runs in a child of this process. This one only waits, to end the whole process group with the
-parent: no function can keep it from running, as it could a thread by never giving the interpreter up. The
-signal of `die_with_parent` would end one process alone, and what the function started would go on.
+The function runs in a child of this process. This one only waits, to end with the parent all that the
+function started: no function can keep it from that, as it could a thread by never giving the interpreter up.
+The signal of `die_with_parent` would end one process alone, and what the function started would go on.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import json
 import math
 import os
 import pickle
+import resource
 import signal
 import struct
 import sys
@@ -31,9 +35,9 @@ from functools import reduce
 from select import poll
 from typing import Any
 
-from smopd.engine.process import die_with_parent
+from smopd.engine.process import adopt_orphans, die_with_parent, kill_below
 
-HEADER = struct.Struct("<Q")
+HEADER = struct.Struct("<QQ")  # length, number
 MAX_ERROR_CHARS = 4000  # of a traceback's end, ours
 SIGNAL_EXIT_CODE = 128  # plus the signal's number, as shells do
 PARENT_CHECK_MS = 1000  # ours
@@ -42,13 +46,16 @@ PARENT_CHECK_MS = 1000  # ours
 def main(argv: list[str]) -> None:
     """Load the function, then answer requests until the parent closes the pipe or dies."""
     read_fd, write_fd, parent_pid, path = int(argv[0]), int(argv[1]), int(argv[2]), argv[3]
+    if memory_bytes := int(argv[4]):
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     for fd in (read_fd, write_fd):
         os.set_inheritable(fd, False)
     _fork(parent_pid, read_fd, write_fd)
     function: Callable[..., Any] | None = None
     kwargs: dict[str, Any] = {}
     loop: asyncio.AbstractEventLoop | None = None
-    while (frame := _read(read_fd)) is not None:
+    while (found := _read(read_fd)) is not None:
+        number, frame = found
         reply: dict[str, Any]
         try:
             request = pickle.loads(frame)
@@ -67,7 +74,7 @@ def main(argv: list[str]) -> None:
         except BaseException as error:
             reply = {"error": describe(error)}
         _flush()
-        _write(write_fd, json.dumps(reply).encode())
+        _write(write_fd, number, json.dumps(reply).encode())
 
 
 def load_function(path: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
@@ -148,6 +155,7 @@ async def _await(awaitable: Awaitable[Any]) -> Any:
 def _fork(parent_pid: int, read_fd: int, write_fd: int) -> None:
     """Return in a child; this process waits for the child's end, or ends all when the parent is gone."""
     supervisor = os.getpid()
+    adopt_orphans()  # also those that left the group: the parent finds them below this process
     worker = os.fork()
     if worker == 0:
         die_with_parent(supervisor)
@@ -160,16 +168,22 @@ def _fork(parent_pid: int, read_fd: int, write_fd: int) -> None:
         # A process that the parent forked may hold the pipe open longer than it lives.
         while not hangup.poll(PARENT_CHECK_MS) and os.getppid() == parent_pid:
             continue
+        kill_below(supervisor)
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+    kill_below(supervisor)
     os._exit(code if code >= 0 else SIGNAL_EXIT_CODE - code)
 
 
-def _read(fd: int) -> bytes | None:
+def _read(fd: int) -> tuple[int, bytes] | None:
     header = _read_exactly(fd, HEADER.size)
-    return None if header is None else _read_exactly(fd, HEADER.unpack(header)[0])
+    if header is None:
+        return None
+    size, number = HEADER.unpack(header)
+    frame = _read_exactly(fd, size)
+    return None if frame is None else (number, frame)
 
 
 def _read_exactly(fd: int, size: int) -> bytes | None:
@@ -181,8 +195,8 @@ def _read_exactly(fd: int, size: int) -> bytes | None:
     return bytes(parts)
 
 
-def _write(fd: int, data: bytes) -> None:
-    view = memoryview(HEADER.pack(len(data)) + data)
+def _write(fd: int, number: int, data: bytes) -> None:
+    view = memoryview(HEADER.pack(len(data), number) + data)
     while view:
         view = view[os.write(fd, view) :]
 

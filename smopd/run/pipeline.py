@@ -95,6 +95,7 @@ def run_recipe(command: Command) -> int:
                     startup_seconds=settings.scoring.startup_seconds,
                     deadline_seconds=settings.scoring.deadline_seconds,
                     log_path=folder / f"rewards_{distributed.rank()}.log",
+                    memory_bytes=round((settings.scoring.memory_gib or 0) * 2**30),
                 ) as pool,
             ):
                 pool.probe()
@@ -170,7 +171,12 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
                 rollouts=rollouts,
                 teachers=teachers,
                 reference=build.reference_engine(settings, held, path, student, teachers, context.device),
-                rewarder=Rewarder(context.pool, tokenizer, settings.scoring.max_unscorable_share),
+                rewarder=Rewarder(
+                    context.pool,
+                    tokenizer,
+                    settings.scoring.max_unscorable_share,
+                    settings.scoring.window_steps,
+                ),
                 checkpoints=Checkpoints(folder / "checkpoints", settings.checkpoint.keep),
                 recorder=recorder,
             )

@@ -5,6 +5,7 @@ Decodes them, calls every reward in its worker, and stops a run that cannot be s
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,19 +31,36 @@ class Rewards:
     batch: RewardBatch
 
 
+@dataclass(frozen=True)
+class Counted:
+    """One step's unscorable responses over all ranks, by reward and kind, and an error of each reward."""
+
+    responses: int
+    failures: dict[str, Counter[str]]
+    errors: dict[str, str]
+
+
 class Rewarder:
     """Rewards responses with the recipe's rewards.
 
     Args:
         pool: one killable worker a reward.
         tokenizer: of the policy.
-        max_unscorable_share: a dimension that leaves more than this share of a batch unscored ends the run.
+        max_unscorable_share: a dimension that leaves more than this share unscored ends the run: of the
+            last `window_steps` steps of training, of one batch elsewhere.
     """
 
-    def __init__(self, pool: RewardPool, tokenizer: PreTrainedTokenizerBase, max_unscorable_share: float):
+    def __init__(
+        self,
+        pool: RewardPool,
+        tokenizer: PreTrainedTokenizerBase,
+        max_unscorable_share: float,
+        window_steps: int = 1,
+    ):
         self.pool = pool
         self.tokenizer = tokenizer
         self.max_unscorable_share = max_unscorable_share
+        self._window: deque[Counted] = deque(maxlen=window_steps)
 
     def score(
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], step: int | None = None
@@ -52,7 +70,8 @@ class Rewarder:
         Args:
             step: of training, from 0, which the rewards get as a column; None outside of training.
         Raises:
-            RewardError: on every rank, when over all ranks a dimension could not score too many responses.
+            RewardError: on every rank, when over all ranks a dimension could not score too many responses, in
+                the window of steps or outside of training.
         """
         ids = [rollout.response_ids.tolist() for rollout in rollouts]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
@@ -61,16 +80,26 @@ class Rewarder:
         if step is not None:
             columns[STEP_COLUMN] = [step] * len(prompts)
         scored = self.pool.score([prompt.content for prompt in prompts], texts, columns)
-        self._check(scored, len(rollouts))
+        counted = self._counted(scored, len(rollouts))
+        if step is None:
+            counts = [counted]
+        else:
+            self._window.append(counted)
+            counts = list(self._window)
+        for name in scored.names:
+            failures = sum((count.failures[name] for count in counts), Counter())
+            responses = sum(count.responses for count in counts)
+            check_share(name, failures, responses, self.max_unscorable_share, counted.errors.get(name))
         return Rewards(torch.from_numpy(scored.values_RK), texts, scored)
 
-    def _check(self, scored: RewardBatch, n_responses: int) -> None:
+    def _counted(self, scored: RewardBatch, n_responses: int) -> Counted:
+        """Of all ranks; a collective call."""
         everywhere = distributed.gather_objects(
             (n_responses, dict(scored.failures), dict(scored.last_errors))
         )
-        for name in scored.names:
-            kinds = scored.failures[name].keys()
-            failures = {kind: sum(failed[name][kind] for _, failed, _ in everywhere) for kind in kinds}
-            errors = [errors[name] for _, _, errors in everywhere if name in errors]
-            responses = sum(count for count, _, _ in everywhere)
-            check_share(name, failures, responses, self.max_unscorable_share, errors[0] if errors else None)
+        failures = {
+            name: sum((Counter(failed[name]) for _, failed, _ in everywhere), Counter())
+            for name in scored.names
+        }
+        errors = {name: error for _, _, said in reversed(everywhere) for name, error in said.items()}
+        return Counted(sum(count for count, _, _ in everywhere), failures, errors)

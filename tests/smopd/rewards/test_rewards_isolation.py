@@ -99,6 +99,47 @@ def has_torch(prompts, completions, **columns):
 def long_error(prompts, completions, **columns):
     raise ValueError("x" * 1_000_000 + "END")
 
+def leaves_a_session(prompts, completions, pid_file, **columns):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    with open(pid_file[0], "w") as file:
+        file.write(str(child.pid))
+    return [1.0] * len(completions)
+
+def pipe_end():
+    # The only writable pipe that this process has beside its output.
+    import fcntl
+    for fd in range(3, 20):
+        try:
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
+                return fd
+        except OSError:
+            pass
+
+def answers_later(prompts, completions, **columns):
+    if os.fork() == 0:
+        time.sleep(0.3)
+        import json, struct
+        data = json.dumps({"values": [9.0] * len(completions)}).encode()
+        os.write(pipe_end(), struct.pack("<QQ", len(data), int(prompts[0])) + data)
+        os._exit(0)
+    time.sleep(0.1)
+    return [float(prompts[0])] * len(completions)
+
+def writes(prompts, completions, frame, **columns):
+    import struct
+    data = frame[0].encode()
+    for number in range(20):
+        os.write(pipe_end(), struct.pack("<QQ", len(data), number) + data)
+    return [1.0] * len(completions)
+
+def eats(prompts, completions, **columns):
+    return [float(len(bytearray(8 << 30)))] * len(completions)
+
+def once_bad(prompts, completions, **columns):
+    if columns["training_step"][0] in columns["bad"][0]:
+        raise ValueError("bad step")
+    return [1.0] * len(completions)
+
 def wants_more(prompts, completions, needed):
     return [0.0] * len(completions)
 
@@ -208,7 +249,7 @@ def test_a_failure_costs_its_own_dimension(functions, name, kind, message):
             assert unscorable(batch, name) == {kind: 2} and not unscorable(batch, "length")
             with pytest.raises(RewardError, match=message):
                 batch.check_share(0.5)
-        assert batch.restarts == {name: int(kind == "worker_died"), "length": 0}
+        assert batch.restarts == {name: 3 * (kind == "worker_died"), "length": 0}, "each call is made twice"
 
 
 def test_values_that_are_no_finite_number(functions):
@@ -269,11 +310,12 @@ def test_a_hang_is_killed_with_its_children(functions, tmp_path, name):
         assert all(gone(int(pid)) for pid in pid_file.read_text().split())
 
 
-def test_the_call_after_a_hang_has_a_new_worker(functions, tmp_path):
+def test_the_call_after_a_hang_has_a_new_worker(functions, tmp_path, caplog):
     columns = {"pid_file": [str(tmp_path / "seen")] * 2}
     with pool_of("hangs_once", deadline_seconds=MISSED_SECONDS) as pool:
         pool.probe()
-        assert unscorable(score(pool, **columns), "hangs_once") == {"timeout": 2}
+        assert unscorable(score(pool, **columns), "hangs_once") == {}, "the second call of two is answered"
+        assert "reward hangs_once is called again: reward_functions:hangs_once did not" in caplog.text
         batch = score(pool, **columns)
         assert batch.values_RK.tolist() == [[1.0], [1.0]] and batch.restarts == {"hangs_once": 1}
 
@@ -411,3 +453,59 @@ def test_scores_of_the_library_rewards_are_those_without_a_pool(data_set):
         batch = pool.score(prompts, responses, {"ground_truth": truths})
     assert batch.values_RK[:, 0].tolist() == accuracy_reward(prompts, responses, ground_truth=truths)
     assert batch.values_RK[:, 1].tolist() == format_reward(prompts, responses, ground_truth=truths)
+
+
+@needs_proc
+def test_what_leaves_the_workers_session_ends_with_it(functions, tmp_path):
+    pid_file = tmp_path / "pid"
+    with pool_of("leaves_a_session") as pool:
+        assert score(pool, pid_file=[str(pid_file)] * 2).values_RK.tolist() == [[1.0], [1.0]]
+    assert gone(int(pid_file.read_text()))
+
+
+def test_a_late_answer_of_an_earlier_call_is_not_the_next_ones(functions):
+    with pool_of("answers_later") as pool:
+        pool.probe()  # the frame of number 1
+        for number in (2, 3, 4, 5):
+            batch = pool.score([str(number)] * 2, ["a", "b"], {})
+            assert batch.values_RK.tolist() == [[number], [number]]
+            time.sleep(0.5)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        "5",
+        "null",
+        "[" * 100_000,
+        "{}",
+        '{"values": 3}',
+        '{"values": ["1.0", "2.0"]}',
+        '{"values": [[1.0], [2.0]]}',
+        '{"length": "2"}',
+        '{"error": 3}',
+        '{"another": 1}',
+        '{"values": [1.0, 1.0], "error": "both"}',
+    ],
+)
+def test_frames_of_another_form_are_a_failure_of_the_worker(functions, frame):
+    with pool_of("writes", "length") as pool:
+        batch = score(pool, frame=[frame] * 2)
+        assert unscorable(batch, "writes") == {"worker_died": 2}
+        assert batch.values_RK[:, 1].tolist() == [1.0, 2.0]
+
+
+def test_memory_has_a_limit_where_one_is_set(functions):
+    with pool_of("eats", "length", memory_bytes=4 << 30) as pool:
+        batch = score(pool)
+        assert unscorable(batch, "eats") == {"exception": 2} and "MemoryError" in batch.last_errors["eats"]
+        assert batch.values_RK[:, 1].tolist() == [1.0, 2.0]
+
+
+def test_the_log_begins_again_where_it_is_too_large(functions, tmp_path, monkeypatch):
+    monkeypatch.setattr("smopd.rewards.pool.LOG_BYTES", 1_000_000)
+    log = tmp_path / "rewards.log"
+    with pool_of("chatters", log_path=log) as pool:
+        for _ in range(3):
+            score(pool)
+            assert log.stat().st_size == 0
