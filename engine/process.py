@@ -51,12 +51,16 @@ def kill_below(process: int) -> None:
 
 def below(process: int) -> list[int]:
     """The children of `process` and theirs that run; Linux."""
-    found = []
-    for children in Path(f"/proc/{process}/task").glob("*/children"):
+    return [each for child in children(process) for each in (child, *below(child))]
+
+
+def children(process: int) -> list[int]:
+    """Those that run; Linux."""
+    found: list[int] = []
+    for threads in Path(f"/proc/{process}/task").glob("*/children"):
         with suppress(OSError):
-            for child in map(int, children.read_text().split()):
-                found += [*([child] if _runs(child) else []), *below(child)]
-    return found
+            found += map(int, threads.read_text().split())
+    return [child for child in found if _runs(child)]
 
 
 def _runs(process: int) -> bool:

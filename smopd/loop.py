@@ -8,7 +8,7 @@ Letters: B prompts, R responses, K rewards, N response tokens, M teachers, S of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from smopd.config.settings import Settings
@@ -23,6 +23,7 @@ from smopd.record.recorder import Recorder, StepResult
 from smopd.step.held_out import evaluate_held_out
 from smopd.step.rewards import Rewarder
 from smopd.step.sampling import Sampler
+from smopd.step.stop import Stop, Stopped
 from smopd.step.teachers import TeacherScoring
 
 
@@ -43,6 +44,7 @@ class Run:
     recorder: Recorder
     reference: TeacherEngine | None = None
     """The policy that kl_ref holds on to."""
+    stop: Stop = field(default_factory=Stop)
 
 
 def optimise(run: Run) -> None:
@@ -53,6 +55,7 @@ def optimise(run: Run) -> None:
     publish_weights(student, run.rollouts, version=start)
 
     with (
+        run.stop.postponed(),
         Sampler(settings, run.prompts, run.rollouts, student.device, ahead) as sampler,
         TeacherScoring(settings, run.teachers, run.reference, student.device) as scoring,
     ):
@@ -89,7 +92,11 @@ def optimise(run: Run) -> None:
 
 def after(run: Run, result: StepResult, ahead: dict[str, Any] | None) -> None:
     """Token views, held-out prompts and a checkpoint (with what is begun `ahead`), each every so many
-    steps."""
+    steps; a checkpoint and the end where a signal asks for it.
+
+    Raises:
+        Stopped: it does.
+    """
     settings, step = run.settings, result.step
     views = settings.log.view_every(settings.loop.steps)
     if result.signals.target is not None and due(step, views, settings):
@@ -97,8 +104,11 @@ def after(run: Run, result: StepResult, ahead: dict[str, Any] | None) -> None:
     if run.held_out is not None and due(step, settings.evaluation.every, settings):
         greedy = evaluate_held_out(settings, run.held_out, run.rollouts, run.rewarder, greedy_only=True)
         run.recorder.evaluated(step, greedy.values)
-    if due(step, settings.checkpoint.every, settings):
+    stopped = run.stop.asked()
+    if stopped or due(step, settings.checkpoint.every, settings):
         run.checkpoints.save(step, run.student, ahead)
+    if stopped:
+        raise Stopped(stopped, f"step {step} is done and saved")
 
 
 def due(step: int, every: int, settings: Settings) -> bool:

@@ -6,7 +6,10 @@ One thread pool each, no launcher noise.
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from contextlib import suppress
+from types import FrameType
 
 from smopd.engine import process
 
@@ -37,12 +40,26 @@ def launch(module: str, arguments: list[str], processes: int) -> int:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.1,
+        signals_to_handle="SIGHUP,SIGQUIT",  # it would kill the ranks half a minute after one
     )
+    come: list[int] = []
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        come.append(number)
+        ranks = process.children(os.getpid())
+        if not ranks:
+            sys.exit(128 + number)
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGTERM if len(come) == 1 else signal.SIGKILL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, hand_on)
     try:
         elastic_launch(config, sys.executable)("-m", module, *arguments)
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
-        return code if code > 0 else 128 - code
+        return 128 + come[0] if come else code if code > 0 else 128 - code
     return 0
 
 

@@ -39,6 +39,7 @@ from smopd.run.folder import claimed, mark_done, write_settings
 from smopd.run.inputs import Inputs, log_inputs, read_inputs, require_data
 from smopd.step.held_out import evaluate_held_out
 from smopd.step.rewards import Rewarder
+from smopd.step.stop import Stop, Stopped
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class RunContext:
     folder: Path
     pool: RewardPool
     device: torch.device
+    stop: Stop
     whole: set[str] = field(default_factory=set)
     """Models whose files have been checked."""
 
@@ -85,7 +87,7 @@ def run_recipe(command: Command) -> int:
     transformers_logging.disable_progress_bar()
     settings, folder = command.settings, Path(command.settings.output)
     rewards = [RewardSpec(reward.name, reward.function, reward.kwargs) for reward in settings.rewards]
-    with distributed.process_group() as device:
+    with Stop() as stop, distributed.process_group() as device:
         try:
             require_data(settings)
             with (
@@ -99,11 +101,15 @@ def run_recipe(command: Command) -> int:
                 ) as pool,
             ):
                 pool.probe()
-                do_runs(RunContext(settings, folder, pool, device), command)
+                do_runs(RunContext(settings, folder, pool, device, stop), command)
         except FAILURES as error:
             if distributed.first_to_fail():
                 print(f"error: {error}", file=sys.stderr, flush=True)
             return 1
+        except Stopped as stopped:
+            if distributed.first_to_fail():
+                print(stopped, file=sys.stderr, flush=True)
+            return stopped.status
     return 0
 
 
@@ -179,6 +185,7 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
                 ),
                 checkpoints=Checkpoints(folder / "checkpoints", settings.checkpoint.keep),
                 recorder=recorder,
+                stop=context.stop,
             )
         )
     export(student, tokenizer, folder / "export", stored_dtype(path))

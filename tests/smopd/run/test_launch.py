@@ -89,6 +89,22 @@ def test_killed_together_or_one_by_one_the_ranks_go_on_as_if_nothing_had_been(tm
         assert weights[0] == weights[1]
 
 
+def test_a_signal_to_the_command_ends_both_ranks_after_their_step(tmp_path):
+    recipe, output = write_recipe(tmp_path, {**TWO, "checkpoint": {"every": 100}}), tmp_path / "out"
+    running = subprocess.Popen(
+        command(recipe, "--output", str(output)), env=environment(), cwd=tmp_path, stderr=subprocess.PIPE
+    )
+    while not any(path.read_bytes() for path in output.glob("accuracy_teacher/metrics.jsonl")):
+        assert running.poll() is None
+        time.sleep(0.002)
+    running.send_signal(signal.SIGINT)
+    _, told = running.communicate(timeout=HANG_SECONDS)
+    assert running.returncode == 130 and b"Traceback" not in told, told.decode()[-4000:]
+    assert told.count(b"is done and saved; the same command goes on") == 1
+    assert list(output.glob("accuracy_teacher/checkpoints/step_0000000?"))
+    wait_until_none_is_left(running, output)
+
+
 def test_a_mistake_is_said_once(straight):
     recipe = straight.parent / "recipe.yaml"
     done = train(recipe, "--output", str(straight), "--opd.kappa", "32")

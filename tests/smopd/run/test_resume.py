@@ -112,6 +112,27 @@ def straight(tmp_path_factory):
     return folder / "runs/tiny"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(tmp_path, straight, number):
+    recipe, folder = write_recipe(tmp_path, {"checkpoint": {"every": 100}}), tmp_path / "runs/tiny"
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        run = subprocess.Popen(command(recipe), env=environment(), cwd=tmp_path, stdout=output, stderr=output)
+    while not after_lines("accuracy_teacher", 2)(folder):
+        assert run.poll() is None, log.read_text()[-4000:]
+        time.sleep(0.002)
+    run.send_signal(number)
+    assert run.wait(HANG_SECONDS) == 128 + number
+    told = log.read_text()
+    (saved,) = (folder / "accuracy_teacher/checkpoints").iterdir()
+    step = int(saved.name.removeprefix("step_"))
+    assert f"stopped by {number.name}; step {step} is done and saved; the same command goes on" in told
+    assert "Traceback" not in told and step == lines(folder / "accuracy_teacher/metrics.jsonl") < 6
+    done = train_here(recipe)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert_same_runs(folder, straight)
+
+
 def test_a_run_killed_again_and_again_ends_the_same(tmp_path, straight):
     recipe, folder = write_recipe(tmp_path), tmp_path / "runs/tiny"
     for name, moment in MOMENTS.items():
