@@ -57,9 +57,9 @@ def below(process: int) -> list[int]:
 def children(process: int) -> list[int]:
     """Those that run; Linux."""
     found: list[int] = []
-    for threads in Path(f"/proc/{process}/task").glob("*/children"):
-        with suppress(OSError):
-            found += map(int, threads.read_text().split())
+    with suppress(OSError):  # it may end meanwhile
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            found += map(int, (thread / "children").read_text().split())
     return [child for child in found if _runs(child)]
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import fcntl
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from smopd.config.settings import Settings
 from smopd.engine import distributed
 from smopd.engine.files import write_atomically
 
+log = logging.getLogger(__name__)
 PACKAGES = ("torch", "transformers", "tokenizers", "triton", "vllm", "numpy", "pydantic")
 
 
@@ -64,12 +67,41 @@ def claimed(folder: Path, settings: Settings) -> Iterator[None]:
         yield
 
 
-def write_settings(folder: Path, settings: Settings) -> None:
-    """Notes what the directory is made with; a collective call."""
+def write_settings(folder: Path, settings: Settings, inputs: Mapping[str, str]) -> None:
+    """Notes what the directory is made with, and warns where its data or rewards are others than before.
+
+    config.yaml is the newest command's, environment.json the first one's; commands.jsonl has a line of each.
+    A collective call.
+
+    Args:
+        inputs: digest by name, of each source's rows and of each reward's file.
+    """
     if distributed.rank() == 0:
+        commands = folder / "commands.jsonl"
+        before: dict[str, str] = {}
+        for line in commands.read_text().splitlines() if commands.exists() else ():
+            with suppress(ValueError, LookupError, TypeError):  # a torn line
+                before |= json.loads(line)["inputs"]
+        for name, digest in inputs.items():
+            if before.get(name, digest) != digest:
+                log.warning(
+                    "%s: %s is not what it was (SHA-256 was %.12s, now %.12s): what is trained "
+                    "from here on is of another kind than what was trained before",
+                    folder, name, before[name], digest,
+                )  # fmt: skip
         write_atomically(folder / "config.yaml", write_yaml(settings).encode())
-        write_atomically(folder / "environment.json", json.dumps(environment(), indent=1).encode())
+        here = environment()
+        if not (folder / "environment.json").exists():
+            write_atomically(folder / "environment.json", json.dumps(here, indent=1).encode())
+        facts = {"inputs": {**inputs}, "environment": here, "settings": flat_of(settings)}
+        with commands.open("a") as file:
+            file.write(json.dumps({"time": time.time(), **facts}) + "\n")
     distributed.barrier()
+
+
+def flat_of(settings: Settings) -> dict[str, Any]:
+    """Dotted path -> value, as in config.yaml."""
+    return flat(yaml.safe_load(write_yaml(settings)))
 
 
 def compare(folder: Path, settings: Settings) -> None:
@@ -91,7 +123,7 @@ def changes(folder: Path, settings: Settings, *, new: bool = True) -> dict[str, 
     if not config.exists():
         return {}
     before = flat(yaml.safe_load(config.read_text()))
-    now = flat(yaml.safe_load(write_yaml(settings)))
+    now = flat_of(settings)
     begun = tuple(f"runs.{name}." for name in settings.runs if (folder / name).exists())
     return {
         key: (before.get(key), now.get(key))

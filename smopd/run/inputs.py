@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -53,6 +57,24 @@ def read_inputs(settings: Settings, tokenizer: PreTrainedTokenizerBase, *, demon
                 system=data.system,
             )
     return Inputs(train, held_out, demonstrated)
+
+
+def digests(settings: Settings, inputs: Inputs) -> dict[str, str]:
+    """SHA-256 by setting: of each source's rows as they are used, of the file of each reward's function."""
+    found = {}
+    sources: dict[str, Iterable | None] = {"data.train": inputs.train, "data.evaluation": inputs.held_out}
+    sources["warm_start.source"] = inputs.demonstrations
+    for setting, rows in sources.items():
+        if rows is not None:
+            digest = hashlib.sha256()
+            for row in rows:
+                digest.update(repr(row).encode("utf-8", "surrogatepass"))
+            found[setting] = digest.hexdigest()
+    for reward in settings.rewards:
+        spec = importlib.util.find_spec(reward.function.partition(":")[0])
+        if spec is not None and spec.origin is not None and Path(spec.origin).is_file():
+            found[f"rewards.{reward.name}"] = hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
+    return found
 
 
 def require_data(settings: Settings) -> None:

@@ -36,7 +36,7 @@ from smopd.run import build
 from smopd.run.base import initial_model, make_base
 from smopd.run.failures import FAILURES, UnusableInput, naming
 from smopd.run.folder import claimed, mark_done, write_settings
-from smopd.run.inputs import Inputs, log_inputs, read_inputs, require_data
+from smopd.run.inputs import Inputs, digests, log_inputs, read_inputs, require_data
 from smopd.step.held_out import evaluate_held_out
 from smopd.step.rewards import Rewarder
 from smopd.step.stop import Stop, Stopped
@@ -125,7 +125,7 @@ def do_runs(context: RunContext, command: Command) -> None:
     with naming("model"):
         tokenizer = load_tokenizer(start)
     inputs = read_inputs(settings, tokenizer, demonstrations=base_due)
-    write_settings(context.folder, settings)
+    write_settings(context.folder, settings, digests(settings, inputs))
     if distributed.rank() == 0:
         if sample.is_used(settings.model_dump()):
             say(sample.NOTE)

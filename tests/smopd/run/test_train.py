@@ -249,3 +249,23 @@ def test_a_prompt_over_the_limit_is_dropped_and_counted(workplace):
     done = train_here(recipe)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "8 training prompts of 9 rows (1 too long, 0 truncated, 0 mapped out)" in done.stdout
+
+
+@pytest.mark.slow
+def test_other_rows_and_other_rewards_than_before_are_named(workplace, caplog):
+    rows = "def some(**options):\n    return [{'prompt': 'call anna', 'ground_truth': ''}] * 4\n"
+    (workplace / "changing.py").write_text(rows)
+    data = {"data": {"train": {"source": "changing:some", "kwargs": {}}, "evaluation": None}}
+    recipe, folder = recipe_of_one_run(workplace, {**data, **with_reward("brevity")}), workplace / "runs/tiny"
+    assert train_here(recipe).returncode == 0
+    first = (folder / "environment.json").read_bytes()
+    assert train_here(recipe).returncode == 0
+    assert "is not what it was" not in caplog.text
+    (workplace / "changing.py").write_text(rows.replace("anna", "bert"))
+    (workplace / "my_rewards.py").write_text(REWARDS + "# changed\n")
+    assert train_here(recipe).returncode == 0
+    told = [record.getMessage() for record in caplog.records if "is not what it was" in record.getMessage()]
+    assert [line.split(": ")[1].split(" is not")[0] for line in told] == ["data.train", "rewards.mine"]
+    commands = [json.loads(line) for line in (folder / "commands.jsonl").read_text().splitlines()]
+    assert len(commands) == 3 and (folder / "environment.json").read_bytes() == first
+    assert commands[0]["inputs"] == commands[1]["inputs"] != commands[2]["inputs"]
