@@ -26,6 +26,9 @@ _MOST_KEPT = 2**31 - 1  # bytes
 _DRAIN_SECONDS = 0.1
 
 
+_SET_UP = timedelta(minutes=30)  # one rank may load or download what the others wait for
+
+
 @contextmanager
 def process_group() -> Iterator[torch.device]:
     """Joins torchrun's group, or makes a group of one; yields this process's device and leaves at the end."""
@@ -39,7 +42,7 @@ def process_group() -> Iterator[torch.device]:
     if owned:
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timedelta(minutes=30))
+            dist.init_process_group(backend, timeout=_SET_UP)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -48,6 +51,22 @@ def process_group() -> Iterator[torch.device]:
         if owned and dist.is_initialized():
             dist.destroy_process_group()
             time.sleep(_DRAIN_SECONDS)
+
+
+@contextmanager
+def waiting_at_most(seconds: float) -> Iterator[None]:
+    """Within it a collective fails that waits longer for another rank, in every group that there is."""
+    _set_timeouts(timedelta(seconds=seconds))
+    try:
+        yield
+    finally:
+        _set_timeouts(_SET_UP)
+
+
+def _set_timeouts(timeout: timedelta) -> None:
+    if world_size() > 1:
+        for group in list(dist.distributed_c10d._world.pg_map):
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def keep_freed_memory() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from smopd.config.settings import Settings
 from smopd.data.prompts import PromptSet
+from smopd.engine import distributed
 from smopd.engine.protocols import RolloutEngine, TeacherEngine
 from smopd.engine.student.checkpoint import Checkpoints
 from smopd.engine.student.student import Student
@@ -56,6 +57,7 @@ def optimise(run: Run) -> None:
 
     with (
         run.stop.postponed(),
+        distributed.waiting_at_most(settings.waiting_seconds),
         Sampler(settings, run.prompts, run.rollouts, student.device, ahead) as sampler,
         TeacherScoring(settings, run.teachers, run.reference, student.device) as scoring,
     ):

@@ -21,7 +21,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from smopd.config.rules import contradictions
 from smopd.engine.settings import Dtype, Section, TrainSettings, Vllm
-from smopd.names import IMPORT_PATH, REWARD_ARGUMENTS
+from smopd.names import IMPORT_PATH, REWARD_ARGUMENTS, is_url
 
 TrackerName = Literal["tensorboard", "trackio", "wandb"]
 
@@ -222,6 +222,9 @@ class Loop(Section):
     """Optimizer steps a batch: the batch of prompts is cut into this many mini-batches."""
     lag: Literal[0, 1] = 0
     """1 samples the next batch while this one trains, with the policy before its update."""
+    timeout_seconds: float = Field(default=300.0, gt=0)
+    """Longest time that a process waits for another one within a step, before the run fails; never less than
+    what a reward or a server may take."""
 
     @model_validator(mode="after")
     def _no_empty_mini_batch(self) -> Loop:
@@ -424,6 +427,13 @@ class Settings(Section):
     def kl_temperature(self) -> float:
         """Of teachers and student in the KL; the sampled one compares with the policy that was sampled."""
         return self.rollout.temperature if self.opd.sampled else self.opd.temperature
+
+    @property
+    def waiting_seconds(self) -> float:
+        """loop.timeout_seconds, or what one process alone may wait for a reward or a server, and a minute."""
+        urls = self.rollout.urls or any(is_url(teacher.model) for teacher in self.teachers.models)
+        alone = max(2 * self.scoring.deadline_seconds, self.remote.deadline_seconds if urls else 0.0)
+        return max(self.loop.timeout_seconds, alone + 60.0)
 
     @property
     def longest_sequence(self) -> int:

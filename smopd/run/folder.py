@@ -37,7 +37,7 @@ class OtherSettings(RuntimeError):
     """The directory holds a run that was made with other settings."""
 
 
-HARMLESS = ("output", "description", "processes", "log.", "checkpoint.", "scoring.deadline_seconds")
+HARMLESS = ("output", "description", "processes", "log.", "checkpoint.", "scoring.", "loop.timeout_seconds")
 """Settings that change no result, but for rounding: a directory may be gone on with under others."""
 
 

@@ -6,8 +6,11 @@ import ctypes
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from tests.patience import HANG_SECONDS
 
 FAULTS = """
 import resource
@@ -61,3 +64,35 @@ with process_group():
 def test_gloo_that_still_frees_tensors_does_not_abort_the_end() -> None:
     ran = subprocess.run([sys.executable, "-c", LEFT_TO_GLOO], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
+
+
+WAITS = """
+import os, time, torch, torch.distributed as dist
+from smopd.engine import distributed
+with distributed.process_group():
+    group = dist.new_group([0, 1])  # as of a device mesh
+    with distributed.waiting_at_most(2.0):
+        distributed.barrier()
+        for each in (None, group):
+            begun = time.monotonic()
+            if distributed.rank() == 1:
+                time.sleep(20)
+            try:
+                dist.all_reduce(torch.ones(1), group=each)
+            except RuntimeError:
+                print("waited", time.monotonic() - begun, flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_who_waits_for_a_rank_that_stands_still_fails_in_time(tmp_path: Path) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text(WAITS)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        [*launch, str(script)], env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as ran:
+        waited = [float(ran.stdout.readline().split()[1]) for _ in range(2)]
+    assert all(1.9 < seconds < HANG_SECONDS for seconds in waited)
