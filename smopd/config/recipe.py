@@ -20,6 +20,7 @@ Keys = tuple[str | int, ...]
 """The way to a setting: `("rewards", 0, "weight")`."""
 
 _MAX_DEPTH = 32
+_MAX_VALUES = 10_000  # ours: of one file, aliases written out
 _FLOAT = re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _RESOLVERS = (
     ("null", re.compile(r"~|null|Null|NULL|"), ["~", "n", "N", ""]),
@@ -115,9 +116,12 @@ def find(name: str, folder: Path) -> Path:
     recipes = builtin()
     if name in recipes:
         return recipes[name]
-    path = folder / Path(name).expanduser()
-    if path.is_file():
-        return path.resolve()
+    try:
+        path = folder / Path(name).expanduser()
+        if path.is_file():
+            return path.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # no such user, too long, a NUL
+        raise Mistakes([f"no recipe {name[:80]!r}: {error}"]) from None
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
         kind, there = (
             "recipe file",
@@ -163,7 +167,7 @@ def read(path: Path) -> Recipe:
         origin: dict[Keys, str] = {}
         twice: list[str] = []
         if node is not None:
-            _walk(node, (), file, origin, twice)
+            _walk(node, (), file, origin, twice, [0])
         if twice:
             raise Mistakes(twice)
         values = {} if node is None else loader.construct_document(node)
@@ -174,20 +178,27 @@ def read(path: Path) -> Recipe:
         at = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else file
         what = ", ".join(str(part) for part in (error.context, error.problem) if part)
         raise Mistakes([f"{at}: not YAML: {what}"]) from None
-    except (yaml.YAMLError, ValueError) as error:
+    except RecursionError:
+        raise Mistakes([f"{file}: nested deeper than {_MAX_DEPTH} levels"]) from None
+    except (yaml.YAMLError, ValueError, LookupError) as error:  # the last of a tag's own constructor
         raise Mistakes([f"{file}: not YAML: {' '.join(str(error).split())}"]) from None
     if not isinstance(values, dict):
         raise Mistakes([f"{file}: got a {type(values).__name__}, expected settings, `name: value` a line"])
     return Recipe(values, origin)
 
 
-def _walk(node: yaml.Node, keys: Keys, file: str, origin: dict[Keys, str], twice: list[str]) -> None:
+def _walk(
+    node: yaml.Node, keys: Keys, file: str, origin: dict[Keys, str], twice: list[str], visited: list[int]
+) -> None:
     if len(keys) > _MAX_DEPTH:
         raise Mistakes([f"{file}:{node.start_mark.line + 1}: nested deeper than {_MAX_DEPTH} levels"])
+    visited[0] += 1  # an alias is walked wherever it stands: a few lines of them can be billions of values
+    if visited[0] > _MAX_VALUES:
+        raise Mistakes([f"{file}: has more than {_MAX_VALUES} values, those of its aliases counted"])
     if isinstance(node, yaml.SequenceNode):
         for i, item in enumerate(node.value):
             origin[(*keys, i)] = f"{file}:{item.start_mark.line + 1}"
-            _walk(item, (*keys, i), file, origin, twice)
+            _walk(item, (*keys, i), file, origin, twice, visited)
     elif isinstance(node, yaml.MappingNode):
         seen: dict[str, int] = {}
         for key, value in node.value:
@@ -199,7 +210,7 @@ def _walk(node: yaml.Node, keys: Keys, file: str, origin: dict[Keys, str], twice
                 twice.append(f"{file}:{line}: {path} is given twice, first in line {seen[key.value]}")
             seen.setdefault(key.value, line)
             origin[(*keys, key.value)] = f"{file}:{line}"
-            _walk(value, (*keys, key.value), file, origin, twice)
+            _walk(value, (*keys, key.value), file, origin, twice, visited)
 
 
 def dotted(keys: Keys) -> str:
@@ -215,11 +226,14 @@ def parse_value(text: str) -> Any:
     if text[:1] in tuple("[{\"'"):
         try:
             return yaml.load(text, _Loader)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, LookupError, RecursionError):
             return text
     loader = _Loader("")
     tag = "tag:yaml.org,2002:str" if text == "<<" else loader.resolve(yaml.ScalarNode, text, (True, False))
-    return loader.construct_object(yaml.ScalarNode(tag, text))
+    try:
+        return loader.construct_object(yaml.ScalarNode(tag, text))
+    except ValueError:  # an integer of more digits than Python reads
+        return text
 
 
 def write_yaml(settings: Settings) -> str:

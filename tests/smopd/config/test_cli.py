@@ -294,9 +294,27 @@ def test_hostile_yaml_is_an_answer_and_no_crash(folder: Path, capsys: pytest.Cap
         b"[" * 100,
         b"? [a]\n: b\n",
         b"--- 1\n--- 2\n",
+        b"[" * 100_000,
+        b"a: !!int ''\n",
+        b"a: !!bool maybe\n",
+        b"extends: ~nobody-of-this-name/r.yaml\n",
+        b"extends: " + b"a" * 5000 + b".yaml\n",
     ):
         (folder / "r.yaml").write_bytes(text)
-        assert mistakes(capsys, "r.yaml")
+        assert mistakes(capsys, "r.yaml"), text[:80]
+
+
+def test_aliases_are_no_bomb(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ten lines that stand for a billion values."""
+    lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
+    (folder / "r.yaml").write_text("\n".join(lines))
+    assert mistakes(capsys, "r.yaml") == ["r.yaml: has more than 10000 values, those of its aliases counted"]
+
+
+@pytest.mark.parametrize("value", ["[!!bool maybe]", "[!!int x]", "9" * 5000, "[" * 100_000])
+def test_a_value_that_is_no_yaml_is_text(value: str) -> None:
+    assert parse_value(value) == value
 
 
 @pytest.mark.parametrize(
