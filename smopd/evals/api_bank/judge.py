@@ -71,7 +71,7 @@ Judgment: <Yes or No>"""
 
 _PLACEHOLDER = re.compile(r"\{(dialogue|gold|pred)\}")
 # Emphasis, and the brackets of the prompt's own placeholder, are let pass.
-_JUDGMENT = re.compile(r"^[ \t*]*Judgment[ \t*]*:[ \t*<]*(.*?)[ \t*>.]*$", re.IGNORECASE | re.MULTILINE)
+_JUDGMENT = re.compile(r"[ \t*]*Judgment[ \t*]*:(.*)", re.IGNORECASE)
 # ours: how models decline
 _REFUSAL = re.compile(
     r"\bI(?:'m| am) (?:sorry|unable|not able)|\bI (?:can(?:no|')t|won't|will not|must decline)"
@@ -240,9 +240,10 @@ def verdict(answer: ChatAnswer) -> Verdict:
     text = answer.text.rpartition("</think>")[2].strip()
     if answer.refused:
         return Verdict("refusal", text)
-    found = list(_JUDGMENT.finditer(text))
-    if len(found) == 1 and found[0].end() == len(text):
-        judgment = found[0][1].lower()
+    lines = [_JUDGMENT.match(line) for line in text.split("\n")]
+    found = [line for line in lines if line is not None]
+    if len(found) == 1 and lines[-1] is not None:
+        judgment = found[0][1].lstrip(" \t*<").rstrip(" \t*>.").lower()
         if judgment in ("yes", "no"):
             return Verdict("yes" if judgment == "yes" else "no", text)
     declined = not found and _REFUSAL.search(text.replace("\N{RIGHT SINGLE QUOTATION MARK}", "'"))

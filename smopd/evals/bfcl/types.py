@@ -8,7 +8,8 @@ what stands between commas, also inside quotes, and the strings of a Java array 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 PYTHON_TYPES: Mapping[str, type] = {
@@ -51,7 +52,6 @@ _ARRAY_LIST = re.compile(r"new\s+ArrayList<\w*>\(\)")
 _ADD = re.compile(r"add\(([^\n]+?)\)")
 _ARRAY = re.compile(r"new\s+\w+\[\]\s*\{([^}\n]*)\}")
 _HASH_MAP = re.compile(r"new\s+HashMap<.*?>\s*\(\)(?P<body>\s*\{\s*\{?\s*(?P<puts>[^}]*)\})?", re.DOTALL)
-_PUT = re.compile(r'put\("([^\n]*?)",\s*([^\n]*?)\)')
 _LISTS = r"\s*\[[^\]\n]*\](?:\s*,\s*\[[^\]\n]*\])*\s*"
 _LIST_OF_LISTS = re.compile(rf"\[{_LISTS}\]|new\s+Array\({_LISTS}\)")
 
@@ -148,8 +148,29 @@ def _hash_map(text: str) -> Any:
     found = list(_HASH_MAP.finditer(text))
     for match in found:
         if match["body"] is not None:
-            return {key: java_literal(value.strip()) for key, value in _PUT.findall(match["puts"])}
+            return {key: java_literal(value.strip()) for key, value in _puts(match["puts"])}
     return {} if found else text
+
+
+def _puts(text: str) -> Iterator[tuple[str, str]]:
+    """Key and value of each `put("KEY", VALUE)`, as `put\\("([^\\n]*?)",\\s*([^\\n]*?)\\)` finds them.
+
+    That pattern takes the cube of the text's length where a model repeats itself.
+    """
+    ends = []  # of a key, with the beginning and the end of its value
+    for comma in re.finditer('",\\s*', text):
+        value, close = comma.end(), text.find(")", comma.end())
+        if close >= 0 and text.find("\n", value, close) < 0:
+            ends.append((comma.start(), value, close))
+    place = 0
+    while (put := text.find('put("', place)) >= 0:
+        key = put + len('put("')
+        place = key
+        i = bisect_left(ends, (key,))
+        if i < len(ends) and text.find("\n", key, ends[i][0]) < 0:
+            end, value, close = ends[i]
+            yield text[key:end], text[value:close]
+            place = close + 1
 
 
 def _javascript_array(text: str, element: str | None) -> Any:

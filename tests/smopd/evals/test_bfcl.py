@@ -4,12 +4,15 @@ import copy
 import http.server
 import json
 import random
+import re
 import subprocess
 import sys
 import threading
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from smopd.evals.bfcl import checker as bfcl_checker
 from smopd.evals.bfcl import metrics as bfcl_metrics
@@ -21,7 +24,7 @@ from smopd.evals.bfcl.metrics import AST, COLUMNS, GROUPS, overall, paper_rows, 
 from smopd.evals.bfcl.prompts import frame, messages
 from smopd.evals.bfcl.suite import Bfcl, BfclSuite
 from smopd.evals.bfcl.truths import mended, perfect_calls
-from smopd.evals.bfcl.types import java_value, javascript_value, language_of
+from smopd.evals.bfcl.types import _puts, java_value, javascript_value, language_of
 
 UNANSWERABLE = {
     "simple_java_36",
@@ -792,3 +795,17 @@ def test_the_modules_load_without_torch():
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'pydantic', 'bfcl_eval')))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+PUT = re.compile(r'put\("([^\n]*?)",\s*([^\n]*?)\)')  # BFCL's
+
+
+@given(st.lists(st.sampled_from(['put("', '",', '"', ",", ")", "\n", " ", "k", "("]), max_size=30))
+def test_puts_are_found_as_bfcl_finds_them(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    assert list(_puts(text)) == PUT.findall(text)
+
+
+def test_a_repeated_put_takes_no_time() -> None:
+    assert list(_puts('put("a", ' * 20_000)) == []
+    assert list(_puts('put("' + '",' * 50_000)) == []
