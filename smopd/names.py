@@ -9,6 +9,8 @@ from collections.abc import Iterable
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 """`package.module:function`, or a method as `package.module:Class.method`."""
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
 STEP_COLUMN = "training_step"
 """The column of the step, from 0, that rewards are given beside the data's own while training."""
 REWARD_ARGUMENTS = ("prompts", "completions", STEP_COLUMN)
@@ -24,3 +26,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """`; did you mean NAME?` for an error message, or nothing where no name is near."""
     close = difflib.get_close_matches(name, list(names), 1, 0.6)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def printable(text: str) -> str:
+    """Without control characters but tab and newline: a terminal obeys them, whoever wrote them."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)

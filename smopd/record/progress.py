@@ -25,6 +25,8 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from smopd.names import printable
+
 _PLAIN_LINES = 10
 _PACE_STEPS = 10
 _BAR_WIDTH = 12
@@ -38,7 +40,7 @@ def console() -> Console:
 
 def say(text: str) -> None:
     """Prints a message; above the live line where there is one."""
-    console().print(text, markup=False, soft_wrap=True)
+    console().print(printable(text), markup=False, soft_wrap=True)
 
 
 class Progress:
@@ -104,7 +106,7 @@ class Progress:
         if left is not None and self.step < self.steps:
             parts.append(f"{_clock(left)} left")
         parts += [f"{name} {text}" for name, text in sorted(fields.items(), key=_rank)]
-        return "  ".join(parts)
+        return printable("  ".join(parts))
 
     def _line(self) -> RenderableType:
         done = round(_BAR_WIDTH * self.step / max(self.steps, 1))

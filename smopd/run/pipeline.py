@@ -27,6 +27,7 @@ from smopd.engine.files import write_atomically
 from smopd.engine.models.loading import load_tokenizer, stored_dtype
 from smopd.engine.student.checkpoint import Checkpoints, export, require_whole
 from smopd.loop import Run, optimise
+from smopd.names import printable
 from smopd.record.progress import say
 from smopd.record.recorder import Recorder
 from smopd.record.trackers import missing
@@ -104,7 +105,7 @@ def run_recipe(command: Command) -> int:
                 do_runs(RunContext(settings, folder, pool, device, stop), command)
         except FAILURES as error:
             if distributed.first_to_fail():
-                print(f"error: {error}", file=sys.stderr, flush=True)
+                print(printable(f"error: {error}"), file=sys.stderr, flush=True)
             return 1
         except Stopped as stopped:
             if distributed.first_to_fail():

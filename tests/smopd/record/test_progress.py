@@ -125,3 +125,12 @@ def test_the_pace_is_of_the_last_steps_and_not_of_steps_done_before(monkeypatch:
             now[0] += 3.0
             shown.update(step, {})
         assert shown.seconds_left() == pytest.approx(24.0)
+
+
+def test_what_a_terminal_would_obey_is_not_said(capsys: pytest.CaptureFixture[str]) -> None:
+    say("a\x1b]0;title\x07b\x9b2Jc\td")
+    with Progress("run", 1, 0, True) as shown:
+        shown.update(1, {"reward/\x1b[2Jname/mean": 1.0})
+    out = capsys.readouterr().out
+    assert "a\ufffd]0;title\ufffdb\ufffd2Jc" in out and "\ufffd[2Jname" in out
+    assert not set(out) & {"\x1b", "\x07", "\x9b"}
