@@ -108,6 +108,7 @@ def after(run: Run, result: StepResult, ahead: dict[str, Any] | None) -> None:
         run.recorder.evaluated(step, greedy.values)
     stopped = run.stop.asked()
     if stopped or due(step, settings.checkpoint.every, settings):
+        run.recorder.flush()
         run.checkpoints.save(step, run.student, ahead)
     if stopped:
         raise Stopped(stopped, f"step {step} is done and saved")

@@ -9,7 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from smopd.engine.files import write_atomically
+from smopd.engine.files import flush, write_atomically
+
+
+class DamagedLog(ValueError):
+    """A line of a log is none that was written to it; says which."""
 
 
 class JsonlLog:
@@ -34,11 +38,16 @@ class JsonlLog:
         with self.path.open("ab") as file:
             file.write(text.encode("ascii"))
 
+    def flush(self) -> None:
+        """Has the disk hold all lines; nothing where there is no file."""
+        if self.path.exists():
+            flush(self.path)
+
     def read(self) -> list[dict[str, Any]]:
         """All whole lines; none where there is no file.
 
         Raises:
-            ValueError: a whole line is no JSON, named by its number.
+            DamagedLog: a whole line is none of ours, named by its number.
         """
         return [record for _, record in self._lines()]
 
@@ -46,7 +55,7 @@ class JsonlLog:
         """Drops the lines of later steps and a torn last line, atomically; returns how many were dropped.
 
         Raises:
-            ValueError: a whole line is no JSON, which no kill explains; the file is left alone.
+            DamagedLog: a whole line is none of ours, which no kill explains; the file is left alone.
         """
         kept = [raw for raw, record in self._lines() if record["step"] <= after_step]
         data = self.path.read_bytes() if self.path.exists() else b""
@@ -62,9 +71,12 @@ class JsonlLog:
             if not raw.endswith(b"\n"):
                 return
             try:
-                yield raw, json.loads(raw)
-            except ValueError as error:
-                raise ValueError(f"{self.path}, line {number}: no JSON: {error}") from None
+                record = json.loads(raw)
+            except (ValueError, RecursionError) as error:
+                raise DamagedLog(f"{self.path}, line {number}: no JSON: {error}") from None
+            if not isinstance(record, dict) or type(record.get("step")) is not int:
+                raise DamagedLog(f"{self.path}, line {number}: no object with an integer `step`")
+            yield raw, record
 
 
 def _finite(value: Any) -> Any:

@@ -94,6 +94,12 @@ class Recorder:
                 self._stack.callback(tracker.close)
                 self._trackers.append(tracker)
 
+    def flush(self) -> None:
+        """Has the disk hold what is written so far: a checkpoint of the step must not outlive its lines."""
+        if self.writes:
+            for log in (self.metrics, self.samples, self.tokens):
+                log.flush()
+
     def record(self, result: StepResult, metrics: Metrics) -> None:
         """Reduces the step's metrics over all ranks and writes them; a collective call."""
         batch, updates, scores = result.batch, result.updates, result.scores

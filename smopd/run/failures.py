@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from smopd.engine.remote.servers import NoServer
 from smopd.engine.student.checkpoint import UnusableCheckpoint
 from smopd.engine.student.student import NonFiniteGradient
+from smopd.record.files import DamagedLog
 from smopd.rewards.pool import RewardError
 from smopd.run.folder import Busy, OtherSettings
 from smopd.step.sampling import StaleRollout
@@ -19,6 +20,7 @@ class UnusableInput(RuntimeError):
 
 FAILURES = (
     Busy,
+    DamagedLog,
     NoServer,
     NonFiniteGradient,
     OtherSettings,

@@ -11,7 +11,7 @@ import pytest
 
 from smopd.engine.files import write_atomically
 from smopd.record import files
-from smopd.record.files import JsonlLog
+from smopd.record.files import DamagedLog, JsonlLog
 
 
 def test_log_writes_whole_finite_lines(tmp_path: Path) -> None:
@@ -90,3 +90,14 @@ def test_numbers_of_other_libraries_are_numbers(tmp_path: Path) -> None:
     log = JsonlLog(tmp_path / "m.jsonl")
     log.write({"step": 1, "a": np.float32(0.5), "b": np.int64(3), "c": np.float64("nan")})
     assert json.loads(log.path.read_text()) == {"step": 1, "a": 0.5, "b": 3, "c": None}
+
+
+@pytest.mark.parametrize("line", ["{}", "3", "null", '{"step": "1"}', '{"step": true}', "[" * 100_000])
+def test_a_line_of_another_form_is_named(tmp_path: Path, line: str) -> None:
+    log = JsonlLog(tmp_path / "log")
+    log.write({"step": 1})
+    with log.path.open("a") as file:
+        file.write(line + "\n")
+    for use in (log.read, lambda: log.cut(1)):
+        with pytest.raises(DamagedLog, match=r"log, line 2: "):
+            use()
