@@ -24,9 +24,10 @@ from smopd.ops import (
     CLIP_REVERSE_HIGH,
     CLIP_REVERSE_LOW,
 )
+from smopd.record.alarms import Watch
 from smopd.record.files import JsonlLog
 from smopd.record.metrics import Metrics
-from smopd.record.progress import Progress
+from smopd.record.progress import Progress, say
 from smopd.record.token_view import SHOWN, token_records
 from smopd.record.trackers import Tracker, open_tracker
 from smopd.step.batch import Batch
@@ -73,6 +74,7 @@ class Recorder:
         self._stack = ExitStack()
         self._progress: Progress | None = None
         self._trackers: list[Tracker] = []
+        self._watch = Watch()
 
     def __enter__(self) -> Recorder:
         return self
@@ -86,6 +88,9 @@ class Recorder:
             self.metrics.cut(start)
             self.samples.cut(start)
             self.tokens.cut(start)
+            for line in self.metrics.read():
+                if "grad_norm" in line:
+                    self._watch.see(line)  # told before
             progress = Progress(self.name, self.settings.loop.steps, start, self.settings.log.plain)
             self._progress = self._stack.enter_context(progress)
             for kind in self.settings.log.to:
@@ -133,6 +138,8 @@ class Recorder:
         if self.writes:
             self._write(result.step, values)
             self._write_samples(result)
+            for advice in self._watch.see(values):
+                say(f"{self.name}, step {result.step}: {advice}")
 
     def view_tokens(self, result: StepResult, student: Student) -> None:
         """Writes the step's first samples token by token, as the student is after it; a collective call."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 from smopd.engine.files import write_atomically
+from smopd.record.alarms import alarms_of
 from smopd.report.charts import Lines, charts
 from smopd.report.samples import samples_html, tokens_html
 from smopd.report.tables import Row, html_table
@@ -42,6 +43,7 @@ def write_report(path: str | os.PathLike[str], report: Report) -> None:
         f"<h1>{escape(report.title)}</h1>",
         html_table(report.rows, report.columns),
         *(f"<p>{escape(text)}</p>" for text in report.caption.split("\n\n") if text.strip()),
+        _alarms(report.metrics, labels),
         charts(report.metrics, labels),
         _phases(report.metrics, labels),
         tokens_html(report.tokens, report.teachers, labels),
@@ -51,6 +53,15 @@ def write_report(path: str | os.PathLike[str], report: Report) -> None:
     head, between, end = _PAGE.split("@")
     page = head + escape(report.title) + between + "\n".join(part for part in parts if part) + end
     write_atomically(path, page.encode("utf-8", "replace"))
+
+
+def _alarms(metrics: Mapping[str, Lines], labels: Mapping[str, str]) -> str:
+    items = [
+        f"<li>{escape(labels.get(run, run))}, step {step}: {escape(advice)}</li>"
+        for run, lines in metrics.items()
+        for step, advice in alarms_of(lines)
+    ]
+    return f"<h2>To know</h2><ul>{''.join(items)}</ul>" if items else ""
 
 
 def _phases(metrics: Mapping[str, Lines], labels: Mapping[str, str]) -> str:

@@ -1,0 +1,67 @@
+"""Advisory alarms: each is told once, after so many steps in a row, and by the same rule in the report."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from smopd.record.alarms import ALARMS, Watch, alarms_of
+from smopd.report.page import Report, write_report
+
+WELL = {
+    "grad_norm": 0.5,
+    "entropy": 1.5,
+    "kl": 0.4,
+    "rollout_mismatch": 1e-4,
+    "response/truncated": 0.1,
+    "updates/skipped": 0.0,
+    "reward/a/unscorable": 0.0,
+    "reward/a/zero_variance_groups": 1.0,
+    "reward/b/zero_variance_groups": 0.9,
+}
+CASES = [
+    ({"reward/b/zero_variance_groups": 1.0}, 5, "in no group do the responses differ"),
+    ({"grad_norm": 0.0}, 3, "the gradient is 0"),
+    ({"updates/skipped": 1.0}, 1, "was skipped"),
+    ({"entropy": 0.01}, 5, "entropy has collapsed"),
+    ({"response/truncated": 0.6}, 5, r"rollout\.max_new_tokens"),
+    ({"rollout_mismatch": 0.2}, 3, "the sampler's log-probabilities"),
+    ({"reward/a/unscorable": 0.3}, 1, "could not score more than a fifth"),
+    ({"kl": 2.5}, 5, "more than five times its first value"),
+]
+
+
+def test_each_alarm_has_a_case():
+    assert len(CASES) == len(ALARMS)
+
+
+@pytest.mark.parametrize(("change", "steps", "text"), CASES)
+def test_an_alarm_is_told_once_after_its_steps_in_a_row(change, steps, text):
+    watch = Watch()
+    assert watch.see(WELL) == []
+    for _ in range(steps - 1):
+        assert watch.see(WELL | change) == []
+    if steps > 1:
+        assert watch.see(WELL) == [], "the row is broken"
+        for _ in range(steps - 1):
+            assert watch.see(WELL | change) == []
+    (told,) = watch.see(WELL | change)
+    assert text.replace("\\", "") in told
+    for _ in range(2 * steps):
+        assert watch.see(WELL | change) == []
+
+
+def test_numbers_that_are_none_raise_no_alarm():
+    watch = Watch()
+    for value in (None, math.nan):
+        assert [watch.see(dict.fromkeys(WELL, value)) for _ in range(9)] == [[]] * 9
+
+
+def test_the_report_has_what_the_screen_said(tmp_path: Path):
+    lines = [{"step": step, **WELL, "grad_norm": 0.0} for step in range(1, 6)]
+    evaluation = {"step": 2, "greedy/a": 1.0}
+    assert alarms_of([*lines[:2], evaluation, *lines[2:]])[0][0] == 3
+    write_report(tmp_path / "report.html", Report("t", metrics={"<one>": lines}))
+    assert "&lt;one&gt;, step 3: the gradient is 0" in (tmp_path / "report.html").read_text()
