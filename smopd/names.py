@@ -1,15 +1,22 @@
-"""Names that people write: the form of an import path, and the hint where a name is nearly right."""
+"""Names that people write: the form of an import path, the hint where one is nearly right, and secrets."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 """`package.module:function`, or a method as `package.module:Class.method`."""
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+_SECRET = r"(?:\w*[_-])?(?:api[_-]?key|access[_-]?key|key|token|secret|password|passwd|credentials?)"
+_SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
+_SECRET_VALUE = re.compile(rf"""(\b{_SECRET}['"]?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s,}}'"]+)""", re.IGNORECASE)
+_USER = re.compile(r"(\b\w+://)[^/@\s'\"]+@")
+REDACTED = "<redacted>"
 
 STEP_COLUMN = "training_step"
 """The column of the step, from 0, that rewards are given beside the data's own while training."""
@@ -29,5 +36,29 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """Without control characters but tab and newline: a terminal obeys them, whoever wrote them."""
-    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+    """For a terminal: without control characters but tab and newline, which it would obey, whoever wrote
+    them, and without the user and password of a URL."""
+    return _USER.sub(r"\1", _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text))
+
+
+def redacted(value: Any, name: str = "") -> Any:
+    """For a file: nested values with what stands under a secret's name (`api_key`, `token`, `secret`,
+    `password` and their like) and the user and password of URLs left out."""
+    if isinstance(value, dict):
+        return {key: redacted(inner, str(key)) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redacted(inner, name) for inner in value]
+    if isinstance(value, str):
+        return REDACTED if value and _SECRET_NAME.fullmatch(name) else _USER.sub(r"\1", value)
+    return value
+
+
+def redacted_command(words: Sequence[str]) -> list[str]:
+    """A command line without its secrets: `--a.api_key VALUE`, `--a.api_key=VALUE`, `{api_key: VALUE}`."""
+    found: list[str] = []
+    for word in words:
+        before = found[-1].rpartition(".")[2].lstrip("-") if found and found[-1].startswith("--") else ""
+        hidden = "=" not in before and _SECRET_NAME.fullmatch(before)
+        shown = _SECRET_VALUE.sub(rf"\g<1>{REDACTED}", _USER.sub(r"\1", word))
+        found.append(REDACTED if hidden and not word.startswith("--") else shown)
+    return found

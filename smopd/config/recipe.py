@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from smopd.config.settings import Settings, merged
+from smopd.names import redacted
 
 Keys = tuple[str | int, ...]
 """The way to a setting: `("rewards", 0, "weight")`."""
@@ -236,6 +237,11 @@ def parse_value(text: str) -> Any:
         return text
 
 
-def write_yaml(settings: Settings) -> str:
-    """All settings as YAML; read back and validated they are equal to `settings`."""
-    return yaml.dump(settings.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+def write_yaml(settings: Settings, *, public: bool = False) -> str:
+    """All settings as YAML; read back and validated they are equal to `settings`.
+
+    public: without secrets.
+    """
+    values = settings.model_dump()
+    values = redacted(values) if public else values
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from smopd.config.settings import Settings
 from smopd.engine import distributed
 from smopd.engine.student.student import Student, Update
+from smopd.names import redacted
 from smopd.objective import Objective, Signals
 from smopd.ops import (
     CLIP_DUAL,
@@ -94,7 +95,7 @@ class Recorder:
             progress = Progress(self.name, self.settings.loop.steps, start, self.settings.log.plain)
             self._progress = self._stack.enter_context(progress)
             for kind in self.settings.log.to:
-                values = self.settings.model_dump(mode="json")
+                values = redacted(self.settings.model_dump(mode="json"))
                 tracker = open_tracker(kind, self.folder, self.settings.name, self.name, values, start)
                 self._stack.callback(tracker.close)
                 self._trackers.append(tracker)

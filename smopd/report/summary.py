@@ -42,7 +42,7 @@ def summarise(settings: Settings, folder: Path) -> None:
         caption=settings.description,
         rows=rows,
         columns=columns,
-        settings_yaml=write_yaml(settings),
+        settings_yaml=write_yaml(settings, public=True),
         metrics=lines("metrics.jsonl"),
         samples=lines("samples.jsonl"),
         tokens=lines("tokens.jsonl"),

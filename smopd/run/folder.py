@@ -24,6 +24,7 @@ from smopd.config.recipe import write_yaml
 from smopd.config.settings import Settings
 from smopd.engine import distributed
 from smopd.engine.files import write_atomically
+from smopd.names import redacted_command
 
 log = logging.getLogger(__name__)
 PACKAGES = ("torch", "transformers", "tokenizers", "triton", "vllm", "numpy", "pydantic")
@@ -89,7 +90,7 @@ def write_settings(folder: Path, settings: Settings, inputs: Mapping[str, str]) 
                     "from here on is of another kind than what was trained before",
                     folder, name, before[name], digest,
                 )  # fmt: skip
-        write_atomically(folder / "config.yaml", write_yaml(settings).encode())
+        write_atomically(folder / "config.yaml", write_yaml(settings, public=True).encode())
         here = environment()
         if not (folder / "environment.json").exists():
             write_atomically(folder / "environment.json", json.dumps(here, indent=1).encode())
@@ -101,7 +102,7 @@ def write_settings(folder: Path, settings: Settings, inputs: Mapping[str, str]) 
 
 def flat_of(settings: Settings) -> dict[str, Any]:
     """Dotted path -> value, as in config.yaml."""
-    return flat(yaml.safe_load(write_yaml(settings)))
+    return flat(yaml.safe_load(write_yaml(settings, public=True)))
 
 
 def compare(folder: Path, settings: Settings) -> None:
@@ -170,7 +171,7 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "world_size": distributed.world_size(),
-        "command": sys.argv,
+        "command": redacted_command(sys.argv),
     }
 
 

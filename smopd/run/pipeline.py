@@ -80,10 +80,17 @@ class RunContext:
         return str(adapter) if trained_here else self.model_path(name)
 
 
+class Printable(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 def run_recipe(command: Command) -> int:
     """Does what `command` asks for and is not finished; returns the exit status."""
     quiet = os.environ.get("RANK", "0") != "0"
-    logging.basicConfig(format="%(message)s", level=logging.ERROR if quiet else logging.INFO)
+    handler = logging.StreamHandler()
+    handler.setFormatter(Printable("%(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.ERROR if quiet else logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     transformers_logging.disable_progress_bar()
     settings, folder = command.settings, Path(command.settings.output)
