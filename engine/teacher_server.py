@@ -5,29 +5,43 @@
 `POST /score?kappa=16&temperature=1.0&dtype=float16` takes and gives safetensors: `tokens` (all prompts and
 responses, one behind the other) and `lengths` (R, 2) come in; `ids_NS` int32, `logps_NS` in the dtype that
 was asked for and `token_logps_N` fp32 go out, with how many ids were `dropped` because they only pad the
-teacher's vocabulary. An answer depends on nothing asked before, so a request may be sent again.
+teacher's vocabulary. An answer depends on nothing asked before, so a request may be sent again. What is no
+request is answered by status 400, one of more than LARGEST_REQUEST bytes by 413.
+
+Where the environment variable SMOPD_SERVER_TOKEN is set, every request must bring it (`Authorization: Bearer
+TOKEN`), and clients with the same variable do. There is no encryption: it is for a network of your own.
 """
 
 from __future__ import annotations
 
 import argparse
+import hmac
+import json
+import os
 import threading
 
 import torch
 from safetensors import SafetensorError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from smopd.engine import distributed
 from smopd.engine.local.teachers import read_adapter
 from smopd.engine.models.loading import load_tokenizer
 from smopd.engine.protocols import TeacherEngine
+from smopd.engine.remote.client import TOKEN
 from smopd.engine.remote.wire import BINARY, pack_answer, unpack_request
 from smopd.engine.settings import VllmSettings
 
+LARGEST_REQUEST = 256 << 20  # ours, bytes
+LARGEST_TEXT = 1 << 20  # ours, characters to tokenize
+TEMPERATURES = (1e-2, 1e2)  # ours: logits divided by less overflow
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
 
@@ -38,7 +52,7 @@ def application(teacher: TeacherEngine, path: str, vocabulary: int) -> Starlette
     one_at_a_time = threading.Lock()
 
     def score(content: bytes, kappa: int, temperature: float, dtype: torch.dtype) -> bytes:
-        rollouts = unpack_request(content)
+        rollouts = unpack_request(content, vocabulary)
         with one_at_a_time:
             before = teacher.dropped
             top = teacher.score(rollouts, kappa, temperature)
@@ -47,18 +61,26 @@ def application(teacher: TeacherEngine, path: str, vocabulary: int) -> Starlette
 
     async def on_score(request: Request) -> Response:
         asked = request.query_params
-        content = await request.body()
         try:
+            content = await _content(request, LARGEST_REQUEST)
             dtype = DTYPES[asked.get("dtype", "float32")]
             kappa, temperature = int(asked["kappa"]), float(asked.get("temperature", 1.0))
+            if not TEMPERATURES[0] <= temperature <= TEMPERATURES[1]:
+                raise ValueError(f"temperature is {temperature:g}, expected one in {list(TEMPERATURES)}")
             answer = await run_in_threadpool(score, content, kappa, temperature, dtype)
         except (KeyError, ValueError, SafetensorError) as error:
             return PlainTextResponse(f"{type(error).__name__}: {error}", 400)
         return Response(answer, media_type=BINARY)
 
     async def on_tokenize(request: Request) -> Response:
-        text = (await request.json())["prompt"]
-        return JSONResponse({"tokens": tokenizer.encode(text, add_special_tokens=False)})
+        try:
+            text = json.loads(await _content(request, 8 * LARGEST_TEXT))["prompt"]
+            if not isinstance(text, str) or len(text) > LARGEST_TEXT:
+                raise ValueError(f"prompt is no text of at most {LARGEST_TEXT} characters")
+            tokens = await run_in_threadpool(tokenizer.encode, text, add_special_tokens=False)
+        except (LookupError, TypeError, ValueError, RecursionError) as error:
+            return PlainTextResponse(f"{type(error).__name__}: {error}", 400)
+        return JSONResponse({"tokens": tokens})
 
     async def on_describe(request: Request) -> Response:
         return JSONResponse({"teacher": path, "vocabulary": vocabulary})
@@ -69,8 +91,34 @@ def application(teacher: TeacherEngine, path: str, vocabulary: int) -> Starlette
             Route("/tokenize", on_tokenize, methods=["POST"]),
             Route("/describe", on_describe),
             Route("/health", on_describe),
-        ]
+        ],
+        middleware=[Middleware(_Guarded, token=os.environ.get(TOKEN, ""))],
     )
+
+
+class _Guarded:
+    """ASGI: answers 401 where the token is not brought."""
+
+    def __init__(self, app: ASGIApp, token: str):
+        self.app, self.expected = app, f"Bearer {token}".encode() if token else b""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self.expected:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self.expected):
+                await PlainTextResponse(f"no or another token ({TOKEN})", 401)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+async def _content(request: Request, largest: int) -> bytes:
+    """Raises HTTPException 413: it has more bytes than that; they are not kept."""
+    content = bytearray()
+    async for piece in request.stream():
+        content += piece
+        if len(content) > largest:
+            raise HTTPException(413, f"a request of more than {largest} bytes")
+    return bytes(content)
 
 
 def server_settings(chosen: argparse.Namespace) -> VllmSettings:

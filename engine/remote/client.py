@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import threading
 from typing import Any
 
@@ -15,6 +16,14 @@ import httpx
 
 KEPT_SECONDS = 2.0  # of an idle connection; vLLM's servers close theirs after 5
 CONNECT_SECONDS = 10.0
+TOKEN = "SMOPD_SERVER_TOKEN"
+"""The environment variable with the token that servers want; vLLM's is its --api-key."""
+
+
+def authorization() -> dict[str, str]:
+    """The header of a request to a server."""
+    token = os.environ.get(TOKEN, "")
+    return {"authorization": f"Bearer {token}"} if token else {}
 
 
 class TooLarge(Exception):
@@ -37,7 +46,7 @@ class Client:
             base_url=url,
             limits=httpx.Limits(max_connections=concurrency, keepalive_expiry=KEPT_SECONDS),
             timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
-            headers={"accept-encoding": "identity"},
+            headers={"accept-encoding": "identity"} | authorization(),
         )
 
     def get(self, path: str, **options: Any) -> httpx.Response:

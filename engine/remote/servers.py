@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import httpx
 from safetensors import SafetensorError
 
-from smopd.engine.remote.client import Client, TooLarge
+from smopd.engine.remote.client import Client, TooLarge, authorization
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -199,7 +199,7 @@ class Servers:
             if monotonic() < self._until.get(url, 0.0):
                 continue
             try:
-                if httpx.get(url + path, timeout=5.0).is_success:
+                if httpx.get(url + path, timeout=5.0, headers=authorization()).is_success:
                     back.append(url)
             except httpx.HTTPError:
                 continue

@@ -14,7 +14,7 @@ import httpx
 import torch
 from torch import Tensor
 
-from smopd.engine.remote.client import Client
+from smopd.engine.remote.client import Client, authorization
 from smopd.engine.remote.servers import BUSY, Refused, Servers, ServerUnavailable
 from smopd.engine.remote.weight_group import WeightGroup
 from smopd.engine.weights.files import part_files, parts
@@ -132,9 +132,10 @@ class RemoteWeights:
             Refused: it takes no weights or no tokens, or has too little room.
         """
         try:
-            answer = httpx.post(f"{url}/init_weight_transfer_engine", json={"init_info": {}}, timeout=MINUTE)
-            models = httpx.get(f"{url}/v1/models", timeout=MINUTE)
-            known = httpx.get(url + GENERATE, timeout=MINUTE).status_code != httpx.codes.NOT_FOUND
+            with httpx.Client(base_url=url, timeout=MINUTE, headers=authorization()) as client:
+                answer = client.post("/init_weight_transfer_engine", json={"init_info": {}})
+                models = client.get("/v1/models")
+                known = client.get(GENERATE).status_code != httpx.codes.NOT_FOUND
         except httpx.TransportError as error:
             self.servers.take_out(url, f"{type(error).__name__}: {error}")
             return

@@ -27,10 +27,23 @@ def pack_request(rollouts: Sequence[Rollout]) -> bytes:
     )
 
 
-def unpack_request(content: bytes) -> list[Rollout]:
+def unpack_request(content: bytes, vocabulary: int) -> list[Rollout]:
+    """Raises ValueError, KeyError or SafetensorError: it is no request over this vocabulary."""
     tensors = load(content)
+    tokens, lengths = tensors["tokens"], tensors["lengths"]
+    for name, found, dims in (("tokens", tokens, 1), ("lengths", lengths, 2)):
+        if found.dtype != torch.int32 or found.dim() != dims:
+            raise ValueError(
+                f"{name} is {found.dtype} {tuple(found.shape)}, expected int32 of {dims} dimensions"
+            )
+    if lengths.shape[1] != 2 or bool((lengths < 0).any()) or int(lengths.sum()) != len(tokens):
+        raise ValueError(f"lengths are not (R, 2) that sum to {len(tokens)} tokens")
+    if bool((lengths[:, 0] == 0).any()):
+        raise ValueError("lengths has an empty prompt, expected at least one token")
+    if bool(((tokens < 0) | (tokens >= vocabulary)).any()):
+        raise ValueError(f"tokens holds ids outside [0, {vocabulary})")
     rollouts: list[Rollout] = []
-    pieces = iter(tensors["tokens"].long().split(tensors["lengths"].flatten().tolist()))
+    pieces = iter(tokens.long().split(lengths.flatten().tolist()))
     for prompt in pieces:
         response = next(pieces)
         rollouts.append(

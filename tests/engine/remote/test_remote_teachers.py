@@ -16,7 +16,7 @@ from safetensors.torch import load, save
 
 from smopd.engine.local.teachers import load_teachers
 from smopd.engine.models.loading import UnusableModel
-from smopd.engine.remote.servers import NOT_AN_ANSWER, NoServer, RetryPolicy
+from smopd.engine.remote.servers import NOT_AN_ANSWER, NoServer, Refused, RetryPolicy
 from smopd.engine.remote.teachers import Probe, RemoteTeachers, _parse, portions
 from smopd.engine.remote.wire import pack_request, unpack_request
 from smopd.engine.settings import Packing
@@ -227,8 +227,8 @@ def test_a_server_of_ours_that_cannot_serve_is_refused(world):
 
 
 def test_what_only_pads_a_vocabulary_is_counted_on_the_other_side(world, caplog):
-    paths, _, vocabulary, probe = world
-    smaller = vocabulary - 40
+    paths, _, vocabulary, _ = world
+    smaller, probe = vocabulary - 40, Probe("1 2", (144, 145))
     rollouts = [r for r in ragged_rollouts(7) if max(r.response_ids.tolist()) < smaller]
     server = Serving(load_teachers(paths[:1], PACKING, smaller, torch.float32), paths[0], smaller)
     found = RemoteTeachers([[server.url]], smaller, probe, 8, 1.0, patience=QUICK)
@@ -396,10 +396,69 @@ def test_a_wrong_question_names_what_is_wrong(world):
 
 def test_requests_survive_the_wire(monkeypatch):
     rollouts = ragged_rollouts(6)
-    again = unpack_request(pack_request(rollouts))
+    again = unpack_request(pack_request(rollouts), 1000)
     assert [r.prompt_ids for r in again] == [r.prompt_ids for r in rollouts]
     assert all(a.response_ids.equal(b.response_ids) for a, b in zip(again, rollouts, strict=True))
     monkeypatch.setattr("smopd.engine.remote.teachers.REQUEST_TOKENS", 20)
     parts = portions(rollouts)
     assert len(parts) > 1
     assert [id(r) for part in parts for r in part] == [id(r) for r in rollouts]
+
+
+def request(tokens=(1, 2, 3), lengths=((1, 2),), dtype=torch.int32):
+    return save(
+        {"tokens": torch.tensor(tokens, dtype=dtype), "lengths": torch.tensor(lengths, dtype=torch.int32)}
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "params"),
+    [
+        (b"", {}),
+        (b"not safetensors", {}),
+        (request(tokens=(1, 2, 10_000)), {}),
+        (request(tokens=(1, 2, -3)), {}),
+        (request(lengths=((1, -1), (1, 2))), {}),
+        (request(lengths=((1, 1),)), {}),
+        (request(lengths=((0, 3),)), {}),
+        (request(lengths=((3,),)), {}),
+        (request(dtype=torch.float32), {}),
+        (save({"tokens": torch.zeros(3, dtype=torch.int32)}), {}),
+        (request(), {"kappa": "x"}),
+        (request(), {"kappa": "-1"}),
+        (request(), {"kappa": "100000"}),
+        (request(), {"temperature": "1e-300"}),
+        (request(), {"temperature": "nan"}),
+        (request(), {"dtype": "int8"}),
+    ],
+)
+def test_what_is_no_request_is_answered_by_400(world, content, params):
+    url = world[1][0].url
+    answer = httpx.post(f"{url}/score", params={"kappa": "4"} | params, content=content)
+    assert answer.status_code == 400 and ": " in answer.text
+    assert httpx.post(f"{url}/score", params={"kappa": "4"}, content=request()).is_success
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[1]", b"{}", b'{"prompt": 3}', b"[" * 100_000, b'{"prompt": "' + b"a" * (1 << 21) + b'"}']
+)
+def test_what_is_no_text_is_answered_by_400(world, body):
+    assert httpx.post(f"{world[1][0].url}/tokenize", content=body).status_code == 400
+
+
+def test_a_request_has_a_largest_size(world, monkeypatch):
+    monkeypatch.setattr("smopd.engine.teacher_server.LARGEST_REQUEST", 1000)
+    answer = httpx.post(f"{world[1][0].url}/score", params={"kappa": "4"}, content=b"x" * 100_000)
+    assert answer.status_code == 413
+
+
+def test_a_token_is_asked_for_where_one_is_set(world, monkeypatch):
+    paths, _, vocabulary, probe = world
+    monkeypatch.setenv("SMOPD_SERVER_TOKEN", "right")
+    guarded = Serving(load_teachers(paths[:1], PACKING, vocabulary, torch.float32), paths[0], vocabulary)
+    assert httpx.get(f"{guarded.url}/health").status_code == 401
+    assert RemoteTeachers([[guarded.url]], vocabulary, probe, 4, 1.0, patience=QUICK).ours == [True]
+    monkeypatch.setenv("SMOPD_SERVER_TOKEN", "wrong")
+    with pytest.raises(Refused, match="status 401: no or another token"):
+        RemoteTeachers([[guarded.url]], vocabulary, probe, 4, 1.0, patience=QUICK)
+    guarded.stop()
