@@ -105,22 +105,12 @@ def leaves_a_session(prompts, completions, pid_file, **columns):
         file.write(str(child.pid))
     return [1.0] * len(completions)
 
-def pipe_end():
-    # The only writable pipe that this process has beside its output.
-    import fcntl
-    for fd in range(3, 20):
-        try:
-            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
-                return fd
-        except OSError:
-            pass
-
 def answers_later(prompts, completions, **columns):
     if os.fork() == 0:
         time.sleep(0.3)
         import json, struct
         data = json.dumps({"values": [9.0] * len(completions)}).encode()
-        os.write(pipe_end(), struct.pack("<QQ", len(data), int(prompts[0])) + data)
+        os.write(int(sys.argv[2]), struct.pack("<QQ", len(data), int(prompts[0])) + data)
         os._exit(0)
     time.sleep(0.1)
     return [float(prompts[0])] * len(completions)
@@ -129,7 +119,7 @@ def writes(prompts, completions, frame, **columns):
     import struct
     data = frame[0].encode()
     for number in range(20):
-        os.write(pipe_end(), struct.pack("<QQ", len(data), number) + data)
+        os.write(int(sys.argv[2]), struct.pack("<QQ", len(data), number) + data)
     return [1.0] * len(completions)
 
 def eats(prompts, completions, **columns):
