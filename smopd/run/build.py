@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from smopd.config.schedule import output_directory
 from smopd.config.settings import Settings
 from smopd.engine.local.rollout import LocalRollout
-from smopd.engine.local.teachers import held_already, load_teachers
+from smopd.engine.local.teachers import held_already, load_teachers, read_adapter
 from smopd.engine.models.loading import describe, load_model, load_tokenizer
 from smopd.engine.protocols import RolloutEngine, TeacherEngine
 from smopd.engine.remote.servers import RetryPolicy, Servers
@@ -19,6 +21,7 @@ from smopd.engine.student.student import Student
 from smopd.names import is_url
 from smopd.run.failures import naming
 
+log = logging.getLogger(__name__)
 PROBE_TEXT = 'Answer: the tools\' names, 3.14 and {"x": [1, 2]}.'
 """On which a teacher's tokenizer and the student's must agree."""
 
@@ -98,6 +101,42 @@ def teacher_engine(
         longest = settings.data.max_prompt_tokens + settings.rollout.max_new_tokens
         own = vllm_settings(options.vllm, options.dtype, longest)
         return VllmTeachers(paths, own, vocabulary, options.route, engines=options.vllm.engines, role=role)
+
+
+def require_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Compares the student's tokenizer with that of the model or adapter at `path`, as servers' are compared.
+
+    Tokens that one of them has alone are of no harm: models of one family differ in their special tokens.
+
+    Raises:
+        ValueError: a token has another id there, an id another token, or a text other tokens.
+    """
+    adapter = read_adapter(path)
+    try:
+        other = load_tokenizer(adapter.base if adapter else path)
+    except (OSError, ValueError) as error:
+        log.warning("%s: its tokenizer cannot be read and is taken for the student's (%s)", path, error)
+        return
+    ours, theirs = tokenizer.get_vocab(), other.get_vocab()
+    for token, token_id in ours.items():
+        if theirs.get(token, token_id) != token_id:
+            raise ValueError(
+                f"{path} has another tokenizer than the student: {token!r} has the id {theirs[token]}, "
+                f"expected {token_id}"
+            )
+    tokens = {token_id: token for token, token_id in theirs.items()}
+    for token, token_id in ours.items():
+        if tokens.get(token_id, token) != token:
+            raise ValueError(
+                f"{path} has another tokenizer than the student: the id {token_id} is {tokens[token_id]!r}, "
+                f"expected {token!r}"
+            )
+    found, expected = (each.encode(PROBE_TEXT, add_special_tokens=False) for each in (other, tokenizer))
+    if found != expected:
+        raise ValueError(
+            f"{path} has another tokenizer than the student: it reads {PROBE_TEXT!r} as {found}, "
+            f"expected {expected}"
+        )
 
 
 def reference_engine(

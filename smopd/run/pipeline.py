@@ -27,7 +27,7 @@ from smopd.engine.files import write_atomically
 from smopd.engine.models.loading import load_tokenizer, stored_dtype
 from smopd.engine.student.checkpoint import Checkpoints, export, require_whole
 from smopd.loop import Run, optimise
-from smopd.names import printable
+from smopd.names import is_url, printable
 from smopd.record.progress import say
 from smopd.record.recorder import Recorder
 from smopd.record.trackers import missing
@@ -169,6 +169,10 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
     for name in dict.fromkeys([run.init, *run.teachers, *frozen]):
         context.require_whole(name)
     tokenizer = load_tokenizer(path)
+    for name in (*run.teachers, *frozen):
+        if name != BASE and name not in settings.runs and not is_url(name):
+            with naming("kl_ref.model" if name in frozen else "teachers.models"):
+                build.require_tokenizer(tokenizer, name)
     student = build.student(settings, path, context.device)
     paths = [context.teacher_path(teacher) for teacher in run.teachers]
     rollouts = build.rollout_engine(settings, path, context.device, context.settings)

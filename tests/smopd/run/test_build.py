@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from smopd.config.settings import Settings, merged
+from smopd.run import build
 from smopd.run.build import rollout_settings
+from smopd.worlds import toy_world
+from smopd.worlds.models import world_tokenizer
 from tests.smopd.run.invariance_worker import SETTINGS
 
 LIMIT = 4096
@@ -45,3 +50,33 @@ def test_evaluation_may_need_more_room_than_training() -> None:
     for new, longest in ((None, 116), (30, 116), (50, 130)):
         values = merged(SETTINGS, {**changes, "evaluation": {"max_new_tokens": new}})
         assert Settings.model_validate(values).longest_sequence == longest
+
+
+@pytest.fixture
+def tokenizers(tmp_path):
+    """The world's tokenizer, and a function that saves another one of these words."""
+    words = toy_world.vocabulary()
+
+    def saved(*others: str) -> str:
+        world_tokenizer(others).save_pretrained(tmp_path / "other")
+        return str(tmp_path / "other")
+
+    return world_tokenizer(words), list(words), saved
+
+
+def test_a_teachers_tokenizer_is_the_students(tokenizers, caplog, tmp_path):
+    own, words, saved = tokenizers
+    build.require_tokenizer(own, saved(*words))
+    build.require_tokenizer(own, saved(*words, "one-more"))
+    build.require_tokenizer(own, saved(*words[:-1]))
+    assert caplog.text == ""
+    build.require_tokenizer(own, str(tmp_path / "none"))
+    assert "its tokenizer cannot be read" in caplog.text
+
+
+def test_another_order_of_the_same_tokens_is_refused(tokenizers):
+    own, words, saved = tokenizers
+    with pytest.raises(ValueError, match=r"other has another tokenizer than the student: .* has the id"):
+        build.require_tokenizer(own, saved(words[1], words[0], *words[2:]))
+    with pytest.raises(ValueError, match=r"the id \d+ is 'another', expected"):
+        build.require_tokenizer(own, saved("another", *words[1:]))
