@@ -25,6 +25,7 @@ from smopd.kernels.triton.whiten import WHITEN_BLOCK, is_last, moments_of, store
 from smopd.kernels.types import CONFLICT_FLOOR, EQUAL_ULPS, AdvantageOptions
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SERVED = ("grpo_advantages", "gdpo_advantages", "gd2po_advantages")
 MAX_REWARDS = 32
 OWNED = 64  # responses of a program, at most
 TILE = 512  # responses times rewards held at a time
@@ -215,6 +216,8 @@ def _group_kernel(
 
 def unserved(op: str, rewards_RK: Tensor) -> str | None:
     """Why the three operations cannot serve such rewards; None: they can."""
+    if op not in SERVED:
+        return f"it serves {', '.join(SERVED)}"
     if rewards_RK.dtype not in DTYPES:
         return f"the dtype is {rewards_RK.dtype}, expected one of {DTYPES}"
     if not 1 <= rewards_RK.shape[1] <= MAX_REWARDS:
