@@ -111,7 +111,7 @@ def after(run: Run, result: StepResult, ahead: dict[str, Any] | None) -> None:
         run.recorder.flush()
         run.checkpoints.save(step, run.student, ahead)
     if stopped:
-        raise Stopped(stopped, f"step {step} is done and saved")
+        raise Stopped(stopped, f"step {step} is done and saved", agreed=True)
 
 
 def due(step: int, every: int, settings: Settings) -> bool:

@@ -12,7 +12,7 @@ IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
-_SECRET = r"(?:\w*[_-])?(?:api[_-]?key|access[_-]?key|key|token|secret|password|passwd|credentials?)"
+_SECRET = r"(?:\w*[_-])?(?:(?:api|access|secret|private)[_-]?key|token|secret|password|passwd|credentials?)"
 _SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
 _SECRET_VALUE = re.compile(rf"""(\b{_SECRET}['"]?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s,}}'"]+)""", re.IGNORECASE)
 _USER = re.compile(r"(\b\w+://)[^/@\s'\"]+@")

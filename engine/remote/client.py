@@ -84,8 +84,16 @@ class Client:
         )
 
 
-@functools.cache
+_starting = threading.Lock()
+
+
 def _loop() -> asyncio.AbstractEventLoop:
+    with _starting:  # connections belong to the loop that made them: there may be one alone
+        return _started()
+
+
+@functools.cache
+def _started() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="http", daemon=True).start()
     return loop

@@ -113,7 +113,7 @@ class Servers:
         for i in range(len(items)):
             waiting.put(i)
         refused: list[Refused] = []
-        failed: list[Exception] = []
+        failed: list[BaseException] = []
         changed = threading.Condition()
 
         def over(url: str) -> bool:
@@ -149,7 +149,13 @@ class Servers:
         workers = [url for url in self.alive for _ in range(min(self.patience.concurrency, len(items)))]
         if workers:
             with ThreadPoolExecutor(len(workers), thread_name_prefix="servers") as pool:
-                list(pool.map(work, workers))
+                try:
+                    list(pool.map(work, workers))
+                except BaseException as error:  # of a signal, in this thread
+                    with changed:
+                        failed.append(error)
+                        changed.notify_all()
+                    raise
         if failed:
             raise failed[0]
         if len(answers) < len(items):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smopd.engine.remote.client import Client
-from smopd.engine.remote.servers import ServerUnavailable
+from smopd.engine.remote.servers import NOT_AN_ANSWER, ServerUnavailable
 from smopd.engine.weights.group import TRAINER, join
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class WeightGroup:
         try:
             size = 1 + client.get("/get_world_size").raise_for_status().json()["world_size"]
             address = address_towards(client.url)
-        except (OSError, httpx.HTTPStatusError) as error:
+        except (OSError, httpx.HTTPStatusError, *NOT_AN_ANSWER) as error:
             raise ServerUnavailable(f"{type(error).__name__}: {error}") from error
         wait = timedelta(seconds=join_seconds)
         store = dist.TCPStore(address, 0, size, is_master=True, timeout=wait, wait_for_workers=False)

@@ -168,13 +168,14 @@ def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
         flush(folder)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path, remove: str = "remove the folder to go on") -> dict[str, Any]:
     """The manifest of `folder`, it and every file checked; the ranks share the reading.
+
+    remove: what to do where it is damaged.
 
     Raises:
         DamagedCheckpoint: what is there is not what was written.
     """
-    remove = "remove the folder to go on"
     try:
         content = (folder / MANIFEST).read_bytes()
         expected = (folder / MANIFEST_DIGEST).read_text().split()[:1]
@@ -201,8 +202,8 @@ def require_whole(export: Path) -> None:
     Raises:
         DamagedCheckpoint: a file is missing or differs from its checksum.
     """
-    if distributed.on_first((export / MANIFEST).exists):
-        read_manifest(export)
+    if distributed.on_first((export / MANIFEST_DIGEST).exists):
+        read_manifest(export, "its run has to be done again: remove the run's folder")
 
 
 def _name(step: int) -> str:

@@ -204,6 +204,7 @@ def _walk(
         seen: dict[str, int] = {}
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                _walk(value, (*keys, "<<"), file, origin, twice, visited)
                 continue
             line = key.start_mark.line + 1
             if key.value in seen:

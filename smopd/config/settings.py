@@ -431,8 +431,10 @@ class Settings(Section):
     @property
     def waiting_seconds(self) -> float:
         """loop.timeout_seconds, or what one process alone may wait for a reward or a server, and a minute."""
-        urls = self.rollout.urls or any(is_url(teacher.model) for teacher in self.teachers.models)
-        alone = max(2 * self.scoring.deadline_seconds, self.remote.deadline_seconds if urls else 0.0)
+        urls = [*self.rollout.urls, *(each.model for each in self.teachers.models if is_url(each.model))]
+        servers = len(",".join(urls).split(",")) if urls else 0
+        reward = 2 * self.scoring.deadline_seconds + self.scoring.startup_seconds  # a second try starts anew
+        alone = max(reward, self.remote.deadline_seconds * (servers + 1) if servers else 0.0)
         return max(self.loop.timeout_seconds, alone + 60.0)
 
     @property

@@ -58,7 +58,8 @@ ALARMS = (
     Alarm(_above("updates/skipped", 0), 1, "an update with a gradient that is not finite was skipped"),
     Alarm(
         lambda values, first: (
-            "entropy" in values and _number(values, "entropy") < 0.02 < 5 * 0.02 < _number(first, "entropy")
+            values.get("entropy") is not None
+            and _number(values, "entropy") < 0.02 < 5 * 0.02 < _number(first, "entropy")
         ),
         5,
         "the policy's entropy has collapsed below 0.02 nats: groups will be copies of one response; lower "

@@ -172,7 +172,10 @@ def _fork(parent_pid: int, read_fd: int, write_fd: int) -> None:
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-    code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+    ended, status = os.waitpid(-1, 0)
+    while ended != worker:  # an orphan that was adopted
+        ended, status = os.waitpid(-1, 0)
+    code = os.waitstatus_to_exitcode(status)
     kill_below(supervisor)
     os._exit(code if code >= 0 else SIGNAL_EXIT_CODE - code)
 

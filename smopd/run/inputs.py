@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +16,8 @@ from smopd.data.places import is_short_name, located
 from smopd.data.prompts import DemonstrationSet, Overlong, PromptSet, load_demonstrations, load_prompts
 from smopd.record.progress import say
 from smopd.run.failures import naming
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object in memory, another one in each process
 
 
 @dataclass(frozen=True)
@@ -68,13 +71,26 @@ def digests(settings: Settings, inputs: Inputs) -> dict[str, str]:
         if rows is not None:
             digest = hashlib.sha256()
             for row in rows:
-                digest.update(repr(row).encode("utf-8", "surrogatepass"))
+                text = _ADDRESS.sub("", repr(row))
+                digest.update(text.encode("utf-8", "surrogatepass"))
             found[setting] = digest.hexdigest()
     for reward in settings.rewards:
-        spec = importlib.util.find_spec(reward.function.partition(":")[0])
-        if spec is not None and spec.origin is not None and Path(spec.origin).is_file():
-            found[f"rewards.{reward.name}"] = hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
+        file = _file_of(reward.function.partition(":")[0])
+        if file is not None:
+            found[f"rewards.{reward.name}"] = hashlib.sha256(file.read_bytes()).hexdigest()
     return found
+
+
+def _file_of(module: str) -> Path | None:
+    """Where a module stands, without importing what is above it: a reward's code runs in its worker alone."""
+    name, path, spec = "", None, None
+    for part in module.split("."):
+        name = f"{name}.{part}" if name else part
+        spec = PathFinder.find_spec(name, path)
+        if spec is None:
+            return None
+        path = spec.submodule_search_locations
+    return Path(spec.origin) if spec and spec.origin and Path(spec.origin).is_file() else None
 
 
 def require_data(settings: Settings) -> None:

@@ -8,10 +8,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from contextlib import suppress
 from types import FrameType
 
 from smopd.engine import process
+
+SAME_SECONDS = 2.0  # as smopd.step.stop's
 
 PARENT = "SMOPD_LAUNCHED_BY"
 
@@ -43,15 +46,19 @@ def launch(module: str, arguments: list[str], processes: int) -> int:
         signals_to_handle="SIGHUP,SIGQUIT",  # it would kill the ranks half a minute after one
     )
     come: list[int] = []
+    first: list[float] = []
 
     def hand_on(number: int, frame: FrameType | None) -> None:
+        ranks, again = process.children(os.getpid()), bool(come)
+        if again and time.monotonic() - first[0] < SAME_SECONDS:
+            return
         come.append(number)
-        ranks = process.children(os.getpid())
+        first.append(time.monotonic())
         if not ranks:
             sys.exit(128 + number)
         for rank in ranks:
             with suppress(ProcessLookupError):
-                os.kill(rank, signal.SIGTERM if len(come) == 1 else signal.SIGKILL)
+                os.kill(rank, signal.SIGKILL if again else signal.SIGTERM)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, hand_on)

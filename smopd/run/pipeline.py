@@ -115,6 +115,8 @@ def run_recipe(command: Command) -> int:
                 print(printable(f"error: {error}"), file=sys.stderr, flush=True)
             return 1
         except Stopped as stopped:
+            if stopped.agreed:
+                distributed.barrier()  # the launcher ends all when the first one is gone
             if distributed.first_to_fail():
                 print(stopped, file=sys.stderr, flush=True)
             return stopped.status

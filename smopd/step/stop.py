@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -15,17 +16,20 @@ import torch
 from smopd.engine import distributed
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SAME_SECONDS = 2.0  # ours: a launcher and a whole job's manager may send the same signal to a process
 
 
-class Stopped(Exception):
-    """A signal ended the command.
+class Stopped(BaseException):
+    """A signal ended the command; no handler of errors on the way is to take it for one.
 
     Args:
         number: of the signal.
         done: what is finished and kept.
+        agreed: whether every rank ends so.
     """
 
-    def __init__(self, number: int, done: str):
+    def __init__(self, number: int, done: str, *, agreed: bool = False):
+        self.agreed = agreed
         self.status = 128 + number
         """The exit status, as of a shell."""
         super().__init__(f"stopped by {signal.Signals(number).name}; {done}; the same command goes on")
@@ -38,6 +42,7 @@ class Stop:
         self.number = 0
         """Of the signal that came while it was postponed."""
         self._postponed = False
+        self._first = 0.0  # when a signal came, of time.monotonic()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stop:
@@ -50,21 +55,32 @@ class Stop:
             signal.signal(number, before)
 
     def _come(self, number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)
+        now = time.monotonic()
+        if self.number and now - self._first < SAME_SECONDS:
+            return
+        if self.number:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self._first, self.number = now, number
         if not self._postponed:
-            raise Stopped(number, "what was finished before is kept")
-        if not self.number and os.environ.get("RANK", "0") == "0":
+            raise self.stopped()
+        if os.environ.get("RANK", "0") == "0":
             os.write(2, b"the command ends after this step, with a checkpoint; the same signal ends it now\n")
-        self.number = self.number or number
+
+    def stopped(self) -> Stopped:
+        return Stopped(self.number, "what was finished before is kept")
 
     @contextmanager
     def postponed(self) -> Iterator[None]:
-        """Within it a signal is only noted."""
+        """Within it a signal is only noted; where nothing has answered it at the end, it is answered then."""
         self._postponed = True
         try:
             yield
         finally:
             self._postponed = False
+        if self.number:
+            raise self.stopped()
 
     def asked(self) -> int:
         """A signal that has come to some rank, or 0; a collective call."""

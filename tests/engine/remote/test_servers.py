@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +17,7 @@ from socketserver import StreamRequestHandler, ThreadingTCPServer
 import httpx
 import pytest
 
+import smopd.engine.remote.client as client_module
 import smopd.engine.remote.servers as servers_module
 from smopd.engine.remote.servers import NoServer, Refused, RetryPolicy, Servers, ServerUnavailable
 from tests.patience import HANG_SECONDS
@@ -287,3 +290,32 @@ def test_an_answer_may_take_its_server_out(scripted):
     servers = Servers([unfit.url, healthy.url], QUICK)
     assert servers.map(ask, [1, 2, 3], text) == ["1", "2", "3"]
     assert servers.out == {unfit.url: "holds other weights"}
+
+
+def test_clients_that_begin_at_once_share_one_loop(scripted, monkeypatch):
+    """A connection belongs to the event loop that made it."""
+    each = [scripted(lambda count, body: 200) for _ in range(4)]
+    for _ in range(20):
+        client_module._started.cache_clear()
+        servers = Servers([server.url for server in each], QUICK)
+        for _ in range(3):
+            assert len(servers.each(lambda client: client.post("/echo", content="a"))) == 4
+        assert not servers.out
+
+
+def test_what_interrupts_the_waiting_thread_ends_the_others_soon(scripted):
+    slow = scripted(lambda count, body: time.sleep(0.2) or 200)
+    servers = Servers([slow.url], RetryPolicy(concurrency=1))
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1))
+    before = signal.signal(signal.SIGUSR1, interrupted)
+    try:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            asked(servers, 500)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert slow.calls < 100
+
+
+def interrupted(number, frame):
+    raise KeyboardInterrupt

@@ -130,6 +130,15 @@ def once_bad(prompts, completions, **columns):
         raise ValueError("bad step")
     return [1.0] * len(completions)
 
+def leaves_orphans(prompts, completions, **columns):
+    for _ in range(5):
+        subprocess.run(["sh", "-c", "sleep 0.01 &"])
+    time.sleep(0.3)
+    supervisor = os.getppid()
+    states = [open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0]
+              for pid in open(f"/proc/{supervisor}/task/{supervisor}/children").read().split()]
+    return [float(states.count("Z"))] * len(completions)
+
 def wants_more(prompts, completions, needed):
     return [0.0] * len(completions)
 
@@ -499,3 +508,9 @@ def test_the_log_begins_again_where_it_is_too_large(functions, tmp_path, monkeyp
         for _ in range(3):
             score(pool)
             assert log.stat().st_size == 0
+
+
+@needs_proc
+def test_orphans_are_buried(functions):
+    with pool_of("leaves_orphans") as pool:
+        assert score(pool).values_RK.tolist() == [[0.0], [0.0]]
