@@ -20,6 +20,7 @@ from pathlib import Path
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 CALLER = "SMOPD_ENGINE_CALLER"
 """The environment variable with the process that an engine of its own process serves."""
+SAME_SECONDS = 2.0  # ours: a launcher and a whole job's manager may send one signal to a process, both
 PARENT_SECONDS = 1.0  # ours: between looks at whether it lives
 
 

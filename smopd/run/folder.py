@@ -11,7 +11,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -68,14 +68,14 @@ def claimed(folder: Path, settings: Settings) -> Iterator[None]:
         yield
 
 
-def write_settings(folder: Path, settings: Settings, inputs: Mapping[str, str]) -> None:
+def write_settings(folder: Path, settings: Settings, inputs: Callable[[], Mapping[str, str]]) -> None:
     """Notes what the directory is made with, and warns where its data or rewards are others than before.
 
     config.yaml is the newest command's, environment.json the first one's; commands.jsonl has a line of each.
     A collective call.
 
     Args:
-        inputs: digest by name, of each source's rows and of each reward's file.
+        inputs: digest by name, of each source's rows and of each reward's file; the first rank alone asks.
     """
     if distributed.rank() == 0:
         commands = folder / "commands.jsonl"
@@ -83,7 +83,8 @@ def write_settings(folder: Path, settings: Settings, inputs: Mapping[str, str]) 
         for line in commands.read_text().splitlines() if commands.exists() else ():
             with suppress(ValueError, LookupError, TypeError):  # a torn line
                 before |= json.loads(line)["inputs"]
-        for name, digest in inputs.items():
+        now = dict(inputs())
+        for name, digest in now.items():
             if before.get(name, digest) != digest:
                 log.warning(
                     "%s: %s is not what it was (SHA-256 was %.12s, now %.12s): what is trained "
@@ -94,7 +95,7 @@ def write_settings(folder: Path, settings: Settings, inputs: Mapping[str, str]) 
         here = environment()
         if not (folder / "environment.json").exists():
             write_atomically(folder / "environment.json", json.dumps(here, indent=1).encode())
-        facts = {"inputs": {**inputs}, "environment": here, "settings": flat_of(settings)}
+        facts = {"inputs": now, "environment": here, "settings": flat_of(settings)}
         with commands.open("a") as file:
             file.write(json.dumps({"time": time.time(), **facts}) + "\n")
     distributed.barrier()

@@ -14,8 +14,6 @@ from types import FrameType
 
 from smopd.engine import process
 
-SAME_SECONDS = 2.0  # as smopd.step.stop's
-
 PARENT = "SMOPD_LAUNCHED_BY"
 
 
@@ -50,7 +48,7 @@ def launch(module: str, arguments: list[str], processes: int) -> int:
 
     def hand_on(number: int, frame: FrameType | None) -> None:
         ranks, again = process.children(os.getpid()), bool(come)
-        if again and time.monotonic() - first[0] < SAME_SECONDS:
+        if again and time.monotonic() - first[0] < process.SAME_SECONDS:
             return
         come.append(number)
         first.append(time.monotonic())

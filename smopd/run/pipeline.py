@@ -135,7 +135,7 @@ def do_runs(context: RunContext, command: Command) -> None:
     with naming("model"):
         tokenizer = load_tokenizer(start)
     inputs = read_inputs(settings, tokenizer, demonstrations=base_due)
-    write_settings(context.folder, settings, digests(settings, inputs))
+    write_settings(context.folder, settings, lambda: digests(settings, inputs))
     if distributed.rank() == 0:
         if sample.is_used(settings.model_dump()):
             say(sample.NOTE)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from smopd.engine import distributed
+from smopd.engine.process import SAME_SECONDS
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-SAME_SECONDS = 2.0  # ours: a launcher and a whole job's manager may send the same signal to a process
 
 
 class Stopped(BaseException):

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from smopd.step.stop import SAME_SECONDS, Stop, Stopped
+from smopd.engine.process import SAME_SECONDS
+from smopd.step.stop import Stop, Stopped
 
 
 def test_a_signal_is_raised_where_it_is_not_postponed():
