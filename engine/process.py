@@ -61,10 +61,10 @@ def children(process: int) -> list[int]:
     with suppress(OSError):  # it may end meanwhile
         for thread in Path(f"/proc/{process}/task").iterdir():
             found += map(int, (thread / "children").read_text().split())
-    return [child for child in found if _runs(child)]
+    return [child for child in found if runs(child)]
 
 
-def _runs(process: int) -> bool:
+def runs(process: int) -> bool:
     """Whether it is there and not only waiting to be buried."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")

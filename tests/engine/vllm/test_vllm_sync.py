@@ -16,6 +16,7 @@ import torch
 
 pytest.importorskip("vllm")
 
+from smopd.engine.process import below, runs
 from smopd.engine.protocols import RolloutEngine
 from smopd.engine.settings import TrainSettings, VllmSettings
 from smopd.engine.student.student import Student
@@ -219,7 +220,7 @@ def test_an_engine_ends_with_a_caller_that_is_killed(saved, tmp_path):
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as caller:
         try:
             assert caller.stdout.readline() == "made\n"
-            engines = descendants(caller.pid)
+            engines = below(caller.pid)
             assert engines
         finally:
             caller.kill()
@@ -227,23 +228,6 @@ def test_an_engine_ends_with_a_caller_that_is_killed(saved, tmp_path):
     while any(runs(process) for process in engines):
         assert time.monotonic() < deadline, engines
         time.sleep(0.2)
-
-
-def descendants(process: int) -> list[int]:
-    """Its children and theirs."""
-    found = []
-    for children in Path(f"/proc/{process}/task").glob("*/children"):
-        for child in map(int, children.read_text().split()):
-            found += [child, *descendants(child)]
-    return found
-
-
-def runs(process: int) -> bool:
-    """Whether it is there and not only waiting to be buried."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_cuda_handles_are_what_vllms_engine_reads(monkeypatch):
