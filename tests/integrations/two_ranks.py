@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import warm
 from tests.integrations.trl_worker import trained
-from tests.patience import HANG_SECONDS
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def assert_steps_of_one_process(folder: Path, mode: str, what: str) -> str:
     """Three steps' losses and parameter changes; returns the class that wrapped the student."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launch, "-m", "tests.integrations.trl_worker", mode, what, str(folder)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
+    words = ("-m", "tests.integrations.trl_worker", mode, what, str(folder))
+    done = warm.on_ranks(2, *words, preload=(*warm.TRAINER, "tests.integrations.tiny_trl"))
     assert done.returncode == 0, done.stderr[-4000:]
     both = torch.load(folder / f"{mode}.pt")
     one = trained(what, folder / "one", ranks=1)

@@ -16,6 +16,7 @@ import yaml
 
 from smopd.config.cli import parse
 from smopd.config.settings import merged
+from tests import warm
 from tests.patience import HANG_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -80,10 +81,10 @@ def environment() -> dict[str, str]:
 
 
 def train(
-    recipe: Path | str, *arguments: str, ranks: int = 1, cwd: Path | None = None
+    recipe: Path | str, *arguments: str, ranks: int = 1, cwd: Path | None = None, cold: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Runs the command to its end."""
-    return subprocess.run(
+    """Runs the command to its end; cold: in a Python that a user would start."""
+    return (subprocess if cold else warm).run(
         command(recipe, *arguments, ranks=ranks),
         env=environment(),
         cwd=cwd or Path(recipe).parent,

@@ -6,9 +6,6 @@ That gradients and updates equal one process's is shown by tests/smopd/run/test_
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from smopd.engine.settings import TrainSettings
 from smopd.engine.student.deepspeed import configuration
+from tests import warm
 
-ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 
 
@@ -27,11 +24,9 @@ def facts(request, tmp_path_factory):
     pytest.importorskip("deepspeed")
     pytest.importorskip("peft")
     folder = tmp_path_factory.mktemp(f"zero{request.param}")
-    worker = [str(ROOT / "tests/engine/student/deepspeed_worker.py"), str(folder), str(request.param)]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *launcher, *worker]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    worker = str(Path(__file__).with_name("deepspeed_worker.py"))
+    preload = (*warm.TRAINER, "deepspeed", "peft")
+    done = warm.on_ranks(2, worker, str(folder), str(request.param), preload=preload)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "[INFO]" not in done.stdout + done.stderr, "DeepSpeed's own log stays out of ours"
     return {**json.loads((folder / "facts.json").read_text()), "folder": folder}

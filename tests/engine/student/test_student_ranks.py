@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,23 +11,14 @@ from smopd.engine import distributed
 from smopd.engine.settings import TrainSettings
 from smopd.engine.student.student import NonFiniteGradient, Student
 from smopd.ops import LossSettings, LossTokens
+from tests import warm
 from tests.engine.tiny import ragged_rollouts, tiny_model
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[3]
-
 
 def test_both_ranks_skip_what_is_not_finite_on_one() -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, __file__],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = warm.on_ranks(2, __file__)
     assert done.returncode == 0, done.stderr[-4000:]
     assert sorted(done.stdout.split()) == ["rank0:ok", "rank1:ok"]
 

@@ -6,28 +6,21 @@ That gradients and updates equal one process's is shown by tests/smopd/run/test_
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.patience import HANG_SECONDS
+from tests import warm
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory):
     pytest.importorskip("peft")
     folder = tmp_path_factory.mktemp("fsdp2")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "tests/engine/student/fsdp_worker.py"), str(folder)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_SECONDS)
+    worker = str(Path(__file__).with_name("fsdp_worker.py"))
+    done = warm.on_ranks(2, worker, str(folder), preload=(*warm.TRAINER, "peft"))
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((folder / "facts.json").read_text())
 

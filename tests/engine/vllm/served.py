@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 
 from smopd.engine.remote.weights import GENERATE
+from tests import warm
 from tests.patience import HANG_SECONDS
 
 ROOT = Path(__file__).parents[3]
@@ -44,8 +45,13 @@ class Process:
         environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "TORCHDYNAMO_DISABLE": "1"}
         environment |= {"PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         with self.log.open("ab") as file:
-            self.process = subprocess.Popen(
-                self.command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            self.process = warm.Popen(
+                self.command,
+                preload=(self.command[2],),
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     def await_health(self) -> None:

@@ -21,6 +21,7 @@ from smopd.engine.remote.rollout import RemoteRollout
 from smopd.engine.remote.servers import NoServer, Refused, RetryPolicy, Servers
 from smopd.engine.types import Sampling
 from smopd.worlds.models import world_model
+from tests import warm
 from tests.engine.tiny import assert_sampled_by
 from tests.engine.vllm.served import ROLLOUTS, ROOT, Relay, serve, serving
 from tests.engine.vllm.vllm_worker import assert_followed, on_two_ranks, save_models
@@ -278,7 +279,7 @@ def test_a_run_goes_on_when_a_server_is_killed_and_another_is_busy(pair, model_f
     values["runs"] = {"alone": {"stage": "specialize", "reward_weights": [0.5, 0.5]}}
     recipe.write_text(yaml.safe_dump(values))
     metrics, errors = tmp_path / "run/alone/metrics.jsonl", (tmp_path / "errors").open("w")
-    run = subprocess.Popen(
+    run = warm.Popen(
         command(recipe, "--output", "run"), env=environment(), cwd=tmp_path, stdout=errors, stderr=errors
     )
     try:

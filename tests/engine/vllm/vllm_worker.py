@@ -8,8 +8,6 @@ untied model, which then sample for it, and nothing else is done.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,10 +26,8 @@ from smopd.engine.weights.sync import publish_weights
 from smopd.ops import LossSettings, LossTokens
 from smopd.worlds import toy_world
 from smopd.worlds.models import world_tokenizer
+from tests import warm
 from tests.engine.tiny import END, VOCABULARY, assert_sampled_by, differ, ragged_rollouts, tiny_model
-from tests.patience import HANG_SECONDS
-
-ROOT = Path(__file__).parents[3]
 
 PROMPTS = [(5, 9, 11), (7,), (20, 21, 22, 23, 24, 25), (30, 31), (40,)]
 TIED = {"untied": False, "tied": True}
@@ -102,15 +98,8 @@ def save_models(folder: Path) -> None:
 
 def on_two_ranks(folder: Path, settings: dict[str, Any], *urls: str) -> list[dict]:
     """Runs this file, and returns what each rank saved."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launch, __file__, str(folder), json.dumps(settings), *urls],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
+    preload = (*warm.TRAINER, "smopd.engine.vllm.rollout", "smopd.engine.vllm.teachers")
+    done = warm.on_ranks(2, __file__, str(folder), json.dumps(settings), *urls, preload=preload)
     assert done.returncode == 0, done.stderr[-4000:]
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 

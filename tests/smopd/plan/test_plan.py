@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,9 @@ from smopd.kernels.head.gemm import cpu_multiplies_bf16
 from smopd.plan.__main__ import main
 from smopd.plan.memory import MicroBatch, Training, update_moments
 from smopd.plan.models import measured, sizes_of
-from tests.patience import HANG_SECONDS
+from tests import warm
 from tests.smopd.plan.plan_worker import Case, make_model
-from tests.smopd.recipes import ROOT, environment, write_recipe
+from tests.smopd.recipes import write_recipe
 
 QWEN = {  # the numbers of CONFIG, and how many parameters they make: as published
     "1.5B": ((1536, 8960, 28, 12, 2, 151_936, True), 1_543_714_304),
@@ -61,12 +59,8 @@ TOLERANCE = 0.15
 
 
 def measure(cases: dict[str, Case], ranks: int) -> dict[str, dict[str, Any]]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *(launcher if ranks > 1 else []), "-m", "tests.smopd.plan.plan_worker"]
     texts = [json.dumps(vars(case)) for case in cases.values()]
-    done = subprocess.run(
-        [*command, *texts], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=HANG_SECONDS
-    )
+    done = warm.on_ranks(ranks, "-m", "tests.smopd.plan.plan_worker", *texts)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return dict(zip(cases, lines, strict=True))

@@ -1,19 +1,16 @@
 """Runs the variants of tests/smopd/run/invariance_worker.py and compares what two of them did."""
 
 import importlib.util
-import os
 import shutil
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import warm
 from tests.smopd.run.invariance_worker import STEPS
 
-ROOT = Path(__file__).parents[3]
 RELATIVE = 1e-4
 # torchrun's words for a rank that died. Seen twice in some fifty runs, once in gloo's own thread; the cause
 # is unproved. AddressSanitizer found no fault of smopd._C there, with AVX-512 and with AVX2.
@@ -38,19 +35,15 @@ def whole(variant: str) -> str:
 
 
 def run(folder: Path, ranks: int, names) -> dict[str, list[dict]]:
-    worker = str(ROOT / "tests/smopd/run/invariance_worker.py")
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    )
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    worker = str(Path(__file__).with_name("invariance_worker.py"))
     names = [name for name in names if not packages(name)]
-    command = [sys.executable, *launcher, worker, str(folder), *names]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    preload = (*warm.TRAINER, "deepspeed") if any(name.startswith("zero") for name in names) else warm.TRAINER
+    done = warm.on_ranks(ranks, worker, str(folder), *names, preload=preload)
     if ranks > 1 and any(words in done.stderr for words in CRASHES):
         warnings.warn(f"a rank of {ranks} crashed, run again:\n{done.stderr[:400]}", stacklevel=2)
         shutil.rmtree(folder)
         folder.mkdir()
-        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+        done = warm.on_ranks(ranks, worker, str(folder), *names, preload=preload)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(folder / "results.pt")
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from smopd.engine.process import below, children, runs
+from tests import warm
 from tests.patience import HANG_SECONDS
 from tests.smopd.recipes import command, environment, metric_lines, train, write_recipe
 
@@ -18,23 +20,11 @@ pytestmark = pytest.mark.slow
 TWO = {"processes": 2, "loop": {"steps": 4}, "checkpoint": {"every": 2}}
 
 
-def processes_of(output: Path) -> list[int]:
-    """Every process whose command line names this run directory."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and str(output).encode() in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
-
-
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     recipe = write_recipe(folder, TWO)
-    done = train(recipe, "--output", str(folder / "out"))
+    done = train(recipe, "--output", str(folder / "out"), cold=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder / "out"
 
@@ -46,7 +36,7 @@ def test_each_rank_takes_part(straight):
 
 def start_and_wait_for(pattern: str, n: int, recipe: Path, output: Path) -> subprocess.Popen:
     """The command, once a file of its run directory has `n` lines; a folder is enough where it is there."""
-    process = subprocess.Popen(
+    process = warm.Popen(
         command(recipe, "--output", str(output)),
         env=environment(),
         cwd=recipe.parent,
@@ -62,24 +52,26 @@ def start_and_wait_for(pattern: str, n: int, recipe: Path, output: Path) -> subp
     return process
 
 
-def wait_until_none_is_left(process: subprocess.Popen, output: Path) -> None:
+def wait_until_none_is_left(process: subprocess.Popen, others: list[int]) -> None:
     process.wait()
     deadline = time.monotonic() + 300
-    while processes_of(output) and time.monotonic() < deadline:
+    while (left := [other for other in others if runs(other)]) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert processes_of(output) == []
+    assert left == []
 
 
 def test_killed_together_or_one_by_one_the_ranks_go_on_as_if_nothing_had_been(tmp_path, straight):
     recipe, output = write_recipe(tmp_path, TWO), tmp_path / "out"
     command_killed = start_and_wait_for("accuracy_teacher/metrics.jsonl", 3, recipe, output)
-    assert len(processes_of(output)) >= 3
+    ranks, all_below = children(command_killed.pid), below(command_killed.pid)
+    assert len(ranks) == 2
     os.kill(command_killed.pid, signal.SIGKILL)
-    wait_until_none_is_left(command_killed, output)
+    wait_until_none_is_left(command_killed, all_below)
     for moment in ("student/checkpoints/*.partial", "student/export.partial"):
         rank_killed = start_and_wait_for(moment, 0, recipe, output)
-        os.kill(max(pid for pid in processes_of(output) if pid != rank_killed.pid), signal.SIGKILL)
-        wait_until_none_is_left(rank_killed, output)
+        ranks, all_below = children(rank_killed.pid), below(rank_killed.pid)
+        os.kill(max(ranks), signal.SIGKILL)
+        wait_until_none_is_left(rank_killed, all_below)
         assert rank_killed.returncode != 0
     done = train(recipe, "--output", str(output))
     assert done.returncode == 0, done.stderr[-4000:]
@@ -91,18 +83,19 @@ def test_killed_together_or_one_by_one_the_ranks_go_on_as_if_nothing_had_been(tm
 
 def test_a_signal_to_the_command_ends_both_ranks_after_their_step(tmp_path):
     recipe, output = write_recipe(tmp_path, {**TWO, "checkpoint": {"every": 100}}), tmp_path / "out"
-    running = subprocess.Popen(
+    running = warm.Popen(
         command(recipe, "--output", str(output)), env=environment(), cwd=tmp_path, stderr=subprocess.PIPE
     )
     while not any(path.read_bytes() for path in output.glob("accuracy_teacher/metrics.jsonl")):
         assert running.poll() is None
         time.sleep(0.002)
+    all_below = below(running.pid)
     running.send_signal(signal.SIGINT)
     _, told = running.communicate(timeout=HANG_SECONDS)
     assert running.returncode == 130 and b"Traceback" not in told, told.decode()[-4000:]
     assert told.count(b"is done and saved; the same command goes on") == 1
     assert list(output.glob("accuracy_teacher/checkpoints/step_0000000?"))
-    wait_until_none_is_left(running, output)
+    wait_until_none_is_left(running, all_below)
 
 
 def test_a_mistake_is_said_once(straight):
@@ -128,7 +121,7 @@ def test_bad_data_is_said_once_and_costs_nothing(tmp_path):
 
 def test_a_second_command_in_the_same_directory_is_refused(tmp_path):
     recipe, output = write_recipe(tmp_path, {"warm_start": {"steps": 100_000}}), tmp_path / "out"
-    first = subprocess.Popen(
+    first = warm.Popen(
         command(recipe, "--output", str(output)),
         env=environment(),
         cwd=tmp_path,

@@ -6,7 +6,6 @@ A command killed with SIGKILL at any moment and given again ends as one that was
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests import warm
 from tests.patience import HANG_SECONDS
 from tests.smopd.recipes import command, environment, metric_lines, train, train_here, write_recipe
 from tests.smopd.report.browser import BROWSER, HEIGHT, WIDTH, opened
@@ -71,7 +71,7 @@ MOMENTS = {
 def kill_when(moment: Callable[[Path], bool], recipe: Path, folder: Path, log: Path) -> bool:
     """Starts the command and kills it at the moment; False where it ended first."""
     with log.open("ab") as output:
-        process = subprocess.Popen(
+        process = warm.Popen(
             command(recipe), env=environment(), cwd=recipe.parent, stdout=output, stderr=output
         )
     deadline = time.monotonic() + HANG_SECONDS
@@ -107,7 +107,7 @@ def straight(tmp_path_factory):
     """The run that nobody killed."""
     folder = tmp_path_factory.mktemp("straight")
     recipe = write_recipe(folder)
-    done = train(recipe)
+    done = train(recipe, cold=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder / "runs/tiny"
 
@@ -117,7 +117,7 @@ def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(tmp_path, straight
     recipe, folder = write_recipe(tmp_path, {"checkpoint": {"every": 100}}), tmp_path / "runs/tiny"
     log = tmp_path / "log"
     with log.open("wb") as output:
-        run = subprocess.Popen(command(recipe), env=environment(), cwd=tmp_path, stdout=output, stderr=output)
+        run = warm.Popen(command(recipe), env=environment(), cwd=tmp_path, stdout=output, stderr=output)
     while not after_lines("accuracy_teacher", 2)(folder):
         assert run.poll() is None, log.read_text()[-4000:]
         time.sleep(0.002)
