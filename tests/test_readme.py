@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from smopd import ops
 from smopd.config.cli import parse
@@ -38,6 +39,16 @@ def test_the_operations_are_public():
     named += re.findall(r"smopd\.ops\.(\w+)", (ROOT / "docs" / "method.md").read_text())
     assert len(named) > 10
     assert set(named) <= set(ops.__all__)
+
+
+def test_the_operations_run_and_the_rewards_score():
+    rewards, operations = blocks("python")
+    names: dict[str, Any] = {}
+    exec(operations, names)
+    assert names["loss"].isfinite() and names["hidden_ND"].grad.abs().sum() > 0
+    exec(rewards, names)
+    assert names["format"](["q"], ["<think>so"], answer=["7"]) == [1.0]
+    assert names["accuracy"](["q", "q"], ["it is 7", "it is 8"], answer=["7", "7"]) == [3.0, -3.0]
 
 
 def test_the_files_that_the_pages_name_are_there():
