@@ -138,6 +138,22 @@ def on_first(function: Callable[[], T]) -> T:
     return value
 
 
+def together(function: Callable[[], T], errors: tuple[type[Exception], ...]) -> T:
+    """This rank's result of `function`; which of `errors` it raises on one rank is raised on every rank.
+
+    A collective call; `function` is none.
+    """
+    error: Exception | None = None
+    try:
+        value = function()
+    except errors as raised:
+        error = raised
+    if int(all_reduce(torch.tensor(int(error is not None)), "max")):
+        everywhere = gather_objects(error)
+        raise error or next(found for found in everywhere if found is not None)
+    return value
+
+
 def first_to_fail() -> bool:
     """Whether no other rank has asked this before: an error is told once, whichever rank meets it."""
     if world_size() == 1:

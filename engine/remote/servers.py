@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import httpx
 from safetensors import SafetensorError
 
+from smopd.engine.protocols import NoServer
 from smopd.engine.remote.client import Client, TooLarge, authorization
 
 T = TypeVar("T")
@@ -30,10 +31,6 @@ NOT_AN_ANSWER = (ValueError, LookupError, TypeError, AttributeError, SafetensorE
 """What reading an answer of another form raises."""
 
 log = logging.getLogger(__name__)
-
-
-class NoServer(RuntimeError):
-    """Every server has been taken out."""
 
 
 class Refused(ValueError):

@@ -49,6 +49,8 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int):
         self.folder = folder
         self.keep = keep
+        self.newest = 0
+        """The step of the newest one; 0 where there is none."""
 
     def save(self, step: int, student: Student, extra: Any = None) -> None:
         """extra: of this rank; numbers, strings, tensors, and lists, tuples and dicts of them."""
@@ -63,6 +65,7 @@ class Checkpoints:
             replace_folder(partial, final, flushed=True)
             for old in self._complete()[: -self.keep]:
                 shutil.rmtree(old)
+        self.newest = step
         distributed.barrier()
 
     def restore(self, student: Student) -> tuple[int, Any]:
@@ -119,7 +122,8 @@ class Checkpoints:
         torch.set_rng_state(process["rng"])
         if process["cuda_rng"] is not None and student.device.type == "cuda":
             torch.cuda.set_rng_state(process["cuda_rng"])
-        return int(manifest["step"]), process["extra"] if same_ranks else None
+        self.newest = int(manifest["step"])
+        return self.newest, process["extra"] if same_ranks else None
 
     def _complete(self) -> list[Path]:
         return sorted(path for path in self.folder.glob("step_*") if path.suffix != ".partial")

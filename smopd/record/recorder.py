@@ -76,6 +76,7 @@ class Recorder:
         self._progress: Progress | None = None
         self._trackers: list[Tracker] = []
         self._watch = Watch()
+        self._evaluated = 0  # the newest step that was
 
     def __enter__(self) -> Recorder:
         return self
@@ -92,6 +93,8 @@ class Recorder:
             for line in self.metrics.read():
                 if "grad_norm" in line:
                     self._watch.see(line)  # told before
+                else:
+                    self._evaluated = line["step"]
             progress = Progress(self.name, self.settings.loop.steps, start, self.settings.log.plain)
             self._progress = self._stack.enter_context(progress)
             for kind in self.settings.log.to:
@@ -160,8 +163,13 @@ class Recorder:
                 }
             )
 
+    def has_evaluated(self, step: int) -> bool:
+        """Whether an evaluation after `step` is noted; the first rank knows."""
+        return self._evaluated == step
+
     def evaluated(self, step: int, values: dict[str, float | None]) -> None:
         """Notes an evaluation after `step`."""
+        self._evaluated = step
         if self.writes:
             self._write(step, values)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from smopd.engine.remote.servers import NoServer
+from smopd.engine.protocols import NoServer
 from smopd.engine.student.checkpoint import UnusableCheckpoint
 from smopd.engine.student.student import NonFiniteGradient
 from smopd.record.files import DamagedLog

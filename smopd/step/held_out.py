@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from smopd.config.settings import Settings
 from smopd.data.prompts import Prompt
 from smopd.engine import distributed
-from smopd.engine.protocols import RolloutEngine
+from smopd.engine.protocols import NoServer, RolloutEngine
 from smopd.engine.types import Sampling
 from smopd.step.rewards import Rewarder
 
@@ -52,7 +53,8 @@ def evaluate_held_out(
     items: list[dict[str, Any]] = []
     mine = list(range(distributed.rank(), len(prompts), distributed.world_size()))
     for kind, sampling in kinds.items():
-        rollouts = engine.generate([prompts[i].token_ids for i in mine], mine, sampling)
+        generate = partial(engine.generate, [prompts[i].token_ids for i in mine], mine, sampling)
+        rollouts = distributed.together(generate, (NoServer,))
         answered = [prompts[i] for i in mine for _ in range(sampling.n)]
         rewards = rewarder.score(answered, rollouts)
         own = [

@@ -19,7 +19,8 @@ import pytest
 
 import smopd.engine.remote.client as client_module
 import smopd.engine.remote.servers as servers_module
-from smopd.engine.remote.servers import NoServer, Refused, RetryPolicy, Servers, ServerUnavailable
+from smopd.engine.protocols import NoServer
+from smopd.engine.remote.servers import Refused, RetryPolicy, Servers, ServerUnavailable
 from tests.patience import HANG_SECONDS
 
 QUICK = RetryPolicy(deadline_seconds=20.0, retries=2, backoff_seconds=0.01, concurrency=4)

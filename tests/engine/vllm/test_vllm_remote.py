@@ -17,8 +17,9 @@ import yaml
 
 pytest.importorskip("vllm")
 
+from smopd.engine.protocols import NoServer
 from smopd.engine.remote.rollout import RemoteRollout
-from smopd.engine.remote.servers import NoServer, Refused, RetryPolicy, Servers
+from smopd.engine.remote.servers import Refused, RetryPolicy, Servers
 from smopd.engine.types import Sampling
 from smopd.worlds.models import world_model
 from tests import warm

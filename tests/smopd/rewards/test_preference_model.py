@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from smopd.engine.models.loading import UnusableModel
 from smopd.engine.preference import LocalPreferenceModel, RemotePreferenceModel
-from smopd.engine.remote.servers import NoServer, Refused, RetryPolicy
+from smopd.engine.protocols import NoServer
+from smopd.engine.remote.servers import Refused, RetryPolicy
 from smopd.rewards import preference_model
 from smopd.rewards.pool import RewardPool, RewardSpec
 from smopd.rewards.preference_model import preference_reward

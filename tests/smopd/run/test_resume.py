@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests import warm
 from tests.patience import HANG_SECONDS
-from tests.smopd.recipes import command, environment, metric_lines, train, train_here, write_recipe
+from tests.smopd.recipes import TINY, command, environment, metric_lines, train, train_here, write_recipe
 from tests.smopd.report.browser import BROWSER, HEIGHT, WIDTH, opened
 
 pytestmark = pytest.mark.slow
@@ -131,6 +131,45 @@ def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(tmp_path, straight
     done = train_here(recipe)
     assert done.returncode == 0, done.stderr[-4000:]
     assert_same_runs(folder, straight)
+
+
+FAILING = """
+from pathlib import Path
+from smopd.rewards import rlla
+
+def accuracy(prompts, completions, training_step=None, **columns):
+    if Path("broken").exists() and WHEN:
+        raise RuntimeError("the judge is gone")
+    return rlla.accuracy_reward(prompts, completions, **columns)
+"""
+IN_A_STEP, IN_AN_EVALUATION = "training_step and training_step[0] == 3", "not training_step"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("when", "kept"), [(IN_A_STEP, 3), (IN_AN_EVALUATION, 2)], ids=["step", "evaluation"]
+)
+def test_a_reward_that_ends_a_run_leaves_what_is_done(tmp_path, when, kept, ranks):
+    """Mended, the same command ends as if nothing had been."""
+    (tmp_path / "failing.py").write_text(FAILING.replace("WHEN", when))
+    rewards = [{**TINY["rewards"][0], "function": "failing:accuracy"}, TINY["rewards"][1]]
+    more = {"scoring": {"window_steps": 1}, "checkpoint": {"every": 100}, "evaluation": {"every": 2}}
+    recipe = write_recipe(tmp_path, {"rewards": rewards, "processes": ranks, **more}, drop=("warm_start",))
+    only, run = ("--only", "accuracy_teacher"), "runs/tiny/accuracy_teacher"
+    call = train_here if ranks == 1 else train
+    assert call(recipe, *only).returncode == 0
+    expected = (tmp_path / run).rename(tmp_path / "expected")
+    (tmp_path / "broken").touch()
+    ended = train(recipe, *only)
+    assert ended.returncode == 1 and "pipeline.py" not in ended.stderr, ended.stderr[-4000:]
+    assert ended.stderr.count(f"step {kept} is done and saved; the same command goes on") == 1
+    assert "the judge is gone" in ended.stderr
+    assert [path.name for path in (tmp_path / run / "checkpoints").iterdir()] == [f"step_{kept:08d}"]
+    (tmp_path / "broken").unlink()
+    assert call(recipe, *only).returncode == 0
+    assert metric_lines(tmp_path / run) == metric_lines(expected)
+    for file in ("export/model.safetensors", "samples.jsonl", "responses.jsonl"):
+        assert (tmp_path / run / file).read_bytes() == (expected / file).read_bytes()
 
 
 def test_a_run_killed_again_and_again_ends_the_same(tmp_path, straight):
