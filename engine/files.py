@@ -2,25 +2,77 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_PROBE_BYTES = 1 << 16  # ours
+
+
+class FullDisk(RuntimeError):
+    """A disk has no room for what is to be written; says for what."""
+
+
+@contextmanager
+def room_for(path: Path) -> Iterator[None]:
+    """Within it `path` is written.
+
+    Raises:
+        FullDisk: that failed, and there is no room for more.
+    """
+    try:
+        yield
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        if not isinstance(error, FullDisk) and (_says_so(error) or _is_full(path.parent)):
+            raise FullDisk(
+                f"{path}: no space left on the disk; make room, and the same command goes on"
+            ) from error
+        raise
+
+
+def _says_so(error: BaseException | None) -> bool:
+    if error is None:
+        return False
+    own = (isinstance(error, OSError) and error.errno in _FULL) or os.strerror(errno.ENOSPC) in str(error)
+    return own or _says_so(error.__cause__ or error.__context__)
+
+
+def _is_full(folder: Path) -> bool:
+    """Whether a little more fails: torch's C++ keeps the reason to itself."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.errno in _FULL
+    return False
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
-    """Replaces a file: a reader or a kill meanwhile finds the old or the new one, whole. One writer."""
+    """Replaces a file: a reader or a kill meanwhile finds the old or the new one, whole. One writer.
+
+    Raises:
+        FullDisk: there is no room; the old one is there still.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    flush(path.parent)
+    with room_for(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        flush(path.parent)
 
 
 def empty_partial(final: Path) -> Path:

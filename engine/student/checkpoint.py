@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from smopd.engine import distributed
-from smopd.engine.files import empty_partial, flush, replace_folder
+from smopd.engine.files import empty_partial, flush, replace_folder, room_for
 from smopd.engine.student.strategy import UnreadableState
 from smopd.engine.student.student import Student
 
@@ -53,16 +53,22 @@ class Checkpoints:
         """The step of the newest one; 0 where there is none."""
 
     def save(self, step: int, student: Student, extra: Any = None) -> None:
-        """extra: of this rank; numbers, strings, tensors, and lists, tuples and dicts of them."""
+        """extra: of this rank; numbers, strings, tensors, and lists, tuples and dicts of them.
+
+        Raises:
+            FullDisk: there is no room.
+        """
         final = self.folder / _name(step)
-        partial = distributed.on_first(lambda: empty_partial(final))
-        student.strategy.save(partial)
-        torch.save(_process_state(student) | {"extra": extra}, partial / f"process_{distributed.rank()}.pt")
-        distributed.barrier()
-        ranks, kind = distributed.world_size(), student.strategy.name
-        write_manifest(partial, {"step": step, "world_size": ranks, "strategy": kind})
+        ranks, kind, own = distributed.world_size(), student.strategy.name, f"process_{distributed.rank()}.pt"
+        with room_for(final):
+            partial = distributed.on_first(lambda: empty_partial(final))
+            student.strategy.save(partial)
+            torch.save(_process_state(student) | {"extra": extra}, partial / own)
+            distributed.barrier()
+            write_manifest(partial, {"step": step, "world_size": ranks, "strategy": kind})
+            if distributed.rank() == 0:
+                replace_folder(partial, final, flushed=True)
         if distributed.rank() == 0:
-            replace_folder(partial, final, flushed=True)
             for old in self._complete()[: -self.keep]:
                 shutil.rmtree(old)
         self.newest = step
@@ -133,25 +139,29 @@ def export(student: Student, tokenizer: PreTrainedTokenizerBase, folder: Path, d
     """Writes safetensors, config, tokenizer and chat template to `folder`, whole or not at all.
 
     Adapters are merged into the weights, and stand beside them in `folder`/adapter. A collective call.
+
+    Raises:
+        FullDisk: there is no room.
     """
-    partial = distributed.on_first(lambda: empty_partial(folder))
-    weights = {}
-    for name, value in student.weights():
+    with room_for(folder):
+        partial = distributed.on_first(lambda: empty_partial(folder))
+        weights = {}
+        for name, value in student.weights():
+            if distributed.rank() == 0:
+                weights[name] = value.detach().to("cpu", dtype)
         if distributed.rank() == 0:
-            weights[name] = value.detach().to("cpu", dtype)
-    if distributed.rank() == 0:
-        student.model.save_pretrained(partial, state_dict=weights)
-        # save_pretrained names the dtype of the fp32 masters, not that of the weights it was given
-        config = partial / "config.json"
-        values = json.loads(config.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
-        config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
-        tokenizer.save_pretrained(partial)
-    if student.lora is not None:
-        student.adapter(partial / "adapter")
-    distributed.barrier()
-    write_manifest(partial, {})
-    if distributed.rank() == 0:
-        replace_folder(partial, folder, flushed=True)
+            student.model.save_pretrained(partial, state_dict=weights)
+            # save_pretrained names the dtype of the fp32 masters, not that of the weights it was given
+            config = partial / "config.json"
+            values = json.loads(config.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
+            config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+            tokenizer.save_pretrained(partial)
+        if student.lora is not None:
+            student.adapter(partial / "adapter")
+        distributed.barrier()
+        write_manifest(partial, {})
+        if distributed.rank() == 0:
+            replace_folder(partial, folder, flushed=True)
     distributed.barrier()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from smopd.engine.files import flush, write_atomically
+from smopd.engine.files import flush, room_for, write_atomically
 
 
 class DamagedLog(ValueError):
@@ -30,18 +30,21 @@ class JsonlLog:
 
         Raises:
             ValueError: `record` has no integer `step`.
+            FullDisk: there is no room; at most a torn line is left, as by a kill.
         """
         if type(record.get("step")) is not int:
             raise ValueError(f"JsonlLog.write: step is {record.get('step')!r}, expected an integer")
         text = json.dumps(_finite(record), allow_nan=False) + "\n"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab") as file:
-            file.write(text.encode("ascii"))
+        with room_for(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab") as file:
+                file.write(text.encode("ascii"))
 
     def flush(self) -> None:
         """Has the disk hold all lines; nothing where there is no file."""
         if self.path.exists():
-            flush(self.path)
+            with room_for(self.path):
+                flush(self.path)
 
     def read(self) -> list[dict[str, Any]]:
         """All whole lines; none where there is no file.

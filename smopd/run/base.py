@@ -12,7 +12,7 @@ from smopd.config.settings import Settings
 from smopd.data.prompts import DemonstrationSet
 from smopd.data.sources import import_function
 from smopd.engine import distributed
-from smopd.engine.files import empty_partial, replace_folder
+from smopd.engine.files import empty_partial, replace_folder, room_for
 from smopd.engine.models.loading import stored_dtype
 from smopd.engine.student.checkpoint import export
 from smopd.record.files import JsonlLog
@@ -34,10 +34,11 @@ def initial_model(settings: Settings, folder: Path) -> str:
         if made.exists():
             return
         model, tokenizer = import_function(str(origin.factory))(seed=settings.seed, **origin.kwargs)
-        partial = empty_partial(made)
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        replace_folder(partial, made)
+        with room_for(made):
+            partial = empty_partial(made)
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+            replace_folder(partial, made)
 
     with naming("model.factory"):
         distributed.on_first(make)

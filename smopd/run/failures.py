@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from smopd.engine.files import FullDisk
 from smopd.engine.protocols import NoServer
 from smopd.engine.student.checkpoint import UnusableCheckpoint
 from smopd.engine.student.student import NonFiniteGradient
@@ -21,6 +22,7 @@ class UnusableInput(RuntimeError):
 FAILURES = (
     Busy,
     DamagedLog,
+    FullDisk,
     NoServer,
     NonFiniteGradient,
     OtherSettings,

@@ -23,7 +23,7 @@ from smopd import __version__
 from smopd.config.recipe import write_yaml
 from smopd.config.settings import Settings
 from smopd.engine import distributed
-from smopd.engine.files import write_atomically
+from smopd.engine.files import room_for, write_atomically
 from smopd.names import redacted_command
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def write_settings(folder: Path, settings: Settings, inputs: Callable[[], Mappin
         if not (folder / "environment.json").exists():
             write_atomically(folder / "environment.json", json.dumps(here, indent=1).encode())
         facts = {"inputs": now, "environment": here, "settings": flat_of(settings)}
-        with commands.open("a") as file:
+        with room_for(commands), commands.open("a") as file:
             file.write(json.dumps({"time": time.time(), **facts}) + "\n")
     distributed.barrier()
 
