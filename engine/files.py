@@ -78,7 +78,7 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
 def empty_partial(final: Path) -> Path:
     """A new folder beside `final`, to be filled and then given to `replace_folder`."""
     partial = final.with_name(f"{final.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    _remove(partial)
     partial.mkdir(parents=True)
     return partial
 
@@ -90,9 +90,15 @@ def replace_folder(partial: Path, final: Path, *, flushed: bool = False) -> None
             if path.is_file():
                 flush(path)
         flush(partial)
-    shutil.rmtree(final, ignore_errors=True)
+    _remove(final)
     os.replace(partial, final)
     flush(final.parent)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def flush(path: Path) -> None:

@@ -24,11 +24,11 @@ def row_content(row: Row, column: str, source: str, index: int) -> Content:
     Raises:
         ValueError: there is no such column, or it is empty or of another type; names source and row.
     """
-    value = _column(row, column, source, index)
+    value, where = _column(row, column, source, index), f"{source}: row {index}: column {column!r}"
     if isinstance(value, (list, tuple)) and value:
-        return _checked_messages(value, f"{source}: row {index}: column {column!r}")
+        return _checked_messages(value, where)
     if isinstance(value, str) and value.strip():
-        return value
+        return _whole(value, where)
     raise _unfit(value, column, source, index, "a text or a list of chat messages")
 
 
@@ -36,7 +36,7 @@ def row_text(row: Row, column: str, source: str, index: int) -> str:
     """The row's text in `column`; ValueError as for `row_content`."""
     value = _column(row, column, source, index)
     if isinstance(value, str) and value:
-        return value
+        return _whole(value, f"{source}: row {index}: column {column!r}")
     raise _unfit(value, column, source, index, "a text")
 
 
@@ -87,6 +87,17 @@ def _unfit(value: Any, column: str, source: str, index: int, expected: str) -> V
     return ValueError(f"{source}: row {index}: column {column!r} is {got}, expected {expected}")
 
 
+def _whole(text: str, where: str) -> str:
+    """The text; ValueError where half of a UTF-16 pair stands in it, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where} has {text[error.start]!r} at {error.start}, half of a pair, expected whole characters"
+        ) from error
+    return text
+
+
 def _checked_messages(messages: Sequence[Any], where: str) -> tuple[Mapping[str, str], ...]:
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not all(
@@ -95,6 +106,7 @@ def _checked_messages(messages: Sequence[Any], where: str) -> tuple[Mapping[str,
             raise ValueError(
                 f"{where}: message {number} is {str(message)[:60]!r}, expected texts role and content"
             )
+        _whole(message["role"] + message["content"], f"{where}: message {number}")
     if not messages[-1]["content"].strip():
         raise ValueError(f"{where}: the last message is empty, expected a text")
     return tuple(messages)

@@ -134,10 +134,9 @@ def _read_json_lines(path: Path) -> Iterator[Any]:
             if line.strip():
                 try:
                     yield json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(
-                        f"{path}: line {number} is no JSON ({error.msg}): {line[:60]!r}"
-                    ) from error
+                except (ValueError, RecursionError) as error:
+                    why = getattr(error, "msg", error)  # a number too long, or nested too deep
+                    raise ValueError(f"{path}: line {number} is no JSON ({why}): {line[:60]!r}") from error
 
 
 def _read_json(path: Path) -> Iterable[Any]:
@@ -148,6 +147,8 @@ def _read_json(path: Path) -> Iterable[Any]:
             if error.msg != "Extra data":
                 raise ValueError(f"{path}: line {error.lineno} is no JSON ({error.msg})") from error
             return _read_json_lines(path)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: cannot be read as JSON ({error})") from error
     if not isinstance(found, list):
         raise ValueError(
             f"{path}: holds one {type(found).__name__}, expected a list of objects or JSON lines"

@@ -40,3 +40,5 @@ def naming(setting: str) -> Iterator[None]:
         yield
     except (ValueError, ImportError, OSError) as error:
         raise UnusableInput(f"{setting}: {error}") from error
+    except MemoryError as error:
+        raise UnusableInput(f"{setting}: takes more memory than this process has") from error

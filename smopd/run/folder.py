@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import importlib.metadata
 import json
@@ -31,7 +32,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "triton", "vllm", "numpy", "p
 
 
 class Busy(RuntimeError):
-    """Another command is writing to the directory."""
+    """Another command is writing to the directory, or none may."""
 
 
 class OtherSettings(RuntimeError):
@@ -49,23 +50,37 @@ def claimed(folder: Path, settings: Settings) -> Iterator[None]:
     A collective call.
 
     Raises:
-        Busy: another command holds it.
+        Busy: another command holds it, or it cannot be made or written to.
         OtherSettings: something in it was made with other settings; names each that differs.
     """
     with ExitStack() as held:
 
         def claim() -> None:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = held.enter_context((folder / ".lock").open("w"))
             try:
+                folder.mkdir(parents=True, exist_ok=True)
+                lock = held.enter_context((folder / ".lock").open("w"))
+                own = os.open(folder, os.O_RDONLY)
+                held.callback(os.close, own)
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock_folder(own)
             except BlockingIOError:
                 message = f"{folder}: another command is at work there; wait, or give another --output"
                 raise Busy(message) from None
+            except OSError as error:
+                raise Busy(f"output: {error}") from None
             compare(folder, settings)
 
         distributed.on_first(claim)
         yield
+
+
+def _lock_folder(handle: int) -> None:
+    """Its own lock stays where somebody removes the file; NFS has none of folders."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
 
 
 def write_settings(folder: Path, settings: Settings, inputs: Callable[[], Mapping[str, str]]) -> None:

@@ -142,6 +142,11 @@ def test_a_missing_file_names_itself_and_the_accepted_forms(source):
         (b'{"prompt": "a"}\n{"prompt": \n', r"rows.jsonl: line 2 is no JSON"),
         (b'{"prompt": "a"}\n[1]\n', r"rows.jsonl: row 1 is a list, expected an object of columns"),
         (b'{"prompt": "\xe9"}\n', r"rows.jsonl: cannot be read as UTF-8 text"),
+        (
+            b'{"prompt": "a"}\n{"n": ' + b"1" * 5000 + b"}\n",
+            r"rows.jsonl: line 2 is no JSON \(Exceeds the limit",
+        ),
+        (b'{"prompt": "a"}\n' + b"[" * 200_000 + b"\n", r"rows.jsonl: line 2 is no JSON \(maximum recursion"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path, content, message):
@@ -156,6 +161,8 @@ def test_a_broken_line_is_named(tmp_path, content, message):
     [
         ("a.json", b'{"prompt": "a"}', "holds one dict, expected a list of objects or JSON lines"),
         ("a.json", b'[{"prompt": }]', "a.json: line 1 is no JSON"),
+        ("a.json", b"[" + b"1" * 5000 + b"]", r"a.json: cannot be read as JSON \(Exceeds the limit"),
+        ("a.json", b"[" * 200_000, r"a.json: cannot be read as JSON \(maximum recursion"),
         ("a.parquet", b"no parquet", "is no parquet file"),
         ("a.jsonl.gz", b"no gzip", "cannot be read"),
         ("a.csv", b"prompt\n", "has no known ending"),
@@ -288,6 +295,11 @@ def test_evaluation_prompts_have_a_limit_of_their_own(write, tokenizer):
         ),
         ({"prompt": [{"role": "user", "content": None}]}, "message 0 is .*expected texts role and content"),
         ({"prompt": [{"role": "user", "content": " "}]}, "row 1: .* the last message is empty"),
+        ({"prompt": "a \ud800 b"}, r"row 1: column 'prompt' has '\\ud800' at 2, half of a pair"),
+        (
+            {"prompt": [{"role": "user", "content": "\udfff"}]},
+            "row 1: column 'prompt': message 0 has .* half",
+        ),
     ],
 )
 def test_a_bad_prompt_is_named_with_source_and_row(write, tokenizer, bad, message):

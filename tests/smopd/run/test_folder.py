@@ -1,0 +1,42 @@
+"""Whose the run directory is, whatever is removed from it or stands in the way."""
+
+from __future__ import annotations
+
+import pytest
+
+from smopd.config.settings import Settings
+from smopd.engine.files import empty_partial, replace_folder
+from smopd.run.folder import Busy, claimed
+from tests.smopd.run.invariance_worker import SETTINGS
+
+MADE = Settings.model_validate(SETTINGS)
+
+
+def test_a_removed_lock_file_opens_no_second_way_in(tmp_path):
+    with claimed(tmp_path, MADE):
+        (tmp_path / ".lock").unlink()
+        with pytest.raises(Busy, match="another command is at work there"), claimed(tmp_path, MADE):
+            pass
+    with claimed(tmp_path, MADE):
+        pass
+
+
+@pytest.mark.parametrize("way", ["a file", "a link to nothing"])
+def test_a_directory_that_cannot_be_made_is_named(tmp_path, way):
+    output = tmp_path / "out"
+    output.write_text("") if way == "a file" else output.symlink_to(tmp_path / "absent")
+    with pytest.raises(Busy, match=f"output: .*{output}"), claimed(output, MADE):
+        pass
+
+
+@pytest.mark.parametrize("name", ["export", "export.partial"])
+def test_a_link_in_the_place_of_a_folder_is_replaced(tmp_path, name):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "mine").touch()
+    (tmp_path / name).symlink_to(other)
+    partial = empty_partial(tmp_path / "export")
+    (partial / "new").touch()
+    replace_folder(partial, tmp_path / "export")
+    assert [path.name for path in (tmp_path / "export").iterdir()] == ["new"]
+    assert not (tmp_path / "export").is_symlink() and (other / "mine").exists()
