@@ -113,8 +113,8 @@ class Scoring(Section):
     deadline_seconds: float = Field(default=60.0, gt=0)
     """Longest time one call of one reward may take; then its worker is killed."""
     max_unscorable_share: float = Field(default=0.5, ge=0, le=1)
-    """The run stops when a dimension could not score more than this share of the responses of the last
-    window_steps steps, or of an evaluation."""
+    """The run stops when a dimension could not score more of the last steps' responses than this share of
+    those of window_steps steps; or of an evaluation's."""
     window_steps: int = Field(default=10, ge=1)
     """A bad call among good ones is counted and costs no run."""
     memory_gib: float | None = Field(default=None, gt=0)

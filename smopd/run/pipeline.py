@@ -195,7 +195,7 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
                     context.pool,
                     tokenizer,
                     settings.scoring.max_unscorable_share,
-                    settings.scoring.window_steps,
+                    min(settings.scoring.window_steps, settings.loop.steps),
                 ),
                 checkpoints=Checkpoints(folder / "checkpoints", settings.checkpoint.keep),
                 recorder=recorder,

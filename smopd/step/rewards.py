@@ -47,7 +47,7 @@ class Rewarder:
         pool: one killable worker a reward.
         tokenizer: of the policy.
         max_unscorable_share: a dimension that leaves more than this share unscored ends the run: of the
-            last `window_steps` steps of training, of one batch elsewhere.
+            responses of `window_steps` steps of training, the last ones, of one batch elsewhere.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Rewarder:
         self.pool = pool
         self.tokenizer = tokenizer
         self.max_unscorable_share = max_unscorable_share
+        self.window_steps = window_steps
         self._window: deque[Counted] = deque(maxlen=window_steps)
 
     def score(
@@ -81,14 +82,15 @@ class Rewarder:
             columns[STEP_COLUMN] = [step] * len(prompts)
         scored = self.pool.score([prompt.content for prompt in prompts], texts, columns)
         counted = self._counted(scored, len(rollouts))
-        if step is None:
-            counts = [counted]
-        else:
+        counts, responses = [counted], counted.responses
+        if step is not None:
             self._window.append(counted)
-            counts = list(self._window)
+            counts, responses = (
+                list(self._window),
+                responses * self.window_steps,
+            )  # the first step is no whole window
         for name in scored.names:
             failures = sum((count.failures[name] for count in counts), Counter())
-            responses = sum(count.responses for count in counts)
             check_share(name, failures, responses, self.max_unscorable_share, counted.errors.get(name))
         return Rewards(torch.from_numpy(scored.values_RK), texts, scored)
 

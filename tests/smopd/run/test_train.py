@@ -208,7 +208,7 @@ def test_a_reference_policy_and_sampling_one_step_ahead(workplace, place):
 
 
 def test_a_reward_that_raises_stops_the_run_and_is_named(workplace):
-    done = train_here(recipe_of_one_run(workplace, with_reward("raises")))
+    done = train_here(recipe_of_one_run(workplace, with_reward("raises", scoring={"window_steps": 1})))
     assert done.returncode == 1
     assert "reward 'mine' left 16 of 16 responses without a score" in done.stderr
     assert "no such thing" in done.stderr

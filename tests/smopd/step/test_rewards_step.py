@@ -54,9 +54,9 @@ def scored(failures: int, responses: int = 4) -> RewardBatch:
 @pytest.mark.parametrize(
     ("failures", "ends_after"),
     [
-        ([4], 1),  # all of the first step
-        ([0, 4, 0, 0, 4, 0], None),  # a bad call now and then
-        ([0, 4, 4], 3),  # more than half of what was seen
+        ([4, 4, 4], 3),  # half of four steps may be without a score, the first ones too
+        ([4, 0, 0, 0, 4, 0], None),  # a bad call now and then
+        ([0, 4, 4, 0, 0], None),
         ([0] * 6 + [4] * 5, 9),  # more than half of the last four steps
         ([2] * 20, None),
     ],
