@@ -19,6 +19,7 @@ import hmac
 import json
 import os
 import threading
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
@@ -32,12 +33,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from smopd.engine import distributed
-from smopd.engine.local.teachers import read_adapter
+from smopd.engine.local.teachers import LocalTeachers, read_adapter
 from smopd.engine.models.loading import load_tokenizer
-from smopd.engine.protocols import TeacherEngine
 from smopd.engine.remote.client import TOKEN
 from smopd.engine.remote.wire import BINARY, pack_answer, unpack_request
 from smopd.engine.settings import VllmSettings
+
+if TYPE_CHECKING:
+    from smopd.engine.vllm.teachers import VllmTeachers
 
 LARGEST_REQUEST = 256 << 20  # ours, bytes
 LARGEST_TEXT = 1 << 20  # ours, characters to tokenize
@@ -45,8 +48,8 @@ TEMPERATURES = (1e-2, 1e2)  # ours: logits divided by less overflow
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
 
-def application(teacher: TeacherEngine, path: str, vocabulary: int) -> Starlette:
-    """The ASGI application around one teacher."""
+def application(teacher: LocalTeachers | VllmTeachers, path: str, vocabulary: int) -> Starlette:
+    """The ASGI application around one teacher, whose rows a client compares with its tokens."""
     adapter = read_adapter(path)
     tokenizer = load_tokenizer(adapter.base if adapter else path)
     one_at_a_time = threading.Lock()
@@ -83,7 +86,9 @@ def application(teacher: TeacherEngine, path: str, vocabulary: int) -> Starlette
         return JSONResponse({"tokens": tokens})
 
     async def on_describe(request: Request) -> Response:
-        return JSONResponse({"teacher": path, "vocabulary": vocabulary})
+        return JSONResponse(
+            {"teacher": path, "vocabulary": vocabulary, "rows": min(teacher.rows, vocabulary)}
+        )
 
     return Starlette(
         routes=[
@@ -159,7 +164,7 @@ def main() -> None:
 
     with distributed.process_group():
         settings = server_settings(chosen)
-        teacher = VllmTeachers([chosen.path], settings, chosen.vocabulary, chosen.route)
+        teacher = VllmTeachers([chosen.path], settings, chosen.vocabulary, chosen.route, tokens=1)
         uvicorn.run(
             application(teacher, chosen.path, chosen.vocabulary),
             host=chosen.host,

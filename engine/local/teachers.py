@@ -70,21 +70,28 @@ class LocalTeachers(Dropping):
             adapters.
         packing: as for the student; changes no result.
         vocabulary: the student's. A teacher's may be larger, by padding.
+        tokens: how many of its ids are tokens; a teacher's may be as small. None: all.
     Raises:
         ValueError: none is given.
-        UnusableModel: a teacher's vocabulary is smaller than the student's.
+        UnusableModel: a teacher's vocabulary is smaller than `tokens`.
     """
 
-    def __init__(self, models: Sequence[PreTrainedModel | LocalTeacher], packing: Packing, vocabulary: int):
+    def __init__(
+        self,
+        models: Sequence[PreTrainedModel | LocalTeacher],
+        packing: Packing,
+        vocabulary: int,
+        tokens: int | None = None,
+    ):
         if not models:
             raise ValueError("teachers: got none, expected at least one")
         self.teachers = [
             model if isinstance(model, LocalTeacher) else LocalTeacher(model) for model in models
         ]
-        for i, teacher in enumerate(self.teachers):
-            require_vocabulary(
-                i, teacher.model.name_or_path or "a model", head(teacher.model)[0].shape[0], vocabulary
-            )
+        sizes = [head(teacher.model)[0].shape[0] for teacher in self.teachers]
+        self.rows = min(sizes)
+        for i, (teacher, size) in enumerate(zip(self.teachers, sizes, strict=True)):
+            require_vocabulary(i, teacher.model.name_or_path or "a model", size, tokens or vocabulary)
             teacher.model.eval().requires_grad_(False)
         self.packing = packing
         self.vocabulary = vocabulary
@@ -97,7 +104,8 @@ class LocalTeachers(Dropping):
     def score(
         self, rollouts: Sequence[Rollout], kappa: int, temperature: float, *, union: bool = False
     ) -> TeacherTopK:
-        check_kappa("score", kappa, self.vocabulary)
+        check_kappa("score", kappa, min(self.vocabulary, self.rows))
+        rollouts, outside_N = self.inside(rollouts)
         n_tokens, n_teachers = flat_offsets(rollouts)[-1], len(self.teachers)
         device = self.device
         result = empty_topk(n_tokens, n_teachers, n_teachers * kappa if union else kappa, device)
@@ -123,6 +131,7 @@ class LocalTeachers(Dropping):
                     )
                     entries = with_others(*entries, others_NU, logps_NU, kept_NU)
                 result.ids_NMS[batch.flat_N, m], result.logps_NMS[batch.flat_N, m] = entries
+        result.token_logps_NM[outside_N.to(device)] = -torch.inf
         return result
 
     def overlaps(self, device: torch.device) -> bool:
@@ -132,7 +141,7 @@ class LocalTeachers(Dropping):
         """The model at `path` without adapters, where it is here under some: shares its weights."""
         for teacher in self.teachers:
             if same_place(teacher.model.name_or_path) == same_place(path):
-                return LocalTeachers([teacher.model], self.packing, self.vocabulary)
+                return LocalTeachers([teacher.model], self.packing, self.vocabulary, self.rows)
         return None
 
     def _entries(self, teacher: LocalTeacher, batch: TokenBatch, kappa: int, temperature: float) -> _Entries:
@@ -170,12 +179,14 @@ def load_teachers(
     device: torch.device | str = "cpu",
     *,
     base: str | Path | None = None,
+    tokens: int | None = None,
 ) -> LocalTeachers:
     """The local engine of models and LoRA adapters by path; each base is loaded once.
 
     Args:
         paths: folders or hub ids of models, and folders of adapters in peft's format.
         base: of the adapters; None: each names its own.
+        tokens: as LocalTeachers.
     Raises:
         FileNotFoundError, UnusableModel: as `load_model`, `read_adapter` and `LocalTeachers`.
     """
@@ -189,7 +200,7 @@ def load_teachers(
         teachers.append(
             LocalTeacher(loaded[place], attach(loaded[place], adapter, f"teacher{i}") if adapter else None)
         )
-    return LocalTeachers(teachers, packing, vocabulary)
+    return LocalTeachers(teachers, packing, vocabulary, tokens)
 
 
 def attach(model: PreTrainedModel, adapter: Adapter, name: str) -> str:
@@ -256,14 +267,14 @@ def same_place(path: str | Path) -> str:
     return str(folder.resolve()) if folder.is_dir() else str(path)
 
 
-def require_vocabulary(teacher: int, path: str, size: int, vocabulary: int) -> None:
+def require_vocabulary(teacher: int, path: str, size: int, tokens: int) -> None:
     """
     Raises:
-        UnusableModel: the teacher's vocabulary is smaller than the student's.
+        UnusableModel: the teacher's vocabulary is smaller than the student's tokens.
     """
-    if size < vocabulary:
+    if size < tokens:
         raise UnusableModel(
-            f"teachers.models.{teacher}: {path} has a vocabulary of {size}, the student's is {vocabulary}"
+            f"teachers.models.{teacher}: {path} has a vocabulary of {size}, the student has {tokens} tokens"
         )
 
 

@@ -6,9 +6,13 @@ Shapes: N tokens, M teachers, S = kappa entries of one, U ids of the other teach
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+
+from smopd.engine.types import Rollout
 
 GATHER_BYTES = 64 << 20  # ours: most bytes of head rows gathered at a time
 
@@ -16,18 +20,33 @@ log = logging.getLogger(__name__)
 
 
 class Dropping:
-    """Counts entries that were no tokens of the student's, and says so once."""
+    """Counts entries that were no tokens of both models, and says so once."""
 
     dropped = 0
+    rows = 0
+    """Of the teacher with the fewest."""
 
     def drop(self, entries: int) -> None:
         if entries > 0 and self.dropped == 0:
             log.warning(
-                "teachers: %d entries so far name ids that only pad a teacher's vocabulary; these are left "
+                "teachers: %d entries so far name ids that only pad a vocabulary; these are left "
                 "empty, and counted",
                 entries,
             )
         self.dropped += entries
+
+    def inside(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], Tensor]:
+        """Rollouts of ids below `rows`, and which of the N tokens only pad the student's vocabulary.
+
+        Another token stands for such a one, and -inf is its log-probability.
+        """
+        none = torch.zeros(0, dtype=torch.int64)
+        outside_N = torch.cat([none, *(rollout.response_ids for rollout in rollouts)]) >= self.rows
+        if not bool(outside_N.any()):
+            return list(rollouts), outside_N
+        self.drop(int(outside_N.sum()))
+        last = self.rows - 1
+        return [replace(r, response_ids=r.response_ids.clamp(max=last)) for r in rollouts], outside_N
 
 
 def without_padding(ids_NS: Tensor, logps_NS: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, int]:

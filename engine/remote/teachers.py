@@ -38,6 +38,8 @@ class Probe:
 
     text: str
     token_ids: tuple[int, ...]
+    tokens: int = 0
+    """How many ids are tokens of the student's: a teacher has as many rows at least."""
 
 
 class RemoteTeachers(Dropping):
@@ -169,11 +171,13 @@ class RemoteTeachers(Dropping):
             UnusableModel: it cannot serve what will be asked.
         """
         servers, ids, name = self.teachers[m], self.probe.token_ids, f"teachers.models.{m}: {url}"
-        vocabulary = servers.patiently(
+        described = servers.patiently(
             url,
             lambda client: client.get("/describe"),
             (httpx.codes.NOT_FOUND,),
-            lambda answer: int(answer.json()["vocabulary"]) if answer.is_success else None,
+            lambda answer: (
+                [int(answer.json()[name]) for name in ("vocabulary", "rows")] if answer.is_success else None
+            ),
         )
         asked = {"prompt": self.probe.text, "add_special_tokens": False}
         tokens = servers.patiently(
@@ -185,7 +189,10 @@ class RemoteTeachers(Dropping):
             raise UnusableModel(
                 f"{name} has another tokenizer than the student; expected a teacher of one family"
             )
-        if vocabulary is not None:
+        if described is not None:
+            vocabulary, rows = described
+            if rows < self.probe.tokens:
+                raise UnusableModel(f"{name} has {rows} rows, the student has {self.probe.tokens} tokens")
             if vocabulary != self.vocabulary:
                 raise UnusableModel(
                     f"{name} was started for a vocabulary of {vocabulary}, expected the student's "

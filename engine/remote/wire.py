@@ -83,8 +83,9 @@ def unpack_answer(content: bytes, n_tokens: int, kappa: int) -> tuple[Tensor, Te
             raise ValueError(f"{name} is {found.dtype} {tuple(found.shape)}, expected {dtypes[0]} {shape}")
     answer = tensors["ids_NS"], tensors["logps_NS"].float(), tensors["token_logps_N"]
     dropped = int(tensors["dropped"])
-    if not 0 <= dropped <= n_tokens * kappa:
-        raise ValueError(f"dropped is {dropped}, expected 0 to {n_tokens * kappa}")
+    most = n_tokens * (kappa + 1)
+    if not 0 <= dropped <= most:
+        raise ValueError(f"dropped is {dropped}, expected 0 to {most}")
     check_values(*answer, may_be_empty=dropped > 0)
     return *answer, dropped
 

@@ -54,7 +54,7 @@ class Base:
 
 
 def read_bases(
-    paths: Sequence[str | Path], vocabulary: int, base: str | Path | None, engines: int | None, role: str
+    paths: Sequence[str | Path], tokens: int, base: str | Path | None, engines: int | None, role: str
 ) -> list[Base]:
     """The models behind the teachers, each with those that it serves, itself before its adapters."""
     groups: dict[str, tuple[str, list[tuple[int, Adapter | None]]]] = {}
@@ -67,7 +67,7 @@ def read_bases(
         stored_dtype(model)  # raises in our words where there is no model
         n_vocab = text_config(model).vocab_size
         for member, _ in members:
-            require_vocabulary(member, model, n_vocab, vocabulary)
+            require_vocabulary(member, model, n_vocab, tokens)
         served = [(member, lora_request(adapter)) for member, adapter in members]
         served.sort(key=lambda pair: pair[1] is not None)
         ranks = [lora_rank(adapter) for _, adapter in members if adapter]

@@ -49,6 +49,7 @@ class VllmTeachers(Dropping):
         settings: of the engines; max_model_len is of a prompt and its response. Rank and number of adapters
             are raised to what the adapters need.
         vocabulary: the student's. A teacher's may be larger, by padding.
+        tokens: how many of its ids are tokens; a teacher's may be as small. None: all.
         route: "pooler", "prompt_logprobs", or "auto": the pooler where it can apply every teacher's head.
         base: of the adapters; None: each names its own.
         engines: how many engines the models share; None: one each. With fewer, models take turns, and the
@@ -75,6 +76,7 @@ class VllmTeachers(Dropping):
         role: str = "teachers",
         batch_tokens: int | None = None,
         device: torch.device | str = "cpu",
+        tokens: int | None = None,
     ):
         if not paths:
             raise ValueError("teachers: got none, expected at least one")
@@ -85,7 +87,8 @@ class VllmTeachers(Dropping):
                 raise ValueError(f"teachers.{name}: got {value}, expected at least 1")
         self.vocabulary, self.device, self.settings = vocabulary, device, settings
         self.n_teachers = len(paths)
-        self.bases = read_bases(paths, vocabulary, base, engines, role)
+        self.bases = read_bases(paths, tokens or vocabulary, base, engines, role)
+        self.rows = min(one.n_vocab for one in self.bases)
         self.pooled = choose_route(route, self.bases) == "pooler"
         if not self.pooled and settings.max_model_len is not None:
             room = room_to_draw(settings.max_model_len, self.bases)
@@ -119,7 +122,8 @@ class VllmTeachers(Dropping):
                 a temperature other than 1, or `union`.
         """
         self._require(kappa, temperature, union)
-        together, mine = self._together(rollouts)
+        inside, outside_N = self.inside(rollouts)
+        together, mine = self._together(inside)
         result = empty_topk(flat_offsets(together)[-1], self.n_teachers, kappa, "cpu")
 
         def visit(llm: LLM, base: Base, member: int, lora: LoRARequest | None) -> None:
@@ -140,6 +144,7 @@ class VllmTeachers(Dropping):
         self._each(together, visit)
         if union and kappa > 0:
             result = self._union(together, result, temperature)
+        result.token_logps_NM[mine][outside_N] = -torch.inf
         return TeacherTopK(*(value[mine].to(self.device) for value in vars(result).values()))
 
     def _together(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], slice]:
@@ -203,7 +208,7 @@ class VllmTeachers(Dropping):
         return llm
 
     def _require(self, kappa: int, temperature: float, union: bool) -> None:
-        check_kappa("score", kappa, self.vocabulary)
+        check_kappa("score", kappa, min(self.vocabulary, self.rows))
         if not self.pooled and temperature != 1:
             raise ValueError(
                 f"score: temperature is {temperature}, expected 1: the route prompt_logprobs serves no other"

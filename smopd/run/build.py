@@ -79,11 +79,18 @@ def rollout_engine(
 
 
 def teacher_engine(
-    settings: Settings, paths: Sequence[str], vocabulary: int, device: torch.device, role: str = "teachers"
+    settings: Settings,
+    paths: Sequence[str],
+    vocabulary: int,
+    device: torch.device,
+    role: str = "teachers",
+    *,
+    tokens: int | None = None,
 ) -> TeacherEngine | None:
     """The frozen models at `paths`, LoRA adapters among them, or None where there are none.
 
     role: models of different roles never take turns in one vLLM engine.
+    tokens: how many ids of the vocabulary are tokens; None: all.
     """
     if not paths:
         return None
@@ -94,13 +101,23 @@ def teacher_engine(
     with naming("teachers.models"):
         if is_url(paths[0]):
             return remote_teachers(settings, paths, vocabulary)
+        if options.union:  # asks a teacher about the others' padding
+            tokens = None
         if options.engine == "local":
-            return load_teachers(paths, settings.student, vocabulary, getattr(torch, options.dtype), device)
+            dtype = getattr(torch, options.dtype)
+            return load_teachers(paths, settings.student, vocabulary, dtype, device, tokens=tokens)
         from smopd.engine.vllm.teachers import VllmTeachers
 
         longest = settings.data.max_prompt_tokens + settings.rollout.max_new_tokens
         own = vllm_settings(options.vllm, options.dtype, longest)
-        return VllmTeachers(paths, own, vocabulary, options.route, engines=options.vllm.engines, role=role)
+        return VllmTeachers(
+            paths, own, vocabulary, options.route, engines=options.vllm.engines, role=role, tokens=tokens
+        )
+
+
+def n_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One above the largest id of a token: what lies above only pads a model's vocabulary."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def require_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
@@ -146,23 +163,27 @@ def reference_engine(
     student: Student,
     teachers: TeacherEngine | None,
     device: torch.device,
+    tokens: int | None = None,
 ) -> TeacherEngine | None:
     """The policy at `path` that kl_ref holds on to: as student or teachers hold it, or one model more."""
     if path is None:
         return None
     held = held_already(path, student_path, student, teachers)
-    return held or teacher_engine(settings, [path], student.vocabulary, device, role="reference")
+    return held or teacher_engine(
+        settings, [path], student.vocabulary, device, role="reference", tokens=tokens
+    )
 
 
 def remote_teachers(settings: Settings, urls: Sequence[str], vocabulary: int) -> TeacherEngine:
     from smopd.engine.remote.teachers import Probe, RemoteTeachers
 
     path = str(settings.model.path or output_directory(settings) / "base" / "export")
-    ids = load_tokenizer(path).encode(PROBE_TEXT, add_special_tokens=False)
+    tokenizer = load_tokenizer(path)
+    ids = tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
     return RemoteTeachers(
         [each.split(",") for each in urls],
         vocabulary,
-        Probe(PROBE_TEXT, tuple(ids)),
+        Probe(PROBE_TEXT, tuple(ids), n_tokens(tokenizer)),
         settings.opd.kappa,
         settings.kl_temperature,
         dtype=settings.remote.logprobs_dtype,

@@ -178,7 +178,8 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
     student = build.student(settings, path, context.device)
     paths = [context.teacher_path(teacher) for teacher in run.teachers]
     rollouts = build.rollout_engine(settings, path, context.device, context.settings)
-    teachers = build.teacher_engine(settings, paths, student.vocabulary, context.device)
+    tokens = build.n_tokens(tokenizer)
+    teachers = build.teacher_engine(settings, paths, student.vocabulary, context.device, tokens=tokens)
     held = context.model_path(reference) if frozen else None
     with Recorder(folder, run.name, settings, tokenizer) as recorder:
         optimise(
@@ -190,7 +191,9 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
                 student=student,
                 rollouts=rollouts,
                 teachers=teachers,
-                reference=build.reference_engine(settings, held, path, student, teachers, context.device),
+                reference=build.reference_engine(
+                    settings, held, path, student, teachers, context.device, tokens
+                ),
                 rewarder=Rewarder(
                     context.pool,
                     tokenizer,

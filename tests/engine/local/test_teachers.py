@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -71,8 +72,26 @@ def test_padding_of_a_larger_vocabulary_is_dropped_and_counted() -> None:
 
 
 def test_a_smaller_vocabulary_is_refused() -> None:
-    with pytest.raises(UnusableModel, match=f"models.1: .*vocabulary of {VOCABULARY}, the student's is 60"):
-        LocalTeachers([widened(tiny_model(), 60), tiny_model()], PACKING, 60)
+    for more, tokens in (({}, 60), ({"tokens": VOCABULARY + 1}, VOCABULARY + 1)):
+        message = f"models.1: .*vocabulary of {VOCABULARY}, the student has {tokens} tokens"
+        with pytest.raises(UnusableModel, match=message):
+            LocalTeachers([widened(tiny_model(), 60), tiny_model()], PACKING, 60, **more)
+
+
+def test_fewer_padded_rows_than_the_students_are_served() -> None:
+    """A token that only pads the student's vocabulary is none of the teacher's, and counted."""
+    model = tiny_model(1)
+    teachers = LocalTeachers([model], PACKING, VOCABULARY + 7, tokens=VOCABULARY)
+    check(teachers.score(ROLLOUTS, 8, 0.7), [whole_logprobs(model, ROLLOUTS, 0.7)], 8, 1e-4)
+    assert teachers.dropped == 0
+    ids = ROLLOUTS[-1].response_ids.clone()
+    ids[-1] = VOCABULARY + 3
+    odd = [*ROLLOUTS[:-1], replace(ROLLOUTS[-1], response_ids=ids)]
+    found, plain = teachers.score(odd, 8, 1.0), teachers.score(ROLLOUTS, 8, 1.0)
+    assert teachers.dropped == 1 and found.token_logps_NM[-1] == -torch.inf
+    assert found.logps_NMS.equal(plain.logps_NMS) and found.token_logps_NM[:-1].equal(
+        plain.token_logps_NM[:-1]
+    )
 
 
 def test_adapters_share_their_base(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
@@ -237,7 +238,21 @@ def test_what_only_pads_a_vocabulary_is_counted_on_the_other_side(world, caplog)
     server.stop()
     assert found.dropped == int((top.logps_NMS == -torch.inf).sum()) > 0
     found.score([], 8, 1.0)
-    assert caplog.text.count("only pad a teacher's vocabulary") == 2  # the server's engine, and here
+    assert caplog.text.count("only pad a vocabulary") == 2  # the server's engine, and here
+
+
+def test_a_server_has_a_row_for_each_token_of_the_student(world):
+    paths, servers, vocabulary, probe = world
+    larger = vocabulary + 12
+    server = Serving(load_teachers(paths[:1], PACKING, larger, torch.float32, tokens=1), paths[0], larger)
+    rollouts = ragged_rollouts(8)
+    padded = replace(probe, tokens=vocabulary)
+    found = RemoteTeachers([[server.url]], larger, padded, 4, 1.0, patience=QUICK).score(rollouts, 4, 1.0)
+    assert found.logps_NMS.equal(of_servers(world, servers[0].url).score(rollouts, 4, 1.0).logps_NMS)
+    with pytest.raises(UnusableModel, match=f"has {vocabulary} rows, the student has {vocabulary + 1} t"):
+        more = replace(probe, tokens=vocabulary + 1)
+        RemoteTeachers([[server.url]], larger, more, 4, 1.0, patience=QUICK)
+    server.stop()
 
 
 def test_a_server_that_comes_back_as_another_is_left_out(world, answering):
