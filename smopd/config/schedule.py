@@ -49,13 +49,30 @@ def needs_base(settings: Settings) -> bool:
     return settings.model.factory is not None or settings.warm_start is not None
 
 
+def ordered(settings: Settings) -> list[str]:
+    """The runs of the recipe in the order in which they are done: as written, those of adapters last.
+
+    vLLM's engine for adapters cannot sleep: what comes after it has less memory.
+    """
+    late: list[str] = []
+    for name, run in settings.runs.items():
+        own = settings.resolved(name)
+        needs = {run.init, own.kl_ref.model}
+        if run.stage == "merge":
+            needs |= {teacher.model for teacher in own.teachers.models}
+        if own.student.lora is not None or needs & set(late):
+            late.append(name)
+    return [*(name for name in settings.runs if name not in late), *late]
+
+
 def plan(settings: Settings, part: Part = "all", only: tuple[str, ...] = ()) -> list[PlannedRun]:
     """The runs of this part of the recipe in order, the warm start first; `only` keeps the runs it names."""
     runs = []
     if needs_base(settings) and part in ("all", "warm-start", "specialize", "control"):
         steps = settings.warm_start.steps if settings.warm_start else 0
         runs.append(PlannedRun(BASE, "warm-start", "model", {}, (), steps, is_done(settings, BASE)))
-    for name, run in settings.runs.items():
+    for name in ordered(settings):
+        run = settings.runs[name]
         if part not in ("all", run.stage) or (only and name not in only):
             continue
         own = settings.resolved(name)

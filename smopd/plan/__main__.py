@@ -19,6 +19,7 @@ from rich.table import Table
 from smopd.config.cli import COMMAND_LINE, DEFAULT_RECIPE, read_settings, split
 from smopd.config.errors import nearest
 from smopd.config.recipe import Mistakes
+from smopd.config.schedule import ordered
 from smopd.config.settings import Settings
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class Options:
     """GB/s that a GPU receives from other nodes; an assumption."""
     run: str | None = None
     """Show this run of the recipe; else the one that needs most."""
+    only: tuple[str, ...] = ()
+    """Plan these runs alone, as `python -m smopd.train --only` does them."""
     json: bool = False
 
 
@@ -94,10 +97,13 @@ def parse(argv: list[str]) -> tuple[Options, Settings]:
             name = option.replace("_", "-")
             wrong.append(f"{COMMAND_LINE}: --{name}: got {getattr(options, option):g}, expected more than 0")
     settings = read_settings(options.recipe, given)
-    if options.run is not None and options.run not in settings.runs:
-        there = list(settings.runs)
-        hint = nearest(options.run, there)
-        wrong.append(f"{COMMAND_LINE}: --run: {options.run!r} is no run{hint}; there are {there}")
+    there = list(settings.runs)
+    asked = {"run": () if options.run is None else (options.run,), "only": options.only}
+    for option, chosen in asked.items():
+        for name in chosen:
+            if name not in there:
+                hint = nearest(name, there)
+                wrong.append(f"{COMMAND_LINE}: --{option}: {name!r} is no run{hint}; there are {there}")
     if wrong:
         raise Mistakes(wrong)
     return options, settings
@@ -125,7 +131,9 @@ def plan(options: Options, settings: Settings) -> list[Plan]:
     )
     plans, reader = [], ModelReader(settings)
     earlier: list[tuple[Settings, Models]] = []
-    for name in settings.runs:
+    for name in ordered(settings):
+        if options.only and name not in options.only:
+            continue
         own = settings.resolved(name)
         try:
             models = reader.of(own, name)

@@ -18,6 +18,7 @@ from smopd.plan.machine import COLUMNS, GIB, RUNNING, WIDTHS, Machine, Need, Sha
 from smopd.plan.memory import (
     FP32,
     KNOWN_LAYERS,
+    MicroBatch,
     Training,
     layer_forward,
     logits_chunk,
@@ -98,7 +99,7 @@ def budget(settings: Settings, models: Models, machine: Machine, earlier: Runs =
         host = 4 * FP32 * count / shape.shards * min(machine.gpus, machine.per_node)
         notes.append(f"masters, gradients and optimiser state in host memory: {host / GIB:.0f} GiB a node")
     return Budget(
-        needs=tuple(need for need in (*trained, *engines) if any(need.bytes.values())),
+        needs=tuple(need for need in (*trained, *engines, *_scorers(models)) if any(need.bytes.values())),
         sync=_sync(settings, models.student, shape, machine),
         usable=machine.memory - machine.reserve,
         notes=tuple(notes),
@@ -222,6 +223,21 @@ def _rollouts(settings: Settings, sizes: ModelSizes, shape: Shape, engines: Sequ
             Need("vLLM's work", dict.fromkeys(awake, one.taken.work), "assumed"),
         ]
     return needs
+
+
+def _scorers(models: Models) -> list[Need]:
+    """Of the rewards' processes, which keep what they have once used."""
+    weights = work = 0
+    for one in models.scorers:
+        width, rows = one.sizes.stored.itemsize, max(1, one.batch_tokens // one.longest)
+        weights += width * one.parameters
+        batch = MicroBatch(one.batch_tokens, rows * one.longest**2, one.batch_tokens)
+        work += layer_forward(one.sizes, batch, width)
+    note = f"{len(models.scorers)}, in the rewards' processes, as stored"
+    return [
+        Need("preference models", dict.fromkeys(RUNNING, weights), note),
+        Need("preference models' forward", dict.fromkeys(RUNNING, work), "a layer"),
+    ]
 
 
 def _local_rollouts(settings: Settings, sizes: ModelSizes, shape: Shape) -> list[Need]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,12 @@ from smopd.engine.local.teachers import same_place
 from smopd.engine.models.loading import stored_dtype
 from smopd.engine.models.sizes import ModelNumbers, numbers_of
 from smopd.names import is_url
+from smopd.rewards.preference_model import BATCH_TOKENS, MAX_TOKENS
 from smopd.run.failures import naming
 
 ALL_LINEAR = "all-linear"
 ADAPTER = "adapter_config.json"
+PREFERENCE = "smopd.rewards.preference_model:preference_reward"
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,20 @@ def measured(model: PreTrainedModel, name: str, stored: torch.dtype = torch.floa
 
 
 @dataclass(frozen=True)
+class Scorer:
+    """A preference model, as its reward's `kwargs` say."""
+
+    sizes: ModelSizes
+    batch_tokens: int
+    longest: int
+
+    @property
+    def parameters(self) -> int:
+        """Those of the causal model without its head; the classifier's head is one row."""
+        return self.sizes.parameters - (0 if self.sizes.tied else self.sizes.head_parameters)
+
+
+@dataclass(frozen=True)
 class Models:
     """The models of one run."""
 
@@ -108,6 +124,8 @@ class Models:
     """Of all adapters among the teachers."""
     reference: ModelSizes | None = None
     """The reference policy, where neither the student nor the teachers hold its weights."""
+    scorers: tuple[Scorer, ...] = ()
+    """Preference models of the rewards, each in its worker on this rank's GPU."""
 
 
 class ModelReader:
@@ -153,7 +171,17 @@ class ModelReader:
             if not under_adapters and self._place(given) not in whole:
                 ours = given == BASE or given in self.settings.runs
                 reference = student if ours else self._read(given, "kl_ref.model")
-        return Models(student, tuple(whole.values()), len(teachers), adapters, reference)
+        scorers = tuple(self._scorers(own))
+        return Models(student, tuple(whole.values()), len(teachers), adapters, reference, scorers)
+
+    def _scorers(self, own: Settings) -> Iterator[Scorer]:
+        for i, reward in enumerate(own.rewards):
+            given = reward.kwargs
+            here = not given.get("url") and str(given.get("device") or "cuda").startswith("cuda")
+            if reward.function == PREFERENCE and "model" in given and here:
+                sizes = self._read(str(given["model"]), f"rewards.{i}.kwargs.model")
+                tokens, longest = given.get("batch_tokens", BATCH_TOKENS), given.get("max_tokens", MAX_TOKENS)
+                yield Scorer(sizes, int(tokens), int(longest))
 
     def _place(self, model: str) -> str:
         """The same for two names of one model."""

@@ -247,10 +247,47 @@ def test_engines_of_earlier_runs_are_still_there(tmp_path: Path, capsys) -> None
     """Of a process's two rollout engines the first sleeps, that of the LoRA run cannot."""
     lora = {"runs": {"accuracy_teacher": {"set": LORA}}}
     _, found = run_plan(capsys, str(plan_recipe(tmp_path, "1.5B", merged(merged(VLLM, NARROW), lora))))
-    first, other = found["runs"]["accuracy_teacher"], found["runs"]["format_teacher"]
+    first, other = found["runs"]["format_teacher"], found["runs"]["accuracy_teacher"]
     assert held(first, "KV cache", "update") == 0
     assert held(other, "KV cache", "update") == held(other, "KV cache", "rollout") > 0
     assert held(other, "engines of earlier runs", "update") == 0
+
+
+SCORER = {"name": "accuracy", "function": "smopd.rewards.preference_model:preference_reward"}
+
+
+def test_preference_models_are_counted_where_they_are(tmp_path: Path, capsys) -> None:
+    """In the rewards' processes on the same GPU; not behind a server, nor on a CPU."""
+    model = str(config_folder(tmp_path, "7B"))
+    for given, models in (({}, 2), ({"url": "http://a:1"}, 1), ({"device": "cpu"}, 1)):
+        scorers = [{**SCORER, "kwargs": {"model": model}}]
+        scorers.append({**SCORER, "name": "format", "kwargs": {"model": model, **given}})
+        _, found = run_plan(capsys, str(plan_recipe(tmp_path, "1.5B", {"rewards": scorers})))
+        without_head = QWEN["7B"][1] - 3584 * 152_064
+        for column in ("rollout", "update"):
+            assert held(found["runs"]["student"], "preference models", column) == models * 2 * without_head
+        assert held(found["runs"]["student"], "preference models' forward", "update") > 0
+
+
+def test_runs_of_adapters_come_last_and_some_may_be_planned_alone(tmp_path: Path, capsys) -> None:
+    lora = {"runs": {"accuracy_teacher": {"set": LORA}, "gdpo": {"stage": "control"}}}
+    recipe = str(plan_recipe(tmp_path, "1.5B", merged(merged(VLLM, NARROW), lora)))
+    _, found = run_plan(capsys, recipe)
+    assert list(found["runs"]) == ["format_teacher", "gdpo", "accuracy_teacher", "student"]
+    assert held(found["runs"]["student"], "engines of earlier runs", "update") > 0
+    _, found = run_plan(capsys, recipe, "--only", "student")
+    assert list(found["runs"]) == ["student"]
+    assert held(found["runs"]["student"], "engines of earlier runs", "update") == 0
+
+
+def test_the_recipe_of_the_papers_7b_fits_as_it_stands(tmp_path: Path, capsys) -> None:
+    model = str(config_folder(tmp_path, "7B"))
+    paths = [
+        f"--{name}={model}" for name in ("model.path", "rewards.0.kwargs.model", "rewards.1.kwargs.model")
+    ]
+    status, found = run_plan(capsys, "safe_qwen2.5_7b", *paths)
+    assert status == 0, {name: run["totals"] for name, run in found["runs"].items() if not run["fits"]}
+    assert held(found["runs"]["smopd"], "preference models", "update") > 0
 
 
 def test_advice_knows_the_teachers_engines(tmp_path: Path, capsys) -> None:
@@ -334,6 +371,7 @@ def test_factory_models_are_planned_on_the_meta_device(capsys) -> None:
         (["--gpu", "8"], "--gpu: no such option"),
         (["--gpus", "0"], "--gpus: got 0"),
         (["--run", "studnt"], "did you mean student"),
+        (["--only", "studnt"], "did you mean student"),
         (["--student.micro_batch_token", "5"], "student.micro_batch_tokens"),
         (["--rollout.max_new_tokens", "40000"], "positions"),
     ],
