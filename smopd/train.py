@@ -5,6 +5,7 @@ Settings are checked before torch is imported, so a mistake is answered at once.
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from smopd.config.cli import describe, parse
@@ -13,6 +14,8 @@ from smopd.run import launch
 
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
+    if argv is None:  # until somebody takes it, in silence
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     launch.die_with_parent()
     command = parse(arguments)
     if command.dry_run:

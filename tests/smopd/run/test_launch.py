@@ -98,6 +98,21 @@ def test_a_signal_to_the_command_ends_both_ranks_after_their_step(tmp_path):
     wait_until_none_is_left(running, all_below)
 
 
+def test_a_signal_before_anything_is_there_ends_the_command_in_silence(tmp_path):
+    recipe = write_recipe(tmp_path, TWO)
+    running = subprocess.Popen(
+        command(recipe), env=environment() | {"PYTHONVERBOSE": "1"}, cwd=tmp_path, stderr=subprocess.PIPE
+    )
+    assert running.stderr is not None
+    told = b""
+    while b"import 'torch" not in told:
+        told = running.stderr.readline()
+        assert told, "torch is imported after the command has begun"
+    running.send_signal(signal.SIGINT)
+    _, told = running.communicate(timeout=HANG_SECONDS)
+    assert running.returncode == -signal.SIGINT and b"Traceback" not in told
+
+
 def test_a_mistake_is_said_once(straight):
     recipe = straight.parent / "recipe.yaml"
     done = train(recipe, "--output", str(straight), "--opd.kappa", "32")
