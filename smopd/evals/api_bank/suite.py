@@ -1,7 +1,8 @@
 """API-Bank: 597 dialogues that each ask for one tool call, scored by exact match and, if asked, by a judge.
 
 A response passes where any of its calls has the true name and equals the true parameters, all of them. Calls
-are read by `json.loads` under a size and a depth limit, never evaluated.
+are read by `json.loads` under a size and a depth limit, never evaluated. The published scorer is a choice of
+its own (`published`), and more lenient; a table's columns say which one made them.
 """
 
 from __future__ import annotations
@@ -21,17 +22,24 @@ from smopd.evals.rlla import TOOL_THINK
 from smopd.evals.suite import MAIN_ROWS, Column, Item, Scores, paper_rows
 from smopd.rewards.rlla import MAX_BLOCK_CHARS, MAX_JSON_DEPTH
 
-Parser = Literal["first", "last"]
-"""first: the first tool_call block, where both tags occur. last: the last block, or bare JSON."""
+Parser = Literal["first", "last", "published"]
+"""first: the first tool_call block, where both tags occur. last: the last block, or bare JSON. published: as
+GD2PO's scripts with ToolRL's matcher: from the first opening tag to the next closing one, whatever opens
+between; a JSON text of a call is one; a number in the place of a call fails the response; an object that is
+the true parameters alone passes."""
 Outcome = Literal["exact", "wrong_arguments", "wrong_tool", "no_call"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 LEVELS = ("L1", "L2", "L3")
 FILES = {f"L{level}": f"level-{level}-api_processed.json" for level in (1, 2, 3)}
 
-EXACT_COLUMNS = tuple(
-    Column(key, f"Exact {heading} (%)", scale=100, digits=2)
-    for key, heading in zip((*LEVELS, "overall"), (*LEVELS, "Overall"), strict=True)
-)
+
+def exact_columns(parser: Parser) -> tuple[Column, ...]:
+    return tuple(
+        Column(key, f"Exact {heading} (%, {parser})", scale=100, digits=2)
+        for key, heading in zip((*LEVELS, "overall"), (*LEVELS, "Overall"), strict=True)
+    )
+
+
 JUDGE_COLUMNS = tuple(
     Column(key, f"Judge {heading} (%)", scale=100, digits=2)
     for key, heading in zip(
@@ -87,26 +95,35 @@ def outcome(response_text: str, answer: ApiCall | Sequence[ApiCall], *, parser: 
     """
     true_calls = read_answer(answer)
     calls = read_calls(response_text, parser)
-    if all(any(_equal(call, true) for call in calls) for true in true_calls):
+    equal = _equal_or_bare if parser == "published" else _equal
+    if all(any(equal(call, true) for call in calls) for true in true_calls):
         return "exact"
     if not calls:
         return "no_call"
     names = [true["name"] for true in true_calls]
-    return "wrong_arguments" if any(call["name"] in names for call in calls) else "wrong_tool"
+    return "wrong_arguments" if any(call.get("name") in names for call in calls) else "wrong_tool"
 
 
 def read_calls(response_text: str, parser: Parser = "first") -> list[ApiCall]:
-    """The calls of a response, one JSON object with a text as `name` a line; other lines are passed over."""
-    if parser == "first":
+    """The calls of a response, one JSON object with a text as `name` a line; other lines are passed over.
+
+    The published scorer's may have no name.
+    """
+    if parser != "last":
         if "<tool_call>" not in response_text or "</tool_call>" not in response_text:
             return []
-        block = response_text.split("<tool_call>", 2)[1]
+        block = response_text.split("<tool_call>", 1 if parser == "published" else 2)[1]
     else:
         block = response_text.rsplit("<tool_call>", 1)[-1]
     block = block.split("</tool_call>", 1)[0].strip()
     if len(block) > MAX_BLOCK_CHARS:
         return []
-    read = (_read(line) for line in block.split("\n"))
+    read = [_read(line) for line in block.split("\n")]
+    if parser == "published":
+        read = [_read(each) if isinstance(each, str) else each for each in read]
+        if any(isinstance(each, int | float) for each in read):
+            return []
+        return [call for call in read if isinstance(call, dict)]
     return [call for call in read if isinstance(call, dict) and isinstance(call.get("name"), str)]
 
 
@@ -155,7 +172,7 @@ class ApiBank:
 
     def __init__(self, items: Sequence[Item], parser: Parser = "first", judge: Judge | None = None):
         self.items: Sequence[Item] = items
-        self.columns: Sequence[Column] = EXACT_COLUMNS if judge is None else EXACT_COLUMNS + JUDGE_COLUMNS
+        self.columns: Sequence[Column] = exact_columns(parser) + (() if judge is None else JUDGE_COLUMNS)
         self.parser: Parser = parser
         self.judge = judge
 
@@ -252,6 +269,13 @@ def _equal(call: ApiCall, true: ApiCall) -> bool:
     return call["name"] == true["name"] and call.get("parameters") == true["parameters"]
 
 
+def _equal_or_bare(call: ApiCall, true: ApiCall) -> bool:
+    """As ToolRL's matcher, which takes the true parameters for a call too."""
+    if "name" not in call and "parameters" not in call:
+        return call == true["parameters"]
+    return call.get("name") == true["name"] and call.get("parameters") == true["parameters"]
+
+
 def _is_call(call: object) -> bool:
     return (
         isinstance(call, Mapping)
@@ -296,7 +320,8 @@ class ApiBankEvaluation(Evaluation):
     default_data: ClassVar[str] = "api_bank"
 
     parser: Parser = "first"
-    """How calls are read: the first tool_call block with both tags, or the last one or bare JSON."""
+    """How calls are read: the first tool_call block with both tags, the last one or bare JSON, or all as the
+    published scorer does."""
     judge: JudgeSettings = field(default_factory=JudgeSettings)
 
     def suite(self) -> ApiBank:

@@ -72,12 +72,38 @@ def test_the_parsers_differ_in_blocks_and_tags():
         assert [outcome(text, CALL, parser=parser) for parser in ("first", "last")] == ["no_call", "exact"]
 
 
+PARAMETERS = CALL["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("response", "strict", "published"),
+    [
+        (block(CALL), "exact", "exact"),
+        (block(CALL).replace("</tool_call>", ""), "no_call", "no_call"),
+        ("<tool_call>\n" + block(CALL, think=""), "no_call", "exact"),  # a second opening tag
+        (block(OTHER) + block(CALL), "wrong_tool", "wrong_tool"),  # what is closed is over
+        (block(json.dumps(json.dumps(CALL))), "no_call", "exact"),  # a JSON text of a call
+        (block(CALL, "3"), "exact", "no_call"),  # a number fails all
+        (block(json.dumps("3"), CALL), "exact", "no_call"),
+        (block(PARAMETERS), "no_call", "exact"),  # the parameters alone
+        (block({**PARAMETERS, "city": "Rome"}), "no_call", "wrong_tool"),
+        (block(changed(days=2)), "wrong_arguments", "wrong_arguments"),
+        (block("no JSON", '"no JSON"', "[]", "null", CALL), "exact", "exact"),
+    ],
+)
+def test_the_published_scorer_is_a_choice_of_its_own(response, strict, published):
+    assert [outcome(response, CALL, parser=parser) for parser in ("first", "published")] == [
+        strict,
+        published,
+    ]
+
+
 def test_every_call_of_a_list_must_be_there():
     assert exact_match(block(OTHER, CALL), [CALL, OTHER])
     assert outcome(block(CALL), [CALL, OTHER]) == "wrong_arguments"
 
 
-@pytest.mark.parametrize("parser", ["first", "last"])
+@pytest.mark.parametrize("parser", ["first", "last", "published"])
 def test_hostile_calls_are_passed_over(parser):
     nested = '{"name": "Find", "parameters": ' + '{"a": ' * 40_000 + "1" + "}" * 40_001
     deep = {"name": "Find", "parameters": CALL["parameters"]}
@@ -99,7 +125,7 @@ def test_a_malformed_answer_is_refused(answer):
 
 def test_the_real_ground_truth_is_exact(data_set, tmp_path):
     data = ["--data", str(data_set("api_bank")), "--output", str(tmp_path)]
-    for parser in ("first", "last"):
+    for parser in ("first", "last", "published"):
         evaluate.main(["api_bank", "--responses", "ground-truth", "--parser", parser, *data])
         result = json.loads((tmp_path / "api_bank.json").read_text())
         assert [result[key] for key in ("L1", "L2", "L3", "overall", "n")] == [1, 1, 1, 1, 597]
@@ -190,6 +216,7 @@ def test_levels_micro_average_and_classes(data, tmp_path, capsys):
     }  # fmt: skip
     shown = capsys.readouterr().out
     assert "paper: Qwen2.5-3B Format Teacher [0.1,0.9]" in shown and "61.14" in shown
+    assert "Exact L1 (%, first)" in " ".join(shown.split())
     assert "wrong tool 1 (L1 0, L2 1, L3 0)" in shown
 
 
