@@ -12,7 +12,7 @@ from smopd.engine.student.student import NonFiniteGradient
 from smopd.record.files import DamagedLog
 from smopd.rewards.pool import RewardError
 from smopd.run.folder import Busy, OtherSettings
-from smopd.step.sampling import StaleRollout
+from smopd.step.ends import StaleRollout
 
 
 class UnusableInput(RuntimeError):

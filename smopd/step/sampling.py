@@ -15,10 +15,7 @@ from smopd.engine import distributed
 from smopd.engine.protocols import RolloutEngine
 from smopd.engine.types import Rollout, Sampling
 from smopd.step.batch import Batch, positions
-
-
-class StaleRollout(RuntimeError):
-    """A response comes from a policy that is older than `loop.lag` allows."""
+from smopd.step.ends import StaleRollout, together
 
 
 @dataclass(frozen=True)
@@ -70,9 +67,14 @@ class Sampler:
     def take(self, step: int) -> Batch:
         """The batch of `step`. With a lag the next one is begun, unless teachers wait for its engine's turn.
 
+        A collective call.
+
         Raises:
-            StaleRollout: a response is older than `loop.lag` allows.
+            StaleRollout, NoServer: on one rank or several, and so on every one.
         """
+        return together(lambda: self._take(step))
+
+    def _take(self, step: int) -> Batch:
         begun = self._begun.pop(step, None)
         batch = self._batch(step) if begun is None else begun.result()
         for rollout in batch.rollouts:
@@ -92,10 +94,9 @@ class Sampler:
             self._begun[step] = self._pool.submit(self._batch, step)
 
     def settle(self) -> dict[str, Any] | None:
-        """Waits until the engine is idle; what was begun ahead, for a checkpoint."""
-        for step, begun in self._begun.items():
-            return Ahead(step, begun.result().rollouts).state()
-        return None
+        """Waits until the engine is idle; what was begun ahead, for a checkpoint. A collective call."""
+        ahead = [(step, together(begun.result)) for step, begun in self._begun.items()]
+        return Ahead(ahead[0][0], ahead[0][1].rollouts).state() if ahead else None
 
     def _generate(self, token_ids: list[tuple[int, ...]], groups: list[int]) -> list[Rollout]:
         rollout = self.settings.rollout

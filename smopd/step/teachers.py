@@ -20,6 +20,7 @@ from smopd.engine import distributed
 from smopd.engine.protocols import TeacherEngine
 from smopd.engine.types import TeacherTopK
 from smopd.step.batch import Batch
+from smopd.step.ends import together
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,13 @@ class TeacherScoring:
         self._pool.shutdown(cancel_futures=True)
 
     def ask(self, batch: Batch, coef: float) -> Callable[[], TeacherScores]:
-        """What gives the answer, and waits for it.
+        """What gives the answer, and waits for it; the giving is a collective call.
 
         Args:
             coef: lambda; where it is 0 the teachers are asked only for the metrics (`opd.watch`).
         """
-        if self.overlaps:
-            return self._pool.submit(self._ask, batch, coef).result
-        return partial(self._ask, batch, coef)
+        ask = partial(self._ask, batch, coef)
+        return partial(together, self._pool.submit(ask).result if self.overlaps else ask)
 
     def _ask(self, batch: Batch, coef: float) -> TeacherScores:
         begin = time.perf_counter()

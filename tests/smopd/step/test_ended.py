@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from smopd.engine import distributed
-from tests.patience import HANG_SECONDS
-from tests.smopd.recipes import ROOT, environment
+from tests import warm
 from tests.smopd.step.ended_worker import CASES, LAGGED, check, main
 
 
@@ -21,9 +17,5 @@ def test_a_run_without_servers_leaves_what_is_done(tmp_path, case, done):
 
 @pytest.mark.slow
 def test_on_two_ranks_one_of_them_is_enough(tmp_path):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ran = subprocess.run(
-        [sys.executable, *launcher, "-m", main.__module__, str(tmp_path)],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=HANG_SECONDS,
-    )  # fmt: skip
+    ran = warm.on_ranks(2, "-m", main.__module__, str(tmp_path))
     assert ran.returncode == 0, ran.stderr[-4000:]

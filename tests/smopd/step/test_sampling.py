@@ -8,7 +8,8 @@ from pydantic import ValidationError
 
 from smopd.config.settings import Settings, merged
 from smopd.engine.types import Rollout
-from smopd.step.sampling import Sampler, StaleRollout
+from smopd.step.ends import StaleRollout
+from smopd.step.sampling import Sampler
 from tests.smopd.run.invariance_worker import SETTINGS, FixedRollouts, prompt_set
 
 CPU = torch.device("cpu")
