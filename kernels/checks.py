@@ -129,23 +129,50 @@ def check_teachers(
     name = f"{prefix}ids_NMS"
     check_tensor(op, name, ids_NMS, (n_rows, "M", "S"), INTS, like=like)
     check_tensor(op, f"{prefix}logps_NMS", logps_NMS, ids_NMS.shape, FLOATS, like=(name, ids_NMS))
-    if not isinstance(log_alpha, Tensor):
+    _check_weights(op, "log_alpha", log_alpha, "M", tuple(ids_NMS.shape[:2]), (name, ids_NMS))
+
+
+def _check_weights(
+    op: str, name: str, value: Any, models: str, want: tuple[int, int], like: tuple[str, Tensor]
+) -> None:
+    """One number a model, of all rows or of each. models: how their number is written."""
+    if not isinstance(value, Tensor):
         raise TypeError(
-            f"{op}: log_alpha is {type(log_alpha).__name__}, expected a tensor of shape (M,) or (N, M)"
+            f"{op}: {name} is {type(value).__name__}, expected a tensor of shape ({models},) or (N, {models})"
         )
-    want = tuple(ids_NMS.shape[:2])
-    shape = (1,) * (2 - log_alpha.dim()) + tuple(log_alpha.shape)
+    shape = (1,) * (2 - value.dim()) + tuple(value.shape)
     if len(shape) != 2 or any(size not in (1, full) for size, full in zip(shape, want, strict=True)):
         raise ValueError(
-            f"{op}: log_alpha has shape {tuple(log_alpha.shape)}, expected (M,), (N, M) or what broadcasts "
-            f"to {want}, to match {name} {tuple(ids_NMS.shape)}"
+            f"{op}: {name} has shape {tuple(value.shape)}, expected ({models},), (N, {models}) or what "
+            f"broadcasts to {want}, to match {like[0]} {tuple(like[1].shape)}"
         )
-    if log_alpha.dtype not in FLOATS:
-        raise ValueError(f"{op}: log_alpha has dtype {log_alpha.dtype}, expected {_names(FLOATS)}")
-    if log_alpha.device != ids_NMS.device:
+    if value.dtype not in FLOATS:
+        raise ValueError(f"{op}: {name} has dtype {value.dtype}, expected {_names(FLOATS)}")
+    if value.device != like[1].device:
+        raise ValueError(f"{op}: {name} is on {value.device}, expected {like[1].device} to match {like[0]}")
+
+
+def check_product(
+    op: str, ids_NMS: Any, logps_NMS: Any, weights: Any, reference: Any, clip: Any, keep_raised: Any
+) -> None:
+    check_tensor(op, "ids_NMS", ids_NMS, ("N", "M", "S"), INTS)
+    like = ("ids_NMS", ids_NMS)
+    check_tensor(op, "logps_NMS", logps_NMS, ids_NMS.shape, FLOATS, like=like)
+    n_rows, n_models, _ = ids_NMS.shape
+    if n_models == 0:
+        raise ValueError(f"{op}: ids_NMS has shape {tuple(ids_NMS.shape)}, expected the reference among M")
+    _check_weights(op, "weights", weights, "M - 1", (n_rows, n_models - 1), like)
+    is_int = isinstance(reference, int) and not isinstance(reference, bool)
+    if not is_int or not -n_models <= reference < n_models:
         raise ValueError(
-            f"{op}: log_alpha is on {log_alpha.device}, expected {ids_NMS.device} to match {name}"
+            f"{op}: reference is {reference!r}, expected an integer of {-n_models} to {n_models - 1}, to "
+            f"match ids_NMS {tuple(ids_NMS.shape)}"
         )
+    for name, value, least in (("clip", clip, "above 0"), ("keep_raised", keep_raised, "of at least 0")):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        fits = is_number and (value > 0 or (value == 0 and name == "keep_raised"))
+        if value is not None and not fits:
+            raise ValueError(f"{op}: {name} is {value!r}, expected None or a finite number {least}")
 
 
 def check_loss_tokens(op: str, tokens: LossTokens, settings: LossSettings, like: tuple[str, Tensor]) -> None:

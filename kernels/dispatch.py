@@ -33,6 +33,7 @@ MODULES: dict[str, dict[str, str]] = {
     "reference": {
         "topk_logprobs": "reference.topk",
         "teacher_mixture": "reference.topk",
+        "teacher_product": "reference.topk",
         "forward_kl_rows": "reference.topk",
         "forward_kl_gradient": "reference.topk",
         "loss_rows": "reference.loss",

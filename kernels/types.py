@@ -46,12 +46,12 @@ class TopK:
 
 @dataclass(frozen=True)
 class Mixture:
-    """A sparse mixture of teachers (Eq. 6, or Eq. 5 on what the teachers sent when merged).
+    """A sparse mixture of teachers (Eq. 6, or Eq. 5 on what the teachers sent when merged), or their product.
 
     Attributes:
         ids_NS: (N, S) int32, by descending log-probability; id 0 in an empty slot.
-        logps_NS: (N, S) fp32 (fp64 for fp64 inputs), log alpha added, not renormalised; -inf in an empty
-            slot.
+        logps_NS: (N, S) fp32 (fp64 for fp64 inputs), log alpha added, not renormalised, of a product
+            normalised over its support; -inf in an empty slot.
         mass_N: (N,) sum of exp(logps_NS).
     """
 

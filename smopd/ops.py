@@ -14,7 +14,7 @@ from smopd.kernels.ops.advantages import gd2po_advantages, gdpo_advantages, grpo
 from smopd.kernels.ops.forward_kl import teacher_forward_kl, topk_forward_kl
 from smopd.kernels.ops.linear import linear_smopd_loss
 from smopd.kernels.ops.loss import smopd_loss
-from smopd.kernels.ops.mixture import teacher_mixture
+from smopd.kernels.ops.mixture import teacher_mixture, teacher_product
 from smopd.kernels.ops.topk import linear_topk_logprobs, topk_logprobs
 from smopd.kernels.types import (
     CLIP_DUAL,
@@ -50,6 +50,7 @@ __all__ = [
     "smopd_loss",
     "teacher_forward_kl",
     "teacher_mixture",
+    "teacher_product",
     "topk_forward_kl",
     "topk_logprobs",
 ]

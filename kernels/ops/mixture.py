@@ -1,9 +1,11 @@
-"""The teachers' sparse mixture.
+"""The teachers' sparse mixture, and their sparse product over a reference.
 
 Shapes: N packed response tokens, M teachers, S support entries (kappa).
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -55,6 +57,84 @@ def _teacher_mixture(
 
 @_teacher_mixture.register_fake
 def _(ids: Tensor, logps: Tensor, log_alpha: Tensor, kappa: int, merge: bool) -> tuple[Tensor, ...]:
+    n_rows = ids.shape[0]
+    out_ids = empty_column(ids, n_rows, kappa, dtype=torch.int32)
+    return out_ids, empty_column(logps, n_rows, kappa), empty_column(logps, n_rows)
+
+
+def teacher_product(
+    ids_NMS: Tensor,
+    logps_NMS: Tensor,
+    weights: Tensor,
+    kappa: int,
+    *,
+    reference: int = -1,
+    clip: float | None = None,
+    keep_raised: float | None = None,
+) -> Mixture:
+    """What the teachers changed of a reference, all changes together: for M models of which one is that.
+
+    With each model's log-probabilities of the ids that every one of them gave, it equals
+
+        change_NmS = weights_Nm1 * (logps_NmS - ref_N1S).clamp(-clip, clip)  # m: the others, in order
+        logq_NS = (ref_NS + change_NmS.sum(1)).log_softmax(-1)               # over those ids alone
+        logps_NS, at_NS = logq_NS.topk(kappa)                                # but with ties to the lower id
+
+    With keep_raised, an id of which a teacher's change is above it keeps no negative change of the others:
+    none of them undoes what one has raised. For KL-regularised RL from the reference, with weights 1, it is
+    the optimum of the summed rewards (MOD, arXiv 2406.18853). Not differentiable.
+
+    A weight of 0 leaves a teacher's change out; its ids are wanted all the same. An id that one model gave
+    several times counts there with the logsumexp of them. A NaN under an id that every model gave makes the
+    row NaN, its ids ascending, and its mass; under any other id it is not read.
+
+    Args:
+        ids_NMS: (N, M, S) int32 or int64, M >= 1; any value in a slot whose log-probability is -inf.
+        logps_NMS: (N, M, S), nats; -inf marks an empty slot: the model did not give that id.
+        weights: (M - 1,), (N, M - 1) or what broadcasts to it, finite: of each model but the reference.
+        kappa: entries of the result, at least 0; beyond the support the rest is empty.
+        reference: which of the M models is the reference, -M to M - 1.
+        clip: most nats that a teacher's change counts, above 0; None: all.
+        keep_raised: nats, at least 0, of a weighted change; None: changes always add up.
+    Returns:
+        Mixture: ids (N, kappa) int32, logps (N, kappa) by descending value, mass (N,) of what is kept, at
+            most 1; 0 where no id is everyone's. Empty slots: 0, -inf.
+    Raises:
+        TypeError, ValueError: an argument is not as above.
+    """
+    op = "teacher_product"
+    checks.check_product(op, ids_NMS, logps_NMS, weights, reference, clip, keep_raised)
+    checks.check_kappa(op, kappa)
+    if checks.debugging():
+        checks.debug_target(op, "", ids_NMS, logps_NMS, None)
+        checks.debug_finite(op, "weights", weights)
+    limits = (math.inf if limit is None else float(limit) for limit in (clip, keep_raised))
+    own = reference % ids_NMS.shape[1]
+    return Mixture(*_teacher_product(ids_NMS, logps_NMS.detach(), weights.detach(), kappa, own, *limits))
+
+
+@operator(
+    "teacher_product",
+    "(Tensor ids, Tensor logps, Tensor weights, SymInt kappa, SymInt reference, float clip,"
+    " float keep_raised) -> (Tensor ids, Tensor logps, Tensor mass)",
+)
+def _teacher_product(
+    ids: Tensor,
+    logps: Tensor,
+    weights: Tensor,
+    kappa: int,
+    reference: int,
+    clip: float,
+    keep_raised: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    serve = dispatch.serving("teacher_product", logps, n_support=ids.shape[2])
+    options = {"reference": reference, "clip": clip, "keep_raised": keep_raised}
+    product = serve(ids, logps, weights, kappa, **options)
+    return product.ids_NS, product.logps_NS, product.mass_N
+
+
+@_teacher_product.register_fake
+def _(ids: Tensor, logps: Tensor, weights: Tensor, kappa: int, *options: float) -> tuple[Tensor, ...]:
     n_rows = ids.shape[0]
     out_ids = empty_column(ids, n_rows, kappa, dtype=torch.int32)
     return out_ids, empty_column(logps, n_rows, kappa), empty_column(logps, n_rows)

@@ -1,4 +1,4 @@
-"""Top-kappa, mixture and forward KL in plain PyTorch: their definition, and the fallback of every backend.
+"""Top-kappa, mixture, product and forward KL in plain PyTorch: their definition, every backend's fallback.
 
 Computed at the precision of the inputs: bf16 and fp16 are widened to fp32, fp64 stays fp64. Arguments are
 taken as checked and without autograd (kernels/ops sees to both). The rows' softmax and gradient are in
@@ -104,6 +104,53 @@ def teacher_mixture(
     ids_NS = torch.nn.functional.pad(ids_NS, pad).to(torch.int32)
     logps_NS = torch.nn.functional.pad(pool_NP[:, :kept], pad, value=-torch.inf)
     return Mixture(ids_NS, logps_NS, logps_NS.exp().sum(-1))
+
+
+def teacher_product(
+    ids_NMS: Tensor,
+    logps_NMS: Tensor,
+    weights: Tensor,
+    kappa: int,
+    *,
+    reference: int,
+    clip: float,
+    keep_raised: float,
+) -> Mixture:
+    n_rows, n_models, n_support = ids_NMS.shape
+    dtype = compute_dtype(logps_NMS.dtype)
+    others = [m for m in range(n_models) if m != reference]
+    ids_NMS, logps_NMS = _joined(ids_NMS, logps_NMS.detach().to(dtype))
+    ids_NS, base_NS = ids_NMS[:, reference].contiguous(), logps_NMS[:, reference]
+    weights_NM = weights.detach().to(dtype).expand(n_rows, len(others))
+    there_NS, total_NS = base_NS != -torch.inf, torch.zeros_like(base_NS)
+    raises_NS, highest_NS = torch.zeros_like(base_NS), torch.full_like(base_NS, -torch.inf)
+    for weight_N, m in zip(weights_NM.unbind(1), others, strict=True):
+        at_NS = torch.searchsorted(ids_NMS[:, m].contiguous(), ids_NS).clamp(max=n_support - 1)
+        logps_NS = logps_NMS[:, m].gather(-1, at_NS)
+        there_NS = there_NS & (ids_NMS[:, m].gather(-1, at_NS) == ids_NS) & (logps_NS != -torch.inf)
+        change_NS = weight_N[:, None] * (logps_NS - base_NS).clamp(-clip, clip)
+        total_NS = total_NS + change_NS
+        raises_NS = raises_NS + change_NS.clamp(min=0)
+        highest_NS = torch.maximum(highest_NS, change_NS)
+    total_NS = torch.where(highest_NS > keep_raised, raises_NS, total_NS)
+    logq_NS = (base_NS + total_NS).masked_fill(~there_NS, -torch.inf)
+    logq_NS = (logq_NS - logq_NS.logsumexp(-1, keepdim=True)).masked_fill(~there_NS, -torch.inf)
+    # Stable, and ids ascend: ties go to the lower one.
+    logq_NS, order_NS = logq_NS.sort(dim=-1, descending=True, stable=True)
+    kept, pad = min(kappa, n_support), (0, max(0, kappa - n_support))
+    ids_NS = ids_NS.gather(-1, order_NS).masked_fill(logq_NS == -torch.inf, 0)[:, :kept]
+    logq_NS = torch.nn.functional.pad(logq_NS[:, :kept], pad, value=-torch.inf)
+    ids_NS = torch.nn.functional.pad(ids_NS, pad).to(torch.int32)
+    return Mixture(ids_NS, logq_NS, logq_NS.exp().sum(-1))
+
+
+def _joined(ids_NMS: Tensor, logps_NMS: Tensor) -> tuple[Tensor, Tensor]:
+    """Each model's ids ascending, repeats joined by logsumexp; behind them the largest int64 with -inf."""
+    shape, none = ids_NMS.shape, torch.iinfo(torch.int64).max
+    empty_NMS = logps_NMS == -torch.inf
+    ids_PS, order_PS = ids_NMS.long().masked_fill(empty_NMS, none).flatten(0, 1).sort(dim=-1, stable=True)
+    ids_PS, logps_PS = merge_sorted(ids_PS, logps_NMS.flatten(0, 1).gather(-1, order_PS))
+    return ids_PS.masked_fill(logps_PS == -torch.inf, none).view(shape), logps_PS.view(shape)
 
 
 def target_of(target: SparseTarget | Candidates, dtype: torch.dtype, *, tail: bool) -> Target:
