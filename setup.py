@@ -30,6 +30,7 @@ SOURCES = [
     "csrc/cpu/pool.cpp",
     "csrc/cpu/target_rows.cpp",
     "csrc/cpu/teacher_mixture.cpp",
+    "csrc/cpu/teacher_product.cpp",
     "csrc/cpu/topk_logprobs.cpp",
     "csrc/cpu/union.cpp",
 ]

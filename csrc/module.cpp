@@ -21,6 +21,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(smopd, m) {
   m.def(
       "teacher_mixture_cpu(Tensor ids, Tensor logps, Tensor log_alpha, int kappa, bool merge)"
       " -> (Tensor ids, Tensor logps, Tensor mass)");
+  m.def(
+      "teacher_product_cpu(Tensor ids, Tensor logps, Tensor weights, int kappa, int reference, float clip,"
+      " float keep_raised) -> (Tensor ids, Tensor logps, Tensor mass)");
   // The target of the next three: ids and logps of (N, S), or of (N, M, S) with log_alpha (N, M).
   m.def(
       "forward_kl_rows_cpu(Tensor logits, Tensor token_ids, Tensor ids, Tensor logps, Tensor? log_alpha,"

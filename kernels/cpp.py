@@ -81,6 +81,25 @@ def teacher_mixture(
     )
 
 
+def teacher_product(
+    ids_NMS: Tensor,
+    logps_NMS: Tensor,
+    weights: Tensor,
+    kappa: int,
+    *,
+    reference: int,
+    clip: float,
+    keep_raised: float,
+) -> Mixture:
+    n_rows, n_models, _ = ids_NMS.shape
+    weights_NM = _float(weights).expand(n_rows, n_models - 1)
+    parts = (weights_NM[:, :reference], weights_NM.new_zeros(n_rows, 1), weights_NM[:, reference:])
+    options = (kappa, reference, clip, keep_raised)
+    return Mixture(
+        *torch.ops.smopd.teacher_product_cpu(ids_NMS, _float(logps_NMS), torch.cat(parts, 1), *options)
+    )
+
+
 def forward_kl_rows(
     logits_NV: Tensor,
     token_ids_N: Tensor,

@@ -40,10 +40,11 @@ MODULES: dict[str, dict[str, str]] = {
         "scale_": "reference.loss",
         **dict.fromkeys(ADVANTAGE_OPS, "reference.advantages"),
     },
-    "cpp": dict.fromkeys(("topk_logprobs", "teacher_mixture", *ROW_OPS), "cpp"),
+    "cpp": dict.fromkeys(("topk_logprobs", "teacher_mixture", "teacher_product", *ROW_OPS), "cpp"),
     "triton": {
         "topk_logprobs": "triton.topk",
         "teacher_mixture": "triton.mixture",
+        "teacher_product": "triton.product",
         **dict.fromkeys(ROW_OPS, "triton.loss"),
         "scale_": "triton.scale",
         **dict.fromkeys(ADVANTAGE_OPS, "triton.advantages"),

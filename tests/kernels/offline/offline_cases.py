@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from smopd.kernels.triton import advantages as triton_advantages
 from smopd.kernels.triton import loss as triton_loss
 from smopd.kernels.triton import mixture as triton_mixture
+from smopd.kernels.triton import product as triton_product
 from smopd.kernels.triton import scale as triton_scale
 from smopd.kernels.triton import topk as triton_topk
 from smopd.kernels.types import (
@@ -38,7 +40,7 @@ Case = tuple[str, Callable[[], Any]]  # label, call
 
 def cases() -> Iterator[Case]:
     """The calls, on tensors without memory."""
-    return itertools.chain(_topk(), _mixture(), _loss(), _forward_kl(), _advantages(), _scale())
+    return itertools.chain(_topk(), _mixture(), _product(), _loss(), _forward_kl(), _advantages(), _scale())
 
 
 def _name(row: dict[str, Any]) -> str:
@@ -137,6 +139,27 @@ def _mixture() -> Iterator[Case]:
             _name(row),
             lambda a=arguments, m=row["merge"]: triton_mixture.teacher_mixture(*a, merge=m),
         )
+
+
+def _product() -> Iterator[Case]:
+    """M models, the reference among them, each with the union of their kappa best."""
+    factors = {
+        "M": (2, 3, 5, 8),
+        "kappa": KAPPAS,
+        "ids": (torch.int32, torch.int64),
+        "by_token": (False, True),
+        "limits": (False, True),
+    }
+    main = [{"M": 3, "kappa": 16, "ids": torch.int32, "by_token": False, "limits": False}]
+    for row in _rows(main, factors):
+        n_models, kappa = row["M"], row["kappa"]
+        shape = (N, n_models, min(n_models * kappa, triton_product.MAX_SUPPORT))
+        weights = _logps(N, n_models - 1) if row["by_token"] else _logps(n_models - 1)
+        arguments = (_ids(*shape, dtype=row["ids"]), _logps(*shape), weights, kappa)
+        limits = (4.0, 0.5) if row["limits"] else (math.inf, math.inf)
+        options = {"reference": n_models - 1, "clip": limits[0], "keep_raised": limits[1]}
+        label = f"product-{_name(row)}"
+        yield label, lambda a=arguments, o=options: triton_product.teacher_product(*a, **o)
 
 
 TARGETS = ("none", "sparse", "M1", "M2", "M4")
