@@ -42,6 +42,17 @@ def log_alpha(
     return (gate.floor + (1 - gate.floor * n_teachers) * share_NM).log()
 
 
+def change_weights(gate: Gate, own: list[float] | None, log_alpha: Tensor) -> Tensor:
+    """The weights of the teachers' changes in their product, shaped as log_alpha: (M,) or (N, M).
+
+    Args:
+        own: of each teacher; None: 1 each. A gate multiplies them by its weights over the uniform ones.
+    """
+    n_teachers = log_alpha.shape[-1]
+    weights_M = log_alpha.new_tensor(own or [1.0] * n_teachers)
+    return weights_M if gate.kind == "uniform" else weights_M * n_teachers * log_alpha.exp()
+
+
 def confidence(logps_NMS: Tensor) -> Tensor:
     """Eq. 18 on the renormalised top-kappa: (N, M) in [0, 1]; kappa = 1 is certain."""
     kappa = logps_NMS.shape[-1]

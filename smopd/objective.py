@@ -23,8 +23,8 @@ from smopd.config.settings import KlRef, Loss, Opd, Settings
 from smopd.engine import distributed
 from smopd.engine.student.student import Student
 from smopd.engine.types import TeacherTopK
-from smopd.gates import failure, log_alpha
-from smopd.ops import LossSettings, LossTokens
+from smopd.gates import change_weights, failure, log_alpha
+from smopd.ops import LossSettings, LossTokens, Mixture, teacher_product
 from smopd.step.batch import Batch, MiniBatch
 from smopd.step.teachers import TeacherScores
 
@@ -39,6 +39,13 @@ class Target:
     low_M: Tensor
     high_M: Tensor
     """The range in which each teacher's reward is a success or a failure."""
+    product: Mixture | None = None
+    """Of the teachers over the reference, which is the last model of `topk` then; None: they are mixed."""
+
+    @property
+    def changes_NM(self) -> Tensor:
+        """By how much each teacher raised the sampled tokens over the product's reference, nats."""
+        return self.topk.token_logps_NM[:, :-1] - self.topk.token_logps_NM[:, -1:]
 
     @property
     def logq_mix_N(self) -> Tensor:
@@ -221,16 +228,22 @@ def teacher_target(
     if topk is None:
         return None
     topk = TeacherTopK(**{name: value.to(device) for name, value in vars(topk).items()})
-    own = settings.opd.kappa  # with teachers.union the others' entries stand behind a teacher's own
+    opd, n_teachers = settings.opd, len(settings.teachers.models)  # behind them a product's reference
+    own = opd.kappa  # with a union the others' entries stand behind a teacher's own
     rewards_RM, low_M, high_M = teachers_rewards(settings, rewards_RK)
     weights = log_alpha(
-        settings.opd.gate,
-        topk.ids_NMS[..., :own],
-        topk.logps_NMS[..., :own],
+        opd.gate,
+        topk.ids_NMS[:, :n_teachers, :own],
+        topk.logps_NMS[:, :n_teachers, :own],
         failure(rewards_RM, low_M, high_M).to(device),
         batch.response_N.to(device),
     )
-    return Target(topk, weights, low_M, high_M)
+    product = None
+    if opd.support == "product":
+        of_changes = change_weights(opd.gate, opd.product.weights, weights)
+        models, limits = (topk.ids_NMS, topk.logps_NMS), opd.product
+        product = teacher_product(*models, of_changes, own, clip=limits.clip, keep_raised=limits.keep_raised)
+    return Target(topk, weights, low_M, high_M, product)
 
 
 def teachers_rewards(settings: Settings, rewards_RK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -266,6 +279,11 @@ def token_weights(loss: Loss, lengths_R: Tensor) -> Tensor:
 def _teachers(target: Target | None, part: MiniBatch) -> dict[str, Tensor]:
     if target is None:
         return {}
+    if (product := target.product) is not None:
+        return {
+            "target_ids_NS": product.ids_NS[part.tokens],
+            "target_logps_NS": product.logps_NS[part.tokens],
+        }
     alpha = target.log_alpha
     return {
         "teacher_ids_NMS": target.topk.ids_NMS[part.tokens],

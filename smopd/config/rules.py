@@ -70,6 +70,17 @@ def _frozen_models(settings: Settings) -> Iterator[str]:
         yield "teachers.models: got teachers at URLs and others, expected one kind"
     if any(remote) and teachers.union:
         yield "teachers.union: is not served by teachers at URLs"
+    reference = settings.opd.product.reference
+    if settings.opd.support == "product" and remote and any(remote) != is_url(reference):
+        yield (
+            f"opd.product.reference: got {reference!r} beside teachers at "
+            f"{'URLs' if any(remote) else 'paths'}, expected one kind"
+        )
+    if settings.opd.support == "product" and settings.opd.sampled:
+        yield (
+            "opd.support: a product is known on the ids that the teachers name, and reverse_kl_sampled asks "
+            "about each sampled token; set it to merged or pooled, or opd.divergence to forward_kl"
+        )
     if teachers.engine != "vllm" or teachers.route != "prompt_logprobs":
         return
     if settings.kl_temperature != 1:
@@ -82,8 +93,9 @@ def _frozen_models(settings: Settings) -> Iterator[str]:
             "teachers.route: prompt_logprobs serves temperature 1 alone, kl_ref's is the rollout's, "
             f"{sampled_at}; use pooler"
         )
-    if teachers.union:
-        yield "teachers.union: needs the pooler route or the local engine"
+    if settings.unites:
+        name = "teachers.union" if teachers.union else "opd.support: product"
+        yield f"{name}: needs the pooler route or the local engine"
 
 
 def _reference(settings: Settings) -> Iterator[str]:

@@ -57,12 +57,30 @@ def ordered(settings: Settings) -> list[str]:
     late: list[str] = []
     for name, run in settings.runs.items():
         own = settings.resolved(name)
-        needs = {run.init, own.kl_ref.model}
+        needs = {run.init, own.kl_ref.model, own.opd.product.reference}
         if run.stage == "merge":
             needs |= {teacher.model for teacher in own.teachers.models}
         if own.student.lora is not None or needs & set(late):
             late.append(name)
     return [*(name for name in settings.runs if name not in late), *late]
+
+
+def product_reference(own: Settings, name: str) -> str | None:
+    """What the product of the run's teachers is relative to: a run, `base`, a path or URLs; None: no product.
+
+    Args:
+        own: the resolved settings of the run `name`.
+    Raises:
+        ValueError: it is to be what the teachers started from, and they started from several models.
+    """
+    if own.runs[name].stage != "merge" or own.opd.support != "product":
+        return None
+    if own.opd.product.reference != "init":
+        return own.opd.product.reference
+    starts = {own.runs[each.model].init for each in own.teachers.models if each.model in own.runs} or {BASE}
+    if len(starts) > 1:
+        raise ValueError(f"the teachers started from {' and '.join(sorted(starts))}; name one")
+    return starts.pop()
 
 
 def plan(settings: Settings, part: Part = "all", only: tuple[str, ...] = ()) -> list[PlannedRun]:
@@ -99,6 +117,7 @@ def check_runs(settings: Settings, origin: dict[Keys, str]) -> list[str]:
                 wrong.append(line((*prefix, *keys), _missing(path), origin))
         if run.stage == "merge":
             wrong += _wrong_teachers(own, name, origin)
+            wrong += _wrong_reference(own, name, origin)
         if own.kl_ref.coef > 0 and own.kl_ref.model != "init":
             own_prefix: Keys = prefix if "kl_ref" in run.set else ()
             wrong += _wrong_model(own.kl_ref.model, (*own_prefix, "kl_ref", "model"), own, name, origin)
@@ -116,6 +135,16 @@ def _wrong_teachers(own: Settings, name: str, origin: dict[Keys, str]) -> list[s
             teacher.model, (*prefix, "teachers", "models", i, "model"), own, name, origin
         )
     ]
+
+
+def _wrong_reference(own: Settings, name: str, origin: dict[Keys, str]) -> list[str]:
+    prefix: Keys = ("runs", name, "set") if "product" in own.runs[name].set.get("opd", {}) else ()
+    keys = (*prefix, "opd", "product", "reference")
+    try:
+        reference = product_reference(own, name)
+    except ValueError as error:
+        return [line(keys, str(error), origin)]
+    return [] if reference is None else _wrong_model(reference, keys, own, name, origin)
 
 
 def _wrong_model(model: str, keys: Keys, own: Settings, name: str, origin: dict[Keys, str]) -> list[str]:
@@ -139,6 +168,8 @@ def _local_files(settings: Settings) -> dict[Keys, str]:
     }
     for i, teacher in enumerate(settings.teachers.models):
         named["teachers", "models", i, "model"] = teacher.model
+    if settings.opd.support == "product":
+        named["opd", "product", "reference"] = settings.opd.product.reference
     named["kl_ref", "model"] = settings.kl_ref.model if settings.kl_ref.coef > 0 else None
     return {keys: value for keys, value in named.items() if value and _PATH.fullmatch(value)}
 

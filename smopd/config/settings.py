@@ -184,6 +184,20 @@ class Gate(Section):
     eps: float = Field(default=1e-6, gt=0)
 
 
+class Product(Section):
+    """The product of the teachers: a reference, and what each of them changed of it, together (ours)."""
+
+    reference: str = "init"
+    """`init` is what the teachers started from, where they are runs of this recipe, else its base; or a run,
+    a path or a hub id, and where the teachers are at URLs its servers' URLs."""
+    weights: list[float] | None = None
+    """Of each teacher's change; null is 1 each. A gate multiplies them by its weights over uniform ones."""
+    clip: float | None = Field(default=None, gt=0)
+    """Most nats that a teacher's change of a token counts; null is all."""
+    keep_raised: float | None = Field(default=None, ge=0)
+    """A token raised by a teacher by more than this, clip and weight counted, is lowered by none; nats."""
+
+
 class Opd(Section):
     """On-policy distillation from the teachers (Eq. 5 to 7, 15 to 17)."""
 
@@ -195,8 +209,10 @@ class Opd(Section):
     decay_steps: int | None = Field(default=None, ge=1)
     """None is the whole run."""
     kappa: int = Field(default=16, ge=1, le=128)
-    support: Literal["pooled", "merged"] = "merged"
-    """The forward KL's mixture: a token that several teachers name is an entry each, or one."""
+    support: Literal["pooled", "merged", "product"] = "merged"
+    """The forward KL's target: a mixture, where a token that several teachers name is an entry each, or one;
+    or the product of what they changed of a reference."""
+    product: Product = Product()
     tail: bool = True
     """Whether the forward KL counts what the teachers leave to all other tokens as one more entry."""
     divergence: Literal["forward_kl", "reverse_kl_sampled"] = "forward_kl"
@@ -424,6 +440,11 @@ class Settings(Section):
     runs: dict[str, RunSettings] = Field(min_length=1)
 
     @property
+    def unites(self) -> bool:
+        """Whether every teacher is asked about the ids of all, and the product's reference with them."""
+        return self.teachers.union or self.opd.support == "product"
+
+    @property
     def kl_temperature(self) -> float:
         """Of teachers and student in the KL; the sampled one compares with the policy that was sampled."""
         return self.rollout.temperature if self.opd.sampled else self.opd.temperature
@@ -431,8 +452,9 @@ class Settings(Section):
     @property
     def waiting_seconds(self) -> float:
         """loop.timeout_seconds, or what one process alone may wait for a reward or a server, and a minute."""
-        urls = [*self.rollout.urls, *(each.model for each in self.teachers.models if is_url(each.model))]
-        servers = len(",".join(urls).split(",")) if urls else 0
+        scored = [*(each.model for each in self.teachers.models), self.opd.product.reference]
+        urls = [*self.rollout.urls, *(1 + self.unites) * [model for model in scored if is_url(model)]]
+        servers = len(",".join(urls).split(",")) if urls else 0  # of a union, asked twice
         reward = 2 * self.scoring.deadline_seconds + self.scoring.startup_seconds  # a second try starts anew
         alone = max(reward, self.remote.deadline_seconds * (servers + 1) if servers else 0.0)
         return max(self.loop.timeout_seconds, alone + 60.0)
@@ -488,6 +510,9 @@ class Settings(Section):
             for i, reward in enumerate(self.rewards):
                 if reward.range is None and any(teacher.reward == reward.name for teacher in teachers):
                     wrong.append(f"rewards.{i}.range: the gate needs [lo, hi] or batch for {reward.name!r}")
+        weights = self.opd.product.weights
+        if weights is not None and teachers and len(weights) != len(teachers):
+            wrong.append(f"opd.product.weights: got {len(weights)}, expected {len(teachers)}, one a teacher")
         wrong += contradictions(self)
         if wrong:
             raise ValueError("\n".join(wrong))

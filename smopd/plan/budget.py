@@ -261,12 +261,14 @@ def _teachers(settings: Settings, models: Models, shape: Shape, engines: Sequenc
     teachers = settings.teachers
     held = [*models.teachers, *([] if models.reference is None else [models.reference])]
     tokens = shape.responses * settings.rollout.max_new_tokens
-    support = settings.opd.kappa * (models.n_teachers if teachers.union else 1)
+    support = settings.opd.kappa * (models.n_teachers if settings.unites else 1)
     topk = tokens * models.n_teachers * (support * TOPK_WIDTH + FP32)
     needs = [Need("teachers' top-kappa", {"teachers": topk, "update": topk}, f"kappa {settings.opd.kappa}")]
     if not held:
         return needs
-    count = f"{models.n_teachers} teachers" + ", the reference policy" * (models.reference is not None)
+    of_product = settings.opd.support == "product" and models.n_teachers > 0
+    count = f"{models.n_teachers - of_product} teachers" + ", their product's reference" * of_product
+    count += ", the reference policy" * (models.reference is not None)
     if teachers.engine == "local":
         width = WIDTHS[teachers.dtype]
         training = Training(width, 1, CHUNK_BYTES)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from smopd.config.schedule import BASE, needs_base
+from smopd.config.schedule import BASE, needs_base, product_reference
 from smopd.config.settings import Settings
 from smopd.data.sources import import_function
 from smopd.engine.local.teachers import same_place
@@ -120,6 +120,7 @@ class Models:
     teachers: tuple[ModelSizes, ...] = ()
     """Those that are held whole here: teachers, or the base of teachers' adapters."""
     n_teachers: int = 0
+    """That are asked, with the reference of their product."""
     adapter_parameters: int = 0
     """Of all adapters among the teachers."""
     reference: ModelSizes | None = None
@@ -164,6 +165,10 @@ class ModelReader:
                 adapters += sizes.lora_parameters(config["r"], names)
             else:
                 whole[self._place(teacher.model)] = self._read(teacher.model, setting)
+        changed = product_reference(own, name)
+        if changed is not None and not is_url(changed) and self._place(changed) not in whole:
+            ours = changed == BASE or changed in self.settings.runs
+            whole[self._place(changed)] = student if ours else self._read(changed, "opd.product.reference")
         reference = None
         if own.kl_ref.coef > 0:
             given = run.init if own.kl_ref.model == "init" else own.kl_ref.model
@@ -171,8 +176,9 @@ class ModelReader:
             if not under_adapters and self._place(given) not in whole:
                 ours = given == BASE or given in self.settings.runs
                 reference = student if ours else self._read(given, "kl_ref.model")
+        n_scored = len(teachers) + (changed is not None)
         scorers = tuple(self._scorers(own))
-        return Models(student, tuple(whole.values()), len(teachers), adapters, reference, scorers)
+        return Models(student, tuple(whole.values()), n_scored, adapters, reference, scorers)
 
     def _scorers(self, own: Settings) -> Iterator[Scorer]:
         for i, reward in enumerate(own.rewards):

@@ -246,6 +246,8 @@ def add_target(metrics: Metrics, result: StepResult) -> None:
             f"teacher_{m}/top_kappa_mass", target.topk.logps_NMS[:, m, : settings.opd.kappa].exp().sum(-1)
         )
         metrics.add(f"teacher_{m}/alpha", alpha[:, m])
+        if target.product is not None:
+            metrics.add(f"teacher_{m}/change", target.changes_NM[:, m])
         if any(reward.name == teacher.reward and reward.range == "batch" for reward in settings.rewards):
             metrics.add(f"teacher_{m}/range_low", float(target.low_M[m]))
             metrics.add(f"teacher_{m}/range_high", float(target.high_M[m]))

@@ -1,7 +1,8 @@
 """Token by token, what a response was and what its teachers and the student would have said.
 
-One record a token: its text, the share of the target's mass that each teacher gave, and the most likely
-tokens of each teacher and of the student. `smopd.report` shows them.
+One record a token: its text, the share of the target's mass that each teacher gave (of a product by how much
+each changed the token instead), and the most likely tokens of each teacher and of the student. `smopd.report`
+shows them.
 
 Letters: N response tokens, T of one response, M teachers, S entries of each, C = M * S candidates.
 """
@@ -57,6 +58,9 @@ def token_records(
 ) -> list[dict[str, Any]]:
     """One a token: `text`, `shares` by teacher, `teachers` and `student`: their [text, probability] pairs.
 
+    Of a product `changes` stand for `shares`, by how many nats each teacher raised the token over the
+    reference, and `reference` has pairs too.
+
     Args:
         token_ids_T: the response.
         target, student: of all responses, in whose flat order this one's tokens are `tokens`.
@@ -65,17 +69,22 @@ def token_records(
     log_alpha = target.log_alpha.cpu()
     if log_alpha.dim() == 2:
         log_alpha = log_alpha[tokens]
-    shares_TM = target_shares(logps_TMS, ids_TMS, log_alpha, opd.kappa, opd.support == "merged")
+    if target.product is None:
+        told = "shares"
+        told_TM = target_shares(logps_TMS, ids_TMS, log_alpha, opd.kappa, opd.support == "merged")
+    else:
+        told, told_TM = "changes", target.changes_NM[tokens].cpu()
     ids_TS, logps_TS = student.ids_NS[tokens].cpu(), student.logps_NS[tokens].cpu()
-    return [
-        {
-            "text": tokenizer.decode([token]),
-            "shares": [round(share, 3) for share in shares_TM[t].tolist()],
-            "teachers": [_likely(tokenizer, *said) for said in zip(ids_TMS[t], logps_TMS[t], strict=True)],
-            "student": _likely(tokenizer, ids_TS[t], logps_TS[t]),
-        }
-        for t, token in enumerate(token_ids_T.tolist())
-    ]
+    records = []
+    for t, token in enumerate(token_ids_T.tolist()):
+        said = [_likely(tokenizer, *entries) for entries in zip(ids_TMS[t], logps_TMS[t], strict=True)]
+        record: dict[str, Any] = {"text": tokenizer.decode([token])}
+        record[told] = [round(value, 3) for value in told_TM[t].tolist()]
+        if target.product is not None:
+            record["reference"] = said.pop()
+        student_said = _likely(tokenizer, ids_TS[t], logps_TS[t])
+        records.append(record | {"teachers": said, "student": student_said})
+    return records
 
 
 def _likely(tokenizer: PreTrainedTokenizerBase, ids_S: Tensor, logps_S: Tensor) -> list[list[Any]]:

@@ -5,6 +5,7 @@ Everything that a model or a data set wrote is escaped.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -58,7 +59,10 @@ def tokens_html(views: Mapping[str, Lines], teachers: Sequence[str], labels: Map
     keys = " ".join(
         f'<span class="key {colour(m)}"><i></i>{escape(name)}</span>' for m, name in enumerate(teachers)
     )
-    told = f"Whose entries the target kept, by their share of its mass; hover a token, or tab to it: {keys}"
+    told = (
+        "Whose entries the target kept, by their share of its mass, and of a product how far each teacher "
+        f"moved the token; hover it, or tab to it: {keys}"
+    )
     return "\n".join([f"<h2>tokens</h2>\n<p>{told}</p>", *parts])
 
 
@@ -85,12 +89,17 @@ def _text(value: object) -> str:
 
 
 def _token(token: Mapping[str, Any], teachers: Sequence[str]) -> str:
-    at, bars = 0.0, []
-    for m, share in enumerate(share or 0.0 for share in token["shares"]):
+    at, bars, changes = 0.0, [], token.get("changes", [])
+    shares = token["shares"] if not changes else [_moved(change) / len(changes) for change in changes]
+    for m, share in enumerate(share or 0.0 for share in shares):
         bars.append(f"var(--k{m % COLOURS}) {at:.1f}% {at + 100 * share:.1f}%")
         at += 100 * share
     bar = f' style="--bar:linear-gradient(90deg,{",".join(bars)})"' if at > 0 else ""
-    said = [*zip(teachers, token["teachers"], strict=True), ("student", token["student"])]
+    named = [*teachers]
+    for m, change in enumerate(changes):
+        named[m] += " no number" if change is None else f" {change:+.2f}"
+    said = [*zip(named, token["teachers"], strict=True)]
+    said += [(name, token[name]) for name in ("reference", "student") if name in token]
     columns = "".join(
         f"<span class=said><b>{escape(name)}</b>"
         + "".join(f"<span>{_visible(text)} <i>{_probability(value)}</i></span>" for text, value in pairs)
@@ -99,6 +108,11 @@ def _token(token: Mapping[str, Any], teachers: Sequence[str]) -> str:
     )
     shown = f"{_visible(token['text'])}<span class=tip>{columns}</span>"
     return f"<span class=token tabindex=0{bar}>{shown}</span>{'<br>' * token['text'].count(chr(10))}"
+
+
+def _moved(change: float | None) -> float:
+    """0 for no change, 1 for any number of nats; null in the file is no number."""
+    return 0.0 if change is None else 1 - math.exp(-abs(change))
 
 
 def _probability(value: float | None) -> str:

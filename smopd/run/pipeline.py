@@ -18,7 +18,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from smopd.config.cli import Command
-from smopd.config.schedule import BASE, PlannedRun, is_done, needs_base, plan
+from smopd.config.schedule import BASE, PlannedRun, is_done, needs_base, plan, product_reference
 from smopd.config.settings import Settings
 from smopd.data import sample
 from smopd.data.prompts import PromptSet
@@ -161,26 +161,31 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
     """One run of the recipe, from its start or its newest checkpoint to its export."""
     settings, folder = context.settings.resolved(run.name), context.folder / run.name
     reference = run.init if settings.kl_ref.model == "init" else settings.kl_ref.model
-    frozen = [reference] if settings.kl_ref.coef > 0 else []
-    for needed in (run.init, *run.teachers, *frozen):
+    frozen = {"kl_ref.model": reference} if settings.kl_ref.coef > 0 else {}
+    if (changed := product_reference(settings, run.name)) is not None:
+        frozen["opd.product.reference"] = changed
+    settings_of = dict.fromkeys(run.teachers, "teachers.models") | {m: name for name, m in frozen.items()}
+    for needed in (run.init, *settings_of):
         if needed in settings.runs and not context.finished(needed):
             raise UnusableInput(
                 f"runs.{run.name}: needs the run {needed!r}, which is not finished; run it first"
             )
     path = context.model_path(run.init)
-    for name in dict.fromkeys([run.init, *run.teachers, *frozen]):
+    for name in dict.fromkeys([run.init, *settings_of]):
         context.require_whole(name)
     tokenizer = load_tokenizer(path)
-    for name in (*run.teachers, *frozen):
+    for name, setting in settings_of.items():
         if name != BASE and name not in settings.runs and not is_url(name):
-            with naming("kl_ref.model" if name in frozen else "teachers.models"):
+            with naming(setting):
                 build.require_tokenizer(tokenizer, name)
     student = build.student(settings, path, context.device)
     paths = [context.teacher_path(teacher) for teacher in run.teachers]
+    if changed is not None:
+        paths.append(context.model_path(changed))
     rollouts = build.rollout_engine(settings, path, context.device, context.settings)
     tokens = build.n_tokens(tokenizer)
     teachers = build.teacher_engine(settings, paths, student.vocabulary, context.device, tokens=tokens)
-    held = context.model_path(reference) if frozen else None
+    held = context.model_path(reference) if "kl_ref.model" in frozen else None
     with Recorder(folder, run.name, settings, tokenizer) as recorder:
         optimise(
             Run(

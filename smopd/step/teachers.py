@@ -73,7 +73,7 @@ class TeacherScoring:
         topk = ref_logp_N = None
         dropped = 0
         if self.teachers is not None and (coef > 0 or opd.watch):
-            temperature, union = self.settings.kl_temperature, self.settings.teachers.union
+            temperature, union = self.settings.kl_temperature, self.settings.unites
             before = self.teachers.dropped
             topk = self.teachers.score(batch.rollouts, opd.kappa, temperature, union=union)
             dropped = self.teachers.dropped - before
