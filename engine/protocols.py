@@ -78,3 +78,17 @@ class TeacherEngine(Protocol):
     def base(self, path: str | Path) -> TeacherEngine | None:
         """The model at `path` alone, where this engine holds its weights under adapters; else None."""
         ...
+
+
+class UnionTeacherEngine(TeacherEngine, Protocol):
+    """Also says what its teachers think of ids that are asked for: a part of a union over several engines."""
+
+    def given(
+        self, rollouts: Sequence[Rollout], ids_NMU: Tensor, token_logps_NM: Tensor, temperature: float
+    ) -> Tensor:
+        """(N, M, U) fp32, each teacher's log-probabilities of its ids, each in [0, V).
+
+        Args:
+            token_logps_NM: of the sampled tokens at this temperature, as `score` gave them.
+        """
+        ...

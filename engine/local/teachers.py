@@ -119,19 +119,28 @@ class LocalTeachers(Dropping):
                 entries = (own.ids_NS, own.logps_NS)
                 if union and kappa > 0:
                     others_NU, kept_NU = others_ids(ids_NMS, logps_NMS, m)
-                    weight_VD, bias_V = head(teacher.model)
-                    logps_NU = given_logprobs(
-                        own.hidden_ND,
-                        weight_VD,
-                        others_NU,
-                        batch.token_ids_N,
-                        own.token_logp_N,
-                        bias_V=bias_V,
-                        temperature=temperature,
-                    )
+                    known = (batch.token_ids_N, own.token_logp_N)
+                    logps_NU = _given(teacher, own.hidden_ND, others_NU, *known, temperature)
                     entries = with_others(*entries, others_NU, logps_NU, kept_NU)
                 result.ids_NMS[batch.flat_N, m], result.logps_NMS[batch.flat_N, m] = entries
         result.token_logps_NM[outside_N.to(device)] = -torch.inf
+        return result
+
+    @torch.no_grad()
+    def given(
+        self, rollouts: Sequence[Rollout], ids_NMU: Tensor, token_logps_NM: Tensor, temperature: float
+    ) -> Tensor:
+        """As `UnionTeacherEngine`."""
+        device = self.device
+        ids_NMU, token_logps_NM = ids_NMU.to(device), token_logps_NM.to(device)
+        result = torch.empty(ids_NMU.shape, device=device)
+        for batch in pack(rollouts, self.packing):
+            batch = batch.to(device)
+            for m, teacher in enumerate(self.teachers):
+                self._choose(teacher)
+                hidden_ND, flat_N = response_hidden(teacher.model, batch), batch.flat_N
+                known = (batch.token_ids_N, token_logps_NM[flat_N, m])
+                result[flat_N, m] = _given(teacher, hidden_ND, ids_NMU[flat_N, m], *known, temperature)
         return result
 
     def overlaps(self, device: torch.device) -> bool:
@@ -169,6 +178,19 @@ class LocalTeachers(Dropping):
             teacher.model.set_adapter(teacher.adapter)
         elif getattr(teacher.model, "_hf_peft_config_loaded", False):
             teacher.model.disable_adapters()
+
+
+def _given(
+    teacher: LocalTeacher,
+    hidden_ND: Tensor,
+    given_NU: Tensor,
+    token_ids_N: Tensor,
+    token_logp_N: Tensor,
+    temperature: float,
+) -> Tensor:
+    weight_VD, bias_V = head(teacher.model)
+    known = (token_ids_N, token_logp_N)
+    return given_logprobs(hidden_ND, weight_VD, given_NU, *known, bias_V=bias_V, temperature=temperature)
 
 
 def load_teachers(

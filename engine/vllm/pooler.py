@@ -39,6 +39,7 @@ TASK = "token_embed"
 HEAD, TIED_HEAD = "lm_head", "embed_tokens"
 EXACT_IDS = 1 << 24  # ids below are exact in fp32
 HeadIdentity = tuple[object, ...]  # which head it is, to be compared
+Kind = tuple[int, float, int | None, bool]  # of a question
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Question:
     """What is asked of one response.
 
     first: the position whose hidden state predicts the response's first token.
-    given_TU: ids to score instead of the kappa largest; token_logps_T, the tokens' own, are then known.
+    given_TU: ids to score beside the kappa largest, or instead where the tokens' own values are known.
     """
 
     first: int
@@ -87,10 +88,10 @@ class Question:
         return replace(self, **parts)
 
     @property
-    def kind(self) -> tuple[int, float, int | None]:
+    def kind(self) -> Kind:
         """Questions of one kind can be answered together."""
         n_given = None if self.given_TU is None else self.given_TU.shape[1]
-        return self.kappa, self.temperature, n_given
+        return self.kappa, self.temperature, n_given, self.token_logps_T is not None
 
 
 _DTYPES = {"token_ids_T": np.int32, "given_TU": np.int32, "token_logps_T": np.float32}
@@ -99,7 +100,7 @@ _DTYPES = {"token_ids_T": np.int32, "given_TU": np.int32, "token_logps_T": np.fl
 class TeacherPooler(Pooler):
     """Answers each request's `Question` with (T, 2 S + 1) fp32: ids, log-probabilities, the token's own.
 
-    With given ids the answer is (T, U), their log-probabilities.
+    The log-probabilities of given ids, (T, U), stand behind these, or alone where the token's own is known.
 
     Args:
         source: tells this head from others.
@@ -148,7 +149,7 @@ class TeacherPooler(Pooler):
 
     def _answers(self, hidden: Sequence[Tensor], questions: Sequence[Question]) -> list[Tensor]:
         """One a question, in order; those of one kind go through the head together."""
-        kinds: dict[tuple[int, float, int | None], list[int]] = {}
+        kinds: dict[Kind, list[int]] = {}
         for i, question in enumerate(questions):
             kinds.setdefault(question.kind, []).append(i)
         answers = [hidden[0]] * len(questions)
@@ -165,15 +166,19 @@ class TeacherPooler(Pooler):
 
         weight_VD = self.embedding.weight[: self.n_vocab] if self.weight_VD is None else self.weight_VD
         options: dict[str, Any] = {"bias_V": self.bias_V, "temperature": questions[0].temperature}
-        if questions[0].given_TU is not None:
-            known = (joined("token_ids_T"), joined("token_logps_T"))
+        token_ids_N, given = joined("token_ids_T"), questions[0].given_TU is not None
+        if given and questions[0].token_logps_T is not None:
+            known = (token_ids_N, joined("token_logps_T"))
             return given_logprobs(hidden_ND, weight_VD, joined("given_TU"), *known, **options)
-        token_ids_N = joined("token_ids_T")
         top = linear_topk_logprobs(
             hidden_ND, weight_VD, questions[0].kappa, token_ids_N=token_ids_N, **options
         )
         assert top.token_logp_N is not None  # ids were given
-        return torch.cat([top.ids_NS.float(), top.logps_NS, top.token_logp_N[:, None]], 1)
+        answer = [top.ids_NS.float(), top.logps_NS, top.token_logp_N[:, None]]
+        if given:
+            known = (token_ids_N, top.token_logp_N)
+            answer.append(given_logprobs(hidden_ND, weight_VD, joined("given_TU"), *known, **options))
+        return torch.cat(answer, 1)
 
 
 class TeacherWorker:

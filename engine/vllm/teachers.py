@@ -4,6 +4,9 @@
                       (tokens, V) buffer, no Python object a token
     prompt_logprobs   vLLM's own log-probabilities of a prompt, for heads that the pooler cannot apply
 
+With a union every teacher is asked a second time, about the ids of the others, but the last one, which is
+asked about them with its own kappa.
+
 LoRA teachers of one base share an engine; the base and each adapter are scored in calls of their own, as vLLM
 on a CPU gives wrong values for batches that mix them. Nothing is read from the prefix cache, since positions
 found there have no output: a prompt is computed again for each of its responses.
@@ -18,6 +21,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -126,13 +130,21 @@ class VllmTeachers(Dropping):
         together, mine = self._together(inside)
         result = empty_topk(flat_offsets(together)[-1], self.n_teachers, kappa, "cpu")
 
+        union = union and kappa > 0 and self.n_teachers > 1
+        asked: list[int] = []
+        of_others: dict[int, Tensor] = {}  # by teacher, what it thinks of the others' ids
+
         def visit(llm: LLM, base: Base, member: int, lora: LoRARequest | None) -> None:
             if self.pooled:
-                questions = [
-                    Question(len(r.prompt_ids) - 1, r.response_ids, kappa, temperature) for r in together
-                ]
-                answers = ask(llm, together, questions, lora)
-                ids_NS, logps_NS, token_logp_N1 = answers.split([kappa, kappa, 1], dim=1)
+                given_NU = None
+                if union and len(asked) == self.n_teachers - 1:  # now the others' ids are known
+                    given_NU, _ = others_ids(result.ids_NMS, result.logps_NMS, member)
+                answers = self._ask(llm, together, lora, kappa, temperature, given_NU)
+                ids_NS, logps_NS, token_logp_N1, rest_NU = answers.split(
+                    [kappa, kappa, 1, answers.shape[1] - 2 * kappa - 1], dim=1
+                )
+                if given_NU is not None:
+                    of_others[member] = rest_NU
             else:
                 ids_NS, logps_NS, token_logp_N1 = prompt_logprobs(llm, together, kappa, lora)
             if base.n_vocab > self.vocabulary:
@@ -140,54 +152,115 @@ class VllmTeachers(Dropping):
                 ids_NS, logps_NS, _ = without_padding(ids_NS, logps_NS, self.vocabulary)
             result.ids_NMS[:, member], result.logps_NMS[:, member] = ids_NS, logps_NS
             result.token_logps_NM[:, member] = token_logp_N1[:, 0]
+            asked.append(member)
 
         self._each(together, visit)
-        if union and kappa > 0:
-            result = self._union(together, result, temperature)
+        if union:
+            result = self._union(together, result, temperature, of_others)
         result.token_logps_NM[mine][outside_N] = -torch.inf
         return TeacherTopK(*(value[mine].to(self.device) for value in vars(result).values()))
+
+    def given(
+        self, rollouts: Sequence[Rollout], ids_NMU: Tensor, token_logps_NM: Tensor, temperature: float
+    ) -> Tensor:
+        """As `UnionTeacherEngine`.
+
+        Raises:
+            ValueError: as `score` with a union.
+        """
+        self._require(0, temperature, union=True)
+        inside, _ = self.inside(rollouts)
+        together, mine = self._together(inside)
+        parts, _ = self._of_all_ranks((ids_NMU.cpu(), token_logps_NM.cpu()))
+        ids_NMU, token_logps_NM = (torch.cat(each) for each in zip(*parts, strict=True))
+        result = torch.empty(ids_NMU.shape)
+
+        def visit(llm: LLM, base: Base, member: int, lora: LoRARequest | None) -> None:
+            known = (ids_NMU[:, member], token_logps_NM[:, member])
+            result[:, member] = self._ask(llm, together, lora, 0, temperature, *known)
+
+        self._each(together, visit)
+        return result[mine].to(self.device)
+
+    def _of_all_ranks(self, own: Any) -> tuple[list[Any], int]:
+        """`own` of each rank that shares a model, and which is this one's; a collective call."""
+        if self.settings.placement == "process" or self.settings.tensor_parallel_size == 1:
+            return [own], 0
+        group = get_tp_group()
+        gathered: list[Any] = [None] * group.world_size
+        dist.all_gather_object(gathered, own, group=group.cpu_group)
+        return gathered, group.rank_in_group
 
     def _together(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], slice]:
         """The rollouts of all ranks that share a model, less empty ones, and which tokens are this rank's."""
         own = [rollout for rollout in rollouts if len(rollout.response_ids)]
-        if self.settings.placement == "process" or self.settings.tensor_parallel_size == 1:
-            return own, slice(None)
-        group = get_tp_group()
-        gathered: list = [None] * group.world_size
-        dist.all_gather_object(gathered, own, group=group.cpu_group)
+        gathered, rank = self._of_all_ranks(own)
         ends = flat_offsets([rollout for part in gathered for rollout in part])
-        first = sum(len(part) for part in gathered[: group.rank_in_group])
+        first = sum(len(part) for part in gathered[:rank])
         return [rollout for part in gathered for rollout in part], slice(ends[first], ends[first + len(own)])
 
-    def _union(self, rollouts: Sequence[Rollout], own: TeacherTopK, temperature: float) -> TeacherTopK:
-        """A second pass over all teachers, with ids given."""
+    def _ask(
+        self,
+        llm: LLM,
+        rollouts: Sequence[Rollout],
+        lora: LoRARequest | None,
+        kappa: int,
+        temperature: float,
+        given_NU: Tensor | None = None,
+        known_N: Tensor | None = None,
+    ) -> Tensor:
+        """The pooler's answers to one `Question` of this kind a response."""
+        spans = [slice(*ends) for ends in itertools.pairwise(flat_offsets(rollouts))]
+        questions = [
+            Question(
+                len(r.prompt_ids) - 1,
+                r.response_ids,
+                kappa,
+                temperature,
+                None if given_NU is None else given_NU[span],
+                None if known_N is None else known_N[span],
+            )
+            for r, span in zip(rollouts, spans, strict=True)
+        ]
+        return ask(llm, rollouts, questions, lora)
+
+    def _union(
+        self,
+        rollouts: Sequence[Rollout],
+        own: TeacherTopK,
+        temperature: float,
+        of_others: dict[int, Tensor],
+    ) -> TeacherTopK:
+        """A second pass over the teachers that `of_others` does not hold, with the others' ids given."""
         n_tokens, n_teachers, kappa = own.ids_NMS.shape
         whole = empty_topk(n_tokens, n_teachers, n_teachers * kappa, "cpu")
-        spans = [slice(*ends) for ends in itertools.pairwise(flat_offsets(rollouts))]
 
         def visit(llm: LLM, base: Base, member: int, lora: LoRARequest | None) -> None:
-            given_NU, kept_NU = others_ids(own.ids_NMS, own.logps_NMS, member)
+            given_NU, _ = others_ids(own.ids_NMS, own.logps_NMS, member)
             known_N = own.token_logps_NM[:, member]
-            questions = [
-                Question(len(r.prompt_ids) - 1, r.response_ids, 0, temperature, given_NU[span], known_N[span])
-                for r, span in zip(rollouts, spans, strict=True)
-            ]
-            logps_NU = ask(llm, rollouts, questions, lora)
-            entries = (own.ids_NMS[:, member], own.logps_NMS[:, member])
-            entries = with_others(*entries, given_NU, logps_NU, kept_NU)
-            whole.ids_NMS[:, member], whole.logps_NMS[:, member] = entries
+            of_others[member] = self._ask(llm, rollouts, lora, 0, temperature, given_NU, known_N)
 
-        if n_teachers == 1:
-            return own
-        self._each(rollouts, visit)
+        self._each(rollouts, visit, [m for m in range(n_teachers) if m not in of_others])
+        for m in range(n_teachers) if rollouts else ():
+            given_NU, kept_NU = others_ids(own.ids_NMS, own.logps_NMS, m)
+            entries = (own.ids_NMS[:, m], own.logps_NMS[:, m])
+            whole.ids_NMS[:, m], whole.logps_NMS[:, m] = with_others(
+                *entries, given_NU, of_others[m], kept_NU
+            )
         return replace(whole, token_logps_NM=own.token_logps_NM)
 
     def _each(
-        self, rollouts: Sequence[Rollout], visit: Callable[[LLM, Base, int, LoRARequest | None], None]
+        self,
+        rollouts: Sequence[Rollout],
+        visit: Callable[[LLM, Base, int, LoRARequest | None], None],
+        members: Sequence[int] | None = None,
     ) -> None:
-        """Every teacher once, those whose weights an engine holds before the others."""
+        """Every teacher once, or those of `members`, where an engine holds the weights before the others."""
         longest = max((len(r.prompt_ids) + len(r.response_ids) for r in rollouts), default=0)
         for base in sorted(self.bases, key=lambda base: self._held.get(base.role) != base.path):
+            chosen = [one for one in base.members if members is None or one[0] in members]
+            if not chosen:
+                continue
             with exclusive(self.settings):
                 llm = self._engine(base)
                 limit = llm.model_config.max_model_len - (not self.pooled)  # which draws a token more
@@ -196,7 +269,7 @@ class VllmTeachers(Dropping):
                         f"score: a prompt and its response are {longest} tokens, expected at most {limit} "
                         f"({base.path})"
                     )
-                for member, lora in base.members if rollouts else ():
+                for member, lora in chosen if rollouts else ():
                     visit(llm, base, member, lora)
                 sleep(llm)
 

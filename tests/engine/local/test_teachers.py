@@ -45,6 +45,18 @@ def test_the_union_holds_every_value(temperature: float) -> None:
     assert teachers.score(ROLLOUTS, 0, 1.0, union=True).ids_NMS.shape[-1] == 0
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_given_ids_have_every_value(temperature: float) -> None:
+    models = [tiny_model(1), widened(tiny_model(2), 70)]
+    teachers = LocalTeachers(models, PACKING, VOCABULARY)
+    known_NM = teachers.score(ROLLOUTS, 0, temperature).token_logps_NM
+    ids_NMU = torch.randint(0, VOCABULARY, (len(known_NM), 2, 9), dtype=torch.int32)
+    found_NMU = teachers.given(ROLLOUTS, ids_NMU, known_NM, temperature)
+    for m, model in enumerate(models):
+        expected_NU = whole_logprobs(model, ROLLOUTS, temperature).gather(1, ids_NMU[:, m].long())
+        torch.testing.assert_close(found_NMU[:, m], expected_NU, rtol=0, atol=1e-4)
+
+
 def test_the_mixture_on_the_union_is_exact() -> None:
     from smopd.ops import teacher_mixture
 

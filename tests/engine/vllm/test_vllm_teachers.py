@@ -179,6 +179,57 @@ def test_the_union_of_adapters(serve, expected) -> None:
     check_union(topk, [expected[name] for name in names], 3, BOUND)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_given_ids_have_every_value(temperature: float, serve, expected) -> None:
+    names = ["untied", "padded", "adapter1", "base"]
+    teachers = serve(*names)
+    known_NM = teachers.score(ROLLOUTS, 0, temperature).token_logps_NM
+    ids_NMU = torch.randint(0, VOCABULARY, (len(known_NM), len(names), 9), dtype=torch.int32)
+    found_NMU = teachers.given(ROLLOUTS, ids_NMU, known_NM, temperature)
+    for m, name in enumerate(names):
+        wanted_NU = at(expected[name], temperature).gather(1, ids_NMU[:, m].long())
+        torch.testing.assert_close(found_NMU[:, m], wanted_NU, rtol=0, atol=BOUND)
+    with pytest.raises(ValueError, match="union is True, expected False on the route prompt_logprobs"):
+        serve("untied", route="prompt_logprobs").given(ROLLOUTS, ids_NMU[:, :1], known_NM[:, :1], 1.0)
+
+
+def test_the_last_of_a_union_is_asked_once(serve, expected, monkeypatch) -> None:
+    """It has its kappa largest and the others' ids in one pass; each of the others has two."""
+    from smopd.engine.vllm import teachers as vllm_teachers
+
+    kinds = []
+    actual = vllm_teachers.ask
+
+    def ask(llm, rollouts, questions, lora):
+        kinds.append((questions[0].kappa, questions[0].given_TU is not None))
+        return actual(llm, rollouts, questions, lora)
+
+    monkeypatch.setattr(vllm_teachers, "ask", ask)
+    names = ["untied", "other", "base"]
+    teachers = serve(*names, engines=1, role="asked once")
+    for _ in range(2):
+        kinds.clear()
+        check_union(
+            teachers.score(ROLLOUTS, 4, 1.0, union=True), [expected[name] for name in names], 4, BOUND
+        )
+        assert kinds == [(4, False), (4, False), (4, True), (0, True), (0, True)]
+    assert teachers.score(ROLLOUTS, 0, 1.0, union=True).ids_NMS.shape[-1] == 0
+
+
+def test_the_product_of_adapters_and_their_base(serve, expected) -> None:
+    from smopd.ops import teacher_product
+
+    names, kappa = ["adapter0", "adapter1", "base"], 5
+    topk = serve(*names).score(ROLLOUTS, kappa, 1.0, union=True)
+    found = teacher_product(topk.ids_NMS, topk.logps_NMS, torch.ones(2), kappa)
+    first, second, base = (expected[name].double() for name in names)
+    logq_NV = first + second - base
+    for n, ids in enumerate(topk.ids_NMS[:, 0].tolist()):
+        union = [i for i, logp in zip(ids, topk.logps_NMS[n, 0].tolist(), strict=True) if logp > -torch.inf]
+        best = logq_NV[n, union].log_softmax(-1).topk(kappa).values
+        torch.testing.assert_close(found.logps_NS[n].double(), best, rtol=0, atol=4 * BOUND)
+
+
 @pytest.mark.parametrize("route", ROUTES)
 def test_equal_and_long_sequences_in_small_chunks(route: str, serve) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -305,22 +356,25 @@ def test_teachers_in_a_process_of_their_own(folder: Path, expected) -> None:
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs /proc/self/clear_refs")
-@pytest.mark.parametrize("given", [None, 32], ids=["kappa16", "given32"])
-def test_the_pooler_never_holds_tokens_times_vocabulary(given: int | None) -> None:
+@pytest.mark.parametrize(
+    ("given", "kappa"), [(None, 16), (32, 0), (32, 16)], ids=["kappa16", "given32", "kappa16-given32"]
+)
+def test_the_pooler_never_holds_tokens_times_vocabulary(given: int | None, kappa: int) -> None:
     n_tokens, n_vocab, n_hidden = 768, 151_936, 8
     logits_bytes = 4 * n_tokens * n_vocab
     weight_VD, hidden_ND = torch.randn(n_vocab, n_hidden), torch.randn(n_tokens, n_hidden)
     pooler = TeacherPooler(("test",), None, n_vocab, weight_VD, None)
     ids_N = torch.randint(n_vocab, (n_tokens,), dtype=torch.int32)
-    asked = Question(0, ids_N, 16, 0.7)
+    asked = Question(0, ids_N, kappa, 0.7)
     if given is not None:
         given_NU = torch.randint(n_vocab, (n_tokens, given), dtype=torch.int32)
-        asked = replace(asked, kappa=0, given_TU=given_NU, token_logps_T=torch.zeros(n_tokens))
+        known_N = None if kappa else torch.zeros(n_tokens)
+        asked = replace(asked, given_TU=given_NU, token_logps_T=known_N)
 
     def answer() -> Tensor:
         return pooler._answers([hidden_ND], [asked])[0]
 
-    assert answer().shape == (n_tokens, 2 * 16 + 1 if given is None else given)
+    assert answer().shape == (n_tokens, (2 * kappa + 1 if kappa else 0) + (given or 0))
     assert peak_bytes(lambda: hidden_ND @ weight_VD.T, "cpu") > 0.9 * logits_bytes  # else it measures nothing
     assert peak_bytes(answer, "cpu") < CHUNK_BYTES_CPU + (16 << 20) < logits_bytes / 2
 
