@@ -5,8 +5,11 @@
 `POST /score?kappa=16&temperature=1.0&dtype=float16` takes and gives safetensors: `tokens` (all prompts and
 responses, one behind the other) and `lengths` (R, 2) come in; `ids_NS` int32, `logps_NS` in the dtype that
 was asked for and `token_logps_N` fp32 go out, with how many ids were `dropped` because they only pad the
-teacher's vocabulary. An answer depends on nothing asked before, so a request may be sent again. What is no
-request is answered by status 400, one of more than LARGEST_REQUEST bytes by 413.
+teacher's vocabulary. `POST /given?temperature=1.0&dtype=float16` takes `ids_NU` int32 and the sampled tokens'
+own `token_logps_N` too, and gives these ids' `logps_NU`: by it a union over several servers is exact.
+
+An answer depends on nothing asked before, so a request may be sent again. What is no request is answered by
+status 400, one of more than LARGEST_REQUEST bytes by 413.
 
 Where the environment variable SMOPD_SERVER_TOKEN is set, every request must bring it (`Authorization: Bearer
 TOKEN`), and clients with the same variable do. There is no encryption: it is for a network of your own.
@@ -19,6 +22,7 @@ import hmac
 import json
 import os
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,7 +40,7 @@ from smopd.engine import distributed
 from smopd.engine.local.teachers import LocalTeachers, read_adapter
 from smopd.engine.models.loading import load_tokenizer
 from smopd.engine.remote.client import TOKEN
-from smopd.engine.remote.wire import BINARY, pack_answer, unpack_request
+from smopd.engine.remote.wire import BINARY, pack_answer, pack_values, unpack_given, unpack_request
 from smopd.engine.settings import VllmSettings
 
 if TYPE_CHECKING:
@@ -62,18 +66,33 @@ def application(teacher: LocalTeachers | VllmTeachers, path: str, vocabulary: in
             dropped = teacher.dropped - before
         return pack_answer(top.ids_NMS[:, 0], top.logps_NMS[:, 0], top.token_logps_NM[:, 0], dtype, dropped)
 
-    async def on_score(request: Request) -> Response:
+    def given(content: bytes, temperature: float, dtype: torch.dtype) -> bytes:
+        rollouts, ids_NU, token_logps_N = unpack_given(content, vocabulary)
+        with one_at_a_time:
+            logps_NMU = teacher.given(rollouts, ids_NU[:, None], token_logps_N[:, None], temperature)
+        return pack_values(logps_NMU[:, 0], dtype)
+
+    async def answered(request: Request, answer: Callable[..., bytes], *options: int) -> Response:
+        """What `answer` makes of the content, `options`, a temperature and a dtype."""
         asked = request.query_params
+        content = await _content(request, LARGEST_REQUEST)
+        dtype, temperature = DTYPES[asked.get("dtype", "float32")], float(asked.get("temperature", 1.0))
+        if not TEMPERATURES[0] <= temperature <= TEMPERATURES[1]:
+            raise ValueError(f"temperature is {temperature:g}, expected one in {list(TEMPERATURES)}")
+        made = await run_in_threadpool(answer, content, *options, temperature, dtype)
+        return Response(made, media_type=BINARY)
+
+    async def on_score(request: Request) -> Response:
         try:
-            content = await _content(request, LARGEST_REQUEST)
-            dtype = DTYPES[asked.get("dtype", "float32")]
-            kappa, temperature = int(asked["kappa"]), float(asked.get("temperature", 1.0))
-            if not TEMPERATURES[0] <= temperature <= TEMPERATURES[1]:
-                raise ValueError(f"temperature is {temperature:g}, expected one in {list(TEMPERATURES)}")
-            answer = await run_in_threadpool(score, content, kappa, temperature, dtype)
+            return await answered(request, score, int(request.query_params["kappa"]))
         except (KeyError, ValueError, SafetensorError) as error:
             return PlainTextResponse(f"{type(error).__name__}: {error}", 400)
-        return Response(answer, media_type=BINARY)
+
+    async def on_given(request: Request) -> Response:
+        try:
+            return await answered(request, given)
+        except (KeyError, ValueError, SafetensorError) as error:
+            return PlainTextResponse(f"{type(error).__name__}: {error}", 400)
 
     async def on_tokenize(request: Request) -> Response:
         try:
@@ -93,6 +112,7 @@ def application(teacher: LocalTeachers | VllmTeachers, path: str, vocabulary: in
     return Starlette(
         routes=[
             Route("/score", on_score, methods=["POST"]),
+            Route("/given", on_given, methods=["POST"]),
             Route("/tokenize", on_tokenize, methods=["POST"]),
             Route("/describe", on_describe),
             Route("/health", on_describe),

@@ -1,5 +1,7 @@
 """Teachers at URLs: our own server (teacher_server.py, binary) or a `vllm serve` (JSON, temperature 1).
 
+A union takes a second round: each teacher's servers, ours alone, are asked about the ids of the others.
+
 Every server is asked at the start, and again when it comes back, what kind it is and whether it fits: its
 tokenizer, and one answer as it will be wanted.
 """
@@ -17,12 +19,19 @@ import torch
 from torch import Tensor
 
 from smopd.engine.local.teachers import empty_topk
-from smopd.engine.local.union import Dropping, without_padding
+from smopd.engine.local.union import Dropping, others_ids, with_others, without_padding
 from smopd.engine.models.loading import UnusableModel
 from smopd.engine.models.packing import flat_offsets
 from smopd.engine.remote.client import Client
 from smopd.engine.remote.servers import NOT_AN_ANSWER, Refused, RetryPolicy, Servers, ServerUnavailable
-from smopd.engine.remote.wire import BINARY, check_values, pack_request, unpack_answer
+from smopd.engine.remote.wire import (
+    BINARY,
+    check_values,
+    pack_given,
+    pack_request,
+    unpack_answer,
+    unpack_values,
+)
 from smopd.engine.types import Rollout, TeacherTopK
 from smopd.kernels.checks import check_kappa
 
@@ -49,12 +58,12 @@ class RemoteTeachers(Dropping):
         urls: for each teacher its servers, which hold the same model.
         vocabulary: the student's.
         probe: of the student's tokenizer.
-        kappa, temperature: what will be asked for.
+        kappa, temperature, union: what will be asked for.
         dtype: of log-probabilities on the way, "float16" or "float32".
     Raises:
         NoServer: a teacher has no server that answers.
         UnusableModel: a server has another tokenizer, gives too few log-probabilities, cannot serve the
-            temperature, or is of another kind than its teacher's first; says what to change.
+            temperature or the union, or is of another kind than its teacher's first; says what to change.
     """
 
     def __init__(
@@ -65,11 +74,12 @@ class RemoteTeachers(Dropping):
         kappa: int,
         temperature: float,
         *,
+        union: bool = False,
         dtype: str = "float32",
         patience: RetryPolicy | None = None,
     ):
         self.vocabulary, self.dtype = vocabulary, dtype
-        self.probe, self.kappa, self.temperature = probe, kappa, temperature
+        self.probe, self.kappa, self.temperature, self.union = probe, kappa, temperature, union
         self.teachers = [Servers(each, patience) for each in urls]
         self._models: dict[str, str] = {}
         self.ours = [self._probe(m) for m in range(len(self.teachers))]
@@ -83,8 +93,8 @@ class RemoteTeachers(Dropping):
     def score(
         self, rollouts: Sequence[Rollout], kappa: int, temperature: float, *, union: bool = False
     ) -> TeacherTopK:
-        if union:
-            raise ValueError("score: union is True, expected False for teachers at URLs")
+        if union and not self.union:
+            raise ValueError("score: union is True, expected False of teachers that were not made for it")
         check_kappa("score", kappa, self.vocabulary)
         rollouts = [rollout for rollout in rollouts if len(rollout.response_ids)]
         result = empty_topk(flat_offsets(rollouts)[-1], len(self.teachers), kappa, "cpu")
@@ -101,7 +111,46 @@ class RemoteTeachers(Dropping):
         if rollouts:
             with ThreadPoolExecutor(len(self.teachers), thread_name_prefix="teachers") as pool:
                 self.drop(sum(pool.map(ask, range(len(self.teachers)))))
-        return result
+        return self._union(rollouts, result, temperature) if union and kappa > 0 else result
+
+    def _union(self, rollouts: Sequence[Rollout], own: TeacherTopK, temperature: float) -> TeacherTopK:
+        """The second round."""
+        n_tokens, n_teachers, kappa = own.ids_NMS.shape
+        whole = empty_topk(n_tokens, n_teachers, n_teachers * kappa, "cpu")
+
+        def ask(m: int) -> None:
+            others_NU, kept_NU = others_ids(own.ids_NMS, own.logps_NMS, m)
+            logps_NU = self._given(
+                self.teachers[m], rollouts, others_NU, own.token_logps_NM[:, m], temperature
+            )
+            entries = (own.ids_NMS[:, m], own.logps_NMS[:, m])
+            whole.ids_NMS[:, m], whole.logps_NMS[:, m] = with_others(*entries, others_NU, logps_NU, kept_NU)
+
+        if rollouts:
+            with ThreadPoolExecutor(n_teachers, thread_name_prefix="teachers") as pool:
+                list(pool.map(ask, range(n_teachers)))
+        return TeacherTopK(whole.ids_NMS, whole.logps_NMS, own.token_logps_NM)
+
+    def _given(
+        self,
+        servers: Servers,
+        rollouts: Sequence[Rollout],
+        ids_NU: Tensor,
+        token_logps_N: Tensor,
+        temperature: float,
+    ) -> Tensor:
+        parts, items, begin = portions(rollouts), [], 0
+        for part in parts:
+            rows = slice(begin, begin := begin + flat_offsets(part)[-1])
+            items.append((part, ids_NU[rows], token_logps_N[rows]))
+
+        def ask(client: Client, item: _Given) -> httpx.Response:
+            return _ask_given(client, *item, temperature, self.dtype)
+
+        def read(answer: httpx.Response, item: _Given) -> Tensor:
+            return unpack_values(answer.content, *item[1].shape)
+
+        return torch.cat(servers.map(ask, items, read))
 
     def _binary(
         self, servers: Servers, rollouts: Sequence[Rollout], kappa: int, temperature: float
@@ -199,15 +248,25 @@ class RemoteTeachers(Dropping):
                     f"{self.vocabulary} (--vocabulary)"
                 )
             one = Rollout(ids[:1], torch.tensor(ids[-1:]), torch.zeros(1), 0, True)
+            given = ([one], torch.tensor([ids[:1]], dtype=torch.int32), torch.zeros(1))
             try:
                 servers.patiently(
                     url,
                     lambda client: _score(client, [one], self.kappa, self.temperature, self.dtype),
                     read=lambda answer: unpack_answer(answer.content, 1, self.kappa),
                 )
+                if self.union:
+                    servers.patiently(
+                        url, lambda client: _ask_given(client, *given, self.temperature, self.dtype)
+                    )
             except Refused as error:
                 raise UnusableModel(f"{name} cannot answer what will be asked ({error})") from error
             return True
+        if self.union:
+            raise UnusableModel(
+                f"{name} is a vLLM server, which cannot be asked about the other teachers' ids; serve it "
+                "with smopd.engine.teacher_server, or leave teachers.union and opd.support product"
+            )
         _require_temperature(url, self.temperature)
         model = self._models[url] = servers.patiently(
             url,
@@ -222,6 +281,9 @@ class RemoteTeachers(Dropping):
                 f"{self.kappa}, or lower opd.kappa ({error})"
             ) from error
         return False
+
+
+_Given = tuple[Sequence[Rollout], Tensor, Tensor]  # with ids (N, U) and the tokens' own values (N,)
 
 
 def portions(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
@@ -252,6 +314,22 @@ def _score(
         "/score",
         params={"kappa": kappa, "temperature": temperature, "dtype": dtype},
         content=pack_request(rollouts),
+        headers={"content-type": BINARY},
+    )
+
+
+def _ask_given(
+    client: Client,
+    rollouts: Sequence[Rollout],
+    ids_NU: Tensor,
+    token_logps_N: Tensor,
+    temperature: float,
+    dtype: str,
+) -> httpx.Response:
+    return client.post(
+        "/given",
+        params={"temperature": temperature, "dtype": dtype},
+        content=pack_given(rollouts, ids_NU, token_logps_N),
         headers={"content-type": BINARY},
     )
 

@@ -1,6 +1,6 @@
 """What goes between a teacher's server and its clients: safetensors, no Python object a token.
 
-Shapes: R responses, N response tokens in flat order, S = kappa entries.
+Shapes: R responses, N response tokens in flat order, S = kappa entries, U ids that are asked for.
 """
 
 from __future__ import annotations
@@ -25,6 +25,28 @@ def pack_request(rollouts: Sequence[Rollout]) -> bytes:
     return save(
         {"tokens": torch.cat(pieces).int(), "lengths": torch.tensor(lengths, dtype=torch.int32).view(-1, 2)}
     )
+
+
+def pack_given(rollouts: Sequence[Rollout], ids_NU: Tensor, token_logps_N: Tensor) -> bytes:
+    """A request for the log-probabilities of ids, beside the sampled tokens' own as they are known."""
+    more = {"ids_NU": ids_NU.int().contiguous(), "token_logps_N": token_logps_N.float().contiguous()}
+    return save(load(pack_request(rollouts)) | more)
+
+
+def unpack_given(content: bytes, vocabulary: int) -> tuple[list[Rollout], Tensor, Tensor]:
+    """Raises as unpack_request."""
+    rollouts, tensors = unpack_request(content, vocabulary), load(content)
+    n_tokens = sum(len(rollout.response_ids) for rollout in rollouts)
+    ids_NU, token_logps_N = tensors["ids_NU"], tensors["token_logps_N"]
+    if ids_NU.dtype != torch.int32 or ids_NU.dim() != 2 or len(ids_NU) != n_tokens:
+        raise ValueError(
+            f"ids_NU is {ids_NU.dtype} {tuple(ids_NU.shape)}, expected torch.int32 ({n_tokens}, U)"
+        )
+    if bool(((ids_NU < 0) | (ids_NU >= vocabulary)).any()):
+        raise ValueError(f"ids_NU holds ids outside [0, {vocabulary})")
+    _require("token_logps_N", token_logps_N, (n_tokens,), (torch.float32,))
+    check_logprobs("token_logps_N", token_logps_N)
+    return rollouts, ids_NU, token_logps_N
 
 
 def unpack_request(content: bytes, vocabulary: int) -> list[Rollout]:
@@ -78,9 +100,7 @@ def unpack_answer(content: bytes, n_tokens: int, kappa: int) -> tuple[Tensor, Te
         ("token_logps_N", (n_tokens,), (torch.float32,)),
         ("dropped", (), (torch.int64,)),
     ):
-        found = tensors[name]
-        if found.shape != shape or found.dtype not in dtypes:
-            raise ValueError(f"{name} is {found.dtype} {tuple(found.shape)}, expected {dtypes[0]} {shape}")
+        _require(name, tensors[name], shape, dtypes)
     answer = tensors["ids_NS"], tensors["logps_NS"].float(), tensors["token_logps_N"]
     dropped = int(tensors["dropped"])
     most = n_tokens * (kappa + 1)
@@ -88,6 +108,23 @@ def unpack_answer(content: bytes, n_tokens: int, kappa: int) -> tuple[Tensor, Te
         raise ValueError(f"dropped is {dropped}, expected 0 to {most}")
     check_values(*answer, may_be_empty=dropped > 0)
     return *answer, dropped
+
+
+def pack_values(logps_NU: Tensor, dtype: torch.dtype) -> bytes:
+    return save({"logps_NU": logps_NU.to(dtype).cpu().contiguous()})
+
+
+def unpack_values(content: bytes, n_tokens: int, n_given: int) -> Tensor:
+    """(N, U) fp32. Raises as unpack_answer."""
+    logps_NU = load(content)["logps_NU"]
+    _require("logps_NU", logps_NU, (n_tokens, n_given), (torch.float16, torch.float32))
+    check_logprobs("logps_NU", logps_NU)
+    return logps_NU.float()
+
+
+def _require(name: str, found: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    if found.shape != shape or found.dtype not in dtypes:
+        raise ValueError(f"{name} is {found.dtype} {tuple(found.shape)}, expected {dtypes[0]} {shape}")
 
 
 def check_values(

@@ -186,6 +186,7 @@ def remote_teachers(settings: Settings, urls: Sequence[str], vocabulary: int) ->
         Probe(PROBE_TEXT, tuple(ids), n_tokens(tokenizer)),
         settings.opd.kappa,
         settings.kl_temperature,
+        union=settings.unites,
         dtype=settings.remote.logprobs_dtype,
         patience=patience(settings),
     )

@@ -174,10 +174,6 @@ REMOTE = [{"model": "http://a:1", "reward": "a"}, {"model": "http://b:1", "rewar
             "remote.transfer_folder: is of the transfer by files, remote.transfer is nccl",
         ),
         ({"teachers": {"models": [TEACHERS[0], REMOTE[1]]}}, "got teachers at URLs and others"),
-        (
-            {"teachers": {"models": REMOTE, "union": True}},
-            "teachers.union: is not served by teachers at URLs",
-        ),
         ({"teachers": VLLM_ROUTE, "opd": {"temperature": 0.7}}, "temperature 1 alone, the KL's is 0.7"),
         ({"teachers": {**VLLM_ROUTE, "union": True}}, "teachers.union: needs the pooler route"),
         (
