@@ -63,6 +63,25 @@ def test_ours_serves_other_temperatures(served):
     torch.testing.assert_close(found.logps_NMS, expected.logps_NMS, rtol=0, atol=1e-4)
 
 
+def test_ours_gives_its_part_of_a_union(served):
+    path, vocabulary, probe, (plain, ours) = served
+    rollouts = ragged_rollouts(3)
+    two = [[ours], [ours]]
+    remote = RemoteTeachers(two, vocabulary, probe, KAPPA, 0.7, union=True, patience=QUICK)
+    found = remote.score(rollouts, KAPPA, 0.7, union=True)
+    expected = load_teachers([path, path], PACKING, vocabulary, torch.float32)
+    expected = expected.score(rollouts, KAPPA, 0.7, union=True)
+    assert found.ids_NMS.equal(expected.ids_NMS)
+    torch.testing.assert_close(found.logps_NMS, expected.logps_NMS, rtol=0, atol=1e-4)
+    ids_NU, known_N = expected.ids_NMS[:, 0, :5] + 1, expected.token_logps_NM[:, 0]
+    values = remote._given(remote.teachers[0], rollouts, ids_NU, known_N, 0.7)
+    local = load_teachers([path], PACKING, vocabulary, torch.float32)
+    wanted = local.given(rollouts, ids_NU[:, None], known_N[:, None], 0.7)[:, 0]
+    torch.testing.assert_close(values, wanted, rtol=0, atol=1e-4)
+    with pytest.raises(UnusableModel, match="is a vLLM server, which cannot be asked about"):
+        RemoteTeachers([[ours], [plain]], vocabulary, probe, KAPPA, 1.0, union=True, patience=QUICK)
+
+
 def test_what_vllms_cannot_serve_is_refused_at_the_start(served):
     _, vocabulary, probe, (plain, ours) = served
     with pytest.raises(UnusableModel, match=rf"gives no {KAPPA + 1} log-probabilities .*--max-logprobs"):

@@ -182,6 +182,9 @@ LORA = {"student": {"lora": {"rank": 32, "alpha": 64}}}
 LORA_TEACHERS = {"runs": {name: {"set": LORA} for name in ("accuracy_teacher", "format_teacher")}}
 
 
+PRODUCT = {"runs": {"student": {"set": {"opd": {"support": "product"}}}}}
+
+
 def held(run: dict[str, Any], what: str, column: str) -> int:
     return next((need["bytes"].get(column, 0) for need in run["needs"] if need["what"] == what), 0)
 
@@ -195,18 +198,36 @@ def held(run: dict[str, Any], what: str, column: str) -> int:
         ({"kl_ref": {"coef": 0.1}}, 3, 0),
         ({"kl_ref": {"coef": 0.1}, "runs": {"student": {"set": LORA}}}, 2, 0),
         ({"runs": {"student": {"set": {"kl_ref": {"coef": 0.1, "model": "format_teacher"}}}}}, 2, 0),
+        (PRODUCT, 3, 0),
+        (merged(PRODUCT, {"kl_ref": {"coef": 0.1}}), 3, 0),
+        (merged(PRODUCT, LORA_TEACHERS), 1, 2),
     ],
-    ids=["full", "lora", "lora-over-the-reference", "reference", "reference-under-the-student", "a-teacher"],
+    ids=[
+        *("full", "lora", "lora-over-the-reference", "reference", "reference-under-the-student", "a-teacher"),
+        *("product", "product-over-the-reference", "product-of-lora"),
+    ],
 )
 def test_frozen_models_are_counted_as_they_are_held(
     changes: dict[str, Any], models: int, adapters: int, tmp_path: Path, capsys
 ) -> None:
-    """LoRA teachers and their base stand once; the reference policy where nothing else holds it."""
+    """LoRA teachers and their base stand once; a reference of either kind where nothing else holds it."""
     _, found = run_plan(capsys, str(plan_recipe(tmp_path, "1.5B", changes)))
     parameters = QWEN["1.5B"][1]
     adapter = sizes_of(str(tmp_path / "qwen1.5B")).lora_parameters(32, ["all-linear"])
     expected = 4 * (models * parameters + adapters * adapter)
     assert held(found["runs"]["student"], "teachers' weights", "teachers") == expected
+
+
+def test_a_products_reference_gives_its_entries_too(tmp_path: Path, capsys) -> None:
+    rows = {}
+    for name, changes in (("mixture", {"teachers": {"union": True}}), ("product", PRODUCT)):
+        _, found = run_plan(capsys, str(plan_recipe(tmp_path, "1.5B", changes)))
+        rows[name] = held(found["runs"]["student"], "teachers' top-kappa", "teachers")
+        notes = [need["note"] for need in found["runs"]["student"]["needs"]]
+        assert ("2 teachers, their product's reference" in notes) == (name == "product"), notes
+    tokens = rows["mixture"] // (2 * (2 * 16 * 8 + 4))
+    assert rows["mixture"] == tokens * 2 * (2 * 16 * 8 + 4)
+    assert rows["product"] == tokens * 3 * (3 * 16 * 8 + 4)
 
 
 def test_the_reference_policy_shares_no_engine_with_teachers(tmp_path: Path, capsys) -> None:

@@ -48,6 +48,7 @@ SETTINGS = {
 
 PACKED, MANY = Packing(micro_batch_tokens=100_000), Packing(micro_batch_tokens=60)
 GATED = {"opd": {"gate": {"kind": "token"}}}
+PRODUCT = {"opd": {"support": "product", "gate": {"kind": "token"}, "product": {"clip": 2.0}}}
 REVERSE = {"opd": {"divergence": "reverse_kl_sampled", "gate": {"kind": "token"}}}
 SEQ_MEAN = {"loss": {"aggregation": "seq-mean-token-mean"}}
 CAPPED = {"loss": {"importance_cap": 1.5}}
@@ -77,6 +78,8 @@ VARIANTS = {
     "reverse-many": (MANY, REVERSE, {}),
     "gated-packed": (PACKED, GATED, {}),
     "gated-many": (MANY, GATED, {}),
+    "product-packed": (PACKED, PRODUCT, {}),
+    "product-many": (MANY, PRODUCT, {}),
     "capped-packed": (PACKED, CAPPED, {}),
     "capped-many": (MANY, CAPPED, {}),
     "clipped-packed": (PACKED, {}, CLIPPED),
@@ -214,7 +217,10 @@ def train(
         return result
 
     strategy.step, student.update = step, update
-    teachers = LocalTeachers([tiny_model(seed=1), tiny_model(seed=2)], packing, student.vocabulary)
+    scored = [tiny_model(seed=1), tiny_model(seed=2)]
+    if settings.opd.support == "product":
+        scored.append(tiny_model(seed=3))
+    teachers = LocalTeachers(scored, packing, student.vocabulary)
     with Recorder(folder, folder.name, settings, Numbers()) as recorder:
         optimise(
             Run(

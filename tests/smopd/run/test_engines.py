@@ -74,6 +74,29 @@ def test_a_lora_run_with_kl_ref_takes_its_own_base(tmp_path):
         assert abs(first["kl_ref"]) < 1e-4 < abs(second["kl_ref"]), run
 
 
+def test_the_product_of_lora_teachers_and_their_base_in_one_engine(tmp_path):
+    model, tokenizer = world_model(0)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    changes = {
+        "model": {"factory": None, "path": str(tmp_path / "model")},
+        "data": {"evaluation": None},
+        "teachers": {"engine": "vllm"},
+        "opd": {"support": "product", "kappa": 8},
+        "student": {"lora": LORA, "learning_rate": 1e-2},
+        "loss": {"entropy_coef": 0.1},  # moves the policy where no reward differs
+        "loop": {"steps": 2},
+        "runs": {"student": {"stage": "merge", "set": {"student": {"lora": None}}}},
+    }
+    result = train(write_recipe(tmp_path, changes, drop=("warm_start",)), "--output", "run")
+    assert result.returncode == 0, result.stderr
+    made = [line for line in result.stderr.splitlines() if line.startswith("vLLM ")]
+    assert len(made) == 1 and "teachers/0 engine for" in made[0], made
+    for line in metric_lines(tmp_path / "run/student"):
+        for m in range(2):
+            assert 1e-5 < abs(line[f"teacher_{m}/change"]) < 10, line
+
+
 @pytest.mark.slow
 def test_deepspeed_on_two_ranks(tmp_path):
     pytest.importorskip("deepspeed")

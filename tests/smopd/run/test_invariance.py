@@ -22,6 +22,7 @@ SAME = {
     "seq-mean-many": "seq-mean-packed",
     "reverse-many": "reverse-packed",
     "gated-many": "gated-packed",
+    "product-many": "product-packed",
     "capped-many": "capped-packed",
     "clipped-many": "clipped-packed",
     "one-prompt-many": "one-prompt-packed",
@@ -66,6 +67,8 @@ def test_the_comparison_can_fail(one):
         assert_same(one["capped-packed"], one["packed"])
     with pytest.raises(AssertionError):
         assert_same(one["gated-packed"], one["packed"])
+    with pytest.raises(AssertionError):
+        assert_same(one["product-packed"], one["packed"])
     with pytest.raises(AssertionError):
         assert_same(one["clipped-packed"], one["packed"])
     for update in one["packed"]:
