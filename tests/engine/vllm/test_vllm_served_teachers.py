@@ -73,7 +73,7 @@ def test_ours_gives_its_part_of_a_union(served):
     expected = expected.score(rollouts, KAPPA, 0.7, union=True)
     assert found.ids_NMS.equal(expected.ids_NMS)
     torch.testing.assert_close(found.logps_NMS, expected.logps_NMS, rtol=0, atol=1e-4)
-    ids_NU, known_N = expected.ids_NMS[:, 0, :5] + 1, expected.token_logps_NM[:, 0]
+    ids_NU, known_N = (expected.ids_NMS[:, 0, :5] + 1) % vocabulary, expected.token_logps_NM[:, 0]
     values = remote._given(remote.teachers[0], rollouts, ids_NU, known_N, 0.7)
     local = load_teachers([path], PACKING, vocabulary, torch.float32)
     wanted = local.given(rollouts, ids_NU[:, None], known_N[:, None], 0.7)[:, 0]
