@@ -86,7 +86,7 @@ ALARMS = (
     Alarm(
         lambda values, first: _number(values, "kl") > max(1.0, 5 * _number(first, "kl")),
         5,
-        "the KL to the teachers' mixture has grown to more than five times its first value: lower "
+        "the KL to the teachers' target has grown to more than five times its first value: lower "
         "student.learning_rate, or raise opd.coef",
     ),
 )

@@ -21,7 +21,15 @@ _SECTIONS = (
     ("held-out prompts, greedy", ("greedy/*",)),
     (
         "distillation",
-        ("kl", "reverse_kl", "teacher_mass", "student_mass", "teacher_*/top_kappa_mass", "opd_coef"),
+        (
+            "kl",
+            "reverse_kl",
+            "teacher_mass",
+            "student_mass",
+            "teacher_*/top_kappa_mass",
+            "teacher_*/change",
+            "opd_coef",
+        ),
     ),
     (
         "policy",
