@@ -56,7 +56,7 @@ def application(teacher: LocalTeachers | VllmTeachers, path: str, vocabulary: in
     """The ASGI application around one teacher, whose rows a client compares with its tokens."""
     adapter = read_adapter(path)
     tokenizer = load_tokenizer(adapter.base if adapter else path)
-    one_at_a_time = threading.Lock()
+    one_at_a_time, rows = threading.Lock(), min(teacher.rows, vocabulary)
 
     def score(content: bytes, kappa: int, temperature: float, dtype: torch.dtype) -> bytes:
         rollouts = unpack_request(content, vocabulary)
@@ -67,7 +67,7 @@ def application(teacher: LocalTeachers | VllmTeachers, path: str, vocabulary: in
         return pack_answer(top.ids_NMS[:, 0], top.logps_NMS[:, 0], top.token_logps_NM[:, 0], dtype, dropped)
 
     def given(content: bytes, temperature: float, dtype: torch.dtype) -> bytes:
-        rollouts, ids_NU, token_logps_N = unpack_given(content, vocabulary)
+        rollouts, ids_NU, token_logps_N = unpack_given(content, vocabulary, rows)
         with one_at_a_time:
             logps_NMU = teacher.given(rollouts, ids_NU[:, None], token_logps_N[:, None], temperature)
         return pack_values(logps_NMU[:, 0], dtype)
@@ -105,9 +105,7 @@ def application(teacher: LocalTeachers | VllmTeachers, path: str, vocabulary: in
         return JSONResponse({"tokens": tokens})
 
     async def on_describe(request: Request) -> Response:
-        return JSONResponse(
-            {"teacher": path, "vocabulary": vocabulary, "rows": min(teacher.rows, vocabulary)}
-        )
+        return JSONResponse({"teacher": path, "vocabulary": vocabulary, "rows": rows})
 
     return Starlette(
         routes=[

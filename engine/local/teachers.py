@@ -104,7 +104,7 @@ class LocalTeachers(Dropping):
     def score(
         self, rollouts: Sequence[Rollout], kappa: int, temperature: float, *, union: bool = False
     ) -> TeacherTopK:
-        check_kappa("score", kappa, min(self.vocabulary, self.rows))
+        check_kappa("score", kappa, self.shared)
         rollouts, outside_N = self.inside(rollouts)
         n_tokens, n_teachers = flat_offsets(rollouts)[-1], len(self.teachers)
         device = self.device
@@ -132,6 +132,7 @@ class LocalTeachers(Dropping):
     ) -> Tensor:
         """As `UnionTeacherEngine`."""
         device = self.device
+        rollouts, _ = self.inside(rollouts)
         ids_NMU, token_logps_NM = ids_NMU.to(device), token_logps_NM.to(device)
         result = torch.empty(ids_NMU.shape, device=device)
         for batch in pack(rollouts, self.packing):
@@ -167,8 +168,8 @@ class LocalTeachers(Dropping):
         )
         assert top.token_logp_N is not None  # ids were given
         ids_NS, logps_NS = top.ids_NS, top.logps_NS
-        if weight_VD.shape[0] > self.vocabulary:
-            ids_NS, logps_NS, dropped = without_padding(ids_NS, logps_NS, self.vocabulary)
+        if weight_VD.shape[0] > self.shared:
+            ids_NS, logps_NS, dropped = without_padding(ids_NS, logps_NS, self.shared)
             self.drop(dropped)
         return _Entries(hidden_ND, ids_NS, logps_NS, top.token_logp_N)
 

@@ -22,9 +22,16 @@ log = logging.getLogger(__name__)
 class Dropping:
     """Counts entries that were no tokens of both models, and says so once."""
 
-    dropped = 0
-    rows = 0
+    vocabulary: int
+    """The student's."""
+    rows: int
     """Of the teacher with the fewest."""
+    dropped = 0
+
+    @property
+    def shared(self) -> int:
+        """Ids below it are ones that the student and every teacher have: in a union each asks about all."""
+        return min(self.vocabulary, self.rows)
 
     def drop(self, entries: int) -> None:
         if entries > 0 and self.dropped == 0:

@@ -78,7 +78,7 @@ class RemoteTeachers(Dropping):
         dtype: str = "float32",
         patience: RetryPolicy | None = None,
     ):
-        self.vocabulary, self.dtype = vocabulary, dtype
+        self.vocabulary, self.rows, self.dtype = vocabulary, vocabulary, dtype
         self.probe, self.kappa, self.temperature, self.union = probe, kappa, temperature, union
         self.teachers = [Servers(each, patience) for each in urls]
         self._models: dict[str, str] = {}
@@ -95,7 +95,7 @@ class RemoteTeachers(Dropping):
     ) -> TeacherTopK:
         if union and not self.union:
             raise ValueError("score: union is True, expected False of teachers that were not made for it")
-        check_kappa("score", kappa, self.vocabulary)
+        check_kappa("score", kappa, self.shared)
         rollouts = [rollout for rollout in rollouts if len(rollout.response_ids)]
         result = empty_topk(flat_offsets(rollouts)[-1], len(self.teachers), kappa, "cpu")
 
@@ -103,7 +103,7 @@ class RemoteTeachers(Dropping):
             self._readmit(m)
             method = self._binary if self.ours[m] else self._json
             ids_NS, logps_NS, token_logps_N, away = method(self.teachers[m], rollouts, kappa, temperature)
-            ids_NS, logps_NS, here = without_padding(ids_NS, logps_NS, self.vocabulary)
+            ids_NS, logps_NS, here = without_padding(ids_NS, logps_NS, self.shared)
             result.ids_NMS[:, m], result.logps_NMS[:, m] = ids_NS, logps_NS
             result.token_logps_NM[:, m] = token_logps_N
             return away + here
@@ -242,6 +242,7 @@ class RemoteTeachers(Dropping):
             vocabulary, rows = described
             if rows < self.probe.tokens:
                 raise UnusableModel(f"{name} has {rows} rows, the student has {self.probe.tokens} tokens")
+            self.rows = min(self.rows, rows)
             if vocabulary != self.vocabulary:
                 raise UnusableModel(
                     f"{name} was started for a vocabulary of {vocabulary}, expected the student's "

@@ -33,8 +33,8 @@ def pack_given(rollouts: Sequence[Rollout], ids_NU: Tensor, token_logps_N: Tenso
     return save(load(pack_request(rollouts)) | more)
 
 
-def unpack_given(content: bytes, vocabulary: int) -> tuple[list[Rollout], Tensor, Tensor]:
-    """Raises as unpack_request."""
+def unpack_given(content: bytes, vocabulary: int, rows: int) -> tuple[list[Rollout], Tensor, Tensor]:
+    """rows: of the teacher, which the ids are below. Raises as unpack_request."""
     rollouts, tensors = unpack_request(content, vocabulary), load(content)
     n_tokens = sum(len(rollout.response_ids) for rollout in rollouts)
     ids_NU, token_logps_N = tensors["ids_NU"], tensors["token_logps_N"]
@@ -42,8 +42,8 @@ def unpack_given(content: bytes, vocabulary: int) -> tuple[list[Rollout], Tensor
         raise ValueError(
             f"ids_NU is {ids_NU.dtype} {tuple(ids_NU.shape)}, expected torch.int32 ({n_tokens}, U)"
         )
-    if bool(((ids_NU < 0) | (ids_NU >= vocabulary)).any()):
-        raise ValueError(f"ids_NU holds ids outside [0, {vocabulary})")
+    if bool(((ids_NU < 0) | (ids_NU >= rows)).any()):
+        raise ValueError(f"ids_NU holds ids outside [0, {rows})")
     _require("token_logps_N", token_logps_N, (n_tokens,), (torch.float32,))
     check_logprobs("token_logps_N", token_logps_N)
     return rollouts, ids_NU, token_logps_N

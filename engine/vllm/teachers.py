@@ -147,9 +147,9 @@ class VllmTeachers(Dropping):
                     of_others[member] = rest_NU
             else:
                 ids_NS, logps_NS, token_logp_N1 = prompt_logprobs(llm, together, kappa, lora)
-            if base.n_vocab > self.vocabulary:
-                self.drop(int((ids_NS[mine] >= self.vocabulary).sum()))
-                ids_NS, logps_NS, _ = without_padding(ids_NS, logps_NS, self.vocabulary)
+            if base.n_vocab > self.shared:
+                self.drop(int((ids_NS[mine] >= self.shared).sum()))
+                ids_NS, logps_NS, _ = without_padding(ids_NS, logps_NS, self.shared)
             result.ids_NMS[:, member], result.logps_NMS[:, member] = ids_NS, logps_NS
             result.token_logps_NM[:, member] = token_logp_N1[:, 0]
             asked.append(member)
@@ -281,7 +281,7 @@ class VllmTeachers(Dropping):
         return llm
 
     def _require(self, kappa: int, temperature: float, union: bool) -> None:
-        check_kappa("score", kappa, min(self.vocabulary, self.rows))
+        check_kappa("score", kappa, self.shared)
         if not self.pooled and temperature != 1:
             raise ValueError(
                 f"score: temperature is {temperature}, expected 1: the route prompt_logprobs serves no other"

@@ -106,6 +106,22 @@ def test_fewer_padded_rows_than_the_students_are_served() -> None:
     )
 
 
+def test_a_union_of_unequal_paddings_asks_each_for_what_all_have() -> None:
+    """The larger one likes an id best that the smaller has no row for."""
+    model, larger = tiny_model(1), widened(tiny_model(2), VOCABULARY + 7)
+    bias = torch.zeros(VOCABULARY + 7)
+    bias[VOCABULARY + 3] = 50.0
+    larger.lm_head.bias = torch.nn.Parameter(bias)
+    teachers = LocalTeachers([model, larger], PACKING, VOCABULARY + 7, tokens=VOCABULARY)
+    union = teachers.score(ROLLOUTS, 4, 1.0, union=True)
+    assert teachers.dropped >= len(union.ids_NMS)
+    assert int(union.ids_NMS.max()) < VOCABULARY
+    for m in range(2):
+        given = teachers.given(ROLLOUTS, union.ids_NMS[..., :4], union.token_logps_NM, 1.0)
+        live = union.logps_NMS[:, m, :4] > -torch.inf
+        torch.testing.assert_close(given[:, m][live], union.logps_NMS[:, m, :4][live], rtol=1e-4, atol=1e-4)
+
+
 def test_adapters_share_their_base(tmp_path: Path) -> None:
     adapters = save_adapters(tmp_path, tiny_model(4))
     paths = [adapters[1], tmp_path / "base", adapters[0]]
