@@ -1,0 +1,13 @@
+"""Every parser of what others write for a moment; for long: `python -m tests.fuzz all 600 SEED`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz import TARGETS, fuzz
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_nothing_but_its_own_mistakes_come_from_a_parser(name):
+    tried, found = fuzz(name, seconds=1.0, seed=1)
+    assert tried > 10 and not found, found
