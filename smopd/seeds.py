@@ -5,10 +5,12 @@ Each seed has its own run directory, OUTPUT/seed_N; finished seeds are not run a
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import tyro
@@ -40,8 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     folders = [options.output / f"seed_{seed}" for seed in options.seeds]
     for seed, folder in zip(options.seeds, folders, strict=True):
         arguments = [options.recipe, "--seed", str(seed), "--output", str(folder)]
-        code = subprocess.run([sys.executable, "-m", "smopd.train", *arguments], check=False).returncode
-        if code:
+        if code := run([sys.executable, "-m", "smopd.train", *arguments]):
             return code
     text = (
         markdown(over_seeds(settings, folders), table_columns(settings)) + "\n" + take_offs(settings, folders)
@@ -49,6 +50,24 @@ def main(argv: list[str] | None = None) -> int:
     write_atomically(options.output / "table.md", text.encode())
     print(text)
     return 0
+
+
+def run(command: list[str]) -> int:
+    """The exit status of `command`, which is given the signals that come here and time to end by them."""
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        if child is not None:
+            child.send_signal(number)
+
+    child = None
+    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        child = subprocess.Popen(command)
+        code = child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 128 - code if code < 0 else code
 
 
 def over_seeds(settings: Settings, folders: list[Path]) -> list[Row]:
