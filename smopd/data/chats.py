@@ -68,7 +68,12 @@ def tokenize_prompts(
             raise ValueError(f"{source}: prompts are chat messages, and no chat template is applied")
         return tokenizer(list(contents))["input_ids"]
     conversations = [_messages(content, system) for content in contents]
-    texts = tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=True)
+    try:
+        texts = tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # the template is the model's code, in a sandbox
+        raise ValueError(
+            f"{source}: the tokenizer's chat template fails ({type(error).__name__}: {error})"
+        ) from error
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 

@@ -39,6 +39,7 @@ class OtherSettings(RuntimeError):
     """The directory holds a run that was made with other settings."""
 
 
+UNKNOWN = "then nobody compares the settings"
 HARMLESS = ("output", "description", "processes", "log.", "checkpoint.", "scoring.", "loop.timeout_seconds")
 """Settings that change no result, but for rounding: a directory may be gone on with under others."""
 
@@ -139,7 +140,13 @@ def changes(folder: Path, settings: Settings, *, new: bool = True) -> dict[str, 
     config = folder / "config.yaml"
     if not config.exists():
         return {}
-    before = flat(yaml.safe_load(config.read_text()))
+    try:
+        before = flat(yaml.safe_load(config.read_text()))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise OtherSettings(
+            f"{config}: cannot be read ({why}); put it back, or remove it: {UNKNOWN}"
+        ) from None
     now = flat_of(settings)
     begun = tuple(f"runs.{name}." for name in settings.runs if (folder / name).exists())
     return {

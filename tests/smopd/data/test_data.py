@@ -231,6 +231,16 @@ def test_without_a_template_a_text_is_tokenised_as_it_is(write, tokenizer, plain
         load_prompts(write([{"prompt": CHAT}], "chat.jsonl"), plain_tokenizer)
 
 
+@pytest.mark.parametrize(
+    "template", ["{{ ''.__class__.__mro__ }}", "{% for i in range(10**9) %}{% endfor %}", "{{ 1/0 }}"]
+)
+def test_a_chat_template_that_fails_is_named(write, template):
+    tokenizer = world_tokenizer(vocabulary())
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match="the tokenizer's chat template fails"):
+        load_prompts(write(ROWS), tokenizer)
+
+
 def test_map_leaves_rows_out_and_keeps_source_numbers(tokenizer):
     prompts = load_prompts(f"{HERE}:some_rows", tokenizer, map=f"{HERE}:odd_ones", kwargs={"n": 6})
     assert (len(prompts), prompts.rows, prompts.mapped_out) == (3, 6, 3)

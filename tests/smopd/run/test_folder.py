@@ -6,7 +6,7 @@ import pytest
 
 from smopd.config.settings import Settings
 from smopd.engine.files import empty_partial, replace_folder
-from smopd.run.folder import Busy, claimed
+from smopd.run.folder import Busy, OtherSettings, claimed
 from tests.smopd.run.invariance_worker import SETTINGS
 
 MADE = Settings.model_validate(SETTINGS)
@@ -26,6 +26,13 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path, way):
     output = tmp_path / "out"
     output.write_text("") if way == "a file" else output.symlink_to(tmp_path / "absent")
     with pytest.raises(Busy, match=f"output: .*{output}"), claimed(output, MADE):
+        pass
+
+
+@pytest.mark.parametrize("content", [b"model: {path: [", b"\xff\xfe\x00\x01", b"- " * 5000 + b"["])
+def test_settings_that_cannot_be_read_are_named(tmp_path, content):
+    (tmp_path / "config.yaml").write_bytes(content)
+    with pytest.raises(OtherSettings, match=r"config\.yaml: cannot be read"), claimed(tmp_path, MADE):
         pass
 
 
