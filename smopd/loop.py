@@ -53,6 +53,13 @@ class Run:
     """The policy that kl_ref holds on to."""
     stop: Stop = field(default_factory=Stop)
 
+    @property
+    def bad_answers(self) -> int | None:
+        """Of the servers, to this rank, since the command began; None where no engine has servers."""
+        engines = (self.rollouts, self.teachers, self.reference)
+        counts = [count for each in engines if (count := getattr(each, "bad_answers", None)) is not None]
+        return sum(counts) if counts else None
+
 
 def optimise(run: Run) -> None:
     """Trains `run.student` to the end of its steps, from its newest checkpoint where there is one."""
@@ -92,7 +99,8 @@ def optimise(run: Run) -> None:
                 for part in batch.parts:
                     tokens = objective.loss_tokens(batch, part, adv_R, signals)
                     updates.append(student.update(part.rollouts, tokens, objective.loss_settings))
-            result = StepResult(step + 1, objective, batch, rewards, adv_R, kept_R, scores, signals, updates)
+            told = (adv_R, kept_R, scores, signals, updates, run.bad_answers)
+            result = StepResult(step + 1, objective, batch, rewards, *told)
             done.updated(partial(run.recorder.record, result, metrics))
 
             with metrics.phase("sync"):

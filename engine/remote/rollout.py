@@ -73,6 +73,10 @@ class RemoteRollout:
         servers.each(lambda client: client.get("/health"))
         distributed.on_first(self.weights.require_servable)
 
+    @property
+    def bad_answers(self) -> int:
+        return self.servers.bad_answers
+
     def generate(
         self, prompts: Sequence[Sequence[int]], groups: Sequence[int], sampling: Sampling
     ) -> list[Rollout]:

@@ -84,6 +84,10 @@ class RemoteTeachers(Dropping):
         self._models: dict[str, str] = {}
         self.ours = [self._probe(m) for m in range(len(self.teachers))]
 
+    @property
+    def bad_answers(self) -> int:
+        return sum(servers.bad_answers for servers in self.teachers)
+
     def overlaps(self, device: torch.device) -> bool:
         return True
 

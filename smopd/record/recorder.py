@@ -53,6 +53,8 @@ class StepResult:
     scores: TeacherScores
     signals: Signals
     updates: Sequence[Update]
+    bad_answers: int | None = None
+    """Of servers, since the command began; None without servers."""
 
 
 class Recorder:
@@ -128,6 +130,8 @@ class Recorder:
         values["opd_coef"] = result.objective.coef
         if scores.topk is not None:
             values["teachers/padding_entries"] = float(distributed.all_reduce(torch.tensor(scores.dropped)))
+        if result.bad_answers is not None:
+            values["servers/bad_answers"] = float(distributed.all_reduce(torch.tensor(result.bad_answers)))
         values["grad_norm"] = sum(update.grad_norm for update in updates) / len(updates)
         values["updates/skipped"] = float(sum(update.skipped for update in updates))
         values["micro_batches"] = float(sum(update.micro_batches for update in updates))

@@ -52,6 +52,7 @@ def train(folder: Path, device: torch.device, case: str = "") -> str:
     options = TrainSettings(learning_rate=1e-2, compute_dtype="float32", **dict(PACKING))
     student = Student(tiny_model(), options, device)
     rollouts = FixedRollouts()
+    rollouts.bad_answers = 2 + distributed.rank()
     teachers = LocalTeachers([tiny_model(seed=1), tiny_model(seed=2)], PACKING, student.vocabulary)
     call = case.removesuffix("-lagged")
     if call:  # weights are sent before the first step, and with a lag a batch is sampled before its step
@@ -82,6 +83,7 @@ def check(folder: Path, device: torch.device, case: str, done: int) -> None:
     assert not train(own, device)
     if case != "generate-lagged":  # what was to be sampled ahead is sampled by a newer policy
         assert metric_lines(own) == metric_lines(whole)
+        assert metric_lines(own)[-1]["servers/bad_answers"] == (5 if distributed.world_size() == 2 else 2)
     weights = [torch.load(each / f"weights_{distributed.rank()}.pt") for each in (own, whole)]
     assert weights[0].keys() == weights[1].keys()
     assert all(weights[0][name].equal(weights[1][name]) for name in weights[0]) or case == "generate-lagged"
