@@ -14,7 +14,9 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -75,6 +77,20 @@ def runs(process: int) -> bool:
 def end_with_caller() -> None:
     if CALLER in os.environ:
         end_with(int(os.environ[CALLER]))
+
+
+@contextmanager
+def interrupts_withheld() -> Iterator[None]:
+    """Processes that are started within it never see a SIGINT: a terminal sends one to all of a command's.
+
+    One that comes meanwhile is handled at the end.
+    """
+    resource_tracker.ensure_running()  # where it has to start, it takes the signal up again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def end_with(caller: int) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from smopd.engine import distributed
 from smopd.engine.models.sizes import ModelNumbers
+from smopd.engine.process import interrupts_withheld
 from smopd.engine.settings import VllmSettings
 from smopd.engine.vllm.environment import environment_of, undisturbed
 from smopd.engine.vllm.memory import EngineMemory, Gpu, engine_memory, vllm_arguments
@@ -195,7 +196,8 @@ def _make(
             own, taken = _memory(role, settings, model, sleeps, options)
             arguments |= {**own, "enable_sleep_mode": sleeps}
         arguments |= options
-        llm = vllm.LLM(**deepcopy(arguments))  # vLLM fills in what it is given, by which the engine is found
+        with interrupts_withheld() if settings.placement == "process" else nullcontext():
+            llm = vllm.LLM(**deepcopy(arguments))  # vLLM fills in what it is given: by that it is found
     if settings.placement == "colocated":  # it would leave, at exit, the process group that is left by then
         llm.llm_engine.engine_core._finalizer.atexit = False
     held = llm.llm_engine.vllm_config.cache_config

@@ -6,6 +6,7 @@ Tied and untied heads, one rank and two, in this process and in another, as full
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -199,29 +200,39 @@ def test_an_engine_in_its_own_process_takes_weights(saved, tied, monkeypatch):
 
 
 ALONE = """
-import sys, time
+import signal, sys, time
 from smopd.engine.settings import VllmSettings
+from smopd.engine.types import Sampling
 from smopd.engine.vllm.rollout import VllmRollout
 from tests.engine.tiny import END
 if __name__ == "__main__":
     settings = VllmSettings(placement="process", kv_cache_bytes=32 << 20, max_model_len=64)
     rollouts = VllmRollout(sys.argv[1], [END], settings)
+    signal.signal(signal.SIGINT, lambda *_: print("asked to end", flush=True))
     print("made", flush=True)
-    time.sleep(3600)
+    for line in sys.stdin:
+        made = rollouts.generate([(5, 9, 11)], [0], Sampling(temperature=0.0, max_new_tokens=4))
+        print(len(made), "sampled", flush=True)
 """
 
 
 @pytest.mark.slow
-def test_an_engine_ends_with_a_caller_that_is_killed(saved, tmp_path):
+def test_an_engine_outlives_a_terminals_interrupt_and_ends_with_a_caller_that_is_killed(saved, tmp_path):
     script = tmp_path / "alone.py"
     script.write_text(ALONE)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(script), str(saved(seed=0))]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as caller:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=env, start_new_session=True, **pipes) as caller:
         try:
             assert caller.stdout.readline() == "made\n"
             engines = below(caller.pid)
             assert engines
+            os.killpg(caller.pid, signal.SIGINT)
+            assert caller.stdout.readline() == "asked to end\n"
+            caller.stdin.write("go on\n")
+            caller.stdin.flush()
+            assert caller.stdout.readline() == "1 sampled\n"
         finally:
             caller.kill()
     deadline = time.monotonic() + HANG_SECONDS
