@@ -111,7 +111,7 @@ class Soak:
     def __init__(self, folder: Path, steps: int, seed: int):
         from smopd.worlds.models import world_model
 
-        self.folder, self.random = folder, random.Random(seed)
+        self.folder, self.steps, self.random = folder, steps, random.Random(seed)
         self.begin = time.monotonic()
         self.kills: Counter[str] = Counter()
         model, tokenizer = world_model(1)
@@ -209,7 +209,7 @@ class Soak:
                 except subprocess.TimeoutExpired:
                     pass
                 kind, step = kinds.pop(), self.step(output)
-                if kind == "stopped rank" and step == begun:  # before the loop a rank is waited for longer
+                if kind == "stopped rank" and not begun < step < self.steps:  # else it is waited for longer
                     kind = "rank"
                 if not self.hit(output, process, kind):
                     continue
