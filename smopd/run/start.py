@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from smopd.data.prompts import PromptSet, batch_indices
 from smopd.engine import distributed
 from smopd.engine.files import write_atomically
 from smopd.engine.models.loading import load_tokenizer
+from smopd.engine.protocols import RolloutEngine
 from smopd.engine.types import Sampling
-from smopd.merging.guard import Candidate, Rewards, candidates, given, judged
+from smopd.merging.guard import Candidate, Judged, Rewards, alone, best, given, judged, levels, nearest
 from smopd.merging.vectors import TaskVectors
 from smopd.record.progress import say
 from smopd.rewards.pool import RewardPool
@@ -62,30 +64,31 @@ class Starter:
 
     def guarded(self, guard: Guard) -> Candidate:
         """The guard's choice. What has been scored stands in merge.json, so a killed guard goes on."""
-        todo = candidates(self.merge)
         done: dict[str, Rewards] = distributed.on_first(self._read)
-        if missing := [each for each in todo if each.name not in done]:
-            for name, rewards in self._scored(guard, missing):
-                done[name] = rewards
-                self._write({"rows": [{"name": each, "rewards": done[each]} for each in done]})
-        rows, chosen = judged([(each, done[each.name]) for each in todo], self.merge.models, self.weights)
+        asked: list[Candidate] = []
+        score = self._scorer(guard)
+        chosen: Judged | None = None
+        for level in (alone(self.merge), *levels(self.merge)):
+            for each in level:
+                if each.name not in done:
+                    done[each.name] = score(each)
+                    self._write({"rows": [{"name": name, "rewards": done[name]} for name in done]})
+            asked += level
+            rows = judged([(each, done[each.name]) for each in asked], self.merge.models, self.weights)
+            chosen = best(rows[-len(level) :]) if len(asked) > len(level) else None
+            if chosen is not None:
+                break
+        else:
+            chosen = nearest(rows)
+        if chosen.excess > 0 and distributed.rank() == 0:
+            log.warning("%s: every start loses more than may_lose; the nearest is taken", self.folder)
         facts = {"chosen": chosen.candidate.name, "rollouts": guard.prompts * guard.samples}
         self._write({**facts, "weights": self.weights, "rows": [row.row() for row in rows]})
-        if chosen.out is not None and distributed.rank() == 0:
-            log.warning(
-                "%s: every start is out (may_lose); %s loses least too much",
-                self.folder,
-                chosen.candidate.name,
-            )
         return chosen.candidate
 
-    def _scored(self, guard: Guard, todo: list[Candidate]) -> Iterator[tuple[str, Rewards]]:
-        """Each candidate's mean rewards, the same on every rank; the engine takes it as a policy."""
+    def _scorer(self, guard: Guard) -> Callable[[Candidate], Rewards]:
+        """What gives a candidate's mean rewards, the same on every rank; the engine takes it as a policy."""
         settings = self.settings
-        whole = settings.model_copy(update={"student": settings.student.model_copy(update={"lora": None})})
-        engine = build.rollout_engine(whole, self.vectors.base.path, self.device, self.recipe)
-        tokenizer = load_tokenizer(self.vectors.base.path)
-        rewarder = Rewarder(self.pool, tokenizer, settings.scoring.max_unscorable_share)
         names = [reward.name for reward in settings.rewards]
         seed = settings.seed + SEED_OFFSET
         prompts = [self.prompts[i] for i in batch_indices(len(self.prompts), guard.prompts, 0, seed)]
@@ -96,14 +99,25 @@ class Starter:
             max_new_tokens=settings.rollout.max_new_tokens,
             seed=seed,
         )
-        for number, each in enumerate(todo, 1):
-            weights = self.vectors.merged(each.parts, each.method)
-            engine.load_weights(self.vectors.with_tied(weights), number)
-            found = means(names, answers(names, prompts, engine, rewarder, sampling))
-            unscored = [name for name in names if found[name] is None]
-            if unscored:
-                raise ValueError(f"guard: {unscored[0]} could score no response of {each.name}")
-            yield each.name, {name: found[name] or 0.0 for name in names}
+        rewarder = Rewarder(
+            self.pool, load_tokenizer(self.vectors.base.path), settings.scoring.max_unscorable_share
+        )
+
+        @cache
+        def engine() -> RolloutEngine:
+            whole = settings.student.model_copy(update={"lora": None})
+            own = settings.model_copy(update={"student": whole})
+            return build.rollout_engine(own, self.vectors.base.path, self.device, self.recipe)
+
+        def score(candidate: Candidate) -> Rewards:
+            weights = self.vectors.merged(candidate.parts, candidate.method)
+            engine().load_weights(self.vectors.with_tied(weights), engine().policy_version + 1)
+            found = means(names, answers(names, prompts, engine(), rewarder, sampling))
+            if unscored := [name for name in names if found[name] is None]:
+                raise ValueError(f"guard: {unscored[0]} could score no response of {candidate.name}")
+            return {name: found[name] or 0.0 for name in names}
+
+        return score
 
     def _read(self) -> dict[str, Rewards]:
         file = self.folder / TABLE
