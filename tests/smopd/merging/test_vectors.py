@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 from collections.abc import Sequence
@@ -161,7 +162,7 @@ def test_a_model_that_stores_the_tied_head_too_is_read(tmp_path: Path) -> None:
 
 
 def test_no_second_copy_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Base and two models of 64 MiB each; the peak over what was there before is a few tensors of 1 MiB."""
+    """Base and two models of 64 MiB each: the peak is less than one of them, parts of 4 MiB among it."""
     base = tiny_model(0)
     for i in range(3):
         base.save_pretrained(tmp_path / f"m{i}")
@@ -172,16 +173,16 @@ def test_no_second_copy_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(files, "PART_BYTES", 4 << 20)
     vectors = TaskVectors(str(tmp_path / "m0"), [str(tmp_path / "m1"), str(tmp_path / "m2")])
     parts = [Part(keep=0.1), Part()]
-    vectors.write(tmp_path / "warm", parts)  # what allocators keep
 
     def memory(name: str) -> int:
         found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
         return int(found[1]) // 1024 if found else 0
 
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before is no room to hide in
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
     before = memory("VmRSS")
     vectors.write(tmp_path / "out", parts)
-    assert memory("VmHWM") - before < 32
+    assert memory("VmHWM") - before < 48  # 32 measured; 129 where the merge is a list first
     assert (tmp_path / "out" / "model.safetensors.index.json").exists()
 
 
