@@ -63,9 +63,9 @@ STOREYS = {
         step
         objective
         record
-        loop report worlds evals integrations
+        loop report worlds evals integrations merging
         run
-        train seeds evaluate plan
+        train seeds evaluate plan merge
         __main__
     """,
 }
@@ -80,6 +80,7 @@ CORE = (
 CORE_LINES = 5_500
 WINGS = (
     "smopd.evals",
+    "smopd.merging",
     "smopd.plan",
     "smopd.report",
     "smopd.run",

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from bench.study.experiments import EXPERIMENTS
 from bench.study.measures import Spread, curve, final, finals, mean_of, spread, take_off
 from smopd.config.cli import read_settings
+from smopd.config.merging import models_of
 from smopd.config.schedule import BASE
 from smopd.config.settings import Settings
 
@@ -71,7 +72,7 @@ class Finished:
 
     def continues(self, run: str) -> bool:
         """Whether it starts where another run ended, so that when it took off says nothing of it."""
-        return self.settings.runs[run].init in self.settings.runs
+        return any(start in self.settings.runs for start in models_of(self.settings.runs[run].init))
 
     def takeoffs(self) -> dict[str, str]:
         """When the format's sampled mean first reached one half, by run: a step or "never" for each seed."""
@@ -134,7 +135,7 @@ def budgets(settings: Settings) -> dict[str, Budget]:
     needed: dict[str, set[str]] = {}
     own = {run: settings.resolved(run).loop.steps for run in settings.runs}
     for name, run in settings.runs.items():
-        direct = {run.init} if run.init in own else set()
+        direct = set(models_of(run.init)) & set(own)
         if run.stage == "merge":
             direct |= {teacher.model for teacher in settings.resolved(name).teachers.models} & set(own)
         needed[name] = direct.union(*(needed[other] for other in direct))

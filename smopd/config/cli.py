@@ -21,7 +21,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from smopd.config.errors import child, explain, kind_text, nearest, section_of
+from smopd.config.errors import branches, child, explain, kind_text, nearest, section_of
 from smopd.config.recipe import Keys, Mistakes, builtin, description, dotted, load, parse_value, write_yaml
 from smopd.config.schedule import BASE, Part, check_runs, output_directory, plan
 from smopd.config.settings import Settings
@@ -326,7 +326,8 @@ def _settings(path: str, field: FieldInfo) -> list[tuple[str, FieldInfo]]:
     kind = get_origin(field.annotation)
     many = ".N" if kind is list else ".NAME" if kind is dict else ""
     inside = [(f"{path}{many}.{name}", inner) for name, inner in section.model_fields.items()]
-    return [pair for inner_path, inner in inside for pair in _settings(inner_path, inner)]
+    alone = [(path, field)] if branches(field.annotation) else []
+    return alone + [pair for inner_path, inner in inside for pair in _settings(inner_path, inner)]
 
 
 def _kind(field: FieldInfo) -> str:

@@ -9,7 +9,7 @@ import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Tag, ValidationError
 from pydantic_core import ErrorDetails
 
 from smopd.config.recipe import Keys, dotted
@@ -44,8 +44,9 @@ def explain(error: ValidationError, origin: dict[Keys, str], prefix: Keys = ()) 
     """
     lines: dict[str, None] = {}
     for detail in error.errors(include_url=False):
-        keys, kind = locate(detail["loc"])
-        in_union = len(keys) < len(detail["loc"])
+        loc = _untagged(detail["loc"])
+        keys, kind = locate(loc)
+        in_union = len(keys) < len(loc)
         for text in _message(detail, keys, kind, in_union).split("\n"):
             own = _OWN_PATH.fullmatch(text) if detail["type"] == "value_error" else None
             inner: Keys = tuple(own[1].split(".")) if own else ()
@@ -70,6 +71,23 @@ def locate(loc: Keys) -> tuple[Keys, Any]:
             return (loc[: i + 1], None) if unknown else (loc[:i], kind)
         kind = inside
     return loc, kind
+
+
+def _untagged(loc: Keys) -> Keys:
+    """An error's location without the tags of union branches."""
+    kind: Any = Settings
+    kept: list[str | int] = []
+    for key in loc:
+        if key not in branches(kind):
+            kind = _inside(kind, key)
+            kept.append(key)
+    return tuple(kept)
+
+
+def branches(kind: Any) -> dict[str, Any]:
+    """The branches of a tagged union by their tags; none of another type."""
+    marked = [get_args(arg) for arg in get_args(kind) if get_origin(arg) is Annotated]
+    return {mark.tag: arg[0] for arg in marked for mark in arg[1:] if isinstance(mark, Tag)}
 
 
 def kind_text(kind: Any) -> str:
@@ -152,9 +170,11 @@ def _right_name(keys: Keys) -> str:
 
 
 def _bare(kind: Any) -> Any:
-    """`kind` without `| None` and annotations."""
+    """`kind` without `| None` and annotations; of a tagged union the branch that is a section."""
     if get_origin(kind) is Annotated:
         return _bare(get_args(kind)[0])
+    if tagged := [arg for arg in branches(kind).values() if isinstance(arg, type)]:
+        return next((arg for arg in tagged if issubclass(arg, BaseModel)), kind)
     if get_origin(kind) in (Union, types.UnionType):
         rest = [arg for arg in get_args(kind) if arg is not type(None)]
         return _bare(rest[0]) if len(rest) == 1 else kind

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,6 +12,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from smopd.config.errors import explain, line, nearest
+from smopd.config.merging import MergedStart, models_of
 from smopd.config.recipe import Keys
 from smopd.config.settings import Settings
 
@@ -25,13 +27,18 @@ class PlannedRun:
 
     name: str
     stage: str
-    init: str
+    init: str | MergedStart
     weights: dict[str, float]
     """The priority profile, by reward."""
     teachers: tuple[str, ...]
     steps: int
     done: bool
     """Whether the output directory says it is finished."""
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """The models that its first weights are made of."""
+        return models_of(self.init)
 
 
 def output_directory(settings: Settings) -> Path:
@@ -57,7 +64,7 @@ def ordered(settings: Settings) -> list[str]:
     late: list[str] = []
     for name, run in settings.runs.items():
         own = settings.resolved(name)
-        needs = {run.init, own.kl_ref.model, own.opd.product.reference}
+        needs = {*models_of(run.init), own.kl_ref.model, own.opd.product.reference}
         if run.stage == "merge":
             needs |= {teacher.model for teacher in own.teachers.models}
         if own.student.lora is not None or needs & set(late):
@@ -77,8 +84,9 @@ def product_reference(own: Settings, name: str) -> str | None:
         return None
     if own.opd.product.reference != "init":
         return own.opd.product.reference
-    starts = {own.runs[each.model].init for each in own.teachers.models if each.model in own.runs} or {BASE}
-    if len(starts) > 1:
+    taught = [own.runs[each.model].init for each in own.teachers.models if each.model in own.runs]
+    starts = {str(init) for init in taught} or {BASE}
+    if len(starts) > 1 or not all(isinstance(init, str) for init in taught):
         raise ValueError(f"the teachers started from {' and '.join(sorted(starts))}; name one")
     return starts.pop()
 
@@ -118,10 +126,22 @@ def check_runs(settings: Settings, origin: dict[Keys, str]) -> list[str]:
         if run.stage == "merge":
             wrong += _wrong_teachers(own, name, origin)
             wrong += _wrong_reference(own, name, origin)
+        for keys, model in merged_models(name, run.init):
+            wrong += _wrong_model(model, keys, own, name, origin)
         if own.kl_ref.coef > 0 and own.kl_ref.model != "init":
             own_prefix: Keys = prefix if "kl_ref" in run.set else ()
             wrong += _wrong_model(own.kl_ref.model, (*own_prefix, "kl_ref", "model"), own, name, origin)
     return list(dict.fromkeys(wrong))
+
+
+def merged_models(name: str, init: str | MergedStart) -> Iterator[tuple[Keys, str]]:
+    """The models of a run's merge, each with its setting."""
+    if isinstance(init, MergedStart):
+        keys: Keys = ("runs", name, "init", "merge")
+        if init.merge.base != BASE:
+            yield (*keys, "base"), init.merge.base
+        for i, each in enumerate(init.merge.models):
+            yield (*keys, "models", i, "model"), each.model
 
 
 def _wrong_teachers(own: Settings, name: str, origin: dict[Keys, str]) -> list[str]:
@@ -170,6 +190,8 @@ def _local_files(settings: Settings) -> dict[Keys, str]:
         named["teachers", "models", i, "model"] = teacher.model
     if settings.opd.support == "product":
         named["opd", "product", "reference"] = settings.opd.product.reference
+    for name, run in settings.runs.items():
+        named |= dict(merged_models(name, run.init))
     named["kl_ref", "model"] = settings.kl_ref.model if settings.kl_ref.coef > 0 else None
     return {keys: value for keys, value in named.items() if value and _PATH.fullmatch(value)}
 

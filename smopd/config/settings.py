@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from smopd.config.merging import Init, MergedStart
 from smopd.config.rules import contradictions
 from smopd.engine.settings import Dtype, Section, TrainSettings, Vllm
 from smopd.names import IMPORT_PATH, REWARD_ARGUMENTS, is_url
@@ -388,8 +389,8 @@ class RunSettings(Section):
     """One policy optimisation: a teacher, a student, or a control beside them."""
 
     stage: Stage
-    init: str = "base"
-    """`base`, or the name of an earlier run whose export this one starts from."""
+    init: Init = "base"
+    """`base`, the name of an earlier run whose export this one starts from, or a merge of several."""
     reward_weights: list[float] | None = None
     """The priority profile, one weight a reward; None takes the rewards' own."""
     label: str | None = None
@@ -492,7 +493,9 @@ class Settings(Section):
                 wrong.append("runs.base: 'base' names the starting model; choose another name")
             elif not _RUN_NAME.fullmatch(name):
                 wrong.append(f"runs.{name}: a run's name has letters, digits, '_' and '-' only")
-            if run.init not in earlier:
+            if isinstance(run.init, MergedStart):
+                wrong += [f"runs.{name}.init.merge.{line}" for line in run.init.merge.mistakes(rewards)]
+            elif run.init not in earlier:
                 wrong.append(f"runs.{name}.init: {run.init!r} is no earlier run, expected one of {earlier}")
             if run.reward_weights is not None and len(run.reward_weights) != len(rewards):
                 wrong.append(

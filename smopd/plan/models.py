@@ -142,8 +142,8 @@ class ModelReader:
 
     def of(self, own: Settings, name: str) -> Models:
         """Of the run `name`, whose resolved settings are `own`."""
-        student, run = self.base(), self.settings.runs[name]
-        teachers = own.teachers.models if run.stage == "merge" else []
+        student = self.base()
+        teachers = own.teachers.models if self.settings.runs[name].stage == "merge" else []
         whole: dict[str, ModelSizes] = {}
         adapters = 0
         for i, teacher in enumerate(teachers):
@@ -153,7 +153,7 @@ class ModelReader:
                 continue
             if teacher.model in self.settings.runs:
                 lora = self.settings.resolved(teacher.model).student.lora
-                base = teacher.model if lora is None else self.settings.runs[teacher.model].init
+                base = teacher.model if lora is None else self._start(teacher.model)
                 whole[self._place(base)] = student
                 adapters += 0 if lora is None else student.lora_parameters(lora.rank, lora.targets)
             elif (place / ADAPTER).is_file():
@@ -171,10 +171,11 @@ class ModelReader:
             whole[self._place(changed)] = student if ours else self._read(changed, "opd.product.reference")
         reference = None
         if own.kl_ref.coef > 0:
-            given = run.init if own.kl_ref.model == "init" else own.kl_ref.model
-            under_adapters = own.student.lora is not None and self._place(given) == self._place(run.init)
+            start = self._start(name)
+            given = start if own.kl_ref.model == "init" else own.kl_ref.model
+            under_adapters = own.student.lora is not None and self._place(given) == self._place(start)
             if not under_adapters and self._place(given) not in whole:
-                ours = given == BASE or given in self.settings.runs
+                ours = given in (BASE, start) or given in self.settings.runs
                 reference = student if ours else self._read(given, "kl_ref.model")
         n_scored = len(teachers) + (changed is not None)
         scorers = tuple(self._scorers(own))
@@ -188,6 +189,11 @@ class ModelReader:
                 sizes = self._read(str(given["model"]), f"rewards.{i}.kwargs.model")
                 tokens, longest = given.get("batch_tokens", BATCH_TOKENS), given.get("max_tokens", MAX_TOKENS)
                 yield Scorer(sizes, int(tokens), int(longest))
+
+    def _start(self, run: str) -> str:
+        """What a run starts from; a merge is a model of its own."""
+        init = self.settings.runs[run].init
+        return init if isinstance(init, str) else f"{run}/start"
 
     def _place(self, model: str) -> str:
         """The same for two names of one model."""

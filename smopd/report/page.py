@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from typing import Any
 
 from smopd.engine.files import write_atomically
 from smopd.record.alarms import alarms_of
@@ -23,6 +24,7 @@ class Report:
         rows, columns: of the table.
         settings_yaml: the resolved settings.
         metrics, samples, tokens: run -> lines of metrics.jsonl, samples.jsonl and tokens.jsonl.
+        merges: run -> merge.json, what its start was chosen from.
         teachers: their names, in the order of the token views.
     """
 
@@ -34,6 +36,7 @@ class Report:
     metrics: Mapping[str, Lines] = field(default_factory=dict)
     samples: Mapping[str, Lines] = field(default_factory=dict)
     tokens: Mapping[str, Lines] = field(default_factory=dict)
+    merges: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     teachers: Sequence[str] = ()
 
 
@@ -44,6 +47,7 @@ def write_report(path: str | os.PathLike[str], report: Report) -> None:
         html_table(report.rows, report.columns),
         *(f"<p>{escape(text)}</p>" for text in report.caption.split("\n\n") if text.strip()),
         _alarms(report.metrics, labels),
+        _merges(report.merges, labels),
         charts(report.metrics, labels),
         _phases(report.metrics, labels),
         tokens_html(report.tokens, report.teachers, labels),
@@ -62,6 +66,25 @@ def _alarms(metrics: Mapping[str, Lines], labels: Mapping[str, str]) -> str:
         for step, advice in alarms_of(lines)
     ]
     return f"<h2>To know</h2><ul>{''.join(items)}</ul>" if items else ""
+
+
+def _merges(merges: Mapping[str, Mapping[str, Any]], labels: Mapping[str, str]) -> str:
+    """What each guarded start was chosen from: every candidate's rewards, and why it is out."""
+    parts = []
+    for run, found in merges.items():
+        if "chosen" not in found:  # the guard was stopped
+            continue
+        rows = []
+        for each in found["rows"]:
+            verdict = "taken" if each["name"] == found["chosen"] else each["out"] or ""
+            values = {**each["rewards"], "weighted sum": each["score"]}
+            rows.append(Row(": ".join(filter(None, [each["name"], verdict])), each["name"], values))
+        about = f"{found['rollouts']} rollouts of training prompts each, before the first step."
+        parts.append(
+            f"<p>{escape(labels.get(run, run))}, {about}</p>"
+            + html_table(rows, [*found["weights"], "weighted sum"])
+        )
+    return f"<h2>Starts</h2>{''.join(parts)}" if parts else ""
 
 
 def _phases(metrics: Mapping[str, Lines], labels: Mapping[str, str]) -> str:

@@ -46,6 +46,11 @@ def summarise(settings: Settings, folder: Path) -> None:
         metrics=lines("metrics.jsonl"),
         samples=lines("samples.jsonl"),
         tokens=lines("tokens.jsonl"),
+        merges={
+            name: json.loads(path.read_text())
+            for name in settings.runs
+            if (path := folder / name / "merge.json").exists()
+        },
         teachers=[_label(settings, teacher.model) for teacher in settings.teachers.models],
     )
     try:

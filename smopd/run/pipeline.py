@@ -27,6 +27,7 @@ from smopd.engine.files import write_atomically
 from smopd.engine.models.loading import load_tokenizer, stored_dtype
 from smopd.engine.student.checkpoint import Checkpoints, export, require_whole
 from smopd.loop import Run, optimise
+from smopd.merging.vectors import TaskVectors
 from smopd.names import is_url, printable
 from smopd.record.progress import say
 from smopd.record.recorder import Recorder
@@ -38,6 +39,7 @@ from smopd.run.base import initial_model, make_base
 from smopd.run.failures import FAILURES, UnusableInput, naming
 from smopd.run.folder import claimed, mark_done, write_settings
 from smopd.run.inputs import Inputs, digests, log_inputs, read_inputs, require_data
+from smopd.run.start import Starter
 from smopd.step.held_out import evaluate_held_out
 from smopd.step.rewards import Rewarder
 from smopd.step.stop import Stop, Stopped
@@ -160,19 +162,19 @@ def do_runs(context: RunContext, command: Command) -> None:
 def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
     """One run of the recipe, from its start or its newest checkpoint to its export."""
     settings, folder = context.settings.resolved(run.name), context.folder / run.name
-    reference = run.init if settings.kl_ref.model == "init" else settings.kl_ref.model
-    frozen = {"kl_ref.model": reference} if settings.kl_ref.coef > 0 else {}
+    kl_ref = settings.kl_ref
+    frozen = {"kl_ref.model": kl_ref.model} if kl_ref.coef > 0 and kl_ref.model != "init" else {}
     if (changed := product_reference(settings, run.name)) is not None:
         frozen["opd.product.reference"] = changed
     settings_of = dict.fromkeys(run.teachers, "teachers.models") | {m: name for name, m in frozen.items()}
-    for needed in (run.init, *settings_of):
+    for needed in (*run.starts, *settings_of):
         if needed in settings.runs and not context.finished(needed):
             raise UnusableInput(
                 f"runs.{run.name}: needs the run {needed!r}, which is not finished; run it first"
             )
-    path = context.model_path(run.init)
-    for name in dict.fromkeys([run.init, *settings_of]):
+    for name in dict.fromkeys([*run.starts, *settings_of]):
         context.require_whole(name)
+    path = start_of(context, run, settings, inputs.train)
     tokenizer = load_tokenizer(path)
     for name, setting in settings_of.items():
         if name != BASE and name not in settings.runs and not is_url(name):
@@ -185,7 +187,8 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
     rollouts = build.rollout_engine(settings, path, context.device, context.settings)
     tokens = build.n_tokens(tokenizer)
     teachers = build.teacher_engine(settings, paths, student.vocabulary, context.device, tokens=tokens)
-    held = context.model_path(reference) if "kl_ref.model" in frozen else None
+    named = frozen.get("kl_ref.model")
+    held = context.model_path(named) if named else path if kl_ref.coef > 0 else None
     with Recorder(folder, run.name, settings, tokenizer) as recorder:
         optimise(
             Run(
@@ -212,6 +215,26 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
         )
     export(student, tokenizer, folder / "export", stored_dtype(path))
     mark_done(folder, {"steps": settings.loop.steps, "skipped_updates": student.skipped})
+
+
+def start_of(context: RunContext, run: PlannedRun, settings: Settings, prompts: PromptSet) -> str:
+    """Where the first weights of a run are: an earlier model's, or the merge that is made of several."""
+    if isinstance(run.init, str):
+        return context.model_path(run.init)
+    merge = run.init.merge
+    with naming(f"runs.{run.name}.init.merge"):
+        models = [context.teacher_path(each.model) for each in merge.models]
+        return Starter(
+            settings=settings,
+            recipe=context.settings,
+            merge=merge,
+            vectors=TaskVectors(context.model_path(merge.base), models, context.device),
+            weights=run.weights,
+            prompts=prompts,
+            pool=context.pool,
+            device=context.device,
+            folder=context.folder / run.name,
+        ).start()
 
 
 def evaluate(context: RunContext, name: str, held_out: PromptSet) -> None:

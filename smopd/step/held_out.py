@@ -51,32 +51,45 @@ def evaluate_held_out(
     names = [reward.name for reward in settings.rewards]
     values: dict[str, float | None] = {}
     items: list[dict[str, Any]] = []
-    mine = list(range(distributed.rank(), len(prompts), distributed.world_size()))
     for kind, sampling in kinds.items():
-        generate = partial(engine.generate, [prompts[i].token_ids for i in mine], mine, sampling)
-        rollouts = distributed.together(generate, (NoServer,))
-        answered = [prompts[i] for i in mine for _ in range(sampling.n)]
-        rewards = rewarder.score(answered, rollouts)
-        own = [
-            {
-                "prompt": prompt.index,
-                "kind": kind,
-                "response": text,
-                "finished": rollout.finished,
-                "rewards": {
-                    name: None if math.isnan(reward) else reward
-                    for name, reward in zip(names, values_K, strict=True)
-                },
-            }
-            for prompt, rollout, text, values_K in zip(
-                answered, rollouts, rewards.texts, rewards.rewards_RK.tolist(), strict=True
-            )
+        gathered = [
+            {"prompt": item["prompt"], "kind": kind} | item
+            for item in answers(names, prompts, engine, rewarder, sampling)
         ]
-        gathered = [item for share in distributed.gather_objects(own) for item in share]
-        gathered.sort(key=lambda item: item["prompt"])
         values |= {f"{kind}/{name}": value for name, value in means(names, gathered).items()}
         items += gathered
     return HeldOut(values, items)
+
+
+def answers(
+    names: Sequence[str],
+    prompts: Sequence[Prompt],
+    engine: RolloutEngine,
+    rewarder: Rewarder,
+    sampling: Sampling,
+) -> list[dict[str, Any]]:
+    """Every response of all ranks with its rewards, in order of the prompts; a collective call."""
+    mine = list(range(distributed.rank(), len(prompts), distributed.world_size()))
+    generate = partial(engine.generate, [prompts[i].token_ids for i in mine], mine, sampling)
+    rollouts = distributed.together(generate, (NoServer,))
+    answered = [prompts[i] for i in mine for _ in range(sampling.n)]
+    rewards = rewarder.score(answered, rollouts)
+    own = [
+        {
+            "prompt": prompt.index,
+            "response": text,
+            "finished": rollout.finished,
+            "rewards": {
+                name: None if math.isnan(reward) else reward
+                for name, reward in zip(names, values_K, strict=True)
+            },
+        }
+        for prompt, rollout, text, values_K in zip(
+            answered, rollouts, rewards.texts, rewards.rewards_RK.tolist(), strict=True
+        )
+    ]
+    gathered = [item for share in distributed.gather_objects(own) for item in share]
+    return sorted(gathered, key=lambda item: item["prompt"])
 
 
 def means(names: Sequence[str], items: Sequence[dict[str, Any]]) -> dict[str, float | None]:

@@ -382,7 +382,15 @@ def test_factory_models_are_planned_on_the_meta_device(capsys) -> None:
     status, found = run_plan(capsys, "quickstart", "--gpus", "2", "--gpu-memory", "8")
     assert (status, set(found["runs"])) == (
         0,
-        {"gdpo", "accuracy_teacher", "format_teacher", "smopd_paper", "smopd", "sequential"},
+        {
+            "gdpo",
+            "accuracy_teacher",
+            "format_teacher",
+            "smopd_paper",
+            "smopd",
+            "sequential",
+            "sequential_long",
+        },
     )
 
 

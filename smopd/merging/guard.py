@@ -1,0 +1,152 @@
+"""Which merge a run starts from: the candidates answer the same training prompts, and the rewards choose.
+
+A sum of task vectors can lose what one of its models alone has learned, and a few hundred rollouts show it:
+who lacks more than a stated share of a model's own gain in its reward, over the base, is out. The share is of
+a gain, so it asks the same of a reward from 0 to 1 as of one from -3 to 3.
+
+Trimming brings back what a sum lost, and costs what only training shows (docs/merging.md): so the whole sums
+are tried first, and less is kept only where none of them is in. Among equally whole ones the largest sum of
+rewards, by the run's weights, wins: it is what the run trains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+from smopd.config.merging import Merge, MergedModel
+from smopd.merging.vectors import Method, Part
+
+WHOLE, LEFT_OUT = Part(), Part(scale=0.0)
+BASE = "base"
+PLAIN = "plain sum"
+
+Rewards = dict[str, float]
+"""Mean reward by name."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A start that the guard may choose."""
+
+    name: str
+    parts: tuple[Part, ...]
+    """One a model."""
+    method: Method = "sum"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A candidate's rollouts, and what the guard says of them."""
+
+    candidate: Candidate
+    rewards: Rewards
+    score: float
+    """The rewards' sum by the run's weights."""
+    lost: dict[str, float | None]
+    """By model, the share of its own gain that the candidate lacks, negative where it has more; None where
+    the model gained nothing."""
+    excess: float
+    """What it lost beyond what it may, the largest over the models; 0 where the guard lets it in."""
+    out: str | None
+    """Why it cannot be taken."""
+
+    def row(self) -> dict[str, Any]:
+        """As merge.json has it."""
+        values = asdict(self)
+        del values["excess"]  # which may be infinite
+        return values.pop("candidate") | values
+
+
+def given(merge: Merge) -> list[Candidate]:
+    """Every choice of a scale, a share and what is left out, of each model: one where there is no guard."""
+    choices = [
+        [Part(*part) for part in product(each.scale, each.keep, each.leave_out)] for each in merge.models
+    ]
+    return [Candidate(_name(merge, parts), parts, merge.method) for parts in product(*choices)]
+
+
+def alone(merge: Merge) -> list[Candidate]:
+    """The base and each model whole: what the guard measures the sums by."""
+    n = len(merge.models)
+    parts = [tuple(WHOLE if i == j else LEFT_OUT for j in range(n)) for i in range(n)]
+    names = [f"{each.model} alone" for each in merge.models]
+    return [Candidate(BASE, (LEFT_OUT,) * n), *map(Candidate, names, parts)]
+
+
+def levels(merge: Merge) -> list[list[Candidate]]:
+    """The sums, from whole ones to the most trimmed: those of a level keep the same share of each model.
+
+    The plain sum is always among them; none stands twice.
+    """
+    seen = {(each.parts, each.method) for each in alone(merge)}
+    found: dict[tuple[float, ...], list[Candidate]] = {}
+    for each in [Candidate(PLAIN, (WHOLE,) * len(merge.models)), *given(merge)]:
+        if (each.parts, each.method) not in seen:
+            seen.add((each.parts, each.method))
+            found.setdefault(tuple(part.keep for part in each.parts), []).append(each)
+    return [found[kept] for kept in sorted(found, key=math.fsum, reverse=True)]
+
+
+def _name(merge: Merge, parts: Sequence[Part]) -> str:
+    shown = [
+        " ".join(
+            [each.model]
+            + ([f"{part.keep:.3g}"] if part.keep < 1 else [])
+            + ([f"x {part.scale:.3g}"] if part.scale != 1 else [])
+            + ([f"without {part.leave_out}"] if part.leave_out else [])
+        )
+        for each, part in zip(merge.models, parts, strict=True)
+    ]
+    return " + ".join(shown) + ("" if merge.method == "sum" else f" ({merge.method})")
+
+
+def judged(
+    rows: Sequence[tuple[Candidate, Rewards]], models: Sequence[MergedModel], weights: Rewards
+) -> list[Judged]:
+    """The guard's verdicts. A sum is in where it loses no more than it may of each model's gain, and has no
+    less than the base and each model have that are in.
+
+    Args:
+        rows: of `alone`, then of sums.
+        weights: the run's, by reward.
+    """
+    first = rows[: 1 + len(models)]
+    base, own = first[0][1], [rewards for _, rewards in first[1:]]
+    found: list[Judged] = []
+    for candidate, rewards in rows:
+        lost: dict[str, float | None] = {}
+        over: dict[str, float] = {}
+        for model, best in zip(models, own, strict=True):
+            if model.reward is None:
+                continue
+            gain = best[model.reward] - base[model.reward]
+            lacks = best[model.reward] - rewards[model.reward]
+            lost[model.model] = share = lacks / gain if gain > 0 else None
+            worst = share if share is not None else math.inf if lacks > 0 else 0.0
+            if model.may_lose is not None and worst > model.may_lose:
+                over[model.model] = worst - model.may_lose
+        out = "; ".join(f"lacks {_share(lost[name])} of what {name} gained" for name in over) or None
+        score = math.fsum(weight * rewards[name] for name, weight in weights.items())
+        better = [each for each in found[: len(first)] if each.out is None and each.score > score]
+        if out is None and len(found) >= len(first) and better:
+            out = f"has less than {better[0].candidate.name}"
+        found.append(Judged(candidate, rewards, score, lost, max(over.values(), default=0.0), out))
+    return found
+
+
+def best(rows: Sequence[Judged]) -> Judged | None:
+    """The first of those that are in with the largest score."""
+    return max((row for row in rows if row.out is None), key=lambda row: row.score, default=None)
+
+
+def nearest(rows: Sequence[Judged]) -> Judged:
+    """Where no sum is in: the one that goes least over what it may lose, and of equal ones the best."""
+    return min(rows, key=lambda row: (row.excess, -row.score))
+
+
+def _share(lost: float | None) -> str:
+    return "some" if lost is None else f"{lost:.0%}"

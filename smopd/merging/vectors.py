@@ -1,0 +1,432 @@
+"""Task vectors, what training changed of a base, summed over models: tensor by tensor, from safetensors.
+
+In memory are one tensor of the base and of each model, in fp32, and the part of a file that is being written.
+Sums are task arithmetic (arXiv 2212.04089), trimming and elected signs TIES (arXiv 2306.01708); overlaps
+averaged with the rest summed is RAM (arXiv 2601.13572), which finds that what RL changes is sparse.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from smopd.engine import distributed
+from smopd.engine.files import empty_partial, replace_folder
+from smopd.engine.local.teachers import read_adapter, same_place
+from smopd.engine.student.checkpoint import write_manifest
+from smopd.engine.weights.files import on_cpu, parts
+
+Method = Literal["sum", "ties", "ram"]
+
+WEIGHTS, ADAPTER_WEIGHTS = "model.safetensors", "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+INDEX = f"{WEIGHTS}.index.json"
+ADAPTED = "base_model.model."  # peft's, before a layer's name
+KEPT_OUT = ("*.safetensors", "*.bin", "*.index.json", "manifest.*", "adapter", "optimizer*", "training_args*")
+PLAIN_LORA = {
+    "use_dora": False,
+    "bias": "none",
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "fan_in_fan_out": False,
+}
+"""The adapters that are merged: what is otherwise is refused."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a merge takes of one model's change."""
+
+    scale: float = 1.0
+    """0 leaves the model out."""
+    keep: float = 1.0
+    """The share of each tensor's entries that stays, the largest by magnitude."""
+    leave_out: str = ""
+    """A pattern (re.search): a tensor whose name it matches stays the base's; none where it is empty."""
+
+    def takes(self, name: str) -> bool:
+        """Whether the model's change of the tensor `name` goes in."""
+        return not (self.leave_out and re.search(self.leave_out, name))
+
+
+class Source(Protocol):
+    """A model that was trained from the base."""
+
+    path: str
+
+    def change(self, name: str, base: Tensor) -> Tensor | None:
+        """Its tensor minus the base's (fp32), on the base's device; None where it changed nothing."""
+        ...
+
+
+class TaskVectors:
+    """Models and the base that they were trained from.
+
+    Args:
+        base, models: folders or hub ids with safetensors files, sharded or not; a model may be a folder with
+            a LoRA adapter in peft's format.
+        device: to compute on.
+    Raises:
+        ValueError: a model lacks a tensor of the base, has one more, or has one of another shape; or it is an
+            adapter of another base, or no plain LoRA. Names the model and the tensor.
+        FileNotFoundError: there are no such files.
+    """
+
+    def __init__(self, base: str, models: Sequence[str], device: torch.device | str = "cpu"):
+        self.base, self.device = ModelFiles(base), torch.device(device)
+        self._tied = tied_names(self.base)
+        self.models: list[Source] = []
+        for path in models:
+            adapter = read_adapter(path)
+            if adapter is None:
+                model = ModelFiles(path)
+                model.require_like(self.base, self._tied)
+                self.models.append(model)
+            else:
+                self.models.append(AdapterFiles(path, self.base))
+
+    def merged(self, chosen: Sequence[Part], method: Method = "sum") -> Iterator[tuple[str, Tensor]]:
+        """The merge's tensors by the base's names, in the base's dtypes, on the device.
+
+        One model alone, whole, is that model; nothing chosen is the base. Integers are the base's.
+        """
+        every = [(model, part) for model, part in zip(self.models, chosen, strict=True) if part.scale]
+        alone = every[0][0] if len(every) == 1 and every[0][1] == Part() else None
+        for name in self.base.shapes:
+            taken = [(model, part) for model, part in every if part.takes(name)]
+            stored = self.base.read(name)
+            if not taken or not stored.is_floating_point():
+                yield name, stored.to(self.device)
+                continue
+            if isinstance(alone, ModelFiles):
+                yield name, alone.read(name).to(self.device, stored.dtype)
+                continue
+            base = stored.to(self.device, torch.float32)
+            changes = [(model.change(name, base), part) for model, part in taken]
+            made = [(change, part) for change, part in changes if change is not None]
+            yield name, (base + combined(made, method) if made else base).to(stored.dtype)
+            del base, changes, made  # before the next one is read
+
+    def with_tied(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """`weights` with each tied tensor under all its names, as an engine takes them."""
+        for name, value in weights:
+            yield name, value
+            for other, held in self._tied.items():
+                if held == name:
+                    yield other, value
+
+    def write(self, folder: Path, chosen: Sequence[Part], method: Method = "sum") -> None:
+        """Writes the merge to `folder`, whole or not at all, with the base's configs and tokenizer.
+
+        A collective call; the first rank writes.
+        """
+
+        def write() -> Path:
+            partial = empty_partial(folder)
+            shutil.copytree(
+                self.base.folder, partial, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*KEPT_OUT)
+            )
+            write_shards(self.merged(chosen, method), partial)
+            return partial
+
+        partial = distributed.on_first(write)
+        write_manifest(partial, {})
+        if distributed.rank() == 0:
+            replace_folder(partial, folder, flushed=True)
+        distributed.barrier()
+
+
+def combined(changes: Sequence[tuple[Tensor, Part]], method: Method) -> Tensor:
+    """One tensor's changes (fp32) as one change.
+
+    sum: scaled, trimmed and added. ties: then of each entry the sign of the sum is elected, and those that
+    have it are averaged. ram: an entry that several models changed is averaged over them, another one stays.
+    """
+    total = torch.zeros_like(changes[0][0])
+    if method != "sum":
+        kept = [trimmed(change, part.keep) * part.scale for change, part in changes]
+        sign = sum(kept, total).sign() if method == "ties" else None
+        count = torch.zeros_like(total)
+        for change in kept:
+            agrees = change != 0 if sign is None else (change.sign() == sign) & (change != 0)
+            total = total + change * agrees
+            count += agrees
+        return total / count.clamp(min=1)
+    for change, part in changes:
+        total.add_(trimmed(change, part.keep), alpha=part.scale)
+    return total
+
+
+def trimmed(change: Tensor, keep: float) -> Tensor:
+    """`change` with its round(keep n) largest entries by magnitude, of equal ones the first, else zeros."""
+    n = round(keep * change.numel())
+    if n >= change.numel():
+        return change
+    size = change.abs().flatten()
+    if n == 0:
+        return torch.zeros_like(change)
+    least = nth_largest(size, n)
+    stays = size > least
+    equal = torch.nonzero(size == least)[: n - int(stays.sum()), 0]
+    stays[equal] = True
+    return change * stays.view_as(change)
+
+
+def nth_largest(values: Tensor, n: int) -> Tensor:
+    """The n-th largest of fp32 values that are not negative, exactly, in two passes and little memory.
+
+    Such floats are in the order of their bits: the upper halves are counted, then the lower ones of those
+    that share the upper half which holds the n-th.
+    """
+    bits = values.view(torch.int32)
+    found = 0
+    for shift, width in ((16, 15), (0, 16)):
+        counts = torch.zeros(1 << width, dtype=torch.int64, device=values.device)
+        for chunk in bits.split(1 << 24):
+            if shift == 0:
+                chunk = chunk[chunk >> 16 == found >> 16]
+            counts += torch.bincount(chunk >> shift & (1 << width) - 1, minlength=1 << width)
+        above = counts.flip(0).cumsum(0)
+        place = int(torch.searchsorted(above, n))
+        n -= int(above[place - 1]) if place else 0
+        found |= ((1 << width) - 1 - place) << shift
+    return torch.tensor(found, dtype=torch.int32, device=values.device).view(torch.float32)
+
+
+class ModelFiles:
+    """The tensors of a saved model by name; none is read before it is asked for.
+
+    Raises:
+        FileNotFoundError: the folder or hub id has no safetensors files.
+        ValueError: one cannot be read.
+    """
+
+    def __init__(self, path: str):
+        self.path, self.folder = path, folder_of(path)
+        index, whole = self.folder / INDEX, self.folder / WEIGHTS
+        if index.is_file():
+            with reading(path):
+                files = {str(file) for file in json.loads(index.read_text())["weight_map"].values()}
+        elif whole.is_file():
+            files = {WEIGHTS}
+        else:
+            raise FileNotFoundError(f"{path}: has no {WEIGHTS} and no {INDEX}, expected a saved model")
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._file: dict[str, Path] = {}
+        for file in sorted(files):
+            with reading(path), safe_open(self.folder / file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  no mapping
+                    self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+                    self._file[name] = self.folder / file
+
+    def read(self, name: str) -> Tensor:
+        with reading(self.path), safe_open(self._file[name], "pt") as opened:
+            return opened.get_tensor(name)
+
+    def change(self, name: str, base: Tensor) -> Tensor | None:
+        return self.read(name).to(base) - base
+
+    def require_like(self, base: ModelFiles, tied: Mapping[str, str]) -> None:
+        """Raises ValueError where this is not a model of the base's tensors; a tied one may stand twice."""
+        for name, shape in base.shapes.items():
+            if name not in self.shapes:
+                raise ValueError(f"{self.path}: lacks the tensor {name}, which the base {base.path} has")
+            if self.shapes[name] != shape:
+                raise ValueError(
+                    f"{self.path}: {name} has shape {self.shapes[name]}, the base {base.path} has {shape}"
+                )
+        for name in self.shapes:
+            if name in base.shapes:
+                continue
+            if name not in tied:
+                raise ValueError(f"{self.path}: has the tensor {name}, which the base {base.path} lacks")
+            if not torch.equal(self.read(name), self.read(tied[name])):
+                raise ValueError(
+                    f"{self.path}: {name} is not {tied[name]}, with which the base {base.path} ties it"
+                )
+
+
+class AdapterFiles:
+    """A LoRA adapter of the base: the change of a weight is its scaled B A."""
+
+    def __init__(self, path: str, base: ModelFiles):
+        self.path = path
+        self.adapter = LoraFiles(path)
+        if same_place(self.adapter.base) != same_place(base.path):
+            raise ValueError(
+                f"{path}: is an adapter of {self.adapter.base}, expected one of the base {base.path}"
+            )
+        for layer, (a_rD, b_Dr) in self.adapter.shapes.items():
+            name = f"{layer}.weight"
+            if base.shapes.get(name) != (b_Dr[0], a_rD[1]):
+                has = base.shapes.get(name, "no such tensor")
+                raise ValueError(
+                    f"{path}: adapts {name} as ({b_Dr[0]}, {a_rD[1]}), the base {base.path} has {has}"
+                )
+
+    def change(self, name: str, base: Tensor) -> Tensor | None:
+        layer = name.removesuffix(".weight")
+        if layer == name or layer not in self.adapter.shapes:
+            return None
+        a_rD, b_Dr = (half.to(base) for half in self.adapter.read(layer))
+        return (b_Dr @ a_rD).mul_(self.adapter.scale)
+
+
+class LoraFiles:
+    """The halves of a plain LoRA adapter in peft's format, by layer.
+
+    Raises:
+        ValueError: it is another kind of adapter, or trains more than its two halves.
+    """
+
+    def __init__(self, path: str):
+        found = read_adapter(path)
+        if found is None:
+            raise ValueError(f"{path}: has no {ADAPTER_CONFIG}, expected a LoRA adapter")
+        self.path, self.folder, self.base, self.config = path, found.folder, found.base, found.config
+        for setting, expected in PLAIN_LORA.items():
+            if (value := self.config.get(setting)) and value != expected:
+                raise ValueError(
+                    f"{path}: {setting} is {value!r}, expected {expected!r}: only plain LoRA is merged"
+                )
+        rank, alpha = int(self.config["r"]), float(self.config["lora_alpha"])
+        self.rank = rank
+        self.scale = alpha / rank**0.5 if self.config.get("use_rslora") else alpha / rank
+        self.shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        with reading(path), safe_open(self.folder / ADAPTER_WEIGHTS, "pt") as opened:
+            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        for name in shapes:
+            layer, half = name.removeprefix(ADAPTED), name.rpartition(".lora_")[2]
+            if half not in ("A.weight", "B.weight") or layer == name:
+                raise ValueError(
+                    f"{path}: has the tensor {name}, expected {ADAPTED}LAYER.lora_A.weight and lora_B"
+                )
+            layer = layer.rpartition(".lora_")[0]
+            try:
+                self.shapes[layer] = (shapes[self._name(layer, "A")], shapes[self._name(layer, "B")])
+            except KeyError as error:
+                raise ValueError(f"{path}: lacks the tensor {error.args[0]}") from None
+
+    def read(self, layer: str) -> tuple[Tensor, Tensor]:
+        """A (r, inputs) and B (outputs, r)."""
+        with reading(self.path), safe_open(self.folder / ADAPTER_WEIGHTS, "pt") as opened:
+            return opened.get_tensor(self._name(layer, "A")), opened.get_tensor(self._name(layer, "B"))
+
+    def _name(self, layer: str, half: str) -> str:
+        return f"{ADAPTED}{layer}.lora_{half}.weight"
+
+
+def merge_adapters(
+    models: Sequence[str], chosen: Sequence[Part], method: Method, folder: Path, base: str | None = None
+) -> None:
+    """Writes the sum of adapters of one base as an adapter, exactly: their ranks stand beside each other.
+
+    base: where it is now, if not where the first adapter says.
+
+    Raises:
+        ValueError: they are of several bases; or the merge is no sum of whole ones, which has no such form.
+    """
+    asked = [f"method {method}"] if method != "sum" else []
+    asked += [f"keep {part.keep:g}" for part in chosen if part.keep < 1]
+    asked += [f"leave_out {part.leave_out!r}" for part in chosen if part.leave_out]
+    if asked:
+        raise ValueError(
+            f"{asked[0]}: what is trimmed or elected is no product of two small matrices; sum the adapters "
+            "whole, or have the full weights written"
+        )
+    adapters = [LoraFiles(path) for path in models]
+    first = adapters[0]
+    for adapter in adapters:
+        if same_place(adapter.base) != same_place(first.base):
+            raise ValueError(
+                f"{adapter.path}: is an adapter of {adapter.base}, {first.path} is one of {first.base}"
+            )
+    halves: dict[str, Tensor] = {}
+    for layer in dict.fromkeys(layer for adapter in adapters for layer in adapter.shapes):
+        down, up = [], []
+        for adapter, part in zip(adapters, chosen, strict=True):
+            shapes = adapter.shapes.get(layer) or next(a.shapes[layer] for a in adapters if layer in a.shapes)
+            if layer in adapter.shapes:
+                a_rD, b_Dr = (half.float() for half in adapter.read(layer))
+            else:  # a layer that it does not adapt
+                a_rD, b_Dr = torch.zeros(adapter.rank, shapes[0][1]), torch.zeros(shapes[1][0], adapter.rank)
+            down.append(a_rD)
+            up.append(b_Dr * (adapter.scale * part.scale))
+        halves[f"{ADAPTED}{layer}.lora_A.weight"] = torch.cat(down)
+        halves[f"{ADAPTED}{layer}.lora_B.weight"] = torch.cat(up, 1)
+    rank = sum(adapter.rank for adapter in adapters)
+    targets = sorted({layer.rpartition(".")[2] for adapter in adapters for layer in adapter.shapes})
+    config = first.config | {"r": rank, "lora_alpha": rank, "target_modules": targets}
+    config |= {"use_rslora": False, "base_model_name_or_path": base or first.base}
+    partial = empty_partial(folder)
+    save_file(halves, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2))
+    replace_folder(partial, folder)
+
+
+def write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path) -> None:
+    """Safetensors files with `weights` in order, and the index where there are several."""
+    files: list[list[str]] = []
+    total = 0
+    for part in parts(weights):
+        tensors = {name: on_cpu(value) for name, value in part.items()}
+        total += sum(value.numel() * value.element_size() for value in tensors.values())
+        files.append(list(tensors))
+        save_file(tensors, folder / f"{len(files)}.part", metadata={"format": "pt"})
+        del part, tensors
+    names = (
+        [WEIGHTS]
+        if len(files) == 1
+        else [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
+    )
+    for i, name in enumerate(names):
+        (folder / f"{i + 1}.part").rename(folder / name)
+    if len(files) > 1:
+        placed = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
+        index = {"metadata": {"total_size": total}, "weight_map": placed}
+        (folder / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def tied_names(model: ModelFiles) -> dict[str, str]:
+    """Names of the model's tensors that its files leave out, each with the name that they hold it under."""
+    with reading(model.path), torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model.folder))
+    names: dict[int, list[str]] = {}
+    for name, value in empty.state_dict(keep_vars=True).items():
+        names.setdefault(id(value), []).append(name)
+    held = {
+        other: name for group in names.values() for name in group if name in model.shapes for other in group
+    }
+    return {other: name for other, name in held.items() if other not in model.shapes}
+
+
+def folder_of(path: str) -> Path:
+    """The folder of a model: `path` itself, or where the hub's files are kept, which may fetch them."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise FileNotFoundError(f"{path}: no such folder, expected a saved model, or a hub id")
+    return Path(snapshot_download(path, ignore_patterns=["*.bin", "*.pth", "*.gguf"]))
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """What cannot be read, in a line that names the model."""
+    try:
+        yield
+    except (SafetensorError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read ({error})") from error

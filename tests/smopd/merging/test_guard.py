@@ -1,0 +1,121 @@
+"""Which starts there are, and which one the guard takes of a table made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from smopd.config.merging import Merge
+from smopd.merging.guard import Judged, alone, best, given, judged, levels, nearest
+from smopd.merging.vectors import Part
+
+NAMES = ("accuracy", "format")
+
+
+def merge(accuracy: dict[str, Any] | None = None, form: dict[str, Any] | None = None, **values: Any) -> Merge:
+    models = [
+        {"model": "a", "reward": "accuracy", "keep": [1, 0.1], **(accuracy or {})},
+        {"model": "f", "reward": "format", "may_lose": 0.1, **(form or {})},
+    ]
+    return Merge.model_validate({"models": models, "guard": {}, **values})
+
+
+def judge(
+    table: dict[str, tuple[float, float]], given: Merge, weights: tuple[float, float] = (0.5, 0.5)
+) -> list[Judged]:
+    todo = [*alone(given), *(each for level in levels(given) for each in level)]
+    assert [each.name for each in todo] == list(table)
+    rows = [(each, dict(zip(NAMES, table[each.name], strict=True))) for each in todo]
+    return judged(rows, given.models, dict(zip(NAMES, weights, strict=True)))
+
+
+TABLE = {
+    "base": (-1.0, 0.0),
+    "a alone": (2.5, 0.0),
+    "f alone": (1.0, 0.9),
+    "plain sum": (2.4, 0.05),
+    "a 0.1 + f": (2.0, 0.85),
+}
+
+
+def test_who_lacks_too_much_of_a_gain_is_out() -> None:
+    rows = judge(TABLE, merge())
+    assert {row.candidate.name: row.out for row in rows} == {
+        "base": "lacks 100% of what f gained",
+        "a alone": "lacks 100% of what f gained",
+        "f alone": None,
+        "plain sum": "lacks 94% of what f gained",
+        "a 0.1 + f": None,
+    }
+    assert rows[4].lost == pytest.approx({"a": 0.5 / 3.5, "f": 0.05 / 0.9})
+    assert [row.score for row in rows] == pytest.approx([-0.5, 1.25, 0.95, 1.225, 1.425])
+    assert rows[3].excess == pytest.approx(0.85 / 0.9 - 0.1) and rows[4].excess == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "out"),
+    [
+        ({"f alone": (1.0, 0.95)}, "lacks 11% of what f gained"),  # 10.5% over 10%
+        ({"f alone": (1.0, 0.9)}, None),
+        ({"a 0.1 + f": (0.9, 0.9)}, "has less than f alone"),
+        ({"a 0.1 + f": (1.0, 0.9)}, None),
+        ({"base": (-1.0, 0.9)}, "lacks some of what f gained"),  # f gained nothing, and the sum is below it
+    ],
+)
+def test_a_sum_is_in_or_out(changes: dict[str, tuple[float, float]], out: str | None) -> None:
+    assert judge(TABLE | changes, merge())[4].out == out
+
+
+def test_the_runs_weights_choose_the_best() -> None:
+    table = TABLE | {"plain sum": (1.9, 0.9)}
+    for weights, name in (((0.5, 0.5), "a 0.1 + f"), ((0.1, 0.9), "plain sum")):
+        chosen = best(judge(table, merge(), weights)[3:])
+        assert chosen is not None and chosen.candidate.name == name
+    equal = best(judge(TABLE | {"plain sum": (1.95, 0.9)}, merge())[3:])
+    assert equal is not None and equal.candidate.name == "plain sum"  # the first
+    assert best(judge(TABLE, merge())[:2]) is None
+
+
+def test_where_no_sum_is_in_the_nearest_is_taken() -> None:
+    rows = judge(TABLE, merge({"may_lose": 0.1}))
+    assert all(row.out for row in rows) and nearest(rows).candidate.name == "a 0.1 + f"
+    assert rows[4].out == "lacks 14% of what a gained"
+    assert rows[0].out == "lacks 100% of what a gained; lacks 100% of what f gained"
+    rows = judge(TABLE | {"a 0.1 + f": (0.5, 0.9)}, merge())
+    assert nearest(rows).candidate.name == "f alone"
+
+
+def test_levels_go_from_the_whole_to_the_most_trimmed() -> None:
+    found = levels(merge({"keep": [0.1, 1, 0.4], "leave_out": ["", "self_attn"]}, {"keep": [0.5, 1]}))
+    assert [[each.name for each in level] for level in found] == [
+        ["plain sum", "a without self_attn + f"],
+        ["a + f 0.5", "a without self_attn + f 0.5"],
+        ["a 0.4 + f", "a 0.4 without self_attn + f"],
+        ["a 0.1 + f", "a 0.1 without self_attn + f"],
+        ["a 0.4 + f 0.5", "a 0.4 without self_attn + f 0.5"],
+        ["a 0.1 + f 0.5", "a 0.1 without self_attn + f 0.5"],
+    ]
+    assert found[3][1].parts == (Part(keep=0.1, leave_out="self_attn"), Part())
+
+
+def test_the_base_and_each_model_come_first() -> None:
+    found = alone(merge())
+    assert [(each.name, each.parts) for each in found] == [
+        ("base", (Part(0.0), Part(0.0))),
+        ("a alone", (Part(), Part(0.0))),
+        ("f alone", (Part(0.0), Part())),
+    ]
+
+
+def test_another_method_and_other_scales_stand_beside_the_plain_sum() -> None:
+    found = levels(merge({"scale": [0.5, 1]}, method="ties"))
+    assert [each.name for each in found[0]] == ["plain sum", "a x 0.5 + f (ties)", "a + f (ties)"]
+    assert [each.method for each in found[0]] == ["sum", "ties", "ties"]
+
+
+def test_one_model_alone_stands_once() -> None:
+    one = Merge.model_validate({"models": [{"model": "a", "keep": [0.2, 1]}], "guard": {}})
+    assert [each.name for each in alone(one)] == ["base", "a alone"]
+    assert [[each.name for each in level] for level in levels(one)] == [["a 0.2"]]
+    assert [each.name for each in given(one)] == ["a 0.2", "a"]

@@ -1,0 +1,193 @@
+"""Runs that start from a merge: the guard's table and choice, a stop on the way, two ranks, mistakes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from smopd.merging.vectors import Part, TaskVectors
+from smopd.run import start
+from tests.engine.tiny import tiny_model
+from tests.smopd.recipes import metric_lines, train, train_here, write_recipe
+
+MERGE: dict[str, Any] = {
+    "models": [
+        {"model": "accuracy_teacher", "reward": "accuracy", "keep": [1, 0.2]},
+        {"model": "format_teacher", "reward": "format", "may_lose": 0.1},
+    ],
+    "guard": {"prompts": 6, "samples": 3},
+}
+REWARDS = """
+def short(prompts, completions, **columns):
+    return [-len(text) / 20 for text in completions]
+
+def vowels(prompts, completions, **columns):
+    return [sum(letter in "aeiou" for letter in text) / max(len(text), 1) for text in completions]
+"""
+TAUGHT: dict[str, Any] = {
+    "rewards": [
+        {"name": "accuracy", "function": "two_rewards:short", "range": [-3, 3]},
+        {"name": "format", "function": "two_rewards:vowels", "range": [0, 1]},
+    ],
+    "student": {"learning_rate": 1.0e-2},
+}
+NAMES = [
+    "base", "accuracy_teacher alone", "format_teacher alone", "plain sum",
+    "accuracy_teacher 0.2 + format_teacher",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with the base and both teachers finished."""
+    folder = tmp_path_factory.mktemp("taught")
+    (folder / "two_rewards.py").write_text(REWARDS)
+    done = train_here(
+        write_recipe(folder, TAUGHT), "--output", "out", "--only", "accuracy_teacher", "format_teacher"
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "out"
+
+
+@pytest.fixture
+def place(tmp_path: Path, taught: Path) -> Callable[..., tuple[Path, Path]]:
+    """A recipe whose student starts from a merge, and a run directory with its teachers."""
+
+    def make(name: str = "out", **merge: Any) -> tuple[Path, Path]:
+        init = {"merge": {**deepcopy(MERGE), **merge}}
+        (tmp_path / "two_rewards.py").write_text(REWARDS)
+        recipe = write_recipe(tmp_path, TAUGHT | {"runs": {"student": {"stage": "control", "init": init}}})
+        shutil.copytree(taught, tmp_path / name)
+        return recipe, tmp_path / name
+
+    return make
+
+
+def test_a_guarded_start_is_the_best_of_its_table(place: Callable[..., tuple[Path, Path]]) -> None:
+    recipe, out = place()
+    done = train_here(recipe, "--output", "out")
+    assert done.returncode == 0, done.stderr
+    table = json.loads((out / "student" / "merge.json").read_text())
+    rows = {row["name"]: row for row in table["rows"]}
+    assert list(rows) == NAMES[:4] and table["rollouts"] == 18  # the whole sum is in, so none is trimmed
+    assert len({tuple(row["rewards"].values()) for row in rows.values()}) == len(rows)
+    assert table["chosen"] == "plain sum" and rows["plain sum"]["out"] is None
+    assert f"student starts from {table['chosen']}" in done.stdout
+
+    folders = [str(out / name / "export") for name in ("base", "accuracy_teacher", "format_teacher")]
+    vectors = TaskVectors(folders[0], folders[1:])
+    parts = [Part(**part) for part in rows[table["chosen"]]["parts"]]
+    written = load_file(out / "student" / "start" / "model.safetensors")
+    assert all(torch.equal(written[name], value) for name, value in vectors.merged(parts))
+
+    page = (out / "report.html").read_text()
+    assert f"{table['chosen']}: taken" in page and "18 rollouts of training prompts each" in page
+    assert "base: lacks 100% of what format_teacher gained" in page
+
+
+def test_a_stopped_guard_goes_on(
+    place: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strict = deepcopy(MERGE["models"])
+    strict[0]["may_lose"] = 1  # no sum is in: both levels are tried, and the nearest is taken
+    recipe, whole = place("whole", models=strict)
+    train_here(recipe, "--output", "whole")
+    table = json.loads((whole / "student" / "merge.json").read_text())
+    assert [row["name"] for row in table["rows"]] == NAMES and all(row["out"] for row in table["rows"])
+    assert table["chosen"] == "plain sum"
+    _, out = place("cut", models=strict)
+    scored: list[str] = []
+    merged = TaskVectors.merged
+
+    def counted(self: TaskVectors, chosen: Any, method: Any = "sum") -> Any:
+        scored.append(str(chosen))
+        return merged(self, chosen, method)
+
+    def torn(self: start.Starter, table: dict[str, Any]) -> None:
+        if len(table["rows"]) == 3:
+            raise KeyboardInterrupt
+        write(self, table)
+
+    write = start.Starter._write
+    monkeypatch.setattr(TaskVectors, "merged", counted)
+    monkeypatch.setattr(start.Starter, "_write", torn)
+    with pytest.raises(KeyboardInterrupt):
+        train_here(recipe, "--output", "cut")
+    assert len(scored) == 3 and not (out / "student" / "start").exists()
+    monkeypatch.setattr(start.Starter, "_write", write)
+    scored.clear()
+    assert train_here(recipe, "--output", "cut").returncode == 0
+    assert len(scored) == 3 + 1  # those that were not kept, and the start
+    assert (out / "student" / "merge.json").read_text() == (whole / "student" / "merge.json").read_text()
+    assert metric_lines(out / "student") == metric_lines(whole / "student")
+
+    scored.clear()
+    shutil.rmtree(out / "student" / "start")  # as if the kill came before it was whole
+    for name in ("done.json", "evaluation.json", "metrics.jsonl"):
+        (out / "student" / name).unlink()
+    shutil.rmtree(out / "student" / "checkpoints")
+    assert train_here(recipe, "--output", "cut").returncode == 0
+    assert len(scored) == 1
+    assert metric_lines(out / "student") == metric_lines(whole / "student")
+
+
+@pytest.mark.slow
+def test_two_ranks_share_the_rollouts_and_agree(place: Callable[..., tuple[Path, Path]]) -> None:
+    recipe, one = place("one")
+    assert train(recipe, "--output", "one", "--only", "student").returncode == 0
+    _, two = place("two")
+    done = train(recipe, "--output", "two", "--only", "student", ranks=2)
+    assert done.returncode == 0, done.stderr
+    tables = [json.loads((out / "student" / "merge.json").read_text()) for out in (one, two)]
+    assert tables[0]["chosen"] == tables[1]["chosen"]
+    for first, second in zip(*(table["rows"] for table in tables), strict=True):
+        assert first["rewards"] == pytest.approx(second["rewards"], abs=1e-9), first["name"]
+    assert done.stdout.count("student starts from") == 1
+    for name, value in load_file(one / "student" / "start" / "model.safetensors").items():
+        assert torch.equal(value, load_file(two / "student" / "start" / "model.safetensors")[name])
+
+
+def test_a_start_without_a_guard_is_the_merge_as_given(place: Callable[..., tuple[Path, Path]]) -> None:
+    models = [{"model": "accuracy_teacher", "keep": 0.3}, {"model": "format_teacher", "scale": 0.8}]
+    recipe, out = place(models=models, method="ties", guard=None)
+    kl_ref = ("--kl_ref.coef", "0.1")  # whose model is the run's start
+    (out / "config.yaml").unlink()
+    done = train_here(recipe, "--output", "out", "--only", "student", *kl_ref)
+    assert done.returncode == 0, done.stderr
+    folders = [str(out / name / "export") for name in ("base", "accuracy_teacher", "format_teacher")]
+    expected = TaskVectors(folders[0], folders[1:]).merged([Part(keep=0.3), Part(scale=0.8)], "ties")
+    written = load_file(out / "student" / "start" / "model.safetensors")
+    assert all(torch.equal(written[name], value) for name, value in expected)
+    lines = metric_lines(out / "student")
+    assert abs(lines[0]["kl_ref"]) < 1e-5 < abs(lines[-1]["kl_ref"])
+    assert not (out / "student" / "merge.json").exists()
+
+
+def test_mistakes_are_told_with_their_setting(place: Callable[..., tuple[Path, Path]]) -> None:
+    recipe, out = place()
+    (out / "format_teacher" / "done.json").unlink()
+    done = train_here(recipe, "--output", "out", "--only", "student")
+    assert done.returncode == 1
+    assert "runs.student: needs the run 'format_teacher', which is not finished" in done.stderr
+
+    recipe, _ = place("foreign", models=[{"model": str(tiny_model_in(out.parent))}], guard=None)
+    done = train_here(recipe, "--output", "foreign", "--only", "student")
+    assert done.returncode == 1
+    assert re.search(
+        r"error: runs.student.init.merge: \S+/other: \S+ has shape .*, the base .* has", done.stderr
+    )
+
+
+def tiny_model_in(folder: Path) -> Path:
+    """Another model of the same kind, in another size."""
+    tiny_model(0).save_pretrained(folder / "other")
+    return folder / "other"
