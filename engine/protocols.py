@@ -12,10 +12,6 @@ from torch import Tensor
 from smopd.engine.types import Rollout, Sampling, TeacherTopK
 
 
-class NoServer(RuntimeError):
-    """Every server of an engine has been taken out."""
-
-
 class RolloutEngine(Protocol):
     """Samples from its own copy of the policy; each rank has one and calls it on its own prompts."""
 

@@ -47,7 +47,7 @@ STOREYS = {
         ops
     """,
     "engine": """
-        types process files settings
+        types process files settings errors
         protocols models distributed
         student
         local weights

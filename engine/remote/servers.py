@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import httpx
 from safetensors import SafetensorError
 
-from smopd.engine.protocols import NoServer
+from smopd.engine.errors import NoServer
 from smopd.engine.remote.client import Client, TooLarge, authorization
 
 T = TypeVar("T")

@@ -184,7 +184,7 @@ class SafetyEvaluation(Evaluation):
 
     def prepare(self, suite: Safety) -> None:
         """Has both models score a chat, which loads them."""
-        from smopd.engine.protocols import NoServer
+        from smopd.engine.errors import NoServer
 
         for scorer in suite.scorers.values():
             try:

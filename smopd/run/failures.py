@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from smopd.engine.errors import NoServer
 from smopd.engine.files import FullDisk
-from smopd.engine.protocols import NoServer
 from smopd.engine.student.checkpoint import UnusableCheckpoint
 from smopd.engine.student.student import NonFiniteGradient
 from smopd.record.files import DamagedLog

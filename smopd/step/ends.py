@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from smopd.engine import distributed
-from smopd.engine.protocols import NoServer
+from smopd.engine.errors import NoServer
 from smopd.rewards.pool import RewardError
 
 

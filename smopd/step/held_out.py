@@ -11,7 +11,8 @@ from typing import Any
 from smopd.config.settings import Settings
 from smopd.data.prompts import Prompt
 from smopd.engine import distributed
-from smopd.engine.protocols import NoServer, RolloutEngine
+from smopd.engine.errors import NoServer
+from smopd.engine.protocols import RolloutEngine
 from smopd.engine.types import Sampling
 from smopd.step.rewards import Rewarder
 

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from smopd.engine.protocols import NoServer
+from smopd.engine.errors import NoServer
 from smopd.engine.remote.rollout import RemoteRollout
 from smopd.engine.remote.servers import RetryPolicy, Servers
 from smopd.engine.remote.weights import GENERATE

@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
+from smopd.engine.errors import NoServer
 from smopd.engine.local.teachers import load_teachers
 from smopd.engine.models.loading import UnusableModel
-from smopd.engine.protocols import NoServer
 from smopd.engine.remote.servers import NOT_AN_ANSWER, Refused, RetryPolicy
 from smopd.engine.remote.teachers import Probe, RemoteTeachers, _parse, portions
 from smopd.engine.remote.wire import pack_request, unpack_request

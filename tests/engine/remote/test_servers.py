@@ -19,7 +19,7 @@ import pytest
 
 import smopd.engine.remote.client as client_module
 import smopd.engine.remote.servers as servers_module
-from smopd.engine.protocols import NoServer
+from smopd.engine.errors import NoServer
 from smopd.engine.remote.servers import Refused, RetryPolicy, Servers, ServerUnavailable
 from tests.patience import HANG_SECONDS
 

@@ -17,7 +17,7 @@ import yaml
 
 pytest.importorskip("vllm")
 
-from smopd.engine.protocols import NoServer
+from smopd.engine.errors import NoServer
 from smopd.engine.remote.rollout import RemoteRollout
 from smopd.engine.remote.servers import Refused, RetryPolicy, Servers
 from smopd.engine.types import Sampling

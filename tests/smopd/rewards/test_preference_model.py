@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from smopd.engine.errors import NoServer
 from smopd.engine.models.loading import UnusableModel
 from smopd.engine.preference import LocalPreferenceModel, RemotePreferenceModel
-from smopd.engine.protocols import NoServer
 from smopd.engine.remote.servers import Refused, RetryPolicy
 from smopd.rewards import preference_model
 from smopd.rewards.pool import RewardPool, RewardSpec

@@ -12,8 +12,8 @@ import torch
 
 from smopd.config.settings import Settings, merged
 from smopd.engine import distributed
+from smopd.engine.errors import NoServer
 from smopd.engine.local.teachers import LocalTeachers
-from smopd.engine.protocols import NoServer
 from smopd.engine.settings import Packing, TrainSettings
 from smopd.engine.student.checkpoint import Checkpoints
 from smopd.engine.student.student import Student
