@@ -56,7 +56,7 @@ def test_tiles_are_what_was_asked(tile_bytes: int, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("column", [0, 5, 20], ids=lambda column: f"column{column}")
-@pytest.mark.parametrize("what", [torch.inf, -torch.inf, torch.nan], ids=str)
+@pytest.mark.parametrize("what", [torch.inf, -torch.inf, torch.nan, -3.4e38], ids=str)
 @pytest.mark.parametrize("name", ["merged-tail", "pooled", "two-temperatures", "entropy"])
 def test_rows_that_are_not_finite_are_as_in_the_reference(name: str, what: float, column: int) -> None:
     """One logit of each row but the first, and then all of them from that column on."""
