@@ -81,19 +81,6 @@ def test_rows_that_are_not_finite_are_as_in_the_reference(name: str, what: float
         torch.testing.assert_close(got_grad, want_grad, equal_nan=True, rtol=1e-5, atol=1e-6)
 
 
-def test_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_recompute, "MIN_PIECE", 8)
-    leaves = cases.head()
-    settings = LossSettings(entropy_coef=0.1, temperature=0.8)
-    tokens = cases.loss_tokens(cases.dense(*leaves), settings)
-
-    def loss(hidden, weight, bias):
-        options = {"bias_V": bias, "recompute": True, "chunk_bytes": 4 * 8 * 8}
-        return linear_smopd_loss(hidden, weight, tokens, settings, **options)[0]
-
-    assert torch.autograd.gradcheck(loss, leaves)
-
-
 def test_backward_twice_and_only_in_part() -> None:
     hidden, weight, bias = cases.head()
     tokens = cases.loss_tokens(cases.dense(hidden, weight, bias), LossSettings())
