@@ -21,7 +21,8 @@ FIRST = (
     "smopd/run/test_launch.py",
     "smopd/run/test_resume.py",
     "kernels/cpp/test_cpp_clones.py",
-    "kernels/triton/test_triton_topk.py",
+    "kernels/conformance/test_loss.py",
+    "kernels/conformance/test_forward_kl.py",
     "test_packaging.py",
     "smopd/run/test_invariance.py",
     "integrations/test_trl_ranks.py",
@@ -31,9 +32,11 @@ FIRST = (
     "smopd/plan/test_plan.py",
     "smopd/run/test_train.py",
     "integrations/test_trl_example.py",
+    "kernels/conformance/test_loss_hostile.py",
+    "kernels/conformance/test_topk.py",
+    "kernels/conformance/test_mixture.py",
+    "kernels/conformance/test_advantages.py",
     "kernels/triton/test_triton_large.py",
-    "kernels/triton/test_triton_loss.py",
-    "kernels/triton/test_triton_advantages.py",
     "bench/test_study_page.py",
     "bench/test_bench.py",
     # the engines'
@@ -85,6 +88,14 @@ def place(item: pytest.Item) -> int:
     return FIRST.index(file) if file in FIRST else len(FIRST)
 
 
+def of_triton(item: pytest.Item) -> bool:
+    """A file of Triton's own, or a test of all backends with Triton's name among its parameters."""
+    parameters = (
+        item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    )
+    return item.path.name.startswith("test_triton_") or parameters.get("backend") == "triton"
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
@@ -93,7 +104,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker("unproven"):
                 item.add_marker(pytest.mark.skip(reason="unproven yet (SMOPD_UNPROVEN=1 runs it)"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
-    native = [item for item in items if item.path.name.startswith("test_triton_") and item not in marked]
+    native = [item for item in items if of_triton(item) and item not in marked]
     if not (marked or native):
         return
     if has_gpu():

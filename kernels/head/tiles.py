@@ -115,7 +115,8 @@ def merge_(into_CN: Tensor, other: Tensor | tuple[Tensor, Tensor, Tensor]) -> No
     for part_peak_N, total_N, slope_N in (into_CN, other):
         shift_N = torch.where(part_peak_N == -torch.inf, 0.0, part_peak_N - peak_N)
         scale_N = shift_N.exp()
-        merged.append((total_N * scale_N, (slope_N + shift_N * total_N) * scale_N))
+        # A shift below the floor scales to 0, and -inf * 0 would be NaN.
+        merged.append((total_N * scale_N, (slope_N + shift_N.clamp(min=LOGP_FLOOR) * total_N) * scale_N))
     into_CN[0] = peak_N
     into_CN[1] = merged[0][0] + merged[1][0]
     into_CN[2] = merged[0][1] + merged[1][1]

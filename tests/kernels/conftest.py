@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+
+from smopd.kernels import dispatch
 
 
 @pytest.fixture
@@ -16,3 +19,37 @@ def poisoned_memory() -> Iterator[None]:
     assert bool(torch.empty(1000).isnan().all())
     yield
     torch.set_deterministic_debug_mode("default")
+
+
+@pytest.fixture
+def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's blocks are so small that a short row streams, and is partly held."""
+    from smopd.kernels.triton import loss
+
+    monkeypatch.setattr(loss, "_configuration", lambda *_, **__: loss._Configuration(1, 8, 2))
+
+
+@pytest.fixture
+def all_pairs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter pays for each operation: only a test that is about it compares slots in parts."""
+    if dispatch._has_triton():
+        from smopd.kernels.triton import loss
+
+        if not loss._NATIVE:
+            monkeypatch.setattr(loss, "_PAIRS", 1 << 20)
+
+
+@pytest.fixture
+def each_number_of_threads() -> Iterator[Callable[..., list]]:
+    """What a call gives on one, two and three threads."""
+    before = torch.get_num_threads()
+
+    def results(call: Callable[[], Any], counts: tuple[int, ...] = (1, 2, 3)) -> list:
+        found = []
+        for count in counts:
+            torch.set_num_threads(count)
+            found.append(call())
+        return found
+
+    yield results
+    torch.set_num_threads(before)

@@ -1,25 +1,293 @@
-"""The truth of the kernels' tests, in float64, and inputs of the public operations.
+"""The truth of the kernels' tests, in float64, and how far from it a result may be.
 
-The public operations, and with them the reference, are held to bench/harness/objective.py, which shares
-nothing with smopd.kernels; C++ and Triton to the reference in float64 on the same rounded inputs.
+Where all numbers are finite the truth is bench/harness/objective.py, by autograd, which shares nothing with
+smopd.kernels. Infinities and NaN are what the reference makes of them in float64 (`defined_loss`), which the
+tests of those values say in words too.
+
+The bounds are the project's: a term within 2e-5, an entry of the gradient within four ulps of float32 or one
+of a half type, and 2^-20 of the magnitudes that cancel in it.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from bench.harness import objective
+from bench.harness.accuracy import CANCELLATION, LOGP, ULPS, ulp
 from smopd.kernels.reference import loss as reference_loss
-from smopd.kernels.types import TokenTerms
-from smopd.ops import LossSettings, LossTokens
+from smopd.kernels.reference import topk as reference
+from smopd.kernels.types import Candidates, KlOptions, SparseTarget, TokenTerms, loss_target
+from smopd.ops import (
+    CLIP_DUAL,
+    CLIP_HIGH,
+    CLIP_LOG_RATIO,
+    CLIP_LOW,
+    CLIP_REVERSE_HIGH,
+    CLIP_REVERSE_LOW,
+    LossSettings,
+    LossTokens,
+)
 
 # gradcheck's options beside a comparison with the dense gradient, number by number: one random projection of
 # the whole Jacobian, held ten times closer, instead of two calls for each number.
 ALL_AT_ONCE = {"fast_mode": True, "atol": 1e-8, "rtol": 1e-4}
+TERMS = tuple(field.name for field in fields(TokenTerms))
+TERM = {"rtol": 2e-6, "atol": LOGP, "equal_nan": True}  # a surrogate of e^20 is as exact as its size allows
+TERM_64 = {"rtol": 1e-11, "atol": 1e-12, "equal_nan": True}
+GRADIENT_64 = {"rtol": 1e-9, "atol": 1e-12, "equal_nan": True}
+TRITON_FP32_ULPS = 8
+REFERENCE_FP32 = 8.0  # times the bound, where an absolute 2^-16 was: its exponentials round as torch's do
+MOST_LOGP = 20.0  # of what still weighs in an entropy's gradient
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The terms, the loss's gradient in the logits, and the size of what cancels in each entry of it.
+
+    slope_N: the surrogate's part of the size, were it the same in the whole row.
+    tail_NV: what the size would have more, were the tail all of the teachers' mass; of hostile rows alone.
+    """
+
+    terms: TokenTerms
+    grad_NV: Tensor
+    size_NV: Tensor
+    slope_N: Tensor
+    tail_NV: Tensor | None = None
+
+    def at(self, rows: Tensor) -> Truth:
+        terms = TokenTerms(*(getattr(self.terms, name)[rows] for name in TERMS))
+        tail_NV = None if self.tail_NV is None else self.tail_NV[rows]
+        return Truth(terms, self.grad_NV[rows], self.size_NV[rows], self.slope_N[rows], tail_NV)
+
+
+def in_float64(value):
+    """The floating tensors of a dataclass in float64."""
+    columns = {field.name: getattr(value, field.name) for field in fields(value)}
+    wide = {n: c.double() for n, c in columns.items() if isinstance(c, Tensor) and c.is_floating_point()}
+    return replace(value, **wide)
+
+
+def true_loss(logits_NV: Tensor, tokens: LossTokens, settings: LossSettings) -> Truth:
+    """Of finite numbers, by autograd; what a token that counts nowhere holds is 0."""
+    wide = in_float64(tokens)
+    leaf_NV = logits_NV.detach().double().requires_grad_()
+    part = objective.terms(leaf_NV, wide, settings)
+    (grad_NV,) = torch.autograd.grad(part.weighted.sum(), leaf_NV)
+    weights = (wide.pg_weight_N, wide.kl_weight_N, wide.ent_weight_N, wide.reverse_weight_N)
+    counted_N = torch.stack([weight_N != 0 for weight_N in weights if weight_N is not None]).any(0)
+    masses = (part.teacher_mass, part.student_mass)
+    values = (part.logp, part.entropy, part.kl, *masses, part.surrogate, part.reverse)
+    columns = [torch.where(counted_N, value.detach(), 0.0) for value in values]
+    bits_N = clip_bits(part.logp.detach(), wide, settings) * counted_N
+    terms = TokenTerms(*columns[:5], bits_N.to(torch.int8), *columns[5:])
+    return Truth(terms, grad_NV, *magnitude(logits_NV, tokens, settings, part.logp.detach()))
+
+
+def clip_bits(logp_N: Tensor, tokens: LossTokens, settings: LossSettings) -> Tensor:
+    log_ratio_N = torch.zeros_like(logp_N) if tokens.old_logp_N is None else logp_N - tokens.old_logp_N
+    ratio_N = log_ratio_N.clamp(-20, 20).exp()
+    low_N, high_N = ratio_N < 1 - settings.clip_low, ratio_N > 1 + settings.clip_high
+    adv_N = tokens.adv_N
+    bits_N = CLIP_LOW * (low_N & (adv_N < 0)) + CLIP_HIGH * (high_N & (adv_N > 0))
+    bits_N = bits_N + CLIP_LOG_RATIO * (log_ratio_N.abs() > 20)
+    if settings.dual_clip is not None:
+        # The surrogate of a negative advantage is at least its own ratio's.
+        bits_N = bits_N + CLIP_DUAL * (
+            (adv_N < 0) & (ratio_N.clamp(min=1 - settings.clip_low) > settings.dual_clip)
+        )
+    if tokens.reverse_adv_N is not None:
+        ppo = settings.reverse_kl_surrogate == "ppo"
+        low_N, high_N = (
+            (low_N & (tokens.reverse_adv_N < 0), high_N & (tokens.reverse_adv_N > 0))
+            if ppo
+            else (low_N, high_N)
+        )
+        bits_N = bits_N + CLIP_REVERSE_LOW * low_N + CLIP_REVERSE_HIGH * high_N
+    return bits_N
+
+
+def defined_loss(logits_NV: Tensor, tokens: LossTokens, settings: LossSettings) -> Truth:
+    """Of any numbers, by the reference in float64."""
+    grad_NV = torch.empty_like(logits_NV, dtype=torch.float64)
+    terms = reference_loss.loss_rows(logits_NV.double(), in_float64(tokens), settings, grad_NV)
+    size = magnitude(logits_NV, tokens, settings, terms.logp_N)
+    target, tail_NV = loss_target(tokens, settings), None
+    if target is not None and tokens.kl_weight_N is not None and settings.tail:
+        weight_N = settings.opd_coef * tokens.kl_weight_N.double()
+        tail_NV = tail_size(logits_NV, target, weight_N, settings.kl_temperature)
+    return Truth(terms, grad_NV, *size, tail_NV)
+
+
+def magnitude(
+    logits_NV: Tensor, tokens: LossTokens, settings: LossSettings, logp_N: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What cancels in each entry of the loss's gradient, of its three parts; and the surrogate's slope."""
+    wide = in_float64(tokens)
+    zero_N = logits_NV.new_zeros(logits_NV.shape[0], dtype=torch.float64)
+    ratio_N = zero_N.exp()
+    if wide.old_logp_N is not None:
+        ratio_N = (logp_N - wide.old_logp_N).clamp(-20, 20).exp()
+    slope_N = (wide.pg_weight_N * wide.adv_N).abs() * ratio_N
+    reverse_weight_N = wide.kl_weight_N if wide.reverse_weight_N is None else wide.reverse_weight_N
+    if wide.reverse_adv_N is not None and reverse_weight_N is not None:
+        slope_N = slope_N + settings.opd_coef * (reverse_weight_N * wide.reverse_adv_N).abs() * ratio_N
+    size_NV = policy_size(logits_NV, tokens.token_ids_N, slope_N, settings.temperature)
+    if wide.ent_weight_N is not None and settings.entropy_coef != 0.0:
+        logq_NV = (logits_NV.double() / settings.temperature).log_softmax(-1)
+        weight_N = settings.entropy_coef * wide.ent_weight_N.abs() / settings.temperature
+        size_NV += weight_N[:, None] * logq_NV.exp() * (1 + logq_NV.abs()).clamp(max=MOST_LOGP)
+    target = loss_target(tokens, settings)
+    if target is not None and wide.kl_weight_N is not None:
+        weight_N = settings.opd_coef * wide.kl_weight_N
+        size_NV += kl_size(logits_NV, target, weight_N, settings.tail, settings.kl_temperature)
+    return size_NV, slope_N / settings.temperature
+
+
+def policy_size(logits_NV: Tensor, token_ids_N: Tensor, slope_N: Tensor, temperature: float) -> Tensor:
+    """slope (p_v + [v = y])."""
+    p_NV = (logits_NV.double() / temperature).softmax(-1)
+    own_N1 = torch.ones_like(p_NV[:, :1])
+    size_NV = p_NV.scatter_add(-1, token_ids_N[:, None].long().clamp(min=0), own_N1).clamp(max=1.0)
+    return slope_N.double()[:, None] / temperature * size_NV
+
+
+def kl_size(
+    logits_NV: Tensor, target: SparseTarget | Candidates, weight_N: Tensor, tail: bool, temperature: float
+) -> Tensor:
+    """w (p_v + q_v); off the support q_v is the element's share of the tail's teacher mass."""
+    p_NV = (logits_NV.double() / temperature).softmax(-1)
+    ready = reference.target_of(target, torch.float64, tail=tail)
+    size_NV = p_NV.clone()
+    if tail:
+        off_NV = torch.where(ready.live_N[:, None], p_NV.scatter(-1, ready.ids_NS, 0.0), p_NV)
+        rest_N = (1.0 - ready.mass_N).clamp(min=0.0)
+        size_NV += (rest_N / off_NV.sum(-1))[:, None].nan_to_num(0.0, posinf=0.0) * off_NV
+    size_NV.scatter_add_(-1, ready.ids_NS, ready.q_NS)
+    return weight_N.double().abs()[:, None] / temperature * size_NV
+
+
+def tail_size(
+    logits_NV: Tensor, target: SparseTarget | Candidates, weight_N: Tensor, temperature: float
+) -> Tensor:
+    """w p_v / p_r off the support."""
+    ready = reference.target_of(target, torch.float64, tail=True)
+    wide_NV = logits_NV.double() / temperature
+    held_NS = torch.where(ready.live_N[:, None], -torch.inf, wide_NV.gather(-1, ready.ids_NS))
+    off_NV = wide_NV.scatter(-1, ready.ids_NS, held_NS)
+    return weight_N.abs()[:, None] / temperature * off_NV.softmax(-1).nan_to_num(0.0)
+
+
+@dataclass(frozen=True)
+class KlTruth:
+    """logp, KL and the gradient of sum(dlogp logp + dkl kl), with the size of what cancels in it."""
+
+    logp_N: Tensor
+    kl_N: Tensor
+    grad_NV: Tensor
+    size_NV: Tensor
+    slope_N: Tensor
+    tail_NV: Tensor | None = None
+
+    def at(self, rows: Tensor) -> KlTruth:
+        values = (getattr(self, field.name) for field in fields(self))
+        return KlTruth(*(None if value is None else value[rows] for value in values))
+
+
+def _kl_size(logits_NV, token_ids_N, target, options: KlOptions, dlogp_N, dkl_N) -> tuple[Tensor, Tensor]:
+    zero_N = logits_NV.new_zeros(logits_NV.shape[0], dtype=torch.float64)
+    slope_N, weight_N = (zero_N if value is None else value.double().abs() for value in (dlogp_N, dkl_N))
+    size_NV = policy_size(logits_NV, token_ids_N, slope_N, options.temperature)
+    size_NV += kl_size(logits_NV, target, weight_N, options.tail, options.temperature)
+    return size_NV, slope_N / options.temperature
+
+
+def true_kl(
+    logits_NV: Tensor,
+    token_ids_N: Tensor,
+    target: SparseTarget | Candidates,
+    options: KlOptions,
+    dlogp_N: Tensor | None,
+    dkl_N: Tensor | None,
+) -> KlTruth:
+    """Of finite numbers, by autograd."""
+    leaf_NV = logits_NV.detach().double().requires_grad_()
+    logq_NV = (leaf_NV / options.temperature).log_softmax(-1)
+    logp_N = logq_NV.gather(-1, token_ids_N[:, None].long())[:, 0]
+    if isinstance(target, Candidates):
+        teachers = (target.ids_NMS, target.logps_NMS, target.log_alpha)
+        ids_NS, logps_NS = objective.mixture(*teachers, target.kappa, target.merge)
+    else:
+        ids_NS, logps_NS = target.ids_NS, target.logps_NS.double()
+    kl_N = objective.forward_kl(logq_NV, ids_NS, logps_NS, options.tail)[0]
+    parts = [(slope, value) for slope, value in ((dlogp_N, logp_N), (dkl_N, kl_N)) if slope is not None]
+    total = sum((slope.double() * value).sum() for slope, value in parts)
+    (grad_NV,) = torch.autograd.grad(total, leaf_NV)
+    size = _kl_size(logits_NV, token_ids_N, target, options, dlogp_N, dkl_N)
+    return KlTruth(logp_N.detach(), kl_N.detach(), grad_NV, *size)
+
+
+def defined_kl(
+    logits_NV: Tensor,
+    token_ids_N: Tensor,
+    target: SparseTarget | Candidates,
+    options: KlOptions,
+    dlogp_N: Tensor | None,
+    dkl_N: Tensor | None,
+) -> KlTruth:
+    """Of any numbers, by the reference in float64."""
+    wide = (logits_NV.double(), token_ids_N, in_float64(target), options)
+    slopes = [None if slope is None else slope.double() for slope in (dlogp_N, dkl_N)]
+    grad_NV = reference.forward_kl_gradient(*wide, *slopes)
+    size = _kl_size(logits_NV, token_ids_N, target, options, dlogp_N, dkl_N)
+    tail_NV = None
+    if options.tail and dkl_N is not None:
+        tail_NV = tail_size(logits_NV, target, dkl_N.double(), options.temperature)
+    return KlTruth(*reference.forward_kl_rows(*wide), grad_NV, *size, tail_NV)
+
+
+def check_terms(got: TokenTerms, true: TokenTerms) -> None:
+    assert torch.equal(got.clipped_N, true.clipped_N) and got.clipped_N.dtype == torch.int8
+    for name in TERMS:
+        if name != "clipped_N":
+            check_term(getattr(got, name), getattr(true, name), name)
+
+
+def check_term(got_N: Tensor, true_N: Tensor, name: str = "") -> None:
+    """fp32, or fp64 where the logits are."""
+    close = TERM_64 if got_N.dtype == torch.float64 else TERM
+    assert got_N.dtype in (torch.float32, torch.float64), name
+    torch.testing.assert_close(
+        got_N.double(), true_N.double(), **close, msg=lambda message: f"{name}: {message}"
+    )
+
+
+def check_gradient(got_NV: Tensor, true: Truth | KlTruth, backend: str = "", *, flushed: float = 0.0) -> None:
+    """NaN where the truth has it.
+
+    flushed: of a probability below the smallest normal number, which may be 0.
+    """
+    true_NV, size_NV = true.grad_NV, true.size_NV
+    if got_NV.dtype == torch.float64:
+        torch.testing.assert_close(got_NV, true_NV, **GRADIENT_64)
+        return
+    assert torch.equal(got_NV.isnan(), true_NV.isnan())
+    ulps, slack = ULPS[got_NV.dtype], 1.0
+    if not backend.startswith("cpp"):  # whose exponentials of small probabilities are exact too
+        size_NV = torch.maximum(size_NV, true.slope_N[:, None].expand_as(size_NV))
+    if backend != "triton" and true.tail_NV is not None:
+        size_NV = size_NV + true.tail_NV
+    if got_NV.dtype == torch.float32:
+        ulps = TRITON_FP32_ULPS if backend == "triton" else ulps
+        slack = REFERENCE_FP32 if backend.startswith("reference") else slack
+    bound_NV = ulps * ulp(true_NV, got_NV.dtype) + CANCELLATION * (size_NV + flushed)
+    off_NV = torch.where(got_NV.double() == true_NV, 0.0, (got_NV.double() - true_NV).abs())
+    worst_NV = off_NV.nan_to_num(0.0, posinf=math.inf) / bound_NV.nan_to_num(math.inf, posinf=math.inf)
+    worst = float(worst_NV.max()) if worst_NV.numel() else 0.0
+    assert worst <= slack, f"a gradient is {worst:.2f} times as far off as allowed"
 
 
 def random_topk(
@@ -36,14 +304,6 @@ def random_teachers(
 ):
     parts = [random_topk(n_rows, n_vocab, n_support, seed + 100 * m, dtype) for m in range(n_teachers)]
     return torch.stack([ids for ids, _ in parts], 1), torch.stack([logps for _, logps in parts], 1)
-
-
-def as_rows(ids: Tensor, logps: Tensor) -> list[list[tuple[int, float]]]:
-    """Each row's live (id, log-probability) pairs."""
-    return [
-        [(int(token), float(logp)) for token, logp in zip(i, p, strict=True) if logp > -math.inf]
-        for i, p in zip(ids, logps, strict=True)
-    ]
 
 
 def loss(logits: Tensor, tokens: LossTokens, settings: LossSettings) -> tuple[Tensor, dict[str, Tensor]]:
@@ -66,34 +326,6 @@ def loss(logits: Tensor, tokens: LossTokens, settings: LossSettings) -> tuple[Te
         "reverse_loss": total(reverse_weight_N, terms.reverse),
     }
     return terms.weighted.sum(), {name: value.detach() for name, value in stats.items()}
-
-
-def picked(tokens: LossTokens, rows: Tensor) -> LossTokens:
-    """The tokens at these rows; log_alpha is one for all of them."""
-    values = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
-    return LossTokens(
-        **{
-            name: value if value is None or name == "log_alpha" else value[rows]
-            for name, value in values.items()
-        }
-    )
-
-
-def some_rows(n_rows: int, n_some: int = 24) -> Tensor:
-    """Rows from the first to the last, evenly."""
-    return torch.linspace(0, n_rows - 1, min(n_some, n_rows)).long()
-
-
-def in_float64(tokens: LossTokens) -> LossTokens:
-    values = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
-    wide = {name: v.double() for name, v in values.items() if v is not None and v.is_floating_point()}
-    return replace(tokens, **wide)
-
-
-def true_loss(logits_NV: Tensor, tokens: LossTokens, settings: LossSettings) -> tuple[TokenTerms, Tensor]:
-    """The terms and the gradient in the logits."""
-    grad_NV = torch.empty_like(logits_NV, dtype=torch.float64)
-    return reference_loss.loss_rows(logits_NV.double(), in_float64(tokens), settings, grad_NV), grad_NV
 
 
 def random_tokens(

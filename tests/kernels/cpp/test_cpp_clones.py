@@ -13,10 +13,14 @@ import pytest
 from tests.kernels.cpp import clones
 from tests.patience import HANG_SECONDS
 
-NAMES = ("topk", "loss", "kl", "mixture", "nan", "tiles")
-FILES = [f"tests/kernels/cpp/test_cpp_{name}.py" for name in NAMES]
-# What has nothing to do with the instruction set, or starts a process that loads the other library.
-LEFT_OUT = "threads or many or import or arguments or schema or clips or ties_and_empty"
+FILES = [
+    f"tests/kernels/conformance/test_{name}.py"
+    for name in ("topk", "mixture", "forward_kl", "loss", "loss_hostile")
+]
+FILES.append("tests/kernels/cpp/test_cpp_tiles.py::test_sums_are_the_references")
+# Of the suite what C++ serves, but not what has nothing to do with the instruction set.
+WORDS = "equals or combination or whole or hostile or every_half or nan or sums or tail or support"
+TESTS = f"cpp and not fp64 and ({WORDS})"
 
 
 def runs(clone: str) -> str | None:
@@ -37,7 +41,7 @@ def test_every_clone_passes_the_kernels_tests(clone: str, tmp_path: Path, reposi
     why_not = runs(clone)
     if why_not is not None:
         pytest.skip(why_not)
-    options = ["-q", "-p", "no:cacheprovider", "-k", f"not ({LEFT_OUT})", *FILES]
+    options = ["-q", "-p", "no:cacheprovider", "-k", TESTS, *FILES]
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.cpp.clones", clone, str(tmp_path), *options],
         cwd=repository_root,
@@ -48,7 +52,7 @@ def test_every_clone_passes_the_kernels_tests(clone: str, tmp_path: Path, reposi
     )
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
     passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None and int(passed.group(1)) > 300 and "skipped" not in done.stdout
+    assert passed is not None and int(passed.group(1)) > 150 and "skipped" not in done.stdout
 
 
 def test_no_other_clone_can_run(tmp_path: Path, repository_root: Path) -> None:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
+import itertools
 import math
 
 import pytest
 import torch
 from torch import Tensor
 
-from smopd.kernels import cpp
+from smopd.kernels import cpp, dispatch
 from smopd.kernels.head import topk as linear_topk
 from smopd.ops import linear_topk_logprobs, topk_logprobs
-from tests.kernels.cpp.test_cpp_topk import rows_of
+from tests.kernels import backends
+from tests.kernels.conformance.test_topk import KINDS, rows_of
 
-if importlib.util.find_spec("smopd._C") is None:
-    pytest.skip("smopd._C is not built", allow_module_level=True)
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
+pytestmark = [
+    pytest.mark.skipif(dispatch.cpp_unavailable() is not None, reason="smopd._C is not built"),
+    pytest.mark.usefixtures("poisoned_memory"),
+]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 STEP = cpp.RunningTopK.step
-KINDS = ["normal", "ties", "masked", "wide", "ascending", "constant"]
 
 
 def in_pieces(
@@ -35,11 +35,11 @@ def in_pieces(
 @pytest.mark.parametrize("width", [STEP, 3 * STEP])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n_vocab", [1, 33, 2047, 2048, 2049, 9001], ids="V{}".format)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_pieces_have_the_bits_of_whole_rows(dtype: torch.dtype, n_vocab: int, kind: str, width: int) -> None:
-    logits_NV = rows_of(kind, 5, n_vocab).to(dtype)
+def test_pieces_have_the_bits_of_whole_rows(n_vocab: int, kind: str, width: int) -> None:
     tokens_N = torch.arange(5) * 7919 % n_vocab
-    for kappa in {0, 1, min(16, n_vocab), min(64, n_vocab), min(128, n_vocab)}:
+    kappas = {0, 1, min(16, n_vocab), min(64, n_vocab), min(128, n_vocab)}
+    for dtype, kappa in itertools.product(DTYPES, kappas):
+        logits_NV = rows_of(kind, 5, n_vocab).to(dtype)
         *got, right_N = in_pieces(logits_NV, kappa, tokens_N, 0.7, width)
         whole = torch.ops.smopd.topk_logprobs_cpu(logits_NV, kappa, tokens_N, 0.7)
         enough_N = (logits_NV > -math.inf).sum(-1) >= kappa
@@ -58,16 +58,10 @@ def test_a_row_with_nan_is_refused_wherever_it_is() -> None:
     assert right_N.tolist() == [False] * 4 + [True]
 
 
-def test_threads_do_not_show() -> None:
+def test_threads_do_not_show(each_number_of_threads) -> None:
     logits_NV = rows_of("normal", 37, 9000)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = in_pieces(logits_NV, 16, None, 1.0, STEP)
-        torch.set_num_threads(3)
-        assert all(map(torch.equal, alone, in_pieces(logits_NV, 16, None, 1.0, STEP)))
-    finally:
-        torch.set_num_threads(threads)
+    results = each_number_of_threads(lambda: in_pieces(logits_NV, 16, None, 1.0, STEP))
+    assert all(backends.same(result, results[0]) for result in results)
 
 
 @pytest.mark.parametrize("chunk_bytes", [None, 1, 5 * STEP * 4])
@@ -107,10 +101,7 @@ def test_a_head_in_pieces_equals_its_logits(dtype: torch.dtype, bias: bool, chun
         and want.logps_NS[4].isinf().any()
         and want.logps_NS[1].isnan().all()
     )
-    assert got.token_logp_N is not None and want.token_logp_N is not None
-    torch.testing.assert_close(got.ids_NS, want.ids_NS, rtol=0, atol=0)
-    torch.testing.assert_close(got.logps_NS, want.logps_NS, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(got.token_logp_N, want.token_logp_N, rtol=0, atol=0, equal_nan=True)
+    assert backends.same(got, want)
 
 
 def test_a_head_holds_a_piece_of_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,20 +120,3 @@ def test_a_head_holds_a_piece_of_its_logits(monkeypatch: pytest.MonkeyPatch) -> 
     held.clear()
     linear_topk_logprobs(torch.randn(3, 4), torch.randn(9000, 4), 8)
     assert held == [(3, 9000)]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"first": 5}, "first is 5, expected a multiple of 2048"),
-        ({"logits": torch.zeros(3, 8)}, "logits have 3 rows, expected 2"),
-        ({"kappa": 4}, "not of topk_begin_cpu with kappa 4"),
-        ({"temperature": 0.0}, "temperature is 0, expected a positive number"),
-        ({"token_ids": torch.tensor([0, -1])}, r"token_ids\[1\] is -1"),
-    ],
-)
-def test_wrong_arguments_are_named(change: dict, message: str) -> None:
-    rows, keys = torch.ops.smopd.topk_begin_cpu(torch.zeros(1), 2, 3)
-    arguments = {"logits": torch.zeros(2, 8), "first": 0, "kappa": 3, "token_ids": None, "temperature": 1.0}
-    with pytest.raises(RuntimeError, match="topk_piece_cpu: .*" + message):
-        torch.ops.smopd.topk_piece_cpu(**(arguments | change), rows=rows, keys=keys)

@@ -56,7 +56,7 @@ def test_tiles_are_what_was_asked(tile_bytes: int, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("column", [0, 5, 20], ids=lambda column: f"column{column}")
-@pytest.mark.parametrize("what", [torch.inf, -torch.inf, torch.nan], ids=str)
+@pytest.mark.parametrize("what", [torch.inf, -torch.inf, torch.nan, -3.4e38], ids=str)
 @pytest.mark.parametrize("name", ["merged-tail", "pooled", "two-temperatures", "entropy"])
 def test_rows_that_are_not_finite_are_as_in_the_reference(name: str, what: float, column: int) -> None:
     """One logit of each row but the first, and then all of them from that column on."""
@@ -79,19 +79,6 @@ def test_rows_that_are_not_finite_are_as_in_the_reference(name: str, what: float
             values = getattr(merged.terms, term), getattr(want, term)
             torch.testing.assert_close(*values, equal_nan=True, rtol=2e-6, atol=2e-6)
         torch.testing.assert_close(got_grad, want_grad, equal_nan=True, rtol=1e-5, atol=1e-6)
-
-
-def test_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_recompute, "MIN_PIECE", 8)
-    leaves = cases.head()
-    settings = LossSettings(entropy_coef=0.1, temperature=0.8)
-    tokens = cases.loss_tokens(cases.dense(*leaves), settings)
-
-    def loss(hidden, weight, bias):
-        options = {"bias_V": bias, "recompute": True, "chunk_bytes": 4 * 8 * 8}
-        return linear_smopd_loss(hidden, weight, tokens, settings, **options)[0]
-
-    assert torch.autograd.gradcheck(loss, leaves)
 
 
 def test_backward_twice_and_only_in_part() -> None:

@@ -25,7 +25,7 @@ from smopd.kernels.types import (
     LossTokens,
     SparseTarget,
 )
-from tests.kernels.offline.offline_launches import pairwise
+from tests.kernels.pairwise import pairwise
 
 MODULES = sorted(
     f"smopd.kernels.triton.{path.stem}" for path in Path(triton_topk.__file__).parent.glob("*.py")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -196,26 +195,3 @@ def shipped_kernels(modules: Sequence[str]) -> set[str]:
             if isinstance(value, JITFunction) and name.endswith("_kernel") and value.fn.__module__ == module:
                 found.add(f"{module}:{name}")
     return found
-
-
-def _new_pairs(row: dict[str, Any], name: str, value: Any, open_pairs: set[tuple]) -> int:
-    pairs = [(other, row[other], name, value) for other in row]
-    return sum(pair in open_pairs or (*pair[2:], *pair[:2]) in open_pairs for pair in pairs)
-
-
-def pairwise(factors: dict[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Few combinations in which every two values of two factors meet (greedy, always the same)."""
-    names = list(factors)
-    open_pairs = {
-        (a, x, b, y) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]
-    }
-    rows = []
-    while open_pairs:
-        a, x, b, y = min(open_pairs, key=repr)
-        row = {a: x, b: y}
-        for name in (name for name in names if name not in row):
-            gains = [_new_pairs(row, name, value, open_pairs) for value in factors[name]]
-            row[name] = factors[name][gains.index(max(gains))]
-        rows.append({name: row[name] for name in names})
-        open_pairs -= {(a, row[a], b, row[b]) for a, b in itertools.combinations(names, 2)}
-    return rows

@@ -19,6 +19,7 @@ import torch
 
 from tests.kernels.offline import __main__ as offline
 from tests.kernels.offline import offline_code, offline_launches
+from tests.kernels.pairwise import pairwise
 from tests.patience import HANG_SECONDS
 
 
@@ -192,13 +193,13 @@ def test_a_digest_is_of_the_code_and_of_what_it_is_specialized_on(repository_roo
 
 def test_pairs_of_values_all_meet() -> None:
     factors = {"a": (1, 2, 3), "b": "xy", "c": (False, True), "d": "pqr"}
-    rows = offline_launches.pairwise(factors)
+    rows = pairwise(factors)
     for first in factors:
         for second in factors:
             if first < second:
                 met = {(row[first], row[second]) for row in rows}
                 assert len(met) == len(factors[first]) * len(factors[second])
-    assert len(rows) <= 12 and rows == offline_launches.pairwise(factors)
+    assert len(rows) <= 12 and rows == pairwise(factors)
 
 
 def test_alignment_is_that_of_the_view() -> None:

@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from smopd.kernels import cpp, dispatch
+from smopd.kernels import dispatch
 from smopd.ops import LossSettings, LossTokens, linear_smopd_loss, smopd_loss, topk_forward_kl, topk_logprobs
-from tests.kernels import float64
-from tests.kernels.cpp import cpp_rows
+from tests.kernels import cases
 
 N, V, BAD = 64, 2000, 60  # BAD: a row behind many others
 WEIGHTS = ("pg_weight_N", "kl_weight_N", "ent_weight_N", "reverse_weight_N")
-IDS = {"given": "target_ids_NS", "teachers": "teacher_ids_NMS"}
+IDS = {"repeats": "target_ids_NS", "pooled": "teacher_ids_NMS"}
 built = pytest.mark.skipif(dispatch.cpp_unavailable() is not None, reason="smopd._C is not built")
 
 
@@ -34,8 +33,9 @@ def at_bad_row(tokens: LossTokens, name: str, value: float) -> LossTokens:
 
 
 def rows_of(kind: str) -> tuple[Tensor, LossTokens]:
-    logits_NV = cpp_rows.random_logits(N, V, torch.float32)
-    return logits_NV, cpp_rows.random_tokens(logits_NV, cpp_rows.target_of(kind, N, V, 6, False))
+    case = cases.loss_case((N, V, 2, 6), target=kind)
+    reverse = {"reverse_weight_N": torch.ones(N)}
+    return case.logits_NV.clone(), replace(case.tokens, **reverse)
 
 
 @pytest.mark.parametrize("kind", IDS)
@@ -53,7 +53,7 @@ def test_a_bad_id_is_a_value_error_before_anything_is_written(kind: str, backend
     bad_ids_N = broken.token_ids_N
     with pytest.raises(ValueError, match=r"^topk_logprobs: token_ids_N holds 1 ids"):
         topk_logprobs(logits_NV, 2, token_ids_N=bad_ids_N)
-    if kind == "given":
+    if kind == "repeats":
         with pytest.raises(ValueError, match=r"^forward_kl: token_ids_N holds 1 ids"):
             topk_forward_kl(logits_NV, bad_ids_N, tokens.target_ids_NS, tokens.target_logps_NS)
 
@@ -88,7 +88,7 @@ def test_a_nan_of_teachers_that_are_only_watched_stays_in_the_statistics(
     logits_NV, tokens = rows_of(kind)
     settings = LossSettings(opd_coef=1.0 - weight, tail=tail)
     tokens = replace(tokens, kl_weight_N=torch.full((N,), weight), reverse_adv_N=None, reverse_weight_N=None)
-    broken = at_bad_row(tokens, {"given": "target_logps_NS", "teachers": "teacher_logps_NMS"}[kind], math.nan)
+    broken = at_bad_row(tokens, {"repeats": "target_logps_NS", "pooled": "teacher_logps_NMS"}[kind], math.nan)
     logits_NV.requires_grad_()
     losses = [smopd_loss(logits_NV, each, settings)[0] for each in (tokens, broken)]
     assert torch.equal(*losses)
@@ -99,35 +99,3 @@ def test_a_nan_of_teachers_that_are_only_watched_stays_in_the_statistics(
     for recompute in (False, True):
         loss, _ = linear_smopd_loss(*head, broken, settings, recompute=recompute)
         assert all(bool(grad.isfinite().all()) for grad in torch.autograd.grad(loss, head))
-
-
-@built
-@pytest.mark.parametrize("kind", IDS)
-def test_the_cpp_kernel_checks_ids_before_it_writes(kind: str) -> None:
-    logits_NV, tokens = rows_of(kind)
-    own_NV = logits_NV.clone()
-    with pytest.raises(RuntimeError, match=f"ids of row {BAD} hold an id outside 0 to V - 1 = {V - 1}"):
-        cpp.loss_rows(own_NV, at_bad_row(tokens, IDS[kind], V), LossSettings(), own_NV)
-    assert torch.equal(own_NV, logits_NV)
-
-
-@built
-@pytest.mark.parametrize("kind", ["given", "teachers", "log alpha"])
-@pytest.mark.parametrize("tail", [True, False], ids=["tail", "no tail"])
-@pytest.mark.parametrize("merge", [True, False], ids=["merged", "pooled"])
-def test_a_nan_of_the_teachers_is_not_lost(merge: bool, tail: bool, kind: str) -> None:
-    logits_NV = cpp_rows.random_logits(4, 60, torch.float32)
-    settings = LossSettings(kappa=5, merge=merge, tail=tail, entropy_coef=0.1)
-    target = cpp_rows.target_of(kind if kind == "given" else "teachers", 4, 60, 5, merge)
-    tokens = cpp_rows.random_tokens(logits_NV, target)
-    name = {"given": "target_logps_NS", "teachers": "teacher_logps_NMS"}.get(kind, "log_alpha")
-    broken = getattr(tokens, name).expand(4, -1).clone() if kind == "log alpha" else getattr(tokens, name)
-    broken[1, ..., 0] = math.nan
-    tokens = replace(tokens, **{name: broken})
-    true_terms, true_NV = float64.true_loss(logits_NV, tokens, settings)
-    grad_NV = torch.empty_like(logits_NV)
-    terms = cpp.loss_rows(logits_NV, tokens, settings, grad_NV)
-    cpp_rows.assert_terms(terms, true_terms)
-    cpp_rows.assert_gradient(grad_NV, true_NV, cpp_rows.loss_magnitude(logits_NV, tokens, settings))
-    assert terms.kl_N.isnan().tolist() == terms.student_mass_N.isnan().tolist() == [False, True, False, False]
-    assert bool(grad_NV[1].isnan().all()) and bool(grad_NV[[0, 2, 3]].isfinite().all())

@@ -12,7 +12,7 @@ from torch import Tensor
 from smopd.kernels import dispatch
 from smopd.kernels.tokens import BLOCK, steady_sum
 from smopd.ops import LossSettings, LossStats, LossTokens, linear_smopd_loss, smopd_loss
-from tests.kernels.cpp import cpp_rows
+from tests.kernels import cases
 
 N, V = 100_003, 7  # beyond what torch sums on one thread
 SETTINGS = LossSettings(entropy_coef=0.1, opd_coef=0.7)
@@ -34,8 +34,8 @@ def backend(request, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def rows_of(n_rows: int) -> tuple[Tensor, LossTokens]:
-    logits_NV = cpp_rows.random_logits(n_rows, V, torch.float32)
-    return logits_NV, cpp_rows.random_tokens(logits_NV, cpp_rows.target_of("given", n_rows, V, 4, True))
+    logits_NV = cases.random_logits(n_rows, V)
+    return logits_NV, cases.random_tokens(logits_NV, cases.target_of("given", n_rows, V, 4))
 
 
 def sums_of(loss: Tensor, stats: LossStats) -> list[float]:

@@ -1,4 +1,4 @@
-"""topk_forward_kl and teacher_forward_kl: values and gradients against dense float64, and hostile targets."""
+"""topk_forward_kl and teacher_forward_kl: through autograd in float64, and what the divergence promises."""
 
 from __future__ import annotations
 
@@ -63,28 +63,6 @@ def test_values_and_gradients(kind: str, tail: bool, temperature: float) -> None
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
     call = functools.partial(topk_forward_kl, token_ids_N=tokens, target_ids_NS=ids, target_logps_NS=logps)
     assert torch.autograd.gradcheck(functools.partial(call, **options), logits, **float64.ALL_AT_ONCE)
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
-)
-@pytest.mark.parametrize("tail", [False, True], ids=["truncated", "tail"])
-def test_low_precision_is_as_good_as_its_inputs(dtype: torch.dtype, tail: bool) -> None:
-    torch.manual_seed(1)
-    logits = (3 * torch.randn(64, 301)).to(dtype).requires_grad_()
-    tokens = torch.randint(0, 301, (64,))
-    ids, logps = float64.random_topk(64, 301, 16, seed=2)
-    logp, kl = topk_forward_kl(logits, tokens, ids, logps.float(), tail=tail)
-    assert logp.dtype == kl.dtype == torch.float32
-    exact = logits.detach().double().requires_grad_()
-    want_logp, want_kl = dense(exact, tokens, ids, logps.float(), tail, 1.0)
-    torch.testing.assert_close(logp.double(), want_logp, rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(kl.double(), want_kl, rtol=2e-5, atol=2e-5)
-    got = torch.autograd.grad(kl.sum() - logp.sum(), logits)[0].double()
-    want = torch.autograd.grad(want_kl.sum() - want_logp.sum(), exact)[0]
-    # One ulp of the dtype, or the fp32 terms that cancel.
-    bound = torch.finfo(dtype).eps * want.abs() + 2.0**-20 * 3 + torch.finfo(dtype).smallest_normal
-    assert bool(((got - want).abs() <= bound).all())
 
 
 @pytest.mark.parametrize("merge", [False, True], ids=["pooled", "merged"])

@@ -1,0 +1,331 @@
+"""teacher_mixture of every backend: the order exactly as defined, log-probabilities against float64."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bench.harness import objective
+from smopd.kernels.reference import topk as reference
+from smopd.kernels.types import Mixture
+from tests.kernels import backends, cases
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of the interpreter's numpy
+    pytest.mark.usefixtures("poisoned_memory"),
+]
+INF, NAN = math.inf, math.nan
+each_backend = backends.each("teacher_mixture")
+merges = pytest.mark.parametrize("merge", [True, False], ids=["merged", "pooled"])
+ATOL = {"reference": 2e-6, "cpp": 2e-6, "triton": 5e-6}
+MASS = {name: {"rtol": 1e-6, "atol": 2e-6} for name in ("reference", "cpp")} | {
+    "triton": {"rtol": 3e-5, "atol": 1e-30}
+}
+EXAMPLES = {"reference": 100, "cpp": 100, "triton": 20}
+Teachers = tuple[Tensor, Tensor, Tensor]
+
+
+def mixture(backend: str, ids: Tensor, logps: Tensor, log_alpha: Tensor, kappa: int, merge: bool) -> Mixture:
+    return backends.call(backend, "teacher_mixture", ids, logps, log_alpha, kappa, merge=merge)
+
+
+def check(backend: str, teachers: Teachers, kappa: int, merge: bool, *, near: bool = True) -> Mixture:
+    """Values against float64; the order of the definition in fp32, pooled exactly.
+
+    near: the order of merged values is free where two of them are within rounding of each other.
+    """
+    ids, logps, log_alpha = teachers
+    got = mixture(backend, *teachers, kappa, merge)
+    true_NS = objective.mixture(ids.masked_fill(logps == -INF, 0), logps, log_alpha, kappa, merge)[1]
+    true_NS = torch.nn.functional.pad(true_NS, (0, kappa - true_NS.shape[1]), value=-INF)
+    if not bool((logps < INF).all() and (log_alpha < INF).all()):  # a NaN or +inf has a place, not a value
+        wide = (ids, logps.double(), log_alpha.double())
+        true_NS = reference.teacher_mixture(*wide, kappa, merge=merge).logps_NS
+    wide = torch.float64 if logps.dtype == torch.float64 else torch.float32
+    assert (got.ids_NS.dtype, got.logps_NS.dtype, got.mass_N.dtype) == (torch.int32, wide, wide)
+    assert got.ids_NS.shape == got.logps_NS.shape == (len(ids), kappa)
+    close = {"rtol": 1e-6, "atol": ATOL[backend], "equal_nan": True}
+    torch.testing.assert_close(got.logps_NS.double(), true_NS, **close)
+    torch.testing.assert_close(got.mass_N.double(), true_NS.exp().sum(-1), **MASS[backend], equal_nan=True)
+    want = reference.teacher_mixture(ids, logps.float(), log_alpha.float(), kappa, merge=merge)
+    same_NS = got.ids_NS == want.ids_NS
+    if merge and near:
+        gap_NS = (want.logps_NS[:, 1:] - want.logps_NS[:, :-1]).abs().nan_to_num(0.0)
+        edge_N1 = torch.full((len(ids), 1), INF)
+        near_NS = torch.minimum(torch.cat([edge_N1, gap_NS], 1), torch.cat([gap_NS, edge_N1], 1)) < 1e-5
+        near_NS[:, -1:] = True  # the next one, cut off, may be near
+        same_NS |= near_NS[:, :kappa]
+    assert bool(same_NS.all()) and not got.ids_NS[got.logps_NS == -INF].any()
+    return got
+
+
+@each_backend
+@merges
+@pytest.mark.parametrize("n_teachers", [1, 2, 4, 9])
+@pytest.mark.parametrize("n_support", [1, 16, 64])
+def test_equals_float64(n_support: int, n_teachers: int, merge: bool, backend: str) -> None:
+    """Up to 576 candidates, on both sides of where a sort takes over; of every row, by descending value."""
+    backends.leave_to_a_gpu(backend, n_support * n_teachers > 200)  # test_the_largest_pool has one
+    ids, logps, log_alpha = cases.random_teachers(30, 700, n_support, n_teachers)
+    rows = backends.rows_for(backend, 30)
+    ids[rows[-1]] = ids[rows[-1]].flip(-1)  # and not
+    logps[rows[-1]] = logps[rows[-1]].flip(-1)
+    kappas = {0, 1, n_support, n_support * n_teachers, n_support * n_teachers + 3}
+    if backends.interpreted(backend):
+        kappas = {n_support, n_support * n_teachers + 3}
+    for place, kappa in enumerate(sorted(kappas)):
+        dtype = cases.DTYPES[cases.HALF[place % 3]]
+        check(backend, (ids[rows], logps[rows].to(dtype), log_alpha[rows]), kappa, merge)
+
+
+@each_backend
+def test_the_largest_pool(backend: str) -> None:
+    """As many candidates as Triton takes, and two kappas no power of two."""
+    ids, logps, log_alpha = cases.random_teachers(1, 384, 128, 8)
+    for kappa in (100, 130):
+        check(backend, (ids, logps, log_alpha), kappa, merge=kappa == 100)
+
+
+@backends.each("teacher_mixture", but=("cpp", "triton"))
+@merges
+def test_equals_the_objectives_own(merge: bool, backend: str) -> None:
+    """In float64, against all pairs of candidates."""
+    ids, logps, log_alpha = cases.random_teachers(9, 60, 16, 3)
+    ids = ids.masked_fill(logps == -INF, 0)
+    teachers = (ids, logps.double(), log_alpha.double())
+    for kappa in (5, 48):
+        got = mixture(backend, *teachers, kappa, merge)
+        true_ids, true_logps = objective.mixture(*teachers, kappa, merge)
+        live = true_logps > -INF
+        torch.testing.assert_close(got.logps_NS[:, : live.shape[1]], true_logps, rtol=0, atol=1e-12)
+        assert torch.equal(got.ids_NS[:, : live.shape[1]][live].long(), true_ids[live])
+        torch.testing.assert_close(got.mass_N, true_logps.exp().sum(-1), rtol=1e-12, atol=0)
+
+
+@functools.cache
+def drawn(merge: bool) -> st.SearchStrategy:
+    """Few ids and few values, so that most of the order is decided by ties; a number of entries to keep."""
+
+    @st.composite
+    def teachers(draw) -> tuple:
+        n_rows, n_support = draw(st.integers(1, 3)), draw(st.integers(0, 6))
+        exact = draw(st.booleans())
+        # A logsumexp of three may round a tie either way, one of two may not: two teachers of distinct ids.
+        n_teachers = 2 if merge and exact else draw(st.integers(1, 4))
+        shape = (n_rows, n_teachers, n_support)
+        count = math.prod(shape)
+        few = st.sampled_from([-INF, 0.0, -0.0, -0.5, -1.0, -1.5])
+        value = few if exact else st.one_of(few, st.floats(-200, 0, width=32))
+        logps = torch.tensor(draw(st.lists(value, min_size=count, max_size=count))).reshape(shape)
+        log_alpha = torch.tensor(draw(st.lists(few, min_size=n_teachers, max_size=n_teachers)))
+        if merge and exact:
+            orders = [draw(st.permutations(range(7))) for _ in range(n_rows * n_teachers)]
+            ids = torch.tensor(orders)[:, :n_support].reshape(shape)
+        else:
+            ids = torch.tensor(draw(st.lists(st.integers(0, 7), min_size=count, max_size=count))).reshape(
+                shape
+            )
+        dtype = draw(st.sampled_from([torch.int32, torch.int64]))
+        return (ids.to(dtype), logps.float(), log_alpha), draw(st.integers(0, 30)), exact
+
+    return teachers()
+
+
+@each_backend
+@merges
+def test_any_teachers(merge: bool, backend: str) -> None:
+    backends.need(backend)
+    few = backends.interpreted(backend)
+    options = {"phases": [Phase.generate]} if few else {}  # shrinking takes the interpreter minutes
+
+    @settings(
+        max_examples=EXAMPLES[backend], deadline=None, suppress_health_check=[HealthCheck.too_slow], **options
+    )
+    @given(drawn(merge))
+    def hold(case: tuple) -> None:
+        teachers, kappa, exact = case
+        check(backend, teachers, kappa, merge, near=not exact or backend == "triton")
+
+    hold()
+
+
+@each_backend
+def test_merged_is_the_logsumexp_of_all_that_an_id_has(backend: str) -> None:
+    ids, logps, log_alpha = cases.random_teachers(12, 60, 16, 3)
+    rows = backends.rows_for(backend, 12)
+    ids, logps, log_alpha = ids[rows], logps[rows], log_alpha[rows]
+    got = mixture(backend, ids, logps, log_alpha, 48, True)
+    dense_NV = torch.zeros(len(rows), 60, dtype=torch.float64)
+    pooled_NMS = (logps.double() + log_alpha.double()[..., None]).exp()
+    dense_NV.scatter_add_(-1, ids.masked_fill(logps == -INF, 0).flatten(1), pooled_NMS.flatten(1))
+    kept_NS = got.logps_NS > -INF
+    true_NS = dense_NV.gather(-1, got.ids_NS.long()).log()
+    close = {"rtol": 1e-6, "atol": ATOL[backend]}
+    torch.testing.assert_close(got.logps_NS.double()[kept_NS], true_NS[kept_NS], **close)
+    assert torch.equal(kept_NS.sum(-1), (dense_NV > 0).sum(-1))
+    torch.testing.assert_close(got.mass_N.double(), dense_NV.sum(-1), **MASS[backend])
+
+
+@each_backend
+def test_ties(backend: str) -> None:
+    """Pooled to the lower teacher and then to its order; merged to the lower id."""
+    ids, logps = torch.tensor([[[9, 3, 5], [1, 9, 0]]]), torch.full((1, 2, 3), -1.0)
+    assert check(backend, (ids, logps, torch.zeros(2)), 5, False).ids_NS.tolist() == [[9, 3, 5, 1, 9]]
+    got = check(backend, (ids, logps, torch.zeros(2)), 8, True, near=False)
+    assert got.ids_NS.tolist() == [[9, 0, 1, 3, 5, 0, 0, 0]]
+    want = torch.tensor([[-1.0 + math.log(2.0)] + [-1.0] * 4 + [-INF] * 3])
+    torch.testing.assert_close(got.logps_NS, want)
+    # Every id's sum is made of the same two values, in either order.
+    ids = torch.tensor([[[8, 3, 5], [3, 5, 8]]])
+    logps = torch.tensor([[[-1.0, -2.0, -1.0], [-1.0, -2.0, -2.0]]])
+    got = mixture(backend, ids, logps, torch.zeros(2), 4, True)
+    assert got.ids_NS.tolist() == [[3, 5, 8, 0]] and got.logps_NS[0, 0] == got.logps_NS[0, 2]
+
+
+@each_backend
+def test_ties_of_sorted_lists(backend: str) -> None:
+    """Rows of few values in descending order: the lower teacher first, then its own order."""
+    gen = torch.Generator().manual_seed(0)
+    logps = -torch.randint(4, (200, 4, 6), generator=gen).float().sort(-1).values
+    logps[logps == -3.0] = -INF
+    ids = torch.randint(-(2**40), 2**31 - 1, (200, 4, 6), generator=gen).clamp(min=0)
+    rows = backends.rows_for(backend, 200)
+    alphas = (torch.zeros(4), torch.tensor([0.0, -1.0, -INF, 0.0]), torch.tensor([0.0, INF, -1.0, 0.0]))
+    for alpha, kappa in itertools.product(alphas[: 2 if backend == "triton" else 3], (1, 5, 24, 30)):
+        if backends.interpreted(backend) and kappa in (1, 24):
+            continue
+        check(backend, (ids[rows], logps[rows].nan_to_num(NAN, neginf=-INF), alpha), kappa, False)
+
+
+@each_backend
+def test_long_runs_and_the_largest_id_are_merged(backend: str) -> None:
+    """One id in every slot, or the ends of int32; sums as accurate far below 0."""
+    most = 2**31 - 1
+    ids = torch.stack([torch.full((3, 40), most), torch.tensor([0, most]).repeat(60).view(3, 40)])
+    got = mixture(backend, ids, torch.full((2, 3, 40), -150.0), torch.zeros(3), 2, True)
+    assert got.ids_NS.tolist() == [[most, 0], [0, most]]
+    want = torch.tensor([[math.log(120.0) - 150.0, -INF], [math.log(60.0) - 150.0] * 2])
+    torch.testing.assert_close(got.logps_NS, want, rtol=1e-6, atol=0.0)
+
+
+@each_backend
+@merges
+def test_a_nan_comes_first_and_stays_in_its_row(merge: bool, backend: str) -> None:
+    ids = torch.tensor([[[4, 2], [2, 7]], [[4, 2], [2, 7]]])
+    logps = torch.tensor([[[-1.0, NAN], [-2.0, -0.5]], [[-1.0, -3.0], [-2.0, -0.5]]])
+    got = mixture(backend, ids, logps, torch.zeros(2), 4, merge)
+    assert got.ids_NS[0].tolist() == ([2, 7, 4, 0] if merge else [2, 7, 4, 2])
+    assert got.logps_NS[0, 0].isnan() and got.mass_N.isnan().tolist() == [True, False]
+    assert not got.logps_NS[1].isnan().any()
+
+
+@each_backend
+@merges
+def test_log_alpha_broadcasts(merge: bool, backend: str) -> None:
+    ids, logps, _ = cases.random_teachers(5, 90, 4, 3)
+    for shape in ((3,), (1,), (5, 3), (5, 1), (1, 3), ()):
+        log_alpha = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        got = check(backend, (ids, logps, log_alpha), 6, merge)
+        spelt = mixture(backend, ids, logps, log_alpha.expand(5, 3).contiguous(), 6, merge)
+        assert backends.same(got, spelt)
+
+
+@each_backend
+@merges
+def test_strides_and_types(merge: bool, backend: str) -> None:
+    backends.need(backend)
+    to = backends.device(backend)
+    ids, logps, log_alpha = backends.moved(cases.random_teachers(5, 90, 8, 3), to)
+    logps = logps.bfloat16()
+    ids = ids.clamp(min=0)
+    want = mixture(backend, ids, logps.float(), log_alpha, 8, merge)
+    for other_ids, other_logps in (
+        (ids.mT.contiguous().mT, logps.repeat_interleave(2, -1)[..., ::2]),
+        (ids.transpose(0, 1).contiguous().transpose(0, 1), logps.mT.contiguous().mT),
+        (ids.int().repeat_interleave(2, 1)[:, ::2], logps.transpose(0, 1).contiguous().transpose(0, 1)),
+    ):
+        assert backends.same(mixture(backend, other_ids, other_logps, log_alpha.double(), 8, merge), want)
+
+
+def uneven_teachers(n_rows: int) -> Teachers:
+    """Lists that descend, that do not, with a NaN, with infinities and of nothing, by turns."""
+    ids, logps, log_alpha = cases.random_teachers(n_rows, 300, 12, 3)
+    logps[1::7] = logps[1::7].flip(-1)
+    logps[2::7, 1, 5:8] = logps[2::7, 1, 5:8].flip(-1)
+    logps[3::7, 2, 4] = NAN
+    logps[4::7, 0, 0] = INF
+    logps[5::7, 1, 3] = -INF
+    logps[6::7, :2] = -INF
+    return ids.clamp(min=0), logps, log_alpha
+
+
+@each_backend
+@merges
+def test_a_row_depends_on_no_other(merge: bool, backend: str) -> None:
+    """Whatever the others are, and however many."""
+    sizes = (7,) if backends.interpreted(backend) else (1, 7, 8, 9, 50)
+    for n_rows, kappa in itertools.product(sizes, (12,) if backends.interpreted(backend) else (1, 12, 40)):
+        teachers = uneven_teachers(n_rows)
+        got = mixture(backend, *teachers, kappa, merge)
+        assert backends.same(mixture(backend, *teachers, kappa, merge), got)
+        for n in range(n_rows):
+            alone = mixture(backend, *(part[n : n + 1] for part in teachers), kappa, merge)
+            assert backends.same(
+                alone, Mixture(*(part[n : n + 1] for part in (got.ids_NS, got.logps_NS, got.mass_N)))
+            )
+
+
+@each_backend
+@pytest.mark.parametrize("n_teachers", [1, 2, 5])
+@pytest.mark.parametrize("n_support", [1, 2, 9, 40])
+def test_a_merge_of_sorted_lists_is_the_sort_of_all(n_support: int, n_teachers: int, backend: str) -> None:
+    """The same rows with lists turned round are sorted another way: to the same bits, without ties."""
+    ids, logps, log_alpha = cases.random_teachers(37, 500, n_support, n_teachers)
+    rows = backends.rows_for(backend, 37, 2)
+    ids, logps, log_alpha = ids[rows], logps[rows], log_alpha[rows]
+    for kappa in {n_support, n_support * n_teachers}:
+        got = mixture(backend, ids, logps, log_alpha, kappa, False)
+        assert backends.same(mixture(backend, ids.flip(-1), logps.flip(-1), log_alpha, kappa, False), got)
+
+
+@each_backend
+@merges
+def test_mass_of_large_and_small_entries(merge: bool, backend: str) -> None:
+    values = [INF, 1e30, 800.0, 200.5, 89.0, 88.0, 3.0, 0.0, -87.0, -100.0, -104.0, -745.0, -1e30]
+    if backend == "triton":
+        values = values[4:10]  # a mass above fp32's, and subnormal ones, are not its
+    if backend == "reference" and merge:
+        values = values[1:]  # there a merged +inf is NaN
+    logps = torch.tensor(values)[:, None, None]
+    got = mixture(backend, torch.zeros(logps.shape, dtype=torch.int32), logps, torch.zeros(1), 1, merge)
+    want = logps[:, 0, 0].double().exp().float()
+    torch.testing.assert_close(got.mass_N, want, rtol=3e-5 if backend == "triton" else 1e-6, atol=1e-45)
+
+
+@backends.each("teacher_mixture", but=("reference", "triton"))
+@merges
+def test_threads_do_not_show(merge: bool, backend: str, each_number_of_threads) -> None:
+    ids, logps, log_alpha = uneven_teachers(3001)
+    teachers = (ids, logps.nan_to_num(), log_alpha)
+    results = each_number_of_threads(lambda: mixture(backend, *teachers, 16, merge))
+    assert all(backends.same(result, results[0]) for result in results)
+
+
+@each_backend
+@merges
+def test_nothing_to_mix(merge: bool, backend: str) -> None:
+    for shape, kappa in (((0, 2, 3), 4), ((2, 2, 0), 4), ((2, 0, 3), 4), ((2, 2, 3), 0)):
+        teachers = (torch.zeros(shape, dtype=torch.int64), torch.zeros(shape), torch.zeros(shape[1]))
+        got = mixture(backend, *teachers, kappa, merge)
+        assert got.ids_NS.shape == got.logps_NS.shape == (shape[0], kappa) and got.mass_N.shape == shape[:1]
+        assert not got.ids_NS.any() and not got.mass_N.any() and bool((got.logps_NS == -INF).all())
+    ids, logps = torch.tensor([[[-1, 4]]]), torch.tensor([[[-INF, -0.5]]])  # an empty slot may hold any id
+    got = mixture(backend, ids, logps, torch.zeros(1), 3, merge)
+    assert got.ids_NS.tolist() == [[4, 0, 0]] and got.logps_NS.tolist() == [[-0.5, -INF, -INF]]

@@ -1,0 +1,292 @@
+"""topk_logprobs of every backend: ids exactly, ties to the lower id, log-probabilities against float64."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from smopd.kernels.reference import topk as reference
+from smopd.kernels.types import TopK
+from tests.kernels import backends, cases
+from tests.kernels.cases import DTYPES, HALF
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of the interpreter's numpy
+    pytest.mark.usefixtures("poisoned_memory"),
+]
+INF, NAN = math.inf, math.nan
+each_backend = backends.each("topk_logprobs")
+# Ours: ten times and more tighter than the 2e-5 that the operations are held to, but for Triton's.
+ATOL = {"cpp": 2e-6, "reference": 5e-6, "triton": 2e-5}
+KINDS = ("normal", "ties", "masked", "wide", "ascending", "constant")
+TEMPERATURES = pytest.mark.parametrize("temperature", [1.0, 0.7])
+
+
+def rows_of(kind: str, n_rows: int, n_vocab: int) -> Tensor:
+    generator = torch.Generator().manual_seed(n_vocab)
+    logits_NV = 3 * torch.randn(n_rows, n_vocab, generator=generator)
+    if kind == "ties":
+        return logits_NV.round()
+    if kind == "masked":
+        hidden_NV = torch.rand(n_rows, n_vocab, generator=generator) < 0.95
+        hidden_NV[:, n_vocab // 2] = False
+        return logits_NV.masked_fill(hidden_NV, -INF)
+    if kind == "wide":
+        return 1000 * logits_NV
+    if kind == "ascending":
+        return logits_NV.sort(dim=-1).values
+    if kind == "constant":
+        return torch.full((n_rows, n_vocab), -7.25)
+    return logits_NV
+
+
+def topk(
+    backend: str, logits_NV: Tensor, kappa: int, tokens_N: Tensor | None = None, temperature: float = 1.0
+) -> TopK:
+    options = {"token_ids_N": tokens_N, "temperature": temperature}
+    return backends.call(backend, "topk_logprobs", logits_NV, kappa, **options)
+
+
+@functools.lru_cache(maxsize=8)
+def sorted_truth(logits_NV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """All ids by a stable sort, which keeps the lower one first, and all log-probabilities."""
+    wide_NV = logits_NV.double()
+    ids_NV = wide_NV.sort(dim=-1, descending=True, stable=True).indices
+    return ids_NV, (wide_NV / temperature).log_softmax(-1)
+
+
+def check(backend: str, logits_NV: Tensor, kappas: tuple[int, ...], temperature: float = 1.0) -> None:
+    true_ids_NV, logps_NV = sorted_truth(logits_NV, temperature)
+    rows = backends.rows_for(backend, len(logits_NV), 1)
+    tokens_N = rows * 7919 % logits_NV.shape[1]
+    close = {"rtol": 1e-6, "atol": ATOL[backend]}
+    if logits_NV.dtype == torch.float64:
+        close = {"rtol": 1e-12, "atol": 1e-12}
+    elif backend == "reference":  # x / T and its distance from the log-sum-exp are rounded to fp32
+        most = float(logits_NV.double().nan_to_num(0.0, neginf=0.0).clamp(min=-1e30).abs().max())
+        close["atol"] += 2.0**-22 * (most if most < 1e30 else 0.0)
+    for kappa in kappas[-1:] if backends.interpreted(backend) else kappas:
+        got = topk(backend, logits_NV[rows], kappa, tokens_N, temperature)
+        ids_NS = true_ids_NV[rows, :kappa]
+        wide = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
+        assert got.ids_NS.dtype == torch.int32 and got.logps_NS.dtype == got.token_logp_N.dtype == wide
+        assert torch.equal(got.ids_NS.long(), ids_NS)
+        torch.testing.assert_close(got.logps_NS.double(), logps_NV[rows].gather(-1, ids_NS), **close)
+        own_N = logps_NV[rows, tokens_N]
+        torch.testing.assert_close(got.token_logp_N.double(), own_N, **close)
+
+
+@each_backend
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n_vocab", [1, 2, 31, 32, 33, 210, 2047, 2048, 2049, 5000], ids="V{}".format)
+def test_equals_float64(n_vocab: int, kind: str, backend: str) -> None:
+    few = backends.interpreted(backend)
+    backends.leave_to_a_gpu(backend, n_vocab not in (1, 33, 2049))
+    for place, dtype in enumerate(DTYPES if backend == "reference" else HALF):
+        if few and (place + KINDS.index(kind) + n_vocab) % 3:
+            continue  # of the interpreter one dtype for each
+        logits_NV = rows_of(kind, 5, n_vocab).to(DTYPES[dtype])
+        kappas = sorted({0, 1, min(16, n_vocab), min(32, n_vocab), n_vocab, min(128, n_vocab)})
+        kappas = [kappa for kappa in kappas if backend != "triton" or kappa <= 128]
+        for temperature in (0.7,) if few else (1.0, 0.7):
+            check(backend, logits_NV, tuple(kappas), temperature)
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_whole_vocabulary(dtype: str, backend: str) -> None:
+    backends.leave_to_a_gpu(backend, dtype != "bf16")
+    logits_NV = whole_vocabulary(dtype)
+    check(backend, logits_NV, (0, 16), 0.7)
+    got = topk(backend, logits_NV[:1], 3)
+    assert got.token_logp_N is None and bool((got.ids_NS < logits_NV.shape[1]).all())
+
+
+@functools.lru_cache(maxsize=1)
+def whole_vocabulary(dtype: str) -> Tensor:
+    return rows_of("normal", *cases.WHOLE)[:16].to(DTYPES[dtype])
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", HALF)
+def test_ties_go_to_the_lowest_id_wherever_they_fall(dtype: str, backend: str) -> None:
+    """Longer than a block of a stream; few distinct values, so that every level of a selection ties."""
+    backends.leave_to_a_gpu(backend, dtype == "fp16")
+    gen = torch.Generator().manual_seed(5)
+    rows_NV = torch.stack(
+        [
+            torch.zeros(17000),
+            torch.randint(0, 2, (17000,), generator=gen).float(),
+            (torch.rand(17000, generator=gen) < 1e-3).float(),
+            torch.where(torch.rand(17000, generator=gen) < 0.999, -INF, 0.0),
+        ]
+    ).to(DTYPES[dtype])
+    got = topk(backend, rows_NV, 20)
+    assert torch.equal(got.ids_NS.long(), sorted_truth(rows_NV, 1.0)[0][:, :20])
+
+
+@backends.each("topk_logprobs", but=("triton",))
+@pytest.mark.parametrize("levels", [1, 2, 3, 8])
+def test_rows_of_few_values(levels: int, backend: str) -> None:
+    logits_NV = torch.randint(0, levels, (200, 57), generator=torch.manual_seed(levels)).float()
+    ids_NV = sorted_truth(logits_NV, 1.0)[0]
+    for kappa in (1, 5, 16, 56, 57):
+        assert torch.equal(topk(backend, logits_NV, kappa).ids_NS.long(), ids_NV[:, :kappa])
+
+
+@each_backend
+def test_one_maximum_anywhere_is_found_with_its_lowest_copy(backend: str) -> None:
+    """On a GPU the first round of a later thread lies before the second round of an earlier one."""
+    copies = ([1024, 8], [8, 1023, 1024], [8191, 8192])
+    logits_NV = torch.zeros(3, 8200)
+    for n, ids in enumerate(copies):
+        logits_NV[n, ids] = 1.0
+    for dtype in (torch.bfloat16, torch.float32):
+        assert topk(backend, logits_NV.to(dtype), 1).ids_NS[:, 0].tolist() == [min(ids) for ids in copies]
+
+
+HOSTILE = {
+    "nan": [1.0, NAN, 2.0, 0.0],
+    "nan and -inf": [-INF, NAN, -INF, -INF],
+    "nan and +inf": [INF, NAN, 0.0, 0.0],
+    "all nan": [NAN] * 4,
+    "all -inf": [-INF] * 4,
+    "one +inf": [0.0, INF, 1.0, -INF],
+    "one finite": [-INF, -INF, -3.0, -INF],
+    "subnormal": [1.0e-40, 0.0, 2.0e-40, -1.0e-40],
+}
+
+
+@each_backend
+@TEMPERATURES
+def test_hostile_rows(temperature: float, backend: str) -> None:
+    """At both ends of a row longer than a block; a NaN comes first, and all are NaN, but in no other row."""
+    plain_V, rows, names = rows_of("normal", 1, 3000)[0], [], []
+    for name, values in HOSTILE.items():
+        for start in (0, 2996)[len(names) % 2 :: 2] if backends.interpreted(backend) else (0, 2996):
+            row_V = plain_V.clone()
+            if name.startswith(("all", "nan and -inf", "one finite")):
+                row_V[:] = NAN if name == "all nan" else -INF
+            row_V[start : start + 4] = torch.tensor(values)
+            rows.append(row_V)
+            names.append(name)
+    rows.append(plain_V)
+    names.append("plain")
+    logits_NV = torch.stack(rows)
+    tokens_N = torch.arange(len(rows)) * 97 % 3000
+    true = reference.topk_logprobs(logits_NV.double(), 8, token_ids_N=tokens_N, temperature=temperature)
+    for dtype in (torch.float32, torch.bfloat16)[: 1 if backends.interpreted(backend) else 2]:
+        low_NV = logits_NV.to(dtype)
+        if dtype == torch.bfloat16:
+            true = reference.topk_logprobs(low_NV.double(), 8, token_ids_N=tokens_N, temperature=temperature)
+        got = topk(backend, low_NV, 8, tokens_N, temperature)
+        close = {"rtol": 2e-6, "atol": ATOL[backend], "equal_nan": True}
+        torch.testing.assert_close(got.logps_NS.double(), true.logps_NS, **close)
+        torch.testing.assert_close(got.token_logp_N.double(), true.token_logp_N, **close)
+        plain = torch.tensor(["nan" not in name for name in names])
+        assert torch.equal(got.ids_NS[plain], true.ids_NS[plain])
+        assert bool(got.logps_NS[~plain].isnan().all()) and bool(got.token_logp_N[~plain].isnan().all())
+        assert all(len(set(ids)) == 8 for ids in got.ids_NS.tolist())
+        first = [int(row_V.isnan().nonzero()[0]) for row_V in logits_NV[~plain]]
+        assert backend == "reference" or got.ids_NS[~plain, 0].tolist() == first
+
+
+@each_backend
+def test_nan_comes_first_and_then_infinity(backend: str) -> None:
+    got = topk(backend, torch.tensor([[1.0, NAN, INF, NAN, 5.0]]), 5)
+    ids = got.ids_NS[0].tolist()
+    assert sorted(ids[:2]) == [1, 3] and ids[2:] == [2, 4, 0]
+    assert backend != "cpp" or ids[:2] == [1, 3]
+
+
+@each_backend
+def test_minus_infinity_is_picked_last_by_id(backend: str) -> None:
+    got = topk(backend, torch.tensor([[-INF, -INF, -INF, -INF, 3.0, -INF]]), 3)
+    assert got.ids_NS.tolist() == [[4, 0, 1]] and got.logps_NS.tolist() == [[0.0, -INF, -INF]]
+
+
+@each_backend
+@TEMPERATURES
+def test_largest_floats_do_not_overflow(temperature: float, backend: str) -> None:
+    """float64 itself cannot add log 2 to 3e38."""
+    if backend == "reference" and temperature != 1.0:
+        pytest.skip("x / T of fp32 is infinite there")
+    logits_NV = torch.full((2, 300), -3.0e38)
+    logits_NV[0, 296:] = torch.tensor([3.0e38, -3.0e38, 3.0e38, 0.0])
+    for dtype in (torch.float32, torch.bfloat16):
+        got = topk(backend, logits_NV.to(dtype), 2, temperature=temperature)
+        assert got.ids_NS.tolist() == [[296, 298], [0, 1]]
+        expected = torch.tensor([2.0, 300.0]).log().neg()[:, None].expand(2, 2)
+        if backend == "reference":
+            expected = torch.zeros(2, 2)  # what is added to 3e38 is nothing
+        torch.testing.assert_close(got.logps_NS, expected, rtol=1e-6, atol=ATOL[backend])
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", HALF)
+def test_zeros_of_both_signs_are_one_value(dtype: str, backend: str) -> None:
+    got = topk(backend, torch.tensor([[-0.0, 0.0, -1.0, -0.0, 0.0]], dtype=DTYPES[dtype]), 4)
+    assert got.ids_NS.tolist() == [[0, 1, 3, 4]] and got.logps_NS.unique().numel() == 1
+
+
+@each_backend
+def test_masked_stretches_do_not_disturb_the_sum(backend: str) -> None:
+    """Whole threads see nothing but -inf or the lowest finite value, before and after the plain part."""
+    logits_NV = rows_of("normal", 2, 17000)
+    logits_NV[0, :9000] = -INF
+    logits_NV[1, 9000:] = torch.finfo(torch.float32).min
+    check(backend, logits_NV, (16,))
+
+
+@backends.each("topk_logprobs", but=("triton",))
+@pytest.mark.parametrize("dtype", HALF)
+def test_every_half_precision_value_is_converted(dtype: str, backend: str) -> None:
+    """All 65536 bit patterns (float32: the same values), one row each beside a zero."""
+    bits_N = torch.arange(-(2**15), 2**15).to(torch.int16)
+    values_N = bits_N.view(torch.float16 if dtype == "fp32" else DTYPES[dtype]).to(DTYPES[dtype])
+    values_N = values_N[
+        values_N.isfinite() & (values_N.float().abs() < (1e37 if backend == "reference" else INF))
+    ]
+    check(backend, torch.stack([values_N, torch.zeros_like(values_N)], -1), (2,))
+
+
+@each_backend
+def test_again_and_alone_have_the_same_bits(backend: str) -> None:
+    logits_NV, tokens_N = rows_of("normal", 3, 1271).bfloat16(), torch.tensor([1, 2, 3])
+    whole = topk(backend, logits_NV, 16, tokens_N)
+    assert backends.same(whole, topk(backend, logits_NV, 16, tokens_N))
+    alone = topk(backend, logits_NV[1:2].clone(), 16, tokens_N[1:2])
+    assert backends.same(alone, TopK(whole.ids_NS[1:2], whole.logps_NS[1:2], whole.token_logp_N[1:2]))
+
+
+@backends.each("topk_logprobs", but=("reference", "triton"))
+@pytest.mark.parametrize("n_vocab", [210, 70_000], ids="V{}".format)
+def test_threads_do_not_show(n_vocab: int, backend: str, each_number_of_threads) -> None:
+    logits_NV = rows_of("normal", 37, n_vocab)
+    results = each_number_of_threads(lambda: topk(backend, logits_NV, 16))
+    assert all(backends.same(result, results[0]) for result in results)
+    alone = topk(backend, logits_NV[36:], 16)
+    assert torch.equal(alone.ids_NS[0], results[0].ids_NS[36])
+    assert torch.equal(alone.logps_NS[0], results[0].logps_NS[36])
+
+
+@each_backend
+def test_rows_may_be_strided_and_ids_narrow(backend: str) -> None:
+    backends.need(backend)
+    wide_NV = rows_of("normal", 6, 300).to(backends.device(backend))  # a copy to a device would be dense
+    tokens_N = torch.tensor([0, 5, 1, 5, 232, 5], dtype=torch.int32)[::2]
+    got = topk(backend, wide_NV[::2, 17:250], 9, tokens_N)
+    want = topk(backend, wide_NV[::2, 17:250].contiguous(), 9, tokens_N.long())
+    assert backends.same(got, want)
+
+
+@each_backend
+def test_no_rows_and_no_entries(backend: str) -> None:
+    none = topk(backend, torch.empty(0, 10), 4, torch.empty(0, dtype=torch.int64))
+    assert none.ids_NS.shape == none.logps_NS.shape == (0, 4) and none.token_logp_N.shape == (0,)
+    assert topk(backend, torch.zeros(3, 10), 0).ids_NS.shape == (3, 0)
+    check(backend, rows_of("normal", 2, 50), (0,))

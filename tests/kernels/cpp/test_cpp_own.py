@@ -1,0 +1,196 @@
+"""What is smopd._C's own: what its operators refuse and in which words, their schemas, its import.
+
+Its results are held to float64 with the other backends' in tests/kernels/conformance.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from smopd.kernels import cpp, dispatch
+from smopd.kernels.types import LossSettings
+from tests.kernels import cases
+
+BAD_IDS = torch.tensor([[0, 1], [2, 3], [10, 4]])
+pytestmark = [
+    pytest.mark.skipif(dispatch.cpp_unavailable() is not None, reason="smopd._C is not built"),
+    pytest.mark.usefixtures("poisoned_memory"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.zeros(2, 8, dtype=torch.float64), 2), "logits is not float32, bfloat16 or float16"),
+        ((torch.zeros(8), 2), r"logits has 1 dimensions, expected \(N, V\)"),
+        ((torch.zeros(8, 2).T, 2), "stride 2 along V, expected 1"),
+        ((torch.zeros(2, 8), 9), "kappa is 9, expected 0 to V = 8"),
+        ((torch.zeros(2, 8), -1), "kappa is -1"),
+        ((torch.zeros(2, 8), 2, None, 0.0), "temperature is 0, expected a positive number"),
+        ((torch.zeros(2, 8), 2, torch.tensor([0, 8])), r"token_ids\[1\] is 8, expected 0 to V - 1 = 7"),
+        ((torch.zeros(2, 8), 2, torch.tensor([0])), r"shape \(N,\) = \(2,\)"),
+        ((torch.zeros(2, 8), 2, torch.zeros(2)), "neither int64 nor int32"),
+    ],
+)
+def test_wrong_arguments_of_top_kappa_are_named(arguments: tuple, message: str) -> None:
+    logits, kappa, *rest = arguments
+    token_ids, temperature = (*rest, *(None, 1.0)[len(rest) :])
+    with pytest.raises(RuntimeError, match="topk_logprobs_cpu: .*" + message):
+        torch.ops.smopd.topk_logprobs_cpu(logits, kappa, token_ids, temperature)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"target_ids_NS": torch.tensor([[0, 1], [2, 3], [10, 4]])},
+            "ids of row 2 hold an id outside 0 to V - 1 = 9",
+        ),
+        ({"token_ids_N": torch.tensor([0, 1, -1])}, r"token_ids\[2\] is -1, expected 0 to V - 1 = 9"),
+        ({"adv_N": torch.zeros(2)}, r"adv has to be a CPU tensor of shape \(N,\) = \(3,\)"),
+        ({"target_logps_NS": torch.zeros(3, 1)}, "logps differs from ids in dimension 1"),
+    ],
+)
+def test_wrong_arguments_of_the_loss_are_named_before_anything_is_written(change: dict, message: str) -> None:
+    logits_NV = cases.random_logits(3, 10)
+    tokens = cases.random_tokens(logits_NV, None)
+    target = {
+        "target_ids_NS": torch.tensor([[0, 1], [2, 3], [5, 4]]),
+        "target_logps_NS": torch.full((3, 2), -1.0),
+    }
+    own_NV = logits_NV.clone()
+    with pytest.raises(RuntimeError, match="loss_rows_cpu: .*" + message):
+        cpp.loss_rows(own_NV, replace(tokens, **target | change), LossSettings(), own_NV)
+    assert torch.equal(own_NV, logits_NV)
+    with pytest.raises(RuntimeError, match="grad differs from logits in shape or dtype"):
+        cpp.loss_rows(logits_NV, tokens, LossSettings(), torch.empty(3, 10, dtype=torch.bfloat16))
+
+
+def test_a_bad_id_of_a_late_teacher_is_found_before_anything_is_written() -> None:
+    case = cases.loss_case((64, 2000, 2, 6), target="merged")
+    broken = case.tokens.teacher_ids_NMS.clone()
+    broken[60, 0, 0] = 2000
+    own_NV = case.logits_NV.clone()
+    with pytest.raises(RuntimeError, match="ids of row 60 hold an id outside 0 to V - 1 = 1999"):
+        cpp.loss_rows(own_NV, replace(case.tokens, teacher_ids_NMS=broken), case.settings, own_NV)
+    assert torch.equal(own_NV, case.logits_NV)
+
+
+def tile_arguments() -> tuple[dict, dict]:
+    """Of the two operators on tiles, for (2, 8) logits and a support of two."""
+    shared = {
+        "tile": torch.zeros(2, 8),
+        "column": 0,
+        "token_ids": torch.tensor([1, 9]),
+        "ids": torch.tensor([[0, 1], [7, 8]]),
+        "live": torch.ones(2, dtype=torch.bool),
+        "temperature": 1.0,
+        "kl_temperature": 1.0,
+        "tail": True,
+    }
+
+    def wide(rows: int) -> Tensor:
+        return torch.zeros(rows, 2, dtype=torch.float64)
+
+    return shared | {"sums": wide(3 + 1 + 2)}, shared | {
+        "q": wide(2),
+        "entropy": False,
+        "columns": wide(4 + 7),
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tile": torch.zeros(2, 8, dtype=torch.float64)}, "tile is not float32, bfloat16 or float16"),
+        ({"column": -1}, "column is -1, expected at least 0"),
+        ({"token_ids": torch.zeros(3, dtype=torch.int64)}, r"token_ids has to be of shape \(N,\) = \(2,\)"),
+        ({"ids": torch.zeros(1, 2, dtype=torch.int64)}, "ids has to have two dimensions and N = 2 rows"),
+        ({"live": torch.ones(3, dtype=torch.bool)}, "live has to be a CPU tensor of bool"),
+        ({"live": None}, "ids and live have to come together"),
+        ({"kl_temperature": 0.0}, "kl_temperature is 0, expected a positive number"),
+        ({"kl_temperature": 0.5}, r"there are (6|11) columns, expected (9|15)"),
+    ],
+)
+def test_wrong_arguments_of_the_tiles_are_named(change: dict, message: str) -> None:
+    scan, grad = tile_arguments()
+    with pytest.raises(RuntimeError, match="tile_scan_cpu: .*" + message):
+        torch.ops.smopd.tile_scan_cpu(**(scan | change))
+    with pytest.raises(RuntimeError, match="tile_gradient_cpu: .*" + message):
+        torch.ops.smopd.tile_gradient_cpu(**(grad | change))
+
+
+def test_wrong_numbers_of_a_tiles_row_are_named() -> None:
+    scan, grad = tile_arguments()
+    with pytest.raises(RuntimeError, match="tile_scan_cpu: the columns have to be a CPU tensor of float64"):
+        torch.ops.smopd.tile_scan_cpu(**(scan | {"sums": torch.zeros(6, 2)}))
+    with pytest.raises(RuntimeError, match="tile_gradient_cpu: q has to be a CPU tensor of float64"):
+        torch.ops.smopd.tile_gradient_cpu(**(grad | {"q": torch.zeros(2, 2)}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"first": 5}, "first is 5, expected a multiple of 2048"),
+        ({"logits": torch.zeros(3, 8)}, "logits have 3 rows, expected 2"),
+        ({"kappa": 4}, "not of topk_begin_cpu with kappa 4"),
+        ({"temperature": 0.0}, "temperature is 0, expected a positive number"),
+        ({"token_ids": torch.tensor([0, -1])}, r"token_ids\[1\] is -1"),
+    ],
+)
+def test_wrong_arguments_of_a_piece_are_named(change: dict, message: str) -> None:
+    rows, keys = torch.ops.smopd.topk_begin_cpu(torch.zeros(1), 2, 3)
+    arguments = {"logits": torch.zeros(2, 8), "first": 0, "kappa": 3, "token_ids": None, "temperature": 1.0}
+    with pytest.raises(RuntimeError, match="topk_piece_cpu: .*" + message):
+        torch.ops.smopd.topk_piece_cpu(**(arguments | change), rows=rows, keys=keys)
+
+
+def test_operator_schemas() -> None:
+    logits_NV, tokens_N = cases.random_logits(3, 50), torch.tensor([1, 2, 3])
+    teachers = cases.random_teachers(3, 50, 4)
+    rows = (logits_NV, tokens_N, *teachers)
+    columns, constants = [torch.ones(3)] * 7, (0.2, 0.2, 3.0, 1.0, 0.1, 1.0, 0.9, False)
+    scan, grad = tile_arguments()
+    calls: dict[str, tuple | dict] = {
+        "topk_logprobs_cpu": (logits_NV, 4, tokens_N, 0.9),
+        "teacher_mixture_cpu": (*teachers, 4, True),
+        "forward_kl_rows_cpu": (*rows, 4, True, True, 1.0),
+        "forward_kl_gradient_cpu": (logits_NV, tokens_N, *teachers, 4, True, True, 1.0, torch.ones(3), None),
+        "loss_rows_cpu": (
+            logits_NV,
+            tokens_N,
+            *columns,
+            *teachers,
+            4,
+            True,
+            True,
+            *constants,
+            torch.empty(3, 50),
+        ),
+        "tile_scan_cpu": scan,
+        "tile_gradient_cpu": grad,
+    }
+    for name, given in calls.items():
+        arguments = ((), given) if isinstance(given, dict) else (given,)
+        operator = getattr(torch.ops.smopd, name).default
+        torch.library.opcheck(operator, *arguments, test_utils=("test_schema",))
+
+
+def test_import_leaves_denormals_alone() -> None:
+    """A library linked with -ffast-math would flush them in every thread that loads it."""
+    code = (
+        "import torch, smopd._C\n"
+        "tiny = torch.full((100000,), 1e-40)\n"
+        "torch.ops.smopd.topk_logprobs_cpu(torch.randn(64, 2000), 4, None, 1.0)\n"
+        "assert 1e-310 * 0.5 > 0.0\n"
+        "assert bool((tiny * 0.5 > 0).all())\n"
+        "assert bool(torch.tensor(float('nan')).isnan()) and bool(torch.tensor(float('inf')).isinf())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,318 @@
+"""What is the Triton kernels' own: launch shapes, limits, memory far apart, ranks, CUDA graphs.
+
+Their results are held to float64 with the other backends' in tests/kernels/conformance.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import fields, replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.triton.device import DEVICE, gpu, needs_cuda
+
+# isort: split
+from smopd import ops
+from smopd.kernels.reference import advantages as reference_advantages
+from smopd.kernels.reference import topk as reference
+from smopd.kernels.triton import advantages as triton_advantages
+from smopd.kernels.triton import loss as triton_loss
+from smopd.kernels.triton import mixture as triton_mixture
+from smopd.kernels.triton import topk as triton_topk
+from smopd.kernels.types import AdvantageOptions, LossTokens
+from tests.kernels import backends, cases
+from tests.kernels.cases import LossCase, check_loss, loss_case, run_loss
+from tests.patience import HANG_SECONDS
+
+INF = math.inf
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of the interpreter's numpy
+    pytest.mark.usefixtures("poisoned_memory"),
+]
+
+
+@pytest.mark.parametrize("target", ["repeats", "pooled", "merged"])
+def test_slots_compared_in_parts(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = loss_case((2, 1271, 2, 16), target=target)
+    monkeypatch.setattr(triton_loss, "_PAIRS", 1 << 20)
+    whole, whole_NV = run_loss("triton", case)
+    monkeypatch.setattr(triton_loss, "_PAIRS", 1)
+    terms, grad_NV = check_loss("triton", case)
+    torch.testing.assert_close(grad_NV, whole_NV, rtol=1e-6, atol=1e-9)
+    for name in ("kl_N", "teacher_mass_N", "student_mass_N"):
+        torch.testing.assert_close(getattr(terms, name), getattr(whole, name), rtol=1e-6, atol=1e-6)
+
+
+def test_more_blocks_than_an_int32_has_bits(streamed: None) -> None:
+    case = loss_case((1, 15003, 1, 3), target="given")
+    ids_NS = torch.arange(16, dtype=torch.int32)[None] * 1000 + 2
+    logps_NS = torch.randn(1, 16, generator=torch.manual_seed(0)).log_softmax(-1) - 0.1
+    tokens = replace(case.tokens, target_ids_NS=ids_NS, target_logps_NS=logps_NS)
+    check_loss("triton", LossCase(case.logits_NV, tokens, case.settings))
+
+
+@pytest.mark.parametrize("dtype", cases.HALF)
+def test_every_vocabulary_has_a_configuration(dtype: str) -> None:
+    sizes = (1, 7, 513, 2048, 2049, 8192, 16_384, 50_257, 151_936, 262_144, 300_001, triton_loss.MAX_VOCAB)
+    slots = (1, 128, 256, triton_loss.MAX_SUPPORT)
+    for n_vocab, aligned, n_slots in itertools.product(sizes, (False, True), slots):
+        shape = triton_loss._configuration(n_vocab, cases.DTYPES[dtype], n_slots, aligned=aligned)
+        blocks = -(-n_vocab // (shape.warps * 32 * shape.elements))
+        assert blocks <= 64 and shape.held >= 2 and shape.elements <= 16 and n_slots <= shape.warps * 128
+
+
+def test_the_last_chunk_of_the_widest_vocabulary() -> None:
+    """Its number fills the key's 16 bits; the values around it are the lowest and the largest."""
+    logits_NV = torch.full((2, triton_topk.MAX_VOCAB), -INF, dtype=torch.bfloat16)
+    logits_NV[0, -3:] = torch.tensor([-1.0, 2.0, -3.0])
+    logits_NV[1] = 5.0
+    got = backends.call("triton", "topk_logprobs", logits_NV, 5)
+    true = reference.topk_logprobs(logits_NV.double(), 5)
+    assert torch.equal(got.ids_NS, true.ids_NS)
+    torch.testing.assert_close(got.logps_NS.double(), true.logps_NS, rtol=1e-6, atol=2e-5)
+
+
+def test_a_bounded_scratch_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = (cases.random_logits(3, 300), 4)
+    options = {"token_ids_N": torch.tensor([1, 2, 3])}
+    whole = backends.call("triton", "topk_logprobs", *arguments, **options)
+    monkeypatch.setattr(triton_topk, "SCRATCH_BYTES", 4096)
+    assert backends.same(backends.call("triton", "topk_logprobs", *arguments, **options), whole)
+
+
+@pytest.mark.parametrize("merge", [True, False], ids=["merged", "pooled"])
+def test_teachers_further_apart_than_32_bits_reach(merge: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":  # the interpreter copies each storage onto itself, and would touch all of it
+        monkeypatch.setattr("triton.runtime.interpreter.GridExecutor._restore_args_dev", lambda *_: None)
+    ids, logps, log_alpha = cases.random_teachers(3, 40, 4, 3)
+    far = 2**30 + 8  # elements from one teacher to the next; what lies between is never touched
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+    def far_apart(values: Tensor) -> Tensor:
+        return values.to(DEVICE).new_empty(3 * far).as_strided(values.shape, (4, far, 1)).copy_(values)
+
+    try:
+        far_ids, far_logps = far_apart(ids.clamp(0, 39).to(torch.int8)), far_apart(logps.half())
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = True
+    got = triton_mixture.teacher_mixture(far_ids, far_logps, log_alpha.to(DEVICE), 6, merge=merge)
+    near = (far_ids.contiguous(), far_logps.contiguous(), log_alpha.to(DEVICE))
+    assert backends.same(got, triton_mixture.teacher_mixture(*near, 6, merge=merge))
+
+
+def test_settings_keep_their_double_precision() -> None:
+    """norm_eps and snr_threshold are not rounded to fp32 on their way into the kernel."""
+    rewards, group = torch.tensor([[0.0], [1e-9], [0.0], [3e-9]]), torch.zeros(4, dtype=torch.int64)
+    options = AdvantageOptions("grpo", norm_eps=1e-1)
+    got, _ = backends.call("triton", "advantages", rewards, group, options)
+    assert torch.equal(got, reference_advantages.advantages(rewards, group, options)[0])
+
+
+def test_what_is_not_served_is_said() -> None:
+    logits_NV, most = torch.zeros(2, 200), triton_loss.MAX_SUPPORT
+    for module, op, tensor, facts, expected in (
+        (triton_topk, "topk_logprobs", logits_NV, {"kappa": 128}, None),
+        (triton_topk, "topk_logprobs", logits_NV, {"kappa": 129}, "kappa is 129"),
+        (triton_topk, "topk_logprobs", logits_NV.double(), {"kappa": 1}, "float64"),
+        (triton_topk, "topk_logprobs", wide(triton_topk.MAX_VOCAB), {"kappa": 1}, "V is 524289"),
+        (triton_mixture, "teacher_mixture", logits_NV, {"n_pooled": 1024}, None),
+        (triton_mixture, "teacher_mixture", logits_NV.double(), {"n_pooled": 8}, "float64"),
+        (triton_loss, "loss_rows", logits_NV, {"n_support": most}, None),
+        (triton_loss, "loss_rows", logits_NV, {"n_pooled": 2**20}, "expected at most"),
+        (triton_loss, "loss_rows", wide(triton_loss.MAX_VOCAB), {}, "V is 524289"),
+        (triton_advantages, "grpo_advantages", torch.zeros(2, 32), {}, None),
+        (triton_advantages, "grpo_advantages", torch.zeros(2, 33), {}, "K is 33"),
+    ):
+        why_not = module.unserved(op, tensor, **facts)
+        assert why_not is None if expected is None else expected in str(why_not)
+    with pytest.raises(ValueError, match="topk_logprobs: kappa is 129, expected at most 128"):
+        triton_topk.topk_logprobs(logits_NV.to(DEVICE), 129)
+    pool = (torch.zeros(1, 8, 129, dtype=torch.int64), torch.zeros(1, 8, 129), torch.zeros(8))
+    with pytest.raises(ValueError, match=r"teacher_mixture: M \* S is 1032, expected at most 1024"):
+        backends.call("triton", "teacher_mixture", *pool, 4)
+    case = loss_case((2, 1271, 1, most + 1), target="given")
+    with pytest.raises(ValueError, match="entries, expected at most"):
+        run_loss("triton", case)
+    group = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"gdpo_advantages: the dtype is torch\.float64"):
+        backends.call("triton", "advantages", logits_NV.double()[:, :3], group, AdvantageOptions("gdpo"))
+
+
+def wide(most: int) -> Tensor:
+    return torch.empty(1, most + 1, device="meta")
+
+
+def _rank(rank: int, store: str, world: int) -> None:
+    backend = "nccl" if DEVICE == "cuda" and torch.cuda.device_count() >= world else "gloo"
+    torch.distributed.init_process_group(
+        backend,
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=HANG_SECONDS),
+    )
+    generator = torch.Generator().manual_seed(9)
+    rewards, group = torch.randn(11, 2, generator=generator), torch.arange(11) // 4
+    weights, lengths = torch.tensor([0.3, 0.9]), torch.arange(11) * 7 % 50
+    device = f"cuda:{rank}" if backend == "nccl" else "cpu"
+    for whiten, cut in (("responses", 2), ("tokens", 2), ("tokens", 3)):  # the last leaves rank 1 nothing
+        mine = (group < cut) == (rank == 0)
+        options = AdvantageOptions("gdpo", weights_K=weights, lengths_R=lengths, whiten=whiten)
+        own = replace(options, weights_K=weights.to(device), lengths_R=lengths[mine].to(device))
+        shard = (rewards[mine].to(device), group[mine].to(device))
+        got, _ = triton_advantages.advantages(*shard, own, torch.distributed.group.WORLD)
+        want, _ = reference_advantages.advantages(rewards, group, options)
+        torch.testing.assert_close(got.cpu(), want[mine], rtol=1e-6, atol=1e-9)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="two ranks take two GPUs")
+def test_ranks_whiten_together(tmp_path) -> None:
+    torch.multiprocessing.spawn(_rank, args=(str(tmp_path / "store"), 2), nprocs=2)
+
+
+@gpu
+@needs_cuda
+@pytest.mark.parametrize("dtype", cases.HALF)
+@pytest.mark.parametrize("target", ["merged", "pooled"])
+def test_a_vocabulary_of_aligned_rows_on_the_gpu(target: str, dtype: str) -> None:
+    check_loss("triton", loss_case((64, 152_064, 2, 16), dtype, target, target == "merged", True), "in place")
+
+
+@gpu
+@needs_cuda
+@pytest.mark.parametrize("dtype", cases.HALF)
+@pytest.mark.parametrize("kappa", [16, 32, 64, 128])
+def test_top_kappa_on_the_gpu(dtype: str, kappa: int) -> None:
+    for n_rows, n_vocab in ((41, 1271), (512, 151_936), (33, 151_937), (3, 524_288)):
+        logits_NV = cases.random_logits(n_rows, n_vocab, dtype).to(DEVICE)
+        got = ops.topk_logprobs([logits_NV, logits_NV.roll(1, 1)], kappa)
+        for m in range(2):
+            true = reference.topk_logprobs(logits_NV.roll(m, 1).double(), kappa)
+            assert torch.equal(got.ids_NS[:, m], true.ids_NS)
+            torch.testing.assert_close(got.logps_NS[:, m].double(), true.logps_NS, rtol=1e-6, atol=2e-5)
+
+
+@gpu
+@needs_cuda
+@pytest.mark.parametrize("merge", [True, False], ids=["merged", "pooled"])
+@pytest.mark.parametrize("n_teachers", [2, 4, 8])
+@pytest.mark.parametrize("kappa", [16, 64, 128])
+def test_mixtures_on_the_gpu(kappa: int, n_teachers: int, merge: bool) -> None:
+    teachers = cases.random_teachers(4097, 4 * kappa, kappa, n_teachers)
+    got = backends.call("triton", "teacher_mixture", *teachers, kappa, merge=merge)
+    assert backends.same(backends.call("triton", "teacher_mixture", *teachers, kappa, merge=merge), got)
+    wide = (teachers[0], teachers[1].double(), teachers[2].double())
+    true = reference.teacher_mixture(*wide, kappa, merge=merge)
+    torch.testing.assert_close(got.logps_NS.double(), true.logps_NS, rtol=1e-6, atol=5e-6)
+
+
+@gpu
+@needs_cuda
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_many_advantages_on_the_gpu(shuffled: bool) -> None:
+    gen = torch.Generator().manual_seed(3)
+    group = torch.arange(1024).repeat_interleave(16)
+    if shuffled:
+        group = group[torch.randperm(len(group), generator=gen)]
+    rewards = torch.randn(len(group), 4, generator=gen)
+    rewards[:, 1:] = (rewards[:, 1:] > 0.5).float()
+    lengths = torch.randint(1, 1000, (len(group),), generator=gen)
+    for kind, whiten in (("grpo", None), ("gdpo", "responses"), ("gd2po", "tokens")):
+        options = AdvantageOptions(kind, lengths_R=lengths, whiten=whiten)
+        got = backends.call("triton", "advantages", rewards, group, options)
+        assert backends.same(backends.call("triton", "advantages", rewards, group, options)[0], got[0])
+        want = reference_advantages.advantages(rewards, group, options)
+        torch.testing.assert_close(got[0], want[0], rtol=1e-6, atol=1e-9)
+        assert kind != "gd2po" or torch.equal(got[1], want[1])
+
+
+@gpu
+@needs_cuda
+@pytest.mark.xdist_group("large memory")
+def test_rows_beyond_32_bit_offsets() -> None:
+    n_rows = 16_384
+    small = loss_case((4, 151_936, 2, 16), "bf16")
+    columns = {field.name: getattr(small.tokens, field.name) for field in fields(LossTokens)}
+    columns = {
+        n: v.repeat(n_rows // 4, *[1] * (v.dim() - 1)).to(DEVICE) for n, v in columns.items() if v is not None
+    }
+    logits_NV = small.logits_NV.to(DEVICE).repeat(n_rows // 4, 1)
+    want, want_NV = run_loss("triton", small)
+    top = triton_topk.topk_logprobs(logits_NV, 16)
+    assert torch.equal(top.ids_NS[-4:].cpu(), reference.topk_logprobs(small.logits_NV, 16).ids_NS)
+    terms = triton_loss.loss_rows(logits_NV, LossTokens(**columns), small.settings, logits_NV)
+    assert torch.equal(logits_NV[-4:].cpu(), want_NV) and torch.equal(terms.kl_N[-4:].cpu(), want.kl_N)
+
+
+GRAPHED = (
+    *("topk_logprobs", "teacher_mixture", "gdpo_advantages", "smopd_loss", "topk_forward_kl"),
+    *("teacher_forward_kl", "linear_topk_logprobs", "linear_smopd_loss", "recompute"),
+)
+
+
+@gpu
+@needs_cuda
+@pytest.mark.parametrize("name", GRAPHED)
+def test_a_cuda_graph_replays_forward_and_backward(name: str) -> None:
+    """Through the public functions: captured once, replayed on other numbers, the bits of an eager call."""
+    given, pooled = (
+        backends.moved(loss_case((64, 151_936, 2, 16), "bf16", target, ids=torch.int32), "cuda")
+        for target in ("given", "merged")
+    )
+    tokens, token_ids = pooled.tokens, pooled.tokens.token_ids_N
+    teachers = (tokens.teacher_ids_NMS, tokens.teacher_logps_NMS, tokens.log_alpha)
+    torch.manual_seed(1)
+    hidden = torch.randn(64, 128, device=DEVICE).bfloat16().requires_grad_()
+    weight = (0.1 * torch.randn(151936, 128, device=DEVICE)).bfloat16().requires_grad_()
+    logits = pooled.logits_NV.clone().requires_grad_()
+    rewards, group = torch.randn(500, 4, device=DEVICE), torch.arange(500, device=DEVICE) // 8
+    leaves = [hidden, weight] if "linear" in name or name == "recompute" else [logits]
+
+    def call() -> list[Tensor]:
+        outputs: Any
+        if name == "gdpo_advantages":
+            return [ops.gdpo_advantages(rewards, group)]
+        if name == "teacher_mixture":
+            mixture = ops.teacher_mixture(*teachers, 16, merge=True)
+            return [mixture.ids_NS, mixture.logps_NS]
+        if name.endswith("topk_logprobs"):
+            head = (logits,) if name == "topk_logprobs" else (hidden, weight)
+            top = getattr(ops, name)(*head, 16, token_ids_N=token_ids)
+            return [top.ids_NS, top.logps_NS, top.token_logp_N]
+        if name == "topk_forward_kl":
+            target = (given.tokens.target_ids_NS, given.tokens.target_logps_NS)
+            outputs = ops.topk_forward_kl(logits, token_ids, *target, tail=True)
+        elif name == "teacher_forward_kl":
+            outputs = ops.teacher_forward_kl(logits, token_ids, *teachers, 16, merge=True, tail=True)
+        elif name == "smopd_loss":
+            loss, stats = ops.smopd_loss(logits, tokens, pooled.settings)
+            outputs = (loss, stats.kl_N)
+        else:
+            options = {"recompute": name == "recompute"}
+            loss, stats = ops.linear_smopd_loss(hidden, weight, tokens, pooled.settings, **options)
+            outputs = (loss, stats.kl_N)
+        total = sum(output.sum() for output in outputs if output.requires_grad)
+        return [*(output.detach() for output in outputs), *torch.autograd.grad(total, leaves)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = call()
+    with torch.no_grad():
+        for leaf in [*leaves, rewards]:
+            leaf.copy_(torch.randn_like(leaf) * 0.1)
+    graph.replay()
+    for replayed, eager in zip(got, call(), strict=True):
+        assert torch.equal(replayed, eager)
