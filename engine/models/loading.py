@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -179,6 +180,10 @@ def _loading(path: str | Path) -> Iterator[None]:
         ) from error
     except (ValueError, SafetensorError) as error:
         raise UnusableModel(f"model {path}: cannot be loaded ({_first_line(error)})") from error
+    except UnpicklingError as error:  # nothing that it holds has run
+        raise UnusableModel(
+            f"model {path}: its pickled weights hold more than weights; expected safetensors"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

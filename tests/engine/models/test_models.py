@@ -142,6 +142,21 @@ def test_damaged_and_missing_weights_are_refused(folder: Path) -> None:
         load_model(folder, torch.float32)
 
 
+@pytest.mark.parametrize("zipped", [False, True])
+def test_pickled_weights_that_would_run_something_are_refused_and_run_nothing(zipped, folder, tmp_path):
+    class Forged:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "ran",)
+
+    (folder / "model.safetensors").unlink()
+    torch.save(
+        {"lm_head.weight": Forged()}, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped
+    )
+    with pytest.raises(UnusableModel, match="its pickled weights hold more than weights"):
+        load_model(folder, torch.float32)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_scaled_logits_keep_their_scale() -> None:
     torch.manual_seed(0)
     model = GraniteForCausalLM(GraniteConfig(**SHAPE, logits_scaling=4.0)).eval()
@@ -201,7 +216,7 @@ def test_a_model_without_an_end_token_is_refused(tokenizer: PreTrainedTokenizerB
 
 
 def test_a_teacher_of_a_smaller_vocabulary_is_refused() -> None:
-    message = f"teachers.models.0: .*vocabulary of {VOCABULARY}, the student's is {VOCABULARY + 1}"
+    message = f"teachers.models.0: .*vocabulary of {VOCABULARY}, the student has {VOCABULARY + 1} tokens"
     with pytest.raises(UnusableModel, match=message):
         LocalTeachers(
             [tiny_model(layers=1)], Packing(micro_batch_tokens=64, share_prompts=False), VOCABULARY + 1
