@@ -123,7 +123,12 @@ def flat_of(settings: Settings) -> dict[str, Any]:
 
 
 def compare(folder: Path, settings: Settings) -> None:
-    """Raises OtherSettings where what stands in `folder` was made with others than `settings`."""
+    """Raises OtherSettings where what stands in `folder` was made with others than `settings`.
+
+    Where no model has been made or trained yet, in a folder of its own, the settings may still be corrected.
+    """
+    if not any(path.is_dir() for path in folder.iterdir()):
+        return
     if found := changes(folder, settings):
         raise OtherSettings(
             f"{folder} holds a run with other settings; give another --output, or remove it\n"

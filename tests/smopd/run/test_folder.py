@@ -6,7 +6,7 @@ import pytest
 
 from smopd.config.settings import Settings
 from smopd.engine.files import empty_partial, replace_folder
-from smopd.run.folder import Busy, OtherSettings, claimed
+from smopd.run.folder import Busy, OtherSettings, claimed, write_settings
 from tests.smopd.run.invariance_worker import SETTINGS
 
 MADE = Settings.model_validate(SETTINGS)
@@ -32,7 +32,20 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path, way):
 @pytest.mark.parametrize("content", [b"model: {path: [", b"\xff\xfe\x00\x01", b"- " * 5000 + b"["])
 def test_settings_that_cannot_be_read_are_named(tmp_path, content):
     (tmp_path / "config.yaml").write_bytes(content)
+    (tmp_path / "student").mkdir()
     with pytest.raises(OtherSettings, match=r"config\.yaml: cannot be read"), claimed(tmp_path, MADE):
+        pass
+
+
+def test_settings_may_be_corrected_until_something_is_made_with_them(tmp_path):
+    other = MADE.model_copy(update={"seed": MADE.seed + 1})
+    with claimed(tmp_path, MADE):
+        write_settings(tmp_path, MADE, dict)
+    with claimed(tmp_path, other):
+        write_settings(tmp_path, other, dict)
+    (tmp_path / "student").mkdir()
+    refused = pytest.raises(OtherSettings, match=f"seed: was {other.seed}, now {MADE.seed}")
+    with refused, claimed(tmp_path, MADE):
         pass
 
 
