@@ -27,7 +27,14 @@ from smopd.kernels.head.tiles import finish
 from smopd.kernels.types import LossSettings, LossTokens, TokenTerms
 
 GPU = torch.cuda.is_available()
-OPERATIONS = ("topk_logprobs", "teacher_mixture", *dispatch.ROW_OPS, "scale_", "advantages")
+OPERATIONS = (
+    "topk_logprobs",
+    "teacher_mixture",
+    "teacher_product",
+    *dispatch.ROW_OPS,
+    "scale_",
+    "advantages",
+)
 ALL = ("reference", "reference tiles", "cpp", "cpp tiles", "triton")
 TILES = {"reference tiles": "reference.tiles", "cpp tiles": "cpp"}
 TILED = tuple(operation for operation in OPERATIONS if operation != "loss_rows")
