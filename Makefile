@@ -68,8 +68,10 @@ style: $(VENV)/.installed-test
 types: $(VENV)/.installed-test
 	$(BIN)/mypy
 
-# A process a core and a thread each, a file in one of them, and files in the order of tests/conftest.py.
-pytest = OMP_NUM_THREADS=1 $1/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=20 $2
+# A process a core and one more, as some tests wait, a thread each; a file in one of them, files in the order of
+# tests/conftest.py.
+WORKERS ?= $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
+pytest = OMP_NUM_THREADS=1 $1/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20 $2
 ENGINES := $(shell find tests -name 'test_*vllm*.py' -o -name 'test_*deepspeed*.py') tests/smopd/run/test_engines.py
 WITHOUT_ENGINES := $(addprefix --ignore=,$(ENGINES))
 

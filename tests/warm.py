@@ -93,14 +93,19 @@ def run(
 
 
 def on_ranks(
-    n: int, *words: str, preload: tuple[str, ...] = TRAINER, timeout: float = HANG_SECONDS
+    n: int, *words: str, preload: tuple[str, ...] | None = TRAINER, timeout: float = HANG_SECONDS
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python *words` in `n` processes of torchrun, in one without it, from the checkout's root."""
+    """Runs `python *words` in `n` processes of torchrun, in one without it, from the checkout's root.
+
+    preload: as of Popen; None: cold.
+    """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)] if n > 1 else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *launcher, *words]
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": timeout, "preload": preload}
-    return run(command, env=environment, cwd=ROOT, **options)
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": timeout}
+    if preload is None:
+        return subprocess.run(command, env=environment, cwd=ROOT, **options)
+    return run(command, env=environment, cwd=ROOT, preload=preload, **options)
 
 
 def fork(job: dict[str, Any], streams: list[int]) -> int:
