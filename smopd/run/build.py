@@ -101,8 +101,6 @@ def teacher_engine(
     with naming("teachers.models"):
         if is_url(paths[0]):
             return remote_teachers(settings, paths, vocabulary)
-        if options.union:  # asks a teacher about the others' padding
-            tokens = None
         if options.engine == "local":
             dtype = getattr(torch, options.dtype)
             return load_teachers(paths, settings.student, vocabulary, dtype, device, tokens=tokens)
