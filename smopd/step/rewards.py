@@ -82,13 +82,11 @@ class Rewarder:
             columns[STEP_COLUMN] = [step] * len(prompts)
         scored = self.pool.score([prompt.content for prompt in prompts], texts, columns)
         counted = self._counted(scored, len(rollouts))
-        counts, responses = [counted], counted.responses
+        counts, steps = [counted], 1
         if step is not None:
             self._window.append(counted)
-            counts, responses = (
-                list(self._window),
-                responses * self.window_steps,
-            )  # the first step is no whole window
+            counts, steps = list(self._window), self.window_steps  # the first step is no whole window
+        responses = counted.responses * steps
         for name in scored.names:
             failures = sum((count.failures[name] for count in counts), Counter())
             check_share(name, failures, responses, self.max_unscorable_share, counted.errors.get(name))

@@ -95,8 +95,9 @@ class Sampler:
 
     def settle(self) -> dict[str, Any] | None:
         """Waits until the engine is idle; what was begun ahead, for a checkpoint. A collective call."""
-        ahead = [(step, together(begun.result)) for step, begun in self._begun.items()]
-        return Ahead(ahead[0][0], ahead[0][1].rollouts).state() if ahead else None
+        for step, begun in self._begun.items():
+            return Ahead(step, together(begun.result).rollouts).state()
+        return None
 
     def _generate(self, token_ids: list[tuple[int, ...]], groups: list[int]) -> list[Rollout]:
         rollout = self.settings.rollout
