@@ -47,6 +47,7 @@ EXPERIMENTS = {
         Experiment("profiles", {f"share_{share:g}": _profile(share) for share in SHARES}),
         Experiment("conflict"),
         Experiment("snips"),
+        Experiment("merging"),
     )
 }
 
