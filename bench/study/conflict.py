@@ -1,10 +1,13 @@
-"""Two rewards of the toy world that pull against each other: say every value that was asked for, be brief."""
+"""Two rewards of the toy world that pull against each other: name all values asked for, and be brief."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
+
+_CALL = re.compile(r"<tool_call>\s*(\{.*\})\s*</tool_call>", re.DOTALL)
 
 
 def coverage_reward(
@@ -17,11 +20,27 @@ def coverage_reward(
 def brevity_reward(
     prompts: Sequence[Any], completions: Sequence[str], *, longest: int = 160, **columns: Any
 ) -> list[float]:
-    """1 for an empty completion, falling evenly to 0 at `longest` characters."""
-    return [1.0 - min(len(completion), longest) / longest for completion in completions]
+    """From 1 falling evenly with the length to 0 at `longest` characters; 0 too for what calls no tool.
+
+    Silence is no answer: it would be the best of all brief ones, and nothing leads back from it.
+    """
+    return [
+        1.0 - min(len(completion), longest) / longest if _calls(completion) else 0.0
+        for completion in completions
+    ]
 
 
 def _covered(completion: str, truth: str) -> float:
     call = json.loads(truth.split("<tool_call>\n", 1)[1].split("\n</tool_call>", 1)[0])
     values = [str(value) for value in call["parameters"].values()]
     return sum(value in completion for value in values) / len(values) if values else 1.0
+
+
+def _calls(completion: str) -> bool:
+    if (found := _CALL.search(completion)) is None:
+        return False
+    try:
+        call = json.loads(found[1])
+    except ValueError:
+        return False
+    return isinstance(call.get("name"), str)

@@ -27,11 +27,11 @@ class Experiment:
         return RECIPES / f"{self.recipe}.yaml"
 
 
-def _profile(share: float) -> tuple[str, ...]:
+def _profile(share: float, first: str = "accuracy", second: str = "format") -> tuple[str, ...]:
     own, other = share, round(1 - share, 4)
     return (
-        *("--runs.accuracy_teacher.reward_weights", f"[{own}, {other}]"),
-        *("--runs.format_teacher.reward_weights", f"[{other}, {own}]"),
+        *(f"--runs.{first}_teacher.reward_weights", f"[{own}, {other}]"),
+        *(f"--runs.{second}_teacher.reward_weights", f"[{other}, {own}]"),
     )
 
 
@@ -45,9 +45,11 @@ EXPERIMENTS = {
         ),
         Experiment("ablations"),
         Experiment("profiles", {f"share_{share:g}": _profile(share) for share in SHARES}),
-        Experiment("conflict"),
+        Experiment("conflict", {"base": (), "moderate": _profile(0.7, "coverage", "brevity")}),
         Experiment("snips"),
         Experiment("merging"),
+        Experiment("merging_three"),
+        Experiment("merging_snips"),
     )
 }
 

@@ -232,7 +232,10 @@ def test_the_conflicting_rewards() -> None:
     answers = ["", " ".join(values), values[0]]
     covered = coverage_reward([""] * 3, answers, [row["ground_truth"]] * 3)
     assert covered[:2] == [0.0, 1.0] and covered[2] == pytest.approx(1 / len(values))
-    assert brevity_reward([""] * 3, ["", "x" * 80, "x" * 500], longest=160) == [1.0, 0.5, 0.0]
+    shortest = '<tool_call>{"name": "a"}</tool_call>'
+    answers = ["", "x" * 80, shortest, shortest.ljust(80), shortest.ljust(500), '<tool_call>{"</tool_call>']
+    said = brevity_reward([""] * 6, answers, longest=160)
+    assert said == [0.0, 0.0, 1.0 - len(shortest) / 160, 0.5, 0.0, 0.0], "silence and no call earn nothing"
 
 
 def test_an_unknown_experiment_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
