@@ -5,7 +5,8 @@
 Letters in names are shapes: N packed response tokens, V vocabulary, D hidden, M teachers, S support entries
 (kappa), R responses, K rewards. Logits and hidden states are bf16, fp16, fp32 or fp64; results are fp32, or
 fp64 for fp64 inputs. Log-probabilities are in nats. SMOPD_BACKEND forces a backend; SMOPD_DEBUG=1 checks
-values too. The functions and what each promises stand in smopd/kernels, one file an operation.
+values too. An id outside the vocabulary is a ValueError on a CPU; on a GPU its row is NaN, and no other
+memory is touched. The functions and what each promises stand in smopd/kernels, one file an operation.
 """
 
 from __future__ import annotations

@@ -103,15 +103,17 @@ def row_kernel(
 
     # What streams first is on its way while the target is prepared.
     ahead = load_block(row_ptr, 0, V, BLOCK, BLOCKS > 1, STREAMED > 0)
-    token = tl.load(token_ids_ptr + row).to(tl.int32)
-    token_x = tl.load(row_ptr + token).to(tl.float32)
+    token_id = tl.load(token_ids_ptr + row)
+    token_inside = (token_id >= 0) & (token_id < V)
+    token = token_id.to(tl.int32)
+    token_x = tl.load(row_ptr + token, mask=token_inside, other=float("nan")).to(tl.float32)
     if TARGET:
         if log_alpha_ptr is None:
-            ids_K, logps_K = given_target(target_ids_ptr, target_logps_ptr, row, S, K)
+            ids_K, logps_K = given_target(target_ids_ptr, target_logps_ptr, row, V, S, K)
         else:
             ids_K, logps_K = teachers_target(
                 target_ids_ptr, target_logps_ptr, log_alpha_ptr, stride_alpha_n, stride_alpha_m, row, kappa,
-                M, S, K, W, MERGE,
+                V, M, S, K, W, MERGE,
             )  # fmt: skip
         id_logps_K = logps_K if DISTINCT else merge_repeats(ids_K, logps_K, K, W)
         if TAIL:
@@ -207,7 +209,7 @@ def row_kernel(
         else:
             dlogp = _column(dlogp_ptr, row)
             dkl = _column(dkl_ptr, row)
-        dlogp *= inv_temperature
+        dlogp = tl.where(token_inside | (dlogp == 0), dlogp, float("nan")) * inv_temperature
         dkl *= inv_kl_temperature
         level = -dlogp
         kl_level = weighted(dkl, teacher_mass + tail_q)
@@ -225,7 +227,7 @@ def row_kernel(
                 off_level -= share
         coefficients = (off_h, off_level, off_curve, off_kl_h, off_kl_level)
         token_grad = softmax_gradient(token_x, coefficients, scale, kl_scale, CURVED, TWO) + dlogp
-        token_apart = True
+        token_apart = token_inside
         if TARGET:
             at_support = coefficients
             if TAIL:
@@ -233,7 +235,7 @@ def row_kernel(
             grad_K = softmax_gradient(x_K, at_support, scale, kl_scale, CURVED, TWO)
             grad_K -= weighted(dkl, tl.exp2(id_logps_K * LOG2E))
             grad_K += tl.where(ids_K == token, dlogp, 0.0)
-            token_apart = tl.sum((first_K & (ids_K == token)).to(tl.int32), 0) == 0
+            token_apart &= tl.sum((first_K & (ids_K == token)).to(tl.int32), 0) == 0
 
         tl.debug_barrier()  # the entries above are read before anything is overwritten
         if STREAMED > 0:

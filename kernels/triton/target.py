@@ -2,7 +2,8 @@
 
 Slots are compared in pairs, all K against W at a time, so that the pairs fit into registers. What pairs tell
 a slot is one sum: each result of a sum over threads costs barriers to hand around. An empty slot has
-log-probability -inf.
+log-probability -inf and any id; a row with another id outside the vocabulary is NaN, and nothing is read or
+written there.
 
 Shapes: K slots of a row's target (a power of two), W of them, M teachers, S support entries, L lanes (R and C
     as in triton/rows.py).
@@ -27,18 +28,25 @@ def part(x_K, number, EMPTY: tl.constexpr, K: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def given_target(ids_ptr, logps_ptr, row, S: tl.constexpr, K: tl.constexpr):
-    """(ids, log-probabilities) of the target as given. The id of an empty slot may be any."""
+def bounded(ids_K, logps_K, V: tl.constexpr):
+    """(ids as int32, log-probabilities): NaN where an id is outside [0, V), but for an empty slot's."""
+    outside_K = (ids_K < 0) | (ids_K >= V)
+    return ids_K.to(tl.int32), tl.where(outside_K & (logps_K > NEG_INF), float("nan"), logps_K)
+
+
+@triton.jit
+def given_target(ids_ptr, logps_ptr, row, V: tl.constexpr, S: tl.constexpr, K: tl.constexpr):
+    """(ids, log-probabilities) of the target as given."""
     slot_K = tl.arange(0, K)
-    ids_K = tl.load(ids_ptr + row * S + slot_K, mask=slot_K < S, other=-1).to(tl.int32)
+    ids_K = tl.load(ids_ptr + row * S + slot_K, mask=slot_K < S, other=-1)
     logps_K = tl.load(logps_ptr + row * S + slot_K, mask=slot_K < S, other=NEG_INF).to(tl.float32)
-    return ids_K, logps_K
+    return bounded(ids_K, logps_K, V)
 
 
 @triton.jit
 def teachers_target(
     ids_ptr, logps_ptr, log_alpha_ptr, stride_alpha_n, stride_alpha_m, row, kappa,
-    M: tl.constexpr, S: tl.constexpr, K: tl.constexpr, W: tl.constexpr, MERGE: tl.constexpr,
+    V: tl.constexpr, M: tl.constexpr, S: tl.constexpr, K: tl.constexpr, W: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
     """The union of the teachers' candidates, the kappa largest kept (Eq. 6; merged first: Eq. 5).
 
@@ -46,10 +54,11 @@ def teachers_target(
     """
     slot_K = tl.arange(0, K)
     inside_K = slot_K < M * S
-    ids_K = tl.load(ids_ptr + row * (M * S) + slot_K, mask=inside_K, other=-1).to(tl.int32)
+    ids_K = tl.load(ids_ptr + row * (M * S) + slot_K, mask=inside_K, other=-1)
     logps_K = tl.load(logps_ptr + row * (M * S) + slot_K, mask=inside_K, other=NEG_INF).to(tl.float32)
     alpha_ptr = log_alpha_ptr + row * stride_alpha_n
     logps_K += tl.load(alpha_ptr + (slot_K // S).to(tl.int64) * stride_alpha_m, mask=inside_K, other=0.0)
+    ids_K, logps_K = bounded(ids_K, logps_K, V)
     order_K = slot_K
     if MERGE:
         logps_K = merge_repeats(ids_K, logps_K, K, W)

@@ -175,7 +175,9 @@ def _stream_kernel(
         tl.store(stats_ptr + local * 2, row_max)
         tl.store(stats_ptr + local * 2 + 1, log_sum)
     if HAS_TOKENS:
-        x = tl.load(row_ptr + tl.load(token_ids_ptr + row * stride_token_ids)).to(tl.float32)
+        token = tl.load(token_ids_ptr + row * stride_token_ids)
+        inside = (token >= 0) & (token < V)
+        x = tl.load(row_ptr + token, mask=inside, other=float("nan")).to(tl.float32)
         tl.store(token_logp_ptr + row, (x - row_max) / temperature - log_sum)
 
 

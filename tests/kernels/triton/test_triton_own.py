@@ -25,7 +25,7 @@ from smopd.kernels.triton import advantages as triton_advantages
 from smopd.kernels.triton import loss as triton_loss
 from smopd.kernels.triton import mixture as triton_mixture
 from smopd.kernels.triton import topk as triton_topk
-from smopd.kernels.types import AdvantageOptions, LossTokens
+from smopd.kernels.types import AdvantageOptions, KlOptions, LossTokens
 from tests.kernels import backends, cases
 from tests.kernels.cases import LossCase, check_loss, loss_case, run_loss
 from tests.patience import HANG_SECONDS
@@ -104,6 +104,61 @@ def test_teachers_further_apart_than_32_bits_reach(merge: bool, monkeypatch: pyt
     got = triton_mixture.teacher_mixture(far_ids, far_logps, log_alpha.to(DEVICE), 6, merge=merge)
     near = (far_ids.contiguous(), far_logps.contiguous(), log_alpha.to(DEVICE))
     assert backends.same(got, triton_mixture.teacher_mixture(*near, 6, merge=merge))
+
+
+@pytest.mark.parametrize("bad", [-1, -100, 300, 2**32 + 5, -(2**32) + 5])
+@pytest.mark.parametrize("target", ["token", "given", "pooled", "merged"])
+def test_an_id_outside_the_vocabulary_makes_its_row_nan(target: str, bad: int) -> None:
+    """On a GPU nobody looks at ids before. Nothing is read or written where they point."""
+    case = loss_case((3, 300, 2, 8), target="given" if target == "token" else target)
+    wide = {name: getattr(case.tokens, name) for name in ("token_ids_N", "target_ids_NS", "teacher_ids_NMS")}
+    tokens = replace(case.tokens, **{name: ids if ids is None else ids.long() for name, ids in wide.items()})
+    name = {"token": "token_ids_N", "given": "target_ids_NS"}.get(target, "teacher_ids_NMS")
+    ids = getattr(tokens, name).clone()
+    ids[1].view(-1)[-1:] = bad
+    for live in (tokens.target_logps_NS, tokens.teacher_logps_NMS):
+        if live is not None and target != "token":
+            live[1].view(-1)[-1:] = -0.5  # no empty slot, and none that kappa leaves out
+
+    def run(tokens: LossTokens) -> tuple[Any, Tensor]:
+        memory = torch.full((9, 300), 7.0, dtype=case.logits_NV.dtype, device=DEVICE)
+        logits_NV = memory[3:6]
+        logits_NV.copy_(case.logits_NV)
+        terms = triton_loss.loss_rows(logits_NV, backends.moved(tokens, DEVICE), case.settings, logits_NV)
+        assert bool((memory[:3] == 7).all() and (memory[6:] == 7).all()), "written outside the rows"
+        return backends.moved(terms, "cpu"), logits_NV.cpu()
+
+    fine, fine_NV = run(tokens)
+    terms, grad_NV = run(replace(tokens, **{name: ids}))
+    others = torch.tensor([0, 2])
+    assert torch.equal(grad_NV[others], fine_NV[others]) and not bool(fine_NV.isnan().any())
+    assert bool(grad_NV[1].isnan().all())
+    for term in ("logp_N", "kl_N"):
+        assert torch.equal(getattr(terms, term)[others], getattr(fine, term)[others])
+    assert (terms.logp_N if target == "token" else terms.kl_N)[1].isnan()
+
+
+@pytest.mark.parametrize("bad", [-1, 300, 2**32 + 5])
+def test_an_id_outside_the_vocabulary_has_the_log_probability_nan(bad: int) -> None:
+    logits_NV = cases.random_logits(3, 300)
+    got = backends.call("triton", "topk_logprobs", logits_NV, 4, token_ids_N=torch.tensor([1, bad, 3]))
+    fine = backends.call("triton", "topk_logprobs", logits_NV, 4, token_ids_N=torch.tensor([1, 2, 3]))
+    assert got.token_logp_N.isnan().tolist() == [False, True, False]
+    assert torch.equal(got.ids_NS, fine.ids_NS) and torch.equal(got.logps_NS, fine.logps_NS)
+
+
+def test_the_padding_of_labels_is_no_part_of_a_forward_kl() -> None:
+    """A token of -100, whose log-probability nobody asks for, leaves the row's gradient as it is."""
+    logits_NV, target = cases.random_logits(2, 300), cases.target_of("given", 2, 300, 8, 2)
+    options, slopes = KlOptions(tail=True, temperature=1.0), {"dlogp_N": None, "dkl_N": torch.ones(2)}
+
+    def run(*tokens: int) -> tuple[Tensor, Tensor]:
+        arguments = (logits_NV, torch.tensor(tokens), target, options)
+        _, kl_N = backends.call("triton", "forward_kl_rows", *arguments)
+        return kl_N, backends.call("triton", "forward_kl_gradient", *arguments, **slopes)
+
+    for mine, theirs in zip(run(5, -100), run(5, 7), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_settings_keep_their_double_precision() -> None:
