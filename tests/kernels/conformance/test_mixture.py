@@ -56,6 +56,8 @@ def check(backend: str, teachers: Teachers, kappa: int, merge: bool, *, near: bo
     torch.testing.assert_close(got.mass_N.double(), true_NS.exp().sum(-1), **MASS[backend], equal_nan=True)
     want = reference.teacher_mixture(ids, logps.float(), log_alpha.float(), kappa, merge=merge)
     same_NS = got.ids_NS == want.ids_NS
+    if not merge and logps.dtype != torch.float64:
+        assert backends.same(got.logps_NS, want.logps_NS)  # a sum of two numbers, rounded once
     if merge and near:
         gap_NS = (want.logps_NS[:, 1:] - want.logps_NS[:, :-1]).abs().nan_to_num(0.0)
         edge_N1 = torch.full((len(ids), 1), INF)
@@ -270,7 +272,7 @@ def uneven_teachers(n_rows: int) -> Teachers:
 @merges
 def test_a_row_depends_on_no_other(merge: bool, backend: str) -> None:
     """Whatever the others are, and however many."""
-    sizes = (7,) if backends.interpreted(backend) else (1, 7, 8, 9, 50)
+    sizes = (9,) if backends.interpreted(backend) else (1, 7, 8, 9, 50)  # a program of Triton's has 8
     for n_rows, kappa in itertools.product(sizes, (12,) if backends.interpreted(backend) else (1, 12, 40)):
         teachers = uneven_teachers(n_rows)
         got = mixture(backend, *teachers, kappa, merge)
