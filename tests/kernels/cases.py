@@ -190,12 +190,16 @@ def loss_case(
 
 
 def laid_out(rows_NV: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """The same rows with a gap behind each, of 16 bytes' multiples or not, and all of their memory."""
+    """The same rows with a gap behind each, of 16 bytes' multiples or not, and all of their memory.
+
+    inside: as far apart as those of 16 bytes' multiples, from an odd place of the memory on.
+    """
     n_rows, n_vocab = rows_NV.shape
-    gap = {"dense": 0, "aligned": -n_vocab % 16 + 16, "odd": (n_vocab + 1) % 2 + 2}[kind]
+    wide, first = -n_vocab % 16 + 16, 5 if kind == "inside" else 0
+    gap = {"dense": 0, "aligned": wide, "odd": (n_vocab + 1) % 2 + 2, "inside": wide}[kind]
     memory = rows_NV.new_full((n_rows, n_vocab + gap), math.nan)
-    memory[:, :n_vocab] = rows_NV
-    return memory[:, :n_vocab], memory
+    inner = memory[:, first : first + n_vocab]
+    return inner.copy_(rows_NV), memory
 
 
 def run_loss(
@@ -214,8 +218,10 @@ def run_loss(
     terms = backends.function(backend, "loss_rows")(logits_NV, tokens, case.settings, grad_NV)
     if gradient != "in place":
         assert backends.same(logits_NV, before_NV), "the logits were written"
-    if own is not None:
-        assert bool(own[:, logits_NV.shape[1] :].isnan().all()), "written outside the rows"
+    if own is not None and grad_NV is not None:
+        first = grad_NV.storage_offset()
+        around = (own[:, :first], own[:, first + grad_NV.shape[1] :])
+        assert all(bool(part.isnan().all()) for part in around), "written outside the rows"
     return backends.moved(terms, "cpu"), None if grad_NV is None else grad_NV.cpu()
 
 

@@ -237,7 +237,8 @@ def test_a_small_tail(backend: str) -> None:
 def test_neither_threads_nor_strides_show(backend: str, each_number_of_threads) -> None:
     case = make((24, 40_000, 2, 16), "bf16")
     half = replace(case, dkl_N=case.dkl_N.bfloat16())
-    results = [*each_number_of_threads(lambda: run(backend, half, "odd")), run(backend, half)]
+    results = each_number_of_threads(lambda: run(backend, half, "odd"))
+    results += [run(backend, half, layout) for layout in ("inside", "dense")]
     assert all(backends.same(result, results[0]) for result in results)
 
 

@@ -145,7 +145,7 @@ def test_a_teacher_that_is_off_adds_nothing(backend: str) -> None:
 
 
 SUPPORTS = {
-    "adjacent": torch.arange(128).repeat(2, 1),
+    "adjacent": torch.stack([torch.arange(128), torch.arange(2600 - 128, 2600)]),
     "ends of blocks": torch.arange(16)[None].repeat(2, 1) * 128 + 127,
     "far apart": torch.arange(16)[None].repeat(2, 1) * 170 + 2,
     "all": torch.arange(2600).repeat(2, 1),
@@ -327,6 +327,16 @@ def test_neither_gradient_nor_place_change_a_bit(dtype: str, backend: str) -> No
         alone_terms, alone_NV = run_loss(backend, case.at(own))
         assert torch.equal(alone_NV, grad_NV[own])
         assert all(torch.equal(getattr(alone_terms, name), getattr(terms, name)[own]) for name in TERMS)
+
+
+@each_backend
+@pytest.mark.parametrize("gradient", ["own", "in place"])
+def test_rows_may_begin_anywhere(gradient: str, backend: str) -> None:
+    """To the same bits but for Triton, which reads by what is aligned."""
+    for dtype in cases.HALF[:: 2 if backends.interpreted(backend) else 1]:
+        case = loss_case((3, 1271, 2, 16), dtype)
+        found = check_loss(backend, case, gradient, "inside")
+        assert backend == "triton" or backends.same(found, run_loss(backend, case, gradient))
 
 
 @backends.each("loss_rows", but=("reference", "reference tiles", "triton"))
