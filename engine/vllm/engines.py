@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smopd.engine import distributed
+from smopd.engine.errors import NoServer
 from smopd.engine.models.sizes import ModelNumbers
 from smopd.engine.process import interrupts_withheld
 from smopd.engine.settings import VllmSettings
@@ -143,9 +145,38 @@ def load(llm: LLM, weights: Iterable[tuple[str, Tensor]]) -> None:
 
 @contextmanager
 def exclusive(settings: VllmSettings) -> Iterator[None]:
-    """Keeps colocated engines from working at once: vLLM's forward context is one for the whole process."""
-    with _working if settings.placement == "colocated" else nullcontext():
+    """Keeps colocated engines from working at once: vLLM's forward context is one for the whole process.
+
+    Raises:
+        NoServer: the engine had a process of its own, which has ended.
+    """
+    if settings.placement == "colocated":
+        with _working:
+            yield
+        return
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
         yield
+    except EngineDeadError as error:
+        raise NoServer("vLLM: the engine's own process has ended: killed, or out of memory") from error
+
+
+def _answer_for_the_dead(llm: LLM) -> None:
+    """Whoever waits for an engine's process that was killed is told; vLLM's client lets them wait."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    client: Any = llm.llm_engine.engine_core
+    ends = [process.sentinel for process in client.resources.engine_manager.processes]
+
+    def answer() -> None:
+        wait(ends)
+        client.outputs_queue.put(EngineDeadError())
+        for waited_for in list(client.utility_results.values()):
+            if not waited_for.done():
+                waited_for.set_exception(EngineDeadError())
+
+    threading.Thread(target=answer, name="engine's end", daemon=True).start()
 
 
 def wake_up(llm: LLM) -> None:
@@ -198,7 +229,9 @@ def _make(
         arguments |= options
         with interrupts_withheld() if settings.placement == "process" else nullcontext():
             llm = vllm.LLM(**deepcopy(arguments))  # vLLM fills in what it is given: by that it is found
-    if settings.placement == "colocated":  # it would leave, at exit, the process group that is left by then
+    if settings.placement == "process":
+        _answer_for_the_dead(llm)
+    else:  # it would leave, at exit, the process group that is left by then
         llm.llm_engine.engine_core._finalizer.atexit = False
     held = llm.llm_engine.vllm_config.cache_config
     memory = (

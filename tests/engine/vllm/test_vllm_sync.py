@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 
 pytest.importorskip("vllm")
 
+from smopd.engine.errors import NoServer
 from smopd.engine.process import below, runs
 from smopd.engine.protocols import RolloutEngine
 from smopd.engine.settings import TrainSettings, VllmSettings
@@ -197,6 +199,18 @@ def test_an_engine_in_its_own_process_takes_weights(saved, tied, monkeypatch):
     again = tiny_model(seed=6, tied=tied)
     rollouts.load_weights(again.state_dict().items(), version=2)
     assert_sampled_by(again, rollouts.generate(PROMPTS, GROUPS, GREEDY))
+
+    # A request that is under way when the process is killed.
+    (engine,) = rollouts.llm.llm_engine.engine_core.resources.engine_manager.processes
+    os.kill(engine.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(rollouts.generate, PROMPTS, GROUPS, GREEDY)
+        time.sleep(1)
+        engine.kill()
+        with pytest.raises(NoServer, match="vLLM: the engine's own process has ended"):
+            answer.result(HANG_SECONDS)
+    with pytest.raises(NoServer):
+        rollouts.load_weights(again.state_dict().items(), version=3)
 
 
 ALONE = """
