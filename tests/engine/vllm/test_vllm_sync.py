@@ -6,11 +6,12 @@ Tied and untied heads, one rank and two, in this process and in another, as full
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -203,12 +204,18 @@ def test_an_engine_in_its_own_process_takes_weights(saved, tied, monkeypatch):
     # A request that is under way when the process is killed.
     (engine,) = rollouts.llm.llm_engine.engine_core.resources.engine_manager.processes
     os.kill(engine.pid, signal.SIGSTOP)
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(rollouts.generate, PROMPTS, GROUPS, GREEDY)
-        time.sleep(1)
-        engine.kill()
-        with pytest.raises(NoServer, match="vLLM: the engine's own process has ended"):
-            answer.result(HANG_SECONDS)
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            rollouts.generate(PROMPTS, GROUPS, GREEDY)
+        except NoServer as error:
+            told.put(str(error))
+
+    threading.Thread(target=ask, daemon=True).start()
+    time.sleep(1)
+    engine.kill()
+    assert told.get(timeout=HANG_SECONDS).startswith("vLLM: the engine's own process has ended")
     with pytest.raises(NoServer):
         rollouts.load_weights(again.state_dict().items(), version=3)
 
