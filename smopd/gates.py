@@ -1,5 +1,7 @@
 """Teacher weights: uniform, or the confidence-failure gates of Eq. 18 to 21, per response or per token.
 
+And those of a teacher's change in a product, by how far it still follows the response (ours).
+
 Letters: N response tokens, R responses, M teachers, S = kappa entries of each teacher.
 """
 
@@ -12,6 +14,9 @@ import torch
 from torch import Tensor
 
 from smopd.config.settings import Gate
+
+_FAR = 1e4
+"""Nats of a token that one of the two never draws."""
 
 
 def log_alpha(
@@ -51,6 +56,29 @@ def change_weights(gate: Gate, own: list[float] | None, log_alpha: Tensor) -> Te
     n_teachers = log_alpha.shape[-1]
     weights_M = log_alpha.new_tensor(own or [1.0] * n_teachers)
     return weights_M if gate.kind == "uniform" else weights_M * n_teachers * log_alpha.exp()
+
+
+def path_weights(changes_NM: Tensor, response_N: Tensor, floor: float) -> Tensor:
+    """(N, M) in [floor, 1]: the least share of the reference's way to a token that a teacher still went.
+
+    min over the prefixes that end before the token of P_teacher / P_reference. Where a teacher turned away
+    from a response it drew few like it, so what it changed behind that is hardly trained.
+
+    Args:
+        changes_NM: log p_teacher - log p_reference of the sampled tokens, nats; responses one after another.
+        response_N: int64, the response that each token belongs to.
+    """
+    if not len(response_N):
+        return changes_NM.new_ones(changes_NM.shape)
+    lengths_R = response_N.bincount()
+    at_N = torch.arange(len(response_N), device=response_N.device)
+    at_N = at_N - (lengths_R.cumsum(0) - lengths_R)[response_N]
+    shape = (len(lengths_R), int(lengths_R.max()) + 1, changes_NM.shape[1])
+    path_RTM = torch.zeros(shape, dtype=torch.float64, device=changes_NM.device)
+    finite_NM = changes_NM.double().nan_to_num(nan=0.0, posinf=_FAR, neginf=-_FAR)
+    path_RTM[response_N, at_N + 1] = finite_NM  # what comes before a token
+    least_RTM = path_RTM.cumsum(1).cummin(1).values
+    return least_RTM[response_N, at_N].exp().clamp(min=floor).to(changes_NM.dtype)
 
 
 def confidence(logps_NMS: Tensor) -> Tensor:

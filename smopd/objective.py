@@ -23,7 +23,7 @@ from smopd.config.settings import KlRef, Loss, Opd, Settings
 from smopd.engine import distributed
 from smopd.engine.student.student import Student
 from smopd.engine.types import TeacherTopK
-from smopd.gates import change_weights, failure, log_alpha
+from smopd.gates import change_weights, failure, log_alpha, path_weights
 from smopd.ops import LossSettings, LossTokens, Mixture, teacher_product
 from smopd.step.batch import Batch, MiniBatch
 from smopd.step.teachers import TeacherScores
@@ -45,7 +45,7 @@ class Target:
     @property
     def changes_NM(self) -> Tensor:
         """By how much each teacher raised the sampled tokens over the product's reference, nats."""
-        return self.topk.token_logps_NM[:, :-1] - self.topk.token_logps_NM[:, -1:]
+        return _changes(self.topk)
 
     @property
     def logq_mix_N(self) -> Tensor:
@@ -240,10 +240,17 @@ def teacher_target(
     )
     product = None
     if opd.support == "product":
-        of_changes = change_weights(opd.gate, opd.product.weights, weights)
         models, limits = (topk.ids_NMS, topk.logps_NMS), opd.product
+        of_changes = change_weights(opd.gate, limits.weights, weights)
+        if limits.path_floor is not None:
+            response_N = batch.response_N.to(device)
+            of_changes = of_changes * path_weights(_changes(topk), response_N, limits.path_floor)
         product = teacher_product(*models, of_changes, own, clip=limits.clip, keep_raised=limits.keep_raised)
     return Target(topk, weights, low_M, high_M, product)
+
+
+def _changes(topk: TeacherTopK) -> Tensor:
+    return topk.token_logps_NM[:, :-1] - topk.token_logps_NM[:, -1:]
 
 
 def teachers_rewards(settings: Settings, rewards_RK: Tensor) -> tuple[Tensor, Tensor, Tensor]:

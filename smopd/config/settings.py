@@ -197,6 +197,9 @@ class Product(Section):
     """Most nats that a teacher's change of a token counts; null is all."""
     keep_raised: float | None = Field(default=None, ge=0)
     """A token raised by a teacher by more than this, clip and weight counted, is lowered by none; nats."""
+    path_floor: float | None = Field(default=None, ge=0, le=1)
+    """Where a teacher has turned away from the response, its changes weigh the share of the reference's way
+    that it still went, at least this; null: 1 everywhere."""
 
 
 class Opd(Section):

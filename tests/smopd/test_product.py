@@ -15,7 +15,7 @@ from smopd.config.settings import Gate, Opd, Settings, merged
 from smopd.engine.local.teachers import LocalTeachers
 from smopd.engine.settings import Packing
 from smopd.engine.types import TeacherTopK
-from smopd.gates import change_weights, failure, log_alpha
+from smopd.gates import change_weights, failure, log_alpha, path_weights
 from smopd.objective import Objective, Signals, Target, teacher_target, teachers_rewards
 from smopd.ops import Mixture, TopK
 from smopd.record.token_view import token_records
@@ -116,6 +116,27 @@ def test_a_gate_weighs_the_changes() -> None:
     assert_product(target.product, whole_product(models(), 1.0, weights_NM, None, None))
 
 
+def test_changes_off_a_teachers_path_weigh_less() -> None:
+    own = settings(opd={"gate": {"kind": "token"}, "product": {"path_floor": 0.2}})
+    target, batch = target_of(own, models())
+    path_NM = path_weights(target.changes_NM, batch.response_N, 0.2)
+    assert float(path_NM.min()) == pytest.approx(0.2) and len(path_NM.unique()) > 4
+    weights_NM = 2 * target.log_alpha.exp() * path_NM
+    assert target.product is not None
+    assert_product(target.product, whole_product(models(), 1.0, weights_NM, None, None))
+
+
+def test_the_path_is_the_least_share_so_far_of_each_response() -> None:
+    changes = [[0.5, -1.0], [-1.5, 0.25], [2.0, -math.inf], [0.0, 0.0]]
+    changes += [[-0.25, math.nan], [0.1, 0.5], [0.0, 0.0]]
+    response_N = torch.tensor([0, 0, 0, 0, 2, 2, 2])  # the second has no token
+    expected = [[1, 1], [1, math.exp(-1)], [math.exp(-1), math.exp(-1)], [math.exp(-1), 0.05]]
+    expected += [[1, 1], [math.exp(-0.25), 1], [math.exp(-0.25), 1]]
+    found = path_weights(torch.tensor(changes), response_N, 0.05)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float32))
+    assert path_weights(torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64), 0.1).shape == (0, 2)
+
+
 def test_weights_without_a_gate_are_exact() -> None:
     uniform = torch.full((3,), -math.log(3))
     assert change_weights(Gate(), None, uniform).tolist() == [1.0] * 3
@@ -200,6 +221,7 @@ AT_URLS = {"teachers": {"models": URLS}}
         ({"opd": {"product": {"weights": [1.0]}}}, "opd.product.weights: got 1, expected 2, one a teacher"),
         ({"opd": {"product": {"clip": 0.0}}}, "greater than 0"),
         ({"opd": {"product": {"keep_raised": -1.0}}}, "greater than or equal to 0"),
+        ({"opd": {"product": {"path_floor": 1.5}}}, "less than or equal to 1"),
         (AT_URLS, "opd.product.reference: got 'init' beside teachers at URLs, expected one kind"),
         ({"opd": {"product": {"reference": "http://r:1"}}}, "got 'http://r:1' beside teachers at paths"),
         ({"opd": {"divergence": "reverse_kl_sampled"}}, "opd.support: a product is known on the ids"),
@@ -261,7 +283,7 @@ def merge_alone(folder: Path, worlds: list[str], **changes: Any) -> Path:
 
 @pytest.mark.slow
 def test_a_killed_run_ends_as_the_straight_one(tmp_path: Path, worlds: list[str]) -> None:
-    limits = {"product": {"clip": 3.0, "keep_raised": 0.5}, "gate": {"kind": "token"}}
+    limits = {"product": {"clip": 3.0, "keep_raised": 0.5, "path_floor": 0.1}, "gate": {"kind": "token"}}
     done = train_here(merge_alone(tmp_path / "straight", worlds, opd=limits))
     assert done.returncode == 0, done.stderr[-4000:]
     straight = tmp_path / "straight/runs/tiny"
