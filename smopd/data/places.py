@@ -1,7 +1,8 @@
 """Where data lies: $SMOPD_DATA, otherwise the user's cache folder; and short names of what is in it.
 
 A short name (`rlla/test`, `bfcl`; `python -m smopd.data` lists the data sets) may stand wherever a path is
-asked for. It comes before a path and a hub id of the same letters: write ./bfcl for a folder of that name.
+asked for, `smollm2` where a recipe names its starting model and an evaluation its own. It comes before a path
+and a hub id of the same letters: write ./bfcl for a folder of that name.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ def located(given: str | os.PathLike[str]) -> Path:
     if not here(name):
         raise FileNotFoundError(f"{name} is absent: no {_place(name)}{how_to_fetch(_place(name))}")
     return _place(name)
+
+
+def model_place(given: str) -> str:
+    """As `located`, of a model: what is no short name, a path or a hub id, stays as it is given."""
+    return str(located(given)) if is_short_name(given) else given
 
 
 def how_to_fetch(path: Path) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from smopd.data.places import VARIABLE, how_to_fetch, located
+from smopd.data.places import VARIABLE, how_to_fetch, located, model_place
 from smopd.evals.suite import Suite
 
 GROUND_TRUTH = "ground-truth"
@@ -26,7 +26,7 @@ class Evaluation:
     """Of `data`, a short name."""
 
     model: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
-    """A model's folder or hub id; one response to each item is sampled from it."""
+    """A model's folder, short name or hub id; one response to each item is sampled from it."""
     responses: Annotated[str | None, tyro.conf.arg(metavar="FILE|ground-truth")] = None
     """JSON lines with `response` (or `completion`), one for each item in order, or in any order with the
     items' `key`, as SUITE_items.jsonl has them; or the items' own truth."""
@@ -53,6 +53,11 @@ class Evaluation:
     def data_path(self) -> Path:
         """Where the items are; FileNotFoundError where a short name's are absent."""
         return located(self.data or self.default_data)
+
+    @property
+    def model_path(self) -> str:
+        """Where the model is; FileNotFoundError where a short name's is absent."""
+        return model_place(str(self.model))
 
     def suite(self) -> Suite:
         """The suite with its items.

@@ -114,7 +114,7 @@ def sampler(command: Evaluation, items: Sequence[Item]) -> Callable[[], list[Res
     from smopd.engine.models.loading import describe, load_tokenizer
     from smopd.engine.types import Sampling
 
-    path = str(command.model)
+    path = command.model_path
     tokenizer = load_tokenizer(path)
     if not tokenizer.chat_template:
         raise ValueError(f"--model {path}: its tokenizer has no chat template, expected one for the items")
@@ -163,7 +163,7 @@ def _engine(
 
     from smopd.engine.models.loading import load_model, stored_dtype
 
-    path = str(command.model)
+    path = command.model_path
     on_gpu = torch.cuda.is_available()
     dtype = stored_dtype(path) if on_gpu else torch.float32
     if command.engine == "local":

@@ -198,13 +198,14 @@ class ModelReader:
     def _place(self, model: str) -> str:
         """The same for two names of one model."""
         if model == BASE and not needs_base(self.settings):
-            model = str(self.settings.model.path)
+            model = str(self.settings.model.place)
         return model if model == BASE or model in self.settings.runs else same_place(model)
 
     def base(self) -> ModelSizes:
         model = self.settings.model
         if model.path is not None:
-            return self._read(model.path, "model.path")
+            with naming("model.path"):
+                return self._read(str(model.place), "model.path")
         name = str(model.factory)
         if name not in self._known:
             with naming("model.factory"):

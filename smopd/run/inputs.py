@@ -94,14 +94,15 @@ def _file_of(module: str) -> Path | None:
 
 
 def require_data(settings: Settings) -> None:
-    """Raises UnusableInput where the data of a source's short name is absent."""
+    """Raises UnusableInput where what a short name of the recipe stands for is absent."""
     data, warm = settings.data, settings.warm_start
-    named = {"data.train": data.train, "data.evaluation": data.evaluation}
-    named["warm_start.source"] = warm.source if warm else None
-    for setting, source in named.items():
-        if source is not None and is_short_name(source.source):
+    sources = {"data.train": data.train, "data.evaluation": data.evaluation}
+    sources["warm_start.source"] = warm.source if warm else None
+    named = {setting: source.source for setting, source in sources.items() if source is not None}
+    for setting, name in {"model.path": settings.model.path, **named}.items():
+        if name is not None and is_short_name(name):
             with naming(setting):
-                located(source.source)
+                located(name)
 
 
 def prompt_set(

@@ -63,7 +63,7 @@ class RunContext:
     def model_path(self, name: str) -> str:
         """Where the model of a run, of the base, or of a teacher given by path is loaded from."""
         if name == BASE and not needs_base(self.settings):
-            return str(self.settings.model.path)
+            return str(self.settings.model.place)
         if name == BASE or name in self.settings.runs:
             return str(self.folder / name / "export")
         return name

