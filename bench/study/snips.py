@@ -4,8 +4,7 @@ The words of real users, in the answers of the toy world: a sloppy format whose 
 utterances of words that are frequent enough to be learned from scratch, with one to four slots. A model's
 tokens are words, so the words of a slot's value are joined by "_".
 
-Data: a folder of train_INTENT_full.json and validate_INTENT.json of the NLU benchmark's 2017-06 custom intent
-engines, whose short name is `snips` (python -m smopd.data fetch snips).
+smopd.worlds.snips reads the data, and has them whole, for a pretrained model.
 """
 
 from __future__ import annotations
@@ -19,15 +18,10 @@ from functools import cache
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from smopd.data.places import how_to_fetch, located
 from smopd.worlds.models import word_model
+from smopd.worlds.snips import INTENTS, draw, read
 from smopd.worlds.toy_world import format_pieces, format_rates, in_sloppy_format
 
-INTENTS = (
-    "AddToPlaylist", "BookRestaurant", "GetWeather", "PlayMusic", "RateBook", "SearchCreativeWork",
-    "SearchScreeningEvent",
-)  # fmt: skip
-SPLITS = {"train": "train_{}_full.json", "validate": "validate_{}.json"}
 LEAST_COUNT = 8  # of a word among the training utterances
 MOST_SLOTS = 4
 WRONG_INTENT_RATE, DROPPED_SLOT_RATE, SHORT_VALUE_RATE = 0.10, 0.10, 0.10
@@ -61,7 +55,7 @@ def prompts(folder: str, n: int, seed: int, split: str) -> list[dict[str, str]]:
         ValueError: split is neither train nor validate.
     """
     rng = random.Random(f"snips prompts {split} {seed}")
-    drawn = _draw(_utterances(folder, split), n, rng)
+    drawn = draw(_utterances(folder, split), n, rng)
     return [{"prompt": one.prompt, "ground_truth": one.ground_truth} for one in drawn]
 
 
@@ -69,7 +63,7 @@ def demonstrations(folder: str, n: int, seed: int, format_rate: float) -> list[d
     """Draw n training utterances with sloppy answers: rows {"prompt", "completion", "ground_truth"}."""
     rates, rng = format_rates(format_rate), random.Random(f"snips demonstrations {seed}")
     rows = []
-    for one in _draw(_utterances(folder, "train"), n, rng):
+    for one in draw(_utterances(folder, "train"), n, rng):
         intent, call = _sloppy_call(one, rng)
         completion = "".join(in_sloppy_format(intent, call, rates, rng))
         rows.append({"prompt": one.prompt, "completion": completion, "ground_truth": one.ground_truth})
@@ -84,13 +78,6 @@ def model(
     names = sorted({name for one in _utterances(folder, "train") for name, _ in one.slots})
     pieces = list(dict.fromkeys([*format_pieces(), *INTENTS, *names, "_", *words]))
     return word_model(seed, pieces, hidden_size=hidden_size, layers=layers, heads=heads)
-
-
-def _draw(utterances: tuple[Utterance, ...], n: int, rng: random.Random) -> list[Utterance]:
-    whole, rest = divmod(n, len(utterances))
-    drawn = [*utterances * whole, *rng.sample(utterances, rest)]
-    rng.shuffle(drawn)
-    return drawn
 
 
 def _sloppy_call(one: Utterance, rng: random.Random) -> tuple[str, list[str]]:
@@ -129,23 +116,12 @@ def _counts(folder: str) -> Counter[str]:
 
 @cache
 def _read(folder: str, split: str) -> tuple[Utterance, ...]:
-    if split not in SPLITS:
-        raise ValueError(f"snips: split is {split!r}, expected one of {', '.join(SPLITS)}")
     found = []
-    for intent in INTENTS:
-        path = located(folder) / SPLITS[split].format(intent)
-        if not path.is_file():
-            raise FileNotFoundError(f"snips: no file {path}{how_to_fetch(path)}")
-        raw = path.read_bytes()
-        try:
-            text = raw.decode("utf-8")
-        except UnicodeDecodeError:  # PlayMusic's training file
-            text = raw.decode("latin-1")
-        for row in json.loads(text)[intent]:
-            parts = [(part.get("entity"), _words(part["text"])) for part in row["data"]]
-            slots = {name: words for name, words in parts if name and words}
-            words = tuple(word for _, part in parts for word in part)
-            found.append(Utterance(intent, words, tuple(slots.items())))
+    for one in read(folder, split):
+        parts = [(name, _words(text)) for name, text in one.parts]
+        slots = {name: words for name, words in parts if name and words}
+        words = tuple(word for _, part in parts for word in part)
+        found.append(Utterance(one.intent, words, tuple(slots.items())))
     return tuple(found)
 
 

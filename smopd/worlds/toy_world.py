@@ -172,14 +172,23 @@ def _happens(rate: float, rng: random.Random) -> bool:
     return rng.random() < rate
 
 
-def in_sloppy_format(tool: str, call: list[str], rates: FormatRates, rng: random.Random) -> list[str]:
-    """The pieces of an answer that makes `call`, each decision of the format taken rightly at its rate."""
+def in_sloppy_format(
+    tool: str,
+    call: list[str],
+    rates: FormatRates,
+    rng: random.Random,
+    wrong_separators: Sequence[Sequence[str]] = _WRONG_SEPARATORS,
+) -> list[str]:
+    """The pieces of an answer that makes `call`, each decision of the format taken rightly at its rate.
+
+    wrong_separators: what stands, each as often, between a think block and the call for the one newline.
+    """
     pieces: list[str] = []
     if not _happens(rates.no_prefix, rng):
         pieces += rng.choice(_PREFIXES)
     if _happens(rates.think, rng):
         pieces += ["<think>", *_THOUGHT, tool, "</think>"]
-        pieces += ["\n"] if _happens(rates.one_newline, rng) else rng.choice(_WRONG_SEPARATORS)
+        pieces += ["\n"] if _happens(rates.one_newline, rng) else rng.choice(wrong_separators)
     own_line = ["\n"] if _happens(rates.call_on_own_line, rng) else []
     pieces += ["<tool_call>", *own_line, *call, *own_line, "</tool_call>"]
     if not _happens(rates.no_trailer, rng):

@@ -1,0 +1,157 @@
+"""SNIPS utterances as tool calls under a chat template: the intent is the tool, the slots are its parameters.
+
+The words of real users, for a pretrained model. The system message lists the seven tools and says the form of
+an answer, which the RLLA rewards score. The demonstrations make right calls, mostly in a wrong form.
+
+Data: a folder of train_INTENT_full.json and validate_INTENT.json of the NLU benchmark's 2017-06 custom intent
+engines, whose short name is `snips` (python -m smopd.data fetch snips).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+from smopd.data.places import how_to_fetch, located
+from smopd.worlds.toy_world import format_rates, in_sloppy_format
+
+INTENTS = (
+    "AddToPlaylist", "BookRestaurant", "GetWeather", "PlayMusic", "RateBook", "SearchCreativeWork",
+    "SearchScreeningEvent",
+)  # fmt: skip
+SPLITS = {"train": "train_{}_full.json", "validate": "validate_{}.json"}
+MOST_SLOTS = 4
+MOST_CHARACTERS = 200  # of a true answer, so that 80 tokens of SmolLM2 hold it
+WRONG_SEPARATOR = ("\n", "\n")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """parts: the texts that it is made of, each with the name of its slot, or None."""
+
+    intent: str
+    parts: tuple[tuple[str | None, str], ...]
+
+    @property
+    def text(self) -> str:
+        return " ".join("".join(text for _, text in self.parts).split())
+
+    @property
+    def slots(self) -> dict[str, str]:
+        return {name: " ".join(text.split()) for name, text in self.parts if name and text.strip()}
+
+    @property
+    def call(self) -> str:
+        return json.dumps({"name": self.intent, "parameters": self.slots}, ensure_ascii=False)
+
+    @property
+    def ground_truth(self) -> str:
+        return f"<think>I should use {self.intent}</think>\n<tool_call>\n{self.call}\n</tool_call>"
+
+
+def prompts(folder: str, n: int, seed: int, split: str) -> list[dict[str, Any]]:
+    """Draw n utterances, with repeats where there are fewer.
+
+    Args:
+        folder: of the files, or the short name `snips`.
+        split: "train" or "validate".
+    Returns:
+        n rows {"prompt", "ground_truth"}: a system and a user message, and the right answer in RLLA's form.
+    Raises:
+        FileNotFoundError: folder lacks a file.
+        ValueError: split is neither train nor validate.
+    """
+    rng = random.Random(f"snips chats {split} {seed}")
+    drawn = draw(_short(folder, split), n, rng)
+    return [{"prompt": _messages(folder, one), "ground_truth": one.ground_truth} for one in drawn]
+
+
+def demonstrations(folder: str, n: int, seed: int, format_rate: float) -> list[dict[str, Any]]:
+    """Draw n training utterances, each with a right call to imitate in a form that is mostly wrong.
+
+    The form is five independent decisions (smopd.worlds.toy_world.format_rates). Two are mostly taken
+    wrongly, and always in one way: no think block, and where there is one an empty line after it. With
+    several wrong ways the right one would be the likeliest, and a pretrained model finds that.
+
+    Args:
+        format_rate: the share of answers in the exact form.
+    Returns:
+        n rows {"prompt", "completion", "ground_truth"}, the first and the last as of `prompts`.
+    Raises:
+        FileNotFoundError, ValueError: as `prompts` and `format_rates`.
+    """
+    rates, rng = format_rates(format_rate), random.Random(f"snips chat demonstrations {seed}")
+    rows = []
+    for one in draw(_short(folder, "train"), n, rng):
+        answer = in_sloppy_format(one.intent, [one.call], rates, rng, [WRONG_SEPARATOR])
+        rows.append(
+            {
+                "prompt": _messages(folder, one),
+                "completion": "".join(answer),
+                "ground_truth": one.ground_truth,
+            }
+        )
+    return rows
+
+
+def draw(utterances: Sequence[T], n: int, rng: random.Random) -> list[T]:
+    """n of them in random order, each as often as any other or once more."""
+    whole, rest = divmod(n, len(utterances))
+    drawn = [*list(utterances) * whole, *rng.sample(utterances, rest)]
+    rng.shuffle(drawn)
+    return drawn
+
+
+@cache
+def read(folder: str, split: str) -> tuple[Utterance, ...]:
+    """All utterances of a split, intent by intent. Raises as `prompts`."""
+    if split not in SPLITS:
+        raise ValueError(f"snips: split is {split!r}, expected one of {', '.join(SPLITS)}")
+    found = []
+    for intent in INTENTS:
+        path = located(folder) / SPLITS[split].format(intent)
+        if not path.is_file():
+            raise FileNotFoundError(f"snips: no file {path}{how_to_fetch(path)}")
+        raw = path.read_bytes()
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError:  # PlayMusic's training file
+            text = raw.decode("latin-1")
+        for row in json.loads(text)[intent]:
+            parts = tuple((part.get("entity"), part["text"]) for part in row["data"])
+            found.append(Utterance(intent, parts))
+    return tuple(found)
+
+
+@cache
+def _short(folder: str, split: str) -> tuple[Utterance, ...]:
+    return tuple(
+        one
+        for one in read(folder, split)
+        if 1 <= len(one.slots) <= MOST_SLOTS and len(one.ground_truth) <= MOST_CHARACTERS
+    )
+
+
+def _messages(folder: str, one: Utterance) -> list[dict[str, str]]:
+    return [{"role": "system", "content": _system(folder)}, {"role": "user", "content": one.text}]
+
+
+@cache
+def _system(folder: str) -> str:
+    """The tools with their parameters, the more frequent ones first, and the form of an answer."""
+    used = {intent: Counter[str]() for intent in INTENTS}
+    for one in read(folder, "train"):
+        used[one.intent].update(list(one.slots))
+    tools = [
+        f"{intent}({', '.join(sorted(names, key=lambda name: (-names[name], name)))})"
+        for intent, names in used.items()
+    ]
+    call = '{"name": "Tool", "parameters": {"key": "value"}}'
+    form = f"<think>your thought</think>\n<tool_call>\n{call}\n</tool_call>"
+    return "\n".join(["Call one of these tools with what the user said:", *tools, "Answer so:", form])
