@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 from smopd.data.places import how_to_fetch, located
@@ -108,14 +109,18 @@ def draw(utterances: Sequence[T], n: int, rng: random.Random) -> list[T]:
     return drawn
 
 
-@cache
 def read(folder: str, split: str) -> tuple[Utterance, ...]:
     """All utterances of a split, intent by intent. Raises as `prompts`."""
     if split not in SPLITS:
         raise ValueError(f"snips: split is {split!r}, expected one of {', '.join(SPLITS)}")
+    return _read(located(folder), split)
+
+
+@cache
+def _read(folder: Path, split: str) -> tuple[Utterance, ...]:
     found = []
     for intent in INTENTS:
-        path = located(folder) / SPLITS[split].format(intent)
+        path = folder / SPLITS[split].format(intent)
         if not path.is_file():
             raise FileNotFoundError(f"snips: no file {path}{how_to_fetch(path)}")
         raw = path.read_bytes()
@@ -129,7 +134,6 @@ def read(folder: str, split: str) -> tuple[Utterance, ...]:
     return tuple(found)
 
 
-@cache
 def _short(folder: str, split: str) -> tuple[Utterance, ...]:
     return tuple(
         one
@@ -139,14 +143,14 @@ def _short(folder: str, split: str) -> tuple[Utterance, ...]:
 
 
 def _messages(folder: str, one: Utterance) -> list[dict[str, str]]:
-    return [{"role": "system", "content": _system(folder)}, {"role": "user", "content": one.text}]
+    return [{"role": "system", "content": _system(located(folder))}, {"role": "user", "content": one.text}]
 
 
 @cache
-def _system(folder: str) -> str:
+def _system(folder: Path) -> str:
     """The tools with their parameters, the more frequent ones first, and the form of an answer."""
     used = {intent: Counter[str]() for intent in INTENTS}
-    for one in read(folder, "train"):
+    for one in _read(folder, "train"):
         used[one.intent].update(list(one.slots))
     tools = [
         f"{intent}({', '.join(sorted(names, key=lambda name: (-names[name], name)))})"
