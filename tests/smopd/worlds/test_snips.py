@@ -63,11 +63,14 @@ def test_rows_are_chats_whose_truths_earn_everything(folder: Path) -> None:
     assert {tuple(message["role"] for message in row["prompt"]) for row in rows} == {("system", "user")}
     assert all(f"{intent}(artist, genre)" in rows[0]["prompt"][0]["content"] for intent in snips.INTENTS)
     assert scores(rows, "ground_truth") == ([3.0] * 30, [1.0] * 30)
+
+
+def test_what_cannot_be_read_is_named(folder: Path) -> None:
     with pytest.raises(ValueError, match="split is 'test', expected one of train, validate"):
         snips.prompts(str(folder), 1, 0, "test")
     (folder / "validate_RateBook.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"^snips: no file .*validate_RateBook.json"):
-        snips.read(str(folder) + "/", "validate")
+        snips.prompts(str(folder), 1, 0, "validate")
 
 
 def test_demonstrations_are_right_calls_in_the_exact_form_as_often_as_asked(folder: Path) -> None:
