@@ -123,15 +123,18 @@ def _read(folder: Path, split: str) -> tuple[Utterance, ...]:
         path = folder / SPLITS[split].format(intent)
         if not path.is_file():
             raise FileNotFoundError(f"snips: no file {path}{how_to_fetch(path)}")
-        raw = path.read_bytes()
-        try:
-            text = raw.decode("utf-8")
-        except UnicodeDecodeError:  # PlayMusic's training file
-            text = raw.decode("latin-1")
+        text = "".join(_decoded(line) for line in path.read_bytes().splitlines(keepends=True))
         for row in json.loads(text)[intent]:
             parts = tuple((part.get("entity"), part["text"]) for part in row["data"])
             found.append(Utterance(intent, parts))
     return tuple(found)
+
+
+def _decoded(line: bytes) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError:  # a line of PlayMusic's training file
+        return line.decode("latin-1")
 
 
 def _short(folder: str, split: str) -> tuple[Utterance, ...]:
