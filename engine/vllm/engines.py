@@ -11,7 +11,8 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import InvalidStateError
+from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
@@ -159,7 +160,7 @@ def exclusive(settings: VllmSettings) -> Iterator[None]:
     try:
         yield
     except EngineDeadError as error:
-        raise NoServer("vLLM: the engine's own process has ended: killed, or out of memory") from error
+        raise NoServer("vLLM: the engine's own process has ended; what it printed last says why") from error
 
 
 def _answer_for_the_dead(llm: LLM) -> None:
@@ -171,9 +172,10 @@ def _answer_for_the_dead(llm: LLM) -> None:
 
     def answer() -> None:
         wait(ends)
+        client.resources.engine_dead = True  # what is asked from now on is refused
         client.outputs_queue.put(EngineDeadError())
         for waited_for in list(client.utility_results.values()):
-            if not waited_for.done():
+            with suppress(InvalidStateError):  # it was answered at last
                 waited_for.set_exception(EngineDeadError())
 
     threading.Thread(target=answer, name="engine's end", daemon=True).start()

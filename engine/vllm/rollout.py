@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from smopd.engine import distributed
+from smopd.engine.errors import NoServer
 from smopd.engine.settings import VllmSettings
 from smopd.engine.types import Rollout, Sampling
 from smopd.engine.vllm.engines import engine, exclusive, load, sleep, wake_up
@@ -87,10 +89,21 @@ class VllmRollout:
         Raises:
             ValueError: a weight is missing, unknown or of another shape.
             LostWeights: vLLM itself failed in an earlier load; this engine cannot be used again.
+            NoServer: an engine in a process of its own has ended, on this rank or another.
         """
-        with exclusive(self.settings):
-            load(self.llm, weights)
-            self._drop_adapter()
+        stream = iter(weights)
+
+        def take() -> None:
+            try:
+                with exclusive(self.settings):
+                    load(self.llm, stream)
+                    self._drop_adapter()
+            except NoServer:
+                for _ in stream:  # other ranks take part in gathering it
+                    pass
+                raise
+
+        self._on_every_rank(take)
         self.policy_version = version
 
     def load_adapter(self, folder: str | Path, version: int) -> None:
@@ -98,27 +111,42 @@ class VllmRollout:
 
         Raises:
             ValueError: the engine takes no adapters, or not this one.
+            NoServer: as `load_weights`.
         """
         if not self.takes_adapters:
             raise ValueError("load_adapter: max_lora_rank is 0, expected the adapters' rank or more")
         from vllm.lora.request import LoRARequest
+        from vllm.v1.engine.exceptions import EngineDeadError
 
         number = next(_numbers)
         kept = Path(self._folder.name) / str(number)
         shutil.copytree(folder, kept)  # vLLM may read it again
         request = LoRARequest(f"policy-{number}", number, str(kept))
-        with exclusive(self.settings):
-            wake_up(self.llm)  # the adapters' tensors leave the GPU with the weights
-            try:
-                self.llm.llm_engine.add_lora(request)
-                self._drop_adapter()
-            except Exception as error:
-                shutil.rmtree(kept)
-                raise ValueError(f"load_adapter: {folder}: vLLM refuses it ({error})") from error
-            finally:
-                sleep(self.llm)
+
+        def take() -> None:
+            with exclusive(self.settings):
+                wake_up(self.llm)  # the adapters' tensors leave the GPU with the weights
+                try:
+                    self.llm.llm_engine.add_lora(request)
+                    self._drop_adapter()
+                except EngineDeadError:
+                    raise
+                except Exception as error:
+                    shutil.rmtree(kept)
+                    raise ValueError(f"load_adapter: {folder}: vLLM refuses it ({error})") from error
+                finally:
+                    sleep(self.llm)
+
+        self._on_every_rank(take)
         self._adapter = request
         self.policy_version = version
+
+    def _on_every_rank(self, take: Callable[[], None]) -> None:
+        """An engine of its own process may end on one rank alone; colocated ones are one with their ranks."""
+        if self.settings.placement == "process":
+            distributed.together(take, (NoServer,))
+        else:
+            take()
 
     def _drop_adapter(self) -> None:
         if self._adapter is not None:

@@ -213,7 +213,8 @@ def test_an_engine_in_its_own_process_takes_weights(saved, tied, monkeypatch):
             told.put(str(error))
 
     threading.Thread(target=ask, daemon=True).start()
-    time.sleep(1)
+    while not rollouts.llm.llm_engine.has_unfinished_requests():
+        time.sleep(0.1)
     engine.kill()
     assert told.get(timeout=HANG_SECONDS).startswith("vLLM: the engine's own process has ended")
     with pytest.raises(NoServer):
