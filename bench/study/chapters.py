@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from bench.study.finished import Study
+from bench.study.merging import alone, merging
 from bench.study.methods import conflict, training
 from bench.study.page import Chapter
 from bench.study.sparsity import density, figure_1, signal
@@ -20,6 +21,11 @@ CHAPTERS: Mapping[str, Callable[[Study, Path], Chapter | None]] = {
     "mass": mass,
     "ablations": ablations,
     "profiles": profiles,
-    "conflict": conflict,
+    "conflict": partial(conflict, "base"),
+    "conflict_moderate": partial(conflict, "moderate"),
     "snips": partial(training, "snips"),
+    "merging": partial(merging, "merging"),
+    "merging_snips": partial(merging, "merging_snips"),
+    "merging_three": partial(merging, "merging_three"),
+    "alone": alone,
 }

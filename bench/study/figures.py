@@ -13,7 +13,7 @@ PIXELS = 110  # an inch
 
 
 class Axes(NamedTuple):
-    """Titles and scales of one panel; `marks` are dashed lines across it."""
+    """Titles and scales of one panel; `marks` are dashed lines across it, `apart` separates labels in x."""
 
     title: str
     x: str
@@ -22,6 +22,7 @@ class Axes(NamedTuple):
     bottom: float | None = None
     top: float | None = None
     marks: tuple[float, ...] = ()
+    apart: float = 0.0
 
 
 class Dot(NamedTuple):
@@ -54,9 +55,10 @@ def dots(path: Path, panels: Sequence[tuple[Axes, Mapping[str, Sequence[Dot]]]])
     colours = _colours(label for _, series in panels for label in series)
     for axes, (what, series) in zip(drawn, panels, strict=True):
         for i, (label, points) in enumerate(series.items()):
-            shift = 1 + 0.06 * (i - (len(series) - 1) / 2) if what.log_x else 1.0
+            place = i - (len(series) - 1) / 2
+            shift = 1 + 0.06 * place if what.log_x else 1.0
             for reached, marker, face in ((True, "o", colours[label]), (False, "^", "none")):
-                chosen = [(x * shift, y) for x, y, found in points if found is reached]
+                chosen = [(x * shift + what.apart * place, y) for x, y, found in points if found is reached]
                 if chosen or reached:
                     axes.plot(*zip(*chosen, strict=True) if chosen else ([], []), marker, markersize=4,
                               label=label if reached else None, color=colours[label],
@@ -119,7 +121,12 @@ def _open(n: int) -> tuple[Any, list[Any]]:
 
 
 def _colours(labels: Any) -> dict[str, str]:
-    return {label: f"C{i % 10}" for i, label in enumerate(dict.fromkeys(labels))}
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    every = list(dict.fromkeys(labels))
+    of = colormaps["tab10" if len(every) <= 10 else "tab20"].colors
+    return {label: to_hex(of[i % len(of)]) for i, label in enumerate(every)}
 
 
 def _label(axes: Any, what: Axes) -> None:

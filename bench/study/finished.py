@@ -125,6 +125,12 @@ class Budget(NamedTuple):
 
     own: int
     needed: int
+    critical_path: int
+    """Steps that have to be taken one after the other; teachers train side by side."""
+
+    @property
+    def total(self) -> int:
+        return self.own + self.needed
 
     def __str__(self) -> str:
         return f"{self.own} + {self.needed}" if self.needed else str(self.own)
@@ -133,13 +139,15 @@ class Budget(NamedTuple):
 def budgets(settings: Settings) -> dict[str, Budget]:
     """The steps of every run."""
     needed: dict[str, set[str]] = {}
+    longest: dict[str, int] = {}
     own = {run: settings.resolved(run).loop.steps for run in settings.runs}
     for name, run in settings.runs.items():
         direct = set(models_of(run.init)) & set(own)
         if run.stage == "merge":
             direct |= {teacher.model for teacher in settings.resolved(name).teachers.models} & set(own)
         needed[name] = direct.union(*(needed[other] for other in direct))
-    return {run: Budget(own[run], sum(own[other] for other in needed[run])) for run in own}
+        longest[name] = own[name] + max((longest[other] for other in direct), default=0)
+    return {run: Budget(own[run], sum(own[other] for other in needed[run]), longest[run]) for run in own}
 
 
 def plural(n: int, noun: str) -> str:

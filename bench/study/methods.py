@@ -6,16 +6,19 @@ from pathlib import Path
 
 from bench.study import figures
 from bench.study.figures import Axes, Dot
-from bench.study.finished import KINDS, Finished, Study
+from bench.study.finished import KINDS, Finished, Study, budgets
 from bench.study.measures import Spread, final
+from bench.study.merging import against
 from bench.study.page import Chapter
 from bench.study.verdicts import Verdict, above, best, judge, no_lower
-from smopd.config.schedule import BASE
 
 BASELINES = {"gdpo": "GDPO", "grpo": "GRPO", "gd2po": "GD2PO"}
 RARE_FORMAT = 0.09  # the introduction's "below 9%"
 COLUMNS = [f"{kind}/{name}" for kind in KINDS for name in ("accuracy", "format", "sum")]
 CONFLICTING = ("coverage", "brevity")
+TEASED = (
+    "grpo", "gdpo", "gd2po", "smopd_paper", "student_paper", "smopd", "student", "sequential", "guarded",
+)  # fmt: skip
 
 
 def training(experiment: str, study: Study, pages: Path) -> Chapter | None:
@@ -32,11 +35,14 @@ def training(experiment: str, study: Study, pages: Path) -> Chapter | None:
     return Chapter(experiment, header, rows, rlla_verdicts(done), [done], done.facts)
 
 
-def conflict(study: Study, pages: Path) -> Chapter | None:
-    """Two dense rewards against each other."""
-    done = study.finished("conflict")
+def conflict(variant: str, study: Study, pages: Path) -> Chapter | None:
+    """Two dense rewards against each other, with teachers of one priority profile."""
+    done = study.finished("conflict", variant)
     if not done.folders:
         return None
+    name = "conflict" if variant == "base" else f"conflict_{variant}"
+    own, other = done.settings.runs["coverage_teacher"].reward_weights or (0.5, 0.5)
+    profiles = f"{own:g} and {other:g}"
     panels = []
     verdicts: list[Verdict] = []
     for kind, said in KINDS.items():
@@ -52,19 +58,23 @@ def conflict(study: Study, pages: Path) -> Chapter | None:
         panels.append((Axes("held-out prompts, a dot a seed", f"{kind} brevity", f"{kind} coverage"), points))
         total = {run: done.values(run, f"{kind}/sum") for run in done.labels}
         student, teachers = total["student_paper"], best(*(total[f"{name}_teacher"] for name in CONFLICTING))
+        of = f"with profiles of {profiles}, " if variant != "base" else ""
         for run in ("grpo", "gdpo", "gd2po"):
-            claim = f"conflict: SMOPD's sum is above {BASELINES[run]}'s ({said})"
+            claim = f"conflict: {of}SMOPD's sum is above {BASELINES[run]}'s ({said})"
             verdicts += above(claim, student, total[run])
-        verdicts += above(f"surpass: SMOPD's sum is above both teachers' ({said})", student, teachers)
-    figures.dots(pages / "conflict.png", panels)
+        verdicts += above(f"surpass: {of}SMOPD's sum is above both teachers' ({said})", student, teachers)
+    figures.dots(pages / f"{name}.png", panels)
     silent = {name: done.mean("gdpo", f"reward/{name}/zero_variance_groups") for name in CONFLICTING}
-    own, other = done.settings.runs["coverage_teacher"].reward_weights or (0.5, 0.5)
     facts = {
         "silent": ", ".join(f"{name} {value or 'unknown'}" for name, value in silent.items()),
-        "profiles": f"{own:g} and {other:g}",
+        "profiles": profiles,
     }
-    header, rows = done.table([f"{kind}/{name}" for kind in KINDS for name in (*CONFLICTING, "sum")])
-    return Chapter("conflict", header, rows, verdicts, [done], facts)
+    costs = {run: cost.critical_path for run, cost in budgets(done.settings).items()}
+    columns = [f"{kind}/{name}" for kind in KINDS for name in (*CONFLICTING, "sum")]
+    controls = (f"sequential_{name}" for name in CONFLICTING)
+    more = {"critical path": costs, "sampled sum less the better sequential one's": against(done, *controls)}
+    header, rows = done.table(columns, more)
+    return Chapter(name, header, rows, verdicts, [done], facts)
 
 
 def rlla_verdicts(done: Finished) -> list[Verdict]:
@@ -107,7 +117,7 @@ def teaser(study: Study) -> list[tuple[Axes, dict[str, dict[str, Spread]]]]:
             kind: {
                 done.labels[run]: value
                 for run in done.of_stage("control", "merge")
-                if run != BASE and (value := final(done.folders, run, f"{kind}/sum")) is not None
+                if run in TEASED and (value := final(done.folders, run, f"{kind}/sum")) is not None
             }
             for kind in KINDS
         }

@@ -143,15 +143,15 @@ def _draw_density(every: dict[str, Finished], path: Path) -> None:
     ended: dict[str, dict[str, list[Dot]]] = {kind: {} for kind in KINDS}
     for at, done in _rated(every):
         for folder in done.folders:
-            for run, (own, _) in budget.items():
+            for run, cost in budget.items():
                 when = take_off(folder, run, FORMAT)
-                reached = Dot(at, float(own if when is None else when), when is not None)
+                reached = Dot(at, float(cost.own if when is None else when), when is not None)
                 for kind, series in ended.items():
                     if (value := final([folder], run, f"{kind}/format")) is not None:
                         series.setdefault(done.labels[run], []).append(Dot(at, value.mean))
                 if final([folder], run, "sampled/format") is not None and not done.continues(run):
                     started.setdefault(done.labels[run], []).append(reached)
-    limits = tuple(sorted({own for own, _ in budget.values()}))
+    limits = tuple(sorted({cost.own for cost in budget.values()}))
     x = "share of the demonstrations"
     axes = Axes("take-off (open: not by its last step)", x, "own step at 50%", log_x=True)
     panels = [(axes._replace(bottom=0, top=1.08 * limits[-1], marks=limits), started)]

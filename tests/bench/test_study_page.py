@@ -175,7 +175,8 @@ def test_the_page_judges_what_the_paper_claims(every: Path, tmp_path: Path) -> N
         return [row[2] for row in judged if row[0] == title and said in row[2]]
 
     assert {row[0] for row in judged if "§1" in row[1] and "both teachers" in row[2]} == {
-        "Two rewards in conflict"
+        "Two rewards in conflict",
+        "Two rewards in conflict, moderate profiles",
     }
     above = claims("Priority profiles", "is above both its teachers")
     assert len(above) == 2 and all("(0.7)" in claim for claim in above)
@@ -283,9 +284,12 @@ def test_a_chapter_says_what_it_took(density: Path, tmp_path: Path) -> None:
 
 def test_budgets_count_what_a_run_stands_on() -> None:
     budget = budgets(read_settings(str(EXPERIMENTS["density"].path)))
-    assert budget["gdpo"] == (100, 0) and budget["gdpo_long"] == (300, 0)
-    assert budget["smopd"] == budget["smopd_paper"] == (100, 200)
-    assert budget["sequential"] == (100, 100)
+    assert budget["gdpo"] == (100, 0, 100) and budget["gdpo_long"] == (300, 0, 300)
+    assert budget["smopd"] == budget["smopd_paper"] == (100, 200, 200)
+    assert budget["sequential"] == (100, 100, 200)
+    budget = budgets(read_settings(str(EXPERIMENTS["merging"].path)))
+    assert budget["guarded"] == (50, 160, 130) and budget["sequential"] == (50, 80, 130)
+    assert budget["gdpo"].own == budget["guarded"].total == budget["sequential_long"].total == 210
 
 
 def test_the_control_of_the_same_compute_has_it() -> None:
@@ -301,7 +305,7 @@ def test_the_control_of_the_same_compute_has_it() -> None:
         student = settings.resolved("smopd_paper")
         specialists = [teacher.model for teacher in student.teachers.models]
         steps = [budget[run][0] for run in (*specialists, "smopd_paper")]
-        assert budget["gdpo_long"] == (sum(steps), 0) and len(steps) == 3
+        assert budget["gdpo_long"][:2] == (sum(steps), 0) and len(steps) == 3
         rollouts = {
             (each.loop.prompts_per_step, each.rollout.group_size)
             for each in map(settings.resolved, (*specialists, "smopd_paper", "gdpo_long"))
