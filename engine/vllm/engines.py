@@ -160,7 +160,7 @@ def exclusive(settings: VllmSettings) -> Iterator[None]:
     try:
         yield
     except EngineDeadError as error:
-        raise NoServer("vLLM: the engine's own process has ended; what it printed last says why") from error
+        raise NoServer("vLLM: the engine's own process has ended; it may have printed why") from error
 
 
 def _answer_for_the_dead(llm: LLM) -> None:

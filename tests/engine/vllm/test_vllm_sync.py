@@ -212,8 +212,9 @@ def test_an_engine_in_its_own_process_takes_weights(saved, tied, monkeypatch):
         except NoServer as error:
             told.put(str(error))
 
-    threading.Thread(target=ask, daemon=True).start()
-    while not rollouts.llm.llm_engine.has_unfinished_requests():
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    while asking.is_alive() and not rollouts.llm.llm_engine.has_unfinished_requests():
         time.sleep(0.1)
     engine.kill()
     assert told.get(timeout=HANG_SECONDS).startswith("vLLM: the engine's own process has ended")
