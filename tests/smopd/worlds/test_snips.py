@@ -65,6 +65,14 @@ def test_rows_are_chats_whose_truths_earn_everything(folder: Path) -> None:
     assert scores(rows, "ground_truth") == ([3.0] * 30, [1.0] * 30)
 
 
+def test_a_line_that_is_not_utf_8_leaves_the_others(folder: Path) -> None:
+    lines = ('{"PlayMusic": [{"data": [{"text": "Música"}]},\n', '{"data": [{"text": "é"}]}]}\n')
+    content = lines[0].encode() + lines[1].encode("latin-1")
+    (folder / "train_PlayMusic_full.json").write_bytes(content)
+    read = snips.read(str(folder), "train")
+    assert [one.text for one in read if one.intent == "PlayMusic"] == ["Música", "é"]
+
+
 def test_what_cannot_be_read_is_named(folder: Path) -> None:
     with pytest.raises(ValueError, match="split is 'test', expected one of train, validate"):
         snips.prompts(str(folder), 1, 0, "test")
