@@ -229,6 +229,7 @@ def teacher_target(
         return None
     topk = TeacherTopK(**{name: value.to(device) for name, value in vars(topk).items()})
     opd, n_teachers = settings.opd, len(settings.teachers.models)  # behind them a product's reference
+    response_N = batch.response_N.to(device)
     own = opd.kappa  # with a union the others' entries stand behind a teacher's own
     rewards_RM, low_M, high_M = teachers_rewards(settings, rewards_RK)
     weights = log_alpha(
@@ -236,14 +237,13 @@ def teacher_target(
         topk.ids_NMS[:, :n_teachers, :own],
         topk.logps_NMS[:, :n_teachers, :own],
         failure(rewards_RM, low_M, high_M).to(device),
-        batch.response_N.to(device),
+        response_N,
     )
     product = None
     if opd.support == "product":
         models, limits = (topk.ids_NMS, topk.logps_NMS), opd.product
         of_changes = change_weights(opd.gate, limits.weights, weights)
         if limits.path_floor is not None:
-            response_N = batch.response_N.to(device)
             of_changes = of_changes * path_weights(_changes(topk), response_N, limits.path_floor)
         product = teacher_product(*models, of_changes, own, clip=limits.clip, keep_raised=limits.keep_raised)
     return Target(topk, weights, low_M, high_M, product)
