@@ -15,6 +15,7 @@ from bench.study.chapters import CHAPTERS
 from bench.study.experiments import EXPERIMENTS
 from bench.study.finished import Study
 from bench.study.jobs import Job, jobs, run
+from bench.study.kept import forget, keep, restore
 from bench.study.page import page
 from smopd.engine.files import write_atomically
 
@@ -29,9 +30,13 @@ class Options:
     """Runs at a time."""
     output: Path = Path("runs/study")
     pages: Path = Path("docs")
-    """Gets study.md and a folder of figures, study/."""
+    """Gets study.md and study/: figures, and the numbers of finished jobs, which are not run again."""
     page_only: bool = False
     """Write the page from what is finished; run nothing."""
+
+    @property
+    def results(self) -> Path:
+        return self.pages / "study" / "results"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,11 +46,20 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: --only {unknown[0]}: expected one of {', '.join(EXPERIMENTS)}", file=sys.stderr)
         return 2
     wanted = jobs(options.only or tuple(EXPERIMENTS), options.seeds, options.output, options.size)
-    stale = others(wanted)
-    failed = [] if options.page_only else run([job for job in wanted if job not in stale], options.at_once)
     shown = jobs(tuple(EXPERIMENTS), options.seeds, options.output, options.size)
+    restore(shown, options.results)
+    stale = others(wanted)
+    failed = [] if options.page_only else train([job for job in wanted if job not in stale], options)
     write_page(options, [job for job in shown if job.finished and not job.changes])
     return 1 if failed or stale else 0
+
+
+def train(wanted: list[Job], options: Options) -> list[Job]:
+    """Runs what is not complete and keeps the numbers of what ended well; those that failed."""
+    due = [job for job in wanted if not job.complete]
+    for job in due:
+        forget(job)
+    return run(due, options.at_once, ended=lambda job: keep(job, options.results))
 
 
 def others(wanted: list[Job]) -> list[Job]:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,15 +104,24 @@ def jobs(experiments: Sequence[str], seeds: Sequence[int], output: Path, size: s
     ]
 
 
-def run(wanted: Sequence[Job], at_once: int) -> list[Job]:
+def run(wanted: Sequence[Job], at_once: int, ended: Callable[[Job], object] = lambda job: None) -> list[Job]:
     """Runs the jobs that are not complete; what a job prints goes to `study.log` in its folder.
 
+    Args:
+        ended: called with each job that ended well, as it does.
     Returns:
         The jobs that failed.
     """
     due = [job for job in wanted if not job.complete]
+
+    def train(job: Job) -> bool:
+        well = _run(job)
+        if well:
+            ended(job)
+        return well
+
     with ThreadPoolExecutor(at_once) as pool:
-        succeeded = pool.map(_run, due)
+        succeeded = pool.map(train, due)
         return [job for job, well in zip(due, succeeded, strict=True) if not well]
 
 

@@ -39,7 +39,7 @@ def spread(values: Sequence[float | None]) -> Spread | None:
 
 def finals(folders: Sequence[Path], run: str, column: str) -> list[float | None]:
     """A column of the runs' held-out evaluation, `greedy/format` say, by seed."""
-    return [_evaluation(folder / run).get(column) for folder in folders]
+    return [evaluation(folder / run).get(column) for folder in folders]
 
 
 def final(folders: Sequence[Path], run: str, column: str) -> Spread | None:
@@ -65,6 +65,12 @@ def steps(run: Path, metric: str) -> dict[int, float]:
     return {int(line["step"]): float(line[metric]) for line in _lines(run) if line.get(metric) is not None}
 
 
+def means(run: Path, ending: str) -> dict[str, float]:
+    """The mean over the steps of every metric whose name ends so."""
+    names = {name for line in _lines(run) for name in line if name.endswith(ending)}
+    return {name: mean for name in sorted(names) if (mean := mean_of(run, name)) is not None}
+
+
 def mean_of(run: Path, metric: str, begin: int = 0) -> float | None:
     """The mean of a metric from step `begin` on."""
     values = [value for step, value in steps(run, metric).items() if step >= begin]
@@ -78,16 +84,17 @@ def seconds(folder: Path) -> float:
 
 def cores(folder: Path) -> int | None:
     """Of the machine that a job was run on."""
-    return _environment(folder).get("cpus")
+    return environment(folder).get("cpus")
 
 
 def commit(folder: Path) -> str:
     """The commit that a job was run at."""
-    git = _environment(folder).get("git")
+    git = environment(folder).get("git")
     return f"{git['commit'][:10]}{', modified' if git['modified'] else ''}" if git else "unrecorded"
 
 
-def _environment(folder: Path) -> dict[str, Any]:
+def environment(folder: Path) -> dict[str, Any]:
+    """Commit, versions and machine of a job."""
     path = folder / "environment.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -106,6 +113,7 @@ def _lines(run: Path) -> tuple[dict[str, Any], ...]:
 
 
 @cache
-def _evaluation(run: Path) -> dict[str, Any]:
+def evaluation(run: Path) -> dict[str, Any]:
+    """The held-out results of one run, empty where there are none."""
     path = run / "evaluation.json"
     return json.loads(path.read_text()) if path.exists() else {}
