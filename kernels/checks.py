@@ -52,11 +52,8 @@ def check_tensor(
     """sizes: a number is required, a letter stands for any size. like: (name, tensor) it has to match."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} is {type(value).__name__}, expected a tensor of shape {_shape(sizes)}")
-    match = "" if like is None else f" to match {like[0]} {tuple(like[1].shape)}"
-    fits = value.dim() == len(sizes) and all(
-        isinstance(size, str) or size == got for size, got in zip(sizes, value.shape, strict=True)
-    )
-    if not fits:
+    if value.shape != sizes and not _fits(value.shape, sizes):
+        match = "" if like is None else f" to match {like[0]} {tuple(like[1].shape)}"
         raise ValueError(f"{op}: {name} has shape {tuple(value.shape)}, expected {_shape(sizes)}{match}")
     if value.dtype not in dtypes:
         raise ValueError(
@@ -64,6 +61,15 @@ def check_tensor(
         )
     if like is not None and value.device != like[1].device:
         raise ValueError(f"{op}: {name} is on {value.device}, expected {like[1].device} to match {like[0]}")
+
+
+def _fits(shape: Sequence[int], sizes: Sequence[int | str]) -> bool:
+    if len(shape) != len(sizes):
+        return False
+    for got, size in zip(shape, sizes, strict=True):
+        if not isinstance(size, str) and size != got:
+            return False
+    return True
 
 
 def check_logits(op: str, logits_NV: Any, name: str = "logits_NV") -> None:

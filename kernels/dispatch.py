@@ -25,7 +25,7 @@ from torch import Tensor
 BACKENDS = ("reference", "cpp", "triton")
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ENV = "SMOPD_BACKEND"
-SERVED = "the fused operations on {device} are served by the {backend} backend"
+SERVED = "the fused operations on %s are served by the %s backend"
 
 ROW_OPS = ("forward_kl_rows", "forward_kl_gradient", "loss_rows")
 ADVANTAGE_OPS = ("grpo_advantages", "gdpo_advantages", "gd2po_advantages")
@@ -70,7 +70,7 @@ def serving(op: str, tensor: Tensor, **facts: Any) -> Callable[..., Any]:
     """
     backend = backend_for(op, tensor, **facts)
     function = getattr(_module(MODULES[backend][op]), "advantages" if op in ADVANTAGE_OPS else op)
-    if tensor.device.type == "cuda" and tensor.device.index != torch.cuda.current_device():
+    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
         return _on_device(tensor.device, function)
     return function
 
@@ -89,16 +89,17 @@ def running_topk(tensor: Tensor, **facts: Any) -> Any:
 def backend_for(op: str, tensor: Tensor, **facts: Any) -> str:
     """The name of the backend that serves op; see serving."""
     forced = _forced()
-    preferred = forced or ("cpp" if tensor.device.type == "cpu" else "triton")
-    if preferred == "cpp" and op in ADVANTAGE_OPS and tensor.device.type == "cpu":
+    device = tensor.device.type
+    preferred = forced or ("cpp" if device == "cpu" else "triton")
+    if preferred == "cpp" and op in ADVANTAGE_OPS and device == "cpu":
         return "reference"
     why_not = None if preferred == "reference" else _why_not(preferred, op, tensor, facts)
     if why_not is None:
-        _log_once(SERVED.format(device=tensor.device.type, backend=preferred))
+        _log_once(SERVED, device, preferred)
         return preferred
     if forced:
         raise RuntimeError(f"{op}: {ENV}={forced} cannot serve this call: {why_not}")
-    _log_once(f"{op} on {tensor.device.type} is served by the reference backend: {why_not}")
+    _log_once(f"{op} on {device} is served by the reference backend: {why_not}")
     return "reference"
 
 
@@ -116,10 +117,10 @@ def tile_loss(op: str, form: str, tensor: Tensor) -> Any:
         raise RuntimeError(f"{op}: {ENV}={forced} cannot serve this call: {why_not}")
     device = tensor.device.type
     if preferred == "cpp" and why_not is None:
-        _log_once(SERVED.format(device=device, backend="cpp"))
+        _log_once(SERVED, device, "cpp")
         return _module("cpp").TileLoss
     if preferred == "reference":
-        _log_once(SERVED.format(device=device, backend="reference"))
+        _log_once(SERVED, device, "reference")
     else:
         why_not = why_not if preferred == "cpp" else "there is no kernel for it"
         _log_once(f"{op} with {form} on {device} is served by the reference backend: {why_not}")
@@ -180,5 +181,5 @@ def _module(name: str) -> Any:
 
 
 @functools.cache
-def _log_once(message: str) -> None:
-    _log.info(message)
+def _log_once(message: str, *values: str) -> None:
+    _log.info(message, *values)

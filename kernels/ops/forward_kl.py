@@ -164,7 +164,7 @@ def _kl_setup(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _kl_backward(ctx: Any, dlogp: Tensor | None, dkl: Tensor | None) -> tuple:
     grad = None
     if dlogp is not None or dkl is not None:
-        grad = torch.ops.smopd.forward_kl_gradient(*ctx.saved_tensors, *ctx.options, dlogp, dkl)
+        grad = _forward_kl_gradient(*ctx.saved_tensors, *ctx.options, dlogp, dkl)
     return grad, *[None] * 8
 
 

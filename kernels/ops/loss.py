@@ -76,7 +76,10 @@ def smopd_loss(
     need_grad = torch.is_grad_enabled() and logits_NV.requires_grad
     if inplace and need_grad:
         return _loss_in_place(logits_NV, tokens, settings)
-    loss, _, *stats = _loss(logits_NV, *flat_objective(tokens, settings), need_grad)
+    arguments = (logits_NV, *flat_objective(tokens, settings), need_grad)
+    if _loss.skips(*arguments):
+        return _plain_loss(logits_NV, tokens, settings, need_grad)
+    loss, _, *stats = _loss.registered(*arguments)
     return loss, unpacked_stats(*stats)
 
 
@@ -188,6 +191,35 @@ def _loss_backward(ctx: Any, dloss: Tensor | None, *_: Tensor | None) -> tuple:
 
 
 _loss.register_autograd(_loss_backward, setup_context=_loss_setup)
+
+
+class _PlainLoss(torch.autograd.Function):
+    """The operator's formula, without its flat arguments and packed results."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: LossTokens, settings: LossSettings) -> tuple[Tensor, ...]:
+        grad = torch.empty_like(logits)
+        loss, stats = loss_of_rows(logits, tokens, settings, grad)
+        flat = flat_stats(stats)
+        ctx.mark_non_differentiable(*flat)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(grad)
+        return loss, *flat
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, None, None]:
+        grad = None if dloss is None else scaled_gradient(ctx.saved_tensors[0], dloss)
+        return grad, None, None
+
+
+def _plain_loss(
+    logits: Tensor, tokens: LossTokens, settings: LossSettings, need_grad: bool
+) -> tuple[Tensor, LossStats]:
+    if not need_grad:
+        return loss_of_rows(logits, tokens, settings, None)
+    loss, *flat = _PlainLoss.apply(logits, tokens, settings)
+    return loss, LossStats(*flat)
 
 
 def scaled_gradient(grad: Tensor, dloss: Tensor) -> Tensor:

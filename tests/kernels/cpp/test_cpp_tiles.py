@@ -136,7 +136,7 @@ def test_which_backend_has_the_passes(
             chosen = dispatch.tile_loss("some_op", form, tensor)
         return chosen, [record.getMessage() for record in caplog.records]
 
-    served = {name: dispatch.SERVED.format(device="cpu", backend=name) for name in ("cpp", "reference")}
+    served = {name: dispatch.SERVED % ("cpu", name) for name in ("cpp", "reference")}
     start = f"some_op with {form} on cpu is served by the reference backend: "
     for dtype in (DTYPES[name] for name in HALF):
         tensor = torch.zeros(1, dtype=dtype)
