@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from smopd import ops
 from smopd.kernels.ops import library
+from smopd.kernels.ops.topk import _topk
 from tests.kernels import float64
 
 N, V, M, S, KAPPA = 5, 37, 2, 4, 6
@@ -252,7 +253,7 @@ def test_meta_tensors_get_the_fake_kernel() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_jit_trace_records_the_operator() -> None:
     traced = torch.jit.trace(lambda x: tuple(topk(x)), LOGITS)
-    assert "smopd::topk_logprobs" in str(traced.graph)
+    assert "smopd::topk_logprobs(" in str(traced.graph)
 
 
 class Sub(Tensor):
@@ -325,7 +326,9 @@ def test_what_is_no_memory_of_its_values_is_made_so() -> None:
 
 
 @every
-def test_forward_mode_is_as_before(name: str) -> None:
+def test_forward_mode_is_as_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SMOPD_BACKEND", "reference")  # of torch's operations, which would make tangents
+
     def call() -> list[Any]:
         with forward_ad.dual_level():
             outputs = CALLS[name](forward_ad.make_dual(LOGITS, torch.ones_like(LOGITS)))
@@ -334,3 +337,10 @@ def test_forward_mode_is_as_before(name: str) -> None:
     got = call()
     with everything_registered():
         assert got == call()
+
+
+def test_an_operator_without_a_gradient_is_asked_for_none_in_a_plain_call() -> None:
+    leaf, rest = LOGITS.clone().requires_grad_(), (KAPPA, TOKEN_IDS, 1.0)
+    assert _topk.skips(leaf.detach(), *rest) and not _topk.skips(leaf, *rest)
+    with torch.no_grad():
+        assert _topk.skips(leaf, *rest)
