@@ -5,8 +5,9 @@ python -m bench NAME... [options]      run some
 python -m bench --all [options]        run all
 python -m bench table FILE...          rows as a table (Markdown where the output is no terminal)
 python -m bench plot FILE [IMAGE]      rows as a plot (needs matplotlib)
-python -m bench gpu [FOLDER]           what `make gpu` runs: correctness, then all, into FOLDER
-python -m bench gpu --dry-run          its jobs, their commands and times; needs no GPU
+python -m bench gpu [FOLDER]           what `make gpu` runs, into FOLDER (default: $OUT, or bench/results)
+python -m bench gpu --dry-run          the jobs, their commands and times; needs no GPU
+python -m bench targets FILE...        rows of a GPU beside what docs/kernels.md asks of them
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from pathlib import Path
 import torch
 
 import bench
-from bench.harness import gpu, record, report
+from bench.gpu import command as gpu
+from bench.gpu import targets
+from bench.harness import record, report
 from bench.harness.run import Options, run_benchmarks
 
 SCRIPTS = ("teacher_scoring",)  # of whole engines, run by their own names
@@ -42,14 +45,17 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     command, *rest = arguments
     try:
-        if command in ("table", "plot") and not rest:
+        if command in ("table", "plot", "targets") and not rest:
             raise ValueError(f"{command}: a file is expected")
         if command == "table":
             return report.table(record.rows_of([Path(name) for name in rest]))
         if command == "plot":
             return report.plot(record.rows_of([Path(rest[0])]), Path(rest[1] if rest[1:] else "bench.png"))
-        if command == "gpu":
-            return gpu.main(rest, names())
+        if command == "targets":
+            print(targets.table(record.rows_of([Path(name) for name in rest])))
+            return 0
+        if command in gpu.PLANS:
+            return gpu.main(command, rest, names())
         return _run(_parse(arguments))
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -70,6 +76,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it work, not how fast is it")
     parser.add_argument("--check", action="store_true", help="hard shapes, checked and not timed")
+    parser.add_argument("--smoke", action="store_true", help="64 rows of a GPU's sizes, checked alone")
+    parser.add_argument("--main", action="store_true", help="each benchmark's main cases alone")
     parser.add_argument("--seconds", type=float, help="of timing a case, all its providers together")
     words = "names, kinds or backends, with commas between"
     parser.add_argument("--providers", default="", help=f"only these {words}")
@@ -87,11 +95,12 @@ def _run(arguments: argparse.Namespace) -> int:
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     options = Options(
         device=device,
-        case_set="check" if arguments.check else "quick" if arguments.quick else device,
+        case_set=_case_set(arguments, device),
         seconds=0.02 if arguments.quick and arguments.seconds is None else arguments.seconds,
         providers=tuple(filter(None, arguments.providers.split(","))),
         without=tuple(filter(None, arguments.without.split(","))),
         deadline=None if arguments.deadline is None else time.monotonic() + arguments.deadline,
+        main_only=arguments.main,
     )
     file = None
     if arguments.output is not None:
@@ -103,6 +112,10 @@ def _run(arguments: argparse.Namespace) -> int:
     finally:
         if file is not None:
             file.close()
+
+
+def _case_set(arguments: argparse.Namespace, device: str) -> str:
+    return next((name for name in ("check", "smoke", "quick") if getattr(arguments, name)), device)
 
 
 if __name__ == "__main__":

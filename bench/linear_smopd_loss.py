@@ -30,10 +30,12 @@ def plain(hidden_ND: Tensor, weight_VD: Tensor, tokens: LossTokens, settings: Lo
     return eager_forms.objective(hidden_ND @ weight_VD.T, tokens, settings)
 
 
-def fused(hidden_ND: Tensor, weight_VD: Tensor, tokens: LossTokens, settings: LossSettings, recompute: bool):
-    loss, stats = linear_smopd_loss(hidden_ND, weight_VD, tokens, settings, recompute=recompute)
+def fused(hidden_ND: Tensor, weight_VD: Tensor, tokens: LossTokens, settings: LossSettings, **options):
+    loss, stats = linear_smopd_loss(hidden_ND, weight_VD, tokens, settings, **options)
     return loss, {"logp": stats.logp_N, "kl": stats.kl_N, "entropy": stats.entropy_N}
 
+
+ONE_CHUNK_BYTES = 1 << 40  # all logits at once
 
 BENCHMARK = Benchmark(
     cases={
@@ -47,6 +49,7 @@ BENCHMARK = Benchmark(
         "cuda": (
             Case(N=8192, V=151_936, D=2048, kappa=16, M=2, dtype="bfloat16", main=True),
             Case(N=8192, V=151_936, D=1536, kappa=16, M=2, dtype="bfloat16"),
+            Case(N=8192, V=151_936, D=2048, kappa=16, M=2, dtype="bfloat16", flags=("merge", "tail")),
             Case(N=8192, V=151_936, D=3584, kappa=64, M=2, dtype="bfloat16"),
         ),
         "quick": (
@@ -68,7 +71,8 @@ BENCHMARK = Benchmark(
     providers=(
         eager("eager", run(plain)),
         compiled(run(compiling(plain))),
-        *ours(run(functools.partial(fused, recompute=False))),
+        *ours(run(fused)),
+        *ours(run(functools.partial(fused, chunk_bytes=ONE_CHUNK_BYTES)), "one chunk", backends=("triton",)),
         *ours(run(functools.partial(fused, recompute=True)), "recompute"),
         peer("trl chunked", peers.trl_linear, "trl", note=peers.TRL_ROWS_NOTE),
         peer("trl divergence", peers.trl_divergence, "trl", note=peers.TRL_DIVERGENCE_NOTE),

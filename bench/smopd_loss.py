@@ -49,10 +49,12 @@ BENCHMARK = Benchmark(
             Case(N=256, V=151_936, kappa=16, main=True),
             Case(N=256, V=151_936, kappa=16, dtype="bfloat16"),
             Case(N=256, V=151_936, kappa=16, M=2, flags=("entropy",)),
+            Case(N=256, V=151_936, kappa=16, M=2, dtype="bfloat16", flags=("merge", "tail")),
             Case(N=10_000, V=265, kappa=16, M=2),
         ),
         "cuda": (
             Case(N=8192, V=151_936, kappa=16, M=2, dtype="bfloat16", main=True),
+            Case(N=8192, V=151_936, kappa=16, M=2, dtype="bfloat16", flags=("merge", "tail")),
             Case(N=8192, V=151_936, kappa=16, M=2, dtype="bfloat16", flags=("entropy",)),
             Case(N=8192, V=151_936, kappa=64, dtype="bfloat16", flags=("tail",)),
         ),

@@ -53,6 +53,7 @@ MAX_THREADS = 2  # a test's tensors are small; more threads only slow it down an
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device, or uses the one that is there")
+    config.addinivalue_line("markers", "huge: takes tens of gigabytes of a GPU; make gpu runs it by itself")
     config.addinivalue_line("markers", "slow: takes more than about five seconds; make check leaves it out")
     config.addinivalue_line("markers", "unproven: not seen to pass yet; SMOPD_UNPROVEN=1 runs it")
     config.addinivalue_line("markers", "xdist_group(name): pytest-xdist runs a group's tests in one process")

@@ -1,1 +1,1 @@
-"""What the benchmarks share: inputs, float64 truth, providers, ceilings, times, rows; `make gpu`'s jobs."""
+"""What the benchmarks share: inputs, float64 truth, providers, ceilings, times, rows."""

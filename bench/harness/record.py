@@ -87,8 +87,8 @@ def teller(device: str, file: IO[str] | None = None) -> Callable[[dict], None]:
     return tell
 
 
-def rows_of(paths: list[Path]) -> list[dict]:
-    """All rows of the files.
+def rows_of(paths: list[Path], broken: str = "raise") -> list[dict]:
+    """All rows of the files. broken: "skip" leaves out lines that are no rows, of a process that was killed.
 
     Raises:
         ValueError: a line is not a row.
@@ -99,6 +99,8 @@ def rows_of(paths: list[Path]) -> list[dict]:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
+                if broken == "skip":
+                    continue
                 raise ValueError(f"{path}:{number}: not JSON ({error})") from None
             if not isinstance(row, dict):
                 raise ValueError(f"{path}:{number}: {type(row).__name__}, expected a row")

@@ -10,7 +10,7 @@ import functools
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,12 +23,13 @@ from bench.harness.types import Benchmark, Case, Ceiling, Provider
 
 SECONDS = {"cpu": 20.0, "cuda": 4.0}  # a case, all its providers together
 GRAPH_BELOW_S = 1e-3  # a longer call has no launch gaps to speak of
+SMOKE_ROWS = 64
 CANNOT = "cannot serve this call"  # how a backend says that it has no kernel for a call
 
 
 @dataclass(frozen=True)
 class Options:
-    """case_set: "cpu", "cuda", "quick" or "check" (checked, not timed).
+    """case_set: "cpu", "cuda", "quick", or, checked and not timed, "check" or "smoke" (cases_of).
 
     providers: which to keep, without: which not; by name, kind or backend.
     """
@@ -39,10 +40,11 @@ class Options:
     providers: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     deadline: float | None = None  # of time.monotonic()
+    main_only: bool = False  # the main cases
 
     @property
     def timed(self) -> bool:
-        return self.case_set != "check"
+        return self.case_set not in ("check", "smoke")
 
     def wants(self, provider: Provider) -> bool:
         words = {provider.name, provider.kind, provider.backend}
@@ -58,9 +60,21 @@ class Entrant:
     turn: Turn
 
 
+def cases_of(benchmark: Benchmark, case_set: str) -> tuple[Case, ...]:
+    """A case set's cases; of "smoke" the GPU's, with a few rows each: the kernels are the same."""
+    if case_set != "smoke":
+        return benchmark.cases[case_set]
+    return tuple(replace(case, N=min(case.N, SMOKE_ROWS)) for case in benchmark.cases["cuda"])
+
+
 def run_benchmarks(benchmarks: dict[str, Benchmark], options: Options, tell: Callable[[dict], None]) -> int:
     """Tells the rows of all cases, the main ones first; how many of ours were refused."""
-    plan = [(name, case) for name, b in benchmarks.items() for case in b.cases[options.case_set]]
+    plan = [
+        (name, case)
+        for name, benchmark in benchmarks.items()
+        for case in cases_of(benchmark, options.case_set)
+        if case.main or not options.main_only
+    ]
     refused = 0
     for name, case in sorted(plan, key=lambda entry: not entry[1].main):
         head = {"benchmark": name, "case": case.label}

@@ -22,7 +22,7 @@ INF, NAN = math.inf, math.nan
 # Ordinary, tied, where exp overflows and underflows, subnormal, and no numbers at all.
 LOGITS = [0.0, -0.0, 1.0, 1.0, -2.5, 7.25, 30.0, 88.8, -104.0, 3e4, -3e4, 1e-40, INF, -INF, NAN]
 LOGPS = [math.log(0.5), math.log(0.25), -3.0, -20.0, 0.0, -INF, NAN]
-INTERPRETED, NATIVE = 4, 150  # examples; the interpreter takes a second a row
+EXAMPLES, INTERPRETED, COMPILED = 150, 4, 30  # the interpreter takes a second a row, a new shape a compile
 SUBNORMAL = 2.0**-126 / CANCELLATION  # a probability below the smallest normal number may be 0
 LEAST_LOGP = 104.0  # the size of the least in fp32
 RATIO_AT_AN_EDGE = 1e-4
@@ -56,11 +56,10 @@ def hold(backend: str, check: Callable[[st.DataObject], None]) -> None:
     """check(data) on this backend's number of examples."""
     backends.need(backend)
     quiet = [HealthCheck.too_slow, HealthCheck.filter_too_much]
-    few = backends.interpreted(backend)
-    options = settings(
-        max_examples=INTERPRETED if few else NATIVE, deadline=None, suppress_health_check=quiet
-    )
-    if few:
+    of_triton = INTERPRETED if backends.interpreted(backend) else COMPILED
+    examples = of_triton if backend == "triton" else EXAMPLES
+    options = settings(max_examples=examples, deadline=None, suppress_health_check=quiet)
+    if backend == "triton":
         options = settings(options, phases=[Phase.generate], derandomize=True)  # shrinking takes minutes
     options(given(st.data())(check))()
 

@@ -74,7 +74,10 @@ TINY = [
 LARGE = [Size(rows_for(row["n_vocab"]), **row) for row in pairwise(FACTORS)]
 SIZES = [
     *TINY,
-    *(pytest.param(size, marks=[pytest.mark.gpu, pytest.mark.xdist_group("large memory")]) for size in LARGE),
+    *(
+        pytest.param(size, marks=[pytest.mark.gpu, pytest.mark.huge, pytest.mark.xdist_group("large memory")])
+        for size in LARGE
+    ),
 ]
 each_size = pytest.mark.parametrize("size", SIZES, ids=str)
 

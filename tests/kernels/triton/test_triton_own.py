@@ -291,6 +291,7 @@ def test_many_advantages_on_the_gpu(shuffled: bool) -> None:
 
 @gpu
 @needs_cuda
+@pytest.mark.huge
 @pytest.mark.xdist_group("large memory")
 def test_rows_beyond_32_bit_offsets() -> None:
     n_rows = 16_384

@@ -1,6 +1,7 @@
 """Processes under limits, side by side within a stage, each killed with its children.
 
-What a job prints is kept and shown when it ends, so that jobs side by side do not mix their lines.
+What a job prints goes to a log line by line as it comes, each line behind the job's name; the end of it is
+shown as well where the job went wrong.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 UNTIL = "SMOPD_TEST_UNTIL"  # tests/conftest.py
 LAST_TEST_SECONDS = 20.0  # before a job's limit
 POLL_SECONDS = 0.05
 REAP_SECONDS = 5.0  # a killed process that a driver holds may not go at once
+DRAIN_SECONDS = 2.0  # for the last lines of a job that has ended
+SHOWN_LINES, SHOWN_CHARACTERS = 15, 300  # of a job that went wrong
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 WELL, WRONG, NOT_HERE, NOT_BEGUN = "well", "wrong", "not here", "not begun"
 
@@ -89,35 +92,59 @@ def show(jobs: Sequence[Job], total: float) -> None:
     print(f"expected: {expected_seconds(jobs):.0f} s in all; at most {most_seconds(jobs, total):.0f} s")
 
 
-def run_jobs(jobs: Sequence[Job], total: float, folder: Path) -> dict[str, Result]:
-    """Runs the jobs in folder; nothing is begun when total seconds have gone.
+class Log:
+    """Lines of several jobs, in a file (or nowhere) as they come."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._file = None if path is None else path.open("a", encoding="utf-8", errors="replace")
+        self._lock = threading.Lock()
+
+    def write(self, name: str, line: str) -> None:
+        if self._file is not None:
+            with self._lock:
+                self._file.write(f"[{name}] {line}\n")
+                self._file.flush()
+
+    def say(self, line: str) -> None:
+        """To the terminal as well."""
+        print(line, flush=True)
+        self.write("make gpu", line)
+
+
+def run_jobs(
+    jobs: Sequence[Job], total: float, folder: Path, log: Log, after_stage: Callable[[], None] = lambda: None
+) -> dict[str, Result]:
+    """Runs the jobs in folder; nothing is begun when total seconds have gone. after_stage: called after each.
 
     An exception, SIGTERM and SIGHUP end this call and every process that it began.
     """
-    ends = time.monotonic() + total
+    began = time.monotonic()
     results: dict[str, Result] = {}
     with _signals_raise():
         for stage in stages(jobs):
-            _run_stage(stage, ends, folder, results)
+            names = ", ".join(job.name for job in stage)
+            log.say(f"{time.monotonic() - began:4.0f} s  {names}")
+            _run_stage(stage, began + total, folder, log, results)
+            after_stage()
     return results
 
 
-def _run_stage(stage: Sequence[Job], ends: float, folder: Path, results: dict[str, Result]) -> None:
+def _run_stage(stage: Sequence[Job], ends: float, folder: Path, log: Log, results: dict[str, Result]) -> None:
     running: list[_Running] = []
     try:
         for job in stage:
             why_not = _not_begun(job, ends)
             if why_not is None:
-                running.append(_Running(job, ends, folder))
+                running.append(_Running(job, ends, folder, log))
             else:
-                _tell(job, why_not, results)
+                _tell(job, why_not, results, log)
         while running:
             done = [one for one in running if one.ended or time.monotonic() >= one.ends]
             for one in done:
                 one.kill()
             for one in done:
                 running.remove(one)
-                _tell(one.job, one.reap(ends), results, one.output)
+                _tell(one.job, one.reap(ends), results, log, one.last_lines())
             if running:
                 time.sleep(POLL_SECONDS)
     finally:
@@ -142,21 +169,37 @@ def _not_begun(job: Job, ends: float) -> Result | None:
 class _Running:
     """A job's process, the first of a group of its own."""
 
-    def __init__(self, job: Job, ends: float, folder: Path) -> None:
+    def __init__(self, job: Job, ends: float, folder: Path, log: Log) -> None:
         self.job = job
         self.begun = time.monotonic()
         self.ends = min(self.begun + job.limit, ends)
-        self.output = tempfile.TemporaryFile()  # noqa: SIM115 - _tell closes it
+        self.log = log
+        self.last: deque[str] = deque(maxlen=SHOWN_LINES)
         until = time.time() + self.ends - self.begun - LAST_TEST_SECONDS
         self.process = subprocess.Popen(
             job.command,
             cwd=folder,
-            env={**os.environ, UNTIL: str(until), **job.environment},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", UNTIL: str(until), **job.environment},
             stdin=subprocess.DEVNULL,
-            stdout=self.output,
+            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        # A daemon: a process that does not go away would hold the pipe's other end.
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            for line in lines:
+                text = line.decode(errors="replace").rstrip("\n")
+                self.last.append(text)
+                self.log.write(self.job.name, text)
+
+    def last_lines(self) -> list[str]:
+        self.reader.join(DRAIN_SECONDS)
+        return list(self.last)
 
     @property
     def ended(self) -> bool:
@@ -185,13 +228,12 @@ class _Running:
         return Result(state, f"exit status {status} {after}", self.seconds)
 
 
-def _tell(job: Job, result: Result, results: dict[str, Result], output: IO[bytes] | None = None) -> None:
+def _tell(job: Job, result: Result, results: dict[str, Result], log: Log, lines: Sequence[str] = ()) -> None:
     results[job.name] = result
-    print(f"---- {job.name}: {result.state}, {result.words}", flush=True)
-    if output is not None:
-        with output:
-            output.seek(0)
-            print(output.read().decode(errors="replace"), end="", flush=True)
+    log.say(f"---- {job.name}: {result.state}, {result.words}")
+    if result.state == WRONG:
+        for line in lines:  # the log has them already
+            print(f"     {line[:SHOWN_CHARACTERS]}", flush=True)
 
 
 def _exit(number: int, _: object) -> None:

@@ -1,0 +1,125 @@
+"""The jobs of `make gpu` and `make gpu-peers`, in the order of what one would miss most.
+
+Ten minutes of a lent GPU: first what the machine can do, then whether each operation is right, then the times
+that have targets, plain PyTorch's, the hardware's counters, the open choices, and at last all tests. Each is
+a process of its own with a limit: a kernel that hangs or corrupts its process takes no other's result along.
+
+The seconds are estimates: none of this was timed on a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.gpu import pytest_plugin
+from bench.gpu.jobs import Job
+
+TOTAL_SECONDS = 560.0
+LAST_CASE_SECONDS = 15.0  # of a case that was begun in time
+# What has a target (bench/gpu/targets.py), and what plain PyTorch's main cases take.
+TIMED = {
+    "smopd_loss": (34.0, 12.0),
+    "linear_smopd_loss": (34.0, 13.0),
+    "topk_logprobs": (17.0, 11.0),
+    "linear_topk_logprobs": (15.0, 11.0),
+    "teacher_mixture": (10.0, 9.0),
+    "advantages": (9.0, 10.0),
+    "topk_forward_kl": (12.0, 11.0),
+}
+OTHER_SECONDS = 11.0
+TESTS = ("tests/kernels", "tests/smopd/record/test_metrics.py")
+WORKERS = 8
+RESTARTS = 64  # of workers: a CUDA error and a hang take one each
+TEST_SECONDS = 75.0  # a worker whose test takes longer is ended: a test of many compilations takes a minute
+NO_TESTS = 5  # pytest's exit status where none is marked
+TOOLS = ("/usr/local/cuda/bin",)  # where NVIDIA's tools are when they are not on PATH
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where it all goes: rows of numbers, rows of tests, what jobs print, the tables, a trace."""
+
+    rows: Path
+    tests: Path
+    log: Path
+    table: Path
+    trace: Path
+
+
+def files(folder: Path, stem: str) -> Files:
+    names = (".jsonl", "-tests.jsonl", ".log", ".md", "-trace.json.gz")
+    return Files(*(folder / f"{stem}{name}" for name in names))
+
+
+def gpu_jobs(names: Sequence[str], to: Files) -> list[Job]:
+    """All jobs of `make gpu`. names: the benchmarks; to: paths that are absolute or of the checkout."""
+    number = itertools.count(1)
+    jobs = [_python(next(number), "machine", ("bench.gpu.machine", "--output", str(to.rows)), 12.0, 40.0)]
+    jobs += list(_smoke(next(number), names, to))
+    ours = ("--providers", "triton", "--seconds", "1.5")
+    for name, (expected, _) in TIMED.items():
+        jobs.append(_times(next(number), "time", name, expected, to, *ours))
+    beside = ("--main", "--providers", "eager,triton", "--seconds", "1.5")
+    for name in [*TIMED, *(name for name in names if name not in TIMED)]:
+        expected = TIMED[name][1] if name in TIMED else OTHER_SECONDS
+        jobs.append(_times(next(number), "eager", name, expected, to, *beside))
+    return [*jobs, *_tests(next(number), names, to)]
+
+
+def _python(stage: int, name: str, module: Sequence[str], expected: float, limit: float, **more) -> Job:
+    return Job(stage, name, (sys.executable, "-m", *module), expected, limit, **more)
+
+
+def _smoke(stage: int, names: Sequence[str], to: Files) -> Iterator[Job]:
+    """Each operation at a few rows of the real sizes; what is compiled here is not compiled again later."""
+    for name in names:
+        options = ("--smoke", "--device", "cuda", "--providers", "triton", "--output", str(to.rows))
+        yield _python(stage, f"smoke {name}", ("bench", name, *options), 30.0, 75.0, environment=_FEW)
+
+
+def _times(stage: int, kind: str, name: str, expected: float, to: Files, *options: str) -> Job:
+    limit = 1.5 * expected + LAST_CASE_SECONDS
+    deadline = ("--deadline", f"{limit - LAST_CASE_SECONDS:.0f}")
+    command = ("bench", name, "--device", "cuda", *options, *deadline, "--output", str(to.rows))
+    return _python(stage, f"{kind} {name}", command, expected, limit)
+
+
+_FEW = {"OMP_NUM_THREADS": "2"}
+
+
+def _tests(stage: int, names: Sequence[str], to: Files) -> Iterator[Job]:
+    """Side by side: all tests, those of huge memory, the benchmarks' hard shapes. Cut when the time is up."""
+    yield _pytest(stage, "pytest -m gpu", "gpu and not huge", WORKERS, to)
+    yield _pytest(stage, "pytest -m huge", "gpu and huge", 1, to)
+    for name in names:
+        options = ("--check", "--device", "cuda", "--providers", "ours", "--output", str(to.rows))
+        yield _python(stage, f"check {name}", ("bench", name, *options), 40.0, 140.0, environment=_FEW)
+
+
+def _pytest(stage: int, name: str, marks: str, workers: int, to: Files) -> Job:
+    """Tests that are not begun in time are skipped, and counted."""
+    missing = [word for word in ("pytest", "hypothesis") if importlib.util.find_spec(word) is None]
+    several = ("-n", str(workers), "--dist", "loadgroup", "--max-worker-restart", str(RESTARTS))
+    beside = several if importlib.util.find_spec("xdist") else ()
+    command = ("pytest", "-m", marks, "-q", "-p", "no:cacheprovider", "-p", pytest_plugin.__name__, *beside)
+    return _python(
+        stage,
+        name,
+        (*command, *TESTS),
+        130.0,
+        400.0,
+        environment={pytest_plugin.ROWS: str(to.tests), pytest_plugin.SECONDS: f"{TEST_SECONDS:.0f}"},
+        nothing=(NO_TESTS,),
+        absent=f"{' and '.join(missing)} not installed" if missing else None,
+    )
+
+
+def tool(name: str) -> str | None:
+    """Where one of NVIDIA's command-line tools is."""
+    return shutil.which(name) or shutil.which(name, path=":".join(TOOLS))
