@@ -73,7 +73,8 @@ def stages(jobs: Sequence[Job]) -> list[list[Job]]:
 
 
 def expected_seconds(jobs: Sequence[Job]) -> float:
-    return sum(max(job.expected for job in stage) for stage in stages(jobs))
+    here = [job for job in jobs if job.absent is None]
+    return sum(max(job.expected for job in stage) for stage in stages(here))
 
 
 def most_seconds(jobs: Sequence[Job], total: float) -> float:

@@ -9,6 +9,7 @@ The seconds are estimates: none of this was timed on a GPU.
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import itertools
 import shutil
@@ -37,8 +38,26 @@ TESTS = ("tests/kernels", "tests/smopd/record/test_metrics.py")
 WORKERS = 8
 RESTARTS = 64  # of workers: a CUDA error and a hang take one each
 TEST_SECONDS = 75.0  # a worker whose test takes longer is ended: a test of many compilations takes a minute
+_FEW = {"OMP_NUM_THREADS": "2"}  # of jobs side by side
 NO_TESTS = 5  # pytest's exit status where none is marked
-TOOLS = ("/usr/local/cuda/bin",)  # where NVIDIA's tools are when they are not on PATH
+TOOLS = ("/usr/local/cuda/bin", *sorted(glob.glob("/opt/nvidia/nsight-compute/*")))  # when not on PATH
+SANITIZER = "compute-sanitizer"
+# A tool's benchmark, and the kernel that it looks at: torch's own are no business of ours.
+SANITIZED = (
+    *(("memcheck", name, "") for name in ("smopd_loss", "topk_logprobs", "teacher_mixture", "advantages")),
+    ("racecheck", "smopd_loss", "row_kernel"),
+    ("racecheck", "topk_logprobs", "_select_kernel"),
+    ("racecheck", "teacher_mixture", "_mixture_kernel"),
+    ("racecheck", "advantages", "_group_kernel"),
+)
+SANITIZER_STATUS = 9  # where it found something
+COUNTED = (
+    "row kernel, paper",
+    "row kernel, default settings",
+    "top-kappa stream",
+    "top-kappa select, kappa 64",
+    "advantages",
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +88,8 @@ def gpu_jobs(names: Sequence[str], to: Files) -> list[Job]:
     for name in [*TIMED, *(name for name in names if name not in TIMED)]:
         expected = TIMED[name][1] if name in TIMED else OTHER_SECONDS
         jobs.append(_times(next(number), "eager", name, expected, to, *beside))
+    jobs += [_counters(next(number), name, to) for name in COUNTED]
+    jobs.append(_sweep(next(number), to))
     return [*jobs, *_tests(next(number), names, to)]
 
 
@@ -82,15 +103,39 @@ def _smoke(stage: int, names: Sequence[str], to: Files) -> Iterator[Job]:
         options = ("--smoke", "--device", "cuda", "--providers", "triton", "--output", str(to.rows))
         yield _python(stage, f"smoke {name}", ("bench", name, *options), 30.0, 75.0, environment=_FEW)
 
+    yield from (_sanitizer(stage, *words) for words in SANITIZED)
+
+
+def _sanitizer(stage: int, check: str, name: str, kernel: str) -> Job:
+    """Hard shapes, held to float64 as well; every tensor is an allocation of its own, with an end."""
+    found = tool(SANITIZER)
+    watch = ("--kernel-name", f"kns={kernel}") if kernel else ()
+    options = ("--tool", check, *watch, "--error-exitcode", str(SANITIZER_STATUS))
+    bench = (sys.executable, "-m", "bench", name, "--check", "--device", "cuda", "--providers", "triton")
+    environment = {**_FEW, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if check == "memcheck" else _FEW
+    absent = None if found else f"{SANITIZER} is not installed"
+    line = (found or SANITIZER, *options, *bench)
+    return Job(stage, f"{check} {name}", line, 45.0, 75.0, environment, absent=absent)
+
+
+def _counters(stage: int, name: str, to: Files) -> Job:
+    command = ("bench.gpu.counters", name, "--output", str(to.rows))
+    absent = None if tool("ncu") else "ncu is not installed"
+    return _python(stage, f"counters of {name}", command, 11.0, 45.0, absent=absent)
+
+
+def _sweep(stage: int, to: Files) -> Job:
+    """Its children use the device, so that it may not ask the driver itself."""
+    environment = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    command = ("bench.gpu.sweep", "--output", str(to.rows))
+    return _python(stage, "sweep", command, 80.0, 130.0, environment=environment)
+
 
 def _times(stage: int, kind: str, name: str, expected: float, to: Files, *options: str) -> Job:
     limit = 1.5 * expected + LAST_CASE_SECONDS
     deadline = ("--deadline", f"{limit - LAST_CASE_SECONDS:.0f}")
     command = ("bench", name, "--device", "cuda", *options, *deadline, "--output", str(to.rows))
     return _python(stage, f"{kind} {name}", command, expected, limit)
-
-
-_FEW = {"OMP_NUM_THREADS": "2"}
 
 
 def _tests(stage: int, names: Sequence[str], to: Files) -> Iterator[Job]:

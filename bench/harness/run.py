@@ -109,7 +109,7 @@ def _run_case(
             refused += provider.kind == "ours"
             tell(row | outcome)
         else:
-            entrants.append(Entrant(provider, row | outcome, _turn(provider, inputs)))
+            entrants.append(Entrant(provider, row | outcome, turn_of(provider, inputs)))
     if not options.timed:
         for entrant in entrants:
             tell(entrant.row)
@@ -118,7 +118,7 @@ def _run_case(
     return refused
 
 
-def _turn(provider: Provider, inputs: Any) -> Turn:
+def turn_of(provider: Provider, inputs: Any) -> Turn:
     prepare = provider.prepare
     return Turn(
         run=provider.run,
@@ -129,7 +129,7 @@ def _turn(provider: Provider, inputs: Any) -> Turn:
 
 def _admit(provider: Provider, inputs: Any, truth: dict, case: Case, device: str) -> tuple[str | None, dict]:
     """(why it is left out or None, its errors and memory, or why it is refused)."""
-    turn = _turn(provider, inputs)
+    turn = turn_of(provider, inputs)
     like = torch.empty(max(case.N, 1), max(case.V, 1), dtype=case.torch_dtype, device=device)
     try:
         with turn.context():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from bench.__main__ import main, names
-from bench.gpu import command, jobs, plan
+from bench.gpu import calls, command, counters, jobs, plan
 from bench.gpu.jobs import NOT_BEGUN, NOT_HERE, WELL, WRONG, Job, Result
 from tests.patience import HANG_SECONDS
 
@@ -39,7 +40,20 @@ def todo(name: str = "gpu") -> list[Job]:
 
 def test_the_order_is_that_of_what_one_would_miss_most() -> None:
     kinds = [one.name.split()[0] for one in todo()]
-    assert list(dict.fromkeys(kinds)) == ["machine", "smoke", "time", "eager", "pytest", "check"]
+    assert list(dict.fromkeys(kinds)) == [
+        *(
+            "machine",
+            "smoke",
+            "memcheck",
+            "racecheck",
+            "time",
+            "eager",
+            "counters",
+            "sweep",
+            "pytest",
+            "check",
+        )
+    ]
     timed = [one.name.removeprefix("time ") for one in todo() if one.name.startswith("time ")]
     assert timed == list(plan.TIMED) and set(timed) <= set(names())
 
@@ -51,7 +65,7 @@ def test_no_benchmark_is_left_out(kind: str) -> None:
 
 def test_nothing_is_timed_beside_another_job_or_compiled_by_torch() -> None:
     for stage in jobs.stages(todo()):
-        if any(one.name.split()[0] in ("machine", "time", "eager") for one in stage):
+        if any(one.name.split()[0] in ("machine", "time", "eager", "counters", "sweep") for one in stage):
             assert len(stage) == 1
     for one in todo():
         if "bench" in one.command:
@@ -59,7 +73,10 @@ def test_nothing_is_timed_beside_another_job_or_compiled_by_torch() -> None:
 
 
 @pytest.mark.parametrize("name", list(command.PLANS))
-def test_the_time_is_enough_for_all_and_is_kept_whatever_hangs(name: str) -> None:
+def test_the_time_is_enough_for_all_and_is_kept_whatever_hangs(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "tool", lambda name: f"/bin/{name}")
     assert jobs.expected_seconds(todo(name)) < plan.TOTAL_SECONDS
     assert jobs.most_seconds(todo(name), plan.TOTAL_SECONDS) < MOST_SECONDS - 20
     assert all(0 < one.expected < one.limit for one in todo(name))
@@ -79,6 +96,29 @@ def test_the_tests_run_in_many_processes_where_they_can(
     tests, huge = (next(one for one in todo() if one.name == f"pytest -m {mark}") for mark in ("gpu", "huge"))
     assert (" -n 8 --dist loadgroup" in tests.line) == (" -n 1 --dist loadgroup" in huge.line) == xdist
     assert tests.absent == huge.absent == (f"{missing} not installed" if missing else None)
+
+
+def test_nvidias_tools_take_part_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    for there in (True, False):
+        monkeypatch.setattr(plan, "tool", lambda name, there=there: f"/opt/{name}" if there else None)
+        kinds = ("memcheck", "racecheck", "counters")
+        mine = [one for one in todo() if one.name.split()[0] in kinds]
+        assert len(mine) >= 10 and {one.absent is None for one in mine} == {there}
+    assert set(plan.COUNTED) == set(counters.WATCHED)
+    kernels = {kernel for _, _, kernel in plan.SANITIZED} - {""}
+    assert kernels <= set(shipped_kernels())
+
+
+@pytest.mark.parametrize(("kernel", "call"), counters.WATCHED.values())
+def test_what_is_counted_is_there(kernel: str, call: calls.Call) -> None:
+    assert kernel in shipped_kernels()
+    assert call.found()[0].cases["cuda"]
+
+
+def shipped_kernels() -> list[str]:
+    """Names of the Triton kernels."""
+    texts = [path.read_text() for path in (ROOT / "kernels" / "triton").glob("*.py")]
+    return [name for text in texts for name in re.findall(r"^def (\w*_?kernel)\(", text, re.MULTILINE)]
 
 
 @pytest.mark.slow
