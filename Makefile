@@ -4,8 +4,8 @@
 #                   checker and all tests: test-core, then test-engines
 # make test-verl    the same for the verl integration, in .venv-verl (2 GB): verl needs an older transformers
 # make gpu          on a CUDA machine with torch and triton, in under ten minutes: is it right, and how fast; with
-#                   DRY_RUN=1, on any machine, what it would run and how long that may take. What it finds goes to
-#                   $OUT where that is set, else to bench/results
+#                   DRY_RUN=1, on any machine, what it would run and how long that may take; make gpu-peers: other
+#                   libraries beside it. What they find goes to $OUT where that is set, else to bench/results
 # The first three do all the set-up and repeat none of it while pyproject.toml, setup.py and csrc/ stay as they are.
 # They need Python >= 3.10 (PYTHON=python3.12 chooses one), a C++ compiler and make. Options for pip go in PIP_ARGS.
 
@@ -25,7 +25,7 @@ ifneq ($(wildcard ../shared/data/.),)
 export SMOPD_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: help quickstart check test test-fast test-core test-engines test-verl lint style types gpu clean
+.PHONY: help quickstart check test test-fast test-core test-engines test-verl lint style types gpu gpu-peers clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -10
@@ -125,7 +125,7 @@ test-verl: $(VERL_VENV)/.installed $(VERL_SOURCE)
 
 # Needs a CUDA machine and nothing but its own Python with torch and triton; pytest, ncu and compute-sanitizer are
 # used where they are there. RESULTS=FOLDER names another folder.
-gpu:
+gpu gpu-peers:
 	$(PYTHON) -m bench $@ $(if $(filter-out 0,$(DRY_RUN)),--dry-run) $(RESULTS)
 
 clean:

@@ -6,7 +6,8 @@ python -m bench --all [options]        run all
 python -m bench table FILE...          rows as a table (Markdown where the output is no terminal)
 python -m bench plot FILE [IMAGE]      rows as a plot (needs matplotlib)
 python -m bench gpu [FOLDER]           what `make gpu` runs, into FOLDER (default: $OUT, or bench/results)
-python -m bench gpu --dry-run          the jobs, their commands and times; needs no GPU
+python -m bench gpu-peers [FOLDER]     other libraries beside ours, and a trace of one call
+python -m bench gpu --dry-run          the jobs, their commands and times; needs no GPU (gpu-peers likewise)
 python -m bench targets FILE...        rows of a GPU beside what docs/kernels.md asks of them
 """
 

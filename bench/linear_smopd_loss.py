@@ -77,6 +77,17 @@ BENCHMARK = Benchmark(
         peer("trl chunked", peers.trl_linear, "trl", note=peers.TRL_ROWS_NOTE),
         peer("trl divergence", peers.trl_divergence, "trl", note=peers.TRL_DIVERGENCE_NOTE),
         peer("liger", peers.liger_linear, "liger_kernel", devices=("cuda",), note=peers.LABEL_NOTE),
+        peer("liger scaled", peers.liger_scaled, "liger_kernel", devices=("cuda",), note=peers.TRL_ROWS_NOTE),
+        *(
+            peer(
+                f"quack {chunk_rows}",
+                functools.partial(peers.quack_linear, chunk_rows=chunk_rows),
+                *("quack", "cutlass"),
+                devices=("cuda",),
+                note=peers.LABEL_NOTE,
+            )
+            for chunk_rows in (peers.QUACK_CHUNK, peers.ALL_ROWS)
+        ),
         peer("cce", peers.cut_cross_entropy, "cut_cross_entropy", note=peers.CCE_NOTE, main_only=True),
     ),
 )

@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 
 from bench.gpu import jobs, plan, targets
-from bench.harness import record
+from bench.harness import record, report
 
-PLANS = {"gpu": plan.gpu_jobs}
+PLANS = {"gpu": plan.gpu_jobs, "gpu-peers": plan.peer_jobs}
+TABLES = {"gpu": targets.table, "gpu-peers": lambda rows: "\n".join(report.markdown(rows))}
 FOLDER = "OUT"  # the variable that names the folder which comes back from a lent machine
 
 
@@ -41,8 +42,10 @@ def main(name: str, arguments: Sequence[str], benchmarks: Sequence[str]) -> int:
         return 2
     folder.mkdir(parents=True, exist_ok=True)
     jobs.show(todo, plan.TOTAL_SECONDS)
-    results = jobs.run_jobs(todo, plan.TOTAL_SECONDS, record.ROOT, jobs.Log(to.log), lambda: _write_table(to))
-    print(_write_table(to), flush=True)
+    results = jobs.run_jobs(
+        todo, plan.TOTAL_SECONDS, record.ROOT, jobs.Log(to.log), lambda: _write_table(name, to)
+    )
+    print(_write_table(name, to), flush=True)
     for state in (jobs.NOT_HERE, jobs.NOT_BEGUN, jobs.WRONG):
         if ended := [job for job, result in results.items() if result.state == state]:
             record.note(f"{state}: {', '.join(ended)}")
@@ -54,8 +57,8 @@ def today() -> str:
     return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
 
 
-def _write_table(to: plan.Files) -> str:
+def _write_table(name: str, to: plan.Files) -> str:
     """A row that a killed process left half written is not worth the table."""
-    text = targets.table(record.rows_of([to.rows], broken="skip")) if to.rows.exists() else "no rows"
+    text = TABLES[name](record.rows_of([to.rows], broken="skip")) if to.rows.exists() else "no rows"
     to.table.write_text(text + "\n")
     return text

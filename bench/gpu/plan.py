@@ -34,6 +34,8 @@ TIMED = {
     "topk_forward_kl": (12.0, 11.0),
 }
 OTHER_SECONDS = 11.0
+# Those that have peers: these compile and tune themselves for as long as they like.
+PEERS = {"linear_smopd_loss": 150.0, "smopd_loss": 60.0, "topk_logprobs": 40.0, "topk_forward_kl": 40.0}
 TESTS = ("tests/kernels", "tests/smopd/record/test_metrics.py")
 WORKERS = 8
 RESTARTS = 64  # of workers: a CUDA error and a hang take one each
@@ -91,6 +93,24 @@ def gpu_jobs(names: Sequence[str], to: Files) -> list[Job]:
     jobs += [_counters(next(number), name, to) for name in COUNTED]
     jobs.append(_sweep(next(number), to))
     return [*jobs, *_tests(next(number), names, to)]
+
+
+def peer_jobs(names: Sequence[str], to: Files) -> list[Job]:
+    """All jobs of `make gpu-peers`: what is not installed has a row that says so."""
+    number = itertools.count(1)
+    jobs = [_python(next(number), "machine", ("bench.gpu.machine", "--output", str(to.rows)), 12.0, 40.0)]
+    jobs.append(
+        _python(
+            next(number),
+            "trace",
+            ("bench.gpu.trace", "--output", str(to.rows), "--trace", str(to.trace)),
+            *(15.0, 45.0),
+        )
+    )
+    for name, expected in PEERS.items():
+        beside = ("--providers", "peer,triton", "--seconds", "3")
+        jobs.append(_times(next(number), "peers", name, expected, to, *beside))
+    return jobs
 
 
 def _python(stage: int, name: str, module: Sequence[str], expected: float, limit: float, **more) -> Job:

@@ -14,6 +14,8 @@ from bench.harness.types import Outputs
 from smopd.ops import LossTokens
 
 TRL_VOCABULARY_CHUNK = 32768
+QUACK_CHUNK, ALL_ROWS = 4096, 8192
+NO_LABEL = -100
 LIGER_NOTE = "KL to the target made dense (N, V), after an eager log-softmax"
 GRPO_NOTE = "the policy gradient alone"
 TRL_ROWS_NOTE = "the policy gradient and the entropy, no KL"
@@ -118,6 +120,30 @@ def liger_linear(scenario: Scenario) -> Outputs:
     hidden_ND, weight_VD = head_leaves(scenario)
     token_ids_N = scenario.tokens.token_ids_N
     loss = liger_fused_linear_cross_entropy(hidden_ND, weight_VD, token_ids_N, reduction="mean")
+    dhidden_ND, _ = torch.autograd.grad(loss, (hidden_ND, weight_VD))
+    return {"dhidden_label": dhidden_ND}
+
+
+def liger_scaled(scenario: Scenario) -> Outputs:
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
+
+    hidden_ND, weight_VD = head_leaves(scenario)
+    tokens, settings = anchor_tokens(scenario.tokens), scenario.settings
+    nll_N, entropy_N = LigerFusedLinearScaledCrossEntropyFunction.apply(
+        hidden_ND, weight_VD, tokens.token_ids_N, settings.temperature, NO_LABEL, 1, True
+    )
+    loss = (tokens.pg_weight_N * surrogate(-nll_N, tokens, settings)).sum()
+    dhidden_ND, _ = torch.autograd.grad(loss, (hidden_ND, weight_VD))
+    return _counted(tokens, logp=-nll_N, entropy=entropy_N) | {"dhidden_anchor": dhidden_ND}
+
+
+def quack_linear(scenario: Scenario, chunk_rows: int) -> Outputs:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    hidden_ND, weight_VD = head_leaves(scenario)
+    loss = chunked_linear_cross_entropy(
+        hidden_ND, weight_VD, scenario.tokens.token_ids_N, chunk_rows, reduction="mean", tuned=False
+    )
     dhidden_ND, _ = torch.autograd.grad(loss, (hidden_ND, weight_VD))
     return {"dhidden_label": dhidden_ND}
 

@@ -26,7 +26,7 @@ def table(rows: list[dict]) -> int:
             return _rich(rows)
         except ImportError:
             pass
-    print("\n".join(_markdown(rows)))
+    print("\n".join(markdown(rows)))
     return 0
 
 
@@ -76,7 +76,8 @@ def _place(rows: list[dict]) -> str:
     return "; ".join(places)
 
 
-def _markdown(rows: list[dict]) -> Iterator[str]:
+def markdown(rows: list[dict]) -> Iterator[str]:
+    """The lines of a table a case."""
     yield f"Measured with {_place(rows)}."
     for (benchmark, case), members in grouped(rows).items():
         yield f"\n**{benchmark}**, {case}\n"

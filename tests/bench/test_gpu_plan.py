@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from bench.__main__ import main, names
-from bench.gpu import calls, command, counters, jobs, plan
+from bench.gpu import calls, command, counters, jobs, plan, trace
 from bench.gpu.jobs import NOT_BEGUN, NOT_HERE, WELL, WRONG, Job, Result
 from tests.patience import HANG_SECONDS
 
@@ -244,3 +245,20 @@ def test_the_exit_status_and_what_is_kept_and_said(
     for name, state in ended.items():
         assert any(line.startswith(f"{state}: ") and name in line for line in printed.err.splitlines())
     assert str(table) in printed.err and table.read_text() in printed.out
+
+
+def test_every_peer_is_in_the_plan_of_peers() -> None:
+    with_peers = {
+        name
+        for name in names()
+        if any(p.kind == "peer" for p in importlib.import_module(f"bench.{name}").BENCHMARK.providers)
+    }
+    assert set(plan.PEERS) == with_peers
+    kinds = [one.name.split()[0] for one in todo("gpu-peers")]
+    assert kinds == ["machine", "trace", *["peers"] * len(with_peers)]
+
+
+def test_a_trace_is_summed_by_name() -> None:
+    told = trace.summary([("fill", 1.5), ("row_kernel", 1300.0), ("fill", 2.0)])
+    assert told == {"launches": 3, "kernels": [["row_kernel", 1, 1300.0], ["fill", 2, 3.5]]}
+    assert trace.CALL.found()
