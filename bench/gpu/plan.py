@@ -146,7 +146,7 @@ def _counters(stage: int, name: str, to: Files) -> Job:
 
 def _sweep(stage: int, to: Files) -> Job:
     """Its children use the device, so that it may not ask the driver itself."""
-    environment = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    environment = {**_FEW, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     command = ("bench.gpu.sweep", "--output", str(to.rows))
     return _python(stage, "sweep", command, 80.0, 130.0, environment=environment)
 

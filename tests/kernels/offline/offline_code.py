@@ -1,7 +1,8 @@
 """Compiles a noted launch for its GPU generation without a GPU, and reads the machine code (see offline.py).
 
 Registers, stack and shared memory come from the cubin (cuobjdump), loops from its disassembly: a loop is what
-a backward branch closes, a main loop an innermost one that touches global memory.
+a backward branch closes, a main loop an innermost one that touches global memory. What a kernel has outside
+such loops, all of it if there is none, costs its instructions once for each warp.
 """
 
 from __future__ import annotations
@@ -50,7 +51,13 @@ class Built:
     shared: int
     warps: int
     itemsize: int
+    instructions: int
     loops: tuple[Loop, ...]
+
+    @property
+    def outside(self) -> int:
+        """Instructions outside the main loops, times the warps: what a program pays before and after them."""
+        return self.warps * (self.instructions - sum(loop.instructions for loop in self.loops))
 
     @property
     def held(self) -> dict[str, int]:
@@ -61,6 +68,7 @@ class Built:
             "instructions": sum(loop.instructions for loop in self.loops),
             "shuffles": sum(loop.shuffles for loop in self.loops),
             "barriers": sum(loop.barriers for loop in self.loops),
+            "outside": self.outside,
         }
 
 
@@ -129,6 +137,7 @@ def build(launch: Launch) -> Built:
         shared=compiled.metadata.shared,
         warps=compiled.metadata.num_warps,
         itemsize=_itemsize(launch.arguments),
+        instructions=sum(opcode(text) != "NOP" for _, text in lines),
         loops=tuple(main_loops(lines)),
     )
 
