@@ -10,6 +10,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
+from smopd.kernels import dispatch
 from smopd.kernels.types import LossSettings, LossStats, LossTokens, TokenTerms, compute_dtype, loss_target
 
 STATS_FIELDS = tuple(field.name for field in fields(LossStats))
@@ -80,16 +81,7 @@ def steady_sum(values_N: Tensor) -> Tensor:
 
 
 def total_loss(terms: TokenTerms, tokens: LossTokens, settings: LossSettings) -> tuple[Tensor, LossStats]:
-    """The terms summed: once over all tokens, not by chunks. Where a weight is 0 its term is, NaN too."""
-    columns = {name: getattr(terms, name) for name in STATS_FIELDS if name.endswith("_N")}
-    pg_loss = steady_sum(weighted(tokens.pg_weight_N, terms.surrogate_N))
-    kl_loss = steady_sum(weighted(tokens.kl_weight_N, terms.kl_N))
-    reverse_loss = steady_sum(weighted(reverse_weight(tokens), terms.reverse_N))
-    entropy = steady_sum(weighted(tokens.ent_weight_N, terms.entropy_N))
-    stats = LossStats(**columns, pg_loss=pg_loss, kl_loss=kl_loss, entropy=entropy, reverse_loss=reverse_loss)
-    loss = pg_loss.clone()
-    if settings.opd_coef != 0.0:
-        loss = loss + settings.opd_coef * (kl_loss + reverse_loss)
-    if settings.entropy_coef != 0.0:
-        loss = loss - settings.entropy_coef * entropy
-    return loss, stats
+    """reference.loss's total_loss, by the backend that serves the terms' device."""
+    on_cpu = terms.kl_N.device.type == "cpu"
+    serve = dispatch.definition("total_loss") if on_cpu else dispatch.serving("total_loss", terms.kl_N)
+    return serve(terms, tokens, settings)

@@ -121,8 +121,18 @@ def flat_stats(stats: LossStats) -> tuple[Tensor, ...]:
 
 def packed_stats(stats: LossStats) -> tuple[Tensor, Tensor, Tensor]:
     """LossStats as STATS_SCHEMA: (C, N), (N,), (4,). The outputs of an operator share no memory."""
-    columns, sums = (torch.stack([getattr(stats, name) for name in names]) for names in (_COLUMNS, _SUMS))
-    return columns, stats.clipped_N.clone(), sums
+    columns, sums = (_stacked([getattr(stats, name) for name in names]) for names in (_COLUMNS, _SUMS))
+    return columns, stats.clipped_N, sums
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    """torch.stack(parts), without a launch where they lie one behind the other in one tensor already."""
+    first, size = parts[0], parts[0].numel()
+    for number, part in enumerate(parts):
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (same and part.storage_offset() == first.storage_offset() + number * size):
+            return torch.stack(parts)
+    return first.as_strided((len(parts), *first.shape), (size, *first.stride()))
 
 
 def unpacked_stats(columns: Tensor, clipped: Tensor, sums: Tensor) -> LossStats:

@@ -18,8 +18,8 @@ from torch import Tensor
 from smopd.kernels.reference.rows import row_chunks, rows_forward, rows_gradient
 from smopd.kernels.reference.topk import target_of
 from smopd.kernels.terms import token_terms
-from smopd.kernels.tokens import counted, join_terms
-from smopd.kernels.types import LossSettings, LossTokens, TokenTerms, compute_dtype, loss_target
+from smopd.kernels.tokens import STATS_FIELDS, counted, join_terms, reverse_weight, steady_sum, weighted
+from smopd.kernels.types import LossSettings, LossStats, LossTokens, TokenTerms, compute_dtype, loss_target
 
 
 def loss_rows(
@@ -92,6 +92,22 @@ def _chunk(
     if grad_NV.device.type != "cpu" or bool(idle_N.any()):  # asking costs a synchronisation elsewhere
         grad_NV.masked_fill_(idle_N[:, None], 0.0)
     return terms, grad_NV
+
+
+def total_loss(terms: TokenTerms, tokens: LossTokens, settings: LossSettings) -> tuple[Tensor, LossStats]:
+    """The terms summed: once over all tokens, not by chunks. Where a weight is 0 its term is, NaN too."""
+    columns = {name: getattr(terms, name) for name in STATS_FIELDS if name.endswith("_N")}
+    pg_loss = steady_sum(weighted(tokens.pg_weight_N, terms.surrogate_N))
+    kl_loss = steady_sum(weighted(tokens.kl_weight_N, terms.kl_N))
+    reverse_loss = steady_sum(weighted(reverse_weight(tokens), terms.reverse_N))
+    entropy = steady_sum(weighted(tokens.ent_weight_N, terms.entropy_N))
+    stats = LossStats(**columns, pg_loss=pg_loss, kl_loss=kl_loss, entropy=entropy, reverse_loss=reverse_loss)
+    loss = pg_loss.clone()
+    if settings.opd_coef != 0.0:
+        loss = loss + settings.opd_coef * (kl_loss + reverse_loss)
+    if settings.entropy_coef != 0.0:
+        loss = loss - settings.entropy_coef * entropy
+    return loss, stats
 
 
 def scale_(grad: Tensor, dloss: Tensor) -> None:

@@ -32,6 +32,7 @@ OPERATIONS = (
     "teacher_mixture",
     "teacher_product",
     *dispatch.ROW_OPS,
+    "total_loss",
     "scale_",
     "advantages",
 )
@@ -40,8 +41,9 @@ TILES = {"reference tiles": "reference.tiles", "cpp tiles": "cpp"}
 TILED = tuple(operation for operation in OPERATIONS if operation != "loss_rows")
 # What does not exist: a test holds dispatch to it.
 ABSENT = {
-    ("cpp", "scale_"),  # the reference's serves a CPU
-    ("cpp", "advantages"),  # likewise
+    *(
+        ("cpp", operation) for operation in ("total_loss", "scale_", "advantages")
+    ),  # the reference serves a CPU
     *((tiles, operation) for tiles in TILES for operation in TILED),  # the loss alone comes in tiles
 }
 INTERPRETED_ROWS = 2

@@ -17,6 +17,7 @@ from smopd.kernels.triton import mixture as triton_mixture
 from smopd.kernels.triton import product as triton_product
 from smopd.kernels.triton import scale as triton_scale
 from smopd.kernels.triton import topk as triton_topk
+from smopd.kernels.triton import totals as triton_totals
 from smopd.kernels.types import (
     AdvantageOptions,
     Candidates,
@@ -24,6 +25,7 @@ from smopd.kernels.types import (
     LossSettings,
     LossTokens,
     SparseTarget,
+    TokenTerms,
 )
 from tests.kernels.pairwise import pairwise
 
@@ -40,7 +42,9 @@ Case = tuple[str, Callable[[], Any]]  # label, call
 
 def cases() -> Iterator[Case]:
     """The calls, on tensors without memory."""
-    return itertools.chain(_topk(), _mixture(), _product(), _loss(), _forward_kl(), _advantages(), _scale())
+    return itertools.chain(
+        _topk(), _mixture(), _product(), _loss(), _totals(), _forward_kl(), _advantages(), _scale()
+    )
 
 
 def _name(row: dict[str, Any]) -> str:
@@ -267,6 +271,18 @@ def _loss_tokens(row: dict[str, Any]) -> LossTokens:
     if row["target"] != "none":
         columns["kl_weight_N"] = _column()
     return LossTokens(token_ids_N=_column(torch.int64), adv_N=_column(), pg_weight_N=_column(), **columns)
+
+
+def _totals() -> Iterator[Case]:
+    columns = torch.empty(7, N, device="meta").unbind(0)
+    terms = TokenTerms(*columns[:5], _column(torch.int8), *columns[5:])
+    settings = LossSettings(entropy_coef=0.01)
+    for name in ("all", "anchor"):
+        weights = {f"{weight}_weight_N": _column() for weight in ("kl", "ent", "reverse") if name == "all"}
+        tokens = LossTokens(
+            token_ids_N=_column(torch.int64), adv_N=_column(), pg_weight_N=_column(), **weights
+        )
+        yield f"totals-{name}", lambda t=tokens: triton_totals.total_loss(terms, t, settings)
 
 
 def _forward_kl() -> Iterator[Case]:

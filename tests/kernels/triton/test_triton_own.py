@@ -14,17 +14,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.triton.device import DEVICE, gpu, needs_cuda
 
 # isort: split
 from smopd import ops
+from smopd.kernels.ops.loss import packed_stats
 from smopd.kernels.reference import advantages as reference_advantages
 from smopd.kernels.reference import topk as reference
 from smopd.kernels.triton import advantages as triton_advantages
 from smopd.kernels.triton import loss as triton_loss
 from smopd.kernels.triton import mixture as triton_mixture
 from smopd.kernels.triton import topk as triton_topk
+from smopd.kernels.triton import totals as triton_totals
 from smopd.kernels.types import AdvantageOptions, KlOptions, LossTokens
 from tests.kernels import backends, cases
 from tests.kernels.cases import LossCase, check_loss, loss_case, run_loss
@@ -159,6 +162,31 @@ def test_the_padding_of_labels_is_no_part_of_a_forward_kl() -> None:
 
     for mine, theirs in zip(run(5, -100), run(5, 7), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_what_follows_the_rows_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel of torch's, neither for the sums nor for an operator's packed statistics."""
+    case = loss_case((3, 300, 2, 8), target="merged")
+    terms, tokens = backends.moved((run_loss("triton", case)[0], case.tokens), DEVICE)
+    columns_CN = torch.stack([getattr(terms, field.name) for field in fields(terms)]).float()
+    terms = replace(terms, **{f.name: c for f, c in zip(fields(terms), columns_CN, strict=True)})
+    launched, asked = [], []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    class Kernel:
+        def __getitem__(self, grid: tuple) -> Any:
+            return lambda *_, **__: launched.append(grid)
+
+    monkeypatch.setattr(triton_totals, "_totals_kernel", Kernel())
+    with Noted(), torch.no_grad():
+        _, stats = triton_totals.total_loss(terms, tokens, case.settings)
+        packed_stats(stats)
+    made_of_memory_alone = {"new_empty", "empty", "unbind", "detach", "as_strided"}
+    assert launched == [(1,)] and set(asked) <= made_of_memory_alone
 
 
 def test_settings_keep_their_double_precision() -> None:
