@@ -6,16 +6,17 @@ Shapes: N tokens, V vocabulary, M teachers, S support entries (kappa), C columns
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from smopd.kernels.triton.mixture import MAX_CANDIDATES, teacher_mixture
+from smopd.kernels.triton.mixture import MAX_CANDIDATES
 from smopd.kernels.triton.row_kernel import row_kernel
 from smopd.kernels.triton.rows import LOG2E
+from smopd.kernels.triton.target import MAX_SUPPORT, RowTargets, n_entries, n_slots, row_targets
 from smopd.kernels.types import (
     Candidates,
     KlOptions,
@@ -26,9 +27,6 @@ from smopd.kernels.types import (
     loss_target,
 )
 
-MAX_SUPPORT = 512  # slots of a target: their pairs are compared
-MAX_POOLED = 128  # candidates that the row kernel unites itself; more go through teacher_mixture's kernel
-
 _NATIVE = isinstance(row_kernel, JITFunction)  # else it runs in Triton's interpreter
 _WARP = 32
 _REGISTERS = 1 << 16  # of a processor; ptxas is told a lane's, or it spills a few for one more program there
@@ -37,7 +35,6 @@ _MAX_BLOCKS = 64  # of a row: a lane has a bit for each
 _MAX_ELEMENTS = 16  # of a lane in a block
 _SLOTS = 128  # of a target that a warp compares without spills
 MAX_VOCAB = _MAX_BLOCKS * 16 * _WARP * _MAX_ELEMENTS
-_PAIRS = 8  # of slots that a lane compares at a time
 _COLUMNS = (
     "adv", "old_logp", "pg_weight", "kl_weight", "ent_weight", "reverse_adv", "reverse_weight", "dlogp", "dkl"
 )  # fmt: skip
@@ -68,39 +65,6 @@ def _aligned_elements(rows_NV: Tensor) -> int:
     """Consecutive elements, at most 16 bytes, that start aligned in every row."""
     most = _VECTOR_BYTES // rows_NV.element_size()
     return math.gcd(most, rows_NV.storage_offset(), rows_NV.stride(0))
-
-
-@dataclass(frozen=True)
-class _Support:
-    """A row kernel's target. log_alpha_NM: the ids and log-probabilities are candidates of M teachers."""
-
-    ids: Tensor | None = None
-    logps: Tensor | None = None
-    log_alpha_NM: Tensor | None = None
-    n_teachers: int = 0
-    n_support: int = 0
-    kappa: int = 0
-    merge: bool = False
-    distinct: bool = False
-
-
-def _support(target: SparseTarget | Candidates | None) -> _Support:
-    if target is None:
-        return _Support()
-    if isinstance(target, SparseTarget):
-        return _Support(
-            target.ids_NS.contiguous(), target.logps_NS.contiguous(), n_support=target.ids_NS.shape[1]
-        )
-    n_rows, n_teachers, n_support = target.ids_NMS.shape
-    if n_teachers * n_support > MAX_POOLED:
-        candidates = (target.ids_NMS, target.logps_NMS, target.log_alpha, target.kappa)
-        mixture = teacher_mixture(*candidates, merge=target.merge)
-        return _Support(mixture.ids_NS, mixture.logps_NS, n_support=target.kappa, distinct=target.merge)
-    log_alpha_NM = target.log_alpha.to(torch.float32).expand(n_rows, n_teachers)
-    return _Support(
-        target.ids_NMS.contiguous(), target.logps_NMS.contiguous(), log_alpha_NM,
-        n_teachers, n_support, target.kappa, target.merge, target.merge,
-    )  # fmt: skip
 
 
 def unserved(
@@ -135,15 +99,14 @@ def _launch(
     n_rows, n_vocab = logits_NV.shape
     if n_rows == 0:
         return
-    support = _support(target)
-    why_not = unserved(op, logits_NV, n_support=support.n_support)
+    why_not = unserved(op, logits_NV, n_support=n_entries(target))
     if why_not is not None:
         raise ValueError(f"{op}: {why_not}")
     consecutive = _aligned_elements(logits_NV)
     if grad_NV is not None:
         consecutive = min(consecutive, _aligned_elements(grad_NV))
+    slots = n_slots(target)
     aligned = consecutive * logits_NV.element_size() == _VECTOR_BYTES
-    slots = triton.next_power_of_2(max(max(support.n_teachers, 1) * support.n_support, 1))
     shape = _configuration(n_vocab, logits_NV.dtype, slots, aligned=aligned)
     lanes = shape.warps * _WARP
     two = target is not None and settings.temperature != settings.kl_temperature
@@ -151,29 +114,30 @@ def _launch(
     last = 2 if grad_NV is None else max(2, shape.held - two)
     # Without a gradient to hold blocks for, two programs fit on a processor.
     programs = 2 if grad_NV is None and not two and slots <= 64 else 1
+    repeats = shape.elements // consecutive
+    ready = None
+    if target is not None:
+        ready = row_targets(target, n_vocab, lanes, repeats, consecutive, tail=settings.tail)
     small = {
         name: None if column is None else column.to(torch.float32).contiguous()
         for name, column in columns.items()
     }
     row_kernel[(n_rows,)](
-        logits_NV, grad_NV, token_ids_N.contiguous(), support.ids, support.logps, support.log_alpha_NM,
+        logits_NV, grad_NV, token_ids_N.contiguous(),
+        *(None if ready is None else getattr(ready, field.name) for field in fields(RowTargets)),
         *(small.get(name) for name in _COLUMNS), terms_CN, clipped_N,
         n_rows, logits_NV.stride(0) // consecutive,
         0 if grad_NV is None else grad_NV.stride(0) // consecutive,
-        *((0, 0) if support.log_alpha_NM is None else support.log_alpha_NM.stride()),
         LOG2E.value / settings.temperature,
         LOG2E.value / (settings.kl_temperature if two else settings.temperature),
         1.0 / settings.temperature, 1.0 / settings.kl_temperature,
         1.0 - settings.clip_low, 1.0 + settings.clip_high, settings.dual_clip or 0.0,
-        settings.opd_coef, settings.entropy_coef, support.kappa,
-        V=n_vocab, M=support.n_teachers, S=support.n_support, K=slots,
-        W=min(slots, max(1, _PAIRS * lanes // slots)),
-        R=shape.elements // consecutive, L=lanes, C=consecutive,
+        settings.opd_coef, settings.entropy_coef,
+        V=n_vocab, K=slots, R=repeats, L=lanes, C=consecutive,
         LAST=min(triton.cdiv(n_vocab, lanes * shape.elements), last),
         UNROLL=1 if logits_NV.element_size() == 2 and programs == 2 else 2,
-        MERGE=support.merge, DISTINCT=support.distinct, TAIL=target is not None and settings.tail, TWO=two,
-        CURVED=grad_NV is not None and settings.entropy_coef != 0.0, DUAL=settings.dual_clip is not None,
-        PPO=settings.reverse_kl_surrogate == "ppo", NATIVE=_NATIVE,
+        TWO=two, CURVED=grad_NV is not None and settings.entropy_coef != 0.0,
+        DUAL=settings.dual_clip is not None, PPO=settings.reverse_kl_surrogate == "ppo", NATIVE=_NATIVE,
         num_warps=shape.warps, num_stages=1, enable_fp_fusion=True,
         maxnreg=min(255, _REGISTERS // (lanes * programs)),
     )  # fmt: skip

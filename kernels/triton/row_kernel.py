@@ -17,7 +17,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from smopd.kernels.terms import TAIL_FLOOR
 from smopd.kernels.triton.rows import (
     LN2,
     LOG2E,
@@ -37,15 +36,7 @@ from smopd.kernels.triton.rows import (
     widen,
     zero_row,
 )
-from smopd.kernels.triton.target import (
-    given_target,
-    merge_repeats,
-    segments,
-    support_segments,
-    teachers_target,
-)
-
-_TAIL_FLOOR = tl.constexpr(TAIL_FLOOR)
+from smopd.kernels.triton.target import segments
 
 
 @triton.jit
@@ -54,40 +45,57 @@ def _column(ptr, row):
     return 0.0 if ptr is None else tl.load(ptr + row)
 
 
-@triton.jit(do_not_specialize=["n_rows", "kappa"])
+@triton.jit(do_not_specialize=["n_rows"])
 def row_kernel(
-    logits_ptr, grad_ptr, token_ids_ptr, target_ids_ptr, target_logps_ptr, log_alpha_ptr,
+    logits_ptr, grad_ptr, token_ids_ptr,
+    ids_ptr, logps_ptr, id_logps_ptr, masses_ptr, holes_ptr, skipped_ptr,
     adv_ptr, old_logp_ptr, pg_weight_ptr, kl_weight_ptr, ent_weight_ptr, reverse_adv_ptr, reverse_weight_ptr,
     dlogp_ptr, dkl_ptr, terms_ptr, clipped_ptr,
-    n_rows, stride_logits_n, stride_grad_n, stride_alpha_n, stride_alpha_m,
+    n_rows, stride_logits_n, stride_grad_n,
     scale, kl_scale, inv_temperature, inv_kl_temperature,
-    clip_low, clip_high, dual_clip, opd_coef, entropy_coef, kappa,
-    V: tl.constexpr, M: tl.constexpr, S: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
+    clip_low, clip_high, dual_clip, opd_coef, entropy_coef,
+    V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, LAST: tl.constexpr, UNROLL: tl.constexpr,
-    MERGE: tl.constexpr, DISTINCT: tl.constexpr, TAIL: tl.constexpr, TWO: tl.constexpr,
-    CURVED: tl.constexpr, DUAL: tl.constexpr, PPO: tl.constexpr, NATIVE: tl.constexpr,
+    TWO: tl.constexpr, CURVED: tl.constexpr, DUAL: tl.constexpr, PPO: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """A row of the loss (there is adv) or of the forward KL. A pointer may be None, and then costs nothing.
 
     Rows' strides are in units of C elements. LAST: blocks at the row's end, held if there is a gradient.
-    MERGE: the teachers. DISTINCT: no id comes twice. TAIL: one more bucket, for all that is off the support.
-    TWO: the forward KL has a temperature of its own. CURVED: the entropy has a gradient.
+    The target's pointers are RowTargets' (triton/target.py); with holes_ptr there is one more bucket, for all
+    that is off the support. TWO: the forward KL has a temperature of its own. CURVED: the entropy has a
+    gradient.
     """
     LOSS: tl.constexpr = adv_ptr is not None
     GRADIENT: tl.constexpr = grad_ptr is not None
-    TARGET: tl.constexpr = target_ids_ptr is not None
+    TARGET: tl.constexpr = ids_ptr is not None
     REVERSE: tl.constexpr = reverse_adv_ptr is not None
-    HOLES: tl.constexpr = TARGET and TAIL
+    HOLES: tl.constexpr = holes_ptr is not None
     BLOCK: tl.constexpr = R * L * C
     BLOCKS: tl.constexpr = (V + BLOCK - 1) // BLOCK
     STREAMED: tl.constexpr = BLOCKS - LAST
-    BITS: tl.constexpr = tl.int32 if BLOCKS <= 32 else tl.int64
 
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride_logits_n * C
     grad_row_ptr = row_ptr
     if GRADIENT:
         grad_row_ptr = grad_ptr + row * stride_grad_n * C
+    # All that waits for nothing, in one trip to memory: what streams first, the ids, the weights.
+    ahead = load_block(row_ptr, 0, V, BLOCK, BLOCKS > 1, STREAMED > 0)
+    token_id = tl.load(token_ids_ptr + row)
+    skipped_L = tl.zeros((L,), tl.int32)
+    if TARGET:
+        offs_K = row * K + tl.arange(0, K)
+        ids_K = tl.load(ids_ptr + offs_K)
+        logps_K = tl.load(logps_ptr + offs_K)
+        id_logps_K = logps_K if id_logps_ptr is None else tl.load(id_logps_ptr + offs_K)
+        teacher_mass = tl.load(masses_ptr + row)
+    if HOLES:
+        tail_q = tl.load(masses_ptr + n_rows + row)
+        skipped_L = tl.load(skipped_ptr + row * L + tl.arange(0, L))
+        # A segment's elements for each slot, together at least one for each lane.
+        EACH: tl.constexpr = R * C if K * R * C > L else L // K
+        offs_E = row * K + tl.arange(0, K * EACH) // EACH
+        ids_E, holes_E = tl.load(ids_ptr + offs_E), tl.load(holes_ptr + offs_E)
     if LOSS:
         pg_weight = _column(pg_weight_ptr, row)
         kl_weight = _column(kl_weight_ptr, row)
@@ -101,33 +109,16 @@ def row_kernel(
                 zero_row(grad_row_ptr, V, BLOCK)
             return
 
-    # What streams first is on its way while the target is prepared.
-    ahead = load_block(row_ptr, 0, V, BLOCK, BLOCKS > 1, STREAMED > 0)
-    token_id = tl.load(token_ids_ptr + row)
     token_inside = (token_id >= 0) & (token_id < V)
     token = token_id.to(tl.int32)
     token_x = tl.load(row_ptr + token, mask=token_inside, other=float("nan")).to(tl.float32)
     if TARGET:
-        if log_alpha_ptr is None:
-            ids_K, logps_K = given_target(target_ids_ptr, target_logps_ptr, row, V, S, K)
-        else:
-            ids_K, logps_K = teachers_target(
-                target_ids_ptr, target_logps_ptr, log_alpha_ptr, stride_alpha_n, stride_alpha_m, row, kappa,
-                V, M, S, K, W, MERGE,
-            )  # fmt: skip
-        id_logps_K = logps_K if DISTINCT else merge_repeats(ids_K, logps_K, K, W)
-        if TAIL:
-            logps_K = id_logps_K
         first_K = id_logps_K > NEG_INF  # one slot for each id
         x_K = tl.load(row_ptr + ids_K, mask=logps_K > NEG_INF, other=NEG_INF).to(tl.float32)
-
     stats = no_stats(L)
-    skipped_L = tl.zeros((L,), BITS)
     if HOLES:
-        holes_K, skipped_L = support_segments(ids_K, first_K, R, L, C, K, W, BITS)
-        around = segments(row_ptr, ids_K, holes_K, V, R, L, C, K)
-        rows: tl.constexpr = max(K * R * C // L, 1)
-        stats = absorb(around, skipped_L, stats, scale, kl_scale, rows, L, 1, False, LOSS, TWO)
+        around_E = segments(row_ptr, ids_E, holes_E, V, R, L, C, EACH)
+        stats = absorb(around_E, skipped_L, stats, scale, kl_scale, K * EACH // L, L, 1, False, LOSS, TWO)
     for block in tl.range(0, STREAMED, loop_unroll_factor=UNROLL):
         x = ahead
         ahead = load_block(row_ptr, block + 1, V, BLOCK, True, True)
@@ -155,20 +146,18 @@ def row_kernel(
     logp = exact_logp.to(tl.float32)
 
     kl = 0.0
-    teacher_mass = 0.0
     student_mass = 0.0
-    tail_q = 0.0
+    if not TARGET:
+        teacher_mass = 0.0
+    if not HOLES:
+        tail_q = 0.0
     if TARGET:
         q_K = tl.exp2(logps_K * LOG2E)
         student_K = (tl.fma(x_K, kl_scale, -finite(kl_h)) - tl.log2(kl_s)) * LN2
         kl = tl.sum(tl.where(q_K != 0, q_K * (logps_K - student_K), 0.0), 0)  # != 0: NaN is
-        teacher_mass = tl.sum(q_K, 0)
         student_mass = tl.sum(tl.where(first_K, tl.exp2(student_K * LOG2E), 0.0), 0)
         student_mass = tl.where(teacher_mass != teacher_mass, teacher_mass, student_mass)
-        if TAIL:
-            # In fp64: it is a difference. Ids that repeat are merged in fp32 before.
-            tail_q = (1.0 - tl.sum(tl.exp2(logps_K.to(tl.float64) * LOG2E), 0)).to(tl.float32)
-            tail_q = tl.where(tail_q >= _TAIL_FLOOR, tail_q, 0.0)
+        if HOLES:
             tail_logp = (finite(off[3]) - finite(kl_h) + tl.log2(off[4]) - tl.log2(kl_s)) * LN2
             kl += tl.where(tail_q > 0, tail_q * (tl.log2(tail_q) * LN2 - tail_logp), 0.0)
 
@@ -230,7 +219,7 @@ def row_kernel(
         token_apart = token_inside
         if TARGET:
             at_support = coefficients
-            if TAIL:
+            if HOLES:
                 at_support = gradient_coefficients(whole, whole, level, bend, kl_level, entropy, TWO)
             grad_K = softmax_gradient(x_K, at_support, scale, kl_scale, CURVED, TWO)
             grad_K -= weighted(dkl, tl.exp2(id_logps_K * LOG2E))

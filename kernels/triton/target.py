@@ -1,19 +1,39 @@
-"""A row's sparse target in the row kernel's prologue, and the parts of the row around its support.
+"""The rows' sparse targets, made ready in a launch of their own, and the parts of a row around its support.
+
+A few warps make a row's target: the teachers' union, one log-probability for each distinct id, the masses,
+and for the tail bucket where in the row the support lies. The row kernel (triton/row_kernel.py) has sixteen
+warps, which would all wait for this in each of its 62 rows a processor; here thousands of rows are on the way
+at once.
 
 Slots are compared in pairs, all K against W at a time, so that the pairs fit into registers. What pairs tell
 a slot is one sum: each result of a sum over threads costs barriers to hand around. An empty slot has
 log-probability -inf and any id; a row with another id outside the vocabulary is NaN, and nothing is read or
 written there.
 
-Shapes: K slots of a row's target (a power of two), W of them, M teachers, S support entries, L lanes (R and C
-    as in triton/rows.py).
+Shapes: N tokens, K slots of a row's target (a power of two), W of them, M teachers, S support entries, L
+    lanes (R and C as in triton/rows.py).
 """
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from smopd.kernels.terms import TAIL_FLOOR
+from smopd.kernels.triton.mixture import teacher_mixture
 from smopd.kernels.triton.rows import LN2, LOG2E, NEG_INF
+from smopd.kernels.types import Candidates, SparseTarget
 
+MAX_SUPPORT = 512  # slots of a target: their pairs are compared
+MAX_POOLED = 128  # candidates that the kernel below unites itself; more go through teacher_mixture's
+_PAIRS = 8  # of slots that a lane compares at a time
+_SLOTS_A_WARP = 32
+
+_TAIL_FLOOR = tl.constexpr(TAIL_FLOOR)
 _NOT_HERE = tl.constexpr(-1.0e30)  # in a sum of positive numbers: it counts at another slot
 
 
@@ -93,13 +113,12 @@ def merge_repeats(ids_K, logps_K, K: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def support_segments(
-    ids_K, first_K, R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
-    BITS: tl.constexpr,
-):  # fmt: skip
+    ids_K, first_K, R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, K: tl.constexpr, W: tl.constexpr
+):
     """A segment is what one lane takes from one block, R C elements, at most 32.
 
     Returns at one slot for each segment that holds support a bit for each such element, at the others 0 or
-    less; and for each lane a bit (of an integer BITS) for each block of which it leaves its segment out.
+    less; and every slot's block and lane.
     """
     kind: tl.constexpr = tl.int32 if R * C <= 16 else tl.int64
     not_here: tl.constexpr = -(1 << 20) if R * C <= 16 else -(1 << 40)
@@ -115,31 +134,157 @@ def support_segments(
         before = part(slot_K, number, -1, K, W)[None, :] < slot_K[:, None]
         bit = part(bit_K, number, 0, K, W)[None, :]
         holes_K += tl.sum(tl.where(same, tl.where(before, not_here, bit), 0), 1)
-
-    lane_L = tl.arange(0, L)
-    skipped_L = tl.zeros((L,), BITS)
-    segment_K = tl.where(holes_K > 0, block_K * L + lane_K, -1)
-    FEW: tl.constexpr = min(W, 32 if K <= 32 else 8)  # at a time in the registers of every lane
-    for number in range(0, K // FEW):
-        segment = part(segment_K, number, -1, K, FEW)[:, None]
-        bit = (segment >= 0).to(BITS) << tl.maximum(segment // L, 0).to(BITS)
-        skipped_L += tl.sum(tl.where(segment % L == lane_L[None, :], bit, 0), 0)
-    return holes_K, skipped_L
+    return holes_K, block_K, lane_K
 
 
 @triton.jit
 def segments(
-    row_ptr, ids_K, holes_K, V: tl.constexpr,
-    R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+    row_ptr, ids_E, holes_E, V: tl.constexpr, R: tl.constexpr, L: tl.constexpr, C: tl.constexpr,
+    EACH: tl.constexpr,
 ):  # fmt: skip
-    """The elements of the segments that the lanes leave out, -inf for the support in them.
+    """The elements of the segments that the lanes leave out, -inf for the support in them and for padding.
 
-    A row for each slot, padded with -inf so that there are L elements or more.
+    One-dimensional, EACH elements for each slot: ids_E and holes_E are its own, repeated.
     """
-    element = tl.arange(0, R * C if K * R * C > L else L // K)
-    start_K = (ids_K // (R * L * C)) * (R * L * C) + ((ids_K // C) % L) * C
-    offs_v = start_K[:, None] + ((element // C) * (L * C) + element % C)[None, :]
+    element_E = tl.arange(0, ids_E.shape[0]) % EACH
+    start_E = (ids_E // (R * L * C)) * (R * L * C) + ((ids_E // C) % L) * C
+    offs_v = start_E + (element_E // C) * (L * C) + element_E % C
     # Padding is shifted as the last element is: by the integer's bits or more is undefined.
-    is_hole = (holes_K[:, None] >> tl.minimum(element, R * C - 1)[None, :]) & 1
-    wanted = (holes_K > 0)[:, None] & (is_hole == 0) & (offs_v < V) & (element < R * C)[None, :]
-    return tl.load(row_ptr + offs_v, mask=wanted, other=NEG_INF).to(tl.float32)
+    is_hole_E = (holes_E >> tl.minimum(element_E, R * C - 1)) & 1
+    wanted_E = (holes_E > 0) & (is_hole_E == 0) & (offs_v < V) & (element_E < R * C)
+    return tl.load(row_ptr + offs_v, mask=wanted_E, other=NEG_INF).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["n_rows", "kappa"])
+def _target_kernel(
+    ids_ptr, logps_ptr, log_alpha_ptr, stride_alpha_n, stride_alpha_m, n_rows, kappa,
+    out_ids_ptr, out_logps_ptr, out_id_logps_ptr, masses_ptr, holes_ptr, skipped_ptr,
+    V: tl.constexpr, M: tl.constexpr, S: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
+    R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, MERGE: tl.constexpr, DISTINCT: tl.constexpr,
+):  # fmt: skip
+    """A row. There is holes_ptr if there is a tail bucket; there is out_id_logps_ptr where it tells more."""
+    TAIL: tl.constexpr = holes_ptr is not None
+    row = tl.program_id(0).to(tl.int64)
+    if log_alpha_ptr is None:
+        ids_K, logps_K = given_target(ids_ptr, logps_ptr, row, V, S, K)
+    else:
+        ids_K, logps_K = teachers_target(
+            ids_ptr,
+            logps_ptr,
+            log_alpha_ptr,
+            stride_alpha_n,
+            stride_alpha_m,
+            row,
+            kappa,
+            V,
+            M,
+            S,
+            K,
+            W,
+            MERGE,
+        )
+    id_logps_K = logps_K if DISTINCT else merge_repeats(ids_K, logps_K, K, W)
+    if TAIL:
+        logps_K = id_logps_K
+    offs_K = row * K + tl.arange(0, K)
+    tl.store(out_ids_ptr + offs_K, ids_K)
+    tl.store(out_logps_ptr + offs_K, logps_K)
+    if out_id_logps_ptr is not None:
+        tl.store(out_id_logps_ptr + offs_K, id_logps_K)
+    tl.store(masses_ptr + row, tl.sum(tl.exp2(logps_K * LOG2E), 0))
+    if TAIL:
+        # In fp64: it is a difference. Ids that repeat are merged in fp32 before.
+        tail_q = (1.0 - tl.sum(tl.exp2(logps_K.to(tl.float64) * LOG2E), 0)).to(tl.float32)
+        tl.store(masses_ptr + n_rows + row, tl.where(tail_q >= _TAIL_FLOOR, tail_q, 0.0))
+        skipped_ptr += row * L
+        tl.store(skipped_ptr + tl.arange(0, L), tl.zeros((L,), skipped_ptr.dtype.element_ty))
+        holes_K, block_K, lane_K = support_segments(ids_K, id_logps_K > NEG_INF, R, L, C, K, W)
+        tl.store(holes_ptr + offs_K, holes_K)
+        is_one_K = holes_K > 0
+        bit_K = is_one_K.to(skipped_ptr.dtype.element_ty) << tl.where(is_one_K, block_K, 0)
+        tl.debug_barrier()  # the zeros are there
+        tl.atomic_or(skipped_ptr + lane_K, bit_K, mask=is_one_K, sem="relaxed")
+
+
+@dataclass(frozen=True)
+class RowTargets:
+    """What the row kernel loads of a target, K slots a row.
+
+    Attributes:
+        logps_NK: the log-probabilities whose sum is the KL: every slot's as given, one for each id with the
+            tail bucket.
+        id_logps_NK: one for each distinct id, -inf in its other slots; None: logps_NK is that.
+        masses_2N: the target's mass and, with the tail bucket, what is left for the bucket.
+        holes_NK: see support_segments; with the tail bucket.
+        skipped_NL: a bit for each block of which a lane leaves its segment out; with the tail bucket.
+    """
+
+    ids_NK: Tensor
+    logps_NK: Tensor
+    id_logps_NK: Tensor | None
+    masses_2N: Tensor
+    holes_NK: Tensor | None
+    skipped_NL: Tensor | None
+
+
+def n_entries(target: SparseTarget | Candidates | None) -> int:
+    """Entries of a row's target before its own are united."""
+    if target is None:
+        return 0
+    if isinstance(target, SparseTarget):
+        return target.ids_NS.shape[1]
+    pooled = target.ids_NMS.shape[1] * target.ids_NMS.shape[2]
+    return pooled if pooled <= MAX_POOLED else target.kappa
+
+
+def n_slots(target: SparseTarget | Candidates | None) -> int:
+    """Slots of a row's target in the kernels, a power of two."""
+    return triton.next_power_of_2(max(n_entries(target), 1))
+
+
+def row_targets(
+    target: SparseTarget | Candidates, n_vocab: int, lanes: int, repeats: int, consecutive: int, *, tail: bool
+) -> RowTargets:
+    """The targets of all rows, whose blocks are of repeats x lanes x consecutive elements, in one launch.
+
+    Above MAX_POOLED candidates a row in two.
+    """
+    slots, n_teachers, log_alpha_NM, kappa, merge = n_slots(target), 0, None, 0, False
+    if isinstance(target, SparseTarget):
+        ids, logps, distinct = target.ids_NS, target.logps_NS, False
+    elif target.ids_NMS.shape[1] * target.ids_NMS.shape[2] > MAX_POOLED:
+        candidates = (target.ids_NMS, target.logps_NMS, target.log_alpha, target.kappa)
+        mixture = teacher_mixture(*candidates, merge=target.merge)
+        ids, logps, distinct = mixture.ids_NS, mixture.logps_NS, target.merge
+    else:
+        ids, logps, distinct = target.ids_NMS, target.logps_NMS, target.merge
+        n_teachers, kappa, merge = ids.shape[1], target.kappa, target.merge
+        log_alpha_NM = target.log_alpha.to(torch.float32).expand(ids.shape[:2])
+    n_rows = ids.shape[0]
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=ids.device)
+
+    def bits(few: bool) -> torch.dtype:
+        return torch.int32 if few else torch.int64
+
+    ready = RowTargets(
+        ids_NK=empty(n_rows, slots, dtype=torch.int32),
+        logps_NK=empty(n_rows, slots),
+        id_logps_NK=None if distinct or tail else empty(n_rows, slots),
+        masses_2N=empty(2, n_rows),
+        holes_NK=empty(n_rows, slots, dtype=bits(repeats * consecutive <= 16)) if tail else None,
+        skipped_NL=empty(n_rows, lanes, dtype=bits(n_vocab <= 32 * repeats * lanes * consecutive))
+        if tail
+        else None,
+    )
+    warps = max(slots // _SLOTS_A_WARP, 1)
+    _target_kernel[(n_rows,)](
+        ids.contiguous(), logps.contiguous(), log_alpha_NM,
+        *((0, 0) if log_alpha_NM is None else log_alpha_NM.stride()), n_rows, kappa,
+        ready.ids_NK, ready.logps_NK, ready.id_logps_NK, ready.masses_2N, ready.holes_NK, ready.skipped_NL,
+        V=n_vocab, M=n_teachers, S=ids.shape[-1], K=slots, W=min(slots, max(1, _PAIRS * 32 * warps // slots)),
+        R=repeats, L=lanes, C=consecutive, MERGE=merge, DISTINCT=distinct,
+        num_warps=warps, num_stages=1,
+    )  # fmt: skip
+    return ready

@@ -33,10 +33,10 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
 def all_pairs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter pays for each operation: only a test that is about it compares slots in parts."""
     if dispatch._has_triton():
-        from smopd.kernels.triton import loss
+        from smopd.kernels.triton import loss, target
 
         if not loss._NATIVE:
-            monkeypatch.setattr(loss, "_PAIRS", 1 << 20)
+            monkeypatch.setattr(target, "_PAIRS", 1 << 20)
 
 
 @pytest.fixture

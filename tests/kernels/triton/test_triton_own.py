@@ -26,6 +26,7 @@ from smopd.kernels.reference import topk as reference
 from smopd.kernels.triton import advantages as triton_advantages
 from smopd.kernels.triton import loss as triton_loss
 from smopd.kernels.triton import mixture as triton_mixture
+from smopd.kernels.triton import target as triton_target
 from smopd.kernels.triton import topk as triton_topk
 from smopd.kernels.triton import totals as triton_totals
 from smopd.kernels.types import AdvantageOptions, KlOptions, LossTokens
@@ -43,9 +44,9 @@ pytestmark = [
 @pytest.mark.parametrize("target", ["repeats", "pooled", "merged"])
 def test_slots_compared_in_parts(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = loss_case((2, 1271, 2, 16), target=target)
-    monkeypatch.setattr(triton_loss, "_PAIRS", 1 << 20)
+    monkeypatch.setattr(triton_target, "_PAIRS", 1 << 20)
     whole, whole_NV = run_loss("triton", case)
-    monkeypatch.setattr(triton_loss, "_PAIRS", 1)
+    monkeypatch.setattr(triton_target, "_PAIRS", 1)
     terms, grad_NV = check_loss("triton", case)
     torch.testing.assert_close(grad_NV, whole_NV, rtol=1e-6, atol=1e-9)
     for name in ("kl_N", "teacher_mass_N", "student_mass_N"):
