@@ -111,7 +111,9 @@ def _launch(
     lanes = shape.warps * _WARP
     two = target is not None and settings.temperature != settings.kl_temperature
     # At least two: the last block may be cut off, the others are whole. Two softmaxes take more registers.
-    last = 2 if grad_NV is None else max(2, shape.held - two)
+    blocks = triton.cdiv(n_vocab, lanes * shape.elements)
+    last = min(blocks, 2 if grad_NV is None else max(2, shape.held - two))
+    ahead = 2 if blocks > last > 2 else 1
     # Without a gradient to hold blocks for, two programs fit on a processor.
     programs = 2 if grad_NV is None and not two and slots <= 64 else 1
     repeats = shape.elements // consecutive
@@ -134,8 +136,7 @@ def _launch(
         1.0 - settings.clip_low, 1.0 + settings.clip_high, settings.dual_clip or 0.0,
         settings.opd_coef, settings.entropy_coef,
         V=n_vocab, K=slots, R=repeats, L=lanes, C=consecutive,
-        LAST=min(triton.cdiv(n_vocab, lanes * shape.elements), last),
-        UNROLL=1 if logits_NV.element_size() == 2 and programs == 2 else 2,
+        LAST=last, AHEAD=ahead, UNROLL=1 if logits_NV.element_size() == 2 and programs == 2 else ahead + 1,
         TWO=two, CURVED=grad_NV is not None and settings.entropy_coef != 0.0,
         DUAL=settings.dual_clip is not None, PPO=settings.reverse_kl_surrogate == "ppo", NATIVE=_NATIVE,
         num_warps=shape.warps, num_stages=1, enable_fp_fusion=True,

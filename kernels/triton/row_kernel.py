@@ -27,6 +27,7 @@ from smopd.kernels.triton.rows import (
     gradient_coefficients,
     join_stats,
     load_block,
+    load_whole,
     merge_lanes,
     no_stats,
     policy_terms,
@@ -45,6 +46,18 @@ def _column(ptr, row):
     return 0.0 if ptr is None else tl.load(ptr + row)
 
 
+@triton.jit
+def _write_block(
+    grad_row_ptr, block, x, coefficients, scale, kl_scale,
+    V: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, HELD: tl.constexpr,
+    CURVED: tl.constexpr, TWO: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    x = widen(x, grad_row_ptr.dtype.element_ty, HELD, NATIVE)
+    store_block(
+        grad_row_ptr, block, softmax_gradient(x, coefficients, scale, kl_scale, CURVED, TWO), V, BLOCK, WHOLE
+    )
+
+
 @triton.jit(do_not_specialize=["n_rows"])
 def row_kernel(
     logits_ptr, grad_ptr, token_ids_ptr,
@@ -55,12 +68,14 @@ def row_kernel(
     scale, kl_scale, inv_temperature, inv_kl_temperature,
     clip_low, clip_high, dual_clip, opd_coef, entropy_coef,
     V: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, LAST: tl.constexpr, UNROLL: tl.constexpr,
-    TWO: tl.constexpr, CURVED: tl.constexpr, DUAL: tl.constexpr, PPO: tl.constexpr, NATIVE: tl.constexpr,
+    R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, LAST: tl.constexpr, AHEAD: tl.constexpr,
+    UNROLL: tl.constexpr, TWO: tl.constexpr, CURVED: tl.constexpr, DUAL: tl.constexpr, PPO: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     """A row of the loss (there is adv) or of the forward KL. A pointer may be None, and then costs nothing.
 
     Rows' strides are in units of C elements. LAST: blocks at the row's end, held if there is a gradient.
+    AHEAD: blocks on the way while one is worked on; 1, or 2 where LAST is 3 or more.
     The target's pointers are RowTargets' (triton/target.py); with holes_ptr there is one more bucket, for all
     that is off the support. TWO: the forward KL has a temperature of its own. CURVED: the entropy has a
     gradient.
@@ -73,6 +88,9 @@ def row_kernel(
     BLOCK: tl.constexpr = R * L * C
     BLOCKS: tl.constexpr = (V + BLOCK - 1) // BLOCK
     STREAMED: tl.constexpr = BLOCKS - LAST
+    AGAIN: tl.constexpr = GRADIENT and STREAMED > 0
+    DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
+    PACKED: tl.constexpr = STREAMED > 0 and C > 1 and DTYPE.primitive_bitwidth == 16
 
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride_logits_n * C
@@ -80,7 +98,12 @@ def row_kernel(
     if GRADIENT:
         grad_row_ptr = grad_ptr + row * stride_grad_n * C
     # All that waits for nothing, in one trip to memory: what streams first, the ids, the weights.
-    ahead = load_block(row_ptr, 0, V, BLOCK, BLOCKS > 1, STREAMED > 0)
+    if STREAMED > 0:
+        near = load_whole(row_ptr, 0, BLOCK, AGAIN, PACKED)
+        if AHEAD == 2:
+            far = load_whole(row_ptr, 1, BLOCK, AGAIN, PACKED)
+    else:
+        near = load_block(row_ptr, 0, V, BLOCK, BLOCKS > 1, False)
     token_id = tl.load(token_ids_ptr + row)
     skipped_L = tl.zeros((L,), tl.int32)
     if TARGET:
@@ -120,18 +143,28 @@ def row_kernel(
         around_E = segments(row_ptr, ids_E, holes_E, V, R, L, C, EACH)
         stats = absorb(around_E, skipped_L, stats, scale, kl_scale, K * EACH // L, L, 1, False, LOSS, TWO)
     for block in tl.range(0, STREAMED, loop_unroll_factor=UNROLL):
-        x = ahead
-        ahead = load_block(row_ptr, block + 1, V, BLOCK, True, True)
+        x = near
+        if AHEAD == 2:
+            near = far
+            far = load_whole(row_ptr, block + 2, BLOCK, AGAIN, PACKED)
+        else:
+            near = load_whole(row_ptr, block + 1, BLOCK, AGAIN, PACKED)
         keep_L = ((skipped_L >> block) & 1) == 0
-        stats = absorb(widen(x, False, NATIVE), keep_L, stats, scale, kl_scale, R, L, C, HOLES, LOSS, TWO)
+        stats = absorb(
+            widen(x, DTYPE, False, NATIVE), keep_L, stats, scale, kl_scale, R, L, C, HOLES, LOSS, TWO
+        )
     held = ()
     for i in tl.static_range(LAST):
         if i == 0:
-            x = ahead
+            x = near
+        elif i < AHEAD and STREAMED > 0:
+            x = far
         else:
             x = load_block(row_ptr, STREAMED + i, V, BLOCK, i < LAST - 1, False)
         keep_L = ((skipped_L >> (STREAMED + i)) & 1) == 0
-        stats = absorb(widen(x, False, NATIVE), keep_L, stats, scale, kl_scale, R, L, C, HOLES, LOSS, TWO)
+        stats = absorb(
+            widen(x, DTYPE, False, NATIVE), keep_L, stats, scale, kl_scale, R, L, C, HOLES, LOSS, TWO
+        )
         if GRADIENT:
             held = held + (x,)  # noqa: RUF005  (Triton's language has no star)
 
@@ -227,21 +260,34 @@ def row_kernel(
             token_apart &= tl.sum((first_K & (ids_K == token)).to(tl.int32), 0) == 0
 
         tl.debug_barrier()  # the entries above are read before anything is overwritten
-        if STREAMED > 0:
-            ahead = load_block(row_ptr, STREAMED - 1, V, BLOCK, True, False)
+        LEFT: tl.constexpr = min(AHEAD, STREAMED)  # blocks behind the loop
+        if LEFT > 0:
+            near = load_whole(row_ptr, STREAMED - 1, BLOCK, False, PACKED)
+        if LEFT > 1:
+            far = load_whole(row_ptr, STREAMED - 2, BLOCK, False, PACKED)
         for i in tl.static_range(LAST):
-            x = widen(held[i], True, NATIVE)
-            g = softmax_gradient(x, coefficients, scale, kl_scale, CURVED, TWO)
-            store_block(grad_row_ptr, STREAMED + i, g, V, BLOCK, i < LAST - 1)
-        for i in tl.range(1, STREAMED, loop_unroll_factor=2):
-            x = widen(ahead, False, NATIVE)
-            ahead = load_block(row_ptr, STREAMED - 1 - i, V, BLOCK, True, False)
-            g = softmax_gradient(x, coefficients, scale, kl_scale, CURVED, TWO)
-            store_block(grad_row_ptr, STREAMED - i, g, V, BLOCK, True)
-        if STREAMED > 0:
-            x = widen(ahead, False, NATIVE)
-            g = softmax_gradient(x, coefficients, scale, kl_scale, CURVED, TWO)
-            store_block(grad_row_ptr, 0, g, V, BLOCK, True)
+            _write_block(
+                grad_row_ptr, STREAMED + i, held[i], coefficients, scale, kl_scale,
+                V, BLOCK, i < LAST - 1, True, CURVED, TWO, NATIVE,
+            )  # fmt: skip
+        for block in tl.range(STREAMED - 1, LEFT - 1, -1, loop_unroll_factor=AHEAD + 1):
+            now = near
+            if AHEAD == 2:
+                near = far
+            ahead = load_whole(row_ptr, block - AHEAD, BLOCK, False, PACKED)
+            if AHEAD == 2:
+                far = ahead
+            else:
+                near = ahead
+            _write_block(
+                grad_row_ptr, block, now, coefficients, scale, kl_scale,
+                V, BLOCK, True, False, CURVED, TWO, NATIVE,
+            )  # fmt: skip
+        for i in tl.static_range(LEFT):
+            _write_block(
+                grad_row_ptr, LEFT - 1 - i, near if i == 0 else far, coefficients, scale, kl_scale,
+                V, BLOCK, True, False, CURVED, TWO, NATIVE,
+            )  # fmt: skip
 
         tl.debug_barrier()
         out: tl.constexpr = grad_ptr.dtype.element_ty

@@ -45,6 +45,21 @@ def load_block(
 
 
 @triton.jit
+def load_whole(row_ptr, block, BLOCK: tl.constexpr, AGAIN: tl.constexpr, PACKED: tl.constexpr):
+    """load_block of a block that is not cut off, for a loop to carry. PACKED: two 16-bit elements an int32.
+
+    A register of a loop that holds two separate values is copied at the loop's end, and the copy waits for a
+    load that nothing needs yet.
+    """
+    if PACKED:
+        pairs_ptr = row_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        offs = block * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
+        return tl.load(pairs_ptr + offs, eviction_policy="evict_last" if AGAIN else "evict_first")
+    else:
+        return load_block(row_ptr, block, 0, BLOCK, True, AGAIN)
+
+
+@triton.jit
 def store_block(row_ptr, block, x, V: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
     offs_v = block * BLOCK + tl.arange(0, BLOCK)
     x = x.to(row_ptr.dtype.element_ty)
@@ -61,19 +76,32 @@ def zero_row(row_ptr, V: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def widen(x, HELD: tl.constexpr, NATIVE: tl.constexpr):
-    """x in fp32; bf16 in one instruction an element.
+def widen(x, DTYPE: tl.constexpr, HELD: tl.constexpr, NATIVE: tl.constexpr):
+    """x, of DTYPE or two of them packed (load_whole), in fp32; bf16 in one instruction an element.
 
     HELD: opaque to the compiler, which would else keep the fp32 copies of held blocks from before, and spill.
     """
-    if NATIVE and x.dtype == tl.bfloat16:
+    if x.dtype == tl.int32:
+        if NATIVE and HELD:
+            x = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1
+            )
+        if tl.bfloat16 == DTYPE:
+            low, high = (x << 16).to(tl.float32, bitcast=True), (x & -65536).to(tl.float32, bitcast=True)
+        else:
+            low = x.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+            high = (x >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        return tl.reshape(tl.join(low, high), (2 * x.shape[0],))
+    elif NATIVE and tl.bfloat16 == DTYPE:
         return tl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x],
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=&r,=&r,r", [x],
             dtype=tl.float32, is_pure=not HELD, pack=2,
         )  # fmt: skip
-    elif NATIVE and HELD and x.dtype == tl.float16:
+    elif NATIVE and HELD and tl.float16 == DTYPE:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
-    return x.to(tl.float32)
+        return x.to(tl.float32)
+    else:
+        return x.to(tl.float32)
 
 
 @triton.jit
