@@ -15,6 +15,8 @@ from smopd.kernels import checks, dispatch
 from smopd.kernels.ops.library import empty_column, operator, target_facts
 from smopd.kernels.types import Candidates, KlOptions, SparseTarget
 
+N_STATISTICS = 4  # of a row: (h, s) of all of it and of what is off the support (triton/rows.py)
+
 
 def topk_forward_kl(
     logits_NV: Tensor,
@@ -63,7 +65,8 @@ def topk_forward_kl(
         checks.debug_ids(op, "token_ids_N", token_ids_N, logits_NV.shape[1])
         checks.debug_target(op, "target_", target_ids_NS, target_logps_NS, logits_NV.shape[1])
     union = (target_ids_NS, target_logps_NS.detach(), None, 0, False)
-    return _forward_kl(logits_NV, token_ids_N, *union, tail, float(temperature))
+    logp_N, kl_N, _ = _forward_kl(logits_NV, token_ids_N, *union, tail, float(temperature))
+    return logp_N, kl_N
 
 
 def teacher_forward_kl(
@@ -100,7 +103,8 @@ def teacher_forward_kl(
         checks.debug_ids(op, "token_ids_N", token_ids_N, logits_NV.shape[1])
         checks.debug_target(op, "teacher_", teacher_ids_NMS, teacher_logps_NMS, logits_NV.shape[1])
     union = (teacher_ids_NMS, teacher_logps_NMS.detach(), log_alpha.detach(), kappa, merge)
-    return _forward_kl(logits_NV, token_ids_N, *union, tail, float(temperature))
+    logp_N, kl_N, _ = _forward_kl(logits_NV, token_ids_N, *union, tail, float(temperature))
+    return logp_N, kl_N
 
 
 _KL_SCHEMA = (
@@ -125,28 +129,39 @@ def _kl_of(
     return Candidates(ids, logps, log_alpha, kappa, merge), options
 
 
-@operator("forward_kl", f"({_KL_SCHEMA}) -> (Tensor logp, Tensor kl)")
-def _forward_kl(logits: Tensor, token_ids: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _n_kept(logits: Tensor, target: SparseTarget | Candidates) -> int:
+    """Numbers a row that the backend keeps for its gradient; the others read the row again."""
+    backend = dispatch.backend_for("forward_kl_rows", logits, **target_facts(target))
+    return N_STATISTICS if backend == "triton" else 0
+
+
+@operator("forward_kl", f"({_KL_SCHEMA}) -> (Tensor logp, Tensor kl, Tensor statistics)")
+def _forward_kl(logits: Tensor, token_ids: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """statistics: (4, N) for the gradient of a backend that keeps them, else (0, N)."""
     target, options = _kl_of(*rest)
     checks.require_token_ids("forward_kl", token_ids, logits.shape[1])
     checks.require_target_ids("forward_kl", target, logits.shape[1])
     serve = dispatch.serving("forward_kl_rows", logits, **target_facts(target))
-    logp, kl = serve(logits, token_ids, target, options)
+    logp, kl, *kept = serve(logits, token_ids, target, options)
+    statistics = kept[0] if kept else empty_column(logits, 0, logits.shape[0])
     # An operator's outputs share no memory; a backend's may.
-    return logp, kl.clone() if kl.untyped_storage()._cdata == logp.untyped_storage()._cdata else kl
+    apart = kl.untyped_storage()._cdata != logp.untyped_storage()._cdata
+    return logp, kl if apart else kl.clone(), statistics
 
 
 @_forward_kl.register_fake
-def _(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return empty_column(logits, logits.shape[0]), empty_column(logits, logits.shape[0])
+def _(logits: Tensor, token_ids: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    n_rows, n_kept = logits.shape[0], _n_kept(logits, _kl_of(*rest)[0])
+    return empty_column(logits, n_rows), empty_column(logits, n_rows), empty_column(logits, n_kept, n_rows)
 
 
-@operator("forward_kl_gradient", f"({_KL_SCHEMA}, Tensor? dlogp, Tensor? dkl) -> Tensor")
+@operator("forward_kl_gradient", f"({_KL_SCHEMA}, Tensor statistics, Tensor? dlogp, Tensor? dkl) -> Tensor")
 def _forward_kl_gradient(logits: Tensor, token_ids: Tensor, *rest: Any) -> Tensor:
-    *kl, dlogp, dkl = rest
+    *kl, statistics, dlogp, dkl = rest
     target, options = _kl_of(*kl)
     serve = dispatch.serving("forward_kl_gradient", logits, **target_facts(target))
-    return serve(logits, token_ids, target, options, dlogp, dkl)
+    kept = (statistics,) if statistics.shape[0] else ()
+    return serve(logits, token_ids, target, options, dlogp, dkl, *kept)
 
 
 @_forward_kl_gradient.register_fake
@@ -156,15 +171,17 @@ def _(logits: Tensor, *_: Any) -> Tensor:
 
 def _kl_setup(ctx: Any, inputs: tuple, output: tuple) -> None:
     tensors, ctx.options = inputs[:5], inputs[5:]
-    ctx.save_for_backward(*tensors)
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(*tensors, output[2])
     ctx.set_materialize_grads(False)
 
 
 @once_differentiable
-def _kl_backward(ctx: Any, dlogp: Tensor | None, dkl: Tensor | None) -> tuple:
+def _kl_backward(ctx: Any, dlogp: Tensor | None, dkl: Tensor | None, _: Tensor | None) -> tuple:
     grad = None
     if dlogp is not None or dkl is not None:
-        grad = _forward_kl_gradient(*ctx.saved_tensors, *ctx.options, dlogp, dkl)
+        *tensors, statistics = ctx.saved_tensors
+        grad = _forward_kl_gradient(*tensors, *ctx.options, statistics, dlogp, dkl)
     return grad, *[None] * 8
 
 

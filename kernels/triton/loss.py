@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from smopd.kernels.triton.kl_gradient import kl_gradient_kernel
 from smopd.kernels.triton.mixture import MAX_CANDIDATES
 from smopd.kernels.triton.row_kernel import row_kernel
 from smopd.kernels.triton.rows import LOG2E
@@ -33,10 +34,11 @@ _REGISTERS = 1 << 16  # of a processor; ptxas is told a lane's, or it spills a f
 _VECTOR_BYTES = 16
 _MAX_BLOCKS = 64  # of a row: a lane has a bit for each
 _MAX_ELEMENTS = 16  # of a lane in a block
+_STREAM_WARPS, _STREAM_PROGRAMS = 8, 4  # of a program that only streams; of those on a processor
 _SLOTS = 128  # of a target that a warp compares without spills
 MAX_VOCAB = _MAX_BLOCKS * 16 * _WARP * _MAX_ELEMENTS
 _COLUMNS = (
-    "adv", "old_logp", "pg_weight", "kl_weight", "ent_weight", "reverse_adv", "reverse_weight", "dlogp", "dkl"
+    "adv", "old_logp", "pg_weight", "kl_weight", "ent_weight", "reverse_adv", "reverse_weight"
 )  # fmt: skip
 
 
@@ -92,10 +94,9 @@ def _launch(
     settings: LossSettings,
     grad_NV: Tensor | None,
     columns: dict[str, Tensor | None],
-    terms_CN: Tensor | None,
-    clipped_N: Tensor | None = None,
+    terms: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
 ) -> None:
-    """columns: by _COLUMNS' names; terms_CN: seven rows with the loss's columns, else two, or None."""
+    """columns: the loss's by _COLUMNS' names. terms: terms_7N and clipped_N, or what the KL has."""
     n_rows, n_vocab = logits_NV.shape
     if n_rows == 0:
         return
@@ -120,14 +121,11 @@ def _launch(
     ready = None
     if target is not None:
         ready = row_targets(target, n_vocab, lanes, repeats, consecutive, tail=settings.tail)
-    small = {
-        name: None if column is None else column.to(torch.float32).contiguous()
-        for name, column in columns.items()
-    }
+    small = {name: _small(column) for name, column in columns.items()}
     row_kernel[(n_rows,)](
         logits_NV, grad_NV, token_ids_N.contiguous(),
         *(None if ready is None else getattr(ready, field.name) for field in fields(RowTargets)),
-        *(small.get(name) for name in _COLUMNS), terms_CN, clipped_N,
+        *(small.get(name) for name in _COLUMNS), *terms,
         n_rows, logits_NV.stride(0) // consecutive,
         0 if grad_NV is None else grad_NV.stride(0) // consecutive,
         LOG2E.value / settings.temperature,
@@ -142,6 +140,10 @@ def _launch(
         num_warps=shape.warps, num_stages=1, enable_fp_fusion=True,
         maxnreg=min(255, _REGISTERS // (lanes * programs)),
     )  # fmt: skip
+
+
+def _small(column_N: Tensor | None) -> Tensor | None:
+    return None if column_N is None else column_N.to(torch.float32).contiguous()
 
 
 def loss_rows(
@@ -164,9 +166,8 @@ def loss_rows(
         "reverse_weight": reverse_weight_N,
     }
     target = loss_target(tokens, settings)
-    _launch(
-        "loss_rows", logits_NV, tokens.token_ids_N, target, settings, grad_NV, columns, terms_CN, clipped_N
-    )
+    terms = (terms_CN, clipped_N, None, None)
+    _launch("loss_rows", logits_NV, tokens.token_ids_N, target, settings, grad_NV, columns, terms)
     logp_N, entropy_N, kl_N, teacher_mass_N, student_mass_N, surrogate_N, reverse_N = terms_CN.unbind(0)
     masses = (teacher_mass_N, student_mass_N)
     return TokenTerms(logp_N, entropy_N, kl_N, *masses, clipped_N, surrogate_N, reverse_N)
@@ -183,12 +184,17 @@ def forward_kl_rows(
     token_ids_N: Tensor,
     target: SparseTarget | Candidates,
     options: KlOptions,
-) -> tuple[Tensor, Tensor]:
-    """Each row's log-probability of its token and forward KL to its target."""
-    terms_CN = torch.empty((2, logits_NV.shape[0]), dtype=torch.float32, device=logits_NV.device)
-    _launch("forward_kl_rows", logits_NV, token_ids_N, target, _kl_settings(options), None, {}, terms_CN)
-    logp_N, kl_N = terms_CN.unbind(0)
-    return logp_N, kl_N
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each row's log-probability of its token, its forward KL, and (4, N) what the gradient needs of it."""
+    n_rows = logits_NV.shape[0]
+    logp_N, kl_N = (torch.empty(n_rows, dtype=torch.float32, device=logits_NV.device) for _ in range(2))
+    statistics_4N = torch.empty((4, n_rows), dtype=torch.float32, device=logits_NV.device)
+    settings = LossSettings(
+        tail=options.tail, temperature=options.temperature, kl_temperature=options.temperature
+    )
+    terms = (logp_N, None, kl_N, statistics_4N)
+    _launch("forward_kl_rows", logits_NV, token_ids_N, target, settings, None, {}, terms)
+    return logp_N, kl_N, statistics_4N
 
 
 def forward_kl_gradient(
@@ -198,9 +204,28 @@ def forward_kl_gradient(
     options: KlOptions,
     dlogp_N: Tensor | None,
     dkl_N: Tensor | None,
+    statistics_4N: Tensor,
 ) -> Tensor:
-    """The gradient of sum(dlogp logp + dkl kl) in the logits. The statistics are computed again."""
+    """The gradient of sum(dlogp logp + dkl kl) in the logits, given forward_kl_rows' statistics."""
     grad_NV = torch.empty_like(logits_NV)
-    settings, columns = _kl_settings(options), {"dlogp": dlogp_N, "dkl": dkl_N}
-    _launch("forward_kl_gradient", logits_NV, token_ids_N, target, settings, grad_NV, columns, None)
+    n_rows, n_vocab = logits_NV.shape
+    if n_rows == 0:
+        return grad_NV
+    why_not = unserved("forward_kl_gradient", logits_NV, n_support=n_entries(target))
+    if why_not is not None:
+        raise ValueError(f"forward_kl_gradient: {why_not}")
+    consecutive = min(_aligned_elements(logits_NV), _aligned_elements(grad_NV))
+    warps = _STREAM_WARPS if n_vocab > _WARP * _MAX_ELEMENTS else 1
+    repeats = (_VECTOR_BYTES * 2 // logits_NV.element_size()) // consecutive
+    ready = row_targets(target, n_vocab, warps * _WARP, repeats, consecutive, tail=options.tail)
+    kl_gradient_kernel[(n_rows,)](
+        logits_NV, grad_NV, token_ids_N.contiguous(),
+        ready.ids_NK, ready.logps_NK if ready.id_logps_NK is None else ready.id_logps_NK, ready.masses_2N,
+        statistics_4N, _small(dlogp_N), _small(dkl_N),
+        n_rows, logits_NV.stride(0) // consecutive, grad_NV.stride(0) // consecutive,
+        LOG2E.value / options.temperature, 1.0 / options.temperature,
+        V=n_vocab, K=ready.ids_NK.shape[1], R=repeats, L=warps * _WARP, C=consecutive,
+        TAIL=options.tail, NATIVE=_NATIVE, num_warps=warps, num_stages=1,
+        maxnreg=_REGISTERS // (warps * _WARP * _STREAM_PROGRAMS),
+    )  # fmt: skip
     return grad_NV

@@ -1,4 +1,4 @@
-"""The row kernel: loss or forward KL, one program a row, the gradient written in the same launch.
+"""The row kernel: loss or forward KL, one program a row, the loss's gradient written in the same launch.
 
 A program streams its row once for the statistics, keeping the row's end in registers as it came, then goes
 back over it in reverse for the gradient: the end from registers, the rest out of the L2 cache. The entries of
@@ -22,40 +22,22 @@ from smopd.kernels.triton.rows import (
     LOG2E,
     NEG_INF,
     absorb,
+    column,
     few_stats,
     finite,
-    gradient_coefficients,
     join_stats,
     load_block,
     load_whole,
     merge_lanes,
     no_stats,
     policy_terms,
-    softmax_gradient,
-    store_block,
+    sparse_gradient,
     weighted,
     widen,
+    write_block,
     zero_row,
 )
 from smopd.kernels.triton.target import segments
-
-
-@triton.jit
-def _column(ptr, row):
-    """A token's value; 0 of a column that is not there."""
-    return 0.0 if ptr is None else tl.load(ptr + row)
-
-
-@triton.jit
-def _write_block(
-    grad_row_ptr, block, x, coefficients, scale, kl_scale,
-    V: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, HELD: tl.constexpr,
-    CURVED: tl.constexpr, TWO: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
-    x = widen(x, grad_row_ptr.dtype.element_ty, HELD, NATIVE)
-    store_block(
-        grad_row_ptr, block, softmax_gradient(x, coefficients, scale, kl_scale, CURVED, TWO), V, BLOCK, WHOLE
-    )
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -63,7 +45,7 @@ def row_kernel(
     logits_ptr, grad_ptr, token_ids_ptr,
     ids_ptr, logps_ptr, id_logps_ptr, masses_ptr, holes_ptr, skipped_ptr,
     adv_ptr, old_logp_ptr, pg_weight_ptr, kl_weight_ptr, ent_weight_ptr, reverse_adv_ptr, reverse_weight_ptr,
-    dlogp_ptr, dkl_ptr, terms_ptr, clipped_ptr,
+    terms_ptr, clipped_ptr, kl_ptr, statistics_ptr,
     n_rows, stride_logits_n, stride_grad_n,
     scale, kl_scale, inv_temperature, inv_kl_temperature,
     clip_low, clip_high, dual_clip, opd_coef, entropy_coef,
@@ -72,7 +54,8 @@ def row_kernel(
     UNROLL: tl.constexpr, TWO: tl.constexpr, CURVED: tl.constexpr, DUAL: tl.constexpr, PPO: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """A row of the loss (there is adv) or of the forward KL. A pointer may be None, and then costs nothing.
+    """A row of the loss (there is adv), or of the forward KL, whose gradient is a kernel of its own
+    (triton/kl_gradient.py). A pointer may be None, and then costs nothing.
 
     Rows' strides are in units of C elements. LAST: blocks at the row's end, held if there is a gradient.
     AHEAD: blocks on the way while one is worked on; 1, or 2 where LAST is 3 or more.
@@ -120,13 +103,13 @@ def row_kernel(
         offs_E = row * K + tl.arange(0, K * EACH) // EACH
         ids_E, holes_E = tl.load(ids_ptr + offs_E), tl.load(holes_ptr + offs_E)
     if LOSS:
-        pg_weight = _column(pg_weight_ptr, row)
-        kl_weight = _column(kl_weight_ptr, row)
-        ent_weight = _column(ent_weight_ptr, row)
-        reverse_weight = _column(reverse_weight_ptr, row)
+        pg_weight = column(pg_weight_ptr, row)
+        kl_weight = column(kl_weight_ptr, row)
+        ent_weight = column(ent_weight_ptr, row)
+        reverse_weight = column(reverse_weight_ptr, row)
         if (pg_weight == 0) & (kl_weight == 0) & (ent_weight == 0) & (reverse_weight == 0):
-            for column in tl.static_range(7):
-                tl.store(terms_ptr + column * n_rows + row, 0.0)
+            for number in tl.static_range(7):
+                tl.store(terms_ptr + number * n_rows + row, 0.0)
             tl.store(clipped_ptr + row, 0)
             if GRADIENT:
                 zero_row(grad_row_ptr, V, BLOCK)
@@ -138,6 +121,8 @@ def row_kernel(
     if TARGET:
         first_K = id_logps_K > NEG_INF  # one slot for each id
         x_K = tl.load(row_ptr + ids_K, mask=logps_K > NEG_INF, other=NEG_INF).to(tl.float32)
+    else:
+        ids_K, id_logps_K, x_K = None, None, None
     stats = no_stats(L)
     if HOLES:
         around_E = segments(row_ptr, ids_E, holes_E, V, R, L, C, EACH)
@@ -201,7 +186,7 @@ def row_kernel(
         if old_logp_ptr is not None:
             raw = (exact_logp - tl.load(old_logp_ptr + row)).to(tl.float32)
         surrogate, slope, reverse, reverse_slope, clipped = policy_terms(
-            raw, tl.load(adv_ptr + row), _column(reverse_adv_ptr, row), clip_low, clip_high, dual_clip,
+            raw, tl.load(adv_ptr + row), column(reverse_adv_ptr, row), clip_low, clip_high, dual_clip,
             REVERSE, DUAL, PPO,
         )  # fmt: skip
         tl.store(terms_ptr + row, logp)
@@ -212,52 +197,26 @@ def row_kernel(
         tl.store(terms_ptr + 5 * n_rows + row, surrogate)
         tl.store(terms_ptr + 6 * n_rows + row, reverse)
         tl.store(clipped_ptr + row, clipped.to(tl.int8))
-    elif terms_ptr is not None:
+    else:
         tl.store(terms_ptr + row, logp)
-        tl.store(terms_ptr + n_rows + row, kl)
+        tl.store(kl_ptr + row, kl)
+        tl.store(statistics_ptr + row, h)
+        tl.store(statistics_ptr + n_rows + row, s)
+        tl.store(statistics_ptr + 2 * n_rows + row, off[0])
+        tl.store(statistics_ptr + 3 * n_rows + row, off[1])
 
     if GRADIENT:
-        bend = 0.0
-        if LOSS:
-            dkl = opd_coef * kl_weight if TARGET else 0.0
-            reverse_coef = opd_coef * reverse_weight if REVERSE else 0.0
-            if CURVED:
-                bend = entropy_coef * ent_weight
-            if (pg_weight == 0) & (dkl == 0) & (reverse_coef == 0) & (bend == 0):
-                zero_row(grad_row_ptr, V, BLOCK)
-                return
-            dlogp = weighted(pg_weight, slope) + weighted(reverse_coef, reverse_slope)
-            bend *= inv_temperature
-        else:
-            dlogp = _column(dlogp_ptr, row)
-            dkl = _column(dkl_ptr, row)
-        dlogp = tl.where(token_inside | (dlogp == 0), dlogp, float("nan")) * inv_temperature
-        dkl *= inv_kl_temperature
-        level = -dlogp
-        kl_level = weighted(dkl, teacher_mass + tail_q)
-        if not TWO:
-            level += kl_level
-
-        off_h, off_level, off_curve, off_kl_h, off_kl_level = gradient_coefficients(
-            off, whole, level, bend, kl_level, entropy, TWO
-        )
-        if HOLES:
-            share = tl.where(off[4] == 0, 0.0, weighted(dkl, tail_q) / off[4])  # of the tail's teacher mass
-            if TWO:
-                off_kl_level -= share
-            else:
-                off_level -= share
-        coefficients = (off_h, off_level, off_curve, off_kl_h, off_kl_level)
-        token_grad = softmax_gradient(token_x, coefficients, scale, kl_scale, CURVED, TWO) + dlogp
-        token_apart = token_inside
-        if TARGET:
-            at_support = coefficients
-            if HOLES:
-                at_support = gradient_coefficients(whole, whole, level, bend, kl_level, entropy, TWO)
-            grad_K = softmax_gradient(x_K, at_support, scale, kl_scale, CURVED, TWO)
-            grad_K -= weighted(dkl, tl.exp2(id_logps_K * LOG2E))
-            grad_K += tl.where(ids_K == token, dlogp, 0.0)
-            token_apart &= tl.sum((first_K & (ids_K == token)).to(tl.int32), 0) == 0
+        dkl = opd_coef * kl_weight if TARGET else 0.0
+        reverse_coef = opd_coef * reverse_weight if REVERSE else 0.0
+        bend = entropy_coef * ent_weight if CURVED else 0.0
+        if (pg_weight == 0) & (dkl == 0) & (reverse_coef == 0) & (bend == 0):
+            zero_row(grad_row_ptr, V, BLOCK)
+            return
+        dlogp = weighted(pg_weight, slope) + weighted(reverse_coef, reverse_slope)
+        coefficients, token_grad, token_apart, grad_K = sparse_gradient(
+            token, token_inside, token_x, x_K, ids_K, id_logps_K, off, whole, entropy, teacher_mass, tail_q,
+            dlogp, dkl, bend, scale, kl_scale, inv_temperature, inv_kl_temperature, HOLES, CURVED, TWO,
+        )  # fmt: skip
 
         tl.debug_barrier()  # the entries above are read before anything is overwritten
         LEFT: tl.constexpr = min(AHEAD, STREAMED)  # blocks behind the loop
@@ -266,7 +225,7 @@ def row_kernel(
         if LEFT > 1:
             far = load_whole(row_ptr, STREAMED - 2, BLOCK, False, PACKED)
         for i in tl.static_range(LAST):
-            _write_block(
+            write_block(
                 grad_row_ptr, STREAMED + i, held[i], coefficients, scale, kl_scale,
                 V, BLOCK, i < LAST - 1, True, CURVED, TWO, NATIVE,
             )  # fmt: skip
@@ -279,12 +238,12 @@ def row_kernel(
                 far = ahead
             else:
                 near = ahead
-            _write_block(
+            write_block(
                 grad_row_ptr, block, now, coefficients, scale, kl_scale,
                 V, BLOCK, True, False, CURVED, TWO, NATIVE,
             )  # fmt: skip
         for i in tl.static_range(LEFT):
-            _write_block(
+            write_block(
                 grad_row_ptr, LEFT - 1 - i, near if i == 0 else far, coefficients, scale, kl_scale,
                 V, BLOCK, True, False, CURVED, TWO, NATIVE,
             )  # fmt: skip

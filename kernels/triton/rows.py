@@ -32,6 +32,12 @@ _CLIP_REVERSE_HIGH = tl.constexpr(types.CLIP_REVERSE_HIGH)
 
 
 @triton.jit
+def column(ptr, row):
+    """A token's value; 0 of a column that is not there."""
+    return 0.0 if ptr is None else tl.load(ptr + row)
+
+
+@triton.jit
 def load_block(
     row_ptr, block, V: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, AGAIN: tl.constexpr
 ):
@@ -247,6 +253,61 @@ def softmax_gradient(x, coefficients, scale, kl_scale, CURVED: tl.constexpr, TWO
     if TWO:
         gradient = tl.fma(tl.exp2(tl.fma(x, kl_scale, -kl_h)), kl_level, gradient)
     return gradient
+
+
+@triton.jit
+def write_block(
+    grad_row_ptr, block, x, coefficients, scale, kl_scale,
+    V: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, HELD: tl.constexpr,
+    CURVED: tl.constexpr, TWO: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    x = widen(x, grad_row_ptr.dtype.element_ty, HELD, NATIVE)
+    store_block(
+        grad_row_ptr, block, softmax_gradient(x, coefficients, scale, kl_scale, CURVED, TWO), V, BLOCK, WHOLE
+    )
+
+
+@triton.jit
+def sparse_gradient(
+    token, token_inside, token_x, x_K, ids_K, id_logps_K, off, whole, entropy, teacher_mass, tail_q,
+    dlogp, dkl, bend, scale, kl_scale, inv_temperature, inv_kl_temperature,
+    HOLES: tl.constexpr, CURVED: tl.constexpr, TWO: tl.constexpr,
+):  # fmt: skip
+    """The gradient of dlogp logp + dkl kl - bend entropy in a row of logits.
+
+    Returns softmax_gradient's coefficients for all entries but the support's and the token's; the token's
+    gradient, and whether it lies off the support; the support's (0 without a target: x_K is None).
+    """
+    dlogp = tl.where(token_inside | (dlogp == 0), dlogp, float("nan")) * inv_temperature
+    dkl *= inv_kl_temperature
+    bend *= inv_temperature
+    level = -dlogp
+    kl_level = weighted(dkl, teacher_mass + tail_q)
+    if not TWO:
+        level += kl_level
+    off_h, off_level, off_curve, off_kl_h, off_kl_level = gradient_coefficients(
+        off, whole, level, bend, kl_level, entropy, TWO
+    )
+    if HOLES:
+        share = tl.where(off[4] == 0, 0.0, weighted(dkl, tail_q) / off[4])  # of the tail's teacher mass
+        if TWO:
+            off_kl_level -= share
+        else:
+            off_level -= share
+    coefficients = (off_h, off_level, off_curve, off_kl_h, off_kl_level)
+    token_grad = softmax_gradient(token_x, coefficients, scale, kl_scale, CURVED, TWO) + dlogp
+    token_apart = token_inside
+    grad_K = 0.0
+    if x_K is not None:
+        at_support = coefficients
+        if HOLES:
+            at_support = gradient_coefficients(whole, whole, level, bend, kl_level, entropy, TWO)
+        grad_K = softmax_gradient(x_K, at_support, scale, kl_scale, CURVED, TWO)
+        grad_K -= weighted(dkl, tl.exp2(id_logps_K * LOG2E))
+        grad_K += tl.where(ids_K == token, dlogp, 0.0)
+        at_token = (id_logps_K > NEG_INF) & (ids_K == token)
+        token_apart &= tl.sum(at_token.to(tl.int32), 0) == 0
+    return coefficients, token_grad, token_apart, grad_K
 
 
 @triton.jit

@@ -97,9 +97,9 @@ def run(backend: str, case: Case, layout: str = "dense") -> tuple[Tensor, Tensor
     backends.need(backend)
     rows_NV, _ = cases.laid_out(case.logits_NV.to(backends.device(backend)), layout)
     arguments = (case.token_ids_N, case.target, case.options)
-    terms = backends.call(backend, "forward_kl_rows", rows_NV, *arguments)
-    slopes = {"dlogp_N": case.dlogp_N, "dkl_N": case.dkl_N}
-    return *terms, backends.call(backend, "forward_kl_gradient", rows_NV, *arguments, **slopes)
+    logp_N, kl_N, *kept = backends.call(backend, "forward_kl_rows", rows_NV, *arguments)
+    slopes = (case.dlogp_N, case.dkl_N)
+    return logp_N, kl_N, backends.call(backend, "forward_kl_gradient", rows_NV, *arguments, *slopes, *kept)
 
 
 def check(backend: str, case: Case, layout: str = "dense", most: int = backends.INTERPRETED_ROWS) -> tuple:

@@ -302,7 +302,7 @@ def _forward_kl() -> Iterator[Case]:
         options = KlOptions(tail=row["tail"], temperature=1.0)
         arguments = (_logits(row), _column(torch.int64), target, options)
         kl_alone = row.get("upstream") == "kl"
-        both = (*arguments, None if kl_alone else _column(), _column())
+        both = (*arguments, None if kl_alone else _column(), _column(), _logps(4, N))
         label = f"kl-{_name(row)}"
         yield label, lambda a=arguments: triton_loss.forward_kl_rows(*a)
         yield label, lambda a=both: triton_loss.forward_kl_gradient(*a)

@@ -39,7 +39,7 @@ def arguments() -> dict[str, tuple]:
         "forward_kl": (logits, token_ids, ids, logps, log_alpha, KAPPA, True, True, 0.7),
         "forward_kl_gradient": (
             *(logits.detach(), token_ids, ids[:, 0], logps[:, 0], None, 0, False, False, 1.0),
-            *(torch.randn(N), None),
+            *(torch.zeros(0, N), torch.randn(N), None),
         ),
         "loss": (logits, *objective, True),
         "grpo_advantages": (rewards, group, None, 1e-6),

@@ -154,12 +154,12 @@ def test_an_id_outside_the_vocabulary_has_the_log_probability_nan(bad: int) -> N
 def test_the_padding_of_labels_is_no_part_of_a_forward_kl() -> None:
     """A token of -100, whose log-probability nobody asks for, leaves the row's gradient as it is."""
     logits_NV, target = cases.random_logits(2, 300), cases.target_of("given", 2, 300, 8, 2)
-    options, slopes = KlOptions(tail=True, temperature=1.0), {"dlogp_N": None, "dkl_N": torch.ones(2)}
+    options, slopes = KlOptions(tail=True, temperature=1.0), (None, torch.ones(2))
 
     def run(*tokens: int) -> tuple[Tensor, Tensor]:
         arguments = (logits_NV, torch.tensor(tokens), target, options)
-        _, kl_N = backends.call("triton", "forward_kl_rows", *arguments)
-        return kl_N, backends.call("triton", "forward_kl_gradient", *arguments, **slopes)
+        _, kl_N, kept = backends.call("triton", "forward_kl_rows", *arguments)
+        return kl_N, backends.call("triton", "forward_kl_gradient", *arguments, *slopes, kept)
 
     for mine, theirs in zip(run(5, -100), run(5, 7), strict=True):
         assert torch.equal(mine, theirs)
