@@ -94,9 +94,7 @@ def row_kernel(
         ids_K = tl.load(ids_ptr + offs_K)
         logps_K = tl.load(logps_ptr + offs_K)
         id_logps_K = logps_K if id_logps_ptr is None else tl.load(id_logps_ptr + offs_K)
-        teacher_mass = tl.load(masses_ptr + row)
     if HOLES:
-        tail_q = tl.load(masses_ptr + n_rows + row)
         skipped_L = tl.load(skipped_ptr + row * L + tl.arange(0, L))
         # A segment's elements for each slot, together at least one for each lane.
         EACH: tl.constexpr = R * C if K * R * C > L else L // K
@@ -138,6 +136,10 @@ def row_kernel(
         stats = absorb(
             widen(x, DTYPE, False, NATIVE), keep_L, stats, scale, kl_scale, R, L, C, HOLES, LOSS, TWO
         )
+    # What the row's end needs, asked for while the last blocks come; before, registers are scarce.
+    teacher_mass = tl.load(masses_ptr + row) if TARGET else 0.0
+    tail_q = tl.load(masses_ptr + n_rows + row) if HOLES else 0.0
+    adv, old_logp, reverse_adv = column(adv_ptr, row), column(old_logp_ptr, row), column(reverse_adv_ptr, row)
     held = ()
     for i in tl.static_range(LAST):
         if i == 0:
@@ -165,10 +167,6 @@ def row_kernel(
 
     kl = 0.0
     student_mass = 0.0
-    if not TARGET:
-        teacher_mass = 0.0
-    if not HOLES:
-        tail_q = 0.0
     if TARGET:
         q_K = tl.exp2(logps_K * LOG2E)
         student_K = (tl.fma(x_K, kl_scale, -finite(kl_h)) - tl.log2(kl_s)) * LN2
@@ -184,9 +182,9 @@ def row_kernel(
         entropy = (tl.log2(s) - w / s) * LN2
         raw = tl.zeros((), tl.float32)
         if old_logp_ptr is not None:
-            raw = (exact_logp - tl.load(old_logp_ptr + row)).to(tl.float32)
+            raw = (exact_logp - old_logp).to(tl.float32)
         surrogate, slope, reverse, reverse_slope, clipped = policy_terms(
-            raw, tl.load(adv_ptr + row), column(reverse_adv_ptr, row), clip_low, clip_high, dual_clip,
+            raw, adv, reverse_adv, clip_low, clip_high, dual_clip,
             REVERSE, DUAL, PPO,
         )  # fmt: skip
         tl.store(terms_ptr + row, logp)
