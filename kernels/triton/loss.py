@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction
 
 from smopd.kernels.triton.kl_gradient import kl_gradient_kernel
 from smopd.kernels.triton.mixture import MAX_CANDIDATES
-from smopd.kernels.triton.row_kernel import row_kernel
+from smopd.kernels.triton.row_kernel import COLUMNS, PPO, row_kernel
 from smopd.kernels.triton.rows import LOG2E
 from smopd.kernels.triton.target import MAX_SUPPORT, RowTargets, n_entries, n_slots, row_targets
 from smopd.kernels.types import (
@@ -37,9 +37,6 @@ _MAX_ELEMENTS = 16  # of a lane in a block
 _STREAM_WARPS, _STREAM_PROGRAMS = 8, 4  # of a program that only streams; of those on a processor
 _SLOTS = 128  # of a target that a warp compares without spills
 MAX_VOCAB = _MAX_BLOCKS * 16 * _WARP * _MAX_ELEMENTS
-_COLUMNS = (
-    "adv", "old_logp", "pg_weight", "kl_weight", "ent_weight", "reverse_adv", "reverse_weight"
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,7 @@ def _launch(
     columns: dict[str, Tensor | None],
     terms: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
 ) -> None:
-    """columns: the loss's by _COLUMNS' names. terms: terms_7N and clipped_N, or what the KL has."""
+    """columns: the loss's by COLUMNS' names. terms: terms_7N and clipped_N, or what the KL has."""
     n_rows, n_vocab = logits_NV.shape
     if n_rows == 0:
         return
@@ -121,22 +118,26 @@ def _launch(
     ready = None
     if target is not None:
         ready = row_targets(target, n_vocab, lanes, repeats, consecutive, tail=settings.tail)
-    small = {name: _small(column) for name, column in columns.items()}
+    small = [_small(columns.get(name)) for name in COLUMNS]
+    # What is not there is no variant of its own: any other column stands for it, and a bit says so.
+    there = sum(1 << number for number, column in enumerate(small) if column is not None)
+    there |= PPO if settings.reverse_kl_surrogate == "ppo" else 0
+    stand_in = [None if name == "reverse_adv" else small[0] for name in COLUMNS]
     row_kernel[(n_rows,)](
         logits_NV, grad_NV, token_ids_N.contiguous(),
         *(None if ready is None else getattr(ready, field.name) for field in fields(RowTargets)),
-        *(small.get(name) for name in _COLUMNS), *terms,
-        n_rows, logits_NV.stride(0) // consecutive,
+        *(other if column is None else column for column, other in zip(small, stand_in, strict=True)), *terms,
+        there, n_rows, logits_NV.stride(0) // consecutive,
         0 if grad_NV is None else grad_NV.stride(0) // consecutive,
         LOG2E.value / settings.temperature,
         LOG2E.value / (settings.kl_temperature if two else settings.temperature),
         1.0 / settings.temperature, 1.0 / settings.kl_temperature,
-        1.0 - settings.clip_low, 1.0 + settings.clip_high, settings.dual_clip or 0.0,
+        1.0 - settings.clip_low, 1.0 + settings.clip_high, settings.dual_clip or math.inf,
         settings.opd_coef, settings.entropy_coef,
         V=n_vocab, K=slots, R=repeats, L=lanes, C=consecutive,
         LAST=last, AHEAD=ahead, UNROLL=1 if logits_NV.element_size() == 2 and programs == 2 else ahead + 1,
         TWO=two, CURVED=grad_NV is not None and settings.entropy_coef != 0.0,
-        DUAL=settings.dual_clip is not None, PPO=settings.reverse_kl_surrogate == "ppo", NATIVE=_NATIVE,
+        NATIVE=_NATIVE,
         num_warps=shape.warps, num_stages=1, enable_fp_fusion=True,
         maxnreg=min(255, _REGISTERS // (lanes * programs)),
     )  # fmt: skip

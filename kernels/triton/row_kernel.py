@@ -39,23 +39,32 @@ from smopd.kernels.triton.rows import (
 )
 from smopd.kernels.triton.target import segments
 
+COLUMNS = ("adv", "old_logp", "pg_weight", "kl_weight", "ent_weight", "reverse_adv", "reverse_weight")
+# Bits of `there`, by a column's place in COLUMNS, and one that says that the reverse term has PPO's form.
+_OLD_LOGP = tl.constexpr(1 << COLUMNS.index("old_logp"))
+_KL_WEIGHT = tl.constexpr(1 << COLUMNS.index("kl_weight"))
+_ENT_WEIGHT = tl.constexpr(1 << COLUMNS.index("ent_weight"))
+_REVERSE_WEIGHT = tl.constexpr(1 << COLUMNS.index("reverse_weight"))
+PPO = 1 << len(COLUMNS)
+_PPO = tl.constexpr(PPO)
 
-@triton.jit(do_not_specialize=["n_rows"])
+
+@triton.jit(do_not_specialize=["n_rows", "there"])
 def row_kernel(
     logits_ptr, grad_ptr, token_ids_ptr,
     ids_ptr, logps_ptr, id_logps_ptr, masses_ptr, holes_ptr, skipped_ptr,
     adv_ptr, old_logp_ptr, pg_weight_ptr, kl_weight_ptr, ent_weight_ptr, reverse_adv_ptr, reverse_weight_ptr,
     terms_ptr, clipped_ptr, kl_ptr, statistics_ptr,
-    n_rows, stride_logits_n, stride_grad_n,
+    there, n_rows, stride_logits_n, stride_grad_n,
     scale, kl_scale, inv_temperature, inv_kl_temperature,
     clip_low, clip_high, dual_clip, opd_coef, entropy_coef,
     V: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, LAST: tl.constexpr, AHEAD: tl.constexpr,
-    UNROLL: tl.constexpr, TWO: tl.constexpr, CURVED: tl.constexpr, DUAL: tl.constexpr, PPO: tl.constexpr,
-    NATIVE: tl.constexpr,
+    UNROLL: tl.constexpr, TWO: tl.constexpr, CURVED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """A row of the loss (there is adv), or of the forward KL, whose gradient is a kernel of its own
-    (triton/kl_gradient.py). A pointer may be None, and then costs nothing.
+    (triton/kl_gradient.py). A pointer may be None, and then costs nothing. But the loss's COLUMNS all point
+    somewhere, but for reverse_adv, and `there` says which of them are there.
 
     Rows' strides are in units of C elements. LAST: blocks at the row's end, held if there is a gradient.
     AHEAD: blocks on the way while one is worked on; 1, or 2 where LAST is 3 or more.
@@ -101,10 +110,10 @@ def row_kernel(
         offs_E = row * K + tl.arange(0, K * EACH) // EACH
         ids_E, holes_E = tl.load(ids_ptr + offs_E), tl.load(holes_ptr + offs_E)
     if LOSS:
-        pg_weight = column(pg_weight_ptr, row)
-        kl_weight = column(kl_weight_ptr, row)
-        ent_weight = column(ent_weight_ptr, row)
-        reverse_weight = column(reverse_weight_ptr, row)
+        pg_weight = tl.load(pg_weight_ptr + row)
+        kl_weight = tl.load(kl_weight_ptr + row, mask=(there & _KL_WEIGHT) != 0, other=0.0)
+        ent_weight = tl.load(ent_weight_ptr + row, mask=(there & _ENT_WEIGHT) != 0, other=0.0)
+        reverse_weight = tl.load(reverse_weight_ptr + row, mask=(there & _REVERSE_WEIGHT) != 0, other=0.0)
         if (pg_weight == 0) & (kl_weight == 0) & (ent_weight == 0) & (reverse_weight == 0):
             for number in tl.static_range(7):
                 tl.store(terms_ptr + number * n_rows + row, 0.0)
@@ -139,7 +148,9 @@ def row_kernel(
     # What the row's end needs, asked for while the last blocks come; before, registers are scarce.
     teacher_mass = tl.load(masses_ptr + row) if TARGET else 0.0
     tail_q = tl.load(masses_ptr + n_rows + row) if HOLES else 0.0
-    adv, old_logp, reverse_adv = column(adv_ptr, row), column(old_logp_ptr, row), column(reverse_adv_ptr, row)
+    if LOSS:
+        adv, old_logp = tl.load(adv_ptr + row), tl.load(old_logp_ptr + row)
+        reverse_adv = column(reverse_adv_ptr, row)
     held = ()
     for i in tl.static_range(LAST):
         if i == 0:
@@ -180,13 +191,10 @@ def row_kernel(
     entropy = 0.0
     if LOSS:
         entropy = (tl.log2(s) - w / s) * LN2
-        raw = tl.zeros((), tl.float32)
-        if old_logp_ptr is not None:
-            raw = (exact_logp - old_logp).to(tl.float32)
+        raw = tl.where((there & _OLD_LOGP) != 0, (exact_logp - old_logp).to(tl.float32), 0.0)
         surrogate, slope, reverse, reverse_slope, clipped = policy_terms(
-            raw, adv, reverse_adv, clip_low, clip_high, dual_clip,
-            REVERSE, DUAL, PPO,
-        )  # fmt: skip
+            raw, adv, reverse_adv, clip_low, clip_high, dual_clip, (there & _PPO) != 0, REVERSE
+        )
         tl.store(terms_ptr + row, logp)
         tl.store(terms_ptr + n_rows + row, entropy)
         tl.store(terms_ptr + 2 * n_rows + row, kl)

@@ -317,10 +317,11 @@ def _larger(a, b):
 
 
 @triton.jit
-def policy_terms(
-    raw, adv, reverse_adv, low, high, dual_clip, REVERSE: tl.constexpr, DUAL: tl.constexpr, PPO: tl.constexpr
-):
-    """(surrogate, slope in logp, reverse term, slope, clip bits) at a log ratio, as reference/policy.py."""
+def policy_terms(raw, adv, reverse_adv, low, high, dual_clip, ppo, REVERSE: tl.constexpr):
+    """(surrogate, slope in logp, reverse term, slope, clip bits) at a log ratio, as terms.policy_terms.
+
+    dual_clip: inf is none. ppo: the form of the reverse term.
+    """
     bound: tl.constexpr = _LOG_RATIO_BOUND
     saturated = tl.abs(raw) > bound
     ratio = tl.exp2(tl.where(raw > bound, bound, tl.where(raw < -bound, -bound, raw)) * LOG2E)
@@ -329,24 +330,20 @@ def policy_terms(
 
     surrogate = _larger(-adv * ratio, -adv * clipped_ratio)
     is_low, is_high = below & (adv < 0), above & (adv > 0)
-    flat = is_low | is_high | saturated
+    is_dual = (adv < 0) & (surrogate > -dual_clip * adv)
+    surrogate = tl.where(is_dual, -dual_clip * adv, surrogate)
+    slope = tl.where(is_low | is_high | is_dual | saturated, 0.0, -adv * ratio)
+
     bits = tl.where(is_low, _CLIP_LOW, 0) + tl.where(is_high, _CLIP_HIGH, 0)
-    bits += tl.where(saturated, _CLIP_LOG_RATIO, 0)
-    if DUAL:
-        is_dual = (adv < 0) & (surrogate > -dual_clip * adv)
-        surrogate = tl.where(is_dual, -dual_clip * adv, surrogate)
-        flat = flat | is_dual
-        bits += tl.where(is_dual, _CLIP_DUAL, 0)
-    slope = tl.where(flat, 0.0, -adv * ratio)
+    bits += tl.where(is_dual, _CLIP_DUAL, 0) + tl.where(saturated, _CLIP_LOG_RATIO, 0)
 
     reverse = 0.0
     reverse_slope = 0.0
     if REVERSE:
         reverse = -reverse_adv * clipped_ratio
-        if PPO:
-            reverse = _larger(-reverse_adv * ratio, reverse)
-            below = below & (reverse_adv < 0)
-            above = above & (reverse_adv > 0)
+        reverse = tl.where(ppo, _larger(-reverse_adv * ratio, reverse), reverse)
+        below = below & ((reverse_adv < 0) | ~ppo)
+        above = above & ((reverse_adv > 0) | ~ppo)
         reverse_slope = tl.where(below | above | saturated, 0.0, -reverse_adv * ratio)
         bits += tl.where(below, _CLIP_REVERSE_LOW, 0) + tl.where(above, _CLIP_REVERSE_HIGH, 0)
     return surrogate, slope, reverse, reverse_slope, bits
