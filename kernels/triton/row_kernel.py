@@ -133,7 +133,10 @@ def row_kernel(
     stats = no_stats(L)
     if HOLES:
         around_E = segments(row_ptr, ids_E, holes_E, V, R, L, C, EACH)
-        stats = absorb(around_E, skipped_L, stats, scale, kl_scale, K * EACH // L, L, 1, False, LOSS, TWO)
+        # Few of them wait in registers for the loop's end, many would cost the loop its own.
+        FEW: tl.constexpr = K * EACH <= 2 * L
+        if not FEW:
+            stats = absorb(around_E, skipped_L, stats, scale, kl_scale, K * EACH // L, L, 1, False, LOSS, TWO)
     for block in tl.range(0, STREAMED, loop_unroll_factor=UNROLL):
         x = near
         if AHEAD == 2:
@@ -145,6 +148,8 @@ def row_kernel(
         stats = absorb(
             widen(x, DTYPE, False, NATIVE), keep_L, stats, scale, kl_scale, R, L, C, HOLES, LOSS, TWO
         )
+    if HOLES and FEW:
+        stats = absorb(around_E, skipped_L, stats, scale, kl_scale, K * EACH // L, L, 1, False, LOSS, TWO)
     # What the row's end needs, asked for while the last blocks come; before, registers are scarce.
     teacher_mass = tl.load(masses_ptr + row) if TARGET else 0.0
     tail_q = tl.load(masses_ptr + n_rows + row) if HOLES else 0.0
