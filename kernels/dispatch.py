@@ -4,9 +4,8 @@
     cpp         smopd._C on the CPU, where the package was built with a compiler
     triton      a GPU, where Triton is installed; if forced and TRITON_INTERPRET=1, Triton's interpreter
 
-SMOPD_BACKEND=reference|cpp|triton forces one; a call that it cannot serve raises. recompute and tp_group of
-the linear loss have kernels in cpp alone and go to the reference on an accelerator. The log says so. The
-advantages have a kernel in triton alone: on a CPU the reference serves them, beside cpp too.
+SMOPD_BACKEND=reference|cpp|triton forces one; a call that it cannot serve raises. The advantages have a
+kernel in triton alone: on a CPU the reference serves them, beside cpp too.
 """
 
 from __future__ import annotations
@@ -56,6 +55,8 @@ MODULES: dict[str, dict[str, str]] = {
 
 The three of ADVANTAGE_OPS are one function, advantages.
 """
+TILES = {"reference": "reference.tiles", "cpp": "cpp", "triton": "triton.tiles"}
+"""Backend -> the module of smopd.kernels with its TileLoss, for recompute and tp_group of the linear loss."""
 
 _log = logging.getLogger("smopd")
 
@@ -105,8 +106,8 @@ def backend_for(op: str, tensor: Tensor, **facts: Any) -> str:
     return "reference"
 
 
-def tile_loss(op: str, form: str, tensor: Tensor) -> Any:
-    """The backend's head.tiles.TileLoss for a form of the linear loss: of cpp, elsewhere the reference's.
+def tile_loss(op: str, form: str, tensor: Tensor, **facts: Any) -> Any:
+    """The backend's head.tiles.TileLoss for a form of the linear loss. facts: loss_rows', without n_vocab.
 
     Raises:
         ValueError: SMOPD_BACKEND is none of BACKENDS.
@@ -114,19 +115,15 @@ def tile_loss(op: str, form: str, tensor: Tensor) -> Any:
     """
     forced = _forced()
     preferred = forced or ("cpp" if tensor.device.type == "cpu" else "triton")
-    why_not = None if preferred == "reference" else _why_not(preferred, "loss_rows", tensor, {})
+    why_not = None if preferred == "reference" else _why_not(preferred, "loss_rows", tensor, facts)
     if forced and why_not is not None:
         raise RuntimeError(f"{op}: {ENV}={forced} cannot serve this call: {why_not}")
     device = tensor.device.type
-    if preferred == "cpp" and why_not is None:
-        _log_once(SERVED, device, "cpp")
-        return _module("cpp").TileLoss
-    if preferred == "reference":
-        _log_once(SERVED, device, "reference")
-    else:
-        why_not = why_not if preferred == "cpp" else "there is no kernel for it"
-        _log_once(f"{op} with {form} on {device} is served by the reference backend: {why_not}")
-    return _module("reference.tiles").TileLoss
+    if why_not is None:
+        _log_once(SERVED, device, preferred)
+        return _module(TILES[preferred]).TileLoss
+    _log_once(f"{op} with {form} on {device} is served by the reference backend: {why_not}")
+    return _module(TILES["reference"]).TileLoss
 
 
 def _forced() -> str:

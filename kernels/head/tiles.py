@@ -59,12 +59,16 @@ class Plan:
     sums_dtype: torch.dtype
 
     def empty_sums(self) -> Tensor:
-        """(C, N): peak, total, slope of each level, the token's logit, the support's; of no logits yet."""
+        """(C, N): peak, total, slope of each level, the token's logit, the support's; of no logits yet.
+
+        NaN stands for a logit that was not met, and stays if no piece has its id.
+        """
         n_support = 0 if self.target is None else self.target.ids_NS.shape[1]
         picked = SUMS * len(self.levels)
         shape = (picked + 1 + n_support, self.token_ids_N1.shape[0])
         sums_CN = self.token_ids_N1.new_zeros(shape, dtype=self.sums_dtype)
         sums_CN[0:picked:SUMS] = -torch.inf
+        sums_CN[picked:] = torch.nan
         return sums_CN
 
     def level_of(self, sums_CN: Tensor, index: int) -> Tensor:

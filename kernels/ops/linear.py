@@ -107,8 +107,8 @@ def linear_smopd_loss(
         loss, _, _, _, *stats = _linear_loss(hidden_ND, weight_VD, bias_V, *flat)
         return loss, unpacked_stats(*stats)
     if recompute or tp_group is not None:
-        form = "recompute" if recompute else "tp_group"
-        serve = Serving(scale_=scale_, tile_loss=dispatch.tile_loss(op, form, hidden_ND))
+        form, facts = "recompute" if recompute else "tp_group", loss_facts(tokens, settings)
+        serve = Serving(scale_=scale_, tile_loss=dispatch.tile_loss(op, form, hidden_ND, **facts))
     else:
         serve = _serving(hidden_ND, weight_VD, tokens, settings)
     options = LinearOptions(chunk_bytes, recompute, tp_group, shard_sizes, main_grad_VD, compact)

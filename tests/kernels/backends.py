@@ -36,8 +36,8 @@ OPERATIONS = (
     "scale_",
     "advantages",
 )
-ALL = ("reference", "reference tiles", "cpp", "cpp tiles", "triton")
-TILES = {"reference tiles": "reference.tiles", "cpp tiles": "cpp"}
+ALL = ("reference", "reference tiles", "cpp", "cpp tiles", "triton", "triton tiles")
+TILES = {"reference tiles": "reference.tiles", "cpp tiles": "cpp", "triton tiles": "triton.tiles"}
 TILED = tuple(operation for operation in OPERATIONS if operation != "loss_rows")
 # What does not exist: a test holds dispatch to it.
 ABSENT = {
@@ -60,7 +60,7 @@ def need(backend: str) -> None:
     """Skips where the backend cannot run here."""
     if backend.startswith("cpp") and (why_not := dispatch.cpp_unavailable()) is not None:
         pytest.skip(why_not)
-    if backend == "triton":
+    if backend.startswith("triton"):
         pytest.importorskip("triton", reason="triton is not installed")
         from smopd.kernels.triton import loss
 
@@ -69,11 +69,11 @@ def need(backend: str) -> None:
 
 
 def device(backend: str) -> str:
-    return "cuda" if backend == "triton" and GPU else "cpu"
+    return "cuda" if backend.startswith("triton") and GPU else "cpu"
 
 
 def interpreted(backend: str) -> bool:
-    return backend == "triton" and not GPU
+    return backend.startswith("triton") and not GPU
 
 
 def leave_to_a_gpu(backend: str, case: bool) -> None:
@@ -121,9 +121,12 @@ def cuts(n: int, *inner: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise([0, *(cut for cut in inner if cut < n), n]))
 
 
-def tiles_of(n_rows: int, n_vocab: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+def tiles_of(
+    n_rows: int, n_vocab: int, *, few: bool = False
+) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """Narrow ones, one of a row, and one that begins where no vector does."""
-    return list(itertools.product(cuts(n_vocab, 1, 2, 2048, 2052), cuts(n_rows, 5, 6)))
+    columns = (1, 2051) if few else (1, 2, 2048, 2052)
+    return list(itertools.product(cuts(n_vocab, *columns), cuts(n_rows, 5, 6)))
 
 
 def _loss_in_tiles(
@@ -131,7 +134,7 @@ def _loss_in_tiles(
 ) -> TokenTerms:
     passes = importlib.import_module(f"smopd.kernels.{TILES[backend]}").TileLoss
     plan = passes.plan_of(tokens, settings, logits_NV.dtype)
-    sums_CN, tiles = plan.empty_sums(), tiles_of(*logits_NV.shape)
+    sums_CN, tiles = plan.empty_sums(), tiles_of(*logits_NV.shape, few=interpreted(backend))
     for (first, last), (start, stop) in tiles:
         passes(plan).scan(sums_CN, logits_NV[start:stop, first:last], start, first)
     merged = finish(plan, sums_CN)

@@ -11,11 +11,13 @@ from unittest import mock
 
 import torch
 
+from smopd.kernels.head.tiles import finish
 from smopd.kernels.triton import advantages as triton_advantages
 from smopd.kernels.triton import loss as triton_loss
 from smopd.kernels.triton import mixture as triton_mixture
 from smopd.kernels.triton import product as triton_product
 from smopd.kernels.triton import scale as triton_scale
+from smopd.kernels.triton import tiles as triton_tiles
 from smopd.kernels.triton import topk as triton_topk
 from smopd.kernels.triton import totals as triton_totals
 from smopd.kernels.types import (
@@ -42,9 +44,8 @@ Case = tuple[str, Callable[[], Any]]  # label, call
 
 def cases() -> Iterator[Case]:
     """The calls, on tensors without memory."""
-    return itertools.chain(
-        _topk(), _mixture(), _product(), _loss(), _totals(), _forward_kl(), _advantages(), _scale()
-    )
+    rows = (_topk(), _mixture(), _product(), _loss(), _totals(), _forward_kl(), _advantages(), _scale())
+    return itertools.chain(*rows, _tiles())
 
 
 def _name(row: dict[str, Any]) -> str:
@@ -349,3 +350,44 @@ def _scale() -> Iterator[Case]:
             f"scale-{SHORT[dtype]}",
             lambda g=grad: triton_scale.scale_(g, torch.empty((), device="meta")),
         )
+
+
+def _tiles() -> Iterator[Case]:
+    """aligned: rows of a buffer of ours; else columns from an odd one on, as a shard's may be."""
+    factors = {
+        "dtype": DTYPES,
+        "target": ("none", "sparse", "M2"),
+        "kappa": (16, 64, triton_loss.MAX_SUPPORT),
+        "tail": (False, True),
+        "entropy": (False, True),
+        "twoT": (False, True),
+        "merge": (False, True),
+        "aligned": (True, False),
+    }
+    plain = {"dtype": DTYPES[0], "kappa": 16, "entropy": False, "twoT": False, "aligned": True}
+    main = [
+        plain | {"target": "M2", "tail": True, "merge": True},
+        plain | {"target": "M2", "tail": False, "merge": False},
+        plain | {"target": "M2", "tail": True, "merge": True, "entropy": True, "twoT": True},
+        plain | {"target": "sparse", "tail": True, "merge": False, "kappa": triton_loss.MAX_SUPPORT},
+    ]
+    for row in _rows(main, factors):
+        if row["target"] == "M2" and row["kappa"] > KAPPAS[-1]:
+            continue
+        width = 15_232 if row["aligned"] else 15_233
+        tile = torch.empty(N, width, dtype=row["dtype"], device="meta")
+        yield f"tiles-{_name(row)}", lambda t=tile, r=row: _both_passes(t, r)
+
+
+def _both_passes(tile: torch.Tensor, row: dict[str, Any]) -> None:
+    settings = LossSettings(
+        kappa=row["kappa"],
+        merge=row["merge"],
+        tail=row["tail"],
+        entropy_coef=0.01 if row["entropy"] else 0.0,
+        temperature=0.7 if row["twoT"] else 1.0,
+    )
+    plan = triton_tiles.TileLoss.plan_of(_loss_tokens(row | {"extras": False}), settings, tile.dtype)
+    passes, sums = triton_tiles.TileLoss(plan), plan.empty_sums()
+    passes.scan(sums, tile, 0, 0)
+    passes.gradient_(finish(plan, sums), tile, 0, 0)
