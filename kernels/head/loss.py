@@ -54,11 +54,12 @@ def by_rows(
     wide, loss_rows = compute_dtype(hidden_ND.dtype), job.serve.loss_rows
     assert loss_rows is not None  # without recompute
     budget = chunk_budget(hidden_ND, job.options.chunk_bytes, recompute=False)
-    widest = max(job.shard.sizes)
-    blocks, logits_NV = row_blocks(job.n_rows, hidden_ND, weight_VD.shape[0], budget, widest)
+    ranks: dict[str, Any] = {"widest": max(job.shard.sizes), "alone": job.shard.group is None}
+    blocks, logits_NV = row_blocks(job.n_rows, hidden_ND, weight_VD.shape[0], budget, **ranks)
     dhidden_ND = dweight_VD = dbias_V = None
     if need[0]:
-        dhidden_ND = torch.zeros_like(hidden_ND, dtype=hidden_ND.dtype if job.shard.group is None else wide)
+        made = torch.empty_like if job.live is None else torch.zeros_like  # of rows that were left out
+        dhidden_ND = made(hidden_ND, dtype=hidden_ND.dtype if job.shard.group is None else wide)
     if need[1]:
         once = len(blocks) == 1 and job.options.main_grad_VD is None
         dweight_VD = torch.empty_like(weight_VD, dtype=weight_VD.dtype if once else wide)
@@ -112,13 +113,18 @@ class _MadeInForward(torch.autograd.Function):
         # Memory that nobody asks for again is scaled in place and given away.
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         for index, (gradient, dtype) in enumerate(zip(gradients, ctx.dtypes, strict=True)):
-            if gradient is None:
-                continue
-            if keep:
-                gradient = gradient.clone()
-            ctx.job.serve.scale_(gradient, dloss)
-            gradients[index] = gradient.to(dtype)
+            if gradient is not None:
+                gradients[index] = _scaled(gradient, dloss, dtype, ctx.job.serve, keep=keep)
         return *gradients, None
+
+
+def _scaled(gradient: Tensor, dloss: Tensor, dtype: torch.dtype, serve: Serving, *, keep: bool) -> Tensor:
+    """gradient * dloss, rounded once to dtype. On an accelerator that is one pass, whatever dloss is."""
+    if gradient.dtype != dtype and gradient.device.type != "cpu":
+        return torch.mul(gradient, dloss, out=torch.empty_like(gradient, dtype=dtype))
+    gradient = gradient.clone() if keep else gradient
+    serve.scale_(gradient, dloss)
+    return gradient.to(dtype)
 
 
 def linear_smopd_loss(

@@ -86,8 +86,9 @@ def piece_gradients(
     wide, passes = compute_dtype(hidden_ND.dtype), job.serve.tile_loss(plan)
     tiles = _tiles(hidden_ND, weight_VD.shape[0], job.options.chunk_bytes)
     main_VD, heard_ND = job.options.main_grad_VD, job.heard(hidden_ND, 0)
-    dhidden_ND = torch.zeros_like(hidden_ND, dtype=wide) if need[0] else None
-    dweight_VD = torch.zeros_like(weight_VD) if need[1] and main_VD is None else None
+    dhidden_ND = torch.empty_like(hidden_ND, dtype=wide) if need[0] else None
+    made = torch.empty_like if tiles.rows else torch.zeros_like  # of the pieces that no token meets
+    dweight_VD = made(weight_VD) if need[1] and main_VD is None else None
     dbias_V = torch.zeros_like(weight_VD[:, 0], dtype=wide) if need[2] else None
     for first, last in tiles.pieces:
         weight_PD, dweight_PD = weight_VD[first:last], None

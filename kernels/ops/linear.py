@@ -72,7 +72,7 @@ def linear_smopd_loss(
         bias_V: (V,) or None, cut like the weight.
         chunk_bytes: bound of the logits held at a time, in their own dtype; one row, or a tile of one row
             and 1024 columns, is always allowed. None: on a CPU 160 MiB, and 32 MiB with recompute; elsewhere
-            1 GiB and 256 MiB.
+            1.25 GiB and 256 MiB.
         recompute: keep the inputs and O(N S) numbers, nothing else, between forward and backward.
         tp_group: process group that holds the head in shards of any sizes above 0, each rank with the same
             hidden states and tokens. Every rank gets the whole loss, the whole gradient of hidden, and its

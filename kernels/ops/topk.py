@@ -102,7 +102,7 @@ def linear_topk_logprobs(
         shard_sizes: the number of rows at each rank of tp_group; None: they are asked, which costs one host
             synchronisation on an accelerator.
         chunk_bytes: bound of the logits held at a time, in their own dtype (one row is always allowed). None:
-            on a CPU 8 MiB where the C++ backend serves, else 160 MiB; elsewhere 1 GiB.
+            on a CPU 8 MiB where the C++ backend serves, else 160 MiB; elsewhere 1.25 GiB.
     Returns:
         TopK, as topk_logprobs; the same on every rank of tp_group.
     Raises:

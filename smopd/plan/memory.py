@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from smopd.kernels.head.chunks import ROW_UNIT, steps
+from smopd.kernels.head.chunks import PROCESSORS, gpu_steps, steps
 from smopd.kernels.head.gemm import padded_width
 from smopd.plan.models import ModelSizes
 
@@ -39,7 +39,8 @@ class Training:
     checkpointing: bool = False
     adapter: int | None = None
     """Trained numbers of a LoRA student; None trains the model itself."""
-    row_unit: int = ROW_UNIT
+    row_unit: int | None = None
+    """Of a CPU's chunks of the fused head; None: a GPU's."""
 
 
 def layer_saved(sizes: ModelSizes, batch: MicroBatch, width: int) -> int:
@@ -166,5 +167,9 @@ def zero_buffers(sizes: ModelSizes, training: Training, stage: int) -> dict[str,
 def logits_chunk(sizes: ModelSizes, n_rows: int, training: Training) -> tuple[int, int]:
     """The buffer of the fused head's logits, and the number of chunks."""
     row_bytes = padded_width(sizes.vocabulary, training.width) * training.width
-    blocks = list(steps(n_rows, training.chunk_bytes // row_bytes, training.row_unit))
+    most = training.chunk_bytes // row_bytes
+    if training.row_unit is None:
+        blocks = list(gpu_steps(n_rows, most, sizes.hidden, PROCESSORS))
+    else:
+        blocks = list(steps(n_rows, most, training.row_unit))
     return max((stop - start for start, stop in blocks), default=0) * row_bytes, len(blocks)
