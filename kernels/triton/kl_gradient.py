@@ -17,6 +17,7 @@ from smopd.kernels.triton.rows import (
     load_block,
     load_whole,
     sparse_gradient,
+    widen,
     write_block,
 )
 
@@ -62,33 +63,15 @@ def kl_gradient_kernel(
         (h, s, 0.0, h, s), 0.0, teacher_mass, tail_q,
         dlogp, dkl, 0.0, scale, scale, inv_temperature, inv_temperature, TAIL, False, False,
     )  # fmt: skip
-    write_block(
-        grad_row_ptr,
-        BLOCKS - 1,
-        last,
-        coefficients,
-        scale,
-        scale,
-        V,
-        BLOCK,
-        False,
-        False,
-        False,
-        False,
-        NATIVE,
-    )
+    x = widen(last, DTYPE, False, NATIVE)
+    write_block(grad_row_ptr, BLOCKS - 1, x, coefficients, scale, scale, V, BLOCK, False, False, False)
     if BLOCKS > 1:
         for block in tl.range(0, BLOCKS - 2, loop_unroll_factor=2):
-            now = near
+            x = widen(near, DTYPE, False, NATIVE)
             near = load_whole(row_ptr, block + 1, BLOCK, False, PACKED)
-            write_block(
-                grad_row_ptr, block, now, coefficients, scale, scale,
-                V, BLOCK, True, False, False, False, NATIVE,
-            )  # fmt: skip
-        write_block(
-            grad_row_ptr, BLOCKS - 2, near, coefficients, scale, scale,
-            V, BLOCK, True, False, False, False, NATIVE,
-        )  # fmt: skip
+            write_block(grad_row_ptr, block, x, coefficients, scale, scale, V, BLOCK, True, False, False)
+        x = widen(near, DTYPE, False, NATIVE)
+        write_block(grad_row_ptr, BLOCKS - 2, x, coefficients, scale, scale, V, BLOCK, True, False, False)
 
     tl.debug_barrier()  # the entries below are the last to be written
     tl.store(grad_row_ptr + ids_K, grad_K.to(grad_ptr.dtype.element_ty), mask=id_logps_K > NEG_INF)

@@ -52,7 +52,7 @@ def _configuration(n_vocab: int, dtype: torch.dtype, slots: int, *, aligned: boo
     """A row that fits is held whole; else 16 warps have 128 registers a lane, and 24 hold the row's end."""
     elements, held = (8, 4) if dtype == torch.float32 else (16, 3)
     if not aligned:
-        held = 2  # single elements take more registers
+        elements, held = 8, 2  # single elements take more registers
     enough = (w for w in (1, 4, 8) if n_vocab <= w * _WARP * elements * held and slots <= w * _SLOTS)
     warps = next(enough, 16)
     while n_vocab > _MAX_BLOCKS * warps * _WARP * elements and elements < _MAX_ELEMENTS:

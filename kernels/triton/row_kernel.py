@@ -49,6 +49,15 @@ PPO = 1 << len(COLUMNS)
 _PPO = tl.constexpr(PPO)
 
 
+@triton.jit
+def _weights(pg_weight_ptr, kl_weight_ptr, ent_weight_ptr, reverse_weight_ptr, row, there):
+    pg_weight = tl.load(pg_weight_ptr + row)
+    kl_weight = tl.load(kl_weight_ptr + row, mask=(there & _KL_WEIGHT) != 0, other=0.0)
+    ent_weight = tl.load(ent_weight_ptr + row, mask=(there & _ENT_WEIGHT) != 0, other=0.0)
+    reverse_weight = tl.load(reverse_weight_ptr + row, mask=(there & _REVERSE_WEIGHT) != 0, other=0.0)
+    return pg_weight, kl_weight, ent_weight, reverse_weight
+
+
 @triton.jit(do_not_specialize=["n_rows", "there"])
 def row_kernel(
     logits_ptr, grad_ptr, token_ids_ptr,
@@ -97,7 +106,7 @@ def row_kernel(
     else:
         near = load_block(row_ptr, 0, V, BLOCK, BLOCKS > 1, False)
     token_id = tl.load(token_ids_ptr + row)
-    skipped_L = tl.zeros((L,), tl.int32)
+    skipped_L = tl.zeros((L,), tl.int32 if BLOCKS <= 32 else tl.int64)  # a bit for each block
     if TARGET:
         offs_K = row * K + tl.arange(0, K)
         ids_K = tl.load(ids_ptr + offs_K)
@@ -110,10 +119,9 @@ def row_kernel(
         offs_E = row * K + tl.arange(0, K * EACH) // EACH
         ids_E, holes_E = tl.load(ids_ptr + offs_E), tl.load(holes_ptr + offs_E)
     if LOSS:
-        pg_weight = tl.load(pg_weight_ptr + row)
-        kl_weight = tl.load(kl_weight_ptr + row, mask=(there & _KL_WEIGHT) != 0, other=0.0)
-        ent_weight = tl.load(ent_weight_ptr + row, mask=(there & _ENT_WEIGHT) != 0, other=0.0)
-        reverse_weight = tl.load(reverse_weight_ptr + row, mask=(there & _REVERSE_WEIGHT) != 0, other=0.0)
+        pg_weight, kl_weight, ent_weight, reverse_weight = _weights(
+            pg_weight_ptr, kl_weight_ptr, ent_weight_ptr, reverse_weight_ptr, row, there
+        )
         if (pg_weight == 0) & (kl_weight == 0) & (ent_weight == 0) & (reverse_weight == 0):
             for number in tl.static_range(7):
                 tl.store(terms_ptr + number * n_rows + row, 0.0)
@@ -156,6 +164,10 @@ def row_kernel(
     if LOSS:
         adv, old_logp = tl.load(adv_ptr + row), tl.load(old_logp_ptr + row)
         reverse_adv = column(reverse_adv_ptr, row)
+        # A second time: an address is the row's, and costs the loop nothing.
+        pg_weight, kl_weight, ent_weight, reverse_weight = _weights(
+            pg_weight_ptr, kl_weight_ptr, ent_weight_ptr, reverse_weight_ptr, row, there
+        )
     held = ()
     for i in tl.static_range(LAST):
         if i == 0:
@@ -236,28 +248,24 @@ def row_kernel(
         if LEFT > 1:
             far = load_whole(row_ptr, STREAMED - 2, BLOCK, False, PACKED)
         for i in tl.static_range(LAST):
+            x = widen(held[i], DTYPE, True, NATIVE)
             write_block(
-                grad_row_ptr, STREAMED + i, held[i], coefficients, scale, kl_scale,
-                V, BLOCK, i < LAST - 1, True, CURVED, TWO, NATIVE,
+                grad_row_ptr, STREAMED + i, x, coefficients, scale, kl_scale,
+                V, BLOCK, i < LAST - 1, CURVED, TWO,
             )  # fmt: skip
         for block in tl.range(STREAMED - 1, LEFT - 1, -1, loop_unroll_factor=AHEAD + 1):
-            now = near
+            x = widen(near, DTYPE, False, NATIVE)
             if AHEAD == 2:
                 near = far
-            ahead = load_whole(row_ptr, block - AHEAD, BLOCK, False, PACKED)
-            if AHEAD == 2:
-                far = ahead
+                far = load_whole(row_ptr, block - 2, BLOCK, False, PACKED)
             else:
-                near = ahead
-            write_block(
-                grad_row_ptr, block, now, coefficients, scale, kl_scale,
-                V, BLOCK, True, False, CURVED, TWO, NATIVE,
-            )  # fmt: skip
+                near = load_whole(row_ptr, block - 1, BLOCK, False, PACKED)
+            write_block(grad_row_ptr, block, x, coefficients, scale, kl_scale, V, BLOCK, True, CURVED, TWO)
         for i in tl.static_range(LEFT):
+            x = widen(near if i == 0 else far, DTYPE, False, NATIVE)
             write_block(
-                grad_row_ptr, LEFT - 1 - i, near if i == 0 else far, coefficients, scale, kl_scale,
-                V, BLOCK, True, False, CURVED, TWO, NATIVE,
-            )  # fmt: skip
+                grad_row_ptr, LEFT - 1 - i, x, coefficients, scale, kl_scale, V, BLOCK, True, CURVED, TWO
+            )
 
         tl.debug_barrier()
         out: tl.constexpr = grad_ptr.dtype.element_ty

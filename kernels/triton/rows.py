@@ -258,13 +258,11 @@ def softmax_gradient(x, coefficients, scale, kl_scale, CURVED: tl.constexpr, TWO
 @triton.jit
 def write_block(
     grad_row_ptr, block, x, coefficients, scale, kl_scale,
-    V: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, HELD: tl.constexpr,
-    CURVED: tl.constexpr, TWO: tl.constexpr, NATIVE: tl.constexpr,
+    V: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, CURVED: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    x = widen(x, grad_row_ptr.dtype.element_ty, HELD, NATIVE)
-    store_block(
-        grad_row_ptr, block, softmax_gradient(x, coefficients, scale, kl_scale, CURVED, TWO), V, BLOCK, WHOLE
-    )
+    """The gradient of a block x (fp32)."""
+    gradient = softmax_gradient(x, coefficients, scale, kl_scale, CURVED, TWO)
+    store_block(grad_row_ptr, block, gradient, V, BLOCK, WHOLE)
 
 
 @triton.jit
