@@ -68,7 +68,8 @@ class Optimiser(Section):
     compile: bool = False
     """torch.compile of each decoder layer."""
     attention: Literal["auto", "sdpa", "flash"] = "auto"
-    """sdpa masks packed rows; flash takes variable lengths (CUDA); auto takes flash where it can run."""
+    """sdpa masks packed rows; flash takes one sequence, or response beside a shared prompt, at a time; auto
+    takes flash where the device and the model can."""
 
 
 class Packing(Section):
@@ -79,7 +80,7 @@ class Packing(Section):
     row_tokens: int = Field(default=0, ge=0)
     """Length of the rows under a mask; 0 is the batch's longest sequence. flash packs without padding."""
     share_prompts: bool = True
-    """Compute each prompt once for all its rollouts (an attention mask over the tree)."""
+    """Compute each prompt once for all its rollouts."""
 
 
 class TrainSettings(Packing, Optimiser):  # pydantic puts the last base's settings first

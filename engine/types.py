@@ -7,7 +7,7 @@ support entries, L positions of a packed row.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,9 +50,22 @@ class TeacherTopK:
     token_logps_NM: Tensor
 
 
+class Piece(NamedTuple):
+    """Flat positions that attend causally to themselves and, before that, to all of a prompt elsewhere.
+
+    A prompt and its first response are one piece, with no prompt elsewhere; each other response is one.
+    """
+
+    begin: int
+    end: int
+    prompt_begin: int = 0
+    prompt_end: int = 0
+    """`prompt_begin` where there is none."""
+
+
 @dataclass(frozen=True)
 class TokenBatch:
-    """A packed micro-batch: rows of several sequences, told apart by an attention mask.
+    """A packed micro-batch: rows of several sequences, told apart by an attention mask or by pieces.
 
     A prompt may stand once for several responses: a position sees the prompt of its unit and its own
     response.
@@ -72,10 +85,8 @@ class TokenBatch:
     """(N,) int64, the response tokens."""
     flat_N: Tensor
     """(N,) int64, where each token stands in the flat order of the whole batch."""
-    unit_starts: Tensor
-    """(units + 1,) int32, the flat positions where units and stretches of padding begin, and rows * L."""
-    longest_unit: int
-    """Most positions between two of them."""
+    pieces: tuple[Piece, ...]
+    """In order; with stretches of padding, which are pieces too, they hold every position once."""
 
     def attention_mask(self) -> Tensor:
         """(rows, 1, L, L) bool, True where a position may look. Padding sees itself, so no row is empty."""

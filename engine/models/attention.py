@@ -1,68 +1,87 @@
-"""How packed rows attend: under a mask over whole rows, or a sequence at a time by variable-length kernels.
+"""How packed rows attend: under a mask over whole rows, or a piece at a time.
 
-The mask serves every layout. The kernels need rows of whole sequences, none of which shares its prompt; they
-are torch's own (`torch.nn.attention.varlen`), and are used only where they agree with sdpa on this device.
+The mask serves every layout and costs the square of the row. A piece is a prompt with its first response, or
+one of the others, whose queries see all keys of the prompt that it shares and, causally, its own (`Piece`).
+Pieces need plain causal attention, and are used only where they agree with sdpa on this device.
 
-Shapes: T positions of a packed batch, H heads, d head dimension.
+- On a CPU a piece attends to itself, and all others of a unit to the prompt at once. The two halves are put
+  together by their log-sum-exp, and the backward of each is exact with the output and log-sum-exp of the
+  whole: no score outside of a block is held, no key copied. It computes in fp32 (bfloat16 products are slow).
+- On a GPU torch's variable-length kernels (`torch.nn.attention.varlen`) take keys with the prompt before each
+  piece's own; their causal mask is aligned at the bottom right.
+
+Shapes: T positions of a packed batch, S pieces, H heads, K key-value heads, G = H / K, d head dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from smopd.engine.types import TokenBatch
+from smopd.engine.types import Piece, TokenBatch
 
 MASKED = "sdpa"
-SEQUENCES = "smopd_sequences"  # the name among transformers' attention functions
+PIECES = "smopd_pieces"  # the name among transformers' attention functions
 PROBE_TOLERANCE = 3e-2  # ours: relative to the largest value, a few roundings of bfloat16
+PROBE = (  # two units and one without responses
+    Piece(0, 7),
+    Piece(7, 8, 0, 3),
+    Piece(8, 27, 0, 3),
+    Piece(27, 28),
+    Piece(28, 60),
+    Piece(60, 64, 28, 50),
+)
+
+Attend = Callable[[Tensor, Tensor, Tensor, Sequence[Piece], "float | None"], Tensor]
+"""(T, H, d) queries, (T, K, d) keys and values, pieces, scale -> (T, H, d)."""
 
 
-def choose(
-    model: PreTrainedModel, wanted: str, device: torch.device, dtype: torch.dtype, *, share_prompts: bool
-) -> str:
+def choose(model: PreTrainedModel, wanted: str, device: torch.device, dtype: torch.dtype) -> str:
     """Sets how `model` attends, and says it in a few words for the log.
 
     Args:
-        wanted: "auto", "sdpa" (the mask) or "flash" (a sequence at a time).
+        wanted: "auto", "sdpa" (the mask) or "flash" (a piece at a time).
         dtype: that of the computation.
-        share_prompts: whether a prompt stands once for several responses.
     Raises:
         ValueError: "flash" cannot serve here.
     """
-    reason = None
-    if wanted == "sdpa":
-        reason = "as set"
-    elif share_prompts:
-        reason = "prompts are shared"
-    elif wanted == "auto" and device.type == "cpu":
-        reason = "on the CPU"
-    elif device.type != "cpu":
-        reason = kernel_fault(model, device, dtype)
+    reason = "as set" if wanted == "sdpa" else own_way(model) or fault(model, device, dtype)
     if wanted == "flash" and reason is not None:
         raise ValueError(f"attention: 'flash' cannot serve, {reason}; expected 'auto' or 'sdpa'")
     if reason is not None:
         model.set_attn_implementation(MASKED)
         return f"sdpa under a mask ({reason})"
-    AttentionInterface.register(SEQUENCES, attend_sequences)
-    model.set_attn_implementation(SEQUENCES)
-    return "sdpa, a sequence at a time" if device.type == "cpu" else "torch's variable-length kernels"
+    AttentionInterface.register(PIECES, attend_pieces)
+    AttentionMaskInterface.register(PIECES, AttentionMaskInterface()[MASKED])  # of calls without pieces
+    model.set_attn_implementation(PIECES)
+    return "a sequence at a time" if device.type == "cpu" else "torch's variable-length kernels"
 
 
-def takes_sequences(model: PreTrainedModel) -> bool:
-    """Whether sequences attend one at a time, so that padding between them would be computed for nothing."""
-    return model.config._attn_implementation == SEQUENCES
+def choose_together(models: Sequence[PreTrainedModel]) -> bool:
+    """Sets how frozen models that score the same batches attend; whether they all take pieces."""
+    for wanted in ("auto", "sdpa"):
+        for model in models:
+            choose(model, wanted, model.device, model.dtype)
+        if all(takes_pieces(model) for model in models):
+            return True
+    return False
+
+
+def takes_pieces(model: PreTrainedModel) -> bool:
+    """Whether pieces attend one at a time, so that padding between them would be computed for nothing."""
+    return model.config._attn_implementation == PIECES
 
 
 def decoder_inputs(model: PreTrainedModel, batch: TokenBatch) -> dict[str, Any]:
     """What the decoder of `model` takes for `batch`, by its way to attend."""
-    if not takes_sequences(model):
+    if not takes_pieces(model):
         return {
             "input_ids": batch.input_ids,
             "attention_mask": batch.attention_mask(),
@@ -71,12 +90,13 @@ def decoder_inputs(model: PreTrainedModel, batch: TokenBatch) -> dict[str, Any]:
     return {
         "input_ids": batch.input_ids.view(1, -1),
         "position_ids": batch.position_ids.view(1, -1),
-        "cu_seq_lens_q": batch.unit_starts,
-        "max_length_q": batch.longest_unit,
+        "attention_mask": batch.input_ids.new_ones(1, 1, 1, 1),  # none is made of the rows where one is given
+        "pieces": batch.pieces,
     }
 
 
-def attend_sequences(
+@torch.compiler.disable  # the pieces are other ones in each batch
+def attend_pieces(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -84,66 +104,216 @@ def attend_sequences(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    cu_seq_lens_q: Tensor,
-    max_length_q: int,
-    **_: Any,
+    pieces: Sequence[Piece] | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: (1, H, T, d) queries, keys and values; (1, T, H, d) back."""
-    query_THd, key_THd, value_THd = (x[0].transpose(0, 1) for x in (query, key, value))
-    attend = _by_loop if query.device.type == "cpu" else _by_kernel
-    return attend(query_THd, key_THd, value_THd, cu_seq_lens_q, max_length_q, scaling)[None], None
+    """transformers' attention function: (1, H, T, d) queries, (1, K, T, d) keys, values; (1, T, H, d) back.
+
+    Without pieces (a call that is not `decoder_inputs`') it is sdpa.
+    """
+    if pieces is None:
+        sdpa = AttentionInterface()[MASKED]
+        return sdpa(module, query, key, value, attention_mask, scaling=scaling, **others)
+    query_THd, key_TKd, value_TKd = (x[0].transpose(0, 1) for x in (query, key, value))
+    return _form(query.device)(query_THd, key_TKd, value_TKd, pieces, scaling)[None], None
 
 
-def _by_loop(
-    query_THd: Tensor, key_THd: Tensor, value_THd: Tensor, starts: Tensor, longest: int, scale: float | None
+def _form(device: torch.device) -> Attend:
+    return by_halves if device.type == "cpu" else by_kernel
+
+
+def by_loop(
+    query_THd: Tensor, key_TKd: Tensor, value_TKd: Tensor, pieces: Sequence[Piece], scale: float | None
 ) -> Tensor:
+    """An sdpa call a piece: what the others are held to."""
+    keys, values = (_behind_prompts(x, pieces) for x in (key_TKd, value_TKd))
     outputs = []
-    for begin, end in pairwise(starts.tolist()):
-        query, key, value = (x[begin:end].transpose(0, 1)[None] for x in (query_THd, key_THd, value_THd))
-        out = functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=True
+    for piece, (begin, end) in zip(pieces, pairwise(_key_starts(pieces)), strict=True):
+        query, key, value = (
+            x.transpose(0, 1)[None]
+            for x in (query_THd[piece.begin : piece.end], keys[begin:end], values[begin:end])
         )
+        n_queries, n_keys = query.shape[2], key.shape[2]
+        mask = torch.ones(n_queries, n_keys, dtype=torch.bool, device=query.device)
+        mask = mask.tril(n_keys - n_queries)
+        out = functional.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True)
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
 
 
-def _by_kernel(
-    query_THd: Tensor, key_THd: Tensor, value_THd: Tensor, starts: Tensor, longest: int, scale: float | None
+def by_kernel(
+    query_THd: Tensor, key_TKd: Tensor, value_TKd: Tensor, pieces: Sequence[Piece], scale: float | None
 ) -> Tensor:
+    """torch's variable-length kernels; CUDA alone."""
     from torch.nn.attention.varlen import varlen_attn
 
-    query, key, value = (x.contiguous() for x in (query_THd, key_THd, value_THd))
+    query = query_THd.contiguous()
+    key, value = (_behind_prompts(x, pieces).contiguous() for x in (key_TKd, value_TKd))
     causal: dict[str, Any] = {"window_size": (-1, 0), "enable_gqa": True}
-    out = varlen_attn(query, key, value, starts, starts, longest, longest, scale=scale, **causal)
+    out = varlen_attn(query, key, value, *_starts(tuple(pieces), query.device), scale=scale, **causal)
     assert isinstance(out, Tensor)  # nothing else was asked for
     return out
 
 
-def kernel_fault(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernels cannot serve the model here; None where output and gradients agree with sdpa."""
-    config = model.config
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+def by_halves(
+    query_THd: Tensor, key_TKd: Tensor, value_TKd: Tensor, pieces: Sequence[Piece], scale: float | None
+) -> Tensor:
+    """Each piece with itself, the rest of a unit with its prompt, put together; CPU alone."""
+    out: Tensor = _Halves.apply(query_THd, key_TKd, value_TKd, pieces, scale)
+    return out
+
+
+class _Halves(torch.autograd.Function):
+    """Keeps its inputs, its output and one log-sum-exp a query and head."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: Sequence[Piece], scale: float | None
+    ) -> Tensor:
+        forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        wide = partial(_wide, kv_heads=key.shape[1], group=query.shape[1] // key.shape[1])
+        query_KGTd, key_KGTd, value_KGTd = wide(query), wide(key), wide(value)
+        out = torch.empty(query.shape)
+        out_KGTd = wide(out)
+        lse_KGT = torch.empty(query_KGTd.shape[:3])
+        for rows, keys, causal in _halves(pieces):
+            half_KGTd, half_KGT = forward(
+                query_KGTd[:, :, rows], key_KGTd[:, :, keys], value_KGTd[:, :, keys], 0.0, causal, scale=scale
+            )
+            if causal:
+                out_KGTd[:, :, rows], lse_KGT[:, :, rows] = half_KGTd, half_KGT
+                continue
+            own_KGT = lse_KGT[:, :, rows]
+            whole_KGT = torch.logaddexp(own_KGT, half_KGT)
+            out_KGTd[:, :, rows] *= (own_KGT - whole_KGT).exp_()[..., None]
+            out_KGTd[:, :, rows].addcmul_(half_KGTd, (half_KGT - whole_KGT).exp_()[..., None])
+            lse_KGT[:, :, rows] = whole_KGT
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse_KGT)
+        ctx.pieces, ctx.scale = pieces, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        query, key, value, out, lse_KGT = ctx.saved_tensors
+        wide = partial(_wide, kv_heads=key.shape[1], group=query.shape[1] // key.shape[1])
+        query_KGTd, key_KGTd, value_KGTd = wide(query), wide(key), wide(value)
+        grad_out_KGTd, out_KGTd = wide(gradients[0]), wide(out)
+        of_query, of_key, of_value = (torch.empty(x.shape) for x in (query, key, value))
+        of_query_KGTd = wide(of_query)
+        for rows, keys, causal in _halves(ctx.pieces):
+            found = backward(
+                grad_out_KGTd[:, :, rows],
+                query_KGTd[:, :, rows],
+                key_KGTd[:, :, keys],
+                value_KGTd[:, :, keys],
+                out_KGTd[:, :, rows],
+                lse_KGT[:, :, rows],
+                0.0,
+                causal,
+                scale=ctx.scale,
+            )
+            places = of_query_KGTd[:, :, rows], of_key[keys].transpose(0, 1), of_value[keys].transpose(0, 1)
+            sums = found[0], found[1].sum(1), found[2].sum(1)
+            for place, part in zip(places, sums, strict=True):
+                place.copy_(part) if causal else place.add_(part)
+        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None, None
+
+
+def _wide(x_TNd: Tensor, kv_heads: int, group: int) -> Tensor:
+    """(K, G, T, d) fp32 of (T, H, d), or of (T, K, d) whose heads then stand G times; a view of fp32."""
+    x_TKGd = x_TNd.float().unflatten(1, (kv_heads, -1)).expand(-1, -1, group, -1)
+    return x_TKGd.permute(1, 2, 0, 3)
+
+
+def _halves(pieces: Sequence[Piece]) -> Iterator[tuple[slice, slice, bool]]:
+    """Rows, the keys that they see, and whether causally: each piece itself, then a unit's the prompt."""
+    for (begin, end), members in groupby(pieces, key=lambda piece: (piece.prompt_begin, piece.prompt_end)):
+        unit = list(members)
+        for piece in unit:
+            rows = slice(piece.begin, piece.end)
+            yield rows, rows, True
+        if begin < end:
+            yield slice(unit[0].begin, unit[-1].end), slice(begin, end), False
+
+
+def _key_starts(pieces: Sequence[Piece]) -> list[int]:
+    """Where each piece's keys begin, the shared prompt before its own, and where the last ones end."""
+    lengths = (piece.end - piece.begin + piece.prompt_end - piece.prompt_begin for piece in pieces)
+    return list(accumulate(lengths, initial=0))
+
+
+def _behind_prompts(x_TKd: Tensor, pieces: Sequence[Piece]) -> Tensor:
+    """The keys (or values) of all pieces, each with its prompt's before its own.
+
+    Cut and joined, not indexed: the gradient of a prompt is then summed in one order, on GPUs too.
+    """
+    if all(piece.prompt_begin == piece.prompt_end for piece in pieces):
+        return x_TKd
+    cuts = sorted({0, x_TKd.shape[0], *(place for piece in pieces for place in piece)})
+    parts = x_TKd.split([end - begin for begin, end in pairwise(cuts)])
+    at = {cut: i for i, cut in enumerate(cuts)}
+    taken = []
+    for piece in pieces:
+        taken += parts[at[piece.prompt_begin] : at[piece.prompt_end]]
+        taken += parts[at[piece.begin] : at[piece.end]]
+    return torch.cat(taken)
+
+
+@lru_cache(maxsize=4)  # of the layers of a batch
+def _starts(pieces: tuple[Piece, ...], device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+    """Of queries and of keys, (S + 1,) int32, and the longest piece by each."""
+    places = [piece.begin for piece in pieces] + [pieces[-1].end], _key_starts(pieces)
+    queries, keys = (torch.tensor(place, dtype=torch.int32, device=device) for place in places)
+    longest, most_keys = (max(end - begin for begin, end in pairwise(place)) for place in places)
+    return queries, keys, longest, most_keys
+
+
+def own_way(model: PreTrainedModel) -> str | None:
+    """Why pieces cannot serve the model's layers, which is that they are not causal attention alone."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or [])
+    if others := sorted(kinds - {"full_attention"}):
+        return f"the model has {others} layers"
+    if not kinds and getattr(config, "sliding_window", None):
+        return f"the model attends to the last {config.sliding_window} tokens"
+    if cap := getattr(config, "attn_logit_softcapping", None):
+        return f"the model caps its scores at {cap}"
+    if any(hasattr(module, "sinks") for module in model.modules()):
+        return "the model has attention sinks"
+    if getattr(config, "v_head_dim", None):
+        return "the model's values have a head size of their own"
+    if not model._supports_attention_backend:
+        return "the model's attention is its own code"
+    return None
+
+
+def fault(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why pieces cannot serve on the device; None where output and gradients agree with sdpa a piece."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    lengths = torch.tensor([0, 3, 4, 64], dtype=torch.int32, device=device)
     generator = torch.Generator(device).manual_seed(0)
     inputs = [
-        torch.randn(64, n, size, generator=generator, device=device, dtype=dtype)
+        torch.randn(PROBE[-1].end, n, size, generator=generator, device=device, dtype=dtype)
         for n in (heads, kv_heads, kv_heads)
     ]
 
-    def results(attend: Callable[..., Tensor]) -> list[Tensor]:
-        leaves = [x.clone().requires_grad_() for x in inputs]
+    def results(attend: Attend) -> list[Tensor]:
+        query, key, value = leaves = [x.clone().requires_grad_() for x in inputs]
         with torch.enable_grad():
-            out = attend(*leaves, lengths, 60, None)
+            out = attend(query, key, value, PROBE, None)
             return [out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)]
 
     try:
-        found = results(_by_kernel)
-    except (ImportError, RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        found = results(_form(device))
+    except (AttributeError, ImportError, RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         line = next(iter(str(error).splitlines()), "")
-        return f"the variable-length kernels cannot run here: {type(error).__name__} {line[:120]}".rstrip()
-    for mine, expected in zip(found, results(_by_loop), strict=True):
+        return f"torch's kernels cannot run here: {type(error).__name__} {line[:120]}".rstrip()
+    for mine, expected in zip(found, results(by_loop), strict=True):
         error_ = float((mine.float() - expected.float()).abs().max() / expected.float().abs().max())
         if not error_ <= PROBE_TOLERANCE:
-            return f"the variable-length kernels are {error_:.1e} off sdpa"
+            return f"torch's kernels are {error_:.1e} off sdpa"
     return None

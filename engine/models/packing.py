@@ -2,20 +2,20 @@
 
 A unit is a prompt with one or more of its responses. Under a mask, whose cost is the square of the row, rows
 are as long as the longest unit they must hold (or `row_tokens`), shorter units share rows, and a micro-batch
-holds as many rows as its token budget allows. Where sequences attend one at a time, a micro-batch is one row
+holds as many rows as its token budget allows. Where pieces attend one at a time, a micro-batch is one row
 without padding. A response's last token is predicted but never read, so it takes no position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
 
 from smopd.engine.settings import Packing
-from smopd.engine.types import Rollout, TokenBatch
+from smopd.engine.types import Piece, Rollout, TokenBatch
 
 
 def flat_offsets(rollouts: Sequence[Rollout]) -> list[int]:
@@ -67,7 +67,7 @@ def empty_batch() -> TokenBatch:
     """One position and no response token: for a rank that has run out of micro-batches."""
     one = torch.zeros(1, 1, dtype=torch.int64)
     none = torch.zeros(0, dtype=torch.int64)
-    return TokenBatch(one, one, one, one - 1, none, none, none, torch.tensor([0, 1], dtype=torch.int32), 1)
+    return TokenBatch(one, one, one, one - 1, none, none, none, (Piece(0, 1),))
 
 
 def _length(rollouts: Sequence[Rollout], unit: list[int]) -> int:
@@ -101,9 +101,10 @@ def _lay_out(
         at = row * row_length
         for unit in units:
             prompt_ids = rollouts[unit[0]].prompt_ids
-            end_of_prompt = at + len(prompt_ids)
+            begin, end_of_prompt = at, at + len(prompt_ids)
             grid.put(at, prompt_ids, range(len(prompt_ids)), n_units, -1)
             at = end_of_prompt
+            ends = []
             for i in unit:
                 response_ids = rollouts[i].response_ids.tolist()
                 if not response_ids:
@@ -112,8 +113,19 @@ def _lay_out(
                 grid.put(at, read, range(len(prompt_ids), len(prompt_ids) + len(read)), n_units, i)
                 grid.predict((end_of_prompt - 1, *range(at, at + len(read))), response_ids, offsets[i])
                 at += len(read)
+                ends += [at] if read else []
+            grid.pieces += _pieces(begin, end_of_prompt, ends)
             n_units += 1
+        if at < (row + 1) * row_length:
+            grid.pieces.append(Piece(at, (row + 1) * row_length))
     return grid.batch()
+
+
+def _pieces(begin: int, end_of_prompt: int, ends: list[int]) -> Iterator[Piece]:
+    """Of a unit whose responses end at `ends`: the prompt with the first one, then each of the others."""
+    yield Piece(begin, ends[0] if ends else end_of_prompt)
+    for start, end in pairwise(ends):
+        yield Piece(start, end, begin, end_of_prompt)
 
 
 class _Grid:
@@ -127,6 +139,7 @@ class _Grid:
         self.predictor_N: list[int] = []
         self.token_ids_N: list[int] = []
         self.flat_N: list[int] = []
+        self.pieces: list[Piece] = []
 
     def put(self, at: int, ids: Sequence[int], positions: range, unit: int, sample: int) -> None:
         span = slice(at, at + len(ids))
@@ -139,9 +152,6 @@ class _Grid:
         self.flat_N += range(offset, offset + len(token_ids))
 
     def batch(self) -> TokenBatch:
-        size, length = len(self.unit_ids), self.shape[1]
-        starts = [at for at in range(size) if at % length == 0 or self.unit_ids[at] != self.unit_ids[at - 1]]
-        starts.append(size)
         return TokenBatch(
             input_ids=self._grid(self.input_ids),
             position_ids=self._grid(self.position_ids),
@@ -150,8 +160,7 @@ class _Grid:
             predictor_N=torch.tensor(self.predictor_N, dtype=torch.int64),
             token_ids_N=torch.tensor(self.token_ids_N, dtype=torch.int64),
             flat_N=torch.tensor(self.flat_N, dtype=torch.int64),
-            unit_starts=torch.tensor(starts, dtype=torch.int32),
-            longest_unit=max(end - begin for begin, end in pairwise(starts)),
+            pieces=tuple(self.pieces),
         )
 
     def _grid(self, values: list[int]) -> Tensor:

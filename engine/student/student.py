@@ -82,8 +82,7 @@ class Student:
         self.skipped = 0
         self.vocabulary = head(model)[0].shape[0]
         dtype = getattr(torch, settings.compute_dtype)
-        shared = settings.share_prompts
-        attends = attention.choose(model, settings.attention, device, dtype, share_prompts=shared)
+        attends = attention.choose(model, settings.attention, device, dtype)
         without_dropout(model)
         if settings.lora is not None:
             from smopd.engine.student import lora
@@ -226,7 +225,7 @@ class Student:
 
     def _micro_batches(self, rollouts: Sequence[Rollout]) -> list[TokenBatch]:
         """As many on every rank, and at least one: empty ones, which weigh nothing, fill up."""
-        one_row = attention.takes_sequences(self.model)
+        one_row = attention.takes_pieces(self.model)
         batches = pack(rollouts, self.settings, one_row=one_row)
         count = torch.tensor(len(batches), device=self.device)
         most = max(1, int(distributed.all_reduce(count, "max")))

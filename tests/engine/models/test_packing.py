@@ -1,10 +1,9 @@
 """Packing changes no hidden state and no order, and keeps to its budget."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 
+from smopd.engine.models.attention import choose, takes_pieces
 from smopd.engine.models.loading import response_hidden
 from smopd.engine.models.packing import empty_batch, flat_offsets, pack
 from smopd.engine.settings import Packing
@@ -21,10 +20,15 @@ PACKINGS = {
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
-@pytest.mark.parametrize("one_row", [False, True])
+@pytest.mark.parametrize(
+    ("wanted", "one_row"), [("sdpa", False), ("sdpa", True), ("auto", False), ("auto", True)]
+)
 @pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS.keys())
-def test_hidden_states_equal_those_of_single_sequences(packing, one_row, family):
+def test_hidden_states_equal_those_of_single_sequences(packing, wanted, one_row, family):
     model, rollouts = tiny_model(family=family).eval(), ragged_rollouts(0)
+    plain = tiny_model(family=family).eval()
+    choose(model, wanted, torch.device("cpu"), torch.float32)
+    assert takes_pieces(model) == (wanted == "auto")
     offsets = flat_offsets(rollouts)
     hidden_ND = torch.full((offsets[-1], 64), torch.nan)
     token_ids_N = torch.full((offsets[-1],), -1)
@@ -35,7 +39,7 @@ def test_hidden_states_equal_those_of_single_sequences(packing, one_row, family)
             token_ids_N[batch.flat_N] = batch.token_ids_N
         for i, rollout in enumerate(rollouts):
             ids = torch.cat([torch.tensor(rollout.prompt_ids), rollout.response_ids])[None]
-            alone = model.get_decoder()(input_ids=ids).last_hidden_state[0, len(rollout.prompt_ids) - 1 : -1]
+            alone = plain.get_decoder()(input_ids=ids).last_hidden_state[0, len(rollout.prompt_ids) - 1 : -1]
             torch.testing.assert_close(hidden_ND[offsets[i] : offsets[i + 1]], alone, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(token_ids_N, torch.cat([rollout.response_ids for rollout in rollouts]))
 
@@ -76,18 +80,3 @@ def test_nothing_to_pack_and_the_empty_batch():
     hidden = response_hidden(tiny_model(), empty_batch())
     assert hidden.shape == (0, 64)
     assert hidden.requires_grad
-
-
-@pytest.mark.parametrize("one_row", [False, True])
-@pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS.keys())
-def test_unit_starts_cut_rows_where_units_change(packing, one_row):
-    for batch in [*pack(ragged_rollouts(4), packing, one_row=one_row), empty_batch()]:
-        starts = batch.unit_starts.tolist()
-        assert starts[0] == 0 and starts[-1] == batch.input_ids.numel() and starts == sorted(set(starts))
-        assert batch.longest_unit == max(end - begin for begin, end in pairwise(starts))
-        units = batch.unit_ids.flatten().tolist()
-        length = batch.input_ids.shape[1]
-        for begin, end in pairwise(starts):
-            assert len(set(units[begin:end])) == 1 and begin // length == (end - 1) // length
-        changes = [at for at in range(1, len(units)) if at % length and units[at] != units[at - 1]]
-        assert set(changes) <= set(starts)

@@ -1,0 +1,344 @@
+"""Pieces attend as the mask says, outputs and gradients, and where they cannot the mask stays."""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+from torch.nn.attention import varlen
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from smopd.engine.models import attention
+from smopd.engine.models.loading import response_hidden
+from smopd.engine.models.packing import pack
+from smopd.engine.settings import Packing
+from smopd.engine.types import Rollout, TokenBatch
+from tests.engine.tiny import ragged_rollouts, tiny_model
+
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, SIZE = 4, 2, 16
+SHAPE = {
+    "vocab_size": 53,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+}
+UNITS = st.lists(
+    st.tuples(st.integers(1, 70), st.lists(st.integers(1, 40), min_size=1, max_size=5)),
+    min_size=1,
+    max_size=4,
+)
+HOSTILE = {
+    "one token": [(1, [1])],
+    "no read position": [(5, [1, 1, 1])],
+    "a single response": [(9, [7])],
+    "one-token responses between": [(4, [1, 6, 1, 1, 3])],
+    "first response is one token": [(4, [1, 6, 5])],
+    "prompts of very different lengths": [(300, [2, 3]), (1, [40, 1, 40]), (2, [2] * 9)],
+    "prompt of one token": [(1, [9, 9, 9])],
+}
+
+
+def batch_of(units: list[tuple[int, list[int]]], share: bool = True) -> TokenBatch:
+    rollouts = [
+        Rollout((2,) * prompt, torch.zeros(length, dtype=torch.int64), torch.zeros(length), group, True)
+        for group, (prompt, lengths) in enumerate(units)
+        for length in lengths
+    ]
+    (batch,) = pack(rollouts, Packing(micro_batch_tokens=10_000, share_prompts=share), one_row=True)
+    return batch
+
+
+def inputs(n: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(n)
+    sizes = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    return [torch.randn(n, heads, SIZE, generator=generator).to(dtype) for heads in sizes]
+
+
+def results(attend, query, key, value, grad_out, *rest) -> list[torch.Tensor]:
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    out = attend(*leaves, *rest)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+
+
+def under_the_mask(query, key, value, batch: TokenBatch) -> torch.Tensor:
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    key, value = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (key, value))
+    mask = batch.attention_mask()
+    return functional.scaled_dot_product_attention(query, key, value, mask)[0].transpose(0, 1)
+
+
+def bottom_right_varlen(
+    query, key, value, starts, key_starts, longest, longest_k, *, scale, window_size, **_
+):
+    """What torch's kernels do, by their documentation, of CPU tensors."""
+    assert window_size == (-1, 0)
+    assert starts.dtype == key_starts.dtype == torch.int32
+    places, key_places = starts.tolist(), key_starts.tolist()
+    assert (longest, longest_k) == tuple(max(b - a for a, b in pairwise(p)) for p in (places, key_places))
+    outputs = []
+    for (a, b), (c, d) in zip(pairwise(places), pairwise(key_places), strict=True):
+        own_key, own_value = (x[c:d].repeat_interleave(HEADS // KV_HEADS, 1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query[a:b], own_key) * (scale or SIZE**-0.5)
+        seen = torch.arange(d - c)[None] <= torch.arange(b - a)[:, None] + (d - c) - (b - a)
+        probabilities = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", probabilities, own_value))
+    return torch.cat(outputs)
+
+
+@pytest.fixture(params=["halves", "loop", "kernel"])
+def form(request, monkeypatch):
+    monkeypatch.setattr(varlen, "varlen_attn", bottom_right_varlen)
+    return getattr(attention, f"by_{request.param}")
+
+
+def assert_as_under_the_mask(form, batch: TokenBatch) -> None:
+    tensors = inputs(batch.input_ids.numel())
+    found = results(form, *tensors, batch.pieces, None)
+    for mine, expected in zip(found, results(under_the_mask, *tensors, batch), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "separate"])
+@pytest.mark.parametrize("units", HOSTILE.values(), ids=HOSTILE.keys())
+def test_hostile_layouts_attend_as_under_the_mask(form, units, share):
+    assert_as_under_the_mask(form, batch_of(units, share))
+
+
+@settings(max_examples=25, deadline=None)
+@given(units=UNITS)
+def test_any_layout_attends_as_under_the_mask(units):
+    assert_as_under_the_mask(attention.by_halves, batch_of(units))
+    assert_as_under_the_mask(attention.by_loop, batch_of(units))
+
+
+@settings(max_examples=25, deadline=None)
+@given(units=UNITS, row=st.integers(0, 200))
+def test_pieces_hold_every_position_once_and_prompts_of_their_unit(units, row):
+    rollouts = [
+        Rollout((2,) * prompt, torch.zeros(length, dtype=torch.int64), torch.zeros(length), group, True)
+        for group, (prompt, lengths) in enumerate(units)
+        for length in lengths
+    ]
+    for batch in pack(rollouts, Packing(micro_batch_tokens=200, row_tokens=row)):
+        samples, units_ = batch.sample_ids.flatten().tolist(), batch.unit_ids.flatten().tolist()
+        assert [0, *(piece.end for piece in batch.pieces)] == [
+            *(piece.begin for piece in batch.pieces),
+            len(samples),
+        ]
+        for begin, end, prompt_begin, prompt_end in batch.pieces:
+            assert begin < end and len(set(units_[begin:end])) == 1
+            assert len(set(samples[begin:end]) - {-1}) <= 1
+            assert set(units_[prompt_begin:prompt_end]) <= {units_[begin]}
+            assert set(samples[prompt_begin:prompt_end]) <= {-1}
+
+
+def test_a_scale_is_the_one_given(form):
+    batch = batch_of([(5, [4, 3])])
+    tensors = inputs(batch.input_ids.numel())
+    tensors[0] *= 3 * SIZE**0.5
+    found = results(form, *tensors, batch.pieces, 1 / (3 * SIZE))
+    for mine, expected in zip(
+        found[:1], results(form, *inputs(len(tensors[0])), batch.pieces, None)[:1], strict=True
+    ):
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_is_as_near_to_fp32_as_its_rounding():
+    batch = batch_of([(40, [30, 20, 1, 9]), (3, [60, 2])])
+    tensors = inputs(batch.input_ids.numel(), torch.bfloat16)
+    expected = results(under_the_mask, *(x.float() for x in tensors), batch)
+    found = results(attention.by_halves, *tensors, batch.pieces, None)
+    for mine, exact in zip(found, expected, strict=True):
+        assert mine.dtype == torch.bfloat16
+        # rounded inputs are the same: the output is rounded once, and its rounding enters the gradients once
+        assert (mine.float() - exact).abs().max() < 2 * 2**-8 * exact.abs().max()
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers in a tensor that an operation returns."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        for value in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(value, torch.Tensor):
+                self.numbers = max(self.numbers, value.untyped_storage().nbytes() // value.element_size())
+        return out
+
+
+def test_nothing_holds_the_square_of_the_row():
+    batch = batch_of([(200, [150] * 6)])
+    tensors = inputs(batch.input_ids.numel())
+    with Largest() as largest:
+        results(attention.by_halves, *tensors, batch.pieces, None)
+    assert largest.numbers == tensors[0].numel()
+    with Largest() as largest:
+        results(under_the_mask, *tensors, batch)
+    assert largest.numbers >= len(tensors[0]) ** 2
+
+
+def without_prompts(query, key, value, pieces, scale):
+    return attention.by_halves(query, key, value, [piece._replace(prompt_end=0) for piece in pieces], scale)
+
+
+def top_left(query, key, value, pieces, scale):
+    def varlen_attn(query, key, value, starts, key_starts, *_, **__):
+        outputs = []
+        for (a, b), (c, d) in zip(pairwise(starts.tolist()), pairwise(key_starts.tolist()), strict=True):
+            tensors = (x.transpose(0, 1)[None] for x in (query[a:b], key[c:d], value[c:d]))
+            out = functional.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
+            outputs.append(out[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(varlen, "varlen_attn", varlen_attn)
+        return attention.by_kernel(query, key, value, pieces, scale)
+
+
+def another_prompt(query, key, value, pieces, scale):
+    wrong = [piece._replace(prompt_end=max(0, piece.prompt_end - 1)) for piece in pieces]
+    return attention.by_halves(query, key, value, wrong, scale)
+
+
+@pytest.mark.parametrize("mutant", [without_prompts, top_left, another_prompt])
+def test_the_probe_finds_what_is_wrong(mutant, monkeypatch):
+    model = tiny_model()
+    monkeypatch.setattr(attention, "_form", lambda device: mutant)
+    assert "off sdpa" in attention.fault(model, CPU, torch.float32)
+    assert attention.choose(model, "auto", CPU, torch.float32).startswith(
+        "sdpa under a mask (torch's kernels are"
+    )
+    with pytest.raises(ValueError, match="attention: 'flash' cannot serve, torch's kernels are"):
+        attention.choose(model, "flash", CPU, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_probe_passes_here_and_says_what_cannot_run(dtype, monkeypatch):
+    assert attention.fault(tiny_model(), CPU, dtype) is None
+    monkeypatch.setattr(attention, "_form", lambda device: attention.by_kernel)
+    assert attention.fault(tiny_model(), CPU, dtype).startswith("torch's kernels cannot run here: ")
+
+
+FAMILIES = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_compute_the_same_under_both(family):
+    torch.manual_seed(0)
+    model = FAMILIES[family]()
+    rollouts = ragged_rollouts(3)
+    packing = Packing(micro_batch_tokens=10_000)
+    found = []
+    for wanted in ("sdpa", "auto"):
+        said = attention.choose(model, wanted, CPU, torch.float32)
+        assert said == ("sdpa under a mask (as set)" if wanted == "sdpa" else "a sequence at a time")
+        (batch,) = pack(rollouts, packing, one_row=attention.takes_pieces(model))
+        order = batch.flat_N.argsort()
+        hidden_ND = response_hidden(model, batch)[order]
+        model.zero_grad()
+        hidden_ND.square().sum().backward()
+        grads = [p.grad.clone() for p in model.get_decoder().parameters()]
+        found.append([hidden_ND.detach(), *grads])
+    for masked, mine in zip(*found, strict=True):
+        torch.testing.assert_close(mine, masked, rtol=1e-3, atol=1e-4 * float(masked.abs().max()))
+
+
+OWN_WAYS = {
+    "sliding layers": (
+        lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=8, sliding_window=4)),
+        r"the model has \['sliding_attention'\] layers|the model has .*sliding_attention",
+    ),
+    "a window": (
+        lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=4)),
+        "the model attends to the last 4 tokens",
+    ),
+    "capped scores": (
+        lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=8, layer_types=["full_attention"] * 2)),
+        "the model caps its scores at 50.0",
+    ),
+    "sinks": (
+        lambda: GptOssForCausalLM(
+            GptOssConfig(**SHAPE, head_dim=8, layer_types=["full_attention"] * 2, num_local_experts=2)
+        ),
+        "the model has attention sinks",
+    ),
+    "values of another size": (
+        lambda: DeepseekV3ForCausalLM(
+            DeepseekV3Config(
+                **SHAPE, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8
+            )
+        ),
+        "the model's values have a head size of their own",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "reason"), OWN_WAYS.values(), ids=OWN_WAYS.keys())
+def test_attention_that_is_not_plain_and_causal_keeps_the_mask(make, reason, monkeypatch):
+    model = make()
+    monkeypatch.setattr(type(model), "set_attn_implementation", lambda self, name: None)  # some have no sdpa
+    for device in (CPU, torch.device("cuda")):  # known before anything is tried on the device
+        said = attention.choose(model, "auto", device, torch.float32)
+        assert said.startswith("sdpa under a mask (") and re.search(reason, said)
+        with pytest.raises(ValueError, match=f"'flash' cannot serve, ({reason})"):
+            attention.choose(model, "flash", device, torch.float32)
+
+
+def test_a_call_without_pieces_is_sdpa():
+    model = tiny_model().eval()
+    ids = torch.tensor([[5, 2, 3, 4, 9], [0, 0, 7, 8, 9]])
+    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
+    calls = {"input_ids": ids, "attention_mask": mask}
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    expected, generated = model(**calls).logits, model.generate(**calls, **options)
+    attention.choose(model, "auto", CPU, torch.float32)
+    torch.testing.assert_close(model(**calls).logits, expected)
+    assert model.generate(**calls, **options).equal(generated)
+
+
+def test_no_mask_is_made_beside_pieces():
+    model, batch = tiny_model(), batch_of([(60, [50] * 8)])
+    attention.choose(model, "auto", CPU, torch.float32)
+    with Largest() as largest:
+        response_hidden(model, batch)
+    assert largest.numbers < batch.input_ids.numel() ** 2
+
+
+def test_models_that_score_together_take_the_same():
+    plain, own = tiny_model(), OWN_WAYS["capped scores"][0]()
+    assert attention.choose_together([plain]) and attention.takes_pieces(plain)
+    assert not attention.choose_together([plain, own])
+    assert not attention.takes_pieces(plain) and not attention.takes_pieces(own)
