@@ -4,9 +4,7 @@ The mask serves every layout and costs the square of the row. A piece is a promp
 one of the others, whose queries see all keys of the prompt that it shares and, causally, its own (`Piece`).
 Pieces need plain causal attention, and are used only where they agree with sdpa on this device.
 
-- On a CPU a piece attends to itself, and all others of a unit to the prompt at once. The two halves are put
-  together by their log-sum-exp, and the backward of each is exact with the output and log-sum-exp of the
-  whole: no score outside of a block is held, no key copied. It computes in fp32 (bfloat16 products are slow).
+- On a CPU halves.py computes a piece with itself and a unit with its prompt, in fp32.
 - On a GPU torch's variable-length kernels (`torch.nn.attention.varlen`) take keys with the prompt before each
   piece's own; their causal mask is aligned at the bottom right.
 
@@ -15,9 +13,9 @@ Shapes: T positions of a packed batch, S pieces, H heads, K key-value heads, G =
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
-from itertools import accumulate, groupby, pairwise
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from smopd.engine.models.halves import by_halves
 from smopd.engine.types import Piece, TokenBatch
 
 MASKED = "sdpa"
@@ -153,89 +152,6 @@ def by_kernel(
     out = varlen_attn(query, key, value, *_starts(tuple(pieces), query.device), scale=scale, **causal)
     assert isinstance(out, Tensor)  # nothing else was asked for
     return out
-
-
-def by_halves(
-    query_THd: Tensor, key_TKd: Tensor, value_TKd: Tensor, pieces: Sequence[Piece], scale: float | None
-) -> Tensor:
-    """Each piece with itself, the rest of a unit with its prompt, put together; CPU alone."""
-    out: Tensor = _Halves.apply(query_THd, key_TKd, value_TKd, pieces, scale)
-    return out
-
-
-class _Halves(torch.autograd.Function):
-    """Keeps its inputs, its output and one log-sum-exp a query and head."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: Sequence[Piece], scale: float | None
-    ) -> Tensor:
-        forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        wide = partial(_wide, kv_heads=key.shape[1], group=query.shape[1] // key.shape[1])
-        query_KGTd, key_KGTd, value_KGTd = wide(query), wide(key), wide(value)
-        out = torch.empty(query.shape)
-        out_KGTd = wide(out)
-        lse_KGT = torch.empty(query_KGTd.shape[:3])
-        for rows, keys, causal in _halves(pieces):
-            half_KGTd, half_KGT = forward(
-                query_KGTd[:, :, rows], key_KGTd[:, :, keys], value_KGTd[:, :, keys], 0.0, causal, scale=scale
-            )
-            if causal:
-                out_KGTd[:, :, rows], lse_KGT[:, :, rows] = half_KGTd, half_KGT
-                continue
-            own_KGT = lse_KGT[:, :, rows]
-            whole_KGT = torch.logaddexp(own_KGT, half_KGT)
-            out_KGTd[:, :, rows] *= (own_KGT - whole_KGT).exp_()[..., None]
-            out_KGTd[:, :, rows].addcmul_(half_KGTd, (half_KGT - whole_KGT).exp_()[..., None])
-            lse_KGT[:, :, rows] = whole_KGT
-        out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, lse_KGT)
-        ctx.pieces, ctx.scale = pieces, scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        query, key, value, out, lse_KGT = ctx.saved_tensors
-        wide = partial(_wide, kv_heads=key.shape[1], group=query.shape[1] // key.shape[1])
-        query_KGTd, key_KGTd, value_KGTd = wide(query), wide(key), wide(value)
-        grad_out_KGTd, out_KGTd = wide(gradients[0]), wide(out)
-        of_query, of_key, of_value = (torch.empty(x.shape) for x in (query, key, value))
-        of_query_KGTd = wide(of_query)
-        for rows, keys, causal in _halves(ctx.pieces):
-            found = backward(
-                grad_out_KGTd[:, :, rows],
-                query_KGTd[:, :, rows],
-                key_KGTd[:, :, keys],
-                value_KGTd[:, :, keys],
-                out_KGTd[:, :, rows],
-                lse_KGT[:, :, rows],
-                0.0,
-                causal,
-                scale=ctx.scale,
-            )
-            places = of_query_KGTd[:, :, rows], of_key[keys].transpose(0, 1), of_value[keys].transpose(0, 1)
-            sums = found[0], found[1].sum(1), found[2].sum(1)
-            for place, part in zip(places, sums, strict=True):
-                place.copy_(part) if causal else place.add_(part)
-        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None, None
-
-
-def _wide(x_TNd: Tensor, kv_heads: int, group: int) -> Tensor:
-    """(K, G, T, d) fp32 of (T, H, d), or of (T, K, d) whose heads then stand G times; a view of fp32."""
-    x_TKGd = x_TNd.float().unflatten(1, (kv_heads, -1)).expand(-1, -1, group, -1)
-    return x_TKGd.permute(1, 2, 0, 3)
-
-
-def _halves(pieces: Sequence[Piece]) -> Iterator[tuple[slice, slice, bool]]:
-    """Rows, the keys that they see, and whether causally: each piece itself, then a unit's the prompt."""
-    for (begin, end), members in groupby(pieces, key=lambda piece: (piece.prompt_begin, piece.prompt_end)):
-        unit = list(members)
-        for piece in unit:
-            rows = slice(piece.begin, piece.end)
-            yield rows, rows, True
-        if begin < end:
-            yield slice(unit[0].begin, unit[-1].end), slice(begin, end), False
 
 
 def _key_starts(pieces: Sequence[Piece]) -> list[int]:
