@@ -155,7 +155,8 @@ def shard(
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
+            if distributed.world_size() > 1:  # one rank has nothing to sum; torch would divide into a copy
+                module.set_gradient_divide_factor(1.0)
     return policy
 
 

@@ -67,14 +67,15 @@ class Shape:
         if student.share_prompts:
             members = max(1, min(rollout.group_size, (budget_ - prompt) // max(1, answer - 1)))
         unit = prompt + members * (answer - 1)
-        masked = student.share_prompts or student.attention == "sdpa"
+        masked = student.attention == "sdpa"
         length = max(unit, student.row_tokens) if masked else unit
         prompts = -(-loop.prompts_per_step // machine.gpus)
         units = -(-loop.prompts_per_step // (machine.gpus * loop.updates_per_step))
         units *= -(-rollout.group_size // members)
         tokens = min(max(budget_, length), units * length)
         rows = min(max(1, budget_ // length), units)
-        batch = MicroBatch(tokens, rows * length * length if masked else 0, tokens)
+        keys = tokens * members * (prompt + answer - 1) // length
+        batch = MicroBatch(tokens, rows * length * length if masked else 0, tokens, keys)
         return cls(shards, batch, settings.longest_sequence, prompts * rollout.group_size, masked)
 
 

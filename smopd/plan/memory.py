@@ -27,6 +27,8 @@ class MicroBatch:
     """rows * L * L, the entries of the attention mask; 0 where sequences attend without one."""
     responses: int
     """N."""
+    keys: int = 0
+    """Positions of keys where they are more than T: on GPUs each response has its prompt's once more."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,15 @@ def layer_saved(sizes: ModelSizes, batch: MicroBatch, width: int) -> int:
                        MLP            4 width F              gate, silu(gate), up, their product
         once           width * mask                          the additive mask, made anew in each layer
 
-    Under a mask keys and values are repeated to all heads: k = 2 H d; else k = 2 d * kv_heads.
+    Under a mask keys and values are repeated to all heads: k = 2 H d; else k = 2 d * kv_heads * keys / T.
     """
-    heads, kv_heads = sizes.heads, sizes.heads if batch.mask else sizes.kv_heads
+    heads = sizes.heads
     norms = 2 * ((FP32 + 2 * width) * sizes.hidden + FP32)
-    attention = 2 * width * sizes.head_dim * (heads + kv_heads) + FP32 * heads
+    attention = 2 * width * sizes.head_dim * heads + FP32 * heads
+    keys = heads * batch.tokens if batch.mask else sizes.kv_heads * max(batch.tokens, batch.keys)
     mlp = 4 * width * sizes.intermediate
-    return batch.tokens * (norms + attention + mlp) + width * batch.mask
+    whole = batch.tokens * (norms + attention + mlp)
+    return whole + 2 * width * sizes.head_dim * keys + width * batch.mask
 
 
 def layer_forward(sizes: ModelSizes, batch: MicroBatch, width: int) -> int:
@@ -104,7 +108,7 @@ def update_moments(sizes: ModelSizes, batch: MicroBatch, training: Training) -> 
     width, whole, sharded = training.width, training.adapter is None, training.shards > 1
     layer, root, head = sizes.layer_parameters, sizes.root_parameters, sizes.head_parameters
     reduced = layer if training.adapter is None else -(-training.adapter // sizes.layers)
-    copies = 2 if sharded else 3  # of what is reduced, in fp32: before, after; one rank divides beside them
+    copies = 2  # of what is reduced, in fp32: before, after
     chunk, n_chunks = logits_chunk(sizes, batch.responses, training)
     hidden = width * batch.responses * sizes.hidden
     summed = FP32 if n_chunks > 1 else width

@@ -46,6 +46,7 @@ class Case:
     family: str = "qwen2"
     dtype: str = "float32"
     checkpointing: bool = False
+    attention: str = "auto"
     chunk_bytes: int = 16 << 20
     rows: int = 6
     prompt: int = 16
@@ -112,6 +113,7 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
         compute_dtype=case.dtype,
         micro_batch_tokens=case.rows * case.row_length,
         gradient_checkpointing=case.checkpointing,
+        attention=case.attention,
         head_chunk_bytes=case.chunk_bytes,
     )
     student = Student(make_model(case), settings, device)

@@ -42,6 +42,8 @@ CASES = {
     "llama": Case(family="llama"),
     "half-the-tokens": Case(rows=3),
     "long-row": Case(intermediate=96, rows=1, prompt=16, answer=101),
+    "under-a-mask": Case(attention="sdpa"),
+    "long-row-under-a-mask": Case(attention="sdpa", intermediate=96, rows=1, prompt=16, answer=101),
     "large-vocabulary-one-chunk": Case(layers=2, vocabulary=4096),
     "large-vocabulary-chunks": Case(layers=2, vocabulary=4096, chunk_bytes=1 << 20),
     "tied": Case(layers=2, vocabulary=4096, tied=True, rows=1, chunk_bytes=1 << 18),
@@ -75,7 +77,8 @@ def moments_of(case: Case, ranks: int) -> tuple[int, dict[str, dict[str, int]]]:
     """Parameters, and the update's moments, as smopd.plan.budget takes them."""
     sizes = measured(make_model(case), "test")
     tokens = case.rows * case.row_length
-    batch = MicroBatch(tokens, tokens * case.row_length, case.responses)
+    mask = tokens * case.row_length if case.attention == "sdpa" else 0
+    batch = MicroBatch(tokens, mask, case.responses)
     width = 4 if case.dtype == "float32" else 2
     training = Training(width, ranks, case.chunk_bytes, case.checkpointing, row_unit=ROW_UNIT_CPU)
     moments = update_moments(sizes, batch, training)
