@@ -27,7 +27,7 @@ MAX_KAPPA = 128
 MAX_VOCAB = 1 << 19  # a 32-bit key holds 16 bits of value and 16 of chunk, 8 elements each
 SCRATCH_BYTES = 64 << 20  # of segment keys held between the two kernels; more rows take more launches
 LOG_THREADS = 7  # of the stream
-WARP_SLOTS = 32  # kappa above it selects with twice the warps
+WARPS_SLOTS = ((32, 1), (64, 2), (128, 8))  # kappa up to the first selects a row with the second's warps
 MIN_SLOTS = 16  # kappa is padded to a power of two of at least this: fewer variants to compile
 
 _LOWEST_32 = tl.constexpr(-(2**31))
@@ -284,6 +284,7 @@ def topk_logprobs(
             _select_kernel[grid](
                 *rows_NV, keys, stats, ids_NS, logps_NS, start, n_vocab, temperature, kappa,
                 LOG_K=(max(kappa, MIN_SLOTS) - 1).bit_length(), LOG_BLOCKS=(n_blocks - 1).bit_length(),
-                **variant, num_warps=4 if kappa <= WARP_SLOTS else 8, num_stages=1,
+                **variant, num_stages=1,
+                num_warps=next(warps for most, warps in WARPS_SLOTS if kappa <= most),
             )  # fmt: skip
     return TopK(ids_NS, logps_NS, token_logp_N)
