@@ -1,10 +1,8 @@
 """Top-kappa with log-probabilities on the GPU: one stream over the vocabulary, then a small exact selection.
 
-Stream: each thread keeps its own maximum and sum of exponentials, and for each block of the row one key of
-the elements it saw there (a segment): the largest value and, below it, where that value is first met. No
-shuffle and no barrier in the loop. Select: the kappa best threads, of those the kappa best segments, the
-kappa best chunks in them, the kappa best elements of these. Every key orders by (value, lower id), so an
-element among the kappa best never lies behind kappa better threads, segments or chunks: exact on any data.
+Stream: each thread keeps its own maximum and sum of exponentials, and for each block of the row one word of
+the elements it saw there (a segment): the largest value, where it is first met, and a bound of what else is
+there. No shuffle and no barrier in the loop. From the words smopd.kernels.triton.select finds the best.
 
 Shapes: N rows, V vocabulary, S support entries (kappa). In kernels: R rounds of a block, T
 threads, E elements of a chunk (16 bytes, read at once); chunk c holds the ids c * E to c * E + E - 1.
@@ -19,50 +17,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smopd.kernels.triton.mixture import largest, ordered, unordered
+from smopd.kernels.triton.select import listed_log, segment_words, select_kernel
 from smopd.kernels.types import TopK
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_KAPPA = 128
-MAX_VOCAB = 1 << 19  # a 32-bit key holds 16 bits of value and 16 of chunk, 8 elements each
-SCRATCH_BYTES = 64 << 20  # of segment keys held between the two kernels; more rows take more launches
+MAX_VOCAB = 1 << 19  # a 32-bit key of the selection holds 16 bits of value and 16 of chunk, 8 elements each
+SCRATCH_BYTES = 64 << 20  # of segments' words held between the two kernels; more rows take more launches
 LOG_THREADS = 7  # of the stream
-WARPS_SLOTS = ((32, 1), (64, 2), (128, 8))  # kappa up to the first selects a row with the second's warps
-MIN_SLOTS = 16  # kappa is padded to a power of two of at least this: fewer variants to compile
+LOG_SLOTS = 4  # kappa is padded to a power of two of at least 2^4: fewer variants to compile
 
 _LOWEST_32 = tl.constexpr(-(2**31))
 _LOWEST_64 = tl.constexpr(-(2**63))
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _FAR = tl.constexpr(2.0**100)  # maxima beyond it are summed in a second pass
-
-
-@triton.jit
-def _largest_of(keys, LOG_N: tl.constexpr, LOG_K: tl.constexpr):
-    """The 2^LOG_K largest of 2^LOG_N integer keys, descending."""
-    return tl.reshape(largest(keys, 0, LOG_N, LOG_K), [2**LOG_K])
-
-
-@triton.jit
-def _chunk_key(x, has_nan, chunk, HALF: tl.constexpr, WIDE: tl.constexpr):
-    """Orders chunks by their largest value x (fp32), then by the lower chunk. 64 bits if WIDE, else 32."""
-    if WIDE:
-        high = tl.where(has_nan, 0x7FFFFFFF, ordered(x))
-        return (high.to(tl.int64) << 32) | (0x7FFFFFFF - chunk).to(tl.int64)
-    else:
-        if HALF:  # fp16: its 16 bits are not the high half of the fp32
-            x = (x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-        bits = x.to(tl.int32, bitcast=True)
-        sign = bits >> 31
-        high = tl.where(has_nan, 0x7FFF0000, ((bits & 0x7FFF0000) ^ sign) - sign)
-        return high + (0xFFFF - chunk)
-
-
-@triton.jit
-def _key_chunk(key, WIDE: tl.constexpr):
-    if WIDE:
-        return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
-    else:
-        return 0xFFFF - (key & 0xFFFF)
 
 
 @triton.jit
@@ -84,11 +52,11 @@ def _scaled_shift(max_T, scale):
 
 @triton.jit
 def _segment(
-    x_RTE, j, max_T, sum_T, best_T, scale,
-    KEYS: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
+    x_RTE, max_T, sum_T, best_T, scale,
+    WORDS: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
     LOG_R: tl.constexpr, LOG_T: tl.constexpr, LOG_E: tl.constexpr,
 ):  # fmt: skip
-    """Block j into the threads' statistics; also the threads' keys of this block."""
+    """A block into the threads' statistics; also the threads' words of this block."""
     R: tl.constexpr = 1 << LOG_R
     T: tl.constexpr = 1 << LOG_T
     peak_RT = tl.max(x_RTE, 2)
@@ -98,13 +66,12 @@ def _segment(
     mass_RT = _halving_sum(tl.reshape(e_RTE, [R, T] + [2] * LOG_E), LOG_E, 2)
     new_sum_T = _halving_sum(tl.reshape(mass_RT, [2] * LOG_R + [T]), LOG_R, 0)
     sum_T = tl.fma(sum_T, tl.exp2(_scaled_shift(max_T, scale) - shift_T), new_sum_T)
-    key_T = best_T
-    if KEYS:
-        chunk_RT = (j * R + tl.arange(0, R))[:, None] * T + tl.arange(0, T)[None, :]
+    word_T = best_T
+    if WORDS:
         # The maximum passes over a NaN, the sum does not.
-        key_T = tl.max(_chunk_key(peak_RT, mass_RT != mass_RT, chunk_RT, HALF, WIDE), 0)
-        best_T = tl.maximum(best_T, key_T)
-    return new_max_T, sum_T, best_T, key_T
+        word_T = segment_words(peak_RT, mass_RT != mass_RT, HALF, WIDE, LOG_R, LOG_T)
+        best_T = tl.maximum(best_T, word_T)
+    return new_max_T, sum_T, best_T, word_T
 
 
 @triton.jit
@@ -129,9 +96,9 @@ def _log_sum(row_ptr, V, max_T, sum_T, scale, LOG_T: tl.constexpr, BLOCK: tl.con
 
 @triton.jit(do_not_specialize=["first_row"])
 def _stream_kernel(
-    logits_ptr, stride_logits, token_ids_ptr, stride_token_ids, keys_ptr, stats_ptr, token_logp_ptr,
-    first_row, V, scale, temperature,
-    HAS_TOKENS: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
+    logits_ptr, stride_logits, token_ids_ptr, stride_token_ids, words_ptr, stride_words, stats_ptr,
+    token_logp_ptr, first_row, V, scale, temperature,
+    HAS_TOKENS: tl.constexpr, WORDS: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
     LOG_R: tl.constexpr, LOG_T: tl.constexpr, LOG_E: tl.constexpr,
 ):  # fmt: skip
     R: tl.constexpr = 1 << LOG_R
@@ -142,7 +109,7 @@ def _stream_kernel(
     row = first_row + local
     row_ptr = logits_ptr + row * stride_logits
     offs_t = tl.arange(0, T)
-    block_keys_ptr = keys_ptr + local * (tl.cdiv(V, BLOCK) + 1) * T + offs_t
+    block_words_ptr = words_ptr + local * stride_words + offs_t
     max_T = tl.full((T,), -float("inf"), tl.float32)
     sum_T = tl.zeros((T,), tl.float32)
     if WIDE:
@@ -153,25 +120,25 @@ def _stream_kernel(
     for j in tl.range(0, n_full, num_stages=1):
         x = tl.load(row_ptr + j * BLOCK + tl.arange(0, BLOCK), eviction_policy="evict_first")
         x_RTE = tl.reshape(x.to(tl.float32), (R, T, E))
-        max_T, sum_T, best_T, key_T = _segment(
-            x_RTE, j, max_T, sum_T, best_T, scale, KEYS, HALF, WIDE, LOG_R, LOG_T, LOG_E
+        max_T, sum_T, best_T, word_T = _segment(
+            x_RTE, max_T, sum_T, best_T, scale, WORDS, HALF, WIDE, LOG_R, LOG_T, LOG_E
         )
-        if KEYS:
-            tl.store(block_keys_ptr, key_T)
-            block_keys_ptr += T
+        if WORDS:
+            tl.store(block_words_ptr, word_T)
+            block_words_ptr += T
     if n_full * BLOCK < V:
         offs_v = n_full * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(row_ptr + offs_v, mask=offs_v < V, other=-float("inf"), eviction_policy="evict_first")
         x_RTE = tl.reshape(x.to(tl.float32), (R, T, E))
-        max_T, sum_T, best_T, key_T = _segment(
-            x_RTE, n_full, max_T, sum_T, best_T, scale, KEYS, HALF, WIDE, LOG_R, LOG_T, LOG_E
+        max_T, sum_T, best_T, word_T = _segment(
+            x_RTE, max_T, sum_T, best_T, scale, WORDS, HALF, WIDE, LOG_R, LOG_T, LOG_E
         )
-        if KEYS:
-            tl.store(block_keys_ptr, key_T)
-            block_keys_ptr += T
+        if WORDS:
+            tl.store(block_words_ptr, word_T)
+            block_words_ptr += T
     row_max, log_sum = _log_sum(row_ptr, V, max_T, sum_T, scale, LOG_T, T * E)
-    if KEYS:
-        tl.store(block_keys_ptr, best_T)
+    if WORDS:
+        tl.store(block_words_ptr, best_T)
         tl.store(stats_ptr + local * 2, row_max)
         tl.store(stats_ptr + local * 2 + 1, log_sum)
     if HAS_TOKENS:
@@ -179,58 +146,6 @@ def _stream_kernel(
         inside = (token >= 0) & (token < V)
         x = tl.load(row_ptr + token, mask=inside, other=float("nan")).to(tl.float32)
         tl.store(token_logp_ptr + row, (x - row_max) / temperature - log_sum)
-
-
-@triton.jit(do_not_specialize=["first_row", "kappa"])
-def _select_kernel(
-    logits_ptr, stride_logits, keys_ptr, stats_ptr, ids_ptr, logps_ptr,
-    first_row, V, temperature, kappa,
-    LOG_K: tl.constexpr, LOG_BLOCKS: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
-    LOG_R: tl.constexpr, LOG_T: tl.constexpr, LOG_E: tl.constexpr,
-):  # fmt: skip
-    K: tl.constexpr = 1 << LOG_K
-    R: tl.constexpr = 1 << LOG_R
-    T: tl.constexpr = 1 << LOG_T
-    E: tl.constexpr = 1 << LOG_E
-    local = tl.program_id(0).to(tl.int64)
-    row = first_row + local
-    row_ptr = logits_ptr + row * stride_logits
-    n_blocks = tl.cdiv(V, R * T * E)
-    keys_ptr += local * (n_blocks + 1) * T
-    lowest = _LOWEST_32
-    if WIDE:
-        lowest = _LOWEST_64
-
-    best = _largest_of(tl.load(keys_ptr + n_blocks * T + tl.arange(0, T)), LOG_T, LOG_K)
-    thread_K = _key_chunk(best, WIDE) % T
-    offs_b = tl.arange(0, 1 << LOG_BLOCKS)
-    at_KB = offs_b[None, :] * T + thread_K[:, None]
-    keys = tl.load(keys_ptr + at_KB, mask=(offs_b < n_blocks)[None, :], other=lowest)
-    best = _largest_of(keys, LOG_K + LOG_BLOCKS, LOG_K)
-
-    segment_K = _key_chunk(best, WIDE)
-    first_K = (segment_K // (R * T)) * (R * T) + segment_K % T
-    chunk_KR = first_K[:, None] + tl.arange(0, R)[None, :] * T
-    offs_e = tl.arange(0, E)
-    id_KRE = chunk_KR[:, :, None] * E + offs_e[None, None, :]
-    x_KRE = tl.load(row_ptr + id_KRE, mask=id_KRE < V, other=-float("inf")).to(tl.float32)
-    has_nan_KR = tl.max((x_KRE != x_KRE).to(tl.int32), 2) > 0
-    keys = _chunk_key(tl.max(x_KRE, 2), has_nan_KR, chunk_KR, HALF, WIDE)
-    best = _largest_of(keys, LOG_K + LOG_R, LOG_K)
-
-    id_KE = _key_chunk(best, WIDE)[:, None] * E + offs_e[None, :]
-    x_KE = tl.load(row_ptr + id_KE, mask=id_KE < V, other=-float("inf")).to(tl.float32)
-    keys = (ordered(x_KE).to(tl.int64) << 32) | (0x7FFFFFFF - id_KE).to(tl.int64)
-    best = _largest_of(keys, LOG_K + LOG_E, LOG_K)
-
-    row_max = tl.load(stats_ptr + local * 2)
-    log_sum = tl.load(stats_ptr + local * 2 + 1)
-    offs_k = tl.arange(0, K)
-    x_K = unordered((best >> 32).to(tl.int32))
-    tl.store(
-        ids_ptr + row * kappa + offs_k, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32), mask=offs_k < kappa
-    )
-    tl.store(logps_ptr + row * kappa + offs_k, (x_K - row_max) / temperature - log_sum, mask=offs_k < kappa)
 
 
 def unserved(op: str, tensor: Tensor, *, kappa: int, n_vocab: int | None = None) -> str | None:
@@ -262,11 +177,13 @@ def topk_logprobs(
     block = 1 << (log_r + LOG_THREADS + log_e)
     n_blocks = triton.cdiv(n_vocab, block)
     wide = logits_NV.dtype == torch.float32
-    key_type = torch.int64 if wide else torch.int32
-    row_keys = (n_blocks + 1) << LOG_THREADS
-    n_launches = triton.cdiv(n_rows * row_keys * key_type.itemsize, SCRATCH_BYTES) if kappa else 1
+    word_type = torch.int64 if wide else torch.int32
+    log_k = max((kappa - 1).bit_length(), LOG_SLOTS)
+    log_l = listed_log(log_k)
+    row_words = ((n_blocks + 1) << LOG_THREADS) + (1 << log_l)
+    n_launches = triton.cdiv(n_rows * row_words * word_type.itemsize, SCRATCH_BYTES) if kappa else 1
     rows = triton.cdiv(n_rows, n_launches)
-    keys = torch.empty(rows * row_keys if kappa else 1, dtype=key_type, device=device)
+    words = torch.empty(rows * row_words if kappa else 1, dtype=word_type, device=device)
     stats = torch.empty(2 * rows, dtype=torch.float32, device=device)
     rows_NV = (logits_NV, logits_NV.stride(0))
     tokens = (logits_NV, 0) if token_ids_N is None else (token_ids_N, token_ids_N.stride(0))
@@ -275,16 +192,15 @@ def topk_logprobs(
     for start in range(0, n_rows, rows):
         grid = (min(rows, n_rows - start),)
         _stream_kernel[grid](
-            *rows_NV, *tokens, keys, stats, logps_NS if token_logp_N is None else token_logp_N,
+            *rows_NV, *tokens, words[1 << log_l :], row_words, stats,
+            logps_NS if token_logp_N is None else token_logp_N,
             start, n_vocab, _LOG2_E.value / temperature, temperature,
-            HAS_TOKENS=token_logp_N is not None, KEYS=kappa > 0, **variant,
+            HAS_TOKENS=token_logp_N is not None, WORDS=kappa > 0, **variant,
             num_warps=1 << (LOG_THREADS - 5), num_stages=1,
         )  # fmt: skip
         if kappa:
-            _select_kernel[grid](
-                *rows_NV, keys, stats, ids_NS, logps_NS, start, n_vocab, temperature, kappa,
-                LOG_K=(max(kappa, MIN_SLOTS) - 1).bit_length(), LOG_BLOCKS=(n_blocks - 1).bit_length(),
-                **variant, num_stages=1,
-                num_warps=next(warps for most, warps in WARPS_SLOTS if kappa <= most),
+            select_kernel[grid](
+                *rows_NV, words, row_words, stats, ids_NS, logps_NS, start, n_vocab, temperature, kappa,
+                LOG_K=log_k, LOG_L=log_l, **variant, num_warps=1, num_stages=1,
             )  # fmt: skip
     return TopK(ids_NS, logps_NS, token_logp_N)

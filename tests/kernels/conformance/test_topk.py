@@ -198,6 +198,46 @@ def test_hostile_rows(temperature: float, backend: str) -> None:
         assert backend == "reference" or got.ids_NS[~plain, 0].tolist() == first
 
 
+def selection_rows(n_vocab: int) -> dict[str, Tensor]:
+    """Traps of a selection by thresholds. On a GPU 128 threads read 8 (fp32: 4) ids each in turn."""
+    gen = torch.Generator().manual_seed(6)
+    plain_V, id_V = torch.randn(n_vocab, generator=gen), torch.arange(n_vocab)
+    rows = {
+        "equal": torch.full((n_vocab,), 2.5),
+        "increasing": id_V / 4096,
+        "decreasing": -id_V / 4096,
+        "best in one segment": torch.where((id_V < 8192) & (id_V // 8 % 128 == 5), plain_V + 20, plain_V),
+        "best in one thread": torch.where(id_V // 4 % 128 == 77, plain_V + 20, plain_V),
+        "40 in one chunk's neighbours": torch.where(id_V % 8192 < 40, plain_V + 20, plain_V),
+        "many -inf": plain_V.masked_fill(id_V % 331 != 7, -INF),
+        "fewer than kappa finite": plain_V.masked_fill(id_V % 997 != 3, -INF),
+        "ties at the worst": torch.where(id_V % 300 == 11, 9.0, plain_V.clamp(max=3.0)),
+        "ties of all segments": torch.where(id_V % 8 == 3, 1.0, -1.0) + (id_V % 1999 == 4) * 3.0,
+        "both signs": torch.where(id_V % 500 == 1, plain_V.abs(), -plain_V.abs() - 1e-3),
+    }
+    rows["nan"] = plain_V.index_fill(0, torch.tensor([n_vocab - 2]), NAN)
+    return rows
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("kind", selection_rows(9000))
+def test_rows_that_are_hard_to_select_from(kind: str, dtype: str, backend: str) -> None:
+    if kind == "nan" and backend == "reference":
+        pytest.skip("the definition leaves open which ids a row with a NaN has")
+    row_1V = selection_rows(17_001)[kind][None].to(DTYPES[dtype])
+    for kappa in (64,) if backends.interpreted(backend) else (1, 16, 32, 64, 128):
+        got = topk(backend, row_1V, kappa)
+        assert torch.equal(got.ids_NS.long(), sorted_truth(row_1V, 1.0)[0][:, :kappa])
+
+
+@each_backend
+@pytest.mark.parametrize("n_vocab", [16, 77, 128], ids="V{}".format)
+def test_all_of_a_small_vocabulary(n_vocab: int, backend: str) -> None:
+    logits_NV = rows_of("ties", 2, n_vocab)
+    assert torch.equal(topk(backend, logits_NV, n_vocab).ids_NS.long(), sorted_truth(logits_NV, 1.0)[0])
+
+
 @each_backend
 def test_nan_comes_first_and_then_infinity(backend: str) -> None:
     got = topk(backend, torch.tensor([[1.0, NAN, INF, NAN, 5.0]]), 5)
