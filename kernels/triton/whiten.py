@@ -1,10 +1,11 @@
-"""Whitening of advantages on the GPU (Eq. 3), by the program of the groups' launch that ends last.
+"""Whitening of advantages on the GPU (Eq. 3), in a launch of its own, over all programs.
 
-Each program counts itself in when its advantages are stored; the one that finds all others there whitens the
-whole batch. The counter orders memory and is no sum: which program comes last changes no number. Across ranks
-that program stores this rank's moments, and a second launch whitens behind an all-reduce. fp64 throughout.
+Each program that makes advantages leaves the number, mean and sum of squared deviations of its samples in
+its own slot. The launch that whitens merges all slots in each of its programs, by Chan's rule and in one
+order, so repeated runs are equal and nothing is atomic. Across ranks a small launch merges a rank's slots
+first, and behind one all-reduce the ranks are the slots. fp64 throughout.
 
-Shapes: R responses, W ranks.
+Shapes: R responses, P slots, W ranks.
 """
 
 from __future__ import annotations
@@ -16,18 +17,67 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from smopd.kernels.triton.mixture import NO_REGISTER_TARGET
 from smopd.kernels.types import TOKEN_VAR_EPS
 
-WHITEN_BLOCK = 1024
+WHITEN_BLOCK = 256  # responses of a program
+SLOT_BLOCK = 512  # slots that are merged at a time
+_OPTIONS = {"num_warps": 4, "num_stages": 1, "maxnreg": NO_REGISTER_TARGET}
 
 _TOKEN_VAR_EPS = tl.constexpr(TOKEN_VAR_EPS)
 
 
 @triton.jit
-def is_last(counter_ptr):
-    """Whether all other programs of this launch have stored what they stored before this call."""
-    tl.debug_barrier()
-    return tl.atomic_add(counter_ptr, 1) == tl.num_programs(0) - 1
+def merge_moments(count, mean, m2, more_count, more_mean, more_m2):
+    """Chan's rule."""
+    total = count + more_count
+    share = more_count / tl.maximum(total, 1.0)
+    step = more_mean - mean
+    return total, mean + step * share, m2 + more_m2 + step * step * count * share
+
+
+@triton.jit
+def store_moments(
+    moments_ptr, adv_B, kept_B, own_B, lengths_ptr, stride_lengths, offs_b, TOKENS: tl.constexpr
+):
+    """Number, mean and sum of squared deviations of this program's samples, to its slot."""
+    count_B = (own_B & (kept_B != 0)).to(tl.float64)
+    if TOKENS:
+        lengths_ptr += offs_b.to(tl.int64) * stride_lengths
+        count_B *= tl.load(lengths_ptr, mask=own_B, other=0).to(tl.float64)
+    count = tl.sum(count_B, 0)
+    mean = tl.sum(count_B * adv_B, 0) / tl.maximum(count, 1.0)
+    slot_ptr = moments_ptr + tl.program_id(0) * 3
+    tl.store(slot_ptr, count)
+    tl.store(slot_ptr + 1, mean)
+    tl.store(slot_ptr + 2, tl.sum(count_B * (adv_B - mean) * (adv_B - mean), 0))
+
+
+@triton.jit
+def _merged(moments_ptr, n_slots, BLOCK: tl.constexpr):
+    """The moments of all slots."""
+    count = tl.zeros((), tl.float64)
+    mean = tl.zeros((), tl.float64)
+    m2 = tl.zeros((), tl.float64)
+    for start in tl.range(0, n_slots, BLOCK):
+        offs_p = start + tl.arange(0, BLOCK)
+        inside_P = offs_p < n_slots
+        count_P = tl.load(moments_ptr + offs_p * 3, mask=inside_P, other=0.0)
+        mean_P = tl.load(moments_ptr + offs_p * 3 + 1, mask=inside_P, other=0.0)
+        m2_P = tl.load(moments_ptr + offs_p * 3 + 2, mask=inside_P, other=0.0)
+        more = tl.sum(count_P, 0)
+        more_mean = tl.sum(count_P * mean_P, 0) / tl.maximum(more, 1.0)
+        more_m2 = tl.sum(m2_P + count_P * (mean_P - more_mean) * (mean_P - more_mean), 0)
+        count, mean, m2 = merge_moments(count, mean, m2, more, more_mean, more_m2)
+    return count, mean, m2
+
+
+@triton.jit
+def _merge_kernel(moments_ptr, out_ptr, n_slots, SLOTS: tl.constexpr):
+    count, mean, m2 = _merged(moments_ptr, n_slots, SLOTS)
+    tl.store(out_ptr, count)
+    tl.store(out_ptr + 1, mean)
+    tl.store(out_ptr + 2, m2)
 
 
 @triton.jit
@@ -49,37 +99,16 @@ def _samples(
 
 
 @triton.jit
-def moments_of(
-    adv_ptr, kept_ptr, lengths_ptr, stride_lengths, n_responses,
-    TOKENS: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
+def _whiten_kernel(
+    adv_ptr, kept_ptr, lengths_ptr, stride_lengths, moments_ptr, out_ptr, n_responses, n_slots,
+    norm_eps: tl.float64,
+    TOKENS: tl.constexpr, DROP: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Number, mean and sum of squared deviations of the samples."""
-    offs = tl.arange(0, BLOCK)
-    count_R = tl.zeros((BLOCK,), tl.float64)
-    total_R = tl.zeros((BLOCK,), tl.float64)
-    for start in tl.range(0, n_responses, BLOCK):
-        adv_R, more_R = _samples(
-            adv_ptr, kept_ptr, lengths_ptr, stride_lengths, start + offs, n_responses, TOKENS, DROP
-        )
-        count_R += more_R
-        total_R += more_R * adv_R
-    count = tl.sum(count_R, 0)
-    mean = tl.sum(total_R, 0) / tl.maximum(count, 1.0)
-    m2_R = tl.zeros((BLOCK,), tl.float64)
-    for start in tl.range(0, n_responses, BLOCK):
-        adv_R, more_R = _samples(
-            adv_ptr, kept_ptr, lengths_ptr, stride_lengths, start + offs, n_responses, TOKENS, DROP
-        )
-        m2_R += more_R * (adv_R - mean) * (adv_R - mean)
-    return count, mean, tl.sum(m2_R, 0)
-
-
-@triton.jit
-def store_whitened(
-    adv_ptr, kept_ptr, lengths_ptr, stride_lengths, out_ptr, n_responses, count, mean, m2, norm_eps,
-    TOKENS: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    offs = tl.arange(0, BLOCK)
+    offs_r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    adv_R, count_R = _samples(
+        adv_ptr, kept_ptr, lengths_ptr, stride_lengths, offs_r, n_responses, TOKENS, DROP
+    )
+    count, mean, m2 = _merged(moments_ptr, n_slots, SLOTS)
     variance = m2 / tl.maximum(count - 1.0, 1.0)
     if TOKENS:
         scale = tl.sqrt(variance + _TOKEN_VAR_EPS)
@@ -87,59 +116,43 @@ def store_whitened(
         # Only an all-equal batch has variance 0, and then the numerator is 0 too.
         scale = tl.sqrt(variance) + norm_eps
         scale = tl.where(scale > 0.0, scale, 1.0)
-    for start in tl.range(0, n_responses, BLOCK):
-        adv_R, more_R = _samples(
-            adv_ptr, kept_ptr, lengths_ptr, stride_lengths, start + offs, n_responses, TOKENS, DROP
-        )
-        white_R = tl.where(more_R > 0.0, tl.where(count > 1.0, (adv_R - mean) / scale, 0.0), 0.0)
-        tl.store(out_ptr + start + offs, white_R.to(tl.float32), mask=start + offs < n_responses)
+    white_R = tl.where(count_R > 0.0, tl.where(count > 1.0, (adv_R - mean) / scale, 0.0), 0.0)
+    tl.store(out_ptr + offs_r, white_R.to(tl.float32), mask=offs_r < n_responses)
 
 
-@triton.jit
-def _ranks_kernel(
-    adv_ptr, kept_ptr, lengths_ptr, stride_lengths, moments_ptr, out_ptr, n_responses, n_ranks,
-    norm_eps: tl.float64,
-    TOKENS: tl.constexpr, DROP: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Whitens by the moments of all ranks."""
-    offs_w = tl.arange(0, W)
-    count_W = tl.load(moments_ptr + offs_w * 3, mask=offs_w < n_ranks, other=0.0)
-    mean_W = tl.load(moments_ptr + offs_w * 3 + 1, mask=offs_w < n_ranks, other=0.0)
-    m2_W = tl.load(moments_ptr + offs_w * 3 + 2, mask=offs_w < n_ranks, other=0.0)
-    count = tl.sum(count_W, 0)
-    mean = tl.sum(count_W * mean_W, 0) / tl.maximum(count, 1.0)
-    m2 = tl.sum(m2_W + count_W * (mean_W - mean) * (mean_W - mean), 0)
-    store_whitened(
-        adv_ptr, kept_ptr, lengths_ptr, stride_lengths, out_ptr, n_responses, count, mean, m2, norm_eps,
-        TOKENS, DROP, BLOCK,
-    )  # fmt: skip
-
-
-def whiten_by_ranks(
+def whiten_(
     adv_R: Tensor,
     kept_R: Tensor | None,
     lengths_R: Tensor | None,
-    table_W3: Tensor,
+    moments_P3: Tensor,
     out_R: Tensor,
     norm_eps: float,
-    process_group: Any,
+    process_group: Any = None,
 ) -> None:
-    """Writes `adv_R`, whitened over all ranks, to `out_R`.
+    """Writes `adv_R`, whitened, to `out_R`.
 
     Args:
         adv_R: (R,) fp64.
         kept_R: (R,) bool, or None: all of them.
         lengths_R: (R,) response tokens that each stands for, or None: one each.
-        table_W3: (W, 3) fp64: this rank's number, mean and sum of squares in its row, 0 elsewhere.
+        moments_P3: (P, 3) fp64: number, mean and sum of squared deviations of disjoint parts of the samples.
         out_R: (R,) fp32.
+        process_group: whitened over all its ranks, or None.
     """
-    torch.distributed.all_reduce(table_W3, group=process_group)
-    n_responses, n_ranks = adv_R.shape[0], table_W3.shape[0]
+    n_responses, n_slots = adv_R.shape[0], moments_P3.shape[0]
+    if process_group is not None:
+        world = torch.distributed.get_world_size(process_group)
+        table_W3 = torch.zeros(world, 3, dtype=torch.float64, device=adv_R.device)
+        if n_responses > 0:
+            own = table_W3[torch.distributed.get_rank(process_group)]
+            _merge_kernel[(1,)](moments_P3, own, n_slots, SLOTS=SLOT_BLOCK, **_OPTIONS)
+        torch.distributed.all_reduce(table_W3, group=process_group)
+        moments_P3, n_slots = table_W3, world
     if n_responses > 0:
-        _ranks_kernel[(1,)](
+        _whiten_kernel[(triton.cdiv(n_responses, WHITEN_BLOCK),)](
             adv_R, adv_R if kept_R is None else kept_R,
             adv_R if lengths_R is None else lengths_R, 0 if lengths_R is None else lengths_R.stride(0),
-            table_W3, out_R, n_responses, n_ranks, float(norm_eps),
-            TOKENS=lengths_R is not None, DROP=kept_R is not None,
-            W=triton.next_power_of_2(n_ranks), BLOCK=WHITEN_BLOCK, num_warps=4, num_stages=1,
+            moments_P3, out_R, n_responses, n_slots, float(norm_eps),
+            TOKENS=lengths_R is not None, DROP=kept_R is not None, SLOTS=SLOT_BLOCK, BLOCK=WHITEN_BLOCK,
+            **_OPTIONS,
         )  # fmt: skip

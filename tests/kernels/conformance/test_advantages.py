@@ -39,9 +39,10 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
         backends.need("triton")
         from smopd.kernels.triton import advantages, whiten
 
-        for name, size in (("OWNED", 8), ("TILE", 64), ("SCAN_BLOCK", 4)):
+        for name, size in (("OWNED", 8), ("TILE", 64), ("SCAN_BLOCK", 4), ("LONGEST", 4)):
             monkeypatch.setattr(advantages, name, size)
         monkeypatch.setattr(whiten, "WHITEN_BLOCK", 4)
+        monkeypatch.setattr(whiten, "SLOT_BLOCK", 2)
 
 
 def serve(backend: str, kind: str, rewards: Tensor, group: Tensor, **options: Any) -> tuple[Tensor, ...]:
@@ -109,6 +110,37 @@ def ragged(backend: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 def near(backend: str) -> dict[str, float]:
     """fp64 inside: what is left is the rounding of the result."""
     return {"abs": 1e-12} if backend == "reference" else {"rel": 1e-6, "abs": 1e-7}
+
+
+LAYOUTS = {
+    "rising": [-(2**62), -3, -3, -3, 0, 0, 0, 5, 5, 5, 5, 2**62, 2**62],
+    "falling": [9, 9, 9, 8, 8, 7, 7, 7, 1, -4, -4, -4, -4],
+    "runs in no order": [4, 4, 9, 9, 9, 2, 2, 2, 2, 7, 7, 7, 5],
+    "a group comes back": [1, 1, 2, 2, 3, 3, 3, 4, 4, 4, 1, 1, 1],
+    "rising in each program, not over all": [5, 5, 6, 6, 7, 7, 8, 8, 5, 5, 6, 6, 7],
+    "a run of 9": [1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 3],
+    "one group": [3] * 13,
+}
+
+
+@each_backend
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_wherever_groups_lie(layout: str, backend: str) -> None:
+    """On a GPU a response walks through its run, unless ids rise and fall or a run is long."""
+    gen, ids = torch.Generator().manual_seed(11), LAYOUTS[layout]
+    rewards, group = torch.randn(13, 3, generator=gen), torch.tensor(ids)
+    rewards[torch.rand(rewards.shape, generator=gen) < 0.1] = NAN
+    lengths = torch.randint(0, 50, (13,), generator=gen)
+    rows = per_reward(rewards.tolist(), ids, 1e-6)
+    raw = [sum(row) for row in rows]
+    for whiten in WHITEN:
+        got = adv_of(backend, "gdpo", rewards, group, lengths_R=lengths, whiten=whiten)
+        counts = [float(n) for n in lengths] if whiten == "tokens" else [1.0] * 13
+        assert got.tolist() == pytest.approx(whitened(raw, counts, whiten, 1e-6), rel=1e-5, abs=1e-6)
+    for kind in ("grpo", "gd2po"):
+        results = [serve(name, kind, rewards, group, lengths_R=lengths) for name in (backend, "reference")]
+        for x, y in zip(*results, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
 
 
 WEIGHTS = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
@@ -284,6 +316,17 @@ def test_small_true_differences_are_kept_and_sums_that_cancel_are_equal(backend:
     assert adv.tolist() == pytest.approx([-0.5, 1.5, -0.5, -0.5], abs=1e-3)
     rewards = torch.tensor([[0.1, 0.2, -0.3], [0.3, -0.2, -0.1], [0.0, 0.0, 0.0], [-0.3, 0.1, 0.2]])
     assert not bool(adv_of(backend, "grpo", rewards, group).any())
+
+
+@each_backend
+def test_small_differences_far_from_zero_keep_their_digits(backend: str) -> None:
+    rewards = 4096.0 + torch.tensor([[0.0, 0.0], [40.0, 1.0], [12.0, 0.0], [25.0, NAN], [9.0, 2.0]]) / 2048
+    rewards[:, 1] -= 4096.0
+    rows = per_reward(rewards.tolist(), [7] * 5, 1e-6)
+    got = adv_of(backend, "gdpo", rewards, torch.full((5,), 7), whiten=None)
+    assert got.tolist() == pytest.approx([sum(row) for row in rows], rel=1e-6, abs=1e-6)
+    got = adv_of(backend, "grpo", rewards[:, :1], torch.full((5,), 7))
+    assert got.tolist() == pytest.approx([row[0] for row in rows], rel=1e-6, abs=1e-6)
 
 
 @each_backend

@@ -198,6 +198,14 @@ def test_hostile_rows(temperature: float, backend: str) -> None:
         assert backend == "reference" or got.ids_NS[~plain, 0].tolist() == first
 
 
+def near_the_worst(n_vocab: int, ulp: float) -> Tensor:
+    """64 segments with one large value each but for the last; the first has a second, 4 ulp above."""
+    row_V = torch.full((n_vocab,), -1.0)
+    row_V[: 63 * 8 : 8] = 100.0
+    row_V[63 * 8], row_V[1024] = 1.0 + ulp, 1.0 + 5 * ulp
+    return row_V
+
+
 def selection_rows(n_vocab: int) -> dict[str, Tensor]:
     """Traps of a selection by thresholds. On a GPU 128 threads read 8 (fp32: 4) ids each in turn."""
     gen = torch.Generator().manual_seed(6)
@@ -212,7 +220,10 @@ def selection_rows(n_vocab: int) -> dict[str, Tensor]:
         "many -inf": plain_V.masked_fill(id_V % 331 != 7, -INF),
         "fewer than kappa finite": plain_V.masked_fill(id_V % 997 != 3, -INF),
         "ties at the worst": torch.where(id_V % 300 == 11, 9.0, plain_V.clamp(max=3.0)),
-        "ties of all segments": torch.where(id_V % 8 == 3, 1.0, -1.0) + (id_V % 1999 == 4) * 3.0,
+        "a tie in each 8": torch.where(id_V % 8 == 3, 1.0, -1.0),
+        "a tie in each 4": torch.where(id_V % 4 == 3, 1.0, -1.0),
+        "a second chunk just above the worst (bf16)": near_the_worst(n_vocab, 2.0**-7),
+        "a second chunk just above the worst (fp32)": near_the_worst(n_vocab, 2.0**-23),
         "both signs": torch.where(id_V % 500 == 1, plain_V.abs(), -plain_V.abs() - 1e-3),
     }
     rows["nan"] = plain_V.index_fill(0, torch.tensor([n_vocab - 2]), NAN)

@@ -29,6 +29,7 @@ from smopd.kernels.triton import mixture as triton_mixture
 from smopd.kernels.triton import target as triton_target
 from smopd.kernels.triton import topk as triton_topk
 from smopd.kernels.triton import totals as triton_totals
+from smopd.kernels.triton import whiten as triton_whiten
 from smopd.kernels.types import AdvantageOptions, KlOptions, LossTokens
 from tests.kernels import backends, cases
 from tests.kernels.cases import LossCase, check_loss, loss_case, run_loss
@@ -188,6 +189,52 @@ def test_what_follows_the_rows_is_one_launch(monkeypatch: pytest.MonkeyPatch) ->
         packed_stats(stats)
     made_of_memory_alone = {"new_empty", "empty", "unbind", "detach", "as_strided"}
     assert launched == [(1,)] and set(asked) <= made_of_memory_alone
+
+
+@pytest.mark.parametrize("kind", ["grpo", "gdpo", "gd2po"])
+def test_a_groups_advantages_depend_on_nothing_around_it(kind: str) -> None:
+    """Where groups are runs each response adds its own up, from its first on."""
+    generator = torch.Generator().manual_seed(5)
+    rewards, group = torch.randn(42, 3, generator=generator), torch.arange(42) // 6
+    options = AdvantageOptions(kind, whiten=None)
+    whole = backends.call("triton", "advantages", rewards, group, options)
+    for start in (6, 30):
+        alone = backends.call("triton", "advantages", rewards[start : start + 6], group[:6], options)
+        for mine, theirs in zip(alone, whole, strict=True):
+            assert mine is None or torch.equal(mine, theirs[start : start + 6])
+
+
+@pytest.mark.parametrize(("ids", "alone"), [("runs", True), ("mixed", False), ("long", False)])
+def test_who_serves_the_groups(ids: str, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second launch changes nothing where ids are runs, and all where they are not."""
+    groups = {"runs": torch.arange(40) // 8, "mixed": torch.arange(40) % 5, "long": torch.arange(80) // 80}
+    group = groups[ids]
+    rewards = torch.randn(len(group), 2, generator=torch.Generator().manual_seed(5))
+    options = AdvantageOptions("gdpo", whiten="responses")
+    want, _ = reference_advantages.advantages(rewards, group, options)
+
+    class NoLaunch:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *arguments, **options: None
+
+    got, _ = backends.call("triton", "advantages", rewards, group, options)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-9)
+    monkeypatch.setattr(triton_advantages, "scattered_kernel", NoLaunch())
+    first, _ = backends.call("triton", "advantages", rewards, group, options)
+    assert torch.equal(first, got) if alone else not torch.allclose(first, got)
+
+
+def test_slots_are_merged_into_the_moments_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven programs' slots, one of them empty, in four blocks."""
+    monkeypatch.setattr(triton_whiten, "SLOT_BLOCK", 2)
+    adv_R = torch.randn(60, dtype=torch.float64, generator=torch.Generator().manual_seed(5)) + 9
+    parts = [adv_R[10 * i : 10 * i + 10] for i in range(3)] + [adv_R[:0], *adv_R[30:].split(10)]
+    slots = [[len(part), float(part.mean()), float((part - part.mean()).square().sum())] for part in parts]
+    moments = torch.tensor(slots, dtype=torch.float64).nan_to_num(0.0)
+    out_R = torch.empty(60, device=DEVICE)
+    triton_whiten.whiten_(adv_R.to(DEVICE), None, None, moments.to(DEVICE), out_R, 1e-6)
+    want_R = ((adv_R - adv_R.mean()) / (adv_R.std() + 1e-6)).float()
+    torch.testing.assert_close(out_R.cpu(), want_R, rtol=1e-6, atol=1e-7)
 
 
 def test_settings_keep_their_double_precision() -> None:
