@@ -4,7 +4,7 @@ The mask serves every layout and costs the square of the row. A piece is a promp
 one of the others, whose queries see all keys of the prompt that it shares and, causally, its own (`Piece`).
 Pieces need plain causal attention, and are used only where they agree with sdpa on this device.
 
-- On a CPU halves.py computes a piece with itself and a unit with its prompt, in fp32.
+- On a CPU kernels/ops/attention.py computes a piece with itself and a unit with its prompt, in fp32.
 - On a GPU torch's variable-length kernels (`torch.nn.attention.varlen`) take keys with the prompt before each
   piece's own; their causal mask is aligned at the bottom right.
 
@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from smopd.engine.models.halves import by_halves
 from smopd.engine.types import Piece, TokenBatch
+from smopd.kernels.ops.attention import by_halves
 
 MASKED = "sdpa"
 PIECES = "smopd_pieces"  # the name among transformers' attention functions

@@ -1,4 +1,4 @@
-"""Attention of pieces on a CPU, without a mask: each with itself, and the rest of a unit with its prompt.
+"""Attention of pieces on a CPU, without a mask: each with itself, and those of a prompt with the prompt.
 
 The two halves are put together by their log-sum-exp, and the backward of each is exact with the output and
 log-sum-exp of the whole. No score outside of a block is held and no key is copied for a response. It computes
@@ -17,13 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smopd.engine.types import Piece
+Piece = tuple[int, int, int, int]
+"""Where its rows begin and end, and those of the prompt that it also sees (equal where there is none)."""
 
 
 def by_halves(
     query_THd: Tensor, key_TKd: Tensor, value_TKd: Tensor, pieces: Sequence[Piece], scale: float | None
 ) -> Tensor:
-    """Each piece with itself, the rest of a unit with its prompt, put together; CPU alone."""
+    """Causal attention of each piece to itself, behind all of its prompt; differentiable.
+
+    Args:
+        query_THd, key_TKd, value_TKd: fp32 or bf16 on the CPU; K divides H.
+        pieces: in order, every row in one; those of one prompt stand together, without rows between them.
+        scale: of the scores; None is d ** -0.5.
+    Returns:
+        (T, H, d) in the queries' dtype.
+    """
     out: Tensor = _Halves.apply(query_THd, key_TKd, value_TKd, pieces, scale)
     return out
 
@@ -93,11 +102,11 @@ def _wide(x_TNd: Tensor, kv_heads: int, group: int) -> Tensor:
 
 
 def _halves(pieces: Sequence[Piece]) -> Iterator[tuple[slice, slice, bool]]:
-    """Rows, the keys that they see, and whether causally: each piece itself, then a unit's the prompt."""
-    for (begin, end), members in groupby(pieces, key=lambda piece: (piece.prompt_begin, piece.prompt_end)):
+    """Rows, the keys that they see, and whether causally: each piece itself, then those of a prompt it."""
+    for (begin, end), members in groupby(pieces, key=lambda piece: piece[2:]):
         unit = list(members)
-        for piece in unit:
-            rows = slice(piece.begin, piece.end)
+        for first, last, *_ in unit:
+            rows = slice(first, last)
             yield rows, rows, True
         if begin < end:
-            yield slice(unit[0].begin, unit[-1].end), slice(begin, end), False
+            yield slice(unit[0][0], unit[-1][1]), slice(begin, end), False
