@@ -24,8 +24,8 @@ WATCHED = {
     "row kernel, paper": ("row_kernel", Call("smopd_loss", PAPER, IN_PLACE)),
     "row kernel, default settings": ("row_kernel", Call("smopd_loss", f"{PAPER}-merge-tail", IN_PLACE)),
     "top-kappa stream": ("_stream_kernel", Call("topk_logprobs", "N8192-V151936-kappa64-bf16")),
-    "top-kappa select, kappa 64": ("_select_kernel", Call("topk_logprobs", "N8192-V151936-kappa64-bf16")),
-    "advantages": ("_group_kernel", Call("advantages", "N16384-K4-G16-fp32")),
+    "top-kappa select, kappa 64": ("select_kernel", Call("topk_logprobs", "N8192-V151936-kappa64-bf16")),
+    "advantages": ("_runs_kernel", Call("advantages", "N16384-K4-G16-fp32")),
 }
 MEGA, MICRO = 1e-6, 1e-3  # of bytes; of nanoseconds
 METRICS = {

@@ -48,9 +48,9 @@ SANITIZER = "compute-sanitizer"
 SANITIZED = (
     *(("memcheck", name, "") for name in ("smopd_loss", "topk_logprobs", "teacher_mixture", "advantages")),
     ("racecheck", "smopd_loss", "row_kernel"),
-    ("racecheck", "topk_logprobs", "_select_kernel"),
+    ("racecheck", "topk_logprobs", "select_kernel"),
     ("racecheck", "teacher_mixture", "_mixture_kernel"),
-    ("racecheck", "advantages", "_group_kernel"),
+    ("racecheck", "advantages", "_runs_kernel"),
 )
 SANITIZER_STATUS = 9  # where it found something
 COUNTED = (

@@ -53,7 +53,7 @@ def _rows(label: str, **options: Any) -> Variant:
 
 
 def _selection(kappa: int, n_warps: int) -> Variant:
-    launches = {f"{TRITON}.topk:_select_kernel": {"num_warps": n_warps}}
+    launches = {f"{TRITON}.topk:select_kernel": {"num_warps": n_warps}}
     call = Call("topk_logprobs", f"N8192-V151936-kappa{kappa}-bf16")
     return Variant(call, f"select warps {n_warps}", launches=launches)
 
