@@ -36,7 +36,7 @@ def keep(job: Job, results: Path) -> Path:
     there = environment(job.folder)
     text = {
         "seconds": float(job.seconds.read_text()),
-        "environment": {key: there.get(key) for key in ("git", "python", "packages", "machine", "cpus")},
+        "environment": {key: there.get(key) for key in ("git", "python", "packages", "cpus")},
         "settings": settings.model_dump(mode="json", exclude_defaults=True, exclude={"output"}),
         "runs": {run: _numbers(job.folder / run) for run in (BASE, *settings.runs)},
     }
