@@ -56,8 +56,11 @@ class Built:
 
     @property
     def outside(self) -> int:
-        """Instructions outside the main loops, times the warps: what a program pays before and after them."""
-        return self.warps * (self.instructions - sum(loop.instructions for loop in self.loops))
+        """Instructions outside the main loops, times the warps: what a program pays before and after them.
+
+        At least 0: loops that overlap count what they share twice.
+        """
+        return self.warps * max(0, self.instructions - sum(loop.instructions for loop in self.loops))
 
     @property
     def held(self) -> dict[str, int]:
