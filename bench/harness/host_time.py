@@ -24,6 +24,7 @@ import torch
 from smopd import ops
 from smopd.kernels import checks, dispatch
 from smopd.kernels.ops import library
+from smopd.kernels.reference.loss import total_loss
 from smopd.kernels.types import TokenTerms
 
 N, V, M, S, KAPPA, R, K = 4, 32, 2, 4, 4, 8, 2
@@ -82,6 +83,7 @@ def stub() -> SimpleNamespace:
         forward_kl_rows=lambda *_: (column, torch.zeros_like(column)),
         forward_kl_gradient=lambda *_: gradient,
         loss_rows=lambda *_: terms,
+        total_loss=total_loss,
         scale_=lambda *_: None,
         advantages=lambda *_: rewards,
     )
