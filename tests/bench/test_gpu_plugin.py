@@ -15,6 +15,13 @@ from bench.gpu import pytest_plugin
 from tests.patience import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def _outside() -> dict[str, str]:
+    """The environment without what pytest-xdist tells its workers, which the inner run is none of."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+
+
 TESTS = """
 import ctypes
 import sys
@@ -70,7 +77,7 @@ def run(folder: Path, *options: str, seconds: str = "3") -> tuple[str, dict[str,
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", pytest_plugin.__name__, "-p", "no:cacheprovider", *options],
         cwd=folder,
-        env={**os.environ, **given},
+        env={**_outside(), **given},
         capture_output=True,
         text=True,
         timeout=HANG_SECONDS,
