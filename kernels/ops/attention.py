@@ -47,9 +47,9 @@ class _Halves(torch.autograd.Function):
         forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         wide = partial(_wide, kv_heads=key.shape[1], group=query.shape[1] // key.shape[1])
         query_KGTd, key_KGTd, value_KGTd = wide(query), wide(key), wide(value)
-        out = torch.empty(query.shape)
+        out = torch.empty_like(query, dtype=torch.float32, memory_format=torch.contiguous_format)
         out_KGTd = wide(out)
-        lse_KGT = torch.empty(query_KGTd.shape[:3])
+        lse_KGT = query_KGTd.new_empty(query_KGTd.shape[:3])
         for rows, keys, causal in _halves(pieces):
             half_KGTd, half_KGT = forward(
                 query_KGTd[:, :, rows], key_KGTd[:, :, keys], value_KGTd[:, :, keys], 0.0, causal, scale=scale
@@ -74,7 +74,7 @@ class _Halves(torch.autograd.Function):
         wide = partial(_wide, kv_heads=key.shape[1], group=query.shape[1] // key.shape[1])
         query_KGTd, key_KGTd, value_KGTd = wide(query), wide(key), wide(value)
         grad_out_KGTd, out_KGTd = wide(gradients[0]), wide(out)
-        of_query, of_key, of_value = (torch.empty(x.shape) for x in (query, key, value))
+        of_query, of_key, of_value = (out_KGTd.new_empty(x.shape) for x in (query, key, value))
         of_query_KGTd = wide(of_query)
         for rows, keys, causal in _halves(ctx.pieces):
             found = backward(
