@@ -57,7 +57,7 @@ def steps(n_items: int, most: int, unit: int) -> Iterator[tuple[int, int]]:
             yield block * n_items // n_blocks, (block + 1) * n_items // n_blocks
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)  # packed batches have any number of rows
 def gpu_steps(n_rows: int, most: int, n_hidden: int, n_processors: int) -> tuple[tuple[int, int], ...]:
     """Blocks of at most `most` rows for which a GPU's processors are least idle, all but the last one equal.
 
