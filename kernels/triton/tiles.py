@@ -101,7 +101,8 @@ class TileLoss:
 
     @staticmethod
     def plan_of(tokens: LossTokens, settings: LossSettings, logits_dtype: torch.dtype) -> Plan:
-        return make_plan(tokens, settings, logits_dtype, target_of, torch.float64)
+        with torch.cuda.device_of(tokens.token_ids_N):
+            return make_plan(tokens, settings, logits_dtype, target_of, torch.float64)
 
     def __init__(self, plan: Plan):
         self.plan = plan

@@ -6,6 +6,8 @@ Their results on whole rows are held to float64 with the other backends' in test
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -151,6 +153,26 @@ def test_it_is_what_serves_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert dispatch.tile_loss("some_op", form, tensor, n_support=512) is TileLoss
         with pytest.raises(RuntimeError, match="some_op: SMOPD_BACKEND=triton cannot serve this call: the"):
             dispatch.tile_loss("some_op", form, tensor, n_support=513)
+
+
+def test_a_target_is_made_on_the_tokens_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its launches too, where another device is the current one."""
+    case, entered = small_case(target="given"), []
+
+    @contextmanager
+    def device_of(tensor: Tensor) -> Iterator[None]:
+        entered.append(True)
+        yield
+        entered.pop()
+
+    def target_of(*arguments: object, **options: object) -> None:
+        assert entered
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(tiles, "target_of", target_of)
+    with pytest.raises(InterruptedError):
+        TileLoss.plan_of(case.tokens, case.settings, torch.bfloat16)
 
 
 def test_a_target_is_not_the_callers_memory() -> None:
