@@ -61,9 +61,12 @@ def _configuration(n_vocab: int, dtype: torch.dtype, slots: int, *, aligned: boo
 
 
 def _aligned_elements(rows_NV: Tensor) -> int:
-    """Consecutive elements, at most 16 bytes, that start aligned in every row."""
-    most = _VECTOR_BYTES // rows_NV.element_size()
-    return math.gcd(most, rows_NV.storage_offset(), rows_NV.stride(0))
+    """Consecutive elements, at most 16 bytes, that start aligned in every row.
+
+    By the address: memory of other libraries may begin anywhere. By the offset: on "meta" there is none.
+    """
+    address, size = rows_NV.data_ptr(), rows_NV.element_size()
+    return math.gcd(_VECTOR_BYTES // size, address // size, rows_NV.storage_offset(), rows_NV.stride(0))
 
 
 def unserved(
@@ -227,6 +230,6 @@ def forward_kl_gradient(
         LOG2E.value / options.temperature, 1.0 / options.temperature,
         V=n_vocab, K=ready.ids_NK.shape[1], R=repeats, L=warps * _WARP, C=consecutive,
         TAIL=options.tail, NATIVE=_NATIVE, num_warps=warps, num_stages=1,
-        maxnreg=_REGISTERS // (warps * _WARP * _STREAM_PROGRAMS),
+        maxnreg=min(255, _REGISTERS // (warps * _WARP * _STREAM_PROGRAMS)),
     )  # fmt: skip
     return grad_NV

@@ -12,7 +12,7 @@ PROGRAMS_PER_PROCESSOR = 8
 
 
 @triton.jit
-def _scale_kernel(grad_ptr, scale_ptr, n_elements, BLOCK: tl.constexpr):
+def _scale_kernel(grad_ptr, scale_ptr, n_elements: tl.int64, BLOCK: tl.constexpr):
     scale = tl.load(scale_ptr).to(tl.float32)
     if scale == 1.0:
         return

@@ -448,3 +448,12 @@ def test_a_cuda_graph_replays_forward_and_backward(name: str) -> None:
     graph.replay()
     for replayed, eager in zip(got, call(), strict=True):
         assert torch.equal(replayed, eager)
+
+
+def test_alignment_is_that_of_the_address() -> None:
+    """Of memory that another library lent, the offset says nothing."""
+    lent = torch.from_dlpack(torch.zeros(65, dtype=torch.bfloat16)[1:])
+    rows = lent.view(8, 8)
+    assert rows.storage_offset() == 0 and rows.data_ptr() % 16 == 2
+    assert triton_loss._aligned_elements(rows) == 1
+    assert triton_loss._aligned_elements(rows.clone()) == 8
