@@ -184,7 +184,7 @@ def merge_lanes(stats, ENTROPY: tl.constexpr, TWO: tl.constexpr):
 
 @triton.jit
 def _few_stats_scaled(x, scale):
-    h = tl.max(x, 0) * scale
+    h = tl.fma(tl.max(x, 0), scale, 0.0)  # a product would be drawn into join_stats' difference, unrounded
     exponent = tl.fma(x, scale, -finite(h))
     power = tl.exp2(exponent)
     return h, tl.sum(power, 0), tl.sum(power * tl.maximum(exponent, FLOOR), 0)

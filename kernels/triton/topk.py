@@ -46,8 +46,12 @@ def _halving_sum(x, LOG_N: tl.constexpr, AXIS: tl.constexpr):
 
 @triton.jit
 def _scaled_shift(max_T, scale):
-    """The exponent's offset at this maximum: finite, so that what is masked with -inf or -3e38 adds 0."""
-    return tl.clamp(max_T, -_FAR, _FAR) * scale
+    """The exponent's offset at this maximum: finite, so that what is masked with -inf or -3e38 adds 0.
+
+    An fma with 0, which the compiler does not draw into a difference as it would a product: the offset less
+    itself is 0 then, and not what rounding it lost, in every block.
+    """
+    return tl.fma(tl.clamp(max_T, -_FAR, _FAR), scale, 0.0)
 
 
 @triton.jit

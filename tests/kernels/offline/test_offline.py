@@ -28,18 +28,23 @@ def test_everything_that_ships_compiles_and_holds(repository_root, tmp_path) -> 
     if offline.load_bounds() is None:
         recorded = ", ".join(offline.recorded_versions())
         pytest.skip(f"bounds are recorded of Triton {recorded}, {offline.triton.__version__} is installed")
+    assert_well("tests.kernels.offline", repository_root, tmp_path)
+
+
+@pytest.mark.slow
+def test_no_offset_is_subtracted_unrounded(repository_root, tmp_path) -> None:
+    assert_well("tests.kernels.offline.contraction", repository_root, tmp_path)
+
+
+def assert_well(module: str, folder: Path, cache: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    gate = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.offline"],
-        cwd=repository_root,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
+    environment |= {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", module]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS
     )
-    print(gate.stdout)
-    assert gate.returncode == 0, f"{gate.stdout[-4000:]}\n{gate.stderr[-4000:]}"
+    print(done.stdout)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
 
 
 SASS = """
