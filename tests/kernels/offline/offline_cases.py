@@ -202,15 +202,7 @@ def _loss() -> Iterator[Case]:
         qwen | {"dtype": torch.float32, "merge": True, "tail": True},
     ]
     for row in itertools.chain(_rows(main, factors), _loss_sizes(qwen)):
-        settings = LossSettings(
-            kappa=row["kappa"],
-            merge=row["merge"],
-            tail=row["tail"],
-            entropy_coef=0.01 if row["entropy"] else 0.0,
-            temperature=0.7 if row["twoT"] else 1.0,
-            dual_clip=3.0 if row["extras"] else None,
-            reverse_kl_surrogate="ppo" if row["extras"] else "paper",
-        )
+        settings = _loss_settings(row)
         logits = _logits(row)
         grad = {"no-grad": None, "own": torch.empty_like(logits), "in-place": logits}[row["gradient"]]
         arguments = (logits, _loss_tokens(row), settings, grad)
@@ -254,6 +246,18 @@ def _loss_sizes(plain: dict[str, Any]) -> Iterator[dict]:
         yield plain | hard | row
         yield plain | hard | row | {"twoT": True}
     yield plain | {"V": longest, "dtype": DTYPES[1], "target": "sparse", "kappa": 16, "tail": True}
+
+
+def _loss_settings(row: dict[str, Any]) -> LossSettings:
+    return LossSettings(
+        kappa=row["kappa"],
+        merge=row["merge"],
+        tail=row["tail"],
+        entropy_coef=0.01 if row["entropy"] else 0.0,
+        temperature=0.7 if row["twoT"] else 1.0,
+        dual_clip=3.0 if row["extras"] else None,
+        reverse_kl_surrogate="ppo" if row["extras"] else "paper",
+    )
 
 
 def _loss_tokens(row: dict[str, Any]) -> LossTokens:
@@ -380,14 +384,8 @@ def _tiles() -> Iterator[Case]:
 
 
 def _both_passes(tile: torch.Tensor, row: dict[str, Any]) -> None:
-    settings = LossSettings(
-        kappa=row["kappa"],
-        merge=row["merge"],
-        tail=row["tail"],
-        entropy_coef=0.01 if row["entropy"] else 0.0,
-        temperature=0.7 if row["twoT"] else 1.0,
-    )
-    plan = triton_tiles.TileLoss.plan_of(_loss_tokens(row | {"extras": False}), settings, tile.dtype)
+    row = row | {"extras": False}
+    plan = triton_tiles.TileLoss.plan_of(_loss_tokens(row), _loss_settings(row), tile.dtype)
     passes, sums = triton_tiles.TileLoss(plan), plan.empty_sums()
     passes.scan(sums, tile, 0, 0)
     passes.gradient_(finish(plan, sums), tile, 0, 0)
