@@ -37,11 +37,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from smopd.engine import distributed
-from smopd.engine.local.teachers import LocalTeachers, read_adapter
+from smopd.engine.local.teachers import LocalTeachers
 from smopd.engine.models.loading import load_tokenizer
 from smopd.engine.remote.client import TOKEN
 from smopd.engine.remote.wire import BINARY, pack_answer, pack_values, unpack_given, unpack_request
 from smopd.engine.settings import VllmSettings
+from smopd.engine.weights.adapters import read_adapter
 
 if TYPE_CHECKING:
     from smopd.engine.vllm.teachers import VllmTeachers

@@ -60,7 +60,7 @@ def merge(options: Options) -> None:
     if options.output.exists():
         raise ValueError(f"--output: {options.output} is there already, expected a new folder")
 
-    from smopd.engine.local.teachers import read_adapter
+    from smopd.engine.weights.adapters import read_adapter
     from smopd.merging.vectors import Part, TaskVectors, merge_adapters
 
     parts = [Part(*part) for part in zip(*given, strict=True)]

@@ -50,7 +50,8 @@ STOREYS = {
         types process files settings errors
         protocols models distributed
         student
-        local weights
+        weights
+        local
         vllm
         remote
         preference teacher_server

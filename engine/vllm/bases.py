@@ -14,11 +14,12 @@ from vllm.config.lora import LoRAConfig
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
-from smopd.engine.local.teachers import Adapter, read_adapter, require_vocabulary, same_place
+from smopd.engine.local.teachers import require_vocabulary
 from smopd.engine.models.loading import UnusableModel, stored_dtype
 from smopd.engine.settings import VllmSettings
 from smopd.engine.vllm.engines import LORA_RANKS
 from smopd.engine.vllm.pooler import TASK, obstacle, text_config
+from smopd.engine.weights.adapters import Adapter, read_adapter, same_place
 
 LOGITS_BYTES = 512 << 20  # ours: about what vLLM's prompt_logprobs hold at a time, tokens times V in fp32
 MIN_BATCH_TOKENS, MAX_SEQUENCES = 64, 256  # ours

@@ -32,7 +32,7 @@ from vllm.distributed import get_tp_group
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 
-from smopd.engine.local.teachers import empty_topk, same_place
+from smopd.engine.local.teachers import empty_topk
 from smopd.engine.local.union import Dropping, others_ids, with_others, without_padding
 from smopd.engine.models.packing import flat_offsets
 from smopd.engine.settings import VllmSettings
@@ -40,6 +40,7 @@ from smopd.engine.types import Rollout, TeacherTopK
 from smopd.engine.vllm.bases import Base, choose_route, engine_options, read_bases, room_to_draw
 from smopd.engine.vllm.engines import engine, exclusive, sleep, warm_cache
 from smopd.engine.vllm.pooler import Question, ask
+from smopd.engine.weights.adapters import same_place
 from smopd.kernels.checks import check_kappa
 
 ROUTES = ("auto", "pooler", "prompt_logprobs")

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from smopd.config.schedule import BASE, needs_base, product_reference
 from smopd.config.settings import Settings
 from smopd.data.sources import import_function
-from smopd.engine.local.teachers import same_place
 from smopd.engine.models.loading import stored_dtype
 from smopd.engine.models.sizes import ModelNumbers, numbers_of
+from smopd.engine.weights.adapters import same_place
 from smopd.names import is_url
 from smopd.rewards.preference_model import BATCH_TOKENS, MAX_TOKENS
 from smopd.run.failures import naming

@@ -12,12 +12,13 @@ from transformers import PreTrainedTokenizerBase
 from smopd.config.schedule import output_directory
 from smopd.config.settings import Settings
 from smopd.engine.local.rollout import LocalRollout
-from smopd.engine.local.teachers import held_already, load_teachers, read_adapter
+from smopd.engine.local.teachers import held_already, load_teachers
 from smopd.engine.models.loading import describe, load_model, load_tokenizer
 from smopd.engine.protocols import RolloutEngine, TeacherEngine
 from smopd.engine.remote.servers import RetryPolicy, Servers
 from smopd.engine.settings import Vllm, VllmSettings
 from smopd.engine.student.student import Student
+from smopd.engine.weights.adapters import read_adapter
 from smopd.names import is_url
 from smopd.run.failures import naming
 

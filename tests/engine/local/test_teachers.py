@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from smopd.engine.local.teachers import LocalTeachers, load_teachers, read_adapter
+from smopd.engine.local.teachers import LocalTeachers, load_teachers
 from smopd.engine.models.loading import UnusableModel
 from smopd.engine.settings import Packing
+from smopd.engine.weights.adapters import read_adapter
 from tests.engine.local.teacher_truth import (
     ROLLOUTS,
     at,
