@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +34,7 @@ def attach(model: PreTrainedModel, adapter: Adapter, name: str) -> str:
         UnusableModel: peft is not installed, or the adapter's weights do not fit the model.
     """
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _no_report():
             warnings.filterwarnings("ignore", "Already found a `peft_config`")
             info = model.load_adapter(str(adapter.folder), name)
     except ImportError as error:
@@ -46,6 +49,18 @@ def attach(model: PreTrainedModel, adapter: Adapter, name: str) -> str:
             f"first {min(wrong)!r}"
         )
     return name
+
+
+@contextmanager
+def _no_report() -> Iterator[None]:
+    """Without transformers' report, which takes the adapters loaded before for weights newly initialized."""
+    logger = logging.getLogger("transformers.integrations.peft")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def read_adapter(path: str | Path, base: str | Path | None = None) -> Adapter | None:

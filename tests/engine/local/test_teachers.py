@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -135,6 +136,14 @@ def test_adapters_share_their_base(tmp_path: Path) -> None:
     for _ in range(2):
         check(teachers.score(ROLLOUTS, 6, 1.0), expected, 6, 1e-4)
     check_union(teachers.score(ROLLOUTS, 4, 0.7, union=True), [at(e, 0.7) for e in expected], 4, 1e-4)
+
+
+def test_a_second_adapter_is_loaded_without_a_false_report(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    load_teachers(save_adapters(tmp_path, tiny_model(4)), PACKING, VOCABULARY, torch.float32)
+    assert "newly initialized" not in caplog.text
 
 
 def test_the_base_of_adapters_is_scored_without_them(tmp_path: Path) -> None:
