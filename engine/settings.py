@@ -69,7 +69,7 @@ class Optimiser(Section):
     """torch.compile of each decoder layer."""
     attention: Literal["auto", "sdpa", "flash"] = "auto"
     """sdpa masks packed rows; flash takes one sequence, or response beside a shared prompt, at a time; auto
-    takes flash where the device and the model can."""
+    takes flash where the device and the model can. Short rows on a CPU are masked in any case."""
 
 
 class Packing(Section):

@@ -86,7 +86,7 @@ class TokenBatch:
     flat_N: Tensor
     """(N,) int64, where each token stands in the flat order of the whole batch."""
     pieces: tuple[Piece, ...]
-    """In order; with stretches of padding, which are pieces too, they hold every position once."""
+    """In order; they hold every position of the one row once. Empty where rows are told apart by the mask."""
 
     def attention_mask(self) -> Tensor:
         """(rows, 1, L, L) bool, True where a position may look. Padding sees itself, so no row is empty."""

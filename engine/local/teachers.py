@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from smopd.engine.local.union import Dropping, given_logprobs, others_ids, with_others, without_padding
-from smopd.engine.models.attention import choose_together
+from smopd.engine.models.attention import choose_together, one_row_from
 from smopd.engine.models.loading import UnusableModel, head, load_model, response_hidden
 from smopd.engine.models.packing import flat_offsets, pack
 from smopd.engine.protocols import TeacherEngine
@@ -81,7 +81,8 @@ class LocalTeachers(Dropping):
         for i, (teacher, size) in enumerate(zip(self.teachers, sizes, strict=True)):
             require_vocabulary(i, teacher.model.name_or_path or "a model", size, tokens or vocabulary)
             teacher.model.eval().requires_grad_(False)
-        self.one_row = choose_together([teacher.model for teacher in self.teachers])
+        choose_together([teacher.model for teacher in self.teachers])
+        self.one_row_from = one_row_from(self.teachers[0].model)
         self.packing = packing
         self.vocabulary = vocabulary
 
@@ -98,7 +99,7 @@ class LocalTeachers(Dropping):
         n_tokens, n_teachers = flat_offsets(rollouts)[-1], len(self.teachers)
         device = self.device
         result = empty_topk(n_tokens, n_teachers, n_teachers * kappa if union else kappa, device)
-        for batch in pack(rollouts, self.packing, one_row=self.one_row):
+        for batch in pack(rollouts, self.packing, one_row_from=self.one_row_from):
             batch = batch.to(device)
             found = [self._entries(teacher, batch, kappa, temperature) for teacher in self.teachers]
             ids_NMS = torch.stack([own.ids_NS for own in found], 1)
@@ -124,7 +125,7 @@ class LocalTeachers(Dropping):
         rollouts, _ = self.inside(rollouts)
         ids_NMU, token_logps_NM = ids_NMU.to(device), token_logps_NM.to(device)
         result = torch.empty(ids_NMU.shape, device=device)
-        for batch in pack(rollouts, self.packing, one_row=self.one_row):
+        for batch in pack(rollouts, self.packing, one_row_from=self.one_row_from):
             batch = batch.to(device)
             for m, teacher in enumerate(self.teachers):
                 self._choose(teacher)

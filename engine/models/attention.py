@@ -2,7 +2,8 @@
 
 The mask serves every layout and costs the square of the row. A piece is a prompt with its first response, or
 one of the others, whose queries see all keys of the prompt that it shares and, causally, its own (`Piece`).
-Pieces need plain causal attention, and are used only where they agree with sdpa on this device.
+Pieces need plain causal attention, and are used only where they agree with sdpa on this device. On a CPU
+rows of short units keep the mask: their squares cost less than a call a piece.
 
 - On a CPU kernels/ops/attention.py computes a piece with itself and a unit with its prompt, in fp32.
 - On a GPU torch's variable-length kernels (`torch.nn.attention.varlen`) take keys with the prompt before each
@@ -27,6 +28,8 @@ from smopd.engine.types import Piece, TokenBatch
 from smopd.kernels.ops.attention import by_halves
 
 MASKED = "sdpa"
+SHORT = 256
+"""Under so many positions a unit attends faster under a mask on a CPU (ours; docs/architecture.md)."""
 PIECES = "smopd_pieces"  # the name among transformers' attention functions
 PROBE_TOLERANCE = 3e-2  # ours: relative to the largest value, a few roundings of bfloat16
 PROBE = (  # two units and one without responses
@@ -60,27 +63,37 @@ def choose(model: PreTrainedModel, wanted: str, device: torch.device, dtype: tor
     AttentionInterface.register(PIECES, attend_pieces)
     AttentionMaskInterface.register(PIECES, AttentionMaskInterface()[MASKED])  # of calls without pieces
     model.set_attn_implementation(PIECES)
-    return "a sequence at a time" if device.type == "cpu" else "torch's variable-length kernels"
+    return (
+        f"a sequence at a time, from {SHORT} positions on"
+        if device.type == "cpu"
+        else "torch's variable-length kernels"
+    )
 
 
-def choose_together(models: Sequence[PreTrainedModel]) -> bool:
-    """Sets how frozen models that score the same batches attend; whether they all take pieces."""
+def choose_together(models: Sequence[PreTrainedModel]) -> None:
+    """Sets how frozen models that score the same batches attend, all in one way."""
     for wanted in ("auto", "sdpa"):
         for model in models:
             choose(model, wanted, model.device, model.dtype)
         if all(takes_pieces(model) for model in models):
-            return True
-    return False
+            return
 
 
 def takes_pieces(model: PreTrainedModel) -> bool:
-    """Whether pieces attend one at a time, so that padding between them would be computed for nothing."""
+    """Whether the pieces of a batch that tells them attend one at a time."""
     return model.config._attn_implementation == PIECES
+
+
+def one_row_from(model: PreTrainedModel) -> int | None:
+    """How long a batch's longest unit has to be for one row of pieces to serve `model` best; None: never."""
+    if not takes_pieces(model):
+        return None
+    return SHORT if model.device.type == "cpu" else 0
 
 
 def decoder_inputs(model: PreTrainedModel, batch: TokenBatch) -> dict[str, Any]:
     """What the decoder of `model` takes for `batch`, by its way to attend."""
-    if not takes_pieces(model):
+    if not (takes_pieces(model) and batch.pieces):
         return {
             "input_ids": batch.input_ids,
             "attention_mask": batch.attention_mask(),

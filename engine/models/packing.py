@@ -3,7 +3,8 @@
 A unit is a prompt with one or more of its responses. Under a mask, whose cost is the square of the row, rows
 are as long as the longest unit they must hold (or `row_tokens`), shorter units share rows, and a micro-batch
 holds as many rows as its token budget allows. Where pieces attend one at a time, a micro-batch is one row
-without padding. A response's last token is predicted but never read, so it takes no position.
+without padding, told by its pieces. A response's last token is predicted but never read, so it takes
+no position.
 """
 
 from __future__ import annotations
@@ -26,20 +27,25 @@ def flat_offsets(rollouts: Sequence[Rollout]) -> list[int]:
     return offsets
 
 
-def pack(rollouts: Sequence[Rollout], packing: Packing, *, one_row: bool = False) -> list[TokenBatch]:
+def pack(
+    rollouts: Sequence[Rollout], packing: Packing, *, one_row_from: int | None = None
+) -> list[TokenBatch]:
     """Micro-batches that hold every response token exactly once.
 
     Args:
         rollouts: responses; those of one group must stand together to share their prompt.
         packing: the token budget, the row length and whether prompts are shared.
-        one_row: each micro-batch is one row, as long as what it holds; `row_tokens` is left out.
+        one_row_from: a micro-batch whose longest unit has so many positions is one row, as long as what it
+            holds; `row_tokens` is left out. None: none is.
     """
     offsets = flat_offsets(rollouts)
     units = sorted(_units(rollouts, packing), key=lambda unit: _length(rollouts, unit), reverse=True)
     batches = []
     while units:
+        longest = _length(rollouts, units[0])
+        one_row = one_row_from is not None and longest >= one_row_from
         least = packing.micro_batch_tokens if one_row else packing.row_tokens
-        row_length = max(least, _length(rollouts, units[0]), 1)
+        row_length = max(least, longest, 1)
         rows: list[list[list[int]]] = []
         space: list[int] = []
         later = []
@@ -58,7 +64,7 @@ def pack(rollouts: Sequence[Rollout], packing: Packing, *, one_row: bool = False
                 space[row] -= length
         if one_row:
             row_length = max(row_length - space[0], 1)
-        batches.append(_lay_out(rollouts, offsets, rows, row_length))
+        batches.append(_lay_out(rollouts, offsets, rows, row_length, one_row))
         units = later
     return batches
 
@@ -93,7 +99,11 @@ def _units(rollouts: Sequence[Rollout], packing: Packing) -> list[list[int]]:
 
 
 def _lay_out(
-    rollouts: Sequence[Rollout], offsets: list[int], rows: list[list[list[int]]], row_length: int
+    rollouts: Sequence[Rollout],
+    offsets: list[int],
+    rows: list[list[list[int]]],
+    row_length: int,
+    one_row: bool,
 ) -> TokenBatch:
     grid = _Grid(len(rows), row_length)
     n_units = 0
@@ -114,10 +124,9 @@ def _lay_out(
                 grid.predict((end_of_prompt - 1, *range(at, at + len(read))), response_ids, offsets[i])
                 at += len(read)
                 ends += [at] if read else []
-            grid.pieces += _pieces(begin, end_of_prompt, ends)
+            if one_row:
+                grid.pieces += _pieces(begin, end_of_prompt, ends)
             n_units += 1
-        if at < (row + 1) * row_length:
-            grid.pieces.append(Piece(at, (row + 1) * row_length))
     return grid.batch()
 
 

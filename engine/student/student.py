@@ -225,8 +225,7 @@ class Student:
 
     def _micro_batches(self, rollouts: Sequence[Rollout]) -> list[TokenBatch]:
         """As many on every rank, and at least one: empty ones, which weigh nothing, fill up."""
-        one_row = attention.takes_pieces(self.model)
-        batches = pack(rollouts, self.settings, one_row=one_row)
+        batches = pack(rollouts, self.settings, one_row_from=attention.one_row_from(self.model))
         count = torch.tensor(len(batches), device=self.device)
         most = max(1, int(distributed.all_reduce(count, "max")))
         batches += [empty_batch()] * (most - len(batches))

@@ -21,10 +21,10 @@ PACKINGS = {
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
 @pytest.mark.parametrize(
-    ("wanted", "one_row"), [("sdpa", False), ("sdpa", True), ("auto", False), ("auto", True)]
+    ("wanted", "one_row_from"), [("sdpa", None), ("sdpa", 0), ("auto", None), ("auto", 0), ("auto", 20)]
 )
 @pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS.keys())
-def test_hidden_states_equal_those_of_single_sequences(packing, wanted, one_row, family):
+def test_hidden_states_equal_those_of_single_sequences(packing, wanted, one_row_from, family):
     model, rollouts = tiny_model(family=family).eval(), ragged_rollouts(0)
     plain = tiny_model(family=family).eval()
     choose(model, wanted, torch.device("cpu"), torch.float32)
@@ -33,7 +33,7 @@ def test_hidden_states_equal_those_of_single_sequences(packing, wanted, one_row,
     hidden_ND = torch.full((offsets[-1], 64), torch.nan)
     token_ids_N = torch.full((offsets[-1],), -1)
     with torch.no_grad():
-        for batch in pack(rollouts, packing, one_row=one_row):
+        for batch in pack(rollouts, packing, one_row_from=one_row_from):
             assert hidden_ND[batch.flat_N].isnan().all(), "a token stands in two micro-batches"
             hidden_ND[batch.flat_N] = response_hidden(model, batch)
             token_ids_N[batch.flat_N] = batch.token_ids_N
@@ -44,20 +44,33 @@ def test_hidden_states_equal_those_of_single_sequences(packing, wanted, one_row,
     torch.testing.assert_close(token_ids_N, torch.cat([rollout.response_ids for rollout in rollouts]))
 
 
-@pytest.mark.parametrize("one_row", [False, True])
+@pytest.mark.parametrize("one_row_from", [None, 0])
 @pytest.mark.parametrize("share", [True, False])
-def test_micro_batches_keep_to_the_token_budget(share, one_row):
+def test_micro_batches_keep_to_the_token_budget(share, one_row_from):
     rollouts = ragged_rollouts(1, groups=9)
-    for batch in pack(rollouts, Packing(micro_batch_tokens=48, share_prompts=share), one_row=one_row):
+    for batch in pack(
+        rollouts, Packing(micro_batch_tokens=48, share_prompts=share), one_row_from=one_row_from
+    ):
         assert batch.input_ids.numel() <= 48
 
 
 @pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS.keys())
 def test_one_row_has_no_padding(packing):
-    batches = pack(ragged_rollouts(5), packing, one_row=True)
+    batches = pack(ragged_rollouts(5), packing, one_row_from=0)
     assert all(len(batch.input_ids) == 1 and (batch.unit_ids >= 0).all() for batch in batches)
     if packing.micro_batch_tokens == 10_000:
         assert len(batches) == 1
+
+
+def test_pieces_are_told_of_long_units_alone():
+    batches = pack(ragged_rollouts(5), Packing(micro_batch_tokens=48), one_row_from=20)
+    longest = [
+        int(batch.unit_ids.flatten()[batch.unit_ids.flatten() >= 0].bincount().max()) for batch in batches
+    ]
+    assert {length >= 20 for length in longest} == {False, True}
+    for batch, length in zip(batches, longest, strict=True):
+        assert bool(batch.pieces) == (length >= 20)
+        assert not batch.pieces or len(batch.input_ids) == 1
 
 
 def test_a_sequence_over_the_budget_goes_alone():

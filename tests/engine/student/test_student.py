@@ -174,10 +174,10 @@ def test_a_sequence_at_a_time_attends_as_the_mask_does(device, packing, options)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "a sequence at a time"),
-        ({"share_prompts": False}, "a sequence at a time"),
+        ({}, "a sequence at a time, from 256 positions on"),
+        ({"share_prompts": False}, "a sequence at a time, from 256 positions on"),
         ({"attention": "sdpa"}, "sdpa under a mask (as set)"),
-        ({"attention": "flash"}, "a sequence at a time"),
+        ({"attention": "flash"}, "a sequence at a time, from 256 positions on"),
     ],
 )
 def test_what_was_chosen_is_said_in_one_line(device, caplog, options, said):
