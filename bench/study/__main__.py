@@ -25,7 +25,7 @@ class Options:
     size: Literal["cpu", "gpu"] = "cpu"
     seeds: tuple[int, ...] = (0, 1, 2)
     only: tuple[str, ...] = ()
-    """Experiments to run: curves, density, ablations, profiles, conflict, snips; all where none is named."""
+    """Experiments to run, of those in bench/study/experiments.py; all where none is named."""
     at_once: int = field(default_factory=lambda: max(1, os.cpu_count() or 1))
     """Runs at a time."""
     output: Path = Path("runs/study")
