@@ -1,0 +1,1 @@
+"""A pretrained model through the whole method: the tables of docs/real_model.md, and what a step costs."""

@@ -1,0 +1,155 @@
+"""Training steps of a pretrained model, each trainer in a process of its own, one after the other.
+
+python -m bench.real_model.steps --model FOLDER [--systems smopd trl ...] [--steps 4] [--turns 1]
+
+The same prompts, rewards, rows and lengths, fp32, as many threads as OMP_NUM_THREADS says. A JSON line a row:
+the median seconds of a step but the first, those of its phases, response tokens a step, and the peak of
+resident memory of the process with all that it starts. The model should be warmed up
+(`runs/smollm2_snips/base/export`), so that responses end where they do in training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from bench.harness import record
+
+HERE = Path(__file__).parent
+OURS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "smopd": ("gdpo", ()),
+    "smopd, vLLM": ("gdpo", ("--rollout.engine", "vllm")),
+    "smopd, two teachers": ("merge", ()),
+    "smopd, two teachers, vLLM": ("merge", ("--rollout.engine", "vllm", "--teachers.engine", "vllm")),
+}
+"""System -> the run of steps.yaml, and settings."""
+TRL = ("trl", "trl, vLLM", "trl with smopd, two teachers", "trl distillation", "trl distillation with smopd")
+PHASES = ("rollout", "rewards", "old_logps", "teachers", "update", "sync")
+EVERY = 0.2  # seconds between two looks at the memory
+
+
+def main() -> int:
+    systems = (*OURS, *TRL)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="a folder with the model and its tokenizer")
+    parser.add_argument("--systems", nargs="+", choices=systems, default=["smopd", "trl"], metavar="SYSTEM",
+                        help=f"of: {'; '.join(systems)}")  # fmt: skip
+    parser.add_argument("--steps", type=int, default=4, help="of each, the first of which is not counted")
+    parser.add_argument("--turns", type=int, default=1, help="how often all systems are run, in turn")
+    parser.add_argument("--set", nargs="*", default=[], metavar="WORD",
+                        help="more settings of ours, as `python -m smopd.train` takes them")  # fmt: skip
+    parser.add_argument("--output", type=Path, help="rows go to this file as well")
+    chosen = parser.parse_args()
+    if chosen.steps < 2:
+        parser.error(f"--steps is {chosen.steps}, expected 2 or more: the first is not counted")
+    failed = 0
+    with chosen.output.open("a") if chosen.output else nullcontext() as file:
+        tell = record.teller("cpu", file)
+        for turn in range(chosen.turns):
+            for system in chosen.systems:
+                row = measured(system, chosen)
+                failed += "error" in row
+                tell({"benchmark": "training_step", "turn": turn, "system": system} | row)
+    return 1 if failed else 0
+
+
+def measured(system: str, chosen: argparse.Namespace) -> dict[str, Any]:
+    """The row of one system; `error` is the last line of one that failed."""
+    with TemporaryDirectory() as folder:
+        if system in OURS:
+            run, more = OURS[system]
+            common = [
+                "smopd.train",
+                str(HERE / "steps.yaml"),
+                "--model.path",
+                chosen.model,
+                "--output",
+                folder,
+            ]
+            common += ["--log.plain", "true", *chosen.set]
+            if run == "merge":
+                run_process([*common, "--only", "accuracy_teacher", "format_teacher"])
+            steps = [f"--runs.{run}.set.loop.steps", str(chosen.steps)]
+            text, peak = run_process([*common, "--only", run, *steps, *more])
+            lines = Path(folder, run, "metrics.jsonl")
+            rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+            rows = [row for row in rows if "seconds/update" in row]
+        else:
+            words = ["bench.real_model.trl", system, chosen.model, str(chosen.steps), folder]
+            text, peak = run_process(words)
+            rows = [json.loads(line) for line in text.splitlines() if line.startswith('{"seconds/')]
+        if len(rows) < chosen.steps:
+            said = [line for line in text.splitlines() if line.strip()]
+            return {"error": said[-1] if said else "it said nothing"}
+    return summary(rows[1:]) | {"peak_mib": round(peak / 2**20)}
+
+
+def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Medians over the steps."""
+
+    def median(name: str) -> float | None:
+        values = [row[name] for row in rows if name in row]
+        return round(statistics.median(values), 2) if values else None
+
+    phases = {phase: value for phase in PHASES if (value := median(f"seconds/{phase}")) is not None}
+    whole = [sum(row.get(f"seconds/{phase}", 0.0) for phase in PHASES) for row in rows]
+    tokens = [row["tokens"] for row in rows]
+    return {
+        "seconds": round(statistics.median(whole), 2),
+        "phases": phases,
+        "response_tokens": round(statistics.fmean(tokens)),
+        "ms_per_token": round(1e3 * sum(whole) / sum(tokens), 2),
+        "steps": len(rows),
+    }
+
+
+def run_process(words: Sequence[str]) -> tuple[str, int]:
+    """What `python -m WORDS` printed, and the most bytes that it and its children had resident together."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
+    )
+    peak = 0
+
+    def watch() -> None:
+        nonlocal peak
+        while process.poll() is None:
+            peak = max(peak, resident(process.pid))
+            time.sleep(EVERY)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    text, _ = process.communicate()
+    watcher.join()
+    return text, peak
+
+
+def resident(root: int) -> int:
+    """Bytes of a process and all below it; pages that several share are counted in each."""
+    import psutil
+
+    try:
+        family = [psutil.Process(root), *psutil.Process(root).children(recursive=True)]
+        return sum(each.memory_info().rss for each in family)
+    except psutil.NoSuchProcess:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""The numbers of finished runs, with intervals: a table for docs/real_model.md, and its results.json.
+
+python -m bench.real_model.table FOLDER... [--against RUN ...] [--output FILE]
+
+A FOLDER is a run directory of `python -m smopd.train`, one a recipe and seed. An interval is the percentile
+bootstrap's over the held-out prompts, 95%, of one trained model: it holds no spread over seeds. A difference
+is paired: the same prompts, and the same seeds of their samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.study.measures import environment
+from smopd.config.cli import read_settings
+from smopd.config.schedule import BASE
+from smopd.config.settings import Settings
+from smopd.engine.files import write_atomically
+from smopd.record.files import JsonlLog
+
+DRAWS = 2_000  # ours
+TAILS = (2.5, 97.5)
+Values = Mapping[str, np.ndarray]
+"""Column -> its mean on each held-out prompt."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
+    parser.add_argument(
+        "--against", nargs="*", default=[], metavar="RUN", help="runs to take differences from"
+    )
+    parser.add_argument("--output", type=Path, help="the numbers, as JSON")
+    chosen = parser.parse_args()
+    found = {str(folder): numbers(folder, chosen.against) for folder in chosen.folders}
+    for folder, each in found.items():
+        print(f"{folder}, seed {each['seed']}\n\n{markdown(each['runs'])}")
+    if chosen.output:
+        chosen.output.parent.mkdir(parents=True, exist_ok=True)
+        kept = {each["name"] + f"/seed_{each['seed']}": each for each in found.values()}
+        write_atomically(chosen.output, (json.dumps(kept, indent=1) + "\n").encode())
+    return 0
+
+
+def numbers(folder: Path, against: Sequence[str]) -> dict[str, Any]:
+    """Of one run directory: where it was run, and each evaluated run's means, intervals, steps and time."""
+    settings = read_settings(str(folder / "config.yaml"))
+    there = environment(folder)
+    values = {
+        run: by_prompt(folder / run, settings)
+        for run in (BASE, *settings.runs)
+        if (folder / run / "responses.jsonl").exists()
+    }
+    runs = {run: described(folder / run, run, settings, found) for run, found in values.items()}
+    for run, found in values.items():
+        for other in against:
+            if other in values and other != run:
+                apart = {name: found[name] - values[other][name] for name in found}
+                runs[run].setdefault("less", {})[other] = with_intervals(apart)
+    kept = {key: there.get(key) for key in ("git", "python", "packages", "cpus", "threads")}
+    return {"name": settings.name, "seed": settings.seed, "environment": kept, "runs": runs}
+
+
+def by_prompt(run: Path, settings: Settings) -> Values:
+    """Each reward and their sum on each held-out prompt, greedy and sampled; NaN where it scored nothing."""
+    items = [json.loads(line) for line in (run / "responses.jsonl").read_text().splitlines()]
+    seen: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for item in items:
+        for name, value in item["rewards"].items():
+            scored = seen[f"{item['kind']}/{name}"][item["prompt"]]
+            scored.append(np.nan if value is None else value)
+    means = {column: np.array([np.mean(of[prompt]) for prompt in sorted(of)]) for column, of in seen.items()}
+    kinds = dict.fromkeys(column.partition("/")[0] for column in seen)
+    names = [reward.name for reward in settings.rewards]
+    for kind in kinds:
+        means[f"{kind}/sum"] = np.sum([means[f"{kind}/{name}"] for name in names], axis=0)
+    return {f"{kind}/{name}": means[f"{kind}/{name}"] for kind in kinds for name in (*names, "sum")}
+
+
+def described(folder: Path, run: str, settings: Settings, values: Values) -> dict[str, Any]:
+    lines = [row for row in JsonlLog(folder / "metrics.jsonl").read() if "seconds/update" in row]
+    phases = sorted({key for row in lines for key in row if key.startswith("seconds/")})
+    label = "Base" if run == BASE else settings.runs[run].label or run
+    told: dict[str, Any] = {"label": label, "columns": with_intervals(values), "steps": len(lines)}
+    if lines:
+        told["seconds_a_step"] = {
+            key.partition("/")[2]: round(float(np.median([row.get(key, 0.0) for row in lines])), 2)
+            for key in phases
+        }
+    if (merged := folder / "merge.json").exists():
+        told["chosen"] = json.loads(merged.read_text())["chosen"]
+    return told
+
+
+def with_intervals(values: Values) -> dict[str, dict[str, float]]:
+    """Mean, and the ends of its interval over the prompts."""
+    generator = np.random.default_rng(0)
+    found = {}
+    for column, every in values.items():
+        each = every[~np.isnan(every)]
+        drawn = each[generator.integers(each.size, size=(DRAWS, each.size))].mean(1)
+        low, high = np.percentile(drawn, TAILS)
+        found[column] = {"mean": round(float(each.mean()), 4), "low": round(float(low), 4),
+                         "high": round(float(high), 4)}  # fmt: skip
+    return found
+
+
+def markdown(runs: Mapping[str, Mapping[str, Any]]) -> str:
+    columns = list(dict.fromkeys(column for run in runs.values() for column in run["columns"]))
+    header = ["run", "steps", *(column.replace("/", " ") for column in columns)]
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1)]
+    for run in runs.values():
+        lines.append([run["label"], str(run["steps"]), *(cell(run["columns"].get(name)) for name in columns)])
+        for other, apart in run.get("less", {}).items():
+            lines.append([f"less {other}", "", *(cell(apart.get(name), "+") for name in columns)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def cell(found: Mapping[str, float] | None, sign: str = "") -> str:
+    if found is None:
+        return "-"
+    return f"{found['mean']:{sign}.3f} ({found['low']:{sign}.3f} to {found['high']:{sign}.3f})"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
