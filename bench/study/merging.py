@@ -107,4 +107,5 @@ def _share_kept(done: Finished, run: str, reward: str, teacher: str) -> str:
     found, base, theirs = (spread(done.values(name, f"sampled/{reward}")) for name in (run, "base", teacher))
     if found is None or base is None or theirs is None or theirs.mean == base.mean:
         return f"{reward} -"
-    return f"{reward} {(found.mean - base.mean) / (theirs.mean - base.mean):.0%}"
+    share = (found.mean - base.mean) / (theirs.mean - base.mean)
+    return f"{reward} {round(share, 2) + 0.0:.0%}"  # no -0%
