@@ -5,7 +5,8 @@ python -m bench.real_model.steps --model FOLDER [--systems smopd trl ...] [--ste
 The same prompts, rewards, rows and lengths, fp32, as many threads as OMP_NUM_THREADS says. A JSON line a row:
 the median seconds of a step but the first, those of its phases, response tokens a step, and the peak of
 resident memory of the process with all that it starts. The model should be warmed up
-(`runs/smollm2_snips/base/export`), so that responses end where they do in training.
+(`runs/smollm2_snips/base/export`), so that responses end where they do in training. Further words are
+settings of ours, as `python -m smopd.train` takes them: --student.micro_batch_tokens 2048
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.harness import record
+from smopd.data.places import model_place
 
 HERE = Path(__file__).parent
 OURS: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -44,29 +46,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True, help="a folder with the model and its tokenizer")
+    parser.add_argument(
+        "--model", required=True, help="a folder with the model and its tokenizer, or `smollm2`"
+    )
     parser.add_argument("--systems", nargs="+", choices=systems, default=["smopd", "trl"], metavar="SYSTEM",
                         help=f"of: {'; '.join(systems)}")  # fmt: skip
     parser.add_argument("--steps", type=int, default=4, help="of each, the first of which is not counted")
     parser.add_argument("--turns", type=int, default=1, help="how often all systems are run, in turn")
-    parser.add_argument("--set", nargs="*", default=[], metavar="WORD",
-                        help="more settings of ours, as `python -m smopd.train` takes them")  # fmt: skip
     parser.add_argument("--output", type=Path, help="rows go to this file as well")
-    chosen = parser.parse_args()
+    chosen, settings = parser.parse_known_args()
     if chosen.steps < 2:
         parser.error(f"--steps is {chosen.steps}, expected 2 or more: the first is not counted")
+    chosen.model = model_place(chosen.model)
     failed = 0
     with chosen.output.open("a") if chosen.output else nullcontext() as file:
         tell = record.teller("cpu", file)
         for turn in range(chosen.turns):
             for system in chosen.systems:
-                row = measured(system, chosen)
+                row = measured(system, chosen, settings)
                 failed += "error" in row
                 tell({"benchmark": "training_step", "turn": turn, "system": system} | row)
     return 1 if failed else 0
 
 
-def measured(system: str, chosen: argparse.Namespace) -> dict[str, Any]:
+def measured(system: str, chosen: argparse.Namespace, settings: Sequence[str]) -> dict[str, Any]:
     """The row of one system; `error` is the last line of one that failed."""
     with TemporaryDirectory() as folder:
         if system in OURS:
@@ -79,7 +82,7 @@ def measured(system: str, chosen: argparse.Namespace) -> dict[str, Any]:
                 "--output",
                 folder,
             ]
-            common += ["--log.plain", "true", *chosen.set]
+            common += ["--log.plain", "true", *settings]
             if run == "merge":
                 run_process([*common, "--only", "accuracy_teacher", "format_teacher"])
             steps = [f"--runs.{run}.set.loop.steps", str(chosen.steps)]
