@@ -36,7 +36,7 @@ OURS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "smopd, two teachers, vLLM": ("merge", ("--rollout.engine", "vllm", "--teachers.engine", "vllm")),
 }
 """System -> the run of steps.yaml, and settings."""
-TRL = ("trl", "trl, vLLM", "trl with smopd, two teachers", "trl distillation", "trl distillation with smopd")
+TRL = ("trl", "trl with smopd, two teachers", "trl distillation", "trl distillation with smopd")
 PHASES = ("rollout", "rewards", "old_logps", "teachers", "update", "sync")
 EVERY = 0.2  # seconds between two looks at the memory
 
@@ -57,6 +57,8 @@ def main() -> int:
     chosen, settings = parser.parse_known_args()
     if chosen.steps < 2:
         parser.error(f"--steps is {chosen.steps}, expected 2 or more: the first is not counted")
+    if settings and OURS.keys().isdisjoint(chosen.systems):
+        parser.error(f"{settings[0]}: a setting of ours, and none of {', '.join(OURS)} is in --systems")
     chosen.model = model_place(chosen.model)
     failed = 0
     with chosen.output.open("a") if chosen.output else nullcontext() as file:

@@ -18,15 +18,14 @@ from typing import Any
 
 import numpy as np
 
+from bench.study.finished import Finished
 from bench.study.measures import environment
-from smopd.config.cli import read_settings
-from smopd.config.schedule import BASE
+from bench.study.page import table
 from smopd.config.settings import Settings
 from smopd.engine.files import write_atomically
+from smopd.evals.bootstrap import COVERAGE, DRAWS, SEED
 from smopd.record.files import JsonlLog
 
-DRAWS = 2_000  # ours
-TAILS = (2.5, 97.5)
 Values = Mapping[str, np.ndarray]
 """Column -> its mean on each held-out prompt."""
 
@@ -53,14 +52,14 @@ def main() -> int:
 
 def numbers(folder: Path, against: Sequence[str]) -> dict[str, Any]:
     """Of one run directory: where it was run, and each evaluated run's means, intervals, steps and time."""
-    settings = read_settings(str(folder / "config.yaml"))
-    there = environment(folder)
+    done = Finished("", [folder])
+    settings, there = done.settings, environment(folder)
     values = {
         run: by_prompt(folder / run, settings)
-        for run in (BASE, *settings.runs)
+        for run in done.labels
         if (folder / run / "responses.jsonl").exists()
     }
-    runs = {run: described(folder / run, run, settings, found) for run, found in values.items()}
+    runs = {run: described(folder / run, done.labels[run], found) for run, found in values.items()}
     for run, found in values.items():
         for other in against:
             if other in values and other != run:
@@ -86,10 +85,9 @@ def by_prompt(run: Path, settings: Settings) -> Values:
     return {f"{kind}/{name}": means[f"{kind}/{name}"] for kind in kinds for name in (*names, "sum")}
 
 
-def described(folder: Path, run: str, settings: Settings, values: Values) -> dict[str, Any]:
+def described(folder: Path, label: str, values: Values) -> dict[str, Any]:
     lines = [row for row in JsonlLog(folder / "metrics.jsonl").read() if "seconds/update" in row]
     phases = sorted({key for row in lines for key in row if key.startswith("seconds/")})
-    label = "Base" if run == BASE else settings.runs[run].label or run
     told: dict[str, Any] = {"label": label, "columns": with_intervals(values), "steps": len(lines)}
     if lines:
         told["seconds_a_step"] = {
@@ -103,12 +101,12 @@ def described(folder: Path, run: str, settings: Settings, values: Values) -> dic
 
 def with_intervals(values: Values) -> dict[str, dict[str, float]]:
     """Mean, and the ends of its interval over the prompts."""
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(SEED)
     found = {}
     for column, every in values.items():
         each = every[~np.isnan(every)]
         drawn = each[generator.integers(each.size, size=(DRAWS, each.size))].mean(1)
-        low, high = np.percentile(drawn, TAILS)
+        low, high = np.percentile(drawn, [50 * (1 - COVERAGE), 50 * (1 + COVERAGE)])
         found[column] = {"mean": round(float(each.mean()), 4), "low": round(float(low), 4),
                          "high": round(float(high), 4)}  # fmt: skip
     return found
@@ -116,13 +114,12 @@ def with_intervals(values: Values) -> dict[str, dict[str, float]]:
 
 def markdown(runs: Mapping[str, Mapping[str, Any]]) -> str:
     columns = list(dict.fromkeys(column for run in runs.values() for column in run["columns"]))
-    header = ["run", "steps", *(column.replace("/", " ") for column in columns)]
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1)]
+    rows: list[list[object]] = []
     for run in runs.values():
-        lines.append([run["label"], str(run["steps"]), *(cell(run["columns"].get(name)) for name in columns)])
+        rows.append([run["label"], run["steps"], *(cell(run["columns"].get(name)) for name in columns)])
         for other, apart in run.get("less", {}).items():
-            lines.append([f"less {other}", "", *(cell(apart.get(name), "+") for name in columns)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+            rows.append([f"less {other}", None, *(cell(apart.get(name), "+") for name in columns)])
+    return table(["run", "steps", *columns], rows) + "\n"
 
 
 def cell(found: Mapping[str, float] | None, sign: str = "") -> str:

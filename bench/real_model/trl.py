@@ -76,10 +76,6 @@ def built(system: str, path: str, settings: Settings, common: dict[str, Any]) ->
     }
     if system == "trl":
         return GRPOTrainer(model(), rewards, GRPOConfig(**grpo), train_dataset=prompts(settings), **shared)
-    if system == "trl, vLLM":
-        vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.1}
-        config = GRPOConfig(**grpo, **vllm)
-        return GRPOTrainer(model(), rewards, config, train_dataset=prompts(settings), **shared)
     if system == "trl with smopd, two teachers":
         del grpo["multi_objective_aggregation"]
         config = SMOPDGRPOConfig(**grpo, advantage_estimator="gdpo", opd_coef=1.0, kappa=16)
@@ -110,7 +106,7 @@ def named(reward: Callable[..., list[float]]) -> Callable[..., list[float]]:
 
 
 class Clock(TrainerCallback):
-    """Seconds of a step, and of the calls in it that are timed; prints them when the step is logged."""
+    """Seconds of a step, and of the calls in it that are timed; prints them when the step ends."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = {}

@@ -68,7 +68,9 @@ def test_the_command_prints_and_keeps_them(
     monkeypatch.setattr("sys.argv", words)
     assert table.main() == 0
     told = capsys.readouterr().out
-    assert "| GDPO, balanced | 1 | 2.500 (" in told and "| less base |  | +1.000 (+1.000 to +1.000) |" in told
+    assert (
+        "| GDPO, balanced | 1 | 2.500 (" in told and "| less base | - | +1.000 (+1.000 to +1.000) |" in told
+    )
     assert list(json.loads(kept.read_text())) == ["smollm2_snips/seed_0"]
 
 
@@ -84,3 +86,13 @@ def test_the_steps_recipe_resolves() -> None:
     assert [*settings.runs] == ["gdpo", "accuracy_teacher", "format_teacher", "merge"]
     assert settings.warm_start is None and settings.data.evaluation is None
     assert {run for run, _ in steps.OURS.values()} <= set(settings.runs)
+
+
+def test_a_word_that_no_system_takes_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["steps", "--model", "m", "--systems", "trl", "--turn_s", "2"]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit):
+        steps.main()
+    assert "--turn_s: a setting of ours, and none of smopd, " in capsys.readouterr().err
