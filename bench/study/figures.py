@@ -125,7 +125,8 @@ def _colours(labels: Any) -> dict[str, str]:
     from matplotlib.colors import to_hex
 
     every = list(dict.fromkeys(labels))
-    of = colormaps["tab10" if len(every) <= 10 else "tab20"].colors
+    maps = ("tab10",) if len(every) <= 10 else ("tab20", "tab20b")
+    of = [colour for name in maps for colour in colormaps[name].colors]
     return {label: to_hex(of[i % len(of)]) for i, label in enumerate(every)}
 
 
