@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from smopd.engine.models.attention import choose_for_sampling
 from smopd.engine.types import Rollout, Sampling
 
 COMPACT_SHARE = 0.8  # ours: finished rows leave the batch once no more than this share is still going
@@ -29,6 +30,7 @@ class LocalRollout:
 
     def __init__(self, model: PreTrainedModel, end_ids: Sequence[int], max_batch_tokens: int = 262_144):
         self.model = model.eval().requires_grad_(False)
+        choose_for_sampling(self.model)
         self.end_ids = torch.tensor(sorted(end_ids), device=model.device)
         self.max_batch_tokens = max_batch_tokens
         self.policy_version = 0

@@ -9,6 +9,8 @@ rows of short units keep the mask: their squares cost less than a call a piece.
 - On a GPU torch's variable-length kernels (`torch.nn.attention.varlen`) take keys with the prompt before each
   piece's own; their causal mask is aligned at the bottom right.
 
+A token that is sampled attends in a way of its own (`attend_token`).
+
 Shapes: T positions of a packed batch, S pieces, H heads, K key-value heads, G = H / K, d head dimension.
 """
 
@@ -31,6 +33,7 @@ MASKED = "sdpa"
 SHORT = 256
 """Under so many positions a unit attends faster under a mask on a CPU (ours; docs/architecture.md)."""
 PIECES = "smopd_pieces"  # the name among transformers' attention functions
+TOKENS = "smopd_token"
 PROBE_TOLERANCE = 3e-2  # ours: relative to the largest value, a few roundings of bfloat16
 PROBE = (  # two units and one without responses
     Piece(0, 7),
@@ -128,6 +131,37 @@ def attend_pieces(
         return sdpa(module, query, key, value, attention_mask, scaling=scaling, **others)
     query_THd, key_TKd, value_TKd = (x[0].transpose(0, 1) for x in (query, key, value))
     return _form(query.device)(query_THd, key_TKd, value_TKd, pieces, scaling)[None], None
+
+
+def choose_for_sampling(model: PreTrainedModel) -> None:
+    """Sets how `model` attends where each row adds a token to its cache: `attend_token` where sdpa did."""
+    if model.config._attn_implementation == MASKED and model._supports_attention_backend:
+        AttentionInterface.register(TOKENS, attend_token)
+        AttentionMaskInterface.register(TOKENS, AttentionMaskInterface()[MASKED])
+        model.set_attn_implementation(TOKENS)
+
+
+def attend_token(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """sdpa of transformers, which copies keys and values G times under a mask, without the copies.
+
+    The G query heads of a key-value head are G queries of it, where a row has one. Of (R, H, 1, d) queries,
+    (R, K, T, d) keys and values and an (R or 1, 1, 1, T) mask, (R, 1, H, d). Any other call is sdpa's.
+    """
+    n_rows, n_heads, n_queries, _ = query.shape
+    shared = attention_mask is not None and attention_mask.shape[1] == 1
+    if n_queries != 1 or n_heads == key.shape[1] or not shared or options.get("position_bias") is not None:
+        return AttentionInterface()[MASKED](module, query, key, value, attention_mask, **options)
+    query_RKGd = query.view(n_rows, key.shape[1], -1, query.shape[-1])
+    scale = options.get("scaling")
+    out_RKGd = functional.scaled_dot_product_attention(query_RKGd, key, value, attention_mask, scale=scale)
+    return out_RKGd.reshape(n_rows, 1, n_heads, -1), None
 
 
 def _form(device: torch.device) -> Attend:

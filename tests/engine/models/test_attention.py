@@ -308,14 +308,25 @@ OWN_WAYS = {
     ),
     "sinks": (
         lambda: GptOssForCausalLM(
-            GptOssConfig(**SHAPE, head_dim=8, layer_types=["full_attention"] * 2, num_local_experts=2)
+            GptOssConfig(
+                **SHAPE,
+                head_dim=8,
+                layer_types=["full_attention"] * 2,
+                num_local_experts=2,
+                num_experts_per_tok=1,
+            )
         ),
         "the model has attention sinks",
     ),
     "values of another size": (
         lambda: DeepseekV3ForCausalLM(
             DeepseekV3Config(
-                **SHAPE, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8
+                **(SHAPE | {"num_key_value_heads": HEADS}),
+                kv_lora_rank=8,
+                q_lora_rank=8,
+                qk_rope_head_dim=8,
+                qk_nope_head_dim=8,
+                v_head_dim=8,
             )
         ),
         "the model's values have a head size of their own",
@@ -344,6 +355,44 @@ def test_a_call_without_pieces_is_sdpa():
     attention.choose(model, "auto", CPU, torch.float32)
     torch.testing.assert_close(model(**calls).logits, expected)
     assert model.generate(**calls, **options).equal(generated)
+
+
+@pytest.mark.parametrize("make", [*FAMILIES.values(), *(make for make, _ in OWN_WAYS.values())])
+def test_sampling_attends_as_before(make):
+    torch.manual_seed(0)
+    model = make().eval()
+    ids = torch.tensor([[5, 2, 3, 4, 9], [0, 0, 7, 8, 9]])
+    calls = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+    options = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
+    expected, before = model.generate(**calls, **options), model.config._attn_implementation
+    attention.choose_for_sampling(model)
+    assert model.config._attn_implementation == (attention.TOKENS if before == "sdpa" else before)
+    found = model.generate(**calls, **options)
+    assert found.sequences.equal(expected.sequences)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits))
+
+
+@pytest.mark.parametrize("mask_rows", [1, 3])
+def test_a_query_a_row_attends_without_copies_of_the_keys(mask_rows):
+    module = torch.nn.Module()
+    module.num_key_value_groups = 4
+    query, key, value = (torch.randn(3, heads, n, 8) for heads, n in ((8, 1), (2, 50), (2, 50)))
+    mask = torch.rand(mask_rows, 1, 1, 50) < 0.7
+    sdpa = attention.AttentionInterface()["sdpa"]
+    with Largest() as copied:
+        expected, _ = sdpa(module, query, key, value, mask, scaling=0.3)
+    with Largest() as largest:
+        found, _ = attention.attend_token(module, query, key, value, mask, scaling=0.3)
+    torch.testing.assert_close(found, expected)
+    assert found.shape == expected.shape == (3, 1, 8, 8)
+    assert (largest.numbers, copied.numbers) == (query.numel(), 4 * key.numel())
 
 
 def test_no_mask_is_made_beside_pieces():
