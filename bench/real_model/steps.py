@@ -2,11 +2,12 @@
 
 python -m bench.real_model.steps --model FOLDER [--systems smopd trl ...] [--steps 4] [--turns 1]
 
-The same prompts, rewards, rows and lengths, fp32, as many threads as OMP_NUM_THREADS says. A JSON line a row:
-the median seconds of a step but the first, those of its phases, response tokens a step, and the peak of
-resident memory of the process with all that it starts. The model should be warmed up
-(`runs/smollm2_snips/base/export`), so that responses end where they do in training. Further words are
-settings of ours, as `python -m smopd.train` takes them: --student.micro_batch_tokens 2048
+The same prompts, rewards, rows and lengths, weights in fp32, and what is computed too unless the name says
+bf16, as many threads as OMP_NUM_THREADS says. A JSON line a row: the median seconds of a step but the first,
+those of its phases, response tokens a step, and the peak of resident memory of the process with all that it
+starts. The model should be warmed up (`runs/smollm2_snips/base/export`), so that responses end where they do
+in training. Further words are settings of ours, as `python -m smopd.train` takes them:
+--student.micro_batch_tokens 2048
 """
 
 from __future__ import annotations
@@ -31,12 +32,22 @@ from smopd.data.places import model_place
 HERE = Path(__file__).parent
 OURS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "smopd": ("gdpo", ()),
+    "smopd, bf16": ("gdpo", ("--student.compute_dtype", "bfloat16")),
     "smopd, vLLM": ("gdpo", ("--rollout.engine", "vllm")),
+    "smopd, vLLM, bf16": ("gdpo", ("--rollout.engine", "vllm", "--student.compute_dtype", "bfloat16")),
     "smopd, two teachers": ("merge", ()),
     "smopd, two teachers, vLLM": ("merge", ("--rollout.engine", "vllm", "--teachers.engine", "vllm")),
 }
 """System -> the run of steps.yaml, and settings."""
-TRL = ("trl", "trl with smopd, two teachers", "trl distillation", "trl distillation with smopd")
+TRL = (
+    "trl",
+    "trl, bf16",
+    "trl, vLLM",
+    "trl, vLLM, bf16",
+    "trl with smopd, two teachers",
+    "trl distillation",
+    "trl distillation with smopd",
+)
 PHASES = ("rollout", "rewards", "old_logps", "teachers", "update", "sync")
 EVERY = 0.2  # seconds between two looks at the memory
 

