@@ -1,6 +1,6 @@
 """The numbers of finished runs, with intervals: a table for docs/real_model.md, and its results.json.
 
-python -m bench.real_model.table FOLDER... [--against RUN ...] [--output FILE]
+python -m bench.real_model.table FOLDER... [--against RUN ...] [--output FILE] [--curves FILE]
 
 A FOLDER is a run directory of `python -m smopd.train`, one a recipe and seed. An interval is the percentile
 bootstrap's over the held-out prompts, 95%, of one trained model: it holds no spread over seeds. A difference
@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from bench.study import figures
+from bench.study.figures import Axes
 from bench.study.finished import Finished
 from bench.study.measures import environment
 from bench.study.page import table
@@ -39,6 +41,9 @@ def main() -> int:
         "--against", nargs="*", default=[], metavar="RUN", help="runs to take differences from"
     )
     parser.add_argument("--output", type=Path, help="the numbers, as JSON")
+    parser.add_argument(
+        "--curves", type=Path, help="the first folder's rewards by step, as PNG: means over a window of steps"
+    )
     chosen = parser.parse_args()
     found = {str(folder): numbers(folder, chosen.against) for folder in chosen.folders}
     for folder, each in found.items():
@@ -47,7 +52,16 @@ def main() -> int:
         chosen.output.parent.mkdir(parents=True, exist_ok=True)
         kept = {each["name"] + f"/seed_{each['seed']}": each for each in found.values()}
         write_atomically(chosen.output, (json.dumps(kept, indent=1) + "\n").encode())
+    if chosen.curves:
+        draw(chosen.curves, Finished("", chosen.folders[:1]))
     return 0
+
+
+def draw(path: Path, done: Finished) -> None:
+    names = [reward.name for reward in done.settings.rewards]
+    figures.lines(
+        path, [(Axes(f"{name}, rollouts", "step", ""), done.curves(f"reward/{name}/mean")) for name in names]
+    )
 
 
 def numbers(folder: Path, against: Sequence[str]) -> dict[str, Any]:

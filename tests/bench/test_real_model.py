@@ -28,7 +28,10 @@ def folder(tmp_path: Path) -> Path:
         ]
         lines = "".join(json.dumps(item) + "\n" for item in items)
         (tmp_path / run / "responses.jsonl").write_text(lines)
-    rows = [{"step": 1, "seconds/update": 2.0, "seconds/rollout": 1.0}, {"step": 1, "reward/x": 0.0}]
+    rows = [
+        {"step": 1, "seconds/update": 2.0, "seconds/rollout": 1.0},
+        {"step": 1, "reward/accuracy/mean": 0.5},
+    ]
     (tmp_path / "gdpo/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
 
@@ -64,7 +67,8 @@ def test_the_command_prints_and_keeps_them(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept = tmp_path / "made/results.json"
-    words = ["table", str(folder), "--against", "base", "--output", str(kept)]
+    drawn = tmp_path / "made/curves.png"
+    words = ["table", str(folder), "--against", "base", "--output", str(kept), "--curves", str(drawn)]
     monkeypatch.setattr("sys.argv", words)
     assert table.main() == 0
     told = capsys.readouterr().out
@@ -72,6 +76,7 @@ def test_the_command_prints_and_keeps_them(
         "| GDPO, balanced | 1 | 2.500 (" in told and "| less base | - | +1.000 (+1.000 to +1.000) |" in told
     )
     assert list(json.loads(kept.read_text())) == ["smollm2_snips/seed_0"]
+    assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_step_s_row_is_of_the_medians() -> None:
