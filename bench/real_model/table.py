@@ -4,7 +4,8 @@ python -m bench.real_model.table FOLDER... [--against RUN ...] [--output FILE] [
 
 A FOLDER is a run directory of `python -m smopd.train`, one a recipe and seed. An interval is the percentile
 bootstrap's over the held-out prompts, 95%, of one trained model: it holds no spread over seeds. A difference
-is paired: the same prompts, and the same seeds of their samples.
+is paired: the same prompts, and the same seeds of their samples. What FILE holds of other recipes and seeds
+stays in it, and where there are several seeds of a recipe, a table has the deviation over them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 from bench.study import figures
 from bench.study.figures import Axes
 from bench.study.finished import Finished
-from bench.study.measures import environment
+from bench.study.measures import environment, spread
 from bench.study.page import table
 from smopd.config.settings import Settings
 from smopd.engine.files import write_atomically
@@ -48,10 +49,15 @@ def main() -> int:
     found = {str(folder): numbers(folder, chosen.against) for folder in chosen.folders}
     for folder, each in found.items():
         print(f"{folder}, seed {each['seed']}\n\n{markdown(each['runs'])}")
+    kept = json.loads(chosen.output.read_text()) if chosen.output and chosen.output.exists() else {}
+    kept |= {f"{each['name']}/seed_{each['seed']}": each for each in found.values()}
+    for name in dict.fromkeys(each["name"] for each in kept.values()):
+        seeds = [each for each in kept.values() if each["name"] == name]
+        if len(seeds) > 1:
+            print(f"{name}, seeds {', '.join(str(each['seed']) for each in seeds)}\n\n{over_seeds(seeds)}")
     if chosen.output:
         chosen.output.parent.mkdir(parents=True, exist_ok=True)
-        kept = {each["name"] + f"/seed_{each['seed']}": each for each in found.values()}
-        write_atomically(chosen.output, (json.dumps(kept, indent=1) + "\n").encode())
+        write_atomically(chosen.output, (json.dumps(dict(sorted(kept.items())), indent=1) + "\n").encode())
     if chosen.curves:
         draw(chosen.curves, Finished("", chosen.folders[:1]))
     return 0
@@ -134,6 +140,20 @@ def markdown(runs: Mapping[str, Mapping[str, Any]]) -> str:
         for other, apart in run.get("less", {}).items():
             rows.append([f"less {other}", None, *(cell(apart.get(name), "+") for name in columns)])
     return table(["run", "steps", *columns], rows) + "\n"
+
+
+def over_seeds(seeds: Sequence[Mapping[str, Any]]) -> str:
+    """A run a row: mean and standard deviation of its seeds' means, of those that have it."""
+    runs = {run: told["label"] for each in seeds for run, told in each["runs"].items()}
+    columns = list(
+        dict.fromkeys(name for each in seeds for told in each["runs"].values() for name in told["columns"])
+    )
+    rows: list[list[object]] = []
+    for run, label in runs.items():
+        of = [each["runs"][run]["columns"] for each in seeds if run in each["runs"]]
+        cells = [spread([told[name]["mean"] for told in of if name in told]) for name in columns]
+        rows.append([label, len(of), *cells])
+    return table(["run", "seeds", *columns], rows) + "\n"
 
 
 def cell(found: Mapping[str, float] | None, sign: str = "") -> str:

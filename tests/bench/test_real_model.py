@@ -79,6 +79,25 @@ def test_the_command_prints_and_keeps_them(
     assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
+def test_seeds_gather_in_the_file(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "results.json"
+    monkeypatch.setattr("sys.argv", ["table", str(folder), "--output", str(kept)])
+    assert table.main() == 0
+    assert ", seeds " not in capsys.readouterr().out
+    other = read_settings("smollm2_snips").model_copy(update={"seed": 1})
+    (folder / "config.yaml").write_text(write_yaml(other))
+    items = [json.loads(line) for line in (folder / "gdpo/responses.jsonl").read_text().splitlines()]
+    for item in items:
+        item["rewards"]["accuracy"] += 1.0
+    (folder / "gdpo/responses.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    assert table.main() == 0
+    told = capsys.readouterr().out
+    assert "smollm2_snips, seeds 0, 1" in told and "| GDPO, balanced | 2 | 3.000 ± 0.707 |" in told
+    assert list(json.loads(kept.read_text())) == ["smollm2_snips/seed_0", "smollm2_snips/seed_1"]
+
+
 def test_a_step_s_row_is_of_the_medians() -> None:
     rows = [{"seconds/rollout": 1.0, "seconds/update": at, "tokens": 100} for at in (1.0, 2.0, 9.0)]
     found = steps.summary(rows)
