@@ -18,7 +18,9 @@ def adapter(rank: int, **more) -> dict:
     return {"stage": "control", "set": {"student": {"lora": {"rank": rank}}, **more}}
 
 
-def test_runs_share_the_engines_that_they_can() -> None:
+@pytest.mark.parametrize(("accelerated", "rank"), [(True, 16), (False, 0)])
+def test_runs_share_the_engines_that_they_can(accelerated, rank, monkeypatch) -> None:
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: accelerated)
     runs = {
         "short": {"stage": "control", "set": {"rollout": {"max_new_tokens": 64}}},
         "long": {"stage": "control", "set": {"rollout": {"max_new_tokens": 128}}},
@@ -30,7 +32,7 @@ def test_runs_share_the_engines_that_they_can() -> None:
     made = {name: rollout_settings(recipe.resolved(name), recipe, LIMIT) for name in runs}
     assert made["short"] == made["long"] and made["small"] == made["large"]
     assert {own.max_model_len for own in made.values()} == {100 + 128}
-    assert (made["short"].max_lora_rank, made["small"].max_lora_rank) == (0, 16)
+    assert (made["short"].max_lora_rank, made["small"].max_lora_rank) == (0, rank)
 
 
 def test_one_run_is_not_asked_for_more_than_the_model_has() -> None:
