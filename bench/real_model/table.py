@@ -4,8 +4,9 @@ python -m bench.real_model.table FOLDER... [--against RUN ...] [--output FILE] [
 
 A FOLDER is a run directory of `python -m smopd.train`, one a recipe and seed. An interval is the percentile
 bootstrap's over the held-out prompts, 95%, of one trained model: it holds no spread over seeds. A difference
-is paired: the same prompts, and the same seeds of their samples. What FILE holds of other recipes and seeds
-stays in it, and where there are several seeds of a recipe, a table has the deviation over them.
+is paired: the same prompts, and the same seeds of their samples. `accuracy = 3` is the share of responses
+with the whole of a reward whose range does not end at 1. What FILE holds of other recipes and seeds stays in
+it, and where there are several seeds of a recipe, a table has the deviation over them.
 """
 
 from __future__ import annotations
@@ -92,17 +93,23 @@ def numbers(folder: Path, against: Sequence[str]) -> dict[str, Any]:
 def by_prompt(run: Path, settings: Settings) -> Values:
     """Each reward and their sum on each held-out prompt, greedy and sampled; NaN where it scored nothing."""
     items = [json.loads(line) for line in (run / "responses.jsonl").read_text().splitlines()]
+    tops = {one.name: one.range[1] for one in settings.rewards if isinstance(one.range, tuple)}
+    tops = {name: top for name, top in tops.items() if top != 1}
     seen: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for item in items:
         for name, value in item["rewards"].items():
-            scored = seen[f"{item['kind']}/{name}"][item["prompt"]]
-            scored.append(np.nan if value is None else value)
+            column, value = f"{item['kind']}/{name}", np.nan if value is None else value
+            seen[column][item["prompt"]].append(value)
+            if name in tops:
+                whole = np.nan if np.isnan(value) else float(value > tops[name] - 1e-6)
+                seen[f"{column} = {tops[name]:g}"][item["prompt"]].append(whole)
     means = {column: np.array([np.mean(of[prompt]) for prompt in sorted(of)]) for column, of in seen.items()}
     kinds = dict.fromkeys(column.partition("/")[0] for column in seen)
     names = [reward.name for reward in settings.rewards]
     for kind in kinds:
         means[f"{kind}/sum"] = np.sum([means[f"{kind}/{name}"] for name in names], axis=0)
-    return {f"{kind}/{name}": means[f"{kind}/{name}"] for kind in kinds for name in (*names, "sum")}
+    names += ["sum", *(f"{name} = {top:g}" for name, top in tops.items())]
+    return {f"{kind}/{name}": means[f"{kind}/{name}"] for kind in kinds for name in names}
 
 
 def described(folder: Path, label: str, values: Values) -> dict[str, Any]:

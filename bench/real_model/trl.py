@@ -16,6 +16,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
+from trl.generation import vllm_generation
 
 from smopd.config.cli import read_settings
 from smopd.config.settings import Settings
@@ -77,6 +78,7 @@ def built(system: str, path: str, settings: Settings, common: dict[str, Any]) ->
         "multi_objective_aggregation": "normalize_then_sum",
     }
     if system.startswith("trl, vLLM"):
+        vllm_generation.LLM = partial(vllm_generation.LLM, dtype="float32")  # as ours; TRL leaves it to vLLM
         grpo |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 512}
     if system.partition(",")[0] == "trl":
         return GRPOTrainer(model(), rewards, GRPOConfig(**grpo), train_dataset=prompts(settings), **shared)

@@ -152,7 +152,8 @@ def attend_token(
     """sdpa of transformers, which copies keys and values G times under a mask, without the copies.
 
     The G query heads of a key-value head are G queries of it, where a row has one. Of (R, H, 1, d) queries,
-    (R, K, T, d) keys and values and an (R or 1, 1, 1, T) mask, (R, 1, H, d). Any other call is sdpa's.
+    (R, K, T, d) keys and values and an (R or 1, 1, 1, T) mask, (R, 1, H, d). Calls of other shapes are
+    sdpa's; there is no dropout, as in sampling.
     """
     n_rows, n_heads, n_queries, _ = query.shape
     shared = attention_mask is not None and attention_mask.shape[1] == 1

@@ -199,8 +199,8 @@ def patience(settings: Settings) -> RetryPolicy:
 def rollout_settings(settings: Settings, recipe: Settings, limit: int) -> VllmSettings:
     """Of an engine with room for the longest responses of the recipe's runs, so that one serves them all.
 
-    Runs of adapters share another one, with room for the largest of theirs. Where there is no accelerator
-    the student's adapters go as whole weights: vLLM samples several times as long beside an adapter there.
+    On a GPU runs of adapters share another one, with room for the largest of theirs. On a CPU an adapter goes
+    as whole weights, into the same engine: vLLM samples several times as long beside an adapter there.
 
     Args:
         settings: of the run, resolved.
@@ -210,7 +210,7 @@ def rollout_settings(settings: Settings, recipe: Settings, limit: int) -> VllmSe
     longest = min(limit, max(run.longest_sequence for run in runs))
     rank = max(run.student.lora.rank if run.student.lora else 0 for run in runs)
     own = settings.rollout
-    adapters = settings.student.lora is not None and torch.accelerator.is_available()
+    adapters = settings.student.lora is not None and torch.cuda.is_available()
     return vllm_settings(own.vllm, own.dtype, longest, rank if adapters else 0)
 
 

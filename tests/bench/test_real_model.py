@@ -41,8 +41,11 @@ def test_means_intervals_and_differences(folder: Path) -> None:
     base, gdpo = found["runs"]["base"], found["runs"]["gdpo"]
     assert found["name"] == "smollm2_snips" and found["environment"]["cpus"] == 2
     assert list(base["columns"]) == [
-        f"{kind}/{name}" for kind in ("greedy", "sampled") for name in ("accuracy", "format", "sum")
+        f"{kind}/{name}"
+        for kind in ("greedy", "sampled")
+        for name in ("accuracy", "format", "sum", "accuracy = 3")
     ]
+    assert [each["columns"]["sampled/accuracy = 3"]["mean"] for each in (base, gdpo)] == [0.25, 0.5]
     assert base["columns"]["sampled/sum"]["mean"] == 2.0 and gdpo["columns"]["greedy/sum"]["mean"] == 3.5
     accuracy = base["columns"]["greedy/accuracy"]
     assert 0.25 <= accuracy["low"] < 1.5 < accuracy["high"] <= 2.75

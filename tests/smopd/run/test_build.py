@@ -20,7 +20,7 @@ def adapter(rank: int, **more) -> dict:
 
 @pytest.mark.parametrize(("accelerated", "rank"), [(True, 16), (False, 0)])
 def test_runs_share_the_engines_that_they_can(accelerated, rank, monkeypatch) -> None:
-    monkeypatch.setattr("torch.accelerator.is_available", lambda: accelerated)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: accelerated)
     runs = {
         "short": {"stage": "control", "set": {"rollout": {"max_new_tokens": 64}}},
         "long": {"stage": "control", "set": {"rollout": {"max_new_tokens": 128}}},
