@@ -6,7 +6,8 @@ A FOLDER is a run directory of `python -m smopd.train`, one a recipe and seed. A
 bootstrap's over the held-out prompts, 95%, of one trained model: it holds no spread over seeds. A difference
 is paired: the same prompts, and the same seeds of their samples. `accuracy = 3` is the share of responses
 with the whole of a reward whose range does not end at 1. What FILE holds of other recipes and seeds stays in
-it, and where there are several seeds of a recipe, a table has the deviation over them.
+it, with the settings that are not the recipe's; where there are several seeds of a recipe, a table has the
+deviation over them, and says which settings are not the same in all.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from bench.study.figures import Axes
 from bench.study.finished import Finished
 from bench.study.measures import environment, spread
 from bench.study.page import table
+from smopd.config.cli import read_settings
 from smopd.config.settings import Settings
 from smopd.engine.files import write_atomically
 from smopd.evals.bootstrap import COVERAGE, DRAWS, SEED
 from smopd.record.files import JsonlLog
+from smopd.run.folder import flat_of
 
 Values = Mapping[str, np.ndarray]
 """Column -> its mean on each held-out prompt."""
@@ -47,18 +50,28 @@ def main() -> int:
         "--curves", type=Path, help="the first folder's rewards by step, as PNG: means over a window of steps"
     )
     chosen = parser.parse_args()
-    found = {str(folder): numbers(folder, chosen.against) for folder in chosen.folders}
-    for folder, each in found.items():
-        print(f"{folder}, seed {each['seed']}\n\n{markdown(each['runs'])}")
+    found: dict[str, dict[str, Any]] = {}
+    for folder in chosen.folders:
+        try:
+            each = numbers(folder, chosen.against)
+        except ValueError as error:
+            parser.error(f"{folder}: {error}")
+        key = f"{each['name']}/seed_{each['seed']}"
+        if key in found:
+            parser.error(f"{folder}: another folder has {key} too")
+        found[key] = each
+        print(f"{key}\n\n{markdown(each['runs'])}")
     kept = json.loads(chosen.output.read_text()) if chosen.output and chosen.output.exists() else {}
-    kept |= {f"{each['name']}/seed_{each['seed']}": each for each in found.values()}
+    kept |= found
     for name in dict.fromkeys(each["name"] for each in kept.values()):
         seeds = [each for each in kept.values() if each["name"] == name]
         if len(seeds) > 1:
-            print(f"{name}, seeds {', '.join(str(each['seed']) for each in seeds)}\n\n{over_seeds(seeds)}")
+            numbered = sorted(each["seed"] for each in seeds)
+            print(f"{name}, seeds {', '.join(map(str, numbered))}{not_alike(seeds)}\n\n{over_seeds(seeds)}")
     if chosen.output:
         chosen.output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(chosen.output, (json.dumps(dict(sorted(kept.items())), indent=1) + "\n").encode())
+        text = json.dumps(dict(sorted(kept.items())), indent=1, allow_nan=False)
+        write_atomically(chosen.output, f"{text}\n".encode())
     if chosen.curves:
         draw(chosen.curves, Finished("", chosen.folders[:1]))
     return 0
@@ -72,14 +85,23 @@ def draw(path: Path, done: Finished) -> None:
 
 
 def numbers(folder: Path, against: Sequence[str]) -> dict[str, Any]:
-    """Of one run directory: where it was run, and each evaluated run's means, intervals, steps and time."""
+    """Of one run directory: how and where it was run, and each run's means, intervals, steps and time.
+
+    Raises:
+        ValueError: `against` names no run of the recipe, or runs were evaluated on unequal numbers of prompts.
+    """
     done = Finished("", [folder])
     settings, there = done.settings, environment(folder)
+    if unknown := sorted({*against} - {*done.labels}):
+        raise ValueError(f"--against names {unknown[0]}, expected of {', '.join(done.labels)}")
     values = {
         run: by_prompt(folder / run, settings)
         for run in done.labels
         if (folder / run / "responses.jsonl").exists()
     }
+    sizes = {run: found["greedy/sum"].size for run, found in values.items()}
+    if len({*sizes.values()}) > 1:
+        raise ValueError(f"expected as many held-out prompts in each run, got {sizes}")
     runs = {run: described(folder / run, done.labels[run], found) for run, found in values.items()}
     for run, found in values.items():
         for other in against:
@@ -87,11 +109,18 @@ def numbers(folder: Path, against: Sequence[str]) -> dict[str, Any]:
                 apart = {name: found[name] - values[other][name] for name in found}
                 runs[run].setdefault("less", {})[other] = with_intervals(apart)
     kept = {key: there.get(key) for key in ("git", "python", "packages", "cpus", "threads")}
-    return {"name": settings.name, "seed": settings.seed, "environment": kept, "runs": runs}
+    own, recipe = flat_of(settings), flat_of(read_settings(settings.name))
+    other = {key: value for key, value in own.items() if recipe.get(key) != value}
+    other = {key: value for key, value in other.items() if not key.startswith(("seed", "output", "log."))}
+    named = {"name": settings.name, "seed": settings.seed, "settings": other}
+    return named | {"environment": kept, "runs": runs}
 
 
 def by_prompt(run: Path, settings: Settings) -> Values:
-    """Each reward and their sum on each held-out prompt, greedy and sampled; NaN where it scored nothing."""
+    """Each reward and their sum on each held-out prompt, greedy and sampled: of the responses that it scored.
+
+    A prompt has NaN where it scored none.
+    """
     items = [json.loads(line) for line in (run / "responses.jsonl").read_text().splitlines()]
     tops = {one.name: one.range[1] for one in settings.rewards if isinstance(one.range, tuple)}
     tops = {name: top for name, top in tops.items() if top != 1}
@@ -103,13 +132,19 @@ def by_prompt(run: Path, settings: Settings) -> Values:
             if name in tops:
                 whole = np.nan if np.isnan(value) else float(value > tops[name] - 1e-6)
                 seen[f"{column} = {tops[name]:g}"][item["prompt"]].append(whole)
-    means = {column: np.array([np.mean(of[prompt]) for prompt in sorted(of)]) for column, of in seen.items()}
+    means = {column: np.array([mean(of[prompt]) for prompt in sorted(of)]) for column, of in seen.items()}
     kinds = dict.fromkeys(column.partition("/")[0] for column in seen)
     names = [reward.name for reward in settings.rewards]
     for kind in kinds:
         means[f"{kind}/sum"] = np.sum([means[f"{kind}/{name}"] for name in names], axis=0)
     names += ["sum", *(f"{name} = {top:g}" for name, top in tops.items())]
     return {f"{kind}/{name}": means[f"{kind}/{name}"] for kind in kinds for name in names}
+
+
+def mean(values: Sequence[float]) -> float:
+    """Of those that are numbers; NaN where none is."""
+    scored = [value for value in values if not np.isnan(value)]
+    return float(np.mean(scored)) if scored else np.nan
 
 
 def described(folder: Path, label: str, values: Values) -> dict[str, Any]:
@@ -127,11 +162,13 @@ def described(folder: Path, label: str, values: Values) -> dict[str, Any]:
 
 
 def with_intervals(values: Values) -> dict[str, dict[str, float]]:
-    """Mean, and the ends of its interval over the prompts."""
+    """Mean, and the ends of its interval over the prompts, of the columns that have a number."""
     generator = np.random.default_rng(SEED)
     found = {}
     for column, every in values.items():
         each = every[~np.isnan(every)]
+        if not each.size:
+            continue
         drawn = each[generator.integers(each.size, size=(DRAWS, each.size))].mean(1)
         low, high = np.percentile(drawn, [50 * (1 - COVERAGE), 50 * (1 + COVERAGE)])
         found[column] = {"mean": round(float(each.mean()), 4), "low": round(float(low), 4),
@@ -147,6 +184,17 @@ def markdown(runs: Mapping[str, Mapping[str, Any]]) -> str:
         for other, apart in run.get("less", {}).items():
             rows.append([f"less {other}", None, *(cell(apart.get(name), "+") for name in columns)])
     return table(["run", "steps", *columns], rows) + "\n"
+
+
+def not_alike(seeds: Sequence[Mapping[str, Any]]) -> str:
+    """What the seeds' settings differ in, as `; seed 0: teachers.engine vllm`."""
+    alike = set.intersection(*({*map(str, each["settings"].items())} for each in seeds))
+    return "".join(
+        f"; seed {each['seed']}: {key} {value}"
+        for each in seeds
+        for key, value in each["settings"].items()
+        if str((key, value)) not in alike
+    )
 
 
 def over_seeds(seeds: Sequence[Mapping[str, Any]]) -> str:

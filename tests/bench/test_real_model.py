@@ -50,20 +50,37 @@ def test_means_intervals_and_differences(folder: Path) -> None:
     accuracy = base["columns"]["greedy/accuracy"]
     assert 0.25 <= accuracy["low"] < 1.5 < accuracy["high"] <= 2.75
     assert gdpo["less"]["base"]["greedy/accuracy"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
-    assert "less" not in base
+    assert "less" not in base and found["settings"] == {}
     assert (base["steps"], gdpo["steps"]) == (0, 1)
     assert gdpo["seconds_a_step"] == {"rollout": 1.0, "update": 2.0}
 
 
 def test_what_could_not_be_scored_is_left_out(folder: Path) -> None:
     items = [
-        {"prompt": prompt, "kind": "greedy", "rewards": {"accuracy": value, "format": 1.0}}
-        for prompt, value in enumerate([1.0, None, 3.0])
+        {"prompt": prompt, "kind": "greedy", "rewards": {"accuracy": value, "format": None}}
+        for prompt, values in enumerate([[1.0, 1.0], [None, None], [None, 3.0]])
+        for value in values
     ]
     (folder / "gdpo/responses.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
     found = table.by_prompt(folder / "gdpo", read_settings("smollm2_snips"))
     np.testing.assert_equal(found["greedy/accuracy"], [1.0, np.nan, 3.0])
-    assert table.with_intervals(found)["greedy/accuracy"]["mean"] == 2.0
+    told = table.with_intervals(found)
+    assert told["greedy/accuracy"]["mean"] == 2.0 and "greedy/format" not in told
+    with pytest.raises(ValueError, match=r"as many held-out prompts .* \{'base': 4, 'gdpo': 3\}"):
+        table.numbers(folder, [])
+
+
+def test_a_run_or_folder_that_cannot_be_meant_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, said in (
+        (["--against", "gpdo"], "--against names gpdo, expected of base, gdpo, accuracy_teacher, "),
+        ([str(folder)], "another folder has smollm2_snips/seed_0 too"),
+    ):
+        monkeypatch.setattr("sys.argv", ["table", str(folder), *words])
+        with pytest.raises(SystemExit):
+            table.main()
+        assert said in capsys.readouterr().err
 
 
 def test_the_command_prints_and_keeps_them(
@@ -89,7 +106,7 @@ def test_seeds_gather_in_the_file(
     monkeypatch.setattr("sys.argv", ["table", str(folder), "--output", str(kept)])
     assert table.main() == 0
     assert ", seeds " not in capsys.readouterr().out
-    other = read_settings("smollm2_snips").model_copy(update={"seed": 1})
+    other = read_settings("smollm2_snips", {"seed": ["1"], "rollout.engine": ["vllm"]})
     (folder / "config.yaml").write_text(write_yaml(other))
     items = [json.loads(line) for line in (folder / "gdpo/responses.jsonl").read_text().splitlines()]
     for item in items:
@@ -97,7 +114,8 @@ def test_seeds_gather_in_the_file(
     (folder / "gdpo/responses.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
     assert table.main() == 0
     told = capsys.readouterr().out
-    assert "smollm2_snips, seeds 0, 1" in told and "| GDPO, balanced | 2 | 3.000 ± 0.707 |" in told
+    assert "smollm2_snips, seeds 0, 1; seed 1: rollout.engine vllm\n" in told
+    assert "| GDPO, balanced | 2 | 3.000 ± 0.707 |" in told
     assert list(json.loads(kept.read_text())) == ["smollm2_snips/seed_0", "smollm2_snips/seed_1"]
 
 
