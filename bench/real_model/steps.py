@@ -3,10 +3,12 @@
 python -m bench.real_model.steps --model FOLDER [--systems smopd trl ...] [--steps 4] [--turns 1]
 
 The same prompts, rewards, rows and lengths, weights in fp32, and what is computed too unless the name says
-bf16, as many threads as OMP_NUM_THREADS says. A JSON line a row: the median seconds of a step but the first,
-those of its phases, response tokens a step, and the peak of resident memory of the process with all that it
-starts. The model should be warmed up (`runs/smollm2_snips/base/export`), so that responses end where they do
-in training. Further words are settings of ours, as `python -m smopd.train` takes them:
+bf16, as many threads as OMP_NUM_THREADS says. A JSON line a row: the median seconds of a step but the
+first, those of its phases, response tokens a step, and the peak of resident memory of the process with all
+that it starts. Ours is the sum of its phases; TRL's is from one step's end to the next, and what is neither
+rollout nor reward counts as its update. The model should be warmed up (`runs/smollm2_snips/base/export`),
+so that responses end where they do in training. Further words are settings of ours, as `python -m
+smopd.train` takes them:
 --student.micro_batch_tokens 2048
 """
 
@@ -71,6 +73,7 @@ def main() -> int:
     if settings and OURS.keys().isdisjoint(chosen.systems):
         parser.error(f"{settings[0]}: a setting of ours, and none of {', '.join(OURS)} is in --systems")
     chosen.model = model_place(chosen.model)
+    resident(os.getpid())  # fails at once without psutil
     failed = 0
     with chosen.output.open("a") if chosen.output else nullcontext() as file:
         tell = record.teller("cpu", file)
@@ -99,17 +102,17 @@ def measured(system: str, chosen: argparse.Namespace, settings: Sequence[str]) -
             if run == "merge":
                 run_process([*common, "--only", "accuracy_teacher", "format_teacher"])
             steps = [f"--runs.{run}.set.loop.steps", str(chosen.steps)]
-            text, peak = run_process([*common, "--only", run, *steps, *more])
+            code, text, peak = run_process([*common, "--only", run, *steps, *more])
             lines = Path(folder, run, "metrics.jsonl")
             rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
             rows = [row for row in rows if "seconds/update" in row]
         else:
             words = ["bench.real_model.trl", system, chosen.model, str(chosen.steps), folder]
-            text, peak = run_process(words)
+            code, text, peak = run_process(words)
             rows = [json.loads(line) for line in text.splitlines() if line.startswith('{"seconds/')]
-        if len(rows) < chosen.steps:
+        if code or len(rows) < chosen.steps:
             said = [line for line in text.splitlines() if line.strip()]
-            return {"error": said[-1] if said else "it said nothing"}
+            return {"error": said[-1] if said else f"it said nothing; exit status {code}"}
     return summary(rows[1:]) | {"peak_mib": round(peak / 2**20)}
 
 
@@ -132,8 +135,8 @@ def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     }
 
 
-def run_process(words: Sequence[str]) -> tuple[str, int]:
-    """What `python -m WORDS` printed, and the most bytes that it and its children had resident together."""
+def run_process(words: Sequence[str]) -> tuple[int, str, int]:
+    """`python -m WORDS`: exit status, what it printed, and the most bytes resident, its children's too."""
     process = subprocess.Popen(
         [sys.executable, "-m", *words],
         stdout=subprocess.PIPE,
@@ -153,7 +156,7 @@ def run_process(words: Sequence[str]) -> tuple[str, int]:
     watcher.start()
     text, _ = process.communicate()
     watcher.join()
-    return text, peak
+    return process.returncode, text, peak
 
 
 def resident(root: int) -> int:

@@ -39,9 +39,9 @@ def main(system: str, path: str, steps: str, folder: str) -> None:
     trainer.add_callback(clock)
     if hasattr(trainer, "vllm_generation"):
         trainer.vllm_generation.sync_weights = partial(reload_weights, trainer.vllm_generation)
-    for name in ("_generate", "_calculate_rewards"):
-        if hasattr(trainer, name):
-            setattr(trainer, name, clock.timed(name, getattr(trainer, name)))
+    rewarded = ("_calculate_rewards",) if isinstance(trainer, GRPOTrainer) else ()
+    for name in ("_generate", *rewarded):
+        setattr(trainer, name, clock.timed(name, getattr(trainer, name)))
     trainer.train()
 
 
