@@ -1,1 +1,1 @@
-"""A generated tool-calling world, and small models for it and for the Qwen vocabulary."""
+"""Worlds to train in: generated tool calls, SNIPS, messages with words to use; and small models."""

@@ -11,9 +11,7 @@ speak of the young and those that the classifier calls hateful: no model is to b
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
 import random
 import re
 from collections.abc import Sequence
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from smopd.data.places import located
+from smopd.data.sources import load_rows
 from smopd.rewards.toxicity import LABELS, toxicity
 from smopd.worlds.snips import draw
 
@@ -107,8 +106,7 @@ def helpful_reward(
 @cache
 def _rows(path: Path, classifier: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """The messages that are kept, in the file's order, each with its words."""
-    lines = gzip.decompress(path.read_bytes()).decode("utf-8").splitlines()
-    said = [message for line in lines for message in json.loads(line)["prompt"] if message["role"] == "user"]
+    said = [message for row in load_rows(str(path)) for message in row["prompt"] if message["role"] == "user"]
     texts = [" ".join(message["content"].split()) for message in said]
     messages = [
         text

@@ -34,7 +34,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Utterance:
-    """parts: the texts that it is made of, each with the name of its slot, or None."""
+    """parts: the texts that it is made of, each with the name of its slot, or None.
+
+    Of a slot that occurs twice the last value counts (40 of the 10,562 short training utterances).
+    """
 
     intent: str
     parts: tuple[tuple[str | None, str], ...]
@@ -66,7 +69,7 @@ def prompts(folder: str, n: int, seed: int, split: str) -> list[dict[str, Any]]:
         n rows {"prompt", "ground_truth"}: a system and a user message, and the right answer in RLLA's form.
     Raises:
         FileNotFoundError: folder lacks a file.
-        ValueError: split is neither train nor validate.
+        ValueError: split is neither train nor validate, or has no utterance of one to four slots.
     """
     rng = random.Random(f"snips chats {split} {seed}")
     drawn = draw(_short(folder, split), n, rng)
@@ -138,11 +141,14 @@ def _decoded(line: bytes) -> str:
 
 
 def _short(folder: str, split: str) -> tuple[Utterance, ...]:
-    return tuple(
+    kept = tuple(
         one
         for one in read(folder, split)
         if 1 <= len(one.slots) <= MOST_SLOTS and len(one.ground_truth) <= MOST_CHARACTERS
     )
+    if not kept:
+        raise ValueError(f"snips: {folder} has no short utterance for the split {split}")
+    return kept
 
 
 def _messages(folder: str, one: Utterance) -> list[dict[str, str]]:
