@@ -134,8 +134,9 @@ def attend_pieces(
 
 
 def choose_for_sampling(model: PreTrainedModel) -> None:
-    """Sets how `model` attends where each row adds a token to its cache: `attend_token` where sdpa did."""
-    if model.config._attn_implementation == MASKED and model._supports_attention_backend:
+    """On a CPU, where `model` attends by sdpa, it does by `attend_token` from now on."""
+    here = model.device.type == "cpu"  # on a GPU it has not been measured
+    if here and model.config._attn_implementation == MASKED and model._supports_attention_backend:
         AttentionInterface.register(TOKENS, attend_token)
         AttentionMaskInterface.register(TOKENS, AttentionMaskInterface()[MASKED])
         model.set_attn_implementation(TOKENS)
