@@ -74,7 +74,7 @@ def harmless_reward(
 def toxicity(texts: Sequence[str], classifier: str = "toxicity") -> Tensor:
     """(R, 6) fp32, on the CPU: the probability of each of LABELS for each of R texts, on its own.
 
-    Texts of the same known words have exactly the same probabilities, whatever stands beside them.
+    Texts of the same known words have exactly the same probabilities in one call, and within 1e-6 in any.
 
     Raises:
         ValueError: a text is no str.

@@ -43,7 +43,7 @@ def test_few_words_earn_nothing_and_others_what_is_not_toxic(folder: str) -> Non
     assert reward([], folder) == [] and toxicity([], folder).shape == (0, len(LABELS))
 
 
-def test_the_same_words_have_exactly_the_same_score_in_any_batch(folder: str) -> None:
+def test_the_same_words_have_the_same_score_in_any_batch(folder: str) -> None:
     others = [" ".join(["dog", "is", "idiot", "kind"][: n % 4 + 1] * (n % 23)) for n in range(2 * BATCH)]
     text = "The dog is an idiot."
     found = toxicity([text, *others, "the dog, is IDIOT", text], folder)
