@@ -45,7 +45,6 @@ TRL = (
     "trl",
     "trl, bf16",
     "trl, vLLM",
-    "trl, vLLM, bf16",
     "trl with smopd, two teachers",
     "trl distillation",
     "trl distillation with smopd",

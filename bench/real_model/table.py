@@ -88,7 +88,7 @@ def numbers(folder: Path, against: Sequence[str]) -> dict[str, Any]:
     """Of one run directory: how and where it was run, and each run's means, intervals, steps and time.
 
     Raises:
-        ValueError: `against` names no run of the recipe, or runs were evaluated on unequal numbers of prompts.
+        ValueError: `against` names no run of the recipe, or runs have unequal numbers of held-out prompts.
     """
     done = Finished("", [folder])
     settings, there = done.settings, environment(folder)
