@@ -98,15 +98,9 @@ def require_data(settings: Settings) -> None:
     data, warm = settings.data, settings.warm_start
     sources = {"data.train": data.train, "data.evaluation": data.evaluation}
     sources["warm_start.source"] = warm.source if warm else None
-    named: dict[str, object] = {"model.path": settings.model.path}
-    for setting, source in sources.items():
-        if source is not None:
-            named[setting] = source.source
-            named |= {f"{setting}.kwargs.{key}": value for key, value in source.kwargs.items()}
-    for reward in settings.rewards:
-        named |= {f"rewards.{reward.name}.kwargs.{key}": value for key, value in reward.kwargs.items()}
-    for setting, name in named.items():
-        if isinstance(name, str) and is_short_name(name):
+    named = {setting: source.source for setting, source in sources.items() if source is not None}
+    for setting, name in {"model.path": settings.model.path, **named}.items():
+        if name is not None and is_short_name(name):
             with naming(setting):
                 located(name)
 

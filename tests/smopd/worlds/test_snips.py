@@ -122,9 +122,6 @@ def test_what_is_absent_says_how_it_is_fetched(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("SMOPD_DATA", str(tmp_path))
     with pytest.raises(UnusableInput, match=r"^model.path: smollm2 is absent: .* fetch smollm2` fetches it"):
         require_data(read_settings("smollm2_snips"))
-    (tmp_path / "smollm2").mkdir()
-    with pytest.raises(UnusableInput, match=r"^data.train.kwargs.folder: snips is absent: .* fetch snips`"):
-        require_data(read_settings("smollm2_snips"))
 
 
 @pytest.mark.slow
