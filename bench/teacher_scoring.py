@@ -5,8 +5,10 @@ python -m bench.teacher_scoring [--models world qwen] [--tokens 512 2048] [--pro
 A JSON line a row: microseconds a response position (median), and peak memory above what was there before
 the call, for each length of response. Only our pooler leaves the prompt's positions out: the shorter the
 prompts, the better for the others. All three give the log-probabilities of one model at temperature 1, and
-are compared before any is timed. Models: the quickstart's vocabulary of 265, where a position costs what the
-route adds; and Qwen's of 151,936, where on a CPU it costs the head's product as well.
+are compared before any is timed. Models: the quickstart's vocabulary of 265, where a position costs what
+the route adds; and Qwen's of 151,936, where on a CPU it costs the head's product as well. With --model
+FOLDER it is that one, and our local engine (transformers) is a fourth, which computes a prompt once for
+its --group of responses.
 """
 
 from __future__ import annotations
@@ -22,11 +24,14 @@ from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from bench.harness import record
 from bench.harness.memory import peak_bytes
+from smopd.data.places import model_place
 from smopd.engine.distributed import process_group
-from smopd.engine.settings import VllmSettings
+from smopd.engine.models.loading import load_model
+from smopd.engine.settings import Packing, VllmSettings
 from smopd.engine.types import Rollout
 from smopd.worlds.models import qwen_vocab_model, world_model
 
@@ -40,9 +45,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", choices=("world", "qwen"), default=["world", "qwen"])
+    parser.add_argument("--model", help="a folder, or the short name of a model, in place of --models")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048], help="of one response")
     parser.add_argument("--prompt", type=int, default=512, help="tokens before each response")
     parser.add_argument("--responses", type=int, default=2)
+    parser.add_argument("--group", type=int, default=1, help="responses of a prompt")
     parser.add_argument("--kappa", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--dtype", choices=BOUNDS, default="float32")
@@ -57,6 +64,14 @@ def main() -> None:
         chosen.output.open("a") if chosen.output else nullcontext() as file,
     ):
         tell = record.teller(device, file)
+        if chosen.model:
+            path = model_place(chosen.model)
+            config = AutoConfig.from_pretrained(path)
+            chosen.hidden = config.hidden_size
+            scores = scorers("the model", path, config.vocab_size, chosen.dtype)
+            scores["local"] = local(path, config.vocab_size, chosen.dtype)
+            measure(scores, chosen, config.vocab_size, device, tell)
+            return
         for name in chosen.models:
             path = f"{folder}/{name}"
             vocabulary = save_model(name, path, chosen)
@@ -102,6 +117,15 @@ def scorers(name: str, folder: str, vocabulary: int, dtype: str) -> dict[str, Sc
     }
 
 
+def local(path: str, vocabulary: int, dtype: str) -> Score:
+    from smopd.engine.local.teachers import LocalTeachers
+
+    teachers = LocalTeachers(
+        [load_model(path, getattr(torch, dtype))], Packing(micro_batch_tokens=4096), vocabulary
+    )
+    return lambda rollouts, kappa: scored(teachers, rollouts, kappa)
+
+
 def as_dicts(llm, rollouts: list[Rollout], kappa: int) -> tuple[Tensor, Tensor]:
     """What users do: a dict a position, read entry by entry."""
     from vllm import SamplingParams
@@ -127,10 +151,11 @@ def measure(scores: dict[str, Score], chosen: argparse.Namespace, vocabulary: in
     for kappa in chosen.kappa:
         for length in chosen.tokens:
             rollouts = []
-            for group in range(chosen.responses):
+            for number in range(chosen.responses):
                 ids = torch.randint(0, vocabulary, (chosen.prompt + length,), generator=generator)
-                prompt, response = ids.split((chosen.prompt, length))
-                rollouts.append(Rollout(tuple(prompt.tolist()), response, torch.zeros(length), group, True))
+                group, of_it = divmod(number, chosen.group)
+                prompt = rollouts[-1].prompt_ids if of_it else tuple(ids[: chosen.prompt].tolist())
+                rollouts.append(Rollout(prompt, ids[chosen.prompt :], torch.zeros(length), group, True))
             found = {name: score(rollouts, kappa)[1] for name, score in scores.items()}
             users, *ours = found.values()
             for values in ours:
