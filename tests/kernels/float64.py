@@ -266,7 +266,7 @@ def check_term(got_N: Tensor, true_N: Tensor, name: str = "") -> None:
 
 
 def check_gradient(got_NV: Tensor, true: Truth | KlTruth, backend: str = "", *, flushed: float = 0.0) -> None:
-    """NaN where the truth has it.
+    """NaN where the truth has it; infinite, with its sign, where the truth rounds beyond the largest number.
 
     flushed: of a probability below the smallest normal number, which may be 0.
     """
@@ -284,10 +284,18 @@ def check_gradient(got_NV: Tensor, true: Truth | KlTruth, backend: str = "", *, 
         ulps = TRITON_FP32_ULPS if backend.startswith("triton") else ulps
         slack = REFERENCE_FP32 if backend.startswith("reference") else slack
     bound_NV = ulps * ulp(true_NV, got_NV.dtype) + CANCELLATION * (size_NV + flushed)
-    off_NV = torch.where(got_NV.double() == true_NV, 0.0, (got_NV.double() - true_NV).abs())
+    wide_NV = got_NV.double()
+    off_NV = torch.where(wide_NV == true_NV, 0.0, (wide_NV - true_NV).abs())
+    off_NV = torch.where(got_NV.isinf(), short_of_infinity(true_NV * wide_NV.sign(), got_NV.dtype), off_NV)
     worst_NV = off_NV.nan_to_num(0.0, posinf=math.inf) / bound_NV.nan_to_num(math.inf, posinf=math.inf)
     worst = float(worst_NV.max()) if worst_NV.numel() else 0.0
     assert worst <= slack, f"a gradient is {worst:.2f} times as far off as allowed"
+
+
+def short_of_infinity(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """How far below the least number that rounds to +inf in dtype."""
+    largest = value.new_tensor(torch.finfo(dtype).max)
+    return (largest + ulp(largest, dtype) / 2 - value).clamp(min=0.0)
 
 
 def random_topk(

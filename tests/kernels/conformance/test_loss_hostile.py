@@ -255,3 +255,24 @@ def test_a_nan_of_any_payload_reaches_the_whole_row(dtype: str, payload: int, ba
             _, grad_NV = run_loss(backend, case.but(**{name: entry(case, name, nan, 0)}))
             assert bool(grad_NV[0].isnan().all()), name
             assert bool(grad_NV[1:].isfinite().all()), name
+
+
+@each_backend
+def test_a_gradient_beyond_half_precision_is_infinite(backend: str) -> None:
+    case = loss_case(dtype="fp16")
+    assert case.tokens.old_logp_N is not None
+    columns = {"adv_N": -case.tokens.adv_N.abs() - 0.5, "old_logp_N": case.truth.terms.logp_N.float() - 15.0}
+    _, grad_NV = check_loss(backend, LossCase(case.logits_NV, replace(case.tokens, **columns), case.settings))
+    assert grad_NV is not None and bool(grad_NV.isinf().any()) and not bool(grad_NV.isnan().any())
+
+
+def test_only_what_rounds_to_infinity_may_be_infinite() -> None:
+    true_NV = torch.tensor([[3.0e8, -7.0e4, 65_519.0, 65_480.0, 1.0]], dtype=torch.float64)
+    zero_NV = torch.zeros_like(true_NV)
+    true = float64.Truth(loss_case().truth.terms, true_NV, zero_NV, zero_NV[:, 0])
+    float64.check_gradient(true_NV.half(), true)
+    for place, wrong in ((0, 65_504.0), (0, -INF), (1, INF), (1, -65_504.0), (3, INF), (4, INF)):
+        got_NV = true_NV.half()
+        got_NV[0, place] = wrong
+        with pytest.raises(AssertionError, match="times as far off as allowed"):
+            float64.check_gradient(got_NV, true)
