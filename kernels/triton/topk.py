@@ -30,7 +30,8 @@ LOG_SLOTS = 4  # kappa is padded to a power of two of at least 2^4: fewer varian
 _LOWEST_32 = tl.constexpr(-(2**31))
 _LOWEST_64 = tl.constexpr(-(2**63))
 _LOG2_E = tl.constexpr(math.log2(math.e))
-_FAR = tl.constexpr(2.0**100)  # maxima beyond it are summed in a second pass
+_FAR = tl.constexpr(2.0**100)  # an offset stays finite: no maximum beyond it is subtracted
+_COARSE = tl.constexpr(2.0**23)  # offsets from here on are whole numbers: summed in a second pass
 
 
 @triton.jit
@@ -80,12 +81,16 @@ def _segment(
 
 @triton.jit
 def _log_sum(row_ptr, V, max_T, sum_T, scale, LOG_T: tl.constexpr, BLOCK: tl.constexpr):
-    """The row's maximum and the log of its sum of exp((x - maximum) / temperature)."""
+    """The row's maximum and the log of its sum of exp((x - maximum) / temperature).
+
+    The stream's sums are of 2^(x scale - shift), the maximum's part not 1 but what rounding the shift made of
+    it: it is taken out and 1 put in its place, so that a maximum with nothing beside it has log 0.
+    """
     row_max = tl.max(max_T, 0)
     shift = _scaled_shift(row_max, scale)
     sum_T *= tl.exp2(_scaled_shift(max_T, scale) - shift)
     residual = tl.fma(row_max, scale, -shift)
-    if tl.abs(row_max) >= _FAR:  # beyond the shift's range: infinite, or summed once more
+    if (tl.abs(shift) >= _COARSE) | (tl.abs(row_max) >= _FAR):  # infinite, or summed once more
         residual = 0.0
         if tl.abs(row_max) < float("inf"):
             sum_T = tl.zeros_like(sum_T)
@@ -95,7 +100,8 @@ def _log_sum(row_ptr, V, max_T, sum_T, scale, LOG_T: tl.constexpr, BLOCK: tl.con
                 e = tl.exp2((x - row_max) * scale)
                 sum_T += tl.sum(tl.reshape(e, (1 << LOG_T, BLOCK >> LOG_T)), 1)
     total = _halving_sum(tl.reshape(sum_T, [2] * LOG_T), LOG_T, 0)
-    return row_max, (tl.log2(total) - residual) / _LOG2_E
+    total = tl.fma(total - tl.exp2(residual), tl.exp2(-residual), 1.0)
+    return row_max, tl.log2(total) / _LOG2_E
 
 
 @triton.jit(do_not_specialize=["first_row"])

@@ -280,6 +280,20 @@ def test_largest_floats_do_not_overflow(temperature: float, backend: str) -> Non
         torch.testing.assert_close(got.logps_NS, expected, rtol=1e-6, atol=ATOL[backend])
 
 
+@backends.each("topk_logprobs", but=("reference",))  # which adds to the maximum: nothing is left of log 2
+@pytest.mark.parametrize("largest", [3.0e5, 3.0e6, 1.1e9, 1.3e12, 1.7e28])
+def test_a_far_maximum_is_subtracted_exactly(largest: float, backend: str) -> None:
+    """Where its product with log2(e) is rounded by more than a power of two can hold."""
+    logits_NV = torch.zeros(2, 3000)
+    logits_NV[0, [7, 2900]] = largest
+    logits_NV[1] = -largest
+    got = topk(backend, logits_NV, 2, torch.tensor([2900, 5]))
+    assert got.ids_NS.tolist() == [[7, 2900], [0, 1]] and got.token_logp_N is not None
+    expected_N = torch.tensor([2.0, 3000.0]).log().neg()
+    torch.testing.assert_close(got.logps_NS, expected_N[:, None].expand(2, 2), rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(got.token_logp_N, expected_N, rtol=1e-6, atol=2e-6)
+
+
 @each_backend
 @pytest.mark.parametrize("dtype", HALF)
 def test_zeros_of_both_signs_are_one_value(dtype: str, backend: str) -> None:
