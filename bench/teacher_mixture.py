@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from bench.harness import ceiling, eager_forms, objective
-from bench.harness.accuracy import LOGP
+from bench.harness.accuracy import LOGP, ULPS, ulp
 from bench.harness.providers import compiled, compiling, eager, ours
 from bench.harness.truth import checked_rows, in_chunks
-from bench.harness.types import Benchmark, Case, Expected, Outputs
+from bench.harness.types import Benchmark, Case, Expected, Outputs, Ranking
 from smopd.ops import teacher_mixture
 
 IDS_PER_CANDIDATE = 4  # teachers share most of their tokens: ids come from this many times kappa
@@ -40,16 +40,26 @@ def inputs(case: Case, device: str) -> Inputs:
 def truth(given: Inputs) -> dict[str, Expected]:
     width = (given.case.M * given.case.kappa) ** (2 if given.merge else 1)
     rows = checked_rows(given.case.N, width, str(given.ids_NMS.device))
+    n_candidates, kappa = given.case.M * given.case.kappa, given.case.kappa
     parts = []
     for some in in_chunks(rows, width):
         teachers = (given.ids_NMS[some], given.logps_NMS[some], given.log_alpha)
-        parts.append(objective.mixture(*teachers, given.case.kappa, given.merge))
-    ids, logps = (torch.cat(column) for column in zip(*parts, strict=True))
+        parts.append(objective.mixture(*teachers, n_candidates, given.merge))
+    ids, values = (torch.cat(column) for column in zip(*parts, strict=True))
+    ranking = Ranking(ids, values, _rounding(values, given.merge))
+    logps = values[:, :kappa]
     expected = {
         "logps": Expected(logps, LOGP, rows=rows),
         "mass": Expected(logps.exp().sum(-1), LOGP, rows=rows),
     }
-    return expected | {"ids": Expected(ids, rows=rows, exact=True)}
+    return expected | {"ids": Expected(ids[:, :kappa], rows=rows, exact=True, ranking=ranking)}
+
+
+def _rounding(values: Tensor, merge: bool) -> Tensor:
+    """How far from its truth each value may be in fp32: a sum rounded once, or a logsumexp."""
+    if merge:
+        return ULPS[torch.float32] * ulp(values.abs().clamp(min=1.0), torch.float32)
+    return ulp(values, torch.float32) / 2
 
 
 def run(pooled, merged):

@@ -45,6 +45,15 @@ class Case:
 
 
 @dataclass(frozen=True, eq=False)
+class Ranking:
+    """All P candidates of each row in their order, (n, P) each; rounding: what a value may be off by."""
+
+    ids: Tensor
+    values: Tensor
+    rounding: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Expected:
     """A result in float64 and how far from it one may be.
 
@@ -55,6 +64,8 @@ class Expected:
         rows: indices along the first dimension that value stands for; None: all.
         of: applied to the provider's tensor before the comparison (and before `rows`).
         exact: equality is demanded of our own providers, and nothing of others.
+        ranking: of exact ids: a place may hold another one whose value rounding may swap with its own.
+        besides: with norm=True what each row may be off before it counts, (n,).
     """
 
     value: Tensor
@@ -63,6 +74,8 @@ class Expected:
     norm: bool = False
     exact: bool = False
     of: Callable[[Tensor], Tensor] | None = None
+    ranking: Ranking | None = None
+    besides: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
