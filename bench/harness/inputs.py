@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from bench.harness.accuracy import CANCELLATION
 from bench.harness.types import Case
 from smopd.ops import LossSettings, LossTokens
 
@@ -63,6 +64,16 @@ def head_logits(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
     if hidden_ND.dtype == torch.float32:
         return products_NV
     return products_NV.to(hidden_ND.dtype).double()
+
+
+def head_steps(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
+    """By how much a 16-bit head's logits may differ from head_logits: by one number, where a sum in fp32
+    may lie on the other side of the middle of two, else not at all.
+    """
+    products_NV = head_products(hidden_ND, weight_VD)
+    size_NV = hidden_ND.double().norm(dim=1)[:, None] * weight_VD.double().norm(dim=1)
+    above_NV, below_NV = (products_NV + sign * CANCELLATION * size_NV for sign in (1, -1))
+    return above_NV.to(hidden_ND.dtype).double() - below_NV.to(hidden_ND.dtype).double()
 
 
 def head_products(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:

@@ -19,11 +19,12 @@ from bench.harness.inputs import (
     anchor_tokens,
     chunks,
     head_products,
+    head_steps,
     label_tokens,
     pieces,
     teacher_hidden,
 )
-from bench.harness.objective import Exact, exact, take
+from bench.harness.objective import Exact, exact, sway, take
 from bench.harness.types import Expected
 from smopd.ops import LossSettings, LossTokens
 
@@ -48,11 +49,12 @@ def loss_truth(scenario: Scenario) -> dict[str, Expected]:
     case, tokens, settings = scenario.case, scenario.tokens, scenario.settings
     linear = scenario.logits_NV is None
     gradients = _HeadGradients(scenario) if linear else None
-    parts = []
+    parts, moved = [], []
     for rows in chunks(case):
         part = exact(scenario.chunk(rows), take(tokens, rows), settings, gradient=linear)
         if gradients is not None:
             gradients.add(part.gradient, rows)
+            moved.append(_sway(scenario, rows))
         parts.append(replace(part, gradient=None, scale=None))
     counted = tokens.kl_weight_N != 0
     columns = {
@@ -64,12 +66,25 @@ def loss_truth(scenario: Scenario) -> dict[str, Expected]:
     peers = _parts_of_peers(scenario)
     if gradients is not None:
         bound = LINEAR_NORM[case.torch_dtype]
-        expected = {name: Expected(column, bound, norm=True) for name, column in columns.items()}
+        besides = {n: torch.where(counted, torch.cat([part[n] for part in moved]), 0.0) for n in moved[0]}
+        expected = {
+            name: Expected(column, bound, norm=True, besides=besides.get(name))
+            for name, column in columns.items()
+        }
         expected["loss"] = Expected(loss, bound * max(1.0, abs(float(loss))))
         return expected | gradients.expected(bound) | peers
     expected = {name: Expected(column, LOGP) for name, column in columns.items()}
     expected["loss"] = Expected(loss, LOGP * max(1.0, abs(float(loss))))
     return expected | {"dlogits": _logits_gradient(scenario)} | peers
+
+
+def _sway(scenario: Scenario, rows: slice) -> dict[str, Tensor]:
+    """How far the terms of these rows move where a 16-bit head's logits may be rounded either way."""
+    assert scenario.hidden_ND is not None and scenario.weight_VD is not None
+    if scenario.case.torch_dtype == torch.float32:
+        return {}
+    step = head_steps(scenario.hidden_ND[rows], scenario.weight_VD)
+    return sway(scenario.chunk(rows), step, take(scenario.tokens, rows), scenario.settings)
 
 
 def _to_one_teacher(scenario: Scenario) -> Expected:

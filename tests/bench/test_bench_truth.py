@@ -10,12 +10,12 @@ import torch
 
 from bench import linear_smopd_loss, smopd_loss, topk_forward_kl
 from bench.__main__ import names
-from bench.harness import eager_forms, truth
+from bench.harness import eager_forms, objective, truth
 from bench.harness.accuracy import judge
-from bench.harness.inputs import head_logits, on_head, on_logits
+from bench.harness.inputs import head_logits, head_products, head_steps, on_head, on_logits
 from bench.harness.providers import ours, peer
 from bench.harness.run import Options, run_benchmarks
-from bench.harness.types import Benchmark, Case, Expected, Outputs
+from bench.harness.types import Benchmark, Case, Expected, Outputs, Ranking
 
 N_ROWS, WRONG_ROW = 60, 31
 LINEAR = linear_smopd_loss.run(lambda *a: linear_smopd_loss.fused(*a, recompute=False))
@@ -74,6 +74,46 @@ def test_a_peers_rows_between_the_few_are_judged_by_their_norm() -> None:
     for wrong in (value + 2.0 * between, value.masked_fill(between > 0, float("nan"))):
         fault, *_ = judge(provider, {"x": wrong}, truth)
         assert fault is not None and fault.startswith("x is off by")
+
+
+def test_ids_may_be_swapped_where_rounding_swaps_their_values() -> None:
+    """Rows of candidates [5, 9, 5, 2] of values 0, -1e-7, -1, -1 - 1e-7; three are asked for."""
+    (provider,) = ours(lambda given: {}, backends=("reference",))
+    ids = torch.tensor([[5, 9, 5, 2]])
+    values = torch.tensor([[0.0, -1e-7, -1.0, -1.0 - 1e-7]], dtype=torch.float64)
+    ranking = Ranking(ids, values, torch.full_like(values, 6e-8))
+    truth = {"ids": Expected(ids[:, :3], exact=True, ranking=ranking)}
+    for right in ([5, 9, 5], [9, 5, 5], [5, 9, 2], [9, 5, 2]):
+        assert judge(provider, {"ids": torch.tensor([right])}, truth)[0] is None
+    for wrong, n_places in (([5, 5, 9], 3), ([9, 9, 5], 2), ([2, 9, 5], 1), ([5, 9, 7], 1), ([5, 5, 2], 2)):
+        fault, *_ = judge(provider, {"ids": torch.tensor([wrong])}, truth)
+        assert fault == f"ids differs in {n_places} places, expected none"
+
+
+@pytest.mark.parametrize("flags", [(), ("merge", "tail", "entropy")])
+def test_a_logit_that_may_be_rounded_either_way_is_no_fault(
+    flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of a head's logits between two numbers, moved to the other one; and where none may move."""
+    monkeypatch.setattr("bench.harness.inputs.CANCELLATION", 2.0**-12)
+    torch.manual_seed(0)
+    scenario = on_head(Case(N=64, V=300, D=64, M=2, kappa=8, dtype="bfloat16", flags=flags), "cpu")
+    expected = truth.loss_truth(scenario)
+    step_NV = head_steps(scenario.hidden_ND, scenario.weight_VD)
+    logits_NV = scenario.chunk(slice(None))
+    products_NV = head_products(scenario.hidden_ND, scenario.weight_VD)
+    sign_NV = (products_NV - logits_NV).sign()
+    moved = objective.exact(logits_NV + sign_NV * step_NV, scenario.tokens, scenario.settings)
+    (provider,) = ours(lambda given: {}, backends=("reference",))
+    for name in ("logp", "kl", "entropy"):
+        besides_N, value_N = expected[name].besides, expected[name].value
+        assert besides_N is not None and bool((step_NV > 0).any(-1).all())
+        off_N = (getattr(moved, name) - value_N).abs()
+        assert bool((off_N <= besides_N + 1e-12).all()) and float((off_N / besides_N).max()) > 0.2
+        only = {name: dataclasses.replace(expected[name], bound=1e-9)}
+        assert judge(provider, {name: getattr(moved, name)}, only)[0] is None
+        fault, *_ = judge(provider, {name: value_N + 1.1 * besides_N + 1e-3}, only)
+        assert fault is not None and fault.startswith(f"{name} is off by")
 
 
 def test_a_wrong_loss_is_refused() -> None:
