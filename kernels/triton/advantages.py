@@ -33,7 +33,7 @@ from smopd.kernels.triton.groups import (
     spread,
 )
 from smopd.kernels.triton.mixture import NO_REGISTER_TARGET
-from smopd.kernels.triton.whiten import store_moments, whiten_
+from smopd.kernels.triton.whiten import rounded_product, store_moments, whiten_
 from smopd.kernels.types import AdvantageOptions
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -146,7 +146,7 @@ def _runs_kernel(
     m2_BK = tl.maximum(square_BK - sum_BK * from_start_BK, 0.0)
     varied_BK, scale_BK = spread(count_BK, m2_BK, low_BK, high_BK, largest_BK, norm_eps)
     adv_BK = normalised(own_BK, mean_BK, scale_BK, varied_BK)
-    adv_B = tl.sum(adv_BK * weights_KV[None, :], 1)
+    adv_B = tl.sum(rounded_product(adv_BK, weights_KV[None, :]), 1)
     kept_B = tl.full((B,), 1, tl.int32)
     if DROP:
         n_kept_B = tl.zeros((B,), tl.int32)

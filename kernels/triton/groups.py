@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from smopd.kernels.triton.whiten import merge_moments, store_moments
+from smopd.kernels.triton.whiten import merge_moments, rounded_product, store_moments
 from smopd.kernels.types import CONFLICT_FLOOR, EQUAL_ULPS
 
 # What a program of runs_kernel met, as bits.
@@ -43,7 +43,7 @@ def combined(value_JK, weights_K, SUMMED: tl.constexpr):
     """What is normalised and the size it was computed from: rewards (J, K), or if SUMMED their sum (J, 1)."""
     if SUMMED:
         # A reward of weight 0 plays no part, not even by being NaN.
-        terms_JK = tl.where(weights_K[None, :] != 0.0, weights_K[None, :] * value_JK, 0.0)
+        terms_JK = tl.where(weights_K[None, :] != 0.0, rounded_product(weights_K[None, :], value_JK), 0.0)
         return tl.sum(terms_JK, 1)[:, None], tl.sum(tl.abs(terms_JK), 1)[:, None]
     else:
         return value_JK, tl.abs(value_JK)
@@ -74,7 +74,7 @@ def spread(count, m2, low, high, size, norm_eps):
 @triton.jit
 def is_dropped(adv_JK, weights_K, snr_threshold, norm_eps, SNR: tl.constexpr):
     """Whether GD2PO drops a response: its rewards pull in opposite directions."""
-    parts_JK = adv_JK * weights_K[None, :]
+    parts_JK = rounded_product(adv_JK, weights_K[None, :])
     signed_JK = tl.abs(adv_JK) > _CONFLICT_FLOOR
     up_J = tl.max((signed_JK & (parts_JK > 0.0)).to(tl.int32), 1)
     down_J = tl.max((signed_JK & (parts_JK < 0.0)).to(tl.int32), 1)
@@ -177,7 +177,7 @@ def scattered_kernel(
                 more_K = tl.sum(known_JK.to(tl.float64), 0)
                 more_mean_K = tl.sum(value_JK, 0) / tl.maximum(more_K, 1.0)
                 centred_JK = tl.where(known_JK, value_JK - more_mean_K[None, :], 0.0)
-                more_m2_K = tl.sum(centred_JK * centred_JK, 0)
+                more_m2_K = tl.sum(rounded_product(centred_JK, centred_JK), 0)
                 count_K, mean_K, m2_K = merge_moments(count_K, mean_K, m2_K, more_K, more_mean_K, more_m2_K)
                 low_K = tl.minimum(low_K, tl.min(tl.where(known_JK, value_JK, float("inf")), 0))
                 high_K = tl.maximum(high_K, tl.max(tl.where(known_JK, value_JK, -float("inf")), 0))
@@ -185,7 +185,7 @@ def scattered_kernel(
                 members += found
         varied_K, scale_K = spread(count_K, m2_K, low_K, high_K, size_K, norm_eps)
         adv_BK = normalised(own_BK, mean_K[None, :], scale_K[None, :], varied_K[None, :])
-        group_adv_B = tl.sum(adv_BK * weights_KV[None, :], 1)
+        group_adv_B = tl.sum(rounded_product(adv_BK, weights_KV[None, :]), 1)
         if DROP:
             n_kept = tl.zeros((), tl.float64)
             for start in tl.range(first, last + 1, J):

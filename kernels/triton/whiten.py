@@ -28,6 +28,16 @@ _TOKEN_VAR_EPS = tl.constexpr(TOKEN_VAR_EPS)
 
 
 @triton.jit
+def rounded_product(a, b):
+    """a * b, rounded before a sum over threads takes it.
+
+    A product would be drawn into the sum's first addition: each thread rounds what it hands on and not what
+    it keeps, so that the threads' sums differ, and which of them is stored is left to chance.
+    """
+    return tl.fma(a, b, 0.0)
+
+
+@triton.jit
 def merge_moments(count, mean, m2, more_count, more_mean, more_m2):
     """Chan's rule."""
     total = count + more_count
@@ -41,16 +51,17 @@ def store_moments(
     moments_ptr, adv_B, kept_B, own_B, lengths_ptr, stride_lengths, offs_b, TOKENS: tl.constexpr
 ):
     """Number, mean and sum of squared deviations of this program's samples, to its slot."""
-    count_B = (own_B & (kept_B != 0)).to(tl.float64)
+    counted_B = own_B & (kept_B != 0)
+    count_B = counted_B.to(tl.float64)
     if TOKENS:
         lengths_ptr += offs_b.to(tl.int64) * stride_lengths
-        count_B *= tl.load(lengths_ptr, mask=own_B, other=0).to(tl.float64)
+        count_B = tl.where(counted_B, tl.load(lengths_ptr, mask=own_B, other=0).to(tl.float64), 0.0)
     count = tl.sum(count_B, 0)
-    mean = tl.sum(count_B * adv_B, 0) / tl.maximum(count, 1.0)
+    mean = tl.sum(rounded_product(count_B, adv_B), 0) / tl.maximum(count, 1.0)
     slot_ptr = moments_ptr + tl.program_id(0) * 3
     tl.store(slot_ptr, count)
     tl.store(slot_ptr + 1, mean)
-    tl.store(slot_ptr + 2, tl.sum(count_B * (adv_B - mean) * (adv_B - mean), 0))
+    tl.store(slot_ptr + 2, tl.sum(rounded_product(count_B * (adv_B - mean), adv_B - mean), 0))
 
 
 @triton.jit
@@ -66,7 +77,7 @@ def _merged(moments_ptr, n_slots, BLOCK: tl.constexpr):
         mean_P = tl.load(moments_ptr + offs_p * 3 + 1, mask=inside_P, other=0.0)
         m2_P = tl.load(moments_ptr + offs_p * 3 + 2, mask=inside_P, other=0.0)
         more = tl.sum(count_P, 0)
-        more_mean = tl.sum(count_P * mean_P, 0) / tl.maximum(more, 1.0)
+        more_mean = tl.sum(rounded_product(count_P, mean_P), 0) / tl.maximum(more, 1.0)
         more_m2 = tl.sum(m2_P + count_P * (mean_P - more_mean) * (mean_P - more_mean), 0)
         count, mean, m2 = merge_moments(count, mean, m2, more, more_mean, more_m2)
     return count, mean, m2

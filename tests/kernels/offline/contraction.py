@@ -1,9 +1,11 @@
-"""Looks for a product less its own rounding in the PTX of the kernels that subtract exponents' offsets.
+"""Looks in PTX for products that the compiler drew, unrounded, into where their rounding counts.
 
     python -m tests.kernels.offline.contraction
 
-The compiler may draw a product into a difference: b*c - round(b*c) is then what the rounding lost and not 0.
-The interpreter never does. A process of its own, without TRITON_INTERPRET: Triton decides at import.
+A difference: b*c - round(b*c) is then what the rounding lost and not 0; in the kernels that subtract
+exponents' offsets. A sum over threads: each rounds the product that it hands on and not the one that it
+keeps, so that their sums differ; in the advantages' kernels. The interpreter never does. A process of its
+own, without TRITON_INTERPRET: Triton decides at import.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from tests.kernels.offline import offline_cases
 from tests.kernels.offline.offline_code import StubDriver, _mocked
 from tests.kernels.offline.offline_launches import Launch, kernel_of, launches_of
 
-KERNELS, CAPABILITY = ("_stream_kernel", "select_kernel"), 90
+CAPABILITY = 90
 
 
 def ptx_of(launch: Launch) -> str:
@@ -36,15 +38,37 @@ def contracted(ptx: str) -> list[str]:
     return [line for line, addend in found if addend in negated]
 
 
+def summed(ptx: str) -> list[str]:
+    """The fused multiply-adds of a product that is rounded as well."""
+    products = {frozenset(pair) for pair in re.findall(r"mul(?:\.rn)?\.f64\s+%\w+, (%\w+), (%\w+)", ptx)}
+    found = re.findall(r"(fma\.rn\.f64\s+%\w+, (%\w+), (%\w+), %\w+)", ptx)
+    return [line for line, *factors in found if frozenset(factors) in products]
+
+
+KERNELS = {
+    "_stream_kernel": contracted,
+    "select_kernel": contracted,
+    "_runs_kernel": summed,
+    "scattered_kernel": summed,
+    "_merge_kernel": summed,
+    "_whiten_kernel": summed,
+}
+
+
 def main() -> int:
     chosen: dict[tuple[str, str], Launch] = {}
     for launch in launches_of(offline_cases.cases):
         kernel = launch.kernel.rpartition(":")[2]
         if launch.capability == CAPABILITY and kernel in KERNELS:
-            chosen.setdefault((kernel, next(w for w in ("bf16", "fp16", "fp32") if w in launch.name)), launch)
-    wrong = [f"{launch.name}: {line}" for launch in chosen.values() for line in contracted(ptx_of(launch))]
+            kind = next((word for word in ("bf16", "fp16", "fp32") if word in launch.name), launch.name)
+            chosen.setdefault((kernel, kind), launch)
+    wrong = [
+        f"{launch.name}: {line}"
+        for (kernel, _), launch in chosen.items()
+        for line in KERNELS[kernel](ptx_of(launch))
+    ]
     print("\n".join(wrong) or f"{len(chosen)} kernels: none")
-    return 1 if wrong or len(chosen) < len(KERNELS) else 0
+    return 1 if wrong or {kernel for kernel, _ in chosen} != KERNELS.keys() else 0
 
 
 if __name__ == "__main__":
