@@ -123,7 +123,7 @@ class LinearOptions:
 class Serving:
     """A backend's functions for a chunk's logits, a gradient, and (recompute, tp_group) the tiles."""
 
-    scale_: Callable[[Tensor, Tensor], None]
+    scale_: Callable[..., None]  # kernels.ops.loss
     loss_rows: Callable[..., TokenTerms] | None = None
     tile_loss: type[TileLoss] | None = None
 

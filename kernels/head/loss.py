@@ -121,7 +121,9 @@ class _MadeInForward(torch.autograd.Function):
 def _scaled(gradient: Tensor, dloss: Tensor, dtype: torch.dtype, serve: Serving, *, keep: bool) -> Tensor:
     """gradient * dloss, rounded once to dtype. On an accelerator that is one pass, whatever dloss is."""
     if gradient.dtype != dtype and gradient.device.type != "cpu":
-        return torch.mul(gradient, dloss, out=torch.empty_like(gradient, dtype=dtype))
+        rounded = torch.empty_like(gradient, dtype=dtype)
+        serve.scale_(gradient, dloss, rounded)
+        return rounded
     gradient = gradient.clone() if keep else gradient
     serve.scale_(gradient, dloss)
     return gradient.to(dtype)

@@ -243,10 +243,13 @@ def scaled_gradient(grad: Tensor, dloss: Tensor) -> Tensor:
     return (grad.to(compute_dtype(grad.dtype)) * dloss).to(grad.dtype)
 
 
-def scale_(grad: Tensor, dloss: Tensor) -> None:
-    """grad *= dloss, without touching grad where dloss is 1 and without a host synchronisation."""
+def scale_(grad: Tensor, dloss: Tensor, out: Tensor | None = None) -> None:
+    """grad * dloss into out, which may have another dtype, without a host synchronisation.
+
+    out: None is grad itself, which is not touched where dloss is 1.
+    """
     on_cpu = grad.device.type == "cpu"
-    (dispatch.definition("scale_") if on_cpu else dispatch.serving("scale_", grad))(grad, dloss)
+    (dispatch.definition("scale_") if on_cpu else dispatch.serving("scale_", grad))(grad, dloss, out)
 
 
 class _LossInPlace(torch.autograd.Function):

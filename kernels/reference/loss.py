@@ -110,9 +110,11 @@ def total_loss(terms: TokenTerms, tokens: LossTokens, settings: LossSettings) ->
     return loss, stats
 
 
-def scale_(grad: Tensor, dloss: Tensor) -> None:
-    """grad *= dloss, rounded once: the factor itself is not brought to grad's dtype."""
-    if dloss.device.type != "cpu":
+def scale_(grad: Tensor, dloss: Tensor, out: Tensor | None = None) -> None:
+    """grad * dloss into out (None: grad), rounded once: the factor itself is not brought to grad's dtype."""
+    if out is not None:
+        out.copy_(grad.to(compute_dtype(grad.dtype)) * dloss)
+    elif dloss.device.type != "cpu":
         grad.copy_(grad.to(compute_dtype(grad.dtype)) * dloss)
     elif dloss.item() != 1.0:
         grad.mul_(dloss.item())

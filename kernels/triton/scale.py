@@ -1,4 +1,4 @@
-"""A gradient times the upstream gradient, on the device: programs that return early where that is 1."""
+"""A gradient times the upstream gradient, on the device, in one pass; in place none where that is 1."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ PROGRAMS_PER_PROCESSOR = 8
 
 
 @triton.jit
-def _scale_kernel(grad_ptr, scale_ptr, n_elements: tl.int64, BLOCK: tl.constexpr):
+def _scale_kernel(
+    out_ptr, grad_ptr, scale_ptr, n_elements: tl.int64, BLOCK: tl.constexpr, IN_PLACE: tl.constexpr
+):
     scale = tl.load(scale_ptr).to(tl.float32)
-    if scale == 1.0:
+    if IN_PLACE and scale == 1.0:
         return
     for block in range(tl.program_id(0).to(tl.int64), tl.cdiv(n_elements, BLOCK), tl.num_programs(0)):
         offsets = block * BLOCK + tl.arange(0, BLOCK)
         inside = offsets < n_elements
         value = tl.load(grad_ptr + offsets, mask=inside).to(tl.float32)
-        tl.store(grad_ptr + offsets, (value * scale).to(grad_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + offsets, (value * scale).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def scale_(grad: Tensor, dloss: Tensor) -> None:
-    """grad *= dloss; grad is dense, whatever its shape."""
+def scale_(grad: Tensor, dloss: Tensor, out: Tensor | None = None) -> None:
+    """grad * dloss into out (None: grad), both dense and with the same strides."""
     if grad.numel() > 0:
         grid = (min(triton.cdiv(grad.numel(), BLOCK), _resident(grad.device)),)
-        _scale_kernel[grid](grad, dloss, grad.numel(), BLOCK=BLOCK, num_warps=8)
+        into = grad if out is None else out
+        _scale_kernel[grid](into, grad, dloss, grad.numel(), BLOCK=BLOCK, IN_PLACE=out is None, num_warps=8)
 
 
 def _resident(device: torch.device) -> int:

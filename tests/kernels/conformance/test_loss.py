@@ -387,3 +387,14 @@ def test_tiles_have_the_terms_of_whole_rows(backend: str) -> None:
     whole, tiles = run_loss(backend.split()[0], case, "none")[0], run_loss(backend, case, "none")[0]
     for name in TERMS:
         torch.testing.assert_close(getattr(tiles, name), getattr(whole, name), rtol=2e-6, atol=2e-6)
+
+
+@backends.each("scale_")
+@pytest.mark.parametrize("dloss", [1.0, 0.3])
+def test_a_gradient_is_scaled_into_another_dtype(dloss: float, backend: str) -> None:
+    backends.need(backend)
+    at = backends.device(backend)
+    grad = torch.randn(50, 9, generator=torch.Generator().manual_seed(0)).to(at)
+    before, out = grad.clone(), torch.empty_like(grad, dtype=torch.float16)
+    backends.function(backend, "scale_")(grad, torch.tensor(dloss, device=at), out)
+    assert torch.equal(out, (before * dloss).half()) and torch.equal(grad, before)

@@ -9,6 +9,7 @@ import torch
 
 from smopd.kernels.head import chunks
 from smopd.kernels.head.loss import _scaled
+from smopd.kernels.ops.loss import scale_
 
 QWEN = 151_936
 MOST = chunks.CHUNK_BYTES // (2 * QWEN)  # rows in bf16
@@ -75,7 +76,7 @@ def test_ranks_cut_alike_whatever_they_run_on(monkeypatch: pytest.MonkeyPatch) -
 def test_a_kept_gradient_is_scaled_and_rounded_once(keep: bool, device: str) -> None:
     sums = torch.randn(50, 9, generator=torch.Generator().manual_seed(0)).to(device)
     before, dloss = sums.clone(), torch.tensor(0.3, device=device)
-    serve = chunks.Serving(scale_=lambda grad, factor: grad.mul_(factor))
+    serve = chunks.Serving(scale_=scale_)
     got = _scaled(sums, dloss, torch.bfloat16, serve, keep=keep)
     assert got.dtype == torch.bfloat16 and torch.equal(got, (before * 0.3).bfloat16())
     assert not keep or torch.equal(sums, before)

@@ -354,6 +354,9 @@ def _scale() -> Iterator[Case]:
             f"scale-{SHORT[dtype]}",
             lambda g=grad: triton_scale.scale_(g, torch.empty((), device="meta")),
         )
+    sums = torch.empty(151_936, 2048, device="meta")
+    rounded = torch.empty_like(sums, dtype=torch.bfloat16)
+    yield "scale-fp32-to-bf16", lambda: triton_scale.scale_(sums, sums.new_empty(()), rounded)
 
 
 def _tiles() -> Iterator[Case]:
