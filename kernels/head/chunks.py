@@ -5,12 +5,10 @@ Shapes: N tokens, D hidden, V vocabulary (this rank's part).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from smopd.kernels import checks
@@ -20,18 +18,11 @@ from smopd.kernels.head.tiles import TileLoss
 from smopd.kernels.tokens import STATS_FIELDS, TERMS, coefficients, counted, idle, total_loss
 from smopd.kernels.types import LossSettings, LossTokens, TokenTerms, compute_dtype
 
-# On an accelerator; a prediction, not measured yet. 1.25 GiB holds 4224 rows of 152,064 in bf16 (gpu_steps).
+# On an accelerator. 1.25 GiB holds 4,096 rows of 152,064 in bf16: 8,192 tokens are two chunks.
 CHUNK_BYTES, RECOMPUTE_BYTES = 5 << 28, 256 << 20
 # 160 MiB on a CPU: the peak at N = 2048, D = 512, V = 151936 in fp32 stays under a tenth of eager's.
 CHUNK_BYTES_CPU, RECOMPUTE_BYTES_CPU = 160 << 20, 32 << 20
-ROW_UNIT_CPU = 16  # rows of a chunk are a multiple of this where the budget allows it
-# On a GPU: a tile of cuBLAS's bf16 GEMMs on Hopper, and the processors of an H100 or H200. The costs are in
-# waves of dX, a tile a processor: 2 * 128 * 256 V flops each, at 790 Tflop/s of all. At 3 TB/s a wave of the
-# row kernel, a row a processor, is 4 V bytes each, and a sum in dW is 8 V bytes for each column of D, half of
-# them hidden behind the GEMM; V cancels. Arithmetic (ours), not measured yet.
-TILE_ROWS, TILE_COLUMNS, PROCESSORS = 128, 256, 132
-ROW_WAVE_COST, SUM_COST = 0.016, 1.2e-4
-
+ROW_UNIT, ROW_UNIT_CPU = 128, 16  # rows of a chunk are a multiple of this where the budget allows it
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight, bias
 
 
@@ -57,29 +48,17 @@ def steps(n_items: int, most: int, unit: int) -> Iterator[tuple[int, int]]:
             yield block * n_items // n_blocks, (block + 1) * n_items // n_blocks
 
 
-@functools.lru_cache(maxsize=4096)  # packed batches have any number of rows
-def gpu_steps(n_rows: int, most: int, n_hidden: int, n_processors: int) -> tuple[tuple[int, int], ...]:
-    """Blocks of at most `most` rows for which a GPU's processors are least idle, all but the last one equal.
+def gpu_steps(n_rows: int, most: int) -> list[tuple[int, int]]:
+    """As few blocks of at most `most` rows as it takes, all of as many ROW_UNITs but for the last one.
 
-    dX of a block has ceil(rows / 128) ceil(D / 256) tiles, in waves of a tile a processor, and the row kernel
-    has waves of a row a processor: what a last wave leaves idle is lost. A block after the first adds to dW.
+    So columns start at 16 bytes. On an H200 equal chunks beat those that fill cuBLAS's waves of tiles best
+    (docs/kernels.md).
     """
-    if most < TILE_ROWS:
-        return tuple(steps(n_rows, most, TILE_ROWS))
-
-    def waves(rows: int) -> float:
-        tiles = -(-rows // TILE_ROWS) * -(-n_hidden // TILE_COLUMNS)
-        return -(-tiles // n_processors) + ROW_WAVE_COST * -(-rows // n_processors)
-
-    def cost(rows: int) -> float:
-        whole, rest = divmod(n_rows, rows)
-        sums = SUM_COST * n_hidden * (whole + (rest > 0) - 1)
-        return whole * waves(rows) + (waves(rest) if rest else 0.0) + sums
-
-    last = -(-n_rows // TILE_ROWS) * TILE_ROWS  # all at once, if it is not more than `most`
-    choices = range(TILE_ROWS, min(last, most) + 1, TILE_ROWS)
-    step = min((n_rows if n_rows <= most else TILE_ROWS, *choices), key=lambda rows: (cost(rows), -rows))
-    return tuple((start, min(start + step, n_rows)) for start in range(0, n_rows, step))
+    if most < ROW_UNIT:
+        return list(steps(n_rows, most, 1))
+    n_blocks = max(-(-n_rows // (most // ROW_UNIT * ROW_UNIT)), 1)
+    step = max(-(-n_rows // (n_blocks * ROW_UNIT)), 1) * ROW_UNIT
+    return [(start, min(start + step, n_rows)) for start in range(0, n_rows, step)]
 
 
 def row_blocks(
@@ -89,20 +68,15 @@ def row_blocks(
     chunk_bytes: int,
     *,
     widest: int | None = None,
-    alone: bool = True,
 ) -> tuple[list[tuple[int, int]], Tensor]:
     """Blocks of rows whose logits fit into chunk_bytes (one row at least), and a buffer for the largest.
 
-    All ranks of a group cut alike: by the largest n_vocab of any, widest, and for the same processors.
+    All ranks of a group cut alike: by the largest n_vocab of any, widest.
     """
-    itemsize, device = hidden_ND.element_size(), hidden_ND.device
+    itemsize = hidden_ND.element_size()
     most = max(chunk_bytes // (padded_width(widest or n_vocab, itemsize) * itemsize), 1)
-    if device.type == "cpu" or n_rows == 0:
-        blocks = list(steps(n_rows, most, ROW_UNIT_CPU))
-    else:
-        known = alone and device.type == "cuda"
-        n_processors = torch.cuda.get_device_properties(device).multi_processor_count if known else PROCESSORS
-        blocks = list(gpu_steps(n_rows, most, hidden_ND.shape[1], n_processors))
+    on_cpu = hidden_ND.device.type == "cpu"
+    blocks = list(steps(n_rows, most, ROW_UNIT_CPU)) if on_cpu else gpu_steps(n_rows, most)
     most = max((stop - start for start, stop in blocks), default=0)
     return blocks, logits_buffer(most, n_vocab, hidden_ND)
 

@@ -54,8 +54,8 @@ def by_rows(
     wide, loss_rows = compute_dtype(hidden_ND.dtype), job.serve.loss_rows
     assert loss_rows is not None  # without recompute
     budget = chunk_budget(hidden_ND, job.options.chunk_bytes, recompute=False)
-    ranks: dict[str, Any] = {"widest": max(job.shard.sizes), "alone": job.shard.group is None}
-    blocks, logits_NV = row_blocks(job.n_rows, hidden_ND, weight_VD.shape[0], budget, **ranks)
+    widest = max(job.shard.sizes)
+    blocks, logits_NV = row_blocks(job.n_rows, hidden_ND, weight_VD.shape[0], budget, widest=widest)
     dhidden_ND = dweight_VD = dbias_V = None
     if need[0]:
         made = torch.empty_like if job.live is None else torch.zeros_like  # of rows that were left out

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from smopd.kernels.head.chunks import PROCESSORS, gpu_steps, steps
+from smopd.kernels.head.chunks import gpu_steps, steps
 from smopd.kernels.head.gemm import padded_width
 from smopd.plan.models import ModelSizes
 
@@ -173,7 +173,7 @@ def logits_chunk(sizes: ModelSizes, n_rows: int, training: Training) -> tuple[in
     row_bytes = padded_width(sizes.vocabulary, training.width) * training.width
     most = training.chunk_bytes // row_bytes
     if training.row_unit is None:
-        blocks = list(gpu_steps(n_rows, most, sizes.hidden, PROCESSORS))
+        blocks = gpu_steps(n_rows, most)
     else:
         blocks = list(steps(n_rows, most, training.row_unit))
     return max((stop - start for start, stop in blocks), default=0) * row_bytes, len(blocks)
