@@ -1,11 +1,13 @@
 """The teachers' mixture on the GPU: union, log alpha, merge of equal ids, the kappa best and their mass.
 
-One launch. A program serves several rows where M * S is small. A candidate becomes one 64-bit key and keys
-are sorted within registers. Pooled: by (log-probability, place in the pool). Merged: first by id, a segmented
-scan adds equal ids in the log domain, then by (log-probability, lower id).
+One launch. A program serves several rows where these are short, and sorts 64-bit keys within registers, of
+one warp as far as possible: then nothing goes through shared memory. Pooled: the lists go past the best so
+far, by (log-probability, place in the pool); a list that descends need not be sorted. Merged: all candidates
+at once, first by id; equal ids are added in the log domain over doubling distances, then by (log-probability,
+lower id). Sums of fp32 are trees of our own: no layout that the compiler picks changes a bit.
 
 Shapes: N tokens, M teachers, S their support, P = M * S candidates, K = kappa slots of the result. In
-kernels: B rows of a program; P and K padded to powers of two.
+kernels: B rows of a program; P and K padded to powers of two, pooled K to S at least.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ from smopd.kernels.types import Mixture
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_CANDIDATES = 1024
-LOG_TILE = 9  # candidates of a program, as far as one row does not have more
+LOG_TILE = {False: 7, True: 8}  # slots of a program by `merge`, as far as one row does not have more
+LOG_WARP = 8  # slots of a warp: as long as a row has no more, nothing goes through shared memory
 MIN_LOG_P = 4  # fewer variants to compile
 NO_REGISTER_TARGET = 255  # or ptxas spills a few bytes for one more warp on the processor
 
 _LOWEST_32 = tl.constexpr(-(2**31))
+_LOWEST_64 = tl.constexpr(-(2**63))
 
 
 @triton.jit
@@ -81,6 +85,15 @@ def largest(keys, LOG_ROWS: tl.constexpr, LOG_N: tl.constexpr, LOG_K: tl.constex
     return tl.reshape(cube, [2**LOG_ROWS, 2**LOG_K])
 
 
+@triton.jit
+def tree_sum(x, ROWS: tl.constexpr, LOG_N: tl.constexpr):
+    """Sum of each row of (ROWS, 2^LOG_N), two terms at a time: the same bits in whatever layout."""
+    cube = tl.reshape(x, [ROWS] + [2] * LOG_N)
+    for i in tl.static_range(LOG_N):
+        cube = tl.sum(cube, LOG_N - i)
+    return cube
+
+
 # The (B, P) functions serve any kernel that holds the candidates of B rows.
 
 
@@ -106,12 +119,22 @@ def load_candidates(
 
 
 @triton.jit
-def _add_equal_ids(id_a, logp_a, id_b, logp_b):
-    """Scan over sorted ids: the log-sum-exp of the run of b's id that ends at b."""
-    high = tl.maximum(logp_a, logp_b)
-    gap = tl.where(logp_a == logp_b, 0.0, -tl.abs(logp_a - logp_b))
-    total = tl.where(gap == -float("inf"), high, high + tl.log(1.0 + tl.exp(gap)))
-    return id_b, tl.where(id_a == id_b, total, logp_b)
+def log_add(x, y):
+    """log(exp(x) + exp(y)); the one that is not -inf as it is."""
+    gap = tl.where(x == y, 0.0, -tl.abs(x - y))
+    high = tl.maximum(x, y)
+    return tl.where(gap == -float("inf"), high, high + tl.log(1.0 + tl.exp(gap)))
+
+
+@triton.jit
+def _ahead(ids_BP, logps_BP, reach):
+    """What lies `reach` slots further on, and whether that is of the same id and not empty."""
+    P: tl.constexpr = ids_BP.shape[1]
+    there_BP = tl.broadcast_to(tl.arange(0, P)[None, :] + reach, ids_BP.shape)
+    at_BP = tl.minimum(there_BP, P - 1)
+    after_BP = tl.gather(logps_BP, at_BP, 1)
+    same_BP = (tl.gather(ids_BP, at_BP, 1) == ids_BP) & (there_BP < P)
+    return after_BP, same_BP & (after_BP != -float("inf"))
 
 
 @triton.jit
@@ -121,12 +144,16 @@ def merge_equal_ids(ids_BP, logps_BP, LOG_B: tl.constexpr, LOG_P: tl.constexpr):
     keys_BP = largest(lower_id_first + (ordered(logps_BP).to(tl.int64) + 2147483648), LOG_B, LOG_P, LOG_P)
     ids_BP = 0x7FFFFFFF - (keys_BP >> 32).to(tl.int32)
     logps_BP = unordered(((keys_BP & 0xFFFFFFFF) - 2147483648).to(tl.int32))
-    _, logps_BP = tl.associative_scan((ids_BP, logps_BP), 1, _add_equal_ids)
-    offs_p = tl.arange(0, 1 << LOG_P)
-    next_1P = tl.minimum(offs_p + 1, (1 << LOG_P) - 1)[None, :]
-    next_ids_BP = tl.gather(ids_BP, tl.broadcast_to(next_1P, ids_BP.shape), 1)
-    ends_run_BP = (ids_BP != next_ids_BP) | (offs_p == (1 << LOG_P) - 1)[None, :]
-    return tl.where(ends_run_BP, ids_BP, 0), tl.where(ends_run_BP, logps_BP, -float("inf"))
+    # A slot holds the sum of its id's slots from there on, `reach` of them; the empty ones come last.
+    reach = 1
+    after_BP, same_BP = _ahead(ids_BP, logps_BP, reach)
+    while tl.max(tl.max(same_BP.to(tl.int32), 1), 0) > 0:
+        logps_BP = tl.where(same_BP, log_add(logps_BP, after_BP), logps_BP)
+        reach *= 2
+        after_BP, same_BP = _ahead(ids_BP, logps_BP, reach)
+    offs_BP = tl.broadcast_to(tl.arange(0, 1 << LOG_P)[None, :], ids_BP.shape)
+    first_BP = (tl.gather(ids_BP, tl.maximum(offs_BP - 1, 0), 1) != ids_BP) | (offs_BP == 0)
+    return tl.where(first_BP, ids_BP, 0), tl.where(first_BP, logps_BP, -float("inf"))
 
 
 @triton.jit
@@ -138,18 +165,51 @@ def best_merged(ids_BP, logps_BP, LOG_B: tl.constexpr, LOG_P: tl.constexpr, LOG_
 
 
 @triton.jit
-def best_pooled(logps_BP, LOG_B: tl.constexpr, LOG_P: tl.constexpr, LOG_K: tl.constexpr):
-    """Places in the pool and logps (B, 2^LOG_K) of the best candidates; ties to the lower place."""
-    place_1P = tl.arange(0, 1 << LOG_P)[None, :]
-    keys_BP = (ordered(logps_BP).to(tl.int64) << 32) | (0x7FFFFFFF - place_1P).to(tl.int64)
-    best_BK = largest(keys_BP, LOG_B, LOG_P, LOG_K)
-    return 0x7FFFFFFF - (best_BK & 0x7FFFFFFF).to(tl.int32), unordered((best_BK >> 32).to(tl.int32))
+def _best_pooled(
+    ids_ptr, logps_ptr, log_alpha_ptr, rows_B, n_rows, n_support, n_teachers,
+    stride_ids_n, stride_ids_m, stride_ids_s, stride_logps_n, stride_logps_m, stride_logps_s,
+    stride_alpha_n, stride_alpha_m, LOG_B: tl.constexpr, LOG_K: tl.constexpr,
+):  # fmt: skip
+    """ids and logps (B, 2^LOG_K) of the best candidates; ties to the lower teacher, then to its order.
+
+    A list is sorted only where it does not descend by itself. The best so far ascend: the larger of each of
+    them and its opposite in a list that descends are the best of both, and bitonic.
+    """
+    K: tl.constexpr = 1 << LOG_K
+    rows_B1 = rows_B[:, None]
+    offs_1K = tl.arange(0, K)[None, :]
+    live_BK = (rows_B1 < n_rows) & (offs_1K < n_support)
+    has_next_BK = (rows_B1 < n_rows) & (offs_1K + 1 < n_support)
+    logps_at_BK = logps_ptr + rows_B1 * stride_logps_n + offs_1K.to(tl.int64) * stride_logps_s
+    best_BK = tl.full(live_BK.shape, _LOWEST_64, tl.int64)
+    log_alpha_at_B1 = log_alpha_ptr + rows_B1 * stride_alpha_n
+    for m in range(n_teachers):
+        log_alpha_B1 = tl.load(log_alpha_at_B1, mask=rows_B1 < n_rows, other=0.0).to(tl.float32)
+        logps_BK = tl.load(logps_at_BK, mask=live_BK, other=-float("inf")).to(tl.float32)
+        logps_BK = tl.where(live_BK, logps_BK + log_alpha_B1, -float("inf"))  # log alpha may be inf or NaN
+        next_BK = tl.load(logps_at_BK + stride_logps_s, mask=has_next_BK, other=-float("inf"))
+        falls_BK = (logps_BK >= next_BK.to(tl.float32) + log_alpha_B1) | (offs_1K + 1 >= n_support)
+        keys_BK = (ordered(logps_BK).to(tl.int64) << 32) | (0x7FFFFFFF - (m * K + offs_1K)).to(tl.int64)
+        if tl.min(tl.min(falls_BK.to(tl.int32), 1), 0) == 0:
+            keys_BK = largest(keys_BK, LOG_B, LOG_K, LOG_K)
+        cube = tl.reshape(tl.maximum(best_BK, keys_BK), [2] * (LOG_B + LOG_K))
+        falling = tl.where(m + 1 == n_teachers, 1, 0)
+        for i in tl.static_range(LOG_K):
+            cube = _compare_swap(cube, falling, LOG_K - 1 - i, LOG_B + LOG_K)
+        best_BK = tl.reshape(cube, [1 << LOG_B, K])
+        logps_at_BK += stride_logps_m
+        log_alpha_at_B1 += stride_alpha_m
+    place_BK = 0x7FFFFFFF - (best_BK & 0x7FFFFFFF).to(tl.int32)
+    logps_BK = unordered((best_BK >> 32).to(tl.int32))
+    at_BK = rows_B1 * stride_ids_n + (place_BK >> LOG_K).to(tl.int64) * stride_ids_m
+    at_BK += (place_BK & (K - 1)).to(tl.int64) * stride_ids_s
+    return tl.load(ids_ptr + at_BK, mask=logps_BK != -float("inf"), other=0).to(tl.int32), logps_BK
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _mixture_kernel(
     ids_ptr, logps_ptr, log_alpha_ptr, out_ids_ptr, out_logps_ptr, mass_ptr,
-    n_rows, n_support, n_pool, kappa,
+    n_rows, n_teachers, n_support, kappa,
     stride_ids_n, stride_ids_m, stride_ids_s, stride_logps_n, stride_logps_m, stride_logps_s,
     stride_alpha_n, stride_alpha_m,
     MERGE: tl.constexpr, LOG_B: tl.constexpr, LOG_P: tl.constexpr, LOG_K: tl.constexpr,
@@ -157,28 +217,28 @@ def _mixture_kernel(
     B: tl.constexpr = 1 << LOG_B
     K: tl.constexpr = 1 << LOG_K
     rows_B = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
-    ids_BP, logps_BP = load_candidates(
-        ids_ptr, logps_ptr, log_alpha_ptr, rows_B, n_rows, n_support, n_pool,
-        stride_ids_n, stride_ids_m, stride_ids_s, stride_logps_n, stride_logps_m, stride_logps_s,
-        stride_alpha_n, stride_alpha_m, LOG_P,
-    )  # fmt: skip
-    rows_B1 = rows_B[:, None]
     if MERGE:
+        ids_BP, logps_BP = load_candidates(
+            ids_ptr, logps_ptr, log_alpha_ptr, rows_B, n_rows, n_support, n_teachers * n_support,
+            stride_ids_n, stride_ids_m, stride_ids_s, stride_logps_n, stride_logps_m, stride_logps_s,
+            stride_alpha_n, stride_alpha_m, LOG_P,
+        )  # fmt: skip
         ids_BP, logps_BP = merge_equal_ids(ids_BP, logps_BP, LOG_B, LOG_P)
         ids_BK, logps_BK = best_merged(ids_BP, logps_BP, LOG_B, LOG_P, LOG_K)
+        ids_BK = tl.where(logps_BK == -float("inf"), 0, ids_BK)
     else:
-        place_BK, logps_BK = best_pooled(logps_BP, LOG_B, LOG_P, LOG_K)
-        at_BK = rows_B1 * stride_ids_n + (place_BK // n_support).to(tl.int64) * stride_ids_m
-        at_BK += (place_BK % n_support).to(tl.int64) * stride_ids_s
-        live_BK = (rows_B1 < n_rows) & (place_BK < n_pool)
-        ids_BK = tl.load(ids_ptr + at_BK, mask=live_BK, other=0).to(tl.int32)
-    ids_BK = tl.where(logps_BK == -float("inf"), 0, ids_BK)
+        ids_BK, logps_BK = _best_pooled(
+            ids_ptr, logps_ptr, log_alpha_ptr, rows_B, n_rows, n_support, n_teachers,
+            stride_ids_n, stride_ids_m, stride_ids_s, stride_logps_n, stride_logps_m, stride_logps_s,
+            stride_alpha_n, stride_alpha_m, LOG_B, LOG_K,
+        )  # fmt: skip
+    rows_B1 = rows_B[:, None]
     offs_k = tl.arange(0, K)
     kept_BK = (rows_B1 < n_rows) & (offs_k < kappa)[None, :]
     at_BK = rows_B1 * kappa + offs_k[None, :]
     tl.store(out_ids_ptr + at_BK, ids_BK, mask=kept_BK)
     tl.store(out_logps_ptr + at_BK, logps_BK, mask=kept_BK)
-    mass_B = tl.sum(tl.where((offs_k < kappa)[None, :], tl.exp(logps_BK), 0.0), 1)
+    mass_B = tree_sum(tl.where((offs_k < kappa)[None, :], tl.exp(logps_BK), 0.0), B, LOG_K)
     tl.store(mass_ptr + rows_B, mass_B, mask=rows_B < n_rows)
     for start in range(K, kappa, K):  # kappa above the number of candidates: empty slots
         kept_BK = (rows_B1 < n_rows) & (start + offs_k < kappa)[None, :]
@@ -212,12 +272,17 @@ def teacher_mixture(
     mass_N = torch.empty(n_rows, dtype=torch.float32, device=device)
     log_alpha_NM = log_alpha.expand(n_rows, n_teachers)
     log_p = max((n_pool - 1).bit_length(), MIN_LOG_P)
-    log_b = max(LOG_TILE - log_p, 0)
+    log_k = min(max((kappa - 1).bit_length(), MIN_LOG_P), log_p)
+    if merge:
+        log_tile = log_p
+    else:
+        log_tile = log_k = max(log_k, (n_support - 1).bit_length())
+    log_b = max(LOG_TILE[merge] - log_tile, 0)
     _mixture_kernel[(triton.cdiv(n_rows, 1 << log_b),)](
         ids_NMS, logps_NMS, log_alpha_NM, ids_NS, logps_NS, mass_N,
-        n_rows, n_support, n_pool, kappa,
+        n_rows, n_teachers, n_support, kappa,
         *ids_NMS.stride(), *logps_NMS.stride(), *log_alpha_NM.stride(),
-        MERGE=merge, LOG_B=log_b, LOG_P=log_p, LOG_K=min(max((kappa - 1).bit_length(), MIN_LOG_P), log_p),
-        num_warps=4, num_stages=1, maxnreg=NO_REGISTER_TARGET,
+        MERGE=merge, LOG_B=log_b, LOG_P=log_tile, LOG_K=log_k,
+        num_warps=max(1 << log_tile >> LOG_WARP, 1), num_stages=1, maxnreg=NO_REGISTER_TARGET,
     )  # fmt: skip
     return Mixture(ids_NS, logps_NS, mass_N)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from smopd.kernels.triton.mixture import (
     DTYPES,
-    LOG_TILE,
     MIN_LOG_P,
     NO_REGISTER_TARGET,
     best_merged,
@@ -24,6 +23,7 @@ from smopd.kernels.triton.mixture import (
 from smopd.kernels.types import Mixture
 
 MAX_SUPPORT = 1024
+LOG_TILE = 9  # slots of a program, as far as one row does not have more
 
 
 @triton.jit

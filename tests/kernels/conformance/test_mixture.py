@@ -241,6 +241,22 @@ def test_log_alpha_broadcasts(merge: bool, backend: str) -> None:
 
 @each_backend
 @merges
+@pytest.mark.parametrize("alpha", [INF, NAN, -INF], ids=str)
+def test_a_log_alpha_that_is_no_number(alpha: float, merge: bool, backend: str) -> None:
+    """It counts at what the teacher gave, not at the padding behind it."""
+    ids = torch.tensor([[[4, 2, 9], [1, 7, 3]]])
+    logps = torch.tensor([[[-1.0, -2.0, -3.0], [-0.5, -1.5, -2.5]]])
+    got = mixture(backend, ids, logps, torch.tensor([-1.0, alpha]), 8, merge)
+    order = [4, 2, 9] if alpha == -INF else [1, 3, 7, 4, 2, 9] if merge else [1, 7, 3, 4, 2, 9]
+    assert got.ids_NS.tolist() == [order + [0] * (8 - len(order))]
+    top = NAN if merge and backend == "reference" else alpha  # there a merged +inf is NaN
+    want = [-2.0, -3.0, -4.0] if alpha == -INF else [top] * 3 + [-2.0, -3.0, -4.0]
+    want = torch.tensor([want + [-INF] * (8 - len(order))])
+    torch.testing.assert_close(got.logps_NS, want, rtol=0, atol=0, equal_nan=True)
+
+
+@each_backend
+@merges
 def test_strides_and_types(merge: bool, backend: str) -> None:
     backends.need(backend)
     to = backends.device(backend)
