@@ -1,10 +1,11 @@
 """The teachers' product over a reference on the GPU: who gave what, the sum of changes, the kappa best, mass.
 
-One launch. A program serves several rows where S is small, and holds the reference's slots; the lists of all
-models go past them entry by entry, so that nothing has to be sorted before the last step.
+One launch, a warp a row. It takes the reference's slots W at a time and compares each with all entries of
+every model's list, C at a time, entries side by side in a thread: what a slot finds is one sum of integers,
+how often and where. Nothing has to be sorted before the last step.
 
-Shapes: N tokens, M models, S their support, K = kappa slots of the result. In kernels: B rows of a program; S
-and K padded to powers of two.
+Shapes: N tokens, M models, S their support, K = kappa slots of the result. In kernels: S and K padded to
+powers of two, T = S / W.
 """
 
 from __future__ import annotations
@@ -19,107 +20,129 @@ from smopd.kernels.triton.mixture import (
     MIN_LOG_P,
     NO_REGISTER_TARGET,
     best_merged,
+    log_add,
+    tree_sum,
 )
 from smopd.kernels.types import Mixture
 
 MAX_SUPPORT = 1024
-LOG_TILE = 9  # slots of a program, as far as one row does not have more
+LOG_W = 6  # slots that are compared at a time
+LOG_C = 5  # with so many entries of a list
+
+_PLACE_BITS = tl.constexpr(16)  # of a place, below MAX_SUPPORT; a count is above them
+_ONE_FOUND = tl.constexpr(1 << 16)
+_NO_ENTRY = tl.constexpr(-1)  # no slot's id
+_NO_SLOT = tl.constexpr(-2)  # no entry's id
 
 
 @triton.jit
-def _said(ids_BS, ids_at_B1, logps_at_B1, live_B1, offs_1S, n_support, stride_ids_s, stride_logps_s):
-    """What one list says of the ids, repeats joined by log-sum-exp, and which slots lie behind such an entry.
+def _said(ids_W, slot_W, ids_ptr, logps_ptr, n_support, stride_ids_s, stride_logps_s, C: tl.constexpr):
+    """What one list says of the ids, repeats joined by log-sum-exp, and which slots lie behind one."""
+    found_W = tl.zeros(ids_W.shape, tl.int32)
+    offs_C1 = tl.arange(0, C)[:, None]
+    for start in range(0, n_support, C):
+        place_C = start + tl.arange(0, C)
+        live_C = place_C < n_support
+        s_C = place_C.to(tl.int64)
+        logps_C = tl.load(logps_ptr + s_C * stride_logps_s, mask=live_C, other=-float("inf")).to(tl.float32)
+        ids_C = tl.load(ids_ptr + s_C * stride_ids_s, mask=live_C, other=0).to(tl.int32)
+        ids_C = tl.where(logps_C == -float("inf"), _NO_ENTRY, ids_C)
+        # Places from the chunk's first entry on: constants.
+        here_W = tl.sum(tl.where(ids_C[:, None] == ids_W[None, :], _ONE_FOUND + offs_C1, 0), 0)
+        found_W += here_W + start * (here_W >> _PLACE_BITS)
+    behind_W = ids_W != ids_W
+    if tl.max(found_W, 0) < 2 * _ONE_FOUND:
+        at_W = (found_W & (_ONE_FOUND - 1)).to(tl.int64) * stride_logps_s
+        said_W = tl.load(logps_ptr + at_W, mask=found_W > 0, other=-float("inf")).to(tl.float32)
+    else:
+        said_W = tl.full(ids_W.shape, -float("inf"), tl.float32)
+        for s in range(n_support):
+            logp = tl.load(logps_ptr).to(tl.float32)
+            same_W = ids_W == tl.where(logp == -float("inf"), _NO_ENTRY, tl.load(ids_ptr).to(tl.int32))
+            behind_W = behind_W | (same_W & (slot_W > s))
+            said_W = tl.where(same_W, log_add(said_W, logp), said_W)
+            logps_ptr += stride_logps_s
+            ids_ptr += stride_ids_s
+    return said_W, behind_W
 
-    ids_at_B1, logps_at_B1: where the list of each row begins.
-    """
-    said_BS = tl.full(ids_BS.shape, -float("inf"), tl.float32)
-    behind_BS = ids_BS != ids_BS
-    for s in range(n_support):
-        logp_B1 = tl.load(logps_at_B1, mask=live_B1, other=-float("inf")).to(tl.float32)
-        given_B1 = live_B1 & (logp_B1 != -float("inf"))
-        same_BS = given_B1 & (ids_BS == tl.load(ids_at_B1, mask=given_B1, other=0).to(tl.int32))
-        behind_BS = behind_BS | (same_BS & (offs_1S > s))
-        high_BS = tl.maximum(said_BS, logp_B1)
-        gap_BS = tl.where(said_BS == logp_B1, 0.0, -tl.abs(said_BS - logp_B1))
-        joined_BS = tl.where(gap_BS == -float("inf"), high_BS, high_BS + tl.log(1.0 + tl.exp(gap_BS)))
-        said_BS = tl.where(same_BS, joined_BS, said_BS)
-        logps_at_B1 += stride_logps_s
-        ids_at_B1 += stride_ids_s
-    return said_BS, behind_BS
 
-
-@triton.jit(do_not_specialize=["n_rows", "n_models", "reference"])
+@triton.jit(do_not_specialize=["n_models", "reference"])
 def _product_kernel(
     ids_ptr, logps_ptr, weights_ptr, out_ids_ptr, out_logps_ptr, mass_ptr,
-    n_rows, n_models, n_support, kappa, reference, clip, keep_raised,
+    n_models, n_support, kappa, reference, clip, keep_raised,
     stride_ids_n, stride_ids_m, stride_ids_s, stride_logps_n, stride_logps_m, stride_logps_s,
     stride_weights_n, stride_weights_m,
-    LOG_B: tl.constexpr, LOG_S: tl.constexpr, LOG_K: tl.constexpr,
+    LOG_S: tl.constexpr, LOG_K: tl.constexpr, LOG_W: tl.constexpr, LOG_C: tl.constexpr,
 ):  # fmt: skip
-    B: tl.constexpr = 1 << LOG_B
     K: tl.constexpr = 1 << LOG_K
-    rows_B = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
-    rows_B1 = rows_B[:, None]
-    live_B1 = rows_B1 < n_rows
-    offs_1S = tl.arange(0, 1 << LOG_S)[None, :]
-    live_BS = live_B1 & (offs_1S < n_support)
-    s_1S = offs_1S.to(tl.int64)
-    own = tl.zeros([1, 1], tl.int64) + reference
-    at_BS = rows_B1 * stride_logps_n + own * stride_logps_m + s_1S * stride_logps_s
-    own_BS = tl.load(logps_ptr + at_BS, mask=live_BS, other=-float("inf")).to(tl.float32)
-    at_BS = rows_B1 * stride_ids_n + own * stride_ids_m + s_1S * stride_ids_s
-    there_BS = own_BS != -float("inf")
-    ids_BS = tl.load(ids_ptr + at_BS, mask=live_BS & there_BS, other=0).to(tl.int32)
+    S: tl.constexpr = 1 << LOG_S
+    W: tl.constexpr = 1 << LOG_W
+    C: tl.constexpr = 1 << LOG_C
+    row = tl.program_id(0).to(tl.int64)
+    ids_ptr += row * stride_ids_n
+    logps_ptr += row * stride_logps_n
+    weights_ptr += row * stride_weights_n
+    own_ids_ptr = ids_ptr + reference.to(tl.int64) * stride_ids_m
+    own_logps_ptr = logps_ptr + reference.to(tl.int64) * stride_logps_m
 
-    ids_at_B1 = ids_ptr + rows_B1 * stride_ids_n
-    logps_at_B1 = logps_ptr + rows_B1 * stride_logps_n
-    base_BS, repeats_BS = _said(
-        ids_BS, ids_at_B1 + own * stride_ids_m, logps_at_B1 + own * stride_logps_m,
-        live_B1, offs_1S, n_support, stride_ids_s, stride_logps_s,
-    )  # fmt: skip
-    there_BS = there_BS & ~repeats_BS
+    offs_T1 = tl.arange(0, S // W)[:, None]
+    ids_TW = tl.full((S // W, W), _NO_SLOT, tl.int32)  # of the slots that all models gave
+    logq_TW = tl.full((S // W, W), -float("inf"), tl.float32)
+    for t in range(tl.cdiv(n_support, W)):
+        slot_W = t * W + tl.arange(0, W)
+        live_W = slot_W < n_support
+        s_W = slot_W.to(tl.int64)
+        own_W = tl.load(own_logps_ptr + s_W * stride_logps_s, mask=live_W, other=-float("inf")).to(tl.float32)
+        ids_W = tl.load(own_ids_ptr + s_W * stride_ids_s, mask=live_W, other=0).to(tl.int32)
+        ids_W = tl.where(own_W == -float("inf"), _NO_SLOT, ids_W)
+        base_W, behind_W = _said(
+            ids_W, slot_W, own_ids_ptr, own_logps_ptr, n_support, stride_ids_s, stride_logps_s, C
+        )
+        there_W = (ids_W != _NO_SLOT) & ~behind_W
 
-    total_BS = tl.zeros(base_BS.shape, tl.float32)
-    raises_BS = tl.zeros(base_BS.shape, tl.float32)
-    highest_BS = tl.full(base_BS.shape, -float("inf"), tl.float32)
-    for other in range(n_models - 1):
-        m_11 = tl.zeros([1, 1], tl.int64) + other
-        weight_B1 = tl.load(
-            weights_ptr + rows_B1 * stride_weights_n + m_11 * stride_weights_m, mask=live_B1, other=0.0
-        ).to(tl.float32)
-        m_11 += m_11 >= reference
-        said_BS, _ = _said(
-            ids_BS, ids_at_B1 + m_11 * stride_ids_m, logps_at_B1 + m_11 * stride_logps_m,
-            live_B1, offs_1S, n_support, stride_ids_s, stride_logps_s,
-        )  # fmt: skip
-        there_BS = there_BS & (said_BS != -float("inf"))
-        change_BS = tl.where(there_BS, said_BS - base_BS, 0.0)
-        change_BS = tl.where(change_BS > clip, clip, tl.where(change_BS < -clip, -clip, change_BS))
-        change_BS *= weight_B1
-        total_BS += change_BS
-        raises_BS += tl.where(change_BS < 0.0, 0.0, change_BS)
-        highest_BS = tl.where(change_BS > highest_BS, change_BS, highest_BS)
+        total_W = tl.zeros((W,), tl.float32)
+        raises_W = tl.zeros((W,), tl.float32)
+        highest_W = tl.full((W,), -float("inf"), tl.float32)
+        for other in range(n_models - 1):
+            m = tl.zeros([], tl.int64) + other
+            weight = tl.load(weights_ptr + m * stride_weights_m).to(tl.float32)
+            m += m >= reference
+            said_W, _ = _said(
+                ids_W, slot_W, ids_ptr + m * stride_ids_m, logps_ptr + m * stride_logps_m,
+                n_support, stride_ids_s, stride_logps_s, C,
+            )  # fmt: skip
+            there_W = there_W & (said_W != -float("inf"))
+            change_W = tl.where(there_W, said_W - base_W, 0.0)
+            change_W = tl.where(change_W > clip, clip, tl.where(change_W < -clip, -clip, change_W))
+            change_W *= weight
+            total_W += change_W
+            raises_W += tl.where(change_W < 0.0, 0.0, change_W)
+            highest_W = tl.where(change_W > highest_W, change_W, highest_W)
+        logq_W = base_W + tl.where(highest_W > keep_raised, raises_W, total_W)
+        here_TW = (offs_T1 == t) & there_W[None, :]
+        ids_TW = tl.where(here_TW, ids_W[None, :], ids_TW)
+        logq_TW = tl.where(here_TW, logq_W[None, :], logq_TW)
 
-    logq_BS = base_BS + tl.where(highest_BS > keep_raised, raises_BS, total_BS)
-    logq_BS = tl.where(there_BS, logq_BS, -float("inf"))
-    peak_B1 = tl.max(tl.where(logq_BS == logq_BS, logq_BS, -float("inf")), 1)[:, None]
-    shift_B1 = tl.where(peak_B1 == -float("inf"), 0.0, peak_B1)  # no support, or all of it NaN
-    lse_B1 = shift_B1 + tl.log(tl.sum(tl.exp(logq_BS - shift_B1), 1))[:, None]
-    logq_BS = tl.where(there_BS, logq_BS - lse_B1, -float("inf"))
-    ids_BK, logps_BK = best_merged(tl.where(there_BS, ids_BS, 0), logq_BS, LOG_B, LOG_S, LOG_K)
+    ids_1S = tl.reshape(ids_TW, [1, S])
+    logq_1S = tl.reshape(logq_TW, [1, S])
+    there_1S = ids_1S != _NO_SLOT
+    peak_1 = tl.max(tl.where(logq_1S == logq_1S, logq_1S, -float("inf")), 1)
+    shift_1 = tl.where(peak_1 == -float("inf"), 0.0, peak_1)  # no support, or all of it NaN
+    lse_1 = shift_1 + tl.log(tree_sum(tl.exp(logq_1S - shift_1[:, None]), 1, LOG_S))
+    logq_1S = tl.where(there_1S, logq_1S - lse_1[:, None], -float("inf"))
+    ids_1K, logps_1K = best_merged(tl.where(there_1S, ids_1S, 0), logq_1S, 0, LOG_S, LOG_K)
 
-    ids_BK = tl.where(logps_BK == -float("inf"), 0, ids_BK)
-    offs_k = tl.arange(0, K)
-    at_BK = rows_B1 * kappa + offs_k[None, :]
-    kept_BK = live_B1 & (offs_k < kappa)[None, :]
-    tl.store(out_ids_ptr + at_BK, ids_BK, mask=kept_BK)
-    tl.store(out_logps_ptr + at_BK, logps_BK, mask=kept_BK)
-    mass_B = tl.sum(tl.where((offs_k < kappa)[None, :], tl.exp(logps_BK), 0.0), 1)
-    tl.store(mass_ptr + rows_B, mass_B, mask=rows_B < n_rows)
+    ids_1K = tl.where(logps_1K == -float("inf"), 0, ids_1K)
+    offs_1K = tl.arange(0, K)[None, :]
+    at_1K = row * kappa + offs_1K
+    tl.store(out_ids_ptr + at_1K, ids_1K, mask=offs_1K < kappa)
+    tl.store(out_logps_ptr + at_1K, logps_1K, mask=offs_1K < kappa)
+    mass_1 = tree_sum(tl.where(offs_1K < kappa, tl.exp(logps_1K), 0.0), 1, LOG_K)
+    tl.store(mass_ptr + row + tl.arange(0, 1), mass_1)
     for start in range(K, kappa, K):  # kappa above the number of slots: empty ones
-        kept_BK = live_B1 & (start + offs_k < kappa)[None, :]
-        tl.store(out_ids_ptr + at_BK + start, tl.zeros((B, K), tl.int32), mask=kept_BK)
-        tl.store(out_logps_ptr + at_BK + start, tl.full((B, K), -float("inf"), tl.float32), mask=kept_BK)
+        kept_1K = start + offs_1K < kappa
+        tl.store(out_ids_ptr + at_1K + start, tl.zeros((1, K), tl.int32), mask=kept_1K)
+        tl.store(out_logps_ptr + at_1K + start, tl.full((1, K), -float("inf"), tl.float32), mask=kept_1K)
 
 
 def unserved(op: str, tensor: Tensor, *, n_support: int) -> str | None:
@@ -155,12 +178,12 @@ def teacher_product(
     mass_N = torch.empty(n_rows, dtype=torch.float32, device=device)
     weights_NM = weights.expand(n_rows, n_models - 1)
     log_s = max((n_support - 1).bit_length(), MIN_LOG_P)
-    log_b = max(LOG_TILE - log_s, 0)
-    _product_kernel[(triton.cdiv(n_rows, 1 << log_b),)](
+    _product_kernel[(n_rows,)](
         ids_NMS, logps_NMS, weights_NM, ids_NS, logps_NS, mass_N,
-        n_rows, n_models, n_support, kappa, reference, clip, keep_raised,
+        n_models, n_support, kappa, reference, clip, keep_raised,
         *ids_NMS.stride(), *logps_NMS.stride(), *weights_NM.stride(),
-        LOG_B=log_b, LOG_S=log_s, LOG_K=min(max((kappa - 1).bit_length(), MIN_LOG_P), log_s),
-        num_warps=4, num_stages=1, maxnreg=NO_REGISTER_TARGET,
+        LOG_S=log_s, LOG_K=min(max((kappa - 1).bit_length(), MIN_LOG_P), log_s),
+        LOG_W=min(log_s, LOG_W), LOG_C=LOG_C,
+        num_warps=1, num_stages=1, maxnreg=NO_REGISTER_TARGET,
     )  # fmt: skip
     return Mixture(ids_NS, logps_NS, mass_N)

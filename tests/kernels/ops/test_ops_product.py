@@ -155,6 +155,13 @@ def test_any_lists(backend: str, drawn) -> None:
     check(backend, *case, kappa, **options)
 
 
+def test_repeats_in_long_lists(backend: str) -> None:
+    """An id has two or three entries, near and far from each other in a list."""
+    ids, logps, weights = random_case(2, 3, 150)
+    for reference in (0, -1):
+        check(backend, ids // 7, logps, weights, 40, reference=reference, clip=3.0)
+
+
 def test_float64_is_served_by_the_reference() -> None:
     ids, logps, weights = random_case(5, 3, 24)
     check("reference", ids, logps.double(), weights.double(), 16, clip=2.0)
