@@ -199,9 +199,10 @@ def by_kernel(
     query = query_THd.contiguous()
     key, value = (_behind_prompts(x, pieces).contiguous() for x in (key_TKd, value_TKd))
     # torch 2.11 takes fewer key-value heads unasked.
-    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    starts = _starts(tuple(pieces), query.device)
-    out = varlen_attn(query, key, value, *starts, scale=scale, window_size=(-1, 0), **grouped)
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
+    out = varlen_attn(query, key, value, *_starts(tuple(pieces), query.device), **options)
     assert isinstance(out, Tensor)  # nothing else was asked for
     return out
 
