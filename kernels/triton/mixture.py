@@ -94,6 +94,12 @@ def tree_sum(x, ROWS: tl.constexpr, LOG_N: tl.constexpr):
     return cube
 
 
+@triton.jit
+def as_int32(ids):
+    """Ids as int32; -1, which no vocabulary has, for those that do not fit."""
+    return tl.where(ids.to(tl.int32) == ids, ids.to(tl.int32), -1)
+
+
 # The (B, P) functions serve any kernel that holds the candidates of B rows.
 
 
@@ -114,8 +120,8 @@ def load_candidates(
     at_BP = rows_B1 * stride_alpha_n + m_1P * stride_alpha_m
     logps_BP += tl.load(log_alpha_ptr + at_BP, mask=live_BP, other=0.0).to(tl.float32)
     at_BP = rows_B1 * stride_ids_n + m_1P * stride_ids_m + s_1P * stride_ids_s
-    ids_BP = tl.load(ids_ptr + at_BP, mask=live_BP & (logps_BP != -float("inf")), other=0).to(tl.int32)
-    return ids_BP, logps_BP
+    ids_BP = tl.load(ids_ptr + at_BP, mask=live_BP & (logps_BP != -float("inf")), other=0)
+    return as_int32(ids_BP), logps_BP
 
 
 @triton.jit
@@ -203,7 +209,7 @@ def _best_pooled(
     logps_BK = unordered((best_BK >> 32).to(tl.int32))
     at_BK = rows_B1 * stride_ids_n + (place_BK >> LOG_K).to(tl.int64) * stride_ids_m
     at_BK += (place_BK & (K - 1)).to(tl.int64) * stride_ids_s
-    return tl.load(ids_ptr + at_BK, mask=logps_BK != -float("inf"), other=0).to(tl.int32), logps_BK
+    return as_int32(tl.load(ids_ptr + at_BK, mask=logps_BK != -float("inf"), other=0)), logps_BK
 
 
 @triton.jit(do_not_specialize=["n_rows"])

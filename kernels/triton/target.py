@@ -1,17 +1,17 @@
 """The rows' sparse targets, made ready in a launch of their own, and the parts of a row around its support.
 
-A few warps make a row's target: the teachers' union, one log-probability for each distinct id, the masses,
-and for the tail bucket where in the row the support lies. The row kernel (triton/row_kernel.py) has sixteen
-warps, which would all wait for this in each of its 62 rows a processor; here thousands of rows are on the way
-at once.
+A few warps make a row's target (of several teachers that of their union, triton/mixture.py): one
+log-probability for each distinct id, the masses, and for the tail bucket where in the row the support lies.
+The row kernel (triton/row_kernel.py) has sixteen warps, which would all wait for this in each of its 62 rows
+a processor; here thousands of rows are on the way at once.
 
 Slots are compared in pairs, all K against W at a time, so that the pairs fit into registers. What pairs tell
 a slot is one sum: each result of a sum over threads costs barriers to hand around. An empty slot has
 log-probability -inf and any id; a row with another id outside the vocabulary is NaN, and nothing is read or
 written there.
 
-Shapes: N tokens, K slots of a row's target (a power of two), W of them, M teachers, S support entries, L
-    lanes (R and C as in triton/rows.py).
+Shapes: N tokens, K slots of a row's target (a power of two), W of them, S support entries, L lanes (R and C
+    as in triton/rows.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from smopd.kernels.triton.rows import LN2, LOG2E, NEG_INF
 from smopd.kernels.types import Candidates, SparseTarget
 
 MAX_SUPPORT = 512  # slots of a target: their pairs are compared
-MAX_POOLED = 128  # candidates that the kernel below unites itself; more go through teacher_mixture's
 _PAIRS = 8  # of slots that a lane compares at a time
 _SLOTS_A_WARP = 32
 
@@ -61,35 +60,6 @@ def given_target(ids_ptr, logps_ptr, row, V: tl.constexpr, S: tl.constexpr, K: t
     ids_K = tl.load(ids_ptr + row * S + slot_K, mask=slot_K < S, other=-1)
     logps_K = tl.load(logps_ptr + row * S + slot_K, mask=slot_K < S, other=NEG_INF).to(tl.float32)
     return bounded(ids_K, logps_K, V)
-
-
-@triton.jit
-def teachers_target(
-    ids_ptr, logps_ptr, log_alpha_ptr, stride_alpha_n, stride_alpha_m, row, kappa,
-    V: tl.constexpr, M: tl.constexpr, S: tl.constexpr, K: tl.constexpr, W: tl.constexpr, MERGE: tl.constexpr,
-):  # fmt: skip
-    """The union of the teachers' candidates, the kappa largest kept (Eq. 6; merged first: Eq. 5).
-
-    Ties go to the lower id when merged, else to the lower teacher and then to its own order.
-    """
-    slot_K = tl.arange(0, K)
-    inside_K = slot_K < M * S
-    ids_K = tl.load(ids_ptr + row * (M * S) + slot_K, mask=inside_K, other=-1)
-    logps_K = tl.load(logps_ptr + row * (M * S) + slot_K, mask=inside_K, other=NEG_INF).to(tl.float32)
-    alpha_ptr = log_alpha_ptr + row * stride_alpha_n
-    logps_K += tl.load(alpha_ptr + (slot_K // S).to(tl.int64) * stride_alpha_m, mask=inside_K, other=0.0)
-    ids_K, logps_K = bounded(ids_K, logps_K, V)
-    order_K = slot_K
-    if MERGE:
-        logps_K = merge_repeats(ids_K, logps_K, K, W)
-        order_K = ids_K
-    rank_K = tl.zeros((K,), tl.int32)
-    for number in range(0, K // W):
-        other = part(logps_K, number, NEG_INF, K, W)[None, :]
-        before = part(order_K, number, -(2**31), K, W)[None, :] < order_K[:, None]
-        wins = (other > logps_K[:, None]) | ((other == logps_K[:, None]) & before)
-        rank_K += tl.sum(wins.to(tl.int32), 1)
-    return ids_K, tl.where(rank_K < kappa, logps_K, NEG_INF)
 
 
 @triton.jit
@@ -155,34 +125,17 @@ def segments(
     return tl.load(row_ptr + offs_v, mask=wanted_E, other=NEG_INF).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["n_rows", "kappa"])
+@triton.jit(do_not_specialize=["n_rows"])
 def _target_kernel(
-    ids_ptr, logps_ptr, log_alpha_ptr, stride_alpha_n, stride_alpha_m, n_rows, kappa,
+    ids_ptr, logps_ptr, n_rows,
     out_ids_ptr, out_logps_ptr, out_id_logps_ptr, masses_ptr, holes_ptr, skipped_ptr,
-    V: tl.constexpr, M: tl.constexpr, S: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
-    R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, MERGE: tl.constexpr, DISTINCT: tl.constexpr,
+    V: tl.constexpr, S: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
+    R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, DISTINCT: tl.constexpr,
 ):  # fmt: skip
     """A row. There is holes_ptr if there is a tail bucket; there is out_id_logps_ptr where it tells more."""
     TAIL: tl.constexpr = holes_ptr is not None
     row = tl.program_id(0).to(tl.int64)
-    if log_alpha_ptr is None:
-        ids_K, logps_K = given_target(ids_ptr, logps_ptr, row, V, S, K)
-    else:
-        ids_K, logps_K = teachers_target(
-            ids_ptr,
-            logps_ptr,
-            log_alpha_ptr,
-            stride_alpha_n,
-            stride_alpha_m,
-            row,
-            kappa,
-            V,
-            M,
-            S,
-            K,
-            W,
-            MERGE,
-        )
+    ids_K, logps_K = given_target(ids_ptr, logps_ptr, row, V, S, K)
     id_logps_K = logps_K if DISTINCT else merge_repeats(ids_K, logps_K, K, W)
     if TAIL:
         logps_K = id_logps_K
@@ -228,13 +181,12 @@ class RowTargets:
 
 
 def n_entries(target: SparseTarget | Candidates | None) -> int:
-    """Entries of a row's target before its own are united."""
+    """Entries of a row's target, of several teachers those that are kept."""
     if target is None:
         return 0
     if isinstance(target, SparseTarget):
         return target.ids_NS.shape[1]
-    pooled = target.ids_NMS.shape[1] * target.ids_NMS.shape[2]
-    return pooled if pooled <= MAX_POOLED else target.kappa
+    return min(target.ids_NMS.shape[1] * target.ids_NMS.shape[2], target.kappa)
 
 
 def n_slots(target: SparseTarget | Candidates | None) -> int:
@@ -247,19 +199,15 @@ def row_targets(
 ) -> RowTargets:
     """The targets of all rows, whose blocks are of repeats x lanes x consecutive elements, in one launch.
 
-    Above MAX_POOLED candidates a row in two.
+    Several teachers are united (Eq. 6; merged first: Eq. 5) in one before it.
     """
-    slots, n_teachers, log_alpha_NM, kappa, merge = n_slots(target), 0, None, 0, False
+    slots, distinct = n_slots(target), False
     if isinstance(target, SparseTarget):
-        ids, logps, distinct = target.ids_NS, target.logps_NS, False
-    elif target.ids_NMS.shape[1] * target.ids_NMS.shape[2] > MAX_POOLED:
-        candidates = (target.ids_NMS, target.logps_NMS, target.log_alpha, target.kappa)
+        ids, logps = target.ids_NS, target.logps_NS
+    else:
+        candidates = (target.ids_NMS, target.logps_NMS, target.log_alpha, n_entries(target))
         mixture = teacher_mixture(*candidates, merge=target.merge)
         ids, logps, distinct = mixture.ids_NS, mixture.logps_NS, target.merge
-    else:
-        ids, logps, distinct = target.ids_NMS, target.logps_NMS, target.merge
-        n_teachers, kappa, merge = ids.shape[1], target.kappa, target.merge
-        log_alpha_NM = target.log_alpha.to(torch.float32).expand(ids.shape[:2])
     n_rows = ids.shape[0]
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -280,11 +228,10 @@ def row_targets(
     )
     warps = max(slots // _SLOTS_A_WARP, 1)
     _target_kernel[(n_rows,)](
-        ids.contiguous(), logps.contiguous(), log_alpha_NM,
-        *((0, 0) if log_alpha_NM is None else log_alpha_NM.stride()), n_rows, kappa,
+        ids.contiguous(), logps.contiguous(), n_rows,
         ready.ids_NK, ready.logps_NK, ready.id_logps_NK, ready.masses_2N, ready.holes_NK, ready.skipped_NL,
-        V=n_vocab, M=n_teachers, S=ids.shape[-1], K=slots, W=min(slots, max(1, _PAIRS * 32 * warps // slots)),
-        R=repeats, L=lanes, C=consecutive, MERGE=merge, DISTINCT=distinct,
+        V=n_vocab, S=ids.shape[-1], K=slots, W=min(slots, max(1, _PAIRS * 32 * warps // slots)),
+        R=repeats, L=lanes, C=consecutive, DISTINCT=distinct,
         num_warps=warps, num_stages=1,
     )  # fmt: skip
     return ready
