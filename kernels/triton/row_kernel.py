@@ -81,6 +81,7 @@ def row_kernel(
     that is off the support. TWO: the forward KL has a temperature of its own. CURVED: the entropy has a
     gradient.
     """
+    tl.static_assert(AHEAD == 1 or LAST > 2)
     LOSS: tl.constexpr = adv_ptr is not None
     GRADIENT: tl.constexpr = grad_ptr is not None
     TARGET: tl.constexpr = ids_ptr is not None
