@@ -1,7 +1,7 @@
 """The teachers' mixture on the GPU: union, log alpha, merge of equal ids, the kappa best and their mass.
 
 One launch. A program serves several rows where these are short, and sorts 64-bit keys within registers, of
-one warp as far as possible: then nothing goes through shared memory. Pooled: the lists go past the best so
+one warp as far as possible: then no sort goes through shared memory. Pooled: the lists go past the best so
 far, by (log-probability, place in the pool); a list that descends need not be sorted. Merged: all candidates
 at once, first by id; equal ids are added in the log domain over doubling distances, then by (log-probability,
 lower id). Sums of fp32 are trees of our own: no layout that the compiler picks changes a bit.
@@ -22,7 +22,7 @@ from smopd.kernels.types import Mixture
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_CANDIDATES = 1024
 LOG_TILE = {False: 7, True: 8}  # slots of a program by `merge`, as far as one row does not have more
-LOG_WARP = 8  # slots of a warp: as long as a row has no more, nothing goes through shared memory
+LOG_WARP = 8  # slots of a warp: as long as a row has no more, no sort goes through shared memory
 MIN_LOG_P = 4  # fewer variants to compile
 NO_REGISTER_TARGET = 255  # or ptxas spills a few bytes for one more warp on the processor
 
@@ -165,9 +165,9 @@ def merge_equal_ids(ids_BP, logps_BP, LOG_B: tl.constexpr, LOG_P: tl.constexpr):
 @triton.jit
 def best_merged(ids_BP, logps_BP, LOG_B: tl.constexpr, LOG_P: tl.constexpr, LOG_K: tl.constexpr):
     """ids and logps (B, 2^LOG_K) of the best of merge_equal_ids' slots; ties to the lower id."""
-    keys_BP = (ordered(logps_BP).to(tl.int64) << 32) | (0x7FFFFFFF - ids_BP).to(tl.int64)
+    keys_BP = (ordered(logps_BP).to(tl.int64) << 32) | (0x7FFFFFFF - ids_BP.to(tl.int64))
     best_BK = largest(keys_BP, LOG_B, LOG_P, LOG_K)
-    return 0x7FFFFFFF - (best_BK & 0x7FFFFFFF).to(tl.int32), unordered((best_BK >> 32).to(tl.int32))
+    return (0x7FFFFFFF - (best_BK & 0xFFFFFFFF)).to(tl.int32), unordered((best_BK >> 32).to(tl.int32))
 
 
 @triton.jit

@@ -4,6 +4,8 @@ One launch, a warp a row. It takes the reference's slots W at a time and compare
 every model's list, C at a time, entries side by side in a thread: what a slot finds is one sum of integers,
 how often and where. Nothing has to be sorted before the last step.
 
+An id that is negative or needs more than 32 bits is left out.
+
 Shapes: N tokens, M models, S their support, K = kappa slots of the result. In kernels: S and K padded to
 powers of two, T = S / W.
 """
@@ -19,6 +21,7 @@ from smopd.kernels.triton.mixture import (
     DTYPES,
     MIN_LOG_P,
     NO_REGISTER_TARGET,
+    as_int32,
     best_merged,
     log_add,
     tree_sum,
@@ -45,7 +48,7 @@ def _said(ids_W, slot_W, ids_ptr, logps_ptr, n_support, stride_ids_s, stride_log
         live_C = place_C < n_support
         s_C = place_C.to(tl.int64)
         logps_C = tl.load(logps_ptr + s_C * stride_logps_s, mask=live_C, other=-float("inf")).to(tl.float32)
-        ids_C = tl.load(ids_ptr + s_C * stride_ids_s, mask=live_C, other=0).to(tl.int32)
+        ids_C = as_int32(tl.load(ids_ptr + s_C * stride_ids_s, mask=live_C, other=0))
         ids_C = tl.where(logps_C == -float("inf"), _NO_ENTRY, ids_C)
         # Places from the chunk's first entry on: constants.
         here_W = tl.sum(tl.where(ids_C[:, None] == ids_W[None, :], _ONE_FOUND + offs_C1, 0), 0)
@@ -58,7 +61,7 @@ def _said(ids_W, slot_W, ids_ptr, logps_ptr, n_support, stride_ids_s, stride_log
         said_W = tl.full(ids_W.shape, -float("inf"), tl.float32)
         for s in range(n_support):
             logp = tl.load(logps_ptr).to(tl.float32)
-            same_W = ids_W == tl.where(logp == -float("inf"), _NO_ENTRY, tl.load(ids_ptr).to(tl.int32))
+            same_W = ids_W == tl.where(logp == -float("inf"), _NO_ENTRY, as_int32(tl.load(ids_ptr)))
             behind_W = behind_W | (same_W & (slot_W > s))
             said_W = tl.where(same_W, log_add(said_W, logp), said_W)
             logps_ptr += stride_logps_s
@@ -93,8 +96,8 @@ def _product_kernel(
         live_W = slot_W < n_support
         s_W = slot_W.to(tl.int64)
         own_W = tl.load(own_logps_ptr + s_W * stride_logps_s, mask=live_W, other=-float("inf")).to(tl.float32)
-        ids_W = tl.load(own_ids_ptr + s_W * stride_ids_s, mask=live_W, other=0).to(tl.int32)
-        ids_W = tl.where(own_W == -float("inf"), _NO_SLOT, ids_W)
+        ids_W = as_int32(tl.load(own_ids_ptr + s_W * stride_ids_s, mask=live_W, other=0))
+        ids_W = tl.where((own_W == -float("inf")) | (ids_W < 0), _NO_SLOT, ids_W)
         base_W, behind_W = _said(
             ids_W, slot_W, own_ids_ptr, own_logps_ptr, n_support, stride_ids_s, stride_logps_s, C
         )

@@ -241,6 +241,16 @@ def test_log_alpha_broadcasts(merge: bool, backend: str) -> None:
 
 @each_backend
 @merges
+@pytest.mark.parametrize("bad", [-1, 2**33 + 1])
+def test_an_id_that_no_vocabulary_has_takes_no_ones_place(bad: int, merge: bool, backend: str) -> None:
+    ids = torch.tensor([[[bad, 5, 6], [bad, 5, 6]]])
+    logps = torch.tensor([[[-9.0, -2.0, -3.0], [-10.0, -2.0, -3.0]]])
+    got = mixture(backend, ids, logps, torch.zeros(2), 2, merge)
+    assert got.ids_NS.tolist() == ([[5, 6]] if merge else [[5, 5]])
+
+
+@each_backend
+@merges
 @pytest.mark.parametrize("alpha", [INF, NAN, -INF], ids=str)
 def test_a_log_alpha_that_is_no_number(alpha: float, merge: bool, backend: str) -> None:
     """It counts at what the teacher gave, not at the padding behind it."""
