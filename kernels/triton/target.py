@@ -7,8 +7,8 @@ a processor; here thousands of rows are on the way at once.
 
 Slots are compared in pairs, all K against W at a time, so that the pairs fit into registers. What pairs tell
 a slot is one sum: each result of a sum over threads costs barriers to hand around. An empty slot has
-log-probability -inf and any id; a row with another id outside the vocabulary is NaN, and nothing is read or
-written there.
+log-probability -inf and any id; a row with another id outside the vocabulary, of several teachers among those
+that are kept, is NaN, and nothing is read or written there.
 
 Shapes: N tokens, K slots of a row's target (a power of two), W of them, S support entries, L lanes (R and C
     as in triton/rows.py).
@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from smopd.kernels.terms import TAIL_FLOOR
-from smopd.kernels.triton.mixture import teacher_mixture
+from smopd.kernels.triton.mixture import DTYPES, teacher_mixture
 from smopd.kernels.triton.rows import LN2, LOG2E, NEG_INF
 from smopd.kernels.types import Candidates, SparseTarget
 
@@ -205,7 +205,8 @@ def row_targets(
     if isinstance(target, SparseTarget):
         ids, logps = target.ids_NS, target.logps_NS
     else:
-        candidates = (target.ids_NMS, target.logps_NMS, target.log_alpha, n_entries(target))
+        logps_NMS = target.logps_NMS if target.logps_NMS.dtype in DTYPES else target.logps_NMS.float()
+        candidates = (target.ids_NMS, logps_NMS, target.log_alpha, n_entries(target))
         mixture = teacher_mixture(*candidates, merge=target.merge)
         ids, logps, distinct = mixture.ids_NS, mixture.logps_NS, target.merge
     n_rows = ids.shape[0]

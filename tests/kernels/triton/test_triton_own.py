@@ -26,6 +26,7 @@ from smopd.kernels.reference import topk as reference
 from smopd.kernels.triton import advantages as triton_advantages
 from smopd.kernels.triton import loss as triton_loss
 from smopd.kernels.triton import mixture as triton_mixture
+from smopd.kernels.triton import product as triton_product
 from smopd.kernels.triton import target as triton_target
 from smopd.kernels.triton import topk as triton_topk
 from smopd.kernels.triton import totals as triton_totals
@@ -109,6 +110,31 @@ def test_teachers_further_apart_than_32_bits_reach(merge: bool, monkeypatch: pyt
     got = triton_mixture.teacher_mixture(far_ids, far_logps, log_alpha.to(DEVICE), 6, merge=merge)
     near = (far_ids.contiguous(), far_logps.contiguous(), log_alpha.to(DEVICE))
     assert backends.same(got, triton_mixture.teacher_mixture(*near, 6, merge=merge))
+
+
+@pytest.mark.parametrize("bad", [-1, -2, 2**32 + 5])
+def test_a_product_reads_no_more_than_its_lists(bad: int) -> None:
+    """31 entries, so that one of the 32 that are compared at a time is padding; behind them lies 123."""
+    ids, memory = torch.arange(31).expand(1, 2, 31).clone(), torch.full((70,), 123.0)
+    ids[0, 0, 0] = bad
+    memory[:62] = -4.0
+    lists = ids.to(DEVICE), memory.to(DEVICE)[:62].view(1, 2, 31), torch.ones(1, device=DEVICE), 40
+    got = triton_product.teacher_product(*lists, reference=0, clip=math.inf, keep_raised=math.inf)
+    assert got.ids_NS[0, :31].tolist() == [*range(1, 31), 0]
+    assert bool((got.logps_NS[0, :30] + math.log(30)).abs().max() < 1e-5)
+
+
+@pytest.mark.parametrize("target", ["pooled", "merged"])
+def test_teachers_in_float64_are_served(target: str) -> None:
+    case = loss_case((3, 300, 2, 8), target=target)
+    assert case.tokens.teacher_logps_NMS is not None
+    wide = replace(case.tokens, teacher_logps_NMS=case.tokens.teacher_logps_NMS.double())
+    given = case.logits_NV.to(DEVICE)
+    terms = [
+        triton_loss.loss_rows(given, backends.moved(tokens, DEVICE), case.settings, None)
+        for tokens in (case.tokens, wide)
+    ]
+    assert backends.same(*terms)
 
 
 @pytest.mark.parametrize("bad", [-1, -100, 300, 2**32 + 5, -(2**32) + 5])
