@@ -69,7 +69,11 @@ def _aligned(got: Tensor, expected: Expected) -> tuple[Tensor, Tensor]:
 
 
 def _misplaced(got: Tensor, value: Tensor, ranking: Ranking | None) -> int:
-    """In how many places an id stands that is not due there: more often than near candidates have it."""
+    """How many places and candidates are wrong.
+
+    A place, whose id stands in near places more often than near candidates have it, or in all more often than
+    all; a candidate that is above the last place's by more than rounding, and is lost.
+    """
     wrong = got != value
     if ranking is None or not bool(wrong.any()):
         return int(wrong.sum())
@@ -80,8 +84,13 @@ def _misplaced(got: Tensor, value: Tensor, ranking: Ranking | None) -> int:
     near_nSP = values_nP[:, None] >= values_nP[:, :kappa, None] - slack_nSP
     near_nSP &= values_nP[:, None] <= values_nP[:, :kappa, None] + slack_nSP
     met_nS = ((got_nS[:, :, None] == got_nS[:, None]) & near_nSP[:, :, :kappa]).sum(-1)
-    known_nS = ((got_nS[:, :, None] == ids_nP[:, None]) & near_nSP).sum(-1)
-    return int((met_nS > known_nS).sum())
+    is_nSP = got_nS[:, :, None] == ids_nP[:, None]
+    known_nS = (is_nSP & near_nSP).sum(-1)
+    spare_nS = (got_nS[:, :, None] == got_nS[:, None]).sum(-1) > is_nSP.sum(-1)
+    due_nP = values_nP > (values_nP + rounding_nP)[:, kappa - 1 : kappa] + rounding_nP
+    alike_nPP = (ids_nP[:, :, None] == ids_nP[:, None]) & due_nP[:, None]
+    lost_nP = due_nP & (is_nSP.sum(1) < alike_nPP.sum(-1))
+    return int(((met_nS > known_nS) | spare_nS).sum() + lost_nP.sum())
 
 
 def _distance(got: Tensor, value: Tensor, expected: Expected) -> tuple[float, float]:

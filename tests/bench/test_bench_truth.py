@@ -85,9 +85,22 @@ def test_ids_may_be_swapped_where_rounding_swaps_their_values() -> None:
     truth = {"ids": Expected(ids[:, :3], exact=True, ranking=ranking)}
     for right in ([5, 9, 5], [9, 5, 5], [5, 9, 2], [9, 5, 2]):
         assert judge(provider, {"ids": torch.tensor([right])}, truth)[0] is None
-    for wrong, n_places in (([5, 5, 9], 3), ([9, 9, 5], 2), ([2, 9, 5], 1), ([5, 9, 7], 1), ([5, 5, 2], 2)):
+    for wrong, n_places in (([5, 5, 9], 3), ([9, 9, 5], 2), ([2, 9, 5], 1), ([5, 9, 7], 1), ([5, 5, 2], 3)):
         fault, *_ = judge(provider, {"ids": torch.tensor([wrong])}, truth)
         assert fault == f"ids differs in {n_places} places, expected none"
+
+
+def test_ids_that_rounding_moves_far_are_all_there_and_once() -> None:
+    """Candidates 0 to 7, each 1e-7 below the one before, and 6e-8 to be rounded: neighbours are near."""
+    (provider,) = ours(lambda given: {}, backends=("reference",))
+    ids, values = torch.arange(8)[None], -1e-7 * torch.arange(8, dtype=torch.float64)[None]
+    ranking = Ranking(ids, values, torch.full_like(values, 6e-8))
+    truth = {"ids": Expected(ids[:, :5], exact=True, ranking=ranking)}
+    for right in ([0, 1, 2, 3, 4], [1, 0, 3, 2, 5]):
+        assert judge(provider, {"ids": torch.tensor([right])}, truth)[0] is None
+    for wrong, why in (([1, 0, 3, 2, 3], 2), ([1, 2, 3, 4, 5], 1)):  # 3 twice; 0 is lost
+        fault, *_ = judge(provider, {"ids": torch.tensor([wrong])}, truth)
+        assert fault == f"ids differs in {why} places, expected none"
 
 
 @pytest.mark.parametrize("flags", [(), ("merge", "tail", "entropy")])
