@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from smopd.kernels.reference.rows import row_chunks, rows_forward, rows_gradient
@@ -113,7 +114,7 @@ def total_loss(terms: TokenTerms, tokens: LossTokens, settings: LossSettings) ->
 def scale_(grad: Tensor, dloss: Tensor, out: Tensor | None = None) -> None:
     """grad * dloss into out (None: grad), rounded once: the factor itself is not brought to grad's dtype."""
     if out is not None:
-        out.copy_(grad.to(compute_dtype(grad.dtype)) * dloss)
+        torch.mul(grad.to(compute_dtype(grad.dtype)), dloss, out=out)
     elif dloss.device.type != "cpu":
         grad.copy_(grad.to(compute_dtype(grad.dtype)) * dloss)
     elif dloss.item() != 1.0:
