@@ -198,13 +198,18 @@ def by_kernel(
 
     query = query_THd.contiguous()
     key, value = (_behind_prompts(x, pieces).contiguous() for x in (key_TKd, value_TKd))
-    # torch 2.11 takes fewer key-value heads unasked.
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        options["enable_gqa"] = True
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0), **_grouped()}
     out = varlen_attn(query, key, value, *_starts(tuple(pieces), query.device), **options)
     assert isinstance(out, Tensor)  # nothing else was asked for
     return out
+
+
+@lru_cache(maxsize=1)
+def _grouped() -> dict[str, bool]:
+    """How torch is told that keys have fewer heads than queries; torch 2.11 takes that unasked."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def _key_starts(pieces: Sequence[Piece]) -> list[int]:
