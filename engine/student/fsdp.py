@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Collection
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -160,10 +161,19 @@ def shard(
     return policy
 
 
+def _member(enumeration: Any, name: str) -> Enum:
+    """What Python 3.11.0 to 3.11.3 write getattr for: a member of an enumeration."""
+    if not (isinstance(enumeration, type) and issubclass(enumeration, Enum)):
+        raise pickle.UnpicklingError(f"it names builtins.getattr of {enumeration!r}")
+    return enumeration[name]
+
+
 class _PlainUnpickler(pickle.Unpickler):
     """Knows what torch writes into a checkpoint's metadata; a name of anything else could be a call of it."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         found = super().find_class(module, name) if module in _PLAIN else None
         if found is not None and (name in _PLAIN[module] or isinstance(found, torch.dtype)):
             return found

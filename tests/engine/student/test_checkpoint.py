@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import metadata as dcp_metadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from smopd.engine import distributed
 from smopd.engine.settings import TrainSettings
-from smopd.engine.student import checkpoint
+from smopd.engine.student import checkpoint, fsdp
 from smopd.engine.student.checkpoint import (
     Checkpoints,
     DamagedCheckpoint,
@@ -187,7 +188,33 @@ class Forged:
         return (exec, ("import pathlib; pathlib.Path('pwned').touch()",))
 
 
-@pytest.mark.parametrize("forged", [Forged(), {"a": Forged()}, os.path.join, torch.load, "no metadata"[:0]])
+class Looked:
+    """Pickled as a look-up by getattr, as Python 3.11.0 to 3.11.3 pickle a member of an enumeration."""
+
+    def __init__(self, owner: type, name: str) -> None:
+        self.looked_up = owner, name
+
+    def __reduce__(self):
+        return getattr, self.looked_up
+
+
+def test_members_of_enumerations_are_plain_whatever_python_wrote_them(tmp_path) -> None:
+    encoding = dcp_metadata._MEM_FORMAT_ENCODING
+    (tmp_path / "new").write_bytes(pickle.dumps(encoding.TORCH_CONTIGUOUS_FORMAT))
+    (tmp_path / "old").write_bytes(pickle.dumps(Looked(encoding, "TORCH_CONTIGUOUS_FORMAT")))
+    fsdp.require_plain(tmp_path / "new")
+    fsdp.require_plain(tmp_path / "old")
+
+
+NO_MEMBERS = [
+    Looked(dcp_metadata.TensorProperties, "__init__"),
+    Looked(dcp_metadata._MEM_FORMAT_ENCODING, "mro"),
+]
+
+
+@pytest.mark.parametrize(
+    "forged", [Forged(), {"a": Forged()}, os.path.join, torch.load, "no metadata"[:0], *NO_MEMBERS]
+)
 def test_metadata_that_could_run_code_is_refused(tmp_path, device, monkeypatch, forged):
     monkeypatch.chdir(tmp_path)
     trained, checkpoints = student(device), Checkpoints(tmp_path / "run", keep=1)
