@@ -138,7 +138,8 @@ def sdist(built: Path) -> Path:
 def unpacked(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+        # Python has the filter from 3.10.12 and 3.11.4 on.
+        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     (source,) = folder.iterdir()
     return source
 
