@@ -83,7 +83,14 @@ def merge_repeats(ids_K, logps_K, K: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def support_segments(
-    ids_K, first_K, R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, K: tl.constexpr, W: tl.constexpr
+    ids_K,
+    first_K,
+    R: tl.constexpr,
+    L: tl.constexpr,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    W: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """A segment is what one lane takes from one block, R C elements, at most 32.
 
@@ -93,10 +100,11 @@ def support_segments(
     kind: tl.constexpr = tl.int32 if R * C <= 16 else tl.int64
     not_here: tl.constexpr = -(1 << 20) if R * C <= 16 else -(1 << 40)
     slot_K = tl.arange(0, K)
-    block_K = ids_K // (R * L * C)
-    lane_K = (ids_K // C) % L
-    element_K = ((ids_K // (L * C)) % R) * C + ids_K % C
-    segment_K = tl.where(first_K, block_K * L + lane_K, -1)
+    local_K = ids_K % PART
+    block_K = local_K // (R * L * C)
+    lane_K = (local_K // C) % L + (ids_K // PART) * L
+    element_K = ((local_K // (L * C)) % R) * C + local_K % C
+    segment_K = tl.where(first_K, block_K * (1 << 16) + lane_K, -1)
     bit_K = first_K.to(kind) << tl.where(first_K, element_K, 0).to(kind)
     holes_K = tl.zeros((K,), kind)
     for number in range(0, K // W):
@@ -130,7 +138,8 @@ def _target_kernel(
     ids_ptr, logps_ptr, n_rows,
     out_ids_ptr, out_logps_ptr, out_id_logps_ptr, masses_ptr, holes_ptr, skipped_ptr,
     V: tl.constexpr, S: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
-    R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, DISTINCT: tl.constexpr,
+    R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, PART: tl.constexpr, LANES: tl.constexpr,
+    DISTINCT: tl.constexpr,
 ):  # fmt: skip
     """A row. There is holes_ptr if there is a tail bucket; there is out_id_logps_ptr where it tells more."""
     TAIL: tl.constexpr = holes_ptr is not None
@@ -149,9 +158,11 @@ def _target_kernel(
         # In fp64: it is a difference. Ids that repeat are merged in fp32 before.
         tail_q = (1.0 - tl.sum(tl.exp2(logps_K.to(tl.float64) * LOG2E), 0)).to(tl.float32)
         tl.store(masses_ptr + n_rows + row, tl.where(tail_q >= _TAIL_FLOOR, tail_q, 0.0))
-        skipped_ptr += row * L
-        tl.store(skipped_ptr + tl.arange(0, L), tl.zeros((L,), skipped_ptr.dtype.element_ty))
-        holes_K, block_K, lane_K = support_segments(ids_K, id_logps_K > NEG_INF, R, L, C, K, W)
+        skipped_ptr += row * LANES
+        LANES2: tl.constexpr = triton.next_power_of_2(LANES)
+        offs_L = tl.arange(0, LANES2)
+        tl.store(skipped_ptr + offs_L, tl.zeros((LANES2,), skipped_ptr.dtype.element_ty), mask=offs_L < LANES)
+        holes_K, block_K, lane_K = support_segments(ids_K, id_logps_K > NEG_INF, R, L, C, K, W, PART)
         tl.store(holes_ptr + offs_K, holes_K)
         is_one_K = holes_K > 0
         bit_K = is_one_K.to(skipped_ptr.dtype.element_ty) << tl.where(is_one_K, block_K, 0)
@@ -195,7 +206,14 @@ def n_slots(target: SparseTarget | Candidates | None) -> int:
 
 
 def row_targets(
-    target: SparseTarget | Candidates, n_vocab: int, lanes: int, repeats: int, consecutive: int, *, tail: bool
+    target: SparseTarget | Candidates,
+    n_vocab: int,
+    lanes: int,
+    repeats: int,
+    consecutive: int,
+    *,
+    tail: bool,
+    part: int | None = None,
 ) -> RowTargets:
     """The targets of all rows, whose blocks are of repeats x lanes x consecutive elements, in one launch.
 
@@ -217,13 +235,16 @@ def row_targets(
     def bits(few: bool) -> torch.dtype:
         return torch.int32 if few else torch.int64
 
+    all_lanes = lanes * (1 if part is None else -(-n_vocab // part))
     ready = RowTargets(
         ids_NK=empty(n_rows, slots, dtype=torch.int32),
         logps_NK=empty(n_rows, slots),
         id_logps_NK=None if distinct or tail else empty(n_rows, slots),
         masses_2N=empty(2, n_rows),
         holes_NK=empty(n_rows, slots, dtype=bits(repeats * consecutive <= 16)) if tail else None,
-        skipped_NL=empty(n_rows, lanes, dtype=bits(n_vocab <= 32 * repeats * lanes * consecutive))
+        skipped_NL=empty(
+            n_rows, all_lanes, dtype=bits((part or n_vocab) <= 32 * repeats * lanes * consecutive)
+        )
         if tail
         else None,
     )
@@ -232,7 +253,7 @@ def row_targets(
         ids.contiguous(), logps.contiguous(), n_rows,
         ready.ids_NK, ready.logps_NK, ready.id_logps_NK, ready.masses_2N, ready.holes_NK, ready.skipped_NL,
         V=n_vocab, S=ids.shape[-1], K=slots, W=min(slots, max(1, _PAIRS * 32 * warps // slots)),
-        R=repeats, L=lanes, C=consecutive, DISTINCT=distinct,
+        R=repeats, L=lanes, C=consecutive, DISTINCT=distinct, PART=part or n_vocab, LANES=all_lanes,
         num_warps=warps, num_stages=1,
     )  # fmt: skip
     return ready
