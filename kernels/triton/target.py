@@ -1,17 +1,15 @@
 """The rows' sparse targets, made ready in a launch of their own, and the parts of a row around its support.
 
-A few warps make a row's target (of several teachers that of their union, triton/mixture.py): one
+A warp makes a row's target (of several teachers that of their union, triton/mixture.py): one
 log-probability for each distinct id, the masses, and for the tail bucket where in the row the support lies.
 The row kernel (triton/row_kernel.py) has sixteen warps, which would all wait for this in each of its 62 rows
 a processor; here thousands of rows are on the way at once.
 
-Slots are compared in pairs, all K against W at a time, so that the pairs fit into registers. What pairs tell
-a slot is one sum: each result of a sum over threads costs barriers to hand around. An empty slot has
-log-probability -inf and any id; a row with another id outside the vocabulary, of several teachers among those
-that are kept, is NaN, and nothing is read or written there.
+An empty slot has log-probability -inf and any id; a row with another id outside the vocabulary, of several
+teachers among those that are kept, is NaN, and nothing is read or written there.
 
-Shapes: N tokens, K slots of a row's target (a power of two), W of them, S support entries, L lanes (R and C
-    as in triton/rows.py).
+Shapes: N tokens, K slots of a row's target (a power of two), S support entries, L lanes (R and C as in
+    triton/rows.py).
 """
 
 from __future__ import annotations
@@ -28,22 +26,11 @@ from smopd.kernels.triton.mixture import DTYPES, teacher_mixture
 from smopd.kernels.triton.rows import LN2, LOG2E, NEG_INF
 from smopd.kernels.types import Candidates, SparseTarget
 
-MAX_SUPPORT = 512  # slots of a target: their pairs are compared
-_PAIRS = 8  # of slots that a lane compares at a time
-_SLOTS_A_WARP = 32
+MAX_SUPPORT = 512  # slots of a target: each is compared with all
+_SLOTS_A_WARP = 128
 
 _TAIL_FLOOR = tl.constexpr(TAIL_FLOOR)
-_NOT_HERE = tl.constexpr(-1.0e30)  # in a sum of positive numbers: it counts at another slot
-
-
-@triton.jit
-def part(x_K, number, EMPTY: tl.constexpr, K: tl.constexpr, W: tl.constexpr):
-    """Slots number W to number W + W - 1."""
-    if K == W:
-        return x_K
-    else:
-        chosen = (tl.arange(0, K // W) == number)[:, None]
-        return tl.max(tl.where(chosen, tl.reshape(x_K, (K // W, W)), EMPTY), 0)
+_UNROLL = tl.constexpr(8)
 
 
 @triton.jit
@@ -63,56 +50,23 @@ def given_target(ids_ptr, logps_ptr, row, V: tl.constexpr, S: tl.constexpr, K: t
 
 
 @triton.jit
-def merge_repeats(ids_K, logps_K, K: tl.constexpr, W: tl.constexpr):
-    """The log of the mass of all slots with an id, at the largest (then first) of them; -inf elsewhere.
+def _merge_repeats(ids_ptr, logps_ptr, powers_ptr, ids_K, logps_K, is_last_K, S: tl.constexpr):
+    """The log of the mass of all slots with an id, at the last of them; -inf at the others before it.
 
-    A slot that is NaN stays NaN, and adds to no other.
+    ids_ptr has the row's ids_K; powers_ptr is memory for K numbers.
     """
-    slot_K = tl.arange(0, K)
-    mass_K = tl.zeros((K,), tl.float32)
-    for number in range(0, K // W):
-        other = part(logps_K, number, NEG_INF, K, W)[None, :]
-        before = part(slot_K, number, -1, K, W)[None, :] < slot_K[:, None]
-        same = (part(ids_K, number, -1, K, W)[None, :] == ids_K[:, None]) & (other > NEG_INF)
-        larger = (other > logps_K[:, None]) | ((other == logps_K[:, None]) & before)
-        power = tl.exp2((other - logps_K[:, None]) * LOG2E)
-        mass_K += tl.sum(tl.where(same, tl.where(larger, _NOT_HERE, power), 0.0), 1)
-    merged_K = tl.where(mass_K > 0, tl.fma(tl.log2(mass_K), LN2, logps_K), NEG_INF)
-    return tl.where(logps_K != logps_K, logps_K, merged_K)
-
-
-@triton.jit
-def support_segments(
-    ids_K,
-    first_K,
-    R: tl.constexpr,
-    L: tl.constexpr,
-    C: tl.constexpr,
-    K: tl.constexpr,
-    W: tl.constexpr,
-    PART: tl.constexpr,
-):
-    """A segment is what one lane takes from one block, R C elements, at most 32.
-
-    Returns at one slot for each segment that holds support a bit for each such element, at the others 0 or
-    less; and every slot's block and lane.
-    """
-    kind: tl.constexpr = tl.int32 if R * C <= 16 else tl.int64
-    not_here: tl.constexpr = -(1 << 20) if R * C <= 16 else -(1 << 40)
-    slot_K = tl.arange(0, K)
-    local_K = ids_K % PART
-    block_K = local_K // (R * L * C)
-    lane_K = (local_K // C) % L + (ids_K // PART) * L
-    element_K = ((local_K // (L * C)) % R) * C + local_K % C
-    segment_K = tl.where(first_K, block_K * (1 << 16) + lane_K, -1)
-    bit_K = first_K.to(kind) << tl.where(first_K, element_K, 0).to(kind)
-    holes_K = tl.zeros((K,), kind)
-    for number in range(0, K // W):
-        same = part(segment_K, number, -1, K, W)[None, :] == segment_K[:, None]
-        before = part(slot_K, number, -1, K, W)[None, :] < slot_K[:, None]
-        bit = part(bit_K, number, 0, K, W)[None, :]
-        holes_K += tl.sum(tl.where(same, tl.where(before, not_here, bit), 0), 1)
-    return holes_K, block_K, lane_K
+    slot_K = tl.arange(0, ids_K.shape[0])
+    top_K = logps_K  # the largest log-probability of an id
+    for j in tl.range(0, S, loop_unroll_factor=_UNROLL):
+        logp = tl.load(logps_ptr + j).to(tl.float32)
+        top_K = tl.where((ids_K == tl.load(ids_ptr + j)) & (logp > top_K), logp, top_K)
+    tl.store(powers_ptr + slot_K, tl.where(logps_K == top_K, 1.0, tl.exp2((logps_K - top_K) * LOG2E)))
+    tl.debug_barrier()
+    mass_K = tl.zeros_like(logps_K)
+    for j in tl.range(0, S, loop_unroll_factor=_UNROLL):
+        mass_K += tl.where(ids_K == tl.load(ids_ptr + j), tl.load(powers_ptr + j), 0.0)
+    tl.debug_barrier()
+    return tl.where(is_last_K, tl.fma(tl.log2(mass_K), LN2, top_K), NEG_INF)
 
 
 @triton.jit
@@ -137,19 +91,62 @@ def segments(
 def _target_kernel(
     ids_ptr, logps_ptr, n_rows,
     out_ids_ptr, out_logps_ptr, out_id_logps_ptr, masses_ptr, holes_ptr, skipped_ptr,
-    V: tl.constexpr, S: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
+    V: tl.constexpr, S: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, PART: tl.constexpr, LANES: tl.constexpr,
-    DISTINCT: tl.constexpr,
+    TAIL: tl.constexpr, DISTINCT: tl.constexpr,
 ):  # fmt: skip
-    """A row. There is holes_ptr if there is a tail bucket; there is out_id_logps_ptr where it tells more."""
-    TAIL: tl.constexpr = holes_ptr is not None
+    """A row. There is holes_ptr if the tail's segments are asked for, out_id_logps_ptr where it tells more.
+
+    Slots are compared with one slot after the other, which all lanes load: an id with ids, a segment with
+    segments. Outputs hold what is compared until the results are stored.
+    """
+    HOLES: tl.constexpr = holes_ptr is not None
     row = tl.program_id(0).to(tl.int64)
+    if HOLES:
+        LANES2: tl.constexpr = triton.next_power_of_2(LANES)
+        skipped_ptr += row * LANES
+        offs_L = tl.arange(0, LANES2)
+        tl.store(skipped_ptr + offs_L, tl.zeros((LANES2,), skipped_ptr.dtype.element_ty), mask=offs_L < LANES)
+    slot_K = tl.arange(0, K)
+    offs_K = row * K + slot_K
     ids_K, logps_K = given_target(ids_ptr, logps_ptr, row, V, S, K)
-    id_logps_K = logps_K if DISTINCT else merge_repeats(ids_K, logps_K, K, W)
+    live_K = logps_K > NEG_INF
+    ids_K = tl.where(live_K, ids_K, -1 - slot_K)  # no other slot's
+    out_ids_ptr += row * K
+    tl.store(out_ids_ptr + slot_K, ids_K)
+    if HOLES:
+        tl.static_assert(R * C <= 16)
+        place_K = tl.where(live_K, ids_K, 0)
+        local_K = place_K % PART
+        block_K = local_K // (R * L * C)
+        lane_K = (local_K // C) % L + (place_K // PART) * L
+        element_K = ((local_K // (L * C)) % R) * C + local_K % C
+        code_K = tl.where(live_K, (block_K * LANES2 + lane_K) * 16 + element_K, ids_K * 16)
+        codes_ptr = holes_ptr + row * K
+        tl.store(codes_ptr + slot_K, code_K)
+    same_K = slot_K  # the last slot with the same id
+    bits_K = tl.zeros((K,), tl.int32)  # of the support in the same segment
+    tl.debug_barrier()
+    if HOLES:
+        for j in tl.range(0, S, loop_unroll_factor=_UNROLL):
+            code = tl.load(codes_ptr + j)
+            together_K = ((code_K ^ code) & -16) == 0
+            bits_K |= tl.where(together_K, 1 << (code & 15), 0)
+            if not DISTINCT:
+                same_K = tl.where(code_K == code, j, same_K)
+    elif not DISTINCT:
+        for j in tl.range(0, S, loop_unroll_factor=_UNROLL):
+            same_K = tl.where(ids_K == tl.load(out_ids_ptr + j), j, same_K)
+    id_logps_K = logps_K
+    is_last_K = same_K == slot_K
+    if not DISTINCT:
+        repeated = tl.min(is_last_K.to(tl.int32), 0) == 0
+        if repeated:
+            id_logps_K = _merge_repeats(
+                out_ids_ptr, logps_ptr + row * S, out_logps_ptr + row * K, ids_K, logps_K, is_last_K, S
+            )
     if TAIL:
         logps_K = id_logps_K
-    offs_K = row * K + tl.arange(0, K)
-    tl.store(out_ids_ptr + offs_K, ids_K)
     tl.store(out_logps_ptr + offs_K, logps_K)
     if out_id_logps_ptr is not None:
         tl.store(out_id_logps_ptr + offs_K, id_logps_K)
@@ -158,16 +155,12 @@ def _target_kernel(
         # In fp64: it is a difference. Ids that repeat are merged in fp32 before.
         tail_q = (1.0 - tl.sum(tl.exp2(logps_K.to(tl.float64) * LOG2E), 0)).to(tl.float32)
         tl.store(masses_ptr + n_rows + row, tl.where(tail_q >= _TAIL_FLOOR, tail_q, 0.0))
-        skipped_ptr += row * LANES
-        LANES2: tl.constexpr = triton.next_power_of_2(LANES)
-        offs_L = tl.arange(0, LANES2)
-        tl.store(skipped_ptr + offs_L, tl.zeros((LANES2,), skipped_ptr.dtype.element_ty), mask=offs_L < LANES)
-        holes_K, block_K, lane_K = support_segments(ids_K, id_logps_K > NEG_INF, R, L, C, K, W, PART)
-        tl.store(holes_ptr + offs_K, holes_K)
-        is_one_K = holes_K > 0
-        bit_K = is_one_K.to(skipped_ptr.dtype.element_ty) << tl.where(is_one_K, block_K, 0)
-        tl.debug_barrier()  # the zeros are there
-        tl.atomic_or(skipped_ptr + lane_K, bit_K, mask=is_one_K, sem="relaxed")
+    if HOLES:
+        holds_K = live_K & is_last_K & ((bits_K & -bits_K) == 1 << element_K)  # the segment's first element
+        bit_K = holds_K.to(skipped_ptr.dtype.element_ty) << tl.where(holds_K, block_K, 0)
+        tl.debug_barrier()  # all have read the codes
+        tl.store(codes_ptr + slot_K, tl.where(holds_K, bits_K, 0))
+        tl.atomic_or(skipped_ptr + lane_K, bit_K, mask=holds_K, sem="relaxed")
 
 
 @dataclass(frozen=True)
@@ -175,11 +168,13 @@ class RowTargets:
     """What the row kernel loads of a target, K slots a row.
 
     Attributes:
+        ids_NK: negative, and no other slot's, in slots that are empty or NaN.
         logps_NK: the log-probabilities whose sum is the KL: every slot's as given, one for each id with the
             tail bucket.
         id_logps_NK: one for each distinct id, -inf in its other slots; None: logps_NK is that.
         masses_2N: the target's mass and, with the tail bucket, what is left for the bucket.
-        holes_NK: see support_segments; with the tail bucket.
+        holes_NK: a segment is what one lane takes from one block, R C elements, at most 16. At one slot for
+            each segment that holds support a bit for each such element, 0 elsewhere; with the tail bucket.
         skipped_NL: a bit for each block of which a lane leaves its segment out; with the tail bucket.
     """
 
@@ -208,9 +203,9 @@ def n_slots(target: SparseTarget | Candidates | None) -> int:
 def row_targets(
     target: SparseTarget | Candidates,
     n_vocab: int,
-    lanes: int,
-    repeats: int,
-    consecutive: int,
+    lanes: int = 0,
+    repeats: int = 1,
+    consecutive: int = 1,
     *,
     tail: bool,
     part: int | None = None,
@@ -218,6 +213,9 @@ def row_targets(
     """The targets of all rows, whose blocks are of repeats x lanes x consecutive elements, in one launch.
 
     Several teachers are united (Eq. 6; merged first: Eq. 5) in one before it.
+
+    lanes: 0 leaves out where the support lies: holes_NK and skipped_NL are None.
+    part: elements of a row that a program has, where several share it, each with lanes of its own.
     """
     slots, distinct = n_slots(target), False
     if isinstance(target, SparseTarget):
@@ -232,28 +230,22 @@ def row_targets(
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=ids.device)
 
-    def bits(few: bool) -> torch.dtype:
-        return torch.int32 if few else torch.int64
-
-    all_lanes = lanes * (1 if part is None else -(-n_vocab // part))
+    part = part or n_vocab
+    all_lanes = lanes * triton.cdiv(n_vocab, part)
+    block_bits = torch.int32 if part <= 32 * repeats * lanes * consecutive else torch.int64
+    holes = tail and lanes > 0
     ready = RowTargets(
         ids_NK=empty(n_rows, slots, dtype=torch.int32),
         logps_NK=empty(n_rows, slots),
         id_logps_NK=None if distinct or tail else empty(n_rows, slots),
         masses_2N=empty(2, n_rows),
-        holes_NK=empty(n_rows, slots, dtype=bits(repeats * consecutive <= 16)) if tail else None,
-        skipped_NL=empty(
-            n_rows, all_lanes, dtype=bits((part or n_vocab) <= 32 * repeats * lanes * consecutive)
-        )
-        if tail
-        else None,
+        holes_NK=empty(n_rows, slots, dtype=torch.int32) if holes else None,
+        skipped_NL=empty(n_rows, all_lanes, dtype=block_bits) if holes else None,
     )
-    warps = max(slots // _SLOTS_A_WARP, 1)
     _target_kernel[(n_rows,)](
         ids.contiguous(), logps.contiguous(), n_rows,
         ready.ids_NK, ready.logps_NK, ready.id_logps_NK, ready.masses_2N, ready.holes_NK, ready.skipped_NL,
-        V=n_vocab, S=ids.shape[-1], K=slots, W=min(slots, max(1, _PAIRS * 32 * warps // slots)),
-        R=repeats, L=lanes, C=consecutive, DISTINCT=distinct, PART=part or n_vocab, LANES=all_lanes,
-        num_warps=warps, num_stages=1,
+        V=n_vocab, S=ids.shape[-1], K=slots, R=repeats, L=lanes, C=consecutive, PART=part, LANES=all_lanes,
+        TAIL=tail, DISTINCT=distinct, num_warps=max(slots // _SLOTS_A_WARP, 1), num_stages=1,
     )  # fmt: skip
     return ready

@@ -31,9 +31,9 @@ from smopd.kernels.triton.rows import (
     softmax_gradient,
     widen,
 )
-from smopd.kernels.triton.target import merge_repeats
 
 _SUMS = tl.constexpr(SUMS)
+_NOT_HERE = tl.constexpr(-1.0e30)  # in a sum of positive numbers: it counts at another slot
 
 
 @triton.jit
@@ -204,6 +204,35 @@ def tile_gradient_kernel(
     tl.store(row_ptr + place_K, grad_K.to(row_ptr.dtype.element_ty), mask=inside_K)
 
 
+@triton.jit
+def _part(x_K, number, EMPTY: tl.constexpr, K: tl.constexpr, W: tl.constexpr):
+    """Slots number W to number W + W - 1."""
+    if K == W:
+        return x_K
+    else:
+        chosen = (tl.arange(0, K // W) == number)[:, None]
+        return tl.max(tl.where(chosen, tl.reshape(x_K, (K // W, W)), EMPTY), 0)
+
+
+@triton.jit
+def _merge_repeats(ids_K, logps_K, K: tl.constexpr, W: tl.constexpr):
+    """The log of the mass of all slots with an id, at the largest (then first) of them; -inf elsewhere.
+
+    A slot that is NaN stays NaN, and adds to no other.
+    """
+    slot_K = tl.arange(0, K)
+    mass_K = tl.zeros((K,), tl.float32)
+    for number in range(0, K // W):
+        other = _part(logps_K, number, NEG_INF, K, W)[None, :]
+        before = _part(slot_K, number, -1, K, W)[None, :] < slot_K[:, None]
+        same = (_part(ids_K, number, -1, K, W)[None, :] == ids_K[:, None]) & (other > NEG_INF)
+        larger = (other > logps_K[:, None]) | ((other == logps_K[:, None]) & before)
+        power = tl.exp2((other - logps_K[:, None]) * LOG2E)
+        mass_K += tl.sum(tl.where(same, tl.where(larger, _NOT_HERE, power), 0.0), 1)
+    merged_K = tl.where(mass_K > 0, tl.fma(tl.log2(mass_K), LN2, logps_K), NEG_INF)
+    return tl.where(logps_K != logps_K, logps_K, merged_K)
+
+
 @triton.jit(do_not_specialize=["n_slots"])
 def repeats_kernel(ids_ptr, logps_ptr, merged_ptr, n_slots, K: tl.constexpr, W: tl.constexpr):
     """The log of the mass of all slots with an id, at one of them; -inf at the others."""
@@ -212,4 +241,4 @@ def repeats_kernel(ids_ptr, logps_ptr, merged_ptr, n_slots, K: tl.constexpr, W: 
     inside_K = slot_K < n_slots
     ids_K = tl.load(ids_ptr + row * n_slots + slot_K, mask=inside_K, other=-1)
     logps_K = tl.load(logps_ptr + row * n_slots + slot_K, mask=inside_K, other=NEG_INF)
-    tl.store(merged_ptr + row * n_slots + slot_K, merge_repeats(ids_K, logps_K, K, W), mask=inside_K)
+    tl.store(merged_ptr + row * n_slots + slot_K, _merge_repeats(ids_K, logps_K, K, W), mask=inside_K)

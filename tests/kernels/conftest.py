@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from smopd.kernels import dispatch
-
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
@@ -27,16 +25,6 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     from smopd.kernels.triton import loss
 
     monkeypatch.setattr(loss, "_configuration", lambda *_, **__: loss._Configuration(1, 8, 2))
-
-
-@pytest.fixture
-def all_pairs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter pays for each operation: only a test that is about it compares slots in parts."""
-    if dispatch._has_triton():
-        from smopd.kernels.triton import loss, target
-
-        if not loss._NATIVE:
-            monkeypatch.setattr(target, "_PAIRS", 1 << 20)
 
 
 @pytest.fixture

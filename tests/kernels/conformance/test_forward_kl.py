@@ -18,7 +18,7 @@ from tests.kernels.pairwise import label, pairwise
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of the interpreter's numpy
-    pytest.mark.usefixtures("poisoned_memory", "all_pairs_at_once"),
+    pytest.mark.usefixtures("poisoned_memory"),
 ]
 INF, NAN = math.inf, math.nan
 each_backend = backends.each("forward_kl_rows")

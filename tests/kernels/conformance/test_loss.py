@@ -28,7 +28,7 @@ from tests.kernels.pairwise import label, pairwise
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
-    pytest.mark.usefixtures("poisoned_memory", "all_pairs_at_once"),
+    pytest.mark.usefixtures("poisoned_memory"),
 ]
 each_backend = backends.each("loss_rows")
 tails = pytest.mark.parametrize("tail", [True, False], ids=["tail", "paper"])

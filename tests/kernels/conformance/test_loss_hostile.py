@@ -16,7 +16,7 @@ from tests.kernels.float64 import TERMS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of the interpreter's numpy
-    pytest.mark.usefixtures("poisoned_memory", "all_pairs_at_once"),
+    pytest.mark.usefixtures("poisoned_memory"),
 ]
 INF, NAN = math.inf, math.nan
 each_backend = backends.each("loss_rows")

@@ -27,7 +27,6 @@ from smopd.kernels.triton import advantages as triton_advantages
 from smopd.kernels.triton import loss as triton_loss
 from smopd.kernels.triton import mixture as triton_mixture
 from smopd.kernels.triton import product as triton_product
-from smopd.kernels.triton import target as triton_target
 from smopd.kernels.triton import topk as triton_topk
 from smopd.kernels.triton import totals as triton_totals
 from smopd.kernels.triton import whiten as triton_whiten
@@ -41,18 +40,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of the interpreter's numpy
     pytest.mark.usefixtures("poisoned_memory"),
 ]
-
-
-@pytest.mark.parametrize("target", ["repeats", "pooled", "merged"])
-def test_slots_compared_in_parts(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = loss_case((2, 1271, 2, 16), target=target)
-    monkeypatch.setattr(triton_target, "_PAIRS", 1 << 20)
-    whole, whole_NV = run_loss("triton", case)
-    monkeypatch.setattr(triton_target, "_PAIRS", 1)
-    terms, grad_NV = check_loss("triton", case)
-    torch.testing.assert_close(grad_NV, whole_NV, rtol=1e-6, atol=1e-9)
-    for name in ("kl_N", "teacher_mass_N", "student_mass_N"):
-        torch.testing.assert_close(getattr(terms, name), getattr(whole, name), rtol=1e-6, atol=1e-6)
 
 
 def test_more_blocks_than_an_int32_has_bits(streamed: None) -> None:
