@@ -17,6 +17,7 @@ from smopd.kernels.triton.kl_gradient import kl_gradient_kernel
 from smopd.kernels.triton.mixture import MAX_CANDIDATES
 from smopd.kernels.triton.row_kernel import COLUMNS, PPO, row_kernel
 from smopd.kernels.triton.rows import LOG2E
+from smopd.kernels.triton.split_kernel import HEAD, POISON, WORDS, split_kernel
 from smopd.kernels.triton.target import MAX_SUPPORT, RowTargets, n_entries, n_slots, row_targets
 from smopd.kernels.types import (
     Candidates,
@@ -37,6 +38,13 @@ _MAX_ELEMENTS = 16  # of a lane in a block
 _STREAM_WARPS, _STREAM_PROGRAMS = 8, 4  # of a program that only streams; of those on a processor
 _SLOTS = 128  # of a target that a warp compares without spills
 MAX_VOCAB = _MAX_BLOCKS * 16 * _WARP * _MAX_ELEMENTS
+SPLIT = False  # rows that several programs share; a GPU has to prove it first
+_SPLIT_LANES, _SPLIT_REGISTERS = 128, 128  # four programs on a processor
+_SPLIT_VECTORS = 19  # a lane holds at most so many vectors of 16 bytes, in 4 registers each
+_SPLIT_REPEATS = 2  # vectors of a lane in a block
+_SPLIT_SLOTS = 32  # of a target; more of them spill
+_MAX_HELD = 8 * _WARP * 16 * 3  # elements of a row that the row kernel holds whole
+_SPLIT_UNIT = 8  # a part is a multiple of so many vectors: 128 bytes
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,35 @@ def unserved(
     return None
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """A row as the split kernel's programs share it: see there."""
+
+    n: int
+    size: int
+    blocks: int
+    last_repeats: int
+    whole: int
+
+
+def _parts(n_vocab: int, consecutive: int) -> _Parts:
+    """The fewest equal parts that a program's registers hold."""
+    vectors = triton.cdiv(n_vocab, consecutive)
+    n = triton.cdiv(vectors, _SPLIT_LANES * _SPLIT_VECTORS)
+    size = triton.cdiv(vectors, n * _SPLIT_UNIT) * _SPLIT_UNIT * consecutive
+    n = triton.cdiv(n_vocab, size)
+    strides = triton.cdiv(size, _SPLIT_LANES * consecutive)
+    blocks = triton.cdiv(strides, _SPLIT_REPEATS)
+    least = n_vocab - (n - 1) * size  # the last part's
+    whole = min(least // (_SPLIT_REPEATS * _SPLIT_LANES * consecutive), blocks - 1)
+    return _Parts(n, size, blocks, strides - (blocks - 1) * _SPLIT_REPEATS, whole)
+
+
+def _splits(n_vocab: int, slots: int, *, two: bool) -> bool:
+    """Whether the split kernel serves a row of aligned logits: where the row kernel would read it twice."""
+    return SPLIT and n_vocab > _MAX_HELD and slots <= _SPLIT_SLOTS and not two
+
+
 def _launch(
     op: str,
     logits_NV: Tensor,
@@ -108,28 +145,15 @@ def _launch(
         consecutive = min(consecutive, _aligned_elements(grad_NV))
     slots = n_slots(target)
     aligned = consecutive * logits_NV.element_size() == _VECTOR_BYTES
-    shape = _configuration(n_vocab, logits_NV.dtype, slots, aligned=aligned)
-    lanes = shape.warps * _WARP
     two = target is not None and settings.temperature != settings.kl_temperature
-    # At least two: the last block may be cut off, the others are whole. Two softmaxes take more registers.
-    blocks = triton.cdiv(n_vocab, lanes * shape.elements)
-    last = min(blocks, 2 if grad_NV is None else max(2, shape.held - two))
-    ahead = 2 if blocks > last > 2 else 1
-    # Without a gradient to hold blocks for, two programs fit on a processor.
-    programs = 2 if grad_NV is None and not two and slots <= 64 else 1
-    repeats = shape.elements // consecutive
-    ready = None
-    if target is not None:
-        ready = row_targets(target, n_vocab, lanes, repeats, consecutive, tail=settings.tail)
     small = [_small(columns.get(name)) for name in COLUMNS]
     # What is not there is no variant of its own: any other column stands for it, and a bit says so.
     there = sum(1 << number for number, column in enumerate(small) if column is not None)
     there |= PPO if settings.reverse_kl_surrogate == "ppo" else 0
     stand_in = [None if name == "reverse_adv" else small[0] for name in COLUMNS]
-    row_kernel[(n_rows,)](
-        logits_NV, grad_NV, token_ids_N.contiguous(),
-        *(None if ready is None else getattr(ready, field.name) for field in fields(RowTargets)),
-        *(other if column is None else column for column, other in zip(small, stand_in, strict=True)), *terms,
+    inputs = (logits_NV, grad_NV, token_ids_N.contiguous())
+    given = tuple(other if column is None else column for column, other in zip(small, stand_in, strict=True))
+    scalars = (
         there, n_rows, logits_NV.stride(0) // consecutive,
         0 if grad_NV is None else grad_NV.stride(0) // consecutive,
         LOG2E.value / settings.temperature,
@@ -137,13 +161,57 @@ def _launch(
         1.0 / settings.temperature, 1.0 / settings.kl_temperature,
         1.0 - settings.clip_low, 1.0 + settings.clip_high, settings.dual_clip or math.inf,
         settings.opd_coef, settings.entropy_coef,
-        V=n_vocab, K=slots, R=repeats, L=lanes, C=consecutive,
-        LAST=last, AHEAD=ahead, UNROLL=1 if logits_NV.element_size() == 2 and programs == 2 else ahead + 1,
-        TWO=two, CURVED=grad_NV is not None and settings.entropy_coef != 0.0,
-        NATIVE=_NATIVE,
-        num_warps=shape.warps, num_stages=1, enable_fp_fusion=True,
-        maxnreg=min(255, _REGISTERS // (lanes * programs)),
     )  # fmt: skip
+    options = {
+        "V": n_vocab, "K": slots, "C": consecutive, "TWO": two, "NATIVE": _NATIVE,
+        "CURVED": grad_NV is not None and settings.entropy_coef != 0.0,
+        "num_stages": 1, "enable_fp_fusion": True,
+    }  # fmt: skip
+    if grad_NV is not None and terms[1] is not None and aligned and _splits(n_vocab, slots, two=two):
+        parts, lanes = _parts(n_vocab, consecutive), _SPLIT_LANES
+        ready = _ready(target, n_vocab, lanes, _SPLIT_REPEATS, consecutive, settings.tail, parts.size)
+        n_words = HEAD + n_rows * (parts.n * WORDS + 2 * slots)
+        exchange = torch.full((n_words,), POISON.value, dtype=torch.int32, device=logits_NV.device)
+        for phase in (0,) if _NATIVE else (1, 2):
+            split_kernel[(n_rows * parts.n,)](
+                *inputs, *ready, *given, *terms[:2], exchange, *scalars, **options,
+                R=_SPLIT_REPEATS, L=lanes, PARTS=parts.n, P=triton.next_power_of_2(parts.n), PART=parts.size,
+                BLOCKS=parts.blocks, TAIL_R=parts.last_repeats, WHOLE=parts.whole, PHASE=phase,
+                num_warps=lanes // _WARP, maxnreg=_SPLIT_REGISTERS,
+            )  # fmt: skip
+        return
+    shape = _configuration(n_vocab, logits_NV.dtype, slots, aligned=aligned)
+    lanes = shape.warps * _WARP
+    # At least two: the last block may be cut off, the others are whole. Two softmaxes take more registers.
+    blocks = triton.cdiv(n_vocab, lanes * shape.elements)
+    last = min(blocks, 2 if grad_NV is None else max(2, shape.held - two))
+    ahead = 2 if blocks > last > 2 else 1
+    # Without a gradient to hold blocks for, two programs fit on a processor.
+    programs = 2 if grad_NV is None and not two and slots <= 64 else 1
+    repeats = shape.elements // consecutive
+    ready = _ready(target, n_vocab, lanes, repeats, consecutive, settings.tail)
+    row_kernel[(n_rows,)](
+        *inputs, *ready, *given, *terms, *scalars, **options,
+        R=repeats, L=lanes, LAST=last, AHEAD=ahead,
+        UNROLL=1 if logits_NV.element_size() == 2 and programs == 2 else ahead + 1,
+        num_warps=shape.warps, maxnreg=min(255, _REGISTERS // (lanes * programs)),
+    )  # fmt: skip
+
+
+def _ready(
+    target: SparseTarget | Candidates | None,
+    n_vocab: int,
+    lanes: int,
+    repeats: int,
+    consecutive: int,
+    tail: bool,
+    part: int | None = None,
+) -> tuple[Tensor | None, ...]:
+    """row_targets' fields, in order; None for each without a target."""
+    if target is None:
+        return (None,) * len(fields(RowTargets))
+    ready = row_targets(target, n_vocab, lanes, repeats, consecutive, tail=tail, part=part)
+    return tuple(getattr(ready, field.name) for field in fields(RowTargets))
 
 
 def _small(column_N: Tensor | None) -> Tensor | None:

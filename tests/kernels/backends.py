@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ OPERATIONS = (
     "scale_",
     "advantages",
 )
-ALL = ("reference", "reference tiles", "cpp", "cpp tiles", "triton", "triton tiles")
+ALL = ("reference", "reference tiles", "cpp", "cpp tiles", "triton", "triton tiles", "triton split")
 TILES = {"reference tiles": "reference.tiles", "cpp tiles": "cpp", "triton tiles": "triton.tiles"}
 TILED = tuple(operation for operation in OPERATIONS if operation != "loss_rows")
 # What does not exist: a test holds dispatch to it.
@@ -44,7 +45,9 @@ ABSENT = {
     *(
         ("cpp", operation) for operation in ("total_loss", "scale_", "advantages")
     ),  # the reference serves a CPU
-    *((tiles, operation) for tiles in TILES for operation in TILED),  # the loss alone comes in tiles
+    *(
+        (form, operation) for form in (*TILES, "triton split") for operation in TILED
+    ),  # the loss alone has them
 }
 INTERPRETED_ROWS = 2
 
@@ -106,8 +109,19 @@ def function(backend: str, operation: str) -> Callable[..., Any]:
     """The backend's own function, for tensors of its device."""
     if backend in TILES:
         return functools.partial(_loss_in_tiles, backend)
+    if backend == "triton split":
+        return _loss_of_split_rows
     name = dispatch.ADVANTAGE_OPS[0] if operation == "advantages" else operation
     return getattr(importlib.import_module(f"smopd.kernels.{dispatch.MODULES[backend][name]}"), operation)
+
+
+def _loss_of_split_rows(*arguments: Any) -> TokenTerms:
+    """Aligned rows in parts of 32 lanes, so that a small vocabulary has several."""
+    from smopd.kernels.triton import loss
+
+    small = {"_SPLIT_LANES": 32, "_SPLIT_VECTORS": 3, "_splits": lambda *_, **__: True}
+    with mock.patch.multiple(loss, **small):
+        return loss.loss_rows(*arguments)
 
 
 def call(backend: str, operation: str, *arguments: Any, **options: Any) -> Any:

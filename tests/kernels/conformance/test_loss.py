@@ -30,6 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
     pytest.mark.usefixtures("poisoned_memory"),
 ]
+INTERPRETED = ("triton", "triton tiles", "triton split")
 each_backend = backends.each("loss_rows")
 tails = pytest.mark.parametrize("tail", [True, False], ids=["tail", "paper"])
 TEMPERATURES = ((1.0, 1.0), (0.7, 0.7), (0.7, 1.3))
@@ -60,7 +61,7 @@ def test_equals_float64(row: dict, backend: str, request: pytest.FixtureRequest)
     check_loss(backend, case, row["gradient"], row["layout"])
 
 
-@backends.each("loss_rows", but=("triton", "triton tiles"))
+@backends.each("loss_rows", but=INTERPRETED)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("target", cases.TARGETS)
 def test_every_combination_that_chooses_a_path(target: str, dtype: str, backend: str) -> None:
@@ -280,7 +281,7 @@ def policy_rows(ratios: tuple[float, ...]) -> tuple[torch.Tensor, dict]:
     return logits_NV, {"token_ids_N": torch.full((len(ratios),), 2), "old_logp_N": old_N.float()}
 
 
-@backends.each("loss_rows", but=("triton", "triton tiles"))
+@backends.each("loss_rows", but=INTERPRETED)
 @pytest.mark.parametrize("surrogate", ["paper", "ppo"])
 @pytest.mark.parametrize("dual", [None, 1.2])
 def test_many_ratios_on_both_sides_of_the_clips(dual: float | None, surrogate: str, backend: str) -> None:
@@ -301,7 +302,7 @@ def test_the_reverse_weight_defaults_to_the_kl_weight(backend: str) -> None:
     assert backends.same(*got)
 
 
-@backends.each("loss_rows", but=("triton", "triton tiles"))  # its interpreter truncates what it stores
+@backends.each("loss_rows", but=INTERPRETED)  # the interpreter truncates what it stores
 @tails
 def test_a_bf16_gradient_is_never_worse_than_eager(tail: bool, backend: str) -> None:
     """In no row, by its norm; eager is the objective's own lines, in bf16."""

@@ -1,0 +1,386 @@
+"""The split kernel: loss and gradient, each logit read once, several programs a row.
+
+PARTS programs share a row. Each loads its part into registers, keeps it there, packed as it came, and writes
+the gradient at the end. In between the programs exchange their statistics, the support's logits and the
+token's through the L2, in 32-bit words. The buffer is filled with POISON before the launch. A word is written
+once, by one program, and read until it is no longer POISON: the word is its own flag, so no other write has to
+be ordered before or behind it. All programs of a row merge the same words in the same order, to the same bits.
+
+No deadlock: a program waits only for programs of its own row, and these have consecutive tickets, which
+programs draw when they start. So the row of the lowest unfinished ticket has all its programs running, or gets
+the next ones that start. A wait ends after PATIENCE polls all the same; what never came is NaN then.
+
+A program reads and writes its own part of a row alone, so the gradient may be written over the logits.
+
+PHASE: 0 all in one launch. 1 up to the exchange and 2 from there on, as two launches: for Triton's
+interpreter, which runs one program after the other.
+
+Shapes: as in row_kernel; P is PARTS padded to a power of two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from smopd.kernels.triton.row_kernel import _OLD_LOGP, _PPO, _weights
+from smopd.kernels.triton.rows import (
+    LN2,
+    LOG2E,
+    NEG_INF,
+    absorb,
+    column,
+    few_stats,
+    finite,
+    join_stats,
+    merge_lanes,
+    policy_terms,
+    softmax_gradient,
+    sparse_gradient,
+    weighted,
+    widen,
+)
+
+POISON = tl.constexpr(-1)  # as fp32 a NaN that no arithmetic makes
+WORDS = 8  # of a part's statistics: h, s, w, kl_h, kl_s, padded to a sector of 32 bytes
+HEAD = 32  # words before the first row's: a line of the cache
+_WORDS = tl.constexpr(WORDS)
+_HEAD = tl.constexpr(HEAD)
+_QUIET = tl.constexpr(0x7FC00000)  # what any NaN is published as
+_LOWEST = tl.constexpr(-3.0e38)  # a logit below counts as this one: its power is 0, and no difference is NaN
+_PATIENCE = tl.constexpr(1 << 24)  # polls, of about a microsecond each
+
+
+@triton.jit
+def _bits(x):
+    return tl.where(x != x, _QUIET, x.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _larger(a, b, NATIVE: tl.constexpr):
+    """Elementwise maximum; of NaN and a number the number. Two 16-bit elements in one instruction."""
+    if NATIVE and a.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    elif NATIVE and a.dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            "max.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        return tl.maximum(a.to(tl.float32), b.to(tl.float32)).to(a.dtype)
+
+
+@triton.jit
+def _widen_bounded(x, lowest, NATIVE: tl.constexpr):
+    """x in fp32, at least `lowest`; NaN stays NaN."""
+    if NATIVE and x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; max.NaN.bf16x2 t, $2, $3; shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000; }",
+            "=&r,=&r,r,r", [x, tl.zeros(x.shape, tl.bfloat16) + lowest.to(tl.bfloat16)],
+            dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        x = x.to(tl.float32)
+        return tl.where(x < lowest, lowest, x)
+
+
+@triton.jit
+def _sums(x, h_L, keep_L, s_L, w_L, scale, R: tl.constexpr, L: tl.constexpr, C: tl.constexpr,
+          HOLES: tl.constexpr, ENTROPY: tl.constexpr):  # fmt: skip
+    """A block (fp32) added to the lanes' sums at their maximum h, which is known."""
+    exponent = tl.fma(tl.reshape(x, (R, L, C)), scale, -h_L[None, :, None])
+    power = tl.exp2(exponent)
+    more_s_L = tl.sum(tl.sum(power, 2), 0)
+    if HOLES:
+        more_s_L = tl.where(keep_L, more_s_L, 0.0)
+    if ENTROPY:
+        more_w_L = tl.sum(tl.sum(power * exponent, 2), 0)
+        if HOLES:
+            more_w_L = tl.where(keep_L, more_w_L, 0.0)
+        w_L += more_w_L
+    return s_L + more_s_L, w_L
+
+
+@triton.jit
+def _part_stats(
+    held, skipped_L, scale, kl_scale, BLOCKS: tl.constexpr, R: tl.constexpr, TAIL_R: tl.constexpr,
+    L: tl.constexpr, C: tl.constexpr, HOLES: tl.constexpr, TWO: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """The lanes' statistics (triton/rows.py) of the blocks held: first the maxima, then the sums."""
+    top_L = tl.full((L,), NEG_INF, tl.float32)
+    if HOLES:
+        for i in tl.static_range(BLOCKS):
+            keep_L = ((skipped_L >> i) & 1) == 0
+            x = tl.reshape(held[i].to(tl.float32), (TAIL_R if i == BLOCKS - 1 else R, L, C))
+            top_L = tl.maximum(top_L, tl.where(keep_L, tl.max(tl.max(x, 2), 0), NEG_INF))
+    else:
+        if BLOCKS > 1:
+            top = held[0]
+            for i in tl.static_range(1, BLOCKS - 1):
+                top = _larger(top, held[i], NATIVE)
+            top_L = tl.max(tl.max(tl.reshape(top.to(tl.float32), (R, L, C)), 2), 0)
+        x = tl.reshape(held[BLOCKS - 1].to(tl.float32), (TAIL_R, L, C))
+        top_L = tl.maximum(top_L, tl.max(tl.max(x, 2), 0))
+    lowest = _LOWEST / tl.maximum(tl.maximum(scale, kl_scale), 1.0)
+    top_L = tl.where(top_L > NEG_INF, tl.maximum(top_L, lowest), top_L)
+    h_L = top_L * scale
+    s_L, w_L = tl.zeros((L,), tl.float32), tl.zeros((L,), tl.float32)
+    kl_h_L, kl_s_L = h_L, s_L
+    if TWO:
+        kl_h_L = top_L * kl_scale
+    for i in tl.static_range(BLOCKS):
+        keep_L = ((skipped_L >> i) & 1) == 0
+        x = _widen_bounded(held[i], lowest, NATIVE)
+        s_L, w_L = _sums(
+            x, finite(h_L), keep_L, s_L, w_L, scale, TAIL_R if i == BLOCKS - 1 else R, L, C, HOLES, True
+        )
+        if TWO:
+            kl_s_L, _ = _sums(
+                x, finite(kl_h_L), keep_L, kl_s_L, kl_s_L, kl_scale,
+                TAIL_R if i == BLOCKS - 1 else R, L, C, HOLES, False,
+            )  # fmt: skip
+    return h_L, s_L, w_L, kl_h_L, kl_s_L
+
+
+@triton.jit
+def _received(ptr_P, there_P, picked_ptr, TARGET: tl.constexpr, TWO: tl.constexpr, K: tl.constexpr):
+    """(the words of a row as they are now, whether one of them is still POISON)"""
+    h_P = tl.load(ptr_P, mask=there_P, other=0, volatile=True)
+    s_P = tl.load(ptr_P + 1, mask=there_P, other=0, volatile=True)
+    w_P = tl.load(ptr_P + 2, mask=there_P, other=0, volatile=True)
+    token = tl.load(picked_ptr, volatile=True)
+    missing_P = (h_P == POISON) | (s_P == POISON) | (w_P == POISON)
+    kl_h_P, kl_s_P, x_K = h_P, s_P, token
+    if TWO:
+        kl_h_P = tl.load(ptr_P + 3, mask=there_P, other=0, volatile=True)
+        kl_s_P = tl.load(ptr_P + 4, mask=there_P, other=0, volatile=True)
+        missing_P |= (kl_h_P == POISON) | (kl_s_P == POISON)
+    waiting = (tl.max(missing_P.to(tl.int32), 0) != 0) | (token == POISON)
+    if TARGET:
+        x_K = tl.load(picked_ptr + K + tl.arange(0, K), volatile=True)
+        waiting |= tl.max((x_K == POISON).to(tl.int32), 0) != 0
+    return (h_P, s_P, w_P, kl_h_P, kl_s_P, token, x_K), waiting
+
+
+@triton.jit
+def _load_part(part_ptr, start, width, SIZE: tl.constexpr, WHOLE: tl.constexpr):
+    """SIZE elements from start on; -inf behind the part's end unless WHOLE."""
+    offs = start + tl.arange(0, SIZE)
+    if WHOLE:
+        return tl.load(part_ptr + offs, eviction_policy="evict_first")
+    else:
+        return tl.load(part_ptr + offs, mask=offs < width, other=NEG_INF, eviction_policy="evict_first")
+
+
+@triton.jit
+def _store_part(part_ptr, start, width, x, WHOLE: tl.constexpr):
+    offs = start + tl.arange(0, x.shape[0])
+    x = x.to(part_ptr.dtype.element_ty)
+    if WHOLE:
+        tl.store(part_ptr + offs, x, eviction_policy="evict_first")
+    else:
+        tl.store(part_ptr + offs, x, mask=offs < width, eviction_policy="evict_first")
+
+
+@triton.jit
+def _zero_part(part_ptr, width, SIZE: tl.constexpr):
+    for start in range(0, width, SIZE):
+        _store_part(part_ptr, start, width, tl.zeros((SIZE,), tl.float32), False)
+
+
+@triton.jit(do_not_specialize=["n_rows", "there"])
+def split_kernel(
+    logits_ptr, grad_ptr, token_ids_ptr,
+    ids_ptr, logps_ptr, id_logps_ptr, masses_ptr, holes_ptr, skipped_ptr,
+    adv_ptr, old_logp_ptr, pg_weight_ptr, kl_weight_ptr, ent_weight_ptr, reverse_adv_ptr, reverse_weight_ptr,
+    terms_ptr, clipped_ptr, exchange_ptr,
+    there, n_rows, stride_logits_n, stride_grad_n,
+    scale, kl_scale, inv_temperature, inv_kl_temperature,
+    clip_low, clip_high, dual_clip, opd_coef, entropy_coef,
+    V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, L: tl.constexpr, C: tl.constexpr,
+    PARTS: tl.constexpr, P: tl.constexpr, PART: tl.constexpr, BLOCKS: tl.constexpr, TAIL_R: tl.constexpr,
+    WHOLE: tl.constexpr, PHASE: tl.constexpr, TWO: tl.constexpr, CURVED: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """A part of a row. Arguments as row_kernel's, and:
+
+    exchange: HEAD words, the ticket first; for each row WORDS of each part; for each row K words, the token's
+    logit first, and the K slots' logits.
+    PART: elements of a part, of the last one fewer: BLOCKS blocks of R L C, the last of TAIL_R repeats; the
+    first WHOLE of them are whole in every part.
+    """
+    TARGET: tl.constexpr = ids_ptr is not None
+    REVERSE: tl.constexpr = reverse_adv_ptr is not None
+    HOLES: tl.constexpr = holes_ptr is not None
+    BLOCK: tl.constexpr = R * L * C
+    DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
+
+    ticket = tl.program_id(0)
+    if PHASE == 0:
+        ticket = tl.atomic_add(exchange_ptr, 1, sem="relaxed") + 1  # it begins as POISON, -1
+    row = (ticket // PARTS).to(tl.int64)
+    part = ticket % PARTS
+    first = part * PART
+    width = tl.minimum(V - first, PART)
+    row_ptr = logits_ptr + row * stride_logits_n * C
+    part_ptr = row_ptr + first
+    grad_part_ptr = grad_ptr + row * stride_grad_n * C + first
+
+    held = ()
+    for i in tl.static_range(BLOCKS):
+        held = held + (  # noqa: RUF005  (Triton's language has no star)
+            _load_part(part_ptr, i * BLOCK, width, (TAIL_R if i == BLOCKS - 1 else R) * L * C, i < WHOLE),
+        )
+    token_id = tl.load(token_ids_ptr + row)
+    skipped_L = tl.zeros((L,), tl.int32)
+    teacher_mass = 0.0
+    tail_q = 0.0
+    if TARGET:
+        offs_K = row * K + tl.arange(0, K)
+        ids_K = tl.load(ids_ptr + offs_K)
+        logps_K = tl.load(logps_ptr + offs_K)
+        id_logps_K = logps_K if id_logps_ptr is None else tl.load(id_logps_ptr + offs_K)
+        teacher_mass = tl.load(masses_ptr + row)
+    else:
+        ids_K, id_logps_K, x_K = None, None, None
+    if HOLES:
+        tail_q = tl.load(masses_ptr + n_rows + row)
+        skipped_L = tl.load(skipped_ptr + (row * PARTS + part) * L + tl.arange(0, L)).to(tl.int32)
+        EACH: tl.constexpr = R * C if K * R * C > L else L // K
+        FEW: tl.constexpr = (
+            K * EACH <= 2 * L
+        )  # few wait in registers; many are asked for when they are needed
+        if FEW:
+            offs_E = row * K + tl.arange(0, K * EACH) // EACH
+            ids_E, holes_E = tl.load(ids_ptr + offs_E), tl.load(holes_ptr + offs_E)
+    pg_weight, kl_weight, ent_weight, reverse_weight = _weights(
+        pg_weight_ptr, kl_weight_ptr, ent_weight_ptr, reverse_weight_ptr, row, there
+    )
+    if (pg_weight == 0) & (kl_weight == 0) & (ent_weight == 0) & (reverse_weight == 0):
+        # So do all programs of the row: none waits for it.
+        if PHASE != 1:
+            if part == 0:
+                for number in tl.static_range(7):
+                    tl.store(terms_ptr + number * n_rows + row, 0.0)
+                tl.store(clipped_ptr + row, 0)
+            _zero_part(grad_part_ptr, width, BLOCK)
+        return
+    adv, old_logp = tl.load(adv_ptr + row), tl.load(old_logp_ptr + row)
+    reverse_adv = column(reverse_adv_ptr, row)
+
+    # The token's logit and the support's go out first, each by the part that has it; part 0 speaks for none.
+    stats_ptr = exchange_ptr + _HEAD + row * (PARTS * _WORDS)
+    picked_ptr = exchange_ptr + _HEAD + n_rows.to(tl.int64) * (PARTS * _WORDS) + row * (2 * K)
+    token_inside = (token_id >= 0) & (token_id < V)
+    token = token_id.to(tl.int32)
+    token_here = token_inside & (token // PART == part)
+    if PHASE != 2:
+        token_x = tl.load(row_ptr + token, mask=token_here, other=float("nan")).to(tl.float32)
+        tl.atomic_xchg(
+            picked_ptr, _bits(token_x), mask=token_here | ((part == 0) & ~token_inside), sem="relaxed"
+        )
+    if TARGET:
+        first_K = id_logps_K > NEG_INF
+        live_K = logps_K > NEG_INF
+        here_K = live_K & (ids_K // PART == part)
+        x_K = tl.load(row_ptr + ids_K, mask=here_K, other=NEG_INF).to(tl.float32)
+        if PHASE != 2:
+            speaks_K = here_K | ((part == 0) & ~live_K)
+            tl.atomic_xchg(picked_ptr + K + tl.arange(0, K), _bits(x_K), mask=speaks_K, sem="relaxed")
+
+    if PHASE != 2:
+        stats = _part_stats(held, skipped_L, scale, kl_scale, BLOCKS, R, TAIL_R, L, C, HOLES, TWO, NATIVE)
+        if HOLES:
+            if not FEW:
+                tl.debug_barrier()
+                offs_E = row * K + tl.arange(0, K * EACH) // EACH
+                ids_E, holes_E = tl.load(ids_ptr + offs_E), tl.load(holes_ptr + offs_E)
+            # What surrounds the support in the segments that the lanes' sums leave out (triton/target.py).
+            element_E = tl.arange(0, K * EACH) % EACH
+            local_E = ids_E % PART
+            start_E = (local_E // BLOCK) * BLOCK + ((local_E // C) % L) * C
+            offs_E = start_E + (element_E // C) * (L * C) + element_E % C
+            is_hole_E = (holes_E >> tl.minimum(element_E, R * C - 1)) & 1
+            wanted_E = (holes_E > 0) & (is_hole_E == 0) & (ids_E // PART == part)
+            wanted_E = wanted_E & (offs_E < width) & (element_E < R * C)
+            around_E = tl.load(part_ptr + offs_E, mask=wanted_E, other=NEG_INF).to(tl.float32)
+            stats = absorb(around_E, skipped_L, stats, scale, kl_scale, K * EACH // L, L, 1, False, True, TWO)
+        h, s, w, kl_h, kl_s = merge_lanes(stats, True, TWO)
+        word = tl.arange(0, _WORDS)
+        number = tl.where(word == 0, h, tl.where(word == 1, s, tl.where(word == 2, w, 0.0)))
+        if TWO:
+            number = tl.where(word == 3, kl_h, tl.where(word == 4, kl_s, number))
+        tl.atomic_xchg(stats_ptr + part * _WORDS + word, _bits(number), mask=word < 5, sem="relaxed")
+    if PHASE == 1:
+        return
+
+    part_P = tl.arange(0, P)
+    there_P = part_P < PARTS
+    ptr_P = stats_ptr + part_P * _WORDS
+    words, waiting = _received(ptr_P, there_P, picked_ptr, TARGET, TWO, K)
+    polls = 0
+    while waiting & (polls < _PATIENCE):
+        words, waiting = _received(ptr_P, there_P, picked_ptr, TARGET, TWO, K)
+        polls += 1
+    h_P, s_P, w_P, kl_h_P, kl_s_P, token_x, all_x_K = words
+    h_P = tl.where(there_P, h_P.to(tl.float32, bitcast=True), NEG_INF)
+    s_P = s_P.to(tl.float32, bitcast=True)
+    w_P = w_P.to(tl.float32, bitcast=True)
+    kl_h_P = tl.where(there_P, kl_h_P.to(tl.float32, bitcast=True), NEG_INF)
+    kl_s_P = kl_s_P.to(tl.float32, bitcast=True)
+    token_x = token_x.to(tl.float32, bitcast=True)
+    all_x_K = all_x_K.to(tl.float32, bitcast=True)
+    off = merge_lanes((h_P, s_P, w_P, kl_h_P, kl_s_P), True, TWO)
+    whole = off
+    if HOLES:
+        whole = join_stats(off, few_stats(tl.where(first_K, all_x_K, NEG_INF), scale, kl_scale, TWO), TWO)
+    h, s, w, kl_h, kl_s = whole
+    exact_logp = (token_x.to(tl.float64) * scale - finite(h) - tl.log2(s)) * LN2
+    entropy = (tl.log2(s) - w / s) * LN2
+    raw = tl.where((there & _OLD_LOGP) != 0, (exact_logp - old_logp).to(tl.float32), 0.0)
+    surrogate, slope, reverse, reverse_slope, clipped = policy_terms(
+        raw, adv, reverse_adv, clip_low, clip_high, dual_clip, (there & _PPO) != 0, REVERSE
+    )
+
+    if part == 0:
+        kl = 0.0
+        student_mass = 0.0
+        if TARGET:
+            q_K = tl.exp2(logps_K * LOG2E)
+            student_K = (tl.fma(all_x_K, kl_scale, -finite(kl_h)) - tl.log2(kl_s)) * LN2
+            kl = tl.sum(tl.where(q_K != 0, q_K * (logps_K - student_K), 0.0), 0)  # != 0: NaN is
+            student_mass = tl.sum(tl.where(first_K, tl.exp2(student_K * LOG2E), 0.0), 0)
+            student_mass = tl.where(teacher_mass != teacher_mass, teacher_mass, student_mass)
+            if HOLES:
+                tail_logp = (finite(off[3]) - finite(kl_h) + tl.log2(off[4]) - tl.log2(kl_s)) * LN2
+                kl += tl.where(tail_q > 0, tail_q * (tl.log2(tail_q) * LN2 - tail_logp), 0.0)
+        tl.store(terms_ptr + row, exact_logp.to(tl.float32))
+        tl.store(terms_ptr + n_rows + row, entropy)
+        tl.store(terms_ptr + 2 * n_rows + row, kl)
+        tl.store(terms_ptr + 3 * n_rows + row, teacher_mass)
+        tl.store(terms_ptr + 4 * n_rows + row, student_mass)
+        tl.store(terms_ptr + 5 * n_rows + row, surrogate)
+        tl.store(terms_ptr + 6 * n_rows + row, reverse)
+        tl.store(clipped_ptr + row, clipped.to(tl.int8))
+
+    dkl = opd_coef * kl_weight if TARGET else 0.0
+    reverse_coef = opd_coef * reverse_weight if REVERSE else 0.0
+    bend = entropy_coef * ent_weight if CURVED else 0.0
+    if (pg_weight == 0) & (dkl == 0) & (reverse_coef == 0) & (bend == 0):
+        _zero_part(grad_part_ptr, width, BLOCK)
+        return
+    dlogp = weighted(pg_weight, slope) + weighted(reverse_coef, reverse_slope)
+    coefficients, token_grad, token_apart, grad_K = sparse_gradient(
+        token, token_inside, token_x, x_K, ids_K, id_logps_K, off, whole, entropy, teacher_mass, tail_q,
+        dlogp, dkl, bend, scale, kl_scale, inv_temperature, inv_kl_temperature, HOLES, CURVED, TWO,
+    )  # fmt: skip
+    tl.debug_barrier()  # the entries above are read before anything is overwritten
+    for i in tl.static_range(BLOCKS):
+        x = widen(held[i], DTYPE, True, NATIVE)
+        gradient = softmax_gradient(x, coefficients, scale, kl_scale, CURVED, TWO)
+        _store_part(grad_part_ptr, i * BLOCK, width, gradient, i < WHOLE)
+    tl.debug_barrier()
+    out: tl.constexpr = grad_ptr.dtype.element_ty
+    if TARGET:
+        tl.store(grad_part_ptr + ids_K - first, grad_K.to(out), mask=first_K & here_K)
+    tl.store(grad_part_ptr + token - first, token_grad.to(out), mask=token_apart & token_here)
