@@ -38,11 +38,11 @@ _MAX_ELEMENTS = 16  # of a lane in a block
 _STREAM_WARPS, _STREAM_PROGRAMS = 8, 4  # of a program that only streams; of those on a processor
 _SLOTS = 128  # of a target that a warp compares without spills
 MAX_VOCAB = _MAX_BLOCKS * 16 * _WARP * _MAX_ELEMENTS
-SPLIT = False  # rows that several programs share; a GPU has to prove it first
+SPLIT = True  # False: the row kernel serves all (python -m bench.gpu.sweep has both)
 _SPLIT_LANES, _SPLIT_REGISTERS = 128, 128  # four programs on a processor
 _SPLIT_VECTORS = 19  # a lane holds at most so many vectors of 16 bytes, in 4 registers each
 _SPLIT_REPEATS = 2  # vectors of a lane in a block
-_SPLIT_SLOTS = 32  # of a target; more of them spill
+_SPLIT_SLOTS = 32  # of a target: a warp's, or the wait for them would cross warps
 _MAX_HELD = 8 * _WARP * 16 * 3  # elements of a row that the row kernel holds whole
 _SPLIT_UNIT = 8  # a part is a multiple of so many vectors: 128 bytes
 
@@ -118,9 +118,14 @@ def _parts(n_vocab: int, consecutive: int) -> _Parts:
     return _Parts(n, size, blocks, strides - (blocks - 1) * _SPLIT_REPEATS, whole)
 
 
-def _splits(n_vocab: int, slots: int, *, two: bool) -> bool:
-    """Whether the split kernel serves a row of aligned logits: where the row kernel would read it twice."""
-    return SPLIT and n_vocab > _MAX_HELD and slots <= _SPLIT_SLOTS and not two
+def _splits(logits_NV: Tensor, slots: int, *, tail: bool, two: bool) -> bool:
+    """Whether the split kernel serves a loss of aligned rows: where the row kernel would read them twice.
+
+    Not what would spill: two temperatures, and the tail bucket of fp16 logits.
+    """
+    if not SPLIT or logits_NV.shape[1] <= _MAX_HELD or slots > _SPLIT_SLOTS or two:
+        return False
+    return not (tail and logits_NV.dtype == torch.float16)
 
 
 def _launch(
@@ -167,7 +172,8 @@ def _launch(
         "CURVED": grad_NV is not None and settings.entropy_coef != 0.0,
         "num_stages": 1, "enable_fp_fusion": True,
     }  # fmt: skip
-    if grad_NV is not None and terms[1] is not None and aligned and _splits(n_vocab, slots, two=two):
+    is_loss = grad_NV is not None and terms[1] is not None
+    if is_loss and aligned and _splits(logits_NV, slots, tail=target is not None and settings.tail, two=two):
         parts, lanes = _parts(n_vocab, consecutive), _SPLIT_LANES
         ready = _ready(target, n_vocab, lanes, _SPLIT_REPEATS, consecutive, settings.tail, parts.size)
         n_words = HEAD + n_rows * (parts.n * WORDS + 2 * slots)

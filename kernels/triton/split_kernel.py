@@ -3,12 +3,12 @@
 PARTS programs share a row. Each loads its part into registers, keeps it there, packed as it came, and writes
 the gradient at the end. In between the programs exchange their statistics, the support's logits and the
 token's through the L2, in 32-bit words. The buffer is filled with POISON before the launch. A word is written
-once, by one program, and read until it is no longer POISON: the word is its own flag, so no other write has to
-be ordered before or behind it. All programs of a row merge the same words in the same order, to the same bits.
+once, by one program, and read until it is no longer POISON: the word is its own flag, so no other write has
+to be ordered before or behind it. All programs of a row merge the same words in one order, to the same bits.
 
 No deadlock: a program waits only for programs of its own row, and these have consecutive tickets, which
-programs draw when they start. So the row of the lowest unfinished ticket has all its programs running, or gets
-the next ones that start. A wait ends after PATIENCE polls all the same; what never came is NaN then.
+programs draw when they start. So the row of the lowest unfinished ticket has all its programs running, or
+gets the next ones that start. A wait ends after PATIENCE polls all the same; what never came is NaN then.
 
 A program reads and writes its own part of a row alone, so the gradient may be written over the logits.
 
@@ -40,12 +40,15 @@ from smopd.kernels.triton.rows import (
     weighted,
     widen,
 )
+from smopd.kernels.triton.target import SEGMENT_BITS
 
 POISON = tl.constexpr(-1)  # as fp32 a NaN that no arithmetic makes
 WORDS = 8  # of a part's statistics: h, s, w, kl_h, kl_s, padded to a sector of 32 bytes
 HEAD = 32  # words before the first row's: a line of the cache
 _WORDS = tl.constexpr(WORDS)
 _HEAD = tl.constexpr(HEAD)
+_SEGMENT_BITS = tl.constexpr(SEGMENT_BITS)
+_BLOCK_MASK = tl.constexpr((1 << SEGMENT_BITS) - 1)
 _QUIET = tl.constexpr(0x7FC00000)  # what any NaN is published as
 _LOWEST = tl.constexpr(-3.0e38)  # a logit below counts as this one: its power is 0, and no difference is NaN
 _PATIENCE = tl.constexpr(1 << 24)  # polls, of about a microsecond each
@@ -245,7 +248,14 @@ def split_kernel(
         ids_K, id_logps_K, x_K = None, None, None
     if HOLES:
         tail_q = tl.load(masses_ptr + n_rows + row)
-        skipped_L = tl.load(skipped_ptr + (row * PARTS + part) * L + tl.arange(0, L)).to(tl.int32)
+        if PARTS > 1:
+            lane_L = part * L + tl.arange(0, L)
+            for k in tl.range(0, K, loop_unroll_factor=1):
+                segment = tl.load(skipped_ptr + row * K + k)  # (triton/target.py: skipped_segment)
+                block = segment & _BLOCK_MASK
+                skipped_L |= tl.where(segment >> _SEGMENT_BITS == lane_L, 1 << block, 0)
+        else:
+            skipped_L = tl.load(skipped_ptr + row * L + tl.arange(0, L)).to(tl.int32)
         EACH: tl.constexpr = R * C if K * R * C > L else L // K
         FEW: tl.constexpr = (
             K * EACH <= 2 * L

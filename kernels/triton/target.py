@@ -27,10 +27,12 @@ from smopd.kernels.triton.rows import LN2, LOG2E, NEG_INF
 from smopd.kernels.types import Candidates, SparseTarget
 
 MAX_SUPPORT = 512  # slots of a target: each is compared with all
+SEGMENT_BITS = 6  # of a block's number: a lane has at most 64 blocks
 _SLOTS_A_WARP = 128
 
 _TAIL_FLOOR = tl.constexpr(TAIL_FLOOR)
 _UNROLL = tl.constexpr(8)
+_SEGMENT_BITS = tl.constexpr(SEGMENT_BITS)
 
 
 @triton.jit
@@ -87,12 +89,18 @@ def segments(
     return tl.load(row_ptr + offs_v, mask=wanted_E, other=NEG_INF).to(tl.float32)
 
 
+@triton.jit
+def skipped_segment(part, lane, block, L: tl.constexpr):
+    """A segment's number: its block's in the low SEGMENT_BITS."""
+    return ((part * L + lane) << _SEGMENT_BITS) | block
+
+
 @triton.jit(do_not_specialize=["n_rows"])
 def _target_kernel(
     ids_ptr, logps_ptr, n_rows,
     out_ids_ptr, out_logps_ptr, out_id_logps_ptr, masses_ptr, holes_ptr, skipped_ptr,
     V: tl.constexpr, S: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, PART: tl.constexpr, LANES: tl.constexpr,
+    R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, PART: tl.constexpr,
     TAIL: tl.constexpr, DISTINCT: tl.constexpr,
 ):  # fmt: skip
     """A row. There is holes_ptr if the tail's segments are asked for, out_id_logps_ptr where it tells more.
@@ -101,12 +109,11 @@ def _target_kernel(
     segments. Outputs hold what is compared until the results are stored.
     """
     HOLES: tl.constexpr = holes_ptr is not None
+    SHARED: tl.constexpr = PART < V
     row = tl.program_id(0).to(tl.int64)
-    if HOLES:
-        LANES2: tl.constexpr = triton.next_power_of_2(LANES)
-        skipped_ptr += row * LANES
-        offs_L = tl.arange(0, LANES2)
-        tl.store(skipped_ptr + offs_L, tl.zeros((LANES2,), skipped_ptr.dtype.element_ty), mask=offs_L < LANES)
+    if HOLES and not SHARED:
+        skipped_ptr += row * L
+        tl.store(skipped_ptr + tl.arange(0, L), tl.zeros((L,), skipped_ptr.dtype.element_ty))
     slot_K = tl.arange(0, K)
     offs_K = row * K + slot_K
     ids_K, logps_K = given_target(ids_ptr, logps_ptr, row, V, S, K)
@@ -119,9 +126,10 @@ def _target_kernel(
         place_K = tl.where(live_K, ids_K, 0)
         local_K = place_K % PART
         block_K = local_K // (R * L * C)
-        lane_K = (local_K // C) % L + (place_K // PART) * L
+        lane_K = (local_K // C) % L
         element_K = ((local_K // (L * C)) % R) * C + local_K % C
-        code_K = tl.where(live_K, (block_K * LANES2 + lane_K) * 16 + element_K, ids_K * 16)
+        segment_K = skipped_segment(place_K // PART, lane_K, block_K, L)
+        code_K = tl.where(live_K, segment_K * 16 + element_K, ids_K * 16)
         codes_ptr = holes_ptr + row * K
         tl.store(codes_ptr + slot_K, code_K)
     same_K = slot_K  # the last slot with the same id
@@ -157,10 +165,13 @@ def _target_kernel(
         tl.store(masses_ptr + n_rows + row, tl.where(tail_q >= _TAIL_FLOOR, tail_q, 0.0))
     if HOLES:
         holds_K = live_K & is_last_K & ((bits_K & -bits_K) == 1 << element_K)  # the segment's first element
-        bit_K = holds_K.to(skipped_ptr.dtype.element_ty) << tl.where(holds_K, block_K, 0)
         tl.debug_barrier()  # all have read the codes
         tl.store(codes_ptr + slot_K, tl.where(holds_K, bits_K, 0))
-        tl.atomic_or(skipped_ptr + lane_K, bit_K, mask=holds_K, sem="relaxed")
+        if SHARED:
+            tl.store(skipped_ptr + offs_K, tl.where(holds_K, segment_K, -1))
+        else:
+            bit_K = holds_K.to(skipped_ptr.dtype.element_ty) << tl.where(holds_K, block_K, 0)
+            tl.atomic_or(skipped_ptr + lane_K, bit_K, mask=holds_K, sem="relaxed")
 
 
 @dataclass(frozen=True)
@@ -175,7 +186,9 @@ class RowTargets:
         masses_2N: the target's mass and, with the tail bucket, what is left for the bucket.
         holes_NK: a segment is what one lane takes from one block, R C elements, at most 16. At one slot for
             each segment that holds support a bit for each such element, 0 elsewhere; with the tail bucket.
-        skipped_NL: a bit for each block of which a lane leaves its segment out; with the tail bucket.
+        skipped_NL: (N, L) a bit for each block of which a lane leaves its segment out; where several
+            programs share a row (N, K) the segment's number (skipped_segment), -1 where holes_NK is 0. With
+            the tail bucket.
     """
 
     ids_NK: Tensor
@@ -215,7 +228,7 @@ def row_targets(
     Several teachers are united (Eq. 6; merged first: Eq. 5) in one before it.
 
     lanes: 0 leaves out where the support lies: holes_NK and skipped_NL are None.
-    part: elements of a row that a program has, where several share it, each with lanes of its own.
+    part: elements of a row that a program has, where several share it.
     """
     slots, distinct = n_slots(target), False
     if isinstance(target, SparseTarget):
@@ -230,9 +243,9 @@ def row_targets(
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=ids.device)
 
-    part = part or n_vocab
-    all_lanes = lanes * triton.cdiv(n_vocab, part)
-    block_bits = torch.int32 if part <= 32 * repeats * lanes * consecutive else torch.int64
+    part = min(part or n_vocab, n_vocab)
+    bits = torch.int32 if n_vocab <= 32 * repeats * lanes * consecutive else torch.int64
+    skipped = (lanes, bits) if part == n_vocab else (slots, torch.int32)
     holes = tail and lanes > 0
     ready = RowTargets(
         ids_NK=empty(n_rows, slots, dtype=torch.int32),
@@ -240,12 +253,12 @@ def row_targets(
         id_logps_NK=None if distinct or tail else empty(n_rows, slots),
         masses_2N=empty(2, n_rows),
         holes_NK=empty(n_rows, slots, dtype=torch.int32) if holes else None,
-        skipped_NL=empty(n_rows, all_lanes, dtype=block_bits) if holes else None,
+        skipped_NL=empty(n_rows, skipped[0], dtype=skipped[1]) if holes else None,
     )
     _target_kernel[(n_rows,)](
         ids.contiguous(), logps.contiguous(), n_rows,
         ready.ids_NK, ready.logps_NK, ready.id_logps_NK, ready.masses_2N, ready.holes_NK, ready.skipped_NL,
-        V=n_vocab, S=ids.shape[-1], K=slots, R=repeats, L=lanes, C=consecutive, PART=part, LANES=all_lanes,
+        V=n_vocab, S=ids.shape[-1], K=slots, R=repeats, L=lanes, C=consecutive, PART=part,
         TAIL=tail, DISTINCT=distinct, num_warps=max(slots // _SLOTS_A_WARP, 1), num_stages=1,
     )  # fmt: skip
     return ready
