@@ -3,18 +3,26 @@
 Each prompt is read once for all its samples, and finished responses leave the batch. The random number of a
 draw is a hash of (seed, group, sample, position), so responses do not depend on how prompts are batched or
 spread over ranks, but for rounding in the forward pass itself.
+
+The loop here defines what is sampled. On CUDA a model of plain causal attention is decoded in place instead
+(`smopd.engine.local.decode`), with the same draws.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
+from smopd.engine.local.decode import Decoder, why_not
 from smopd.engine.models.attention import choose_for_sampling
 from smopd.engine.types import Rollout, Sampling
+
+log = logging.getLogger(__name__)
 
 COMPACT_SHARE = 0.8  # ours: finished rows leave the batch once no more than this share is still going
 
@@ -26,14 +34,30 @@ class LocalRollout:
         model: on its device and in the dtype to sample with; owned by the engine from now on.
         end_ids: tokens that end a response.
         max_batch_tokens: most cache positions held at once; more prompts are sampled in turns.
+        decoding: "loop", "in_place", or "auto": in place on CUDA where the model can be.
+    Raises:
+        ValueError: "in_place" cannot serve the model.
     """
 
-    def __init__(self, model: PreTrainedModel, end_ids: Sequence[int], max_batch_tokens: int = 262_144):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        end_ids: Sequence[int],
+        max_batch_tokens: int = 262_144,
+        decoding: Literal["auto", "loop", "in_place"] = "auto",
+    ):
         self.model = model.eval().requires_grad_(False)
         choose_for_sampling(self.model)
         self.end_ids = torch.tensor(sorted(end_ids), device=model.device)
         self.max_batch_tokens = max_batch_tokens
         self.policy_version = 0
+        self.graphs = model.device.type == "cuda"
+        reason = why_not(model)
+        if decoding == "in_place" and reason is not None:
+            raise ValueError(f"decoding: 'in_place' cannot serve, {reason}; expected 'auto' or 'loop'")
+        self.in_place = decoding == "in_place" or (decoding == "auto" and self.graphs and reason is None)
+        if self.graphs and reason is not None:
+            log.warning("sampling without CUDA graphs: %s", reason)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         own = self.model.state_dict()
@@ -79,7 +103,6 @@ class LocalRollout:
         self, prompts: list[tuple[int, ...]], groups: list[int], sampling: Sampling
     ) -> list[list[Rollout]]:
         device = self.model.device
-        n_rows = len(prompts) * sampling.n
         longest = max(len(prompt) for prompt in prompts)
         ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
         real = torch.zeros(len(prompts), longest, dtype=torch.bool)
@@ -94,12 +117,47 @@ class LocalRollout:
         cache = DynamicCache(config=self.model.config)
         logits = self._forward(ids, mask, position, cache)
 
-        cache.batch_repeat_interleave(sampling.n)
-        logits = logits.repeat_interleave(sampling.n, 0)
-        seen = real.repeat_interleave(sampling.n, 0)
-        next_position = position[:, -1:].repeat_interleave(sampling.n, 0) + 1
         keys = torch.tensor(groups, device=device).repeat_interleave(sampling.n)
         samples = torch.arange(sampling.n, device=device).repeat(len(prompts))
+        state = (
+            cache,
+            logits.repeat_interleave(sampling.n, 0),
+            real.repeat_interleave(sampling.n, 0),
+            position[:, -1:].repeat_interleave(sampling.n, 0) + 1,
+        )
+        decode = self._decode_in_place if self.in_place else self._decode
+        tokens_RT, logps_RT, lengths_R, finished_R = decode(*state, keys, samples, sampling)
+
+        tokens_RT, logps_RT = tokens_RT.cpu(), logps_RT.cpu()
+        lengths, finished = lengths_R.tolist(), finished_R.tolist()
+        return [
+            [
+                Rollout(
+                    prompt,
+                    tokens_RT[r, : lengths[r]].clone(),
+                    logps_RT[r, : lengths[r]].clone(),
+                    group,
+                    finished[r],
+                    self.policy_version,
+                )
+                for r in range(i * sampling.n, (i + 1) * sampling.n)
+            ]
+            for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
+        ]
+
+    def _decode(
+        self,
+        cache: DynamicCache,
+        logits: Tensor,
+        seen: Tensor,
+        next_position: Tensor,
+        keys: Tensor,
+        samples: Tensor,
+        sampling: Sampling,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tokens and log-probabilities, (R, T), their numbers and whether they end, (R,)."""
+        n_rows, device = len(keys), keys.device
+        cache.batch_repeat_interleave(sampling.n)
         rows = torch.arange(n_rows, device=device)
 
         tokens_RT = torch.zeros(n_rows, sampling.max_new_tokens, dtype=torch.int64, device=device)
@@ -126,25 +184,50 @@ class LocalRollout:
             seen = torch.cat([seen, seen.new_ones(len(rows), 1)], dim=1)
             logits = self._forward(token[:, None], seen[:, None, None, :], next_position, cache)
             next_position = next_position + 1
+        return tokens_RT, logps_RT, lengths_R, finished_R
 
-        tokens_RT, logps_RT = tokens_RT.cpu(), logps_RT.cpu()
-        lengths, finished = lengths_R.tolist(), finished_R.tolist()
-        return [
-            [
-                Rollout(
-                    prompt,
-                    tokens_RT[r, : lengths[r]].clone(),
-                    logps_RT[r, : lengths[r]].clone(),
-                    group,
-                    finished[r],
-                    self.policy_version,
-                )
-                for r in range(i * sampling.n, (i + 1) * sampling.n)
-            ]
-            for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
-        ]
+    def _decode_in_place(
+        self,
+        cache: DynamicCache,
+        logits: Tensor,
+        seen: Tensor,
+        next_position: Tensor,
+        keys: Tensor,
+        samples: Tensor,
+        sampling: Sampling,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As `_decode`."""
 
-    def _forward(self, ids: Tensor, mask: Tensor, position: Tensor, cache: DynamicCache) -> Tensor:
+        def chosen(logits_RV: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
+            if logits_RV.is_cuda and sampling.temperature > 0 and sampling.top_p == 1:
+                from smopd.kernels.triton.draw import draw as draw_on_gpu
+
+                return draw_on_gpu(logits_RV, sampling.temperature, uniform_R)
+            return draw(logits_RV, sampling, uniform_R)
+
+        positions = torch.arange(sampling.max_new_tokens, device=keys.device)
+        uniform_RT = uniform(sampling.seed, keys[:, None], samples[:, None], positions)
+        first = chosen(logits, uniform_RT[:, 0])
+        prompt = [(layer.keys, layer.values) for layer in cache.layers]
+        decoder = Decoder(
+            self._forward,
+            chosen,
+            prompt,
+            seen,
+            next_position[:, 0],
+            first,
+            uniform_RT,
+            self.model.dtype,
+            self.graphs,
+        )
+        tokens_RT, logps_RT = decoder.run(self.end_ids)
+        self.graphs = decoder.graphs
+        ends_RT = torch.isin(tokens_RT, self.end_ids)
+        finished_R = ends_RT.any(1)
+        lengths_R = torch.where(finished_R, ends_RT.int().argmax(1) + 1, sampling.max_new_tokens)
+        return tokens_RT, logps_RT, lengths_R, finished_R
+
+    def _forward(self, ids: Tensor, mask: Tensor, position: Tensor, cache: Cache) -> Tensor:
         return self.model(
             input_ids=ids,
             attention_mask=mask,
@@ -185,10 +268,14 @@ def nucleus(logps_RV: Tensor, top_p: float) -> Tensor:
     return torch.empty_like(kept_RV).scatter_(-1, order_RV, kept_RV)
 
 
-def uniform(seed: int, keys_R: Tensor, samples_R: Tensor, position: int) -> Tensor:
-    """(R,) float64 in [0, 1) from a hash of its arguments (SplitMix64's finaliser over a chain of them)."""
+def uniform(seed: int, keys_R: Tensor, samples_R: Tensor, position: int | Tensor) -> Tensor:
+    """(R,) float64 in [0, 1) from a hash of its arguments (SplitMix64's finaliser over a chain of them).
+
+    Keys and samples of (R, 1) and positions of (T,) give (R, T).
+    """
     state = _mix(torch.full_like(keys_R, seed))
-    for part in (keys_R, samples_R, torch.full_like(keys_R, position)):
+    positions = position if isinstance(position, Tensor) else torch.full_like(keys_R, position)
+    for part in (keys_R, samples_R, positions):
         state = _mix(state + (part + 1) * _signed(0x9E3779B97F4A7C15))
     return ((state >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 

@@ -135,9 +135,8 @@ def attend_pieces(
 
 
 def choose_for_sampling(model: PreTrainedModel) -> None:
-    """On a CPU, where `model` attends by sdpa, it does by `attend_token` from now on."""
-    here = model.device.type == "cpu"  # on a GPU it has not been measured
-    if here and model.config._attn_implementation == MASKED and model._supports_attention_backend:
+    """Where `model` attends by sdpa, it does by `attend_token` from now on."""
+    if model.config._attn_implementation == MASKED and model._supports_attention_backend:
         AttentionInterface.register(TOKENS, attend_token)
         AttentionMaskInterface.register(TOKENS, AttentionMaskInterface()[MASKED])
         model.set_attn_implementation(TOKENS)

@@ -6,6 +6,7 @@ Greedy as transformers, draws that depend only on seed, group, sample and positi
 import pytest
 import torch
 
+from smopd.engine.local import decode
 from smopd.engine.local.rollout import LocalRollout, draw, nucleus, uniform
 from smopd.engine.types import Sampling
 from tests.engine.tiny import END, VOCABULARY, tiny_model
@@ -128,3 +129,41 @@ def test_incomplete_or_foreign_weights_are_refused():
         local.load_weights(weights.items(), version=1)
     with pytest.raises(ValueError, match=rf"lm_head.weight has shape \(3, 3\).*\({VOCABULARY}, 64\)"):
         local.load_weights([("lm_head.weight", torch.zeros(3, 3))], version=1)
+
+
+SAMPLINGS = [
+    Sampling(n=4, max_new_tokens=50, seed=7),
+    Sampling(n=3, temperature=0.7, top_p=0.8, max_new_tokens=40, seed=2),
+    Sampling(n=1, temperature=0.0, max_new_tokens=33),
+    Sampling(n=2, max_new_tokens=1, seed=1),
+]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["plain", "nucleus", "greedy", "one token"])
+def test_decoding_in_place_equals_the_loop(sampling, family, monkeypatch):
+    monkeypatch.setattr(decode, "BLOCK", 24)  # so that the buffers grow
+    made = [
+        LocalRollout(tiny_model(family=family), [END, 17], decoding=way).generate(PROMPTS, GROUPS, sampling)
+        for way in ("loop", "in_place")
+    ]
+    lengths = {len(rollout.response_ids) for rollout in made[0]}
+    assert sampling.n == 1 or sampling.max_new_tokens == 1 or len(lengths) > 3, "some end early"
+    for expected, found in zip(*made, strict=True):
+        assert found.response_ids.equal(expected.response_ids)
+        assert (found.finished, found.group) == (expected.finished, expected.group)
+        torch.testing.assert_close(found.logps, expected.logps, rtol=0, atol=1e-5)
+
+
+def test_decoding_in_place_is_refused_where_attention_is_not_plain():
+    model = tiny_model()
+    model.config.layer_types = ["full_attention", "sliding_attention"]
+    assert not LocalRollout(model, [END]).in_place
+    with pytest.raises(ValueError, match=r"decoding: 'in_place' cannot serve.*sliding_attention"):
+        LocalRollout(model, [END], decoding="in_place")
+
+
+def test_all_positions_at_once_have_the_same_uniform_numbers():
+    keys, samples = torch.tensor([3, 3, 9]), torch.tensor([0, 1, 0])
+    together = uniform(5, keys[:, None], samples[:, None], torch.arange(4))
+    assert together.equal(torch.stack([uniform(5, keys, samples, t) for t in range(4)], 1))

@@ -1,0 +1,175 @@
+"""Decoding with everything in place, so that a CUDA graph replays a token.
+
+Keys and values lie in buffers that grow by blocks, uniform numbers are made for all positions at once, and
+the host asks only every few tokens which rows are still going. What comes out is what `LocalRollout`'s loop
+gives: a row that has ended is sampled on until it leaves, and what lies behind its end is cut off.
+
+Shapes: R rows, T new tokens, L prompt positions, C positions that the buffers hold, K key-value heads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, StaticLayer
+
+from smopd.engine.models.attention import own_way
+
+log = logging.getLogger(__name__)
+
+ASK_EVERY = 16  # tokens (ours): a question waits for the device
+BLOCK = 256  # positions (ours): fewer are another graph sooner, more are keys that are read for nothing
+ALIGNED = 16  # positions (ours): torch's kernels copy a mask whose rows are not 16 bytes apart
+MOVING_ROPE = ("dynamic", "longrope")  # of transformers: these ask how long the sequence is
+
+Forward = Callable[[Tensor, Tensor, Tensor, Cache], Tensor]
+"""(R, 1) ids, (R, 1, 1, C) additive mask, (R, 1) positions, the cache -> (R, V) logits."""
+Draw = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(R, V) logits, (R,) uniform numbers -> (R,) tokens, (R,) log-probabilities."""
+
+
+def why_not(model: PreTrainedModel) -> str | None:
+    """Why `model` cannot be decoded in place; None where it can."""
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    if rope.get("rope_type") in MOVING_ROPE:
+        return f"the model's rotary embedding is {rope['rope_type']!r}"
+    return own_way(model)
+
+
+class Slots(StaticLayer):
+    """A layer's keys and values, (R, K, C, d); a token writes its own at the slot that all layers share."""
+
+    def __init__(self, keys: Tensor, values: Tensor, slot: Tensor):
+        super().__init__(max_cache_len=keys.shape[2])
+        self.keys, self.values, self.slot = keys, values, slot
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object):
+        self.keys.index_copy_(2, self.slot, key_states)
+        self.values.index_copy_(2, self.slot, value_states)
+        return self.keys, self.values
+
+
+class Decoder:
+    """Rows that are sampled together.
+
+    Args:
+        prompt: a layer's keys and values of each prompt, (prompts, K, L, d).
+        real_RL: False where a row's prompt is padded.
+        position_R: of the first response token.
+        first: its token and log-probability, (R,).
+        uniform_RT: float64 in [0, 1).
+        dtype: of the mask, which is the queries'.
+        graphs: replay CUDA graphs; False after `run` where they could not be made.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        draw: Draw,
+        prompt: Sequence[tuple[Tensor, Tensor]],
+        real_RL: Tensor,
+        position_R: Tensor,
+        first: tuple[Tensor, Tensor],
+        uniform_RT: Tensor,
+        dtype: torch.dtype,
+        graphs: bool,
+    ):
+        self.forward, self.draw, self.graphs = forward, draw, graphs
+        self.uniform_RT, self.position_R1 = uniform_RT, position_R[:, None].clone()
+        n_rows, self.n_new = uniform_RT.shape
+        self.filled, device = real_RL.shape[1], real_RL.device
+        self.most = self.filled + self.n_new
+        self.slot = torch.full((1,), self.filled, device=device)
+        self.at = torch.ones(1, dtype=torch.int64, device=device)
+        self.tokens_RT = torch.zeros(n_rows, self.n_new, dtype=torch.int64, device=device)
+        self.logps_RT = torch.zeros(n_rows, self.n_new, dtype=torch.float32, device=device)
+        self.tokens_RT[:, 0], self.logps_RT[:, 0] = first
+        self.token_R1 = first[0][:, None].clone()
+        mask_RL = torch.zeros_like(real_RL, dtype=dtype).masked_fill_(~real_RL, float("-inf"))
+        self.mask = self._room(mask_RL[:, None, None], 3, float("-inf"))
+        repeats = n_rows // prompt[0][0].shape[0]
+        layers = [
+            Slots(*(self._room(x, 2, 0.0, repeats) for x in keys_and_values), self.slot)
+            for keys_and_values in prompt
+        ]
+        self.cache = Cache(layers=layers)
+        self._another_graph()
+
+    def run(self, end_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(R, T) tokens and log-probabilities; those behind a row's first end are no one's."""
+        tokens_RT, logps_RT = self.tokens_RT.clone(), self.logps_RT.clone()
+        rows = torch.arange(len(tokens_RT), device=tokens_RT.device)
+        for at in range(1, self.n_new):
+            if at % ASK_EVERY == 0:
+                kept = torch.nonzero(~torch.isin(self.tokens_RT[:, :at], end_ids).any(1))[:, 0]
+                if len(kept) == 0:
+                    break
+                if 2 * len(kept) <= len(rows):
+                    tokens_RT[rows], logps_RT[rows] = self.tokens_RT, self.logps_RT
+                    rows = rows[kept]
+                    self._keep(kept)
+            if self.filled == self.mask.shape[3]:
+                self._grow()
+            self._advance()
+        tokens_RT[rows], logps_RT[rows] = self.tokens_RT, self.logps_RT
+        return tokens_RT, logps_RT
+
+    def _step(self) -> None:
+        self.mask.index_fill_(3, self.slot, 0.0)
+        logits_RV = self.forward(self.token_R1, self.mask, self.position_R1, self.cache)
+        token_R, logp_R = self.draw(logits_RV, self.uniform_RT.index_select(1, self.at)[:, 0])
+        self.tokens_RT.index_copy_(1, self.at, token_R[:, None])
+        self.logps_RT.index_copy_(1, self.at, logp_R[:, None])
+        self.token_R1.copy_(token_R[:, None])
+        for counter in (self.position_R1, self.slot, self.at):
+            counter.add_(1)
+
+    def _advance(self) -> None:
+        """The first token of a shape warms up, the second is captured, the others are replayed."""
+        if self.graphs and self.warm and self.graph is None:
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    self._step()
+                self.graph = graph
+            except RuntimeError as error:  # nothing has run: the state is as it was
+                self.graphs = False
+                log.warning("sampling without CUDA graphs, which cannot be made here: %s", error)
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self._step()
+        self.warm = True
+        self.filled += 1
+
+    def _another_graph(self) -> None:
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.warm = False
+
+    def _keep(self, kept_R: Tensor) -> None:
+        self._another_graph()
+        for name in ("uniform_RT", "position_R1", "tokens_RT", "logps_RT", "token_R1", "mask"):
+            setattr(self, name, getattr(self, name)[kept_R])
+        for layer in self.cache.layers:
+            layer.keys, layer.values = layer.keys[kept_R], layer.values[kept_R]
+
+    def _grow(self) -> None:
+        self._another_graph()
+        self.mask = self._room(self.mask, 3, float("-inf"))
+        for layer in self.cache.layers:
+            layer.keys = self._room(layer.keys, 2, 0.0)
+            layer.values = self._room(layer.values, 2, 0.0)
+
+    def _room(self, x: Tensor, dim: int, fill: float, repeats: int = 1) -> Tensor:
+        """Each row `repeats` times, with room for another block of positions along `dim`."""
+        shape = list(x.shape)
+        wanted = min(self.filled + BLOCK, self.most)
+        shape[0], shape[dim] = repeats * shape[0], -(-wanted // ALIGNED) * ALIGNED
+        roomy = x.new_full(shape, fill)
+        roomy.unflatten(0, (-1, repeats)).narrow(dim + 1, 0, x.shape[dim]).copy_(x[:, None])
+        return roomy
