@@ -48,7 +48,9 @@ class Slots(StaticLayer):
         self.keys, self.values, self.slot = keys, values, slot
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object):
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
         self.keys.index_copy_(2, self.slot, key_states)
         self.values.index_copy_(2, self.slot, value_states)
         return self.keys, self.values
@@ -94,11 +96,12 @@ class Decoder:
         self.mask = self._room(mask_RL[:, None, None], 3, float("-inf"))
         repeats = n_rows // prompt[0][0].shape[0]
         layers = [
-            Slots(*(self._room(x, 2, 0.0, repeats) for x in keys_and_values), self.slot)
-            for keys_and_values in prompt
+            Slots(self._room(keys, 2, 0.0, repeats), self._room(values, 2, 0.0, repeats), self.slot)
+            for keys, values in prompt
         ]
         self.cache = Cache(layers=layers)
-        self._another_graph()
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.warm = False
 
     def run(self, end_ids: Tensor) -> tuple[Tensor, Tensor]:
         """(R, T) tokens and log-probabilities; those behind a row's first end are no one's."""
@@ -148,8 +151,7 @@ class Decoder:
         self.filled += 1
 
     def _another_graph(self) -> None:
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.warm = False
+        self.graph, self.warm = None, False
 
     def _keep(self, kept_R: Tensor) -> None:
         self._another_graph()
