@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from smopd.kernels.triton.kl_gradient import kl_gradient_kernel
+from smopd.kernels.triton.kl_gradient import coefficients_kernel, scatter_kernel, tiles_kernel
 from smopd.kernels.triton.mixture import MAX_CANDIDATES
 from smopd.kernels.triton.row_kernel import COLUMNS, PPO, row_kernel
 from smopd.kernels.triton.rows import LOG2E
@@ -35,7 +35,8 @@ _REGISTERS = 1 << 16  # of a processor; ptxas is told a lane's, or it spills a f
 _VECTOR_BYTES = 16
 _MAX_BLOCKS = 64  # of a row: a lane has a bit for each
 _MAX_ELEMENTS = 16  # of a lane in a block
-_STREAM_WARPS, _STREAM_PROGRAMS = 8, 4  # of a program that only streams; of those on a processor
+_TILE_WARPS, _TILE_VECTORS = 4, 4  # of the forward KL's gradient; a lane's loads of 16 bytes
+_SCATTERED = 128  # entries that a program scatters, one a lane
 _SLOTS = 128  # of a target that a warp compares without spills
 MAX_VOCAB = _MAX_BLOCKS * 16 * _WARP * _MAX_ELEMENTS
 SPLIT = True  # False: the row kernel serves all (python -m bench.gpu.sweep has both)
@@ -293,17 +294,28 @@ def forward_kl_gradient(
     if why_not is not None:
         raise ValueError(f"forward_kl_gradient: {why_not}")
     consecutive = min(_aligned_elements(logits_NV), _aligned_elements(grad_NV))
-    warps = _STREAM_WARPS if n_vocab > _WARP * _MAX_ELEMENTS else 1
-    repeats = (_VECTOR_BYTES * 2 // logits_NV.element_size()) // consecutive
-    ready = row_targets(target, n_vocab, warps * _WARP, repeats, consecutive, tail=options.tail)
-    kl_gradient_kernel[(n_rows,)](
-        logits_NV, grad_NV, token_ids_N.contiguous(),
+    ready = row_targets(target, n_vocab, tail=options.tail)  # where the support lies the statistics know
+    slots = ready.ids_NK.shape[1]
+    coefficients_N2 = torch.empty((n_rows, 2), dtype=torch.float32, device=logits_NV.device)
+    places_NE = torch.empty((n_rows, slots + 1), dtype=torch.int32, device=logits_NV.device)
+    values_NE = torch.empty_like(places_NE, dtype=logits_NV.dtype)
+    stride, grad_stride = logits_NV.stride(0) // consecutive, grad_NV.stride(0) // consecutive
+    scale = LOG2E.value / options.temperature
+    coefficients_kernel[(n_rows,)](
+        logits_NV, token_ids_N.contiguous(),
         ready.ids_NK, ready.logps_NK if ready.id_logps_NK is None else ready.id_logps_NK, ready.masses_2N,
-        statistics_4N, _small(dlogp_N), _small(dkl_N),
-        n_rows, logits_NV.stride(0) // consecutive, grad_NV.stride(0) // consecutive,
-        LOG2E.value / options.temperature, 1.0 / options.temperature,
-        V=n_vocab, K=ready.ids_NK.shape[1], R=repeats, L=warps * _WARP, C=consecutive,
-        TAIL=options.tail, NATIVE=_NATIVE, num_warps=warps, num_stages=1,
-        maxnreg=min(255, _REGISTERS // (warps * _WARP * _STREAM_PROGRAMS)),
+        statistics_4N, _small(dlogp_N), _small(dkl_N), coefficients_N2, places_NE, values_NE,
+        n_rows, stride, scale, 1.0 / options.temperature,
+        V=n_vocab, K=slots, C=consecutive, TAIL=options.tail, num_warps=max(1, slots // _SLOTS), num_stages=1,
+    )  # fmt: skip
+    block = _TILE_WARPS * _WARP * _TILE_VECTORS * (_VECTOR_BYTES // logits_NV.element_size())
+    block = min(block, max(triton.next_power_of_2(n_vocab), _WARP))
+    tiles_kernel[(n_rows * triton.cdiv(n_vocab, block),)](
+        logits_NV, grad_NV, coefficients_N2, stride, grad_stride, scale,
+        V=n_vocab, C=consecutive, BLOCK=block, NATIVE=_NATIVE, num_warps=_TILE_WARPS, num_stages=1,
+    )  # fmt: skip
+    scatter_kernel[(triton.cdiv(places_NE.numel(), _SCATTERED),)](
+        grad_NV, places_NE, values_NE, places_NE.numel(), grad_stride,
+        E=slots + 1, C=consecutive, BLOCK=_SCATTERED, num_warps=4, num_stages=1,
     )  # fmt: skip
     return grad_NV

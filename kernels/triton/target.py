@@ -243,10 +243,11 @@ def row_targets(
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=ids.device)
 
-    part = min(part or n_vocab, n_vocab)
+    holes, part = tail and lanes > 0, min(part or n_vocab, n_vocab)
+    if not holes:
+        lanes, repeats, consecutive, part = 0, 1, 1, n_vocab  # no variants of what does not matter
     bits = torch.int32 if n_vocab <= 32 * repeats * lanes * consecutive else torch.int64
     skipped = (lanes, bits) if part == n_vocab else (slots, torch.int32)
-    holes = tail and lanes > 0
     ready = RowTargets(
         ids_NK=empty(n_rows, slots, dtype=torch.int32),
         logps_NK=empty(n_rows, slots),
