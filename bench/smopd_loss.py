@@ -7,7 +7,7 @@ import functools
 import torch
 
 from bench.harness import ceiling, eager_forms, peers
-from bench.harness.inputs import Scenario, on_logits
+from bench.harness.inputs import VOCABULARIES, Scenario, on_logits
 from bench.harness.providers import PEER_SLACK, compiled, compiling, eager, ours, peer
 from bench.harness.truth import loss_truth
 from bench.harness.types import Benchmark, Case, Outputs
@@ -57,6 +57,7 @@ BENCHMARK = Benchmark(
             Case(N=8192, V=151_936, kappa=16, M=2, dtype="bfloat16", flags=("merge", "tail")),
             Case(N=8192, V=151_936, kappa=16, M=2, dtype="bfloat16", flags=("entropy",)),
             Case(N=8192, V=151_936, kappa=64, dtype="bfloat16", flags=("tail",)),
+            *(Case(N=n, V=v, kappa=16, M=2, dtype="bfloat16") for n, v in VOCABULARIES),
         ),
         "quick": (
             Case(N=9, V=40, kappa=3, main=True),
@@ -68,6 +69,8 @@ BENCHMARK = Benchmark(
             Case(N=300, V=265, kappa=16, M=2, flags=("merge", "two-T", "masked")),
             Case(N=5, V=151_936, kappa=16, M=4, dtype="float16", flags=("merge", "tail", "two-T", "entropy")),
             Case(N=5, V=152_064, kappa=128, dtype="bfloat16", flags=("tail",)),
+            Case(N=5, V=32_000, kappa=64, dtype="bfloat16", flags=("tail",)),
+            Case(N=5, V=262_144, kappa=16, M=2, dtype="bfloat16", flags=("merge", "tail")),
         ),
     },
     inputs=on_logits,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bench.harness import ceiling, eager_forms, peers
-from bench.harness.inputs import Scenario, on_logits
+from bench.harness.inputs import VOCABULARIES, Scenario, on_logits
 from bench.harness.providers import PEER_SLACK, compiled, compiling, eager, ours, peer
 from bench.harness.truth import loss_truth
 from bench.harness.types import Benchmark, Case, Expected, Outputs
@@ -73,6 +73,7 @@ BENCHMARK = Benchmark(
         "cuda": (
             Case(N=8192, V=151_936, kappa=16, dtype="bfloat16", main=True),
             Case(N=8192, V=151_936, kappa=64, dtype="bfloat16", flags=("tail",)),
+            *(Case(N=n, V=v, kappa=16, dtype="bfloat16") for n, v in VOCABULARIES),
         ),
         "quick": (
             Case(N=9, V=40, kappa=3, main=True),

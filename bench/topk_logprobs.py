@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bench.harness import ceiling, eager_forms, peers
 from bench.harness.accuracy import LOGP
-from bench.harness.inputs import random_logits
+from bench.harness.inputs import VOCABULARIES, random_logits
 from bench.harness.providers import compiled, compiling, eager, ours, peer
 from bench.harness.truth import checked_rows, in_chunks
 from bench.harness.types import Benchmark, Case, Expected, Outputs
@@ -63,6 +63,7 @@ BENCHMARK = Benchmark(
             Case(N=8192, V=151_936, kappa=16, dtype="bfloat16", main=True),
             Case(N=8192, V=151_936, kappa=32, dtype="bfloat16"),
             Case(N=8192, V=151_936, kappa=64, dtype="bfloat16"),
+            *(Case(N=n, V=v, kappa=16, dtype="bfloat16") for n, v in VOCABULARIES),
         ),
         "quick": (Case(N=9, V=40, kappa=3, main=True), Case(N=2, V=1271, kappa=16, dtype="bfloat16")),
         "check": (

@@ -21,6 +21,9 @@ OLD_NOISE = 0.1  # of the behaviour policy's log-probabilities around the studen
 TEACHER_SHARE = 0.9  # of the student's hidden states, in a teacher with its own
 MASKED = 0.1  # share of tokens whose weights are 0, in cases flagged "masked": only ours can leave them out
 CHUNK_ELEMENTS = 1 << 24
+# (N, V) beside Qwen's 151,936: Llama 2's, GPT-2's padded, Llama 3's, Gemma 3's. The last has half the tokens,
+# so that the fp32 copies of plain PyTorch fit.
+VOCABULARIES = ((8192, 32_000), (8192, 50_304), (8192, 128_256), (4096, 262_144))
 PIECE_ELEMENTS = 1 << 22  # of a head, made float64 at a time
 
 
