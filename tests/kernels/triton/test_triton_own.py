@@ -27,10 +27,11 @@ from smopd.kernels.triton import advantages as triton_advantages
 from smopd.kernels.triton import loss as triton_loss
 from smopd.kernels.triton import mixture as triton_mixture
 from smopd.kernels.triton import product as triton_product
+from smopd.kernels.triton import target as triton_target
 from smopd.kernels.triton import topk as triton_topk
 from smopd.kernels.triton import totals as triton_totals
 from smopd.kernels.triton import whiten as triton_whiten
-from smopd.kernels.types import AdvantageOptions, KlOptions, LossTokens
+from smopd.kernels.types import AdvantageOptions, KlOptions, LossTokens, SparseTarget
 from tests.kernels import backends, cases
 from tests.kernels.cases import LossCase, check_loss, loss_case, run_loss
 from tests.patience import HANG_SECONDS
@@ -40,6 +41,46 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of the interpreter's numpy
     pytest.mark.usefixtures("poisoned_memory"),
 ]
+
+
+@pytest.mark.parametrize("part", [None, 1008], ids=["whole", "parts"])
+@pytest.mark.parametrize("n_support", [7, 64, 200])
+def test_where_a_targets_support_lies(n_support: int, part: int | None) -> None:
+    """Distinct ids, repeats, and repeats beside empty slots and NaN; 200 slots have two warps."""
+    n_vocab, lanes, repeats, consecutive = 5000, 32, 2, 8
+    block = lanes * repeats * consecutive
+    generator = torch.Generator().manual_seed(n_support)
+    ids_NS = torch.stack([torch.randperm(n_vocab, generator=generator)[:n_support] for _ in range(3)])
+    ids_NS[1:] = ids_NS[1:] % (n_support // 2) * 7
+    logps_NS = torch.randn(3, n_support, generator=generator).log_softmax(-1) - 0.2
+    logps_NS[2, 1::3], logps_NS[2, 0], ids_NS[2, 1::6] = -INF, math.nan, n_vocab + 3
+    given = SparseTarget(ids_NS.int().to(DEVICE), logps_NS.to(DEVICE))
+    layout = (lanes, repeats, consecutive)
+    ready = backends.moved(triton_target.row_targets(given, n_vocab, *layout, tail=True, part=part), "cpu")
+    for row in range(3):
+        merged, wanted, left = {}, set(), [0] * ready.skipped_NL.shape[1]
+        for entry, logp in zip(ids_NS[row].tolist(), logps_NS[row].double().tolist(), strict=True):
+            if logp > -INF:
+                merged[entry] = merged.get(entry, 0.0) + math.exp(logp)
+                number, place = divmod(entry, part or n_vocab)
+                wanted.add(entry)
+                left[number * lanes + place // consecutive % lanes] |= 1 << place // block
+        logps_K, live_K = ready.logps_NK[row], ready.logps_NK[row] > -INF
+        assert int(logps_K.isnan().sum()) == int(logps_NS[row].isnan().sum())
+        got = dict(zip(ready.ids_NK[row, live_K].tolist(), logps_K[live_K].exp().tolist(), strict=True))
+        assert got == pytest.approx(merged, rel=1e-6) and len(got) == int(live_K.sum())
+        assert ready.skipped_NL[row].tolist() == left
+        holes = [
+            (entry // (part or n_vocab) * (part or n_vocab), entry % (part or n_vocab), bits)
+            for entry, bits in zip(ready.ids_NK[row].tolist(), ready.holes_NK[row].tolist(), strict=True)
+            if bits
+        ]
+        held = [
+            first + place // block * block + element // consecutive * lanes * consecutive
+            + place // consecutive % lanes * consecutive + element % consecutive
+            for first, place, bits in holes for element in range(16) if bits >> element & 1
+        ]  # fmt: skip
+        assert sorted(held) == sorted(wanted), "each id in one slot's segment"
 
 
 def test_more_blocks_than_an_int32_has_bits(streamed: None) -> None:
