@@ -144,14 +144,19 @@ def shard(
     mesh: DeviceMesh | None = None,
     offload: OffloadPolicy | None = None,
 ) -> Policy:
-    """Shards each decoder layer and the root in place; gradients are summed over ranks, not averaged."""
+    """Shards each decoder layer and the root in place; gradients are summed over ranks, not averaged.
+
+    One rank has all of it in any case: the root alone is wrapped, as each layer's hooks would take the host
+    longer than a GPU computes the layer of a small model. Offloaded parameters still come by the layer.
+    """
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
         "offload_policy": offload or OffloadPolicy(),
     }
-    for layer in policy.model.get_decoder().layers:
-        fully_shard(layer, **options)
+    if distributed.world_size() > 1 or isinstance(offload, CPUOffloadPolicy):
+        for layer in policy.model.get_decoder().layers:
+            fully_shard(layer, **options)
     fully_shard(policy, **options)
     for module in policy.modules():
         if isinstance(module, FSDPModule):

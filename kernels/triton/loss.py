@@ -35,7 +35,7 @@ _REGISTERS = 1 << 16  # of a processor; ptxas is told a lane's, or it spills a f
 _VECTOR_BYTES = 16
 _MAX_BLOCKS = 64  # of a row: a lane has a bit for each
 _MAX_ELEMENTS = 16  # of a lane in a block
-_TILE_WARPS, _TILE_VECTORS = 4, 4  # of the forward KL's gradient; a lane's loads of 16 bytes
+_TILE_WARPS, _TILE_VECTORS = 8, 2  # of the forward KL's gradient; a lane's loads of 16 bytes
 _SCATTERED = 128  # entries that a program scatters, one a lane
 _SLOTS = 128  # of a target that a warp compares without spills
 MAX_VOCAB = _MAX_BLOCKS * 16 * _WARP * _MAX_ELEMENTS
@@ -43,7 +43,7 @@ SPLIT = True  # False: the row kernel serves all (python -m bench.gpu.sweep has 
 _SPLIT_LANES, _SPLIT_REGISTERS = 128, 128  # four programs on a processor
 _SPLIT_VECTORS = 19  # a lane holds at most so many vectors of 16 bytes, in 4 registers each
 _SPLIT_REPEATS = 2  # vectors of a lane in a block
-_SPLIT_SLOTS = 32  # of a target: a warp's, or the wait for them would cross warps
+_SPLIT_SLOTS, _SPLIT_TAIL_SLOTS = 32, 16  # of a target: a warp's, or waits would cross warps; with tail
 _MAX_HELD = 8 * _WARP * 16 * 3  # elements of a row that the row kernel holds whole
 _SPLIT_UNIT = 8  # a part is a multiple of so many vectors: 128 bytes
 
@@ -122,11 +122,13 @@ def _parts(n_vocab: int, consecutive: int) -> _Parts:
 def _splits(logits_NV: Tensor, slots: int, *, tail: bool, two: bool) -> bool:
     """Whether the split kernel serves a loss of aligned rows: where the row kernel would read them twice.
 
-    Not what would spill: two temperatures, and the tail bucket of fp16 logits.
+    Not what would spill (two temperatures, the tail bucket of fp16 logits), nor a tail where it is slower.
     """
-    if not SPLIT or logits_NV.shape[1] <= _MAX_HELD or slots > _SPLIT_SLOTS or two:
+    if not SPLIT or logits_NV.shape[1] <= _MAX_HELD or two:
         return False
-    return not (tail and logits_NV.dtype == torch.float16)
+    if tail:
+        return slots <= _SPLIT_TAIL_SLOTS and logits_NV.dtype != torch.float16
+    return slots <= _SPLIT_SLOTS
 
 
 def _launch(

@@ -299,12 +299,7 @@ def split_kernel(
             tl.atomic_xchg(picked_ptr + K + tl.arange(0, K), _bits(x_K), mask=speaks_K, sem="relaxed")
 
     if PHASE != 2:
-        stats = _part_stats(held, skipped_L, scale, kl_scale, BLOCKS, R, TAIL_R, L, C, HOLES, TWO, NATIVE)
         if HOLES:
-            if not FEW:
-                tl.debug_barrier()
-                offs_E = row * K + tl.arange(0, K * EACH) // EACH
-                ids_E, holes_E = tl.load(ids_ptr + offs_E), tl.load(holes_ptr + offs_E)
             # What surrounds the support in the segments that the lanes' sums leave out (triton/target.py).
             element_E = tl.arange(0, K * EACH) % EACH
             local_E = ids_E % PART
@@ -314,6 +309,8 @@ def split_kernel(
             wanted_E = (holes_E > 0) & (is_hole_E == 0) & (ids_E // PART == part)
             wanted_E = wanted_E & (offs_E < width) & (element_E < R * C)
             around_E = tl.load(part_ptr + offs_E, mask=wanted_E, other=NEG_INF).to(tl.float32)
+        stats = _part_stats(held, skipped_L, scale, kl_scale, BLOCKS, R, TAIL_R, L, C, HOLES, TWO, NATIVE)
+        if HOLES:
             stats = absorb(around_E, skipped_L, stats, scale, kl_scale, K * EACH // L, L, 1, False, True, TWO)
         h, s, w, kl_h, kl_s = merge_lanes(stats, True, TWO)
         word = tl.arange(0, _WORDS)
