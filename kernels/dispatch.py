@@ -38,6 +38,7 @@ MODULES: dict[str, dict[str, str]] = {
         "loss_rows": "reference.loss",
         "total_loss": "reference.loss",
         "scale_": "reference.loss",
+        "draw": "reference.draw",
         **dict.fromkeys(ADVANTAGE_OPS, "reference.advantages"),
     },
     "cpp": dict.fromkeys(("topk_logprobs", "teacher_mixture", "teacher_product", *ROW_OPS), "cpp"),
@@ -48,6 +49,7 @@ MODULES: dict[str, dict[str, str]] = {
         **dict.fromkeys(ROW_OPS, "triton.loss"),
         "total_loss": "triton.totals",
         "scale_": "triton.scale",
+        "draw": "triton.draw",
         **dict.fromkeys(ADVANTAGE_OPS, "triton.advantages"),
     },
 }

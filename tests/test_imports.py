@@ -76,7 +76,8 @@ BACKENDS = ("reference", "triton", "cpp")  # of kernels
 CORE = (
     "smopd/loop.py", "smopd/objective.py", "smopd/advantages.py", "smopd/gates.py", "smopd/step",
     "engine/types.py", "engine/settings.py", "engine/protocols.py", "engine/models", "engine/student",
-    "engine/local", "engine/weights/sync.py", "kernels/reference", "kernels/terms.py", "kernels/tokens.py",
+    "engine/local/rollout.py", "engine/local/teachers.py", "engine/local/union.py",
+    "engine/weights/sync.py", "kernels/reference", "kernels/terms.py", "kernels/tokens.py",
     "kernels/types.py",
 )  # fmt: skip
 CORE_LINES = 5_500

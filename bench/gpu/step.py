@@ -34,6 +34,8 @@ from smopd.engine import distributed
 from smopd.engine.local import rollout as local
 from smopd.engine.models.attention import MASKED
 from smopd.engine.types import Rollout, Sampling
+from smopd.kernels.dispatch import definition
+from smopd.kernels.ops.draw import draw
 
 TOTAL_SECONDS = 150.0
 GROUP, END, KAPPA = 8, 2, 16
@@ -158,6 +160,7 @@ def engine(model: PreTrainedModel, way: str) -> local.LocalRollout:
     """way: "before" (as it was on GPUs), "loop", "in place, no graphs" or "in place"."""
     made = local.LocalRollout(model, [END], decoding="in_place" if "in place" in way else "loop")
     made.graphs = made.graphs and "no graphs" not in way
+    local.draw_token = definition("draw") if way == "before" else draw
     if way == "before":
         model.set_attn_implementation(MASKED)
     return made

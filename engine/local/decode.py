@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, StaticLayer
 
+from smopd.engine.local.rollout import Begun, LocalRollout, draw, uniform
 from smopd.engine.models.attention import own_way
+from smopd.engine.types import Sampling
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +41,36 @@ def why_not(model: PreTrainedModel) -> str | None:
     if rope.get("rope_type") in MOVING_ROPE:
         return f"the model's rotary embedding is {rope['rope_type']!r}"
     return own_way(model)
+
+
+def decode_in_place(
+    engine: LocalRollout, begun: Begun, sampling: Sampling
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `LocalRollout._decode`."""
+    positions = torch.arange(sampling.max_new_tokens, device=begun.keys.device)
+    uniform_RT = uniform(sampling.seed, begun.keys[:, None], begun.samples[:, None], positions)
+    choose = partial(_draw, sampling)
+    decoder = Decoder(
+        engine.forward,
+        choose,
+        [(layer.keys, layer.values) for layer in begun.cache.layers],
+        begun.seen,
+        begun.next_position,
+        choose(begun.logits, uniform_RT[:, 0]),
+        uniform_RT,
+        engine.model.dtype,
+        engine.graphs,
+    )
+    tokens_RT, logps_RT = decoder.run(engine.end_ids)
+    engine.graphs = decoder.graphs
+    ends_RT = torch.isin(tokens_RT, engine.end_ids)
+    finished_R = ends_RT.any(1)
+    lengths_R = torch.where(finished_R, ends_RT.int().argmax(1) + 1, sampling.max_new_tokens)
+    return tokens_RT, logps_RT, lengths_R, finished_R
+
+
+def _draw(sampling: Sampling, logits_RV: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
+    return draw(logits_RV, sampling, uniform_R)
 
 
 class Slots(StaticLayer):
@@ -62,7 +95,7 @@ class Decoder:
     Args:
         prompt: a layer's keys and values of each prompt, (prompts, K, L, d).
         real_RL: False where a row's prompt is padded.
-        position_R: of the first response token.
+        position_R1: of the first response token.
         first: its token and log-probability, (R,).
         uniform_RT: float64 in [0, 1).
         dtype: of the mask, which is the queries'.
@@ -75,14 +108,14 @@ class Decoder:
         draw: Draw,
         prompt: Sequence[tuple[Tensor, Tensor]],
         real_RL: Tensor,
-        position_R: Tensor,
+        position_R1: Tensor,
         first: tuple[Tensor, Tensor],
         uniform_RT: Tensor,
         dtype: torch.dtype,
         graphs: bool,
     ):
         self.forward, self.draw, self.graphs = forward, draw, graphs
-        self.uniform_RT, self.position_R1 = uniform_RT, position_R[:, None].clone()
+        self.uniform_RT, self.position_R1 = uniform_RT, position_R1.clone()
         n_rows, self.n_new = uniform_RT.shape
         self.filled, device = real_RL.shape[1], real_RL.device
         self.most = self.filled + self.n_new

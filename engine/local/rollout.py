@@ -12,19 +12,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from smopd.engine.local.decode import Decoder, why_not
 from smopd.engine.models.attention import choose_for_sampling
 from smopd.engine.types import Rollout, Sampling
+from smopd.kernels.ops.draw import draw as draw_token
 
 log = logging.getLogger(__name__)
 
 COMPACT_SHARE = 0.8  # ours: finished rows leave the batch once no more than this share is still going
+
+
+class Begun(NamedTuple):
+    """Prompts that have been read: a row a response, but for the cache, which has one a prompt."""
+
+    cache: DynamicCache
+    logits: Tensor
+    seen: Tensor
+    next_position: Tensor
+    keys: Tensor
+    samples: Tensor
 
 
 class LocalRollout:
@@ -52,7 +63,11 @@ class LocalRollout:
         self.max_batch_tokens = max_batch_tokens
         self.policy_version = 0
         self.graphs = model.device.type == "cuda"
-        reason = why_not(model)
+        reason = None
+        if self.graphs or decoding == "in_place":
+            from smopd.engine.local.decode import why_not
+
+            reason = why_not(model)
         if decoding == "in_place" and reason is not None:
             raise ValueError(f"decoding: 'in_place' cannot serve, {reason}; expected 'auto' or 'loop'")
         self.in_place = decoding == "in_place" or (decoding == "auto" and self.graphs and reason is None)
@@ -115,18 +130,22 @@ class LocalRollout:
         own = torch.eye(longest, dtype=torch.bool, device=device)
         mask = (causal & real[:, None, None, :]) | own
         cache = DynamicCache(config=self.model.config)
-        logits = self._forward(ids, mask, position, cache)
+        logits = self.forward(ids, mask, position, cache)
 
-        keys = torch.tensor(groups, device=device).repeat_interleave(sampling.n)
-        samples = torch.arange(sampling.n, device=device).repeat(len(prompts))
-        state = (
+        begun = Begun(
             cache,
             logits.repeat_interleave(sampling.n, 0),
             real.repeat_interleave(sampling.n, 0),
             position[:, -1:].repeat_interleave(sampling.n, 0) + 1,
+            torch.tensor(groups, device=device).repeat_interleave(sampling.n),
+            torch.arange(sampling.n, device=device).repeat(len(prompts)),
         )
-        decode = self._decode_in_place if self.in_place else self._decode
-        tokens_RT, logps_RT, lengths_R, finished_R = decode(*state, keys, samples, sampling)
+        if self.in_place:
+            from smopd.engine.local.decode import decode_in_place
+
+            tokens_RT, logps_RT, lengths_R, finished_R = decode_in_place(self, begun, sampling)
+        else:
+            tokens_RT, logps_RT, lengths_R, finished_R = self._decode(begun, sampling)
 
         tokens_RT, logps_RT = tokens_RT.cpu(), logps_RT.cpu()
         lengths, finished = lengths_R.tolist(), finished_R.tolist()
@@ -145,17 +164,9 @@ class LocalRollout:
             for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
         ]
 
-    def _decode(
-        self,
-        cache: DynamicCache,
-        logits: Tensor,
-        seen: Tensor,
-        next_position: Tensor,
-        keys: Tensor,
-        samples: Tensor,
-        sampling: Sampling,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens and log-probabilities, (R, T), their numbers and whether they end, (R,)."""
+    def _decode(self, begun: Begun, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(R, T) tokens and log-probabilities, (R,) lengths and whether a token ended them."""
+        cache, logits, seen, next_position, keys, samples = begun
         n_rows, device = len(keys), keys.device
         cache.batch_repeat_interleave(sampling.n)
         rows = torch.arange(n_rows, device=device)
@@ -182,52 +193,11 @@ class LocalRollout:
                 rows, keys, samples, token = rows[kept], keys[kept], samples[kept], token[kept]
                 seen, next_position, going = seen[kept], next_position[kept], going[kept]
             seen = torch.cat([seen, seen.new_ones(len(rows), 1)], dim=1)
-            logits = self._forward(token[:, None], seen[:, None, None, :], next_position, cache)
+            logits = self.forward(token[:, None], seen[:, None, None, :], next_position, cache)
             next_position = next_position + 1
         return tokens_RT, logps_RT, lengths_R, finished_R
 
-    def _decode_in_place(
-        self,
-        cache: DynamicCache,
-        logits: Tensor,
-        seen: Tensor,
-        next_position: Tensor,
-        keys: Tensor,
-        samples: Tensor,
-        sampling: Sampling,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As `_decode`."""
-
-        def chosen(logits_RV: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
-            if logits_RV.is_cuda and sampling.temperature > 0 and sampling.top_p == 1:
-                from smopd.kernels.triton.draw import draw as draw_on_gpu
-
-                return draw_on_gpu(logits_RV, sampling.temperature, uniform_R)
-            return draw(logits_RV, sampling, uniform_R)
-
-        positions = torch.arange(sampling.max_new_tokens, device=keys.device)
-        uniform_RT = uniform(sampling.seed, keys[:, None], samples[:, None], positions)
-        first = chosen(logits, uniform_RT[:, 0])
-        prompt = [(layer.keys, layer.values) for layer in cache.layers]
-        decoder = Decoder(
-            self._forward,
-            chosen,
-            prompt,
-            seen,
-            next_position[:, 0],
-            first,
-            uniform_RT,
-            self.model.dtype,
-            self.graphs,
-        )
-        tokens_RT, logps_RT = decoder.run(self.end_ids)
-        self.graphs = decoder.graphs
-        ends_RT = torch.isin(tokens_RT, self.end_ids)
-        finished_R = ends_RT.any(1)
-        lengths_R = torch.where(finished_R, ends_RT.int().argmax(1) + 1, sampling.max_new_tokens)
-        return tokens_RT, logps_RT, lengths_R, finished_R
-
-    def _forward(self, ids: Tensor, mask: Tensor, position: Tensor, cache: Cache) -> Tensor:
+    def forward(self, ids: Tensor, mask: Tensor, position: Tensor, cache: Cache) -> Tensor:
         return self.model(
             input_ids=ids,
             attention_mask=mask,
@@ -249,15 +219,11 @@ def draw(logits_RV: Tensor, sampling: Sampling, uniform_R: Tensor) -> tuple[Tens
     if sampling.temperature == 0:
         logps_RV = logits_RV.float().log_softmax(-1)
         token_R = logps_RV.argmax(-1)
-    else:
+        return token_R, logps_RV.gather(-1, token_R[:, None])[:, 0]
+    if sampling.top_p < 1:
         logps_RV = (logits_RV.float() / sampling.temperature).log_softmax(-1)
-        if sampling.top_p < 1:
-            logps_RV = nucleus(logps_RV, sampling.top_p)
-        cumulative_RV = logps_RV.double().exp().cumsum(-1)
-        total_R = cumulative_RV[:, -1]
-        aim_R = torch.minimum(uniform_R * total_R, total_R.nextafter(torch.zeros_like(total_R)))
-        token_R = torch.searchsorted(cumulative_RV, aim_R[:, None], right=True)[:, 0]
-    return token_R, logps_RV.gather(-1, token_R[:, None])[:, 0]
+        return draw_token(nucleus(logps_RV, sampling.top_p), 1.0, uniform_R)
+    return draw_token(logits_RV, sampling.temperature, uniform_R)
 
 
 def nucleus(logps_RV: Tensor, top_p: float) -> Tensor:

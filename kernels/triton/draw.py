@@ -1,10 +1,4 @@
-"""Draws a token a row from its logits, which are read once.
-
-Equals, but for rounding, the inverse of the cumulative distribution in the order of the vocabulary:
-
-    logps_RV = (logits_RV.float() / temperature).log_softmax(-1)
-    token_R = the first token where logps_RV.double().exp().cumsum(-1) passes uniform_R
-    logp_R = logps_RV at it
+"""Draws a token a row from its logits, which are read once (reference/draw.py defines it).
 
 The first launch leaves each part's maximum and sum of exponentials; in the second a row's program finds the
 part that the aim falls into, and reads that part alone again.
@@ -82,14 +76,13 @@ def _choose_kernel(
     tl.store(logp_ptr + row, x - top - tl.log(total).to(tl.float32))
 
 
-def draw(logits_RV: Tensor, temperature: float, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
-    """(R,) int64 tokens and (R,) fp32 log-probabilities.
+def unserved(op: str, tensor: Tensor) -> str | None:
+    """Why logits are not served; None: they are."""
+    return None
 
-    Args:
-        logits_RV: (R, V), unit stride along V.
-        temperature: above 0.
-        uniform_R: (R,) float64 in [0, 1).
-    """
+
+def draw(logits_RV: Tensor, temperature: float, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
+    """As smopd.kernels.ops.draw."""
     n_rows, n_vocab = logits_RV.shape
     n_parts = triton.cdiv(n_vocab, BLOCK_V)
     stats = torch.empty(n_rows, 2, n_parts, dtype=torch.float32, device=logits_RV.device)

@@ -35,6 +35,7 @@ OPERATIONS = (
     *dispatch.ROW_OPS,
     "total_loss",
     "scale_",
+    "draw",
     "advantages",
 )
 ALL = ("reference", "reference tiles", "cpp", "cpp tiles", "triton", "triton tiles", "triton split")
@@ -43,7 +44,7 @@ TILED = tuple(operation for operation in OPERATIONS if operation != "loss_rows")
 # What does not exist: a test holds dispatch to it.
 ABSENT = {
     *(
-        ("cpp", operation) for operation in ("total_loss", "scale_", "advantages")
+        ("cpp", operation) for operation in ("total_loss", "scale_", "draw", "advantages")
     ),  # the reference serves a CPU
     *(
         (form, operation) for form in (*TILES, "triton split") for operation in TILED

@@ -13,6 +13,7 @@ import torch
 
 from smopd.kernels.head.tiles import finish
 from smopd.kernels.triton import advantages as triton_advantages
+from smopd.kernels.triton import draw as triton_draw
 from smopd.kernels.triton import loss as triton_loss
 from smopd.kernels.triton import mixture as triton_mixture
 from smopd.kernels.triton import product as triton_product
@@ -44,7 +45,17 @@ Case = tuple[str, Callable[[], Any]]  # label, call
 
 def cases() -> Iterator[Case]:
     """The calls, on tensors without memory."""
-    rows = (_topk(), _mixture(), _product(), _loss(), _totals(), _forward_kl(), _advantages(), _scale())
+    rows = (
+        _topk(),
+        _mixture(),
+        _product(),
+        _loss(),
+        _totals(),
+        _forward_kl(),
+        _advantages(),
+        _scale(),
+        _draw(),
+    )
     return itertools.chain(*rows, _tiles())
 
 
@@ -357,6 +368,13 @@ def _scale() -> Iterator[Case]:
     sums = torch.empty(151_936, 2048, device="meta")
     rounded = torch.empty_like(sums, dtype=torch.bfloat16)
     yield "scale-fp32-to-bf16", lambda: triton_scale.scale_(sums, sums.new_empty(()), rounded)
+
+
+def _draw() -> Iterator[Case]:
+    uniform = torch.empty(N, dtype=torch.float64, device="meta")
+    for dtype in DTYPES:
+        logits = torch.empty(N, 151_936, dtype=dtype, device="meta")
+        yield f"draw-{SHORT[dtype]}", lambda x=logits: triton_draw.draw(x, 0.7, uniform)
 
 
 def _tiles() -> Iterator[Case]:
