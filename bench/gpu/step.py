@@ -357,14 +357,14 @@ class IdRewards:
 
 
 @distributed.process_group()
-def update(bench: Bench, compiled: bool) -> None:
+def update(bench: Bench, layers: str = "eager layers") -> None:
     """One update: forward, fused loss against two teachers' top-kappa, backward, AdamW."""
     from smopd.engine.settings import TrainSettings
     from smopd.engine.student.student import Student
     from smopd.ops import LossSettings, LossTokens
 
     responses, length = bench.sizes.update
-    settings = TrainSettings(micro_batch_tokens=bench.sizes.micro_batch, compile=compiled)
+    settings = TrainSettings(micro_batch_tokens=bench.sizes.micro_batch, compile=layers == "compile")
     student = Student(bench.model(dtype=torch.float32), settings, bench.device)
     vocabulary, n_tokens = bench.sizes.model["vocab_size"], responses * length
     generator = torch.Generator().manual_seed(2)
@@ -402,7 +402,7 @@ def update(bench: Bench, compiled: bool) -> None:
         {
             "benchmark": "update",
             "case": f"N{n_tokens}",
-            "provider": "compile" if compiled else "eager layers",
+            "provider": layers,
             "ms": round(1e3 * median, 2),
             "ms_all": [round(1e3 * t, 2) for t in times],
             "tokens_per_second": round(n_tokens / median),
@@ -411,6 +411,26 @@ def update(bench: Bench, compiled: bool) -> None:
         }
         | bench.peak()
     )
+
+
+def liger_layers(bench: Bench) -> None:
+    """Decoding in place and an update with Liger's norms, rotary embedding and MLP: fewer launches."""
+    if not (bench.cuda and _found("liger_kernel")):
+        bench.tell({"benchmark": "liger layers", "case": "", "state": "no GPU, or not installed"})
+        return
+    from liger_kernel.transformers import apply_liger_kernel_to_qwen2
+    from transformers.models.qwen2 import modeling_qwen2
+
+    before = dict(vars(modeling_qwen2))
+    apply_liger_kernel_to_qwen2(cross_entropy=False, fused_linear_cross_entropy=False)
+    try:
+        with guarded(bench, "decode", "in place, Liger's layers", 25.0):
+            made = engine(bench.model(), "in place")
+            rows = timed_decoding(bench, made, bench.sizes.rows[0])
+            bench.tell(rows | {"provider": "in place, Liger's layers", "graphs": made.graphs})
+        update(bench, "Liger's layers")
+    finally:
+        vars(modeling_qwen2).update(before)
 
 
 def flash_3(bench: Bench) -> None:
@@ -592,9 +612,10 @@ PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
     "decode": (decode, 60.0),
     "decode equality": (equality, 30.0),
     "training step": (whole_step, 75.0),
-    "update": (partial(update, compiled=False), 30.0),
+    "update": (update, 30.0),
     "flash attention 3": (flash_3, 10.0),
-    "update, compile": (partial(update, compiled=True), 50.0),
+    "liger layers": (liger_layers, 30.0),
+    "update, compile": (partial(update, layers="compile"), 50.0),
     "trl step": (trl_step, 45.0),
 }
 

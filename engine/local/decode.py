@@ -168,8 +168,8 @@ class Decoder:
     def _advance(self) -> None:
         """The first token of a shape warms up, the second is captured, the others are replayed."""
         if self.graphs and self.warm and self.graph is None:
-            graph = torch.cuda.CUDAGraph()
             try:
+                graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     self._step()
                 self.graph = graph

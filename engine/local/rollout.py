@@ -62,17 +62,18 @@ class LocalRollout:
         self.end_ids = torch.tensor(sorted(end_ids), device=model.device)
         self.max_batch_tokens = max_batch_tokens
         self.policy_version = 0
-        self.graphs = model.device.type == "cuda"
-        reason = None
-        if self.graphs or decoding == "in_place":
+        self.in_place = decoding == "in_place" or (decoding == "auto" and model.device.type == "cuda")
+        if self.in_place:
             from smopd.engine.local.decode import why_not
 
-            reason = why_not(model)
-        if decoding == "in_place" and reason is not None:
-            raise ValueError(f"decoding: 'in_place' cannot serve, {reason}; expected 'auto' or 'loop'")
-        self.in_place = decoding == "in_place" or (decoding == "auto" and self.graphs and reason is None)
-        if self.graphs and reason is not None:
-            log.warning("sampling without CUDA graphs: %s", reason)
+            if (reason := why_not(model)) is not None:
+                if decoding == "in_place":
+                    raise ValueError(
+                        f"decoding: 'in_place' cannot serve, {reason}; expected 'auto' or 'loop'"
+                    )
+                self.in_place = False
+                log.warning("sampling without CUDA graphs: %s", reason)
+        self.graphs = self.in_place and model.device.type == "cuda"
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         own = self.model.state_dict()

@@ -167,3 +167,56 @@ def test_all_positions_at_once_have_the_same_uniform_numbers():
     keys, samples = torch.tensor([3, 3, 9]), torch.tensor([0, 1, 0])
     together = uniform(5, keys[:, None], samples[:, None], torch.arange(4))
     assert together.equal(torch.stack([uniform(5, keys, samples, t) for t in range(4)], 1))
+
+
+def test_where_graphs_cannot_be_made_sampling_goes_on_and_says_so(caplog, monkeypatch):
+    def refused(*_, **__):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", refused)
+    sampling = Sampling(n=2, max_new_tokens=20, seed=3)
+    local = engine(decoding="in_place")
+    local.graphs = True
+    assert tokens(local.generate(PROMPTS, GROUPS, sampling)) == tokens(
+        engine(decoding="loop").generate(PROMPTS, GROUPS, sampling)
+    )
+    assert not local.graphs
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "without CUDA graphs" in caplog.text
+
+
+def test_a_captured_token_is_replayed_until_shapes_change(monkeypatch):
+    """A graph that on replay does what was captured, and nothing while it is captured."""
+    captured, replays = [], []
+
+    class Graph:
+        def replay(self):
+            replays.append(self)
+            self.step()
+
+    class Capture:
+        def __init__(self, graph, **_):
+            self.graph = graph
+
+        def __enter__(self):
+            captured.append(self.graph)
+            self.graph.step, decode.Decoder._step = decode.Decoder._step, lambda decoder: None
+
+        def __exit__(self, *_):
+            step, decode.Decoder._step = self.graph.step, self.graph.step
+            self.graph.step = lambda: step(decoders[-1])
+
+    decoders = []
+    begin = decode.Decoder.__init__
+    monkeypatch.setattr(
+        decode.Decoder, "__init__", lambda self, *args: (begin(self, *args), decoders.append(self))[0]
+    )
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(decode, "BLOCK", 24)
+    sampling = Sampling(n=4, max_new_tokens=50, seed=7)
+    local = engine(decoding="in_place")
+    local.graphs = True
+    made = tokens(local.generate(PROMPTS, GROUPS, sampling))
+    assert made == tokens(engine(decoding="loop").generate(PROMPTS, GROUPS, sampling))
+    assert len(captured) >= 2 and len(replays) > 2 * len(captured) and local.graphs
