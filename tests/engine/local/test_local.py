@@ -220,3 +220,17 @@ def test_a_captured_token_is_replayed_until_shapes_change(monkeypatch):
     made = tokens(local.generate(PROMPTS, GROUPS, sampling))
     assert made == tokens(engine(decoding="loop").generate(PROMPTS, GROUPS, sampling))
     assert len(captured) >= 2 and len(replays) > 2 * len(captured) and local.graphs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["plain", "nucleus", "greedy", "one token"])
+def test_graphs_on_a_gpu_give_what_the_loop_gives(sampling, monkeypatch):
+    monkeypatch.setattr(decode, "BLOCK", 24)
+    made = []
+    for way in ("loop", "in_place"):
+        local = LocalRollout(tiny_model().cuda(), [END, 17], decoding=way)
+        made.append(local.generate(PROMPTS, GROUPS, sampling))
+        assert local.graphs == (way == "in_place")
+    for expected, found in zip(*made, strict=True):
+        assert found.response_ids.equal(expected.response_ids)
+        torch.testing.assert_close(found.logps, expected.logps, rtol=0, atol=1e-4)
