@@ -37,7 +37,6 @@ FIRST = (
     "kernels/conformance/test_mixture.py",
     "kernels/conformance/test_advantages.py",
     "kernels/triton/test_triton_large.py",
-    "bench/test_study_page.py",
     "bench/test_bench.py",
     # the engines'
     "smopd/run/test_invariance_deepspeed.py",

@@ -1,4 +1,4 @@
-"""What the study runs: recipes, the settings that each is run with, and how large."""
+"""What the study runs: each recipe with the settings of its variants, and how it is shown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ class Experiment:
     recipe: str
     """A file of `RECIPES`."""
     variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"base": ()})
-    """Folder name -> settings as on the command line of smopd.train."""
+    """Name -> settings as on the command line of smopd.train."""
+    baselines: tuple[str, ...] = ("sequential",)
+    """The runs that others are compared with; each seed takes the best of these."""
 
     @property
     def path(self) -> Path:
@@ -35,20 +37,21 @@ def _profile(share: float, first: str = "accuracy", second: str = "format") -> t
     )
 
 
+_RATES = {f"rate_{rate:g}": ("--warm_start.source.kwargs.format_rate", f"{rate:g}") for rate in RATES}
+_PROFILES = {f"share_{share:g}": _profile(share) for share in SHARES}
+_CONFLICT = {"base": (), "moderate": _profile(0.7, "coverage", "brevity")}
+
 EXPERIMENTS = {
     experiment.recipe: experiment
     for experiment in (
         Experiment("curves"),
-        Experiment(
-            "density",
-            {f"rate_{rate:g}": ("--warm_start.source.kwargs.format_rate", f"{rate:g}") for rate in RATES},
-        ),
-        Experiment("ablations"),
-        Experiment("profiles", {f"share_{share:g}": _profile(share) for share in SHARES}),
-        Experiment("conflict", {"base": (), "moderate": _profile(0.7, "coverage", "brevity")}),
+        Experiment("density", _RATES),
+        Experiment("ablations", baselines=("smopd_paper",)),
+        Experiment("profiles", _PROFILES, baselines=("smopd_paper",)),
+        Experiment("conflict", _CONFLICT, baselines=("sequential_coverage", "sequential_brevity")),
         Experiment("snips"),
         Experiment("merging"),
-        Experiment("merging_three"),
+        Experiment("merging_three", baselines=("sequential_two",)),
         Experiment("merging_snips"),
     )
 }
@@ -56,12 +59,9 @@ EXPERIMENTS = {
 SIZES: Mapping[str, tuple[str, ...]] = {
     "cpu": (),
     "gpu": (
-        "--loop.prompts_per_step",
-        "512",
-        "--model.kwargs.hidden_size",
-        "256",
-        "--model.kwargs.layers",
-        "4",
+        *("--loop.prompts_per_step", "512"),
+        *("--model.kwargs.hidden_size", "256"),
+        *("--model.kwargs.layers", "4"),
     ),
 }
 """Settings of every experiment by size: `cpu` is the recipes' own."""
