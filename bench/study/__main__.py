@@ -29,7 +29,7 @@ class Options:
     results: Path = Path("docs/study/results")
     """Gets one small file a finished job; such a job is not run again."""
     figures: Path | None = None
-    """Gets EXPERIMENT_VARIANT.png (rewards at the end, by steps) and EXPERIMENT_VARIANT_curves.png."""
+    """Gets EXPERIMENT_VARIANT.png (rewards at the end) and EXPERIMENT_VARIANT_curves.png."""
     train: bool = True
     """Run what has no result; --no-train only shows what there is."""
 
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
             if results := [read(path) for path in kept if path.exists()]:
                 print(f"\n## {name}, {variant}: {len(results)} seeds\n\n{show.table(name, results)}")
                 if options.figures:
-                    show.cost(options.figures / f"{name}_{variant}.png", results)
+                    show.levels(options.figures / f"{name}_{variant}.png", results)
                     show.curves(options.figures / f"{name}_{variant}_curves.png", results)
     return 1 if failed else 0
 

@@ -1,8 +1,8 @@
 """The numbers of finished jobs: one JSON file a job, which tables and figures are made from.
 
-A file has the settings that are not the defaults, the commit and versions, and for each run the held-out
-results (`evaluation`), the training rewards by step (`curves`), other training metrics as means over the steps
-(`means`) and, for a guarded merge, the candidate that was chosen. Older files have no curves.
+A file has the settings that are not the defaults, the commit and versions. For each run it has the held-out
+results (`evaluation`), the training rewards by step (`curves`), means of other metrics over the steps
+(`means`) and, after a guarded merge, the chosen candidate. Older files have no curves.
 """
 
 from __future__ import annotations

@@ -37,19 +37,22 @@ def table(experiment: str, results: Sequence[Result]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ruler, *rows))
 
 
-def cost(path: Path, results: Sequence[Result]) -> None:
-    """What each run reaches for its steps, a dot a seed."""
-    figure, panels = _panels(3)
-    shown = (("wall_clock", "sampled"), ("total", "sampled"), ("wall_clock", "greedy"))
-    for axes, (axis, kind) in zip(panels, shown, strict=True):
-        for i, (run, steps) in enumerate(results[0].steps.items()):
+def levels(path: Path, results: Sequence[Result]) -> None:
+    """The held-out sum of rewards of every run, a dot a seed, its steps beside its label."""
+    first = results[0]
+    runs = [run for run in first.labels if run in first.runs]
+    steps = {run: f" ({at.wall_clock} of {at.total} steps)" for run, at in first.steps.items()}
+    figure, panels = _panels(len(KINDS), height=0.8 + 0.22 * len(runs))
+    for axes, kind in zip(panels, KINDS, strict=True):
+        for place, run in enumerate(runs):
             known = [v for result in results if (v := result.value(run, f"{kind}/sum")) is not None]
-            label, colour = results[0].labels[run], f"C{i % 10}"
-            marker = "os^D"[i // 10 % 4]
-            axes.plot(
-                [getattr(steps, axis)] * len(known), known, marker, color=colour, label=label, alpha=0.7
-            )
-        _name(axes, "", f"{axis.replace('_', '-')} steps", f"{kind} sum of rewards")
+            axes.plot(known, [place] * len(known), "o", color="C0", alpha=0.6, markersize=4)
+        _name(axes, f"{kind} sum of rewards", "")
+        axes.set_yticks(
+            range(len(runs)), [first.labels[run] + steps.get(run, "") for run in runs], fontsize=7
+        )
+        axes.invert_yaxis()
+    panels[1].tick_params(labelleft=False)
     _save(figure, panels, path)
 
 
@@ -69,7 +72,7 @@ def curves(path: Path, results: Sequence[Result]) -> None:
             low, high = ([v.mean + sign * v.deviation for _, v in known] for sign in (-1, 1))
             axes.plot(steps, [value.mean for _, value in known], color=f"C{i % 10}", label=label)
             axes.fill_between(steps, low, high, color=f"C{i % 10}", alpha=0.15, linewidth=0)
-        _name(axes, "", "step", f"sampled {reward}, mean")
+        _name(axes, "step", f"sampled {reward}, mean")
     _save(figure, panels, path)
 
 
@@ -80,18 +83,18 @@ def smoothed(values: Sequence[float | None]) -> list[float | None]:
     return [statistics.fmean(window) if window else None for window in known]
 
 
-def _panels(n: int) -> tuple[Any, list[Any]]:
+def _panels(n: int, height: float = 3.6) -> tuple[Any, list[Any]]:
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, n, figsize=(4.4 * n, 3.6), squeeze=False, layout="constrained")
+    figure, axes = pyplot.subplots(1, n, figsize=(4.4 * n, height), squeeze=False, layout="constrained")
     return figure, list(axes[0])
 
 
-def _name(axes: Any, title: str, x: str, y: str) -> None:
-    axes.set(title=title, xlabel=x, ylabel=y)
+def _name(axes: Any, x: str, y: str) -> None:
+    axes.set(xlabel=x, ylabel=y)
     axes.grid(alpha=0.2)
 
 
@@ -99,7 +102,8 @@ def _save(figure: Any, panels: Sequence[Any], path: Path) -> None:
     from matplotlib import pyplot
 
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=7, frameon=False)
+    if labels:
+        figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=7, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=PIXELS, metadata={"Software": None})  # the same numbers, the same file
     pyplot.close(figure)

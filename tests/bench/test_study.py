@@ -15,7 +15,7 @@ from bench.study.conflict import brevity_reward, coverage_reward
 from bench.study.experiments import EXPERIMENTS, SIZES
 from bench.study.jobs import Job, jobs, run
 from bench.study.results import T_975, Steps, best, difference, read, spread
-from bench.study.show import cost, curves, table
+from bench.study.show import curves, levels, table
 from smopd.config.recipe import write_yaml
 from smopd.config.schedule import BASE
 from smopd.worlds.toy_world import prompts
@@ -72,8 +72,8 @@ def test_stored_results_are_readable(tmp_path: Path) -> None:
     (row,) = [line for line in table("merging_snips", results).splitlines() if "as we would run it" in line]
     assert "| 210 | 130 | 2.209 ± 0.018 |" in row and "| 3.093 ± 0.057 | +0.016 ± 0.032 (4 of 5) |" in row
     pytest.importorskip("matplotlib", reason="needs matplotlib (the study extra)")
-    cost(tmp_path / "cost.png", results)
-    assert (tmp_path / "cost.png").read_bytes().startswith(b"\x89PNG")
+    levels(tmp_path / "levels.png", results)
+    assert (tmp_path / "levels.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.fixture
