@@ -3,9 +3,8 @@
 # make test         set up .venv and .venv-engines (vLLM for CPUs and DeepSpeed, 3.5 GB) and run the linter, the type
 #                   checker and all tests: test-core, then test-engines
 # make test-verl    the same for the verl integration, in .venv-verl (2 GB): verl needs an older transformers
-# make gpu          on a CUDA machine with torch and triton, in under ten minutes: is it right, and how fast; with
-#                   DRY_RUN=1, on any machine, what it would run and how long that may take; make gpu-peers: other
-#                   libraries beside it. What they find goes to $OUT where that is set, else to bench/results
+# make gpu          on a CUDA machine with torch, triton and pytest: is it right, and how fast. PART=1, 2 or 3 runs a
+#                   third of it, 180 s; DRY_RUN=1 says what it would run. Results go to $OUT, or to bench/results
 # The first three do all the set-up and repeat none of it while pyproject.toml, setup.py and csrc/ stay as they are.
 # They need Python >= 3.10 (PYTHON=python3.12 chooses one), a C++ compiler and make. Options for pip go in PIP_ARGS.
 
@@ -25,10 +24,10 @@ ifneq ($(wildcard ../shared/data/.),)
 export SMOPD_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: help quickstart check test test-fast test-core test-engines test-verl lint style types gpu gpu-peers clean
+.PHONY: help quickstart check test test-fast test-core test-engines test-verl lint style types gpu clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -10
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -9
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -123,10 +122,8 @@ test-verl: $(VERL_VENV)/.installed $(VERL_SOURCE)
 	OMP_NUM_THREADS=1 VERL_SOURCE=$(abspath $(VERL_SOURCE)) \
 		$(VERL_VENV)/bin/python -m pytest -rs tests/integrations/test_verl*.py
 
-# Needs a CUDA machine and nothing but its own Python with torch and triton; pytest, ncu and compute-sanitizer are
-# used where they are there. RESULTS=FOLDER names another folder.
-gpu gpu-peers:
-	$(PYTHON) -m bench $@ $(if $(filter-out 0,$(DRY_RUN)),--dry-run) $(RESULTS)
+gpu:
+	$(PYTHON) -m bench.gpu $(PART) $(if $(filter-out 0,$(DRY_RUN)),--dry-run)
 
 clean:
 	rm -rf $(VENV) $(ENGINES_VENV) $(VERL_VENV) build dist *.egg-info smopd/_C*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis

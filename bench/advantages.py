@@ -1,4 +1,4 @@
-"""advantages: gdpo_advantages of several rewards, normalised in their groups, weighted and whitened."""
+"""gdpo_advantages: several rewards, normalised in their groups, weighted and whitened."""
 
 from __future__ import annotations
 
@@ -24,22 +24,17 @@ class Inputs:
     rewards_RK: Tensor
     group_R: Tensor
     weights_K: Tensor
-    prompts: list[int]
 
 
 def inputs(case: Case, device: str) -> Inputs:
     group_R = torch.arange(case.N // case.G, device=device).repeat_interleave(case.G)
     rewards_RK = torch.randn(case.N, case.K, device=device)
-    weights_K = torch.linspace(1.0, 2.0, case.K, device=device)
-    return Inputs(case, rewards_RK, group_R, weights_K, group_R.tolist())
+    return Inputs(case, rewards_RK, group_R, torch.linspace(1.0, 2.0, case.K, device=device))
 
 
 def truth(given: Inputs) -> dict[str, Expected]:
-    rewards_BGK = given.rewards_RK.double().view(-1, given.case.G, given.case.K)
-    spread_BGK = rewards_BGK.std(1, keepdim=True) + NORM_EPS
-    normalised_BGK = (rewards_BGK - rewards_BGK.mean(1, keepdim=True)) / spread_BGK
-    sums_R = (normalised_BGK * given.weights_K.double()).sum(-1).flatten()
-    return {"advantages": Expected((sums_R - sums_R.mean()) / (sums_R.std() + NORM_EPS), BOUND)}
+    wide = (given.rewards_RK.double(), given.case.G, given.weights_K.double(), NORM_EPS)
+    return {"advantages": Expected(eager_forms.gdpo_stacked(*wide), BOUND)}
 
 
 def stacked(form):
@@ -49,39 +44,25 @@ def stacked(form):
     return call
 
 
-def by_prompt(given: Inputs) -> Outputs:
-    advantages = eager_forms.gdpo_by_prompt(given.rewards_RK, given.prompts, given.weights_K, NORM_EPS)
-    return {"advantages": advantages}
-
-
 def fused(given: Inputs) -> Outputs:
-    advantages_R = gdpo_advantages(
-        given.rewards_RK, given.group_R, weights_K=given.weights_K, norm_eps=NORM_EPS
+    options = {"weights_K": given.weights_K, "norm_eps": NORM_EPS}
+    return {"advantages": gdpo_advantages(given.rewards_RK, given.group_R, **options)}
+
+
+BENCHMARKS = {
+    "advantages": Benchmark(
+        cases={
+            "cpu": (Case(N=16_384, K=4, G=16, main=True), Case(N=256, K=2, G=8)),
+            "cuda": (Case(N=16_384, K=4, G=16, main=True), Case(N=4096, K=2, G=8)),
+        },
+        inputs=inputs,
+        truth=truth,
+        ceiling=lambda given: ceiling.launch_or_copy(given.rewards_RK),
+        launch_bound=True,
+        providers=(
+            eager("eager", stacked(eager_forms.gdpo_stacked)),
+            compiled(stacked(compiling(eager_forms.gdpo_stacked))),
+            *ours(fused, backends=("reference", "triton")),
+        ),
     )
-    return {"advantages": advantages_R}
-
-
-def ceilings(given: Inputs) -> list[ceiling.Ceiling]:
-    if given.rewards_RK.is_cuda:
-        return [ceiling.launch(given.rewards_RK)]
-    return [ceiling.copy(given.rewards_RK)]
-
-
-BENCHMARK = Benchmark(
-    cases={
-        "cpu": (Case(N=16_384, K=4, G=16, main=True), Case(N=256, K=2, G=8)),
-        "cuda": (Case(N=16_384, K=4, G=16, main=True), Case(N=4096, K=2, G=8)),
-        "quick": (Case(N=12, K=2, G=4, main=True),),
-        "check": (Case(N=2, K=1, G=2), Case(N=60, K=3, G=5), Case(N=2048, K=4, G=16)),
-    },
-    inputs=inputs,
-    truth=truth,
-    ceilings=ceilings,
-    launch_bound=True,
-    providers=(
-        eager("eager", stacked(eager_forms.gdpo_stacked)),
-        eager("eager by prompt", by_prompt),
-        compiled(stacked(compiling(eager_forms.gdpo_stacked))),
-        *ours(fused, backends=("reference", "triton")),
-    ),
-)
+}

@@ -15,6 +15,8 @@ from bench.harness.truth import loss_truth
 from bench.harness.types import Benchmark, Case, Outputs
 from smopd.ops import LossSettings, LossTokens, linear_smopd_loss
 
+ONE_CHUNK_BYTES = 1 << 40  # all logits at once
+
 
 def run(form):
     def call(scenario: Scenario) -> Outputs:
@@ -35,59 +37,35 @@ def fused(hidden_ND: Tensor, weight_VD: Tensor, tokens: LossTokens, settings: Lo
     return loss, {"logp": stats.logp_N, "kl": stats.kl_N, "entropy": stats.entropy_N}
 
 
-ONE_CHUNK_BYTES = 1 << 40  # all logits at once
-
-BENCHMARK = Benchmark(
-    cases={
-        "cpu": (
-            Case(N=2048, V=151_936, D=512, kappa=16, repeats=3, main=True),
-            Case(N=256, V=151_936, D=512, kappa=16, M=2, dtype="bfloat16"),
-            Case(N=256, V=151_936, D=512, kappa=16, M=2, dtype="bfloat16", flags=("masked",)),
-            Case(N=10_000, V=265, D=128, kappa=16, M=2),
-            Case(N=4096, V=151_936, D=1536, kappa=16, repeats=1),
+BENCHMARKS = {
+    "linear_smopd_loss": Benchmark(
+        cases={
+            "cpu": (
+                Case(N=2048, V=151_936, D=512, kappa=16, repeats=3, main=True),
+                Case(N=256, V=151_936, D=512, kappa=16, M=2, dtype="bfloat16"),
+                Case(N=10_000, V=265, D=128, kappa=16, M=2),
+                Case(N=4096, V=151_936, D=1536, kappa=16, repeats=1),
+            ),
+            "cuda": (
+                Case(N=8192, V=151_936, D=2048, kappa=16, M=2, dtype="bfloat16", main=True),
+                Case(N=8192, V=151_936, D=1536, kappa=16, M=2, dtype="bfloat16"),
+                Case(N=8192, V=151_936, D=2048, kappa=16, M=2, dtype="bfloat16", flags=("merge", "tail")),
+                Case(N=8192, V=151_936, D=3584, kappa=64, M=2, dtype="bfloat16"),
+            ),
+        },
+        inputs=on_head,
+        truth=loss_truth,
+        ceiling=lambda scenario: ceiling.three_gemms(scenario.hidden_ND, scenario.weight_VD),
+        providers=(
+            eager("eager", run(plain)),
+            compiled(run(compiling(plain))),
+            *ours(run(fused)),
+            *ours(
+                run(functools.partial(fused, chunk_bytes=ONE_CHUNK_BYTES)), "one chunk", backends=("triton",)
+            ),
+            peer("trl chunked", peers.trl_linear, "trl", note=peers.TRL_NOTE),
+            peer("liger", peers.liger_linear, "liger_kernel", devices=("cuda",), note=peers.LABEL_NOTE),
+            peer("cce", peers.cut_cross_entropy, "cut_cross_entropy", note=peers.LABEL_NOTE, main_only=True),
         ),
-        "cuda": (
-            Case(N=8192, V=151_936, D=2048, kappa=16, M=2, dtype="bfloat16", main=True),
-            Case(N=8192, V=151_936, D=1536, kappa=16, M=2, dtype="bfloat16"),
-            Case(N=8192, V=151_936, D=2048, kappa=16, M=2, dtype="bfloat16", flags=("merge", "tail")),
-            Case(N=8192, V=151_936, D=3584, kappa=64, M=2, dtype="bfloat16"),
-        ),
-        "quick": (
-            Case(N=9, V=40, D=8, kappa=3, main=True),
-            Case(N=4, V=1271, D=16, kappa=16, M=2, dtype="bfloat16"),
-        ),
-        "check": (
-            Case(N=41, V=1271, D=40, kappa=16, M=2, flags=("merge", "tail", "entropy", "masked")),
-            Case(N=300, V=265, D=128, kappa=16, dtype="bfloat16"),
-            Case(N=70, V=32_000, D=64, kappa=64, dtype="bfloat16", flags=("tail", "masked")),
-        ),
-    },
-    inputs=on_head,
-    truth=loss_truth,
-    ceilings=lambda scenario: [
-        ceiling.three_gemms(scenario.counted_ND, scenario.weight_VD),
-        ceiling.gemm(scenario.counted_ND, scenario.weight_VD),
-    ],
-    providers=(
-        eager("eager", run(plain)),
-        compiled(run(compiling(plain))),
-        *ours(run(fused)),
-        *ours(run(functools.partial(fused, chunk_bytes=ONE_CHUNK_BYTES)), "one chunk", backends=("triton",)),
-        *ours(run(functools.partial(fused, recompute=True)), "recompute"),
-        peer("trl chunked", peers.trl_linear, "trl", note=peers.TRL_ROWS_NOTE),
-        peer("trl divergence", peers.trl_divergence, "trl", note=peers.TRL_DIVERGENCE_NOTE),
-        peer("liger", peers.liger_linear, "liger_kernel", devices=("cuda",), note=peers.LABEL_NOTE),
-        peer("liger scaled", peers.liger_scaled, "liger_kernel", devices=("cuda",), note=peers.TRL_ROWS_NOTE),
-        *(
-            peer(
-                f"quack {chunk_rows}",
-                functools.partial(peers.quack_linear, chunk_rows=chunk_rows),
-                *("quack", "cutlass"),
-                devices=("cuda",),
-                note=peers.LABEL_NOTE,
-            )
-            for chunk_rows in (peers.QUACK_CHUNK, peers.ALL_ROWS)
-        ),
-        peer("cce", peers.cut_cross_entropy, "cut_cross_entropy", note=peers.CCE_NOTE, main_only=True),
-    ),
-)
+    )
+}

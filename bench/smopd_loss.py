@@ -8,7 +8,7 @@ import torch
 
 from bench.harness import ceiling, eager_forms, peers
 from bench.harness.inputs import VOCABULARIES, Scenario, on_logits
-from bench.harness.providers import PEER_SLACK, compiled, compiling, eager, ours, peer
+from bench.harness.providers import compiled, compiling, eager, ours, peer
 from bench.harness.truth import loss_truth
 from bench.harness.types import Benchmark, Case, Outputs
 from smopd.ops import smopd_loss
@@ -43,57 +43,35 @@ def run_in_place(prepared: tuple) -> Outputs:
     return {**terms, "loss": loss.detach(), "dlogits": dlogits_NV}
 
 
-BENCHMARK = Benchmark(
-    cases={
-        "cpu": (
-            Case(N=256, V=151_936, kappa=16, main=True),
-            Case(N=256, V=151_936, kappa=16, dtype="bfloat16"),
-            Case(N=256, V=151_936, kappa=16, M=2, flags=("entropy",)),
-            Case(N=256, V=151_936, kappa=16, M=2, dtype="bfloat16", flags=("merge", "tail")),
-            Case(N=10_000, V=265, kappa=16, M=2),
+GRPO = {"devices": ("cuda",), "prepare": peers.liger_grpo_input, "note": peers.GRPO_NOTE}
+BENCHMARKS = {
+    "smopd_loss": Benchmark(
+        cases={
+            "cpu": (
+                Case(N=256, V=151_936, kappa=16, main=True),
+                Case(N=256, V=151_936, kappa=16, dtype="bfloat16"),
+                Case(N=256, V=151_936, kappa=16, M=2, flags=("entropy",)),
+                Case(N=256, V=151_936, kappa=16, M=2, dtype="bfloat16", flags=("merge", "tail")),
+                Case(N=10_000, V=265, kappa=16, M=2),
+            ),
+            "cuda": (
+                Case(N=8192, V=151_936, kappa=16, M=2, dtype="bfloat16", main=True),
+                Case(N=8192, V=151_936, kappa=16, M=2, dtype="bfloat16", flags=("merge", "tail")),
+                Case(N=8192, V=151_936, kappa=16, M=2, dtype="bfloat16", flags=("entropy",)),
+                Case(N=8192, V=151_936, kappa=64, dtype="bfloat16", flags=("tail",)),
+                *(Case(N=n, V=v, kappa=16, M=2, dtype="bfloat16") for n, v in VOCABULARIES),
+            ),
+        },
+        inputs=on_logits,
+        truth=loss_truth,
+        ceiling=lambda scenario: ceiling.copy(scenario.logits_NV),
+        providers=(
+            eager("eager", run(eager_forms.objective)),
+            eager("eager 16-bit", run(functools.partial(eager_forms.objective, wide=False))),
+            compiled(run(compiling(eager_forms.objective))),
+            *ours(run(fused)),
+            *ours(run_in_place, "in place", prepare=own_logits),
+            peer("liger grpo", peers.liger_grpo, "liger_kernel", **GRPO),
         ),
-        "cuda": (
-            Case(N=8192, V=151_936, kappa=16, M=2, dtype="bfloat16", main=True),
-            Case(N=8192, V=151_936, kappa=16, M=2, dtype="bfloat16", flags=("merge", "tail")),
-            Case(N=8192, V=151_936, kappa=16, M=2, dtype="bfloat16", flags=("entropy",)),
-            Case(N=8192, V=151_936, kappa=64, dtype="bfloat16", flags=("tail",)),
-            *(Case(N=n, V=v, kappa=16, M=2, dtype="bfloat16") for n, v in VOCABULARIES),
-        ),
-        "quick": (
-            Case(N=9, V=40, kappa=3, main=True),
-            Case(N=4, V=1271, kappa=16, M=2, dtype="bfloat16", flags=("entropy",)),
-        ),
-        "check": (
-            Case(N=1, V=7, kappa=3, flags=("tail",)),
-            Case(N=41, V=1271, kappa=16, M=2, dtype="bfloat16", flags=("merge", "tail", "entropy", "masked")),
-            Case(N=300, V=265, kappa=16, M=2, flags=("merge", "two-T", "masked")),
-            Case(N=5, V=151_936, kappa=16, M=4, dtype="float16", flags=("merge", "tail", "two-T", "entropy")),
-            Case(N=5, V=152_064, kappa=128, dtype="bfloat16", flags=("tail",)),
-            Case(N=5, V=32_000, kappa=64, dtype="bfloat16", flags=("tail",)),
-            Case(N=5, V=262_144, kappa=16, M=2, dtype="bfloat16", flags=("merge", "tail")),
-        ),
-    },
-    inputs=on_logits,
-    truth=loss_truth,
-    ceilings=lambda scenario: [
-        ceiling.copy(scenario.logits_NV),
-        ceiling.read(scenario.logits_NV),
-        ceiling.triad(scenario.logits_NV),
-    ],
-    providers=(
-        eager("eager", run(eager_forms.objective)),
-        eager("eager 16-bit", run(functools.partial(eager_forms.objective, wide=False)), slack=PEER_SLACK),
-        compiled(run(compiling(eager_forms.objective))),
-        *ours(run(fused)),
-        *ours(run_in_place, "in place", prepare=own_logits),
-        peer(
-            "liger grpo",
-            peers.liger_grpo,
-            "liger_kernel",
-            devices=("cuda",),
-            prepare=peers.liger_grpo_input,
-            note=peers.GRPO_NOTE,
-        ),
-        peer("trl rows", peers.trl_rows, "trl", devices=("cuda",), note=peers.TRL_ROWS_NOTE),
-    ),
-)
+    )
+}

@@ -1,4 +1,4 @@
-"""teacher_mixture: several teachers' candidates joined and cut to kappa, pooled or merged."""
+"""teacher_mixture and teacher_product: several teachers' candidates joined to one target of kappa."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from bench.harness import ceiling, eager_forms, objective
-from bench.harness.accuracy import LOGP, ULPS, ulp
+from bench.harness.accuracy import LOGP, clear_places
 from bench.harness.providers import compiled, compiling, eager, ours
 from bench.harness.truth import checked_rows, in_chunks
-from bench.harness.types import Benchmark, Case, Expected, Outputs, Ranking
-from smopd.ops import teacher_mixture
+from bench.harness.types import Benchmark, Case, Expected, Outputs
+from smopd.ops import Mixture, teacher_mixture, teacher_product
 
 IDS_PER_CANDIDATE = 4  # teachers share most of their tokens: ids come from this many times kappa
+CLIP = 4.0  # of a teacher's change in the product, nats
 
 
 @dataclass(frozen=True)
@@ -23,94 +24,123 @@ class Inputs:
     case: Case
     ids_NMS: Tensor
     logps_NMS: Tensor
-    log_alpha: Tensor
+    weights_M: Tensor
+    """log_alpha of the mixture, the weights of the product."""
 
     @property
     def merge(self) -> bool:
         return "merge" in self.case.flags
 
 
-def inputs(case: Case, device: str) -> Inputs:
+def mixture_inputs(case: Case, device: str) -> Inputs:
     logits = torch.randn(case.N, case.M, IDS_PER_CANDIDATE * case.kappa, device=device) * 3.0
     logps_NMS, ids_NMS = logits.log_softmax(-1).topk(case.kappa, dim=-1)
     log_alpha = torch.full((case.M,), -math.log(case.M), device=device)
     return Inputs(case, ids_NMS.to(torch.int32), logps_NMS, log_alpha)
 
 
-def truth(given: Inputs) -> dict[str, Expected]:
-    width = (given.case.M * given.case.kappa) ** (2 if given.merge else 1)
-    rows = checked_rows(given.case.N, width, str(given.ids_NMS.device))
-    n_candidates, kappa = given.case.M * given.case.kappa, given.case.kappa
-    parts = []
-    for some in in_chunks(rows, width):
-        teachers = (given.ids_NMS[some], given.logps_NMS[some], given.log_alpha)
-        parts.append(objective.mixture(*teachers, n_candidates, given.merge))
-    ids, values = (torch.cat(column) for column in zip(*parts, strict=True))
-    ranking = Ranking(ids, values, _rounding(values, given.merge))
-    logps = values[:, :kappa]
-    expected = {
-        "logps": Expected(logps, LOGP, rows=rows),
-        "mass": Expected(logps.exp().sum(-1), LOGP, rows=rows),
-    }
-    return expected | {"ids": Expected(ids[:, :kappa], rows=rows, exact=True, ranking=ranking)}
+def product_inputs(case: Case, device: str) -> Inputs:
+    """M models with the reference, each with M * kappa ids in an order of its own."""
+    n_support = case.M * case.kappa
+    logps_NMS = (torch.randn(case.N, case.M, n_support, device=device) * 3.0).log_softmax(-1)
+    ids_NMS = torch.rand(case.N, case.M, n_support, device=device).argsort(-1).int()
+    return Inputs(case, ids_NMS, logps_NMS, torch.ones(case.M - 1, device=device))
 
 
-def _rounding(values: Tensor, merge: bool) -> Tensor:
-    """How far from its truth each value may be in fp32: a sum rounded once, or a logsumexp."""
-    if merge:
-        return ULPS[torch.float32] * ulp(values.abs().clamp(min=1.0), torch.float32)
-    return ulp(values, torch.float32) / 2
+def truth_of(target):
+    """target(ids, logps, weights, kappa, inputs) in float64; one candidate more settles the last place."""
+
+    def truth(inputs: Inputs) -> dict[str, Expected]:
+        kappa, width = inputs.case.kappa, inputs.ids_NMS[0].numel() ** 2
+        rows = checked_rows(inputs.case.N, width, str(inputs.ids_NMS.device))
+        parts = [
+            target(inputs.ids_NMS[some], inputs.logps_NMS[some], inputs.weights_M, kappa + 1, inputs)
+            for some in in_chunks(rows, width)
+        ]
+        ids, values = (torch.cat(column) for column in zip(*parts, strict=True))
+        logps = values[:, :kappa]
+        return {
+            "ids": Expected(ids[:, :kappa], rows=rows, exact=clear_places(values, kappa)),
+            "logps": Expected(logps, LOGP, rows=rows),
+            "mass": Expected(logps.exp().sum(-1), LOGP, rows=rows),
+        }
+
+    return truth
 
 
-def run(pooled, merged):
-    def call(given: Inputs) -> Outputs:
-        form = merged if given.merge else pooled
-        ids_NS, logps_NS = form(given.ids_NMS, given.logps_NMS, given.log_alpha, given.case.kappa)
+def pairs(ids_NMS: Tensor, logps_NMS: Tensor, weights_M: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
+    """The product: every id of the reference compared with every one of each teacher."""
+    base_NS, logq_NS = logps_NMS[:, -1], logps_NMS[:, -1]
+    for m, weight in enumerate(weights_M.unbind()):
+        same_NSS = ids_NMS[:, -1, :, None] == ids_NMS[:, m, None, :]
+        said_NS = logps_NMS[:, m, None, :].masked_fill(~same_NSS, -torch.inf).amax(-1)
+        logq_NS = logq_NS + weight * (said_NS - base_NS).clamp(-CLIP, CLIP)
+    top = logq_NS.log_softmax(-1).topk(kappa, dim=-1)
+    return ids_NMS[:, -1].gather(-1, top.indices), top.values
+
+
+def run(plain, merged=None):
+    def call(inputs: Inputs) -> Outputs:
+        form = merged if inputs.merge else plain
+        ids_NS, logps_NS = form(inputs.ids_NMS, inputs.logps_NMS, inputs.weights_M, inputs.case.kappa)
         return {"ids": ids_NS, "logps": logps_NS, "mass": logps_NS.exp().sum(-1)}
 
     return call
 
 
-def fused(given: Inputs) -> Outputs:
-    teachers = (given.ids_NMS, given.logps_NMS, given.log_alpha)
-    mixture = teacher_mixture(*teachers, given.case.kappa, merge=given.merge)
-    return {"ids": mixture.ids_NS, "logps": mixture.logps_NS, "mass": mixture.mass_N}
+def fused(form):
+    """form(ids, logps, weights, kappa, inputs) -> Mixture."""
+
+    def call(inputs: Inputs) -> Outputs:
+        arguments = (inputs.ids_NMS, inputs.logps_NMS, inputs.weights_M, inputs.case.kappa)
+        target: Mixture = form(*arguments, inputs)
+        return {"ids": target.ids_NS, "logps": target.logps_NS, "mass": target.mass_N}
+
+    return call
 
 
-def ceilings(given: Inputs) -> list[ceiling.Ceiling]:
-    if given.ids_NMS.is_cuda:
-        return [ceiling.launch(given.ids_NMS)]
-    return [ceiling.copy(given.logps_NMS)]
+def ceiling_of(inputs: Inputs) -> ceiling.Ceiling:
+    return ceiling.launch_or_copy(inputs.logps_NMS)
 
 
-BENCHMARK = Benchmark(
-    cases={
-        "cpu": (
-            Case(N=8192, M=2, kappa=16, main=True),
-            Case(N=8192, M=2, kappa=16, flags=("merge",)),
-            Case(N=8192, M=4, kappa=64),
+BENCHMARKS = {
+    "teacher_mixture": Benchmark(
+        cases={
+            "cpu": (
+                Case(N=8192, M=2, kappa=16, main=True),
+                Case(N=8192, M=2, kappa=16, flags=("merge",)),
+                Case(N=8192, M=4, kappa=64),
+            ),
+            "cuda": (
+                Case(N=8192, M=2, kappa=16, main=True),
+                Case(N=8192, M=2, kappa=16, flags=("merge",)),
+                Case(N=8192, M=4, kappa=64),
+                Case(N=8192, M=8, kappa=64),
+            ),
+        },
+        inputs=mixture_inputs,
+        truth=truth_of(lambda *args: objective.mixture(*args[:4], args[4].merge)),
+        ceiling=ceiling_of,
+        launch_bound=True,
+        providers=(
+            eager("eager", run(eager_forms.pooled, eager_forms.merged)),
+            compiled(run(compiling(eager_forms.pooled), compiling(eager_forms.merged))),
+            *ours(fused(lambda *args: teacher_mixture(*args[:4], merge=args[4].merge))),
         ),
-        "cuda": (
-            Case(N=8192, M=2, kappa=16, main=True),
-            Case(N=8192, M=2, kappa=16, flags=("merge",)),
-            Case(N=8192, M=4, kappa=64),
-            Case(N=8192, M=8, kappa=64),
-        ),
-        "quick": (Case(N=9, M=2, kappa=4, main=True), Case(N=5, M=3, kappa=8, flags=("merge",))),
-        "check": (
-            Case(N=1, M=1, kappa=1),
-            Case(N=41, M=3, kappa=10),
-            Case(N=300, M=2, kappa=16, flags=("merge",)),
-            Case(N=7, M=4, kappa=128, flags=("merge",)),
-        ),
-    },
-    inputs=inputs,
-    truth=truth,
-    ceilings=ceilings,
-    launch_bound=True,
-    providers=(
-        eager("eager", run(eager_forms.pooled, eager_forms.merged)),
-        compiled(run(compiling(eager_forms.pooled), compiling(eager_forms.merged))),
-        *ours(fused),
     ),
-)
+    "teacher_product": Benchmark(
+        cases={
+            "cpu": (Case(N=8192, M=3, kappa=16, main=True),),
+            "cuda": (Case(N=8192, M=3, kappa=16, main=True), Case(N=8192, M=5, kappa=64)),
+        },
+        inputs=product_inputs,
+        truth=truth_of(lambda *args: objective.product(*args[:4], CLIP)),
+        ceiling=ceiling_of,
+        launch_bound=True,
+        providers=(
+            eager("eager", run(pairs)),
+            compiled(run(compiling(pairs))),
+            *ours(fused(lambda *args: teacher_product(*args[:4], clip=CLIP))),
+        ),
+    ),
+}

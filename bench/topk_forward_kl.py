@@ -1,4 +1,4 @@
-"""topk_forward_kl: log-probability and forward KL to a sparse target, forward and backward."""
+"""topk_forward_kl and teacher_forward_kl: the forward KL to a sparse target, forward and backward."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 from bench.harness import ceiling, eager_forms, peers
 from bench.harness.inputs import VOCABULARIES, Scenario, on_logits
-from bench.harness.providers import PEER_SLACK, compiled, compiling, eager, ours, peer
+from bench.harness.providers import compiled, compiling, eager, ours, peer
 from bench.harness.truth import loss_truth
 from bench.harness.types import Benchmark, Case, Expected, Outputs
-from smopd.ops import topk_forward_kl
+from smopd.ops import teacher_forward_kl, teacher_mixture, topk_forward_kl
 
 
 def truth(scenario: Scenario) -> dict[str, Expected]:
@@ -18,8 +18,7 @@ def truth(scenario: Scenario) -> dict[str, Expected]:
 
 def inputs(case: Case, device: str) -> Scenario:
     """The KL alone: no anchor in the truth's gradient either."""
-    scenario = on_logits(case, device)
-    return scenario.without_anchor()
+    return on_logits(case, device).without_anchor()
 
 
 def run(form):
@@ -28,9 +27,8 @@ def run(form):
     def call(scenario: Scenario) -> Outputs:
         logits_NV, tokens = scenario.logits_NV.detach().requires_grad_(), scenario.tokens
         logp_N, kl_N = form(logits_NV, tokens, scenario.settings)
-        counted_N = tokens.kl_weight_N != 0
         (dlogits_NV,) = torch.autograd.grad(kl_N, logits_NV, tokens.kl_weight_N)
-        return {"logp": logp_N.detach() * counted_N, "kl": kl_N.detach() * counted_N, "dlogits": dlogits_NV}
+        return {"logp": logp_N.detach(), "kl": kl_N.detach(), "dlogits": dlogits_NV}
 
     return call
 
@@ -54,43 +52,62 @@ def fused(logits_NV, tokens, settings):
     return topk_forward_kl(logits_NV, tokens.token_ids_N, *target, tail=settings.tail)
 
 
-def ceilings(scenario: Scenario) -> list[ceiling.Ceiling]:
-    return [ceiling.copy(scenario.logits_NV), ceiling.read(scenario.logits_NV)]
+def of_teachers(logits_NV, tokens, settings):
+    """The teachers' candidates are joined in the same kernel."""
+    teachers = (tokens.teacher_ids_NMS, tokens.teacher_logps_NMS, tokens.log_alpha, settings.kappa)
+    options = {"merge": settings.merge, "tail": settings.tail}
+    return teacher_forward_kl(logits_NV, tokens.token_ids_N, *teachers, **options)
 
 
-EAGER = (
-    eager("eager", run(plain)),
-    eager("eager 16-bit", run(narrow), slack=PEER_SLACK),
-    compiled(run(compiling(plain))),
-)
-BENCHMARK = Benchmark(
-    cases={
-        "cpu": (
+def in_two(logits_NV, tokens, settings):
+    """The mixture by a call of its own."""
+    teachers = (tokens.teacher_ids_NMS, tokens.teacher_logps_NMS, tokens.log_alpha)
+    target = teacher_mixture(*teachers, settings.kappa, merge=settings.merge)
+    return topk_forward_kl(logits_NV, tokens.token_ids_N, target.ids_NS, target.logps_NS, tail=settings.tail)
+
+
+def of_cases(cpu: tuple[Case, ...], cuda: tuple[Case, ...], *providers) -> Benchmark:
+    return Benchmark(
+        cases={"cpu": cpu, "cuda": cuda},
+        inputs=inputs,
+        truth=truth,
+        ceiling=lambda scenario: ceiling.copy(scenario.logits_NV),
+        providers=(
+            eager("eager", run(plain)),
+            eager("eager 16-bit", run(narrow)),
+            compiled(run(compiling(plain))),
+            *providers,
+        ),
+    )
+
+
+LIGER = peer("liger kl_div", peers.liger_kl, "liger_kernel", devices=("cuda",), note=peers.LIGER_NOTE)
+BENCHMARKS = {
+    "topk_forward_kl": of_cases(
+        (
             Case(N=256, V=151_936, kappa=16, main=True),
             Case(N=256, V=151_936, kappa=16, dtype="bfloat16"),
             Case(N=10_000, V=265, kappa=16, flags=("tail",)),
         ),
-        "cuda": (
+        (
             Case(N=8192, V=151_936, kappa=16, dtype="bfloat16", main=True),
             Case(N=8192, V=151_936, kappa=64, dtype="bfloat16", flags=("tail",)),
             *(Case(N=n, V=v, kappa=16, dtype="bfloat16") for n, v in VOCABULARIES),
         ),
-        "quick": (
-            Case(N=9, V=40, kappa=3, main=True),
-            Case(N=4, V=1271, kappa=16, dtype="bfloat16", flags=("tail",)),
-        ),
-        "check": (
-            Case(N=1, V=7, kappa=3, flags=("tail",)),
-            Case(N=41, V=1271, kappa=16, dtype="bfloat16", flags=("masked",)),
-            Case(N=5, V=151_936, kappa=128, dtype="float16", flags=("tail",)),
-        ),
-    },
-    inputs=inputs,
-    truth=truth,
-    ceilings=ceilings,
-    providers=(
-        *EAGER,
         *ours(run(fused)),
-        peer("liger kl_div", peers.liger_kl, "liger_kernel", devices=("cuda",), note=peers.LIGER_NOTE),
+        LIGER,
     ),
-)
+    "teacher_forward_kl": of_cases(
+        (
+            Case(N=256, V=151_936, kappa=16, M=2, main=True),
+            Case(N=256, V=151_936, kappa=64, M=4, dtype="bfloat16", flags=("merge", "tail")),
+            Case(N=10_000, V=265, kappa=16, M=2),
+        ),
+        (
+            Case(N=8192, V=151_936, kappa=16, M=2, dtype="bfloat16", main=True),
+            Case(N=8192, V=151_936, kappa=32, M=4, dtype="bfloat16", flags=("merge", "tail")),
+        ),
+        *ours(run(of_teachers)),
+        *ours(run(in_two), "in two"),
+    ),
+}

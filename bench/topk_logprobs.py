@@ -1,4 +1,4 @@
-"""topk_logprobs: the kappa most likely tokens of each row of logits, beside torch.topk with logsumexp."""
+"""topk_logprobs and linear_topk_logprobs: each row's kappa most likely tokens."""
 
 from __future__ import annotations
 
@@ -8,40 +8,44 @@ import torch
 from torch import Tensor
 
 from bench.harness import ceiling, eager_forms, peers
-from bench.harness.accuracy import LOGP
-from bench.harness.inputs import VOCABULARIES, random_logits
+from bench.harness.accuracy import LINEAR_NORM, LOGP
+from bench.harness.inputs import VOCABULARIES, head_logits, random_head, random_logits
 from bench.harness.providers import compiled, compiling, eager, ours, peer
 from bench.harness.truth import checked_rows, in_chunks
 from bench.harness.types import Benchmark, Case, Expected, Outputs
-from smopd.ops import topk_logprobs
+from smopd.ops import linear_topk_logprobs, topk_logprobs
 
 
 @dataclass(frozen=True)
 class Inputs:
     case: Case
-    logits_NV: Tensor
+    given: tuple[Tensor, ...]
+    """(N, V) logits, or (N, D) hidden states and the (V, D) head."""
+
+    def logits(self, rows: Tensor) -> Tensor:
+        first, *head = self.given
+        return head_logits(first[rows], *head) if head else first[rows].double()
 
 
-def inputs(case: Case, device: str) -> Inputs:
-    return Inputs(case, random_logits(case, device))
-
-
-def truth(given: Inputs) -> dict[str, Expected]:
-    rows = checked_rows(given.case.N, given.case.V, str(given.logits_NV.device))
+def truth(inputs: Inputs) -> dict[str, Expected]:
+    """Of a head no ids: the order of nearly equal tokens is up to the product's rounding."""
+    case = inputs.case
+    rows = checked_rows(case.N, case.V, str(inputs.given[0].device))
     ids, logps = [], []
-    for some in in_chunks(rows, given.case.V):
-        logq = given.logits_NV[some].double().log_softmax(-1)
-        ids.append(logq.sort(dim=-1, descending=True, stable=True).indices[:, : given.case.kappa])
+    for some in in_chunks(rows, case.V):
+        logq = inputs.logits(some).log_softmax(-1)
+        ids.append(logq.sort(dim=-1, descending=True, stable=True).indices[:, : case.kappa])
         logps.append(logq.gather(-1, ids[-1]))
-    return {
-        "ids": Expected(torch.cat(ids), rows=rows, exact=True),
-        "logps": Expected(torch.cat(logps), LOGP, rows=rows),
-    }
+    if case.D:
+        return {"logps": Expected(torch.cat(logps), LINEAR_NORM[case.torch_dtype], rows=rows, norm=True)}
+    every = torch.ones(len(rows), case.kappa, dtype=torch.bool)
+    exact = Expected(torch.cat(ids), rows=rows, exact=every)
+    return {"ids": exact, "logps": Expected(torch.cat(logps), LOGP, rows=rows)}
 
 
 def run(form):
-    def call(given: Inputs) -> Outputs:
-        ids_NS, logps_NS = form(given.logits_NV, given.case.kappa)
+    def call(inputs: Inputs) -> Outputs:
+        ids_NS, logps_NS = form(*inputs.given, inputs.case.kappa)
         return {"ids": ids_NS, "logps": logps_NS}
 
     return call
@@ -52,42 +56,63 @@ def fused(logits_NV: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
     return top.ids_NS, top.logps_NS
 
 
-BENCHMARK = Benchmark(
-    cases={
-        "cpu": (
-            Case(N=256, V=151_936, kappa=16, main=True),
-            Case(N=256, V=151_936, kappa=16, dtype="bfloat16"),
-            Case(N=10_000, V=265, kappa=16),
-        ),
-        "cuda": (
-            Case(N=8192, V=151_936, kappa=16, dtype="bfloat16", main=True),
-            Case(N=8192, V=151_936, kappa=32, dtype="bfloat16"),
-            Case(N=8192, V=151_936, kappa=64, dtype="bfloat16"),
-            *(Case(N=n, V=v, kappa=16, dtype="bfloat16") for n, v in VOCABULARIES),
-        ),
-        "quick": (Case(N=9, V=40, kappa=3, main=True), Case(N=2, V=1271, kappa=16, dtype="bfloat16")),
-        "check": (
-            Case(N=1, V=7, kappa=7),
-            Case(N=41, V=1271, kappa=16, dtype="bfloat16"),
-            Case(N=300, V=265, kappa=16),
-            Case(N=5, V=151_936, kappa=128, dtype="float16"),
-            Case(N=5, V=152_064, kappa=64, dtype="bfloat16"),
-        ),
-    },
-    inputs=inputs,
-    truth=truth,
-    ceilings=lambda given: [ceiling.read(given.logits_NV), ceiling.copy(given.logits_NV)],
-    providers=(
-        eager("topk + logsumexp", run(eager_forms.topk_of_logits)),
-        eager("log_softmax + topk", run(eager_forms.topk_of_log_softmax)),
-        compiled(run(compiling(eager_forms.topk_of_logits))),
-        *ours(run(fused)),
-        peer(
-            "flashinfer",
-            run(peers.flashinfer_topk),
-            "flashinfer",
-            devices=("cuda",),
-            note="ids and values; logsumexp is eager",
+def fused_linear(hidden_ND: Tensor, weight_VD: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
+    top = linear_topk_logprobs(hidden_ND, weight_VD, kappa)
+    return top.ids_NS, top.logps_NS
+
+
+def linear(hidden_ND: Tensor, weight_VD: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
+    return eager_forms.topk_of_logits(hidden_ND @ weight_VD.T, kappa)
+
+
+BENCHMARKS = {
+    "topk_logprobs": Benchmark(
+        cases={
+            "cpu": (
+                Case(N=256, V=151_936, kappa=16, main=True),
+                Case(N=256, V=151_936, kappa=16, dtype="bfloat16"),
+                Case(N=10_000, V=265, kappa=16),
+            ),
+            "cuda": (
+                Case(N=8192, V=151_936, kappa=16, dtype="bfloat16", main=True),
+                Case(N=8192, V=151_936, kappa=32, dtype="bfloat16"),
+                Case(N=8192, V=151_936, kappa=64, dtype="bfloat16"),
+                *(Case(N=n, V=v, kappa=16, dtype="bfloat16") for n, v in VOCABULARIES),
+            ),
+        },
+        inputs=lambda case, device: Inputs(case, (random_logits(case, device),)),
+        truth=truth,
+        ceiling=lambda inputs: ceiling.read(inputs.given[0]),
+        providers=(
+            eager("topk + logsumexp", run(eager_forms.topk_of_logits)),
+            eager("log_softmax + topk", run(eager_forms.topk_of_log_softmax)),
+            compiled(run(compiling(eager_forms.topk_of_logits))),
+            *ours(run(fused)),
+            peer(
+                "flashinfer", run(peers.flashinfer_topk), "flashinfer", devices=("cuda",), note=peers.IDS_NOTE
+            ),
         ),
     ),
-)
+    "linear_topk_logprobs": Benchmark(
+        cases={
+            "cpu": (
+                Case(N=2048, V=151_936, D=512, kappa=16, repeats=3, main=True),
+                Case(N=256, V=151_936, D=512, kappa=16, dtype="bfloat16"),
+                Case(N=10_000, V=265, D=128, kappa=16),
+            ),
+            "cuda": (
+                Case(N=8192, V=151_936, D=2048, kappa=16, dtype="bfloat16", main=True),
+                Case(N=8192, V=151_936, D=1536, kappa=16, dtype="bfloat16"),
+                Case(N=8192, V=151_936, D=3584, kappa=16, dtype="bfloat16"),
+            ),
+        },
+        inputs=lambda case, device: Inputs(case, random_head(case, device)),
+        truth=truth,
+        ceiling=lambda inputs: ceiling.gemm(*inputs.given),
+        providers=(
+            eager("head, topk + logsumexp", run(linear)),
+            compiled(run(compiling(linear))),
+            *ours(run(fused_linear)),
+        ),
+    ),
+}

@@ -57,31 +57,21 @@ def forward_kl(logq_NV: Tensor, ids_NS: Tensor, logps_NS: Tensor, tail: bool) ->
     return kl_N
 
 
-def tempered(logits_NV: Tensor, temperature: float) -> Tensor:
-    """At 1 the logits themselves: no pass over them."""
-    return logits_NV if temperature == 1.0 else logits_NV / temperature
-
-
 def objective(
     logits_NV: Tensor, tokens: LossTokens, settings: LossSettings, wide: bool = True
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and its terms, from one log-softmax in fp32, or in the logits' dtype with wide=False."""
+    """The loss and its terms at temperature 1, in fp32 or with wide=False in the logits' dtype."""
     logits_NV = logits_NV.float() if wide else logits_NV
-    logq_NV = tempered(logits_NV, settings.temperature).log_softmax(-1)
+    logq_NV = logits_NV.log_softmax(-1)
     logp_N = logq_NV.gather(-1, tokens.token_ids_N[:, None])[:, 0].float()
     surrogate_N = surrogate(logp_N, tokens, settings)
-    kl_logq_NV = logq_NV
-    if settings.kl_temperature != settings.temperature:
-        kl_logq_NV = tempered(logits_NV, settings.kl_temperature).log_softmax(-1)
-    kl_N = forward_kl(kl_logq_NV, *target_of(tokens, settings), settings.tail)
+    kl_N = forward_kl(logq_NV, *target_of(tokens, settings), settings.tail)
     with torch.set_grad_enabled(settings.entropy_coef != 0.0):
         entropy_N = -(logq_NV.exp() * logq_NV).sum(-1).float()
     loss = (tokens.pg_weight_N * surrogate_N + settings.opd_coef * tokens.kl_weight_N * kl_N).sum()
     if settings.entropy_coef != 0.0:
         loss = loss - settings.entropy_coef * (tokens.ent_weight_N * entropy_N).sum()
-    counted_N = tokens.pg_weight_N != 0
-    terms = {"logp": logp_N, "kl": kl_N, "entropy": entropy_N}
-    return loss, {name: term.detach() * counted_N for name, term in terms.items()}
+    return loss, {"logp": logp_N.detach(), "kl": kl_N.detach(), "entropy": entropy_N.detach()}
 
 
 def surrogate(logp_N: Tensor, tokens: LossTokens, settings: LossSettings) -> Tensor:
@@ -98,17 +88,3 @@ def gdpo_stacked(rewards_RK: Tensor, group_size: int, weights_K: Tensor, norm_ep
     advantages_BGK = centred_BGK / (rewards_BGK.std(1, keepdim=True) + norm_eps)
     advantages_R = (advantages_BGK * weights_K).sum(-1).flatten()
     return (advantages_R - advantages_R.mean()) / (advantages_R.std() + norm_eps)
-
-
-def gdpo_by_prompt(rewards_RK: Tensor, prompts: list[int], weights_K: Tensor, norm_eps: float) -> Tensor:
-    """A dictionary from prompt to its responses, a loop over rewards and prompts."""
-    places: dict[int, list[int]] = {}
-    for place, prompt in enumerate(prompts):
-        places.setdefault(prompt, []).append(place)
-    total_R = torch.zeros_like(rewards_RK[:, 0])
-    for reward in range(rewards_RK.shape[1]):
-        for members in places.values():
-            values = rewards_RK[members, reward]
-            normalised = (values - values.mean()) / (values.std() + norm_eps)
-            total_R[members] += weights_K[reward] * normalised
-    return (total_R - total_R.mean()) / (total_R.std() + norm_eps)

@@ -11,15 +11,12 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from bench.harness.accuracy import CANCELLATION
 from bench.harness.types import Case
 from smopd.ops import LossSettings, LossTokens
 
 SPREAD = 4.0  # standard deviation of the logits
 TEACHER_NOISE = 0.5  # of the teachers' logits around the student's
 OLD_NOISE = 0.1  # of the behaviour policy's log-probabilities around the student's: some ratios are clipped
-TEACHER_SHARE = 0.9  # of the student's hidden states, in a teacher with its own
-MASKED = 0.1  # share of tokens whose weights are 0, in cases flagged "masked": only ours can leave them out
 CHUNK_ELEMENTS = 1 << 24
 # (N, V) beside Qwen's 151,936: Llama 2's, GPT-2's padded, Llama 3's, Gemma 3's. The last has half the tokens,
 # so that the fp32 copies of plain PyTorch fit.
@@ -46,13 +43,6 @@ class Scenario:
         tokens = replace(self.tokens, pg_weight_N=torch.zeros_like(self.tokens.pg_weight_N))
         return replace(self, tokens=tokens, settings=replace(self.settings, entropy_coef=0.0))
 
-    @property
-    def counted_ND(self) -> Tensor:
-        """The hidden states of the tokens that count."""
-        assert self.hidden_ND is not None and self.tokens.kl_weight_N is not None
-        counted_N = self.tokens.kl_weight_N != 0
-        return self.hidden_ND if bool(counted_N.all()) else self.hidden_ND[counted_N]
-
     def chunk(self, rows: slice | Tensor) -> Tensor:
         """Some rows' logits in float64."""
         if self.logits_NV is not None:
@@ -67,16 +57,6 @@ def head_logits(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
     if hidden_ND.dtype == torch.float32:
         return products_NV
     return products_NV.to(hidden_ND.dtype).double()
-
-
-def head_steps(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
-    """By how much a 16-bit head's logits may differ from head_logits: by one number, where a sum in fp32
-    may lie on the other side of the middle of two, else not at all.
-    """
-    products_NV = head_products(hidden_ND, weight_VD)
-    size_NV = hidden_ND.double().norm(dim=1)[:, None] * weight_VD.double().norm(dim=1)
-    above_NV, below_NV = (products_NV + sign * CANCELLATION * size_NV for sign in (1, -1))
-    return above_NV.to(hidden_ND.dtype).double() - below_NV.to(hidden_ND.dtype).double()
 
 
 def head_products(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
@@ -118,13 +98,12 @@ def on_head(case: Case, device: str) -> Scenario:
 
 
 def _settings(case: Case) -> LossSettings:
-    """The paper's form; flags: tail, merge, entropy (its gradient), two-T (ratio and KL at two)."""
+    """The paper's form; flags: tail, merge, entropy (its gradient)."""
     return LossSettings(
         kappa=case.kappa,
         tail="tail" in case.flags,
         merge="merge" in case.flags,
         entropy_coef=0.001 if "entropy" in case.flags else 0.0,
-        temperature=0.7 if "two-T" in case.flags else 1.0,
     )
 
 
@@ -135,10 +114,9 @@ def _no_tokens(case: Case, device: str) -> LossTokens:
 
 def _tokens(blank: Scenario, device: str) -> LossTokens:
     case = blank.case
-    parts = [_teachers(blank.chunk(rows).float(), case, blank.settings.temperature) for rows in chunks(case)]
+    parts = [_teachers(blank.chunk(rows).float(), case) for rows in chunks(case)]
     ids_NMS, logps_NMS, token_ids_N, logp_N = (torch.cat(column) for column in zip(*parts, strict=True))
-    masked = MASKED if "masked" in case.flags else 0.0
-    counted_N = (torch.rand(case.N, device=device) >= masked).float() / case.N
+    even_N = torch.full((case.N,), 1 / case.N, device=device)
     target = {"target_ids_NS": ids_NMS[:, 0].contiguous(), "target_logps_NS": logps_NMS[:, 0].contiguous()}
     if case.M:
         log_alpha = torch.full((case.M,), -math.log(case.M), device=device)
@@ -146,15 +124,15 @@ def _tokens(blank: Scenario, device: str) -> LossTokens:
     return LossTokens(
         token_ids_N=token_ids_N,
         adv_N=torch.randn(case.N, device=device),
-        pg_weight_N=counted_N,
+        pg_weight_N=even_N,
         old_logp_N=logp_N + OLD_NOISE * torch.randn(case.N, device=device),
-        kl_weight_N=counted_N,
-        ent_weight_N=counted_N,
+        kl_weight_N=even_N,
+        ent_weight_N=even_N,
         **target,
     )
 
 
-def _teachers(logits: Tensor, case: Case, temperature: float) -> tuple[Tensor, ...]:
+def _teachers(logits: Tensor, case: Case) -> tuple[Tensor, ...]:
     tops = [
         (logits + TEACHER_NOISE * torch.randn_like(logits)).log_softmax(-1).topk(case.kappa, dim=-1)
         for _ in range(max(1, case.M))
@@ -163,7 +141,7 @@ def _teachers(logits: Tensor, case: Case, temperature: float) -> tuple[Tensor, .
     logps = torch.stack([top.values for top in tops], 1)
     pick = torch.randint(0, max(case.kappa, 1), (logits.shape[0], 1), device=logits.device)
     token_ids = ids[:, 0].gather(-1, pick)[:, 0].long()
-    logp = (logits / temperature).log_softmax(-1).gather(-1, token_ids[:, None])[:, 0]
+    logp = logits.log_softmax(-1).gather(-1, token_ids[:, None])[:, 0]
     return ids, logps, token_ids, logp
 
 
@@ -179,8 +157,3 @@ def label_tokens(tokens: LossTokens) -> LossTokens:
     """The mean negative log-probability of the tokens."""
     even_N = torch.full_like(tokens.adv_N, 1.0 / tokens.adv_N.shape[0])
     return replace(anchor_tokens(tokens), pg_weight_N=even_N, old_logp_N=None)
-
-
-def teacher_hidden(hidden_ND: Tensor) -> Tensor:
-    """A teacher with its own hidden states: the student's, a little less sure."""
-    return hidden_ND * TEACHER_SHARE

@@ -168,21 +168,3 @@ def exact(logits: Tensor, tokens: LossTokens, settings: LossSettings, *, gradien
     scale = size * (p + part.q_dense + part.slope.detach()[:, None])
     scale = scale + (ent_w[:, None] * p * (logq.abs() + result.entropy[:, None])).nan_to_num(0.0)
     return dataclasses.replace(result, gradient=grad, scale=scale)
-
-
-def sway(logits: Tensor, step: Tensor, tokens: LossTokens, settings: LossSettings) -> dict[str, Tensor]:
-    """By name how far a row's logp, entropy and KL move at most, (n,), where each logit moves by its step.
-
-    To first order, |gradient| step; on the way the gradient grows by e^step at most, and by p_v (e^step - 1)
-    where two terms cancel in it.
-    """
-    logits = logits.detach().double().requires_grad_()
-    part = terms(logits, tokens, settings)
-    p = (logits.detach() / settings.temperature).softmax(-1)
-    moved: dict[str, Tensor] = {}
-    for name in ("logp", "entropy", "kl"):
-        column = getattr(part, name)
-        if column.requires_grad:
-            (slope,) = torch.autograd.grad(column.sum(), logits, retain_graph=True)
-            moved[name] = (step * (slope.abs() * step.exp() + p * step.expm1())).sum(-1)
-    return moved

@@ -9,19 +9,15 @@ import torch
 from torch import Tensor
 
 from bench.harness.eager_forms import surrogate, target_of
-from bench.harness.inputs import Scenario, anchor_tokens, teacher_hidden
+from bench.harness.inputs import Scenario, anchor_tokens
 from bench.harness.types import Outputs
-from smopd.ops import LossTokens
 
 TRL_VOCABULARY_CHUNK = 32768
-QUACK_CHUNK, ALL_ROWS = 4096, 8192
-NO_LABEL = -100
 LIGER_NOTE = "KL to the target made dense (N, V), after an eager log-softmax"
 GRPO_NOTE = "the policy gradient alone"
-TRL_ROWS_NOTE = "the policy gradient and the entropy, no KL"
-TRL_DIVERGENCE_NOTE = "the KL to one teacher over all tokens, the teacher's head included"
+TRL_NOTE = "the policy gradient and the entropy, no KL"
 LABEL_NOTE = "cross entropy of the tokens alone"
-CCE_NOTE = f"{LABEL_NOTE}; on a CPU its torch.compile form"
+IDS_NOTE = "ids and values; logsumexp is eager"
 
 
 def flashinfer_topk(logits_NV: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
@@ -41,7 +37,7 @@ def liger_kl(scenario: Scenario) -> Outputs:
     kl_N = liger_kl_div(logq_NV, dense_NV, reduction="none").sum(-1)
     weight_N = scenario.tokens.kl_weight_N
     (dlogits_NV,) = torch.autograd.grad((weight_N * kl_N).sum(), logits_NV)
-    return {"kl": kl_N.detach() * (weight_N != 0), "dlogits": dlogits_NV}
+    return {"kl": kl_N.detach(), "dlogits": dlogits_NV}
 
 
 def liger_grpo_input(scenario: Scenario) -> tuple[Scenario, Tensor]:
@@ -72,17 +68,6 @@ def liger_grpo(prepared: tuple[Scenario, Tensor]) -> Outputs:
     return {"dlogits_anchor": grad_1NV[0, :-1]}
 
 
-def trl_rows(scenario: Scenario) -> Outputs:
-    from trl.kernels import selective_log_softmax_and_entropy
-
-    logits_NV = scenario.logits_NV.detach().requires_grad_()
-    tokens, temperature = anchor_tokens(scenario.tokens), scenario.settings.temperature
-    logp_N, entropy_N = selective_log_softmax_and_entropy(logits_NV, tokens.token_ids_N, temperature)
-    loss = (tokens.pg_weight_N * surrogate(logp_N, tokens, scenario.settings)).sum()
-    (dlogits_NV,) = torch.autograd.grad(loss, logits_NV)
-    return _counted(tokens, logp=logp_N, entropy=entropy_N) | {"dlogits_anchor": dlogits_NV}
-
-
 def trl_linear(scenario: Scenario) -> Outputs:
     from trl.kernels import ChunkedLogProbFunction
 
@@ -101,17 +86,7 @@ def trl_linear(scenario: Scenario) -> Outputs:
     )
     loss = (tokens.pg_weight_N * surrogate(logp_N, tokens, settings)).sum()
     dhidden_ND, _ = torch.autograd.grad(loss, (hidden_ND, weight_VD))
-    return _counted(tokens, logp=logp_N, entropy=entropy_N) | {"dhidden_anchor": dhidden_ND}
-
-
-def trl_divergence(scenario: Scenario) -> Outputs:
-    from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
-
-    hidden_ND, weight_VD = head_leaves(scenario)
-    teacher = (teacher_hidden(scenario.hidden_ND), scenario.weight_VD, None)
-    kl_N, _ = ChunkedDivergenceFunction.apply(hidden_ND, weight_VD, None, *teacher, 0.0, 1.0)
-    dhidden_ND, _ = torch.autograd.grad(kl_N.mean(), (hidden_ND, weight_VD))
-    return {"dhidden_teacher": dhidden_ND}
+    return {"logp": logp_N.detach(), "entropy": entropy_N.detach(), "dhidden_anchor": dhidden_ND}
 
 
 def liger_linear(scenario: Scenario) -> Outputs:
@@ -120,30 +95,6 @@ def liger_linear(scenario: Scenario) -> Outputs:
     hidden_ND, weight_VD = head_leaves(scenario)
     token_ids_N = scenario.tokens.token_ids_N
     loss = liger_fused_linear_cross_entropy(hidden_ND, weight_VD, token_ids_N, reduction="mean")
-    dhidden_ND, _ = torch.autograd.grad(loss, (hidden_ND, weight_VD))
-    return {"dhidden_label": dhidden_ND}
-
-
-def liger_scaled(scenario: Scenario) -> Outputs:
-    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
-
-    hidden_ND, weight_VD = head_leaves(scenario)
-    tokens, settings = anchor_tokens(scenario.tokens), scenario.settings
-    nll_N, entropy_N = LigerFusedLinearScaledCrossEntropyFunction.apply(
-        hidden_ND, weight_VD, tokens.token_ids_N, settings.temperature, NO_LABEL, 1, True
-    )
-    loss = (tokens.pg_weight_N * surrogate(-nll_N, tokens, settings)).sum()
-    dhidden_ND, _ = torch.autograd.grad(loss, (hidden_ND, weight_VD))
-    return _counted(tokens, logp=-nll_N, entropy=entropy_N) | {"dhidden_anchor": dhidden_ND}
-
-
-def quack_linear(scenario: Scenario, chunk_rows: int) -> Outputs:
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-    hidden_ND, weight_VD = head_leaves(scenario)
-    loss = chunked_linear_cross_entropy(
-        hidden_ND, weight_VD, scenario.tokens.token_ids_N, chunk_rows, reduction="mean", tuned=False
-    )
     dhidden_ND, _ = torch.autograd.grad(loss, (hidden_ND, weight_VD))
     return {"dhidden_label": dhidden_ND}
 
@@ -162,8 +113,3 @@ def cut_cross_entropy(scenario: Scenario) -> Outputs:
 
 def head_leaves(scenario: Scenario) -> tuple[Tensor, Tensor]:
     return scenario.hidden_ND.detach().requires_grad_(), scenario.weight_VD.detach().requires_grad_()
-
-
-def _counted(tokens: LossTokens, **columns: Tensor) -> Outputs:
-    """Terms are compared where a token counts."""
-    return {name: column.detach() * (tokens.pg_weight_N != 0) for name, column in columns.items()}

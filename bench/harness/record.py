@@ -1,4 +1,4 @@
-"""Where and with what a row was measured, and JSON lines of rows."""
+"""JSON lines of rows, each with where and with what it was measured."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -18,11 +16,12 @@ from typing import IO
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @functools.cache
 def surroundings(device: str) -> dict:
-    """Commit, device, versions and threads: the same in every row of a run."""
+    """Commit, device, driver, versions and threads: the same in every row of a run."""
     here = {
         "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -32,7 +31,10 @@ def surroundings(device: str) -> dict:
         "torch": torch.__version__,
         "triton": _version("triton"),
     }
-    return here if device == "cpu" else here | {"cuda": torch.version.cuda}
+    if device == "cpu":
+        return here
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+    return here | {"cuda": torch.version.cuda, "driver": driver}
 
 
 def device_name(device: str) -> str:
@@ -45,26 +47,20 @@ def device_name(device: str) -> str:
     return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
-def slug(device: str) -> str:
-    """A file name's part for this device and number of threads."""
-    name = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
-    return name if device != "cpu" else f"{name}-{torch.get_num_threads()}t"
-
-
-@functools.cache
 def commit() -> str | None:
     """The checkout's commit, "-dirty" where files differ from it; SMOPD_COMMIT where there is no git."""
     if given := os.environ.get("SMOPD_COMMIT"):
         return given
+    head = _output("git", "rev-parse", "--short=12", "HEAD")
+    changed = _output("git", "status", "--porcelain", "--untracked-files=no")
+    return f"{head}-dirty" if head and changed else head
+
+
+def _output(*command: str) -> str | None:
     try:
-        head = _git("rev-parse", "--short=12", "HEAD")
-        return f"{head}-dirty" if _git("status", "--porcelain", "--untracked-files=no") else head
-    except (OSError, subprocess.CalledProcessError):
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _git(*arguments: str) -> str:
-    run = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
     return run.stdout.strip()
 
 
@@ -87,26 +83,16 @@ def teller(device: str, file: IO[str] | None = None) -> Callable[[dict], None]:
     return tell
 
 
-def rows_of(paths: list[Path], broken: str = "raise") -> list[dict]:
-    """All rows of the files. broken: "skip" leaves out lines that are no rows, of a process that was killed.
+def rows_of(path: Path) -> list[dict]:
+    """The rows of a file.
 
     Raises:
         ValueError: a line is not a row.
     """
     rows = []
-    for path in paths:
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                if broken == "skip":
-                    continue
-                raise ValueError(f"{path}:{number}: not JSON ({error})") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}:{number}: {type(row).__name__}, expected a row")
-            rows.append(row)
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            rows.append(dict(json.loads(line)))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}:{number}: not a row ({error})") from None
     return rows
-
-
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -45,37 +45,24 @@ class Case:
 
 
 @dataclass(frozen=True, eq=False)
-class Ranking:
-    """All P candidates of each row in their order, (n, P) each; rounding: what a value may be off by."""
-
-    ids: Tensor
-    values: Tensor
-    rounding: Tensor
-
-
-@dataclass(frozen=True, eq=False)
 class Expected:
-    """A result in float64 and how far from it one may be.
+    """A result in float64 and how far from it one of ours may be.
 
     Attributes:
         value: the truth, for the rows of `rows` or for all of them.
         bound: of the absolute difference, a number or a tensor like value; with norm=True of the norm of
-            the difference over the norm of value, and of no row more than a multiple (accuracy.WORST_ROW).
+            the difference over the norm of value.
         rows: indices along the first dimension that value stands for; None: all.
         of: applied to the provider's tensor before the comparison (and before `rows`).
-        exact: equality is demanded of our own providers, and nothing of others.
-        ranking: of exact ids: a place may hold another one whose value rounding may swap with its own.
-        besides: with norm=True what each row may be off before it counts, (n,).
+        exact: equality is demanded of our own providers where `exact` is True, and nothing of others.
     """
 
     value: Tensor
     bound: float | Tensor = 0.0
     rows: Tensor | None = None
     norm: bool = False
-    exact: bool = False
+    exact: Tensor | None = None
     of: Callable[[Tensor], Tensor] | None = None
-    ranking: Ranking | None = None
-    besides: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +72,10 @@ class Provider:
     Attributes:
         run: the timed call, from the inputs (or what prepare made of them) to named tensors.
         kind: eager (what users have today), compile, ours, peer.
-        prepare: made anew before every call, not timed: a buffer that the call overwrites, an autograd leaf.
+        prepare: called before every call, not timed: a buffer that the call overwrites, an autograd leaf.
         backend: SMOPD_BACKEND during the call.
         devices: where it can run.
         modules: what has to be importable.
-        slack: how many times the bounds it is allowed; our kernels 1.
         note: what it computes, where that is not the whole operation.
         main_only: runs in main cases only.
     """
@@ -101,7 +87,6 @@ class Provider:
     backend: str | None = None
     devices: tuple[str, ...] = ("cpu", "cuda")
     modules: tuple[str, ...] = ()
-    slack: float = 1.0
     note: str = ""
     main_only: bool = False
 
@@ -121,11 +106,10 @@ class Benchmark:
     """A table of cases and providers.
 
     Attributes:
-        cases: for "cpu" and "cuda" the sizes that are reported, for "quick" the ones that show that it
-            works; for "check" shapes that are hard, checked and not timed.
+        cases: for "cpu" and "cuda" the sizes that are reported.
         inputs: what every provider gets of a case on a device.
         truth: the expected outputs, by name; a provider gives any of them.
-        ceilings: the first is what `of_ceiling` is a share of.
+        ceiling: what `of_ceiling` is a share of.
         launch_bound: on a GPU the replay of a captured graph is timed as well.
     """
 
@@ -133,5 +117,5 @@ class Benchmark:
     inputs: Callable[[Case, str], Any]
     truth: Callable[[Any], dict[str, Expected]]
     providers: tuple[Provider, ...]
-    ceilings: Callable[[Any], list[Ceiling]]
+    ceiling: Callable[[Any], Ceiling]
     launch_bound: bool = False

@@ -1,255 +1,197 @@
-"""The benchmarks' command at tiny sizes: rows, refusals, what is absent, tables, timing and memory."""
+"""The benchmarks: a wrong row is refused and not timed, ceilings are timed in turn, rows say where from."""
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
-import importlib
-import importlib.util
-import json
-import math
 import os
-import time
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench import topk_logprobs
-from bench.__main__ import main, names
-from bench.harness import accuracy, memory, record, report, timing
+from bench import linear_smopd_loss, smopd_loss, teacher_mixture, topk_forward_kl, topk_logprobs
+from bench.gpu import __main__ as gpu
+from bench.harness import accuracy, memory, record, truth
+from bench.harness.inputs import head_logits, on_head
 from bench.harness.providers import ENV, ours, peer
-from bench.harness.run import Options, run_benchmarks
-from bench.harness.types import Case, Expected, Provider
+from bench.harness.run import Setting, checked, timed
+from bench.harness.timing import Clock
+from bench.harness.types import Case, Expected, Outputs, Provider
 from smopd.kernels.dispatch import cpp_unavailable
+from tests.patience import HANG_SECONDS
 
-WITHOUT_COMPILE = ["--device", "cpu", "--providers", "eager,ours,peer"]
-
-
-def rows(capsys: pytest.CaptureFixture[str]) -> list[dict]:
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-
-
-def run(providers: tuple[Provider, ...], device: str = "cpu") -> tuple[int, list[dict]]:
-    """How many of ours were refused, and the rows, of topk_logprobs' quick cases with these providers."""
-    told: list[dict] = []
-    benchmark = dataclasses.replace(topk_logprobs.BENCHMARK, providers=providers)
-    options = Options(device=device, case_set="quick", seconds=0.001)
-    return run_benchmarks({"topk_logprobs": benchmark}, options, told.append), told
+N_ROWS, WRONG_ROW = 60, 31
+TOPK = topk_logprobs.BENCHMARKS["topk_logprobs"]
+FORMS = {
+    "smopd_loss": (smopd_loss.BENCHMARKS, smopd_loss.run(smopd_loss.fused)),
+    "topk_forward_kl": (topk_forward_kl.BENCHMARKS, topk_forward_kl.run(topk_forward_kl.fused)),
+    "linear_smopd_loss": (linear_smopd_loss.BENCHMARKS, linear_smopd_loss.run(linear_smopd_loss.fused)),
+}
 
 
-def test_the_benchmarks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == names()
-    assert {"topk_logprobs", "smopd_loss", "linear_smopd_loss", "advantages"} <= set(names())
+def setting(name: str, benchmark=TOPK, dtype: str = "float32", **sizes: int) -> Setting:
+    case = Case(**{"N": N_ROWS, "V": 50, "D": 0, "kappa": 4} | sizes, dtype=dtype)
+    return Setting(name, benchmark, case, "cpu")
+
+
+def judged(run: Callable) -> dict:
+    """The row of the reference with this call, in topk_logprobs' case."""
+    (provider,) = ours(run, backends=("reference",))
+    return checked(setting("topk_logprobs"), provider)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("form", "name", "dtype"),
     [
-        (["topk"], "no benchmark 'topk', expected some of"),
-        (["table", "no-such-file"], "no-such-file"),
-        (["table"], "a file is expected"),
-        (["plot"], "a file is expected"),
+        ("smopd_loss", "logp", "float32"),
+        ("smopd_loss", "kl", "float32"),
+        ("smopd_loss", "entropy", "bfloat16"),
+        ("smopd_loss", "loss", "float32"),
+        ("smopd_loss", "dlogits", "bfloat16"),
+        ("topk_forward_kl", "dlogits", "float32"),
+        ("linear_smopd_loss", "logp", "float32"),
+        ("linear_smopd_loss", "kl", "bfloat16"),
+        ("linear_smopd_loss", "dhidden", "float32"),
+        ("linear_smopd_loss", "dhidden", "bfloat16"),
+        ("linear_smopd_loss", "dweight", "float32"),
     ],
 )
-def test_arguments_that_make_no_sense(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    assert message in capsys.readouterr().err
+def test_one_wrong_row_is_refused(form: str, name: str, dtype: str) -> None:
+    benchmarks, run = FORMS[form]
 
+    def spoiled(given: object) -> Outputs:
+        """One row of one output is another row's."""
+        outputs = run(given)
+        value = outputs[name].clone()
+        if value.ndim:
+            value[WRONG_ROW] = value[WRONG_ROW - 1]
+        else:
+            value += 1e-3
+        return outputs | {name: value}
 
-@pytest.mark.parametrize("name", names())
-def test_every_benchmark_runs_and_is_right(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(ENV, "reference")
-    assert main([name, "--quick", *WITHOUT_COMPILE]) == 0
-    assert os.environ[ENV] == "reference"
-    found = rows(capsys)
-    assert not [row for row in found if "refused" in row]
-    timed = [row for row in found if "ms" in row]
-    cases = {row["case"] for row in found}
-    for case in cases:
-        providers = {row["provider"]: row["kind"] for row in timed if row["case"] == case}
-        assert "reference" in providers and {"eager", "ceiling", "ours"} <= set(providers.values())
-    for row in timed:
-        assert 0 < row["p20_ms"] <= row["ms"] <= row["p80_ms"]
-        assert row["device"] and row["threads"] >= 1 and row["torch"] == torch.__version__
-        if row["kind"] != "ceiling":
-            assert row["of_ceiling"] > 0 and row["times_eager"] > 0
-            kernel = row["kind"] == "ours" and not row["provider"].startswith("reference")
-            assert 0 <= row["of_bound"] <= (1 if kernel else math.inf)
-    assert [row["times_eager"] for row in timed if row["kind"] == "eager"].count(1.0) >= len(cases)
+    def row(call: Callable) -> dict:
+        provider = Provider(name="as a kernel is judged", run=call, kind="ours")
+        return checked(setting(form, benchmarks[form], dtype, D=16 if "linear" in form else 0), provider)
 
-
-@pytest.mark.parametrize("name", names())
-def test_hard_shapes_are_checked_without_a_time(name: str) -> None:
-    benchmark = importlib.import_module(f"bench.{name}").BENCHMARK
-    small = tuple(case for case in benchmark.cases["check"] if case.N * max(case.V, 1) <= 100_000)
-    told: list[dict] = []
-    options = Options(device="cpu", case_set="check", providers=("eager", "ours"))
-    assert (
-        run_benchmarks({name: dataclasses.replace(benchmark, cases={"check": small})}, options, told.append)
-        == 0
-    )
-    assert len([row for row in told if "of_bound" in row]) >= 2 * len(small) > 0
-    assert not [row for row in told if "ms" in row or "refused" in row]
-
-
-@pytest.mark.skipif(cpp_unavailable() is not None, reason="smopd._C is not built")
-def test_the_backends_are_forced_each_in_its_rows() -> None:
-    seen = []
-
-    def spy(given: topk_logprobs.Inputs) -> dict:
-        seen.append(os.environ[ENV])
-        return topk_logprobs.run(topk_logprobs.fused)(given)
-
-    refused, told = run(ours(spy))
-    assert refused == 0
-    assert [row["provider"] for row in told if row["kind"] == "ours"] == ["reference", "cpp"] * 2
-    assert set(seen) == {"reference", "cpp"}
+    assert "refused" not in row(run)
+    wrong = row(spoiled)
+    assert wrong["refused"].startswith(f"{name} is off by") and "ms" not in wrong
 
 
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        (lambda ids, logps: (ids, logps + 1e-3), r"logps is off by 0.001 at most"),
-        (lambda ids, logps: (ids, logps * float("nan")), r"logps is off by nan"),
-        (lambda ids, logps: (ids.flip(-1), logps), r"ids differs in"),
-        (lambda ids, logps: (ids, logps[:, 1:]), r"logps has shape"),
+        (lambda ids, logps: (ids, logps + 1e-3), "logps is off by 0.001"),
+        (lambda ids, logps: (ids, logps * float("nan")), "logps is off by nan"),
+        (lambda ids, logps: (ids.flip(-1), logps), "ids differs in"),
+        (lambda ids, logps: (ids, logps[:, 1:]), "logps has shape"),
     ],
 )
-def test_a_wrong_result_is_refused_and_the_rest_goes_on(wrong, reason: str) -> None:
-    bad = ours(topk_logprobs.run(lambda *a: wrong(*topk_logprobs.fused(*a))), backends=("reference",))
-    good = ours(topk_logprobs.run(topk_logprobs.fused), "again", backends=("reference",))
-    refused, told = run((*bad, *good))
-    assert refused == 2
-    assert all(reason in row["refused"] and "ms" not in row for row in told if row["provider"] == "reference")
-    assert sum("refused" in row for row in told) == 2
-    assert [row["provider"] for row in told if "ms" in row and row["kind"] == "ours"] == [
-        "reference again"
-    ] * 2
+def test_a_wrong_result_of_topk_is_refused(wrong: Callable, reason: str) -> None:
+    row = judged(topk_logprobs.run(lambda *given: wrong(*topk_logprobs.fused(*given))))
+    assert row["refused"].startswith(reason) and "peak_mib" not in row
 
 
-needs_glibc = pytest.mark.skipif(
-    not hasattr(ctypes.CDLL(None), "mallopt"), reason="memory is poisoned through glibc"
-)
+def test_a_wrong_id_of_a_mixture_is_refused_where_its_place_is_sure() -> None:
+    benchmark = teacher_mixture.BENCHMARKS["teacher_mixture"]
+    call = next(p.run for p in benchmark.providers if p.backend == "reference")
+
+    def swapped(given: teacher_mixture.Inputs) -> Outputs:
+        outputs = call(given)
+        return outputs | {"ids": outputs["ids"].roll(1, -1)}
+
+    for run, refused in ((call, False), (swapped, True)):
+        (provider,) = ours(run, backends=("reference",))
+        assert ("refused" in checked(setting("mixture", benchmark, V=0, M=2), provider)) == refused
+    values = torch.tensor([[0.0, -1e-6, -1.0, -2.0]], dtype=torch.float64)
+    assert accuracy.clear_places(values, 3).tolist() == [[False, False, True]]
 
 
-@needs_glibc
-def test_zeros_that_were_never_written_are_refused() -> None:
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="memory is poisoned through glibc")
+def test_memory_that_was_never_written_is_refused() -> None:
     """Pages fresh from the system are zeros, and here zeros are right."""
     n_zeros = 16 << 20
-    benchmark = dataclasses.replace(
-        topk_logprobs.BENCHMARK,
-        providers=ours(lambda given: {"logps": torch.empty(n_zeros)}, backends=("reference",)),
-        cases={"check": (Case(N=1, V=7, kappa=1),)},
-        truth=lambda given: {"logps": Expected(torch.zeros(n_zeros), 1e-3)},
-    )
-    told: list[dict] = []
-    options = Options(device="cpu", case_set="check")
-    assert run_benchmarks({"topk_logprobs": benchmark}, options, told.append) == 1
-    assert told[0]["refused"].startswith("logps is off by 1.5 at most")
-
-
-@needs_glibc
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32])
-@pytest.mark.parametrize("n_elements", [60, 5000, 16 << 20])
-def test_new_memory_is_poisoned(n_elements: int, dtype: torch.dtype) -> None:
-    with accuracy.poisoned_memory(torch.zeros(1)):
-        kept = torch.zeros(n_elements, dtype=dtype)
-        del kept  # its memory is free, and may come again
-        new = torch.empty(n_elements, dtype=dtype)[8:]  # the allocator's own words lie at the beginning
-        poison = new.view(torch.uint8)[-1].clone()
-        assert bool((new.view(torch.uint8) == poison).all()) and bool(poison)
-    if n_elements > 1 << 20:
-        freed = torch.full((n_elements,), 7, dtype=dtype)
-        del freed
-        after = torch.empty(n_elements, dtype=dtype)[8:]  # zeros fresh from the system, or sevens
-        assert not bool((after.view(torch.uint8) == poison).all()), "still poisoned"
+    zeros = dataclasses.replace(TOPK, truth=lambda given: {"logps": Expected(torch.zeros(n_zeros), 1e-3)})
+    (provider,) = ours(lambda given: {"logps": torch.empty(n_zeros)}, backends=("reference",))
+    assert checked(setting("zeros", zeros, N=1), provider)["refused"].startswith("logps is off by 1.5")
 
 
 def test_what_raises_is_refused_in_ours_and_left_out_in_peers() -> None:
-    def broken(given: object) -> dict:
+    def broken(given: object) -> Outputs:
         raise RuntimeError("no kernel image")
 
-    refused, told = run((*ours(broken, backends=("reference",)), peer("theirs", broken)))
-    assert refused == 2
-    assert [row.get("refused") for row in told if row["kind"] == "ours"] == [
-        "RuntimeError: no kernel image"
-    ] * 2
-    assert {row["left_out"] for row in told if row["kind"] == "peer"} == {"RuntimeError: no kernel image"}
+    assert judged(broken)["refused"] == "RuntimeError: no kernel image"
+    assert checked(setting("topk"), peer("theirs", broken))["left_out"] == "RuntimeError: no kernel image"
+    absent = peer("theirs", broken, "no_such_module_anywhere")
+    assert checked(setting("topk"), absent)["left_out"] == "no_such_module_anywhere is not installed"
 
 
-def test_what_is_not_here_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    form = topk_logprobs.run(topk_logprobs.fused)
-    missing = peer("theirs", form, "no_such_module_anywhere")
-    elsewhere = peer("on a GPU", form, devices=("cuda",))
-    unserved = Provider(name="cpp", run=form, kind="ours", backend="triton")
-    refused, told = run((missing, elsewhere, unserved))
-    reasons = {row["provider"]: row["left_out"] for row in told if "left_out" in row}
-    assert refused == 0
-    assert reasons["theirs"] == "no_such_module_anywhere is not installed"
-    assert reasons["on a GPU"] == "needs cuda"
-    assert "cpu" in reasons["cpp"] and "RuntimeError" not in reasons["cpp"]
+def test_eager_forms_may_round_and_may_not_compute_something_else() -> None:
+    value = torch.ones(100, dtype=torch.float64)
+    expected = {"x": Expected(value, 1e-6)}
+    for kind, off, wrong in (("ours", 1e-3, True), ("eager", 1e-3, False), ("eager", 0.6, True)):
+        provider = Provider(name="x", run=lambda given: {}, kind=kind)
+        fault, *_ = accuracy.judge(provider, {"x": value + off}, expected)
+        assert (fault is not None) == wrong
+    fault, *_ = accuracy.judge(
+        Provider(name="x", run=lambda given: {}), {"x": value * float("nan")}, expected
+    )
+    assert fault is not None
 
 
-def test_after_the_deadline_cases_are_left_out() -> None:
-    told: list[dict] = []
-    options = Options(device="cpu", case_set="quick", deadline=time.monotonic() - 1)
-    assert run_benchmarks({"topk_logprobs": topk_logprobs.BENCHMARK}, options, told.append) == 0
-    assert len(told) == 2 and all("is over" in row["left_out"] for row in told)
+@pytest.mark.skipif(cpp_unavailable() is not None, reason="smopd._C is not built")
+def test_each_backend_is_forced_in_its_rows() -> None:
+    seen = []
+
+    def spy(given: topk_logprobs.Inputs) -> Outputs:
+        seen.append(os.environ[ENV])
+        return topk_logprobs.run(topk_logprobs.fused)(given)
+
+    for provider in ours(spy, backends=("reference", "cpp")):
+        assert "refused" not in checked(setting("topk"), provider)
+    assert seen == ["reference", "reference", "cpp", "cpp"]
 
 
-def test_rows_go_to_a_file_and_come_back_as_a_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "deep" / "rows.jsonl"
-    assert main(["advantages", "--quick", *WITHOUT_COMPILE, "--output", str(file)]) == 0
-    assert rows(capsys) == record.rows_of([file])
-    assert main(["table", str(file)]) == 0
-    printed = capsys.readouterr().out
-    assert "**advantages**, N12-K2-G4-fp32" in printed
-    assert "| reference |" in printed and "| eager by prompt |" in printed
-
-
-def test_a_table_shows_refusals_and_what_a_peer_computes() -> None:
-    refused = {"provider": "a", "refused": "ids differ", "kind": "ours"}
-    part = {"provider": "b", "computes": "a part", "ms": 1234.5, "p20_ms": 1.0, "p80_ms": 2.0, "kind": "peer"}
-    assert report.cells(refused)[:2] == ("a", "refused: ids differ")
-    assert report.cells(part)[:3] == ("b (a part)", "1,234", "1 to 2")
-
-
-def test_a_line_that_is_no_row_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"ms": 1}\n[1]\n')
-    with pytest.raises(ValueError, match=r"rows.jsonl:2: list, expected a row"):
-        record.rows_of([file])
-
-
-def test_turns_are_taken_in_rounds_each_first_once() -> None:
+def test_the_ceiling_is_timed_in_turn_and_the_input_is_made_anew() -> None:
     order: list[str] = []
-    turns = {name: timing.Turn(run=lambda _, name=name: order.append(name)) for name in "abc"}
-    times = timing.interleaved(turns, timing.CpuClock(), seconds=0.0, rounds=3)
-    assert "".join(order) == "abc" + "bca" + "cab"
-    assert all(len(samples.seconds) == 3 for samples in times.values())
+    at, clock = setting("topk"), Clock("cpu")
+    ceiling = dataclasses.replace(at.ceiling, run=lambda: order.append("ceiling"))
+    object.__setattr__(at, "ceiling", ceiling)
+    provider = Provider(
+        name="x",
+        run=lambda prepared: order.append("run") or {},
+        prepare=lambda inputs: order.append("prepare"),
+    )
+
+    def pedantic(call: Callable, setup: Callable, rounds: int) -> list[float]:
+        assert rounds >= 3
+        order.clear()
+        for _ in range(3):
+            (prepared,), _ = setup()
+            before = clock.read()
+            call(prepared)
+            assert clock.read() > before
+        return [2.0, 4.0, 6.0]
+
+    row = timed(at, provider, clock, 0.0, pedantic)
+    assert order == ["ceiling", "prepare", "run"] * 3
+    assert row["ms"] == 4000 and row["ceiling"] == "read" and row["repeats"] == 3 and row["of_ceiling"] > 0
 
 
-def test_where_the_time_decides_on_the_rounds_a_warm_up_and_a_trial_come_first() -> None:
-    runs: list[None] = []
-    turns = {"a": timing.Turn(run=lambda _: runs.append(None))}
-    times = timing.interleaved(turns, timing.CpuClock(), seconds=0.0)["a"]
-    assert len(times.seconds) == timing.MIN_ROUNDS == len(runs) - 2
-
-
-def test_preparation_is_not_timed() -> None:
-    slow = timing.Turn(run=lambda _: None, prepare=lambda: time.sleep(0.05))
-    times = timing.interleaved({"slow": slow}, timing.CpuClock(), seconds=0.0, rounds=3)["slow"]
-    assert max(times.seconds) < 0.05
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_truth_of_a_head_is_made_in_float64(dtype: str) -> None:
+    torch.manual_seed(0)
+    scenario = on_head(Case(N=5, V=40, D=8, kappa=3, dtype=dtype), "cpu")
+    exact = scenario.hidden_ND.double() @ scenario.weight_VD.double().T
+    wanted = exact if dtype == "float32" else exact.bfloat16().double()
+    found = head_logits(scenario.hidden_ND, scenario.weight_VD)
+    torch.testing.assert_close(found, wanted, rtol=1e-14, atol=1e-13)
+    names = ("logp", "kl", "loss", "dhidden", "dweight")
+    assert {truth.loss_truth(scenario)[name].value.dtype for name in names} == {torch.float64}
 
 
 @pytest.mark.skipif(
@@ -263,55 +205,72 @@ def test_peak_memory_counts_what_lives_at_once() -> None:
     assert abs(one / 2**20 - 32) < 8 and abs(two / 2**20 - 64) < 8
 
 
-def test_bounds_are_judged_by_share_and_slack() -> None:
-    provider = peer("theirs", lambda given: {}, slack=10.0)
-    truth = {"x": Expected(torch.zeros(2), torch.tensor([1.0, 2.0]))}
-    fault, errors, share = accuracy.judge(provider, {"x": torch.tensor([3.0, 4.0])}, truth)
-    assert fault is None and errors == {"x": 4.0} and math.isclose(share, 3.0)
-    fault, *_ = accuracy.judge(provider, {"x": torch.tensor([11.0, 0.0])}, truth)
-    assert fault is not None and "x is off by 11" in fault
-    fault, *_ = accuracy.judge(provider, {"y": torch.zeros(2)}, truth)
-    assert fault is not None and "expected some of ['x']" in fault
+SPOILED = """
+import bench.advantages as bench
+right = bench.gdpo_advantages
+bench.gdpo_advantages = lambda *given, **options: right(*given, **options) + 1e-3
+"""
 
 
-@pytest.mark.parametrize(
-    ("value", "dtype", "want"),
-    [(1.0, torch.bfloat16, 2.0**-7), (1.5, torch.float32, 2.0**-23), (-0.75, torch.bfloat16, 2.0**-8)],
-)
-def test_ulp(value: float, dtype: torch.dtype, want: float) -> None:
-    assert float(accuracy.ulp(torch.tensor(value, dtype=torch.float64), dtype)) == want
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [False, True])
+def test_pytest_bench(wrong: bool, repository_root: Path, tmp_path: Path) -> None:
+    """The front door: one table, rows with where they were measured, and a failure where ours is wrong."""
+    pytest.importorskip("pytest_benchmark", reason="needs pytest-benchmark")
+    (tmp_path / "spoiled.py").write_text(SPOILED if wrong else "")
+    rows = tmp_path / "deep" / "rows.jsonl"
+    options = ("--smopd-cases", "quick", "--smopd-seconds", "0.01", "--smopd-output", str(rows))
+    command = [sys.executable, "-m", "pytest", "bench", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    done = subprocess.run(
+        [*command, "-p", "spoiled", "-k", "advantages and not compile", *options],
+        cwd=repository_root,
+        env=outer | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{repository_root}"},
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+    )
+    assert done.returncode == int(wrong), done.stdout[-3000:]
+    found = record.rows_of(rows)
+    assert {"eager", "reference"} == {row["provider"] for row in found}
+    for row in found:
+        assert row["device"] and row["torch"] == torch.__version__ and row["python"] and "commit" in row
+        if wrong and row["kind"] == "ours":
+            assert row["refused"].startswith("advantages is off by") and "ms" not in row
+        else:
+            assert 0 < row["p20_ms"] <= row["ms"] <= row["p80_ms"] and row["of_ceiling"] > 0
+    assert done.stdout.count("| advantages N") == len(found)
 
 
-def test_infinities_that_agree_are_no_error() -> None:
-    provider = ours(lambda given: {}, backends=("reference",))[0]
-    value = torch.tensor([-math.inf, 1.0])
-    assert accuracy.judge(provider, {"x": value}, {"x": Expected(value, 1e-6)})[0] is None
-    fault, *_ = accuracy.judge(provider, {"x": torch.tensor([0.0, 1.0])}, {"x": Expected(value, 1e-6)})
-    assert fault is not None
+def test_stored_rows_are_shown_as_a_table(repository_root: Path, capsys) -> None:
+    from bench.harness import report
+
+    for path in sorted((repository_root / "bench" / "baselines").glob("*.jsonl")):
+        lines = list(report.table(record.rows_of(path)))
+        assert len(lines) == 3 + len(path.read_text().splitlines())
 
 
-def test_labels() -> None:
-    case = Case(N=8, V=16, M=2, kappa=4, dtype="bfloat16", flags=("tail",))
-    assert case.label == "N8-V16-M2-kappa4-bf16-tail"
+def test_a_line_that_is_no_row_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"ms": 1}\n[1]\n')
+    with pytest.raises(ValueError, match=r"rows.jsonl:2: not a row"):
+        record.rows_of(tmp_path / "rows.jsonl")
 
 
-def test_a_plot_is_drawn_or_matplotlib_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    row = {"benchmark": "b", "case": "c", "provider": "p", "kind": "ours", "ms": 2.0, "p20_ms": 1.0}
-    file, image = tmp_path / "rows.jsonl", tmp_path / "plot.png"
-    file.write_text(json.dumps(row | {"p80_ms": 3.0, "of_ceiling": 0.5, "ceiling": "copy"}) + "\n")
-    status = main(["plot", str(file), str(image)])
-    if importlib.util.find_spec("matplotlib") is None:
-        assert status == 2 and "matplotlib is not installed" in capsys.readouterr().err
-    else:
-        assert status == 0 and image.stat().st_size > 1000
+def test_a_job_on_the_gpu_is_killed_at_its_limit(tmp_path: Path) -> None:
+    code = "import os, time; print(os.environ['SMOPD_BENCH_OUTPUT'], flush=True); time.sleep(99)"
+
+    def said(code: str, seconds: float = 60.0, tool: str | None = None) -> str:
+        job = gpu.Job("job", (sys.executable, "-c", code), 60.0, tool=tool)
+        return gpu.run(job, tmp_path / "log", tmp_path / "rows", seconds)
+
+    assert said(code, 2).startswith("killed at its limit")
+    assert (tmp_path / "log").read_text().strip() == str(tmp_path / "rows")
+    assert said("").startswith("ended well") and said("raise SystemExit(3)").startswith("exit status 3")
+    assert said("", 0.0).startswith("not begun") and said("", tool="no-such-tool").startswith("not here")
 
 
-@pytest.mark.parametrize("name", names())
-def test_every_benchmark_has_cases_for_both_devices_and_one_main_case(name: str) -> None:
-    cases = importlib.import_module(f"bench.{name}").BENCHMARK.cases
-    assert set(cases) == {"cpu", "cuda", "quick", "check"}
-    for kind in ("cpu", "cuda", "quick"):
-        assert [case.main for case in cases[kind]].count(True) == 1
-        assert len({case.label for case in cases[kind]}) == len(cases[kind])
+def test_the_plan_for_a_gpu_is_shown_on_any_machine(capsys) -> None:
+    assert gpu.main(["--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"{part}  {job.name}," in shown for part, jobs in gpu.PARTS.items() for job in jobs)
+    assert gpu.main(["4"]) == 2

@@ -1,0 +1,57 @@
+"""`pytest bench`: its options, its table, and the file of its rows."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bench.harness import record, report
+from bench.harness.record import DEVICE
+
+ROWS = pytest.StashKey[list[dict]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("smopd")
+    group.addoption("--smopd-cases", choices=("cpu", "cuda", "quick"), default=DEVICE, help="which sizes")
+    group.addoption("--smopd-check", action="store_true", help="check 64 rows of each case, time nothing")
+    group.addoption("--smopd-seconds", type=float, default=3.0, help="of timing a provider in a case, about")
+    group.addoption(
+        "--smopd-output",
+        type=Path,
+        default=os.environ.get("SMOPD_BENCH_OUTPUT"),
+        help="rows are appended to this file as JSON lines (default: $SMOPD_BENCH_OUTPUT)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[ROWS] = []
+    if not config.getoption("benchmark_verbose", True):
+        config.option.benchmark_quiet = True  # one table: ours has the ceiling
+
+
+@pytest.fixture
+def tell(request: pytest.FixtureRequest) -> Callable[[dict], None]:
+    """Keeps a row, with where it was measured."""
+    config = request.config
+
+    def keep(row: dict) -> None:
+        row = row | record.surroundings(DEVICE)
+        config.stash[ROWS].append(row)
+        if path := config.getoption("smopd_output"):
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "a") as file:
+                file.write(json.dumps(row) + "\n")
+
+    return keep
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if rows := config.stash[ROWS]:
+        terminalreporter.section("operations")
+        for line in report.table(rows):
+            terminalreporter.write_line(line)

@@ -1,0 +1,111 @@
+"""`pytest bench`: every operation by every provider, checked against float64, then timed beside its ceiling.
+
+    pytest bench -k topk_logprobs                 one operation
+    pytest bench -k "smopd_loss and (cpp or eager)"
+    pytest bench --smopd-output rows.jsonl        rows as JSON lines; python -m bench rows.jsonl shows them
+
+A wrong result of ours is a failure and gets no time. What is not installed is skipped, and says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from bench.harness.providers import here
+from bench.harness.record import DEVICE
+from bench.harness.run import Setting, checked, timed
+from bench.harness.timing import Clock
+from bench.harness.types import Benchmark, Case, Provider
+
+pytest.importorskip("pytest_benchmark", reason="needs pytest-benchmark (the bench extra)")
+
+MODULES = (
+    "topk_logprobs",
+    "topk_forward_kl",
+    "teacher_mixture",
+    "smopd_loss",
+    "linear_smopd_loss",
+    "advantages",
+)
+BENCHMARKS = {
+    name: benchmark
+    for module in MODULES
+    for name, benchmark in importlib.import_module(f"bench.{module}").BENCHMARKS.items()
+}
+CHECKED_ROWS = 64
+QUICK = {"N": 32, "V": 1271, "D": 16, "kappa": 8}  # the most of each
+CLOCK = Clock(DEVICE)
+
+
+@dataclass(frozen=True)
+class Entry:
+    name: str
+    case: Case
+    provider: Provider
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.case.label}-{self.provider.name}"
+
+
+def cases_of(benchmark: Benchmark, chosen: str) -> list[Case]:
+    """Of "cpu" or "cuda"; "quick" ones are a CPU's, made small: does it work."""
+    if chosen != "quick":
+        return list(benchmark.cases[chosen])
+    small = [
+        replace(case, repeats=None, **{name: min(most, getattr(case, name)) for name, most in QUICK.items()})
+        for case in benchmark.cases["cpu"]
+    ]
+    return list({case.label: case for case in reversed(small)}.values())[::-1]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    cases = metafunc.config.getoption("smopd_cases")
+    entries = [
+        Entry(name, case, provider)
+        for name, benchmark in BENCHMARKS.items()
+        for case in cases_of(benchmark, cases)
+        for provider in benchmark.providers
+        if here(provider, case, DEVICE)
+    ]
+    metafunc.parametrize("entry", entries, ids=str)
+
+
+@functools.lru_cache(maxsize=1)
+def setting_of(name: str, case: Case) -> Setting:
+    return Setting(name, BENCHMARKS[name], case, DEVICE)
+
+
+@pytest.mark.benchmark(timer=CLOCK.read, disable_gc=True)
+def test_operation(
+    entry: Entry,
+    request: pytest.FixtureRequest,
+    benchmark: Any,
+    tell: Callable[[dict], None],
+) -> None:
+    only_check = request.config.getoption("smopd_check")
+    case = replace(entry.case, N=min(entry.case.N, CHECKED_ROWS)) if only_check else entry.case
+    setting = setting_of(entry.name, case)
+    row = checked(setting, entry.provider)
+    if "refused" in row:
+        tell(row)
+        if entry.provider.kind == "ours":
+            pytest.fail(f"{entry}: {row['refused']}", pytrace=False)
+        pytest.skip(row["refused"])
+    if "left_out" in row:
+        tell(row)
+        pytest.skip(row["left_out"])
+    if not only_check:
+
+        def pedantic(call: Callable, setup: Callable, rounds: int) -> list[float]:
+            benchmark.pedantic(call, setup=setup, rounds=rounds)
+            return benchmark.stats.stats.sorted_data
+
+        row |= timed(setting, entry.provider, CLOCK, request.config.getoption("smopd_seconds"), pedantic)
+        benchmark.extra_info |= row
+    tell(row)
