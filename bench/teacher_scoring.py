@@ -1,14 +1,12 @@
 """Scoring responses by a teacher in vLLM: dicts with detokenising (what users have), flat lists, our pooler.
 
-python -m bench.teacher_scoring [--models world qwen] [--tokens 512 2048] [--prompt 8] [--dtype bfloat16]
+    python -m bench.teacher_scoring [--models world qwen] [--tokens 512 2048] [--prompt 8] [--dtype bfloat16]
 
-A JSON line a row: microseconds a response position (median), and peak memory above what was there before
-the call, for each length of response. Only our pooler leaves the prompt's positions out: the shorter the
-prompts, the better for the others. All three give the log-probabilities of one model at temperature 1, and
-are compared before any is timed. Models: the quickstart's vocabulary of 265, where a position costs what
-the route adds; and Qwen's of 151,936, where on a CPU it costs the head's product as well. With --model
-FOLDER it is that one, and our local engine (transformers) is a fourth, which computes a prompt once for
-its --group of responses.
+A JSON line a row: microseconds a response position (median), and peak memory above what was there before the
+call. All give the log-probabilities of one model at temperature 1, and are compared before they are timed. Only
+our pooler leaves the prompt's positions out: the shorter the prompts, the better for the others. `world` has
+the quickstart's 265 tokens, `qwen` 151,936. With --model FOLDER it is that one, and our local engine
+(transformers) is a fourth, which computes a prompt once for its --group of responses.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -28,7 +26,6 @@ from transformers import AutoConfig
 
 from bench.harness import record
 from bench.harness.memory import peak_bytes
-from smopd.data.places import model_place
 from smopd.engine.distributed import process_group
 from smopd.engine.models.loading import load_model
 from smopd.engine.settings import Packing, VllmSettings
@@ -37,7 +34,8 @@ from smopd.worlds.models import qwen_vocab_model, world_model
 
 BOUNDS = {"float32": 1e-3, "bfloat16": 8e-3}  # in 16 bit two roundings of a logit near 1
 
-Score = Callable[[list[Rollout], int], tuple[Tensor, Tensor]]
+Score = Callable[[list[Rollout], int], Tensor]
+"""Responses and kappa -> their positions' log-probabilities, (N, kappa)."""
 
 
 def main() -> None:
@@ -45,7 +43,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", choices=("world", "qwen"), default=["world", "qwen"])
-    parser.add_argument("--model", help="a folder, or the short name of a model, in place of --models")
+    parser.add_argument("--model", help="a folder, in place of --models")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048], help="of one response")
     parser.add_argument("--prompt", type=int, default=512, help="tokens before each response")
     parser.add_argument("--responses", type=int, default=2)
@@ -57,29 +55,21 @@ def main() -> None:
     parser.add_argument("--tokenizer", default="tokenizer/qwen", help="Qwen's ranks: a file or a short name")
     parser.add_argument("--output", type=Path, help="rows go to this file as well")
     chosen = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with (
-        TemporaryDirectory() as folder,
-        process_group(),
-        chosen.output.open("a") if chosen.output else nullcontext() as file,
-    ):
-        tell = record.teller(device, file)
-        if chosen.model:
-            path = model_place(chosen.model)
+    output = chosen.output.open("a") if chosen.output else nullcontext()
+    with TemporaryDirectory() as folder, process_group(), output as file:
+        tell = record.teller(record.DEVICE, file)
+        for name in [chosen.model] if chosen.model else chosen.models:
+            path = chosen.model or save_model(name, f"{folder}/{name}", chosen)
             config = AutoConfig.from_pretrained(path)
-            chosen.hidden = config.hidden_size
-            scores = scorers("the model", path, config.vocab_size, chosen.dtype)
-            scores["local"] = local(path, config.vocab_size, chosen.dtype)
-            measure(scores, chosen, config.vocab_size, device, tell)
-            return
-        for name in chosen.models:
-            path = f"{folder}/{name}"
-            vocabulary = save_model(name, path, chosen)
-            measure(scorers(name, path, vocabulary, chosen.dtype), chosen, vocabulary, device, tell)
+            scores = scorers(name, path, config.vocab_size, chosen.dtype)
+            if chosen.model:
+                scores["local"] = local(path, config.vocab_size, chosen.dtype)
+            for row in rows(scores, chosen, config.vocab_size):
+                tell(row | {"benchmark": "teacher_scoring", "hidden": config.hidden_size})
 
 
-def save_model(name: str, path: str, chosen: argparse.Namespace) -> int:
-    """Saves a model of one layer, with its tokenizer, and returns its vocabulary."""
+def save_model(name: str, path: str, chosen: argparse.Namespace) -> str:
+    """Saves a model of one layer with its tokenizer."""
     sizes = {
         "hidden_size": chosen.hidden,
         "heads": max(1, chosen.hidden // 64),
@@ -89,7 +79,7 @@ def save_model(name: str, path: str, chosen: argparse.Namespace) -> int:
     made = qwen_vocab_model(0, chosen.tokenizer, **sizes) if name == "qwen" else world_model(0, **sizes)
     for part in made:
         part.save_pretrained(path)
-    return made[0].config.vocab_size
+    return path
 
 
 def scorers(name: str, folder: str, vocabulary: int, dtype: str) -> dict[str, Score]:
@@ -97,67 +87,51 @@ def scorers(name: str, folder: str, vocabulary: int, dtype: str) -> dict[str, Sc
     from smopd.engine.vllm.teachers import VllmTeachers
 
     settings = VllmSettings(kv_cache_bytes=256 << 20, dtype=dtype)
-    users = engine(
-        f"users of {name}",
-        folder,
-        settings,
-        skip_tokenizer_init=False,
-        tokenizer=folder,
-        max_logprobs=-1,
-        enable_prefix_caching=False,
-    )
-    flat, pooler = (
-        VllmTeachers([folder], settings, vocabulary, route, role=f"{route} of {name}")
-        for route in ("prompt_logprobs", "pooler")
-    )
-    return {
-        "dicts, detokenised": lambda rollouts, kappa: as_dicts(users, rollouts, kappa),
-        "flat lists": lambda rollouts, kappa: scored(flat, rollouts, kappa),
-        "pooler": lambda rollouts, kappa: scored(pooler, rollouts, kappa),
-    }
+    options = {"skip_tokenizer_init": False, "tokenizer": folder, "max_logprobs": -1}
+    users = engine(f"users of {name}", folder, settings, **options, enable_prefix_caching=False)
+    found: dict[str, Score] = {"dicts, detokenised": partial(as_dicts, users)}
+    for label, route in (("flat lists", "prompt_logprobs"), ("pooler", "pooler")):
+        teachers = VllmTeachers([folder], settings, vocabulary, route, role=f"{route} of {name}")
+        found[label] = partial(scored, teachers)
+    return found
 
 
 def local(path: str, vocabulary: int, dtype: str) -> Score:
     from smopd.engine.local.teachers import LocalTeachers
 
-    teachers = LocalTeachers(
-        [load_model(path, getattr(torch, dtype))], Packing(micro_batch_tokens=4096), vocabulary
-    )
-    return lambda rollouts, kappa: scored(teachers, rollouts, kappa)
+    model = load_model(path, getattr(torch, dtype))
+    return partial(scored, LocalTeachers([model], Packing(micro_batch_tokens=4096), vocabulary))
 
 
-def as_dicts(llm, rollouts: list[Rollout], kappa: int) -> tuple[Tensor, Tensor]:
+def as_dicts(llm, rollouts: list[Rollout], kappa: int) -> Tensor:
     """What users do: a dict a position, read entry by entry."""
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": [*r.prompt_ids, *r.response_ids.tolist()]} for r in rollouts]
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=kappa)
-    ids, logps = [], []
+    logps = []
     for rollout, answer in zip(rollouts, llm.generate(prompts, params, use_tqdm=False), strict=True):
         for position in answer.prompt_logprobs[len(rollout.prompt_ids) :]:
             ranked = sorted(position.items(), key=lambda entry: entry[1].rank)[:kappa]
-            ids.append([token for token, _ in ranked])
             logps.append([entry.logprob for _, entry in ranked])
-    return torch.tensor(ids, dtype=torch.int32), torch.tensor(logps)
+    return torch.tensor(logps)
 
 
-def scored(teachers, rollouts: list[Rollout], kappa: int) -> tuple[Tensor, Tensor]:
-    topk = teachers.score(rollouts, kappa, 1.0)
-    return topk.ids_NMS[:, 0], topk.logps_NMS[:, 0]
+def scored(teachers, rollouts: list[Rollout], kappa: int) -> Tensor:
+    return teachers.score(rollouts, kappa, 1.0).logps_NMS[:, 0]
 
 
-def measure(scores: dict[str, Score], chosen: argparse.Namespace, vocabulary: int, device: str, tell) -> None:
+def rows(scores: dict[str, Score], chosen: argparse.Namespace, vocabulary: int) -> Iterator[dict]:
     generator = torch.Generator().manual_seed(0)
     for kappa in chosen.kappa:
         for length in chosen.tokens:
-            rollouts = []
+            rollouts: list[Rollout] = []
             for number in range(chosen.responses):
                 ids = torch.randint(0, vocabulary, (chosen.prompt + length,), generator=generator)
                 group, of_it = divmod(number, chosen.group)
                 prompt = rollouts[-1].prompt_ids if of_it else tuple(ids[: chosen.prompt].tolist())
                 rollouts.append(Rollout(prompt, ids[chosen.prompt :], torch.zeros(length), group, True))
-            found = {name: score(rollouts, kappa)[1] for name, score in scores.items()}
-            users, *ours = found.values()
+            users, *ours = [score(rollouts, kappa) for score in scores.values()]
             for values in ours:
                 torch.testing.assert_close(values, users, rtol=0, atol=BOUNDS[chosen.dtype])
             times: dict[str, list[float]] = {name: [] for name in scores}
@@ -166,22 +140,15 @@ def measure(scores: dict[str, Score], chosen: argparse.Namespace, vocabulary: in
                     start = time.perf_counter()
                     score(rollouts, kappa)
                     times[name].append((time.perf_counter() - start) / (length * chosen.responses))
-            medians = {name: statistics.median(values) for name, values in times.items()}
-            slowest = next(iter(medians.values()))
-            sizes = f"P{chosen.prompt}-T{length}-R{chosen.responses}-V{vocabulary}-D{chosen.hidden}"
             for name, score in scores.items():
-                peak = peak_bytes(partial(score, rollouts, kappa), device)
-                tell(
-                    {
-                        "benchmark": "teacher_scoring",
-                        "case": f"{sizes}-kappa{kappa}",
-                        "dtype": chosen.dtype,
-                        "provider": name,
-                        "us_per_position": round(1e6 * medians[name], 2),
-                        "times_dicts": round(slowest / medians[name], 2),
-                        "peak_mib": None if peak is None else round(peak / 2**20, 1),
-                    }
-                )
+                peak = peak_bytes(partial(score, rollouts, kappa), record.DEVICE)
+                yield {
+                    "case": f"P{chosen.prompt}-T{length}-R{chosen.responses}-V{vocabulary}-kappa{kappa}",
+                    "dtype": chosen.dtype,
+                    "provider": name,
+                    "us_per_position": round(1e6 * statistics.median(times[name]), 2),
+                    "peak_mib": None if peak is None else round(peak / 2**20, 1),
+                }
 
 
 if __name__ == "__main__":
