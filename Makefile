@@ -123,7 +123,7 @@ test-verl: $(VERL_VENV)/.installed $(VERL_SOURCE)
 		$(VERL_VENV)/bin/python -m pytest -rs tests/integrations/test_verl*.py
 
 gpu:
-	$(PYTHON) -m bench.gpu $(PART) $(if $(filter-out 0,$(DRY_RUN)),--dry-run)
+	failed=0; for part in $(or $(PART),1 2 3); do PYTHON=$(PYTHON) bench/gpu/run.sh $$part || failed=1; done; exit $$failed
 
 clean:
 	rm -rf $(VENV) $(ENGINES_VENV) $(VERL_VENV) build dist *.egg-info smopd/_C*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis

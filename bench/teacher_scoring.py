@@ -3,8 +3,8 @@
     python -m bench.teacher_scoring [--models world qwen] [--tokens 512 2048] [--prompt 8] [--dtype bfloat16]
 
 A JSON line a row: microseconds a response position (median), and peak memory above what was there before the
-call. All give the log-probabilities of one model at temperature 1, and are compared before they are timed. Only
-our pooler leaves the prompt's positions out: the shorter the prompts, the better for the others. `world` has
+call. All give the log-probabilities of one model at temperature 1, and are compared before they are timed.
+Our pooler alone leaves the prompt's positions out: short prompts are better for the others. `world` has
 the quickstart's 265 tokens, `qwen` 151,936. With --model FOLDER it is that one, and our local engine
 (transformers) is a fourth, which computes a prompt once for its --group of responses.
 """

@@ -26,11 +26,11 @@ from bench.harness.types import Benchmark, Case, Provider
 pytest.importorskip("pytest_benchmark", reason="needs pytest-benchmark (the bench extra)")
 
 MODULES = (
+    "smopd_loss",
+    "linear_smopd_loss",
     "topk_logprobs",
     "topk_forward_kl",
     "teacher_mixture",
-    "smopd_loss",
-    "linear_smopd_loss",
     "advantages",
 )
 BENCHMARKS = {
@@ -73,6 +73,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for provider in benchmark.providers
         if here(provider, case, DEVICE)
     ]
+    entries.sort(key=lambda entry: not entry.case.main)  # what one would miss most comes first
     metafunc.parametrize("entry", entries, ids=str)
 
 

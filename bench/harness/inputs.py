@@ -29,14 +29,13 @@ class Scenario:
     """A loss's inputs. logits_NV, or hidden_ND and weight_VD for the linear form."""
 
     case: Case
-    tokens: LossTokens
     settings: LossSettings
     logits_NV: Tensor | None = None
     hidden_ND: Tensor | None = None
     weight_VD: Tensor | None = None
-    probe_V: Tensor | None = (
-        None  # random signs: the whole (V, D) gradient is checked by its product with them
-    )
+    probe_V: Tensor | None = None
+    """Random signs: the whole (V, D) gradient is checked by its product with them."""
+    tokens: LossTokens | None = None
 
     def without_anchor(self) -> Scenario:
         """The forward KL alone."""
@@ -53,15 +52,9 @@ class Scenario:
 
 def head_logits(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
     """Products in float64; of a 16-bit head rounded once, since its logits are 16-bit by definition."""
-    products_NV = head_products(hidden_ND, weight_VD)
-    if hidden_ND.dtype == torch.float32:
-        return products_NV
-    return products_NV.to(hidden_ND.dtype).double()
-
-
-def head_products(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
     wide_ND = hidden_ND.double()
-    return torch.cat([wide_ND @ piece.double().T for piece in pieces(weight_VD)], -1)
+    products_NV = torch.cat([wide_ND @ piece.double().T for piece in pieces(weight_VD)], -1)
+    return products_NV if hidden_ND.dtype == torch.float32 else products_NV.to(hidden_ND.dtype).double()
 
 
 def pieces(weight_VD: Tensor) -> tuple[Tensor, ...]:
@@ -85,43 +78,31 @@ def chunks(case: Case) -> list[slice]:
 
 
 def on_logits(case: Case, device: str) -> Scenario:
-    blank = Scenario(case, _no_tokens(case, device), _settings(case), random_logits(case, device))
-    return replace(blank, tokens=_tokens(blank, device))
+    return _with_tokens(Scenario(case, _settings(case), random_logits(case, device)), device)
 
 
 def on_head(case: Case, device: str) -> Scenario:
     hidden_ND, weight_VD = random_head(case, device)
     probe_V = torch.randint(0, 2, (case.V,), device=device).float() * 2 - 1
-    settings, tokens = _settings(case), _no_tokens(case, device)
-    blank = Scenario(case, tokens, settings, None, hidden_ND, weight_VD, probe_V)
-    return replace(blank, tokens=_tokens(blank, device))
+    return _with_tokens(Scenario(case, _settings(case), None, hidden_ND, weight_VD, probe_V), device)
 
 
 def _settings(case: Case) -> LossSettings:
     """The paper's form; flags: tail, merge, entropy (its gradient)."""
-    return LossSettings(
-        kappa=case.kappa,
-        tail="tail" in case.flags,
-        merge="merge" in case.flags,
-        entropy_coef=0.001 if "entropy" in case.flags else 0.0,
-    )
+    flags = {name: name in case.flags for name in ("tail", "merge")}
+    return LossSettings(kappa=case.kappa, **flags, entropy_coef=0.001 if "entropy" in case.flags else 0.0)
 
 
-def _no_tokens(case: Case, device: str) -> LossTokens:
-    zeros = torch.zeros(case.N, device=device)
-    return LossTokens(token_ids_N=zeros.long(), adv_N=zeros, pg_weight_N=zeros)
-
-
-def _tokens(blank: Scenario, device: str) -> LossTokens:
-    case = blank.case
-    parts = [_teachers(blank.chunk(rows).float(), case) for rows in chunks(case)]
+def _with_tokens(scenario: Scenario, device: str) -> Scenario:
+    case = scenario.case
+    parts = [_teachers(scenario.chunk(rows).float(), case) for rows in chunks(case)]
     ids_NMS, logps_NMS, token_ids_N, logp_N = (torch.cat(column) for column in zip(*parts, strict=True))
     even_N = torch.full((case.N,), 1 / case.N, device=device)
     target = {"target_ids_NS": ids_NMS[:, 0].contiguous(), "target_logps_NS": logps_NMS[:, 0].contiguous()}
     if case.M:
         log_alpha = torch.full((case.M,), -math.log(case.M), device=device)
         target = {"teacher_ids_NMS": ids_NMS, "teacher_logps_NMS": logps_NMS, "log_alpha": log_alpha}
-    return LossTokens(
+    tokens = LossTokens(
         token_ids_N=token_ids_N,
         adv_N=torch.randn(case.N, device=device),
         pg_weight_N=even_N,
@@ -130,6 +111,7 @@ def _tokens(blank: Scenario, device: str) -> LossTokens:
         ent_weight_N=even_N,
         **target,
     )
+    return replace(scenario, tokens=tokens)
 
 
 def _teachers(logits: Tensor, case: Case) -> tuple[Tensor, ...]:

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from bench import linear_smopd_loss, smopd_loss, teacher_mixture, topk_forward_kl, topk_logprobs
-from bench.gpu import __main__ as gpu
 from bench.harness import accuracy, memory, record, truth
 from bench.harness.inputs import head_logits, on_head
 from bench.harness.providers import ENV, ours, peer
@@ -256,21 +255,20 @@ def test_a_line_that_is_no_row_is_named(tmp_path: Path) -> None:
         record.rows_of(tmp_path / "rows.jsonl")
 
 
-def test_a_job_on_the_gpu_is_killed_at_its_limit(tmp_path: Path) -> None:
-    code = "import os, time; print(os.environ['SMOPD_BENCH_OUTPUT'], flush=True); time.sleep(99)"
+def test_the_plan_for_a_gpu_is_shown_on_any_machine(repository_root: Path, tmp_path: Path) -> None:
+    script = repository_root / "bench" / "gpu" / "run.sh"
 
-    def said(code: str, seconds: float = 60.0, tool: str | None = None) -> str:
-        job = gpu.Job("job", (sys.executable, "-c", code), 60.0, tool=tool)
-        return gpu.run(job, tmp_path / "log", tmp_path / "rows", seconds)
+    def said(part: str, code: int, **environment: str) -> str:
+        command = ["bash", str(script), part]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+        assert done.returncode == code, done.stderr
+        return done.stdout
 
-    assert said(code, 2).startswith("killed at its limit")
-    assert (tmp_path / "log").read_text().strip() == str(tmp_path / "rows")
-    assert said("").startswith("ended well") and said("raise SystemExit(3)").startswith("exit status 3")
-    assert said("", 0.0).startswith("not begun") and said("", tool="no-such-tool").startswith("not here")
-
-
-def test_the_plan_for_a_gpu_is_shown_on_any_machine(capsys) -> None:
-    assert gpu.main(["--dry-run"]) == 0
-    shown = capsys.readouterr().out
-    assert all(f"{part}  {job.name}," in shown for part, jobs in gpu.PARTS.items() for job in jobs)
-    assert gpu.main(["4"]) == 2
+    for part, jobs in (("1", 3), ("2", 2), ("3", 3)):
+        assert len(said(part, 0, DRY_RUN="1").splitlines()) == jobs
+    said("4", 2)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho $SMOPD_BENCH_OUTPUT; exit 3\n")
+    python.chmod(0o755)
+    assert "2-readers: exit status 3" in said("2", 1, PYTHON=str(python), OUT=str(tmp_path))
+    assert (tmp_path / "2-step.log").read_text() == f"{tmp_path}/rows.jsonl\n"
