@@ -44,7 +44,7 @@ case $part in
         --metrics $metrics "${bench[@]}" --smopd-check -k $loss
     ;;
 2)
-    job step 90 "$python" -m smopd.train bench/training_step.yaml --output "$out/step"
+    job step 110 "$python" -m bench.gpu.step --seconds 95 --output "$SMOPD_BENCH_OUTPUT"
     job readers 120 "${bench[@]}" --smopd-seconds 1 -k "not reference and not teacher"
     ;;
 3)

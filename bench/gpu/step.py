@@ -602,7 +602,7 @@ def guarded(bench: Bench, benchmark: str, case: str, limit: float) -> Iterator[N
                 "where": where,
             }
         )
-        record.note(traceback.format_exc())
+        traceback.print_exc()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
