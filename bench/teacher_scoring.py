@@ -1,6 +1,6 @@
 """Scoring responses by a teacher in vLLM: dicts with detokenising (what users have), flat lists, our pooler.
 
-    python -m bench.teacher_scoring [--models world qwen] [--tokens 512 2048] [--prompt 8] [--dtype bfloat16]
+    python -m bench.teacher_scoring [--tokens 512 2048] [--prompt 8] [--dtype bfloat16]
 
 A JSON line a row: microseconds a response position (median), and peak memory above what was there before the
 call. All give the log-probabilities of one model at temperature 1, and are compared before they are timed.
@@ -33,6 +33,7 @@ from smopd.engine.types import Rollout
 from smopd.worlds.models import qwen_vocab_model, world_model
 
 BOUNDS = {"float32": 1e-3, "bfloat16": 8e-3}  # in 16 bit two roundings of a logit near 1
+HIDDEN = 64
 
 Score = Callable[[list[Rollout], int], Tensor]
 """Responses and kappa -> their positions' log-probabilities, (N, kappa)."""
@@ -42,14 +43,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", choices=("world", "qwen"), default=["world", "qwen"])
-    parser.add_argument("--model", help="a folder, in place of --models")
+    parser.add_argument("--model", help="a folder, in place of world and qwen")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048], help="of one response")
     parser.add_argument("--prompt", type=int, default=512, help="tokens before each response")
     parser.add_argument("--responses", type=int, default=2)
     parser.add_argument("--group", type=int, default=1, help="responses of a prompt")
     parser.add_argument("--kappa", type=int, nargs="+", default=[16, 64])
-    parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--dtype", choices=BOUNDS, default="float32")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tokenizer", default="tokenizer/qwen", help="Qwen's ranks: a file or a short name")
@@ -58,7 +57,7 @@ def main() -> None:
     output = chosen.output.open("a") if chosen.output else nullcontext()
     with TemporaryDirectory() as folder, process_group(), output as file:
         tell = record.teller(record.DEVICE, file)
-        for name in [chosen.model] if chosen.model else chosen.models:
+        for name in [chosen.model] if chosen.model else ("world", "qwen"):
             path = chosen.model or save_model(name, f"{folder}/{name}", chosen)
             config = AutoConfig.from_pretrained(path)
             scores = scorers(name, path, config.vocab_size, chosen.dtype)
@@ -71,8 +70,8 @@ def main() -> None:
 def save_model(name: str, path: str, chosen: argparse.Namespace) -> str:
     """Saves a model of one layer with its tokenizer."""
     sizes = {
-        "hidden_size": chosen.hidden,
-        "heads": max(1, chosen.hidden // 64),
+        "hidden_size": HIDDEN,
+        "heads": 1,
         "layers": 1,
         "max_positions": max(chosen.tokens) + chosen.prompt + 1,
     }

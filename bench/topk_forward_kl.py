@@ -9,7 +9,7 @@ from bench.harness.inputs import VOCABULARIES, Scenario, on_logits
 from bench.harness.providers import compiled, compiling, eager, ours, peer
 from bench.harness.truth import loss_truth
 from bench.harness.types import Benchmark, Case, Expected, Outputs
-from smopd.ops import teacher_forward_kl, teacher_mixture, topk_forward_kl
+from smopd.ops import teacher_forward_kl, topk_forward_kl
 
 
 def truth(scenario: Scenario) -> dict[str, Expected]:
@@ -59,13 +59,6 @@ def of_teachers(logits_NV, tokens, settings):
     return teacher_forward_kl(logits_NV, tokens.token_ids_N, *teachers, **options)
 
 
-def in_two(logits_NV, tokens, settings):
-    """The mixture by a call of its own."""
-    teachers = (tokens.teacher_ids_NMS, tokens.teacher_logps_NMS, tokens.log_alpha)
-    target = teacher_mixture(*teachers, settings.kappa, merge=settings.merge)
-    return topk_forward_kl(logits_NV, tokens.token_ids_N, target.ids_NS, target.logps_NS, tail=settings.tail)
-
-
 def of_cases(cpu: tuple[Case, ...], cuda: tuple[Case, ...], *providers) -> Benchmark:
     return Benchmark(
         cases={"cpu": cpu, "cuda": cuda},
@@ -108,6 +101,5 @@ BENCHMARKS = {
             Case(N=8192, V=151_936, kappa=32, M=4, dtype="bfloat16", flags=("merge", "tail")),
         ),
         *ours(run(of_teachers)),
-        *ours(run(in_two), "in two"),
     ),
 }

@@ -85,7 +85,6 @@ BENCHMARKS = {
         ceiling=lambda inputs: ceiling.read(inputs.given[0]),
         providers=(
             eager("topk + logsumexp", run(eager_forms.topk_of_logits)),
-            eager("log_softmax + topk", run(eager_forms.topk_of_log_softmax)),
             compiled(run(compiling(eager_forms.topk_of_logits))),
             *ours(run(fused)),
             peer(

@@ -48,7 +48,7 @@ case $part in
     job readers 120 "${bench[@]}" --smopd-seconds 1 -k "not reference and not teacher"
     ;;
 3)
-    job tests 120 "${pytest[@]}" -m gpu -n 8 --dist loadgroup -p bench.gpu.pytest_plugin tests/kernels
+    job tests 120 "${pytest[@]}" -m gpu -n 8 --dist loadgroup -p tests.gpu_plugin tests/kernels
     job memcheck 45 compute-sanitizer --tool memcheck --error-exitcode 9 \
         env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "${bench[@]}" "${small[@]}"
     job racecheck 45 compute-sanitizer --tool racecheck --error-exitcode 9 "${bench[@]}" "${small[@]}"

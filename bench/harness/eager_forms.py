@@ -17,12 +17,6 @@ def topk_of_logits(logits_NV: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
     return top.indices, top.values.float() - logits_NV.float().logsumexp(-1, keepdim=True)
 
 
-def topk_of_log_softmax(logits_NV: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
-    """A log-softmax over everything, of which kappa are kept."""
-    top = logits_NV.float().log_softmax(-1).topk(kappa, dim=-1)
-    return top.indices, top.values
-
-
 def pooled(ids_NMS: Tensor, logps_NMS: Tensor, log_alpha: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
     """Concatenate and cut."""
     top = (logps_NMS + log_alpha[:, None]).flatten(1).topk(kappa, dim=-1)

@@ -6,7 +6,7 @@ Shapes: N tokens, V vocabulary, D hidden, M teachers, S support entries (kappa).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -125,17 +125,3 @@ def _teachers(logits: Tensor, case: Case) -> tuple[Tensor, ...]:
     token_ids = ids[:, 0].gather(-1, pick)[:, 0].long()
     logp = logits.log_softmax(-1).gather(-1, token_ids[:, None])[:, 0]
     return ids, logps, token_ids, logp
-
-
-def anchor_tokens(tokens: LossTokens) -> LossTokens:
-    """The policy gradient alone, with one advantage for all: what some peers compute."""
-    target = dict.fromkeys(
-        field.name for field in fields(tokens) if field.name.startswith(("target", "teacher"))
-    )
-    return replace(tokens, adv_N=torch.ones_like(tokens.adv_N), log_alpha=None, kl_weight_N=None, **target)
-
-
-def label_tokens(tokens: LossTokens) -> LossTokens:
-    """The mean negative log-probability of the tokens."""
-    even_N = torch.full_like(tokens.adv_N, 1.0 / tokens.adv_N.shape[0])
-    return replace(anchor_tokens(tokens), pg_weight_N=even_N, old_logp_N=None)

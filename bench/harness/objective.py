@@ -37,19 +37,6 @@ class Terms:
     q_dense: Tensor
 
 
-@dataclass(frozen=True)
-class Exact:
-    """Per row: the terms, each (n,); with a gradient also it and the size of what it is the difference of."""
-
-    logp: Tensor
-    entropy: Tensor
-    kl: Tensor
-    surrogate: Tensor
-    weighted: Tensor
-    gradient: Tensor | None = None
-    scale: Tensor | None = None
-
-
 def take(tokens: LossTokens, rows: Tensor | slice) -> LossTokens:
     """The tokens of these rows; log_alpha is shared by all."""
     columns = {
@@ -149,22 +136,18 @@ def forward_kl(logq: Tensor, ids: Tensor, logps: Tensor, tail: bool) -> tuple[Te
     return kl + torch.where(rest >= TAIL_FLOOR, off, 0.0), q_dense, student_mass
 
 
-def exact(logits: Tensor, tokens: LossTokens, settings: LossSettings, *, gradient: bool = False) -> Exact:
-    """The terms in float64, and the gradient in the logits."""
-    logits = logits.detach().double().requires_grad_(gradient)
-    with torch.set_grad_enabled(gradient):
-        part = terms(logits, tokens, settings)
-    columns = (part.logp, part.entropy, part.kl, part.surrogate, part.weighted)
-    result = Exact(*(value.detach() for value in columns))
-    if not gradient:
-        return result
-    (grad,) = torch.autograd.grad(part.weighted.sum(), logits)
+def exact(logits: Tensor, tokens: LossTokens, settings: LossSettings) -> tuple[Terms, Tensor, Tensor]:
+    """The terms in float64, the gradient in the logits, and the size of what that is the difference of."""
+    logits = logits.detach().double().requires_grad_()
+    part = terms(logits, tokens, settings)
+    (gradient,) = torch.autograd.grad(part.weighted.sum(), logits)
+    part = Terms(**{name: value.detach() for name, value in vars(part).items()})
     logq = (logits.detach() / settings.temperature).log_softmax(-1)
-    p, zero = logq.exp(), torch.zeros_like(result.logp)
+    p, zero = logq.exp(), torch.zeros_like(part.logp)
     weights = [tokens.pg_weight_N, tokens.kl_weight_N, tokens.ent_weight_N]
     pg_w, kl_w, ent_w = (zero if w is None else w.to(zero.dtype) for w in weights)
     kl_w, ent_w = kl_w * settings.opd_coef, ent_w * settings.entropy_coef
     size = torch.stack([pg_w, kl_w, ent_w]).abs().amax(0)[:, None]
-    scale = size * (p + part.q_dense + part.slope.detach()[:, None])
-    scale = scale + (ent_w[:, None] * p * (logq.abs() + result.entropy[:, None])).nan_to_num(0.0)
-    return dataclasses.replace(result, gradient=grad, scale=scale)
+    scale = size * (p + part.q_dense + part.slope[:, None])
+    scale = scale + (ent_w[:, None] * p * (logq.abs() + part.entropy[:, None])).nan_to_num(0.0)
+    return part, gradient, scale

@@ -70,8 +70,8 @@ def checked(setting: Setting, provider: Provider) -> dict:
             started = time.perf_counter()
             with poisoned_memory(like):
                 outputs = provider.run(prepared)
-            fault, errors, share = judge(provider, outputs, truth)
             first_s = time.perf_counter() - started
+            fault, errors, share = judge(provider, outputs, truth)
             del prepared, outputs
             row["errors"] = {name: _digits(error, 3) for name, error in errors.items()}
             if fault is not None:
@@ -134,8 +134,7 @@ def _graph(setting: Setting, provider: Provider) -> dict:
 
     prepared = setting.prepared(provider)
     try:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            ms = do_bench_cudagraph(lambda: provider.run(prepared), return_mode="median")
+        ms = do_bench_cudagraph(lambda: provider.run(prepared), return_mode="median")
         return {"graph_ms": _digits(ms)}
     except Exception as error:  # whatever a capture that fails raises
         torch.cuda.synchronize()

@@ -16,23 +16,20 @@ from bench.harness.accuracy import LINEAR_NORM, LOGP, gradient_bound
 from bench.harness.inputs import (
     CHUNK_ELEMENTS,
     Scenario,
-    anchor_tokens,
     chunks,
-    label_tokens,
     pieces,
 )
 from bench.harness.objective import exact, take
 from bench.harness.types import Expected
-from smopd.ops import LossSettings
 
 CHECKED_ELEMENTS = 1 << 26  # of the rows that are compared element by element
-PEER_ROWS = 8  # of what peers compute
+LEAST_ROWS = 8
 TERMS = ("logp", "entropy", "kl", "surrogate")
 
 
-def checked_rows(n_rows: int, width: int, device: str, most: int | None = None) -> Tensor:
+def checked_rows(n_rows: int, width: int, device: str) -> Tensor:
     """All rows if they are cheap, else the first, the last and what lies evenly between."""
-    most = max(PEER_ROWS, CHECKED_ELEMENTS // max(width, 1)) if most is None else most
+    most = max(LEAST_ROWS, CHECKED_ELEMENTS // max(width, 1))
     if n_rows <= most:
         return torch.arange(n_rows, device=device)
     return torch.linspace(0, n_rows - 1, most, dtype=torch.float64, device=device).round().long()
@@ -49,51 +46,35 @@ def loss_truth(scenario: Scenario) -> dict[str, Expected]:
     columns: dict[str, list[Tensor]] = defaultdict(list)
     along_probe_D = torch.zeros(case.D, dtype=torch.float64, device=checked.device)
     for rows in chunks(case):
-        part = exact(scenario.chunk(rows), take(tokens, rows), scenario.settings, gradient=True)
-        assert part.gradient is not None and part.scale is not None
+        part, gradient, scale = exact(scenario.chunk(rows), take(tokens, rows), scenario.settings)
         for name in (*TERMS, "weighted"):
             columns[name].append(getattr(part, name))
         inside = checked[(checked >= rows.start) & (checked < rows.stop)] - rows.start
         if weight_VD is None:
-            columns["gradient"].append(part.gradient[inside])
-            bound = gradient_bound(part.gradient[inside], case.torch_dtype, part.scale[inside])
+            columns["gradient"].append(gradient[inside])
+            bound = gradient_bound(gradient[inside], case.torch_dtype, scale[inside])
             columns["bound"].append(bound.float())
         else:
             assert scenario.probe_V is not None and scenario.hidden_ND is not None
-            columns["gradient"].append(through_head(part.gradient[inside], weight_VD))
-            along_probe_D += (part.gradient @ scenario.probe_V.double()) @ scenario.hidden_ND[rows].double()
+            columns["gradient"].append(through_head(gradient[inside], weight_VD))
+            along_probe_D += (gradient @ scenario.probe_V.double()) @ scenario.hidden_ND[rows].double()
     found = {name: torch.cat(parts) for name, parts in columns.items()}
     loss, linear = found["weighted"].sum(), weight_VD is not None
     bound = LINEAR_NORM[case.torch_dtype] if linear else LOGP
     expected = {name: Expected(found[name], bound, norm=linear) for name in TERMS}
     expected["loss"] = Expected(loss, bound * max(1.0, abs(float(loss))))
+    # What peers compute: the policy gradient with an advantage of 1 for all, the tokens' mean cross entropy.
+    ratio_N = (found["logp"] - tokens.old_logp_N).exp()
+    least, most = 1 - scenario.settings.clip_low, 1 + scenario.settings.clip_high
+    expected["even_surrogate"] = Expected(-torch.minimum(ratio_N, ratio_N.clamp(least, most)))
+    expected["cross_entropy"] = Expected(-found["logp"].mean())
     if not linear:
         expected["dlogits"] = Expected(found["gradient"], found["bound"], rows=checked)
-        return expected | _parts_of_peers(scenario)
+        return expected
     probe_V = scenario.probe_V
     along = Expected(along_probe_D, bound, norm=True, of=lambda dweight_VD: probe_V @ dweight_VD.float())
     expected |= {"dhidden": Expected(found["gradient"], bound, rows=checked, norm=True), "dweight": along}
-    return expected | _parts_of_peers(scenario)
-
-
-def _parts_of_peers(scenario: Scenario) -> dict[str, Expected]:
-    """Gradients at a few rows of what peers compute where that is a part."""
-    plain = LossSettings(temperature=scenario.settings.temperature)
-    rows = _peer_rows(scenario)
-    expected: dict[str, Expected] = {}
-    for name, part in (("anchor", anchor_tokens), ("label", label_tokens)):
-        of_rows = take(part(scenario.tokens), rows)
-        gradient = exact(scenario.chunk(rows), of_rows, plain, gradient=True).gradient
-        assert gradient is not None
-        if scenario.weight_VD is not None:
-            gradient = through_head(gradient, scenario.weight_VD)
-        kind = "dlogits" if scenario.weight_VD is None else "dhidden"
-        expected[f"{kind}_{name}"] = Expected(gradient, rows=rows)
     return expected
-
-
-def _peer_rows(scenario: Scenario) -> Tensor:
-    return checked_rows(scenario.case.N, 1, str(scenario.tokens.adv_N.device), PEER_ROWS)
 
 
 def through_head(gradient_nV: Tensor, weight_VD: Tensor) -> Tensor:

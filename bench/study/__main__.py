@@ -6,7 +6,6 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import tyro
 
@@ -18,7 +17,6 @@ from bench.study.results import read
 
 @dataclass(frozen=True)
 class Options:
-    size: Literal["cpu", "gpu"] = "cpu"
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     only: tuple[str, ...] = ()
     """Experiments of bench/study/experiments.py; all where none is named."""
@@ -40,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: --only {unknown[0]}: expected one of {', '.join(EXPERIMENTS)}", file=sys.stderr)
         return 2
     names = options.only or tuple(EXPERIMENTS)
-    wanted = jobs(names, options.seeds, options.size, options.output, options.results)
+    wanted = jobs(names, options.seeds, options.output, options.results)
     failed = run(wanted, options.at_once) if options.train else []
     for name in names:
         for variant in EXPERIMENTS[name].variants:

@@ -55,13 +55,3 @@ EXPERIMENTS = {
         Experiment("merging_snips"),
     )
 }
-
-SIZES: Mapping[str, tuple[str, ...]] = {
-    "cpu": (),
-    "gpu": (
-        *("--loop.prompts_per_step", "512"),
-        *("--model.kwargs.hidden_size", "256"),
-        *("--model.kwargs.layers", "4"),
-    ),
-}
-"""Settings of every experiment by size: `cpu` is the recipes' own."""

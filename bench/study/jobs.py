@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.study.experiments import EXPERIMENTS, SIZES
+from bench.study.experiments import EXPERIMENTS
 from bench.study.results import keep, read
 from smopd.config.cli import parse
 from smopd.config.settings import Settings
@@ -28,7 +28,6 @@ class Job:
     experiment: str
     variant: str
     seed: int
-    size: str
     output: Path
     """Of the runs."""
     results: Path
@@ -36,8 +35,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        prefix = "" if self.size == "cpu" else f"{self.size}_"
-        return f"{prefix}{self.experiment}_{self.variant}_seed_{self.seed}"
+        return f"{self.experiment}_{self.variant}_seed_{self.seed}"
 
     @property
     def folder(self) -> Path:
@@ -50,7 +48,7 @@ class Job:
     def command(self) -> list[str]:
         experiment = EXPERIMENTS[self.experiment]
         where = ["--seed", str(self.seed), "--output", str(self.folder), "--log.plain", "true"]
-        settings = [*experiment.variants[self.variant], *SIZES[self.size]]
+        settings = experiment.variants[self.variant]
         return [sys.executable, "-m", "smopd.train", str(experiment.path), *where, *settings]
 
     @property
@@ -64,12 +62,10 @@ class Job:
         return self.kept.exists() and set(self.settings.runs) <= set(read(self.kept).runs)
 
 
-def jobs(
-    experiments: Sequence[str], seeds: Sequence[int], size: str, output: Path, results: Path
-) -> list[Job]:
+def jobs(experiments: Sequence[str], seeds: Sequence[int], output: Path, results: Path) -> list[Job]:
     """Seed by seed, so that an interrupted study has whole seeds."""
     return [
-        Job(name, variant, seed, size, output, results)
+        Job(name, variant, seed, output, results)
         for seed in seeds
         for name in experiments
         for variant in EXPERIMENTS[name].variants

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bench.study.conflict import brevity_reward, coverage_reward
-from bench.study.experiments import EXPERIMENTS, SIZES
+from bench.study.experiments import EXPERIMENTS
 from bench.study.jobs import Job, jobs, run
 from bench.study.results import T_975, Steps, best, difference, read, spread
 from bench.study.show import curves, levels, table
@@ -25,12 +25,10 @@ STORED = sorted((Path(__file__).parents[2] / "docs/study/results").glob("*.json"
 
 
 @pytest.mark.parametrize(("experiment", "variant"), VARIANTS, ids=["-".join(each) for each in VARIANTS])
-@pytest.mark.parametrize("size", SIZES)
-def test_smopd_train_accepts_every_job(experiment: str, variant: str, size: str, tmp_path: Path) -> None:
-    job = Job(experiment, variant, 3, size, tmp_path / "runs", tmp_path / "results")
+def test_smopd_train_accepts_every_job(experiment: str, variant: str, tmp_path: Path) -> None:
+    job = Job(experiment, variant, 3, tmp_path / "runs", tmp_path / "results")
     settings = job.settings
     assert settings.seed == 3 and Path(settings.output) == job.folder
-    assert settings.loop.prompts_per_step == 512 if size == "gpu" else settings.loop.prompts_per_step <= 64
     assert set(EXPERIMENTS[experiment].baselines) <= set(settings.runs)
 
 
@@ -83,7 +81,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def train(command: list[str], **options: object) -> SimpleNamespace:
         folder = Path(command[command.index("--output") + 1])
-        job = Job("conflict", "moderate", 3, "cpu", folder.parent, folder.parent)
+        job = Job("conflict", "moderate", 3, folder.parent, folder.parent)
         ran.append(folder.name)
         (folder / "config.yaml").write_text(write_yaml(job.settings))
         (folder / "environment.json").write_text(json.dumps({"git": {"commit": "0123"}, "command": ["a"]}))
@@ -100,9 +98,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_finished_job_is_kept_and_not_run_again(trained: list[str], tmp_path: Path) -> None:
     results = tmp_path / "results"
-    wanted = [
-        job for job in jobs(["conflict"], [3], "cpu", tmp_path / "runs", results) if job.variant != "base"
-    ]
+    wanted = [job for job in jobs(["conflict"], [3], tmp_path / "runs", results) if job.variant != "base"]
     assert run(wanted, 1) == [] and trained == ["conflict_moderate_seed_3"]
     assert run(wanted, 1) == [] and len(trained) == 1
     kept = read(wanted[0].kept)
@@ -121,7 +117,7 @@ def test_a_finished_job_is_kept_and_not_run_again(trained: list[str], tmp_path: 
 
 def test_a_job_that_fails_is_reported_and_leaves_no_result(monkeypatch, tmp_path: Path, capsys) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: SimpleNamespace(returncode=2))
-    wanted = jobs(["curves"], [0], "cpu", tmp_path / "runs", tmp_path / "results")
+    wanted = jobs(["curves"], [0], tmp_path / "runs", tmp_path / "results")
     assert run(wanted, 2) == wanted and "failed with 2, see" in capsys.readouterr().out
     assert not wanted[0].kept.exists()
 

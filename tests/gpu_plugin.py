@@ -1,6 +1,6 @@
 """A pytest plugin for a GPU: a broken CUDA context or a hang costs one test, not its worker's others.
 
-    python -m pytest -m gpu -n 8 -p bench.gpu.pytest_plugin tests/kernels
+    python -m pytest -m gpu -n 8 -p tests.gpu_plugin tests/kernels
 
 After a CUDA error that sticks every later test of the process fails too; a process that waits for the device
 never comes back. Such a process ends, and pytest-xdist starts another worker for the other tests.
