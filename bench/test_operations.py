@@ -13,7 +13,6 @@ import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 
@@ -83,12 +82,7 @@ def setting_of(name: str, case: Case) -> Setting:
 
 
 @pytest.mark.benchmark(timer=CLOCK.read, disable_gc=True)
-def test_operation(
-    entry: Entry,
-    request: pytest.FixtureRequest,
-    benchmark: Any,
-    tell: Callable[[dict], None],
-) -> None:
+def test_operation(entry: Entry, request: pytest.FixtureRequest, tell: Callable[[dict], None]) -> None:
     only_check = request.config.getoption("smopd_check")
     case = replace(entry.case, N=min(entry.case.N, CHECKED_ROWS)) if only_check else entry.case
     setting = setting_of(entry.name, case)
@@ -102,6 +96,7 @@ def test_operation(
         tell(row)
         pytest.skip(row["left_out"])
     if not only_check:
+        benchmark = request.getfixturevalue("benchmark")
 
         def pedantic(call: Callable, setup: Callable, rounds: int) -> list[float]:
             benchmark.pedantic(call, setup=setup, rounds=rounds)
