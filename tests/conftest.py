@@ -215,3 +215,15 @@ def data_set() -> Callable[[str], Path]:
         pytest.skip(reason)
 
     return find
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """New tensors hold NaN or the largest integer, those too that C++ makes: what is not written shows."""
+    import torch
+
+    torch.set_deterministic_debug_mode("warn")  # the one mode in which torch fills new memory
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert bool(torch.empty(1000).isnan().all())
+    yield
+    torch.set_deterministic_debug_mode("default")
