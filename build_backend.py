@@ -7,13 +7,20 @@ build without a compiler (or with SMOPD_BUILD_EXT=0) fetches gigabytes in vain.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sysconfig
+from pathlib import Path
 
 from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403 the other hooks
 
-TORCH = "torch>=2.11,<2.14"  # as in pyproject.toml
+
+def torch_requirement() -> str:
+    """The package's own bound. Python 3.10 has no reader of TOML."""
+    found = re.search(r'"(torch>=[^"]+)"', Path(__file__).with_name("pyproject.toml").read_text())
+    assert found, "pyproject.toml names no torch"
+    return found[1]
 
 
 def has_compiler() -> bool:
@@ -23,7 +30,7 @@ def has_compiler() -> bool:
 
 def torch_for_the_extension() -> list[str]:
     mode = os.environ.get("SMOPD_BUILD_EXT", "auto")
-    return [TORCH] if mode == "1" or (mode != "0" and has_compiler()) else []
+    return [torch_requirement()] if mode == "1" or (mode != "0" and has_compiler()) else []
 
 
 def get_requires_for_build_wheel(config_settings: dict | None = None) -> list[str]:

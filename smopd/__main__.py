@@ -9,6 +9,7 @@ import os
 import sys
 from importlib import import_module
 
+from smopd import __version__
 from smopd.names import nearest
 
 COMMANDS = {
@@ -27,6 +28,9 @@ def main(argv: list[str] | None = None) -> int:
     if not arguments or arguments[0] in ("--help", "-h"):
         print(usage())
         return 0
+    if arguments[0] == "--version":
+        print(f"smopd {__version__}")
+        return 0
     name, *rest = arguments
     if name not in COMMANDS:
         there = ", ".join(COMMANDS)
@@ -38,7 +42,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def usage() -> str:
     lines = [f"  {name:<10}{about}" for name, (_, about) in COMMANDS.items()]
-    return "\n".join(["usage: smopd COMMAND ...", "", *lines, "", "smopd COMMAND --help says more."])
+    return "\n".join(
+        ["usage: smopd COMMAND ... | --version", "", *lines, "", "smopd COMMAND --help says more."]
+    )
 
 
 def console() -> int:

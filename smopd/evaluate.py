@@ -11,6 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from smopd import extra  # noqa: F401 says what to install
+
+# isort: split
 import tyro
 
 from smopd.evals.api_bank.suite import ApiBankEvaluation

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from smopd import extra  # noqa: F401 says what to install
+
+# isort: split
 import tyro
 
 

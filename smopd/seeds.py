@@ -13,6 +13,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
+from smopd import extra  # noqa: F401 says what to install
+
+# isort: split
 import tyro
 
 from smopd.config.cli import read_settings

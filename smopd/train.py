@@ -8,6 +8,9 @@ from __future__ import annotations
 import signal
 import sys
 
+from smopd import extra  # noqa: F401 says what to install
+
+# isort: split
 from smopd.config.cli import describe, parse
 from smopd.run import launch
 

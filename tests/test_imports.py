@@ -58,7 +58,7 @@ STOREYS = {
         preference teacher_server
     """,
     "smopd": """
-        names ops
+        names ops extra
         data
         config
         advantages gates rewards

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+import smopd
 from tests.strangers import (
     PIP_OPTIONS,
     ROOT,
@@ -32,6 +33,7 @@ from tests.strangers import (
     run,
     sources,
 )
+from tests.test_bounds import PROJECT
 
 pytestmark = pytest.mark.slow
 
@@ -282,18 +284,15 @@ def test_build_without_torch_succeeds_and_says_so(fresh: Path, tmp_path: Path) -
 
 
 def test_build_makes_two_files(built: Path) -> None:
-    version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert version
     platform = sysconfig.get_platform().replace("-", "_")  # linux_x86_64
     tag = f"cp310-abi3-{platform}" if has_compiler() else "py3-none-any"
     names = sorted(path.name for path in built.iterdir())
-    assert names == [f"smopd-{version[1]}-{tag}.whl", f"smopd-{version[1]}.tar.gz"]
+    assert names == [f"smopd-{smopd.__version__}-{tag}.whl", f"smopd-{smopd.__version__}.tar.gz"]
 
 
 def test_an_isolated_build_gets_torch_where_it_can_use_it(fresh: Path) -> None:
     """The same torch as the package's, for a wheel; none for an sdist or without a compiler."""
-    torch = re.search(r'^    "(torch>=.*?)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert torch
+    (torch,) = PROJECT["dependencies"]
 
     def needs(kind: str, **environment: str) -> list[str]:
         printed = run(sys.executable, "-c", NEEDS, kind, cwd=fresh, **environment).stdout
@@ -302,10 +301,10 @@ def test_an_isolated_build_gets_torch_where_it_can_use_it(fresh: Path) -> None:
     no_compiler = {"CXX": "/nonexistent/c++"}
     assert needs("sdist", CXX=sys.executable) == []
     for kind in ("wheel", "editable"):
-        assert needs(kind, CXX=sys.executable) == [torch[1]]
+        assert needs(kind, CXX=sys.executable) == [torch]
         assert needs(kind, CXX=sys.executable, SMOPD_BUILD_EXT="0") == []
         assert needs(kind, **no_compiler) == []
-        assert needs(kind, **no_compiler, SMOPD_BUILD_EXT="1") == [torch[1]]
+        assert needs(kind, **no_compiler, SMOPD_BUILD_EXT="1") == [torch]
 
 
 def test_installing_it_changes_no_other_program(wheel: Path) -> None:

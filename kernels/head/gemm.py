@@ -8,8 +8,8 @@ All sums are at least fp32. fp32 and fp64 take one GEMM each, and so do bf16 and
 bf16 and fp16 GEMMs have no fp32 result, and on CPUs without instructions for them they are slower than
 fp32's: there the factors are widened, the weight in pieces of PIECE_BYTES.
 
-On CPUs with AMX, oneDNN's bf16 product (seen in torch 2.13) reads the left factor in steps of 32 columns, past the
-end of a row, and multiplies what it finds by 0. So the padding of a buffer that becomes a left factor must be finite.
+On CPUs with AMX, oneDNN's bf16 product (seen in torch 2.13) reads the left factor in steps of 32 columns,
+past the end of a row, and multiplies what is there by 0. So the padding of a left factor must be finite.
 
 Shapes: N tokens, V vocabulary (or a piece of it), D hidden.
 """
@@ -34,7 +34,7 @@ def padded_width(n_vocab: int, itemsize: int) -> int:
 
 
 def logits_buffer(n_rows: int, n_vocab: int, like: Tensor) -> Tensor:
-    """(N, V) uninitialised, of like's dtype and device, its rows aligned whatever V is; their padding is 0."""
+    """(N, V) uninitialised, of like's dtype and device, its rows aligned whatever V is; the padding is 0."""
     buffer = like.new_empty(n_rows, padded_width(n_vocab, like.element_size()))
     buffer[:, n_vocab:] = 0.0
     return buffer[:, :n_vocab]

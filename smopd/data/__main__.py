@@ -8,6 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from smopd import extra  # noqa: F401 says what to install
+
+# isort: split
 from smopd.data.catalogue import ALIASES, DataSet, File, catalogue, data_set
 from smopd.data.places import VARIABLE, data_folder
 

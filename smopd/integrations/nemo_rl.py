@@ -22,7 +22,7 @@ from smopd.integrations.hosts import require_host, require_parameters
 from smopd.integrations.teacher_mixing import log_weights, require_vocabulary
 from smopd.ops import CLIP_HIGH, CLIP_LOW, LossSettings, LossTokens, smopd_loss
 
-FIRST, BEFORE = "0.6", "0.8"  # versions whose loss protocol was read
+FIRST, BEFORE = "0.6", "0.9"  # versions whose loss protocol was read
 LOGITS, IDS, LOGPS = "teacher_topk_logits", "teacher_topk_indices", "teacher_topk_logprobs"
 
 

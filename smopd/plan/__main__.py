@@ -11,6 +11,9 @@ import sys
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
+from smopd import extra  # noqa: F401 says what to install
+
+# isort: split
 import tyro
 from rich import box
 from rich.console import Console

@@ -40,6 +40,7 @@ from smopd.run.failures import FAILURES, UnusableInput, naming
 from smopd.run.folder import claimed, mark_done, write_settings
 from smopd.run.inputs import Inputs, digests, log_inputs, read_inputs, require_data
 from smopd.run.start import Starter
+from smopd.run.versions import newer_than_tested
 from smopd.step.held_out import evaluate_held_out
 from smopd.step.rewards import Rewarder
 from smopd.step.stop import Stop, Stopped
@@ -139,6 +140,8 @@ def do_runs(context: RunContext, command: Command) -> None:
     inputs = read_inputs(settings, tokenizer, demonstrations=base_due)
     write_settings(context.folder, settings, lambda: digests(settings, inputs))
     if distributed.rank() == 0:
+        if newer := newer_than_tested():
+            say(newer)
         if sample.is_used(settings.model_dump()):
             say(sample.NOTE)
         log_inputs(inputs)

@@ -65,7 +65,7 @@ def load_host(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = write_host(tmp_path, "0.7.0")
+    folder = write_host(tmp_path, "0.8.0")
     load_host(monkeypatch, folder)
     return folder
 
@@ -137,7 +137,7 @@ def assert_described(source: str) -> None:
 
 def test_the_stand_in_is_as_published() -> None:
     assert_described(INTERFACES)
-    assert [PUBLISHED["first_read"], PUBLISHED["last_read"]] == ["0.6.0", "0.7.0"]
+    assert [PUBLISHED["first_read"], PUBLISHED["last_read"]] == ["0.6.0", "0.8.0"]
 
 
 def test_the_published_protocol_is_the_checkouts() -> None:
@@ -242,13 +242,13 @@ def test_what_it_cannot_serve_is_refused(host: Path) -> None:
 
 
 def test_a_missing_host_is_named() -> None:
-    with pytest.raises(ImportError, match=r"needs nemo-rl, which is not installed.*nemo-rl>=0\.6,<0\.8"):
+    with pytest.raises(ImportError, match=r"needs nemo-rl, which is not installed.*nemo-rl>=0\.6,<0\.9"):
         SmopdLossFn([1.0])
 
 
 def test_an_unknown_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load_host(monkeypatch, write_host(tmp_path, "0.9.0"))
-    with pytest.raises(ImportError, match=r"nemo-rl>=0\.6,<0\.8; nemo-rl 0\.9\.0 is installed"):
+    with pytest.raises(ImportError, match=r"nemo-rl>=0\.6,<0\.9; nemo-rl 0\.9\.0 is installed"):
         SmopdLossFn([1.0])
 
 

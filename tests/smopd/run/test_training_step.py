@@ -46,7 +46,7 @@ def test_its_sizes_are_those_of_the_description() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("poisoned_memory")
 def test_it_runs_at_tiny_sizes(tmp_path) -> None:
-    """In bf16, with a vocabulary of no whole cache line: no update is skipped for padding that was never written."""
+    """In bf16, with padded rows of logits: no update is skipped for memory that was never written."""
     assert read_settings(str(RECIPE)).resolved("student").student.compute_dtype == "bfloat16"
     done = train_here(
         RECIPE,

@@ -1,0 +1,30 @@
+"""Imported first by every command: one line says what to install where the extra `train` is missing."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+TRAIN = (
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "safetensors",
+    "numpy",
+    "pyarrow",
+    "pydantic",
+    "tyro",
+    "rich",
+    "yaml",
+    "jinja2",
+    "httpx",
+    "platformdirs",
+    "packaging",
+)
+"""The extra's packages, by the names that they are imported by."""
+
+if absent := [name for name in TRAIN if find_spec(name) is None]:
+    sys.exit(
+        f"error: not installed: {', '.join(absent)}; the commands need the extra `train`: "
+        "pip install 'smopd[train]', or pip install '.[train]' in a clone"
+    )
