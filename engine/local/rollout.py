@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from smopd.engine.models.attention import choose_for_sampling
+from smopd.engine.models.renamed import cache_argument
 from smopd.engine.types import Rollout, Sampling
 from smopd.kernels.ops.draw import draw as draw_token
 
@@ -203,7 +204,7 @@ class LocalRollout:
             input_ids=ids,
             attention_mask=mask,
             position_ids=position,
-            past_key_values=cache,
+            **{cache_argument(type(self.model)): cache},
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]

@@ -26,6 +26,7 @@ from smopd.engine import distributed
 from smopd.engine.models import attention
 from smopd.engine.models.loading import head
 from smopd.engine.models.packing import empty_batch, flat_offsets, pack
+from smopd.engine.models.renamed import checkpoint_activations
 from smopd.engine.settings import TrainSettings
 from smopd.engine.student.strategy import Policy, Strategy
 from smopd.engine.types import Rollout, TokenBatch
@@ -90,7 +91,7 @@ class Student:
             lora.attach(model, settings.lora, dtype)
         policy = Policy(model).to(device).train()
         if settings.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(model)
         if settings.compile:
             compile_layers(model)
         self.strategy = make_strategy(policy, settings, device)

@@ -13,6 +13,7 @@ pytest.importorskip("trl", reason="needs trl (the trl extra)")
 
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
 
+from smopd.engine.models.renamed import checkpoint_activations
 from smopd.integrations.trl_loss import completions_of
 from smopd.ops import topk_logprobs
 from tests.integrations.tiny_trl import (
@@ -162,7 +163,7 @@ def test_only_bf16_autocast_reaches_the_head(
 def test_gradient_checkpointing_changes_no_gradient(tmp_path: Path, what: str) -> None:
     ours, theirs = pair(what, tmp_path, gradient_checkpointing=True)
     for trainer in (ours, theirs):  # train() does
-        trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
+        checkpoint_activations(trainer.model)
     ran = []
     ours.model.get_decoder().layers[0].mlp.register_forward_pre_hook(lambda *_: ran.append(1))
     inputs = completions(ours) | {"advantages": ADVANTAGES}

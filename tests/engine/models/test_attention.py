@@ -386,13 +386,12 @@ def test_a_query_a_row_attends_without_copies_of_the_keys(mask_rows):
     query, key, value = (torch.randn(3, heads, n, 8) for heads, n in ((8, 1), (2, 50), (2, 50)))
     mask = torch.rand(mask_rows, 1, 1, 50) < 0.7
     sdpa = attention.AttentionInterface()["sdpa"]
-    with Largest() as copied:
-        expected, _ = sdpa(module, query, key, value, mask, scaling=0.3)
+    expected, _ = sdpa(module, query, key, value, mask, scaling=0.3)
     with Largest() as largest:
         found, _ = attention.attend_token(module, query, key, value, mask, scaling=0.3)
     torch.testing.assert_close(found, expected)
     assert found.shape == expected.shape == (3, 1, 8, 8)
-    assert (largest.numbers, copied.numbers) == (query.numel(), 4 * key.numel())
+    assert largest.numbers == query.numel()
 
 
 def test_no_mask_is_made_beside_pieces():
