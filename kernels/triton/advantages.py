@@ -213,7 +213,7 @@ def advantages(
             "SNR": snr_threshold is not None, "WHITEN": whiten is not None, "TOKENS": tokens_R is not None,
             "K": padded, "B": owned,
         }  # fmt: skip
-        options_ = {"num_stages": 1, "maxnreg": NO_REGISTER_TARGET}
+        options_ = {"num_stages": 1, "maxnreg": NO_REGISTER_TARGET, "enable_fp_fusion": True}
         warps = min(max(owned * padded // WARP_TILE, 1), MAX_WARPS)
         _runs_kernel[(n_programs,)](
             *arguments, **variant, LONGEST=LONGEST, STRIDE=STRIDE, num_warps=warps, **options_

@@ -309,15 +309,18 @@ def forward_kl_gradient(
         statistics_4N, _small(dlogp_N), _small(dkl_N), coefficients_N2, places_NE, values_NE,
         n_rows, stride, scale, 1.0 / options.temperature,
         V=n_vocab, K=slots, C=consecutive, TAIL=options.tail, num_warps=max(1, slots // _SLOTS), num_stages=1,
+        enable_fp_fusion=True,
     )  # fmt: skip
     block = _TILE_WARPS * _WARP * _TILE_VECTORS * (_VECTOR_BYTES // logits_NV.element_size())
     block = min(block, max(triton.next_power_of_2(n_vocab), _WARP))
     tiles_kernel[(n_rows * triton.cdiv(n_vocab, block),)](
         logits_NV, grad_NV, coefficients_N2, stride, grad_stride, scale,
         V=n_vocab, C=consecutive, BLOCK=block, NATIVE=_NATIVE, num_warps=_TILE_WARPS, num_stages=1,
+        enable_fp_fusion=True,
     )  # fmt: skip
     scatter_kernel[(triton.cdiv(places_NE.numel(), _SCATTERED),)](
         grad_NV, places_NE, values_NE, places_NE.numel(), grad_stride,
         E=slots + 1, C=consecutive, BLOCK=_SCATTERED, num_warps=4, num_stages=1,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return grad_NV

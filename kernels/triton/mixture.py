@@ -290,5 +290,6 @@ def teacher_mixture(
         *ids_NMS.stride(), *logps_NMS.stride(), *log_alpha_NM.stride(),
         MERGE=merge, LOG_B=log_b, LOG_P=log_tile, LOG_K=log_k,
         num_warps=max(1 << log_tile >> LOG_WARP, 1), num_stages=1, maxnreg=NO_REGISTER_TARGET,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return Mixture(ids_NS, logps_NS, mass_N)

@@ -187,6 +187,6 @@ def teacher_product(
         *ids_NMS.stride(), *logps_NMS.stride(), *weights_NM.stride(),
         LOG_S=log_s, LOG_K=min(max((kappa - 1).bit_length(), MIN_LOG_P), log_s),
         LOG_W=min(log_s, LOG_W), LOG_C=LOG_C,
-        num_warps=1, num_stages=1, maxnreg=NO_REGISTER_TARGET,
+        num_warps=1, num_stages=1, maxnreg=NO_REGISTER_TARGET, enable_fp_fusion=True,
     )  # fmt: skip
     return Mixture(ids_NS, logps_NS, mass_N)

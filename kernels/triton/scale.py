@@ -30,7 +30,10 @@ def scale_(grad: Tensor, dloss: Tensor, out: Tensor | None = None) -> None:
     if grad.numel() > 0:
         grid = (min(triton.cdiv(grad.numel(), BLOCK), _resident(grad.device)),)
         into = grad if out is None else out
-        _scale_kernel[grid](into, grad, dloss, grad.numel(), BLOCK=BLOCK, IN_PLACE=out is None, num_warps=8)
+        _scale_kernel[grid](
+            into, grad, dloss, grad.numel(),
+            BLOCK=BLOCK, IN_PLACE=out is None, num_warps=8, enable_fp_fusion=True,
+        )  # fmt: skip
 
 
 def _resident(device: torch.device) -> int:

@@ -261,5 +261,6 @@ def row_targets(
         ready.ids_NK, ready.logps_NK, ready.id_logps_NK, ready.masses_2N, ready.holes_NK, ready.skipped_NL,
         V=n_vocab, S=ids.shape[-1], K=slots, R=repeats, L=lanes, C=consecutive, PART=part,
         TAIL=tail, DISTINCT=distinct, num_warps=max(slots // _SLOTS_A_WARP, 1), num_stages=1,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return ready

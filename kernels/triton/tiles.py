@@ -71,7 +71,14 @@ def _merged(ids_NS: Tensor, logps_NS: Tensor) -> Tensor:
         warps = max(1, slots // _MOST_PER_WARP)
         together = min(slots, max(1, _PAIRS * warps * _WARP // slots))
         repeats_kernel[(n_rows,)](
-            ids_NS.contiguous(), logps_NS, merged_NS, n_slots, K=slots, W=together, num_warps=warps
+            ids_NS.contiguous(),
+            logps_NS,
+            merged_NS,
+            n_slots,
+            K=slots,
+            W=together,
+            num_warps=warps,
+            enable_fp_fusion=True,
         )
     return merged_NS
 
@@ -109,7 +116,13 @@ class TileLoss:
         ids_N1 = plan.token_ids_N1.clamp(-1, _MOST_ID).to(torch.int32)
         self.slots_NK = ids_N1 if plan.target is None else torch.cat((ids_N1, plan.target.ids_NS), 1)
         self.two = len(plan.levels) == 2
-        self.options = {"TWO": self.two, "NATIVE": _NATIVE, "num_warps": _WARPS, "num_stages": 1}
+        self.options = {
+            "TWO": self.two,
+            "NATIVE": _NATIVE,
+            "num_warps": _WARPS,
+            "num_stages": 1,
+            "enable_fp_fusion": True,
+        }
         self._gradients: tuple[Merged, _Gradients] | None = None
 
     def scan(self, sums_CN: Tensor, tile_NP: Tensor, row: int, column: int) -> None:

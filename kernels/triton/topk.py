@@ -206,11 +206,11 @@ def topk_logprobs(
             logps_NS if token_logp_N is None else token_logp_N,
             start, n_vocab, _LOG2_E.value / temperature, temperature,
             HAS_TOKENS=token_logp_N is not None, WORDS=kappa > 0, **variant,
-            num_warps=1 << (LOG_THREADS - 5), num_stages=1,
+            num_warps=1 << (LOG_THREADS - 5), num_stages=1, enable_fp_fusion=True,
         )  # fmt: skip
         if kappa:
             select_kernel[grid](
                 *rows_NV, words, row_words, stats, ids_NS, logps_NS, start, n_vocab, temperature, kappa,
-                LOG_K=log_k, LOG_L=log_l, **variant, num_warps=1, num_stages=1,
+                LOG_K=log_k, LOG_L=log_l, **variant, num_warps=1, num_stages=1, enable_fp_fusion=True,
             )  # fmt: skip
     return TopK(ids_NS, logps_NS, token_logp_N)

@@ -71,7 +71,7 @@ def total_loss(terms: TokenTerms, tokens: LossTokens, settings: LossSettings) ->
         *(value_N.contiguous() for value_N in values),
         *(None if weight_N is None else weight_N.contiguous() for weight_N in weights),
         loss, sums_4, terms.kl_N.shape[0], settings.opd_coef, settings.entropy_coef,
-        BLOCK=BLOCK, num_warps=BLOCK // 32,
+        BLOCK=BLOCK, num_warps=BLOCK // 32, enable_fp_fusion=True,
     )  # fmt: skip
     columns = {name: getattr(terms, name) for name in STATS_FIELDS if name.endswith("_N")}
     return loss, LossStats(**columns, **dict(zip(SUMS, sums_4.unbind(), strict=True)))

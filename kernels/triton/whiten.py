@@ -22,7 +22,7 @@ from smopd.kernels.types import TOKEN_VAR_EPS
 
 WHITEN_BLOCK = 256  # responses of a program
 SLOT_BLOCK = 512  # slots that are merged at a time
-_OPTIONS = {"num_warps": 4, "num_stages": 1, "maxnreg": NO_REGISTER_TARGET}
+_OPTIONS = {"num_warps": 4, "num_stages": 1, "maxnreg": NO_REGISTER_TARGET, "enable_fp_fusion": True}
 
 _TOKEN_VAR_EPS = tl.constexpr(TOKEN_VAR_EPS)
 

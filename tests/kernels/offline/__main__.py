@@ -8,9 +8,9 @@ The launchers are called with tensors that have no memory (device "meta") and ev
 instead of made: kernel, dtypes, alignment, integers, constexprs, warps. So what is compiled is what runs, and
 nothing that ships is listed twice. A launcher that asked the device for a value would raise.
 
-Bounds are of one version of Triton, in bounds/<version>.json: those of the installed one are judged, and with
-a version that has none, spills and shared memory alone. A bound is recorded with a digest of all that Triton
-compiles (`Launch.digest`). Where that is the same, so is the machine code: only the first launch of each
+Bounds are of one version of Triton, in bounds/<version>.json. With a version that has none, spills and shared
+memory are judged, and what got worse than with the newest version that has bounds is printed. A bound is
+recorded with a digest of all that Triton compiles (`Launch.digest`). Where that is the same, so is the machine code: only the first launch of each
 kernel is compiled again, for each architecture, so that the compiler is seen to work.
 
 Run it without TRITON_INTERPRET: Triton decides when a kernel is decorated.
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from packaging.version import Version
 
 from tests.kernels.offline.known_spills import KNOWN_SPILLS
 from tests.kernels.offline.offline_code import Built, build
@@ -35,6 +36,7 @@ from tests.kernels.offline.offline_launches import CAPABILITIES, Launch, launche
 
 BOUNDS = Path(__file__).with_name("bounds")
 COLUMNS = ["digest", "registers", "shared", "instructions", "shuffles", "barriers", "outside"]
+FUSION = "enable_fp_fusion"  # off by default from Triton 3.10 on
 MAX_SHARED = 163 << 10  # bytes that a block can have on sm_80, the least of the three
 
 # How much worse than recorded a number may get.
@@ -92,12 +94,13 @@ def bounds_file(version: str) -> Path:
 
 
 def recorded_versions() -> list[str]:
-    return sorted(path.stem for path in BOUNDS.glob("*.json"))
+    """The oldest first."""
+    return sorted((path.stem for path in BOUNDS.glob("*.json")), key=Version)
 
 
-def load_bounds() -> dict[str, dict[str, Any]] | None:
+def load_bounds(version: str | None = None) -> dict[str, dict[str, Any]] | None:
     """By name of a launch; None where none were recorded with this Triton. A column may have come since."""
-    path = bounds_file(triton.__version__)
+    path = bounds_file(version or triton.__version__)
     if not path.exists():
         return None
     stored = json.loads(path.read_text())
@@ -171,12 +174,20 @@ def main(arguments: Sequence[str]) -> int:
     launches = launches_of(offline_cases.cases)
     unreached = shipped_kernels(offline_cases.MODULES) - {launch.kernel for launch in launches}
     wrong = [f"{name}: no case launches it" for name in sorted(unreached)]
+    wrong += [
+        f"{launch.name}: does not ask for {FUSION}"
+        for launch in launches
+        if dict(launch.options).get(FUSION) is not True
+    ]
     chosen = [launch for launch in launches if parsed.only in launch.name]
     if parsed.list:
         print("\n".join(sorted(launch.name for launch in chosen)), len(chosen), sep="\n")
         return 0
     bounds = load_bounds()
-    todo = chosen if parsed.all or bounds is None else to_build(chosen, bounds)
+    newest = next(reversed(recorded_versions()), None)
+    nearest = bounds or (load_bounds(newest) if newest else None) or {}
+    everything = parsed.all or (parsed.update and bounds is None)
+    todo = chosen if everything else to_build(chosen, nearest)
     builts = build_all(todo, parsed.jobs)
     print("\n".join(table(builts)))
     known = KNOWN_SPILLS.get(triton.__version__, {})
@@ -188,9 +199,9 @@ def main(arguments: Sequence[str]) -> int:
         store_bounds({launch.name: rows[launch.name] for launch in launches})
         bounds = load_bounds()
     if bounds is None:
-        print(
-            f"no bounds recorded with Triton {triton.__version__}: only spills and shared memory are judged"
-        )
+        print(f"no bounds recorded with Triton {triton.__version__}: spills and shared memory are judged")
+        worse = [line for built in builts for line in regressions(built, nearest.get(built.name))]
+        print("\n".join([f"{len(worse)} numbers are worse than with Triton {newest}:", *worse]))
     else:
         wrong += [fault for built in builts for fault in regressions(built, bounds.get(built.name))]
         lacking = sum(row.keys() < set(COLUMNS) for row in bounds.values())
