@@ -10,9 +10,9 @@ nothing that ships is listed twice. A launcher that asked the device for a value
 
 Bounds are of one version of Triton, in bounds/<version>.json. With a version that has none, spills and shared
 memory are judged, and what got worse than with the newest version that has bounds is printed. A bound is
-recorded with a digest of all that Triton compiles (`Launch.digest`). Where that is the same, so is the machine
-code: only the first launch of each kernel is compiled again, for each architecture, so that the compiler is
-seen to work.
+recorded with a digest of all that Triton compiles (`Launch.digest`). Where that is the same, so is the
+machine code: only the first launch of each kernel is compiled again, for each architecture, so that the
+compiler is seen to work.
 
 Run it without TRITON_INTERPRET: Triton decides when a kernel is decorated.
 """
