@@ -150,7 +150,7 @@ def attend_token(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """sdpa of transformers without copies of keys and values, which 5.19 makes under a mask and 5.23 does not.
+    """sdpa without copies of keys and values, which transformers 5.19 makes under a mask and 5.23 does not.
 
     The G query heads of a key-value head are G queries of it, where a row has one. Of (R, H, 1, d) queries,
     (R, K, T, d) keys and values and an (R or 1, 1, 1, T) mask, (R, 1, H, d). Calls of other shapes are

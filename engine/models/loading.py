@@ -46,8 +46,14 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str 
     """
     place = _place(path, needs_config=True)
     with _loading(path):
+        config = AutoConfig.from_pretrained(place)
+    try:
+        logit_scale(config.get_text_config())
+    except ValueError as error:
+        raise UnusableModel(f"model {path}: {error}") from error
+    with _loading(path):
         found: Any = AutoModelForCausalLM.from_pretrained(
-            place, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+            place, config=config, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
         )
     model: PreTrainedModel = found[0]
     if missing := sorted(found[1]["missing_keys"]):
@@ -56,10 +62,6 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str 
             f"model {path}: its files lack {len(missing)} of the weights of a {type(model).__name__}: {shown}"
         )
     _require_full_attention(model, path)
-    try:
-        logit_scale(model.config.get_text_config())
-    except ValueError as error:
-        raise UnusableModel(f"model {path}: {error}") from error
     module: nn.Module = model  # transformers' own annotation of `to` takes no device
     module.to(device)
     return model.eval()

@@ -15,6 +15,6 @@ def cache_argument(model: type[PreTrainedModel]) -> str:
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """`gradient_checkpointing_enable`, which 5.23 calls `activation_checkpointing_enable`, without reentry."""
+    """`gradient_checkpointing_enable` without reentry; 5.23 calls it `activation_checkpointing_enable`."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})

@@ -403,7 +403,7 @@ def test_no_mask_is_made_beside_pieces():
 
 
 def test_models_that_score_together_take_the_same():
-    plain, own = tiny_model(), OWN_WAYS["capped scores"][0]()
+    plain, own = tiny_model(), OWN_WAYS["a window"][0]()
     attention.choose_together([plain])
     assert attention.takes_pieces(plain)
     attention.choose_together([plain, own])
