@@ -25,7 +25,7 @@ from smopd.engine.models.packing import flat_offsets, pack
 from smopd.engine.protocols import TeacherEngine
 from smopd.engine.settings import Packing
 from smopd.engine.types import Rollout, TeacherTopK, TokenBatch
-from smopd.engine.weights.adapters import attach, read_adapter, same_place
+from smopd.engine.weights.adapters import attach, read_adapter, same_place, use
 from smopd.kernels.checks import check_kappa
 from smopd.kernels.ops.topk import linear_topk_logprobs
 
@@ -128,7 +128,7 @@ class LocalTeachers(Dropping):
         for batch in pack(rollouts, self.packing, one_row_from=self.one_row_from):
             batch = batch.to(device)
             for m, teacher in enumerate(self.teachers):
-                self._choose(teacher)
+                use(teacher.model, teacher.adapter)
                 hidden_ND, flat_N = response_hidden(teacher.model, batch), batch.flat_N
                 known = (batch.token_ids_N, token_logps_NM[flat_N, m])
                 result[flat_N, m] = _given(teacher, hidden_ND, ids_NMU[flat_N, m], *known, temperature)
@@ -145,7 +145,7 @@ class LocalTeachers(Dropping):
         return None
 
     def _entries(self, teacher: LocalTeacher, batch: TokenBatch, kappa: int, temperature: float) -> _Entries:
-        self._choose(teacher)
+        use(teacher.model, teacher.adapter)
         weight_VD, bias_V = head(teacher.model)
         hidden_ND = response_hidden(teacher.model, batch)
         top = linear_topk_logprobs(
@@ -162,13 +162,6 @@ class LocalTeachers(Dropping):
             ids_NS, logps_NS, dropped = without_padding(ids_NS, logps_NS, self.shared)
             self.drop(dropped)
         return _Entries(hidden_ND, ids_NS, logps_NS, top.token_logp_N)
-
-    def _choose(self, teacher: LocalTeacher) -> None:
-        if teacher.adapter is not None:
-            teacher.model.enable_adapters()
-            teacher.model.set_adapter(teacher.adapter)
-        elif getattr(teacher.model, "_hf_peft_config_loaded", False):
-            teacher.model.disable_adapters()
 
 
 def _given(

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +11,7 @@ from transformers import PreTrainedModel
 
 from smopd.engine.models.loading import UnusableModel
 
+PREFIX = "base_model.model."  # of names in an adapter's files
 EMBEDDINGS = ("lm_head", "embed_tokens", "output", "wte", "embed_out")
 
 
@@ -30,19 +28,28 @@ class Adapter:
 def attach(model: PreTrainedModel, adapter: Adapter, name: str) -> str:
     """Loads the adapter into `model` beside those that it has, as `name`.
 
+    By peft's own functions: those of transformers refuse every peft but the newest.
+
     Raises:
         UnusableModel: peft is not installed, or the adapter's weights do not fit the model.
     """
     try:
-        with warnings.catch_warnings(), _no_report():
-            warnings.filterwarnings("ignore", "Already found a `peft_config`")
-            info = model.load_adapter(str(adapter.folder), name)
+        from peft import PeftConfig, inject_adapter_in_model
+        from peft.utils import load_peft_weights, set_peft_model_state_dict
     except ImportError as error:
         raise UnusableModel(f"adapter {adapter.folder}: peft is not installed ({error})") from error
+    try:
+        folder = str(adapter.folder)
+        weights = {
+            key.removeprefix(PREFIX): value for key, value in load_peft_weights(folder, device="cpu").items()
+        }
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Already found a `peft_config`|Some weights of")
+            inject_adapter_in_model(PeftConfig.from_pretrained(folder), model, name)
+            found = set_peft_model_state_dict(model, weights, name, ignore_mismatched_sizes=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise UnusableModel(f"adapter {adapter.folder}: cannot be loaded ({error})") from error
-    wrong = [key for key in info.missing_keys if f".{name}." in key]
-    wrong += [*info.unexpected_keys, *(key for key, *_ in info.mismatched_keys)]
+    wrong = [key for key in found.missing_keys if f".{name}." in key] + found.unexpected_keys
     if wrong:
         raise UnusableModel(
             f"adapter {adapter.folder}: {len(wrong)} of its weights do not fit {adapter.base}, "
@@ -51,16 +58,13 @@ def attach(model: PreTrainedModel, adapter: Adapter, name: str) -> str:
     return name
 
 
-@contextmanager
-def _no_report() -> Iterator[None]:
-    """Without transformers' report, which takes the adapters loaded before for weights newly initialized."""
-    logger = logging.getLogger("transformers.integrations.peft")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+def use(model: PreTrainedModel, name: str | None) -> None:
+    """From now on `model` computes with that one of its adapters, or with none."""
+    for module in model.modules():
+        if hasattr(module, "base_layer"):  # of peft's layers alone
+            module.enable_adapters(name is not None)
+            if name is not None:
+                module.set_adapter(name)
 
 
 def read_adapter(path: str | Path, base: str | Path | None = None) -> Adapter | None:
