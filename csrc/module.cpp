@@ -38,17 +38,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(smopd, m) {
       " float dual_clip, float opd_coef, float entropy_coef, float temperature, float kl_temperature,"
       " bool reverse_ppo, Tensor(a!)? grad) -> (Tensor logp, Tensor entropy, Tensor kl, Tensor teacher_mass,"
       " Tensor student_mass, Tensor clipped, Tensor surrogate, Tensor reverse)");
-  // loss_rows of logits that come in tiles (rows x a piece of the vocabulary): the target made ready, and the
-  // two passes over a tile.
-  m.def(
-      "target_rows_cpu(Tensor ids, Tensor logps, Tensor? log_alpha, int kappa, bool merge, bool tail)"
-      " -> (Tensor ids, Tensor logps, Tensor q, Tensor first, Tensor live, Tensor mass)");
-  m.def(
-      "tile_scan_cpu(Tensor tile, int column, Tensor token_ids, Tensor? ids, Tensor? live, float temperature,"
-      " float kl_temperature, bool tail, Tensor(a!) sums) -> ()");
-  m.def(
-      "tile_gradient_cpu(Tensor(a!) tile, int column, Tensor token_ids, Tensor? ids, Tensor? live, Tensor? q,"
-      " float temperature, float kl_temperature, bool tail, bool entropy, Tensor columns) -> ()");
 }
 
 PyMODINIT_FUNC PyInit__C(void) {

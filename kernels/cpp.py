@@ -16,8 +16,6 @@ import math
 import torch
 from torch import Tensor
 
-from smopd.kernels.head.tiles import Merged, Plan, make_plan
-from smopd.kernels.terms import TAIL_FLOOR, Target
 from smopd.kernels.types import (
     Candidates,
     KlOptions,
@@ -38,7 +36,7 @@ def unavailable() -> str | None:
     """None if smopd._C can be loaded, else why not."""
     try:
         importlib.import_module("smopd._C")
-        torch.ops.smopd.tile_scan_cpu  # noqa: B018  (an attribute error says that it is not registered)
+        torch.ops.smopd.loss_rows_cpu  # noqa: B018  (an attribute error says that it is not registered)
     except (ImportError, OSError, AttributeError) as error:
         return f"smopd._C cannot be loaded ({error})"
     return None
@@ -54,7 +52,7 @@ def topk_logprobs(
 
 
 class RunningTopK:
-    """head.topk.RunningTopK, with the bits that topk_logprobs has of the same logits."""
+    """ops.linear_topk.RunningTopK, with the bits that topk_logprobs has of the same logits."""
 
     step = 2048  # kBlockLength
 
@@ -154,54 +152,6 @@ def loss_rows(
         None if grad_NV is None else grad_NV.detach(),
     )
     return TokenTerms(*terms)
-
-
-def target_of(target: SparseTarget | Candidates, dtype: torch.dtype, *, tail: bool) -> Target:
-    """The target made ready for the tiles, in float64 alone."""
-    assert dtype == torch.float64
-    ids_NS, logps_NS, q_NS, first_NS, live_N, mass_N = torch.ops.smopd.target_rows_cpu(*_target(target), tail)
-    tail_q_N = 1.0 - mass_N
-    tail_q_N = torch.where(tail_q_N < TAIL_FLOOR, 0.0, tail_q_N)
-    return Target(ids_NS, logps_NS, q_NS, first_NS, live_N, mass_N, tail_q_N)
-
-
-class TileLoss:
-    """head.tiles.TileLoss, with sums and target in float64."""
-
-    @staticmethod
-    def plan_of(tokens: LossTokens, settings: LossSettings, logits_dtype: torch.dtype) -> Plan:
-        return make_plan(tokens, settings, logits_dtype, target_of, torch.float64)
-
-    def __init__(self, plan: Plan):
-        self.plan = plan
-        settings = plan.settings
-        self.options = (settings.temperature, settings.kl_temperature, settings.tail)
-
-    def _tokens(self, rows: slice) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """token_ids, ids, live of the operators' schema."""
-        target = self.plan.target
-        some = (None, None) if target is None else (target.ids_NS[rows], target.live_N[rows])
-        return self.plan.token_ids_N1[rows, 0], *some
-
-    def scan(self, sums_CN: Tensor, tile_NP: Tensor, row: int, column: int) -> None:
-        rows = slice(row, row + tile_NP.shape[0])
-        torch.ops.smopd.tile_scan_cpu(
-            tile_NP.detach(), column, *self._tokens(rows), *self.options, sums_CN[:, rows]
-        )
-
-    def gradient_(self, merged: Merged, tile_NP: Tensor, row: int, column: int) -> None:
-        rows, target = slice(row, row + tile_NP.shape[0]), self.plan.target
-        q_NS = None if target is None else target.q_NS[rows]
-        entropy = self.plan.settings.entropy_coef != 0.0
-        torch.ops.smopd.tile_gradient_cpu(
-            tile_NP.detach(),
-            column,
-            *self._tokens(rows),
-            q_NS,
-            *self.options,
-            entropy,
-            merged.columns_KN[:, rows],
-        )
 
 
 def _float(value: Tensor) -> Tensor:

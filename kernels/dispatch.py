@@ -57,8 +57,6 @@ MODULES: dict[str, dict[str, str]] = {
 
 The three of ADVANTAGE_OPS are one function, advantages.
 """
-TILES = {"reference": "reference.tiles", "cpp": "cpp", "triton": "triton.tiles"}
-"""Backend -> the module of smopd.kernels with its TileLoss, for recompute and tp_group of the linear loss."""
 
 _log = logging.getLogger("smopd")
 
@@ -106,26 +104,6 @@ def backend_for(op: str, tensor: Tensor, **facts: Any) -> str:
         raise RuntimeError(f"{op}: {ENV}={forced} cannot serve this call: {why_not}")
     _log_once(f"{op} on {device} is served by the reference backend: {why_not}")
     return "reference"
-
-
-def tile_loss(op: str, form: str, tensor: Tensor, **facts: Any) -> Any:
-    """The backend's head.tiles.TileLoss for a form of the linear loss. facts: loss_rows', without n_vocab.
-
-    Raises:
-        ValueError: SMOPD_BACKEND is none of BACKENDS.
-        RuntimeError: SMOPD_BACKEND names a backend that could not serve the loss of such a tensor either.
-    """
-    forced = _forced()
-    preferred = forced or ("cpp" if tensor.device.type == "cpu" else "triton")
-    why_not = None if preferred == "reference" else _why_not(preferred, "loss_rows", tensor, facts)
-    if forced and why_not is not None:
-        raise RuntimeError(f"{op}: {ENV}={forced} cannot serve this call: {why_not}")
-    device = tensor.device.type
-    if why_not is None:
-        _log_once(SERVED, device, preferred)
-        return _module(TILES[preferred]).TileLoss
-    _log_once(f"{op} with {form} on {device} is served by the reference backend: {why_not}")
-    return _module(TILES["reference"]).TileLoss
 
 
 def _forced() -> str:

@@ -27,7 +27,7 @@ from smopd.engine.settings import Packing
 from smopd.engine.types import Rollout, TeacherTopK, TokenBatch
 from smopd.engine.weights.adapters import attach, read_adapter, same_place, use
 from smopd.kernels.checks import check_kappa
-from smopd.kernels.ops.topk import linear_topk_logprobs
+from smopd.kernels.ops.linear_topk import linear_topk_logprobs
 
 if TYPE_CHECKING:
     from smopd.engine.student.student import Student

@@ -31,7 +31,7 @@ from smopd.engine.settings import TrainSettings
 from smopd.engine.student.strategy import Policy, Strategy
 from smopd.engine.types import Rollout, TokenBatch
 from smopd.kernels.ops.linear import linear_smopd_loss
-from smopd.kernels.ops.topk import linear_topk_logprobs
+from smopd.kernels.ops.linear_topk import linear_topk_logprobs
 from smopd.kernels.types import LossSettings, LossStats, LossTokens, TopK
 
 log = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from smopd.engine.local.union import given_logprobs
 from smopd.engine.models.loading import logit_scale
 from smopd.engine.types import Rollout
 from smopd.engine.weights.architecture import file_at, weight_places
-from smopd.kernels.ops.topk import linear_topk_logprobs
+from smopd.kernels.ops.linear_topk import linear_topk_logprobs
 
 TASK = "token_embed"
 HEAD, TIED_HEAD = "lm_head", "embed_tokens"

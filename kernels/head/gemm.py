@@ -1,7 +1,7 @@
 """The three products of a linear head, each at the precision it needs, without a widened copy of the weight.
 
     logits  = hidden @ weight.T + bias     in the inputs' dtype
-    dhidden = dlogits @ weight             in the inputs' dtype, or fp32 where shares are still to be summed
+    dhidden = dlogits @ weight             in the inputs' dtype
     dweight = dlogits.T @ hidden           in fp32 over chunks
 
 All sums are at least fp32. fp32 and fp64 take one GEMM each, and so do bf16 and fp16 on CUDA. Elsewhere
@@ -53,20 +53,15 @@ def logits_into(out_NV: Tensor, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Te
         out_NV[:, piece] = wide_NV if bias_V is None else wide_NV.add_(bias_V[piece])
 
 
-def hidden_gradient_into(
-    out_ND: Tensor, dlogits_NV: Tensor, weight_VD: Tensor, *, accumulate: bool = False
-) -> None:
-    """out (+)= dlogits @ weight; out has the weight's dtype, or the compute dtype if accumulate."""
-    if _serves(dlogits_NV, out_ND, accumulate):
-        _product_into(out_ND, dlogits_NV, weight_VD, accumulate)
+def hidden_gradient_into(out_ND: Tensor, dlogits_NV: Tensor, weight_VD: Tensor) -> None:
+    """out = dlogits @ weight, in the weight's dtype."""
+    if _serves(dlogits_NV, out_ND):
+        torch.mm(dlogits_NV, weight_VD, out=out_ND)
         return
-    in_place = out_ND.dtype == compute_dtype(weight_VD.dtype)
-    wide_ND = out_ND if in_place else torch.empty_like(out_ND, dtype=compute_dtype(weight_VD.dtype))
+    wide_ND = torch.empty_like(out_ND, dtype=torch.float32)
     for piece in _pieces(weight_VD, dlogits_NV.shape[0]):
-        first = piece.start == 0 and not accumulate
-        _product_into(wide_ND, dlogits_NV[:, piece].float(), weight_VD[piece].float(), not first)
-    if not in_place:
-        out_ND.copy_(wide_ND)
+        _product_into(wide_ND, dlogits_NV[:, piece].float(), weight_VD[piece].float(), piece.start > 0)
+    out_ND.copy_(wide_ND)
 
 
 def weight_gradient_into(

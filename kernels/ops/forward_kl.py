@@ -135,7 +135,7 @@ def _n_kept(logits: Tensor, target: SparseTarget | Candidates) -> int:
     return N_STATISTICS if backend == "triton" else 0
 
 
-@operator("forward_kl", f"({_KL_SCHEMA}) -> (Tensor logp, Tensor kl, Tensor statistics)")
+@operator("forward_kl", f"({_KL_SCHEMA}) -> (Tensor logp, Tensor kl, Tensor statistics)", n_leaves=1)
 def _forward_kl(logits: Tensor, token_ids: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """statistics: (4, N) for the gradient of a backend that keeps them, else (0, N)."""
     target, options = _kl_of(*rest)

@@ -1,15 +1,24 @@
 """The whole objective on a linear head's hidden states, without its logits.
 
-The public function calls the operator smopd::linear_loss where a graph is traced, for compile and export;
-what no operator can do (process groups, main_grad, recompute) is not traced. The operator's gradients are
-made with the loss and scaled in backward, out of place.
+Chunk by chunk of tokens, in one buffer for all of them:
+
+    logits   = hidden @ weight.T + bias     in the inputs' dtype, as the head itself would make them
+    dlogits  = loss_rows(logits)            the backend's, written over the logits
+    dhidden  = dlogits @ weight             of the chunk's tokens
+    dweight += dlogits.T @ hidden           in fp32 (fp64 for fp64); with a single chunk in weight's dtype
+    dbias   += dlogits.sum(0)
+
+Three matrix products and one chunk of logits. The gradients are made with the loss, for an upstream gradient
+of 1; backward scales them. A CPU leaves out the tokens that count nowhere first; a GPU would have to wait for
+their number.
 
 Shapes: N packed response tokens, V vocabulary, D hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -17,9 +26,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from smopd.kernels import checks, dispatch
-from smopd.kernels.head import loss as linear
-from smopd.kernels.head.chunks import LinearOptions, Serving, make_job
-from smopd.kernels.head.shards import Shard
+from smopd.kernels.head.chunks import ROW_UNIT, ROW_UNIT_CPU, row_blocks, rows_per_chunk
+from smopd.kernels.head.gemm import (
+    hidden_gradient_into,
+    logits_buffer,
+    logits_into,
+    weight_gradient_into,
+)
 from smopd.kernels.ops.library import operator
 from smopd.kernels.ops.loss import (
     DEFAULT_SETTINGS,
@@ -31,12 +44,14 @@ from smopd.kernels.ops.loss import (
     loss_facts,
     objective_of,
     packed_stats,
-    scale_,
     scaled_gradient,
     unpacked_stats,
 )
-from smopd.kernels.tokens import total_loss
-from smopd.kernels.types import LossSettings, LossStats, LossTokens
+from smopd.kernels.tokens import TERMS, coefficients, counted, idle, join_terms, total_loss
+from smopd.kernels.types import LossSettings, LossStats, LossTokens, TokenTerms, compute_dtype
+
+OP = "linear_smopd_loss"
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight, bias
 
 
 def linear_smopd_loss(
@@ -47,11 +62,6 @@ def linear_smopd_loss(
     *,
     bias_V: Tensor | None = None,
     chunk_bytes: int | None = None,
-    recompute: bool = False,
-    tp_group: Any = None,
-    shard_sizes: Sequence[int] | None = None,
-    main_grad_VD: Tensor | None = None,
-    compact: bool | None = None,
 ) -> tuple[Tensor, LossStats]:
     """smopd_loss of a linear head's logits, hidden @ weight.T + bias, without ever holding (N, V).
 
@@ -59,105 +69,150 @@ def linear_smopd_loss(
     chunk's gradients in hidden, weight and bias are made with its loss and kept; backward scales them by the
     upstream gradient, in place where the graph is not retained. A tensor that needs no gradient costs none.
     The gradients of weight and bias are summed in fp32 (fp64 for fp64). Autocast changes nothing. What
-    smopd_loss says of fp16 holds for the chunk's gradients; recompute knows the upstream gradient first.
-
-    recompute=True makes tiles of tokens and a piece of the vocabulary instead, and makes them again in
-    backward: four matrix products instead of three, for chunk_bytes and the gradients themselves as the only
-    memory.
+    smopd_loss says of fp16 holds for the chunk's gradients. A token whose weights are all 0 adds nothing and
+    gets the gradient 0; on a CPU it costs no product.
 
     Args:
         hidden_ND: (N, D).
-        weight_VD: (V, D), hidden's dtype; under tp_group this rank's rows of it, in rank order.
+        weight_VD: (V, D), hidden's dtype.
         tokens, settings: as in smopd_loss.
-        bias_V: (V,) or None, cut like the weight.
-        chunk_bytes: bound of the logits held at a time, in their own dtype; one row, or a tile of one row
-            and 1024 columns, is always allowed. None: on a CPU 160 MiB, and 32 MiB with recompute; elsewhere
-            1.25 GiB and 256 MiB.
-        recompute: keep the inputs and O(N S) numbers, nothing else, between forward and backward.
-        tp_group: process group that holds the head in shards of any sizes above 0, each rank with the same
-            hidden states and tokens. Every rank gets the whole loss, the whole gradient of hidden, and its
-            shard's of weight and bias. The ranks exchange O(N S) numbers and the sum of hidden's gradient.
-        shard_sizes: the number of rows at each rank of tp_group; None: they are asked, which costs one host
-            synchronisation on an accelerator.
-        main_grad_VD: (V, D) fp32 (fp64 for fp64), to which backward adds the weight's gradient;
-            weight_VD.grad stays as it is. With recompute the products are summed into it; else a sum of its
-            size stands beside it until backward.
-        compact: leave out the tokens whose weights are all 0 before any product. None: on a CPU; elsewhere
-            True costs one host synchronisation. Either way they add exactly nothing and get the gradient 0.
+        bias_V: (V,) or None.
+        chunk_bytes: bound of the logits held at a time, in their own dtype; one row is always allowed. None:
+            160 MiB on a CPU, 1.25 GiB elsewhere.
     Returns:
         loss: 0-dim, differentiable (once) in hidden_ND, weight_VD and bias_V.
         stats: LossStats, detached.
     Raises:
         TypeError, ValueError: an argument is not as above.
     """
-    op = "linear_smopd_loss"
-    checks.check_linear(op, hidden_ND, weight_VD, bias_V, chunk_bytes)
-    checks.check_loss_tokens(op, tokens, settings, ("hidden_ND", hidden_ND))
+    checks.check_linear(OP, hidden_ND, weight_VD, bias_V, chunk_bytes)
+    checks.check_loss_tokens(OP, tokens, settings, ("hidden_ND", hidden_ND))
     if checks.debugging():
-        checks.debug_finite(op, "hidden_ND", hidden_ND)
-        checks.debug_finite(op, "weight_VD", weight_VD)
-        if tp_group is None:
-            checks.debug_loss_tokens(op, tokens, weight_VD.shape[0])
-    if torch.compiler.is_compiling() and tp_group is None and main_grad_VD is None and not recompute:
-        need = [
-            torch.is_grad_enabled() and x is not None and x.requires_grad
-            for x in (hidden_ND, weight_VD, bias_V)
-        ]
-        flat = (*flat_objective(tokens, settings), chunk_bytes, compact, *need)
-        loss, _, _, _, *stats = _linear_loss(hidden_ND, weight_VD, bias_V, *flat)
-        return loss, unpacked_stats(*stats)
-    if recompute or tp_group is not None:
-        form, facts = "recompute" if recompute else "tp_group", loss_facts(tokens, settings)
-        serve = Serving(scale_=scale_, tile_loss=dispatch.tile_loss(op, form, hidden_ND, **facts))
-    else:
-        serve = _serving(hidden_ND, weight_VD, tokens, settings)
-    options = LinearOptions(chunk_bytes, recompute, tp_group, shard_sizes, main_grad_VD, compact)
-    return linear.linear_smopd_loss(hidden_ND, weight_VD, bias_V, tokens, settings, options, serve)
+        checks.debug_finite(OP, "hidden_ND", hidden_ND)
+        checks.debug_finite(OP, "weight_VD", weight_VD)
+        checks.debug_loss_tokens(OP, tokens, weight_VD.shape[0])
+    grad_enabled, head = torch.is_grad_enabled(), (hidden_ND, weight_VD, bias_V)
+    need = [grad_enabled and leaf is not None and leaf.requires_grad for leaf in head]
+    loss, _, _, _, *stats = _linear_loss(*head, *flat_objective(tokens, settings), chunk_bytes, *need)
+    return loss, unpacked_stats(*stats)
 
+
+def _in_chunks(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    tokens: LossTokens,
+    settings: LossSettings,
+    chunk_bytes: int | None,
+    need: Sequence[bool],
+    dweight_dtype: torch.dtype,
+) -> tuple[TokenTerms, Gradients]:
+    """The terms of all tokens and the loss's gradients. need: which of hidden, weight, bias want one."""
+    n_rows, n_vocab, wide = hidden_ND.shape[0], weight_VD.shape[0], compute_dtype(hidden_ND.dtype)
+    on_cpu = hidden_ND.device.type == "cpu"
+    loss_rows = dispatch.serving("loss_rows", hidden_ND, n_vocab=n_vocab, **loss_facts(tokens, settings))
+    zero_grad_N = idle(coefficients(tokens, settings, wide))
+    any_zero_grad = not on_cpu or bool(zero_grad_N.any())  # asking synchronises an accelerator
+    unit = ROW_UNIT_CPU if on_cpu else ROW_UNIT
+    blocks = row_blocks(n_rows, rows_per_chunk(hidden_ND, n_vocab, chunk_bytes), unit)
+    logits_NV = logits_buffer(max((stop - start for start, stop in blocks), default=0), n_vocab, hidden_ND)
+    dhidden_ND = hidden_ND.new_empty(hidden_ND.shape) if need[0] else None
+    dweight_VD = weight_VD.new_empty(weight_VD.shape, dtype=dweight_dtype) if need[1] else None
+    dbias_V = weight_VD.new_zeros(n_vocab, dtype=wide) if need[2] else None
+    parts = []
+    for start, stop in blocks:
+        chunk_ND, chunk_NV = hidden_ND[start:stop], logits_NV[: stop - start]
+        logits_into(chunk_NV, chunk_ND, weight_VD, bias_V)
+        grad_NV = chunk_NV if any(need) else None
+        parts.append(loss_rows(chunk_NV, tokens.rows(start, stop), settings, grad_NV))
+        if dbias_V is not None:
+            dbias_V += chunk_NV.sum(0, dtype=wide)
+        if dhidden_ND is not None:
+            hidden_gradient_into(dhidden_ND[start:stop], chunk_NV, weight_VD)
+        if dweight_VD is not None:
+            if any_zero_grad:  # a hidden state may be infinite there, and 0 * inf is NaN
+                chunk_ND = chunk_ND.masked_fill(zero_grad_N[start:stop, None], 0.0)
+            weight_gradient_into(dweight_VD, chunk_NV, chunk_ND, accumulate=start > 0)
+    if dweight_VD is not None and not blocks:
+        dweight_VD.zero_()
+    return join_terms(parts, hidden_ND), (dhidden_ND, dweight_VD, dbias_V)
+
+
+Loss = Callable[[Tensor, LossTokens], tuple[TokenTerms, Gradients]]
+
+
+def _without_uncounted(hidden_ND: Tensor, tokens: LossTokens, loss: Loss) -> tuple[TokenTerms, Gradients]:
+    """loss(hidden, tokens) of the tokens that count alone; the others' terms and gradients are 0."""
+    counted_N = counted(tokens)
+    if bool(counted_N.all()):
+        return loss(hidden_ND, tokens)
+    n_tokens, active_idx = counted_N.shape[0], counted_N.nonzero()[:, 0]
+
+    def scatter(values: Tensor) -> Tensor:
+        return values.new_zeros(n_tokens, *values.shape[1:]).index_copy_(0, active_idx, values)
+
+    def pick(name: str) -> Any:
+        value = getattr(tokens, name)
+        shared = name == "log_alpha" and (value is None or value.dim() < 2 or value.shape[0] != n_tokens)
+        return value if value is None or shared else value[active_idx]
+
+    active = LossTokens(**{field.name: pick(field.name) for field in fields(LossTokens)})
+    terms, (dhidden_ND, dweight_VD, dbias_V) = loss(hidden_ND[active_idx], active)
+    terms = TokenTerms(*(scatter(getattr(terms, name)) for name in TERMS))
+    return terms, (None if dhidden_ND is None else scatter(dhidden_ND), dweight_VD, dbias_V)
+
+
+# The operator.
 
 N_HEAD = 3  # hidden, weight, bias
-_OPTIONS_SCHEMA = "SymInt? chunk_bytes, bool? compact, bool need_hidden, bool need_weight, bool need_bias"
+_OPTIONS_SCHEMA = "SymInt? chunk_bytes, bool need_hidden, bool need_weight, bool need_bias"
 _GRADIENTS_SCHEMA = "Tensor dhidden, Tensor dweight, Tensor dbias"
 
 
-def _serving(hidden: Tensor, weight: Tensor, tokens: LossTokens, settings: LossSettings) -> Serving:
-    """The backend's functions for the logits of this head, in rows."""
-    facts = loss_facts(tokens, settings)
-    loss_rows = dispatch.serving("loss_rows", hidden, n_vocab=weight.shape[0], **facts)
-    return Serving(scale_=scale_, loss_rows=loss_rows)
+def _dweight_dtype(hidden: Tensor, weight: Tensor, chunk_bytes: int | None) -> torch.dtype:
+    """Of the weight's gradient before backward: wide where chunks are summed."""
+    one_chunk = hidden.shape[0] <= rows_per_chunk(hidden, weight.shape[0], chunk_bytes)
+    return weight.dtype if one_chunk else compute_dtype(weight.dtype)
 
 
 @operator(
     "linear_loss",
     f"(Tensor hidden, Tensor weight, Tensor? bias, {OBJECTIVE_SCHEMA}, {_OPTIONS_SCHEMA})"
     f" -> (Tensor loss, {_GRADIENTS_SCHEMA}, {STATS_SCHEMA})",
+    n_leaves=N_HEAD,
 )
 def _linear_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     """A gradient that is not needed is empty: (0,)."""
     tokens, settings = objective_of(rest[:N_OBJECTIVE])
-    chunk_bytes, compact, *need = rest[N_OBJECTIVE:]
-    options, shard = LinearOptions(chunk_bytes, compact=compact), Shard(0, (weight.shape[0],))
-    job = make_job(hidden, tokens, settings, options, shard, _serving(hidden, weight, tokens, settings))
+    chunk_bytes, *need = rest[N_OBJECTIVE:]
+    checks.require_loss_ids(OP, tokens, settings, weight.shape[0])
+    dweight_dtype = _dweight_dtype(hidden, weight, chunk_bytes)
+
+    def loss(hidden: Tensor, tokens: LossTokens) -> tuple[TokenTerms, Gradients]:
+        return _in_chunks(hidden, weight, bias, tokens, settings, chunk_bytes, need, dweight_dtype)
+
     with torch.autocast(hidden.device.type, enabled=False):
-        terms, gradients = linear.by_rows(hidden, weight, bias, job, need)
+        on_cpu = hidden.device.type == "cpu"
+        terms, gradients = _without_uncounted(hidden, tokens, loss) if on_cpu else loss(hidden, tokens)
     total, stats = total_loss(terms, tokens, settings)
-    made = [hidden.new_empty(0) if grad is None else grad.to(hidden.dtype).contiguous() for grad in gradients]
+    made = [hidden.new_empty(0) if gradient is None else gradient for gradient in gradients]
     return total, *made, *packed_stats(stats)
 
 
 @_linear_loss.register_fake
 def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     total, stats = fake_loss(hidden, hidden.shape[0])
-    leaves = (hidden, weight, weight[:, 0])
+    chunk_bytes, *need = rest[N_OBJECTIVE:]
+    dtypes = (hidden.dtype, _dweight_dtype(hidden, weight, chunk_bytes), compute_dtype(weight.dtype))
     made = [
-        torch.empty_like(leaf, memory_format=torch.contiguous_format) if needed else hidden.new_empty(0)
-        for leaf, needed in zip(leaves, rest[-N_HEAD:], strict=True)
+        leaf.new_empty(leaf.shape, dtype=dtype) if needed else hidden.new_empty(0)
+        for leaf, dtype, needed in zip((hidden, weight, weight[:, 0]), dtypes, need, strict=True)
     ]
     return total, *made, *stats
 
 
 def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.need = inputs[-N_HEAD:]
+    ctx.need, ctx.dtype = inputs[-N_HEAD:], inputs[0].dtype
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1 : 1 + N_HEAD])
@@ -168,8 +223,8 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Tensor | None) -> tuple:
     grads: list[Tensor | None] = [None] * N_HEAD
     if dloss is not None:
         for index, (gradient, needed) in enumerate(zip(ctx.saved_tensors, ctx.need, strict=True)):
-            grads[index] = scaled_gradient(gradient, dloss) if needed else None
-    return *grads, *[None] * (N_OBJECTIVE + 2 + N_HEAD)
+            grads[index] = scaled_gradient(gradient, dloss, ctx.dtype) if needed else None
+    return *grads, *[None] * (N_OBJECTIVE + 1 + N_HEAD)
 
 
 _linear_loss.register_autograd(_backward, setup_context=_setup)

@@ -76,10 +76,7 @@ def smopd_loss(
     need_grad = torch.is_grad_enabled() and logits_NV.requires_grad
     if inplace and need_grad:
         return _loss_in_place(logits_NV, tokens, settings)
-    arguments = (logits_NV, *flat_objective(tokens, settings), need_grad)
-    if _loss.skips(*arguments):
-        return _plain_loss(logits_NV, tokens, settings, need_grad)
-    loss, _, *stats = _loss.registered(*arguments)
+    loss, _, *stats = _loss(logits_NV, *flat_objective(tokens, settings), need_grad)
     return loss, unpacked_stats(*stats)
 
 
@@ -166,6 +163,7 @@ def loss_facts(tokens: LossTokens, settings: LossSettings) -> dict[str, int]:
 @operator(
     "loss",
     f"(Tensor logits, {OBJECTIVE_SCHEMA}, bool need_grad) -> (Tensor loss, Tensor grad, {STATS_SCHEMA})",
+    n_leaves=1,
 )
 def _loss(logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """grad is the loss's gradient in the logits, (0, V) without need_grad."""
@@ -196,51 +194,27 @@ def _loss_backward(ctx: Any, dloss: Tensor | None, *_: Tensor | None) -> tuple:
     if dloss is not None:
         if not ctx.need_grad:
             raise RuntimeError("smopd::loss: backward came after need_grad=False, expected need_grad=True")
-        grad = scaled_gradient(ctx.saved_tensors[0], dloss)
+        grad = ctx.saved_tensors[0]
+        grad = scaled_gradient(grad, dloss, grad.dtype)
     return grad, *[None] * (N_OBJECTIVE + 1)
 
 
 _loss.register_autograd(_loss_backward, setup_context=_loss_setup)
 
 
-class _PlainLoss(torch.autograd.Function):
-    """The operator's formula, without its flat arguments and packed results."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, tokens: LossTokens, settings: LossSettings) -> tuple[Tensor, ...]:
-        grad = torch.empty_like(logits)
-        loss, stats = loss_of_rows(logits, tokens, settings, grad)
-        flat = flat_stats(stats)
-        ctx.mark_non_differentiable(*flat)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(grad)
-        return loss, *flat
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dloss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, None, None]:
-        grad = None if dloss is None else scaled_gradient(ctx.saved_tensors[0], dloss)
-        return grad, None, None
-
-
-def _plain_loss(
-    logits: Tensor, tokens: LossTokens, settings: LossSettings, need_grad: bool
-) -> tuple[Tensor, LossStats]:
-    if not need_grad:
-        return loss_of_rows(logits, tokens, settings, None)
-    loss, *flat = _PlainLoss.apply(logits, tokens, settings)
-    return loss, LossStats(*flat)
-
-
-def scaled_gradient(grad: Tensor, dloss: Tensor) -> Tensor:
-    """grad * dloss, rounded once. Memory that no other backward asks for is scaled in place."""
+def scaled_gradient(grad: Tensor, dloss: Tensor, dtype: torch.dtype) -> Tensor:
+    """grad * dloss, rounded once to dtype. Memory that no other backward asks for is scaled in place."""
     traced = type(dloss) is not Tensor  # by torch.compile or torch.export: it has no value
     if not traced and dloss.device.type == "cpu" and dloss.item() == 1.0:
-        return grad
+        return grad.to(dtype)
+    if not traced and grad.dtype != dtype and grad.device.type != "cpu":  # one pass
+        rounded = torch.empty_like(grad, dtype=dtype)
+        scale_(grad, dloss, rounded)
+        return rounded
     if not traced and not torch._C._autograd._get_current_graph_task_keep_graph():
         scale_(grad, dloss)
-        return grad
-    return (grad.to(compute_dtype(grad.dtype)) * dloss).to(grad.dtype)
+        return grad.to(dtype)
+    return (grad.to(compute_dtype(grad.dtype)) * dloss).to(dtype)
 
 
 def scale_(grad: Tensor, dloss: Tensor, out: Tensor | None = None) -> None:

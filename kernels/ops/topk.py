@@ -1,6 +1,6 @@
-"""The kappa most likely tokens of each row: of logits, and of a linear head without its logits.
+"""The kappa most likely tokens of each row of logits.
 
-Shapes: N packed response tokens, V vocabulary, M teachers, D hidden, S support entries (kappa).
+Shapes: N packed response tokens, V vocabulary, M teachers, S support entries (kappa).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from smopd.kernels import checks, dispatch
-from smopd.kernels.head import topk as linear_topk
 from smopd.kernels.ops.library import empty_column, operator
 from smopd.kernels.types import TopK
 
@@ -75,75 +74,6 @@ def topk_logprobs(
     return TopK(ids, logps, None if token_ids_N is None else token_logp)
 
 
-def linear_topk_logprobs(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    kappa: int,
-    *,
-    token_ids_N: Tensor | None = None,
-    bias_V: Tensor | None = None,
-    temperature: float = 1.0,
-    tp_group: Any = None,
-    shard_sizes: Sequence[int] | None = None,
-    chunk_bytes: int | None = None,
-) -> TopK:
-    """topk_logprobs of a linear head's logits, hidden @ weight.T + bias, without ever holding (N, V).
-
-    Logits are made in the inputs' dtype, as the head itself would make them. kappa=0 gives the tokens'
-    log-probabilities alone. Not differentiable.
-
-    Args:
-        hidden_ND: (N, D).
-        weight_VD: (V, D), hidden's dtype; under tp_group this rank's rows of it, in rank order.
-        kappa, token_ids_N, temperature: as in topk_logprobs; ids are of the whole vocabulary.
-        bias_V: (V,) or None, cut like the weight.
-        tp_group: process group that holds the head in shards of any sizes, each rank with the same hidden
-            states. The ranks exchange O(N kappa) numbers.
-        shard_sizes: the number of rows at each rank of tp_group; None: they are asked, which costs one host
-            synchronisation on an accelerator.
-        chunk_bytes: bound of the logits held at a time, in their own dtype (one row is always allowed). None:
-            on a CPU 8 MiB where the C++ backend serves, else 160 MiB; elsewhere 1.25 GiB.
-    Returns:
-        TopK, as topk_logprobs; the same on every rank of tp_group.
-    Raises:
-        TypeError, ValueError: an argument is not as above.
-    """
-    op = "linear_topk_logprobs"
-    checks.check_linear(op, hidden_ND, weight_VD, bias_V, chunk_bytes)
-    checks.check_kappa(op, kappa, weight_VD.shape[0] if tp_group is None else None)
-    checks.check_temperature(op, temperature)
-    if token_ids_N is not None:
-        checks.check_token_ids(op, token_ids_N, ("hidden_ND", hidden_ND))
-    if checks.debugging():
-        checks.debug_finite(op, "hidden_ND", hidden_ND)
-        if tp_group is None:
-            checks.debug_ids(op, "token_ids_N", token_ids_N, weight_VD.shape[0])
-    if torch.compiler.is_compiling() and tp_group is None:
-        ids_NS, logps_NS, token_logp_N = _linear_topk(
-            hidden_ND.detach(),
-            weight_VD.detach(),
-            None if bias_V is None else bias_V.detach(),
-            kappa,
-            token_ids_N,
-            float(temperature),
-            chunk_bytes,
-        )
-        return TopK(ids_NS, logps_NS, None if token_ids_N is None else token_logp_N)
-    n_asked = kappa if tp_group is None else min(max(kappa, 1), weight_VD.shape[0])
-    return linear_topk.linear_topk_logprobs(
-        hidden_ND,
-        weight_VD,
-        kappa,
-        token_ids_N=token_ids_N,
-        bias_V=bias_V,
-        temperature=temperature,
-        tp_group=tp_group,
-        shard_sizes=shard_sizes,
-        chunk_bytes=chunk_bytes,
-        **_serving(hidden_ND, weight_VD, n_asked),
-    )
-
-
 # The operators. None has a gradient.
 
 
@@ -189,49 +119,3 @@ def _(logits: Sequence[Tensor], kappa: int, token_ids: Tensor | None, *_: Any) -
     ids = empty_column(first, *shape, kappa, dtype=torch.int32)
     rows = 0 if token_ids is None else shape[0]
     return ids, empty_column(first, *shape, kappa), empty_column(first, rows, shape[1])
-
-
-def _serving(hidden: Tensor, weight: Tensor, kappa: int) -> dict[str, Any]:
-    """What linear_topk takes of the backend for the logits of this head."""
-    facts = {"n_vocab": weight.shape[0], "kappa": kappa}
-    return {
-        "topk_logprobs": dispatch.serving("topk_logprobs", hidden, **facts),
-        "running": dispatch.running_topk(hidden, **facts),
-    }
-
-
-@operator(
-    "linear_topk_logprobs",
-    "(Tensor hidden, Tensor weight, Tensor? bias, SymInt kappa, Tensor? token_ids, float temperature,"
-    " SymInt? chunk_bytes) -> (Tensor ids, Tensor logps, Tensor token_logp)",
-)
-def _linear_topk(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    kappa: int,
-    token_ids: Tensor | None,
-    temperature: float,
-    chunk_bytes: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """token_logp is (0,) without token_ids."""
-    top = linear_topk.linear_topk_logprobs(
-        hidden,
-        weight,
-        kappa,
-        token_ids_N=token_ids,
-        bias_V=bias,
-        temperature=temperature,
-        chunk_bytes=chunk_bytes,
-        **_serving(hidden, weight, kappa),
-    )
-    return top.ids_NS, top.logps_NS, empty_column(hidden, 0) if top.token_logp_N is None else top.token_logp_N
-
-
-@_linear_topk.register_fake
-def _(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, kappa: int, token_ids: Tensor | None, *_: Any
-) -> tuple[Tensor, ...]:
-    n_rows = hidden.shape[0]
-    ids = empty_column(hidden, n_rows, kappa, dtype=torch.int32)
-    return ids, empty_column(hidden, n_rows, kappa), empty_column(hidden, 0 if token_ids is None else n_rows)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-
 from smopd.engine.models.loading import logit_scale
 
 
@@ -14,16 +12,12 @@ def require_config(args: Any, kind: type[Any]) -> None:
 
     Raises:
         TypeError: args are not of the trainer's own class.
-        ValueError: kappa is negative, or recompute is asked for under DeepSpeed ZeRO-3.
+        ValueError: kappa is negative.
     """
     if not isinstance(args, kind):
         raise TypeError(f"args is of type {type(args).__name__}, expected {kind.__name__}")
     if not isinstance(args.kappa, int) or args.kappa < 0:
         raise ValueError(f"kappa is {args.kappa}, expected an integer of at least 0")
-    if args.recompute and is_deepspeed_zero3_enabled():
-        raise ValueError(
-            "recompute is True, expected False under DeepSpeed ZeRO-3: the head is gathered for forward alone"
-        )
 
 
 def tokenizer_of(trainer: Any) -> Any:

@@ -112,10 +112,8 @@ class SeveralTeachers:
                 settings[name] /= head.scale
             args = self.args
             objective = LossSettings(kappa=args.kappa, merge=args.merge, tail=args.tail, **settings)
-            options = {"chunk_bytes": args.chunk_bytes, "recompute": args.recompute}
-            return linear_smopd_loss(
-                hidden_ND, head.weight_VD, tokens, objective, bias_V=head.bias_V, **options
-            )
+            options = {"bias_V": head.bias_V, "chunk_bytes": args.chunk_bytes}
+            return linear_smopd_loss(hidden_ND, head.weight_VD, tokens, objective, **options)
 
     def log_means(self: Any, stats: LossStats, **columns: Tensor) -> None:
         """Means over all ranks' tokens of the mixture's columns and these; outside the wrapped forward."""

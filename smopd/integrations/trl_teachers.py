@@ -40,10 +40,6 @@ class MixtureConfig:
     chunk_bytes: int | None = field(
         default=None, metadata={"help": "Bound of the logits held at a time, bytes."}
     )
-    recompute: bool = field(
-        default=False,
-        metadata={"help": "Make logits again in backward: chunk_bytes is then all that is held."},
-    )
 
 
 def load_teachers(trainer: Any, teachers: list[Any]) -> list[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from smopd.kernels.head.chunks import gpu_steps, steps
+from smopd.kernels.head.chunks import ROW_UNIT, row_blocks
 from smopd.kernels.head.gemm import padded_width
 from smopd.plan.models import ModelSizes
 
@@ -172,8 +172,5 @@ def logits_chunk(sizes: ModelSizes, n_rows: int, training: Training) -> tuple[in
     """The buffer of the fused head's logits, and the number of chunks."""
     row_bytes = padded_width(sizes.vocabulary, training.width) * training.width
     most = training.chunk_bytes // row_bytes
-    if training.row_unit is None:
-        blocks = gpu_steps(n_rows, most)
-    else:
-        blocks = list(steps(n_rows, most, training.row_unit))
+    blocks = row_blocks(n_rows, most, training.row_unit or ROW_UNIT)
     return max((stop - start for start, stop in blocks), default=0) * row_bytes, len(blocks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,6 @@ import pytest
 
 pytest.importorskip("trl", reason="needs trl (the trl extra)")
 
-from accelerate.utils.deepspeed import HfDeepSpeedConfig
-from transformers.integrations import deepspeed
 from trl import DistillationConfig, GRPOConfig
 
 from smopd.integrations.trl import SMOPDDistillationTrainer, SMOPDGRPOTrainer
@@ -59,22 +56,3 @@ def test_a_model_whose_device_map_is_one_device_is_taken(tmp_path: Path) -> None
     one = teacher(1)
     one.hf_device_map = {"": "cpu"}
     assert len(distillation(tmp_path, [one]).teacher_models) == 1
-
-
-@pytest.fixture
-def zero_3() -> Iterator[HfDeepSpeedConfig]:
-    config = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
-    deepspeed.set_hf_deepspeed_config(config)
-    yield config
-    deepspeed.unset_hf_deepspeed_config()
-
-
-@pytest.mark.parametrize("make", [distillation, grpo])
-def test_recompute_is_refused_under_zero_3(tmp_path: Path, zero_3: HfDeepSpeedConfig, make: Any) -> None:
-    with pytest.raises(ValueError, match="recompute is True, expected False under DeepSpeed ZeRO-3"):
-        make(tmp_path, [teacher(1)], recompute=True)
-
-
-@pytest.mark.parametrize("make", [distillation, grpo])
-def test_recompute_is_taken_elsewhere(tmp_path: Path, make: Any) -> None:
-    assert make(tmp_path, [teacher(1)], recompute=True).args.recompute

@@ -1,7 +1,7 @@
 """The backends whose operations one suite holds to one truth, and which operation each of them has.
 
 Triton runs natively on a GPU and in its interpreter elsewhere, which pays by the row: few of a case's rows
-are asked of it there. The loss of a head's tiles is one of the losses, with a backend's name of its own.
+are asked of it there.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import itertools
 import os
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
@@ -24,8 +23,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from smopd.kernels import dispatch
-from smopd.kernels.head.tiles import finish
-from smopd.kernels.types import LossSettings, LossTokens, TokenTerms
+from smopd.kernels.types import TokenTerms
 
 GPU = torch.cuda.is_available()
 OPERATIONS = (
@@ -38,17 +36,11 @@ OPERATIONS = (
     "draw",
     "advantages",
 )
-ALL = ("reference", "reference tiles", "cpp", "cpp tiles", "triton", "triton tiles", "triton split")
-TILES = {"reference tiles": "reference.tiles", "cpp tiles": "cpp", "triton tiles": "triton.tiles"}
-TILED = tuple(operation for operation in OPERATIONS if operation != "loss_rows")
+ALL = (*dispatch.BACKENDS, "triton split")
 # What does not exist: a test holds dispatch to it.
 ABSENT = {
-    *(
-        ("cpp", operation) for operation in ("total_loss", "scale_", "draw", "advantages")
-    ),  # the reference serves a CPU
-    *(
-        (form, operation) for form in (*TILES, "triton split") for operation in TILED
-    ),  # the loss alone has them
+    *(("cpp", operation) for operation in ("total_loss", "scale_", "draw", "advantages")),
+    *(("triton split", operation) for operation in OPERATIONS if operation != "loss_rows"),
 }
 INTERPRETED_ROWS = 2
 
@@ -62,7 +54,7 @@ def each(operation: str, *, but: tuple[str, ...] = ()) -> pytest.MarkDecorator:
 
 def need(backend: str) -> None:
     """Skips where the backend cannot run here."""
-    if backend.startswith("cpp") and (why_not := dispatch.cpp_unavailable()) is not None:
+    if backend == "cpp" and (why_not := dispatch.cpp_unavailable()) is not None:
         pytest.skip(why_not)
     if backend.startswith("triton"):
         pytest.importorskip("triton", reason="triton is not installed")
@@ -108,8 +100,6 @@ def moved(value: Any, to: str) -> Any:
 @functools.cache
 def function(backend: str, operation: str) -> Callable[..., Any]:
     """The backend's own function, for tensors of its device."""
-    if backend in TILES:
-        return functools.partial(_loss_in_tiles, backend)
     if backend == "triton split":
         return _loss_of_split_rows
     name = dispatch.ADVANTAGE_OPS[0] if operation == "advantages" else operation
@@ -130,35 +120,6 @@ def call(backend: str, operation: str, *arguments: Any, **options: Any) -> Any:
     need(backend)
     there = moved((arguments, options), device(backend))
     return moved(function(backend, operation)(*there[0], **there[1]), "cpu")
-
-
-def cuts(n: int, *inner: int) -> list[tuple[int, int]]:
-    return list(itertools.pairwise([0, *(cut for cut in inner if cut < n), n]))
-
-
-def tiles_of(
-    n_rows: int, n_vocab: int, *, few: bool = False
-) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Narrow ones, one of a row, and one that begins where no vector does."""
-    columns = (1, 2051) if few else (1, 2, 2048, 2052)
-    return list(itertools.product(cuts(n_vocab, *columns), cuts(n_rows, 5, 6)))
-
-
-def _loss_in_tiles(
-    backend: str, logits_NV: Tensor, tokens: LossTokens, settings: LossSettings, grad_NV: Tensor | None
-) -> TokenTerms:
-    passes = importlib.import_module(f"smopd.kernels.{TILES[backend]}").TileLoss
-    plan = passes.plan_of(tokens, settings, logits_NV.dtype)
-    sums_CN, tiles = plan.empty_sums(), tiles_of(*logits_NV.shape, few=interpreted(backend))
-    for (first, last), (start, stop) in tiles:
-        passes(plan).scan(sums_CN, logits_NV[start:stop, first:last], start, first)
-    merged = finish(plan, sums_CN)
-    if grad_NV is not None:
-        if grad_NV is not logits_NV:
-            grad_NV.copy_(logits_NV)
-        for (first, last), (start, stop) in tiles:
-            passes(plan).gradient_(merged, grad_NV[start:stop, first:last], start, first)
-    return merged.terms
 
 
 def same(some: Any, others: Any) -> bool:

@@ -104,7 +104,7 @@ def test_forward_kl(backend: str) -> None:
     hold(backend, check)
 
 
-@backends.each("loss_rows", but=("reference", "reference tiles"))
+@backends.each("loss_rows", but=("reference",))
 def test_loss(backend: str) -> None:
     def check(data: st.DataObject) -> None:
         logits_NV = data.draw(logits_rows(backend))

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from smopd.kernels import cpp, dispatch
 from smopd.kernels.types import LossSettings
@@ -82,58 +81,6 @@ def test_a_bad_id_of_a_late_teacher_is_found_before_anything_is_written() -> Non
     assert torch.equal(own_NV, case.logits_NV)
 
 
-def tile_arguments() -> tuple[dict, dict]:
-    """Of the two operators on tiles, for (2, 8) logits and a support of two."""
-    shared = {
-        "tile": torch.zeros(2, 8),
-        "column": 0,
-        "token_ids": torch.tensor([1, 9]),
-        "ids": torch.tensor([[0, 1], [7, 8]]),
-        "live": torch.ones(2, dtype=torch.bool),
-        "temperature": 1.0,
-        "kl_temperature": 1.0,
-        "tail": True,
-    }
-
-    def wide(rows: int) -> Tensor:
-        return torch.zeros(rows, 2, dtype=torch.float64)
-
-    return shared | {"sums": wide(3 + 1 + 2)}, shared | {
-        "q": wide(2),
-        "entropy": False,
-        "columns": wide(4 + 7),
-    }
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"tile": torch.zeros(2, 8, dtype=torch.float64)}, "tile is not float32, bfloat16 or float16"),
-        ({"column": -1}, "column is -1, expected at least 0"),
-        ({"token_ids": torch.zeros(3, dtype=torch.int64)}, r"token_ids has to be of shape \(N,\) = \(2,\)"),
-        ({"ids": torch.zeros(1, 2, dtype=torch.int64)}, "ids has to have two dimensions and N = 2 rows"),
-        ({"live": torch.ones(3, dtype=torch.bool)}, "live has to be a CPU tensor of bool"),
-        ({"live": None}, "ids and live have to come together"),
-        ({"kl_temperature": 0.0}, "kl_temperature is 0, expected a positive number"),
-        ({"kl_temperature": 0.5}, r"there are (6|11) columns, expected (9|15)"),
-    ],
-)
-def test_wrong_arguments_of_the_tiles_are_named(change: dict, message: str) -> None:
-    scan, grad = tile_arguments()
-    with pytest.raises(RuntimeError, match="tile_scan_cpu: .*" + message):
-        torch.ops.smopd.tile_scan_cpu(**(scan | change))
-    with pytest.raises(RuntimeError, match="tile_gradient_cpu: .*" + message):
-        torch.ops.smopd.tile_gradient_cpu(**(grad | change))
-
-
-def test_wrong_numbers_of_a_tiles_row_are_named() -> None:
-    scan, grad = tile_arguments()
-    with pytest.raises(RuntimeError, match="tile_scan_cpu: the columns have to be a CPU tensor of float64"):
-        torch.ops.smopd.tile_scan_cpu(**(scan | {"sums": torch.zeros(6, 2)}))
-    with pytest.raises(RuntimeError, match="tile_gradient_cpu: q has to be a CPU tensor of float64"):
-        torch.ops.smopd.tile_gradient_cpu(**(grad | {"q": torch.zeros(2, 2)}))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -156,8 +103,7 @@ def test_operator_schemas() -> None:
     teachers = cases.random_teachers(3, 50, 4)
     rows = (logits_NV, tokens_N, *teachers)
     columns, constants = [torch.ones(3)] * 7, (0.2, 0.2, 3.0, 1.0, 0.1, 1.0, 0.9, False)
-    scan, grad = tile_arguments()
-    calls: dict[str, tuple | dict] = {
+    calls = {
         "topk_logprobs_cpu": (logits_NV, 4, tokens_N, 0.9),
         "teacher_mixture_cpu": (*teachers, 4, True),
         "forward_kl_rows_cpu": (*rows, 4, True, True, 1.0),
@@ -173,13 +119,10 @@ def test_operator_schemas() -> None:
             *constants,
             torch.empty(3, 50),
         ),
-        "tile_scan_cpu": scan,
-        "tile_gradient_cpu": grad,
     }
-    for name, given in calls.items():
-        arguments = ((), given) if isinstance(given, dict) else (given,)
+    for name, arguments in calls.items():
         operator = getattr(torch.ops.smopd, name).default
-        torch.library.opcheck(operator, *arguments, test_utils=("test_schema",))
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema",))
 
 
 def test_import_leaves_denormals_alone() -> None:

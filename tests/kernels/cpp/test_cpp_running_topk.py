@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from smopd.kernels import cpp, dispatch
-from smopd.kernels.head import topk as linear_topk
+from smopd.kernels.ops import linear_topk
 from smopd.ops import linear_topk_logprobs, topk_logprobs
 from tests.kernels import backends
 from tests.kernels.conformance.test_topk import KINDS, rows_of

@@ -11,14 +11,12 @@ from unittest import mock
 
 import torch
 
-from smopd.kernels.head.tiles import finish
 from smopd.kernels.triton import advantages as triton_advantages
 from smopd.kernels.triton import draw as triton_draw
 from smopd.kernels.triton import loss as triton_loss
 from smopd.kernels.triton import mixture as triton_mixture
 from smopd.kernels.triton import product as triton_product
 from smopd.kernels.triton import scale as triton_scale
-from smopd.kernels.triton import tiles as triton_tiles
 from smopd.kernels.triton import topk as triton_topk
 from smopd.kernels.triton import totals as triton_totals
 from smopd.kernels.types import (
@@ -56,7 +54,7 @@ def cases() -> Iterator[Case]:
         _scale(),
         _draw(),
     )
-    return itertools.chain(*rows, _tiles())
+    return itertools.chain(*rows)
 
 
 def _name(row: dict[str, Any]) -> str:
@@ -375,38 +373,3 @@ def _draw() -> Iterator[Case]:
     for dtype in DTYPES:
         logits = torch.empty(N, 151_936, dtype=dtype, device="meta")
         yield f"draw-{SHORT[dtype]}", lambda x=logits: triton_draw.draw(x, 0.7, uniform)
-
-
-def _tiles() -> Iterator[Case]:
-    """aligned: rows of a buffer of ours; else columns from an odd one on, as a shard's may be."""
-    factors = {
-        "dtype": DTYPES,
-        "target": ("none", "sparse", "M2"),
-        "kappa": (16, 64, triton_loss.MAX_SUPPORT),
-        "tail": (False, True),
-        "entropy": (False, True),
-        "twoT": (False, True),
-        "merge": (False, True),
-        "aligned": (True, False),
-    }
-    plain = {"dtype": DTYPES[0], "kappa": 16, "entropy": False, "twoT": False, "aligned": True}
-    main = [
-        plain | {"target": "M2", "tail": True, "merge": True},
-        plain | {"target": "M2", "tail": False, "merge": False},
-        plain | {"target": "M2", "tail": True, "merge": True, "entropy": True, "twoT": True},
-        plain | {"target": "sparse", "tail": True, "merge": False, "kappa": triton_loss.MAX_SUPPORT},
-    ]
-    for row in _rows(main, factors):
-        if row["target"] == "M2" and row["kappa"] > KAPPAS[-1]:
-            continue
-        width = 15_232 if row["aligned"] else 15_233
-        tile = torch.empty(N, width, dtype=row["dtype"], device="meta")
-        yield f"tiles-{_name(row)}", lambda t=tile, r=row: _both_passes(t, r)
-
-
-def _both_passes(tile: torch.Tensor, row: dict[str, Any]) -> None:
-    row = row | {"extras": False}
-    plan = triton_tiles.TileLoss.plan_of(_loss_tokens(row), _loss_settings(row), tile.dtype)
-    passes, sums = triton_tiles.TileLoss(plan), plan.empty_sums()
-    passes.scan(sums, tile, 0, 0)
-    passes.gradient_(finish(plan, sums), tile, 0, 0)

@@ -301,28 +301,6 @@ def test_forced_backends(monkeypatch: pytest.MonkeyPatch) -> None:
         ops.topk_logprobs(LOGITS, 2)
 
 
-def test_recompute_says_where_the_reference_serves_it(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    head = (torch.zeros(N, 2), torch.zeros(V, 2))
-    monkeypatch.delenv("SMOPD_BACKEND", raising=False)
-    dispatch._log_once.cache_clear()
-    with caplog.at_level(logging.INFO, logger="smopd"):
-        ops.linear_smopd_loss(*map(torch.Tensor.double, head), tokens(), recompute=True)
-    (record,) = caplog.records
-    assert record.getMessage().startswith(
-        "linear_smopd_loss with recompute on cpu is served by the reference"
-    )
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setenv("SMOPD_BACKEND", "triton")
-    message = "^linear_smopd_loss: SMOPD_BACKEND=triton cannot serve this call: the tensor is on cpu"
-    with pytest.raises(RuntimeError, match=message):
-        ops.linear_smopd_loss(*head, tokens(), recompute=True)
-    monkeypatch.setenv("SMOPD_BACKEND", "numpy")
-    with pytest.raises(ValueError, match=r"SMOPD_BACKEND is 'numpy', expected one of"):
-        ops.linear_smopd_loss(*head, tokens(), recompute=True)
-
-
 @pytest.mark.skipif(dispatch.cpp_unavailable() is not None, reason="smopd._C is not built")
 @pytest.mark.parametrize("forced", [False, True], ids=["chosen", "forced"])
 @pytest.mark.parametrize("advantages_first", [False, True])
