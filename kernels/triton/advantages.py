@@ -1,11 +1,9 @@
-"""GRPO, GDPO and GD2PO advantages on the GPU, whitened: two launches and one to whiten.
+"""GRPO, GDPO and GD2PO advantages on the GPU, whitened: a sort of the groups, a launch, and one to whiten.
 
-Groups mostly lie side by side. The first launch takes the ids to be runs and each response to belong to its
-own: a program serves a few responses, and each walks through its run. It notes whether the ids rise, fall,
-and whether a run is long: ids that only rise or only fall are runs. The second launch reads these notes; if
-they say no it does all groups again wherever they lie (smopd.kernels.triton.groups), else it ends there. So
-the device decides, no host waits, and a CUDA graph replays both. Each program leaves the moments of its own
-responses, and the third launch whitens (smopd.kernels.triton.whiten). No sum is atomic. fp64 throughout.
+torch sorts the group ids, so groups are runs of equal ids. A program serves a few responses in that order,
+and each walks through its run. Each program leaves the moments of its own responses, and the last launch
+whitens (smopd.kernels.triton.whiten). No sum is atomic, no host waits, a CUDA graph can hold it. fp64
+throughout.
 
 Shapes: R responses, K rewards (1 in GRPO: their weighted sum). In kernels: B responses that a program owns,
 K padded to a power of two.
@@ -20,100 +18,131 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smopd.kernels.triton.groups import (
-    FALLS,
-    LONG,
-    RISES,
-    combined,
-    is_dropped,
-    normalised,
-    reward_values,
-    reward_weights,
-    scattered_kernel,
-    spread,
-)
 from smopd.kernels.triton.mixture import NO_REGISTER_TARGET
 from smopd.kernels.triton.whiten import rounded_product, store_moments, whiten_
-from smopd.kernels.types import AdvantageOptions
+from smopd.kernels.types import CONFLICT_FLOOR, EQUAL_ULPS, AdvantageOptions
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SERVED = ("grpo_advantages", "gdpo_advantages", "gd2po_advantages")
 MAX_REWARDS = 32
 OWNED = 32  # responses of a program, at most
 STRIDE = 8  # responses of a run that are looked at at a time, on both sides
-LONGEST = 64  # responses of a run that each of its members walks through
-TILE = 512  # responses times rewards held at a time where groups lie anywhere
-WARP_TILE = 32  # the same of a warp where groups are runs
+TILE = 512  # responses times rewards of a program, at most
+WARP_TILE = 32  # the same of a warp
 MAX_WARPS = 8
-SCAN_BLOCK = 2048
+
+_EQUAL_WITHIN = tl.constexpr(EQUAL_ULPS * torch.finfo(torch.float32).eps)
+_CONFLICT_FLOOR = tl.constexpr(CONFLICT_FLOOR)
 
 
 @triton.jit
-def _is_of(group_ptr, stride_group, rows_BD, inside_BD, group_B):
-    ids_BD = tl.load(group_ptr + rows_BD.to(tl.int64) * stride_group, mask=inside_BD, other=0)
+def _reward_weights(weights_ptr, stride_weights, offs_k, n_rewards, HAS_WEIGHTS: tl.constexpr):
+    if HAS_WEIGHTS:
+        return tl.load(weights_ptr + offs_k * stride_weights, mask=offs_k < n_rewards, other=0.0).to(
+            tl.float64
+        )
+    else:
+        return tl.where(offs_k < n_rewards, 1.0, 0.0).to(tl.float64)
+
+
+@triton.jit
+def _combined(value_JK, weights_K, SUMMED: tl.constexpr):
+    """What is normalised and the size it was computed from: rewards (J, K), or if SUMMED their sum (J, 1)."""
+    if SUMMED:
+        # A reward of weight 0 plays no part, not even by being NaN.
+        terms_JK = tl.where(weights_K[None, :] != 0.0, rounded_product(weights_K[None, :], value_JK), 0.0)
+        return tl.sum(terms_JK, 1)[:, None], tl.sum(tl.abs(terms_JK), 1)[:, None]
+    else:
+        return value_JK, tl.abs(value_JK)
+
+
+@triton.jit
+def _reward_values(columns_ptr, stride_r, rows_J, inside_J, live_K, weights_K, SUMMED: tl.constexpr):
+    """_combined() of these rows; NaN: none there."""
+    at_JK = columns_ptr[None, :] + rows_J.to(tl.int64)[:, None] * stride_r
+    inside_JK = inside_J[:, None] & live_K[None, :]
+    value_JK = tl.load(at_JK, mask=inside_JK, other=float("nan")).to(tl.float64)
+    return _combined(value_JK, weights_K, SUMMED)
+
+
+@triton.jit
+def _normalised(value_JK, mean, scale, varied):
+    """Eq. 1; 0 for a NaN and where the group's values are equal. Of one group, or of each response's."""
+    return tl.where((value_JK == value_JK) & varied, (value_JK - mean) / scale, 0.0)
+
+
+@triton.jit
+def _spread(count, m2, low, high, size, norm_eps):
+    """Whether a group's values differ by more than rounding, and what their deviations are divided by."""
+    varied = (count > 1.0) & (high - low > size * _EQUAL_WITHIN)
+    return varied, tl.where(varied, tl.sqrt(m2 / tl.maximum(count - 1.0, 1.0)) + norm_eps, 1.0)
+
+
+@triton.jit
+def _is_dropped(adv_JK, weights_K, snr_threshold, norm_eps, SNR: tl.constexpr):
+    """Whether GD2PO drops a response: its rewards pull in opposite directions."""
+    parts_JK = rounded_product(adv_JK, weights_K[None, :])
+    signed_JK = tl.abs(adv_JK) > _CONFLICT_FLOOR
+    up_J = tl.max((signed_JK & (parts_JK > 0.0)).to(tl.int32), 1)
+    down_J = tl.max((signed_JK & (parts_JK < 0.0)).to(tl.int32), 1)
+    dropped_J = (up_J > 0) & (down_J > 0)
+    if SNR:
+        ratio_J = tl.abs(tl.sum(parts_JK, 1)) / (tl.sum(tl.abs(parts_JK), 1) + norm_eps)
+        dropped_J = dropped_J & (ratio_J < snr_threshold)
+    return dropped_J
+
+
+@triton.jit
+def _is_of(group_ptr, places_BD, inside_BD, group_B):
+    ids_BD = tl.load(group_ptr + places_BD, mask=inside_BD, other=0)
     return inside_BD & (ids_BD == group_B[:, None])
 
 
 @triton.jit
-def _run(
-    group_ptr, stride_group, offs_b, own_B, group_B, n_responses, LONGEST: tl.constexpr, STRIDE: tl.constexpr
-):
-    """First row and the one behind the last of each response's run of equal ids; and what the ids do here."""
-    next_B = own_B & (offs_b + 1 < n_responses)
-    id_B = tl.load(group_ptr + (offs_b + 1).to(tl.int64) * stride_group, mask=next_B, other=0)
-    met = tl.max(tl.where(next_B & (id_B > group_B), RISES, 0), 0)
-    met |= tl.max(tl.where(next_B & (id_B < group_B), FALLS, 0), 0)
+def _run(group_ptr, offs_b, own_B, group_B, n_responses, STRIDE: tl.constexpr):
+    """The first place and the one behind the last of each response's run of equal ids."""
     first_B = offs_b
     end_B = offs_b + 1
     offs_d = tl.arange(0, STRIDE)[None, :]
-    steps = 0
     growing = 1
-    while (growing > 0) & (steps < LONGEST):
+    while growing > 0:
         before_BD = first_B[:, None] - 1 - offs_d
         behind_BD = end_B[:, None] + offs_d
-        before_BD = _is_of(group_ptr, stride_group, before_BD, own_B[:, None] & (before_BD >= 0), group_B)
-        behind_BD = _is_of(
-            group_ptr, stride_group, behind_BD, own_B[:, None] & (behind_BD < n_responses), group_B
-        )
+        before_BD = _is_of(group_ptr, before_BD, own_B[:, None] & (before_BD >= 0), group_B)
+        behind_BD = _is_of(group_ptr, behind_BD, own_B[:, None] & (behind_BD < n_responses), group_B)
         before_B = tl.sum(before_BD.to(tl.int32), 1)
         behind_B = tl.sum(behind_BD.to(tl.int32), 1)
         first_B -= before_B
         end_B += behind_B
         growing = tl.max((tl.maximum(before_B, behind_B) == STRIDE).to(tl.int32), 0)
-        steps += STRIDE
-    return first_B, end_B, met | tl.where(growing > 0, LONG, 0)
+    return first_B, end_B
 
 
 @triton.jit
 def _runs_kernel(
-    rewards_ptr, stride_r, stride_k, group_ptr, stride_group, weights_ptr, stride_weights, adv_ptr, kept_ptr,
-    lengths_ptr, stride_lengths, moments_ptr, broken_ptr,
+    rewards_ptr, stride_r, stride_k, group_ptr, order_ptr, weights_ptr, stride_weights, adv_ptr, kept_ptr,
+    lengths_ptr, stride_lengths, moments_ptr,
     n_responses, n_rewards, norm_eps: tl.float64, snr_threshold: tl.float64,
     HAS_WEIGHTS: tl.constexpr, SUMMED: tl.constexpr, DROP: tl.constexpr, SNR: tl.constexpr,
-    WHITEN: tl.constexpr, TOKENS: tl.constexpr, K: tl.constexpr, B: tl.constexpr,
-    LONGEST: tl.constexpr, STRIDE: tl.constexpr,
+    WHITEN: tl.constexpr, TOKENS: tl.constexpr, K: tl.constexpr, B: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Groups that are runs of equal ids: each response walks through its own."""
+    """group_ptr: the ids in ascending order; order_ptr: the row of each. A response walks through its run."""
     KV: tl.constexpr = 1 if SUMMED else K
     offs_k = tl.arange(0, K)
     live_K = offs_k < n_rewards
-    weights_K = reward_weights(weights_ptr, stride_weights, offs_k, n_rewards, HAS_WEIGHTS)
+    weights_K = _reward_weights(weights_ptr, stride_weights, offs_k, n_rewards, HAS_WEIGHTS)
     weights_KV = weights_K
     if SUMMED:
         weights_KV = tl.full((1,), 1.0, tl.float64)
     offs_b = tl.program_id(0) * B + tl.arange(0, B)
     own_B = offs_b < n_responses
-    group_B = tl.load(group_ptr + offs_b.to(tl.int64) * stride_group, mask=own_B, other=0)
+    group_B = tl.load(group_ptr + offs_b, mask=own_B, other=0)
+    rows_B = tl.load(order_ptr + offs_b, mask=own_B, other=0)
     columns_ptr = rewards_ptr + offs_k.to(tl.int64) * stride_k
-    own_BK = reward_values(columns_ptr, stride_r, offs_b, own_B, live_K, weights_K, SUMMED)[0]
-    first_B, end_B, met = _run(group_ptr, stride_group, offs_b, own_B, group_B, n_responses, LONGEST, STRIDE)
-    tl.store(broken_ptr + tl.program_id(0), met)
-    longest = tl.max(end_B - first_B, 0)
-
-    # A column's rewards of the response's run are its first size_BK, one row apart, and NaN behind.
-    at_BK = columns_ptr[None, :] + first_B.to(tl.int64)[:, None] * stride_r
-    size_BK = tl.where(own_B[:, None] & live_K[None, :], (end_B - first_B)[:, None], 0)
-    size_B = tl.max(size_BK, 1)
+    own_BK = _reward_values(columns_ptr, stride_r, rows_B, own_B, live_K, weights_K, SUMMED)[0]
+    first_B, end_B = _run(group_ptr, offs_b, own_B, group_B, n_responses, STRIDE)
+    size_B = tl.where(own_B, end_B - first_B, 0)
+    longest = tl.max(size_B, 0)
     WIDE: tl.constexpr = tl.float64 if SUMMED else tl.float32  # of what is normalised
     count_BK = tl.zeros((B, KV), tl.int32)
     start_BK = tl.full((B, KV), float("nan"), WIDE)  # the run's first value, from which deviations are small
@@ -123,10 +152,14 @@ def _runs_kernel(
     high_BK = tl.full((B, KV), -float("inf"), WIDE)
     largest_BK = tl.zeros((B, KV), tl.float64)
     for step in tl.range(0, longest):
-        value_BK = tl.load(at_BK + step * stride_r, mask=step < size_BK, other=float("nan")).to(WIDE)
+        inside_B = step < size_B
+        row_B = tl.load(order_ptr + first_B + step, mask=inside_B, other=0)
+        at_BK = columns_ptr[None, :] + row_B[:, None] * stride_r
+        inside_BK = inside_B[:, None] & live_K[None, :]
+        value_BK = tl.load(at_BK, mask=inside_BK, other=float("nan")).to(WIDE)
         if SUMMED:
-            value_BK, more_BK = combined(value_BK, weights_K, SUMMED)
-            value_BK = tl.where((step < size_B)[:, None], value_BK, float("nan"))
+            value_BK, more_BK = _combined(value_BK, weights_K, SUMMED)
+            value_BK = tl.where(inside_B[:, None], value_BK, float("nan"))
             largest_BK = tl.maximum(largest_BK, tl.where(value_BK == value_BK, more_BK, 0.0))
         known_BK = value_BK == value_BK
         count_BK += known_BK.to(tl.int32)
@@ -144,26 +177,27 @@ def _runs_kernel(
     from_start_BK = sum_BK / tl.maximum(count_BK, 1.0)
     mean_BK = start_BK.to(tl.float64) + from_start_BK
     m2_BK = tl.maximum(square_BK - sum_BK * from_start_BK, 0.0)
-    varied_BK, scale_BK = spread(count_BK, m2_BK, low_BK, high_BK, largest_BK, norm_eps)
-    adv_BK = normalised(own_BK, mean_BK, scale_BK, varied_BK)
+    varied_BK, scale_BK = _spread(count_BK, m2_BK, low_BK, high_BK, largest_BK, norm_eps)
+    adv_BK = _normalised(own_BK, mean_BK, scale_BK, varied_BK)
     adv_B = tl.sum(rounded_product(adv_BK, weights_KV[None, :]), 1)
     kept_B = tl.full((B,), 1, tl.int32)
     if DROP:
         n_kept_B = tl.zeros((B,), tl.int32)
         for step in tl.range(0, longest):
-            value_BK = tl.load(at_BK + step * stride_r, mask=step < size_BK, other=float("nan"))
-            each_BK = combined(value_BK.to(tl.float64), weights_K, SUMMED)[0]
-            each_BK = normalised(each_BK, mean_BK, scale_BK, varied_BK)
-            dropped_B = is_dropped(each_BK, weights_KV, snr_threshold, norm_eps, SNR)
-            n_kept_B += ((step < size_B) & (dropped_B == 0)).to(tl.int32)
-        dropped_B = is_dropped(adv_BK, weights_KV, snr_threshold, norm_eps, SNR)
+            inside_B = step < size_B
+            row_B = tl.load(order_ptr + first_B + step, mask=inside_B, other=0)
+            each_BK = _reward_values(columns_ptr, stride_r, row_B, inside_B, live_K, weights_K, SUMMED)[0]
+            each_BK = _normalised(each_BK, mean_BK, scale_BK, varied_BK)
+            dropped_B = _is_dropped(each_BK, weights_KV, snr_threshold, norm_eps, SNR)
+            n_kept_B += (inside_B & (dropped_B == 0)).to(tl.int32)
+        dropped_B = _is_dropped(adv_BK, weights_KV, snr_threshold, norm_eps, SNR)
         kept_B = tl.where(dropped_B, 0, 1)
         share_B = n_kept_B.to(tl.float64) / tl.maximum(size_B, 1).to(tl.float64)
         adv_B = tl.where(dropped_B, 0.0, adv_B * share_B)
-        tl.store(kept_ptr + offs_b, kept_B != 0, mask=own_B)
-    tl.store(adv_ptr + offs_b, adv_B.to(adv_ptr.dtype.element_ty), mask=own_B)
+        tl.store(kept_ptr + rows_B, kept_B != 0, mask=own_B)
+    tl.store(adv_ptr + rows_B, adv_B.to(adv_ptr.dtype.element_ty), mask=own_B)
     if WHITEN:
-        store_moments(moments_ptr, adv_B, kept_B, own_B, lengths_ptr, stride_lengths, offs_b, TOKENS)
+        store_moments(moments_ptr, adv_B, kept_B, own_B, lengths_ptr, stride_lengths, rows_B, TOKENS)
 
 
 def unserved(op: str, rewards_RK: Tensor) -> str | None:
@@ -200,12 +234,13 @@ def advantages(
     n_programs = triton.cdiv(n_responses, owned)
     moments_P3 = torch.empty(0 if whiten is None else n_programs, 3, dtype=torch.float64, device=device)
     if n_responses > 0:
+        sorted_R, order_R = group_R.sort(stable=True)
         arguments = (
-            rewards_RK, *rewards_RK.stride(), group_R, group_R.stride(0),
+            rewards_RK, *rewards_RK.stride(), sorted_R, order_R,
             rewards_RK if weights_K is None else weights_K, 0 if weights_K is None else weights_K.stride(0),
             adv_R, adv_R if kept_R is None else kept_R,
             adv_R if tokens_R is None else tokens_R, 0 if tokens_R is None else tokens_R.stride(0),
-            moments_P3, torch.empty(n_programs, dtype=torch.int32, device=device),
+            moments_P3,
             n_responses, n_rewards, float(norm_eps), 0.0 if snr_threshold is None else float(snr_threshold),
         )  # fmt: skip
         variant = {
@@ -213,13 +248,10 @@ def advantages(
             "SNR": snr_threshold is not None, "WHITEN": whiten is not None, "TOKENS": tokens_R is not None,
             "K": padded, "B": owned,
         }  # fmt: skip
-        options_ = {"num_stages": 1, "maxnreg": NO_REGISTER_TARGET, "enable_fp_fusion": True}
         warps = min(max(owned * padded // WARP_TILE, 1), MAX_WARPS)
         _runs_kernel[(n_programs,)](
-            *arguments, **variant, LONGEST=LONGEST, STRIDE=STRIDE, num_warps=warps, **options_
-        )
-        scattered_kernel[(n_programs,)](
-            *arguments, **variant, J=TILE // max(padded, 4), SCAN=SCAN_BLOCK, num_warps=4, **options_
+            *arguments, **variant, STRIDE=STRIDE,
+            num_warps=warps, num_stages=1, maxnreg=NO_REGISTER_TARGET, enable_fp_fusion=True,
         )
     if whiten is not None:
         whiten_(adv_R, kept_R, tokens_R, moments_P3, out_R, norm_eps, process_group)

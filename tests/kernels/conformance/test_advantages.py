@@ -39,7 +39,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
         backends.need("triton")
         from smopd.kernels.triton import advantages, whiten
 
-        for name, size in (("OWNED", 8), ("TILE", 64), ("SCAN_BLOCK", 4), ("LONGEST", 4)):
+        for name, size in (("OWNED", 8), ("TILE", 64)):
             monkeypatch.setattr(advantages, name, size)
         monkeypatch.setattr(whiten, "WHITEN_BLOCK", 4)
         monkeypatch.setattr(whiten, "SLOT_BLOCK", 2)
@@ -126,7 +126,7 @@ LAYOUTS = {
 @each_backend
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_wherever_groups_lie(layout: str, backend: str) -> None:
-    """On a GPU a response walks through its run, unless ids rise and fall or a run is long."""
+    """On a GPU they are sorted first, and a response walks through its run."""
     gen, ids = torch.Generator().manual_seed(11), LAYOUTS[layout]
     rewards, group = torch.randn(13, 3, generator=gen), torch.tensor(ids)
     rewards[torch.rand(rewards.shape, generator=gen) < 0.1] = NAN

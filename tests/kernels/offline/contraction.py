@@ -49,7 +49,6 @@ KERNELS = {
     "_stream_kernel": contracted,
     "select_kernel": contracted,
     "_runs_kernel": summed,
-    "scattered_kernel": summed,
     "_merge_kernel": summed,
     "_whiten_kernel": summed,
 }

@@ -247,7 +247,7 @@ def test_what_follows_the_rows_is_one_launch(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("kind", ["grpo", "gdpo", "gd2po"])
 def test_a_groups_advantages_depend_on_nothing_around_it(kind: str) -> None:
-    """Where groups are runs each response adds its own up, from its first on."""
+    """Each response adds its own group up, from its first on."""
     generator = torch.Generator().manual_seed(5)
     rewards, group = torch.randn(42, 3, generator=generator), torch.arange(42) // 6
     options = AdvantageOptions(kind, whiten=None)
@@ -256,26 +256,6 @@ def test_a_groups_advantages_depend_on_nothing_around_it(kind: str) -> None:
         alone = backends.call("triton", "advantages", rewards[start : start + 6], group[:6], options)
         for mine, theirs in zip(alone, whole, strict=True):
             assert mine is None or torch.equal(mine, theirs[start : start + 6])
-
-
-@pytest.mark.parametrize(("ids", "alone"), [("runs", True), ("mixed", False), ("long", False)])
-def test_who_serves_the_groups(ids: str, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second launch changes nothing where ids are runs, and all where they are not."""
-    groups = {"runs": torch.arange(40) // 8, "mixed": torch.arange(40) % 5, "long": torch.arange(80) // 80}
-    group = groups[ids]
-    rewards = torch.randn(len(group), 2, generator=torch.Generator().manual_seed(5))
-    options = AdvantageOptions("gdpo", whiten="responses")
-    want, _ = reference_advantages.advantages(rewards, group, options)
-
-    class NoLaunch:
-        def __getitem__(self, grid: Any) -> Any:
-            return lambda *arguments, **options: None
-
-    got, _ = backends.call("triton", "advantages", rewards, group, options)
-    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-9)
-    monkeypatch.setattr(triton_advantages, "scattered_kernel", NoLaunch())
-    first, _ = backends.call("triton", "advantages", rewards, group, options)
-    assert torch.equal(first, got) if alone else not torch.allclose(first, got)
 
 
 def test_slots_are_merged_into_the_moments_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,7 +420,7 @@ def test_rows_beyond_32_bit_offsets() -> None:
 
 GRAPHED = (
     *("topk_logprobs", "teacher_mixture", "gdpo_advantages", "smopd_loss", "topk_forward_kl"),
-    *("teacher_forward_kl", "linear_topk_logprobs", "linear_smopd_loss", "recompute"),
+    *("teacher_forward_kl", "linear_topk_logprobs", "linear_smopd_loss"),
 )
 
 
@@ -460,7 +440,7 @@ def test_a_cuda_graph_replays_forward_and_backward(name: str) -> None:
     weight = (0.1 * torch.randn(151936, 128, device=DEVICE)).bfloat16().requires_grad_()
     logits = pooled.logits_NV.clone().requires_grad_()
     rewards, group = torch.randn(500, 4, device=DEVICE), torch.arange(500, device=DEVICE) // 8
-    leaves = [hidden, weight] if "linear" in name or name == "recompute" else [logits]
+    leaves = [hidden, weight] if "linear" in name else [logits]
 
     def call() -> list[Tensor]:
         outputs: Any
@@ -482,8 +462,7 @@ def test_a_cuda_graph_replays_forward_and_backward(name: str) -> None:
             loss, stats = ops.smopd_loss(logits, tokens, pooled.settings)
             outputs = (loss, stats.kl_N)
         else:
-            options = {"recompute": name == "recompute"}
-            loss, stats = ops.linear_smopd_loss(hidden, weight, tokens, pooled.settings, **options)
+            loss, stats = ops.linear_smopd_loss(hidden, weight, tokens, pooled.settings)
             outputs = (loss, stats.kl_N)
         total = sum(output.sum() for output in outputs if output.requires_grad)
         return [*(output.detach() for output in outputs), *torch.autograd.grad(total, leaves)]
