@@ -24,28 +24,12 @@ MODE = os.environ.get("SMOPD_BUILD_EXT", "auto")
 SOURCES = [
     "csrc/module.cpp",
     "csrc/cpu/exponent.cpp",
-    "csrc/cpu/forward_kl.cpp",
     "csrc/cpu/loss_rows.cpp",
-    "csrc/cpu/pool.cpp",
-    "csrc/cpu/teacher_mixture.cpp",
-    "csrc/cpu/teacher_product.cpp",
+    "csrc/cpu/teachers.cpp",
     "csrc/cpu/topk_logprobs.cpp",
     "csrc/cpu/union.cpp",
 ]
-HEADERS = [
-    "csrc/cpu/arguments.h",
-    "csrc/cpu/exponent.h",
-    "csrc/cpu/policy.h",
-    "csrc/cpu/pool.h",
-    "csrc/cpu/rows.h",
-    "csrc/cpu/simd.h",
-    "csrc/cpu/softmax.h",
-    "csrc/cpu/support.h",
-    "csrc/cpu/targets.h",
-    "csrc/cpu/topk.h",
-    "csrc/cpu/topk_row.h",
-    "csrc/cpu/union.h",
-]
+HEADERS = [f"csrc/cpu/{name}.h" for name in ("arguments", "exponent", "rows", "support", "topk", "union")]
 # Never -ffast-math, at compile or link: it flushes denormals in every thread that loads the library.
 COMPILE_FLAGS = [
     "-std=c++20",

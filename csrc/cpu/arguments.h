@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
@@ -18,6 +19,10 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t kGrainElements = 32768;  // that are worth a thread
+
+inline Tensor make(const Tensor& like, const std::vector<int64_t>& shape, ScalarType type) {
+  return torch::stable::empty(shape, type, std::nullopt, like.device());
+}
 
 #define SMOPD_REQUIRE(op, condition, ...) STD_TORCH_CHECK(condition, op, ": ", __VA_ARGS__)
 

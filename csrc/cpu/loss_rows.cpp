@@ -1,6 +1,7 @@
-// loss_rows on the CPU: a token's whole objective and its gradient. Its definition is in
-// kernels/reference/loss.py.
+// loss_rows on the CPU, a token's whole objective and its gradient, and the forward KL by itself. Their
+// definitions are in kernels/reference/loss.py and topk.py.
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <limits>
@@ -9,15 +10,77 @@
 #include <vector>
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include "arguments.h"
-#include "policy.h"
 #include "rows.h"
-#include "targets.h"
 
 namespace smopd {
 namespace {
+
+// A token's policy-gradient terms come from its log-probability alone: clipped surrogate, sampled reverse KL.
+constexpr double kLogRatioBound = 20.0;
+
+// CLIP_* of kernels/types.py.
+constexpr int8_t kClipLow = 1;
+constexpr int8_t kClipHigh = 2;
+constexpr int8_t kClipDual = 4;
+constexpr int8_t kClipLogRatio = 8;
+constexpr int8_t kClipReverseLow = 16;
+constexpr int8_t kClipReverseHigh = 32;
+
+struct PolicySettings {
+  double clip_low;
+  double clip_high;
+  double dual_clip;  // infinite for none
+  bool reverse_ppo;
+};
+
+struct PolicyTerms {
+  double surrogate = 0.0;
+  double slope = 0.0;  // of the surrogate in the log-probability
+  double reverse = 0.0;
+  double reverse_slope = 0.0;
+  int8_t clipped = 0;
+};
+
+// `log_ratio`: log pi - log pi_old, 0 without an old policy. NaN is in no clip and goes through.
+PolicyTerms policy_terms(
+    double log_ratio, double adv, const double* reverse_adv, const PolicySettings& settings) {
+  const double low = 1.0 - settings.clip_low;
+  const double high = 1.0 + settings.clip_high;
+  const double bounded = log_ratio < -kLogRatioBound ? -kLogRatioBound
+                         : log_ratio > kLogRatioBound ? kLogRatioBound
+                                                      : log_ratio;
+  const double ratio = std::exp(bounded);
+  const bool saturated = std::fabs(log_ratio) > kLogRatioBound;
+  const bool below = ratio < low;
+  const bool above = ratio > high;
+  const double clipped_ratio = below ? low : above ? high : ratio;
+
+  PolicyTerms terms;
+  terms.surrogate = std::max(-adv * ratio, -adv * clipped_ratio);
+  const bool is_low = below && adv < 0.0;
+  const bool is_high = above && adv > 0.0;
+  const bool is_dual = adv < 0.0 && terms.surrogate > -settings.dual_clip * adv;
+  if (is_dual) terms.surrogate = -settings.dual_clip * adv;
+  if (!(is_low || is_high || is_dual || saturated)) terms.slope = -adv * ratio;
+  terms.clipped = int8_t((is_low ? kClipLow : 0) | (is_high ? kClipHigh : 0) | (is_dual ? kClipDual : 0) |
+                         (saturated ? kClipLogRatio : 0));
+  if (reverse_adv == nullptr) return terms;
+
+  const double gain = *reverse_adv;
+  bool reverse_low = below;
+  bool reverse_high = above;
+  terms.reverse = -gain * clipped_ratio;
+  if (settings.reverse_ppo) {
+    terms.reverse = std::max(-gain * ratio, -gain * clipped_ratio);
+    reverse_low = below && gain < 0.0;
+    reverse_high = above && gain > 0.0;
+  }
+  if (!(reverse_low || reverse_high || saturated)) terms.reverse_slope = -gain * ratio;
+  terms.clipped |= int8_t((reverse_low ? kClipReverseLow : 0) | (reverse_high ? kClipReverseHigh : 0));
+  return terms;
+}
 
 constexpr const char* kOp = "loss_rows_cpu";
 enum Term { kLogp, kEntropy, kKl, kTeacherMass, kStudentMass, kSurrogate, kReverse, kColumns };
@@ -101,17 +164,6 @@ void loss_row(const Arguments& a, int64_t n, Work& work) {
   a.clipped[n] = policy.clipped;
 }
 
-template <typename T>
-void loss_rows(const Arguments& a) {
-  const auto counted = [&](int64_t n) { return counts(a.tokens, n); };
-  check_target_ids(kOp, a.target, a.logits.rows, a.logits.vocab, counted);
-  torch::stable::parallel_for(
-      0, a.logits.rows, rows_per_thread(a.logits.vocab), [&](int64_t begin, int64_t end) {
-        Work work(a.target);
-        for (int64_t n = begin; n < end; ++n) loss_row<T>(a, n, work);
-      });
-}
-
 // The schema in module.cpp names the arguments and the results, (N,) each: float32, the clip bits int8.
 using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
@@ -126,15 +178,11 @@ Results loss_rows_cpu(
   const Logits rows = read_logits(kOp, "logits", logits);
   check_temperature(kOp, "temperature", temperature);
   check_temperature(kOp, "kl_temperature", kl_temperature);
-  const auto device = logits.device();
-  const auto empty_column = [&] {
-    return torch::stable::empty({rows.rows}, ScalarType::Float, std::nullopt, device);
-  };
   std::vector<Tensor> columns;
-  for (int64_t i = 0; i < kColumns; ++i) columns.push_back(empty_column());
+  for (int64_t i = 0; i < kColumns; ++i) columns.push_back(make(logits, {rows.rows}, ScalarType::Float));
   std::array<float*, kColumns> pointers{};
   for (size_t i = 0; i < kColumns; ++i) pointers[i] = static_cast<float*>(columns[i].data_ptr());
-  Tensor clipped = torch::stable::empty({rows.rows}, ScalarType::Char, std::nullopt, device);
+  const Tensor clipped = make(logits, {rows.rows}, ScalarType::Char);
   const auto column = [&](const char* name, const std::optional<Tensor>& t) {
     return read_column(kOp, name, t, rows.rows);
   };
@@ -156,19 +204,74 @@ Results loss_rows_cpu(
       static_cast<int8_t*>(clipped.data_ptr())};
   const Results results{columns[kLogp],        columns[kEntropy], columns[kKl],        columns[kTeacherMass],
                         columns[kStudentMass], clipped,           columns[kSurrogate], columns[kReverse]};
-  if (rows.rows == 0) return results;
-  switch (rows.type) {
-    case ScalarType::Float: loss_rows<float>(arguments); break;
-    case ScalarType::BFloat16: loss_rows<BFloat16>(arguments); break;
-    default: loss_rows<Float16>(arguments); break;
-  }
+  check_target_ids(kOp, arguments.target, rows.rows, rows.vocab, counted);
+  each_row(rows, arguments.target, [&]<typename T>(int64_t n, Work& work) { loss_row<T>(arguments, n, work); });
   return results;
+}
+
+struct KlArguments {
+  const char* op;
+  Logits logits;
+  std::vector<int64_t> token_ids;
+  Target target;
+  RowSettings row;
+};
+
+KlArguments read_kl(
+    const char* op, const Tensor& logits, const Tensor& token_ids, const Tensor& ids, const Tensor& logps,
+    const std::optional<Tensor>& log_alpha, int64_t kappa, bool merge, bool tail, double temperature) {
+  const Logits rows = read_logits(op, "logits", logits);
+  check_temperature(op, "temperature", temperature);
+  const Target target = read_target(op, ids, logps, log_alpha, rows.rows, kappa, merge);
+  check_target_ids(op, target, rows.rows, rows.vocab);
+  const RowSettings settings{temperature, temperature, tail, false, false};
+  return {op, rows, read_token_ids(op, token_ids, rows.rows, rows.vocab), target, settings};
+}
+
+std::tuple<Tensor, Tensor> forward_kl_rows_cpu(
+    const Tensor& logits, const Tensor& token_ids, const Tensor& ids, const Tensor& logps,
+    const std::optional<Tensor>& log_alpha, int64_t kappa, bool merge, bool tail, double temperature) {
+  const char* op = "forward_kl_rows_cpu";
+  const KlArguments a = read_kl(op, logits, token_ids, ids, logps, log_alpha, kappa, merge, tail, temperature);
+  const Tensor logp = make(logits, {a.logits.rows}, ScalarType::Float);
+  const Tensor kl = make(logits, {a.logits.rows}, ScalarType::Float);
+  float* const out_logp = static_cast<float*>(logp.data_ptr());
+  float* const out_kl = static_cast<float*>(kl.data_ptr());
+  each_row(a.logits, a.target, [&]<typename T>(int64_t n, Work& work) {
+    Support* const support = row_support(work.target, a.target, n, a.row.tail);
+    Row<T> row{a.logits.row<T>(n), a.logits.vocab, a.token_ids[n], support, a.row, nullptr};
+    row_terms(row, work.row);
+    out_logp[n] = float(row.logp);
+    out_kl[n] = float(row.kl_value);
+  });
+  return {logp, kl};
+}
+
+Tensor forward_kl_gradient_cpu(
+    const Tensor& logits, const Tensor& token_ids, const Tensor& ids, const Tensor& logps,
+    const std::optional<Tensor>& log_alpha, int64_t kappa, bool merge, bool tail, double temperature,
+    const std::optional<Tensor>& dlogp, const std::optional<Tensor>& dkl) {
+  const char* op = "forward_kl_gradient_cpu";
+  const KlArguments a = read_kl(op, logits, token_ids, ids, logps, log_alpha, kappa, merge, tail, temperature);
+  const Tensor grad = make(logits, {a.logits.rows, a.logits.vocab}, a.logits.type);
+  const Logits out = read_gradient(op, grad, a.logits);
+  const Column dlogps = read_column(op, "dlogp", dlogp, a.logits.rows);
+  const Column dkls = read_column(op, "dkl", dkl, a.logits.rows);
+  each_row(a.logits, a.target, [&]<typename T>(int64_t n, Work& work) {
+    Support* const support = row_support(work.target, a.target, n, a.row.tail);
+    Row<T> row{a.logits.row<T>(n), a.logits.vocab, a.token_ids[n], support, a.row, out.row<T>(n)};
+    row_terms(row, work.row);
+    row_gradient(row, {dlogps ? double(dlogps.at(n)) : 0.0, dkls ? double(dkls.at(n)) : 0.0, 0.0});
+  });
+  return grad;
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(smopd, CPU, m) {
   m.impl("loss_rows_cpu", TORCH_BOX(&loss_rows_cpu));
+  m.impl("forward_kl_rows_cpu", TORCH_BOX(&forward_kl_rows_cpu));
+  m.impl("forward_kl_gradient_cpu", TORCH_BOX(&forward_kl_gradient_cpu));
 }
 
 }  // namespace smopd

@@ -1,6 +1,6 @@
 // topk_logprobs on the CPU: log-softmax over the vocabulary, the kappa largest, the given tokens' values.
 //
-// Shapes: N rows, V vocabulary, P a piece of it. Rows (topk_row.h) are independent and each is computed by one
+// Shapes: N rows, V vocabulary, P a piece of it. Rows (topk.h) are independent and each is computed by one
 // thread in one order: the result does not depend on the number of threads. The same logits in pieces of the
 // vocabulary (topk_begin_cpu, topk_piece_cpu, topk_end_cpu) have the same result.
 //
@@ -13,13 +13,10 @@
 #include <vector>
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include "arguments.h"
 #include "exponent.h"
-#include "simd.h"
 #include "topk.h"
-#include "topk_row.h"
 
 namespace smopd {
 namespace {
@@ -36,7 +33,7 @@ struct Arguments {
   Outputs outputs;
   // Of pieces:
   int64_t first;
-  Row* rows;
+  TopKRow* rows;
   int64_t* keys;  // key_slots(kappa) a row
 
   template <typename T>
@@ -54,7 +51,7 @@ SMOPD_INLINE void whole_rows(const Arguments& a, int64_t begin, int64_t end) {
   Block block;
   for (int64_t n = begin; n < end; ++n) {
     const T* logits = a.row<T>(n);
-    Row row(a.kappa);
+    TopKRow row(a.kappa);
     add_piece(row, top, logits, 0, a.length, exponent, block);
     if (a.token_ids != nullptr) row.token = to_float(logits[a.token_ids[n]]);
     if (!is_collected(row, a.kappa)) {
@@ -100,15 +97,20 @@ SMOPD_CLONES void rows_float16(const Arguments& a, int64_t begin, int64_t end) {
 
 using RowsFunction = void (*)(const Arguments&, int64_t, int64_t);
 
-RowsFunction rows_for(ScalarType type) {
-  switch (type) {
-    case ScalarType::Float: return rows_float;
-    case ScalarType::BFloat16: return rows_bfloat16;
-    default: return rows_float16;
-  }
+void run(const Arguments& a, const Logits& input) {
+  const RowsFunction rows = input.type == ScalarType::Float      ? rows_float
+                            : input.type == ScalarType::BFloat16 ? rows_bfloat16
+                                                                 : rows_float16;
+  torch::stable::parallel_for(
+      0, input.rows, rows_per_thread(input.vocab), [&](int64_t begin, int64_t end) { rows(a, begin, end); });
 }
 
 using Results = std::tuple<Tensor, Tensor, Tensor>;
+
+Results results_for(const Tensor& like, int64_t n_rows, int64_t kappa, bool has_token) {
+  return {make(like, {n_rows, kappa}, ScalarType::Int), make(like, {n_rows, kappa}, ScalarType::Float),
+          make(like, {has_token ? n_rows : 0}, ScalarType::Float)};
+}
 
 Outputs outputs_of(const Tensor& ids, const Tensor& logps, const Tensor& token_logp) {
   return {static_cast<int32_t*>(ids.data_ptr()), static_cast<float*>(logps.data_ptr()),
@@ -127,47 +129,28 @@ Results topk_logprobs_cpu(
 
   std::vector<int64_t> tokens;
   if (token_ids.has_value()) tokens = read_token_ids(op, *token_ids, input.rows, input.vocab);
-  const std::vector<int64_t> shape{input.rows, kappa}, picked{token_ids.has_value() ? input.rows : 0};
-  const auto device = logits.device();
-  Tensor ids = torch::stable::empty(shape, ScalarType::Int, std::nullopt, device);
-  Tensor logps = torch::stable::empty(shape, ScalarType::Float, std::nullopt, device);
-  Tensor token_logp = torch::stable::empty(picked, ScalarType::Float, std::nullopt, device);
-  if (input.rows == 0) return {ids, logps, token_logp};
+  const auto [ids, logps, token_logp] = results_for(logits, input.rows, kappa, token_ids.has_value());
 
-  const Arguments arguments{
-      input.data,
-      input.stride,
-      input.vocab,
-      kappa,
-      token_ids.has_value() ? tokens.data() : nullptr,
-      temperature,
-      outputs_of(ids, logps, token_logp),
-      0,
-      nullptr,
-      nullptr};
-  const RowsFunction rows_of_type = rows_for(input.type);
-  torch::stable::parallel_for(
-      0, input.rows, rows_per_thread(input.vocab),
-      [&](int64_t begin, int64_t end) { rows_of_type(arguments, begin, end); });
+  const int64_t* const given = token_ids.has_value() ? tokens.data() : nullptr;
+  const Outputs outputs = outputs_of(ids, logps, token_logp);
+  run({input.data, input.stride, input.vocab, kappa, given, temperature, outputs, 0, nullptr, nullptr}, input);
   return {ids, logps, token_logp};
 }
 
-// What is known of `rows` rows before their first piece: bytes (N, sizeof(Row)) and keys (N, key_slots).
+// What is known of `rows` rows before their first piece: bytes (N, sizeof(TopKRow)) and keys (N, key_slots).
 std::tuple<Tensor, Tensor> topk_begin_cpu(const Tensor& like, int64_t n_rows, int64_t kappa) {
   const char* op = "topk_begin_cpu";
   SMOPD_REQUIRE(op, n_rows >= 0 && kappa >= 0, "n_rows and kappa are ", n_rows, " and ", kappa,
                 ", expected at least 0");
-  const auto device = like.device();
-  const std::vector<int64_t> row_shape{n_rows, int64_t(sizeof(Row))}, key_shape{n_rows, key_slots(kappa)};
-  Tensor rows = torch::stable::empty(row_shape, ScalarType::Byte, std::nullopt, device);
-  Tensor keys = torch::stable::empty(key_shape, ScalarType::Long, std::nullopt, device);
-  std::uninitialized_fill_n(static_cast<Row*>(rows.data_ptr()), n_rows, Row(kappa));
+  const Tensor rows = make(like, {n_rows, int64_t(sizeof(TopKRow))}, ScalarType::Byte);
+  const Tensor keys = make(like, {n_rows, key_slots(kappa)}, ScalarType::Long);
+  std::uninitialized_fill_n(static_cast<TopKRow*>(rows.data_ptr()), n_rows, TopKRow(kappa));
   return {rows, keys};
 }
 
 void check_known(const char* op, const Tensor& rows, const Tensor& keys, int64_t kappa) {
   const bool fits = rows.is_cpu() && rows.dim() == 2 && rows.scalar_type() == ScalarType::Byte &&
-                    rows.size(1) == int64_t(sizeof(Row)) && rows.is_contiguous() && keys.is_cpu() &&
+                    rows.size(1) == int64_t(sizeof(TopKRow)) && rows.is_contiguous() && keys.is_cpu() &&
                     keys.dim() == 2 && keys.scalar_type() == ScalarType::Long &&
                     keys.size(0) == rows.size(0) && keys.size(1) == key_slots(kappa) && keys.is_contiguous();
   SMOPD_REQUIRE(op, fits, "rows or keys are not of topk_begin_cpu with kappa ", kappa);
@@ -187,21 +170,10 @@ void topk_piece_cpu(
                 kBlockLength);
   std::vector<int64_t> tokens;
   if (token_ids.has_value()) tokens = read_token_ids(op, *token_ids, input.rows, int64_t(1) << 31);
-  const Arguments arguments{
-      input.data,
-      input.stride,
-      input.vocab,
-      kappa,
-      token_ids.has_value() ? tokens.data() : nullptr,
-      temperature,
-      {},
-      first,
-      static_cast<Row*>(rows.data_ptr()),
-      static_cast<int64_t*>(keys.data_ptr())};
-  const RowsFunction rows_of_type = rows_for(input.type);
-  torch::stable::parallel_for(
-      0, input.rows, rows_per_thread(input.vocab),
-      [&](int64_t begin, int64_t end) { rows_of_type(arguments, begin, end); });
+  const int64_t* const given = token_ids.has_value() ? tokens.data() : nullptr;
+  TopKRow* const known = static_cast<TopKRow*>(rows.data_ptr());
+  int64_t* const all = static_cast<int64_t*>(keys.data_ptr());
+  run({input.data, input.stride, input.vocab, kappa, given, temperature, {}, first, known, all}, input);
 }
 
 // ids, logps and token_logp as above, and which rows they are right for, (N,) bool: not those with a NaN or
@@ -211,14 +183,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> topk_end_cpu(
   const char* op = "topk_end_cpu";
   check_temperature(op, "temperature", temperature);
   check_known(op, rows, keys, kappa);
-  const auto device = rows.device();
   const int64_t n_rows = rows.size(0);
-  const std::vector<int64_t> shape{n_rows, kappa}, column{n_rows}, picked{has_token ? n_rows : 0};
-  Tensor ids = torch::stable::empty(shape, ScalarType::Int, std::nullopt, device);
-  Tensor logps = torch::stable::empty(shape, ScalarType::Float, std::nullopt, device);
-  Tensor token_logp = torch::stable::empty(picked, ScalarType::Float, std::nullopt, device);
-  Tensor right = torch::stable::empty(column, ScalarType::Bool, std::nullopt, device);
-  const Row* const known = static_cast<const Row*>(rows.data_ptr());
+  const auto [ids, logps, token_logp] = results_for(rows, n_rows, kappa, has_token);
+  const Tensor right = make(rows, {n_rows}, ScalarType::Bool);
+  const TopKRow* const known = static_cast<const TopKRow*>(rows.data_ptr());
   int64_t* const all_keys = static_cast<int64_t*>(keys.data_ptr());
   bool* const is_right = static_cast<bool*>(right.data_ptr());
   const Outputs outputs = outputs_of(ids, logps, token_logp);

@@ -1,5 +1,4 @@
-// teacher_product on the CPU: a reference and what each teacher changed of it, together. Its definition is in
-// kernels/reference/topk.py.
+// teacher_mixture and teacher_product on the CPU. Their definitions are in kernels/reference/topk.py.
 
 #include <algorithm>
 #include <cmath>
@@ -9,17 +8,85 @@
 #include <vector>
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include "arguments.h"
-#include "pool.h"
-#include "support.h"
-#include "targets.h"
 #include "topk.h"
 #include "union.h"
 
 namespace smopd {
 namespace {
+
+constexpr int64_t kElementsPerCandidate = 16;  // a candidate costs about as much as so many logits
+
+// Row n by TeacherUnion, its log-probabilities to a lane.
+void unite_lane(TeacherUnion& candidates, const Target& target, int64_t n, float* logps, int32_t* ids) {
+  unite(candidates, target, n);
+  for (int64_t k = 0; k < target.kappa; ++k) {
+    const bool kept = k < candidates.count;
+    ids[k] = kept ? candidates.ids[k] : 0;
+    logps[k * kRowLanes] = kept ? candidates.logps[k] : -std::numeric_limits<float>::infinity();
+  }
+}
+
+// The ids of what was taken of row n's lists.
+template <typename T>
+void taken_ids(const Pool& pool, const Ids& from, int64_t n, int64_t lane, int32_t* ids) {
+  const T* const row = static_cast<const T*>(from.data) + n * from.stride_n;
+  const bool one_list = from.stride_m == pool.slots * from.stride_s;  // as if it were
+  for (int64_t k = 0; k < pool.kappa; ++k) {
+    const int64_t place = pool.taken[k * kRowLanes + lane];
+    const int64_t m = one_list || place < 0 ? 0 : place / pool.slots;
+    const int64_t at = m * from.stride_m + (place - m * pool.slots) * from.stride_s;
+    ids[k] = place < 0 ? 0 : narrow_id(row[at]);
+  }
+}
+
+// ids and logps (N, M, S), log_alpha (N, M). Returns ids (N, kappa) int32, logps (N, kappa), mass (N,).
+std::tuple<Tensor, Tensor, Tensor> teacher_mixture_cpu(
+    const Tensor& ids, const Tensor& logps, const Tensor& log_alpha, int64_t kappa, bool merge) {
+  const char* op = "teacher_mixture_cpu";
+  SMOPD_REQUIRE(op, ids.dim() == 3, "ids has ", ids.dim(), " dimensions, expected (N, M, S)");
+  const int64_t rows = ids.size(0);
+  const Target target = read_target(op, ids, logps, log_alpha, rows, kappa, merge);
+  const Tensor kept_ids = make(ids, {rows, kappa}, ScalarType::Int);
+  const Tensor kept_logps = make(ids, {rows, kappa}, ScalarType::Float);
+  const Tensor mass = make(ids, {rows}, ScalarType::Float);
+  int32_t* const out_ids = static_cast<int32_t*>(kept_ids.data_ptr());
+  float* const out_logps = static_cast<float*>(kept_logps.data_ptr());
+  float* const out_mass = static_cast<float*>(mass.data_ptr());
+
+  const int64_t blocks = (rows + kRowLanes - 1) / kRowLanes;
+  const int64_t grain = rows_per_thread(kElementsPerCandidate * target.teachers * target.slots * kRowLanes);
+  const bool pooled = !merge && fits_pool(target);
+  torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
+    TeacherUnion candidates(target.teachers * target.slots);
+    Pool pool(target.teachers, target.slots, kappa);
+    double sums[kRowLanes];
+    for (int64_t first = begin * kRowLanes; first < std::min(end * kRowLanes, rows); first += kRowLanes) {
+      const int64_t live = std::min(kRowLanes, rows - first);
+      uint32_t left_out = ~uint32_t(0);
+      if (pooled) {
+        left_out = read_lists(pool, target, first, live);
+        merge_lists(pool);
+      }
+      for (int64_t l = 0; l < live; ++l) {
+        int32_t* const ids_at = out_ids + (first + l) * kappa;
+        if (left_out >> l & 1) {
+          unite_lane(candidates, target, first + l, pool.logps.data() + l, ids_at);
+        } else {
+          const auto taken = target.ids.wide ? taken_ids<int64_t> : taken_ids<int32_t>;
+          taken(pool, target.ids, first + l, l, ids_at);
+        }
+        for (int64_t k = 0; k < kappa; ++k) {
+          out_logps[(first + l) * kappa + k] = pool.logps[k * kRowLanes + l];
+        }
+      }
+      sum_lanes(pool, sums);
+      for (int64_t l = 0; l < live; ++l) out_mass[first + l] = float(sums[l]);
+    }
+  });
+  return {kept_ids, kept_logps, mass};
+}
 
 constexpr int64_t kElementsPerEntry = 32;  // an entry costs about as much as so many logits
 
@@ -150,9 +217,9 @@ std::tuple<Tensor, Tensor, Tensor> teacher_product_cpu(
                 ", expected 0 to M - 1 = ", ids.size(1) - 1);
   const int64_t rows = ids.size(0);
   const Target target = read_target(op, ids, logps, weights, rows, kappa, true);
-  Tensor kept_ids = torch::stable::empty({rows, kappa}, ScalarType::Int, std::nullopt, ids.device());
-  Tensor kept_logps = torch::stable::empty({rows, kappa}, ScalarType::Float, std::nullopt, ids.device());
-  Tensor mass = torch::stable::empty({rows}, ScalarType::Float, std::nullopt, ids.device());
+  const Tensor kept_ids = make(ids, {rows, kappa}, ScalarType::Int);
+  const Tensor kept_logps = make(ids, {rows, kappa}, ScalarType::Float);
+  const Tensor mass = make(ids, {rows}, ScalarType::Float);
   int32_t* const out_ids = static_cast<int32_t*>(kept_ids.data_ptr());
   float* const out_logps = static_cast<float*>(kept_logps.data_ptr());
   float* const out_mass = static_cast<float*>(mass.data_ptr());
@@ -171,6 +238,7 @@ std::tuple<Tensor, Tensor, Tensor> teacher_product_cpu(
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(smopd, CPU, m) {
+  m.impl("teacher_mixture_cpu", TORCH_BOX(&teacher_mixture_cpu));
   m.impl("teacher_product_cpu", TORCH_BOX(&teacher_product_cpu));
 }
 
