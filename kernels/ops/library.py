@@ -26,9 +26,10 @@ class Operator:
 
     def __init__(self, name: str, schema: str, implementation: Callable[..., Any], n_leaves: int):
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-        if n_leaves == 0:
+        if n_leaves == 0:  # what requires a gradient leaves the results without
+            implementation = torch.no_grad()(implementation)
             _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
         self.name, self.n_leaves = name, n_leaves
         self.call = getattr(torch.ops.smopd, name).default
 

@@ -250,8 +250,13 @@ def advantages(
         }  # fmt: skip
         warps = min(max(owned * padded // WARP_TILE, 1), MAX_WARPS)
         _runs_kernel[(n_programs,)](
-            *arguments, **variant, STRIDE=STRIDE,
-            num_warps=warps, num_stages=1, maxnreg=NO_REGISTER_TARGET, enable_fp_fusion=True,
+            *arguments,
+            **variant,
+            STRIDE=STRIDE,
+            num_warps=warps,
+            num_stages=1,
+            maxnreg=NO_REGISTER_TARGET,
+            enable_fp_fusion=True,
         )
     if whiten is not None:
         whiten_(adv_R, kept_R, tokens_R, moments_P3, out_R, norm_eps, process_group)

@@ -188,20 +188,6 @@ def test_gd2po_against_a_loop(snr: float | None, backend: str) -> None:
         assert not bool(adv[~kept].any())
 
 
-@each_backend
-def test_seventeen_rewards(backend: str) -> None:
-    gen = torch.Generator().manual_seed(17)
-    rewards, group = torch.randn(7, 17, generator=gen), torch.tensor([2, 0, 2, 0, 2, 0, 2])
-    rows = per_reward(rewards.tolist(), group.tolist(), 1e-6)
-    got = adv_of(backend, "gdpo", rewards, group, whiten=None)
-    assert got.tolist() == pytest.approx([sum(row) for row in rows], rel=1e-5, abs=1e-6)
-    options = {"weights_K": torch.rand(17, generator=gen)}
-    for kind, more in (("grpo", {}), ("gd2po", {"lengths_R": torch.arange(7), "snr_threshold": 0.3})):
-        results = [serve(name, kind, rewards, group, **options | more) for name in (backend, "reference")]
-        for x, y in zip(*results, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-9)
-
-
 @st.composite
 def batches(draw) -> tuple[Tensor, ...]:
     """Up to five groups, rewards that repeat, conflict, differ by rounding or cannot be scored."""
@@ -238,17 +224,6 @@ def test_any_batch_is_the_definitions(kind: str, backend: str) -> None:
     hold()
 
 
-@each_backend
-def test_what_has_weight_zero_is_left_out_even_if_unscorable(backend: str) -> None:
-    rewards = torch.tensor([[1.0, NAN], [2.0, 5.0], [4.0, NAN]])
-    group = torch.zeros(3, dtype=torch.int64)
-    got = adv_of(backend, "grpo", rewards, group, weights_K=torch.tensor([1.0, 0.0]))
-    assert torch.equal(got, adv_of(backend, "grpo", rewards[:, :1], group))
-    conflict = torch.tensor([[1.0, -1.0], [-1.0, 1.0]])
-    options = {"weights_K": torch.tensor([1.0, 0.0]), "whiten": None}
-    assert bool(serve(backend, "gd2po", conflict, group[:2], **options)[1].all())
-
-
 @backends.each("advantages", but=("triton",))
 @pytest.mark.parametrize(
     ("weights", "before", "after"),
@@ -266,16 +241,6 @@ def test_figure_1a(weights, before, after, backend: str) -> None:
         options = {"weights_K": torch.tensor(weights), "whiten": whiten}
         adv = adv_of(backend, "gdpo", rewards.view(32, 2), group, **options)
         assert adv.view(8, 4).mean(0).tolist() == pytest.approx(want, abs=5e-5)
-
-
-@each_backend
-def test_token_whitening_equals_whitening_the_copied_tokens(backend: str) -> None:
-    rewards, group, lengths = ragged(backend, 3)
-    tokens = adv_of(backend, "gdpo", rewards, group, whiten=None).repeat_interleave(lengths)
-    want = (tokens - tokens.mean()) / (tokens.var() + 1e-8).sqrt()
-    got = adv_of(backend, "gdpo", rewards, group, lengths_R=lengths, whiten="tokens")
-    close = {"rtol": 1e-12, "atol": 1e-12} if backend == "reference" else {"rtol": 1e-5, "atol": 1e-6}
-    torch.testing.assert_close(got.repeat_interleave(lengths), want, **close)
 
 
 @each_backend
@@ -306,27 +271,6 @@ def test_rewards_equal_up_to_rounding_are_equal(value: float, backend: str) -> N
     assert not bool(adv_of(backend, "gdpo", rewards, group, whiten=None).any())
     if backend == "reference":  # not rounding in float64
         assert bool(adv_of(backend, "gdpo", rewards.double(), group, whiten=None).any())
-
-
-@each_backend
-def test_small_true_differences_are_kept_and_sums_that_cancel_are_equal(backend: str) -> None:
-    rewards = torch.tensor([[1000.0], [1000.01], [1000.0], [1000.0]])
-    group = torch.zeros(4, dtype=torch.int64)
-    adv = adv_of(backend, "gdpo", rewards, group, whiten=None)
-    assert adv.tolist() == pytest.approx([-0.5, 1.5, -0.5, -0.5], abs=1e-3)
-    rewards = torch.tensor([[0.1, 0.2, -0.3], [0.3, -0.2, -0.1], [0.0, 0.0, 0.0], [-0.3, 0.1, 0.2]])
-    assert not bool(adv_of(backend, "grpo", rewards, group).any())
-
-
-@each_backend
-def test_small_differences_far_from_zero_keep_their_digits(backend: str) -> None:
-    rewards = 4096.0 + torch.tensor([[0.0, 0.0], [40.0, 1.0], [12.0, 0.0], [25.0, NAN], [9.0, 2.0]]) / 2048
-    rewards[:, 1] -= 4096.0
-    rows = per_reward(rewards.tolist(), [7] * 5, 1e-6)
-    got = adv_of(backend, "gdpo", rewards, torch.full((5,), 7), whiten=None)
-    assert got.tolist() == pytest.approx([sum(row) for row in rows], rel=1e-6, abs=1e-6)
-    got = adv_of(backend, "grpo", rewards[:, :1], torch.full((5,), 7))
-    assert got.tolist() == pytest.approx([row[0] for row in rows], rel=1e-6, abs=1e-6)
 
 
 @each_backend
@@ -373,23 +317,6 @@ def test_nothing_kept_and_one_kept_token_are_zero(backend: str) -> None:
 
 
 @each_backend
-def test_snr_keeps_a_conflict_that_is_clear(backend: str) -> None:
-    rewards = torch.tensor([[10.0, 0.9], [0.0, 1.0], [0.0, 0.95], [0.0, 1.0]])
-    group = torch.zeros(4, dtype=torch.int64)
-    options = {"lengths_R": torch.ones(4), "weights_K": torch.tensor([1.0, 0.01])}
-    assert not serve(backend, "gd2po", rewards, group, **options)[1][0]
-    assert serve(backend, "gd2po", rewards, group, snr_threshold=0.8, **options)[1][0]
-
-
-@each_backend
-def test_a_response_without_tokens_gets_nothing_and_counts_for_nothing(backend: str) -> None:
-    rewards, group, lengths = ragged(backend, 5)
-    lengths[2] = 0
-    adv = adv_of(backend, "gdpo", rewards, group, lengths_R=lengths, whiten="tokens")
-    assert adv[2] == 0 and bool(adv.isfinite().all())
-
-
-@each_backend
 def test_neither_order_nor_strides_nor_repetition_matter(backend: str) -> None:
     rewards, group, lengths = ragged(backend, 6)
     options = {"weights_K": WEIGHTS, "lengths_R": lengths}
@@ -411,28 +338,6 @@ def test_neither_order_nor_strides_nor_repetition_matter(backend: str) -> None:
         torch.testing.assert_close(got, wanted[order], **(close if got.is_floating_point() else {}))
     one = rewards[:1].nan_to_num().expand(len(group), 3)
     assert not any(bool(adv.any()) for adv in every(backend, one, group) if adv.is_floating_point())
-
-
-@each_backend
-def test_group_numbers_at_the_ends_of_int64(backend: str) -> None:
-    ends = torch.tensor([-(2**63), 2**63 - 1, 0, -1, -(2**63), 0, 2**63 - 1, -1])
-    small = torch.tensor([0, 3, 2, 1, 0, 2, 3, 1])
-    rewards, lengths = torch.randn(8, 2, generator=torch.manual_seed(0)), torch.arange(8)
-    results = [every(backend, rewards, group, lengths_R=lengths) for group in (ends, small)]
-    assert backends.same(*results)
-
-
-@each_backend
-@pytest.mark.parametrize("value", [NAN, INF, -INF, 1e30], ids=str)
-def test_a_hostile_reward_stays_in_its_group(value: float, backend: str) -> None:
-    backends.leave_to_a_gpu(backend, value in (INF, 1e30))
-    rewards, group, _ = ragged(backend, 7)
-    hostile, others = rewards.clone(), group != group[3]
-    hostile[3, 1] = value * (1e170 if backend == "reference" and value == 1e30 else 1.0)
-    for kind in DEFAULTS:
-        options = {} if kind == "grpo" else {"whiten": None}
-        results = [serve(backend, kind, each, group, **options) for each in (hostile, rewards)]
-        assert all(torch.equal(got[others], want[others]) for got, want in zip(*results, strict=True))
 
 
 @each_backend
@@ -465,3 +370,14 @@ def test_threads_do_not_show(backend: str, each_number_of_threads) -> None:
 
     results = each_number_of_threads(call, (1, 2))
     assert all(backends.same(result, results[0]) for result in results)
+
+
+@each_backend
+def test_what_has_weight_zero_is_left_out_even_if_unscorable(backend: str) -> None:
+    rewards = torch.tensor([[1.0, NAN], [2.0, 5.0], [4.0, NAN]])
+    group = torch.zeros(3, dtype=torch.int64)
+    got = adv_of(backend, "grpo", rewards, group, weights_K=torch.tensor([1.0, 0.0]))
+    assert torch.equal(got, adv_of(backend, "grpo", rewards[:, :1], group))
+    conflict = torch.tensor([[1.0, -1.0], [-1.0, 1.0]])
+    options = {"weights_K": torch.tensor([1.0, 0.0]), "whiten": None}
+    assert bool(serve(backend, "gd2po", conflict, group[:2], **options)[1].all())

@@ -105,44 +105,8 @@ def test_any_kappa(target: str, backend: str) -> None:
         check_loss(backend, loss_case((2, 1271, 2, kappa), target=target))
 
 
-@each_backend
-def test_kappa_above_the_union(backend: str) -> None:
-    case = loss_case(target="pooled")
-    check_loss(backend, replace_settings(case, kappa=40))
-
-
 def replace_settings(case: LossCase, **settings) -> LossCase:
     return LossCase(case.logits_NV, case.tokens, replace(case.settings, **settings))
-
-
-@each_backend
-def test_log_alpha_of_every_shape(backend: str) -> None:
-    case = loss_case((3, 211, 2, 6), target="pooled")
-    for log_alpha in (
-        torch.tensor([0.3, 0.7]).log(),
-        torch.tensor([[0.4], [0.5], [0.2]]).log(),
-        torch.zeros(1),
-    ):
-        tokens = replace(case.tokens, log_alpha=log_alpha)
-        check_loss(backend, LossCase(case.logits_NV, tokens, case.settings), "none")
-
-
-@each_backend
-def test_a_teacher_that_is_off_adds_nothing(backend: str) -> None:
-    case = loss_case((3, 211, 2, 6))
-    tokens = case.tokens
-    both = case.but(log_alpha=torch.tensor([0.0, -math.inf]))
-    one = replace(
-        tokens,
-        teacher_ids_NMS=tokens.teacher_ids_NMS[:, :1],
-        teacher_logps_NMS=tokens.teacher_logps_NMS[:, :1],
-        log_alpha=torch.zeros(1),
-    )
-    want, want_NV = check_loss(backend, LossCase(case.logits_NV, one, case.settings), most=3)
-    terms, grad_NV = run_loss(backend, both)
-    torch.testing.assert_close(grad_NV, want_NV)
-    for name in TERMS:
-        torch.testing.assert_close(getattr(terms, name), getattr(want, name))
 
 
 SUPPORTS = {
@@ -279,27 +243,6 @@ def policy_rows(ratios: tuple[float, ...]) -> tuple[torch.Tensor, dict]:
     old_N = logp_N - torch.tensor(ratios, dtype=torch.float64).log()
     # A ratio of 1 is one of float32: the old log-probability is rounded.
     return logits_NV, {"token_ids_N": torch.full((len(ratios),), 2), "old_logp_N": old_N.float()}
-
-
-@backends.each("loss_rows", but=INTERPRETED)
-@pytest.mark.parametrize("surrogate", ["paper", "ppo"])
-@pytest.mark.parametrize("dual", [None, 1.2])
-def test_many_ratios_on_both_sides_of_the_clips(dual: float | None, surrogate: str, backend: str) -> None:
-    for old in (True, False):
-        case = loss_case((400, 31, 1, 1), target="none", reverse=surrogate, old=old)
-        case = replace_settings(case, clip_low=0.1, clip_high=0.3, dual_clip=dual)
-        terms, _ = check_loss(backend, case)
-        assert old == (len(set(terms.clipped_N.tolist())) > 4)
-
-
-@each_backend
-def test_the_reverse_weight_defaults_to_the_kl_weight(backend: str) -> None:
-    case = loss_case((3, 40, 2, 4), target="none")
-    columns = [{"reverse_weight_N": None}, {"reverse_weight_N": case.tokens.kl_weight_N}]
-    got = [
-        run_loss(backend, LossCase(case.logits_NV, replace(case.tokens, **c), case.settings)) for c in columns
-    ]
-    assert backends.same(*got)
 
 
 @backends.each("loss_rows", but=INTERPRETED)  # the interpreter truncates what it stores

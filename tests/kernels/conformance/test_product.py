@@ -13,7 +13,6 @@ from torch import Tensor
 
 from smopd.kernels.dispatch import MODULES
 from smopd.ops import Mixture, teacher_product
-from tests.kernels import float64
 
 INF, NAN = math.inf, math.nan
 BACKENDS = [name for name in ("reference", "cpp", "triton") if "teacher_product" in MODULES[name]]
@@ -155,13 +154,6 @@ def test_any_lists(backend: str, drawn) -> None:
     check(backend, *case, kappa, **options)
 
 
-def test_repeats_in_long_lists(backend: str) -> None:
-    """An id has two or three entries, near and far from each other in a list."""
-    ids, logps, weights = random_case(2, 3, 150)
-    for reference in (0, -1):
-        check(backend, ids // 7, logps, weights, 40, reference=reference, clip=3.0)
-
-
 def test_float64_is_served_by_the_reference() -> None:
     ids, logps, weights = random_case(5, 3, 24)
     check("reference", ids, logps.double(), weights.double(), 16, clip=2.0)
@@ -177,15 +169,6 @@ def test_the_whole_vocabulary_is_the_tilted_reference(backend: str) -> None:
         out.logps_NS.exp().double(), exact.gather(1, out.ids_NS.long()), rtol=1e-5, atol=0
     )
     torch.testing.assert_close(out.mass_N, torch.ones(4))
-
-
-def test_where_one_teacher_moved_the_target_is_that_teacher(backend: str) -> None:
-    """A mixture of the two would be half way."""
-    base, moved = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.01, 0.98, 0.01])
-    ids = torch.arange(3).expand(1, 3, 3)
-    out = product(backend, ids, torch.stack([moved, base, base])[None].log(), torch.ones(2), 3)
-    torch.testing.assert_close(out.logps_NS.exp(), torch.tensor([[0.98, 0.01, 0.01]]))
-    assert out.ids_NS.tolist() == [[1, 0, 2]]
 
 
 def test_a_raise_is_kept_from_the_others(backend: str) -> None:
@@ -278,23 +261,6 @@ def test_nothing_to_do(backend: str, shape: tuple[int, ...]) -> None:
         assert out.ids_NS.shape == (shape[0], kappa) and out.mass_N.shape == (shape[0],)
 
 
-def test_rows_do_not_touch_each_other(backend: str) -> None:
-    ids, logps, weights = random_case(33, 3, 10)
-    whole = product(backend, ids, logps, weights, 6)
-    for n in (0, 17, 32):
-        alone = product(backend, ids[n : n + 1], logps[n : n + 1], weights[n : n + 1], 6)
-        assert torch.equal(alone.ids_NS[0], whole.ids_NS[n])
-        assert torch.equal(alone.logps_NS[0], whole.logps_NS[n])
-
-
-def test_teachers_that_changed_nothing_leave_the_reference() -> None:
-    ids, logps = float64.random_topk(5, 40, 16, seed=3)
-    ids, logps = ids[:, None].expand(5, 3, 16), logps[:, None].expand(5, 3, 16)
-    out = teacher_product(ids, logps, torch.ones(2, dtype=torch.float64), 16)
-    assert torch.equal(out.ids_NS.long(), ids[:, 0])
-    torch.testing.assert_close(out.logps_NS, logps[:, 0].log_softmax(-1))
-
-
 IDS, LOGPS, WEIGHTS = random_case(4, 3, 5, by_row=False)
 
 
@@ -326,27 +292,7 @@ def test_arguments_that_are_refused(change: dict, message: str) -> None:
         teacher_product(*values, **given)
 
 
-def test_weights_that_are_no_tensor() -> None:
-    with pytest.raises(
-        TypeError, match=r"weights is list, expected a tensor of shape \(M - 1,\) or \(N, M -"
-    ):
-        teacher_product(IDS, LOGPS, [1.0, 1.0], 4)
-
-
 def test_values_are_looked_at_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SMOPD_DEBUG", "1")
     with pytest.raises(ValueError, match="weights holds 1 bad values, expected finite values"):
         teacher_product(IDS, LOGPS.log_softmax(-1), torch.tensor([1.0, -INF]), 4)
-
-
-def test_the_operator_and_its_fake() -> None:
-    arguments = (IDS, LOGPS, WEIGHTS, 4, 2, 1.5, INF)
-    torch.library.opcheck(torch.ops.smopd.teacher_product.default, arguments)
-
-    def call(ids: Tensor, logps: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
-        out = teacher_product(ids, logps, weights, 4, clip=1.5)
-        return out.ids_NS, out.logps_NS, out.mass_N
-
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    for got, want in zip(compiled(IDS, LOGPS, WEIGHTS), call(IDS, LOGPS, WEIGHTS), strict=True):
-        assert torch.equal(got, want)

@@ -129,26 +129,6 @@ def test_ties_go_to_the_lowest_id_wherever_they_fall(dtype: str, backend: str) -
     assert torch.equal(got.ids_NS.long(), sorted_truth(rows_NV, 1.0)[0][:, :20])
 
 
-@backends.each("topk_logprobs", but=("triton",))
-@pytest.mark.parametrize("levels", [1, 2, 3, 8])
-def test_rows_of_few_values(levels: int, backend: str) -> None:
-    logits_NV = torch.randint(0, levels, (200, 57), generator=torch.manual_seed(levels)).float()
-    ids_NV = sorted_truth(logits_NV, 1.0)[0]
-    for kappa in (1, 5, 16, 56, 57):
-        assert torch.equal(topk(backend, logits_NV, kappa).ids_NS.long(), ids_NV[:, :kappa])
-
-
-@each_backend
-def test_one_maximum_anywhere_is_found_with_its_lowest_copy(backend: str) -> None:
-    """On a GPU the first round of a later thread lies before the second round of an earlier one."""
-    copies = ([1024, 8], [8, 1023, 1024], [8191, 8192])
-    logits_NV = torch.zeros(3, 8200)
-    for n, ids in enumerate(copies):
-        logits_NV[n, ids] = 1.0
-    for dtype in (torch.bfloat16, torch.float32):
-        assert topk(backend, logits_NV.to(dtype), 1).ids_NS[:, 0].tolist() == [min(ids) for ids in copies]
-
-
 HOSTILE = {
     "nan": [1.0, NAN, 2.0, 0.0],
     "nan and -inf": [-INF, NAN, -INF, -INF],
@@ -243,27 +223,6 @@ def test_rows_that_are_hard_to_select_from(kind: str, dtype: str, backend: str) 
 
 
 @each_backend
-@pytest.mark.parametrize("n_vocab", [16, 77, 128], ids="V{}".format)
-def test_all_of_a_small_vocabulary(n_vocab: int, backend: str) -> None:
-    logits_NV = rows_of("ties", 2, n_vocab)
-    assert torch.equal(topk(backend, logits_NV, n_vocab).ids_NS.long(), sorted_truth(logits_NV, 1.0)[0])
-
-
-@each_backend
-def test_nan_comes_first_and_then_infinity(backend: str) -> None:
-    got = topk(backend, torch.tensor([[1.0, NAN, INF, NAN, 5.0]]), 5)
-    ids = got.ids_NS[0].tolist()
-    assert sorted(ids[:2]) == [1, 3] and ids[2:] == [2, 4, 0]
-    assert backend != "cpp" or ids[:2] == [1, 3]
-
-
-@each_backend
-def test_minus_infinity_is_picked_last_by_id(backend: str) -> None:
-    got = topk(backend, torch.tensor([[-INF, -INF, -INF, -INF, 3.0, -INF]]), 3)
-    assert got.ids_NS.tolist() == [[4, 0, 1]] and got.logps_NS.tolist() == [[0.0, -INF, -INF]]
-
-
-@each_backend
 @TEMPERATURES
 def test_largest_floats_do_not_overflow(temperature: float, backend: str) -> None:
     """float64 itself cannot add log 2 to 3e38."""
@@ -280,34 +239,11 @@ def test_largest_floats_do_not_overflow(temperature: float, backend: str) -> Non
         torch.testing.assert_close(got.logps_NS, expected, rtol=1e-6, atol=ATOL[backend])
 
 
-@backends.each("topk_logprobs", but=("reference",))  # which adds to the maximum: nothing is left of log 2
-@pytest.mark.parametrize("largest", [3.0e5, 3.0e6, 1.1e9, 1.3e12, 1.7e28])
-def test_a_far_maximum_is_subtracted_exactly(largest: float, backend: str) -> None:
-    """Where its product with log2(e) is rounded by more than a power of two can hold."""
-    logits_NV = torch.zeros(2, 3000)
-    logits_NV[0, [7, 2900]] = largest
-    logits_NV[1] = -largest
-    got = topk(backend, logits_NV, 2, torch.tensor([2900, 5]))
-    assert got.ids_NS.tolist() == [[7, 2900], [0, 1]] and got.token_logp_N is not None
-    expected_N = torch.tensor([2.0, 3000.0]).log().neg()
-    torch.testing.assert_close(got.logps_NS, expected_N[:, None].expand(2, 2), rtol=1e-6, atol=2e-6)
-    torch.testing.assert_close(got.token_logp_N, expected_N, rtol=1e-6, atol=2e-6)
-
-
 @each_backend
 @pytest.mark.parametrize("dtype", HALF)
 def test_zeros_of_both_signs_are_one_value(dtype: str, backend: str) -> None:
     got = topk(backend, torch.tensor([[-0.0, 0.0, -1.0, -0.0, 0.0]], dtype=DTYPES[dtype]), 4)
     assert got.ids_NS.tolist() == [[0, 1, 3, 4]] and got.logps_NS.unique().numel() == 1
-
-
-@each_backend
-def test_masked_stretches_do_not_disturb_the_sum(backend: str) -> None:
-    """Whole threads see nothing but -inf or the lowest finite value, before and after the plain part."""
-    logits_NV = rows_of("normal", 2, 17000)
-    logits_NV[0, :9000] = -INF
-    logits_NV[1, 9000:] = torch.finfo(torch.float32).min
-    check(backend, logits_NV, (16,))
 
 
 @backends.each("topk_logprobs", but=("triton",))

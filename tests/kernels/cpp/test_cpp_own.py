@@ -16,32 +16,10 @@ from smopd.kernels import cpp, dispatch
 from smopd.kernels.types import LossSettings
 from tests.kernels import cases
 
-BAD_IDS = torch.tensor([[0, 1], [2, 3], [10, 4]])
 pytestmark = [
     pytest.mark.skipif(dispatch.cpp_unavailable() is not None, reason="smopd._C is not built"),
     pytest.mark.usefixtures("poisoned_memory"),
 ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((torch.zeros(2, 8, dtype=torch.float64), 2), "logits is not float32, bfloat16 or float16"),
-        ((torch.zeros(8), 2), r"logits has 1 dimensions, expected \(N, V\)"),
-        ((torch.zeros(8, 2).T, 2), "stride 2 along V, expected 1"),
-        ((torch.zeros(2, 8), 9), "kappa is 9, expected 0 to V = 8"),
-        ((torch.zeros(2, 8), -1), "kappa is -1"),
-        ((torch.zeros(2, 8), 2, None, 0.0), "temperature is 0, expected a positive number"),
-        ((torch.zeros(2, 8), 2, torch.tensor([0, 8])), r"token_ids\[1\] is 8, expected 0 to V - 1 = 7"),
-        ((torch.zeros(2, 8), 2, torch.tensor([0])), r"shape \(N,\) = \(2,\)"),
-        ((torch.zeros(2, 8), 2, torch.zeros(2)), "neither int64 nor int32"),
-    ],
-)
-def test_wrong_arguments_of_top_kappa_are_named(arguments: tuple, message: str) -> None:
-    logits, kappa, *rest = arguments
-    token_ids, temperature = (*rest, *(None, 1.0)[len(rest) :])
-    with pytest.raises(RuntimeError, match="topk_logprobs_cpu: .*" + message):
-        torch.ops.smopd.topk_logprobs_cpu(logits, kappa, token_ids, temperature)
 
 
 @pytest.mark.parametrize(
@@ -69,33 +47,6 @@ def test_wrong_arguments_of_the_loss_are_named_before_anything_is_written(change
     assert torch.equal(own_NV, logits_NV)
     with pytest.raises(RuntimeError, match="grad differs from logits in shape or dtype"):
         cpp.loss_rows(logits_NV, tokens, LossSettings(), torch.empty(3, 10, dtype=torch.bfloat16))
-
-
-def test_a_bad_id_of_a_late_teacher_is_found_before_anything_is_written() -> None:
-    case = cases.loss_case((64, 2000, 2, 6), target="merged")
-    broken = case.tokens.teacher_ids_NMS.clone()
-    broken[60, 0, 0] = 2000
-    own_NV = case.logits_NV.clone()
-    with pytest.raises(RuntimeError, match="ids of row 60 hold an id outside 0 to V - 1 = 1999"):
-        cpp.loss_rows(own_NV, replace(case.tokens, teacher_ids_NMS=broken), case.settings, own_NV)
-    assert torch.equal(own_NV, case.logits_NV)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"first": 5}, "first is 5, expected a multiple of 2048"),
-        ({"logits": torch.zeros(3, 8)}, "logits have 3 rows, expected 2"),
-        ({"kappa": 4}, "not of topk_begin_cpu with kappa 4"),
-        ({"temperature": 0.0}, "temperature is 0, expected a positive number"),
-        ({"token_ids": torch.tensor([0, -1])}, r"token_ids\[1\] is -1"),
-    ],
-)
-def test_wrong_arguments_of_a_piece_are_named(change: dict, message: str) -> None:
-    rows, keys = torch.ops.smopd.topk_begin_cpu(torch.zeros(1), 2, 3)
-    arguments = {"logits": torch.zeros(2, 8), "first": 0, "kappa": 3, "token_ids": None, "temperature": 1.0}
-    with pytest.raises(RuntimeError, match="topk_piece_cpu: .*" + message):
-        torch.ops.smopd.topk_piece_cpu(**(arguments | change), rows=rows, keys=keys)
 
 
 def test_operator_schemas() -> None:

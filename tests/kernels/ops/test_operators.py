@@ -1,10 +1,13 @@
-"""The registered operators under torch.library.opcheck, and the public functions on logits and rewards under
-torch.compile."""
+"""The operators under torch.library.opcheck; the public functions traced, exported and on fake tensors."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from smopd import ops
 from smopd.kernels.ops.loss import flat_objective
@@ -36,6 +39,7 @@ def arguments() -> dict[str, tuple]:
         "topk_logprobs": (logits.detach(), KAPPA, token_ids, 0.7),
         "topk_logprobs_teachers": ([logits.detach(), torch.randn(N, V)], KAPPA, token_ids, 0.7),
         "teacher_mixture": (ids, logps, log_alpha, KAPPA, True),
+        "teacher_product": (ids, logps, log_alpha[1:], KAPPA, 1, 1.5, float("inf")),
         "forward_kl": (logits, token_ids, ids, logps, log_alpha, KAPPA, True, True, 0.7),
         "forward_kl_gradient": (
             *(logits.detach(), token_ids, ids[:, 0], logps[:, 0], None, 0, False, False, 1.0),
@@ -115,6 +119,64 @@ def test_compile_fullgraph() -> None:
     for function in (loss, kl, sparse, top, several):
         compiled_equals_eager(function, x, w)
     compiled_equals_eager(advantages, rewards)
+
+
+TOKEN_IDS = torch.zeros(N, dtype=torch.int64)
+CALLS = {
+    "topk_logprobs": lambda x: ops.topk_logprobs(x, KAPPA).logps_NS,
+    "topk_logprobs_teachers": lambda x: ops.topk_logprobs([x, x + 1], KAPPA).logps_NS,
+    "teacher_mixture": lambda x: ops.teacher_mixture(*mixed(x), KAPPA).mass_N,
+    "teacher_product": lambda x: ops.teacher_product(*mixed(x)[:2], mixed(x)[2][1:], KAPPA).mass_N,
+    "forward_kl": lambda x: ops.teacher_forward_kl(x, TOKEN_IDS, *teachers(), KAPPA, tail=True)[1],
+    "loss": lambda x: ops.smopd_loss(x, loss_tokens(torch.zeros(N, V)), SETTINGS)[0],
+    "gdpo_advantages": lambda x: ops.gdpo_advantages(x[:, :3], torch.arange(N) // 3),
+}
+
+
+def mixed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ids, _, log_alpha = teachers()
+    return ids, x[:, : M * S].view(N, M, S), log_alpha
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_who_traces_or_fakes_a_call_sees_one_operator(name: str) -> None:
+    x, call = torch.randn(N, V, generator=torch.manual_seed(1)), CALLS[name]
+    want, target = call(x), f"smopd.{name}.default"
+    graph = make_fx(call, tracing_mode="symbolic", _allow_non_fake_inputs=True)(x)
+    assert target in {str(node.target) for node in graph.graph.nodes} and torch.equal(graph(x), want)
+
+    class Call(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return call(x)
+
+    exported = torch.export.export(Call(), (x,), strict=False).graph_module
+    assert target in {str(node.target) for node in exported.graph.nodes}
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = call(mode.from_tensor(x))
+    assert (fake.shape, fake.dtype) == (want.shape, want.dtype)
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "loss"])
+def test_a_second_derivative_and_a_freed_graph_are_refused(name: str) -> None:
+    leaf, upstream = torch.randn(N, V, requires_grad=True), torch.ones((), requires_grad=True)
+    total = upstream * CALLS[name](leaf).sum()
+    (grad,) = torch.autograd.grad(total, leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+    total = 0.5 * CALLS[name](leaf).sum()
+    first, second = (torch.autograd.grad(total, leaf, retain_graph=keep)[0] for keep in (True, False))
+    assert first.equal(second)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(total, leaf)
+
+
+def test_only_the_leaves_get_a_gradient() -> None:
+    """What else requires one leaves the results without."""
+    logits = torch.randn(N, V)
+    adv_N = torch.ones(N, requires_grad=True)
+    assert not ops.smopd_loss(logits, replace(loss_tokens(logits), adv_N=adv_N), SETTINGS)[0].requires_grad
+    weights_K = torch.ones(3, requires_grad=True)
+    assert not ops.gdpo_advantages(logits[:, :3], TOKEN_IDS, weights_K=weights_K).requires_grad
 
 
 @pytest.mark.slow

@@ -47,10 +47,6 @@ CASES = {
         lambda: ops.topk_logprobs(LOGITS, 12),
         r"^topk_logprobs: kappa is 12, expected at most V = 11$",
     ),
-    "kappa negative": (
-        lambda: ops.topk_logprobs(LOGITS, -1),
-        r"kappa is -1, expected an integer of at least 0$",
-    ),
     "temperature": (
         lambda: ops.topk_logprobs(LOGITS, 1, temperature=0.0),
         r"temperature is 0.0, expected a finite number above 0$",
@@ -64,30 +60,10 @@ CASES = {
         r"^topk_logprobs: logits_NV\[1\] has shape \(5, 10\), expected \(5, 11\) to match logits_NV\[0\] "
         r"\(5, 11\)$",
     ),
-    "a teacher's dtype": (
-        lambda: ops.topk_logprobs([LOGITS, LOGITS.half()], 1),
-        r"^topk_logprobs: logits_NV\[1\] has dtype float16, expected float32$",
-    ),
-    "a teacher's device": (
-        lambda: ops.topk_logprobs([LOGITS, LOGITS.to("meta")], 1),
-        r"^topk_logprobs: logits_NV\[1\] is on meta, expected cpu to match logits_NV\[0\]$",
-    ),
-    "a teacher's stride": (
-        lambda: ops.topk_logprobs((LOGITS, torch.zeros(V, N).T), 1),
-        r"^topk_logprobs: logits_NV\[1\] has stride 5 along V, expected 1$",
-    ),
-    "the tokens of teachers": (
-        lambda: ops.topk_logprobs([LOGITS], 1, token_ids_N=IDS[1:]),
-        r"^topk_logprobs: token_ids_N has shape \(4,\), expected \(5,\) to match logits_NV\[0\] \(5, 11\)$",
-    ),
     "target shape": (
         lambda: ops.topk_forward_kl(LOGITS, IDS, TARGET[0][1:], TARGET[1]),
         r"^topk_forward_kl: target_ids_NS has shape \(4, 3\), expected \(5, S\) to match logits_NV "
         r"\(5, 11\)$",
-    ),
-    "target log-probabilities": (
-        lambda: ops.topk_forward_kl(LOGITS, IDS, TARGET[0], TARGET[1][:, 1:]),
-        r"target_logps_NS has shape \(5, 2\), expected \(5, 3\) to match target_ids_NS \(5, 3\)$",
     ),
     "token ids dtype": (
         lambda: ops.topk_forward_kl(LOGITS, IDS.float(), *TARGET),
@@ -104,14 +80,6 @@ CASES = {
     "log_alpha": (
         lambda: ops.teacher_mixture(*TEACHERS[:2], torch.zeros(3), 4),
         r"log_alpha has shape \(3,\), expected \(M,\), \(N, M\) or what broadcasts to \(5, 2\)",
-    ),
-    "teachers rows": (
-        lambda: ops.teacher_forward_kl(LOGITS[1:], IDS[1:], *TEACHERS, 4),
-        r"^teacher_forward_kl: teacher_ids_NMS has shape \(5, 2, 3\), expected \(4, M, S\) to match",
-    ),
-    "tokens shape": (
-        lambda: ops.smopd_loss(LOGITS, tokens(adv_N=torch.ones(4))),
-        r"^smopd_loss: adv_N has shape \(4,\), expected \(5,\) to match logits_NV \(5, 11\)$",
     ),
     "target without weight": (
         lambda: ops.smopd_loss(LOGITS, tokens(target_ids_NS=TARGET[0], target_logps_NS=TARGET[1])),
@@ -142,17 +110,9 @@ CASES = {
         lambda: ops.linear_smopd_loss(torch.zeros(N, 4), torch.zeros(V, 3), tokens()),
         r"^linear_smopd_loss: weight_VD has shape \(11, 3\), expected \(V, 4\) to match hidden_ND \(5, 4\)$",
     ),
-    "weight dtype": (
-        lambda: ops.linear_topk_logprobs(torch.zeros(N, 4), torch.zeros(V, 4).bfloat16(), 2),
-        r"^linear_topk_logprobs: weight_VD has dtype bfloat16, expected float32$",
-    ),
     "chunk_bytes": (
         lambda: ops.linear_topk_logprobs(torch.zeros(N, 4), torch.zeros(V, 4), 2, chunk_bytes=0),
         r"chunk_bytes is 0, expected at least 1$",
-    ),
-    "groups": (
-        lambda: ops.gdpo_advantages(REWARDS[0], REWARDS[1][1:]),
-        r"^gdpo_advantages: group_R has shape \(3,\), expected \(4,\) to match rewards_RK \(4, 2\)$",
     ),
     "group dtype": (
         lambda: ops.grpo_advantages(REWARDS[0], REWARDS[1].int()),
@@ -163,10 +123,6 @@ CASES = {
         r"weights_K has shape \(3,\), expected \(2,\)",
     ),
     "whiten": (lambda: ops.gdpo_advantages(*REWARDS, whiten="batch"), r"whiten is 'batch', expected one of"),
-    "lengths": (
-        lambda: ops.gd2po_advantages(*REWARDS),
-        r"^gd2po_advantages: lengths_R is None with whiten='tokens'",
-    ),
     "snr": (
         lambda: ops.gd2po_advantages(*REWARDS, whiten=None, snr_threshold=0.0),
         r"snr_threshold is 0.0, expected None or a number above 0$",

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from smopd.kernels import dispatch
-from smopd.kernels.reference import topk as reference
 from smopd.ops import teacher_mixture, topk_logprobs
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -52,15 +51,6 @@ def test_several_teachers_go_into_their_mixture(
     shares = [a * t.double().softmax(-1) for a, t in zip((0.3, 0.7), teachers, strict=True)]
     truth = sum(shares).log().gather(-1, mixture.ids_NS.long())
     torch.testing.assert_close(mixture.logps_NS.double(), truth, rtol=0, atol=2e-5)
-
-
-def test_rows_do_not_depend_on_each_other_nor_on_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(2)
-    logits = torch.randn(9, 101)
-    whole = reference.topk_logprobs(logits, 7)
-    monkeypatch.setattr("smopd.kernels.reference.rows.ROW_CHUNK_BYTES_CPU", 900)
-    cut = reference.topk_logprobs(logits, 7)
-    assert torch.equal(whole.ids_NS, cut.ids_NS) and torch.equal(whole.logps_NS, cut.logps_NS)
 
 
 def test_logits_that_require_grad_give_detached_results() -> None:
