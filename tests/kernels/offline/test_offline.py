@@ -15,7 +15,6 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 
-from tests.kernels.offline import __main__ as offline
 from tests.patience import HANG_SECONDS
 
 
