@@ -64,7 +64,7 @@ $(VENV)/.installed: $(SOURCES) $(VENV)/.torch
 	@$(BUILT)
 	@touch $@
 
-# bfcl-eval checks our checker; what it depends on are clients of model services, which that does not need.
+# bfcl-eval has BFCL's data and checker; what it depends on are clients of model services, which these do not need.
 define install_tests
 	$(PIP_INSTALL) $2 --no-build-isolation -e ".[test]"
 	$(PIP_INSTALL) $2 --no-deps bfcl-eval

@@ -20,12 +20,10 @@ from smopd.evals.api_bank.suite import ApiBankEvaluation
 from smopd.evals.bfcl.suite import Bfcl
 from smopd.evals.bootstrap import intervals
 from smopd.evals.difference import Difference, compare_runs
-from smopd.evals.options import Evaluation
-from smopd.evals.responses import Response, given_responses, sampler
+from smopd.evals.options import Evaluation, Response, given_responses, sampler, spread
 from smopd.evals.results import Result, show, write_items, write_result
 from smopd.evals.rlla import RllaEvaluation
 from smopd.evals.safety import SafetyEvaluation
-from smopd.evals.subset import spread
 from smopd.evals.suite import Suite
 
 SUITES: dict[str, type[Evaluation]] = {
@@ -56,10 +54,15 @@ def main(argv: list[str] | None = None) -> int:
         given = given_responses(command, suite, whole.items)
         command.prepare(suite)
         sample = sampler(command, suite.items) if given is None else None
-    if sample is not None:
-        given = sample()
-        write_items(command.output, suite, given)  # kept, whatever becomes of the scoring
-    evaluate(command, suite, given or [], of=len(whole.items))
+    if given is not None:
+        answered, responses = given
+        if left := len(suite.items) - len(answered.items):
+            print(f"{left} of {len(suite.items)} items have no response and are left out")
+        suite = answered
+    elif sample is not None:
+        responses = sample()
+        write_items(command.output, suite, responses)  # kept, whatever becomes of the scoring
+    evaluate(command, suite, responses, of=len(whole.items))
     return 0
 
 

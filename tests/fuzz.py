@@ -24,7 +24,7 @@ from smopd.engine.remote.servers import NOT_AN_ANSWER
 from smopd.engine.remote.wire import pack_answer, pack_request, unpack_answer, unpack_request
 from smopd.engine.student.checkpoint import UnusableCheckpoint, read_manifest, write_manifest
 from smopd.engine.types import Rollout
-from smopd.evals.api_bank.chat_endpoint import ChatAnswer, read_completion, retry_after
+from smopd.evals.api_bank.chat_endpoint import ChatAnswer
 from smopd.evals.api_bank.judge import verdict
 from smopd.evals.api_bank.suite import outcome
 from smopd.evals.bfcl.calls import FORMS, read_calls
@@ -109,9 +109,6 @@ def bfcl(content: bytes) -> None:
 
 def judge(content: bytes) -> None:
     verdict(ChatAnswer(text(content)))
-    retry_after(text(content))
-    with contextlib.suppress(ValueError):
-        verdict(read_completion(text(content)))
 
 
 def api_bank(content: bytes) -> None:
@@ -119,14 +116,13 @@ def api_bank(content: bytes) -> None:
         outcome(text(content), CALL, parser=parser)  # type: ignore[arg-type]
 
 
-SAID = b'{"choices": [{"message": {"content": "Judgment: No"}}]}'
 LINES = b'{"step": 1, "kl": 0.5}\n{"step": 4, "kl": null}\n'
 SOURCES = (b"[f(a=1, b='x', c=[1, {'d': None}])]", b'[F.g(a=new int[]{1,2}, b="x")]')
 TARGETS = {
     "rlla": Target((GOOD.encode(),), rewards),
     "api_bank": Target((GOOD.encode(),), api_bank),
     "bfcl": Target((GOOD.encode(), *SOURCES), bfcl),
-    "judge": Target((b"Reasoning: so\nJudgment: Yes", SAID), judge),
+    "judge": Target((b"Reasoning: so\nJudgment: Yes",), judge),
     "recipe": Target((RECIPE,), in_a_file("r.yaml", lambda path: read_settings(str(path))), (Mistakes,)),
     "manifest": Target((a_manifest(),), in_a_file("manifest.json", manifest), (UnusableCheckpoint,)),
     "metrics": Target((LINES,), in_a_file("m.jsonl", log), (DamagedLog,)),

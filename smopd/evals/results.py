@@ -14,10 +14,18 @@ from rich.text import Text
 
 from smopd.engine.files import write_atomically
 from smopd.evals.bootstrap import COVERAGE, DRAWS, SEED
-from smopd.evals.responses import Response
+from smopd.evals.options import Response
 from smopd.evals.suite import Column, Scores, Suite
 
 Interval = tuple[float, float]
+ROW = (
+    "key",
+    "group",
+    "response",
+    "finished",
+    "truth",
+    "prompt_cut",
+)  # of a written item; the rest are scores
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
+
+PAPER = Path(__file__).with_name("paper")
 
 Message = Mapping[str, str]
 """`role` and `content`."""
@@ -47,7 +52,10 @@ class Column:
 
 
 class Suite(Protocol):
-    """One evaluation. Scoring sees only texts, so that saved responses and a model's are scored alike."""
+    """One evaluation; a suite may inherit what stands here with a body.
+
+    Scoring sees texts alone, so that saved responses and a model's are scored alike.
+    """
 
     name: str
     """As on the command line."""
@@ -57,7 +65,9 @@ class Suite(Protocol):
 
     def only(self, indices: Sequence[int]) -> Suite:
         """A suite like this one of these items alone, in this order."""
-        ...
+        chosen = copy(self)
+        chosen.items = [self.items[i] for i in indices]
+        return chosen
 
     def score(self, responses: Sequence[str]) -> list[Scores]:
         """One for each item, in order. A response is the generated text alone, without markers."""
@@ -73,30 +83,23 @@ class Suite(Protocol):
 
     def truths(self) -> list[str] | None:
         """The ground truth of each item as a perfect response, or None where there is none."""
-        ...
+        return None
 
     def paper(self) -> Mapping[str, Mapping[str, float]]:
-        """The paper's rows: label -> column key -> value in the columns' own unit before `scale`."""
-        ...
+        """The paper's rows: label -> column key -> value in the column's own unit before `scale`.
 
-
-METHODS = (
-    "GRPO Baseline",
-    "GDPO Baseline",
-    "GD2PO Baseline",
-    "Accuracy Teacher [0.9,0.1]",
-    "Format Teacher [0.1,0.9]",
-    "SMOPD",
-)
-MAIN_ROWS = tuple(f"{backbone} {method}" for backbone in ("Qwen2.5-1.5B", "Qwen2.5-3B") for method in METHODS)
-"""Of tables tab:acc_format and tab:apibank_exact, in their order."""
-
-
-def paper_rows(
-    labels: Sequence[str], keys: Sequence[str], values: Sequence[Sequence[float]], scales: Sequence[float]
-) -> Mapping[str, Mapping[str, float]]:
-    """label -> key -> value, the printed values divided by their columns' scales."""
-    return {
-        label: {key: round(value / scale, 6) for key, value, scale in zip(keys, line, scales, strict=True)}
-        for label, line in zip(labels, values, strict=True)
-    }
+        They are read from paper/NAME.csv, which has them as printed; none where there is no such file.
+        """
+        file = PAPER / f"{self.name}.csv"
+        if not file.is_file():
+            return {}
+        with file.open(newline="") as lines:
+            rows = {row.pop("responses"): row for row in csv.DictReader(lines)}
+        return {
+            label: {
+                column.key: round(float(row[column.key]) / column.scale, 6)
+                for column in self.columns
+                if row.get(column.key)
+            }
+            for label, row in rows.items()
+        }

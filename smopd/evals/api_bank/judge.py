@@ -7,6 +7,7 @@ got no answer has no verdict: it is counted as failed and sent again the next ti
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -15,12 +16,16 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import tyro
 
 from smopd.engine.files import write_atomically
-from smopd.evals.api_bank.chat_endpoint import ChatAnswer, ChatEndpoint, NoAnswer, is_endpoint
+from smopd.evals.api_bank.chat_endpoint import INSTALL, ChatAnswer, NoAnswer, ask, client
+from smopd.evals.suite import PAPER
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 Kind = Literal["yes", "no", "other_format", "refusal", "failed"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -28,46 +33,7 @@ PAPER_JUDGE = "qwen3.7-plus"
 GIVE_UP_AFTER = 32  # ours: failures in a row after which the rest are not asked
 NO_CALL = "(no tool call)"
 
-# The paper's, verbatim.
-PROMPT = """\
-You are a strict evaluator of tool-calling correctness for the API-Bank benchmark.
-
-You are given a multi-turn dialogue, the GROUND-TRUTH tool call that correctly solves the user's final \
-need, and a MODEL's predicted tool call. Decide whether the model's prediction is FUNCTIONALLY CORRECT: it \
-must call the right tool AND supply parameters that faithfully fulfill the user's request as expressed in \
-the dialogue, i.e. be semantically equivalent to the ground truth.
-
-Judge CORRECT (Yes) when the prediction differs from the ground truth ONLY in ways that do not change the \
-outcome, for example:
-- Case, whitespace, or punctuation differences in parameter values.
-- Synonyms / equivalent phrasings that refer to the same entity or value.
-- Reasonable interpretations of time boundaries that still capture the user's stated intent \
-(e.g. "up to March 12th" as 2023-03-12 23:59:59 vs 2023-03-12 00:00:00).
-- Equivalent formatting of the same value (e.g. 5 vs "5", equivalent date formats).
-- Extra optional parameters that are consistent with the dialogue and do not alter the core action.
-
-Judge INCORRECT (No) when the prediction:
-- Calls a different or wrong tool, or one that does not fulfill the request.
-- Omits a required parameter, or fills a required parameter with a wrong or contradictory value.
-- Uses a value that changes the meaning or outcome (different user, amount, target, time span, etc.).
-- Hallucinates values not supported by the dialogue.
-
-Only the FINAL required tool call matters. Base your decision on the user's actual need in the dialogue, not \
-on superficial string matching. Be strict: do not pass genuinely wrong calls, but do not fail calls that are \
-merely phrased or formatted differently.
-
-# Dialogue (most recent turns)
-{dialogue}
-
-# Ground-truth tool call
-{gold}
-
-# Model predicted tool call(s)
-{pred}
-
-Respond in EXACTLY this format and nothing else:
-Reasoning: <one concise sentence>
-Judgment: <Yes or No>"""
+PROMPT = (PAPER / "judge_prompt.txt").read_text(encoding="utf-8").rstrip("\n")  # verbatim
 
 _PLACEHOLDER = re.compile(r"\{(dialogue|gold|pred)\}")
 # Emphasis, and the brackets of the prompt's own placeholder, are let pass.
@@ -101,9 +67,7 @@ class JudgeSettings:
     timeout_seconds: float = 120.0
     """Of one request."""
     retries: int = 5
-    """Further attempts after a time-out, no connection, or status 408, 425, 429 or 5xx."""
-    backoff_seconds: float = 1.0
-    """Before the first retry; doubled for each one after it; more where the endpoint says Retry-After."""
+    """Further attempts after a time-out, no connection, or status 408, 409, 429 or 5xx, with back-off."""
     cache: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """The folder of answers; by default judge_cache in the output's folder."""
 
@@ -113,8 +77,10 @@ class JudgeSettings:
             if self != JudgeSettings():
                 raise ValueError("--judge.url is missing, expected an endpoint for the judge's other options")
             return
-        if not is_endpoint(self.url):
+        if not re.match(r"https?://[^/]", self.url):
             raise ValueError(f"--judge.url is {self.url!r}, expected http://... or https://...")
+        if importlib.util.find_spec("openai") is None:
+            raise ValueError(f"--judge.url: needs the package openai, expected `{INSTALL}`")
         key = self.key()
         if key is not None and not (key and key.isascii() and key.isprintable()):
             raise ValueError(
@@ -125,8 +91,8 @@ class JudgeSettings:
             if value is not None and value < least:
                 option = name.replace("_", "-")
                 raise ValueError(f"--judge.{option} is {value}, expected at least {least}")
-        if not self.timeout_seconds > 0 or not self.backoff_seconds >= 0:
-            raise ValueError("--judge.timeout-seconds and --judge.backoff-seconds: expected positive numbers")
+        if not self.timeout_seconds > 0:
+            raise ValueError(f"--judge.timeout-seconds is {self.timeout_seconds}, expected above 0")
         if self.cache is not None and self.cache.exists() and not self.cache.is_dir():
             raise ValueError(f"--judge.cache {self.cache}: is no folder")
         self.extra_fields()
@@ -174,7 +140,7 @@ class Judge:
         settings.check()
         self.settings = settings
         self.cache = settings.cache or cache
-        self.asked = self.cached = self.retried = 0
+        self.asked = self.cached = self.sent = 0  # questions, and HTTP requests with the repeated ones
         self._extra = settings.extra_fields()
         self._failures_in_a_row = 0
         self._lock = threading.Lock()
@@ -184,18 +150,16 @@ class Judge:
         settings = self.settings
         requests = [self.request(question) for question in questions]
         by_key = {request_key(request): request for request in requests}
-        endpoint = ChatEndpoint(
+        endpoint = client(
             str(settings.url),
             settings.key(),
             timeout_seconds=settings.timeout_seconds,
             retries=settings.retries,
-            backoff_seconds=settings.backoff_seconds,
-            connections=settings.concurrency,
+            sent=self._count,
         )
         with endpoint, ThreadPoolExecutor(settings.concurrency, thread_name_prefix="judge") as pool:
             found = pool.map(lambda pair: self._verdict(endpoint, *pair), by_key.items())
             verdicts = dict(zip(by_key, found, strict=True))
-        self.retried += endpoint.retried
         return [verdicts[request_key(request)] for request in requests]
 
     def request(self, question: Question) -> dict[str, Any]:
@@ -203,6 +167,7 @@ class Judge:
         dialogue = last_turns(question.dialogue, self.settings.turns)
         texts = {"dialogue": dialogue, "gold": question.gold, "pred": question.predicted or NO_CALL}
         prompt = _PLACEHOLDER.sub(lambda match: texts[match[1]], PROMPT)
+        prompt = prompt.encode(errors="backslashreplace").decode()  # half of a UTF-16 pair cannot be sent
         request: dict[str, Any] = {
             "model": self.settings.model,
             "messages": [{"role": "user", "content": prompt}],
@@ -212,7 +177,11 @@ class Judge:
             request["max_tokens"] = self.settings.max_tokens
         return request | self._extra
 
-    def _verdict(self, endpoint: ChatEndpoint, key: str, request: dict[str, Any]) -> Verdict:
+    def _count(self, _: object) -> None:
+        with self._lock:
+            self.sent += 1
+
+    def _verdict(self, endpoint: OpenAI, key: str, request: dict[str, Any]) -> Verdict:
         path = self.cache / f"{key}.json"
         answer = _kept(path)
         with self._lock:
@@ -223,7 +192,7 @@ class Judge:
                 return Verdict("failed", f"not asked: {GIVE_UP_AFTER} requests in a row had failed")
             self.asked += 1
         try:
-            answer = endpoint.ask(request)
+            answer = ask(endpoint, request)
         except NoAnswer as error:
             with self._lock:
                 self._failures_in_a_row += 1

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import asdict, dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, ClassVar, Literal, get_args
 from smopd.evals.api_bank.judge import KINDS, Judge, JudgeSettings, Question
 from smopd.evals.options import Evaluation, group_files
 from smopd.evals.rlla import TOOL_THINK
-from smopd.evals.suite import MAIN_ROWS, Column, Item, Scores, paper_rows
+from smopd.evals.suite import Column, Item, Scores, Suite
 from smopd.rewards.rlla import MAX_BLOCK_CHARS, MAX_JSON_DEPTH
 
 Parser = Literal["first", "last", "published"]
@@ -46,36 +45,6 @@ JUDGE_COLUMNS = tuple(
         (*(f"judge_{level}" for level in LEVELS), "judge_average"), (*LEVELS, "Avg"), strict=True
     )
 )
-# In percent: tables tab:apibank_exact and tab:acc_format, L1, L2, L3 and all items.
-PAPER_EXACT = (
-    (62.66, 53.73, 48.85, 58.63),
-    (67.42, 56.72, 47.33, 61.81),
-    (64.66, 53.73, 45.04, 59.13),
-    (64.91, 58.21, 49.62, 60.80),
-    (72.18, 62.69, 38.17, 63.65),
-    (74.44, 64.18, 39.69, 65.66),
-    (66.67, 47.76, 27.48, 55.95),
-    (65.41, 56.72, 38.17, 58.46),
-    (66.92, 50.75, 41.98, 59.63),
-    (67.67, 52.24, 30.53, 57.79),
-    (68.67, 52.24, 42.75, 61.14),
-    (67.92, 49.25, 32.82, 58.12),
-)
-PAPER_JUDGE = (
-    (79.2, 71.6, 84.0, 79.4),
-    (84.7, 74.6, 84.7, 83.6),
-    (82.2, 71.6, 82.4, 81.1),
-    (81.2, 73.1, 84.0, 80.9),
-    (85.5, 73.1, 67.9, 80.2),
-    (90.0, 82.1, 80.9, 87.1),
-    (81.5, 65.7, 47.3, 72.2),
-    (80.7, 74.6, 64.1, 76.4),
-    (82.0, 67.2, 61.1, 75.7),
-    (83.2, 68.7, 61.8, 76.9),
-    (84.2, 70.2, 62.6, 77.9),
-    (83.5, 64.2, 65.7, 77.4),
-)
-
 ApiCall = dict[str, Any]
 
 
@@ -158,8 +127,10 @@ def load_items(data: Path) -> list[Item]:
     return items
 
 
-class ApiBank:
-    """Serves `Suite`: exact matches, and with a judge what it rescues of the others.
+class ApiBank(Suite):
+    """Exact matches, and with a judge what it rescues of the others.
+
+    The paper's rows are those of tables tab:apibank_exact and tab:acc_format.
 
     Args:
         items: of `load_items`.
@@ -175,11 +146,6 @@ class ApiBank:
         self.columns: Sequence[Column] = exact_columns(parser) + (() if judge is None else JUDGE_COLUMNS)
         self.parser: Parser = parser
         self.judge = judge
-
-    def only(self, indices: Sequence[int]) -> ApiBank:
-        chosen = copy(self)
-        chosen.items = [self.items[i] for i in indices]
-        return chosen
 
     def score(self, responses: Sequence[str]) -> list[Scores]:
         outcomes = [
@@ -230,12 +196,6 @@ class ApiBank:
             f"{TOOL_THINK}\n<tool_call>\n{_lines(read_answer(item.truth))}\n</tool_call>"
             for item in self.items
         ]
-
-    def paper(self) -> Mapping[str, Mapping[str, float]]:
-        judged = self.judge is not None
-        values = [exact + judge * judged for exact, judge in zip(PAPER_EXACT, PAPER_JUDGE, strict=True)]
-        keys = [column.key for column in self.columns]
-        return paper_rows(MAIN_ROWS, keys, values, [column.scale for column in self.columns])
 
 
 def _shares(
@@ -333,7 +293,7 @@ class ApiBankEvaluation(Evaluation):
     def settings(self, suite: ApiBank) -> dict[str, Any]:
         kept: dict[str, Any] = {"parser": suite.parser}
         if suite.judge is not None:
-            counts = {name: getattr(suite.judge, name) for name in ("asked", "cached", "retried")}
+            counts = {name: getattr(suite.judge, name) for name in ("asked", "cached", "sent")}
             kept["judge"] = asdict(self.judge) | {"cache": str(suite.judge.cache)} | counts
         return kept
 

@@ -1,8 +1,8 @@
-"""The calls of a response, read without evaluating anything, and calls written as a response.
+"""Reads the calls of a response without evaluating anything, and writes calls as a response.
 
-Two forms. "rlla" is that of RLLA models, read as ToolRL's handler for BFCL does: the last `<tool_call>`
-block, one JSON object with `name` and `parameters` a line; lines that are none, and calls of None, are no
-calls. "bfcl" is BFCL's own for prompted models: `[f(a=1), g(b="x")]`, where one mistake spoils the response.
+There are two forms. "rlla" is that of RLLA models, read as ToolRL's handler for BFCL reads it: the last
+`<tool_call>` block, one JSON object with `name` and `parameters` a line. "bfcl" is BFCL's own for prompted
+models: `[f(a=1), g(b="x")]`. bfcl-eval's reader of the latter evaluates some expressions and needs tree-sitter.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from smopd.evals.bfcl.checker import Call
+from smopd.evals.bfcl.official import Answer, Call, Function, language_of
 
 Form = Literal["rlla", "bfcl"]
 FORMS: tuple[Form, ...] = ("rlla", "bfcl")
@@ -25,20 +25,26 @@ TOOL_THINK = "<think> The request needs the tools below. </think>"  # ours
 NO_TOOL_THINK = "<think> No tool fits the request. </think>"  # ours
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_ATTEMPT = re.compile(r"\[|[\w$.]+\(")
 _NAME = re.compile(r"\s*([A-Za-z_$][\w$]*(?:\.[A-Za-z_$][\w$]*)*)\s*\(")
 _ARGUMENT = re.compile(r"\s*([A-Za-z_$][\w$]*)\s*=(?!=)\s*")
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 
 def read_calls(response: str, form: Form, language: str = "python") -> list[Call]:
-    """The calls of a response.
+    """The calls of a response; none where it makes no attempt to call anything.
+
+    In the form rlla, lines that are no call are passed over where another line is one. In the form bfcl one
+    mistake spoils the response, as in BFCL.
 
     Raises:
-        ValueError: it cannot be read as calls; its text says why.
+        ValueError: the response attempts a call that cannot be read.
     """
     if form == "rlla":
-        return list(_tagged_calls(response))
+        return _tagged_calls(response)
     text = response.rsplit("</think>", 1)[-1].strip("`\n ")
+    if not _ATTEMPT.match(text):
+        return []
     if len(text) > MAX_CHARS:
         raise ValueError(f"{len(text)} characters, expected at most {MAX_CHARS}")
     text = text if text.startswith("[") else "[" + text
@@ -47,7 +53,7 @@ def read_calls(response: str, form: Form, language: str = "python") -> list[Call
 
 
 def write_calls(calls: Sequence[Call], form: Form, language: str = "python") -> str:
-    """A response that makes the calls; without calls, one that says so."""
+    """A response that makes the calls; without calls, one that declines."""
     if form == "bfcl":
         write = repr if language == "python" else _write_source
         written = [
@@ -61,27 +67,99 @@ def write_calls(calls: Sequence[Call], form: Form, language: str = "python") -> 
     return "\n".join([TOOL_THINK, _OPEN, *lines, _CLOSE])
 
 
+def perfect_calls(
+    functions: Sequence[Function], answers: Sequence[Answer], category: str, *, underscores: bool = False
+) -> list[Call]:
+    """One call for each answer with the first allowed values; optional parameters without one are left out.
+
+    Six of BFCL v4's 2,501 AST answers can be met by no call: live_multiple_862 and 964 ask for a parameter
+    that the function lacks, live_simple_106 and 112 allow no value for required lists, and simple_java_36 and
+    65 ask for a list of strings, numbers and booleans whose elements are read as text.
+    """
+    language = language_of(category)
+    described = {function["name"]: function for function in reversed(functions)}
+    calls = []
+    for answer in answers:
+        for name, allowed in answer.items():
+            function = described.get(name, functions[0])
+            declared, arguments = function["parameters"]["properties"], {}
+            for parameter, values in allowed.items():
+                given = [value for value in values if value != ""]
+                if not given and parameter in function["parameters"]["required"]:
+                    given = [""]
+                if given and parameter in declared:
+                    arguments[parameter] = _written(given[0], declared[parameter], language)
+            shown = function["name"].replace(".", "_") if underscores else function["name"]
+            calls.append(Call(shown, arguments))
+    return calls
+
+
+def _written(value: Any, declared: Mapping[str, Any], language: str) -> Any:
+    """An allowed value as a call has it; in Java and JavaScript, its source."""
+    kind, element = declared["type"], declared.get("items", {}).get("type")
+    if isinstance(value, dict):  # key -> allowed values
+        value = _first_of_each(value)
+    elif element == "dict" and isinstance(value, list):
+        value = [_first_of_each(item) if isinstance(item, dict) else item for item in value]
+    if language == "java":
+        return _java_source(value, kind, element)
+    if language == "javascript" and not isinstance(value, str):
+        return f"{value}n" if kind == "Bigint" else json.dumps(value, ensure_ascii=False)
+    return value
+
+
+def _first_of_each(option: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    allowed = {key: [value for value in values if value != ""] for key, values in option.items()}
+    return {key: values[0] for key, values in allowed.items() if values}
+
+
+def _java_source(value: Any, kind: str, element: str | None) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        items = [_quoted(item) if element in ("String", "char") else str(item) for item in value]
+        items = [item + {"long": "L", "float": "f"}.get(element or "", "") for item in items]
+        if kind == "Array":  # its strings keep the quotes that the answer has
+            return f"new {element}[]{{{', '.join(map(str, value))}}}"
+        return f"new ArrayList<>(Arrays.asList({', '.join(items)}))"
+    if isinstance(value, dict):
+        puts = " ".join(f'put("{key}", {_quoted(item)});' for key, item in value.items())
+        return f"new HashMap<String, Object>() {{{{ {puts} }}}}"
+    return value if isinstance(value, str) else f"{value}{ {'long': 'L', 'float': 'f'}.get(kind, '') }"
+
+
+def _quoted(item: Any) -> str:
+    if isinstance(item, bool):
+        return str(item).lower()
+    return f'"{item}"' if isinstance(item, str) else str(item)
+
+
 def _write_source(value: str) -> str:
     """Quoted, unless it holds both quotes and so must be source that needs none."""
     quote = next((quote for quote in "\"'" if quote not in value), "")
     return f"{quote}{value}{quote}"
 
 
-def _tagged_calls(response: str) -> Iterator[Call]:
-    _, tag, block = response.rpartition(_OPEN)
-    block = block.split(_CLOSE, 1)[0]
-    if not tag or len(block) > MAX_CHARS:
-        return
-    for line in block.strip().split("\n"):
-        try:
-            read = json.loads(line, parse_constant=_no_constant)
-        except (ValueError, RecursionError):
-            continue
-        if not isinstance(read, dict) or depth(read) > MAX_DEPTH:
-            continue
-        name, arguments = read.get("name"), read.get("parameters")
-        if isinstance(name, str) and isinstance(arguments, dict) and name.strip().lower() != NO_CALL:
-            yield Call(name, arguments)
+def _tagged_calls(response: str) -> list[Call]:
+    block = response.rpartition(_OPEN)[2].split(_CLOSE, 1)[0] if _OPEN in response else ""
+    if len(block) > MAX_CHARS:
+        raise ValueError(f"a block of {len(block)} characters, expected at most {MAX_CHARS}")
+    lines = [line for line in block.split("\n") if line.strip()]
+    read = [call for call in map(_tagged_call, lines) if call is not None]
+    if lines and not read:
+        raise ValueError(f"no line of the block is a call, first {lines[0][:60]!r}")
+    return [call for call in read if call.name.strip().lower() != NO_CALL]
+
+
+def _tagged_call(line: str) -> Call | None:
+    try:
+        read = json.loads(line, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(read, dict) or depth(read) > MAX_DEPTH:
+        return None
+    name, arguments = read.get("name"), read.get("parameters")
+    return Call(name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
 
 
 def depth(value: Any) -> int:

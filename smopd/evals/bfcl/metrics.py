@@ -1,4 +1,4 @@
-"""BFCL v4's categories and what is made of their accuracies, and the paper's values.
+"""BFCL v4's categories and the means of their accuracies.
 
 Means and weights are BFCL's: Simple is the mean over languages, non-live the mean of its four kinds, live
 the mean weighted by the numbers of items, irrelevance the mean of both sets. AST, the mean of non-live and
@@ -8,7 +8,10 @@ BFCL does.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from smopd.evals.suite import Column
 
@@ -55,6 +58,7 @@ _COLUMNS = (
     ("irrelevance_all", "Irrel", 2),
     ("overall", "Overall", 2),
 )
+_SCORE_FILE = re.compile(r"BFCL_v4_(\w+)_score\.json")
 COLUMNS = tuple(Column(key, heading, 100.0, digits) for key, heading, digits in _COLUMNS)
 
 
@@ -112,58 +116,29 @@ def mean(values: Sequence[float | None], weights: Sequence[float] | None = None)
     return sum(value * weight for value, weight in zip(known, weights, strict=True)) / sum(weights)
 
 
-_METHODS = (
-    "GRPO Baseline",
-    "GDPO Baseline",
-    "GD2PO Baseline",
-    "Accuracy Teacher [0.9,0.1]",
-    "Format Teacher [0.1,0.9]",
-    "SMOPD",
-    "SMOPD seq gate",
-    "SMOPD token gate",
-)
-# Table tab:bfcl_full_ext as printed, in percent, in the order of COLUMNS.
-_PRINTED = {
-    "Qwen2.5-1.5B": """
-        68.6 76.90 67.58 83.50 82.00 74.50 60.33 70.16 58.21 56.25 50.00 0.00 100.00 35.93 17.32
-        72.6 80.60 70.92 88.00 85.00 78.50 64.54 74.81 62.49 56.25 50.00 0.00 100.00 35.27 18.04
-        73.3 80.35 71.92 88.50 82.00 79.00 66.32 74.81 64.58 56.25 58.33 0.00 100.00 35.15 18.18
-        70.5 78.83 70.83 87.50 81.00 76.00 62.10 72.09 59.73 56.25 62.50 0.00 100.00 37.44 17.84
-        70.5 76.92 69.17 85.50 79.50 73.50 64.03 73.26 62.01 56.25 58.33 0.00 100.00 15.72 15.67
-        70.7 78.31 71.25 88.50 79.00 74.50 63.06 72.09 61.06 56.25 58.33 0.00 93.75 23.65 16.50
-        70.9 78.23 70.92 88.50 78.00 75.50 63.58 71.32 61.92 56.25 58.33 0.00 100.00 21.02 16.28
-        70.9 78.08 71.33 88.50 78.00 74.50 63.66 74.03 61.54 50.00 54.17 0.00 100.00 20.02 16.18
-    """,
-    "Qwen2.5-3B": """
-        75.8 83.00 73.50 91.50 85.00 82.00 68.54 63.18 70.28 68.75 50.00 0.00 81.25 79.50 23.10
-        75.3 80.56 71.25 91.00 82.50 77.50 70.02 65.89 71.04 75.00 66.67 0.00 87.50 76.80 22.74
-        76.5 82.69 73.75 92.50 84.00 80.50 70.32 67.83 71.04 75.00 62.50 0.00 81.25 75.57 22.86
-        77.2 82.83 74.33 92.00 81.50 83.50 71.58 69.77 72.17 75.00 62.50 0.00 87.50 62.78 21.72
-        76.1 83.15 74.08 92.00 84.50 82.00 69.06 64.34 70.47 75.00 54.17 0.00 81.25 76.86 22.91
-        77.2 83.15 73.58 92.50 84.50 82.00 71.21 68.60 72.08 75.00 58.33 0.00 87.50 73.42 22.78
-        77.3 83.71 73.83 93.00 84.50 83.50 70.84 66.67 72.17 68.75 58.33 0.00 93.75 73.23 22.78
-        76.2 82.52 73.58 92.50 82.50 81.50 69.95 66.67 71.13 62.50 58.33 0.00 87.50 74.93 22.74
-    """,
-}
+def read_scores(folder: Path) -> dict[str, float]:
+    """The multi-turn and agentic accuracies of a folder of bfcl-eval's score files, by category.
 
-
-# Of the moderate teachers, tables tab:acc_format_moderate and tab:gate_rlla give the first column alone.
-_MODERATE = {
-    "Accuracy Teacher [0.7,0.3]": 76.4,
-    "Format Teacher [0.3,0.7]": 73.4,
-    "SMOPD": 76.9,
-    "SMOPD seq gate": 76.6,
-    "SMOPD token gate": 77.1,
-}
-
-
-def paper_rows() -> dict[str, dict[str, float]]:
-    """The paper's rows as fractions: `Qwen2.5-3B SMOPD` -> column key -> value."""
-    rows = {}
-    for backbone, printed in _PRINTED.items():
-        for method, line in zip(_METHODS, printed.strip().splitlines(), strict=True):
-            values = [float(value) / 100 for value in line.split()]
-            rows[f"{backbone} {method}"] = dict(zip((column.key for column in COLUMNS), values, strict=True))
-    return rows | {
-        f"Qwen2.5-3B moderate: {method}": {COLUMNS[0].key: value / 100} for method, value in _MODERATE.items()
-    }
+    Raises:
+        ValueError, FileNotFoundError: no such folder, no score in it, two of one category, or another form.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"scores {folder}: no such folder, expected bfcl-eval's score folder")
+    found: dict[str, float] = {}
+    for path in sorted(folder.rglob("BFCL_v4_*_score.json")):
+        match = _SCORE_FILE.fullmatch(path.name)
+        if match is None or match[1] not in (*MULTI_TURN, *WEB_SEARCH, *MEMORY):
+            continue
+        if match[1] in found:
+            raise ValueError(f"scores {folder}: has {match[1]} twice, expected the scores of one model")
+        with path.open(encoding="utf-8") as lines:
+            try:
+                accuracy = float(json.loads(next(lines, "null"))["accuracy"])
+            except (ValueError, TypeError, KeyError):
+                accuracy = -1.0
+        if not 0.0 <= accuracy <= 1.0:
+            raise ValueError(f"{path}: line 1: expected an object with `accuracy` in 0 to 1")
+        found[match[1]] = accuracy
+    if not found:
+        raise ValueError(f"scores {folder}: has no BFCL_v4_multi_turn_*_score.json or agentic one")
+    return found

@@ -1,31 +1,46 @@
-"""BFCL's own AST checker, from the package `bfcl-eval` where it is installed: the reference scorer.
+"""BFCL's own data, prompts and AST checker, from the package bfcl-eval.
 
-The checker imports the package's registry of models only to ask whether a model needs underscores in names,
-and the registry imports the client libraries of every vendor. So the checker is loaded as a private module
-with a registry of two names in its place: `pip install --no-deps bfcl-eval` is enough.
+The package pins the client libraries of every vendor; `pip install --no-deps` is enough here. Its checker
+imports the registry of models, and with it those libraries, only to ask whether a model writes underscores for
+dots. So its files are loaded as private modules, with a registry of two names in the registry's place.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
-
-from smopd.evals.bfcl.checker import Answer, Call, Function
-from smopd.evals.bfcl.types import language_of
+from typing import Any, NamedTuple
 
 PACKAGE = "bfcl_eval"
+INSTALL = "pip install --no-deps bfcl-eval==2026.3.23"
+# Ours: the package's patterns for Java take the cube of a value's length, and the longest answer has 152.
+MAX_SOURCE_CHARS = 1_000
 _REGISTRY = f"{PACKAGE}.constants.model_config"
 _DOTS, _UNDERSCORES = "dots", "underscores"
 
+Function = Mapping[str, Any]
+"""A described function: `name`, `description`, and `parameters` with `properties` and `required`."""
+Answer = Mapping[str, Mapping[str, Sequence[Any]]]
+"""One function's name -> parameter -> allowed values; "" among them allows to leave the parameter out."""
 
-def is_installed() -> bool:
-    """Whether the package can be imported, without importing it."""
-    return importlib.util.find_spec(PACKAGE) is not None
+
+class Call(NamedTuple):
+    """One call of a response."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+def language_of(category: str) -> str:
+    """python, java or javascript."""
+    if "javascript" in category:
+        return "javascript"
+    return "java" if "java" in category else "python"
 
 
 def find_mistake(
@@ -36,35 +51,60 @@ def find_mistake(
     *,
     underscores: bool = False,
 ) -> str | None:
-    """As `smopd.evals.bfcl.checker.find_mistake`; a response that the package's checker fails on is wrong."""
+    """The checker's first error of a response, or None where it is right.
+
+    Args:
+        functions: as in the data.
+        calls: in the response's order; in Java and JavaScript values are strings of source.
+        answers: those expected: one, or several in any order in the parallel categories.
+        category: names the language and whether calls are parallel.
+        underscores: a function a.b was shown, and must be called, as a_b.
+    """
+    language = language_of(category)
+    longest = max((len(str(value)) for call in calls for value in call.arguments.values()), default=0)
+    if language != "python" and longest > MAX_SOURCE_CHARS:
+        return f"a value of {longest} characters, expected at most {MAX_SOURCE_CHARS}"
     checker = load_module("eval_checker/ast_eval/ast_checker.py")
     try:
         verdict = checker.ast_checker(
             functions,
             [{call.name: call.arguments} for call in calls],
             answers,
-            checker.Language(language_of(category)),
+            checker.Language(language),
             category,
             _UNDERSCORES if underscores else _DOTS,
         )
-    except Exception as error:  # it assumes types that a response need not have
-        return f"bfcl-eval: {type(error).__name__}"
-    return None if verdict["valid"] else f"bfcl-eval: {verdict['error_type']}"
+    except Exception as error:  # the checker assumes types that a response need not have
+        return f"{type(error).__name__} in the checker"
+    return None if verdict["valid"] else str(verdict["error_type"])
+
+
+def folder() -> Path:
+    """The installed package.
+
+    Raises:
+        ValueError: it is not installed; names the command that installs it.
+    """
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(f"bfcl: needs the package bfcl-eval, expected `{INSTALL}`")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def installed_version() -> str:
+    return version("bfcl-eval")
 
 
 @cache
 def load_module(path: str) -> Any:
-    """A file of the package as a module of our own.
+    """A file of the package as a private module.
 
     Raises:
         ValueError: the package is not installed, or has no such file.
     """
-    spec = importlib.util.find_spec(PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"{PACKAGE}: is not installed, expected `pip install --no-deps bfcl-eval`")
-    file = Path(next(iter(spec.submodule_search_locations))) / path
+    file = folder() / path
     if not file.is_file():
-        raise ValueError(f"{PACKAGE}: has no {path}, expected a version of BFCL v4")
+        raise ValueError(f"{PACKAGE}: has no {path}, expected `{INSTALL}`")
     registry = ModuleType(_REGISTRY)
     registry.MODEL_CONFIG_MAPPING = {  # type: ignore[attr-defined]
         name: SimpleNamespace(underscore_to_dot=name == _UNDERSCORES) for name in (_DOTS, _UNDERSCORES)
@@ -72,10 +112,10 @@ def load_module(path: str) -> Any:
     loaded = sys.modules.get(_REGISTRY)
     sys.modules[_REGISTRY] = registry
     try:
-        module_spec = importlib.util.spec_from_file_location(f"_smopd_{Path(path).stem}", file)
-        assert module_spec is not None and module_spec.loader is not None
-        module = importlib.util.module_from_spec(module_spec)
-        module_spec.loader.exec_module(module)
+        spec = importlib.util.spec_from_file_location(f"_smopd_{file.stem}", file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
     finally:
         if loaded is None:
             del sys.modules[_REGISTRY]

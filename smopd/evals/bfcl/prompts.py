@@ -1,8 +1,7 @@
 """How a model is asked a BFCL item: the chat of RLLA models, or BFCL's own for prompted models.
 
-The shapes are the protocols': RLLA lists tools as number, name, description and properties, and puts the
-dialogue into one user message; BFCL lists functions as JSON and asks for `[f(a=1), g()]`. The words are ours,
-unless they are read from where the protocols keep them: an RLLA file, or the package bfcl-eval.
+RLLA lists tools as number, name, description and properties, and puts the dialogue into one user message, in
+our words or those of an RLLA file. BFCL lists functions as JSON, in the words of the package bfcl-eval.
 """
 
 from __future__ import annotations
@@ -14,12 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from smopd.evals.bfcl.calls import Form
-from smopd.evals.bfcl.checker import Function
-from smopd.evals.bfcl.official import load_module
-from smopd.evals.bfcl.types import language_of
+from smopd.evals.bfcl.official import Function, language_of, load_module
 from smopd.evals.rlla import load_rlla_items
 
-OFFICIAL = "bfcl-eval"
 _LANGUAGES = {"python": "Python 3", "java": "Java 8", "javascript": "JavaScript"}
 _FIRST_TOOL, _AFTER_TOOLS = "\n1. Name: ", "\n\n**Steps for Each Turn**"
 
@@ -54,13 +50,6 @@ _RLLA_HINT = (
     "If no tool fits, or a required parameter is missing, say so without a tool call, or call the tool None. "
     "Otherwise make the tool call or calls that complete the task in this turn."
 )
-_BFCL_SYSTEM = """You choose functions that answer a question, and give their parameters.
-
-Answer with the calls alone, as a list [function(parameter=value, ...), function(...)], and no other text. If
-none of the functions fits the question, or it lacks a parameter that a function requires, say so instead.
-
-The functions, as JSON:
-"""
 
 
 class Frame(NamedTuple):
@@ -70,20 +59,18 @@ class Frame(NamedTuple):
     tail: str
 
 
-def frame(form: Form, words: str | None) -> Frame:
+def frame(form: Form, words: str | None = None) -> Frame:
     """The frame of the system message.
 
     Args:
-        words: None for ours; for the form rlla, a file of RLLA items; for bfcl, "bfcl-eval".
+        words: a file of RLLA items whose words are taken, for the form rlla; None for ours.
     Raises:
-        ValueError, FileNotFoundError: there is no such file or package, or it holds no frame.
+        ValueError, FileNotFoundError: the file is absent or its first item lists no tools.
     """
     if form == "rlla":
         return Frame(_RLLA_HEAD, _RLLA_TAIL) if words is None else _rlla_frame(Path(words).expanduser())
-    if words is None:
-        return Frame(_BFCL_SYSTEM, "")
-    if words != OFFICIAL:
-        raise ValueError(f"words {words!r} for the form bfcl, expected none or {OFFICIAL!r}")
+    if words is not None:
+        raise ValueError(f"words {words!r}: the form bfcl asks in the words of bfcl-eval, expected none")
     prompts = load_module("constants/default_prompts.py")
     style = prompts.PROMPT_STYLE_TEMPLATES["classic"]
     asked = style["tool_call_no_tag"].format(
@@ -91,13 +78,12 @@ def frame(form: Form, words: str | None) -> Frame:
         param_types=prompts.PARAM_TYPE_MAPPING["python"],
     )
     marker = "\0"
-    listed = style["available_tools"].format(format="json", functions=marker)
     text = prompts.PROMPT_TEMPLATE_MAPPING["plaintext"].format(
         persona=style["persona"],
         task=style["task"],
         tool_call_format=asked,
         multiturn_behavior=style["multiturn_behavior"],
-        available_tools=listed,
+        available_tools=style["available_tools"].format(format="json", functions=marker),
     )
     head, _, tail = text.partition(marker)
     return Frame(head, tail)

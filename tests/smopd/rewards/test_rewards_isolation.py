@@ -441,7 +441,7 @@ def test_scores_of_the_library_rewards_are_those_without_a_pool(data_set):
     from smopd.rewards.rlla import accuracy_reward, format_reward
 
     items = rlla.load_rlla_items(data_set("rlla/rlla_4k_test.jsonl.gz"))
-    truths = [item.ground_truth for item in items]
+    truths = [item.truth for item in items]
     responses = truths[1:] + truths[:1]
     prompts = [list(item.messages) for item in items]
     rewards = [

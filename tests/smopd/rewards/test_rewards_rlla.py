@@ -488,8 +488,8 @@ def test_no_text_raises(text):
 @pytest.mark.parametrize("name", ["rlla_4k_test.parquet", "rlla_4k_test.jsonl.gz"])
 def test_the_real_truths_score_as_stated(data_set, name):
     items = rlla_items.load_rlla_items(data_set(f"rlla/{name}"))
-    truths = [item.ground_truth for item in items]
+    truths = [item.truth for item in items]
     assert len(truths) == 80
     assert sum("<tool_call>" in truth for truth in truths) == 71
-    scores = rlla_items.score_responses(truths, truths)
-    assert (scores.accuracy, scores.format_pass, scores.mean, scores.n) == (2.6625, 1.0, 3.6625, 80)
+    suite = rlla_items.Rlla(items)
+    assert suite.summary([], suite.score(truths)) == {"accuracy": 2.6625, "format_pass": 1.0, "mean": 3.6625}
