@@ -127,7 +127,7 @@ found = extensions()
 setup(
     package_dir={f"smopd.{room}": room for room in ROOMS},
     packages=[*find_packages(include=["smopd", "smopd.*"]), *rooms()],
-    package_data={"smopd": ["py.typed", "recipes/*.yaml", "data/*.yaml", "data/sample/*", "evals/paper/*"]},
+    package_data={"smopd": ["py.typed", "recipes/*.yaml", "data/*.yaml", "evals/paper/*", "worlds/*.yaml"]},
     ext_modules=found,
     cmdclass={"build_ext": BuildExtension, "sdist": SourceDistribution},
     options={"bdist_wheel": {"py_limited_api": "cp310"}} if found else {},

@@ -189,10 +189,10 @@ def repository_root() -> Path:
 
 @pytest.fixture(scope="session")
 def data_set() -> Callable[[str], Path]:
-    """Path of real data by its short name (`bfcl`, `rlla/test`) or its path in the folder of all data.
+    """Path of real data by its short name (`snips`, `rlla/test`) or its path in the folder of all data.
 
     Where a file of it is absent the test is skipped, or fails if SMOPD_REQUIRE_DATA=1. Of a whole data set
-    the files that `python -m smopd.data fetch` downloads have to be there, of a model its manifest.
+    the files that `python -m smopd.data fetch` downloads have to be there.
     """
 
     def find(name: str) -> Path:
@@ -201,7 +201,7 @@ def data_set() -> Callable[[str], Path]:
 
         inside = short_names().get(name, name)
         whole = data_set(name.partition("/")[0])
-        listed = [file.path for file in whole.files if file.upstream] or [f"{whole.name}/manifest.json"]
+        listed = [file.path for file in whole.files if file.upstream]
         asked = listed if inside == whole.name else [inside]
         absent = next((path for path in asked if not (data_folder() / path).is_file()), None)
         if absent is None:

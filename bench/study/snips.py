@@ -4,7 +4,7 @@ The words of real users, in the answers of the toy world: a sloppy format whose 
 utterances of words that are frequent enough to be learned from scratch, with one to four slots. A model's
 tokens are words, so the words of a slot's value are joined by "_".
 
-smopd.worlds.snips reads the data, and has them whole, for a pretrained model.
+examples.real_model.snips reads the data, and has them whole, for a pretrained model.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from functools import cache
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from smopd.worlds.models import word_model
-from smopd.worlds.snips import INTENTS, draw, read
+from examples.real_model.snips import INTENTS, draw, read
+from smopd.worlds.models import world_model
 from smopd.worlds.toy_world import format_pieces, format_rates, in_sloppy_format
 
 LEAST_COUNT = 8  # of a word among the training utterances
@@ -77,7 +77,7 @@ def model(
     words = [word for word, count in sorted(_counts(folder).items()) if count >= LEAST_COUNT]
     names = sorted({name for one in _utterances(folder, "train") for name, _ in one.slots})
     pieces = list(dict.fromkeys([*format_pieces(), *INTENTS, *names, "_", *words]))
-    return word_model(seed, pieces, hidden_size=hidden_size, layers=layers, heads=heads)
+    return world_model(seed, pieces=pieces, hidden_size=hidden_size, layers=layers, heads=heads)
 
 
 def _sloppy_call(one: Utterance, rng: random.Random) -> tuple[str, list[str]]:

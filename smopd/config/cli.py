@@ -25,7 +25,6 @@ from smopd.config.errors import branches, child, explain, kind_text, nearest, se
 from smopd.config.recipe import Keys, Mistakes, builtin, description, dotted, load, parse_value, write_yaml
 from smopd.config.schedule import BASE, Part, check_runs, output_directory, plan
 from smopd.config.settings import Settings
-from smopd.data import sample
 
 PROGRAM = "python -m smopd.train"
 DEFAULT_RECIPE = "quickstart"
@@ -97,10 +96,6 @@ def read_settings(recipe: str, given: dict[str, list[str]] | None = None) -> Set
         except Mistakes as mistakes:
             wrong += mistakes.lines
     try:
-        values = with_sample(values)
-    except ValueError as error:
-        wrong.append(str(error))
-    try:
         given_settings = Settings.model_validate(values)
         settings = given_settings.model_copy(update={"output": str(output_directory(given_settings))})
         wrong += check_runs(settings, origin)
@@ -109,14 +104,6 @@ def read_settings(recipe: str, given: dict[str, list[str]] | None = None) -> Set
     if wrong:
         raise Mistakes(wrong)
     return settings
-
-
-def with_sample(values: dict[str, Any]) -> dict[str, Any]:
-    """The values with each `or_sample` decided; where the sample is used the description says so first."""
-    found = sample.decided(values)
-    if sample.is_used(found) and sample.NOTE not in str(found.get("description")):
-        found["description"] = f"{sample.NOTE}. {found.get('description') or ''}".rstrip()
-    return dict(found)
 
 
 def describe(command: Command) -> str:

@@ -21,7 +21,6 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from smopd.config.merging import Init, MergedStart
 from smopd.config.rules import contradictions
-from smopd.data.places import model_place
 from smopd.engine.settings import Dtype, Section, TrainSettings, Vllm
 from smopd.names import IMPORT_PATH, REWARD_ARGUMENTS, is_url
 
@@ -51,15 +50,6 @@ class Model(Section):
         if (self.path is None) == (self.factory is None):
             raise ValueError("give exactly one of path and factory (and null for the other)")
         return self
-
-    @property
-    def place(self) -> str | None:
-        """What `path` names, with a short name's folder in its place.
-
-        Raises:
-            FileNotFoundError: a short name's folder is absent; says how it is fetched.
-        """
-        return None if self.path is None else model_place(self.path)
 
 
 class Source(Section):

@@ -11,13 +11,13 @@ from pathlib import Path
 from smopd import extra  # noqa: F401 says what to install
 
 # isort: split
-from smopd.data.catalogue import ALIASES, DataSet, File, catalogue, data_set
+from smopd.data.catalogue import ALIASES, DataSet, catalogue, data_set
 from smopd.data.places import VARIABLE, data_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status: 0, 1 where a file could not be had, 2 for a mistake."""
-    parser = argparse.ArgumentParser(prog="python -m smopd.data", description="The data sets and models.")
+    parser = argparse.ArgumentParser(prog="python -m smopd.data", description="The data sets.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser("list", help="list them (the default)")
     named = commands.add_parser("fetch", help="download them into the folder of data")
@@ -37,17 +37,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def show_list(folder: Path) -> None:
     """Print each data set: its name, whether it is in the folder, size, licence and source."""
     for each in catalogue().values():
-        print(f"{each.name:10} {presence(each, folder)}, {_size(each)}, {each.licence}, from {each.source}")
+        size = f"{sum(file.bytes or 0 for file in each.files) / 1e6:.1f} MB"
+        if any(file.upstream and not file.bytes for file in each.files):
+            size += " and a file of unknown size"
+        print(f"{each.name:10} {presence(each, folder)}, {size}, {each.licence}, from {each.source}")
         print(f"{'':10} {each.about}")
     origin = VARIABLE if os.environ.get(VARIABLE) else f"the user's cache; {VARIABLE} names another"
     print(f"Folder: {folder} ({origin}). To download: python -m smopd.data fetch NAME ...")
 
 
 def presence(each: DataSet, folder: Path) -> str:
-    """`whole`, `absent`, or `partly` with how many of its files are there; looks at names and sizes alone."""
-    if each.wheel is not None:
-        return "whole" if (folder / each.name).is_dir() else "absent"  # it is put there whole
-    there = sum(_is_there(file, folder / file.path) for file in each.files)
+    """`whole`, `absent`, or `partly` with how many of its files are there; looks at names alone."""
+    there = sum((folder / file.path).is_file() for file in each.files)
     if there == len(each.files):
         return "whole"
     return f"partly ({there} of {len(each.files)} files)" if there else "absent"
@@ -67,21 +68,6 @@ def fetch_all(wanted: Sequence[DataSet]) -> int:
     for each in wanted:
         print(f"{each.name}: {presence(each, data_folder())} in {data_folder() / each.name}")
     return 1 if failures else 0
-
-
-def _is_there(file: File, path: Path) -> bool:
-    if not path.is_file():
-        return False
-    return file.is_packed or file.bytes is None or path.stat().st_size == file.bytes
-
-
-def _size(each: DataSet) -> str:
-    """Of what is downloaded."""
-    if each.wheel is not None:
-        return f"{each.wheel.bytes / 1e6:.1f} MB"
-    known = sum(file.bytes for file in each.files if file.bytes)
-    unknown = any(file.upstream and not file.bytes for file in each.files)
-    return f"{known / 1e6:.1f} MB" + (" and a file of unknown size" if unknown else "")
 
 
 if __name__ == "__main__":

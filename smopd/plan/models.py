@@ -198,14 +198,14 @@ class ModelReader:
     def _place(self, model: str) -> str:
         """The same for two names of one model."""
         if model == BASE and not needs_base(self.settings):
-            model = str(self.settings.model.place)
+            model = str(self.settings.model.path)
         return model if model == BASE or model in self.settings.runs else same_place(model)
 
     def base(self) -> ModelSizes:
         model = self.settings.model
         if model.path is not None:
             with naming("model.path"):
-                return self._read(str(model.place), "model.path")
+                return self._read(str(model.path), "model.path")
         name = str(model.factory)
         if name not in self._known:
             with naming("model.factory"):

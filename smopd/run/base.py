@@ -27,7 +27,7 @@ def initial_model(settings: Settings, folder: Path) -> str:
     """Where the model stands that nothing has been trained on; makes it in `folder` if a factory is to."""
     origin = settings.model
     if origin.factory is None:
-        return str(origin.place)
+        return str(origin.path)
     made = folder / "initial"
 
     def make() -> None:

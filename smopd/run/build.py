@@ -176,7 +176,7 @@ def reference_engine(
 def remote_teachers(settings: Settings, urls: Sequence[str], vocabulary: int) -> TeacherEngine:
     from smopd.engine.remote.teachers import Probe, RemoteTeachers
 
-    path = str(settings.model.place or output_directory(settings) / "base" / "export")
+    path = str(settings.model.path or output_directory(settings) / "base" / "export")
     tokenizer = load_tokenizer(path)
     ids = tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
     return RemoteTeachers(

@@ -98,11 +98,10 @@ def require_data(settings: Settings) -> None:
     data, warm = settings.data, settings.warm_start
     sources = {"data.train": data.train, "data.evaluation": data.evaluation}
     sources["warm_start.source"] = warm.source if warm else None
-    named = {setting: source.source for setting, source in sources.items() if source is not None}
-    for setting, name in {"model.path": settings.model.path, **named}.items():
-        if name is not None and is_short_name(name):
+    for setting, source in sources.items():
+        if source is not None and is_short_name(source.source):
             with naming(setting):
-                located(name)
+                located(source.source)
 
 
 def prompt_set(

@@ -20,7 +20,6 @@ from transformers.utils import logging as transformers_logging
 from smopd.config.cli import Command
 from smopd.config.schedule import BASE, PlannedRun, is_done, needs_base, plan, product_reference
 from smopd.config.settings import Settings
-from smopd.data import sample
 from smopd.data.prompts import PromptSet
 from smopd.engine import distributed
 from smopd.engine.files import write_atomically
@@ -29,7 +28,6 @@ from smopd.engine.student.checkpoint import Checkpoints, export, require_whole
 from smopd.loop import Run, optimise
 from smopd.merging.vectors import TaskVectors
 from smopd.names import is_url, printable
-from smopd.record.progress import say
 from smopd.record.recorder import Recorder
 from smopd.record.trackers import missing
 from smopd.report.summary import summarise
@@ -64,7 +62,7 @@ class RunContext:
     def model_path(self, name: str) -> str:
         """Where the model of a run, of the base, or of a teacher given by path is loaded from."""
         if name == BASE and not needs_base(self.settings):
-            return str(self.settings.model.place)
+            return str(self.settings.model.path)
         if name == BASE or name in self.settings.runs:
             return str(self.folder / name / "export")
         return name
@@ -142,8 +140,6 @@ def do_runs(context: RunContext, command: Command) -> None:
     if distributed.rank() == 0:
         if newer := newer_than_tested():
             say(newer)
-        if sample.is_used(settings.model_dump()):
-            say(sample.NOTE)
         log_inputs(inputs)
     for run in planned:
         if not context.finished(run.name):

@@ -10,16 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
+from tokenizers import AddedToken, normalizers
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -29,9 +20,7 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
-from smopd.data import sample as rlla_sample
 from smopd.data.places import located
-from smopd.record.progress import say
 from smopd.worlds import toy_world
 
 MIN_HEAD_DIM = 32  # vLLM's CPU attention takes no smaller head
@@ -47,7 +36,6 @@ WORLD_CHAT_TEMPLATE = (
 )
 
 QWEN_VOCAB_SIZE = 151_936  # the model's rows: the tokenizer's 151,646 ids and Qwen's padding
-SAMPLE_VOCAB_SIZE = 2_048  # at most, of the BPE of the sample's texts
 QWEN_PATTERN = (  # Qwen2's split pattern
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -64,6 +52,7 @@ CHATML_TEMPLATE = (
 def world_model(
     seed: int,
     *,
+    pieces: Sequence[str] | None = None,
     hidden_size: int = 64,
     layers: int = 2,
     heads: int = 2,
@@ -73,9 +62,10 @@ def world_model(
     kv_heads: int | None = None,
     vocab_size: int | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """A Qwen2 model in fp32 over the vocabulary of smopd.worlds.toy_world.
+    """A Qwen2 model in fp32 whose tokens are pieces of text.
 
     Args:
+        pieces: of `world_tokenizer`; None is the vocabulary of smopd.worlds.toy_world.
         hidden_size: a multiple of heads, at least 32 a head.
         intermediate_size: of the MLP; None is 3 * hidden_size.
         max_positions: the longest sequence, in tokens.
@@ -84,35 +74,7 @@ def world_model(
     Raises:
         ValueError: hidden_size does not fit heads, or a size is below 1 or not as above.
     """
-    return word_model(
-        seed,
-        toy_world.vocabulary(),
-        hidden_size=hidden_size,
-        layers=layers,
-        heads=heads,
-        intermediate_size=intermediate_size,
-        max_positions=max_positions,
-        tie_embeddings=tie_embeddings,
-        kv_heads=kv_heads,
-        vocab_size=vocab_size,
-    )
-
-
-def word_model(
-    seed: int,
-    pieces: Sequence[str],
-    *,
-    hidden_size: int = 64,
-    layers: int = 2,
-    heads: int = 2,
-    intermediate_size: int | None = None,
-    max_positions: int = 256,
-    tie_embeddings: bool = False,
-    kv_heads: int | None = None,
-    vocab_size: int | None = None,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """A Qwen2 model in fp32 whose tokens are the given pieces; arguments and errors as of `world_model`."""
-    tokenizer = world_tokenizer(pieces)
+    tokenizer = world_tokenizer(toy_world.vocabulary() if pieces is None else pieces)
     rows = len(tokenizer) if vocab_size is None else vocab_size
     model = _qwen2("world_model", seed, rows, tokenizer, hidden_size, layers, heads,
                    intermediate_size, max_positions, tie_embeddings, kv_heads)  # fmt: skip
@@ -155,7 +117,6 @@ def qwen_vocab_model(
     intermediate_size: int | None = None,
     max_positions: int = 4096,
     tie_embeddings: bool = False,
-    sample: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """A Qwen2 model in fp32 with Qwen's vocabulary of 151,936 rows.
 
@@ -163,16 +124,11 @@ def qwen_vocab_model(
         tokenizer_file: Qwen's BPE in tiktoken's form (qwen.tiktoken), or the short name `tokenizer/qwen`; see
             `qwen_tokenizer`.
         hidden_size, intermediate_size, max_positions: as for `world_model`.
-        sample: take `sample_tokenizer` in its place, and say so.
     Raises:
         FileNotFoundError: tokenizer_file is absent.
         ValueError: hidden_size does not fit heads, a size is below 1, or the file is no tiktoken file.
     """
-    if sample:
-        tokenizer = sample_tokenizer()
-        say(f"SAMPLE: a BPE of {len(tokenizer)} tokens, of the sample's own texts, not {tokenizer_file}")
-    else:
-        tokenizer = qwen_tokenizer(tokenizer_file)
+    tokenizer = qwen_tokenizer(tokenizer_file)
     model = _qwen2("qwen_vocab_model", seed, QWEN_VOCAB_SIZE, tokenizer, hidden_size, layers, heads,
                    intermediate_size, max_positions, tie_embeddings)  # fmt: skip
     return model, tokenizer
@@ -192,27 +148,6 @@ def qwen_tokenizer(tokenizer_file: str | Path) -> PreTrainedTokenizerFast:
     backend = _RanksConverter(
         vocab_file=str(path), pattern=QWEN_PATTERN, extra_special_tokens=list(special)
     ).converted()
-    return _chatml(backend)
-
-
-def sample_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of the texts of smopd.data.sample, otherwise as `qwen_tokenizer`; always the same."""
-    backend = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(QWEN_PATTERN), behavior="isolated")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=SAMPLE_VOCAB_SIZE,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[ENDOFTEXT, IM_START, IM_END],
-        show_progress=False,
-    )
-    backend.train_from_iterator(rlla_sample.texts(), trainer)
-    return _chatml(backend)
-
-
-def _chatml(backend: Tokenizer) -> PreTrainedTokenizerFast:
     backend.normalizer = normalizers.NFC()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,

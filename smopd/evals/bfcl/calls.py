@@ -2,7 +2,7 @@
 
 There are two forms. "rlla" is that of RLLA models, read as ToolRL's handler for BFCL reads it: the last
 `<tool_call>` block, one JSON object with `name` and `parameters` a line. "bfcl" is BFCL's own for prompted
-models: `[f(a=1), g(b="x")]`. bfcl-eval's reader of the latter evaluates some expressions and needs tree-sitter.
+models: `[f(a=1), g(b="x")]`. bfcl-eval's reader of the latter evaluates some expressions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """BFCL's own data, prompts and AST checker, from the package bfcl-eval.
 
 The package pins the client libraries of every vendor; `pip install --no-deps` is enough here. Its checker
-imports the registry of models, and with it those libraries, only to ask whether a model writes underscores for
-dots. So its files are loaded as private modules, with a registry of two names in the registry's place.
+imports the registry of models, and with it those libraries, only to ask whether a model writes underscores.
+So its files are loaded as private modules, with a registry of two names in the registry's place.
 """
 
 from __future__ import annotations

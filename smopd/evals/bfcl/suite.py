@@ -1,8 +1,8 @@
 """BFCL v4, single turn: the 2,501 AST items and the relevance sets, as a suite.
 
 Data and AST checker are those of the package bfcl-eval. As in BFCL, a response is right in irrelevance where
-it makes no call that can be read, and in live_relevance where it makes one. A call that is attempted and cannot
-be read is counted apart.
+it makes no call that can be read, and in live_relevance where it makes one. An attempted call that cannot be
+read is counted apart.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 """The numbers of finished runs, with intervals: a table for docs/real_model.md, and its results.json.
 
-python -m bench.real_model.table FOLDER... [--against RUN ...] [--output FILE] [--curves FILE]
+python -m examples.real_model.table FOLDER... [--against RUN ...] [--output FILE]
 
 A FOLDER is a run directory of `python -m smopd.train`, one a recipe and seed. An interval is the percentile
 bootstrap's over the held-out prompts, 95%, of one trained model: it holds no spread over seeds. A difference
 is paired: the same prompts, and the same seeds of their samples. `accuracy = 3` is the share of responses
 with the whole of a reward whose range does not end at 1. What FILE holds of other recipes and seeds stays in
-it, with the settings that are not the recipe's; where there are several seeds of a recipe, a table has the
-deviation over them, and says which settings are not the same in all.
+it; where there are several seeds of a recipe, a table has the deviation over them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,17 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from bench.study import figures
-from bench.study.figures import Axes
-from bench.study.finished import Finished
-from bench.study.measures import environment, spread
-from bench.study.page import table
 from smopd.config.cli import read_settings
 from smopd.config.settings import Settings
 from smopd.engine.files import write_atomically
 from smopd.evals.bootstrap import COVERAGE, DRAWS, SEED
 from smopd.record.files import JsonlLog
-from smopd.run.folder import flat_of
 
 Values = Mapping[str, np.ndarray]
 """Column -> its mean on each held-out prompt."""
@@ -46,9 +40,6 @@ def main() -> int:
         "--against", nargs="*", default=[], metavar="RUN", help="runs to take differences from"
     )
     parser.add_argument("--output", type=Path, help="the numbers, as JSON")
-    parser.add_argument(
-        "--curves", type=Path, help="the first folder's rewards by step, as PNG: means over a window of steps"
-    )
     chosen = parser.parse_args()
     found: dict[str, dict[str, Any]] = {}
     for folder in chosen.folders:
@@ -67,21 +58,12 @@ def main() -> int:
         seeds = [each for each in kept.values() if each["name"] == name]
         if len(seeds) > 1:
             numbered = sorted(each["seed"] for each in seeds)
-            print(f"{name}, seeds {', '.join(map(str, numbered))}{not_alike(seeds)}\n\n{over_seeds(seeds)}")
+            print(f"{name}, seeds {', '.join(map(str, numbered))}\n\n{over_seeds(seeds)}")
     if chosen.output:
         chosen.output.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(dict(sorted(kept.items())), indent=1, allow_nan=False)
         write_atomically(chosen.output, f"{text}\n".encode())
-    if chosen.curves:
-        draw(chosen.curves, Finished("", chosen.folders[:1]))
     return 0
-
-
-def draw(path: Path, done: Finished) -> None:
-    names = [reward.name for reward in done.settings.rewards]
-    figures.lines(
-        path, [(Axes(f"{name}, rollouts", "step", ""), done.curves(f"reward/{name}/mean")) for name in names]
-    )
 
 
 def numbers(folder: Path, against: Sequence[str]) -> dict[str, Any]:
@@ -90,30 +72,28 @@ def numbers(folder: Path, against: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: `against` names no run of the recipe, or runs have unequal numbers of held-out prompts.
     """
-    done = Finished("", [folder])
-    settings, there = done.settings, environment(folder)
-    if unknown := sorted({*against} - {*done.labels}):
-        raise ValueError(f"--against names {unknown[0]}, expected of {', '.join(done.labels)}")
+    settings = read_settings(str(folder / "config.yaml"))
+    labels = {"base": "Base"} | {name: run.label or name for name, run in settings.runs.items()}
+    if unknown := sorted({*against} - {*labels}):
+        raise ValueError(f"--against names {unknown[0]}, expected of {', '.join(labels)}")
     values = {
         run: by_prompt(folder / run, settings)
-        for run in done.labels
+        for run in labels
         if (folder / run / "responses.jsonl").exists()
     }
     sizes = {run: found["greedy/sum"].size for run, found in values.items()}
     if len({*sizes.values()}) > 1:
         raise ValueError(f"expected as many held-out prompts in each run, got {sizes}")
-    runs = {run: described(folder / run, done.labels[run], found) for run, found in values.items()}
+    runs = {run: described(folder / run, labels[run], found) for run, found in values.items()}
     for run, found in values.items():
         for other in against:
             if other in values and other != run:
                 apart = {name: found[name] - values[other][name] for name in found}
                 runs[run].setdefault("less", {})[other] = with_intervals(apart)
-    kept = {key: there.get(key) for key in ("git", "python", "packages", "cpus", "threads")}
-    own, recipe = flat_of(settings), flat_of(read_settings(settings.name))
-    other = {key: value for key, value in own.items() if recipe.get(key) != value}
-    other = {key: value for key, value in other.items() if not key.startswith(("seed", "output", "log."))}
-    named = {"name": settings.name, "seed": settings.seed, "settings": other}
-    return named | {"environment": kept, "runs": runs}
+    there = folder / "environment.json"
+    environment = json.loads(there.read_text()) if there.exists() else {}
+    kept = {key: environment.get(key) for key in ("git", "python", "packages", "cpus", "threads")}
+    return {"name": settings.name, "seed": settings.seed, "environment": kept, "runs": runs}
 
 
 def by_prompt(run: Path, settings: Settings) -> Values:
@@ -186,17 +166,6 @@ def markdown(runs: Mapping[str, Mapping[str, Any]]) -> str:
     return table(["run", "steps", *columns], rows) + "\n"
 
 
-def not_alike(seeds: Sequence[Mapping[str, Any]]) -> str:
-    """What the seeds' settings differ in, as `; seed 0: teachers.engine vllm`."""
-    alike = set.intersection(*({*map(str, each["settings"].items())} for each in seeds))
-    return "".join(
-        f"; seed {each['seed']}: {key} {value}"
-        for each in seeds
-        for key, value in each["settings"].items()
-        if str((key, value)) not in alike
-    )
-
-
 def over_seeds(seeds: Sequence[Mapping[str, Any]]) -> str:
     """A run a row: mean and standard deviation of its seeds' means, of those that have it."""
     runs = {run: told["label"] for each in seeds for run, told in each["runs"].items()}
@@ -206,9 +175,20 @@ def over_seeds(seeds: Sequence[Mapping[str, Any]]) -> str:
     rows: list[list[object]] = []
     for run, label in runs.items():
         of = [each["runs"][run]["columns"] for each in seeds if run in each["runs"]]
-        cells = [spread([told[name]["mean"] for told in of if name in told]) for name in columns]
+        means = [[told[name]["mean"] for told in of if name in told] for name in columns]
+        cells = [
+            f"{statistics.fmean(each):.3f} ± {statistics.stdev(each) if len(each) > 1 else 0:.3f}"
+            for each in means
+        ]
         rows.append([label, len(of), *cells])
     return table(["run", "seeds", *columns], rows) + "\n"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """As Markdown; all columns but the first are aligned right."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
+    lines += [["-" if cell is None else str(cell) for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def cell(found: Mapping[str, float] | None, sign: str = "") -> str:

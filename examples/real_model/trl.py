@@ -1,6 +1,6 @@
 """A few steps of one of TRL's trainers on the prompts of smollm2_snips: a JSON line of seconds a step.
 
-python -m bench.real_model.trl SYSTEM MODEL STEPS FOLDER
+python -m examples.real_model.trl SYSTEM MODEL STEPS FOLDER
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 
+from examples.real_model import snips
 from smopd.config.cli import read_settings
 from smopd.config.settings import Settings
 from smopd.integrations.trl import (
@@ -27,13 +29,13 @@ from smopd.integrations.trl import (
     SMOPDGRPOTrainer,
 )
 from smopd.rewards.rlla import accuracy_reward, format_reward
-from smopd.worlds import snips
 
+RECIPE = Path(__file__).parent / "recipes" / "smollm2_snips.yaml"
 ROWS = 4  # of a micro-batch: 32 at once take more than 24 GB
 
 
 def main(system: str, path: str, steps: str, folder: str) -> None:
-    settings = read_settings("smollm2_snips")
+    settings = read_settings(str(RECIPE))
     trainer = built(system, path, settings, common(settings, int(steps), folder, system))
     clock = Clock()
     trainer.add_callback(clock)

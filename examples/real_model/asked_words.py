@@ -1,11 +1,11 @@
 """Messages of real users that ask for the toxic words in them: two rewards that conflict.
 
 A message is followed by a request for a short answer that uses three given words of it, those that are the
-most toxic alone. `helpful_reward` pays for them, `smopd.rewards.toxicity:harmless_reward` takes off for them:
-kept are messages whose three words make even a sentence toxic that says nothing.
+most toxic alone. `helpful_reward` pays for them, and toxicity.py's `harmless_reward` takes off for them. Kept
+are messages whose three words make even a sentence toxic that says nothing.
 
-Data: the user messages in the chats of HH-RLHF (MIT), short name `safe/hh_test`, and the classifier
-`toxicity` (python -m smopd.data fetch safety toxicity). The messages are offensive. Left out are those that
+Data: the user messages in the chats of HH-RLHF (MIT), short name `safe/hh_test` (python -m smopd.data fetch
+safety), and the classifier of models.py. The messages are offensive. Left out are those that
 speak of the young and those that the classifier calls hateful: no model is to be trained on answers to them.
 """
 
@@ -19,10 +19,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from examples.real_model.snips import draw
+from examples.real_model.toxicity import LABELS, toxicity
 from smopd.data.places import located
 from smopd.data.sources import load_rows
-from smopd.rewards.toxicity import LABELS, toxicity
-from smopd.worlds.snips import draw
 
 # All numbers are ours.
 VALIDATE = 4  # a message in so many is held out
@@ -48,7 +48,7 @@ def prompts(folder: str, classifier: str, n: int, seed: int, split: str) -> list
 
     Args:
         folder: the file of chats, packed JSON lines with `prompt`, or the short name `safe/hh_test`.
-        classifier: its folder, or the short name `toxicity`.
+        classifier: its folder.
         split: "train" or "validate".
     Returns:
         n rows {"prompt", "asked"}: one user message, and the three words that it asks for, in lower case.

@@ -1,10 +1,10 @@
 """A harmless answer, by a classifier of toxic comments: a small bidirectional LSTM over words, on the CPU.
 
     rewards:
-      - {name: harmless, function: "smopd.rewards.toxicity:harmless_reward", range: [0, 1]}
+      - {name: harmless, function: "examples.real_model.toxicity:harmless_reward", range: [0, 1]}
 
-`python -m smopd.data fetch toxicity` makes its folder of the package toxic-comment-classifier (MIT). It goes
-by words more than by what is meant: a bleeding nose is toxic, and words that it does not know are not.
+`python -m examples.real_model.models toxicity` makes its folder of the package toxic-comment-classifier. It
+goes by words more than by what is meant: a bleeding nose is toxic, and words that it does not know are not.
 """
 
 from __future__ import annotations
@@ -19,9 +19,25 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from smopd.data.places import how_to_fetch, located
-from smopd.data.toxicity import WEIGHTS, WORDS
-
+WEIGHTS = "model.safetensors"
+WORDS = "words.json"
+"""Word -> row of the embedding, from 1; row 0 is the padding."""
+EMBEDDING = "embedding.weight"
+KERAS_NAMES = {
+    EMBEDDING: "embedding/vars/0",
+    "lstm.weight_ih_l0": "bidirectional/forward_layer/cell/vars/0",
+    "lstm.weight_hh_l0": "bidirectional/forward_layer/cell/vars/1",
+    "lstm.bias_ih_l0": "bidirectional/forward_layer/cell/vars/2",
+    "lstm.weight_ih_l0_reverse": "bidirectional/backward_layer/cell/vars/0",
+    "lstm.weight_hh_l0_reverse": "bidirectional/backward_layer/cell/vars/1",
+    "lstm.bias_ih_l0_reverse": "bidirectional/backward_layer/cell/vars/2",
+    "dense.weight": "dense/vars/0",
+    "dense.bias": "dense/vars/1",
+    "labels.weight": "dense_1/vars/0",
+    "labels.bias": "dense_1/vars/1",
+}
+"""Parameter of the torch module -> layer of the Keras file. The gates' order is the same: i, f, g, o."""
+CLASSIFIER = "runs/models/toxicity"
 LABELS = ("toxic", "severe_toxic", "obscene", "threat", "insult", "identity_hate")
 FILTERS = '!"#$%&()*+,-./:;<=>?@[\\]^_`{|}~\t\n'  # of Keras' Tokenizer
 MAX_WORDS = 100  # the package's MAXLEN; of a longer text its last words
@@ -34,7 +50,7 @@ def harmless_reward(
     prompts: Sequence[Any],
     completions: Sequence[str],
     *,
-    classifier: str = "toxicity",
+    classifier: str = CLASSIFIER,
     least_words: int = LEAST_WORDS,
     **columns: Any,
 ) -> list[float]:
@@ -45,12 +61,12 @@ def harmless_reward(
     Args:
         prompts: R prompts, unused.
         completions: R texts.
-        classifier: its folder, or the short name `toxicity`.
+        classifier: its folder.
         least_words: 1 or more; words as `words_of` reads them.
         columns: unused.
     Raises:
         ValueError: an argument is not as said above.
-        FileNotFoundError: the folder lacks a file; says how it is fetched.
+        FileNotFoundError: the folder lacks a file; says how it is made.
     """
     for name, value, kind in (("classifier", classifier, str), ("least_words", least_words, int)):
         if not isinstance(value, kind) or isinstance(value, bool):
@@ -71,19 +87,19 @@ def harmless_reward(
     ]
 
 
-def toxicity(texts: Sequence[str], classifier: str = "toxicity") -> Tensor:
+def toxicity(texts: Sequence[str], classifier: str = CLASSIFIER) -> Tensor:
     """(R, 6) fp32, on the CPU: the probability of each of LABELS for each of R texts, on its own.
 
     Texts of the same known words have exactly the same probabilities in one call, and within 1e-6 in any.
 
     Raises:
         ValueError: a text is no str.
-        FileNotFoundError: the folder lacks a file; says how it is fetched.
+        FileNotFoundError: the folder lacks a file; says how it is made.
     """
     for i, text in enumerate(texts):
         if not isinstance(text, str):
             raise ValueError(f"toxicity: texts[{i}] is a {type(text).__name__}, expected str")
-    network, ids = _load(located(classifier))
+    network, ids = _load(Path(classifier))
     rows = [tuple(ids[word] for word in words_of(text) if word in ids)[-MAX_WORDS:] for text in texts]
     place = {row: i for i, row in enumerate(dict.fromkeys(rows))}
     padded = torch.tensor([[0] * (MAX_WORDS - len(row)) + list(row) for row in place], dtype=torch.long)
@@ -122,5 +138,7 @@ class Classifier(nn.Module):
 def _load(folder: Path) -> tuple[Classifier, dict[str, int]]:
     for path in (folder / WEIGHTS, folder / WORDS):
         if not path.is_file():
-            raise FileNotFoundError(f"toxicity: no file {path}{how_to_fetch(path)}")
+            raise FileNotFoundError(
+                f"toxicity: no file {path}; `python -m examples.real_model.models toxicity` makes it"
+            )
     return Classifier(load_file(folder / WEIGHTS)), json.loads((folder / WORDS).read_text(encoding="utf-8"))

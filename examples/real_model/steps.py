@@ -1,6 +1,6 @@
 """Training steps of a pretrained model, each trainer in a process of its own, one after the other.
 
-python -m bench.real_model.steps --model FOLDER [--systems smopd trl ...] [--steps 4] [--turns 1]
+python -m examples.real_model.steps --model FOLDER [--systems smopd trl ...] [--steps 4] [--turns 1]
 
 The same prompts, rewards, rows and lengths, weights in fp32, and what is computed too unless the name says
 bf16, as many threads as OMP_NUM_THREADS says. A JSON line a row: the median seconds of a step but the
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -24,14 +25,12 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench.harness import record
-from smopd.data.places import model_place
-
-HERE = Path(__file__).parent
+RECIPE = Path(__file__).parent / "recipes" / "steps.yaml"
 OURS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "smopd": ("gdpo", ()),
     "smopd, bf16": ("gdpo", ("--student.compute_dtype", "bfloat16")),
@@ -49,6 +48,12 @@ TRL = (
     "trl distillation",
     "trl distillation with smopd",
 )
+MACHINE = {
+    "machine": platform.processor() or platform.machine(),
+    "cpus": os.cpu_count(),
+    "threads": os.environ.get("OMP_NUM_THREADS"),
+    "packages": {name: version(name) for name in ("torch", "transformers")},
+}
 PHASES = ("rollout", "rewards", "old_logps", "teachers", "update", "sync")
 EVERY = 0.2  # seconds between two looks at the memory
 
@@ -58,9 +63,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--model", required=True, help="a folder with the model and its tokenizer, or `smollm2`"
-    )
+    parser.add_argument("--model", required=True, help="a folder with the model and its tokenizer")
     parser.add_argument("--systems", nargs="+", choices=systems, default=["smopd", "trl"], metavar="SYSTEM",
                         help=f"of: {'; '.join(systems)}")  # fmt: skip
     parser.add_argument("--steps", type=int, default=4, help="of each, the first of which is not counted")
@@ -71,16 +74,19 @@ def main() -> int:
         parser.error(f"--steps is {chosen.steps}, expected 2 or more: the first is not counted")
     if settings and OURS.keys().isdisjoint(chosen.systems):
         parser.error(f"{settings[0]}: a setting of ours, and none of {', '.join(OURS)} is in --systems")
-    chosen.model = model_place(chosen.model)
     resident(os.getpid())  # fails at once without psutil
     failed = 0
     with chosen.output.open("a") if chosen.output else nullcontext() as file:
-        tell = record.teller("cpu", file)
         for turn in range(chosen.turns):
             for system in chosen.systems:
                 row = measured(system, chosen, settings)
                 failed += "error" in row
-                tell({"benchmark": "training_step", "turn": turn, "system": system} | row)
+                line = json.dumps(
+                    {"benchmark": "training_step", "turn": turn, "system": system} | row | MACHINE
+                )
+                print(line, flush=True)
+                if file is not None:
+                    print(line, file=file, flush=True)
     return 1 if failed else 0
 
 
@@ -91,7 +97,7 @@ def measured(system: str, chosen: argparse.Namespace, settings: Sequence[str]) -
             run, more = OURS[system]
             common = [
                 "smopd.train",
-                str(HERE / "steps.yaml"),
+                str(RECIPE),
                 "--model.path",
                 chosen.model,
                 "--output",
@@ -106,7 +112,7 @@ def measured(system: str, chosen: argparse.Namespace, settings: Sequence[str]) -
             rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
             rows = [row for row in rows if "seconds/update" in row]
         else:
-            words = ["bench.real_model.trl", system, chosen.model, str(chosen.steps), folder]
+            words = ["examples.real_model.trl", system, chosen.model, str(chosen.steps), folder]
             code, text, peak = run_process(words)
             rows = [json.loads(line) for line in text.splitlines() if line.startswith('{"seconds/')]
         if code or len(rows) < chosen.steps:

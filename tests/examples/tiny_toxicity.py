@@ -12,7 +12,7 @@ from unittest import mock
 import h5py
 import numpy as np
 
-from smopd.data.toxicity import KERAS_NAMES
+from examples.real_model.toxicity import KERAS_NAMES
 
 MEMBERS = ("toxic_classifier/model/model.weights.h5", "toxic_classifier/model/tokenizer.pickle")
 WORDS = ("the", "dog", "is", "kind", "idiot", "don't", "über", "stupid", "rare")

@@ -1,0 +1,1 @@
+"""Whole examples of use, run from a clone."""
