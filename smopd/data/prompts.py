@@ -5,25 +5,22 @@ Imports neither torch nor transformers: the tokenizer is given.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
 
 import numpy as np
 
-from smopd.data.chats import Chat, Content, row_content, row_text, tokenize_prompts
 from smopd.data.sources import Row, checked_row, import_function, load_rows
-from smopd.names import REWARD_ARGUMENTS
+from smopd.names import REWARD_ARGUMENTS, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
 Overlong: TypeAlias = Literal["drop", "truncate_left", "error"]
-
-OVERLONG_CHOICES = ("drop", "truncate_left", "error")
-RESERVED_COLUMNS = REWARD_ARGUMENTS
+Content: TypeAlias = "str | tuple[Mapping[str, str], ...]"
+Chat: TypeAlias = "bool | Literal['auto']"
 
 
 @dataclass(frozen=True)
@@ -42,28 +39,6 @@ class Prompt:
     columns: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class PromptSet(Sequence[Prompt]):
-    """Prompts of one source, in its order, and what became of its rows."""
-
-    prompts: tuple[Prompt, ...]
-    source: str
-    rows: int
-    mapped_out: int
-    dropped_overlong: int
-    truncated: int
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
-        return self.prompts[index]
-
-
 class Demonstration(NamedTuple):
     """A prompt and the answer to imitate; completion_ids ends with the end-of-sequence token."""
 
@@ -72,24 +47,29 @@ class Demonstration(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DemonstrationSet(Sequence[Demonstration]):
-    """Demonstrations of one source, in its order, and what became of its rows."""
+class RowSet(Sequence[T]):
+    """What was made of one source's rows, in its order, and what became of the others."""
 
-    demonstrations: tuple[Demonstration, ...]
+    items: tuple[T, ...]
     source: str
     rows: int
-    mapped_out: int
-    dropped_overlong: int
+    mapped_out: int = 0
+    dropped_overlong: int = 0
+    truncated: int = 0
 
     def __len__(self) -> int:
-        return len(self.demonstrations)
+        return len(self.items)
 
     @overload
-    def __getitem__(self, index: int) -> Demonstration: ...
+    def __getitem__(self, index: int) -> T: ...
     @overload
-    def __getitem__(self, index: slice) -> Sequence[Demonstration]: ...
-    def __getitem__(self, index: int | slice) -> Demonstration | Sequence[Demonstration]:
-        return self.demonstrations[index]
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        return self.items[index]
+
+
+PromptSet: TypeAlias = RowSet[Prompt]
+DemonstrationSet: TypeAlias = RowSet[Demonstration]
 
 
 def load_prompts(
@@ -119,17 +99,9 @@ def load_prompts(
     Raises:
         FileNotFoundError: there is no such source.
         ValueError: a prompt is absent, empty, of the wrong type or (overlong="error") too long; a column has
-            one of the RESERVED_COLUMNS' names; the source has no rows, or none is left. Row numbers in
+            the name of an argument of every reward; the source has no rows, or none is left. Row numbers in
             messages count from 0.
     """
-    if overlong not in OVERLONG_CHOICES:
-        raise ValueError(
-            f"load_prompts: overlong is {overlong!r}, expected one of {', '.join(OVERLONG_CHOICES)}"
-        )
-    if max_prompt_tokens is not None and max_prompt_tokens < 1:
-        raise ValueError(
-            f"load_prompts: max_prompt_tokens is {max_prompt_tokens}, expected at least 1 or None"
-        )
     rows = load_rows(source, split=split, limit=limit, kwargs=kwargs)
     kept = list(_mapped(rows, source, map))
     contents = [row_content(row, prompt_column, source, index) for index, row in kept]
@@ -150,9 +122,8 @@ def load_prompts(
             truncated += 1
             ids = ids[-max_prompt_tokens:]
         prompts.append(Prompt(index, content, tuple(ids), own_columns))
-    found = PromptSet(tuple(prompts), source, len(rows), len(rows) - len(kept), dropped, truncated)
-    _require_some(len(found), found.rows, found.mapped_out, dropped, max_prompt_tokens, source)
-    return found
+    found = RowSet(tuple(prompts), source, len(rows), len(rows) - len(kept), dropped, truncated)
+    return _some(found, max_prompt_tokens)
 
 
 def load_demonstrations(
@@ -184,7 +155,7 @@ def load_demonstrations(
     rows = load_rows(source, split=split, limit=limit, kwargs=kwargs)
     kept = list(_mapped(rows, source, map))
     contents = [row_content(row, prompt_column, source, index) for index, row in kept]
-    completions = [row_text(row, completion_column, source, index) for index, row in kept]
+    completions = [_text(row, completion_column, source, index) for index, row in kept]
     prompts = tokenize_prompts(contents, tokenizer, chat, system, source)
     answers = tokenizer(completions, add_special_tokens=False)["input_ids"] if completions else []
     found = [
@@ -192,9 +163,8 @@ def load_demonstrations(
         for prompt, answer in zip(prompts, answers, strict=True)
         if max_tokens is None or len(prompt) + len(answer) + 1 <= max_tokens
     ]
-    dropped = len(kept) - len(found)
-    _require_some(len(found), len(rows), len(rows) - len(kept), dropped, max_tokens, source)
-    return DemonstrationSet(tuple(found), source, len(rows), len(rows) - len(kept), dropped)
+    left_out = len(rows) - len(kept), len(kept) - len(found)
+    return _some(RowSet(tuple(found), source, len(rows), *left_out), max_tokens)
 
 
 def batch_indices(n: int, batch_size: int, step: int, seed: int) -> list[int]:
@@ -228,6 +198,66 @@ def batch_indices(n: int, batch_size: int, step: int, seed: int) -> list[int]:
     return indices
 
 
+def row_content(row: Row, column: str, source: str, index: int) -> Content:
+    """The row's prompt: a text, or chat messages.
+
+    Raises:
+        ValueError: there is no such column, or it is empty or of another type; names source and row.
+    """
+    value, where = row.get(column), f"{source}: row {index}: column {column!r}"
+    if not isinstance(value, (list, tuple)):
+        return _text(row, column, source, index, "a text or a list of chat messages")
+    for number, message in enumerate(value):
+        fields = (
+            [message.get(field) for field in ("role", "content")] if isinstance(message, Mapping) else [0]
+        )
+        if not all(isinstance(field, str) for field in fields):
+            raise ValueError(
+                f"{where}: message {number} is {str(message)[:60]!r}, expected texts role and content"
+            )
+        _whole("".join(map(str, fields)), f"{where}: message {number}")
+    if not value or not value[-1]["content"].strip():
+        raise ValueError(f"{where}: the last message is empty, expected a text")
+    return tuple(value)
+
+
+def tokenize_prompts(
+    contents: Sequence[Content],
+    tokenizer: PreTrainedTokenizerBase,
+    chat: Chat,
+    system: str | None,
+    source: str,
+) -> list[list[int]]:
+    """Token ids of each prompt; the arguments are those of `load_prompts`.
+
+    Raises:
+        ValueError: a template is needed and absent, not applied to chat messages, or it fails.
+    """
+    templated = bool(getattr(tokenizer, "chat_template", None))
+    if chat is True and not templated:
+        raise ValueError(f"{source}: chat is true, and the tokenizer has no chat template")
+    if not contents:
+        return []
+    if chat is False or not templated:
+        if system is not None:
+            raise ValueError(f"{source}: a system message needs the tokenizer's chat template")
+        if not all(isinstance(content, str) for content in contents):
+            raise ValueError(f"{source}: prompts are chat messages, and no chat template is applied")
+        return tokenizer(list(contents))["input_ids"]
+    first = [] if system is None else [{"role": "system", "content": system}]
+    chats = [
+        [*first, {"role": "user", "content": content}] if isinstance(content, str) else [*map(dict, content)]
+        for content in contents
+    ]
+    try:
+        texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # the template is the model's code, in a sandbox
+        raise ValueError(
+            f"{source}: the tokenizer's chat template fails ({type(error).__name__}: {error})"
+        ) from error
+    return tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+
 def _mapped(rows: list[Row], source: str, map_path: str | None) -> Iterator[tuple[int, Row]]:
     function = import_function(map_path) if map_path else None
     for index, row in enumerate(rows):
@@ -238,7 +268,7 @@ def _mapped(rows: list[Row], source: str, map_path: str | None) -> Iterator[tupl
 
 def _reward_columns(row: Row, prompt_column: str, source: str, index: int) -> Row:
     columns = {name: value for name, value in row.items() if name != prompt_column}
-    for name in RESERVED_COLUMNS:
+    for name in REWARD_ARGUMENTS:
         if name in columns:
             raise ValueError(
                 f"{source}: row {index}: column {name!r} has the name of an argument of every reward, "
@@ -247,16 +277,36 @@ def _reward_columns(row: Row, prompt_column: str, source: str, index: int) -> Ro
     return columns
 
 
-def _require_some(
-    left: int, rows: int, mapped_out: int, overlong: int, max_tokens: int | None, source: str
-) -> None:
-    if left:
-        return
-    if not rows:
-        raise ValueError(f"{source}: the data set is empty")
-    causes = []
-    if mapped_out:
-        causes.append(f"{mapped_out} left out by map")
-    if overlong:
-        causes.append(f"{overlong} of more than {max_tokens} tokens")
-    raise ValueError(f"{source}: none of {rows} rows is left: {', '.join(causes)}")
+def _text(row: Row, column: str, source: str, index: int, expected: str = "a text") -> str:
+    if column not in row:
+        raise ValueError(
+            f"{source}: row {index} has no column {column!r}{nearest(column, row)}; "
+            f"it has {', '.join(map(repr, row)) or 'none'}"
+        )
+    value = row[column]
+    if isinstance(value, str) and value.strip():
+        return _whole(value, f"{source}: row {index}: column {column!r}")
+    got = repr(value) if value is None or isinstance(value, str) else f"a {type(value).__name__}"
+    raise ValueError(f"{source}: row {index}: column {column!r} is {got}, expected {expected}")
+
+
+def _whole(text: str, where: str) -> str:
+    """The text; ValueError where half of a UTF-16 pair stands in it, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where} has {text[error.start]!r} at {error.start}, half of a pair, expected whole characters"
+        ) from error
+    return text
+
+
+def _some(found: RowSet[T], most_tokens: int | None) -> RowSet[T]:
+    """The set; ValueError where it is empty, with the reasons."""
+    if found:
+        return found
+    if not found.rows:
+        raise ValueError(f"{found.source}: the data set is empty")
+    causes = [f"{found.mapped_out} left out by map"] * bool(found.mapped_out)
+    causes += [f"{found.dropped_overlong} of more than {most_tokens} tokens"] * bool(found.dropped_overlong)
+    raise ValueError(f"{found.source}: none of {found.rows} rows is left: {', '.join(causes)}")

@@ -8,10 +8,9 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from smopd.data.places import is_short_name, located
 from smopd.names import IMPORT_PATH, nearest
@@ -115,52 +114,43 @@ def _call(source: str, options: dict[str, Any]) -> Iterable[Any]:
     return found
 
 
-@contextmanager
-def _open_text(path: Path) -> Iterator[IO[str]]:
+def _text_of(path: Path) -> str:
     try:
-        if path.name.endswith(".gz"):
-            with gzip.open(path, "rt", encoding="utf-8") as lines:
-                yield lines
-        else:
-            with open(path, encoding="utf-8") as lines:
-                yield lines
+        content = path.read_bytes()
+        return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
     except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
         raise ValueError(f"{path}: cannot be read as UTF-8 text ({error})") from error
 
 
 def _read_json_lines(path: Path) -> Iterator[Any]:
-    with _open_text(path) as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    yield json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    why = getattr(error, "msg", error)  # a number too long, or nested too deep
-                    raise ValueError(f"{path}: line {number} is no JSON ({why}): {line[:60]!r}") from error
+    for number, line in enumerate(_text_of(path).split("\n"), start=1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except (ValueError, RecursionError) as error:
+                why = getattr(error, "msg", error)  # a number too long, or nested too deep
+                raise ValueError(f"{path}: line {number} is no JSON ({why}): {line[:60]!r}") from error
 
 
 def _read_json(path: Path) -> Iterable[Any]:
-    with _open_text(path) as text:
-        try:
-            found = json.load(text)
-        except json.JSONDecodeError as error:
-            if error.msg != "Extra data":
-                raise ValueError(f"{path}: line {error.lineno} is no JSON ({error.msg})") from error
-            return _read_json_lines(path)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: cannot be read as JSON ({error})") from error
+    content = _text_of(path)
+    try:
+        found = json.loads(content)
+    except json.JSONDecodeError as error:
+        if error.msg != "Extra data":
+            raise ValueError(f"{path}: line {error.lineno} is no JSON ({error.msg})") from error
+        return _read_json_lines(path)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: cannot be read as JSON ({error})") from error
     if not isinstance(found, list):
-        raise ValueError(
-            f"{path}: holds one {type(found).__name__}, expected a list of objects or JSON lines"
-        )
+        kind = type(found).__name__
+        raise ValueError(f"{path}: holds one {kind}, expected a list of objects or JSON lines")
     return found
 
 
 def _read_parquet(path: Path) -> Iterable[Any]:
-    try:
-        from pyarrow import ArrowInvalid, parquet
-    except ImportError as error:
-        raise ImportError(f"load_rows: reading {path} needs the package pyarrow") from error
+    from pyarrow import ArrowInvalid, parquet
+
     try:
         return parquet.read_table(path).to_pylist()
     except ArrowInvalid as error:
@@ -168,11 +158,9 @@ def _read_parquet(path: Path) -> Iterable[Any]:
 
 
 def _read_hub(source: str, split: str, options: dict[str, Any]) -> Iterable[Any]:
-    try:
-        from datasets import load_dataset
-        from datasets.exceptions import DatasetNotFoundError
-    except ImportError as error:
-        raise ImportError(f"load_rows: the hub data set {source!r} needs the package datasets") from error
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetNotFoundError
+
     try:
         return load_dataset(source, split=split, **options)
     except (DatasetNotFoundError, ConnectionError) as error:
