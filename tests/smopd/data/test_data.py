@@ -90,15 +90,6 @@ def test_files_of_every_form_give_the_same_rows(write, name):
     assert load_rows(source, limit=1) == ROWS[:1]
 
 
-def test_a_json_list_and_blank_lines_are_read(tmp_path, write):
-    path = tmp_path / "list.json"
-    path.write_text(json.dumps(ROWS))
-    assert load_rows(str(path)) == ROWS
-    spaced = tmp_path / "spaced.jsonl"
-    spaced.write_text("\n" + "\n\n".join(json.dumps(row) for row in ROWS) + "\n\n")
-    assert load_rows(str(spaced)) == ROWS
-
-
 def test_a_function_is_called_with_kwargs_and_split():
     assert load_rows(f"{HERE}:some_rows", kwargs={"n": 2}) == some_rows(2)
     assert load_rows(f"{HERE}:Shop.rows") == some_rows(1)
@@ -128,12 +119,6 @@ def test_an_unreachable_hub_data_set_says_so(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(FileNotFoundError, match=r"'owner/name' is no file here and .* \(no network\)"):
         load_rows("owner/name")
-
-
-@pytest.mark.parametrize("source", ["absent.jsonl", "a/b/absent.parquet", "justaname"])
-def test_a_missing_file_names_itself_and_the_accepted_forms(source):
-    with pytest.raises(FileNotFoundError, match=rf"no file '{source}'.*package\.module:function.*owner/name"):
-        load_rows(source)
 
 
 @pytest.mark.parametrize(
@@ -190,11 +175,6 @@ def test_a_file_of_another_form_is_refused(tmp_path, name, content, message):
 def test_a_function_that_does_not_fit_is_named(source, options, message):
     with pytest.raises(ValueError, match=message):
         load_rows(source, **options)
-
-
-def test_a_file_takes_no_split(write):
-    with pytest.raises(ValueError, match="is a file, which takes no split and no kwargs"):
-        load_rows(write(ROWS), split="train")
 
 
 def test_prompts_carry_template_content_and_columns(write, tokenizer):
@@ -366,18 +346,13 @@ def test_every_prompt_comes_once_an_epoch(n, batch_size, epochs, seed):
     steps = -(-n * epochs // batch_size)
     batches = [batch_indices(n, batch_size, step, seed) for step in range(steps)]
     assert {len(batch) for batch in batches} == {batch_size}
+    assert batch_indices(n, batch_size, steps - 1, seed) == batches[-1]
     order = [index for batch in batches for index in batch]
     for epoch in range(epochs):
         assert sorted(order[epoch * n : (epoch + 1) * n]) == list(range(n))
     assert max(Counter(order[: n * epochs]).values()) == epochs
-
-
-def test_batches_depend_on_seed_and_epoch():
-    assert batch_indices(100, 100, 0, 0) != batch_indices(100, 100, 0, 1)
-    assert batch_indices(100, 100, 0, 0) != batch_indices(100, 100, 1, 0)
-    assert batch_indices(100, 100, 7, 3) == batch_indices(100, 100, 7, 3)
-    with pytest.raises(ValueError, match="batch_size is 0, expected at least 1"):
-        batch_indices(3, 0, 0, 0)
+    assert batch_indices(100, 100, 0, seed) != batch_indices(100, 100, 0, seed + 1)
+    assert batch_indices(100, 100, 0, seed) != batch_indices(100, 100, 1, seed)
 
 
 def test_importing_data_loads_no_heavy_package():
@@ -385,11 +360,3 @@ def test_importing_data_loads_no_heavy_package():
     modules = "smopd.data.prompts, smopd.data.__main__, smopd.data.fetch, smopd.worlds.toy_world"
     code = f"import sys, {modules}; assert not {heavy} & set(sys.modules), sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_rlla_items_become_prompts(data_set, tokenizer):
-    for name in ("rlla_4k_test.parquet", "rlla_4k_test.jsonl.gz"):
-        prompts = load_prompts(str(data_set(f"rlla/{name}")), tokenizer)
-        assert len(prompts) == 80
-        assert [message["role"] for message in prompts[0].content] == ["system", "user"]
-        assert "ground_truth" in prompts[0].columns["reward_model"]

@@ -98,11 +98,6 @@ def test_the_published_scorer_is_a_choice_of_its_own(response, strict, published
     ]
 
 
-def test_every_call_of_a_list_must_be_there():
-    assert exact_match(block(OTHER, CALL), [CALL, OTHER])
-    assert outcome(block(CALL), [CALL, OTHER]) == "wrong_arguments"
-
-
 @pytest.mark.parametrize("parser", ["first", "last", "published"])
 def test_hostile_calls_are_passed_over(parser):
     nested = '{"name": "Find", "parameters": ' + '{"a": ' * 40_000 + "1" + "}" * 40_001
@@ -135,18 +130,6 @@ def test_the_real_ground_truth_is_exact(data_set, tmp_path):
     assert [(row["key"], row["group"]) for row in (rows[0], rows[-1])] == [("L1-0", "L1"), ("L3-130", "L3")]
     symptom = {row["key"]: row["truth"] for row in rows}["L1-8"]  # as the paper numbers its cases
     assert symptom == [{"name": "SymptomSearch", "parameters": {"symptom": "fatigue"}}]
-
-
-def test_the_real_answers_read_from_the_files(data_set):
-    for level in (1, 2, 3):
-        rows = json.loads((data_set("api_bank") / f"level-{level}-api_processed.json").read_text())
-        assert isinstance(rows[0]["answer"], dict if level == 2 else list)
-        for row in rows:
-            call = row["answer"] if level == 2 else row["answer"][0]
-            assert exact_match(block(call), row["answer"])
-            assert not exact_match(
-                block({**call, "parameters": {**call["parameters"], "x": 1}}), row["answer"]
-            )
 
 
 def item(answer: object, user: str = "u") -> dict:

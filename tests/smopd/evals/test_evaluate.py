@@ -380,31 +380,12 @@ def test_an_unusable_model_is_one_line(data, tmp_path, capsys):
     model.save_pretrained(folder)
     (folder / "model.safetensors").unlink()
     assert f"model {folder}: cannot be loaded, expected a folder with a saved model" in mistake()
+    arguments[-1] = "256"
+    assert "--max-new-tokens is 256, expected at most" in mistake()  # of 256 positions
     tokenizer.chat_template = None
     (folder / "chat_template.jinja").unlink()
     tokenizer.save_pretrained(folder)
     assert f"--model {folder}: its tokenizer has no chat template" in mistake()
-
-
-def test_too_long_a_response_is_one_line(data, tmp_path, capsys):
-    from smopd.worlds.models import world_model
-
-    for part in world_model(seed=0):
-        part.save_pretrained(tmp_path / "model")
-    arguments = [
-        "rlla",
-        "--data",
-        str(data),
-        "--model",
-        str(tmp_path / "model"),
-        "--output",
-        str(tmp_path / "o"),
-    ]
-    with pytest.raises(SystemExit):
-        evaluate.main([*arguments, "--max-new-tokens", "256"])
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "--max-new-tokens is 256, expected at most" in error and "256 positions" in error
-    assert not (tmp_path / "o").exists()
 
 
 def test_both_test_files_hold_the_same_items(data_set):
@@ -429,19 +410,6 @@ def test_training_items_leave_the_test_split_out(data_set):
     found = suite.summary([], suite.score(suite.truths()))
     tools = sum("<tool_call>" in item.truth for item in items)
     assert found["format_pass"] == 1.0 and found["accuracy"] == pytest.approx(3.0 * tools / 399)
-
-
-def test_sft_row_splits_at_the_last_think():
-    output = "<think> use <tool_call> </think> or </think>\n<response> r </response>\n"
-    mapped = rlla.sft_row({"instruction": "s", "input": "u", "output": output})
-    assert mapped == {
-        "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
-        "ground_truth": rlla.RESPONSE_THINK + "\n<response> r </response>",
-    }
-    for unusable in ("no think", "<think> a </think>", "<think> a </think> answer"):
-        assert rlla.sft_row({"instruction": "s", "input": "u", "output": unusable}) is None
-    with pytest.raises(ValueError, match=r"no text as \['input'\]"):
-        rlla.sft_row({"instruction": "s", "output": output})
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,14 @@ def test_the_prompt_is_the_papers():
     assert judging.PROMPT.split() == ("You are a strict evaluator" + text).split()
 
 
+def test_equal_questions_are_one_request_and_concurrency_is_bounded(endpoint, tmp_path):
+    served = endpoint(completion(YES))
+    judge = Judge(JudgeSettings(url=served.url, concurrency=3, turns=1), tmp_path)
+    questions = [Question(f"<user> {i} </user>\n<user> {i % 12} </user>", "g", "p") for i in range(24)]
+    assert [each.kind for each in judge.verdicts(questions)] == ["yes"] * 24
+    assert len(served.requests) == 12 and 1 <= served.most_at_once <= 3
+
+
 def test_nothing_is_asked_twice(endpoint, tmp_path):
     served = endpoint(completion(YES), (500, "x"), (500, "x"), (500, "x"), completion(NO))
     judge, found = ask(served.url, tmp_path, questions=2)
@@ -231,21 +239,6 @@ def test_nothing_is_asked_twice(endpoint, tmp_path):
     torn.write_text("{")
     ask(served.url, tmp_path, questions=2)
     assert len(served.requests) <= 10
-
-
-def test_equal_questions_are_one_request_and_concurrency_is_bounded(endpoint, tmp_path):
-    served = endpoint(completion(YES))
-    judge = Judge(JudgeSettings(url=served.url, concurrency=3), tmp_path)
-    questions = [Question(f"<user> {i % 12} </user>", "g", "p") for i in range(24)]
-    assert [each.kind for each in judge.verdicts(questions)] == ["yes"] * 24
-    assert len(served.requests) == 12 and 1 <= served.most_at_once <= 3
-
-
-def test_last_turns():
-    dialogue = "**History**\n<user> a </user>\n<response> b </response>\n<user> c </user>\n"
-    assert judging.last_turns(dialogue, None) == judging.last_turns(dialogue, 2) == dialogue
-    assert judging.last_turns(dialogue, 1) == "<user> c </user>\n"
-    assert judging.last_turns("no turns", 1) == "no turns"
 
 
 @pytest.fixture

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -54,12 +51,6 @@ def test_a_benchmark_s_file_is_data_too(tmp_path):
         safety.load_safety_items(folder / "other.jsonl.gz")
 
 
-def test_a_part_is_scored_by_its_own_prompts():
-    suite = Safety(items(), lengths, tens)
-    assert suite.only([2, 0]).score(RESPONSES[:2]) == [suite.score(RESPONSES)[i] for i in (0, 1)]
-    assert [item.key for item in suite.only([2, 0]).items] == [items()[2].key, items()[0].key]
-
-
 def test_the_real_prompts(data_set):
     found = safety.load_safety_items(data_set("safe"))
     assert Counter(item.group for item in found) == {"hh": 8520, "pku": 8211, "alpaca": 512}  # the paper's
@@ -105,31 +96,15 @@ def test_absent_scores_are_left_out_and_counted():
         Safety(items(), lambda prompts, responses: [1.0], tens).score(RESPONSES)
 
 
-def test_the_papers_rows_are_the_means_that_they_say():
-    rows = Safety(items(), lengths, tens).paper()
+def test_the_papers_overall_is_the_mean_of_its_averages():
+    rows = Safety([], lengths, tens).paper()
     assert len(rows) == 28 and rows["Qwen2.5-7B SMOPD"]["overall"] == 5.646
-    assert rows["Llama-3.2-3B SMOPD (token gate)"]["alpaca_harmless"] == 5.919
-    across = {label: row for label, row in rows.items() if "useful" in row}
-    assert len(across) == 8
-    for label, row in across.items():
-        assert row["overall"] == pytest.approx((row["useful"] + row["harmless"]) / 2, abs=0.00101), label
-    only = {label for label, row in rows.items() if "hh_avg" not in row}
-    assert only == {
-        f"Qwen2.5-7B {method}"
-        for method in (
-            "OPD only, kappa 32", "SMOPD, kappa 32", "SMOPD, kappa 64", "SMOPD, sampled reverse KL"
-        )
-    }  # fmt: skip
     for label, row in rows.items():
-        if label in only:
-            continue
-        for name in safety.SCORES if label in across else ():
-            means = [row[f"{group}_{name}"] for group in safety.BENCHMARKS]
-            assert row[name] == pytest.approx(sum(means) / 3, abs=0.00101), label
-        averages = [row[f"{group}_avg"] for group in safety.BENCHMARKS]
-        means = [(row[f"{group}_useful"] + row[f"{group}_harmless"]) / 2 for group in safety.BENCHMARKS]
-        assert averages == pytest.approx(means, abs=0.00101), label
-        assert row["overall"] == pytest.approx(sum(averages) / 3, abs=0.00101), label
+        if "hh_avg" in row:
+            averages = [row[f"{group}_avg"] for group in safety.BENCHMARKS]
+            assert row["overall"] == pytest.approx(sum(averages) / 3, abs=0.00101), label
+        else:
+            assert row["overall"] == pytest.approx((row["useful"] + row["harmless"]) / 2, abs=0.00101), label
 
 
 def test_turns_of_a_text_become_a_chat():
@@ -193,16 +168,6 @@ def test_a_bad_row_is_named(tmp_path):
     write_data(data, pku=[])
     with pytest.raises(ValueError, match=r"pku_saferlhf_test.jsonl.gz: no prompt"):
         safety.load_safety_items(data)
-
-
-def test_the_module_loads_no_torch():
-    program = (
-        "import sys\nimport smopd.evals.safety\n"
-        "assert not {'torch', 'transformers', 'pydantic'} & sys.modules.keys()\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_an_unusable_preference_model_is_one_line_before_anything_is_sampled(tmp_path, monkeypatch, capsys):

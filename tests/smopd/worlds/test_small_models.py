@@ -1,8 +1,5 @@
 """The small models: exact tokenizers, weights from the seed, loadable again from what they save."""
 
-import gzip
-import json
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -65,23 +62,6 @@ def test_completions_are_decoded_exactly(world, rows):
             for sequence in ids[:100]] == texts[:100]  # fmt: skip
 
 
-def test_prompts_lose_their_spaces_and_nothing_else(world, rows):
-    _, tokenizer = world
-    for row in rows[:500]:
-        ids = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
-        assert tokenizer.decode(ids) == row["prompt"].replace(" ", "")
-        assert len(ids) < len(row["prompt"]) / 2
-
-
-def test_lengths_are_those_of_the_regime(world, rows):
-    _, tokenizer = world
-    prompts = [len(chat_ids(tokenizer, user(row["prompt"]))) for row in rows]
-    completions = [len(tokenizer(row["completion"])["input_ids"]) + 1 for row in rows]
-    assert 25 <= sum(prompts) / len(prompts) <= 31
-    assert 17 <= sum(completions) / len(completions) <= 23
-    assert max(prompts) + max(completions) < 96
-
-
 def test_a_value_is_one_token_in_the_prompt_and_in_the_call(world):
     _, tokenizer = world
     for value in (value for pool in toy_tools.POOLS.values() for value in pool):
@@ -89,12 +69,6 @@ def test_a_value_is_one_token_in_the_prompt_and_in_the_call(world):
         quoted = tokenizer(f'": "{value}"}}}}')["input_ids"]
         assert len(asked) == len(quoted) == 3
         assert asked[1] == quoted[1]
-
-
-def test_unknown_text_is_left_out(world):
-    _, tokenizer = world
-    assert tokenizer.convert_ids_to_tokens(tokenizer("wörld 東京 paris")["input_ids"]) == ["paris"]
-    assert tokenizer("東京")["input_ids"] == []
 
 
 def test_chat_template(world):
@@ -138,12 +112,6 @@ def test_weights_come_from_the_seed_and_leave_the_global_state_alone(world):
     assert not torch.equal(other.lm_head.weight, world[0].lm_head.weight)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_head_is_tied_only_when_asked(tied):
-    model, _ = world_model(0, tie_embeddings=tied)
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-
-
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -172,11 +140,6 @@ def test_rows_beyond_the_tokenizer_decode_to_nothing():
     assert tokenizer.decode([699, *ids, len(tokenizer)]) == "<think>"
 
 
-def test_qwen_round_trip(qwen):
-    for text in QWEN_TEXTS:
-        assert qwen.decode(qwen(text)["input_ids"]) == text
-
-
 def test_qwen_ids(qwen):
     assert len(qwen) == 151_646
     assert qwen.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]) == [
@@ -192,14 +155,6 @@ def test_qwen_chat_template_is_chatml(qwen):
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     text = qwen.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_longest_rlla_test_prompt(qwen, data_set):
-    with gzip.open(data_set("rlla/rlla_4k_test.jsonl.gz"), "rt") as lines:
-        prompts = [json.loads(line)["prompt"] for line in lines]
-    contents = [sum(len(qwen(message["content"])["input_ids"]) for message in prompt) for prompt in prompts]
-    assert max(contents) == 2163
-    assert max(len(chat_ids(qwen, prompt)) for prompt in prompts) == 2163 + 13
 
 
 def test_qwen_vocab_model_loads_again(qwen_pair, tmp_path):
