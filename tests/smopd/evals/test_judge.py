@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import socket
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 
+import httpx
 import openai
 import openai._base_client
 import pytest
@@ -19,7 +19,6 @@ from smopd.data.places import data_folder
 from smopd.evals.api_bank import judge as judging
 from smopd.evals.api_bank.chat_endpoint import ChatAnswer
 from smopd.evals.api_bank.judge import Judge, JudgeSettings, Question, verdict
-from tests.patience import HANG_SECONDS, MISSED_SECONDS
 
 YES, NO = "Reasoning: same.\nJudgment: Yes", "Reasoning: other.\nJudgment: No"
 CALL = {"name": "Find", "parameters": {"city": "Oslo"}}
@@ -31,68 +30,44 @@ def completion(text, **message) -> str:
 
 
 class Endpoint:
-    """A loopback endpoint that answers requests in turn from a script, its last entry for ever.
+    """Answers requests in turn from a script, its last entry for ever.
 
-    An entry is a body for status 200; or (status, body) or (status, body, headers); or seconds to be silent.
+    An entry is a body for status 200; or (status, body) or (status, body, headers); or an exception.
     """
 
+    url = "http://judge/v1"
+
     def __init__(self, *script):
-        self.requests: list[dict] = []
-        self.headers: list[dict] = []
-        self.most_at_once = self._now = 0
-        self._released = threading.Event()
-        lock = threading.Lock()
-        endpoint = self
+        self.script, self.requests, self.headers = script, [], []
+        self.most_at_once = self.now = 0
+        self.lock = threading.Lock()
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                with lock:
-                    entry = script[min(len(endpoint.requests), len(script) - 1)]
-                    endpoint.requests.append({"path": self.path, **body})
-                    endpoint.headers.append(dict(self.headers.items()))
-                    endpoint._now += 1
-                    endpoint.most_at_once = max(endpoint.most_at_once, endpoint._now)
-                if isinstance(entry, float):
-                    endpoint._released.wait(entry)
-                    entry = (500, "late")
-                status, text, headers = (*((200, entry) if isinstance(entry, str) else entry), {})[:3]
-                with lock:
-                    endpoint._now -= 1
-                self.send_response(status)
-                form = {"content-type": "application/json", "content-length": str(len(text.encode()))}
-                for name, value in {**headers, **form}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                with contextlib.suppress(OSError):
-                    self.wfile.write(text.encode())
-
-            def log_message(self, *arguments):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
-        threading.Thread(
-            target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
-        ).start()
-
-    def stop(self):
-        self._released.set()
-        self.server.shutdown()
-        self.server.server_close()
+    def answer(self, request):
+        with self.lock:
+            entry = self.script[min(len(self.requests), len(self.script) - 1)]
+            self.requests.append({"path": request.url.path, **json.loads(request.content)})
+            self.headers.append(dict(request.headers))
+            self.now += 1
+            self.most_at_once = max(self.most_at_once, self.now)
+        time.sleep(0.002)
+        with self.lock:
+            self.now -= 1
+        if isinstance(entry, Exception):
+            raise entry
+        status, text, headers = (*((200, entry) if isinstance(entry, str) else entry), {})[:3]
+        form = {"content-type": "application/json"}
+        return httpx.Response(status, text=text, headers={**form, **headers})
 
 
 @pytest.fixture
-def endpoint():
-    started = []
-
+def endpoint(monkeypatch):
     def start(*script) -> Endpoint:
-        started.append(Endpoint(*script))
-        return started[-1]
+        started = Endpoint(*script)
+        transport = httpx.MockTransport(started.answer)
+        monkeypatch.setattr(openai, "DefaultHttpxClient", partial(httpx.Client, transport=transport))
+        return started
 
-    yield start
-    for each in started:
-        each.stop()
+    return start
 
 
 @pytest.fixture(autouse=True)
@@ -154,13 +129,12 @@ def test_verdicts(text, kind):
         (["{no JSON"], "failed", 1, "no chat completion: "),
         (['{"choices": []}'], "failed", 1, "no chat completion: IndexError"),
         (["[1]"], "failed", 1, "no chat completion: "),
-        ([HANG_SECONDS, completion(YES)], "yes", 2, "Judgment: Yes"),
+        ([httpx.ReadTimeout("late"), completion(YES)], "yes", 2, "Judgment: Yes"),
     ],
 )
 def test_each_way_an_endpoint_answers(endpoint, tmp_path, script, kind, requests, said):
     served = endpoint(*script)
-    patience = {"timeout_seconds": MISSED_SECONDS} if isinstance(script[0], float) else {}
-    judge, (found,) = ask(served.url, tmp_path, **patience)
+    judge, (found,) = ask(served.url, tmp_path)
     assert found.kind == kind and said in found.text
     assert len(served.requests) == judge.sent == requests
     assert len(list((tmp_path / "cache").glob("*.json"))) == (kind != "failed")
