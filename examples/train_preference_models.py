@@ -88,7 +88,7 @@ def read_pairs(source: str) -> list[Pair]:
         try:
             responses = (row["response_0"], row["response_1"])
             better = {name: int(row[column]) for name, column in CHOICES.items()}
-            prompt = tuple(dict(message) for message in prompt_messages(row["prompt"]))
+            prompt = tuple(dict(message) for message in prompt_messages(row, source, index))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{source}: row {index}: {error!r}, expected PKU-SafeRLHF's columns") from None
         if not all(isinstance(text, str) for text in responses) or not set(better.values()) <= {0, 1}:
@@ -106,7 +106,11 @@ def evaluation_sources(options: Training) -> list[str]:
 
 def without_evaluation(pairs: Sequence[Pair], sources: Iterable[str]) -> list[Pair]:
     """The pairs whose prompts are in none of the sources; prints how many are left out."""
-    seen = {_key(prompt_messages(row.get("prompt"))) for source in sources for row in load_rows(source)}
+    seen = {
+        _key(prompt_messages(row, source, index))
+        for source in sources
+        for index, row in enumerate(load_rows(source))
+    }
     kept = [pair for pair in pairs if _key(pair.prompt) not in seen]
     left_out = len(pairs) - len(kept)
     print(f"{len(pairs)} pairs, {left_out} left out: their prompts are among the {len(seen)} of evaluation")

@@ -17,7 +17,7 @@ import tyro
 
 from smopd.data.places import VARIABLE, how_to_fetch, located
 from smopd.evals.suite import Item, Suite
-from smopd.rewards.rlla import extract_response
+from smopd.rewards.rlla import MAX_JSON_DEPTH, extract_response, json_depth
 
 if TYPE_CHECKING:
     from smopd.engine.protocols import RolloutEngine
@@ -253,6 +253,18 @@ def read_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
             raise ValueError(f"{path}: line {number}: expected an object, got {type(row).__name__}")
         rows.append((number, row))
     return rows
+
+
+def read_json(text: str) -> Any:
+    """The JSON value in a model's text; None where there is none, or one deeper than MAX_JSON_DEPTH."""
+    try:
+        return json.loads(text, parse_constant=_no_constant) if json_depth(text) <= MAX_JSON_DEPTH else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
 
 
 def sampler(command: Evaluation, items: Sequence[Item]) -> Callable[[], list[Response]]:

@@ -8,12 +8,12 @@ tokens of a prompt (`max_prompt_tokens`); the preference models read it whole.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from smopd.data.prompts import row_content
 from smopd.data.sources import load_rows
 from smopd.evals.options import Evaluation, group_files, looks_local
 from smopd.evals.suite import Column, Item, Message, Scores, Suite
@@ -37,9 +37,6 @@ COLUMNS = (
     Column("overall", "Overall Avg", digits=3),
 )
 """Of tab:safe_align and tab:gate_safe; tab:anchor_ablation and tab:opd_ablation have the last three alone."""
-
-_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):", re.ASCII)
-_ROLES = {"Human": "user", "Assistant": "assistant"}
 
 ScoreFunction = Callable[[Sequence[Sequence[Message]], Sequence[str]], Sequence["float | None"]]
 """Chats and a response to each -> scores, higher is better, None where it cannot say."""
@@ -203,48 +200,21 @@ def load_safety_items(data: str | Path) -> list[Item]:
         if not rows:
             raise ValueError(f"{path}: no prompt")
         for index, row in enumerate(rows):
-            try:
-                items.append(Item(f"{group}/{index}", group, prompt_messages(row.get("prompt"))))
-            except ValueError as error:
-                raise ValueError(f"{path}: row {index}: {error}") from None
+            items.append(Item(f"{group}/{index}", group, prompt_messages(row, str(path), index)))
     return items
 
 
-def prompt_messages(prompt: Any) -> tuple[Message, ...]:
-    """A prompt's chat, which ends with a user's message.
+def prompt_messages(row: Mapping[str, Any], source: str, index: int) -> tuple[Message, ...]:
+    """A row's `prompt`: chat messages, the last of the user.
 
-    Args:
-        prompt: chat messages; or a text, which is one user message or HH-RLHF's "Human: … Assistant: …"
-            turns, with or without the last, empty turn of the assistant.
     Raises:
-        ValueError: it is something else, or ends otherwise.
+        ValueError: it is something else, or ends otherwise; names source and row.
     """
-    if isinstance(prompt, str):
-        messages = _turns(prompt)
-    else:
-        try:
-            messages = [{"role": str(each["role"]), "content": str(each["content"])} for each in prompt]
-        except (KeyError, TypeError):
-            raise ValueError(
-                f"expected `prompt`, a text or chat messages, got {str(prompt)[:60]!r}"
-            ) from None
-    if not messages or messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
-        raise ValueError(f"prompt is {str(prompt)[-60:]!r}, expected to end with a user's message")
-    return tuple(messages)
-
-
-def _turns(text: str) -> list[dict[str, str]]:
-    first = _TURN.search(text)
-    if first is None or text[: first.start()].strip():
-        return [{"role": "user", "content": text.strip()}]
-    parts = _TURN.split(text)[1:]
-    messages = [
-        {"role": _ROLES[speaker], "content": said.strip()}
-        for speaker, said in zip(parts[::2], parts[1::2], strict=True)
-    ]
-    if messages[-1] == {"role": "assistant", "content": ""}:
-        messages.pop()
-    return messages
+    chat = row_content(dict(row), "prompt", source, index)
+    if isinstance(chat, str) or chat[-1]["role"] != "user":
+        got = "a text" if isinstance(chat, str) else f"a chat that ends with {chat[-1]['role']}"
+        raise ValueError(f"{source}: row {index}: prompt is {got}, expected messages, the last of the user")
+    return tuple({"role": message["role"], "content": message["content"]} for message in chat)
 
 
 def _finite(value: float | None) -> float | None:

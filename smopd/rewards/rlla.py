@@ -266,7 +266,7 @@ def _read_calls(text: str) -> list[dict[str, Any]]:
         raise ValueError(f"tool calls of {len(block)} characters, expected at most {MAX_BLOCK_CHARS}")
     calls = []
     for line in block.split("\n"):
-        if _depth(line) > MAX_JSON_DEPTH:
+        if json_depth(line) > MAX_JSON_DEPTH:
             raise ValueError(f"JSON nested more than {MAX_JSON_DEPTH} deep")
         call = json.loads(line)  # with NaN and Infinity, as in ToolRL
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
@@ -275,7 +275,7 @@ def _read_calls(text: str) -> list[dict[str, Any]]:
     return calls
 
 
-def _depth(line: str) -> int:
+def json_depth(line: str) -> int:
     """How deep brackets nest outside strings; an upper bound where there are too few brackets to matter."""
     if (brackets := line.count("{") + line.count("[")) <= MAX_JSON_DEPTH:
         return brackets

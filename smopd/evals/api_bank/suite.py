@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 from smopd.evals.api_bank.judge import KINDS, Judge, JudgeSettings, Question
-from smopd.evals.options import Evaluation, group_files
+from smopd.evals.options import Evaluation, group_files, read_json
 from smopd.evals.rlla import TOOL_THINK
 from smopd.evals.suite import Column, Item, Scores, Suite
-from smopd.rewards.rlla import MAX_BLOCK_CHARS, MAX_JSON_DEPTH
+from smopd.rewards.rlla import MAX_BLOCK_CHARS
 
 Parser = Literal["first", "last", "published"]
 """first: the first tool_call block, where both tags occur. last: the last block, or bare JSON. published: as
@@ -46,15 +46,6 @@ JUDGE_COLUMNS = tuple(
     )
 )
 ApiCall = dict[str, Any]
-
-
-def exact_match(response_text: str, answer: ApiCall | Sequence[ApiCall], *, parser: Parser = "first") -> bool:
-    """Does a call of the response equal the answer's: the name, and every parameter; each call of a list.
-
-    Raises:
-        ValueError: the answer holds no call, or one that is malformed.
-    """
-    return outcome(response_text, answer, parser=parser) == "exact"
 
 
 def outcome(response_text: str, answer: ApiCall | Sequence[ApiCall], *, parser: Parser = "first") -> Outcome:
@@ -87,9 +78,9 @@ def read_calls(response_text: str, parser: Parser = "first") -> list[ApiCall]:
     block = block.split("</tool_call>", 1)[0].strip()
     if len(block) > MAX_BLOCK_CHARS:
         return []
-    read = [_read(line) for line in block.split("\n")]
+    read = [read_json(line) for line in block.split("\n")]
     if parser == "published":
-        read = [_read(each) if isinstance(each, str) else each for each in read]
+        read = [read_json(each) if isinstance(each, str) else each for each in read]
         if any(isinstance(each, int | float) for each in read):
             return []
         return [call for call in read if isinstance(call, dict)]
@@ -176,19 +167,14 @@ class ApiBank(Suite):
 
         A failure without a verdict counts as not rescued; `judge_failed` says how many there are.
         """
-        n = Counter(groups)
+        n, result = Counter(groups), dict[str, float | None]()
         outcomes = Counter(zip(groups, map(itemgetter("outcome"), scores), strict=True))
         exact = {level: outcomes[level, "exact"] for level in LEVELS}
-        result = _shares(n, exact, "", "overall")
-        for each in OUTCOMES:
-            result |= _counts(each, {level: outcomes[level, each] for level in LEVELS})
-        if self.judge is None:
-            return result
-        verdicts = Counter(zip(groups, map(itemgetter("verdict"), scores), strict=True))
-        correct = {level: exact[level] + verdicts[level, "yes"] for level in LEVELS}
-        result |= _shares(n, correct, "judge_", "judge_average")
-        for kind in KINDS:
-            result |= _counts(f"judge_{kind}", {level: verdicts[level, kind] for level in LEVELS})
+        result |= _shares(n, exact, "", "overall") | _counts("", OUTCOMES, outcomes)
+        if self.judge is not None:
+            verdicts = Counter(zip(groups, map(itemgetter("verdict"), scores), strict=True))
+            correct = {level: exact[level] + verdicts[level, "yes"] for level in LEVELS}
+            result |= _shares(n, correct, "judge_", "judge_average") | _counts("judge_", KINDS, verdicts)
         return result
 
     def truths(self) -> list[str]:
@@ -208,9 +194,14 @@ def _shares(
     return shares
 
 
-def _counts(name: str, by_level: Mapping[str, int]) -> dict[str, float | None]:
-    counts: dict[str, float | None] = {f"{name}/{level}": count for level, count in by_level.items()}
-    return {name: sum(by_level.values()), **counts}
+def _counts(
+    prefix: str, names: Sequence[str], counted: Mapping[tuple[str, str], int]
+) -> dict[str, float | None]:
+    counts: dict[str, float | None] = {}
+    for name in names:
+        counts[prefix + name] = sum(counted[level, name] for level in LEVELS)
+        counts |= {f"{prefix}{name}/{level}": counted[level, name] for level in LEVELS}
+    return counts
 
 
 def _item(row: Any, level: str, index: int, path: Path) -> Item:
@@ -246,28 +237,6 @@ def _is_call(call: object) -> bool:
 
 def _lines(calls: Sequence[ApiCall]) -> str:
     return "\n".join(json.dumps(call, ensure_ascii=False) for call in calls)
-
-
-def _read(line: str) -> object:
-    """The JSON of a line; None where there is none, or one that is nested too deep."""
-    try:
-        value = json.loads(line, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        return None
-    level, depth = [value], 0
-    while level:
-        containers = [each for each in level if isinstance(each, (dict, list))]
-        level = [
-            inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)
-        ]
-        depth += bool(containers)
-        if depth > MAX_JSON_DEPTH:
-            return None
-    return value
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
 
 
 @dataclass(frozen=True)

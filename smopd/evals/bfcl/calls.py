@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from smopd.evals.bfcl.official import Answer, Call, Function, language_of
+from smopd.evals.options import read_json
 
 Form = Literal["rlla", "bfcl"]
 FORMS: tuple[Form, ...] = ("rlla", "bfcl")
@@ -152,31 +153,9 @@ def _tagged_calls(response: str) -> list[Call]:
 
 
 def _tagged_call(line: str) -> Call | None:
-    try:
-        read = json.loads(line, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(read, dict) or depth(read) > MAX_DEPTH:
-        return None
-    name, arguments = read.get("name"), read.get("parameters")
+    read = read_json(line)
+    name, arguments = (read.get("name"), read.get("parameters")) if isinstance(read, dict) else (None, None)
     return Call(name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
-
-
-def depth(value: Any) -> int:
-    """How deep lists and dicts are nested, counted level by level."""
-    level, deep = [value], 0
-    while level := [
-        inner
-        for outer in level
-        if isinstance(outer, (dict, list, tuple))
-        for inner in (outer.values() if isinstance(outer, dict) else outer)
-    ]:
-        deep += 1
-    return deep
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
 
 
 def _python_calls(text: str) -> list[Call]:

@@ -19,32 +19,6 @@ from smopd.evals.rlla import load_rlla_items
 _LANGUAGES = {"python": "Python 3", "java": "Java 8", "javascript": "JavaScript"}
 _FIRST_TOOL, _AFTER_TOOLS = "\n1. Name: ", "\n\n**Steps for Each Turn**"
 
-_RLLA_HEAD = """You help a user over several turns: call tools where they serve the task, answer otherwise.
-
-**Available Tools**
-These are the tools that you can use:"""
-_RLLA_TAIL = """
-
-**Steps for Each Turn**
-1. **Think:** Recall what matters of the dialogue and work out what the user wants now.
-2. **Decide on Tool Usage:** If tools serve it, name them and their parameters.
-3. **Respond Appropriately:** If an answer serves it, give one that agrees with the dialogue so far.
-
-**Output Format**
-```plaintext
-<think> Your reasoning </think>
-<tool_call>
-{"name": "Name of a tool", "parameters": {"Name of a parameter": "Its value", "...": "..."}}
-{"name": "...", "parameters": {"...": "..."}}
-</tool_call>
-<response> Your answer to the user </response>
-```
-
-**Important Notes**
-1. Always begin with `<think>`. Then give `<tool_call>`, `<response>`, or both.
-2. Write each tool call as one JSON object on a line of its own, with the keys "name" and "parameters". A call
-without parameters has an empty object as "parameters".
-3. The dialogue records hold what the user and you said before, and as `<obs>` what tools returned."""
 # As ToolRL's handler for BFCL does at the end of each user record.
 _RLLA_HINT = (
     "If no tool fits, or a required parameter is missing, say so without a tool call, or call the tool None. "
@@ -68,7 +42,10 @@ def frame(form: Form, words: str | None = None) -> Frame:
         ValueError, FileNotFoundError: the file is absent or its first item lists no tools.
     """
     if form == "rlla":
-        return Frame(_RLLA_HEAD, _RLLA_TAIL) if words is None else _rlla_frame(Path(words).expanduser())
+        if words is not None:
+            return _rlla_frame(Path(words).expanduser())
+        ours = Path(__file__).with_name("rlla_prompt.txt").read_text(encoding="utf-8").rstrip("\n")
+        return Frame(*ours.split("{tools}"))
     if words is not None:
         raise ValueError(f"words {words!r}: the form bfcl asks in the words of bfcl-eval, expected none")
     prompts = load_module("constants/default_prompts.py")

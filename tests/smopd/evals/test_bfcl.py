@@ -120,7 +120,7 @@ def test_tagged_calls_are_read_line_by_line() -> None:
         '{"name": "f"}',
         '{"name": "None", "parameters": {}}',
         '{"name": "f", "parameters": {"a": NaN}}',
-        '{"name": "f", "parameters": {"a": ' + "[" * 40 + "]" * 40 + "}}",
+        '{"name": "f", "parameters": {"a": ' + "[" * 80 + "]" * 80 + "}}",
         '{"name": "g", "parameters": {}, "more": 1}',
     ]
     text = "<think> x </think>\n<tool_call>\n{}\n</tool_call>\n<tool_call>\n" + "\n".join(lines)

@@ -107,26 +107,9 @@ def test_the_papers_overall_is_the_mean_of_its_averages():
             assert row["overall"] == pytest.approx((row["useful"] + row["harmless"]) / 2, abs=0.00101), label
 
 
-def test_turns_of_a_text_become_a_chat():
-    def chat(prompt):
-        return [(message["role"], message["content"]) for message in safety.prompt_messages(prompt)]
-
-    expected = [("user", "Hi"), ("assistant", "Hello.\n\nYes?"), ("user", "What does Human: mean?")]
-    text = "\n\nHuman: Hi\n\nAssistant: Hello.\n\nYes?\n\nHuman: What does Human: mean?"
-    assert chat(text) == chat(text + "\n\nAssistant:") == chat(text.lstrip()) == expected
-    assert chat("  Name a colour ") == [("user", "Name a colour")]
-    assert chat("The form is\n\nHuman: x") == [("user", "The form is\n\nHuman: x")]
-    assert chat([{"role": "user", "content": "u"}]) == [("user", "u")]
-    for unusable in ("", "\n\nHuman: Hi\n\nAssistant: Hello.", [], [{"role": "assistant", "content": "a"}]):
-        with pytest.raises(ValueError, match="expected to end with a user's message"):
-            safety.prompt_messages(unusable)
-    for unusable in (None, 3, [{"role": "user"}]):
-        with pytest.raises(ValueError, match="expected `prompt`, a text or chat messages"):
-            safety.prompt_messages(unusable)
-
-
 def test_the_options_build_the_suite(tmp_path):
-    data = write_data(tmp_path / "safe", hh=[{"prompt": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c"}] * 2)
+    chat = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+    data = write_data(tmp_path / "safe", hh=[{"prompt": chat}] * 2)
     options = SafetyEvaluation(
         data=data, helpful=PreferenceOptions("owner/helpful"), harmless=PreferenceOptions("owner/cm", sign=-1)
     )
@@ -161,9 +144,19 @@ def test_a_mistake_in_the_options_is_named(tmp_path, changes, message):
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_bad_row_is_named(tmp_path):
-    data = write_data(tmp_path / "safe", pku=[{"prompt": "p"}, {"text": "p"}])
-    with pytest.raises(ValueError, match=r"pku_saferlhf_test.jsonl.gz: row 1: expected `prompt`"):
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "p"}, "prompt is a text, expected messages"),
+        ({"prompt": [{"role": "assistant", "content": "a"}]}, "a chat that ends with assistant"),
+        ({"prompt": [{"role": "user"}]}, "message 0 is .* expected texts role and content"),
+        ({"text": "p"}, "has no column 'prompt'"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path, row, message):
+    good = {"prompt": [{"role": "user", "content": "p"}]}
+    data = write_data(tmp_path / "safe", pku=[good, row])
+    with pytest.raises(ValueError, match=rf"pku_saferlhf_test.jsonl.gz: row 1:? .*{message}"):
         safety.load_safety_items(data)
     write_data(data, pku=[])
     with pytest.raises(ValueError, match=r"pku_saferlhf_test.jsonl.gz: no prompt"):

@@ -79,7 +79,7 @@ def test_the_preferred_response_is_chosen(example, tmp_path):
         ({"safer_response_id": 2}, "row 0: expected two texts and choices of 0 or 1"),
         ({"better_response_id": None}, "row 0: TypeError"),
         ({"response_1": 3}, "row 0: expected two texts"),
-        ({"prompt": []}, "expected to end with a user's message"),
+        ({"prompt": []}, "the last message is empty, expected a text"),
     ],
 )
 def test_other_columns_are_a_line(example, tmp_path, capsys, changes, message):
@@ -105,7 +105,9 @@ def test_two_steps_of_a_tiny_base(example, tmp_path, capsys):
         return str(tmp_path / name)
 
     data = write_pairs(tmp_path / "pairs.jsonl")
-    (tmp_path / "seen.jsonl").write_text(json.dumps({"prompt": "Question 3?"}) + "\n")
+    (tmp_path / "seen.jsonl").write_text(
+        json.dumps({"prompt": [{"role": "user", "content": "Question 3?"}]}) + "\n"
+    )
     output = tmp_path / "out"
     arguments = ["--data", data, "--evaluation", str(tmp_path / "seen.jsonl"), "--output", str(output)]
     arguments += ["--steps", "2", "--batch-size", "2", "--held-out", "3", "--learning-rate", "1e-3"]
