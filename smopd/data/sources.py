@@ -114,16 +114,16 @@ def _call(source: str, options: dict[str, Any]) -> Iterable[Any]:
     return found
 
 
-def _text_of(path: Path) -> str:
+def _lines(path: Path) -> Iterator[str]:
     try:
-        content = path.read_bytes()
-        return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
+            yield from lines
     except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
         raise ValueError(f"{path}: cannot be read as UTF-8 text ({error})") from error
 
 
 def _read_json_lines(path: Path) -> Iterator[Any]:
-    for number, line in enumerate(_text_of(path).split("\n"), start=1):
+    for number, line in enumerate(_lines(path), start=1):
         if line.strip():
             try:
                 yield json.loads(line)
@@ -133,7 +133,7 @@ def _read_json_lines(path: Path) -> Iterator[Any]:
 
 
 def _read_json(path: Path) -> Iterable[Any]:
-    content = _text_of(path)
+    content = "".join(_lines(path))
     try:
         found = json.loads(content)
     except json.JSONDecodeError as error:
