@@ -1,20 +1,17 @@
-"""`python -m smopd.data`: a loopback server stands in for the public repositories."""
+"""`python -m smopd.data`: what becomes of a download, whole, wrong, absent or without a network."""
 
 from __future__ import annotations
 
 import gzip
 import hashlib
 import json
-import socket
-import threading
-from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+import requests
 
 from smopd.data import __main__ as command
 from smopd.data import fetch as fetching
@@ -26,51 +23,31 @@ LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).enco
 UPSTREAM = "owner/name/c0ffee/dir/a.bin"
 
 
-class Server(ThreadingHTTPServer):
-    """Serves `files` by path."""
+class Server:
+    """Stands for the network: serves `files` by path below `base`."""
+
+    base = "http://mirror"
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
         self.files: dict[str, bytes] = {}
         self.asked: list[str] = []
 
-    @property
-    def base(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_GET(self) -> None:
-        path = self.path.lstrip("/")
-        self.server.asked.append(path)
-        if path not in self.server.files:
-            self.send_error(404)
-            return
-        self.send_response(200)
-        self.send_header("content-length", str(len(self.server.files[path])))
-        self.end_headers()
-        self.wfile.write(self.server.files[path])
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No second try, and no proxy."""
-    monkeypatch.setattr(fetching, "RETRIES", 0)
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
+    def download(self, url: str, output_file: Path, _: object) -> None:
+        if not url.startswith(self.base):
+            raise requests.ConnectionError(f"no route to {url}")
+        path = url.removeprefix(self.base + "/")
+        self.asked.append(path)
+        if path not in self.files:
+            raise requests.HTTPError("404 Client Error")
+        Path(output_file).write_bytes(self.files[path])
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    with Server() as started:
-        threading.Thread(target=started.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        yield started
-        started.shutdown()
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    started = Server()
+    monkeypatch.setattr(fetching, "RETRIES", 0)
+    monkeypatch.setattr(fetching.pooch, "HTTPDownloader", lambda **_: started.download)
+    return started
 
 
 def sha256(content: bytes) -> str:
@@ -122,10 +99,9 @@ def test_a_file_that_is_not_there_does_not_stop_the_others(server: Server, tmp_p
 
 
 def test_without_a_network_one_line_says_what_to_put_where(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        base = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    base = "http://elsewhere"
     monkeypatch.setenv("SMOPD_DATA", str(tmp_path))
     monkeypatch.setenv("SMOPD_DATA_MIRROR", base)
     assert command.main(["fetch", "safety", "api_bank"]) == 1

@@ -292,33 +292,35 @@ def test_mistakes_are_answered_without_torch(tmp_path):
     assert done.returncode == 0 and "--model ./no_such: no such folder" in done.stderr, done.stderr
 
 
-def test_a_model_is_sampled_and_scored(data, tmp_path):
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The folder of a tiny model."""
     from smopd.worlds.models import world_model
 
-    model, tokenizer = world_model(seed=0)
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    arguments = ["rlla", "--model", str(tmp_path / "model"), "--data", str(data), "--max-new-tokens", "4"]
+    folder = tmp_path_factory.mktemp("model")
+    for part in world_model(seed=0):
+        part.save_pretrained(folder)
+    return folder
+
+
+def test_a_model_is_sampled_the_same_way_every_time(data, model, tmp_path):
+    arguments = ["rlla", "--model", str(model), "--data", str(data), "--max-new-tokens", "4", "--output"]
     for output in ("a", "b"):
-        evaluate.main([*arguments, "--output", str(tmp_path / output)])
-    scores = json.loads((tmp_path / "a" / "rlla.json").read_text())
-    kept = [json.loads(line) for line in (tmp_path / "a" / "rlla_items.jsonl").read_text().splitlines()]
+        evaluate.main([*arguments, str(tmp_path / output)])
+    scores = json.loads((tmp_path / "a/rlla.json").read_text())
+    lines = (tmp_path / "a/rlla_items.jsonl").read_text()
     assert (scores["accuracy"], scores["format_pass"], scores["n"]) == (-1.5, 0.0, 2)
-    assert scores["truncated"] == sum(not item["finished"] for item in kept)
-    assert (tmp_path / "a" / "rlla_items.jsonl").read_text() == (
-        tmp_path / "b" / "rlla_items.jsonl"
-    ).read_text()
+    assert scores["truncated"] == sum(not json.loads(line)["finished"] for line in lines.splitlines())
+    assert lines == (tmp_path / "b/rlla_items.jsonl").read_text()
 
 
-def test_sampled_responses_are_cut_as_saved_ones_are(data, tmp_path, monkeypatch):
+def test_sampled_responses_are_cut_as_saved_ones_are(data, model, tmp_path, monkeypatch):
     import torch
 
     from smopd.engine.local.rollout import LocalRollout
-    from smopd.worlds.models import world_model
+    from smopd.engine.models.loading import load_tokenizer
 
-    model, tokenizer = world_model(seed=0)
-    for part in (model, tokenizer):
-        part.save_pretrained(tmp_path / "model")
+    tokenizer = load_tokenizer(str(model))
     generate = LocalRollout.generate
 
     def spaced(*arguments):
@@ -328,18 +330,15 @@ def test_sampled_responses_are_cut_as_saved_ones_are(data, tmp_path, monkeypatch
     monkeypatch.setattr(LocalRollout, "generate", spaced)
     common = ["rlla", "--data", str(data), "--output"]
     sampled, again = tmp_path / "sampled", tmp_path / "again"
-    evaluate.main([*common, str(sampled), "--model", str(tmp_path / "model"), "--max-new-tokens", "2"])
+    evaluate.main([*common, str(sampled), "--model", str(model), "--max-new-tokens", "2"])
     evaluate.main([*common, str(again), "--responses", str(sampled / "rlla_items.jsonl")])
     assert json.loads((sampled / "rlla_items.jsonl").read_text().splitlines()[0])["response"] == "<think>"
     assert (again / "rlla_items.jsonl").read_text() == (sampled / "rlla_items.jsonl").read_text()
 
 
-def test_long_prompts_are_cut_on_the_left_and_counted(data, tmp_path, capsys, monkeypatch):
+def test_long_prompts_are_cut_on_the_left_and_counted(data, model, tmp_path, capsys, monkeypatch):
     from smopd.engine.local.rollout import LocalRollout
-    from smopd.worlds.models import world_model
 
-    for part in world_model(seed=0):
-        part.save_pretrained(tmp_path / "model")
     asked = []
     generate = LocalRollout.generate
 
@@ -348,7 +347,7 @@ def test_long_prompts_are_cut_on_the_left_and_counted(data, tmp_path, capsys, mo
         return generate(engine, prompts, *arguments)
 
     monkeypatch.setattr(LocalRollout, "generate", noted)
-    arguments = ["rlla", "--model", str(tmp_path / "model"), "--data", str(data), "--max-new-tokens", "2"]
+    arguments = ["rlla", "--model", str(model), "--data", str(data), "--max-new-tokens", "2"]
     evaluate.main([*arguments, "--output", str(tmp_path / "whole")])
     limit = min(len(prompt) for prompt in asked[0]) - 1
     evaluate.main([*arguments, "--output", str(tmp_path / "cut"), "--max-prompt-tokens", str(limit)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import socket
 import threading
 import time
@@ -15,7 +14,6 @@ import openai._base_client
 import pytest
 
 from smopd import evaluate
-from smopd.data.places import data_folder
 from smopd.evals.api_bank import judge as judging
 from smopd.evals.api_bank.chat_endpoint import ChatAnswer
 from smopd.evals.api_bank.judge import Judge, JudgeSettings, Question, verdict
@@ -172,22 +170,6 @@ def test_what_is_sent(endpoint, tmp_path, monkeypatch):
     assert prompt == before + hostile.dialogue.replace("\ud800", r"\ud800") + after.replace(
         "{gold}", '{"a": "\0"}'
     ).replace("{pred}", judging.NO_CALL).replace("\0", "{pred}")
-
-
-def test_the_prompt_is_the_papers():
-    source = data_folder().parent / "paper" / "smopd.tex"
-    if not source.is_file():
-        pytest.skip(f"the paper's source is absent: no {source}")
-    text = source.read_text().split("You are a strict evaluator")[1].split(r"\end{minipage}")[0]
-    text = re.sub(r"\\(?:begin|end)\{itemize\}(?:\[.*\])?|\\texttt|\\\\", "", text)
-    for tex, plain in (
-        (r"\item", "-"), (r"i.e.\ ", "i.e. "), (r"e.g.\ ", "e.g. "), ("``", '"'), ("''", '"'),
-        (r"\#\ ", "# "), (r"{\{", "{"), (r"\}}", "}"), (r"\textless ", "<"), (r"\textless", "<"),
-        (r"\textgreater", ">"),
-    ):  # fmt: skip
-        text = text.replace(tex, plain)
-    assert "\\" not in text
-    assert judging.PROMPT.split() == ("You are a strict evaluator" + text).split()
 
 
 def test_equal_questions_are_one_request_and_concurrency_is_bounded(endpoint, tmp_path):

@@ -41,16 +41,6 @@ def write_data(folder: Path, **rows):
     return folder
 
 
-def test_a_benchmark_s_file_is_data_too(tmp_path):
-    folder = write_data(tmp_path / "data")
-    (item,) = safety.load_safety_items(folder / safety.FILES["pku"])
-    assert (item.key, item.group) == ("pku/0", "pku")
-    assert [each.group for each in safety.load_safety_items(folder)] == ["hh", "pku", "alpaca"]
-    (folder / "other.jsonl.gz").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"other.jsonl.gz: expected a folder, or one of hh_rlhf_test"):
-        safety.load_safety_items(folder / "other.jsonl.gz")
-
-
 def test_the_real_prompts(data_set):
     found = safety.load_safety_items(data_set("safe"))
     assert Counter(item.group for item in found) == {"hh": 8520, "pku": 8211, "alpaca": 512}  # the paper's
