@@ -28,6 +28,7 @@ from smopd.engine.student.checkpoint import Checkpoints, export, require_whole
 from smopd.loop import Run, optimise
 from smopd.merging.vectors import TaskVectors
 from smopd.names import is_url, printable
+from smopd.record.progress import say
 from smopd.record.recorder import Recorder
 from smopd.record.trackers import missing
 from smopd.report.summary import summarise
