@@ -9,16 +9,12 @@ the next one begins; none is begun when the seconds are over.
 from __future__ import annotations
 
 import argparse
-import importlib.machinery
-import importlib.util
 import json
 import signal
 import statistics
-import sys
 import tempfile
 import time
 import traceback
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,15 +28,11 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from bench.harness import record
 from smopd.engine import distributed
 from smopd.engine.local import rollout as local
-from smopd.engine.models.attention import MASKED
 from smopd.engine.types import Rollout, Sampling
-from smopd.kernels.dispatch import definition
-from smopd.kernels.ops.draw import draw
 
 TOTAL_SECONDS = 150.0
 AGAIN_SECONDS = 2.0  # a compiler may swallow the first TimeoutError
 GROUP, END, KAPPA = 8, 2, 16
-TRL_IMPORTS = ("datasets", "pandas", "pyarrow", "pyarrow.compute", "pyarrow.types")  # and hardly uses here
 
 
 @dataclass(frozen=True)
@@ -74,7 +66,7 @@ WHOLE = Sizes(
     update=(32, 256),
     step_prompts=64,
     step_new=128,
-    micro_batch=4096,
+    micro_batch=16_384,
 )
 TINY = Sizes(
     model={
@@ -114,7 +106,7 @@ class Bench:
             **self.sizes.model,
             tie_word_embeddings=True,
             max_position_embeddings=1024,
-            attn_implementation=MASKED,
+            attn_implementation="sdpa",
             dtype=dtype,
             bos_token_id=0,
             eos_token_id=END,
@@ -158,20 +150,15 @@ class Bench:
 
 
 def engine(model: PreTrainedModel, way: str) -> local.LocalRollout:
-    """way: "before" (as it was on GPUs), "loop", "in place, no graphs" or "in place"."""
-    made = local.LocalRollout(model, [END], decoding="in_place" if "in place" in way else "loop")
-    made.graphs = made.graphs and "no graphs" not in way
-    local.draw_token = definition("draw") if way == "before" else draw
-    if way == "before":
-        model.set_attn_implementation(MASKED)
-    return made
+    """way: "loop" or "in place"."""
+    return local.LocalRollout(model, [END], decoding="in_place" if way == "in place" else "loop")
 
 
 def decode(bench: Bench) -> None:
     """Seconds of `generate`, and of a token between a short and a longer one: without prompts and graphs."""
     sizes, model = bench.sizes, bench.model()
     for rows in sizes.rows:
-        for way in ("before", "in place", "loop", "in place, no graphs"):
+        for way in ("in place", "loop"):
             with guarded(bench, "decode", f"{way}, {rows} rows", 25.0):
                 made = engine(model, way)
                 bench.tell(timed_decoding(bench, made, rows) | {"provider": way, "graphs": made.graphs})
@@ -220,46 +207,9 @@ def mismatch(bench: Bench, made: local.LocalRollout, rollouts: list[Rollout]) ->
     return float(torch.cat(found).mean())
 
 
-def equality(bench: Bench) -> None:
-    """Tokens in place against the loop's, in fp32 and peaked, so that rounding turns few draws."""
-    model = bench.model(dtype=torch.float32)
-    prompts = bench.prompts(4 if bench.cuda else 2)
-    for sampling in (
-        Sampling(n=GROUP, temperature=0.1, max_new_tokens=bench.sizes.new, seed=5),
-        Sampling(n=GROUP, temperature=0.1, top_p=0.9, max_new_tokens=bench.sizes.new, seed=5),
-        Sampling(n=1, temperature=0.0, max_new_tokens=bench.sizes.new),
-    ):
-        case = f"temperature {sampling.temperature}, top_p {sampling.top_p}"
-        with guarded(bench, "decode equality", case, 20.0):
-            before, after = (
-                engine(model, way).generate(prompts, range(len(prompts)), sampling)
-                for way in ("before", "in place")
-            )
-            pairs = list(zip(before, after, strict=True))
-            whole = [a for a, b in pairs if a.response_ids.equal(b.response_ids)]
-            places = [
-                int((a.response_ids[:n] != b.response_ids[:n]).int().argmax())
-                for a, b in pairs
-                if not a.response_ids[: (n := min(len(a.response_ids), len(b.response_ids)))].equal(
-                    b.response_ids[:n]
-                )
-            ]
-            same = [(a.logps - b.logps).abs().max() for a, b in pairs if a.response_ids.equal(b.response_ids)]
-            bench.tell(
-                {
-                    "benchmark": "decode equality",
-                    "case": case,
-                    "rows": len(pairs),
-                    "equal_rows": len(whole) / len(pairs),
-                    "first_differences": sorted(places)[:8],
-                    "logp_difference": float(max(same, default=torch.tensor(torch.nan))),
-                }
-            )
-
-
 def whole_step(bench: Bench) -> None:
     """Steps of a merge by the library's own loop: two teachers beside the student; the first one warms up."""
-    for way in ("before", "in place"):
+    for way in ("loop", "in place"):
         with guarded(bench, "training step", way, 45.0), distributed.process_group():
             bench.peak_begins()
             lines = merge_steps(bench, way, steps=2)
@@ -414,169 +364,6 @@ def update(bench: Bench, layers: str = "eager layers") -> None:
     )
 
 
-def liger_layers(bench: Bench) -> None:
-    """Decoding in place and an update with Liger's norms, rotary embedding and MLP: fewer launches."""
-    if not (bench.cuda and _found("liger_kernel")):
-        bench.tell({"benchmark": "liger layers", "case": "", "state": "no GPU, or not installed"})
-        return
-    from liger_kernel.transformers import apply_liger_kernel_to_qwen2
-    from transformers.models.qwen2 import modeling_qwen2
-
-    before = dict(vars(modeling_qwen2))
-    apply_liger_kernel_to_qwen2(cross_entropy=False, fused_linear_cross_entropy=False)
-    try:
-        with guarded(bench, "decode", "in place, Liger's layers", 25.0):
-            made = engine(bench.model(), "in place")
-            rows = timed_decoding(bench, made, bench.sizes.rows[0])
-            bench.tell(rows | {"provider": "in place, Liger's layers", "graphs": made.graphs})
-        update(bench, "Liger's layers")
-    finally:
-        vars(modeling_qwen2).update(before)
-
-
-def flash_3(bench: Bench) -> None:
-    """Whether torch can turn FlashAttention 3 on here, and whether sdpa then computes."""
-    from torch.nn import attention
-
-    row: dict[str, Any] = {"benchmark": "flash attention 3", "case": "activate_flash_attention_impl"}
-    if not hasattr(attention, "activate_flash_attention_impl"):
-        bench.tell(row | {"state": f"torch {torch.__version__} has no such switch"})
-        return
-    names = [name for name in ("flash_attn_interface", "flash_attn_3", "flash_attn") if _found(name)]
-    row |= {"implementations": attention.list_flash_attention_impls(), "packages": names}
-    try:
-        attention.activate_flash_attention_impl("FA3")
-    except Exception as error:
-        bench.tell(row | {"state": f"{type(error).__name__}: {error}"[:300]})
-        return
-    query = torch.randn(1, 14, 4096, 64, dtype=torch.bfloat16, device=bench.device)
-    run = partial(torch.nn.functional.scaled_dot_product_attention, query, query, query, is_causal=True)
-    run()
-    ms = 1e3 * min(bench.seconds(run) for _ in range(10))
-    bench.tell(row | {"state": "works", "ms_of_14_heads_4096": round(ms, 3)})
-    attention.restore_flash_attention_impl()
-
-
-def _found(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
-
-
-def trl_step(bench: Bench) -> None:
-    """GRPO steps of TRL on the same model: sampling by transformers, one reward, no teachers.
-
-    Where `datasets` is not installed a list stands in for its Dataset.
-    """
-    if not _found("trl"):
-        bench.tell({"benchmark": "trl step", "case": "GRPO", "state": "trl is not installed"})
-        return
-    stands_in = not _found("datasets")
-    for name in [name for name in TRL_IMPORTS if not _found(name.partition(".")[0])]:
-        stand_in(name)
-    import datasets
-    from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-
-    sizes, steps = bench.sizes, 2
-    rows = sizes.step_prompts * GROUP
-    lines = [{"prompt": " ".join(map(str, ids))} for ids in bench.prompts(rows // GROUP * steps)]
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer = id_tokenizer(sizes.model["vocab_size"])
-        config = GRPOConfig(
-            output_dir=folder,
-            max_steps=steps,
-            per_device_train_batch_size=min(rows, 32),
-            gradient_accumulation_steps=max(1, rows // 32),
-            num_generations=GROUP,
-            max_completion_length=sizes.step_new,
-            temperature=1.0,
-            top_k=0,
-            learning_rate=1e-5,
-            beta=0.0,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=not bench.cuda,
-            bf16=True,
-            gradient_checkpointing=False,
-        )
-        ends: list[float] = []
-
-        class Clock(TrainerCallback):
-            def on_step_end(self, *_: Any, **__: Any) -> None:
-                bench.sync()
-                ends.append(time.perf_counter())
-
-        def even(completions: list[str], completion_ids: Any = None, **_: Any) -> list[float]:
-            return [sum(i % 2 == 0 for i in ids) / max(1, len(ids)) for ids in completion_ids]
-
-        data = lines if stands_in else datasets.Dataset.from_list(lines)
-        trainer = GRPOTrainer(
-            bench.model(dtype=torch.float32),
-            [even],
-            config,
-            train_dataset=datasets.Dataset(data) if stands_in else data,
-            processing_class=tokenizer,
-            callbacks=[Clock()],
-        )
-        spent: list[float] = []
-        generate = trainer._generate
-
-        def timed(*given: Any, **more: Any) -> Any:
-            bench.sync()
-            began = time.perf_counter()
-            result = generate(*given, **more)
-            bench.sync()
-            spent.append(time.perf_counter() - began)
-            return result
-
-        trainer._generate = timed
-        bench.peak_begins()
-        trainer.train()
-    seconds = ends[-1] - ends[-2]
-    bench.tell(
-        {
-            "benchmark": "trl step",
-            "case": f"{rows // GROUP}x{GROUP}x{sizes.step_new}",
-            "provider": "trl GRPO",
-            "datasets": "a list in its place" if stands_in else "installed",
-            "seconds": round(seconds, 3),
-            "seconds/rollout": round(spent[-1], 3),
-            "tokens_per_second": round(rows * sizes.step_new / seconds, 1),
-        }
-        | bench.peak()
-    )
-
-
-def id_tokenizer(vocabulary: int) -> Any:
-    """Words that are the ids themselves."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {str(i): i for i in range(vocabulary)}
-    made = Tokenizer(models.WordLevel(words, unk_token="0"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="1", eos_token=str(END), unk_token="0")
-
-
-def stand_in(name: str) -> None:
-    """A module whose Dataset is a list of rows, and whose other names are classes that nothing is of."""
-
-    class Dataset(list):
-        column_names, cache_files, info = ("prompt",), (), None
-
-    class Module(types.ModuleType):
-        def __getattr__(self, name: str) -> Any:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return type(name, (), {})
-
-    module = Module(name)
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-    module.__dict__.update(Dataset=Dataset, __version__="0")
-    sys.modules[name] = module
-
-
 @contextmanager
 def guarded(bench: Bench, benchmark: str, case: str, limit: float) -> Iterator[None]:
     """A row with the error in place of a traceback; a TimeoutError after `limit` seconds."""
@@ -614,13 +401,9 @@ def guarded(bench: Bench, benchmark: str, case: str, limit: float) -> Iterator[N
 
 PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
     "decode": (decode, 60.0),
-    "decode equality": (equality, 30.0),
     "training step": (whole_step, 75.0),
     "update": (update, 30.0),
-    "flash attention 3": (flash_3, 10.0),
-    "liger layers": (liger_layers, 30.0),
     "update, compile": (partial(update, layers="compile"), 50.0),
-    "trl step": (trl_step, 45.0),
 }
 
 
