@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 ASK_EVERY = 16  # tokens (ours): a question waits for the device
 BLOCK = 256  # positions (ours): fewer are another graph sooner, more are keys that are read for nothing
 ALIGNED = 16  # positions (ours): torch's kernels copy a mask whose rows are not 16 bytes apart
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # of transformers' configurations
 MOVING_ROPE = ("dynamic", "longrope")  # of transformers: these ask how long the sequence is
 
 Forward = Callable[[Tensor, Tensor, Tensor, Cache], Tensor]
@@ -37,7 +39,10 @@ Draw = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 def why_not(model: PreTrainedModel) -> str | None:
     """Why `model` cannot be decoded in place; None where it can."""
-    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    config = model.config.get_text_config()
+    if any(getattr(config, name, None) for name in EXPERTS):
+        return "its layers have experts, whose tokens the host counts"
+    rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in MOVING_ROPE:
         return f"the model's rotary embedding is {rope['rope_type']!r}"
     return own_way(model)
@@ -135,9 +140,15 @@ class Decoder:
         self.cache = Cache(layers=layers)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.warm = False
+        # Its own: torch has one stream for all captures, of whichever device captured first.
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def run(self, end_ids: Tensor) -> tuple[Tensor, Tensor]:
         """(R, T) tokens and log-probabilities; those behind a row's first end are no one's."""
+        with nullcontext() if self.stream is None else torch.cuda.device(self.stream.device):
+            return self._run(end_ids)
+
+    def _run(self, end_ids: Tensor) -> tuple[Tensor, Tensor]:
         tokens_RT, logps_RT = self.tokens_RT.clone(), self.logps_RT.clone()
         rows = torch.arange(len(tokens_RT), device=tokens_RT.device)
         for at in range(1, self.n_new):
@@ -168,20 +179,26 @@ class Decoder:
     def _advance(self) -> None:
         """The first token of a shape warms up, the second is captured, the others are replayed."""
         if self.graphs and self.warm and self.graph is None:
-            try:
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    self._step()
-                self.graph = graph
-            except RuntimeError as error:  # nothing has run: the state is as it was
-                self.graphs = False
-                log.warning("sampling without CUDA graphs, which cannot be made here: %s", error)
+            self._capture()
         if self.graph is not None:
             self.graph.replay()
         else:
             self._step()
         self.warm = True
         self.filled += 1
+
+    def _capture(self) -> None:
+        before = None if self.stream is None else torch.cuda.current_stream()
+        try:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+                self._step()
+            self.graph = graph
+        except RuntimeError as error:  # nothing has run: rows are as they were
+            if before is not None:
+                torch.cuda.set_stream(before)  # torch leaves the capture's stream where the capture fails
+            self.graphs = False
+            log.warning("sampling without CUDA graphs, which cannot be made here: %s", error)
 
     def _another_graph(self) -> None:
         self.graph, self.warm = None, False

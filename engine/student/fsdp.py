@@ -32,6 +32,7 @@ from smopd.engine.settings import TrainSettings
 from smopd.engine.student.strategy import Output, Policy, ThroughHead, UnreadableState
 from smopd.engine.types import TokenBatch
 
+ROOT_ALONE = 1_000_000_000  # parameters (ours): 8 GB more than by the layer
 _PLAIN: dict[str, Collection[str]] = {
     dcp.metadata.__name__: [name for name, found in vars(dcp.metadata).items() if isinstance(found, type)],
     "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
@@ -146,15 +147,16 @@ def shard(
 ) -> Policy:
     """Shards each decoder layer and the root in place; gradients are summed over ranks, not averaged.
 
-    One rank has all of it in any case: the root alone is wrapped, as each layer's hooks would take the host
-    longer than a GPU computes the layer of a small model. Offloaded parameters still come by the layer.
+    On one rank a small model's root alone is wrapped: each layer's hooks take the host longer than a GPU
+    takes for the layer. It holds the whole gradient twice more in fp32, so a large model goes by the layer.
     """
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
         "offload_policy": offload or OffloadPolicy(),
     }
-    if distributed.world_size() > 1 or isinstance(offload, CPUOffloadPolicy):
+    small = sum(parameter.numel() for parameter in policy.parameters()) <= ROOT_ALONE
+    if distributed.world_size() > 1 or isinstance(offload, CPUOffloadPolicy) or not small:
         for layer in policy.model.get_decoder().layers:
             fully_shard(layer, **options)
     fully_shard(policy, **options)

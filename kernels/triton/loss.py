@@ -40,7 +40,7 @@ _SCATTERED = 128  # entries that a program scatters, one a lane
 _SLOTS = 128  # of a target that a warp compares without spills
 MAX_VOCAB = _MAX_BLOCKS * 16 * _WARP * _MAX_ELEMENTS
 SPLIT = True  # False: the row kernel serves all (python -m bench.gpu.sweep has both)
-_SPLIT_LANES, _SPLIT_REGISTERS = 128, 128  # four programs on a processor
+_SPLIT_LANES, _SPLIT_REGISTERS, _SPLIT_PROGRAMS = 128, 128, 4  # so many programs on a processor
 _SPLIT_VECTORS = 19  # a lane holds at most so many vectors of 16 bytes, in 4 registers each
 _SPLIT_REPEATS = 2  # vectors of a lane in a block
 _SPLIT_SLOTS, _SPLIT_TAIL_SLOTS = 32, 16  # of a target: a warp's, or waits would cross warps; with tail
@@ -122,13 +122,19 @@ def _parts(n_vocab: int, consecutive: int) -> _Parts:
 def _splits(logits_NV: Tensor, slots: int, *, tail: bool, two: bool) -> bool:
     """Whether the split kernel serves a loss of aligned rows: where the row kernel would read them twice.
 
-    Not what would spill (two temperatures, the tail bucket of fp16 logits), nor a tail where it is slower.
+    Not what would spill (two temperatures, the tail bucket of fp16 logits), nor a tail where it is slower;
+    nor rows of more parts than a warp polls for, or than run on the GPU at once; nor GPUs before sm_80.
     """
-    if not SPLIT or logits_NV.shape[1] <= _MAX_HELD or two:
+    n_vocab, size = logits_NV.shape[1], logits_NV.element_size()
+    if not SPLIT or n_vocab <= _MAX_HELD or two:
         return False
-    if tail:
-        return slots <= _SPLIT_TAIL_SLOTS and logits_NV.dtype != torch.float16
-    return slots <= _SPLIT_SLOTS
+    if slots > (_SPLIT_TAIL_SLOTS if tail else _SPLIT_SLOTS) or (tail and logits_NV.dtype == torch.float16):
+        return False
+    most = _WARP
+    if logits_NV.is_cuda:
+        facts = torch.cuda.get_device_properties(logits_NV.device)
+        most = min(most, _SPLIT_PROGRAMS * facts.multi_processor_count) if facts.major >= 8 else 0
+    return _parts(n_vocab, _VECTOR_BYTES // size).n <= most
 
 
 def _launch(
@@ -252,12 +258,6 @@ def loss_rows(
     logp_N, entropy_N, kl_N, teacher_mass_N, student_mass_N, surrogate_N, reverse_N = terms_CN.unbind(0)
     masses = (teacher_mass_N, student_mass_N)
     return TokenTerms(logp_N, entropy_N, kl_N, *masses, clipped_N, surrogate_N, reverse_N)
-
-
-def _kl_settings(options: KlOptions) -> LossSettings:
-    return LossSettings(
-        tail=options.tail, temperature=options.temperature, kl_temperature=options.temperature
-    )
 
 
 def forward_kl_rows(

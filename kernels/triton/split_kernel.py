@@ -50,7 +50,9 @@ _HEAD = tl.constexpr(HEAD)
 _SEGMENT_BITS = tl.constexpr(SEGMENT_BITS)
 _BLOCK_MASK = tl.constexpr((1 << SEGMENT_BITS) - 1)
 _QUIET = tl.constexpr(0x7FC00000)  # what any NaN is published as
-_LOWEST = tl.constexpr(-3.0e38)  # a logit below counts as this one: its power is 0, and no difference is NaN
+_LOWEST = tl.constexpr(
+    -1.7e38
+)  # a logit below counts as this one: its power is 0, and differences are finite
 _PATIENCE = tl.constexpr(1 << 24)  # polls, of about a microsecond each
 
 
@@ -212,6 +214,8 @@ def split_kernel(
     PART: elements of a part, of the last one fewer: BLOCKS blocks of R L C, the last of TAIL_R repeats; the
     first WHOLE of them are whole in every part.
     """
+    # What a warp polls for fits the warp: a barrier in the loop would wait for warps that have left it.
+    tl.static_assert((P <= 32) & (K <= 32))
     TARGET: tl.constexpr = ids_ptr is not None
     REVERSE: tl.constexpr = reverse_adv_ptr is not None
     HOLES: tl.constexpr = holes_ptr is not None

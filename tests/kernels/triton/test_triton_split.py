@@ -48,6 +48,8 @@ def test_parts_are_a_row(consecutive: int) -> None:
         (torch.bfloat16, 151_936, 64, False, False, False),  # a warp's slots wait for themselves alone
         (torch.bfloat16, 151_936, 16, False, True, False),  # spills
         (torch.float16, 151_936, 16, True, False, False),  # spills
+        (torch.float32, 311_296, 16, True, False, True),
+        (torch.float32, 311_297, 16, True, False, False),  # more parts than a warp polls for
         (torch.bfloat16, 12_288, 16, True, False, False),  # the row kernel reads it once
     ],
 )
