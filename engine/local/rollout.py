@@ -204,7 +204,7 @@ class LocalRollout:
             input_ids=ids,
             attention_mask=mask,
             position_ids=position,
-            **{cache_argument(type(self.model)): cache},  # type: ignore[arg-type]
+            **{cache_argument(self.model): cache},
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]

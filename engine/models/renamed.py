@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from functools import cache
 
 from transformers import PreTrainedModel
 
 
-@cache
-def cache_argument(model: type[PreTrainedModel]) -> str:
+def cache_argument(model: PreTrainedModel) -> str:
     """The name under which `forward` takes the key-value cache: `cache` since 5.24."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
