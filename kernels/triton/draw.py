@@ -90,7 +90,7 @@ def draw(logits_RV: Tensor, temperature: float, uniform_R: Tensor) -> tuple[Tens
     logp_R = torch.empty(n_rows, dtype=torch.float32, device=logits_RV.device)
     stride_r = logits_RV.stride(0)
     _parts_kernel[(n_rows * n_parts,)](
-        logits_RV, stride_r, stats, n_vocab, n_parts, temperature, BLOCK_V=BLOCK_V
+        logits_RV, stride_r, stats, n_vocab, n_parts, temperature, BLOCK_V=BLOCK_V, enable_fp_fusion=True
     )
     _choose_kernel[(n_rows,)](
         logits_RV,
@@ -104,5 +104,6 @@ def draw(logits_RV: Tensor, temperature: float, uniform_R: Tensor) -> tuple[Tens
         temperature,
         BLOCK_P=triton.next_power_of_2(n_parts),
         BLOCK_V=BLOCK_V,
+        enable_fp_fusion=True,
     )
     return token_R, logp_R
