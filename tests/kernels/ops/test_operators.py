@@ -180,6 +180,7 @@ def test_only_the_leaves_get_a_gradient() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch's own import
 def test_inductor_compiles_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of processes for one kernel
     torch.manual_seed(4)
