@@ -15,7 +15,7 @@ from smopd.names import nearest
 COMMANDS = {
     "train": ("smopd.train", "train a recipe: teachers, the merged student, their evaluation"),
     "evaluate": ("smopd.evaluate", "score a model, or saved responses, on a suite"),
-    "plan": ("smopd.plan.__main__", "the memory that a recipe needs on each GPU"),
+    "plan": ("smopd.plan", "the memory that a recipe needs on each GPU"),
     "merge": ("smopd.merge", "models of one base merged by their weights, without training"),
     "data": ("smopd.data.__main__", "the data that recipes and evaluations name"),
     "seeds": ("smopd.seeds", "a recipe over several seeds, as one table"),

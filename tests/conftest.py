@@ -29,7 +29,6 @@ FIRST = (
     "engine/student/test_student.py",
     "smopd/config/test_recipes.py",
     "smopd/run/test_rlla_scratch.py",
-    "smopd/plan/test_plan.py",
     "smopd/run/test_train.py",
     "integrations/test_trl_example.py",
     "kernels/conformance/test_loss_hostile.py",

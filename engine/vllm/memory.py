@@ -115,7 +115,7 @@ def vllm_arguments(
     if least > room:
         raise ValueError(
             f"a vLLM engine takes {least / GIB:.1f} GiB of weights and cache, expected at most "
-            f"{room / GIB:.1f}, what is free less what sleeping engines need (python -m smopd.plan.__main__)"
+            f"{room / GIB:.1f}, what is free less what sleeping engines need (python -m smopd.plan)"
         )
     if samples and wanted.kv_cache_bytes is None:
         return {"gpu_memory_utilization": min(taken.inside, gpu.free) / gpu.total}
