@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -36,14 +36,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 INDEX = f"{WEIGHTS}.index.json"
 ADAPTED = "base_model.model."  # peft's, before a layer's name
 KEPT_OUT = ("*.safetensors", "*.bin", "*.index.json", "manifest.*", "adapter", "optimizer*", "training_args*")
-PLAIN_LORA = {
-    "use_dora": False,
-    "bias": "none",
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "fan_in_fan_out": False,
-}
-"""The adapters that are merged: what is otherwise is refused."""
+UNPLAIN = ("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save")  # and bias
 
 
 @dataclass(frozen=True)
@@ -62,16 +55,6 @@ class Part:
         return not (self.leave_out and re.search(self.leave_out, name))
 
 
-class Source(Protocol):
-    """A model that was trained from the base."""
-
-    path: str
-
-    def change(self, name: str, base: Tensor) -> Tensor | None:
-        """Its tensor minus the base's (fp32), on the base's device; None where it changed nothing."""
-        ...
-
-
 class TaskVectors:
     """Models and the base that they were trained from.
 
@@ -88,15 +71,11 @@ class TaskVectors:
     def __init__(self, base: str, models: Sequence[str], device: torch.device | str = "cpu"):
         self.base, self.device = ModelFiles(base), torch.device(device)
         self._tied = tied_names(self.base)
-        self.models: list[Source] = []
+        self.models: list[ModelFiles | LoraFiles] = []
         for path in models:
-            adapter = read_adapter(path)
-            if adapter is None:
-                model = ModelFiles(path)
-                model.require_like(self.base, self._tied)
-                self.models.append(model)
-            else:
-                self.models.append(AdapterFiles(path, self.base))
+            model = ModelFiles(path) if read_adapter(path) is None else LoraFiles(path)
+            model.require_like(self.base, self._tied)
+            self.models.append(model)
 
     def merged(self, chosen: Sequence[Part], method: Method = "sum") -> Iterator[tuple[str, Tensor]]:
         """The merge's tensors by the base's names, in the base's dtypes, on the device.
@@ -156,54 +135,28 @@ def combined(changes: Sequence[tuple[Tensor, Part]], method: Method) -> Tensor:
     have it are averaged. ram: an entry that several models changed is averaged over them, another one stays.
     """
     total = torch.zeros_like(changes[0][0])
-    if method != "sum":
-        kept = [trimmed(change, part.keep) * part.scale for change, part in changes]
-        sign = sum(kept, total).sign() if method == "ties" else None
-        count = torch.zeros_like(total)
-        for change in kept:
-            agrees = change != 0 if sign is None else (change.sign() == sign) & (change != 0)
-            total = total + change * agrees
-            count += agrees
-        return total / count.clamp(min=1)
-    for change, part in changes:
-        total.add_(trimmed(change, part.keep), alpha=part.scale)
-    return total
+    if method == "sum":
+        for change, part in changes:
+            total.add_(trimmed(change, part.keep), alpha=part.scale)
+        return total
+    kept = [trimmed(change, part.keep) * part.scale for change, part in changes]
+    sign = sum(kept, total).sign() if method == "ties" else None
+    count = torch.zeros_like(total)
+    for change in kept:
+        agrees = change != 0 if sign is None else (change.sign() == sign) & (change != 0)
+        total = total + change * agrees
+        count += agrees
+    return total / count.clamp(min=1)
 
 
 def trimmed(change: Tensor, keep: float) -> Tensor:
-    """`change` with its round(keep n) largest entries by magnitude, of equal ones the first, else zeros."""
+    """`change` with its round(keep n) largest entries by magnitude, else zeros: peft's magnitude_prune, which
+    rounds down, without a need for peft."""
     n = round(keep * change.numel())
     if n >= change.numel():
         return change
-    size = change.abs().flatten()
-    if n == 0:
-        return torch.zeros_like(change)
-    least = nth_largest(size, n)
-    stays = size > least
-    equal = torch.nonzero(size == least)[: n - int(stays.sum()), 0]
-    stays[equal] = True
-    return change * stays.view_as(change)
-
-
-def nth_largest(values: Tensor, n: int) -> Tensor:
-    """The n-th largest of fp32 values that are not negative, exactly, in two passes and little memory.
-
-    Such floats are in the order of their bits: the upper halves are counted, then the lower ones of those
-    that share the upper half which holds the n-th.
-    """
-    bits = values.view(torch.int32)
-    found = 0
-    for shift, width in ((16, 15), (0, 16)):
-        counts = torch.zeros(1 << width, dtype=torch.int64, device=values.device)
-        for chunk in bits.split(1 << 24):
-            if shift == 0:
-                chunk = chunk[chunk >> 16 == found >> 16]
-            counts += torch.bincount(chunk >> shift & (1 << width) - 1, minlength=1 << width)
-        above = counts.flip(0).cumsum(0)
-        place = int(torch.searchsorted(above, n))
-        n -= int(above[place - 1]) if place else 0
-        found |= ((1 << width) - 1 - place) << shift
-    return torch.tensor(found, dtype=torch.int32, device=values.device).view(torch.float32)
+    kept = change.abs().flatten().topk(n, sorted=False).indices
+    return torch.zeros_like(change).flatten().index_fill_(0, kept, 1).view_as(change).mul_(change)
 
 
 class ModelFiles:
@@ -259,34 +212,8 @@ class ModelFiles:
                 )
 
 
-class AdapterFiles:
-    """A LoRA adapter of the base: the change of a weight is its scaled B A."""
-
-    def __init__(self, path: str, base: ModelFiles):
-        self.path = path
-        self.adapter = LoraFiles(path)
-        if same_place(self.adapter.base) != same_place(base.path):
-            raise ValueError(
-                f"{path}: is an adapter of {self.adapter.base}, expected one of the base {base.path}"
-            )
-        for layer, (a_rD, b_Dr) in self.adapter.shapes.items():
-            name = f"{layer}.weight"
-            if base.shapes.get(name) != (b_Dr[0], a_rD[1]):
-                has = base.shapes.get(name, "no such tensor")
-                raise ValueError(
-                    f"{path}: adapts {name} as ({b_Dr[0]}, {a_rD[1]}), the base {base.path} has {has}"
-                )
-
-    def change(self, name: str, base: Tensor) -> Tensor | None:
-        layer = name.removesuffix(".weight")
-        if layer == name or layer not in self.adapter.shapes:
-            return None
-        a_rD, b_Dr = (half.to(base) for half in self.adapter.read(layer))
-        return (b_Dr @ a_rD).mul_(self.adapter.scale)
-
-
 class LoraFiles:
-    """The halves of a plain LoRA adapter in peft's format, by layer.
+    """A plain LoRA adapter in peft's format: the change of a layer's weight is its scaled B A.
 
     Raises:
         ValueError: it is another kind of adapter, or trains more than its two halves.
@@ -296,43 +223,57 @@ class LoraFiles:
         found = read_adapter(path)
         if found is None:
             raise ValueError(f"{path}: has no {ADAPTER_CONFIG}, expected a LoRA adapter")
-        self.path, self.folder, self.base, self.config = path, found.folder, found.base, found.config
-        for setting, expected in PLAIN_LORA.items():
-            if (value := self.config.get(setting)) and value != expected:
-                raise ValueError(
-                    f"{path}: {setting} is {value!r}, expected {expected!r}: only plain LoRA is merged"
-                )
-        rank, alpha = int(self.config["r"]), float(self.config["lora_alpha"])
-        self.rank = rank
-        self.scale = alpha / rank**0.5 if self.config.get("use_rslora") else alpha / rank
-        self.shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        with reading(path), safe_open(self.folder / ADAPTER_WEIGHTS, "pt") as opened:
-            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-        for name in shapes:
-            layer, half = name.removeprefix(ADAPTED), name.rpartition(".lora_")[2]
-            if half not in ("A.weight", "B.weight") or layer == name:
-                raise ValueError(
-                    f"{path}: has the tensor {name}, expected {ADAPTED}LAYER.lora_A.weight and lora_B"
-                )
-            layer = layer.rpartition(".lora_")[0]
-            try:
-                self.shapes[layer] = (shapes[self._name(layer, "A")], shapes[self._name(layer, "B")])
-            except KeyError as error:
-                raise ValueError(f"{path}: lacks the tensor {error.args[0]}") from None
+        self.path, self.base, self.config = path, found.base, found.config
+        unplain = {name: value for name in UNPLAIN if (value := self.config.get(name))}
+        if (bias := self.config.get("bias") or "none") != "none":
+            unplain["bias"] = bias
+        for name, value in unplain.items():
+            raise ValueError(f"{path}: {name} is {value!r}, expected none: only plain LoRA is merged")
+        self.rank, alpha = int(self.config["r"]), float(self.config["lora_alpha"])
+        self.scale = alpha / (self.rank**0.5 if self.config.get("use_rslora") else self.rank)
+        with reading(path):
+            tensors = load_file(found.folder / ADAPTER_WEIGHTS)
+            names = {name.removeprefix(ADAPTED).rpartition(".lora_")[0] for name in tensors}
+            self.halves = {
+                layer: (tensors.pop(_half(layer, "A")), tensors.pop(_half(layer, "B")))
+                for layer in sorted(names)
+            }
+        if tensors:
+            raise ValueError(
+                f"{path}: has the tensor {min(tensors)}, expected {_half('LAYER', 'A')} and lora_B"
+            )
 
-    def read(self, layer: str) -> tuple[Tensor, Tensor]:
-        """A (r, inputs) and B (outputs, r)."""
-        with reading(self.path), safe_open(self.folder / ADAPTER_WEIGHTS, "pt") as opened:
-            return opened.get_tensor(self._name(layer, "A")), opened.get_tensor(self._name(layer, "B"))
+    def require_like(self, base: ModelFiles, tied: Mapping[str, str]) -> None:
+        """Raises ValueError where this is no adapter of the base."""
+        if same_place(self.base) != same_place(base.path):
+            raise ValueError(
+                f"{self.path}: is an adapter of {self.base}, expected one of the base {base.path}"
+            )
+        for layer, (a_rD, b_Dr) in self.halves.items():
+            expected, has = (len(b_Dr), a_rD.shape[1]), base.shapes.get(f"{layer}.weight", "no such tensor")
+            if has != expected:
+                raise ValueError(
+                    f"{self.path}: adapts {layer}.weight as {expected}, the base {base.path} has {has}"
+                )
 
-    def _name(self, layer: str, half: str) -> str:
-        return f"{ADAPTED}{layer}.lora_{half}.weight"
+    def change(self, name: str, base: Tensor) -> Tensor | None:
+        halves = self.halves.get(name.removesuffix(".weight"))
+        if halves is None:
+            return None
+        a_rD, b_Dr = (half.to(base) for half in halves)
+        return (b_Dr @ a_rD).mul_(self.scale)
+
+
+def _half(layer: str, half: str) -> str:
+    return f"{ADAPTED}{layer}.lora_{half}.weight"
 
 
 def merge_adapters(
     models: Sequence[str], chosen: Sequence[Part], method: Method, folder: Path, base: str | None = None
 ) -> None:
     """Writes the sum of adapters of one base as an adapter, exactly: their ranks stand beside each other.
+
+    peft's add_weighted_adapter (cat) takes a model, and keeps the first adapter's use_rslora, another scale.
 
     base: where it is now, if not where the first adapter says.
 
@@ -355,20 +296,18 @@ def merge_adapters(
                 f"{adapter.path}: is an adapter of {adapter.base}, {first.path} is one of {first.base}"
             )
     halves: dict[str, Tensor] = {}
-    for layer in dict.fromkeys(layer for adapter in adapters for layer in adapter.shapes):
+    for layer in dict.fromkeys(layer for adapter in adapters for layer in adapter.halves):
+        down_rD, up_Dr = next(adapter.halves[layer] for adapter in adapters if layer in adapter.halves)
         down, up = [], []
         for adapter, part in zip(adapters, chosen, strict=True):
-            shapes = adapter.shapes.get(layer) or next(a.shapes[layer] for a in adapters if layer in a.shapes)
-            if layer in adapter.shapes:
-                a_rD, b_Dr = (half.float() for half in adapter.read(layer))
-            else:  # a layer that it does not adapt
-                a_rD, b_Dr = torch.zeros(adapter.rank, shapes[0][1]), torch.zeros(shapes[1][0], adapter.rank)
-            down.append(a_rD)
-            up.append(b_Dr * (adapter.scale * part.scale))
-        halves[f"{ADAPTED}{layer}.lora_A.weight"] = torch.cat(down)
-        halves[f"{ADAPTED}{layer}.lora_B.weight"] = torch.cat(up, 1)
+            rank = adapter.rank
+            absent = down_rD.new_zeros(rank, down_rD.shape[1]), up_Dr.new_zeros(len(up_Dr), rank)
+            a_rD, b_Dr = adapter.halves.get(layer, absent)
+            down.append(a_rD.float())
+            up.append(b_Dr.float() * (adapter.scale * part.scale))
+        halves[_half(layer, "A")], halves[_half(layer, "B")] = torch.cat(down), torch.cat(up, 1)
     rank = sum(adapter.rank for adapter in adapters)
-    targets = sorted({layer.rpartition(".")[2] for adapter in adapters for layer in adapter.shapes})
+    targets = sorted({layer.rpartition(".")[2] for adapter in adapters for layer in adapter.halves})
     config = first.config | {"r": rank, "lora_alpha": rank, "target_modules": targets}
     config |= {"use_rslora": False, "base_model_name_or_path": base or first.base}
     partial = empty_partial(folder)
@@ -379,24 +318,21 @@ def merge_adapters(
 
 def write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path) -> None:
     """Safetensors files with `weights` in order, and the index where there are several."""
-    files: list[list[str]] = []
-    total = 0
+    placed: dict[str, int] = {}
+    total = n = 0
     for part in parts(weights):
         tensors = {name: on_cpu(value) for name, value in part.items()}
         total += sum(value.numel() * value.element_size() for value in tensors.values())
-        files.append(list(tensors))
-        save_file(tensors, folder / f"{len(files)}.part", metadata={"format": "pt"})
+        placed |= dict.fromkeys(tensors, n)
+        n += 1
+        save_file(tensors, folder / f"{n}.part", metadata={"format": "pt"})
         del part, tensors
-    names = (
-        [WEIGHTS]
-        if len(files) == 1
-        else [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
-    )
+    names = [WEIGHTS] if n == 1 else [f"model-{i + 1:05}-of-{n:05}.safetensors" for i in range(n)]
     for i, name in enumerate(names):
         (folder / f"{i + 1}.part").rename(folder / name)
-    if len(files) > 1:
-        placed = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
-        index = {"metadata": {"total_size": total}, "weight_map": placed}
+    if n > 1:
+        files = {tensor: names[i] for tensor, i in placed.items()}
+        index = {"metadata": {"total_size": total}, "weight_map": files}
         (folder / INDEX).write_text(json.dumps(index, indent=2))
 
 

@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from smopd.engine.files import write_atomically
 from smopd.engine.models.loading import load_tokenizer, stored_dtype
 from smopd.engine.student.checkpoint import Checkpoints, export, require_whole
 from smopd.loop import Run, optimise
+from smopd.merging.guard import Starter
 from smopd.merging.vectors import TaskVectors
 from smopd.names import is_url, printable
 from smopd.record.progress import say
@@ -38,7 +40,6 @@ from smopd.run.base import initial_model, make_base
 from smopd.run.failures import FAILURES, UnusableInput, naming
 from smopd.run.folder import claimed, mark_done, write_settings
 from smopd.run.inputs import Inputs, digests, log_inputs, read_inputs, require_data
-from smopd.run.start import Starter
 from smopd.run.versions import newer_than_tested
 from smopd.step.held_out import evaluate_held_out
 from smopd.step.rewards import Rewarder
@@ -221,18 +222,18 @@ def start_of(context: RunContext, run: PlannedRun, settings: Settings, prompts: 
     """Where the first weights of a run are: an earlier model's, or the merge that is made of several."""
     if isinstance(run.init, str):
         return context.model_path(run.init)
-    merge = run.init.merge
+    merge, base = run.init.merge, context.model_path(run.init.merge.base)
+    full = settings.model_copy(update={"student": settings.student.model_copy(update={"lora": None})})
     with naming(f"runs.{run.name}.init.merge"):
         models = [context.teacher_path(each.model) for each in merge.models]
         return Starter(
             settings=settings,
-            recipe=context.settings,
             merge=merge,
-            vectors=TaskVectors(context.model_path(merge.base), models, context.device),
+            vectors=TaskVectors(base, models, context.device),
             weights=run.weights,
             prompts=prompts,
             pool=context.pool,
-            device=context.device,
+            make_engine=partial(build.rollout_engine, full, base, context.device, context.settings),
             folder=context.folder / run.name,
         ).start()
 

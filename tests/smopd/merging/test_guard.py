@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from smopd.config.merging import Merge
-from smopd.merging.guard import Judged, alone, best, given, judged, levels, nearest
+from smopd.merging.guard import Judged, alone, best, judged, levels, nearest
 from smopd.merging.vectors import Part
 
 NAMES = ("accuracy", "format")
@@ -99,23 +99,7 @@ def test_levels_go_from_the_whole_to_the_most_trimmed() -> None:
     assert found[3][1].parts == (Part(keep=0.1, leave_out="self_attn"), Part())
 
 
-def test_the_base_and_each_model_come_first() -> None:
-    found = alone(merge())
-    assert [(each.name, each.parts) for each in found] == [
-        ("base", (Part(0.0), Part(0.0))),
-        ("a alone", (Part(), Part(0.0))),
-        ("f alone", (Part(0.0), Part())),
-    ]
-
-
 def test_another_method_and_other_scales_stand_beside_the_plain_sum() -> None:
     found = levels(merge({"scale": [0.5, 1]}, method="ties"))
     assert [each.name for each in found[0]] == ["plain sum", "a x 0.5 + f (ties)", "a + f (ties)"]
     assert [each.method for each in found[0]] == ["sum", "ties", "ties"]
-
-
-def test_one_model_alone_stands_once() -> None:
-    one = Merge.model_validate({"models": [{"model": "a", "keep": [0.2, 1]}], "guard": {}})
-    assert [each.name for each in alone(one)] == ["base", "a alone"]
-    assert [[each.name for each in level] for level in levels(one)] == [["a 0.2"]]
-    assert [each.name for each in given(one)] == ["a 0.2", "a"]

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from smopd.merging.guard import Starter
 from smopd.merging.vectors import Part, TaskVectors
-from smopd.run import start
 from tests.engine.tiny import tiny_model
 from tests.smopd.recipes import metric_lines, train, train_here, write_recipe
 
@@ -117,18 +117,18 @@ def test_a_stopped_guard_goes_on(
         scored.append(str(chosen))
         return merged(self, chosen, method)
 
-    def torn(self: start.Starter, table: dict[str, Any]) -> None:
+    def torn(self: Starter, **table: Any) -> None:
         if len(table["rows"]) == 3:
             raise KeyboardInterrupt
-        write(self, table)
+        write(self, **table)
 
-    write = start.Starter._write
+    write = Starter._write
     monkeypatch.setattr(TaskVectors, "merged", counted)
-    monkeypatch.setattr(start.Starter, "_write", torn)
+    monkeypatch.setattr(Starter, "_write", torn)
     with pytest.raises(KeyboardInterrupt):
         train_here(recipe, "--output", "cut")
     assert len(scored) == 3 and not (out / "student" / "start").exists()
-    monkeypatch.setattr(start.Starter, "_write", write)
+    monkeypatch.setattr(Starter, "_write", write)
     scored.clear()
     assert train_here(recipe, "--output", "cut").returncode == 0
     assert len(scored) == 3 + 1  # those that were not kept, and the start
