@@ -83,24 +83,34 @@ def optimise(run: Run) -> None:
 
             with metrics.phase("rollout"):
                 batch = sampler.take(step)  # prompts (B) -> responses (R), tokens (N)
-            scores_of_teachers = scoring.ask(batch, objective.coef)  # meanwhile, where they compute elsewhere
+            asked = scoring.ask(batch, objective.coef)  # they score meanwhile, where they compute elsewhere
             with metrics.phase("rewards"):
                 rewards = run.rewarder.score(batch.prompts, batch.rollouts, step)  # (R, K)
             with metrics.phase("old_logps"):
                 old_logp_N = objective.old_logps(student, batch)  # None where the ratio is 1
             with metrics.phase("teachers"):
-                scores = scores_of_teachers()  # (N, M, S)
+                scores = asked()  # (N, M, S)
             sampler.begin(step + 1)
 
             signals = objective.signals(batch, rewards.rewards_RK, old_logp_N, scores)
             adv_R, kept_R = objective.advantages(batch, rewards.rewards_RK, run.weights, signals)
             with metrics.phase("update"):
                 updates = []
-                for part in batch.parts:
+                for part in batch.parts:  # one optimizer step each
                     tokens = objective.loss_tokens(batch, part, adv_R, signals)
                     updates.append(student.update(part.rollouts, tokens, objective.loss_settings))
-            told = (adv_R, kept_R, scores, signals, updates, run.bad_answers)
-            result = StepResult(step + 1, objective, batch, rewards, *told)
+            result = StepResult(
+                step=step + 1,
+                objective=objective,
+                batch=batch,
+                rewards=rewards,
+                adv_R=adv_R,
+                kept_R=kept_R,
+                scores=scores,
+                signals=signals,
+                updates=updates,
+                bad_answers=run.bad_answers,
+            )
             done.updated(partial(run.recorder.record, result, metrics))
 
             with metrics.phase("sync"):

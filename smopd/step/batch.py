@@ -60,9 +60,10 @@ class Batch:
         for share in shares:
             members = rollouts[response : response + len(share) * group_size]
             n_tokens = sum(len(rollout.response_ids) for rollout in members)
-            own = (slice(response, response + len(members)), slice(token, token + n_tokens))
-            parts.append(MiniBatch(members, *own))
-            response, token = response + len(members), token + n_tokens
+            responses = slice(response, response + len(members))
+            tokens = slice(token, token + n_tokens)
+            parts.append(MiniBatch(rollouts=members, responses=responses, tokens=tokens))
+            response, token = responses.stop, tokens.stop
         lengths_R = torch.tensor([len(rollout.response_ids) for rollout in rollouts], dtype=torch.int64)
         none = torch.zeros(0, dtype=torch.int64)
         return cls(

@@ -94,12 +94,10 @@ class Rewarder:
 
     def _counted(self, scored: RewardBatch, n_responses: int) -> Counted:
         """Of all ranks; a collective call."""
-        everywhere = distributed.gather_objects(
-            (n_responses, dict(scored.failures), dict(scored.last_errors))
+        failed = {name: Counter(kinds) for name, kinds in scored.failures.items()}
+        ranks = distributed.gather_objects(Counted(n_responses, failed, dict(scored.last_errors)))
+        return Counted(
+            responses=sum(rank.responses for rank in ranks),
+            failures={name: sum((rank.failures[name] for rank in ranks), Counter()) for name in scored.names},
+            errors={name: error for rank in reversed(ranks) for name, error in rank.errors.items()},
         )
-        failures = {
-            name: sum((Counter(failed[name]) for _, failed, _ in everywhere), Counter())
-            for name in scored.names
-        }
-        errors = {name: error for _, _, said in reversed(everywhere) for name, error in said.items()}
-        return Counted(sum(count for count, _, _ in everywhere), failures, errors)

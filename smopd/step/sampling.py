@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,29 +17,13 @@ from smopd.step.batch import Batch, positions
 from smopd.step.ends import StaleRollout, together
 
 
-@dataclass(frozen=True)
-class Ahead:
-    """A batch that was begun before its step: the step, and this rank's rollouts."""
-
-    step: int
-    rollouts: list[Rollout]
-
-    def state(self) -> dict[str, Any]:
-        """As a checkpoint takes it."""
-        return {"step": self.step, "rollouts": [vars(rollout) for rollout in self.rollouts]}
-
-    @staticmethod
-    def of(state: dict[str, Any]) -> Ahead:
-        return Ahead(state["step"], [Rollout(**values) for values in state["rollouts"]])
-
-
 class Sampler:
     """This rank's rollouts of each step. A context manager: it waits for what it has begun.
 
     Args:
         prompts: the training set.
         device: this rank's.
-        ahead: `Ahead.state` of a batch begun before the checkpoint that the run goes on from.
+        ahead: what `settle` gave for the checkpoint that the run resumes from.
     """
 
     def __init__(
@@ -55,8 +38,8 @@ class Sampler:
         self._pool = distributed.thread("sampling", device)
         self._begun: dict[int, Future[Batch]] = {}
         if ahead is not None and settings.loop.lag:
-            begun = Ahead.of(ahead)
-            self._begun[begun.step] = self._pool.submit(self._batch, begun.step, begun.rollouts)
+            rollouts = [Rollout(**values) for values in ahead["rollouts"]]
+            self._begun[ahead["step"]] = self._pool.submit(self._batch, ahead["step"], rollouts)
 
     def __enter__(self) -> Sampler:
         return self
@@ -96,33 +79,30 @@ class Sampler:
     def settle(self) -> dict[str, Any] | None:
         """Waits until the engine is idle; what was begun ahead, for a checkpoint. A collective call."""
         for step, begun in self._begun.items():
-            return Ahead(step, together(begun.result).rollouts).state()
+            return {"step": step, "rollouts": [vars(each) for each in together(begun.result).rollouts]}
         return None
-
-    def _generate(self, token_ids: list[tuple[int, ...]], groups: list[int]) -> list[Rollout]:
-        rollout = self.settings.rollout
-        sampling = Sampling(
-            n=rollout.group_size,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            max_new_tokens=rollout.max_new_tokens,
-            seed=self.settings.seed,
-        )
-        return self.engine.generate(token_ids, groups, sampling)
 
     def _batch(self, step: int, rollouts: list[Rollout] | None = None) -> Batch:
         """The batch of `step`, of `rollouts` where they are there already."""
-        loop, n = self.settings.loop, len(self.prompts)
+        loop, options, n = self.settings.loop, self.settings.rollout, len(self.prompts)
         chosen = batch_indices(n, loop.prompts_per_step, step, self.settings.seed)
         first = step * loop.prompts_per_step
         groups = [(first + position) // n * n + i for position, i in enumerate(chosen)]
         prompts = [self.prompts[i] for i in chosen]
-        world = (distributed.rank(), distributed.world_size())
-        shares = positions(len(prompts), loop.updates_per_step, *world)
+        rank, n_ranks = distributed.rank(), distributed.world_size()
+        shares = positions(len(prompts), loop.updates_per_step, rank, n_ranks)
         if rollouts is None:
             mine = [position for share in shares for position in share]
-            rollouts = self._generate([prompts[i].token_ids for i in mine], [groups[i] for i in mine])
-        return Batch.of(prompts, shares, rollouts, self.settings.rollout.group_size)
+            sampling = Sampling(
+                n=options.group_size,
+                temperature=options.temperature,
+                top_p=options.top_p,
+                max_new_tokens=options.max_new_tokens,
+                seed=self.settings.seed,
+            )
+            token_ids = [prompts[i].token_ids for i in mine]
+            rollouts = self.engine.generate(token_ids, [groups[i] for i in mine], sampling)
+        return Batch.of(prompts, shares, rollouts, options.group_size)
 
 
 def _take_turns(settings: Settings) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from smopd.config.settings import Settings, merged
 from smopd.engine.types import Rollout
@@ -137,9 +136,3 @@ def test_a_prompts_draws_are_its_own_wherever_it_stands():
     first_epoch = {(prompt.token_ids, i) for i, prompt in enumerate(prompt_set())}
     assert groups_of(n, 1) == groups_of(1, n) == first_epoch
     assert groups_of(n, 2) == first_epoch | {(ids, n + i) for ids, i in first_epoch}
-
-
-def test_a_lag_needs_a_correction_for_the_earlier_policy():
-    with pytest.raises(ValidationError, match=r"loop\.lag"):
-        settings({"loop": {"lag": 1}, "loss": {"old_logps": "recompute"}})
-    settings({"loop": {"lag": 1}, "loss": {"importance_cap": 2.0}})

@@ -20,14 +20,6 @@ def test_a_signal_is_raised_where_it_is_not_postponed():
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_no_handler_of_errors_takes_it():
-    with Stop(), pytest.raises(Stopped):
-        try:
-            signal.raise_signal(signal.SIGINT)
-        except Exception:
-            pytest.fail("it is no Exception")
-
-
 def test_a_postponed_signal_is_noted_and_answered_at_the_end():
     done = []
     with Stop() as stop, pytest.raises(Stopped, match="stopped by SIGINT"), stop.postponed():
