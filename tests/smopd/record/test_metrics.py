@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from smopd.engine import distributed
 from smopd.record.metrics import GIB, Metrics
 
 
@@ -23,34 +22,6 @@ def test_means_spreads_and_times() -> None:
     assert values.pop("seconds/work") >= 0.0
     assert math.isnan(values.pop("c"))
     assert values == {"a": 1.5, "b/mean": 2.0, "b/std": pytest.approx(math.sqrt(2.0))}
-
-
-def test_nothing_is_said_of_a_cpu_s_memory() -> None:
-    assert Metrics().reduce() == Metrics(torch.device("cpu")).reduce() == {}
-
-
-def test_the_peak_of_a_cuda_device_is_the_step_s_and_the_largest_of_any_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[tuple[str, torch.device]] = []
-    reduced: list[str] = []
-    device = torch.device("cuda", 3)
-
-    def peak(of: torch.device) -> int:
-        asked.append(("peak", of))
-        return 5 * GIB // 2
-
-    def all_reduce(value: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        reduced.append(op)
-        return value + 1.0
-
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda of: asked.append(("reset", of)))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", peak)
-    monkeypatch.setattr(distributed, "all_reduce", all_reduce)
-    metrics = Metrics(device)
-    assert asked == [("reset", device)]
-    assert metrics.reduce() == {"memory/peak_gib": 3.5}
-    assert asked == [("reset", device), ("peak", device)] and reduced == ["max"]
 
 
 @pytest.mark.gpu

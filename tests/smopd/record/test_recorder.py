@@ -158,28 +158,6 @@ def test_the_merged_target_with_its_tail(merged, student_NV, teachers_NV):
         assert found[f"teacher_{m}/alpha"] == pytest.approx(0.5)
 
 
-def pooled_terms(student_NV, teachers_NV, temperature):
-    """(KL, target's mass, student's mass) of the kappa largest of all teachers' entries, repeats allowed."""
-    entries = torch.cat([0.5 * p_NV for p_NV in sparse(teachers_NV, temperature)], dim=-1)
-    q_NS, place_NS = entries.topk(KAPPA)
-    id_NS = place_NS % student_NV.shape[1]
-    logp_NV = (student_NV / temperature).log_softmax(-1)
-    kl_N = (q_NS * (q_NS.log() - logp_NV.gather(-1, id_NS))).sum(-1)
-    support_NV = torch.zeros_like(logp_NV).scatter(-1, id_NS, 1.0)
-    return kl_N, q_NS.sum(-1), (support_NV * logp_NV.exp()).sum(-1)
-
-
-def test_the_pooled_target_can_be_negative(pooled, student_NV, teachers_NV):
-    kl_N, mass_N, student_N = pooled_terms(student_NV, teachers_NV, 1.0)
-    found = pooled[0]
-    assert found["kl"] == pytest.approx(float(kl_N.mean()), rel=1e-5)
-    negative = float((kl_N < 0).double().mean())
-    assert 0 < negative <= 1
-    assert found["kl/negative"] == pytest.approx(negative)
-    assert found["teacher_mass"] == pytest.approx(float(mass_N.mean()), rel=1e-5)
-    assert found["student_mass"] == pytest.approx(float(student_N.mean()), rel=1e-5)
-
-
 def test_the_sampled_reverse_kl_is_at_the_rollouts_temperature(reverse, rollouts, student_NV, teachers_NV):
     found = reverse[0]
     mixture_NV = sum(0.5 * (logits / TEMPERATURE).softmax(-1) for logits in teachers_NV)

@@ -8,7 +8,7 @@ import torch
 from smopd.config.settings import Opd
 from smopd.engine.types import TeacherTopK
 from smopd.objective import Target
-from smopd.ops import TopK, teacher_mixture
+from smopd.ops import TopK
 from smopd.record.token_view import SHOWN, target_shares, token_records
 
 
@@ -23,26 +23,6 @@ def some(
     return ids.int(), logps
 
 
-@pytest.mark.parametrize("merge", [False, True])
-@pytest.mark.parametrize("gated", [False, True])
-def test_shares_are_of_the_mass_of_the_mixture(merge, gated):
-    ids_NMS, logps_NMS = some()
-    log_alpha = torch.randn(40, 3).log_softmax(-1) if gated else torch.tensor([0.5, 0.3, 0.2]).log()
-    kappa = 6
-    shares_NM = target_shares(logps_NMS, ids_NMS, log_alpha, kappa, merge)
-    torch.testing.assert_close(shares_NM.sum(-1), torch.ones(40, dtype=torch.float64))
-    mixture = teacher_mixture(ids_NMS, logps_NMS, log_alpha, kappa=kappa, merge=merge)
-    for m in range(3):
-        others = logps_NMS.clone()
-        others[:, m] = -torch.inf
-        without = teacher_mixture(ids_NMS, others, log_alpha, kappa=18, merge=False)
-        assert (shares_NM[:, m] * mixture.mass_N <= mixture.mass_N + 1e-9).all()
-        # what the others could give at most, and what this teacher could
-        assert ((1 - shares_NM[:, m]) * mixture.mass_N <= without.mass_N + 1e-6).all()
-    alone = target_shares(logps_NMS[:, :1], ids_NMS[:, :1], torch.zeros(1), kappa, merge)
-    assert ((alone == 1) | (logps_NMS[:, :1].flatten(1) == -torch.inf).all(-1, keepdim=True)).all()
-
-
 def test_pooled_keeps_the_largest_and_merged_joins_equal_ids():
     ids = torch.tensor([[[1, 2], [2, 3]]])
     logps = torch.tensor([[[0.5, 0.3], [0.4, 0.1]]]).log()
@@ -50,13 +30,6 @@ def test_pooled_keeps_the_largest_and_merged_joins_equal_ids():
     assert target_shares(logps, ids, half, 2, False).tolist()[0] == pytest.approx([5 / 9, 4 / 9])
     # merged: id 2 has 0.35, id 1 has 0.25
     assert target_shares(logps, ids, half, 2, True).tolist()[0] == pytest.approx([0.8 / 1.2, 0.4 / 1.2])
-
-
-def test_an_empty_target_has_no_shares():
-    shares = target_shares(
-        torch.full((1, 2, 2), -torch.inf), torch.zeros(1, 2, 2).int(), torch.zeros(2), 2, True
-    )
-    assert shares.tolist() == [[0.0, 0.0]]
 
 
 class Letters:

@@ -79,13 +79,6 @@ def test_aggregate_is_the_mean_and_the_unbiased_deviation() -> None:
     assert b.spread == {"x": 0.0}
 
 
-def test_aggregate_of_one_seed_has_no_spread_and_nan_stays() -> None:
-    assert aggregate([[Row("A", "a", {"x": 1.0})]]) == [Row("A", "a", {"x": 1.0}, None)]
-    (row,) = aggregate([[Row("A", "a", {"x": 1.0})], [Row("A", "a", {"x": math.nan})]])
-    assert math.isnan(row.values["x"]) and row.spread is not None and math.isnan(row.spread["x"])
-    assert aggregate([]) == []
-
-
 def test_aggregate_refuses_seeds_that_differ() -> None:
     with pytest.raises(ValueError, match=r"result 1 has runs \['b'\], expected \['a'\]"):
         aggregate([[Row("A", "a", {})], [Row("B", "b", {})]])
@@ -151,45 +144,6 @@ def test_report_draws_the_finite_values_of_each_run(tmp_path: Path) -> None:
     assert "one: 2 at step 5" in text
 
 
-def test_each_metric_is_drawn_in_its_section(tmp_path: Path) -> None:
-    path = tmp_path / "report.html"
-    names = (
-        "reward/a/mean",
-        "reward/a/zero_variance_groups",
-        "greedy/a",
-        "teacher_0/top_kappa_mass",
-        "entropy",
-    )
-    metrics = {
-        "one": [{"step": 1, **dict.fromkeys(names, 1.0), "reward/a/std": 1.0, "greedy/a/unscorable": 0.0}]
-    }
-    write_report(path, Report("t", metrics=metrics))
-    text = path.read_text(encoding="utf-8")
-    titles = re.findall(r"<figcaption>([^<]*)<", text)
-    assert titles == [
-        "reward a mean",
-        "greedy a",
-        "teacher 0 top kappa mass",
-        "entropy",
-        "reward a zero variance groups",
-    ]
-    assert text.count("<details open>") == 1
-
-
-def test_phase_times_are_means_over_the_steps_that_have_them(tmp_path: Path) -> None:
-    path = tmp_path / "report.html"
-    metrics = {
-        "one": [
-            {"step": 1, "seconds/rollout": 1.0},
-            {"step": 1},
-            {"step": 2, "seconds/rollout": 2.0, "seconds/sync": 3.0},
-        ]
-    }
-    write_report(path, Report("t", metrics=metrics))
-    cells = re.findall(r"<td>([^<]*)</td>", path.read_text(encoding="utf-8"))
-    assert cells == ["1.500", "1.500", "3.000"]
-
-
 def test_a_token_shows_whose_entries_its_target_holds(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     unknown = {"shares": [None, None], "student": [["c", None]]}  # NaN of a teacher, in the file
@@ -204,24 +158,3 @@ def test_a_token_shows_whose_entries_its_target_holds(tmp_path: Path) -> None:
     assert "c no number" in page.text
     assert "b 0.500" in page.text and "c 0.125" in page.text and "student" in page.text
     assert "↵" in page.text
-
-
-def test_samples_are_of_steps_at_even_distances(tmp_path: Path) -> None:
-    path = tmp_path / "report.html"
-    lines = [{"step": step, "response": f"r{step}."} for step in range(1, 101) for _ in range(2)]
-    write_report(path, Report("t", samples={"one": lines}))
-    steps = re.findall(r"<summary>step (\d+)<", path.read_text(encoding="utf-8"))
-    assert len(steps) <= 13 and steps[-1] == "100" and path.read_text().count("r100.") == 2
-
-
-def test_long_runs_are_thinned_and_keep_their_last_step(tmp_path: Path) -> None:
-    path = tmp_path / "report.html"
-    write_report(path, Report("t", metrics={"one": [{"step": i, "kl": float(i)} for i in range(1, 5001)]}))
-    (points,) = re.findall(r'points="([^"]*)"', path.read_text(encoding="utf-8"))
-    assert len(points.split()) <= 202
-    assert "step 5000" in path.read_text(encoding="utf-8")
-
-
-def test_a_report_of_nothing_is_a_page(tmp_path: Path) -> None:
-    write_report(tmp_path / "report.html", Report("empty"))
-    assert "svg" not in parsed(tmp_path / "report.html").tags

@@ -96,9 +96,6 @@ def pid(prompts, completions, **columns):
 def has_torch(prompts, completions, **columns):
     return [float("torch" in sys.modules), float("transformers" in sys.modules)]
 
-def long_error(prompts, completions, **columns):
-    raise ValueError("x" * 1_000_000 + "END")
-
 def leaves_a_session(prompts, completions, pid_file, **columns):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     with open(pid_file[0], "w") as file:
@@ -124,20 +121,6 @@ def writes(prompts, completions, frame, **columns):
 
 def eats(prompts, completions, **columns):
     return [float(len(bytearray(8 << 30)))] * len(completions)
-
-def once_bad(prompts, completions, **columns):
-    if columns["training_step"][0] in columns["bad"][0]:
-        raise ValueError("bad step")
-    return [1.0] * len(completions)
-
-def leaves_orphans(prompts, completions, **columns):
-    for _ in range(5):
-        subprocess.run(["sh", "-c", "sleep 0.01 &"])
-    time.sleep(0.3)
-    supervisor = os.getppid()
-    states = [open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0]
-              for pid in open(f"/proc/{supervisor}/task/{supervisor}/children").read().split()]
-    return [float(states.count("Z"))] * len(completions)
 
 def wants_more(prompts, completions, needed):
     return [0.0] * len(completions)
@@ -283,19 +266,6 @@ def test_large_payloads_pass(functions):
         assert batch.values_RK[:3, 0].tolist() == [3e6] * 3 and len(batch.values_RK) == 50_003
 
 
-def test_an_error_is_cut_to_its_end(functions):
-    with pool_of("long_error") as pool:
-        error = score(pool).last_errors["long_error"]
-        assert len(error) < 5000 and error.endswith("END")
-
-
-def test_no_responses(functions):
-    with pool_of("length", "later") as pool:
-        batch = score(pool, completions=())
-        assert batch.values_RK.shape == (0, 2)
-        batch.check_share(0.0)
-
-
 @needs_proc
 @pytest.mark.parametrize("name", ["hangs", "hangs_in_c"])
 def test_a_hang_is_killed_with_its_children(functions, tmp_path, name):
@@ -396,12 +366,6 @@ def test_probe_says_what_cannot_be_loaded(functions, path, message):
         assert unscorable(batch, "bad") == {"exception": 2} and not unscorable(batch, "good")
 
 
-def test_probe_names_every_bad_reward(functions):
-    with pool_of("no_such", "length", "number") as pool, pytest.raises(RewardError) as caught:
-        pool.probe()
-    assert "'no_such'" in str(caught.value) and "'number'" in str(caught.value)
-
-
 def test_a_slow_import_is_reported(functions, tmp_path):
     (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(600)\n")
     pool = RewardPool([RewardSpec("slow", "slow_module:f")], startup_seconds=0.5)
@@ -409,9 +373,7 @@ def test_a_slow_import_is_reported(functions, tmp_path):
         pool.probe()
 
 
-@pytest.mark.parametrize(
-    "path", ["", "function", "module.function", ":f", "module:", "a b:f", "1a:f", "a:f:g", "a..b:f"]
-)
+@pytest.mark.parametrize("path", ["", "module.function", "a b:f", "a:f:g"])
 def test_a_malformed_path_is_refused(path):
     with pytest.raises(ValueError, match=r"expected package\.module:function"):
         RewardPool([RewardSpec("bad", path)])
@@ -436,24 +398,6 @@ def test_bad_columns_are_refused(functions):
             pool.score(["q"], ["a"], {"completions": ["a"]})
 
 
-def test_scores_of_the_library_rewards_are_those_without_a_pool(data_set):
-    from smopd.evals import rlla
-    from smopd.rewards.rlla import accuracy_reward, format_reward
-
-    items = rlla.load_rlla_items(data_set("rlla/rlla_4k_test.jsonl.gz"))
-    truths = [item.truth for item in items]
-    responses = truths[1:] + truths[:1]
-    prompts = [list(item.messages) for item in items]
-    rewards = [
-        RewardSpec("accuracy", "smopd.rewards.rlla:accuracy_reward"),
-        RewardSpec("format", "smopd.rewards.rlla:format_reward"),
-    ]
-    with RewardPool(rewards) as pool:
-        batch = pool.score(prompts, responses, {"ground_truth": truths})
-    assert batch.values_RK[:, 0].tolist() == accuracy_reward(prompts, responses, ground_truth=truths)
-    assert batch.values_RK[:, 1].tolist() == format_reward(prompts, responses, ground_truth=truths)
-
-
 @needs_proc
 def test_what_leaves_the_workers_session_ends_with_it(functions, tmp_path):
     pid_file = tmp_path / "pid"
@@ -475,16 +419,11 @@ def test_a_late_answer_of_an_earlier_call_is_not_the_next_ones(functions):
     "frame",
     [
         "5",
-        "null",
         "[" * 100_000,
         "{}",
-        '{"values": 3}',
         '{"values": ["1.0", "2.0"]}',
-        '{"values": [[1.0], [2.0]]}',
-        '{"length": "2"}',
         '{"error": 3}',
-        '{"another": 1}',
-        '{"values": [1.0, 1.0], "error": "both"}',
+        '{"values": [1, 1], "error": ""}',
     ],
 )
 def test_frames_of_another_form_are_a_failure_of_the_worker(functions, frame):
@@ -508,9 +447,3 @@ def test_the_log_begins_again_where_it_is_too_large(functions, tmp_path, monkeyp
         for _ in range(3):
             score(pool)
             assert log.stat().st_size == 0
-
-
-@needs_proc
-def test_orphans_are_buried(functions):
-    with pool_of("leaves_orphans") as pool:
-        assert score(pool).values_RK.tolist() == [[0.0], [0.0]]

@@ -16,30 +16,9 @@ from safetensors.torch import load_file
 from tests import warm
 from tests.patience import HANG_SECONDS
 from tests.smopd.recipes import TINY, command, environment, metric_lines, train, train_here, write_recipe
-from tests.smopd.report.browser import BROWSER, HEIGHT, WIDTH, opened
 
 pytestmark = pytest.mark.slow
 
-BOXES = """(() => {
-  const charts = [...document.querySelectorAll("details[open] figure")];
-  const all = name => [...document.querySelectorAll(name)];
-  const first = all("table")[0], keys = all("h2 + p .key").filter(key => !key.closest("details"));
-  const runs = keys.filter(key => key.parentElement.previousElementSibling.textContent === "training");
-  return {
-    tables: all("table").filter(table => !table.closest("details")).length,
-    rows: first.tBodies[0].rows.length, keys: runs.length, curves: charts.length,
-    lines: charts.map(chart => chart.querySelectorAll("polyline").length),
-    boxes: [all("h1")[0], first, ...runs, ...charts].map(one => one.getBoundingClientRect().toJSON()),
-  };
-})()"""
-FIRST_TOKEN = """(() => {
-  const token = document.querySelector("details[open] .token");
-  token.scrollIntoView({block: "center"});
-  const box = token.getClientRects()[0];
-  return {x: box.left + box.width / 2, y: box.top + box.height / 2};
-})()"""
-TIPS = """[...document.querySelectorAll(".tip")].filter(
-  tip => tip.getClientRects().length && getComputedStyle(tip).display !== "none").map(tip => tip.innerText)"""
 RUNS = ("base", "accuracy_teacher", "format_teacher", "student")
 
 
@@ -181,35 +160,9 @@ def test_a_run_killed_again_and_again_ends_the_same(tmp_path, straight):
     assert_same_runs(folder, straight)
 
 
-@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
-def test_a_person_sees_in_one_screen_what_happened(straight, tmp_path):
-    """The table, the legend and the reward curves; and a token's tip where the mouse is."""
-    with opened(straight / "report.html", tmp_path / "profile") as page:
-        found = page.value(BOXES)
-        assert [found[name] for name in ("tables", "keys", "curves")] == [1, 3, 2], found
-        assert found["rows"] == len(RUNS) and found["lines"] == [3, 3]
-        assert all(box["left"] >= 0 and box["right"] <= WIDTH for box in found["boxes"]), found
-        assert all(box["top"] >= 0 and box["bottom"] <= HEIGHT for box in found["boxes"]), found
-
-        assert page.value(TIPS) == []
-        at = page.value(FIRST_TOKEN)
-        page.point(at["x"], at["y"])
-        (shown,) = page.value(TIPS)
-        assert all(name in shown for name in ("accuracy_teacher", "format_teacher", "student"))
-        page.point(0, 0)
-        assert page.value(TIPS) == []
-
-
 def test_finished_runs_are_not_done_again(straight):
     before = {path: path.stat().st_mtime_ns for path in straight.rglob("*.safetensors")}
     done = train_here(straight.parents[1] / "recipe.yaml")
     assert done.returncode == 0, done.stderr[-4000:]
     assert {path: path.stat().st_mtime_ns for path in straight.rglob("*.safetensors")} == before
     assert "accuracy_teacher  1/6" not in done.stdout
-
-
-def test_other_settings_in_the_same_directory_are_refused(straight):
-    done = train_here(straight.parents[1] / "recipe.yaml", "--opd.kappa", "32")
-    assert done.returncode == 1
-    assert "opd.kappa: was 16, now 32" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.patience import MISSED_SECONDS
-from tests.smopd.recipes import metric_lines, train, train_here, write_recipe
+from tests.smopd.recipes import metric_lines, train_here, write_recipe
 
 REWARDS = """
 import time
@@ -33,10 +33,6 @@ def empty(**options):
 
 def null(**options):
     return [{"prompt": "call anna", "ground_truth": ""}, {"prompt": None, "ground_truth": ""}]
-
-def long(**options):
-    rows = __import__("smopd.worlds.toy_world").worlds.toy_world.prompts(n=8, seed=5)
-    return [*rows, {"prompt": " ; ".join([rows[0]["prompt"]] * 9), "ground_truth": rows[0]["ground_truth"]}]
 """
 
 
@@ -122,32 +118,6 @@ def test_three_rewards_and_three_teachers(workplace):
 
 
 @pytest.mark.slow
-def test_two_ranks_run_both_stages(tmp_path):
-    """Rounding decides a sampled token now and then, and from there two runs part.
-
-    What ranks must agree on given the same responses is in test_invariance; here it is the warm start alone,
-    before its rounding has grown.
-    """
-    folders = []
-    for ranks in (1, 2):
-        folder = tmp_path / str(ranks)
-        folder.mkdir()
-        recipe = write_recipe(folder, {"loop": {"steps": 3, "prompts_per_step": 5}})
-        done = train_here(recipe) if ranks == 1 else train(recipe, ranks=ranks)
-        assert done.returncode == 0, done.stderr[-4000:]
-        folders.append(folder / "runs/tiny")
-    one, two = (metric_lines(folder / "base")[:10] for folder in folders)
-    assert [line["nll"] for line in two] == pytest.approx([line["nll"] for line in one], rel=1e-3)
-    for run in ("accuracy_teacher", "format_teacher", "student"):
-        lines = metric_lines(folders[1] / run)
-        assert [line["step"] for line in lines] == [1, 2, 3]
-        assert all(value is not None and math.isfinite(value) for line in lines for value in line.values())
-        assert AutoModelForCausalLM.from_pretrained(folders[1] / run / "export").config.vocab_size > 0
-    results = [json.loads((folder / "results.json").read_text()) for folder in folders]
-    assert results[0].keys() == results[1].keys()
-
-
-@pytest.mark.slow
 def test_stages_one_at_a_time_and_teachers_by_path(tmp_path):
     recipe = write_recipe(tmp_path, {"loop": {"steps": 2}})
     at_once = train_here(recipe, "--stage", "merge")
@@ -225,13 +195,6 @@ def test_a_reward_that_hangs_is_killed_and_counted(workplace):
     assert math.isfinite(line["grad_norm"])
 
 
-def test_a_reward_that_cannot_be_imported_is_refused_before_training(workplace):
-    done = train_here(recipe_of_one_run(workplace, with_reward("nothing")))
-    assert done.returncode == 1
-    assert "my_rewards" in done.stderr and "nothing" in done.stderr
-    assert not (workplace / "runs/tiny/gdpo").exists()
-
-
 @pytest.mark.parametrize(
     ("source", "message"),
     [("my_rows:empty", "the data set is empty"), ("my_rows:null", "row 1: column 'prompt' is None")],
@@ -241,14 +204,6 @@ def test_bad_data_is_named(workplace, source, message):
     assert done.returncode == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_a_prompt_over_the_limit_is_dropped_and_counted(workplace):
-    changes = {"loop": {"steps": 1}, "data": {"train": {"source": "my_rows:long"}}}
-    recipe = recipe_of_one_run(workplace, changes)
-    done = train_here(recipe)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "8 training prompts of 9 rows (1 too long, 0 truncated, 0 mapped out)" in done.stdout
 
 
 @pytest.mark.slow
