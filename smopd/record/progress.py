@@ -15,21 +15,21 @@ from __future__ import annotations
 import functools
 import math
 import sys
-import time
-from collections import deque
 from collections.abc import Mapping
-from types import TracebackType
+from datetime import timedelta
 from typing import Any
 
-from rich.console import Console, RenderableType
-from rich.live import Live
-from rich.text import Text
+from rich import progress as bars
+from rich.console import Console
+from rich.table import Column
 
 from smopd.names import printable
 
 _PLAIN_LINES = 10
-_PACE_STEPS = 10
+_PACE_SECONDS = 60.0  # that the time left is reckoned from
 _BAR_WIDTH = 12
+_FIELDS = {"nll": ("nll", ".3f"), "kl": ("kl", ".3f"), "teacher_mass": ("mass", ".2f")}
+_FIELDS["tokens_per_second"] = ("tok/s", ",.0f")
 
 
 @functools.cache
@@ -58,23 +58,31 @@ class Progress:
         self._every = max(1, math.ceil((steps - start_step) / _PLAIN_LINES))
         self._first = start_step + 1
         self._fields: dict[str, str] = {}
-        self._times: deque[tuple[float, int]] = deque([(time.monotonic(), start_step)], _PACE_STEPS + 1)
         alive = sys.stdout.isatty() and console().is_terminal and not console().is_dumb_terminal
-        self._live: Live | None = None
-        if alive and not plain:
-            self._live = Live(console=console(), get_renderable=self._line, refresh_per_second=2)
+        self._plain = bool(plain) or not alive
+        self._bars = bars.Progress(
+            bars.TextColumn("[bold]{task.description}"),
+            bars.BarColumn(_BAR_WIDTH),
+            bars.TextColumn(
+                "{task.fields[shown]}",
+                markup=False,
+                table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1),
+            ),
+            console=console(),
+            disable=self._plain,
+            expand=True,
+            refresh_per_second=2,
+            speed_estimate_period=_PACE_SECONDS,
+        )
+        self._task = self._bars.add_task(printable(run_name), total=steps, completed=start_step, shown="")
 
     def __enter__(self) -> Progress:
-        self._times = deque([(time.monotonic(), self.step)], _PACE_STEPS + 1)
-        if self._live:
-            self._live.start()
+        self._bars.reset(self._task, completed=self.step, shown=self._text({}))
+        self._bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live:
-            self._live.stop()
+    def __exit__(self, *exception: object) -> None:
+        self._bars.stop()
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Step `step` (counted from 1) is done; more of the same step (an evaluation) joins its line.
@@ -83,73 +91,42 @@ class Progress:
         """
         again = step == self.step
         self.step = step
-        fresh = _shown(metrics) | _shown(metrics, greedy=True)
+        fresh = _shown(metrics)
         kept = {name: text for name, text in self._fields.items() if again or name.startswith("greedy ")}
         self._fields = {**{name: fresh.get(name, text) for name, text in kept.items()}, **fresh}
-        if not again:
-            self._times.append((time.monotonic(), step))
-        if self._live is None and (step in (self._first, self.steps) or step % self._every == 0):
+        self._bars.update(self._task, completed=step)
+        self._bars.update(self._task, shown=self._text(self._fields))
+        if self._plain and (step in (self._first, self.steps) or step % self._every == 0):
             say(f"{self.run_name}  {self._text(fresh if again else self._fields)}")
 
     def say(self, text: str) -> None:
         """A message, above the live line where there is one."""
         say(text)
 
-    def seconds_left(self) -> float | None:
-        """At the pace of the last steps; None before the first one."""
-        (begin, first), (end, last) = self._times[0], self._times[-1]
-        return None if last <= first else (end - begin) / (last - first) * (self.steps - self.step)
-
     def _text(self, fields: dict[str, str]) -> str:
+        left = self._bars.tasks[0].time_remaining
         parts = [f"{self.step}/{self.steps}"]
-        left = self.seconds_left()
         if left is not None and self.step < self.steps:
-            parts.append(f"{_clock(left)} left")
+            parts.append(f"{timedelta(seconds=round(left))} left")
         parts += [f"{name} {text}" for name, text in sorted(fields.items(), key=_rank)]
         return printable("  ".join(parts))
-
-    def _line(self) -> RenderableType:
-        done = round(_BAR_WIDTH * self.step / max(self.steps, 1))
-        return Text.assemble(
-            (f"{self.run_name} ", "bold"),
-            ("━" * done, "green"),
-            ("━" * (_BAR_WIDTH - done), "dim"),
-            f" {self._text(self._fields)}",
-            no_wrap=True,
-            overflow="ellipsis",
-        )
 
 
 def _rank(field: tuple[str, str]) -> int:
     """Rewards first, then greedy evaluations, then the rest, which a narrow terminal may lose."""
-    return 1 if field[0].startswith("greedy ") else 2 if field[0] in ("nll", "kl", "mass", "tok/s") else 0
+    last = field[0] in dict(_FIELDS.values())
+    return 1 if field[0].startswith("greedy ") else 2 if last else 0
 
 
-def _shown(metrics: Mapping[str, Any], greedy: bool = False) -> dict[str, str]:
-    """Name on the line -> text, in the order of the line."""
+def _shown(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """Name on the line -> text."""
     fields: dict[str, str] = {}
-    if greedy:
-        chosen = [
-            (key, "greedy " + key[len("greedy/") :], ".2f") for key in metrics if key.startswith("greedy/")
-        ]
-    else:
-        rewards = [key for key in metrics if key.startswith("reward/") and key.endswith("/mean")]
-        chosen = [(key, key[len("reward/") : -len("/mean")], ".2f") for key in rewards]
-        chosen += [
-            ("nll", "nll", ".3f"),
-            ("kl", "kl", ".3f"),
-            ("teacher_mass", "mass", ".2f"),
-            ("tokens_per_second", "tok/s", ",.0f"),
-        ]
-    for key, name, form in chosen:
-        try:
-            fields[name] = format(float(metrics[key]), form)
-        except (KeyError, TypeError, ValueError):
-            continue
+    for key, value in metrics.items():
+        name, form = _FIELDS.get(key, ("", ".2f"))
+        if key.startswith("reward/") and key.endswith("/mean"):
+            name = key[len("reward/") : -len("/mean")]
+        elif key.startswith("greedy/"):
+            name = "greedy " + key[len("greedy/") :]
+        if name and isinstance(value, int | float):
+            fields[name] = format(value, form)
     return fields
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
