@@ -12,14 +12,15 @@ import json
 import logging
 import os
 import pickle
-import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import numpy as np
 
 from smopd.engine.process import kill_below
 from smopd.names import IMPORT_PATH
-from smopd.rewards.worker import HEADER, SIGNAL_EXIT_CODE
+from smopd.rewards.worker import NUMBER, SIGNAL_EXIT_CODE
 
 log = logging.getLogger(__name__)
 GRACE_SECONDS = 1.0  # ours: for a process that closed its pipe to end by itself
@@ -85,7 +86,8 @@ class RewardWorker:
         self._memory_bytes = memory_bytes
         self._number = 0  # of the newest request
         self._process: subprocess.Popen[bytes] | None = None
-        self._request_fd = self._reply_fd = -1
+        self._requests: Connection
+        self._replies: Connection
         self._starts = 0
         self._closed = False
 
@@ -102,7 +104,7 @@ class RewardWorker:
         """
         if self._process is not None:
             # Between calls the reply pipe is readable only when the worker closed it.
-            if self._process.poll() is None and not _ready(self._reply_fd, select.POLLIN, 0.0):
+            if self._process.poll() is None and not self._replies.poll():
                 return
             self._kill()  # it died between two calls
         self._starts += 1
@@ -125,32 +127,23 @@ class RewardWorker:
         )
 
     def _spawn(self) -> None:
-        child_read, self._request_fd = os.pipe()
-        self._reply_fd, child_write = os.pipe()
-        os.set_blocking(self._request_fd, False)
-        command = [sys.executable, "-m", "smopd.rewards.worker"]
-        command += [str(child_read), str(child_write), str(os.getpid()), self.reward.function]
-        command += [str(self._memory_bytes)]
-        log_fd = (
-            2 if self._log_path is None else os.open(self._log_path, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-        )
-        try:
+        child_reads, self._requests = Pipe(duplex=False)
+        self._replies, child_writes = Pipe(duplex=False)
+        ends = (child_reads.fileno(), child_writes.fileno())
+        arguments = (*ends, os.getpid(), self.reward.function, self._memory_bytes)
+        with contextlib.ExitStack() as stack:
+            for end in (child_reads, child_writes):
+                stack.callback(end.close)
+            log_file = stack.enter_context(self._log_path.open("ab")) if self._log_path else None
             self._process = subprocess.Popen(
-                command,
+                [sys.executable, "-m", "smopd.rewards.worker", *map(str, arguments)],
                 stdin=subprocess.DEVNULL,
-                stdout=log_fd,
-                stderr=log_fd,
-                pass_fds=(child_read, child_write),
+                stdout=log_file or 2,
+                stderr=log_file or 2,
+                pass_fds=ends,
                 start_new_session=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
-        except BaseException:
-            os.close(self._request_fd)
-            os.close(self._reply_fd)
-            raise
-        finally:
-            for fd in (child_read, child_write, *((log_fd,) if log_fd != 2 else ())):
-                os.close(fd)
 
     def score(self, request: bytes, responses: int) -> WorkerScores:
         """Score a pickled request, again where all of it failed; never raises for what the function did."""
@@ -205,9 +198,7 @@ class RewardWorker:
     def interrupt(self) -> None:
         """Kill the process and start none again; a call in another thread then ends."""
         self._closed = True
-        if (process := self._process) is not None:
-            kill_below(process.pid)
-            _kill_group(process)
+        self._end_processes()
 
     def close(self) -> None:
         """Kill the process with its children and free its pipes."""
@@ -216,41 +207,47 @@ class RewardWorker:
 
     def _exchange(self, frame: bytes, seconds: float) -> dict[str, Any]:
         """Send a frame, return the reply. TimeoutError after `seconds`, EOFError or OSError where it died."""
-        deadline = time.monotonic() + seconds
-        self._number += 1
-        view = memoryview(HEADER.pack(len(frame), self._number) + frame)
-        while view:
-            _wait(self._request_fd, select.POLLOUT, deadline)
-            view = view[os.write(self._request_fd, view) :]
-        while True:
-            size, number = HEADER.unpack(self._receive(HEADER.size, deadline))
-            if size > LARGEST_REPLY:
-                raise OSError("malformed reply")
-            content = self._receive(size, deadline)
-            if number == self._number:  # an earlier one is of a process that a call left behind
-                return _reply(content)
+        late = threading.Event()
 
-    def _receive(self, size: int, deadline: float) -> bytes:
-        parts = bytearray()
-        while len(parts) < size:
-            _wait(self._reply_fd, select.POLLIN, deadline)
-            if not (part := os.read(self._reply_fd, min(size - len(parts), 1 << 20))):
-                raise EOFError
-            parts += part
-        return bytes(parts)
+        def end() -> None:
+            late.set()
+            self._end_processes()
+
+        self._number += 1
+        number = NUMBER.pack(self._number)
+        timer = threading.Timer(seconds, end)
+        timer.start()
+        try:
+            self._requests.send_bytes(number + frame)
+            while True:  # an answer of another number is of a process that an earlier call left behind
+                reply = self._replies.recv_bytes(LARGEST_REPLY)
+                if reply.startswith(number):
+                    return _reply(reply[NUMBER.size :])
+        except (EOFError, OSError):
+            if late.is_set():
+                raise TimeoutError from None
+            raise
+        finally:
+            timer.cancel()
+
+    def _end_processes(self) -> None:
+        """Kill the process, what it started, and its group."""
+        if (process := self._process) is not None:
+            kill_below(process.pid)
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is gone already
+                os.killpg(process.pid, signal.SIGKILL)
 
     def _kill(self, grace_seconds: float = 0.0) -> str:
         """End the process group, after a grace for its own end, and say how the process ended."""
         if self._process is None:
             return "no process"
-        process, self._process = self._process, None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(grace_seconds)
-        kill_below(process.pid)
-        _kill_group(process)
-        code = process.wait()
-        os.close(self._request_fd)
-        os.close(self._reply_fd)
+            self._process.wait(grace_seconds)
+        self._end_processes()
+        code = self._process.wait()
+        self._process = None
+        self._requests.close()
+        self._replies.close()
         by_signal = -code if code < 0 else code - SIGNAL_EXIT_CODE
         return f"signal {by_signal}" if by_signal > 0 else f"exit code {code}"
 
@@ -269,24 +266,6 @@ def _reply(content: bytes) -> dict[str, Any]:
     if not fit:
         raise OSError("malformed reply")
     return reply
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is gone already
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def _wait(fd: int, event: int, deadline: float) -> None:
-    """Until the pipe is ready or closed; TimeoutError at the deadline (of time.monotonic)."""
-    if not _ready(fd, event, max(0.0, deadline - time.monotonic())):
-        raise TimeoutError
-
-
-def _ready(fd: int, event: int, seconds: float) -> bool:
-    """Whether the pipe is ready or closed within so many seconds."""
-    poll = select.poll()
-    poll.register(fd, event)
-    return bool(poll.poll(seconds * 1000))
 
 
 WHOLE = ("exception", "timeout", "length", "worker_died")
@@ -347,9 +326,6 @@ def check_share(
         f"{unscorable / responses:.3f}, limit {max_unscorable_share:g}): {kinds}. "
         f"Last error: {last_error or 'none'}"
     )
-
-
-__all__ = ["RewardBatch", "RewardError", "RewardPool", "RewardSpec", "RewardWorker", "check_share"]
 
 
 class RewardPool:

@@ -2,12 +2,12 @@
 
     python -m smopd.rewards.worker READ WRITE PARENT FUNCTION BYTES
 
-READ and WRITE are inherited pipe ends, so that standard output stays the function's own. A frame is a length
-and a number (8 bytes each, little endian) and so many bytes; a reply has its request's number, which tells it
-from what a process left behind by an earlier call writes. Requests are pickle 5, for columns may hold what
-JSON cannot (dates, bytes, arrays); replies are JSON, so that the parent never unpickles what a worker wrote.
-The first frame brings the keyword arguments and is answered `{"ready": true}` or `{"error": ...}`; each
-further one brings prompts, completions and columns and is answered `{"values": [...]}`, `{"length": n}` or
+READ and WRITE are inherited pipe ends (multiprocessing.connection), so that standard output stays the
+function's own. A message begins with a number (8 bytes); a reply has its request's, which tells it from what
+a process left behind by an earlier call writes. Requests are pickle 5, for columns may hold what JSON cannot
+(dates, bytes, arrays); replies are JSON, so that the parent never unpickles what a worker wrote. The first
+message brings the keyword arguments and is answered `{"ready": true}` or `{"error": ...}`; each further one
+brings prompts, completions and columns and is answered `{"values": [...]}`, `{"length": n}` or
 `{"error": ...}`. BYTES limits the address space; 0 does not.
 
 The function runs in a child of this process. This one only waits, to end with the parent all that the
@@ -32,12 +32,13 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from functools import reduce
+from multiprocessing.connection import Connection
 from select import poll
 from typing import Any
 
 from smopd.engine.process import adopt_orphans, die_with_parent, kill_below
 
-HEADER = struct.Struct("<QQ")  # length, number
+NUMBER = struct.Struct("<Q")
 MAX_ERROR_CHARS = 4000  # of a traceback's end, ours
 SIGNAL_EXIT_CODE = 128  # plus the signal's number, as shells do
 PARENT_CHECK_MS = 1000  # ours
@@ -54,8 +55,13 @@ def main(argv: list[str]) -> None:
     function: Callable[..., Any] | None = None
     kwargs: dict[str, Any] = {}
     loop: asyncio.AbstractEventLoop | None = None
-    while (found := _read(read_fd)) is not None:
-        number, frame = found
+    requests, replies = Connection(read_fd, writable=False), Connection(write_fd, readable=False)
+    while True:
+        try:
+            message = requests.recv_bytes()
+        except EOFError:
+            return
+        number, frame = message[: NUMBER.size], message[NUMBER.size :]
         reply: dict[str, Any]
         try:
             request = pickle.loads(frame)
@@ -74,7 +80,7 @@ def main(argv: list[str]) -> None:
         except BaseException as error:
             reply = {"error": describe(error)}
         _flush()
-        _write(write_fd, number, json.dumps(reply).encode())
+        replies.send_bytes(number + json.dumps(reply).encode())
 
 
 def load_function(path: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
@@ -178,30 +184,6 @@ def _fork(parent_pid: int, read_fd: int, write_fd: int) -> None:
     code = os.waitstatus_to_exitcode(status)
     kill_below(supervisor)
     os._exit(code if code >= 0 else SIGNAL_EXIT_CODE - code)
-
-
-def _read(fd: int) -> tuple[int, bytes] | None:
-    header = _read_exactly(fd, HEADER.size)
-    if header is None:
-        return None
-    size, number = HEADER.unpack(header)
-    frame = _read_exactly(fd, size)
-    return None if frame is None else (number, frame)
-
-
-def _read_exactly(fd: int, size: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < size:
-        if not (part := os.read(fd, min(size - len(parts), 1 << 20))):
-            return None
-        parts += part
-    return bytes(parts)
-
-
-def _write(fd: int, number: int, data: bytes) -> None:
-    view = memoryview(HEADER.pack(len(data), number) + data)
-    while view:
-        view = view[os.write(fd, view) :]
 
 
 def _flush() -> None:

@@ -106,8 +106,8 @@ def answers_later(prompts, completions, **columns):
     if os.fork() == 0:
         time.sleep(0.3)
         import json, struct
-        data = json.dumps({"values": [9.0] * len(completions)}).encode()
-        os.write(int(sys.argv[2]), struct.pack("<QQ", len(data), int(prompts[0])) + data)
+        data = struct.pack("<Q", int(prompts[0])) + json.dumps({"values": [9.0] * len(completions)}).encode()
+        os.write(int(sys.argv[2]), struct.pack("!i", len(data)) + data)
         os._exit(0)
     time.sleep(0.1)
     return [float(prompts[0])] * len(completions)
@@ -116,7 +116,7 @@ def writes(prompts, completions, frame, **columns):
     import struct
     data = frame[0].encode()
     for number in range(20):
-        os.write(int(sys.argv[2]), struct.pack("<QQ", len(data), number) + data)
+        os.write(int(sys.argv[2]), struct.pack("!i", 8 + len(data)) + struct.pack("<Q", number) + data)
     return [1.0] * len(completions)
 
 def eats(prompts, completions, **columns):
