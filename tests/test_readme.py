@@ -60,7 +60,3 @@ def test_the_files_that_the_pages_name_are_there():
         wrong += [f"{page.name}: {link}" for link in links if not (page.parent / link).exists()]
         wrong += [f"{page.name}: {path}" for path in paths if not (ROOT / path).exists()]
     assert not wrong, wrong
-
-
-def test_the_table_is_there():
-    assert re.search(r"^\| SMOPD as we would run it \|", README, re.MULTILINE)
