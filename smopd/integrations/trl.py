@@ -21,10 +21,9 @@ require_host("trl", "1.16.0", "1.17")
 
 from trl import DistillationConfig, DistillationTrainer, GRPOTrainer  # noqa: E402
 
-from smopd.integrations.trl_checks import require_config  # noqa: E402
 from smopd.integrations.trl_grpo import SMOPDGRPOConfig, SMOPDGRPOTrainer  # noqa: E402
 from smopd.integrations.trl_loss import SeveralTeachers, completions_of  # noqa: E402
-from smopd.integrations.trl_teachers import MixtureConfig  # noqa: E402
+from smopd.integrations.trl_teachers import MixtureConfig, require_config  # noqa: E402
 
 __all__ = ["SMOPDDistillationConfig", "SMOPDDistillationTrainer", "SMOPDGRPOConfig", "SMOPDGRPOTrainer"]
 

@@ -15,13 +15,11 @@ pytest.importorskip("trl", reason="needs trl (the trl extra)")
 from transformers import AutoModelForCausalLM
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
 
-from smopd.integrations.trl import SMOPDDistillationConfig
 from smopd.integrations.trl_loss import completions_of
-from smopd.ops import LossSettings, gd2po_advantages, gdpo_advantages, teacher_mixture, topk_logprobs
+from smopd.ops import gd2po_advantages, gdpo_advantages
 from smopd.worlds.models import world_tokenizer
 from smopd.worlds.toy_world import vocabulary
 from tests.integrations.tiny_trl import (
-    LONGEST,
     PROMPTS,
     assert_same_gradients,
     completions,
@@ -55,43 +53,6 @@ def test_one_teacher_on_the_whole_vocabulary_is_trls_forward_kl(tmp_path: Path, 
         teacher(1),
     )
     assert_same_training(ours, theirs, completions(ours))
-
-
-def test_two_teachers_are_mixed_on_each_token_with_the_tail(tmp_path: Path) -> None:
-    teachers = [teacher(1), teacher(2)]
-    trainer = distillation(tmp_path, teachers, kappa=5, teacher_weights=[0.75, 0.25], temperature=0.7)
-    inputs = completions(trainer)
-    loss, gradients = loss_and_gradients(trainer, inputs)
-
-    trainer.model.zero_grad()
-    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-    counted = inputs["completion_mask"].bool()
-
-    def logits(model):
-        return model(input_ids=ids, attention_mask=mask).logits[:, -LONGEST - 1 : -1][counted]
-
-    with torch.no_grad():
-        said = [topk_logprobs(logits(model.eval()), 5, temperature=0.7) for model in teachers]
-    log_alpha = torch.tensor([0.75, 0.25]).log()
-    target = teacher_mixture(
-        torch.stack([topk.ids_NS for topk in said], 1),
-        torch.stack([topk.logps_NS for topk in said], 1),
-        log_alpha,
-        5,
-        merge=True,
-    )
-    logp_NV = (logits(trainer.model) / 0.7).log_softmax(-1)
-    inside_NS = logp_NV.gather(-1, target.ids_NS.long())
-    q_NS, rest_N = target.logps_NS.exp(), 1 - target.mass_N
-    outside_N = torch.log1p(-inside_NS.exp().sum(-1))
-    kl_N = (q_NS * (target.logps_NS - inside_NS)).sum(-1) + rest_N * (rest_N.log() - outside_N)
-    expected = kl_N.mean()
-    expected.backward()
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-7)
-    for name, parameter in trainer.model.named_parameters():
-        scale = float(parameter.grad.abs().max())
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-5 * scale + 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -173,34 +134,6 @@ def test_trls_advantages_are_the_anchor_unless_others_are_chosen(tmp_path: Path)
     theirs = hosts_own(GRPOTrainer, GRPOConfig(**settings(tmp_path, num_generations=2)), [lengths, vowels])
     expected = scored(theirs, [1.0, 0.0, 2.0, 3.0], [0.0, 0.0, 0.5, 0.7])
     torch.testing.assert_close(batch["advantages"], expected["advantages"], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(("estimator", "share"), [("trl", 1.0), ("gdpo", 0.5), ("gd2po", 0.5)])
-def test_the_share_of_equal_groups_is_the_estimators(tmp_path: Path, estimator: str, share: float) -> None:
-    """The first group's rewards differ and their sums do not; the second's are equal, or not there."""
-    trainer = grpo(tmp_path, [teacher(1)], advantage_estimator=estimator, reward_weights=[0.5, 0.5])
-    scored(trainer, [1.0, 0.0, 2.0, 2.0], [0.0, 1.0, math.nan, 0.0])
-    assert trainer._metrics["train"]["frac_reward_zero_std"] == [share]
-
-
-def test_three_steps_of_distillation(tmp_path: Path) -> None:
-    trainer = distillation(tmp_path, [teacher(1), teacher(2)], num_train_epochs=3)
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    trainer.train()
-    steps = [row for row in trainer.state.log_history if "opd/kl" in row]
-    assert len(steps) == 3
-    for row in steps:
-        assert row["loss"] == pytest.approx(row["opd/kl"], rel=1e-3)
-        assert 0 < row["opd/teacher_mass"] <= 1
-    assert any(not torch.equal(before[name], p) for name, p in trainer.model.named_parameters())
-
-
-def test_three_steps_of_grpo_with_teachers(tmp_path: Path) -> None:
-    trainer = grpo(tmp_path, [teacher(1), teacher(2)], num_iterations=2, steps_per_generation=1)
-    trainer.train()
-    steps = [row for row in trainer.state.log_history if "opd/kl" in row]
-    assert len(steps) == 3
-    assert all(math.isfinite(row["loss"]) and row["opd/kl"] > 0 and row["entropy"] > 0 for row in steps)
 
 
 def test_a_teacher_is_asked_once_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,24 +241,9 @@ def test_a_teacher_by_path_is_the_teacher(tmp_path: Path) -> None:
     torch.testing.assert_close(losses[1:], [losses[0]] * 2, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("make", [distillation, grpo])
-def test_a_teacher_is_loaded_as_its_settings_say(tmp_path: Path, make: Any) -> None:
-    path = saved_teacher(tmp_path / "teacher")
-    trainer = make(tmp_path, [path, teacher(2)], teacher_model_init_kwargs='{"dtype": "bfloat16"}')
-    assert [model.dtype for model in trainer.teacher_models] == [torch.bfloat16, torch.float32]
-    with pytest.raises(ValueError, match=r"teacher_model_init_kwargs is given, expected none"):
-        make(tmp_path, [teacher(1)], teacher_model_init_kwargs={"dtype": "bfloat16"})
-
-
 def test_a_loaded_models_tokenizer_is_compared_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = saved_teacher(tmp_path / "other", vocabulary()[::-1])
     with pytest.raises(ValueError, match=r"has another tokenizer than the student: '.*' is token"):
         distillation(tmp_path, [AutoModelForCausalLM.from_pretrained(path)])
     distillation(tmp_path, [teacher(1)])
     assert "Qwen2ForCausalLM has no tokenizer at hand: only its vocabulary size is compared" in caplog.text
-
-
-def test_the_mixtures_defaults_are_the_operations() -> None:
-    args = SMOPDDistillationConfig(output_dir="unused", use_cpu=True, bf16=False)
-    defaults = LossSettings()
-    assert (args.kappa, args.merge, args.tail) == (defaults.kappa, defaults.merge, defaults.tail)

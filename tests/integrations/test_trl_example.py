@@ -34,13 +34,3 @@ def test_it_trains(what: str) -> None:
     steps = [line for line in example(what, "--steps", "2") if line.startswith("step ")]
     assert len(steps) == 2
     assert all(float(line.rsplit(" ", 1)[1]) > 0 for line in steps)
-
-
-def test_it_measures_both_hosts_trainers_and_ours() -> None:
-    sizes = {"rows": 2, "tokens": 8, "vocabulary": 600, "hidden": 128, "turns": 1}
-    lines = example("measure", *(f"--{name}={value}" for name, value in sizes.items()))
-    measured = [line for line in lines if " s   peak " in line]
-    assert [line.split(",")[0] for line in measured] == [
-        *["TRL distillation", "SMOPD distillation", "SMOPD distillation"],
-        *["TRL GRPO", "SMOPD GRPO", "SMOPD GRPO"],
-    ]

@@ -93,16 +93,6 @@ def test_all_teachers_are_asked_and_mixed_and_the_loss_is_the_mixtures(merge: bo
     )
 
 
-def test_one_teacher_answers_as_verls_manager_has_it() -> None:
-    manager = manager_of(our_config(), {"default": Client(1)})
-    ids, logps = ask(manager)
-    their_ids, their_logps = asyncio.run(
-        verl_host.ORIGINALS["compute_teacher_logprobs_single"](manager, [1] * N)
-    )
-    assert torch.equal(ids, their_ids) and ids.dtype == their_ids.dtype
-    torch.testing.assert_close(logps, their_logps, rtol=1e-5, atol=1e-6)
-
-
 def test_verls_own_loss_modes_still_route() -> None:
     clients = {"math": Client(1), "code": Client(2)}
     ids, logps = ask(manager_of(host_config(), clients), routing_key="code")
