@@ -8,7 +8,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from smopd.engine.errors import NoServer
 from smopd.engine.models.loading import UnusableModel
@@ -17,7 +16,7 @@ from smopd.engine.remote.servers import Refused, RetryPolicy
 from smopd.rewards import preference_model
 from smopd.rewards.pool import RewardPool, RewardSpec
 from smopd.rewards.preference_model import preference_reward
-from tests.smopd.rewards.tiny_preference import END, PAD, PLAIN_TEMPLATE, byte_tokenizer, config, save
+from tests.smopd.rewards.tiny_preference import PLAIN_TEMPLATE, byte_tokenizer, config, save
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -74,20 +73,6 @@ def test_the_head_at_the_last_token_whatever_the_batch(model):
     assert reward(folder, [], []) == []
 
 
-def test_padding_plays_no_part(tmp_path):
-    """No pad token, one that is the end token of the template, and a tokenizer that pads on either side."""
-    template = "{% for m in messages %}{{ m['content'] + '<|im_end|>' }}{% endfor %}"
-    for name, pad, side in (("none", None, "right"), ("end", END, "left"), ("own", PAD, "left")):
-        tokenizer = byte_tokenizer(template=template, pad=pad)
-        tokenizer.padding_side = side
-        network = save(tmp_path / name, tokenizer)
-        expected = [
-            truth(network, ids_of(prompt, text, tokenizer))
-            for prompt, text in zip(PROMPTS, COMPLETIONS, strict=True)
-        ]
-        assert reward(str(tmp_path / name)) == pytest.approx(expected, abs=1e-5), name
-
-
 def test_templates_and_truncation(model, tmp_path, caplog):
     folder, network = model
     file = tmp_path / "plain.jinja"
@@ -134,18 +119,6 @@ def test_the_model_is_loaded_once(model, tmp_path, monkeypatch):
     assert len(loads) == 1 and network is not None
     other = [value - here for value, here in zip(reward(model[0]), first, strict=True)]
     assert max(map(abs, other)) > 0.01, "another model is another reward"
-
-
-def test_a_head_called_score_head_is_found(model, tmp_path):
-    """As in the checkpoints of the paper's pair and of Beaver, whose configs name no number of labels."""
-    folder, network = model
-    byte_tokenizer().save_pretrained(tmp_path)
-    written = {k: v for k, v in network.config.to_dict().items() if k not in ("id2label", "label2id")}
-    (tmp_path / "config.json").write_text(json.dumps({**written, "architectures": ["Qwen2ForScore"]}))
-    weights = load_file(f"{folder}/model.safetensors")
-    weights["score_head.weight"] = weights.pop("score.weight")
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert reward(str(tmp_path)) == pytest.approx(reward(folder), abs=1e-6)
 
 
 def test_what_is_no_preference_model_is_one_line(model, tmp_path):

@@ -3,13 +3,11 @@
 import json
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smopd.evals import rlla as rlla_items
 from smopd.rewards.rlla import (
     MAX_BLOCK_CHARS,
-    MAX_JSON_DEPTH,
     accuracy_reward,
     extract_response,
     format_reward,
@@ -79,24 +77,6 @@ def test_tool_format_passes(response):
         "<think> a </think>\n<tool_call>\n{}",
         "<think> a\n<tool_call>\n{}\n</tool_call>",
         "<THINK> a </THINK>\n<tool_call>\n{}\n</tool_call>",
-    ],
-    ids=[
-        "empty",
-        "no-think",
-        "second-newline",
-        "no-newline",
-        "space-before-newline",
-        "inline-call",
-        "half-inline-call",
-        "empty-block",
-        "prefix",
-        "trailer",
-        "unexpected-response",
-        "two-blocks",
-        "tag-named-in-think",
-        "block-not-closed",
-        "think-not-closed",
-        "case-matters",
     ],
 )
 def test_tool_format_fails(response):
@@ -218,14 +198,6 @@ def test_what_cannot_be_read_scores_lowest(response):
     assert accuracy_of(response, TOOL_TRUTH, score_range=(-1.0, 1.0)) == -1.0
 
 
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
-def test_json_is_read_as_python_reads_it(value):
-    """ToolRL's reward is `json.loads`, which takes these: name and parameter's name count."""
-    other = accuracy_of(block('{"name": "find", "parameters": {"city": 12.5}}'), TOOL_TRUTH)
-    found = accuracy_of(block(f'{{"name": "find", "parameters": {{"city": {value}}}}}'), TOOL_TRUTH)
-    assert found == other > -3.0
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -240,37 +212,9 @@ def test_json_is_read_as_python_reads_it(value):
         '{"name": "find", "parameters": {"city": "' + "x" * MAX_BLOCK_CHARS + '"}}',
         "{}\n" * 20_000,
     ],
-    ids=[
-        "open-arrays",
-        "open-objects",
-        "deep",
-        "deep-value",
-        "quotes",
-        "escaped-quotes",
-        "backslashes",
-        "huge-int",
-        "over-the-size-limit",
-        "many-lines",
-    ],
 )
 def test_hostile_json_is_refused(body):
     assert accuracy_of(f"<tool_call>\n{body}\n</tool_call>", TOOL_TRUTH) == -3.0
-
-
-def test_the_depth_limit_counts_nesting_and_not_brackets():
-    def nested(depth):
-        return call("a", x=json.loads("[" * depth + "]" * depth))
-
-    deepest = nested(MAX_JSON_DEPTH - 2)
-    assert accuracy_of(block(deepest), block(deepest)) == 3.0
-    assert accuracy_of(block(nested(MAX_JSON_DEPTH - 1)), block(call("a", x=1))) == -3.0
-    flat = call("a", x=[[]] * 500, y="[" * 500, z='"[{' * 100)
-    assert accuracy_of(block(flat), block(flat)) == 3.0
-
-
-def test_a_value_too_large_for_a_float_is_only_unequal():
-    response = block('{"name": "a", "parameters": {"x": 1e999}}')
-    assert accuracy_of(response, block(call("a", x=1))) == pytest.approx(reward(2, 3))
 
 
 @pytest.mark.parametrize(
@@ -297,14 +241,6 @@ def test_wrong_columns_raise(function):
     with pytest.raises(ValueError, match=r"ground_truth\[1\] is NoneType, expected str"):
         function(["q", "q"], ["a", "b"], ground_truth=[TOOL_TRUTH, None])
     assert function([], [], ground_truth=[], other=[]) == []
-
-
-def test_score_range():
-    half = block(call("a", x=2))  # S = 1 + 1 of 3
-    assert accuracy_of(half, block(call("a", x=1)), score_range=(-1, 1)) == pytest.approx(1 / 3)
-    assert accuracy_of(block(A), block(A), score_range=(-0.1, 0.3)) == 0.3
-    with pytest.raises(ValueError, match=r"score_range is \(1, 1\)"):
-        accuracy_of(half, TOOL_TRUTH, score_range=(1, 1))
 
 
 @pytest.mark.parametrize(
@@ -369,12 +305,6 @@ def test_scales_by_step(scale, step, accuracy, format_values):
         assert got == pytest.approx(list(expected), abs=1e-12)
 
 
-def test_a_scale_moves_any_range():
-    one = {"score_range": [-1, 1], "scale": "dynamic"}
-    assert accuracy_of(TOOL_TRUTH, TOOL_TRUTH, training_step=[75], **one) == pytest.approx(1.5)
-    assert accuracy_of("", TOOL_TRUTH, training_step=[600], **one) == -1.0
-
-
 @pytest.mark.parametrize("function", [accuracy_reward, format_reward])
 def test_wrong_variants_raise(function):
     with pytest.raises(ValueError, match="scale is 'linear', expected one of fixed, two_stage, dynamic"):
@@ -407,19 +337,6 @@ def test_length_reward(think, step, growing, expected):
     ]
 
 
-def test_length_is_that_of_the_last_think():
-    words = "w " * 256
-    texts = [
-        f"<think> {words} {words}",
-        f"{words}</think>",
-        "",
-        f"<think> a b </think> <think> {words} </think>",
-    ]
-    assert length_reward(["q"] * 4, texts) == [0.0, 0.0, 0.0, 0.5]
-    with pytest.raises(ValueError, match="length_reward: training_step has 1 entries, expected 4"):
-        length_reward(["q"] * 4, texts, training_step=[1])
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -450,39 +367,6 @@ calls = st.lists(
     min_size=1,
     max_size=4,
 )
-
-
-def same_multiset(a: list, b: list) -> bool:
-    rest = list(b)
-    for item in a:
-        if item not in rest:
-            return False
-        rest.remove(item)
-    return not rest
-
-
-@settings(deadline=None)
-@given(calls, calls)
-def test_accuracy_is_within_its_range_and_highest_only_for_equal_calls(truth, predicted):
-    score = accuracy_of(block(*predicted), block(*truth))
-    assert -3.0 <= score <= 3.0
-    assert (score == 3.0) == same_multiset(truth, predicted)
-
-
-@settings(deadline=None)
-@given(calls, st.randoms(use_true_random=False))
-def test_accuracy_of_shuffled_equal_calls_is_highest(truth, random):
-    shuffled = [dict(reversed(list(item.items()))) for item in truth]
-    random.shuffle(shuffled)
-    assert accuracy_of(block(*shuffled), block(*truth)) == 3.0
-
-
-@settings(deadline=None)
-@given(st.text(alphabet='{}[]",:\\\n ax1-.eNI') | st.text())
-def test_no_text_raises(text):
-    for response in (text, f"<tool_call>{text}</tool_call>", f"<think>{text}</think>\n<tool_call>\n{text}"):
-        assert -3.0 <= accuracy_of(response, TOOL_TRUTH) <= 3.0
-        assert format_of(response, TOOL_TRUTH) in (0.0, 1.0)
 
 
 @pytest.mark.parametrize("name", ["rlla_4k_test.parquet", "rlla_4k_test.jsonl.gz"])
