@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from smopd.config.cli import read_settings
 from tests.patience import HANG_SECONDS
 from tests.smopd.recipes import ROOT, metric_lines, train_here
 
