@@ -127,7 +127,9 @@ found = extensions()
 setup(
     package_dir={f"smopd.{room}": room for room in ROOMS},
     packages=[*find_packages(include=["smopd", "smopd.*"]), *rooms()],
-    package_data={"smopd": ["py.typed", "**/*.yaml", "evals/paper/*", "evals/bfcl/*.txt"]},
+    package_data={
+        "smopd": ["py.typed", "**/*.yaml", "report/page.html", "evals/paper/*", "evals/bfcl/*.txt"]
+    },
     ext_modules=found,
     cmdclass={"build_ext": BuildExtension, "sdist": SourceDistribution},
     options={"bdist_wheel": {"py_limited_api": "cp310"}} if found else {},

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from typing import Any
-
-from smopd.report.tables import heading
 
 COLOURS = 10
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 420, 180, 48, 10, 22
@@ -44,23 +41,15 @@ def colour(i: int) -> str:
     return f"c{i % COLOURS}"
 
 
-def charts(metrics: Mapping[str, Lines], labels: Mapping[str, str]) -> str:
-    """Every metric of the sections that any run has, under one legend; "" where there is none."""
+def sections(metrics: Mapping[str, Lines]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Title and figures of each section that any run has a metric of."""
     colours = {run: colour(i) for i, run in enumerate(metrics)}
     keys = list(dict.fromkeys(key for lines in metrics.values() for line in lines for key in line))
-    parts: list[str] = []
-    for title, patterns in _SECTIONS:
-        figures = [chart(key, metrics, colours) for key in _matching(keys, patterns)]
-        if any(figures):
-            opened = " open" if not parts else ""
-            body = f"<div class=charts>{''.join(figures)}</div>"
-            parts.append(f"<details{opened}><summary>{escape(title)}</summary>{body}</details>")
-    if not parts:
-        return ""
-    legend = " ".join(
-        f'<span class="key {colours[run]}"><i></i>{escape(labels.get(run, run))}</span>' for run in metrics
-    )
-    return "\n".join([f"<h2>training</h2>\n<p>{legend}</p>", *parts])
+    found = [
+        (title, [drawn for key in _matching(keys, patterns) if (drawn := figure(key, metrics, colours))])
+        for title, patterns in _SECTIONS
+    ]
+    return [(title, figures) for title, figures in found if figures]
 
 
 def _matching(keys: Sequence[str], patterns: Sequence[str]) -> Iterator[str]:
@@ -76,11 +65,12 @@ def _matching(keys: Sequence[str], patterns: Sequence[str]) -> Iterator[str]:
                 yield key
 
 
-def chart(key: str, metrics: Mapping[str, Lines], colours: Mapping[str, str]) -> str:
+def figure(key: str, metrics: Mapping[str, Lines], colours: Mapping[str, str]) -> dict[str, Any] | None:
+    """One metric of all runs as what its SVG draws; None where no run has a finite value."""
     lines = {run: points for run, rows in metrics.items() if (points := _points(rows, key))}
     everything = [point for points in lines.values() for point in points]
     if not everything:
-        return ""
+        return None
     first, last = min(step for step, _ in everything), max(step for step, _ in everything)
     low, high = min(value for _, value in everything), max(value for _, value in everything)
     width, height = _WIDTH - _LEFT - 8, _HEIGHT - _TOP - _BOTTOM
@@ -91,27 +81,28 @@ def chart(key: str, metrics: Mapping[str, Lines], colours: Mapping[str, str]) ->
     def y(value: float) -> float:
         return _TOP + height * (1 - (value - low) / (high - low or 1.0))
 
-    drawn = "".join(
-        f'<polyline class="{colours[run]}" points="'
-        + " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
-        + f'"><title>{escape(run)}: {points[-1][1]:.4g} at step {points[-1][0]}</title></polyline>'
-        for run, points in lines.items()
-    )
-    bottom, right = _TOP + height, _LEFT + width
-    axis = f'<path class=axis d="M{_LEFT} {_TOP}V{bottom}H{right}"/>'
     ticks = [
-        (_LEFT - 4, y(low), "end", _tick(low)),
+        (_LEFT - 4, round(y(low)), "end", _tick(low)),
         (_LEFT, _HEIGHT - 6, "start", str(first)),
-        (right, _HEIGHT - 6, "end", f"step {last}"),
+        (_LEFT + width, _HEIGHT - 6, "end", f"step {last}"),
     ]
     if high > low:
-        ticks.append((_LEFT - 4, y(high) + 6, "end", _tick(high)))
-    texts = "".join(
-        f'<text x="{tx:.0f}" y="{ty:.0f}" text-anchor="{at}">{t}</text>' for tx, ty, at, t in ticks
-    )
-    name = escape(heading(key))
-    svg = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role=img aria-label="{name}">{axis}{drawn}{texts}</svg>'
-    return f"<figure><figcaption>{name}</figcaption>{svg}</figure>"
+        ticks.append((_LEFT - 4, round(y(high)) + 6, "end", _tick(high)))
+    return {
+        "key": key,
+        "width": _WIDTH,
+        "height": _HEIGHT,
+        "axis": f"M{_LEFT} {_TOP}V{_TOP + height}H{_LEFT + width}",
+        "ticks": ticks,
+        "lines": [
+            {
+                "colour": colours[run],
+                "points": " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points),
+                "title": f"{run}: {points[-1][1]:.4g} at step {points[-1][0]}",
+            }
+            for run, points in lines.items()
+        ],
+    }
 
 
 def _points(lines: Lines, key: str) -> list[tuple[int, float]]:

@@ -1,18 +1,24 @@
-"""report.html: one file that loads nothing and runs nothing; all text in it is escaped."""
+"""report.html: one file that loads and runs nothing; its template, page.html, escapes all text."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
+from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, FileSystemLoader
 
 from smopd.engine.files import write_atomically
 from smopd.record.alarms import alarms_of
-from smopd.report.charts import Lines, charts
-from smopd.report.samples import samples_html, tokens_html
-from smopd.report.tables import Row, html_table
+from smopd.report.charts import COLOURS, Lines, colour, sections
+from smopd.report.tables import Row, cell, heading
+
+SAMPLED_STEPS = 12  # ours: shown of a run, at even distances to the last
+Labels = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -41,36 +47,31 @@ class Report:
 
 
 def write_report(path: str | os.PathLike[str], report: Report) -> None:
-    labels = {row.run: row.label for row in report.rows}
-    parts = [
-        f"<h1>{escape(report.title)}</h1>",
-        html_table(report.rows, report.columns),
-        *(f"<p>{escape(text)}</p>" for text in report.caption.split("\n\n") if text.strip()),
-        _alarms(report.metrics, labels),
-        _merges(report.merges, labels),
-        charts(report.metrics, labels),
-        _phases(report.metrics, labels),
-        tokens_html(report.tokens, report.teachers, labels),
-        samples_html(report.samples, labels),
-        f"<details><summary>settings</summary><pre>{escape(report.settings_yaml)}</pre></details>",
-    ]
-    head, between, end = _PAGE.split("@")
-    page = head + escape(report.title) + between + "\n".join(part for part in parts if part) + end
+    names = {*report.metrics, *report.samples, *report.tokens, *report.merges}
+    labels = {run: run for run in names} | {row.run: row.label for row in report.rows}
+    pages = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
+    pages.filters |= {"heading": heading, "visible": _visible, "probability": _probability, "plain": _plain}
+    page = pages.get_template("page.html").render(
+        report=report,
+        labels=[labels[run] for run in report.metrics],
+        alarms=[
+            f"{labels[run]}, step {step}: {advice}"
+            for run, lines in report.metrics.items()
+            for step, advice in alarms_of(lines)
+        ],
+        starts=list(_starts(report.merges, labels)),
+        sections=sections(report.metrics),
+        phases=_phases(report.metrics, labels),
+        tokens=list(_views(report, labels)),
+        samples=[(labels[run], _by_step(lines)) for run, lines in report.samples.items() if lines],
+        cell=cell,
+        colour=colour,
+    )
     write_atomically(path, page.encode("utf-8", "replace"))
 
 
-def _alarms(metrics: Mapping[str, Lines], labels: Mapping[str, str]) -> str:
-    items = [
-        f"<li>{escape(labels.get(run, run))}, step {step}: {escape(advice)}</li>"
-        for run, lines in metrics.items()
-        for step, advice in alarms_of(lines)
-    ]
-    return f"<h2>To know</h2><ul>{''.join(items)}</ul>" if items else ""
-
-
-def _merges(merges: Mapping[str, Mapping[str, Any]], labels: Mapping[str, str]) -> str:
+def _starts(merges: Mapping[str, Mapping[str, Any]], labels: Labels) -> Iterator[dict[str, Any]]:
     """What each guarded start was chosen from: every candidate's rewards, and why it is out."""
-    parts = []
     for run, found in merges.items():
         if "chosen" not in found:  # the guard was stopped
             continue
@@ -79,15 +80,12 @@ def _merges(merges: Mapping[str, Mapping[str, Any]], labels: Mapping[str, str]) 
             verdict = "taken" if each["name"] == found["chosen"] else each["out"] or ""
             values = {**each["rewards"], "weighted sum": each["score"]}
             rows.append(Row(": ".join(filter(None, [each["name"], verdict])), each["name"], values))
-        about = f"{found['rollouts']} rollouts of training prompts each, before the first step."
-        parts.append(
-            f"<p>{escape(labels.get(run, run))}, {about}</p>"
-            + html_table(rows, [*found["weights"], "weighted sum"])
-        )
-    return f"<h2>Starts</h2>{''.join(parts)}" if parts else ""
+        rollouts = f"{found['rollouts']} rollouts of training prompts each, before the first step."
+        columns = [*found["weights"], "weighted sum"]
+        yield {"about": f"{labels[run]}, {rollouts}", "rows": rows, "columns": columns}
 
 
-def _phases(metrics: Mapping[str, Lines], labels: Mapping[str, str]) -> str:
+def _phases(metrics: Mapping[str, Lines], labels: Labels) -> dict[str, Any]:
     """Mean seconds of each phase of a step; a phase runs while another one waits only where it overlaps."""
     prefix, rows = "seconds/", []
     for run, lines in metrics.items():
@@ -98,46 +96,61 @@ def _phases(metrics: Mapping[str, Lines], labels: Mapping[str, str]) -> str:
             for name in names
         }
         if means:
-            rows.append(Row(labels.get(run, run), run, means | {"all": sum(means.values())}))
+            rows.append(Row(labels[run], run, means | {"all": sum(means.values())}))
     columns = list(dict.fromkeys(name for row in rows for name in row.values if name != "all"))
-    if not rows:
-        return ""
-    body = html_table(rows, [*columns, "all"])
-    return f"<details><summary>seconds a step, by phase</summary>{body}</details>"
+    return {"rows": rows, "columns": [*columns, "all"]}
 
 
-_PAGE = """<!DOCTYPE html>
-<html lang=en><head><meta charset=utf-8><meta name=viewport content="width=device-width,initial-scale=1">
-<meta http-equiv=Content-Security-Policy content="default-src 'none'; style-src 'unsafe-inline'">
-<title>@</title>
-<style>
-:root{color-scheme:light dark;--line:#8886;--k0:#3b82c4;--k1:#d9822b;--k2:#3a9d5d;--k3:#c94c4c;--k4:#8b62c9;
---k5:#8c6d4f;--k6:#cc69a8;--k7:#7a8a99;--k8:#b5a820;--k9:#2fa6ad}
-body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:.8rem auto;padding:0 1rem}
-h1{margin:.2rem 0 .4rem;font-size:1.6rem} h2{margin:1.2rem 0 .2rem;font-size:1.2rem} p{margin:.6rem 0}
-table{border-collapse:collapse;display:block;overflow-x:auto}
-th,td{padding:.1rem .7rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
-th:first-child{text-align:left;font-weight:normal} thead th{
-font-weight:600!important;white-space:normal;vertical-align:bottom}
-pre,dd{white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.4 ui-monospace,monospace}
-summary{cursor:pointer} details{margin:.6rem 0} details details{margin:.3rem 0 .3rem 1rem}
-dl{border-left:2px solid var(--line);padding-left:1rem} dd{margin:0 0 .5rem}
-.charts{display:flex;flex-wrap:wrap;gap:1rem} figure{margin:0;flex:1 1 20rem;max-width:34rem}
-svg{width:100%;height:auto} svg text{font-size:11px;fill:currentColor;opacity:.8}
-.axis{fill:none;stroke:currentColor;opacity:.5} polyline{fill:none;stroke:var(--c);stroke-width:1.6}
-.key{margin-right:1rem;white-space:nowrap} .key i{display:inline-block;width:1.4em;height:3px;
-margin-right:.4em;vertical-align:middle;background:var(--c)}
-.c0{--c:var(--k0)}.c1{--c:var(--k1)}.c2{--c:var(--k2)}.c3{--c:var(--k3)}.c4{--c:var(--k4)}.c5{--c:var(--k5)}
-.c6{--c:var(--k6)}.c7{--c:var(--k7)}.c8{--c:var(--k8)}.c9{--c:var(--k9)}
-.tokens{font:14px/2 ui-monospace,monospace;overflow-wrap:anywhere}
-.token{position:relative;white-space:pre-wrap;margin-right:1px;padding-bottom:5px;cursor:default;
-background:var(--bar,none) bottom/100% 4px no-repeat}
-.token:hover,.token:focus{outline:1px solid currentColor}
-.tip{display:none;position:absolute;left:0;top:100%;z-index:1;gap:1.2rem;padding:.4rem .7rem;
-font:12px/1.4 ui-monospace,monospace;border:1px solid var(--line);background:Canvas;color:CanvasText}
-.token:hover .tip,.token:focus .tip{display:flex} .said{display:flex;flex-direction:column;white-space:nowrap}
-.said span{display:flex;justify-content:space-between;gap:.8rem}
-</style></head><body>
-@
-</body></html>
-"""
+def _views(report: Report, labels: Labels) -> Iterator[dict[str, Any]]:
+    """Each recorded response: a bar under a token tells whose entries its target holds."""
+    for run, lines in report.tokens.items():
+        met: Counter[int] = Counter()
+        for line in lines:
+            met[line["step"]] += 1
+            yield {
+                "title": f"{labels[run]}, step {line['step']}, response {met[line['step']]}",
+                "open": line is lines[-1],
+                "prompt": line["prompt"],
+                "tokens": [_token(token, report.teachers) for token in line["tokens"]],
+            }
+
+
+def _token(token: Mapping[str, Any], teachers: Sequence[str]) -> dict[str, Any]:
+    at, bars, changes = 0.0, [], token.get("changes", [])
+    shares = token["shares"] if not changes else [_moved(change) / len(changes) for change in changes]
+    for m, share in enumerate(share or 0.0 for share in shares):
+        bars.append(f"var(--k{m % COLOURS}) {at:.1f}% {at + 100 * share:.1f}%")
+        at += 100 * share
+    named = [*teachers]
+    for m, change in enumerate(changes):
+        named[m] += " no number" if change is None else f" {change:+.2f}"
+    said = [*zip(named, token["teachers"], strict=True)]
+    said += [(name, token[name]) for name in ("reference", "student") if name in token]
+    bar = f"linear-gradient(90deg,{','.join(bars)})" if at > 0 else ""
+    return {"text": token["text"], "bar": bar, "said": said}
+
+
+def _moved(change: float | None) -> float:
+    """0 for no change, 1 for any number of nats; null in the file is no number."""
+    return 0.0 if change is None else 1 - math.exp(-abs(change))
+
+
+def _by_step(lines: Lines) -> dict[int, list[Mapping[str, Any]]]:
+    """The lines of at most about SAMPLED_STEPS steps, the last among them."""
+    steps = sorted({line["step"] for line in lines}, reverse=True)
+    shown = sorted(steps[:: -(-len(steps) // SAMPLED_STEPS) or 1])
+    return {step: [line for line in lines if line["step"] == step] for step in shown}
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_plain(part)}" for name, part in value.items())
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _probability(value: float | None) -> str:
+    return "no number" if value is None else f"{value:.3f}"  # null in the file
+
+
+def _visible(text: str) -> str:
+    return text.replace("\n", "↵") or "∅"

@@ -1,4 +1,4 @@
-"""Rows of results: averaged over seeds, and shown in a terminal, in Markdown and in HTML."""
+"""Rows of results: averaged over seeds, and shown in a terminal and in Markdown."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
 from rich.table import Table
 from rich.text import Text
@@ -89,17 +88,6 @@ def cell(row: Row, column: str) -> str:
     if row.spread is not None and column in row.spread:
         text += f" ± {row.spread[column]:.3f}"
     return text
-
-
-def html_table(rows: Sequence[Row], columns: Sequence[str]) -> str:
-    head = "".join(f"<th>{escape(heading(column))}</th>" for column in columns)
-    body = "".join(
-        f"<tr><th>{escape(row.label)}</th>"
-        + "".join(f"<td>{cell(row, column)}</td>" for column in columns)
-        + "</tr>\n"
-        for row in rows
-    )
-    return f"<table><thead><tr><th>run</th>{head}</tr></thead>\n<tbody>{body}</tbody></table>"
 
 
 def _deviation(values: list[float]) -> float:

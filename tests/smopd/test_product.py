@@ -19,7 +19,7 @@ from smopd.gates import change_weights, failure, log_alpha, path_weights
 from smopd.objective import Objective, Signals, Target, teacher_target, teachers_rewards
 from smopd.ops import Mixture, TopK
 from smopd.record.token_view import token_records
-from smopd.report.samples import tokens_html
+from smopd.report.page import Report, write_report
 from smopd.worlds.models import world_model
 from tests.engine.local.teacher_truth import whole_logprobs
 from tests.engine.tiny import VOCABULARY, ragged_rollouts, tiny_model
@@ -163,7 +163,7 @@ class Letters:
         return "".join(chr(97 + i) for i in ids)
 
 
-def test_the_token_view_shows_each_change() -> None:
+def test_the_token_view_shows_each_change(tmp_path: Path) -> None:
     ids, logps = torch.tensor([[[1, 2], [2, 1], [2, 3]]]), torch.full((1, 3, 2), 0.5).log()
     topk = TeacherTopK(ids, logps, torch.tensor([[-0.5, -3.0, -1.0]]))
     product = Mixture(ids[:, 0].int(), logps[:, 0], torch.ones(1))
@@ -175,10 +175,11 @@ def test_the_token_view_shows_each_change() -> None:
     )
     assert record["changes"] == [0.5, -2.0] and "shares" not in record
     assert record["reference"] == [["c", 0.5], ["d", 0.5]] and len(record["teachers"]) == 2
-    page = tokens_html({"student": [{"step": 1, "prompt": "p", "tokens": [record]}]}, ["one", "two"], {})
-    assert "one +0.50" in page and "two -2.00" in page and "<b>reference</b>" in page
     lost = record | {"changes": [None, -2.0]}
-    page = tokens_html({"student": [{"step": 1, "prompt": "p", "tokens": [lost]}]}, ["one", "two"], {})
+    views = {"student": [{"step": 1, "prompt": "p", "tokens": [record, lost]}]}
+    write_report(tmp_path / "report.html", Report("t", tokens=views, teachers=["one", "two"]))
+    page = (tmp_path / "report.html").read_text()
+    assert "one +0.50" in page and "two -2.00" in page and "<b>reference</b>" in page
     assert "one no number" in page
 
 
