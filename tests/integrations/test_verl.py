@@ -105,18 +105,6 @@ def test_student_and_teachers_are_at_temperature_one(temperature: float, stored:
     torch.testing.assert_close(columns["teacher_mass"][0], logps.exp().sum(-1), rtol=1e-5, atol=1e-5)
 
 
-def test_the_division_by_the_temperature_is_undone_as_verl_did_it() -> None:
-    """In the logits' dtype: 0.7 is 0.69921875 in bf16."""
-    ids, logps = top(1)
-    student = logits(dtype=torch.bfloat16)
-    divided = (student.detach() / torch.tensor(0.7).to(torch.bfloat16)).float()
-    expected = topk_forward_kl(divided[0], ids[:, 0], ids, logps, tail=True, temperature=1 / 0.69921875)[1]
-    columns = verl_loss.compute_topk_loss(
-        ACTOR, distillation(our_config()), data_of(ids, logps, 0.7), divided.bfloat16(), "thd"
-    )
-    torch.testing.assert_close(columns["distillation_losses"][0], expected, rtol=1e-6, atol=1e-6)
-
-
 def test_several_temperatures_are_refused() -> None:
     ids, logps = top(1)
     data = data_of(ids, logps, torch.tensor([1.0, 0.5]))

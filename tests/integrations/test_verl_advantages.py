@@ -71,14 +71,6 @@ def test_gdpo_over_tokens_is_verls_gdpo(weights: list[float] | None, rejected: I
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_a_batch_without_a_token_has_no_advantage() -> None:
-    data = rollouts(REWARDS)
-    data.batch["response_mask"][:] = 0
-    for name in verl_advantages.ESTIMATORS:
-        advantages = advantages_of(name, deepcopy(data))
-        assert advantages.shape == data.batch["response_mask"].shape and not advantages.any()
-
-
 def test_gdpo_and_gd2po_are_smopds() -> None:
     rewards_RK = torch.tensor([REWARDS[key] for key in KEYS]).T.contiguous()
     group_R, weights_K = torch.tensor([0] * 4 + [1] * 4), torch.tensor([0.7, 0.3])

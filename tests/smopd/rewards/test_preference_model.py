@@ -278,8 +278,3 @@ def test_a_server_that_misbehaves_is_named(endpoint, wrong, kind, message):
     with pytest.raises(kind, match=message):
         remote.score([(1, 2), (3,)], 100)
     assert server.calls <= 1 + QUICK.retries
-
-
-def test_a_server_of_shorter_contexts_is_refused(model, endpoint):
-    with pytest.raises(ValueError, match="max_tokens is 512, expected at most the 128 that http"):
-        reward(model[0], url=endpoint(longest=128).url)

@@ -53,43 +53,6 @@ def test_prompts_of_the_real_evaluation_are_left_out(example, data_set, capsys):
     assert sum(pair.better["helpful"] != pair.better["harmless"] for pair in pairs) == 578 + 326
 
 
-def test_no_prompt_is_on_both_sides_of_the_split(example, data_set):
-    pairs = example.read_pairs(str(data_set("safe/pku_preference")))
-    kept, held_out = example.split(pairs, 200)
-    prompts = [{pair.prompt[0]["content"].strip() for pair in side} for side in (kept, held_out)]
-    assert not prompts[0] & prompts[1] and 200 <= len(held_out) <= 210
-    assert len(kept) + len(held_out) == len(pairs)
-    assert example.split(pairs, 0) == (pairs, [])
-    for unusable in (-1, len(pairs)):
-        with pytest.raises(ValueError, match=f"--held-out is {unusable}, expected some of the 3695 pairs"):
-            example.split(pairs, unusable)
-
-
-def test_the_preferred_response_is_chosen(example, tmp_path):
-    (pair,) = example.read_pairs(write_pairs(tmp_path / "pairs.jsonl", 1))
-    helpful, harmless = (example.preference(name, pair) for name in ("helpful", "harmless"))
-    assert helpful["chosen"] == harmless["rejected"] == [{"role": "assistant", "content": "yes "}]
-    assert helpful["rejected"] == harmless["chosen"] == [{"role": "assistant", "content": "no "}]
-    assert helpful["prompt"] == [{"role": "user", "content": "Question 0?"}]
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"safer_response_id": 2}, "row 0: expected two texts and choices of 0 or 1"),
-        ({"better_response_id": None}, "row 0: TypeError"),
-        ({"response_1": 3}, "row 0: expected two texts"),
-        ({"prompt": []}, "the last message is empty, expected a text"),
-    ],
-)
-def test_other_columns_are_a_line(example, tmp_path, capsys, changes, message):
-    data = write_pairs(tmp_path / "pairs.jsonl", **changes)
-    with pytest.raises(SystemExit) as ended:
-        example.main(["--base", "b", "--data", data])
-    error = capsys.readouterr().err
-    assert ended.value.code == 2 and message in error and error.count("\n") == 1
-
-
 @pytest.mark.slow
 def test_two_steps_of_a_tiny_base(example, tmp_path, capsys):
     pytest.importorskip("trl", reason="trl is not installed")

@@ -35,25 +35,6 @@ def test_runs_share_the_engines_that_they_can(accelerated, rank, monkeypatch) ->
     assert (made["short"].max_lora_rank, made["small"].max_lora_rank) == (0, rank)
 
 
-def test_one_run_is_not_asked_for_more_than_the_model_has() -> None:
-    runs = {
-        "short": {"stage": "control", "set": {"rollout": {"max_new_tokens": 64}}},
-        "far": {"stage": "control", "set": {"rollout": {"max_new_tokens": 10 * LIMIT}}},
-    }
-    recipe = Settings.model_validate(merged(SETTINGS, {"runs": runs}))
-    assert rollout_settings(recipe.resolved("short"), recipe, LIMIT).max_model_len == LIMIT
-
-
-def test_evaluation_may_need_more_room_than_training() -> None:
-    changes = {
-        "data": {"max_prompt_tokens": 100, "max_evaluation_tokens": 80},
-        "rollout": {"max_new_tokens": 16},
-    }
-    for new, longest in ((None, 116), (30, 116), (50, 130)):
-        values = merged(SETTINGS, {**changes, "evaluation": {"max_new_tokens": new}})
-        assert Settings.model_validate(values).longest_sequence == longest
-
-
 @pytest.fixture
 def tokenizers(tmp_path):
     """The world's tokenizer, and a function that saves another one of these words."""

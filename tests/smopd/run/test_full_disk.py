@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -10,8 +9,7 @@ import sys
 
 import pytest
 
-from tests.patience import HANG_SECONDS
-from tests.smopd.recipes import ROOT, command, environment, metric_lines, write_recipe
+from tests.smopd.recipes import ROOT, environment
 
 MOUNT = "mount -t tmpfs -o size={size} none {folder} && exec {command}"
 NAMESPACE = ["unshare", "--mount", *([] if os.getuid() == 0 else ["--user", "--map-root-user"])]
@@ -89,47 +87,3 @@ def test_what_does_not_fit_is_named_and_goes_on_with_room(tmp_path):
         [*NAMESPACE, "sh", "-c", inner], cwd=ROOT, env=environment(), capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
-
-
-RUNS = """
-import json, subprocess, sys
-from pathlib import Path
-disk, command = Path(sys.argv[1]), sys.argv[2:]
-told = []
-for room in (2200, 3000, 5000, 24000):  # KiB: the first model, a checkpoint, a later one, all
-    subprocess.run(["mount", "-o", f"remount,size={room}k", disk], check=True)
-    ran = subprocess.run([*command, "--output", disk / "out"], capture_output=True, text=True)
-    told.append((ran.returncode, ran.stderr))
-subprocess.run(["cp", "-r", disk / "out", disk.parent], check=True)
-print(json.dumps(told))
-"""
-
-
-def test_two_ranks_end_with_a_line_and_go_on_with_room(tmp_path):
-    changes = {"processes": 2, "loop": {"steps": 4}, "checkpoint": {"every": 1, "keep": 2}}
-    recipe = write_recipe(tmp_path, changes, drop=("warm_start",))
-    run = [*command(recipe), "--only", "accuracy_teacher"]
-    disk, script = tmp_path / "disk", tmp_path / "runs.py"
-    script.write_text(RUNS)
-    disk.mkdir()
-    whole = subprocess.run(
-        [*run, "--output", str(tmp_path / "whole")], cwd=tmp_path, env=environment(), capture_output=True
-    )
-    assert whole.returncode == 0
-    inner = MOUNT.format(
-        size="24m", folder=disk, command=" ".join([sys.executable, str(script), str(disk), *run])
-    )
-    ran = subprocess.run(
-        [*NAMESPACE, "sh", "-c", inner],
-        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=HANG_SECONDS,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    *failed, last = json.loads(ran.stdout)
-    for status, told in failed:
-        assert status == 1 and told.count("no space left on the disk") == 1 and "Traceback" not in told, told
-    assert last[0] == 0, last[1]
-    assert metric_lines(tmp_path / "out/accuracy_teacher") == metric_lines(
-        tmp_path / "whole/accuracy_teacher"
-    )
-    name = "accuracy_teacher/export/model.safetensors"
-    assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

@@ -121,19 +121,6 @@ def test_a_mistake_is_said_once(straight):
     assert "Traceback" not in done.stderr
 
 
-def test_bad_data_is_said_once_and_costs_nothing(tmp_path):
-    (tmp_path / "my_rows.py").write_text(
-        "def null(**options):\n    return [{'prompt': 'call anna', 'ground_truth': ''}, {'prompt': None}]\n"
-    )
-    recipe = write_recipe(tmp_path, {**TWO, "data": {"train": {"source": "my_rows:null"}}})
-    done = train(recipe)
-    assert done.returncode == 1
-    assert done.stderr.count("row 1: column 'prompt' is None") == 1
-    assert "data.train" in done.stderr and "Traceback" not in done.stderr
-    assert not (tmp_path / "runs/tiny/base/metrics.jsonl").exists(), "found before the warm start"
-    assert not (tmp_path / "runs/tiny/config.yaml").exists(), "and the settings may be corrected"
-
-
 def test_a_second_command_in_the_same_directory_is_refused(tmp_path):
     recipe, output = write_recipe(tmp_path, {"warm_start": {"steps": 100_000}}), tmp_path / "out"
     first = warm.Popen(
