@@ -54,7 +54,7 @@ def process_group() -> Iterator[torch.device]:
 
 
 @contextmanager
-def waiting_at_most(seconds: float) -> Iterator[None]:
+def collective_timeout(seconds: float) -> Iterator[None]:
     """Within it a collective fails that waits longer for another rank, in every group that there is."""
     _set_timeouts(timedelta(seconds=seconds))
     try:
@@ -124,7 +124,7 @@ def gather_objects(value: object) -> list:
     return gathered
 
 
-def on_first(function: Callable[[], T]) -> T:
+def on_rank0(function: Callable[[], T]) -> T:
     """Rank 0's result of `function` on every rank; what it raises is raised on every rank."""
     value, error = None, None
     if rank() == 0:
@@ -138,7 +138,7 @@ def on_first(function: Callable[[], T]) -> T:
     return value
 
 
-def together(function: Callable[[], T], errors: tuple[type[Exception], ...]) -> T:
+def all_or_raise(function: Callable[[], T], errors: tuple[type[Exception], ...]) -> T:
     """This rank's result of `function`; which of `errors` it raises on one rank is raised on every rank.
 
     A collective call; `function` is none.

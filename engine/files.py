@@ -29,9 +29,7 @@ def room_for(path: Path) -> Iterator[None]:
         yield
     except BaseException as error:  # torch's CheckpointException is no Exception
         if not isinstance(error, FullDisk) and (_says_so(error) or _is_full(path.parent)):
-            raise FullDisk(
-                f"{path}: no space left on the disk; make room, and the same command goes on"
-            ) from error
+            raise FullDisk(f"{path}: no space left on the disk; make room and rerun to resume") from error
         raise
 
 

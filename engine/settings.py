@@ -7,10 +7,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from smopd.engine.imports import IMPORT_PATH
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["float32", "bfloat16"]
+
+
+def _import_path(value: str) -> str:
+    if not IMPORT_PATH.fullmatch(value):
+        raise ValueError(f"got {value!r}, expected `package.module:function`")
+    return value
+
+
+ImportPath = Annotated[str, AfterValidator(_import_path)]
+"""Beside a Literal, a way in: a name of ours, or a function of the user's (docs/extending.md)."""
 
 
 class Section(BaseModel):
@@ -58,6 +70,10 @@ class Optimiser(Section):
     """Keep masters and optimiser state in host memory and step there."""
     lora: Lora | None = None
     """Train adapters alone; null trains every weight."""
+    optimizer: Literal["adamw"] | ImportPath = "adamw"
+    """Or a function as engine/student/optimizers.py has it: (parameters, settings) -> optimizer."""
+    schedule: Literal["constant", "linear", "cosine"] | ImportPath = "constant"
+    """Of the learning rate, after the warm-up to 0 at the last update; or (update, updates) -> factor."""
     learning_rate: float = Field(default=1e-6, gt=0)
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     weight_decay: float = Field(default=0.0, ge=0)
@@ -77,8 +93,6 @@ class Packing(Section):
 
     micro_batch_tokens: int = Field(default=16_384, ge=1)
     """Most tokens of one forward and backward; a longer sequence goes alone."""
-    row_tokens: int = Field(default=0, ge=0)
-    """Length of the rows under a mask; 0 is the batch's longest sequence. flash packs without padding."""
     share_prompts: bool = True
     """Compute each prompt once for all its rollouts."""
 
@@ -86,24 +100,48 @@ class Packing(Section):
 class TrainSettings(Packing, Optimiser):  # pydantic puts the last base's settings first
     """Optimiser, precision and packing of whatever model is being trained, teachers in stage 1 included."""
 
-    head_chunk_bytes: int | None = Field(default=None, ge=1)
-    """Most bytes of logits that the fused head holds at once; null is the device's default."""
     gradient_checkpointing: bool = False
-    max_skipped_updates: int = Field(default=3, ge=0)
-    """The run stops after this many updates with a gradient that is not finite."""
 
 
 class Vllm(Section):
-    """Where a vLLM engine runs and what it may take; for `engine: vllm`."""
+    """Where a vLLM engine runs, and what it is made with; for `engine: vllm`."""
 
     placement: Literal["colocated", "process"] = "colocated"
     """In the training process, on every rank, or in a process of its own."""
+    engine_kwargs: dict[str, Any] = Field(default={})
+    """Arguments of vllm.LLM: tensor_parallel_size, max_model_len, gpu_memory_utilization,
+    kv_cache_memory_bytes, enforce_eager, enable_sleep_mode and any other; what is not given is chosen."""
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        return int(self.engine_kwargs.get("tensor_parallel_size", 1))
+
+    @property
+    def max_model_len(self) -> int | None:
+        return self.engine_kwargs.get("max_model_len")
+
+    @property
+    def gpu_memory_share(self) -> float | None:
+        return self.engine_kwargs.get("gpu_memory_utilization")
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        return self.engine_kwargs.get("kv_cache_memory_bytes")
+
+    @property
+    def sleep(self) -> bool:
+        return bool(self.engine_kwargs.get("enable_sleep_mode", True))
+
+
+class VllmSettings(Section):
+    """A vLLM engine as it is made."""
+
+    placement: Literal["colocated", "process"] = "colocated"
     transfer: Literal["files", "ipc"] = "files"
     """How new weights reach a process of its own: files in shared memory, or CUDA's handles of memory on the
     GPU that both are on."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     max_model_len: int | None = Field(default=None, ge=1)
-    """Most positions of a prompt and its response; null is what data and rollout settings need."""
     gpu_memory_share: float | None = Field(default=None, gt=0, lt=1)
     """Of the device's whole memory; null chooses by what shares the device."""
     kv_cache_bytes: int | None = Field(default=None, ge=1)  # null: by vllm/memory.py, vllm/engines.py
@@ -111,13 +149,13 @@ class Vllm(Section):
     sleep: bool = True
     """Weights and cache leave the GPU while something else computes; of the engines that share a process the
     first one alone can. Nothing happens on a CPU."""
-
-
-class VllmSettings(Vllm):
-    """As `Vllm`, and what the models decide."""
-
     dtype: str = "float32"
     max_lora_rank: int = Field(default=0, ge=0)
     """0: no adapters."""
     max_loras: int = Field(default=0, ge=0)
     """Adapters in one batch; 0 is one where max_lora_rank is not 0."""
+    more: dict[str, Any] = Field(default={})
+    """Further arguments of vllm.LLM."""
+
+    def __hash__(self) -> int:  # engines are found by their settings, and `more` has no hash
+        return hash(repr(self))

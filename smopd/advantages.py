@@ -1,16 +1,66 @@
-"""One advantage a response from several rewards.
+"""One advantage a response from several rewards, over the whole rollout batch and all ranks.
 
-GRPO, GDPO or GD2PO over the whole rollout batch and all ranks.
+GRPO, GDPO or GD2PO by name, or a function of the user's by its import path.
 """
 
 from __future__ import annotations
+
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from smopd.config.settings import Advantage
+from smopd.engine.imports import resolve
 from smopd.ops import gd2po_advantages, gdpo_advantages, grpo_advantages
+
+
+class Estimator(Protocol):
+    def __call__(
+        self,
+        rewards_RK: Tensor,
+        group_R: Tensor,
+        *,
+        weights_K: Tensor,
+        lengths_R: Tensor,
+        settings: Advantage,
+        process_group: dist.ProcessGroup | None,
+    ) -> tuple[Tensor, Tensor]:
+        """(R,) advantages and (R,) bool, whether each rollout is kept; a collective call.
+
+        Args:
+            rewards_RK: float64 on the CPU, NaN where a reward could not score.
+            group_R: int64, equal for rollouts of one prompt; a group lies on one rank.
+            weights_K: the priority profile.
+            lengths_R: response tokens.
+            process_group: of the ranks that share the batch; None is this one alone.
+        """
+        ...
+
+
+def grpo(
+    rewards_RK: Tensor, group_R: Tensor, *, weights_K: Tensor, settings: Advantage, **given: Any
+) -> tuple[Tensor, Tensor]:
+    adv_R = grpo_advantages(rewards_RK, group_R, weights_K=weights_K, norm_eps=settings.norm_eps)
+    return adv_R, torch.ones_like(group_R, dtype=torch.bool)
+
+
+def gdpo(rewards_RK: Tensor, group_R: Tensor, *, settings: Advantage, **given: Any) -> tuple[Tensor, Tensor]:
+    options = {"whiten": _whiten(settings), "norm_eps": settings.norm_eps, **given}
+    return gdpo_advantages(rewards_RK, group_R, **options), torch.ones_like(group_R, dtype=torch.bool)
+
+
+def gd2po(rewards_RK: Tensor, group_R: Tensor, *, settings: Advantage, **given: Any) -> tuple[Tensor, Tensor]:
+    options = {"whiten": _whiten(settings), "norm_eps": settings.norm_eps, **given}
+    return gd2po_advantages(rewards_RK, group_R, snr_threshold=settings.snr_threshold, **options)
+
+
+def _whiten(settings: Advantage) -> str | None:
+    return None if settings.whiten == "none" else settings.whiten
+
+
+ESTIMATORS: dict[str, Estimator] = {"grpo": grpo, "gdpo": gdpo, "gd2po": gd2po}
 
 
 def advantages(
@@ -21,38 +71,16 @@ def advantages(
     weights: list[float],
     process_group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
-    """(R,) advantages and (R,) whether the estimator kept the rollout.
+    """As `Estimator`, by the one that the settings name.
 
     Args:
-        rewards_RK: NaN where a reward could not score.
-        group_R: int64, equal for rollouts of one prompt; a group lies on one rank.
-        lengths_R: response tokens.
         weights: the priority profile, one a reward.
     """
-    weights_K = torch.tensor(weights, dtype=rewards_RK.dtype, device=rewards_RK.device)
-    kept_R = torch.ones(len(rewards_RK), dtype=torch.bool, device=rewards_RK.device)
-    if settings.estimator == "grpo":
-        adv_R = grpo_advantages(rewards_RK, group_R, weights_K=weights_K, norm_eps=settings.norm_eps)
-        return adv_R, kept_R
-    whiten = None if settings.whiten == "none" else settings.whiten
-    if settings.estimator == "gdpo":
-        adv_R = gdpo_advantages(
-            rewards_RK,
-            group_R,
-            weights_K=weights_K,
-            lengths_R=lengths_R,
-            whiten=whiten,
-            norm_eps=settings.norm_eps,
-            process_group=process_group,
-        )
-        return adv_R, kept_R
-    return gd2po_advantages(
+    return resolve(settings.estimator, ESTIMATORS)(
         rewards_RK,
         group_R,
-        weights_K=weights_K,
+        weights_K=torch.tensor(weights, dtype=rewards_RK.dtype, device=rewards_RK.device),
         lengths_R=lengths_R,
-        whiten=whiten,
-        snr_threshold=settings.snr_threshold,
-        norm_eps=settings.norm_eps,
+        settings=settings,
         process_group=process_group,
     )

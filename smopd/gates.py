@@ -15,6 +15,12 @@ from torch import Tensor
 
 from smopd.config.settings import Gate
 
+CONFIDENCE_FLOOR = 0.05  # c0, as all constants here from appendix A
+CONFIDENCE_EXPONENT = 1.0  # eta
+FAILURE_EXPONENT = 1.0  # gamma
+BLEND = 0.5  # beta
+FAILURE_EPS = 1e-6  # epsilon
+
 _FAR = 1e4
 """Nats of a token that one of the two never draws."""
 
@@ -25,7 +31,7 @@ def log_alpha(
     """log of the teachers' weights: (M,) for the uniform gate, else (N, M).
 
     Args:
-        gate: the kind and the constants phi, gamma, eta, c0, beta and eps.
+        gate: the kind and the floor phi.
         ids_NMS, logps_NMS: each teacher's top-kappa, sorted descending.
         failure_RM: Eq. 19, in [0, 1], each response on each teacher's reward.
         response_N: int64, the response that each token belongs to.
@@ -38,10 +44,10 @@ def log_alpha(
         confidence_NM = _response_mean(confidence_NM, response_N, len(failure_RM))[response_N]
         disagreement_N = _response_mean(disagreement_N[:, None], response_N, len(failure_RM))[response_N, 0]
     failure_NM = failure_RM[response_N].to(confidence_NM)
-    raw_NM = (confidence_NM + gate.confidence_floor) ** gate.confidence_exponent
-    raw_NM = raw_NM * (failure_NM + gate.eps) ** gate.failure_exponent / n_teachers
+    raw_NM = (confidence_NM + CONFIDENCE_FLOOR) ** CONFIDENCE_EXPONENT
+    raw_NM = raw_NM * (failure_NM + FAILURE_EPS) ** FAILURE_EXPONENT / n_teachers
     alpha_NM = raw_NM / raw_NM.sum(-1, keepdim=True)
-    pull_N1 = gate.blend * disagreement_N[:, None]
+    pull_N1 = BLEND * disagreement_N[:, None]
     blended_NM = (1 - pull_N1) * alpha_NM + pull_N1 / n_teachers
     share_NM = blended_NM / blended_NM.sum(-1, keepdim=True)
     return (gate.floor + (1 - gate.floor * n_teachers) * share_NM).log()

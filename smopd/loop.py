@@ -1,4 +1,4 @@
-"""One run of policy optimisation, top to bottom: a teacher of stage 1, the student of stage 2, or a control.
+"""One run of policy optimisation, top to bottom: a teacher of stage 1, a student of stage 2, or a baseline.
 
 Stage 1 is this loop without teachers and with a skewed priority profile; stage 2 has teachers and equal
 weights.
@@ -24,7 +24,7 @@ from smopd.engine.weights.sync import publish_weights
 from smopd.objective import Objective
 from smopd.record.metrics import Metrics
 from smopd.record.recorder import Recorder, StepResult
-from smopd.step.ends import ENDS, Done
+from smopd.step.ends import RECOVERABLE, Progress
 from smopd.step.held_out import evaluate_held_out
 from smopd.step.rewards import Rewarder
 from smopd.step.sampling import Sampler
@@ -65,19 +65,19 @@ def optimise(run: Run) -> None:
     """Trains `run.student` to the end of its steps, from its newest checkpoint where there is one."""
     settings, student = run.settings, run.student
     views = settings.log.view_every(settings.loop.steps)
-    done = Done(*run.checkpoints.restore(student))
-    run.recorder.begin(done.step)
-    publish_weights(student, run.rollouts, version=done.step)
+    progress = Progress(*run.checkpoints.restore(student))
+    run.recorder.begin(progress.step)
+    publish_weights(student, run.rollouts, version=progress.step)
 
     with (
         run.stop.postponed(),
-        distributed.waiting_at_most(settings.waiting_seconds),
-        Sampler(settings, run.prompts, run.rollouts, student.device, done.ahead) as sampler,
+        distributed.collective_timeout(settings.waiting_seconds),
+        Sampler(settings, run.prompts, run.rollouts, student.device, progress.ahead) as sampler,
         TeacherScoring(settings, run.teachers, run.reference, student.device) as scoring,
-        saved_where_it_ends(run, done),
+        saved_where_it_ends(run, progress),
     ):
-        evaluate(run, done.step)  # where its evaluation ended the command
-        for step in range(done.step, settings.loop.steps):
+        evaluate(run, progress.step)  # where its evaluation ended the command
+        for step in range(progress.step, settings.loop.steps):
             metrics = Metrics(student.device)
             objective = Objective.at(settings, step, student.device, distils=run.teachers is not None)
 
@@ -111,18 +111,18 @@ def optimise(run: Run) -> None:
                 updates=updates,
                 bad_answers=run.bad_answers,
             )
-            done.updated(partial(run.recorder.record, result, metrics))
+            progress.updated(partial(run.recorder.record, result, metrics))
 
             with metrics.phase("sync"):
-                done.ahead = sampler.settle()
+                progress.ahead = sampler.settle()
                 publish_weights(student, run.rollouts, version=step + 1)
-            done.record()
+            progress.record()
             if signals.target is not None and due(step + 1, views, settings):
                 run.recorder.view_tokens(result, student)
             evaluate(run, step + 1)
             stopped = run.stop.asked()
             if stopped or due(step + 1, settings.checkpoint.every, settings):
-                save(run, done)
+                save(run, progress)
             if stopped:
                 raise Stopped(stopped, f"step {step + 1} is done and saved", agreed=True)
 
@@ -132,28 +132,28 @@ def evaluate(run: Run, step: int) -> None:
     settings = run.settings
     if run.held_out is None or step == 0 or not due(step, settings.evaluation.every, settings):
         return
-    if not distributed.on_first(lambda: run.recorder.has_evaluated(step)):
+    if not distributed.on_rank0(lambda: run.recorder.has_evaluated(step)):
         greedy = evaluate_held_out(settings, run.held_out, run.rollouts, run.rewarder, greedy_only=True)
         run.recorder.evaluated(step, greedy.values)
 
 
-def save(run: Run, done: Done) -> None:
+def save(run: Run, progress: Progress) -> None:
     """A checkpoint of what is done; the metrics reach the disk before it."""
     run.recorder.flush()
-    run.checkpoints.save(done.step, run.student, done.ahead)
+    run.checkpoints.save(progress.step, run.student, progress.ahead)
 
 
 @contextmanager
-def saved_where_it_ends(run: Run, done: Done) -> Iterator[None]:
+def saved_where_it_ends(run: Run, progress: Progress) -> Iterator[None]:
     """What ends the run within it, on every rank, leaves a checkpoint of what is done."""
     try:
         yield
-    except ENDS:
-        done.record()
-        if done.step > run.checkpoints.newest:
-            save(run, done)
-        if done.step and distributed.rank() == 0:
-            log.warning("step %d is done and saved; the same command goes on", done.step)
+    except RECOVERABLE:
+        progress.record()
+        if progress.step > run.checkpoints.newest:
+            save(run, progress)
+        if progress.step and distributed.rank() == 0:
+            log.warning("step %d is done and saved; rerun to resume", progress.step)
         raise
 
 

@@ -1,7 +1,7 @@
 """`python -m smopd.merge MODEL ... --base BASE --output FOLDER`: models of one base, merged by their weights.
 
 Adapters of one base are merged as an adapter, unless `--full`. A guard, which chooses by rollouts, belongs to
-a recipe: `init: {merge: {guard: ...}}` of a run, also of one that takes no step.
+a recipe: a run of the stage `merge`, also one that takes no step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Options:
     """Of each model's change, or one of all."""
     keep: tuple[float, ...] = (1.0,)
     """The share of each tensor's changes that stays, the largest by magnitude: one a model, or one of all."""
-    leave_out: tuple[str, ...] = ("",)
+    exclude: tuple[str, ...] = ("",)
     """A pattern: tensors whose names match it stay the base's; one a model, or one of all."""
     full: bool = False
     """Adapters: write the base's weights with the change in them."""
@@ -57,7 +57,7 @@ def merge(options: Options) -> None:
         ValueError, OSError: what was given does not go together, or cannot be read or written.
     """
     n = len(options.models)
-    given = [each_of(name, getattr(options, name), n) for name in ("scale", "keep", "leave_out")]
+    given = [each_of(name, getattr(options, name), n) for name in ("scale", "keep", "exclude")]
     if wrong := [keep for keep in options.keep if not 0 < keep <= 1]:
         raise ValueError(f"--keep: got {wrong[0]:g}, expected a share over 0 and at most 1")
     if options.output.exists():

@@ -1,4 +1,4 @@
-"""Names that people write: the form of an import path, the hint where one is nearly right, and secrets."""
+"""Names that people write: the hint where one is nearly right, and secrets."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
-"""`package.module:function`, or a method as `package.module:Class.method`."""
-
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 _SECRET = r"(?:\w*[_-])?(?:(?:api|access|secret|private)[_-]?key|token|secret|password|passwd|credentials?)"
@@ -17,6 +14,9 @@ _SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
 _SECRET_VALUE = re.compile(rf"""(\b{_SECRET}['"]?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s,}}'"]+)""", re.IGNORECASE)
 _USER = re.compile(r"(\b\w+://)[^/@\s'\"]+@")
 REDACTED = "<redacted>"
+
+STARTUP_SECONDS = 600.0
+"""Ours: the longest time that a reward may take to be imported, before anything is trained."""
 
 STEP_COLUMN = "training_step"
 """The column of the step, from 0, that rewards are given beside the data's own while training."""

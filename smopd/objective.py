@@ -12,6 +12,7 @@ Letters: R responses and N response tokens of this rank in flat order, K rewards
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,12 +22,24 @@ from torch import Tensor
 from smopd.advantages import advantages
 from smopd.config.settings import KlRef, Loss, Opd, Settings
 from smopd.engine import distributed
+from smopd.engine.imports import resolve
 from smopd.engine.student.student import Student
 from smopd.engine.types import TeacherTopK
 from smopd.gates import change_weights, failure, log_alpha, path_weights
 from smopd.ops import LossSettings, LossTokens, Mixture, teacher_product
 from smopd.step.batch import Batch, MiniBatch
 from smopd.step.teachers import TeacherScores
+
+MakesTarget = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+"""(ids_NMS, logps_NMS, log_alpha, kappa) -> (ids_NS, logps_NS): what the forward KL draws the student to.
+
+Args: each teacher's top entries, ids int32 and log-probabilities in nats, most likely first (with
+`teachers.union` behind its own kappa those that the others name), and the log of the teachers' weights, (M,)
+or (N, M). Returns: at most 128 ids of each token, int32, none twice, and their log-probabilities, float32;
+-inf marks an empty slot. A pure function of each token, called on the student's device without gradients.
+"""
+MIXTURES: dict[str, MakesTarget | None] = {"pooled": None, "merged": None}
+"""Made within the fused loss, of what the teachers sent."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +53,9 @@ class Target:
     high_M: Tensor
     """The range in which each teacher's reward is a success or a failure."""
     product: Mixture | None = None
-    """Of the teachers over the reference, which is the last model of `topk` then; None: they are mixed."""
+    """Of the teachers over the reference, which is the last model of `topk` then."""
+    made: tuple[Tensor, Tensor] | None = None
+    """(N, S) ids and log-probabilities where opd.target is a function; neither: the teachers are mixed."""
 
     @property
     def changes_NM(self) -> Tensor:
@@ -108,7 +123,7 @@ class Objective:
             opd_coef=self.reverse_scale,
             entropy_coef=loss.entropy_coef,
             kappa=opd.kappa,
-            merge=opd.support == "merged",
+            merge=opd.target == "merged",
             tail=opd.tail,
             temperature=self.settings.rollout.temperature,
             kl_temperature=self.settings.kl_temperature,
@@ -142,8 +157,14 @@ class Objective:
         with_kl_RK, weights = with_kl_reward(
             self.settings.kl_ref, rewards_RK, weights, signals.ref_log_ratio_N, batch
         )
-        options, world = self.settings.advantage, dist.group.WORLD
-        return advantages(options, with_kl_RK, batch.group_R, batch.lengths_R, weights, world)
+        return advantages(
+            self.settings.advantage,
+            with_kl_RK,
+            batch.group_R,
+            batch.lengths_R,
+            weights,
+            process_group=dist.group.WORLD,
+        )
 
     def loss_tokens(self, batch: Batch, part: MiniBatch, adv_R: Tensor, signals: Signals) -> LossTokens:
         """The fused loss's inputs for one update, on the device; a collective call.
@@ -240,13 +261,17 @@ def teacher_target(
         response_N,
     )
     product = None
-    if opd.support == "product":
-        models, limits = (topk.ids_NMS, topk.logps_NMS), opd.product
+    if settings.merge.method == "product":
+        limits = opd.product
         of_changes = change_weights(opd.gate, limits.weights, weights)
-        if limits.path_floor is not None:
-            of_changes = of_changes * path_weights(_changes(topk), response_N, limits.path_floor)
-        product = teacher_product(*models, of_changes, own, clip=limits.clip, keep_raised=limits.keep_raised)
-    return Target(topk, weights, low_M, high_M, product)
+        if limits.prefix_floor is not None:
+            of_changes = of_changes * path_weights(_changes(topk), response_N, limits.prefix_floor)
+        product = teacher_product(
+            topk.ids_NMS, topk.logps_NMS, of_changes, own, keep_raised=limits.protect_above
+        )
+    make = resolve(opd.target, MIXTURES)
+    made = None if make is None else make(topk.ids_NMS, topk.logps_NMS, weights, opd.kappa)
+    return Target(topk, weights, low_M, high_M, product, made)
 
 
 def _changes(topk: TeacherTopK) -> Tensor:
@@ -286,11 +311,11 @@ def token_weights(loss: Loss, lengths_R: Tensor) -> Tensor:
 def _teachers(target: Target | None, part: MiniBatch) -> dict[str, Tensor]:
     if target is None:
         return {}
-    if (product := target.product) is not None:
-        return {
-            "target_ids_NS": product.ids_NS[part.tokens],
-            "target_logps_NS": product.logps_NS[part.tokens],
-        }
+    product, made = target.product, target.made
+    if product is not None:
+        made = (product.ids_NS, product.logps_NS)
+    if made is not None:
+        return {"target_ids_NS": made[0][part.tokens], "target_logps_NS": made[1][part.tokens]}
     alpha = target.log_alpha
     return {
         "teacher_ids_NMS": target.topk.ids_NMS[part.tokens],

@@ -28,7 +28,7 @@ from rich.table import Table
 from smopd.config.cli import COMMAND_LINE, DEFAULT_RECIPE, read_settings, split
 from smopd.config.errors import nearest
 from smopd.config.recipe import Mistakes
-from smopd.config.schedule import BASE, needs_base, ordered, product_reference
+from smopd.config.schedule import BASE, distils, needs_base, ordered, product_reference, weight_merge
 from smopd.config.settings import Settings
 from smopd.names import is_url
 
@@ -281,7 +281,7 @@ class Plan:
         )  # the root's gradients, reduced at the end
         note = f"{self.tokens:,} positions{', checkpointed' if student.gradient_checkpointing else ''}"
         yield Need("activations", {"update": max(activations + backward, after)}, note)
-        chunk = min(student.head_chunk_bytes or CHUNK_BYTES, self.tokens * numbers.vocabulary * width)
+        chunk = min(CHUNK_BYTES, self.tokens * numbers.vocabulary * width)
         states = 2 * width * self.tokens * numbers.hidden
         gradient = 0 if student.lora else (FP32 + width) * numbers.head_parameters
         yield Need("fused head", {"update": chunk + states + gradient}, "a chunk of logits, its gradients")
@@ -298,7 +298,7 @@ class Plan:
         return self.tokens * (norms + attention + 4 * width * self.student.intermediate)
 
     def _rollouts(self, engines: Sequence[Engine]) -> list[Need]:
-        rollout, numbers, lag = self.own.rollout, self.student.numbers, self.own.loop.lag
+        rollout, numbers, lag = self.own.rollout, self.student.numbers, self.own.loop.async_level
         if rollout.urls:
             return []
         if rollout.engine == "vllm":
@@ -320,7 +320,7 @@ class Plan:
 
     def _teachers(self, engines: Sequence[Engine]) -> Iterator[Need]:
         own, opd = self.own, self.own.opd
-        asked = len(own.teachers.models) if own.runs[self.name].stage == "merge" else 0
+        asked = len(own.teachers.models) if distils(own, self.name) else 0
         asked += product_reference(own, self.name) is not None
         entries = opd.kappa * (asked if own.unites else 1)
         topk = self.responses * own.rollout.max_new_tokens * asked * (entries * TOPK + FP32)
@@ -400,12 +400,12 @@ class Plan:
                     asleep=sum(one.total for one in made if one.sleeps),
                 ),
                 samples=samples,
-                pooled=not samples and self.own.teachers.route != "prompt_logprobs",
+                pooled=not samples,
             )
             if taken.cache < taken.least:
                 raise ValueError(
-                    f"{key[0]}: {taken.cache / GIB:.2f} GiB of cache by vllm.kv_cache_bytes or "
-                    f"vllm.gpu_memory_share, expected at least {taken.least / GIB:.2f}, one longest sequence"
+                    f"{key[0]}: {taken.cache / GIB:.2f} GiB of cache by kv_cache_memory_bytes or "
+                    f"gpu_memory_utilization, expected at least {taken.least / GIB:.2f}, one longest sequence"
                 )
             held = width * adapters // vllm.tensor_parallel_size
             made.append(Engine(key, colocated, taken, held, sleeps))
@@ -421,7 +421,7 @@ class Plan:
         own, runs = self.own, self.recipe.runs
         whole: dict[str, Sizes] = {}
         adapters = 0
-        for i, teacher in enumerate(own.teachers.models if runs[self.name].stage == "merge" else ()):
+        for i, teacher in enumerate(own.teachers.models if distils(own, self.name) else ()):
             setting = f"teachers.models.{i}.model"
             if is_url(teacher.model):
                 continue
@@ -448,8 +448,8 @@ class Plan:
 
     def _start(self, run: str) -> str:
         """What a run starts from; a merge is a model of its own."""
-        init = self.recipe.runs[run].init
-        return init if isinstance(init, str) else f"{run}/start"
+        merged = weight_merge(self.recipe.resolved(run), run) is not None
+        return f"{run}/start" if merged else self.recipe.runs[run].init
 
     def _place(self, model: str) -> str:
         """The same for two names of one model."""
@@ -489,9 +489,9 @@ def _sizes(model: str, setting: str, kwargs: str | None = None) -> Sizes:
 
     from smopd.data.sources import import_function
     from smopd.engine.models.loading import stored_dtype
-    from smopd.run.failures import naming
+    from smopd.run.failures import error_context
 
-    with naming(setting), torch.device("meta"):
+    with error_context(setting), torch.device("meta"):
         if kwargs is not None:
             return measured(import_function(model)(seed=0, **json.loads(kwargs))[0], FP32)
         stored = stored_dtype(model).itemsize

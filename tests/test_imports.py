@@ -48,7 +48,8 @@ LAYERS = {
         ops
     """,
     "engine": """
-        types process files settings errors
+        types process files imports errors
+        settings
         protocols models distributed
         student
         weights

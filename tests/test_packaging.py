@@ -238,7 +238,7 @@ def test_a_wheel_on_a_strangers_machine(wheel: Path, outside: Path, tmp_path: Pa
     (outside / "mine.py").write_text(
         "def ones(prompts, completions, **columns):\n    return [1.0] * len(prompts)\n"
     )
-    mine = ("--rewards.1.function", "mine:ones", "--only", "gdpo", "--output", "out", "--log.plain", "true")
+    mine = ("--rewards.1.function", "mine:ones", "--only", "gdpo", "--output", "out")
     stranger(smopd, "train", "quickstart", *FIRST_STEPS, *FEW_ITEMS, *mine)  # two processes, as it says
     lines = [json.loads(line) for line in (outside / "out/gdpo/metrics.jsonl").read_text().splitlines()]
     means = [line["reward/format/mean"] for line in lines if "loss/pg" in line]

@@ -256,7 +256,9 @@ def merge_steps(bench: Bench, way: str, steps: int) -> list[dict[str, Any]]:
             "student": {"micro_batch_tokens": sizes.micro_batch, "learning_rate": 1e-5},
             "teachers": {"models": [{"model": "a/b", "reward": "even"}, {"model": "a/c", "reward": "low"}]},
             "checkpoint": {"every": 0},
-            "log": {"plain": True, "token_views": 0},
+            "log": {"token_views": 0},
+            "merge": {"method": "published"},
+            "opd": {"target": "merged", "tail": True},
             "runs": {"student": {"stage": "merge"}},
         }
     ).resolved("student")

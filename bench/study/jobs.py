@@ -47,7 +47,7 @@ class Job:
 
     def command(self) -> list[str]:
         experiment = EXPERIMENTS[self.experiment]
-        where = ["--seed", str(self.seed), "--output", str(self.folder), "--log.plain", "true"]
+        where = ["--seed", str(self.seed), "--output", str(self.folder)]
         settings = experiment.variants[self.variant]
         return [sys.executable, "-m", "smopd.train", str(experiment.path), *where, *settings]
 

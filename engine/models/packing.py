@@ -1,7 +1,7 @@
 """Token-budget packing: ragged rollouts -> micro-batches whose rows hold several sequences.
 
 A unit is a prompt with one or more of its responses. Under a mask, whose cost is the square of the row, rows
-are as long as the longest unit they must hold (or `row_tokens`), shorter units share rows, and a micro-batch
+are as long as the longest unit they must hold, shorter units share rows, and a micro-batch
 holds as many rows as its token budget allows. Where pieces attend one at a time, a micro-batch is one row
 without padding, told by its pieces. A response's last token is predicted but never read, so it takes
 no position.
@@ -34,9 +34,9 @@ def pack(
 
     Args:
         rollouts: responses; those of one group must stand together to share their prompt.
-        packing: the token budget, the row length and whether prompts are shared.
+        packing: the token budget, and whether prompts are shared.
         one_row_from: a micro-batch whose longest unit has so many positions is one row, as long as what it
-            holds; `row_tokens` is left out. None: none is.
+            holds. None: none is.
     """
     offsets = flat_offsets(rollouts)
     units = sorted(_units(rollouts, packing), key=lambda unit: _length(rollouts, unit), reverse=True)
@@ -44,8 +44,7 @@ def pack(
     while units:
         longest = _length(rollouts, units[0])
         one_row = one_row_from is not None and longest >= one_row_from
-        least = packing.micro_batch_tokens if one_row else packing.row_tokens
-        row_length = max(least, longest, 1)
+        row_length = max(packing.micro_batch_tokens if one_row else 0, longest, 1)
         rows: list[list[list[int]]] = []
         space: list[int] = []
         later = []

@@ -71,7 +71,7 @@ class RemoteRollout:
         run = distributed.broadcast_object(uuid.uuid4().hex[:12])
         self.weights = RemoteWeights(servers, run, longest, transfer, transfer_folder)
         servers.each(lambda client: client.get("/health"))
-        distributed.on_first(self.weights.require_servable)
+        distributed.on_rank0(self.weights.require_servable)
 
     @property
     def bad_answers(self) -> int:

@@ -270,7 +270,7 @@ class RemoteTeachers(Dropping):
         if self.union:
             raise UnusableModel(
                 f"{name} is a vLLM server, which cannot be asked about the other teachers' ids; serve it "
-                "with smopd.engine.teacher_server, or leave teachers.union and opd.support product"
+                "with smopd.engine.teacher_server, or leave teachers.union and merge.method product"
             )
         _require_temperature(url, self.temperature)
         model = self._models[url] = servers.patiently(

@@ -61,7 +61,7 @@ class Checkpoints:
         final = self.folder / _name(step)
         ranks, kind, own = distributed.world_size(), student.strategy.name, f"process_{distributed.rank()}.pt"
         with room_for(final):
-            partial = distributed.on_first(lambda: empty_partial(final))
+            partial = distributed.on_rank0(lambda: empty_partial(final))
             student.strategy.save(partial)
             torch.save(_process_state(student) | {"extra": extra}, partial / own)
             distributed.barrier()
@@ -144,7 +144,7 @@ def export(student: Student, tokenizer: PreTrainedTokenizerBase, folder: Path, d
         FullDisk: there is no room.
     """
     with room_for(folder):
-        partial = distributed.on_first(lambda: empty_partial(folder))
+        partial = distributed.on_rank0(lambda: empty_partial(folder))
         weights = {}
         for name, value in student.weights():
             if distributed.rank() == 0:
@@ -216,7 +216,7 @@ def require_whole(export: Path) -> None:
     Raises:
         DamagedCheckpoint: a file is missing or differs from its checksum.
     """
-    if distributed.on_first((export / MANIFEST_DIGEST).exists):
+    if distributed.on_rank0((export / MANIFEST_DIGEST).exists):
         read_manifest(export, "its run has to be done again: remove the run's folder")
 
 

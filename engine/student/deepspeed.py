@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from smopd.engine import distributed
 from smopd.engine.models.loading import head
 from smopd.engine.settings import TrainSettings
-from smopd.engine.student.fsdp import adamw
+from smopd.engine.student.optimizers import optimizer
 from smopd.engine.student.strategy import Output, Policy, ThroughHead
 from smopd.engine.types import TokenBatch
 
@@ -46,7 +46,7 @@ class DeepSpeedZero:
             raise ValueError("compile: ZeRO-3 gathers inside each layer, expected FSDP2 or zero_stage 2")
         self.name = f"deepspeed ZeRO-{stage}"
         self.policy = policy
-        self.optimizer = adamw(policy, settings)
+        self.optimizer = optimizer(policy, settings)
         masters = _copies(
             p for p in policy.parameters() if p.requires_grad and settings.compute_dtype != "float32"
         )

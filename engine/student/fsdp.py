@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from smopd.engine import distributed
 from smopd.engine.settings import TrainSettings
+from smopd.engine.student.optimizers import optimizer
 from smopd.engine.student.strategy import Output, Policy, ThroughHead, UnreadableState
 from smopd.engine.types import TokenBatch
 
@@ -61,7 +62,7 @@ class Fsdp2:
             if settings.offload_optimizer
             else OffloadPolicy(),
         )
-        self.optimizer = adamw(self.policy, settings)
+        self.optimizer = optimizer(self.policy, settings)
 
     def forward(self, batch: TokenBatch, through_head: ThroughHead[Output]) -> Output:
         return self.policy(batch, through_head)
@@ -103,24 +104,13 @@ class Fsdp2:
         if not self.optimizer.state:  # torch makes it by a step with gradients of 0, which must not count
             get_state_dict(self.policy, self.optimizer, options=options)
             for state in self.optimizer.state.values():
-                state["step"].zero_()
+                if "step" in state:
+                    state["step"].zero_()
         model, optimizer = get_state_dict(self.policy, self.optimizer, options=options)
         return {"model": model, "optimizer": optimizer}
 
     def _frozen(self) -> bool:
         return not all(parameter.requires_grad for parameter in self.policy.parameters())
-
-
-def adamw(policy: Policy, settings: TrainSettings) -> torch.optim.AdamW:
-    """AdamW over the parameters that are trained."""
-    return torch.optim.AdamW(
-        [parameter for parameter in policy.parameters() if parameter.requires_grad],
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.adam_eps,
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
 
 
 def grid(shard_size: int | None, device: torch.device) -> DeviceMesh | None:

@@ -11,7 +11,7 @@ computation is in `compute_dtype`; reductions are fp32.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -35,6 +35,7 @@ from smopd.kernels.ops.linear_topk import linear_topk_logprobs
 from smopd.kernels.types import LossSettings, LossStats, LossTokens, TopK
 
 log = logging.getLogger(__name__)
+MAX_SKIPPED_UPDATES = 3  # ours: updates of a run whose gradient is not finite
 
 
 class NonFiniteGradient(RuntimeError):
@@ -61,7 +62,7 @@ class Student:
         model: fp32 (with adapters the compute dtype will do), unsharded, the same on every rank.
         settings: optimiser, precision, sharding and packing.
         device: where to compute.
-        decay: the updates between which the learning rate falls linearly to zero; None keeps it constant.
+        schedule: the learning rate's factor at an update, counted from 0; the warm-up multiplies it. None: 1.
     Raises:
         ValueError: settings that do not go together, or that this model cannot serve.
         ImportError: the strategy's or the adapters' package is not installed.
@@ -73,10 +74,10 @@ class Student:
         settings: TrainSettings,
         device: torch.device,
         *,
-        decay: tuple[int, int] | None = None,
+        schedule: Callable[[int], float] | None = None,
     ):
         self.settings = settings
-        self.decay = decay
+        self.schedule = schedule
         self.device = device
         self.lora = settings.lora
         self.updates = 0
@@ -154,7 +155,7 @@ class Student:
             tokens: the loss's inputs in the flat token order of `rollouts`, global denominators folded in.
             settings: the objective's constants.
         Raises:
-            NonFiniteGradient: more than `max_skipped_updates` gradients were not finite so far.
+            NonFiniteGradient: more than MAX_SKIPPED_UPDATES gradients were not finite so far.
         """
         parts, places = [], []
         batches = self._micro_batches(rollouts)
@@ -163,7 +164,6 @@ class Student:
                 _loss,
                 tokens=take(tokens, batch.flat_N),
                 settings=settings,
-                chunk_bytes=self.settings.head_chunk_bytes,
             )
             loss, stats = self.strategy.forward(batch, through_head)
             self.strategy.backward(loss, last=i + 1 == len(batches))
@@ -233,19 +233,16 @@ class Student:
         return [batch.to(self.device) for batch in batches]
 
     def _rate_scale(self) -> float:
-        scale = min(1.0, (self.updates + 1) / max(1, self.settings.warmup_steps))
-        if self.decay is not None:
-            begin, end = self.decay
-            scale *= min(1.0, max(0.0, (end - self.updates) / max(1, end - begin)))
-        return scale
+        warmed = min(1.0, (self.updates + 1) / max(1, self.settings.warmup_steps))
+        return warmed * (self.schedule(self.updates) if self.schedule is not None else 1.0)
 
     def _count(self, grad_norm: float, skipped: bool) -> None:
         self.updates += 1
         self.skipped += skipped
-        if self.skipped > self.settings.max_skipped_updates:
+        if self.skipped > MAX_SKIPPED_UPDATES:
             raise NonFiniteGradient(
                 f"update {self.updates}: gradient norm {grad_norm}; {self.skipped} updates were skipped, "
-                f"at most {self.settings.max_skipped_updates} are allowed (student.max_skipped_updates)"
+                f"at most {MAX_SKIPPED_UPDATES} are allowed"
             )
 
 
@@ -293,9 +290,8 @@ def _loss(
     *,
     tokens: LossTokens,
     settings: LossSettings,
-    chunk_bytes: int | None,
 ) -> tuple[Tensor, LossStats]:
-    return linear_smopd_loss(hidden_ND, weight_VD, tokens, settings, bias_V=bias_V, chunk_bytes=chunk_bytes)
+    return linear_smopd_loss(hidden_ND, weight_VD, tokens, settings, bias_V=bias_V)
 
 
 def without_dropout(model: PreTrainedModel) -> PreTrainedModel:

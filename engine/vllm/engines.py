@@ -315,7 +315,7 @@ def _arguments(path: str, settings: VllmSettings) -> dict[str, Any]:
         arguments["weight_transfer_config"] = {"backend": BACKENDS[settings.transfer]}
     elif distributed.world_size() > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
-    return arguments
+    return arguments | settings.more
 
 
 def _memory(

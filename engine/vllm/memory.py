@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smopd.engine.models.sizes import ModelNumbers
-from smopd.engine.settings import Vllm
+from smopd.engine.settings import Vllm, VllmSettings
 
 GIB = 1 << 30
 WORK = 2 * GIB
@@ -67,7 +67,7 @@ class EngineMemory:
 
 
 def engine_memory(
-    wanted: Vllm,
+    wanted: Vllm | VllmSettings,
     model: ModelNumbers,
     width: int,
     longest: int,
@@ -102,7 +102,7 @@ def engine_memory(
 
 
 def vllm_arguments(
-    wanted: Vllm, taken: EngineMemory, gpu: Gpu, *, sleeps: bool, samples: bool
+    wanted: Vllm | VllmSettings, taken: EngineMemory, gpu: Gpu, *, sleeps: bool, samples: bool
 ) -> dict[str, Any]:
     """`taken` in vLLM's words; it makes no engine whose share is not free, whatever the cache is given.
 

@@ -144,7 +144,7 @@ class VllmRollout:
     def _on_every_rank(self, take: Callable[[], None]) -> None:
         """An engine of its own process may end on one rank alone; colocated ones are one with their ranks."""
         if self.settings.placement == "process":
-            distributed.together(take, (NoServer,))
+            distributed.all_or_raise(take, (NoServer,))
         else:
             take()
 

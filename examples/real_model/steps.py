@@ -103,7 +103,7 @@ def measured(system: str, chosen: argparse.Namespace, settings: Sequence[str]) -
                 "--output",
                 folder,
             ]
-            common += ["--log.plain", "true", *settings]
+            common += settings
             if run == "merge":
                 run_process([*common, "--only", "accuracy_teacher", "format_teacher"])
             steps = [f"--runs.{run}.set.loop.steps", str(chosen.steps)]

@@ -21,7 +21,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from smopd.config.errors import branches, child, explain, kind_text, nearest, section_of
+from smopd.config.errors import child, explain, kind_text, nearest, section_of
 from smopd.config.recipe import Keys, Mistakes, builtin, description, dotted, load, parse_value, write_yaml
 from smopd.config.schedule import BASE, Part, check_runs, output_directory, plan
 from smopd.config.settings import Settings
@@ -113,7 +113,7 @@ def describe(command: Command) -> str:
     planned = plan(settings, command.stage, command.only)
     for run in planned:
         weights = " ".join(f"{reward}={weight:g}" for reward, weight in run.weights.items())
-        parts = [f"from {run.init}", f"{run.steps} steps", weights]
+        parts = [f"from {run.start}", f"{run.steps} steps", weights]
         if run.teachers:
             parts.append("teachers " + ", ".join(run.teachers))
         if run.done:
@@ -219,7 +219,7 @@ def _value(path: str, words: list[str], kind: Any) -> Any:
 
 _OPTION_HELP = (
     ("RECIPE", "a recipe's name, or a YAML file; quickstart where none is given"),
-    ("--stage PART", "all (default), warm-start, specialize, merge, control or evaluate"),
+    ("--stage PART", "all (default), warm-start, specialize, merge, train or evaluate"),
     ("--only RUN ...", "these runs of the recipe alone"),
     ("--dry-run", "print the settings and the plan, then stop"),
     ("--list", "print the recipes that there are"),
@@ -232,7 +232,7 @@ _OPTION_HELP = (
 _INTRODUCTION = (
     "Trains a language model against several rewards: first one teacher per reward, then one student from "
     "all teachers. Settings come from the recipe; the command line goes over them. Values are written as in "
-    "YAML (3, 1e-6, true, null, [1, 9]). The same command again goes on where it was stopped."
+    "YAML (3, 1e-6, true, null, [1, 9]). Rerun a command to resume it."
 )
 
 
@@ -313,8 +313,7 @@ def _settings(path: str, field: FieldInfo) -> list[tuple[str, FieldInfo]]:
     kind = get_origin(field.annotation)
     many = ".N" if kind is list else ".NAME" if kind is dict else ""
     inside = [(f"{path}{many}.{name}", inner) for name, inner in section.model_fields.items()]
-    alone = [(path, field)] if branches(field.annotation) else []
-    return alone + [pair for inner_path, inner in inside for pair in _settings(inner_path, inner)]
+    return [pair for inner_path, inner in inside for pair in _settings(inner_path, inner)]
 
 
 def _kind(field: FieldInfo) -> str:

@@ -9,11 +9,13 @@ import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, Tag, ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from smopd.config.recipe import Keys, dotted
+from smopd.config.renamed import renamed
 from smopd.config.settings import Settings
+from smopd.engine.settings import ImportPath
 from smopd.names import nearest
 
 _NAMES = {
@@ -44,7 +46,7 @@ def explain(error: ValidationError, origin: dict[Keys, str], prefix: Keys = ()) 
     """
     lines: dict[str, None] = {}
     for detail in error.errors(include_url=False):
-        loc = _untagged(detail["loc"])
+        loc = detail["loc"]
         keys, kind = locate(loc)
         in_union = len(keys) < len(loc)
         for text in _message(detail, keys, kind, in_union).split("\n"):
@@ -73,26 +75,11 @@ def locate(loc: Keys) -> tuple[Keys, Any]:
     return loc, kind
 
 
-def _untagged(loc: Keys) -> Keys:
-    """An error's location without the tags of union branches."""
-    kind: Any = Settings
-    kept: list[str | int] = []
-    for key in loc:
-        if key not in branches(kind):
-            kind = _inside(kind, key)
-            kept.append(key)
-    return tuple(kept)
-
-
-def branches(kind: Any) -> dict[str, Any]:
-    """The branches of a tagged union by their tags; none of another type."""
-    marked = [get_args(arg) for arg in get_args(kind) if get_origin(arg) is Annotated]
-    return {mark.tag: arg[0] for arg in marked for mark in arg[1:] if isinstance(mark, Tag)}
-
-
 def kind_text(kind: Any) -> str:
     """A type as a person writes it: `integer`, `responses|tokens|none`, `[number, number]|batch|null`."""
     origin, args = get_origin(kind), get_args(kind)
+    if kind is ImportPath:
+        return "package.module:function"
     if origin is Annotated:
         return kind_text(args[0])
     if origin is Literal:
@@ -137,9 +124,11 @@ def section_of(kind: Any) -> type[BaseModel] | None:
 def _message(detail: ErrorDetails, keys: Keys, kind: Any, in_union: bool) -> str:
     error, value = detail["type"], detail["input"]
     context = detail.get("ctx", {})
+    if (now := renamed(keys, value)) is not None:
+        return now
     if error == "extra_forbidden":
         return "no such setting" + _right_name(keys)
-    if error == "value_error":
+    if error == "value_error" and not in_union:
         return str(context["error"])
     if error == "missing" and not in_union:
         return f"missing, expected {kind_text(kind)}"
@@ -149,13 +138,13 @@ def _message(detail: ErrorDetails, keys: Keys, kind: Any, in_union: bool) -> str
     if error in _BOUNDS:
         name, words = _BOUNDS[error]
         return f"got {got}, expected {words} {context[name]:g}"
-    if error == "literal_error" and isinstance(value, str):
-        return f"got {got}, expected {kind_text(kind)}" + nearest(value, kind_text(kind).split("|"))
     if error == "finite_number":
         return f"got {got}, expected a finite number"
     if error == "too_short":
         return f"got {got}, expected at least {context['min_length']}"
-    return f"got {got}, expected {kind_text(kind)}"
+    expected = kind_text(kind)
+    near = nearest(value, expected.split("|")) if isinstance(value, str) and "|" in expected else ""
+    return f"got {got}, expected {expected}{near}"
 
 
 def _right_name(keys: Keys) -> str:
@@ -170,11 +159,9 @@ def _right_name(keys: Keys) -> str:
 
 
 def _bare(kind: Any) -> Any:
-    """`kind` without `| None` and annotations; of a tagged union the branch that is a section."""
+    """`kind` without `| None` and annotations."""
     if get_origin(kind) is Annotated:
         return _bare(get_args(kind)[0])
-    if tagged := [arg for arg in branches(kind).values() if isinstance(arg, type)]:
-        return next((arg for arg in tagged if issubclass(arg, BaseModel)), kind)
     if get_origin(kind) in (Union, types.UnionType):
         rest = [arg for arg in get_args(kind) if arg is not type(None)]
         return _bare(rest[0]) if len(rest) == 1 else kind

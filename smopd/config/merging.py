@@ -1,4 +1,4 @@
-"""`init: {merge: ...}`: a run that starts from a sum of what others changed of their base. Loads no torch."""
+"""How a `merge` run combines its teachers, and the merge of weights that it may start from; no torch."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from smopd.engine.settings import Section
 
 
 def _listed(value: Any) -> Any:
     return value if isinstance(value, list) else [value]
-
-
-Share = Annotated[float, Field(gt=0, le=1)]
-Shares = Annotated[list[Share], BeforeValidator(_listed), Field(min_length=1)]
-Factors = Annotated[list[float], BeforeValidator(_listed), Field(min_length=1)]
 
 
 def _pattern(value: str) -> str:
@@ -29,52 +24,50 @@ def _pattern(value: str) -> str:
     return value
 
 
+Share = Annotated[float, Field(gt=0, le=1)]
+Shares = Annotated[list[Share], BeforeValidator(_listed), Field(min_length=1)]
 Pattern = Annotated[str, AfterValidator(_pattern)]
 Patterns = Annotated[list[Pattern], BeforeValidator(_listed), Field(min_length=1)]
 
 
 class MergedModel(Section):
-    """A model whose change of the base, its task vector, goes into the sum."""
+    """A model whose change of the run's `init`, its task vector, goes into the sum."""
 
     model: str
     """An earlier run of this recipe, a path or hub id, or a LoRA adapter's folder."""
-    scale: Factors = Field(default=[1.0])
-    """Of its change; several are the guard's to choose from."""
     keep: Shares = Field(default=[1.0])
-    """The share of each tensor's changes that stays, the largest by magnitude; several as well."""
-    leave_out: Patterns = Field(default=[""])
-    """Tensors whose names match this pattern stay the base's (self_attn|embed); several are the guard's, and
-    an empty one leaves none out."""
+    """The share of each tensor's changes that stays, the largest by magnitude; several are the guard's."""
+    exclude: Patterns = Field(default=[""])
+    """Tensors whose names match this pattern stay as in `init` (self_attn|embed); several are the guard's,
+    and an empty one excludes none."""
     reward: str | None = None
     """The guard: the reward dimension that this model stands for."""
-    may_lose: float | None = Field(default=None, ge=0)
-    """The guard: the largest share of this model's own gain in its reward, over the base, that a start may
+    max_regression: float | None = Field(default=None, ge=0)
+    """The guard: the largest share of this model's own gain in its reward, over `init`, that a merge may
     lack; null is any."""
 
 
 class Guard(Section):
-    """Rollouts of training prompts that choose among the starts before any step is taken."""
+    """Rollouts of training prompts that choose among the merges before the first step."""
 
-    prompts: int = Field(default=128, ge=1)
+    prompts: int = Field(default=64, ge=1)
     samples: int = Field(default=8, ge=1)
     """Responses a prompt, of each candidate."""
 
 
 class Merge(Section):
-    """Models merged by their weights."""
+    """How a run of the stage `merge` combines its teachers."""
 
-    models: list[MergedModel] = Field(min_length=1)
-    base: str = "base"
-    """What they were trained from: `base`, an earlier run, or a path or hub id."""
-    method: Literal["sum", "ties", "ram"] = "sum"
-    """ties: the mean of those with the elected sign, of each entry; ram: of all that changed it."""
-    guard: Guard | None = None
-    """Null takes the merge as it is given."""
-
-    @property
-    def choices(self) -> list[int]:
-        """How many settings of each model there are to choose from."""
-        return [len(each.scale) * len(each.keep) * len(each.leave_out) for each in self.models]
+    method: Literal["weights", "product", "published"] = "weights"
+    """weights: start from a merge of the teachers' weights, then train without them (recommended); product:
+    distil the product of what they changed; published: distil their mixture, as in the paper."""
+    models: list[MergedModel] = Field(default=[])
+    """weights: what is merged; none given: each teacher, with the guard's usual choices."""
+    rule: Literal["sum", "ties", "ram"] = "sum"
+    """weights: the sum of the changes; ties: of each entry, the mean of those with the elected sign; ram: the
+    mean of all that changed it."""
+    guard: Guard | None = Guard()
+    """weights: null takes the merge as it is given."""
 
     def mistakes(self, rewards: Sequence[str]) -> list[str]:
         """What does not go together, a line each; `rewards` are the recipe's."""
@@ -83,39 +76,37 @@ class Merge(Section):
         if len(set(names)) != len(names):
             wrong.append(f"models: must differ, got {names}")
         for i, each in enumerate(self.models):
-            for name in ("scale", "keep", "leave_out"):
+            for name in ("keep", "exclude"):
                 if self.guard is None and len(getattr(each, name)) > 1:
                     wrong.append(
                         f"models.{i}.{name}: got {getattr(each, name)}, expected one without a guard"
                     )
             if each.reward is not None and each.reward not in rewards:
                 wrong.append(f"models.{i}.reward: {each.reward!r} is none of {list(rewards)}")
-            if each.may_lose is not None and (each.reward is None or self.guard is None):
+            if each.max_regression is not None and (each.reward is None or self.guard is None):
                 missing = "guard" if self.guard is None else "reward"
-                wrong.append(f"models.{i}.may_lose: needs the {missing}, expected both or neither")
+                wrong.append(f"models.{i}.max_regression: needs the {missing}, expected both or neither")
         return wrong
 
-
-class MergedStart(Section):
-    """A run's start that is no one model."""
-
-    merge: Merge
-
-    def __str__(self) -> str:
-        merge = self.merge
-        guarded = f", the best of {math.prod(merge.choices)}" if merge.guard else ""
-        return f"{merge.base} and the changes of {', '.join(each.model for each in merge.models)}{guarded}"
+    def choices(self) -> int:
+        """How many merges there are to choose from."""
+        return math.prod(len(each.keep) * len(each.exclude) for each in self.models)
 
 
-def _branch(value: Any) -> str:
-    return "section" if isinstance(value, dict | MergedStart) else "name"
+USUAL_KEEP = [1.0, 0.5, 0.2, 0.05]
+USUAL_EXCLUDE = ["", "self_attn"]
+USUAL_MAX_REGRESSION = 0.5
+"""Ours: what the shipped recipes give the guard (docs/merging.md)."""
 
 
-Init = Annotated[Annotated[str, Tag("name")] | Annotated[MergedStart, Tag("section")], Discriminator(_branch)]
-
-
-def models_of(init: str | MergedStart) -> tuple[str, ...]:
-    """The models that a run's first weights are made of."""
-    if isinstance(init, str):
-        return (init,)
-    return (init.merge.base, *(each.model for each in init.merge.models))
+def usual(model: str, reward: str, *, guarded: bool) -> MergedModel:
+    """A teacher as `merge.models` has it where the recipe names none: whole without a guard."""
+    if not guarded:
+        return MergedModel(model=model, reward=reward)
+    return MergedModel(
+        model=model,
+        reward=reward,
+        keep=USUAL_KEEP,
+        exclude=USUAL_EXCLUDE,
+        max_regression=USUAL_MAX_REGRESSION,
+    )

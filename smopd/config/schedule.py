@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,11 +11,12 @@ from typing import Literal
 from pydantic import ValidationError
 
 from smopd.config.errors import explain, line, nearest
-from smopd.config.merging import MergedStart, models_of
+from smopd.config.merging import Merge, usual
 from smopd.config.recipe import Keys
 from smopd.config.settings import Settings
+from smopd.names import is_url
 
-Part = Literal["all", "warm-start", "specialize", "merge", "control", "evaluate"]
+Part = Literal["all", "warm-start", "specialize", "merge", "train", "evaluate"]
 BASE = "base"
 _PATH = re.compile(r"(~|\.{0,2}/).*|.*\.(jsonl|json|parquet|csv)(\.gz)?")
 
@@ -27,18 +27,29 @@ class PlannedRun:
 
     name: str
     stage: str
-    init: str | MergedStart
+    init: str
     weights: dict[str, float]
     """The priority profile, by reward."""
-    teachers: tuple[str, ...]
     steps: int
     done: bool
     """Whether the output directory says it is finished."""
+    teachers: tuple[str, ...] = ()
+    """The models that it distils."""
+    merge: Merge | None = None
+    """The merge of weights that it starts from, its models named."""
 
     @property
     def starts(self) -> tuple[str, ...]:
         """The models that its first weights are made of."""
-        return models_of(self.init)
+        return (self.init, *(each.model for each in self.merge.models)) if self.merge else (self.init,)
+
+    @property
+    def start(self) -> str:
+        """What it starts from, in words."""
+        if self.merge is None:
+            return self.init
+        guarded = f", the best of {self.merge.choices()}" if self.merge.guard else ""
+        return f"{self.init} and the changes of {', '.join(self.starts[1:])}{guarded}"
 
 
 def output_directory(settings: Settings) -> Path:
@@ -64,12 +75,32 @@ def ordered(settings: Settings) -> list[str]:
     late: list[str] = []
     for name, run in settings.runs.items():
         own = settings.resolved(name)
-        needs = {*models_of(run.init), own.kl_ref.model, own.opd.product.reference}
-        if run.stage == "merge":
+        needs = {run.init, own.kl_ref.model, own.opd.product.reference}
+        if distils(own, name):
             needs |= {teacher.model for teacher in own.teachers.models}
+        if (merge := weight_merge(own, name)) is not None:
+            needs |= {each.model for each in merge.models}
         if own.student.lora is not None or needs & set(late):
             late.append(name)
     return [*(name for name in settings.runs if name not in late), *late]
+
+
+def distils(own: Settings, name: str) -> bool:
+    """Whether the run asks its teachers while it trains; `own` are its resolved settings."""
+    return own.runs[name].stage == "merge" and own.merge.method != "weights"
+
+
+def weight_merge(own: Settings, name: str) -> Merge | None:
+    """The merge of weights that the run starts from, its models named; None: it starts from `init` alone.
+
+    Args:
+        own: the resolved settings of the run `name`.
+    """
+    if own.runs[name].stage != "merge" or distils(own, name):
+        return None
+    guarded = own.merge.guard is not None
+    teachers = [usual(each.model, each.reward, guarded=guarded) for each in own.teachers.models]
+    return own.merge.model_copy(update={"models": own.merge.models or teachers})
 
 
 def product_reference(own: Settings, name: str) -> str | None:
@@ -80,13 +111,13 @@ def product_reference(own: Settings, name: str) -> str | None:
     Raises:
         ValueError: it is to be what the teachers started from, and they started from several models.
     """
-    if own.runs[name].stage != "merge" or own.opd.support != "product":
+    if not distils(own, name) or own.merge.method != "product":
         return None
     if own.opd.product.reference != "init":
         return own.opd.product.reference
-    taught = [own.runs[each.model].init for each in own.teachers.models if each.model in own.runs]
-    starts = {str(init) for init in taught} or {BASE}
-    if len(starts) > 1 or not all(isinstance(init, str) for init in taught):
+    taught = [own.runs[each.model] for each in own.teachers.models if each.model in own.runs]
+    starts = {"a merge" if run.stage == "merge" else run.init for run in taught} or {BASE}
+    if len(starts) > 1 or starts == {"a merge"}:
         raise ValueError(f"the teachers started from {' and '.join(sorted(starts))}; name one")
     return starts.pop()
 
@@ -94,18 +125,28 @@ def product_reference(own: Settings, name: str) -> str | None:
 def plan(settings: Settings, part: Part = "all", only: tuple[str, ...] = ()) -> list[PlannedRun]:
     """The runs of this part of the recipe in order, the warm start first; `only` keeps the runs it names."""
     runs = []
-    if needs_base(settings) and part in ("all", "warm-start", "specialize", "control"):
+    if needs_base(settings) and part in ("all", "warm-start", "specialize", "train"):
         steps = settings.warm_start.steps if settings.warm_start else 0
-        runs.append(PlannedRun(BASE, "warm-start", "model", {}, (), steps, is_done(settings, BASE)))
+        done = is_done(settings, BASE)
+        runs.append(PlannedRun(BASE, "warm-start", init="model", weights={}, steps=steps, done=done))
     for name in ordered(settings):
         run = settings.runs[name]
         if part not in ("all", run.stage) or (only and name not in only):
             continue
         own = settings.resolved(name)
         weights = dict(zip((reward.name for reward in own.rewards), own.weights(name), strict=True))
-        teachers = tuple(t.model for t in own.teachers.models) if run.stage == "merge" else ()
-        done = is_done(settings, name)
-        runs.append(PlannedRun(name, run.stage, run.init, weights, teachers, own.loop.steps, done))
+        runs.append(
+            PlannedRun(
+                name,
+                run.stage,
+                init=run.init,
+                weights=weights,
+                steps=own.loop.steps,
+                done=is_done(settings, name),
+                teachers=tuple(t.model for t in own.teachers.models) if distils(own, name) else (),
+                merge=weight_merge(own, name),
+            )
+        )
     return runs
 
 
@@ -126,25 +167,31 @@ def check_runs(settings: Settings, origin: dict[Keys, str]) -> list[str]:
         if run.stage == "merge":
             wrong += _wrong_teachers(own, name, origin)
             wrong += _wrong_reference(own, name, origin)
-        for keys, model in merged_models(name, run.init):
-            wrong += _wrong_model(model, keys, own, name, origin)
+            wrong += _wrong_merge(own, name, origin)
         if own.kl_ref.coef > 0 and own.kl_ref.model != "init":
             own_prefix: Keys = prefix if "kl_ref" in run.set else ()
             wrong += _wrong_model(own.kl_ref.model, (*own_prefix, "kl_ref", "model"), own, name, origin)
     return list(dict.fromkeys(wrong))
 
 
-def merged_models(name: str, init: str | MergedStart) -> Iterator[tuple[Keys, str]]:
-    """The models of a run's merge, each with its setting."""
-    if isinstance(init, MergedStart):
-        keys: Keys = ("runs", name, "init", "merge")
-        if init.merge.base != BASE:
-            yield (*keys, "base"), init.merge.base
-        for i, each in enumerate(init.merge.models):
-            yield (*keys, "models", i, "model"), each.model
+def _wrong_merge(own: Settings, name: str, origin: dict[Keys, str]) -> list[str]:
+    merge = weight_merge(own, name)
+    prefix: Keys = ("runs", name, "set") if "merge" in own.runs[name].set else ()
+    if merge is None:
+        return []
+    if not own.merge.models and any(is_url(each.model) for each in merge.models):
+        text = "weights: needs the teachers' weights, they are at URLs; expected product or published"
+        return [line((*prefix, "merge", "method"), text, origin)]
+    return [
+        mistake
+        for i, each in enumerate(own.merge.models)
+        for mistake in _wrong_model(each.model, (*prefix, "merge", "models", i, "model"), own, name, origin)
+    ]
 
 
 def _wrong_teachers(own: Settings, name: str, origin: dict[Keys, str]) -> list[str]:
+    if own.merge.models and not distils(own, name):
+        return []
     if not own.teachers.models:
         return [line(("runs", name), "stage merge needs teachers, and teachers.models is empty", origin)]
     prefix: Keys = ("runs", name, "set") if "teachers" in own.runs[name].set else ()
@@ -188,10 +235,10 @@ def _local_files(settings: Settings) -> dict[Keys, str]:
     }
     for i, teacher in enumerate(settings.teachers.models):
         named["teachers", "models", i, "model"] = teacher.model
-    if settings.opd.support == "product":
+    if settings.merge.method == "product":
         named["opd", "product", "reference"] = settings.opd.product.reference
-    for name, run in settings.runs.items():
-        named |= dict(merged_models(name, run.init))
+    for i, each in enumerate(settings.merge.models):
+        named["merge", "models", i, "model"] = each.model
     named["kl_ref", "model"] = settings.kl_ref.model if settings.kl_ref.coef > 0 else None
     return {keys: value for keys, value in named.items() if value and _PATH.fullmatch(value)}
 

@@ -15,25 +15,17 @@ import math
 import re
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from smopd.config.merging import Init, MergedStart
+from smopd.config.merging import Merge
 from smopd.config.rules import contradictions
-from smopd.engine.settings import Dtype, Section, TrainSettings, Vllm
-from smopd.names import IMPORT_PATH, REWARD_ARGUMENTS, is_url
+from smopd.engine.settings import Dtype, ImportPath, Section, TrainSettings, Vllm
+from smopd.names import REWARD_ARGUMENTS, STARTUP_SECONDS, is_url
 
-TrackerName = Literal["tensorboard", "trackio", "wandb"]
-
-
-def _import_path(value: str) -> str:
-    if not IMPORT_PATH.fullmatch(value):
-        raise ValueError(f"got {value!r}, expected `package.module:function`")
-    return value
-
-
-ImportPath = Annotated[str, AfterValidator(_import_path)]
+TRAINING_SECONDS = 300.0
+"""Ours: the longest time that a process waits for another one within a step, before the run fails."""
 
 
 class Model(Section):
@@ -56,12 +48,11 @@ class Source(Section):
     """Rows of prompts: a jsonl, json or parquet file, a hub id, or `package.module:function`."""
 
     source: str
-    split: str | None = None
-    prompt_column: str = "prompt"
     map: ImportPath | None = None
     """`package.module:function`: row -> row, or None to drop it."""
     limit: int | None = Field(default=None, ge=1)
     kwargs: dict[str, Any] = Field(default={})
+    """Of the function, or of datasets.load_dataset ({split: test})."""
 
 
 class Data(Section):
@@ -69,6 +60,7 @@ class Data(Section):
 
     train: Source
     evaluation: Source | None = None
+    prompt_column: str = "prompt"
     max_prompt_tokens: int = Field(default=2048, ge=1)
     """With the chat template."""
     overlong: Literal["drop", "truncate_left", "error"] = "drop"
@@ -109,15 +101,11 @@ class Reward(Section):
 class Scoring(Section):
     """How long a reward may take, and how much it may miss."""
 
-    startup_seconds: float = Field(default=600.0, gt=0)
-    """Longest time a reward may take to be imported, before anything is trained."""
     deadline_seconds: float = Field(default=60.0, gt=0)
     """Longest time one call of one reward may take; then its worker is killed."""
     max_unscorable_share: float = Field(default=0.5, ge=0, le=1)
-    """The run stops when a dimension could not score more of the last steps' responses than this share of
-    those of window_steps steps; or of an evaluation's."""
-    window_steps: int = Field(default=10, ge=1)
-    """A bad call among good ones is counted and costs no run."""
+    """The run stops when a dimension could not score more than this share of the responses of the last ten
+    steps, or of an evaluation; a bad call among good ones is counted and costs no run."""
     memory_gib: float | None = Field(default=None, gt=0)
     """Most address space of each reward's process, GiB; what its libraries reserve counts too."""
 
@@ -127,8 +115,6 @@ class WarmStart(Section):
 
     source: Source
     completion_column: str = "completion"
-    max_tokens: int | None = Field(default=None, ge=1)
-    """Longer demonstrations, prompt and answer together, are dropped and counted."""
     steps: int = Field(default=200, ge=1)
     batch_size: int = Field(default=64, ge=1)
     learning_rate: float = Field(default=1e-3, gt=0)
@@ -140,7 +126,8 @@ class WarmStart(Section):
 class Advantage(Section):
     """From the rewards of a group to one advantage a response (Eq. 1 to 4)."""
 
-    estimator: Literal["grpo", "gdpo", "gd2po"] = "gdpo"
+    estimator: Literal["grpo", "gdpo", "gd2po"] | ImportPath = "gdpo"
+    """Or a function as `Estimator` of smopd/advantages.py has it."""
     whiten: Literal["responses", "tokens", "none"] = "responses"
     """Over what GDPO and GD2PO whiten (Eq. 3); GRPO never does."""
     snr_threshold: float | None = Field(default=None, gt=0, le=1)
@@ -174,30 +161,24 @@ class Loss(Section):
 
 
 class Gate(Section):
-    """Teacher weights (Eq. 18 to 21 and their constants)."""
+    """Teacher weights (Eq. 18 to 21)."""
 
     kind: Literal["uniform", "sequence", "token"] = "uniform"
     floor: float = Field(default=0.2, ge=0, le=1)
-    confidence_exponent: float = Field(default=1.0, ge=0)
-    failure_exponent: float = Field(default=1.0, ge=0)
-    confidence_floor: float = Field(default=0.05, ge=0)
-    blend: float = Field(default=0.5, ge=0, le=1)
-    eps: float = Field(default=1e-6, gt=0)
+    """phi, the least weight of a teacher."""
 
 
 class Product(Section):
-    """The product of the teachers: a reference, and what each of them changed of it, together (ours)."""
+    """merge.method product: a reference times what each teacher changed of it (ours)."""
 
     reference: str = "init"
     """`init` is what the teachers started from, where they are runs of this recipe, else its base; or a run,
     a path or a hub id, and where the teachers are at URLs its servers' URLs."""
     weights: list[float] | None = None
     """Of each teacher's change; null is 1 each. A gate multiplies them by its weights over uniform ones."""
-    clip: float | None = Field(default=None, gt=0)
-    """Most nats that a teacher's change of a token counts; null is all."""
-    keep_raised: float | None = Field(default=None, ge=0)
-    """A token raised by a teacher by more than this, clip and weight counted, is lowered by none; nats."""
-    path_floor: float | None = Field(default=None, ge=0, le=1)
+    protect_above: float | None = Field(default=None, ge=0)
+    """A token raised by a teacher by more than this, its weight counted, is lowered by none; nats."""
+    prefix_floor: float | None = Field(default=None, ge=0, le=1)
     """Where a teacher has turned away from the response, its changes weigh the share of the reference's way
     that it still went, at least this; null: 1 everywhere."""
 
@@ -213,17 +194,17 @@ class Opd(Section):
     decay_steps: int | None = Field(default=None, ge=1)
     """None is the whole run."""
     kappa: int = Field(default=16, ge=1, le=128)
-    support: Literal["pooled", "merged", "product"] = "merged"
-    """The forward KL's target: a mixture, where a token that several teachers name is an entry each, or one;
-    or the product of what they changed of a reference."""
+    target: Literal["pooled", "merged"] | ImportPath = "pooled"
+    """The mixture of the teachers, where a token that several of them name is an entry for each (pooled), or
+    one; or a function as `MakesTarget` of smopd/objective.py has it."""
     product: Product = Product()
-    tail: bool = True
+    tail: bool = False
     """Whether the forward KL counts what the teachers leave to all other tokens as one more entry."""
     divergence: Literal["forward_kl", "reverse_kl_sampled"] = "forward_kl"
     reverse_kl_surrogate: Literal["paper", "ppo"] = "paper"
     temperature: float = Field(default=1.0, gt=0)
     """Of both sides of the forward KL; the sampled reverse KL is at the rollouts'."""
-    watch: bool = True
+    log_when_off: bool = True
     """Ask the teachers where lambda is 0 too, for the metrics alone."""
     gate: Gate = Gate()
 
@@ -240,11 +221,8 @@ class Loop(Section):
     prompts_per_step: int = Field(default=64, ge=1)
     updates_per_step: int = Field(default=1, ge=1)
     """Optimizer steps a batch: the batch of prompts is cut into this many mini-batches."""
-    lag: Literal[0, 1] = 0
+    async_level: Literal[0, 1] = 0
     """1 samples the next batch while this one trains, with the policy before its update."""
-    timeout_seconds: float = Field(default=300.0, gt=0)
-    """Longest time that a process waits for another one within a step, before the run fails; never less than
-    what a reward or a server may take."""
 
     @model_validator(mode="after")
     def _no_empty_mini_batch(self) -> Loop:
@@ -270,7 +248,7 @@ class EvaluationSettings(Section):
 
 
 class Checkpoint(Section):
-    """What a killed run goes on from."""
+    """What a killed run resumes from."""
 
     every: int = Field(default=50, ge=0)
     """Steps between checkpoints; 0 keeps none."""
@@ -283,14 +261,19 @@ class Log(Section):
     samples_per_step: int = Field(default=2, ge=0)
     token_views: int = Field(default=4, ge=0)
     """How often over a merge the samples are written token by token, at even distances to the last step."""
-    plain: bool = False
-    """Plain lines even where the output is a terminal."""
-    to: list[TrackerName] = Field(default=[])
-    """Trackers that get the metrics too."""
+    trackers: list[Literal["tensorboard", "trackio", "wandb"] | ImportPath] = Field(default=[])
+    """What gets the metrics too; or a function as `OpensTracker` of smopd/record/trackers.py has it."""
 
     def view_every(self, steps: int) -> int:
         """Steps between two token views; 0 for none."""
         return math.ceil(steps / self.token_views) if self.token_views else 0
+
+
+class RolloutVllm(Vllm):
+    """As `Vllm`, and how it gets new weights."""
+
+    transfer: Literal["files", "ipc"] = "files"
+    """To a process of its own: files in shared memory, or CUDA's handles of memory on a GPU that both use."""
 
 
 class TeacherVllm(Vllm):
@@ -305,7 +288,7 @@ class RolloutSettings(Section):
     """Sampling of the responses that a step learns from."""
 
     engine: Literal["local", "vllm"] = "local"
-    vllm: Vllm = Vllm()
+    vllm: RolloutVllm = RolloutVllm()
     urls: list[str] = Field(default=[])
     """vLLM servers on other hosts, which sample instead of an engine here, in a dtype of their own."""
     group_size: int = Field(default=8, ge=1)
@@ -331,12 +314,10 @@ class Teacher(Section):
 
 
 class Teachers(Section):
-    """The models that the student learns from in a merge run."""
+    """The models that a run of the stage merge combines."""
 
     engine: Literal["local", "vllm"] = "local"
     vllm: TeacherVllm = TeacherVllm()
-    route: Literal["auto", "pooler", "prompt_logprobs"] = "auto"
-    """vLLM: our pooler over hidden states, or its own prompt log-probabilities (KL temperature 1 alone)."""
     union: bool = False
     """Every teacher's value on every teacher's top-kappa ids, not on its own alone."""
     models: list[Teacher] = Field(default=[])
@@ -353,16 +334,9 @@ class Remote(Section):
 
     deadline_seconds: float = Field(default=600.0, gt=0)
     """Of one request."""
-    retries: int = Field(default=5, ge=0)
-    """Further attempts at a server before it is taken out and its requests go to the others."""
-    concurrency: int = Field(default=64, ge=1)
-    """Requests in flight at one server."""
     transfer: Literal["files", "gloo", "nccl"] = "files"
-    """How new weights reach rollout servers: files in transfer_folder, or a process group with each."""
-    transfer_folder: str | None = None
-    """For files, where every server reads it under the same path; null is this host's memory."""
-    logprobs_dtype: Literal["float16", "float32"] = "float32"
-    """Of the teachers' log-probabilities on the way."""
+    """How new weights reach rollout servers: files in SMOPD_TRANSFER_FOLDER (where not set, in this host's
+    memory), which every server reads under the same path, or a process group with each."""
 
 
 class KlRef(Section):
@@ -375,7 +349,7 @@ class KlRef(Section):
     """`init` is what the run starts from; else a run of this recipe, a path or a hub id."""
 
 
-Stage = Literal["specialize", "merge", "control"]
+Stage = Literal["specialize", "merge", "train"]
 
 _NAME = re.compile(r"\w[\w.-]*")
 _RUN_NAME = re.compile(r"\w[\w-]*")
@@ -389,11 +363,12 @@ SHARED = (
 
 
 class RunSettings(Section):
-    """One policy optimisation: a teacher, a student, or a control beside them."""
+    """One policy optimisation."""
 
     stage: Stage
-    init: Init = "base"
-    """`base`, the name of an earlier run whose export this one starts from, or a merge of several."""
+    """specialize: a teacher; merge: a student of the teachers; train: neither, such as a baseline."""
+    init: str = "base"
+    """`base`, or the name of an earlier run, whose export this one starts from."""
     reward_weights: list[float] | None = None
     """The priority profile, one weight a reward; None takes the rewards' own."""
     label: str | None = None
@@ -434,6 +409,7 @@ class Settings(Section):
     loss: Loss = Loss()
     opd: Opd = Opd()
     teachers: Teachers = Teachers()
+    merge: Merge = Merge()
     remote: Remote = Remote()
     kl_ref: KlRef = KlRef()
     student: TrainSettings = TrainSettings()
@@ -446,7 +422,7 @@ class Settings(Section):
     @property
     def unites(self) -> bool:
         """Whether every teacher is asked about the ids of all, and the product's reference with them."""
-        return self.teachers.union or self.opd.support == "product"
+        return self.teachers.union or self.merge.method == "product"
 
     @property
     def kl_temperature(self) -> float:
@@ -455,13 +431,13 @@ class Settings(Section):
 
     @property
     def waiting_seconds(self) -> float:
-        """loop.timeout_seconds, or what one process alone may wait for a reward or a server, and a minute."""
+        """TRAINING_SECONDS, or what one process alone may wait for a reward or a server, and a minute."""
         scored = [*(each.model for each in self.teachers.models), self.opd.product.reference]
         urls = [*self.rollout.urls, *(1 + self.unites) * [model for model in scored if is_url(model)]]
         servers = len(",".join(urls).split(",")) if urls else 0  # of a union, asked twice
-        reward = 2 * self.scoring.deadline_seconds + self.scoring.startup_seconds  # a second try starts anew
+        reward = 2 * self.scoring.deadline_seconds + STARTUP_SECONDS  # a second try starts anew
         alone = max(reward, self.remote.deadline_seconds * (servers + 1) if servers else 0.0)
-        return max(self.loop.timeout_seconds, alone + 60.0)
+        return max(TRAINING_SECONDS, alone + 60.0)
 
     @property
     def longest_sequence(self) -> int:
@@ -496,9 +472,7 @@ class Settings(Section):
                 wrong.append("runs.base: 'base' names the starting model; choose another name")
             elif not _RUN_NAME.fullmatch(name):
                 wrong.append(f"runs.{name}: a run's name has letters, digits, '_' and '-' only")
-            if isinstance(run.init, MergedStart):
-                wrong += [f"runs.{name}.init.merge.{line}" for line in run.init.merge.mistakes(rewards)]
-            elif run.init not in earlier:
+            if run.init not in earlier:
                 wrong.append(f"runs.{name}.init: {run.init!r} is no earlier run, expected one of {earlier}")
             if run.reward_weights is not None and len(run.reward_weights) != len(rewards):
                 wrong.append(
@@ -519,6 +493,7 @@ class Settings(Section):
         weights = self.opd.product.weights
         if weights is not None and teachers and len(weights) != len(teachers):
             wrong.append(f"opd.product.weights: got {len(weights)}, expected {len(teachers)}, one a teacher")
+        wrong += [f"merge.{line}" for line in self.merge.mistakes(rewards)]
         wrong += contradictions(self)
         if wrong:
             raise ValueError("\n".join(wrong))

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar, 
 
 import numpy as np
 
-from smopd.data.sources import Row, checked_row, import_function, load_rows
+from smopd.data.sources import Row, checked_row, load_rows
+from smopd.engine.imports import import_function
 from smopd.names import REWARD_ARGUMENTS, nearest
 
 if TYPE_CHECKING:
@@ -80,7 +81,6 @@ def load_prompts(
     map: str | None = None,
     max_prompt_tokens: int | None = None,
     overlong: Overlong = "drop",
-    split: str | None = None,
     limit: int | None = None,
     kwargs: Mapping[str, Any] | None = None,
     chat: Chat = "auto",
@@ -89,7 +89,7 @@ def load_prompts(
     """Read a source's rows and tokenise their prompts.
 
     Args:
-        source, split, limit, kwargs: as for `load_rows`.
+        source, limit, kwargs: as for `load_rows`.
         prompt_column: a text, which is one user message, or a list of chat messages {"role", "content"}.
         map: import path of a function row -> row, or None to leave the row out.
         max_prompt_tokens: the longest prompt, template included; None is no limit.
@@ -102,7 +102,7 @@ def load_prompts(
             the name of an argument of every reward; the source has no rows, or none is left. Row numbers in
             messages count from 0.
     """
-    rows = load_rows(source, split=split, limit=limit, kwargs=kwargs)
+    rows = load_rows(source, limit=limit, kwargs=kwargs)
     kept = list(_mapped(rows, source, map))
     contents = [row_content(row, prompt_column, source, index) for index, row in kept]
     columns = [_reward_columns(row, prompt_column, source, index) for index, row in kept]
@@ -134,7 +134,6 @@ def load_demonstrations(
     completion_column: str = "completion",
     map: str | None = None,
     max_tokens: int | None = None,
-    split: str | None = None,
     limit: int | None = None,
     kwargs: Mapping[str, Any] | None = None,
     chat: Chat = "auto",
@@ -152,7 +151,7 @@ def load_demonstrations(
     """
     if tokenizer.eos_token_id is None:
         raise ValueError("load_demonstrations: tokenizer has no eos_token, expected one to end completions")
-    rows = load_rows(source, split=split, limit=limit, kwargs=kwargs)
+    rows = load_rows(source, limit=limit, kwargs=kwargs)
     kept = list(_mapped(rows, source, map))
     contents = [row_content(row, prompt_column, source, index) for index, row in kept]
     completions = [_text(row, completion_column, source, index) for index, row in kept]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import gzip
-import importlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from smopd.data.places import is_short_name, located
-from smopd.names import IMPORT_PATH, nearest
+from smopd.engine.imports import IMPORT_PATH, import_function
 
 Row: TypeAlias = "dict[str, Any]"
 
@@ -28,7 +27,6 @@ _FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 def load_rows(
     source: str,
     *,
-    split: str | None = None,
     limit: int | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> list[Row]:
@@ -38,9 +36,8 @@ def load_rows(
         source: a .jsonl, .json (a list of objects, or JSON lines; both also .gz) or .parquet file; a function
             as package.module:function that returns rows; the short name of such a file (`rlla/test`, see
             smopd.data.places), which comes before a path and a hub id; or a hub data set as owner/name.
-        split: of a hub data set (None is "train"); a function gets it as `split`; a file has none.
         limit: at most so many rows, from the start; None is all.
-        kwargs: passed to the function, or to datasets.load_dataset.
+        kwargs: passed to the function, or to datasets.load_dataset (`split`: "train" where not given).
     Raises:
         FileNotFoundError: there is no such file or data set.
         ValueError: a row is no object, a line no JSON, or an argument does not fit the source.
@@ -49,38 +46,16 @@ def load_rows(
         raise ValueError(f"load_rows: limit is {limit}, expected at least 1 or None")
     options = dict(kwargs or {})
     if is_short_name(source) or _is_file_source(source):
-        if split is not None or options:
-            raise ValueError(f"load_rows: source {source!r} is a file, which takes no split and no kwargs")
+        if options:
+            raise ValueError(f"load_rows: source {source!r} is a file, which takes no kwargs")
         found = _read_file(located(source))
     elif IMPORT_PATH.fullmatch(source):
-        if split is not None:
-            options["split"] = split
         found = _call(source, options)
     elif _HUB_ID.fullmatch(source):
-        found = _read_hub(source, split or "train", options)
+        found = _read_hub(source, {"split": "train", **options})
     else:
         raise FileNotFoundError(f"load_rows: no file {source!r}; a source is {SOURCE_FORMS}")
     return [checked_row(row, source, index) for index, row in enumerate(islice(found, limit))]
-
-
-def import_function(path: str) -> Callable[..., Any]:
-    """The function at package.module:function (or method, at package.module:Class.method).
-
-    Raises:
-        ValueError: the path has another form, or module or function cannot be found.
-    """
-    if not IMPORT_PATH.fullmatch(path):
-        raise ValueError(f"{path!r} is no import path, expected package.module:function")
-    module_name, names = path.split(":")
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{path!r}: {error}") from error
-    for name in names.split("."):
-        if not callable(getattr(found, name, None)):
-            raise ValueError(f"{path!r}: {module_name} has no function {name!r}{nearest(name, dir(found))}")
-        found = getattr(found, name)
-    return found
 
 
 def _is_file_source(source: str) -> bool:
@@ -157,12 +132,12 @@ def _read_parquet(path: Path) -> Iterable[Any]:
         raise ValueError(f"{path}: is no parquet file ({error})") from error
 
 
-def _read_hub(source: str, split: str, options: dict[str, Any]) -> Iterable[Any]:
+def _read_hub(source: str, options: dict[str, Any]) -> Iterable[Any]:
     from datasets import load_dataset
     from datasets.exceptions import DatasetNotFoundError
 
     try:
-        return load_dataset(source, split=split, **options)
+        return load_dataset(source, **options)
     except (DatasetNotFoundError, ConnectionError) as error:
         raise FileNotFoundError(
             f"load_rows: {source!r} is no file here and no data set that the hub gave ({error}); "

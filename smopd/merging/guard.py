@@ -79,11 +79,9 @@ class Judged:
 
 
 def given(merge: Merge) -> list[Candidate]:
-    """Every choice of a scale, a share and what is left out, of each model: one where there is no guard."""
-    choices = [
-        [Part(*part) for part in product(each.scale, each.keep, each.leave_out)] for each in merge.models
-    ]
-    return [Candidate(_name(merge, parts), parts, merge.method) for parts in product(*choices)]
+    """Every choice of a share and of what is excluded, of each model: one where there is no guard."""
+    choices = [[Part(*part) for part in product([1.0], each.keep, each.exclude)] for each in merge.models]
+    return [Candidate(_name(merge, parts), parts, merge.rule) for parts in product(*choices)]
 
 
 def alone(merge: Merge) -> list[Candidate]:
@@ -114,11 +112,11 @@ def _name(merge: Merge, parts: Sequence[Part]) -> str:
             [each.model]
             + ([f"{part.keep:.3g}"] if part.keep < 1 else [])
             + ([f"x {part.scale:.3g}"] if part.scale != 1 else [])
-            + ([f"without {part.leave_out}"] if part.leave_out else [])
+            + ([f"without {part.exclude}"] if part.exclude else [])
         )
         for each, part in zip(merge.models, parts, strict=True)
     ]
-    return " + ".join(shown) + ("" if merge.method == "sum" else f" ({merge.method})")
+    return " + ".join(shown) + ("" if merge.rule == "sum" else f" ({merge.rule})")
 
 
 def judged(
@@ -144,8 +142,8 @@ def judged(
             lacks = best[model.reward] - rewards[model.reward]
             lost[model.model] = share = lacks / gain if gain > 0 else None
             worst = share if share is not None else math.inf if lacks > 0 else 0.0
-            if model.may_lose is not None and worst > model.may_lose:
-                over[model.model] = worst - model.may_lose
+            if model.max_regression is not None and worst > model.max_regression:
+                over[model.model] = worst - model.max_regression
         out = "; ".join(f"lacks {_share(lost[name])} of what {name} gained" for name in over) or None
         score = math.fsum(weight * rewards[name] for name, weight in weights.items())
         better = [each for each in found[: len(first)] if each.out is None and each.score > score]
@@ -191,7 +189,7 @@ class Starter:
     def start(self) -> str:
         """The folder of the first weights, made where they are not there yet; a collective call."""
         start = self.folder / "start"
-        if not distributed.on_first(start.exists):
+        if not distributed.on_rank0(start.exists):
             chosen = given(self.merge)[0] if self.merge.guard is None else self.guarded(self.merge.guard)
             if distributed.rank() == 0:
                 say(f"{self.folder.name} starts from {chosen.name}")
@@ -200,7 +198,7 @@ class Starter:
 
     def guarded(self, guard: Guard) -> Candidate:
         """The guard's choice. What has been scored stands in merge.json, so a killed guard goes on."""
-        done: dict[str, Rewards] = distributed.on_first(self._read)
+        done: dict[str, Rewards] = distributed.on_rank0(self._read)
         asked: list[Candidate] = []
         score = self._scorer(guard)
         chosen: Judged | None = None
@@ -217,7 +215,7 @@ class Starter:
         else:
             chosen = nearest(rows)
         if chosen.excess > 0 and distributed.rank() == 0:
-            log.warning("%s: every start loses more than may_lose; the nearest is taken", self.folder)
+            log.warning("%s: every start loses more than max_regression; the nearest is taken", self.folder)
         self._write(
             chosen=chosen.candidate.name,
             rollouts=guard.prompts * guard.samples,

@@ -47,12 +47,12 @@ class Part:
     """0 leaves the model out."""
     keep: float = 1.0
     """The share of each tensor's entries that stays, the largest by magnitude."""
-    leave_out: str = ""
+    exclude: str = ""
     """A pattern (re.search): a tensor whose name it matches stays the base's; none where it is empty."""
 
     def takes(self, name: str) -> bool:
         """Whether the model's change of the tensor `name` goes in."""
-        return not (self.leave_out and re.search(self.leave_out, name))
+        return not (self.exclude and re.search(self.exclude, name))
 
 
 class TaskVectors:
@@ -121,7 +121,7 @@ class TaskVectors:
             write_shards(self.merged(chosen, method), partial)
             return partial
 
-        partial = distributed.on_first(write)
+        partial = distributed.on_rank0(write)
         write_manifest(partial, {})
         if distributed.rank() == 0:
             replace_folder(partial, folder, flushed=True)
@@ -282,7 +282,7 @@ def merge_adapters(
     """
     asked = [f"method {method}"] if method != "sum" else []
     asked += [f"keep {part.keep:g}" for part in chosen if part.keep < 1]
-    asked += [f"leave_out {part.leave_out!r}" for part in chosen if part.leave_out]
+    asked += [f"exclude {part.exclude!r}" for part in chosen if part.exclude]
     if asked:
         raise ValueError(
             f"{asked[0]}: what is trimmed or elected is no product of two small matrices; sum the adapters "

@@ -97,9 +97,9 @@ class Recorder:
                     self._watch.see(line)  # told before
                 else:
                     self._evaluated = line["step"]
-            progress = Progress(self.name, self.settings.loop.steps, start, self.settings.log.plain)
+            progress = Progress(self.name, self.settings.loop.steps, start)
             self._progress = self._stack.enter_context(progress)
-            for kind in self.settings.log.to:
+            for kind in self.settings.log.trackers:
                 values = redacted(self.settings.model_dump(mode="json"))
                 tracker = open_tracker(kind, self.folder, self.settings.name, self.name, values, start)
                 self._stack.callback(tracker.close)

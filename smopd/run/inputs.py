@@ -15,7 +15,7 @@ from smopd.config.settings import Settings, Source
 from smopd.data.places import is_short_name, located
 from smopd.data.prompts import DemonstrationSet, Overlong, PromptSet, load_demonstrations, load_prompts
 from smopd.record.progress import say
-from smopd.run.failures import naming
+from smopd.run.failures import error_context
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object in memory, another one in each process
 
@@ -36,25 +36,23 @@ def read_inputs(settings: Settings, tokenizer: PreTrainedTokenizerBase, *, demon
         UnusableInput: a source is missing, empty or malformed; names the setting, the row and the column.
     """
     data, warm = settings.data, settings.warm_start
-    with naming("data.train"):
+    with error_context("data.train"):
         train = prompt_set(settings, data.train, tokenizer, data.overlong, data.max_prompt_tokens)
     held_out = None
     if data.evaluation is not None:
-        with naming("data.evaluation"):
+        with error_context("data.evaluation"):
             cut: Overlong = "truncate_left" if data.overlong == "truncate_left" else "error"
             longest = data.max_evaluation_tokens or data.max_prompt_tokens
             held_out = prompt_set(settings, data.evaluation, tokenizer, cut, longest)
     demonstrated = None
     if warm is not None and demonstrations:
-        with naming("warm_start.source"):
+        with error_context("warm_start.source"):
             demonstrated = load_demonstrations(
                 warm.source.source,
                 tokenizer,
-                prompt_column=warm.source.prompt_column,
+                prompt_column=data.prompt_column,
                 completion_column=warm.completion_column,
                 map=warm.source.map,
-                max_tokens=warm.max_tokens,
-                split=warm.source.split,
                 limit=warm.source.limit,
                 kwargs=warm.source.kwargs,
                 system=data.system,
@@ -100,7 +98,7 @@ def require_data(settings: Settings) -> None:
     sources["warm_start.source"] = warm.source if warm else None
     for setting, source in sources.items():
         if source is not None and is_short_name(source.source):
-            with naming(setting):
+            with error_context(setting):
                 located(source.source)
 
 
@@ -114,11 +112,10 @@ def prompt_set(
     return load_prompts(
         source.source,
         tokenizer,
-        prompt_column=source.prompt_column,
+        prompt_column=settings.data.prompt_column,
         map=source.map,
         max_prompt_tokens=max_prompt_tokens,
         overlong=overlong,
-        split=source.split,
         limit=source.limit,
         kwargs=source.kwargs,
         system=settings.data.system,

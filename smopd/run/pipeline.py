@@ -1,6 +1,6 @@
-"""The runs of a recipe in order: warm start, specialize, merge, controls, evaluation, report.
+"""The runs of a recipe in order: warm start, specialize, merge, train, evaluation, report.
 
-Every finished piece leaves a `done.json` as its last act and is not done again; an unfinished one goes on
+Every finished piece leaves a `done.json` as its last act and is not done again; an unfinished one resumes
 from its newest checkpoint. Nothing here knows the algorithm: that is `smopd.loop`.
 """
 
@@ -11,38 +11,44 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.utils import logging as transformers_logging
 
+from smopd.advantages import ESTIMATORS
 from smopd.config.cli import Command
 from smopd.config.schedule import BASE, PlannedRun, is_done, needs_base, plan, product_reference
 from smopd.config.settings import Settings
 from smopd.data.prompts import PromptSet
 from smopd.engine import distributed
 from smopd.engine.files import write_atomically
+from smopd.engine.imports import resolve
 from smopd.engine.models.loading import load_tokenizer, stored_dtype
 from smopd.engine.student.checkpoint import Checkpoints, export, require_whole
+from smopd.engine.student.optimizers import OPTIMIZERS, SCHEDULES, schedule
 from smopd.loop import Run, optimise
 from smopd.merging.guard import Starter
 from smopd.merging.vectors import TaskVectors
 from smopd.names import is_url, printable
+from smopd.objective import MIXTURES
 from smopd.record.progress import say
 from smopd.record.recorder import Recorder
-from smopd.record.trackers import missing
+from smopd.record.trackers import TRACKERS, missing
 from smopd.report.summary import summarise
 from smopd.rewards.pool import RewardPool, RewardSpec
 from smopd.run import build
 from smopd.run.base import initial_model, make_base
-from smopd.run.failures import FAILURES, UnusableInput, naming
-from smopd.run.folder import claimed, mark_done, write_settings
+from smopd.run.failures import FAILURES, UnusableInput, error_context
+from smopd.run.folder import lock_run_dir, mark_done, write_settings
 from smopd.run.inputs import Inputs, digests, log_inputs, read_inputs, require_data
 from smopd.run.versions import newer_than_tested
 from smopd.step.held_out import evaluate_held_out
-from smopd.step.rewards import Rewarder
+from smopd.step.rewards import WINDOW_STEPS, Rewarder
 from smopd.step.stop import Stop, Stopped
 
 
@@ -59,7 +65,7 @@ class RunContext:
     """Models whose files have been checked."""
 
     def finished(self, name: str) -> bool:
-        return distributed.on_first(lambda: is_done(self.settings, name))
+        return distributed.on_rank0(lambda: is_done(self.settings, name))
 
     def model_path(self, name: str) -> str:
         """Where the model of a run, of the base, or of a teacher given by path is loaded from."""
@@ -101,11 +107,11 @@ def run_recipe(command: Command) -> int:
     with Stop() as stop, distributed.process_group() as device:
         try:
             require_data(settings)
+            require_functions(settings)
             with (
-                claimed(folder, settings),
+                lock_run_dir(folder, settings),
                 RewardPool(
                     rewards,
-                    startup_seconds=settings.scoring.startup_seconds,
                     deadline_seconds=settings.scoring.deadline_seconds,
                     log_path=folder / f"rewards_{distributed.rank()}.log",
                     memory_bytes=round((settings.scoring.memory_gib or 0) * 2**30),
@@ -133,9 +139,11 @@ def do_runs(context: RunContext, command: Command) -> None:
     if base_due and BASE not in [run.name for run in planned]:
         raise UnusableInput("the base model is not made yet; run --stage warm-start first")
     start = initial_model(settings, context.folder / BASE)
-    if absent := missing(settings.log.to):
-        raise UnusableInput(f"log.to: {', '.join(absent)} is not installed (pip install {' '.join(absent)})")
-    with naming("model"):
+    if absent := missing(settings.log.trackers):
+        raise UnusableInput(
+            f"log.trackers: {', '.join(absent)} is not installed (pip install {' '.join(absent)})"
+        )
+    with error_context("model"):
         tokenizer = load_tokenizer(start)
     inputs = read_inputs(settings, tokenizer, demonstrations=base_due)
     write_settings(context.folder, settings, lambda: digests(settings, inputs))
@@ -160,6 +168,22 @@ def do_runs(context: RunContext, command: Command) -> None:
         summarise(settings, context.folder)
 
 
+def require_functions(settings: Settings) -> None:
+    """Raises UnusableInput where a setting of a run names a function that is not there."""
+    for name in settings.runs:
+        own = settings.resolved(name)
+        named: list[tuple[str, str, Mapping[str, Any]]] = [
+            ("advantage.estimator", own.advantage.estimator, ESTIMATORS),
+            ("opd.target", own.opd.target, MIXTURES),
+            ("student.optimizer", own.student.optimizer, OPTIMIZERS),
+            ("student.schedule", own.student.schedule, SCHEDULES),
+            *(("log.trackers", tracker, TRACKERS) for tracker in own.log.trackers),
+        ]
+        for setting, value, known in named:
+            with error_context(setting):
+                resolve(value, known)
+
+
 def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
     """One run of the recipe, from its start or its newest checkpoint to its export."""
     settings, folder = context.settings.resolved(run.name), context.folder / run.name
@@ -179,9 +203,10 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
     tokenizer = load_tokenizer(path)
     for name, setting in settings_of.items():
         if name != BASE and name not in settings.runs and not is_url(name):
-            with naming(setting):
+            with error_context(setting):
                 build.require_tokenizer(tokenizer, name)
-    student = build.student(settings, path, context.device)
+    scheduled = schedule(settings.student, settings.loop.steps * settings.loop.updates_per_step)
+    student = build.student(settings, path, context.device, schedule=scheduled)
     paths = [context.teacher_path(teacher) for teacher in run.teachers]
     if changed is not None:
         paths.append(context.model_path(changed))
@@ -207,7 +232,7 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
                     context.pool,
                     tokenizer,
                     settings.scoring.max_unscorable_share,
-                    min(settings.scoring.window_steps, settings.loop.steps),
+                    min(WINDOW_STEPS, settings.loop.steps),
                 ),
                 checkpoints=Checkpoints(folder / "checkpoints", settings.checkpoint.keep),
                 recorder=recorder,
@@ -220,15 +245,15 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
 
 def start_of(context: RunContext, run: PlannedRun, settings: Settings, prompts: PromptSet) -> str:
     """Where the first weights of a run are: an earlier model's, or the merge that is made of several."""
-    if isinstance(run.init, str):
+    if run.merge is None:
         return context.model_path(run.init)
-    merge, base = run.init.merge, context.model_path(run.init.merge.base)
+    base = context.model_path(run.init)
     full = settings.model_copy(update={"student": settings.student.model_copy(update={"lora": None})})
-    with naming(f"runs.{run.name}.init.merge"):
-        models = [context.teacher_path(each.model) for each in merge.models]
+    with error_context(f"runs.{run.name}.merge"):
+        models = [context.teacher_path(each.model) for each in run.merge.models]
         return Starter(
             settings=settings,
-            merge=merge,
+            merge=run.merge,
             vectors=TaskVectors(base, models, context.device),
             weights=run.weights,
             prompts=prompts,
@@ -241,7 +266,7 @@ def start_of(context: RunContext, run: PlannedRun, settings: Settings, prompts: 
 def evaluate(context: RunContext, name: str, held_out: PromptSet) -> None:
     """The run's row of the table: `evaluation.json` and every response, unless they are there."""
     folder, path = context.folder / name, context.model_path(name)
-    if distributed.on_first((folder / "evaluation.json").exists):
+    if distributed.on_rank0((folder / "evaluation.json").exists):
         return
     context.require_whole(name)
     settings = context.settings if name == BASE else context.settings.resolved(name)

@@ -13,15 +13,15 @@ from smopd.rewards.pool import RewardError
 
 
 class StaleRollout(RuntimeError):
-    """A response comes from a policy that is older than `loop.lag` allows."""
+    """A response comes from a policy that is older than `loop.async_level` allows."""
 
 
-ENDS = (NoServer, RewardError, StaleRollout)
-together = partial(distributed.together, errors=ENDS)
+RECOVERABLE = (NoServer, RewardError, StaleRollout)
+all_or_raise = partial(distributed.all_or_raise, errors=RECOVERABLE)
 
 
 @dataclass
-class Done:
+class Progress:
     """What is done of a run: `step` updates, and a batch of the next step that was begun `ahead`."""
 
     step: int

@@ -72,7 +72,7 @@ def answers(
     """Every response of all ranks with its rewards, in order of the prompts; a collective call."""
     mine = list(range(distributed.rank(), len(prompts), distributed.world_size()))
     generate = partial(engine.generate, [prompts[i].token_ids for i in mine], mine, sampling)
-    rollouts = distributed.together(generate, (NoServer,))
+    rollouts = distributed.all_or_raise(generate, (NoServer,))
     answered = [prompts[i] for i in mine for _ in range(sampling.n)]
     rewards = rewarder.score(answered, rollouts)
     own = [

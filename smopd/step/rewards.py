@@ -19,6 +19,9 @@ from smopd.engine.types import Rollout
 from smopd.names import STEP_COLUMN
 from smopd.rewards.pool import RewardBatch, RewardPool, check_share
 
+WINDOW_STEPS = 10
+"""Ours: the last steps whose responses are counted together: a bad call among good ones ends no run."""
+
 
 @dataclass(frozen=True)
 class Rewards:

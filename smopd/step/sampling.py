@@ -14,7 +14,7 @@ from smopd.engine import distributed
 from smopd.engine.protocols import RolloutEngine
 from smopd.engine.types import Rollout, Sampling
 from smopd.step.batch import Batch, positions
-from smopd.step.ends import StaleRollout, together
+from smopd.step.ends import StaleRollout, all_or_raise
 
 
 class Sampler:
@@ -37,7 +37,7 @@ class Sampler:
         self.settings, self.prompts, self.engine = settings, prompts, engine
         self._pool = distributed.thread("sampling", device)
         self._begun: dict[int, Future[Batch]] = {}
-        if ahead is not None and settings.loop.lag:
+        if ahead is not None and settings.loop.async_level:
             rollouts = [Rollout(**values) for values in ahead["rollouts"]]
             self._begun[ahead["step"]] = self._pool.submit(self._batch, ahead["step"], rollouts)
 
@@ -55,16 +55,16 @@ class Sampler:
         Raises:
             StaleRollout, NoServer: on one rank or several, and so on every one.
         """
-        return together(lambda: self._take(step))
+        return all_or_raise(lambda: self._take(step))
 
     def _take(self, step: int) -> Batch:
         begun = self._begun.pop(step, None)
         batch = self._batch(step) if begun is None else begun.result()
         for rollout in batch.rollouts:
-            if step - rollout.policy_version > self.settings.loop.lag:
+            if step - rollout.policy_version > self.settings.loop.async_level:
                 raise StaleRollout(
                     f"step {step}: a response comes from policy {rollout.policy_version}, "
-                    f"expected {step - self.settings.loop.lag} or later (loop.lag)"
+                    f"expected {step - self.settings.loop.async_level} or later (loop.async_level)"
                 )
         if not _take_turns(self.settings):
             self.begin(step + 1)
@@ -73,13 +73,13 @@ class Sampler:
     def begin(self, step: int) -> None:
         """With a lag, has the batch of `step` sampled with the policy of now, if that is not begun."""
         loop = self.settings.loop
-        if loop.lag and step < loop.steps and step not in self._begun:
+        if loop.async_level and step < loop.steps and step not in self._begun:
             self._begun[step] = self._pool.submit(self._batch, step)
 
     def settle(self) -> dict[str, Any] | None:
         """Waits until the engine is idle; what was begun ahead, for a checkpoint. A collective call."""
         for step, begun in self._begun.items():
-            return {"step": step, "rollouts": [vars(each) for each in together(begun.result).rollouts]}
+            return {"step": step, "rollouts": [vars(each) for each in all_or_raise(begun.result).rollouts]}
         return None
 
     def _batch(self, step: int, rollouts: list[Rollout] | None = None) -> Batch:

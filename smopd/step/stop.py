@@ -32,7 +32,7 @@ class Stopped(BaseException):
         self.agreed = agreed
         self.status = 128 + number
         """The exit status, as of a shell."""
-        super().__init__(f"stopped by {signal.Signals(number).name}; {done}; the same command goes on")
+        super().__init__(f"stopped by {signal.Signals(number).name}; {done}; rerun to resume")
 
 
 class Stop:

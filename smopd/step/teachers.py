@@ -20,7 +20,7 @@ from smopd.engine import distributed
 from smopd.engine.protocols import TeacherEngine
 from smopd.engine.types import TeacherTopK
 from smopd.step.batch import Batch
-from smopd.step.ends import together
+from smopd.step.ends import all_or_raise
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,17 @@ class TeacherScoring:
         """What gives the answer, and waits for it; the giving is a collective call.
 
         Args:
-            coef: lambda; where it is 0 the teachers are asked only for the metrics (`opd.watch`).
+            coef: lambda; where it is 0 the teachers are asked only for the metrics (`opd.log_when_off`).
         """
         ask = partial(self._ask, batch, coef)
-        return partial(together, self._pool.submit(ask).result if self.overlaps else ask)
+        return partial(all_or_raise, self._pool.submit(ask).result if self.overlaps else ask)
 
     def _ask(self, batch: Batch, coef: float) -> TeacherScores:
         begin = time.perf_counter()
         opd, sampled_at = self.settings.opd, self.settings.rollout.temperature
         topk = ref_logp_N = None
         dropped = 0
-        if self.teachers is not None and (coef > 0 or opd.watch):
+        if self.teachers is not None and (coef > 0 or opd.log_when_off):
             temperature, union = self.settings.kl_temperature, self.settings.unites
             before = self.teachers.dropped
             topk = self.teachers.score(batch.rollouts, opd.kappa, temperature, union=union)

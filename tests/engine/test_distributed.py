@@ -71,7 +71,7 @@ import os, time, torch, torch.distributed as dist
 from smopd.engine import distributed
 with distributed.process_group():
     group = dist.new_group([0, 1])  # as of a device mesh
-    with distributed.waiting_at_most(2.0):
+    with distributed.collective_timeout(2.0):
         distributed.barrier()
         for each in (None, group):
             begun = time.monotonic()

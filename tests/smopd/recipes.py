@@ -41,7 +41,7 @@ TINY: dict[str, Any] = {
     },
     "rollout": {"group_size": 4, "max_new_tokens": 24},
     "student": {"learning_rate": 1.0e-3, "compute_dtype": "float32"},
-    "scoring": {"startup_seconds": HANG_SECONDS, "deadline_seconds": 600.0},
+    "scoring": {"deadline_seconds": 600.0},
     "loop": {"steps": 6, "prompts_per_step": 4, "updates_per_step": 2},
     "teachers": {
         "models": [
@@ -49,8 +49,9 @@ TINY: dict[str, Any] = {
             {"model": "format_teacher", "reward": "format"},
         ]
     },
+    "merge": {"method": "published"},
+    "opd": {"target": "merged", "tail": True},
     "checkpoint": {"every": 2, "keep": 1},
-    "log": {"plain": True},
     "runs": {
         "accuracy_teacher": {"stage": "specialize", "reward_weights": [0.9, 0.1]},
         "format_teacher": {"stage": "specialize", "reward_weights": [0.1, 0.9]},

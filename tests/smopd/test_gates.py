@@ -8,8 +8,9 @@ from itertools import combinations
 import pytest
 import torch
 
+from smopd import gates
 from smopd.config.settings import Gate
-from smopd.gates import confidence, disagreement, failure, log_alpha
+from smopd.gates import CONFIDENCE_FLOOR, FAILURE_EPS, confidence, disagreement, failure, log_alpha
 
 M, S, LENGTHS = 3, 5, [4, 1, 3]
 
@@ -26,11 +27,11 @@ def scalar_gate(
 ) -> list[float]:
     m = len(confidences)
     raw = [
-        (c + gate.confidence_floor) ** gate.confidence_exponent * (f + gate.eps) ** gate.failure_exponent / m
+        (c + CONFIDENCE_FLOOR) ** gates.CONFIDENCE_EXPONENT * (f + FAILURE_EPS) ** gates.FAILURE_EXPONENT / m
         for c, f in zip(confidences, failures, strict=True)
     ]
     alpha = [x / sum(raw) for x in raw]
-    pull = gate.blend * disagreement
+    pull = gates.BLEND * disagreement
     blended = [(1 - pull) * a + pull / m for a in alpha]
     return [gate.floor + (1 - gate.floor * m) * x / sum(blended) for x in blended]
 
@@ -53,10 +54,12 @@ def scalar_signals(ids_NMS, logps_NMS):
     return confidences, disagreements
 
 
-@pytest.mark.parametrize(
-    "gate", [Gate(kind="token", floor=0.1), Gate(kind="token", blend=1.0, failure_exponent=2)]
-)
-def test_token_gate_is_the_papers(teachers, gate):
+@pytest.mark.parametrize(("blend", "exponents"), [(0.5, (1, 1)), (1.0, (3, 2))])
+def test_token_gate_is_the_papers(teachers, blend, exponents, monkeypatch):
+    gate = Gate(kind="token", floor=0.1)
+    monkeypatch.setattr(gates, "BLEND", blend)
+    monkeypatch.setattr(gates, "CONFIDENCE_EXPONENT", exponents[0])
+    monkeypatch.setattr(gates, "FAILURE_EXPONENT", exponents[1])
     ids_NMS, logps_NMS, failure_RM, response_N = teachers
     found = log_alpha(gate, *teachers).exp()
     confidences, disagreements = scalar_signals(ids_NMS, logps_NMS)
@@ -90,9 +93,10 @@ def test_weights_sum_to_one_and_keep_the_floor(teachers, kind):
         torch.testing.assert_close(alpha, torch.full((M,), 1 / M))
 
 
-def test_a_failing_reward_raises_its_teacher(teachers):
+def test_a_failing_reward_raises_its_teacher(teachers, monkeypatch):
     ids_NMS, logps_NMS, failure_RM, response_N = teachers
-    gate = Gate(kind="token", floor=0.0, blend=0.0)
+    gate = Gate(kind="token", floor=0.0)
+    monkeypatch.setattr(gates, "BLEND", 0.0)
     failing = failure_RM.clone()
     failing[0, 1] += 0.3
     before, after = (log_alpha(gate, ids_NMS, logps_NMS, f, response_N).exp() for f in (failure_RM, failing))

@@ -203,7 +203,7 @@ def test_where_lambda_is_0_nothing_weighs_what_the_teachers_say(divergence):
 
 
 def test_loss_settings_follow_the_recipe():
-    found = objective(0.4, opd={"support": "pooled", "tail": False, "temperature": 1.3}).loss_settings
+    found = objective(0.4, opd={"target": "pooled", "tail": False, "temperature": 1.3}).loss_settings
     assert (found.opd_coef, found.merge, found.tail) == (0.4, False, False)
     assert (found.temperature, found.kl_temperature, found.dual_clip) == (0.7, 1.3, 3.0)
 

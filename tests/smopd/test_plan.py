@@ -30,7 +30,7 @@ SMALL = QWEN["1.5B"][1]
 POSITION = 2 * 28 * 2 * 128 * 2  # bytes of 1.5B's keys and values in bf16
 LORA = {"student": {"lora": {"rank": 32, "alpha": 64}}}
 LORA_TEACHERS = {"runs": {name: {"set": LORA} for name in ("accuracy_teacher", "format_teacher")}}
-PRODUCT = {"runs": {"student": {"set": {"opd": {"support": "product"}}}}}
+PRODUCT = {"runs": {"student": {"set": {"merge": {"method": "product"}}}}}
 KL_REF = {"kl_ref": {"coef": 0.1}}
 VLLM = {"rollout": {"engine": "vllm"}, "teachers": {"engine": "vllm", "dtype": "bfloat16"}}
 NARROW = {"student": {"compute_dtype": "bfloat16", "gradient_checkpointing": True}}
@@ -114,7 +114,10 @@ def test_frozen_models_are_counted_as_they_are_held(
 
 def test_with_a_lag_sampling_and_update_hold_their_memory_together(tmp_path: Path, planned) -> None:
     path = recipe(tmp_path, "1.5B")
-    (_, alone), (_, beside) = planned(path), planned(path, "--loop.lag", "1", "--loss.old_logps", "rollout")
+    (_, alone), (_, beside) = (
+        planned(path),
+        planned(path, "--loop.async_level", "1", "--loss.old_logps", "rollout"),
+    )
     cache = sum(held(beside["student"], what, "rollout") for what in ("KV cache", "sampling"))
     assert cache > 0
     assert beside["student"]["totals"]["update"] == alone["student"]["totals"]["update"] + cache
@@ -130,7 +133,7 @@ def test_engines_are_planned_as_they_are_made(tmp_path: Path, planned) -> None:
     cache = 2 * (16_384 + 2048 + 16) * POSITION
     for column in ("rollout", "update"):
         assert held(run, "KV cache", column) - held(run, "rollout KV cache", column) == cache
-    run = planned(path, "--teachers.vllm.kv_cache_bytes", str(GIB))[1]["student"]
+    run = planned(path, "--teachers.vllm.engine_kwargs.kv_cache_memory_bytes", str(GIB))[1]["student"]
     assert held(run, "KV cache", "update") == 2 * GIB
     run = planned(path, "--teachers.vllm.placement", "process")[1]["student"]
     one = 2 * SMALL + cache // 2 + WORK

@@ -1,4 +1,4 @@
-"""`opd.support: product`: its target against whole vocabularies in float64, its settings, and whole runs."""
+"""`merge.method: product`: its target against whole vocabularies in float64, its settings, and whole runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.smopd.test_objective import batch_of
 
 KAPPA = 6
 CPU = torch.device("cpu")
-PRODUCT = {"opd": {"support": "product"}}
+PRODUCT = {"merge": {"method": "product"}}
 ROLLOUTS = ragged_rollouts(0)
 
 
@@ -90,14 +90,14 @@ def assert_product(found: Mixture, expected: list[dict[int, float]]) -> None:
         assert float(mass) == pytest.approx(sum(math.exp(value) for value in best), abs=1e-4)
 
 
-@pytest.mark.parametrize("limits", [{}, {"clip": 1.0}, {"keep_raised": 0.1, "weights": [1.0, 0.5]}], ids=str)
+@pytest.mark.parametrize("limits", [{}, {"protect_above": 0.1, "weights": [1.0, 0.5]}], ids=str)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_target_is_the_product_of_whole_vocabularies(temperature: float, limits: dict) -> None:
     own = settings(opd={"temperature": temperature, "product": limits})
     target, _ = target_of(own, models())
     n_tokens = len(target.topk.token_logps_NM)
     weights_NM = torch.tensor(limits.get("weights", [1.0, 1.0])).expand(n_tokens, 2)
-    wanted = whole_product(models(), temperature, weights_NM, limits.get("clip"), limits.get("keep_raised"))
+    wanted = whole_product(models(), temperature, weights_NM, None, limits.get("protect_above"))
     assert target.product is not None
     assert_product(target.product, wanted)
 
@@ -117,7 +117,7 @@ def test_a_gate_weighs_the_changes() -> None:
 
 
 def test_changes_off_a_teachers_path_weigh_less() -> None:
-    own = settings(opd={"gate": {"kind": "token"}, "product": {"path_floor": 0.2}})
+    own = settings(opd={"gate": {"kind": "token"}, "product": {"prefix_floor": 0.2}})
     target, batch = target_of(own, models())
     path_NM = path_weights(target.changes_NM, batch.response_N, 0.2)
     assert float(path_NM.min()) == pytest.approx(0.2) and len(path_NM.unique()) > 4
@@ -170,9 +170,7 @@ def test_the_token_view_shows_each_change(tmp_path: Path) -> None:
     uniform = torch.full((2,), 0.5).log()
     target = Target(topk, uniform, torch.zeros(2), torch.ones(2), product)
     student = TopK(torch.tensor([[4, 5]]), torch.tensor([[-0.1, -3.0]]))
-    (record,) = token_records(
-        Letters(), torch.tensor([1]), target, Opd(support="product", kappa=2), student, slice(0, 1)
-    )
+    (record,) = token_records(Letters(), torch.tensor([1]), target, Opd(kappa=2), student, slice(0, 1))
     assert record["changes"] == [0.5, -2.0] and "shares" not in record
     assert record["reference"] == [["c", 0.5], ["d", 0.5]] and len(record["teachers"]) == 2
     lost = record | {"changes": [None, -2.0]}
@@ -198,7 +196,7 @@ def test_the_reference_is_what_the_teachers_started_from() -> None:
 
     def of(*models: str, **product: Any) -> str | None:
         taught = [teacher(model, reward) for model, reward in zip(models, ("dense", "sparse"), strict=True)]
-        changes = {"teachers": {"models": taught}, "opd": {"support": "product", "product": product}}
+        changes = {"teachers": {"models": taught}, **PRODUCT, "opd": {"product": product}}
         own = Settings.model_validate({**merged(SETTINGS, changes), "runs": runs})
         return product_reference(own, "student")
 
@@ -209,7 +207,7 @@ def test_the_reference_is_what_the_teachers_started_from() -> None:
     with pytest.raises(ValueError, match="the teachers started from base and half; name one"):
         of("a", "c")
     assert product_reference(Settings.model_validate(SETTINGS), "student") is None
-    assert product_reference(settings(runs={"control": {"stage": "control"}}), "control") is None
+    assert product_reference(settings(runs={"control": {"stage": "train"}}), "control") is None
 
 
 URLS = [teacher("http://a:1", "dense"), teacher("http://b:1,http://c:1", "sparse")]
@@ -220,16 +218,12 @@ AT_URLS = {"teachers": {"models": URLS}}
     ("changes", "message"),
     [
         ({"opd": {"product": {"weights": [1.0]}}}, "opd.product.weights: got 1, expected 2, one a teacher"),
-        ({"opd": {"product": {"clip": 0.0}}}, "greater than 0"),
-        ({"opd": {"product": {"keep_raised": -1.0}}}, "greater than or equal to 0"),
-        ({"opd": {"product": {"path_floor": 1.5}}}, "less than or equal to 1"),
+        ({"opd": {"product": {"protect_above": -1.0}}}, "greater than or equal to 0"),
+        ({"opd": {"product": {"prefix_floor": 1.5}}}, "less than or equal to 1"),
         (AT_URLS, "opd.product.reference: got 'init' beside teachers at URLs, expected one kind"),
         ({"opd": {"product": {"reference": "http://r:1"}}}, "got 'http://r:1' beside teachers at paths"),
-        ({"opd": {"divergence": "reverse_kl_sampled"}}, "opd.support: a product is known on the ids"),
-        (
-            {"teachers": {"engine": "vllm", "route": "prompt_logprobs"}},
-            "opd.support: product: needs the pooler route or the local engine",
-        ),
+        ({"opd": {"divergence": "reverse_kl_sampled"}}, "merge.method: the product is known on the ids"),
+        ({"opd": {"target": "m:f"}}, "opd.target: got m:f, but merge.method product has a target of its own"),
     ],
 )
 def test_settings_that_are_refused(changes: dict, message: str) -> None:
@@ -251,7 +245,7 @@ def mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict) -
 
 
 def test_a_recipes_reference_is_checked_at_once(tmp_path: Path, capsys) -> None:
-    late = {"runs": {"late": {"stage": "control"}}, "opd": {"product": {"reference": "late"}}}
+    late = {"runs": {"late": {"stage": "train"}}, "opd": {"product": {"reference": "late"}}}
     assert "'late' does not come before the run 'student'" in mistake(tmp_path, capsys, late)
     typo = {"opd": {"product": {"reference": "format_teachr"}}}
     assert "is no run of this recipe" in mistake(tmp_path, capsys, typo)
@@ -284,7 +278,7 @@ def merge_alone(folder: Path, worlds: list[str], **changes: Any) -> Path:
 
 @pytest.mark.slow
 def test_a_killed_run_ends_as_the_straight_one(tmp_path: Path, worlds: list[str]) -> None:
-    limits = {"product": {"clip": 3.0, "keep_raised": 0.5, "path_floor": 0.1}, "gate": {"kind": "token"}}
+    limits = {"product": {"protect_above": 0.5, "prefix_floor": 0.1}, "gate": {"kind": "token"}}
     done = train_here(merge_alone(tmp_path / "straight", worlds, opd=limits))
     assert done.returncode == 0, done.stderr[-4000:]
     straight = tmp_path / "straight/runs/tiny"

@@ -139,14 +139,14 @@ def test_any_layout_attends_as_under_the_mask(units):
 
 
 @settings(max_examples=25, deadline=None)
-@given(units=UNITS, row=st.integers(0, 200))
+@given(units=UNITS, row=st.integers(1, 200))
 def test_pieces_hold_every_position_once_and_prompts_of_their_unit(units, row):
     rollouts = [
         Rollout((2,) * prompt, torch.zeros(length, dtype=torch.int64), torch.zeros(length), group, True)
         for group, (prompt, lengths) in enumerate(units)
         for length in lengths
     ]
-    for batch in pack(rollouts, Packing(micro_batch_tokens=200, row_tokens=row), one_row_from=0):
+    for batch in pack(rollouts, Packing(micro_batch_tokens=row), one_row_from=0):
         samples, units_ = batch.sample_ids.flatten().tolist(), batch.unit_ids.flatten().tolist()
         assert [0, *(piece.end for piece in batch.pieces)] == [
             *(piece.begin for piece in batch.pieces),

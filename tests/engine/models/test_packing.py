@@ -12,9 +12,8 @@ from tests.engine.tiny import ragged_rollouts, tiny_model
 PACKINGS = {
     "one-batch-shared": Packing(micro_batch_tokens=10_000),
     "one-batch-separate": Packing(micro_batch_tokens=10_000, share_prompts=False),
-    "one-row": Packing(micro_batch_tokens=10_000, row_tokens=1_000),
     "small-batches-shared": Packing(micro_batch_tokens=40),
-    "small-batches-separate": Packing(micro_batch_tokens=40, row_tokens=30, share_prompts=False),
+    "small-batches-separate": Packing(micro_batch_tokens=40, share_prompts=False),
     "one-sequence-a-batch": Packing(micro_batch_tokens=1, share_prompts=False),
 }
 

@@ -191,7 +191,8 @@ def test_a_run_with_the_product_of_teachers_at_urls(paths, urls, tmp_path: Path)
             "model": {"factory": None, "path": paths[2]},
             "data": {"evaluation": None},
             "teachers": {"models": taught},
-            "opd": {"support": "product", "kappa": 8, "product": {"reference": models[2], "clip": 2.0}},
+            "merge": {"method": "product"},
+            "opd": {"kappa": 8, "product": {"reference": models[2]}},
             "loop": {"steps": 1},
         }
         recipe = write_recipe(tmp_path, merged(changes, {"name": name}), drop=("warm_start", "runs"))

@@ -108,7 +108,7 @@ class Facts:
         )
 
     def skip(self) -> None:
-        student, rollouts = self.student(max_skipped_updates=1), share(3)
+        student, rollouts = self.student(), share(3)
         before = parameters(student)
         bad = loss_tokens(rollouts, adv=math.nan if distributed.rank() == 1 else 1.0)
         update = student.update(rollouts, bad, NLL)

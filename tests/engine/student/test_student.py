@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -10,6 +12,7 @@ from smopd.engine import distributed
 from smopd.engine.models.attention import fault
 from smopd.engine.models.packing import flat_offsets
 from smopd.engine.settings import Lora, TrainSettings
+from smopd.engine.student.optimizers import cosine, last_share, linear
 from smopd.engine.student.student import NonFiniteGradient, Student, join, take
 from smopd.ops import LossSettings, LossTokens
 from tests.engine.tiny import ragged_rollouts, tiny_model
@@ -21,9 +24,9 @@ def device():
         yield device
 
 
-def student(device, *, tied=False, decay=None, **options) -> Student:
+def student(device, *, tied=False, schedule=None, **options) -> Student:
     settings = TrainSettings(**{"learning_rate": 1e-2, "compute_dtype": "float32", **options})
-    return Student(tiny_model(tied=tied), settings, device, decay=decay)
+    return Student(tiny_model(tied=tied), settings, device, schedule=schedule)
 
 
 def loss_tokens(rollouts, adv: float = 1.0) -> LossTokens:
@@ -89,8 +92,9 @@ def test_a_small_step_moves_fp32_masters_under_bf16(device):
     assert steps.max() < 1.1e-6
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(device):
-    trained = student(device, max_skipped_updates=1)
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(device, monkeypatch):
+    monkeypatch.setattr("smopd.engine.student.student.MAX_SKIPPED_UPDATES", 1)
+    trained = student(device)
     rollouts = ragged_rollouts(3)
     before = parameters(trained)
     bad = loss_tokens(rollouts, adv=float("nan"))
@@ -125,8 +129,10 @@ def test_warm_up_scales_the_first_steps(device):
     assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
 
 
-def test_the_rate_decays_to_zero(device):
-    trained = student(device, decay=(2, 4))
+def test_the_rate_follows_its_schedule(device):
+    assert [linear(update, 4) for update in (0, 1, 4, 5)] == [1.0, 0.75, 0.0, 0.0]
+    assert [cosine(update, 4) for update in (0, 2, 4)] == pytest.approx([1.0, 0.5, 0.0])
+    trained = student(device, schedule=partial(last_share, updates=4, share=0.5))
     rollouts = ragged_rollouts(5)
     rates = []
     for _ in range(5):
@@ -148,7 +154,6 @@ def test_weights_are_masters_also_between_a_forward_and_an_update(device):
     [
         {"micro_batch_tokens": 1000, "share_prompts": False},
         {"micro_batch_tokens": 50, "share_prompts": False},
-        {"micro_batch_tokens": 1000, "row_tokens": 1000, "share_prompts": False},
         {"micro_batch_tokens": 1000},
         {"micro_batch_tokens": 50},
     ],

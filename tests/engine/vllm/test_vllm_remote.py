@@ -270,7 +270,6 @@ def test_a_run_goes_on_when_a_server_is_killed_and_another_is_busy(pair, model_f
     changes = {
         "model": {"factory": None, "path": str(model_folder)},
         "rollout": {"engine": "vllm", "urls": [pair[1].url, busy.url]},
-        "remote": {"retries": 3},
         "teachers": {"models": []},
         "loop": {"steps": steps, "updates_per_step": 1},
         "log": {"samples_per_step": per_step},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from smopd.config.cli import describe, parse, read_settings
-from smopd.config.recipe import Mistakes, builtin, load
-from smopd.config.settings import Reward, Settings
+from smopd.config.recipe import builtin
+from smopd.config.settings import Settings
 from smopd.data.alpaca import prompt_row
 from tests.smopd.recipes import ROOT, environment, metric_lines, train_here
 
@@ -61,14 +59,6 @@ def test_every_recipe_of_the_package_is_known_here() -> None:
     assert sorted(builtin()) == sorted([*RECIPES, *WITHOUT_A_TABLE])
 
 
-def test_the_papers_tables_are_told_by_runs_that_there_are() -> None:
-    told = (ROOT / "docs" / "method.md").read_text().partition("## Table or figure to command")[2]
-    named = set(re.findall(r"`((?:rlla|safe)_[\w.]+)", told))
-    assert named == set(RECIPES)
-    every = {run for recipe in RECIPES for run in read_settings(recipe).runs}
-    assert set(re.findall(r"`((?:smopd|opd)_\w+)`", told)) <= every
-
-
 @pytest.mark.parametrize("recipe", builtin())
 def test_every_recipe_resolves(recipe: str) -> None:
     command = parse([recipe, "--dry-run"])
@@ -104,13 +94,12 @@ def test_what_both_settings_share(recipe: str) -> None:
         assert own.model.path == MODELS[recipe]
         share = 0.6 if name in FROM_TEACHERS else 1
         assert own.loop.steps == round(share * {**RLLA, **SAFE}[recipe])
-        assert own.processes == 8 and own.rollout.vllm.tensor_parallel_size == 1
+        assert own.processes == 8 and own.rollout.vllm.engine_kwargs == {"tensor_parallel_size": 1}
         assert own.rollout.max_new_tokens == 1024
         assert own.opd.coef == 1.0 and own.opd.schedule == "constant" and own.opd.temperature == 1.0
         assert own.evaluation.top_p == 1.0 and own.evaluation.max_new_tokens is None
-        gate = own.opd.gate
-        assert (gate.floor, gate.confidence_exponent, gate.failure_exponent) == (0.2, 1.0, 1.0)
-        assert (gate.confidence_floor, gate.blend, gate.eps) == (0.05, 0.5, 1e-6)
+        assert own.opd.gate.floor == 0.2
+        assert own.merge.method == ("weights" if name == "guarded_merge" else "published")
         assert len(own.teachers.models) == 2
         adapter = name.endswith("_teacher_lora")
         assert (own.student.lora is not None) == adapter
@@ -125,7 +114,6 @@ def test_what_both_settings_share(recipe: str) -> None:
 def test_table_5(recipe: str) -> None:
     for own in runs(recipe).values():
         assert (own.data.train.source, own.data.evaluation.source) == ("rlla/train", "rlla/test")
-        assert own.data.train.split is own.data.evaluation.split is None
         assert [(reward.name, reward.range) for reward in own.rewards] == [
             ("accuracy", (-3.0, 3.0)),
             ("format", (0.0, 1.0)),
@@ -177,7 +165,7 @@ def test_each_method_differs_in_what_the_paper_says(recipe: str) -> None:
         kind = {"smopd_sequence_gate": "sequence", "smopd_token_gate": "token"}.get(name, "uniform")
         assert settings.opd.gate.kind == kind
         ours = name == "smopd_merged_tail"
-        assert (settings.opd.support, settings.opd.tail) == (("merged", True) if ours else ("pooled", False))
+        assert (settings.opd.target, settings.opd.tail) == (("merged", True) if ours else ("pooled", False))
         kappa = {"smopd_kappa32": 32, "smopd_kappa64": 64, "opd_only": 32}.get(name, 16)
         assert settings.opd.kappa == kappa
         assert settings.loss.anchor_coef == (0.0 if name == "opd_only" else 1.0)
@@ -191,15 +179,6 @@ def test_each_method_differs_in_what_the_paper_says(recipe: str) -> None:
     assert ablations & set(own) == (ablations if recipe == "safe_qwen2.5_7b" else set())
 
 
-def test_the_two_pairs_of_gated_3b_students_are_told_apart() -> None:
-    """Table 8 has those of the moderate teachers, Table 12 those of the aggressive ones."""
-    for run in ("smopd_sequence_gate", "smopd_token_gate"):
-        aggressive = read_settings("rlla_qwen2.5_3b").runs[run].reproduces
-        moderate = read_settings("rlla_qwen2.5_3b_moderate").runs[run].reproduces
-        assert aggressive is not None and aggressive.startswith("Table 12")
-        assert moderate is not None and moderate.startswith("Table 8")
-
-
 def test_the_list_says_what_each_run_reproduces(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,45 +190,6 @@ def test_the_list_says_what_each_run_reproduces(
         at = lines.index([recipe])
         for run, settings in read_settings(recipe).runs.items():
             assert [run, *str(settings.reproduces).split()] in lines[at:]
-
-
-def test_hub_ids_are_replaced_by_local_paths_in_one_override_each(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("")
-    settings = read_settings(
-        "safe_qwen2.5_3b",
-        {
-            "model.path": [str(tmp_path)],
-            "data.train": [f'{{source: "{rows}", map: "smopd.data.alpaca:prompt_row"}}'],
-            "rewards.1.kwargs.model": [str(tmp_path)],
-        },
-    )
-    assert settings.model.path == str(tmp_path)
-    assert (settings.data.train.source, settings.data.train.split) == (str(rows), None)
-    theirs, ours = (reward.kwargs for reward in settings.rewards)
-    assert ours == {**theirs, "model": str(tmp_path)}
-    assert theirs["model"] == "RLLab/Qwen2.5-7B-SafeRLHF-RM"
-    settings = read_settings("rlla_qwen2.5_3b", {"data.train.source": [str(rows)]})
-    assert settings.data.train.map == "smopd.evals.rlla:test_row"
-    with pytest.raises(Mistakes, match=r"data\.train\.source: no file"):
-        read_settings("rlla_qwen2.5_3b", {"data.train.source": [str(tmp_path / "other.jsonl")]})
-
-
-def test_a_run_of_what_is_extended_is_left_out_as_null(tmp_path: Path) -> None:
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("extends: rlla_qwen2.5_1.5b\nname: mine\nruns: {grpo: null, smopd: {label: x}}\n")
-    values = load(str(recipe)).values
-    assert "grpo" not in values["runs"] and values["runs"]["smopd"]["label"] == "x"
-    recipe.write_text("extends: rlla_qwen2.5_1.5b\nname: mine\nruns: {accuracy_teacher: null}\n")
-    with pytest.raises(Mistakes, match=r"accuracy_teacher.* is no run of this recipe"):
-        read_settings(str(recipe))
-
-
-@pytest.mark.parametrize("name", ["prompts", "completions", "training_step"])
-def test_a_reward_takes_no_keyword_argument_that_every_call_gives(name: str) -> None:
-    assert Reward(name="r", function="m:f", kwargs={"model": "x"}).kwargs == {"model": "x"}
-    with pytest.raises(ValidationError, match=f"kwargs: got {name}, which every call gives"):
-        Reward(name="r", function="m:f", kwargs={name: 1})
 
 
 def test_alpaca_rows_become_prompts() -> None:
@@ -346,7 +286,6 @@ def test_three_steps_with_a_tiny_model_and_real_data(
         "loop.steps": 3,
         "loop.prompts_per_step": 4,
         "evaluation.samples": 0,
-        "log.plain": True,
     }
     words = [
         word

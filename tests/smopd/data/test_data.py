@@ -90,10 +90,11 @@ def test_files_of_every_form_give_the_same_rows(write, name):
     assert load_rows(source, limit=1) == ROWS[:1]
 
 
-def test_a_function_is_called_with_kwargs_and_split():
+def test_a_function_is_called_with_kwargs():
     assert load_rows(f"{HERE}:some_rows", kwargs={"n": 2}) == some_rows(2)
     assert load_rows(f"{HERE}:Shop.rows") == some_rows(1)
-    assert load_rows(f"{HERE}:some_rows", split="heldout", limit=2) == some_rows(2, "heldout")
+    kwargs = {"split": "heldout"}
+    assert load_rows(f"{HERE}:some_rows", kwargs=kwargs, limit=2) == some_rows(2, "heldout")
 
 
 def test_a_hub_data_set_is_loaded_by_id(monkeypatch):
@@ -252,7 +253,7 @@ def test_evaluation_prompts_have_a_limit_of_their_own(write, tokenizer):
         "name": "t",
         "model": {"factory": "m:f"},
         "rewards": [{"name": "r", "function": "m:f"}],
-        "runs": {"gdpo": {"stage": "control"}},
+        "runs": {"gdpo": {"stage": "train"}},
         "rollout": {"max_new_tokens": 10},
     }
 

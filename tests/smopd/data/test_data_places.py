@@ -46,8 +46,8 @@ def test_a_short_name_is_a_path_in_the_folder(folder: Path) -> None:
 def test_a_source_may_be_a_short_name_which_comes_before_a_hub_id(folder: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"^rlla/test is absent: no .*fetch rlla"):
         load_rows("rlla/test")
-    with pytest.raises(ValueError, match="is a file, which takes no split"):
-        load_rows("rlla/test", split="train")
+    with pytest.raises(ValueError, match="is a file, which takes no kwargs"):
+        load_rows("rlla/test", kwargs={"split": "train"})
     (folder / "safe").mkdir()
     (folder / "safe/alpaca_prompt_only_test.jsonl.gz").write_bytes(b"")
     assert load_rows("safe/alpaca_test") == []

@@ -16,7 +16,7 @@ NAMES = ("accuracy", "format")
 def merge(accuracy: dict[str, Any] | None = None, form: dict[str, Any] | None = None, **values: Any) -> Merge:
     models = [
         {"model": "a", "reward": "accuracy", "keep": [1, 0.1], **(accuracy or {})},
-        {"model": "f", "reward": "format", "may_lose": 0.1, **(form or {})},
+        {"model": "f", "reward": "format", "max_regression": 0.1, **(form or {})},
     ]
     return Merge.model_validate({"models": models, "guard": {}, **values})
 
@@ -78,7 +78,7 @@ def test_the_runs_weights_choose_the_best() -> None:
 
 
 def test_where_no_sum_is_in_the_nearest_is_taken() -> None:
-    rows = judge(TABLE, merge({"may_lose": 0.1}))
+    rows = judge(TABLE, merge({"max_regression": 0.1}))
     assert all(row.out for row in rows) and nearest(rows).candidate.name == "a 0.1 + f"
     assert rows[4].out == "lacks 14% of what a gained"
     assert rows[0].out == "lacks 100% of what a gained; lacks 100% of what f gained"
@@ -87,7 +87,7 @@ def test_where_no_sum_is_in_the_nearest_is_taken() -> None:
 
 
 def test_levels_go_from_the_whole_to_the_most_trimmed() -> None:
-    found = levels(merge({"keep": [0.1, 1, 0.4], "leave_out": ["", "self_attn"]}, {"keep": [0.5, 1]}))
+    found = levels(merge({"keep": [0.1, 1, 0.4], "exclude": ["", "self_attn"]}, {"keep": [0.5, 1]}))
     assert [[each.name for each in level] for level in found] == [
         ["plain sum", "a without self_attn + f"],
         ["a + f 0.5", "a without self_attn + f 0.5"],
@@ -96,10 +96,10 @@ def test_levels_go_from_the_whole_to_the_most_trimmed() -> None:
         ["a 0.4 + f 0.5", "a 0.4 without self_attn + f 0.5"],
         ["a 0.1 + f 0.5", "a 0.1 without self_attn + f 0.5"],
     ]
-    assert found[3][1].parts == (Part(keep=0.1, leave_out="self_attn"), Part())
+    assert found[3][1].parts == (Part(keep=0.1, exclude="self_attn"), Part())
 
 
-def test_another_method_and_other_scales_stand_beside_the_plain_sum() -> None:
-    found = levels(merge({"scale": [0.5, 1]}, method="ties"))
-    assert [each.name for each in found[0]] == ["plain sum", "a x 0.5 + f (ties)", "a + f (ties)"]
+def test_another_rule_stands_beside_the_plain_sum() -> None:
+    found = levels(merge({"exclude": ["mlp", ""]}, rule="ties"))
+    assert [each.name for each in found[0]] == ["plain sum", "a without mlp + f (ties)", "a + f (ties)"]
     assert [each.method for each in found[0]] == ["sum", "ties", "ties"]

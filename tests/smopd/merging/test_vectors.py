@@ -24,7 +24,7 @@ PARTS = [
     [Part(keep=0.1), Part()],
     [Part(scale=0.5, keep=0.3), Part(scale=-1.5, keep=0.02)],
     [Part(), Part(scale=0.0)],
-    [Part(leave_out="self_attn|norm"), Part(keep=0.5)],
+    [Part(exclude="self_attn|norm"), Part(keep=0.5)],
 ]
 
 

@@ -44,7 +44,7 @@ def merged(device, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pooled(device, tmp_path_factory):
-    opd = {"support": "pooled", "tail": False, "schedule": "constant"}
+    opd = {"target": "pooled", "tail": False, "schedule": "constant"}
     return lines(tmp_path_factory.mktemp("pooled"), device, opd, loss={"importance_cap": 1.2})
 
 
@@ -177,7 +177,7 @@ def test_teachers_are_watched_where_lambda_is_0(merged, device, tmp_path):
     assert [line["opd_coef"] for line in merged] == [1, 0]
     assert all(names <= line.keys() and math.isfinite(line["kl"]) for line in merged)
     assert [line["loss/kl"] == 0 for line in merged] == [False, True]
-    unwatched = lines(tmp_path, device, {"coef": 0.0, "schedule": "constant", "watch": False})
+    unwatched = lines(tmp_path, device, {"coef": 0.0, "schedule": "constant", "log_when_off": False})
     assert all(not names & line.keys() for line in unwatched)
     watched = lines(tmp_path / "watched", device, {"coef": 0.0, "schedule": "constant"})
     same = ("grad_norm", "loss/pg", "entropy", "reward/dense/mean")

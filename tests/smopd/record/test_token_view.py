@@ -44,7 +44,7 @@ def test_records_are_of_the_response_asked_for():
         TeacherTopK(ids_NMS, logps_NMS, torch.zeros(40, 3)), log_alpha, torch.zeros(3), torch.ones(3)
     )
     student = TopK(torch.arange(200).view(40, 5).int() % 26, torch.linspace(-9, -1, 200).view(40, 5).flip(-1))
-    opd = Opd(kappa=6, support="merged")
+    opd = Opd(kappa=6, target="merged")
     records = token_records(Letters(), torch.tensor([3, 4, 5]), target, opd, student, slice(10, 13))
     assert [record["text"] for record in records] == ["d", "e", "f"]
     shares = target_shares(logps_NMS, ids_NMS, log_alpha, 6, True)[10:13]

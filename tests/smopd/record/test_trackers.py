@@ -53,6 +53,6 @@ def test_missing_packages_are_named(monkeypatch):
 
 
 def test_only_known_trackers():
-    assert Log().to == []
+    assert Log().trackers == []
     with pytest.raises(ValidationError, match="tensorboard"):
-        Log(to=["neptune"])
+        Log(trackers=["neptune"])

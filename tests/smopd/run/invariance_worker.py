@@ -39,16 +39,16 @@ SETTINGS = {
     "loop": {"steps": STEPS, "prompts_per_step": PROMPTS, "updates_per_step": 2},
     "rollout": {"group_size": GROUP_SIZE, "temperature": 0.7},
     "loss": {"entropy_coef": 0.01, "dual_clip": 3.0},
-    "opd": {"kappa": 6, "schedule": "linear", "final_coef": 0.5},
+    "merge": {"method": "published"},
+    "opd": {"kappa": 6, "target": "merged", "tail": True, "schedule": "linear", "final_coef": 0.5},
     "teachers": {"models": [{"model": "a/b", "reward": "dense"}, {"model": "a/c", "reward": "sparse"}]},
     "checkpoint": {"every": 0},
-    "log": {"plain": True},
     "runs": {"student": {"stage": "merge"}},
 }
 
 PACKED, MANY = Packing(micro_batch_tokens=100_000), Packing(micro_batch_tokens=60)
 GATED = {"opd": {"gate": {"kind": "token"}}}
-PRODUCT = {"opd": {"support": "product", "gate": {"kind": "token"}, "product": {"clip": 2.0}}}
+PRODUCT = {"merge": {"method": "product"}, "opd": {"gate": {"kind": "token"}}}
 REVERSE = {"opd": {"divergence": "reverse_kl_sampled", "gate": {"kind": "token"}}}
 SEQ_MEAN = {"loss": {"aggregation": "seq-mean-token-mean"}}
 CAPPED = {"loss": {"importance_cap": 1.5}}
@@ -68,7 +68,7 @@ VARIANTS = {
     "packed": (PACKED, {}, {}),
     "single": (Packing(micro_batch_tokens=1, share_prompts=False), {}, {}),
     "many-micro-batches": (MANY, {}, {}),
-    "one-row": (Packing(micro_batch_tokens=100_000, row_tokens=2_000, share_prompts=False), {}, {}),
+    "separate": (Packing(micro_batch_tokens=100_000, share_prompts=False), {}, {}),
     "checkpointed": (PACKED, {}, {"gradient_checkpointing": True}),
     "tied-packed": (PACKED, {}, {"tied": True}),
     "tied-many": (Packing(micro_batch_tokens=60, share_prompts=False), {}, {"tied": True}),
@@ -183,7 +183,6 @@ def train(
         "max_grad_norm": 1e9,
         "adam_eps": 1e-2,  # its updates then show the gradient's scale, and not the sign of rounding errors
         "compute_dtype": "float32",
-        "head_chunk_bytes": VOCABULARY * 4 * (1000 if packing is PACKED else 5),
     }
     given = {key: value for key, value in options.items() if key != "tied"}
     if "deepspeed_config" in given:
@@ -218,7 +217,7 @@ def train(
 
     strategy.step, student.update = step, update
     scored = [tiny_model(seed=1), tiny_model(seed=2)]
-    if settings.opd.support == "product":
+    if settings.merge.method == "product":
         scored.append(tiny_model(seed=3))
     teachers = LocalTeachers(scored, packing, student.vocabulary)
     with Recorder(folder, folder.name, settings, Numbers()) as recorder:

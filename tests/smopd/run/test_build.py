@@ -15,15 +15,15 @@ LIMIT = 4096
 
 
 def adapter(rank: int, **more) -> dict:
-    return {"stage": "control", "set": {"student": {"lora": {"rank": rank}}, **more}}
+    return {"stage": "train", "set": {"student": {"lora": {"rank": rank}}, **more}}
 
 
 @pytest.mark.parametrize(("accelerated", "rank"), [(True, 16), (False, 0)])
 def test_runs_share_the_engines_that_they_can(accelerated, rank, monkeypatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: accelerated)
     runs = {
-        "short": {"stage": "control", "set": {"rollout": {"max_new_tokens": 64}}},
-        "long": {"stage": "control", "set": {"rollout": {"max_new_tokens": 128}}},
+        "short": {"stage": "train", "set": {"rollout": {"max_new_tokens": 64}}},
+        "long": {"stage": "train", "set": {"rollout": {"max_new_tokens": 128}}},
         "small": adapter(8),
         "large": adapter(16, rollout={"max_new_tokens": 32}),
     }
@@ -63,3 +63,19 @@ def test_another_order_of_the_same_tokens_is_refused(tokenizers):
         build.require_tokenizer(own, saved(words[1], words[0], *words[2:]))
     with pytest.raises(ValueError, match=r"the id \d+ is 'another', expected"):
         build.require_tokenizer(own, saved("another", *words[1:]))
+
+
+def test_arguments_of_vllm_reach_its_engine_and_what_we_plan_with_is_known() -> None:
+    kwargs = {"gpu_memory_utilization": 0.5, "enable_sleep_mode": False, "compilation_config": {"level": 0}}
+    given = {"rollout": {"engine": "vllm", "vllm": {"engine_kwargs": kwargs}}}
+    recipe = Settings.model_validate(merged(SETTINGS, given))
+    found, same = (rollout_settings(recipe, recipe, LIMIT) for _ in range(2))
+    assert (found.gpu_memory_share, found.sleep, found.more) == (
+        0.5,
+        False,
+        {"compilation_config": {"level": 0}},
+    )
+    assert {found: 1}[same] == 1, "one engine serves both"
+    wrong = merged(given, {"rollout": {"vllm": {"engine_kwargs": {"tensor_parallel_size": 0}}}})
+    with pytest.raises(ValueError, match="tensor_parallel_size"):
+        rollout_settings(Settings.model_validate(merged(SETTINGS, wrong)), recipe, LIMIT)

@@ -32,7 +32,7 @@ def test_vllm_samples_scores_and_takes_new_weights(tmp_path):
                 "stage": "merge",
                 "set": {
                     "student": {"lora": None, "learning_rate": 1e-2},
-                    "loop": {"steps": 3, "lag": 1},
+                    "loop": {"steps": 3, "async_level": 1},
                     "loss": {"importance_cap": 2.0},
                 },
             }
@@ -82,7 +82,7 @@ def test_a_lora_run_with_kl_ref_takes_its_own_base(tmp_path):
 
 
 def test_the_product_of_lora_teachers_and_their_base_in_one_engine(tmp_path):
-    with_lora_teachers(tmp_path, {"opd": {"support": "product", "kappa": 8}})
+    with_lora_teachers(tmp_path, {"merge": {"method": "product"}, "opd": {"kappa": 8}})
     for line in metric_lines(tmp_path / "run/student"):
         for m in range(2):
             assert 1e-5 < abs(line[f"teacher_{m}/change"]) < 10, line

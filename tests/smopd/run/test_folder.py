@@ -6,18 +6,21 @@ import pytest
 
 from smopd.config.settings import Settings
 from smopd.engine.files import empty_partial, replace_folder
-from smopd.run.folder import Busy, OtherSettings, claimed, write_settings
+from smopd.run.folder import ConfigMismatch, RunDirLocked, lock_run_dir, write_settings
 from tests.smopd.run.invariance_worker import SETTINGS
 
 MADE = Settings.model_validate(SETTINGS)
 
 
 def test_a_removed_lock_file_opens_no_second_way_in(tmp_path):
-    with claimed(tmp_path, MADE):
+    with lock_run_dir(tmp_path, MADE):
         (tmp_path / ".lock").unlink()
-        with pytest.raises(Busy, match="another command is at work there"), claimed(tmp_path, MADE):
+        with (
+            pytest.raises(RunDirLocked, match="another command is at work there"),
+            lock_run_dir(tmp_path, MADE),
+        ):
             pass
-    with claimed(tmp_path, MADE):
+    with lock_run_dir(tmp_path, MADE):
         pass
 
 
@@ -25,7 +28,7 @@ def test_a_removed_lock_file_opens_no_second_way_in(tmp_path):
 def test_a_directory_that_cannot_be_made_is_named(tmp_path, way):
     output = tmp_path / "out"
     output.write_text("") if way == "a file" else output.symlink_to(tmp_path / "absent")
-    with pytest.raises(Busy, match=f"output: .*{output}"), claimed(output, MADE):
+    with pytest.raises(RunDirLocked, match=f"output: .*{output}"), lock_run_dir(output, MADE):
         pass
 
 
@@ -33,19 +36,19 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path, way):
 def test_settings_that_cannot_be_read_are_named(tmp_path, content):
     (tmp_path / "config.yaml").write_bytes(content)
     (tmp_path / "student").mkdir()
-    with pytest.raises(OtherSettings, match=r"config\.yaml: cannot be read"), claimed(tmp_path, MADE):
+    with pytest.raises(ConfigMismatch, match=r"config\.yaml: cannot be read"), lock_run_dir(tmp_path, MADE):
         pass
 
 
 def test_settings_may_be_corrected_until_something_is_made_with_them(tmp_path):
     other = MADE.model_copy(update={"seed": MADE.seed + 1})
-    with claimed(tmp_path, MADE):
+    with lock_run_dir(tmp_path, MADE):
         write_settings(tmp_path, MADE, dict)
-    with claimed(tmp_path, other):
+    with lock_run_dir(tmp_path, other):
         write_settings(tmp_path, other, dict)
     (tmp_path / "student").mkdir()
-    refused = pytest.raises(OtherSettings, match=f"seed: was {other.seed}, now {MADE.seed}")
-    with refused, claimed(tmp_path, MADE):
+    refused = pytest.raises(ConfigMismatch, match=f"seed: was {other.seed}, now {MADE.seed}")
+    with refused, lock_run_dir(tmp_path, MADE):
         pass
 
 

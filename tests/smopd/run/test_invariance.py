@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 SAME = {
     "single": "packed",
     "many-micro-batches": "packed",
-    "one-row": "packed",
+    "separate": "packed",
     "checkpointed": "packed",
     "tied-many": "tied-packed",
     "seq-mean-many": "seq-mean-packed",

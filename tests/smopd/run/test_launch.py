@@ -93,7 +93,7 @@ def test_a_signal_to_the_command_ends_both_ranks_after_their_step(tmp_path):
     running.send_signal(signal.SIGINT)
     _, told = running.communicate(timeout=HANG_SECONDS)
     assert running.returncode == 130 and b"Traceback" not in told, told.decode()[-4000:]
-    assert told.count(b"is done and saved; the same command goes on") == 1
+    assert told.count(b"is done and saved; rerun to resume") == 1
     assert list(output.glob("accuracy_teacher/checkpoints/step_0000000?"))
     wait_until_none_is_left(running, all_below)
 

@@ -22,7 +22,7 @@ from tests.smopd.recipes import metric_lines, train, train_here, write_recipe
 MERGE: dict[str, Any] = {
     "models": [
         {"model": "accuracy_teacher", "reward": "accuracy", "keep": [1, 0.2]},
-        {"model": "format_teacher", "reward": "format", "may_lose": 0.1},
+        {"model": "format_teacher", "reward": "format", "max_regression": 0.1},
     ],
     "guard": {"prompts": 6, "samples": 3},
 }
@@ -63,9 +63,9 @@ def place(tmp_path: Path, taught: Path) -> Callable[..., tuple[Path, Path]]:
     """A recipe whose student starts from a merge, and a run directory with its teachers."""
 
     def make(name: str = "out", **merge: Any) -> tuple[Path, Path]:
-        init = {"merge": {**deepcopy(MERGE), **merge}}
+        own = {**deepcopy(MERGE), **merge, "method": "weights"}
         (tmp_path / "two_rewards.py").write_text(REWARDS)
-        recipe = write_recipe(tmp_path, TAUGHT | {"runs": {"student": {"stage": "control", "init": init}}})
+        recipe = write_recipe(tmp_path, TAUGHT | {"runs": {"student": {"set": {"merge": own}}}})
         shutil.copytree(taught, tmp_path / name)
         return recipe, tmp_path / name
 
@@ -98,7 +98,7 @@ def test_a_stopped_guard_goes_on(
     place: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strict = deepcopy(MERGE["models"])
-    strict[0]["may_lose"] = 1  # no sum is in: both levels are tried, and the nearest is taken
+    strict[0]["max_regression"] = 1  # no sum is in: both levels are tried, and the nearest is taken
     recipe, whole = place("whole", models=strict)
     train_here(recipe, "--output", "whole")
     table = json.loads((whole / "student" / "merge.json").read_text())
@@ -162,14 +162,14 @@ def test_two_ranks_share_the_rollouts_and_agree(place: Callable[..., tuple[Path,
 
 
 def test_a_start_without_a_guard_is_the_merge_as_given(place: Callable[..., tuple[Path, Path]]) -> None:
-    models = [{"model": "accuracy_teacher", "keep": 0.3}, {"model": "format_teacher", "scale": 0.8}]
-    recipe, out = place(models=models, method="ties", guard=None)
+    models = [{"model": "accuracy_teacher", "keep": 0.3}, {"model": "format_teacher", "exclude": "mlp"}]
+    recipe, out = place(models=models, rule="ties", guard=None)
     kl_ref = ("--kl_ref.coef", "0.1")  # whose model is the run's start
     (out / "config.yaml").unlink()
     done = train_here(recipe, "--output", "out", "--only", "student", *kl_ref)
     assert done.returncode == 0, done.stderr
     folders = [str(out / name / "export") for name in ("base", "accuracy_teacher", "format_teacher")]
-    expected = TaskVectors(folders[0], folders[1:]).merged([Part(keep=0.3), Part(scale=0.8)], "ties")
+    expected = TaskVectors(folders[0], folders[1:]).merged([Part(keep=0.3), Part(exclude="mlp")], "ties")
     written = load_file(out / "student" / "start" / "model.safetensors")
     assert all(torch.equal(written[name], value) for name, value in expected)
     lines = metric_lines(out / "student")
@@ -187,9 +187,7 @@ def test_mistakes_are_told_with_their_setting(place: Callable[..., tuple[Path, P
     recipe, _ = place("foreign", models=[{"model": str(tiny_model_in(out.parent))}], guard=None)
     done = train_here(recipe, "--output", "foreign", "--only", "student")
     assert done.returncode == 1
-    assert re.search(
-        r"error: runs.student.init.merge: \S+/other: \S+ has shape .*, the base .* has", done.stderr
-    )
+    assert re.search(r"error: runs.student.merge: \S+/other: \S+ has shape .*, the base .* has", done.stderr)
 
 
 def tiny_model_in(folder: Path) -> Path:

@@ -105,7 +105,7 @@ def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(tmp_path, straight
     told = log.read_text()
     (saved,) = (folder / "accuracy_teacher/checkpoints").iterdir()
     step = int(saved.name.removeprefix("step_"))
-    assert f"stopped by {number.name}; step {step} is done and saved; the same command goes on" in told
+    assert f"stopped by {number.name}; step {step} is done and saved; rerun to resume" in told
     assert "Traceback" not in told and step == lines(folder / "accuracy_teacher/metrics.jsonl") < 6
     done = train_here(recipe)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -132,7 +132,11 @@ def test_a_reward_that_ends_a_run_leaves_what_is_done(tmp_path, when, kept, rank
     """Mended, the same command ends as if nothing had been."""
     (tmp_path / "failing.py").write_text(FAILING.replace("WHEN", when))
     rewards = [{**TINY["rewards"][0], "function": "failing:accuracy"}, TINY["rewards"][1]]
-    more = {"scoring": {"window_steps": 1}, "checkpoint": {"every": 100}, "evaluation": {"every": 2}}
+    more = {
+        "scoring": {"max_unscorable_share": 0.0},
+        "checkpoint": {"every": 100},
+        "evaluation": {"every": 2},
+    }
     recipe = write_recipe(tmp_path, {"rewards": rewards, "processes": ranks, **more}, drop=("warm_start",))
     only, run = ("--only", "accuracy_teacher"), "runs/tiny/accuracy_teacher"
     call = train_here if ranks == 1 else train
@@ -141,7 +145,7 @@ def test_a_reward_that_ends_a_run_leaves_what_is_done(tmp_path, when, kept, rank
     (tmp_path / "broken").touch()
     ended = train(recipe, *only)
     assert ended.returncode == 1 and "pipeline.py" not in ended.stderr, ended.stderr[-4000:]
-    assert ended.stderr.count(f"step {kept} is done and saved; the same command goes on") == 1
+    assert ended.stderr.count(f"step {kept} is done and saved; rerun to resume") == 1
     assert "the judge is gone" in ended.stderr
     assert [path.name for path in (tmp_path / run / "checkpoints").iterdir()] == [f"step_{kept:08d}"]
     (tmp_path / "broken").unlink()

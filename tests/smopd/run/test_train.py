@@ -47,7 +47,7 @@ def recipe_of_one_run(folder, changes):
     """A single control run; the warm start is left out, so that it begins at once."""
     values = {"loop": {"steps": 2}, **changes}
     path = write_recipe(folder, values, drop=("runs", "teachers", "warm_start"))
-    path.write_text(path.read_text() + "runs: {gdpo: {stage: control}}\n")
+    path.write_text(path.read_text() + "runs: {gdpo: {stage: train}}\n")
     return path
 
 
@@ -91,8 +91,8 @@ def test_three_rewards_and_three_teachers(workplace):
         )
         + "  student: {stage: merge}\n"
         + "  sampled: {stage: merge, set: {opd: {divergence: reverse_kl_sampled, gate: {kind: sequence}}}}\n"
-        + "  gd2po: {stage: control, set: {advantage: {estimator: gd2po, whiten: tokens}}}\n"
-        + "  grpo: {stage: control, set: {advantage: {estimator: grpo}}}\n"
+        + "  gd2po: {stage: train, set: {advantage: {estimator: gd2po, whiten: tokens}}}\n"
+        + "  grpo: {stage: train, set: {advantage: {estimator: grpo}}}\n"
     )
     done = train_here(recipe)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -159,7 +159,7 @@ def test_stages_one_at_a_time_and_teachers_by_path(tmp_path):
 def test_a_reference_policy_and_sampling_one_step_ahead(workplace, place):
     changes = with_reward(
         "brevity",  # of an untrained model's answers it alone varies
-        loop={"steps": 3, "lag": 1},
+        loop={"steps": 3, "async_level": 1},
         loss={"old_logps": "rollout"},
         kl_ref={"coef": 0.1, "place": place},
         advantage={"estimator": "grpo" if place == "reward" else "gdpo"},
@@ -178,9 +178,11 @@ def test_a_reference_policy_and_sampling_one_step_ahead(workplace, place):
 
 
 def test_a_reward_that_raises_stops_the_run_and_is_named(workplace):
-    done = train_here(recipe_of_one_run(workplace, with_reward("raises", scoring={"window_steps": 1})))
+    done = train_here(
+        recipe_of_one_run(workplace, with_reward("raises", scoring={"max_unscorable_share": 0.0}))
+    )
     assert done.returncode == 1
-    assert "reward 'mine' left 16 of 16 responses without a score" in done.stderr
+    assert "reward 'mine' left 16 of 32 responses without a score" in done.stderr
     assert "no such thing" in done.stderr
 
 

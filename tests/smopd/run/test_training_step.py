@@ -36,7 +36,6 @@ def test_it_runs_at_tiny_sizes(tmp_path) -> None:
         *("--loop.steps", "2"),
         *("--loop.prompts_per_step", "2"),
         *("--rollout.max_new_tokens", "12"),
-        *("--scoring.startup_seconds", str(HANG_SECONDS)),
         *("--scoring.deadline_seconds", str(HANG_SECONDS)),
         cwd=ROOT,
     )

@@ -47,7 +47,7 @@ def losing(engine: object, call: str, at: int) -> None:
 def train(folder: Path, device: torch.device, case: str = "") -> str:
     """What ended it, or the metrics; the weights are in `folder`."""
     lag = 1 if case.endswith("lagged") or folder.name.startswith("whole-1") else 0
-    changes = {"loop": {"steps": 4, "lag": lag}, "loss": {"importance_cap": 2.0}}
+    changes = {"loop": {"steps": 4, "async_level": lag}, "loss": {"importance_cap": 2.0}}
     settings = Settings.model_validate(merged(SETTINGS, changes)).resolved("student")
     options = TrainSettings(learning_rate=1e-2, compute_dtype="float32", **dict(PACKING))
     student = Student(tiny_model(), options, device)

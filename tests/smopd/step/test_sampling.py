@@ -12,7 +12,7 @@ from smopd.step.sampling import Sampler
 from tests.smopd.run.invariance_worker import SETTINGS, FixedRollouts, prompt_set
 
 CPU = torch.device("cpu")
-AHEAD = {"loop": {"lag": 1, "steps": 4}, "loss": {"old_logps": "rollout"}}
+AHEAD = {"loop": {"async_level": 1, "steps": 4}, "loss": {"old_logps": "rollout"}}
 
 
 def settings(changes):
@@ -96,7 +96,7 @@ class Stale(FixedRollouts):
 def test_an_older_response_is_refused():
     engine = Stale()
     engine.load_weights([], 5)
-    stale = pytest.raises(StaleRollout, match=r"policy 4, expected 5 or later \(loop.lag\)")
+    stale = pytest.raises(StaleRollout, match=r"policy 4, expected 5 or later \(loop.async_level\)")
     with Sampler(settings({}), prompt_set(), engine, CPU) as batches, stale:
         batches.take(5)
 

@@ -1,0 +1,45 @@
+"""What a setting names: one of ours, or a function of the user's by its import path."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+"""`package.module:function`, or a method as `package.module:Class.method`."""
+
+
+def import_function(path: str) -> Any:
+    """The function at package.module:function (or method, at package.module:Class.method).
+
+    Raises:
+        ValueError: the path has another form, or module or function cannot be found.
+    """
+    if not IMPORT_PATH.fullmatch(path):
+        raise ValueError(f"{path!r} is no import path, expected package.module:function")
+    module_name, names = path.split(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{path!r}: {error}") from error
+    for name in names.split("."):
+        if not callable(getattr(found, name, None)):
+            close = difflib.get_close_matches(name, dir(found), 1, 0.6)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"{path!r}: {module_name} has no function {name!r}{hint}")
+        found = getattr(found, name)
+    return found
+
+
+def resolve(name: str, known: Mapping[str, T]) -> T:
+    """What `known` has under `name`, or the function at the import path `name`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    return known[name] if name in known else import_function(name)
