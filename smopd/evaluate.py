@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from smopd import extra  # noqa: F401 says what to install
@@ -16,6 +18,7 @@ from smopd import extra  # noqa: F401 says what to install
 # isort: split
 import tyro
 
+from smopd.engine.imports import IMPORT_PATH, import_function
 from smopd.evals.api_bank.suite import ApiBankEvaluation
 from smopd.evals.bfcl.suite import Bfcl
 from smopd.evals.bootstrap import intervals
@@ -37,11 +40,14 @@ MISTAKES = (ValueError, FileNotFoundError)
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; a mistake in the arguments or files is one line on standard error and exit code 2."""
+    words = sys.argv[1:] if argv is None else argv
+    with user_errors():
+        own = {word: outside(word) for word in words[:1] if IMPORT_PATH.fullmatch(word)}
     command: Any = tyro.extras.subcommand_cli_from_dict(
-        {**SUITES, "diff": Difference},
+        {**SUITES, **own, "diff": Difference},
         prog="python -m smopd.evaluate",
-        description="Score a model, or saved responses.",
-        args=argv,
+        description="Score a model, or saved responses; a suite of your own is package.module:Suite.",
+        args=words,
     )
     if isinstance(command, Difference):
         with user_errors():
@@ -64,6 +70,26 @@ def main(argv: list[str] | None = None) -> int:
         write_items(command.output, suite, responses)  # kept, whatever becomes of the scoring
     evaluate(command, suite, responses, of=len(whole.items))
     return 0
+
+
+def outside(path: str) -> type[Evaluation]:
+    """The options of a suite by its import path: a class of it, called without arguments or with --data.
+
+    Raises:
+        ValueError: the path leads nowhere.
+    """
+    make = import_function(path)
+
+    @dataclass(frozen=True)
+    class Outside(Evaluation):
+        @property
+        def data_path(self) -> Path:
+            return self.data or Path(path)
+
+        def suite(self) -> Suite:
+            return make() if self.data is None else make(self.data)
+
+    return Outside
 
 
 def evaluate(command: Evaluation, suite: Suite, responses: Sequence[Response], *, of: int) -> Result:
