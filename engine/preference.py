@@ -7,7 +7,6 @@ earlier one where a chat ends with an end token that pads too, and refuses batch
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,11 +15,12 @@ from typing import Any, Protocol
 import httpx
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from smopd.engine.models.loading import UnusableModel, stored_dtype
-from smopd.engine.remote.client import Client
+from smopd.engine.remote.client import Request
 from smopd.engine.remote.servers import RetryPolicy, Servers
 
 # Of safe-rlhf and align-anything, which trained Beaver and the paper's pair: there the head is called so.
@@ -73,19 +73,14 @@ class LocalPreferenceModel:
         return by_batches(sequences, batch_tokens, lambda batches: [self._batch(batch) for batch in batches])
 
     def _batch(self, sequences: Sequence[TokenIds]) -> list[float]:
-        longest = max(map(len, sequences))
-        ids = torch.zeros(len(sequences), longest, dtype=torch.int64)  # padding is masked: any id will do
-        real = torch.zeros(len(sequences), longest, dtype=torch.int64)
-        for row, sequence in enumerate(sequences):
-            ids[row, : len(sequence)] = torch.tensor(sequence)
-            real[row, : len(sequence)] = 1
-        last_B = real.sum(-1) - 1
-        states = self._decoder(
-            input_ids=ids.to(self.device), attention_mask=real.to(self.device), use_cache=False
+        ids_BT = pad_sequence([torch.tensor(sequence) for sequence in sequences], batch_first=True)
+        lengths_B = torch.tensor([len(sequence) for sequence in sequences])
+        real_BT = (torch.arange(ids_BT.shape[1]) < lengths_B[:, None]).long()  # the padding may be any id
+        states_BTD = self._decoder(
+            input_ids=ids_BT.to(self.device), attention_mask=real_BT.to(self.device), use_cache=False
         ).last_hidden_state
-        states_BD = states[torch.arange(len(sequences)), last_B].float()
-        scores_B: Tensor = F.linear(states_BD, self._head.weight, self._head.bias)[:, 0]
-        return scores_B.tolist()
+        states_BD = states_BTD[torch.arange(len(sequences)), lengths_B - 1].float()
+        return F.linear(states_BD, self._head.weight, self._head.bias)[:, 0].tolist()
 
 
 class RemotePreferenceModel:
@@ -97,44 +92,27 @@ class RemotePreferenceModel:
     Args:
         urls: servers of the same model.
     Raises:
-        NoServer: none answers.
-        ValueError: a server answers as no model server does.
+        NoServer: none answers as a model server does.
     """
 
-    def __init__(self, urls: Sequence[str], patience: RetryPolicy | None = None):
-        self._servers = Servers(urls, patience)
-        self._names: dict[str, str] = {}
-        limits = []
-        answers: dict[str, httpx.Response] = self._servers.each(lambda client: client.get("/v1/models"))
-        for url, answer in answers.items():
-            try:
-                card = answer.json()["data"][0]
-                self._names[url] = str(card["id"])
-                limits.append(int(card["max_model_len"]))
-            except (ValueError, KeyError, IndexError, TypeError):
-                raise ValueError(
-                    f"{url}/v1/models: got {answer.text[:200]!r}, expected a model with max_model_len, "
-                    "as `vllm serve --runner pooling` answers"
-                ) from None
-        self.max_tokens = min(limits)
+    def __init__(self, urls: Sequence[str], retry: RetryPolicy | None = None):
+        self._servers = Servers(urls, retry)
+        cards = self._servers.each(Request("/v1/models"), _name_and_length)
+        self._names = {url: name for url, (name, _) in cards.items()}
+        self.max_tokens = min(length for _, length in cards.values())
 
     def score(self, sequences: Sequence[TokenIds], batch_tokens: int) -> list[float]:
-        self._servers.readmit()
+        self._servers.restore()
         return by_batches(sequences, batch_tokens, self._batches)
 
     def _batches(self, batches: Sequence[Sequence[TokenIds]]) -> list[list[float]]:
-        name = next(iter(self._names.values()))
+        first = next(iter(self._names.values()))  # of servers that have come up since
 
-        def ask(client: Client, item: Sequence[TokenIds]) -> httpx.Response:
-            body = {
-                "model": self._names.get(client.url, name),
-                "input": [list(ids) for ids in item],
-                "use_activation": False,
-                "add_special_tokens": False,
-            }
-            return client.post("/classify", json=body)
+        def request(url: str, batch: Sequence[TokenIds]) -> Request:
+            body = {"model": self._names.get(url, first), "input": [list(ids) for ids in batch]}
+            return Request("/classify", json=body | {"use_activation": False, "add_special_tokens": False})
 
-        return self._servers.map(ask, batches, lambda answer, batch: _parse(answer, len(batch)))
+        return self._servers.map(request, batches, _scores)
 
 
 def by_batches(
@@ -212,20 +190,20 @@ def _load(path: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, nn.Lin
     return model.eval().requires_grad_(False), head
 
 
-def _parse(answer: httpx.Response, expected: int) -> list[float]:
+def _name_and_length(answer: httpx.Response) -> tuple[str, int]:
+    card = answer.json()["data"][0]
+    return str(card["id"]), int(card["max_model_len"])
+
+
+def _scores(answer: httpx.Response, batch: Sequence[TokenIds]) -> list[float]:
     """The scores of one answer of /classify, rounded to fp32."""
-    try:
-        rows = sorted(answer.json()["data"], key=lambda row: row["index"])
-        outputs = [row["probs"] for row in rows]
-        values = [float(value) for probs in outputs for value in probs]
-        counts = {len(probs) for probs in outputs}
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"got {answer.text[:200]!r}, expected /classify's `data`") from None
-    if counts != {1}:
-        raise ValueError(f"got {sorted(counts)} outputs a sequence, expected a model of one")
-    if len(values) != expected or not all(map(math.isfinite, values)):
-        raise ValueError(f"got {len(values)} scores {values[:3]}…, expected {expected} numbers")
-    return torch.tensor(values, dtype=torch.float32).tolist()
+    outputs = [row["probs"] for row in sorted(answer.json()["data"], key=lambda row: row["index"])]
+    values_B = torch.tensor(outputs, dtype=torch.float32)
+    if values_B.shape != (len(batch), 1) or not bool(values_B.isfinite().all()):
+        raise ValueError(
+            f"got scores {str(outputs)[:80]}, expected one finite number for each of {len(batch)}"
+        )
+    return values_B[:, 0].tolist()
 
 
 def _first_line(error: Exception) -> str:

@@ -13,6 +13,8 @@ from smopd.engine.imports import IMPORT_PATH
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["float32", "bfloat16"]
+WeightTransport = Literal["files", "inline", "ipc"]
+"""How weights reach an engine in another process (engine/weights/transport.py)."""
 
 
 def _import_path(value: str) -> str:
@@ -137,9 +139,9 @@ class VllmSettings(Section):
     """A vLLM engine as it is made."""
 
     placement: Literal["colocated", "process"] = "colocated"
-    transfer: Literal["files", "ipc"] = "files"
-    """How new weights reach a process of its own: files in shared memory, or CUDA's handles of memory on the
-    GPU that both are on."""
+    transfer: WeightTransport = "files"
+    """How new weights reach a process of its own: files in shared memory, inline in its calls, or ipc: CUDA's
+    handles of memory on the GPU that both are on."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     max_model_len: int | None = Field(default=None, ge=1)
     gpu_memory_share: float | None = Field(default=None, gt=0, lt=1)

@@ -9,7 +9,7 @@ teacher's vocabulary. `POST /given?temperature=1.0&dtype=float16` takes `ids_NU`
 own `token_logps_N` too, and gives these ids' `logps_NU`: by it a union over several servers is exact.
 
 An answer depends on nothing asked before, so a request may be sent again. What is no request is answered by
-status 400, one of more than LARGEST_REQUEST bytes by 413.
+status 400, one of more than MAX_REQUEST_BYTES by 413.
 
 Where the environment variable SMOPD_SERVER_TOKEN is set, every request must bring it (`Authorization: Bearer
 TOKEN`), and clients with the same variable do. There is no encryption: it is for a network of your own.
@@ -22,13 +22,14 @@ import hmac
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -47,8 +48,8 @@ from smopd.engine.weights.adapters import read_adapter
 if TYPE_CHECKING:
     from smopd.engine.vllm.teachers import VllmTeachers
 
-LARGEST_REQUEST = 256 << 20  # ours, bytes
-LARGEST_TEXT = 1 << 20  # ours, characters to tokenize
+MAX_REQUEST_BYTES = 256 << 20  # ours
+MAX_TEXT = 1 << 20  # ours, characters to tokenize
 TEMPERATURES = (1e-2, 1e2)  # ours: logits divided by less overflow
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
@@ -59,65 +60,69 @@ def application(teacher: LocalTeachers | VllmTeachers, path: str, vocabulary: in
     tokenizer = load_tokenizer(adapter.base if adapter else path)
     one_at_a_time, rows = threading.Lock(), min(teacher.rows, vocabulary)
 
-    def score(content: bytes, kappa: int, temperature: float, dtype: torch.dtype) -> bytes:
-        rollouts = unpack_request(content, vocabulary)
+    def score(content: bytes, asked: QueryParams) -> Response:
+        rollouts, kappa, (temperature, dtype) = (
+            unpack_request(content, vocabulary),
+            int(asked["kappa"]),
+            _how(asked),
+        )
         with one_at_a_time:
             before = teacher.dropped
             top = teacher.score(rollouts, kappa, temperature)
             dropped = teacher.dropped - before
-        return pack_answer(top.ids_NMS[:, 0], top.logps_NMS[:, 0], top.token_logps_NM[:, 0], dtype, dropped)
+        answer = (top.ids_NMS[:, 0], top.logps_NMS[:, 0], top.token_logps_NM[:, 0])
+        return Response(pack_answer(*answer, dtype, dropped), media_type=BINARY)
 
-    def given(content: bytes, temperature: float, dtype: torch.dtype) -> bytes:
+    def given(content: bytes, asked: QueryParams) -> Response:
         rollouts, ids_NU, token_logps_N = unpack_given(content, vocabulary, rows)
+        temperature, dtype = _how(asked)
         with one_at_a_time:
             logps_NMU = teacher.given(rollouts, ids_NU[:, None], token_logps_N[:, None], temperature)
-        return pack_values(logps_NMU[:, 0], dtype)
+        return Response(pack_values(logps_NMU[:, 0], dtype), media_type=BINARY)
 
-    async def answered(request: Request, answer: Callable[..., bytes], *options: int) -> Response:
-        """What `answer` makes of the content, `options`, a temperature and a dtype."""
-        asked = request.query_params
-        content = await _content(request, LARGEST_REQUEST)
-        dtype, temperature = DTYPES[asked.get("dtype", "float32")], float(asked.get("temperature", 1.0))
-        if not TEMPERATURES[0] <= temperature <= TEMPERATURES[1]:
-            raise ValueError(f"temperature is {temperature:g}, expected one in {list(TEMPERATURES)}")
-        made = await run_in_threadpool(answer, content, *options, temperature, dtype)
-        return Response(made, media_type=BINARY)
+    def tokenize(content: bytes, asked: QueryParams) -> Response:
+        text = json.loads(content)["prompt"]
+        if not isinstance(text, str) or len(text) > MAX_TEXT:
+            raise ValueError(f"prompt is no text of at most {MAX_TEXT} characters")
+        return JSONResponse({"tokens": tokenizer.encode(text, add_special_tokens=False)})
 
-    async def on_score(request: Request) -> Response:
-        try:
-            return await answered(request, score, int(request.query_params["kappa"]))
-        except (KeyError, ValueError, SafetensorError) as error:
-            return PlainTextResponse(f"{type(error).__name__}: {error}", 400)
-
-    async def on_given(request: Request) -> Response:
-        try:
-            return await answered(request, given)
-        except (KeyError, ValueError, SafetensorError) as error:
-            return PlainTextResponse(f"{type(error).__name__}: {error}", 400)
-
-    async def on_tokenize(request: Request) -> Response:
-        try:
-            text = json.loads(await _content(request, 8 * LARGEST_TEXT))["prompt"]
-            if not isinstance(text, str) or len(text) > LARGEST_TEXT:
-                raise ValueError(f"prompt is no text of at most {LARGEST_TEXT} characters")
-            tokens = await run_in_threadpool(tokenizer.encode, text, add_special_tokens=False)
-        except (LookupError, TypeError, ValueError, RecursionError) as error:
-            return PlainTextResponse(f"{type(error).__name__}: {error}", 400)
-        return JSONResponse({"tokens": tokens})
-
-    async def on_describe(request: Request) -> Response:
+    async def describe(request: Request) -> Response:
         return JSONResponse({"teacher": path, "vocabulary": vocabulary, "rows": rows})
 
+    answers = {"/score": score, "/given": given, "/tokenize": tokenize}
     return Starlette(
         routes=[
-            Route("/score", on_score, methods=["POST"]),
-            Route("/given", on_given, methods=["POST"]),
-            Route("/tokenize", on_tokenize, methods=["POST"]),
-            Route("/describe", on_describe),
-            Route("/health", on_describe),
+            *(Route(at, _answering(answer), methods=["POST"]) for at, answer in answers.items()),
+            Route("/describe", describe),
+            Route("/health", describe),
         ],
         middleware=[Middleware(_Guarded, token=os.environ.get(TOKEN, ""))],
     )
+
+
+def _answering(answer: Callable[[bytes, QueryParams], Response]) -> Callable[[Request], Awaitable[Response]]:
+    """The endpoint of `answer`, which runs in a thread; what it cannot read is answered by 400."""
+
+    async def endpoint(request: Request) -> Response:
+        content = bytearray()
+        async for piece in request.stream():
+            content += piece
+            if len(content) > MAX_REQUEST_BYTES:
+                raise HTTPException(413, f"a request of more than {MAX_REQUEST_BYTES} bytes")
+        try:
+            return await run_in_threadpool(answer, bytes(content), request.query_params)
+        except (LookupError, TypeError, ValueError, RecursionError, SafetensorError) as error:
+            return PlainTextResponse(f"{type(error).__name__}: {error}", 400)
+
+    return endpoint
+
+
+def _how(asked: QueryParams) -> tuple[float, torch.dtype]:
+    """Temperature, and the dtype of log-probabilities in the answer."""
+    temperature, dtype = float(asked.get("temperature", 1.0)), DTYPES[asked.get("dtype", "float32")]
+    if not TEMPERATURES[0] <= temperature <= TEMPERATURES[1]:
+        raise ValueError(f"temperature is {temperature:g}, expected one in {list(TEMPERATURES)}")
+    return temperature, dtype
 
 
 class _Guarded:
@@ -135,16 +140,6 @@ class _Guarded:
         await self.app(scope, receive, send)
 
 
-async def _content(request: Request, largest: int) -> bytes:
-    """Raises HTTPException 413: it has more bytes than that; they are not kept."""
-    content = bytearray()
-    async for piece in request.stream():
-        content += piece
-        if len(content) > largest:
-            raise HTTPException(413, f"a request of more than {largest} bytes")
-    return bytes(content)
-
-
 def server_settings(chosen: argparse.Namespace) -> VllmSettings:
     """Of the one engine of this server, which shares its GPUs with nothing."""
     return VllmSettings(
@@ -159,19 +154,16 @@ def server_settings(chosen: argparse.Namespace) -> VllmSettings:
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m smopd.engine.teacher_server", description=__doc__)
-    parser.add_argument("path", help="folder or hub id of the teacher, or folder of a LoRA adapter")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8100)
-    parser.add_argument(
-        "--vocabulary", type=int, required=True, help="of the student; a teacher's may be padded"
-    )
-    parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
-    parser.add_argument("--max-model-len", type=int)
-    parser.add_argument("--gpu-memory-share", type=float, default=0.9, help="of each GPU's whole memory")
-    parser.add_argument(
-        "--tensor-parallel-size", type=int, default=1, help="GPUs that hold the teacher together"
-    )
-    parser.add_argument("--route", default="auto", choices=("auto", "pooler", "prompt_logprobs"))
+    add = parser.add_argument
+    add("path", help="folder or hub id of the teacher, or folder of a LoRA adapter")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=8100)
+    add("--vocabulary", type=int, required=True, help="of the student; a teacher's may be padded")
+    add("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
+    add("--max-model-len", type=int)
+    add("--gpu-memory-share", type=float, default=0.9, help="of each GPU's whole memory")
+    add("--tensor-parallel-size", type=int, default=1, help="GPUs that hold the teacher together")
+    add("--route", default="auto", choices=("auto", "pooler", "prompt_logprobs"))
     return parser
 
 
@@ -184,12 +176,8 @@ def main() -> None:
     with distributed.process_group():
         settings = server_settings(chosen)
         teacher = VllmTeachers([chosen.path], settings, chosen.vocabulary, chosen.route, tokens=1)
-        uvicorn.run(
-            application(teacher, chosen.path, chosen.vocabulary),
-            host=chosen.host,
-            port=chosen.port,
-            log_level="warning",
-        )
+        served = application(teacher, chosen.path, chosen.vocabulary)
+        uvicorn.run(served, host=chosen.host, port=chosen.port, log_level="warning")
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from smopd.config.cli import read_settings
 from smopd.config.recipe import Mistakes
-from smopd.engine.remote.servers import NOT_AN_ANSWER
 from smopd.engine.remote.wire import pack_answer, pack_request, unpack_answer, unpack_request
 from smopd.engine.student.checkpoint import UnusableCheckpoint, read_manifest, write_manifest
 from smopd.engine.types import Rollout
@@ -118,6 +118,7 @@ def api_bank(content: bytes) -> None:
 
 LINES = b'{"step": 1, "kl": 0.5}\n{"step": 4, "kl": null}\n'
 SOURCES = (b"[f(a=1, b='x', c=[1, {'d': None}])]", b'[F.g(a=new int[]{1,2}, b="x")]')
+NOT_A_REQUEST = (LookupError, SafetensorError, TypeError, ValueError)  # teacher_server.py answers 400
 TARGETS = {
     "rlla": Target((GOOD.encode(),), rewards),
     "api_bank": Target((GOOD.encode(),), api_bank),
@@ -126,8 +127,8 @@ TARGETS = {
     "recipe": Target((RECIPE,), in_a_file("r.yaml", lambda path: read_settings(str(path))), (Mistakes,)),
     "manifest": Target((a_manifest(),), in_a_file("manifest.json", manifest), (UnusableCheckpoint,)),
     "metrics": Target((LINES,), in_a_file("m.jsonl", log), (DamagedLog,)),
-    "request": Target((pack_request(ROLLOUTS),), lambda given: unpack_request(given, 8), NOT_AN_ANSWER),
-    "answer": Target((ANSWER,), lambda given: unpack_answer(given, 3, 2), NOT_AN_ANSWER),
+    "request": Target((pack_request(ROLLOUTS),), lambda given: unpack_request(given, 8), NOT_A_REQUEST),
+    "answer": Target((ANSWER,), lambda given: unpack_answer(given, 3, 2), NOT_A_REQUEST),
 }
 
 

@@ -8,8 +8,8 @@ A server is started with
         --weight-transfer-config '{"backend": "smopd"}'
 
 Each answer names the label of the weights that sampled it: a server that holds any but this run's newest,
-because it was started again or another run has taken it, is taken out, and its prompts go to the others. It
-comes back with the next weights (remote_weights).
+because it was started again or another run has taken it, is removed, and its prompts go to the others. It
+comes back with the next weights (smopd.engine.remote.weights).
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ import torch
 from torch import Tensor
 
 from smopd.engine import distributed
-from smopd.engine.remote.client import Client
-from smopd.engine.remote.servers import Servers, ServerUnavailable
-from smopd.engine.remote.weights import GENERATE, RemoteWeights, stale
+from smopd.engine.remote.client import Request
+from smopd.engine.remote.servers import Servers
+from smopd.engine.remote.weights import GENERATE, RemoteWeights, require_label
 from smopd.engine.remote.wire import check_logprobs
+from smopd.engine.settings import WeightTransport
 from smopd.engine.types import Rollout, Sampling
 from smopd.engine.vllm.rollout import LOWEST_TEMPERATURE, request_seed
 from smopd.engine.weights.architecture import Checked, architecture_of, stored
 
 
 @dataclass(frozen=True)
-class Request:
+class Sample:
     prompt: tuple[int, ...]
     group: int
-    sample: int
+    number: int
+    """Of the prompt's responses."""
 
 
 class RemoteRollout:
@@ -49,7 +51,7 @@ class RemoteRollout:
     Args:
         servers: of one model.
         end_ids: tokens that end a response.
-        longest, transfer, transfer_folder: as RemoteWeights.
+        longest, transport, folder: as RemoteWeights.
         vocabulary: rows of the model's head; ids are below it.
     Raises:
         NoServer: none answers.
@@ -62,15 +64,15 @@ class RemoteRollout:
         end_ids: Sequence[int],
         longest: int,
         vocabulary: int,
-        transfer: str = "files",
-        transfer_folder: str | Path | None = None,
+        transport: WeightTransport = "files",
+        folder: str | Path | None = None,
     ):
         self.servers = servers
         self.end_ids, self.vocabulary = sorted(end_ids), vocabulary
         self.policy_version = 0
         run = distributed.broadcast_object(uuid.uuid4().hex[:12])
-        self.weights = RemoteWeights(servers, run, longest, transfer, transfer_folder)
-        servers.each(lambda client: client.get("/health"))
+        self.weights = RemoteWeights(servers, run, longest, transport, folder)
+        servers.each(Request("/health"), lambda answer: None)
         distributed.on_rank0(self.weights.require_servable)
 
     @property
@@ -83,7 +85,7 @@ class RemoteRollout:
         """As `RolloutEngine`.
 
         Raises:
-            NoServer: every server is out, by their silence or by what they hold.
+            NoServer: every server is removed, by their silence or by what they hold.
             ValueError: a temperature that vLLM would raise.
         """
         if 0 < sampling.temperature < LOWEST_TEMPERATURE:
@@ -91,28 +93,28 @@ class RemoteRollout:
                 f"generate: temperature {sampling.temperature}, expected 0 or at least {LOWEST_TEMPERATURE}"
             )
         version = self.policy_version
-        each = [
-            Request(tuple(prompt), group, sample)
+        samples = [
+            Sample(tuple(prompt), group, i)
             for prompt, group in zip(prompts, groups, strict=True)
-            for sample in range(sampling.n)
+            for i in range(sampling.n)
         ]
 
-        def ask(client: Client, item: Request) -> httpx.Response:
-            return client.post(GENERATE, json=self._body(item, sampling))
+        def request(url: str, sample: Sample) -> Request:
+            return Request(GENERATE, json=self._body(sample, sampling))
 
-        def read(answer: httpx.Response, item: Request) -> Rollout:
-            return self._rollout(item, answer.json()["choices"][0], version, sampling.max_new_tokens)
+        def read(answer: httpx.Response, sample: Sample) -> Rollout:
+            return self._rollout(sample, answer.json()["choices"][0], version, sampling.max_new_tokens)
 
-        return self.servers.map(ask, each, read)
+        return self.servers.map(request, samples, read)
 
-    def _body(self, item: Request, sampling: Sampling) -> dict[str, Any]:
+    def _body(self, sample: Sample, sampling: Sampling) -> dict[str, Any]:
         return {
-            "token_ids": list(item.prompt),
+            "token_ids": list(sample.prompt),
             "sampling_params": {
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "max_tokens": sampling.max_new_tokens,
-                "seed": request_seed(sampling.seed, item.group, item.sample),
+                "seed": request_seed(sampling.seed, sample.group, sample.number),
                 "stop_token_ids": self.end_ids,
                 "ignore_eos": True,
                 "logprobs": 0,
@@ -120,64 +122,55 @@ class RemoteRollout:
             },
         }
 
-    def _rollout(self, item: Request, choice: dict[str, Any], version: int, longest: int) -> Rollout:
-        """The response in vLLM's `choice`, of at most `longest` tokens.
-
-        Raises:
-            ServerUnavailable: other weights took part in it, or the server ended it before its time.
-            ValueError, LookupError, TypeError: it is no response to what was asked.
-        """
-        found = {span["version"] for span in choice["weight_versions"] or ()}
-        expected = self.weights.label(version)
-        if found != {expected}:
-            raise ServerUnavailable(stale(found, expected))
-        logps = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-        if choice["finish_reason"] not in ("stop", "length") or len(logps) != len(choice["token_ids"]):
-            raise ServerUnavailable(
-                f"ended a response of group {item.group} by {choice['finish_reason']!r} with "
-                f"{len(choice['token_ids'])} tokens and {len(logps)} log-probabilities"
+    def _rollout(self, sample: Sample, choice: dict[str, Any], version: int, longest: int) -> Rollout:
+        """The response in vLLM's `choice`, of at most `longest` tokens; raises where it is none."""
+        require_label(
+            {span["version"] for span in choice["weight_versions"] or ()}, self.weights.label(version)
+        )
+        reason, ids = choice["finish_reason"], torch.tensor(choice["token_ids"])
+        logps_T = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]]).float()
+        if reason not in ("stop", "length") or logps_T.shape != ids.shape or len(ids) > longest:
+            raise ValueError(
+                f"a response of group {sample.group} ended by {reason!r} with {tuple(ids.shape)} tokens and "
+                f"{len(logps_T)} log-probabilities, expected as many of both, at most {longest}"
             )
-        ids = torch.tensor(choice["token_ids"])
-        if len(ids) > longest:
-            raise ValueError(f"a response of {len(ids)} tokens, expected at most {longest}")
         if len(ids) and ids.dtype != torch.int64:
             raise TypeError(f"token_ids are of {ids.dtype}, expected integers")
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocabulary:
             raise ValueError(
                 f"token_ids from {int(ids.min())} to {int(ids.max())}, expected ids below {self.vocabulary}"
             )
-        logps_T = torch.tensor(logps, dtype=torch.float32)
         check_logprobs("logprobs", logps_T)
         if not bool(logps_T.isfinite().all()):
             raise ValueError("a sampled token has the log-probability -inf, expected a finite one")
         return Rollout(
-            item.prompt,
+            sample.prompt,
             ids.long(),
             logps_T,
-            item.group,
-            finished=choice["finish_reason"] == "stop",
+            sample.group,
+            finished=reason == "stop",
             policy_version=version,
         )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Sends full tensors by their transformers names; a collective call.
 
-        Servers that were out and are back take them too.
+        Servers that were removed and are back take them too.
 
         Raises:
             NoServer: no server took them.
         """
-        for out in distributed.gather_objects(self.servers.out):  # another rank may have found one first
-            self.servers.out.update(out)
+        for removed in distributed.gather_objects(self.servers.removed):  # another rank may have found one
+            self.servers.removed.update(removed)
         stream, trouble = iter(weights), None
         if distributed.rank() == 0:
             try:
                 self.weights.send(stream, version)
-            except Exception as error:  # the other ranks wait to be told
+            except Exception as error:  # the other ranks wait for the answer
                 trouble = error
         for _ in stream:  # other ranks take part in gathering it
             pass
-        self.servers.out, trouble = distributed.broadcast_object((self.servers.out, trouble))
+        self.servers.removed, trouble = distributed.broadcast_object((self.servers.removed, trouble))
         if trouble is not None:
             raise trouble
         self.policy_version = version

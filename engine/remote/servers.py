@@ -1,44 +1,32 @@
-"""Requests spread over servers that answer alike: retried with back-off, asked elsewhere when a server dies.
+"""Requests spread over servers that answer alike: retried with back-off, sent elsewhere when a server fails.
 
-Every request must be idempotent. A server that stays away is taken out and named in the log; what it was
-asked goes to the others. It comes back with `readmit`.
+A server that stays unavailable is removed and named in the log; its requests go to the others.
+`Servers.restore` brings it back once its health check succeeds.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import queue
 import random
-import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from time import monotonic, sleep
-from typing import Any, TypeVar
+from time import monotonic
+from typing import TypeVar
 
 import httpx
-from safetensors import SafetensorError
 
 from smopd.engine.errors import NoServer
-from smopd.engine.remote.client import Client, TooLarge, authorization
+from smopd.engine.remote.client import Client, Request, ServerUnavailable, run
 
 T = TypeVar("T")
 A = TypeVar("A")
-BUSY = (408, 425, 429, 500, 502, 503, 504)
-LARGEST_ANSWER = 1 << 30  # ours, in bytes: 16,384 tokens of kappa 4,096 are half of it
-NOT_AN_ANSWER = (ValueError, LookupError, TypeError, AttributeError, SafetensorError)
-"""What reading an answer of another form raises."""
+HEALTH_SECONDS = 5.0  # ours: deadline of a health check
+MAX_BACKOFF_SECONDS = 30.0  # ours
 
 log = logging.getLogger(__name__)
-
-
-class Refused(ValueError):
-    """A server answered that the request itself is wrong."""
-
-
-class ServerUnavailable(Exception):
-    """A server is of no use now: it did not answer within its patience, or `ask` says so of its answer."""
 
 
 @dataclass(frozen=True)
@@ -46,27 +34,17 @@ class RetryPolicy:
     """How long a server is waited for."""
 
     deadline_seconds: float = 600.0
-    """Of one request, to the last byte of its answer; a server that lets it pass is taken out."""
+    """Of one request, to the last byte of its answer; a server that misses it is removed."""
     retries: int = 5
-    """Further attempts of one request at one server before the server is taken out."""
+    """Further attempts of one request at one server before the server is removed."""
     backoff_seconds: float = 0.5
-    """Before the first retry; doubled for each one after it, up to half a minute."""
+    """Before the first retry; doubled for each later one, up to MAX_BACKOFF_SECONDS."""
     concurrency: int = 64
     """Requests in flight at one server."""
 
 
-def _read(read: Callable[[httpx.Response, T], A], item: T, answer: httpx.Response) -> A:
-    return read(answer, item)
-
-
-def _as_it_is(answer: httpx.Response) -> Any:
-    return answer
-
-
 class Servers:
-    """Servers by their URLs, each with a pool of connections.
-
-    An answer that is late, too large or of another form is its server's fault: the server is taken out.
+    """Servers by their URLs.
 
     Args:
         urls: `http://host:port`, at least one, all different.
@@ -74,197 +52,168 @@ class Servers:
         ValueError: none is given, or one twice.
     """
 
-    def __init__(self, urls: Sequence[str], patience: RetryPolicy | None = None):
+    def __init__(self, urls: Sequence[str], retry: RetryPolicy | None = None):
         self.urls = [url.rstrip("/") for url in urls]
         if not self.urls or len(set(self.urls)) != len(self.urls):
             raise ValueError(f"urls: got {list(urls)}, expected one or more different ones")
-        self.patience = patience or RetryPolicy()
-        self.out: dict[str, str] = {}
-        """Servers that are taken out, and why."""
+        self.retry = retry or RetryPolicy()
+        self.removed: dict[str, str] = {}
+        """Servers that are not asked now, and why."""
         self.bad_answers = 0
-        """Of another form than what was asked for, from all servers so far."""
-        self._rest: dict[str, float] = {}  # seconds that one which hung is left alone, and until when
+        """Unusable answers so far, of all servers."""
+        self._rest: dict[str, float] = {}  # seconds for which a late server is left alone, and until when
         self._until: dict[str, float] = {}
-        seconds, concurrency = self.patience.deadline_seconds, self.patience.concurrency
-        self._clients = {url: Client(url, seconds, concurrency, LARGEST_ANSWER) for url in self.urls}
+        self._client = Client()
 
     @property
     def alive(self) -> list[str]:
-        return [url for url in self.urls if url not in self.out]
+        return [url for url in self.urls if url not in self.removed]
+
+    def ask(self, url: str, request: Request, read: Callable[[httpx.Response], A]) -> A:
+        """What `read` makes of one server's answer; the server is not removed.
+
+        Raises:
+            ServerUnavailable: every attempt failed.
+        """
+        return run(self._ask(url, request, read))
+
+    def each(self, request: Request, read: Callable[[httpx.Response], A]) -> dict[str, A]:
+        """What `read` makes of the answer of each server, all asked at once; those that fail are removed.
+
+        Raises:
+            NoServer: none answered.
+        """
+
+        async def one(url: str) -> None:
+            try:
+                answers[url] = await self._ask(url, request, read)
+            except ServerUnavailable as error:
+                self.remove(url, str(error))
+
+        async def all_of(urls: Sequence[str]) -> None:
+            await asyncio.gather(*map(one, urls))
+
+        answers: dict[str, A] = {}
+        run(all_of(self.alive))
+        if not answers:
+            raise self.none_left()
+        return answers
 
     def map(
-        self, ask: Callable[..., httpx.Response], items: Sequence[T], read: Callable[[httpx.Response, T], A]
+        self,
+        request: Callable[[str, T], Request],
+        items: Sequence[T],
+        read: Callable[[httpx.Response, T], A],
     ) -> list[A]:
         """What `read` makes of one answer an item, in order, from whichever server had room.
 
         Args:
-            ask: (client, item=) sends one item's request; may be called again for it, at another server too.
-            read: (answer, item) takes the answer; where it raises ServerUnavailable or what an answer of
-                another form raises, the server that gave it is taken out.
+            request: (url, item) -> the request; called again where the item goes to another server.
+            read: (answer, item) -> a result. Where it raises, the server that gave the answer is removed.
         Raises:
-            NoServer: all servers are out; names each with its last error.
-            Refused: every server says that a request is wrong, or is out for another reason.
+            NoServer: all servers are removed; names each with its last error.
         """
+        return run(self._map(request, items, read))
+
+    async def _map(
+        self,
+        request: Callable[[str, T], Request],
+        items: Sequence[T],
+        read: Callable[[httpx.Response, T], A],
+    ) -> list[A]:
         answers: dict[int, A] = {}
-        waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for i in range(len(items)):
-            waiting.put(i)
-        refused: list[Refused] = []
-        failed: list[BaseException] = []
-        changed = threading.Condition()
+        waiting = deque(range(len(items)))
+        changed = asyncio.Condition()
 
-        def over(url: str) -> bool:
-            return len(answers) == len(items) or bool(failed) or url in self.out
+        def finished(url: str) -> bool:
+            return len(answers) == len(items) or url in self.removed
 
-        def work(url: str) -> None:
+        async def work(url: str) -> None:
             while True:
-                with changed:
-                    while waiting.empty() and not over(url):
-                        changed.wait()
-                    if over(url):
+                async with changed:
+                    await changed.wait_for(lambda: waiting or finished(url))
+                    if finished(url):
                         return
-                    i = waiting.get()
+                    i = waiting.popleft()
                 try:
-                    item = items[i]
-                    answer = self.patiently(url, partial(ask, item=item), read=partial(_read, read, item))
-                except Exception as error:
-                    with changed:
-                        waiting.put(i)
-                        if isinstance(error, Refused):
-                            refused.append(error)
-                        if isinstance(error, (Refused, ServerUnavailable)):
-                            self.take_out(url, str(error))
-                        else:
-                            failed.append(error)
-                        changed.notify_all()
-                    return
-                with changed:
-                    answers[i] = answer
-                    if len(answers) == len(items):
-                        changed.notify_all()
+                    made = await asyncio.to_thread(request, url, items[i])
+                    answers[i] = await self._ask(url, made, partial(_read, read, items[i]))
+                except ServerUnavailable as error:
+                    waiting.append(i)
+                    self.remove(url, str(error))
+                async with changed:
+                    changed.notify_all()
 
-        workers = [url for url in self.alive for _ in range(min(self.patience.concurrency, len(items)))]
-        if workers:
-            with ThreadPoolExecutor(len(workers), thread_name_prefix="servers") as pool:
-                try:
-                    list(pool.map(work, workers))
-                except BaseException as error:  # of a signal, in this thread
-                    with changed:
-                        failed.append(error)
-                        changed.notify_all()
-                    raise
-        if failed:
-            raise failed[0]
+        each = min(self.retry.concurrency, len(items))
+        workers = [asyncio.create_task(work(url)) for url in self.alive for _ in range(each)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
         if len(answers) < len(items):
-            raise refused[0] if refused else self.none_left()
+            raise self.none_left()
         return [answers[i] for i in range(len(items))]
 
-    def each(
-        self,
-        ask: Callable[[Client], httpx.Response],
-        allowed: Sequence[int] = (),
-        read: Callable[[httpx.Response], A] = _as_it_is,
-    ) -> dict[str, A]:
-        """What `read` makes of the answers of all servers that are not out, asked at once.
-
-        One that stays away is taken out.
-
-        Args:
-            ask, read: as in `map`.
-            allowed: statuses that are answers too.
-        Raises:
-            NoServer: none answered.
-            Refused: a server says that the request is wrong.
-        """
-
-        answers: dict[str, A] = {}
-
-        def of(url: str) -> None:
+    async def _ask(self, url: str, request: Request, read: Callable[[httpx.Response], A]) -> A:
+        policy = self.retry
+        for attempt in range(policy.retries + 1):
+            if attempt:
+                pause = min(MAX_BACKOFF_SECONDS, policy.backoff_seconds * 2 ** (attempt - 1))
+                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            if url in self.removed:
+                break
             try:
-                answers[url] = self.patiently(url, ask, allowed, read)
+                return await self._client.ask(url, request, read, policy.deadline_seconds)
             except ServerUnavailable as error:
-                self.take_out(url, str(error))
+                self.bad_answers += error.cause == "bad answer"
+                if error.cause == "late":
+                    self._leave_alone(url, policy.deadline_seconds)
+                if error.cause != "busy" or attempt == policy.retries:
+                    raise
+        raise ServerUnavailable(self.removed[url])
 
-        asked = self.alive
-        with ThreadPoolExecutor(max(1, len(asked)), thread_name_prefix="servers") as pool:
-            list(pool.map(of, asked))
-        if not answers:
-            raise self.none_left()
-        return {url: answers[url] for url in asked if url in answers}
+    def restore(self) -> list[str]:
+        """The removed servers whose /health answers now, back in use; each is asked once.
 
-    def readmit(self, path: str = "/health") -> list[str]:
-        """Servers that were out and answer again; asked once, without patience.
-
-        One that let a deadline pass is left alone for as long, and each further time for twice as long.
+        A server that missed a deadline is left alone for as long, and each further time for twice as long.
         """
-        back = []  # each is asked on a new connection: the kept ones may be dead
-        for url in list(self.out):
-            if monotonic() < self._until.get(url, 0.0):
-                continue
+
+        async def healthy(url: str) -> bool:
             try:
-                if httpx.get(url + path, timeout=5.0, headers=authorization()).is_success:
-                    back.append(url)
-            except httpx.HTTPError:
-                continue
+                await self._client.ask(url, Request("/health"), bool, HEALTH_SECONDS)
+                return True
+            except ServerUnavailable as error:
+                if error.cause == "late":
+                    self._leave_alone(url, HEALTH_SECONDS)
+                return False
+
+        async def all_of(urls: Sequence[str]) -> list[bool]:
+            return await asyncio.gather(*map(healthy, urls))
+
+        due = [url for url in self.removed if monotonic() >= self._until.get(url, 0.0)]
+        back = [url for url, well in zip(due, run(all_of(due)), strict=True) if well]
         for url in back:
-            log.warning("%s answers again and is used again", url)
-            del self.out[url]
+            log.warning("%s is restored", url)
+            del self.removed[url]
         return back
 
-    def take_out(self, url: str, why: str) -> None:
-        if url not in self.out:
-            self.out[url] = why
-            log.warning("%s is taken out: %s; %d servers are left", url, why, len(self.alive))
+    def remove(self, url: str, reason: str) -> None:
+        if url not in self.removed:
+            self.removed[url] = reason
+            log.warning("%s is removed: %s; %d servers are left", url, reason, len(self.alive))
 
     def none_left(self) -> NoServer:
         """Each server with its last error."""
-        return NoServer("no server is left: " + "; ".join(f"{url}: {why}" for url, why in self.out.items()))
+        return NoServer(
+            "no server is left: " + "; ".join(f"{url}: {why}" for url, why in self.removed.items())
+        )
 
-    def patiently(
-        self,
-        url: str,
-        ask: Callable[[Client], httpx.Response],
-        allowed: Sequence[int] = (),
-        read: Callable[[httpx.Response], A] = _as_it_is,
-    ) -> A:
-        """What `read` makes of one server's answer.
-
-        Raises:
-            ServerUnavailable: it did not come within its patience, or is no answer to what was asked.
-            Refused: the server says that the request is wrong.
-        """
-        why = ""
-        for attempt in range(self.patience.retries + 1):
-            if attempt:
-                pause = min(30.0, self.patience.backoff_seconds * 2 ** (attempt - 1))
-                sleep(pause * random.uniform(0.5, 1.0))
-            if url in self.out:
-                break
-            try:
-                answer = ask(self._clients[url])
-            except httpx.ReadTimeout as error:
-                self._hung(url)
-                raise ServerUnavailable(f"no answer in {self.patience.deadline_seconds:g} s") from error
-            except httpx.TransportError as error:
-                why = f"{type(error).__name__}: {error}".rstrip(": ")
-                continue
-            except TooLarge as error:
-                raise self._bad(error) from error
-            if answer.is_success or answer.status_code in allowed:
-                try:
-                    return read(answer)
-                except NOT_AN_ANSWER as error:
-                    raise self._bad(error) from error
-            why = f"status {answer.status_code}: {answer.text[:200]}"
-            if answer.status_code not in BUSY:
-                raise Refused(f"{url}{answer.request.url.path}: {why}")
-        raise ServerUnavailable(why or self.out.get(url, ""))
-
-    def _bad(self, error: Exception) -> ServerUnavailable:
-        self.bad_answers += 1
-        return ServerUnavailable(f"gave a bad answer ({type(error).__name__}: {error})")
-
-    def _hung(self, url: str) -> None:
+    def _leave_alone(self, url: str, seconds: float) -> None:
         if monotonic() >= self._until.get(url, 0.0):  # the first of the requests that it left waiting
-            self._rest[url] = 2 * self._rest.get(url, self.patience.deadline_seconds / 2)
+            self._rest[url] = 2 * self._rest.get(url, seconds / 2)
             self._until[url] = monotonic() + self._rest[url]
+
+
+def _read(read: Callable[[httpx.Response, T], A], item: T, answer: httpx.Response) -> A:
+    return read(answer, item)

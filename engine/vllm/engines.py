@@ -32,6 +32,7 @@ from smopd.engine.settings import VllmSettings
 from smopd.engine.vllm.environment import environment_of, undisturbed
 from smopd.engine.vllm.memory import EngineMemory, Gpu, engine_memory, vllm_arguments
 from smopd.engine.weights.architecture import Architecture, Checked, architecture_of, identity, stored
+from smopd.engine.weights.transport import send
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -133,8 +134,6 @@ def load(llm: LLM, weights: Iterable[tuple[str, Tensor]]) -> None:
     made.holds, made.broken, made.trouble = None, True, "vLLM failed while it replaced the engine's weights"
     checked = Checked(made.architecture, weights)
     if made.settings.placement == "process":
-        from smopd.engine.vllm.transfer import send
-
         send(llm, checked, made.settings.transfer)
     else:
         llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(checked)})

@@ -334,9 +334,9 @@ class Remote(Section):
 
     deadline_seconds: float = Field(default=600.0, gt=0)
     """Of one request."""
-    transfer: Literal["files", "gloo", "nccl"] = "files"
+    transfer: Literal["files", "inline"] = "files"
     """How new weights reach rollout servers: files in SMOPD_TRANSFER_FOLDER (where not set, in this host's
-    memory), which every server reads under the same path, or a process group with each."""
+    memory), which every server reads under the same path, or inline in the requests."""
 
 
 class KlRef(Section):

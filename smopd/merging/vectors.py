@@ -27,7 +27,7 @@ from smopd.engine import distributed
 from smopd.engine.files import empty_partial, replace_folder
 from smopd.engine.student.checkpoint import write_manifest
 from smopd.engine.weights.adapters import read_adapter, same_place
-from smopd.engine.weights.files import on_cpu, parts
+from smopd.engine.weights.transport import on_cpu, parts
 
 Method = Literal["sum", "ties", "ram"]
 

@@ -193,7 +193,7 @@ def remote_teachers(settings: Settings, urls: Sequence[str], vocabulary: int) ->
         settings.opd.kappa,
         settings.kl_temperature,
         union=settings.unites,
-        patience=patience(settings),
+        retry=patience(settings),
     )
 
 

@@ -1,10 +1,6 @@
-"""Responses of a rollout server that are not what was asked for: the server is out, another one is asked."""
+"""Rollout servers whose responses are not what was asked for, and servers that cannot serve."""
 
 from __future__ import annotations
-
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -33,51 +29,29 @@ def choice(label, ids=(5, 7, END), logps=(-0.5, -1.0, -0.1), reason="stop"):
 class Sampler:
     """A rollout server; `answer(label)` is the body of what it samples."""
 
-    def __init__(self, answer):
-        outer = self
-        self.label, self.asked = "", 0
+    def __init__(self, loopback, answer):
+        self.label = ""
+        server = loopback(lambda path, body: self.reply(path, answer) if body else self.describe(path))
+        self.url, self.calls = server.url, server.calls
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                self.give({"data": [{"max_model_len": 64}]}, 405 if self.path == GENERATE else 200)
+    def reply(self, path, answer):
+        return 200, answer(self.label) if path == GENERATE else {}
 
-            def do_POST(self):
-                self.rfile.read(int(self.headers["content-length"]))
-                outer.asked += self.path == GENERATE
-                self.give(answer(outer.label) if self.path == GENERATE else {})
-
-            def give(self, body, status=200):
-                content = body if isinstance(body, bytes) else json.dumps(body).encode()
-                self.send_response(status)
-                self.send_header("content-length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, *_):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+    def describe(self, path):
+        return 405 if path == GENERATE else 200, {"data": [{"max_model_len": 64}]}
 
 
 @pytest.fixture
-def sampling():
-    made = []
-
+def sampling(loopback):
     def make(*answers):
         """A client of one server for each of `answers`."""
-        mine = [Sampler(answer) for answer in answers]
-        made.extend(mine)
-        rollouts = RemoteRollout(Servers([one.url for one in mine], QUICK), [END], 8, VOCABULARY)
-        for one in mine:
+        servers = [Sampler(loopback, answer) for answer in answers]
+        rollouts = RemoteRollout(Servers([one.url for one in servers], QUICK), [END], 8, VOCABULARY)
+        for one in servers:
             one.label = rollouts.weights.label(0)
-        return rollouts, mine
+        return rollouts, servers
 
-    yield make
-    for one in made:
-        one.server.shutdown()
-        one.server.server_close()
+    return make
 
 
 def good(label):
@@ -88,6 +62,9 @@ BAD = {
     "an id of the vocabulary's size": lambda label: {"choices": [choice(label, ids=(5, VOCABULARY, END))]},
     "a negative id": lambda label: {"choices": [choice(label, ids=(5, -1, END))]},
     "float ids": lambda label: {"choices": [choice(label, ids=(5.5, 7.5, 1.0))]},
+    "ids of two dimensions": lambda label: {"choices": [choice(label, ids=((5,), (7,), (END,)))]},
+    "an id of 2^40": lambda label: {"choices": [choice(label, ids=(5, 1 << 70, END))]},
+    "a dict as id": lambda label: {"choices": [choice(label, ids=(5, {}, END))]},
     "ids as text": lambda label: {"choices": [choice(label, ids=("5", "7", "1"))]},
     "more tokens than asked": lambda label: {"choices": [choice(label, (5,) * 9, (-0.1,) * 9, "length")]},
     "a log-probability fewer": lambda label: {"choices": [choice(label, logps=(-0.5, -1.0))]},
@@ -101,6 +78,7 @@ BAD = {
     "nothing": lambda label: {},
     "a list": lambda label: [],
     "no JSON": lambda label: b"<html>busy</html>",
+    "deep JSON": lambda label: b"[" * 100_000,
 }
 
 
@@ -108,10 +86,37 @@ BAD = {
 def test_a_bad_response_is_asked_elsewhere_and_never_taken(sampling, answer):
     rollouts, (bad, _) = sampling(answer, good)
     made = rollouts.generate([(5, 9), (7,), (8,)], [0, 1, 2], SAMPLING)
-    assert bad.asked and list(rollouts.servers.out) == [bad.url]
+    assert GENERATE in bad.calls[3:] and list(rollouts.servers.removed) == [bad.url]
     assert [(r.group, r.response_ids.tolist(), r.finished) for r in made] == [
         (group, [5, 7, END], True) for group in range(3) for _ in range(SAMPLING.n)
     ]
     alone, (bad,) = sampling(answer)
     with pytest.raises(NoServer, match=rf"no server is left: {bad.url}: "):
         alone.generate([(5, 9)], [0], SAMPLING)
+    assert alone.policy_version == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "message"),
+    [
+        ("/init_weight_transfer_engine", 404, "/init_weight_transfer_engine: status 404"),
+        (GENERATE, 404, f"{GENERATE}: status 404"),
+        (GENERATE, 401, f"{GENERATE}: status 401"),
+    ],
+)
+def test_a_server_that_cannot_serve_is_refused_at_the_start(loopback, path, status, message):
+    fits = Sampler(loopback, good)
+    wrong = loopback(lambda at, body: (status, {}) if at == path else (405 if at == GENERATE else 200, {}))
+    with pytest.raises(ValueError, match=f"{wrong.url}: {message}.*VLLM_SERVER_DEV_MODE=1"):
+        RemoteRollout(Servers([fits.url, wrong.url], QUICK), [END], 8, VOCABULARY)
+
+
+def test_a_server_without_room_is_refused(loopback):
+    server = Sampler(loopback, good)
+    with pytest.raises(ValueError, match=f"{server.url}: has room for 64 tokens, expected 65"):
+        RemoteRollout(Servers([server.url], QUICK), [END], 65, VOCABULARY)
+
+
+def test_ipc_is_refused(loopback):
+    with pytest.raises(ValueError, match=r"remote\.transfer: got ipc, expected files or inline"):
+        RemoteRollout(Servers([Sampler(loopback, good).url]), [END], 8, VOCABULARY, "ipc")

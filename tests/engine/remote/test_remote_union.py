@@ -16,7 +16,7 @@ from smopd.engine.remote.teachers import Probe, RemoteTeachers
 from smopd.engine.remote.wire import pack_given
 from smopd.engine.types import TeacherTopK
 from smopd.worlds.models import world_model
-from tests.engine.remote.test_remote_teachers import PACKING, QUICK, Answering, Serving
+from tests.engine.remote.test_remote_teachers import PACKING, QUICK, Serving, Vllm
 from tests.engine.tiny import ragged_rollouts
 from tests.smopd.recipes import merged, metric_lines, train_here, write_recipe
 
@@ -66,7 +66,7 @@ def probe() -> Probe:
 
 
 def remote(*urls: str, vocabulary: int = VOCABULARY, temperature: float = 1.0, **options) -> RemoteTeachers:
-    given = {"union": True, "patience": QUICK} | options
+    given = {"union": True, "retry": QUICK} | options
     servers = [url.split(",") for url in urls]
     return RemoteTeachers(servers, vocabulary, probe(), KAPPA, temperature, **given)
 
@@ -98,52 +98,18 @@ def test_padding_is_no_one_elses_id(paths, serve) -> None:
     rollouts = [r for r in ragged_rollouts(7) if max(r.response_ids.tolist()) < smaller]
     own = Probe("1 2", (144, 145))
     servers = [[serve(path, smaller).url] for path in paths[:2]]
-    teachers = RemoteTeachers(servers, smaller, own, 8, 1.0, union=True, patience=QUICK)
+    teachers = RemoteTeachers(servers, smaller, own, 8, 1.0, union=True, retry=QUICK)
     found = teachers.score(rollouts, 8, 1.0, union=True)
     assert teachers.dropped > 0 and int(found.ids_NMS.max()) < smaller
     assert_same(found, local(paths[:2], smaller).score(rollouts, 8, 1.0, union=True))
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda logps_NMU: logps_NMU[:1],
-        lambda logps_NMU: logps_NMU[..., 1:],
-        lambda logps_NMU: logps_NMU * torch.nan,
-        lambda logps_NMU: logps_NMU * 0 + 5,
-    ],
-    ids=["one row", "fewer ids", "NaN", "positive"],
-)
-def test_a_bad_answer_is_asked_elsewhere(paths, urls, serve, spoil, monkeypatch) -> None:
-    bad, rollouts = serve(paths[0]), ragged_rollouts(4)
-    teachers = remote(f"{bad.url},{urls[0]}", *urls[1:])
-    expected = teachers.score(rollouts, KAPPA, 1.0, union=True)
-    actual = LocalTeachers.given
-    lies: list[bool] = []
-
-    def given(self, *arguments):
-        logps_NMU = actual(self, *arguments)
-        if not lies:
-            lies.append(True)
-            return spoil(logps_NMU)
-        return logps_NMU
-
-    monkeypatch.setattr(LocalTeachers, "given", given)
-    one = RemoteTeachers([[bad.url, urls[0]]], VOCABULARY, probe(), KAPPA, 1.0, patience=QUICK)
-    ids_NU = expected.ids_NMS[:, 0, KAPPA:].contiguous()
-    values = one._given(one.teachers[0], rollouts, ids_NU, expected.token_logps_NM[:, 0], 1.0)
-    live_NU = expected.logps_NMS[:, 0, KAPPA:] > -torch.inf
-    assert lies and len(one.teachers[0].out) == 1
-    torch.testing.assert_close(values[live_NU], expected.logps_NMS[:, 0, KAPPA:][live_NU], rtol=0, atol=1e-5)
-
-
-def test_what_cannot_serve_a_union_is_refused_at_the_start(urls, monkeypatch) -> None:
-    vllm = Answering(probe().token_ids)
+def test_what_cannot_serve_a_union_is_refused_at_the_start(urls, monkeypatch, loopback) -> None:
+    vllm = Vllm(loopback, probe().token_ids)
     with pytest.raises(
         UnusableModel, match=r"models\.1: http.* is a vLLM server, which cannot be asked about"
     ):
         remote(urls[0], vllm.url)
-    vllm.stop()
     with pytest.raises(ValueError, match="union is True, expected False of teachers that were not made for"):
         remote(*urls, union=False).score(ragged_rollouts(1), KAPPA, 1.0, union=True)
 

@@ -41,7 +41,7 @@ def served(tmp_path_factory):
 def test_both_say_what_the_model_says(served):
     path, vocabulary, probe, urls = served
     rollouts = ragged_rollouts(1)
-    remote = RemoteTeachers([[url] for url in urls], vocabulary, probe, KAPPA, 1.0, patience=QUICK)
+    remote = RemoteTeachers([[url] for url in urls], vocabulary, probe, KAPPA, 1.0, retry=QUICK)
     assert remote.ours == [False, True]
     found = remote.score(rollouts, KAPPA, 1.0)
     expected = load_teachers([path], PACKING, vocabulary, torch.float32).score(rollouts, KAPPA, 1.0)
@@ -56,9 +56,7 @@ def test_both_say_what_the_model_says(served):
 def test_ours_serves_other_temperatures(served):
     path, vocabulary, probe, (_, ours) = served
     rollouts = ragged_rollouts(2)
-    found = RemoteTeachers([[ours]], vocabulary, probe, KAPPA, 0.7, patience=QUICK).score(
-        rollouts, KAPPA, 0.7
-    )
+    found = RemoteTeachers([[ours]], vocabulary, probe, KAPPA, 0.7, retry=QUICK).score(rollouts, KAPPA, 0.7)
     expected = load_teachers([path], PACKING, vocabulary, torch.float32).score(rollouts, KAPPA, 0.7)
     torch.testing.assert_close(found.logps_NMS, expected.logps_NMS, rtol=0, atol=1e-4)
 
@@ -67,7 +65,7 @@ def test_ours_gives_its_part_of_a_union(served):
     path, vocabulary, probe, (plain, ours) = served
     rollouts = ragged_rollouts(3)
     two = [[ours], [ours]]
-    remote = RemoteTeachers(two, vocabulary, probe, KAPPA, 0.7, union=True, patience=QUICK)
+    remote = RemoteTeachers(two, vocabulary, probe, KAPPA, 0.7, union=True, retry=QUICK)
     found = remote.score(rollouts, KAPPA, 0.7, union=True)
     expected = load_teachers([path, path], PACKING, vocabulary, torch.float32)
     expected = expected.score(rollouts, KAPPA, 0.7, union=True)
@@ -79,14 +77,14 @@ def test_ours_gives_its_part_of_a_union(served):
     wanted = local.given(rollouts, ids_NU[:, None], known_N[:, None], 0.7)[:, 0]
     torch.testing.assert_close(values, wanted, rtol=0, atol=1e-4)
     with pytest.raises(UnusableModel, match="is a vLLM server, which cannot be asked about"):
-        RemoteTeachers([[ours], [plain]], vocabulary, probe, KAPPA, 1.0, union=True, patience=QUICK)
+        RemoteTeachers([[ours], [plain]], vocabulary, probe, KAPPA, 1.0, union=True, retry=QUICK)
 
 
 def test_what_vllms_cannot_serve_is_refused_at_the_start(served):
     _, vocabulary, probe, (plain, ours) = served
     with pytest.raises(UnusableModel, match=rf"gives no {KAPPA + 1} log-probabilities .*--max-logprobs"):
-        RemoteTeachers([[plain]], vocabulary, probe, KAPPA + 1, 1.0, patience=QUICK)
+        RemoteTeachers([[plain]], vocabulary, probe, KAPPA + 1, 1.0, retry=QUICK)
     with pytest.raises(UnusableModel, match=r"temperature 1, asked for 0\.7"):
-        RemoteTeachers([[plain]], vocabulary, probe, KAPPA, 0.7, patience=QUICK)
+        RemoteTeachers([[plain]], vocabulary, probe, KAPPA, 0.7, retry=QUICK)
     with pytest.raises(UnusableModel, match="is of another kind"):
-        RemoteTeachers([[ours, plain]], vocabulary, probe, KAPPA, 1.0, patience=QUICK)
+        RemoteTeachers([[ours, plain]], vocabulary, probe, KAPPA, 1.0, retry=QUICK)

@@ -27,10 +27,10 @@ from smopd.engine.student.student import Student
 from smopd.engine.types import Sampling
 from smopd.engine.vllm.engines import LostWeights
 from smopd.engine.vllm.rollout import VllmRollout
-from smopd.engine.weights import files as weight_files
+from smopd.engine.weights import transport
 from smopd.engine.weights.sync import publish_weights
 from tests.engine.local.teacher_truth import check, whole_logprobs
-from tests.engine.tiny import END, VOCABULARY, assert_sampled_by, differ, tiny_model
+from tests.engine.tiny import END, assert_sampled_by, differ, tiny_model
 from tests.engine.vllm.vllm_worker import (
     KAPPA,
     PROMPTS,
@@ -182,10 +182,10 @@ def test_an_engine_without_adapters_refuses_them(saved, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True])
-def test_an_engine_in_its_own_process_takes_weights(saved, tied, monkeypatch):
-    monkeypatch.setattr(weight_files, "PART_BYTES", 20_000)  # several files
-    settings = VllmSettings(placement="process", kv_cache_bytes=32 << 20, max_model_len=64)
+@pytest.mark.parametrize(("tied", "transfer"), [(False, "files"), (True, "inline")])
+def test_an_engine_in_its_own_process_takes_weights(saved, tied, transfer, monkeypatch):
+    monkeypatch.setattr(transport, "PART_BYTES", 20_000)  # several parts
+    settings = VllmSettings(placement="process", transfer=transfer, kv_cache_bytes=32 << 20, max_model_len=64)
     rollouts = VllmRollout(saved(seed=0, tied=tied), [END], settings)
     assert_sampled_by(tiny_model(seed=0, tied=tied), rollouts.generate(PROMPTS, GROUPS, GREEDY))
     model = tiny_model(seed=5, tied=tied)
@@ -269,13 +269,13 @@ def test_cuda_handles_are_what_vllms_engine_reads(monkeypatch):
     from vllm import envs
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from smopd.engine.vllm import transfer as vllm_transfer
+    from smopd.engine.vllm.transfer import IpcEngine
 
     envs.disable_envs_cache()  # an engine of another test turned it on
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    monkeypatch.setattr(vllm_transfer.reductions, "reduce_tensor", lambda value: (None, (value.shape,)))
+    monkeypatch.setattr(transport.reductions, "reduce_tensor", lambda value: (None, (value.shape,)))
     held = {"a": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}
-    found = vllm_transfer.IpcEngine.update_info_cls(**vllm_transfer.handles(held, "GPU-0"))
+    found = IpcEngine.update_info_cls(**transport.handles(held, "GPU-0"))
     assert found.names == ["a", "b"] and found.shapes == [[2, 3], [4]]
     assert found.dtype_names == ["float32", "bfloat16"]
     assert found.ipc_handles == [{"GPU-0": (torch.Size([2, 3]),)}, {"GPU-0": (torch.Size([4]),)}]
@@ -287,18 +287,6 @@ def test_cuda_handles_need_cuda(saved, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="transfer: ipc needs CUDA"):
         VllmRollout(saved(seed=0), [END], settings)
-
-
-def test_files_never_part_a_layer(monkeypatch):
-    weights = list(tiny_model(layers=3).state_dict().items())
-    (whole,) = weight_files.parts(iter(weights))
-    monkeypatch.setattr(weight_files, "PART_BYTES", 1)
-    made = list(weight_files.parts(iter(weights)))
-    assert [name for part in made for name in part] == [name for name, _ in weights]
-    layers = [{name.split(".")[2] for name in part if "layers" in name} for part in made]
-    assert [sorted(found) for found in layers if found] == [["0"], ["1"], ["2"]]
-    assert whole.keys() == dict(weights).keys()
-    assert whole["lm_head.weight"].shape == (VOCABULARY, 64)
 
 
 @pytest.mark.slow

@@ -1,0 +1,122 @@
+"""Weights to an engine in another process, by whatever reaches it (`engine.settings.WeightTransport`).
+
+files   safetensors files that the engine reads under the same path
+inline  safetensors in the requests themselves, for servers that share no folder with the trainer
+ipc     handles of CUDA memory, for an engine on the trainer's own GPU
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import save, save_file
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from smopd.engine.settings import WeightTransport
+
+PART_BYTES = 256 << 20  # ours: a part ends after the decoder layer that passes it
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class WeightReceiver(Protocol):
+    """What takes an update; vLLM's `LLM` is one."""
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, request: dict[str, Any]) -> None:
+        """`update_info` in it holds one part, which is read when this returns."""
+        ...
+
+    def finish_weight_update(self) -> None: ...
+
+
+def send(
+    receiver: WeightReceiver,
+    weights: Iterable[tuple[str, Tensor]],
+    transport: WeightTransport,
+    folder: str | Path | None = None,
+) -> None:
+    """Full tensors by their transformers names; neither side holds a second copy of the model.
+
+    Args:
+        folder: for files: one that the engine sees too; None: shared memory of this host.
+    """
+    receiver.start_weight_update()
+    with TemporaryDirectory(prefix="smopd-weights-", dir=folder or _shared_memory()) as own:
+        Path(own).chmod(0o755)
+        path = Path(own) / "part.safetensors"
+        for part in parts(weights):
+            with _described(part, transport, path) as update_info:
+                receiver.update_weights({"update_info": update_info})
+    receiver.finish_weight_update()
+
+
+@contextmanager
+def _described(
+    part: Mapping[str, Tensor], transport: WeightTransport, path: Path
+) -> Iterator[dict[str, Any]]:
+    """What an engine reads the tensors by, within it."""
+    if transport == "files":
+        save_file({name: on_cpu(value) for name, value in part.items()}, path)
+        yield {"path": str(path)}
+        path.unlink()
+    elif transport == "inline":
+        content = save({name: on_cpu(value) for name, value in part.items()})
+        yield {"content": base64.b64encode(content).decode()}
+    else:
+        held = {name: value.detach().cuda().contiguous() for name, value in part.items()}
+        torch.cuda.synchronize()
+        yield handles(held, str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+
+
+def handles(held: Mapping[str, Tensor], gpu: str) -> dict[str, Any]:
+    """What vLLM's IPC engine reads tensors by; the caller keeps them alive. Its RPC takes them pickled."""
+    shared = [{gpu: reductions.reduce_tensor(value)[1]} for value in held.values()]
+    return {
+        "names": list(held),
+        "dtype_names": [str(value.dtype).removeprefix("torch.") for value in held.values()],
+        "shapes": [list(value.shape) for value in held.values()],
+        "ipc_handles_pickled": base64.b64encode(pickle.dumps(shared)).decode(),
+    }
+
+
+def parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Consecutive tensors of PART_BYTES or more together; a decoder layer is never split."""
+    part: dict[str, Tensor] = {}
+    size = 0
+    for _, layer in groupby(weights, key=lambda item: _layer_of(item[0])):
+        for name, value in layer:
+            part[name] = value
+            size += value.numel() * value.element_size()
+        if size >= PART_BYTES:
+            yield part
+            part, size = {}, 0
+    if part:
+        yield part
+
+
+def on_cpu(value: Tensor) -> Tensor:
+    """A contiguous copy that shares no memory, as safetensors asks: a tied head comes twice."""
+    return torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
+
+
+def _layer_of(name: str) -> str:
+    """`name` up to its first number, or the whole of it."""
+    pieces = name.split(".")
+    for i, piece in enumerate(pieces):
+        if piece.isdigit():
+            return ".".join(pieces[: i + 1])
+    return name
+
+
+def _shared_memory() -> Path | None:
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
