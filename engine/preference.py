@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from smopd.engine.models.loading import UnusableModel, stored_dtype
+from smopd.engine.models.loading import UnusableModel, load_errors, stored_dtype
 from smopd.engine.remote.client import Request
 from smopd.engine.remote.servers import RetryPolicy, Servers
 
@@ -155,7 +155,7 @@ def default_device() -> torch.device:
 
 def _load(path: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, nn.Linear]:
     """The model and its head. `stored_dtype` has found a config at `path`."""
-    try:
+    with load_errors(path):
         found: Any = AutoModelForSequenceClassification.from_pretrained(
             str(Path(path).expanduser()) if str(path).startswith("~") else str(path),
             num_labels=1,  # some of these models' configs do not say it; the weights do
@@ -164,30 +164,24 @@ def _load(path: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, nn.Lin
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    except OSError as error:
-        if error.errno is not None:
-            raise
-        raise FileNotFoundError(f"model {path}: has no weights ({_first_line(error)})") from error
-    except Exception as error:  # of safetensors, torch or the configuration: all say what is wrong
-        raise UnusableModel(f"model {path}: cannot be loaded ({_first_line(error)})") from error
     model, report = found
-    kind = type(model).__name__
+    kind, head = type(model).__name__, getattr(model, "score", None)
+
+    def require(holds: bool, what: str) -> None:
+        if not holds:
+            raise UnusableModel(f"model {path}: {what}")
+
     for key, stored, ours in report["mismatched_keys"]:
         outputs = "a preference model has one output: " if key.startswith("score.") else ""
-        raise UnusableModel(
-            f"model {path}: {outputs}{key} has shape {tuple(stored)}, expected {tuple(ours)} in a {kind}"
-        )
-    head = getattr(model, "score", None)
-    if not isinstance(head, nn.Linear):
-        raise UnusableModel(
-            f"model {path}: a {kind} has no linear head `score` over single tokens, expected a decoder's one"
-        )
-    if missing := sorted(report["missing_keys"]):
-        untrained = "; it was not trained as a preference model" if missing == ["score.weight"] else ""
-        raise UnusableModel(f"model {path}: its files lack {', '.join(missing[:3])} of a {kind}{untrained}")
-    if extra := sorted(key for key in report["unexpected_keys"] if key.startswith("score")):
-        raise UnusableModel(f"model {path}: has {', '.join(extra)}, which a {kind}'s head does not use")
-    return model.eval().requires_grad_(False), head
+        require(False, f"{outputs}{key} has shape {tuple(stored)}, expected {tuple(ours)} in a {kind}")
+    linear = isinstance(head, nn.Linear)
+    require(linear, f"a {kind} has no linear head `score` over single tokens, expected a decoder's one")
+    missing = sorted(report["missing_keys"])
+    untrained = "; it was not trained as a preference model" if missing == ["score.weight"] else ""
+    require(not missing, f"its files lack {', '.join(missing[:3])} of a {kind}{untrained}")
+    extra = sorted(key for key in report["unexpected_keys"] if key.startswith("score"))
+    require(not extra, f"has {', '.join(extra)}, which a {kind}'s head does not use")
+    return model.eval().requires_grad_(False), model.score
 
 
 def _name_and_length(answer: httpx.Response) -> tuple[str, int]:
@@ -204,7 +198,3 @@ def _scores(answer: httpx.Response, batch: Sequence[TokenIds]) -> list[float]:
             f"got scores {str(outputs)[:80]}, expected one finite number for each of {len(batch)}"
         )
     return values_B[:, 0].tolist()
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(" .:")

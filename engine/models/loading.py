@@ -9,7 +9,6 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -45,13 +44,13 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str 
             are capped, so no linear head gives them.
     """
     place = _place(path, needs_config=True)
-    with _loading(path):
+    with load_errors(path):
         config = AutoConfig.from_pretrained(place)
     try:
         logit_scale(config.get_text_config())
     except ValueError as error:
         raise UnusableModel(f"model {path}: {error}") from error
-    with _loading(path):
+    with load_errors(path):
         found: Any = AutoModelForCausalLM.from_pretrained(
             place, config=config, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
         )
@@ -75,7 +74,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         UnusableModel: it cannot be read.
     """
     place = _place(path)
-    with _loading(path):
+    with load_errors(path):
         tokenizer = AutoTokenizer.from_pretrained(place)
     files = list(tokenizer.vocab_files_names.values())
     # transformers makes an empty tokenizer of the model's kind where there is none.
@@ -89,7 +88,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 def stored_dtype(path: str | Path) -> torch.dtype:
     """The dtype in which the model at `path` is stored; exports keep it. Raises as `load_model`."""
     place = _place(path, needs_config=True)
-    with _loading(path):
+    with load_errors(path):
         dtype = AutoConfig.from_pretrained(place).dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
@@ -109,7 +108,7 @@ def describe(path: str | Path) -> tuple[PreTrainedConfig, tuple[int, ...]]:
     Raises as `load_model` and `end_token_ids`.
     """
     place = _place(path, needs_config=True)
-    with _loading(path):
+    with load_errors(path):
         config = AutoConfig.from_pretrained(place)
         try:
             generation = GenerationConfig.from_pretrained(place)
@@ -169,7 +168,7 @@ def _require_full_attention(model: PreTrainedModel, path: str | Path) -> None:
 
 
 @contextmanager
-def _loading(path: str | Path) -> Iterator[None]:
+def load_errors(path: str | Path) -> Iterator[None]:
     """What transformers says of a place without a model, in a line that names the place."""
     try:
         yield
@@ -180,12 +179,12 @@ def _loading(path: str | Path) -> Iterator[None]:
             f"model {path}: cannot be loaded, expected a folder with a saved model, or a hub id that can be "
             f"reached ({_first_line(error)})"
         ) from error
-    except (ValueError, SafetensorError) as error:
-        raise UnusableModel(f"model {path}: cannot be loaded ({_first_line(error)})") from error
     except UnpicklingError as error:  # nothing that it holds has run
         raise UnusableModel(
             f"model {path}: its pickled weights hold more than weights; expected safetensors"
         ) from error
+    except Exception as error:  # of safetensors, torch or the configuration: all say what is wrong
+        raise UnusableModel(f"model {path}: cannot be loaded ({_first_line(error)})") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -10,11 +10,11 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 
@@ -90,11 +90,8 @@ class Servers:
             except ServerUnavailable as error:
                 self.remove(url, str(error))
 
-        async def all_of(urls: Sequence[str]) -> None:
-            await asyncio.gather(*map(one, urls))
-
         answers: dict[str, A] = {}
-        run(all_of(self.alive))
+        run(_all(one, self.alive))
         if not answers:
             raise self.none_left()
         return answers
@@ -113,22 +110,10 @@ class Servers:
         Raises:
             NoServer: all servers are removed; names each with its last error.
         """
-        return run(self._map(request, items, read))
-
-    async def _map(
-        self,
-        request: Callable[[str, T], Request],
-        items: Sequence[T],
-        read: Callable[[httpx.Response, T], A],
-    ) -> list[A]:
         answers: dict[int, A] = {}
         waiting = deque(range(len(items)))
-        changed = asyncio.Condition()
 
-        def finished(url: str) -> bool:
-            return len(answers) == len(items) or url in self.removed
-
-        async def work(url: str) -> None:
+        async def work(url: str, changed: asyncio.Condition) -> None:
             while True:
                 async with changed:
                     await changed.wait_for(lambda: waiting or finished(url))
@@ -136,21 +121,28 @@ class Servers:
                         return
                     i = waiting.popleft()
                 try:
-                    made = await asyncio.to_thread(request, url, items[i])
-                    answers[i] = await self._ask(url, made, partial(_read, read, items[i]))
+                    item = items[i]
+                    made = await asyncio.to_thread(request, url, item)
+                    answers[i] = await self._ask(url, made, partial(_read, read, item))
                 except ServerUnavailable as error:
                     waiting.append(i)
                     self.remove(url, str(error))
                 async with changed:
                     changed.notify_all()
 
-        each = min(self.retry.concurrency, len(items))
-        workers = [asyncio.create_task(work(url)) for url in self.alive for _ in range(each)]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            for worker in workers:
-                worker.cancel()
+        def finished(url: str) -> bool:
+            return len(answers) == len(items) or url in self.removed
+
+        async def all_items() -> None:
+            changed, each = asyncio.Condition(), min(self.retry.concurrency, len(items))
+            workers = [asyncio.create_task(work(url, changed)) for url in self.alive for _ in range(each)]
+            try:
+                await asyncio.gather(*workers)
+            finally:
+                for worker in workers:
+                    worker.cancel()
+
+        run(all_items())
         if len(answers) < len(items):
             raise self.none_left()
         return [answers[i] for i in range(len(items))]
@@ -188,11 +180,8 @@ class Servers:
                     self._leave_alone(url, HEALTH_SECONDS)
                 return False
 
-        async def all_of(urls: Sequence[str]) -> list[bool]:
-            return await asyncio.gather(*map(healthy, urls))
-
         due = [url for url in self.removed if monotonic() >= self._until.get(url, 0.0)]
-        back = [url for url, well in zip(due, run(all_of(due)), strict=True) if well]
+        back = [url for url, well in zip(due, run(_all(healthy, due)), strict=True) if well]
         for url in back:
             log.warning("%s is restored", url)
             del self.removed[url]
@@ -213,6 +202,10 @@ class Servers:
         if monotonic() >= self._until.get(url, 0.0):  # the first of the requests that it left waiting
             self._rest[url] = 2 * self._rest.get(url, seconds / 2)
             self._until[url] = monotonic() + self._rest[url]
+
+
+async def _all(ask: Callable[[str], Coroutine[Any, Any, A]], urls: Sequence[str]) -> list[A]:
+    return await asyncio.gather(*map(ask, urls))
 
 
 def _read(read: Callable[[httpx.Response, T], A], item: T, answer: httpx.Response) -> A:

@@ -52,7 +52,7 @@ def attach(model: PreTrainedModel, lora: Lora, compute_dtype: torch.dtype) -> No
 
 
 @contextmanager
-def off(model: nn.Module) -> Iterator[None]:
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
     """The base as if it had no adapters, for forwards without gradient.
 
     peft's own switch also freezes the adapters, which a sharded model would remember.

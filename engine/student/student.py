@@ -162,7 +162,7 @@ class Student:
         for i, batch in enumerate(batches):
             through_head = partial(
                 _loss,
-                tokens=take(tokens, batch.flat_N),
+                tokens=select_tokens(tokens, batch.flat_N),
                 settings=settings,
             )
             loss, stats = self.strategy.forward(batch, through_head)
@@ -172,7 +172,7 @@ class Student:
         grad_norm = self.strategy.step(self.settings.learning_rate * self._rate_scale())
         skipped = grad_norm - grad_norm != 0.0
         self._count(grad_norm, skipped)
-        return Update(join(parts, places), grad_norm, skipped, len(batches))
+        return Update(join_stats(parts, places), grad_norm, skipped, len(batches))
 
     @torch.no_grad()
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -217,7 +217,7 @@ class Student:
             raise ValueError("logps: the student trains all parameters, expected TrainSettings.lora")
         from smopd.engine.student import lora
 
-        return lora.off(self.model)
+        return lora.adapters_disabled(self.model)
 
     def _tensors(self) -> dict[str, Tensor]:
         """The model's state dict, in shards. Asked of the root, whose hooks put the shards back first."""
@@ -304,7 +304,7 @@ def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def take(tokens: LossTokens, index_n: Tensor) -> LossTokens:
+def select_tokens(tokens: LossTokens, index_n: Tensor) -> LossTokens:
     """The rows `index_n` of every per-token field."""
     n_tokens = tokens.token_ids_N.shape[0]
     rows = {
@@ -317,7 +317,7 @@ def take(tokens: LossTokens, index_n: Tensor) -> LossTokens:
     return replace(tokens, **rows)
 
 
-def join(parts: Sequence[LossStats], places: Sequence[Tensor]) -> LossStats:
+def join_stats(parts: Sequence[LossStats], places: Sequence[Tensor]) -> LossStats:
     """Micro-batch statistics back in flat order: per-token fields scattered, loss terms summed."""
     place_N = torch.cat(list(places))
     joined: dict[str, Any] = {}

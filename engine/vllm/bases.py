@@ -18,7 +18,7 @@ from smopd.engine.local.teachers import require_vocabulary
 from smopd.engine.models.loading import UnusableModel, stored_dtype
 from smopd.engine.settings import VllmSettings
 from smopd.engine.vllm.engines import LORA_RANKS
-from smopd.engine.vllm.pooler import TASK, obstacle, text_config
+from smopd.engine.vllm.pooler import TASK, text_config, unsupported_head
 from smopd.engine.weights.adapters import Adapter, read_adapter, same_place
 
 LOGITS_BYTES = 512 << 20  # ours: about what vLLM's prompt_logprobs hold at a time, tokens times V in fp32
@@ -107,7 +107,7 @@ def choose_route(route: str, bases: Sequence[Base]) -> str:
     Raises:
         UnusableModel: `route` is the pooler, and it cannot apply a teacher's head.
     """
-    reasons = [f"{base.path}: {reason}" for base in bases if (reason := obstacle(base.path))]
+    reasons = [f"{base.path}: {reason}" for base in bases if (reason := unsupported_head(base.path))]
     if route == "pooler" and reasons:
         raise UnusableModel(f"teachers.route: pooler cannot serve {reasons[0]}; expected prompt_logprobs")
     if route != "auto":

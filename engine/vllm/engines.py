@@ -1,8 +1,8 @@
-"""vLLM engines: one a role, made once and kept; new weights go into the engine that is there.
+"""vLLM engines, one for each role: created once, kept, and given new weights in place.
 
-Colocated engines live in this process, one on every rank; others have a process of their own. Making one
-leaves the caller's random state, environment, threads and logging as they were. None is ever dropped:
-collecting an engine destroys the caller's process group.
+Colocated engines live in this process, one on every rank; others have a process of their own. Creating one
+leaves the caller's random state, environment, threads and logging unchanged. Engines are never dropped:
+collecting one destroys the caller's process group.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from smopd.engine.errors import NoServer
 from smopd.engine.models.sizes import ModelNumbers
 from smopd.engine.process import interrupts_withheld
 from smopd.engine.settings import VllmSettings
-from smopd.engine.vllm.environment import environment_of, undisturbed
+from smopd.engine.vllm.environment import engine_environment, restoring_process_state
 from smopd.engine.vllm.memory import EngineMemory, Gpu, engine_memory, vllm_arguments
 from smopd.engine.weights.architecture import Architecture, Checked, architecture_of, identity, stored
 from smopd.engine.weights.transport import send
@@ -37,54 +37,54 @@ from smopd.engine.weights.transport import send
 if TYPE_CHECKING:
     from vllm import LLM
 
-CPU_KV_CACHE_BYTES = 256 << 20  # ours: left to itself vLLM takes most of the memory
+CPU_KV_CACHE_BYTES = 256 << 20  # ours: vLLM's default takes most of the memory
 SAMPLES = "rollout"
 """The role that samples; the others only score."""
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM takes
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
 
 log = logging.getLogger(__name__)
 
 
 class LostWeights(RuntimeError):
-    """An engine holds no whole set of weights."""
+    """An engine does not hold a complete set of weights."""
 
 
 @dataclass
-class _Made:
-    """An engine and what is known of it."""
+class _Engine:
+    """An engine and its state."""
 
     llm: LLM
     settings: VllmSettings
     architecture: Architecture
     holds: str | None
-    """Identity of the files whose weights it has; None: weights from elsewhere."""
+    """Identity of the files whose weights it has; None: other weights."""
     trouble: str = ""
     """Why it cannot serve."""
     broken: bool = False
-    """vLLM failed in the middle of a load: further loads may be silently wrong."""
+    """vLLM failed in the middle of a load: later loads may be silently wrong."""
     sleeps: bool = False
     """Whether it leaves the GPU while others work."""
     taken: EngineMemory | None = None
-    """Of the GPU, where there is one."""
+    """GPU memory, where there is a GPU."""
     asleep: set[str] = field(default_factory=set)
 
 
-_engines: dict[tuple, _Made] = {}
+_engines: dict[tuple, _Engine] = {}
 _working = threading.RLock()
 
 
 def engine(role: str, path: str | Path, settings: VllmSettings, **options: Any) -> LLM:
-    """The engine of `role` with the weights at `path`: a new one, or the role's own with new weights.
+    """The engine of `role` with the weights at `path`: a new one, or the existing one with new weights.
 
-    A role has one engine for each architecture, settings and options: with another LoRA rank or another
-    max_model_len it gets one more, beside those that are there. Colocated, this is a collective call.
+    A role has one engine for each combination of architecture, settings and options. Colocated, this is a
+    collective call.
 
     Args:
         role: SAMPLES, "teachers", ...; two roles never share an engine.
         path: a folder or hub id.
         options: for vllm.LLM, over what the settings say.
     Raises:
-        ValueError: settings that this launch cannot serve, or no room on the GPU.
+        ValueError: this launch does not support the settings, or the GPU has too little memory.
         RuntimeError: colocated without a process group.
     """
     path = str(Path(path).expanduser()) if str(path).startswith("~") else str(path)
@@ -95,7 +95,7 @@ def engine(role: str, path: str | Path, settings: VllmSettings, **options: Any) 
     if made is None:
         sleeps = _can_sleep(settings)
         llm, taken = _make(role, path, settings, architecture.numbers, sleeps, options)
-        made = _engines[key] = _Made(llm, settings, architecture, files, sleeps=sleeps, taken=taken)
+        made = _engines[key] = _Engine(llm, settings, architecture, files, sleeps=sleeps, taken=taken)
     elif made.holds != files:
         load(made.llm, stored(path, architecture))
         made.holds = files
@@ -105,26 +105,26 @@ def engine(role: str, path: str | Path, settings: VllmSettings, **options: Any) 
 
 @cache
 def _architecture(path: str, files: str) -> Architecture:
-    """Once for each state of the files: making one changes torch's default dtype for a moment."""
-    with undisturbed():
+    """Cached for each state of the files: computing it changes torch's default dtype for a moment."""
+    with restoring_process_state():
         return architecture_of(path)
 
 
 def warm_cache(path: str | Path) -> None:
-    """Reads the architecture at `path` now, so that a later `engine` from another thread does not."""
+    """Reads the architecture at `path` now, so that a later `engine` in another thread does not."""
     _architecture(str(path), identity(str(path)))
 
 
 def load(llm: LLM, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Replaces an engine's weights, one tensor at a time, and forgets its cached prefixes.
+    """Replaces an engine's weights, one tensor at a time, and clears its prefix cache.
 
     Args:
-        weights: full tensors by their transformers names; a tied head may be left out. Colocated, every rank
+        weights: full tensors by their transformers names; a tied head may be omitted. Colocated, every rank
             gives the same stream. It is read to its end, or to the first wrong weight.
     Raises:
         ValueError: a weight is missing, unknown or of another shape. After this, as after any error of
-            `weights`, the engine refuses to serve until a whole load.
-        LostWeights: vLLM itself failed in an earlier load; the engine cannot be used again.
+            `weights`, the engine refuses to serve until a load succeeds.
+        LostWeights: vLLM itself failed in an earlier load; the engine is unusable.
     """
     made = _of(llm)
     if made.broken:
@@ -162,8 +162,8 @@ def exclusive(settings: VllmSettings) -> Iterator[None]:
         raise NoServer("vLLM: the engine's own process has ended; it may have printed why") from error
 
 
-def _answer_for_the_dead(llm: LLM) -> None:
-    """Whoever waits for an engine's process that was killed is told; vLLM's client lets them wait."""
+def _fail_when_process_ends(llm: LLM) -> None:
+    """Fails pending requests when the engine's process ends; vLLM's client would wait forever."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     client: Any = llm.llm_engine.engine_core
@@ -171,13 +171,13 @@ def _answer_for_the_dead(llm: LLM) -> None:
 
     def answer() -> None:
         wait(ends)
-        client.resources.engine_dead = True  # what is asked from now on is refused
+        client.resources.engine_dead = True  # later requests are refused
         client.outputs_queue.put(EngineDeadError())
         for waited_for in list(client.utility_results.values()):
-            with suppress(InvalidStateError):  # it was answered at last
+            with suppress(InvalidStateError):  # answered in the meantime
                 waited_for.set_exception(EngineDeadError())
 
-    threading.Thread(target=answer, name="engine's end", daemon=True).start()
+    threading.Thread(target=answer, name="engine-end", daemon=True).start()
 
 
 def wake_up(llm: LLM) -> None:
@@ -193,14 +193,14 @@ def wake_up(llm: LLM) -> None:
         _wake(made, made.asleep)
 
 
-def _wake(made: _Made, tags: set[str]) -> None:
-    torch.cuda.empty_cache()  # what torch holds for itself is not free
+def _wake(made: _Engine, tags: set[str]) -> None:
+    torch.cuda.empty_cache()  # torch's cached memory is not free
     made.llm.wake_up(tags=sorted(tags))
     made.asleep = made.asleep - tags
 
 
 def sleep(llm: LLM) -> None:
-    """Moves weights to main memory and drops the cache, where settings and device have it."""
+    """Moves weights to main memory and drops the cache, where settings and device allow it."""
     made = _of(llm)
     if made.sleeps and not made.asleep:
         llm.sleep(level=1)
@@ -208,7 +208,7 @@ def sleep(llm: LLM) -> None:
 
 
 def _can_sleep(settings: VllmSettings) -> bool:
-    """Of the engines in one process a single one can: vLLM's allocator for it serves no second."""
+    """vLLM's sleep allocator serves a single engine of a process."""
     taken = any(made.sleeps and made.settings.placement == "colocated" for made in _engines.values())
     return settings.sleep and _cuda() and (settings.placement == "process" or not taken)
 
@@ -218,21 +218,21 @@ def _make(
 ) -> tuple[LLM, EngineMemory | None]:
     _require_servable(settings)
     start = time.perf_counter()
-    with undisturbed(environment_of(settings)):
+    with restoring_process_state(engine_environment(settings)):
         import vllm
         from vllm import envs
 
-        envs.disable_envs_cache()  # an engine that is there already had it turned on
+        envs.disable_envs_cache()  # an earlier engine enabled it
         arguments, taken = _arguments(path, settings), None
         if _cuda():
             own, taken = _memory(role, settings, model, sleeps, options)
             arguments |= {**own, "enable_sleep_mode": sleeps}
         arguments |= options
         with interrupts_withheld() if settings.placement == "process" else nullcontext():
-            llm = vllm.LLM(**deepcopy(arguments))  # vLLM fills in what it is given: by that it is found
+            llm = vllm.LLM(**deepcopy(arguments))  # vLLM changes its arguments; the originals are the key
     if settings.placement == "process":
-        _answer_for_the_dead(llm)
-    else:  # it would leave, at exit, the process group that is left by then
+        _fail_when_process_ends(llm)
+    else:  # at exit it would leave a process group that is gone by then
         llm.llm_engine.engine_core._finalizer.atexit = False
     held = llm.llm_engine.vllm_config.cache_config
     memory = (
@@ -320,7 +320,7 @@ def _arguments(path: str, settings: VllmSettings) -> dict[str, Any]:
 def _memory(
     role: str, settings: VllmSettings, model: ModelNumbers, sleeps: bool, options: dict[str, Any]
 ) -> tuple[dict[str, Any], EngineMemory]:
-    torch.cuda.empty_cache()  # what torch holds for itself is not free
+    torch.cuda.empty_cache()  # torch's cached memory is not free
     free, total = torch.cuda.mem_get_info()
     gpu = Gpu(free, total, sum(made.taken.asleep(made.asleep) for made in _engines.values() if made.taken))
     width, longest = getattr(torch, settings.dtype).itemsize, settings.max_model_len or model.positions
@@ -329,7 +329,7 @@ def _memory(
     return vllm_arguments(settings, taken, gpu, sleeps=sleeps, samples=samples), taken
 
 
-def _of(llm: LLM) -> _Made:
+def _of(llm: LLM) -> _Engine:
     for made in _engines.values():
         if made.llm is llm:
             return made

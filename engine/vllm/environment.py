@@ -1,4 +1,4 @@
-"""Around the making of a vLLM engine: the environment that it reads, and what it changes in a process."""
+"""The environment that a vLLM engine reads, and the process state that creating one changes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from smopd.engine.settings import VllmSettings
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def environment_of(settings: VllmSettings) -> dict[str, str | None]:
-    """What the environment is while an engine is made; None takes a variable away."""
+def engine_environment(settings: VllmSettings) -> dict[str, str | None]:
+    """The environment while an engine is created; None removes a variable."""
     alone = settings.placement == "process"
     values: dict[str, str | None] = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if alone else "0",
@@ -54,8 +54,8 @@ def environment_of(settings: VllmSettings) -> dict[str, str | None]:
 
 
 @contextmanager
-def undisturbed(environment: dict[str, str | None] | None = None) -> Iterator[None]:
-    """Puts back what vLLM changes for a whole process: random states, environment, threads, logging."""
+def restoring_process_state(environment: dict[str, str | None] | None = None) -> Iterator[None]:
+    """Restores what vLLM changes in the process: random states, environment, threads, logging."""
     import torch._dynamo  # before the environment changes, whose variables it reads on import
 
     old_environment = dict(os.environ)
@@ -88,4 +88,4 @@ def undisturbed(environment: dict[str, str | None] | None = None) -> Iterator[No
         torch.set_float32_matmul_precision(matmul_precision)
         logging.setLogRecordFactory(record_factory)
         theirs.level, theirs.handlers, theirs.propagate = old_logging
-        gc.unfreeze()  # it freezes all objects of the caller too, which would then never be collected
+        gc.unfreeze()  # vLLM freezes the caller's objects too, which would never be collected

@@ -224,7 +224,7 @@ def ask(
     return torch.cat([answer.outputs.data for answer in answers])
 
 
-def obstacle(path: str) -> str | None:
+def unsupported_head(path: str) -> str | None:
     """Why the pooler cannot apply the head of the model at `path`, or None where it can."""
     config = text_config(path)
     try:

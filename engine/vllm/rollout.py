@@ -27,7 +27,7 @@ from smopd.engine.vllm.engines import engine, exclusive, load, sleep, wake_up
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
 
-LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to this without an error
+LOWEST_TEMPERATURE = 0.01  # vLLM silently raises lower ones to this
 ROLE = "rollout"
 
 GroupedPrompt = tuple[tuple[int, ...], int]
@@ -142,7 +142,7 @@ class VllmRollout:
         self.policy_version = version
 
     def _on_every_rank(self, take: Callable[[], None]) -> None:
-        """An engine of its own process may end on one rank alone; colocated ones are one with their ranks."""
+        """An engine in its own process may end on one rank alone; a colocated one ends with its rank."""
         if self.settings.placement == "process":
             distributed.all_or_raise(take, (NoServer,))
         else:
@@ -204,7 +204,7 @@ class VllmRollout:
             max_tokens=sampling.max_new_tokens,
             seed=seed,
             stop_token_ids=self.end_ids,
-            ignore_eos=True,  # what ends a response is in end_ids
+            ignore_eos=True,  # end_ids hold every end token
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,

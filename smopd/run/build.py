@@ -73,8 +73,8 @@ def rollout_engine(
                 ends,
                 longest,
                 vocabulary=config.get_text_config().vocab_size,
-                transfer=settings.remote.transfer,
-                transfer_folder=os.environ.get(TRANSFER_FOLDER),
+                transport=settings.remote.transfer,
+                folder=os.environ.get(TRANSFER_FOLDER),
             )
             remote.load_path(path)  # a server holds whatever the run before it ended with
             return remote

@@ -194,19 +194,6 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
-def test_the_default_dtype_of_tensors_is_none_of_its_business(default):
-    batch = batch_of([(9, [7, 3])])
-    tensors = inputs(batch.input_ids.numel())
-    expected = results(attention.by_halves, *tensors, batch.pieces, None)
-    torch.set_default_dtype(default)
-    try:
-        found = results(attention.by_halves, *tensors, batch.pieces, None)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
-
-
 def test_nothing_holds_the_square_of_the_row():
     batch = batch_of([(200, [150] * 6)])
     tensors = inputs(batch.input_ids.numel())

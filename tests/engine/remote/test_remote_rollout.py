@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+import torch
 
 from smopd.engine.errors import NoServer
 from smopd.engine.remote.rollout import RemoteRollout
@@ -38,6 +41,8 @@ class Sampler:
         return 200, answer(self.label) if path == GENERATE else {}
 
     def describe(self, path):
+        if path == "/weight_info":
+            return 200, {"weight_version": self.label}
         return 405 if path == GENERATE else 200, {"data": [{"max_model_len": 64}]}
 
 
@@ -120,3 +125,31 @@ def test_a_server_without_room_is_refused(loopback):
 def test_ipc_is_refused(loopback):
     with pytest.raises(ValueError, match=r"remote\.transfer: got ipc, expected files or inline"):
         RemoteRollout(Servers([Sampler(loopback, good).url]), [END], 8, VOCABULARY, "ipc")
+
+
+@pytest.mark.parametrize(
+    ("held", "logp", "reason"),
+    [
+        ("other", 0.0, "holds the weights other, expected .*-1"),
+        (None, -3.5, r"the log-probability -3.5, expected 0 \(--logprobs-mode processed_logprobs\)"),
+        (None, 0.0, None),
+    ],
+)
+def test_a_sync_is_checked_by_what_servers_hold_and_sample(sampling, held, logp, reason):
+    rollouts, (server, other) = sampling(
+        lambda label: {"choices": [choice(label, (0,), (logp,), "length")]},
+        lambda label: {"choices": [choice(label, (0,), (0.0,), "length")]},
+    )
+    for one in (server, other):
+        one.label = rollouts.weights.label(1)
+    server.label = held or server.label
+    rollouts.load_weights([("w", torch.zeros(2))], 1)
+    assert rollouts.policy_version == 1 and other.url not in rollouts.servers.removed
+    assert list(rollouts.servers.removed) == ([server.url] if reason else [])
+    assert reason is None or re.search(reason, rollouts.servers.removed[server.url])
+
+
+def test_what_cannot_be_sampled_is_refused(sampling):
+    rollouts, _ = sampling(good)
+    with pytest.raises(ValueError, match=r"temperature 0\.001, expected 0 or at least 0\.01"):
+        rollouts.generate([(5,)], [0], Sampling(temperature=0.001, max_new_tokens=8))

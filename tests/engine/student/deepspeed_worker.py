@@ -9,6 +9,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from smopd.engine import distributed
 from smopd.engine.settings import Lora, TrainSettings
 from smopd.engine.student.checkpoint import Checkpoints, export
-from smopd.engine.student.student import Student
+from smopd.engine.student.student import NonFiniteGradient, Student
 from smopd.engine.types import Rollout
 from smopd.ops import LossSettings, LossTokens
 from smopd.worlds.models import world_model
@@ -107,8 +108,9 @@ class Facts:
             moved[1][name].norm() < moved[0][name].norm() for name in moved[0]
         )
 
-    def skip(self) -> None:
-        student, rollouts = self.student(), share(3)
+    @mock.patch("smopd.engine.student.student.MAX_SKIPPED_UPDATES", 1)
+    def skip(self, **options) -> None:
+        student, rollouts = self.student(**options), share(3)
         before = parameters(student)
         bad = loss_tokens(rollouts, adv=math.nan if distributed.rank() == 1 else 1.0)
         update = student.update(rollouts, bad, NLL)
@@ -116,6 +118,13 @@ class Facts:
         self.found["unchanged"] = equal(parameters(student), before)
         advance(student, range(1))
         self.found["goes_on"] = student.skipped == 1 and not equal(parameters(student), before)
+        told = ""
+        try:
+            student.update(rollouts, bad, NLL)
+        except NonFiniteGradient as error:
+            told = str(error)
+        everywhere = distributed.gather_objects("2 updates were skipped, at most 1" in told)
+        self.found["stops_together"] = everywhere == [True, True]
 
     def idle_rank(self) -> None:
         student = self.student()

@@ -52,6 +52,7 @@ def main() -> None:
         facts.resume("resume_tied_hsdp", **FSDP2, tied=True, shard_size=1)
         facts.resume("resume_lora", **FSDP2, **LORA)
         facts.resume("resume_offload", **FSDP2, offload_optimizer=True)
+        facts.skip(**FSDP2)
         offload(facts)
         reference(facts)
         if distributed.rank() == 0:

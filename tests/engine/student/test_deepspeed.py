@@ -45,7 +45,7 @@ def test_the_norm_is_reported_before_clipping(facts):
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(facts):
-    assert facts["skipped"] and facts["unchanged"] and facts["goes_on"]
+    assert facts["skipped"] and facts["unchanged"] and facts["goes_on"] and facts["stops_together"]
 
 
 def test_a_rank_without_responses_takes_part(facts):
@@ -119,8 +119,3 @@ def test_optimizer_state_leaves_the_gpu_alone(stage):
     assert there["zero_optimization"] == {"stage": stage, "offload_optimizer": {"device": "cpu"}}
     assert there["zero_force_ds_cpu_optimizer"] is False, "torch's AdamW steps there too"
     assert configuration(offloading, CPU)["zero_optimization"] == {"stage": stage}
-
-
-def test_other_stages_are_refused():
-    with pytest.raises(ValueError, match=r"zero_stage\n.*2 or 3"):
-        settings(zero_stage=1)

@@ -13,7 +13,7 @@ from smopd.engine.models.attention import fault
 from smopd.engine.models.packing import flat_offsets
 from smopd.engine.settings import Lora, TrainSettings
 from smopd.engine.student.optimizers import cosine, last_share, linear
-from smopd.engine.student.student import NonFiniteGradient, Student, join, take
+from smopd.engine.student.student import NonFiniteGradient, Student, join_stats, select_tokens
 from smopd.ops import LossSettings, LossTokens
 from tests.engine.tiny import ragged_rollouts, tiny_model
 
@@ -119,26 +119,26 @@ def test_clipping_reports_the_norm_before_it(device):
     assert norms[1] > 1e-3
 
 
-def test_warm_up_scales_the_first_steps(device):
-    trained = student(device, warmup_steps=4)
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"warmup_steps": 4}, [0.0025, 0.005, 0.0075, 0.01, 0.01]),
+        ({"schedule": partial(last_share, updates=4, share=0.5)}, [0.01, 0.01, 0.01, 0.005, 0.0]),
+    ],
+)
+def test_the_rate_warms_up_and_decays_to_zero(device, options, expected):
+    trained = student(device, **options)
     rollouts = ragged_rollouts(5)
     rates = []
     for _ in range(5):
         trained.update(rollouts, loss_tokens(rollouts), LossSettings(opd_coef=0.0))
         rates.append(trained.optimizer.param_groups[0]["lr"])
-    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
+    assert rates == pytest.approx(expected)
 
 
-def test_the_rate_follows_its_schedule(device):
+def test_schedules() -> None:
     assert [linear(update, 4) for update in (0, 1, 4, 5)] == [1.0, 0.75, 0.0, 0.0]
     assert [cosine(update, 4) for update in (0, 2, 4)] == pytest.approx([1.0, 0.5, 0.0])
-    trained = student(device, schedule=partial(last_share, updates=4, share=0.5))
-    rollouts = ragged_rollouts(5)
-    rates = []
-    for _ in range(5):
-        trained.update(rollouts, loss_tokens(rollouts), LossSettings(opd_coef=0.0))
-        rates.append(trained.optimizer.param_groups[0]["lr"])
-    assert rates == pytest.approx([0.01, 0.01, 0.01, 0.005, 0.0])
 
 
 def test_weights_are_masters_also_between_a_forward_and_an_update(device):
@@ -177,24 +177,6 @@ def test_a_sequence_at_a_time_attends_as_the_mask_does(device, packing, options)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({}, "a sequence at a time, from 256 positions on"),
-        ({"share_prompts": False}, "a sequence at a time, from 256 positions on"),
-        ({"attention": "sdpa"}, "sdpa under a mask (as set)"),
-        ({"attention": "flash"}, "a sequence at a time, from 256 positions on"),
-    ],
-)
-def test_what_was_chosen_is_said_in_one_line(device, caplog, options, said):
-    with caplog.at_level("INFO", logger="smopd.engine.student.student"):
-        student(device, **options)
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        f"student: fsdp2 on 1 ranks, all parameters in fp32, computation in float32, attention: {said}"
-    )
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"attention": "eager"}, "attention\n.*'auto', 'sdpa' or 'flash'"),
@@ -226,14 +208,6 @@ def test_compiled_layers_change_nothing(device):
     assert results[0][1] == results[1][1], "names stay those of the model"
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_weights_name_every_tensor_of_the_engine(device, tied):
-    trained = student(device, tied=tied)
-    names = dict(trained.weights())
-    assert names.keys() == tiny_model(tied=tied).state_dict().keys()
-    assert "lm_head.weight" in names
-
-
 @pytest.mark.parametrize("lora", [None, Lora(rank=2, alpha=4.0)], ids=["full", "lora"])
 def test_a_tied_head_is_gathered_once(device, lora, monkeypatch):
     trained = student(device, tied=True, lora=lora)
@@ -254,7 +228,7 @@ def test_take_and_join_are_inverse():
     tokens = loss_tokens(rollouts)
     n = flat_offsets(rollouts)[-1]
     order = torch.randperm(n, generator=torch.Generator().manual_seed(0))
-    part = take(tokens, order)
+    part = select_tokens(tokens, order)
     assert part.token_ids_N.equal(tokens.token_ids_N[order])
 
     from smopd.ops import LossStats
@@ -264,6 +238,6 @@ def test_take_and_join_are_inverse():
         per_token = index.float()
         return LossStats(*[per_token] * 5, per_token.to(torch.int8), zero, zero, zero, zero)
 
-    joined = join([stats(order[:5]), stats(order[5:])], [order[:5], order[5:]])
+    joined = join_stats([stats(order[:5]), stats(order[5:])], [order[:5], order[5:]])
     assert joined.logp_N.equal(torch.arange(n).float())
     assert joined.pg_loss == 2.0

@@ -36,3 +36,7 @@ def test_offloaded_masters_train_as_the_others_do(facts):
 
 def test_a_lora_student_gives_its_base_and_trains_as_if_it_had_not(facts):
     assert facts["reference"] and facts["reference_leaves_training_alone"]
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(facts):
+    assert facts["skipped"] and facts["unchanged"] and facts["goes_on"] and facts["stops_together"]

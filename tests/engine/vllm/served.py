@@ -1,4 +1,4 @@
-"""Real vLLM servers in processes of their own, and a relay in front of one that fails on purpose."""
+"""Real vLLM servers in processes of their own."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
 
-from smopd.engine.remote.weights import GENERATE
 from tests import warm
 from tests.patience import HANG_SECONDS
 
@@ -112,105 +109,3 @@ def answers(url: str) -> bool:
         return httpx.get(f"{url}/health", timeout=5.0).is_success
     except httpx.TransportError:
         return False
-
-
-class Relay:
-    """Another server's front: hands requests on until told otherwise.
-
-    Args:
-        dies_after: completions that it answers before it is gone, as a killed server is.
-        busy: of the first completions, how many it answers by status 503.
-        holds: the label that its answers give the weights until new ones come, as of a server started anew.
-        shares: another client's weights are served too: new ones are acknowledged and go no further.
-        raw: the log-probability of the only candidate, as of a server that does not normalise them.
-        after: completions are answered once this is set.
-    """
-
-    def __init__(
-        self,
-        to: str,
-        *,
-        dies_after: int | None = None,
-        busy: int = 0,
-        holds: str = "",
-        shares: bool = False,
-        raw: float | None = None,
-        after: threading.Event | None = None,
-    ):
-        self.shares, self.raw, self.after = shares, raw, after
-        self.to, self.left, self.busy, self.holds, self.served = to, dies_after, busy, holds, 0
-        self.lock = threading.Lock()
-        self.stopping: threading.Thread | None = None
-        self.died = threading.Event()
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.start()
-
-    def start(self) -> None:
-        """Begins to answer, again where it was stopped."""
-        relay = self
-        if relay.stopping is not None:
-            relay.stopping.join()
-            relay.stopping = None
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self):
-                relay.answer(self, httpx.get(relay.to + self.path, timeout=120.0))
-
-            def do_POST(self):
-                content = self.rfile.read(int(self.headers["Content-Length"] or 0))
-                asked = b'"allowed_token_ids"' in content  # at the end of a sync
-                completion = self.path == GENERATE and not asked
-                if completion and relay.after is not None:
-                    relay.after.wait(HANG_SECONDS)
-                with relay.lock:
-                    if completion and relay.left == 0:
-                        self.connection.shutdown(socket.SHUT_RDWR)
-                        relay.died.set()
-                        if relay.stopping is None:
-                            relay.stopping = threading.Thread(target=relay.stop)
-                            relay.stopping.start()
-                        return
-                    if completion and relay.busy > 0:
-                        relay.busy -= 1
-                        relay.answer(self, httpx.Response(503, text="busy"))
-                        return
-                    if completion and relay.left is not None:
-                        relay.left -= 1
-                    relay.served += completion
-                if relay.shares and self.path != GENERATE:
-                    relay.holds = "" if self.path == "/finish_weight_update" else relay.holds
-                    relay.answer(self, httpx.Response(200, text="{}"))
-                    return
-                headers = {"Content-Type": "application/json"}
-                answer = httpx.post(relay.to + self.path, content=content, headers=headers, timeout=120.0)
-                if asked and relay.raw is not None:
-                    body = answer.json()
-                    body["choices"][0]["logprobs"]["content"][0]["logprob"] = relay.raw
-                    answer = httpx.Response(200, json=body)
-                if completion and relay.holds:
-                    body = answer.json()
-                    for span in body["choices"][0]["weight_versions"]:
-                        span["version"] = relay.holds
-                    answer = httpx.Response(200, json=body)
-                relay.holds = "" if self.path == "/finish_weight_update" else relay.holds
-                relay.answer(self, answer)
-
-            def log_message(self, *_):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    @staticmethod
-    def answer(handler: BaseHTTPRequestHandler, answer: httpx.Response) -> None:
-        handler.send_response(answer.status_code)
-        handler.send_header("Content-Length", str(len(answer.content)))
-        handler.end_headers()
-        handler.wfile.write(answer.content)
-
-    def stop(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()

@@ -16,11 +16,10 @@ from torch import Tensor
 pytest.importorskip("vllm")
 
 from bench.harness.memory import peak_bytes
-from smopd.engine.local.teachers import LocalTeachers
 from smopd.engine.models.loading import UnusableModel
-from smopd.engine.settings import Packing, VllmSettings
+from smopd.engine.settings import VllmSettings
 from smopd.engine.types import Rollout
-from smopd.engine.vllm.pooler import Question, TeacherPooler, obstacle
+from smopd.engine.vllm.pooler import Question, TeacherPooler, unsupported_head
 from smopd.engine.vllm.teachers import VllmTeachers
 from smopd.kernels.head.chunks import CHUNK_BYTES_CPU
 from smopd.worlds import toy_world
@@ -128,27 +127,6 @@ def test_models_take_turns_in_one_engine(route: str, serve, expected, monkeypatc
     assert {base.role for base in teachers.bases} == {"turns/0"}
 
 
-def test_engines_rest_as_soon_as_they_are_made(serve, monkeypatch) -> None:
-    """Else they would be on the GPU beside the first rollouts."""
-    from smopd.engine.vllm import teachers as vllm_teachers
-
-    awake = []
-    made, sleep = vllm_teachers.engine, vllm_teachers.sleep
-
-    def engine(role, *given, **options):
-        awake.append(role)
-        return made(role, *given, **options)
-
-    def resting(llm) -> None:
-        awake.pop()
-        sleep(llm)
-
-    monkeypatch.setattr(vllm_teachers, "engine", engine)
-    monkeypatch.setattr(vllm_teachers, "sleep", resting)
-    serve("untied", "tied")
-    assert awake == []
-
-
 @pytest.mark.parametrize("route", ROUTES)
 def test_padding_is_dropped_and_counted(route: str, serve, expected) -> None:
     names = ["untied", "tied", "padded"]
@@ -193,43 +171,6 @@ def test_given_ids_have_every_value(temperature: float, serve, expected) -> None
         serve("untied", route="prompt_logprobs").given(ROLLOUTS, ids_NMU[:, :1], known_NM[:, :1], 1.0)
 
 
-def test_the_last_of_a_union_is_asked_once(serve, expected, monkeypatch) -> None:
-    """It has its kappa largest and the others' ids in one pass; each of the others has two."""
-    from smopd.engine.vllm import teachers as vllm_teachers
-
-    kinds = []
-    actual = vllm_teachers.ask
-
-    def ask(llm, rollouts, questions, lora):
-        kinds.append((questions[0].kappa, questions[0].given_TU is not None))
-        return actual(llm, rollouts, questions, lora)
-
-    monkeypatch.setattr(vllm_teachers, "ask", ask)
-    names = ["untied", "other", "base"]
-    teachers = serve(*names, engines=1, role="asked once")
-    for _ in range(2):
-        kinds.clear()
-        check_union(
-            teachers.score(ROLLOUTS, 4, 1.0, union=True), [expected[name] for name in names], 4, BOUND
-        )
-        assert kinds == [(4, False), (4, False), (4, True), (0, True), (0, True)]
-    assert teachers.score(ROLLOUTS, 0, 1.0, union=True).ids_NMS.shape[-1] == 0
-
-
-def test_the_product_of_adapters_and_their_base(serve, expected) -> None:
-    from smopd.ops import teacher_product
-
-    names, kappa = ["adapter0", "adapter1", "base"], 5
-    topk = serve(*names).score(ROLLOUTS, kappa, 1.0, union=True)
-    found = teacher_product(topk.ids_NMS, topk.logps_NMS, torch.ones(2), kappa)
-    first, second, base = (expected[name].double() for name in names)
-    logq_NV = first + second - base
-    for n, ids in enumerate(topk.ids_NMS[:, 0].tolist()):
-        union = [i for i, logp in zip(ids, topk.logps_NMS[n, 0].tolist(), strict=True) if logp > -torch.inf]
-        best = logq_NV[n, union].log_softmax(-1).topk(kappa).values
-        torch.testing.assert_close(found.logps_NS[n].double(), best, rtol=0, atol=4 * BOUND)
-
-
 @pytest.mark.parametrize("route", ROUTES)
 def test_equal_and_long_sequences_in_small_chunks(route: str, serve) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -258,19 +199,6 @@ def test_nothing_to_score(serve) -> None:
     for rollouts in ([], [_rollout(ids, ids[:0])]):
         topk = teachers.score(rollouts, 4, 1.0)
         assert topk.ids_NMS.shape == (0, 2, 4) and topk.token_logps_NM.shape == (0, 2)
-
-
-def test_agrees_with_the_local_engine(serve) -> None:
-    local = LocalTeachers(
-        [tiny_model(1), tiny_model(2, tied=True)], Packing(micro_batch_tokens=64), VOCABULARY
-    )
-    mine, other = (
-        teachers.score(ROLLOUTS, 6, 0.8, union=True) for teachers in (serve("untied", "tied"), local)
-    )
-    torch.testing.assert_close(mine.token_logps_NM, other.token_logps_NM, rtol=0, atol=BOUND)
-    there = (mine.logps_NMS > -torch.inf) & (other.logps_NMS > -torch.inf) & (mine.ids_NMS == other.ids_NMS)
-    assert there.float().sum() > 0.98 * (other.logps_NMS > -torch.inf).sum()
-    torch.testing.assert_close(mine.logps_NMS[there], other.logps_NMS[there], rtol=0, atol=BOUND)
 
 
 def test_too_long_a_response_is_refused(serve) -> None:
@@ -323,8 +251,8 @@ def test_heads_that_the_pooler_cannot_apply(serve, folder: Path, tmp_path: Path,
     model = tiny_model(1)
     model.config.final_logit_softcapping = 30.0
     model.save_pretrained(tmp_path)
-    assert "final_logit_softcapping=30.0" in (obstacle(str(tmp_path)) or "")
-    assert obstacle(str(folder / "untied")) is obstacle(str(folder / "tied")) is None
+    assert "final_logit_softcapping=30.0" in (unsupported_head(str(tmp_path)) or "")
+    assert unsupported_head(str(folder / "untied")) is unsupported_head(str(folder / "tied")) is None
     with pytest.raises(UnusableModel, match=r"pooler cannot serve .*final_logit_softcapping=30"):
         serve(str(tmp_path), route="pooler")
     with caplog.at_level(logging.INFO, logger="smopd"):
@@ -377,14 +305,3 @@ def test_the_pooler_never_holds_tokens_times_vocabulary(given: int | None, kappa
     assert answer().shape == (n_tokens, (2 * kappa + 1 if kappa else 0) + (given or 0))
     assert peak_bytes(lambda: hidden_ND @ weight_VD.T, "cpu") > 0.9 * logits_bytes  # else it measures nothing
     assert peak_bytes(answer, "cpu") < CHUNK_BYTES_CPU + (16 << 20) < logits_bytes / 2
-
-
-def test_questions_survive_packing() -> None:
-    asked = Question(
-        3, torch.tensor([5, 1, 7]), 0, 0.7, torch.tensor([[1, 2], [3, 4], [5, 6]]), torch.rand(3)
-    )
-    back = Question.unpacked(asked.packed())
-    assert back.kind == asked.kind and back.first == 3
-    assert torch.equal(back.given_TU, asked.given_TU) and torch.equal(back.token_logps_T, asked.token_logps_T)
-    parts = [back.between(*ends) for ends in ((0, 2), (2, 4), (4, 6))]
-    assert [part.token_ids_T.tolist() for part in parts] == [[], [5], [1, 7]]

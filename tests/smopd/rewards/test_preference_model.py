@@ -145,7 +145,7 @@ def test_what_is_no_preference_model_is_one_line(model, tmp_path):
     save(tmp_path / "bare", byte_tokenizer(template=None))
     mistake(ValueError, "has no chat template; expected one as `template`", tmp_path / "bare")
     (tmp_path / "two" / "model.safetensors").unlink()
-    mistake(FileNotFoundError, "two: has no weights", tmp_path / "two")
+    mistake(FileNotFoundError, "two: cannot be loaded", tmp_path / "two")
 
 
 @pytest.mark.parametrize(
