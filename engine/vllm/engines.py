@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,8 @@ from smopd.engine.weights.transport import send
 
 if TYPE_CHECKING:
     from vllm import LLM
+
+T = TypeVar("T")
 
 CPU_KV_CACHE_BYTES = 256 << 20  # ours: vLLM's default takes most of the memory
 SAMPLES = "rollout"
@@ -160,6 +162,18 @@ def exclusive(settings: VllmSettings) -> Iterator[None]:
         yield
     except EngineDeadError as error:
         raise NoServer("vLLM: the engine's own process has ended; it may have printed why") from error
+
+
+def of_sharing_ranks(settings: VllmSettings, own: T) -> tuple[list[T], int]:
+    """`own` of each rank that shares a model, and this rank's place among them; a collective call."""
+    if settings.placement == "process" or settings.tensor_parallel_size == 1:
+        return [own], 0
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    gathered: list[Any] = [None] * group.world_size
+    dist.all_gather_object(gathered, own, group=group.cpu_group)
+    return gathered, group.rank_in_group
 
 
 def _fail_when_process_ends(llm: LLM) -> None:

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from smopd.engine import distributed
 from smopd.engine.errors import NoServer
 from smopd.engine.settings import VllmSettings
 from smopd.engine.types import Rollout, Sampling
-from smopd.engine.vllm.engines import engine, exclusive, load, sleep, wake_up
+from smopd.engine.vllm.engines import engine, exclusive, load, of_sharing_ranks, sleep, wake_up
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -169,15 +168,8 @@ class VllmRollout:
 
     def _together(self, own: list[GroupedPrompt]) -> tuple[list[GroupedPrompt], int]:
         """The requests of all ranks that share this engine's model, and where this rank's begin."""
-        if self.settings.placement == "process" or self.settings.tensor_parallel_size == 1:
-            return own, 0
-        from vllm.distributed.parallel_state import get_tp_group
-
-        group = get_tp_group()
-        gathered: list = [None] * group.world_size
-        dist.all_gather_object(gathered, own, group=group.cpu_group)
-        before = sum(len(requests) for requests in gathered[: group.rank_in_group])
-        return [request for requests in gathered for request in requests], before
+        gathered, rank = of_sharing_ranks(self.settings, own)
+        return list(itertools.chain(*gathered)), sum(map(len, gathered[:rank]))
 
     def _sample(self, requests: list[GroupedPrompt], sampling: Sampling) -> list[Rollout]:
         from vllm.inputs import TokensPrompt

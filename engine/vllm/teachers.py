@@ -21,14 +21,11 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from vllm import LLM, SamplingParams
-from vllm.distributed import get_tp_group
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 
@@ -38,7 +35,7 @@ from smopd.engine.models.packing import flat_offsets
 from smopd.engine.settings import VllmSettings
 from smopd.engine.types import Rollout, TeacherTopK
 from smopd.engine.vllm.bases import Base, choose_route, engine_options, read_bases, room_to_draw
-from smopd.engine.vllm.engines import engine, exclusive, sleep, warm_cache
+from smopd.engine.vllm.engines import engine, exclusive, of_sharing_ranks, sleep, warm_cache
 from smopd.engine.vllm.pooler import Question, ask
 from smopd.engine.weights.adapters import same_place
 from smopd.kernels.checks import check_kappa
@@ -172,7 +169,7 @@ class VllmTeachers(Dropping):
         self._require(0, temperature, union=True)
         inside, _ = self.inside(rollouts)
         together, mine = self._together(inside)
-        parts, _ = self._of_all_ranks((ids_NMU.cpu(), token_logps_NM.cpu()))
+        parts, _ = of_sharing_ranks(self.settings, (ids_NMU.cpu(), token_logps_NM.cpu()))
         ids_NMU, token_logps_NM = (torch.cat(each) for each in zip(*parts, strict=True))
         result = torch.empty(ids_NMU.shape)
 
@@ -183,19 +180,10 @@ class VllmTeachers(Dropping):
         self._each(together, visit)
         return result[mine].to(self.device)
 
-    def _of_all_ranks(self, own: Any) -> tuple[list[Any], int]:
-        """`own` of each rank that shares a model, and which is this one's; a collective call."""
-        if self.settings.placement == "process" or self.settings.tensor_parallel_size == 1:
-            return [own], 0
-        group = get_tp_group()
-        gathered: list[Any] = [None] * group.world_size
-        dist.all_gather_object(gathered, own, group=group.cpu_group)
-        return gathered, group.rank_in_group
-
     def _together(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], slice]:
         """The rollouts of all ranks that share a model, less empty ones, and which tokens are this rank's."""
         own = [rollout for rollout in rollouts if len(rollout.response_ids)]
-        gathered, rank = self._of_all_ranks(own)
+        gathered, rank = of_sharing_ranks(self.settings, own)
         ends = flat_offsets([rollout for part in gathered for rollout in part])
         first = sum(len(part) for part in gathered[:rank])
         return [rollout for part in gathered for rollout in part], slice(ends[first], ends[first + len(own)])
