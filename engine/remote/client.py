@@ -102,6 +102,9 @@ class Client:
         except Exception as error:
             raise ServerUnavailable(f"gave a bad answer ({_named(error)})", "bad answer") from error
 
+    async def close(self) -> None:
+        await self._http.aclose()
+
     async def _exchange(self, url: str, request: Request) -> httpx.Response:
         body = {"json": request.json, "content": request.content, "params": request.params}
         limit = MAX_STATUS_BYTES if request.method == "GET" else MAX_ANSWER_BYTES

@@ -172,13 +172,17 @@ class Servers:
         """
 
         async def healthy(url: str) -> bool:
+            fresh = Client()  # the connections to a server that failed may be dead
             try:
-                await self._client.ask(url, Request("/health"), bool, HEALTH_SECONDS)
+                await fresh.ask(url, Request("/health"), bool, HEALTH_SECONDS)
                 return True
             except ServerUnavailable as error:
                 if error.cause == "late":
                     self._leave_alone(url, HEALTH_SECONDS)
+                log.info("%s is not restored: %s", url, error)
                 return False
+            finally:
+                await fresh.close()
 
         due = [url for url in self.removed if monotonic() >= self._until.get(url, 0.0)]
         back = [url for url, well in zip(due, run(_all(healthy, due)), strict=True) if well]
