@@ -261,12 +261,8 @@ def split_kernel(
         else:
             skipped_L = tl.load(skipped_ptr + row * L + tl.arange(0, L)).to(tl.int32)
         EACH: tl.constexpr = R * C if K * R * C > L else L // K
-        FEW: tl.constexpr = (
-            K * EACH <= 2 * L
-        )  # few wait in registers; many are asked for when they are needed
-        if FEW:
-            offs_E = row * K + tl.arange(0, K * EACH) // EACH
-            ids_E, holes_E = tl.load(ids_ptr + offs_E), tl.load(holes_ptr + offs_E)
+        offs_E = row * K + tl.arange(0, K * EACH) // EACH
+        ids_E, holes_E = tl.load(ids_ptr + offs_E), tl.load(holes_ptr + offs_E)
     pg_weight, kl_weight, ent_weight, reverse_weight = _weights(
         pg_weight_ptr, kl_weight_ptr, ent_weight_ptr, reverse_weight_ptr, row, there
     )

@@ -58,18 +58,23 @@ def test_where_a_targets_support_lies(n_support: int, part: int | None) -> None:
     layout = (lanes, repeats, consecutive)
     ready = backends.moved(triton_target.row_targets(given, n_vocab, *layout, tail=True, part=part), "cpu")
     for row in range(3):
-        merged, wanted, left = {}, set(), [0] * ready.skipped_NL.shape[1]
+        merged, wanted, left, numbers = {}, set(), [0] * lanes, set()
         for entry, logp in zip(ids_NS[row].tolist(), logps_NS[row].double().tolist(), strict=True):
             if logp > -INF:
                 merged[entry] = merged.get(entry, 0.0) + math.exp(logp)
                 number, place = divmod(entry, part or n_vocab)
                 wanted.add(entry)
-                left[number * lanes + place // consecutive % lanes] |= 1 << place // block
+                left[place // consecutive % lanes] |= 1 << place // block
+                numbers.add((number * lanes + place // consecutive % lanes) << 6 | place // block)
         logps_K, live_K = ready.logps_NK[row], ready.logps_NK[row] > -INF
         assert int(logps_K.isnan().sum()) == int(logps_NS[row].isnan().sum())
         got = dict(zip(ready.ids_NK[row, live_K].tolist(), logps_K[live_K].exp().tolist(), strict=True))
         assert got == pytest.approx(merged, rel=1e-6) and len(got) == int(live_K.sum())
-        assert ready.skipped_NL[row].tolist() == left
+        if part is None:
+            assert ready.skipped_NL[row].tolist() == left
+        else:
+            assert sorted(set(ready.skipped_NL[row].tolist()) - {-1}) == sorted(numbers)
+            assert (ready.skipped_NL[row] >= 0).equal(ready.holes_NK[row] != 0)
         holes = [
             (entry // (part or n_vocab) * (part or n_vocab), entry % (part or n_vocab), bits)
             for entry, bits in zip(ready.ids_NK[row].tolist(), ready.holes_NK[row].tolist(), strict=True)
