@@ -18,6 +18,8 @@ TRAIN = (
     "yaml",
     "jinja2",
     "httpx",
+    "pooch",
+    "tqdm",
     "platformdirs",
     "packaging",
 )
