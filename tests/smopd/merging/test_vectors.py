@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from smopd.engine.weights import files
+from smopd.engine.weights import transport
 from smopd.merging.vectors import Method, Part, TaskVectors, merge_adapters, trimmed
 from tests.engine.tiny import tiny_model
 
@@ -109,7 +109,7 @@ def test_sharded_and_tied_models_give_the_same_merge(tmp_path: Path, monkeypatch
     whole = saved(tmp_path / "whole", tied=True)
     sharded = saved(tmp_path / "sharded", tied=True, max_shard_size="50KB")
     assert (Path(sharded[0]) / "model.safetensors.index.json").exists()
-    monkeypatch.setattr(files, "PART_BYTES", 30_000)
+    monkeypatch.setattr(transport, "PART_BYTES", 30_000)
     parts = [Part(keep=0.2), Part()]
     TaskVectors(whole[0], whole[1:]).write(tmp_path / "one", parts)
     TaskVectors(sharded[0], [sharded[1], whole[2]]).write(tmp_path / "many", parts)
@@ -153,7 +153,7 @@ def test_no_second_copy_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyP
         tensors |= {f"model.layers.{n}.extra": torch.randn(2**18) for n in range(64)}
         save_file(tensors, tmp_path / f"m{i}" / "model.safetensors")
         del tensors
-    monkeypatch.setattr(files, "PART_BYTES", 4 << 20)
+    monkeypatch.setattr(transport, "PART_BYTES", 4 << 20)
     vectors = TaskVectors(str(tmp_path / "m0"), [str(tmp_path / "m1"), str(tmp_path / "m2")])
     parts = [Part(keep=0.1), Part()]
 
