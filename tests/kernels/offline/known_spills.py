@@ -1,8 +1,8 @@
 """Launches that spill all the same: with which Triton, and how many bytes of a thread's stack.
 
 Only what no fix was worth. For sm_90 that is the split kernel with an entropy gradient or ragged parts, a few
-bytes outside of its loops: it is faster on an H100 than the row kernel all the same. A launch that spills more,
-no more, or is no longer there fails the gate (python -m tests.kernels.offline).
+bytes outside of its loops: on an H100 it is faster than the row kernel all the same. A launch that spills
+more, no more, or is no longer there fails the gate (python -m tests.kernels.offline).
 """
 
 from __future__ import annotations
