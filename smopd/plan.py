@@ -3,6 +3,7 @@
 Reads configs and loads no weights. Takes a recipe and any setting over it, as `smopd.train` does. Parameters,
 gradients, AdamW's states, caches and vLLM engines (by the engines' own rule, engine/vllm/memory.py) are
 counted; what an update adds is bounded from above, as if all of it were held at once. Not checked on a GPU.
+One file of over 500 lines, as every figure is read together with the table that shows it.
 
 Exit status 0: every run fits; 1: one does not; 2: a mistake.
 """

@@ -130,15 +130,15 @@ def mean(values: Sequence[float]) -> float:
 def described(folder: Path, label: str, values: Values) -> dict[str, Any]:
     lines = [row for row in JsonlLog(folder / "metrics.jsonl").read() if "seconds/update" in row]
     phases = sorted({key for row in lines for key in row if key.startswith("seconds/")})
-    told: dict[str, Any] = {"label": label, "columns": with_intervals(values), "steps": len(lines)}
+    summary: dict[str, Any] = {"label": label, "columns": with_intervals(values), "steps": len(lines)}
     if lines:
-        told["seconds_a_step"] = {
+        summary["seconds_a_step"] = {
             key.partition("/")[2]: round(float(np.median([row.get(key, 0.0) for row in lines])), 2)
             for key in phases
         }
     if (merged := folder / "merge.json").exists():
-        told["chosen"] = json.loads(merged.read_text())["chosen"]
-    return told
+        summary["chosen"] = json.loads(merged.read_text())["chosen"]
+    return summary
 
 
 def with_intervals(values: Values) -> dict[str, dict[str, float]]:
@@ -168,14 +168,16 @@ def markdown(runs: Mapping[str, Mapping[str, Any]]) -> str:
 
 def over_seeds(seeds: Sequence[Mapping[str, Any]]) -> str:
     """A run a row: mean and standard deviation of its seeds' means, of those that have it."""
-    runs = {run: told["label"] for each in seeds for run, told in each["runs"].items()}
+    runs = {run: summary["label"] for each in seeds for run, summary in each["runs"].items()}
     columns = list(
-        dict.fromkeys(name for each in seeds for told in each["runs"].values() for name in told["columns"])
+        dict.fromkeys(
+            name for each in seeds for summary in each["runs"].values() for name in summary["columns"]
+        )
     )
     rows: list[list[object]] = []
     for run, label in runs.items():
         of = [each["runs"][run]["columns"] for each in seeds if run in each["runs"]]
-        means = [[told[name]["mean"] for told in of if name in told] for name in columns]
+        means = [[summary[name]["mean"] for summary in of if name in summary] for name in columns]
         cells = [
             f"{statistics.fmean(each):.3f} ± {statistics.stdev(each) if len(each) > 1 else 0:.3f}"
             for each in means

@@ -67,8 +67,8 @@ def test_no_server_left_names_each_with_its_error(loopback):
     servers = Servers([first.url, second.url], QUICK)
     with pytest.raises(NoServer) as raised:
         asked(servers, 5)
-    told = str(raised.value)
-    assert f"{first.url}: /echo: status 500: " in told and second.url in told and told.isprintable()
+    message = str(raised.value)
+    assert f"{first.url}: /echo: status 500: " in message and second.url in message and message.isprintable()
     with pytest.raises(NoServer):
         servers.each(HEALTH, bool)
 
