@@ -1,50 +1,29 @@
-"""Fixtures and reporting shared by all tests."""
+"""Fixtures, markers and order of all tests."""
 
 from __future__ import annotations
 
 import os
-import signal
 import time
-from collections import Counter
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).resolve().parent
-ROOT = TESTS.parent
+ROOT = Path(__file__).resolve().parents[1]
 # What takes longest comes first: at the end of a run a file of minutes would leave the other workers idle.
 FIRST = (
-    "kernels/offline/test_offline.py",
-    "smopd/run/test_launch.py",
-    "smopd/run/test_resume.py",
-    "kernels/cpp/test_cpp_clones.py",
-    "kernels/conformance/test_loss.py",
-    "kernels/conformance/test_forward_kl.py",
+    "test_offline.py",
+    "test_resume.py",
+    "test_cpp_clones.py",
+    "test_loss.py",
     "test_packaging.py",
-    "smopd/run/test_invariance.py",
-    "integrations/test_trl_ranks.py",
-    "engine/student/test_student.py",
-    "smopd/config/test_recipes.py",
-    "smopd/run/test_rlla_scratch.py",
-    "smopd/run/test_train.py",
-    "integrations/test_trl_example.py",
-    "kernels/conformance/test_loss_hostile.py",
-    "kernels/conformance/test_topk.py",
-    "kernels/conformance/test_mixture.py",
-    "kernels/conformance/test_advantages.py",
-    "kernels/triton/test_triton_large.py",
-    "bench/test_bench.py",
-    # the engines'
-    "smopd/run/test_invariance_deepspeed.py",
-    "engine/vllm/test_vllm_sync.py",
-    "engine/vllm/test_vllm_remote.py",
-    "integrations/test_trl_deepspeed.py",
-    "smopd/run/test_engines.py",
-    "engine/student/test_deepspeed.py",
-    "engine/vllm/test_vllm_teachers.py",
+    "test_invariance.py",
+    "test_launch.py",
+    "test_invariance_deepspeed.py",
+    "test_vllm_sync.py",
+    "test_vllm_remote.py",
 )
 MAX_THREADS = 2  # a test's tensors are small; more threads only slow it down and its neighbours
 
@@ -53,10 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device, or uses the one that is there")
     config.addinivalue_line("markers", "huge: takes tens of gigabytes of a GPU; make gpu runs it by itself")
     config.addinivalue_line("markers", "slow: takes more than about five seconds; make check leaves it out")
-    config.addinivalue_line("markers", "unproven: not seen to pass yet; SMOPD_UNPROVEN=1 runs it")
     config.addinivalue_line("markers", "xdist_group(name): pytest-xdist runs a group's tests in one process")
-    if "SMOPD_TEST_UNTIL" in os.environ:
-        limit_time(float(os.environ["SMOPD_TEST_UNTIL"]))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     with suppress(ImportError):  # a GPU machine may have pytest alone
@@ -81,103 +57,27 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def place(item: pytest.Item) -> int:
-    """The item's place in FIRST, or behind it."""
-    file = item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else ""
-    return FIRST.index(file) if file in FIRST else len(FIRST)
-
-
 def of_triton(item: pytest.Item) -> bool:
     """A file of Triton's own, or a test of all backends with Triton's name among its parameters."""
-    parameters = (
-        item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-    )
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
     return item.path.name.startswith("test_triton_") or parameters.get("backend") == "triton"
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=place)
-    if os.environ.get("SMOPD_UNPROVEN") != "1":
-        for item in items:
-            if item.get_closest_marker("unproven"):
-                item.add_marker(pytest.mark.skip(reason="unproven yet (SMOPD_UNPROVEN=1 runs it)"))
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    native = [item for item in items if of_triton(item) and item not in marked]
-    if not (marked or native):
-        return
-    if has_gpu():
-        for item in native:
-            item.add_marker(pytest.mark.gpu)
-        if "SMOPD_TEST_UNTIL" in os.environ:  # first what runs nowhere else
-            first = set(marked)
-            items.sort(key=lambda item: item not in first)
-    else:
-        for item in marked:
+    items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
+    for item in items:
+        if has_gpu():
+            if of_triton(item):
+                item.add_marker(pytest.mark.gpu)
+        elif item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-TIME_IS_UP = "the time was up (SMOPD_TEST_UNTIL)"
-may_be_cut = 0  # how many fixtures and tests are under way: nothing of pytest's own is ever cut
-
-
-def limit_time(until: float) -> None:
-    """What is not finished at SMOPD_TEST_UNTIL, in seconds since 1970, is skipped, and counted."""
-
-    def cut(*_: object) -> None:
-        if may_be_cut:
-            pytest.skip(TIME_IS_UP)
-
-    signal.signal(signal.SIGALRM, cut)
-    signal.setitimer(signal.ITIMER_REAL, max(until - time.time(), 1e-3), 5.0)
-
-
-def pytest_unconfigure() -> None:
-    if "SMOPD_TEST_UNTIL" in os.environ:  # an alarm kills a Python that has given up its handlers
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_IGN)
-
-
-@contextmanager
-def cut_when_time_is_up() -> Iterator[None]:
-    global may_be_cut
-    may_be_cut += 1
-    try:
-        yield
-    finally:
-        may_be_cut -= 1
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    until = os.environ.get("SMOPD_TEST_UNTIL")
-    if until is not None and time.time() > float(until):
-        pytest.skip(TIME_IS_UP)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup() -> Generator[None, object, object]:
-    with cut_when_time_is_up():
-        return (yield)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call() -> Generator[None, object, object]:
-    with cut_when_time_is_up():
-        return (yield)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print how many tests were skipped, one line for each reason."""
-    reasons: Counter[str] = Counter()
-    for report in terminalreporter.stats.get("skipped", []):
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        reasons[reason.removeprefix("Skipped: ")] += 1
-    if not reasons:
-        return
-    terminalreporter.section("skipped, by reason")
-    for reason, count in sorted(reasons.items(), key=lambda item: (-item[1], item[0])):
-        terminalreporter.write_line(f"{count:4d}  {reason}")
+    if time.time() > float(os.environ.get("SMOPD_TEST_UNTIL", "inf")):
+        pytest.skip("the time was up (SMOPD_TEST_UNTIL)")
 
 
 @pytest.fixture(scope="session")
