@@ -53,12 +53,26 @@ def process_group() -> Iterator[torch.device]:
             time.sleep(_DRAIN_SECONDS)
 
 
+class LostRank(RuntimeError):
+    """A collective has waited in vain for another rank."""
+
+
 @contextmanager
 def collective_timeout(seconds: float) -> Iterator[None]:
-    """Within it a collective fails that waits longer for another rank, in every group that there is."""
+    """Within it a collective fails that waits longer for another rank, in every group that there is.
+
+    Raises:
+        LostRank: gloo's did. NCCL ends the process itself.
+    """
     _set_timeouts(timedelta(seconds=seconds))
     try:
         yield
+    except RuntimeError as error:
+        if "gloo" in str(error) and "Timed out" in str(error):
+            raise LostRank(
+                f"another rank has not answered for {seconds:g} seconds; end it and rerun to resume"
+            ) from error
+        raise
     finally:
         _set_timeouts(_SET_UP)
 

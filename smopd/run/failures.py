@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from smopd.engine.distributed import LostRank
 from smopd.engine.errors import NoServer
 from smopd.engine.files import FullDisk
 from smopd.engine.student.checkpoint import UnusableCheckpoint
@@ -23,6 +24,7 @@ FAILURES = (
     RunDirLocked,
     DamagedLog,
     FullDisk,
+    LostRank,
     NoServer,
     NonFiniteGradient,
     ConfigMismatch,
