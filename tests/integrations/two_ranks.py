@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import warm
 from tests.integrations.trl_worker import trained
+from tests.ranks import on_ranks
 
 
 def assert_steps_of_one_process(folder: Path, mode: str, what: str) -> str:
     """Three steps' losses and parameter changes; returns the class that wrapped the student."""
     words = ("-m", "tests.integrations.trl_worker", mode, what, str(folder))
-    done = warm.on_ranks(2, *words, preload=(*warm.TRAINER, "tests.integrations.tiny_trl"))
+    done = on_ranks(2, *words)
     assert done.returncode == 0, done.stderr[-4000:]
     both = torch.load(folder / f"{mode}.pt")
     one = trained(what, folder / "one", ranks=1)

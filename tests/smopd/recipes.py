@@ -16,10 +16,9 @@ import yaml
 
 from smopd.config.cli import parse
 from smopd.config.settings import merged
-from tests import warm
 from tests.patience import HANG_SECONDS
+from tests.ranks import ROOT, environment, torchrun
 
-ROOT = Path(__file__).parents[2]
 WORLD = "smopd.worlds.toy_world:prompts"
 TINY: dict[str, Any] = {
     "name": "tiny",
@@ -71,21 +70,14 @@ def write_recipe(folder: Path, changes: dict[str, Any] | None = None, drop: tupl
 
 
 def command(recipe: Path | str, *arguments: str, ranks: int = 1) -> list[str]:
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    )
-    return [sys.executable, *launcher, "-m", "smopd.train", str(recipe), *arguments]
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return [*torchrun(ranks), "-m", "smopd.train", str(recipe), *arguments]
 
 
 def train(
-    recipe: Path | str, *arguments: str, ranks: int = 1, cwd: Path | None = None, cold: bool = False
+    recipe: Path | str, *arguments: str, ranks: int = 1, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs the command to its end; cold: in a Python that a user would start."""
-    return (subprocess if cold else warm).run(
+    """Runs the command to its end."""
+    return subprocess.run(
         command(recipe, *arguments, ranks=ranks),
         env=environment(),
         cwd=cwd or Path(recipe).parent,

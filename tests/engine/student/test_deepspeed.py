@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from smopd.engine.settings import TrainSettings
 from smopd.engine.student.deepspeed import configuration
-from tests import warm
+from tests.ranks import on_ranks
 
 CPU = torch.device("cpu")
 
@@ -25,8 +25,7 @@ def facts(request, tmp_path_factory):
     pytest.importorskip("peft")
     folder = tmp_path_factory.mktemp(f"zero{request.param}")
     worker = str(Path(__file__).with_name("deepspeed_worker.py"))
-    preload = (*warm.TRAINER, "deepspeed", "peft")
-    done = warm.on_ranks(2, worker, str(folder), str(request.param), preload=preload)
+    done = on_ranks(2, worker, str(folder), str(request.param))
     assert done.returncode == 0, done.stderr[-4000:]
     assert "[INFO]" not in done.stdout + done.stderr, "DeepSpeed's own log stays out of ours"
     return {**json.loads((folder / "facts.json").read_text()), "folder": folder}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +20,7 @@ def facts(tmp_path_factory):
     pytest.importorskip("peft")
     folder = tmp_path_factory.mktemp("fsdp2")
     worker = str(Path(__file__).with_name("fsdp_worker.py"))
-    done = warm.on_ranks(2, worker, str(folder), preload=(*warm.TRAINER, "peft"))
+    done = on_ranks(2, worker, str(folder))
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((folder / "facts.json").read_text())
 

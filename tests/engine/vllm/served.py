@@ -14,7 +14,6 @@ from pathlib import Path
 
 import httpx
 
-from tests import warm
 from tests.patience import HANG_SECONDS
 
 ROOT = Path(__file__).parents[3]
@@ -42,9 +41,8 @@ class Process:
         environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "TORCHDYNAMO_DISABLE": "1"}
         environment |= {"PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         with self.log.open("ab") as file:
-            self.process = warm.Popen(
+            self.process = subprocess.Popen(
                 self.command,
-                preload=(self.command[2],),
                 env=environment,
                 stdout=file,
                 stderr=subprocess.STDOUT,

@@ -22,7 +22,6 @@ from smopd.engine.remote.rollout import RemoteRollout
 from smopd.engine.remote.servers import RetryPolicy, Servers
 from smopd.engine.types import Sampling
 from smopd.worlds.models import world_model
-from tests import warm
 from tests.engine.tiny import assert_sampled_by
 from tests.engine.vllm.served import ROLLOUTS, ROOT, serve, serving
 from tests.engine.vllm.vllm_worker import assert_followed, on_two_ranks, save_models
@@ -200,7 +199,7 @@ def test_a_run_goes_on_when_a_server_is_killed(pair, model_folder, tmp_path):
     values["runs"] = {"alone": {"stage": "specialize", "reward_weights": [0.5, 0.5]}}
     recipe.write_text(yaml.safe_dump(values))
     metrics, errors = tmp_path / "run/alone/metrics.jsonl", (tmp_path / "errors").open("w")
-    run = warm.Popen(
+    run = subprocess.Popen(
         command(recipe, "--output", "run"), env=environment(), cwd=tmp_path, stdout=errors, stderr=errors
     )
     try:

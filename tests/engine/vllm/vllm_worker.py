@@ -26,8 +26,8 @@ from smopd.engine.weights.sync import publish_weights
 from smopd.ops import LossSettings, LossTokens
 from smopd.worlds import toy_world
 from smopd.worlds.models import world_tokenizer
-from tests import warm
 from tests.engine.tiny import END, VOCABULARY, assert_sampled_by, differ, ragged_rollouts, tiny_model
+from tests.ranks import on_ranks
 
 PROMPTS = [(5, 9, 11), (7,), (20, 21, 22, 23, 24, 25), (30, 31), (40,)]
 TIED = {"untied": False, "tied": True}
@@ -98,8 +98,7 @@ def save_models(folder: Path) -> None:
 
 def on_two_ranks(folder: Path, settings: dict[str, Any], *urls: str) -> list[dict]:
     """Runs this file, and returns what each rank saved."""
-    # Cold: as a process really ends, vLLM gives back the shared memory of its ranks, which has one name.
-    done = warm.on_ranks(2, __file__, str(folder), json.dumps(settings), *urls, preload=None)
+    done = on_ranks(2, __file__, str(folder), json.dumps(settings), *urls)
     assert done.returncode == 0, done.stderr[-4000:]
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 

@@ -8,22 +8,16 @@ import torch
 from smopd.config.settings import Opd
 from smopd.engine.types import TeacherTopK
 from smopd.objective import Target
-from smopd.ops import TopK
-from smopd.record.token_view import SHOWN, target_shares, token_records
+from smopd.ops import Mixture, TopK
+from smopd.record.token_view import target_shares, token_records
 
 
-def some(
-    n: int = 40, teachers: int = 3, kappa: int = 6, vocabulary: int = 11
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids_NMS and logps_NMS with many ids in common and some empty slots."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(n, teachers, vocabulary, generator=generator) * 2
-    logps, ids = logits.log_softmax(-1).topk(kappa)
-    logps[torch.rand(logps.shape, generator=generator) < 0.1] = -torch.inf
-    return ids.int(), logps
+class Letters:
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(97 + i) for i in ids)
 
 
-def test_pooled_keeps_the_largest_and_merged_joins_equal_ids():
+def test_pooled_keeps_the_largest_and_merged_joins_equal_ids() -> None:
     ids = torch.tensor([[[1, 2], [2, 3]]])
     logps = torch.tensor([[[0.5, 0.3], [0.4, 0.1]]]).log()
     half = torch.tensor([0.5, 0.5]).log()
@@ -32,29 +26,29 @@ def test_pooled_keeps_the_largest_and_merged_joins_equal_ids():
     assert target_shares(logps, ids, half, 2, True).tolist()[0] == pytest.approx([0.8 / 1.2, 0.4 / 1.2])
 
 
-class Letters:
-    def decode(self, ids: list[int]) -> str:
-        return "".join(chr(97 + i) for i in ids)
+def test_a_record_is_of_the_token_asked_for() -> None:
+    ids_NMS = torch.tensor([[[9, 9], [9, 9]], [[1, 2], [2, 3]]])
+    logps_NMS = torch.tensor([[[0.9, 0.1], [0.9, 0.1]], [[0.5, 0.3], [0.4, 0.0]]]).log()
+    topk = TeacherTopK(ids_NMS, logps_NMS, torch.zeros(2, 2))
+    log_alpha_NM = torch.tensor([[0.9, 0.1], [0.5, 0.5]]).log()
+    target = Target(topk, log_alpha_NM, torch.zeros(2), torch.ones(2))
+    student = TopK(torch.tensor([[9, 9], [4, 5]]), torch.tensor([[0.9, 0.1], [0.75, 0.25]]).log())
+    opd = Opd(kappa=2, target="merged")
+    (record,) = token_records(Letters(), torch.tensor([1]), target, opd, student, slice(1, 2))
+    assert record == {
+        "text": "b",
+        "shares": [0.667, 0.333],
+        "teachers": [[["b", 0.5], ["c", 0.3]], [["c", 0.4]]],  # an empty slot is left out
+        "student": [["e", 0.75], ["f", 0.25]],
+    }
 
 
-def test_records_are_of_the_response_asked_for():
-    ids_NMS, logps_NMS = some()
-    log_alpha = torch.randn(40, 3).log_softmax(-1)
-    target = Target(
-        TeacherTopK(ids_NMS, logps_NMS, torch.zeros(40, 3)), log_alpha, torch.zeros(3), torch.ones(3)
-    )
-    student = TopK(torch.arange(200).view(40, 5).int() % 26, torch.linspace(-9, -1, 200).view(40, 5).flip(-1))
-    opd = Opd(kappa=6, target="merged")
-    records = token_records(Letters(), torch.tensor([3, 4, 5]), target, opd, student, slice(10, 13))
-    assert [record["text"] for record in records] == ["d", "e", "f"]
-    shares = target_shares(logps_NMS, ids_NMS, log_alpha, 6, True)[10:13]
-    assert [record["shares"] for record in records] == [[round(x, 3) for x in row] for row in shares.tolist()]
-    for t, record in enumerate(records):
-        assert len(record["teachers"]) == 3
-        said = logps_NMS[10 + t, 1, :SHOWN]
-        assert [value for _, value in record["teachers"][1]] == pytest.approx(
-            [p for p in said.exp().tolist() if p > 0], abs=1e-4
-        )
-        assert [text for text, _ in record["student"]] == [
-            chr(97 + i) for i in student.ids_NS[10 + t].tolist()
-        ]
+def test_of_a_product_a_record_has_each_change() -> None:
+    ids, logps = torch.tensor([[[1, 2], [2, 1], [2, 3]]]), torch.full((1, 3, 2), 0.5).log()
+    topk = TeacherTopK(ids, logps, torch.tensor([[-0.5, -3.0, -1.0]]))
+    product = Mixture(ids[:, 0].int(), logps[:, 0], torch.ones(1))
+    target = Target(topk, torch.full((2,), 0.5).log(), torch.zeros(2), torch.ones(2), product)
+    student = TopK(torch.tensor([[4, 5]]), torch.tensor([[-0.1, -3.0]]))
+    (record,) = token_records(Letters(), torch.tensor([1]), target, Opd(kappa=2), student, slice(0, 1))
+    assert record["changes"] == [0.5, -2.0] and "shares" not in record
+    assert record["reference"] == [["c", 0.5], ["d", 0.5]] and len(record["teachers"]) == 2

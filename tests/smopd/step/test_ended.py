@@ -1,21 +1,99 @@
-"""Servers that are lost in a step: on every rank a checkpoint of what is done, and the same end later."""
+"""Servers that are lost in a step: on every rank a checkpoint of what is done, and the same end later.
+
+As a module all cases run on each rank, where the last rank alone loses them. Argument: a folder.
+"""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
+import torch
 
+from smopd.config.settings import Settings, merged
 from smopd.engine import distributed
-from tests import warm
-from tests.smopd.step.ended_worker import CASES, LAGGED, check, main
+from smopd.engine.errors import NoServer
+from smopd.engine.local.teachers import LocalTeachers
+from smopd.engine.settings import Packing, TrainSettings
+from smopd.engine.student.student import Student
+from tests.engine.tiny import tiny_model
+from tests.ranks import on_ranks
+from tests.smopd.recipes import metric_lines
+from tests.smopd.run.invariance_worker import SETTINGS, FixedRollouts, run_loop
+
+PACKING = Packing(micro_batch_tokens=100_000)
+# What finds no server, at which of its calls, with which lag, and how many steps are done then. Weights are
+# sent before the first step, and with a lag a batch is sampled before its step.
+CASES = {
+    "generate": (3, 0, 2),
+    "score": (3, 0, 2),
+    "load_weights": (4, 0, 3),
+    "generate-lagged": (4, 1, 3),
+    "score-lagged": (3, 1, 2),
+}
 
 
-@pytest.mark.parametrize(("case", "done"), (CASES | LAGGED).items())
-def test_a_run_without_servers_leaves_what_is_done(tmp_path, case, done):
+def losing(engine: object, call: str, at: int) -> None:
+    """`engine.call` finds no server when it is called for the `at`th time; `load_weights` on every rank."""
+    plain, calls = getattr(engine, call), []
+    loses = call == "load_weights" or distributed.rank() == distributed.world_size() - 1
+
+    def lost(*args, **options):
+        calls.append(1)
+        if len(calls) == at and loses:
+            raise NoServer("no server is left")
+        return plain(*args, **options)
+
+    setattr(engine, call, lost)
+
+
+def train(folder: Path, device: torch.device, lag: int, case: str = "") -> dict[str, torch.Tensor]:
+    """The weights at the end of the run, in which the call of the case is lost once."""
+    changes = {"loop": {"steps": 4, "async_level": lag}, "loss": {"importance_cap": 2.0}}
+    settings = Settings.model_validate(merged(SETTINGS, changes)).resolved("student")
+    options = TrainSettings(learning_rate=1e-2, compute_dtype="float32", **dict(PACKING))
+    student = Student(tiny_model(), options, device)
+    rollouts = FixedRollouts()
+    rollouts.bad_answers = 2 + distributed.rank()
+    teachers = LocalTeachers([tiny_model(seed=1), tiny_model(seed=2)], PACKING, student.vocabulary)
+    if case:
+        call = case.removesuffix("-lagged")
+        losing(teachers if call == "score" else rollouts, call, CASES[case][0])
+    run_loop(folder, settings, student, rollouts=rollouts, teachers=teachers)
+    return dict(student.weights())
+
+
+def check(folder: Path, device: torch.device, case: str) -> None:
+    _, lag, done = CASES[case]
+    expected = train(folder / f"whole-{case}", device, lag)
+    with pytest.raises(NoServer, match="no server is left"):
+        train(folder / case, device, lag, case)
+    distributed.barrier()
+    assert [path.name for path in (folder / case / "checkpoints").iterdir()] == [f"step_{done:08d}"]
+    distributed.barrier()
+    found = train(folder / case, device, lag)
+    if case == "generate-lagged":  # what was to be sampled ahead is sampled by a newer policy
+        return
+    lines = metric_lines(folder / case)
+    assert lines == metric_lines(folder / f"whole-{case}")
+    assert lines[-1]["servers/bad_answers"] == sum(2 + rank for rank in range(distributed.world_size()))
+    assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in found)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_without_servers_leaves_what_is_done(tmp_path, case):
     with distributed.process_group() as device:
-        check(tmp_path, device, case, done)
+        check(tmp_path, device, case)
 
 
 @pytest.mark.slow
 def test_on_two_ranks_one_of_them_is_enough(tmp_path):
-    ran = warm.on_ranks(2, "-m", main.__module__, str(tmp_path))
+    ran = on_ranks(2, "-m", "tests.smopd.step.test_ended", str(tmp_path))
     assert ran.returncode == 0, ran.stderr[-4000:]
+
+
+if __name__ == "__main__":
+    with distributed.process_group() as device:
+        for case in CASES:
+            check(Path(sys.argv[1]), device, case)

@@ -14,36 +14,35 @@ from smopd.config.settings import Settings, merged
 from smopd.engine import distributed
 from smopd.engine.local.teachers import LocalTeachers
 from smopd.engine.settings import Packing, TrainSettings
-from smopd.engine.student.checkpoint import Checkpoints
 from smopd.engine.student.student import Student
-from smopd.loop import Run, optimise
-from smopd.record.recorder import Recorder
-from tests.engine.tiny import tiny_model
+from tests.engine.tiny import VOCABULARY, tiny_model
 from tests.patience import HANG_SECONDS
 from tests.smopd.recipes import metric_lines
-from tests.smopd.run.invariance_worker import SETTINGS, FixedRewarder, FixedRollouts, Numbers, prompt_set
+from tests.smopd.run.invariance_worker import SETTINGS, FixedRewarder, run_loop
 
 PACKING = Packing(micro_batch_tokens=100_000)
 SLOW_SECONDS = 0.05
 
 
-class SlowTeachers:
-    """Of another processor; where there is a `meeting`, they score only while the rewards are computed."""
+def slowly(meeting: threading.Barrier | None) -> None:
+    """Where there is a meeting, teachers and rewards wait for each other, so they must overlap."""
+    if meeting:
+        meeting.wait(HANG_SECONDS)
+    time.sleep(SLOW_SECONDS)
 
+
+class SlowTeachers:
     dropped = 0
 
-    def __init__(self, vocabulary: int, meeting: threading.Barrier | None, elsewhere: bool):
-        self.elsewhere = elsewhere
-        self.local = LocalTeachers([tiny_model(seed=1), tiny_model(seed=2)], PACKING, vocabulary)
+    def __init__(self, meeting: threading.Barrier | None):
+        self.local = LocalTeachers([tiny_model(seed=1), tiny_model(seed=2)], PACKING, VOCABULARY)
         self.meeting = meeting
 
     def overlaps(self, device: torch.device) -> bool:
-        return self.elsewhere
+        return self.meeting is not None
 
     def score(self, *args: Any, **options: Any) -> Any:
-        if self.meeting:
-            self.meeting.wait(HANG_SECONDS)
-        time.sleep(SLOW_SECONDS)
+        slowly(self.meeting)
         return self.local.score(*args, **options)
 
 
@@ -52,36 +51,20 @@ class SlowRewarder(FixedRewarder):
         self.meeting = meeting
 
     def score(self, *args: Any) -> Any:
-        if self.meeting:
-            self.meeting.wait(HANG_SECONDS)
-        time.sleep(SLOW_SECONDS)
+        slowly(self.meeting)
         return super().score(*args)
 
 
 @pytest.mark.parametrize("elsewhere", [True, False], ids=["elsewhere", "here"])
 def test_a_step_is_shorter_than_its_phases_where_they_overlap(elsewhere: bool, tmp_path: Path) -> None:
-    changes = {"loop": {"steps": 2}}
-    settings = Settings.model_validate(merged(SETTINGS, changes)).resolved("student")
+    settings = Settings.model_validate(merged(SETTINGS, {"loop": {"steps": 2}})).resolved("student")
     meeting = threading.Barrier(2) if elsewhere else None
-    with distributed.process_group() as device, Recorder(tmp_path, "run", settings, Numbers()) as recorder:
+    with distributed.process_group() as device:
         options = TrainSettings(learning_rate=1e-2, compute_dtype="float32", **dict(PACKING))
         student = Student(tiny_model(), options, device)
-        optimise(
-            Run(
-                settings=settings,
-                weights=[0.5, 0.5],
-                prompts=prompt_set(),
-                held_out=None,
-                student=student,
-                rollouts=FixedRollouts(),
-                teachers=SlowTeachers(student.vocabulary, meeting, elsewhere),
-                rewarder=SlowRewarder(meeting),
-                checkpoints=Checkpoints(tmp_path / "checkpoints", 1),
-                recorder=recorder,
-            )
-        )
+        slow = {"teachers": SlowTeachers(meeting), "rewarder": SlowRewarder(meeting)}
+        run_loop(tmp_path, settings, student, **slow)
     for line in metric_lines(tmp_path, times=True):
-        others = line["seconds/rewards"] + line["seconds/old_logps"]
-        spent = others + line["seconds/teachers"]
-        assert min(line["seconds/rewards"], line["seconds_overlapped/teachers"]) >= SLOW_SECONDS
-        assert (spent < others + line["seconds_overlapped/teachers"]) is elsewhere
+        scored, waited = line["seconds_overlapped/teachers"], line["seconds/teachers"]
+        assert min(line["seconds/rewards"], scored) >= SLOW_SECONDS
+        assert (waited < scored) is elsewhere

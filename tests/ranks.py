@@ -1,0 +1,34 @@
+"""Commands of tests in processes of their own, one or several under torchrun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.patience import HANG_SECONDS
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def torchrun(n: int) -> list[str]:
+    """The words that start a Python in `n` ranks, or in one without a launcher."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)] if n > 1 else []
+    return [sys.executable, *launcher]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def on_ranks(n: int, *words: str, timeout: float = HANG_SECONDS) -> subprocess.CompletedProcess[str]:
+    """Runs `python *words` in `n` ranks from the checkout's root."""
+    return subprocess.run(
+        [*torchrun(n), *words],
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
