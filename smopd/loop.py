@@ -1,7 +1,7 @@
 """One run of policy optimisation, top to bottom: a teacher of stage 1, a student of stage 2, or a baseline.
 
-Stage 1 is this loop without teachers and with a skewed priority profile; stage 2 has teachers and equal
-weights.
+Stage 1 is this loop without teachers and with a skewed priority profile (Eq. 4); stage 2 has teachers and
+equal weights (Eq. 9).
 
 Letters: B prompts, R responses, K rewards, N response tokens, M teachers, S of each one's log-probabilities.
 """
@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Any
 
 from smopd.config.settings import Settings
 from smopd.data.prompts import PromptSet
@@ -24,7 +24,7 @@ from smopd.engine.weights.sync import publish_weights
 from smopd.objective import Objective
 from smopd.record.metrics import Metrics
 from smopd.record.recorder import Recorder, StepResult
-from smopd.step.ends import RECOVERABLE, Progress
+from smopd.step.ends import RECOVERABLE
 from smopd.step.held_out import evaluate_held_out
 from smopd.step.rewards import Rewarder
 from smopd.step.sampling import Sampler
@@ -57,48 +57,61 @@ class Run:
     def bad_answers(self) -> int | None:
         """Of the servers, to this rank, since the command began; None where no engine has servers."""
         engines = (self.rollouts, self.teachers, self.reference)
-        counts = [count for each in engines if (count := getattr(each, "bad_answers", None)) is not None]
+        counts = [engine.bad_answers for engine in engines if hasattr(engine, "bad_answers")]
         return sum(counts) if counts else None
+
+
+@dataclass
+class Done:
+    """What a checkpoint holds beside the student."""
+
+    step: int
+    ahead: dict[str, Any] | None
+    """The batch of the next step, where it is sampled already."""
 
 
 def optimise(run: Run) -> None:
     """Trains `run.student` to the end of its steps, from its newest checkpoint where there is one."""
-    settings, student = run.settings, run.student
+    settings, student, device = run.settings, run.student, run.student.device
     views = settings.log.view_every(settings.loop.steps)
-    progress = Progress(*run.checkpoints.restore(student))
-    run.recorder.begin(progress.step)
-    publish_weights(student, run.rollouts, version=progress.step)
+    done = Done(*run.checkpoints.restore(student))
+    run.recorder.begin(done.step)
+    metrics = Metrics(device)
+    with metrics.phase("sync"):  # a cost of the step that samples with it
+        publish_weights(student, run.rollouts, version=done.step)
 
     with (
         run.stop.postponed(),
         distributed.collective_timeout(settings.waiting_seconds),
-        Sampler(settings, run.prompts, run.rollouts, student.device, progress.ahead) as sampler,
-        TeacherScoring(settings, run.teachers, run.reference, student.device) as scoring,
-        saved_where_it_ends(run, progress),
+        distributed.thread("sampling", device) as sampling_thread,
+        distributed.thread("teachers", device) as teachers_thread,
+        saved_where_it_ends(run, done),
     ):
-        evaluate(run, progress.step)  # where its evaluation ended the command
-        for step in range(progress.step, settings.loop.steps):
-            metrics = Metrics(student.device)
-            objective = Objective.at(settings, step, student.device, distils=run.teachers is not None)
+        sampler = Sampler(settings, run.prompts, run.rollouts, sampling_thread, done.ahead)
+        scoring = TeacherScoring(settings, run.teachers, run.reference, device, teachers_thread)
+        evaluate(run, done.step)  # where its evaluation ended the command
+        for step in range(done.step, settings.loop.steps):
+            objective = Objective.at(settings, step, device, distils=run.teachers is not None)
 
             with metrics.phase("rollout"):
                 batch = sampler.take(step)  # prompts (B) -> responses (R), tokens (N)
-            asked = scoring.ask(batch, objective.coef)  # they score meanwhile, where they compute elsewhere
+            ask_teachers = scoring.ask(batch, objective.coef)  # they score meanwhile, where they can
             with metrics.phase("rewards"):
                 rewards = run.rewarder.score(batch.prompts, batch.rollouts, step)  # (R, K)
             with metrics.phase("old_logps"):
                 old_logp_N = objective.old_logps(student, batch)  # None where the ratio is 1
             with metrics.phase("teachers"):
-                scores = asked()  # (N, M, S)
+                scores = ask_teachers()  # (N, M, S)
             sampler.begin(step + 1)
 
-            signals = objective.signals(batch, rewards.rewards_RK, old_logp_N, scores)
-            adv_R, kept_R = objective.advantages(batch, rewards.rewards_RK, run.weights, signals)
+            signals = objective.signals(batch, rewards.rewards_RK, old_logp_N, scores)  # mixture: Eq. 6
+            adv_R, kept_R = objective.advantages(batch, rewards.rewards_RK, run.weights, signals)  # Eq. 1-3
             with metrics.phase("update"):
                 updates = []
-                for part in batch.parts:  # one optimizer step each
+                for part in batch.parts:  # one optimizer step each, on Eq. 9
                     tokens = objective.loss_tokens(batch, part, adv_R, signals)
                     updates.append(student.update(part.rollouts, tokens, objective.loss_settings))
+
             result = StepResult(
                 step=step + 1,
                 objective=objective,
@@ -111,20 +124,21 @@ def optimise(run: Run) -> None:
                 updates=updates,
                 bad_answers=run.bad_answers,
             )
-            progress.updated(partial(run.recorder.record, result, metrics))
-
+            run.recorder.record(result, metrics)
+            done.step, done.ahead = step + 1, None
+            metrics = Metrics(device)
             with metrics.phase("sync"):
-                progress.ahead = sampler.settle()
-                publish_weights(student, run.rollouts, version=step + 1)
-            progress.record()
-            if signals.target is not None and due(step + 1, views, settings):
+                done.ahead = sampler.settle()
+                publish_weights(student, run.rollouts, version=done.step)
+
+            if signals.target is not None and due(done.step, views, settings):
                 run.recorder.view_tokens(result, student)
-            evaluate(run, step + 1)
+            evaluate(run, done.step)
             stopped = run.stop.asked()
-            if stopped or due(step + 1, settings.checkpoint.every, settings):
-                save(run, progress)
+            if stopped or due(done.step, settings.checkpoint.every, settings):
+                save(run, done)
             if stopped:
-                raise Stopped(stopped, f"step {step + 1} is done and saved", agreed=True)
+                raise Stopped(stopped, f"step {done.step} is done and saved", agreed=True)
 
 
 def evaluate(run: Run, step: int) -> None:
@@ -132,28 +146,27 @@ def evaluate(run: Run, step: int) -> None:
     settings = run.settings
     if run.held_out is None or step == 0 or not due(step, settings.evaluation.every, settings):
         return
-    if not distributed.on_rank0(lambda: run.recorder.has_evaluated(step)):
+    if distributed.on_rank0(lambda: run.recorder.evaluated) != step:
         greedy = evaluate_held_out(settings, run.held_out, run.rollouts, run.rewarder, greedy_only=True)
-        run.recorder.evaluated(step, greedy.values)
+        run.recorder.record_evaluation(step, greedy.values)
 
 
-def save(run: Run, progress: Progress) -> None:
+def save(run: Run, done: Done) -> None:
     """A checkpoint of what is done; the metrics reach the disk before it."""
     run.recorder.flush()
-    run.checkpoints.save(progress.step, run.student, progress.ahead)
+    run.checkpoints.save(done.step, run.student, done.ahead)
 
 
 @contextmanager
-def saved_where_it_ends(run: Run, progress: Progress) -> Iterator[None]:
+def saved_where_it_ends(run: Run, done: Done) -> Iterator[None]:
     """What ends the run within it, on every rank, leaves a checkpoint of what is done."""
     try:
         yield
     except RECOVERABLE:
-        progress.record()
-        if progress.step > run.checkpoints.newest:
-            save(run, progress)
-        if progress.step and distributed.rank() == 0:
-            log.warning("step %d is done and saved; rerun to resume", progress.step)
+        if done.step > run.checkpoints.newest:
+            save(run, done)
+        if done.step and distributed.rank() == 0:
+            log.warning("step %d is done and saved; rerun to resume", done.step)
         raise
 
 

@@ -1,95 +1,69 @@
 """What in a run's metrics a person should know about: each is told once, and stops nothing.
 
-The thresholds are ours. They are functions of the lines of `metrics.jsonl` alone, so that the report finds
-what the screen said.
+Functions of the lines of `metrics.jsonl` alone: the report finds what the screen said. Thresholds are ours.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 Values = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Alarm:
-    """One thing to know.
-
-    Attributes:
-        holds: of a step's metrics and those of the first step.
-        steps: in a row that it must hold for.
-        advice: what it means and what to change.
-    """
-
-    holds: Callable[[Values, Values], bool]
-    steps: int
-    advice: str
-
-
-def _all_equal(values: Values, first: Values) -> bool:
-    shares = [value for name, value in values.items() if name.endswith("/zero_variance_groups")]
-    return bool(shares) and all(share == 1 for share in shares)
-
-
-def _above(name: str, limit: float) -> Callable[[Values, Values], bool]:
-    return lambda values, first: _number(values, name) > limit
-
-
-def _number(values: Values, name: str) -> float:
-    value = values.get(name)
-    return 0.0 if value is None else float(value)
-
-
-ALARMS = (
-    Alarm(
-        _all_equal,
+LEAST_ENTROPY = 0.02  # nats
+ALARMS = {
+    "no variance": (
         5,
         "in no group do the responses differ in any reward: nothing can be learned from them; use a larger "
         "rollout.group_size (above 1), other prompts, or a warm start",
     ),
-    Alarm(
-        lambda values, first: values.get("grad_norm") == 0,
-        3,
-        "the gradient is 0: no term of the loss has a weight or a signal",
-    ),
-    Alarm(_above("updates/skipped", 0), 1, "an update with a gradient that is not finite was skipped"),
-    Alarm(
-        lambda values, first: (
-            values.get("entropy") is not None
-            and _number(values, "entropy") < 0.02 < 5 * 0.02 < _number(first, "entropy")
-        ),
+    "no gradient": (3, "the gradient is 0: no term of the loss has a weight or a signal"),
+    "skipped": (1, "an update with a gradient that is not finite was skipped"),
+    "collapsed": (
         5,
-        "the policy's entropy has collapsed below 0.02 nats: groups will be copies of one response; lower "
-        "student.learning_rate, or set loss.entropy_coef",
+        f"the policy's entropy has collapsed below {LEAST_ENTROPY} nats: groups will be copies of one "
+        "response; lower student.learning_rate, or set loss.entropy_coef",
     ),
-    Alarm(
-        _above("response/truncated", 0.5),
+    "truncated": (
         5,
         "more than half of the responses are cut at rollout.max_new_tokens: raise it, or shorten the answers",
     ),
-    Alarm(
-        _above("rollout_mismatch", 0.1),
+    "mismatch": (
         3,
         "the sampler's log-probabilities are more than 0.1 nats from the trainer's: look at dtypes and at "
         "rollout.top_p, or correct by loss.importance_cap",
     ),
-    Alarm(
-        lambda values, first: any(
-            _number(values, name) > 0.2 for name in values if name.endswith("/unscorable")
-        ),
+    "unscorable": (
         1,
         "a reward could not score more than a fifth of the responses: rewards_0.log has what it printed",
     ),
-    Alarm(
-        lambda values, first: _number(values, "kl") > max(1.0, 5 * _number(first, "kl")),
+    "far": (
         5,
         "the KL to the teachers' target has grown to more than five times its first value: lower "
         "student.learning_rate, or raise opd.coef",
     ),
-)
+}
+"""Name -> steps in a row that it must hold for, and what it means and what to change."""
+
+
+def holding(values: Values, first: Values) -> dict[str, bool]:
+    """Which alarms hold in a step's metrics, given those of the first step."""
+
+    def number(line: Values, name: str) -> float:
+        return 0.0 if line.get(name) is None else float(line[name])
+
+    equal = [share for name, share in values.items() if name.endswith("/zero_variance_groups")]
+    entropy, began = values.get("entropy"), number(first, "entropy")
+    return {
+        "no variance": bool(equal) and all(share == 1 for share in equal),
+        "no gradient": values.get("grad_norm") == 0,
+        "skipped": number(values, "updates/skipped") > 0,
+        "collapsed": entropy is not None and entropy < LEAST_ENTROPY < 5 * LEAST_ENTROPY < began,
+        "truncated": number(values, "response/truncated") > 0.5,
+        "mismatch": number(values, "rollout_mismatch") > 0.1,
+        "unscorable": any(number(values, name) > 0.2 for name in values if name.endswith("/unscorable")),
+        "far": number(values, "kl") > max(1.0, 5 * number(first, "kl")),
+    }
 
 
 class Watch:
@@ -97,19 +71,19 @@ class Watch:
 
     def __init__(self) -> None:
         self._first: Values | None = None
-        self._in_a_row: Counter[int] = Counter()
+        self._in_a_row: Counter[str] = Counter()
 
     def see(self, values: Values) -> list[str]:
-        """What has become true for long enough with this step, each once."""
-        first = self._first = self._first or dict(values)
-        told = []
-        for i, alarm in enumerate(ALARMS):
-            if self._in_a_row[i] >= alarm.steps:  # told
-                continue
-            self._in_a_row[i] = self._in_a_row[i] + 1 if alarm.holds(values, first) else 0
-            if self._in_a_row[i] == alarm.steps:
-                told.append(alarm.advice)
-        return told
+        """The advice that has become due with this step; each is due once."""
+        self._first = self._first or dict(values)
+        due = []
+        for name, holds in holding(values, self._first).items():
+            steps, advice = ALARMS[name]
+            if self._in_a_row[name] < steps:  # else it was due
+                self._in_a_row[name] = self._in_a_row[name] + 1 if holds else 0
+                if self._in_a_row[name] == steps:
+                    due.append(advice)
+        return due
 
 
 def alarms_of(lines: Iterable[Values]) -> list[tuple[int, str]]:

@@ -26,14 +26,11 @@ class JsonlLog:
         self.path = Path(path)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Appends one line and hands it to the operating system. NaN and infinities become null.
+        """Appends one line; NaN and infinities become null.
 
         Raises:
-            ValueError: `record` has no integer `step`.
             FullDisk: there is no room; at most a torn line is left, as by a kill.
         """
-        if type(record.get("step")) is not int:
-            raise ValueError(f"JsonlLog.write: step is {record.get('step')!r}, expected an integer")
         text = json.dumps(_finite(record), allow_nan=False) + "\n"
         with room_for(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +38,7 @@ class JsonlLog:
                 file.write(text.encode("ascii"))
 
     def flush(self) -> None:
-        """Has the disk hold all lines; nothing where there is no file."""
+        """fsync; nothing where there is no file."""
         if self.path.exists():
             with room_for(self.path):
                 flush(self.path)
@@ -54,23 +51,19 @@ class JsonlLog:
         """
         return [record for _, record in self._lines()]
 
-    def cut(self, after_step: int) -> int:
-        """Drops the lines of later steps and a torn last line, atomically; returns how many were dropped.
+    def cut(self, after_step: int) -> None:
+        """Drops the lines of later steps and a torn last line, atomically.
 
         Raises:
             DamagedLog: a whole line is none of ours, which no kill explains; the file is left alone.
         """
-        kept = [raw for raw, record in self._lines() if record["step"] <= after_step]
-        data = self.path.read_bytes() if self.path.exists() else b""
-        dropped = len(data.splitlines()) - len(kept)
-        if dropped:
-            write_atomically(self.path, b"".join(kept))
-        return dropped
+        kept = b"".join(raw for raw, record in self._lines() if record["step"] <= after_step)
+        if self.path.exists() and self.path.read_bytes() != kept:
+            write_atomically(self.path, kept)
 
     def _lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
-        if not self.path.exists():
-            return
-        for number, raw in enumerate(self.path.read_bytes().splitlines(keepends=True), 1):
+        data = self.path.read_bytes() if self.path.exists() else b""
+        for number, raw in enumerate(data.splitlines(keepends=True), 1):
             if not raw.endswith(b"\n"):
                 return
             try:
@@ -83,13 +76,8 @@ class JsonlLog:
 
 
 def _finite(value: Any) -> Any:
-    """`value` for JSON: no NaN or infinity, arrays' scalars as numbers."""
     if isinstance(value, dict):
-        return {str(key): _finite(inner) for key, inner in value.items()}
+        return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(inner) for inner in value]
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return _finite(value.item()) if hasattr(value, "item") else str(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""Means and spreads over all ranks, gathered during a step and reduced once."""
+"""One step's means, spreads and sums over all ranks, gathered on the way and reduced once."""
 
 from __future__ import annotations
 
@@ -22,51 +22,56 @@ class Metrics:
     in this process since this was made; an engine in a process of its own is not in it.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._cuda = device if device is not None and device.type == "cuda" else None
-        if self._cuda is not None:
-            torch.cuda.reset_peak_memory_stats(self._cuda)
-        self._moments: dict[str, Tensor] = {}
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        self._moments: dict[str, Tensor] = {}  # count, sum, sum of squares
         self._spread: set[str] = set()
-        self._seconds: dict[str, float] = {}
+        self._totals: dict[str, Tensor] = {}
+        self._longest: dict[str, float] = {}
 
     def add(self, name: str, values: Tensor | float, *, spread: bool = False) -> None:
         """Adds values to a mean; NaN is left out. `spread` also gives their standard deviation."""
         values = torch.as_tensor(values, dtype=torch.float64).flatten().cpu()
         values = values[~values.isnan()]
-        moments = torch.stack(
-            [torch.tensor(float(len(values)), dtype=torch.float64), values.sum(), (values**2).sum()]
-        )
-        self._moments[name] = self._moments.get(name, torch.zeros(3, dtype=torch.float64)) + moments
+        moments = torch.stack([values.new_tensor(len(values)), values.sum(), values.square().sum()])
+        self._moments[name] = self._moments.get(name, 0) + moments
         if spread:
             self._spread.add(name)
+
+    def total(self, name: str, value: Tensor | float) -> None:
+        """Adds a value to a sum."""
+        value = torch.as_tensor(value, dtype=torch.float64).cpu()
+        self._totals[name] = self._totals.get(name, 0) + value
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Times a part of the step under `seconds/<name>`."""
         begin = time.perf_counter()
         yield
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+        self._longest[f"seconds/{name}"] = self._longest.get(f"seconds/{name}", 0.0) + seconds
 
     def reduce(self) -> dict[str, float]:
         """Everything, over all ranks; times and memory are the largest of any rank. A collective call."""
+        if self._device.type == "cuda":
+            self._longest["memory/peak_gib"] = torch.cuda.max_memory_allocated(self._device) / GIB
+        moments = _reduced(self._moments, "sum")
         result: dict[str, float] = {}
-        if self._moments:
-            stacked = distributed.all_reduce(torch.stack(list(self._moments.values())))
-            for name, (count, total, squares) in zip(self._moments, stacked.tolist(), strict=True):
-                mean = total / count if count else math.nan
-                result[f"{name}/mean" if name in self._spread else name] = mean
-                if name in self._spread:
-                    variance = max(0.0, squares - count * mean**2) / (count - 1) if count > 1 else 0.0
-                    result[f"{name}/std"] = math.sqrt(variance)
-        if self._seconds:
-            slowest = distributed.all_reduce(
-                torch.tensor(list(self._seconds.values()), dtype=torch.float64), "max"
-            )
-            result |= {
-                f"seconds/{name}": value for name, value in zip(self._seconds, slowest.tolist(), strict=True)
-            }
-        if self._cuda is not None:
-            peak = torch.tensor(torch.cuda.max_memory_allocated(self._cuda) / GIB, dtype=torch.float64)
-            result["memory/peak_gib"] = float(distributed.all_reduce(peak, "max"))
-        return result
+        for name, (count, total, squares) in moments.items():
+            mean = total / count if count else math.nan
+            result[f"{name}/mean" if name in self._spread else name] = mean
+            if name in self._spread:
+                variance = max(0.0, squares - count * mean**2) / (count - 1) if count > 1 else 0.0
+                result[f"{name}/std"] = math.sqrt(variance)
+        longest = {name: torch.tensor(value, dtype=torch.float64) for name, value in self._longest.items()}
+        return result | _reduced(self._totals, "sum") | _reduced(longest, "max")
+
+
+def _reduced(values: dict[str, Tensor], op: str) -> dict:
+    if not values:
+        return {}
+    return dict(
+        zip(values, distributed.all_reduce(torch.stack([*values.values()]), op).tolist(), strict=True)
+    )

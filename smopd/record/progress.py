@@ -1,13 +1,6 @@
 """What a run says while it goes: one live line on a terminal, a few plain lines elsewhere.
 
-Metric keys that are shown, where present:
-
-    reward/NAME/mean    mean reward of the step's responses, each dimension
-    nll                 of a supervised step, nats a token
-    greedy/NAME         the last greedy evaluation, kept on the line until the next
-    kl                  nats a token
-    teacher_mass        probability mass of the teachers' kept target
-    tokens_per_second
+Shown of the metrics are each `reward/NAME/mean`, the last `greedy/NAME`, and those in FIELDS.
 """
 
 from __future__ import annotations
@@ -25,11 +18,15 @@ from rich.table import Column
 
 from smopd.names import printable
 
-_PLAIN_LINES = 10
-_PACE_SECONDS = 60.0  # that the time left is reckoned from
-_BAR_WIDTH = 12
-_FIELDS = {"nll": ("nll", ".3f"), "kl": ("kl", ".3f"), "teacher_mass": ("mass", ".2f")}
-_FIELDS["tokens_per_second"] = ("tok/s", ",.0f")
+PLAIN_LINES = 10  # ours, about
+PACE_SECONDS = 60.0  # ours: the time left is reckoned from the last minute
+FIELDS = {
+    "nll": ("nll", ".3f"),
+    "kl": ("kl", ".3f"),
+    "teacher_mass": ("mass", ".2f"),
+    "tokens_per_second": ("tok/s", ",.0f"),
+}
+"""Metric -> its name and format on the line."""
 
 
 @functools.cache
@@ -44,40 +41,38 @@ def say(text: str) -> None:
 
 
 class Progress:
-    """Shows how a run goes; for rank 0 alone.
+    """Shows how a run goes; for rank 0 alone. A context manager.
 
     Args:
         run_name: what the line begins with.
         steps: of the whole run.
         start_step: steps already done, where a run is resumed.
-        plain: lines even on a terminal; None or False is a live line where the output is a terminal.
     """
 
-    def __init__(self, run_name: str, steps: int, start_step: int = 0, plain: bool | None = None) -> None:
+    def __init__(self, run_name: str, steps: int, start_step: int = 0) -> None:
         self.run_name, self.steps, self.step = run_name, steps, start_step
-        self._every = max(1, math.ceil((steps - start_step) / _PLAIN_LINES))
+        self._every = max(1, math.ceil((steps - start_step) / PLAIN_LINES))
         self._first = start_step + 1
         self._fields: dict[str, str] = {}
-        alive = sys.stdout.isatty() and console().is_terminal and not console().is_dumb_terminal
-        self._plain = bool(plain) or not alive
+        self._live = sys.stdout.isatty() and console().is_terminal and not console().is_dumb_terminal
         self._bars = bars.Progress(
             bars.TextColumn("[bold]{task.description}"),
-            bars.BarColumn(_BAR_WIDTH),
+            bars.BarColumn(12),
             bars.TextColumn(
                 "{task.fields[shown]}",
                 markup=False,
                 table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1),
             ),
             console=console(),
-            disable=self._plain,
+            disable=not self._live,
             expand=True,
             refresh_per_second=2,
-            speed_estimate_period=_PACE_SECONDS,
+            speed_estimate_period=PACE_SECONDS,
         )
         self._task = self._bars.add_task(printable(run_name), total=steps, completed=start_step, shown="")
 
     def __enter__(self) -> Progress:
-        self._bars.reset(self._task, completed=self.step, shown=self._text({}))
+        self._bars.reset(self._task, completed=self.step, shown=self._text(self._fields))
         self._bars.start()
         return self
 
@@ -85,23 +80,16 @@ class Progress:
         self._bars.stop()
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Step `step` (counted from 1) is done; more of the same step (an evaluation) joins its line.
-
-        Missing keys, NaN and values that are no numbers are fine.
-        """
+        """Step `step` (counted from 1) is done; more of the same step (an evaluation) joins its line."""
         again = step == self.step
         self.step = step
         fresh = _shown(metrics)
         kept = {name: text for name, text in self._fields.items() if again or name.startswith("greedy ")}
-        self._fields = {**{name: fresh.get(name, text) for name, text in kept.items()}, **fresh}
+        self._fields = kept | fresh
         self._bars.update(self._task, completed=step)
         self._bars.update(self._task, shown=self._text(self._fields))
-        if self._plain and (step in (self._first, self.steps) or step % self._every == 0):
+        if not self._live and (step in (self._first, self.steps) or step % self._every == 0):
             say(f"{self.run_name}  {self._text(fresh if again else self._fields)}")
-
-    def say(self, text: str) -> None:
-        """A message, above the live line where there is one."""
-        say(text)
 
     def _text(self, fields: dict[str, str]) -> str:
         left = self._bars.tasks[0].time_remaining
@@ -114,19 +102,19 @@ class Progress:
 
 def _rank(field: tuple[str, str]) -> int:
     """Rewards first, then greedy evaluations, then the rest, which a narrow terminal may lose."""
-    last = field[0] in dict(_FIELDS.values())
+    last = field[0] in dict(FIELDS.values())
     return 1 if field[0].startswith("greedy ") else 2 if last else 0
 
 
 def _shown(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Name on the line -> text."""
+    """Name on the line -> text; what is no number is left out."""
     fields: dict[str, str] = {}
     for key, value in metrics.items():
-        name, form = _FIELDS.get(key, ("", ".2f"))
+        name, form = FIELDS.get(key, ("", ".2f"))
         if key.startswith("reward/") and key.endswith("/mean"):
-            name = key[len("reward/") : -len("/mean")]
+            name = key.removeprefix("reward/").removesuffix("/mean")
         elif key.startswith("greedy/"):
-            name = "greedy " + key[len("greedy/") :]
-        if name and isinstance(value, int | float):
+            name = key.replace("/", " ", 1)
+        if name and value is not None:
             fields[name] = format(value, form)
     return fields

@@ -12,39 +12,37 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from smopd import ops
 from smopd.config.settings import Settings
 from smopd.engine import distributed
+from smopd.engine.imports import resolve
 from smopd.engine.student.student import Student, Update
 from smopd.names import redacted
 from smopd.objective import Objective, Signals
-from smopd.ops import (
-    CLIP_DUAL,
-    CLIP_HIGH,
-    CLIP_LOG_RATIO,
-    CLIP_LOW,
-    CLIP_REVERSE_HIGH,
-    CLIP_REVERSE_LOW,
-)
 from smopd.record.alarms import Watch
 from smopd.record.files import JsonlLog
 from smopd.record.metrics import Metrics
 from smopd.record.progress import Progress, say
 from smopd.record.token_view import SHOWN, token_records
-from smopd.record.trackers import Tracker, open_tracker
+from smopd.record.trackers import TRACKERS, Tracker
 from smopd.step.batch import Batch
 from smopd.step.rewards import Rewards
 from smopd.step.teachers import TeacherScores
 
-CLIP_BITS = {"low": CLIP_LOW, "high": CLIP_HIGH, "dual": CLIP_DUAL, "log_ratio": CLIP_LOG_RATIO}
-REVERSE_CLIP_BITS = {"reverse_low": CLIP_REVERSE_LOW, "reverse_high": CLIP_REVERSE_HIGH}
+CLIP_BITS = {
+    "low": ops.CLIP_LOW,
+    "high": ops.CLIP_HIGH,
+    "dual": ops.CLIP_DUAL,
+    "log_ratio": ops.CLIP_LOG_RATIO,
+}
+REVERSE_CLIP_BITS = {"reverse_low": ops.CLIP_REVERSE_LOW, "reverse_high": ops.CLIP_REVERSE_HIGH}
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did, on this rank."""
+    """What one step did, on this rank; `step` is how many are done with it."""
 
     step: int
-    """How many steps are done with it."""
     objective: Objective
     batch: Batch
     rewards: Rewards
@@ -53,12 +51,12 @@ class StepResult:
     scores: TeacherScores
     signals: Signals
     updates: Sequence[Update]
-    bad_answers: int | None = None
+    bad_answers: int | None
     """Of servers, since the command began; None without servers."""
 
 
 class Recorder:
-    """Writes `metrics.jsonl` and `samples.jsonl` of one run; only rank 0 writes. A context manager.
+    """Writes `metrics.jsonl`, `samples.jsonl` and `tokens.jsonl` of one run, on rank 0. A context manager.
 
     Args:
         folder: the run's.
@@ -67,18 +65,17 @@ class Recorder:
     """
 
     def __init__(self, folder: Path, name: str, settings: Settings, tokenizer: PreTrainedTokenizerBase):
-        self.settings = settings
-        self.tokenizer = tokenizer
-        self.folder, self.name = folder, name
+        self.folder, self.name, self.settings, self.tokenizer = folder, name, settings, tokenizer
         self.writes = distributed.rank() == 0
         self.metrics = JsonlLog(folder / "metrics.jsonl")
         self.samples = JsonlLog(folder / "samples.jsonl")
         self.tokens = JsonlLog(folder / "tokens.jsonl")
+        self.evaluated = 0
+        """The newest step with an evaluation, known to rank 0."""
         self._stack = ExitStack()
         self._progress: Progress | None = None
         self._trackers: list[Tracker] = []
         self._watch = Watch()
-        self._evaluated = 0  # the newest step that was
 
     def __enter__(self) -> Recorder:
         return self
@@ -88,22 +85,23 @@ class Recorder:
 
     def begin(self, start: int) -> None:
         """Drops what was written after step `start`, which is about to be done again."""
-        if self.writes:
-            self.metrics.cut(start)
-            self.samples.cut(start)
-            self.tokens.cut(start)
-            for line in self.metrics.read():
-                if "grad_norm" in line:
-                    self._watch.see(line)  # told before
-                else:
-                    self._evaluated = line["step"]
-            progress = Progress(self.name, self.settings.loop.steps, start)
-            self._progress = self._stack.enter_context(progress)
-            for kind in self.settings.log.trackers:
-                values = redacted(self.settings.model_dump(mode="json"))
-                tracker = open_tracker(kind, self.folder, self.settings.name, self.name, values, start)
-                self._stack.callback(tracker.close)
-                self._trackers.append(tracker)
+        if not self.writes:
+            return
+        for log in (self.metrics, self.samples, self.tokens):
+            log.cut(start)
+        for line in self.metrics.read():
+            if "grad_norm" in line:
+                self._watch.see(line)  # told before
+            else:
+                self.evaluated = line["step"]
+        self._progress = self._stack.enter_context(Progress(self.name, self.settings.loop.steps, start))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        values = redacted(self.settings.model_dump(mode="json"))
+        for kind in self.settings.log.trackers:
+            opens = resolve(kind, TRACKERS)
+            tracker = opens(self.folder, self.settings.name, self.name, values, start)
+            self._stack.callback(tracker.close)
+            self._trackers.append(tracker)
 
     def flush(self) -> None:
         """Has the disk hold what is written so far: a checkpoint of the step must not outlive its lines."""
@@ -113,38 +111,21 @@ class Recorder:
 
     def record(self, result: StepResult, metrics: Metrics) -> None:
         """Reduces the step's metrics over all ranks and writes them; a collective call."""
-        batch, updates, scores = result.batch, result.updates, result.scores
-        add_rewards(metrics, self.settings, batch, result.rewards)
-        metrics.add("advantage", result.adv_R, spread=True)
-        metrics.add("advantage/kept", result.kept_R.double())
-        metrics.add("response/tokens", batch.lengths_R.double())
-        metrics.add("response/truncated", torch.tensor([float(not r.finished) for r in batch.rollouts]))
-        add_updates(metrics, updates)
+        add_rewards(metrics, self.settings, result.batch, result.rewards)
+        add_batch(metrics, result)
+        add_updates(metrics, result.updates)
         add_policies(metrics, result)
-        if result.signals.ref_log_ratio_N is not None:
-            metrics.add("kl_ref", result.signals.ref_log_ratio_N)
-        if scores.topk is not None or scores.ref_logp_N is not None:
-            metrics.add("seconds_overlapped/teachers", scores.seconds)
         add_target(metrics, result)
         values = metrics.reduce()
+        updates = result.updates
         values["opd_coef"] = result.objective.coef
-        if scores.topk is not None:
-            values["teachers/padding_entries"] = float(distributed.all_reduce(torch.tensor(scores.dropped)))
-        if result.bad_answers is not None:
-            values["servers/bad_answers"] = float(distributed.all_reduce(torch.tensor(result.bad_answers)))
         values["grad_norm"] = sum(update.grad_norm for update in updates) / len(updates)
         values["updates/skipped"] = float(sum(update.skipped for update in updates))
         values["micro_batches"] = float(sum(update.micro_batches for update in updates))
-        for term in ("pg_loss", "kl_loss", "entropy", "reverse_loss"):
-            local = torch.stack([getattr(update.stats, term) for update in updates]).sum()
-            values[f"loss/{term.removesuffix('_loss')}"] = float(distributed.all_reduce(local)) / len(updates)
-        tokens = distributed.all_reduce(batch.lengths_R.sum())
-        values["tokens"] = float(tokens)
-        values["tokens_per_second"] = float(tokens) / max(
-            1e-9, sum(value for name, value in values.items() if name.startswith("seconds/"))
-        )
+        seconds = sum(value for name, value in values.items() if name.startswith("seconds/"))
+        values["tokens_per_second"] = values["tokens"] / max(seconds, 1e-9)
+        self._write(result.step, values)
         if self.writes:
-            self._write(result.step, values)
             self._write_samples(result)
             for advice in self._watch.see(values):
                 say(f"{self.name}, step {result.step}: {advice}")
@@ -159,71 +140,78 @@ class Recorder:
         begin = 0
         for rollout in shown:
             tokens = slice(begin, begin := begin + len(rollout.response_ids))
-            self.tokens.write(
-                {
-                    "step": result.step,
-                    "prompt": self.tokenizer.decode(list(rollout.prompt_ids)),
-                    "tokens": token_records(self.tokenizer, rollout.response_ids, target, opd, found, tokens),
-                }
-            )
+            records = token_records(self.tokenizer, rollout.response_ids, target, opd, found, tokens)
+            prompt = self.tokenizer.decode(list(rollout.prompt_ids))
+            self.tokens.write({"step": result.step, "prompt": prompt, "tokens": records})
 
-    def has_evaluated(self, step: int) -> bool:
-        """Whether an evaluation after `step` is noted; the first rank knows."""
-        return self._evaluated == step
-
-    def evaluated(self, step: int, values: dict[str, float | None]) -> None:
-        """Notes an evaluation after `step`."""
-        self._evaluated = step
-        if self.writes:
-            self._write(step, values)
+    def record_evaluation(self, step: int, values: Mapping[str, float | None]) -> None:
+        self.evaluated = step
+        self._write(step, values)
 
     def _write(self, step: int, values: Mapping[str, float | None]) -> None:
+        if self._progress is None:  # not rank 0
+            return
         self.metrics.write({"step": step, **values})
-        if self._progress is not None:
-            self._progress.update(step, values)
+        self._progress.update(step, values)
         for tracker in self._trackers:
             tracker.log(step, {name: v for name, v in values.items() if v is not None and math.isfinite(v)})
 
     def _write_samples(self, result: StepResult) -> None:
         batch, rewards = result.batch, result.rewards
         names = [reward.name for reward in self.settings.rewards]
-        for i in range(min(self.settings.log.samples_per_step, len(batch.rollouts))):
-            self.samples.write(
-                {
-                    "step": result.step,
-                    "prompt": batch.prompts[i].content,
-                    "response": rewards.texts[i],
-                    "rewards": dict(zip(names, rewards.rewards_RK[i].tolist(), strict=True)),
-                    "advantage": float(result.adv_R[i]),
-                }
-            )
+        for i, text in enumerate(rewards.texts[: self.settings.log.samples_per_step]):
+            sample = {"step": result.step, "prompt": batch.prompts[i].content, "response": text}
+            sample["rewards"] = dict(zip(names, rewards.rewards_RK[i].tolist(), strict=True))
+            self.samples.write(sample | {"advantage": float(result.adv_R[i])})
 
 
 def add_rewards(metrics: Metrics, settings: Settings, batch: Batch, rewards: Rewards) -> None:
     """Each dimension's mean and spread, its share of groups without variance, and what it could not score."""
-    _, group_of_R = batch.group_R.unique(return_inverse=True)
-    n_groups = int(group_of_R.max()) + 1 if len(group_of_R) else 0
+    groups = batch.group_R.unique()
     for k, reward in enumerate(settings.rewards):
         name, values_R = f"reward/{reward.name}", rewards.rewards_RK[:, k]
         metrics.add(name, values_R, spread=True)
         metrics.add(f"{name}/unscorable", values_R.isnan().double())
         for kind, count in rewards.batch.failures[reward.name].items():
-            metrics.add(f"{name}/failed/{kind}", torch.tensor([count / max(1, len(values_R))]))
+            metrics.add(f"{name}/failed/{kind}", count / max(1, len(values_R)))
         metrics.add(f"{name}/worker_restarts", float(rewards.batch.restarts.get(reward.name, 0)))
-        scorable_R = ~values_R.isnan()
-        index, values = group_of_R[scorable_R], values_R[scorable_R]
-        none = torch.full((n_groups,), torch.inf, dtype=values.dtype)
-        low = none.scatter_reduce(0, index, values, "amin")
-        high = (-none).scatter_reduce(0, index, values, "amax")
-        metrics.add(f"{name}/zero_variance_groups", (high <= low)[low.isfinite()].double())
+        scored = [values_R[(batch.group_R == group) & ~values_R.isnan()] for group in groups]
+        equal = [float((own == own[0]).all()) for own in scored if len(own)]
+        metrics.add(f"{name}/zero_variance_groups", torch.tensor(equal))
+
+
+def add_batch(metrics: Metrics, result: StepResult) -> None:
+    """Responses, advantages, and what scoring them took."""
+    batch, scores = result.batch, result.scores
+    metrics.add("advantage", result.adv_R, spread=True)
+    metrics.add("advantage/kept", result.kept_R.double())
+    metrics.add("response/tokens", batch.lengths_R.double())
+    metrics.add("response/truncated", torch.tensor([float(not r.finished) for r in batch.rollouts]))
+    metrics.total("tokens", batch.lengths_R.sum())
+    if result.signals.ref_log_ratio_N is not None:
+        metrics.add("kl_ref", result.signals.ref_log_ratio_N)
+    if scores.topk is not None or scores.ref_logp_N is not None:
+        metrics.add("seconds_overlapped/teachers", scores.seconds)
+    if scores.topk is not None:
+        metrics.total("teachers/padding_entries", scores.dropped)
+    if result.bad_answers is not None:
+        metrics.total("servers/bad_answers", result.bad_answers)
 
 
 def add_updates(metrics: Metrics, updates: Sequence[Update]) -> None:
-    """What every update saw of each token."""
+    """What every update saw of each token, and the mean over updates of each term of the loss."""
     for update in updates:
         metrics.add("entropy", update.stats.entropy_N)
-        for name, bit in CLIP_BITS.items():
-            metrics.add(f"clipped/{name}", ((update.stats.clipped_N & bit) > 0).double())
+        add_clipped(metrics, update, CLIP_BITS)
+        for term in ("pg_loss", "kl_loss", "entropy", "reverse_loss"):
+            metrics.total(
+                f"loss/{term.removesuffix('_loss')}", getattr(update.stats, term).double() / len(updates)
+            )
+
+
+def add_clipped(metrics: Metrics, update: Update, bits: Mapping[str, int]) -> None:
+    for name, bit in bits.items():
+        metrics.add(f"clipped/{name}", ((update.stats.clipped_N & bit) > 0).double())
 
 
 def add_policies(metrics: Metrics, result: StepResult) -> None:
@@ -244,25 +232,24 @@ def add_target(metrics: Metrics, result: StepResult) -> None:
     if target is None:
         return
     settings = result.objective.settings
-    alpha = target.log_alpha.exp().expand(len(result.batch.token_ids_N), -1)
+    alpha_NM = target.log_alpha.exp().expand(len(result.batch.token_ids_N), -1)
+    of_batch = {reward.name for reward in settings.rewards if reward.range == "batch"}
     for m, teacher in enumerate(settings.teachers.models):
-        metrics.add(
-            f"teacher_{m}/top_kappa_mass", target.topk.logps_NMS[:, m, : settings.opd.kappa].exp().sum(-1)
-        )
-        metrics.add(f"teacher_{m}/alpha", alpha[:, m])
+        kept_NS = target.topk.logps_NMS[:, m, : settings.opd.kappa]
+        metrics.add(f"teacher_{m}/top_kappa_mass", kept_NS.exp().sum(-1))
+        metrics.add(f"teacher_{m}/alpha", alpha_NM[:, m])
         if target.product is not None:
             metrics.add(f"teacher_{m}/change", target.changes_NM[:, m])
-        if any(reward.name == teacher.reward and reward.range == "batch" for reward in settings.rewards):
+        if teacher.reward in of_batch:
             metrics.add(f"teacher_{m}/range_low", float(target.low_M[m]))
             metrics.add(f"teacher_{m}/range_high", float(target.high_M[m]))
-    if settings.opd.sampled and old_logp_N is not None:
+    sampled = settings.opd.sampled and old_logp_N is not None
+    if sampled:
         metrics.add("reverse_kl", old_logp_N - target.logq_mix_N)
-        for update in result.updates:
-            for name, bit in REVERSE_CLIP_BITS.items():
-                metrics.add(f"clipped/{name}", ((update.stats.clipped_N & bit) > 0).double())
     for update in result.updates:
-        stats = update.stats
-        metrics.add("kl", stats.kl_N)
-        metrics.add("kl/negative", (stats.kl_N < 0).double())
-        metrics.add("teacher_mass", stats.teacher_mass_N)
-        metrics.add("student_mass", stats.student_mass_N)
+        metrics.add("kl", update.stats.kl_N)
+        metrics.add("kl/negative", (update.stats.kl_N < 0).double())
+        metrics.add("teacher_mass", update.stats.teacher_mass_N)
+        metrics.add("student_mass", update.stats.student_mass_N)
+        if sampled:
+            add_clipped(metrics, update, REVERSE_CLIP_BITS)

@@ -8,8 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from smopd.engine.imports import resolve
-
 
 class Tracker(Protocol):
     """What gets the metrics of a run, on rank 0."""
@@ -30,21 +28,6 @@ OpensTracker = Callable[[Path, str, str, "dict[str, Any]", int], Tracker]
 def missing(names: list[str]) -> list[str]:
     """Those of ours whose package is not installed."""
     return [name for name in names if name in TRACKERS and find_spec(name) is None]
-
-
-def open_tracker(
-    name: str, folder: Path, project: str, run: str, settings: dict[str, Any], start: int
-) -> Tracker:
-    """The tracker of this name or import path.
-
-    Args:
-        folder: the run's; TensorBoard and wandb write below it.
-        project, run: the recipe's and the run's names.
-        settings: resolved, as plain values.
-        start: steps that are done; a resumed run goes on where its checkpoint was.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    return resolve(name, TRACKERS)(folder, project, run, settings, start)
 
 
 class _TensorBoard:
@@ -79,14 +62,11 @@ class _Wandb:
     def __init__(self, folder: Path, project: str, run: str, settings: dict[str, Any], start: int):
         import wandb
 
-        self.run = wandb.init(
-            project=project,
-            name=run,
-            id=_lasting_id(folder),
-            resume="allow",
-            dir=str(folder),
-            config=settings,
-        )
+        kept = folder / "wandb_id"  # a resumed run has the id that it began with
+        if not kept.exists():
+            kept.write_text(uuid.uuid4().hex)
+        own = {"id": kept.read_text(), "resume": "allow", "dir": str(folder), "config": settings}
+        self.run = wandb.init(project=project, name=run, **own)
         self.run.define_metric("*", step_metric="step")  # a resumed run may log a step again
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -97,12 +77,3 @@ class _Wandb:
 
 
 TRACKERS: dict[str, OpensTracker] = {"tensorboard": _TensorBoard, "trackio": _Trackio, "wandb": _Wandb}
-
-
-def _lasting_id(folder: Path) -> str:
-    """The same for a run that goes on in its folder."""
-    file = folder / "wandb_id"
-    if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(uuid.uuid4().hex)
-    return file.read_text()

@@ -2,8 +2,6 @@
 
 The global batch of P prompts is cut into one mini-batch an update, in order, and each mini-batch is dealt out
 to the ranks, so an update sees the same responses however many ranks there are.
-
-Letters: R responses and N response tokens of this rank, in flat order.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ class MiniBatch:
 
 @dataclass(frozen=True)
 class Batch:
-    """All of a rank's rollouts of a step; `parts` cut it by update."""
+    """All of a rank's R responses of a step, N tokens in flat order; `parts` cut them by update."""
 
     prompts: list[Prompt]
     """One a response."""
@@ -56,15 +54,14 @@ class Batch:
             shares: for each update, this rank's positions in it.
             rollouts: `group_size` a position, in the order of the shares.
         """
+        lengths = [len(rollout.response_ids) for rollout in rollouts]
         parts, response, token = [], 0, 0
         for share in shares:
-            members = rollouts[response : response + len(share) * group_size]
-            n_tokens = sum(len(rollout.response_ids) for rollout in members)
-            responses = slice(response, response + len(members))
-            tokens = slice(token, token + n_tokens)
-            parts.append(MiniBatch(rollouts=members, responses=responses, tokens=tokens))
+            responses = slice(response, response + len(share) * group_size)
+            tokens = slice(token, token + sum(lengths[responses]))
+            parts.append(MiniBatch(rollouts[responses], responses, tokens))
             response, token = responses.stop, tokens.stop
-        lengths_R = torch.tensor([len(rollout.response_ids) for rollout in rollouts], dtype=torch.int64)
+        lengths_R = torch.tensor(lengths, dtype=torch.int64)
         none = torch.zeros(0, dtype=torch.int64)
         return cls(
             prompts=[prompts[position] for share in shares for position in share for _ in range(group_size)],

@@ -53,12 +53,9 @@ def evaluate_held_out(
     values: dict[str, float | None] = {}
     items: list[dict[str, Any]] = []
     for kind, sampling in kinds.items():
-        gathered = [
-            {"prompt": item["prompt"], "kind": kind} | item
-            for item in answers(names, prompts, engine, rewarder, sampling)
-        ]
-        values |= {f"{kind}/{name}": value for name, value in means(names, gathered).items()}
-        items += gathered
+        answered = answers(names, prompts, engine, rewarder, sampling)
+        values |= {f"{kind}/{name}": value for name, value in means(names, answered).items()}
+        items += [{"prompt": item["prompt"], "kind": kind} | item for item in answered]
     return HeldOut(values, items)
 
 
@@ -75,20 +72,17 @@ def answers(
     rollouts = distributed.all_or_raise(generate, (NoServer,))
     answered = [prompts[i] for i in mine for _ in range(sampling.n)]
     rewards = rewarder.score(answered, rollouts)
-    own = [
-        {
-            "prompt": prompt.index,
-            "response": text,
-            "finished": rollout.finished,
-            "rewards": {
-                name: None if math.isnan(reward) else reward
-                for name, reward in zip(names, values_K, strict=True)
-            },
-        }
-        for prompt, rollout, text, values_K in zip(
-            answered, rollouts, rewards.texts, rewards.rewards_RK.tolist(), strict=True
+    own = []
+    for r, (prompt, rollout) in enumerate(zip(answered, rollouts, strict=True)):
+        values = [None if math.isnan(value) else value for value in rewards.rewards_RK[r].tolist()]
+        own.append(
+            {
+                "prompt": prompt.index,
+                "response": rewards.texts[r],
+                "finished": rollout.finished,
+                "rewards": dict(zip(names, values, strict=True)),
+            }
         )
-    ]
     gathered = [item for share in distributed.gather_objects(own) for item in share]
     return sorted(gathered, key=lambda item: item["prompt"])
 

@@ -1,11 +1,8 @@
-"""Responses -> rewards.
-
-Decodes them, calls every reward in its worker, and stops a run that cannot be scored.
-"""
+"""Responses -> rewards: decodes them, calls every reward in its worker, stops a run that cannot be scored."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,15 +31,6 @@ class Rewards:
     batch: RewardBatch
 
 
-@dataclass(frozen=True)
-class Counted:
-    """One step's unscorable responses over all ranks, by reward and kind, and an error of each reward."""
-
-    responses: int
-    failures: dict[str, Counter[str]]
-    errors: dict[str, str]
-
-
 class Rewarder:
     """Rewards responses with the recipe's rewards.
 
@@ -64,7 +52,9 @@ class Rewarder:
         self.tokenizer = tokenizer
         self.max_unscorable_share = max_unscorable_share
         self.window_steps = window_steps
-        self._window: deque[Counted] = deque(maxlen=window_steps)
+        self._failures: defaultdict[str, deque[Counter[str]]] = defaultdict(
+            lambda: deque(maxlen=window_steps)
+        )  # by reward, of each step
 
     def score(
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], step: int | None = None
@@ -84,23 +74,21 @@ class Rewarder:
         if step is not None:
             columns[STEP_COLUMN] = [step] * len(prompts)
         scored = self.pool.score([prompt.content for prompt in prompts], texts, columns)
-        counted = self._counted(scored, len(rollouts))
-        counts, steps = [counted], 1
-        if step is not None:
-            self._window.append(counted)
-            counts, steps = list(self._window), self.window_steps  # the first step is no whole window
-        responses = counted.responses * steps
-        for name in scored.names:
-            failures = sum((count.failures[name] for count in counts), Counter())
-            check_share(name, failures, responses, self.max_unscorable_share, counted.errors.get(name))
+        self._check(scored, training=step is not None)
         return Rewards(torch.from_numpy(scored.values_RK), texts, scored)
 
-    def _counted(self, scored: RewardBatch, n_responses: int) -> Counted:
-        """Of all ranks; a collective call."""
-        failed = {name: Counter(kinds) for name, kinds in scored.failures.items()}
-        ranks = distributed.gather_objects(Counted(n_responses, failed, dict(scored.last_errors)))
-        return Counted(
-            responses=sum(rank.responses for rank in ranks),
-            failures={name: sum((rank.failures[name] for rank in ranks), Counter()) for name in scored.names},
-            errors={name: error for rank in reversed(ranks) for name, error in rank.errors.items()},
-        )
+    def _check(self, scored: RewardBatch, *, training: bool) -> None:
+        """A collective call."""
+        ranks = distributed.gather_objects(scored)
+        responses = sum(len(rank.values_RK) for rank in ranks)
+        for name in scored.names:
+            window = self._failures[name] if training else deque[Counter[str]]()
+            window.append(sum((Counter(rank.failures[name]) for rank in ranks), Counter()))
+            error = next((rank.last_errors[name] for rank in ranks if name in rank.last_errors), None)
+            check_share(
+                name,
+                sum(window, Counter()),
+                responses * (self.window_steps if training else 1),  # the first step is no whole window
+                self.max_unscorable_share,
+                error,
+            )

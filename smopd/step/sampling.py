@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from typing import Any
-
-import torch
 
 from smopd.config.settings import Settings
 from smopd.data.prompts import Prompt, batch_indices
@@ -18,11 +16,11 @@ from smopd.step.ends import StaleRollout, all_or_raise
 
 
 class Sampler:
-    """This rank's rollouts of each step. A context manager: it waits for what it has begun.
+    """This rank's rollouts of each step.
 
     Args:
         prompts: the training set.
-        device: this rank's.
+        thread: samples ahead.
         ahead: what `settle` gave for the checkpoint that the run resumes from.
     """
 
@@ -31,24 +29,19 @@ class Sampler:
         settings: Settings,
         prompts: Sequence[Prompt],
         engine: RolloutEngine,
-        device: torch.device,
+        thread: Executor,
         ahead: dict[str, Any] | None = None,
     ):
-        self.settings, self.prompts, self.engine = settings, prompts, engine
-        self._pool = distributed.thread("sampling", device)
+        self.settings, self.prompts, self.engine, self._thread = settings, prompts, engine, thread
+        # vLLM engines of this process work in turns: the next batch waits for the teachers
+        self._in_turns = settings.rollout.colocated and settings.teachers.colocated
         self._begun: dict[int, Future[Batch]] = {}
         if ahead is not None and settings.loop.async_level:
             rollouts = [Rollout(**values) for values in ahead["rollouts"]]
-            self._begun[ahead["step"]] = self._pool.submit(self._batch, ahead["step"], rollouts)
-
-    def __enter__(self) -> Sampler:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
+            self._begun[ahead["step"]] = self._thread.submit(self._batch, ahead["step"], rollouts)
 
     def take(self, step: int) -> Batch:
-        """The batch of `step`. With a lag the next one is begun, unless teachers wait for its engine's turn.
+        """The batch of `step`; with a lag, begins the next one where engines do not work in turns.
 
         A collective call.
 
@@ -60,13 +53,14 @@ class Sampler:
     def _take(self, step: int) -> Batch:
         begun = self._begun.pop(step, None)
         batch = self._batch(step) if begun is None else begun.result()
+        oldest = step - self.settings.loop.async_level
         for rollout in batch.rollouts:
-            if step - rollout.policy_version > self.settings.loop.async_level:
+            if rollout.policy_version < oldest:
                 raise StaleRollout(
                     f"step {step}: a response comes from policy {rollout.policy_version}, "
-                    f"expected {step - self.settings.loop.async_level} or later (loop.async_level)"
+                    f"expected {oldest} or later (loop.async_level)"
                 )
-        if not _take_turns(self.settings):
+        if not self._in_turns:
             self.begin(step + 1)
         return batch
 
@@ -74,7 +68,7 @@ class Sampler:
         """With a lag, has the batch of `step` sampled with the policy of now, if that is not begun."""
         loop = self.settings.loop
         if loop.async_level and step < loop.steps and step not in self._begun:
-            self._begun[step] = self._pool.submit(self._batch, step)
+            self._begun[step] = self._thread.submit(self._batch, step)
 
     def settle(self) -> dict[str, Any] | None:
         """Waits until the engine is idle; what was begun ahead, for a checkpoint. A collective call."""
@@ -86,13 +80,13 @@ class Sampler:
         """The batch of `step`, of `rollouts` where they are there already."""
         loop, options, n = self.settings.loop, self.settings.rollout, len(self.prompts)
         chosen = batch_indices(n, loop.prompts_per_step, step, self.settings.seed)
-        first = step * loop.prompts_per_step
-        groups = [(first + position) // n * n + i for position, i in enumerate(chosen)]
         prompts = [self.prompts[i] for i in chosen]
-        rank, n_ranks = distributed.rank(), distributed.world_size()
-        shares = positions(len(prompts), loop.updates_per_step, rank, n_ranks)
+        ranks = distributed.world_size()
+        shares = positions(len(prompts), loop.updates_per_step, distributed.rank(), ranks)
         if rollouts is None:
-            mine = [position for share in shares for position in share]
+            first = step * loop.prompts_per_step
+            groups = [(first + place) // n * n + i for place, i in enumerate(chosen)]  # epoch and prompt
+            mine = [place for share in shares for place in share]
             sampling = Sampling(
                 n=options.group_size,
                 temperature=options.temperature,
@@ -100,11 +94,6 @@ class Sampler:
                 max_new_tokens=options.max_new_tokens,
                 seed=self.settings.seed,
             )
-            token_ids = [prompts[i].token_ids for i in mine]
-            rollouts = self.engine.generate(token_ids, [groups[i] for i in mine], sampling)
+            token_ids = [prompts[place].token_ids for place in mine]
+            rollouts = self.engine.generate(token_ids, [groups[place] for place in mine], sampling)
         return Batch.of(prompts, shares, rollouts, options.group_size)
-
-
-def _take_turns(settings: Settings) -> bool:
-    """Whether rollouts and teachers are vLLM engines of this process, of which one works at a time."""
-    return settings.rollout.colocated and settings.teachers.colocated

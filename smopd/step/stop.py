@@ -30,8 +30,7 @@ class Stopped(BaseException):
 
     def __init__(self, number: int, done: str, *, agreed: bool = False):
         self.agreed = agreed
-        self.status = 128 + number
-        """The exit status, as of a shell."""
+        self.status = 128 + number  # as of a shell
         super().__init__(f"stopped by {signal.Signals(number).name}; {done}; rerun to resume")
 
 
@@ -56,19 +55,18 @@ class Stop:
 
     def _come(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self.number and now - self._first < SAME_SECONDS:
-            return
-        if self.number:
+        if not self.number:
+            self._first, self.number = now, number
+            if not self._postponed:
+                raise self._stopped()
+            if os.environ.get("RANK", "0") == "0":
+                told = b"the command ends after this step, with a checkpoint; the same signal ends it now\n"
+                os.write(2, told)
+        elif now - self._first >= SAME_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-            return
-        self._first, self.number = now, number
-        if not self._postponed:
-            raise self.stopped()
-        if os.environ.get("RANK", "0") == "0":
-            os.write(2, b"the command ends after this step, with a checkpoint; the same signal ends it now\n")
 
-    def stopped(self) -> Stopped:
+    def _stopped(self) -> Stopped:
         return Stopped(self.number, "what was finished before is kept")
 
     @contextmanager
@@ -80,7 +78,7 @@ class Stop:
         finally:
             self._postponed = False
         if self.number:
-            raise self.stopped()
+            raise self._stopped()
 
     def asked(self) -> int:
         """A signal that has come to some rank, or 0; a collective call."""

@@ -1,14 +1,14 @@
 """The scores of a batch by the frozen models: the teachers and the reference policy.
 
-They score in a thread of their own, while the rewards and the old log-probabilities are computed, where
-they compute on another processor than the student: on its own the two would compete, and the collectives of
-engines that share its ranks could cross.
+Where they compute on another processor than the student they score in a thread of their own, beside the
+rewards and the old log-probabilities; else the two would compete, and their collectives could cross.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from smopd.config.settings import Settings
-from smopd.engine import distributed
 from smopd.engine.protocols import TeacherEngine
 from smopd.engine.types import TeacherTopK
 from smopd.step.batch import Batch
@@ -38,7 +37,7 @@ class TeacherScores:
 
 
 class TeacherScoring:
-    """A context manager; asks one batch at a time."""
+    """Asks the frozen models about a batch, in `thread` where they may work beside the student."""
 
     def __init__(
         self,
@@ -46,37 +45,33 @@ class TeacherScoring:
         teachers: TeacherEngine | None,
         reference: TeacherEngine | None,
         device: torch.device,
+        thread: Executor,
     ):
-        self.settings, self.teachers, self.reference = settings, teachers, reference
+        self.settings, self.teachers, self.reference, self._thread = settings, teachers, reference, thread
         asked = [engine for engine in (teachers, reference) if engine is not None]
         self.overlaps = bool(asked) and all(engine.overlaps(device) for engine in asked)
-        self._pool = distributed.thread("teachers", device)
-
-    def __enter__(self) -> TeacherScoring:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
 
     def ask(self, batch: Batch, coef: float) -> Callable[[], TeacherScores]:
-        """What gives the answer, and waits for it; the giving is a collective call.
+        """A function that waits for the scores and returns them; calling it is collective.
 
         Args:
             coef: lambda; where it is 0 the teachers are asked only for the metrics (`opd.log_when_off`).
         """
-        ask = partial(self._ask, batch, coef)
-        return partial(all_or_raise, self._pool.submit(ask).result if self.overlaps else ask)
+        score = partial(self._score, batch, coef)
+        return partial(all_or_raise, self._thread.submit(score).result if self.overlaps else score)
 
-    def _ask(self, batch: Batch, coef: float) -> TeacherScores:
+    def _score(self, batch: Batch, coef: float) -> TeacherScores:
         begin = time.perf_counter()
-        opd, sampled_at = self.settings.opd, self.settings.rollout.temperature
+        settings = self.settings
         topk = ref_logp_N = None
         dropped = 0
-        if self.teachers is not None and (coef > 0 or opd.log_when_off):
-            temperature, union = self.settings.kl_temperature, self.settings.unites
-            before = self.teachers.dropped
-            topk = self.teachers.score(batch.rollouts, opd.kappa, temperature, union=union)
-            dropped = self.teachers.dropped - before
+        if self.teachers is not None and (coef > 0 or settings.opd.log_when_off):
+            dropped = self.teachers.dropped
+            topk = self.teachers.score(
+                batch.rollouts, settings.opd.kappa, settings.kl_temperature, union=settings.unites
+            )
+            dropped = self.teachers.dropped - dropped
         if self.reference is not None:
-            ref_logp_N = self.reference.score(batch.rollouts, 0, sampled_at).token_logps_NM[:, 0]
+            scored = self.reference.score(batch.rollouts, 0, settings.rollout.temperature)
+            ref_logp_N = scored.token_logps_NM[:, 0]
         return TeacherScores(topk, ref_logp_N, time.perf_counter() - begin, dropped)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from smopd.engine import distributed
+from smopd.engine.types import Sampling
 from tests.engine.tiny import tiny_model
 from tests.smopd.run.invariance_worker import (
     GROUP_SIZE,
@@ -58,11 +59,7 @@ def reverse(device, tmp_path_factory):
 def rollouts():
     """Of the first step; which prompt an epoch begins with does not matter to a mean."""
     prompts = [prompt.token_ids for prompt in prompt_set()]
-    return FixedRollouts().generate(prompts, range(PROMPTS), _Sampling)
-
-
-class _Sampling:
-    n = GROUP_SIZE
+    return FixedRollouts().generate(prompts, range(PROMPTS), Sampling(n=GROUP_SIZE))
 
 
 def logits_NV(seed, rollouts):
@@ -179,20 +176,11 @@ def test_teachers_are_watched_where_lambda_is_0(merged, device, tmp_path):
     assert [line["loss/kl"] == 0 for line in merged] == [False, True]
     unwatched = lines(tmp_path, device, {"coef": 0.0, "schedule": "constant", "log_when_off": False})
     assert all(not names & line.keys() for line in unwatched)
-    watched = lines(tmp_path / "watched", device, {"coef": 0.0, "schedule": "constant"})
-    same = ("grad_norm", "loss/pg", "entropy", "reward/dense/mean")
-    for a, b in zip(watched, unwatched, strict=True):
-        assert [a[name] for name in same] == pytest.approx([b[name] for name in same], rel=1e-6)
 
 
 def test_the_gradient_norm_is_that_before_clipping(device, tmp_path):
-    def run(folder, bound):
-        updates = train(folder, device, changes=ONE_UPDATE, options={"max_grad_norm": bound})
-        return updates, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-    updates, (found, *_) = run(tmp_path / "open", 1e9)
+    updates = train(tmp_path, device, changes=ONE_UPDATE, options={"max_grad_norm": 1e-3})
+    found, *_ = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     squares = sum(float(value.double().square().sum()) for value in updates[0]["gradients"].values())
     assert found["grad_norm"] == pytest.approx(math.sqrt(squares), rel=1e-5)
-    _, (clipped, *_) = run(tmp_path / "clipped", 1e-3)
-    assert clipped["grad_norm"] == pytest.approx(found["grad_norm"], rel=1e-5)
     assert found["updates/skipped"] == 0

@@ -1,9 +1,8 @@
-"""What the rewards are given beside prompts and responses."""
+"""What the rewards are given beside prompts and responses, and when too few of them score."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,19 +11,11 @@ import torch
 from smopd.data.prompts import Prompt
 from smopd.engine.types import Rollout
 from smopd.rewards.pool import FAILURE_KINDS, RewardBatch, RewardError
+from smopd.step.held_out import means
 from smopd.step.rewards import Rewarder
 
-PROMPT = Prompt(0, "q", (1,), {})
 ROLLOUT = Rollout((1,), torch.tensor([5]), torch.zeros(1), 0, finished=True)
-
-
-class Pool:
-    """Keeps the columns that it is given."""
-
-    def score(self, prompts: list[Any], completions: list[str], columns: dict[str, Any]) -> RewardBatch:
-        self.columns = columns
-        none = {"r": dict.fromkeys(FAILURE_KINDS, 0)}
-        return RewardBatch(("r",), np.zeros((len(completions), 1)), none, {}, {"r": 0.0}, {"r": 0})
+PROMPTS = [Prompt(i, "q", (1,), {"truth": i}) for i in range(4)]
 
 
 class Tokenizer:
@@ -32,23 +23,23 @@ class Tokenizer:
         return [str(each) for each in ids]
 
 
-def test_the_step_is_a_column_while_training_alone() -> None:
-    pool = Pool()
-    rewarder = Rewarder(pool, Tokenizer(), 0.5)  # type: ignore[arg-type]
-    prompts = [Prompt(i, "q", (1,), {"truth": i}) for i in range(2)]
-    one = torch.tensor([5])
-    rollouts = [Rollout((1,), one, torch.zeros(1), i, finished=True) for i in range(2)]
-    rewarder.score(prompts, rollouts)
-    assert pool.columns == {"truth": [0, 1]}
-    rewarder.score(prompts, rollouts, 0)
-    assert pool.columns == {"truth": [0, 1], "training_step": [0, 0]}
-
-
-def scored(failures: int, responses: int = 4) -> RewardBatch:
+def scored(failures: int) -> RewardBatch:
+    """Of four responses."""
     kinds = dict.fromkeys(FAILURE_KINDS, 0) | {"exception": failures}
-    values = np.ones((responses, 1))
-    values[:failures] = np.nan
+    values = np.array([[np.nan]] * failures + [[1.0]] * (4 - failures))
     return RewardBatch(("tone",), values, {"tone": kinds}, {"tone": "broken"}, {"tone": 0.0}, {"tone": 0})
+
+
+def rewarder(score, **options) -> Rewarder:
+    return Rewarder(SimpleNamespace(score=score), Tokenizer(), 0.5, **options)  # type: ignore[arg-type]
+
+
+def test_the_step_is_a_column_while_training_alone() -> None:
+    given: list[dict] = []
+    own = rewarder(lambda prompts, texts, columns: given.append(columns) or scored(0))
+    own.score(PROMPTS, [ROLLOUT] * 4)
+    own.score(PROMPTS, [ROLLOUT] * 4, 0)
+    assert given == [{"truth": [0, 1, 2, 3]}, {"truth": [0, 1, 2, 3], "training_step": [0] * 4}]
 
 
 @pytest.mark.parametrize(
@@ -56,25 +47,36 @@ def scored(failures: int, responses: int = 4) -> RewardBatch:
     [
         ([4, 4, 4], 3),  # half of four steps may be without a score, the first ones too
         ([4, 0, 0, 0, 4, 0], None),  # a bad call now and then
-        ([0, 4, 4, 0, 0], None),
         ([0] * 6 + [4] * 5, 9),  # more than half of the last four steps
         ([2] * 20, None),
     ],
 )
 def test_a_bad_step_is_counted_over_a_window(failures, ends_after):
     batches = iter([scored(count) for count in failures])
-    pool = SimpleNamespace(score=lambda *_: next(batches))
-    rewarder = Rewarder(pool, Tokenizer(), 0.5, window_steps=4)
-    prompts, rollouts = [PROMPT] * 4, [ROLLOUT] * 4
+    own = rewarder(lambda *_: next(batches), window_steps=4)
     for step in range(ends_after - 1 if ends_after else len(failures)):
-        rewarder.score(prompts, rollouts, step)
+        own.score(PROMPTS, [ROLLOUT] * 4, step)
     if ends_after:
         with pytest.raises(RewardError, match=r"'tone' left .* Last error: broken"):
-            rewarder.score(prompts, rollouts, ends_after - 1)
+            own.score(PROMPTS, [ROLLOUT] * 4, ends_after - 1)
 
 
 def test_an_evaluation_is_judged_alone():
-    pool = SimpleNamespace(score=lambda *_: scored(3))
-    rewarder = Rewarder(pool, Tokenizer(), 0.5, window_steps=4)
+    own = rewarder(lambda *_: scored(3), window_steps=4)
     with pytest.raises(RewardError, match="left 3 of 4 responses"):
-        rewarder.score([PROMPT] * 4, [ROLLOUT] * 4)
+        own.score(PROMPTS, [ROLLOUT] * 4)
+
+
+def test_the_means_of_an_evaluation_leave_out_what_has_no_score():
+    rewards = [{"a": 1.0, "b": None}, {"a": None, "b": None}, {"a": 2.0, "b": None}, {"a": 3.0, "b": None}]
+    items = [{"rewards": each, "finished": i > 0} for i, each in enumerate(rewards)]
+    expected = {
+        "a": 2.0,
+        "a/unscorable": 0.25,
+        "b": None,
+        "b/unscorable": 1.0,
+        "sum": None,
+        "truncated": 0.25,
+    }
+    assert means(["a", "b"], items) == expected
+    assert means(["a"], items)["sum"] == 2.0
