@@ -26,25 +26,20 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("--help", "-h"):
-        print(usage())
+        print("usage: smopd COMMAND ... | --version\n")
+        for name, (_, about) in COMMANDS.items():
+            print(f"  {name:<10}{about}")
+        print("\nsmopd COMMAND --help says more.")
         return 0
     if arguments[0] == "--version":
         print(f"smopd {__version__}")
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
-        there = ", ".join(COMMANDS)
-        print(f"error: {name!r} is no command{nearest(name, COMMANDS)}; there are {there}", file=sys.stderr)
+        known = ", ".join(COMMANDS)
+        print(f"error: {name!r} is no command{nearest(name, COMMANDS)}; there are {known}", file=sys.stderr)
         return 2
-    status: int | None = import_module(COMMANDS[name][0]).main(rest)
-    return status or 0
-
-
-def usage() -> str:
-    lines = [f"  {name:<10}{about}" for name, (_, about) in COMMANDS.items()]
-    return "\n".join(
-        ["usage: smopd COMMAND ... | --version", "", *lines, "", "smopd COMMAND --help says more."]
-    )
+    return import_module(COMMANDS[name][0]).main(rest) or 0
 
 
 def console() -> int:

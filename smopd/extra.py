@@ -5,25 +5,8 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
-TRAIN = (
-    "transformers",
-    "tokenizers",
-    "datasets",
-    "safetensors",
-    "numpy",
-    "pyarrow",
-    "pydantic",
-    "tyro",
-    "rich",
-    "yaml",
-    "jinja2",
-    "httpx",
-    "pooch",
-    "tqdm",
-    "platformdirs",
-    "packaging",
-)
-"""The extra's packages, by the names that they are imported by."""
+TRAIN = ("transformers", "datasets", "safetensors", "pydantic", "tyro", "rich", "yaml", "jinja2", "httpx")
+"""Packages of the extra, as they are imported."""
 
 if absent := [name for name in TRAIN if find_spec(name) is None]:
     sys.exit(

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from smopd.config.settings import Settings
-from smopd.data.prompts import DemonstrationSet
+from smopd.config.settings import Loss, Settings
+from smopd.data.prompts import Demonstration, DemonstrationSet, batch_indices
 from smopd.engine import distributed
 from smopd.engine.files import empty_partial, replace_folder, room_for
 from smopd.engine.imports import import_function
 from smopd.engine.models.loading import stored_dtype
 from smopd.engine.student.checkpoint import export
 from smopd.engine.student.optimizers import last_share
+from smopd.engine.student.student import Student
+from smopd.engine.types import Rollout
+from smopd.objective import token_weights
+from smopd.ops import LossSettings, LossTokens
 from smopd.record.files import JsonlLog
 from smopd.record.progress import Progress
 from smopd.run import build
 from smopd.run.failures import error_context
 from smopd.run.folder import mark_done
-from smopd.run.warm_start import warm_start
 
 
 def initial_model(settings: Settings, folder: Path) -> str:
@@ -37,10 +41,10 @@ def initial_model(settings: Settings, folder: Path) -> str:
             return
         model, tokenizer = import_function(str(origin.factory))(seed=settings.seed, **origin.kwargs)
         with room_for(made):
-            partial = empty_partial(made)
-            model.save_pretrained(partial)
-            tokenizer.save_pretrained(partial)
-            replace_folder(partial, made)
+            new = empty_partial(made)
+            model.save_pretrained(new)
+            tokenizer.save_pretrained(new)
+            replace_folder(new, made)
 
     with error_context("model.factory"):
         distributed.on_rank0(make)
@@ -57,25 +61,47 @@ def make_base(
 ) -> None:
     """Warms the model at `path` up on the demonstrations, if there are any, and exports it to `folder`."""
     warm = settings.warm_start
-    if warm is None or demonstrations is None:
-        student = build.student(settings, path, device, lora=None)
-        steps = 0
-    else:
-        steps = warm.steps
-        student = build.student(
-            settings,
-            path,
-            device,
-            lora=None,
-            learning_rate=warm.learning_rate,
-            warmup_steps=warm.warmup_steps,
-            schedule=partial(last_share, updates=steps, share=warm.decay_share),
-        )
+    steps = warm.steps if warm else 0
+    own: dict[str, Any] = {"lora": None}
+    if warm is not None:
+        own |= {"learning_rate": warm.learning_rate, "warmup_steps": warm.warmup_steps}
+        own["schedule"] = partial(last_share, updates=steps, share=warm.decay_share)
+    student = build.student(settings, path, device, **own)
+    if warm is not None and demonstrations is not None:
         log = JsonlLog(folder / "metrics.jsonl")
-        writes = distributed.rank() == 0
-        if writes:
-            log.cut(0)
-        with Progress("warm start", steps) if writes else nullcontext() as shown:
-            warm_start(student, demonstrations, warm, settings.seed, log, shown)
+        with ExitStack() as stack:
+            shown = None
+            if distributed.rank() == 0:
+                log.cut(0)
+                shown = stack.enter_context(Progress("warm start", steps))
+            for step in range(steps):
+                chosen = batch_indices(len(demonstrations), warm.batch_size, step, settings.seed)
+                values = supervised_step(student, [demonstrations[i] for i in chosen])
+                if shown is not None:
+                    log.write({"step": step + 1, **values})
+                    shown.update(step + 1, values)
     export(student, tokenizer, folder / "export", stored_dtype(path))
     mark_done(folder, {"steps": steps})
+
+
+def supervised_step(student: Student, demonstrations: list[Demonstration]) -> dict[str, float]:
+    """One update on the mean negative log-likelihood of the answers' tokens; a collective call.
+
+    Its gradient is that of the clipped surrogate at ratio 1 and advantage 1: the student's own update.
+    """
+    mine = demonstrations[distributed.rank() :: distributed.world_size()]
+    rollouts = []
+    for group, each in enumerate(mine):
+        answer = torch.tensor(each.completion_ids, dtype=torch.int64)
+        rollouts.append(Rollout(each.prompt_ids, answer, torch.zeros(len(answer)), group, finished=True))
+    lengths_R = torch.tensor([len(rollout.response_ids) for rollout in rollouts], dtype=torch.int64)
+    weight_N = token_weights(Loss(aggregation="token-mean"), lengths_R).to(student.device)
+    none = torch.zeros(0, dtype=torch.int64)
+    tokens = LossTokens(
+        token_ids_N=torch.cat([none, *(rollout.response_ids for rollout in rollouts)]).to(student.device),
+        adv_N=torch.ones_like(weight_N),
+        pg_weight_N=weight_N,
+    )
+    update = student.update(rollouts, tokens, LossSettings(opd_coef=0.0))
+    nll = -distributed.all_reduce((update.stats.logp_N * weight_N).sum())
+    return {"nll": float(nll), "grad_norm": update.grad_norm}

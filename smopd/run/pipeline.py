@@ -28,6 +28,7 @@ from smopd.data.prompts import PromptSet
 from smopd.engine import distributed
 from smopd.engine.files import write_atomically
 from smopd.engine.imports import resolve
+from smopd.engine.local.teachers import held_already
 from smopd.engine.models.loading import load_tokenizer, stored_dtype
 from smopd.engine.student.checkpoint import Checkpoints, export, require_whole
 from smopd.engine.student.optimizers import OPTIMIZERS, SCHEDULES, schedule
@@ -36,7 +37,6 @@ from smopd.merging.guard import Starter
 from smopd.merging.vectors import TaskVectors
 from smopd.names import is_url, printable
 from smopd.objective import MIXTURES
-from smopd.record.progress import say
 from smopd.record.recorder import Recorder
 from smopd.record.trackers import TRACKERS, missing
 from smopd.report.summary import summarise
@@ -45,8 +45,7 @@ from smopd.run import build
 from smopd.run.base import initial_model, make_base
 from smopd.run.failures import FAILURES, UnusableInput, error_context
 from smopd.run.folder import lock_run_dir, mark_done, write_settings
-from smopd.run.inputs import Inputs, digests, log_inputs, read_inputs, require_data
-from smopd.run.versions import newer_than_tested
+from smopd.run.inputs import Inputs, digests, log_inputs, read_inputs
 from smopd.step.held_out import evaluate_held_out
 from smopd.step.rewards import WINDOW_STEPS, Rewarder
 from smopd.step.stop import Stop, Stopped
@@ -106,7 +105,6 @@ def run_recipe(command: Command) -> int:
     rewards = [RewardSpec(reward.name, reward.function, reward.kwargs) for reward in settings.rewards]
     with Stop() as stop, distributed.process_group() as device:
         try:
-            require_data(settings)
             require_functions(settings)
             with (
                 lock_run_dir(folder, settings),
@@ -132,44 +130,8 @@ def run_recipe(command: Command) -> int:
     return 0
 
 
-def do_runs(context: RunContext, command: Command) -> None:
-    settings = context.settings
-    planned = plan(settings, command.stage, command.only)
-    base_due = needs_base(settings) and not context.finished(BASE)
-    if base_due and BASE not in [run.name for run in planned]:
-        raise UnusableInput("the base model is not made yet; run --stage warm-start first")
-    start = initial_model(settings, context.folder / BASE)
-    if absent := missing(settings.log.trackers):
-        raise UnusableInput(
-            f"log.trackers: {', '.join(absent)} is not installed (pip install {' '.join(absent)})"
-        )
-    with error_context("model"):
-        tokenizer = load_tokenizer(start)
-    inputs = read_inputs(settings, tokenizer, demonstrations=base_due)
-    write_settings(context.folder, settings, lambda: digests(settings, inputs))
-    if distributed.rank() == 0:
-        if newer := newer_than_tested():
-            say(newer)
-        log_inputs(inputs)
-    for run in planned:
-        if not context.finished(run.name):
-            if run.name == BASE:
-                folder = context.folder / BASE
-                make_base(settings, folder, start, tokenizer, inputs.demonstrations, context.device)
-            else:
-                train(context, run, inputs)
-            gc.collect()
-    if inputs.held_out is not None:
-        wanted = list(settings.runs) if command.stage == "evaluate" else [run.name for run in planned]
-        for name in dict.fromkeys([BASE, *wanted]):
-            if name == BASE or context.finished(name):
-                evaluate(context, name, inputs.held_out)
-    if distributed.rank() == 0:
-        summarise(settings, context.folder)
-
-
 def require_functions(settings: Settings) -> None:
-    """Raises UnusableInput where a setting of a run names a function that is not there."""
+    """Raises UnusableInput where a setting of a run names a function or a package that is not there."""
     for name in settings.runs:
         own = settings.resolved(name)
         named: list[tuple[str, str, Mapping[str, Any]]] = [
@@ -182,39 +144,78 @@ def require_functions(settings: Settings) -> None:
         for setting, value, known in named:
             with error_context(setting):
                 resolve(value, known)
+        if absent := " ".join(missing(own.log.trackers)):
+            raise UnusableInput(f"log.trackers: {absent} is not installed (pip install {absent})")
+
+
+def do_runs(context: RunContext, command: Command) -> None:
+    settings = context.settings
+    planned = plan(settings, command.stage, command.only)
+    names = [run.name for run in planned]
+    base_due = needs_base(settings) and not context.finished(BASE)
+    if base_due and BASE not in names:
+        raise UnusableInput("the base model is not made yet; run --stage warm-start first")
+    start = initial_model(settings, context.folder / BASE)
+    with error_context("model"):
+        tokenizer = load_tokenizer(start)
+    inputs = read_inputs(settings, tokenizer, demonstrations=base_due)
+    write_settings(context.folder, settings, lambda: digests(settings, inputs))
+    if distributed.rank() == 0:
+        log_inputs(inputs)
+    for run in planned:
+        if not context.finished(run.name):
+            if run.name == BASE:
+                folder = context.folder / BASE
+                make_base(settings, folder, start, tokenizer, inputs.demonstrations, context.device)
+            else:
+                train(context, run, inputs)
+            gc.collect()
+    if inputs.held_out is not None:
+        for name in dict.fromkeys([BASE, *(settings.runs if command.stage == "evaluate" else names)]):
+            if name == BASE or context.finished(name):
+                evaluate(context, name, inputs.held_out)
+    if distributed.rank() == 0:
+        summarise(settings, context.folder)
 
 
 def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
     """One run of the recipe, from its start or its newest checkpoint to its export."""
-    settings, folder = context.settings.resolved(run.name), context.folder / run.name
+    settings, folder, device = context.settings.resolved(run.name), context.folder / run.name, context.device
     kl_ref = settings.kl_ref
-    frozen = {"kl_ref.model": kl_ref.model} if kl_ref.coef > 0 and kl_ref.model != "init" else {}
-    if (changed := product_reference(settings, run.name)) is not None:
-        frozen["opd.product.reference"] = changed
-    settings_of = dict.fromkeys(run.teachers, "teachers.models") | {m: name for name, m in frozen.items()}
-    for needed in (*run.starts, *settings_of):
-        if needed in settings.runs and not context.finished(needed):
+    setting_of = dict.fromkeys(run.teachers, "teachers.models")
+    if kl_ref.coef > 0 and kl_ref.model != "init":
+        setting_of[kl_ref.model] = "kl_ref.model"
+    if (product_base := product_reference(settings, run.name)) is not None:
+        setting_of[product_base] = "opd.product.reference"
+    needed = dict.fromkeys([*run.starts, *setting_of])
+    for name in needed:
+        if name in settings.runs and not context.finished(name):
             raise UnusableInput(
-                f"runs.{run.name}: needs the run {needed!r}, which is not finished; run it first"
+                f"runs.{run.name}: needs the run {name!r}, which is not finished; run it first"
             )
-    for name in dict.fromkeys([*run.starts, *settings_of]):
+    for name in needed:
         context.require_whole(name)
     path = start_of(context, run, settings, inputs.train)
     tokenizer = load_tokenizer(path)
-    for name, setting in settings_of.items():
+    for name, setting in setting_of.items():
         if name != BASE and name not in settings.runs and not is_url(name):
             with error_context(setting):
                 build.require_tokenizer(tokenizer, name)
+
     scheduled = schedule(settings.student, settings.loop.steps * settings.loop.updates_per_step)
-    student = build.student(settings, path, context.device, schedule=scheduled)
-    paths = [context.teacher_path(teacher) for teacher in run.teachers]
-    if changed is not None:
-        paths.append(context.model_path(changed))
-    rollouts = build.rollout_engine(settings, path, context.device, context.settings)
-    tokens = build.n_tokens(tokenizer)
-    teachers = build.teacher_engine(settings, paths, student.vocabulary, context.device, tokens=tokens)
-    named = frozen.get("kl_ref.model")
-    held = context.model_path(named) if named else path if kl_ref.coef > 0 else None
+    student = build.student(settings, path, device, schedule=scheduled)
+    rollouts = build.rollout_engine(settings, path, device, context.settings)
+    frozen = [context.teacher_path(teacher) for teacher in run.teachers]
+    if product_base is not None:
+        frozen.append(context.model_path(product_base))
+    teachers = build.teacher_engine(settings, frozen, tokenizer, student.vocabulary, device)
+    reference = None
+    if kl_ref.coef > 0:
+        held = path if kl_ref.model == "init" else context.model_path(kl_ref.model)
+        reference = held_already(held, path, student, teachers) or build.teacher_engine(
+            settings, [held], tokenizer, student.vocabulary, device, role="reference"
+        )
+    window_steps = min(WINDOW_STEPS, settings.loop.steps)
     with Recorder(folder, run.name, settings, tokenizer) as recorder:
         optimise(
             Run(
@@ -225,14 +226,9 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
                 student=student,
                 rollouts=rollouts,
                 teachers=teachers,
-                reference=build.reference_engine(
-                    settings, held, path, student, teachers, context.device, tokens
-                ),
+                reference=reference,
                 rewarder=Rewarder(
-                    context.pool,
-                    tokenizer,
-                    settings.scoring.max_unscorable_share,
-                    min(WINDOW_STEPS, settings.loop.steps),
+                    context.pool, tokenizer, settings.scoring.max_unscorable_share, window_steps
                 ),
                 checkpoints=Checkpoints(folder / "checkpoints", settings.checkpoint.keep),
                 recorder=recorder,
@@ -245,9 +241,9 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
 
 def start_of(context: RunContext, run: PlannedRun, settings: Settings, prompts: PromptSet) -> str:
     """Where the first weights of a run are: an earlier model's, or the merge that is made of several."""
-    if run.merge is None:
-        return context.model_path(run.init)
     base = context.model_path(run.init)
+    if run.merge is None:
+        return base
     full = settings.model_copy(update={"student": settings.student.model_copy(update={"lora": None})})
     with error_context(f"runs.{run.name}.merge"):
         models = [context.teacher_path(each.model) for each in run.merge.models]

@@ -1,15 +1,17 @@
-"""The commands under one name: each says its own help, without torch, and a wrong name is answered."""
+"""The commands under one name: each has its own help, without torch, and says what is missing."""
 
 from __future__ import annotations
 
-import inspect
+import re
 import subprocess
 import sys
 from importlib import import_module
 
 import pytest
 
+import smopd
 from smopd.__main__ import COMMANDS, main
+from smopd.extra import TRAIN
 from tests.smopd.recipes import ROOT, environment
 
 HELP = """
@@ -19,7 +21,7 @@ try:
     status = main(sys.argv[1:])
 except SystemExit as end:
     status = end.code
-print("loaded", *({"torch", "transformers", "smopd.train"} & sys.modules.keys()))
+print("loaded", *({"torch", "transformers"} & sys.modules.keys()))
 sys.exit(status)
 """
 
@@ -30,17 +32,13 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
-def test_the_list_of_commands(argv, capsys):
-    assert main(argv) == 0
-    lines = capsys.readouterr().out.splitlines()
-    for name, (_, about) in COMMANDS.items():
-        assert [name, *about.split()] in [line.split() for line in lines]
-
-
-def test_the_list_loads_no_command():
-    done = run("-c", HELP, "--help")
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "loaded"
+def test_the_list_and_the_version(capsys):
+    for argv in ([], ["--help"]):
+        assert main(argv) == 0
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert all([name, *about.split()] in lines for name, (_, about) in COMMANDS.items())
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"smopd {smopd.__version__}\n"
 
 
 @pytest.mark.parametrize(("wrong", "near"), [("tain", "train"), ("evalute", "evaluate"), ("--list", None)])
@@ -51,23 +49,25 @@ def test_a_wrong_name_is_answered(wrong, near, capsys):
     assert (f"did you mean {near}?" in error) is (near is not None)
 
 
-@pytest.mark.parametrize("name", [*COMMANDS])
-def test_a_commands_help_is_its_own_and_needs_no_torch(name):
-    own = run("-m", COMMANDS[name][0].removesuffix(".__main__"), "--help")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_commands_help_needs_no_torch(name):
     done = run("-c", HELP, name, "--help")
-    assert (own.returncode, done.returncode) == (0, 0), own.stderr + done.stderr
+    assert done.returncode == 0, done.stderr
     *shown, loaded = done.stdout.splitlines()
-    assert shown and shown == own.stdout.splitlines()
-    assert set(loaded.split()) <= {"loaded", "smopd.train"}
+    assert shown and loaded == "loaded"
+    assert import_module(COMMANDS[name][0]).main.__defaults__ == (None,), "the console script gives no argv"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_without_the_extra_a_command_says_what_to_install(name):
+    done = run("-S", "-m", "smopd", name)  # -S: a Python without any installed package
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    named = re.search(r"not installed: (.*?);", line)
+    assert named and named[1].split(", ") == list(TRAIN)
+    assert "pip install 'smopd[train]'" in line
 
 
 def test_a_commands_mistakes_and_exit_status_are_its_own():
     done = run("-m", "smopd", "train", "quickstrat")
     assert done.returncode == 2 and "did you mean quickstart?" in done.stderr, done.stderr
-
-
-@pytest.mark.parametrize("name", [*COMMANDS])
-def test_commands_are_called_alike(name):
-    signature = inspect.signature(import_module(COMMANDS[name][0]).main)
-    assert list(signature.parameters) == ["argv"] and signature.parameters["argv"].default is None
-    assert signature.return_annotation in ("int", "int | None")

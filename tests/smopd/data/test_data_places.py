@@ -7,11 +7,8 @@ from pathlib import Path
 import platformdirs
 import pytest
 
-from smopd.config.cli import read_settings
 from smopd.data.places import data_folder, located
 from smopd.data.sources import load_rows
-from smopd.run.failures import UnusableInput
-from smopd.run.inputs import require_data
 
 
 @pytest.fixture
@@ -51,8 +48,3 @@ def test_a_source_may_be_a_short_name_which_comes_before_a_hub_id(folder: Path) 
     (folder / "safe").mkdir()
     (folder / "safe/alpaca_prompt_only_test.jsonl.gz").write_bytes(b"")
     assert load_rows("safe/alpaca_test") == []
-
-
-def test_a_recipe_whose_data_is_absent_says_how_it_is_fetched(folder: Path) -> None:
-    with pytest.raises(UnusableInput, match=r"^data.train: rlla/train is absent: .* fetch rlla` fetches it"):
-        require_data(read_settings("rlla_qwen2.5_1.5b"))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -52,37 +50,30 @@ def test_vllm_samples_scores_and_takes_new_weights(tmp_path):
     assert not (tmp_path / "run/student/export/adapter").exists()
 
 
-def with_lora_teachers(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """Runs a recipe whose teachers are adapters; they and their base were served by one engine."""
+def test_lora_runs_and_teachers_share_one_engine_with_their_base(tmp_path):
+    """kl_ref of a LoRA run takes its own base; with full weights it and the product take the teachers'."""
     model, tokenizer = world_model(0)
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "model")
-    whole = {
+    changes = {
         "model": {"factory": None, "path": str(tmp_path / "model")},
         "data": {"evaluation": None},
         "teachers": {"engine": "vllm"},
-        **changes,
+        "kl_ref": {"coef": 0.01},
+        "merge": {"method": "product"},
+        "opd": {"kappa": 8},
         "student": {"lora": LORA, "learning_rate": 1e-2},
         "loss": {"entropy_coef": 0.1},  # moves the policy where no reward differs
         "loop": {"steps": 2},
         "runs": {"student": {"stage": "merge", "set": {"student": {"lora": None}}}},
     }
-    result = train(write_recipe(tmp_path, whole, drop=("warm_start",)), "--output", "run")
+    result = train(write_recipe(tmp_path, changes, drop=("warm_start",)), "--output", "run")
     assert result.returncode == 0, result.stderr
     made = [line for line in result.stderr.splitlines() if line.startswith("vLLM ")]
     assert len(made) == 1 and "teachers/0 engine for" in made[0], made
-
-
-def test_a_lora_run_with_kl_ref_takes_its_own_base(tmp_path):
-    """And a merge run of full weights takes that of its teachers; vLLM makes no engine for either."""
-    with_lora_teachers(tmp_path, {"kl_ref": {"coef": 0.01}})
     for run in ("accuracy_teacher", "format_teacher", "student"):
         first, second = metric_lines(tmp_path / "run" / run)
         assert abs(first["kl_ref"]) < 1e-4 < abs(second["kl_ref"]), run
-
-
-def test_the_product_of_lora_teachers_and_their_base_in_one_engine(tmp_path):
-    with_lora_teachers(tmp_path, {"merge": {"method": "product"}, "opd": {"kappa": 8}})
     for line in metric_lines(tmp_path / "run/student"):
         for m in range(2):
             assert 1e-5 < abs(line[f"teacher_{m}/change"]) < 10, line

@@ -24,15 +24,14 @@ def test_a_removed_lock_file_opens_no_second_way_in(tmp_path):
         pass
 
 
-@pytest.mark.parametrize("way", ["a file", "a link to nothing"])
-def test_a_directory_that_cannot_be_made_is_named(tmp_path, way):
+def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     output = tmp_path / "out"
-    output.write_text("") if way == "a file" else output.symlink_to(tmp_path / "absent")
+    output.symlink_to(tmp_path / "absent")
     with pytest.raises(RunDirLocked, match=f"output: .*{output}"), lock_run_dir(output, MADE):
         pass
 
 
-@pytest.mark.parametrize("content", [b"model: {path: [", b"\xff\xfe\x00\x01", b"- " * 5000 + b"["])
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00\x01", b"- " * 5000 + b"["])
 def test_settings_that_cannot_be_read_are_named(tmp_path, content):
     (tmp_path / "config.yaml").write_bytes(content)
     (tmp_path / "student").mkdir()

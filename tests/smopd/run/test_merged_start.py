@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from copy import deepcopy
@@ -16,7 +15,6 @@ from safetensors.torch import load_file
 
 from smopd.merging.guard import Starter
 from smopd.merging.vectors import Part, TaskVectors
-from tests.engine.tiny import tiny_model
 from tests.smopd.recipes import metric_lines, train, train_here, write_recipe
 
 MERGE: dict[str, Any] = {
@@ -94,7 +92,7 @@ def test_a_guarded_start_is_the_best_of_its_table(place: Callable[..., tuple[Pat
     assert "base: lacks 100% of what format_teacher gained" in page
 
 
-def test_a_stopped_guard_goes_on(
+def test_a_stopped_guard_resumes(
     place: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strict = deepcopy(MERGE["models"])
@@ -103,18 +101,12 @@ def test_a_stopped_guard_goes_on(
     train_here(recipe, "--output", "whole")
     table = json.loads((whole / "student" / "merge.json").read_text())
     assert [row["name"] for row in table["rows"]] == NAMES and all(row["out"] for row in table["rows"])
-    strictly = {"accuracy_teacher": 1, "format_teacher": 0.1}
-
-    def beyond(row: dict[str, Any]) -> tuple[float, float]:
-        return max(row["lost"][model] - most for model, most in strictly.items()), -row["score"]
-
-    assert table["chosen"] == min(table["rows"], key=beyond)["name"]  # which one hangs on roundings
     _, out = place("cut", models=strict)
-    scored: list[str] = []
-    merged = TaskVectors.merged
+    merges: list[str] = []
+    merged, write = TaskVectors.merged, Starter._write
 
     def counted(self: TaskVectors, chosen: Any, method: Any = "sum") -> Any:
-        scored.append(str(chosen))
+        merges.append(str(chosen))
         return merged(self, chosen, method)
 
     def torn(self: Starter, **table: Any) -> None:
@@ -122,26 +114,16 @@ def test_a_stopped_guard_goes_on(
             raise KeyboardInterrupt
         write(self, **table)
 
-    write = Starter._write
     monkeypatch.setattr(TaskVectors, "merged", counted)
     monkeypatch.setattr(Starter, "_write", torn)
     with pytest.raises(KeyboardInterrupt):
         train_here(recipe, "--output", "cut")
-    assert len(scored) == 3 and not (out / "student" / "start").exists()
+    assert len(merges) == 3 and not (out / "student" / "start").exists()
     monkeypatch.setattr(Starter, "_write", write)
-    scored.clear()
+    merges.clear()
     assert train_here(recipe, "--output", "cut").returncode == 0
-    assert len(scored) == 3 + 1  # those that were not kept, and the start
+    assert len(merges) == 3 + 1  # those that were not kept, and the start
     assert (out / "student" / "merge.json").read_text() == (whole / "student" / "merge.json").read_text()
-    assert metric_lines(out / "student") == metric_lines(whole / "student")
-
-    scored.clear()
-    shutil.rmtree(out / "student" / "start")  # as if the kill came before it was whole
-    for name in ("done.json", "evaluation.json", "metrics.jsonl"):
-        (out / "student" / name).unlink()
-    shutil.rmtree(out / "student" / "checkpoints")
-    assert train_here(recipe, "--output", "cut").returncode == 0
-    assert len(scored) == 1
     assert metric_lines(out / "student") == metric_lines(whole / "student")
 
 
@@ -164,33 +146,10 @@ def test_two_ranks_share_the_rollouts_and_agree(place: Callable[..., tuple[Path,
 def test_a_start_without_a_guard_is_the_merge_as_given(place: Callable[..., tuple[Path, Path]]) -> None:
     models = [{"model": "accuracy_teacher", "keep": 0.3}, {"model": "format_teacher", "exclude": "mlp"}]
     recipe, out = place(models=models, rule="ties", guard=None)
-    kl_ref = ("--kl_ref.coef", "0.1")  # whose model is the run's start
-    (out / "config.yaml").unlink()
-    done = train_here(recipe, "--output", "out", "--only", "student", *kl_ref)
+    done = train_here(recipe, "--output", "out", "--only", "student")
     assert done.returncode == 0, done.stderr
     folders = [str(out / name / "export") for name in ("base", "accuracy_teacher", "format_teacher")]
     expected = TaskVectors(folders[0], folders[1:]).merged([Part(keep=0.3), Part(exclude="mlp")], "ties")
     written = load_file(out / "student" / "start" / "model.safetensors")
     assert all(torch.equal(written[name], value) for name, value in expected)
-    lines = metric_lines(out / "student")
-    assert abs(lines[0]["kl_ref"]) < 1e-5 < abs(lines[-1]["kl_ref"])
     assert not (out / "student" / "merge.json").exists()
-
-
-def test_mistakes_are_told_with_their_setting(place: Callable[..., tuple[Path, Path]]) -> None:
-    recipe, out = place()
-    (out / "format_teacher" / "done.json").unlink()
-    done = train_here(recipe, "--output", "out", "--only", "student")
-    assert done.returncode == 1
-    assert "runs.student: needs the run 'format_teacher', which is not finished" in done.stderr
-
-    recipe, _ = place("foreign", models=[{"model": str(tiny_model_in(out.parent))}], guard=None)
-    done = train_here(recipe, "--output", "foreign", "--only", "student")
-    assert done.returncode == 1
-    assert re.search(r"error: runs.student.merge: \S+/other: \S+ has shape .*, the base .* has", done.stderr)
-
-
-def tiny_model_in(folder: Path) -> Path:
-    """Another model of the same kind, in another size."""
-    tiny_model(0).save_pretrained(folder / "other")
-    return folder / "other"

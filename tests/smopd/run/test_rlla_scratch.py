@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 from safetensors import safe_open
@@ -14,32 +13,25 @@ from tests.smopd.recipes import metric_lines, train_here
 pytestmark = pytest.mark.slow
 
 
-def run_recipe(folder: Path) -> str:
-    """What the shortened recipe prints; every part has left what it should."""
+def test_every_part_of_the_path_takes_real_items(tmp_path, data_set):
+    assert data_set("rlla/sft") and data_set("rlla/test") and data_set("tokenizer/qwen")
     done = train_here(
         "rlla_scratch",
-        *("--output", str(folder / "out")),
+        *("--output", str(tmp_path / "out")),
         *("--data.evaluation.limit", "3"),
         *("--warm_start.steps", "1"),
         *("--warm_start.batch_size", "2"),
         *("--loop.steps", "1"),
         *("--loop.prompts_per_step", "1"),
         *("--rollout.max_new_tokens", "8"),
-        cwd=folder,
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr[-4000:]
+    assert "399 training prompts of 399 rows (0 too long" in done.stdout
     for run in ("accuracy_teacher", "format_teacher", "student"):
-        (line,) = metric_lines(folder / "out" / run)
+        (line,) = metric_lines(tmp_path / "out" / run)
         assert all(value is not None and math.isfinite(value) for value in line.values()), line
-        assert list((folder / "out" / run / "checkpoints").glob("step_*/manifest.json"))
-        with safe_open(folder / "out" / run / "export/model.safetensors", "pt") as weights:
+        with safe_open(tmp_path / "out" / run / "export/model.safetensors", "pt") as weights:
             assert weights.get_slice("lm_head.weight").get_shape()[0] == 151_936
-    return done.stdout
-
-
-def test_every_part_of_the_path_takes_real_items(tmp_path, data_set):
-    assert data_set("rlla/sft") and data_set("rlla/test") and data_set("tokenizer/qwen")
-    shown = run_recipe(tmp_path)
-    assert "399 training prompts of 399 rows (0 too long" in shown
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out/student/export")
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") == 151_645
