@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from smopd import extra  # noqa: F401 says what to install
 
@@ -56,17 +56,24 @@ def merge(options: Options) -> None:
     Raises:
         ValueError, OSError: what was given does not go together, or cannot be read or written.
     """
-    n = len(options.models)
-    given = [each_of(name, getattr(options, name), n) for name in ("scale", "keep", "exclude")]
     if wrong := [keep for keep in options.keep if not 0 < keep <= 1]:
         raise ValueError(f"--keep: got {wrong[0]:g}, expected a share over 0 and at most 1")
     if options.output.exists():
         raise ValueError(f"--output: {options.output} is there already, expected a new folder")
+    n = len(options.models)
+    each = []
+    for name in ("scale", "keep", "exclude"):
+        given = getattr(options, name)
+        if len(given) not in (1, n):
+            raise ValueError(
+                f"--{name}: got {len(given)} values, expected one, or one for each of {n} models"
+            )
+        each.append(given * n if len(given) == 1 else given)
 
     from smopd.engine.weights.adapters import read_adapter
     from smopd.merging.vectors import Part, TaskVectors, merge_adapters
 
-    parts = [Part(*part) for part in zip(*given, strict=True)]
+    parts = [Part(*part) for part in zip(*each, strict=True)]
     adapters = [read_adapter(path) for path in options.models]
     if all(adapters) and not options.full:
         merge_adapters(options.models, parts, options.method, options.output, options.base)
@@ -75,13 +82,6 @@ def merge(options: Options) -> None:
     if base is None:
         raise ValueError("--base: not given, expected the model that the others were trained from")
     TaskVectors(base, options.models).write(options.output, parts, options.method)
-
-
-def each_of(name: str, values: tuple[Any, ...], n: int) -> tuple[Any, ...]:
-    if len(values) not in (1, n):
-        option = f"--{name.replace('_', '-')}"
-        raise ValueError(f"{option}: got {len(values)} values, expected one, or one for each of {n} models")
-    return values * n if len(values) == 1 else values
 
 
 if __name__ == "__main__":

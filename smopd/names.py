@@ -1,4 +1,4 @@
-"""Names that people write: the hint where one is nearly right, and secrets."""
+"""Names that people write: hints, what a terminal may be shown, and secrets."""
 
 from __future__ import annotations
 
@@ -36,14 +36,12 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """For a terminal: without control characters but tab and newline, which it would obey, whoever wrote
-    them, and without the user and password of a URL."""
+    """For a terminal: no control characters but tab and newline, no user and password of a URL."""
     return _USER.sub(r"\1", _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text))
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """For a file: nested values with what stands under a secret's name (`api_key`, `token`, `secret`,
-    `password` and their like) and the user and password of URLs left out."""
+    """For a file: nested values without what stands under a secret's name, or before the host of a URL."""
     if isinstance(value, dict):
         return {key: redacted(inner, str(key)) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

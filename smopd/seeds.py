@@ -20,11 +20,9 @@ import tyro
 
 from smopd.config.cli import read_settings
 from smopd.config.recipe import Mistakes
-from smopd.config.settings import Settings
 from smopd.engine.files import write_atomically
-from smopd.record.files import JsonlLog
 from smopd.report.summary import evaluated_rows, table_columns
-from smopd.report.tables import Row, aggregate, markdown
+from smopd.report.tables import aggregate, markdown
 
 
 @dataclass(frozen=True)
@@ -47,9 +45,8 @@ def main(argv: list[str] | None = None) -> int:
         arguments = [options.recipe, "--seed", str(seed), "--output", str(folder)]
         if code := run([sys.executable, "-m", "smopd.train", *arguments]):
             return code
-    text = (
-        markdown(over_seeds(settings, folders), table_columns(settings)) + "\n" + take_offs(settings, folders)
-    )
+    rows = aggregate([evaluated_rows(settings, folder) for folder in folders])
+    text = markdown(rows, table_columns(settings)) + "\n"
     write_atomically(options.output / "table.md", text.encode())
     print(text)
     return 0
@@ -71,31 +68,6 @@ def run(command: list[str]) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     return 128 - code if code < 0 else code
-
-
-def over_seeds(settings: Settings, folders: list[Path]) -> list[Row]:
-    return aggregate([evaluated_rows(settings, folder) for folder in folders])
-
-
-def take_offs(settings: Settings, folders: list[Path], share: float = 0.5) -> str:
-    """When the last reward's mean over the rollouts first reached `share` of its range, by run and seed."""
-    reward = settings.rewards[-1]
-    low, high = reward.range if isinstance(reward.range, tuple) else (0.0, 1.0)
-    lines = [
-        f"First step with a mean sampled {reward.name} of {low + share * (high - low):g} or more, by seed:",
-        "",
-    ]
-    for name in settings.runs:
-        steps = []
-        for folder in folders:
-            metrics = JsonlLog(folder / name / "metrics.jsonl").read()
-            means = [(line["step"], line.get(f"reward/{reward.name}/mean")) for line in metrics]
-            reached = [
-                step for step, mean in means if mean is not None and mean >= low + share * (high - low)
-            ]
-            steps.append(str(reached[0]) if reached else "never")
-        lines.append(f"- {settings.runs[name].label or name}: {', '.join(steps)}")
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

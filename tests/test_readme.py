@@ -1,4 +1,4 @@
-"""The README's recipe is one that the command takes; operations and links that the pages name are there."""
+"""The README's recipe is one that the command takes; its operations run and its rewards score."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from smopd import ops
 from smopd.config.cli import parse
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
@@ -29,18 +26,6 @@ def test_the_recipe_parses(tmp_path, monkeypatch):
     assert command.dry_run
 
 
-def test_the_operations_are_public():
-    named = [
-        name.strip()
-        for page in PAGES
-        for line in re.findall(r"^from smopd\.ops import (.*)$", page.read_text(), re.MULTILINE)
-        for name in line.split(",")
-    ]
-    named += re.findall(r"smopd\.ops\.(\w+)", (ROOT / "docs" / "method.md").read_text())
-    assert len(named) > 10
-    assert set(named) <= set(ops.__all__)
-
-
 def test_the_operations_run_and_the_rewards_score():
     rewards, operations = blocks("python")
     names: dict[str, Any] = {}
@@ -49,14 +34,3 @@ def test_the_operations_run_and_the_rewards_score():
     exec(rewards, names)
     assert names["format"](["q"], ["<think>so"], answer=["7"]) == [1.0]
     assert names["accuracy"](["q", "q"], ["it is 7", "it is 8"], answer=["7", "7"]) == [3.0, -3.0]
-
-
-def test_the_files_that_the_pages_name_are_there():
-    wrong = []
-    for page in PAGES:
-        text = page.read_text()
-        links = re.findall(r"\]\((?!http)([^)#]+)\)", text)
-        paths = re.findall(r"`((?:kernels|engine|smopd|tests|bench|csrc|examples|docs)/[\w/.]+\.\w+)`", text)
-        wrong += [f"{page.name}: {link}" for link in links if not (page.parent / link).exists()]
-        wrong += [f"{page.name}: {path}" for path in paths if not (ROOT / path).exists()]
-    assert not wrong, wrong

@@ -19,7 +19,6 @@ def test_secrets_by_name_and_users_of_urls_are_left_out_of_files():
         "max_new_tokens": 32,
         "tokenizer": "path",
         "token": None,
-        "keys": ["a"],
     }
     assert redacted(values) == {
         "api_key": REDACTED,
@@ -28,7 +27,6 @@ def test_secrets_by_name_and_users_of_urls_are_left_out_of_files():
         "max_new_tokens": 32,
         "tokenizer": "path",
         "token": None,
-        "keys": ["a"],
     }
 
 
