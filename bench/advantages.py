@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from bench.harness import ceiling, eager_forms
-from bench.harness.providers import compiled, compiling, eager, ours
-from bench.harness.types import Benchmark, Case, Expected, Outputs
+from bench.harness.types import Benchmark, Case, Expected, Outputs, Provider, compiled, compiling, ours
 from smopd.ops import gdpo_advantages
 
 NORM_EPS = 1e-6
@@ -60,7 +59,7 @@ BENCHMARKS = {
         ceiling=lambda given: ceiling.launch_or_copy(given.rewards_RK),
         launch_bound=True,
         providers=(
-            eager("eager", stacked(eager_forms.gdpo_stacked)),
+            Provider(name="eager", run=stacked(eager_forms.gdpo_stacked)),
             compiled(stacked(compiling(eager_forms.gdpo_stacked))),
             *ours(fused, backends=("reference", "triton")),
         ),

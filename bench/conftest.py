@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.harness import record, report
+from bench.harness import record
 from bench.harness.record import DEVICE
 
 ROWS = pytest.StashKey[list[dict]]()
@@ -53,5 +53,5 @@ def tell(request: pytest.FixtureRequest) -> Callable[[dict], None]:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if rows := config.stash[ROWS]:
         terminalreporter.section("operations")
-        for line in report.table(rows):
+        for line in record.table(rows):
             terminalreporter.write_line(line)

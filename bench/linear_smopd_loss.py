@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from bench.harness import ceiling, eager_forms, peers
 from bench.harness.inputs import Scenario, on_head
 from bench.harness.peers import head_leaves
-from bench.harness.providers import compiled, compiling, eager, ours, peer
 from bench.harness.truth import loss_truth
-from bench.harness.types import Benchmark, Case, Outputs
+from bench.harness.types import Benchmark, Case, Outputs, Provider, compiled, compiling, ours, peer
 from smopd.ops import LossSettings, LossTokens, linear_smopd_loss
-
-ONE_CHUNK_BYTES = 1 << 40  # all logits at once
 
 
 def run(form):
@@ -32,8 +27,8 @@ def plain(hidden_ND: Tensor, weight_VD: Tensor, tokens: LossTokens, settings: Lo
     return eager_forms.objective(hidden_ND @ weight_VD.T, tokens, settings)
 
 
-def fused(hidden_ND: Tensor, weight_VD: Tensor, tokens: LossTokens, settings: LossSettings, **options):
-    loss, stats = linear_smopd_loss(hidden_ND, weight_VD, tokens, settings, **options)
+def fused(hidden_ND: Tensor, weight_VD: Tensor, tokens: LossTokens, settings: LossSettings):
+    loss, stats = linear_smopd_loss(hidden_ND, weight_VD, tokens, settings)
     return loss, {"logp": stats.logp_N, "kl": stats.kl_N, "entropy": stats.entropy_N}
 
 
@@ -57,15 +52,12 @@ BENCHMARKS = {
         truth=loss_truth,
         ceiling=lambda scenario: ceiling.three_gemms(scenario.hidden_ND, scenario.weight_VD),
         providers=(
-            eager("eager", run(plain)),
+            Provider(name="eager", run=run(plain)),
             compiled(run(compiling(plain))),
             *ours(run(fused)),
-            *ours(
-                run(functools.partial(fused, chunk_bytes=ONE_CHUNK_BYTES)), "one chunk", backends=("triton",)
-            ),
-            peer("trl chunked", peers.trl_linear, "trl", note=peers.TRL_NOTE),
-            peer("liger", peers.liger_linear, "liger_kernel", devices=("cuda",), note=peers.LABEL_NOTE),
-            peer("cce", peers.cut_cross_entropy, "cut_cross_entropy", note=peers.LABEL_NOTE, main_only=True),
+            peer("trl chunked", peers.trl_linear, "trl", peers.TRL_NOTE),
+            peer("liger", peers.liger_linear, "liger_kernel", peers.LABEL_NOTE, devices=("cuda",)),
+            peer("cce", peers.cut_cross_entropy, "cut_cross_entropy", peers.LABEL_NOTE, main_only=True),
         ),
     )
 }

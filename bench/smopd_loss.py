@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from bench.harness import ceiling, eager_forms, peers
 from bench.harness.inputs import VOCABULARIES, Scenario, on_logits
-from bench.harness.providers import compiled, compiling, eager, ours, peer
 from bench.harness.truth import loss_truth
-from bench.harness.types import Benchmark, Case, Outputs
+from bench.harness.types import Benchmark, Case, Outputs, Provider, compiled, compiling, ours, peer
 from smopd.ops import smopd_loss
 
 
@@ -66,8 +63,7 @@ BENCHMARKS = {
         truth=loss_truth,
         ceiling=lambda scenario: ceiling.copy(scenario.logits_NV),
         providers=(
-            eager("eager", run(eager_forms.objective)),
-            eager("eager 16-bit", run(functools.partial(eager_forms.objective, wide=False))),
+            Provider(name="eager", run=run(eager_forms.objective)),
             compiled(run(compiling(eager_forms.objective))),
             *ours(run(fused)),
             *ours(run_in_place, "in place", prepare=own_logits),

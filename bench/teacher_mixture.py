@@ -10,9 +10,8 @@ from torch import Tensor
 
 from bench.harness import ceiling, eager_forms, objective
 from bench.harness.accuracy import LOGP, clear_places
-from bench.harness.providers import compiled, compiling, eager, ours
 from bench.harness.truth import checked_rows, in_chunks
-from bench.harness.types import Benchmark, Case, Expected, Outputs
+from bench.harness.types import Benchmark, Case, Expected, Outputs, Provider, compiled, compiling, ours
 from smopd.ops import Mixture, teacher_mixture, teacher_product
 
 IDS_PER_CANDIDATE = 4  # teachers share most of their tokens: ids come from this many times kappa
@@ -99,10 +98,6 @@ def fused(form):
     return call
 
 
-def ceiling_of(inputs: Inputs) -> ceiling.Ceiling:
-    return ceiling.launch_or_copy(inputs.logps_NMS)
-
-
 BENCHMARKS = {
     "teacher_mixture": Benchmark(
         cases={
@@ -120,10 +115,10 @@ BENCHMARKS = {
         },
         inputs=mixture_inputs,
         truth=truth_of(lambda *args: objective.mixture(*args[:4], args[4].merge)),
-        ceiling=ceiling_of,
+        ceiling=lambda inputs: ceiling.launch_or_copy(inputs.logps_NMS),
         launch_bound=True,
         providers=(
-            eager("eager", run(eager_forms.pooled, eager_forms.merged)),
+            Provider(name="eager", run=run(eager_forms.pooled, eager_forms.merged)),
             compiled(run(compiling(eager_forms.pooled), compiling(eager_forms.merged))),
             *ours(fused(lambda *args: teacher_mixture(*args[:4], merge=args[4].merge))),
         ),
@@ -135,10 +130,10 @@ BENCHMARKS = {
         },
         inputs=product_inputs,
         truth=truth_of(lambda *args: objective.product(*args[:4], CLIP)),
-        ceiling=ceiling_of,
+        ceiling=lambda inputs: ceiling.launch_or_copy(inputs.logps_NMS),
         launch_bound=True,
         providers=(
-            eager("eager", run(pairs)),
+            Provider(name="eager", run=run(pairs)),
             compiled(run(compiling(pairs))),
             *ours(fused(lambda *args: teacher_product(*args[:4], clip=CLIP))),
         ),

@@ -16,10 +16,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from bench.harness.providers import here
 from bench.harness.record import DEVICE
-from bench.harness.run import Setting, checked, timed
-from bench.harness.timing import Clock
+from bench.harness.run import Clock, Setting, checked, timed
 from bench.harness.types import Benchmark, Case, Provider
 
 pytest.importorskip("pytest_benchmark", reason="needs pytest-benchmark (the bench extra)")
@@ -70,7 +68,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for name, benchmark in BENCHMARKS.items()
         for case in cases_of(benchmark, cases)
         for provider in benchmark.providers
-        if here(provider, case, DEVICE)
+        if DEVICE in provider.devices and (case.main or not provider.main_only)
     ]
     entries.sort(key=lambda entry: not entry.case.main)  # what one would miss most comes first
     metafunc.parametrize("entry", entries, ids=str)

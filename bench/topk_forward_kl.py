@@ -6,9 +6,8 @@ import torch
 
 from bench.harness import ceiling, eager_forms, peers
 from bench.harness.inputs import VOCABULARIES, Scenario, on_logits
-from bench.harness.providers import compiled, compiling, eager, ours, peer
 from bench.harness.truth import loss_truth
-from bench.harness.types import Benchmark, Case, Expected, Outputs
+from bench.harness.types import Benchmark, Case, Expected, Outputs, Provider, compiled, compiling, ours, peer
 from smopd.ops import teacher_forward_kl, topk_forward_kl
 
 
@@ -34,16 +33,8 @@ def run(form):
 
 
 def plain(logits_NV, tokens, settings):
-    return of_log_softmax(logits_NV.float().log_softmax(-1), tokens, settings)
-
-
-def narrow(logits_NV, tokens, settings):
-    """The log-softmax in the logits' dtype: half the memory, a hundredth of a nat."""
-    return of_log_softmax(logits_NV.log_softmax(-1), tokens, settings)
-
-
-def of_log_softmax(logq_NV, tokens, settings):
-    logp_N = logq_NV.gather(-1, tokens.token_ids_N[:, None])[:, 0].float()
+    logq_NV = logits_NV.float().log_softmax(-1)
+    logp_N = logq_NV.gather(-1, tokens.token_ids_N[:, None])[:, 0]
     return logp_N, eager_forms.forward_kl(logq_NV, *eager_forms.target_of(tokens, settings), settings.tail)
 
 
@@ -66,15 +57,14 @@ def of_cases(cpu: tuple[Case, ...], cuda: tuple[Case, ...], *providers) -> Bench
         truth=truth,
         ceiling=lambda scenario: ceiling.copy(scenario.logits_NV),
         providers=(
-            eager("eager", run(plain)),
-            eager("eager 16-bit", run(narrow)),
+            Provider(name="eager", run=run(plain)),
             compiled(run(compiling(plain))),
             *providers,
         ),
     )
 
 
-LIGER = peer("liger kl_div", peers.liger_kl, "liger_kernel", devices=("cuda",), note=peers.LIGER_NOTE)
+LIGER = peer("liger kl_div", peers.liger_kl, "liger_kernel", peers.LIGER_NOTE, devices=("cuda",))
 BENCHMARKS = {
     "topk_forward_kl": of_cases(
         (

@@ -10,9 +10,8 @@ from torch import Tensor
 from bench.harness import ceiling, eager_forms, peers
 from bench.harness.accuracy import LINEAR_NORM, LOGP
 from bench.harness.inputs import VOCABULARIES, head_logits, random_head, random_logits
-from bench.harness.providers import compiled, compiling, eager, ours, peer
 from bench.harness.truth import checked_rows, in_chunks
-from bench.harness.types import Benchmark, Case, Expected, Outputs
+from bench.harness.types import Benchmark, Case, Expected, Outputs, Provider, compiled, compiling, ours, peer
 from smopd.ops import linear_topk_logprobs, topk_logprobs
 
 
@@ -84,12 +83,10 @@ BENCHMARKS = {
         truth=truth,
         ceiling=lambda inputs: ceiling.read(inputs.given[0]),
         providers=(
-            eager("topk + logsumexp", run(eager_forms.topk_of_logits)),
+            Provider(name="topk + logsumexp", run=run(eager_forms.topk_of_logits)),
             compiled(run(compiling(eager_forms.topk_of_logits))),
             *ours(run(fused)),
-            peer(
-                "flashinfer", run(peers.flashinfer_topk), "flashinfer", devices=("cuda",), note=peers.IDS_NOTE
-            ),
+            peer("flashinfer", run(peers.flashinfer_topk), "flashinfer", peers.IDS_NOTE, devices=("cuda",)),
         ),
     ),
     "linear_topk_logprobs": Benchmark(
@@ -109,7 +106,7 @@ BENCHMARKS = {
         truth=truth,
         ceiling=lambda inputs: ceiling.gemm(*inputs.given),
         providers=(
-            eager("head, topk + logsumexp", run(linear)),
+            Provider(name="head, topk + logsumexp", run=run(linear)),
             compiled(run(compiling(linear))),
             *ours(run(fused_linear)),
         ),

@@ -6,7 +6,6 @@ log-softmax in bf16 is a hundredth of a nat off): they are refused only for comp
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -24,7 +23,6 @@ ROWS_UP_TO = 1e-3  # a bound in norm up to which single rows are judged: a 16-bi
 REFERENCE_SLACK = 4.0  # plain fp32 torch rounds a log-probability of -17 by 1e-6, twice what a kernel may
 OTHERS_NORM = 0.5  # of eager forms and peers; a log-softmax in bf16 was 0.2 off near the teachers
 OTHERS_SCALAR = 0.02  # the same of a single number near 0
-M_PERTURB, FREED_BYTE = -6, 0x40  # mallopt(3)
 
 
 def judge(provider: Provider, outputs: Outputs, truth: dict[str, Expected]) -> tuple[str | None, dict, float]:
@@ -102,21 +100,11 @@ def gradient_bound(gradient: Tensor, dtype: torch.dtype, scale: Tensor) -> Tenso
 
 
 @contextmanager
-def poisoned_memory(like: Tensor) -> Iterator[None]:
-    """Inside, new memory holds what no result does, so that what is not written shows.
-
-    On a GPU NaN, in the blocks that the allocator hands out next. On Linux's CPUs glibc fills what is
-    allocated with one byte and what is freed with its complement: about -1.5 and 3.0 in every float type.
-    """
-    if like.is_cuda:
-        small = torch.empty(1 << 22, dtype=torch.float32, device=like.device)
-        blocks = [torch.full_like(block, float("nan")) for block in (like, small)]
-        del blocks
-        yield
-        return
-    perturb = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
-    perturb(M_PERTURB, FREED_BYTE)
+def poisoned_memory() -> Iterator[None]:
+    """Inside, new memory holds NaN or the largest integer, so that what is not written shows."""
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")  # the one mode in which torch fills new memory
     try:
         yield
     finally:
-        perturb(M_PERTURB, 0)
+        torch.set_deterministic_debug_mode(before)

@@ -52,16 +52,15 @@ def forward_kl(logq_NV: Tensor, ids_NS: Tensor, logps_NS: Tensor, tail: bool) ->
 
 
 def objective(
-    logits_NV: Tensor, tokens: LossTokens, settings: LossSettings, wide: bool = True
+    logits_NV: Tensor, tokens: LossTokens, settings: LossSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and its terms at temperature 1, in fp32 or with wide=False in the logits' dtype."""
-    logits_NV = logits_NV.float() if wide else logits_NV
-    logq_NV = logits_NV.log_softmax(-1)
-    logp_N = logq_NV.gather(-1, tokens.token_ids_N[:, None])[:, 0].float()
+    """The loss and its terms at temperature 1, in fp32."""
+    logq_NV = logits_NV.float().log_softmax(-1)
+    logp_N = logq_NV.gather(-1, tokens.token_ids_N[:, None])[:, 0]
     surrogate_N = surrogate(logp_N, tokens, settings)
     kl_N = forward_kl(logq_NV, *target_of(tokens, settings), settings.tail)
     with torch.set_grad_enabled(settings.entropy_coef != 0.0):
-        entropy_N = -(logq_NV.exp() * logq_NV).sum(-1).float()
+        entropy_N = -(logq_NV.exp() * logq_NV).sum(-1)
     loss = (tokens.pg_weight_N * surrogate_N + settings.opd_coef * tokens.kl_weight_N * kl_N).sum()
     if settings.entropy_coef != 0.0:
         loss = loss - settings.entropy_coef * (tokens.ent_weight_N * entropy_N).sum()

@@ -7,7 +7,6 @@ Shapes: n rows of a chunk, V vocabulary, M teachers, S support entries (kappa).
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -35,16 +34,6 @@ class Terms:
     student_mass: Tensor
     slope: Tensor
     q_dense: Tensor
-
-
-def take(tokens: LossTokens, rows: Tensor | slice) -> LossTokens:
-    """The tokens of these rows; log_alpha is shared by all."""
-    columns = {
-        field.name: getattr(tokens, field.name)
-        for field in dataclasses.fields(tokens)
-        if field.name != "log_alpha" and getattr(tokens, field.name) is not None
-    }
-    return dataclasses.replace(tokens, **{name: value[rows] for name, value in columns.items()})
 
 
 def mixture(ids: Tensor, logps: Tensor, log_alpha: Tensor, kappa: int, merge: bool) -> tuple[Tensor, Tensor]:

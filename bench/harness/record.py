@@ -1,15 +1,17 @@
-"""JSON lines of rows, each with where and with what it was measured."""
+"""JSON lines of rows, each with where and with what it was measured, and as one table in Markdown."""
 
 from __future__ import annotations
 
 import datetime
 import functools
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
+import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -18,10 +20,23 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
+HEADER = (
+    "operation and case",
+    "provider",
+    "ms",
+    "p20 to p80",
+    "x eager",
+    "of ceiling",
+    "MiB",
+    "error",
+)
+"""error: the largest, in nats, or of a linear head as a share of the norm; not of gradients."""
+
 
 @functools.cache
 def surroundings(device: str) -> dict:
     """Commit, device, driver, versions and threads: the same in every row of a run."""
+    triton = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None
     here = {
         "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -29,7 +44,7 @@ def surroundings(device: str) -> dict:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": triton,
     }
     if device == "cpu":
         return here
@@ -41,9 +56,8 @@ def device_name(device: str) -> str:
     if device != "cpu":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    name = names[0] if names else platform.processor() or platform.machine()
+    named = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    name = named[1] if named else platform.processor() or platform.machine()
     return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
@@ -62,13 +76,6 @@ def _output(*command: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return run.stdout.strip()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def teller(device: str, file: IO[str] | None = None) -> Callable[[dict], None]:
@@ -96,3 +103,45 @@ def rows_of(path: Path) -> list[dict]:
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}:{number}: not a row ({error})") from None
     return rows
+
+
+def table(rows: Sequence[dict]) -> Iterator[str]:
+    """The lines: where it was measured, then a line a row."""
+    keys = ("device", "threads", "torch", "triton", "driver", "python", "commit")
+    places = dict.fromkeys(", ".join(f"{key} {row.get(key)}" for key in keys if row.get(key)) for row in rows)
+    yield f"Measured with {'; '.join(places)}.\n"
+    yield f"| {' | '.join(HEADER)} |"
+    yield f"|---|---|{'---:|' * (len(HEADER) - 2)}"
+    eager: dict[tuple, float] = {}
+    for row in rows:
+        if row.get("kind") == "eager" and row.get("of_ceiling"):
+            eager.setdefault((row.get("benchmark"), row.get("case")), row["of_ceiling"])
+    for row in rows:
+        yield f"| {' | '.join(_cells(row, eager.get((row.get('benchmark'), row.get('case')))))} |"
+
+
+def _cells(row: dict, eager: float | None) -> tuple[str, ...]:
+    computes = f" ({row['computes']})" if "computes" in row else ""
+    head = (f"{row.get('benchmark')} {row.get('case', '')}", f"{row.get('provider', '')}{computes}")
+    for word in ("left_out", "refused"):
+        if word in row:
+            return (*head, f"{word.replace('_', ' ')}: {row[word]}", *[""] * (len(HEADER) - 3))
+    share = row.get("of_ceiling")
+    times = row.get("times_eager")  # of older rows
+    if times is None and share and eager:  # each beside its own ceiling, so that the machine's moods cancel
+        times = share / eager
+    errors = [error for name, error in row.get("errors", {}).items() if not name.startswith("d")]
+    return (
+        *head,
+        _number(row.get("ms"))
+        + (f" ({1e3 * row['graph_ms']:.3g} us in a graph)" if row.get("graph_ms") else ""),
+        f"{_number(row['p20_ms'])} to {_number(row['p80_ms'])}" if "p20_ms" in row else "",
+        _number(times),
+        f"{share:.0%} of {row['ceiling']}" if share else "",
+        _number(row.get("peak_mib")),
+        _number(max(errors, default=None)),
+    )
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"

@@ -6,23 +6,80 @@ A wrong result has no time: its row says what was wrong.
 from __future__ import annotations
 
 import gc
+import importlib.util
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bench.harness.accuracy import judge, poisoned_memory
 from bench.harness.memory import peak_bytes
-from bench.harness.providers import forced, missing
-from bench.harness.timing import Clock, rounds_within
 from bench.harness.types import Benchmark, Case, Ceiling, Expected, Provider
 
 GRAPH_BELOW_S = 1e-3  # a longer call has no launch gaps to speak of
+ENV = "SMOPD_BACKEND"
 CANNOT = "cannot serve this call"  # how a backend says that it has no kernel for a call
 P20, P80 = 0.2, 0.8
+CPU_FLUSH_BYTES = 64 << 20
+MIN_ROUNDS, MAX_ROUNDS = 3, 100
+HEAD_START_CYCLES = 2_000_000  # about a millisecond: the host has enqueued the call before the first event
+
+
+class Clock:
+    """The time that the calls made through it took; pytest-benchmark reads it before and after each.
+
+    Our own, as no library makes the input anew before each call, outside the time, which operations that
+    write over their input need.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self.seconds = 0.0
+
+    @cached_property
+    def _buffer(self) -> Tensor:
+        n_bytes = CPU_FLUSH_BYTES
+        if self._device != "cpu":
+            n_bytes = 2 * getattr(torch.cuda.get_device_properties(0), "L2_cache_size", CPU_FLUSH_BYTES)
+        return torch.ones(n_bytes // 4, device=self._device)
+
+    def read(self) -> float:
+        return self.seconds
+
+    def time(self, call: Callable[[], Any]) -> float:
+        """Seconds of one call on cold caches: a buffer larger than the last cache is read before it."""
+        self._buffer.sum()
+        if self._buffer.is_cuda:
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(HEAD_START_CYCLES)
+            before.record()
+            call()
+            after.record()
+            torch.cuda.synchronize()
+            elapsed = before.elapsed_time(after) / 1e3
+        else:
+            start = time.perf_counter()
+            call()
+            elapsed = time.perf_counter() - start
+        self.seconds += elapsed
+        return elapsed
+
+
+@contextmanager
+def forced(backend: str) -> Iterator[None]:
+    """Inside, this backend serves; "": what serves by default."""
+    before = os.environ.get(ENV, "")
+    os.environ[ENV] = backend
+    try:
+        yield
+    finally:
+        os.environ[ENV] = before
 
 
 @dataclass(frozen=True)
@@ -59,16 +116,14 @@ class Setting:
 def checked(setting: Setting, provider: Provider) -> dict:
     """The row of a provider before it is timed: errors and memory, or why it is `refused` or `left_out`."""
     row = setting.head(provider)
-    if reason := missing(provider):
-        return row | {"left_out": reason}
-    case, device = setting.case, setting.device
+    if provider.module and importlib.util.find_spec(provider.module) is None:
+        return row | {"left_out": f"{provider.module} is not installed"}
     truth = setting.truth
-    like = torch.empty(max(case.N, 1), max(case.V, 1), dtype=case.torch_dtype, device=device)
     try:
         with forced(provider.backend):
             prepared = setting.prepared(provider)
             started = time.perf_counter()
-            with poisoned_memory(like):
+            with poisoned_memory():
                 outputs = provider.run(prepared)
             first_s = time.perf_counter() - started
             fault, errors, share = judge(provider, outputs, truth)
@@ -77,7 +132,7 @@ def checked(setting: Setting, provider: Provider) -> dict:
             if fault is not None:
                 return row | {"refused": fault}
             prepared = setting.prepared(provider)
-            peak = peak_bytes(lambda: provider.run(prepared), device)
+            peak = peak_bytes(lambda: provider.run(prepared), setting.device)
     except torch.OutOfMemoryError:
         return row | {"left_out": "out of memory"}
     except Exception as error:
@@ -111,7 +166,8 @@ def timed(setting: Setting, provider: Provider, clock: Clock, seconds: float, pe
         if rounds is None:
             started = time.perf_counter()
             call(setup()[0][0])
-            rounds = rounds_within(seconds, time.perf_counter() - started)
+            took = time.perf_counter() - started
+            rounds = max(MIN_ROUNDS, min(int(seconds / took), MAX_ROUNDS))
             ceilings.clear()
         times = torch.tensor(pedantic(call, setup, rounds), dtype=torch.float64)
         least = float(torch.tensor(ceilings, dtype=torch.float64).median())

@@ -13,13 +13,8 @@ import torch
 from torch import Tensor
 
 from bench.harness.accuracy import LINEAR_NORM, LOGP, gradient_bound
-from bench.harness.inputs import (
-    CHUNK_ELEMENTS,
-    Scenario,
-    chunks,
-    pieces,
-)
-from bench.harness.objective import exact, take
+from bench.harness.inputs import CHUNK_ELEMENTS, Scenario, chunks, pieces
+from bench.harness.objective import exact
 from bench.harness.types import Expected
 
 CHECKED_ELEMENTS = 1 << 26  # of the rows that are compared element by element
@@ -46,7 +41,9 @@ def loss_truth(scenario: Scenario) -> dict[str, Expected]:
     columns: dict[str, list[Tensor]] = defaultdict(list)
     along_probe_D = torch.zeros(case.D, dtype=torch.float64, device=checked.device)
     for rows in chunks(case):
-        part, gradient, scale = exact(scenario.chunk(rows), take(tokens, rows), scenario.settings)
+        part, gradient, scale = exact(
+            scenario.chunk(rows), tokens.rows(rows.start, rows.stop), scenario.settings
+        )
         for name in (*TERMS, "weighted"):
             columns[name].append(getattr(part, name))
         inside = checked[(checked >= rows.start) & (checked < rows.stop)] - rows.start

@@ -5,7 +5,8 @@ Shapes: N tokens, V vocabulary, D hidden, M teachers, R responses, K rewards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 Outputs: TypeAlias = "dict[str, Tensor]"
 
+BACKEND_DEVICES = {"reference": ("cpu", "cuda"), "cpp": ("cpu",), "triton": ("cuda",)}
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -75,7 +77,7 @@ class Provider:
         prepare: called before every call, not timed: a buffer that the call overwrites, an autograd leaf.
         backend: SMOPD_BACKEND during the call.
         devices: where it can run.
-        modules: what has to be importable.
+        module: what has to be importable.
         note: what it computes, where that is not the whole operation.
         main_only: runs in main cases only.
     """
@@ -84,11 +86,48 @@ class Provider:
     run: Callable[[Any], Outputs]
     kind: str = "eager"
     prepare: Callable[[Any], Any] | None = None
-    backend: str | None = None
+    backend: str = ""
     devices: tuple[str, ...] = ("cpu", "cuda")
-    modules: tuple[str, ...] = ()
+    module: str = ""
     note: str = ""
     main_only: bool = False
+
+
+def ours(
+    run: Callable[[Any], Outputs],
+    variant: str = "",
+    *,
+    prepare: Callable[[Any], Any] | None = None,
+    backends: Iterable[str] = BACKEND_DEVICES,
+) -> tuple[Provider, ...]:
+    """The public operation, once on each backend."""
+    return tuple(
+        Provider(
+            name=f"{backend} {variant}".strip(),
+            run=run,
+            kind="ours",
+            prepare=prepare,
+            backend=backend,
+            devices=BACKEND_DEVICES[backend],
+        )
+        for backend in backends
+    )
+
+
+def peer(name: str, run: Callable[[Any], Outputs], module: str, note: str = "", **options: Any) -> Provider:
+    """A library's function; run imports it."""
+    return Provider(name=name, run=run, kind="peer", module=module, note=note, **options)
+
+
+def compiled(run: Callable[[Any], Outputs]) -> Provider:
+    """run calls a form made by compiling()."""
+    return Provider(name="torch.compile", run=run, kind="compile", main_only=True)
+
+
+def compiling(form: Callable) -> Callable:
+    """torch.compile of an eager form, at its first call; the backward of its result is compiled too."""
+    compile_once = functools.cache(lambda: torch.compile(form, dynamic=False))
+    return lambda *arguments: compile_once()(*arguments)
 
 
 @dataclass(frozen=True, kw_only=True)

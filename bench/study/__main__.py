@@ -9,10 +9,9 @@ from pathlib import Path
 
 import tyro
 
-from bench.study import show
 from bench.study.experiments import EXPERIMENTS
 from bench.study.jobs import jobs, run
-from bench.study.results import read
+from bench.study.results import levels, read, table
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Options:
     results: Path = Path("docs/study/results")
     """Gets one small file a finished job; such a job is not run again."""
     figures: Path | None = None
-    """Gets EXPERIMENT_VARIANT.png (rewards at the end) and EXPERIMENT_VARIANT_curves.png."""
+    """Gets EXPERIMENT_VARIANT.png."""
     train: bool = True
     """Run what has no result; --no-train only shows what there is."""
 
@@ -44,10 +43,9 @@ def main(argv: list[str] | None = None) -> int:
         for variant in EXPERIMENTS[name].variants:
             kept = [job.kept for job in wanted if (job.experiment, job.variant) == (name, variant)]
             if results := [read(path) for path in kept if path.exists()]:
-                print(f"\n## {name}, {variant}: {len(results)} seeds\n\n{show.table(name, results)}")
+                print(f"\n## {name}, {variant}: {len(results)} seeds\n\n{table(name, results)}")
                 if options.figures:
-                    show.levels(options.figures / f"{name}_{variant}.png", results)
-                    show.curves(options.figures / f"{name}_{variant}_curves.png", results)
+                    levels(options.figures / f"{name}_{variant}.png", results)
     return 1 if failed else 0
 
 

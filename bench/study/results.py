@@ -1,8 +1,7 @@
-"""The numbers of finished jobs: one JSON file a job, which tables and figures are made from.
+"""The numbers of finished jobs: one JSON file a job, and the tables and figures that are made from them.
 
-A file has the settings that are not the defaults, the commit and versions. For each run it has the held-out
-results (`evaluation`), the training rewards by step (`curves`), means of other metrics over the steps
-(`means`) and, after a guarded merge, the chosen candidate. Older files have no curves.
+A file has the settings that are not the defaults, the commit and versions, and for each run its held-out
+results (`evaluation`) and, after a guarded merge, the chosen candidate.
 """
 
 from __future__ import annotations
@@ -16,14 +15,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.study.experiments import EXPERIMENTS
 from smopd.config.cli import read_settings
 from smopd.config.schedule import BASE
 from smopd.engine.files import write_atomically
-from smopd.record.files import JsonlLog
 
-CURVES = "/mean"
-MEANS = ("/zero_variance_groups", "/top_kappa_mass", "kl/negative", "teacher_mass")
-DIGITS = 4  # of a value of a curve
+KINDS = ("greedy", "sampled")
 
 
 class Steps(NamedTuple):
@@ -80,14 +77,7 @@ def read(path: Path) -> Result:
 
 
 def keep(folder: Path, path: Path, seconds: float) -> None:
-    """Writes the file of a finished job.
-
-    Args:
-        folder: the run directory.
-        seconds: what the job took.
-    Raises:
-        FileNotFoundError: a run of the job has no held-out results.
-    """
+    """Writes the file of a finished job from its run directory; seconds: what the job took."""
     settings = read_settings(str(folder / "config.yaml"))
     there = json.loads((folder / "environment.json").read_text())
     text = {
@@ -103,21 +93,6 @@ def keep(folder: Path, path: Path, seconds: float) -> None:
 
 def _numbers(run: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"evaluation": json.loads((run / "evaluation.json").read_text())}
-    metrics: dict[str, list[float | None]] = {}
-    for line in JsonlLog(run / "metrics.jsonl").read():
-        for name, value in line.items():
-            metrics.setdefault(name, []).append(value)
-    curves = {name: values for name, values in metrics.items() if name.startswith("reward/")}
-    found["curves"] = {
-        name: [None if value is None else round(value, DIGITS) for value in values]
-        for name, values in curves.items()
-        if name.endswith(CURVES)
-    }
-    found["means"] = {
-        name: statistics.fmean(known)
-        for name, values in sorted(metrics.items())
-        if name.endswith(MEANS) and (known := [value for value in values if value is not None])
-    }
     if (run / "merge.json").exists():
         found["chosen"] = json.loads((run / "merge.json").read_text())["chosen"]
     return found
@@ -188,3 +163,51 @@ def best(*candidates: Sequence[float | None]) -> list[float | None]:
     """The highest of several, seed by seed; None where one is absent."""
     rows = zip(*candidates, strict=True)
     return [None if None in row else max(value for value in row if value is not None) for row in rows]
+
+
+def table(experiment: str, results: Sequence[Result]) -> str:
+    """A run a row: its steps, held-out rewards as mean ± deviation over seeds, difference to the baseline."""
+    first = results[0]
+    rewards = [*(reward["name"] for reward in first.settings["rewards"]), "sum"]
+    columns = [f"{kind}/{reward}" for kind in KINDS for reward in rewards]
+    against = [name for name in EXPERIMENTS[experiment].baselines if name in first.labels]
+    baseline = best(*([result.value(name, "sampled/sum") for result in results] for name in against))
+    rows = []
+    for run, label in first.labels.items():
+        values = {column: [result.value(run, column) for result in results] for column in columns}
+        if run in first.runs:
+            steps = first.steps.get(run)
+            apart = difference(values["sampled/sum"], baseline) if against and [run] != against else None
+            cells = (steps and steps.total, steps and steps.wall_clock, *map(spread, values.values()), apart)
+            rows.append([label, *("-" if cell is None else str(cell) for cell in cells)])
+    names = " or ".join(first.labels[name] for name in against)
+    header = ["run", "steps in all", "wall-clock steps", *(column.replace("/", " ") for column in columns)]
+    header.append(f"sampled sum less {names or 'the baseline'} (95%; seeds ahead)")
+    ruler = ["---"] + ["---:"] * (len(header) - 1)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ruler, *rows))
+
+
+def levels(path: Path, results: Sequence[Result]) -> None:
+    """The held-out sum of rewards of every run, a dot a seed, its steps beside its label."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    first = results[0]
+    runs = [run for run in first.labels if run in first.runs]
+    steps = {run: f" ({at.wall_clock} of {at.total} steps)" for run, at in first.steps.items()}
+    size = (4.4 * len(KINDS), 0.8 + 0.22 * len(runs))
+    figure, panels = pyplot.subplots(1, len(KINDS), figsize=size, sharey=True, layout="constrained")
+    for axes, kind in zip(panels, KINDS, strict=True):
+        for place, run in enumerate(runs):
+            known = [v for result in results if (v := result.value(run, f"{kind}/sum")) is not None]
+            axes.plot(known, [place] * len(known), "o", color="C0", alpha=0.6, markersize=4)
+        axes.set_xlabel(f"{kind} sum of rewards")
+        axes.grid(alpha=0.2)
+    labels = [first.labels[run] + steps.get(run, "") for run in runs]
+    panels[0].set_yticks(range(len(runs)), labels, fontsize=7)
+    panels[0].invert_yaxis()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, metadata={"Software": None})  # the same numbers, the same file
+    pyplot.close(figure)

@@ -46,14 +46,7 @@ class Utterance:
 
 
 def prompts(folder: str, n: int, seed: int, split: str) -> list[dict[str, str]]:
-    """Draw n utterances, with repeats where there are fewer, as rows {"prompt", "ground_truth"}.
-
-    Args:
-        folder: of the files, or the short name `snips`.
-    Raises:
-        FileNotFoundError: folder lacks a file.
-        ValueError: split is neither train nor validate.
-    """
+    """Draw n utterances, with repeats where there are fewer: rows {"prompt", "ground_truth"}."""
     rng = random.Random(f"snips prompts {split} {seed}")
     drawn = draw(_utterances(folder, split), n, rng)
     return [{"prompt": one.prompt, "ground_truth": one.ground_truth} for one in drawn]
