@@ -26,31 +26,16 @@ from smopd.kernels import dispatch
 from smopd.kernels.types import TokenTerms
 
 GPU = torch.cuda.is_available()
-OPERATIONS = (
-    "topk_logprobs",
-    "teacher_mixture",
-    "teacher_product",
-    *dispatch.ROW_OPS,
-    "total_loss",
-    "scale_",
-    "draw",
-    "advantages",
-)
-ALL = (*dispatch.BACKENDS, "triton split")
-# What does not exist: a test holds dispatch to it.
-ABSENT = {
-    *(("cpp", operation) for operation in ("total_loss", "scale_", "draw", "advantages")),
-    *(("triton split", operation) for operation in OPERATIONS if operation != "loss_rows"),
-}
 INTERPRETED_ROWS = 2
 SMALL_VOCABULARY = 10_000  # more have several parts as they are
 
 
 def each(operation: str, *, but: tuple[str, ...] = ()) -> pytest.MarkDecorator:
     """A test for each backend that has the operation. but: those that do not promise what the test holds."""
-    return pytest.mark.parametrize(
-        "backend", [name for name in ALL if (name, operation) not in ABSENT and name not in but]
-    )
+    name = dispatch.ADVANTAGE_OPS[0] if operation == "advantages" else operation
+    having = [backend for backend in dispatch.BACKENDS if name in dispatch.MODULES[backend]]
+    having += ["triton split"] if operation == "loss_rows" else []  # a form of triton's
+    return pytest.mark.parametrize("backend", [backend for backend in having if backend not in but])
 
 
 def need(backend: str) -> None:

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from smopd.kernels.reference import topk as reference
-from smopd.kernels.types import Candidates, LossSettings, LossTokens, SparseTarget, TokenTerms
+from smopd.kernels.types import (
+    Candidates,
+    KlOptions,
+    LossSettings,
+    LossTokens,
+    SparseTarget,
+    TokenTerms,
+    loss_target,
+)
 from tests.kernels import backends, float64
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -23,9 +31,8 @@ HALF = ("fp32", "bf16", "fp16")  # what every backend has
 MOST_KNOWN = 3000  # ids that a random teacher ranks
 NOWHERE = (2**31 - 1, -(10**6))  # ids of an empty slot
 SHAPES = ((1, 7, 1, 3), (13, 1271, 2, 16), (5, 5000, 4, 33))  # N, V, M, kappa
-WHOLE = (16, 151_936)  # a whole vocabulary
 TARGETS = ("none", "given", "repeats", "pooled", "merged", "many")
-LAYOUTS = ("dense", "aligned", "odd")
+LAYOUTS = ("dense", "aligned", "odd", "inside")
 
 
 def random_logits(n_rows: int, n_vocab: int, dtype: str = "fp32", seed: int = 0) -> Tensor:
@@ -118,16 +125,10 @@ def random_tokens(
 
 def picked(tokens: LossTokens, rows: Tensor) -> LossTokens:
     """The tokens at these rows; log_alpha where it has a row for each."""
-    n_rows = len(tokens.token_ids_N)
-    values = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
-    one = (
-        values["log_alpha"] is None
-        or values["log_alpha"].shape[:1] != (n_rows,)
-        or values["log_alpha"].dim() < 2
-    )
-    return LossTokens(
-        **{n: v if v is None or (n == "log_alpha" and one) else v[rows] for n, v in values.items()}
-    )
+    columns = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
+    if tokens.log_alpha is not None and tokens.log_alpha.shape[:1] != tokens.token_ids_N.shape:
+        del columns["log_alpha"]
+    return replace(tokens, **{name: None if x is None else x[rows] for name, x in columns.items()})
 
 
 @dataclass
@@ -189,6 +190,26 @@ def loss_case(
     return LossCase(logits_NV, tokens, settings)
 
 
+@functools.lru_cache(maxsize=4)
+def kl_case(
+    shape: tuple[int, int, int, int] = SHAPES[1],
+    dtype: str = "fp32",
+    target: str = "merged",
+    tail: bool = True,
+    temperature: float = 1.0,
+    upstream: str = "both",
+) -> LossCase:
+    """The forward KL's, as a loss whose surrogate is log p: its gradient has those two weights."""
+    temperatures = (temperature, temperature)
+    case = loss_case(
+        shape, dtype, target, tail, temperatures=temperatures, reverse=None, old=False, opd_coef=1.0
+    )
+    slopes = torch.randn(2, shape[0], generator=torch.Generator().manual_seed(5)).to(case.tokens.adv_N.dtype)
+    slopes *= torch.tensor([[upstream != "kl"], [upstream != "logp"]])
+    columns = {"adv_N": -torch.ones_like(slopes[0]), "pg_weight_N": slopes[0], "kl_weight_N": slopes[1]}
+    return LossCase(case.logits_NV, replace(case.tokens, **columns), case.settings)
+
+
 def laid_out(rows_NV: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """The same rows with a gap behind each, of 16 bytes' multiples or not, and all of their memory.
 
@@ -226,16 +247,47 @@ def run_loss(
 
 
 def check_loss(
-    backend: str, case: LossCase, gradient: str = "own", layout: str = "dense", most: int | None = None
+    backend: str,
+    case: LossCase,
+    gradient: str = "own",
+    layout: str = "dense",
+    most: int | None = None,
+    flushed: float = 0.0,
 ) -> tuple[TokenTerms, Tensor | None]:
     """The terms and the gradient against the case's truth; of the interpreter at most so many rows."""
-    truth = case.truth
-    if most is not None or backends.interpreted(backend):
-        rows = backends.rows_for(backend, len(case.logits_NV), most or backends.INTERPRETED_ROWS)
-        case, truth = case.at(rows), truth.at(rows)
+    case = few_rows(backend, case, most)
     terms, grad_NV = run_loss(backend, case, gradient, layout)
-    float64.check_terms(terms, truth.terms)
+    float64.check_terms(terms, case.truth.terms)
     if grad_NV is not None:
         assert grad_NV.dtype == case.logits_NV.dtype
-        float64.check_gradient(grad_NV, truth, backend)
+        float64.check_gradient(grad_NV, case.truth, backend, flushed=flushed)
     return terms, grad_NV
+
+
+def few_rows(backend: str, case: LossCase, most: int | None = None) -> LossCase:
+    """For the interpreter at most so many of them; the truth is computed once, for all rows and backends."""
+    case.truth  # noqa: B018
+    if not backends.interpreted(backend):
+        return case
+    return case.at(backends.rows_for(backend, len(case.logits_NV), most or backends.INTERPRETED_ROWS))
+
+
+def run_kl(backend: str, case: LossCase, layout: str = "dense") -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability, KL and gradient; a weight that is 0 in all rows is no upstream gradient."""
+    backends.need(backend)
+    tokens, settings = case.tokens, case.settings
+    rows_NV, _ = laid_out(case.logits_NV.to(backends.device(backend)), layout)
+    options = KlOptions(tail=settings.tail, temperature=settings.temperature)
+    arguments = (rows_NV, tokens.token_ids_N, loss_target(tokens, settings), options)
+    logp_N, kl_N, *kept = backends.call(backend, "forward_kl_rows", *arguments)
+    slopes = [weight_N if weight_N.any() else None for weight_N in (tokens.pg_weight_N, tokens.kl_weight_N)]
+    return logp_N, kl_N, backends.call(backend, "forward_kl_gradient", *arguments, *slopes, *kept)
+
+
+def check_kl(backend: str, case: LossCase, layout: str = "dense", *, flushed: float = 0.0) -> None:
+    case = few_rows(backend, case)
+    logp_N, kl_N, grad_NV = run_kl(backend, case, layout)
+    float64.check_term(logp_N, case.truth.terms.logp_N, "logp")
+    float64.check_term(kl_N, case.truth.terms.kl_N, "kl")
+    assert grad_NV.dtype == case.logits_NV.dtype
+    float64.check_gradient(grad_NV, case.truth, backend, flushed=flushed)

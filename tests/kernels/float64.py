@@ -20,7 +20,7 @@ from bench.harness import objective
 from bench.harness.accuracy import CANCELLATION, LOGP, ULPS, ulp
 from smopd.kernels.reference import loss as reference_loss
 from smopd.kernels.reference import topk as reference
-from smopd.kernels.types import Candidates, KlOptions, SparseTarget, TokenTerms, loss_target
+from smopd.kernels.types import Candidates, SparseTarget, TokenTerms, loss_target
 from smopd.ops import (
     CLIP_DUAL,
     CLIP_HIGH,
@@ -32,9 +32,6 @@ from smopd.ops import (
     LossTokens,
 )
 
-# gradcheck's options beside a comparison with the dense gradient, number by number: one random projection of
-# the whole Jacobian, held ten times closer, instead of two calls for each number.
-ALL_AT_ONCE = {"fast_mode": True, "atol": 1e-8, "rtol": 1e-4}
 TERMS = tuple(field.name for field in fields(TokenTerms))
 TERM = {"rtol": 2e-6, "atol": LOGP, "equal_nan": True}  # a surrogate of e^20 is as exact as its size allows
 TERM_64 = {"rtol": 1e-11, "atol": 1e-12, "equal_nan": True}
@@ -181,74 +178,6 @@ def tail_size(
     return weight_N.abs()[:, None] / temperature * off_NV.softmax(-1).nan_to_num(0.0)
 
 
-@dataclass(frozen=True)
-class KlTruth:
-    """logp, KL and the gradient of sum(dlogp logp + dkl kl), with the size of what cancels in it."""
-
-    logp_N: Tensor
-    kl_N: Tensor
-    grad_NV: Tensor
-    size_NV: Tensor
-    slope_N: Tensor
-    tail_NV: Tensor | None = None
-
-    def at(self, rows: Tensor) -> KlTruth:
-        values = (getattr(self, field.name) for field in fields(self))
-        return KlTruth(*(None if value is None else value[rows] for value in values))
-
-
-def _kl_size(logits_NV, token_ids_N, target, options: KlOptions, dlogp_N, dkl_N) -> tuple[Tensor, Tensor]:
-    zero_N = logits_NV.new_zeros(logits_NV.shape[0], dtype=torch.float64)
-    slope_N, weight_N = (zero_N if value is None else value.double().abs() for value in (dlogp_N, dkl_N))
-    size_NV = policy_size(logits_NV, token_ids_N, slope_N, options.temperature)
-    size_NV += kl_size(logits_NV, target, weight_N, options.tail, options.temperature)
-    return size_NV, slope_N / options.temperature
-
-
-def true_kl(
-    logits_NV: Tensor,
-    token_ids_N: Tensor,
-    target: SparseTarget | Candidates,
-    options: KlOptions,
-    dlogp_N: Tensor | None,
-    dkl_N: Tensor | None,
-) -> KlTruth:
-    """Of finite numbers, by autograd."""
-    leaf_NV = logits_NV.detach().double().requires_grad_()
-    logq_NV = (leaf_NV / options.temperature).log_softmax(-1)
-    logp_N = logq_NV.gather(-1, token_ids_N[:, None].long())[:, 0]
-    if isinstance(target, Candidates):
-        teachers = (target.ids_NMS, target.logps_NMS, target.log_alpha)
-        ids_NS, logps_NS = objective.mixture(*teachers, target.kappa, target.merge)
-    else:
-        ids_NS, logps_NS = target.ids_NS, target.logps_NS.double()
-    kl_N = objective.forward_kl(logq_NV, ids_NS, logps_NS, options.tail)[0]
-    parts = [(slope, value) for slope, value in ((dlogp_N, logp_N), (dkl_N, kl_N)) if slope is not None]
-    total = sum((slope.double() * value).sum() for slope, value in parts)
-    (grad_NV,) = torch.autograd.grad(total, leaf_NV)
-    size = _kl_size(logits_NV, token_ids_N, target, options, dlogp_N, dkl_N)
-    return KlTruth(logp_N.detach(), kl_N.detach(), grad_NV, *size)
-
-
-def defined_kl(
-    logits_NV: Tensor,
-    token_ids_N: Tensor,
-    target: SparseTarget | Candidates,
-    options: KlOptions,
-    dlogp_N: Tensor | None,
-    dkl_N: Tensor | None,
-) -> KlTruth:
-    """Of any numbers, by the reference in float64."""
-    wide = (logits_NV.double(), token_ids_N, in_float64(target), options)
-    slopes = [None if slope is None else slope.double() for slope in (dlogp_N, dkl_N)]
-    grad_NV = reference.forward_kl_gradient(*wide, *slopes)
-    size = _kl_size(logits_NV, token_ids_N, target, options, dlogp_N, dkl_N)
-    tail_NV = None
-    if options.tail and dkl_N is not None:
-        tail_NV = tail_size(logits_NV, target, dkl_N.double(), options.temperature)
-    return KlTruth(*reference.forward_kl_rows(*wide), grad_NV, *size, tail_NV)
-
-
 def check_terms(got: TokenTerms, true: TokenTerms) -> None:
     assert torch.equal(got.clipped_N, true.clipped_N) and got.clipped_N.dtype == torch.int8
     for name in TERMS:
@@ -265,7 +194,7 @@ def check_term(got_N: Tensor, true_N: Tensor, name: str = "") -> None:
     )
 
 
-def check_gradient(got_NV: Tensor, true: Truth | KlTruth, backend: str = "", *, flushed: float = 0.0) -> None:
+def check_gradient(got_NV: Tensor, true: Truth, backend: str = "", *, flushed: float = 0.0) -> None:
     """NaN where the truth has it; infinite, with its sign, where the truth rounds beyond the largest number.
 
     flushed: of a probability below the smallest normal number, which may be 0.
@@ -296,67 +225,3 @@ def short_of_infinity(value: Tensor, dtype: torch.dtype) -> Tensor:
     """How far below the least number that rounds to +inf in dtype."""
     largest = value.new_tensor(torch.finfo(dtype).max)
     return (largest + ulp(largest, dtype) / 2 - value).clamp(min=0.0)
-
-
-def random_topk(
-    n_rows: int, n_vocab: int, n_support: int, seed: int, dtype=torch.float64
-) -> tuple[Tensor, Tensor]:
-    """Distinct ids (N, S) and the log-probabilities of a random softmax."""
-    logits = 2.0 * torch.randn(n_rows, n_vocab, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-    logps, ids = logits.log_softmax(-1).topk(n_support, dim=-1)
-    return ids, logps
-
-
-def random_teachers(
-    n_rows: int, n_teachers: int, n_vocab: int, n_support: int, seed: int, dtype=torch.float64
-):
-    parts = [random_topk(n_rows, n_vocab, n_support, seed + 100 * m, dtype) for m in range(n_teachers)]
-    return torch.stack([ids for ids, _ in parts], 1), torch.stack([logps for _, logps in parts], 1)
-
-
-def loss(logits: Tensor, tokens: LossTokens, settings: LossSettings) -> tuple[Tensor, dict[str, Tensor]]:
-    """The objective of smopd_loss and its statistics, in the logits' dtype, by autograd."""
-    terms = objective.terms(logits, tokens, settings)
-
-    def total(weight_N: Tensor | None, value_N: Tensor) -> Tensor:
-        return value_N.new_zeros(()) if weight_N is None else (weight_N.to(value_N.dtype) * value_N).sum()
-
-    reverse_weight_N = tokens.kl_weight_N if tokens.reverse_weight_N is None else tokens.reverse_weight_N
-    stats = {
-        "logp_N": terms.logp,
-        "entropy_N": terms.entropy,
-        "kl_N": terms.kl,
-        "teacher_mass_N": terms.teacher_mass,
-        "student_mass_N": terms.student_mass,
-        "pg_loss": total(tokens.pg_weight_N, terms.surrogate),
-        "kl_loss": total(tokens.kl_weight_N, terms.kl),
-        "entropy": total(tokens.ent_weight_N, terms.entropy),
-        "reverse_loss": total(reverse_weight_N, terms.reverse),
-    }
-    return terms.weighted.sum(), {name: value.detach() for name, value in stats.items()}
-
-
-def random_tokens(
-    n_rows: int, n_vocab: int, logits: Tensor, temperature: float, seed: int, **more
-) -> LossTokens:
-    """Tokens with every column, ratios on both sides of the clip, some weights 0; more replaces columns."""
-    gen = torch.Generator().manual_seed(seed)
-
-    def rand() -> Tensor:
-        return torch.rand(n_rows, generator=gen, dtype=torch.float64)
-
-    def randn() -> Tensor:
-        return torch.randn(n_rows, generator=gen, dtype=torch.float64)
-
-    token_ids = torch.randint(0, n_vocab, (n_rows,), generator=gen)
-    logq = (logits.detach().double() / temperature).log_softmax(-1)
-    columns = {
-        "token_ids_N": token_ids,
-        "adv_N": randn(),
-        "pg_weight_N": rand() * (rand() > 0.2),
-        "old_logp_N": logq[torch.arange(n_rows), token_ids] + 0.5 * randn(),
-        "kl_weight_N": rand() * (rand() > 0.2),
-        "ent_weight_N": rand(),
-        "reverse_adv_N": randn(),
-    }
-    return LossTokens(**{**columns, **more})

@@ -19,20 +19,15 @@ from smopd.kernels.types import (
     LossSettings,
     LossTokens,
     SparseTarget,
-    TokenTerms,
 )
-from tests.kernels import backends, cases, float64
+from tests.kernels import backends, cases
 from tests.kernels.cases import LossCase, check_loss, loss_case, run_loss
 from tests.kernels.float64 import TERMS
 from tests.kernels.pairwise import label, pairwise
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
-    pytest.mark.usefixtures("poisoned_memory"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 INTERPRETED = ("triton", "triton split")
 each_backend = backends.each("loss_rows")
-tails = pytest.mark.parametrize("tail", [True, False], ids=["tail", "paper"])
 TEMPERATURES = ((1.0, 1.0), (0.7, 0.7), (0.7, 1.3))
 FACTORS = {
     "shape": (cases.SHAPES[1], cases.SHAPES[0], cases.SHAPES[2]),
@@ -80,82 +75,36 @@ def test_every_combination_that_chooses_a_path(target: str, dtype: str, backend:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("target", "tail"), [("merged", True), ("pooled", False)])
 def test_a_whole_vocabulary(target: str, tail: bool, dtype: str, backend: str) -> None:
-    """Rows of it at once, in place; what is compared are rows from the first to the last."""
     backends.leave_to_a_gpu(backend, dtype == "fp32" and tail)
-    case = whole_vocabulary(dtype, target, tail)
-    rows = backends.rows_for(backend, len(case.logits_NV), 2)
-    part = case.at(rows)
-    terms, grad_NV = run_loss(backend, part, "in place")
-    assert grad_NV is not None and bool(grad_NV.isfinite().all())
-    seen = torch.tensor([0, len(rows) // 2, len(rows) - 1]).unique()
-    true = part.at(seen).truth
-    float64.check_terms(TokenTerms(*(getattr(terms, name)[seen] for name in TERMS)), true.terms)
-    float64.check_gradient(grad_NV[seen], true, backend)
-
-
-def whole_vocabulary(dtype: str, target: str, tail: bool) -> LossCase:
     two = (1.0, 1.0) if tail else (1.0, 0.7)
-    return loss_case((*cases.WHOLE, 2, 16), dtype, target, tail, temperatures=two, entropy=tail)
+    case = loss_case((3, 151_936, 2, 16), dtype, target, tail, temperatures=two, entropy=tail)
+    check_loss(backend, case, "in place")
 
 
 @each_backend
 @pytest.mark.parametrize("target", ["given", "repeats", "pooled", "merged"])
 def test_any_kappa(target: str, backend: str) -> None:
-    for kappa in (0, 3, 128) if backends.interpreted(backend) else (0, 1, 3, 64, 128):
+    for kappa in (0, 3, 200) if backends.interpreted(backend) else (0, 1, 3, 64, 128, 200):
         check_loss(backend, loss_case((2, 1271, 2, kappa), target=target))
-
-
-def replace_settings(case: LossCase, **settings) -> LossCase:
-    return LossCase(case.logits_NV, case.tokens, replace(case.settings, **settings))
 
 
 SUPPORTS = {
     "adjacent": torch.stack([torch.arange(128), torch.arange(2600 - 128, 2600)]),
-    "ends of blocks": torch.arange(16)[None].repeat(2, 1) * 128 + 127,
-    "far apart": torch.arange(16)[None].repeat(2, 1) * 170 + 2,
-    "all": torch.arange(2600).repeat(2, 1),
+    "ends of blocks": torch.arange(16).repeat(2, 1) * 128 + 127,
+    "far apart": torch.arange(16).repeat(2, 1) * 170 + 2,
 }
 
 
 @each_backend
 @pytest.mark.parametrize("place", SUPPORTS)
 def test_support_anywhere(place: str, backend: str, request: pytest.FixtureRequest) -> None:
-    """All of it: there is nothing off the support, and teacher mass where the student has none."""
-    ids_NS = SUPPORTS[place]
-    n_vocab = 7 if place == "all" else 2600
-    if place != "all" and backend == "triton":
+    if backend == "triton":
         request.getfixturevalue("streamed")
-    ids_NS = ids_NS[:, :n_vocab]
-    logps_NS = cases.random_logits(2, ids_NS.shape[1], seed=4).log_softmax(-1)
-    case = loss_case((2, n_vocab, 1, 3), target="given", temperatures=(0.7, 1.0), entropy=True)
-    target = {"target_ids_NS": ids_NS, "target_logps_NS": logps_NS - (0.0 if place == "all" else 0.2)}
-    check_loss(backend, LossCase(case.logits_NV, replace(case.tokens, **target), case.settings))
-    if place == "all":
-        short = case.but(**target | {"target_logps_NS": logps_NS - 0.5})
-        assert bool((run_loss(backend, short)[0].kl_N == math.inf).all())
-
-
-@each_backend
-@tails
-def test_given_targets_of_every_mass(tail: bool, backend: str) -> None:
-    """Repeats, an empty row, all of the vocabulary, a mass of 1 and one above 1; no entry at all."""
-    q_NS = torch.tensor(
-        [
-            [0.3, 0.2, 0.1, 0.1, 0.05, 0.0],
-            [0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
-            [0.1, 0.2, 0.1, 0.1, 0.1, 0.1],
-            [0.5, 0.25, 0.125, 0.125, 0.0, 0.0],
-            [0.6, 0.6, 0.0, 0.0, 0.0, 0.0],
-        ]
-    )
-    nine = cases.NOWHERE[0]
-    ids = [[3, 3, 0, 3, 1, -7], [nine] * 6, [5, 4, 3, 2, 1, 0], [0, 1, 2, 0, 99, 99], [2, 1, 7, 7, 7, 7]]
-    case = loss_case((5, 6, 1, 3), target="given", tail=tail, reverse=None)
-    target = {"target_ids_NS": torch.tensor(ids), "target_logps_NS": q_NS.log()}
-    of = float64.defined_loss if tail else float64.true_loss  # row 2 has no tail: 0.3 of q meets nothing
-    check_loss(backend, LossCase(case.logits_NV, replace(case.tokens, **target), case.settings, of), most=5)
-    none = {"target_ids_NS": torch.zeros(5, 0, dtype=torch.int64), "target_logps_NS": torch.zeros(5, 0)}
-    check_loss(backend, LossCase(case.logits_NV, replace(case.tokens, **none), case.settings))
+    ids_NS = SUPPORTS[place]
+    logps_NS = cases.random_logits(*ids_NS.shape, seed=4).log_softmax(-1) - 0.2
+    case = loss_case((2, 2600, 1, 3), target="given", temperatures=(0.7, 1.0), entropy=True)
+    tokens = replace(case.tokens, target_ids_NS=ids_NS, target_logps_NS=logps_NS)
+    check_loss(backend, LossCase(case.logits_NV, tokens, case.settings))
 
 
 @each_backend
@@ -172,8 +121,7 @@ def test_a_small_tail_keeps_its_digits(backend: str) -> None:
         kl_weight_N=torch.ones(2),
         pg_weight_N=torch.zeros(2),
     )
-    one = backend.startswith("triton")  # whose bound of p alone is 2^-20 of more
-    for tail in (True, False)[: 1 if one else 2]:
+    for tail in (True,) if backend.startswith("triton") else (True, False):  # its bound of p is 2^-20 of more
         case = LossCase(logits_NV, tokens, LossSettings(tail=tail))
         assert bool((1.0 - case.truth.terms.student_mass_N < 1e-11).all())
         _, grad_NV = check_loss(backend, case)
@@ -181,80 +129,55 @@ def test_a_small_tail_keeps_its_digits(backend: str) -> None:
         torch.testing.assert_close(grad_NV[:, 4:].double(), case.truth.grad_NV[:, 4:], rtol=1e-5, atol=0.0)
 
 
-POLICY = [  # adv, ratio, dual clip, value, bits, whether the gradient is 0
-    (2.0, 1.0, None, -2.0, 0, False),
-    (2.0, 1.5, None, -2.4, CLIP_HIGH, True),
-    (2.0, 0.5, None, -1.0, 0, False),
-    (-2.0, 0.5, None, 1.6, CLIP_LOW, True),
-    (-2.0, 1.5, None, 3.0, 0, False),
-    (-2.0, 9.0, None, 18.0, 0, False),
-    (-2.0, math.exp(25.0), None, 2.0 * math.exp(20.0), CLIP_LOG_RATIO, True),
-    (2.0, math.exp(25.0), None, -2.4, CLIP_HIGH | CLIP_LOG_RATIO, True),
-    (2.0, math.exp(-25.0), None, -2.0 * math.exp(-20.0), CLIP_LOG_RATIO, True),
-    (2.0, 9.0, 3.0, -2.4, CLIP_HIGH, True),
-    (-2.0, 9.0, 3.0, 6.0, CLIP_DUAL, True),
-    (0.0, 9.0, 3.0, 0.0, 0, True),
-]
-REVERSE = [  # surrogate, adv, ratio, value, bits, whether the gradient is 0
-    ("paper", 2.0, 1.0, -2.0, 0, False),
-    ("paper", 2.0, 0.5, -1.6, CLIP_REVERSE_LOW, True),
-    ("paper", -2.0, 1.5, 2.4, CLIP_REVERSE_HIGH, True),
-    ("paper", 2.0, 1.5, -2.4, CLIP_REVERSE_HIGH, True),
-    ("ppo", 2.0, 0.5, -1.0, 0, False),
-    ("ppo", -2.0, 1.5, 3.0, 0, False),
-    ("ppo", 2.0, 1.5, -2.4, CLIP_REVERSE_HIGH, True),
-    ("ppo", -2.0, 0.5, 1.6, CLIP_REVERSE_LOW, True),
-]
+FAR = math.exp(25.0)
+CLIPS = {  # advantage, ratio, value, bits; the gradient is 0 where there are bits or no advantage
+    "surrogate": [
+        (2.0, 1.0, -2.0, 0),
+        (2.0, 1.5, -2.4, CLIP_HIGH),
+        (2.0, 0.5, -1.0, 0),
+        (-2.0, 0.5, 1.6, CLIP_LOW),
+        (-2.0, 9.0, 18.0, 0),
+        (-2.0, FAR, 2.0 * math.exp(20.0), CLIP_LOG_RATIO),
+        (2.0, FAR, -2.4, CLIP_HIGH | CLIP_LOG_RATIO),
+        (2.0, 1 / FAR, -2.0 * math.exp(-20.0), CLIP_LOG_RATIO),
+    ],
+    "dual clip": [(2.0, 9.0, -2.4, CLIP_HIGH), (-2.0, 9.0, 6.0, CLIP_DUAL), (0.0, 9.0, 0.0, 0)],
+    "paper": [
+        (2.0, 1.0, -2.0, 0),
+        (2.0, 0.5, -1.6, CLIP_REVERSE_LOW),
+        (-2.0, 1.5, 2.4, CLIP_REVERSE_HIGH),
+        (2.0, 1.5, -2.4, CLIP_REVERSE_HIGH),
+    ],
+    "ppo": [
+        (2.0, 0.5, -1.0, 0),
+        (-2.0, 1.5, 3.0, 0),
+        (2.0, 1.5, -2.4, CLIP_REVERSE_HIGH),
+        (-2.0, 0.5, 1.6, CLIP_REVERSE_LOW),
+    ],
+}
 
 
 @each_backend
-@pytest.mark.parametrize("dual", [None, 3.0])
-def test_each_case_of_the_clip(dual: float | None, backend: str) -> None:
-    table = [row for row in POLICY if row[2] == dual]
-    advs, ratios, _, values, bits, flat = zip(*table, strict=True)
-    logits_NV, columns = policy_rows(ratios)
-    tokens = LossTokens(adv_N=torch.tensor(advs), pg_weight_N=torch.ones(len(table)), **columns)
-    case = LossCase(logits_NV, tokens, LossSettings(dual_clip=dual))
-    terms, grad_NV = check_loss(backend, case, most=len(table))
-    torch.testing.assert_close(terms.surrogate_N, torch.tensor(values), rtol=1e-5, atol=1e-6)
-    assert terms.clipped_N.tolist() == list(bits)
-    assert (~grad_NV.any(1)).tolist() == list(flat)
-
-
-@each_backend
-@pytest.mark.parametrize("surrogate", ["paper", "ppo"])
-def test_each_case_of_the_reverse_term(surrogate: str, backend: str) -> None:
-    table = [row for row in REVERSE if row[0] == surrogate]
-    _, advs, ratios, values, bits, flat = zip(*table, strict=True)
-    logits_NV, columns = policy_rows(ratios)
-    one_N, zero_N = torch.ones(len(table)), torch.zeros(len(table))
-    columns |= {"reverse_adv_N": torch.tensor(advs), "reverse_weight_N": one_N}
-    tokens = LossTokens(adv_N=zero_N, pg_weight_N=one_N, **columns)
-    settings = LossSettings(reverse_kl_surrogate=surrogate)
-    terms, grad_NV = check_loss(backend, LossCase(logits_NV, tokens, settings), most=len(table))
-    torch.testing.assert_close(terms.reverse_N, torch.tensor(values), rtol=1e-5, atol=1e-6)
-    assert terms.clipped_N.tolist() == list(bits)
-    assert (~grad_NV.any(1)).tolist() == list(flat)
-
-
-def policy_rows(ratios: tuple[float, ...]) -> tuple[torch.Tensor, dict]:
-    logits_NV = cases.random_logits(len(ratios), 5)
+@pytest.mark.parametrize("kind", CLIPS)
+def test_each_case_of_the_clip(kind: str, backend: str) -> None:
+    adv_N, ratio_N, value_N, bits_N = torch.tensor(CLIPS[kind], dtype=torch.float64).T
+    logits_NV, reverse = cases.random_logits(len(adv_N), 5), kind in ("paper", "ppo")
     logp_N = logits_NV.double().log_softmax(-1)[:, 2]
-    old_N = logp_N - torch.tensor(ratios, dtype=torch.float64).log()
-    # A ratio of 1 is one of float32: the old log-probability is rounded.
-    return logits_NV, {"token_ids_N": torch.full((len(ratios),), 2), "old_logp_N": old_N.float()}
-
-
-@backends.each("loss_rows", but=INTERPRETED)  # the interpreter truncates what it stores
-@tails
-def test_a_bf16_gradient_is_never_worse_than_eager(tail: bool, backend: str) -> None:
-    """In no row, by its norm; eager is the objective's own lines, in bf16."""
-    case = loss_case((9, 265, 2, 8), "bf16", tail=tail, entropy=True, old=False, reverse=None)
-    leaf_NV = case.logits_NV.clone().requires_grad_()
-    (eager_NV,) = torch.autograd.grad(float64.loss(leaf_NV, case.tokens, case.settings)[0], leaf_NV)
-    grads = (run_loss(backend, case)[1], eager_NV)
-    ours_N, eager_N = ((grad_NV - case.truth.grad_NV).norm(dim=1) for grad_NV in grads)
-    assert bool((ours_N <= eager_N).all())
+    tokens = LossTokens(
+        token_ids_N=torch.full((len(adv_N),), 2),
+        adv_N=(0.0 * adv_N if reverse else adv_N).float(),
+        pg_weight_N=torch.ones(len(adv_N)),
+        old_logp_N=(logp_N - ratio_N.log()).float(),  # rounded: a ratio of 1 is one of float32
+        reverse_adv_N=adv_N.float() if reverse else None,
+        reverse_weight_N=torch.ones(len(adv_N)) if reverse else None,
+    )
+    options = {"dual clip": {"dual_clip": 3.0}, "ppo": {"reverse_kl_surrogate": "ppo"}}.get(kind, {})
+    case = LossCase(logits_NV, tokens, LossSettings(**options))
+    terms, grad_NV = check_loss(backend, case, most=len(adv_N))
+    found_N = terms.reverse_N if reverse else terms.surrogate_N
+    torch.testing.assert_close(found_N, value_N.float(), rtol=1e-5, atol=1e-6)
+    assert terms.clipped_N.tolist() == bits_N.tolist()
+    assert (~grad_NV.any(1)).equal((bits_N != 0) | (adv_N == 0))
 
 
 @each_backend
@@ -274,16 +197,6 @@ def test_neither_gradient_nor_place_change_a_bit(dtype: str, backend: str) -> No
         assert all(torch.equal(getattr(alone_terms, name), getattr(terms, name)[own]) for name in TERMS)
 
 
-@each_backend
-@pytest.mark.parametrize("gradient", ["own", "in place"])
-def test_rows_may_begin_anywhere(gradient: str, backend: str) -> None:
-    """To the same bits but for Triton, which reads by what is aligned."""
-    for dtype in cases.HALF[:: 2 if backends.interpreted(backend) else 1]:
-        case = loss_case((3, 1271, 2, 16), dtype)
-        found = check_loss(backend, case, gradient, "inside")
-        assert backend.startswith("triton") or backends.same(found, run_loss(backend, case, gradient))
-
-
 @backends.each("loss_rows", but=("reference", *INTERPRETED))
 @pytest.mark.parametrize("n_vocab", [265, 70_000], ids="V{}".format)
 def test_threads_do_not_show(n_vocab: int, backend: str, each_number_of_threads) -> None:
@@ -296,20 +209,17 @@ def test_threads_do_not_show(n_vocab: int, backend: str, each_number_of_threads)
 
 
 @each_backend
-def test_small_inputs_of_any_stride_and_type(backend: str) -> None:
+def test_columns_of_any_stride_and_type(backend: str) -> None:
     case = loss_case((3, 233, 2, 8), target="given")
     tokens = case.tokens
-    other = replace(
-        tokens,
+    other = case.but(
         target_ids_NS=tokens.target_ids_NS.repeat_interleave(2, 1)[:, ::2],
         target_logps_NS=tokens.target_logps_NS.T.contiguous().T,
         pg_weight_N=tokens.pg_weight_N[:, None].repeat(1, 3)[:, 1],
         adv_N=tokens.adv_N.double(),
         token_ids_N=tokens.token_ids_N.repeat_interleave(2)[::2].int(),
     )
-    assert backends.same(
-        run_loss(backend, case), run_loss(backend, LossCase(case.logits_NV, other, case.settings))
-    )
+    assert backends.same(run_loss(backend, case), run_loss(backend, other))
 
 
 @each_backend
@@ -318,9 +228,7 @@ def test_no_rows(target: str, backend: str) -> None:
     case = loss_case((3, 40, 2, 4), target=target).at(torch.zeros(0, dtype=torch.int64))
     terms, grad_NV = run_loss(backend, case)
     assert grad_NV is not None and grad_NV.shape == (0, 40)
-    for name in TERMS:
-        assert getattr(terms, name).shape == (0,)
-        assert getattr(terms, name).dtype == (torch.int8 if name == "clipped_N" else torch.float32)
+    assert all(getattr(terms, name).shape == (0,) for name in TERMS)
 
 
 @backends.each("scale_")

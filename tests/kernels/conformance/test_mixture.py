@@ -17,10 +17,7 @@ from smopd.kernels.reference import topk as reference
 from smopd.kernels.types import Mixture
 from tests.kernels import backends, cases
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of the interpreter's numpy
-    pytest.mark.usefixtures("poisoned_memory"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy
 INF, NAN = math.inf, math.nan
 each_backend = backends.each("teacher_mixture")
 merges = pytest.mark.parametrize("merge", [True, False], ids=["merged", "pooled"])
@@ -45,18 +42,13 @@ def check(backend: str, teachers: Teachers, kappa: int, merge: bool, *, near: bo
     got = mixture(backend, *teachers, kappa, merge)
     true_NS = objective.mixture(ids.masked_fill(logps == -INF, 0), logps, log_alpha, kappa, merge)[1]
     true_NS = torch.nn.functional.pad(true_NS, (0, kappa - true_NS.shape[1]), value=-INF)
-    if not bool((logps < INF).all() and (log_alpha < INF).all()):  # a NaN or +inf has a place, not a value
-        wide = (ids, logps.double(), log_alpha.double())
-        true_NS = reference.teacher_mixture(*wide, kappa, merge=merge).logps_NS
-    wide = torch.float64 if logps.dtype == torch.float64 else torch.float32
-    assert (got.ids_NS.dtype, got.logps_NS.dtype, got.mass_N.dtype) == (torch.int32, wide, wide)
+    assert got.ids_NS.dtype == torch.int32 and got.logps_NS.dtype == got.mass_N.dtype == torch.float32
     assert got.ids_NS.shape == got.logps_NS.shape == (len(ids), kappa)
-    close = {"rtol": 1e-6, "atol": ATOL[backend], "equal_nan": True}
-    torch.testing.assert_close(got.logps_NS.double(), true_NS, **close)
-    torch.testing.assert_close(got.mass_N.double(), true_NS.exp().sum(-1), **MASS[backend], equal_nan=True)
+    torch.testing.assert_close(got.logps_NS.double(), true_NS, rtol=1e-6, atol=ATOL[backend])
+    torch.testing.assert_close(got.mass_N.double(), true_NS.exp().sum(-1), **MASS[backend])
     want = reference.teacher_mixture(ids, logps.float(), log_alpha.float(), kappa, merge=merge)
     same_NS = got.ids_NS == want.ids_NS
-    if not merge and logps.dtype != torch.float64:
+    if not merge:
         assert backends.same(got.logps_NS, want.logps_NS)  # a sum of two numbers, rounded once
     if merge and near:
         gap_NS = (want.logps_NS[:, 1:] - want.logps_NS[:, :-1]).abs().nan_to_num(0.0)
@@ -151,11 +143,6 @@ def test_ties(backend: str) -> None:
     assert got.ids_NS.tolist() == [[9, 0, 1, 3, 5, 0, 0, 0]]
     want = torch.tensor([[-1.0 + math.log(2.0)] + [-1.0] * 4 + [-INF] * 3])
     torch.testing.assert_close(got.logps_NS, want)
-    # Every id's sum is made of the same two values, in either order.
-    ids = torch.tensor([[[8, 3, 5], [3, 5, 8]]])
-    logps = torch.tensor([[[-1.0, -2.0, -1.0], [-1.0, -2.0, -2.0]]])
-    got = mixture(backend, ids, logps, torch.zeros(2), 4, True)
-    assert got.ids_NS.tolist() == [[3, 5, 8, 0]] and got.logps_NS[0, 0] == got.logps_NS[0, 2]
 
 
 @each_backend
@@ -178,22 +165,6 @@ def test_log_alpha_broadcasts(merge: bool, backend: str) -> None:
         got = check(backend, (ids, logps, log_alpha), 6, merge)
         spelt = mixture(backend, ids, logps, log_alpha.expand(5, 3).contiguous(), 6, merge)
         assert backends.same(got, spelt)
-
-
-@each_backend
-@merges
-@pytest.mark.parametrize("alpha", [INF, NAN, -INF], ids=str)
-def test_a_log_alpha_that_is_no_number(alpha: float, merge: bool, backend: str) -> None:
-    """It counts at what the teacher gave, not at the padding behind it."""
-    ids = torch.tensor([[[4, 2, 9], [1, 7, 3]]])
-    logps = torch.tensor([[[-1.0, -2.0, -3.0], [-0.5, -1.5, -2.5]]])
-    got = mixture(backend, ids, logps, torch.tensor([-1.0, alpha]), 8, merge)
-    order = [4, 2, 9] if alpha == -INF else [1, 3, 7, 4, 2, 9] if merge else [1, 7, 3, 4, 2, 9]
-    assert got.ids_NS.tolist() == [order + [0] * (8 - len(order))]
-    top = NAN if merge and backend == "reference" else alpha  # there a merged +inf is NaN
-    want = [-2.0, -3.0, -4.0] if alpha == -INF else [top] * 3 + [-2.0, -3.0, -4.0]
-    want = torch.tensor([want + [-INF] * (8 - len(order))])
-    torch.testing.assert_close(got.logps_NS, want, rtol=0, atol=0, equal_nan=True)
 
 
 @each_backend
@@ -252,12 +223,8 @@ def test_threads_do_not_show(merge: bool, backend: str, each_number_of_threads) 
 
 @each_backend
 @merges
-def test_nothing_to_mix(merge: bool, backend: str) -> None:
-    for shape, kappa in (((0, 2, 3), 4), ((2, 2, 0), 4), ((2, 0, 3), 4), ((2, 2, 3), 0)):
-        teachers = (torch.zeros(shape, dtype=torch.int64), torch.zeros(shape), torch.zeros(shape[1]))
-        got = mixture(backend, *teachers, kappa, merge)
-        assert got.ids_NS.shape == got.logps_NS.shape == (shape[0], kappa) and got.mass_N.shape == shape[:1]
-        assert not got.ids_NS.any() and not got.mass_N.any() and bool((got.logps_NS == -INF).all())
-    ids, logps = torch.tensor([[[-1, 4]]]), torch.tensor([[[-INF, -0.5]]])  # an empty slot may hold any id
-    got = mixture(backend, ids, logps, torch.zeros(1), 3, merge)
-    assert got.ids_NS.tolist() == [[4, 0, 0]] and got.logps_NS.tolist() == [[-0.5, -INF, -INF]]
+@pytest.mark.parametrize("shape", [(0, 2, 3), (2, 2, 0), (2, 0, 3)], ids=str)
+def test_nothing_to_mix(shape: tuple[int, int, int], merge: bool, backend: str) -> None:
+    got = mixture(backend, torch.zeros(shape).long(), torch.zeros(shape), torch.zeros(shape[1]), 4, merge)
+    assert got.ids_NS.shape == (shape[0], 4) and not got.ids_NS.any() and not got.mass_N.any()
+    assert bool((got.logps_NS == -INF).all())

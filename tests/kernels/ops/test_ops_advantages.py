@@ -1,18 +1,24 @@
-"""The public advantages: their defaults, and that every option reaches the definition.
+"""The public advantages: their defaults, that every option reaches the definition, whitening over ranks.
 
 Their values are held to loops in tests/kernels/conformance/test_advantages.py.
 """
 
 from __future__ import annotations
 
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from smopd.kernels.reference import advantages as reference
 from smopd.kernels.types import AdvantageOptions
 from smopd.ops import gd2po_advantages, gdpo_advantages, grpo_advantages
+from tests.kernels import backends
+from tests.patience import HANG_SECONDS
 
 OPERATIONS = {"grpo": grpo_advantages, "gdpo": gdpo_advantages, "gd2po": gd2po_advantages}
 GENERATOR = torch.Generator().manual_seed(0)
@@ -46,8 +52,32 @@ def test_equal_the_definition(kind: str, options: dict[str, Any]) -> None:
         assert torch.equal(mine, definition)
 
 
-@pytest.mark.parametrize("kind", DEFAULTS)
-def test_no_responses(kind: str) -> None:
-    options = {"lengths_R": GROUP[:0]} if kind == "gd2po" else {}
-    got = OPERATIONS[kind](REWARDS[:0], GROUP[:0], **options)
-    assert all(part.shape == (0,) for part in (got if kind == "gd2po" else [got]))
+def advantages_of(at: str, mine: Tensor, whiten: str, process_group: Any = None) -> list[Tensor]:
+    shard, lengths = (REWARDS[mine].to(at), GROUP[mine].to(at)), LENGTHS["lengths_R"][mine].to(at)
+    options = {"lengths_R": lengths, "whiten": whiten, "process_group": process_group}
+    return [gdpo_advantages(*shard, **options).cpu(), gd2po_advantages(*shard, **options)[0].cpu()]
+
+
+def rank_of_two(rank: int, store: str, backend: str) -> None:
+    torch.set_num_threads(1)
+    on_gpu = backends.device(backend) == "cuda"
+    timeout, where = timedelta(seconds=HANG_SECONDS), f"file://{store}"
+    dist.init_process_group("nccl" if on_gpu else "gloo", where, timeout=timeout, rank=rank, world_size=2)
+    for last in (2, 4):  # groups of rank 0; the last leaves rank 1 nothing
+        mine = (last > GROUP) == (rank == 0)
+        for whiten in ("responses", "tokens"):
+            at = f"cuda:{rank}" if on_gpu else "cpu"
+            got = advantages_of(at, mine, whiten, dist.group.WORLD)
+            whole = advantages_of(at, torch.ones_like(mine), whiten)
+            for value, want in zip(got, whole, strict=True):
+                torch.testing.assert_close(value, want[mine], rtol=1e-6, atol=1e-9)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_two_ranks_whiten_together(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backends.need(backend)
+    if backends.device(backend) == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("two ranks take two GPUs")
+    monkeypatch.setenv("SMOPD_BACKEND", backend)
+    torch.multiprocessing.spawn(rank_of_two, (str(tmp_path / "store"), backend), nprocs=2)

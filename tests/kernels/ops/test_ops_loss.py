@@ -1,126 +1,229 @@
-"""smopd_loss: loss, every statistic and the gradient against dense float64, masks and hostile logits."""
+"""smopd_loss: its sum of the terms, its gradient through autograd, and writing it over the logits.
+
+The terms and the gradient of rows are held to float64 in tests/kernels/conformance/test_loss.py.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import fields
 
 import pytest
 import torch
+from torch import Tensor
 
+from smopd.kernels import dispatch
 from smopd.kernels.reference import rows as reference_rows
-from smopd.ops import (
-    LossSettings,
-    LossStats,
-    smopd_loss,
-    teacher_mixture,
-)
-from tests.kernels import float64
+from smopd.kernels.tokens import BLOCK, reverse_weight
+from smopd.kernels.types import TokenTerms
+from smopd.ops import LossSettings, LossStats, LossTokens, linear_smopd_loss, smopd_loss, topk_forward_kl
+from tests.kernels import backends, cases, float64
 
 N, V = 12, 29
-SETTINGS = {
-    "defaults": LossSettings(),
-    "paper": LossSettings(merge=False, tail=False),
-    "pooled-tail": LossSettings(merge=False, tail=True, kappa=9),
-    "entropy": LossSettings(entropy_coef=0.3, tail=False),
-    "entropy-tail": LossSettings(entropy_coef=0.3),
-    "two-temperatures": LossSettings(temperature=0.7, entropy_coef=0.2),
-    "one-temperature": LossSettings(temperature=0.7, kl_temperature=0.7, tail=False),
-    "dual-ppo": LossSettings(dual_clip=1.5, reverse_kl_surrogate="ppo", opd_coef=0.3, clip_high=0.28),
-    "no-opd": LossSettings(opd_coef=0.0),
-    "kappa-0": LossSettings(kappa=0),
-    "kappa-above": LossSettings(kappa=40),
-}
+MANY = 100_003  # rows beyond what torch sums on one thread
+SETTINGS = LossSettings(entropy_coef=0.1, opd_coef=0.7)
+SUMS = ("pg_loss", "kl_loss", "entropy", "reverse_loss")
+built = pytest.mark.skipif(dispatch.cpp_unavailable() is not None, reason="smopd._C is not built")
 
 
-def teachers(n_rows: int = N) -> dict[str, torch.Tensor]:
-    ids, logps = float64.random_teachers(n_rows, 2, V, 7, seed=3)
-    log_alpha = torch.tensor([0.4, 0.6], dtype=torch.float64).log()
-    return {"teacher_ids_NMS": ids, "teacher_logps_NMS": logps, "log_alpha": log_alpha}
+def case_of(dtype: str = "fp64", **options) -> tuple[Tensor, LossTokens, LossSettings]:
+    """Logits that are a leaf."""
+    case = cases.loss_case((N, V, 2, 7), dtype, entropy=True, temperatures=(0.7, 1.0), **options)
+    return case.logits_NV.clone().requires_grad_(), case.tokens, case.settings
 
 
-def logits_and_tokens(settings: LossSettings, seed: int = 0, **more):
-    torch.manual_seed(seed)
-    logits = (2 * torch.randn(N, V, dtype=torch.float64)).requires_grad_()
-    return logits, float64.random_tokens(N, V, logits, settings.temperature, seed, **{**teachers(), **more})
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_loss_statistics_and_gradient(name: str) -> None:
-    settings = SETTINGS[name]
-    logits, tokens = logits_and_tokens(settings)
-    loss, stats = smopd_loss(logits, tokens, settings)
-    want, want_stats = float64.loss(logits, tokens, settings)
-    torch.testing.assert_close(loss, want, rtol=1e-12, atol=1e-12)
-    for key, value in want_stats.items():
-        torch.testing.assert_close(
-            getattr(stats, key), value, rtol=1e-11, atol=1e-12, msg=lambda m, k=key: f"{k}: {m}"
-        )
-    got = torch.autograd.grad(loss, logits)[0]
-    torch.testing.assert_close(got, torch.autograd.grad(want, logits)[0], rtol=1e-9, atol=1e-12)
-    assert torch.autograd.gradcheck(
-        lambda x: smopd_loss(x, tokens, settings)[0], logits, **float64.ALL_AT_ONCE
-    )
-
-
-def test_terms_add_up_and_nothing_of_the_statistics_is_differentiable() -> None:
-    settings = replace(SETTINGS["entropy-tail"], opd_coef=0.7)
-    logits, tokens = logits_and_tokens(settings)
-    loss, stats = smopd_loss(logits, tokens, settings)
-    total = stats.pg_loss + 0.7 * (stats.kl_loss + stats.reverse_loss) - 0.3 * stats.entropy
-    torch.testing.assert_close(loss.detach(), total)
-    assert not any(getattr(stats, field.name).requires_grad for field in fields(LossStats))
-    assert stats.clipped_N.dtype == torch.int8
-
-
-@pytest.mark.parametrize("merge", [False, True])
-def test_a_given_target_equals_the_teachers(merge: bool) -> None:
-    settings = LossSettings(merge=merge, kappa=8)
-    logits, tokens = logits_and_tokens(settings)
-    mixture = teacher_mixture(
-        tokens.teacher_ids_NMS, tokens.teacher_logps_NMS, tokens.log_alpha, 8, merge=merge
-    )
-    none = dict.fromkeys(("teacher_ids_NMS", "teacher_logps_NMS", "log_alpha"))
-    given = replace(tokens, **none, target_ids_NS=mixture.ids_NS, target_logps_NS=mixture.logps_NS)
-    losses = [smopd_loss(logits, t, settings)[0] for t in (tokens, given)]
-    torch.testing.assert_close(*losses, rtol=1e-14, atol=1e-14)
-    torch.testing.assert_close(*(torch.autograd.grad(x, logits)[0] for x in losses), rtol=1e-12, atol=1e-15)
+@pytest.mark.parametrize("target", cases.TARGETS)
+@pytest.mark.parametrize("old", [True, False])
+def test_loss_is_the_weighted_sum_and_its_gradient_flows(old: bool, target: str) -> None:
+    logits_NV, tokens, settings = case_of(target=target, old=old)
+    loss, stats = smopd_loss(logits_NV, tokens, settings)
+    truth = cases.LossCase(logits_NV.detach(), tokens, settings).truth
+    for field in fields(LossStats):
+        value = getattr(stats, field.name)
+        assert not value.requires_grad
+        if value.dim():
+            float64.check_term(value.double(), getattr(truth.terms, field.name).double(), field.name)
+    total = stats.pg_loss + settings.opd_coef * (stats.kl_loss + stats.reverse_loss)
+    torch.testing.assert_close(loss, total - settings.entropy_coef * stats.entropy)
+    (half_NV,) = torch.autograd.grad(0.5 * loss, logits_NV, retain_graph=True)
+    torch.testing.assert_close(half_NV, 0.5 * truth.grad_NV, rtol=1e-9, atol=1e-12)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert torch.equal(logits_NV.grad, 4.0 * half_NV)
 
 
 def test_a_row_of_log_alpha_per_token_is_cut_with_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, tokens = logits_and_tokens(LossSettings())
-    per_token = torch.rand(N, 2, dtype=torch.float64).log()
-    tokens = replace(tokens, log_alpha=per_token)
-    whole = smopd_loss(logits, tokens)[0]
-    torch.testing.assert_close(whole, float64.loss(logits, tokens, LossSettings())[0])
+    logits_NV, tokens, settings = case_of()
+    assert tokens.log_alpha.shape == (N, 2)
+    whole = smopd_loss(logits_NV, tokens, settings)[0]
     monkeypatch.setattr(reference_rows, "ROW_CHUNK_BYTES_CPU", 5 * V * 8)
-    assert torch.equal(whole, smopd_loss(logits, tokens)[0])
+    assert torch.equal(whole, smopd_loss(logits_NV, tokens, settings)[0])
 
 
-def test_without_old_log_probabilities_the_ratio_is_one_and_has_a_gradient() -> None:
-    logits, tokens = logits_and_tokens(LossSettings(), old_logp_N=None)
-    loss, stats = smopd_loss(logits, tokens)
-    torch.testing.assert_close(stats.pg_loss, -(tokens.pg_weight_N * tokens.adv_N).sum())
-    want = float64.loss(logits, tokens, LossSettings())[0]
-    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], torch.autograd.grad(want, logits)[0])
+# The loss as one number: the same bits on any number of threads, off by no more than its rounding.
 
 
-def test_infinite_kl_does_not_reach_the_loss_when_lambda_is_zero() -> None:
-    logits, tokens = logits_and_tokens(LossSettings())
-    hole = torch.zeros(N, V, dtype=torch.bool).scatter_(1, tokens.teacher_ids_NMS[:, 0, :1], True)
-    hole.scatter_(1, tokens.token_ids_N[:, None], False)
-    masked = logits.detach().masked_fill(hole, -torch.inf).requires_grad_()
-    loss, stats = smopd_loss(masked, tokens, LossSettings(opd_coef=0.0))
-    assert stats.kl_loss.item() == math.inf
-    assert bool(loss.isfinite()) and bool(torch.autograd.grad(loss, masked)[0].isfinite().all())
+@pytest.mark.parametrize("form", ["dense", "linear"])
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cpp", marks=built)])
+def test_the_loss_does_not_depend_on_threads(
+    form: str, backend: str, each_number_of_threads, monkeypatch
+) -> None:
+    monkeypatch.setenv(dispatch.ENV, backend)
+    logits_NV = cases.random_logits(MANY, 7)
+    tokens = cases.random_tokens(logits_NV, cases.target_of("given", MANY, 7, 4))
+
+    def sums() -> list[Tensor]:
+        if form == "dense":
+            loss, stats = smopd_loss(logits_NV, tokens, SETTINGS)
+        else:  # the head is the identity: the products are exact in any order
+            loss, stats = linear_smopd_loss(logits_NV, torch.eye(7), tokens, SETTINGS)
+        return [loss, *(getattr(stats, name) for name in SUMS)]
+
+    first, *others = each_number_of_threads(sums)
+    assert all(backends.same(other, first) for other in others)
 
 
-def test_upstream_gradient_scales_and_the_graph_may_be_kept() -> None:
-    logits, tokens = logits_and_tokens(LossSettings())
-    loss, _ = smopd_loss(logits, tokens)
-    one = torch.autograd.grad(loss, logits, retain_graph=True)[0]
-    half = torch.autograd.grad(0.5 * loss, logits, retain_graph=True)[0]
-    assert torch.equal(half, 0.5 * one)
-    loss.backward(retain_graph=True)
+@backends.each("total_loss")
+@pytest.mark.parametrize("n_rows", [0, 1, BLOCK + 1, 20_000])
+@pytest.mark.parametrize("kind", ["all", "anchor alone", "kl_weight for both", "no coefficients"])
+def test_every_backend_sums_the_terms(kind: str, n_rows: int, backend: str) -> None:
+    """A term of weight 0 adds nothing, NaN or not; nor does one whose coefficient is 0."""
+    generator = torch.Generator().manual_seed(4)
+    values, weights = torch.randn(7, n_rows, generator=generator), torch.rand(4, n_rows, generator=generator)
+    terms, settings = TokenTerms(*values[:5], torch.zeros(n_rows, dtype=torch.int8), *values[5:]), SETTINGS
+    weights[:, ::3] = 0.0
+    values[[1, 2, 5, 6], ::3] = torch.nan
+    columns = dict(zip(("kl_weight_N", "ent_weight_N", "reverse_weight_N"), weights[1:], strict=True))
+    if kind == "anchor alone":
+        columns = {}
+    elif kind == "kl_weight for both":
+        columns = {"kl_weight_N": weights[1].bfloat16()}
+    elif kind == "no coefficients":
+        terms.kl_N[:], terms.entropy_N[:] = torch.nan, torch.inf
+        settings = LossSettings(opd_coef=0.0)
+    token_ids_N = torch.zeros(n_rows, dtype=torch.int64)
+    tokens = LossTokens(token_ids_N=token_ids_N, adv_N=weights[0], pg_weight_N=weights[0], **columns)
+    loss, stats = backends.call(backend, "total_loss", terms, tokens, settings)
+    assert loss.dtype == stats.pg_loss.dtype == torch.float32 and loss.shape == stats.pg_loss.shape == ()
+    parts = {
+        "pg_loss": (1.0, terms.surrogate_N, tokens.pg_weight_N),
+        "kl_loss": (settings.opd_coef, terms.kl_N, tokens.kl_weight_N),
+        "entropy": (-settings.entropy_coef, terms.entropy_N, tokens.ent_weight_N),
+        "reverse_loss": (settings.opd_coef, terms.reverse_N, reverse_weight(tokens)),
+    }
+    true = 0.0
+    for name, (coef, value_N, weight_N) in parts.items():
+        weight_N = torch.zeros(n_rows) if weight_N is None else weight_N.float()
+        products_N = (weight_N * value_N)[weight_N != 0].double()
+        total, size, found = (
+            float(products_N.sum()),
+            float(products_N.abs().sum()),
+            float(getattr(stats, name)),
+        )
+        if math.isfinite(total):
+            limit = 2.0**-24 * abs(total) if n_rows > BLOCK else 2.0**-21 * size
+            assert abs(found - total) <= limit + 2.0**-48 * size
+        else:
+            assert math.isnan(found) == math.isnan(total)
+        true += coef * total if coef != 0.0 else 0.0
+    torch.testing.assert_close(float(loss), true, rtol=1e-5, atol=1e-4)
+
+
+# inplace=True.
+
+
+def ready(shape: tuple[int, ...] = (N, V)) -> tuple[Tensor, LossTokens, Tensor, Tensor]:
+    """A leaf of half the logits, tokens, the loss and the leaf's gradient."""
+    leaf, tokens, _ = case_of()
+    leaf = (0.5 * leaf.detach()).view(shape).requires_grad_()
+    loss, _ = smopd_loss((2 * leaf).view(N, V), tokens)
+    return leaf, tokens, loss.detach(), torch.autograd.grad(loss, leaf)[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "cut"),
+    [
+        ((N, V), lambda x: x),
+        ((1, N, V), lambda x: x[0]),
+        ((1, N, V), lambda x: x.view(N, V)),
+        ((1, N, V), lambda x: x.flatten(0, 1)),
+    ],
+)
+def test_gradient_is_written_over_the_logits(shape: tuple, cut: Callable[[Tensor], Tensor]) -> None:
+    """Of a view of the whole tensor too."""
+    leaf, tokens, want_loss, want_grad = ready(shape)
+    logits_NV = cut(2 * leaf)
+    memory = logits_NV.data_ptr()
+    loss, stats = smopd_loss(logits_NV, tokens, inplace=True)
+    assert torch.equal(loss.detach(), want_loss) and not stats.kl_N.requires_grad
+    assert logits_NV.data_ptr() == memory
+    torch.testing.assert_close(logits_NV.detach(), want_grad.view(N, V) / 2)
     loss.backward()
-    assert torch.equal(logits.grad, 2 * one)
+    torch.testing.assert_close(leaf.grad, want_grad)
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize("retain", [True, False])
+def test_the_upstream_gradient_is_not_rounded_to_sixteen_bits(inplace: bool, retain: bool) -> None:
+    """bf16 logits: the gradient is rounded once before the factor and once after it, the factor never."""
+    leaf, tokens, _, _ = ready()
+    grads = []
+    for upstream in (1.0, 1 / 3):
+        low = leaf.detach().bfloat16().requires_grad_()
+        loss, _ = smopd_loss(low * 1, tokens, inplace=inplace)
+        (upstream * loss).backward(retain_graph=retain)
+        grads.append(low.grad)
+    whole, third = grads
+    assert third.equal((whole.float() * torch.tensor(1 / 3)).bfloat16())
+
+
+def test_other_uses_of_the_logits_are_right_or_raise() -> None:
+    leaf, tokens, _, want_grad = ready()
+
+    def in_place(before=lambda x: 0.0, after=lambda x: 0.0) -> Tensor:
+        logits_NV = 2 * leaf
+        first = before(logits_NV)
+        loss, _ = smopd_loss(logits_NV, tokens, inplace=True)
+        return loss + first + after(logits_NV)
+
+    in_place(before=lambda x: (3 * x).sum()).backward()
+    torch.testing.assert_close(leaf.grad, want_grad + 6.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        in_place(before=lambda x: (x**2).sum()).backward()
+    with pytest.raises(RuntimeError, match="used in another differentiable operation after inplace=True"):
+        in_place(after=lambda x: x.sum()).backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        in_place(after=lambda x: x.detach().zero_().sum()).backward()
+    for upstream in (1.0, 0.5):
+        loss = upstream * in_place()
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError):
+            loss.backward()
+
+
+def test_a_leaf_and_a_view_of_a_part_are_refused_and_untouched() -> None:
+    leaf, tokens, _, _ = ready()
+    before = leaf.detach().clone()
+    for given in (leaf, leaf.view(N, V)):
+        with pytest.raises(ValueError, match="logits_NV is a leaf"):
+            smopd_loss(given, tokens, inplace=True)
+    with pytest.raises(ValueError, match="is a view of 348 of the 696 elements"):
+        smopd_loss(torch.cat([leaf, leaf])[:N], tokens, inplace=True)
+    assert torch.equal(leaf.detach(), before)
+
+
+def test_nothing_is_written_without_gradient() -> None:
+    leaf, tokens, _, _ = ready()
+    for logits_NV, enabled in ((2 * leaf.detach(), True), (2 * leaf, False)):
+        with torch.set_grad_enabled(enabled):
+            loss, _ = smopd_loss(logits_NV, tokens, inplace=True)
+        assert torch.equal(logits_NV.detach(), 2 * leaf.detach()) and not loss.requires_grad
+
+
+def test_one_of_the_outputs_of_a_forward_kl_may_be_used_alone() -> None:
+    logits_NV, tokens, _ = case_of(target="given")
+    target = (tokens.target_ids_NS, tokens.target_logps_NS)
+    logp_N, _ = topk_forward_kl(logits_NV, tokens.token_ids_N, *target)
+    want = torch.nn.functional.one_hot(tokens.token_ids_N, V) - logits_NV.detach().softmax(-1)
+    torch.testing.assert_close(torch.autograd.grad(logp_N.sum(), logits_NV)[0], want)

@@ -1,91 +1,37 @@
-"""What is the Triton kernels' own: launch shapes, limits, memory far apart, ranks, CUDA graphs.
+"""What is the Triton kernels' own: launch shapes, limits, memory far apart, the split kernel, CUDA graphs.
 
 Their results are held to float64 with the other backends' in tests/kernels/conformance.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from dataclasses import fields, replace
-from datetime import timedelta
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.kernels.triton.device import DEVICE, gpu, needs_cuda
+from tests.kernels import backends, cases
+
+pytest.importorskip("triton", reason="Triton is not installed")
 
 # isort: split
 from smopd import ops
-from smopd.kernels.ops.loss import packed_stats
-from smopd.kernels.reference import advantages as reference_advantages
 from smopd.kernels.reference import topk as reference
 from smopd.kernels.triton import advantages as triton_advantages
 from smopd.kernels.triton import loss as triton_loss
 from smopd.kernels.triton import mixture as triton_mixture
 from smopd.kernels.triton import product as triton_product
-from smopd.kernels.triton import target as triton_target
 from smopd.kernels.triton import topk as triton_topk
-from smopd.kernels.triton import totals as triton_totals
-from smopd.kernels.triton import whiten as triton_whiten
-from smopd.kernels.types import AdvantageOptions, KlOptions, LossTokens, SparseTarget
-from tests.kernels import backends, cases
+from smopd.kernels.types import KlOptions, LossSettings, TokenTerms
 from tests.kernels.cases import LossCase, check_loss, loss_case, run_loss
-from tests.patience import HANG_SECONDS
+from tests.kernels.triton.test_triton_large import Size, make
 
-INF = math.inf
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of the interpreter's numpy
-    pytest.mark.usefixtures("poisoned_memory"),
-]
-
-
-@pytest.mark.parametrize("part", [None, 1008], ids=["whole", "parts"])
-@pytest.mark.parametrize("n_support", [7, 64, 200])
-def test_where_a_targets_support_lies(n_support: int, part: int | None) -> None:
-    """Distinct ids, repeats, and repeats beside empty slots and NaN; 200 slots have two warps."""
-    n_vocab, lanes, repeats, consecutive = 5000, 32, 2, 8
-    block = lanes * repeats * consecutive
-    generator = torch.Generator().manual_seed(n_support)
-    ids_NS = torch.stack([torch.randperm(n_vocab, generator=generator)[:n_support] for _ in range(3)])
-    ids_NS[1:] = ids_NS[1:] % (n_support // 2) * 7
-    logps_NS = torch.randn(3, n_support, generator=generator).log_softmax(-1) - 0.2
-    logps_NS[2, 1::3], logps_NS[2, 0], ids_NS[2, 1::6] = -INF, math.nan, n_vocab + 3
-    given = SparseTarget(ids_NS.int().to(DEVICE), logps_NS.to(DEVICE))
-    layout = (lanes, repeats, consecutive)
-    ready = backends.moved(triton_target.row_targets(given, n_vocab, *layout, tail=True, part=part), "cpu")
-    for row in range(3):
-        merged, wanted, left, numbers = {}, set(), [0] * lanes, set()
-        for entry, logp in zip(ids_NS[row].tolist(), logps_NS[row].double().tolist(), strict=True):
-            if logp > -INF:
-                merged[entry] = merged.get(entry, 0.0) + math.exp(logp)
-                number, place = divmod(entry, part or n_vocab)
-                wanted.add(entry)
-                left[place // consecutive % lanes] |= 1 << place // block
-                numbers.add((number * lanes + place // consecutive % lanes) << 6 | place // block)
-        logps_K, live_K = ready.logps_NK[row], ready.logps_NK[row] > -INF
-        assert int(logps_K.isnan().sum()) == int(logps_NS[row].isnan().sum())
-        got = dict(zip(ready.ids_NK[row, live_K].tolist(), logps_K[live_K].exp().tolist(), strict=True))
-        assert got == pytest.approx(merged, rel=1e-6) and len(got) == int(live_K.sum())
-        if part is None:
-            assert ready.skipped_NL[row].tolist() == left
-        else:
-            assert sorted(set(ready.skipped_NL[row].tolist()) - {-1}) == sorted(numbers)
-            assert (ready.skipped_NL[row] >= 0).equal(ready.holes_NK[row] != 0)
-        holes = [
-            (entry // (part or n_vocab) * (part or n_vocab), entry % (part or n_vocab), bits)
-            for entry, bits in zip(ready.ids_NK[row].tolist(), ready.holes_NK[row].tolist(), strict=True)
-            if bits
-        ]
-        held = [
-            first + place // block * block + element // consecutive * lanes * consecutive
-            + place // consecutive % lanes * consecutive + element % consecutive
-            for first, place, bits in holes for element in range(16) if bits >> element & 1
-        ]  # fmt: skip
-        assert sorted(held) == sorted(wanted), "each id in one slot's segment"
+DEVICE, INF = backends.device("triton"), math.inf
+gpu = pytest.mark.gpu
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy
 
 
 def test_more_blocks_than_an_int32_has_bits(streamed: None) -> None:
@@ -96,25 +42,13 @@ def test_more_blocks_than_an_int32_has_bits(streamed: None) -> None:
     check_loss("triton", LossCase(case.logits_NV, tokens, case.settings))
 
 
-@pytest.mark.parametrize("dtype", cases.HALF)
-def test_every_vocabulary_has_a_configuration(dtype: str) -> None:
-    sizes = (1, 7, 513, 2048, 2049, 8192, 16_384, 50_257, 151_936, 262_144, 300_001, triton_loss.MAX_VOCAB)
-    slots = (1, 128, 256, triton_loss.MAX_SUPPORT)
-    for n_vocab, aligned, n_slots in itertools.product(sizes, (False, True), slots):
-        shape = triton_loss._configuration(n_vocab, cases.DTYPES[dtype], n_slots, aligned=aligned)
-        blocks = -(-n_vocab // (shape.warps * 32 * shape.elements))
-        assert blocks <= 64 and shape.held >= 2 and shape.elements <= 16 and n_slots <= shape.warps * 128
-
-
 def test_the_last_chunk_of_the_widest_vocabulary() -> None:
     """Its number fills the key's 16 bits; the values around it are the lowest and the largest."""
-    logits_NV = torch.full((2, triton_topk.MAX_VOCAB), -INF, dtype=torch.bfloat16)
+    logits_NV = torch.full((1, triton_topk.MAX_VOCAB), -INF, dtype=torch.bfloat16)
     logits_NV[0, -3:] = torch.tensor([-1.0, 2.0, -3.0])
-    logits_NV[1] = 5.0
-    got = backends.call("triton", "topk_logprobs", logits_NV, 5)
-    true = reference.topk_logprobs(logits_NV.double(), 5)
+    got, true = backends.call("triton", "topk_logprobs", logits_NV, 5), reference.topk_logprobs(logits_NV, 5)
     assert torch.equal(got.ids_NS, true.ids_NS)
-    torch.testing.assert_close(got.logps_NS.double(), true.logps_NS, rtol=1e-6, atol=2e-5)
+    torch.testing.assert_close(got.logps_NS, true.logps_NS, rtol=1e-6, atol=2e-5)
 
 
 @pytest.mark.parametrize("merge", [True, False], ids=["merged", "pooled"])
@@ -154,40 +88,24 @@ def test_a_product_reads_no_more_than_its_lists(bad: int) -> None:
 def test_an_id_outside_the_vocabulary_makes_its_row_nan(target: str, bad: int) -> None:
     """On a GPU nobody looks at ids before. Nothing is read or written where they point."""
     case = loss_case((3, 300, 2, 8), target="given" if target == "token" else target)
-    wide = {name: getattr(case.tokens, name) for name in ("token_ids_N", "target_ids_NS", "teacher_ids_NMS")}
-    tokens = replace(case.tokens, **{name: ids if ids is None else ids.long() for name, ids in wide.items()})
     name = {"token": "token_ids_N", "given": "target_ids_NS"}.get(target, "teacher_ids_NMS")
-    ids = getattr(tokens, name).clone()
-    ids[1].view(-1)[-1:] = bad
-    for live in (tokens.target_logps_NS, tokens.teacher_logps_NMS):
-        if live is not None and target != "token":
-            live[1].view(-1)[-1:] = -0.5  # no empty slot, and none that kappa leaves out
-
-    def run(tokens: LossTokens) -> tuple[Any, Tensor]:
-        memory = torch.full((9, 300), 7.0, dtype=case.logits_NV.dtype, device=DEVICE)
-        logits_NV = memory[3:6]
-        logits_NV.copy_(case.logits_NV)
-        terms = triton_loss.loss_rows(logits_NV, backends.moved(tokens, DEVICE), case.settings, logits_NV)
-        assert bool((memory[:3] == 7).all() and (memory[6:] == 7).all()), "written outside the rows"
-        return backends.moved(terms, "cpu"), logits_NV.cpu()
-
-    fine, fine_NV = run(tokens)
-    terms, grad_NV = run(replace(tokens, **{name: ids}))
-    others = torch.tensor([0, 2])
+    columns = {name: getattr(case.tokens, name).long().clone()}
+    for live in ("target_logps_NS", "teacher_logps_NMS"):
+        if target != "token" and getattr(case.tokens, live) is not None:
+            columns[live] = getattr(case.tokens, live).clone()
+            columns[live][1].view(-1)[-1:] = -0.5  # no empty slot, and none that kappa leaves out
+    (fine, fine_NV), others = run_loss("triton", case.but(**columns), layout="odd"), torch.tensor([0, 2])
+    columns[name][1].view(-1)[-1:] = bad
+    terms, grad_NV = run_loss("triton", case.but(**columns), layout="odd")
     assert torch.equal(grad_NV[others], fine_NV[others]) and not bool(fine_NV.isnan().any())
     assert bool(grad_NV[1].isnan().all())
     for term in ("logp_N", "kl_N"):
         assert torch.equal(getattr(terms, term)[others], getattr(fine, term)[others])
     assert (terms.logp_N if target == "token" else terms.kl_N)[1].isnan()
-
-
-@pytest.mark.parametrize("bad", [-1, 300, 2**32 + 5])
-def test_an_id_outside_the_vocabulary_has_the_log_probability_nan(bad: int) -> None:
-    logits_NV = cases.random_logits(3, 300)
-    got = backends.call("triton", "topk_logprobs", logits_NV, 4, token_ids_N=torch.tensor([1, bad, 3]))
-    fine = backends.call("triton", "topk_logprobs", logits_NV, 4, token_ids_N=torch.tensor([1, 2, 3]))
-    assert got.token_logp_N.isnan().tolist() == [False, True, False]
-    assert torch.equal(got.ids_NS, fine.ids_NS) and torch.equal(got.logps_NS, fine.logps_NS)
+    if target == "token":
+        options = {"token_ids_N": columns[name]}
+        got = backends.call("triton", "topk_logprobs", case.logits_NV, 4, **options)
+        assert got.token_logp_N.isnan().tolist() == [False, True, False]
 
 
 def test_the_padding_of_labels_is_no_part_of_a_forward_kl() -> None:
@@ -204,123 +122,27 @@ def test_the_padding_of_labels_is_no_part_of_a_forward_kl() -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_what_follows_the_rows_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kernel of torch's, neither for the sums nor for an operator's packed statistics."""
-    case = loss_case((3, 300, 2, 8), target="merged")
-    terms, tokens = backends.moved((run_loss("triton", case)[0], case.tokens), DEVICE)
-    columns_CN = torch.stack([getattr(terms, field.name) for field in fields(terms)]).float()
-    terms = replace(terms, **{f.name: c for f, c in zip(fields(terms), columns_CN, strict=True)})
-    launched, asked = [], []
-
-    class Noted(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            asked.append(func.overloadpacket.__name__)
-            return func(*args, **(kwargs or {}))
-
-    class Kernel:
-        def __getitem__(self, grid: tuple) -> Any:
-            return lambda *_, **__: launched.append(grid)
-
-    monkeypatch.setattr(triton_totals, "_totals_kernel", Kernel())
-    with Noted(), torch.no_grad():
-        _, stats = triton_totals.total_loss(terms, tokens, case.settings)
-        packed_stats(stats)
-    made_of_memory_alone = {"new_empty", "empty", "unbind", "detach", "as_strided"}
-    assert launched == [(1,)] and set(asked) <= made_of_memory_alone
-
-
-@pytest.mark.parametrize("kind", ["grpo", "gdpo", "gd2po"])
-def test_a_groups_advantages_depend_on_nothing_around_it(kind: str) -> None:
-    """Each response adds its own group up, from its first on."""
-    generator = torch.Generator().manual_seed(5)
-    rewards, group = torch.randn(42, 3, generator=generator), torch.arange(42) // 6
-    options = AdvantageOptions(kind, whiten=None)
-    whole = backends.call("triton", "advantages", rewards, group, options)
-    for start in (6, 30):
-        alone = backends.call("triton", "advantages", rewards[start : start + 6], group[:6], options)
-        for mine, theirs in zip(alone, whole, strict=True):
-            assert mine is None or torch.equal(mine, theirs[start : start + 6])
-
-
-def test_slots_are_merged_into_the_moments_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven programs' slots, one of them empty, in four blocks."""
-    monkeypatch.setattr(triton_whiten, "SLOT_BLOCK", 2)
-    adv_R = torch.randn(60, dtype=torch.float64, generator=torch.Generator().manual_seed(5)) + 9
-    parts = [adv_R[10 * i : 10 * i + 10] for i in range(3)] + [adv_R[:0], *adv_R[30:].split(10)]
-    slots = [[len(part), float(part.mean()), float((part - part.mean()).square().sum())] for part in parts]
-    moments = torch.tensor(slots, dtype=torch.float64).nan_to_num(0.0)
-    out_R = torch.empty(60, device=DEVICE)
-    triton_whiten.whiten_(adv_R.to(DEVICE), None, None, moments.to(DEVICE), out_R, 1e-6)
-    want_R = ((adv_R - adv_R.mean()) / (adv_R.std() + 1e-6)).float()
-    torch.testing.assert_close(out_R.cpu(), want_R, rtol=1e-6, atol=1e-7)
-
-
-def test_what_is_not_served_is_said() -> None:
-    logits_NV, most = torch.zeros(2, 200), triton_loss.MAX_SUPPORT
-    for module, op, tensor, facts, expected in (
-        (triton_topk, "topk_logprobs", logits_NV, {"kappa": 128}, None),
-        (triton_topk, "topk_logprobs", logits_NV, {"kappa": 129}, "kappa is 129"),
-        (triton_topk, "topk_logprobs", logits_NV.double(), {"kappa": 1}, "float64"),
-        (triton_topk, "topk_logprobs", wide(triton_topk.MAX_VOCAB), {"kappa": 1}, "V is 524289"),
-        (triton_mixture, "teacher_mixture", logits_NV, {"n_pooled": 1024}, None),
-        (triton_mixture, "teacher_mixture", logits_NV.double(), {"n_pooled": 8}, "float64"),
-        (triton_loss, "loss_rows", logits_NV, {"n_support": most}, None),
-        (triton_loss, "loss_rows", logits_NV, {"n_pooled": 2**20}, "expected at most"),
-        (triton_loss, "loss_rows", wide(triton_loss.MAX_VOCAB), {}, "V is 524289"),
-        (triton_advantages, "grpo_advantages", torch.zeros(2, 32), {}, None),
-        (triton_advantages, "grpo_advantages", torch.zeros(2, 33), {}, "K is 33"),
-    ):
-        why_not = module.unserved(op, tensor, **facts)
-        assert why_not is None if expected is None else expected in str(why_not)
-    with pytest.raises(ValueError, match="topk_logprobs: kappa is 129, expected at most 128"):
-        triton_topk.topk_logprobs(logits_NV.to(DEVICE), 129)
-    pool = (torch.zeros(1, 8, 129, dtype=torch.int64), torch.zeros(1, 8, 129), torch.zeros(8))
-    with pytest.raises(ValueError, match=r"teacher_mixture: M \* S is 1032, expected at most 1024"):
-        backends.call("triton", "teacher_mixture", *pool, 4)
-    case = loss_case((2, 1271, 1, most + 1), target="given")
-    with pytest.raises(ValueError, match="entries, expected at most"):
-        run_loss("triton", case)
-    group = torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"gdpo_advantages: the dtype is torch\.float64"):
-        backends.call("triton", "advantages", logits_NV.double()[:, :3], group, AdvantageOptions("gdpo"))
-
-
-def wide(most: int) -> Tensor:
-    return torch.empty(1, most + 1, device="meta")
-
-
-def _rank(rank: int, store: str, world: int) -> None:
-    backend = "nccl" if DEVICE == "cuda" and torch.cuda.device_count() >= world else "gloo"
-    torch.distributed.init_process_group(
-        backend,
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=HANG_SECONDS),
-    )
-    generator = torch.Generator().manual_seed(9)
-    rewards, group = torch.randn(11, 2, generator=generator), torch.arange(11) // 4
-    weights, lengths = torch.tensor([0.3, 0.9]), torch.arange(11) * 7 % 50
-    device = f"cuda:{rank}" if backend == "nccl" else "cpu"
-    for whiten, cut in (("responses", 2), ("tokens", 2), ("tokens", 3)):  # the last leaves rank 1 nothing
-        mine = (group < cut) == (rank == 0)
-        options = AdvantageOptions("gdpo", weights_K=weights, lengths_R=lengths, whiten=whiten)
-        own = replace(options, weights_K=weights.to(device), lengths_R=lengths[mine].to(device))
-        shard = (rewards[mine].to(device), group[mine].to(device))
-        got, _ = triton_advantages.advantages(*shard, own, torch.distributed.group.WORLD)
-        want, _ = reference_advantages.advantages(rewards, group, options)
-        torch.testing.assert_close(got.cpu(), want[mine], rtol=1e-6, atol=1e-9)
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="two ranks take two GPUs")
-def test_ranks_whiten_together(tmp_path) -> None:
-    torch.multiprocessing.spawn(_rank, args=(str(tmp_path / "store"), 2), nprocs=2)
+@pytest.mark.parametrize(
+    ("module", "op", "shape", "facts", "expected"),
+    [
+        (triton_topk, "topk_logprobs", (2, 200), {"kappa": 128}, None),
+        (triton_topk, "topk_logprobs", (2, 200), {"kappa": 129}, "kappa is 129"),
+        (triton_topk, "topk_logprobs", (1, 2**19 + 1), {"kappa": 1}, "V is 524289"),
+        (triton_mixture, "teacher_mixture", (2, 200), {"n_pooled": 1024}, None),
+        (triton_mixture, "teacher_mixture", (2, 200), {"n_pooled": 1025}, "expected at most 1024"),
+        (triton_loss, "loss_rows", (2, 200), {"n_support": triton_loss.MAX_SUPPORT}, None),
+        (triton_loss, "loss_rows", (2, 200), {"n_support": triton_loss.MAX_SUPPORT + 1}, "expected at most"),
+        (triton_loss, "loss_rows", (1, 2**19 + 1), {}, "V is 524289"),
+        (triton_advantages, "grpo_advantages", (2, 32), {}, None),
+        (triton_advantages, "grpo_advantages", (2, 33), {}, "K is 33"),
+    ],
+)
+def test_what_is_not_served_is_said(module, op: str, shape: tuple, facts: dict, expected: str | None) -> None:
+    why_not = module.unserved(op, torch.empty(shape, device="meta"), **facts)
+    assert why_not is None if expected is None else expected in str(why_not)
 
 
 @gpu
-@needs_cuda
 @pytest.mark.parametrize("dtype", cases.HALF)
 @pytest.mark.parametrize("target", ["merged", "pooled"])
 def test_a_vocabulary_of_aligned_rows_on_the_gpu(target: str, dtype: str) -> None:
@@ -343,7 +165,6 @@ GRAPHED = (
 
 
 @gpu
-@needs_cuda
 @pytest.mark.parametrize("name", GRAPHED)
 def test_a_cuda_graph_replays_forward_and_backward(name: str) -> None:
     """Through the public functions: captured once, replayed on other numbers, the bits of an eager call."""
@@ -351,39 +172,34 @@ def test_a_cuda_graph_replays_forward_and_backward(name: str) -> None:
         backends.moved(loss_case((64, 151_936, 2, 16), "bf16", target, ids=torch.int32), "cuda")
         for target in ("given", "merged")
     )
-    tokens, token_ids = pooled.tokens, pooled.tokens.token_ids_N
+    tokens, settings, token_ids = pooled.tokens, pooled.settings, pooled.tokens.token_ids_N
     teachers = (tokens.teacher_ids_NMS, tokens.teacher_logps_NMS, tokens.log_alpha)
+    target = (given.tokens.target_ids_NS, given.tokens.target_logps_NS)
     torch.manual_seed(1)
     hidden = torch.randn(64, 128, device=DEVICE).bfloat16().requires_grad_()
     weight = (0.1 * torch.randn(151936, 128, device=DEVICE)).bfloat16().requires_grad_()
     logits = pooled.logits_NV.clone().requires_grad_()
     rewards, group = torch.randn(500, 4, device=DEVICE), torch.arange(500, device=DEVICE) // 8
     leaves = [hidden, weight] if "linear" in name else [logits]
+    calls = {
+        "topk_logprobs": lambda: ops.topk_logprobs(logits, 16, token_ids_N=token_ids),
+        "linear_topk_logprobs": lambda: ops.linear_topk_logprobs(hidden, weight, 16, token_ids_N=token_ids),
+        "teacher_mixture": lambda: ops.teacher_mixture(*teachers, 16, merge=True),
+        "gdpo_advantages": lambda: (ops.gdpo_advantages(rewards, group),),
+        "topk_forward_kl": lambda: ops.topk_forward_kl(logits, token_ids, *target, tail=True),
+        "teacher_forward_kl": lambda: ops.teacher_forward_kl(logits, token_ids, *teachers, 16, tail=True),
+        "smopd_loss": lambda: ops.smopd_loss(logits, tokens, settings),
+        "linear_smopd_loss": lambda: ops.linear_smopd_loss(hidden, weight, tokens, settings),
+    }
 
     def call() -> list[Tensor]:
-        outputs: Any
-        if name == "gdpo_advantages":
-            return [ops.gdpo_advantages(rewards, group)]
-        if name == "teacher_mixture":
-            mixture = ops.teacher_mixture(*teachers, 16, merge=True)
-            return [mixture.ids_NS, mixture.logps_NS]
-        if name.endswith("topk_logprobs"):
-            head = (logits,) if name == "topk_logprobs" else (hidden, weight)
-            top = getattr(ops, name)(*head, 16, token_ids_N=token_ids)
-            return [top.ids_NS, top.logps_NS, top.token_logp_N]
-        if name == "topk_forward_kl":
-            target = (given.tokens.target_ids_NS, given.tokens.target_logps_NS)
-            outputs = ops.topk_forward_kl(logits, token_ids, *target, tail=True)
-        elif name == "teacher_forward_kl":
-            outputs = ops.teacher_forward_kl(logits, token_ids, *teachers, 16, merge=True, tail=True)
-        elif name == "smopd_loss":
-            loss, stats = ops.smopd_loss(logits, tokens, pooled.settings)
-            outputs = (loss, stats.kl_N)
-        else:
-            loss, stats = ops.linear_smopd_loss(hidden, weight, tokens, pooled.settings)
-            outputs = (loss, stats.kl_N)
-        total = sum(output.sum() for output in outputs if output.requires_grad)
-        return [*(output.detach() for output in outputs), *torch.autograd.grad(total, leaves)]
+        outputs = calls[name]()
+        if is_dataclass(outputs):
+            outputs = [getattr(outputs, field.name) for field in fields(outputs)]
+        outputs = [outputs[0], outputs[1].kl_N] if name.endswith("smopd_loss") else outputs
+        roots = [output.sum() for output in outputs if output.requires_grad]
+        grads = torch.autograd.grad(sum(roots), leaves) if roots else ()
+        return [*(output.detach() for output in outputs), *grads]
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -399,3 +215,84 @@ def test_a_cuda_graph_replays_forward_and_backward(name: str) -> None:
     graph.replay()
     for replayed, eager in zip(got, call(), strict=True):
         assert torch.equal(replayed, eager)
+
+
+SETTINGS = {
+    "paper": LossSettings(merge=False, tail=False),
+    "tail": LossSettings(),
+    "entropy": LossSettings(entropy_coef=0.1),
+}
+WEIGHTS = ("pg_weight_N", "kl_weight_N", "ent_weight_N")
+SIZES = ((2048, 151_936), (33, 32_000), (1, 262_144), (12_000, 50_304))
+
+
+@pytest.mark.parametrize("consecutive", [4, 8])
+def test_parts_are_a_row(consecutive: int) -> None:
+    """Each fits its registers, in whole vectors; a block that counts as whole is whole in every part."""
+    block = triton_loss._SPLIT_REPEATS * triton_loss._SPLIT_LANES * consecutive
+    for n_vocab in (*range(12_289, 12_400), 32_000, 50_304, 128_256, 151_936, 152_064, 262_144, 524_288):
+        parts = triton_loss._parts(n_vocab, consecutive)
+        last = n_vocab - (parts.n - 1) * parts.size
+        assert 0 < last <= parts.size and parts.size % (8 * consecutive) == 0
+        held = (parts.blocks - 1) * block + parts.last_repeats * block // triton_loss._SPLIT_REPEATS
+        assert parts.size <= held <= triton_loss._SPLIT_VECTORS * triton_loss._SPLIT_LANES * consecutive
+        assert parts.whole * block <= last and parts.whole < parts.blocks
+
+
+def test_the_split_kernel_has_no_more_parts_than_a_warp_polls_for() -> None:
+    """And no row that the row kernel reads once."""
+    for n_vocab, served in ((12_288, False), (12_289, True), (311_296, True), (311_297, False)):
+        logits_NV = torch.empty(2, n_vocab, device="meta")
+        assert triton_loss._splits(logits_NV, 16, tail=True, two=False) == served
+
+
+@gpu
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"N{size[0]}-V{size[1]}")
+def test_the_same_bits_beside_other_work(size: tuple[int, int], name: str) -> None:
+    """Alone, beside matrix products, beside itself, in a graph's replay: more programs than fit, one, few."""
+    logits_NV, tokens = make(Size(*size, 16, "bf16", True))
+    logits_NV, settings = logits_NV.detach(), SETTINGS[name]
+    idle_N = torch.arange(size[0], device=DEVICE) % 11 == 10  # a token in eleven counts nowhere
+    weights = {name: getattr(tokens, name).masked_fill(idle_N, 0.0) for name in WEIGHTS}
+    tokens = replace(tokens, **weights)
+
+    def run(rows_NV: Tensor) -> TokenTerms:
+        return triton_loss.loss_rows(rows_NV, tokens, settings, rows_NV)
+
+    def result(rows_NV: Tensor, terms: TokenTerms) -> tuple:
+        torch.cuda.synchronize()
+        return rows_NV, terms
+
+    first_NV = logits_NV.clone()
+    first = result(first_NV, run(first_NV))
+    assert not first[1].logp_N.isnan().any()
+    for again in _others(logits_NV, run, result):
+        assert backends.same(again, first)
+
+
+def _others(logits_NV, run, result) -> Iterator[tuple]:
+    other = torch.cuda.Stream()
+    square = torch.randn(4096, 4096, dtype=torch.bfloat16, device=DEVICE)
+    for _ in range(3):
+        rows_NV = logits_NV.clone()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(other):
+            for _ in range(20):
+                square @ square
+        yield result(rows_NV, run(rows_NV))
+    rows_NV, beside_NV = logits_NV.clone(), logits_NV.clone()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(other):
+        beside = run(beside_NV)
+    terms = run(rows_NV)
+    yield result(rows_NV, terms)
+    yield result(beside_NV, beside)
+    graph, rows_NV = torch.cuda.CUDAGraph(), logits_NV.clone()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        terms = run(rows_NV)
+    for _ in range(3):
+        rows_NV.copy_(logits_NV)
+        graph.replay()
+        yield result(rows_NV, terms)

@@ -1,0 +1,284 @@
+"""The row functions of every backend on infinities and NaN: as the definition has them in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bench.harness.accuracy import CANCELLATION
+from smopd.kernels.reference import topk as reference
+from smopd.kernels.types import LossSettings, LossTokens
+from tests.kernels import backends, cases, float64
+from tests.kernels.cases import DTYPES, HALF, LossCase, check_kl, check_loss, loss_case, run_loss
+from tests.kernels.float64 import TERMS
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN through the interpreter's numpy
+INF, NAN = math.inf, math.nan
+each_backend = backends.each("loss_rows")
+WEIGHTS = ("pg_weight_N", "kl_weight_N", "ent_weight_N")
+V = 3000  # more than a block
+SPOTS = {  # of a row whose target is on ids 0 to 3 and whose token is 7
+    "nan first": (0, NAN),
+    "nan last": (V - 1, NAN),
+    "nan in the middle": (1500, NAN),
+    "+inf": (5, INF),
+    "+inf in the support": (1, INF),
+    "-inf in the support": (1, -INF),
+    "-inf at the token": (7, -INF),
+    "one huge": (2500, 3.0e38),
+    "one huge in the support": (1, 1.0e7),
+    "one huge and negative": (2500, -3.0e38),
+    "two huge and equal": ([1, 2500], 1.0e9),
+}
+# Of whom no digits are promised. x / T or x log2(e) of fp32, not fused, loses those of logits far from 0, and
+# of the largest it is infinite; x - max of 1e7 loses all that is off the support.
+HUGE = ("one huge", "one huge in the support", "far from 0")
+
+
+def hostile_rows() -> dict[str, Tensor]:
+    plain_V, id_V = cases.random_logits(1, V)[0], torch.arange(V)
+    spots = {name: plain_V.index_fill(0, torch.tensor(at), value) for name, (at, value) in SPOTS.items()}
+    return {
+        "plain": plain_V,
+        **spots,
+        "all -inf": torch.full((V,), -INF),
+        "all equal": torch.full((V,), 7.25),
+        "only the support": plain_V.where(id_V < 4, -INF),
+        "support over the lowest": plain_V.where(id_V < 8, torch.finfo(torch.float32).min),
+        "only the last block": plain_V.where(id_V >= 2900, -INF),
+        "only the first block": plain_V.where(id_V < 40, -INF),
+        "every other": plain_V.where((id_V < 8) | (id_V % 2 == 1), -INF),
+        "nan among -inf": torch.where(id_V == 2800, NAN, -INF),
+        "ascending": plain_V.sort().values,
+        "far": plain_V * 1.0e3,
+        "far from 0": plain_V.double().add(2.0**18).float(),
+        "very far from 0": plain_V * 1.0e6,
+        "plain again": plain_V,
+    }
+
+
+def hostile_case(rows: list[Tensor], inactive: tuple[str, ...], settings: LossSettings) -> LossCase:
+    n_rows = len(rows)
+    one_N = torch.ones(n_rows)
+    weights = {"pg_weight_N": 0.5 * one_N, "kl_weight_N": 0.25 * one_N, "ent_weight_N": 0.125 * one_N}
+    tokens = LossTokens(
+        token_ids_N=torch.full((n_rows,), 7),
+        adv_N=-one_N,
+        old_logp_N=-9.0 * one_N,
+        target_ids_NS=torch.tensor([[0, 1, 2, 3, 1, 2_999_999]]).expand(n_rows, 6),
+        target_logps_NS=torch.tensor([0.4, 0.2, 0.1, 0.05, 0.05, 0.0]).log().expand(n_rows, 6),
+        **weights | dict.fromkeys(inactive, 0.0 * one_N),
+    )
+    return LossCase(torch.stack(rows), tokens, settings, float64.defined_loss)
+
+
+@each_backend
+@pytest.mark.parametrize("inactive", [(), ("pg_weight_N",), ("kl_weight_N",), WEIGHTS], ids=str)
+@pytest.mark.parametrize("tail", [True, False], ids=["tail", "paper"])
+def test_hostile_rows(tail: bool, inactive: tuple[str, ...], backend: str, request) -> None:
+    """Each of them between others, and a plain one not changed by them."""
+    backends.leave_to_a_gpu(backend, bool(inactive))
+    without = () if backend == "cpp" else HUGE
+    rows = [row_V for name, row_V in hostile_rows().items() if name not in without]
+    if backend == "triton" and tail:
+        request.getfixturevalue("streamed")
+    entropy = LossSettings(tail=tail, entropy_coef=0.1)
+    settings = [LossSettings(tail=tail), entropy, replace(entropy, kl_temperature=0.8)]
+    if backends.interpreted(backend):
+        settings = settings[2:] if tail else settings[1:2]
+    for setting in settings:
+        _, grad_NV = check_loss(backend, hostile_case(rows, inactive, setting), most=len(rows))
+        assert grad_NV is not None and torch.equal(grad_NV[0], grad_NV[-1]), "a row beside hostile ones"
+
+
+def check_topk(backend: str, logits_NV: Tensor, kappa: int, tokens_N: Tensor, temperature: float) -> None:
+    """A NaN comes first, and all of its row are NaN."""
+    options = {"token_ids_N": tokens_N, "temperature": temperature}
+    got = backends.call(backend, "topk_logprobs", logits_NV, kappa, **options)
+    true = reference.topk_logprobs(logits_NV.double(), kappa, **options)
+    close = dict(float64.TERM)
+    if backend == "reference":
+        close["atol"] += 2.0**-23 * 3e4 / temperature  # x / T - lse is rounded there
+    torch.testing.assert_close(got.logps_NS.double(), true.logps_NS, **close)
+    torch.testing.assert_close(got.token_logp_N.double(), true.token_logp_N, **close)
+    nan_N = logits_NV.isnan().any(-1)
+    assert torch.equal(got.ids_NS[~nan_N], true.ids_NS[~nan_N])
+    assert all(len(set(row)) == kappa for row in got.ids_NS.tolist())
+    if backend != "reference" and kappa > 0:  # whose definition leaves open which
+        assert torch.equal(got.ids_NS[nan_N, 0].long(), logits_NV[nan_N].isnan().int().argmax(-1))
+
+
+@backends.each("topk_logprobs")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_top_kappa_of_hostile_rows(dtype: str, backend: str) -> None:
+    without = () if backend == "cpp" else (*HUGE, "very far from 0", "two huge and equal")
+    rows = torch.stack([row_V for name, row_V in hostile_rows().items() if name not in without])
+    rows = rows[backends.rows_for(backend, len(rows), 7)].to(DTYPES[dtype])
+    check_topk(backend, rows, 8, torch.arange(len(rows)) * 97 % V, 1.0)
+
+
+@each_backend
+@pytest.mark.parametrize("bad", [NAN, INF, -INF], ids=str)
+def test_a_token_that_counts_nowhere_is_zero_whatever_it_holds(bad: float, backend: str) -> None:
+    """Its logits, its ids and its target's; and the others' rows do not change."""
+    case = loss_case((4, 1271, 2, 16), "bf16", entropy=True, reverse=None)
+    idle_N = torch.tensor([False, True, False, True])
+    columns = {name: torch.where(idle_N, 0.0, 0.5 + getattr(case.tokens, name)) for name in WEIGHTS}
+    want, want_NV = run_loss(backend, case.but(**columns))
+    logits_NV = torch.where(idle_N[:, None], bad, case.logits_NV)
+    ids = {"token_ids_N": torch.where(idle_N, -100, case.tokens.token_ids_N)}
+    ids["teacher_ids_NMS"] = torch.where(idle_N[:, None, None], 10**6, case.tokens.teacher_ids_NMS)
+    terms, grad_NV = run_loss(backend, case.but(logits_NV, **columns | ids))
+    assert torch.equal(grad_NV, want_NV) and not grad_NV[idle_N].any() and not grad_NV[idle_N].signbit().any()
+    for name in TERMS:
+        column_N = getattr(terms, name)
+        assert torch.equal(column_N, getattr(want, name)) and not column_N[idle_N].any()
+
+
+@each_backend
+@pytest.mark.parametrize(
+    ("target", "where", "tail"),
+    [
+        ("repeats", "target_logps_NS", True),
+        ("repeats", "target_logps_NS", False),
+        ("pooled", "teacher_logps_NMS", False),
+        ("merged", "teacher_logps_NMS", True),
+        ("many", "teacher_logps_NMS", True),
+        ("pooled", "log_alpha", True),
+        ("merged", "log_alpha", False),
+    ],
+)
+def test_a_nan_of_the_teachers_is_not_lost(target: str, where: str, tail: bool, backend: str) -> None:
+    """It is in the row's KL and masses, where the KL has a weight in its gradient, and in nothing else."""
+    case = loss_case((3, 211, 2, 9), target=target, tail=tail, entropy=True, reverse=None)
+    broken = getattr(case.tokens, where).clone()
+    broken[:2, ..., 1] = NAN
+    weights = dict.fromkeys(WEIGHTS, torch.ones(3)) | {"kl_weight_N": torch.tensor([1e-30, 0.0, 1.0])}
+    terms, grad_NV = check_loss(backend, case.but(**{where: broken}, **weights), most=3)
+    for name in ("kl_N", "teacher_mass_N", "student_mass_N"):
+        assert getattr(terms, name).isnan().tolist() == [True, True, False]
+    assert grad_NV.isnan().all(1).tolist() == grad_NV.isnan().any(1).tolist() == [True, False, False]
+    assert bool(terms.entropy_N.isfinite().all())
+
+
+def entry(case: LossCase, name: str, value: Tensor | float, row: int = 1) -> Tensor:
+    """The column, the first of its row's entries being value."""
+    column = getattr(case.tokens, name).clone()
+    column[row].view(-1)[:1] = value
+    return column
+
+
+@each_backend
+@pytest.mark.parametrize("payload", [0x7FFFFFFF, -1], ids=hex)
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_nan_of_any_payload_reaches_the_whole_row(dtype: str, payload: int, backend: str) -> None:
+    """Rounding one with all bits set to bf16 carries out of the exponent. In no other row is there any."""
+    backends.leave_to_a_gpu(backend, dtype != "bf16")  # rounding to it is what may carry
+    nan = torch.tensor(payload, dtype=torch.int32).view(torch.float32)
+    names = ["adv_N", "pg_weight_N", "old_logp_N", "kl_weight_N", "reverse_adv_N", "reverse_weight_N"]
+    for entropy, two in ((False, False), (True, True)):
+        temperatures = (0.7, 1.0 if two else 0.7)
+        case = loss_case((3, 2500, 2, 6), dtype, "given", True, entropy, temperatures, reverse="ppo")
+        case = case.but(**dict.fromkeys((*WEIGHTS, "reverse_weight_N"), torch.ones(3)))
+        columns = [*names, "target_logps_NS", *(["ent_weight_N"] if entropy else [])]
+        for name in columns[:: 4 if backends.interpreted(backend) else 1]:
+            _, grad_NV = run_loss(backend, case.but(**{name: entry(case, name, nan, 0)}))
+            assert bool(grad_NV[0].isnan().all()), name
+            assert bool(grad_NV[1:].isfinite().all()), name
+
+
+# Whatever logits and targets come: ordinary, tied, where exp overflows and underflows, subnormal, no numbers.
+LOGITS = [0.0, -0.0, 1.0, 1.0, -2.5, 7.25, 30.0, 88.8, -104.0, 3e4, -3e4, 1e-40, INF, -INF, NAN]
+LOGPS = [math.log(0.5), math.log(0.25), -3.0, -20.0, 0.0, -INF, NAN]
+EXAMPLES, INTERPRETED, COMPILED = 150, 4, 30  # the interpreter takes a second a row, a new shape a compile
+SUBNORMAL = 2.0**-126 / CANCELLATION  # a probability below the smallest normal number may be 0
+LEAST_LOGP = 104.0  # the size of the least in fp32, which the entropy weighs its probability by
+RATIO_AT_AN_EDGE = 1e-4
+
+
+@st.composite
+def drawn_logits(draw: st.DrawFn, backend: str) -> Tensor:
+    n_rows, n_vocab = draw(st.integers(1, 3)), draw(st.integers(1, 12))
+    # The interpreter has no fused multiply-add: beside 3e4 its fp32 has no such digits.
+    known = [x for x in LOGITS if not (backends.interpreted(backend) and abs(x) == 3e4)]
+    value = st.sampled_from(LOGITS[:7] if draw(st.booleans()) else known)
+    rows = [draw(st.lists(value, min_size=n_vocab, max_size=n_vocab)) for _ in range(n_rows)]
+    return torch.tensor(rows).to(DTYPES[draw(st.sampled_from(HALF))])
+
+
+@st.composite
+def drawn_cases(draw: st.DrawFn, backend: str, kl: bool) -> LossCase:
+    """Targets with repeats, empty slots, masses above 1. kl: as cases.kl_case has them."""
+    logits_NV = draw(drawn_logits(backend))
+    n_rows, n_vocab = logits_NV.shape
+
+    def drawn(*shape: int, of: st.SearchStrategy) -> Tensor:
+        count = math.prod(shape)
+        return torch.tensor(draw(st.lists(of, min_size=count, max_size=count))).reshape(shape)
+
+    n_support, temperature = draw(st.integers(0, 4)), draw(st.sampled_from([1.0, 0.7]))
+    weight, one_N = st.sampled_from([0.0, 0.5, 1.0]), torch.ones(n_rows)
+    settings = LossSettings(tail=draw(st.booleans()), temperature=temperature, kl_temperature=temperature)
+    tokens = LossTokens(
+        token_ids_N=torch.arange(n_rows) % n_vocab,
+        adv_N=-one_N,
+        pg_weight_N=one_N,
+        kl_weight_N=drawn(n_rows, of=weight) if kl else one_N,
+        target_ids_NS=drawn(n_rows, n_support, of=st.integers(0, n_vocab - 1)).long(),
+        target_logps_NS=drawn(n_rows, n_support, of=st.sampled_from(LOGPS)).float(),
+    )
+    if not kl:
+        weights = {name: drawn(n_rows, of=weight) for name in WEIGHTS}
+        adv_N, old_N = torch.tensor([[1.0, -2.0, 0.0], [-1.0, -0.1, -40.0]])[:, :n_rows]
+        tokens = replace(tokens, adv_N=adv_N, old_logp_N=old_N, **weights)
+        entropy, opd, two = (draw(st.sampled_from(values)) for values in ([0.0, 0.1], [0.0, 1.0], [1.0, 0.8]))
+        settings = replace(settings, entropy_coef=entropy, opd_coef=opd, dual_clip=3.0, kl_temperature=two)
+    return LossCase(logits_NV, tokens, settings, float64.defined_loss)
+
+
+def hold(backend: str, check: Callable[[st.DataObject], None]) -> None:
+    """check(data) on this backend's number of examples."""
+    backends.need(backend)
+    quiet = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+    of_triton = INTERPRETED if backends.interpreted(backend) else COMPILED
+    examples = of_triton if backend == "triton" else EXAMPLES
+    options = settings(max_examples=examples, deadline=None, suppress_health_check=quiet)
+    if backend == "triton":
+        options = settings(options, phases=[Phase.generate], derandomize=True)  # shrinking takes minutes
+    options(given(st.data())(check))()
+
+
+@backends.each("topk_logprobs")
+def test_top_kappa_of_any_values(backend: str) -> None:
+    def check(data: st.DataObject) -> None:
+        logits_NV = data.draw(drawn_logits(backend))
+        n_rows, n_vocab = logits_NV.shape
+        tokens_N = torch.arange(n_rows) * data.draw(st.integers(0, 12)) % n_vocab
+        temperature = data.draw(st.sampled_from([1.0, 0.7]))
+        check_topk(backend, logits_NV, data.draw(st.integers(0, n_vocab)), tokens_N, temperature)
+
+    hold(backend, check)
+
+
+@backends.each("forward_kl_rows", but=("reference",))
+def test_forward_kl_of_any_values(backend: str) -> None:
+    hold(backend, lambda data: check_kl(backend, data.draw(drawn_cases(backend, True)), flushed=SUBNORMAL))
+
+
+@backends.each("loss_rows", but=("reference",))
+def test_loss_of_any_values(backend: str) -> None:
+    def check(data: st.DataObject) -> None:
+        case = data.draw(drawn_cases(backend, False))
+        ratio_N = (case.truth.terms.logp_N - case.tokens.old_logp_N.double()).exp()
+        for edge in (0.8, 1.2):  # where it may fall on either side
+            assume(not bool(((ratio_N - edge).abs() < RATIO_AT_AN_EDGE).any()))
+        check_loss(backend, case, flushed=SUBNORMAL * (1.0 + LEAST_LOGP * case.settings.entropy_coef))
+
+    hold(backend, check)

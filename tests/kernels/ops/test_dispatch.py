@@ -1,0 +1,70 @@
+"""Which backend serves a call, what is forced, what is said of it; and that smopd.ops is a light import."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from smopd import ops
+from smopd.kernels import dispatch
+
+LOGITS = torch.zeros(5, 11)
+REWARDS = (torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64))
+
+
+def said(calls, caplog: pytest.LogCaptureFixture) -> list[str]:
+    dispatch._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="smopd"):
+        for call in calls:
+            call()
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.skipif(dispatch.cpp_unavailable() is not None, reason="smopd._C is not built")
+@pytest.mark.parametrize("forced", ["", "cpp", "reference"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_cpu_has_one_line_for_all_operations(turned: bool, forced: str, caplog, monkeypatch) -> None:
+    monkeypatch.setenv(dispatch.ENV, forced)
+    calls = [lambda: ops.topk_logprobs(LOGITS, 2), lambda: ops.gdpo_advantages(*REWARDS)]
+    lines = said(2 * (calls[::-1] if turned else calls), caplog)
+    assert lines == [f"the fused operations on cpu are served by the {forced or 'cpp'} backend"]
+
+
+def test_a_missing_build_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    monkeypatch.delenv(dispatch.ENV, raising=False)
+    monkeypatch.setattr(dispatch, "cpp_unavailable", lambda: "not built")
+    (line,) = said([lambda: ops.topk_logprobs(LOGITS, 2)], caplog)
+    assert line == "topk_logprobs on cpu is served by the reference backend: not built"
+
+
+@pytest.mark.parametrize(
+    ("forced", "dtype", "error", "message"),
+    [
+        (
+            "triton",
+            torch.float32,
+            RuntimeError,
+            "SMOPD_BACKEND=triton cannot serve this call: the tensor is on cpu",
+        ),
+        ("cpp", torch.float64, RuntimeError, r"the dtype is torch\.float64"),
+        ("numpy", torch.float32, ValueError, "SMOPD_BACKEND is 'numpy', expected one of"),
+    ],
+)
+def test_a_forced_backend_serves_or_raises(forced: str, dtype, error, message: str, monkeypatch) -> None:
+    monkeypatch.setenv(dispatch.ENV, forced)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(error, match=message):
+        ops.topk_logprobs(LOGITS.to(dtype), 2)
+
+
+def test_import_is_light(repository_root: Path) -> None:
+    code = "import sys, smopd.ops; print({'transformers', 'vllm', 'pydantic', 'smopd._C'} & set(sys.modules))"
+    out = subprocess.run(
+        [sys.executable, "-c", code], cwd=repository_root, capture_output=True, text=True, check=True
+    )
+    assert out.stdout.strip() == "set()"
