@@ -21,12 +21,10 @@ T = TypeVar("T")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _LARGEST_KEPT = 32 << 20  # bytes; glibc takes no more
 _MOST_KEPT = 2**31 - 1  # bytes
+_SET_UP = timedelta(minutes=30)  # one rank may load or download what the others wait for
 # Meshes and DeepSpeed keep a destroyed group's gloo threads. One that still frees a tensor when Python ends
 # wants the GIL, and aborts the process.
 _DRAIN_SECONDS = 0.1
-
-
-_SET_UP = timedelta(minutes=30)  # one rank may load or download what the others wait for
 
 
 @contextmanager
@@ -84,10 +82,9 @@ def _set_timeouts(timeout: timedelta) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Small and middling buffers that are freed stay with the process: the next step asks for them again.
+    """Keeps freed buffers in the process, which glibc hands back by default and every step faults in anew.
 
-    By default glibc hands the kernel most of them back, and every step faults them in anew. Only where there
-    is glibc, and no such choice in the environment (MALLOC_*, GLIBC_TUNABLES).
+    MALLOC_* and GLIBC_TUNABLES in the environment go first.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     chosen = [name for name in os.environ if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"]
@@ -116,25 +113,18 @@ def barrier() -> None:
 
 
 def all_reduce(value: Tensor, op: str = "sum") -> Tensor:
-    """`value` reduced over all ranks ("sum", "max" or "min"), the same on each.
-
-    The argument is left alone.
-    """
+    """`value` reduced over all ranks ("sum", "max" or "min"), a new tensor, the same on each."""
     value = value.clone()
-    if world_size() == 1:
-        return value
-    dist.all_reduce(
-        value, op={"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
-    )
+    if world_size() > 1:
+        dist.all_reduce(value, op=getattr(dist.ReduceOp, op.upper()))
     return value
 
 
 def gather_objects(value: object) -> list:
     """Every rank's object, in rank order, on every rank."""
-    if world_size() == 1:
-        return [value]
-    gathered: list = [None] * world_size()
-    dist.all_gather_object(gathered, value)
+    gathered: list = [value] * world_size()
+    if len(gathered) > 1:
+        dist.all_gather_object(gathered, value)
     return gathered
 
 
@@ -153,7 +143,7 @@ def on_rank0(function: Callable[[], T]) -> T:
 
 
 def all_or_raise(function: Callable[[], T], errors: tuple[type[Exception], ...]) -> T:
-    """This rank's result of `function`; which of `errors` it raises on one rank is raised on every rank.
+    """This rank's result of `function`; one of `errors` that it raises on one rank is raised on every rank.
 
     A collective call; `function` is none.
     """
@@ -163,25 +153,23 @@ def all_or_raise(function: Callable[[], T], errors: tuple[type[Exception], ...])
     except errors as raised:
         error = raised
     if int(all_reduce(torch.tensor(int(error is not None)), "max")):
-        everywhere = gather_objects(error)
-        raise error or next(found for found in everywhere if found is not None)
+        raise next(found for found in [error, *gather_objects(error)] if found is not None)
     return value
 
 
 def first_to_fail() -> bool:
-    """Whether no other rank has asked this before: an error is told once, whichever rank meets it."""
+    """Whether no other rank has asked this before: an error is printed once, whichever rank meets it."""
     if world_size() == 1:
         return True
     try:
         return dist.distributed_c10d._get_default_store().add("smopd/failed", 1) == 1
-    except RuntimeError:  # the store went with the rank that held it, which has told
+    except RuntimeError:  # the store went with the rank that held it, which has printed its own
         return False
 
 
 def broadcast_object(value: Any) -> Any:
     """Rank 0's object on every rank."""
-    if world_size() == 1:
-        return value
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    if world_size() > 1:
+        dist.broadcast_object_list(box, src=0)
     return box[0]

@@ -1,4 +1,4 @@
-"""Files and folders that a kill leaves whole: flushed to the disk, then renamed. Imports no torch."""
+"""Files and folders that a kill leaves whole: flushed to the disk, then renamed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
     """Replaces a file: a reader or a kill meanwhile finds the old or the new one, whole. One writer.
 
     Raises:
-        FullDisk: there is no room; the old one is there still.
+        FullDisk: there is no room; the old one is still there.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")

@@ -1,4 +1,4 @@
-"""What a setting names: one of ours, or a function of the user's by its import path."""
+"""Functions by their import path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def import_function(path: str) -> Any:
-    """The function at package.module:function (or method, at package.module:Class.method).
+    """The function at `path` (`IMPORT_PATH`).
 
     Raises:
         ValueError: the path has another form, or module or function cannot be found.
@@ -37,9 +37,5 @@ def import_function(path: str) -> Any:
 
 
 def resolve(name: str, known: Mapping[str, T]) -> T:
-    """What `known` has under `name`, or the function at the import path `name`.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """What `known` has under `name`, or the function at the import path `name`; ValueError: neither."""
     return known[name] if name in known else import_function(name)

@@ -24,7 +24,7 @@ class RolloutEngine(Protocol):
 
         Args:
             prompts: token ids, template applied.
-            groups: one number a prompt, which keys its random draws and tells equal prompts apart.
+            groups: one number a prompt, which keys its random draws; equal prompts have different ones.
         """
         ...
 
@@ -49,42 +49,28 @@ class AdapterRolloutEngine(RolloutEngine, Protocol):
 
 class TeacherEngine(Protocol):
     dropped: int
-    """Entries so far, of this rank's tokens, whose id is padding of a teacher's own vocabulary: they became
-    empty slots (id 0, -inf). It only grows."""
+    """Entries of this rank's tokens so far that are padding of a vocabulary and became empty slots."""
 
     def score(
         self, rollouts: Sequence[Rollout], kappa: int, temperature: float, *, union: bool = False
     ) -> TeacherTopK:
         """Each teacher's `kappa` largest log-probabilities at `temperature`, and the sampled token's own.
 
-        Normalised over the teacher's whole vocabulary: what lies on padded ids is off the support.
+        Normalised over the teacher's whole vocabulary: what lies on padded ids is off the support. An empty
+        slot is id 0 and -inf.
 
         Args:
             kappa: 0 gives the sampled tokens' log-probabilities alone, S = 0.
             union: S = M * kappa. Behind its own kappa entries, a teacher gives its log-probabilities of the
                 other teachers' ids, in the order of teachers, so that their mixture is exact on the union.
-                An id stands once a teacher; a repeated one is an empty slot (id 0, -inf).
+                An id stands once a teacher; a repeated one is an empty slot.
         """
         ...
 
     def overlaps(self, device: torch.device) -> bool:
-        """Whether it computes elsewhere than on `device`, so that scoring may go on beside work there."""
+        """Whether it computes elsewhere than on `device`, so that scoring may run beside work there."""
         ...
 
     def base(self, path: str | Path) -> TeacherEngine | None:
         """The model at `path` alone, where this engine holds its weights under adapters; else None."""
-        ...
-
-
-class UnionTeacherEngine(TeacherEngine, Protocol):
-    """Also says what its teachers think of ids that are asked for: a part of a union over several engines."""
-
-    def given(
-        self, rollouts: Sequence[Rollout], ids_NMU: Tensor, token_logps_NM: Tensor, temperature: float
-    ) -> Tensor:
-        """(N, M, U) fp32, each teacher's log-probabilities of its ids, each in [0, V).
-
-        Args:
-            token_logps_NM: of the sampled tokens at this temperature, as `score` gave them.
-        """
         ...

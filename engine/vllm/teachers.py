@@ -161,7 +161,7 @@ class VllmTeachers(Dropping):
     def given(
         self, rollouts: Sequence[Rollout], ids_NMU: Tensor, token_logps_NM: Tensor, temperature: float
     ) -> Tensor:
-        """As `UnionTeacherEngine`.
+        """As `LocalTeachers.given`.
 
         Raises:
             ValueError: as `score` with a union.

@@ -28,12 +28,10 @@ class Adapter:
 def attach(model: PreTrainedModel, adapter: Adapter, name: str) -> str:
     """Loads the adapter into `model` beside those that it has, as `name`.
 
-    By peft's own functions: those of transformers refuse every peft but the newest.
-
     Raises:
         UnusableModel: peft is not installed, or the adapter's weights do not fit the model.
     """
-    try:
+    try:  # transformers' own loading refuses every peft but the newest
         from peft import PeftConfig, inject_adapter_in_model
         from peft.utils import load_peft_weights, set_peft_model_state_dict
     except ImportError as error:
@@ -59,7 +57,7 @@ def attach(model: PreTrainedModel, adapter: Adapter, name: str) -> str:
 
 
 def use(model: PreTrainedModel, name: str | None) -> None:
-    """From now on `model` computes with that one of its adapters, or with none."""
+    """From now on `model` computes with this one of its adapters, or with none."""
     for module in model.modules():
         if hasattr(module, "base_layer"):  # of peft's layers alone
             module.enable_adapters(name is not None)
@@ -73,8 +71,7 @@ def read_adapter(path: str | Path, base: str | Path | None = None) -> Adapter | 
     Args:
         base: the model it belongs to; None: its base_model_name_or_path.
     Raises:
-        UnusableModel: it is no LoRA, names no base, or adapts the embeddings or the head, which are scored
-            apart from the model.
+        UnusableModel: it is no LoRA, names no base, or adapts the embeddings or the head.
     """
     folder = Path(path).expanduser()
     file = folder / "adapter_config.json"
@@ -91,9 +88,8 @@ def read_adapter(path: str | Path, base: str | Path | None = None) -> Adapter | 
     if not base:
         raise UnusableModel(f"adapter {path}: base_model_name_or_path is empty and no base was given")
     targets = config.get("target_modules") or []
-    names = [targets] if isinstance(targets, str) else list(targets)
-    names += config.get("modules_to_save") or []
-    for name in names:
+    names = [targets] if isinstance(targets, str) else targets
+    for name in [*names, *(config.get("modules_to_save") or [])]:
         if name.rsplit(".", 1)[-1] in EMBEDDINGS:
             raise UnusableModel(
                 f"adapter {path}: adapts {name}, expected no embedding and no head (they are scored apart)"

@@ -53,41 +53,40 @@ class Checked:
     """
 
     def __init__(self, architecture: Architecture, weights: Iterable[tuple[str, Tensor]]):
-        self.architecture = architecture
-        self.weights = weights
+        self.architecture, self.weights = architecture, weights
         self.error: Exception | None = None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        shapes, tied = self.architecture.shapes, self.architecture.tied
-        missing = set(shapes)
-        weights = iter(self.weights)
-        while True:
-            try:
-                name, value = next(weights)
-            except StopIteration:
-                break
-            except Exception as error:
-                self.error = error
-                return
-            if shapes.get(name) != value.shape:
-                found = tuple(shapes[name]) if name in shapes else "no such weight"
-                self.error = ValueError(
-                    f"load_weights: {name} has shape {tuple(value.shape)}, the engine has {found}"
-                )
-                return
-            if tied and name == tied[1] and name not in missing:
-                del value
-                continue  # given with the embedding
+        try:
+            yield from checked(self.weights, self.architecture.shapes, self.architecture.tied)
+        except Exception as error:
+            self.error = error
+
+
+def checked(
+    weights: Iterable[tuple[str, Tensor]],
+    shapes: Mapping[str, torch.Size],
+    tied: tuple[str, str] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """`weights`, one alive at a time; a head that is tied to the embedding comes once, right behind it.
+
+    Raises:
+        ValueError: a weight has no place in `shapes` or another shape; or at the end some are missing.
+    """
+    missing = set(shapes)
+    for name, value in weights:
+        if shapes.get(name) != value.shape:
+            found = tuple(shapes[name]) if name in shapes else "no such weight"
+            raise ValueError(f"load_weights: {name} has shape {tuple(value.shape)}, the engine has {found}")
+        if not (tied and name == tied[1] and name not in missing):
             missing.discard(name)
             yield name, value
             if tied and name == tied[0] and tied[1] in missing:
                 missing.discard(tied[1])
                 yield tied[1], value  # vLLM keeps the old head where it does not come
-            del value
-        if missing:
-            self.error = ValueError(
-                f"load_weights: the stream lacks {len(missing)} weights, first {min(missing)!r}"
-            )
+        del value  # before the next one is made
+    if missing:
+        raise ValueError(f"load_weights: the stream lacks {len(missing)} weights, first {min(missing)!r}")
 
 
 def stored(path: str, architecture: Architecture) -> Iterator[tuple[str, Tensor]]:

@@ -50,8 +50,10 @@ def send(
     Args:
         folder: for files: one that the engine sees too; None: shared memory of this host.
     """
+    if folder is None and SHARED_MEMORY.is_dir():
+        folder = SHARED_MEMORY
     receiver.start_weight_update()
-    with TemporaryDirectory(prefix="smopd-weights-", dir=folder or _shared_memory()) as own:
+    with TemporaryDirectory(prefix="smopd-weights-", dir=folder) as own:
         Path(own).chmod(0o755)
         path = Path(own) / "part.safetensors"
         for part in parts(weights):
@@ -116,7 +118,3 @@ def _layer_of(name: str) -> str:
         if piece.isdigit():
             return ".".join(pieces[: i + 1])
     return name
-
-
-def _shared_memory() -> Path | None:
-    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else None

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.patience import HANG_SECONDS
 
 FAULTS = """
@@ -33,19 +34,11 @@ print(faults() - before)
 def test_freed_buffers_are_not_faulted_in_again() -> None:
     def faults(**environment: str) -> int:
         ours = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-        ran = subprocess.run(
-            [sys.executable, "-c", FAULTS],
-            env=ours | environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return int(ran.stdout)
+        return int(subprocess.check_output([sys.executable, "-c", FAULTS], env=ours | environment))
 
     pages = 10 * (20 << 20) // os.sysconf("SC_PAGE_SIZE")
     assert faults() < pages / 10
-    chosen = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    assert faults(**chosen) > pages / 2
+    assert faults(MALLOC_TRIM_THRESHOLD_="0", MALLOC_MMAP_THRESHOLD_="65536") > pages / 2
 
 
 LEFT_TO_GLOO = """
@@ -73,26 +66,21 @@ with distributed.process_group():
     group = dist.new_group([0, 1])  # as of a device mesh
     with distributed.collective_timeout(2.0):
         distributed.barrier()
-        for each in (None, group):
+        for each in (None, group) if distributed.rank() == 0 else ():
             begun = time.monotonic()
-            if distributed.rank() == 1:
-                time.sleep(20)
             try:
                 dist.all_reduce(torch.ones(1), group=each)
             except RuntimeError:
                 print("waited", time.monotonic() - begun, flush=True)
+    if distributed.rank() == 1:
+        time.sleep(10)
     os._exit(0)
 """
 
 
 @pytest.mark.slow
 def test_who_waits_for_a_rank_that_stands_still_fails_in_time(tmp_path: Path) -> None:
-    script = tmp_path / "waits.py"
-    script.write_text(WAITS)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen(
-        [*launch, str(script)], env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as ran:
-        waited = [float(ran.stdout.readline().split()[1]) for _ in range(2)]
-    assert all(1.9 < seconds < HANG_SECONDS for seconds in waited)
+    (tmp_path / "waits.py").write_text(WAITS)
+    ran = warm.on_ranks(2, str(tmp_path / "waits.py"))
+    waited = [float(line.split()[1]) for line in ran.stdout.splitlines() if line.startswith("waited")]
+    assert len(waited) == 2 and all(1.9 < seconds < HANG_SECONDS for seconds in waited)
