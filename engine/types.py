@@ -25,7 +25,7 @@ class Sampling:
     seed: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rollout:
     """One response to one prompt."""
 
@@ -53,7 +53,7 @@ class TeacherTopK:
 class Piece(NamedTuple):
     """Flat positions that attend causally to themselves and, before that, to all of a prompt elsewhere.
 
-    A prompt and its first response are one piece, with no prompt elsewhere; each other response is one.
+    A prompt and its first response are one piece; each further response is one, and so is a row's padding.
     """
 
     begin: int
@@ -65,20 +65,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """A packed micro-batch: rows of several sequences, told apart by an attention mask or by pieces.
-
-    A prompt may stand once for several responses: a position sees the prompt of its unit and its own
-    response.
-    """
+    """A packed micro-batch: rows of several sequences. A prompt may stand once for several responses."""
 
     input_ids: Tensor
     """(rows, L) int64."""
     position_ids: Tensor
     """(rows, L) int64, from 0 in each prompt."""
-    unit_ids: Tensor
-    """(rows, L) int64, the prompt a position belongs to; -1 is padding."""
-    sample_ids: Tensor
-    """(rows, L) int64, the response a position belongs to; -1 is the prompt's own."""
     predictor_N: Tensor
     """(N,) int64, the flat position in (rows * L) whose hidden state predicts each response token."""
     token_ids_N: Tensor
@@ -86,17 +78,9 @@ class TokenBatch:
     flat_N: Tensor
     """(N,) int64, where each token stands in the flat order of the whole batch."""
     pieces: tuple[Piece, ...]
-    """In order; they hold every position of the one row once. Empty where rows are told apart by the mask."""
-
-    def attention_mask(self) -> Tensor:
-        """(rows, 1, L, L) bool, True where a position may look. Padding sees itself, so no row is empty."""
-        length = self.input_ids.shape[1]
-        same_unit = self.unit_ids[:, :, None] == self.unit_ids[:, None, :]
-        visible = (self.sample_ids[:, None, :] < 0) | (
-            self.sample_ids[:, :, None] == self.sample_ids[:, None, :]
-        )
-        causal = torch.ones(length, length, dtype=torch.bool, device=self.input_ids.device).tril()
-        return (same_unit & visible & causal)[:, None]
+    """In order; they hold every flat position once."""
+    one_row: bool
+    """Laid out for attention by pieces: one row without padding."""
 
     def to(self, device: torch.device) -> TokenBatch:
         moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,13 +40,11 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str 
 
     Raises:
         FileNotFoundError: there is no such folder or hub id, or no model in it.
-        UnusableModel: it is damaged or incomplete, of an unknown architecture or no causal language model, or
-            its attention is not causal over the whole context, so packed rows cannot be masked, or its logits
+        UnusableModel: it is damaged or incomplete, of an unknown architecture or no causal language model; or
+            its attention is not causal over the whole context, so packed rows cannot be masked; or its logits
             are capped, so no linear head gives them.
     """
-    place = _place(path, needs_config=True)
-    with load_errors(path):
-        config = AutoConfig.from_pretrained(place)
+    place, config = _read_config(path)
     try:
         logit_scale(config.get_text_config())
     except ValueError as error:
@@ -60,7 +59,7 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str 
         raise UnusableModel(
             f"model {path}: its files lack {len(missing)} of the weights of a {type(model).__name__}: {shown}"
         )
-    _require_full_attention(model, path)
+    _require_full_attention(model.config, path)
     module: nn.Module = model  # transformers' own annotation of `to` takes no device
     module.to(device)
     return model.eval()
@@ -87,45 +86,29 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 def stored_dtype(path: str | Path) -> torch.dtype:
     """The dtype in which the model at `path` is stored; exports keep it. Raises as `load_model`."""
-    place = _place(path, needs_config=True)
-    with load_errors(path):
-        dtype = AutoConfig.from_pretrained(place).dtype
+    dtype = _read_config(path)[1].dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
-def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every id that ends a response: the tokenizer's and the generation config's, ascending.
+def describe(path: str | Path) -> tuple[PreTrainedConfig, tuple[int, ...]]:
+    """The config of the model at `path`, and every id that ends a response, ascending; reads no weights.
 
     Raises:
-        UnusableModel: there is none.
+        FileNotFoundError: as `load_model`.
+        UnusableModel: neither its generation config nor its tokenizer has an end token.
     """
-    return _end_ids(model.generation_config, tokenizer, model.name_or_path)
-
-
-def describe(path: str | Path) -> tuple[PreTrainedConfig, tuple[int, ...]]:
-    """The config of the model at `path`, and every id that ends a response; reads no weights.
-
-    Raises as `load_model` and `end_token_ids`.
-    """
-    place = _place(path, needs_config=True)
+    place, config = _read_config(path)
     with load_errors(path):
-        config = AutoConfig.from_pretrained(place)
         try:
             generation = GenerationConfig.from_pretrained(place)
         except OSError:  # older checkpoints have no generation_config.json
             generation = GenerationConfig.from_model_config(config)
-    return config, _end_ids(generation, load_tokenizer(path), path)
-
-
-def _end_ids(
-    generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase, path: str | Path | None
-) -> tuple[int, ...]:
-    ends = generation.eos_token_id if generation is not None else None
+    ends = generation.eos_token_id
     listed = ends if isinstance(ends, list) else [ends]
-    found = {int(end) for end in [*listed, tokenizer.eos_token_id] if end is not None}
+    found = {int(end) for end in [*listed, load_tokenizer(path).eos_token_id] if end is not None}
     if not found:
         raise UnusableModel(f"model {path}: neither its generation config nor its tokenizer has an eos token")
-    return tuple(sorted(found))
+    return config, tuple(sorted(found))
 
 
 def response_hidden(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
@@ -142,19 +125,35 @@ def head(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
     return output.weight, getattr(output, "bias", None)
 
 
-def _place(path: str | Path, needs_config: bool = False) -> str:
+def cache_argument(model: PreTrainedModel) -> str:
+    """The name under which `forward` takes the key-value cache: `cache` since transformers 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """`gradient_checkpointing_enable`, which transformers 5.23 renamed, without reentry."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def _read_config(path: str | Path) -> tuple[str, PreTrainedConfig]:
+    """Where transformers finds the model at `path`, and its config."""
+    place = _place(path)
+    if Path(place).is_dir() and not (Path(place) / "config.json").is_file():
+        raise FileNotFoundError(f"model {path}: this folder has no config.json, expected a saved model")
+    with load_errors(path):
+        return place, AutoConfig.from_pretrained(place)
+
+
+def _place(path: str | Path) -> str:
     """`path` with ~ expanded: a folder that is there, or what can only be a hub id."""
     place = str(Path(path).expanduser()) if str(path).startswith("~") else str(path)
-    if Path(place).is_dir():
-        if needs_config and not (Path(place) / "config.json").is_file():
-            raise FileNotFoundError(f"model {path}: this folder has no config.json, expected a saved model")
-    elif place.startswith((".", "/")) or place.count("/") > 1:
+    if not Path(place).is_dir() and (place.startswith((".", "/")) or place.count("/") > 1):
         raise FileNotFoundError(f"model {path}: no such folder, expected one with config.json, or a hub id")
     return place
 
 
-def _require_full_attention(model: PreTrainedModel, path: str | Path) -> None:
-    config = model.config
+def _require_full_attention(config: Any, path: str | Path) -> None:
     kinds = set(getattr(config, "layer_types", None) or [])
     if kinds - {"full_attention"}:
         raise UnusableModel(f"model {path}: has {sorted(kinds)} layers, expected full_attention alone")
@@ -169,7 +168,7 @@ def _require_full_attention(model: PreTrainedModel, path: str | Path) -> None:
 
 @contextmanager
 def load_errors(path: str | Path) -> Iterator[None]:
-    """What transformers says of a place without a model, in a line that names the place."""
+    """Rephrases what transformers raises for a place without a model in a line that names the place."""
     try:
         yield
     except OSError as error:
@@ -195,7 +194,7 @@ def logit_scale(config: Any) -> float:
     """The factor of the logits of a language model with this (text) config.
 
     Raises:
-        ValueError: it bends its logits, which no linear head can express.
+        ValueError: it caps its logits, which no linear head can express.
     """
     for name in CAPS:
         if cap := getattr(config, name, None):

@@ -1,10 +1,7 @@
 """Checkpoints that survive SIGKILL, and exports that transformers and vLLM load.
 
-A checkpoint is written under a temporary name by the student's strategy (torch's distributed checkpoint, or
-DeepSpeed's), flushed to the disk, listed with checksums in a manifest that has one of its own, and only then
-renamed: a folder with its final name is whole. What does not match its manifest is refused, never half
-loaded. The checksums answer accidents, not attackers: load only checkpoints of your own (SECURITY.md). With
-adapters a checkpoint holds them alone, not the base. Exports have the same manifest.
+A folder is written under a temporary name, flushed, listed with checksums in a manifest, then renamed.
+The checksums answer accidents, not attackers: load only checkpoints of your own (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -14,7 +11,9 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,11 +28,12 @@ from smopd.engine.student.student import Student
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 MANIFEST_DIGEST = "manifest.sha256"
+_PREFIX = "step_"
 T = TypeVar("T")
 
 
 class UnusableCheckpoint(RuntimeError):
-    """A checkpoint that this run cannot go on from; says why."""
+    """A checkpoint that this run cannot resume from; says why."""
 
 
 class DamagedCheckpoint(UnusableCheckpoint):
@@ -41,110 +41,94 @@ class DamagedCheckpoint(UnusableCheckpoint):
 
 
 class Checkpoints:
-    """The last `keep` checkpoints of one run, in `folder`, named by their step.
+    """The last `keep` checkpoints of a run, in `folder`, of a LoRA student the adapters alone.
 
     All methods are collective calls.
     """
 
     def __init__(self, folder: Path, keep: int):
-        self.folder = folder
-        self.keep = keep
+        self.folder, self.keep = folder, keep
         self.newest = 0
         """The step of the newest one; 0 where there is none."""
 
     def save(self, step: int, student: Student, extra: Any = None) -> None:
-        """extra: of this rank; numbers, strings, tensors, and lists, tuples and dicts of them.
-
-        Raises:
-            FullDisk: there is no room.
-        """
-        final = self.folder / _name(step)
-        ranks, kind, own = distributed.world_size(), student.strategy.name, f"process_{distributed.rank()}.pt"
-        with room_for(final):
-            partial = distributed.on_rank0(lambda: empty_partial(final))
+        """extra: of this rank; numbers, strings, tensors, and lists, tuples and dicts of them."""
+        facts = {"step": step, "world_size": distributed.world_size(), "strategy": student.strategy.name}
+        process = {
+            "updates": student.updates,
+            "skipped": student.skipped,
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state() if student.device.type == "cuda" else None,
+            "extra": extra,
+        }
+        with _whole(self.folder / _name(step), facts) as partial:
             student.strategy.save(partial)
-            torch.save(_process_state(student) | {"extra": extra}, partial / own)
-            distributed.barrier()
-            write_manifest(partial, {"step": step, "world_size": ranks, "strategy": kind})
-            if distributed.rank() == 0:
-                replace_folder(partial, final, flushed=True)
+            torch.save(process, partial / f"process_{distributed.rank()}.pt")
         if distributed.rank() == 0:
             for old in self._complete()[: -self.keep]:
                 shutil.rmtree(old)
         self.newest = step
-        distributed.barrier()
 
     def restore(self, student: Student) -> tuple[int, Any]:
-        """Loads the newest checkpoint, if there is one.
+        """Loads the newest checkpoint, bit-exact on as many ranks as saved it. Others FSDP2 reshards.
 
         Returns:
-            The step to go on from and what `save` was given beside it; 0 and None without a checkpoint, None
-            on another number of ranks.
-
-        Bit-exact on the number of ranks that saved it; on another number FSDP2 reshards the parameters and
-        the optimiser state, and DeepSpeed refuses.
-
+            The step to resume from, 0 without a checkpoint; and the `extra` of this rank's `save`, None on
+            another number of ranks.
         Raises:
             DamagedCheckpoint: a file is missing or differs from its checksum.
-            UnusableCheckpoint: another strategy saved it, or another number of ranks where that matters.
+            UnusableCheckpoint: another strategy saved it, or another number of ranks under DeepSpeed.
         """
         found = self._complete()
         newest = Path(str(distributed.broadcast_object(str(found[-1]) if found else "")))
         if newest == Path():
             return 0, None
         manifest = read_manifest(newest)
-        facts = (manifest.get("step"), manifest.get("world_size"), manifest.get("strategy"))
-        if not isinstance(facts[0], int) or not isinstance(facts[1], int) or not isinstance(facts[2], str):
-            raise DamagedCheckpoint(f"{newest}: {MANIFEST} is no checkpoint's; remove the folder to go on")
-        if newest.name != _name(facts[0]):
-            raise DamagedCheckpoint(
-                f"{newest}: {MANIFEST} is of step {facts[0]}, expected the folder's; remove it to go on"
-            )
+        step, ranks, kind = (manifest.get(name) for name in ("step", "world_size", "strategy"))
         strategy = student.strategy
-        if manifest["strategy"] != strategy.name:
-            raise UnusableCheckpoint(
-                f"{newest}: was saved under {manifest['strategy']}, this run trains under {strategy.name} "
-                "(student.strategy, zero_stage); go on with the same, or start from an export"
+        if newest.name != _name(step):
+            raise DamagedCheckpoint(
+                f"{newest}: {MANIFEST} is of step {step}, expected the folder's; remove the folder to resume"
             )
-        same_ranks = manifest["world_size"] == distributed.world_size()
+        if kind != strategy.name:
+            raise UnusableCheckpoint(
+                f"{newest}: was saved under {kind}, this run trains under {strategy.name} (student.strategy, "
+                "zero_stage); resume with the same, or start from an export"
+            )
+        same_ranks = ranks == distributed.world_size()
         if not same_ranks and not strategy.reshards:
             raise UnusableCheckpoint(
-                f"{newest}: was saved by {manifest['world_size']} ranks, now {distributed.world_size()}, and "
-                f"{strategy.name} cannot redistribute it; go on with as many, or start from an export"
+                f"{newest}: was saved by {ranks} ranks, now {distributed.world_size()}, and {strategy.name} "
+                "cannot redistribute it; resume with as many, or start from an export"
             )
         try:
             strategy.restore(newest)
         except UnreadableState as error:
-            raise DamagedCheckpoint(f"{newest}: {error}; remove the folder to go on") from error
+            raise DamagedCheckpoint(f"{newest}: {error}; remove the folder to resume") from error
         if not same_ranks:
             log.warning(
-                "%s was saved by %d ranks, now %d: the run goes on, not bit for bit",
-                newest, manifest["world_size"], distributed.world_size(),
+                "%s was saved by %s ranks, now %d: the run resumes, not bit for bit",
+                newest, ranks, distributed.world_size(),
             )  # fmt: skip
-        process = torch.load(
-            newest / f"process_{distributed.rank() if same_ranks else 0}.pt", weights_only=True
-        )
+        own = f"process_{distributed.rank() if same_ranks else 0}.pt"
+        process = torch.load(newest / own, weights_only=True)
         student.updates, student.skipped = process["updates"], process["skipped"]
         torch.set_rng_state(process["rng"])
         if process["cuda_rng"] is not None and student.device.type == "cuda":
             torch.cuda.set_rng_state(process["cuda_rng"])
-        self.newest = int(manifest["step"])
+        self.newest = int(newest.name.removeprefix(_PREFIX))
         return self.newest, process["extra"] if same_ranks else None
 
     def _complete(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob("step_*") if path.suffix != ".partial")
+        return sorted(path for path in self.folder.glob(f"{_PREFIX}*") if path.suffix != ".partial")
 
 
 def export(student: Student, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:
-    """Writes safetensors, config, tokenizer and chat template to `folder`, whole or not at all.
+    """Writes safetensors, config, tokenizer and chat template to `folder`; a collective call.
 
-    Adapters are merged into the weights, and stand beside them in `folder`/adapter. A collective call.
-
-    Raises:
-        FullDisk: there is no room.
+    Adapters are merged into the weights, and stand beside them in `folder`/adapter.
     """
-    with room_for(folder):
-        partial = distributed.on_rank0(lambda: empty_partial(folder))
+    with _whole(folder, {}) as partial:
         weights = {}
         for name, value in student.weights():
             if distributed.rank() == 0:
@@ -158,37 +142,46 @@ def export(student: Student, tokenizer: PreTrainedTokenizerBase, folder: Path, d
             tokenizer.save_pretrained(partial)
         if student.lora is not None:
             student.adapter(partial / "adapter")
+
+
+@contextmanager
+def _whole(folder: Path, facts: dict[str, Any]) -> Iterator[Path]:
+    """A folder to fill, which then gets its manifest and its name.
+
+    Raises:
+        FullDisk: there is no room.
+    """
+    with room_for(folder):
+        partial = distributed.on_rank0(lambda: empty_partial(folder))
+        yield partial
         distributed.barrier()
-        write_manifest(partial, {})
+        write_manifest(partial, facts)
         if distributed.rank() == 0:
             replace_folder(partial, folder, flushed=True)
     distributed.barrier()
 
 
 def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
-    """Flushes every file of `folder`, and lists them with their SHA-256; the ranks share the reading."""
-    digests, own = {}, (folder / MANIFEST, folder / MANIFEST_DIGEST)
-    for path in _share(sorted(path for path in folder.rglob("*") if path.is_file() and path not in own)):
-        flush(path)
-        digests[str(path.relative_to(folder))] = _digest(path)
+    """Flushes and lists every file of `folder` with its SHA-256; the ranks share the reading."""
+    manifest, digest = folder / MANIFEST, folder / MANIFEST_DIGEST
+    digests = {}
+    for path in _share(sorted(path for path in folder.rglob("*") if path.is_file())):
+        if path not in (manifest, digest):
+            flush(path)
+            digests[str(path.relative_to(folder))] = _digest(path)
     gathered = distributed.gather_objects(digests)
     if distributed.rank() == 0:
-        files = {name: digest for part in gathered for name, digest in part.items()}
-        manifest, digest = own
+        files = {name: found for part in gathered for name, found in part.items()}
         manifest.write_text(json.dumps({**facts, "files": dict(sorted(files.items()))}, indent=1))
         digest.write_text(f"{_digest(manifest)}  {MANIFEST}\n")
-        flush(manifest)
-        flush(digest)
-        flush(folder)
+        for path in (manifest, digest, folder):
+            flush(path)
 
 
-def read_manifest(folder: Path, remove: str = "remove the folder to go on") -> dict[str, Any]:
-    """The manifest of `folder`, it and every file checked; the ranks share the reading.
+def read_manifest(folder: Path, remove: str = "remove the folder to resume") -> dict[str, Any]:
+    """The manifest of `folder`, it and every file checked, or DamagedCheckpoint; the ranks share the reading.
 
-    remove: what to do where it is damaged.
-
-    Raises:
-        DamagedCheckpoint: what is there is not what was written.
+    remove: what the error says to do.
     """
     try:
         content = (folder / MANIFEST).read_bytes()
@@ -204,28 +197,22 @@ def read_manifest(folder: Path, remove: str = "remove the folder to go on") -> d
         found = _digest(path) if os.path.isfile(path) else "no such file"
         if found != digest:
             damaged.append(f"{path}: SHA-256 is {found}, {MANIFEST} says {digest}; {remove}")
-    for said in distributed.gather_objects(damaged):
-        if said:
-            raise DamagedCheckpoint(said[0])
+    for first in chain.from_iterable(distributed.gather_objects(damaged)):
+        raise DamagedCheckpoint(first)
     return dict(manifest)
 
 
 def require_whole(export: Path) -> None:
-    """Checks an exported model against its manifest, where it has one; a collective call.
-
-    Raises:
-        DamagedCheckpoint: a file is missing or differs from its checksum.
-    """
+    """Raises DamagedCheckpoint where an export differs from its manifest, if any; a collective call."""
     if distributed.on_rank0((export / MANIFEST_DIGEST).exists):
         read_manifest(export, "its run has to be done again: remove the run's folder")
 
 
-def _name(step: int) -> str:
-    return f"step_{step:08d}"
+def _name(step: object) -> str:
+    return f"{_PREFIX}{step!s:0>8}"
 
 
 def _share(items: Sequence[T]) -> Sequence[T]:
-    """This rank's part of `items`."""
     return items[distributed.rank() :: distributed.world_size()]
 
 
@@ -235,13 +222,3 @@ def _digest(path: Path) -> str:
         while block := file.read(1 << 22):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _process_state(student: Student) -> dict[str, Any]:
-    cuda = torch.cuda.get_rng_state() if student.device.type == "cuda" else None
-    return {
-        "updates": student.updates,
-        "skipped": student.skipped,
-        "rng": torch.get_rng_state(),
-        "cuda_rng": cuda,
-    }

@@ -1,12 +1,8 @@
-"""FSDP2: every decoder layer and the root in shards over the ranks, or over groups of them (HSDP).
-
-Parameters are fp32 masters in shards, gathered in the compute dtype; gradients are summed in fp32. With
-`shard_size` the ranks form a grid: shards within a row, replicas between rows, and the gradient is the sum
-over both.
-"""
+"""FSDP2: fp32 masters in shards over the ranks, or over groups of them (HSDP); gradients summed in fp32."""
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Collection
 from enum import Enum
@@ -54,14 +50,7 @@ class Fsdp2:
     def __init__(self, policy: Policy, settings: TrainSettings, device: torch.device):
         self.device = device
         self.max_grad_norm = settings.max_grad_norm
-        self.policy = shard(
-            policy,
-            getattr(torch, settings.compute_dtype),
-            mesh=grid(settings.shard_size, device),
-            offload=CPUOffloadPolicy(pin_memory=device.type == "cuda")
-            if settings.offload_optimizer
-            else OffloadPolicy(),
-        )
+        self.policy = _shard(policy, settings, device)
         self.optimizer = optimizer(self.policy, settings)
 
     def forward(self, batch: TokenBatch, through_head: ThroughHead[Output]) -> Output:
@@ -75,7 +64,7 @@ class Fsdp2:
             group["lr"] = learning_rate
         norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        if grad_norm - grad_norm == 0.0:
+        if math.isfinite(grad_norm):
             self.optimizer.step()
         self.optimizer.zero_grad()
         return grad_norm
@@ -113,12 +102,8 @@ class Fsdp2:
         return not all(parameter.requires_grad for parameter in self.policy.parameters())
 
 
-def grid(shard_size: int | None, device: torch.device) -> DeviceMesh | None:
-    """Replicas times shards; None: every rank holds a shard of one copy.
-
-    Raises:
-        ValueError: `shard_size` does not divide the number of ranks.
-    """
+def _grid(shard_size: int | None, device: torch.device) -> DeviceMesh | None:
+    """Replicas times shards; None: every rank holds a shard of one copy."""
     ranks = distributed.world_size()
     if shard_size is None or shard_size == ranks:
         return None
@@ -129,31 +114,26 @@ def grid(shard_size: int | None, device: torch.device) -> DeviceMesh | None:
     )
 
 
-def shard(
-    policy: Policy,
-    compute_dtype: torch.dtype,
-    mesh: DeviceMesh | None = None,
-    offload: OffloadPolicy | None = None,
-) -> Policy:
+def _shard(policy: Policy, settings: TrainSettings, device: torch.device) -> Policy:
     """Shards each decoder layer and the root in place; gradients are summed over ranks, not averaged.
 
     On one rank a small model's root alone is wrapped: each layer's hooks take the host longer than a GPU
     takes for the layer. It holds the whole gradient twice more in fp32, so a large model goes by the layer.
     """
+    offload, several = settings.offload_optimizer, distributed.world_size() > 1
     options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
-        "offload_policy": offload or OffloadPolicy(),
+        "mesh": _grid(settings.shard_size, device),
+        "mp_policy": MixedPrecisionPolicy(getattr(torch, settings.compute_dtype), torch.float32),
+        "offload_policy": CPUOffloadPolicy(device.type == "cuda") if offload else OffloadPolicy(),
     }
-    small = sum(parameter.numel() for parameter in policy.parameters()) <= ROOT_ALONE
-    if distributed.world_size() > 1 or isinstance(offload, CPUOffloadPolicy) or not small:
+    if several or offload or sum(parameter.numel() for parameter in policy.parameters()) > ROOT_ALONE:
         for layer in policy.model.get_decoder().layers:
             fully_shard(layer, **options)
     fully_shard(policy, **options)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
-            if distributed.world_size() > 1:  # one rank has nothing to sum; torch would divide into a copy
+            if several:  # one rank has nothing to sum; torch would divide into a copy
                 module.set_gradient_divide_factor(1.0)
     return policy
 

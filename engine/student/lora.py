@@ -1,7 +1,4 @@
-"""Low-rank adapters (peft): attached to a model, merged into full weights, or written alone.
-
-The base is frozen in the compute dtype; the adapters are fp32 masters like any other trained parameter.
-"""
+"""Low-rank adapters (peft): a base frozen in the compute dtype, and adapters that are fp32 masters."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from smopd.engine import distributed
-from smopd.engine.files import empty_partial, replace_folder
 from smopd.engine.settings import Lora
 
 ADAPTER = "default"  # peft's own name for the only adapter
@@ -39,7 +35,7 @@ def attach(model: PreTrainedModel, lora: Lora, compute_dtype: torch.dtype) -> No
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=targets(model, lora.targets),
+        target_modules=_targets(model, lora.targets),
         bias="none",
         task_type="CAUSAL_LM",
         base_model_name_or_path=model.name_or_path,
@@ -53,10 +49,7 @@ def attach(model: PreTrainedModel, lora: Lora, compute_dtype: torch.dtype) -> No
 
 @contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """The base as if it had no adapters, for forwards without gradient.
-
-    peft's own switch also freezes the adapters, which a sharded model would remember.
-    """
+    """Within it forwards are the base's. peft's own switch also freezes the adapters, for good."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
@@ -69,12 +62,8 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def targets(model: PreTrainedModel, wanted: list[str]) -> list[str]:
-    """The names of linear layers that get adapters. Head and embeddings never do: the fused head is plain.
-
-    Raises:
-        ValueError: a name is none of theirs.
-    """
+def _targets(model: PreTrainedModel, wanted: list[str]) -> list[str]:
+    """Names of the decoder's linear layers. Head and embeddings get no adapters: the fused head is plain."""
     linear = {
         name.rpartition(".")[2]
         for layer in model.get_decoder().layers
@@ -95,8 +84,7 @@ def merged(
     """The base's weights by their own names, W + (alpha / rank) B A in fp32 where there is an adapter.
 
     Args:
-        tensors: the model's state dict, in shards.
-        full: gathers one of them; called in the same order on every rank.
+        tensors: the model's state dict, in shards, which `full` gathers, in the same order on every rank.
     """
     for name, value in tensors.items():
         if _is_adapter(name):
@@ -112,7 +100,7 @@ def merged(
 def save(
     model: PreTrainedModel, tensors: Mapping[str, Tensor], full: Callable[[Tensor], Tensor], folder: Path
 ) -> Path:
-    """Writes adapter_config.json and adapter_model.safetensors to `folder`, whole or not at all."""
+    """Writes adapter_config.json and adapter_model.safetensors to `folder`."""
     weights = {}
     for name, value in tensors.items():
         if _is_adapter(name):
@@ -121,10 +109,8 @@ def save(
                 key = f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
                 weights[key] = whole.detach().float().cpu().contiguous()
     if distributed.rank() == 0:
-        partial = empty_partial(folder)
-        model.peft_config[ADAPTER].save_pretrained(partial)
-        save_file(weights, partial / "adapter_model.safetensors", metadata={"format": "pt"})
-        replace_folder(partial, folder)
+        model.peft_config[ADAPTER].save_pretrained(folder)
+        save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     distributed.barrier()
     return folder
 

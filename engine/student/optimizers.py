@@ -14,8 +14,8 @@ from smopd.engine.settings import Optimiser
 MakesOptimizer = Callable[["list[nn.Parameter]", Optimiser], torch.optim.Optimizer]
 """(trained parameters, settings) -> an optimizer over them.
 
-The parameters are fp32 masters, sharded already (DTensors under FSDP2); so is its state then. Clipping, the
-learning rate of each update and leaving out gradients that are not finite are done by who calls it.
+The parameters are fp32 masters, sharded already (DTensors under FSDP2). The caller clips, sets the learning
+rate of each update and skips gradients that are not finite.
 """
 Schedule = Callable[[int, int], float]
 """(update, updates of the run) -> factor of the learning rate; updates count from 0."""
@@ -53,26 +53,18 @@ SCHEDULES: dict[str, Schedule] = {"constant": constant, "linear": linear, "cosin
 
 
 def optimizer(policy: nn.Module, settings: Optimiser) -> torch.optim.Optimizer:
-    """`settings.optimizer` over the parameters of `policy` that are trained.
-
-    Raises:
-        ValueError: its import path leads nowhere.
-    """
+    """`settings.optimizer` over the trained parameters of `policy`; ValueError as `resolve`."""
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     return resolve(settings.optimizer, OPTIMIZERS)(trained, settings)
 
 
 def schedule(settings: Optimiser, updates: int) -> Callable[[int], float]:
-    """`settings.schedule` over a run of so many updates.
-
-    Raises:
-        ValueError: its import path leads nowhere.
-    """
+    """`settings.schedule` over a run of so many updates; ValueError as `resolve`."""
     factor = resolve(settings.schedule, SCHEDULES)
     return lambda update: factor(update, updates)
 
 
 def last_share(update: int, updates: int, share: float) -> float:
-    """1, then linearly down to 0 over the last `share` of the updates: of a warm start."""
+    """A warm start's factor: 1, then linearly down to 0 over the last `share` of the updates."""
     begin = round(updates * (1 - share))
     return min(1.0, max(0.0, (updates - update) / max(1, updates - begin)))

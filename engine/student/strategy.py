@@ -1,4 +1,4 @@
-"""What a training strategy takes and gives: the module that it shards, and the few things only it can do."""
+"""How a policy is sharded and stepped: the module, and the protocol of FSDP2 and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from smopd.engine.models.loading import head, response_hidden
 from smopd.engine.types import TokenBatch
 
 Output = TypeVar("Output")
-ThroughHead = Callable[[Tensor, Tensor, "Tensor | None"], Output]
-"""(hidden_ND, weight_VD, bias_V) -> what the forward returns."""
+ThroughHead = Callable[..., Output]
+"""(hidden_ND, weight_VD, bias_V=None) -> what the forward returns."""
 
 
 class Policy(nn.Module):
@@ -27,7 +27,7 @@ class Policy(nn.Module):
 
     def forward(self, batch: TokenBatch, through_head: ThroughHead[Output]) -> Output:
         weight, bias = head(self.model)
-        return through_head(response_hidden(self.model, batch), weight, bias)
+        return through_head(response_hidden(self.model, batch), weight, bias_V=bias)
 
 
 class UnreadableState(ValueError):
@@ -35,21 +35,18 @@ class UnreadableState(ValueError):
 
 
 class Strategy(Protocol):
-    """How a policy's parameters, gradients and optimiser state lie on the ranks.
+    """Parameters, gradients and optimiser state on the ranks. All methods are collective calls.
 
-    Gradients are sums over ranks and micro-batches: nothing is averaged. All methods are collective calls.
+    Gradients are sums over ranks and micro-batches: nothing is averaged.
     """
 
     name: str
     """What checkpoints call it."""
     reshards: bool
-    """Whether another number of ranks can go on from its checkpoints."""
+    """Whether another number of ranks can resume from its checkpoints."""
     policy: Policy
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Of the trained parameters; its state is sharded with them."""
-        ...
+    optimizer: torch.optim.Optimizer
+    """Of the trained parameters; its state is sharded with them."""
 
     def forward(self, batch: TokenBatch, through_head: ThroughHead[Output]) -> Output:
         """The policy's forward, with whole weights where they are used."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from smopd.engine.types import Rollout
 
@@ -11,28 +14,28 @@ VOCABULARY = 53
 END = 1
 
 
+def model_of(family: str, **options: Any) -> PreTrainedModel:
+    """A small model of a family of transformers; options: of its config."""
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 256,
+        "pad_token_id": 0,
+        "bos_token_id": 0,
+        "eos_token_id": END,
+    }
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape | options))
+
+
 def tiny_model(
     seed: int = 0, *, tied: bool = False, family: str = "qwen2", layers: int = 2
 ) -> PreTrainedModel:
     torch.manual_seed(seed)
-    shared = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": tied,
-        "bos_token_id": 0,
-        "eos_token_id": END,
-        "attn_implementation": "sdpa",
-    }
-    model = (
-        Qwen2ForCausalLM(Qwen2Config(**shared))
-        if family == "qwen2"
-        else LlamaForCausalLM(LlamaConfig(**shared))
-    )
+    model = model_of(family, tie_word_embeddings=tied, num_hidden_layers=layers, pad_token_id=None)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -55,6 +58,18 @@ def ragged_rollouts(seed: int, groups: int = 5, group_size: int = 3, longest: in
             logps = -torch.rand(length, generator=generator) * 4
             rollouts.append(Rollout(prompt, response, logps, group, finished=True))
     return rollouts
+
+
+def plain_logps(
+    model: Callable[[torch.Tensor], Any], rollouts: Sequence[Rollout], temperature: float = 1.0
+) -> torch.Tensor:
+    """(N,) log-probabilities of the response tokens, a sequence at a time."""
+    logps = []
+    for rollout in rollouts:
+        ids = torch.cat([torch.tensor(rollout.prompt_ids), rollout.response_ids])[None]
+        logits = model(ids).logits[0, len(rollout.prompt_ids) - 1 : -1] / temperature
+        logps.append(logits.log_softmax(-1).gather(-1, rollout.response_ids[:, None])[:, 0])
+    return torch.cat(logps)
 
 
 def assert_sampled_by(model, rollouts: list[Rollout], temperature: float = 1.0, greedy: bool = True) -> None:

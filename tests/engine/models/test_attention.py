@@ -1,4 +1,7 @@
-"""Pieces attend as the mask says, outputs and gradients, and where they cannot the mask stays."""
+"""Pieces attend as the mask says, outputs and gradients, and where they cannot the mask stays.
+
+That the mask is right is shown by test_packing.py, against single sequences.
+"""
 
 from __future__ import annotations
 
@@ -10,45 +13,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn import functional
 from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from smopd.engine.models import attention
 from smopd.engine.models.loading import response_hidden
 from smopd.engine.models.packing import pack
 from smopd.engine.settings import Packing
 from smopd.engine.types import Rollout, TokenBatch
-from tests.engine.tiny import ragged_rollouts, tiny_model
+from tests.engine.tiny import model_of, ragged_rollouts, tiny_model
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, SIZE = 4, 2, 16
-SHAPE = {
-    "vocab_size": 53,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-}
 UNITS = st.lists(
     st.tuples(st.integers(1, 70), st.lists(st.integers(1, 40), min_size=1, max_size=5)),
     min_size=1,
@@ -57,21 +33,22 @@ UNITS = st.lists(
 HOSTILE = {
     "one token": [(1, [1])],
     "no read position": [(5, [1, 1, 1])],
-    "a single response": [(9, [7])],
     "one-token responses between": [(4, [1, 6, 1, 1, 3])],
-    "first response is one token": [(4, [1, 6, 5])],
     "prompts of very different lengths": [(300, [2, 3]), (1, [40, 1, 40]), (2, [2] * 9)],
-    "prompt of one token": [(1, [9, 9, 9])],
 }
 
 
-def batch_of(units: list[tuple[int, list[int]]], share: bool = True) -> TokenBatch:
-    rollouts = [
+def rollouts_of(units: list[tuple[int, list[int]]]) -> list[Rollout]:
+    return [
         Rollout((2,) * prompt, torch.zeros(length, dtype=torch.int64), torch.zeros(length), group, True)
         for group, (prompt, lengths) in enumerate(units)
         for length in lengths
     ]
-    (batch,) = pack(rollouts, Packing(micro_batch_tokens=10_000, share_prompts=share), one_row_from=0)
+
+
+def batch_of(units: list[tuple[int, list[int]]], share: bool = True) -> TokenBatch:
+    packing = Packing(micro_batch_tokens=10_000, share_prompts=share)
+    (batch,) = pack(rollouts_of(units), packing, one_row_from=0)
     return batch
 
 
@@ -85,13 +62,6 @@ def results(attend, query, key, value, grad_out, *rest) -> list[torch.Tensor]:
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
     out = attend(*leaves, *rest)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
-
-
-def under_the_mask(query, key, value, batch: TokenBatch) -> torch.Tensor:
-    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-    key, value = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (key, value))
-    mask = batch.attention_mask()
-    return functional.scaled_dot_product_attention(query, key, value, mask)[0].transpose(0, 1)
 
 
 def bottom_right_varlen(
@@ -112,68 +82,35 @@ def bottom_right_varlen(
     return torch.cat(outputs)
 
 
-@pytest.fixture(params=["halves", "loop", "kernel"])
-def form(request, monkeypatch):
-    monkeypatch.setattr(varlen, "varlen_attn", bottom_right_varlen)
-    return getattr(attention, f"by_{request.param}")
-
-
-def assert_as_under_the_mask(form, batch: TokenBatch) -> None:
+def assert_as_under_the_mask(form, batch: TokenBatch, scale: float | None = None) -> None:
     tensors = inputs(batch.input_ids.numel())
-    found = results(form, *tensors, batch.pieces, None)
-    for mine, expected in zip(found, results(under_the_mask, *tensors, batch), strict=True):
+    found = results(form, *tensors, batch.pieces, scale)
+    for mine, expected in zip(found, results(attention.by_mask, *tensors, batch.pieces, scale), strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("form", ["by_halves", "by_kernel"])
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "separate"])
 @pytest.mark.parametrize("units", HOSTILE.values(), ids=HOSTILE.keys())
-def test_hostile_layouts_attend_as_under_the_mask(form, units, share):
-    assert_as_under_the_mask(form, batch_of(units, share))
+def test_hostile_layouts_attend_as_under_the_mask(form, units, share, monkeypatch):
+    monkeypatch.setattr(varlen, "varlen_attn", bottom_right_varlen)
+    assert_as_under_the_mask(getattr(attention, form), batch_of(units, share), 0.4)
 
 
 @settings(max_examples=25, deadline=None)
-@given(units=UNITS)
-def test_any_layout_attends_as_under_the_mask(units):
+@given(units=UNITS, budget=st.integers(1, 200))
+def test_any_layout_attends_as_under_the_mask_and_holds_every_position_once(units, budget):
     assert_as_under_the_mask(attention.by_halves, batch_of(units))
-    assert_as_under_the_mask(attention.by_loop, batch_of(units))
-
-
-@settings(max_examples=25, deadline=None)
-@given(units=UNITS, row=st.integers(1, 200))
-def test_pieces_hold_every_position_once_and_prompts_of_their_unit(units, row):
-    rollouts = [
-        Rollout((2,) * prompt, torch.zeros(length, dtype=torch.int64), torch.zeros(length), group, True)
-        for group, (prompt, lengths) in enumerate(units)
-        for length in lengths
-    ]
-    for batch in pack(rollouts, Packing(micro_batch_tokens=row), one_row_from=0):
-        samples, units_ = batch.sample_ids.flatten().tolist(), batch.unit_ids.flatten().tolist()
-        assert [0, *(piece.end for piece in batch.pieces)] == [
-            *(piece.begin for piece in batch.pieces),
-            len(samples),
-        ]
-        for begin, end, prompt_begin, prompt_end in batch.pieces:
-            assert begin < end and len(set(units_[begin:end])) == 1
-            assert len(set(samples[begin:end]) - {-1}) <= 1
-            assert set(units_[prompt_begin:prompt_end]) <= {units_[begin]}
-            assert set(samples[prompt_begin:prompt_end]) <= {-1}
-
-
-def test_a_scale_is_the_one_given(form):
-    batch = batch_of([(5, [4, 3])])
-    tensors = inputs(batch.input_ids.numel())
-    tensors[0] *= 3 * SIZE**0.5
-    found = results(form, *tensors, batch.pieces, 1 / (3 * SIZE))
-    for mine, expected in zip(
-        found[:1], results(form, *inputs(len(tensors[0])), batch.pieces, None)[:1], strict=True
-    ):
-        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+    for batch in pack(rollouts_of(units), Packing(micro_batch_tokens=budget)):
+        ends = [0, *(piece.end for piece in batch.pieces)]
+        assert [*(piece.begin for piece in batch.pieces), batch.input_ids.numel()] == ends
+        assert all(piece.begin < piece.end for piece in batch.pieces)
 
 
 def test_bfloat16_is_as_near_to_fp32_as_its_rounding():
     batch = batch_of([(40, [30, 20, 1, 9]), (3, [60, 2])])
     tensors = inputs(batch.input_ids.numel(), torch.bfloat16)
-    expected = results(under_the_mask, *(x.float() for x in tensors), batch)
+    expected = results(attention.by_mask, *(x.float() for x in tensors), batch.pieces, None)
     found = results(attention.by_halves, *tensors, batch.pieces, None)
     for mine, exact in zip(found, expected, strict=True):
         assert mine.dtype == torch.bfloat16
@@ -195,47 +132,29 @@ class Largest(TorchDispatchMode):
 
 
 def test_nothing_holds_the_square_of_the_row():
-    batch = batch_of([(200, [150] * 6)])
+    batch, model = batch_of([(200, [150] * 6)]), tiny_model()
     tensors = inputs(batch.input_ids.numel())
     with Largest() as largest:
         results(attention.by_halves, *tensors, batch.pieces, None)
     assert largest.numbers == tensors[0].numel()
     with Largest() as largest:
-        results(under_the_mask, *tensors, batch)
+        results(attention.by_mask, *tensors, batch.pieces, None)
     assert largest.numbers >= len(tensors[0]) ** 2
+    attention.choose(model, "auto", CPU, torch.float32)
+    with Largest() as largest:
+        response_hidden(model, batch)
+    assert largest.numbers < batch.input_ids.numel() ** 2
 
 
 def without_prompts(query, key, value, pieces, scale):
     return attention.by_halves(query, key, value, [piece._replace(prompt_end=0) for piece in pieces], scale)
 
 
-def top_left(query, key, value, pieces, scale):
-    def varlen_attn(query, key, value, starts, key_starts, *_, **__):
-        outputs = []
-        for (a, b), (c, d) in zip(pairwise(starts.tolist()), pairwise(key_starts.tolist()), strict=True):
-            tensors = (x.transpose(0, 1)[None] for x in (query[a:b], key[c:d], value[c:d]))
-            out = functional.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
-            outputs.append(out[0].transpose(0, 1))
-        return torch.cat(outputs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(varlen, "varlen_attn", varlen_attn)
-        return attention.by_kernel(query, key, value, pieces, scale)
-
-
-def another_prompt(query, key, value, pieces, scale):
-    wrong = [piece._replace(prompt_end=max(0, piece.prompt_end - 1)) for piece in pieces]
-    return attention.by_halves(query, key, value, wrong, scale)
-
-
-@pytest.mark.parametrize("mutant", [without_prompts, top_left, another_prompt])
-def test_the_probe_finds_what_is_wrong(mutant, monkeypatch):
+def test_the_probe_finds_what_is_wrong(monkeypatch):
     model = tiny_model()
-    monkeypatch.setattr(attention, "_form", lambda device: mutant)
-    assert "off sdpa" in attention.fault(model, CPU, torch.float32)
-    assert attention.choose(model, "auto", CPU, torch.float32).startswith(
-        "sdpa under a mask (torch's kernels are"
-    )
+    monkeypatch.setattr(attention, "_form", lambda device: without_prompts)
+    said = attention.choose(model, "auto", CPU, torch.float32)
+    assert re.match(r"sdpa under a mask \(torch's kernels are .* off sdpa", said)
     with pytest.raises(ValueError, match="attention: 'flash' cannot serve, torch's kernels are"):
         attention.choose(model, "flash", CPU, torch.float32)
 
@@ -247,110 +166,68 @@ def test_the_probe_passes_here_and_says_what_cannot_run(dtype, monkeypatch):
     assert attention.fault(tiny_model(), CPU, dtype).startswith("torch's kernels cannot run here: ")
 
 
-FAMILIES = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)),
-}
+@pytest.mark.gpu
+def test_the_variable_length_kernels_agree_with_sdpa_on_this_gpu():
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert attention.fault(tiny_model(), device, torch.bfloat16) is None
+
+
+FAMILIES = {"llama": {}, "qwen2": {}, "qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None}}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_compute_the_same_under_both(family):
     torch.manual_seed(0)
-    model = FAMILIES[family]()
-    rollouts = ragged_rollouts(3)
-    packing = Packing(micro_batch_tokens=10_000)
+    model = model_of(family, **FAMILIES[family])
+    (batch,) = pack(ragged_rollouts(3), Packing(micro_batch_tokens=10_000), one_row_from=0)
     found = []
-    for wanted in ("sdpa", "auto"):
-        said = attention.choose(model, wanted, CPU, torch.float32)
-        assert said == (
-            "sdpa under a mask (as set)"
-            if wanted == "sdpa"
-            else "a sequence at a time, from 256 positions on"
-        )
-        (batch,) = pack(rollouts, packing, one_row_from=0 if attention.takes_pieces(model) else None)
-        order = batch.flat_N.argsort()
-        hidden_ND = response_hidden(model, batch)[order]
+    for wanted, said in (("sdpa", "sdpa under a mask (as set)"), ("auto", "a sequence at a time, from 256")):
+        assert attention.choose(model, wanted, CPU, torch.float32).startswith(said)
+        hidden_ND = response_hidden(model, batch)
         model.zero_grad()
         hidden_ND.square().sum().backward()
-        grads = [p.grad.clone() for p in model.get_decoder().parameters()]
-        found.append([hidden_ND.detach(), *grads])
+        found.append([hidden_ND.detach(), *(p.grad.clone() for p in model.get_decoder().parameters())])
     for masked, mine in zip(*found, strict=True):
         torch.testing.assert_close(mine, masked, rtol=1e-3, atol=1e-4 * float(masked.abs().max()))
 
 
+FULL = {"layer_types": ["full_attention"] * 2, "head_dim": 8}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+LATENT = dict.fromkeys(
+    ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8
+)
 OWN_WAYS = {
-    "sliding layers": (
-        lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=8, sliding_window=4)),
-        r"the model has \['sliding_attention'\] layers|the model has .*sliding_attention",
-    ),
-    "a window": (
-        lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=4)),
-        "the model attends to the last 4 tokens",
-    ),
-    "capped scores": (
-        lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=8, layer_types=["full_attention"] * 2)),
-        "the model caps its scores at 50.0",
-    ),
-    "sinks": (
-        lambda: GptOssForCausalLM(
-            GptOssConfig(
-                **SHAPE,
-                head_dim=8,
-                layer_types=["full_attention"] * 2,
-                num_local_experts=2,
-                num_experts_per_tok=1,
-            )
-        ),
-        "the model has attention sinks",
-    ),
+    "sliding layers": ("gemma2", {"sliding_window": 4}, "the model has .*sliding_attention.* layers"),
+    "a window": ("mistral", {"sliding_window": 4}, "the model attends to the last 4 tokens"),
+    "capped scores": ("gemma2", FULL, "the model caps its scores at 50.0"),
+    "sinks": ("gpt_oss", FULL | EXPERTS, "the model has attention sinks"),
     "values of another size": (
-        lambda: DeepseekV3ForCausalLM(
-            DeepseekV3Config(
-                **(SHAPE | {"num_key_value_heads": HEADS}),
-                kv_lora_rank=8,
-                q_lora_rank=8,
-                qk_rope_head_dim=8,
-                qk_nope_head_dim=8,
-                v_head_dim=8,
-            )
-        ),
+        "deepseek_v3",
+        LATENT | {"num_key_value_heads": 2},
         "the model's values have a head size of their own",
     ),
 }
 
 
-@pytest.mark.parametrize(("make", "reason"), OWN_WAYS.values(), ids=OWN_WAYS.keys())
-def test_attention_that_is_not_plain_and_causal_keeps_the_mask(make, reason, monkeypatch):
-    model = make()
+@pytest.mark.parametrize(("family", "options", "reason"), OWN_WAYS.values(), ids=OWN_WAYS.keys())
+def test_attention_that_is_not_plain_and_causal_keeps_the_mask(family, options, reason, monkeypatch):
+    model = model_of(family, **options)
     monkeypatch.setattr(type(model), "set_attn_implementation", lambda self, name: None)  # some have no sdpa
     for device in (CPU, torch.device("cuda")):  # known before anything is tried on the device
         said = attention.choose(model, "auto", device, torch.float32)
         assert said.startswith("sdpa under a mask (") and re.search(reason, said)
-        with pytest.raises(ValueError, match=f"'flash' cannot serve, ({reason})"):
+        with pytest.raises(ValueError, match=f"'flash' cannot serve, {reason}"):
             attention.choose(model, "flash", device, torch.float32)
 
 
-def test_a_call_without_pieces_is_sdpa():
-    model = tiny_model().eval()
-    ids = torch.tensor([[5, 2, 3, 4, 9], [0, 0, 7, 8, 9]])
-    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
-    calls = {"input_ids": ids, "attention_mask": mask}
-    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    expected, generated = model(**calls).logits, model.generate(**calls, **options)
-    attention.choose(model, "auto", CPU, torch.float32)
-    torch.testing.assert_close(model(**calls).logits, expected)
-    assert model.generate(**calls, **options).equal(generated)
-
-
-@pytest.mark.parametrize("make", [*FAMILIES.values(), *(make for make, _ in OWN_WAYS.values())])
-def test_sampling_attends_as_before(make):
+@pytest.mark.parametrize(("family", "config"), [*FAMILIES.items(), *(own[:2] for own in OWN_WAYS.values())])
+def test_sampling_attends_as_before(family, config):
     torch.manual_seed(0)
-    model = make().eval()
+    model = model_of(family, **config).eval()
     ids = torch.tensor([[5, 2, 3, 4, 9], [0, 0, 7, 8, 9]])
-    calls = {"input_ids": ids, "attention_mask": (ids > 0).long()}
     options = {
+        "input_ids": ids,
+        "attention_mask": (ids > 0).long(),
         "max_new_tokens": 6,
         "do_sample": False,
         "pad_token_id": 0,
@@ -358,10 +235,10 @@ def test_sampling_attends_as_before(make):
         "return_dict_in_generate": True,
         "output_logits": True,
     }
-    expected, before = model.generate(**calls, **options), model.config._attn_implementation
+    expected, before = model.generate(**options), model.config._attn_implementation
     attention.choose_for_sampling(model)
     assert model.config._attn_implementation == (attention.TOKENS if before == "sdpa" else before)
-    found = model.generate(**calls, **options)
+    found = model.generate(**options)
     assert found.sequences.equal(expected.sequences)
     torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits))
 
@@ -381,38 +258,9 @@ def test_a_query_a_row_attends_without_copies_of_the_keys(mask_rows):
     assert largest.numbers == query.numel()
 
 
-def test_no_mask_is_made_beside_pieces():
-    model, batch = tiny_model(), batch_of([(60, [50] * 8)])
-    attention.choose(model, "auto", CPU, torch.float32)
-    with Largest() as largest:
-        response_hidden(model, batch)
-    assert largest.numbers < batch.input_ids.numel() ** 2
-
-
 def test_models_that_score_together_take_the_same():
-    plain, own = tiny_model(), OWN_WAYS["a window"][0]()
+    plain, own = tiny_model(), model_of("mistral", sliding_window=4)
     attention.choose_together([plain])
     assert attention.takes_pieces(plain)
     attention.choose_together([plain, own])
     assert not attention.takes_pieces(plain) and not attention.takes_pieces(own)
-
-
-@pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
-def test_flash_attention_3_serves_where_the_probe_finds_it_right(wrong, monkeypatch):
-    """On sm_90 with its package; where its results are wrong torch's own kernels take its place."""
-    calls = []
-
-    def fault(*_):
-        return "off" if wrong and calls[-1] == "FA3" else None
-
-    monkeypatch.setattr(attention, "fault", fault)
-    monkeypatch.setattr(attention, "find_spec", lambda name: name)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    torch_attention = torch.nn.attention
-    monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", calls.append)
-    monkeypatch.setattr(
-        torch_attention, "restore_flash_attention_impl", lambda: calls.append("torch's"), raising=False
-    )
-    said = attention.choose(tiny_model(), "auto", torch.device("cuda"), torch.bfloat16)
-    assert calls == (["FA3", "torch's"] if wrong else ["FA3"])
-    assert said.endswith("by FlashAttention 3") == (not wrong)

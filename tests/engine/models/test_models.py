@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import huggingface_hub.constants
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GenerationConfig,
-    GraniteConfig,
-    GraniteForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedTokenizerBase,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from smopd.engine.local.teachers import LocalTeachers
 from smopd.engine.models.loading import (
     UnusableModel,
-    end_token_ids,
+    describe,
     head,
     load_model,
     load_tokenizer,
@@ -36,17 +23,7 @@ from smopd.engine.models.loading import (
 from smopd.engine.models.packing import pack
 from smopd.engine.settings import Packing
 from smopd.worlds.models import world_tokenizer
-from tests.engine.tiny import END, VOCABULARY, ragged_rollouts, tiny_model
-
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-}
+from tests.engine.tiny import END, VOCABULARY, model_of, ragged_rollouts, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +52,6 @@ def test_a_home_folder_is_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("HOME", str(folder.parent))
     assert load_model("~/model", torch.float32).config.vocab_size == VOCABULARY
     assert load_tokenizer("~/model").get_vocab() == load_tokenizer(folder).get_vocab()
-    assert stored_dtype("~/model") == torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -84,17 +60,18 @@ def test_the_stored_dtype_is_the_files(dtype: torch.dtype, tmp_path: Path) -> No
     assert stored_dtype(tmp_path) == dtype
 
 
-@pytest.mark.parametrize("path", ["./absent", "/absent/model", "~/absent", "runs/absent/export"])
-@pytest.mark.parametrize("load", [lambda p: load_model(p, torch.float32), load_tokenizer, stored_dtype])
+LOADS = [lambda path: load_model(path, torch.float32), load_tokenizer, stored_dtype, describe]
+
+
+@pytest.mark.parametrize("path", ["./absent", "~/absent", "runs/absent/export"])
+@pytest.mark.parametrize("load", LOADS)
 def test_an_absent_folder_is_named(path: str, load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(
-        FileNotFoundError, match=f"model {path}: no such folder, expected one with config.json"
-    ):
+    with pytest.raises(FileNotFoundError, match=f"model {path}: no such folder, expected one with config"):
         load(path)
 
 
-@pytest.mark.parametrize("load", [lambda p: load_model(p, torch.float32), load_tokenizer, stored_dtype])
+@pytest.mark.parametrize("load", LOADS)
 def test_an_unknown_hub_id_is_named(load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     expected = "model smopd-tests/absent: cannot be loaded, expected a folder with a saved model, or a hub id"
@@ -159,7 +136,7 @@ def test_pickled_weights_that_would_run_something_are_refused_and_run_nothing(zi
 
 def test_scaled_logits_keep_their_scale() -> None:
     torch.manual_seed(0)
-    model = GraniteForCausalLM(GraniteConfig(**SHAPE, logits_scaling=4.0)).eval()
+    model = model_of("granite", logits_scaling=4.0).eval()
     rollout = ragged_rollouts(0)[0]
     (batch,) = pack([rollout], Packing())
     weight_VD, _ = head(model)
@@ -170,56 +147,43 @@ def test_scaled_logits_keep_their_scale() -> None:
     torch.testing.assert_close(logits_NV, expected_NV)
 
 
-def test_capped_logits_are_refused(tmp_path: Path) -> None:
-    config = Gemma2Config(**SHAPE, head_dim=8, layer_types=["full_attention"] * 2)
-    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(UnusableModel, match=r"gemma2 has final_logit_softcapping=30\.0, expected none"):
-        load_model(tmp_path, torch.float32)
-
-
-def test_sliding_windows_are_refused(tmp_path: Path) -> None:
-    config = Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(UnusableModel, match=r"'sliding_attention'\] layers, expected full_attention alone"):
-        load_model(tmp_path, torch.float32)
-
-
-@pytest.mark.parametrize(("window", "refused"), [(8, True), (64, False), (None, False)])
-def test_a_window_without_layer_types_is_refused(window: int | None, refused: bool, tmp_path: Path) -> None:
-    MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=window)).save_pretrained(tmp_path)
-    if not refused:
-        assert load_model(tmp_path, torch.float32).config.sliding_window == window
-        return
-    with pytest.raises(UnusableModel, match="attends to the last 8 of up to 64 tokens"):
-        load_model(tmp_path, torch.float32)
+FULL = {"layer_types": ["full_attention"] * 2}
+WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 
 
 @pytest.mark.parametrize(
-    ("generation", "own", "expected"),
-    [(7, 3, (3, 7)), ([9, 7], None, (7, 9)), (None, 3, (3,)), ([3, 3], 3, (3,)), (0, None, (0,))],
+    ("family", "options", "message"),
+    [
+        ("gemma2", FULL, r"gemma2 has final_logit_softcapping=30\.0, expected none"),
+        ("qwen2", WINDOW, r"'sliding_attention'\] layers, expected full_attention alone"),
+        ("mistral", {"sliding_window": 8}, "attends to the last 8 of up to 256 tokens"),
+    ],
 )
-def test_every_end_token_counts(generation, own, expected) -> None:
-    model = tiny_model(layers=1)
-    model.generation_config = GenerationConfig(eos_token_id=generation)
-    assert end_token_ids(model, SimpleNamespace(eos_token_id=own)) == expected
-
-
-def test_a_model_without_an_end_token_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
-    model = tiny_model(layers=1)
-    assert end_token_ids(model, tokenizer) == tuple(sorted({END, tokenizer.eos_token_id}))
-    model.generation_config = GenerationConfig()
-    without = SimpleNamespace(eos_token_id=None)
-    with pytest.raises(
-        UnusableModel, match="neither its generation config nor its tokenizer has an eos token"
-    ):
-        end_token_ids(model, without)
-
-
-def test_a_teacher_of_a_smaller_vocabulary_is_refused() -> None:
-    message = f"teachers.models.0: .*vocabulary of {VOCABULARY}, the student has {VOCABULARY + 1} tokens"
+def test_what_packing_and_a_linear_head_cannot_serve_is_refused(family, options, message, tmp_path) -> None:
+    model_of(family, **options).save_pretrained(tmp_path)
     with pytest.raises(UnusableModel, match=message):
-        LocalTeachers(
-            [tiny_model(layers=1)], Packing(micro_batch_tokens=64, share_prompts=False), VOCABULARY + 1
-        )
-    with pytest.raises(ValueError, match="teachers: got none"):
-        LocalTeachers([], Packing(micro_batch_tokens=64, share_prompts=False), VOCABULARY)
+        load_model(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize("window", [256, None])
+def test_a_window_as_long_as_the_context_is_none(window: int | None, tmp_path: Path) -> None:
+    model_of("mistral", sliding_window=window).save_pretrained(tmp_path)
+    assert load_model(tmp_path, torch.float32).config.sliding_window == window
+
+
+@pytest.mark.parametrize(("generation", "expected"), [(7, {7}), ([9, 7], {7, 9}), (None, set()), (0, {0})])
+def test_every_end_token_counts(generation, expected, folder: Path, tokenizer) -> None:
+    GenerationConfig(eos_token_id=generation).save_pretrained(folder)
+    config, ends = describe(folder)
+    assert ends == tuple(sorted({*expected, tokenizer.eos_token_id})) and config.vocab_size == VOCABULARY
+    (folder / "generation_config.json").unlink()  # then the model's config says it
+    assert describe(folder)[1] == tuple(sorted({END, tokenizer.eos_token_id}))
+
+
+def test_a_model_without_an_end_token_is_refused(folder: Path) -> None:
+    GenerationConfig().save_pretrained(folder)
+    without = load_tokenizer(folder)
+    without.eos_token = None
+    without.save_pretrained(folder)
+    with pytest.raises(UnusableModel, match="neither its generation config nor its tokenizer has an eos"):
+        describe(folder)

@@ -1,4 +1,7 @@
-"""Checkpoints: bit-exact, whole or not there, refused when damaged; exports that transformers loads."""
+"""Checkpoints: bit-exact, whole or not there, refused when damaged; exports that transformers loads.
+
+Kills while one is written are tested in tests/smopd/run/test_resume.py, ranks in test_two_ranks.py.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import hashlib
 import json
 import os
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,174 +17,110 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from smopd.engine import distributed
 from smopd.engine.settings import TrainSettings
-from smopd.engine.student import checkpoint, fsdp
+from smopd.engine.student import fsdp
 from smopd.engine.student.checkpoint import (
     Checkpoints,
     DamagedCheckpoint,
     UnusableCheckpoint,
     export,
     require_whole,
+    write_manifest,
 )
 from smopd.engine.student.student import Student
-from smopd.ops import LossSettings
 from smopd.worlds.models import world_model
-from tests.engine.student.test_student import loss_tokens, parameters
-from tests.engine.tiny import ragged_rollouts, tiny_model
+from tests.engine.student.training import advance, equal, make_student, parameters
+
+FACTS = {"step": 1, "world_size": 1, "strategy": "fsdp2"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def device():
-    with distributed.process_group() as device:
-        yield device
+@pytest.fixture(scope="module")
+def saved(device, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    Checkpoints(folder, keep=1).save(1, make_student(device))
+    return folder
 
 
-def student(device, seed: int = 0, tied: bool = False) -> Student:
-    settings = TrainSettings(learning_rate=1e-2, compute_dtype="float32", warmup_steps=5)
-    return Student(tiny_model(seed=seed, tied=tied), settings, device)
+@pytest.fixture
+def folder(saved, tmp_path) -> Path:
+    """A checkpoint to damage, in a folder of its own."""
+    return Path(shutil.copytree(saved, tmp_path / "run")) / "step_00000001"
 
 
-def advance(trained: Student, steps: range) -> None:
-    for step in steps:
-        rollouts = ragged_rollouts(step)
-        trained.update(rollouts, loss_tokens(rollouts), LossSettings(opd_coef=0.0))
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_going_on_from_a_checkpoint_is_bit_exact(tmp_path, device, tied):
-    straight, checkpoints = student(device, tied=tied), Checkpoints(tmp_path, keep=2)
-    advance(straight, range(3))
-    checkpoints.save(3, straight)
+@pytest.mark.parametrize("at", [0, 3])
+def test_resuming_is_bit_exact(tmp_path, device, at):
+    """At 0 there is no state of Adam yet, and saving is no step of it."""
+    options = {"tied": True, "warmup_steps": 5}
+    untouched, straight = make_student(device, **options), make_student(device, **options)
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    advance(straight, range(at))
+    checkpoints.save(at + 1, straight, {"own": at})
     rng = torch.get_rng_state()
-    advance(straight, range(3, 6))
-    resumed = student(device, seed=9, tied=tied)
+    advance(straight, range(at, at + 2))
+    resumed = make_student(device, seed=9, **options)
     torch.manual_seed(77)
-    assert checkpoints.restore(resumed) == (3, None)
-    assert torch.get_rng_state().equal(rng)
-    assert resumed.updates == 3
-    advance(resumed, range(3, 6))
-    expected = parameters(straight)
-    for name, value in parameters(resumed).items():
-        assert value.equal(expected[name]), name
-
-
-def test_a_checkpoint_before_the_first_update_is_no_step_of_adam(tmp_path, device):
-    straight, saved, resumed = student(device), student(device), student(device, seed=9)
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.save(1, saved)
-    checkpoints.restore(resumed)
-    for trained in (straight, saved, resumed):
-        advance(trained, range(2))
-    expected = parameters(straight)
-    for other in (saved, resumed):
-        assert all(value.equal(expected[name]) for name, value in parameters(other).items())
-
-
-def test_nothing_saved_starts_at_step_0(tmp_path, device):
-    trained = student(device)
-    before = parameters(trained)
-    assert Checkpoints(tmp_path / "none", keep=1).restore(trained) == (0, None)
-    assert all(value.equal(before[name]) for name, value in parameters(trained).items())
+    assert checkpoints.restore(resumed) == (at + 1, {"own": at})
+    assert torch.get_rng_state().equal(rng) and resumed.updates == at
+    advance(resumed, range(at, at + 2))
+    assert equal(parameters(resumed), parameters(straight))
+    advance(untouched, range(at + 2))
+    assert equal(parameters(untouched), parameters(straight))
 
 
 def test_the_last_n_are_kept_and_a_partial_one_is_ignored(tmp_path, device):
-    trained, checkpoints = student(device), Checkpoints(tmp_path, keep=2)
+    trained, checkpoints = make_student(device), Checkpoints(tmp_path, keep=2)
+    assert checkpoints.restore(trained) == (0, None)
     for step in (1, 2, 3):
-        advance(trained, range(step, step + 1))
         checkpoints.save(step, trained)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_00000003"]
     os.rename(tmp_path / "step_00000003", tmp_path / "step_00000003.partial")
-    assert checkpoints.restore(student(device)) == (2, None)
+    assert checkpoints.restore(trained) == (2, None)
 
 
-def test_another_strategys_checkpoint_is_refused(tmp_path, device):
-    trained, checkpoints = student(device), Checkpoints(tmp_path, keep=1)
-    checkpoints.save(1, trained)
+def rewrite(folder: Path, manifest: str) -> None:
+    """Another manifest with its own digest: another program's, not an accident."""
+    (folder / "manifest.json").write_text(manifest)
+    (folder / "manifest.sha256").write_text(hashlib.sha256(manifest.encode()).hexdigest())
+
+
+def test_another_strategy_or_number_of_ranks_is_refused_where_it_matters(device, folder):
+    trained, checkpoints = make_student(device), Checkpoints(folder.parent, keep=1)
+    write_manifest(folder, FACTS | {"world_size": 2})
+    assert checkpoints.restore(trained) == (1, None)
+    trained.strategy.reshards = False
+    with pytest.raises(UnusableCheckpoint, match=r"was saved by 2 ranks, now 1, and fsdp2 cannot"):
+        checkpoints.restore(trained)
     trained.strategy.name = "another"
     with pytest.raises(UnusableCheckpoint, match=r"was saved under fsdp2, this run trains under another"):
         checkpoints.restore(trained)
 
 
-def test_another_number_of_ranks_is_refused_where_shards_cannot_move(tmp_path, device):
-    trained, checkpoints = student(device), Checkpoints(tmp_path, keep=1)
-    checkpoints.save(1, trained)
-    rewrite(tmp_path / "step_00000001", lambda manifest: manifest | {"world_size": 2})
-    assert checkpoints.restore(trained) == (1, None)
-    trained.strategy.reshards = False
-    with pytest.raises(UnusableCheckpoint, match=r"was saved by 2 ranks, now 1, and fsdp2 cannot"):
-        checkpoints.restore(trained)
+def flip(file: Path, place: int) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[place] ^= 1
+    file.write_bytes(raw)
 
 
-def rewrite(folder: Path, change) -> None:
-    """Another manifest, with its own digest: as another program, not an accident, writes it."""
-    changed = json.dumps(change(json.loads((folder / "manifest.json").read_text())))
-    (folder / "manifest.json").write_text(changed)
-    (folder / "manifest.sha256").write_text(hashlib.sha256(changed.encode()).hexdigest())
+DAMAGE = {
+    "a bit of the weights": (lambda f: flip(next(f.glob("*.distcp")), 5000), r"distcp: SHA-256 is"),
+    "a file is short": (lambda f: os.truncate(next(f.glob("*.distcp")), 5000), r"distcp: SHA-256 is"),
+    "a file is missing": (lambda f: next(f.glob("process_*")).unlink(), "no such file"),
+    "a bit of the manifest": (lambda f: flip(f / "manifest.json", 11), r"manifest\.json is not the one of"),
+    "no digest": (lambda f: (f / "manifest.sha256").unlink(), r"no readable manifest\.json"),
+    "no object": (lambda f: rewrite(f, "[1]"), r"no readable manifest\.json"),
+    "no step": (lambda f: rewrite(f, '{"files": {}}'), "is of step None"),
+    "no files": (lambda f: rewrite(f, '{"files": 3, "step": 1}'), r"no readable manifest\.json"),
+    "a deep manifest": (lambda f: rewrite(f, "[" * 100_000), r"no readable manifest\.json"),
+    "another's name": (lambda f: f.rename(f.with_name("step_00000005")), "is of step 1, expected the folder"),
+}
 
 
-def test_no_bit_of_the_manifest_can_flip(tmp_path, device):
-    trained, checkpoints = student(device), Checkpoints(tmp_path, keep=1)
-    checkpoints.save(4, trained)
-    manifest = tmp_path / "step_00000004/manifest.json"
-    raw = manifest.read_bytes()
-    digit = raw.index(b'"step": 4') + len(b'"step": ')
-    for place in (digit, len(raw) // 2):
-        for bit in range(8):
-            flipped = bytearray(raw)
-            flipped[place] ^= 1 << bit
-            manifest.write_bytes(flipped)
-            with pytest.raises(DamagedCheckpoint, match=r"manifest\.json is not the one of manifest\.sha256"):
-                checkpoints.restore(trained)
-    manifest.write_bytes(raw)
-    assert checkpoints.restore(trained) == (4, None)
-
-
-@pytest.mark.parametrize(
-    "form",
-    [
-        {},
-        [],
-        None,
-        "text",
-        {"files": 3},
-        {"files": ["a"]},
-        {"files": {}},
-        {"files": {}, "step": "1", "world_size": 1, "strategy": "fsdp2"},
-        {"files": {}, "step": 1, "world_size": None, "strategy": "fsdp2"},
-        {"files": {}, "step": 1, "world_size": 1},
-        {"files": {}, "step": 2, "world_size": 1, "strategy": "fsdp2"},
-        {"files": {"n" * 300: "0"}, "step": 1, "world_size": 1, "strategy": "fsdp2"},
-    ],
-)
-def test_a_manifest_of_another_form_is_refused(tmp_path, device, form):
-    trained, checkpoints = student(device), Checkpoints(tmp_path, keep=1)
-    checkpoints.save(1, trained)
-    rewrite(tmp_path / "step_00000001", lambda _: form)
-    with pytest.raises(DamagedCheckpoint, match=r"step_00000001.*remove"):
-        checkpoints.restore(trained)
-
-
-def test_a_deep_manifest_and_one_without_a_digest_are_refused(tmp_path, device):
-    trained, checkpoints = student(device), Checkpoints(tmp_path, keep=1)
-    checkpoints.save(1, trained)
-    folder = tmp_path / "step_00000001"
-    deep = "[" * 100_000
-    (folder / "manifest.json").write_text(deep)
-    (folder / "manifest.sha256").write_text(hashlib.sha256(deep.encode()).hexdigest())
-    with pytest.raises(DamagedCheckpoint, match="no readable manifest"):
-        checkpoints.restore(trained)
-    (folder / "manifest.sha256").unlink()
-    with pytest.raises(DamagedCheckpoint, match="no readable manifest"):
-        checkpoints.restore(trained)
-
-
-def test_a_renamed_checkpoint_is_refused(tmp_path, device):
-    trained, checkpoints = student(device), Checkpoints(tmp_path, keep=2)
-    checkpoints.save(1, trained)
-    os.rename(tmp_path / "step_00000001", tmp_path / "step_00000005")
-    with pytest.raises(DamagedCheckpoint, match="is of step 1, expected the folder's"):
-        checkpoints.restore(trained)
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE.keys())
+def test_damage_is_refused_and_named(device, folder, damage, message):
+    damage(folder)
+    with pytest.raises(DamagedCheckpoint, match=message) as error:
+        Checkpoints(folder.parent, keep=1).restore(make_student(device))
+    assert str(folder.parent) in str(error.value) and "remove the folder" in str(error.value)
 
 
 class Forged:
@@ -200,82 +140,34 @@ class Looked:
 
 def test_members_of_enumerations_are_plain_whatever_python_wrote_them(tmp_path) -> None:
     encoding = dcp_metadata._MEM_FORMAT_ENCODING
-    (tmp_path / "new").write_bytes(pickle.dumps(encoding.TORCH_CONTIGUOUS_FORMAT))
-    (tmp_path / "old").write_bytes(pickle.dumps(Looked(encoding, "TORCH_CONTIGUOUS_FORMAT")))
-    fsdp.require_plain(tmp_path / "new")
-    fsdp.require_plain(tmp_path / "old")
-
-
-NO_MEMBERS = [
-    Looked(dcp_metadata.TensorProperties, "__init__"),
-    Looked(dcp_metadata._MEM_FORMAT_ENCODING, "mro"),
-]
+    for member in (encoding.TORCH_CONTIGUOUS_FORMAT, Looked(encoding, "TORCH_CONTIGUOUS_FORMAT")):
+        (tmp_path / "metadata").write_bytes(pickle.dumps(member))
+        fsdp.require_plain(tmp_path / "metadata")
 
 
 @pytest.mark.parametrize(
-    "forged", [Forged(), {"a": Forged()}, os.path.join, torch.load, "no metadata"[:0], *NO_MEMBERS]
+    "forged",
+    [
+        {"a": Forged()},
+        torch.load,
+        None,
+        Looked(dcp_metadata.TensorProperties, "__init__"),
+        Looked(dcp_metadata._MEM_FORMAT_ENCODING, "mro"),
+    ],
 )
-def test_metadata_that_could_run_code_is_refused(tmp_path, device, monkeypatch, forged):
-    monkeypatch.chdir(tmp_path)
-    trained, checkpoints = student(device), Checkpoints(tmp_path / "run", keep=1)
-    checkpoints.save(1, trained)
-    folder = tmp_path / "run/step_00000001"
-    (folder / ".metadata").write_bytes(pickle.dumps(forged) if forged != "" else b"")
-    checkpoint.write_manifest(folder, {"step": 1, "world_size": 1, "strategy": "fsdp2"})
+def test_metadata_that_could_run_code_is_refused(device, folder, monkeypatch, forged):
+    monkeypatch.chdir(folder.parent)
+    (folder / ".metadata").write_bytes(b"" if forged is None else pickle.dumps(forged))
+    write_manifest(folder, FACTS)
     with pytest.raises(UnusableCheckpoint, match=r"\.metadata: is no description of tensors"):
-        checkpoints.restore(trained)
-    assert not (tmp_path / "pwned").exists()
+        Checkpoints(folder.parent, keep=1).restore(make_student(device))
+    assert not Path("pwned").exists()
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])
-def test_damage_is_refused_and_named(tmp_path, device, damage):
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.save(1, student(device))
-    folder = tmp_path / "step_00000001"
-    (data,) = folder.glob("*.distcp")
-    raw = bytearray(data.read_bytes())
-    if damage == "flip":
-        raw[len(raw) // 2] ^= 1
-        data.write_bytes(raw)
-    elif damage == "truncate":
-        data.write_bytes(raw[:-1])
-    elif damage == "remove":
-        data.unlink()
-    else:
-        data = folder / "manifest.json"
-        data.write_text("{")
-    with pytest.raises(DamagedCheckpoint) as error:
-        checkpoints.restore(student(device))
-    assert str(folder) in str(error.value)
-    assert "remove" in str(error.value)
-
-
-def test_a_kill_before_the_rename_leaves_the_one_before(tmp_path, device, monkeypatch):
-    trained, checkpoints = student(device), Checkpoints(tmp_path, keep=1)
-    checkpoints.save(1, trained)
-    before = parameters(trained)
-    advance(trained, range(1))
-
-    def killed(folder: Path, facts: dict) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(checkpoint, "write_manifest", killed)
-    with pytest.raises(KeyboardInterrupt):
-        checkpoints.save(2, trained)
-    monkeypatch.undo()
-    other = student(device, seed=5)
-    assert checkpoints.restore(other) == (1, None)
-    assert all(value.equal(before[name]) for name, value in parameters(other).items())
-    checkpoints.save(2, trained)
-    assert checkpoints.restore(other) == (2, None)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("dtype", "tied"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_exports_load_in_transformers(tmp_path, device, dtype, tied):
     model, tokenizer = world_model(seed=0, tie_embeddings=tied)
-    settings = TrainSettings(learning_rate=1e-2, compute_dtype="float32")
-    trained = Student(model, settings, device)
+    trained = Student(model, TrainSettings(learning_rate=1e-2, compute_dtype="float32"), device)
     advance(trained, range(1))
     expected = parameters(trained)
     export(trained, tokenizer, tmp_path / "export", dtype)
@@ -285,15 +177,10 @@ def test_exports_load_in_transformers(tmp_path, device, dtype, tied):
     for name, value in loaded.state_dict().items():
         assert value.equal(expected[name].to(dtype)), name
     again = AutoTokenizer.from_pretrained(tmp_path / "export")
-    messages = [{"role": "user", "content": "call anna please"}]
-    assert again.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == (
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    )
+    asked = {"conversation": [{"role": "user", "content": "call anna please"}], "tokenize": False}
+    assert again.apply_chat_template(**asked) == tokenizer.apply_chat_template(**asked)
     assert not list(tmp_path.glob("*.partial"))
     require_whole(tmp_path / "export")
-    weights = tmp_path / "export/model.safetensors"
-    raw = bytearray(weights.read_bytes())
-    raw[-1] ^= 1
-    weights.write_bytes(raw)
+    flip(tmp_path / "export/model.safetensors", -1)
     with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors: SHA-256 is"):
         require_whole(tmp_path / "export")

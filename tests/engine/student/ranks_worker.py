@@ -1,0 +1,137 @@
+"""A strategy on two ranks, asserted; run under torchrun. Arguments: a folder; fsdp2, zero2 or zero3."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from smopd.engine import distributed
+from smopd.engine.local.teachers import LocalTeachers, StudentsBase
+from smopd.engine.settings import Lora, Packing
+from smopd.engine.student.checkpoint import Checkpoints
+from smopd.engine.student.student import NonFiniteGradient, Student
+from tests.engine.student.training import NLL, advance, equal, loss_tokens, make_student, parameters, share
+from tests.engine.tiny import VOCABULARY, ragged_rollouts, tiny_model
+
+Make = Callable[..., Student]
+LORA = {"lora": Lora(rank=4, alpha=8.0)}
+
+
+def resumes_bit_for_bit(make: Make, folder: Path, **options) -> None:
+    straight, checkpoints = make(**options), Checkpoints(folder, keep=1)
+    advance(straight, range(2))
+    checkpoints.save(2, straight)
+    advance(straight, range(2, 4))
+    resumed = make(**options, **({} if "lora" in options else {"seed": 9}))
+    assert checkpoints.restore(resumed)[0] == 2
+    advance(resumed, range(2, 4))
+    assert equal(parameters(resumed), parameters(straight)) and resumed.updates == 4
+
+
+@mock.patch("smopd.engine.student.student.MAX_SKIPPED_UPDATES", 1)
+def skips_a_gradient_that_is_not_finite_on_one_rank(make: Make) -> None:
+    student, rollouts = make(), share(3)
+    before = parameters(student)
+    bad = loss_tokens(rollouts, adv=math.nan if distributed.rank() == 1 else 1.0)
+    assert student.update(rollouts, bad, NLL).skipped
+    assert equal(parameters(student), before)
+    advance(student, range(1))
+    assert student.skipped == 1 and not equal(parameters(student), before)
+    with pytest.raises(NonFiniteGradient, match=r"update 3: .*; 2 updates were skipped, at most 1"):
+        student.update(rollouts, bad, NLL)
+
+
+def a_rank_without_responses_takes_part(make: Make) -> None:
+    student = make()
+    rollouts = ragged_rollouts(5) if distributed.rank() == 0 else []
+    update = student.update(rollouts, loss_tokens(rollouts), NLL)
+    counts = distributed.gather_objects(update.micro_batches)
+    assert counts[0] == counts[1] > 1 and math.isfinite(update.grad_norm)
+    assert len(student.logps(rollouts, 1.0)) == sum(len(rollout.response_ids) for rollout in rollouts)
+
+
+def offloaded_masters_train_as_the_others_do(make: Make) -> None:
+    plain, offloaded = make(), make(offload_optimizer=True)
+    before = parameters(plain)
+    for student in (plain, offloaded):
+        advance(student, range(3))
+    assert equal(parameters(plain), parameters(offloaded)) and not equal(before, parameters(plain))
+
+
+def a_lora_student_gives_its_base_and_trains_as_if_it_had_not(make: Make) -> None:
+    """Asked before the first update, which a sharded model must not remember, and after some."""
+    student, twin, rollouts = make(**LORA), make(**LORA), share(1)
+    truth = LocalTeachers([tiny_model()], Packing(micro_batch_tokens=200), VOCABULARY)
+    expected = truth.score(rollouts, 0, 0.7).token_logps_NM
+    for _ in range(2):
+        found = StudentsBase(student).score(rollouts, 0, 0.7).token_logps_NM
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        for trained in (student, twin):
+            advance(trained, range(2))
+    assert not torch.allclose(student.logps(rollouts, 0.7), expected[:, 0], atol=1e-2)
+    assert equal(parameters(student), parameters(twin))
+
+
+def clips_as_fsdp2_does(make: Make) -> None:
+    """At a large rate, so that the moves are far above the rounding of parameters of 1."""
+    rollouts, norms, moved = share(4), [], []
+    large = {"max_grad_norm": 1e-3, "adam_eps": 1e-2, "learning_rate": 1.0}
+    for options in ({"max_grad_norm": 1e9}, {}, {"strategy": "fsdp2"}):
+        student = make(**{**large, **options})
+        before = parameters(student)
+        norms.append(student.update(rollouts, loss_tokens(rollouts), NLL).grad_norm)
+        moved.append({name: value - before[name] for name, value in parameters(student).items()})
+    free, clipped, fsdp2 = norms
+    assert clipped == pytest.approx(free, rel=1e-6) and clipped == pytest.approx(fsdp2, rel=1e-5)
+    assert clipped > 1e-3
+    for name, value in moved[2].items():
+        assert (moved[1][name] - value).norm() / value.norm() < 1e-4, name
+        assert moved[1][name].norm() < moved[0][name].norm(), name
+
+
+def masters_are_fp32_under_bfloat16(make: Make) -> None:
+    student = make(compute_dtype="bfloat16", learning_rate=1e-6)
+    before = parameters(student)
+    assert equal(before, dict(tiny_model().state_dict()))
+    buffers = list(student.policy.buffers())
+    assert buffers and all(value.dtype == torch.float32 for value in buffers), "rotary frequencies"
+    advance(student, range(1))
+    after = parameters(student)
+    moved = torch.cat([(after[name] != before[name]).flatten() for name in before])
+    assert moved.float().mean() > 0.5
+
+
+def main(folder: Path, kind: str) -> None:
+    torch.set_num_threads(1)
+    with distributed.process_group() as device:
+        make = partial(make_student, device, micro_batch_tokens=60)
+        if kind != "fsdp2":
+            file = folder / f"deepspeed_{distributed.rank()}.json"
+            file.write_text(json.dumps({"zero_optimization": {"stage3_param_persistence_threshold": 0}}))
+            make = partial(make, strategy="deepspeed", zero_stage=int(kind[-1]), deepspeed_config=str(file))
+        resumes_bit_for_bit(make, folder / "plain")
+        resumes_bit_for_bit(make, folder / "lora", **LORA)
+        skips_a_gradient_that_is_not_finite_on_one_rank(make)
+        a_rank_without_responses_takes_part(make)
+        if kind == "fsdp2":
+            resumes_bit_for_bit(make, folder / "tied", tied=True, shard_size=1)
+            resumes_bit_for_bit(make, folder / "offload", offload_optimizer=True)
+            offloaded_masters_train_as_the_others_do(make)
+            a_lora_student_gives_its_base_and_trains_as_if_it_had_not(make)
+        else:
+            resumes_bit_for_bit(make, folder / "tied", tied=True, gradient_checkpointing=True)
+            resumes_bit_for_bit(make, folder / "bfloat16", compute_dtype="bfloat16")
+            clips_as_fsdp2_does(make)
+            masters_are_fp32_under_bfloat16(make)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
