@@ -1,8 +1,8 @@
 """Decoding with everything in place, so that a CUDA graph replays a token.
 
 Keys and values lie in buffers that grow by blocks, uniform numbers are made for all positions at once, and
-the host asks only every few tokens which rows are still going. What comes out is what `LocalRollout`'s loop
-gives: a row that has ended is sampled on until it leaves, and what lies behind its end is cut off.
+the host asks only every few tokens which rows are still going: a row that has ended is sampled on until then,
+and what lies behind its end is cut off. The results are those of `LocalRollout`'s loop.
 
 Shapes: R rows, T new tokens, L prompt positions, C positions that the buffers hold, K key-value heads.
 """
@@ -10,17 +10,13 @@ Shapes: R rows, T new tokens, L prompt positions, C positions that the buffers h
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, StaticLayer
 
-from smopd.engine.local.rollout import Begun, LocalRollout, draw, uniform
-from smopd.engine.models.attention import own_way
+from smopd.engine.local.rollout import Begun, LocalRollout, draw
 from smopd.engine.types import Sampling
 
 log = logging.getLogger(__name__)
@@ -28,54 +24,17 @@ log = logging.getLogger(__name__)
 ASK_EVERY = 16  # tokens (ours): a question waits for the device
 BLOCK = 256  # positions (ours): fewer are another graph sooner, more are keys that are read for nothing
 ALIGNED = 16  # positions (ours): torch's kernels copy a mask whose rows are not 16 bytes apart
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # of transformers' configurations
-MOVING_ROPE = ("dynamic", "longrope")  # of transformers: these ask how long the sequence is
-
-Forward = Callable[[Tensor, Tensor, Tensor, Cache], Tensor]
-"""(R, 1) ids, (R, 1, 1, C) additive mask, (R, 1) positions, the cache -> (R, V) logits."""
-Draw = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(R, V) logits, (R,) uniform numbers -> (R,) tokens, (R,) log-probabilities."""
-
-
-def why_not(model: PreTrainedModel) -> str | None:
-    """Why `model` cannot be decoded in place; None where it can."""
-    config = model.config.get_text_config()
-    if any(getattr(config, name, None) for name in EXPERTS):
-        return "its layers have experts, whose tokens the host counts"
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in MOVING_ROPE:
-        return f"the model's rotary embedding is {rope['rope_type']!r}"
-    return own_way(model)
 
 
 def decode_in_place(
     engine: LocalRollout, begun: Begun, sampling: Sampling
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `LocalRollout._decode`."""
-    positions = torch.arange(sampling.max_new_tokens, device=begun.keys.device)
-    uniform_RT = uniform(sampling.seed, begun.keys[:, None], begun.samples[:, None], positions)
-    choose = partial(_draw, sampling)
-    decoder = Decoder(
-        engine.forward,
-        choose,
-        [(layer.keys, layer.values) for layer in begun.cache.layers],
-        begun.seen,
-        begun.next_position,
-        choose(begun.logits, uniform_RT[:, 0]),
-        uniform_RT,
-        engine.model.dtype,
-        engine.graphs,
-    )
-    tokens_RT, logps_RT = decoder.run(engine.end_ids)
-    engine.graphs = decoder.graphs
+    tokens_RT, logps_RT = Decoder(engine, begun, sampling).run()
     ends_RT = torch.isin(tokens_RT, engine.end_ids)
     finished_R = ends_RT.any(1)
     lengths_R = torch.where(finished_R, ends_RT.int().argmax(1) + 1, sampling.max_new_tokens)
     return tokens_RT, logps_RT, lengths_R, finished_R
-
-
-def _draw(sampling: Sampling, logits_RV: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
-    return draw(logits_RV, sampling, uniform_R)
 
 
 class Slots(StaticLayer):
@@ -95,47 +54,30 @@ class Slots(StaticLayer):
 
 
 class Decoder:
-    """Rows that are sampled together.
+    """Rows that are sampled together. Sets `engine.graphs` to False where graphs cannot be made."""
 
-    Args:
-        prompt: a layer's keys and values of each prompt, (prompts, K, L, d).
-        real_RL: False where a row's prompt is padded.
-        position_R1: of the first response token.
-        first: its token and log-probability, (R,).
-        uniform_RT: float64 in [0, 1).
-        dtype: of the mask, which is the queries'.
-        graphs: replay CUDA graphs; False after `run` where they could not be made.
-    """
-
-    def __init__(
-        self,
-        forward: Forward,
-        draw: Draw,
-        prompt: Sequence[tuple[Tensor, Tensor]],
-        real_RL: Tensor,
-        position_R1: Tensor,
-        first: tuple[Tensor, Tensor],
-        uniform_RT: Tensor,
-        dtype: torch.dtype,
-        graphs: bool,
-    ):
-        self.forward, self.draw, self.graphs = forward, draw, graphs
-        self.uniform_RT, self.position_R1 = uniform_RT, position_R1.clone()
-        n_rows, self.n_new = uniform_RT.shape
-        self.filled, device = real_RL.shape[1], real_RL.device
+    def __init__(self, engine: LocalRollout, begun: Begun, sampling: Sampling):
+        self.engine, self.sampling = engine, sampling
+        device, self.n_new = begun.logits_RV.device, sampling.max_new_tokens
+        self.uniform_RT, self.position_R1 = begun.uniform_RT, begun.position_R1.clone()
+        n_rows, self.filled = begun.seen_RL.shape
         self.most = self.filled + self.n_new
         self.slot = torch.full((1,), self.filled, device=device)
         self.at = torch.ones(1, dtype=torch.int64, device=device)
         self.tokens_RT = torch.zeros(n_rows, self.n_new, dtype=torch.int64, device=device)
         self.logps_RT = torch.zeros(n_rows, self.n_new, dtype=torch.float32, device=device)
-        self.tokens_RT[:, 0], self.logps_RT[:, 0] = first
-        self.token_R1 = first[0][:, None].clone()
-        mask_RL = torch.zeros_like(real_RL, dtype=dtype).masked_fill_(~real_RL, float("-inf"))
+        token_R, self.logps_RT[:, 0] = draw(begun.logits_RV, sampling, self.uniform_RT[:, 0])
+        self.tokens_RT[:, 0], self.token_R1 = token_R, token_R[:, None].clone()
+        mask_RL = torch.zeros_like(begun.seen_RL, dtype=engine.model.dtype)
+        mask_RL.masked_fill_(~begun.seen_RL, float("-inf"))
         self.mask = self._room(mask_RL[:, None, None], 3, float("-inf"))
-        repeats = n_rows // prompt[0][0].shape[0]
         layers = [
-            Slots(self._room(keys, 2, 0.0, repeats), self._room(values, 2, 0.0, repeats), self.slot)
-            for keys, values in prompt
+            Slots(
+                self._room(layer.keys, 2, 0.0, sampling.n),
+                self._room(layer.values, 2, 0.0, sampling.n),
+                self.slot,
+            )
+            for layer in begun.cache.layers
         ]
         self.cache = Cache(layers=layers)
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -143,33 +85,32 @@ class Decoder:
         # Its own: torch has one stream for all captures, of whichever device captured first.
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def run(self, end_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(R, T) tokens and log-probabilities; those behind a row's first end are no one's."""
-        with nullcontext() if self.stream is None else torch.cuda.device(self.stream.device):
-            return self._run(end_ids)
-
-    def _run(self, end_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self) -> tuple[Tensor, Tensor]:
+        """(R, T) tokens and log-probabilities; those behind a row's first end mean nothing."""
         tokens_RT, logps_RT = self.tokens_RT.clone(), self.logps_RT.clone()
         rows = torch.arange(len(tokens_RT), device=tokens_RT.device)
-        for at in range(1, self.n_new):
-            if at % ASK_EVERY == 0:
-                kept = torch.nonzero(~torch.isin(self.tokens_RT[:, :at], end_ids).any(1))[:, 0]
-                if len(kept) == 0:
-                    break
-                if 2 * len(kept) <= len(rows):
-                    tokens_RT[rows], logps_RT[rows] = self.tokens_RT, self.logps_RT
-                    rows = rows[kept]
-                    self._keep(kept)
-            if self.filled == self.mask.shape[3]:
-                self._grow()
-            self._advance()
-        tokens_RT[rows], logps_RT[rows] = self.tokens_RT, self.logps_RT
+        with nullcontext() if self.stream is None else torch.cuda.device(self.stream.device):
+            for at in range(1, self.n_new):
+                if at % ASK_EVERY == 0:
+                    ended = torch.isin(self.tokens_RT[:, :at], self.engine.end_ids).any(1)
+                    kept = torch.nonzero(~ended)[:, 0]
+                    if len(kept) == 0:
+                        break
+                    if 2 * len(kept) <= len(rows):
+                        tokens_RT[rows], logps_RT[rows] = self.tokens_RT, self.logps_RT
+                        rows = rows[kept]
+                        self._keep(kept)
+                if self.filled == self.mask.shape[3]:
+                    self._grow()
+                self._advance()
+            tokens_RT[rows], logps_RT[rows] = self.tokens_RT, self.logps_RT
         return tokens_RT, logps_RT
 
     def _step(self) -> None:
         self.mask.index_fill_(3, self.slot, 0.0)
-        logits_RV = self.forward(self.token_R1, self.mask, self.position_R1, self.cache)
-        token_R, logp_R = self.draw(logits_RV, self.uniform_RT.index_select(1, self.at)[:, 0])
+        logits_RV = self.engine.forward(self.token_R1, self.mask, self.position_R1, self.cache)
+        uniform_R = self.uniform_RT.index_select(1, self.at)[:, 0]
+        token_R, logp_R = draw(logits_RV, self.sampling, uniform_R)
         self.tokens_RT.index_copy_(1, self.at, token_R[:, None])
         self.logps_RT.index_copy_(1, self.at, logp_R[:, None])
         self.token_R1.copy_(token_R[:, None])
@@ -178,7 +119,7 @@ class Decoder:
 
     def _advance(self) -> None:
         """The first token of a shape warms up, the second is captured, the others are replayed."""
-        if self.graphs and self.warm and self.graph is None:
+        if self.engine.graphs and self.warm and self.graph is None:
             self._capture()
         if self.graph is not None:
             self.graph.replay()
@@ -197,21 +138,18 @@ class Decoder:
         except RuntimeError as error:  # nothing has run: rows are as they were
             if before is not None:
                 torch.cuda.set_stream(before)  # torch leaves the capture's stream where the capture fails
-            self.graphs = False
+            self.engine.graphs = False
             log.warning("sampling without CUDA graphs, which cannot be made here: %s", error)
 
-    def _another_graph(self) -> None:
-        self.graph, self.warm = None, False
-
     def _keep(self, kept_R: Tensor) -> None:
-        self._another_graph()
+        self.graph, self.warm = None, False
         for name in ("uniform_RT", "position_R1", "tokens_RT", "logps_RT", "token_R1", "mask"):
             setattr(self, name, getattr(self, name)[kept_R])
         for layer in self.cache.layers:
             layer.keys, layer.values = layer.keys[kept_R], layer.values[kept_R]
 
     def _grow(self) -> None:
-        self._another_graph()
+        self.graph, self.warm = None, False
         self.mask = self._room(self.mask, 3, float("-inf"))
         for layer in self.cache.layers:
             layer.keys = self._room(layer.keys, 2, 0.0)

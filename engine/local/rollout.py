@@ -2,41 +2,47 @@
 
 Each prompt is read once for all its samples, and finished responses leave the batch. The random number of a
 draw is a hash of (seed, group, sample, position), so responses do not depend on how prompts are batched or
-spread over ranks, but for rounding in the forward pass itself.
+spread over ranks, but for rounding in the forward pass.
 
 The loop here defines what is sampled. On CUDA a model of plain causal attention is decoded in place instead
-(`smopd.engine.local.decode`), with the same draws.
+(decode.py), with the same draws.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from smopd.engine.models.attention import choose_for_sampling
-from smopd.engine.models.renamed import cache_argument
+from smopd.engine.models.attention import choose_for_sampling, own_way
+from smopd.engine.models.loading import cache_argument
 from smopd.engine.types import Rollout, Sampling
+from smopd.engine.weights.architecture import checked
 from smopd.kernels.ops.draw import draw as draw_token
 
 log = logging.getLogger(__name__)
 
 COMPACT_SHARE = 0.8  # ours: finished rows leave the batch once no more than this share is still going
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # of transformers' configurations
+MOVING_ROPE = ("dynamic", "longrope")  # of transformers: these ask how long the sequence is
 
 
 class Begun(NamedTuple):
     """Prompts that have been read: a row a response, but for the cache, which has one a prompt."""
 
     cache: DynamicCache
-    logits: Tensor
-    seen: Tensor
-    next_position: Tensor
-    keys: Tensor
-    samples: Tensor
+    logits_RV: Tensor
+    seen_RL: Tensor
+    """False where a row's prompt is padded."""
+    position_R1: Tensor
+    """Of the first response token."""
+    uniform_RT: Tensor
+    """float64 in [0, 1), one for each new token."""
 
 
 class LocalRollout:
@@ -64,62 +70,44 @@ class LocalRollout:
         self.max_batch_tokens = max_batch_tokens
         self.policy_version = 0
         self.in_place = decoding == "in_place" or (decoding == "auto" and model.device.type == "cuda")
-        if self.in_place:
-            from smopd.engine.local.decode import why_not
-
-            if (reason := why_not(model)) is not None:
-                if decoding == "in_place":
-                    raise ValueError(
-                        f"decoding: 'in_place' cannot serve, {reason}; expected 'auto' or 'loop'"
-                    )
-                self.in_place = False
-                log.warning("sampling without CUDA graphs: %s", reason)
+        if self.in_place and (reason := why_not_in_place(model)) is not None:
+            if decoding == "in_place":
+                raise ValueError(f"decoding: 'in_place' cannot serve, {reason}; expected 'auto' or 'loop'")
+            self.in_place = False
+            log.warning("sampling without CUDA graphs: %s", reason)
         self.graphs = self.in_place and model.device.type == "cuda"
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         own = self.model.state_dict()
-        missing = set(own)
-        for name, value in weights:
-            if name not in own or own[name].shape != value.shape:
-                found = tuple(own[name].shape) if name in own else "no such weight"
-                raise ValueError(
-                    f"load_weights: {name} has shape {tuple(value.shape)}, the engine has {found}"
-                )
+        for name, value in checked(weights, {name: value.shape for name, value in own.items()}):
             own[name].copy_(value)
-            missing.discard(name)
-        if missing:
-            raise ValueError(f"load_weights: the stream lacks {len(missing)} weights, first {min(missing)!r}")
         self.policy_version = version
 
     @torch.no_grad()
     def generate(
         self, prompts: Sequence[Sequence[int]], groups: Sequence[int], sampling: Sampling
     ) -> list[Rollout]:
-        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         results: list[list[Rollout]] = [[] for _ in prompts]
-        while by_length:
-            turn = self._fitting(by_length, prompts, sampling)
-            by_length = by_length[len(turn) :]
-            batch = [tuple(prompts[i]) for i in turn]
-            for i, rollouts in zip(
-                turn, self._sample(batch, [groups[i] for i in turn], sampling), strict=True
-            ):
-                results[i] = rollouts
-        return [rollout for rollouts in results for rollout in rollouts]
+        for turn in self._turns(prompts, sampling):
+            made = self._sample([tuple(prompts[i]) for i in turn], [groups[i] for i in turn], sampling)
+            for place, i in enumerate(turn):
+                results[i] = made[place * sampling.n : (place + 1) * sampling.n]
+        return list(chain.from_iterable(results))
 
-    def _fitting(self, order: list[int], prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[int]:
-        n = 1
-        while n < len(order):
-            positions = len(prompts[order[n]]) + sampling.max_new_tokens
-            if (n + 1) * sampling.n * positions > self.max_batch_tokens:
-                break
-            n += 1
-        return order[:n]
+    def _turns(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[list[int]]:
+        """Indices of the prompts that are sampled together, short ones first."""
+        turn: list[int] = []
+        for i in sorted(range(len(prompts)), key=lambda i: len(prompts[i])):
+            positions = len(prompts[i]) + sampling.max_new_tokens
+            if turn and (len(turn) + 1) * sampling.n * positions > self.max_batch_tokens:
+                yield turn
+                turn = []
+            turn.append(i)
+        if turn:
+            yield turn
 
-    def _sample(
-        self, prompts: list[tuple[int, ...]], groups: list[int], sampling: Sampling
-    ) -> list[list[Rollout]]:
-        device = self.model.device
+    def _sample(self, prompts: list[tuple[int, ...]], groups: list[int], sampling: Sampling) -> list[Rollout]:
+        device, n = self.model.device, sampling.n
         longest = max(len(prompt) for prompt in prompts)
         ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
         real = torch.zeros(len(prompts), longest, dtype=torch.bool)
@@ -136,11 +124,15 @@ class LocalRollout:
 
         begun = Begun(
             cache,
-            logits.repeat_interleave(sampling.n, 0),
-            real.repeat_interleave(sampling.n, 0),
-            position[:, -1:].repeat_interleave(sampling.n, 0) + 1,
-            torch.tensor(groups, device=device).repeat_interleave(sampling.n),
-            torch.arange(sampling.n, device=device).repeat(len(prompts)),
+            logits.repeat_interleave(n, 0),
+            real.repeat_interleave(n, 0),
+            position[:, -1:].repeat_interleave(n, 0) + 1,
+            uniform(
+                sampling.seed,
+                torch.tensor(groups, device=device).repeat_interleave(n),
+                torch.arange(n, device=device).repeat(len(prompts)),
+                sampling.max_new_tokens,
+            ),
         )
         if self.in_place:
             from smopd.engine.local.decode import decode_in_place
@@ -150,36 +142,32 @@ class LocalRollout:
             tokens_RT, logps_RT, lengths_R, finished_R = self._decode(begun, sampling)
 
         tokens_RT, logps_RT = tokens_RT.cpu(), logps_RT.cpu()
-        lengths, finished = lengths_R.tolist(), finished_R.tolist()
         return [
-            [
-                Rollout(
-                    prompt,
-                    tokens_RT[r, : lengths[r]].clone(),
-                    logps_RT[r, : lengths[r]].clone(),
-                    group,
-                    finished[r],
-                    self.policy_version,
-                )
-                for r in range(i * sampling.n, (i + 1) * sampling.n)
-            ]
-            for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
+            Rollout(
+                prompts[r // n],
+                tokens_RT[r, :length].clone(),
+                logps_RT[r, :length].clone(),
+                groups[r // n],
+                finished,
+                self.policy_version,
+            )
+            for r, (length, finished) in enumerate(zip(lengths_R.tolist(), finished_R.tolist(), strict=True))
         ]
 
     def _decode(self, begun: Begun, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(R, T) tokens and log-probabilities, (R,) lengths and whether a token ended them."""
-        cache, logits, seen, next_position, keys, samples = begun
-        n_rows, device = len(keys), keys.device
+        cache, logits, seen, position, uniform_RT = begun
+        device, shape = logits.device, uniform_RT.shape
         cache.batch_repeat_interleave(sampling.n)
-        rows = torch.arange(n_rows, device=device)
+        rows = torch.arange(shape[0], device=device)
+        going = torch.ones(shape[0], dtype=torch.bool, device=device)
 
-        tokens_RT = torch.zeros(n_rows, sampling.max_new_tokens, dtype=torch.int64, device=device)
-        logps_RT = torch.zeros(n_rows, sampling.max_new_tokens, dtype=torch.float32, device=device)
-        lengths_R = torch.full((n_rows,), sampling.max_new_tokens, device=device)
-        finished_R = torch.zeros(n_rows, dtype=torch.bool, device=device)
-        going = torch.ones(n_rows, dtype=torch.bool, device=device)
-        for step in range(sampling.max_new_tokens):
-            token, logp = draw(logits, sampling, uniform(sampling.seed, keys, samples, step))
+        tokens_RT = torch.zeros(shape, dtype=torch.int64, device=device)
+        logps_RT = torch.zeros(shape, dtype=torch.float32, device=device)
+        lengths_R = torch.full(shape[:1], shape[1], device=device)
+        finished_R = torch.zeros(shape[0], dtype=torch.bool, device=device)
+        for step in range(shape[1]):
+            token, logp = draw(logits, sampling, uniform_RT[rows, step])
             tokens_RT[rows[going], step] = token[going]
             logps_RT[rows[going], step] = logp[going]
             ended = going & torch.isin(token, self.end_ids)
@@ -187,16 +175,16 @@ class LocalRollout:
             finished_R[rows[ended]] = True
             going = going & ~ended
             left = int(going.sum())
-            if left == 0 or step + 1 == sampling.max_new_tokens:
+            if left == 0 or step + 1 == shape[1]:
                 break
             if left <= COMPACT_SHARE * len(rows):
                 kept = torch.nonzero(going)[:, 0]
                 cache.batch_select_indices(kept)
-                rows, keys, samples, token = rows[kept], keys[kept], samples[kept], token[kept]
-                seen, next_position, going = seen[kept], next_position[kept], going[kept]
+                rows, token, going = rows[kept], token[kept], going[kept]
+                seen, position = seen[kept], position[kept]
             seen = torch.cat([seen, seen.new_ones(len(rows), 1)], dim=1)
-            logits = self.forward(token[:, None], seen[:, None, None, :], next_position, cache)
-            next_position = next_position + 1
+            logits = self.forward(token[:, None], seen[:, None, None, :], position, cache)
+            position = position + 1
         return tokens_RT, logps_RT, lengths_R, finished_R
 
     def forward(self, ids: Tensor, mask: Tensor, position: Tensor, cache: Cache) -> Tensor:
@@ -210,13 +198,21 @@ class LocalRollout:
         ).logits[:, -1]
 
 
-def draw(logits_RV: Tensor, sampling: Sampling, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
-    """One token a row and its log-probability under the distribution that it was drawn from.
+def why_not_in_place(model: PreTrainedModel) -> str | None:
+    """Why `model` cannot be decoded in place; None where it can."""
+    config = model.config.get_text_config()
+    if any(getattr(config, name, None) for name in EXPERTS):
+        return "its layers have experts, whose tokens the host counts"
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in MOVING_ROPE:
+        return f"the model's rotary embedding is {rope['rope_type']!r}"
+    return own_way(model)
 
-    Args:
-        logits_RV: (R, V).
-        sampling: temperature 0 takes the most likely token, with its log-probability at temperature 1.
-        uniform_R: (R,) float64 in [0, 1); the token is where the cumulative distribution passes it.
+
+def draw(logits_RV: Tensor, sampling: Sampling, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
+    """(R,) tokens, where the cumulative distribution passes uniform_R, and their log-probabilities under it.
+
+    At temperature 0 the most likely token, with its log-probability at temperature 1.
     """
     if sampling.temperature == 0:
         logps_RV = logits_RV.float().log_softmax(-1)
@@ -236,14 +232,10 @@ def nucleus(logps_RV: Tensor, top_p: float) -> Tensor:
     return torch.empty_like(kept_RV).scatter_(-1, order_RV, kept_RV)
 
 
-def uniform(seed: int, keys_R: Tensor, samples_R: Tensor, position: int | Tensor) -> Tensor:
-    """(R,) float64 in [0, 1) from a hash of its arguments (SplitMix64's finaliser over a chain of them).
-
-    Keys and samples of (R, 1) and positions of (T,) give (R, T).
-    """
-    state = _mix(torch.full_like(keys_R, seed))
-    positions = position if isinstance(position, Tensor) else torch.full_like(keys_R, position)
-    for part in (keys_R, samples_R, positions):
+def uniform(seed: int, keys_R: Tensor, samples_R: Tensor, positions: int) -> Tensor:
+    """(R, positions) float64 in [0, 1), a hash of seed, key, sample and position (SplitMix64's finaliser)."""
+    state = _mix(torch.full_like(keys_R[:, None], seed))
+    for part in (keys_R[:, None], samples_R[:, None], torch.arange(positions, device=keys_R.device)):
         state = _mix(state + (part + 1) * _signed(0x9E3779B97F4A7C15))
     return ((state >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 

@@ -1,7 +1,6 @@
-"""M frozen teachers -> their top-kappa log-probabilities at every response token.
+"""The local teachers: transformers models that score packed micro-batches through the fused head.
 
-The local engine holds the teachers as transformers models and scores packed micro-batches through the fused
-head, at response positions only. LoRA teachers of one base share its weights.
+LoRA teachers of one base share its weights.
 
 Shapes: N response tokens in flat order, M teachers, S support entries (kappa, or M * kappa of a union),
 U of other teachers, D hidden, V vocabulary.
@@ -9,10 +8,10 @@ U of other teachers, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,13 +20,14 @@ from transformers import PreTrainedModel
 from smopd.engine.local.union import Dropping, given_logprobs, others_ids, with_others, without_padding
 from smopd.engine.models.attention import choose_together, one_row_from
 from smopd.engine.models.loading import UnusableModel, head, load_model, response_hidden
-from smopd.engine.models.packing import flat_offsets, pack
+from smopd.engine.models.packing import pack
 from smopd.engine.protocols import TeacherEngine
 from smopd.engine.settings import Packing
 from smopd.engine.types import Rollout, TeacherTopK, TokenBatch
 from smopd.engine.weights.adapters import attach, read_adapter, same_place, use
 from smopd.kernels.checks import check_kappa
 from smopd.kernels.ops.linear_topk import linear_topk_logprobs
+from smopd.kernels.types import TopK
 
 if TYPE_CHECKING:
     from smopd.engine.student.student import Student
@@ -41,24 +41,15 @@ class LocalTeacher:
     adapter: str | None = None
 
 
-class _Entries(NamedTuple):
-    """What one teacher says of a micro-batch, padded ids dropped, and the hidden states it came from."""
-
-    hidden_ND: Tensor
-    ids_NS: Tensor
-    logps_NS: Tensor
-    token_logp_N: Tensor
-
-
 class LocalTeachers(Dropping):
     """Serves `TeacherEngine` with transformers models.
 
     Args:
         models: on their device, in the dtype to score with; a model may stand several times, with other
             adapters.
-        packing: as for the student; changes no result.
+        packing: changes no result.
         vocabulary: the student's. A teacher's may be larger, by padding.
-        tokens: how many of its ids are tokens; a teacher's may be as small. None: all.
+        tokens: how many of the student's ids are tokens: the least rows of a teacher. None: all.
     Raises:
         ValueError: none is given.
         UnusableModel: a teacher's vocabulary is smaller than `tokens`.
@@ -96,41 +87,42 @@ class LocalTeachers(Dropping):
     ) -> TeacherTopK:
         check_kappa("score", kappa, self.shared)
         rollouts, outside_N = self.inside(rollouts)
-        n_tokens, n_teachers = flat_offsets(rollouts)[-1], len(self.teachers)
-        device = self.device
-        result = empty_topk(n_tokens, n_teachers, n_teachers * kappa if union else kappa, device)
-        for batch in pack(rollouts, self.packing, one_row_from=self.one_row_from):
-            batch = batch.to(device)
-            found = [self._entries(teacher, batch, kappa, temperature) for teacher in self.teachers]
-            ids_NMS = torch.stack([own.ids_NS for own in found], 1)
-            logps_NMS = torch.stack([own.logps_NS for own in found], 1)
-            result.token_logps_NM[batch.flat_N] = torch.stack([own.token_logp_N for own in found], 1)
-            for m, (teacher, own) in enumerate(zip(self.teachers, found, strict=True)):
-                entries = (own.ids_NS, own.logps_NS)
+        n_tokens, n_teachers = len(outside_N), len(self.teachers)
+        result = empty_topk(n_tokens, n_teachers, n_teachers * kappa if union else kappa, self.device)
+        for batch in self._batches(rollouts):
+            found = [self._top(teacher, batch, kappa, temperature) for teacher in self.teachers]
+            ids_NMS = torch.stack([top.ids_NS for _, top in found], 1)
+            logps_NMS = torch.stack([top.logps_NS for _, top in found], 1)
+            for m, (teacher, (hidden_ND, top)) in enumerate(zip(self.teachers, found, strict=True)):
+                assert top.token_logp_N is not None  # ids were given
+                result.token_logps_NM[batch.flat_N, m] = top.token_logp_N
+                entries = (top.ids_NS, top.logps_NS)
                 if union and kappa > 0:
                     others_NU, kept_NU = others_ids(ids_NMS, logps_NMS, m)
-                    known = (batch.token_ids_N, own.token_logp_N)
-                    logps_NU = _given(teacher, own.hidden_ND, others_NU, *known, temperature)
+                    known = (batch.token_ids_N, top.token_logp_N)
+                    logps_NU = _given(teacher, hidden_ND, others_NU, *known, temperature)
                     entries = with_others(*entries, others_NU, logps_NU, kept_NU)
                 result.ids_NMS[batch.flat_N, m], result.logps_NMS[batch.flat_N, m] = entries
-        result.token_logps_NM[outside_N.to(device)] = -torch.inf
+        result.token_logps_NM[outside_N.to(self.device)] = -torch.inf
         return result
 
     @torch.no_grad()
     def given(
         self, rollouts: Sequence[Rollout], ids_NMU: Tensor, token_logps_NM: Tensor, temperature: float
     ) -> Tensor:
-        """As `UnionTeacherEngine`."""
-        device = self.device
-        rollouts, _ = self.inside(rollouts)
-        ids_NMU, token_logps_NM = ids_NMU.to(device), token_logps_NM.to(device)
-        result = torch.empty(ids_NMU.shape, device=device)
-        for batch in pack(rollouts, self.packing, one_row_from=self.one_row_from):
-            batch = batch.to(device)
+        """(N, M, U) fp32, each teacher's log-probabilities of its given ids, each in [0, V).
+
+        Args:
+            token_logps_NM: of the sampled tokens at this temperature, as `score` gave them.
+        """
+        ids_NMU, token_logps_NM = ids_NMU.to(self.device), token_logps_NM.to(self.device)
+        result = torch.empty(ids_NMU.shape, device=self.device)
+        for batch in self._batches(self.inside(rollouts)[0]):
+            flat_N = batch.flat_N
             for m, teacher in enumerate(self.teachers):
                 use(teacher.model, teacher.adapter)
-                hidden_ND, flat_N = response_hidden(teacher.model, batch), batch.flat_N
                 known = (batch.token_ids_N, token_logps_NM[flat_N, m])
+                hidden_ND = response_hidden(teacher.model, batch)
                 result[flat_N, m] = _given(teacher, hidden_ND, ids_NMU[flat_N, m], *known, temperature)
         return result
 
@@ -144,7 +136,14 @@ class LocalTeachers(Dropping):
                 return LocalTeachers([teacher.model], self.packing, self.vocabulary, self.rows)
         return None
 
-    def _entries(self, teacher: LocalTeacher, batch: TokenBatch, kappa: int, temperature: float) -> _Entries:
+    def _batches(self, rollouts: Sequence[Rollout]) -> Iterator[TokenBatch]:
+        for batch in pack(rollouts, self.packing, one_row_from=self.one_row_from):
+            yield batch.to(self.device)
+
+    def _top(
+        self, teacher: LocalTeacher, batch: TokenBatch, kappa: int, temperature: float
+    ) -> tuple[Tensor, TopK]:
+        """The hidden states (N, D) and what the head makes of them, padded ids dropped."""
         use(teacher.model, teacher.adapter)
         weight_VD, bias_V = head(teacher.model)
         hidden_ND = response_hidden(teacher.model, batch)
@@ -156,12 +155,11 @@ class LocalTeachers(Dropping):
             bias_V=bias_V,
             temperature=temperature,
         )
-        assert top.token_logp_N is not None  # ids were given
-        ids_NS, logps_NS = top.ids_NS, top.logps_NS
         if weight_VD.shape[0] > self.shared:
-            ids_NS, logps_NS, dropped = without_padding(ids_NS, logps_NS, self.shared)
+            ids_NS, logps_NS, dropped = without_padding(top.ids_NS, top.logps_NS, self.shared)
             self.drop(dropped)
-        return _Entries(hidden_ND, ids_NS, logps_NS, top.token_logp_N)
+            top = TopK(ids_NS, logps_NS, top.token_logp_N)
+        return hidden_ND, top
 
 
 def _given(
@@ -184,22 +182,19 @@ def load_teachers(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     *,
-    base: str | Path | None = None,
     tokens: int | None = None,
 ) -> LocalTeachers:
     """The local engine of models and LoRA adapters by path; each base is loaded once.
 
     Args:
         paths: folders or hub ids of models, and folders of adapters in peft's format.
-        base: of the adapters; None: each names its own.
         tokens: as LocalTeachers.
-    Raises:
-        FileNotFoundError, UnusableModel: as `load_model`, `read_adapter` and `LocalTeachers`.
+    Raises as `load_model`, `read_adapter` and `LocalTeachers`.
     """
     loaded: dict[str, PreTrainedModel] = {}
     teachers = []
     for i, path in enumerate(paths):
-        adapter = read_adapter(path, base)
+        adapter = read_adapter(path)
         place = same_place(adapter.base if adapter else path)
         if place not in loaded:
             loaded[place] = load_model(adapter.base if adapter else path, dtype, device)
@@ -210,10 +205,7 @@ def load_teachers(
 
 
 def require_vocabulary(teacher: int, path: str, size: int, tokens: int) -> None:
-    """
-    Raises:
-        UnusableModel: the teacher's vocabulary is smaller than the student's tokens.
-    """
+    """Raises UnusableModel where the teacher's vocabulary is smaller than the student's tokens."""
     if size < tokens:
         raise UnusableModel(
             f"teachers.models.{teacher}: {path} has a vocabulary of {size}, the student has {tokens} tokens"
@@ -232,7 +224,7 @@ def empty_topk(n_tokens: int, n_teachers: int, n_support: int, device: torch.dev
 class StudentsBase:
     """Serves `TeacherEngine` for sampled tokens alone, with a LoRA student's frozen base.
 
-    It computes where the student does, sharded as it is, in its compute dtype; scoring is a collective call.
+    It computes as the student does, sharded and in its compute dtype; scoring is a collective call.
     """
 
     def __init__(self, student: Student):
@@ -248,11 +240,6 @@ class StudentsBase:
     def score(
         self, rollouts: Sequence[Rollout], kappa: int, temperature: float, *, union: bool = False
     ) -> TeacherTopK:
-        """As `TeacherEngine`.
-
-        Raises:
-            ValueError: `kappa` is not 0.
-        """
         if kappa != 0:
             raise ValueError(f"score: kappa is {kappa}, expected 0 of a student's base")
         logp_N = self.student.logps(rollouts, temperature, adapters=False)
@@ -264,11 +251,7 @@ class StudentsBase:
 def held_already(
     path: str | Path, student_path: str | Path, student: Student, teachers: TeacherEngine | None
 ) -> TeacherEngine | None:
-    """The model at `path` from weights that are here: a LoRA student's base, or that of its teachers.
-
-    Args:
-        student_path: what the student was loaded from.
-    """
+    """The model at `path` from weights that are here: the base of a LoRA student, or of LoRA teachers."""
     if student.lora is not None and same_place(path) == same_place(student_path):
         return StudentsBase(student)
     return None if teachers is None else teachers.base(path)

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Dropping:
-    """Counts entries that were no tokens of both models, and says so once."""
+    """Counts entries that are padding of some vocabulary, and warns once."""
 
     vocabulary: int
     """The student's."""
@@ -30,7 +30,7 @@ class Dropping:
 
     @property
     def shared(self) -> int:
-        """Ids below it are ones that the student and every teacher have: in a union each asks about all."""
+        """Ids below it are those of the student and of every teacher: in a union each asks about all."""
         return min(self.vocabulary, self.rows)
 
     def drop(self, entries: int) -> None:
@@ -43,9 +43,9 @@ class Dropping:
         self.dropped += entries
 
     def inside(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], Tensor]:
-        """Rollouts of ids below `rows`, and which of the N tokens only pad the student's vocabulary.
+        """The rollouts, and (N,) bool of tokens at or above `rows`, which only pad the student's vocabulary.
 
-        Another token stands for such a one, and -inf is its log-probability.
+        Another token stands for such a one; its log-probability is to be -inf.
         """
         none = torch.zeros(0, dtype=torch.int64)
         outside_N = torch.cat([none, *(rollout.response_ids for rollout in rollouts)]) >= self.rows
