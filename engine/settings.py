@@ -67,7 +67,7 @@ class Optimiser(Section):
     zero_stage: Literal[2, 3] = 2
     """DeepSpeed: 2 shards gradients and optimiser state, 3 parameters as well."""
     deepspeed_config: str | None = None
-    """DeepSpeed: a JSON file of its own settings; "auto" in it takes the value from here."""
+    """DeepSpeed: a JSON file of its own settings, beside those that are set here."""
     offload_optimizer: bool = False
     """Keep masters and optimiser state in host memory and step there."""
     lora: Lora | None = None

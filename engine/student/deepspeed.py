@@ -1,9 +1,8 @@
-"""DeepSpeed ZeRO-2 and -3, with torch's AdamW, as a strategy of the student.
+"""DeepSpeed ZeRO-2 and -3, with torch's AdamW; masters, accumulation and reductions are fp32.
 
-DeepSpeed averages gradients over ranks; the loss is multiplied by their number, so that the gradient is the
-sum. Every micro-batch adds to it and the last one closes it: nothing is divided by their number. Masters,
-accumulation and reductions are fp32. Under ZeRO-3 a parameter is whole only inside the forward of a module
-that owns it: the head's weight is registered with the root, whose forward uses it.
+DeepSpeed averages gradients over ranks: the loss is multiplied by their number, so that the gradient is the
+sum. Under ZeRO-3 a parameter is whole only inside the forward of a module that owns it, so the head's weight
+is registered with the root, whose forward uses it.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from smopd.engine.student.optimizers import optimizer
 from smopd.engine.student.strategy import Output, Policy, ThroughHead
 from smopd.engine.types import TokenBatch
 
-AUTO = "auto"
 TAG = "zero"  # the folder of DeepSpeed's own files in a checkpoint
 OURS = ("optimizer", "scheduler", "train_batch_size")
 
@@ -38,8 +36,7 @@ class DeepSpeedZero:
 
     def __init__(self, policy: Policy, settings: TrainSettings, device: torch.device):
         deepspeed = _package(device)
-        config = configuration(settings, device)
-        stage = config["zero_optimization"]["stage"]
+        config, stage = configuration(settings, device), settings.zero_stage
         if settings.shard_size is not None:
             raise ValueError("shard_size: is FSDP2's, expected none under DeepSpeed")
         if settings.compile and stage == 3:
@@ -47,10 +44,11 @@ class DeepSpeedZero:
         self.name = f"deepspeed ZeRO-{stage}"
         self.policy = policy
         self.optimizer = optimizer(policy, settings)
-        masters = _copies(
-            p for p in policy.parameters() if p.requires_grad and settings.compute_dtype != "float32"
-        )
-        with _environment(LOCAL_RANK="0"):
+        masters = []  # DeepSpeed makes its own of parameters that it has rounded
+        if settings.compute_dtype != "float32":
+            trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+            masters = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in trained]
+        with _environment("LOCAL_RANK", "0"):
             self.engine, *_ = deepspeed.initialize(model=policy, optimizer=self.optimizer, config=config)
         for parameter, master in masters:
             deepspeed.utils.safe_set_full_fp32_param(parameter, master.to(device))
@@ -92,12 +90,10 @@ class DeepSpeedZero:
 
 
 def configuration(settings: TrainSettings, device: torch.device) -> dict[str, Any]:
-    """The whole configuration: what these settings ask for, then what else the given one holds.
-
-    "auto" is what the settings ask for, or DeepSpeed's own default.
+    """What these settings ask for, and what else `settings.deepspeed_config` holds.
 
     Raises:
-        ValueError: the given one contradicts the settings, or cannot be read.
+        ValueError: it contradicts the settings, or cannot be read.
     """
     zero: dict[str, Any] = {"stage": settings.zero_stage}
     if settings.offload_optimizer and device.type != "cpu":
@@ -113,52 +109,34 @@ def configuration(settings: TrainSettings, device: torch.device) -> dict[str, An
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
     }
-    given = _read(settings.deepspeed_config)
-    for section in OURS:
-        if _explicit(given.pop(section, AUTO)):
-            raise ValueError(f"deepspeed_config: {section} is the student's own, expected it absent or auto")
-    return _filled(given, asked)
-
-
-def _read(given: str | None) -> dict[str, Any]:
-    if given is None:
-        return {}
+    if settings.deepspeed_config is None:
+        return asked
     try:
-        values = json.loads(Path(given).expanduser().read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"deepspeed_config: {given} cannot be read ({error})") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"deepspeed_config: {given} holds a {type(values).__name__}, expected an object")
-    return values
+        given = dict(json.loads(Path(settings.deepspeed_config).expanduser().read_text()))
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(f"deepspeed_config: {settings.deepspeed_config} cannot be read ({error})") from error
+    for section in OURS:
+        if section in given:
+            raise ValueError(f"deepspeed_config: {section} is the student's own, expected it absent")
+    return _merged(given, asked)
 
 
-def _explicit(value: Any) -> bool:
-    """Whether `value` holds anything but auto, a section's type aside."""
-    if isinstance(value, Mapping):
-        return any(_explicit(part) for key, part in value.items() if key != "type")
-    return value != AUTO
-
-
-def _filled(given: Mapping[str, Any], asked: Mapping[str, Any], place: str = "") -> dict[str, Any]:
-    result: dict[str, Any] = {key: value for key, value in given.items() if value != AUTO} | {
-        key: value for key, value in asked.items() if key not in given or given[key] == AUTO
-    }
-    for key, value in result.items():
-        name = f"{place}{key}"
-        if isinstance(value, Mapping):
-            section = asked.get(key, {})
-            result[key] = _filled(value, section if isinstance(section, Mapping) else {}, f"{name}.")
-        elif key in asked and value != asked[key]:
+def _merged(given: dict[str, Any], asked: dict[str, Any], place: str = "") -> dict[str, Any]:
+    result = asked | given
+    for key in asked.keys() & given.keys():
+        if isinstance(asked[key], dict) and isinstance(given[key], dict):
+            result[key] = _merged(given[key], asked[key], f"{place}{key}.")
+        elif given[key] != asked[key]:
             raise ValueError(
-                f"deepspeed_config: {name} is {value!r}, the student's settings say {asked[key]!r}; "
-                "expected the same, or auto"
+                f"deepspeed_config: {place}{key} is {given[key]!r}, the student's settings say "
+                f"{asked[key]!r}; expected the same, or nothing"
             )
     return result
 
 
 def _package(device: torch.device) -> Any:
     try:
-        with _environment(**({"DS_ACCELERATOR": "cpu"} if device.type == "cpu" else {})):
+        with _environment("DS_ACCELERATOR", "cpu") if device.type == "cpu" else nullcontext():
             import deepspeed
     except ImportError as error:
         raise ImportError(f"strategy: 'deepspeed' needs the package deepspeed ({error})") from error
@@ -170,17 +148,13 @@ def _package(device: torch.device) -> Any:
     return deepspeed
 
 
-def _copies(parameters: Iterator[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
-    return [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in parameters]
-
-
 @contextmanager
-def _environment(**defaults: str) -> Iterator[None]:
-    """Variables that stand only where there were none."""
-    added = [name for name in defaults if name not in os.environ]
-    os.environ.update({name: defaults[name] for name in added})
+def _environment(name: str, default: str) -> Iterator[None]:
+    """A variable that is there where none was."""
+    added = name not in os.environ
+    os.environ.setdefault(name, default)
     try:
         yield
     finally:
-        for name in added:
+        if added:
             del os.environ[name]
