@@ -96,6 +96,9 @@ class Fsdp2:
                 if "step" in state:
                     state["step"].zero_()
         model, optimizer = get_state_dict(self.policy, self.optimizer, options=options)
+        trained = {name for name, value in self.policy.named_parameters() if value.requires_grad}
+        if self._frozen():  # torch leaves out a frozen tied weight by one of its names alone
+            model = {name: value for name, value in model.items() if name in trained}
         return {"model": model, "optimizer": optimizer}
 
     def _frozen(self) -> bool:

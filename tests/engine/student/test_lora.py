@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from smopd.engine.local.teachers import held_already
 from smopd.engine.settings import Lora, TrainSettings
-from smopd.engine.student.checkpoint import export
+from smopd.engine.student.checkpoint import Checkpoints, export
 from smopd.engine.student.student import Student
 from smopd.worlds.models import world_model
 from tests.engine.student.training import (
@@ -84,6 +85,9 @@ def test_merged_weights_and_the_adapter_on_its_base_agree(tmp_path, device, tied
     tiny_model(tied=tied).save_pretrained(base)
     trained = make_student(device, tied=tied, lora=LORA)
     advance(trained, range(2))
+    Checkpoints(tmp_path, keep=1).save(2, trained)
+    stored = FileSystemReader(tmp_path / "step_00000002").read_metadata().state_dict_metadata
+    assert all("lora_" in name for name in stored if "param_groups" not in name)
     folder = trained.adapter(tmp_path / "adapter")
     written = sorted(path.name for path in folder.iterdir())
     assert written == ["adapter_config.json", "adapter_model.safetensors"]
