@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
 from tests.patience import HANG_SECONDS
+from tests.ranks import on_ranks
 
 FAULTS = """
 import resource
@@ -81,6 +81,6 @@ with distributed.process_group():
 @pytest.mark.slow
 def test_who_waits_for_a_rank_that_stands_still_fails_in_time(tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text(WAITS)
-    ran = warm.on_ranks(2, str(tmp_path / "waits.py"))
+    ran = on_ranks(2, str(tmp_path / "waits.py"))
     waited = [float(line.split()[1]) for line in ran.stdout.splitlines() if line.startswith("waited")]
     assert len(waited) == 2 and all(1.9 < seconds < HANG_SECONDS for seconds in waited)

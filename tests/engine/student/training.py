@@ -14,8 +14,8 @@ from smopd.engine.settings import TrainSettings
 from smopd.engine.student.student import Student
 from smopd.engine.types import Rollout
 from smopd.ops import LossSettings, LossTokens
-from tests import warm
 from tests.engine.tiny import ragged_rollouts, tiny_model
+from tests.ranks import on_ranks
 
 NLL = LossSettings(opd_coef=0.0)
 TOKENS = 100  # the losses' denominator
@@ -55,10 +55,10 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(value.equal(b[name]) for name, value in a.items())
 
 
-def on_two_ranks(folder: Path, kind: str, *preload: str) -> str:
+def on_two_ranks(folder: Path, kind: str) -> str:
     """Runs ranks_worker.py; what it wrote."""
     pytest.importorskip("peft")
     worker = str(Path(__file__).with_name("ranks_worker.py"))
-    done = warm.on_ranks(2, worker, str(folder), kind, preload=(*warm.TRAINER, "peft", *preload))
+    done = on_ranks(2, worker, str(folder), kind)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout + done.stderr
