@@ -16,12 +16,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn import attention, functional
 from torch.nn.attention import varlen
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -59,7 +60,11 @@ def choose(model: PreTrainedModel, wanted: str, device: torch.device, dtype: tor
     Raises:
         ValueError: "flash" cannot serve here.
     """
+    flash_3 = wanted != "sdpa" and own_way(model) is None and device.type == "cuda" and use_flash_3(device)
     reason = "as set" if wanted == "sdpa" else own_way(model) or fault(model, device, dtype)
+    if flash_3 and reason is not None:
+        attention.restore_flash_attention_impl()
+        flash_3, reason = False, fault(model, device, dtype)
     if wanted == "flash" and reason is not None:
         raise ValueError(f"attention: 'flash' cannot serve, {reason}; expected 'auto' or 'sdpa'")
     if reason is not None:
@@ -68,7 +73,18 @@ def choose(model: PreTrainedModel, wanted: str, device: torch.device, dtype: tor
     _set(model, PIECES, attend_pieces)
     if device.type == "cpu":
         return f"a sequence at a time, from {SHORT} positions on"
-    return "torch's variable-length kernels"
+    return "torch's variable-length kernels" + (" by FlashAttention 3" if flash_3 else "")
+
+
+def use_flash_3(device: torch.device) -> bool:
+    """Has torch's kernels computed by FlashAttention 3 on sm_90 if `flash_attn_interface` is installed.
+
+    Source: torch.nn.attention.activate_flash_attention_impl (torch 2.11). It holds for the process.
+    """
+    here = torch.cuda.get_device_capability(device)[0] == 9 and find_spec("flash_attn_interface") is not None
+    if here:
+        attention.activate_flash_attention_impl("FA3")
+    return here
 
 
 def _set(model: PreTrainedModel, name: str, attend: Callable[..., tuple[Tensor, None]]) -> None:

@@ -264,3 +264,24 @@ def test_models_that_score_together_take_the_same():
     assert attention.takes_pieces(plain)
     attention.choose_together([plain, own])
     assert not attention.takes_pieces(plain) and not attention.takes_pieces(own)
+
+
+@pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
+def test_flash_attention_3_serves_where_the_probe_finds_it_right(wrong, monkeypatch):
+    """On sm_90 with its package; where its results are wrong torch's own kernels take its place."""
+    calls = []
+
+    def fault(*_):
+        return "off" if wrong and calls[-1] == "FA3" else None
+
+    monkeypatch.setattr(attention, "fault", fault)
+    monkeypatch.setattr(attention, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    torch_attention = torch.nn.attention
+    monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", calls.append)
+    monkeypatch.setattr(
+        torch_attention, "restore_flash_attention_impl", lambda: calls.append("torch's"), raising=False
+    )
+    said = attention.choose(tiny_model(), "auto", torch.device("cuda"), torch.bfloat16)
+    assert calls == (["FA3", "torch's"] if wrong else ["FA3"])
+    assert said.endswith("by FlashAttention 3") == (not wrong)
