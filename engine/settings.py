@@ -5,7 +5,7 @@ A value out of its range is a pydantic.ValidationError, which is a ValueError, w
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -13,6 +13,8 @@ from smopd.engine.imports import IMPORT_PATH
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["float32", "bfloat16"]
+REQUEST_SECONDS = 600.0
+"""Ours: how long a server has for one request, to the last byte of its answer."""
 WeightTransport = Literal["files", "inline", "ipc"]
 """How weights reach an engine in another process (engine/weights/transport.py)."""
 
@@ -23,7 +25,9 @@ def _import_path(value: str) -> str:
     return value
 
 
-ImportPath = Annotated[str, AfterValidator(_import_path)]
+ImportPath = Annotated[
+    str, AfterValidator(_import_path), Field(json_schema_extra={"format": "package.module:function"})
+]
 """Beside a Literal, a way in: a name of ours, or a function of the user's (docs/extending.md)."""
 
 
@@ -41,11 +45,14 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_boolean_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+    def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
+        """A single value is a list of one; true is no number, and 1e3 no text."""
         kind = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and kind in (int, float, int | None, float | None):
             raise ValueError(f"got {str(value).lower()}, expected a number")
-        return value
+        if isinstance(value, float) and kind in (str, str | None):
+            raise ValueError(f"got the number {value:g}, expected text; put it in quotes")
+        return [value] if get_origin(kind) is list and isinstance(value, (str, float, int, dict)) else value
 
 
 class Lora(Section):

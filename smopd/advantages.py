@@ -42,17 +42,17 @@ class Estimator(Protocol):
 def grpo(
     rewards_RK: Tensor, group_R: Tensor, *, weights_K: Tensor, settings: Advantage, **given: Any
 ) -> tuple[Tensor, Tensor]:
-    adv_R = grpo_advantages(rewards_RK, group_R, weights_K=weights_K, norm_eps=settings.norm_eps)
+    adv_R = grpo_advantages(rewards_RK, group_R, weights_K=weights_K)
     return adv_R, torch.ones_like(group_R, dtype=torch.bool)
 
 
 def gdpo(rewards_RK: Tensor, group_R: Tensor, *, settings: Advantage, **given: Any) -> tuple[Tensor, Tensor]:
-    options = {"whiten": _whiten(settings), "norm_eps": settings.norm_eps, **given}
+    options = {"whiten": _whiten(settings), **given}
     return gdpo_advantages(rewards_RK, group_R, **options), torch.ones_like(group_R, dtype=torch.bool)
 
 
 def gd2po(rewards_RK: Tensor, group_R: Tensor, *, settings: Advantage, **given: Any) -> tuple[Tensor, Tensor]:
-    options = {"whiten": _whiten(settings), "norm_eps": settings.norm_eps, **given}
+    options = {"whiten": _whiten(settings), **given}
     return gd2po_advantages(rewards_RK, group_R, snr_threshold=settings.snr_threshold, **options)
 
 

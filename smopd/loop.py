@@ -57,7 +57,7 @@ class Run:
     def bad_answers(self) -> int | None:
         """Of the servers, to this rank, since the command began; None where no engine has servers."""
         engines = (self.rollouts, self.teachers, self.reference)
-        counts = [engine.bad_answers for engine in engines if hasattr(engine, "bad_answers")]
+        counts = [n for engine in engines if (n := getattr(engine, "bad_answers", None)) is not None]
         return sum(counts) if counts else None
 
 
@@ -95,7 +95,7 @@ def optimise(run: Run) -> None:
 
             with metrics.phase("rollout"):
                 batch = sampler.take(step)  # prompts (B) -> responses (R), tokens (N)
-            ask_teachers = scoring.ask(batch, objective.coef)  # they score meanwhile, where they can
+            ask_teachers = scoring.ask(batch)  # they score meanwhile, where they can
             with metrics.phase("rewards"):
                 rewards = run.rewarder.score(batch.prompts, batch.rollouts, step)  # (R, K)
             with metrics.phase("old_logps"):
@@ -105,7 +105,7 @@ def optimise(run: Run) -> None:
             sampler.begin(step + 1)
 
             signals = objective.signals(batch, rewards.rewards_RK, old_logp_N, scores)  # mixture: Eq. 6
-            adv_R, kept_R = objective.advantages(batch, rewards.rewards_RK, run.weights, signals)  # Eq. 1-3
+            adv_R, kept_R = objective.advantages(batch, rewards.rewards_RK, run.weights)  # Eq. 1-3
             with metrics.phase("update"):
                 updates = []
                 for part in batch.parts:  # one optimizer step each, on Eq. 9

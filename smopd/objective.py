@@ -1,10 +1,9 @@
 """The objective of an update: which terms, at which weights, over which denominators (Eq. 8 and 9).
 
-The anchor is a clipped policy gradient; lambda times the KL to the teachers' mixture is added to it, and
-where `kl_ref` asks for it the KL to a reference policy: as one more reward dimension, or as a term of the
-loss. That one rests on the sampled tokens' log-ratio log pi_old - log pi_ref, whose mean is the reverse KL.
-In the loss its negative is the advantage of a clipped term of its own, as in the sampled reverse KL to
-teachers (Eq. 17).
+The anchor is a clipped policy gradient; lambda times the KL to the teachers' mixture is added to it, and with
+`kl_ref` the KL to the policy that the run starts from. That one rests on the sampled tokens' log-ratio
+log pi_old - log pi_ref, whose mean is the reverse KL; its negative is the advantage of a clipped term of its
+own, as in the sampled reverse KL to teachers (Eq. 17).
 
 Letters: R responses and N response tokens of this rank in flat order, K rewards, M teachers.
 """
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smopd.advantages import advantages
-from smopd.config.settings import KlRef, Loss, Opd, Settings
+from smopd.config.settings import Loss, Opd, Settings
 from smopd.engine import distributed
 from smopd.engine.imports import resolve
 from smopd.engine.student.student import Student
@@ -111,7 +110,7 @@ class Objective:
     @property
     def reverse_scale(self) -> float:
         """The factor of the fused loss's reverse-KL term: lambda, or 1 where only kl_ref needs it."""
-        return 1.0 if self.coef == 0 and in_loss(self.settings.kl_ref) else self.coef
+        return 1.0 if self.coef == 0 and self.settings.kl_ref.coef > 0 else self.coef
 
     @property
     def loss_settings(self) -> LossSettings:
@@ -127,7 +126,6 @@ class Objective:
             tail=opd.tail,
             temperature=self.settings.rollout.temperature,
             kl_temperature=self.settings.kl_temperature,
-            reverse_kl_surrogate=opd.reverse_kl_surrogate,
         )
 
     def old_logps(self, student: Student, batch: Batch) -> Tensor | None:
@@ -146,20 +144,15 @@ class Objective:
             ref_log_ratio_N = old_logp_N - scores.ref_logp_N.to(old_logp_N.device)
         return Signals(old_logp_N, target, ref_log_ratio_N)
 
-    def advantages(
-        self, batch: Batch, rewards_RK: Tensor, weights: list[float], signals: Signals
-    ) -> tuple[Tensor, Tensor]:
+    def advantages(self, batch: Batch, rewards_RK: Tensor, weights: list[float]) -> tuple[Tensor, Tensor]:
         """(R,) each response's advantage, and whether its group was kept; a collective call.
 
         Args:
             weights: the priority profile, one a reward.
         """
-        with_kl_RK, weights = with_kl_reward(
-            self.settings.kl_ref, rewards_RK, weights, signals.ref_log_ratio_N, batch
-        )
         return advantages(
             self.settings.advantage,
-            with_kl_RK,
+            rewards_RK,
             batch.group_R,
             batch.lengths_R,
             weights,
@@ -207,7 +200,7 @@ class Objective:
             assert signals.old_logp_N is not None  # needs_old_logps
             adv_N = target.logq_mix_N[part.tokens] - signals.old_logp_N[part.tokens]
             terms = {"reverse_adv_N": adv_N, "reverse_weight_N": weight_N}
-        if signals.ref_log_ratio_N is not None and in_loss(settings.kl_ref):
+        if signals.ref_log_ratio_N is not None:
             share = settings.kl_ref.coef / self.reverse_scale
             ref_adv_N = -signals.ref_log_ratio_N[part.tokens]
             if terms:
@@ -225,21 +218,6 @@ def opd_coef(opd: Opd, step: int, steps: int) -> float:
     if opd.schedule == "cosine":
         done = 0.5 - 0.5 * math.cos(math.pi * done)
     return opd.coef + (opd.final_coef - opd.coef) * done
-
-
-def in_loss(kl_ref: KlRef) -> bool:
-    return kl_ref.coef > 0 and kl_ref.place == "loss"
-
-
-def with_kl_reward(
-    kl_ref: KlRef, rewards_RK: Tensor, weights: list[float], log_ratio_N: Tensor | None, batch: Batch
-) -> tuple[Tensor, list[float]]:
-    """The rewards and their weights, with minus the response's KL as one more where it is to be a reward."""
-    if log_ratio_N is None or kl_ref.place != "reward":
-        return rewards_RK, weights
-    kl_R = rewards_RK.new_zeros(len(rewards_RK))
-    kl_R.index_add_(0, batch.response_N, log_ratio_N.to(rewards_RK))
-    return torch.cat([rewards_RK, -kl_R[:, None]], dim=1), [*weights, kl_ref.coef]
 
 
 def teacher_target(

@@ -20,6 +20,7 @@ import httpx
 
 from smopd.engine.errors import NoServer
 from smopd.engine.remote.client import Client, Request, ServerUnavailable, run
+from smopd.engine.settings import REQUEST_SECONDS
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 class RetryPolicy:
     """How long a server is waited for."""
 
-    deadline_seconds: float = 600.0
+    deadline_seconds: float = REQUEST_SECONDS
     """Of one request, to the last byte of its answer; a server that misses it is removed."""
     retries: int = 5
     """Further attempts of one request at one server before the server is removed."""

@@ -44,7 +44,7 @@ class RemoteWeights:
         folder: str | Path | None = None,
     ):
         if transport == "ipc":
-            raise ValueError("remote.transfer: got ipc, expected files or inline")
+            raise ValueError("rollout.transfer: got ipc, expected files or inline")
         self.servers, self.run, self.longest = servers, run, longest
         self.transport, self.folder = transport, folder
         self._version = 0

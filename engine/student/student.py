@@ -143,7 +143,8 @@ class Student:
                 through_head = partial(
                     linear_topk_logprobs, kappa=kappa, token_ids_N=batch.token_ids_N, temperature=temperature
                 )
-                top = self.strategy.forward(batch, through_head)
+                top: TopK = self.strategy.forward(batch, through_head)
+                assert top.token_logp_N is not None  # token_ids_N are given
                 ids_NS[batch.flat_N], logps_NS[batch.flat_N] = top.ids_NS, top.logps_NS
                 token_logp_N[batch.flat_N] = top.token_logp_N
         self.policy.train()

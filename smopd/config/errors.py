@@ -1,38 +1,41 @@
-"""Says what is wrong with settings: a line for every mistake, with its place and the right name."""
+"""Says what is wrong with settings: a line for every mistake, with its place and the right name.
+
+What each setting takes is read from the settings' JSON schema, for the errors and for the help alike.
+"""
 
 from __future__ import annotations
 
 import difflib
 import json
-import re
-import types
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from functools import cache
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from smopd.config.recipe import Keys, dotted
 from smopd.config.renamed import renamed
 from smopd.config.settings import Settings
-from smopd.engine.settings import ImportPath
 from smopd.names import nearest
 
-_NAMES = {
-    int: "integer",
-    float: "number",
-    str: "text",
-    bool: "true|false",
-    type(None): "null",
-    Any: "anything",
+Schema = dict[str, Any]
+_KINDS = {
+    "integer": "integer",
+    "number": "number",
+    "string": "text",
+    "boolean": "true|false",
+    "null": "null",
+    "object": "a section",
 }
 _BOUNDS = {
-    "greater_than": ("gt", "more than"),
-    "greater_than_equal": ("ge", "at least"),
-    "less_than": ("lt", "less than"),
-    "less_than_equal": ("le", "at most"),
+    "minimum": ">= {:g}",
+    "exclusiveMinimum": "> {:g}",
+    "maximum": "<= {:g}",
+    "exclusiveMaximum": "< {:g}",
+    "minItems": "of {:g} or more",
+    "minProperties": "of {:g} or more",
+    "pattern": "matching {}",
 }
-_OWN_PATH = re.compile(r"([\w-]+(?:\.[\w-]+)*): (.*)")
 _LONGEST_VALUE = 60
 
 
@@ -44,139 +47,105 @@ def explain(error: ValidationError, origin: dict[Keys, str], prefix: Keys = ()) 
         origin: where each setting was given.
         prefix: put before each path, for settings that stand elsewhere (`runs.NAME.set`).
     """
-    lines: dict[str, None] = {}
+    texts: dict[Keys, str] = {}
     for detail in error.errors(include_url=False):
         loc = detail["loc"]
-        keys, kind = locate(loc)
-        in_union = len(keys) < len(loc)
-        for text in _message(detail, keys, kind, in_union).split("\n"):
-            own = _OWN_PATH.fullmatch(text) if detail["type"] == "value_error" else None
-            inner: Keys = tuple(own[1].split(".")) if own else ()
-            lines[line((*prefix, *keys, *inner), own[2] if own else text, origin)] = None
-    return list(lines)
+        branch = next((i for i, key in enumerate(loc) if "[" in str(key)), len(loc))  # of a union, as a type
+        texts[loc[:branch]] = _message(detail, loc[:branch], branch < len(loc))
+    return [line((*prefix, *keys), text, origin) for keys, text in texts.items()]
 
 
 def line(keys: Keys, text: str, origin: dict[Keys, str]) -> str:
-    """`file:line: path: text`, with the line of the nearest setting around `keys` that was given."""
+    """`file:line: path: text`, with the place of the nearest setting around or in `keys` that was given."""
     known = tuple(int(key) if str(key).isdigit() else key for key in keys)
-    at = next((origin[known[:n]] for n in range(len(known), 0, -1) if known[:n] in origin), None)
+    around = [origin[known[:n]] for n in range(len(known), 0, -1) if known[:n] in origin]
+    inside = [place for given, place in origin.items() if given[: len(known)] == known]
+    at = next(iter([*around, *inside]), None)
     return ": ".join(part for part in (at, dotted(keys), text) if part)
 
 
-def locate(loc: Keys) -> tuple[Keys, Any]:
-    """The part of an error's location that names a setting (no union branches), and the setting's type."""
-    kind: Any = Settings
-    for i, key in enumerate(loc):
-        inside = _inside(kind, key)
-        if inside is None:
-            unknown = isinstance(_bare(kind), type) and issubclass(_bare(kind), BaseModel)
-            return (loc[: i + 1], None) if unknown else (loc[:i], kind)
-        kind = inside
-    return loc, kind
+@cache
+def schemas() -> dict[tuple[str, ...], Schema]:
+    """Keys -> JSON schema of every section, setting and entry; N is an index, NAME a key."""
+    whole = Settings.model_json_schema()
+    found: dict[tuple[str, ...], Schema] = {}
+
+    def walk(keys: tuple[str, ...], schema: Schema) -> None:
+        for branch in (schema, *schema.get("anyOf", ())):
+            if "$ref" in branch:
+                schema = whole["$defs"][branch["$ref"].rpartition("/")[2]] | schema
+                schema.pop("anyOf", None)
+        found[keys] = schema
+        inner = {**schema.get("properties", {}), **dict(enumerate(schema.get("prefixItems", ())))}
+        inner |= {"N": schema.get("items"), "NAME": schema.get("additionalProperties")}
+        for name, each in inner.items():
+            if isinstance(each, dict):
+                walk((*keys, str(name)), each)
+
+    walk((), whole)
+    return found
 
 
-def kind_text(kind: Any) -> str:
-    """A type as a person writes it: `integer`, `responses|tokens|none`, `[number, number]|batch|null`."""
-    origin, args = get_origin(kind), get_args(kind)
-    if kind is ImportPath:
-        return "package.module:function"
-    if origin is Annotated:
-        return kind_text(args[0])
-    if origin is Literal:
-        return "|".join(str(arg) for arg in args)
-    if origin in (Union, types.UnionType):
-        return "|".join(kind_text(arg) for arg in args)
-    if origin is list:
-        return f"[{kind_text(args[0])}, ...]"
-    if origin is tuple:
-        return "[" + ", ".join(kind_text(arg) for arg in args) + "]"
-    if origin is dict or (isinstance(kind, type) and issubclass(kind, BaseModel)):
-        return "a section"
-    return _NAMES.get(kind, getattr(kind, "__name__", str(kind)))
+def kind(schema: Schema) -> str:
+    """What a setting takes, as a person writes it: `integer >= 1`, `sum|ties|ram`, `[number, ...]|null`."""
+    if "anyOf" in schema:
+        return "|".join(kind(branch) for branch in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        return "|".join(map(str, schema.get("enum", [schema.get("const")])))
+    if "prefixItems" in schema:
+        return "[" + ", ".join(kind(item) for item in schema["prefixItems"]) + "]"
+    if "items" in schema:
+        text = "[" + ("a section" if "$ref" in schema["items"] else kind(schema["items"])) + ", ...]"
+    else:
+        text = schema.get("format") or _KINDS.get(schema.get("type", ""), "anything")
+    bounds = [words.format(schema[name]) for name, words in _BOUNDS.items() if name in schema]
+    return " ".join([text, ", ".join(bounds)]).strip()
 
 
-def settings_paths(model: type[BaseModel] = Settings, before: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted path, last name) of every setting outside lists and dictionaries."""
-    for name, field in model.model_fields.items():
-        yield before + name, name
-        kind = _bare(field.annotation)
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from settings_paths(kind, f"{before}{name}.")
+def is_setting(keys: tuple[str, ...]) -> bool:
+    """Whether there is a value to set at `keys` of `schemas`: no section, and no entry of a list."""
+    entries = [schemas().get((*keys, "N"), {}), schemas().get((*keys, "NAME"), {}), schemas()[keys]]
+    return (
+        not any("properties" in schema for schema in entries) and keys[-1] != "N" and not keys[-1].isdigit()
+    )
 
 
-def child(kind: Any, key: str) -> tuple[str, Any]:
-    """The setting `key` of a section of type `kind`, hyphens read as underscores, and its type or None."""
-    for name in (key, key.replace("-", "_")):
-        inside = _inside(kind, name)
-        if inside is not None:
-            return name, inside
-    return key, None
+def _known(keys: Keys) -> tuple[str, ...] | None:
+    """`keys` as `schemas` has them; None where there is no such setting."""
+    path: tuple[str, ...] = ()
+    for key in keys:
+        tried = [(*path, name) for name in (str(key), "N" if isinstance(key, int) else "NAME")]
+        here = next((each for each in tried if each in schemas()), None)
+        if here is None:
+            return None
+        path = here
+    return path
 
 
-def section_of(kind: Any) -> type[BaseModel] | None:
-    """The section that a setting is, or that its entries are (of a list or dictionary)."""
-    kind = _bare(kind)
-    if get_origin(kind) in (list, dict):
-        kind = get_args(kind)[-1]
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
-
-
-def _message(detail: ErrorDetails, keys: Keys, kind: Any, in_union: bool) -> str:
+def _message(detail: ErrorDetails, keys: Keys, in_union: bool) -> str:
     error, value = detail["type"], detail["input"]
-    context = detail.get("ctx", {})
     if (now := renamed(keys, value)) is not None:
         return now
     if error == "extra_forbidden":
         return "no such setting" + _right_name(keys)
     if error == "value_error" and not in_union:
-        return str(context["error"])
+        return str(detail["ctx"]["error"])
+    known = _known(keys)
+    expected = detail["msg"] if known is None else kind(schemas()[known])
     if error == "missing" and not in_union:
-        return f"missing, expected {kind_text(kind)}"
+        return f"missing, expected {expected}"
     got = json.dumps(value, default=str, ensure_ascii=False)
     if len(got) > _LONGEST_VALUE:
         got = got[:_LONGEST_VALUE] + "..."
-    if error in _BOUNDS:
-        name, words = _BOUNDS[error]
-        return f"got {got}, expected {words} {context[name]:g}"
-    if error == "finite_number":
-        return f"got {got}, expected a finite number"
-    if error == "too_short":
-        return f"got {got}, expected at least {context['min_length']}"
-    expected = kind_text(kind)
     near = nearest(value, expected.split("|")) if isinstance(value, str) and "|" in expected else ""
     return f"got {got}, expected {expected}{near}"
 
 
 def _right_name(keys: Keys) -> str:
-    name = str(keys[-1])
-    around = locate(keys[:-1])[1]
-    fields = list(_bare(around).model_fields)
-    elsewhere = [path for path, last in settings_paths() if last == name]
-    close = difflib.get_close_matches(name, fields, 1, 0.6)
-    if close:
-        elsewhere = [dotted((*keys[:-1], close[0]))]
+    *around, name = keys
+    section = _known(tuple(around)) or ()
+    fields = [path[-1] for path in schemas() if path and path[:-1] == section]
+    if close := difflib.get_close_matches(str(name), fields, 1, 0.6):
+        return f"; did you mean {dotted((*around, close[0]))}?"
+    elsewhere = [dotted(path) for path in schemas() if path[-1:] == (name,) and not {"N", "NAME"} & set(path)]
     return f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else f"; there are {', '.join(fields)}"
-
-
-def _bare(kind: Any) -> Any:
-    """`kind` without `| None` and annotations."""
-    if get_origin(kind) is Annotated:
-        return _bare(get_args(kind)[0])
-    if get_origin(kind) in (Union, types.UnionType):
-        rest = [arg for arg in get_args(kind) if arg is not type(None)]
-        return _bare(rest[0]) if len(rest) == 1 else kind
-    return kind
-
-
-def _inside(kind: Any, key: str | int) -> Any:
-    """The type of `key` in a section, list or dictionary; None where there is none."""
-    kind = _bare(kind)
-    origin, args = get_origin(kind), get_args(kind)
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        field = kind.model_fields.get(str(key))
-        return field.annotation if field else None
-    if origin is dict:
-        return args[1]
-    if origin in (list, tuple) and str(key).isdigit():
-        return args[min(int(key), len(args) - 1)]
-    return None

@@ -5,7 +5,6 @@ Values follow YAML 1.2: `1e-6` is a number, `yes` and dates are strings, and a k
 
 from __future__ import annotations
 
-import difflib
 import importlib.resources
 import re
 from dataclasses import dataclass
@@ -15,21 +14,18 @@ from typing import Any
 import yaml
 
 from smopd.config.settings import Settings, merged
-from smopd.names import redacted
+from smopd.names import nearest, redacted
 
 Keys = tuple[str | int, ...]
 """The way to a setting: `("rewards", 0, "weight")`."""
 
-_MAX_DEPTH = 32
-_MAX_VALUES = 10_000  # ours: of one file, aliases written out
-_FLOAT = re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
-_RESOLVERS = (
-    ("null", re.compile(r"~|null|Null|NULL|"), ["~", "n", "N", ""]),
-    ("bool", re.compile(r"true|True|TRUE|false|False|FALSE"), list("tTfF")),
-    ("int", re.compile(r"[-+]?(0|[1-9]\d*)"), list("-+0123456789")),
-    ("float", _FLOAT, list("-+.0123456789")),
-    ("merge", re.compile(r"<<"), ["<"]),
-)
+_RESOLVERS = {  # YAML 1.2's core schema, and merge keys
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(0|[1-9]\d*)",
+    "float": r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    "merge": r"<<",
+}
 
 
 class Mistakes(Exception):
@@ -59,19 +55,9 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-for _tag, _pattern, _first in _RESOLVERS:
-    _full = re.compile(f"(?:{_pattern.pattern})$")
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _full, _first)
-    _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _full, _first)
-
-
-def _represent_list(dumper: yaml.SafeDumper, values: list[Any] | tuple[Any, ...]) -> yaml.Node:
-    flow = not any(isinstance(value, dict | list) for value in values)
-    return dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=flow)
-
-
-_Dumper.add_representer(list, _represent_list)
-_Dumper.add_representer(tuple, _represent_list)
+for _name, _pattern in _RESOLVERS.items():
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"(?:{_pattern})\Z"), None)
 
 
 def load(name: str) -> Recipe:
@@ -82,23 +68,23 @@ def load(name: str) -> Recipe:
     Raises:
         Mistakes: no such recipe, a circle of `extends`, malformed YAML or a key given twice.
     """
-    return _load(find(name, Path()), ())
+    return _load(_find(name, Path()), ())
 
 
 def _load(path: Path, chain: tuple[Path, ...]) -> Recipe:
     if path in chain:
-        circle = " -> ".join(shown(p) for p in (*chain[chain.index(path) :], path))
-        raise Mistakes([f"{shown(path)}: extends itself: {circle}"])
-    recipe = read(path)
+        circle = " -> ".join(_shown(p) for p in (*chain[chain.index(path) :], path))
+        raise Mistakes([f"{_shown(path)}: extends itself: {circle}"])
+    recipe = _read(path)
     parent_name = recipe.values.pop("extends", None)
     if parent_name is None:
         return recipe
+    at = recipe.origin[("extends",)]
     if not isinstance(parent_name, str):
-        raise Mistakes([f"{recipe.origin[('extends',)]}: extends: got {parent_name!r}, expected a recipe"])
+        raise Mistakes([f"{at}: extends: got {parent_name!r}, expected a recipe"])
     try:
-        parent = _load(find(parent_name, path.parent), (*chain, path))
+        parent = _load(_find(parent_name, path.parent), (*chain, path))
     except Mistakes as mistakes:
-        at = recipe.origin[("extends",)]
         raise Mistakes([f"{at}: extends: {line}" for line in mistakes.lines]) from None
     values = merged(parent.values, recipe.values)
     if isinstance(values.get("runs"), dict):
@@ -112,7 +98,7 @@ def builtin() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
-def find(name: str, folder: Path) -> Path:
+def _find(name: str, folder: Path) -> Path:
     """The file of a recipe: a built-in name, or a path relative to `folder`."""
     recipes = builtin()
     if name in recipes:
@@ -123,96 +109,64 @@ def find(name: str, folder: Path) -> Path:
             return path.resolve()
     except (OSError, RuntimeError, ValueError) as error:  # no such user, too long, a NUL
         raise Mistakes([f"no recipe {name[:80]!r}: {error}"]) from None
-    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
-        kind, there = (
-            "recipe file",
-            {other.stem: str(Path(name).with_name(other.name)) for other in _siblings(path)},
-        )
-    else:
-        kind, there = "recipe", {other: other for other in recipes}
-    close = [there[stem] for stem in difflib.get_close_matches(path.stem, there, 3, 0.6)]
-    hint = f"; did you mean {' or '.join(close)}?" if close else f"; there are {', '.join(recipes) or 'none'}"
-    raise Mistakes([f"no {kind} {name!r}{hint}"])
-
-
-def _siblings(path: Path) -> list[Path]:
-    return sorted(path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+    files = [str(Path(name).with_name(other.name)) for other in path.parent.glob("*.yaml")]
+    hint = nearest(name, [*recipes, *files]) or f"; there are {', '.join(recipes)}"
+    raise Mistakes([f"no recipe {name!r}{hint}"])
 
 
 def description(path: Path) -> str:
     """The first comment line of a recipe."""
-    with path.open(encoding="utf-8") as file:
-        first = file.readline().strip()
-    return first.lstrip("# ") if first.startswith("#") else ""
+    return path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
 
 
-def shown(path: Path) -> str:
+def _shown(path: Path) -> str:
     """A path as short as it can be said: relative to the current folder where it is inside."""
-    try:
+    if path.is_relative_to(Path.cwd()):
         return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return path.name if path in builtin().values() else str(path)
+    return path.name if path in builtin().values() else str(path)
 
 
-def read(path: Path) -> Recipe:
-    """Reads one YAML file; `extends` is left in the values.
-
-    Raises:
-        Mistakes: unreadable, malformed, a key given twice, or no mapping.
-    """
-    file = shown(path)
+def _read(path: Path) -> Recipe:
+    """Reads one YAML file; `extends` is left in the values."""
+    file = _shown(path)
+    origin: dict[Keys, str] = {}
+    twice: list[str] = []
     try:
-        text = path.read_text(encoding="utf-8")
-        loader = _Loader(text)
+        loader = _Loader(path.read_text(encoding="utf-8"))
         node = loader.get_single_node()
-        origin: dict[Keys, str] = {}
-        twice: list[str] = []
         if node is not None:
-            _walk(node, (), file, origin, twice, [0])
-        if twice:
-            raise Mistakes(twice)
+            _note(node, (), file, origin, twice)
         values = {} if node is None else loader.construct_document(node)
-    except (OSError, UnicodeDecodeError) as error:
-        raise Mistakes([f"{file}: cannot be read: {error}"]) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         at = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else file
         what = ", ".join(str(part) for part in (error.context, error.problem) if part)
         raise Mistakes([f"{at}: not YAML: {what}"]) from None
-    except RecursionError:
-        raise Mistakes([f"{file}: nested deeper than {_MAX_DEPTH} levels"]) from None
-    except (yaml.YAMLError, ValueError, LookupError) as error:  # the last of a tag's own constructor
-        raise Mistakes([f"{file}: not YAML: {' '.join(str(error).split())}"]) from None
+    except (OSError, RecursionError, yaml.YAMLError, ValueError, LookupError) as error:  # or a tag's own
+        raise Mistakes([f"{file}: cannot be read: {' '.join(str(error).split())}"]) from None
+    if twice:
+        raise Mistakes(twice)
     if not isinstance(values, dict):
         raise Mistakes([f"{file}: got a {type(values).__name__}, expected settings, `name: value` a line"])
     return Recipe(values, origin)
 
 
-def _walk(
-    node: yaml.Node, keys: Keys, file: str, origin: dict[Keys, str], twice: list[str], visited: list[int]
-) -> None:
-    if len(keys) > _MAX_DEPTH:
-        raise Mistakes([f"{file}:{node.start_mark.line + 1}: nested deeper than {_MAX_DEPTH} levels"])
-    visited[0] += 1  # an alias is walked wherever it stands: a few lines of them can be billions of values
-    if visited[0] > _MAX_VALUES:
-        raise Mistakes([f"{file}: has more than {_MAX_VALUES} values, those of its aliases counted"])
+def _note(node: yaml.Node, keys: Keys, file: str, origin: dict[Keys, str], twice: list[str]) -> None:
+    """Notes `file:line` of all that is in the node, and the keys that are given twice."""
     if isinstance(node, yaml.SequenceNode):
         for i, item in enumerate(node.value):
             origin[(*keys, i)] = f"{file}:{item.start_mark.line + 1}"
-            _walk(item, (*keys, i), file, origin, twice, visited)
+            _note(item, (*keys, i), file, origin, twice)
     elif isinstance(node, yaml.MappingNode):
         seen: dict[str, int] = {}
         for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
-                _walk(value, (*keys, "<<"), file, origin, twice, visited)
-                continue
-            line = key.start_mark.line + 1
-            if key.value in seen:
-                path = dotted((*keys, key.value))
-                twice.append(f"{file}:{line}: {path} is given twice, first in line {seen[key.value]}")
-            seen.setdefault(key.value, line)
-            origin[(*keys, key.value)] = f"{file}:{line}"
-            _walk(value, (*keys, key.value), file, origin, twice, visited)
+            name, line = str(key.value), key.start_mark.line + 1
+            inner = (*keys, name)
+            if name in seen:
+                twice.append(f"{file}:{line}: {dotted(inner)} is given twice, first in line {seen[name]}")
+            seen.setdefault(name, line)
+            origin[inner] = f"{file}:{line}"
+            _note(value, inner, file, origin, twice)
 
 
 def dotted(keys: Keys) -> str:
@@ -245,4 +199,6 @@ def write_yaml(settings: Settings, *, public: bool = False) -> str:
     """
     values = settings.model_dump()
     values = redacted(values) if public else values
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    return yaml.dump(
+        values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100, default_flow_style=None
+    )

@@ -1,28 +1,29 @@
-"""The settings of a run: typed, validated, and free of torch, so that a mistake is answered at once.
+"""The settings of a run: typed sections, without torch. Field by field here; what goes together in rules.py.
 
-Long, but one page: a recipe is a YAML file with these sections, first those that say what is learned, then
-those of the engines; `Settings` at the end is the whole. `runs` names the policy optimisations of the recipe
-in order; each is the recipe's settings with its own `set` merged over them (`Settings.resolved`). Defaults
-are ours; what the paper states stands in the recipes.
-
-A check across settings raises a line for each mistake, `setting: what came, what was expected`, where the
-setting's path begins at the section that checks.
+A recipe is a YAML file with these sections; `Settings` at the end is the whole. `runs` names the policy
+optimisations of the recipe in order; each is the recipe's settings with its own `set` merged over them
+(`Settings.resolved`). Defaults are ours; what the paper states stands in the recipes.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from functools import cached_property
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
-from smopd.config.merging import Merge
-from smopd.config.rules import contradictions
-from smopd.engine.settings import Dtype, ImportPath, Section, TrainSettings, Vllm
-from smopd.names import REWARD_ARGUMENTS, STARTUP_SECONDS, is_url
+from smopd.engine.settings import (
+    REQUEST_SECONDS,
+    Dtype,
+    ImportPath,
+    Section,
+    TrainSettings,
+    Vllm,
+    WeightTransport,
+)
+from smopd.names import STARTUP_SECONDS, is_url
 
 TRAINING_SECONDS = 300.0
 """Ours: the longest time that a process waits for another one within a step, before the run fails."""
@@ -37,12 +38,6 @@ class Model(Section):
     """`package.module:function`, called with `seed` and `kwargs`; returns (model, tokenizer)."""
     kwargs: dict[str, Any] = Field(default={})
 
-    @model_validator(mode="after")
-    def _one_origin(self) -> Model:
-        if (self.path is None) == (self.factory is None):
-            raise ValueError("give exactly one of path and factory (and null for the other)")
-        return self
-
 
 class Source(Section):
     """Rows of prompts: a jsonl, json or parquet file, a hub id, or `package.module:function`."""
@@ -50,9 +45,8 @@ class Source(Section):
     source: str
     map: ImportPath | None = None
     """`package.module:function`: row -> row, or None to drop it."""
-    limit: int | None = Field(default=None, ge=1)
     kwargs: dict[str, Any] = Field(default={})
-    """Of the function, or of datasets.load_dataset ({split: test})."""
+    """Of the function, or of datasets.load_dataset ({split: "test[:100]"})."""
 
 
 class Data(Section):
@@ -67,8 +61,6 @@ class Data(Section):
     """What becomes of a longer training prompt. Evaluation prompts are never dropped."""
     max_evaluation_tokens: int | None = Field(default=None, ge=1)
     """Of an evaluation prompt; null is max_prompt_tokens. A longer one is an error, or truncated too."""
-    system: str | None = None
-    """A system message put before string prompts."""
 
 
 class Reward(Section):
@@ -83,19 +75,6 @@ class Reward(Section):
     """[lo, hi] for the gates; `batch` takes the rollout batch's own minimum and maximum."""
     kwargs: dict[str, Any] = Field(default={})
     """Further keyword arguments of each call; they win over columns of the same name."""
-
-    @model_validator(mode="after")
-    def _kwargs_of_the_function(self) -> Reward:
-        taken = [name for name in REWARD_ARGUMENTS if name in self.kwargs]
-        if taken:
-            raise ValueError(f"kwargs: got {', '.join(taken)}, which every call gives; expected other names")
-        return self
-
-    @model_validator(mode="after")
-    def _ordered_range(self) -> Reward:
-        if isinstance(self.range, tuple) and self.range[0] >= self.range[1]:
-            raise ValueError(f"range: got {list(self.range)}, expected [lo, hi] with lo < hi")
-        return self
 
 
 class Scoring(Section):
@@ -132,7 +111,6 @@ class Advantage(Section):
     """Over what GDPO and GD2PO whiten (Eq. 3); GRPO never does."""
     snr_threshold: float | None = Field(default=None, gt=0, le=1)
     """GD2PO: drop a conflicting rollout only below this signal-to-noise ratio; None is GD2PO-Hard."""
-    norm_eps: float = Field(default=1e-6, ge=0)
 
 
 class Loss(Section):
@@ -149,15 +127,6 @@ class Loss(Section):
     """Denominator of the ratio: the training forward before the first update, or the rollout engine's own."""
     importance_cap: float | None = Field(default=None, gt=0)
     """Truncated importance sampling between training and rollout policies; None leaves it out."""
-
-    @model_validator(mode="after")
-    def _one_correction(self) -> Loss:
-        if self.importance_cap is not None and self.old_logps == "rollout":
-            raise ValueError(
-                "importance_cap: corrects recomputed old log-probabilities; old_logps is 'rollout', whose "
-                "ratio holds the correction already"
-            )
-        return self
 
 
 class Gate(Section):
@@ -201,11 +170,8 @@ class Opd(Section):
     tail: bool = False
     """Whether the forward KL counts what the teachers leave to all other tokens as one more entry."""
     divergence: Literal["forward_kl", "reverse_kl_sampled"] = "forward_kl"
-    reverse_kl_surrogate: Literal["paper", "ppo"] = "paper"
     temperature: float = Field(default=1.0, gt=0)
     """Of both sides of the forward KL; the sampled reverse KL is at the rollouts'."""
-    log_when_off: bool = True
-    """Ask the teachers where lambda is 0 too, for the metrics alone."""
     gate: Gate = Gate()
 
     @property
@@ -224,25 +190,12 @@ class Loop(Section):
     async_level: Literal[0, 1] = 0
     """1 samples the next batch while this one trains, with the policy before its update."""
 
-    @model_validator(mode="after")
-    def _no_empty_mini_batch(self) -> Loop:
-        if self.updates_per_step > self.prompts_per_step:
-            raise ValueError(
-                f"updates_per_step: got {self.updates_per_step}, "
-                f"expected at most prompts_per_step ({self.prompts_per_step})"
-            )
-        return self
-
 
 class EvaluationSettings(Section):
     """What is measured on held-out prompts, greedy and sampled."""
 
     samples: int = Field(default=1, ge=0)
-    """Sampled responses a prompt beside the greedy one."""
-    temperature: float = Field(default=1.0, gt=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    max_new_tokens: int | None = Field(default=None, ge=1)
-    """None is the rollouts' own limit."""
+    """Responses a prompt sampled at temperature 1, beside the greedy one."""
     every: int = Field(default=0, ge=0)
     """Greedy evaluation every so many steps during a run; 0 only at its end."""
 
@@ -269,13 +222,6 @@ class Log(Section):
         return math.ceil(steps / self.token_views) if self.token_views else 0
 
 
-class RolloutVllm(Vllm):
-    """As `Vllm`, and how it gets new weights."""
-
-    transfer: Literal["files", "ipc"] = "files"
-    """To a process of its own: files in shared memory, or CUDA's handles of memory on a GPU that both use."""
-
-
 class TeacherVllm(Vllm):
     """As `Vllm`, and how many engines there are."""
 
@@ -288,9 +234,13 @@ class RolloutSettings(Section):
     """Sampling of the responses that a step learns from."""
 
     engine: Literal["local", "vllm"] = "local"
-    vllm: RolloutVllm = RolloutVllm()
+    vllm: Vllm = Vllm()
     urls: list[str] = Field(default=[])
     """vLLM servers on other hosts, which sample instead of an engine here, in a dtype of their own."""
+    transfer: WeightTransport = "files"
+    """How new weights reach an engine outside this process. files: in shared memory, for servers in
+    SMOPD_TRANSFER_FOLDER, which each reads under the same path; inline: in the requests to servers;
+    ipc: CUDA's handles of memory on a GPU that both use, for a process here."""
     group_size: int = Field(default=8, ge=1)
     """G, rollouts per prompt."""
     temperature: float = Field(default=1.0, gt=0)
@@ -329,31 +279,69 @@ class Teachers(Section):
         return self.engine == "vllm" and self.vllm.placement == "colocated"
 
 
-class Remote(Section):
-    """How servers at URLs are asked."""
+def _pattern(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"got {value!r}, expected a regular expression ({error})") from None
+    return value
 
-    deadline_seconds: float = Field(default=600.0, gt=0)
-    """Of one request."""
-    transfer: Literal["files", "inline"] = "files"
-    """How new weights reach rollout servers: files in SMOPD_TRANSFER_FOLDER (where not set, in this host's
-    memory), which every server reads under the same path, or inline in the requests."""
+
+Share = Annotated[float, Field(gt=0, le=1)]
+Pattern = Annotated[str, AfterValidator(_pattern)]
+
+
+class MergedModel(Section):
+    """A model whose change of the run's `init`, its task vector, goes into the sum."""
+
+    model: str
+    """An earlier run of this recipe, a path or hub id, or a LoRA adapter's folder."""
+    keep: list[Share] = Field(default=[1.0], min_length=1)
+    """The share of each tensor's changes that stays, the largest by magnitude; several are the guard's."""
+    exclude: list[Pattern] = Field(default=[""], min_length=1)
+    """Tensors whose names match this pattern stay as in `init` (self_attn|embed); several are the guard's,
+    and an empty one excludes none."""
+    reward: str | None = None
+    """The guard: the reward dimension that this model stands for."""
+    max_regression: float | None = Field(default=None, ge=0)
+    """The guard: the largest share of this model's own gain in its reward, over `init`, that a merge may
+    lack; null is any."""
+
+
+class Guard(Section):
+    """Rollouts of training prompts that choose among the merges before the first step."""
+
+    prompts: int = Field(default=64, ge=1)
+    samples: int = Field(default=8, ge=1)
+    """Responses a prompt, of each candidate."""
+
+
+class Merge(Section):
+    """How a run of the stage `merge` combines its teachers."""
+
+    method: Literal["weights", "product", "published"] = "weights"
+    """weights: start from a merge of the teachers' weights, then train without them (recommended); product:
+    distil the product of what they changed; published: distil their mixture, as in the paper."""
+    models: list[MergedModel] = Field(default=[])
+    """weights: what is merged; none given: each teacher, with the guard's usual choices."""
+    rule: Literal["sum", "ties", "ram"] = "sum"
+    """weights: the sum of the changes; ties: of each entry, the mean of those with the elected sign; ram: the
+    mean of all that changed it."""
+    guard: Guard | None = Guard()
+    """weights: null takes the merge as it is given."""
+
+    def choices(self) -> int:
+        """How many merges there are to choose from."""
+        return math.prod(len(each.keep) * len(each.exclude) for each in self.models)
 
 
 class KlRef(Section):
-    """KL to a reference policy, on the sampled tokens; off at coef 0."""
+    """KL to the policy that the run starts from, on the sampled tokens: a clipped term of the loss."""
 
     coef: float = Field(default=0.0, ge=0)
-    place: Literal["loss", "reward"] = "loss"
-    """loss: a clipped term of its own; reward: one more dimension, minus the response's KL."""
-    model: str = "init"
-    """`init` is what the run starts from; else a run of this recipe, a path or a hub id."""
 
 
 Stage = Literal["specialize", "merge", "train"]
-
-_NAME = re.compile(r"\w[\w.-]*")
-_RUN_NAME = re.compile(r"\w[\w-]*")
-
 
 SHARED = (
     "name", "description", "seed", "processes", "output", "model", "data", "rewards", "scoring", "warm_start",
@@ -378,19 +366,12 @@ class RunSettings(Section):
     set: dict[str, Any] = Field(default={})
     """Settings that differ from the recipe's, nested as in the recipe."""
 
-    @model_validator(mode="after")
-    def _set_belongs_to_the_run(self) -> RunSettings:
-        whole = [key for key in SHARED if key in self.set]
-        if whole:
-            raise ValueError(f"set: {', '.join(whole)} cannot differ between runs")
-        return self
-
 
 class Settings(Section):
     """All settings of `python -m smopd.train`."""
 
-    name: str
-    """What this experiment is called."""
+    name: str = Field(pattern=r"^\w[\w.-]*$")
+    """What this experiment is called, with letters, digits, '_', '-' and '.'."""
     description: str = ""
     """What it shows; the caption of its table."""
     seed: int = Field(default=0, ge=0)
@@ -398,10 +379,11 @@ class Settings(Section):
     processes: int = Field(default=1, ge=1)
     """Local processes to start unless torchrun started this one; each holds a shard and samples its share."""
     output: str = "runs/{name}"
-    """The run directory."""
+    """The run directory; {name} is the experiment's."""
     model: Model
     data: Data
     rewards: list[Reward] = Field(min_length=1)
+    """The dimensions of the reward."""
     scoring: Scoring = Scoring()
     warm_start: WarmStart | None = None
     rollout: RolloutSettings = RolloutSettings()
@@ -410,7 +392,6 @@ class Settings(Section):
     opd: Opd = Opd()
     teachers: Teachers = Teachers()
     merge: Merge = Merge()
-    remote: Remote = Remote()
     kl_ref: KlRef = KlRef()
     student: TrainSettings = TrainSettings()
     loop: Loop = Loop()
@@ -418,6 +399,7 @@ class Settings(Section):
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
     runs: dict[str, RunSettings] = Field(min_length=1)
+    """The policy optimisations, in order."""
 
     @property
     def unites(self) -> bool:
@@ -436,89 +418,30 @@ class Settings(Section):
         urls = [*self.rollout.urls, *(1 + self.unites) * [model for model in scored if is_url(model)]]
         servers = len(",".join(urls).split(",")) if urls else 0  # of a union, asked twice
         reward = 2 * self.scoring.deadline_seconds + STARTUP_SECONDS  # a second try starts anew
-        alone = max(reward, self.remote.deadline_seconds * (servers + 1) if servers else 0.0)
+        alone = max(reward, REQUEST_SECONDS * (servers + 1) if servers else 0.0)
         return max(TRAINING_SECONDS, alone + 60.0)
 
     @property
     def longest_sequence(self) -> int:
         """Tokens of the longest prompt with its longest response, in training and evaluation."""
-        trained, new = self.data.max_prompt_tokens, self.rollout.max_new_tokens
-        evaluated = self.data.max_evaluation_tokens or trained
-        return max(trained + new, evaluated + (self.evaluation.max_new_tokens or new))
-
-    @field_validator("name")
-    @classmethod
-    def _file_name(cls, value: str) -> str:
-        if not _NAME.fullmatch(value):
-            raise ValueError(f"got {value!r}, expected letters, digits, '_', '-' and '.'")
-        return value
+        longest_prompt = max(self.data.max_prompt_tokens, self.data.max_evaluation_tokens or 0)
+        return longest_prompt + self.rollout.max_new_tokens
 
     @field_validator("output")
     @classmethod
-    def _only_the_name(cls, value: str) -> str:
-        if re.search(r"[{}]", value.replace("{name}", "")):
+    def _with_the_name(cls, value: str, info: ValidationInfo) -> str:
+        folder = value.replace("{name}", info.data.get("name", ""))
+        if re.search(r"[{}]", folder):
             raise ValueError(f"got {value!r}, expected a folder in which only {{name}} stands in braces")
-        return value
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Settings:
-        rewards = [reward.name for reward in self.rewards]
-        wrong = []
-        if len(set(rewards)) != len(rewards):
-            wrong.append(f"rewards: names must differ, got {rewards}")
-        earlier = ["base"]
-        for name, run in self.runs.items():
-            if name == "base":
-                wrong.append("runs.base: 'base' names the starting model; choose another name")
-            elif not _RUN_NAME.fullmatch(name):
-                wrong.append(f"runs.{name}: a run's name has letters, digits, '_' and '-' only")
-            if run.init not in earlier:
-                wrong.append(f"runs.{name}.init: {run.init!r} is no earlier run, expected one of {earlier}")
-            if run.reward_weights is not None and len(run.reward_weights) != len(rewards):
-                wrong.append(
-                    f"runs.{name}.reward_weights: got {len(run.reward_weights)} weights, "
-                    f"expected one for each of the rewards {rewards}"
-                )
-            earlier.append(name)
-        teachers, gate = self.teachers.models, self.opd.gate
-        for i, teacher in enumerate(teachers):
-            if teacher.reward not in rewards:
-                wrong.append(f"teachers.models.{i}.reward: {teacher.reward!r} is none of {rewards}")
-        if gate.kind != "uniform":
-            if gate.floor * len(teachers) > 1:
-                wrong.append(f"opd.gate.floor: {gate.floor} times {len(teachers)} teachers exceeds 1")
-            for i, reward in enumerate(self.rewards):
-                if reward.range is None and any(teacher.reward == reward.name for teacher in teachers):
-                    wrong.append(f"rewards.{i}.range: the gate needs [lo, hi] or batch for {reward.name!r}")
-        weights = self.opd.product.weights
-        if weights is not None and teachers and len(weights) != len(teachers):
-            wrong.append(f"opd.product.weights: got {len(weights)}, expected {len(teachers)}, one a teacher")
-        wrong += [f"merge.{line}" for line in self.merge.mistakes(rewards)]
-        wrong += contradictions(self)
-        if wrong:
-            raise ValueError("\n".join(wrong))
-        return self
+        return str(Path(folder).expanduser())
 
     def resolved(self, run_name: str) -> Settings:
-        """The settings of one run: the recipe's with the run's `set` merged over them, validated once.
+        """The settings of one run: the recipe's with the run's `set` merged over them.
 
         Raises:
-            KeyError: no such run.
             pydantic.ValidationError: `set` names what does not exist or is out of range.
         """
-        if run_name not in self._resolved:
-            values = merged(self.model_dump(), self.runs[run_name].set)
-            self._resolved[run_name] = Settings.model_validate(values)
-        return self._resolved[run_name]
-
-    @cached_property
-    def _resolved(self) -> dict[str, Settings]:
-        return {}  # no private attribute: pydantic compares those
-
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Settings:
-        copied = super().model_copy(update=update, deep=deep)
-        copied.__dict__.pop("_resolved", None)
-        return copied
+        return Settings.model_validate(merged(self.model_dump(), self.runs[run_name].set))
 
     def weights(self, run_name: str) -> list[float]:
         """The run's priority profile, one weight a reward."""

@@ -81,34 +81,31 @@ def load_prompts(
     map: str | None = None,
     max_prompt_tokens: int | None = None,
     overlong: Overlong = "drop",
-    limit: int | None = None,
     kwargs: Mapping[str, Any] | None = None,
     chat: Chat = "auto",
-    system: str | None = None,
 ) -> PromptSet:
     """Read a source's rows and tokenise their prompts.
 
     Args:
-        source, limit, kwargs: as for `load_rows`.
+        source, kwargs: as for `load_rows`.
         prompt_column: a text, which is one user message, or a list of chat messages {"role", "content"}.
         map: import path of a function row -> row, or None to leave the row out.
         max_prompt_tokens: the longest prompt, template included; None is no limit.
         overlong: "drop" and count, "truncate_left" to the last max_prompt_tokens and count, or "error".
         chat: apply the tokenizer's chat template; "auto" where it has one. Without, a prompt must be a text.
-        system: a system message to put before prompts that are texts.
     Raises:
         FileNotFoundError: there is no such source.
         ValueError: a prompt is absent, empty, of the wrong type or (overlong="error") too long; a column has
             the name of an argument of every reward; the source has no rows, or none is left. Row numbers in
             messages count from 0.
     """
-    rows = load_rows(source, limit=limit, kwargs=kwargs)
+    rows = load_rows(source, kwargs=kwargs)
     kept = list(_mapped(rows, source, map))
     contents = [row_content(row, prompt_column, source, index) for index, row in kept]
     columns = [_reward_columns(row, prompt_column, source, index) for index, row in kept]
     prompts: list[Prompt] = []
     dropped = truncated = 0
-    tokenized = tokenize_prompts(contents, tokenizer, chat, system, source)
+    tokenized = tokenize_prompts(contents, tokenizer, chat, source)
     for (index, _), content, own_columns, ids in zip(kept, contents, columns, tokenized, strict=True):
         if max_prompt_tokens is not None and len(ids) > max_prompt_tokens:
             if overlong == "error":
@@ -134,10 +131,8 @@ def load_demonstrations(
     completion_column: str = "completion",
     map: str | None = None,
     max_tokens: int | None = None,
-    limit: int | None = None,
     kwargs: Mapping[str, Any] | None = None,
     chat: Chat = "auto",
-    system: str | None = None,
 ) -> DemonstrationSet:
     """Read a source's rows and tokenise their prompts and completions.
 
@@ -151,11 +146,11 @@ def load_demonstrations(
     """
     if tokenizer.eos_token_id is None:
         raise ValueError("load_demonstrations: tokenizer has no eos_token, expected one to end completions")
-    rows = load_rows(source, limit=limit, kwargs=kwargs)
+    rows = load_rows(source, kwargs=kwargs)
     kept = list(_mapped(rows, source, map))
     contents = [row_content(row, prompt_column, source, index) for index, row in kept]
     completions = [_text(row, completion_column, source, index) for index, row in kept]
-    prompts = tokenize_prompts(contents, tokenizer, chat, system, source)
+    prompts = tokenize_prompts(contents, tokenizer, chat, source)
     answers = tokenizer(completions, add_special_tokens=False)["input_ids"] if completions else []
     found = [
         Demonstration(tuple(prompt), (*answer, tokenizer.eos_token_id))
@@ -224,7 +219,6 @@ def tokenize_prompts(
     contents: Sequence[Content],
     tokenizer: PreTrainedTokenizerBase,
     chat: Chat,
-    system: str | None,
     source: str,
 ) -> list[list[int]]:
     """Token ids of each prompt; the arguments are those of `load_prompts`.
@@ -238,14 +232,11 @@ def tokenize_prompts(
     if not contents:
         return []
     if chat is False or not templated:
-        if system is not None:
-            raise ValueError(f"{source}: a system message needs the tokenizer's chat template")
         if not all(isinstance(content, str) for content in contents):
             raise ValueError(f"{source}: prompts are chat messages, and no chat template is applied")
         return tokenizer(list(contents))["input_ids"]
-    first = [] if system is None else [{"role": "system", "content": system}]
     chats = [
-        [*first, {"role": "user", "content": content}] if isinstance(content, str) else [*map(dict, content)]
+        [{"role": "user", "content": content}] if isinstance(content, str) else [*map(dict, content)]
         for content in contents
     ]
     try:

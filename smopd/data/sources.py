@@ -7,7 +7,6 @@ import inspect
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,7 +26,6 @@ _FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 def load_rows(
     source: str,
     *,
-    limit: int | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> list[Row]:
     """Read the rows of a source.
@@ -36,14 +34,11 @@ def load_rows(
         source: a .jsonl, .json (a list of objects, or JSON lines; both also .gz) or .parquet file; a function
             as package.module:function that returns rows; the short name of such a file (`rlla/test`, see
             smopd.data.places), which comes before a path and a hub id; or a hub data set as owner/name.
-        limit: at most so many rows, from the start; None is all.
         kwargs: passed to the function, or to datasets.load_dataset (`split`: "train" where not given).
     Raises:
         FileNotFoundError: there is no such file or data set.
         ValueError: a row is no object, a line no JSON, or an argument does not fit the source.
     """
-    if limit is not None and limit < 1:
-        raise ValueError(f"load_rows: limit is {limit}, expected at least 1 or None")
     options = dict(kwargs or {})
     if is_short_name(source) or _is_file_source(source):
         if options:
@@ -55,7 +50,7 @@ def load_rows(
         found = _read_hub(source, {"split": "train", **options})
     else:
         raise FileNotFoundError(f"load_rows: no file {source!r}; a source is {SOURCE_FORMS}")
-    return [checked_row(row, source, index) for index, row in enumerate(islice(found, limit))]
+    return [checked_row(row, source, index) for index, row in enumerate(found)]
 
 
 def _is_file_source(source: str) -> bool:

@@ -21,8 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from smopd.config.merging import Guard, Merge, MergedModel
-from smopd.config.settings import Settings
+from smopd.config.settings import Guard, Merge, MergedModel, Settings
 from smopd.data.prompts import PromptSet, batch_indices
 from smopd.engine import distributed
 from smopd.engine.files import write_atomically

@@ -160,9 +160,14 @@ class Recorder:
         batch, rewards = result.batch, result.rewards
         names = [reward.name for reward in self.settings.rewards]
         for i, text in enumerate(rewards.texts[: self.settings.log.samples_per_step]):
-            sample = {"step": result.step, "prompt": batch.prompts[i].content, "response": text}
-            sample["rewards"] = dict(zip(names, rewards.rewards_RK[i].tolist(), strict=True))
-            self.samples.write(sample | {"advantage": float(result.adv_R[i])})
+            sample = {
+                "step": result.step,
+                "prompt": batch.prompts[i].content,
+                "response": text,
+                "rewards": dict(zip(names, rewards.rewards_RK[i].tolist(), strict=True)),
+                "advantage": float(result.adv_R[i]),
+            }
+            self.samples.write(sample)
 
 
 def add_rewards(metrics: Metrics, settings: Settings, batch: Batch, rewards: Rewards) -> None:
@@ -243,8 +248,7 @@ def add_target(metrics: Metrics, result: StepResult) -> None:
         if teacher.reward in of_batch:
             metrics.add(f"teacher_{m}/range_low", float(target.low_M[m]))
             metrics.add(f"teacher_{m}/range_high", float(target.high_M[m]))
-    sampled = settings.opd.sampled and old_logp_N is not None
-    if sampled:
+    if settings.opd.sampled and old_logp_N is not None:
         metrics.add("reverse_kl", old_logp_N - target.logq_mix_N)
     for update in result.updates:
         metrics.add("kl", update.stats.kl_N)

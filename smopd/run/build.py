@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from smopd.config.settings import RolloutVllm, Settings
+from smopd.config.settings import Settings
 from smopd.engine.local.rollout import LocalRollout
 from smopd.engine.local.teachers import load_teachers
 from smopd.engine.models.loading import describe, load_model, load_tokenizer
 from smopd.engine.protocols import RolloutEngine, TeacherEngine
-from smopd.engine.remote.servers import RetryPolicy, Servers
-from smopd.engine.settings import Vllm, VllmSettings
+from smopd.engine.remote.servers import Servers
+from smopd.engine.settings import Vllm, VllmSettings, WeightTransport
 from smopd.engine.student.student import Student
 from smopd.engine.weights.adapters import read_adapter
 from smopd.names import is_url
@@ -61,11 +61,11 @@ def rollout_engine(settings: Settings, path: str, device: torch.device, recipe: 
             from smopd.engine.remote.rollout import RemoteRollout
 
             remote = RemoteRollout(
-                Servers(options.urls, RetryPolicy(settings.remote.deadline_seconds)),
+                Servers(options.urls),
                 ends,
                 longest,
                 vocabulary=config.get_text_config().vocab_size,
-                transport=settings.remote.transfer,
+                transport=options.transfer,
                 folder=os.environ.get(TRANSFER_FOLDER),
             )
             remote.load_path(path)  # a server holds whatever the run before it ended with
@@ -111,7 +111,6 @@ def teacher_engine(
                 kappa,
                 settings.kl_temperature,
                 union=settings.unites,
-                retry=RetryPolicy(settings.remote.deadline_seconds),
             )
         if options.engine == "local":
             dtype = getattr(torch, options.dtype)
@@ -168,7 +167,8 @@ def rollout_settings(settings: Settings, recipe: Settings, limit: int) -> VllmSe
     rank = 0
     if settings.student.lora is not None and torch.cuda.is_available():
         rank = max(run.student.lora.rank for run in runs if run.student.lora)
-    return vllm_settings(settings.rollout.vllm, settings.rollout.dtype, longest, rank)
+    own = settings.rollout
+    return vllm_settings(own.vllm, own.dtype, longest, rank, own.transfer)
 
 
 PLANNED = {
@@ -182,7 +182,9 @@ PLANNED = {
 """Arguments of vllm.LLM that our engine plans with, and its own names for them."""
 
 
-def vllm_settings(section: Vllm, dtype: str, max_model_len: int, lora_rank: int = 0) -> VllmSettings:
+def vllm_settings(
+    section: Vllm, dtype: str, max_model_len: int, lora_rank: int = 0, transfer: WeightTransport = "files"
+) -> VllmSettings:
     """Of an engine made with the section's engine_kwargs.
 
     Raises:
@@ -192,7 +194,7 @@ def vllm_settings(section: Vllm, dtype: str, max_model_len: int, lora_rank: int 
     planned = {ours: more.pop(name) for name, ours in PLANNED.items() if name in more}
     return VllmSettings(
         placement=section.placement,
-        transfer=section.transfer if isinstance(section, RolloutVllm) else "files",
+        transfer=transfer,
         dtype=dtype,
         max_lora_rank=lora_rank,
         more=more,

@@ -34,11 +34,10 @@ def read_inputs(settings: Settings, tokenizer: PreTrainedTokenizerBase, *, demon
         UnusableInput: a source is missing, empty or malformed; names the setting, the row and the column.
     """
     data, warm = settings.data, settings.warm_start
-    columns = {"prompt_column": data.prompt_column, "system": data.system}
 
     def prompts(source: Source, longest: int, overlong: Overlong) -> PromptSet:
-        own = {**dict(source), **columns, "max_prompt_tokens": longest, "overlong": overlong}
-        return load_prompts(tokenizer=tokenizer, **own)
+        own = {**dict(source), "max_prompt_tokens": longest, "overlong": overlong}
+        return load_prompts(tokenizer=tokenizer, prompt_column=data.prompt_column, **own)
 
     with error_context("data.train"):
         train = prompts(data.train, data.max_prompt_tokens, data.overlong)
@@ -50,8 +49,12 @@ def read_inputs(settings: Settings, tokenizer: PreTrainedTokenizerBase, *, demon
             held_out = prompts(data.evaluation, longest, cut)
     if warm is not None and demonstrations:
         with error_context("warm_start.source"):
-            own = {**dict(warm.source), **columns, "completion_column": warm.completion_column}
-            demonstrated = load_demonstrations(tokenizer=tokenizer, **own)
+            demonstrated = load_demonstrations(
+                tokenizer=tokenizer,
+                prompt_column=data.prompt_column,
+                completion_column=warm.completion_column,
+                **dict(warm.source),
+            )
     return Inputs(train, held_out, demonstrated)
 
 

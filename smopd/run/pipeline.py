@@ -181,10 +181,7 @@ def do_runs(context: RunContext, command: Command) -> None:
 def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
     """One run of the recipe, from its start or its newest checkpoint to its export."""
     settings, folder, device = context.settings.resolved(run.name), context.folder / run.name, context.device
-    kl_ref = settings.kl_ref
     setting_of = dict.fromkeys(run.teachers, "teachers.models")
-    if kl_ref.coef > 0 and kl_ref.model != "init":
-        setting_of[kl_ref.model] = "kl_ref.model"
     if (product_base := product_reference(settings, run.name)) is not None:
         setting_of[product_base] = "opd.product.reference"
     needed = dict.fromkeys([*run.starts, *setting_of])
@@ -210,10 +207,9 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
         frozen.append(context.model_path(product_base))
     teachers = build.teacher_engine(settings, frozen, tokenizer, student.vocabulary, device)
     reference = None
-    if kl_ref.coef > 0:
-        held = path if kl_ref.model == "init" else context.model_path(kl_ref.model)
-        reference = held_already(held, path, student, teachers) or build.teacher_engine(
-            settings, [held], tokenizer, student.vocabulary, device, role="reference"
+    if settings.kl_ref.coef > 0:
+        reference = held_already(path, path, student, teachers) or build.teacher_engine(
+            settings, [path], tokenizer, student.vocabulary, device, role="reference"
         )
     window_steps = min(WINDOW_STEPS, settings.loop.steps)
     with Recorder(folder, run.name, settings, tokenizer) as recorder:

@@ -38,17 +38,11 @@ def evaluate_held_out(
     greedy_only: bool = False,
 ) -> HeldOut:
     """Scores the engine's policy on all of `prompts`; a collective call, each rank does its share."""
-    options = settings.evaluation
-    limit = options.max_new_tokens or settings.rollout.max_new_tokens
+    limit, samples = settings.rollout.max_new_tokens, settings.evaluation.samples
     kinds = {"greedy": Sampling(n=1, temperature=0.0, max_new_tokens=limit)}
-    if options.samples and not greedy_only:
-        kinds["sampled"] = Sampling(
-            n=options.samples,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            max_new_tokens=limit,
-            seed=settings.seed + SEED_OFFSET,
-        )
+    if samples and not greedy_only:
+        seed = settings.seed + SEED_OFFSET
+        kinds["sampled"] = Sampling(n=samples, temperature=1.0, max_new_tokens=limit, seed=seed)
     names = [reward.name for reward in settings.rewards]
     values: dict[str, float | None] = {}
     items: list[dict[str, Any]] = []

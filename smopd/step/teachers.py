@@ -51,21 +51,17 @@ class TeacherScoring:
         asked = [engine for engine in (teachers, reference) if engine is not None]
         self.overlaps = bool(asked) and all(engine.overlaps(device) for engine in asked)
 
-    def ask(self, batch: Batch, coef: float) -> Callable[[], TeacherScores]:
-        """A function that waits for the scores and returns them; calling it is collective.
-
-        Args:
-            coef: lambda; where it is 0 the teachers are asked only for the metrics (`opd.log_when_off`).
-        """
-        score = partial(self._score, batch, coef)
+    def ask(self, batch: Batch) -> Callable[[], TeacherScores]:
+        """A function that waits for the scores and returns them; calling it is collective."""
+        score = partial(self._score, batch)
         return partial(all_or_raise, self._thread.submit(score).result if self.overlaps else score)
 
-    def _score(self, batch: Batch, coef: float) -> TeacherScores:
+    def _score(self, batch: Batch) -> TeacherScores:
         begin = time.perf_counter()
         settings = self.settings
         topk = ref_logp_N = None
         dropped = 0
-        if self.teachers is not None and (coef > 0 or settings.opd.log_when_off):
+        if self.teachers is not None:
             dropped = self.teachers.dropped
             topk = self.teachers.score(
                 batch.rollouts, settings.opd.kappa, settings.kl_temperature, union=settings.unites

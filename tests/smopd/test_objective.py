@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pydantic import ValidationError
 
-from smopd.config.settings import KlRef, Loss, Opd, Settings, merged
+from smopd.config.settings import Loss, Opd, Settings, merged
 from smopd.engine.types import TeacherTopK
 from smopd.gates import failure
 from smopd.objective import (
@@ -19,7 +18,6 @@ from smopd.objective import (
     opd_coef,
     teachers_rewards,
     token_weights,
-    with_kl_reward,
 )
 from smopd.step.batch import Batch, positions
 from tests.engine.tiny import ragged_rollouts
@@ -159,8 +157,6 @@ def test_rollout_log_probabilities_as_the_ratios_denominator():
     changes = {"loop": {"updates_per_step": 1}, "loss": {"old_logps": "rollout"}}
     batch, (tokens,) = tokens_of(changes)
     assert tokens.old_logp_N.equal(batch.rollout_logp_N)
-    with pytest.raises(ValidationError, match="importance_cap"):
-        settings(loss={"old_logps": "rollout", "importance_cap": 2.0})
 
 
 def test_opd_alone_leaves_the_anchor_out():
@@ -242,21 +238,6 @@ def test_kl_to_the_reference_joins_the_sampled_reverse_kl():
     batch, (tokens,) = tokens_of(chosen, rollout_logps, target_of, ref=ref_of, coef=0.5)
     _, (alone,) = tokens_of({**chosen, "kl_ref": {}}, rollout_logps, target_of, coef=0.5)
     torch.testing.assert_close(tokens.reverse_adv_N, alone.reverse_adv_N - 0.1 / 0.5 * ref_of(batch))
-
-
-def test_kl_to_the_reference_as_a_reward_is_one_more_dimension():
-    batch = batch_of(ragged_rollouts(0))
-    rewards_RK = torch.ones(len(batch.rollouts), 2, dtype=torch.float64)
-    kl_ref = KlRef(coef=0.3, place="reward")
-    found_RK, weights = with_kl_reward(kl_ref, rewards_RK, [0.5, 0.5], ref_of(batch), batch)
-    assert weights == [0.5, 0.5, 0.3]
-    sums = [part.sum() for part in ref_of(batch).split(batch.lengths_R.tolist())]
-    torch.testing.assert_close(found_RK[:, 2], -torch.stack(sums).double(), rtol=1e-5, atol=1e-6)
-    assert found_RK[:, :2].equal(rewards_RK)
-    unchanged = with_kl_reward(KlRef(coef=0.3), rewards_RK, [0.5, 0.5], ref_of(batch), batch)
-    assert unchanged[0] is rewards_RK
-    as_reward = objective(0.0, kl_ref={"coef": 0.3, "place": "reward"}, advantage={"estimator": "grpo"})
-    assert not as_reward.loss_settings.opd_coef
 
 
 def test_the_reference_needs_old_log_probabilities():

@@ -123,7 +123,7 @@ def test_a_server_without_room_is_refused(loopback):
 
 
 def test_ipc_is_refused(loopback):
-    with pytest.raises(ValueError, match=r"remote\.transfer: got ipc, expected files or inline"):
+    with pytest.raises(ValueError, match=r"rollout\.transfer: got ipc, expected files or inline"):
         RemoteRollout(Servers([Sampler(loopback, good).url]), [END], 8, VOCABULARY, "ipc")
 
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from smopd.config.cli import describe, parse, print_help, read_settings
-from smopd.config.errors import settings_paths
+from smopd.config.cli import describe, parse, print_section, read_settings
+from smopd.config.errors import schemas
 from smopd.config.recipe import Mistakes, load, parse_value, write_yaml
-from smopd.config.renamed import REMOVED, RENAMED
-from smopd.config.schedule import PlannedRun, output_directory, plan
+from smopd.config.renamed import ANSWERS
+from smopd.config.schedule import PlannedRun, plan
 from smopd.config.settings import Settings
 
-ROOT = Path(__file__).resolve().parents[3]
 RECIPE = """\
 # A tiny recipe.
 name: tiny
@@ -68,18 +65,14 @@ def mistakes(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
     return [line.removeprefix("error: ") for line in err.splitlines()]
 
 
-def edited(folder: Path, old: str, new: str) -> str:
-    assert RECIPE.count(old) == 1
-    (folder / "edited.yaml").write_text(RECIPE.replace(old, new))
-    return "edited.yaml"
-
-
 def test_settings_go_over_the_recipe(folder: Path) -> None:
-    words = "tiny.yaml --stage merge --opd.kappa 32 --rewards.1.weight 3 --output out --runs.smopd.init gdpo"
+    words = (
+        "tiny.yaml --stage merge --opd.kappa 32 --rewards.1.weight 3 --output {name}/x --runs.smopd.init gdpo"
+    )
     command = parse(words.split())
     assert (command.recipe, command.stage, command.dry_run, command.only) == ("tiny.yaml", "merge", False, ())
     settings = command.settings
-    assert (settings.opd.kappa, settings.rewards[1].weight, settings.output) == (32, 3.0, "out")
+    assert (settings.opd.kappa, settings.rewards[1].weight, settings.output) == (32, 3.0, "tiny/x")
     assert settings.runs["smopd"].init == "gdpo"
     assert settings.student.learning_rate == 1e-4
     assert settings.resolved("smopd").opd.kappa == 4
@@ -89,28 +82,16 @@ def test_settings_go_over_the_recipe(folder: Path) -> None:
     ("words", "path", "value"),
     [
         (["--opd.tail", "false"], "opd.tail", False),
-        (["--opd.tail"], "opd.tail", True),
         (["--loss.dual_clip=3"], "loss.dual_clip", 3.0),
-        (["--loss.dual-clip", "null"], "loss.dual_clip", None),
         (["--student.betas", "0.8", "0.9"], "student.betas", (0.8, 0.9)),
-        (["--student.betas", "[0.8, 0.9]"], "student.betas", (0.8, 0.9)),
-        (["--rewards.0.range", "-1", "1"], "rewards.0.range", (-1.0, 1.0)),
         (["--rewards.0.range", "batch"], "rewards.0.range", "batch"),
-        (["--data.system", "Answer: [briefly] # now"], "data.system", "Answer: [briefly] # now"),
-        (["--data.system", "1e3"], "data.system", "1e3"),
-        (["--data.system", "null"], "data.system", None),
-        (["--data.system=--x"], "data.system", "--x"),
-        (["--model.kwargs.depth", "2"], "model.kwargs.depth", 2),
-        (["--model.kwargs.width", "0.5"], "model.kwargs.width", 0.5),
+        (["--description", "Answer: [briefly] # now"], "description", "Answer: [briefly] # now"),
+        (["--description=--x"], "description", "--x"),
         (["--runs.gdpo.set.opd.coef", "1e-2"], "runs.gdpo.set.opd.coef", 0.01),
-        (["--runs.gdpo.reward_weights", "[1, 9]"], "runs.gdpo.reward_weights", [1.0, 9.0]),
-        (["--runs.gdpo.reward_weights", "1,9"], "runs.gdpo.reward_weights", [1.0, 9.0]),
-        (["--log.trackers", "tensorboard,trackio"], "log.trackers", ["tensorboard", "trackio"]),
+        (["--runs.gdpo.reward_weights", "1", "9"], "runs.gdpo.reward_weights", [1.0, 9.0]),
         (["--log.trackers", "wandb"], "log.trackers", ["wandb"]),
-        (["--advantage.estimator", "m:f"], "advantage.estimator", "m:f"),
         (["--runs.format_teacher.reward_weights.1", "9"], "runs.format_teacher.reward_weights", [0.1, 9.0]),
         (["--seed", "1", "--seed", "2"], "seed", 2),
-        (["--warm-start.learning-rate", "1e-6"], "warm_start.learning_rate", 1e-6),
     ],
 )
 def test_values_on_the_command_line(folder: Path, words: list[str], path: str, value: object) -> None:
@@ -120,138 +101,104 @@ def test_values_on_the_command_line(folder: Path, words: list[str], path: str, v
     assert at == value and type(at) is type(value)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "line"),
-    [
-        ("kappa: 4", "kapa: 4", "29: runs.smopd.set.opd.kapa: no such setting; did you mean opd.kappa?"),
-        ("kappa: 4", "kappa: 400", "29: runs.smopd.set.opd.kappa: got 400, expected at most 128"),
-        ("weight: 2", "wieght: 2", "11: rewards.1.wieght: no such setting; did you mean rewards.1.weight?"),
-        ("weight: 2", "weight: heavy", '11: rewards.1.weight: got "heavy", expected number'),
-        ("weight: 2", "weight: true", "11: rewards.1.weight: got true, expected a number"),
-        (
-            "function: m:g",
-            "function: g",
-            "10: rewards.1.function: got 'g', expected `package.module:function`",
-        ),
-        ("    function: m:g\n", "", "9: rewards.1.function: missing, expected text"),
-        ("range: [-3, 3]", "range: [3]", "8: rewards.0.range: got [3], expected [number, number]|batch|null"),
-        (
-            "range: [-3, 3]",
-            "range: [3, -3]",
-            "8: rewards.0.range: got [3.0, -3.0], expected [lo, hi] with lo < hi",
-        ),
-        (
-            "  learning_rate: 1e-4",
-            "  kappa: 3",
-            "13: student.kappa: no such setting; did you mean opd.kappa?",
-        ),
-        ("  learning_rate: 1e-4", "", "12: student: got null, expected a section"),
-        ("  learning_rate: 1e-4", "  betas: [0.9]", "13: student.betas.1: missing, expected number"),
-        (
-            "stage: merge",
-            "stage: merg",
-            '24: runs.smopd.stage: got "merg", expected specialize|merge|train; did you mean merge?',
-        ),
-        (
-            "reward_weights: [0.1, 0.9]",
-            "reward_weights: [1]",
-            "21: runs.format_teacher.reward_weights: got 1 weights,"
-            " expected one for each of the rewards ['accuracy', 'format']",
-        ),
-        (
-            "model: format_teacher",
-            "model: format_techer",
-            "26: runs.smopd.set.teachers.models.0.model: 'format_techer'"
-            " is no run of this recipe; did you mean format_teacher?",
-        ),
-        (
-            "model: format_teacher",
-            "model: ./teacher",
-            "26: runs.smopd.set.teachers.models.0.model: no file './teacher'",
-        ),
-        (
-            "reward: format}",
-            "reward: fromat}",
-            "26: runs.smopd.set.teachers.models.0.reward: 'fromat' is none of ['accuracy', 'format']",
-        ),
-        (
-            'train: {source: "m:prompts"}',
-            "train: {source: data.jsonl}",
-            "5: data.train.source: no file 'data.jsonl'",
-        ),
-        (
-            '{factory: "m:model", kwargs: {width: 64}}',
-            "{path: ../there/none}",
-            "3: model.path: no file '../there/none' (there is no folder '../there')",
-        ),
-    ],
-)
-def test_a_mistake_in_the_recipe_is_one_line(
-    folder: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, line: str
-) -> None:
-    found = mistakes(capsys, edited(folder, old, new))
-    assert [text.partition(":")[2] for text in found] == [line]
-    assert found[0].startswith("edited.yaml:")
+BROKEN = """\
+name: tiny
+model: {factory: model}
+data: {train: {source: "m:prompts"}}
+rewards:
+  - {name: accuracy, range: [3]}
+  - {name: format, function: "m:g", wieght: 2}
+loop: {steps: many, kappa: 3}
+student:
+opd: {kappa: 400}
+loss: {clip_low: true}
+runs:
+  gdpo: {stage: control}
+  smopd: {stage: merg}
+"""
+TYPES = """\
+broken.yaml:2: model.factory: got 'model', expected `package.module:function`
+broken.yaml:5: rewards.0.function: missing, expected package.module:function
+broken.yaml:5: rewards.0.range: got [3], expected [number, number]|batch|null
+broken.yaml:6: rewards.1.wieght: no such setting; did you mean rewards.1.weight?
+broken.yaml:7: loop.kappa: no such setting; did you mean opd.kappa?
+broken.yaml:7: loop.steps: got "many", expected integer >= 0
+broken.yaml:8: student: got null, expected a section
+broken.yaml:9: opd.kappa: got 400, expected integer >= 1, <= 128
+broken.yaml:10: loss.clip_low: got true, expected a number
+broken.yaml:12: runs.gdpo.stage: is train now
+broken.yaml:13: runs.smopd.stage: got "merg", expected specialize|merge|train; did you mean merge?
+command line: evaluation.every: got -1, expected integer >= 0
+command line: rewards.4.weight: rewards has no entry '4'; the recipe has 2 entries, counted from 0
+command line: seed: no value
+top.yaml:3: opd.tial: no such setting; did you mean opd.tail?
+"""
+CROSSED = """\
+name: tiny
+model: {path: ../there/none}
+data: {train: {source: tiny.jsonl}}
+rewards:
+  - {name: accuracy, function: "m:f"}
+runs:
+  first: {stage: merge}
+  teacher: {stage: specialize, set: {opd: {kapa: 4}}}
+  smopd:
+    stage: merge
+    set:
+      teachers:
+        models:
+          - {model: techer, reward: accuracy}
+          - {model: smopd, reward: accuracy}
+"""
+RULES = """\
+r.yaml:2: model.path: no file '../there/none' (there is no folder '../there')
+r.yaml:3: data.train.source: no file 'tiny.jsonl'; did you mean tiny.yaml?
+r.yaml:7: runs.first: stage merge needs teachers, and teachers.models is empty
+r.yaml:8: runs.teacher.set.opd.kapa: no such setting; did you mean opd.kappa?
+r.yaml:14: runs.smopd.set.teachers.models.0.model: 'techer' is no run of this recipe; did you mean teacher?
+r.yaml:15: runs.smopd.set.teachers.models.1.model: 'smopd' does not come before the run 'smopd' that needs it
+"""
 
 
 def test_all_mistakes_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = edited(folder, "weight: 2", "weight: x")
-    words = "--opd.kappa 500 --loop.stepps 3 --rewards.4.weight 1 --student.learning_rate 0 --seed"
-    found = mistakes(capsys, recipe, *words.split())
-    assert sorted(found) == [
-        "command line: loop.stepps: no such setting; did you mean loop.steps?",
-        "command line: opd.kappa: got 500, expected at most 128",
-        "command line: rewards.4.weight: rewards has no entry '4'; the recipe has 2 entries, counted from 0",
-        "command line: seed: no value, expected integer",
-        "command line: student.learning_rate: got 0, expected more than 0",
-        'edited.yaml:11: rewards.1.weight: got "x", expected number',
-    ]
+    (folder / "broken.yaml").write_text(BROKEN)
+    (folder / "top.yaml").write_text("extends: broken.yaml\n\nopd: {tial: true}\n")
+    words = ["--evaluation.every", "-1", "--rewards.4.weight", "1", "--seed"]
+    assert sorted(mistakes(capsys, "top.yaml", *words)) == sorted(TYPES.splitlines())
+    (folder / "r.yaml").write_text(CROSSED)
+    assert mistakes(capsys, "r.yaml") == RULES.splitlines()
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("--opd.kapa 3", "command line: opd.kapa: no such setting; did you mean opd.kappa?"),
-        ("--stge merge", "command line: --stge: no such option; did you mean --stage?"),
-        ("--sed 3", "command line: --sed: no such option; did you mean --seed?"),
-        ("--seed.x 3", "command line: seed.x: seed is 5, not a section"),
+        ("--stge merge", "--stge: no such option; did you mean --stage?"),
+        ("--seed.x 3", "seed.x: seed is 5, not a section"),
         (
             "--only gpdo",
-            "command line: --only: 'gpdo' is no run; did you mean gdpo?; there are"
-            " ['gdpo', 'format_teacher', 'smopd']",
+            "--only: 'gpdo' is no run; did you mean gdpo?; there are ['gdpo', 'format_teacher', 'smopd']",
         ),
-        (
-            "--only gdpo --stage merge",
-            "command line: --stage merge with --only gdpo: tiny.yaml has nothing to do there",
-        ),
-        (
-            "--runs.gdpo.init smopd",
-            "command line: runs.gdpo.init: 'smopd' is no earlier run, expected one of ['base']",
-        ),
+        ("--only gdpo --stage merge", "--stage merge with --only gdpo: tiny.yaml has nothing to do there"),
+        ("--runs.gdpo.init smopd", "runs.gdpo.init: 'smopd' is no earlier run, expected one of ['base']"),
     ],
 )
 def test_a_mistake_on_the_command_line(
     folder: Path, capsys: pytest.CaptureFixture[str], words: str, line: str
 ) -> None:
     (folder / "tiny.yaml").write_text(RECIPE + "seed: 5\n")
-    assert mistakes(capsys, "tiny.yaml", *words.split()) == [line]
+    assert mistakes(capsys, "tiny.yaml", *words.split()) == [f"command line: {line}"]
 
 
 @pytest.mark.parametrize(
     ("text", "line"),
     [
         (
-            "name: tiny\nopd:\n  kappa: 4\n  tail: true\n  kappa: 8\n",
-            "r.yaml:5: opd.kappa is given twice, first in line 3",
+            "opd:\n  kappa: 4\n  tail: true\n  kappa: 8\n",
+            "r.yaml:4: opd.kappa is given twice, first in line 2",
         ),
         (
             "name: [tiny\nopd: 3\n",
             "r.yaml:2:4: not YAML: while parsing a flow sequence, expected ',' or ']', but got ':'",
-        ),
-        (
-            "name: tiny\n\topd: 3\n",
-            "r.yaml:2:1: not YAML: while scanning for the next token, found character '\\t'"
-            " that cannot start any token",
         ),
         ("- 1\n- 2\n", "r.yaml: got a list, expected settings, `name: value` a line"),
         (
@@ -260,7 +207,7 @@ def test_a_mistake_on_the_command_line(
             " 'tag:yaml.org,2002:python/object:os.system'",
         ),
         ("extends: 3\n", "r.yaml:1: extends: got 3, expected a recipe"),
-        ("extends: tinny.yaml\n", "r.yaml:1: extends: no recipe file 'tinny.yaml'; did you mean tiny.yaml?"),
+        ("extends: tinny.yaml\n", "r.yaml:1: extends: no recipe 'tinny.yaml'; did you mean tiny.yaml?"),
         ("extends: r.yaml\n", "r.yaml:1: extends: r.yaml: extends itself: r.yaml -> r.yaml"),
     ],
 )
@@ -271,96 +218,29 @@ def test_a_file_that_is_no_recipe(
     assert mistakes(capsys, "r.yaml") == [line]
 
 
-def test_hostile_yaml_is_an_answer_and_no_crash(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for text in (
-        b"\xff\xfe\x00",
-        b"name: \x00",
-        b"a: &a [*a]",
-        b"[" * 100,
-        b"? [a]\n: b\n",
-        b"--- 1\n--- 2\n",
-        b"[" * 100_000,
-        b"a: !!int ''\n",
-        b"a: !!bool maybe\n",
-        b"extends: ~nobody-of-this-name/r.yaml\n",
-        b"extends: " + b"a" * 5000 + b".yaml\n",
-    ):
-        (folder / "r.yaml").write_bytes(text)
-        assert mistakes(capsys, "r.yaml"), text[:80]
-
-
-def test_aliases_are_no_bomb(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ten lines that stand for a billion values."""
-    lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]"]
-    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
-    (folder / "r.yaml").write_text("\n".join(lines))
-    assert mistakes(capsys, "r.yaml") == ["r.yaml: has more than 10000 values, those of its aliases counted"]
-
-
-@pytest.mark.parametrize("value", ["[!!bool maybe]", "[!!int x]", "9" * 5000, "[" * 100_000])
-def test_a_value_that_is_no_yaml_is_text(value: str) -> None:
-    assert parse_value(value) == value
-
-
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        ("quikstart", "no recipe 'quikstart'; did you mean quickstart?"),
-        ("tny.yaml", "no recipe file 'tny.yaml'; did you mean tiny.yaml?"),
-        ("none/x.yaml", "no recipe file 'none/x.yaml'"),
-    ],
-)
-def test_a_recipe_that_is_not_there(
-    folder: Path, capsys: pytest.CaptureFixture[str], name: str, line: str
-) -> None:
-    (found,) = mistakes(capsys, name)
-    assert found.startswith(line)
-
-
 def test_extends_is_relative_to_its_file_and_later_files_win(folder: Path) -> None:
     (folder / "sub").mkdir()
     (folder / "sub" / "middle.yaml").write_text("extends: ../tiny.yaml\nopd: {kappa: 8, tail: false}\n")
     (folder / "top.yaml").write_text(
-        "extends: sub/middle.yaml\nopd: {kappa: 2}\nruns: {more: {stage: train}}\n"
+        "extends: sub/middle.yaml\nopd: {kappa: 2}\nruns: {more: {stage: train}, gdpo: null}\n"
     )
     settings = read_settings("top.yaml")
     assert (settings.opd.kappa, settings.opd.tail) == (2, False)
-    assert list(settings.runs) == ["gdpo", "format_teacher", "smopd", "more"]
+    assert list(settings.runs) == ["format_teacher", "smopd", "more"]
 
 
-def test_a_mistake_in_what_is_extended_names_that_file(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    edited(folder, "weight: 2", "weight: x")
-    (folder / "top.yaml").write_text("extends: edited.yaml\n\nopd: {kapa: 2}\n")
-    assert mistakes(capsys, "top.yaml") == [
-        'edited.yaml:11: rewards.1.weight: got "x", expected number',
-        "top.yaml:3: opd.kapa: no such setting; did you mean opd.kappa?",
-    ]
+def test_an_override_leaves_an_alias_elsewhere_alone(folder: Path) -> None:
+    aliased = 'kwargs: &k {width: 64}}\nscoring: {}\nwarm_start: {source: {source: "m:d", kwargs: *k}}\n'
+    recipe = RECIPE.replace("kwargs: {width: 64}}\n", aliased).partition("warm_start:\n")
+    (folder / "r.yaml").write_text(recipe[0] + recipe[2].partition("steps: 7\n")[2])
+    settings = read_settings("r.yaml", {"model.kwargs.width": ["8"]})
+    assert settings.model.kwargs == {"width": 8}
+    assert settings.warm_start is not None and settings.warm_start.source.kwargs == {"width": 64}
 
 
 def test_written_settings_read_back_equal(folder: Path) -> None:
-    hostile = [
-        "yes",
-        "1e-6",
-        "null",
-        "2024-01-01",
-        "0x1f",
-        "a: b # c",
-        "ü\u2028\n\tx",
-        "",
-        " ",
-        "<<",
-        "1:30",
-        "{x}",
-    ]
-    kwargs = {
-        "texts": hostile,
-        **{text: text for text in hostile},
-        "tiny": 1e-30,
-        "none": None,
-        "nested": [[1], {}],
-    }
+    hostile = ["yes", "1e-6", "null", "2024-01-01", "a: b # c", "ü\u2028\n\tx", "", "<<", "1:30", "{x}"]
+    kwargs = {text: text for text in hostile} | {"texts": hostile, "tiny": 1e-30, "n": [[1], {}, None]}
     settings = read_settings("tiny.yaml")
     settings = settings.model_copy(update={"model": settings.model.model_copy(update={"kwargs": kwargs})})
     (folder / "config.yaml").write_text(write_yaml(settings), encoding="utf-8")
@@ -372,21 +252,18 @@ def test_written_settings_read_back_equal(folder: Path) -> None:
     ("text", "value"),
     [
         ("1e-6", 1e-6),
-        ("-3", -3),
         ("007", 7.0),
-        (".5", 0.5),
         ("yes", "yes"),
-        ("true", True),
-        ("~", None),
         ("", None),
         ("a: b", "a: b"),
         ("[1, {a: null}]", [1, {"a": None}]),
         ("[1", "[1"),
-        ("'3'", "3"),
         ("1:30", "1:30"),
         ("2024-01-01", "2024-01-01"),
         ("<<", "<<"),
         ("*x", "*x"),
+        ("[!!int x]", "[!!int x]"),
+        ("9" * 5000, "9" * 5000),
     ],
 )
 def test_values_are_yaml_1_2(text: str, value: object) -> None:
@@ -395,7 +272,7 @@ def test_values_are_yaml_1_2(text: str, value: object) -> None:
 
 def test_the_plan_follows_the_recipe_and_the_finished_runs(folder: Path) -> None:
     settings = read_settings("tiny.yaml")
-    done = output_directory(settings) / "gdpo" / "done.json"
+    done = Path(settings.output) / "gdpo" / "done.json"
     done.parent.mkdir(parents=True)
     done.write_text("{}")
     weights = {"accuracy": 1.0, "format": 2.0}
@@ -418,37 +295,21 @@ def test_dry_run_is_settings_and_plan(folder: Path) -> None:
     assert "base, smopd" in text.splitlines()[-1]
 
 
-def test_a_merge_needs_earlier_teachers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = edited(folder, "gdpo: {stage: train}", "gdpo: {stage: merge}")
-    (line,) = mistakes(capsys, recipe)
-    assert line == "edited.yaml:18: runs.gdpo: stage merge needs teachers, and teachers.models is empty"
-    recipe = edited(folder, "model: format_teacher", "model: smopd")
-    (line,) = mistakes(capsys, recipe)
-    assert line.endswith("'smopd' does not come before the run 'smopd' that needs it")
-
-
-def test_help_fits_and_names_every_section(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
+def test_help_names_every_section_and_setting(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         parse(["--help"])
     assert stop.value.code == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 75 and max(map(len, lines)) <= 100
-    assert all(any(line.strip().startswith(name) for line in lines) for name in Settings.model_fields)
-
-
-def test_help_of_a_section_has_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    print_help("x", "all")
+    text = capsys.readouterr().out
+    assert all(f"\n  {name}: " in text for name in Settings.model_fields) and "--dry-run" in text
+    print_section("all")
     text = capsys.readouterr().out
     for path in ("--opd.gate.floor", "--rewards.N.weight", "--runs.NAME.init", "--teachers.models.N.reward"):
         assert path in text
-    print_help("x", "opd")
+    print_section("opd")
     text = capsys.readouterr().out
     assert "integer >= 1, <= 128  (16)" in text and "lambda at the first step" in text
     with pytest.raises(Mistakes, match="did you mean student"):
-        print_help("x", "studnet")
+        print_section("studnet")
 
 
 def test_one_rank_speaks_for_a_node(
@@ -458,64 +319,14 @@ def test_one_rank_speaks_for_a_node(
     assert mistakes(capsys, "tiny.yaml", "--opd.kapa", "3") == []
 
 
-@pytest.mark.parametrize(
-    ("words", "status"),
-    [
-        ("--opd.kapa 3", 2),
-        ("--help", 0),
-    ],
-)
-def test_answers_come_before_torch(words: str, status: int) -> None:
-    code = (
-        "import sys\n"
-        "from smopd.train import main\n"
-        "try:\n"
-        "    main(sys.argv[1:])\n"
-        "finally:\n"
-        "    print('torch' in sys.modules, 'transformers' in sys.modules)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words.split()], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == status, done.stderr
-    assert done.stdout.splitlines()[-1] == "False False"
-    assert "Traceback" not in done.stderr
-
-
-OLD = {**dict.fromkeys(RENAMED, 1), **dict.fromkeys(REMOVED, 1)}
-
-
-@pytest.mark.parametrize("path", sorted(OLD))
-def test_a_setting_of_an_earlier_version_is_answered_with_its_name_now(folder: Path, path: str) -> None:
+@pytest.mark.parametrize("path", sorted(ANSWERS))
+def test_a_setting_of_an_earlier_version_is_answered(folder: Path, path: str) -> None:
     given = {path.replace(".N.", ".0."): ["1"]}
     if path.startswith("merge.models"):
         given = {"merge.models": [f"[{{model: format_teacher, {path.rpartition('.')[2]}: 1}}]"]}
     with pytest.raises(Mistakes) as raised:
         read_settings("tiny.yaml", given)
-    (line,) = raised.value.lines
-    assert f"{path.replace('.N.', '.0.')}: " in line
-    if path in RENAMED:
-        new = RENAMED[path].partition(";")[0]
-        assert f"is called {RENAMED[path]} now" in line
-        names = [name for name, _ in settings_paths()]
-        assert new.replace(".N.", ".").replace("merge.models.", "") in [
-            *names,
-            "max_regression",
-            "exclude",
-        ] or ("kwargs" in new)
-    else:
-        assert REMOVED[path] in line
-
-
-@pytest.mark.parametrize(
-    ("run", "said"),
-    [
-        ("{stage: control}", "runs.gdpo.stage: is train now"),
-        ("{stage: train, init: {merge: {models: []}}}", "runs.gdpo.init: is the name of a run; a merge of"),
-    ],
-)
-def test_a_stage_or_start_of_an_earlier_version_is_answered(
-    folder: Path, capsys: pytest.CaptureFixture[str], run: str, said: str
-) -> None:
-    (line,) = mistakes(capsys, edited(folder, "gdpo: {stage: train}", f"gdpo: {run}"))
-    assert said in line
+    assert raised.value.lines == [f"command line: {path.replace('.N.', '.0.')}: {ANSWERS[path]}"]
+    new = ANSWERS[path].removeprefix("is called ").partition(" ")[0]
+    if ANSWERS[path].startswith("is called"):
+        assert tuple(new.partition(".kwargs.")[0].split(".")) in schemas() or ".engine_kwargs." in new

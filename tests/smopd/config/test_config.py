@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+import yaml
+from pydantic import Field, ValidationError
 
-from smopd.config.settings import Opd, Reward, Settings
-from smopd.engine.settings import Lora, TrainSettings
+from smopd.config.cli import Selection, read_options, read_settings
+from smopd.config.recipe import Mistakes
+from smopd.config.settings import Settings
+from smopd.engine.settings import ImportPath, Section
 
-REWARDS = [{"name": "a", "function": "m:f"}, {"name": "b", "function": "m:g", "weight": 2}]
-TEACHERS = [{"model": "one", "reward": "a"}, {"model": "two", "reward": "b"}]
-
-
-def values(**changes: Any) -> dict[str, Any]:
-    return {
-        "name": "tiny",
-        "model": {"factory": "m:model"},
-        "data": {"train": {"source": "m:prompts"}},
-        "rewards": REWARDS,
-        "runs": {"one": {"stage": "specialize", "reward_weights": [0.9, 0.1]}, "two": {"stage": "train"}},
-        **changes,
-    }
+VALUES = {
+    "name": "tiny",
+    "model": {"factory": "m:model"},
+    "data": {"train": {"source": "m:prompts"}},
+    "rewards": [{"name": "a", "function": "m:f"}, {"name": "b", "function": "m:g", "weight": 2}],
+    "teachers": {"models": [{"model": "one", "reward": "a"}, {"model": "two", "reward": "b"}]},
+    "runs": {"one": {"stage": "specialize", "reward_weights": [0.9, 0.1]}, "two": {"stage": "train"}},
+}
 
 
-def errors(**changes: Any) -> str:
-    with pytest.raises(ValidationError) as caught:
-        Settings.model_validate(values(**changes))
-    return str(caught.value)
+def settings(**changes: Any) -> Settings:
+    return Settings.model_validate(VALUES | changes)
+
+
+def mistakes(folder: Path, words: str) -> list[str]:
+    """Of the recipe with the words of a command line over it, without the places."""
+    (folder / "r.yaml").write_text(yaml.safe_dump(VALUES))
+    try:
+        read_settings(str(folder / "r.yaml"), read_options(Selection, words.split(), "train")[1])
+    except Mistakes as wrong:
+        return [line.partition(": ")[2] for line in wrong.lines]
+    return []
 
 
 def test_a_run_takes_its_own_settings_and_leaves_the_others_alone() -> None:
@@ -36,159 +43,119 @@ def test_a_run_takes_its_own_settings_and_leaves_the_others_alone() -> None:
         "one": {"stage": "train", "set": {"opd": {"kappa": 4, "gate": {"floor": 0.1}}}},
         "two": {"stage": "train"},
     }
-    settings = Settings.model_validate(values(runs=runs, opd={"kappa": 8, "tail": True}))
-    one, two = settings.resolved("one"), settings.resolved("two")
+    whole = settings(runs=runs, opd={"kappa": 8, "tail": True})
+    one, two = whole.resolved("one"), whole.resolved("two")
     assert (one.opd.kappa, one.opd.gate.floor, one.opd.tail) == (4, 0.1, True)
     assert (two.opd.kappa, two.opd.gate.floor) == (8, 0.2)
-    assert settings.opd.kappa == 8
-
-
-def test_a_run_is_resolved_once_and_again_for_a_copy_that_differs() -> None:
-    settings, same = (Settings.model_validate(values()) for _ in range(2))
-    own = settings.resolved("one")
-    assert settings.resolved("one") is own
-    assert settings == same and settings.model_dump() == same.model_dump()
-    changed = settings.model_copy(update={"seed": 7})
-    assert changed.resolved("one").seed == 7 and settings.resolved("one").seed == 0
+    assert whole.opd.kappa == 8
 
 
 def test_weights_are_the_profile_or_the_rewards_own() -> None:
-    settings = Settings.model_validate(values())
-    assert settings.weights("one") == [0.9, 0.1]
-    assert settings.weights("two") == [1.0, 2.0]
+    assert settings().weights("one") == [0.9, 0.1]
+    assert settings().weights("two") == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("value", [True, float("nan"), float("inf"), "x", None, 1.5, 0, 129])
-def test_kappa_refuses(value: object) -> None:
-    with pytest.raises(ValidationError):
-        Opd.model_validate({"kappa": value})
-
-
-def test_numbers_in_text_form_are_numbers_and_numbers_are_text_where_text_is_expected() -> None:
-    assert TrainSettings.model_validate({"learning_rate": "1e-6"}).learning_rate == 1e-6
-    assert Settings.model_validate(values(name=2024)).name == "2024"
-
-
-@pytest.mark.parametrize("changes", [{"rank": 0}, {"alpha": 0}, {"dropout": 1}, {"dropout": -0.1}])
-def test_adapters_have_a_rank_and_a_scale_and_drop_less_than_all(changes: dict[str, float]) -> None:
-    with pytest.raises(ValidationError, match=next(iter(changes))):
-        Lora.model_validate(changes)
+class Kinds(Section):
+    number: float | None = None
+    text: str | None = None
+    texts: list[str] = Field(default=[])
+    function: ImportPath | None = None
 
 
 @pytest.mark.parametrize(
-    "function", ["module", "module.function", "module:", ":f", "a b:f", "a.b:c.", "1a:f"]
-)
-def test_import_paths_have_one_shape(function: str) -> None:
-    with pytest.raises(ValidationError, match=r"package\.module:function"):
-        Reward(name="a", function=function)
-
-
-def test_all_cross_checks_speak_at_once() -> None:
-    text = errors(
-        runs={
-            "one": {"stage": "train", "init": "two", "reward_weights": [1]},
-            "two": {"stage": "train"},
-            "base": {"stage": "train"},
-        },
-        teachers={"models": [{"model": "one", "reward": "c"}]},
-    )
-    assert "runs.one.init: 'two' is no earlier run" in text
-    assert "runs.one.reward_weights: got 1 weights" in text
-    assert "runs.base: 'base' names the starting model" in text
-    assert "teachers.models.0.reward: 'c'" in text
-
-
-def test_a_gate_needs_ranges_and_a_floor_that_leaves_room() -> None:
-    gate = {"gate": {"kind": "token", "floor": 0.6}}
-    text = errors(opd=gate, teachers={"models": TEACHERS})
-    assert "opd.gate.floor: 0.6 times 2 teachers exceeds 1" in text
-    assert "rewards.0.range" in text and "rewards.1.range" in text
-    ranged = [{**reward, "range": [0, 1]} for reward in REWARDS]
-    gate["gate"]["floor"] = 0.5
-    Settings.model_validate(values(opd=gate, teachers={"models": TEACHERS}, rewards=ranged))
-
-
-SERVERS = {"engine": "vllm", "urls": ["http://a:1"]}
-REMOTE = [{"model": "http://a:1", "reward": "a"}, {"model": "http://b:1", "reward": "b"}]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
+    ("given", "read"),
     [
-        ({"model": {}}, "exactly one of path and factory"),
-        ({"model": {"path": "x", "factory": "m:f"}}, "exactly one of path and factory"),
-        ({"output": "runs/{time}"}, "expected a folder in which only {name} stands in braces"),
+        ({"number": "1e-6"}, {"number": 1e-6}),
+        ({"number": True}, "got true, expected a number"),
+        ({"number": float("nan")}, "finite"),
+        ({"text": 2024}, {"text": "2024"}),
+        ({"text": 1e3}, "got the number 1000, expected text"),
+        ({"texts": "one"}, {"texts": ["one"]}),
+        ({"texts": ["one", "two"]}, {"texts": ["one", "two"]}),
+        ({"texts": None}, "valid list"),
         *(
-            ({"runs": {name: {"stage": "train"}}}, "letters, digits")
-            for name in ("a/b", "a.b", "", "..", "a b")
-        ),
-        *(
-            ({"runs": {"one": {"stage": "train", "set": {key: "x"}}}}, f"{key} cannot differ")
-            for key in ("name", "output", "runs")
-        ),
-        ({"rewards": [{"name": "a", "function": "m:f", "range": [3, -3]}]}, "lo < hi"),
-        *(
-            (
-                {"rewards": [{"name": "a", "function": "m:f", "kwargs": {key: 1}}]},
-                f"got {key}, which every call",
-            )
-            for key in ("prompts", "completions", "training_step")
-        ),
-        (
-            {"loop": {"prompts_per_step": 4, "updates_per_step": 5}},
-            "updates_per_step: got 5, expected at most prompts_per_step (4)",
-        ),
-        ({"loop": {"async_level": 1}}, "loop.async_level: with 1 the responses come from an earlier policy"),
-        ({"rollout": {"urls": ["http://a:1"]}}, "rollout.urls: are of vLLM servers"),
-        (
-            {"rollout": {**SERVERS, "vllm": {"engine_kwargs": {"max_model_len": 9}}}},
-            "rollout.vllm.engine_kwargs: is of an engine here",
-        ),
-        (
-            {"rollout": {"engine": "vllm", "vllm": {"transfer": "ipc"}}},
-            "rollout.vllm.transfer: ipc is of an engine in a process of its own",
-        ),
-        ({"teachers": {"models": [TEACHERS[0], REMOTE[1]]}}, "got teachers at URLs and others"),
-        ({"student": {"strategy": "deepspeed", "shard_size": 2}}, "student.shard_size: is FSDP2's"),
-        ({"student": {"deepspeed_config": "zero.json"}}, "student.deepspeed_config: is DeepSpeed's"),
-        (
-            {"student": {"strategy": "deepspeed", "optimizer": "m:f"}},
-            "student.optimizer: DeepSpeed's is adamw alone",
-        ),
-        (
-            {"opd": {"target": "m:f", "divergence": "reverse_kl_sampled"}},
-            "opd.target: got m:f, but reverse_kl_sampled has a target of its own",
-        ),
-        ({"advantage": {"snr_threshold": 0.2}}, "advantage.snr_threshold: is GD2PO's"),
-        (
-            {"rollout": {"top_p": 0.9}, "loss": {"importance_cap": 2.0}},
-            "rollout.top_p: at 0.9 the sampler's log-probabilities are the nucleus's",
-        ),
-        (
-            {"rollout": {"top_p": 0.9}, "opd": {"divergence": "reverse_kl_sampled"}},
-            "rollout.top_p: at 0.9 tokens come from the nucleus, and opd.divergence's KL",
-        ),
-        (
-            {"rollout": {"top_p": 0.9}, "kl_ref": {"coef": 0.1}},
-            "rollout.top_p: at 0.9 tokens come from the nucleus, and kl_ref's KL",
-        ),
-        (
-            {
-                "loop": {"async_level": 1},
-                "loss": {"old_logps": "rollout"},
-                "rollout": {"engine": "vllm", "vllm": {"engine_kwargs": {"tensor_parallel_size": 2}}},
-            },
-            "where the collectives of colocated tensor-parallel",
-        ),
-        ({"kl_ref": {"coef": 0.1, "place": "reward"}}, "kl_ref.place: gdpo normalises each reward"),
-        (
-            {
-                "kl_ref": {"coef": 0.1},
-                "opd": {"divergence": "reverse_kl_sampled", "reverse_kl_surrogate": "ppo"},
-            },
-            "opd.reverse_kl_surrogate: with ppo the teachers' term and kl_ref's",
+            ({"function": text}, "module:function")
+            for text in ("m", "m.f", "m:", ":f", "a b:f", "a:c.", "1a:f")
         ),
     ],
 )
-def test_what_does_not_go_together_is_said_before_anything_runs(changes: dict, message: str) -> None:
-    assert message in errors(**changes)
+def test_values_are_read_as_written(given: dict[str, Any], read: dict[str, Any] | str) -> None:
+    if isinstance(read, str):
+        with pytest.raises(ValidationError, match=read):
+            Kinds.model_validate(given)
+    else:
+        assert Kinds.model_validate(given).model_dump(exclude_defaults=True) == read
+
+
+PRODUCT = "--merge.method product"
+NUCLEUS = "--rollout.top_p 0.9"
+GATE = "--opd.gate.kind token"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--model.factory null", "model: give exactly one of path and factory"),
+        ("--runs.a/b.stage train", "runs.a/b: expected a name of letters, digits, '_' and '-'"),
+        ("--runs.base.stage train", "runs.base: expected a name of letters"),
+        ("--runs.one.set.name x", "runs.one.set: name cannot differ between runs"),
+        ("--runs.one.init two", "runs.one.init: 'two' is no earlier run, expected one of ['base']"),
+        ("--runs.one.reward_weights [1]", "runs.one.reward_weights: got 1 weights, expected one for each"),
+        ("--rewards.1.name a", "rewards: names must differ, got ['a', 'a']"),
+        ("--rewards.0.range 3 -3", "rewards.0.range: got [3.0, -3.0], expected [lo, hi] with lo < hi"),
+        ("--rewards.0.kwargs.training_step 1", "rewards.0.kwargs: got training_step, which every call gives"),
+        (
+            "--loop.prompts_per_step 4 --loop.updates_per_step 5",
+            "loop.updates_per_step: got 5, expected at most",
+        ),
+        ("--advantage.snr_threshold 0.2", "advantage.snr_threshold: is GD2PO's, advantage.estimator is gdpo"),
+        ("--student.strategy deepspeed --student.shard_size 2", "student.shard_size: is FSDP2's"),
+        ("--student.strategy deepspeed --student.optimizer m:f", "student.optimizer: DeepSpeed's is adamw"),
+        ("--student.deepspeed_config z.json", "student.deepspeed_config: is DeepSpeed's"),
+        ("--loss.old_logps rollout --loss.importance_cap 2", "loss.importance_cap: the ratio to old_logps"),
+        ("--loop.async_level 1", "loop.async_level: 1 needs loss.old_logps rollout"),
+        (
+            "--loop.async_level 1 --loss.old_logps rollout --rollout.engine vllm"
+            " --rollout.vllm.engine_kwargs.tensor_parallel_size 2",
+            "loop.async_level: 1 beside tensor-parallel engines needs rollout.vllm.placement process",
+        ),
+        (f"{NUCLEUS} --loss.importance_cap 2", "rollout.top_p: at 0.9 log-probabilities are the nucleus's"),
+        (f"{NUCLEUS} --opd.divergence reverse_kl_sampled", "rollout.top_p: at 0.9 opd.divergence's KL"),
+        (f"{NUCLEUS} --kl_ref.coef 0.1", "rollout.top_p: at 0.9 kl_ref's KL"),
+        ("--rollout.urls http://a:1", "rollout.urls: are of vLLM servers, rollout.engine is local"),
+        (
+            "--rollout.urls http://a:1 --rollout.engine vllm --rollout.vllm.engine_kwargs.max_model_len 9",
+            "rollout.vllm: is of an engine here",
+        ),
+        ("--rollout.engine vllm --rollout.transfer ipc", "rollout.transfer: ipc is of a vLLM engine in a"),
+        ("--rollout.transfer inline", "rollout.transfer: inline is of servers"),
+        ("--teachers.models.1.reward c", "teachers.models.1.reward: 'c' is none of ['a', 'b']"),
+        ("--teachers.models.1.model http://b:1", "teachers.models: got teachers at URLs and others"),
+        (f"{GATE} --opd.gate.floor 0.6", "opd.gate.floor: 0.6 times 2 teachers exceeds 1"),
+        (f"{GATE} --rewards.0.range 0 1", "rewards.1.range: the gate needs [lo, hi] or batch for 'b'"),
+        (f"{PRODUCT} --opd.product.weights [1]", "opd.product.weights: got 1, expected 2, one a teacher"),
+        (f"{PRODUCT} --opd.product.reference http://r:1", "opd.product.reference: got 'http://r:1' beside"),
+        (f"{PRODUCT} --opd.divergence reverse_kl_sampled", "merge.method: product is known on the teachers'"),
+        (
+            f"{PRODUCT} --opd.target m:f",
+            "opd.target: got m:f, but merge.method product has a target of its own",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_said_before_anything_runs(
+    tmp_path: Path, words: str, line: str
+) -> None:
+    assert mistakes(tmp_path, words)[0].startswith(line)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        f"{GATE} --opd.gate.floor 0.5 --rewards.0.range 0 1 --rewards.1.range batch",
+        "--loop.async_level 1 --loss.importance_cap 2 --kl_ref.coef 0.1",
+        "--rollout.engine vllm --rollout.vllm.placement process --rollout.transfer ipc",
+    ],
+)
+def test_what_goes_together_is_not_refused(tmp_path: Path, words: str) -> None:
+    assert mistakes(tmp_path, words) == []

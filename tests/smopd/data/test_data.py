@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
+from tokenizers.processors import TemplateProcessing
 
 from smopd.config.settings import Settings
 from smopd.data.prompts import batch_indices, load_demonstrations, load_prompts
@@ -87,14 +88,13 @@ def write(tmp_path):
 def test_files_of_every_form_give_the_same_rows(write, name):
     source = write(ROWS, name)
     assert load_rows(source) == ROWS
-    assert load_rows(source, limit=1) == ROWS[:1]
 
 
 def test_a_function_is_called_with_kwargs():
     assert load_rows(f"{HERE}:some_rows", kwargs={"n": 2}) == some_rows(2)
     assert load_rows(f"{HERE}:Shop.rows") == some_rows(1)
-    kwargs = {"split": "heldout"}
-    assert load_rows(f"{HERE}:some_rows", kwargs=kwargs, limit=2) == some_rows(2, "heldout")
+    kwargs = {"n": 2, "split": "heldout"}
+    assert load_rows(f"{HERE}:some_rows", kwargs=kwargs) == some_rows(2, "heldout")
 
 
 def test_a_hub_data_set_is_loaded_by_id(monkeypatch):
@@ -170,7 +170,6 @@ def test_a_file_of_another_form_is_refused(tmp_path, name, content, message):
         (f"{HERE}:some_rows", {"kwargs": {"m": 1}}, "cannot be called with .*'m'"),
         (f"{HERE}:one_number", {}, "returned a int, expected rows"),
         (f"{HERE}:rows_of_texts", {}, "row 0 is a str, expected an object of columns"),
-        (f"{HERE}:some_rows", {"limit": 0}, "limit is 0, expected at least 1 or None"),
     ],
 )
 def test_a_function_that_does_not_fit_is_named(source, options, message):
@@ -192,10 +191,15 @@ def test_prompts_carry_template_content_and_columns(write, tokenizer):
     assert [prompt.index for prompt in prompts[1:]] == [1, 2]
 
 
-def test_a_system_message_is_put_before_texts(write, tokenizer):
-    prompts = load_prompts(write([*ROWS[:1], {"prompt": CHAT[1:]}]), tokenizer, system="give")
-    assert tokenizer.decode(list(prompts[0].token_ids)).startswith("<|system|>give<|user|>call")
-    assert tokenizer.decode(list(prompts[1].token_ids)).startswith("<|user|>call")
+def test_a_chat_begins_once(write):
+    """Llama's template writes the beginning of the text, which its tokenizer would add too."""
+    tokenizer = world_tokenizer(vocabulary())
+    begin = (tokenizer.bos_token, tokenizer.bos_token_id)
+    adds = TemplateProcessing(single=f"{begin[0]} $A", special_tokens=[begin])
+    tokenizer.backend_tokenizer.post_processor = adds
+    assert tokenizer("call")["input_ids"][0] == begin[1]
+    tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    assert load_prompts(write(ROWS), tokenizer)[0].token_ids.count(begin[1]) == 1
 
 
 def test_without_a_template_a_text_is_tokenised_as_it_is(write, tokenizer, plain_tokenizer):
@@ -206,8 +210,6 @@ def test_without_a_template_a_text_is_tokenised_as_it_is(write, tokenizer, plain
         assert tokenizer.convert_ids_to_tokens(list(ids)) == expected
     with pytest.raises(ValueError, match="chat is true, and the tokenizer has no chat template"):
         load_prompts(source, plain_tokenizer, chat=True)
-    with pytest.raises(ValueError, match="a system message needs"):
-        load_prompts(source, plain_tokenizer, system="give")
     with pytest.raises(ValueError, match="prompts are chat messages, and no chat template is applied"):
         load_prompts(write([{"prompt": CHAT}], "chat.jsonl"), plain_tokenizer)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from smopd.config.merging import Merge
+from smopd.config.settings import Merge
 from smopd.merging.guard import Judged, alone, best, judged, levels, nearest
 from smopd.merging.vectors import Part
 

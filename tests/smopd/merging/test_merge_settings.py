@@ -25,7 +25,10 @@ def settings(folder: Path, merge: dict[str, Any], **given: list[str]) -> Any:
     [
         ({"methd": "ties"}, "methd: no such setting; did you mean merge.method?"),
         ({"rule": "tie"}, 'rule: got "tie", expected sum|ties|ram; did you mean ties?'),
-        ({"models": [{"model": "base", "keep": [0.1, 2]}]}, "models.0.keep.1: got 2, expected at most 1"),
+        (
+            {"models": [{"model": "base", "keep": [0.1, 2]}]},
+            "models.0.keep.1: got 2, expected number > 0, <= 1",
+        ),
         (
             {"models": [{"model": "base", "keep": [0.1, 1]}]},
             "models.0.keep: got [0.1, 1.0], expected one witho",
@@ -43,7 +46,7 @@ def settings(folder: Path, merge: dict[str, Any], **given: list[str]) -> Any:
             {"models": [{**MODELS[0], "max_regression": 0.1}]},
             "models.0.max_regression: needs the guard, expected both or",
         ),
-        ({"guard": {"prompts": 0}}, "guard.prompts: got 0, expected at least 1"),
+        ({"guard": {"prompts": 0}}, "guard.prompts: got 0, expected integer >= 1"),
         (
             {"models": [{"model": "format_teache"}]},
             "models.0.model: 'format_teache' is no run of this recipe; ",
@@ -87,5 +90,5 @@ def test_a_merge_of_nothing_but_its_teachers_is_the_guarded_merge_of_their_weigh
 
 def test_weights_of_teachers_at_urls_cannot_be_merged(tmp_path: Path) -> None:
     models = [{"model": f"http://{name}:1", "reward": name} for name in ("accuracy", "format")]
-    with pytest.raises(Mistakes, match=r"merge\.method: weights: needs the teachers' weights"):
+    with pytest.raises(Mistakes, match=r"merge\.method: weights needs the teachers' weights"):
         settings(tmp_path, {"models": []}, **{"teachers.models": [str(models)]})

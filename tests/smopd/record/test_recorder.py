@@ -169,13 +169,11 @@ def test_the_sampled_reverse_kl_is_at_the_rollouts_temperature(reverse, rollouts
     assert {"kl", "kl/negative", "teacher_mass", "student_mass", "clipped/reverse_low"} <= found.keys()
 
 
-def test_teachers_are_watched_where_lambda_is_0(merged, device, tmp_path):
+def test_teachers_are_watched_where_lambda_is_0(merged):
     names = {"kl", "kl/negative", "teacher_mass", "student_mass", "teacher_1/top_kappa_mass"}
     assert [line["opd_coef"] for line in merged] == [1, 0]
     assert all(names <= line.keys() and math.isfinite(line["kl"]) for line in merged)
     assert [line["loss/kl"] == 0 for line in merged] == [False, True]
-    unwatched = lines(tmp_path, device, {"coef": 0.0, "schedule": "constant", "log_when_off": False})
-    assert all(not names & line.keys() for line in unwatched)
 
 
 def test_the_gradient_norm_is_that_before_clipping(device, tmp_path):

@@ -119,9 +119,6 @@ def writes(prompts, completions, frame, **columns):
         os.write(int(sys.argv[2]), struct.pack("!i", 8 + len(data)) + struct.pack("<Q", number) + data)
     return [1.0] * len(completions)
 
-def eats(prompts, completions, **columns):
-    return [float(len(bytearray(8 << 30)))] * len(completions)
-
 def wants_more(prompts, completions, needed):
     return [0.0] * len(completions)
 
@@ -430,13 +427,6 @@ def test_frames_of_another_form_are_a_failure_of_the_worker(functions, frame):
     with pool_of("writes", "length") as pool:
         batch = score(pool, frame=[frame] * 2)
         assert unscorable(batch, "writes") == {"worker_died": 2}
-        assert batch.values_RK[:, 1].tolist() == [1.0, 2.0]
-
-
-def test_memory_has_a_limit_where_one_is_set(functions):
-    with pool_of("eats", "length", memory_bytes=4 << 30) as pool:
-        batch = score(pool)
-        assert unscorable(batch, "eats") == {"exception": 2} and "MemoryError" in batch.last_errors["eats"]
         assert batch.values_RK[:, 1].tolist() == [1.0, 2.0]
 
 

@@ -18,7 +18,6 @@ def test_every_part_of_the_path_takes_real_items(tmp_path, data_set):
     done = train_here(
         "rlla_scratch",
         *("--output", str(tmp_path / "out")),
-        *("--data.evaluation.limit", "3"),
         *("--warm_start.steps", "1"),
         *("--warm_start.batch_size", "2"),
         *("--loop.steps", "1"),
