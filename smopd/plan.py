@@ -103,12 +103,8 @@ class Sizes:
         """
         of = self.numbers
         norms = 2 * ((FP32 + 2 * width) * of.hidden + FP32)
-        return (
-            norms
-            + 2 * width * of.head_dim * (of.heads + of.kv_heads)
-            + FP32 * of.heads
-            + 4 * width * self.intermediate
-        )
+        attention = 2 * width * of.head_dim * (of.heads + of.kv_heads) + FP32 * of.heads
+        return norms + attention + 4 * width * self.intermediate
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -363,19 +359,20 @@ def _sizes(model: str, setting: str, kwargs: str | None = None) -> Sizes:
             made = import_function(model)(seed=0, **json.loads(kwargs))[0]
         else:
             made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+        layers = getattr(made.get_decoder(), "layers", None)
+        if layers is None:
+            raise ValueError(f"a {type(made).__name__} has no decoder layers that can be counted")
         linears: Counter[str] = Counter()
-        for path, module in made.get_decoder().layers.named_modules():
+        for path, module in layers.named_modules():
             if isinstance(module, torch.nn.Linear):
                 linears[path.rpartition(".")[2]] += module.in_features + module.out_features
-        layers = [sum(p.numel() for p in layer.parameters()) for layer in made.get_decoder().layers]
-        return Sizes(numbers_of(made), max(layers), made.config.intermediate_size, linears)
+        largest = max(sum(p.numel() for p in layer.parameters()) for layer in layers)
+        return Sizes(numbers_of(made), largest, made.config.intermediate_size, linears)
 
 
 def show(needs: Mapping[str, Sequence[Need]], options: Options) -> None:
     """Prints the table of the run that needs most, and a line for each."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(width=TABLE_WIDTH, highlight=False, color_system=None)
+    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH, highlight=False)
     shown = max(needs, key=lambda run: max(totals(needs[run]).values()))
     table = Table(box=None, pad_edge=False)
     table.add_column(f"{shown}: GiB a GPU")

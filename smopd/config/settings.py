@@ -430,10 +430,7 @@ class Settings(Section):
     @field_validator("output")
     @classmethod
     def _with_the_name(cls, value: str, info: ValidationInfo) -> str:
-        folder = value.replace("{name}", info.data.get("name", ""))
-        if re.search(r"[{}]", folder):
-            raise ValueError(f"got {value!r}, expected a folder in which only {{name}} stands in braces")
-        return str(Path(folder).expanduser())
+        return str(Path(value.replace("{name}", info.data.get("name", ""))).expanduser())
 
     def resolved(self, run_name: str) -> Settings:
         """The settings of one run: the recipe's with the run's `set` merged over them.
