@@ -248,12 +248,13 @@ def add_target(metrics: Metrics, result: StepResult) -> None:
         if teacher.reward in of_batch:
             metrics.add(f"teacher_{m}/range_low", float(target.low_M[m]))
             metrics.add(f"teacher_{m}/range_high", float(target.high_M[m]))
-    if settings.opd.sampled and old_logp_N is not None:
-        metrics.add("reverse_kl", old_logp_N - target.logq_mix_N)
+    sampled_logp_N = old_logp_N if settings.opd.sampled else None
+    if sampled_logp_N is not None:
+        metrics.add("reverse_kl", sampled_logp_N - target.logq_mix_N)
     for update in result.updates:
         metrics.add("kl", update.stats.kl_N)
         metrics.add("kl/negative", (update.stats.kl_N < 0).double())
         metrics.add("teacher_mass", update.stats.teacher_mass_N)
         metrics.add("student_mass", update.stats.student_mass_N)
-        if sampled:
+        if sampled_logp_N is not None:
             add_clipped(metrics, update, REVERSE_CLIP_BITS)
