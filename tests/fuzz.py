@@ -63,9 +63,8 @@ RECIPE = (Path(__file__).parents[1] / "smopd/recipes/quickstart.yaml").read_byte
 def rewards(content: bytes) -> None:
     """Every value is a number in its range, whatever the model wrote."""
     columns = {"ground_truth": [GOOD]}
-    for granularity in ("fine", "intermediate", "coarse"):
-        (value,) = rlla.accuracy_reward([""], [text(content)], granularity=granularity, **columns)
-        assert -3 <= value <= 3, value
+    (value,) = rlla.accuracy_reward([""], [text(content)], **columns)
+    assert -3 <= value <= 3, value
     assert rlla.format_reward([""], [text(content)], **columns)[0] in (0, 1)
 
 

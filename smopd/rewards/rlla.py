@@ -1,8 +1,7 @@
-"""The rewards of RLLA (ToolRL): has a response the right shape, are its tool calls right, how long is it.
+"""The paper's rewards on RLLA, as ToolRL computes them: the shape of a response, and its tool calls.
 
-Pure functions of the response's text and the item's ground truth, safe on hostile text: calls are read by
-`json.loads` under a size and a depth limit, never evaluated. Defaults are those of the paper's runs; ToolRL's
-other forms are keyword arguments, given as `kwargs` of a recipe's reward.
+Pure functions of a response's text and its ground truth. Calls are read by `json.loads` under a size and a
+depth limit, never evaluated.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
 ACCURACY_RANGE = (-3.0, 3.0)  # ToolRL: R_correct in [-3, 3]
 NO_CALL_REWARD = 0.0  # ToolRL: an item whose truth holds no call
@@ -38,7 +37,7 @@ _JSON_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)
 def extract_response(text: str) -> str:
     """The response in a decoded chat: after the last assistant header, up to the first end marker, stripped.
 
-    Text without header and marker is only stripped. Knows the headers of ChatML and Llama 3.
+    Knows the headers of ChatML and Llama 3.
     """
     for header in _ASSISTANT_HEADERS:
         text = text.rsplit(header, 1)[-1]
@@ -48,13 +47,7 @@ def extract_response(text: str) -> str:
 
 
 def format_reward(
-    prompts: Sequence[Any],
-    completions: Sequence[str],
-    *,
-    ground_truth: Sequence[str],
-    scale: Scale = "fixed",
-    training_step: Sequence[int] | None = None,
-    **columns: Any,
+    prompts: Sequence[Any], completions: Sequence[str], *, ground_truth: Sequence[str], **columns: Any
 ) -> list[float]:
     """1.0 where a completion has the shape that the tags of its ground truth ask for, else 0.0.
 
@@ -63,20 +56,17 @@ def format_reward(
     other than think occur exactly once. The JSON is not read.
 
     Args:
-        prompts: R prompts, unused.
+        prompts: unused.
         completions: R responses without prompt and end marker; surrounding whitespace is ignored.
         ground_truth: R true responses, of which only the tags count.
-        scale: other values than 0 and 1 while training (smopd.rewards.rlla).
-        training_step: of each response, from 0; None outside of training, where the scale is fixed.
     Raises:
-        ValueError: lengths differ, the scale is unknown, or a ground truth is no text.
+        ValueError: lengths differ, or a ground truth is no text.
     """
-    steps = _steps("format_reward", completions, ground_truth, training_step, scale)
-    rewards = []
-    for completion, truth, step in zip(completions, ground_truth, steps, strict=True):
-        low, high = format_range(scale, step)
-        rewards.append(high if _format(completion.strip(), truth) else low)
-    return rewards
+    _check_truths("format_reward", ground_truth, len(completions))
+    return [
+        _format(completion.strip(), truth)
+        for completion, truth in zip(completions, ground_truth, strict=True)
+    ]
 
 
 def accuracy_reward(
@@ -85,9 +75,6 @@ def accuracy_reward(
     *,
     ground_truth: Sequence[str],
     score_range: Sequence[float] = ACCURACY_RANGE,
-    granularity: Granularity = "fine",
-    scale: Scale = "fixed",
-    training_step: Sequence[int] | None = None,
     **columns: Any,
 ) -> list[float]:
     """How far the tool calls of each completion are those of its ground truth: lo to hi of `score_range`.
@@ -101,70 +88,30 @@ def accuracy_reward(
     than `name` and `parameters`, do not matter; equality is Python's (`True == 1`, `"1" != 1`). A missing
     tag, or a block that cannot be read so, gives lo. A truth without a call gives 0 whatever was said.
 
-    That is the granularity "fine". ToolRL's coarser ones give hi to equal lists of calls as well, and else:
-    "refined" takes 1 for equal lists of names, in their order, and 0 for others in place of each Jaccard
-    index; "intermediate" counts true calls with an equal prediction, 1 each, over 1 + the number of true
-    calls; "coarse" gives lo.
-
     Args:
-        prompts: R prompts, unused.
+        prompts: unused.
         completions: R responses without prompt and end marker.
         ground_truth: R true responses.
         score_range: (lo, hi); (-3, 3) is the paper's, (-1, 1) ToolRL's "max 1" variant.
-        granularity: "fine" (the paper's), "refined", "intermediate" or "coarse".
-        scale: another range while training (smopd.rewards.rlla).
-        training_step: of each response, from 0; None outside of training, where the scale is fixed.
     Raises:
-        ValueError: lengths differ, the range is empty, granularity or scale is unknown, or a ground truth has
-            a tool call that cannot be read.
+        ValueError: lengths differ, the range is empty, or a ground truth has a tool call that cannot be read.
     """
-    steps = _steps("accuracy_reward", completions, ground_truth, training_step, scale)
-    if granularity not in GRANULARITIES:
-        raise ValueError(
-            f"accuracy_reward: granularity is {granularity!r}, expected one of {', '.join(GRANULARITIES)}"
-        )
-    lowest, highest = score_range
-    if not lowest < highest:
-        raise ValueError(
-            f"accuracy_reward: score_range is ({lowest}, {highest}), expected (lo, hi) with lo < hi"
-        )
-    rewards = []
-    for completion, truth, step in zip(completions, ground_truth, steps, strict=True):
-        low, high = accuracy_range(scale, step, lowest, highest)
-        rewards.append(_accuracy(completion, truth, low, high, granularity))
-    return rewards
+    _check_truths("accuracy_reward", ground_truth, len(completions))
+    low, high = score_range
+    if not low < high:
+        raise ValueError(f"accuracy_reward: score_range is ({low}, {high}), expected (lo, hi) with lo < hi")
+    return [
+        _accuracy(completion, truth, low, high)
+        for completion, truth in zip(completions, ground_truth, strict=True)
+    ]
 
 
-def length_reward(
-    prompts: Sequence[Any],
-    completions: Sequence[str],
-    *,
-    growing: bool = False,
-    training_step: Sequence[int] | None = None,
-    **columns: Any,
-) -> list[float]:
-    """How long a response thinks: 0 to 1, ToolRL's added reward (its WITHLENGTH), in no run of the paper.
-
-    The words behind the last `<think>`, up to the next `</think>`, over 512, rounded to two digits and at
-    most 1; without both tags 0.
-
-    Args:
-        prompts: R prompts, unused.
-        completions: R responses without prompt and end marker.
-        growing: over 384 words at step 0, 640 at step 105 and so on (ToolRL's SCHEDULELENGTH).
-        training_step: of each response, from 0; None outside of training, where 512 words it is.
-    Raises:
-        ValueError: lengths differ.
-    """
-    steps = _steps("length_reward", completions, None, training_step, "fixed")
-    rewards = []
-    for completion, step in zip(completions, steps, strict=True):
-        if "<think>" not in completion or "</think>" not in completion:
-            rewards.append(0.0)
-            continue
-        words = len(completion.rsplit("<think>", 1)[-1].split("</think>", 1)[0].split())
-        rewards.append(min(round(words / length_target(growing, step), 2), 1.0))
-    return rewards
+def _check_truths(function: str, ground_truth: Sequence[str], expected: int) -> None:
+    if len(ground_truth) != expected:
+        raise ValueError(f"{function}: ground_truth has {len(ground_truth)} entries, expected {expected}")
+    for i, truth in enumerate(ground_truth):
+        if not isinstance(truth, str):
+            raise ValueError(f"{function}: ground_truth[{i}] is {type(truth).__name__}, expected str")
 
 
 def _format(response: str, truth: str) -> float:
@@ -176,7 +123,7 @@ def _format(response: str, truth: str) -> float:
     return float(_SHAPES[has_tool, has_response].fullmatch(response) is not None)
 
 
-def _accuracy(response: str, truth: str, low: float, high: float, granularity: Granularity) -> float:
+def _accuracy(response: str, truth: str, low: float, high: float) -> float:
     if "<tool_call>" not in truth:
         return NO_CALL_REWARD
     true_calls = _true_calls(truth)
@@ -184,50 +131,35 @@ def _accuracy(response: str, truth: str, low: float, high: float, granularity: G
         calls = _read_calls(response)
         if calls == list(true_calls):
             return high
-        score, best_score = _score(true_calls, calls, granularity)
+        score = _score(true_calls, calls)
     except ValueError:
         return low
+    best_score = 1.0 + sum(1 + len(call["parameters"]) for call in true_calls)
     return high if score == best_score else low + (high - low) * score / best_score
 
 
-def _score(
-    true_calls: Sequence[dict[str, Any]], calls: Sequence[dict[str, Any]], granularity: Granularity
-) -> tuple[float, float]:
-    """S of `accuracy_reward`, and the highest there is, for lists that differ.
-
-    ValueError where a predicted call that is compared has no parameters.
-    """
-    if granularity == "coarse":
-        return 0.0, 1.0
-    likeness = _equality if granularity == "refined" else _jaccard
-    score = likeness([call["name"] for call in true_calls], [call["name"] for call in calls])
+def _score(true_calls: Sequence[dict[str, Any]], calls: Sequence[dict[str, Any]]) -> float:
+    """S of `accuracy_reward`; ValueError where a predicted call that is compared has no parameters."""
+    score = _jaccard([call["name"] for call in true_calls], [call["name"] for call in calls])
     unused = list(calls)
-    if granularity == "intermediate":
-        for true_call in true_calls:
-            if true_call in unused:
-                unused.remove(true_call)
-                score += 1.0
-        return score, 1.0 + len(true_calls)
     for true_call in true_calls:
         best, best_index = 0.0, None
         for index, call in enumerate(unused):
             if call["name"] == true_call["name"]:
-                match = _parameter_score(true_call["parameters"], call.get("parameters"), likeness)
+                match = _parameter_score(true_call["parameters"], call.get("parameters"))
                 if match > best:
                     best, best_index = match, index
         if best_index is not None:
             score += best
             del unused[best_index]
-    return score, 1.0 + sum(1 + len(call["parameters"]) for call in true_calls)
+    return score
 
 
-def _parameter_score(
-    true: dict[str, Any], predicted: object, likeness: Callable[[list[str], list[str]], float]
-) -> float:
+def _parameter_score(true: dict[str, Any], predicted: object) -> float:
     if not isinstance(predicted, dict):
         raise ValueError("expected an object as `parameters`")
     equal = sum(name in predicted and predicted[name] == value for name, value in true.items())
-    return likeness(list(true), list(predicted)) + equal
+    return _jaccard(list(true), list(predicted)) + equal
 
 
 def _jaccard(a: list[str], b: list[str]) -> float:
@@ -236,10 +168,6 @@ def _jaccard(a: list[str], b: list[str]) -> float:
         return 1.0
     shared = (Counter(a) & Counter(b)).total()
     return shared / (len(a) + len(b) - shared)
-
-
-def _equality(a: list[str], b: list[str]) -> float:
-    return float(a == b)
 
 
 @lru_cache(maxsize=4096)
@@ -287,78 +215,3 @@ def json_depth(line: str) -> int:
         elif token[0] in "]}":
             depth -= 1
     return deepest
-
-
-def _steps(
-    function: str,
-    completions: Sequence[str],
-    ground_truth: Iterable[str] | None,
-    training_step: Sequence[int] | None,
-    scale: str,
-) -> Sequence[int | None]:
-    """The step of each completion, once the columns are found to fit."""
-    if ground_truth is not None:
-        truths = list(ground_truth)
-        _check_length(function, "ground_truth", len(truths), len(completions))
-        for i, truth in enumerate(truths):
-            if not isinstance(truth, str):
-                raise ValueError(f"{function}: ground_truth[{i}] is {type(truth).__name__}, expected str")
-    if scale not in SCALES:
-        raise ValueError(f"{function}: scale is {scale!r}, expected one of {', '.join(SCALES)}")
-    if training_step is None:
-        return [None] * len(completions)
-    _check_length(function, "training_step", len(training_step), len(completions))
-    return training_step
-
-
-def _check_length(function: str, column: str, entries: int, expected: int) -> None:
-    if entries != expected:
-        raise ValueError(f"{function}: {column} has {entries} entries, expected {expected}")
-
-
-Scale: TypeAlias = Literal["fixed", "two_stage", "dynamic"]
-Granularity: TypeAlias = Literal["fine", "refined", "intermediate", "coarse"]
-SCALES: tuple[str, ...] = get_args(Scale)
-GRANULARITIES: tuple[str, ...] = get_args(Granularity)
-
-# All from ToolRL's rlla.py.
-SECOND_STAGE = 30  # first step of the second of two stages
-ACCURACY_PART = 1 / 3  # of the accuracy range in the first stage
-FORMAT_PART = 1 / 2  # of the format range in the second
-SCALE_STEPS = 150  # the dynamic scale's length
-DYNAMIC_START = 2.0  # both ranges begin at [-2, 2]
-DYNAMIC_FORMAT_END = (-1.0, 1.0)  # nearer to 0 the format's range never comes
-LENGTH_WORDS = 512
-LENGTH_FROM, LENGTH_TO, LENGTH_STEPS = 384, 640, 105
-
-
-def accuracy_range(scale: Scale, step: int | None, low: float, high: float) -> tuple[float, float]:
-    """The accuracy's (lo, hi) at a step, where (low, high) is the fixed one.
-
-    Beyond SCALE_STEPS the dynamic one stays (low, high); ToolRL's would go on for ranges other than [-3, 3].
-    """
-    if scale == "fixed" or step is None:
-        return low, high
-    if scale == "two_stage":
-        part = ACCURACY_PART if step < SECOND_STAGE else 1.0
-        return low * part, high * part
-    share = min(step / SCALE_STEPS, 1.0)
-    return (low + DYNAMIC_START) * share - DYNAMIC_START, (high - DYNAMIC_START) * share + DYNAMIC_START
-
-
-def format_range(scale: Scale, step: int | None) -> tuple[float, float]:
-    """What a wrong and a right format are worth at a step."""
-    if scale == "fixed" or step is None:
-        return 0.0, 1.0
-    if scale == "two_stage":
-        return 0.0, FORMAT_PART if step >= SECOND_STAGE else 1.0
-    share = step / SCALE_STEPS
-    low, high = DYNAMIC_FORMAT_END
-    return min(DYNAMIC_START * share - DYNAMIC_START, low), max(DYNAMIC_START - share, high)
-
-
-def length_target(growing: bool, step: int | None) -> float:
-    """The words that a full length reward takes."""
-    if not growing or step is None:
-        return LENGTH_WORDS
-    return (LENGTH_TO - LENGTH_FROM) * step / LENGTH_STEPS + LENGTH_FROM
