@@ -1,0 +1,164 @@
+"""The quickstart's world and the small models: draws, splits and scores; tokenizers, weights, reloading."""
+
+import hashlib
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from smopd.rewards.rlla import accuracy_reward, format_reward
+from smopd.worlds import toy_world
+from smopd.worlds.models import QWEN_VOCAB_SIZE, qwen_tokenizer, qwen_vocab_model, world_model
+
+DIGESTS = ["87a2a9b7b54d622f", "b9c3532cad9f0845", "18701403d2b76143"]
+QWEN_TEXTS = (
+    "Hello, world! 1234 it's",
+    "  leading and trailing  \n\n\ttabs\r\n",
+    "Grüße, 世界, مرحبا, 👩‍🚀",
+    '<think> a </think>\n<tool_call>\n{"name": "f", "parameters": {"x": [1, -2.5e3, null]}}\n</tool_call>',
+)
+
+
+def test_the_draws_are_those_of_the_published_runs():
+    rows = [toy_world.prompts(500, 7), toy_world.demonstrations(500, 3), toy_world.vocabulary()]
+    digests = [hashlib.sha256(json.dumps(each).encode()).hexdigest()[:16] for each in rows]
+    assert digests == DIGESTS
+    assert toy_world.prompts(20, 7) == rows[0][:20] != toy_world.prompts(20, 8)
+
+
+def test_held_out_requests_are_in_no_training_prompt():
+    def requests(rows):
+        return {row["prompt"].split("\n")[1] for row in rows}
+
+    held_out = requests(toy_world.prompts(2000, seed=0, split="heldout"))
+    train = requests(toy_world.prompts(5000, seed=0)) | requests(toy_world.demonstrations(5000, seed=0))
+    assert len(held_out) > 200 and held_out.isdisjoint(train)
+
+
+def test_ground_truths_score_full_marks():
+    rows = toy_world.prompts(500, seed=1) + toy_world.prompts(500, seed=1, split="heldout")
+    truths = [row["ground_truth"] for row in rows]
+    assert accuracy_reward(truths, truths, ground_truth=truths) == [3.0] * 1000
+    assert format_reward(truths, truths, ground_truth=truths) == [1.0] * 1000
+
+
+def test_exact_format_has_the_stated_rate():
+    n, rate = 20_000, 0.02
+    rows = toy_world.demonstrations(n, seed=5, format_rate=rate)
+    texts = [row["completion"] for row in rows]
+    exact = sum(format_reward(texts, texts, ground_truth=[row["ground_truth"] for row in rows]))
+    assert abs(exact - n * rate) < 4 * math.sqrt(n * rate)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: toy_world.prompts(0, 1), "n is 0, expected at least 1"),
+        (lambda: toy_world.prompts(1, 1, split="test"), "split is 'test', expected one of train, heldout"),
+        (lambda: toy_world.demonstrations(1, 1, format_rate=0.6), "format_rate is 0.6, expected 0 to 0.512"),
+    ],
+)
+def test_arguments_out_of_range_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def chat_ids(tokenizer, messages):
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+@pytest.fixture(scope="module")
+def world():
+    return world_model(0)
+
+
+def test_texts_of_the_world_are_decoded_exactly_also_by_what_is_saved(world, tmp_path):
+    for part in world:
+        part.save_pretrained(tmp_path)
+    tokenizers = (world[1], AutoTokenizer.from_pretrained(tmp_path))
+    rows = toy_world.demonstrations(1000, seed=2, format_rate=0.1)
+    texts = [row["completion"] for row in rows] + [row["ground_truth"] for row in rows]
+    first, again = ([[*ids, used.eos_token_id] for ids in used(texts)["input_ids"]] for used in tokenizers)
+    assert first == again
+    assert tokenizers[1].batch_decode(first, skip_special_tokens=True) == texts
+    for used in tokenizers:
+        tokens = used.convert_ids_to_tokens(chat_ids(used, user("call anna please")))
+        assert tokens == ["<|user|>", "call", "anna", "please", "<|assistant|>"]
+        turns = [{"role": "system", "content": "play"}, *user("call"), {"role": "assistant", "content": "I"}]
+        text = used.apply_chat_template(turns, tokenize=False)
+        assert text == "<|system|>play<|user|>call<|assistant|>I<eos>"
+
+
+def test_world_model_is_its_seeds_and_loads_again(world, tmp_path):
+    model, tokenizer = world
+    before = torch.get_rng_state()
+    same, other = world_model(0)[0], world_model(1)[0]
+    assert torch.equal(torch.get_rng_state(), before), "the global state is left alone"
+    same.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert not torch.equal(other.lm_head.weight, again.lm_head.weight)
+    assert again.dtype == torch.float32
+    assert again.config.vocab_size == len(tokenizer) == len(toy_world.vocabulary()) + 7
+    end = tokenizer.convert_tokens_to_ids("<eos>")
+    assert end == tokenizer.eos_token_id == again.config.eos_token_id == again.generation_config.eos_token_id
+    assert end != tokenizer.pad_token_id
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"hidden_size": 48}, "hidden_size is 48, expected a multiple of heads = 2 of at least 64"),
+        ({"hidden_size": 100, "heads": 3}, "hidden_size is 100, expected a multiple of heads = 3"),
+        ({"layers": 0}, "max_positions are 0, 2, 2, 192 and 256, expected at least 1"),
+        ({"kv_heads": 3}, "kv_heads is 3, expected a divisor of heads = 2"),
+        ({"vocab_size": 9}, "vocab_size is 9, expected at least the tokenizer's"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        world_model(0, **sizes)
+
+
+def test_rows_beyond_the_tokenizer_decode_to_nothing():
+    model, tokenizer = world_model(0, kv_heads=1, vocab_size=700)
+    assert model.lm_head.weight.shape[0] == 700 > len(tokenizer)
+    assert model.model.layers[0].self_attn.k_proj.weight.shape[0] == 32
+    ids = tokenizer("<think>")["input_ids"]
+    assert tokenizer.decode([699, *ids, len(tokenizer)]) == "<think>"
+
+
+def test_qwen_vocab_model_has_qwens_ids_and_template_and_loads_again(data_set, tmp_path):
+    sizes = {"hidden_size": 32, "layers": 1, "heads": 1}
+    model, tokenizer = qwen_vocab_model(0, data_set("tokenizer/qwen"), **sizes)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path)
+    model_again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model_again.lm_head.weight.shape == (QWEN_VOCAB_SIZE, 32)
+    assert torch.equal(model_again.lm_head.weight, model.lm_head.weight)
+    assert model_again.config.eos_token_id == 151645 and model_again.config.max_position_embeddings == 4096
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(tokenizer) == 151_646
+    for each in (tokenizer, again):
+        assert (each.eos_token_id, each.pad_token_id) == (151645, 151643)
+        assert each("Hello world 12")["input_ids"] == [9707, 1879, 220, 16, 17]
+    for text in QWEN_TEXTS:
+        assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
+        assert chat_ids(again, user(text)) == chat_ids(tokenizer, user(text))
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_ranks_file_must_exist_and_be_one(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"tokenizer_file .* is no file"):
+        qwen_tokenizer(tmp_path / "absent.tiktoken")
+    (tmp_path / "broken.tiktoken").write_text("IQ== 0\nnot a rank line\n")
+    with pytest.raises(ValueError, match=r"broken.tiktoken: .*, expected a base64 token and its rank a line"):
+        qwen_tokenizer(tmp_path / "broken.tiktoken")
