@@ -1,7 +1,6 @@
 """`python -m smopd.merge MODEL ... --base BASE --output FOLDER`: models of one base, merged by their weights.
 
-Adapters of one base are merged as an adapter, unless `--full`. A guard, which chooses by rollouts, belongs to
-a recipe: a run of the stage `merge`, also one that takes no step.
+Adapters of one base are merged as an adapter, unless `--full`. The guard belongs to a recipe (stage `merge`).
 """
 
 from __future__ import annotations
@@ -51,11 +50,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def merge(options: Options) -> None:
-    """Writes the merge.
-
-    Raises:
-        ValueError, OSError: what was given does not go together, or cannot be read or written.
-    """
+    """Writes the merge; ValueError or OSError where it cannot."""
+    n = len(options.models)
+    given = [each_of(name, getattr(options, name), n) for name in ("scale", "keep", "exclude")]
     if wrong := [keep for keep in options.keep if not 0 < keep <= 1]:
         raise ValueError(f"--keep: got {wrong[0]:g}, expected a share over 0 and at most 1")
     if options.output.exists():
@@ -73,12 +70,12 @@ def merge(options: Options) -> None:
     from smopd.engine.weights.adapters import read_adapter
     from smopd.merging.vectors import Part, TaskVectors, merge_adapters
 
-    parts = [Part(*part) for part in zip(*each, strict=True)]
-    adapters = [read_adapter(path) for path in options.models]
-    if all(adapters) and not options.full:
-        merge_adapters(options.models, parts, options.method, options.output, options.base)
+    parts = [Part(*part) for part in zip(*given, strict=True)]
+    adapters = [found for path in options.models if (found := read_adapter(path)) is not None]
+    if len(adapters) == n and not options.full:
+        merge_adapters(adapters, parts, options.method, options.output, options.base)
         return
-    base = options.base or next((adapter.base for adapter in adapters if adapter), None)
+    base = options.base or (adapters[0].base if adapters else None)
     if base is None:
         raise ValueError("--base: not given, expected the model that the others were trained from")
     TaskVectors(base, options.models).write(options.output, parts, options.method)

@@ -1,12 +1,8 @@
 """Which merge a run starts from: the candidates answer the same training prompts, and the rewards choose.
 
-A sum of task vectors can lose what one of its models alone has learned, and a few hundred rollouts show it:
-who lacks more than a stated share of a model's own gain in its reward, over the base, is out. The share is of
-a gain, so it asks the same of a reward from 0 to 1 as of one from -3 to 3.
-
-Trimming brings back what a sum lost, and costs what only training shows (docs/merging.md): so the whole sums
-are tried first, and less is kept only where none of them is in. Among equally whole ones the largest sum of
-rewards, by the run's weights, wins: it is what the run trains.
+A merge that lacks more than a stated share of a model's own gain in its reward, over the base, is out. Whole
+sums are tried first and trimmed ones only where none of them is in: trimming brings back what a sum lost, and
+costs what only training shows (docs/merging.md). The largest sum of rewards by the run's weights wins.
 """
 
 from __future__ import annotations
@@ -36,10 +32,7 @@ from smopd.step.rewards import Rewarder
 
 log = logging.getLogger(__name__)
 SEED_OFFSET = 2_000_003  # ours: other prompts and draws than those of training and of evaluation
-TABLE = "merge.json"
 WHOLE, LEFT_OUT = Part(), Part(scale=0.0)
-BASE = "base"
-PLAIN = "plain sum"
 
 Rewards = dict[str, float]
 """Mean reward by name."""
@@ -47,11 +40,10 @@ Rewards = dict[str, float]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A start that the guard may choose."""
+    """A start that the guard may choose; one part a model."""
 
     name: str
     parts: tuple[Part, ...]
-    """One a model."""
     method: Method = "sum"
 
 
@@ -67,18 +59,19 @@ class Judged:
     """By model, the share of its own gain that the candidate lacks, negative where it has more; None where
     the model gained nothing."""
     excess: float
-    """What it lost beyond what it may, the largest over the models; 0 where the guard lets it in."""
+    """What it lost beyond max_regression, the largest over the models; 0 where the guard lets it in."""
     out: str | None
     """Why it cannot be taken."""
 
     def row(self) -> dict[str, Any]:
         """As merge.json has it; the excess may be infinite."""
-        values = {name: value for name, value in asdict(self).items() if name != "excess"}
+        values = asdict(self)
+        del values["excess"]
         return values.pop("candidate") | values
 
 
 def given(merge: Merge) -> list[Candidate]:
-    """Every choice of a share and of what is excluded, of each model: one where there is no guard."""
+    """Every choice of `keep` and `exclude` of each model: one where there is no guard."""
     choices = [[Part(*part) for part in product([1.0], each.keep, each.exclude)] for each in merge.models]
     return [Candidate(_name(merge, parts), parts, merge.rule) for parts in product(*choices)]
 
@@ -88,7 +81,7 @@ def alone(merge: Merge) -> list[Candidate]:
     n = len(merge.models)
     parts = [tuple(WHOLE if i == j else LEFT_OUT for j in range(n)) for i in range(n)]
     names = [f"{each.model} alone" for each in merge.models]
-    return [Candidate(BASE, (LEFT_OUT,) * n), *map(Candidate, names, parts)]
+    return [Candidate("base", (LEFT_OUT,) * n), *map(Candidate, names, parts)]
 
 
 def levels(merge: Merge) -> list[list[Candidate]]:
@@ -98,7 +91,7 @@ def levels(merge: Merge) -> list[list[Candidate]]:
     """
     seen = {(each.parts, each.method) for each in alone(merge)}
     found: dict[tuple[float, ...], list[Candidate]] = {}
-    for each in [Candidate(PLAIN, (WHOLE,) * len(merge.models)), *given(merge)]:
+    for each in [Candidate("plain sum", (WHOLE,) * len(merge.models)), *given(merge)]:
         if (each.parts, each.method) not in seen:
             seen.add((each.parts, each.method))
             found.setdefault(tuple(part.keep for part in each.parts), []).append(each)
@@ -106,49 +99,46 @@ def levels(merge: Merge) -> list[list[Candidate]]:
 
 
 def _name(merge: Merge, parts: Sequence[Part]) -> str:
-    shown = [
-        " ".join(
-            [each.model]
-            + ([f"{part.keep:.3g}"] if part.keep < 1 else [])
-            + ([f"x {part.scale:.3g}"] if part.scale != 1 else [])
-            + ([f"without {part.exclude}"] if part.exclude else [])
-        )
-        for each, part in zip(merge.models, parts, strict=True)
-    ]
+    shown = []
+    for each, part in zip(merge.models, parts, strict=True):
+        share = f" {part.keep:.3g}" if part.keep < 1 else ""
+        without = f" without {part.exclude}" if part.exclude else ""
+        shown.append(each.model + share + without)
     return " + ".join(shown) + ("" if merge.rule == "sum" else f" ({merge.rule})")
 
 
 def judged(
     rows: Sequence[tuple[Candidate, Rewards]], models: Sequence[MergedModel], weights: Rewards
 ) -> list[Judged]:
-    """The guard's verdicts. A sum is in where it loses no more than it may of each model's gain, and has no
-    less than the base and each model have that are in.
+    """The guard's verdicts. A sum is in where it loses at most max_regression of each model's gain, and has
+    no less than the base and each model have that are in.
 
     Args:
         rows: of `alone`, then of sums.
         weights: the run's, by reward.
     """
-    first = rows[: 1 + len(models)]
-    base, own = first[0][1], [rewards for _, rewards in first[1:]]
+    n_alone = 1 + len(models)
+    base, *own = [rewards for _, rewards in rows[:n_alone]]
     found: list[Judged] = []
     for candidate, rewards in rows:
         lost: dict[str, float | None] = {}
-        over: dict[str, float] = {}
+        reasons, excess = [], 0.0
         for model, best in zip(models, own, strict=True):
             if model.reward is None:
                 continue
             gain = best[model.reward] - base[model.reward]
             lacks = best[model.reward] - rewards[model.reward]
-            lost[model.model] = share = lacks / gain if gain > 0 else None
-            worst = share if share is not None else math.inf if lacks > 0 else 0.0
-            if model.max_regression is not None and worst > model.max_regression:
-                over[model.model] = worst - model.max_regression
-        out = "; ".join(f"lacks {_share(lost[name])} of what {name} gained" for name in over) or None
+            share = lacks / gain if gain > 0 else math.inf if lacks > 0 else 0.0
+            lost[model.model] = share if gain > 0 else None
+            if model.max_regression is not None and share > model.max_regression:
+                excess = max(excess, share - model.max_regression)
+                shown = f"{share:.0%}" if gain > 0 else "some"
+                reasons.append(f"lacks {shown} of what {model.model} gained")
         score = math.fsum(weight * rewards[name] for name, weight in weights.items())
-        better = [each for each in found[: len(first)] if each.out is None and each.score > score]
-        if out is None and len(found) >= len(first) and better:
-            out = f"has less than {better[0].candidate.name}"
-        found.append(Judged(candidate, rewards, score, lost, max(over.values(), default=0.0), out))
+        if not reasons and len(found) >= n_alone:
+            better = [each for each in found[:n_alone] if each.out is None and each.score > score]
+            reasons = [f"has less than {each.candidate.name}" for each in better[:1]]
+        found.append(Judged(candidate, rewards, score, lost, excess, "; ".join(reasons) or None))
     return found
 
 
@@ -158,22 +148,15 @@ def best(rows: Sequence[Judged]) -> Judged | None:
 
 
 def nearest(rows: Sequence[Judged]) -> Judged:
-    """Where no sum is in: the one that goes least over what it may lose, and of equal ones the best."""
+    """Where no sum is in: the one with the least excess, and of equal ones the best."""
     return min(rows, key=lambda row: (row.excess, -row.score))
-
-
-def _share(lost: float | None) -> str:
-    return "some" if lost is None else f"{lost:.0%}"
 
 
 @dataclass(frozen=True)
 class Starter:
     """Makes the first weights of one run, by the guard where there is one, and keeps them in its folder.
 
-    Args:
-        settings: of the run, resolved.
-        weights: the run's, by reward.
-        make_engine: samples from a full model of the base's architecture.
+    make_engine: samples from a full model of the base's architecture.
     """
 
     settings: Settings
@@ -196,11 +179,10 @@ class Starter:
         return str(start)
 
     def guarded(self, guard: Guard) -> Candidate:
-        """The guard's choice. What has been scored stands in merge.json, so a killed guard goes on."""
+        """The guard's choice. What has been scored stands in merge.json, so a killed guard resumes."""
         done: dict[str, Rewards] = distributed.on_rank0(self._read)
-        asked: list[Candidate] = []
         score = self._scorer(guard)
-        chosen: Judged | None = None
+        asked: list[Candidate] = []
         for level in (alone(self.merge), *levels(self.merge)):
             for each in level:
                 if each.name not in done:
@@ -208,8 +190,8 @@ class Starter:
                     self._write(rows=[{"name": name, "rewards": done[name]} for name in done])
             asked += level
             rows = judged([(each, done[each.name]) for each in asked], self.merge.models, self.weights)
-            chosen = best(rows[-len(level) :]) if len(asked) > len(level) else None
-            if chosen is not None:
+            chosen = best(rows[-len(level) :])
+            if chosen is not None and len(asked) > len(level):  # no choice among `alone`
                 break
         else:
             chosen = nearest(rows)
@@ -224,7 +206,7 @@ class Starter:
         return chosen.candidate
 
     def _scorer(self, guard: Guard) -> Callable[[Candidate], Rewards]:
-        """What gives a candidate's mean rewards, the same on every rank; the engine takes it as a policy."""
+        """What gives a candidate's mean rewards, the same on every rank."""
         settings, engine = self.settings, cache(self.make_engine)
         names = [reward.name for reward in settings.rewards]
         seed = settings.seed + SEED_OFFSET
@@ -250,10 +232,10 @@ class Starter:
         return score
 
     def _read(self) -> dict[str, Rewards]:
-        file = self.folder / TABLE
+        file = self.folder / "merge.json"
         rows = json.loads(file.read_text())["rows"] if file.exists() else []
         return {row["name"]: row["rewards"] for row in rows}
 
     def _write(self, **table: Any) -> None:
         if distributed.rank() == 0:
-            write_atomically(self.folder / TABLE, json.dumps(table, indent=1).encode())
+            write_atomically(self.folder / "merge.json", json.dumps(table, indent=1).encode())

@@ -1,6 +1,5 @@
 """Task vectors, what training changed of a base, summed over models: tensor by tensor, from safetensors.
 
-In memory are one tensor of the base and of each model, in fp32, and the part of a file that is being written.
 Sums are task arithmetic (arXiv 2212.04089), trimming and elected signs TIES (arXiv 2306.01708); overlaps
 averaged with the rest summed is RAM (arXiv 2601.13572), which finds that what RL changes is sparse.
 """
@@ -13,6 +12,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
@@ -26,16 +26,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from smopd.engine import distributed
 from smopd.engine.files import empty_partial, replace_folder
 from smopd.engine.student.checkpoint import write_manifest
-from smopd.engine.weights.adapters import read_adapter, same_place
-from smopd.engine.weights.transport import on_cpu, parts
+from smopd.engine.weights.adapters import PREFIX, Adapter, read_adapter, same_place
+from smopd.engine.weights.transport import on_cpu
 
 Method = Literal["sum", "ties", "ram"]
 
-WEIGHTS, ADAPTER_WEIGHTS = "model.safetensors", "adapter_model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
+WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
-ADAPTED = "base_model.model."  # peft's, before a layer's name
-KEPT_OUT = ("*.safetensors", "*.bin", "*.index.json", "manifest.*", "adapter", "optimizer*", "training_args*")
+NOT_COPIED = ("*.safetensors", "*.bin*", "manifest.*", "adapter", "optimizer*", "training_args*")
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 UNPLAIN = ("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save")  # and bias
 
 
@@ -52,7 +51,7 @@ class Part:
 
     def takes(self, name: str) -> bool:
         """Whether the model's change of the tensor `name` goes in."""
-        return not (self.exclude and re.search(self.exclude, name))
+        return self.scale != 0 and not (self.exclude and re.search(self.exclude, name))
 
 
 class TaskVectors:
@@ -63,17 +62,18 @@ class TaskVectors:
             a LoRA adapter in peft's format.
         device: to compute on.
     Raises:
-        ValueError: a model lacks a tensor of the base, has one more, or has one of another shape; or it is an
-            adapter of another base, or no plain LoRA. Names the model and the tensor.
+        ValueError: a model's tensors are not those of the base in name and shape, or it is an adapter of
+            another base, or no plain LoRA. Names the model and the tensor.
         FileNotFoundError: there are no such files.
     """
 
     def __init__(self, base: str, models: Sequence[str], device: torch.device | str = "cpu"):
         self.base, self.device = ModelFiles(base), torch.device(device)
         self._tied = tied_names(self.base)
-        self.models: list[ModelFiles | LoraFiles] = []
+        self.models: list[ModelFiles | Lora] = []
         for path in models:
-            model = ModelFiles(path) if read_adapter(path) is None else LoraFiles(path)
+            adapter = read_adapter(path)
+            model = ModelFiles(path) if adapter is None else Lora(adapter)
             model.require_like(self.base, self._tied)
             self.models.append(model)
 
@@ -82,22 +82,22 @@ class TaskVectors:
 
         One model alone, whole, is that model; nothing chosen is the base. Integers are the base's.
         """
-        every = [(model, part) for model, part in zip(self.models, chosen, strict=True) if part.scale]
-        alone = every[0][0] if len(every) == 1 and every[0][1] == Part() else None
+        every = list(zip(self.models, chosen, strict=True))
+        scaled = [(model, part) for model, part in every if part.scale]
+        alone = scaled[0][0] if len(scaled) == 1 and scaled[0][1] == Part() else None
         for name in self.base.shapes:
-            taken = [(model, part) for model, part in every if part.takes(name)]
             stored = self.base.read(name)
-            if not taken or not stored.is_floating_point():
-                yield name, stored.to(self.device)
-                continue
-            if isinstance(alone, ModelFiles):
-                yield name, alone.read(name).to(self.device, stored.dtype)
-                continue
-            base = stored.to(self.device, torch.float32)
-            changes = [(model.change(name, base), part) for model, part in taken]
-            made = [(change, part) for change, part in changes if change is not None]
-            yield name, (base + combined(made, method) if made else base).to(stored.dtype)
-            del base, changes, made  # before the next one is read
+            value = stored.to(self.device)
+            if stored.is_floating_point():
+                if isinstance(alone, ModelFiles):
+                    value = alone.read(name).to(value)
+                else:
+                    base = value.float()
+                    changes = [(model.change(name, base), part) for model, part in every if part.takes(name)]
+                    made = [(change, part) for change, part in changes if change is not None]
+                    value = (base + combined(made, method)).to(stored.dtype) if made else value
+                    del base, changes, made  # before the next one is read
+            yield name, value
 
     def with_tied(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """`weights` with each tied tensor under all its names, as an engine takes them."""
@@ -108,17 +108,20 @@ class TaskVectors:
                     yield other, value
 
     def write(self, folder: Path, chosen: Sequence[Part], method: Method = "sum") -> None:
-        """Writes the merge to `folder`, whole or not at all, with the base's configs and tokenizer.
+        """Writes the merge to `folder`, whole or not at all, with the base's configs, tokenizer and shards.
 
         A collective call; the first rank writes.
         """
 
         def write() -> Path:
             partial = empty_partial(folder)
-            shutil.copytree(
-                self.base.folder, partial, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*KEPT_OUT)
-            )
-            write_shards(self.merged(chosen, method), partial)
+            ignore = shutil.ignore_patterns(*NOT_COPIED)
+            shutil.copytree(self.base.folder, partial, dirs_exist_ok=True, ignore=ignore)
+            merged = self.merged(chosen, method)
+            for file, weights in groupby(merged, key=lambda weight: self.base.file_of[weight[0]]):
+                tensors = {name: on_cpu(value) for name, value in weights}
+                save_file(tensors, partial / file, metadata={"format": "pt"})
+                del tensors  # before the next file's
             return partial
 
         partial = distributed.on_rank0(write)
@@ -140,13 +143,11 @@ def combined(changes: Sequence[tuple[Tensor, Part]], method: Method) -> Tensor:
             total.add_(trimmed(change, part.keep), alpha=part.scale)
         return total
     kept = [trimmed(change, part.keep) * part.scale for change, part in changes]
-    sign = sum(kept, total).sign() if method == "ties" else None
-    count = torch.zeros_like(total)
-    for change in kept:
-        agrees = change != 0 if sign is None else (change.sign() == sign) & (change != 0)
-        total = total + change * agrees
-        count += agrees
-    return total / count.clamp(min=1)
+    if method == "ties":
+        sign = sum(kept, total).sign()
+        kept = [change * (change.sign() == sign) for change in kept]
+    count = sum((change != 0 for change in kept), torch.zeros_like(total))
+    return sum(kept, total) / count.clamp(min=1)
 
 
 def trimmed(change: Tensor, keep: float) -> Tensor:
@@ -160,33 +161,27 @@ def trimmed(change: Tensor, keep: float) -> Tensor:
 
 
 class ModelFiles:
-    """The tensors of a saved model by name; none is read before it is asked for.
-
-    Raises:
-        FileNotFoundError: the folder or hub id has no safetensors files.
-        ValueError: one cannot be read.
-    """
+    """The tensors of a saved model by name; none is read before it is asked for."""
 
     def __init__(self, path: str):
         self.path, self.folder = path, folder_of(path)
-        index, whole = self.folder / INDEX, self.folder / WEIGHTS
-        if index.is_file():
-            with reading(path):
-                files = {str(file) for file in json.loads(index.read_text())["weight_map"].values()}
-        elif whole.is_file():
-            files = {WEIGHTS}
-        else:
-            raise FileNotFoundError(f"{path}: has no {WEIGHTS} and no {INDEX}, expected a saved model")
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._file: dict[str, Path] = {}
-        for file in sorted(files):
-            with reading(path), safe_open(self.folder / file, "pt") as opened:
-                for name in opened.keys():  # noqa: SIM118  no mapping
-                    self.shapes[name] = tuple(opened.get_slice(name).get_shape())
-                    self._file[name] = self.folder / file
+        self.file_of: dict[str, str] = {}
+        files = {WEIGHTS}
+        with reading(path):
+            if (self.folder / INDEX).is_file():
+                weight_map = json.loads((self.folder / INDEX).read_text())["weight_map"]
+                files = {Path(file).name for file in weight_map.values()}
+            elif not (self.folder / WEIGHTS).is_file():
+                raise FileNotFoundError(f"{path}: has no {WEIGHTS} and no {INDEX}, expected a saved model")
+            for file in sorted(files):
+                with safe_open(self.folder / file, "pt") as opened:
+                    for name in opened.keys():  # noqa: SIM118  no mapping
+                        self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+                        self.file_of[name] = file
 
     def read(self, name: str) -> Tensor:
-        with reading(self.path), safe_open(self._file[name], "pt") as opened:
+        with reading(self.path), safe_open(self.folder / self.file_of[name], "pt") as opened:
             return opened.get_tensor(name)
 
     def change(self, name: str, base: Tensor) -> Tensor | None:
@@ -201,9 +196,7 @@ class ModelFiles:
                 raise ValueError(
                     f"{self.path}: {name} has shape {self.shapes[name]}, the base {base.path} has {shape}"
                 )
-        for name in self.shapes:
-            if name in base.shapes:
-                continue
+        for name in self.shapes.keys() - base.shapes.keys():
             if name not in tied:
                 raise ValueError(f"{self.path}: has the tensor {name}, which the base {base.path} lacks")
             if not torch.equal(self.read(name), self.read(tied[name])):
@@ -212,36 +205,25 @@ class ModelFiles:
                 )
 
 
-class LoraFiles:
-    """A plain LoRA adapter in peft's format: the change of a layer's weight is its scaled B A.
+class Lora:
+    """A plain LoRA adapter in peft's format: the change of a layer's weight is its scaled B A."""
 
-    Raises:
-        ValueError: it is another kind of adapter, or trains more than its two halves.
-    """
-
-    def __init__(self, path: str):
-        found = read_adapter(path)
-        if found is None:
-            raise ValueError(f"{path}: has no {ADAPTER_CONFIG}, expected a LoRA adapter")
-        self.path, self.base, self.config = path, found.base, found.config
+    def __init__(self, adapter: Adapter):
+        self.path, self.base, self.config = str(adapter.folder), adapter.base, adapter.config
         unplain = {name: value for name in UNPLAIN if (value := self.config.get(name))}
         if (bias := self.config.get("bias") or "none") != "none":
             unplain["bias"] = bias
         for name, value in unplain.items():
-            raise ValueError(f"{path}: {name} is {value!r}, expected none: only plain LoRA is merged")
+            raise ValueError(f"{self.path}: {name} is {value!r}, expected none: only plain LoRA is merged")
         self.rank, alpha = int(self.config["r"]), float(self.config["lora_alpha"])
         self.scale = alpha / (self.rank**0.5 if self.config.get("use_rslora") else self.rank)
-        with reading(path):
-            tensors = load_file(found.folder / ADAPTER_WEIGHTS)
-            names = {name.removeprefix(ADAPTED).rpartition(".lora_")[0] for name in tensors}
+        with reading(self.path):
+            tensors = load_file(adapter.folder / ADAPTER_WEIGHTS)
+            names = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in tensors}
             self.halves = {
                 layer: (tensors.pop(_half(layer, "A")), tensors.pop(_half(layer, "B")))
                 for layer in sorted(names)
             }
-        if tensors:
-            raise ValueError(
-                f"{path}: has the tensor {min(tensors)}, expected {_half('LAYER', 'A')} and lora_B"
-            )
 
     def require_like(self, base: ModelFiles, tied: Mapping[str, str]) -> None:
         """Raises ValueError where this is no adapter of the base."""
@@ -265,75 +247,46 @@ class LoraFiles:
 
 
 def _half(layer: str, half: str) -> str:
-    return f"{ADAPTED}{layer}.lora_{half}.weight"
+    return f"{PREFIX}{layer}.lora_{half}.weight"
 
 
 def merge_adapters(
-    models: Sequence[str], chosen: Sequence[Part], method: Method, folder: Path, base: str | None = None
+    adapters: Sequence[Adapter], chosen: Sequence[Part], method: Method, folder: Path, base: str | None = None
 ) -> None:
     """Writes the sum of adapters of one base as an adapter, exactly: their ranks stand beside each other.
-
-    peft's add_weighted_adapter (cat) takes a model, and keeps the first adapter's use_rslora, another scale.
 
     base: where it is now, if not where the first adapter says.
 
     Raises:
-        ValueError: they are of several bases; or the merge is no sum of whole ones, which has no such form.
+        ValueError: they are of several bases; or the merge is no sum of whole ones.
     """
-    asked = [f"method {method}"] if method != "sum" else []
-    asked += [f"keep {part.keep:g}" for part in chosen if part.keep < 1]
-    asked += [f"exclude {part.exclude!r}" for part in chosen if part.exclude]
-    if asked:
+    from peft import PeftModel
+
+    if method != "sum" or any(part.keep < 1 or part.exclude for part in chosen):
         raise ValueError(
-            f"{asked[0]}: what is trimmed or elected is no product of two small matrices; sum the adapters "
-            "whole, or have the full weights written"
+            f"got method {method} of {', '.join(map(str, chosen))}, expected the sum of whole adapters: what "
+            "is trimmed or elected is no product of two small matrices; have the full weights written"
         )
-    adapters = [LoraFiles(path) for path in models]
-    first = adapters[0]
-    for adapter in adapters:
-        if same_place(adapter.base) != same_place(first.base):
+    loras = [Lora(adapter) for adapter in adapters]
+    first = loras[0]
+    for lora in loras:
+        if same_place(lora.base) != same_place(first.base):
             raise ValueError(
-                f"{adapter.path}: is an adapter of {adapter.base}, {first.path} is one of {first.base}"
+                f"{lora.path}: is an adapter of {lora.base}, {first.path} is one of {first.base}"
             )
-    halves: dict[str, Tensor] = {}
-    for layer in dict.fromkeys(layer for adapter in adapters for layer in adapter.halves):
-        down_rD, up_Dr = next(adapter.halves[layer] for adapter in adapters if layer in adapter.halves)
-        down, up = [], []
-        for adapter, part in zip(adapters, chosen, strict=True):
-            rank = adapter.rank
-            absent = down_rD.new_zeros(rank, down_rD.shape[1]), up_Dr.new_zeros(len(up_Dr), rank)
-            a_rD, b_Dr = adapter.halves.get(layer, absent)
-            down.append(a_rD.float())
-            up.append(b_Dr.float() * (adapter.scale * part.scale))
-        halves[_half(layer, "A")], halves[_half(layer, "B")] = torch.cat(down), torch.cat(up, 1)
-    rank = sum(adapter.rank for adapter in adapters)
-    targets = sorted({layer.rpartition(".")[2] for adapter in adapters for layer in adapter.halves})
-    config = first.config | {"r": rank, "lora_alpha": rank, "target_modules": targets}
-    config |= {"use_rslora": False, "base_model_name_or_path": base or first.base}
+    names = [str(i) for i in range(len(loras))]
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base or first.base), first.path, adapter_name=names[0]
+    )
+    for name, lora in zip(names[1:], loras[1:], strict=True):
+        model.load_adapter(lora.path, adapter_name=name)
+    # peft keeps the first one's use_rslora, whose scale is not 1 where alpha is the rank
+    own_scale = sum(lora.rank for lora in loras) ** 0.5 if first.config.get("use_rslora") else 1.0
+    weights = [part.scale / own_scale for part in chosen]
+    model.add_weighted_adapter(names, weights, "default", combination_type="cat")
     partial = empty_partial(folder)
-    save_file(halves, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2))
+    model.save_pretrained(partial, selected_adapters=["default"])
     replace_folder(partial, folder)
-
-
-def write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path) -> None:
-    """Safetensors files with `weights` in order, and the index where there are several."""
-    placed: dict[str, int] = {}
-    total = n = 0
-    for part in parts(weights):
-        tensors = {name: on_cpu(value) for name, value in part.items()}
-        total += sum(value.numel() * value.element_size() for value in tensors.values())
-        placed |= dict.fromkeys(tensors, n)
-        n += 1
-        save_file(tensors, folder / f"{n}.part", metadata={"format": "pt"})
-        del part, tensors
-    names = [WEIGHTS] if n == 1 else [f"model-{i + 1:05}-of-{n:05}.safetensors" for i in range(n)]
-    for i, name in enumerate(names):
-        (folder / f"{i + 1}.part").rename(folder / name)
-    if n > 1:
-        files = {tensor: names[i] for tensor, i in placed.items()}
-        index = {"metadata": {"total_size": total}, "weight_map": files}
-        (folder / INDEX).write_text(json.dumps(index, indent=2))
 
 
 def tied_names(model: ModelFiles) -> dict[str, str]:

@@ -20,41 +20,22 @@ def settings(folder: Path, merge: dict[str, Any], **given: list[str]) -> Any:
     return read_settings(str(write_recipe(folder, {"merge": own})), given)
 
 
+def one(**changes: Any) -> dict[str, Any]:
+    return {"models": [{**MODELS[0], **changes}]}
+
+
 @pytest.mark.parametrize(
     ("merge", "said"),
     [
-        ({"methd": "ties"}, "methd: no such setting; did you mean merge.method?"),
         ({"rule": "tie"}, 'rule: got "tie", expected sum|ties|ram; did you mean ties?'),
-        (
-            {"models": [{"model": "base", "keep": [0.1, 2]}]},
-            "models.0.keep.1: got 2, expected number > 0, <= 1",
-        ),
-        (
-            {"models": [{"model": "base", "keep": [0.1, 1]}]},
-            "models.0.keep: got [0.1, 1.0], expected one witho",
-        ),
-        (
-            {"models": [{"model": "base", "exclude": "("}]},
-            "models.0.exclude.0: got '(', expected a regular",
-        ),
-        ({"models": [MODELS[0], MODELS[0]]}, "models: must differ, got ['accuracy_teacher', 'accuracy_teac"),
-        (
-            {"models": [{**MODELS[0], "reward": "style"}]},
-            "models.0.reward: 'style' is none of ['accuracy', '",
-        ),
-        (
-            {"models": [{**MODELS[0], "max_regression": 0.1}]},
-            "models.0.max_regression: needs the guard, expected both or",
-        ),
-        ({"guard": {"prompts": 0}}, "guard.prompts: got 0, expected integer >= 1"),
-        (
-            {"models": [{"model": "format_teache"}]},
-            "models.0.model: 'format_teache' is no run of this recipe; ",
-        ),
-        (
-            {"models": [{"model": "student"}]},
-            "models.0.model: 'student' does not come before the run 'student",
-        ),
+        (one(keep=[0.1, 2]), "models.0.keep.1: got 2, expected number > 0, <= 1"),
+        (one(keep=[0.1, 1]), "models.0.keep: got [0.1, 1.0], expected one without a guard"),
+        (one(exclude="("), "models.0.exclude.0: got '(', expected a regular expression"),
+        (one(reward="style"), "models.0.reward: 'style' is none of ['accuracy', 'format']"),
+        (one(max_regression=0.1), "models.0.max_regression: needs the guard, expected both or neither"),
+        (one(model="format_teache"), "models.0.model: 'format_teache' is no run of this recipe"),
+        (one(model="student"), "models.0.model: 'student' does not come before the run 'student"),
+        ({"models": [MODELS[0]] * 2}, "models: must differ, got ['accuracy_teacher', 'accuracy_teacher']"),
     ],
 )
 def test_mistakes_name_their_setting(tmp_path: Path, merge: dict[str, Any], said: str) -> None:
@@ -64,17 +45,18 @@ def test_mistakes_name_their_setting(tmp_path: Path, merge: dict[str, Any], said
     assert f"merge.{said}" in raised.value.lines[0]
 
 
-def test_a_number_is_a_list_of_one_and_the_command_line_goes_over_it(tmp_path: Path) -> None:
-    models = [{"model": "accuracy_teacher", "keep": 0.5}]
-    own = settings(tmp_path, {"models": models}, **{"merge.models.0.exclude": ["mlp"]})
-    assert own.merge.models[0].keep == [0.5] and own.merge.models[0].exclude == ["mlp"]
+def test_weights_of_teachers_at_urls_cannot_be_merged(tmp_path: Path) -> None:
+    models = [{"model": f"http://{name}:1", "reward": name} for name in ("accuracy", "format")]
+    with pytest.raises(Mistakes, match=r"merge\.method: weights: needs the teachers' weights"):
+        settings(tmp_path, {"models": []}, **{"teachers.models": [str(models)]})
 
 
 def test_the_plan_names_what_is_merged(tmp_path: Path) -> None:
-    models = [{**MODELS[0], "keep": [1, 0.1], "exclude": ["", "mlp"]}, MODELS[1]]
-    run = plan(settings(tmp_path, {"models": models, "guard": {}}))[-1]
-    assert run.start == "base and the changes of accuracy_teacher, format_teacher, the best of 4"
+    models = [{**MODELS[0], "keep": [1, 0.1]}, MODELS[1]]
+    run = plan(settings(tmp_path, {"models": models, "guard": {}}, **{"merge.models.0.exclude": ["mlp"]}))[-1]
+    assert run.start == "base and the changes of accuracy_teacher, format_teacher, the best of 2"
     assert run.starts == ("base", "accuracy_teacher", "format_teacher") and run.teachers == ()
+    assert run.merge is not None and run.merge.models[0].exclude == ["mlp"], "one value is a list of one"
 
 
 def test_a_merge_of_nothing_but_its_teachers_is_the_guarded_merge_of_their_weights(tmp_path: Path) -> None:
@@ -86,9 +68,3 @@ def test_a_merge_of_nothing_but_its_teachers_is_the_guarded_merge_of_their_weigh
         assert (each.keep, each.exclude) == ([1, 0.5, 0.2, 0.05], ["", "self_attn"])
     plain = plan(read_settings(str(recipe), {"merge.guard": ["null"]}))[-1]
     assert plain.merge is not None and plain.merge.choices() == 1
-
-
-def test_weights_of_teachers_at_urls_cannot_be_merged(tmp_path: Path) -> None:
-    models = [{"model": f"http://{name}:1", "reward": name} for name in ("accuracy", "format")]
-    with pytest.raises(Mistakes, match=r"merge\.method: weights needs the teachers' weights"):
-        settings(tmp_path, {"models": []}, **{"teachers.models": [str(models)]})

@@ -1,8 +1,7 @@
-"""Merged weights against a naive float64 merge, over files, dtypes, ties and adapters; memory; refusals."""
+"""`smopd merge` against a naive float64 merge, over files, dtypes, ties and adapters; refusals."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import re
 from collections.abc import Sequence
@@ -15,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from smopd.engine.weights import transport
-from smopd.merging.vectors import Method, Part, TaskVectors, merge_adapters, trimmed
+from smopd.merge import main as merge
+from smopd.merging.vectors import Method, Part, TaskVectors, trimmed
 from tests.engine.tiny import tiny_model
 
 PARTS = [
@@ -54,62 +53,48 @@ def saved(
 
 
 def naive(base: Tensor, models: Sequence[Tensor], parts: Sequence[Part], method: Method) -> Tensor:
-    """One tensor's merge in float64, entry by entry."""
-    vectors = []
-    for model, part in zip(models, parts, strict=True):
+    """One tensor's merge in float64."""
+    kept = torch.zeros(len(models), base.numel(), dtype=torch.float64)
+    for row, model, part in zip(kept, models, parts, strict=True):
         change = (model.double() - base.double()).flatten()
-        order = sorted(range(len(change)), key=lambda i: (-abs(change[i].item()), i))
-        kept = torch.zeros_like(change)
-        for i in order[: round(part.keep * len(change))]:
-            kept[i] = change[i] * part.scale
-        vectors.append(kept)
-    out = []
-    for entries in zip(*(vector.tolist() for vector in vectors), strict=True):
-        if method == "sum":
-            out.append(sum(entries))
-            continue
-        if method == "ties":
-            total = sum(entries)
-            entries = [entry for entry in entries if entry * total > 0]
-        changed = [entry for entry in entries if entry != 0]
-        out.append(sum(changed) / len(changed) if changed else 0.0)
-    return base.double() + torch.tensor(out, dtype=torch.float64).view_as(base)
+        largest = change.abs().argsort(descending=True)[: round(part.keep * len(change))]
+        row[largest] = change[largest] * part.scale
+    if method == "ties":
+        kept = torch.where(kept * kept.sum(0) > 0, kept, 0.0)
+    total = kept.sum(0)
+    if method != "sum":
+        total = total / (kept != 0).sum(0).clamp(min=1)
+    return base.double() + total.view_as(base)
 
 
 @pytest.mark.parametrize("parts", PARTS, ids=["plain", "trimmed", "scaled", "one", "left out"])
 @pytest.mark.parametrize("method", ["sum", "ties", "ram"])
 def test_each_method_is_the_naive_merge(tmp_path: Path, method: Method, parts: list[Part]) -> None:
-    paths = saved(tmp_path)
+    dtype = torch.bfloat16 if parts == PARTS[2] else torch.float32
+    paths = saved(tmp_path, dtype=dtype)
     base, *models = [load_file(f"{path}/model.safetensors") for path in paths]
-    merged = dict(TaskVectors(paths[0], paths[1:]).merged(parts, method))
+    words = [*paths[1:], "--base", paths[0], "--output", str(tmp_path / "out"), "--method", method]
+    for name in ("scale", "keep", "exclude"):
+        words += [f"--{name}", *(str(getattr(part, name)) for part in parts)]
+    assert merge(words) == 0
+    merged = load_file(tmp_path / "out" / "model.safetensors")
     assert merged.keys() == base.keys()
+    rtol = 2**-8 if dtype == torch.bfloat16 else 0  # half a unit: it is computed in fp32
     for name, value in merged.items():
         left_out = parts == PARTS[4] and ("self_attn" in name or "norm" in name)
         taken = [base[name] if left_out else models[0][name], models[1][name]]
-        torch.testing.assert_close(value.double(), naive(base[name], taken, parts, method), rtol=0, atol=1e-6)
+        expected = naive(base[name], taken, parts, method)
+        assert value.dtype == dtype
+        torch.testing.assert_close(value.double(), expected, rtol=rtol, atol=1e-6)
     if parts == PARTS[3]:
         assert all(torch.equal(value, models[0][name]) for name, value in merged.items())
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == dtype
 
 
-def test_bf16_is_computed_in_fp32_and_written_in_bf16(tmp_path: Path) -> None:
-    paths = saved(tmp_path, dtype=torch.bfloat16)
-    TaskVectors(paths[0], paths[1:]).write(tmp_path / "out", [Part(keep=0.5), Part(scale=0.7)])
-    base, *models = [load_file(f"{path}/model.safetensors") for path in paths]
-    out = load_file(tmp_path / "out" / "model.safetensors")
-    for name, value in out.items():
-        expected = naive(
-            base[name], [model[name] for model in models], [Part(keep=0.5), Part(scale=0.7)], "sum"
-        )
-        assert value.dtype == torch.bfloat16
-        torch.testing.assert_close(value.double(), expected, rtol=2**-8, atol=1e-7)  # half a unit, and fp32's
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
-
-
-def test_sharded_and_tied_models_give_the_same_merge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharded_and_tied_models_give_the_same_merge(tmp_path: Path) -> None:
     whole = saved(tmp_path / "whole", tied=True)
     sharded = saved(tmp_path / "sharded", tied=True, max_shard_size="50KB")
     assert (Path(sharded[0]) / "model.safetensors.index.json").exists()
-    monkeypatch.setattr(transport, "PART_BYTES", 30_000)
     parts = [Part(keep=0.2), Part()]
     TaskVectors(whole[0], whole[1:]).write(tmp_path / "one", parts)
     TaskVectors(sharded[0], [sharded[1], whole[2]]).write(tmp_path / "many", parts)
@@ -123,16 +108,12 @@ def test_sharded_and_tied_models_give_the_same_merge(tmp_path: Path, monkeypatch
     assert listed.keys() == there
 
 
-def test_a_tied_head_goes_to_an_engine_under_both_names(tmp_path: Path) -> None:
+def test_a_tied_head_goes_to_an_engine_under_both_names_and_may_be_stored_twice(tmp_path: Path) -> None:
     paths = saved(tmp_path, tied=True)
     vectors = TaskVectors(paths[0], paths[1:])
     weights = dict(vectors.with_tied(vectors.merged([Part(), Part()])))
     assert weights.keys() == tiny_model(0, tied=True, layers=1).state_dict().keys()
     assert weights["lm_head.weight"] is weights["model.embed_tokens.weight"]
-
-
-def test_a_model_that_stores_the_tied_head_too_is_read(tmp_path: Path) -> None:
-    paths = saved(tmp_path, tied=True)
     file = Path(paths[1]) / "model.safetensors"
     tensors = load_file(file)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -142,31 +123,6 @@ def test_a_model_that_stores_the_tied_head_too_is_read(tmp_path: Path) -> None:
     save_file(tensors, file)
     with pytest.raises(ValueError, match=r"model1: lm_head.weight is not model.embed_tokens.weight"):
         TaskVectors(paths[0], paths[1:])
-
-
-def test_no_second_copy_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Base and two models of 64 MiB each: the peak is less than one of them, parts of 4 MiB among it."""
-    base = tiny_model(0)
-    for i in range(3):
-        base.save_pretrained(tmp_path / f"m{i}")
-        tensors = load_file(tmp_path / f"m{i}" / "model.safetensors")
-        tensors |= {f"model.layers.{n}.extra": torch.randn(2**18) for n in range(64)}
-        save_file(tensors, tmp_path / f"m{i}" / "model.safetensors")
-        del tensors
-    monkeypatch.setattr(transport, "PART_BYTES", 4 << 20)
-    vectors = TaskVectors(str(tmp_path / "m0"), [str(tmp_path / "m1"), str(tmp_path / "m2")])
-    parts = [Part(keep=0.1), Part()]
-
-    def memory(name: str) -> int:
-        found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        return int(found[1]) // 1024 if found else 0
-
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed before is no room to hide in
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-    before = memory("VmRSS")
-    vectors.write(tmp_path / "out", parts)
-    assert memory("VmHWM") - before < 48  # 32 measured; 129 where the merge is a list first
-    assert (tmp_path / "out" / "model.safetensors.index.json").exists()
 
 
 def lora(folder: Path, base: str, seed: int, rank: int, targets: list[str], **config: Any) -> str:
@@ -197,42 +153,63 @@ def test_adapters_merge_as_an_adapter_and_as_full_weights(tmp_path: Path) -> Non
     base = saved(tmp_path)[0]
     one = lora(tmp_path / "one", base, 1, 2, ["q_proj", "down_proj"])
     two = lora(tmp_path / "two", base, 2, 3, ["q_proj", "v_proj"], use_rslora=True)
-    parts = [Part(), Part(scale=0.5)]
-    merge_adapters([one, two], parts, "sum", tmp_path / "adapter")
-    TaskVectors(base, [one, two]).write(tmp_path / "full", parts)
+    for words in ([one, two, "1", "0.5", "small"], [two, one, "0.5", "1", "turned"]):
+        *models, first, second, output = words
+        assert merge([*models, "--scale", first, second, "--output", str(tmp_path / output)]) == 0
+    assert merge([one, two, "--scale", "1", "0.5", "--full", "--output", str(tmp_path / "full")]) == 0
 
     alone = load_file(f"{base}/model.safetensors")
     first, second = loaded_with(base, one), loaded_with(base, two)
-    as_adapter = loaded_with(base, tmp_path / "adapter")
-    as_full = load_file(tmp_path / "full" / "model.safetensors")
+    found = [loaded_with(base, tmp_path / name) for name in ("small", "turned")]
+    found.append(load_file(tmp_path / "full" / "model.safetensors"))
     for name, value in alone.items():
         expected = value.double() + (first[name].double() - value) + 0.5 * (second[name].double() - value)
-        for found in (as_adapter, as_full):
-            torch.testing.assert_close(found[name].double(), expected, rtol=0, atol=2e-6, msg=name)
-    assert any(not torch.equal(as_full[name], value) for name, value in alone.items())
+        for each in found:
+            torch.testing.assert_close(each[name].double(), expected, rtol=0, atol=2e-6, msg=name)
+    assert any(not torch.equal(found[-1][name], value) for name, value in alone.items())
 
 
 def test_the_share_that_is_kept_is_exact_where_changes_are_equal() -> None:
     change = torch.tensor([[0.0, -1.0, 1.0], [2.0, 1.0, -1.0]])
-    for keep, n in ((0.5, 3), (1 / 6, 1), (0.01, 0), (1.0, 5)):
-        kept = trimmed(change, keep)
-        assert kept.count_nonzero() == n and torch.equal(kept[kept != 0], change[kept != 0])
-        assert n == 0 or kept[1, 0] == 2
+    assert [int(trimmed(change, keep).count_nonzero()) for keep in (0.5, 1 / 6, 0.01, 1.0)] == [3, 1, 0, 5]
 
 
-def test_an_adapter_that_cannot_be_merged_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_that_cannot_be_merged_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     base, other, _ = saved(tmp_path)
     plain = lora(tmp_path / "plain", base, 1, 2, ["q_proj"])
-    with pytest.raises(ValueError, match=r"plain: is an adapter of .*model0, expected one of the base"):
-        TaskVectors(other, [plain])
     foreign = lora(tmp_path / "foreign", other, 1, 2, ["q_proj"])
-    with pytest.raises(ValueError, match=r"foreign: is an adapter of .*model1, .*plain is one of .*model0"):
-        merge_adapters([plain, foreign], [Part(), Part()], "sum", tmp_path / "out")
-    with pytest.raises(ValueError, match=r"keep 0.5: what is trimmed"):
-        merge_adapters([plain, plain], [Part(), Part(keep=0.5)], "sum", tmp_path / "out")
     dora = lora(tmp_path / "dora", base, 1, 2, ["q_proj"], use_dora=True)
-    with pytest.raises(ValueError, match=r"dora: use_dora is True, expected none: only plain LoRA is merged"):
-        TaskVectors(base, [dora])
+    whole = "expected the sum of whole adapters"
+    cases = [
+        ([plain, "--full", "--base", other], r"plain: is an adapter of .*model0, expected one of the base"),
+        ([plain, foreign], r"foreign: is an adapter of .*model1, .*plain is one of .*model0"),
+        ([dora], r"dora: use_dora is True, expected none: only plain LoRA is merged"),
+        ([plain, plain, "--keep", "0.5"], whole),
+        ([plain, plain, "--exclude", "mlp"], whole),
+        ([plain, plain, "--method", "ties"], whole),
+    ]
+    for words, said in cases:
+        assert merge([*words, "--output", str(tmp_path / "out")]) == 2
+        assert re.search(said, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--keep 0.1 1 1 --output new", "--keep: got 3 values, expected one, or one for each of 2 models"),
+        ("--keep 1.5 --output new", "--keep: got 1.5, expected a share over 0 and at most 1"),
+        ("--output .", "--output: . is there already, expected a new folder"),
+        ("--output new", "--base: not given, expected the model that the others were trained from"),
+        ("--output new --base /none", "/none: no such folder, expected a saved model, or a hub id"),
+    ],
+)
+def test_mistakes_of_the_command_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, said: str
+) -> None:
+    assert merge([str(tmp_path), str(tmp_path), *words.split()]) == 2
+    assert capsys.readouterr().err == f"smopd.merge: {said}\n"
 
 
 def test_models_of_other_tensors_are_named(tmp_path: Path) -> None:
@@ -241,20 +218,13 @@ def test_models_of_other_tensors_are_named(tmp_path: Path) -> None:
     tensors = load_file(file)
     norm = tensors.pop("model.norm.weight")
     cases = {
-        "model2: lacks the tensor model.norm.weight, which the base": tensors,
-        "model2: has the tensor extra, which the base": {
-            **tensors,
-            "model.norm.weight": norm,
-            "extra": norm + 1,
-        },
-        "model2: model.norm.weight has shape (65,), the base": {
-            **tensors,
-            "model.norm.weight": torch.ones(65),
-        },
+        "lacks the tensor model.norm.weight, which the base": {},
+        "has the tensor extra, which the base": {"model.norm.weight": norm, "extra": norm + 1},
+        "model.norm.weight has shape (65,), the base": {"model.norm.weight": torch.ones(65)},
     }
     for said, changed in cases.items():
-        save_file(changed, file)
-        with pytest.raises(ValueError, match=re.escape(said)):
+        save_file(tensors | changed, file)
+        with pytest.raises(ValueError, match=re.escape(f"model2: {said}")):
             TaskVectors(paths[0], paths[1:])
     file.write_bytes(b"no tensors")
     with pytest.raises(ValueError, match=r"model2: cannot be read \("):
