@@ -57,16 +57,6 @@ def merge(options: Options) -> None:
         raise ValueError(f"--keep: got {wrong[0]:g}, expected a share over 0 and at most 1")
     if options.output.exists():
         raise ValueError(f"--output: {options.output} is there already, expected a new folder")
-    n = len(options.models)
-    each = []
-    for name in ("scale", "keep", "exclude"):
-        given = getattr(options, name)
-        if len(given) not in (1, n):
-            raise ValueError(
-                f"--{name}: got {len(given)} values, expected one, or one for each of {n} models"
-            )
-        each.append(given * n if len(given) == 1 else given)
-
     from smopd.engine.weights.adapters import read_adapter
     from smopd.merging.vectors import Part, TaskVectors, merge_adapters
 

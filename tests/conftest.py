@@ -95,8 +95,7 @@ def data_set() -> Callable[[str], Path]:
     """
 
     def find(name: str) -> Path:
-        from smopd.data.catalogue import data_set, short_names
-        from smopd.data.places import data_folder
+        from smopd.data.places import data_folder, data_set, short_names
 
         inside = short_names().get(name, name)
         whole = data_set(name.partition("/")[0])

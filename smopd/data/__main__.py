@@ -11,8 +11,7 @@ from pathlib import Path
 from smopd import extra  # noqa: F401 says what to install
 
 # isort: split
-from smopd.data.catalogue import ALIASES, DataSet, catalogue, data_set
-from smopd.data.places import VARIABLE, data_folder
+from smopd.data.places import ALIASES, VARIABLE, DataSet, catalogue, data_folder, data_set
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,23 +22,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     named = commands.add_parser("fetch", help="download them into the folder of data")
     named.add_argument("names", nargs="+", metavar="NAME", help=", ".join((*catalogue(), *ALIASES)))
     asked = parser.parse_args(argv)
+    folder = data_folder()
     if asked.command != "fetch":
-        show_list(data_folder())
+        show_list(folder)
         return 0
     try:
         wanted = list({each.name: each for each in map(data_set, asked.names)}.values())
     except ValueError as error:
         print(f"smopd.data: {error}", file=sys.stderr)
         return 2
-    return fetch_all(wanted)
+    for each in wanted:
+        print(f"{each.name}: {each.licence}" + (f"; {each.notice}" if each.notice else ""))
+
+    from smopd.data.fetch import fetch
+
+    failures, by_hand = fetch(wanted, folder)
+    for text in by_hand:
+        print(text)
+    for text in failures:
+        print(f"smopd.data: {text}", file=sys.stderr)
+    for each in wanted:
+        print(f"{each.name}: {presence(each, folder)} in {folder / each.name}")
+    return 1 if failures else 0
 
 
 def show_list(folder: Path) -> None:
     """Print each data set: its name, whether it is in the folder, size, licence and source."""
     for each in catalogue().values():
         size = f"{sum(file.bytes or 0 for file in each.files) / 1e6:.1f} MB"
-        if any(file.upstream and not file.bytes for file in each.files):
-            size += " and a file of unknown size"
         print(f"{each.name:10} {presence(each, folder)}, {size}, {each.licence}, from {each.source}")
         print(f"{'':10} {each.about}")
     origin = VARIABLE if os.environ.get(VARIABLE) else f"the user's cache; {VARIABLE} names another"
@@ -52,22 +62,6 @@ def presence(each: DataSet, folder: Path) -> str:
     if there == len(each.files):
         return "whole"
     return f"partly ({there} of {len(each.files)} files)" if there else "absent"
-
-
-def fetch_all(wanted: Sequence[DataSet]) -> int:
-    """Fetch the data sets, saying first what their licences ask; returns the exit status."""
-    from smopd.data.fetch import fetch
-
-    for each in wanted:
-        print(f"{each.name}: {each.licence}" + (f"; {each.notice}" if each.notice else ""))
-    failures, by_hand = fetch(wanted)
-    for text in by_hand:
-        print(text)
-    for text in failures:
-        print(f"smopd.data: {text}", file=sys.stderr)
-    for each in wanted:
-        print(f"{each.name}: {presence(each, data_folder())} in {data_folder() / each.name}")
-    return 1 if failures else 0
 
 
 if __name__ == "__main__":

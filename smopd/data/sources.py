@@ -6,6 +6,7 @@ import gzip
 import inspect
 import json
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,27 +21,21 @@ SOURCE_FORMS = (
     "a short name of `python -m smopd.data`, or a hub data set as owner/name"
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
+FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 
 
-def load_rows(
-    source: str,
-    *,
-    kwargs: Mapping[str, Any] | None = None,
-) -> list[Row]:
+def load_rows(source: str, *, kwargs: Mapping[str, Any] | None = None) -> list[Row]:
     """Read the rows of a source.
 
     Args:
-        source: a .jsonl, .json (a list of objects, or JSON lines; both also .gz) or .parquet file; a function
-            as package.module:function that returns rows; the short name of such a file (`rlla/test`, see
-            smopd.data.places), which comes before a path and a hub id; or a hub data set as owner/name.
+        source: one of SOURCE_FORMS; a .json file holds a list of objects, or JSON lines.
         kwargs: passed to the function, or to datasets.load_dataset (`split`: "train" where not given).
     Raises:
         FileNotFoundError: there is no such file or data set.
         ValueError: a row is no object, a line no JSON, or an argument does not fit the source.
     """
     options = dict(kwargs or {})
-    if is_short_name(source) or _is_file_source(source):
+    if is_short_name(source) or source.endswith(FILE_SUFFIXES) or Path(source).expanduser().is_file():
         if options:
             raise ValueError(f"load_rows: source {source!r} is a file, which takes no kwargs")
         found = _read_file(located(source))
@@ -53,21 +48,16 @@ def load_rows(
     return [checked_row(row, source, index) for index, row in enumerate(found)]
 
 
-def _is_file_source(source: str) -> bool:
-    return source.endswith(_FILE_SUFFIXES) or Path(source).expanduser().is_file()
-
-
 def _read_file(path: Path) -> Iterable[Any]:
     if not path.is_file():
         raise FileNotFoundError(
             f"load_rows: no file {str(path)!r} (looked for {path.absolute()}); a source is {SOURCE_FORMS}"
         )
-    name = path.name
-    if name.endswith(".parquet"):
+    if path.name.endswith(".parquet"):
         return _read_parquet(path)
-    if name.endswith((".jsonl", ".jsonl.gz")):
+    if path.name.endswith((".jsonl", ".jsonl.gz")):
         return _read_json_lines(path)
-    if name.endswith((".json", ".json.gz")):
+    if path.name.endswith((".json", ".json.gz")):
         return _read_json(path)
     raise ValueError(f"load_rows: file {str(path)!r} has no known ending; a source is {SOURCE_FORMS}")
 
@@ -88,7 +78,7 @@ def _lines(path: Path) -> Iterator[str]:
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
             yield from lines
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: cannot be read as UTF-8 text ({error})") from error
 
 

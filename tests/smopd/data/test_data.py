@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 
 import pyarrow
 import pytest
@@ -19,33 +20,24 @@ from smopd.data.sources import load_rows
 from smopd.run.failures import UnusableInput
 from smopd.run.inputs import read_inputs
 from smopd.worlds.models import world_tokenizer
-from smopd.worlds.toy_world import vocabulary
+from smopd.worlds.toy_world import demonstrations, vocabulary
+from tests.smopd.run.invariance_worker import SETTINGS
 
 ROWS = [{"prompt": "call anna please", "label": 1}, {"prompt": "play imagine at 3", "label": None}]
 CHAT = [{"role": "system", "content": "play"}, {"role": "user", "content": "call anna"}]
-HERE = __name__
+HERE, WORLD = __name__, "smopd.worlds.toy_world"
 
 
 def some_rows(n=3, split="train"):
     return [{"prompt": f"call {split} {i}", "i": i} for i in range(n)]
 
 
-class Shop:
-    @staticmethod
-    def rows():
-        return some_rows(1)
+class Odd:
+    """Sources, given by their names."""
 
-
-def no_rows():
-    return []
-
-
-def rows_of_texts():
-    return ["call anna"]
-
-
-def one_number():
-    return 3
+    no_rows = staticmethod(list)
+    texts = staticmethod(lambda: ["call anna"])
+    number = staticmethod(lambda: 3)
 
 
 def odd_ones(row):
@@ -59,13 +51,6 @@ def nothing(row):
 @pytest.fixture(scope="module")
 def tokenizer():
     return world_tokenizer(vocabulary())
-
-
-@pytest.fixture(scope="module")
-def plain_tokenizer():
-    tokenizer = world_tokenizer(vocabulary())
-    tokenizer.chat_template = None
-    return tokenizer
 
 
 @pytest.fixture
@@ -92,7 +77,6 @@ def test_files_of_every_form_give_the_same_rows(write, name):
 
 def test_a_function_is_called_with_kwargs():
     assert load_rows(f"{HERE}:some_rows", kwargs={"n": 2}) == some_rows(2)
-    assert load_rows(f"{HERE}:Shop.rows") == some_rows(1)
     kwargs = {"n": 2, "split": "heldout"}
     assert load_rows(f"{HERE}:some_rows", kwargs=kwargs) == some_rows(2, "heldout")
 
@@ -100,61 +84,36 @@ def test_a_function_is_called_with_kwargs():
 def test_a_hub_data_set_is_loaded_by_id(monkeypatch):
     import datasets
 
-    asked = []
-
-    def load_dataset(source, **options):
-        asked.append((source, options))
-        return iter(ROWS)
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert load_rows("owner/name", kwargs={"revision": "v1"}) == ROWS
-    assert asked == [("owner/name", {"split": "train", "revision": "v1"})]
-
-
-def test_an_unreachable_hub_data_set_says_so(monkeypatch):
-    import datasets
-
-    def load_dataset(source, **options):
+    def load_dataset(source, *, split, **options):
+        if source == "owner/name":
+            return iter([{**ROWS[0], "split": split, **options}])
         raise ConnectionError("no network")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(FileNotFoundError, match=r"'owner/name' is no file here and .* \(no network\)"):
-        load_rows("owner/name")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b'{"prompt": "a"}\n{"prompt": \n', r"rows.jsonl: line 2 is no JSON"),
-        (b'{"prompt": "a"}\n[1]\n', r"rows.jsonl: row 1 is a list, expected an object of columns"),
-        (b'{"prompt": "\xe9"}\n', r"rows.jsonl: cannot be read as UTF-8 text"),
-        (
-            b'{"prompt": "a"}\n{"n": ' + b"1" * 5000 + b"}\n",
-            r"rows.jsonl: line 2 is no JSON \(Exceeds the limit",
-        ),
-        (b'{"prompt": "a"}\n' + b"[" * 200_000 + b"\n", r"rows.jsonl: line 2 is no JSON \(maximum recursion"),
-    ],
-)
-def test_a_broken_line_is_named(tmp_path, content, message):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        load_rows(str(path))
+    rows = load_rows("owner/name", kwargs={"revision": "v1"})
+    assert rows == [{**ROWS[0], "split": "train", "revision": "v1"}]
+    with pytest.raises(FileNotFoundError, match=r"'owner/other' is no file here and .* \(no network\)"):
+        load_rows("owner/other")
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
+        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": \n', "a.jsonl: line 2 is no JSON"),
+        ("a.jsonl", b'{"prompt": "a"}\n[1]\n', "a.jsonl: row 1 is a list, expected an object of columns"),
+        ("a.jsonl", b'{"prompt": "\xe9"}\n', "a.jsonl: cannot be read as UTF-8 text"),
+        ("a.jsonl", b'{"n": ' + b"1" * 5000 + b"}\n", r"a.jsonl: line 1 is no JSON \(Exceeds the limit"),
+        ("a.jsonl", b"[" * 200_000 + b"\n", r"a.jsonl: line 1 is no JSON \(maximum recursion"),
         ("a.json", b'{"prompt": "a"}', "holds one dict, expected a list of objects or JSON lines"),
-        ("a.json", b'[{"prompt": }]', "a.json: line 1 is no JSON"),
-        ("a.json", b"[" + b"1" * 5000 + b"]", r"a.json: cannot be read as JSON \(Exceeds the limit"),
+        ("a.json", b'[{"prompt": 1},\n {"prompt": }]', "a.json: line 2 is no JSON"),
         ("a.json", b"[" * 200_000, r"a.json: cannot be read as JSON \(maximum recursion"),
         ("a.parquet", b"no parquet", "is no parquet file"),
         ("a.jsonl.gz", b"no gzip", "cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b"{}")[:10] + b"broken", "cannot be read"),
         ("a.csv", b"prompt\n", "has no known ending"),
     ],
 )
-def test_a_file_of_another_form_is_refused(tmp_path, name, content, message):
+def test_a_broken_file_is_named(tmp_path, name, content, message):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(ValueError, match=message):
@@ -166,10 +125,9 @@ def test_a_file_of_another_form_is_refused(tmp_path, name, content, message):
     [
         ("absent_module:rows", {}, "'absent_module:rows': No module named"),
         (f"{HERE}:some_row", {}, r"has no function 'some_row'; did you mean some_rows\?"),
-        (f"{HERE}:Shop.row", {}, r"has no function 'row'; did you mean rows\?"),
         (f"{HERE}:some_rows", {"kwargs": {"m": 1}}, "cannot be called with .*'m'"),
-        (f"{HERE}:one_number", {}, "returned a int, expected rows"),
-        (f"{HERE}:rows_of_texts", {}, "row 0 is a str, expected an object of columns"),
+        (f"{HERE}:Odd.number", {}, "returned a int, expected rows"),
+        (f"{HERE}:Odd.texts", {}, "row 0 is a str, expected an object of columns"),
     ],
 )
 def test_a_function_that_does_not_fit_is_named(source, options, message):
@@ -202,26 +160,17 @@ def test_a_chat_begins_once(write):
     assert load_prompts(write(ROWS), tokenizer)[0].token_ids.count(begin[1]) == 1
 
 
-def test_without_a_template_a_text_is_tokenised_as_it_is(write, tokenizer, plain_tokenizer):
-    source = write(ROWS)
-    expected = ["call", "anna", "please"]
-    for used, chat in ((plain_tokenizer, "auto"), (tokenizer, False)):
-        ids = load_prompts(source, used, chat=chat)[0].token_ids
-        assert tokenizer.convert_ids_to_tokens(list(ids)) == expected
-    with pytest.raises(ValueError, match="chat is true, and the tokenizer has no chat template"):
-        load_prompts(source, plain_tokenizer, chat=True)
-    with pytest.raises(ValueError, match="prompts are chat messages, and no chat template is applied"):
-        load_prompts(write([{"prompt": CHAT}], "chat.jsonl"), plain_tokenizer)
-
-
-@pytest.mark.parametrize(
-    "template", ["{{ ''.__class__.__mro__ }}", "{% for i in range(10**9) %}{% endfor %}", "{{ 1/0 }}"]
-)
-def test_a_chat_template_that_fails_is_named(write, template):
-    tokenizer = world_tokenizer(vocabulary())
-    tokenizer.chat_template = template
+def test_without_a_template_a_text_is_tokenised_as_it_is(write):
+    plain = world_tokenizer(vocabulary())
+    plain.chat_template = "{{ ''.__class__.__mro__ }}"
     with pytest.raises(ValueError, match="the tokenizer's chat template fails"):
-        load_prompts(write(ROWS), tokenizer)
+        load_prompts(write(ROWS), plain)
+    plain.chat_template = None
+    source = write(ROWS)
+    ids = load_prompts(source, plain)[0].token_ids
+    assert plain.convert_ids_to_tokens(list(ids)) == ["call", "anna", "please"]
+    with pytest.raises(ValueError, match="prompts are chat messages, and the tokenizer has no chat template"):
+        load_prompts(write([{"prompt": CHAT}], "chat.jsonl"), plain)
 
 
 def test_map_leaves_rows_out_and_keeps_source_numbers(tokenizer):
@@ -231,47 +180,34 @@ def test_map_leaves_rows_out_and_keeps_source_numbers(tokenizer):
     assert all(prompt.columns["mapped"] for prompt in prompts)
 
 
-def test_overlong_prompts_are_dropped_cut_or_refused_and_counted(write, tokenizer):
-    source = write(
-        [{"prompt": "call anna"}, {"prompt": "call anna bruno clara david"}, {"prompt": "play halo"}]
-    )
+def test_overlong_prompts_are_dropped_or_cut_and_counted(write, tokenizer):
+    texts = ["call anna", "call anna bruno clara david", "play halo"]
+    source = write([{"prompt": text} for text in texts])
     dropped = load_prompts(source, tokenizer, max_prompt_tokens=4)
     assert [prompt.index for prompt in dropped] == [0, 2]
     assert (dropped.rows, dropped.dropped_overlong, dropped.truncated) == (3, 1, 0)
     cut = load_prompts(source, tokenizer, max_prompt_tokens=4, overlong="truncate_left")
     assert (len(cut), cut.dropped_overlong, cut.truncated) == (3, 0, 1)
     assert tokenizer.decode(list(cut[1].token_ids)) == "brunoclaradavid<|assistant|>"
-    with pytest.raises(
-        ValueError, match="row 1: the prompt has 7 tokens, expected at most max_prompt_tokens = 4"
-    ):
-        load_prompts(source, tokenizer, max_prompt_tokens=4, overlong="error")
-    exact = load_prompts(source, tokenizer, max_prompt_tokens=7, overlong="error")
-    assert len(exact) == 3
+    assert len(load_prompts(source, tokenizer, max_prompt_tokens=7, overlong="error")) == 3
 
 
-def test_evaluation_prompts_have_a_limit_of_their_own(write, tokenizer):
-    long = {"prompt": "call anna bruno clara david"}  # 7 tokens
-    values = {
-        "name": "t",
-        "model": {"factory": "m:f"},
-        "rewards": [{"name": "r", "function": "m:f"}],
-        "runs": {"gdpo": {"stage": "train"}},
-        "rollout": {"max_new_tokens": 10},
-    }
-
-    def read(**data):
-        both = {name: {"source": write([long, ROWS[0]], f"{name}.jsonl")} for name in ("train", "evaluation")}
-        made = Settings.model_validate({**values, "data": {**both, "max_prompt_tokens": 5, **data}})
-        return made.longest_sequence, read_inputs(made, tokenizer, demonstrations=False)
-
-    longest, found = read(max_evaluation_tokens=7)
-    assert longest == 7 + 10 and (len(found.train), found.train.dropped_overlong) == (1, 1)
-    assert (len(found.held_out), found.held_out.dropped_overlong, found.held_out.truncated) == (2, 0, 0)
-    longest, found = read(max_evaluation_tokens=4, overlong="truncate_left")
-    assert longest == 5 + 10 and [len(prompt.token_ids) for prompt in found.train] == [5, 5]
-    assert [len(prompt.token_ids) for prompt in found.held_out] == [4, 4] and found.held_out.truncated == 2
+def test_evaluation_prompts_have_a_limit_of_their_own_and_are_never_dropped(write, tokenizer):
+    rows = [{"prompt": "call anna bruno clara david"}, ROWS[0]]  # 7 tokens, and 5
+    both = {name: {"source": write(rows, f"{name}.jsonl")} for name in ("train", "evaluation")}
+    read = partial(read_inputs, tokenizer=tokenizer, demonstrations=False)
+    changes = {"data": {**both, "max_prompt_tokens": 5, "max_evaluation_tokens": 7}}
+    settings = Settings.model_validate(SETTINGS | changes)
+    assert settings.longest_sequence == 7 + settings.rollout.max_new_tokens
+    found = read(settings)
+    assert (len(found.train), found.train.dropped_overlong, len(found.held_out)) == (1, 1, 2)
+    changes["data"] |= {"max_evaluation_tokens": 4, "overlong": "truncate_left"}
+    found = read(Settings.model_validate(SETTINGS | changes))
+    assert [len(prompt.token_ids) for prompt in found.train] == [5, 5]
+    assert [len(prompt.token_ids) for prompt in found.held_out] == [4, 4]
+    changes["data"] |= {"overlong": "drop"}
     with pytest.raises(UnusableInput, match=r"data\.evaluation: .*row 0: the prompt has 7 tokens"):
-        read()
+        read(Settings.model_validate(SETTINGS | changes))
 
 
 @pytest.mark.parametrize(
@@ -280,7 +216,6 @@ def test_evaluation_prompts_have_a_limit_of_their_own(write, tokenizer):
         ({"prompt": None}, "row 1: column 'prompt' is None, expected a text or a list of chat messages"),
         ({"prompt": "  "}, "row 1: column 'prompt' is '  ', expected a text"),
         ({"prompt": []}, r"row 1: column 'prompt': the last message is empty, expected a text"),
-        ({"prompt": 7}, "row 1: column 'prompt' is a int, expected a text"),
         ({"promt": "a"}, r"row 1 has no column 'prompt'; did you mean promt\?; it has 'promt'"),
         (
             {"prompt": ["call"]},
@@ -288,11 +223,9 @@ def test_evaluation_prompts_have_a_limit_of_their_own(write, tokenizer):
         ),
         ({"prompt": [{"role": "user", "content": None}]}, "message 0 is .*expected texts role and content"),
         ({"prompt": [{"role": "user", "content": " "}]}, "row 1: .* the last message is empty"),
+        ({"prompt": "a", "training_step": 1}, "row 1: column 'training_step' has the name of an argument"),
         ({"prompt": "a \ud800 b"}, r"row 1: column 'prompt' has '\\ud800' at 2, half of a pair"),
-        (
-            {"prompt": [{"role": "user", "content": "\udfff"}]},
-            "row 1: column 'prompt': message 0 has .* half",
-        ),
+        ({"prompt": [{"role": "user", "content": "\udfff"}]}, "column 'prompt': message 0 has .* half"),
     ],
 )
 def test_a_bad_prompt_is_named_with_source_and_row(write, tokenizer, bad, message):
@@ -302,45 +235,33 @@ def test_a_bad_prompt_is_named_with_source_and_row(write, tokenizer, bad, messag
     assert source in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["prompts", "completions", "training_step"])
-def test_columns_named_as_arguments_of_rewards_are_refused(write, tokenizer, name):
-    source = write([ROWS[0], {**ROWS[1], name: "x"}])
-    with pytest.raises(ValueError, match=f"row 1: column '{name}' has the name of an argument") as error:
-        load_prompts(source, tokenizer)
-    assert source in str(error.value)
-    named = write([{name: "call anna"}], "named.jsonl")
-    assert load_prompts(named, tokenizer, prompt_column=name)[0].columns == {}
-
-
-def test_an_empty_data_set_says_why(write, tokenizer):
-    with pytest.raises(ValueError, match="the data set is empty"):
-        load_prompts(f"{HERE}:no_rows", tokenizer)
-    with pytest.raises(ValueError, match=r"none of 3 rows is left: 3 left out by map$"):
-        load_prompts(f"{HERE}:some_rows", tokenizer, map=f"{HERE}:nothing")
-    with pytest.raises(ValueError, match=r"none of 2 rows is left: 2 of more than 2 tokens$"):
-        load_prompts(write(ROWS), tokenizer, max_prompt_tokens=2)
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        (f"{HERE}:Odd.no_rows", {}, "the data set is empty"),
+        (f"{HERE}:some_rows", {"map": f"{HERE}:nothing"}, "none of 3 rows is left: 3 left out by map$"),
+        (f"{HERE}:some_rows", {"max_prompt_tokens": 2}, "3 rows is left: 0 .* map, 3 of more than 2 tokens$"),
+        (
+            f"{HERE}:some_rows",
+            {"max_prompt_tokens": 2, "overlong": "error"},
+            "row 0: the prompt has 4 tokens",
+        ),
+    ],
+)
+def test_where_no_row_is_left_it_says_why(tokenizer, source, options, message):
+    with pytest.raises(ValueError, match=message):
+        load_prompts(source, tokenizer, **options)
 
 
 def test_demonstrations_end_with_the_end_of_sequence(tokenizer):
-    found = load_demonstrations(
-        "smopd.worlds.toy_world:demonstrations", tokenizer, kwargs={"n": 50, "seed": 1}
-    )
-    from smopd.worlds.toy_world import demonstrations
-
-    for (prompt_ids, completion_ids), row in zip(found, demonstrations(50, 1), strict=True):
+    kwargs = {"n": 50, "seed": 1}
+    found = load_demonstrations(f"{WORLD}:demonstrations", tokenizer, kwargs=kwargs)
+    for (prompt_ids, completion_ids), row in zip(found, demonstrations(**kwargs), strict=True):
         assert completion_ids[-1] == tokenizer.eos_token_id
         assert tokenizer.decode(list(completion_ids[:-1])) == row["completion"]
         assert prompt_ids[-1] == tokenizer.convert_tokens_to_ids("<|assistant|>")
-
-
-def test_overlong_and_empty_demonstrations(write, tokenizer):
-    rows = [{"prompt": "call anna", "answer": "Sure."}, {"prompt": "call anna", "answer": "Sure. Done."}]
-    found = load_demonstrations(write(rows), tokenizer, completion_column="answer", max_tokens=7)
-    assert (len(found), found.rows, found.dropped_overlong) == (1, 2, 1)
-    with pytest.raises(ValueError, match="row 0: column 'answer' is '', expected a text"):
-        load_demonstrations(write([{"prompt": "a", "answer": ""}]), tokenizer, completion_column="answer")
-    with pytest.raises(ValueError, match="none of 2 rows is left"):
-        load_demonstrations(write(rows), tokenizer, completion_column="answer", max_tokens=2)
+    with pytest.raises(ValueError, match="row 0 has no column 'answer'"):
+        load_demonstrations(f"{WORLD}:demonstrations", tokenizer, kwargs=kwargs, completion_column="answer")
 
 
 @settings(deadline=None)
@@ -349,7 +270,6 @@ def test_every_prompt_comes_once_an_epoch(n, batch_size, epochs, seed):
     steps = -(-n * epochs // batch_size)
     batches = [batch_indices(n, batch_size, step, seed) for step in range(steps)]
     assert {len(batch) for batch in batches} == {batch_size}
-    assert batch_indices(n, batch_size, steps - 1, seed) == batches[-1]
     order = [index for batch in batches for index in batch]
     for epoch in range(epochs):
         assert sorted(order[epoch * n : (epoch + 1) * n]) == list(range(n))
