@@ -57,6 +57,7 @@ def merge(options: Options) -> None:
         raise ValueError(f"--keep: got {wrong[0]:g}, expected a share over 0 and at most 1")
     if options.output.exists():
         raise ValueError(f"--output: {options.output} is there already, expected a new folder")
+
     from smopd.engine.weights.adapters import read_adapter
     from smopd.merging.vectors import Part, TaskVectors, merge_adapters
 
@@ -69,6 +70,12 @@ def merge(options: Options) -> None:
     if base is None:
         raise ValueError("--base: not given, expected the model that the others were trained from")
     TaskVectors(base, options.models).write(options.output, parts, options.method)
+
+
+def each_of(name: str, values: tuple[Any, ...], n: int) -> tuple[Any, ...]:
+    if len(values) not in (1, n):
+        raise ValueError(f"--{name}: got {len(values)} values, expected one, or one for each of {n} models")
+    return values * n if len(values) == 1 else values
 
 
 if __name__ == "__main__":

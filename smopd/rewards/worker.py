@@ -5,20 +5,17 @@
 READ and WRITE are inherited pipe ends (multiprocessing.connection), so that standard output stays the
 function's own. A message begins with a number (8 bytes); a reply has its request's, which tells it from what
 a process left behind by an earlier call writes. Requests are pickle 5, for columns may hold what JSON cannot
-(dates, bytes, arrays); replies are JSON, so that the parent never unpickles what a worker wrote. The first
-message brings the keyword arguments and is answered `{"ready": true}` or `{"error": ...}`; each further one
-brings prompts, completions and columns and is answered `{"values": [...]}`, `{"length": n}` or
-`{"error": ...}`. BYTES limits the address space; 0 does not.
+(dates, bytes, arrays); replies are JSON, so that the parent never unpickles what a worker wrote:
+`{"values": [...]}` or `{"error": ...}`. The first message brings the keyword arguments, each further one
+prompts, completions and columns. BYTES limits the address space; 0 does not.
 
 The function runs in a child of this process. This one only waits, to end with the parent all that the
 function started: no function can keep it from that, as it could a thread by never giving the interpreter up.
-The signal of `die_with_parent` would end one process alone, and what the function started would go on.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import json
 import math
@@ -31,17 +28,20 @@ import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
-from functools import reduce
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from select import poll
 from typing import Any
 
+from smopd.engine.imports import import_function
 from smopd.engine.process import adopt_orphans, die_with_parent, kill_below
 
 NUMBER = struct.Struct("<Q")
 MAX_ERROR_CHARS = 4000  # of a traceback's end, ours
 SIGNAL_EXIT_CODE = 128  # plus the signal's number, as shells do
 PARENT_CHECK_MS = 1000  # ours
+
+Reward = Callable[..., Any]
 
 
 def main(argv: list[str]) -> None:
@@ -52,52 +52,41 @@ def main(argv: list[str]) -> None:
     for fd in (read_fd, write_fd):
         os.set_inheritable(fd, False)
     _fork(parent_pid, read_fd, write_fd)
-    function: Callable[..., Any] | None = None
+    function: Reward | None = None
     kwargs: dict[str, Any] = {}
-    loop: asyncio.AbstractEventLoop | None = None
+    loop = asyncio.new_event_loop()  # one for the worker's life: clients kept between calls are bound to it
     requests, replies = Connection(read_fd, writable=False), Connection(write_fd, readable=False)
     while True:
         try:
             message = requests.recv_bytes()
         except EOFError:
             return
-        number, frame = message[: NUMBER.size], message[NUMBER.size :]
-        reply: dict[str, Any]
+        values: list[float | None] = []
         try:
-            request = pickle.loads(frame)
+            request = pickle.loads(message[NUMBER.size :])
             if function is None:
                 kwargs = request
                 function = load_function(path, kwargs)
-                reply = {"ready": True}
             else:
                 prompts, completions, columns = request
                 result = function(prompts, completions, **accepted(function, columns, kwargs))
                 if inspect.isawaitable(result):
-                    # One loop for the worker's life: clients kept between calls are bound to it.
-                    loop = loop or asyncio.new_event_loop()
                     result = loop.run_until_complete(_await(result))
-                reply = numbers(result, len(completions))
+                values = numbers(result)
+            reply = json.dumps({"values": values})
         except BaseException as error:
-            reply = {"error": describe(error)}
-        _flush()
-        replies.send_bytes(number + json.dumps(reply).encode())
+            text = "".join(traceback.format_exception(error))
+            reply = json.dumps({"error": text.strip()[-MAX_ERROR_CHARS:]})
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):  # the function may have closed or replaced it
+                stream.flush()
+        replies.send_bytes(message[: NUMBER.size] + reply.encode())
 
 
-def load_function(path: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
-    """The callable at `package.module:function`.
-
-    Raises:
-        ImportError, AttributeError, or whatever the module raises when imported.
-        TypeError: not callable, or not as `f(prompts, completions, **columns)` with these keyword arguments.
-    """
-    module_name, _, attribute = path.partition(":")
-    function = reduce(getattr, attribute.split("."), importlib.import_module(module_name))
-    if not callable(function):
-        raise TypeError(f"{path} is {type(function).__name__}, expected a function")
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some builtins have none
-        return function
+def load_function(path: str, kwargs: Mapping[str, Any]) -> Reward:
+    """The function at `package.module:function`; TypeError where it does not take these keyword arguments."""
+    function: Reward = import_function(path)
+    signature = inspect.signature(function)
     try:
         signature.bind_partial([], [], **kwargs)
     except TypeError as error:
@@ -108,49 +97,29 @@ def load_function(path: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
     return function
 
 
-def accepted(
-    function: Callable[..., Any], columns: Mapping[str, Any], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
+def accepted(function: Reward, columns: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The columns that the function takes by name, all where it has `**columns`; kwargs win over columns."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:
-        return {**columns, **kwargs}
+    parameters = list(inspect.signature(function).parameters.values())
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        names = {parameter.name for parameter in list(parameters)[2:]}
+        names = {parameter.name for parameter in parameters[2:]}
         columns = {name: column for name, column in columns.items() if name in names}
     return {**columns, **kwargs}
 
 
-def numbers(result: Any, expected: int) -> dict[str, Any]:
-    """The reply for a function's result: a float each, None as given, NaN for what is no finite number."""
+def numbers(result: Any) -> list[float | None]:
+    """A function's result: a float each, None as given, NaN for what is no finite number."""
     if hasattr(result, "tolist"):  # arrays and tensors
         result = result.tolist()
     if not isinstance(result, (list, tuple)):
-        raise TypeError(f"returned {type(result).__name__}, expected a list of {expected} float or None")
-    if len(result) != expected:
-        return {"length": len(result)}
-    return {"values": [None if value is None else _number(value) for value in result]}
-
-
-def describe(error: BaseException) -> str:
-    """The end of the error's traceback, without the frames of this module and of the import system."""
-    report = traceback.TracebackException.from_exception(error)
-    frames = [
-        frame for frame in report.stack if frame.filename != __file__ and "importlib" not in frame.filename
-    ]
-    report.stack = traceback.StackSummary.from_list(frames)
-    text = "".join(report.format() if frames else report.format_exception_only()).strip()
-    return text if len(text) <= MAX_ERROR_CHARS else "…" + text[-MAX_ERROR_CHARS:]
+        raise TypeError(f"returned {type(result).__name__}, expected a list of float or None")
+    return [None if value is None else _number(value) for value in result]
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, (str, bytes)):
-        return math.nan
-    try:
-        number = float(value)
-    except Exception:
-        return math.nan
+    number = math.nan
+    if not isinstance(value, (str, bytes)):
+        with suppress(Exception):
+            number = float(value)
     return number if math.isfinite(number) else math.nan
 
 
@@ -184,14 +153,6 @@ def _fork(parent_pid: int, read_fd: int, write_fd: int) -> None:
     code = os.waitstatus_to_exitcode(status)
     kill_below(supervisor)
     os._exit(code if code >= 0 else SIGNAL_EXIT_CODE - code)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except Exception:  # the function may have closed or replaced it
-            continue
 
 
 if __name__ == "__main__":
