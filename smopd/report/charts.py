@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 COLOURS = 10
@@ -13,27 +14,16 @@ _POINTS = 200  # of a line, at most about
 Lines = Sequence[Mapping[str, Any]]
 """Lines of one of a run's JSON lines files."""
 
-_SECTIONS = (
-    ("rewards, mean of each step's rollouts", ("reward/*/mean",)),
-    ("held-out prompts, greedy", ("greedy/*",)),
-    (
-        "distillation",
-        (
-            "kl",
-            "reverse_kl",
-            "teacher_mass",
-            "student_mass",
-            "teacher_*/top_kappa_mass",
-            "teacher_*/change",
-            "opd_coef",
-        ),
+_SECTIONS = {
+    "rewards, mean of each step's rollouts": "reward/*/mean",
+    "held-out prompts, greedy": "greedy/*",
+    "distillation": (
+        "kl reverse_kl teacher_mass student_mass teacher_*/top_kappa_mass teacher_*/change opd_coef"
     ),
-    (
-        "policy",
-        ("entropy", "grad_norm", "response/tokens/mean", "response/truncated", "rollout_mismatch", "kl_ref"),
-    ),
-    ("groups whose rollouts all got the same reward", ("reward/*/zero_variance_groups",)),
-)
+    "policy": "entropy grad_norm response/tokens/mean response/truncated rollout_mismatch kl_ref",
+    "groups whose rollouts all got the same reward": "reward/*/zero_variance_groups",
+}
+"""Title -> patterns of the metrics' names."""
 
 
 def colour(i: int) -> str:
@@ -45,24 +35,13 @@ def sections(metrics: Mapping[str, Lines]) -> list[tuple[str, list[dict[str, Any
     """Title and figures of each section that any run has a metric of."""
     colours = {run: colour(i) for i, run in enumerate(metrics)}
     keys = list(dict.fromkeys(key for lines in metrics.values() for line in lines for key in line))
-    found = [
-        (title, [drawn for key in _matching(keys, patterns) if (drawn := figure(key, metrics, colours))])
-        for title, patterns in _SECTIONS
-    ]
-    return [(title, figures) for title, figures in found if figures]
-
-
-def _matching(keys: Sequence[str], patterns: Sequence[str]) -> Iterator[str]:
-    for pattern in patterns:
-        begin, star, end = pattern.partition("*")
-        for key in keys:
-            inner = key[len(begin) : len(key) - len(end)]
-            if (
-                key == pattern
-                if not star
-                else key.startswith(begin) and key.endswith(end) and "/" not in inner
-            ):
-                yield key
+    found = []
+    for title, patterns in _SECTIONS.items():
+        expressions = [pattern.replace("*", "[^/]*") for pattern in patterns.split()]
+        chosen = [key for expression in expressions for key in keys if re.fullmatch(expression, key)]
+        if figures := [drawn for key in chosen if (drawn := figure(key, metrics, colours))]:
+            found.append((title, figures))
+    return found
 
 
 def figure(key: str, metrics: Mapping[str, Lines], colours: Mapping[str, str]) -> dict[str, Any] | None:
@@ -82,12 +61,12 @@ def figure(key: str, metrics: Mapping[str, Lines], colours: Mapping[str, str]) -
         return _TOP + height * (1 - (value - low) / (high - low or 1.0))
 
     ticks = [
-        (_LEFT - 4, round(y(low)), "end", _tick(low)),
+        (_LEFT - 4, round(y(low)), "end", f"{low:.3g}"),
         (_LEFT, _HEIGHT - 6, "start", str(first)),
         (_LEFT + width, _HEIGHT - 6, "end", f"step {last}"),
     ]
     if high > low:
-        ticks.append((_LEFT - 4, round(y(high)) + 6, "end", _tick(high)))
+        ticks.append((_LEFT - 4, round(y(high)) + 6, "end", f"{high:.3g}"))
     return {
         "key": key,
         "width": _WIDTH,
@@ -111,7 +90,3 @@ def _points(lines: Lines, key: str) -> list[tuple[int, float]]:
     points = [(step, float(value)) for step, value in points if math.isfinite(value)]
     every = math.ceil(len(points) / _POINTS) or 1
     return points[::every] + points[len(points) - 1 :] if every > 1 else points
-
-
-def _tick(value: float) -> str:
-    return f"{value:.3g}" if abs(value) >= 1 else f"{value:.2g}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +50,7 @@ def write_report(path: str | os.PathLike[str], report: Report) -> None:
     names = {*report.metrics, *report.samples, *report.tokens, *report.merges}
     labels = {run: run for run in names} | {row.run: row.label for row in report.rows}
     pages = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
-    pages.filters |= {"heading": heading, "visible": _visible, "probability": _probability, "plain": _plain}
+    pages.filters |= {"heading": heading, "visible": _visible, "plain": _plain}
     page = pages.get_template("page.html").render(
         report=report,
         labels=[labels[run] for run in report.metrics],
@@ -87,15 +87,16 @@ def _starts(merges: Mapping[str, Mapping[str, Any]], labels: Labels) -> Iterator
 
 def _phases(metrics: Mapping[str, Lines], labels: Labels) -> dict[str, Any]:
     """Mean seconds of each phase of a step; a phase runs while another one waits only where it overlaps."""
-    prefix, rows = "seconds/", []
+    rows = []
     for run, lines in metrics.items():
-        timed = [line for line in lines if any(name.startswith(prefix) for name in line)]
-        names = dict.fromkeys(name for line in timed for name in line if name.startswith(prefix))
-        means = {
-            name.removeprefix(prefix): sum(line.get(name) or 0.0 for line in timed) / len(timed)
-            for name in names
-        }
-        if means:
+        timed = [line for line in lines if any(name.startswith("seconds/") for name in line)]
+        totals: dict[str, float] = defaultdict(float)
+        for line in timed:
+            for name, value in line.items():
+                if name.startswith("seconds/"):
+                    totals[name.removeprefix("seconds/")] += value or 0.0
+        if totals:
+            means = {name: total / len(timed) for name, total in totals.items()}
             rows.append(Row(labels[run], run, means | {"all": sum(means.values())}))
     columns = list(dict.fromkeys(name for row in rows for name in row.values if name != "all"))
     return {"rows": rows, "columns": [*columns, "all"]}
@@ -116,14 +117,14 @@ def _views(report: Report, labels: Labels) -> Iterator[dict[str, Any]]:
 
 
 def _token(token: Mapping[str, Any], teachers: Sequence[str]) -> dict[str, Any]:
-    at, bars, changes = 0.0, [], token.get("changes", [])
-    shares = token["shares"] if not changes else [_moved(change) / len(changes) for change in changes]
+    changes = token.get("changes", [])
+    shares = [_moved(change) / len(changes) for change in changes] or token["shares"]
+    moves = [f" {_plain(change, '+.2f')}" for change in changes] or [""] * len(teachers)
+    named = [name + move for name, move in zip(teachers, moves, strict=True)]
+    at, bars = 0.0, []
     for m, share in enumerate(share or 0.0 for share in shares):
         bars.append(f"var(--k{m % COLOURS}) {at:.1f}% {at + 100 * share:.1f}%")
         at += 100 * share
-    named = [*teachers]
-    for m, change in enumerate(changes):
-        named[m] += " no number" if change is None else f" {change:+.2f}"
     said = [*zip(named, token["teachers"], strict=True)]
     said += [(name, token[name]) for name in ("reference", "student") if name in token]
     bar = f"linear-gradient(90deg,{','.join(bars)})" if at > 0 else ""
@@ -142,14 +143,10 @@ def _by_step(lines: Lines) -> dict[int, list[Mapping[str, Any]]]:
     return {step: [line for line in lines if line["step"] == step] for step in shown}
 
 
-def _plain(value: object) -> str:
+def _plain(value: object, form: str = ".4g") -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_plain(part)}" for name, part in value.items())
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _probability(value: float | None) -> str:
-    return "no number" if value is None else f"{value:.3f}"  # null in the file
+    return "no number" if value is None else f"{value:{form}}" if isinstance(value, float) else str(value)
 
 
 def _visible(text: str) -> str:

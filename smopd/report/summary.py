@@ -24,19 +24,19 @@ WIDTH = 132  # of the table where the output is no terminal
 
 def summarise(settings: Settings, folder: Path) -> None:
     """Shows and writes the rows of all runs that have been evaluated."""
-    rows = evaluated_rows(settings, folder)
-    columns = table_columns(settings)
+    rows, columns = evaluated_rows(settings, folder), table_columns(settings)
     if rows:
         shown = console() if console().is_terminal else Console(width=WIDTH)
         shown.print(table(rows, columns))
-    write_atomically(
-        folder / "results.json", json.dumps({row.run: row.values for row in rows}, indent=1).encode()
-    )
+    results = {row.run: row.values for row in rows}
+    write_atomically(folder / "results.json", json.dumps(results, indent=1).encode())
 
     def lines(file: str) -> dict[str, list[dict[str, Any]]]:
         found = {name: JsonlLog(folder / name / file).read() for name in settings.runs}
         return {name: read for name, read in found.items() if read}
 
+    merges = {name: folder / name / "merge.json" for name in settings.runs}
+    labels = _labels(settings)
     report = Report(
         title=settings.name,
         caption=settings.description,
@@ -46,12 +46,8 @@ def summarise(settings: Settings, folder: Path) -> None:
         metrics=lines("metrics.jsonl"),
         samples=lines("samples.jsonl"),
         tokens=lines("tokens.jsonl"),
-        merges={
-            name: json.loads(path.read_text())
-            for name in settings.runs
-            if (path := folder / name / "merge.json").exists()
-        },
-        teachers=[_label(settings, teacher.model) for teacher in settings.teachers.models],
+        merges={name: json.loads(path.read_text()) for name, path in merges.items() if path.exists()},
+        teachers=[labels.get(teacher.model, teacher.model) for teacher in settings.teachers.models],
     )
     try:
         write_report(folder / "report.html", report)
@@ -61,15 +57,13 @@ def summarise(settings: Settings, folder: Path) -> None:
         say(f"report: {folder / 'report.html'}")
 
 
-def _label(settings: Settings, model: str) -> str:
-    run = settings.runs.get(model)
-    return model if run is None else run.label or model
+def _labels(settings: Settings) -> dict[str, str]:
+    return {BASE: "Base"} | {name: run.label or name for name, run in settings.runs.items()}
 
 
 def evaluated_rows(settings: Settings, folder: Path) -> list[Row]:
-    labels = {BASE: "Base"} | {name: run.label or name for name, run in settings.runs.items()}
     rows = []
-    for name, label in labels.items():
+    for name, label in _labels(settings).items():
         path = folder / name / "evaluation.json"
         if path.exists():
             values = json.loads(path.read_text())

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 from rich.table import Table
 from rich.text import Text
 
@@ -18,38 +17,27 @@ class Row:
     label: str
     run: str
     values: dict[str, float]
-    spread: dict[str, float] | None = None
+    spread: Mapping[str, float] = field(default_factory=dict)
     """Standard deviation over seeds, by column."""
 
 
 def aggregate(results: Sequence[Sequence[Row]]) -> list[Row]:
     """Rows of several seeds -> rows of means and unbiased standard deviations, in the first seed's order.
 
-    NaN stays NaN. One seed has no spread.
-
-    Raises:
-        ValueError: the seeds differ in their runs, or a run's seeds in their columns.
+    Of a run those columns that all its seeds have. One seed has no spread.
     """
-    if not results:
-        return []
-    runs = [row.run for row in results[0]]
-    for i, rows in enumerate(results):
-        if sorted(row.run for row in rows) != sorted(runs):
-            raise ValueError(f"aggregate: result {i} has runs {[row.run for row in rows]}, expected {runs}")
-    out = []
-    for first in results[0]:
-        seeds = [row for rows in results for row in rows if row.run == first.run]
-        for row in seeds:
-            if set(row.values) != set(first.values):
-                got, expected = sorted(row.values), sorted(first.values)
-                raise ValueError(f"aggregate: run {first.run!r} has columns {got}, expected {expected}")
-        columns = {column: [row.values[column] for row in seeds] for column in first.values}
-        means = {column: math.fsum(values) / len(values) for column, values in columns.items()}
-        spread = (
-            {column: _deviation(values) for column, values in columns.items()} if len(seeds) > 1 else None
-        )
-        out.append(Row(first.label, first.run, means, spread))
-    return out
+    found = []
+    for first in results[0] if results else ():
+        seeds = [row.values for rows in results for row in rows if row.run == first.run]
+        columns = {
+            name: [values[name] for values in seeds]
+            for name in first.values
+            if all(name in values for values in seeds)
+        }
+        means = {name: float(np.mean(values)) for name, values in columns.items()}
+        spread = {name: float(np.std(values, ddof=1)) for name, values in columns.items() if len(seeds) > 1}
+        found.append(Row(first.label, first.run, means, spread))
+    return found
 
 
 def table(rows: Sequence[Row], columns: Sequence[str]) -> Table:
@@ -84,14 +72,8 @@ def cell(row: Row, column: str) -> str:
     """`0.912`, `0.912 ± 0.013` with a spread, or `-`."""
     if column not in row.values:
         return "-"
-    text = f"{row.values[column]:.3f}"
-    if row.spread is not None and column in row.spread:
-        text += f" ± {row.spread[column]:.3f}"
-    return text
-
-
-def _deviation(values: list[float]) -> float:
-    return statistics.stdev(values) if all(math.isfinite(value) for value in values) else math.nan
+    spread = f" ± {row.spread[column]:.3f}" if column in row.spread else ""
+    return f"{row.values[column]:.3f}{spread}"
 
 
 def _pipe(text: str) -> str:
