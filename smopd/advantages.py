@@ -1,7 +1,4 @@
-"""One advantage a response from several rewards, over the whole rollout batch and all ranks.
-
-GRPO, GDPO or GD2PO by name, or a function of the user's by its import path.
-"""
+"""One advantage a response from several rewards: GRPO, GDPO or GD2PO by name, or the user's function."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smopd.config.settings import Advantage
-from smopd.engine.imports import resolve
 from smopd.ops import gd2po_advantages, gdpo_advantages, grpo_advantages
 
 
@@ -47,13 +43,13 @@ def grpo(
 
 
 def gdpo(rewards_RK: Tensor, group_R: Tensor, *, settings: Advantage, **given: Any) -> tuple[Tensor, Tensor]:
-    options = {"whiten": _whiten(settings), **given}
-    return gdpo_advantages(rewards_RK, group_R, **options), torch.ones_like(group_R, dtype=torch.bool)
+    adv_R = gdpo_advantages(rewards_RK, group_R, whiten=_whiten(settings), **given)
+    return adv_R, torch.ones_like(group_R, dtype=torch.bool)
 
 
 def gd2po(rewards_RK: Tensor, group_R: Tensor, *, settings: Advantage, **given: Any) -> tuple[Tensor, Tensor]:
-    options = {"whiten": _whiten(settings), **given}
-    return gd2po_advantages(rewards_RK, group_R, snr_threshold=settings.snr_threshold, **options)
+    options = {"whiten": _whiten(settings), "snr_threshold": settings.snr_threshold, **given}
+    return gd2po_advantages(rewards_RK, group_R, **options)
 
 
 def _whiten(settings: Advantage) -> str | None:
@@ -61,26 +57,3 @@ def _whiten(settings: Advantage) -> str | None:
 
 
 ESTIMATORS: dict[str, Estimator] = {"grpo": grpo, "gdpo": gdpo, "gd2po": gd2po}
-
-
-def advantages(
-    settings: Advantage,
-    rewards_RK: Tensor,
-    group_R: Tensor,
-    lengths_R: Tensor,
-    weights: list[float],
-    process_group: dist.ProcessGroup | None,
-) -> tuple[Tensor, Tensor]:
-    """As `Estimator`, by the one that the settings name.
-
-    Args:
-        weights: the priority profile, one a reward.
-    """
-    return resolve(settings.estimator, ESTIMATORS)(
-        rewards_RK,
-        group_R,
-        weights_K=torch.tensor(weights, dtype=rewards_RK.dtype, device=rewards_RK.device),
-        lengths_R=lengths_R,
-        settings=settings,
-        process_group=process_group,
-    )

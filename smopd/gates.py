@@ -1,6 +1,4 @@
-"""Teacher weights: uniform, or the confidence-failure gates of Eq. 18 to 21, per response or per token.
-
-And those of a teacher's change in a product, by how far it still follows the response (ours).
+"""Teachers' weights in their mixture (Eq. 18 to 21), and of their changes in a product (ours).
 
 Letters: N response tokens, R responses, M teachers, S = kappa entries of each teacher.
 """
@@ -65,10 +63,9 @@ def change_weights(gate: Gate, own: list[float] | None, log_alpha: Tensor) -> Te
 
 
 def path_weights(changes_NM: Tensor, response_N: Tensor, floor: float) -> Tensor:
-    """(N, M) in [floor, 1]: the least share of the reference's way to a token that a teacher still went.
+    """(N, M) in [floor, 1]: min over the prefixes that end before the token of P_teacher / P_reference.
 
-    min over the prefixes that end before the token of P_teacher / P_reference. Where a teacher turned away
-    from a response it drew few like it, so what it changed behind that is hardly trained.
+    Where a teacher turned away from a response it drew few like it: what it changed there is hardly trained.
 
     Args:
         changes_NM: log p_teacher - log p_reference of the sampled tokens, nats; responses one after another.
@@ -110,10 +107,9 @@ def disagreement(ids_NMS: Tensor) -> Tensor:
 
 
 def failure(rewards_RM: Tensor, low_M: Tensor, high_M: Tensor) -> Tensor:
-    """Eq. 19: 1 where a response earns the least of a teacher's reward, 0 where the most; (R, M).
+    """Eq. 19: (R, M), 1 where a response earns the least of a teacher's reward, 0 where the most.
 
-    An unscorable reward (NaN) says nothing about the response and counts as one half; so does a range of
-    width 0.
+    An unscorable reward (NaN) and a range of width 0 count as one half.
     """
     scaled_RM = ((rewards_RM - low_M) / (high_M - low_M)).clamp(0, 1)
     return (1 - scaled_RM).nan_to_num(nan=0.5)

@@ -1,9 +1,8 @@
 """The objective of an update: which terms, at which weights, over which denominators (Eq. 8 and 9).
 
-The anchor is a clipped policy gradient; lambda times the KL to the teachers' mixture is added to it, and with
-`kl_ref` the KL to the policy that the run starts from. That one rests on the sampled tokens' log-ratio
-log pi_old - log pi_ref, whose mean is the reverse KL; its negative is the advantage of a clipped term of its
-own, as in the sampled reverse KL to teachers (Eq. 17).
+The anchor is a clipped policy gradient; lambda times the KL to the teachers' mixture is added to it. The KL
+to a reference policy (`kl_ref`) is a term of the loss whose advantage is minus the sampled log-ratio
+log pi_old - log pi_ref, as in the sampled reverse KL to teachers (Eq. 17).
 
 Letters: R responses and N response tokens of this rank in flat order, K rewards, M teachers.
 """
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smopd.advantages import advantages
+from smopd.advantages import ESTIMATORS
 from smopd.config.settings import Loss, Opd, Settings
 from smopd.engine import distributed
 from smopd.engine.imports import resolve
@@ -32,10 +31,10 @@ from smopd.step.teachers import TeacherScores
 MakesTarget = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 """(ids_NMS, logps_NMS, log_alpha, kappa) -> (ids_NS, logps_NS): what the forward KL draws the student to.
 
-Args: each teacher's top entries, ids int32 and log-probabilities in nats, most likely first (with
-`teachers.union` behind its own kappa those that the others name), and the log of the teachers' weights, (M,)
-or (N, M). Returns: at most 128 ids of each token, int32, none twice, and their log-probabilities, float32;
--inf marks an empty slot. A pure function of each token, called on the student's device without gradients.
+Args: each teacher's top entries, int32 ids and log-probabilities, most likely first (with `teachers.union`
+those that the others name stand behind its own kappa), and the log of the teachers' weights, (M,) or (N, M).
+Returns: at most 128 different int32 ids of each token and their float32 log-probabilities; -inf marks an
+empty slot. A pure function of each token, called on the student's device without gradients.
 """
 MIXTURES: dict[str, MakesTarget | None] = {"pooled": None, "merged": None}
 """Made within the fused loss, of what the teachers sent."""
@@ -92,13 +91,12 @@ class Objective:
 
     @classmethod
     def at(cls, settings: Settings, step: int, device: torch.device, *, distils: bool) -> Objective:
-        """The objective of `step` (from 0)."""
         coef = opd_coef(settings.opd, step, settings.loop.steps) if distils else 0.0
         return cls(settings, coef, device)
 
     @property
     def needs_old_logps(self) -> bool:
-        """Whether the training policy's log-probabilities are wanted before the first update of a batch.
+        """Whether the policy's log-probabilities are wanted before a batch's first update.
 
         With one update a batch the ratio is 1 and its gradient needs no second forward.
         """
@@ -145,26 +143,22 @@ class Objective:
         return Signals(old_logp_N, target, ref_log_ratio_N)
 
     def advantages(self, batch: Batch, rewards_RK: Tensor, weights: list[float]) -> tuple[Tensor, Tensor]:
-        """(R,) each response's advantage, and whether its group was kept; a collective call.
+        """(R,) advantages, and whether each response's group was kept; a collective call.
 
         Args:
             weights: the priority profile, one a reward.
         """
-        return advantages(
-            self.settings.advantage,
+        return resolve(self.settings.advantage.estimator, ESTIMATORS)(
             rewards_RK,
             batch.group_R,
-            batch.lengths_R,
-            weights,
+            weights_K=torch.tensor(weights, dtype=rewards_RK.dtype, device=rewards_RK.device),
+            lengths_R=batch.lengths_R,
+            settings=self.settings.advantage,
             process_group=dist.group.WORLD,
         )
 
     def loss_tokens(self, batch: Batch, part: MiniBatch, adv_R: Tensor, signals: Signals) -> LossTokens:
-        """The fused loss's inputs for one update, on the device; a collective call.
-
-        Args:
-            adv_R, signals: of the whole batch.
-        """
+        """The fused loss's inputs for one update, of the whole batch's signals; a collective call."""
         settings, loss, device = self.settings, self.settings.loss, self.device
         lengths_R = batch.lengths_R[part.responses]
         weight_N = token_weights(loss, lengths_R).to(device)
@@ -192,22 +186,22 @@ class Objective:
             **self._reverse_term(part, signals, sampled_weight_N),
         )
 
-    def _reverse_term(self, part: MiniBatch, signals: Signals, weight_N: Tensor) -> dict[str, Tensor]:
+    def _reverse_term(self, part: MiniBatch, signals: Signals, weight_N: Tensor) -> dict[str, Tensor | None]:
         """The sampled reverse KLs to the teachers' mixture and to the reference, as one clipped term."""
         settings, target = self.settings, signals.target
-        terms: dict[str, Tensor] = {}
+        reverse_adv_N = reverse_weight_N = None
         if target is not None and settings.opd.sampled and self.coef > 0:
             assert signals.old_logp_N is not None  # needs_old_logps
-            adv_N = target.logq_mix_N[part.tokens] - signals.old_logp_N[part.tokens]
-            terms = {"reverse_adv_N": adv_N, "reverse_weight_N": weight_N}
+            reverse_adv_N = target.logq_mix_N[part.tokens] - signals.old_logp_N[part.tokens]
+            reverse_weight_N = weight_N
         if signals.ref_log_ratio_N is not None:
             share = settings.kl_ref.coef / self.reverse_scale
             ref_adv_N = -signals.ref_log_ratio_N[part.tokens]
-            if terms:
-                terms["reverse_adv_N"] = terms["reverse_adv_N"] + share * ref_adv_N
+            if reverse_adv_N is None:
+                reverse_adv_N, reverse_weight_N = ref_adv_N, share * weight_N
             else:
-                terms = {"reverse_adv_N": ref_adv_N, "reverse_weight_N": share * weight_N}
-        return terms
+                reverse_adv_N = reverse_adv_N + share * ref_adv_N
+        return {"reverse_adv_N": reverse_adv_N, "reverse_weight_N": reverse_weight_N}
 
 
 def opd_coef(opd: Opd, step: int, steps: int) -> float:
