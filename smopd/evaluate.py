@@ -1,6 +1,6 @@
 """The evaluations' command: `python -m smopd.evaluate SUITE --model PATH`, or `--responses FILE`.
 
-Arguments and input files are checked before torch is imported. Every response is kept beside its scores.
+Every response is kept beside its scores.
 `python -m smopd.evaluate diff A_items.jsonl B_items.jsonl` lists what changed between two runs.
 """
 
@@ -21,13 +21,21 @@ import tyro
 from smopd.engine.imports import IMPORT_PATH, import_function
 from smopd.evals.api_bank.suite import ApiBankEvaluation
 from smopd.evals.bfcl.suite import Bfcl
-from smopd.evals.bootstrap import intervals
-from smopd.evals.difference import Difference, compare_runs
-from smopd.evals.options import Evaluation, Response, given_responses, sampler, spread
-from smopd.evals.results import Result, show, write_items, write_result
+from smopd.evals.responses import Response, given_responses, sampler, spread
+from smopd.evals.results import (
+    COVERAGE,
+    DRAWS,
+    SEED,
+    Difference,
+    compare_runs,
+    intervals,
+    show,
+    write_items,
+    write_json,
+)
 from smopd.evals.rlla import RllaEvaluation
 from smopd.evals.safety import SafetyEvaluation
-from smopd.evals.suite import Suite
+from smopd.evals.suite import Evaluation, Suite
 
 SUITES: dict[str, type[Evaluation]] = {
     "api_bank": ApiBankEvaluation,
@@ -35,7 +43,6 @@ SUITES: dict[str, type[Evaluation]] = {
     "rlla": RllaEvaluation,
     "safety": SafetyEvaluation,
 }
-MISTAKES = (ValueError, FileNotFoundError)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,25 +56,27 @@ def main(argv: list[str] | None = None) -> int:
         description="Score a model, or saved responses; a suite of your own is package.module:Suite.",
         args=words,
     )
-    if isinstance(command, Difference):
-        with user_errors():
-            compare_runs(command)
-        return 0
     with user_errors():
+        if isinstance(command, Difference):
+            compare_runs(command)
+            return 0
         command.check()
         whole = command.suite()
+        if not whole.items:
+            raise ValueError(f"{command.data_path}: no items")
         suite = whole if command.limit is None else whole.only(spread(_groups(whole), command.limit))
-        given = given_responses(command, suite, whole.items)
-        command.prepare(suite)
-        sample = sampler(command, suite.items) if given is None else None
-    if given is not None:
-        answered, responses = given
-        if left := len(suite.items) - len(answered.items):
-            print(f"{left} of {len(suite.items)} items have no response and are left out")
-        suite = answered
-    elif sample is not None:
+        asked, responses, sample = len(suite.items), [], None
+        if command.responses is None:
+            command.prepare(suite)
+            sample = sampler(command, suite.items)
+        else:
+            suite, responses = given_responses(command.responses, suite, whole.items)
+            command.prepare(suite)
+    if sample is not None:
         responses = sample()
         write_items(command.output, suite, responses)  # kept, whatever becomes of the scoring
+    if left := asked - len(suite.items):
+        print(f"{left} of {asked} items have no response and are left out")
     evaluate(command, suite, responses, of=len(whole.items))
     return 0
 
@@ -92,39 +101,40 @@ def outside(path: str) -> type[Evaluation]:
     return Outside
 
 
-def evaluate(command: Evaluation, suite: Suite, responses: Sequence[Response], *, of: int) -> Result:
+def evaluate(command: Evaluation, suite: Suite, responses: Sequence[Response], *, of: int) -> None:
     """Scores one response an item, writes and shows the result; `of` is how many items there are in all."""
     scores = suite.score([response.text for response in responses])
     groups = _groups(suite)
     summary = suite.summary(groups, scores)
-    source: dict[str, Any] = {"data": str(command.data_path)}
+    found = intervals(suite, groups, scores)
+    counts = {"n": len(responses)}
+    ends = [response.finished for response in responses]
+    if None not in ends:
+        counts["truncated"] = ends.count(False)
+    content: dict[str, Any] = {"suite": suite.name, **summary, **counts}
+    content["bootstrap"] = {"draws": DRAWS, "seed": SEED, "coverage": COVERAGE}
+    content["intervals"] = found
+    content["data"] = str(command.data_path)
+    cut = sum(response.prompt_cut for response in responses)
     if command.model is None:
-        source["responses"] = command.responses
+        content["responses"] = command.responses
     else:
         names = ("model", "engine", "max_new_tokens", "max_prompt_tokens", "temperature", "seed")
-        source |= {name: getattr(command, name) for name in names}
-        source["prompts_cut"] = sum(response.prompt_cut for response in responses)
+        content |= {name: getattr(command, name) for name in names} | {"prompts_cut": cut}
     if len(responses) < of:
-        source["subset"] = {"items": len(responses), "of": of}
-    ends = [response.finished for response in responses]
-    result = Result(
-        label=str(command.model or command.responses),
-        summary=summary,
-        intervals=intervals(suite, groups, scores),
-        source=source | command.settings(suite),
-        n=len(responses),
-        title=_title(command, suite, of),
-        truncated=None if None in ends else ends.count(False),
-    )
+        content["subset"] = {"items": len(responses), "of": of}
+    content |= command.settings(suite)
+    if command.compare:
+        content["paper"] = suite.paper()
     items = write_items(command.output, suite, responses, scores)
-    written = write_result(command.output, suite, result, command.compare)
-    show(suite, result, command.compare)
-    if cut := source.get("prompts_cut"):
+    written = write_json(command.output / f"{suite.name}.json", content)
+    label, title = str(command.model or command.responses), _title(command, suite, of)
+    show(suite, label, summary, found, counts, title=title, compare=command.compare)
+    if cut:
         print(f"{cut} prompts were cut to their last {command.max_prompt_tokens} tokens")
     for note in command.notes(suite, summary):
         print(note)
     print(f"wrote {written} and {items}")
-    return result
 
 
 def _title(command: Evaluation, suite: Suite, of: int) -> str:
@@ -144,7 +154,7 @@ def user_errors() -> Iterator[None]:
     """Turns a mistake into one line on standard error and exit code 2."""
     try:
         yield
-    except MISTAKES as error:
+    except (ValueError, OSError) as error:
         print(f"smopd.evaluate: {error}", file=sys.stderr)
         sys.exit(2)
 

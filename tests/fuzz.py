@@ -24,10 +24,9 @@ from smopd.config.recipe import Mistakes
 from smopd.engine.remote.wire import pack_answer, pack_request, unpack_answer, unpack_request
 from smopd.engine.student.checkpoint import UnusableCheckpoint, read_manifest, write_manifest
 from smopd.engine.types import Rollout
-from smopd.evals.api_bank.chat_endpoint import ChatAnswer
-from smopd.evals.api_bank.judge import verdict
+from smopd.evals.api_bank.judge import judgment
 from smopd.evals.api_bank.suite import outcome
-from smopd.evals.bfcl.calls import FORMS, read_calls
+from smopd.evals.bfcl.rlla_form import read_calls
 from smopd.record.files import DamagedLog, JsonlLog
 from smopd.rewards import rlla
 
@@ -100,28 +99,25 @@ def a_manifest() -> bytes:
 
 
 def bfcl(content: bytes) -> None:
-    for form in FORMS:
-        for language in ("python", "java", "javascript"):
-            with contextlib.suppress(ValueError):
-                read_calls(text(content), form, language)
+    with contextlib.suppress(ValueError):
+        read_calls(text(content))
 
 
 def judge(content: bytes) -> None:
-    verdict(ChatAnswer(text(content)))
+    judgment(text(content))
 
 
 def api_bank(content: bytes) -> None:
     for parser in ("first", "last", "published"):
-        outcome(text(content), CALL, parser=parser)  # type: ignore[arg-type]
+        outcome(text(content), [CALL], parser=parser)  # type: ignore[arg-type]
 
 
 LINES = b'{"step": 1, "kl": 0.5}\n{"step": 4, "kl": null}\n'
-SOURCES = (b"[f(a=1, b='x', c=[1, {'d': None}])]", b'[F.g(a=new int[]{1,2}, b="x")]')
 NOT_A_REQUEST = (LookupError, SafetensorError, TypeError, ValueError)  # teacher_server.py answers 400
 TARGETS = {
     "rlla": Target((GOOD.encode(),), rewards),
     "api_bank": Target((GOOD.encode(),), api_bank),
-    "bfcl": Target((GOOD.encode(), *SOURCES), bfcl),
+    "bfcl": Target((GOOD.encode(),), bfcl),
     "judge": Target((b"Reasoning: so\nJudgment: Yes",), judge),
     "recipe": Target((RECIPE,), in_a_file("r.yaml", lambda path: read_settings(str(path))), (Mistakes,)),
     "manifest": Target((a_manifest(),), in_a_file("manifest.json", manifest), (UnusableCheckpoint,)),

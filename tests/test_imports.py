@@ -25,7 +25,7 @@ EXTRAS = {
     "peft": r"engine/(student/lora|weights/adapters)\.py",
     "starlette": r"engine/teacher_server\.py",
     "uvicorn": r"engine/teacher_server\.py",
-    "openai": r"smopd/evals/api_bank/(chat_endpoint|judge)\.py",
+    "openai": r"smopd/evals/api_bank/judge\.py",
     "trl": r"smopd/integrations/trl(_\w+)?\.py",
     "verl": r"smopd/integrations/verl(_\w+)?\.py",
     "nemo_rl": r"smopd/integrations/nemo_rl\.py",

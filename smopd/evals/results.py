@@ -1,57 +1,58 @@
-"""What an evaluation leaves: SUITE_items.jsonl, SUITE.json and a table in the paper's columns."""
+"""What an evaluation leaves: SUITE_items.jsonl, SUITE.json, a table; and what changed between two of them."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import numpy as np
+import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from smopd.engine.files import write_atomically
-from smopd.evals.bootstrap import COVERAGE, DRAWS, SEED
-from smopd.evals.options import Response
+from smopd.evals.responses import Response, read_lines
 from smopd.evals.suite import Column, Scores, Suite
 
+DRAWS = 2_000  # bootstrap samples; ours
+SEED = 0  # ours: the same scores have the same intervals
+COVERAGE = 0.95
+ROW = ("key", "group", "response", "finished", "truth", "prompt_cut")  # the rest of a row are scores
+CHANGES = ("won", "lost", "same", "unscored")
+
 Interval = tuple[float, float]
-ROW = (
-    "key",
-    "group",
-    "response",
-    "finished",
-    "truth",
-    "prompt_cut",
-)  # of a written item; the rest are scores
 
 
-@dataclass(frozen=True)
-class Result:
-    """A scored run.
+def intervals(
+    suite: Suite, groups: Sequence[str], scores: Sequence[Scores], *, draws: int = DRAWS
+) -> dict[str, Interval]:
+    """The percentile bootstrap's interval of each column that has a value.
 
-    Attributes:
-        label: its row's name.
-        summary: of the suite.
-        intervals: of the columns, 95%.
-        source: where responses came from and how, as JSON.
-        title: of the table; says where the items are a part of the suite's.
-        truncated: responses that did not end by themselves; None where that is not known.
+    Each draw takes as many items of a group as the group has, so categories keep their weights.
     """
-
-    label: str
-    summary: Mapping[str, float | None]
-    intervals: Mapping[str, Interval]
-    source: Mapping[str, Any]
-    n: int
-    title: str
-    truncated: int | None
-
-
-def items_path(output: Path, suite: Suite) -> Path:
-    return output / f"{suite.name}_items.jsonl"
+    rows: dict[str, list[int]] = {}
+    for row, group in enumerate(groups):
+        rows.setdefault(group, []).append(row)
+    blocks = [np.array(block) for block in rows.values()]
+    drawn_groups = [group for group, block in rows.items() for _ in block]
+    generator = np.random.default_rng(SEED)
+    values: dict[str, list[float]] = {column.key: [] for column in suite.columns}
+    for _ in range(draws):
+        picked = np.concatenate([block[generator.integers(block.size, size=block.size)] for block in blocks])
+        drawn = suite.summary(drawn_groups, [scores[row] for row in picked.tolist()])
+        for key, kept in values.items():
+            value = drawn.get(key)
+            if value is not None and math.isfinite(value):
+                kept.append(value)
+    tails = [50 * (1 - COVERAGE), 50 * (1 + COVERAGE)]
+    found = {key: np.percentile(kept, tails).tolist() for key, kept in values.items() if kept}
+    return {key: (low, high) for key, (low, high) in found.items()}
 
 
 def write_items(
@@ -70,51 +71,44 @@ def write_items(
         if response.prompt_cut:
             row["prompt_cut"] = True
         if scores is not None:
-            clash = row.keys() & scores[i].keys()
-            if clash:
+            if clash := set(ROW) & scores[i].keys():
                 raise KeyError(f"{suite.name}: scores named {sorted(clash)}, which rows have already")
             row |= scores[i]
         lines.append(json.dumps(row) + "\n")
-    path = items_path(output, suite)
+    path = output / f"{suite.name}_items.jsonl"
     write_atomically(path, "".join(lines).encode())
     return path
 
 
-def write_result(output: Path, suite: Suite, result: Result, compared: bool) -> Path:
-    """Writes the summary, its intervals, the source, and the paper's rows where they are compared with."""
-    content: dict[str, Any] = {"suite": suite.name, "n": result.n, **result.summary}
-    content["bootstrap"] = {"draws": DRAWS, "seed": SEED, "coverage": COVERAGE}
-    content["intervals"] = {key: list(interval) for key, interval in result.intervals.items()}
-    if result.truncated is not None:
-        content["truncated"] = result.truncated
-    content |= result.source
-    if compared:
-        content["paper"] = {label: dict(row) for label, row in suite.paper().items()}
-    path = output / f"{suite.name}.json"
+def write_json(path: Path, content: Mapping[str, Any]) -> Path:
     write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
     return path
 
 
-def show(suite: Suite, result: Result, compared: bool) -> None:
-    """Prints the table, each value over its interval, the paper's rows above."""
-    table = Table(title=Text(result.title))
+def show(
+    suite: Suite,
+    label: str,
+    summary: Mapping[str, float | None],
+    found: Mapping[str, Interval],
+    counts: Mapping[str, int],
+    *,
+    title: str,
+    compare: bool,
+) -> None:
+    """Prints the table: each value over its interval, `counts` behind them, the paper's rows above."""
+    table = Table(title=Text(title))
     table.add_column("responses")
     for column in suite.columns:
         table.add_column(Text(column.heading), justify="right", no_wrap=True)
-    known = result.truncated is not None
-    for heading in ("n", "truncated")[: 1 + known]:
+    for heading in counts:
         table.add_column(heading, justify="right")
-    if compared:
-        for label, row in suite.paper().items():
+    if compare:
+        for name, row in suite.paper().items():
             cells = [_cell(column, row.get(column.key)) for column in suite.columns]
-            table.add_row(Text(f"paper: {label}"), *cells)
+            table.add_row(Text(f"paper: {name}"), *cells)
         table.add_section()
-    cells = [
-        _cell(column, result.summary.get(column.key), result.intervals.get(column.key))
-        for column in suite.columns
-    ]
-    counts = [str(result.n), str(result.truncated)][: 1 + known]
-    table.add_row(Text(result.label), *cells, *counts)
+    cells = [_cell(column, summary.get(column.key), found.get(column.key)) for column in suite.columns]
+    table.add_row(Text(label), *cells, *map(str, counts.values()))
     print_table(table)
 
 
@@ -135,3 +129,64 @@ def _cell(column: Column, value: float | None, interval: Interval | None = None)
         low, high = (f"{end * column.scale:.{column.digits}f}" for end in interval)
         text += f"\n[{low}, {high}]"
     return Text(text)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """List what changed from one run of a suite to another, item by item."""
+
+    a: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="A_items.jsonl")]
+    """The items of one run."""
+    b: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="B_items.jsonl")]
+    """Those of the other."""
+    score: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: the first)")] = (
+        None
+    )
+    """The score by which an item is won (higher in B), lost or the same."""
+
+
+def compare_runs(command: Difference) -> None:
+    """Prints the items that were won, lost or scored in one run alone, and counts by group.
+
+    Raises:
+        OSError, ValueError: a file is not a run's items, no item is in both, or --score is not a score.
+    """
+    a, b = read_items(command.a), read_items(command.b)
+    both = [key for key in a if key in b]
+    if not both:
+        raise ValueError(f"expected runs of the same items, got none in both of {len(a)} and {len(b)}")
+    names = [name for name, value in a[both[0]].items() if name not in ROW and isinstance(value, int | float)]
+    score = command.score or next(iter(names), "")
+    values = [row.get(score, "") for key in both for row in (a[key], b[key])]
+    if score in ROW or not all(isinstance(value, int | float | None) for value in values):
+        raise ValueError(f"--score {score}: expected a number in every row, such as {', '.join(names)}")
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    table = Table("item", f"{score} A", f"{score} B", "change", title="What changed from A to B")
+    for key in both:
+        one, other = a[key][score], b[key][score]
+        if one is None or other is None:
+            change = "unscored"
+        else:
+            change = "same" if one == other else "lost" if one > other else "won"
+        counts[a[key]["group"]][change] += 1
+        if change != "same":
+            table.add_row(Text(key), str(one), str(other), change)
+    groups = Table("items", *CHANGES, title=Text(f"B against A by {score}"))
+    for group, counted in [*counts.items(), ("all", sum(counts.values(), Counter[str]()))]:
+        groups.add_row(Text(group), *(str(counted[change]) for change in CHANGES))
+    print_table(table)
+    print_table(groups)
+    for name, run, other_run in (("A", a, b), ("B", b, a)):
+        if alone := [key for key in run if key not in other_run]:
+            print(f"in {name} alone: {len(alone)} items, first {alone[0]!r}")
+
+
+def read_items(path: Path) -> dict[str, dict[str, Any]]:
+    """The rows of a SUITE_items.jsonl by their keys."""
+    rows: dict[str, dict[str, Any]] = {}
+    for number, row in read_lines(path):
+        if not all(isinstance(row.get(name), str) for name in ("key", "group", "response")):
+            raise ValueError(f"{path}: line {number}: expected key, group and response, got {sorted(row)}")
+        if rows.setdefault(row["key"], row) is not row:
+            raise ValueError(f"{path}: line {number}: expected every key once, got {row['key']!r} again")
+    return rows

@@ -1,8 +1,7 @@
-"""RLLA (ToolRL): the 80 test items, training items made of the SFT file, and the scores of responses.
+"""RLLA (ToolRL): the 80 test items, training items of the SFT file, and the scores of responses.
 
-The rows of the two public files differ. A test row has the chat as `prompt` and the truth in
-`reward_model.ground_truth`; an SFT row has `instruction` (system), `input` (user) and `output`, which is long
-reasoning and an answer. The truth of an SFT row is its answer behind the stock think of the test items.
+The `output` of an SFT row is long reasoning and an answer; its truth is that answer behind the think of a
+test item.
 """
 
 from __future__ import annotations
@@ -12,10 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from smopd.data.places import how_to_fetch
 from smopd.data.sources import load_rows
-from smopd.evals.options import Evaluation
-from smopd.evals.suite import Column, Item, Message, Scores, Suite
+from smopd.evals.suite import Column, Evaluation, Item, Message, Scores, Suite
 from smopd.rewards.rlla import accuracy_reward, format_reward
 
 # The thinks of the test items' truths.
@@ -23,7 +20,7 @@ TOOL_THINK = (
     "<think> I should use the appropriate tool with proper parameters to respond to the user's need. </think>"
 )
 RESPONSE_THINK = "<think> I should directly respond to the user's need. </think>"
-TEST_FILES = ("rlla_4k_test.parquet", "rlla_4k_test.jsonl.gz")
+TEST_FILE = "rlla_4k_test.parquet"
 COLUMNS = (
     Column("accuracy", "Acc Reward"),
     Column("format_pass", "Format Pass (%)", scale=100, digits=2),
@@ -32,25 +29,17 @@ COLUMNS = (
 
 
 class Rlla(Suite):
-    """Both rewards at the paper's settings, and their means over all items.
-
-    The paper's rows are those of tables tab:acc_format, tab:acc_format_moderate and tab:gate_rlla.
-
-    Raises:
-        ValueError: a truth is malformed.
-    """
+    """Both rewards at the paper's settings, and their means over all items."""
 
     name = "rlla"
     title = "RLLA-4K test"
+    columns: Sequence[Column] = COLUMNS
 
     def __init__(self, items: Sequence[Item]):
-        self.columns: Sequence[Column] = COLUMNS
         self.items = items
         self.score(self.truths())
 
     def score(self, responses: Sequence[str]) -> list[Scores]:
-        if len(responses) != len(self.items):
-            raise ValueError(f"rlla: expected {len(self.items)} responses, got {len(responses)}")
         prompts, truths = [item.messages for item in self.items], self.truths()
         accuracies = accuracy_reward(prompts, responses, ground_truth=truths)
         formats = format_reward(prompts, responses, ground_truth=truths)
@@ -80,14 +69,7 @@ class RllaEvaluation(Evaluation):
     @property
     def data_path(self) -> Path:
         path = super().data_path
-        if not path.is_dir():
-            return path
-        files = [path / name for name in TEST_FILES]
-        found = next((file for file in files if file.is_file()), None)
-        if found is None:
-            expected = " or ".join(TEST_FILES)
-            raise FileNotFoundError(f"RLLA data {path}: expected {expected} in it{how_to_fetch(files[0])}")
-        return found
+        return path / TEST_FILE if path.is_dir() else path
 
     def suite(self) -> Rlla:
         return Rlla(load_rlla_items(self.data_path))
@@ -98,9 +80,9 @@ def load_rlla_items(path: str | Path, *, exclude: Iterable[Item] = ()) -> list[I
 
     Args:
         path: a file that `load_rows` reads, or the short name of one (`rlla/test`).
-        exclude: items whose chats are left out, such as the test split's from training items.
+        exclude: items whose chats are left out.
     Raises:
-        FileNotFoundError, ValueError: no such file, another form, no item, or an unreadable row.
+        FileNotFoundError, ValueError: no such file, or a row of another form.
     """
     excluded = {_user_text(item.messages) for item in exclude}
     items = []
@@ -111,27 +93,19 @@ def load_rlla_items(path: str | Path, *, exclude: Iterable[Item] = ()) -> list[I
             raise ValueError(f"{path}: row {index}: {error}") from None
         if mapped is not None and _user_text(mapped["prompt"]) not in excluded:
             items.append(Item(str(index), "test", tuple(mapped["prompt"]), mapped["ground_truth"]))
-    if not items:
-        raise ValueError(f"{path}: no RLLA item left")
     return items
 
 
 def training_rows(path: str, exclude: str | None = None) -> list[dict[str, Any]]:
-    """A prompt source: the items of `path` without those whose chats are in the file `exclude`.
+    """A prompt source: rows with `prompt` (chat messages) and `ground_truth`.
 
     Args:
-        path, exclude: files, or short names (`rlla/sft`, `rlla/test`).
-    Returns:
-        Rows with `prompt` (chat messages) and `ground_truth`.
+        path: a file, or a short name such as `rlla/sft`.
+        exclude: another, whose chats are left out.
     """
     left_out = () if exclude is None else load_rlla_items(exclude)
     items = load_rlla_items(path, exclude=left_out)
     return [{"prompt": list(item.messages), "ground_truth": item.truth} for item in items]
-
-
-def evaluation_rows(path: str) -> list[dict[str, Any]]:
-    """A prompt source: all items of `path`; arguments and rows as of `training_rows`."""
-    return training_rows(path)
 
 
 def test_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,10 +114,8 @@ def test_row(row: Mapping[str, Any]) -> dict[str, Any]:
         messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in row["prompt"]]
         truth = row["reward_model"]["ground_truth"]
     except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"expected `prompt` (messages with role and content) and `reward_model.ground_truth`, "
-            f"got {sorted(row)}: {error!r}"
-        ) from None
+        expected = "`prompt` (messages with role and content) and `reward_model.ground_truth`"
+        raise ValueError(f"expected {expected}, got {sorted(row)}: {error!r}") from None
     if not messages or not isinstance(truth, str):
         raise ValueError(f"prompt has {len(messages)} messages, ground_truth is {type(truth).__name__}")
     return {"prompt": messages, "ground_truth": truth}

@@ -1,31 +1,28 @@
-"""Safe alignment: useful and harmless scores of responses to HH-RLHF, PKU-SafeRLHF and Alpaca prompts.
+"""Safe alignment: two preference models score responses to HH-RLHF, PKU-SafeRLHF and Alpaca prompts.
 
-Two preference models score one response to each prompt; a benchmark's average is the mean of its two means,
-and Overall the mean of the three averages. As in the scripts under the paper, the policy reads the last 512
-tokens of a prompt (`max_prompt_tokens`); the preference models read it whole.
+A benchmark's average is the mean of its two means, Overall the mean of the three averages.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from smopd.data.prompts import row_content
 from smopd.data.sources import load_rows
-from smopd.evals.options import Evaluation, group_files, looks_local
-from smopd.evals.suite import Column, Item, Message, Scores, Suite
+from smopd.evals.suite import Column, Evaluation, Item, Message, Scores, Suite, group_files, require_at_least
 
-BENCHMARKS = {"hh": "HH-RLHF", "pku": "PKU-SafeRLHF", "alpaca": "Alpaca"}
-"""Group -> the paper's name."""
+BENCHMARKS = {"hh": "HH-RLHF", "pku": "PKU-SafeRLHF", "alpaca": "Alpaca"}  # the paper's names
 FILES = {
     "hh": "hh_rlhf_test.jsonl.gz",
     "pku": "pku_saferlhf_test.jsonl.gz",
     "alpaca": "alpaca_prompt_only_test.jsonl.gz",
 }
 SCORES = ("useful", "harmless")
+# Of tab:safe_align and tab:gate_safe; tab:anchor_ablation and tab:opd_ablation have the last three alone.
 COLUMNS = (
     *(
         Column(f"{group}_{key}", f"{name} {heading}", digits=3)
@@ -36,7 +33,6 @@ COLUMNS = (
     Column("harmless", "Harmless", digits=3),
     Column("overall", "Overall Avg", digits=3),
 )
-"""Of tab:safe_align and tab:gate_safe; tab:anchor_ablation and tab:opd_ablation have the last three alone."""
 
 ScoreFunction = Callable[[Sequence[Sequence[Message]], Sequence[str]], Sequence["float | None"]]
 """Chats and a response to each -> scores, higher is better, None where it cannot say."""
@@ -46,7 +42,7 @@ ScoreFunction = Callable[[Sequence[Sequence[Message]], Sequence[str]], Sequence[
 class PreferenceOptions:
     """A preference model."""
 
-    model: str = ""
+    model: str
     """A folder or hub id of a sequence classifier with one output; with `url` only its tokenizer."""
     sign: int = 1
     """-1 where the model's lower scores are better, as a cost model's are."""
@@ -58,23 +54,8 @@ class PreferenceOptions:
     """Where a chat longer than --max-tokens is cut; right, as the scripts under the paper do, can cut the
     response away."""
 
-    def check(self, option: str) -> None:
-        """Raises ValueError or FileNotFoundError for a mistake that shows without the model."""
-        place = Path(self.model).expanduser()
-        if not self.model:
-            raise ValueError(f"{option}.model: expected a preference model's folder or hub id")
-        if looks_local(self.model) and not place.is_dir():
-            raise FileNotFoundError(f"{option}.model {self.model}: no such folder, expected one, or a hub id")
-        if self.sign not in (1, -1):
-            raise ValueError(f"{option}.sign is {self.sign}, expected 1 or -1")
-        in_file = self.template is not None and self.template.endswith(".jinja")
-        if in_file and not Path(str(self.template)).expanduser().is_file():
-            raise FileNotFoundError(f"{option}.template {self.template}: no such file")
-        if self.url is not None and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"{option}.url is {self.url!r}, expected http://host:port")
-
     def scorer(self, **settings: Any) -> ScoreFunction:
-        """Loads torch at the first call; `settings` are further keyword arguments of `preference_reward`."""
+        """`preference_reward` with these options and `settings`; loads torch at the first call."""
 
         def score(prompts: Sequence[Sequence[Message]], responses: Sequence[str]) -> list[float | None]:
             from smopd.rewards.preference_model import preference_reward
@@ -85,48 +66,35 @@ class PreferenceOptions:
 
 
 class Safety(Suite):
-    """Means of two preference models' scores over three benchmarks.
-
-    The paper's rows are those of the tables at COLUMNS, the ablations' of Qwen2.5-7B.
-
-    Args:
-        items: of the groups in BENCHMARKS.
-        useful, harmless: score a response to each item's chat.
-    """
+    """Means of two preference models' scores over three benchmarks."""
 
     name = "safety"
     title = "Safe alignment"
+    columns: Sequence[Column] = COLUMNS
 
     def __init__(self, items: Sequence[Item], useful: ScoreFunction, harmless: ScoreFunction):
         self.items = items
-        self.columns: Sequence[Column] = COLUMNS
         self.scorers = {"useful": useful, "harmless": harmless}
 
     def score(self, responses: Sequence[str]) -> list[Scores]:
-        if len(responses) != len(self.items):
-            raise ValueError(f"safety: expected {len(self.items)} responses, got {len(responses)}")
         chats = [item.messages for item in self.items]
-        scores = {name: scorer(chats, responses) for name, scorer in self.scorers.items()}
-        for name, values in scores.items():
-            if len(values) != len(chats):
-                raise ValueError(
-                    f"safety: the {name} scorer gave {len(values)} scores, expected {len(chats)}"
-                )
+        columns = [self.scorers[name](chats, responses) for name in SCORES]
         return [
-            {name: _finite(value) for name, value in zip(SCORES, row, strict=True)}
-            for row in zip(*(scores[name] for name in SCORES), strict=True)
+            {
+                name: value if value is not None and math.isfinite(value) else None
+                for name, value in zip(SCORES, row, strict=True)
+            }
+            for row in zip(*columns, strict=True)
         ]
 
     def summary(self, groups: Sequence[str], scores: Sequence[Scores]) -> dict[str, float | None]:
         """The columns, and `unscorable`: how many of the 2 n scores are absent and left out of the means."""
         kept: dict[str, list[float]] = {f"{group}_{name}": [] for group in BENCHMARKS for name in SCORES}
-        for name in SCORES:
-            for group, score in zip(groups, scores, strict=True):
+        for group, score in zip(groups, scores, strict=True):
+            for name in SCORES:
                 if (value := score[name]) is not None:
                     kept[f"{group}_{name}"].append(value)
-        values: dict[str, float | None] = {
-            key: math.fsum(found) / len(found) if found else None for key, found in kept.items()
-        }
+        values = {key: _mean(found) for key, found in kept.items()}
         for group in BENCHMARKS:
             values[f"{group}_avg"] = _mean([values[f"{group}_{name}"] for name in SCORES])
         for name in SCORES:
@@ -136,7 +104,7 @@ class Safety(Suite):
         return values
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SafetyEvaluation(Evaluation):
     """Score a model, or saved responses, with a helpful and a harmless preference model.
 
@@ -145,9 +113,9 @@ class SafetyEvaluation(Evaluation):
 
     default_data: ClassVar[str] = "safe"
 
-    helpful: PreferenceOptions = field(default_factory=PreferenceOptions)
+    helpful: PreferenceOptions
     """The paper's is Qwen2.5-7B-SafeRLHF-RM."""
-    harmless: PreferenceOptions = field(default_factory=PreferenceOptions)
+    harmless: PreferenceOptions
     """The paper's is Qwen2.5-7B-SafeRLHF-CM, whose higher scores are better."""
     max_prompt_tokens: int | None = 512
     """Longest prompt of the policy in tokens, as in the scripts under the paper; of longer ones the end is
@@ -160,24 +128,20 @@ class SafetyEvaluation(Evaluation):
     """Of the preference models, such as cuda:1; the GPU where there is one, otherwise the CPU."""
 
     def suite(self) -> Safety:
-        self.helpful.check("--helpful")
-        self.harmless.check("--harmless")
-        for name in ("max_tokens", "batch_tokens"):
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} is {value}, expected at least 1")
+        require_at_least(self, max_tokens=1, batch_tokens=1)
         settings = {name: getattr(self, name) for name in ("max_tokens", "batch_tokens", "device")}
         helpful, harmless = self.helpful.scorer(**settings), self.harmless.scorer(**settings)
         return Safety(load_safety_items(self.data_path), helpful, harmless)
 
     def prepare(self, suite: Safety) -> None:
-        """Has both models score a chat, which loads them."""
+        """Has both models score a chat, which loads them and checks their options."""
         from smopd.engine.errors import NoServer
 
-        for scorer in suite.scorers.values():
+        for option, scorer in zip(("helpful", "harmless"), suite.scorers.values(), strict=True):
             try:
                 scorer([({"role": "user", "content": "Hello?"},)], ["Hello."])
-            except NoServer as error:
-                raise ValueError(str(error)) from None
+            except (ValueError, OSError, NoServer) as error:
+                raise ValueError(f"--{option}: {error}") from None
 
     def settings(self, suite: Any) -> dict[str, Any]:
         models = {"helpful": asdict(self.helpful), "harmless": asdict(self.harmless)}
@@ -189,27 +153,16 @@ class SafetyEvaluation(Evaluation):
 
 
 def load_safety_items(data: str | Path) -> list[Item]:
-    """The prompts of the three benchmarks from the files in FILES in a folder, or from one of them, in order.
-
-    Raises:
-        FileNotFoundError, ValueError: a file is absent or empty, or a row has no usable `prompt`.
-    """
+    """The prompts of the three benchmarks: of the files in FILES in a folder, or of one of them."""
     items = []
     for group, path in group_files(Path(data).expanduser(), FILES, "safety data").items():
-        rows = load_rows(str(path))
-        if not rows:
-            raise ValueError(f"{path}: no prompt")
-        for index, row in enumerate(rows):
+        for index, row in enumerate(load_rows(str(path))):
             items.append(Item(f"{group}/{index}", group, prompt_messages(row, str(path), index)))
     return items
 
 
 def prompt_messages(row: Mapping[str, Any], source: str, index: int) -> tuple[Message, ...]:
-    """A row's `prompt`: chat messages, the last of the user.
-
-    Raises:
-        ValueError: it is something else, or ends otherwise; names source and row.
-    """
+    """A row's `prompt`: chat messages, the last of the user; ValueError names source and row."""
     chat = row_content(dict(row), "prompt", source, index)
     if isinstance(chat, str) or chat[-1]["role"] != "user":
         got = "a text" if isinstance(chat, str) else f"a chat that ends with {chat[-1]['role']}"
@@ -217,10 +170,7 @@ def prompt_messages(row: Mapping[str, Any], source: str, index: int) -> tuple[Me
     return tuple({"role": message["role"], "content": message["content"]} for message in chat)
 
 
-def _finite(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(value)
-
-
 def _mean(values: Sequence[float | None]) -> float | None:
+    """None where there is no value, or one is None."""
     known = [value for value in values if value is not None]
-    return sum(known) / len(known) if len(known) == len(values) and known else None
+    return math.fsum(known) / len(known) if len(known) == len(values) and known else None

@@ -1,15 +1,23 @@
-"""What an evaluation suite is: items, how a response to each is scored, and how scores become a table row."""
+"""What an evaluation is: items, the scores of responses, a table row, and the options of its command."""
 
 from __future__ import annotations
 
 import csv
+import importlib.util
+import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
+
+import tyro
+
+from smopd.data.places import VARIABLE, how_to_fetch, located
 
 PAPER = Path(__file__).with_name("paper")
+GROUND_TRUTH = "ground-truth"
+DATA_HINT = f"(default: the suite's own in ${VARIABLE} or the user's cache; python -m smopd.data)"
 
 Message = Mapping[str, str]
 """`role` and `content`."""
@@ -21,11 +29,10 @@ Scores = Mapping[str, Any]
 class Item:
     """One prompt of a suite.
 
-    Attributes:
-        key: tells it from the suite's other items, the same in every run.
-        group: the category or level it belongs to; bootstrap samples are drawn within a group.
-        messages: the chat that is asked.
-        truth: what a response is compared with, as JSON; None where nothing is.
+    key: unique in the suite, and the same in every run.
+    group: its category or level; bootstrap samples are drawn within a group.
+    messages: the chat that is asked.
+    truth: what a response is compared with, as JSON; None where nothing is.
     """
 
     key: str
@@ -36,14 +43,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the suite's table.
-
-    Attributes:
-        key: of `Suite.summary`.
-        heading: as the paper prints it.
-        scale: 100 for percent.
-        digits: after the point.
-    """
+    """A column of the table: its key in `Suite.summary`, the paper's heading, and how a value is printed."""
 
     key: str
     heading: str
@@ -52,44 +52,36 @@ class Column:
 
 
 class Suite(Protocol):
-    """One evaluation; a suite may inherit what stands here with a body.
-
-    Scoring sees texts alone, so that saved responses and a model's are scored alike.
-    """
+    """One evaluation. A suite may inherit the methods that have a body here."""
 
     name: str
-    """As on the command line."""
     title: str
     items: Sequence[Item]
     columns: Sequence[Column]
 
     def only(self, indices: Sequence[int]) -> Suite:
-        """A suite like this one of these items alone, in this order."""
+        """The same suite with these items alone, in this order."""
         chosen = copy(self)
         chosen.items = [self.items[i] for i in indices]
         return chosen
 
     def score(self, responses: Sequence[str]) -> list[Scores]:
-        """One for each item, in order. A response is the generated text alone, without markers."""
+        """One for each item, in order. A response is the generated text without chat markers."""
         ...
 
     def summary(self, groups: Sequence[str], scores: Sequence[Scores]) -> dict[str, float | None]:
-        """The values of the columns, and more by other names; None where nothing was scored.
+        """The columns' values, and more by other names; None where nothing was scored.
 
-        Args:
-            groups, scores: of any items, repeats allowed, as a bootstrap draws them.
+        groups, scores: of any items, repeats allowed, as a bootstrap draws them.
         """
         ...
 
     def truths(self) -> list[str] | None:
-        """The ground truth of each item as a perfect response, or None where there is none."""
+        """A perfect response to each item; None where the suite has no ground truth."""
         return None
 
     def paper(self) -> Mapping[str, Mapping[str, float]]:
-        """The paper's rows: label -> column key -> value in the column's own unit before `scale`.
-
-        They are read from paper/NAME.csv, which has them as printed; none where there is no such file.
-        """
+        """The paper's rows, from paper/NAME.csv: label -> column key -> value before `scale`."""
         file = PAPER / f"{self.name}.csv"
         if not file.is_file():
             return {}
@@ -103,3 +95,96 @@ class Suite(Protocol):
             }
             for label, row in rows.items()
         }
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Base of the suites' options."""
+
+    default_data: ClassVar[str]
+    """A short name, used where `data` is not given."""
+
+    model: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
+    """A model's folder or hub id; one response to each item is sampled from it."""
+    responses: Annotated[str | None, tyro.conf.arg(metavar="FILE|ground-truth")] = None
+    """JSON lines with `response` (or `completion`), one for each item in order, or in any order with the
+    items' `key`, as SUITE_items.jsonl has them; bfcl-eval's result files; or the items' own truth."""
+    engine: Literal["local", "vllm"] = "local"
+    """What samples from the model."""
+    data: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint=DATA_HINT)] = None
+    """The items: their folder or one of its files, or the short name of either."""
+    limit: int | None = None
+    """Evaluate so many items, evenly spread, each group by its share; the same ones every time."""
+    output: Path = Path("runs/evaluate")
+    """The folder to write into."""
+    max_new_tokens: int = 1024
+    """Longest response in tokens."""
+    max_prompt_tokens: int | None = None
+    """Longest prompt in tokens; of longer ones the end is kept, and they are counted. None is no limit."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 is greedy, as in the paper."""
+    seed: int = 0
+    """Seed of the sampling."""
+    compare: bool = False
+    """Show the paper's rows too."""
+
+    @property
+    def data_path(self) -> Path:
+        """Where the items are; FileNotFoundError where a short name's data is absent."""
+        return located(self.data or self.default_data)
+
+    def suite(self) -> Suite:
+        """The suite with its items; ValueError or FileNotFoundError for a mistake in options or data."""
+        raise NotImplementedError
+
+    def prepare(self, suite: Any) -> None:
+        """Loads what the scoring needs, before anything is sampled; raises as `suite`."""
+
+    def settings(self, suite: Any) -> dict[str, Any]:
+        """More to write beside the scores: settings of the suite, what scoring cost."""
+        return {}
+
+    def notes(self, suite: Any, summary: Mapping[str, float | None]) -> list[str]:
+        """Lines to print below the table."""
+        return []
+
+    def check(self) -> None:
+        """Raises ValueError for a mistake in the options that all suites have."""
+        if (self.model is None) == (self.responses is None):
+            got = "none" if self.model is None else "both"
+            raise ValueError(f"expected one of --model and --responses, got {got}")
+        require_at_least(self, limit=1, max_new_tokens=1, max_prompt_tokens=1)
+        if not 0.0 <= self.temperature < math.inf:
+            raise ValueError(f"--temperature is {self.temperature}, expected 0 or more")
+        if self.output.exists() and not self.output.is_dir():
+            raise ValueError(f"--output {self.output}: is no folder")
+        if self.model and self.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+            raise ValueError("--engine vllm: vllm is not installed, expected it, or --engine local")
+
+
+def require_at_least(options: Any, prefix: str = "--", **least: int) -> None:
+    """Raises ValueError for an option below its least value; None passes."""
+    for name, lowest in least.items():
+        value = getattr(options, name)
+        if value is not None and value < lowest:
+            raise ValueError(f"{prefix}{name.replace('_', '-')} is {value}, expected at least {lowest}")
+
+
+def group_files(data: Path, names: Mapping[str, str], what: str) -> dict[str, Path]:
+    """Group -> its file: all groups of a folder, or the one whose file is given.
+
+    Args:
+        names: group -> name of its file.
+        what: for error messages, such as "API-Bank data".
+    """
+    expected = ", ".join(names.values())
+    if data.is_file():
+        found = {group: data for group, name in names.items() if name == data.name}
+        if not found:
+            raise ValueError(f"{what} {data}: expected a folder, or one of {expected}")
+        return found
+    found = {group: data / name for group, name in names.items()}
+    for path in found.values():
+        if not path.is_file():
+            raise FileNotFoundError(f"{what} {path}: no such file, expected {expected}{how_to_fetch(path)}")
+    return found

@@ -1,7 +1,7 @@
 """The judge of API-Bank: the paper's prompt about each call that failed the exact match, and its verdicts.
 
-Answers are kept on disk under a hash of the whole request, so that no request is sent twice. A request that
-got no answer has no verdict: it is counted as failed and sent again the next time.
+Answers are kept on disk under a hash of the whole request, so that no request is sent twice. A request
+without an answer counts as failed and is sent again the next time.
 """
 
 from __future__ import annotations
@@ -14,36 +14,31 @@ import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
 import tyro
 
 from smopd.engine.files import write_atomically
-from smopd.evals.api_bank.chat_endpoint import INSTALL, ChatAnswer, NoAnswer, ask, client
-from smopd.evals.suite import PAPER
+from smopd.evals.suite import PAPER, require_at_least
 
 if TYPE_CHECKING:
     from openai import OpenAI
 
-Kind = Literal["yes", "no", "other_format", "refusal", "failed"]
+Kind = Literal["yes", "no", "other_format", "failed"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-PAPER_JUDGE = "qwen3.7-plus"
 GIVE_UP_AFTER = 32  # ours: failures in a row after which the rest are not asked
 NO_CALL = "(no tool call)"
+INSTALL = "pip install 'smopd[judge]'"
+# Codes of errors by which endpoints say that a filter of theirs, not the request's form, is the reason.
+FILTERED = ("content_filter", "data_inspection_failed", "DataInspectionFailed")
 
 PROMPT = (PAPER / "judge_prompt.txt").read_text(encoding="utf-8").rstrip("\n")  # verbatim
 
 _PLACEHOLDER = re.compile(r"\{(dialogue|gold|pred)\}")
 # Emphasis, and the brackets of the prompt's own placeholder, are let pass.
 _JUDGMENT = re.compile(r"[ \t*]*Judgment[ \t*]*:(.*)", re.IGNORECASE)
-# ours: how models decline
-_REFUSAL = re.compile(
-    r"\bI(?:'m| am) (?:sorry|unable|not able)|\bI (?:can(?:no|')t|won't|will not|must decline)"
-    r"|\b(?:cannot|can't|unable to) (?:assist|help|comply|fulfill)|\bAs an AI\b",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,7 @@ class JudgeSettings:
 
     url: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None
     """Of an OpenAI-compatible endpoint, up to and with /v1; without one nothing is judged."""
-    model: str = PAPER_JUDGE
+    model: str = "qwen3.7-plus"
     """The judge's name at the endpoint; the default is the paper's."""
     key_variable: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """The environment variable that holds the endpoint's key."""
@@ -68,11 +63,9 @@ class JudgeSettings:
     """Of one request."""
     retries: int = 5
     """Further attempts after a time-out, no connection, or status 408, 409, 429 or 5xx, with back-off."""
-    cache: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """The folder of answers; by default judge_cache in the output's folder."""
 
     def check(self) -> None:
-        """Raises ValueError for a mistake."""
+        """Raises ValueError for a mistake in the options."""
         if self.url is None:
             if self != JudgeSettings():
                 raise ValueError("--judge.url is missing, expected an endpoint for the judge's other options")
@@ -81,47 +74,20 @@ class JudgeSettings:
             raise ValueError(f"--judge.url is {self.url!r}, expected http://... or https://...")
         if importlib.util.find_spec("openai") is None:
             raise ValueError(f"--judge.url: needs the package openai, expected `{INSTALL}`")
-        key = self.key()
-        if key is not None and not (key and key.isascii() and key.isprintable()):
+        if self.key_variable and not os.environ.get(self.key_variable):
             raise ValueError(
                 f"--judge.key-variable {self.key_variable}: expected an environment variable that holds a key"
             )
-        for name, least in (("turns", 1), ("max_tokens", 1), ("concurrency", 1), ("retries", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                option = name.replace("_", "-")
-                raise ValueError(f"--judge.{option} is {value}, expected at least {least}")
-        if not self.timeout_seconds > 0:
-            raise ValueError(f"--judge.timeout-seconds is {self.timeout_seconds}, expected above 0")
-        if self.cache is not None and self.cache.exists() and not self.cache.is_dir():
-            raise ValueError(f"--judge.cache {self.cache}: is no folder")
-        self.extra_fields()
-
-    def key(self) -> str | None:
-        """The endpoint's key; "" where the environment has none, None where none is wanted."""
-        return None if self.key_variable is None else os.environ.get(self.key_variable, "")
-
-    def extra_fields(self) -> dict[str, Any]:
+        require_at_least(self, "--judge.", turns=1, max_tokens=1, concurrency=1, retries=0, timeout_seconds=1)
         try:
             fields = json.loads(self.extra)
         except ValueError as error:
             raise ValueError(f"--judge.extra: {error}") from None
         if not isinstance(fields, dict):
             raise ValueError(f"--judge.extra is {self.extra!r}, expected a JSON object")
-        return fields
 
 
-@dataclass(frozen=True)
-class Question:
-    """The three texts that fill the prompt; calls are one JSON object a line."""
-
-    dialogue: str
-    gold: str
-    predicted: str
-
-
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What the judge said, or why there is no answer."""
 
     kind: Kind
@@ -129,109 +95,108 @@ class Verdict:
 
 
 class Judge:
-    """Asks an endpoint, each request once.
-
-    Args:
-        settings: with a URL.
-        cache: the folder of answers.
-    """
+    """Asks an endpoint, each request once, and keeps the answers in the folder `cache`."""
 
     def __init__(self, settings: JudgeSettings, cache: Path):
-        settings.check()
         self.settings = settings
-        self.cache = settings.cache or cache
-        self.asked = self.cached = self.sent = 0  # questions, and HTTP requests with the repeated ones
-        self._extra = settings.extra_fields()
+        self.cache = cache
+        self.asked = self.cached = 0
         self._failures_in_a_row = 0
         self._lock = threading.Lock()
 
-    def verdicts(self, questions: Sequence[Question]) -> list[Verdict]:
-        """One for each question, in order; equal questions are asked once."""
+    def request(self, dialogue: str, gold: str, predicted: str) -> dict[str, Any]:
+        """The question about a call; gold and predicted calls are one JSON object a line."""
         settings = self.settings
-        requests = [self.request(question) for question in questions]
-        by_key = {request_key(request): request for request in requests}
-        endpoint = client(
-            str(settings.url),
-            settings.key(),
-            timeout_seconds=settings.timeout_seconds,
-            retries=settings.retries,
-            sent=self._count,
-        )
-        with endpoint, ThreadPoolExecutor(settings.concurrency, thread_name_prefix="judge") as pool:
-            found = pool.map(lambda pair: self._verdict(endpoint, *pair), by_key.items())
-            verdicts = dict(zip(by_key, found, strict=True))
-        return [verdicts[request_key(request)] for request in requests]
-
-    def request(self, question: Question) -> dict[str, Any]:
-        """What is sent for a question."""
-        dialogue = last_turns(question.dialogue, self.settings.turns)
-        texts = {"dialogue": dialogue, "gold": question.gold, "pred": question.predicted or NO_CALL}
+        starts = [match.start() for match in re.finditer("<user>", dialogue)]
+        if settings.turns is not None and settings.turns < len(starts):
+            dialogue = dialogue[starts[-settings.turns] :]
+        texts = {"dialogue": dialogue, "gold": gold, "pred": predicted or NO_CALL}
         prompt = _PLACEHOLDER.sub(lambda match: texts[match[1]], PROMPT)
         prompt = prompt.encode(errors="backslashreplace").decode()  # half of a UTF-16 pair cannot be sent
-        request: dict[str, Any] = {
-            "model": self.settings.model,
-            "messages": [{"role": "user", "content": prompt}],
-            "temperature": 0.0,
-        }
-        if self.settings.max_tokens is not None:
-            request["max_tokens"] = self.settings.max_tokens
-        return request | self._extra
+        messages = [{"role": "user", "content": prompt}]
+        request = {"model": settings.model, "messages": messages, "temperature": 0.0}
+        if settings.max_tokens is not None:
+            request["max_tokens"] = settings.max_tokens
+        return request | json.loads(settings.extra)
 
-    def _count(self, _: object) -> None:
-        with self._lock:
-            self.sent += 1
+    def verdicts(self, requests: Sequence[dict[str, Any]]) -> list[Verdict]:
+        """One for each request, in order; equal ones are sent once."""
+        from openai import OpenAI
 
-    def _verdict(self, endpoint: OpenAI, key: str, request: dict[str, Any]) -> Verdict:
-        path = self.cache / f"{key}.json"
-        answer = _kept(path)
+        settings = self.settings
+        texts = [json.dumps(request, sort_keys=True) for request in requests]
+        client = OpenAI(
+            base_url=settings.url,
+            api_key=os.environ[settings.key_variable] if settings.key_variable else "none",
+            timeout=settings.timeout_seconds,
+            max_retries=settings.retries,
+        )
+        different = list(dict.fromkeys(texts))
+        with client, ThreadPoolExecutor(settings.concurrency, thread_name_prefix="judge") as pool:
+            found = pool.map(lambda text: self._verdict(client, text), different)
+            verdicts = dict(zip(different, found, strict=True))
+        return [verdicts[text] for text in texts]
+
+    def _verdict(self, client: OpenAI, request: str) -> Verdict:
+        path = self.cache / f"{hashlib.sha256(request.encode()).hexdigest()}.json"
+        text = _kept(path)
         with self._lock:
-            if answer is not None:
+            if text is not None:
                 self.cached += 1
-                return verdict(answer)
+                return Verdict(judgment(text), text)
             if self._failures_in_a_row >= GIVE_UP_AFTER:
                 return Verdict("failed", f"not asked: {GIVE_UP_AFTER} requests in a row had failed")
             self.asked += 1
-        try:
-            answer = ask(endpoint, request)
-        except NoAnswer as error:
-            with self._lock:
-                self._failures_in_a_row += 1
-            return Verdict("failed", str(error))
+        text, why_not = ask(client, json.loads(request))
         with self._lock:
-            self._failures_in_a_row = 0
-        kept = {"request": request, "answer": asdict(answer)}
+            self._failures_in_a_row = self._failures_in_a_row + 1 if text is None else 0
+        if text is None:
+            return Verdict("failed", why_not)
+        kept = {"request": json.loads(request), "answer": text}
         write_atomically(path, (json.dumps(kept, indent=1) + "\n").encode())
-        return verdict(answer)
+        return Verdict(judgment(text), text)
 
 
-def verdict(answer: ChatAnswer) -> Verdict:
-    """The verdict in an answer: its one `Judgment:` line, at the end. Thoughts up to </think> are ignored."""
-    text = answer.text.rpartition("</think>")[2].strip()
-    if answer.refused:
-        return Verdict("refusal", text)
-    lines = [_JUDGMENT.match(line) for line in text.split("\n")]
-    found = [line for line in lines if line is not None]
-    if len(found) == 1 and lines[-1] is not None:
-        judgment = found[0][1].lstrip(" \t*<").rstrip(" \t*>.").lower()
-        if judgment in ("yes", "no"):
-            return Verdict("yes" if judgment == "yes" else "no", text)
-    declined = not found and _REFUSAL.search(text.replace("\N{RIGHT SINGLE QUOTATION MARK}", "'"))
-    return Verdict("refusal" if declined else "other_format", text)
+def ask(client: OpenAI, request: dict[str, Any]) -> tuple[str | None, str]:
+    """The text that answers a chat completion's request, or None and why there is none.
 
+    What a filter of the endpoint says is an answer.
+    """
+    from openai import APIError, APIStatusError
 
-def last_turns(dialogue: str, turns: int | None) -> str:
-    """The dialogue from its last `turns`-th user turn on."""
-    starts = [match.start() for match in re.finditer("<user>", dialogue)]
-    return dialogue if turns is None or turns >= len(starts) else dialogue[starts[-turns] :]
-
-
-def request_key(request: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
-
-
-def _kept(path: Path) -> ChatAnswer | None:
-    """The answer in a file of the cache; None where there is none that can be read."""
     try:
-        return ChatAnswer(**json.loads(path.read_text(encoding="utf-8"))["answer"])
+        completion = client.chat.completions.create(
+            model=request["model"], messages=request["messages"], extra_body=request
+        )
+        message = completion.choices[0].message
+        text = message.content or message.refusal
+    except APIStatusError as error:
+        said = error.response.text
+        if error.status_code < 500 and any(f'"{code}"' in said for code in FILTERED):
+            return said[:200], ""
+        return None, f"status {error.status_code}: {said[:200]}"
+    except APIError as error:
+        return None, f"{type(error).__name__}: {error}"
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        return None, f"no chat completion: {type(error).__name__}: {str(error)[:200]}"
+    return text if isinstance(text, str) else "", ""
+
+
+def judgment(answer: str) -> Literal["yes", "no", "other_format"]:
+    """What the one `Judgment:` line at the end of an answer says. Thoughts up to </think> are ignored."""
+    lines = answer.rpartition("</think>")[2].strip().split("\n")
+    found = [match for match in map(_JUDGMENT.match, lines) if match is not None]
+    if len(found) == 1 and _JUDGMENT.match(lines[-1]):
+        said = found[0][1].lstrip(" \t*<").rstrip(" \t*>.").lower()
+        if said in ("yes", "no"):
+            return "yes" if said == "yes" else "no"
+    return "other_format"
+
+
+def _kept(path: Path) -> str | None:
+    """The answer in a file of the cache; None where none can be read."""
+    try:
+        text = json.loads(path.read_text(encoding="utf-8"))["answer"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    return text if isinstance(text, str) else None

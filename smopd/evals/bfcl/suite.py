@@ -1,111 +1,106 @@
 """BFCL v4, single turn: the 2,501 AST items and the relevance sets, as a suite.
 
 Data and AST checker are those of the package bfcl-eval. As in BFCL, a response is right in irrelevance where
-it makes no call that can be read, and in live_relevance where it makes one. An attempted call that cannot be
-read is counted apart.
+it makes no call that can be read, and in live_relevance where it makes one; an attempted call that cannot be
+read is counted apart. AST, the mean of non-live and live, is the paper's; the other means are BFCL's.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
+import numpy as np
 import tyro
 
-from smopd.evals.bfcl.calls import Form, perfect_calls, read_calls, write_calls
-from smopd.evals.bfcl.metrics import (
-    AST,
-    COLUMNS,
-    IRRELEVANCE,
-    RELEVANCE,
-    missing_parts,
-    parse_categories,
-    read_scores,
-    summarise,
-)
-from smopd.evals.bfcl.official import (
-    INSTALL,
-    Answer,
-    Call,
-    Function,
-    find_mistake,
-    folder,
-    installed_version,
-    language_of,
-)
-from smopd.evals.bfcl.prompts import frame, messages
-from smopd.evals.options import Evaluation, read_lines
-from smopd.evals.suite import Column, Item, Scores, Suite
+from smopd.evals.bfcl.official import Answer, Call, Function, find_mistake, folder
+from smopd.evals.bfcl.rlla_form import messages, perfect_calls, read_calls, system_template, write_calls
+from smopd.evals.responses import read_lines
+from smopd.evals.suite import Column, Evaluation, Item, Scores, Suite
 
-FILE = "BFCL_v4_{}.json"
-ANSWERS = "possible_answer"
+SIMPLE = ("simple_python", "simple_java", "simple_javascript")
+NON_LIVE = (*SIMPLE, "multiple", "parallel", "parallel_multiple")
+LIVE_ITEMS = {"live_simple": 258, "live_multiple": 1053, "live_parallel": 16, "live_parallel_multiple": 24}
+AST = (*NON_LIVE, *LIVE_ITEMS)
+IRRELEVANCE = ("irrelevance", "live_irrelevance")
+RELEVANCE = (*IRRELEVANCE, "live_relevance")
+CATEGORIES = (*AST, *RELEVANCE)
+MULTI_TURN = tuple(f"multi_turn_{kind}" for kind in ("base", "miss_func", "miss_param", "long_context"))
+WEB_SEARCH = ("web_search_base", "web_search_no_snippet")
+MEMORY = ("memory_kv", "memory_vector", "memory_rec_sum")
+OVERALL = {  # part -> weight and name
+    "non_live": (0.1, "Non-Live"),
+    "live": (0.1, "Live"),
+    "irrelevance_all": (0.1, "Irrelevance"),
+    "multi_turn": (0.3, "Multi-Turn"),
+    "agentic": (0.4, "Agentic"),
+}
+
+_HEADINGS = {
+    "ast": "AST (ours)",
+    "non_live": "Non-Live Acc",
+    "simple": "Simp",
+    "multiple": "Mult",
+    "parallel": "Par",
+    "parallel_multiple": "P.M.",
+    "live": "Live Acc",
+    "live_simple": "Simp",
+    "live_multiple": "Mult",
+    "live_parallel": "Par",
+    "live_parallel_multiple": "P.M.",
+    "multi_turn": "Multi Turn",
+    "live_relevance": "Rel",
+    "irrelevance_all": "Irrel",
+    "overall": "Overall",
+}
+COLUMNS = tuple(
+    Column(key, heading, scale=100, digits=1 if key == "ast" else 2) for key, heading in _HEADINGS.items()
+)
 
 
 @dataclass(frozen=True)
 class BfclItem(Item):
     """An item with the functions that it offers."""
 
-    functions: Sequence[Function] = field(default=())
+    functions: Sequence[Function] = ()
 
 
 class BfclSuite(Suite):
-    """Serves `Suite`.
-
-    Args:
-        items: of `load_items`.
-        form: how responses are read.
-        underscores: a function a.b was shown as a_b.
-        more: accuracies of categories that are not among the items, by name.
-    """
+    """The single-turn categories; `more` has accuracies of others, which Overall takes in."""
 
     name = "bfcl"
     title = "BFCL v4"
     columns: Sequence[Column] = COLUMNS
     items: Sequence[BfclItem]
 
-    def __init__(
-        self,
-        items: Sequence[BfclItem],
-        *,
-        form: Form = "rlla",
-        underscores: bool = False,
-        more: Mapping[str, float] | None = None,
-    ) -> None:
+    def __init__(self, items: Sequence[BfclItem], more: Mapping[str, float] | None = None) -> None:
         self.items = items
-        self.form, self.underscores, self.more = form, underscores, dict(more or {})
+        self.more = more or {}
 
     def score(self, responses: Sequence[str]) -> list[Scores]:
-        """`correct`, the number of `calls` (None: they cannot be read), and the first `mistake`.
-
-        A response of the relevance sets may be correct and have a mistake: an attempt that cannot be read is
-        no call to BFCL.
-        """
-        if len(responses) != len(self.items):
-            raise ValueError(f"bfcl: expected {len(self.items)} responses, got {len(responses)}")
+        """`correct`, the number of `calls` (None: they cannot be read), and the first `mistake`."""
         return [self._score(item, response) for item, response in zip(self.items, responses, strict=True)]
 
     def _score(self, item: BfclItem, response: str) -> Scores:
-        calls: list[Call] | None
         try:
-            calls, mistake = read_calls(response, self.form, language_of(item.group)), None
+            calls = read_calls(response)
         except ValueError as error:
-            calls, mistake = None, f"unreadable: {error}"
-        correct = bool(calls) != (item.group in IRRELEVANCE)
+            correct = item.group in IRRELEVANCE
+            return {"correct": correct, "calls": None, "mistake": f"unreadable: {error}"}
+        mistake = None
         if item.group in AST:
-            if calls is not None:
-                mistake = find_mistake(
-                    item.functions, calls, item.truth, item.group, underscores=self.underscores
-                )
-            correct = mistake is None
-        elif not correct and mistake is None:
+            mistake = find_mistake(item.functions, calls, item.truth, item.group)
+        elif bool(calls) == (item.group in IRRELEVANCE):
             mistake = "a call, expected none" if calls else "no call, expected one"
-        return {"correct": correct, "calls": None if calls is None else len(calls), "mistake": mistake}
+        return {"correct": mistake is None, "calls": len(calls), "mistake": mistake}
 
     def summary(self, groups: Sequence[str], scores: Sequence[Scores]) -> dict[str, float | None]:
-        """Accuracies and their means, as fractions (metrics.py), and `unreadable` responses by category."""
+        """Accuracies and their means, as fractions, and `unreadable` responses by category."""
         right, unreadable = Counter[str](), Counter[str]()
         for group, score in zip(groups, scores, strict=True):
             right[group] += score["correct"]
@@ -115,16 +110,14 @@ class BfclSuite(Suite):
         return summarise({**self.more, **accuracies}) | {"unreadable": unreadable.total()} | counts
 
     def truths(self) -> list[str]:
-        """Perfect responses: what is allowed; in irrelevance no call, in relevance any.
+        """What is allowed; in irrelevance no call, in relevance any. `perfect_calls` names six exceptions."""
 
-        `perfect_calls` names the six answers that no response meets.
-        """
-        return [write_calls(self._perfect(item), self.form, language_of(item.group)) for item in self.items]
+        def perfect(item: BfclItem) -> list[Call]:
+            if item.group in AST:
+                return perfect_calls(item.functions, item.truth, item.group)
+            return [] if item.group in IRRELEVANCE else [Call(item.functions[0]["name"], {})]
 
-    def _perfect(self, item: BfclItem) -> list[Call]:
-        if item.group in AST:
-            return perfect_calls(item.functions, item.truth, item.group, underscores=self.underscores)
-        return [] if item.group in IRRELEVANCE else [Call(item.functions[0]["name"], {})]
+        return [write_calls(perfect(item)) for item in self.items]
 
 
 @dataclass(frozen=True)
@@ -137,14 +130,10 @@ class Bfcl(Evaluation):
 
     default_data: ClassVar[str] = "bfcl-eval"
 
-    categories: tuple[str, ...] = ("all",)
-    """Of all, ast, non_live, live, relevance, or single categories such as live_simple."""
-    form: Form = "rlla"
-    """How items are asked and answers read: as RLLA models do, or BFCL's list of Python calls."""
+    categories: tuple[str, ...] = CATEGORIES
+    """Categories to run."""
     words: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
-    """In the form rlla, ask in the words of a file of RLLA items, not in ours."""
-    underscores: bool = False
-    """Show a function a.b as a_b, for models whose names know no dots."""
+    """Ask in the words of a file of RLLA items, not in ours."""
     multi_turn_scores: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """A folder of bfcl-eval's score files, from which Overall takes the multi-turn and agentic parts."""
 
@@ -154,70 +143,95 @@ class Bfcl(Evaluation):
 
     def suite(self) -> BfclSuite:
         folder()  # its absence is the first thing to say
-        categories = parse_categories(self.categories)
+        if unknown := [name for name in self.categories if name not in CATEGORIES]:
+            raise ValueError(f"--categories: {unknown[0]!r}, expected of {', '.join(CATEGORIES)}")
         more = read_scores(self.multi_turn_scores.expanduser()) if self.multi_turn_scores else {}
-        items = load_items(
-            self.data_path, categories, form=self.form, words=self.words, underscores=self.underscores
-        )
-        return BfclSuite(items, form=self.form, underscores=self.underscores, more=more)
+        chosen = [category for category in CATEGORIES if category in self.categories]
+        return BfclSuite(load_items(self.data_path, chosen, self.words), more)
 
     def settings(self, suite: Any) -> dict[str, Any]:
-        """The version of bfcl-eval and how items were asked."""
-        categories = dict.fromkeys(item.group for item in suite.items)
-        own = {name: getattr(self, name) for name in ("form", "words", "underscores")}
-        return {"bfcl_eval": installed_version(), **own, "categories": list(categories)}
+        categories = list(dict.fromkeys(item.group for item in suite.items))
+        return {"bfcl_eval": version("bfcl-eval"), "words": self.words, "categories": categories}
 
     def notes(self, suite: Any, summary: Mapping[str, float | None]) -> list[str]:
-        """What Overall counts as 0, and attempts to call that BFCL takes for none."""
-        missing = missing_parts(summary)
-        shares = {group: summary.get(group) for group in dict.fromkeys(item.group for item in suite.items)}
+        shares = {group: summary[group] for group in dict.fromkeys(item.group for item in suite.items)}
         notes = [
             ", ".join(f"{group} {100 * share:.2f}" for group, share in shares.items() if share is not None)
         ]
-        if missing:
+        if missing := missing_parts(summary):
             notes.append(f"Overall counts as 0 what did not run: {', '.join(missing)}")
         if tried := sum(summary.get(f"unreadable/{group}") or 0 for group in RELEVANCE):
-            notes.append(f"{tried:.0f} responses of the relevance sets attempt a call that cannot be read: "
-                         "BFCL counts them as no call")  # fmt: skip
+            notes.append(
+                f"{tried:.0f} responses of the relevance sets attempt a call that cannot be read: "
+                "BFCL counts them as no call"
+            )
         return notes
 
 
-def load_items(
-    data: Path,
-    categories: Sequence[str],
-    *,
-    form: Form = "rlla",
-    words: str | None = None,
-    underscores: bool = False,
-) -> list[BfclItem]:
-    """The items of a folder of BFCL's files; arguments as of `Bfcl`.
-
-    Raises:
-        ValueError, FileNotFoundError: a file is absent or malformed, or an item has no answer.
-    """
-    asked, items = frame(form, words), []
+def load_items(data: Path, categories: Sequence[str], words: str | None = None) -> list[BfclItem]:
+    """The items of a folder of BFCL's files; arguments as of `Bfcl`."""
+    asked, items = system_template(words), []
     for category in categories:
-        name = FILE.format(category)
-        answers: dict[str, list[Answer]] = {}
-        if category in AST:
-            rows = _lines(data / ANSWERS / name, ("id", "ground_truth"))
-            answers = {row["id"]: row["ground_truth"] for row in rows}
-        for row in _lines(data / name, ("id", "question", "function")):
-            if category in AST and row["id"] not in answers:
-                raise ValueError(f"{data / ANSWERS / name}: has no answer to {row['id']}")
-            functions = row["function"]
-            chat = messages(row["question"][0], functions, category, form, asked, underscores=underscores)
-            items.append(BfclItem(row["id"], category, chat, answers.get(row["id"]), functions))
+        path = data / f"BFCL_v4_{category}.json"
+        answer_path = data / "possible_answer" / path.name
+        try:
+            answers: dict[str, list[Answer]] = {}
+            if category in AST:
+                answers = {row["id"]: row["ground_truth"] for _, row in read_lines(answer_path)}
+            for _, row in read_lines(path):
+                truth = answers[row["id"]] if category in AST else None
+                chat = messages(row["question"][0], row["function"], category, asked)
+                items.append(BfclItem(row["id"], category, chat, truth, row["function"]))
+        except KeyError as error:
+            raise ValueError(f"{path}: a row of it, or of possible_answer, has no {error}") from None
     return items
 
 
-def _lines(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"BFCL data {path}: no such file, expected BFCL v4's files, as of `{INSTALL}`"
-        )
-    rows = read_lines(path)
-    for number, row in rows:
-        if any(key not in row for key in keys):
-            raise ValueError(f"{path}: line {number}: expected {', '.join(keys)}, got {sorted(row)}")
-    return [row for _, row in rows]
+def summarise(accuracies: Mapping[str, float]) -> dict[str, float | None]:
+    """The accuracies by category, and all means; one of which a part did not run is None.
+
+    Simple is the mean over languages, non-live of its four kinds; live is weighted by the numbers of items.
+    In Overall what did not run counts as 0.
+    """
+    found: dict[str, float | None] = dict.fromkeys((*CATEGORIES, "overall")) | dict(accuracies)
+
+    def mean(*names: str, weights: Sequence[float] | None = None) -> float | None:
+        values = [found.get(name) for name in names]
+        known = [value for value in values if value is not None]
+        return float(np.average(known, weights=weights)) if len(known) == len(values) else None
+
+    found["simple"] = mean(*SIMPLE)
+    found["non_live"] = mean("simple", "multiple", "parallel", "parallel_multiple")
+    found["live"] = mean(*LIVE_ITEMS, weights=list(LIVE_ITEMS.values()))
+    found["ast"] = mean("non_live", "live")
+    found["irrelevance_all"] = mean(*IRRELEVANCE)
+    found["multi_turn"] = mean(*MULTI_TURN)
+    found["web_search"], found["memory"] = mean(*WEB_SEARCH), mean(*MEMORY)
+    found["agentic"] = mean("web_search", "memory")
+    parts = {part: found[part] for part in OVERALL}
+    if any(value is not None for value in parts.values()):
+        found["overall"] = sum(OVERALL[part][0] * (value or 0.0) for part, value in parts.items())
+    return found
+
+
+def missing_parts(summary: Mapping[str, float | None]) -> list[str]:
+    """The parts of Overall that did not run."""
+    return [name for part, (_, name) in OVERALL.items() if summary.get(part) is None]
+
+
+def read_scores(folder: Path) -> dict[str, float]:
+    """The multi-turn and agentic accuracies of a folder of bfcl-eval's score files, by category."""
+    found: dict[str, float] = {}
+    for category in (*MULTI_TURN, *WEB_SEARCH, *MEMORY):
+        paths = list(folder.rglob(f"BFCL_v4_{category}_score.json"))
+        if len(paths) > 1:
+            raise ValueError(f"scores {folder}: has {category} twice, expected the scores of one model")
+        for path in paths:
+            with path.open(encoding="utf-8") as lines:
+                try:
+                    found[category] = float(json.loads(next(lines, "null"))["accuracy"])
+                except (ValueError, TypeError, KeyError):
+                    raise ValueError(f"{path}: line 1: expected an object with `accuracy`") from None
+    if not found:
+        raise ValueError(f"scores {folder}: has no BFCL_v4_multi_turn_*_score.json or agentic one")
+    return found

@@ -2,10 +2,7 @@
 
 import gzip
 import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -15,8 +12,8 @@ from hypothesis import strategies as st
 
 from smopd import evaluate
 from smopd.evals import rlla
-from smopd.evals.bootstrap import intervals
-from smopd.evals.options import spread
+from smopd.evals.responses import spread
+from smopd.evals.results import intervals
 from smopd.evals.suite import Column
 
 TRUTHS = [
@@ -41,28 +38,12 @@ def data(tmp_path):
 
 
 def test_ground_truth_of_the_real_items(data_set, tmp_path, capsys):
-    data_set("rlla/test")
-    evaluate.main(["rlla", "--responses", "ground-truth", "--output", str(tmp_path)])
+    folder = data_set("rlla/test").parent
+    evaluate.main(["rlla", "--responses", "ground-truth", "--data", str(folder), "--output", str(tmp_path)])
     scores = json.loads((tmp_path / "rlla.json").read_text())
     assert [scores[name] for name in ("accuracy", "format_pass", "mean", "n")] == [2.6625, 1.0, 3.6625, 80]
     shown = capsys.readouterr().out
-    assert all(
-        text in shown
-        for text in ("Acc Reward", "2.6625", "Format Pass (%)", "100.00", "RLLA Mean", "3.6625", "80")
-    )
-
-
-def test_a_folder_is_data_too(tmp_path, capsys):
-    folder = tmp_path / "rlla"
-    folder.mkdir()
-    arguments = ["rlla", "--responses", "ground-truth", "--output", str(tmp_path), "--data", str(folder)]
-    with pytest.raises(SystemExit):
-        evaluate.main(arguments)
-    assert "expected rlla_4k_test.parquet or rlla_4k_test.jsonl.gz in it" in capsys.readouterr().err
-    with gzip.open(folder / "rlla_4k_test.jsonl.gz", "wt") as lines:
-        lines.writelines(json.dumps(row(truth)) + "\n" for truth in TRUTHS)
-    evaluate.main(arguments)
-    assert json.loads((tmp_path / "rlla.json").read_text())["n"] == 2
+    assert all(text in shown for text in ("Acc Reward", "2.6625", "Format Pass (%)", "100.00", "3.6625"))
 
 
 @pytest.mark.parametrize(
@@ -117,29 +98,22 @@ def test_every_response_is_kept_with_its_scores(data, tmp_path):
     "arguments, message",
     [
         ([], "expected one of --model and --responses, got none"),
-        (
-            ["--model", "./m", "--responses", "ground-truth"],
-            "expected one of --model and --responses, got both",
-        ),
-        (["--model", "./no_such_model"], "--model ./no_such_model: no such folder"),
+        (["--model", "./m", "--responses", "ground-truth"], "--model and --responses, got both"),
+        (["--model", "./no_such_model"], "./no_such_model"),
         (["--responses", "no_such.jsonl"], "--responses no_such.jsonl: no such file"),
         (["--responses", "one.jsonl"], "one.jsonl: expected 2 responses, got 1"),
-        (
-            ["--responses", "keys.jsonl"],
-            "keys.jsonl: line 2: expected a text as `response`, `completion` or `result`",
-        ),
+        (["--responses", "keys.jsonl"], "line 2: expected a text as `response`, `completion` or `result`"),
         (["--responses", "torn.jsonl"], "torn.jsonl: line 2: "),
         (["--responses", "number.jsonl"], "number.jsonl: line 1: expected an object, got int"),
-        (["--responses", "ground-truth", "--data", "no.parquet"], "no file 'no.parquet'"),
-        (["--responses", "ground-truth", "--data", "one.txt"], "has no known ending"),
-        (["--responses", "ground-truth", "--data", "one.jsonl"], "row 0: expected `prompt`"),
-        (["--responses", "ground-truth", "--data", "empty.jsonl"], "no RLLA item"),
-        (["--responses", "ground-truth", "--data", "truth.jsonl"], "malformed ground_truth"),
+        (["--responses", "twice.jsonl"], "twice.jsonl: expected every key once, got 1 again"),
         (["--responses", "strange.jsonl"], "strange.jsonl: expected keys of the items, got '7' and 0 more"),
+        (["--responses", "ground-truth", "--data", "no.parquet"], "no file 'no.parquet'"),
+        (["--responses", "ground-truth", "--data", "one.jsonl"], "row 0: expected `prompt`"),
+        (["--responses", "ground-truth", "--data", "empty.jsonl"], "empty.jsonl: no items"),
+        (["--responses", "ground-truth", "--data", "truth.jsonl"], "malformed ground_truth"),
         (["--responses", "ground-truth", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
-        (["--responses", "ground-truth", "--max-prompt-tokens", "0"], "--max-prompt-tokens is 0"),
         (["--responses", "ground-truth", "--temperature", "-1"], "--temperature is -1"),
-        (["--responses", "ground-truth", "--output", "one.txt"], "--output one.txt: is no folder"),
+        (["--responses", "ground-truth", "--output", "torn.jsonl"], "--output torn.jsonl: is no folder"),
     ],
 )
 def test_a_mistake_is_one_line(data, tmp_path, monkeypatch, capsys, arguments, message):
@@ -148,9 +122,9 @@ def test_a_mistake_is_one_line(data, tmp_path, monkeypatch, capsys, arguments, m
     write_lines(tmp_path / "keys.jsonl", [{"response": "a"}, {"answer": "a"}])
     write_lines(tmp_path / "number.jsonl", [3])
     (tmp_path / "torn.jsonl").write_text('{"response": "a"}\n{"respon')
-    (tmp_path / "one.txt").write_text("x")
     (tmp_path / "empty.jsonl").write_text("")
     write_lines(tmp_path / "truth.jsonl", [row("<tool_call>\n{\n</tool_call>")])
+    write_lines(tmp_path / "twice.jsonl", [{"response": "a", "key": "0"}] * 2)
     write_lines(tmp_path / "strange.jsonl", [{"response": "a", "key": key} for key in ("0", "7")])
     if "--data" not in arguments:
         arguments = [*arguments, "--data", str(data)]
@@ -184,8 +158,6 @@ def test_the_papers_rows_stand_beside(data, tmp_path, capsys):
     assert "paper: Qwen2.5-1.5B Accuracy Teacher [0.9,0.1]" in shown and "2.7460" in shown
     rows = json.loads((tmp_path / "rlla.json").read_text())["paper"]
     assert rows["Qwen2.5-1.5B SMOPD"] == {"accuracy": 1.765, "format_pass": 0.975, "mean": 2.74}
-    for label, values in rows.items():  # the paper's own sums, rounded; teachers' formats have three digits
-        assert values["mean"] == pytest.approx(values["accuracy"] + values["format_pass"], abs=0.0011), label
 
 
 class Shares:
@@ -212,54 +184,42 @@ def test_intervals_are_drawn_within_groups():
     assert (high - low) / 2 == pytest.approx(spread, rel=0.1)
 
 
-def diff(tmp_path, capsys, a, b, *arguments):
-    """What `diff` prints, and what it writes."""
-    files = [write_lines(tmp_path / name, rows) for name, rows in (("a.jsonl", a), ("b.jsonl", b))]
-    output = tmp_path / "diff.json"
-    evaluate.main(["diff", *map(str, files), "--output", str(output), *arguments])
-    return capsys.readouterr().out, json.loads(output.read_text())
-
-
 def kept(key, group="L1", **scores):
     return {"key": key, "group": group, "response": f"r{key}", "finished": None, "truth": None, **scores}
 
 
 def test_diff_lists_what_changed(tmp_path, capsys):
+    def diff(a, b, *arguments):
+        files = [write_lines(tmp_path / name, rows) for name, rows in (("a.jsonl", a), ("b.jsonl", b))]
+        evaluate.main(["diff", *map(str, files), *arguments])
+        return re.sub(" +", " ", capsys.readouterr().out)
+
     a = [kept("1", exact=True), kept("2", exact=True), kept("3", exact=False), kept("4", "L2", exact=None)]
     a += [kept("6", exact=True, prompt_cut=True)]
     b = [kept("7", exact=True), kept("4", "L2", exact=True), kept("3", exact=True), kept("2", exact=False)]
-    b += [kept("1", exact=True)]
-    shown, written = diff(tmp_path, capsys, a, b)
-    assert written["score"] == "exact"
-    assert written["total"] == {"won": 1, "lost": 1, "same": 1, "unscored": 1}
-    assert [(item["key"], item["change"]) for item in written["items"]] == [
-        ("1", "same"), ("2", "lost"), ("3", "won"), ("4", "unscored"),
-    ]  # fmt: skip
-    assert (written["items"][1]["a"], written["items"][1]["b"]) == (a[1], b[3])
-    assert (written["only_a"], written["only_b"]) == (["6"], ["7"])
-    assert re.search(r"│ L1 +│ 1 +│ 1 +│ 1 +│ 0 ", shown) and "only_b: 1 items, first '7'" in shown
-
-
-def test_diff_by_another_score(tmp_path, capsys):
+    shown = diff(a, [*b, kept("1", exact=True)])
+    for line in (
+        "│ 2 │ True │ False │ lost │", "│ 3 │ False │ True │ won │", "│ 4 │ None │ True │ unscored │",
+        "│ L1 │ 1 │ 1 │ 1 │ 0 │", "│ L2 │ 0 │ 0 │ 0 │ 1 │", "│ all │ 1 │ 1 │ 1 │ 1 │",
+        "in A alone: 1 items, first '6'", "in B alone: 1 items, first '7'",
+    ):  # fmt: skip
+        assert line in shown
     a = [kept("1", prompt_cut=True, accuracy=1.0, format=0.0), kept("2", accuracy=1.0, format=1.0)]
     b = [kept("1", prompt_cut=True, accuracy=0.5, format=1.0), kept("2", accuracy=1.0, format=1.0)]
-    _, written = diff(tmp_path, capsys, a, b)
-    assert (written["score"], written["total"]["lost"]) == ("accuracy", 1)
-    assert diff(tmp_path, capsys, a, b, "--score", "format")[1]["total"]["won"] == 1
+    assert "│ all │ 0 │ 1 │ 1 │ 0 │" in diff(a, b)
+    assert "│ all │ 1 │ 0 │ 1 │ 0 │" in diff(a, b, "--score", "format")
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["no.jsonl", "a.jsonl"], "no.jsonl: no such file"),
-        (["a.jsonl", "torn.jsonl"], "torn.jsonl: line 1: "),
+        (["no.jsonl", "a.jsonl"], "No such file or directory: 'no.jsonl'"),
         (["a.jsonl", "plain.jsonl"], "plain.jsonl: line 1: expected key, group and response, got"),
         (["a.jsonl", "twice.jsonl"], "twice.jsonl: line 2: expected every key once, got '1' again"),
         (["a.jsonl", "other.jsonl"], "expected runs of the same items, got none in both of 1 and 1"),
-        (["bare.jsonl", "bare.jsonl"], "--score None: expected a number in every row, such as none"),
+        (["bare.jsonl", "bare.jsonl"], "--score : expected a number in every row"),
         (["a.jsonl", "a.jsonl", "--score", "key"], "--score key: expected a number in every row, such as ok"),
         (["a.jsonl", "a.jsonl", "--score", "text"], "--score text: expected a number in every row"),
-        (["a.jsonl", "a.jsonl", "--output", "."], "--output .: is a folder"),
     ],
 )
 def test_a_mistake_in_a_diff_is_one_line(tmp_path, monkeypatch, capsys, arguments, message):
@@ -268,28 +228,10 @@ def test_a_mistake_in_a_diff_is_one_line(tmp_path, monkeypatch, capsys, argument
     files = {"a": [one], "twice": [one, one], "other": [kept("2", ok=True)], "bare": [kept("1")]}
     for name, rows in {**files, "plain": [{"response": "r"}]}.items():
         write_lines(tmp_path / f"{name}.jsonl", rows)
-    (tmp_path / "torn.jsonl").write_text("{")
-    before = sorted(tmp_path.iterdir())
     with pytest.raises(SystemExit) as ended:
         evaluate.main(["diff", *arguments])
     error = capsys.readouterr().err
     assert ended.value.code == 2 and message in error and error.count("\n") == 1
-    assert sorted(tmp_path.iterdir()) == before
-
-
-def test_mistakes_are_answered_without_torch(tmp_path):
-    program = (
-        "import sys\nfrom smopd import evaluate\n"
-        "try:\n    evaluate.main(['rlla', '--model', './no_such', '--data', sys.argv[1]])\n"
-        "except SystemExit as end:\n    assert end.code == 2\n"
-        "assert not {'torch', 'transformers', 'pydantic'} & sys.modules.keys()\n"
-    )
-    data = write_lines(tmp_path / "items.jsonl", [row(TRUTHS[0])])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "-c", program, data], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0 and "--model ./no_such: no such folder" in done.stderr, done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -377,14 +319,12 @@ def test_an_unusable_model_is_one_line(data, tmp_path, capsys):
     tokenizer.save_pretrained(folder)
     assert f"model {folder}: this folder has no config.json" in mistake()
     model.save_pretrained(folder)
-    (folder / "model.safetensors").unlink()
-    assert f"model {folder}: cannot be loaded, expected a folder with a saved model" in mistake()
     arguments[-1] = "256"
     assert "--max-new-tokens is 256, expected at most" in mistake()  # of 256 positions
     tokenizer.chat_template = None
     (folder / "chat_template.jinja").unlink()
     tokenizer.save_pretrained(folder)
-    assert f"--model {folder}: its tokenizer has no chat template" in mistake()
+    assert f"--model {folder}: chat is true, and the tokenizer has no chat template" in mistake()
 
 
 def test_both_test_files_hold_the_same_items(data_set):
@@ -405,10 +345,6 @@ def test_training_items_leave_the_test_split_out(data_set):
         {"prompt": list(item.messages), "ground_truth": item.truth} for item in items
     ]
     assert all(item.truth.count("</think>") == 1 for item in items)
-    suite = rlla.Rlla(items)
-    found = suite.summary([], suite.score(suite.truths()))
-    tools = sum("<tool_call>" in item.truth for item in items)
-    assert found["format_pass"] == 1.0 and found["accuracy"] == pytest.approx(3.0 * tools / 399)
 
 
 @pytest.mark.parametrize(

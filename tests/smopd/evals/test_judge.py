@@ -1,22 +1,18 @@
-"""The judge of API-Bank against scripted endpoints: every way in which one misbehaves, and the cache."""
+"""The judge of API-Bank against a scripted endpoint: each way in which one misbehaves, and the cache."""
 
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
-from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import httpx
-import openai
 import openai._base_client
 import pytest
 
 from smopd import evaluate
 from smopd.evals.api_bank import judge as judging
-from smopd.evals.api_bank.chat_endpoint import ChatAnswer
-from smopd.evals.api_bank.judge import Judge, JudgeSettings, Question, verdict
+from smopd.evals.api_bank.judge import Judge, JudgeSettings, judgment
 
 YES, NO = "Reasoning: same.\nJudgment: Yes", "Reasoning: other.\nJudgment: No"
 CALL = {"name": "Find", "parameters": {"city": "Oslo"}}
@@ -27,45 +23,60 @@ def completion(text, **message) -> str:
     return json.dumps({"choices": [choice]})
 
 
-class Endpoint:
+class Endpoint(ThreadingHTTPServer):
     """Answers requests in turn from a script, its last entry for ever.
 
-    An entry is a body for status 200; or (status, body) or (status, body, headers); or an exception.
+    An entry is a body for status 200; or (status, body) or (status, body, headers); None hangs up.
     """
-
-    url = "http://judge/v1"
 
     def __init__(self, *script):
         self.script, self.requests, self.headers = script, [], []
         self.most_at_once = self.now = 0
         self.lock = threading.Lock()
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
 
-    def answer(self, request):
-        with self.lock:
-            entry = self.script[min(len(self.requests), len(self.script) - 1)]
-            self.requests.append({"path": request.url.path, **json.loads(request.content)})
-            self.headers.append(dict(request.headers))
-            self.now += 1
-            self.most_at_once = max(self.most_at_once, self.now)
+
+class Handler(BaseHTTPRequestHandler):
+    server: Endpoint
+
+    def do_POST(self):
+        served, body = self.server, self.rfile.read(int(self.headers["content-length"]))
+        with served.lock:
+            entry = served.script[min(len(served.requests), len(served.script) - 1)]
+            served.requests.append({"path": self.path, **json.loads(body)})
+            served.headers.append({name.lower(): value for name, value in self.headers.items()})
+            served.now += 1
+            served.most_at_once = max(served.most_at_once, served.now)
         time.sleep(0.002)
-        with self.lock:
-            self.now -= 1
-        if isinstance(entry, Exception):
-            raise entry
+        with served.lock:
+            served.now -= 1
+        if entry is None:
+            return
         status, text, headers = (*((200, entry) if isinstance(entry, str) else entry), {})[:3]
-        form = {"content-type": "application/json"}
-        return httpx.Response(status, text=text, headers={**form, **headers})
+        self.send_response(status)
+        for name, value in {"content-type": "application/json", **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_):
+        pass
 
 
 @pytest.fixture
-def endpoint(monkeypatch):
-    def start(*script) -> Endpoint:
-        started = Endpoint(*script)
-        transport = httpx.MockTransport(started.answer)
-        monkeypatch.setattr(openai, "DefaultHttpxClient", partial(httpx.Client, transport=transport))
-        return started
+def endpoint():
+    started = []
 
-    return start
+    def start(*script) -> Endpoint:
+        started.append(Endpoint(*script))
+        threading.Thread(target=started[-1].serve_forever, args=(0.01,), daemon=True).start()
+        return started[-1]
+
+    yield start
+    for served in started:
+        served.shutdown()
+        served.server_close()
 
 
 @pytest.fixture(autouse=True)
@@ -75,10 +86,13 @@ def quick(monkeypatch):
 
 
 def ask(url, tmp_path, questions=1, **settings):
-    quick = {"retries": 2, "concurrency": 1, "model": "m", **settings}
-    judge = Judge(JudgeSettings(url=url, **quick), tmp_path / "cache")
-    asked = [Question(f"<user> {i} </user>", "gold", "pred") for i in range(questions)]
-    return judge, judge.verdicts(asked)
+    judge = Judge(
+        JudgeSettings(url=url, **{"retries": 2, "concurrency": 1, "model": "m", **settings}),
+        tmp_path / "cache",
+    )
+    return judge, judge.verdicts(
+        [judge.request(f"<user> {i} </user>", "gold", "pred") for i in range(questions)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,7 +104,6 @@ def ask(url, tmp_path, questions=1, **settings):
         ("Reasoning: a\n\n**Judgment:** **Yes**\n", "yes"),
         ("reasoning: a\njudgment: <no>.", "no"),
         ("<think>Judgment: No? I cannot help.</think>\n" + YES, "yes"),
-        ("Reasoning: the user says I cannot help.\nJudgment: No", "no"),
         ("Yes", "other_format"),
         ("", "other_format"),
         ("Reasoning: a\nJudgment: Yes or No", "other_format"),
@@ -102,13 +115,10 @@ def ask(url, tmp_path, questions=1, **settings):
         ("Judgment:" + " " * 1_000_000 + "Yes", "yes"),
         ("Judgment: a" + " *" * 500_000 + "b", "other_format"),
         (" *" * 500_000 + "Judgment", "other_format"),
-        ("I'm sorry, but I can't assist with that.", "refusal"),
-        ("I\N{RIGHT SINGLE QUOTATION MARK}m unable to judge this.", "refusal"),
-        ("As an AI language model I have no opinion.", "refusal"),
     ],
 )
-def test_verdicts(text, kind):
-    assert verdict(ChatAnswer(text)).kind == kind
+def test_judgments(text, kind):
+    assert judgment(text) == kind
 
 
 @pytest.mark.parametrize(
@@ -117,9 +127,8 @@ def test_verdicts(text, kind):
         ([completion(YES)], "yes", 1, "Judgment: Yes"),
         ([completion("The calls agree.")], "other_format", 1, "The calls agree."),
         ([completion(None)], "other_format", 1, ""),
-        ([completion(None, refusal="No way.")], "refusal", 1, "No way."),
-        ([completion(YES).replace('"stop"', '"content_filter"')], "refusal", 1, "Judgment: Yes"),
-        ([(400, '{"error": {"code": "data_inspection_failed"}}')], "refusal", 1, "data_inspection_failed"),
+        ([completion(None, refusal="No way.")], "other_format", 1, "No way."),
+        ([(400, '{"error": {"code": "data_inspection_failed"}}')], "other_format", 1, "data_inspection"),
         ([(429, "slow down"), completion(YES)], "yes", 2, "Judgment: Yes"),
         ([(503, ""), (500, ""), completion(NO)], "no", 3, "Judgment: No"),
         ([(502, "bad gateway")], "failed", 3, "status 502: bad gateway"),
@@ -127,39 +136,36 @@ def test_verdicts(text, kind):
         (["{no JSON"], "failed", 1, "no chat completion: "),
         (['{"choices": []}'], "failed", 1, "no chat completion: IndexError"),
         (["[1]"], "failed", 1, "no chat completion: "),
-        ([httpx.ReadTimeout("late"), completion(YES)], "yes", 2, "Judgment: Yes"),
+        ([None, completion(YES)], "yes", 2, "Judgment: Yes"),
     ],
 )
 def test_each_way_an_endpoint_answers(endpoint, tmp_path, script, kind, requests, said):
     served = endpoint(*script)
-    judge, (found,) = ask(served.url, tmp_path)
+    _, (found,) = ask(served.url, tmp_path)
     assert found.kind == kind and said in found.text
-    assert len(served.requests) == judge.sent == requests
+    assert len(served.requests) == requests
     assert len(list((tmp_path / "cache").glob("*.json"))) == (kind != "failed")
 
 
-def test_no_endpoint_there(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
-    judge, found = ask(url, tmp_path, questions=40, retries=0)
+def test_a_dead_endpoint_is_given_up_and_retry_after_is_honoured(endpoint, tmp_path):
+    dead = endpoint(None)
+    judge, found = ask(dead.url, tmp_path, questions=40, retries=0)
     assert {each.kind for each in found} == {"failed"} and found[0].text.startswith("APIConnectionError")
     assert judge.asked == judging.GIVE_UP_AFTER and found[-1].text.startswith("not asked: 32 requests")
-
-
-def test_retry_after_is_honoured(endpoint, tmp_path):
-    served = endpoint((429, "", {"Retry-After": "0.6"}), completion(YES))
+    busy = endpoint((429, "", {"Retry-After": "0.6"}), completion(YES))
     start = time.monotonic()
-    _, (found,) = ask(served.url, tmp_path)
+    _, (found,) = ask(busy.url, tmp_path)
     assert found.kind == "yes" and time.monotonic() - start >= 0.6
 
 
 def test_what_is_sent(endpoint, tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "s3cret")
     served = endpoint(completion(YES))
-    settings = JudgeSettings(url=served.url + "/", model="m", key_variable="JUDGE_KEY", extra='{"top_k": 1}')
-    hostile = Question("<user> {gold} \ud800 {pred} </user>", '{"a": "{pred}"}', "")
-    Judge(settings, tmp_path).verdicts([hostile])
+    settings = JudgeSettings(
+        url=served.url + "/", model="m", key_variable="JUDGE_KEY", extra='{"top_k": 1}', turns=1
+    )
+    judge, dialogue = Judge(settings, tmp_path), "<user> {gold} \ud800 {pred} </user>"
+    judge.verdicts([judge.request(f"<user> before </user>\n{dialogue}", '{"a": "{pred}"}', "")])
     (request,), (headers,) = served.requests, served.headers
     prompt = request.pop("messages")[0]["content"]
     assert request == {
@@ -167,17 +173,9 @@ def test_what_is_sent(endpoint, tmp_path, monkeypatch):
     }  # fmt: skip
     assert headers["authorization"] == "Bearer s3cret"
     before, after = judging.PROMPT.split("{dialogue}")
-    assert prompt == before + hostile.dialogue.replace("\ud800", r"\ud800") + after.replace(
+    assert prompt == before + dialogue.replace("\ud800", r"\ud800") + after.replace(
         "{gold}", '{"a": "\0"}'
     ).replace("{pred}", judging.NO_CALL).replace("\0", "{pred}")
-
-
-def test_equal_questions_are_one_request_and_concurrency_is_bounded(endpoint, tmp_path):
-    served = endpoint(completion(YES))
-    judge = Judge(JudgeSettings(url=served.url, concurrency=3, turns=1), tmp_path)
-    questions = [Question(f"<user> {i} </user>\n<user> {i % 12} </user>", "g", "p") for i in range(24)]
-    assert [each.kind for each in judge.verdicts(questions)] == ["yes"] * 24
-    assert len(served.requests) == 12 and 1 <= served.most_at_once <= 3
 
 
 def test_nothing_is_asked_twice(endpoint, tmp_path):
@@ -189,12 +187,16 @@ def test_nothing_is_asked_twice(endpoint, tmp_path):
     judge, again = ask(served.url, tmp_path, questions=2)
     assert again == found and (judge.asked, judge.cached) == (0, 2) and len(served.requests) == 5
     ask(served.url, tmp_path, questions=2, model="other")
-    ask(served.url, tmp_path, questions=2, max_tokens=7)
-    assert len(served.requests) == 9
+    assert len(served.requests) == 7
     torn = next(iter((tmp_path / "cache").glob("*.json")))
     torn.write_text("{")
     ask(served.url, tmp_path, questions=2)
-    assert len(served.requests) <= 10
+    assert len(served.requests) <= 8
+    served = endpoint(completion(YES))
+    judge = Judge(JudgeSettings(url=served.url, concurrency=3), tmp_path / "other")
+    requests = [judge.request(f"<user> {i % 12} </user>", "g", "p") for i in range(24)]
+    assert [each.kind for each in judge.verdicts(requests)] == ["yes"] * 24
+    assert len(served.requests) == 12 and 1 <= served.most_at_once <= 3
 
 
 @pytest.fixture
@@ -212,18 +214,12 @@ def evaluate_with(data, tmp_path, *arguments):
     wrong = json.dumps({"name": "Find", "parameters": {"city": "oslo"}})
     texts = [json.dumps(CALL), wrong, "", wrong, json.dumps(CALL)]
     lines = [json.dumps({"response": f"<tool_call>\n{text}\n</tool_call>"}) + "\n" for text in texts]
-    (tmp_path / "given.jsonl").write_text("".join(lines))
-    common = [
-        "--responses",
-        str(tmp_path / "given.jsonl"),
-        "--data",
-        str(data),
-        "--output",
-        str(tmp_path / "o"),
-    ]
+    given, output = tmp_path / "given.jsonl", tmp_path / "o"
+    given.write_text("".join(lines))
+    common = ["--responses", str(given), "--data", str(data), "--output", str(output)]
     evaluate.main(["api_bank", *common, *arguments])
-    rows = [json.loads(line) for line in (tmp_path / "o/api_bank_items.jsonl").read_text().splitlines()]
-    return json.loads((tmp_path / "o/api_bank.json").read_text()), rows
+    rows = [json.loads(line) for line in (output / "api_bank_items.jsonl").read_text().splitlines()]
+    return json.loads((output / "api_bank.json").read_text()), rows
 
 
 def test_the_command_judges_failures_only(endpoint, data, tmp_path, capsys, monkeypatch):
@@ -254,26 +250,15 @@ def test_the_command_judges_failures_only(endpoint, data, tmp_path, capsys, monk
     "arguments, message",
     [
         (["--judge.url", "localhost:8000"], "--judge.url is 'localhost:8000', expected http://"),
-        (["--judge.url", "http://"], "--judge.url is 'http://'"),
         (["--judge.model", "m"], "--judge.url is missing"),
         (["--judge.url", "http://h/v1", "--judge.key-variable", "NO_SUCH"], "--judge.key-variable NO_SUCH: "),
         (["--judge.url", "http://h/v1", "--judge.turns", "0"], "--judge.turns is 0, expected at least 1"),
-        (["--judge.url", "http://h/v1", "--judge.concurrency", "0"], "--judge.concurrency is 0"),
         (["--judge.url", "http://h/v1", "--judge.retries", "-1"], "--judge.retries is -1"),
-        (["--judge.url", "http://h/v1", "--judge.timeout-seconds", "0"], "--judge.timeout-seconds"),
         (["--judge.url", "http://h/v1", "--judge.extra", "{"], "--judge.extra: "),
-        (
-            ["--judge.url", "http://h/v1", "--judge.extra", "[]"],
-            "--judge.extra is '[]', expected a JSON object",
-        ),
-        (
-            ["--judge.url", "http://h/v1", "--judge.cache", "given.jsonl"],
-            "--judge.cache given.jsonl: is no folder",
-        ),
+        (["--judge.url", "http://h/v1", "--judge.extra", "[]"], "--judge.extra is '[]', expected a JSON"),
     ],
 )
-def test_a_mistake_is_one_line(data, tmp_path, monkeypatch, capsys, arguments, message):
-    monkeypatch.chdir(tmp_path)
+def test_a_mistake_is_one_line(data, tmp_path, capsys, arguments, message):
     with pytest.raises(SystemExit) as ended:
         evaluate_with(data, tmp_path, *arguments)
     error = capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -45,13 +46,9 @@ def test_the_real_prompts(data_set):
     found = safety.load_safety_items(data_set("safe"))
     assert Counter(item.group for item in found) == {"hh": 8520, "pku": 8211, "alpaca": 512}  # the paper's
     assert len({item.key for item in found}) == len(found)
-    alternating = 0
     for item in found:
-        roles = [message["role"] for message in item.messages]
-        assert roles[0] == roles[-1] == "user" and {*roles} <= {"user", "assistant"}
-        assert item.group == "hh" or len(roles) == 1
-        alternating += roles == ["user", "assistant"] * (len(roles) // 2) + ["user"]
-    assert alternating == len(found) - 11, "in 11 chats of HH-RLHF the assistant speaks twice in a row"
+        assert item.messages[0]["role"] == item.messages[-1]["role"] == "user"
+        assert item.group == "hh" or len(item.messages) == 1
 
 
 def test_means_of_means():
@@ -79,59 +76,8 @@ def test_absent_scores_are_left_out_and_counted():
     summary = suite.summary(GROUPS, scores)
     assert (summary["hh_useful"], summary["hh_harmless"], summary["unscorable"]) == (2.0, 15.0, 2)
     assert summary["pku_useful"] is summary["pku_avg"] is summary["overall"] is None
-    assert SafetyEvaluation().notes(suite, summary) == ["2 scores are absent and left out of the means"]
-    with pytest.raises(ValueError, match="expected 4 responses, got 1"):
-        suite.score(["a"])
-    with pytest.raises(ValueError, match="the useful scorer gave 1 scores, expected 4"):
-        Safety(items(), lambda prompts, responses: [1.0], tens).score(RESPONSES)
-
-
-def test_the_papers_overall_is_the_mean_of_its_averages():
-    rows = Safety([], lengths, tens).paper()
-    assert len(rows) == 28 and rows["Qwen2.5-7B SMOPD"]["overall"] == 5.646
-    for label, row in rows.items():
-        if "hh_avg" in row:
-            averages = [row[f"{group}_avg"] for group in safety.BENCHMARKS]
-            assert row["overall"] == pytest.approx(sum(averages) / 3, abs=0.00101), label
-        else:
-            assert row["overall"] == pytest.approx((row["useful"] + row["harmless"]) / 2, abs=0.00101), label
-
-
-def test_the_options_build_the_suite(tmp_path):
-    chat = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
-    data = write_data(tmp_path / "safe", hh=[{"prompt": chat}] * 2)
-    options = SafetyEvaluation(
-        data=data, helpful=PreferenceOptions("owner/helpful"), harmless=PreferenceOptions("owner/cm", sign=-1)
-    )
-    suite = options.suite()
-    assert [item.key for item in suite.items] == ["hh/0", "hh/1", "pku/0", "alpaca/0"]
-    assert [len(item.messages) for item in suite.items] == [3, 3, 1, 1]
-    assert options.settings(suite)["harmless"] == {
-        "model": "owner/cm", "sign": -1, "template": None, "url": None, "truncation_side": "left"
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"helpful": PreferenceOptions()}, "--helpful.model: expected a preference model's folder or hub id"),
-        ({"harmless": PreferenceOptions("./none")}, "--harmless.model ./none: no such folder"),
-        ({"harmless": PreferenceOptions("a/b", sign=2)}, "--harmless.sign is 2, expected 1 or -1"),
-        (
-            {"helpful": PreferenceOptions("a/b", template="x.jinja")},
-            "--helpful.template x.jinja: no such file",
-        ),
-        ({"helpful": PreferenceOptions("a/b", url="host:1")}, "--helpful.url is 'host:1', expected http"),
-        ({"max_tokens": 0}, "--max-tokens is 0, expected at least 1"),
-        ({"data": Path("nowhere")}, "hh_rlhf_test.jsonl.gz: no such file"),
-    ],
-)
-def test_a_mistake_in_the_options_is_named(tmp_path, changes, message):
-    right = {"helpful": PreferenceOptions("a/b"), "harmless": PreferenceOptions("a/c")}
-    options = SafetyEvaluation(**{"data": write_data(tmp_path / "safe"), **right, **changes})
-    with pytest.raises((ValueError, FileNotFoundError)) as caught:
-        options.suite()
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+    options = SafetyEvaluation(helpful=PreferenceOptions("a/b"), harmless=PreferenceOptions("a/c"))
+    assert options.notes(suite, summary) == ["2 scores are absent and left out of the means"]
 
 
 @pytest.mark.parametrize(
@@ -148,9 +94,6 @@ def test_a_bad_row_is_named(tmp_path, row, message):
     data = write_data(tmp_path / "safe", pku=[good, row])
     with pytest.raises(ValueError, match=rf"pku_saferlhf_test.jsonl.gz: row 1:? .*{message}"):
         safety.load_safety_items(data)
-    write_data(data, pku=[])
-    with pytest.raises(ValueError, match=r"pku_saferlhf_test.jsonl.gz: no prompt"):
-        safety.load_safety_items(data)
 
 
 def test_an_unusable_preference_model_is_one_line_before_anything_is_sampled(tmp_path, monkeypatch, capsys):
@@ -163,26 +106,29 @@ def test_an_unusable_preference_model_is_one_line_before_anything_is_sampled(tmp
         save(tmp_path / name, byte_tokenizer(), labels=labels)
     for part in world_model(seed=0):
         part.save_pretrained(tmp_path / "policy")
-    (tmp_path / "given.jsonl").write_text('{"response": "r"}\n' * 3)
-
-    def sampled(*_):
-        pytest.fail("responses were sampled")
-
-    monkeypatch.setattr(LocalRollout, "generate", sampled)
+    monkeypatch.setattr(LocalRollout, "generate", lambda *_: pytest.fail("responses were sampled"))
     arguments = ["safety", "--data", str(write_data(tmp_path / "safe")), "--output", str(tmp_path / "out")]
-    arguments += ["--helpful.model", str(tmp_path / "one"), "--max-new-tokens", "4"]
-    model, given = ["--model", str(tmp_path / "policy")], ["--responses", str(tmp_path / "given.jsonl")]
-    two, one = (["--harmless.model", str(tmp_path / name), "--max-tokens"] for name in ("two", "one"))
+    arguments += ["--model", str(tmp_path / "policy"), "--max-new-tokens", "4"]
+    arguments += ["--helpful.model", str(tmp_path / "one"), "--harmless.model"]
     for more, message in (
-        ([*model, *two, "256"], "two: a preference model has one output"),
-        ([*given, *two, "256"], "two: a preference model has one output"),
-        ([*model, *one, "2048"], "max_tokens is 2048, expected at most the 512"),
+        (
+            [tmp_path / "two", "--max-tokens", "256"],
+            "--harmless: model .*two: a preference model has one output",
+        ),
+        ([tmp_path / "one"], "--helpful: .* max_tokens is 2048, expected at most the 512"),
+        ([tmp_path / "none", "--max-tokens", "256"], "--harmless: model .*none"),
+        ([tmp_path / "one", "--max-tokens", "0"], "--max-tokens is 0, expected at least 1"),
+        (
+            [tmp_path / "one", "--max-tokens", "256", "--helpful.sign", "2"],
+            "--helpful: preference_reward: sign is 2, expected 1 or -1",
+        ),
+        ([tmp_path / "one", "--data", "nowhere"], "hh_rlhf_test.jsonl.gz: no such file"),
     ):
         with pytest.raises(SystemExit) as ended:
-            evaluate.main([*arguments, *more])
+            evaluate.main([*arguments, *map(str, more)])
         error = capsys.readouterr().err
-        assert ended.value.code == 2 and message in error.splitlines()[-1] and "Traceback" not in error
-    assert not (tmp_path / "out").exists()
+        assert ended.value.code == 2 and re.search(message, error.splitlines()[-1]), error
+        assert "Traceback" not in error and not (tmp_path / "out").exists()
 
 
 def test_two_preference_models_score_responses(tmp_path):
