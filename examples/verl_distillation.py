@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
 
 from smopd.integrations import verl as smopd_verl
-from smopd.integrations import verl_host, verl_loss
+from smopd.integrations import verl_patches
 
 VOCABULARY, HIDDEN, PROMPT, RESPONSE = 64, 16, 3, 8
 LOGGED = ("student_mass", "teacher_mass", "negative_share")
@@ -50,7 +50,7 @@ class Teacher:
 
 def teacher_manager(loss_config: Any, teachers: dict[str, Teacher]) -> Any:
     """verl's manager, with the teachers in this process."""
-    manager = object.__new__(verl_host.teacher_manager.AsyncTeacherLLMServerManager)
+    manager = object.__new__(verl_patches.teacher_manager.AsyncTeacherLLMServerManager)
     manager.distillation_loss_config = loss_config
     inference = SimpleNamespace(temperature=1.0, max_model_len=None)
     manager.teacher_model_configs = {key: SimpleNamespace(inference=inference) for key in teachers}
@@ -96,7 +96,7 @@ def train(steps: int) -> None:
     optimizer = torch.optim.Adam(student.parameters(), lr=0.05)
     for step in range(steps):
         logits = student(ids_BT).flatten(0, 1)[None]
-        loss_function = verl_host.losses.distillation_ppo_loss
+        loss_function = verl_patches.losses.distillation_ppo_loss
         columns = loss_function(actor, distillation, data=data, student_logits=logits)
         output = {name: column[0] for name, column in columns.items()}
         loss, metrics = loss_function(actor, distillation, model_output=output, data=data)
@@ -128,9 +128,9 @@ def losses_of(n_tokens: int, vocabulary: int, topk: int) -> tuple[Tensor, dict[s
         return compute(logits, logps, ids, theirs, "thd")["distillation_losses"]
 
     return logits, {
-        "verl forward_kl_topk": lambda: top_k(verl_host.ORIGINALS["compute_forward_kl_topk"]),
-        "smopd forward_kl_topk": lambda: top_k(verl_loss.compute_forward_kl_topk),
-        "smopd_forward_kl": lambda: verl_loss.compute_topk_loss(actor, ours, data, logits, "thd")[
+        "verl forward_kl_topk": lambda: top_k(verl_patches.ORIGINALS["compute_forward_kl_topk"]),
+        "smopd forward_kl_topk": lambda: top_k(verl_patches.compute_forward_kl_topk),
+        "smopd_forward_kl": lambda: verl_patches.compute_topk_loss(actor, ours, data, logits, "thd")[
             "distillation_losses"
         ],
     }

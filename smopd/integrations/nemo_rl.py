@@ -1,7 +1,5 @@
 """SMOPD's objective as a NeMo-RL loss function: same-token mixture, forward KL with tail, policy gradient.
 
-    from smopd.integrations.nemo_rl import SmopdLossFn, stack_teachers
-
     answers = [teacher.get_topk_logits(train_data, k=64) for teacher in teachers]
     train_data.update(stack_teachers(answers))
     student_policy.train(train_data, SmopdLossFn([0.5, 0.5]))
@@ -18,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smopd.integrations.hosts import require_host, require_parameters
-from smopd.integrations.teacher_mixing import log_weights, require_vocabulary
+from smopd.integrations.shared import log_weights, require_host, require_parameters, require_vocabulary
 from smopd.ops import CLIP_HIGH, CLIP_LOW, LossSettings, LossTokens, smopd_loss
 
 FIRST, BEFORE = "0.6", "0.9"  # versions whose loss protocol was read
@@ -27,17 +24,9 @@ LOGITS, IDS, LOGPS = "teacher_topk_logits", "teacher_topk_indices", "teacher_top
 
 
 def stack_teachers(answers: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The columns that SmopdLossFn reads, from one `get_topk_logits` answer a teacher.
-
-    Args:
-        answers: each with topk_logits and topk_indices, (B, T, S), the same shape for all.
-    Returns:
-        teacher_topk_logits and teacher_topk_indices, (B, T, M, S).
-    Raises:
-        ValueError: there is no answer, or their shapes differ.
-    """
+    """The columns that SmopdLossFn reads, (B, T, M, S), of a `get_topk_logits` answer (B, T, S) a teacher."""
     shapes = [tuple(answer["topk_indices"].shape) for answer in answers]
-    if not shapes or len(set(shapes)) > 1:
+    if len(set(shapes)) != 1:
         raise ValueError(f"stack_teachers: the teachers' answers have shapes {shapes}, expected one for all")
     return {
         LOGITS: torch.stack([answer["topk_logits"] for answer in answers], dim=2),
@@ -49,11 +38,10 @@ class SmopdLossFn:
     """Eq. 9 in NeMo-RL's loss protocol, on logits: `loss_type` TOKEN_LEVEL, `input_type` LOGIT.
 
     Of the micro-batch it reads input_ids, token_mask, sample_mask and teacher_topk_indices, (B, T, S) or
-    (B, T, M, S), with teacher_topk_logprobs, nats over the whole vocabulary, or else teacher_topk_logits.
-    NeMo-RL's teachers send logits without their normaliser: those are normalised over their S entries, as
-    the host does, so the target's mass is 1 and the tail's teacher side 0. With advantages (and
-    prev_logprobs, else the ratio is 1) the clipped policy gradient is in the same pass; without it is 0.
-    Loss and metrics are sums over global_valid_toks, as the host adds them up over micro-batches.
+    (B, T, M, S), with teacher_topk_logprobs, nats over the whole vocabulary, or else teacher_topk_logits,
+    normalised over their S entries as the host does: the tail's teacher side is then 0. With advantages (and
+    prev_logprobs, else the ratio is 1) the clipped policy gradient is in the same pass. Loss and metrics are
+    sums over global_valid_toks, as the host adds them up over micro-batches.
 
     Args:
         weights: alpha, one a teacher, summing to 1.
@@ -94,10 +82,6 @@ class SmopdLossFn:
         """Loss (0-dim) and metrics of a micro-batch. logits: (B, T, V), padding beyond the data's T left out.
 
         global_valid_toks None counts this micro-batch's tokens; global_valid_seqs is not used.
-
-        Raises:
-            ValueError: logits are sharded, or shorter than the data; a teacher's shape is not the student's,
-                or it names an id outside [0, V).
         """
         ids_BT = data["input_ids"]
         n_rows, length = ids_BT.shape

@@ -4,26 +4,32 @@
     SMOPDGRPOTrainer            GRPOTrainer: its rewards as the anchor, plus opd_coef times that KL (Eq. 9)
 
 Both take `teacher_models`, a list of models or paths; everything else is TRL's.
-Shapes: B sequences, T completion tokens, N completion tokens that count.
+Shapes: B sequences, T completion tokens, N completion tokens that count, R responses of all ranks,
+G groups of P, K rewards.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from smopd.integrations.hosts import require_host, require_parameters
-from smopd.ops import LossTokens
+from smopd.integrations.shared import require_host, require_parameters
+from smopd.ops import CLIP_HIGH, CLIP_LOW, LossStats, LossTokens, gd2po_advantages, gdpo_advantages
 
 require_host("trl", "1.16.0", "1.17")
 
-from trl import DistillationConfig, DistillationTrainer, GRPOTrainer  # noqa: E402
+from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer  # noqa: E402
+from trl.trainer.utils import nanmax, nanmin  # noqa: E402
 
-from smopd.integrations.trl_grpo import SMOPDGRPOConfig, SMOPDGRPOTrainer  # noqa: E402
-from smopd.integrations.trl_loss import SeveralTeachers, completions_of  # noqa: E402
-from smopd.integrations.trl_teachers import MixtureConfig, require_config  # noqa: E402
+from smopd.integrations.trl_mixture import (  # noqa: E402
+    MixtureConfig,
+    SeveralTeachers,
+    completions_of,
+    require_config,
+)
 
 __all__ = ["SMOPDDistillationConfig", "SMOPDDistillationTrainer", "SMOPDGRPOConfig", "SMOPDGRPOTrainer"]
 
@@ -66,3 +72,172 @@ class SMOPDDistillationTrainer(SeveralTeachers, DistillationTrainer):
         temperatures = {"temperature": temperature, "kl_temperature": temperature}
         loss, self._stats = self.fused(unwrapped_student, seen, tokens, opd_coef=1.0, **temperatures)
         return loss, self._stats.entropy_N.sum(), n_counted
+
+
+SERVED = {
+    "advantage_estimator": ("trl", "gdpo", "gd2po"),
+    "whiten": ("default", "responses", "tokens", None),
+    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo"),
+    "importance_sampling_level": ("token",),
+    "beta": (0.0,),
+    "top_entropy_quantile": (1.0,),
+    "off_policy_mask_threshold": (None,),
+    "use_adaptive_entropy": (False,),
+}
+# What one kind of advantages alone reads.
+OF_OURS = {"whiten": "default"}
+OF_TRL = {"scale_rewards": "group", "multi_objective_aggregation": "sum_then_normalize"}
+
+
+def require_served(args: Any) -> None:
+    """Raises ValueError where a setting is unknown, has no place in the loss, or is of other advantages."""
+    for name, served in SERVED.items():
+        if (value := getattr(args, name)) not in served:
+            raise ValueError(f"{name} is {value!r}, expected {' or '.join(map(repr, served))}")
+    chosen = args.advantage_estimator
+    for name, default in (OF_OURS if chosen == "trl" else OF_TRL).items():
+        if (value := getattr(args, name)) != default:
+            raise ValueError(
+                f"{name} is {value!r}, expected {default!r}: advantage_estimator={chosen!r} has no use for it"
+            )
+    highest = 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
+    if args.delta is not None and args.delta <= highest:
+        raise ValueError(f"delta is {args.delta}, expected None or above 1 + epsilon_high = {highest}")
+
+
+def advantages_of(trainer: Any, batch: dict[str, Any], rewards_RK: Tensor) -> tuple[Tensor, Tensor]:
+    """(R,) advantages, and (G,) whether no reward of the group differs: before whitening it adds nothing."""
+    mask_BT = batch["completion_mask"]
+    lengths_B = (mask_BT * batch["tool_mask"] if "tool_mask" in batch else mask_BT).sum(1)
+    per_prompt = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
+    weights_K = trainer.reward_weights.to(rewards_RK.device)
+    group_R = torch.arange(len(rewards_RK), device=rewards_RK.device) // per_prompt
+    options = {"weights_K": weights_K, "lengths_R": trainer.accelerator.gather(lengths_B)}
+    if trainer.args.whiten != "default":
+        options["whiten"] = trainer.args.whiten
+    if trainer.args.advantage_estimator == "gdpo":
+        adv_R = gdpo_advantages(rewards_RK, group_R, **options)
+    else:
+        adv_R, _ = gd2po_advantages(rewards_RK, group_R, **options)
+    rewards_GPK = rewards_RK.view(-1, per_prompt, len(weights_K))
+    lowest_GK = rewards_GPK.masked_fill(rewards_GPK.isnan(), torch.inf).amin(1)
+    highest_GK = rewards_GPK.masked_fill(rewards_GPK.isnan(), -torch.inf).amax(1)
+    return adv_R, ~((lowest_GK < highest_GK) & (weights_K != 0)).any(1)
+
+
+@dataclass
+class SMOPDGRPOConfig(MixtureConfig, GRPOConfig):
+    """TRL's settings and the mixture's. `temperature` is the ratio's and the entropy's."""
+
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]
+
+    opd_coef: float = field(default=1.0, metadata={"help": "lambda of Eq. 9."})
+    kl_temperature: float = field(default=1.0, metadata={"help": "Of both sides of the KL."})
+    advantage_estimator: str = field(
+        default="trl", metadata={"help": "trl: TRL's own; or gdpo or gd2po, by reward_weights."}
+    )
+    whiten: str | None = field(
+        default="default",
+        metadata={
+            "help": "What gdpo and gd2po whiten over: responses, tokens or (None) nothing; "
+            "default: responses for gdpo, tokens for gd2po."
+        },
+    )
+
+
+class SMOPDGRPOTrainer(SeveralTeachers, GRPOTrainer):
+    def __init__(
+        self, model: Any, reward_funcs: Any, teacher_models: list[Any], args: SMOPDGRPOConfig, **options: Any
+    ):
+        require_config(args, SMOPDGRPOConfig)
+        require_served(args)
+        super().__init__(model, reward_funcs, args, **options)
+        if self.aux_loss_enabled:
+            raise ValueError(
+                f"router_aux_loss_coef is {self.router_aux_loss_coef}, expected 0 for a mixture of experts: "
+                "the fused loss calls the decoder, which returns no auxiliary loss"
+            )
+        self.take_teachers(teacher_models)
+
+    def _calculate_rewards(self, *rewarded: Any) -> Tensor:
+        self._rewards_RK = super()._calculate_rewards(*rewarded)
+        return self._rewards_RK
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        batch = super()._generate_and_score_completions(inputs)
+        if self.args.advantage_estimator == "trl":
+            return batch
+        adv_R, equal_G = advantages_of(self, batch, self._rewards_RK)
+        own = len(batch["advantages"])
+        start = self.accelerator.process_index * own
+        batch["advantages"] = adv_R[start : start + own]
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics["frac_reward_zero_std"][-1] = equal_G.float().mean().item()
+        logged = self._logs["advantages"]
+        for _ in range(min(len(adv_R), len(logged))):
+            logged.pop()
+        logged.extend(adv_R.tolist())
+        return batch
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+        seen, args = completions_of(inputs), self.args
+        counted_BT, old_logp_BT = seen.counted_BT, inputs.get("old_per_token_logps")
+        accumulated = self.current_gradient_accumulation_steps if self.model.training else 1
+        weight_BT = counted_BT / self._denominator(inputs, counted_BT, accumulated)
+        pg_weight_BT = weight_BT * inputs.get("importance_sampling_ratio", 1.0)
+        entropy_weight = 1 / (counted_BT.sum().clamp(min=1.0) * accumulated)
+        tokens = LossTokens(
+            token_ids_N=seen.token_ids_N,
+            adv_N=inputs["advantages"][:, None].expand_as(counted_BT)[counted_BT],
+            old_logp_N=None if old_logp_BT is None else old_logp_BT[counted_BT],
+            pg_weight_N=pg_weight_BT[counted_BT],
+            kl_weight_N=weight_BT[counted_BT],
+            ent_weight_N=entropy_weight.expand_as(counted_BT)[counted_BT],
+            **self.teachers_topk(inputs, seen, args.kl_temperature),
+        )
+        settings = {
+            "clip_low": self.epsilon_low,
+            "clip_high": self.epsilon_high,
+            "dual_clip": args.delta,
+            "opd_coef": args.opd_coef,
+            "entropy_coef": self.entropy_coef if self._entropy_bonus_enabled else 0.0,
+            "temperature": self.temperature,
+            "kl_temperature": args.kl_temperature,
+        }
+        student = self.accelerator.unwrap_model(model)
+        loss, stats = self.redirect(model, student, lambda: self.fused(student, seen, tokens, **settings))
+        self._log(stats, counted_BT, 1 if args.loss_type == "dapo" else accumulated)
+        return loss
+
+    def _denominator(self, inputs: Any, counted_BT: Tensor, accumulated: int) -> Tensor | int:
+        """TRL's of its loss_type, (B, 1) or a number."""
+        if self.args.loss_type == "grpo":
+            return counted_BT.sum(1, keepdim=True).clamp(min=1.0) * len(counted_BT) * accumulated
+        if self.args.loss_type == "bnpo":
+            return counted_BT.sum().clamp(min=1.0) * accumulated
+        if self.args.loss_type == "dr_grpo":
+            return len(counted_BT) * self.max_completion_length * accumulated
+        of_a_rank = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+        shared = accumulated / self.args.steps_per_generation if self.model.training else 1
+        return (of_a_rank * shared).to(counted_BT.device)
+
+    def _log(self, stats: LossStats, counted_BT: Tensor, accumulated: int) -> None:
+        """TRL's metrics of the loss, and the mixture's."""
+        low_N, high_N = (stats.clipped_N & CLIP_LOW) != 0, (stats.clipped_N & CLIP_HIGH) != 0
+        clips = {"low_mean": low_N, "high_mean": high_N, "region_mean": low_N | high_N}
+        clips = {f"clip_ratio/{name}": column for name, column in clips.items()}
+        self.log_means(stats, entropy=stats.entropy_N, **clips)
+
+        def shares(clipped_N: Tensor) -> Tensor:
+            """(R,) share of each response's tokens; NaN where none counts."""
+            clipped_BT = torch.zeros_like(counted_BT).masked_scatter(counted_BT, clipped_N)
+            return self.accelerator.gather(clipped_BT.sum(1) / counted_BT.sum(1))
+
+        values = {
+            "clip_ratio/low_min": nanmin(shares(low_N)).item(),
+            "clip_ratio/high_max": nanmax(shares(high_N)).item(),
+            "policy_loss": self.accelerator.gather(stats.pg_loss * accumulated).nanmean().item(),
+        }
+        if self._entropy_bonus_enabled and self.model.training and self.accelerator.sync_gradients:
+            values["entropy_coef"] = self.entropy_coef
+        self.log_values(values)

@@ -1,4 +1,4 @@
-"""What TRL's trainers with teachers refuse at construction: configs, split models, bent logits, ZeRO-3."""
+"""What TRL's trainers with teachers refuse: settings, teachers, models that the loss cannot read."""
 
 from __future__ import annotations
 
@@ -9,10 +9,43 @@ import pytest
 
 pytest.importorskip("trl", reason="needs trl (the trl extra)")
 
+from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 from trl import DistillationConfig, GRPOConfig
 
 from smopd.integrations.trl import SMOPDDistillationTrainer, SMOPDGRPOTrainer
-from tests.integrations.tiny_trl import distillation, grpo, lengths, settings, teacher
+from smopd.worlds.toy_world import vocabulary
+from tests.integrations.tiny_trl import distillation, grpo, lengths, saved_teacher, settings, teacher
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_type": "cispo"}, "loss_type is 'cispo', expected 'grpo' or 'bnpo'"),
+        ({"beta": 0.1}, "beta is 0.1, expected 0.0"),
+        ({"importance_sampling_level": "sequence"}, "importance_sampling_level is 'sequence'"),
+        ({"advantage_estimator": "gpdo"}, "advantage_estimator is 'gpdo', expected 'trl' or 'gdpo'"),
+        ({"whiten": "rows", "advantage_estimator": "gdpo"}, "whiten is 'rows', expected 'default' or 'resp"),
+        ({"whiten": "tokens"}, "whiten is 'tokens', expected 'default': advantage_estimator='trl' has no"),
+        (
+            {"scale_rewards": "none", "advantage_estimator": "gdpo"},
+            "scale_rewards is 'none', expected 'group'",
+        ),
+        (
+            {"delta": 1.2, "epsilon_high": 0.2},
+            "delta is 1.2, expected None or above 1 [+] eps",
+        ),
+        ({"kappa": -1}, "kappa is -1, expected an integer of at least 0"),
+        ({"teacher_weights": [1.0, 2.0]}, r"teacher_weights is \[1.0, 2.0\], expected 1 numbers"),
+        ({"teacher_weights": [2.0]}, r"teacher_weights is \[2.0\], expected numbers of at least 0 that sum"),
+        (
+            {"teacher_model_init_kwargs": {"dtype": "auto"}},
+            "teacher_model_init_kwargs is given",
+        ),
+    ],
+)
+def test_settings_without_a_place_are_named(tmp_path: Path, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        grpo(tmp_path, [teacher(1)], **options)
 
 
 @pytest.mark.parametrize("given", [DistillationConfig, GRPOConfig, None])
@@ -25,34 +58,86 @@ def test_trls_own_configs_are_refused(tmp_path: Path, given: Any) -> None:
         SMOPDGRPOTrainer(teacher(0), lengths, [teacher(1)], args)
 
 
+def test_teachers_that_cannot_serve_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    small = teacher(1)
+    small.resize_token_embeddings(9)
+    other = saved_teacher(tmp_path / "other", vocabulary()[::-1])
+    for teachers, message in (
+        ([], "teacher_models is empty"),
+        ([small], "has a vocabulary of 9, expected the student's, of"),
+        ([str(other)], r"another tokenizer than the student: '.*' is token \d+ there"),
+        ([AutoModelForCausalLM.from_pretrained(other)], r"another tokenizer than the student: '.*' is token"),
+        (
+            [str(saved_teacher(tmp_path / "fewer", vocabulary()[:-1]))],
+            r"another tokenizer .*: '.*' is token None there and \d+ here",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            distillation(tmp_path, teachers)
+    with pytest.raises(ValueError, match=r"beta is 0.5, expected 0"):
+        distillation(tmp_path, [teacher(1)], beta=0.5)
+    one_device = teacher(1)
+    one_device.hf_device_map = {"": "cpu"}
+    distillation(tmp_path, [one_device])
+    assert "Qwen2ForCausalLM has no tokenizer at hand: only its vocabulary size is compared" in caplog.text
+
+
 def split(model: Any) -> Any:
     model.hf_device_map = {"model": 0, "lm_head": 1}
     return model
 
 
-def bent(model: Any) -> Any:
+def capped(model: Any) -> Any:
     model.config.final_logit_softcapping = 30.0
     return model
 
 
-@pytest.mark.parametrize("make", [distillation, grpo])
+def prompted(model: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="needs peft (the lora extra)")
+    return peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+
+
+def adapted_head(model: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="needs peft (the lora extra)")
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["lm_head"]))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (split, "{} is split by its device_map over 0, 1, expected one device: load it with device_map=None"),
-        (bent, "qwen2 has final_logit_softcapping=30.0, expected none"),
+        (split, "is split by its device_map over 0, 1, expected one device: load it with device_map=None"),
+        (capped, "has final_logit_softcapping=30.0, expected none"),
+        (prompted, "has a prompt-learning adapter, expected one of weights"),
+        (adapted_head, "has an adapter on its head, expected none there"),
     ],
 )
-def test_models_that_the_loss_cannot_read_are_refused(
-    tmp_path: Path, make: Any, change: Any, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message.format("the student")):
-        make(tmp_path, [teacher(1)], change)
-    with pytest.raises(ValueError, match=message.format("teacher Qwen2ForCausalLM")):
-        make(tmp_path, [teacher(1), change(teacher(2))])
+def test_models_that_the_loss_cannot_read_are_refused(tmp_path: Path, change: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        grpo(tmp_path, [teacher(1)], change)
+    with pytest.raises(ValueError, match=message):
+        distillation(tmp_path, [teacher(1), change(teacher(2))])
 
 
-def test_a_model_whose_device_map_is_one_device_is_taken(tmp_path: Path) -> None:
-    one = teacher(1)
-    one.hf_device_map = {"": "cpu"}
-    assert len(distillation(tmp_path, [one]).teacher_models) == 1
+def mixture_of_experts(model: Any) -> Any:
+    config = Qwen2MoeConfig(
+        vocab_size=model.config.vocab_size,
+        hidden_size=16,
+        intermediate_size=16,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_experts=2,
+        num_experts_per_tok=1,
+        router_aux_loss_coef=0.01,
+    )
+    made = Qwen2MoeForCausalLM(config)
+    made.config._name_or_path = "mixture"
+    return made
+
+
+def test_an_auxiliary_loss_is_refused_and_not_dropped(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef is 0.01, expected 0 for a mixture"):
+        grpo(tmp_path, [teacher(1)], mixture_of_experts)
+    grpo(tmp_path, [teacher(1)], mixture_of_experts, router_aux_loss_coef=0.0)

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("trl", reason="needs trl (the trl extra)")
 pytest.importorskip("deepspeed", reason="needs deepspeed (the deepspeed extra)")
 
-from tests.integrations.two_ranks import assert_steps_of_one_process
+from tests.integrations.trl_worker import assert_steps_of_one_process
 
 
 @pytest.mark.parametrize("what", ["distillation", "grpo"])

@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("trl", reason="needs trl (the trl extra)")
 
-from tests.integrations.two_ranks import assert_steps_of_one_process
+from tests import warm
+from tests.integrations.trl_worker import assert_steps_of_one_process
 
 pytestmark = pytest.mark.slow
 
@@ -18,3 +19,11 @@ pytestmark = pytest.mark.slow
 def test_two_ranks_take_the_steps_of_one(tmp_path: Path, mode: str, what: str) -> None:
     wrapped = assert_steps_of_one_process(tmp_path, mode, what)
     assert wrapped == {"ddp": "DistributedDataParallel", "fsdp2": "FSDPQwen2ForCausalLM"}[mode]
+
+
+@pytest.mark.parametrize("what", ["distillation", "grpo"])
+def test_the_example_trains(what: str) -> None:
+    done = warm.on_ranks(1, "examples/trl_two_teachers.py", what, "--steps", "2")
+    assert done.returncode == 0, done.stderr[-4000:]
+    steps = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert len(steps) == 2 and all(float(line.rsplit(" ", 1)[1]) > 0 for line in steps)

@@ -16,6 +16,7 @@ from smopd.kernels.reference import topk as reference
 from smopd.kernels.tokens import total_loss
 from smopd.ops import LossSettings, LossTokens
 from tests.integrations.tiny_trl import (
+    ADVANTAGES,
     LONGEST,
     assert_same_gradients,
     completions,
@@ -26,7 +27,6 @@ from tests.integrations.tiny_trl import (
     with_old_logps,
 )
 
-ADVANTAGES = torch.tensor([1.0, -1.0, 0.5, -2.0])
 WEIGHTS = [0.75, 0.25]
 KAPPA = 5
 

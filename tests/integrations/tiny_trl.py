@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 
@@ -15,12 +16,14 @@ from smopd.integrations.trl import (
     SMOPDGRPOConfig,
     SMOPDGRPOTrainer,
 )
-from smopd.worlds.models import world_model
+from smopd.worlds.models import world_model, world_tokenizer
+from smopd.worlds.toy_world import vocabulary
 
 PROMPTS = Dataset.from_dict(
     {"prompt": ["get the weather in Paris", "book a table", "play a song", "call Ada"]}
 )
 LONGEST = 6
+ADVANTAGES = torch.tensor([1.0, -1.0, 0.5, -2.0])
 
 
 def lengths(completions: list[str], **_: object) -> list[float]:
@@ -83,6 +86,22 @@ def teacher(seed: int):
     model, _ = world_model(seed)
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(20)
+    return model
+
+
+def saved_teacher(folder: Path, pieces: Sequence[str] | None = None) -> Path:
+    teacher(1).save_pretrained(folder)
+    world_tokenizer(pieces or vocabulary()).save_pretrained(folder)
+    return folder
+
+
+def lora(model: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="needs peft (the lora extra)")
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "up_proj"], r=4))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
     return model
 
 

@@ -1,4 +1,4 @@
-"""A rank of a TRL trainer with two teachers, under torchrun: three steps that any number of ranks take alike.
+"""Two ranks of a TRL trainer with two teachers against one process: three steps that any number takes alike.
 
     -m tests.integrations.trl_worker {ddp,fsdp2,zero3} {distillation,grpo} FOLDER
 
@@ -12,12 +12,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
 from smopd.integrations.trl import SMOPDGRPOTrainer
+from tests import warm
 from tests.integrations.tiny_trl import distillation, grpo, teacher
 
 ROWS = 4
@@ -67,6 +69,27 @@ def trained(what: str, folder: Path, ranks: int, **more: Any) -> dict[str, Any]:
     }
 
 
+def assert_steps_of_one_process(folder: Path, mode: str, what: str) -> str:
+    """Three steps' losses and parameter changes; returns the class that wrapped the student."""
+    words = ("-m", "tests.integrations.trl_worker", mode, what, str(folder))
+    done = warm.on_ranks(2, *words, preload=(*warm.TRAINER, "tests.integrations.tiny_trl"))
+    assert done.returncode == 0, done.stderr[-4000:]
+    both = torch.load(folder / f"{mode}.pt")
+    one = trained(what, folder / "one", ranks=1)
+    assert len(one["losses"]) == 3
+    for name in ("losses", "kl"):
+        assert both[name] == pytest.approx(one[name], rel=1e-5)
+    assert both["change"].keys() == one["change"].keys()
+    for name, expected in one["change"].items():
+        scale = float(expected.abs().max())
+        assert scale > 100 * one["rounding"][name], name
+        atol = 1e-5 * scale + one["rounding"][name]
+        torch.testing.assert_close(
+            both["change"][name], expected, rtol=1e-4, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    return both["wrapped"]
+
+
 def shard_on_cpus() -> None:
     """accelerate turns FSDP on where there are accelerators; gloo's ranks pass for such here."""
     started = PartialState.__init__
@@ -90,7 +113,7 @@ if __name__ == "__main__":
     if mode == "fsdp2":
         shard_on_cpus()
         options = {"fsdp": True, "fsdp_config": FSDP_2}
-    told = trained(what, folder / "out", ranks=2, **options)
+    found = trained(what, folder / "out", ranks=2, **options)
     if dist.get_rank() == 0:
-        torch.save(told, folder / f"{mode}.pt")
+        torch.save(found, folder / f"{mode}.pt")
     dist.destroy_process_group()

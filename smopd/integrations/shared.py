@@ -1,15 +1,18 @@
-"""What the integrations share: the teachers' weights, the checks of their vocabulary, a KL with its masses.
+"""What the integrations share: checks of host and teachers, and a KL with the masses that hosts log.
 
 Shapes: N tokens, V vocabulary, S support entries.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from smopd.ops import topk_forward_kl, topk_logprobs
@@ -17,18 +20,31 @@ from smopd.ops import topk_forward_kl, topk_logprobs
 WEIGHT_SUM_TOLERANCE = 1e-6  # ours: decimal fractions such as thirds written with seven digits pass
 
 
-class SupportKL(NamedTuple):
-    """A forward KL and what its hosts log of it, (N,) each; only kl_N has a gradient.
+def require_host(package: str, first: str, before: str) -> str:
+    """The installed version; ImportError unless it is at least `first` and below `before`."""
+    known = f"{package}>={first},<{before}"
+    try:
+        installed = version(package)
+    except PackageNotFoundError:
+        raise ImportError(
+            f"smopd.integrations needs {package}, which is not installed: pip install '{known}'"
+        ) from None
+    if not Version(first) <= Version(installed) < Version(f"{before}.dev0"):
+        raise ImportError(
+            f"smopd.integrations knows the functions of {known}; {package} {installed} is installed. "
+            f"pip install '{known}', or an smopd that knows {installed}"
+        )
+    return installed
 
-    Attributes:
-        kl_N: nats, of the target as given: not clamped, not renormalised.
-        student_mass_N: the student's probability of the support, each id once.
-        teacher_mass_N: the target's mass Q.
-    """
 
-    kl_N: Tensor
-    student_mass_N: Tensor
-    teacher_mass_N: Tensor
+def require_parameters(function: Callable[..., Any], *names: str) -> None:
+    """Raises ImportError where a host's function no longer has the parameters that we know."""
+    parameters = inspect.signature(function).parameters
+    if missing := [name for name in names if name not in parameters]:
+        raise ImportError(
+            f"{function.__module__}.{function.__qualname__} has no parameter {', '.join(missing)}; "
+            f"it has {', '.join(parameters)}: not the function that smopd.integrations knows"
+        )
 
 
 def require_same_tokens(
@@ -39,7 +55,7 @@ def require_same_tokens(
     more: the teacher may know further tokens, above all of ours.
     """
     first = 1 + max(own.values()) if more else math.inf
-    compared = own.keys() | {token for token, i in other.items() if token in own or i < first}
+    compared = own.keys() | {token for token, i in other.items() if i < first}
     differing = sorted(token for token in compared if other.get(token) != own.get(token))
     if differing:
         token = differing[0]
@@ -49,31 +65,11 @@ def require_same_tokens(
         )
 
 
-def log_weights(weights: Sequence[float]) -> Tensor:
-    """log alpha of the mixture (Eq. 5): (M,) fp32, nats; a weight of 0 gives -inf, a teacher switched off.
-
-    Raises:
-        ValueError: the weights are not numbers of at least 0 that sum to 1.
-    """
-    alpha = [float(weight) for weight in weights]
-    if not all(weight >= 0.0 for weight in alpha) or abs(math.fsum(alpha) - 1.0) > WEIGHT_SUM_TOLERANCE:
-        raise ValueError(f"teacher_weights is {alpha}, expected numbers of at least 0 that sum to 1")
-    return torch.tensor(alpha, dtype=torch.float64).log().float()
-
-
 def require_vocabulary(teachers: str, ids: Tensor, vocab_size: int) -> None:
-    """Refuses teachers whose tokens the student does not have. Costs one host synchronisation.
-
-    Args:
-        teachers: what the ids came from, for the message.
-        ids: token ids, any shape; empty is fine.
-        vocab_size: columns of the student's logits.
-    Raises:
-        ValueError: an id is outside [0, vocab_size).
-    """
+    """Raises ValueError where an id is outside [0, vocab_size). Costs one host synchronisation."""
     if ids.numel() == 0:
         return
-    low, high = (int(end) for end in torch.stack(torch.aminmax(ids)).tolist())
+    low, high = torch.stack(torch.aminmax(ids)).tolist()
     if low < 0 or high >= vocab_size:
         raise ValueError(
             f"{teachers} names tokens {low} to {high}, expected ids in [0, {vocab_size}), the columns of the "
@@ -81,17 +77,31 @@ def require_vocabulary(teachers: str, ids: Tensor, vocab_size: int) -> None:
         )
 
 
+def log_weights(weights: Sequence[float]) -> Tensor:
+    """log alpha of the mixture (Eq. 5): (M,) fp32, nats; a weight of 0 gives -inf, a teacher switched off."""
+    alpha = [float(weight) for weight in weights]
+    if not all(weight >= 0.0 for weight in alpha) or abs(math.fsum(alpha) - 1.0) > WEIGHT_SUM_TOLERANCE:
+        raise ValueError(f"teacher_weights is {alpha}, expected numbers of at least 0 that sum to 1")
+    return torch.tensor(alpha, dtype=torch.float64).log().float()
+
+
+class SupportKL(NamedTuple):
+    """A forward KL and what its hosts log of it, (N,) each; only kl_N has a gradient.
+
+    kl_N: nats, of the target as given: not clamped, not renormalised.
+    student_mass_N: the student's probability of the support, each id once.
+    teacher_mass_N: the target's mass Q.
+    """
+
+    kl_N: Tensor
+    student_mass_N: Tensor
+    teacher_mass_N: Tensor
+
+
 def support_forward_kl(
     logits_NV: Tensor, ids_NS: Tensor, logps_NS: Tensor, *, tail: bool, temperature: float = 1.0
 ) -> SupportKL:
-    """topk_forward_kl with the masses that a trainer logs, in its one pass over the vocabulary.
-
-    Args:
-        logits_NV, tail, temperature: as in topk_forward_kl.
-        ids_NS, logps_NS: the target, S of at least 1; -inf marks an empty slot.
-    Raises:
-        ValueError: an id is outside the student's vocabulary.
-    """
+    """topk_forward_kl and its masses, in one pass over the vocabulary; -inf marks an empty slot."""
     require_vocabulary("the teachers' top tokens", ids_NS, logits_NV.shape[1])
     logp_N, kl_N = topk_forward_kl(
         logits_NV, ids_NS[:, 0], ids_NS, logps_NS, tail=tail, temperature=temperature
@@ -110,14 +120,11 @@ def floored_forward_kl(
         kl_n = sum_s q_s (log q_s - max(log p(v_s), floor)), q and log q from max(log q, floor)
 
     Args:
-        logits_NV: (N, V), at the temperature that is wanted.
         ids_NS, logps_NS: one teacher's top S, each id once.
         floor: nats, or None.
     Returns:
         The KL and the masses before the floor; overlap_N, how many of the ids are among the student's own top
         S; advantage_N, the mean of the summand's negative over those.
-    Raises:
-        ValueError: an id is outside the student's vocabulary.
     """
     require_vocabulary("the teacher's top tokens", ids_NS, logits_NV.shape[1])
     own = topk_logprobs(logits_NV.detach(), ids_NS.shape[1], token_ids_N=ids_NS[:, 0])

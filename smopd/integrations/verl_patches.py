@@ -1,0 +1,332 @@
+"""What smopd.integrations.verl puts into verl: the distillation loss, advantages and the teachers' mixture.
+
+Shapes: N tokens of this rank, R responses, K rewards, M teachers, S = topk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from smopd.integrations.shared import (
+    SupportKL,
+    floored_forward_kl,
+    log_weights,
+    require_host,
+    require_parameters,
+    require_same_tokens,
+    support_forward_kl,
+)
+from smopd.ops import gd2po_advantages, gdpo_advantages, teacher_mixture
+
+HOST_VERSION = require_host("verl", "0.9.1", "0.9.2")
+core_algos = import_module("verl.trainer.ppo.core_algos")
+losses = import_module("verl.trainer.distillation.losses")
+fsdp_losses = import_module("verl.trainer.distillation.fsdp.losses")
+ray_trainer = import_module("verl.trainer.ppo.ray_trainer")
+v1_trainer = import_module("verl.trainer.ppo.v1.trainer_base")
+teacher_manager = import_module("verl.experimental.teacher_loop.teacher_manager")
+teacher_model = import_module("verl.experimental.teacher_loop.teacher_model")
+torch_functional = import_module("verl.utils.torch_functional")
+filesystem = import_module("verl.utils.fs")
+tokenizers = import_module("verl.utils.tokenizer")
+ulysses = import_module("verl.utils.ulysses")
+worker_config = import_module("verl.workers.config")
+
+ORIGINALS: dict[str, Callable[..., Any]] = {}  # verl's functions that were replaced, by their names
+
+
+def in_place_of(owner: Any, *parameters: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Puts a function in the place of the owner's of that name, wherever verl has imported it already.
+
+    parameters: of the owner's function, which have to be there.
+    """
+
+    def put(ours: Callable[..., Any]) -> Callable[..., Any]:
+        name = ours.__name__
+        original = getattr(owner, name)
+        require_parameters(original, *parameters)
+        ORIGINALS[name] = original
+        setattr(owner, name, ours)
+        for key, module in list(sys.modules.items()):
+            if key.startswith("verl.") and vars(module).get(name) is original:
+                setattr(module, name, ours)
+        return ours
+
+    return put
+
+
+LOSS_MODE = "smopd_forward_kl"
+UNCLAMPED = {"use_policy_gradient": False, "loss_max_clamp": None, "log_prob_min_clamp": None}
+WHOLE_LOGITS = ("fsdp", "fsdp2", "veomni")  # strategies that do not shard the vocabulary
+_read_later: StorageWeakRef | None = None  # the logits that our loss's backward will read
+
+
+@dataclass
+class SmopdLossConfig(worker_config.DistillationLossConfig):  # type: ignore[name-defined]
+    """verl's DistillationLossConfig with the mixture's settings; its topk is kappa.
+
+    teacher_weights: alpha by the teachers' keys, summing to 1; None: equal.
+    merge: equal tokens of the teachers are one entry (Eq. 5); else they stay apart (Eq. 6).
+    tail: one more bucket for all that is outside the support.
+    """
+
+    loss_mode: str = LOSS_MODE
+    use_policy_gradient: bool = False
+    loss_max_clamp: float | None = None
+    log_prob_min_clamp: float | None = None
+    teacher_weights: dict[str, float] | None = None
+    merge: bool = True
+    tail: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_unclamped(self)
+
+
+def require_unclamped(settings: Any) -> None:
+    """Raises ValueError where verl's settings would clamp the KL or make a reward of it."""
+    for name, expected in {"loss_mode": LOSS_MODE, **UNCLAMPED}.items():
+        if getattr(settings, name) != expected:
+            raise ValueError(
+                f"distillation_loss.{name} is {getattr(settings, name)!r}, expected {expected!r}: "
+                f"{LOSS_MODE} is a supervised KL without a clamp"
+            )
+
+
+def rows(column: Tensor) -> Tensor:
+    """A nested column (responses, positions, S) as this rank's rows (N, S)."""
+    flat = column.values()[None]
+    if ulysses.get_ulysses_sequence_parallel_world_size() > 1:
+        flat = ulysses.slice_input_tensor(flat, dim=1)
+    return flat[0]
+
+
+def columns_of(kl: SupportKL, **more: Tensor) -> dict[str, Tensor]:
+    """Columns (1, N) as verl's loss takes them."""
+    columns = {"distillation_losses": kl.kl_N, "student_mass": kl.student_mass_N}
+    columns |= {"teacher_mass": kl.teacher_mass_N, **more}
+    return {name: column_N[None] for name, column_N in columns.items()}
+
+
+@in_place_of(losses, "config", "distillation_config", "data", "student_logits")
+def compute_topk_loss(
+    config: Any, distillation_config: Any, data: Any, student_logits: Tensor, data_format: str
+) -> dict[str, Tensor]:
+    """Each token's forward KL to the mixture that the teacher manager sent.
+
+    Student and teachers are both at temperature 1: verl's division of the logits by the rollout's is undone.
+    """
+    settings = distillation_config.distillation_loss
+    if settings.loss_mode != LOSS_MODE:
+        return ORIGINALS["compute_topk_loss"](config, distillation_config, data, student_logits, data_format)
+    require_unclamped(settings)
+    _keep(student_logits)
+    if config.strategy not in WHOLE_LOGITS:
+        raise NotImplementedError(f"{LOSS_MODE} needs whole logits; strategy {config.strategy} shards them")
+    # A tensor, or verl's NonTensorData, which [] unwraps and .get does not.
+    temperature = data["temperature"] if "temperature" in data.keys() else 1.0  # noqa: SIM118
+    temperatures = set(torch.as_tensor(temperature).to(student_logits.dtype).flatten().tolist())
+    if len(temperatures) != 1:
+        raise ValueError(f"{LOSS_MODE}: temperatures are {sorted(temperatures)}, expected one for the batch")
+    target = (rows(data["teacher_ids"]), rows(data["teacher_logprobs"]).float())
+    undo, tail = 1.0 / temperatures.pop(), getattr(settings, "tail", True)
+    kl = support_forward_kl(student_logits[0], *target, tail=tail, temperature=undo)
+    return columns_of(kl, negative_share=(kl.kl_N.detach() < 0).float())
+
+
+@in_place_of(fsdp_losses, "student_logits", "teacher_topk_log_probs", "teacher_topk_ids", "config")
+def compute_forward_kl_topk(
+    student_logits: Tensor,
+    teacher_topk_log_probs: Tensor,
+    teacher_topk_ids: Tensor,
+    config: Any,
+    data_format: str,
+) -> dict[str, Tensor]:
+    """verl's forward_kl_topk with its clamp and diagnostics, without a log-softmax over the vocabulary."""
+    _keep(student_logits)
+    target = (rows(teacher_topk_ids), rows(teacher_topk_log_probs).float())
+    floor = config.distillation_loss.log_prob_min_clamp
+    kl, overlap_N, advantage_N = floored_forward_kl(student_logits[0], *target, floor)
+    return columns_of(kl, overlap_count=overlap_N, overlap_token_advantage=advantage_N)
+
+
+def _keep(logits: Tensor) -> None:
+    global _read_later
+    _read_later = StorageWeakRef(logits.untyped_storage())
+
+
+@in_place_of(torch_functional, "logits", "labels", "inplace_backward")
+def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+    """verl's own, but never in place on the logits that our loss's backward has yet to read.
+
+    flash-attn's in-place backward runs first and would leave its gradient there, unnoticed by autograd.
+    """
+    kept = _read_later is not None and _read_later == StorageWeakRef(logits.untyped_storage())
+    return ORIGINALS["logprobs_from_logits"](logits, labels, inplace_backward=inplace_backward and not kept)
+
+
+@losses.register_distillation_loss(losses.DistillationLossSettings(names=[LOSS_MODE], use_topk=True))
+def unclamped_forward_kl(
+    config: Any, distillation_config: Any, model_output: dict[str, Tensor], data: Any
+) -> tuple[Tensor, dict[str, Any]]:
+    """The loss of loss_mode smopd_forward_kl, (responses, positions), and its metrics."""
+    if "negative_share" not in model_output:
+        raise ValueError(f"{LOSS_MODE} saw no logits: set actor_rollout_ref.model.use_fused_kernels=false")
+    mask = data["response_mask"]
+    mask = (mask.to_padded_tensor(False) if mask.is_nested else mask).bool()
+    metrics = {
+        f"distillation/{name}": losses.no_padding_2_padding(model_output[name], data)[mask].mean().item()
+        for name in ("student_mass", "teacher_mass", "negative_share")
+    }
+    return losses.no_padding_2_padding(model_output["distillation_losses"], data), metrics
+
+
+ESTIMATORS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "smopd_gdpo": (gdpo_advantages, {"whiten": "responses"}),
+    "smopd_gdpo_tokens": (gdpo_advantages, {"whiten": "tokens"}),
+    "smopd_gd2po": (gd2po_advantages, {"whiten": "tokens"}),
+}
+# What the v1 trainer leaves in its queue: its own step fetches the prompts' ids and tensors alone.
+REWARDS: ContextVar[dict[str, Any]] = ContextVar("rewards", default={})  # noqa: B039  (never written to)
+
+
+def estimator(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The advantage estimator `name` in verl's signature: advantages and returns, (responses, positions).
+
+    It reads algorithm.gdpo_reward_keys and gdpo_reward_weights; smopd_gd2po also gd2po_snr_threshold. None
+    among the rewards is unscorable; over responses, one without a token of its own is left out.
+    """
+    advantages, options = ESTIMATORS[name]
+
+    def estimate(
+        response_mask: Tensor,
+        index: Iterable[Any],
+        config: Mapping[str, Any] | None = None,
+        non_tensor_batch: Mapping[str, Iterable[float | None]] | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor]:
+        settings, columns = config or {}, non_tensor_batch or {}
+        keys = list(settings.get("gdpo_reward_keys") or ())
+        if not keys or not columns.keys() >= set(keys):
+            raise ValueError(
+                f"{name}: algorithm.gdpo_reward_keys is {keys}, expected names that compute_score returns; "
+                f"this batch has {sorted(columns)}"
+            )
+        rewards_KR = [[float("nan" if reward is None else reward) for reward in columns[key]] for key in keys]
+        rewards_RK = torch.tensor(rewards_KR, device=response_mask.device).T.contiguous()
+        numbers: dict[Any, int] = {}
+        groups = [numbers.setdefault(prompt, len(numbers)) for prompt in index]
+        group_R = torch.tensor(groups, device=rewards_RK.device)
+        lengths_R = response_mask.sum(-1)
+        # v1's padding is a response's copy without a token. Over tokens it counts nothing anyway.
+        counted_R = (lengths_R > 0) | (options["whiten"] == "tokens")
+        more = dict(options)
+        if (weights := settings.get("gdpo_reward_weights")) is not None:
+            more["weights_K"] = rewards_RK.new_tensor(list(weights))
+        if advantages is gd2po_advantages and (snr := settings.get("gd2po_snr_threshold")) is not None:
+            more["snr_threshold"] = snr
+        counted = advantages(
+            rewards_RK[counted_R], group_R[counted_R], lengths_R=lengths_R[counted_R], **more
+        )
+        adv_R = rewards_RK.new_zeros(len(lengths_R))
+        adv_R[counted_R] = counted[0] if isinstance(counted, tuple) else counted
+        return adv_R[:, None] * response_mask, adv_R[:, None] * response_mask
+
+    return estimate
+
+
+for _name in ESTIMATORS:
+    core_algos.register_adv_est(_name)(estimator(_name))
+
+
+@in_place_of(v1_trainer.PPOTrainer, "batch", "metrics")
+def _compute_advantage(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """verl's own, with each response's reward_extra_info fetched before."""
+    theirs, name = ORIGINALS["_compute_advantage"], self.config.algorithm.adv_estimator
+    if getattr(name, "value", name) not in ESTIMATORS:
+        return theirs(self, batch, *args, **kwargs)
+    fetched = v1_trainer.tq.kv_batch_get(
+        keys=batch.keys, partition_id=batch.partition_id, select_fields=["extra_fields"]
+    )
+    said = [fields.get("reward_extra_info") or {} for fields in fetched.pop("extra_fields").tolist()]
+    names = {name for rewards in said for name in rewards}
+    columns = {name: np.array([rewards.get(name) for rewards in said], dtype=object) for name in names}
+    token = REWARDS.set(columns)
+    try:
+        return theirs(self, batch, *args, **kwargs)
+    finally:
+        REWARDS.reset(token)
+
+
+@in_place_of(ray_trainer, "data", "adv_estimator", "config")
+def compute_advantage(data: Any, adv_estimator: Any, *args: Any, **kwargs: Any) -> Any:
+    """verl's own, which gives the rewards' columns to gdpo alone; here SMOPD's estimators get them too."""
+    name = getattr(adv_estimator, "value", adv_estimator)
+    if name not in ESTIMATORS:
+        return ORIGINALS["compute_advantage"](data, adv_estimator, *args, **kwargs)
+    if "response_mask" not in data.batch.keys():  # noqa: SIM118  (a TensorDict)
+        data.batch["response_mask"] = ray_trainer.compute_response_mask(data)
+    data.batch["advantages"], data.batch["returns"] = core_algos.get_adv_estimator_fn(name)(
+        token_level_rewards=data.batch["token_level_rewards"],
+        response_mask=data.batch["response_mask"],
+        index=data.non_tensor_batch["uid"],
+        config=kwargs.get("config"),
+        non_tensor_batch={**data.non_tensor_batch, **REWARDS.get()},
+    )
+    return data
+
+
+@in_place_of(teacher_model.MultiTeacherModelManager, "self")
+def _initialize_teacher_model_managers(self: Any) -> None:
+    """Before any teacher's server is up: compares the tokenizers.
+
+    A teacher whose tokenizer is not to be had here (on a remote file system, say) is named on stderr.
+    """
+    settings = self.distillation_config
+    if settings.distillation_loss.loss_mode == LOSS_MODE:
+        student = self.config.actor_rollout_ref.model
+        options = {"trust_remote_code": student.get("trust_remote_code", False)}
+        path = filesystem.copy_to_local(student.get("tokenizer_path") or student.path)
+        own = tokenizers.hf_tokenizer(path, **options).get_vocab()
+        for key, teacher in settings.teacher_models.items():
+            try:
+                other = tokenizers.hf_tokenizer(teacher.model_path, **options).get_vocab()
+            except (OSError, ValueError) as missing:
+                print(f"smopd: teacher {key!r} has no tokenizer here to compare: {missing}", file=sys.stderr)
+                continue
+            require_same_tokens(own, other, f"{key!r} ({teacher.model_path})")
+    ORIGINALS["_initialize_teacher_model_managers"](self)
+
+
+@in_place_of(teacher_manager.AsyncTeacherLLMServerManager, "sequence_ids", "routing_key")
+async def compute_teacher_logprobs_single(
+    self: Any, sequence_ids: list[int], *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """Asks all teachers at once and returns the mixture, (positions, topk) each."""
+    ask, settings = ORIGINALS["compute_teacher_logprobs_single"], self.distillation_loss_config
+    if settings.loss_mode != LOSS_MODE:
+        return await ask(self, sequence_ids, *args, **kwargs)
+    keys = sorted(self.teacher_model_configs)
+    weights = getattr(settings, "teacher_weights", None) or dict.fromkeys(keys, 1.0 / len(keys))
+    if sorted(weights) != keys:
+        raise ValueError(f"teacher_weights names {sorted(weights)}, expected the configured teachers {keys}")
+    log_alpha = log_weights([weights[key] for key in keys])
+    kwargs.pop("routing_key", None)
+    answers = await asyncio.gather(
+        *(ask(self, sequence_ids, *args, routing_key=key, **kwargs) for key in keys)
+    )
+    ids_NMS, logps_NMS = (torch.stack(column, dim=1) for column in zip(*answers, strict=True))
+    merge = getattr(settings, "merge", True)
+    mixture = teacher_mixture(ids_NMS, logps_NMS, log_alpha, settings.topk, merge=merge)
+    return mixture.ids_NS, mixture.logps_NS
