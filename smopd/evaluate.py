@@ -106,14 +106,13 @@ def evaluate(command: Evaluation, suite: Suite, responses: Sequence[Response], *
     scores = suite.score([response.text for response in responses])
     groups = _groups(suite)
     summary = suite.summary(groups, scores)
-    found = intervals(suite, groups, scores)
     counts = {"n": len(responses)}
     ends = [response.finished for response in responses]
     if None not in ends:
         counts["truncated"] = ends.count(False)
-    content: dict[str, Any] = {"suite": suite.name, **summary, **counts}
+    content: dict[str, Any] = {"suite": suite.name, **counts}
     content["bootstrap"] = {"draws": DRAWS, "seed": SEED, "coverage": COVERAGE}
-    content["intervals"] = found
+    content["intervals"] = intervals(suite, groups, scores)
     content["data"] = str(command.data_path)
     cut = sum(response.prompt_cut for response in responses)
     if command.model is None:
@@ -126,10 +125,12 @@ def evaluate(command: Evaluation, suite: Suite, responses: Sequence[Response], *
     content |= command.settings(suite)
     if command.compare:
         content["paper"] = suite.paper()
+    if clash := content.keys() & summary.keys():
+        raise KeyError(f"{suite.name}: summary has {sorted(clash)}, names of what is written beside it")
+    content |= summary
     items = write_items(command.output, suite, responses, scores)
     written = write_json(command.output / f"{suite.name}.json", content)
-    label, title = str(command.model or command.responses), _title(command, suite, of)
-    show(suite, label, summary, found, counts, title=title, compare=command.compare)
+    show(suite, _title(command, suite, of), str(command.model or command.responses), content, counts)
     if cut:
         print(f"{cut} prompts were cut to their last {command.max_prompt_tokens} tokens")
     for note in command.notes(suite, summary):

@@ -85,30 +85,23 @@ def write_json(path: Path, content: Mapping[str, Any]) -> Path:
     return path
 
 
-def show(
-    suite: Suite,
-    label: str,
-    summary: Mapping[str, float | None],
-    found: Mapping[str, Interval],
-    counts: Mapping[str, int],
-    *,
-    title: str,
-    compare: bool,
-) -> None:
-    """Prints the table: each value over its interval, `counts` behind them, the paper's rows above."""
+def show(suite: Suite, title: str, label: str, content: Mapping[str, Any], counts: Mapping[str, int]) -> None:
+    """Prints what was written: each value over its interval, `counts` behind them, the paper's rows above."""
     table = Table(title=Text(title))
     table.add_column("responses")
     for column in suite.columns:
         table.add_column(Text(column.heading), justify="right", no_wrap=True)
     for heading in counts:
         table.add_column(heading, justify="right")
-    if compare:
-        for name, row in suite.paper().items():
-            cells = [_cell(column, row.get(column.key)) for column in suite.columns]
-            table.add_row(Text(f"paper: {name}"), *cells)
-        table.add_section()
-    cells = [_cell(column, summary.get(column.key), found.get(column.key)) for column in suite.columns]
-    table.add_row(Text(label), *cells, *map(str, counts.values()))
+    for name, row in content.get("paper", {}).items():
+        table.add_row(
+            Text(f"paper: {name}"), *(_cell(column, row.get(column.key)) for column in suite.columns)
+        )
+    table.add_section()
+    values = [
+        (column, content.get(column.key), content["intervals"].get(column.key)) for column in suite.columns
+    ]
+    table.add_row(Text(label), *(_cell(*value) for value in values), *map(str, counts.values()))
     print_table(table)
 
 

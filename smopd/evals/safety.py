@@ -145,7 +145,7 @@ class SafetyEvaluation(Evaluation):
 
     def settings(self, suite: Any) -> dict[str, Any]:
         models = {"helpful": asdict(self.helpful), "harmless": asdict(self.harmless)}
-        return {**models, "max_tokens": self.max_tokens}
+        return {"preference_models": models, "max_tokens": self.max_tokens}
 
     def notes(self, suite: Any, summary: Mapping[str, float | None]) -> list[str]:
         unscorable = summary["unscorable"]

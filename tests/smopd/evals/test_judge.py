@@ -100,20 +100,15 @@ def ask(url, tmp_path, questions=1, **settings):
     [
         (YES, "yes"),
         (NO, "no"),
-        ("Judgment: Yes", "yes"),
         ("Reasoning: a\n\n**Judgment:** **Yes**\n", "yes"),
         ("reasoning: a\njudgment: <no>.", "no"),
         ("<think>Judgment: No? I cannot help.</think>\n" + YES, "yes"),
-        ("Yes", "other_format"),
         ("", "other_format"),
         ("Reasoning: a\nJudgment: Yes or No", "other_format"),
-        ("Reasoning: a\nJudgment: Yes, mostly", "other_format"),
         ("Judgment: Yes\nJudgment: No", "other_format"),
         ("Judgment: Yes\nBut the user wanted Rome.", "other_format"),
-        ("Reasoning: a\nJudgment:", "other_format"),
         ('{"judgment": "Yes"}', "other_format"),
         ("Judgment:" + " " * 1_000_000 + "Yes", "yes"),
-        ("Judgment: a" + " *" * 500_000 + "b", "other_format"),
         (" *" * 500_000 + "Judgment", "other_format"),
     ],
 )
@@ -125,7 +120,6 @@ def test_judgments(text, kind):
     "script, kind, requests, said",
     [
         ([completion(YES)], "yes", 1, "Judgment: Yes"),
-        ([completion("The calls agree.")], "other_format", 1, "The calls agree."),
         ([completion(None)], "other_format", 1, ""),
         ([completion(None, refusal="No way.")], "other_format", 1, "No way."),
         ([(400, '{"error": {"code": "data_inspection_failed"}}')], "other_format", 1, "data_inspection"),
@@ -135,7 +129,6 @@ def test_judgments(text, kind):
         ([(401, "who are you")], "failed", 1, "status 401: who are you"),
         (["{no JSON"], "failed", 1, "no chat completion: "),
         (['{"choices": []}'], "failed", 1, "no chat completion: IndexError"),
-        (["[1]"], "failed", 1, "no chat completion: "),
         ([None, completion(YES)], "yes", 2, "Judgment: Yes"),
     ],
 )
@@ -199,35 +192,28 @@ def test_nothing_is_asked_twice(endpoint, tmp_path):
     assert len(served.requests) == 12 and 1 <= served.most_at_once <= 3
 
 
-@pytest.fixture
-def data(tmp_path):
-    """Three items of level 1, one of each of the others."""
-    folder = tmp_path / "data"
-    folder.mkdir()
+def evaluate_with(tmp_path, *arguments):
+    """Three items of level 1, one of each of the others; the first and last response are exact."""
+    wrong = {"name": "Find", "parameters": {"city": "oslo"}}
     for level, n in ((1, 3), (2, 1), (3, 1)):
         rows = [{"system": "s", "user": f"<user> {level}-{i} </user>", "answer": [CALL]} for i in range(n)]
-        (folder / f"level-{level}-api_processed.json").write_text(json.dumps(rows))
-    return folder
-
-
-def evaluate_with(data, tmp_path, *arguments):
-    wrong = json.dumps({"name": "Find", "parameters": {"city": "oslo"}})
-    texts = [json.dumps(CALL), wrong, "", wrong, json.dumps(CALL)]
-    lines = [json.dumps({"response": f"<tool_call>\n{text}\n</tool_call>"}) + "\n" for text in texts]
+        (tmp_path / f"level-{level}-api_processed.json").write_text(json.dumps(rows))
+    said = [json.dumps(call) for call in (CALL, wrong, None, wrong, CALL)]
+    lines = [json.dumps({"response": f"<tool_call>\n{text}\n</tool_call>"}) + "\n" for text in said]
     given, output = tmp_path / "given.jsonl", tmp_path / "o"
     given.write_text("".join(lines))
-    common = ["--responses", str(given), "--data", str(data), "--output", str(output)]
+    common = ["--responses", str(given), "--data", str(tmp_path), "--output", str(output)]
     evaluate.main(["api_bank", *common, *arguments])
     rows = [json.loads(line) for line in (output / "api_bank_items.jsonl").read_text().splitlines()]
     return json.loads((output / "api_bank.json").read_text()), rows
 
 
-def test_the_command_judges_failures_only(endpoint, data, tmp_path, capsys, monkeypatch):
+def test_the_command_judges_failures_only(endpoint, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "s3cret")
     served = endpoint(completion(YES), completion(NO), (500, "down"), completion(YES))
     options = ["--judge.url", served.url, "--judge.key-variable", "JUDGE_KEY", "--judge.concurrency", "1"]
     options += ["--judge.retries", "0", "--compare"]
-    result, rows = evaluate_with(data, tmp_path, *options)
+    result, rows = evaluate_with(tmp_path, *options)
     assert [row["verdict"] for row in rows] == [None, "yes", "no", "failed", None]
     assert [row["correct"] for row in rows] == [True, True, False, None, True]
     prompts = [request["messages"][0]["content"] for request in served.requests]
@@ -240,7 +226,7 @@ def test_the_command_judges_failures_only(endpoint, data, tmp_path, capsys, monk
     assert "s3cret" not in (tmp_path / "o/api_bank.json").read_text()
     shown = capsys.readouterr().out
     assert "1 failures have no verdict and count as not rescued" in shown and "Judge Avg (%)" in shown
-    result, rows = evaluate_with(data, tmp_path, *options)
+    result, rows = evaluate_with(tmp_path, *options)
     assert [row["verdict"] for row in rows] == [None, "yes", "no", "yes", None] and len(served.requests) == 4
     assert (result["judge_failed"], result["judge"]["asked"], result["judge"]["cached"]) == (0, 1, 2)
     assert "no verdict" not in capsys.readouterr().out
@@ -258,9 +244,9 @@ def test_the_command_judges_failures_only(endpoint, data, tmp_path, capsys, monk
         (["--judge.url", "http://h/v1", "--judge.extra", "[]"], "--judge.extra is '[]', expected a JSON"),
     ],
 )
-def test_a_mistake_is_one_line(data, tmp_path, capsys, arguments, message):
+def test_a_mistake_is_one_line(tmp_path, capsys, arguments, message):
     with pytest.raises(SystemExit) as ended:
-        evaluate_with(data, tmp_path, *arguments)
+        evaluate_with(tmp_path, *arguments)
     error = capsys.readouterr().err
     assert ended.value.code == 2 and message in error and error.count("\n") == 1
     assert not (tmp_path / "o").exists()

@@ -132,22 +132,26 @@ def test_an_unusable_preference_model_is_one_line_before_anything_is_sampled(tmp
 
 
 def test_two_preference_models_score_responses(tmp_path):
+    from smopd import evaluate
     from smopd.rewards.preference_model import preference_reward
     from tests.smopd.rewards.tiny_preference import byte_tokenizer, save
 
     for seed, name in enumerate(("rm", "cm")):
         save(tmp_path / name, byte_tokenizer(), seed)
-    options = SafetyEvaluation(
-        data=write_data(tmp_path / "safe"),
-        helpful=PreferenceOptions(str(tmp_path / "rm")),
-        harmless=PreferenceOptions(str(tmp_path / "cm"), sign=-1),
-        max_tokens=256,
+    data, responses = write_data(tmp_path / "safe"), ["Yes.", "No, never.", "Perhaps"]
+    (tmp_path / "given.jsonl").write_text(
+        "".join(json.dumps({"response": text}) + "\n" for text in responses)
     )
-    suite = options.suite()
-    chats, responses = [item.messages for item in suite.items], ["Yes.", "No, never.", "Perhaps"]
-    scores = suite.score(responses)
+    arguments = ["--helpful.model", str(tmp_path / "rm"), "--harmless.model", str(tmp_path / "cm")]
+    arguments += ["--harmless.sign", "-1", "--max-tokens", "256", "--data", str(data)]
+    arguments += ["--responses", str(tmp_path / "given.jsonl"), "--output", str(tmp_path)]
+    evaluate.main(["safety", *arguments])
+    scores = [json.loads(line) for line in (tmp_path / "safety_items.jsonl").read_text().splitlines()]
+    chats = [item.messages for item in safety.load_safety_items(data)]
+    result = json.loads((tmp_path / "safety.json").read_text())
     for name, model, sign in (("useful", "rm", 1), ("harmless", "cm", -1)):
         own = preference_reward(chats, responses, model=str(tmp_path / model), max_tokens=256)
         assert [score[name] for score in scores] == [sign * value for value in own]
-    summary = suite.summary([item.group for item in suite.items], scores)
-    assert summary["overall"] == pytest.approx(sum(sum(score.values()) for score in scores) / 6)
+        assert result[name] == pytest.approx(sign * sum(own) / 3)
+    assert result["overall"] == pytest.approx((result["useful"] + result["harmless"]) / 2)
+    assert result["preference_models"]["harmless"]["sign"] == -1
