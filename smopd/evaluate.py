@@ -65,7 +65,9 @@ def main(argv: list[str] | None = None) -> int:
         if not whole.items:
             raise ValueError(f"{command.data_path}: no items")
         suite = whole if command.limit is None else whole.only(spread(_groups(whole), command.limit))
-        asked, responses, sample = len(suite.items), [], None
+        asked = len(suite.items)
+        responses: list[Response] = []
+        sample = None
         if command.responses is None:
             command.prepare(suite)
             sample = sampler(command, suite.items)

@@ -90,7 +90,7 @@ def given_responses(given: str, suite: Suite, whole: Sequence[Item]) -> tuple[Su
         raise ValueError(f"{path}: expected every key once, got {len(keys) - len(by_key)} again")
     if unknown := by_key.keys() - {item.key for item in whole}:
         raise ValueError(
-            f"{path}: expected keys of the items, got {min(unknown)!r} and {len(unknown) - 1} more"
+            f"{path}: expected keys of the items, got {min(map(str, unknown))!r} and {len(unknown) - 1} more"
         )
     chosen = [i for i, item in enumerate(suite.items) if item.key in by_key]
     if not chosen:
@@ -140,7 +140,7 @@ def sampler(command: Evaluation, items: Sequence[Item]) -> Callable[[], list[Res
     tokenizer = load_tokenizer(path)
     config, end_ids = describe(path)
     chats = [tuple(item.messages) for item in items]
-    prompts = tokenize_prompts(chats, tokenizer, chat=True, system=None, source=f"--model {path}")
+    prompts = tokenize_prompts(chats, tokenizer, f"--model {path}")
     limit = command.max_prompt_tokens
     cut = [limit is not None and len(prompt) > limit for prompt in prompts]
     if limit is not None:

@@ -224,8 +224,10 @@ class SeveralTeachers:
             hidden_ND = self._hidden(model, seen)
             with head_of(model, hidden_ND.dtype) as head:
                 kappa = min(self.args.kappa, len(head.weight_VD))
-                options = {"bias_V": head.bias_V, "temperature": temperature / head.scale}
-                return linear_topk_logprobs(hidden_ND, head.weight_VD, kappa, **options)
+                scaled = temperature / head.scale
+                return linear_topk_logprobs(
+                    hidden_ND, head.weight_VD, kappa, bias_V=head.bias_V, temperature=scaled
+                )
 
         said = self.redirect(wrapped, bare, inside)
         padding = said.ids_NS >= self._n_vocabulary

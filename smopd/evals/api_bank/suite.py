@@ -89,7 +89,7 @@ def load_items(data: Path) -> list[Item]:
         for index, row in enumerate(load_rows(str(path))):
             answer = row.get("answer")
             calls = answer if isinstance(answer, list) else [answer]
-            texts = {role: row.get(role) for role in ("system", "user")}
+            texts: dict[str, Any] = {role: row.get(role) for role in ("system", "user")}
             if not (calls and all(map(_is_call, calls)) and all(isinstance(t, str) for t in texts.values())):
                 raise ValueError(
                     f"{path}: row {index}: expected texts as system and user, and calls as answer, "
