@@ -1,4 +1,4 @@
-"""topk_forward_kl and teacher_forward_kl: the forward KL to a sparse target, forward and backward."""
+"""topk_forward_kl: the forward KL to a sparse target, forward and backward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from bench.harness import ceiling, eager_forms, peers
 from bench.harness.inputs import VOCABULARIES, Scenario, on_logits
 from bench.harness.truth import loss_truth
 from bench.harness.types import Benchmark, Case, Expected, Outputs, Provider, compiled, compiling, ours, peer
-from smopd.ops import teacher_forward_kl, topk_forward_kl
+from smopd.ops import topk_forward_kl
 
 
 def truth(scenario: Scenario) -> dict[str, Expected]:
@@ -43,13 +43,6 @@ def fused(logits_NV, tokens, settings):
     return topk_forward_kl(logits_NV, tokens.token_ids_N, *target, tail=settings.tail)
 
 
-def of_teachers(logits_NV, tokens, settings):
-    """The teachers' candidates are joined in the same kernel."""
-    teachers = (tokens.teacher_ids_NMS, tokens.teacher_logps_NMS, tokens.log_alpha, settings.kappa)
-    options = {"merge": settings.merge, "tail": settings.tail}
-    return teacher_forward_kl(logits_NV, tokens.token_ids_N, *teachers, **options)
-
-
 def of_cases(cpu: tuple[Case, ...], cuda: tuple[Case, ...], *providers) -> Benchmark:
     return Benchmark(
         cases={"cpu": cpu, "cuda": cuda},
@@ -79,17 +72,5 @@ BENCHMARKS = {
         ),
         *ours(run(fused)),
         LIGER,
-    ),
-    "teacher_forward_kl": of_cases(
-        (
-            Case(N=256, V=151_936, kappa=16, M=2, main=True),
-            Case(N=256, V=151_936, kappa=64, M=4, dtype="bfloat16", flags=("merge", "tail")),
-            Case(N=10_000, V=265, kappa=16, M=2),
-        ),
-        (
-            Case(N=8192, V=151_936, kappa=16, M=2, dtype="bfloat16", main=True),
-            Case(N=8192, V=151_936, kappa=32, M=4, dtype="bfloat16", flags=("merge", "tail")),
-        ),
-        *ours(run(of_teachers)),
     ),
 }

@@ -24,13 +24,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(smopd, m) {
   m.def(
       "teacher_product_cpu(Tensor ids, Tensor logps, Tensor weights, int kappa, int reference, float clip,"
       " float keep_raised) -> (Tensor ids, Tensor logps, Tensor mass)");
-  // The target of the next three: ids and logps of (N, S), or of (N, M, S) with log_alpha (N, M).
-  m.def(
-      "forward_kl_rows_cpu(Tensor logits, Tensor token_ids, Tensor ids, Tensor logps, Tensor? log_alpha,"
-      " int kappa, bool merge, bool tail, float temperature) -> (Tensor logp, Tensor kl)");
-  m.def(
-      "forward_kl_gradient_cpu(Tensor logits, Tensor token_ids, Tensor ids, Tensor logps, Tensor? log_alpha,"
-      " int kappa, bool merge, bool tail, float temperature, Tensor? dlogp, Tensor? dkl) -> Tensor");
+  // The target: ids and logps of (N, S), or of (N, M, S) with log_alpha (N, M).
   m.def(
       "loss_rows_cpu(Tensor logits, Tensor token_ids, Tensor adv, Tensor pg_weight, Tensor? old_logp,"
       " Tensor? kl_weight, Tensor? ent_weight, Tensor? reverse_adv, Tensor? reverse_weight, Tensor? ids,"

@@ -1,13 +1,11 @@
-"""Checks of arguments, in the house's words: the operation, the argument, what came, what was expected.
+"""Checks of arguments; an error says the operation, the argument, what came and what was expected.
 
-The first part looks at shapes, dtypes and devices only. The second part, run when SMOPD_DEBUG=1, looks at
-values and synchronises with the device.
+Shapes, dtypes and devices are checked always, ids on a CPU alone: elsewhere asking would synchronise.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,24 +14,12 @@ from torch import Tensor
 
 from smopd.kernels import dispatch
 from smopd.kernels.tokens import counted
-from smopd.kernels.types import (
-    AdvantageOptions,
-    Candidates,
-    LossSettings,
-    LossTokens,
-    SparseTarget,
-    loss_target,
-)
+from smopd.kernels.types import AdvantageOptions, LossSettings, LossTokens, loss_target
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTS = (torch.int32, torch.int64)
 WHITENINGS = ("responses", "tokens", None)
 COLUMNS = ("old_logp_N", "kl_weight_N", "ent_weight_N", "reverse_adv_N", "reverse_weight_N")  # may be None
-MASS_SLACK = 1e-3  # a sparse target's mass may exceed 1 by this much rounding in the debug check
-
-
-def _names(dtypes: Sequence[torch.dtype]) -> str:
-    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def _shape(sizes: Sequence[object]) -> str:
@@ -52,43 +38,25 @@ def check_tensor(
     """sizes: a number is required, a letter stands for any size. like: (name, tensor) it has to match."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} is {type(value).__name__}, expected a tensor of shape {_shape(sizes)}")
-    if value.shape != sizes and not _fits(value.shape, sizes):
+    fits = len(value.shape) == len(sizes) and all(
+        isinstance(size, str) or size == got for got, size in zip(value.shape, sizes, strict=True)
+    )
+    if not fits:
         match = "" if like is None else f" to match {like[0]} {tuple(like[1].shape)}"
         raise ValueError(f"{op}: {name} has shape {tuple(value.shape)}, expected {_shape(sizes)}{match}")
     if value.dtype not in dtypes:
-        raise ValueError(
-            f"{op}: {name} has dtype {str(value.dtype).removeprefix('torch.')}, expected {_names(dtypes)}"
-        )
+        got, *known = (str(dtype).removeprefix("torch.") for dtype in (value.dtype, *dtypes))
+        raise ValueError(f"{op}: {name} has dtype {got}, expected {' or '.join(known)}")
     if like is not None and value.device != like[1].device:
         raise ValueError(f"{op}: {name} is on {value.device}, expected {like[1].device} to match {like[0]}")
 
 
-def _fits(shape: Sequence[int], sizes: Sequence[int | str]) -> bool:
-    if len(shape) != len(sizes):
-        return False
-    for got, size in zip(shape, sizes, strict=True):
-        if not isinstance(size, str) and size != got:
-            return False
-    return True
-
-
-def check_logits(op: str, logits_NV: Any, name: str = "logits_NV") -> None:
-    check_tensor(op, name, logits_NV, ("N", "V"), FLOATS)
+def check_logits(op: str, logits_NV: Any) -> None:
+    check_tensor(op, "logits_NV", logits_NV, ("N", "V"), FLOATS)
     if logits_NV.shape[1] == 0:
-        raise ValueError(f"{op}: {name} has shape {tuple(logits_NV.shape)}, expected V of at least 1")
+        raise ValueError(f"{op}: logits_NV has shape {tuple(logits_NV.shape)}, expected V of at least 1")
     if logits_NV.shape[1] > 1 and logits_NV.stride(1) != 1:
-        raise ValueError(f"{op}: {name} has stride {logits_NV.stride(1)} along V, expected 1")
-
-
-def check_teachers_logits(op: str, teachers: Sequence[Any]) -> None:
-    """One (N, V) of one dtype and device for each teacher."""
-    if not teachers:
-        raise ValueError(f"{op}: logits_NV has no teachers, expected at least 1")
-    check_logits(op, teachers[0], "logits_NV[0]")
-    like = ("logits_NV[0]", teachers[0])
-    for m, teacher in enumerate(teachers[1:], 1):
-        check_logits(op, teacher, f"logits_NV[{m}]")
-        check_tensor(op, f"logits_NV[{m}]", teacher, like[1].shape, (like[1].dtype,), like=like)
+        raise ValueError(f"{op}: logits_NV has stride {logits_NV.stride(1)} along V, expected 1")
 
 
 def check_linear(op: str, hidden_ND: Any, weight_VD: Any, bias_V: Any, chunk_bytes: int | None) -> None:
@@ -152,10 +120,7 @@ def _check_weights(
             f"{op}: {name} has shape {tuple(value.shape)}, expected ({models},), (N, {models}) or what "
             f"broadcasts to {want}, to match {like[0]} {tuple(like[1].shape)}"
         )
-    if value.dtype not in FLOATS:
-        raise ValueError(f"{op}: {name} has dtype {value.dtype}, expected {_names(FLOATS)}")
-    if value.device != like[1].device:
-        raise ValueError(f"{op}: {name} is on {value.device}, expected {like[1].device} to match {like[0]}")
+    check_tensor(op, name, value, value.shape, FLOATS, like=like)
 
 
 def check_product(
@@ -187,12 +152,10 @@ def check_loss_tokens(op: str, tokens: LossTokens, settings: LossSettings, like:
     if not isinstance(settings, LossSettings):
         raise TypeError(f"{op}: settings is {type(settings).__name__}, expected LossSettings")
     check_token_ids(op, tokens.token_ids_N, like)
-    n_rows = like[1].shape[0]
-
     for name in ("adv_N", "pg_weight_N", *COLUMNS):
         value = getattr(tokens, name)
         if value is not None or name not in COLUMNS:
-            check_tensor(op, name, value, (n_rows,), FLOATS, like=like)
+            check_tensor(op, name, value, (like[1].shape[0],), FLOATS, like=like)
     has_target = tokens.target_ids_NS is not None or tokens.target_logps_NS is not None
     has_teachers = tokens.teacher_ids_NMS is not None or tokens.teacher_logps_NMS is not None
     if has_target and has_teachers:
@@ -229,17 +192,8 @@ def check_rewards(op: str, rewards_RK: Any, group_R: Any, options: AdvantageOpti
         raise ValueError(f"{op}: norm_eps is {options.norm_eps}, expected a finite number of at least 0")
 
 
-# What follows looks at values, where SMOPD_DEBUG=1.
-
-
-def debugging() -> bool:
-    return os.environ.get("SMOPD_DEBUG", "0") not in ("", "0")
-
-
-def debug_ids(op: str, name: str, ids: Tensor | None, n_vocab: int, live: Tensor | None = None) -> None:
-    """live: the slots that count, where some do not."""
-    if ids is None:
-        return
+def require_ids(op: str, name: str, ids: Tensor, n_vocab: int, live: Tensor | None = None) -> None:
+    """Raises ValueError: an id is outside [0, n_vocab). live: the slots that count, where some do not."""
     bad = (ids < 0) | (ids >= n_vocab)
     bad = bad if live is None else bad & live
     if bool(bad.any()):
@@ -248,80 +202,22 @@ def debug_ids(op: str, name: str, ids: Tensor | None, n_vocab: int, live: Tensor
         )
 
 
-def debug_finite(op: str, name: str, value: Tensor | None, *, allow_minus_inf: bool = False) -> None:
-    if value is None:
-        return
-    bad = ~value.isfinite()
-    bad = bad & (value != -torch.inf) if allow_minus_inf else bad
-    if bool(bad.any()):
-        expected = "finite values or -inf" if allow_minus_inf else "finite values"
-        raise ValueError(f"{op}: {name} holds {int(bad.sum())} bad values, expected {expected}")
-
-
-def debug_target(
-    op: str,
-    prefix: str,
-    ids: Tensor | None,
-    logps: Tensor | None,
-    n_vocab: int | None,
-    counted_N: Tensor | None = None,
-) -> None:
-    """Ids in range where the token counts, log-probabilities finite or -inf, mass at most 1."""
-    if ids is None or logps is None:
-        return
-    if n_vocab is not None:
-        live = logps > -torch.inf
-        if counted_N is not None:
-            live = live & counted_N.view(-1, *[1] * (live.dim() - 1))
-        debug_ids(op, f"{prefix}ids", ids, n_vocab, live)
-    debug_finite(op, f"{prefix}logps", logps, allow_minus_inf=True)
-    mass = logps.double().exp().sum(-1)
-    if mass.numel() > 0 and float(mass.max()) > 1.0 + MASS_SLACK:
-        raise ValueError(f"{op}: {prefix}logps has mass {float(mass.max()):.6f}, expected at most 1")
-
-
-def debug_loss_tokens(op: str, tokens: LossTokens, n_vocab: int) -> None:
-    counted_N = counted(tokens)
-    debug_ids(op, "token_ids_N", tokens.token_ids_N, n_vocab, counted_N)
-    debug_target(op, "target_", tokens.target_ids_NS, tokens.target_logps_NS, n_vocab, counted_N)
-    debug_target(op, "teacher_", tokens.teacher_ids_NMS, tokens.teacher_logps_NMS, n_vocab, counted_N)
-    debug_finite(op, "log_alpha", tokens.log_alpha, allow_minus_inf=True)
-    for name in (*COLUMNS, "adv_N", "pg_weight_N"):
-        debug_finite(op, name, getattr(tokens, name))
-
-
-def require_token_ids(
-    op: str, token_ids_N: Tensor | None, n_vocab: int, counted_N: Tensor | None = None
-) -> None:
-    """Raises ValueError: an id is outside [0, n_vocab) at a token that counts."""
+def require_token_ids(op: str, token_ids_N: Tensor | None, n_vocab: int) -> None:
     if token_ids_N is not None and token_ids_N.device.type == "cpu":
-        debug_ids(op, "token_ids_N", token_ids_N, n_vocab, counted_N)
-
-
-def require_target_ids(
-    op: str, target: SparseTarget | Candidates, n_vocab: int, counted_N: Tensor | None = None
-) -> None:
-    """Raises ValueError: an id that the forward KL uses is outside [0, n_vocab)."""
-    all_ids = target.ids_NS if isinstance(target, SparseTarget) else target.ids_NMS
-    if all_ids.device.type != "cpu" or not bool(((all_ids < 0) | (all_ids >= n_vocab)).any()):
-        return
-    name = "target_ids_NS"
-    if isinstance(target, Candidates):
-        name = "teacher_ids_NMS"
-        union = (target.ids_NMS, target.logps_NMS, target.log_alpha, target.kappa)
-        mixture = dispatch.definition("teacher_mixture")(*union, merge=target.merge)
-        target = SparseTarget(mixture.ids_NS, mixture.logps_NS)
-    used_NS = target.logps_NS > -torch.inf
-    debug_ids(
-        op, name, target.ids_NS, n_vocab, used_NS if counted_N is None else used_NS & counted_N[:, None]
-    )
+        require_ids(op, "token_ids_N", token_ids_N, n_vocab)
 
 
 def require_loss_ids(op: str, tokens: LossTokens, settings: LossSettings, n_vocab: int) -> None:
-    """require_token_ids and require_target_ids of the tokens that count."""
+    """Raises ValueError: an id that a token which counts will use is outside [0, n_vocab)."""
     if tokens.token_ids_N.device.type != "cpu":
         return
     counted_N, target = counted(tokens), loss_target(tokens, settings)
-    require_token_ids(op, tokens.token_ids_N, n_vocab, counted_N)
-    if target is not None:
-        require_target_ids(op, target, n_vocab, counted_N)
+    require_ids(op, "token_ids_N", tokens.token_ids_N, n_vocab, counted_N)
+    if target is None or not bool(((target.ids < 0) | (target.ids >= n_vocab)).any()):
+        return
+    name, ids_NS, logps_NS = "target_ids_NS", target.ids, target.logps
+    if target.log_alpha is not None:  # the union keeps some of the candidates alone
+        unite = dispatch.definition("teacher_mixture")
+        union = unite(target.ids, target.logps, target.log_alpha, target.kappa, merge=target.merge)
+        name, ids_NS, logps_NS = "teacher_ids_NMS", union.ids_NS, union.logps_NS
+    require_ids(op, name, ids_NS, n_vocab, (logps_NS > -torch.inf) & counted_N[:, None])

@@ -1,8 +1,6 @@
-"""The C++ backend on the CPU: smopd._C behind the signatures that every backend has.
+"""The C++ backend on the CPU: smopd._C (csrc/cpu) behind the signatures that every backend has.
 
-Arguments are taken as checked, without autograd. Logits are fp32, bf16 or fp16; what is small,
-log-probabilities and weights, goes to the kernels as fp32. The sources are in csrc/cpu, the definitions in
-kernels/reference.
+Logits are fp32, bf16 or fp16; log-probabilities and weights go to the kernels as fp32.
 
 Shapes: N tokens, V vocabulary, M teachers, S support entries (kappa).
 """
@@ -12,23 +10,30 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+from dataclasses import astuple
 
 import torch
 from torch import Tensor
 
 from smopd.kernels.types import (
-    Candidates,
-    KlOptions,
     LossSettings,
     LossTokens,
     Mixture,
-    SparseTarget,
+    ProductOptions,
     TokenTerms,
     TopK,
     loss_target,
 )
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the logits that the kernels serve
+COLUMNS = (  # of LossTokens, in the operator's order
+    "adv_N",
+    "pg_weight_N",
+    "old_logp_N",
+    "kl_weight_N",
+    "ent_weight_N",
+    "reverse_adv_N",
+    "reverse_weight_N",
+)
 
 
 @functools.cache
@@ -80,66 +85,32 @@ def teacher_mixture(
 
 
 def teacher_product(
-    ids_NMS: Tensor,
-    logps_NMS: Tensor,
-    weights: Tensor,
-    kappa: int,
-    *,
-    reference: int,
-    clip: float,
-    keep_raised: float,
+    ids_NMS: Tensor, logps_NMS: Tensor, weights: Tensor, kappa: int, options: ProductOptions
 ) -> Mixture:
     n_rows, n_models, _ = ids_NMS.shape
     weights_NM = _float(weights).expand(n_rows, n_models - 1)
-    parts = (weights_NM[:, :reference], weights_NM.new_zeros(n_rows, 1), weights_NM[:, reference:])
-    options = (kappa, reference, clip, keep_raised)
-    return Mixture(
-        *torch.ops.smopd.teacher_product_cpu(ids_NMS, _float(logps_NMS), torch.cat(parts, 1), *options)
-    )
-
-
-def forward_kl_rows(
-    logits_NV: Tensor,
-    token_ids_N: Tensor,
-    target: SparseTarget | Candidates,
-    options: KlOptions,
-) -> tuple[Tensor, Tensor]:
-    """Each token's log-probability and forward KL, (N,) fp32."""
-    return torch.ops.smopd.forward_kl_rows_cpu(
-        logits_NV.detach(), token_ids_N, *_target(target), options.tail, options.temperature
-    )
-
-
-def forward_kl_gradient(
-    logits_NV: Tensor,
-    token_ids_N: Tensor,
-    target: SparseTarget | Candidates,
-    options: KlOptions,
-    dlogp_N: Tensor | None,
-    dkl_N: Tensor | None,
-) -> Tensor:
-    """The gradient of sum(dlogp logp + dkl kl) in the logits, (N, V) of their dtype."""
-    slopes = (_float_if_any(dlogp_N), _float_if_any(dkl_N))
-    return torch.ops.smopd.forward_kl_gradient_cpu(
-        logits_NV.detach(), token_ids_N, *_target(target), options.tail, options.temperature, *slopes
-    )
+    own = options.reference
+    parts = (weights_NM[:, :own], weights_NM.new_zeros(n_rows, 1), weights_NM[:, own:])
+    arguments = (ids_NMS, _float(logps_NMS), torch.cat(parts, 1), kappa, *astuple(options))
+    return Mixture(*torch.ops.smopd.teacher_product_cpu(*arguments))
 
 
 def loss_rows(
     logits_NV: Tensor, tokens: LossTokens, settings: LossSettings, grad_NV: Tensor | None
 ) -> TokenTerms:
     """The terms of each token; the loss's gradient goes to grad_NV if given, which may be the logits."""
+    columns = [getattr(tokens, name) for name in COLUMNS]
+    target = loss_target(tokens, settings)
+    given: tuple = (None, None, None, 0, False)
+    if target is not None:
+        log_alpha = target.log_alpha
+        log_alpha_NM = None if log_alpha is None else _float(log_alpha).expand(target.ids.shape[:2])
+        given = (target.ids, _float(target.logps), log_alpha_NM, target.kappa, target.merge)
     terms = torch.ops.smopd.loss_rows_cpu(
         logits_NV.detach(),
         tokens.token_ids_N,
-        _float(tokens.adv_N),
-        _float(tokens.pg_weight_N),
-        _float_if_any(tokens.old_logp_N),
-        _float_if_any(tokens.kl_weight_N),
-        _float_if_any(tokens.ent_weight_N),
-        _float_if_any(tokens.reverse_adv_N),
-        _float_if_any(tokens.reverse_weight_N),
-        *_target(loss_target(tokens, settings)),
+        *(None if column is None else _float(column) for column in columns),
+        *given,
         settings.tail,
         settings.clip_low,
         settings.clip_high,
@@ -156,19 +127,3 @@ def loss_rows(
 
 def _float(value: Tensor) -> Tensor:
     return value.detach().float()
-
-
-def _float_if_any(value: Tensor | None) -> Tensor | None:
-    return None if value is None else _float(value)
-
-
-def _target(
-    target: SparseTarget | Candidates | None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, int, bool]:
-    """ids, logps, log_alpha, kappa, merge of the operators' schema."""
-    if target is None:
-        return None, None, None, 0, False
-    if isinstance(target, SparseTarget):
-        return target.ids_NS, _float(target.logps_NS), None, 0, False
-    log_alpha_NM = _float(target.log_alpha).expand(target.ids_NMS.shape[:2])
-    return target.ids_NMS, _float(target.logps_NMS), log_alpha_NM, target.kappa, target.merge

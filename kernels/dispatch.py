@@ -1,11 +1,7 @@
-"""Which backend serves an operation on a tensor, said once in the log.
+"""Which backend serves an operation on a tensor: C++ (cpp) on a CPU, Triton on a GPU, else plain PyTorch.
 
-    reference   plain PyTorch, any device and dtype
-    cpp         smopd._C on the CPU, where the package was built with a compiler
-    triton      a GPU, where Triton is installed; if forced and TRITON_INTERPRET=1, Triton's interpreter
-
-SMOPD_BACKEND=reference|cpp|triton forces one; a call that it cannot serve raises. The advantages have a
-kernel in triton alone: on a CPU the reference serves them, beside cpp too.
+SMOPD_BACKEND=reference|cpp|triton forces one; a call that it cannot serve raises (triton on a CPU needs
+TRITON_INTERPRET=1). What has no kernel in C++ is served on a CPU by the reference, beside cpp too.
 """
 
 from __future__ import annotations
@@ -26,37 +22,17 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ENV = "SMOPD_BACKEND"
 SERVED = "the fused operations on %s are served by the %s backend"
 
-ROW_OPS = ("forward_kl_rows", "forward_kl_gradient", "loss_rows")
-ADVANTAGE_OPS = ("grpo_advantages", "gdpo_advantages", "gd2po_advantages")
 MODULES: dict[str, dict[str, str]] = {
-    "reference": {
-        "topk_logprobs": "reference.topk",
-        "teacher_mixture": "reference.topk",
-        "teacher_product": "reference.topk",
-        "forward_kl_rows": "reference.topk",
-        "forward_kl_gradient": "reference.topk",
-        "loss_rows": "reference.loss",
-        "total_loss": "reference.loss",
-        "scale_": "reference.loss",
-        "draw": "reference.draw",
-        **dict.fromkeys(ADVANTAGE_OPS, "reference.advantages"),
-    },
-    "cpp": dict.fromkeys(("topk_logprobs", "teacher_mixture", "teacher_product", *ROW_OPS), "cpp"),
-    "triton": {
-        "topk_logprobs": "triton.topk",
-        "teacher_mixture": "triton.mixture",
-        "teacher_product": "triton.product",
-        **dict.fromkeys(ROW_OPS, "triton.loss"),
-        "total_loss": "triton.totals",
-        "scale_": "triton.scale",
-        "draw": "triton.draw",
-        **dict.fromkeys(ADVANTAGE_OPS, "triton.advantages"),
-    },
+    "topk_logprobs": {"reference": "reference.topk", "cpp": "cpp", "triton": "triton.topk"},
+    "teacher_mixture": {"reference": "reference.topk", "cpp": "cpp", "triton": "triton.mixture"},
+    "teacher_product": {"reference": "reference.topk", "cpp": "cpp", "triton": "triton.product"},
+    "loss_rows": {"reference": "reference.loss", "cpp": "cpp", "triton": "triton.loss"},
+    "total_loss": {"reference": "reference.loss", "triton": "triton.totals"},
+    "scale_": {"reference": "reference.loss", "triton": "triton.scale"},
+    "draw": {"reference": "reference.draw", "triton": "triton.draw"},
+    "advantages": {"reference": "reference.advantages", "triton": "triton.advantages"},
 }
-"""Backend -> operation -> the module of smopd.kernels that serves it, by a function of the same name.
-
-The three of ADVANTAGE_OPS are one function, advantages.
-"""
+"""Operation -> backend -> the module of smopd.kernels whose function of that name serves it."""
 
 _log = logging.getLogger("smopd")
 
@@ -71,8 +47,7 @@ def serving(op: str, tensor: Tensor, **facts: Any) -> Callable[..., Any]:
         ValueError: SMOPD_BACKEND is none of BACKENDS.
         RuntimeError: SMOPD_BACKEND names a backend that cannot serve this call.
     """
-    backend = backend_for(op, tensor, **facts)
-    function = getattr(_module(MODULES[backend][op]), "advantages" if op in ADVANTAGE_OPS else op)
+    function = getattr(_module(MODULES[op][backend_for(op, tensor, **facts)]), op)
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
         return _on_device(tensor.device, function)
     return function
@@ -80,13 +55,13 @@ def serving(op: str, tensor: Tensor, **facts: Any) -> Callable[..., Any]:
 
 def definition(op: str) -> Callable[..., Any]:
     """The reference's function, whatever backend serves."""
-    return getattr(_module(MODULES["reference"][op]), op)
+    return getattr(_module(MODULES[op]["reference"]), op)
 
 
 def running_topk(tensor: Tensor, **facts: Any) -> Any:
     """The backend's class for topk_logprobs of a head's logits in pieces, or None where it has none."""
     backend = backend_for("topk_logprobs", tensor, **facts)
-    return getattr(_module(MODULES[backend]["topk_logprobs"]), "RunningTopK", None)
+    return getattr(_module(MODULES["topk_logprobs"][backend]), "RunningTopK", None)
 
 
 def backend_for(op: str, tensor: Tensor, **facts: Any) -> str:
@@ -94,7 +69,7 @@ def backend_for(op: str, tensor: Tensor, **facts: Any) -> str:
     forced = _forced()
     device = tensor.device.type
     preferred = forced or ("cpp" if device == "cpu" else "triton")
-    if preferred == "cpp" and op in ADVANTAGE_OPS and device == "cpu":
+    if preferred == "cpp" and "cpp" not in MODULES[op] and device == "cpu":
         return "reference"
     why_not = None if preferred == "reference" else _why_not(preferred, op, tensor, facts)
     if why_not is None:
@@ -119,23 +94,19 @@ def cpp_unavailable() -> str | None:
 
 
 def _why_not(backend: str, op: str, tensor: Tensor, facts: dict[str, Any]) -> str | None:
-    if op not in MODULES[backend]:
-        return f"there is no {backend} kernel for it"
     if tensor.dtype not in KERNEL_DTYPES:
         return f"the dtype is {tensor.dtype}, expected one of {KERNEL_DTYPES}"
+    on_cpu = tensor.device.type == "cpu"
     if backend == "cpp":
-        return (
-            f"the tensor is on {tensor.device}, expected cpu"
-            if tensor.device.type != "cpu"
-            else cpp_unavailable()
-        )
-    if backend == "triton" and tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return cpp_unavailable() if on_cpu else f"the tensor is on {tensor.device}, expected cpu"
+    if on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
         return "the tensor is on cpu, expected a GPU, or TRITON_INTERPRET=1"
-    if backend == "triton" and torch.version.hip:
+    if torch.version.hip:
         return "the kernels hold PTX, which AMD's GPUs do not run"
-    if backend == "triton" and not _has_triton():
+    if not _has_triton():
         return "triton is not installed"
-    return _module(MODULES[backend][op]).unserved(op, tensor, **facts)
+    unserved = getattr(_module(MODULES[op][backend]), "unserved", None)
+    return None if unserved is None else unserved(op, tensor, **facts)
 
 
 def _on_device(device: torch.device, function: Callable[..., Any]) -> Callable[..., Any]:

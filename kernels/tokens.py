@@ -10,8 +10,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from smopd.kernels import dispatch
-from smopd.kernels.types import LossSettings, LossStats, LossTokens, TokenTerms, compute_dtype, loss_target
+from smopd.kernels.types import LossSettings, LossStats, LossTokens, TokenTerms, loss_target
 
 STATS_FIELDS = tuple(field.name for field in fields(LossStats))
 TERMS = tuple(field.name for field in fields(TokenTerms))
@@ -55,15 +54,11 @@ def weighted(weight_N: Tensor | None, value_N: Tensor) -> Tensor:
     return torch.where(weight_N != 0, weight_N * value_N, 0.0)
 
 
-def join_terms(parts: list[TokenTerms], logits_NV: Tensor) -> TokenTerms:
-    """logits_NV: any tensor of the logits' dtype and device, for the case of no part at all."""
+def join_terms(parts: list[TokenTerms]) -> TokenTerms:
+    """The terms of consecutive parts, at least one."""
     if len(parts) == 1:
         return parts[0]
-    if parts:
-        return TokenTerms(*(torch.cat([getattr(part, name) for part in parts]) for name in TERMS))
-    dtypes = {"clipped_N": torch.int8}
-    wide = compute_dtype(logits_NV.dtype)
-    return TokenTerms(*(logits_NV.new_zeros(0, dtype=dtypes.get(name, wide)) for name in TERMS))
+    return TokenTerms(*(torch.cat([getattr(part, name) for part in parts]) for name in TERMS))
 
 
 def steady_sum(values_N: Tensor) -> Tensor:
@@ -78,10 +73,3 @@ def steady_sum(values_N: Tensor) -> Tensor:
         padded_B = torch.nn.functional.pad(sums_B, (0, -sums_B.shape[0] % BLOCK))
         sums_B = padded_B.view(-1, BLOCK).sum(1)
     return sums_B.sum().to(values_N.dtype)
-
-
-def total_loss(terms: TokenTerms, tokens: LossTokens, settings: LossSettings) -> tuple[Tensor, LossStats]:
-    """reference.loss's total_loss, by the backend that serves the terms' device."""
-    on_cpu = terms.kl_N.device.type == "cpu"
-    serve = dispatch.definition("total_loss") if on_cpu else dispatch.serving("total_loss", terms.kl_N)
-    return serve(terms, tokens, settings)

@@ -6,8 +6,7 @@ Shapes: N packed response tokens, V vocabulary, M teachers, S support entries (k
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ CLIP_REVERSE_LOW = 16  # the reverse-KL term's ratio is clipped from below
 CLIP_REVERSE_HIGH = 32  # the reverse-KL term's ratio is clipped from above
 
 LOG_RATIO_BOUND = 20.0  # clamp of log pi - log pi_old before exp (as verl does)
+TAIL_FLOOR = 2.0**-20  # teacher mass outside the support below this counts as 0 (ours: fp32 rounding of Q)
 
 REVERSE_KL_SURROGATES = ("paper", "ppo")
 
@@ -31,7 +31,7 @@ TOKEN_VAR_EPS = 1e-8  # added to the variance when whitening over tokens (verl's
 
 @dataclass(frozen=True)
 class TopK:
-    """The kappa most likely tokens of each row; of several teachers, with an axis M after N.
+    """The kappa most likely tokens of each row.
 
     Attributes:
         ids_NS: (N, S) int32, by descending log-probability, ties to the lower id.
@@ -50,8 +50,8 @@ class Mixture:
 
     Attributes:
         ids_NS: (N, S) int32, by descending log-probability; id 0 in an empty slot.
-        logps_NS: (N, S) fp32 (fp64 for fp64 inputs), log alpha added, not renormalised, of a product
-            normalised over its support; -inf in an empty slot.
+        logps_NS: (N, S) fp32 (fp64 for fp64 inputs), -inf in an empty slot. A mixture has log alpha added and
+            is not renormalised; a product is normalised over its support.
         mass_N: (N,) sum of exp(logps_NS).
     """
 
@@ -60,13 +60,18 @@ class Mixture:
     mass_N: Tensor
 
 
+@dataclass(frozen=True)
+class ProductOptions:
+    """Of teacher_product: the reference's place among the models, and limits in nats, inf for none."""
+
+    reference: int
+    clip: float
+    keep_raised: float
+
+
 @dataclass(frozen=True, eq=False)
 class AdvantageOptions:
-    """How advantages are made of rewards: the arguments of grpo_, gdpo_ and gd2po_advantages, said there.
-
-    Attributes:
-        kind: "grpo", "gdpo" or "gd2po".
-    """
+    """The arguments of grpo_, gdpo_ and gd2po_advantages. kind: "grpo", "gdpo" or "gd2po"."""
 
     kind: str
     weights_K: Tensor | None = None
@@ -78,11 +83,11 @@ class AdvantageOptions:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossTokens:
-    """What smopd_loss needs to know of each token beside its logits. All tensors are on the logits' device.
+    """What smopd_loss needs of each token beside its logits. All tensors are on the logits' device.
 
-    The three weights are masks, one over the global denominators, and importance weights, multiplied
-    together. A token whose weights are all zero adds exactly nothing to the loss and to the gradient,
-    whatever its logits, and its ids are not read: -100 may stand there.
+    A weight is a mask times one over the global denominator times an importance weight. A token whose
+    weights are all zero adds exactly nothing to the loss and to the gradient, whatever its logits, and its
+    ids are not read: -100 may stand there.
 
     Attributes:
         token_ids_N: (N,) int32 or int64 in [0, V), the sampled tokens.
@@ -112,19 +117,12 @@ class LossTokens:
     reverse_adv_N: Tensor | None = None
     reverse_weight_N: Tensor | None = None
 
-    def rows(self, start: int, stop: int) -> LossTokens:
-        """The tokens start..stop-1. log_alpha is cut only where it has a row per token."""
-        n_tokens = self.token_ids_N.shape[0]
-
-        def cut(name: str) -> Any:
-            value = getattr(self, name)
-            if value is None:
-                return None
-            if name == "log_alpha" and (value.dim() < 2 or value.shape[0] != n_tokens):
-                return value
-            return value[start:stop]
-
-        return LossTokens(**{field.name: cut(field.name) for field in fields(self)})
+    def at(self, rows: slice | Tensor) -> LossTokens:
+        """The tokens at these rows: log_alpha is indexed only where it has a row per token."""
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.log_alpha is not None and self.log_alpha.shape[:-1] != self.token_ids_N.shape:
+            del tensors["log_alpha"]
+        return replace(self, **{name: value[rows] for name, value in tensors.items() if value is not None})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,49 +204,8 @@ class LossStats:
 
 
 @dataclass(frozen=True, eq=False)
-class SparseTarget:
-    """A target as given: (N, S) ids and log-probabilities, -inf in an empty slot, repeats allowed."""
-
-    ids_NS: Tensor
-    logps_NS: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Candidates:
-    """The teachers' candidates before their union: teacher_mixture's arguments."""
-
-    ids_NMS: Tensor
-    logps_NMS: Tensor
-    log_alpha: Tensor
-    kappa: int
-    merge: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class KlOptions:
-    """How a forward KL is taken: topk_forward_kl's options, said there."""
-
-    tail: bool
-    temperature: float
-
-
-def loss_target(tokens: LossTokens, settings: LossSettings) -> SparseTarget | Candidates | None:
-    """What the forward KL of these tokens goes to; None: there is no forward KL."""
-    if tokens.target_ids_NS is not None and tokens.target_logps_NS is not None:
-        return SparseTarget(tokens.target_ids_NS, tokens.target_logps_NS)
-    if (
-        tokens.teacher_ids_NMS is not None
-        and tokens.teacher_logps_NMS is not None
-        and tokens.log_alpha is not None
-    ):
-        teachers = (tokens.teacher_ids_NMS, tokens.teacher_logps_NMS, tokens.log_alpha)
-        return Candidates(*teachers, settings.kappa, settings.merge)
-    return None
-
-
-@dataclass(frozen=True, eq=False)
 class TokenTerms:
-    """What a backend's loss_rows tells of each token, (N,) each: LossStats' columns and the unweighted terms.
+    """What a backend's loss_rows returns, (N,) each: LossStats' columns and the unweighted terms.
 
     fp32 (fp64 for fp64 logits), clipped_N int8. All 0 for a token whose weights are all 0.
     """
@@ -261,6 +218,42 @@ class TokenTerms:
     clipped_N: Tensor
     surrogate_N: Tensor
     reverse_N: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class SparseTarget:
+    """What a forward KL goes to: a target as given or, with log_alpha, the teachers' candidates for one.
+
+    Attributes:
+        ids, logps: (N, S), or (N, M, S) of candidates; -inf in an empty slot, repeats allowed.
+        log_alpha, kappa, merge: teacher_mixture's arguments.
+    """
+
+    ids: Tensor
+    logps: Tensor
+    log_alpha: Tensor | None = None
+    kappa: int = 0
+    merge: bool = False
+
+    @property
+    def n_pooled(self) -> int:
+        """Candidates of a row; 0 of a target as given."""
+        return 0 if self.log_alpha is None else self.ids.shape[1] * self.ids.shape[2]
+
+    @property
+    def n_entries(self) -> int:
+        """Entries of a row's target, of candidates those that are kept."""
+        return self.ids.shape[1] if self.log_alpha is None else min(self.n_pooled, self.kappa)
+
+
+def loss_target(tokens: LossTokens, settings: LossSettings) -> SparseTarget | None:
+    """What the forward KL of these tokens goes to; None: there is no forward KL."""
+    if tokens.target_ids_NS is not None and tokens.target_logps_NS is not None:
+        return SparseTarget(tokens.target_ids_NS, tokens.target_logps_NS)
+    if tokens.teacher_ids_NMS is not None and tokens.teacher_logps_NMS is not None:
+        teachers = (tokens.teacher_ids_NMS, tokens.teacher_logps_NMS, tokens.log_alpha)
+        return SparseTarget(*teachers, settings.kappa, settings.merge)
+    return None
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

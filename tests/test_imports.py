@@ -42,7 +42,7 @@ LAYERS = {
     "kernels": """
         types dispatch
         tokens
-        terms checks
+        checks
         head
         reference triton cpp
         ops

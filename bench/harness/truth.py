@@ -41,9 +41,7 @@ def loss_truth(scenario: Scenario) -> dict[str, Expected]:
     columns: dict[str, list[Tensor]] = defaultdict(list)
     along_probe_D = torch.zeros(case.D, dtype=torch.float64, device=checked.device)
     for rows in chunks(case):
-        part, gradient, scale = exact(
-            scenario.chunk(rows), tokens.rows(rows.start, rows.stop), scenario.settings
-        )
+        part, gradient, scale = exact(scenario.chunk(rows), tokens.at(rows), scenario.settings)
         for name in (*TERMS, "weighted"):
             columns[name].append(getattr(part, name))
         inside = checked[(checked >= rows.start) & (checked < rows.stop)] - rows.start

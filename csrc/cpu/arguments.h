@@ -72,13 +72,13 @@ inline Logits read_gradient(const char* op, const Tensor& t, const Logits& logit
   return out;
 }
 
-// (N,) float32, or absent.
+// (N,) float32, or absent: 0 everywhere.
 struct Column {
   const float* data = nullptr;
   int64_t stride = 0;
 
   explicit operator bool() const { return data != nullptr; }
-  float at(int64_t n) const { return data[n * stride]; }
+  double at(int64_t n) const { return data == nullptr ? 0.0 : double(data[n * stride]); }
 };
 
 inline Column read_column(const char* op, const char* name, const std::optional<Tensor>& t, int64_t rows) {

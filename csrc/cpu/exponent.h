@@ -4,12 +4,10 @@
 //
 //     2^(scale x - shift) = 2^n 2^r,   n <= 0 an integer, r = scale x - (shift + n) in [-1/2, 1/2]
 //
-// so that a fused multiply-add rounds r once, however large x is: the relative error stays near 1e-7, where
-// subtracting the maximum first would round x - max. Instruction sets without one take r in double. NaN goes
-// through to the sums; -inf gives exactly 0.
+// so that a fused multiply-add rounds r once, however large x is: the relative error stays near 1e-7. Instruction
+// sets without one take r in double. NaN goes through to the sums; -inf gives exactly 0.
 //
-// A block is a run of a row that stays in the first-level cache. Sums are taken in short runs of float lanes
-// and joined in double. The compiled clones differ in the order of the lanes, not between calls.
+// A block stays in the first-level cache. Sums are short runs of float lanes, joined in double.
 
 #pragma once
 

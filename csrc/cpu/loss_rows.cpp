@@ -1,5 +1,4 @@
-// loss_rows on the CPU, a token's whole objective and its gradient, and the forward KL by itself. Their
-// definitions are in kernels/reference/loss.py and topk.py.
+// loss_rows on the CPU: a token's whole objective and its gradient, as kernels/reference/loss.py defines them.
 
 #include <algorithm>
 #include <array>
@@ -103,12 +102,10 @@ struct Arguments {
   int8_t* clipped;
 };
 
-double weight_at(const Column& column, int64_t n) { return column ? double(column.at(n)) : 0.0; }
-
 // Whether any weight of token n is not 0.
 bool counts(const Tokens& t, int64_t n) {
-  return weight_at(t.pg_weight, n) != 0.0 || weight_at(t.kl_weight, n) != 0.0 ||
-         weight_at(t.ent_weight, n) != 0.0 || weight_at(t.reverse_weight, n) != 0.0;
+  return t.pg_weight.at(n) != 0.0 || t.kl_weight.at(n) != 0.0 ||
+         t.ent_weight.at(n) != 0.0 || t.reverse_weight.at(n) != 0.0;
 }
 
 // weight * value, 0 where the weight is 0 whatever the value.
@@ -128,21 +125,21 @@ void loss_row(const Arguments& a, int64_t n, Work& work) {
     return clear();
   }
 
-  const double pg_weight = weight_at(t.pg_weight, n);
-  const double kl_weight = weight_at(t.kl_weight, n);
-  const double ent_weight = weight_at(t.ent_weight, n);
-  const double reverse_weight = weight_at(t.reverse_weight ? t.reverse_weight : t.kl_weight, n);
+  const double pg_weight = t.pg_weight.at(n);
+  const double kl_weight = t.kl_weight.at(n);
+  const double ent_weight = t.ent_weight.at(n);
+  const double reverse_weight = (t.reverse_weight ? t.reverse_weight : t.kl_weight).at(n);
   Support* support = row_support(work.target, a.target, n, a.row.tail);
   const double kl_coef = a.target.present() ? a.opd_coef * kl_weight : 0.0;
   const double reverse_coef = t.reverse_adv ? a.opd_coef * reverse_weight : 0.0;
   const double entropy_coef = -a.entropy_coef * ent_weight;
   const bool idle = pg_weight == 0.0 && kl_coef == 0.0 && reverse_coef == 0.0 && entropy_coef == 0.0;
   Row<T> row{logits, a.logits.vocab, t.ids[n], support, a.row, idle ? nullptr : grad};
-  row_terms(row, work.row);
-  const double reverse_adv = weight_at(t.reverse_adv, n);
-  const double log_ratio = t.old_logp ? row.logp - double(t.old_logp.at(n)) : 0.0;
+  row_terms(row, work);
+  const double reverse_adv = t.reverse_adv.at(n);
+  const double log_ratio = t.old_logp ? row.logp - t.old_logp.at(n) : 0.0;
   const PolicyTerms policy =
-      policy_terms(log_ratio, double(t.adv.at(n)), t.reverse_adv ? &reverse_adv : nullptr, a.policy);
+      policy_terms(log_ratio, t.adv.at(n), t.reverse_adv ? &reverse_adv : nullptr, a.policy);
   if (row.out != nullptr) {
     const double logp = weighted(pg_weight, policy.slope) + weighted(reverse_coef, policy.reverse_slope);
     row_gradient(row, {logp, kl_coef, entropy_coef});
@@ -197,7 +194,7 @@ Results loss_rows_cpu(
       tokens,
       read_target(kOp, ids, logps, log_alpha, rows.rows, kappa, merge),
       {clip_low, clip_high, dual_clip, reverse_ppo},
-      {temperature, kl_temperature, tail, true, entropy_coef != 0.0},
+      {temperature, kl_temperature, tail, entropy_coef != 0.0},
       opd_coef,
       entropy_coef,
       pointers,
@@ -205,73 +202,20 @@ Results loss_rows_cpu(
   const Results results{columns[kLogp],        columns[kEntropy], columns[kKl],        columns[kTeacherMass],
                         columns[kStudentMass], clipped,           columns[kSurrogate], columns[kReverse]};
   check_target_ids(kOp, arguments.target, rows.rows, rows.vocab, counted);
-  each_row(rows, arguments.target, [&]<typename T>(int64_t n, Work& work) { loss_row<T>(arguments, n, work); });
+  const auto loss_of = rows.type == ScalarType::Float      ? loss_row<float>
+                       : rows.type == ScalarType::BFloat16 ? loss_row<BFloat16>
+                                                           : loss_row<Float16>;
+  torch::stable::parallel_for(0, rows.rows, rows_per_thread(rows.vocab), [&](int64_t begin, int64_t end) {
+    Work work(arguments.target);
+    for (int64_t n = begin; n < end; ++n) loss_of(arguments, n, work);
+  });
   return results;
-}
-
-struct KlArguments {
-  const char* op;
-  Logits logits;
-  std::vector<int64_t> token_ids;
-  Target target;
-  RowSettings row;
-};
-
-KlArguments read_kl(
-    const char* op, const Tensor& logits, const Tensor& token_ids, const Tensor& ids, const Tensor& logps,
-    const std::optional<Tensor>& log_alpha, int64_t kappa, bool merge, bool tail, double temperature) {
-  const Logits rows = read_logits(op, "logits", logits);
-  check_temperature(op, "temperature", temperature);
-  const Target target = read_target(op, ids, logps, log_alpha, rows.rows, kappa, merge);
-  check_target_ids(op, target, rows.rows, rows.vocab);
-  const RowSettings settings{temperature, temperature, tail, false, false};
-  return {op, rows, read_token_ids(op, token_ids, rows.rows, rows.vocab), target, settings};
-}
-
-std::tuple<Tensor, Tensor> forward_kl_rows_cpu(
-    const Tensor& logits, const Tensor& token_ids, const Tensor& ids, const Tensor& logps,
-    const std::optional<Tensor>& log_alpha, int64_t kappa, bool merge, bool tail, double temperature) {
-  const char* op = "forward_kl_rows_cpu";
-  const KlArguments a = read_kl(op, logits, token_ids, ids, logps, log_alpha, kappa, merge, tail, temperature);
-  const Tensor logp = make(logits, {a.logits.rows}, ScalarType::Float);
-  const Tensor kl = make(logits, {a.logits.rows}, ScalarType::Float);
-  float* const out_logp = static_cast<float*>(logp.data_ptr());
-  float* const out_kl = static_cast<float*>(kl.data_ptr());
-  each_row(a.logits, a.target, [&]<typename T>(int64_t n, Work& work) {
-    Support* const support = row_support(work.target, a.target, n, a.row.tail);
-    Row<T> row{a.logits.row<T>(n), a.logits.vocab, a.token_ids[n], support, a.row, nullptr};
-    row_terms(row, work.row);
-    out_logp[n] = float(row.logp);
-    out_kl[n] = float(row.kl_value);
-  });
-  return {logp, kl};
-}
-
-Tensor forward_kl_gradient_cpu(
-    const Tensor& logits, const Tensor& token_ids, const Tensor& ids, const Tensor& logps,
-    const std::optional<Tensor>& log_alpha, int64_t kappa, bool merge, bool tail, double temperature,
-    const std::optional<Tensor>& dlogp, const std::optional<Tensor>& dkl) {
-  const char* op = "forward_kl_gradient_cpu";
-  const KlArguments a = read_kl(op, logits, token_ids, ids, logps, log_alpha, kappa, merge, tail, temperature);
-  const Tensor grad = make(logits, {a.logits.rows, a.logits.vocab}, a.logits.type);
-  const Logits out = read_gradient(op, grad, a.logits);
-  const Column dlogps = read_column(op, "dlogp", dlogp, a.logits.rows);
-  const Column dkls = read_column(op, "dkl", dkl, a.logits.rows);
-  each_row(a.logits, a.target, [&]<typename T>(int64_t n, Work& work) {
-    Support* const support = row_support(work.target, a.target, n, a.row.tail);
-    Row<T> row{a.logits.row<T>(n), a.logits.vocab, a.token_ids[n], support, a.row, out.row<T>(n)};
-    row_terms(row, work.row);
-    row_gradient(row, {dlogps ? double(dlogps.at(n)) : 0.0, dkls ? double(dkls.at(n)) : 0.0, 0.0});
-  });
-  return grad;
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(smopd, CPU, m) {
   m.impl("loss_rows_cpu", TORCH_BOX(&loss_rows_cpu));
-  m.impl("forward_kl_rows_cpu", TORCH_BOX(&forward_kl_rows_cpu));
-  m.impl("forward_kl_gradient_cpu", TORCH_BOX(&forward_kl_gradient_cpu));
 }
 
 }  // namespace smopd

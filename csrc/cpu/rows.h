@@ -1,9 +1,8 @@
 // A row's terms and their gradient: the closed forms of the operations, defined by kernels/reference/rows.py.
 //
-// One pass over the row stores its exponentials and sums them; a second one, over those, writes the gradient.
-// Where there is a tail bucket the support's slots are held out of the stream, so that the student's mass off
-// the support is summed directly and keeps its relative accuracy. The entries of the support and of the token
-// are computed in double from logits gathered before anything is written, and are written last.
+// One pass stores the row's exponentials and sums them; a second one, over those, writes the gradient. With a tail
+// bucket the support is held out of the stream, so that the student's mass off it is a sum of its own. The entries
+// of the support and the token are computed in double from logits gathered first, and are written last.
 
 #pragma once
 
@@ -125,21 +124,16 @@ struct RowSettings {
   double temperature;     // of the token's log-probability and the entropy
   double kl_temperature;  // of the forward KL
   bool tail;
-  bool entropy;           // its value is asked
-  bool entropy_gradient;  // its gradient may be
+  bool entropy_gradient;  // it may have one
 };
 
 // The working memory of one thread.
-struct RowWork {
+struct Work {
+  TargetWork target;
   std::vector<double> shifts;
   std::vector<double> kl_shifts;
   std::vector<float> exponentials;     // of a row, where they do not go to the gradient's own memory
   std::vector<float> kl_exponentials;  // at the second temperature
-};
-
-struct Work {
-  TargetWork target;
-  RowWork row;
 
   explicit Work(const Target& t) : target(t) {}
 };
@@ -175,7 +169,7 @@ struct Slopes {
 
 // Chooses where the exponentials go: over the gradient if it is float and nothing reads the logits any more.
 template <typename T>
-inline void place_exponentials(Row<T>& row, RowWork& work) {
+inline void place_exponentials(Row<T>& row, Work& work) {
   if (row.out == nullptr) return;
   const size_t vocab = size_t(row.vocab);
   if constexpr (std::is_same_v<T, float>) {
@@ -211,13 +205,13 @@ inline void stream_blocks(Row<T>& row) {
     float* const kl_e = row.kl_exponentials == nullptr ? spare : row.kl_exponentials + start;
     if (!row.same) add_block(row.kl, block, kl_e, length, false, ahead);
     float* const e = row.exponentials == nullptr ? spare : row.exponentials + start;
-    add_block(row.policy, block, e, length, row.settings.entropy, row.same ? ahead : nullptr);
+    add_block(row.policy, block, e, length, true, row.same ? ahead : nullptr);
   }
 }
 
 // The row's terms, and its exponentials if a gradient is to follow.
 template <typename T>
-inline void row_terms(Row<T>& row, RowWork& work) {
+inline void row_terms(Row<T>& row, Work& work) {
   row.same = row.support == nullptr || row.settings.temperature == row.settings.kl_temperature;
   row.policy = start_softmax(row.settings.temperature, &work.shifts);
   if (!row.same) row.kl = start_softmax(row.settings.kl_temperature, &work.kl_shifts);
@@ -234,7 +228,7 @@ inline void row_terms(Row<T>& row, RowWork& work) {
   if (row.same) row.kl = row.policy;
 
   row.logp = kLn2 * row.policy.log2_p(row.token_logit);
-  if (row.settings.entropy) row.entropy = row.policy.entropy();
+  row.entropy = row.policy.entropy();
   if (support == nullptr) return;
   if (!row.settings.tail) {
     for (int64_t i = 0; i < support->count; ++i) support->p[i] = row.kl.log2_p(support->logits[i]);
@@ -327,21 +321,6 @@ inline void row_gradient(const Row<T>& row, const Slopes& d) {
   if (token_inside) return;
   const double p = std::exp2(row.kl.log2_p(row.token_logit));
   row.out[row.token] = narrow<T>(float(gradient_entry(row, d, row.token_logit, true, false, p, 0.0)));
-}
-
-// row<T>(n, work) of every row, T the logits' type.
-template <typename RowFunction>
-void each_row(const Logits& logits, const Target& target, RowFunction row) {
-  torch::stable::parallel_for(0, logits.rows, rows_per_thread(logits.vocab), [&](int64_t begin, int64_t end) {
-    Work work(target);
-    for (int64_t n = begin; n < end; ++n) {
-      switch (logits.type) {
-        case ScalarType::Float: row.template operator()<float>(n, work); break;
-        case ScalarType::BFloat16: row.template operator()<BFloat16>(n, work); break;
-        default: row.template operator()<Float16>(n, work); break;
-      }
-    }
-  });
 }
 
 }  // namespace smopd

@@ -18,6 +18,23 @@ namespace {
 
 constexpr int64_t kElementsPerCandidate = 16;  // a candidate costs about as much as so many logits
 
+using Results = std::tuple<Tensor, Tensor, Tensor>;
+
+// ids (N, kappa) int32, logps (N, kappa) and mass (N,) float32, with their memory.
+struct Kept {
+  Results results;
+  int32_t* ids;
+  float* logps;
+  float* mass;
+
+  Kept(const Tensor& like, int64_t rows, int64_t kappa)
+      : results(make(like, {rows, kappa}, ScalarType::Int), make(like, {rows, kappa}, ScalarType::Float),
+                make(like, {rows}, ScalarType::Float)),
+        ids(static_cast<int32_t*>(std::get<0>(results).data_ptr())),
+        logps(static_cast<float*>(std::get<1>(results).data_ptr())),
+        mass(static_cast<float*>(std::get<2>(results).data_ptr())) {}
+};
+
 // Row n by TeacherUnion, its log-probabilities to a lane.
 void unite_lane(TeacherUnion& candidates, const Target& target, int64_t n, float* logps, int32_t* ids) {
   unite(candidates, target, n);
@@ -41,19 +58,14 @@ void taken_ids(const Pool& pool, const Ids& from, int64_t n, int64_t lane, int32
   }
 }
 
-// ids and logps (N, M, S), log_alpha (N, M). Returns ids (N, kappa) int32, logps (N, kappa), mass (N,).
-std::tuple<Tensor, Tensor, Tensor> teacher_mixture_cpu(
+// ids and logps (N, M, S), log_alpha (N, M).
+Results teacher_mixture_cpu(
     const Tensor& ids, const Tensor& logps, const Tensor& log_alpha, int64_t kappa, bool merge) {
   const char* op = "teacher_mixture_cpu";
   SMOPD_REQUIRE(op, ids.dim() == 3, "ids has ", ids.dim(), " dimensions, expected (N, M, S)");
   const int64_t rows = ids.size(0);
   const Target target = read_target(op, ids, logps, log_alpha, rows, kappa, merge);
-  const Tensor kept_ids = make(ids, {rows, kappa}, ScalarType::Int);
-  const Tensor kept_logps = make(ids, {rows, kappa}, ScalarType::Float);
-  const Tensor mass = make(ids, {rows}, ScalarType::Float);
-  int32_t* const out_ids = static_cast<int32_t*>(kept_ids.data_ptr());
-  float* const out_logps = static_cast<float*>(kept_logps.data_ptr());
-  float* const out_mass = static_cast<float*>(mass.data_ptr());
+  const Kept kept(ids, rows, kappa);
 
   const int64_t blocks = (rows + kRowLanes - 1) / kRowLanes;
   const int64_t grain = rows_per_thread(kElementsPerCandidate * target.teachers * target.slots * kRowLanes);
@@ -70,7 +82,7 @@ std::tuple<Tensor, Tensor, Tensor> teacher_mixture_cpu(
         merge_lists(pool);
       }
       for (int64_t l = 0; l < live; ++l) {
-        int32_t* const ids_at = out_ids + (first + l) * kappa;
+        int32_t* const ids_at = kept.ids + (first + l) * kappa;
         if (left_out >> l & 1) {
           unite_lane(candidates, target, first + l, pool.logps.data() + l, ids_at);
         } else {
@@ -78,14 +90,14 @@ std::tuple<Tensor, Tensor, Tensor> teacher_mixture_cpu(
           taken(pool, target.ids, first + l, l, ids_at);
         }
         for (int64_t k = 0; k < kappa; ++k) {
-          out_logps[(first + l) * kappa + k] = pool.logps[k * kRowLanes + l];
+          kept.logps[(first + l) * kappa + k] = pool.logps[k * kRowLanes + l];
         }
       }
       sum_lanes(pool, sums);
-      for (int64_t l = 0; l < live; ++l) out_mass[first + l] = float(sums[l]);
+      for (int64_t l = 0; l < live; ++l) kept.mass[first + l] = float(sums[l]);
     }
   });
-  return {kept_ids, kept_logps, mass};
+  return kept.results;
 }
 
 constexpr int64_t kElementsPerEntry = 32;  // an entry costs about as much as so many logits
@@ -207,8 +219,8 @@ class Product {
   IdTable table_;
 };
 
-// ids and logps (N, M, S), weights (N, M), the reference's own not used. Returns ids (N, kappa) int32, logps (N, kappa), mass (N,).
-std::tuple<Tensor, Tensor, Tensor> teacher_product_cpu(
+// ids and logps (N, M, S), weights (N, M), the reference's own not used.
+Results teacher_product_cpu(
     const Tensor& ids, const Tensor& logps, const Tensor& weights, int64_t kappa, int64_t reference,
     double clip, double keep_raised) {
   const char* op = "teacher_product_cpu";
@@ -217,22 +229,17 @@ std::tuple<Tensor, Tensor, Tensor> teacher_product_cpu(
                 ", expected 0 to M - 1 = ", ids.size(1) - 1);
   const int64_t rows = ids.size(0);
   const Target target = read_target(op, ids, logps, weights, rows, kappa, true);
-  const Tensor kept_ids = make(ids, {rows, kappa}, ScalarType::Int);
-  const Tensor kept_logps = make(ids, {rows, kappa}, ScalarType::Float);
-  const Tensor mass = make(ids, {rows}, ScalarType::Float);
-  int32_t* const out_ids = static_cast<int32_t*>(kept_ids.data_ptr());
-  float* const out_logps = static_cast<float*>(kept_logps.data_ptr());
-  float* const out_mass = static_cast<float*>(mass.data_ptr());
+  const Kept kept(ids, rows, kappa);
   const int64_t grain = rows_per_thread(kElementsPerEntry * target.teachers * target.slots);
   torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
     Product product(target.teachers, target.slots);
     for (int64_t n = begin; n < end; ++n) {
-      const Limits limits{clip, keep_raised};
-      out_mass[n] = float(
-          product.fill(target, reference, limits, n, out_ids + n * kappa, out_logps + n * kappa));
+      int32_t* const ids_at = kept.ids + n * kappa;
+      kept.mass[n] =
+          float(product.fill(target, reference, {clip, keep_raised}, n, ids_at, kept.logps + n * kappa));
     }
   });
-  return {kept_ids, kept_logps, mass};
+  return kept.results;
 }
 
 }  // namespace

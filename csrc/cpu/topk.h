@@ -1,8 +1,7 @@
 // The kappa largest entries of a stream of blocks, exactly, ties to the lower id.
 //
-// A key holds a value and its id in one integer. Keys above a threshold are appended; when the buffer is full
-// it is cut back to the kappa largest, and the smallest of those becomes the threshold. Ids come in ascending
-// order, so an entry equal to the threshold never belongs to the result: the test is "larger than".
+// A key holds a value and its id in one integer. Keys above a threshold are appended; a full buffer is cut back to
+// the kappa largest, whose smallest becomes the threshold. Ids ascend, so an equal entry never belongs to the result.
 
 #pragma once
 

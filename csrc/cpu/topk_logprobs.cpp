@@ -1,11 +1,8 @@
 // topk_logprobs on the CPU: log-softmax over the vocabulary, the kappa largest, the given tokens' values.
 //
-// Shapes: N rows, V vocabulary, P a piece of it. Rows (topk.h) are independent and each is computed by one
-// thread in one order: the result does not depend on the number of threads. The same logits in pieces of the
-// vocabulary (topk_begin_cpu, topk_piece_cpu, topk_end_cpu) have the same result.
-//
-// Log-probabilities are x - logsumexp(x) in every case: NaN throughout a row that holds a NaN or nothing but
-// -inf; in a row with +inf, NaN there and -inf elsewhere. In the order a NaN is above +inf, as in torch.topk.
+// Shapes: N rows, V vocabulary, P a piece of it. Each row is computed by one thread in one order; the same
+// logits in pieces of the vocabulary (topk_begin_cpu, topk_piece_cpu, topk_end_cpu) have the same result. A row
+// with a NaN, or of nothing but -inf, is NaN; with +inf, NaN there and -inf elsewhere.
 
 #include <memory>
 #include <optional>
@@ -112,7 +109,8 @@ Results results_for(const Tensor& like, int64_t n_rows, int64_t kappa, bool has_
           make(like, {has_token ? n_rows : 0}, ScalarType::Float)};
 }
 
-Outputs outputs_of(const Tensor& ids, const Tensor& logps, const Tensor& token_logp) {
+Outputs outputs_of(const Results& results) {
+  const auto& [ids, logps, token_logp] = results;
   return {static_cast<int32_t*>(ids.data_ptr()), static_cast<float*>(logps.data_ptr()),
           static_cast<float*>(token_logp.data_ptr())};
 }
@@ -129,12 +127,11 @@ Results topk_logprobs_cpu(
 
   std::vector<int64_t> tokens;
   if (token_ids.has_value()) tokens = read_token_ids(op, *token_ids, input.rows, input.vocab);
-  const auto [ids, logps, token_logp] = results_for(logits, input.rows, kappa, token_ids.has_value());
-
+  const Results results = results_for(logits, input.rows, kappa, token_ids.has_value());
   const int64_t* const given = token_ids.has_value() ? tokens.data() : nullptr;
-  const Outputs outputs = outputs_of(ids, logps, token_logp);
+  const Outputs outputs = outputs_of(results);
   run({input.data, input.stride, input.vocab, kappa, given, temperature, outputs, 0, nullptr, nullptr}, input);
-  return {ids, logps, token_logp};
+  return results;
 }
 
 // What is known of `rows` rows before their first piece: bytes (N, sizeof(TopKRow)) and keys (N, key_slots).
@@ -184,12 +181,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> topk_end_cpu(
   check_temperature(op, "temperature", temperature);
   check_known(op, rows, keys, kappa);
   const int64_t n_rows = rows.size(0);
-  const auto [ids, logps, token_logp] = results_for(rows, n_rows, kappa, has_token);
+  const Results results = results_for(rows, n_rows, kappa, has_token);
   const Tensor right = make(rows, {n_rows}, ScalarType::Bool);
   const TopKRow* const known = static_cast<const TopKRow*>(rows.data_ptr());
   int64_t* const all_keys = static_cast<int64_t*>(keys.data_ptr());
   bool* const is_right = static_cast<bool*>(right.data_ptr());
-  const Outputs outputs = outputs_of(ids, logps, token_logp);
+  const Outputs outputs = outputs_of(results);
   const double scale = double(exponent_scale(temperature));
   torch::stable::parallel_for(0, n_rows, kRowsPerThread, [&](int64_t begin, int64_t end) {
     Candidates top(kappa);
@@ -202,7 +199,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> topk_end_cpu(
       write_row(known[n], top, scale, has_token, n, outputs);
     }
   });
-  return {ids, logps, token_logp, right};
+  return std::tuple_cat(results, std::make_tuple(right));
 }
 
 }  // namespace

@@ -101,9 +101,8 @@ class TeacherUnion {
   IdTable table_;
 };
 
-// The pooled union of several rows at once, a row a lane, where every teacher's list descends: a merge of
-// sorted lists that takes one entry a step from each row. Rows whose lists do not descend, or that hold a
-// NaN, are told apart, and TeacherUnion serves them: which one serves a row depends on that row alone.
+// The pooled union of several rows at once, a row a lane: a merge of sorted lists that takes one entry a step from
+// each row. Rows whose lists do not descend, or that hold a NaN, go to TeacherUnion.
 
 constexpr int64_t kRowLanes = 8;  // rows at once
 
@@ -185,9 +184,9 @@ inline Support* row_support(TargetWork& work, const Target& target, int64_t n, b
 }
 
 // Before anything is written: every id that the rows which count will use is in the vocabulary.
-template <typename Counts = EveryRow>
+template <typename Counts>
 inline void check_target_ids(
-    const char* op, const Target& target, int64_t rows, int64_t vocab, Counts counts = {}) {
+    const char* op, const Target& target, int64_t rows, int64_t vocab, Counts counts) {
   TargetWork work(target);
   const auto all_inside = [&](int64_t n) {
     for (int64_t m = 0; m < target.teachers; ++m) {

@@ -26,7 +26,7 @@ def rows_per_chunk(hidden_ND: Tensor, n_vocab: int, chunk_bytes: int | None) -> 
 
 
 def row_blocks(n_rows: int, most: int, unit: int) -> list[tuple[int, int]]:
-    """(start, stop) of as few blocks of at most `most` rows as it takes, nearly equal.
+    """(start, stop) of as few blocks of at most `most` rows as it takes, at least one, nearly equal.
 
     All but the last are a multiple of unit where `most` is at least that, so that columns start at 16 bytes.
     On an H200 equal chunks beat those that fill cuBLAS's waves of tiles best (docs/kernels.md).
@@ -34,4 +34,4 @@ def row_blocks(n_rows: int, most: int, unit: int) -> list[tuple[int, int]]:
     unit = unit if most >= unit else 1
     n_blocks = max(-(-n_rows // (max(most, 1) // unit * unit)), 1)
     step = max(-(-n_rows // (n_blocks * unit)), 1) * unit
-    return [(start, min(start + step, n_rows)) for start in range(0, n_rows, step)]
+    return [(start, min(start + step, n_rows)) for start in range(0, max(n_rows, 1), step)]

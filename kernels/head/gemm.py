@@ -1,15 +1,8 @@
 """The three products of a linear head, each at the precision it needs, without a widened copy of the weight.
 
-    logits  = hidden @ weight.T + bias     in the inputs' dtype
-    dhidden = dlogits @ weight             in the inputs' dtype
-    dweight = dlogits.T @ hidden           in fp32 over chunks
-
-All sums are at least fp32. fp32 and fp64 take one GEMM each, and so do bf16 and fp16 on CUDA. Elsewhere
-bf16 and fp16 GEMMs have no fp32 result, and on CPUs without instructions for them they are slower than
-fp32's: there the factors are widened, the weight in pieces of PIECE_BYTES.
-
-On CPUs with AMX, oneDNN's bf16 product (seen in torch 2.13) reads the left factor in steps of 32 columns,
-past the end of a row, and multiplies what is there by 0. So the padding of a left factor must be finite.
+All sums are at least fp32. Where a bf16 or fp16 GEMM has no fp32 result, and on CPUs without instructions for
+it, factors are widened, the weight in pieces. oneDNN's bf16 product on AMX (torch 2.13) reads the left factor
+past a row's end and multiplies what is there by 0: the padding of a left factor must be finite.
 
 Shapes: N tokens, V vocabulary (or a piece of it), D hidden.
 """

@@ -5,6 +5,7 @@ Shapes: R responses, K rewards.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -34,8 +35,7 @@ def grpo_advantages(
         TypeError, ValueError: an argument is not as above.
     """
     options = AdvantageOptions("grpo", weights_K, norm_eps=norm_eps)
-    checks.check_rewards("grpo_advantages", rewards_RK, group_R, options)
-    return _advantages(rewards_RK, group_R, options)
+    return _advantages("grpo_advantages", rewards_RK, group_R, options)[0]
 
 
 def gdpo_advantages(
@@ -72,8 +72,7 @@ def gdpo_advantages(
         TypeError, ValueError: an argument is not as above.
     """
     options = AdvantageOptions("gdpo", weights_K, lengths_R, whiten, norm_eps=norm_eps)
-    checks.check_rewards("gdpo_advantages", rewards_RK, group_R, options)
-    return _advantages(rewards_RK, group_R, options, process_group)
+    return _advantages("gdpo_advantages", rewards_RK, group_R, options, process_group)[0]
 
 
 def gd2po_advantages(
@@ -106,60 +105,38 @@ def gd2po_advantages(
     """
     op = "gd2po_advantages"
     options = AdvantageOptions("gd2po", weights_K, lengths_R, whiten, snr_threshold, norm_eps)
-    checks.check_rewards(op, rewards_RK, group_R, options)
     if snr_threshold is not None and not snr_threshold > 0:
         raise ValueError(f"{op}: snr_threshold is {snr_threshold}, expected None or a number above 0")
-    return _advantages(rewards_RK, group_R, options, process_group)
+    return _advantages(op, rewards_RK, group_R, options, process_group)
 
 
 def _advantages(
-    rewards_RK: Tensor, group_R: Tensor, options: AdvantageOptions, process_group: Any = None
-) -> Any:
+    op: str, rewards_RK: Tensor, group_R: Tensor, options: AdvantageOptions, process_group: Any = None
+) -> tuple[Tensor, Tensor]:
     """By the operator, which takes no process group."""
+    checks.check_rewards(op, rewards_RK, group_R, options)
     rewards_RK = rewards_RK.detach()
-    if process_group is not None:
-        return _served(rewards_RK, group_R, options, process_group)
-    names = _ARGUMENTS[options.kind]
-    return _OPERATORS[options.kind](rewards_RK, group_R, *(getattr(options, name) for name in names))
+    if process_group is None:
+        return _operator(rewards_RK, group_R, *(getattr(options, field.name) for field in fields(options)))
+    return dispatch.serving("advantages", rewards_RK)(rewards_RK, group_R, options, process_group)
 
 
-def _served(rewards_RK: Tensor, group_R: Tensor, options: AdvantageOptions, process_group: Any = None) -> Any:
-    serve = dispatch.serving(f"{options.kind}_advantages", rewards_RK)
-    adv_R, kept_R = serve(rewards_RK, group_R, options, process_group)
-    return adv_R if options.kind != "gd2po" else (adv_R, kept_R)
+# The operator takes AdvantageOptions flattened. It has no gradient.
 
 
-# The operators take AdvantageOptions flattened. None has a gradient.
-
-_SCHEMA = {
-    "weights_K": "Tensor? weights",
-    "lengths_R": "Tensor? lengths",
-    "whiten": "str? whiten",
-    "snr_threshold": "float? snr_threshold",
-    "norm_eps": "float norm_eps",
-}
-_ARGUMENTS = {
-    "grpo": ("weights_K", "norm_eps"),
-    "gdpo": ("weights_K", "lengths_R", "whiten", "norm_eps"),
-    "gd2po": tuple(_SCHEMA),
-}
+@operator(
+    "advantages",
+    "(Tensor rewards, Tensor group, str kind, Tensor? weights, Tensor? lengths, str? whiten,"
+    " float? snr_threshold, float norm_eps) -> (Tensor adv, Tensor kept)",
+)
+def _operator(rewards: Tensor, group: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """kept is (0,) but of GD2PO."""
+    serve = dispatch.serving("advantages", rewards)
+    adv, kept = serve(rewards, group, AdvantageOptions(*options), None)
+    return adv, rewards.new_empty(0, dtype=torch.bool) if kept is None else kept
 
 
-def _operator(kind: str) -> Any:
-    names = _ARGUMENTS[kind]
-    arguments = ", ".join(["Tensor rewards", "Tensor group", *(_SCHEMA[name] for name in names)])
-    result = "(Tensor adv, Tensor kept)" if kind == "gd2po" else "Tensor"
-
-    @operator(f"{kind}_advantages", f"({arguments}) -> {result}")
-    def advantages(rewards: Tensor, group: Tensor, *values: Any) -> Any:
-        return _served(rewards, group, AdvantageOptions(kind, **dict(zip(names, values, strict=True))))
-
-    @advantages.register_fake
-    def _(rewards: Tensor, *_: Any) -> Any:
-        adv = empty_column(rewards, rewards.shape[0])
-        return adv if kind != "gd2po" else (adv, rewards.new_empty(rewards.shape[0], dtype=torch.bool))
-
-    return advantages
-
-
-_OPERATORS = {kind: _operator(kind) for kind in _ARGUMENTS}
+@_operator.register_fake
+def _(rewards: Tensor, group: Tensor, kind: str, *_: Any) -> tuple[Tensor, Tensor]:
+    n_kept = rewards.shape[0] if kind == "gd2po" else 0
+    return empty_column(rewards, rewards.shape[0]), rewards.new_empty(n_kept, dtype=torch.bool)

@@ -1,8 +1,7 @@
 """Attention of pieces on a CPU, without a mask: each with itself, and those of a prompt with the prompt.
 
-The two halves are put together by their log-sum-exp, and the backward of each is exact with the output and
-log-sum-exp of the whole. No score outside of a block is held and no key is copied for a response. It computes
-in fp32 (bfloat16 products are slow on many CPUs) and keeps its inputs in their own dtype.
+The halves are joined by their log-sum-exp; the backward of each is exact with the output and log-sum-exp of
+the whole. Computed in fp32 (bfloat16 products are slow on many CPUs) from inputs in their own dtype.
 
 Shapes: T positions of a packed batch, H heads, K key-value heads, G = H / K, d head dimension.
 """

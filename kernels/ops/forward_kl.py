@@ -1,21 +1,23 @@
-"""The student's forward KL to a sparse target, or to the mixture of its teachers. Differentiable once.
+"""The student's forward KL to a sparse target, by the loss's rows. Differentiable once.
 
-Shapes: N packed response tokens, V vocabulary, M teachers, S support entries (kappa).
+Shapes: N packed response tokens, V vocabulary, S support entries (kappa).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from smopd.kernels import checks, dispatch
-from smopd.kernels.ops.library import empty_column, operator, target_facts
-from smopd.kernels.types import Candidates, KlOptions, SparseTarget
+from smopd.kernels import checks
+from smopd.kernels.ops.library import empty_column, operator
+from smopd.kernels.ops.loss import serving_rows
+from smopd.kernels.types import LossSettings, LossTokens
 
-N_STATISTICS = 4  # of a row: (h, s) of all of it and of what is off the support (triton/rows.py)
+OP = "topk_forward_kl"
 
 
 def topk_forward_kl(
@@ -55,113 +57,59 @@ def topk_forward_kl(
     Raises:
         TypeError, ValueError: a shape, dtype, device or stride above does not hold.
     """
-    op = "topk_forward_kl"
-    checks.check_logits(op, logits_NV)
-    checks.check_token_ids(op, token_ids_N, ("logits_NV", logits_NV))
-    checks.check_target(op, target_ids_NS, target_logps_NS, ("logits_NV", logits_NV))
-    checks.check_temperature(op, temperature)
-    if checks.debugging():
-        checks.debug_finite(op, "logits_NV", logits_NV, allow_minus_inf=True)
-        checks.debug_ids(op, "token_ids_N", token_ids_N, logits_NV.shape[1])
-        checks.debug_target(op, "target_", target_ids_NS, target_logps_NS, logits_NV.shape[1])
-    union = (target_ids_NS, target_logps_NS.detach(), None, 0, False)
-    logp_N, kl_N, _ = _forward_kl(logits_NV, token_ids_N, *union, tail, float(temperature))
-    return logp_N, kl_N
-
-
-def teacher_forward_kl(
-    logits_NV: Tensor,
-    token_ids_N: Tensor,
-    teacher_ids_NMS: Tensor,
-    teacher_logps_NMS: Tensor,
-    log_alpha: Tensor,
-    kappa: int,
-    *,
-    merge: bool = False,
-    tail: bool = False,
-    temperature: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """topk_forward_kl with the target that teacher_mixture makes of the teachers.
-
-    Args:
-        logits_NV, token_ids_N, tail, temperature: as in topk_forward_kl.
-        teacher_ids_NMS, teacher_logps_NMS, log_alpha, kappa, merge: as in teacher_mixture.
-    Returns:
-        logp_N, kl_N: (N,), nats; differentiable (once) in logits_NV only.
-    Raises:
-        TypeError, ValueError: an argument is not as said there.
-    """
-    op = "teacher_forward_kl"
     like = ("logits_NV", logits_NV)
-    checks.check_logits(op, logits_NV)
-    checks.check_token_ids(op, token_ids_N, like)
-    checks.check_teachers(op, teacher_ids_NMS, teacher_logps_NMS, log_alpha, like, prefix="teacher_")
-    checks.check_kappa(op, kappa)
-    checks.check_temperature(op, temperature)
-    if checks.debugging():
-        checks.debug_finite(op, "logits_NV", logits_NV, allow_minus_inf=True)
-        checks.debug_ids(op, "token_ids_N", token_ids_N, logits_NV.shape[1])
-        checks.debug_target(op, "teacher_", teacher_ids_NMS, teacher_logps_NMS, logits_NV.shape[1])
-    union = (teacher_ids_NMS, teacher_logps_NMS.detach(), log_alpha.detach(), kappa, merge)
-    logp_N, kl_N, _ = _forward_kl(logits_NV, token_ids_N, *union, tail, float(temperature))
+    checks.check_logits(OP, logits_NV)
+    checks.check_token_ids(OP, token_ids_N, like)
+    checks.check_target(OP, target_ids_NS, target_logps_NS, like)
+    checks.check_temperature(OP, temperature)
+    logp_N, kl_N = _forward_kl(
+        logits_NV, token_ids_N, target_ids_NS, target_logps_NS.detach(), tail, float(temperature)
+    )
     return logp_N, kl_N
 
 
-_KL_SCHEMA = (
-    "Tensor logits, Tensor token_ids, Tensor ids, Tensor logps, Tensor? log_alpha, SymInt kappa, bool merge,"
-    " bool tail, float temperature"
-)
+def _objective(inputs: Sequence[Any], dlogp: Tensor, dkl: Tensor) -> tuple[LossTokens, LossSettings]:
+    """The loss with the gradient of sum(dlogp logp + dkl kl): at ratio 1 the surrogate's slope is -adv.
+
+    inputs: token_ids, ids, logps, tail and temperature of _SCHEMA.
+    """
+    token_ids, ids, logps, tail, temperature = inputs
+    tokens = LossTokens(
+        token_ids_N=token_ids,
+        adv_N=torch.full_like(dlogp, -1.0),
+        pg_weight_N=dlogp,
+        kl_weight_N=dkl,
+        target_ids_NS=ids,
+        target_logps_NS=logps,
+    )
+    return tokens, LossSettings(tail=tail, temperature=temperature, kl_temperature=temperature)
 
 
-def _kl_of(
-    ids: Tensor,
-    logps: Tensor,
-    log_alpha: Tensor | None,
-    kappa: int,
-    merge: bool,
-    tail: bool,
-    temperature: float,
-) -> tuple[SparseTarget | Candidates, KlOptions]:
-    """Without log_alpha ids and logps are a target (N, S), with it the teachers' candidates (N, M, S)."""
-    options = KlOptions(tail=tail, temperature=temperature)
-    if log_alpha is None:
-        return SparseTarget(ids, logps), options
-    return Candidates(ids, logps, log_alpha, kappa, merge), options
+_SCHEMA = "Tensor logits, Tensor token_ids, Tensor ids, Tensor logps, bool tail, float temperature"
 
 
-def _n_kept(logits: Tensor, target: SparseTarget | Candidates) -> int:
-    """Numbers a row that the backend keeps for its gradient; the others read the row again."""
-    backend = dispatch.backend_for("forward_kl_rows", logits, **target_facts(target))
-    return N_STATISTICS if backend == "triton" else 0
-
-
-@operator("forward_kl", f"({_KL_SCHEMA}) -> (Tensor logp, Tensor kl, Tensor statistics)", n_leaves=1)
-def _forward_kl(logits: Tensor, token_ids: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """statistics: (4, N) for the gradient of a backend that keeps them, else (0, N)."""
-    target, options = _kl_of(*rest)
-    checks.require_token_ids("forward_kl", token_ids, logits.shape[1])
-    checks.require_target_ids("forward_kl", target, logits.shape[1])
-    serve = dispatch.serving("forward_kl_rows", logits, **target_facts(target))
-    logp, kl, *kept = serve(logits, token_ids, target, options)
-    statistics = kept[0] if kept else empty_column(logits, 0, logits.shape[0])
-    # An operator's outputs share no memory; a backend's may.
-    apart = kl.untyped_storage()._cdata != logp.untyped_storage()._cdata
-    return logp, kl if apart else kl.clone(), statistics
+@operator("forward_kl", f"({_SCHEMA}) -> (Tensor logp, Tensor kl)", n_leaves=1)
+def _forward_kl(logits: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+    ones = empty_column(logits, logits.shape[0]).fill_(1.0)
+    tokens, settings = _objective(inputs, ones, ones)
+    checks.require_loss_ids(OP, tokens, settings, logits.shape[1])
+    terms = serving_rows(logits, tokens, settings)(logits, tokens, settings, None)
+    return terms.logp_N, terms.kl_N.clone()  # a backend's share memory, an operator's must not
 
 
 @_forward_kl.register_fake
-def _(logits: Tensor, token_ids: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    n_rows, n_kept = logits.shape[0], _n_kept(logits, _kl_of(*rest)[0])
-    return empty_column(logits, n_rows), empty_column(logits, n_rows), empty_column(logits, n_kept, n_rows)
+def _(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return empty_column(logits, logits.shape[0]), empty_column(logits, logits.shape[0])
 
 
-@operator("forward_kl_gradient", f"({_KL_SCHEMA}, Tensor statistics, Tensor? dlogp, Tensor? dkl) -> Tensor")
-def _forward_kl_gradient(logits: Tensor, token_ids: Tensor, *rest: Any) -> Tensor:
-    *kl, statistics, dlogp, dkl = rest
-    target, options = _kl_of(*kl)
-    serve = dispatch.serving("forward_kl_gradient", logits, **target_facts(target))
-    kept = (statistics,) if statistics.shape[0] else ()
-    return serve(logits, token_ids, target, options, dlogp, dkl, *kept)
+@operator("forward_kl_gradient", f"({_SCHEMA}, Tensor? dlogp, Tensor? dkl) -> Tensor")
+def _forward_kl_gradient(logits: Tensor, *arguments: Any) -> Tensor:
+    *inputs, dlogp, dkl = arguments
+    none = empty_column(logits, logits.shape[0]).zero_()
+    tokens, settings = _objective(inputs, none if dlogp is None else dlogp, none if dkl is None else dkl)
+    grad = torch.empty_like(logits)
+    serving_rows(logits, tokens, settings)(logits, tokens, settings, grad)
+    return grad
 
 
 @_forward_kl_gradient.register_fake
@@ -169,20 +117,18 @@ def _(logits: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(logits)
 
 
-def _kl_setup(ctx: Any, inputs: tuple, output: tuple) -> None:
-    tensors, ctx.options = inputs[:5], inputs[5:]
-    ctx.mark_non_differentiable(output[2])
-    ctx.save_for_backward(*tensors, output[2])
+def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.options = inputs[4:]
     ctx.set_materialize_grads(False)
 
 
 @once_differentiable
-def _kl_backward(ctx: Any, dlogp: Tensor | None, dkl: Tensor | None, _: Tensor | None) -> tuple:
+def _backward(ctx: Any, dlogp: Tensor | None, dkl: Tensor | None) -> tuple:
     grad = None
     if dlogp is not None or dkl is not None:
-        *tensors, statistics = ctx.saved_tensors
-        grad = _forward_kl_gradient(*tensors, *ctx.options, statistics, dlogp, dkl)
-    return grad, *[None] * 8
+        grad = _forward_kl_gradient(*ctx.saved_tensors, *ctx.options, dlogp, dkl)
+    return grad, *[None] * 5
 
 
-_forward_kl.register_autograd(_kl_backward, setup_context=_kl_setup)
+_forward_kl.register_autograd(_backward, setup_context=_setup)

@@ -1,11 +1,7 @@
-"""What the operations' operators torch.ops.smopd.* share: their registration and the shapes of their results.
+"""Registration of the operators torch.ops.smopd.*, which torch.compile and torch.export see as one node each.
 
-An operation's file has the public function, which checks its arguments and calls the operator, and then the
-operator: schema, implementation, fake kernel, autograd formula. torch.compile and torch.export see one node
-each. Every implementation asks dispatch which backend serves the call.
-
-Library.define and impl take about two thirds of the host time of torch.library.custom_op; the loss with its
-gradient, whose formula is a kernel of the Autograd key here, takes 0.6 of it (docs/kernels.md).
+Library.define and impl take two thirds of the host time of torch.library.custom_op, and the loss with its
+gradient, whose formula is a kernel of the Autograd key here, 0.6 of it (docs/kernels.md).
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smopd.kernels.types import Candidates, SparseTarget, compute_dtype
+from smopd.kernels.types import compute_dtype
 
 _LIBRARY = torch.library.Library("smopd", "FRAGMENT")  # unregisters its operators when it is collected
 
@@ -72,10 +68,3 @@ def operator(name: str, schema: str, n_leaves: int = 0) -> Callable[[Callable[..
 def empty_column(like: Tensor, *shape: Any, dtype: torch.dtype | None = None) -> Tensor:
     """An empty tensor on like's device, of the dtype that rows like these are computed in."""
     return like.new_empty(shape, dtype=dtype or compute_dtype(like.dtype))
-
-
-def target_facts(target: SparseTarget | Candidates) -> dict[str, int]:
-    """dispatch.serving's facts of a target."""
-    if isinstance(target, SparseTarget):
-        return {"n_support": target.ids_NS.shape[1]}
-    return {"n_support": target.kappa, "n_pooled": target.ids_NMS.shape[1] * target.ids_NMS.shape[2]}

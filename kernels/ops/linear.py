@@ -1,6 +1,4 @@
-"""The whole objective on a linear head's hidden states, without its logits.
-
-Chunk by chunk of tokens, in one buffer for all of them:
+"""The whole objective on a linear head's hidden states, without its logits: by chunks of tokens.
 
     logits   = hidden @ weight.T + bias     in the inputs' dtype, as the head itself would make them
     dlogits  = loss_rows(logits)            the backend's, written over the logits
@@ -8,24 +6,19 @@ Chunk by chunk of tokens, in one buffer for all of them:
     dweight += dlogits.T @ hidden           in fp32 (fp64 for fp64); with a single chunk in weight's dtype
     dbias   += dlogits.sum(0)
 
-Three matrix products and one chunk of logits. The gradients are made with the loss, for an upstream gradient
-of 1; backward scales them. A CPU leaves out the tokens that count nowhere first; a GPU would have to wait for
-their number.
-
 Shapes: N packed response tokens, V vocabulary, D hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from smopd.kernels import checks, dispatch
+from smopd.kernels import checks
 from smopd.kernels.head.chunks import ROW_UNIT, ROW_UNIT_CPU, row_blocks, rows_per_chunk
 from smopd.kernels.head.gemm import (
     hidden_gradient_into,
@@ -41,17 +34,17 @@ from smopd.kernels.ops.loss import (
     STATS_SCHEMA,
     fake_loss,
     flat_objective,
-    loss_facts,
     objective_of,
     packed_stats,
     scaled_gradient,
+    serving_rows,
+    total_of,
     unpacked_stats,
 )
-from smopd.kernels.tokens import TERMS, coefficients, counted, idle, join_terms, total_loss
+from smopd.kernels.tokens import TERMS, coefficients, counted, idle, join_terms
 from smopd.kernels.types import LossSettings, LossStats, LossTokens, TokenTerms, compute_dtype
 
 OP = "linear_smopd_loss"
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight, bias
 
 
 def linear_smopd_loss(
@@ -87,10 +80,6 @@ def linear_smopd_loss(
     """
     checks.check_linear(OP, hidden_ND, weight_VD, bias_V, chunk_bytes)
     checks.check_loss_tokens(OP, tokens, settings, ("hidden_ND", hidden_ND))
-    if checks.debugging():
-        checks.debug_finite(OP, "hidden_ND", hidden_ND)
-        checks.debug_finite(OP, "weight_VD", weight_VD)
-        checks.debug_loss_tokens(OP, tokens, weight_VD.shape[0])
     grad_enabled, head = torch.is_grad_enabled(), (hidden_ND, weight_VD, bias_V)
     need = [grad_enabled and leaf is not None and leaf.requires_grad for leaf in head]
     loss, _, _, _, *stats = _linear_loss(*head, *flat_objective(tokens, settings), chunk_bytes, *need)
@@ -106,60 +95,34 @@ def _in_chunks(
     chunk_bytes: int | None,
     need: Sequence[bool],
     dweight_dtype: torch.dtype,
-) -> tuple[TokenTerms, Gradients]:
-    """The terms of all tokens and the loss's gradients. need: which of hidden, weight, bias want one."""
+) -> tuple[TokenTerms, Tensor, Tensor, Tensor]:
+    """All tokens' terms and the loss's gradients in hidden, weight and bias, (0,) where not needed."""
     n_rows, n_vocab, wide = hidden_ND.shape[0], weight_VD.shape[0], compute_dtype(hidden_ND.dtype)
     on_cpu = hidden_ND.device.type == "cpu"
-    loss_rows = dispatch.serving("loss_rows", hidden_ND, n_vocab=n_vocab, **loss_facts(tokens, settings))
+    loss_rows = serving_rows(hidden_ND, tokens, settings, n_vocab=n_vocab)
     zero_grad_N = idle(coefficients(tokens, settings, wide))
     any_zero_grad = not on_cpu or bool(zero_grad_N.any())  # asking synchronises an accelerator
     unit = ROW_UNIT_CPU if on_cpu else ROW_UNIT
     blocks = row_blocks(n_rows, rows_per_chunk(hidden_ND, n_vocab, chunk_bytes), unit)
-    logits_NV = logits_buffer(max((stop - start for start, stop in blocks), default=0), n_vocab, hidden_ND)
-    dhidden_ND = hidden_ND.new_empty(hidden_ND.shape) if need[0] else None
-    dweight_VD = weight_VD.new_empty(weight_VD.shape, dtype=dweight_dtype) if need[1] else None
-    dbias_V = weight_VD.new_zeros(n_vocab, dtype=wide) if need[2] else None
+    logits_NV = logits_buffer(max(stop - start for start, stop in blocks), n_vocab, hidden_ND)
+    dhidden_ND = hidden_ND.new_empty(hidden_ND.shape if need[0] else 0)
+    dweight_VD = weight_VD.new_empty(weight_VD.shape if need[1] else 0, dtype=dweight_dtype)
+    dbias_V = weight_VD.new_zeros(n_vocab if need[2] else 0, dtype=wide)
     parts = []
     for start, stop in blocks:
         chunk_ND, chunk_NV = hidden_ND[start:stop], logits_NV[: stop - start]
         logits_into(chunk_NV, chunk_ND, weight_VD, bias_V)
         grad_NV = chunk_NV if any(need) else None
-        parts.append(loss_rows(chunk_NV, tokens.rows(start, stop), settings, grad_NV))
-        if dbias_V is not None:
+        parts.append(loss_rows(chunk_NV, tokens.at(slice(start, stop)), settings, grad_NV))
+        if need[2]:
             dbias_V += chunk_NV.sum(0, dtype=wide)
-        if dhidden_ND is not None:
+        if need[0]:
             hidden_gradient_into(dhidden_ND[start:stop], chunk_NV, weight_VD)
-        if dweight_VD is not None:
+        if need[1]:
             if any_zero_grad:  # a hidden state may be infinite there, and 0 * inf is NaN
                 chunk_ND = chunk_ND.masked_fill(zero_grad_N[start:stop, None], 0.0)
             weight_gradient_into(dweight_VD, chunk_NV, chunk_ND, accumulate=start > 0)
-    if dweight_VD is not None and not blocks:
-        dweight_VD.zero_()
-    return join_terms(parts, hidden_ND), (dhidden_ND, dweight_VD, dbias_V)
-
-
-Loss = Callable[[Tensor, LossTokens], tuple[TokenTerms, Gradients]]
-
-
-def _without_uncounted(hidden_ND: Tensor, tokens: LossTokens, loss: Loss) -> tuple[TokenTerms, Gradients]:
-    """loss(hidden, tokens) of the tokens that count alone; the others' terms and gradients are 0."""
-    counted_N = counted(tokens)
-    if bool(counted_N.all()):
-        return loss(hidden_ND, tokens)
-    n_tokens, active_idx = counted_N.shape[0], counted_N.nonzero()[:, 0]
-
-    def scatter(values: Tensor) -> Tensor:
-        return values.new_zeros(n_tokens, *values.shape[1:]).index_copy_(0, active_idx, values)
-
-    def pick(name: str) -> Any:
-        value = getattr(tokens, name)
-        shared = name == "log_alpha" and (value is None or value.dim() < 2 or value.shape[0] != n_tokens)
-        return value if value is None or shared else value[active_idx]
-
-    active = LossTokens(**{field.name: pick(field.name) for field in fields(LossTokens)})
-    terms, (dhidden_ND, dweight_VD, dbias_V) = loss(hidden_ND[active_idx], active)
-    terms = TokenTerms(*(scatter(getattr(terms, name)) for name in TERMS))
-    return terms, (None if dhidden_ND is None else scatter(dhidden_ND), dweight_VD, dbias_V)
+    return join_terms(parts), dhidden_ND, dweight_VD, dbias_V
 
 
 # The operator.
@@ -187,16 +150,22 @@ def _linear_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
     chunk_bytes, *need = rest[N_OBJECTIVE:]
     checks.require_loss_ids(OP, tokens, settings, weight.shape[0])
     dweight_dtype = _dweight_dtype(hidden, weight, chunk_bytes)
-
-    def loss(hidden: Tensor, tokens: LossTokens) -> tuple[TokenTerms, Gradients]:
-        return _in_chunks(hidden, weight, bias, tokens, settings, chunk_bytes, need, dweight_dtype)
-
+    counted_N = counted(tokens)
+    some = hidden.device.type == "cpu" and not bool(counted_N.all())  # asking would synchronise a GPU
+    rows: Any = counted_N.nonzero()[:, 0] if some else slice(None)
     with torch.autocast(hidden.device.type, enabled=False):
-        on_cpu = hidden.device.type == "cpu"
-        terms, gradients = _without_uncounted(hidden, tokens, loss) if on_cpu else loss(hidden, tokens)
-    total, stats = total_loss(terms, tokens, settings)
-    made = [hidden.new_empty(0) if gradient is None else gradient for gradient in gradients]
-    return total, *made, *packed_stats(stats)
+        terms, dhidden, dweight, dbias = _in_chunks(
+            hidden[rows], weight, bias, tokens.at(rows), settings, chunk_bytes, need, dweight_dtype
+        )
+
+    def scatter(values: Tensor) -> Tensor:
+        return values.new_zeros(hidden.shape[0], *values.shape[1:]).index_copy_(0, rows, values)
+
+    if some:
+        terms = TokenTerms(*(scatter(getattr(terms, name)) for name in TERMS))
+        dhidden = scatter(dhidden) if need[0] else dhidden
+    total, stats = total_of(terms, tokens, settings)
+    return total, dhidden, dweight, dbias, *packed_stats(stats)
 
 
 @_linear_loss.register_fake
@@ -204,10 +173,8 @@ def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> tuple[
     total, stats = fake_loss(hidden, hidden.shape[0])
     chunk_bytes, *need = rest[N_OBJECTIVE:]
     dtypes = (hidden.dtype, _dweight_dtype(hidden, weight, chunk_bytes), compute_dtype(weight.dtype))
-    made = [
-        leaf.new_empty(leaf.shape, dtype=dtype) if needed else hidden.new_empty(0)
-        for leaf, dtype, needed in zip((hidden, weight, weight[:, 0]), dtypes, need, strict=True)
-    ]
+    leaves = zip((hidden, weight, weight[:, 0]), dtypes, need, strict=True)
+    made = [leaf.new_empty(leaf.shape if needed else 0, dtype=dtype) for leaf, dtype, needed in leaves]
     return total, *made, *stats
 
 

@@ -1,14 +1,15 @@
 """The kappa most likely tokens of a linear head's rows, without its logits.
 
-Where the backend has a running top-kappa (C++ on a CPU) a piece of the vocabulary meets many rows at a time:
-the logits stay in the cache, and the weight is read once for all those rows. Elsewhere, and for the few rows
-that the pieces cannot serve, chunks of whole rows.
+Where the backend has a running top-kappa (C++ on a CPU) a piece of the vocabulary meets many rows at a time
+and stays in the cache. Elsewhere, and for rows that the pieces cannot serve, chunks of whole rows.
 
 Shapes: N packed response tokens, D hidden, V vocabulary, P a piece of it, S support entries (kappa).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -58,9 +59,6 @@ def linear_topk_logprobs(
     checks.check_temperature(OP, temperature)
     if token_ids_N is not None:
         checks.check_token_ids(OP, token_ids_N, ("hidden_ND", hidden_ND))
-    if checks.debugging():
-        checks.debug_finite(OP, "hidden_ND", hidden_ND)
-        checks.debug_ids(OP, "token_ids_N", token_ids_N, weight_VD.shape[0])
     head = (hidden_ND.detach(), weight_VD.detach(), None if bias_V is None else bias_V.detach())
     ids, logps, token_logp = _linear_topk(*head, kappa, token_ids_N, float(temperature), chunk_bytes)
     return TopK(ids, logps, None if token_ids_N is None else token_logp)
@@ -69,12 +67,6 @@ def linear_topk_logprobs(
 class RunningTopK(Protocol):
     """topk_logprobs of rows whose logits come a piece of the vocabulary at a time, in order."""
 
-    step: int  # the length of every piece but the last is a multiple
-
-    def __init__(
-        self, like: Tensor, n_rows: int, kappa: int, token_ids_N: Tensor | None, temperature: float
-    ): ...
-
     def add(self, logits_NP: Tensor, first: int) -> None: ...
 
     def result(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -82,7 +74,24 @@ class RunningTopK(Protocol):
         ...
 
 
-def _by_pieces(
+class _WholeRows:
+    """RunningTopK by a backend's topk_logprobs, whose only piece is the vocabulary."""
+
+    def __init__(self, serve: Callable[..., TopK], *arguments: Any):
+        _, _, self.kappa, self.token_ids_N, self.temperature = arguments
+        self.serve = serve
+
+    def add(self, logits_NP: Tensor, first: int) -> None:
+        options = {"token_ids_N": self.token_ids_N, "temperature": self.temperature}
+        self.top = self.serve(logits_NP, self.kappa, **options)
+
+    def result(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ids_NS, logps_NS, token_logp_N = self.top.ids_NS, self.top.logps_NS, self.top.token_logp_N
+        right_N = torch.ones(len(ids_NS), dtype=torch.bool, device=ids_NS.device)
+        return ids_NS, logps_NS, logps_NS.new_empty(0) if token_logp_N is None else token_logp_N, right_N
+
+
+def _topk(
     hidden_ND: Tensor,
     weight_VD: Tensor,
     bias_V: Tensor | None,
@@ -90,20 +99,27 @@ def _by_pieces(
     token_ids_N: Tensor | None,
     temperature: float,
     chunk_bytes: int | None,
-    running: type[RunningTopK],
+    running: Any,
 ) -> list[Tensor]:
-    """Columns, and which rows they are right for."""
-    n_rows, n_vocab, step = len(hidden_ND), len(weight_VD), running.step
-    budget = min(PIECE_BYTES, chunk_bytes or PIECE_BYTES) // hidden_ND.element_size()
-    blocks = row_blocks(n_rows, min(PIECE_ROWS, budget // step), ROW_UNIT_CPU)
-    most = max((stop - start for start, stop in blocks), default=1)
-    width = min(max(budget // most // step, 1), -(-n_vocab // step)) * step
-    buffer_NP = hidden_ND.new_empty(most, width)
+    """Columns, and which rows they are right for. running: a backend's RunningTopK; None: whole rows."""
+    n_rows, n_vocab, width = len(hidden_ND), len(weight_VD), len(weight_VD)
+    if running is None:
+        running = partial(
+            _WholeRows, dispatch.serving("topk_logprobs", hidden_ND, n_vocab=n_vocab, kappa=kappa)
+        )
+        unit = ROW_UNIT_CPU if hidden_ND.device.type == "cpu" else ROW_UNIT
+        blocks = row_blocks(n_rows, rows_per_chunk(hidden_ND, n_vocab, chunk_bytes), unit)
+    else:
+        budget = min(PIECE_BYTES, chunk_bytes or PIECE_BYTES) // hidden_ND.element_size()
+        blocks = row_blocks(n_rows, min(PIECE_ROWS, budget // running.step), ROW_UNIT_CPU)
+        most = max(stop - start for start, stop in blocks)
+        width = max(budget // max(most, 1) // running.step, 1) * running.step
+    buffer_NP = logits_buffer(max(stop - start for start, stop in blocks), min(width, n_vocab), hidden_ND)
     parts = []
-    for start, stop in blocks or [(0, 0)]:
+    for start, stop in blocks:
         tokens_N = None if token_ids_N is None else token_ids_N[start:stop]
         top = running(hidden_ND, stop - start, kappa, tokens_N, temperature)
-        for first in range(0, n_vocab if blocks else 0, width):
+        for first in range(0, n_vocab, width):
             last = min(first + width, n_vocab)
             piece_NP = buffer_NP[: stop - start, : last - first]
             bias_P = None if bias_V is None else bias_V[first:last]
@@ -111,34 +127,6 @@ def _by_pieces(
             top.add(piece_NP, first)
         parts.append(top.result())
     return [torch.cat(column) for column in zip(*parts, strict=True)]
-
-
-def _by_rows(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor | None,
-    kappa: int,
-    token_ids_N: Tensor | None,
-    temperature: float,
-    chunk_bytes: int | None,
-) -> Columns:
-    n_rows, n_vocab = hidden_ND.shape[0], weight_VD.shape[0]
-    topk_logprobs = dispatch.serving("topk_logprobs", hidden_ND, n_vocab=n_vocab, kappa=kappa)
-    ids_NS = empty_column(hidden_ND, n_rows, kappa, dtype=torch.int32)
-    logps_NS = empty_column(hidden_ND, n_rows, kappa)
-    token_logp_N = empty_column(hidden_ND, 0 if token_ids_N is None else n_rows)
-    unit = ROW_UNIT_CPU if hidden_ND.device.type == "cpu" else ROW_UNIT
-    blocks = row_blocks(n_rows, rows_per_chunk(hidden_ND, n_vocab, chunk_bytes), unit)
-    buffer_NV = logits_buffer(max((stop - start for start, stop in blocks), default=0), n_vocab, hidden_ND)
-    for start, stop in blocks:
-        chunk_NV = buffer_NV[: stop - start]
-        logits_into(chunk_NV, hidden_ND[start:stop], weight_VD, bias_V)
-        tokens_N = None if token_ids_N is None else token_ids_N[start:stop]
-        top = topk_logprobs(chunk_NV, kappa, token_ids_N=tokens_N, temperature=temperature)
-        ids_NS[start:stop], logps_NS[start:stop] = top.ids_NS, top.logps_NS
-        if top.token_logp_N is not None:
-            token_logp_N[start:stop] = top.token_logp_N
-    return ids_NS, logps_NS, token_logp_N
 
 
 # The operator. It has no gradient.
@@ -159,22 +147,19 @@ def _linear_topk(
     chunk_bytes: int | None,
 ) -> Columns:
     checks.require_token_ids(OP, token_ids, weight.shape[0])
-    options = (temperature, chunk_bytes)
     running = dispatch.running_topk(hidden, n_vocab=weight.shape[0], kappa=kappa)
+    options = (temperature, chunk_bytes)
     with torch.autocast(hidden.device.type, enabled=False):
-        if running is None:
-            return _by_rows(hidden, weight, bias, kappa, token_ids, *options)
-        *columns, right_N = _by_pieces(hidden, weight, bias, kappa, token_ids, *options, running)
-        if not right_N.all():
+        *columns, right_N = _topk(hidden, weight, bias, kappa, token_ids, *options, running)
+        if running is not None and not right_N.all():
             (again,) = (~right_N).nonzero(as_tuple=True)
             tokens = None if token_ids is None else token_ids[again]
-            for column, values in zip(
-                columns, _by_rows(hidden[again], weight, bias, kappa, tokens, *options), strict=True
-            ):
+            *values, _ = _topk(hidden[again], weight, bias, kappa, tokens, *options, None)
+            for column, value in zip(columns, values, strict=True):
                 if column.shape[0]:
-                    column[again] = values
-        ids, logps, token_logp = columns
-        return ids, logps, token_logp
+                    column[again] = value
+    ids, logps, token_logp = columns
+    return ids, logps, token_logp
 
 
 @_linear_topk.register_fake

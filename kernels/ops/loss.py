@@ -1,14 +1,11 @@
 """The whole objective of packed tokens on their logits; its gradient is made with it, and scaled in backward.
 
-The operator's arguments are LossTokens and LossSettings, flattened field by field. With the gradient written
-over the logits it is an autograd.Function, since no operator may do that.
-
 Shapes: N packed response tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -17,9 +14,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from smopd.kernels import checks, dispatch
-from smopd.kernels.ops.library import empty_column, operator, target_facts
-from smopd.kernels.tokens import STATS_FIELDS, total_loss
-from smopd.kernels.types import LossSettings, LossStats, LossTokens, compute_dtype, loss_target
+from smopd.kernels.ops.library import empty_column, operator
+from smopd.kernels.tokens import STATS_FIELDS
+from smopd.kernels.types import (
+    LossSettings,
+    LossStats,
+    LossTokens,
+    TokenTerms,
+    compute_dtype,
+    loss_target,
+)
 
 DEFAULT_SETTINGS = LossSettings()
 
@@ -70,9 +74,6 @@ def smopd_loss(
     op = "smopd_loss"
     checks.check_logits(op, logits_NV)
     checks.check_loss_tokens(op, tokens, settings, ("logits_NV", logits_NV))
-    if checks.debugging():
-        checks.debug_finite(op, "logits_NV", logits_NV, allow_minus_inf=True)
-        checks.debug_loss_tokens(op, tokens, logits_NV.shape[1])
     need_grad = torch.is_grad_enabled() and logits_NV.requires_grad
     if inplace and need_grad:
         return _loss_in_place(logits_NV, tokens, settings)
@@ -112,10 +113,6 @@ def objective_of(flat: Sequence[Any]) -> tuple[LossTokens, LossSettings]:
     return tokens, LossSettings(**dict(zip(SETTING_FIELDS, flat[len(TOKEN_FIELDS) :], strict=True)))
 
 
-def flat_stats(stats: LossStats) -> tuple[Tensor, ...]:
-    return tuple(getattr(stats, name) for name in STATS_FIELDS)
-
-
 def packed_stats(stats: LossStats) -> tuple[Tensor, Tensor, Tensor]:
     """LossStats as STATS_SCHEMA: (C, N), (N,), (4,). The outputs of an operator share no memory."""
     columns, sums = (_stacked([getattr(stats, name) for name in names]) for names in (_COLUMNS, _SUMS))
@@ -145,19 +142,24 @@ def fake_loss(like: Tensor, n_rows: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
     return empty_column(like), (columns, clipped, empty_column(like, len(_SUMS)))
 
 
-def loss_of_rows(
+def serving_rows(tensor: Tensor, tokens: LossTokens, settings: LossSettings, **facts: int) -> Callable:
+    """The loss_rows of the backend that serves. facts: n_vocab, where the tensor is not the logits."""
+    target = loss_target(tokens, settings)
+    if target is not None:
+        facts |= {"n_support": target.n_entries, "n_pooled": target.n_pooled}
+    return dispatch.serving("loss_rows", tensor, **facts)
+
+
+def total_of(terms: TokenTerms, tokens: LossTokens, settings: LossSettings) -> tuple[Tensor, LossStats]:
+    return dispatch.serving("total_loss", terms.kl_N)(terms, tokens, settings)
+
+
+def _loss_of_rows(
     logits: Tensor, tokens: LossTokens, settings: LossSettings, grad: Tensor | None
 ) -> tuple[Tensor, LossStats]:
-    """The loss, by the backend that serves the logits; its gradient goes to grad, which may be the logits."""
+    """Its gradient goes to grad, which may be the logits."""
     checks.require_loss_ids("smopd_loss", tokens, settings, logits.shape[1])
-    serve = dispatch.serving("loss_rows", logits, **loss_facts(tokens, settings))
-    return total_loss(serve(logits, tokens, settings, grad), tokens, settings)
-
-
-def loss_facts(tokens: LossTokens, settings: LossSettings) -> dict[str, int]:
-    """dispatch.serving's facts of a loss's target."""
-    target = loss_target(tokens, settings)
-    return {} if target is None else target_facts(target)
+    return total_of(serving_rows(logits, tokens, settings)(logits, tokens, settings, grad), tokens, settings)
 
 
 @operator(
@@ -170,7 +172,7 @@ def _loss(logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     *objective, need_grad = rest
     tokens, settings = objective_of(objective)
     grad = torch.empty_like(logits) if need_grad else logits.new_empty((0, logits.shape[1]))
-    total, stats = loss_of_rows(logits, tokens, settings, grad if need_grad else None)
+    total, stats = _loss_of_rows(logits, tokens, settings, grad if need_grad else None)
     return total, grad, *packed_stats(stats)
 
 
@@ -205,25 +207,17 @@ _loss.register_autograd(_loss_backward, setup_context=_loss_setup)
 def scaled_gradient(grad: Tensor, dloss: Tensor, dtype: torch.dtype) -> Tensor:
     """grad * dloss, rounded once to dtype. Memory that no other backward asks for is scaled in place."""
     traced = type(dloss) is not Tensor  # by torch.compile or torch.export: it has no value
-    if not traced and dloss.device.type == "cpu" and dloss.item() == 1.0:
+    on_cpu = grad.device.type == "cpu"
+    if not traced and on_cpu and dloss.item() == 1.0:
         return grad.to(dtype)
-    if not traced and grad.dtype != dtype and grad.device.type != "cpu":  # one pass
+    if not traced and grad.dtype != dtype and not on_cpu:  # one pass
         rounded = torch.empty_like(grad, dtype=dtype)
-        scale_(grad, dloss, rounded)
+        dispatch.serving("scale_", grad)(grad, dloss, rounded)
         return rounded
     if not traced and not torch._C._autograd._get_current_graph_task_keep_graph():
-        scale_(grad, dloss)
+        dispatch.serving("scale_", grad)(grad, dloss)
         return grad.to(dtype)
     return (grad.to(compute_dtype(grad.dtype)) * dloss).to(dtype)
-
-
-def scale_(grad: Tensor, dloss: Tensor, out: Tensor | None = None) -> None:
-    """grad * dloss into out, which may have another dtype, without a host synchronisation.
-
-    out: None is grad itself, which is not touched where dloss is 1.
-    """
-    on_cpu = grad.device.type == "cpu"
-    (dispatch.definition("scale_") if on_cpu else dispatch.serving("scale_", grad))(grad, dloss, out)
 
 
 class _LossInPlace(torch.autograd.Function):
@@ -238,13 +232,14 @@ class _LossInPlace(torch.autograd.Function):
         ctx: Any, owner: Tensor, layout: tuple, tokens: LossTokens, settings: LossSettings
     ) -> tuple[Tensor, ...]:
         logits_NV = owner.as_strided(*layout)
-        loss, stats = loss_of_rows(logits_NV, tokens, settings, logits_NV)
+        loss, stats = _loss_of_rows(logits_NV, tokens, settings, logits_NV)
+        packed = packed_stats(stats)
         ctx.mark_dirty(owner)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(owner)
         ctx.spent = False
-        ctx.mark_non_differentiable(*flat_stats(stats))
-        return loss, owner, *flat_stats(stats)
+        ctx.mark_non_differentiable(*packed)
+        return loss, owner, *packed
 
     @staticmethod
     @once_differentiable
@@ -262,18 +257,18 @@ class _LossInPlace(torch.autograd.Function):
                 "the logits' memory held the only copy of the gradient; use inplace=False"
             )
         ctx.spent = True
-        if dloss is None:
-            return None, None, None, None
-        grad = ctx.saved_tensors[0].detach()
-        scale_(grad, dloss)
+        grad = None
+        if dloss is not None:
+            grad = ctx.saved_tensors[0].detach()
+            dispatch.serving("scale_", grad)(grad, dloss)
         return grad, None, None, None
 
 
 def _loss_in_place(logits_NV: Tensor, tokens: LossTokens, settings: LossSettings) -> tuple[Tensor, LossStats]:
     owner = _owner(logits_NV)
     layout = (logits_NV.size(), logits_NV.stride(), logits_NV.storage_offset())
-    loss, _, *flat = _LossInPlace.apply(owner, layout, tokens, settings)
-    return loss, LossStats(*flat)
+    loss, _, *stats = _LossInPlace.apply(owner, layout, tokens, settings)
+    return loss, unpacked_stats(*stats)
 
 
 def _owner(logits_NV: Tensor) -> Tensor:

@@ -6,13 +6,14 @@ Shapes: N packed response tokens, M teachers, S support entries (kappa).
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from smopd.kernels import checks, dispatch
 from smopd.kernels.ops.library import empty_column, operator
-from smopd.kernels.types import Mixture
+from smopd.kernels.types import Mixture, ProductOptions
 
 
 def teacher_mixture(
@@ -37,8 +38,6 @@ def teacher_mixture(
     op = "teacher_mixture"
     checks.check_teachers(op, ids_NMS, logps_NMS, log_alpha)
     checks.check_kappa(op, kappa)
-    if checks.debugging():
-        checks.debug_target(op, "", ids_NMS, logps_NMS, None)
     return Mixture(*_teacher_mixture(ids_NMS, logps_NMS.detach(), log_alpha.detach(), kappa, merge))
 
 
@@ -105,9 +104,6 @@ def teacher_product(
     op = "teacher_product"
     checks.check_product(op, ids_NMS, logps_NMS, weights, reference, clip, keep_raised)
     checks.check_kappa(op, kappa)
-    if checks.debugging():
-        checks.debug_target(op, "", ids_NMS, logps_NMS, None)
-        checks.debug_finite(op, "weights", weights)
     limits = (math.inf if limit is None else float(limit) for limit in (clip, keep_raised))
     own = reference % ids_NMS.shape[1]
     return Mixture(*_teacher_product(ids_NMS, logps_NMS.detach(), weights.detach(), kappa, own, *limits))
@@ -119,17 +115,10 @@ def teacher_product(
     " float keep_raised) -> (Tensor ids, Tensor logps, Tensor mass)",
 )
 def _teacher_product(
-    ids: Tensor,
-    logps: Tensor,
-    weights: Tensor,
-    kappa: int,
-    reference: int,
-    clip: float,
-    keep_raised: float,
+    ids: Tensor, logps: Tensor, weights: Tensor, kappa: int, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     serve = dispatch.serving("teacher_product", logps, n_support=ids.shape[2])
-    options = {"reference": reference, "clip": clip, "keep_raised": keep_raised}
-    product = serve(ids, logps, weights, kappa, **options)
+    product = serve(ids, logps, weights, kappa, ProductOptions(*options))
     return product.ids_NS, product.logps_NS, product.mass_N
 
 

@@ -1,11 +1,8 @@
-"""Group advantages in plain PyTorch: GRPO, GDPO (Eq. 1 to 3) and GD2PO, without a loop over groups.
-
-The definition, and what serves a CPU, where they are too small for a kernel of their own.
+"""Group advantages in plain PyTorch: GRPO, GDPO (Eq. 1 to 3) and GD2PO. It also serves CPUs.
 
 Computed in fp64 whatever the input (the tensors are small), returned in fp32, or fp64 for fp64 rewards.
 
-Shapes: R responses, K rewards. Groups are numbered by their place among the sorted group ids: at most R of
-them.
+Shapes: R responses, K rewards. Groups are numbered by their place among the sorted group ids.
 """
 
 from __future__ import annotations

@@ -16,10 +16,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from smopd.kernels.reference.rows import row_chunks, rows_forward, rows_gradient
-from smopd.kernels.reference.topk import target_of
-from smopd.kernels.terms import token_terms
-from smopd.kernels.tokens import STATS_FIELDS, counted, join_terms, reverse_weight, steady_sum, weighted
+from smopd.kernels import types
+from smopd.kernels.reference.rows import prepare_target, rows_forward, rows_gradient
+from smopd.kernels.reference.topk import row_chunks
+from smopd.kernels.tokens import (
+    STATS_FIELDS,
+    coefficients,
+    counted,
+    idle,
+    join_terms,
+    reverse_weight,
+    steady_sum,
+    weighted,
+)
 from smopd.kernels.types import LossSettings, LossStats, LossTokens, TokenTerms, compute_dtype, loss_target
 
 
@@ -28,71 +37,119 @@ def loss_rows(
 ) -> TokenTerms:
     """Every token's terms; the loss's gradient goes to grad_NV if given, which may be the logits."""
     parts, tokens = [], _without_uncounted_ids(tokens)
-    for start, stop in row_chunks(logits_NV):
-        chunk = slice(start, stop)
-        terms, grad_chunk_NV = _chunk(
-            logits_NV[chunk], tokens.rows(start, stop), settings, gradient=grad_NV is not None
-        )
-        parts.append(terms)
-        if grad_NV is not None and grad_chunk_NV is not None:
-            grad_NV[chunk] = grad_chunk_NV
-    return join_terms(parts, logits_NV)
+    for chunk in row_chunks(logits_NV):
+        own_grad_NV = None if grad_NV is None else grad_NV[chunk]
+        parts.append(_loss_chunk(logits_NV[chunk], tokens.at(chunk), settings, own_grad_NV))
+    return join_terms(parts)
 
 
 def _without_uncounted_ids(tokens: LossTokens) -> LossTokens:
     """A token that counts nowhere may have any id: 0 takes its place."""
     uncounted_N = ~counted(tokens)
-
-    names = ("token_ids_N", "target_ids_NS", "teacher_ids_NMS")
-    given: dict[str, Tensor] = {name: ids for name in names if (ids := getattr(tokens, name)) is not None}
-    known = {
-        name: ids.masked_fill(uncounted_N.view(-1, *[1] * (ids.dim() - 1)), 0) for name, ids in given.items()
-    }
+    known = {}
+    for name in ("token_ids_N", "target_ids_NS", "teacher_ids_NMS"):
+        ids = getattr(tokens, name)
+        if ids is not None:
+            known[name] = ids.masked_fill(uncounted_N.view(-1, *[1] * (ids.dim() - 1)), 0)
     return replace(tokens, **known)
 
 
-def _chunk(
-    logits_NV: Tensor, tokens: LossTokens, settings: LossSettings, *, gradient: bool
-) -> tuple[TokenTerms, Tensor | None]:
-    """The terms of a chunk of tokens and, if asked, the loss's gradient in their logits (compute dtype)."""
+def _loss_chunk(
+    logits_NV: Tensor, tokens: LossTokens, settings: LossSettings, grad_NV: Tensor | None
+) -> TokenTerms:
     dtype = compute_dtype(logits_NV.dtype)
     given = loss_target(tokens, settings)
-    target = None if given is None else target_of(given, dtype, tail=settings.tail)
+    target = None if given is None else prepare_target(given, dtype, tail=settings.tail)
     same = settings.temperature == settings.kl_temperature or target is None
-    rows = rows_forward(
+    rows = kl_rows = rows_forward(
         logits_NV,
         tokens.token_ids_N,
         target if same else None,
         temperature=settings.temperature,
-        tail=settings.tail,
         entropy=True,
-        entropy_gradient=settings.entropy_coef != 0.0,
-        gradient=gradient,
+        curved=settings.entropy_coef != 0.0,
     )
-    kl_rows = rows
     if not same:
         kl_rows = rows_forward(
-            logits_NV,
-            tokens.token_ids_N,
-            target,
-            temperature=settings.kl_temperature,
-            tail=settings.tail,
-            gradient=gradient,
+            logits_NV, tokens.token_ids_N, target, temperature=settings.kl_temperature, entropy=False
         )
-    mass_N = None if target is None else target.mass_N
-    terms, pull, idle_N = token_terms(
-        tokens, settings, rows.logp_N, rows.entropy_N, kl_rows.kl_N, mass_N, kl_rows.student_mass_N
+    surrogate_N, slope_N, reverse_N, reverse_slope_N, clipped_N = _policy_terms(rows.logp_N, tokens, settings)
+    uncounted_N = ~counted(tokens)
+
+    def column(value_N: Tensor | None) -> Tensor:
+        return torch.zeros_like(rows.logp_N) if value_N is None else value_N.masked_fill(uncounted_N, 0)
+
+    terms = TokenTerms(
+        logp_N=column(rows.logp_N),
+        entropy_N=column(rows.entropy_N),
+        kl_N=column(kl_rows.kl_N),
+        teacher_mass_N=column(None if target is None else target.mass_N),
+        student_mass_N=column(kl_rows.student_mass_N),
+        clipped_N=column(clipped_N),
+        surrogate_N=column(surrogate_N),
+        reverse_N=column(reverse_N),
     )
-    if not gradient:
-        return terms, None
-    if same:
-        grad_NV = rows_gradient(rows, pull.logp_N, pull.kl_N, pull.entropy_N)
+    if grad_NV is None:
+        return terms
+    pg_N, kl_coef_N, reverse_coef_N, ent_coef_N = coefs = coefficients(tokens, settings, dtype)
+    dlogp_N = weighted(pg_N, slope_N) + weighted(reverse_coef_N, reverse_slope_N)
+    wide_NV = rows_gradient(rows, dlogp_N, kl_coef_N if same else None, ent_coef_N)
+    if not same:
+        wide_NV += rows_gradient(kl_rows, None, kl_coef_N, None)
+    idle_N = idle(coefs)
+    if wide_NV.device.type != "cpu" or bool(idle_N.any()):  # asking costs a synchronisation elsewhere
+        wide_NV.masked_fill_(idle_N[:, None], 0.0)
+    grad_NV.copy_(wide_NV)
+    return terms
+
+
+def _policy_terms(
+    logp_N: Tensor, tokens: LossTokens, settings: LossSettings
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Clipped surrogate and reverse term with their slopes in logp, and the clip bits."""
+    dtype = logp_N.dtype
+    low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
+    if tokens.old_logp_N is None:
+        raw_N = torch.zeros_like(logp_N)
     else:
-        grad_NV = rows_gradient(rows, pull.logp_N, None, pull.entropy_N)
-        grad_NV += rows_gradient(kl_rows, None, pull.kl_N, None)
-    if grad_NV.device.type != "cpu" or bool(idle_N.any()):  # asking costs a synchronisation elsewhere
-        grad_NV.masked_fill_(idle_N[:, None], 0.0)
-    return terms, grad_NV
+        raw_N = logp_N - tokens.old_logp_N.to(dtype)
+    ratio_N = raw_N.clamp(-types.LOG_RATIO_BOUND, types.LOG_RATIO_BOUND).exp()
+    saturated_N = raw_N.abs() > types.LOG_RATIO_BOUND
+    below_N, above_N = ratio_N < low, ratio_N > high
+    clipped_ratio_N = ratio_N.clamp(low, high)
+
+    adv_N = tokens.adv_N.to(dtype)
+    surrogate_N = torch.maximum(-adv_N * ratio_N, -adv_N * clipped_ratio_N)
+    is_low_N, is_high_N = below_N & (adv_N < 0), above_N & (adv_N > 0)
+    is_dual_N = torch.zeros_like(is_low_N)
+    if settings.dual_clip is not None:
+        bound_N = -settings.dual_clip * adv_N
+        is_dual_N = (adv_N < 0) & (surrogate_N > bound_N)
+        surrogate_N = torch.where(is_dual_N, bound_N, surrogate_N)
+    flat_N = is_low_N | is_high_N | is_dual_N | saturated_N
+    slope_N = torch.where(flat_N, 0.0, -adv_N * ratio_N)
+    bits = [
+        (is_low_N, types.CLIP_LOW),
+        (is_high_N, types.CLIP_HIGH),
+        (is_dual_N, types.CLIP_DUAL),
+        (saturated_N, types.CLIP_LOG_RATIO),
+    ]
+
+    reverse_N = reverse_slope_N = torch.zeros_like(logp_N)
+    if tokens.reverse_adv_N is not None:
+        reverse_adv_N = tokens.reverse_adv_N.to(dtype)
+        if settings.reverse_kl_surrogate == "ppo":
+            reverse_N = torch.maximum(-reverse_adv_N * ratio_N, -reverse_adv_N * clipped_ratio_N)
+            below_N, above_N = below_N & (reverse_adv_N < 0), above_N & (reverse_adv_N > 0)
+        else:
+            reverse_N = -reverse_adv_N * clipped_ratio_N
+        flat_N = below_N | above_N | saturated_N
+        reverse_slope_N = torch.where(flat_N, 0.0, -reverse_adv_N * ratio_N)
+        bits += [(below_N, types.CLIP_REVERSE_LOW), (above_N, types.CLIP_REVERSE_HIGH)]
+    clipped_N = torch.zeros_like(logp_N, dtype=torch.int8)
+    for flag_N, bit in bits:
+        clipped_N += flag_N * bit
+    return surrogate_N, slope_N, reverse_N, reverse_slope_N, clipped_N
 
 
 def total_loss(terms: TokenTerms, tokens: LossTokens, settings: LossSettings) -> tuple[Tensor, LossStats]:

@@ -1,10 +1,8 @@
-"""Top-kappa, mixture, product and forward KL in plain PyTorch: their definition, every backend's fallback.
+"""Top-kappa, mixture and product in plain PyTorch: their definition, every backend's fallback.
 
-Computed at the precision of the inputs: bf16 and fp16 are widened to fp32, fp64 stays fp64. Arguments are
-taken as checked and without autograd (kernels/ops sees to both). The rows' softmax and gradient are in
-reference/rows.py, the loss in reference/loss.py, the advantages in reference/advantages.py.
+Computed at the precision of the inputs: bf16 and fp16 are widened to fp32, fp64 stays fp64.
 
-Shapes: N tokens, V vocabulary, M teachers, S support entries (kappa).
+Shapes: N tokens, V vocabulary, M teachers, S support entries (kappa), P pooled candidates.
 """
 
 from __future__ import annotations
@@ -14,19 +12,26 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from smopd.kernels.reference.rows import (
-    Rows,
-    Target,
-    merge_sorted,
-    prepare_target,
-    row_chunks,
-    rows_forward,
-    rows_gradient,
-    widen,
-)
-from smopd.kernels.types import Candidates, KlOptions, Mixture, SparseTarget, TopK, compute_dtype
+from smopd.kernels.types import Mixture, ProductOptions, TopK, compute_dtype
 
+ROW_CHUNK_BYTES = 64 << 20  # widened logits in work at a time
+ROW_CHUNK_BYTES_CPU = 4 << 20  # stays in cache there, and is not mapped and faulted in anew each time
 _ID_BITS = 32
+
+
+def row_chunks(logits_NV: Tensor) -> Iterator[slice]:
+    """Consecutive blocks of rows that are worked on at a time, at least one."""
+    limit = ROW_CHUNK_BYTES_CPU if logits_NV.device.type == "cpu" else ROW_CHUNK_BYTES
+    n_rows, n_vocab = logits_NV.shape
+    step = max(1, limit // (n_vocab * compute_dtype(logits_NV.dtype).itemsize))
+    for start in range(0, max(n_rows, 1), step):
+        yield slice(start, min(start + step, n_rows))
+
+
+def widen(logits_NV: Tensor, temperature: float = 1.0) -> Tensor:
+    """Logits over the temperature in the compute dtype; the input itself where nothing is to be done."""
+    wide_NV = logits_NV.to(compute_dtype(logits_NV.dtype))
+    return wide_NV if temperature == 1.0 else wide_NV / temperature
 
 
 def topk_logprobs(
@@ -37,15 +42,15 @@ def topk_logprobs(
     ids_NS = torch.empty(n_rows, kappa, dtype=torch.int32, device=logits_NV.device)
     logps_NS = torch.empty(n_rows, kappa, dtype=dtype, device=logits_NV.device)
     token_logp_N = None if token_ids_N is None else torch.empty(n_rows, dtype=dtype, device=logits_NV.device)
-    for start, stop in row_chunks(logits_NV):
-        scaled_NV = widen(logits_NV[start:stop].detach(), temperature)
+    for chunk in row_chunks(logits_NV):
+        scaled_NV = widen(logits_NV[chunk].detach(), temperature)
         lse_N1 = scaled_NV.logsumexp(-1, keepdim=True)
         values_NS, ids = _topk_lowest_ids(scaled_NV, kappa)
-        ids_NS[start:stop] = ids
-        logps_NS[start:stop] = values_NS - lse_N1
+        ids_NS[chunk] = ids
+        logps_NS[chunk] = values_NS - lse_N1
         if token_ids_N is not None and token_logp_N is not None:
-            picked_N1 = scaled_NV.gather(-1, token_ids_N[start:stop, None].long())
-            token_logp_N[start:stop] = (picked_N1 - lse_N1)[:, 0]
+            picked_N1 = scaled_NV.gather(-1, token_ids_N[chunk, None].long())
+            token_logp_N[chunk] = (picked_N1 - lse_N1)[:, 0]
     return TopK(ids_NS, logps_NS, token_logp_N)
 
 
@@ -107,20 +112,13 @@ def teacher_mixture(
 
 
 def teacher_product(
-    ids_NMS: Tensor,
-    logps_NMS: Tensor,
-    weights: Tensor,
-    kappa: int,
-    *,
-    reference: int,
-    clip: float,
-    keep_raised: float,
+    ids_NMS: Tensor, logps_NMS: Tensor, weights: Tensor, kappa: int, options: ProductOptions
 ) -> Mixture:
     n_rows, n_models, n_support = ids_NMS.shape
     dtype = compute_dtype(logps_NMS.dtype)
-    others = [m for m in range(n_models) if m != reference]
+    others = [m for m in range(n_models) if m != options.reference]
     ids_NMS, logps_NMS = _joined(ids_NMS, logps_NMS.detach().to(dtype))
-    ids_NS, base_NS = ids_NMS[:, reference].contiguous(), logps_NMS[:, reference]
+    ids_NS, base_NS = ids_NMS[:, options.reference].contiguous(), logps_NMS[:, options.reference]
     weights_NM = weights.detach().to(dtype).expand(n_rows, len(others))
     there_NS, total_NS = base_NS != -torch.inf, torch.zeros_like(base_NS)
     raises_NS, highest_NS = torch.zeros_like(base_NS), torch.full_like(base_NS, -torch.inf)
@@ -128,11 +126,11 @@ def teacher_product(
         at_NS = torch.searchsorted(ids_NMS[:, m].contiguous(), ids_NS).clamp(max=n_support - 1)
         logps_NS = logps_NMS[:, m].gather(-1, at_NS)
         there_NS = there_NS & (ids_NMS[:, m].gather(-1, at_NS) == ids_NS) & (logps_NS != -torch.inf)
-        change_NS = weight_N[:, None] * (logps_NS - base_NS).clamp(-clip, clip)
+        change_NS = weight_N[:, None] * (logps_NS - base_NS).clamp(-options.clip, options.clip)
         total_NS = total_NS + change_NS
         raises_NS = raises_NS + change_NS.clamp(min=0)
         highest_NS = torch.maximum(highest_NS, change_NS)
-    total_NS = torch.where(highest_NS > keep_raised, raises_NS, total_NS)
+    total_NS = torch.where(highest_NS > options.keep_raised, raises_NS, total_NS)
     logq_NS = (base_NS + total_NS).masked_fill(~there_NS, -torch.inf)
     logq_NS = (logq_NS - logq_NS.logsumexp(-1, keepdim=True)).masked_fill(~there_NS, -torch.inf)
     # Stable, and ids ascend: ties go to the lower one.
@@ -153,64 +151,32 @@ def _joined(ids_NMS: Tensor, logps_NMS: Tensor) -> tuple[Tensor, Tensor]:
     return ids_PS.masked_fill(logps_PS == -torch.inf, none).view(shape), logps_PS.view(shape)
 
 
-def target_of(target: SparseTarget | Candidates, dtype: torch.dtype, *, tail: bool) -> Target:
-    """The union of the teachers, or the target as given, made ready for the rows."""
-    if isinstance(target, SparseTarget):
-        return prepare_target(target.ids_NS, target.logps_NS, dtype, merge=tail)
-    union = (target.ids_NMS, target.logps_NMS, target.log_alpha, target.kappa)
-    mixture = teacher_mixture(*union, merge=target.merge)
-    return prepare_target(mixture.ids_NS, mixture.logps_NS, dtype, merge=tail, distinct=target.merge)
+def merge_sorted(ids_NP: Tensor, logps_NP: Tensor) -> tuple[Tensor, Tensor]:
+    """Logsumexp over runs of equal ids (ascending). The merged entries come first; the rest is 0, -inf."""
+    segment_NP = torch.zeros_like(ids_NP)
+    segment_NP[:, 1:] = (ids_NP[:, 1:] != ids_NP[:, :-1]).cumsum(-1)
+    empty_NP = torch.full_like(logps_NP, -torch.inf)
+    peak_NP = empty_NP.scatter_reduce(-1, segment_NP, logps_NP, "amax")
+    shift_NP = torch.where(peak_NP == -torch.inf, 0.0, peak_NP)
+    mass_NP = _run_sums((logps_NP - shift_NP.gather(-1, segment_NP)).exp(), segment_NP)
+    merged_ids_NP = torch.zeros_like(ids_NP).scatter(-1, segment_NP, ids_NP)
+    return merged_ids_NP, mass_NP.log() + shift_NP
 
 
-def forward_kl_rows(
-    logits_NV: Tensor,
-    token_ids_N: Tensor,
-    target: SparseTarget | Candidates,
-    options: KlOptions,
-) -> tuple[Tensor, Tensor]:
-    """Each row's log-probability of its token and forward KL to its target."""
-    logp_N = torch.empty(logits_NV.shape[0], dtype=compute_dtype(logits_NV.dtype), device=logits_NV.device)
-    kl_N = torch.empty_like(logp_N)
-    for chunk, rows in _kl_chunks(logits_NV, token_ids_N, target, options, gradient=False):
-        assert rows.kl_N is not None  # there is a target
-        logp_N[chunk], kl_N[chunk] = rows.logp_N, rows.kl_N
-    return logp_N, kl_N
+def _run_sums(values_NP: Tensor, segment_NP: Tensor) -> Tensor:
+    """Sums over runs of equal segments (ascending from 0), each at its segment's place; 0 in the others.
 
-
-def forward_kl_gradient(
-    logits_NV: Tensor,
-    token_ids_N: Tensor,
-    target: SparseTarget | Candidates,
-    options: KlOptions,
-    dlogp_N: Tensor | None,
-    dkl_N: Tensor | None,
-) -> Tensor:
-    """The gradient of sum(dlogp logp + dkl kl) in the logits. The rows are computed again."""
-    grad_NV = torch.empty_like(logits_NV)
-    for chunk, rows in _kl_chunks(logits_NV, token_ids_N, target, options, gradient=True):
-        dlogp = None if dlogp_N is None else dlogp_N[chunk]
-        dkl = None if dkl_N is None else dkl_N[chunk]
-        grad_NV[chunk] = rows_gradient(rows, dlogp, dkl, None)
-    return grad_NV
-
-
-def _kl_chunks(
-    logits_NV: Tensor,
-    token_ids_N: Tensor,
-    target: SparseTarget | Candidates,
-    options: KlOptions,
-    *,
-    gradient: bool,
-) -> Iterator[tuple[slice, Rows]]:
-    ready = target_of(target, compute_dtype(logits_NV.dtype), tail=options.tail)
-    for start, stop in row_chunks(logits_NV):
-        chunk = slice(start, stop)
-        rows = rows_forward(
-            logits_NV[chunk],
-            token_ids_N[chunk],
-            ready.rows(chunk),
-            temperature=options.temperature,
-            tail=options.tail,
-            gradient=gradient,
-        )
-        yield chunk, rows
+    By doubling, in one order: a scatter_add on a GPU has none.
+    """
+    n_places = values_NP.shape[-1]
+    distance = 1
+    while distance < n_places:
+        same_NP = segment_NP[:, distance:] == segment_NP[:, :-distance]
+        before_NP = torch.where(same_NP, values_NP[:, :-distance], 0.0)
+        values_NP = torch.cat([values_NP[:, :distance], values_NP[:, distance:] + before_NP], -1)
+        distance *= 2
+    last_NP = torch.ones_like(segment_NP, dtype=torch.bool)
+    last_NP[:, :-1] = segment_NP[:, 1:] != segment_NP[:, :-1]
+    places_NP = torch.where(last_NP, segment_NP, n_places)  # one more, where all that is no run's end goes
+    sums_NP = torch.nn.functional.pad(torch.zeros_like(values_NP), (0, 1)).scatter(-1, places_NP, values_NP)
+    return sums_NP[:, :-1]

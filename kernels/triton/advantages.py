@@ -1,12 +1,10 @@
-"""GRPO, GDPO and GD2PO advantages on the GPU, whitened: a sort of the groups, a launch, and one to whiten.
+"""GRPO, GDPO and GD2PO advantages on the GPU, in fp64: a sort of the groups, a launch, and one to whiten.
 
-torch sorts the group ids, so groups are runs of equal ids. A program serves a few responses in that order,
-and each walks through its run. Each program leaves the moments of its own responses, and the last launch
-whitens (smopd.kernels.triton.whiten). No sum is atomic, no host waits, a CUDA graph can hold it. fp64
-throughout.
+Groups are runs of equal ids. A program serves a few responses, and each walks through its run; the moments
+for whitening (triton/whiten.py) go to a slot of the program's own. No sum is atomic and no host waits.
 
-Shapes: R responses, K rewards (1 in GRPO: their weighted sum). In kernels: B responses that a program owns,
-K padded to a power of two.
+Shapes: R responses, K rewards (1 in GRPO: their weighted sum), padded to a power of two; B responses of a
+program.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from smopd.kernels.triton.whiten import rounded_product, store_moments, whiten_
 from smopd.kernels.types import CONFLICT_FLOOR, EQUAL_ULPS, AdvantageOptions
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SERVED = ("grpo_advantages", "gdpo_advantages", "gd2po_advantages")
 MAX_REWARDS = 32
 OWNED = 32  # responses of a program, at most
 STRIDE = 8  # responses of a run that are looked at at a time, on both sides
@@ -202,8 +199,6 @@ def _runs_kernel(
 
 def unserved(op: str, rewards_RK: Tensor) -> str | None:
     """Why the three operations cannot serve such rewards; None: they can."""
-    if op not in SERVED:
-        return f"it serves {', '.join(SERVED)}"
     if rewards_RK.dtype not in DTYPES:
         return f"the dtype is {rewards_RK.dtype}, expected one of {DTYPES}"
     if not 1 <= rewards_RK.shape[1] <= MAX_REWARDS:
@@ -219,7 +214,7 @@ def advantages(
     """adv_R and, of GD2PO, kept_R. process_group: whitened over all its ranks."""
     op, weights_K = f"{options.kind}_advantages", options.weights_K
     whiten, norm_eps, snr_threshold = options.whiten, options.norm_eps, options.snr_threshold
-    summed, drop = options.kind == "grpo", options.kind == "gd2po"
+    drop = options.kind == "gd2po"
     why_not = unserved(op, rewards_RK)
     if why_not is not None:
         raise ValueError(f"{op}: {why_not}")
@@ -235,29 +230,19 @@ def advantages(
     moments_P3 = torch.empty(0 if whiten is None else n_programs, 3, dtype=torch.float64, device=device)
     if n_responses > 0:
         sorted_R, order_R = group_R.sort(stable=True)
-        arguments = (
+        _runs_kernel[(n_programs,)](
             rewards_RK, *rewards_RK.stride(), sorted_R, order_R,
             rewards_RK if weights_K is None else weights_K, 0 if weights_K is None else weights_K.stride(0),
             adv_R, adv_R if kept_R is None else kept_R,
             adv_R if tokens_R is None else tokens_R, 0 if tokens_R is None else tokens_R.stride(0),
             moments_P3,
             n_responses, n_rewards, float(norm_eps), 0.0 if snr_threshold is None else float(snr_threshold),
+            HAS_WEIGHTS=weights_K is not None, SUMMED=options.kind == "grpo", DROP=drop,
+            SNR=snr_threshold is not None, WHITEN=whiten is not None, TOKENS=tokens_R is not None,
+            K=padded, B=owned, STRIDE=STRIDE,
+            num_warps=min(max(owned * padded // WARP_TILE, 1), MAX_WARPS), num_stages=1,
+            maxnreg=NO_REGISTER_TARGET, enable_fp_fusion=True,
         )  # fmt: skip
-        variant = {
-            "HAS_WEIGHTS": weights_K is not None, "SUMMED": summed, "DROP": drop,
-            "SNR": snr_threshold is not None, "WHITEN": whiten is not None, "TOKENS": tokens_R is not None,
-            "K": padded, "B": owned,
-        }  # fmt: skip
-        warps = min(max(owned * padded // WARP_TILE, 1), MAX_WARPS)
-        _runs_kernel[(n_programs,)](
-            *arguments,
-            **variant,
-            STRIDE=STRIDE,
-            num_warps=warps,
-            num_stages=1,
-            maxnreg=NO_REGISTER_TARGET,
-            enable_fp_fusion=True,
-        )
     if whiten is not None:
         whiten_(adv_R, kept_R, tokens_R, moments_P3, out_R, norm_eps, process_group)
     return out_R, kept_R

@@ -1,9 +1,7 @@
 """Draws a token a row from its logits, which are read once (reference/draw.py defines it).
 
-The first launch leaves each part's maximum and sum of exponentials; in the second a row's program finds the
-part that the aim falls into, and reads that part alone again.
-
-Shapes: R rows, V vocabulary, P parts of a row, B tokens of a part.
+The first launch leaves each part's maximum and sum of exponentials; the second finds the part of the aim and
+reads that alone again. Shapes: R rows, V vocabulary, P parts of a row, B tokens of a part.
 """
 
 from __future__ import annotations
@@ -76,11 +74,6 @@ def _choose_kernel(
     tl.store(logp_ptr + row, x - top - tl.log(total).to(tl.float32))
 
 
-def unserved(op: str, tensor: Tensor) -> str | None:
-    """Why logits are not served; None: they are."""
-    return None
-
-
 def draw(logits_RV: Tensor, temperature: float, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
     """As smopd.kernels.ops.draw."""
     n_rows, n_vocab = logits_RV.shape
@@ -93,17 +86,7 @@ def draw(logits_RV: Tensor, temperature: float, uniform_R: Tensor) -> tuple[Tens
         logits_RV, stride_r, stats, n_vocab, n_parts, temperature, BLOCK_V=BLOCK_V, enable_fp_fusion=True
     )
     _choose_kernel[(n_rows,)](
-        logits_RV,
-        stride_r,
-        stats,
-        uniform_R.contiguous(),
-        token_R,
-        logp_R,
-        n_vocab,
-        n_parts,
-        temperature,
-        BLOCK_P=triton.next_power_of_2(n_parts),
-        BLOCK_V=BLOCK_V,
-        enable_fp_fusion=True,
-    )
+        logits_RV, stride_r, stats, uniform_R.contiguous(), token_R, logp_R, n_vocab, n_parts, temperature,
+        BLOCK_P=triton.next_power_of_2(n_parts), BLOCK_V=BLOCK_V, enable_fp_fusion=True,
+    )  # fmt: skip
     return token_R, logp_R

@@ -1,6 +1,6 @@
-"""Loss and forward KL on a GPU: one launch of the row kernel (triton/row_kernel.py), a program a row.
+"""The loss on a GPU: a launch of the row kernel or of the split kernel behind those of the targets.
 
-Shapes: N tokens, V vocabulary, M teachers, S support entries (kappa), C columns of terms.
+Shapes: N tokens, V vocabulary, S support entries (kappa).
 """
 
 from __future__ import annotations
@@ -13,21 +13,14 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from smopd.kernels.triton.kl_gradient import coefficients_kernel, scatter_kernel, tiles_kernel
+from smopd.kernels.tokens import reverse_weight
 from smopd.kernels.triton.mixture import MAX_CANDIDATES
-from smopd.kernels.triton.row_kernel import COLUMNS, PPO, row_kernel
+from smopd.kernels.triton.row_kernel import row_kernel
 from smopd.kernels.triton.rows import LOG2E
 from smopd.kernels.triton.split_kernel import HEAD, POISON, WORDS, split_kernel
-from smopd.kernels.triton.target import MAX_SUPPORT, RowTargets, n_entries, n_slots, row_targets
-from smopd.kernels.types import (
-    Candidates,
-    KlOptions,
-    LossSettings,
-    LossTokens,
-    SparseTarget,
-    TokenTerms,
-    loss_target,
-)
+from smopd.kernels.triton.target import MAX_SUPPORT, RowTargets, n_slots, row_targets
+from smopd.kernels.triton.terms import COLUMNS, PPO
+from smopd.kernels.types import LossSettings, LossTokens, TokenTerms, loss_target
 
 _NATIVE = isinstance(row_kernel, JITFunction)  # else it runs in Triton's interpreter
 _WARP = 32
@@ -35,8 +28,6 @@ _REGISTERS = 1 << 16  # of a processor; ptxas is told a lane's, or it spills a f
 _VECTOR_BYTES = 16
 _MAX_BLOCKS = 64  # of a row: a lane has a bit for each
 _MAX_ELEMENTS = 16  # of a lane in a block
-_TILE_WARPS, _TILE_VECTORS = 8, 2  # of the forward KL's gradient; a lane's loads of 16 bytes
-_SCATTERED = 128  # entries that a program scatters, one a lane
 _SLOTS = 128  # of a target that a warp compares without spills
 MAX_VOCAB = _MAX_BLOCKS * 16 * _WARP * _MAX_ELEMENTS
 SPLIT = True  # False: the row kernel serves all (python -m bench.gpu.sweep has both)
@@ -48,17 +39,11 @@ _MAX_HELD = 8 * _WARP * 16 * 3  # elements of a row that the row kernel holds wh
 _SPLIT_UNIT = 8  # a part is a multiple of so many vectors: 128 bytes
 
 
-@dataclass(frozen=True)
-class _Configuration:
-    """A program's warps, a lane's elements of a block, and the blocks that registers hold."""
+def _configuration(n_vocab: int, dtype: torch.dtype, slots: int, *, aligned: bool) -> tuple[int, int, int]:
+    """A program's warps, a lane's elements of a block, and the blocks that registers hold.
 
-    warps: int
-    elements: int
-    held: int
-
-
-def _configuration(n_vocab: int, dtype: torch.dtype, slots: int, *, aligned: bool) -> _Configuration:
-    """A row that fits is held whole; else 16 warps have 128 registers a lane, and 24 hold the row's end."""
+    A row that fits is held whole; else 16 warps have 128 registers a lane, and 24 hold the row's end.
+    """
     elements, held = (8, 4) if dtype == torch.float32 else (16, 3)
     if not aligned:
         elements, held = 8, 2  # single elements take more registers
@@ -66,7 +51,7 @@ def _configuration(n_vocab: int, dtype: torch.dtype, slots: int, *, aligned: boo
     warps = next(enough, 16)
     while n_vocab > _MAX_BLOCKS * warps * _WARP * elements and elements < _MAX_ELEMENTS:
         elements, held = 2 * elements, 2
-    return _Configuration(warps, elements, held)
+    return warps, elements, held
 
 
 def _aligned_elements(rows_NV: Tensor) -> int:
@@ -81,7 +66,7 @@ def _aligned_elements(rows_NV: Tensor) -> int:
 def unserved(
     op: str, tensor: Tensor, *, n_support: int = 0, n_pooled: int = 0, n_vocab: int | None = None
 ) -> str | None:
-    """Why the kernel cannot serve a target of n_support entries, of n_pooled candidates; None: it can.
+    """Why a loss with a target of n_support entries of n_pooled candidates is not served; None: it is.
 
     n_vocab: where the tensor is not the logits.
     """
@@ -137,36 +122,57 @@ def _splits(logits_NV: Tensor, slots: int, *, tail: bool, two: bool) -> bool:
     return _parts(n_vocab, _VECTOR_BYTES // size).n <= most
 
 
+def _columns(tokens: LossTokens, settings: LossSettings) -> tuple[int, list[Tensor | None]]:
+    """Which columns are there, a bit for each of COLUMNS and PPO, and the columns.
+
+    What is not there is no variant of its own: any other column stands for it. But for reverse_adv.
+    """
+    named = {name: getattr(tokens, f"{name}_N") for name in COLUMNS}
+    if tokens.reverse_adv_N is not None:
+        named["reverse_weight"] = reverse_weight(tokens)
+    columns = [None if column is None else column.float().contiguous() for column in named.values()]
+    there = sum(1 << number for number, column in enumerate(columns) if column is not None)
+    there |= PPO if settings.reverse_kl_surrogate == "ppo" else 0
+    optional = COLUMNS.index("reverse_adv")
+    given = [
+        columns[0] if column is None and number != optional else column
+        for number, column in enumerate(columns)
+    ]
+    return there, given
+
+
+def loss_rows(
+    logits_NV: Tensor, tokens: LossTokens, settings: LossSettings, grad_NV: Tensor | None
+) -> TokenTerms:
+    """Every token's terms; the loss's gradient goes to grad_NV if given, which may be the logits."""
+    n_rows = logits_NV.shape[0]
+    terms_CN = torch.empty((7, n_rows), dtype=torch.float32, device=logits_NV.device)
+    clipped_N = torch.empty(n_rows, dtype=torch.int8, device=logits_NV.device)
+    if n_rows > 0:
+        _launch(logits_NV, tokens, settings, grad_NV, terms_CN, clipped_N)
+    logp_N, entropy_N, kl_N, teacher_mass_N, student_mass_N, surrogate_N, reverse_N = terms_CN.unbind(0)
+    masses = (teacher_mass_N, student_mass_N)
+    return TokenTerms(logp_N, entropy_N, kl_N, *masses, clipped_N, surrogate_N, reverse_N)
+
+
 def _launch(
-    op: str,
     logits_NV: Tensor,
-    token_ids_N: Tensor,
-    target: SparseTarget | Candidates | None,
+    tokens: LossTokens,
     settings: LossSettings,
     grad_NV: Tensor | None,
-    columns: dict[str, Tensor | None],
-    terms: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+    terms_CN: Tensor,
+    clipped_N: Tensor,
 ) -> None:
-    """columns: the loss's by COLUMNS' names. terms: terms_7N and clipped_N, or what the KL has."""
     n_rows, n_vocab = logits_NV.shape
-    if n_rows == 0:
-        return
-    why_not = unserved(op, logits_NV, n_support=n_entries(target))
-    if why_not is not None:
-        raise ValueError(f"{op}: {why_not}")
+    target = loss_target(tokens, settings)
     consecutive = _aligned_elements(logits_NV)
     if grad_NV is not None:
         consecutive = min(consecutive, _aligned_elements(grad_NV))
     slots = n_slots(target)
     aligned = consecutive * logits_NV.element_size() == _VECTOR_BYTES
     two = target is not None and settings.temperature != settings.kl_temperature
-    small = [_small(columns.get(name)) for name in COLUMNS]
-    # What is not there is no variant of its own: any other column stands for it, and a bit says so.
-    there = sum(1 << number for number, column in enumerate(small) if column is not None)
-    there |= PPO if settings.reverse_kl_surrogate == "ppo" else 0
-    stand_in = [None if name == "reverse_adv" else small[0] for name in COLUMNS]
-    inputs = (logits_NV, grad_NV, token_ids_N.contiguous())
-    given = tuple(other if column is None else column for column, other in zip(small, stand_in, strict=True))
+    there, columns = _columns(tokens, settings)
+    inputs = (logits_NV, grad_NV, tokens.token_ids_N.contiguous())
     scalars = (
         there, n_rows, logits_NV.stride(0) // consecutive,
         0 if grad_NV is None else grad_NV.stride(0) // consecutive,
@@ -177,150 +183,47 @@ def _launch(
         settings.opd_coef, settings.entropy_coef,
     )  # fmt: skip
     options = {
-        "V": n_vocab, "K": slots, "C": consecutive, "TWO": two, "NATIVE": _NATIVE,
+        "V": n_vocab, "K": slots, "C": consecutive, "NATIVE": _NATIVE,
         "CURVED": grad_NV is not None and settings.entropy_coef != 0.0,
         "num_stages": 1, "enable_fp_fusion": True,
     }  # fmt: skip
-    is_loss = grad_NV is not None and terms[1] is not None
-    if is_loss and aligned and _splits(logits_NV, slots, tail=target is not None and settings.tail, two=two):
+
+    def targets(lanes: int, repeats: int, part: int | None = None) -> tuple[Tensor | None, ...]:
+        """RowTargets' fields, in order; None for each without a target."""
+        if target is None:
+            return (None,) * len(fields(RowTargets))
+        ready = row_targets(target, n_vocab, lanes, repeats, consecutive, tail=settings.tail, part=part)
+        return tuple(getattr(ready, field.name) for field in fields(RowTargets))
+
+    if (
+        grad_NV is not None
+        and aligned
+        and _splits(logits_NV, slots, tail=target is not None and settings.tail, two=two)
+    ):
         parts, lanes = _parts(n_vocab, consecutive), _SPLIT_LANES
-        ready = _ready(target, n_vocab, lanes, _SPLIT_REPEATS, consecutive, settings.tail, parts.size)
+        ready = targets(lanes, _SPLIT_REPEATS, parts.size)
         n_words = HEAD + n_rows * (parts.n * WORDS + 2 * slots)
         exchange = torch.full((n_words,), POISON.value, dtype=torch.int32, device=logits_NV.device)
         for phase in (0,) if _NATIVE else (1, 2):
             split_kernel[(n_rows * parts.n,)](
-                *inputs, *ready, *given, *terms[:2], exchange, *scalars, **options,
+                *inputs, *ready, *columns, terms_CN, clipped_N, exchange, *scalars, **options,
                 R=_SPLIT_REPEATS, L=lanes, PARTS=parts.n, P=triton.next_power_of_2(parts.n), PART=parts.size,
                 BLOCKS=parts.blocks, TAIL_R=parts.last_repeats, WHOLE=parts.whole, PHASE=phase,
                 num_warps=lanes // _WARP, maxnreg=_SPLIT_REGISTERS,
             )  # fmt: skip
         return
-    shape = _configuration(n_vocab, logits_NV.dtype, slots, aligned=aligned)
-    lanes = shape.warps * _WARP
+    warps, elements, most = _configuration(n_vocab, logits_NV.dtype, slots, aligned=aligned)
+    lanes = warps * _WARP
     # At least two: the last block may be cut off, the others are whole. Two softmaxes take more registers.
-    blocks = triton.cdiv(n_vocab, lanes * shape.elements)
-    last = min(blocks, 2 if grad_NV is None else max(2, shape.held - two))
+    blocks = triton.cdiv(n_vocab, lanes * elements)
+    last = min(blocks, 2 if grad_NV is None else max(2, most - two))
     ahead = 2 if blocks > last > 2 else 1
     # Without a gradient to hold blocks for, two programs fit on a processor.
     programs = 2 if grad_NV is None and not two and slots <= 64 else 1
-    repeats = shape.elements // consecutive
-    ready = _ready(target, n_vocab, lanes, repeats, consecutive, settings.tail)
+    repeats = elements // consecutive
     row_kernel[(n_rows,)](
-        *inputs, *ready, *given, *terms, *scalars, **options,
-        R=repeats, L=lanes, LAST=last, AHEAD=ahead,
+        *inputs, *targets(lanes, repeats), *columns, terms_CN, clipped_N, *scalars, **options,
+        R=repeats, L=lanes, LAST=last, AHEAD=ahead, TWO=two,
         UNROLL=1 if logits_NV.element_size() == 2 and programs == 2 else ahead + 1,
-        num_warps=shape.warps, maxnreg=min(255, _REGISTERS // (lanes * programs)),
+        num_warps=warps, maxnreg=min(255, _REGISTERS // (lanes * programs)),
     )  # fmt: skip
-
-
-def _ready(
-    target: SparseTarget | Candidates | None,
-    n_vocab: int,
-    lanes: int,
-    repeats: int,
-    consecutive: int,
-    tail: bool,
-    part: int | None = None,
-) -> tuple[Tensor | None, ...]:
-    """row_targets' fields, in order; None for each without a target."""
-    if target is None:
-        return (None,) * len(fields(RowTargets))
-    ready = row_targets(target, n_vocab, lanes, repeats, consecutive, tail=tail, part=part)
-    return tuple(getattr(ready, field.name) for field in fields(RowTargets))
-
-
-def _small(column_N: Tensor | None) -> Tensor | None:
-    return None if column_N is None else column_N.to(torch.float32).contiguous()
-
-
-def loss_rows(
-    logits_NV: Tensor, tokens: LossTokens, settings: LossSettings, grad_NV: Tensor | None
-) -> TokenTerms:
-    """Every token's terms; the loss's gradient goes to grad_NV if given, which may be the logits."""
-    n_rows = logits_NV.shape[0]
-    terms_CN = torch.empty((7, n_rows), dtype=torch.float32, device=logits_NV.device)
-    clipped_N = torch.empty(n_rows, dtype=torch.int8, device=logits_NV.device)
-    reverse_weight_N = tokens.reverse_weight_N
-    if reverse_weight_N is None and tokens.reverse_adv_N is not None:
-        reverse_weight_N = tokens.kl_weight_N
-    columns = {
-        "adv": tokens.adv_N,
-        "old_logp": tokens.old_logp_N,
-        "pg_weight": tokens.pg_weight_N,
-        "kl_weight": tokens.kl_weight_N,
-        "ent_weight": tokens.ent_weight_N,
-        "reverse_adv": tokens.reverse_adv_N,
-        "reverse_weight": reverse_weight_N,
-    }
-    target = loss_target(tokens, settings)
-    terms = (terms_CN, clipped_N, None, None)
-    _launch("loss_rows", logits_NV, tokens.token_ids_N, target, settings, grad_NV, columns, terms)
-    logp_N, entropy_N, kl_N, teacher_mass_N, student_mass_N, surrogate_N, reverse_N = terms_CN.unbind(0)
-    masses = (teacher_mass_N, student_mass_N)
-    return TokenTerms(logp_N, entropy_N, kl_N, *masses, clipped_N, surrogate_N, reverse_N)
-
-
-def forward_kl_rows(
-    logits_NV: Tensor,
-    token_ids_N: Tensor,
-    target: SparseTarget | Candidates,
-    options: KlOptions,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Each row's log-probability of its token, its forward KL, and (4, N) what the gradient needs of it."""
-    n_rows = logits_NV.shape[0]
-    logp_N, kl_N = (torch.empty(n_rows, dtype=torch.float32, device=logits_NV.device) for _ in range(2))
-    statistics_4N = torch.empty((4, n_rows), dtype=torch.float32, device=logits_NV.device)
-    settings = LossSettings(
-        tail=options.tail, temperature=options.temperature, kl_temperature=options.temperature
-    )
-    terms = (logp_N, None, kl_N, statistics_4N)
-    _launch("forward_kl_rows", logits_NV, token_ids_N, target, settings, None, {}, terms)
-    return logp_N, kl_N, statistics_4N
-
-
-def forward_kl_gradient(
-    logits_NV: Tensor,
-    token_ids_N: Tensor,
-    target: SparseTarget | Candidates,
-    options: KlOptions,
-    dlogp_N: Tensor | None,
-    dkl_N: Tensor | None,
-    statistics_4N: Tensor,
-) -> Tensor:
-    """The gradient of sum(dlogp logp + dkl kl) in the logits, given forward_kl_rows' statistics."""
-    grad_NV = torch.empty_like(logits_NV)
-    n_rows, n_vocab = logits_NV.shape
-    if n_rows == 0:
-        return grad_NV
-    why_not = unserved("forward_kl_gradient", logits_NV, n_support=n_entries(target))
-    if why_not is not None:
-        raise ValueError(f"forward_kl_gradient: {why_not}")
-    consecutive = min(_aligned_elements(logits_NV), _aligned_elements(grad_NV))
-    ready = row_targets(target, n_vocab, tail=options.tail)  # where the support lies the statistics know
-    slots = ready.ids_NK.shape[1]
-    coefficients_N2 = torch.empty((n_rows, 2), dtype=torch.float32, device=logits_NV.device)
-    places_NE = torch.empty((n_rows, slots + 1), dtype=torch.int32, device=logits_NV.device)
-    values_NE = torch.empty_like(places_NE, dtype=logits_NV.dtype)
-    stride, grad_stride = logits_NV.stride(0) // consecutive, grad_NV.stride(0) // consecutive
-    scale = LOG2E.value / options.temperature
-    coefficients_kernel[(n_rows,)](
-        logits_NV, token_ids_N.contiguous(),
-        ready.ids_NK, ready.logps_NK if ready.id_logps_NK is None else ready.id_logps_NK, ready.masses_2N,
-        statistics_4N, _small(dlogp_N), _small(dkl_N), coefficients_N2, places_NE, values_NE,
-        n_rows, stride, scale, 1.0 / options.temperature,
-        V=n_vocab, K=slots, C=consecutive, TAIL=options.tail, num_warps=max(1, slots // _SLOTS), num_stages=1,
-        enable_fp_fusion=True,
-    )  # fmt: skip
-    block = _TILE_WARPS * _WARP * _TILE_VECTORS * (_VECTOR_BYTES // logits_NV.element_size())
-    block = min(block, max(triton.next_power_of_2(n_vocab), _WARP))
-    tiles_kernel[(n_rows * triton.cdiv(n_vocab, block),)](
-        logits_NV, grad_NV, coefficients_N2, stride, grad_stride, scale,
-        V=n_vocab, C=consecutive, BLOCK=block, NATIVE=_NATIVE, num_warps=_TILE_WARPS, num_stages=1,
-        enable_fp_fusion=True,
-    )  # fmt: skip
-    scatter_kernel[(triton.cdiv(places_NE.numel(), _SCATTERED),)](
-        grad_NV, places_NE, values_NE, places_NE.numel(), grad_stride,
-        E=slots + 1, C=consecutive, BLOCK=_SCATTERED, num_warps=4, num_stages=1,
-        enable_fp_fusion=True,
-    )  # fmt: skip
-    return grad_NV

@@ -1,10 +1,8 @@
 """The teachers' mixture on the GPU: union, log alpha, merge of equal ids, the kappa best and their mass.
 
-One launch. A program serves several rows where these are short, and sorts 64-bit keys within registers, of
-one warp as far as possible: then no sort goes through shared memory. Pooled: the lists go past the best so
-far, by (log-probability, place in the pool); a list that descends need not be sorted. Merged: all candidates
-at once, first by id; equal ids are added in the log domain over doubling distances, then by (log-probability,
-lower id). Sums of fp32 are trees of our own: no layout that the compiler picks changes a bit.
+Keys of 64 bits are sorted within registers, of one warp as far as possible. Pooled lists go past the best so
+far, merged ones are sorted by id first. Sums are trees of our own: no layout that the compiler picks changes
+a bit.
 
 Shapes: N tokens, M teachers, S their support, P = M * S candidates, K = kappa slots of the result. In
 kernels: B rows of a program; P and K padded to powers of two, pooled K to S at least.
@@ -261,21 +259,25 @@ def unserved(op: str, tensor: Tensor, *, n_pooled: int) -> str | None:
     return None
 
 
+def mixture_of(n_rows: int, kappa: int, device: torch.device) -> Mixture:
+    """Memory for a kernel to fill."""
+    ids_NS = torch.empty(n_rows, kappa, dtype=torch.int32, device=device)
+    logps_NS = torch.empty(n_rows, kappa, dtype=torch.float32, device=device)
+    return Mixture(ids_NS, logps_NS, torch.empty(n_rows, dtype=torch.float32, device=device))
+
+
+def emptied(mixture: Mixture) -> Mixture:
+    return Mixture(mixture.ids_NS.zero_(), mixture.logps_NS.fill_(-torch.inf), mixture.mass_N.zero_())
+
+
 def teacher_mixture(
     ids_NMS: Tensor, logps_NMS: Tensor, log_alpha: Tensor, kappa: int, *, merge: bool = False
 ) -> Mixture:
-    why_not = unserved("teacher_mixture", logps_NMS, n_pooled=ids_NMS.shape[1] * ids_NMS.shape[2])
-    if why_not is not None:
-        raise ValueError(f"teacher_mixture: {why_not}")
     n_rows, n_teachers, n_support = ids_NMS.shape
-    n_pool, device = n_teachers * n_support, ids_NMS.device
+    n_pool = n_teachers * n_support
+    mixture = mixture_of(n_rows, kappa, ids_NMS.device)
     if n_rows == 0 or kappa == 0 or n_pool == 0:
-        ids_NS = torch.zeros(n_rows, kappa, dtype=torch.int32, device=device)
-        logps_NS = torch.full((n_rows, kappa), -torch.inf, dtype=torch.float32, device=device)
-        return Mixture(ids_NS, logps_NS, torch.zeros(n_rows, dtype=torch.float32, device=device))
-    ids_NS = torch.empty(n_rows, kappa, dtype=torch.int32, device=device)
-    logps_NS = torch.empty(n_rows, kappa, dtype=torch.float32, device=device)
-    mass_N = torch.empty(n_rows, dtype=torch.float32, device=device)
+        return emptied(mixture)
     log_alpha_NM = log_alpha.expand(n_rows, n_teachers)
     log_p = max((n_pool - 1).bit_length(), MIN_LOG_P)
     log_k = min(max((kappa - 1).bit_length(), MIN_LOG_P), log_p)
@@ -285,11 +287,11 @@ def teacher_mixture(
         log_tile = log_k = max(log_k, (n_support - 1).bit_length())
     log_b = max(LOG_TILE[merge] - log_tile, 0)
     _mixture_kernel[(triton.cdiv(n_rows, 1 << log_b),)](
-        ids_NMS, logps_NMS, log_alpha_NM, ids_NS, logps_NS, mass_N,
+        ids_NMS, logps_NMS, log_alpha_NM, mixture.ids_NS, mixture.logps_NS, mixture.mass_N,
         n_rows, n_teachers, n_support, kappa,
         *ids_NMS.stride(), *logps_NMS.stride(), *log_alpha_NM.stride(),
         MERGE=merge, LOG_B=log_b, LOG_P=log_tile, LOG_K=log_k,
         num_warps=max(1 << log_tile >> LOG_WARP, 1), num_stages=1, maxnreg=NO_REGISTER_TARGET,
         enable_fp_fusion=True,
     )  # fmt: skip
-    return Mixture(ids_NS, logps_NS, mass_N)
+    return mixture

@@ -1,10 +1,7 @@
 """The teachers' product over a reference on the GPU: who gave what, the sum of changes, the kappa best, mass.
 
-One launch, a warp a row. It takes the reference's slots W at a time and compares each with all entries of
-every model's list, C at a time, entries side by side in a thread: what a slot finds is one sum of integers,
-how often and where. Nothing has to be sorted before the last step.
-
-An id that is negative or needs more than 32 bits is left out.
+A warp a row compares the reference's slots, W at a time, with every model's list, C entries at a time. An id
+that is negative or needs more than 32 bits is left out.
 
 Shapes: N tokens, M models, S their support, K = kappa slots of the result. In kernels: S and K padded to
 powers of two, T = S / W.
@@ -12,7 +9,8 @@ powers of two, T = S / W.
 
 from __future__ import annotations
 
-import torch
+from dataclasses import astuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,10 +21,12 @@ from smopd.kernels.triton.mixture import (
     NO_REGISTER_TARGET,
     as_int32,
     best_merged,
+    emptied,
     log_add,
+    mixture_of,
     tree_sum,
 )
-from smopd.kernels.types import Mixture
+from smopd.kernels.types import Mixture, ProductOptions
 
 MAX_SUPPORT = 1024
 LOG_W = 6  # slots that are compared at a time
@@ -158,35 +158,20 @@ def unserved(op: str, tensor: Tensor, *, n_support: int) -> str | None:
 
 
 def teacher_product(
-    ids_NMS: Tensor,
-    logps_NMS: Tensor,
-    weights: Tensor,
-    kappa: int,
-    *,
-    reference: int,
-    clip: float,
-    keep_raised: float,
+    ids_NMS: Tensor, logps_NMS: Tensor, weights: Tensor, kappa: int, options: ProductOptions
 ) -> Mixture:
-    why_not = unserved("teacher_product", logps_NMS, n_support=ids_NMS.shape[2])
-    if why_not is not None:
-        raise ValueError(f"teacher_product: {why_not}")
     n_rows, n_models, n_support = ids_NMS.shape
-    device = ids_NMS.device
+    product = mixture_of(n_rows, kappa, ids_NMS.device)
     if n_rows == 0 or kappa == 0 or n_support == 0:
-        ids_NS = torch.zeros(n_rows, kappa, dtype=torch.int32, device=device)
-        logps_NS = torch.full((n_rows, kappa), -torch.inf, dtype=torch.float32, device=device)
-        return Mixture(ids_NS, logps_NS, torch.zeros(n_rows, dtype=torch.float32, device=device))
-    ids_NS = torch.empty(n_rows, kappa, dtype=torch.int32, device=device)
-    logps_NS = torch.empty(n_rows, kappa, dtype=torch.float32, device=device)
-    mass_N = torch.empty(n_rows, dtype=torch.float32, device=device)
+        return emptied(product)
     weights_NM = weights.expand(n_rows, n_models - 1)
     log_s = max((n_support - 1).bit_length(), MIN_LOG_P)
     _product_kernel[(n_rows,)](
-        ids_NMS, logps_NMS, weights_NM, ids_NS, logps_NS, mass_N,
-        n_models, n_support, kappa, reference, clip, keep_raised,
+        ids_NMS, logps_NMS, weights_NM, product.ids_NS, product.logps_NS, product.mass_N,
+        n_models, n_support, kappa, *astuple(options),
         *ids_NMS.stride(), *logps_NMS.stride(), *weights_NM.stride(),
         LOG_S=log_s, LOG_K=min(max((kappa - 1).bit_length(), MIN_LOG_P), log_s),
         LOG_W=min(log_s, LOG_W), LOG_C=LOG_C,
         num_warps=1, num_stages=1, maxnreg=NO_REGISTER_TARGET, enable_fp_fusion=True,
     )  # fmt: skip
-    return Mixture(ids_NS, logps_NS, mass_N)
+    return product

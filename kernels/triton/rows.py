@@ -1,13 +1,9 @@
-"""What the row kernel (triton/row_kernel.py) is made of: a row's blocks, statistics, gradient, policy terms.
+"""A row's blocks, statistics and gradient, which the row kernel and the split kernel are made of.
 
-One program works on one row, in blocks of R L C elements: R repeats of L lanes (the program's threads) of C
-consecutive elements (16 bytes; fewer where rows are not aligned). Each lane keeps statistics of its own
-elements alone, so nothing crosses lanes while a row streams. Powers are of two: a scale is
-log2(e) / temperature, and (h, s, w) stand for
-
-    h = max x scale,    s = sum 2^(x scale - h),    w = sum 2^(x scale - h) (x scale - h).
-
-Pairs, not a log-sum-exp: differences of large logits keep their digits.
+A row comes in blocks of R L C elements: R repeats of L lanes (the program's threads) of C consecutive
+elements (16 bytes; fewer where rows are not aligned). Lanes keep statistics of their own. Powers are of two:
+a scale is log2(e) / temperature, and h = max x scale, s = sum 2^(x scale - h), w = sum 2^(x scale - h) (x
+scale - h).
 
 Shapes: V vocabulary, L lanes.
 """
@@ -15,20 +11,10 @@ Shapes: V vocabulary, L lanes.
 import triton
 import triton.language as tl
 
-from smopd.kernels import types
-
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NEG_INF = tl.constexpr(float("-inf"))
 FLOOR = tl.constexpr(-1.0e30)  # of an exponent that is multiplied by its power: -inf * 0 is NaN
-
-_LOG_RATIO_BOUND = tl.constexpr(types.LOG_RATIO_BOUND)
-_CLIP_LOW = tl.constexpr(types.CLIP_LOW)
-_CLIP_HIGH = tl.constexpr(types.CLIP_HIGH)
-_CLIP_DUAL = tl.constexpr(types.CLIP_DUAL)
-_CLIP_LOG_RATIO = tl.constexpr(types.CLIP_LOG_RATIO)
-_CLIP_REVERSE_LOW = tl.constexpr(types.CLIP_REVERSE_LOW)
-_CLIP_REVERSE_HIGH = tl.constexpr(types.CLIP_REVERSE_HIGH)
 
 
 @triton.jit
@@ -52,11 +38,7 @@ def load_block(
 
 @triton.jit
 def load_whole(row_ptr, block, BLOCK: tl.constexpr, AGAIN: tl.constexpr, PACKED: tl.constexpr):
-    """load_block of a block that is not cut off, for a loop to carry. PACKED: two 16-bit elements an int32.
-
-    A register of a loop that holds two separate values is copied at the loop's end, and the copy waits for a
-    load that nothing needs yet.
-    """
+    """load_block of a whole block. PACKED: two 16-bit elements an int32, no copies in a loop."""
     if PACKED:
         pairs_ptr = row_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         offs = block * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
@@ -85,7 +67,7 @@ def zero_row(row_ptr, V: tl.constexpr, BLOCK: tl.constexpr):
 def widen(x, DTYPE: tl.constexpr, HELD: tl.constexpr, NATIVE: tl.constexpr):
     """x, of DTYPE or two of them packed (load_whole), in fp32; bf16 in one instruction an element.
 
-    HELD: opaque to the compiler, which would else keep the fp32 copies of held blocks from before, and spill.
+    HELD: opaque to the compiler, or it keeps the fp32 copies of held blocks from before, and spills.
     """
     if x.dtype == tl.int32:
         if NATIVE and HELD:
@@ -146,8 +128,7 @@ def _absorb_scaled(x, top_L, keep_L, h_L, s_L, w_L, scale, HOLES: tl.constexpr, 
 @triton.jit
 def absorb(
     x, keep_L, stats, scale, kl_scale,
-    R: tl.constexpr, L: tl.constexpr, C: tl.constexpr,
-    HOLES: tl.constexpr, ENTROPY: tl.constexpr, TWO: tl.constexpr,
+    R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, HOLES: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
     """A block (fp32) added to the lanes' statistics: (h, s, w) at scale and, if TWO, (h, s) at kl_scale.
 
@@ -158,23 +139,21 @@ def absorb(
     top_L = tl.max(tl.max(x, 2), 0)
     if HOLES:
         top_L = tl.where(keep_L, top_L, NEG_INF)
-    h_L, s_L, w_L = _absorb_scaled(x, top_L, keep_L, h_L, s_L, w_L, scale, HOLES, ENTROPY)
+    h_L, s_L, w_L = _absorb_scaled(x, top_L, keep_L, h_L, s_L, w_L, scale, HOLES, True)
     if TWO:
         kl_h_L, kl_s_L, _ = _absorb_scaled(x, top_L, keep_L, kl_h_L, kl_s_L, kl_s_L, kl_scale, HOLES, False)
     return h_L, s_L, w_L, kl_h_L, kl_s_L
 
 
 @triton.jit
-def merge_lanes(stats, ENTROPY: tl.constexpr, TWO: tl.constexpr):
+def merge_lanes(stats, TWO: tl.constexpr):
     """The lanes' statistics as one. Without TWO the second pair repeats the first."""
     h_L, s_L, w_L, kl_h_L, kl_s_L = stats
     h = tl.max(h_L, 0)
     shift_L = tl.maximum(h_L - finite(h), FLOOR)
     decay_L = tl.exp2(shift_L)
     s = tl.sum(s_L * decay_L, 0)
-    w = 0.0
-    if ENTROPY:
-        w = tl.sum(decay_L * tl.fma(s_L, shift_L, w_L), 0)
+    w = tl.sum(decay_L * tl.fma(s_L, shift_L, w_L), 0)
     kl_h, kl_s = h, s
     if TWO:
         kl_h = tl.max(kl_h_L, 0)
@@ -183,25 +162,15 @@ def merge_lanes(stats, ENTROPY: tl.constexpr, TWO: tl.constexpr):
 
 
 @triton.jit
-def _few_stats_scaled(x, scale):
-    h = tl.fma(tl.max(x, 0), scale, 0.0)  # a product would be drawn into join_stats' difference, unrounded
+def _few_stats(x, scale):
+    h = tl.fma(tl.max(x, 0), scale, 0.0)  # a product would be drawn into _join's difference, unrounded
     exponent = tl.fma(x, scale, -finite(h))
     power = tl.exp2(exponent)
     return h, tl.sum(power, 0), tl.sum(power * tl.maximum(exponent, FLOOR), 0)
 
 
 @triton.jit
-def few_stats(x, scale, kl_scale, TWO: tl.constexpr):
-    """The statistics of a few elements, one-dimensional."""
-    h, s, w = _few_stats_scaled(x, scale)
-    kl_h, kl_s = h, s
-    if TWO:
-        kl_h, kl_s, _ = _few_stats_scaled(x, kl_scale)
-    return h, s, w, kl_h, kl_s
-
-
-@triton.jit
-def _join_scaled(h_a, s_a, w_a, h_b, s_b, w_b):
+def _join(h_a, s_a, w_a, h_b, s_b, w_b):
     h = tl.maximum(h_a, h_b)
     shift_a = tl.maximum(h_a - finite(h), FLOOR)
     shift_b = tl.maximum(h_b - finite(h), FLOOR)
@@ -212,14 +181,15 @@ def _join_scaled(h_a, s_a, w_a, h_b, s_b, w_b):
 
 
 @triton.jit
-def join_stats(a, b, TWO: tl.constexpr):
-    """The statistics of two disjoint parts of a row as one."""
-    h_a, s_a, w_a, kl_h_a, kl_s_a = a
-    h_b, s_b, w_b, kl_h_b, kl_s_b = b
-    h, s, w = _join_scaled(h_a, s_a, w_a, h_b, s_b, w_b)
+def with_support(off, x_K, scale, kl_scale, TWO: tl.constexpr):
+    """The statistics of a row from those off its support and the support's logits, -inf in other slots."""
+    h_off, s_off, w_off, kl_h_off, kl_s_off = off
+    h_K, s_K, w_K = _few_stats(x_K, scale)
+    h, s, w = _join(h_off, s_off, w_off, h_K, s_K, w_K)
     kl_h, kl_s = h, s
     if TWO:
-        kl_h, kl_s, _ = _join_scaled(kl_h_a, kl_s_a, 0.0, kl_h_b, kl_s_b, 0.0)
+        h_K, s_K, _ = _few_stats(x_K, kl_scale)
+        kl_h, kl_s, _ = _join(kl_h_off, kl_s_off, 0.0, h_K, s_K, 0.0)
     return h, s, w, kl_h, kl_s
 
 
@@ -253,16 +223,6 @@ def softmax_gradient(x, coefficients, scale, kl_scale, CURVED: tl.constexpr, TWO
     if TWO:
         gradient = tl.fma(tl.exp2(tl.fma(x, kl_scale, -kl_h)), kl_level, gradient)
     return gradient
-
-
-@triton.jit
-def write_block(
-    grad_row_ptr, block, x, coefficients, scale, kl_scale,
-    V: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, CURVED: tl.constexpr, TWO: tl.constexpr,
-):  # fmt: skip
-    """The gradient of a block x (fp32)."""
-    gradient = softmax_gradient(x, coefficients, scale, kl_scale, CURVED, TWO)
-    store_block(grad_row_ptr, block, gradient, V, BLOCK, WHOLE)
 
 
 @triton.jit
@@ -306,45 +266,6 @@ def sparse_gradient(
         at_token = (id_logps_K > NEG_INF) & (ids_K == token)
         token_apart &= tl.sum(at_token.to(tl.int32), 0) == 0
     return coefficients, token_grad, token_apart, grad_K
-
-
-@triton.jit
-def _larger(a, b):
-    """The larger one; NaN where either is (they have a factor in common)."""
-    return tl.where(a >= b, a, b)
-
-
-@triton.jit
-def policy_terms(raw, adv, reverse_adv, low, high, dual_clip, ppo, REVERSE: tl.constexpr):
-    """(surrogate, slope in logp, reverse term, slope, clip bits) at a log ratio, as terms.policy_terms.
-
-    dual_clip: inf is none. ppo: the form of the reverse term.
-    """
-    bound: tl.constexpr = _LOG_RATIO_BOUND
-    saturated = tl.abs(raw) > bound
-    ratio = tl.exp2(tl.where(raw > bound, bound, tl.where(raw < -bound, -bound, raw)) * LOG2E)
-    below, above = ratio < low, ratio > high
-    clipped_ratio = tl.where(below, low, tl.where(above, high, ratio))
-
-    surrogate = _larger(-adv * ratio, -adv * clipped_ratio)
-    is_low, is_high = below & (adv < 0), above & (adv > 0)
-    is_dual = (adv < 0) & (surrogate > -dual_clip * adv)
-    surrogate = tl.where(is_dual, -dual_clip * adv, surrogate)
-    slope = tl.where(is_low | is_high | is_dual | saturated, 0.0, -adv * ratio)
-
-    bits = tl.where(is_low, _CLIP_LOW, 0) + tl.where(is_high, _CLIP_HIGH, 0)
-    bits += tl.where(is_dual, _CLIP_DUAL, 0) + tl.where(saturated, _CLIP_LOG_RATIO, 0)
-
-    reverse = 0.0
-    reverse_slope = 0.0
-    if REVERSE:
-        reverse = -reverse_adv * clipped_ratio
-        reverse = tl.where(ppo, _larger(-reverse_adv * ratio, reverse), reverse)
-        below = below & ((reverse_adv < 0) | ~ppo)
-        above = above & ((reverse_adv > 0) | ~ppo)
-        reverse_slope = tl.where(below | above | saturated, 0.0, -reverse_adv * ratio)
-        bits += tl.where(below, _CLIP_REVERSE_LOW, 0) + tl.where(above, _CLIP_REVERSE_HIGH, 0)
-    return surrogate, slope, reverse, reverse_slope, bits
 
 
 @triton.jit

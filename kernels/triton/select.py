@@ -1,20 +1,12 @@
 """The kappa best elements of a row from the words of its segments: the second kernel of top-kappa on the GPU.
 
 A word is a segment's largest value, the round of the block where it is first met, and a bound of the values
-in its other chunks, of more bits above and fewer below. One warp a row, and no sort but of the result:
+in its other chunks. The threads' kappa-th best maximum gives a list of segments (or, if too many tie, a
+search in memory); of its kappa best each gives its best element, and is read whole while its bound may beat
+the worst.
 
-1. The kappa-th best of the threads' maxima: at least kappa segments reach it, and not many more.
-2. Those are listed in two passes over the words, each lane writing its own in turn. Where they are too many
-   (ties, or the best side by side) the exact kappa-th best segment is searched for in memory instead.
-3. Of the list, exactly the kappa best segments: no other one holds an element among the kappa best.
-4. Each one's best element, from one chunk. While some segment's bound says that it may hold a better element
-   than the worst one taken, that segment is read as a whole and its next element takes the worst one's place.
-
-All searches halve an interval of integers, so they end on any data, and every key orders by (value, lower
-place): exact, whatever ties.
-
-Shapes: S support entries (kappa). In kernels: K = kappa padded, L slots of the list; R rounds of a block,
-T threads, E elements of a chunk, as in smopd.kernels.triton.topk; X = R * E elements of a segment.
+Shapes: S support entries. In kernels: K = kappa padded, L slots of the list; R rounds of a block, T threads,
+E elements of a chunk, as in smopd.kernels.triton.topk; X = R * E elements of a segment.
 """
 
 from __future__ import annotations

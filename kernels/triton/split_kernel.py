@@ -1,19 +1,13 @@
-"""The split kernel: loss and gradient, each logit read once, several programs a row.
+"""The split kernel: loss and gradient, each logit read once, several programs a row (docs/kernels.md).
 
-PARTS programs share a row. Each loads its part into registers, keeps it there, packed as it came, and writes
-the gradient at the end. In between the programs exchange their statistics, the support's logits and the
-token's through the L2, in 32-bit words. The buffer is filled with POISON before the launch. A word is written
-once, by one program, and read until it is no longer POISON: the word is its own flag, so no other write has
-to be ordered before or behind it. All programs of a row merge the same words in one order, to the same bits.
+PARTS programs hold their parts in registers and exchange statistics, the support's and the token's logits in
+32-bit words. A word is written once and read until it is no longer POISON: no other write has to be ordered
+around it.
 
-No deadlock: a program waits only for programs of its own row, and these have consecutive tickets, which
-programs draw when they start. So the row of the lowest unfinished ticket has all its programs running, or
-gets the next ones that start. A wait ends after PATIENCE polls all the same; what never came is NaN then.
-
-A program reads and writes its own part of a row alone, so the gradient may be written over the logits.
-
-PHASE: 0 all in one launch. 1 up to the exchange and 2 from there on, as two launches: for Triton's
-interpreter, which runs one program after the other.
+No deadlock: a program waits for programs of its own row alone, whose tickets, drawn at the start, are
+consecutive. A wait ends after PATIENCE polls all the same; what never came is NaN then. A program reads and
+writes its own part alone, so the gradient may go over the logits. PHASE: 0 is one launch; 1 up to the
+exchange and 2 from there on are two, for Triton's interpreter, which runs one program after the other.
 
 Shapes: as in row_kernel; P is PARTS padded to a power of two.
 """
@@ -23,36 +17,37 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from smopd.kernels.triton.row_kernel import _OLD_LOGP, _PPO, _weights
 from smopd.kernels.triton.rows import (
-    LN2,
-    LOG2E,
     NEG_INF,
     absorb,
     column,
-    few_stats,
     finite,
-    join_stats,
     merge_lanes,
-    policy_terms,
     softmax_gradient,
     sparse_gradient,
-    weighted,
     widen,
+    with_support,
 )
-from smopd.kernels.triton.target import SEGMENT_BITS
+from smopd.kernels.triton.target import SEGMENT_BITS, segments
+from smopd.kernels.triton.terms import (
+    all_zero,
+    load_weights,
+    loss_slopes,
+    store_terms,
+    store_zeros,
+    support_terms,
+    token_terms,
+)
 
 POISON = tl.constexpr(-1)  # as fp32 a NaN that no arithmetic makes
-WORDS = 8  # of a part's statistics: h, s, w, kl_h, kl_s, padded to a sector of 32 bytes
+WORDS = 8  # of a part's statistics: h, s, w, padded to a sector of 32 bytes
 HEAD = 32  # words before the first row's: a line of the cache
 _WORDS = tl.constexpr(WORDS)
 _HEAD = tl.constexpr(HEAD)
 _SEGMENT_BITS = tl.constexpr(SEGMENT_BITS)
 _BLOCK_MASK = tl.constexpr((1 << SEGMENT_BITS) - 1)
 _QUIET = tl.constexpr(0x7FC00000)  # what any NaN is published as
-_LOWEST = tl.constexpr(
-    -1.7e38
-)  # a logit below counts as this one: its power is 0, and differences are finite
+_LOWEST = tl.constexpr(-1.7e38)  # a logit below counts as this one: its power is 0, differences are finite
 _PATIENCE = tl.constexpr(1 << 24)  # polls, of about a microsecond each
 
 
@@ -91,26 +86,9 @@ def _widen_bounded(x, lowest, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _sums(x, h_L, keep_L, s_L, w_L, scale, R: tl.constexpr, L: tl.constexpr, C: tl.constexpr,
-          HOLES: tl.constexpr, ENTROPY: tl.constexpr):  # fmt: skip
-    """A block (fp32) added to the lanes' sums at their maximum h, which is known."""
-    exponent = tl.fma(tl.reshape(x, (R, L, C)), scale, -h_L[None, :, None])
-    power = tl.exp2(exponent)
-    more_s_L = tl.sum(tl.sum(power, 2), 0)
-    if HOLES:
-        more_s_L = tl.where(keep_L, more_s_L, 0.0)
-    if ENTROPY:
-        more_w_L = tl.sum(tl.sum(power * exponent, 2), 0)
-        if HOLES:
-            more_w_L = tl.where(keep_L, more_w_L, 0.0)
-        w_L += more_w_L
-    return s_L + more_s_L, w_L
-
-
-@triton.jit
 def _part_stats(
-    held, skipped_L, scale, kl_scale, BLOCKS: tl.constexpr, R: tl.constexpr, TAIL_R: tl.constexpr,
-    L: tl.constexpr, C: tl.constexpr, HOLES: tl.constexpr, TWO: tl.constexpr, NATIVE: tl.constexpr,
+    held, skipped_L, scale, BLOCKS: tl.constexpr, R: tl.constexpr, TAIL_R: tl.constexpr,
+    L: tl.constexpr, C: tl.constexpr, HOLES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """The lanes' statistics (triton/rows.py) of the blocks held: first the maxima, then the sums."""
     top_L = tl.full((L,), NEG_INF, tl.float32)
@@ -127,45 +105,38 @@ def _part_stats(
             top_L = tl.max(tl.max(tl.reshape(top.to(tl.float32), (R, L, C)), 2), 0)
         x = tl.reshape(held[BLOCKS - 1].to(tl.float32), (TAIL_R, L, C))
         top_L = tl.maximum(top_L, tl.max(tl.max(x, 2), 0))
-    lowest = _LOWEST / tl.maximum(tl.maximum(scale, kl_scale), 1.0)
-    top_L = tl.where(top_L > NEG_INF, tl.maximum(top_L, lowest), top_L)
-    h_L = top_L * scale
+    lowest = _LOWEST / tl.maximum(scale, 1.0)
+    h_L = tl.where(top_L > NEG_INF, tl.maximum(top_L, lowest), top_L) * scale
     s_L, w_L = tl.zeros((L,), tl.float32), tl.zeros((L,), tl.float32)
-    kl_h_L, kl_s_L = h_L, s_L
-    if TWO:
-        kl_h_L = top_L * kl_scale
     for i in tl.static_range(BLOCKS):
-        keep_L = ((skipped_L >> i) & 1) == 0
-        x = _widen_bounded(held[i], lowest, NATIVE)
-        s_L, w_L = _sums(
-            x, finite(h_L), keep_L, s_L, w_L, scale, TAIL_R if i == BLOCKS - 1 else R, L, C, HOLES, True
-        )
-        if TWO:
-            kl_s_L, _ = _sums(
-                x, finite(kl_h_L), keep_L, kl_s_L, kl_s_L, kl_scale,
-                TAIL_R if i == BLOCKS - 1 else R, L, C, HOLES, False,
-            )  # fmt: skip
-    return h_L, s_L, w_L, kl_h_L, kl_s_L
+        x = tl.reshape(_widen_bounded(held[i], lowest, NATIVE), (TAIL_R if i == BLOCKS - 1 else R, L, C))
+        exponent = tl.fma(x, scale, -finite(h_L)[None, :, None])
+        power = tl.exp2(exponent)
+        more_s_L = tl.sum(tl.sum(power, 2), 0)
+        more_w_L = tl.sum(tl.sum(power * exponent, 2), 0)
+        if HOLES:
+            keep_L = ((skipped_L >> i) & 1) == 0
+            more_s_L = tl.where(keep_L, more_s_L, 0.0)
+            more_w_L = tl.where(keep_L, more_w_L, 0.0)
+        s_L += more_s_L
+        w_L += more_w_L
+    return h_L, s_L, w_L, h_L, s_L
 
 
 @triton.jit
-def _received(ptr_P, there_P, picked_ptr, TARGET: tl.constexpr, TWO: tl.constexpr, K: tl.constexpr):
+def _received(ptr_P, there_P, picked_ptr, TARGET: tl.constexpr, K: tl.constexpr):
     """(the words of a row as they are now, whether one of them is still POISON)"""
     h_P = tl.load(ptr_P, mask=there_P, other=0, volatile=True)
     s_P = tl.load(ptr_P + 1, mask=there_P, other=0, volatile=True)
     w_P = tl.load(ptr_P + 2, mask=there_P, other=0, volatile=True)
     token = tl.load(picked_ptr, volatile=True)
     missing_P = (h_P == POISON) | (s_P == POISON) | (w_P == POISON)
-    kl_h_P, kl_s_P, x_K = h_P, s_P, token
-    if TWO:
-        kl_h_P = tl.load(ptr_P + 3, mask=there_P, other=0, volatile=True)
-        kl_s_P = tl.load(ptr_P + 4, mask=there_P, other=0, volatile=True)
-        missing_P |= (kl_h_P == POISON) | (kl_s_P == POISON)
     waiting = (tl.max(missing_P.to(tl.int32), 0) != 0) | (token == POISON)
+    x_K = token
     if TARGET:
         x_K = tl.load(picked_ptr + K + tl.arange(0, K), volatile=True)
         waiting |= tl.max((x_K == POISON).to(tl.int32), 0) != 0
-    return (h_P, s_P, w_P, kl_h_P, kl_s_P, token, x_K), waiting
+    return (h_P, s_P, w_P, token, x_K), waiting
 
 
 @triton.jit
@@ -201,13 +172,13 @@ def split_kernel(
     adv_ptr, old_logp_ptr, pg_weight_ptr, kl_weight_ptr, ent_weight_ptr, reverse_adv_ptr, reverse_weight_ptr,
     terms_ptr, clipped_ptr, exchange_ptr,
     there, n_rows, stride_logits_n, stride_grad_n,
-    scale, kl_scale, inv_temperature, inv_kl_temperature,
+    scale, _kl_scale, inv_temperature, _inv_kl_temperature,
     clip_low, clip_high, dual_clip, opd_coef, entropy_coef,
     V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, L: tl.constexpr, C: tl.constexpr,
     PARTS: tl.constexpr, P: tl.constexpr, PART: tl.constexpr, BLOCKS: tl.constexpr, TAIL_R: tl.constexpr,
-    WHOLE: tl.constexpr, PHASE: tl.constexpr, TWO: tl.constexpr, CURVED: tl.constexpr, NATIVE: tl.constexpr,
+    WHOLE: tl.constexpr, PHASE: tl.constexpr, CURVED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """A part of a row. Arguments as row_kernel's, and:
+    """A part of a row. Arguments as row_kernel's, with one temperature, and:
 
     exchange: HEAD words, the ticket first; for each row WORDS of each part; for each row K words, the token's
     logit first, and the K slots' logits.
@@ -249,13 +220,13 @@ def split_kernel(
         id_logps_K = logps_K if id_logps_ptr is None else tl.load(id_logps_ptr + offs_K)
         teacher_mass = tl.load(masses_ptr + row)
     else:
-        ids_K, id_logps_K, x_K = None, None, None
+        ids_K, logps_K, id_logps_K, first_K, x_K = None, None, None, None, None
     if HOLES:
         tail_q = tl.load(masses_ptr + n_rows + row)
         if PARTS > 1:
             lane_L = part * L + tl.arange(0, L)
             for k in tl.range(0, K, loop_unroll_factor=1):
-                segment = tl.load(skipped_ptr + row * K + k)  # (triton/target.py: skipped_segment)
+                segment = tl.load(skipped_ptr + row * K + k)  # (triton/target.py: RowTargets)
                 block = segment & _BLOCK_MASK
                 skipped_L |= tl.where(segment >> _SEGMENT_BITS == lane_L, 1 << block, 0)
         else:
@@ -263,16 +234,12 @@ def split_kernel(
         EACH: tl.constexpr = R * C if K * R * C > L else L // K
         offs_E = row * K + tl.arange(0, K * EACH) // EACH
         ids_E, holes_E = tl.load(ids_ptr + offs_E), tl.load(holes_ptr + offs_E)
-    pg_weight, kl_weight, ent_weight, reverse_weight = _weights(
-        pg_weight_ptr, kl_weight_ptr, ent_weight_ptr, reverse_weight_ptr, row, there
-    )
-    if (pg_weight == 0) & (kl_weight == 0) & (ent_weight == 0) & (reverse_weight == 0):
+    weights = load_weights(pg_weight_ptr, kl_weight_ptr, ent_weight_ptr, reverse_weight_ptr, row, there)
+    if all_zero(weights):
         # So do all programs of the row: none waits for it.
         if PHASE != 1:
             if part == 0:
-                for number in tl.static_range(7):
-                    tl.store(terms_ptr + number * n_rows + row, 0.0)
-                tl.store(clipped_ptr + row, 0)
+                store_zeros(terms_ptr, clipped_ptr, row, n_rows)
             _zero_part(grad_part_ptr, width, BLOCK)
         return
     adv, old_logp = tl.load(adv_ptr + row), tl.load(old_logp_ptr + row)
@@ -301,90 +268,57 @@ def split_kernel(
     if PHASE != 2:
         if HOLES:
             # What surrounds the support in the segments that the lanes' sums leave out (triton/target.py).
-            element_E = tl.arange(0, K * EACH) % EACH
-            local_E = ids_E % PART
-            start_E = (local_E // BLOCK) * BLOCK + ((local_E // C) % L) * C
-            offs_E = start_E + (element_E // C) * (L * C) + element_E % C
-            is_hole_E = (holes_E >> tl.minimum(element_E, R * C - 1)) & 1
-            wanted_E = (holes_E > 0) & (is_hole_E == 0) & (ids_E // PART == part)
-            wanted_E = wanted_E & (offs_E < width) & (element_E < R * C)
-            around_E = tl.load(part_ptr + offs_E, mask=wanted_E, other=NEG_INF).to(tl.float32)
-        stats = _part_stats(held, skipped_L, scale, kl_scale, BLOCKS, R, TAIL_R, L, C, HOLES, TWO, NATIVE)
+            own_holes_E = tl.where(ids_E // PART == part, holes_E, 0)
+            around_E = segments(part_ptr, ids_E % PART, own_holes_E, width, R, L, C, EACH)
+        stats = _part_stats(held, skipped_L, scale, BLOCKS, R, TAIL_R, L, C, HOLES, NATIVE)
         if HOLES:
-            stats = absorb(around_E, skipped_L, stats, scale, kl_scale, K * EACH // L, L, 1, False, True, TWO)
-        h, s, w, kl_h, kl_s = merge_lanes(stats, True, TWO)
+            stats = absorb(around_E, skipped_L, stats, scale, scale, K * EACH // L, L, 1, False, False)
+        h, s, w, _, _ = merge_lanes(stats, False)
         word = tl.arange(0, _WORDS)
         number = tl.where(word == 0, h, tl.where(word == 1, s, tl.where(word == 2, w, 0.0)))
-        if TWO:
-            number = tl.where(word == 3, kl_h, tl.where(word == 4, kl_s, number))
-        tl.atomic_xchg(stats_ptr + part * _WORDS + word, _bits(number), mask=word < 5, sem="relaxed")
+        tl.atomic_xchg(stats_ptr + part * _WORDS + word, _bits(number), mask=word < 3, sem="relaxed")
     if PHASE == 1:
         return
 
     part_P = tl.arange(0, P)
     there_P = part_P < PARTS
     ptr_P = stats_ptr + part_P * _WORDS
-    words, waiting = _received(ptr_P, there_P, picked_ptr, TARGET, TWO, K)
+    words, waiting = _received(ptr_P, there_P, picked_ptr, TARGET, K)
     polls = 0
     while waiting & (polls < _PATIENCE):
-        words, waiting = _received(ptr_P, there_P, picked_ptr, TARGET, TWO, K)
+        words, waiting = _received(ptr_P, there_P, picked_ptr, TARGET, K)
         polls += 1
-    h_P, s_P, w_P, kl_h_P, kl_s_P, token_x, all_x_K = words
+    h_P, s_P, w_P, token_x, all_x_K = words
     h_P = tl.where(there_P, h_P.to(tl.float32, bitcast=True), NEG_INF)
     s_P = s_P.to(tl.float32, bitcast=True)
     w_P = w_P.to(tl.float32, bitcast=True)
-    kl_h_P = tl.where(there_P, kl_h_P.to(tl.float32, bitcast=True), NEG_INF)
-    kl_s_P = kl_s_P.to(tl.float32, bitcast=True)
     token_x = token_x.to(tl.float32, bitcast=True)
     all_x_K = all_x_K.to(tl.float32, bitcast=True)
-    off = merge_lanes((h_P, s_P, w_P, kl_h_P, kl_s_P), True, TWO)
+    off = merge_lanes((h_P, s_P, w_P, h_P, s_P), False)
     whole = off
     if HOLES:
-        whole = join_stats(off, few_stats(tl.where(first_K, all_x_K, NEG_INF), scale, kl_scale, TWO), TWO)
-    h, s, w, kl_h, kl_s = whole
-    exact_logp = (token_x.to(tl.float64) * scale - finite(h) - tl.log2(s)) * LN2
-    entropy = (tl.log2(s) - w / s) * LN2
-    raw = tl.where((there & _OLD_LOGP) != 0, (exact_logp - old_logp).to(tl.float32), 0.0)
-    surrogate, slope, reverse, reverse_slope, clipped = policy_terms(
-        raw, adv, reverse_adv, clip_low, clip_high, dual_clip, (there & _PPO) != 0, REVERSE
+        whole = with_support(off, tl.where(first_K, all_x_K, NEG_INF), scale, scale, False)
+    values = token_terms(
+        token_x, whole, scale, adv, old_logp, reverse_adv, clip_low, clip_high, dual_clip, there, REVERSE
     )
-
     if part == 0:
-        kl = 0.0
-        student_mass = 0.0
-        if TARGET:
-            q_K = tl.exp2(logps_K * LOG2E)
-            student_K = (tl.fma(all_x_K, kl_scale, -finite(kl_h)) - tl.log2(kl_s)) * LN2
-            kl = tl.sum(tl.where(q_K != 0, q_K * (logps_K - student_K), 0.0), 0)  # != 0: NaN is
-            student_mass = tl.sum(tl.where(first_K, tl.exp2(student_K * LOG2E), 0.0), 0)
-            student_mass = tl.where(teacher_mass != teacher_mass, teacher_mass, student_mass)
-            if HOLES:
-                tail_logp = (finite(off[3]) - finite(kl_h) + tl.log2(off[4]) - tl.log2(kl_s)) * LN2
-                kl += tl.where(tail_q > 0, tail_q * (tl.log2(tail_q) * LN2 - tail_logp), 0.0)
-        tl.store(terms_ptr + row, exact_logp.to(tl.float32))
-        tl.store(terms_ptr + n_rows + row, entropy)
-        tl.store(terms_ptr + 2 * n_rows + row, kl)
-        tl.store(terms_ptr + 3 * n_rows + row, teacher_mass)
-        tl.store(terms_ptr + 4 * n_rows + row, student_mass)
-        tl.store(terms_ptr + 5 * n_rows + row, surrogate)
-        tl.store(terms_ptr + 6 * n_rows + row, reverse)
-        tl.store(clipped_ptr + row, clipped.to(tl.int8))
+        kl, student_mass = support_terms(
+            all_x_K, logps_K, first_K, off, whole, teacher_mass, tail_q, scale, TARGET, HOLES
+        )
+        store_terms(terms_ptr, clipped_ptr, row, n_rows, kl, (teacher_mass, student_mass), values)
 
-    dkl = opd_coef * kl_weight if TARGET else 0.0
-    reverse_coef = opd_coef * reverse_weight if REVERSE else 0.0
-    bend = entropy_coef * ent_weight if CURVED else 0.0
-    if (pg_weight == 0) & (dkl == 0) & (reverse_coef == 0) & (bend == 0):
+    dlogp, dkl, bend, idle = loss_slopes(weights, values, opd_coef, entropy_coef, TARGET, REVERSE, CURVED)
+    if idle:
         _zero_part(grad_part_ptr, width, BLOCK)
         return
-    dlogp = weighted(pg_weight, slope) + weighted(reverse_coef, reverse_slope)
     coefficients, token_grad, token_apart, grad_K = sparse_gradient(
-        token, token_inside, token_x, x_K, ids_K, id_logps_K, off, whole, entropy, teacher_mass, tail_q,
-        dlogp, dkl, bend, scale, kl_scale, inv_temperature, inv_kl_temperature, HOLES, CURVED, TWO,
+        token, token_inside, token_x, x_K, ids_K, id_logps_K, off, whole, values[1], teacher_mass, tail_q,
+        dlogp, dkl, bend, scale, scale, inv_temperature, inv_temperature, HOLES, CURVED, False,
     )  # fmt: skip
     tl.debug_barrier()  # the entries above are read before anything is overwritten
     for i in tl.static_range(BLOCKS):
         x = widen(held[i], DTYPE, True, NATIVE)
-        gradient = softmax_gradient(x, coefficients, scale, kl_scale, CURVED, TWO)
+        gradient = softmax_gradient(x, coefficients, scale, scale, CURVED, False)
         _store_part(grad_part_ptr, i * BLOCK, width, gradient, i < WHOLE)
     tl.debug_barrier()
     out: tl.constexpr = grad_ptr.dtype.element_ty

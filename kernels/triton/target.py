@@ -1,12 +1,7 @@
-"""The rows' sparse targets, made ready in a launch of their own, and the parts of a row around its support.
+"""The rows' sparse targets, prepared in a launch of their own, and the parts of a row around its support.
 
-A warp makes a row's target (of several teachers that of their union, triton/mixture.py): one
-log-probability for each distinct id, the masses, and for the tail bucket where in the row the support lies.
-The row kernel (triton/row_kernel.py) has sixteen warps, which would all wait for this in each of its 62 rows
-a processor; here thousands of rows are on the way at once.
-
-An empty slot has log-probability -inf and any id; a row with another id outside the vocabulary, of several
-teachers among those that are kept, is NaN, and nothing is read or written there.
+A warp a row makes one log-probability for each distinct id, the masses, and for the tail bucket where in the
+row the support lies. An id outside the vocabulary in a slot that is not empty makes its row NaN.
 
 Shapes: N tokens, K slots of a row's target (a power of two), S support entries, L lanes (R and C as in
     triton/rows.py).
@@ -21,10 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smopd.kernels.terms import TAIL_FLOOR
 from smopd.kernels.triton.mixture import DTYPES, teacher_mixture
 from smopd.kernels.triton.rows import LN2, LOG2E, NEG_INF
-from smopd.kernels.types import Candidates, SparseTarget
+from smopd.kernels.types import TAIL_FLOOR, SparseTarget
 
 MAX_SUPPORT = 512  # slots of a target: each is compared with all
 SEGMENT_BITS = 6  # of a block's number: a lane has at most 64 blocks
@@ -36,19 +30,13 @@ _SEGMENT_BITS = tl.constexpr(SEGMENT_BITS)
 
 
 @triton.jit
-def bounded(ids_K, logps_K, V: tl.constexpr):
+def _given_target(ids_ptr, logps_ptr, row, V: tl.constexpr, S: tl.constexpr, K: tl.constexpr):
     """(ids as int32, log-probabilities): NaN where an id is outside [0, V), but for an empty slot's."""
-    outside_K = (ids_K < 0) | (ids_K >= V)
-    return ids_K.to(tl.int32), tl.where(outside_K & (logps_K > NEG_INF), float("nan"), logps_K)
-
-
-@triton.jit
-def given_target(ids_ptr, logps_ptr, row, V: tl.constexpr, S: tl.constexpr, K: tl.constexpr):
-    """(ids, log-probabilities) of the target as given."""
     slot_K = tl.arange(0, K)
     ids_K = tl.load(ids_ptr + row * S + slot_K, mask=slot_K < S, other=-1)
     logps_K = tl.load(logps_ptr + row * S + slot_K, mask=slot_K < S, other=NEG_INF).to(tl.float32)
-    return bounded(ids_K, logps_K, V)
+    outside_K = (ids_K < 0) | (ids_K >= V)
+    return ids_K.to(tl.int32), tl.where(outside_K & (logps_K > NEG_INF), float("nan"), logps_K)
 
 
 @triton.jit
@@ -73,26 +61,19 @@ def _merge_repeats(ids_ptr, logps_ptr, powers_ptr, ids_K, logps_K, is_last_K, S:
 
 @triton.jit
 def segments(
-    row_ptr, ids_E, holes_E, V: tl.constexpr, R: tl.constexpr, L: tl.constexpr, C: tl.constexpr,
-    EACH: tl.constexpr,
-):  # fmt: skip
+    row_ptr, ids_E, holes_E, length, R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, EACH: tl.constexpr
+):
     """The elements of the segments that the lanes leave out, -inf for the support in them and for padding.
 
-    One-dimensional, EACH elements for each slot: ids_E and holes_E are its own, repeated.
+    One-dimensional, EACH elements for each slot: ids_E and holes_E are its own, repeated. length: the row's.
     """
     element_E = tl.arange(0, ids_E.shape[0]) % EACH
     start_E = (ids_E // (R * L * C)) * (R * L * C) + ((ids_E // C) % L) * C
     offs_v = start_E + (element_E // C) * (L * C) + element_E % C
     # Padding is shifted as the last element is: by the integer's bits or more is undefined.
     is_hole_E = (holes_E >> tl.minimum(element_E, R * C - 1)) & 1
-    wanted_E = (holes_E > 0) & (is_hole_E == 0) & (offs_v < V) & (element_E < R * C)
+    wanted_E = (holes_E > 0) & (is_hole_E == 0) & (offs_v < length) & (element_E < R * C)
     return tl.load(row_ptr + offs_v, mask=wanted_E, other=NEG_INF).to(tl.float32)
-
-
-@triton.jit
-def skipped_segment(part, lane, block, L: tl.constexpr):
-    """A segment's number: its block's in the low SEGMENT_BITS."""
-    return ((part * L + lane) << _SEGMENT_BITS) | block
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -101,9 +82,9 @@ def _target_kernel(
     out_ids_ptr, out_logps_ptr, out_id_logps_ptr, masses_ptr, holes_ptr, skipped_ptr,
     V: tl.constexpr, S: tl.constexpr, K: tl.constexpr,
     R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, PART: tl.constexpr,
-    TAIL: tl.constexpr, DISTINCT: tl.constexpr,
+    DISTINCT: tl.constexpr,
 ):  # fmt: skip
-    """A row. There is holes_ptr if the tail's segments are asked for, out_id_logps_ptr where it tells more.
+    """A row. There is holes_ptr with a tail bucket, out_id_logps_ptr where it differs from out_logps_ptr.
 
     Slots are compared with one slot after the other, which all lanes load: an id with ids, a segment with
     segments. Outputs hold what is compared until the results are stored.
@@ -116,7 +97,7 @@ def _target_kernel(
         tl.store(skipped_ptr + tl.arange(0, L), tl.zeros((L,), skipped_ptr.dtype.element_ty))
     slot_K = tl.arange(0, K)
     offs_K = row * K + slot_K
-    ids_K, logps_K = given_target(ids_ptr, logps_ptr, row, V, S, K)
+    ids_K, logps_K = _given_target(ids_ptr, logps_ptr, row, V, S, K)
     live_K = logps_K > NEG_INF
     ids_K = tl.where(live_K, ids_K, -1 - slot_K)  # no other slot's
     out_ids_ptr += row * K
@@ -128,7 +109,7 @@ def _target_kernel(
         block_K = local_K // (R * L * C)
         lane_K = (local_K // C) % L
         element_K = ((local_K // (L * C)) % R) * C + local_K % C
-        segment_K = skipped_segment(place_K // PART, lane_K, block_K, L)
+        segment_K = ((place_K // PART * L + lane_K) << _SEGMENT_BITS) | block_K
         code_K = tl.where(live_K, segment_K * 16 + element_K, ids_K * 16)
         codes_ptr = holes_ptr + row * K
         tl.store(codes_ptr + slot_K, code_K)
@@ -153,17 +134,16 @@ def _target_kernel(
             id_logps_K = _merge_repeats(
                 out_ids_ptr, logps_ptr + row * S, out_logps_ptr + row * K, ids_K, logps_K, is_last_K, S
             )
-    if TAIL:
+    if HOLES:
         logps_K = id_logps_K
     tl.store(out_logps_ptr + offs_K, logps_K)
     if out_id_logps_ptr is not None:
         tl.store(out_id_logps_ptr + offs_K, id_logps_K)
     tl.store(masses_ptr + row, tl.sum(tl.exp2(logps_K * LOG2E), 0))
-    if TAIL:
+    if HOLES:
         # In fp64: it is a difference. Ids that repeat are merged in fp32 before.
         tail_q = (1.0 - tl.sum(tl.exp2(logps_K.to(tl.float64) * LOG2E), 0)).to(tl.float32)
         tl.store(masses_ptr + n_rows + row, tl.where(tail_q >= _TAIL_FLOOR, tail_q, 0.0))
-    if HOLES:
         holds_K = live_K & is_last_K & ((bits_K & -bits_K) == 1 << element_K)  # the segment's first element
         tl.debug_barrier()  # all have read the codes
         tl.store(codes_ptr + slot_K, tl.where(holds_K, bits_K, 0))
@@ -187,8 +167,8 @@ class RowTargets:
         holes_NK: a segment is what one lane takes from one block, R C elements, at most 16. At one slot for
             each segment that holds support a bit for each such element, 0 elsewhere; with the tail bucket.
         skipped_NL: (N, L) a bit for each block of which a lane leaves its segment out; where several
-            programs share a row (N, K) the segment's number (skipped_segment), -1 where holes_NK is 0. With
-            the tail bucket.
+            programs share a row (N, K) the segment's number, its block's in the low SEGMENT_BITS, -1 where
+            holes_NK is 0. With the tail bucket.
     """
 
     ids_NK: Tensor
@@ -199,26 +179,17 @@ class RowTargets:
     skipped_NL: Tensor | None
 
 
-def n_entries(target: SparseTarget | Candidates | None) -> int:
-    """Entries of a row's target, of several teachers those that are kept."""
-    if target is None:
-        return 0
-    if isinstance(target, SparseTarget):
-        return target.ids_NS.shape[1]
-    return min(target.ids_NMS.shape[1] * target.ids_NMS.shape[2], target.kappa)
-
-
-def n_slots(target: SparseTarget | Candidates | None) -> int:
+def n_slots(target: SparseTarget | None) -> int:
     """Slots of a row's target in the kernels, a power of two."""
-    return triton.next_power_of_2(max(n_entries(target), 1))
+    return 1 if target is None else triton.next_power_of_2(max(target.n_entries, 1))
 
 
 def row_targets(
-    target: SparseTarget | Candidates,
+    target: SparseTarget,
     n_vocab: int,
-    lanes: int = 0,
-    repeats: int = 1,
-    consecutive: int = 1,
+    lanes: int,
+    repeats: int,
+    consecutive: int,
     *,
     tail: bool,
     part: int | None = None,
@@ -227,24 +198,21 @@ def row_targets(
 
     Several teachers are united (Eq. 6; merged first: Eq. 5) in one before it.
 
-    lanes: 0 leaves out where the support lies: holes_NK and skipped_NL are None.
     part: elements of a row that a program has, where several share it.
     """
-    slots, distinct = n_slots(target), False
-    if isinstance(target, SparseTarget):
-        ids, logps = target.ids_NS, target.logps_NS
-    else:
-        logps_NMS = target.logps_NMS if target.logps_NMS.dtype in DTYPES else target.logps_NMS.float()
-        candidates = (target.ids_NMS, logps_NMS, target.log_alpha, n_entries(target))
-        mixture = teacher_mixture(*candidates, merge=target.merge)
-        ids, logps, distinct = mixture.ids_NS, mixture.logps_NS, target.merge
+    ids, logps, slots = target.ids, target.logps, n_slots(target)
+    if target.log_alpha is not None:
+        logps = logps if logps.dtype in DTYPES else logps.float()
+        mixture = teacher_mixture(ids, logps, target.log_alpha, target.n_entries, merge=target.merge)
+        ids, logps = mixture.ids_NS, mixture.logps_NS
+    distinct = target.log_alpha is not None and target.merge
     n_rows = ids.shape[0]
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=ids.device)
 
-    holes, part = tail and lanes > 0, min(part or n_vocab, n_vocab)
-    if not holes:
+    part = min(part or n_vocab, n_vocab)
+    if not tail:
         lanes, repeats, consecutive, part = 0, 1, 1, n_vocab  # no variants of what does not matter
     bits = torch.int32 if n_vocab <= 32 * repeats * lanes * consecutive else torch.int64
     skipped = (lanes, bits) if part == n_vocab else (slots, torch.int32)
@@ -253,14 +221,14 @@ def row_targets(
         logps_NK=empty(n_rows, slots),
         id_logps_NK=None if distinct or tail else empty(n_rows, slots),
         masses_2N=empty(2, n_rows),
-        holes_NK=empty(n_rows, slots, dtype=torch.int32) if holes else None,
-        skipped_NL=empty(n_rows, skipped[0], dtype=skipped[1]) if holes else None,
+        holes_NK=empty(n_rows, slots, dtype=torch.int32) if tail else None,
+        skipped_NL=empty(n_rows, skipped[0], dtype=skipped[1]) if tail else None,
     )
     _target_kernel[(n_rows,)](
         ids.contiguous(), logps.contiguous(), n_rows,
         ready.ids_NK, ready.logps_NK, ready.id_logps_NK, ready.masses_2N, ready.holes_NK, ready.skipped_NL,
         V=n_vocab, S=ids.shape[-1], K=slots, R=repeats, L=lanes, C=consecutive, PART=part,
-        TAIL=tail, DISTINCT=distinct, num_warps=max(slots // _SLOTS_A_WARP, 1), num_stages=1,
+        DISTINCT=distinct, num_warps=max(slots // _SLOTS_A_WARP, 1), num_stages=1,
         enable_fp_fusion=True,
     )  # fmt: skip
     return ready

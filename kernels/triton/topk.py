@@ -1,11 +1,11 @@
 """Top-kappa with log-probabilities on the GPU: one stream over the vocabulary, then a small exact selection.
 
-Stream: each thread keeps its own maximum and sum of exponentials, and for each block of the row one word of
-the elements it saw there (a segment): the largest value, where it is first met, and a bound of what else is
-there. No shuffle and no barrier in the loop. From the words smopd.kernels.triton.select finds the best.
+Each thread keeps its maximum, its sum of exponentials and, of each block, one word of the elements it saw
+there (a segment). Nothing crosses threads in the loop. smopd.kernels.triton.select finds the best from the
+words.
 
-Shapes: N rows, V vocabulary, S support entries (kappa). In kernels: R rounds of a block, T
-threads, E elements of a chunk (16 bytes, read at once); chunk c holds the ids c * E to c * E + E - 1.
+Shapes: N rows, V vocabulary, S support entries (kappa). In kernels: R rounds of a block, T threads, E
+elements of a chunk (16 bytes, read at once); chunk c holds the ids c * E to c * E + E - 1.
 """
 
 from __future__ import annotations
@@ -173,9 +173,6 @@ def unserved(op: str, tensor: Tensor, *, kappa: int, n_vocab: int | None = None)
 def topk_logprobs(
     logits_NV: Tensor, kappa: int, *, token_ids_N: Tensor | None = None, temperature: float = 1.0
 ) -> TopK:
-    why_not = unserved("topk_logprobs", logits_NV, kappa=kappa)
-    if why_not is not None:
-        raise ValueError(f"topk_logprobs: {why_not}")
     (n_rows, n_vocab), device = logits_NV.shape, logits_NV.device
     ids_NS = torch.empty(n_rows, kappa, dtype=torch.int32, device=device)
     logps_NS = torch.empty(n_rows, kappa, dtype=torch.float32, device=device)

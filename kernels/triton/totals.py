@@ -1,15 +1,9 @@
-"""The loss's sums over all tokens on a GPU: one launch of one program, after the rows'.
+"""The loss's sums over all tokens on a GPU: one launch of one program of 1024 threads, no atomic sum.
 
-The terms are 32 bytes a token: one program of 1024 threads reads 8192 tokens in a few microseconds, and needs
-no counter, no second launch and no atomic sum. A product is rounded to fp32, as in torch; a thread adds its
-products in fp64, and the threads' sums are added in fp64 in one fixed order.
-
-Shapes: N tokens.
+A product is rounded to fp32, as in torch; products are added in fp64 in one fixed order. Shapes: N tokens.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -75,7 +69,3 @@ def total_loss(terms: TokenTerms, tokens: LossTokens, settings: LossSettings) ->
     )  # fmt: skip
     columns = {name: getattr(terms, name) for name in STATS_FIELDS if name.endswith("_N")}
     return loss, LossStats(**columns, **dict(zip(SUMS, sums_4.unbind(), strict=True)))
-
-
-def unserved(op: str, tensor: Tensor, **facts: Any) -> str | None:
-    return None

@@ -1,9 +1,8 @@
-"""Whitening of advantages on the GPU (Eq. 3), in a launch of its own, over all programs.
+"""Whitening of advantages on the GPU (Eq. 3), in fp64, from the moments that each program left in its own
+slot.
 
-Each program that makes advantages leaves the number, mean and sum of squared deviations of its samples in
-its own slot. The launch that whitens merges all slots in each of its programs, by Chan's rule and in one
-order, so repeated runs are equal and nothing is atomic. Across ranks a small launch merges a rank's slots
-first, and behind one all-reduce the ranks are the slots. fp64 throughout.
+Every program merges all slots by Chan's rule in one order, so repeated runs are equal and nothing is atomic.
+Across ranks a small launch merges a rank's slots first, and behind one all-reduce the ranks are the slots.
 
 Shapes: R responses, P slots, W ranks.
 """

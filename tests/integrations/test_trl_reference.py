@@ -13,7 +13,6 @@ pytest.importorskip("trl", reason="needs trl (the trl extra)")
 
 from smopd.kernels.reference import loss as reference_loss
 from smopd.kernels.reference import topk as reference
-from smopd.kernels.tokens import total_loss
 from smopd.ops import LossSettings, LossTokens
 from tests.integrations.tiny_trl import (
     ADVANTAGES,
@@ -60,7 +59,7 @@ def reference_of(
     grad_NV = torch.empty_like(logits_NV)
     terms = reference_loss.loss_rows(logits_NV.detach(), tokens, settings, grad_NV)
     logits_NV.backward(grad_NV)
-    loss, _ = total_loss(terms, tokens, settings)
+    loss, _ = reference_loss.total_loss(terms, tokens, settings)
     return loss, {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
 
 

@@ -32,8 +32,7 @@ SMALL_VOCABULARY = 10_000  # more have several parts as they are
 
 def each(operation: str, *, but: tuple[str, ...] = ()) -> pytest.MarkDecorator:
     """A test for each backend that has the operation. but: those that do not promise what the test holds."""
-    name = dispatch.ADVANTAGE_OPS[0] if operation == "advantages" else operation
-    having = [backend for backend in dispatch.BACKENDS if name in dispatch.MODULES[backend]]
+    having = list(dispatch.MODULES[operation])
     having += ["triton split"] if operation == "loss_rows" else []  # a form of triton's
     return pytest.mark.parametrize("backend", [backend for backend in having if backend not in but])
 
@@ -88,8 +87,8 @@ def function(backend: str, operation: str) -> Callable[..., Any]:
     """The backend's own function, for tensors of its device."""
     if backend == "triton split":
         return _loss_of_split_rows
-    name = dispatch.ADVANTAGE_OPS[0] if operation == "advantages" else operation
-    return getattr(importlib.import_module(f"smopd.kernels.{dispatch.MODULES[backend][name]}"), operation)
+    module = importlib.import_module(f"smopd.kernels.{dispatch.MODULES[operation][backend]}")
+    return getattr(module, operation)
 
 
 def _loss_of_split_rows(logits_NV: Tensor, *arguments: Any) -> TokenTerms:

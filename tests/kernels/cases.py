@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from smopd import ops
+from smopd.kernels import dispatch
 from smopd.kernels.reference import topk as reference
 from smopd.kernels.types import (
-    Candidates,
-    KlOptions,
     LossSettings,
     LossTokens,
     SparseTarget,
     TokenTerms,
-    loss_target,
 )
 from tests.kernels import backends, float64
 
@@ -63,7 +64,7 @@ def random_teachers(
 
 def target_of(
     kind: str, n_rows: int, n_vocab: int, n_support: int, n_teachers: int = 2
-) -> SparseTarget | Candidates | None:
+) -> SparseTarget | None:
     """kind: of TARGETS. repeats: a given target has ids twice; many: more teachers than a kernel unites."""
     if kind == "none":
         return None
@@ -74,12 +75,12 @@ def target_of(
         mixture = reference.teacher_mixture(*teachers, n_support, merge=kind == "given")
         empty_NS = mixture.logps_NS == -torch.inf
         return SparseTarget(mixture.ids_NS.masked_fill(empty_NS, NOWHERE[0]), mixture.logps_NS)
-    return Candidates(*teachers, n_support, kind != "pooled")
+    return SparseTarget(*teachers, n_support, kind != "pooled")
 
 
 def random_tokens(
     logits_NV: Tensor,
-    target: SparseTarget | Candidates | None,
+    target: SparseTarget | None,
     *,
     old: bool = True,
     reverse: bool = True,
@@ -95,10 +96,10 @@ def random_tokens(
 
     token_ids_N = torch.randint(n_vocab, (n_rows,), generator=generator)
     given: dict[str, Tensor] = {}
-    if isinstance(target, SparseTarget):
-        given = {"target_ids_NS": target.ids_NS.to(ids), "target_logps_NS": target.logps_NS}
+    if target is not None and target.log_alpha is None:
+        given = {"target_ids_NS": target.ids.to(ids), "target_logps_NS": target.logps}
     elif target is not None:
-        given = {"teacher_ids_NMS": target.ids_NMS.to(ids), "teacher_logps_NMS": target.logps_NMS}
+        given = {"teacher_ids_NMS": target.ids.to(ids), "teacher_logps_NMS": target.logps}
         given["log_alpha"] = target.log_alpha
     if target is not None and next(iter(given.values())).numel() > 0:
         first_N = next(iter(given.values())).flatten(1)[::3, 0].long()
@@ -123,14 +124,6 @@ def random_tokens(
     )
 
 
-def picked(tokens: LossTokens, rows: Tensor) -> LossTokens:
-    """The tokens at these rows; log_alpha where it has a row for each."""
-    columns = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
-    if tokens.log_alpha is not None and tokens.log_alpha.shape[:1] != tokens.token_ids_N.shape:
-        del columns["log_alpha"]
-    return replace(tokens, **{name: None if x is None else x[rows] for name, x in columns.items()})
-
-
 @dataclass
 class LossCase:
     """Arguments of loss_rows on the CPU, and what they give. Nothing of it may be written to."""
@@ -145,7 +138,7 @@ class LossCase:
         return self.of(self.logits_NV, self.tokens, self.settings)
 
     def at(self, rows: Tensor) -> LossCase:
-        part = LossCase(self.logits_NV[rows], picked(self.tokens, rows), self.settings, self.of)
+        part = LossCase(self.logits_NV[rows], self.tokens.at(rows), self.settings, self.of)
         if "truth" in self.__dict__:
             part.__dict__["truth"] = self.truth.at(rows)
         return part
@@ -275,13 +268,17 @@ def few_rows(backend: str, case: LossCase, most: int | None = None) -> LossCase:
 def run_kl(backend: str, case: LossCase, layout: str = "dense") -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability, KL and gradient; a weight that is 0 in all rows is no upstream gradient."""
     backends.need(backend)
-    tokens, settings = case.tokens, case.settings
-    rows_NV, _ = laid_out(case.logits_NV.to(backends.device(backend)), layout)
-    options = KlOptions(tail=settings.tail, temperature=settings.temperature)
-    arguments = (rows_NV, tokens.token_ids_N, loss_target(tokens, settings), options)
-    logp_N, kl_N, *kept = backends.call(backend, "forward_kl_rows", *arguments)
-    slopes = [weight_N if weight_N.any() else None for weight_N in (tokens.pg_weight_N, tokens.kl_weight_N)]
-    return logp_N, kl_N, backends.call(backend, "forward_kl_gradient", *arguments, *slopes, *kept)
+    tokens, settings = backends.moved(case.tokens, backends.device(backend)), case.settings
+    leaf_NV = laid_out(case.logits_NV.to(tokens.adv_N.device), layout)[0].requires_grad_()
+    target = (tokens.target_ids_NS, tokens.target_logps_NS)
+    options = {"tail": settings.tail, "temperature": settings.temperature}
+    with mock.patch.dict(os.environ, {dispatch.ENV: backend}):
+        outputs = ops.topk_forward_kl(leaf_NV, tokens.token_ids_N, *target, **options)
+        upstream = zip(outputs, (tokens.pg_weight_N, tokens.kl_weight_N), strict=True)
+        asked = [(out_N, weight_N) for out_N, weight_N in upstream if weight_N.numel() == 0 or weight_N.any()]
+        roots, weights = zip(*asked, strict=True)
+        (grad_NV,) = torch.autograd.grad(roots, leaf_NV, weights)
+    return backends.moved((*(out_N.detach() for out_N in outputs), grad_NV), "cpu")
 
 
 def check_kl(backend: str, case: LossCase, layout: str = "dense", *, flushed: float = 0.0) -> None:

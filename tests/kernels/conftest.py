@@ -19,7 +19,7 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's blocks are so small that a short row streams, and is partly held."""
     from smopd.kernels.triton import loss
 
-    monkeypatch.setattr(loss, "_configuration", lambda *_, **__: loss._Configuration(1, 8, 2))
+    monkeypatch.setattr(loss, "_configuration", lambda *_, **__: (1, 8, 2))
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from torch import Tensor
 from bench.harness import objective
 from bench.harness.accuracy import CANCELLATION, LOGP, ULPS, ulp
 from smopd.kernels.reference import loss as reference_loss
-from smopd.kernels.reference import topk as reference
-from smopd.kernels.types import Candidates, SparseTarget, TokenTerms, loss_target
+from smopd.kernels.reference.rows import prepare_target
+from smopd.kernels.types import SparseTarget, TokenTerms, loss_target
 from smopd.ops import (
     CLIP_DUAL,
     CLIP_HIGH,
@@ -153,11 +153,11 @@ def policy_size(logits_NV: Tensor, token_ids_N: Tensor, slope_N: Tensor, tempera
 
 
 def kl_size(
-    logits_NV: Tensor, target: SparseTarget | Candidates, weight_N: Tensor, tail: bool, temperature: float
+    logits_NV: Tensor, target: SparseTarget, weight_N: Tensor, tail: bool, temperature: float
 ) -> Tensor:
     """w (p_v + q_v); off the support q_v is the element's share of the tail's teacher mass."""
     p_NV = (logits_NV.double() / temperature).softmax(-1)
-    ready = reference.target_of(target, torch.float64, tail=tail)
+    ready = prepare_target(target, torch.float64, tail=tail)
     size_NV = p_NV.clone()
     if tail:
         off_NV = torch.where(ready.live_N[:, None], p_NV.scatter(-1, ready.ids_NS, 0.0), p_NV)
@@ -167,11 +167,9 @@ def kl_size(
     return weight_N.double().abs()[:, None] / temperature * size_NV
 
 
-def tail_size(
-    logits_NV: Tensor, target: SparseTarget | Candidates, weight_N: Tensor, temperature: float
-) -> Tensor:
+def tail_size(logits_NV: Tensor, target: SparseTarget, weight_N: Tensor, temperature: float) -> Tensor:
     """w p_v / p_r off the support."""
-    ready = reference.target_of(target, torch.float64, tail=True)
+    ready = prepare_target(target, torch.float64, tail=True)
     wide_NV = logits_NV.double() / temperature
     held_NS = torch.where(ready.live_N[:, None], -torch.inf, wide_NV.gather(-1, ready.ids_NS))
     off_NV = wide_NV.scatter(-1, ready.ids_NS, held_NS)

@@ -37,13 +37,7 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch by name and value, to be made again in another process.
-
-    Attributes:
-        kernel: "module:name".
-        case: the call that first made it.
-        arguments, options: positional and keyword arguments, tensors as Pointer.
-    """
+    """A launch of "module:name" by the call `case`, tensors as Pointer: another process can make it again."""
 
     kernel: str
     case: str
@@ -118,28 +112,23 @@ def noting(launches: list[Launch], case: list[str], capability: int) -> Iterator
         yield
 
 
-def launches_of(cases: Callable[[], Iterator[tuple[str, Callable[[], Any]]]]) -> list[Launch]:
+def launches_of(cases: Callable[[int], Iterator[tuple[str, Callable[[], Any]]]]) -> list[Launch]:
     """The distinct launches that the cases make, for each capability."""
     distinct: dict[tuple, Launch] = {}
-    for capability in CAPABILITIES:
+    for architecture, capability in enumerate(CAPABILITIES):
         made: list[Launch] = []
         current = [""]
         with noting(made, current, capability), torch.no_grad():
-            for label, call in cases():
+            for label, call in cases(architecture):
                 current[0] = label
                 call()
         for launch in made:
             distinct.setdefault(variant(launch, kernel_of(launch)), launch)
-    return _named_apart(list(distinct.values()))
-
-
-def _named_apart(launches: list[Launch]) -> list[Launch]:
-    """A case's second launch of a kernel is "case #2"."""
     met: Counter[str] = Counter()
     apart = []
-    for launch in launches:
+    for launch in distinct.values():
         met[launch.name] += 1
-        number = met[launch.name]
+        number = met[launch.name]  # a case's second launch of a kernel is "case #2"
         apart.append(launch if number == 1 else replace(launch, case=f"{launch.case} #{number}"))
     return apart
 
@@ -153,10 +142,7 @@ def kernel_of(launch: Launch) -> JITFunction:
 def sources(kernel: JITFunction) -> str:
     """A kernel and every function that it reaches, but for Triton's own: text, options, defaults, constants.
 
-    Triton's `cache_key` is of no use here: it depends on which kernel was asked for its key first.
-
-    Raises:
-        TypeError: a function names what is not followed here.
+    Triton's `cache_key` depends on which kernel was asked for its key first.
     """
     found: dict[str, str] = {}
     reached = [kernel]
@@ -189,9 +175,9 @@ def _is_tritons(module: str) -> bool:
 
 def shipped_kernels(modules: Sequence[str]) -> set[str]:
     """ "module:name" of every kernel (not the functions that kernels call) of these modules."""
-    found = set()
-    for module in modules:
-        for name, value in vars(importlib.import_module(module)).items():
-            if isinstance(value, JITFunction) and name.endswith("_kernel") and value.fn.__module__ == module:
-                found.add(f"{module}:{name}")
-    return found
+    return {
+        f"{module}:{name}"
+        for module in modules
+        for name, value in vars(importlib.import_module(module)).items()
+        if isinstance(value, JITFunction) and name.endswith("_kernel") and value.fn.__module__ == module
+    }

@@ -117,7 +117,7 @@ def test_tokens_that_count_nowhere_add_nothing() -> None:
 def test_nothing_to_do(dead: tuple[int, ...] | None) -> None:
     leaves, tokens = build(dead=dead or ())
     rows = N if dead else 0
-    loss, stats = loss_of((leaves[0][:rows], *leaves[1:]), tokens.rows(0, rows))
+    loss, stats = loss_of((leaves[0][:rows], *leaves[1:]), tokens.at(slice(rows)))
     loss.backward()
     assert loss.item() == 0.0 and not stats.logp_N.any() and stats.kl_N.shape == (rows,)
     assert not any(leaf.grad.any() for leaf in leaves)

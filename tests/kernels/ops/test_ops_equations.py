@@ -14,8 +14,8 @@ from smopd.ops import (
     LossTokens,
     gdpo_advantages,
     smopd_loss,
-    teacher_forward_kl,
     teacher_mixture,
+    topk_forward_kl,
 )
 
 V = 7
@@ -48,10 +48,12 @@ def test_pooled_repeats_of_agreeing_teachers_give_about_minus_log_m_and_the_righ
     ids = torch.arange(V).expand(6, 2, V)
     log_alpha = torch.full((2,), -math.log(2.0), dtype=torch.float64)
     teachers = (ids, logps[:, None].expand(6, 2, V), log_alpha)
-    pooled = teacher_forward_kl(logits, tokens, *teachers, 2 * V)[1]
+    mixture = teacher_mixture(*teachers, 2 * V)
+    pooled = topk_forward_kl(logits, tokens, mixture.ids_NS, mixture.logps_NS)[1]
     torch.testing.assert_close(pooled, torch.full((6,), -math.log(2.0), dtype=torch.float64))
     assert torch.autograd.grad(pooled.sum(), logits)[0].abs().max() < 1e-14
-    merged = teacher_forward_kl(logits, tokens, *teachers, V, merge=True, tail=True)[1]
+    mixture = teacher_mixture(*teachers, V, merge=True)
+    merged = topk_forward_kl(logits, tokens, mixture.ids_NS, mixture.logps_NS, tail=True)[1]
     assert merged.abs().max() < 1e-14
 
 

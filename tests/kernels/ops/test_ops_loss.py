@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from smopd.kernels import dispatch
-from smopd.kernels.reference import rows as reference_rows
+from smopd.kernels.reference import topk as reference
 from smopd.kernels.tokens import BLOCK, reverse_weight
 from smopd.kernels.types import TokenTerms
 from smopd.ops import LossSettings, LossStats, LossTokens, linear_smopd_loss, smopd_loss, topk_forward_kl
@@ -57,7 +57,7 @@ def test_a_row_of_log_alpha_per_token_is_cut_with_its_tokens(monkeypatch: pytest
     logits_NV, tokens, settings = case_of()
     assert tokens.log_alpha.shape == (N, 2)
     whole = smopd_loss(logits_NV, tokens, settings)[0]
-    monkeypatch.setattr(reference_rows, "ROW_CHUNK_BYTES_CPU", 5 * V * 8)
+    monkeypatch.setattr(reference, "ROW_CHUNK_BYTES_CPU", 5 * V * 8)
     assert torch.equal(whole, smopd_loss(logits_NV, tokens, settings)[0])
 
 

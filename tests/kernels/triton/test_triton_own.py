@@ -25,8 +25,8 @@ from smopd.kernels.triton import loss as triton_loss
 from smopd.kernels.triton import mixture as triton_mixture
 from smopd.kernels.triton import product as triton_product
 from smopd.kernels.triton import topk as triton_topk
-from smopd.kernels.types import KlOptions, LossSettings, TokenTerms
-from tests.kernels.cases import LossCase, check_loss, loss_case, run_loss
+from smopd.kernels.types import LossSettings, ProductOptions, TokenTerms
+from tests.kernels.cases import LossCase, check_loss, kl_case, loss_case, run_loss
 from tests.kernels.triton.test_triton_large import Size, make
 
 DEVICE, INF = backends.device("triton"), math.inf
@@ -78,7 +78,7 @@ def test_a_product_reads_no_more_than_its_lists(bad: int) -> None:
     ids[0, 0, 0] = bad
     memory[:62] = -4.0
     lists = ids.to(DEVICE), memory.to(DEVICE)[:62].view(1, 2, 31), torch.ones(1, device=DEVICE), 40
-    got = triton_product.teacher_product(*lists, reference=0, clip=math.inf, keep_raised=math.inf)
+    got = triton_product.teacher_product(*lists, ProductOptions(0, math.inf, math.inf))
     assert got.ids_NS[0, :31].tolist() == [*range(1, 31), 0]
     assert bool((got.logps_NS[0, :30] + math.log(30)).abs().max() < 1e-5)
 
@@ -110,16 +110,10 @@ def test_an_id_outside_the_vocabulary_makes_its_row_nan(target: str, bad: int) -
 
 def test_the_padding_of_labels_is_no_part_of_a_forward_kl() -> None:
     """A token of -100, whose log-probability nobody asks for, leaves the row's gradient as it is."""
-    logits_NV, target = cases.random_logits(2, 300), cases.target_of("given", 2, 300, 8, 2)
-    options, slopes = KlOptions(tail=True, temperature=1.0), (None, torch.ones(2))
-
-    def run(*tokens: int) -> tuple[Tensor, Tensor]:
-        arguments = (logits_NV, torch.tensor(tokens), target, options)
-        _, kl_N, kept = backends.call("triton", "forward_kl_rows", *arguments)
-        return kl_N, backends.call("triton", "forward_kl_gradient", *arguments, *slopes, kept)
-
-    for mine, theirs in zip(run(5, -100), run(5, 7), strict=True):
-        assert torch.equal(mine, theirs)
+    case = kl_case((2, 300, 2, 8), target="given", upstream="kl")
+    results = (run_loss("triton", case.but(token_ids_N=torch.tensor(ids))) for ids in ([5, -100], [5, 7]))
+    (terms, grad_NV), (want, want_NV) = results
+    assert torch.equal(terms.kl_N, want.kl_N) and torch.equal(grad_NV, want_NV)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +154,7 @@ def test_alignment_is_that_of_the_address() -> None:
 
 GRAPHED = (
     *("topk_logprobs", "teacher_mixture", "gdpo_advantages", "smopd_loss", "topk_forward_kl"),
-    *("teacher_forward_kl", "linear_topk_logprobs", "linear_smopd_loss"),
+    *("linear_topk_logprobs", "linear_smopd_loss"),
 )
 
 
@@ -187,7 +181,6 @@ def test_a_cuda_graph_replays_forward_and_backward(name: str) -> None:
         "teacher_mixture": lambda: ops.teacher_mixture(*teachers, 16, merge=True),
         "gdpo_advantages": lambda: (ops.gdpo_advantages(rewards, group),),
         "topk_forward_kl": lambda: ops.topk_forward_kl(logits, token_ids, *target, tail=True),
-        "teacher_forward_kl": lambda: ops.teacher_forward_kl(logits, token_ids, *teachers, 16, tail=True),
         "smopd_loss": lambda: ops.smopd_loss(logits, tokens, settings),
         "linear_smopd_loss": lambda: ops.linear_smopd_loss(hidden, weight, tokens, settings),
     }
