@@ -14,7 +14,7 @@ from smopd.config.recipe import Mistakes
 from smopd.config.settings import Settings
 from smopd.engine.settings import ImportPath, Section
 
-VALUES = {
+VALUES: dict[str, Any] = {
     "name": "tiny",
     "model": {"factory": "m:model"},
     "data": {"train": {"source": "m:prompts"}},
@@ -53,6 +53,13 @@ def test_a_run_takes_its_own_settings_and_leaves_the_others_alone() -> None:
 def test_weights_are_the_profile_or_the_rewards_own() -> None:
     assert settings().weights("one") == [0.9, 0.1]
     assert settings().weights("two") == [1.0, 2.0]
+
+
+def test_the_longest_sequence_is_of_training_or_evaluation() -> None:
+    data = VALUES["data"] | {"max_prompt_tokens": 5}
+    assert settings(data=data, rollout={"max_new_tokens": 3}).longest_sequence == 8
+    data |= {"max_evaluation_tokens": 9}
+    assert settings(data=data, rollout={"max_new_tokens": 3}).longest_sequence == 12
 
 
 class Kinds(Section):
