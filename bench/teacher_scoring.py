@@ -1,10 +1,10 @@
-"""Scoring by a teacher: vLLM with dicts (what users have), flat lists, our pooler; the local engine.
+"""Scoring by a teacher: vLLM with dicts (what users have), our pooler in vLLM, and the local engine.
 
     python -m bench.teacher_scoring --model FOLDER [--tokens 512 2048] [--prompt 8] [--dtype bfloat16]
 
 A JSON line a row: microseconds a response position (median), and peak memory above what was there before the
 call. All give the log-probabilities of one model at temperature 1, and are compared before they are timed.
-The last two leave the prompt's positions out: short prompts are better for the others.
+The last two leave the prompt's positions out: short prompts are better for vLLM's own.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ def scorers(folder: str, vocabulary: int, dtype: str) -> dict[str, Score]:
     options = {"skip_tokenizer_init": False, "tokenizer": folder, "max_logprobs": -1}
     users = engine("users", folder, settings, **options, enable_prefix_caching=False)
     found: dict[str, Score] = {"dicts, detokenised": partial(as_dicts, users)}
-    for label, route in (("flat lists", "prompt_logprobs"), ("pooler", "pooler")):
-        found[label] = partial(scored, VllmTeachers([folder], settings, vocabulary, route, role=route))
+    found["pooler"] = partial(scored, VllmTeachers([folder], settings, vocabulary))
     model = load_model(folder, getattr(torch, dtype))
     found["local"] = partial(scored, LocalTeachers([model], Packing(micro_batch_tokens=4096), vocabulary))
     return found

@@ -1,8 +1,8 @@
 """Preference models: sequence classifiers with one output that score token ids, here or behind a server.
 
-Shapes: B sequences, D hidden. The score is the head's value at a sequence's last token, raw. The head is
-applied here, in fp32: transformers' own forward reads the last token that is not the pad token, which is an
-earlier one where a chat ends with an end token that pads too, and refuses batches where nothing pads.
+The score is the head's raw value at a sequence's last token. The head is applied here, in fp32: transformers'
+own forward reads the last token that is not the pad token, which is an earlier one where a chat ends with an
+end token that pads too. Shapes: B sequences, T positions, D hidden.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import torch
@@ -20,8 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from smopd.engine.models.loading import UnusableModel, load_errors, stored_dtype
-from smopd.engine.remote.client import Request
-from smopd.engine.remote.servers import RetryPolicy, Servers
+from smopd.engine.remote.servers import Request, RetryPolicy, Servers
 
 # Of safe-rlhf and align-anything, which trained Beaver and the paper's pair: there the head is called so.
 HEAD_NAMES = {r"^score_head\.": "score."}
@@ -29,12 +28,29 @@ HEAD_NAMES = {r"^score_head\.": "score."}
 TokenIds = Sequence[int]
 
 
-class PreferenceModel(Protocol):
-    """Scores sequences of token ids."""
+class LocalPreferenceModel:
+    """A preference model in transformers.
 
-    max_tokens: int
-    """The longest sequence that it takes."""
+    Args:
+        path: a folder or hub id.
+        device: None is the GPU of this process's LOCAL_RANK where there is one, otherwise the CPU. Weights
+            have the stored dtype on a GPU and float32 on the CPU; the head is fp32.
+    Attributes:
+        max_tokens: the longest sequence that it takes.
+    Raises:
+        FileNotFoundError, UnusableModel: as `engine.models.load_model`; or it has no trained head of one
+            output that reads single tokens.
+    """
 
+    def __init__(self, path: str | Path, device: torch.device | str | None = None):
+        self.device = torch.device(device) if device is not None else default_device()
+        stored = stored_dtype(path)
+        model, self._head = _load(path, torch.float32 if self.device.type == "cpu" else stored)
+        self._decoder: nn.Module = getattr(model, model.base_model_prefix).to(self.device)
+        self._head = self._head.to(self.device, torch.float32)
+        self.max_tokens = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0)) or 2**31
+
+    @torch.inference_mode()
     def score(self, sequences: Sequence[TokenIds], batch_tokens: int) -> list[float]:
         """The raw score of each sequence as an fp32 number, in order; equal sequences have equal scores.
 
@@ -42,34 +58,6 @@ class PreferenceModel(Protocol):
             sequences: of 1 to `max_tokens` ids.
             batch_tokens: most tokens scored at once, padding counted; a longer sequence goes alone.
         """
-        ...
-
-
-class LocalPreferenceModel:
-    """Serves `PreferenceModel` with a transformers model.
-
-    Args:
-        path: a folder or hub id.
-        device: None is the GPU of this process's LOCAL_RANK where there is one, otherwise the CPU.
-        dtype: of the weights; None is the stored one on a GPU and float32 on the CPU. The head is fp32.
-    Raises:
-        FileNotFoundError, UnusableModel: as `engine.models.load_model`; or it has no trained head of one
-            output that reads single tokens.
-    """
-
-    def __init__(
-        self, path: str | Path, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ):
-        self.device = torch.device(device) if device is not None else default_device()
-        stored = stored_dtype(path)
-        wanted = dtype or (torch.float32 if self.device.type == "cpu" else stored)
-        model, self._head = _load(path, wanted)
-        self._decoder: nn.Module = getattr(model, model.base_model_prefix).to(self.device)
-        self._head = self._head.to(self.device, torch.float32)
-        self.max_tokens = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0)) or 2**31
-
-    @torch.inference_mode()
-    def score(self, sequences: Sequence[TokenIds], batch_tokens: int) -> list[float]:
         return by_batches(sequences, batch_tokens, lambda batches: [self._batch(batch) for batch in batches])
 
     def _batch(self, sequences: Sequence[TokenIds]) -> list[float]:
@@ -84,7 +72,7 @@ class LocalPreferenceModel:
 
 
 class RemotePreferenceModel:
-    """Serves `PreferenceModel` with `vllm serve MODEL --runner pooling` at one or more URLs.
+    """As `LocalPreferenceModel`, at `vllm serve MODEL --runner pooling` at one or more URLs.
 
     Ids are sent, so that chat template, truncation and special tokens are ours; the activation that vLLM
     would put over the score is turned off.
@@ -124,27 +112,17 @@ def by_batches(
 
     Equal sequences are scored once: in batches of different shape they would differ by rounding, and a group
     of equal rewards would no longer be one.
-
-    Raises:
-        ValueError: a sequence is empty.
     """
-    places: dict[tuple[int, ...], list[int]] = {}
-    for place, sequence in enumerate(sequences):
-        if not len(sequence):
-            raise ValueError(f"score: sequences[{place}] is empty, expected one token or more")
-        places.setdefault(tuple(sequence), []).append(place)
-    longest_first = sorted(places, key=lambda ids: (-len(ids), ids))
+    keys = [tuple(sequence) for sequence in sequences]
+    longest_first = sorted(set(keys), key=lambda ids: (-len(ids), ids))
     batches: list[list[TokenIds]] = []
     for ids in longest_first:
         if not batches or (len(batches[-1]) + 1) * len(batches[-1][0]) > batch_tokens:
             batches.append([])
         batches[-1].append(ids)
-    values = [0.0] * len(sequences)
     scored = [value for batch in score(batches) for value in batch] if batches else []
-    for ids, value in zip(longest_first, scored, strict=True):
-        for place in places[ids]:
-            values[place] = value
-    return values
+    values = dict(zip(longest_first, scored, strict=True))
+    return [values[key] for key in keys]
 
 
 def default_device() -> torch.device:
@@ -165,22 +143,20 @@ def _load(path: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, nn.Lin
             output_loading_info=True,
         )
     model, report = found
-    kind, head = type(model).__name__, getattr(model, "score", None)
-
-    def require(holds: bool, what: str) -> None:
-        if not holds:
-            raise UnusableModel(f"model {path}: {what}")
-
+    kind = type(model).__name__
+    mistakes = []
     for key, stored, ours in report["mismatched_keys"]:
         outputs = "a preference model has one output: " if key.startswith("score.") else ""
-        require(False, f"{outputs}{key} has shape {tuple(stored)}, expected {tuple(ours)} in a {kind}")
-    linear = isinstance(head, nn.Linear)
-    require(linear, f"a {kind} has no linear head `score` over single tokens, expected a decoder's one")
-    missing = sorted(report["missing_keys"])
-    untrained = "; it was not trained as a preference model" if missing == ["score.weight"] else ""
-    require(not missing, f"its files lack {', '.join(missing[:3])} of a {kind}{untrained}")
-    extra = sorted(key for key in report["unexpected_keys"] if key.startswith("score"))
-    require(not extra, f"has {', '.join(extra)}, which a {kind}'s head does not use")
+        mistakes.append(f"{outputs}{key} has shape {tuple(stored)}, expected {tuple(ours)} in a {kind}")
+    if not isinstance(getattr(model, "score", None), nn.Linear):
+        mistakes.append(f"a {kind} has no linear head `score` over single tokens, expected a decoder's one")
+    if missing := sorted(report["missing_keys"]):
+        untrained = "; it was not trained as a preference model" if missing == ["score.weight"] else ""
+        mistakes.append(f"its files lack {', '.join(missing[:3])} of a {kind}{untrained}")
+    if extra := sorted(key for key in report["unexpected_keys"] if key.startswith("score")):
+        mistakes.append(f"has {', '.join(extra)}, which a {kind}'s head does not use")
+    if mistakes:
+        raise UnusableModel(f"model {path}: {mistakes[0]}")
     return model.eval().requires_grad_(False), model.score
 
 
@@ -189,7 +165,7 @@ def _name_and_length(answer: httpx.Response) -> tuple[str, int]:
     return str(card["id"]), int(card["max_model_len"])
 
 
-def _scores(answer: httpx.Response, batch: Sequence[TokenIds]) -> list[float]:
+def _scores(url: str, answer: httpx.Response, batch: Sequence[TokenIds]) -> list[float]:
     """The scores of one answer of /classify, rounded to fp32."""
     outputs = [row["probs"] for row in sorted(answer.json()["data"], key=lambda row: row["index"])]
     values_B = torch.tensor(outputs, dtype=torch.float32)

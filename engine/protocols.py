@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,20 +30,6 @@ class RolloutEngine(Protocol):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Takes full tensors by their transformers names, and serves them as `version` from now on."""
-        ...
-
-
-@runtime_checkable
-class AdapterRolloutEngine(RolloutEngine, Protocol):
-    """Also takes a LoRA student's adapter instead of whole weights."""
-
-    @property
-    def takes_adapters(self) -> bool:
-        """Whether this one was made with room for them."""
-        ...
-
-    def load_adapter(self, folder: str | Path, version: int) -> None:
-        """Serves the first weights with the adapter in `folder` (peft's format) as `version` from now on."""
         ...
 
 

@@ -15,8 +15,8 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["float32", "bfloat16"]
 REQUEST_SECONDS = 600.0
 """Ours: how long a server has for one request, to the last byte of its answer."""
-WeightTransport = Literal["files", "inline", "ipc"]
-"""How weights reach an engine in another process (engine/weights/transport.py)."""
+WeightTransport = Literal["files", "inline"]
+"""How weights reach a server (engine/weights/transport.py)."""
 
 
 def _import_path(value: str) -> str:
@@ -146,9 +146,6 @@ class VllmSettings(Section):
     """A vLLM engine as it is made."""
 
     placement: Literal["colocated", "process"] = "colocated"
-    transfer: WeightTransport = "files"
-    """How new weights reach a process of its own: files in shared memory, inline in its calls, or ipc: CUDA's
-    handles of memory on the GPU that both are on."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     max_model_len: int | None = Field(default=None, ge=1)
     gpu_memory_share: float | None = Field(default=None, gt=0, lt=1)
@@ -159,10 +156,9 @@ class VllmSettings(Section):
     """Weights and cache leave the GPU while something else computes; of the engines that share a process the
     first one alone can. Nothing happens on a CPU."""
     dtype: str = "float32"
-    max_lora_rank: int = Field(default=0, ge=0)
-    """0: no adapters."""
-    max_loras: int = Field(default=0, ge=0)
-    """Adapters in one batch; 0 is one where max_lora_rank is not 0."""
+    max_lora_rank: int = 0
+    """Of teachers' adapters, one of vLLM's ranks; 0: none."""
+    max_loras: int = 0
     more: dict[str, Any] = Field(default={})
     """Further arguments of vllm.LLM."""
 

@@ -2,14 +2,10 @@
 
     python -m smopd.engine.teacher_server PATH --port 8100 --vocabulary 151936
 
-`POST /score?kappa=16&temperature=1.0&dtype=float16` takes and gives safetensors: `tokens` (all prompts and
-responses, one behind the other) and `lengths` (R, 2) come in; `ids_NS` int32, `logps_NS` in the dtype that
-was asked for and `token_logps_N` fp32 go out, with how many ids were `dropped` because they only pad the
-teacher's vocabulary. `POST /given?temperature=1.0&dtype=float16` takes `ids_NU` int32 and the sampled tokens'
-own `token_logps_N` too, and gives these ids' `logps_NU`: by it a union over several servers is exact.
-
-An answer depends on nothing asked before, so a request may be sent again. What is no request is answered by
-status 400, one of more than MAX_REQUEST_BYTES by 413.
+`POST /score?kappa=16&temperature=1.0` gives each response token's top kappa, `POST /given?temperature=1.0`
+the log-probabilities of ids that are asked for: by it a union over several servers is exact. Both take and
+give safetensors (smopd/engine/remote/wire.py). What is no request is answered by status 400, one of more than
+MAX_REQUEST_BYTES by 413. An answer depends on nothing asked before, so a request may be sent again.
 
 Where the environment variable SMOPD_SERVER_TOKEN is set, every request must bring it (`Authorization: Bearer
 TOKEN`), and clients with the same variable do. There is no encryption: it is for a network of your own.
@@ -31,7 +27,6 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -40,8 +35,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from smopd.engine import distributed
 from smopd.engine.local.teachers import LocalTeachers
 from smopd.engine.models.loading import load_tokenizer
-from smopd.engine.remote.client import TOKEN
-from smopd.engine.remote.wire import BINARY, pack_answer, pack_values, unpack_given, unpack_request
+from smopd.engine.remote.servers import TOKEN
+from smopd.engine.remote.wire import pack, unpack_given, unpack_request
 from smopd.engine.settings import VllmSettings
 from smopd.engine.weights.adapters import read_adapter
 
@@ -51,34 +46,29 @@ if TYPE_CHECKING:
 MAX_REQUEST_BYTES = 256 << 20  # ours
 MAX_TEXT = 1 << 20  # ours, characters to tokenize
 TEMPERATURES = (1e-2, 1e2)  # ours: logits divided by less overflow
-DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
 
-def application(teacher: LocalTeachers | VllmTeachers, path: str, vocabulary: int) -> Starlette:
+def application(teacher: LocalTeachers | VllmTeachers, path: str, vocabulary: int) -> ASGIApp:
     """The ASGI application around one teacher, whose rows a client compares with its tokens."""
     adapter = read_adapter(path)
     tokenizer = load_tokenizer(adapter.base if adapter else path)
     one_at_a_time, rows = threading.Lock(), min(teacher.rows, vocabulary)
 
     def score(content: bytes, asked: QueryParams) -> Response:
-        rollouts, kappa, (temperature, dtype) = (
-            unpack_request(content, vocabulary),
-            int(asked["kappa"]),
-            _how(asked),
-        )
+        rollouts, temperature = unpack_request(content, vocabulary), temperature_of(asked)
         with one_at_a_time:
             before = teacher.dropped
-            top = teacher.score(rollouts, kappa, temperature)
-            dropped = teacher.dropped - before
-        answer = (top.ids_NMS[:, 0], top.logps_NMS[:, 0], top.token_logps_NM[:, 0])
-        return Response(pack_answer(*answer, dtype, dropped), media_type=BINARY)
+            top = teacher.score(rollouts, int(asked["kappa"]), temperature)
+            dropped = torch.tensor(teacher.dropped - before)
+        entries = {"ids_NS": top.ids_NMS[:, 0], "logps_NS": top.logps_NMS[:, 0]}
+        return Response(pack(token_logps_N=top.token_logps_NM[:, 0], dropped=dropped, **entries))
 
     def given(content: bytes, asked: QueryParams) -> Response:
         rollouts, ids_NU, token_logps_N = unpack_given(content, vocabulary, rows)
-        temperature, dtype = _how(asked)
+        temperature = temperature_of(asked)
         with one_at_a_time:
             logps_NMU = teacher.given(rollouts, ids_NU[:, None], token_logps_N[:, None], temperature)
-        return Response(pack_values(logps_NMU[:, 0], dtype), media_type=BINARY)
+        return Response(pack(logps_NU=logps_NMU[:, 0]))
 
     def tokenize(content: bytes, asked: QueryParams) -> Response:
         text = json.loads(content)["prompt"]
@@ -90,14 +80,9 @@ def application(teacher: LocalTeachers | VllmTeachers, path: str, vocabulary: in
         return JSONResponse({"teacher": path, "vocabulary": vocabulary, "rows": rows})
 
     answers = {"/score": score, "/given": given, "/tokenize": tokenize}
-    return Starlette(
-        routes=[
-            *(Route(at, _answering(answer), methods=["POST"]) for at, answer in answers.items()),
-            Route("/describe", describe),
-            Route("/health", describe),
-        ],
-        middleware=[Middleware(_Guarded, token=os.environ.get(TOKEN, ""))],
-    )
+    routes = [Route(at, _answering(answer), methods=["POST"]) for at, answer in answers.items()]
+    routes += [Route(at, describe) for at in ("/describe", "/health")]
+    return _guarded(Starlette(routes=routes), os.environ.get(TOKEN, ""))
 
 
 def _answering(answer: Callable[[bytes, QueryParams], Response]) -> Callable[[Request], Awaitable[Response]]:
@@ -117,42 +102,27 @@ def _answering(answer: Callable[[bytes, QueryParams], Response]) -> Callable[[Re
     return endpoint
 
 
-def _how(asked: QueryParams) -> tuple[float, torch.dtype]:
-    """Temperature, and the dtype of log-probabilities in the answer."""
-    temperature, dtype = float(asked.get("temperature", 1.0)), DTYPES[asked.get("dtype", "float32")]
+def temperature_of(asked: QueryParams) -> float:
+    temperature = float(asked.get("temperature", 1.0))
     if not TEMPERATURES[0] <= temperature <= TEMPERATURES[1]:
         raise ValueError(f"temperature is {temperature:g}, expected one in {list(TEMPERATURES)}")
-    return temperature, dtype
+    return temperature
 
 
-class _Guarded:
-    """ASGI: answers 401 where the token is not brought."""
+def _guarded(app: ASGIApp, token: str) -> ASGIApp:
+    """Answers 401 where the token is not brought."""
 
-    def __init__(self, app: ASGIApp, token: str):
-        self.app, self.expected = app, f"Bearer {token}".encode() if token else b""
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] == "http" and not hmac.compare_digest(given, f"Bearer {token}".encode()):
+            await PlainTextResponse(f"no or another token ({TOKEN})", 401)(scope, receive, send)
+        else:
+            await app(scope, receive, send)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self.expected:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self.expected):
-                await PlainTextResponse(f"no or another token ({TOKEN})", 401)(scope, receive, send)
-                return
-        await self.app(scope, receive, send)
+    return guarded if token else app
 
 
-def server_settings(chosen: argparse.Namespace) -> VllmSettings:
-    """Of the one engine of this server, which shares its GPUs with nothing."""
-    return VllmSettings(
-        placement="colocated" if chosen.tensor_parallel_size == 1 else "process",
-        tensor_parallel_size=chosen.tensor_parallel_size,
-        dtype=chosen.dtype,
-        max_model_len=chosen.max_model_len,
-        gpu_memory_share=chosen.gpu_memory_share,
-        sleep=False,
-    )
-
-
-def arguments() -> argparse.ArgumentParser:
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m smopd.engine.teacher_server", description=__doc__)
     add = parser.add_argument
     add("path", help="folder or hub id of the teacher, or folder of a LoRA adapter")
@@ -163,19 +133,21 @@ def arguments() -> argparse.ArgumentParser:
     add("--max-model-len", type=int)
     add("--gpu-memory-share", type=float, default=0.9, help="of each GPU's whole memory")
     add("--tensor-parallel-size", type=int, default=1, help="GPUs that hold the teacher together")
-    add("--route", default="auto", choices=("auto", "pooler", "prompt_logprobs"))
-    return parser
-
-
-def main() -> None:
-    chosen = arguments().parse_args()
+    chosen = parser.parse_args()
     import uvicorn
 
     from smopd.engine.vllm.teachers import VllmTeachers
 
+    settings = VllmSettings(
+        placement="colocated" if chosen.tensor_parallel_size == 1 else "process",
+        tensor_parallel_size=chosen.tensor_parallel_size,
+        dtype=chosen.dtype,
+        max_model_len=chosen.max_model_len,
+        gpu_memory_share=chosen.gpu_memory_share,
+        sleep=False,  # it shares its GPUs with nothing
+    )
     with distributed.process_group():
-        settings = server_settings(chosen)
-        teacher = VllmTeachers([chosen.path], settings, chosen.vocabulary, chosen.route, tokens=1)
+        teacher = VllmTeachers([chosen.path], settings, chosen.vocabulary, tokens=1)
         served = application(teacher, chosen.path, chosen.vocabulary)
         uvicorn.run(served, host=chosen.host, port=chosen.port, log_level="warning")
 

@@ -7,6 +7,7 @@ status is 1. `tests/test_fuzz.py` runs each for a moment. TARGET may be `all`.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import random
 import sys
@@ -21,7 +22,7 @@ from safetensors import SafetensorError
 
 from smopd.config.cli import read_settings
 from smopd.config.recipe import Mistakes
-from smopd.engine.remote.wire import pack_answer, pack_request, unpack_answer, unpack_request
+from smopd.engine.remote.wire import pack, pack_request, unpack_answer, unpack_given
 from smopd.engine.student.checkpoint import UnusableCheckpoint, read_manifest, write_manifest
 from smopd.engine.types import Rollout
 from smopd.evals.api_bank.judge import judgment
@@ -54,8 +55,10 @@ def text(content: bytes) -> str:
 CALL = {"name": "Find", "parameters": {"city": "Oslo", "days": "2"}}
 GOOD = f"<think> t </think>\n<tool_call>\n{json.dumps(CALL)}\n</tool_call>"
 ROLLOUTS = [Rollout((1, 2), torch.tensor([3, 4, 5]), torch.zeros(3), 0, True)]
+IDS = torch.tensor([[1, 2]] * 3, dtype=torch.int32)
 LOGPS = torch.tensor([[0.5, 0.25]]).log().expand(3, 2)
-ANSWER = pack_answer(torch.tensor([[1, 2]] * 3), LOGPS, LOGPS[:, 0], torch.float32)
+REQUEST = pack_request(ROLLOUTS, ids_NU=IDS, token_logps_N=LOGPS[:, 0])
+ANSWER = pack(ids_NS=IDS, logps_NS=LOGPS, token_logps_N=LOGPS[:, 0], dropped=torch.tensor(0))
 RECIPE = (Path(__file__).parents[1] / "smopd/recipes/quickstart.yaml").read_bytes()
 
 
@@ -78,8 +81,6 @@ def in_a_file(name: str, read: Callable[[Path], object]) -> Callable[[bytes], ob
 
 
 def manifest(path: Path) -> None:
-    import hashlib
-
     sums = path.with_suffix(".sha256")
     sums.write_text(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n")
     read_manifest(path.parent)
@@ -122,7 +123,7 @@ TARGETS = {
     "recipe": Target((RECIPE,), in_a_file("r.yaml", lambda path: read_settings(str(path))), (Mistakes,)),
     "manifest": Target((a_manifest(),), in_a_file("manifest.json", manifest), (UnusableCheckpoint,)),
     "metrics": Target((LINES,), in_a_file("m.jsonl", log), (DamagedLog,)),
-    "request": Target((pack_request(ROLLOUTS),), lambda given: unpack_request(given, 8), NOT_A_REQUEST),
+    "request": Target((REQUEST,), lambda given: unpack_given(given, 8, 8), NOT_A_REQUEST),
     "answer": Target((ANSWER,), lambda given: unpack_answer(given, 3, 2), NOT_A_REQUEST),
 }
 
@@ -132,20 +133,17 @@ def mutated(content: bytes, draw: random.Random) -> bytes:
     for _ in range(draw.randint(1, 6)):
         at = draw.randint(0, len(content))
         to = min(len(content), at + draw.choice([0, 1, 2, 8, 64, 1024]))
-        kind = draw.randrange(6)
-        if kind == 0:
-            content = content[:at] + content[to:]
-        elif kind == 1:
-            content = content[:at] + content[at:to] * draw.choice([2, 3, 50]) + content[to:]
-        elif kind == 2 and content:
-            flipped = content[at - 1] ^ (1 << draw.randrange(8))
-            content = content[: at - 1] + bytes([flipped]) + content[at:] if at else content
-        elif kind == 3:
-            content = content[:at] + draw.choice(PIECES).encode("utf-8", "replace") + content[at:]
-        elif kind == 4:
-            content = content[:at] + draw.choice(PIECES).encode() * draw.choice([2, 30, 2000]) + content[to:]
-        else:
-            content = content[:at] + draw.randbytes(draw.choice([1, 4, 32])) + content[to:]
+        cut, piece = content[at:to], draw.choice(PIECES).encode()
+        flipped = bytes([cut[0] ^ (1 << draw.randrange(8))]) + cut[1:] if cut else cut
+        changed = [
+            b"",
+            cut * draw.choice([2, 3, 50]),
+            flipped,
+            piece + cut,
+            piece * draw.choice([2, 30, 2000]),
+            draw.randbytes(draw.choice([1, 4, 32])),
+        ]
+        content = content[:at] + draw.choice(changed) + content[to:]
     return content[:1_000_000]
 
 
@@ -170,17 +168,14 @@ def fuzz(name: str, seconds: float, seed: int) -> tuple[int, list[str]]:
     return tried, found
 
 
-def main(argv: list[str]) -> int:
-    if len(argv) != 3 or argv[0] not in (*TARGETS, "all"):
-        print(f"python -m tests.fuzz TARGET SECONDS SEED; TARGET is all or one of {', '.join(TARGETS)}")
-        return 2
+def main(target: str, seconds: str, seed: str) -> int:
     wrong = False
-    for name in TARGETS if argv[0] == "all" else [argv[0]]:
-        tried, found = fuzz(name, float(argv[1]), int(argv[2]))
+    for name in TARGETS if target == "all" else [target]:
+        tried, found = fuzz(name, float(seconds), int(seed))
         print(f"{name}: {tried:,} inputs, {len(found)} findings", *found, sep="\n", flush=True)
         wrong |= bool(found)
     return int(wrong)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(*sys.argv[1:]))

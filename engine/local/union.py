@@ -6,13 +6,13 @@ Shapes: N tokens, M teachers, S = kappa entries of one, U ids of the other teach
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from smopd.engine.types import Rollout
+from smopd.engine.types import Rollout, TeacherTopK
 
 GATHER_BYTES = 64 << 20  # ours: most bytes of head rows gathered at a time
 
@@ -117,3 +117,13 @@ def with_others(
     """A teacher's own entries and, behind them, its values of the others' ids that are kept."""
     ids = torch.cat([ids_NS, others_NU.masked_fill(~kept_NU, 0)], 1)
     return ids, torch.cat([logps_NS, logps_NU.masked_fill(~kept_NU, -torch.inf)], 1)
+
+
+def united(own: TeacherTopK, of_others: Mapping[int, Tensor]) -> TeacherTopK:
+    """The union: behind each teacher's own entries its values of the others' ids, (N, U) by teacher."""
+    entries = []
+    for m, logps_NU in sorted(of_others.items()):
+        others_NU, kept_NU = others_ids(own.ids_NMS, own.logps_NMS, m)
+        entries.append(with_others(own.ids_NMS[:, m], own.logps_NMS[:, m], others_NU, logps_NU, kept_NU))
+    ids, logps = zip(*entries, strict=True)
+    return TeacherTopK(torch.stack(ids, 1), torch.stack(logps, 1), own.token_logps_NM)

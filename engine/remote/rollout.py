@@ -7,16 +7,16 @@ A server is started with
         --worker-extension-cls smopd.engine.vllm.transfer.Extension \\
         --weight-transfer-config '{"backend": "smopd"}'
 
-Each answer names the label of the weights that sampled it: a server that holds any but this run's newest,
-because it was started again or another run has taken it, is removed, and its prompts go to the others. It
-comes back with the next weights (smopd.engine.remote.weights).
+Weights come under a label that no other run has, and each answer names the label of the weights that sampled
+it: a server that holds any but this run's newest, because it was started again or another run has taken it,
+is removed, and its prompts go to the others. It comes back with the next weights.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,37 +25,35 @@ import torch
 from torch import Tensor
 
 from smopd.engine import distributed
-from smopd.engine.remote.client import Request
-from smopd.engine.remote.servers import Servers
-from smopd.engine.remote.weights import GENERATE, RemoteWeights, require_label
-from smopd.engine.remote.wire import check_logprobs
+from smopd.engine.errors import NoServer
+from smopd.engine.remote.servers import Request, Servers, ServerUnavailable
+from smopd.engine.remote.wire import require_logprobs
 from smopd.engine.settings import WeightTransport
 from smopd.engine.types import Rollout, Sampling
-from smopd.engine.vllm.rollout import LOWEST_TEMPERATURE, request_seed
+from smopd.engine.vllm.rollout import Sample, samples_of, sampling_parameters
 from smopd.engine.weights.architecture import Checked, architecture_of, stored
+from smopd.engine.weights.transport import send
 
-
-@dataclass(frozen=True)
-class Sample:
-    prompt: tuple[int, ...]
-    group: int
-    number: int
-    """Of the prompt's responses."""
+GENERATE = "/inference/v1/generate"
+HOW_TO_START = "start it with VLLM_SERVER_DEV_MODE=1 and the options in smopd.engine.remote.rollout"
+ONE = {"temperature": 1.0, "allowed_token_ids": [0], "max_tokens": 1, "logprobs": 0, "detokenize": False}
+ONE_CANDIDATE = Request(GENERATE, json={"token_ids": [0], "sampling_params": ONE})
 
 
 class RemoteRollout:
     """Serves `RolloutEngine`; every rank asks all servers, the first one sends the weights.
 
-    Nothing is sampled before weights are sent.
+    Nothing is sampled before weights are sent. It is the `WeightReceiver` of all servers, too.
 
     Args:
         servers: of one model.
         end_ids: tokens that end a response.
-        longest, transport, folder: as RemoteWeights.
+        longest: prompt and response tokens that a server must have room for.
         vocabulary: rows of the model's head; ids are below it.
+        folder: for files: every server can read it under the same path; None: this host's memory.
     Raises:
         NoServer: none answers.
-        ValueError: a server has too few positions, or takes no weights.
+        ValueError: a server takes no weights or no tokens, or has too few positions.
     """
 
     def __init__(
@@ -67,17 +65,21 @@ class RemoteRollout:
         transport: WeightTransport = "files",
         folder: str | Path | None = None,
     ):
-        self.servers = servers
-        self.end_ids, self.vocabulary = sorted(end_ids), vocabulary
-        self.policy_version = 0
-        run = distributed.broadcast_object(uuid.uuid4().hex[:12])
-        self.weights = RemoteWeights(servers, run, longest, transport, folder)
+        self.servers, self.longest, self.vocabulary = servers, longest, vocabulary
+        self.end_ids = sorted(end_ids)
+        self.transport, self.folder = transport, folder
+        self.policy_version = self._sent = 0
+        self.run = distributed.broadcast_object(uuid.uuid4().hex[:12])
         servers.each(Request("/health"), lambda answer: None)
-        distributed.on_rank0(self.weights.require_servable)
+        distributed.on_rank0(self._require_servable)
 
     @property
     def bad_answers(self) -> int:
         return self.servers.bad_answers
+
+    def label(self, version: int) -> str:
+        """What a server calls these weights of this run."""
+        return f"{self.run}-{version}"
 
     def generate(
         self, prompts: Sequence[Sequence[int]], groups: Sequence[int], sampling: Sampling
@@ -88,45 +90,20 @@ class RemoteRollout:
             NoServer: every server is removed, by their silence or by what they hold.
             ValueError: a temperature that vLLM would raise.
         """
-        if 0 < sampling.temperature < LOWEST_TEMPERATURE:
-            raise ValueError(
-                f"generate: temperature {sampling.temperature}, expected 0 or at least {LOWEST_TEMPERATURE}"
-            )
         version = self.policy_version
-        samples = [
-            Sample(tuple(prompt), group, i)
-            for prompt, group in zip(prompts, groups, strict=True)
-            for i in range(sampling.n)
-        ]
 
         def request(url: str, sample: Sample) -> Request:
-            return Request(GENERATE, json=self._body(sample, sampling))
+            parameters = sampling_parameters(sampling, sample, self.end_ids)
+            return Request(GENERATE, json={"token_ids": list(sample.prompt), "sampling_params": parameters})
 
-        def read(answer: httpx.Response, sample: Sample) -> Rollout:
+        def read(url: str, answer: httpx.Response, sample: Sample) -> Rollout:
             return self._rollout(sample, answer.json()["choices"][0], version, sampling.max_new_tokens)
 
-        return self.servers.map(request, samples, read)
-
-    def _body(self, sample: Sample, sampling: Sampling) -> dict[str, Any]:
-        return {
-            "token_ids": list(sample.prompt),
-            "sampling_params": {
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "max_tokens": sampling.max_new_tokens,
-                "seed": request_seed(sampling.seed, sample.group, sample.number),
-                "stop_token_ids": self.end_ids,
-                "ignore_eos": True,
-                "logprobs": 0,
-                "detokenize": False,
-            },
-        }
+        return self.servers.map(request, samples_of(prompts, groups, sampling), read)
 
     def _rollout(self, sample: Sample, choice: dict[str, Any], version: int, longest: int) -> Rollout:
         """The response in vLLM's `choice`, of at most `longest` tokens; raises where it is none."""
-        require_label(
-            {span["version"] for span in choice["weight_versions"] or ()}, self.weights.label(version)
-        )
+        self._require_held({span["version"] for span in choice["weight_versions"] or ()}, version)
         reason, ids = choice["finish_reason"], torch.tensor(choice["token_ids"])
         logps_T = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]]).float()
         if reason not in ("stop", "length") or logps_T.shape != ids.shape or len(ids) > longest:
@@ -134,23 +111,14 @@ class RemoteRollout:
                 f"a response of group {sample.group} ended by {reason!r} with {tuple(ids.shape)} tokens and "
                 f"{len(logps_T)} log-probabilities, expected as many of both, at most {longest}"
             )
-        if len(ids) and ids.dtype != torch.int64:
-            raise TypeError(f"token_ids are of {ids.dtype}, expected integers")
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocabulary:
-            raise ValueError(
-                f"token_ids from {int(ids.min())} to {int(ids.max())}, expected ids below {self.vocabulary}"
-            )
-        check_logprobs("logprobs", logps_T)
+        integers = ids.dtype == torch.int64 or not len(ids)
+        if not integers or bool(((ids < 0) | (ids >= self.vocabulary)).any()):
+            raise ValueError(f"token_ids hold others than integers from 0 to {self.vocabulary - 1}")
+        require_logprobs("logprobs", logps_T)
         if not bool(logps_T.isfinite().all()):
             raise ValueError("a sampled token has the log-probability -inf, expected a finite one")
-        return Rollout(
-            sample.prompt,
-            ids.long(),
-            logps_T,
-            sample.group,
-            finished=reason == "stop",
-            policy_version=version,
-        )
+        finished = reason == "stop"
+        return Rollout(sample.prompt, ids.long(), logps_T, sample.group, finished, policy_version=version)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Sends full tensors by their transformers names; a collective call.
@@ -165,7 +133,7 @@ class RemoteRollout:
         stream, trouble = iter(weights), None
         if distributed.rank() == 0:
             try:
-                self.weights.send(stream, version)
+                self._send(stream, version)
             except Exception as error:  # the other ranks wait for the answer
                 trouble = error
         for _ in stream:  # other ranks take part in gathering it
@@ -188,3 +156,70 @@ class RemoteRollout:
         error = distributed.broadcast_object(checked.error)
         if error is not None:
             raise error
+
+    def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self._sent = version
+        self.servers.restore()
+        self._check()  # a server may have been started anew since
+        send(self, weights, self.transport, self.folder)
+        self._post("/reset_prefix_cache")
+        self._post("/resume")
+        held = Request("/weight_info")
+        self.servers.each(held, lambda answer: self._require_held({answer.json()["weight_version"]}, version))
+        self.servers.each(ONE_CANDIDATE, _require_normalised)
+
+    def start_weight_update(self) -> None:
+        self._post("/pause?mode=wait")
+        self._post("/update_weight_version", {"new_version": f"part of {self.label(self._sent)}"})
+        self._post("/collective_rpc", {"method": "forget_weight_update"})
+        self._post("/start_weight_update")
+
+    def update_weights(self, request: dict[str, Any]) -> None:
+        self._post("/update_weights", request)
+
+    def finish_weight_update(self) -> None:
+        self._post("/finish_weight_update", {"weight_version": self.label(self._sent)})
+
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
+        self.servers.each(Request(path, json=body or {}), lambda answer: None)
+
+    def _require_held(self, found: set[Any], version: int) -> None:
+        """Raises ServerUnavailable: other weights than those of `version` are held."""
+        if found != {self.label(version)}:
+            held = " and ".join(sorted(map(str, found))) or "of no name"
+            raise ServerUnavailable(f"holds the weights {held}, expected {self.label(version)}")
+
+    def _require_servable(self) -> None:
+        """Raises ValueError: a server that answers takes no weights or tokens, or has too little room."""
+        asked = self.servers.alive
+        with suppress(NoServer):
+            self._check()
+        wrong = [f"{url}: {self.servers.removed[url]}" for url in asked if url in self.servers.removed]
+        if wrong:
+            raise ValueError(f"{'; '.join(wrong)}; {HOW_TO_START}")
+
+    def _check(self) -> None:
+        """Removes servers that take no weights or no tokens, or have too little room."""
+
+        def room(answer: httpx.Response) -> None:
+            most = answer.json()["data"][0].get("max_model_len") if answer.is_success else None
+            if most is not None and most < self.longest:
+                raise ServerUnavailable(
+                    f"has room for {most} tokens, expected {self.longest} "
+                    "(data.max_prompt_tokens and rollout.max_new_tokens; vLLM's --max-model-len)"
+                )
+
+        self._post("/init_weight_transfer_engine", {"init_info": {}})
+        takes_tokens = Request(GENERATE, accept=(httpx.codes.METHOD_NOT_ALLOWED,))  # 404 where there is none
+        self.servers.each(takes_tokens, lambda answer: None)
+        self.servers.each(Request("/v1/models", accept=(httpx.codes.NOT_FOUND,)), room)
+
+
+def _require_normalised(answer: httpx.Response) -> None:
+    """Raises ServerUnavailable: the only candidate has another log-probability than 0: they are raw."""
+    logp = answer.json()["choices"][0]["logprobs"]["content"][0]["logprob"]
+    if abs(logp) > 1e-6:
+        raise ServerUnavailable(
+            f"gives the only candidate the log-probability {logp}, expected 0 "
+            f"(--logprobs-mode processed_logprobs); {HOW_TO_START}"
+        )

@@ -1,4 +1,9 @@
-"""What goes between a teacher's server and its clients: safetensors, no Python object a token.
+"""What goes between a teacher's server and its clients: safetensors, checked by who reads them.
+
+    request   tokens (all prompts and responses, one behind the other) and lengths (R, 2), int32
+              given ids too: ids_NU int32, and the sampled tokens' own token_logps_N fp32
+    answer    ids_NS int32, logps_NS and token_logps_N fp32, and how many ids were dropped; of given ids:
+              logps_NU fp32
 
 Shapes: R responses, N response tokens in flat order, S = kappa entries, U ids that are asked for.
 """
@@ -13,129 +18,98 @@ from torch import Tensor
 
 from smopd.engine.types import Rollout
 
-BINARY = "application/octet-stream"
-SLACK = 1e-2  # ours, nats and mass: rounding of fp16 on the way and of a server's bf16 logits
+SLACK = 1e-2  # ours, nats and mass: rounding of a server's bf16 logits
 
 
-def pack_request(rollouts: Sequence[Rollout]) -> bytes:
-    pieces = [
-        piece for r in rollouts for piece in (torch.tensor(r.prompt_ids, dtype=torch.int64), r.response_ids)
-    ]
-    lengths = [[len(r.prompt_ids), len(r.response_ids)] for r in rollouts]
-    return save(
-        {"tokens": torch.cat(pieces).int(), "lengths": torch.tensor(lengths, dtype=torch.int32).view(-1, 2)}
-    )
-
-
-def pack_given(rollouts: Sequence[Rollout], ids_NU: Tensor, token_logps_N: Tensor) -> bytes:
-    """A request for the log-probabilities of ids, beside the sampled tokens' own as they are known."""
-    more = {"ids_NU": ids_NU.int().contiguous(), "token_logps_N": token_logps_N.float().contiguous()}
-    return save(load(pack_request(rollouts)) | more)
-
-
-def unpack_given(content: bytes, vocabulary: int, rows: int) -> tuple[list[Rollout], Tensor, Tensor]:
-    """rows: of the teacher, which the ids are below. Raises as unpack_request."""
-    rollouts, tensors = unpack_request(content, vocabulary), load(content)
-    n_tokens = sum(len(rollout.response_ids) for rollout in rollouts)
-    ids_NU, token_logps_N = tensors["ids_NU"], tensors["token_logps_N"]
-    if ids_NU.dtype != torch.int32 or ids_NU.dim() != 2 or len(ids_NU) != n_tokens:
-        raise ValueError(
-            f"ids_NU is {ids_NU.dtype} {tuple(ids_NU.shape)}, expected torch.int32 ({n_tokens}, U)"
-        )
-    if bool(((ids_NU < 0) | (ids_NU >= rows)).any()):
-        raise ValueError(f"ids_NU holds ids outside [0, {rows})")
-    _require("token_logps_N", token_logps_N, (n_tokens,), (torch.float32,))
-    check_logprobs("token_logps_N", token_logps_N)
-    return rollouts, ids_NU, token_logps_N
-
-
-def unpack_request(content: bytes, vocabulary: int) -> list[Rollout]:
-    """Raises ValueError, KeyError or SafetensorError: it is no request over this vocabulary."""
-    tensors = load(content)
-    tokens, lengths = tensors["tokens"], tensors["lengths"]
-    for name, found, dims in (("tokens", tokens, 1), ("lengths", lengths, 2)):
-        if found.dtype != torch.int32 or found.dim() != dims:
-            raise ValueError(
-                f"{name} is {found.dtype} {tuple(found.shape)}, expected int32 of {dims} dimensions"
-            )
-    if lengths.shape[1] != 2 or bool((lengths < 0).any()) or int(lengths.sum()) != len(tokens):
-        raise ValueError(f"lengths are not (R, 2) that sum to {len(tokens)} tokens")
-    if bool((lengths[:, 0] == 0).any()):
-        raise ValueError("lengths has an empty prompt, expected at least one token")
-    if bool(((tokens < 0) | (tokens >= vocabulary)).any()):
-        raise ValueError(f"tokens holds ids outside [0, {vocabulary})")
-    rollouts: list[Rollout] = []
-    pieces = iter(tokens.long().split(lengths.flatten().tolist()))
-    for prompt in pieces:
-        response = next(pieces)
-        rollouts.append(
-            Rollout(tuple(prompt.tolist()), response, torch.zeros(len(response)), len(rollouts), True)
-        )
-    return rollouts
-
-
-def pack_answer(
-    ids_NS: Tensor, logps_NS: Tensor, token_logps_N: Tensor, dtype: torch.dtype, dropped: int = 0
-) -> bytes:
-    tensors = {
-        "ids_NS": ids_NS.int(),
-        "logps_NS": logps_NS.to(dtype),
-        "token_logps_N": token_logps_N.float(),
-        "dropped": torch.tensor(dropped),
-    }
+def pack(**tensors: Tensor) -> bytes:
     return save({name: value.cpu().contiguous() for name, value in tensors.items()})
 
 
-def unpack_answer(content: bytes, n_tokens: int, kappa: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """ids (N, S) int32, log-probabilities (N, S) and the tokens' own (N,), fp32; ids dropped.
+def unpack(content: bytes, **fields: tuple[torch.dtype, tuple[int | None, ...]]) -> list[Tensor]:
+    """The tensors of these names, each of its dtype and shape; None is any size.
 
     Raises:
-        ValueError: it is no answer for `n_tokens` tokens and `kappa`; says why.
-        KeyError, SafetensorError: the same.
+        ValueError, KeyError, SafetensorError: they are not in it.
     """
     tensors = load(content)
-    for name, shape, dtypes in (
-        ("ids_NS", (n_tokens, kappa), (torch.int32,)),
-        ("logps_NS", (n_tokens, kappa), (torch.float16, torch.float32)),
-        ("token_logps_N", (n_tokens,), (torch.float32,)),
-        ("dropped", (), (torch.int64,)),
-    ):
-        _require(name, tensors[name], shape, dtypes)
-    answer = tensors["ids_NS"], tensors["logps_NS"].float(), tensors["token_logps_N"]
-    dropped = int(tensors["dropped"])
+    for name, (dtype, shape) in fields.items():
+        found = tensors[name]
+        sizes = zip(found.shape, shape, strict=False)
+        if found.dtype != dtype or found.dim() != len(shape) or any(n not in (m, None) for m, n in sizes):
+            raise ValueError(f"{name} is {found.dtype} {tuple(found.shape)}, expected {dtype} {shape}")
+    return [tensors[name] for name in fields]
+
+
+def pack_request(rollouts: Sequence[Rollout], **given: Tensor) -> bytes:
+    """`given`: ids_NU (N, U) and token_logps_N (N,), for `unpack_given`."""
+    pieces = [piece for r in rollouts for piece in (torch.tensor(r.prompt_ids), r.response_ids)]
+    lengths = [[len(r.prompt_ids), len(r.response_ids)] for r in rollouts]
+    return pack(tokens=torch.cat(pieces).int(), lengths=torch.tensor(lengths, dtype=torch.int32), **given)
+
+
+def unpack_request(content: bytes, vocabulary: int) -> list[Rollout]:
+    """Raises as `unpack`: it is no request over this vocabulary."""
+    int32 = torch.int32
+    tokens, lengths = unpack(content, tokens=(int32, (None,)), lengths=(int32, (None, 2)))
+    if bool((lengths < 0).any()) or int(lengths.sum()) != len(tokens):
+        raise ValueError(f"lengths are not (R, 2) that sum to {len(tokens)} tokens")
+    if bool((lengths[:, 0] == 0).any()):
+        raise ValueError("lengths has an empty prompt, expected at least one token")
+    _require_ids("tokens", tokens, vocabulary)
+    pieces = tokens.long().split(lengths.flatten().tolist())
+    return [
+        Rollout(tuple(prompt.tolist()), response, torch.zeros(len(response)), i, True)
+        for i, (prompt, response) in enumerate(zip(pieces[::2], pieces[1::2], strict=True))
+    ]
+
+
+def unpack_given(content: bytes, vocabulary: int, rows: int) -> tuple[list[Rollout], Tensor, Tensor]:
+    """Rollouts, the ids that are asked for and the tokens' own values. Raises as `unpack_request`.
+
+    rows: of the teacher, which the ids are below.
+    """
+    rollouts = unpack_request(content, vocabulary)
+    n_tokens = sum(len(rollout.response_ids) for rollout in rollouts)
+    ids_NU, token_logps_N = unpack(
+        content, ids_NU=(torch.int32, (n_tokens, None)), token_logps_N=(torch.float32, (n_tokens,))
+    )
+    _require_ids("ids_NU", ids_NU, rows)
+    require_logprobs("token_logps_N", token_logps_N)
+    return rollouts, ids_NU, token_logps_N
+
+
+def unpack_answer(content: bytes, n_tokens: int, kappa: int) -> tuple[Tensor, Tensor, Tensor, int]:
+    """ids_NS, logps_NS, token_logps_N, and ids dropped. Raises as `unpack`."""
+    ids_NS, logps_NS, token_logps_N, dropped = unpack(
+        content,
+        ids_NS=(torch.int32, (n_tokens, kappa)),
+        logps_NS=(torch.float32, (n_tokens, kappa)),
+        token_logps_N=(torch.float32, (n_tokens,)),
+        dropped=(torch.int64, ()),
+    )
     most = n_tokens * (kappa + 1)
-    if not 0 <= dropped <= most:
-        raise ValueError(f"dropped is {dropped}, expected 0 to {most}")
-    check_values(*answer, may_be_empty=dropped > 0)
-    return *answer, dropped
-
-
-def pack_values(logps_NU: Tensor, dtype: torch.dtype) -> bytes:
-    return save({"logps_NU": logps_NU.to(dtype).cpu().contiguous()})
+    if not 0 <= int(dropped) <= most:
+        raise ValueError(f"dropped is {int(dropped)}, expected 0 to {most}")
+    require_topk(ids_NS, logps_NS, token_logps_N, may_be_empty=bool(dropped))
+    return ids_NS, logps_NS, token_logps_N, int(dropped)
 
 
 def unpack_values(content: bytes, n_tokens: int, n_given: int) -> Tensor:
-    """(N, U) fp32. Raises as unpack_answer."""
-    logps_NU = load(content)["logps_NU"]
-    _require("logps_NU", logps_NU, (n_tokens, n_given), (torch.float16, torch.float32))
-    check_logprobs("logps_NU", logps_NU)
-    return logps_NU.float()
+    """logps_NU. Raises as `unpack`."""
+    (logps_NU,) = unpack(content, logps_NU=(torch.float32, (n_tokens, n_given)))
+    require_logprobs("logps_NU", logps_NU)
+    return logps_NU
 
 
-def _require(name: str, found: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
-    if found.shape != shape or found.dtype not in dtypes:
-        raise ValueError(f"{name} is {found.dtype} {tuple(found.shape)}, expected {dtypes[0]} {shape}")
-
-
-def check_values(
+def require_topk(
     ids_NS: Tensor, logps_NS: Tensor, token_logps_N: Tensor, *, may_be_empty: bool = False
 ) -> None:
     """Raises ValueError: these are no log-probabilities of a row's largest tokens and of its own.
 
     may_be_empty: a row may hold no entry at all.
     """
-    check_logprobs("logps_NS", logps_NS)
-    check_logprobs("token_logps_N", token_logps_N)
+    require_logprobs("logps_NS", logps_NS)
+    require_logprobs("token_logps_N", token_logps_N)
     if not ids_NS.numel():
         return
     mass = float(logps_NS.double().exp().sum(-1).max())
@@ -146,14 +120,19 @@ def check_values(
         raise ValueError(f"ids_NS holds {int(ids_NS.min())}, expected ids of at least 0")
     if not may_be_empty and not bool(held_NS.any(-1).all()):
         raise ValueError("logps_NS has a row without an entry, expected the largest tokens")
-    slots_S = torch.arange(ids_NS.shape[1], dtype=torch.int64)
-    distinct_NS = torch.where(held_NS, ids_NS.long(), -1 - slots_S).sort(-1).values
-    if bool((distinct_NS[:, 1:] == distinct_NS[:, :-1]).any()):
+    empty_S = -1 - torch.arange(ids_NS.shape[1])
+    sorted_NS = torch.where(held_NS, ids_NS.long(), empty_S).sort(-1).values
+    if bool((sorted_NS[:, 1:] == sorted_NS[:, :-1]).any()):
         raise ValueError("ids_NS names an id twice in a row, expected different ones")
 
 
-def check_logprobs(name: str, logps: Tensor) -> None:
+def require_logprobs(name: str, logps: Tensor) -> None:
     """Raises ValueError: one is neither -inf nor finite and at most 0, up to rounding."""
     bad = ~(logps <= SLACK)  # NaN among them
     if bool(bad.any()):
         raise ValueError(f"{name} holds {float(logps[bad][0]):g}, expected log-probabilities of at most 0")
+
+
+def _require_ids(name: str, ids: Tensor, limit: int) -> None:
+    if bool(((ids < 0) | (ids >= limit)).any()):
+        raise ValueError(f"{name} holds ids outside [0, {limit})")

@@ -1,8 +1,7 @@
 """vLLM engines, one for each role: created once, kept, and given new weights in place.
 
-Colocated engines live in this process, one on every rank; others have a process of their own. Creating one
-leaves the caller's random state, environment, threads and logging unchanged. Engines are never dropped:
-collecting one destroys the caller's process group.
+Colocated engines live in this process, one on every rank; others have a process of their own. Engines are
+never dropped: collecting one destroys the caller's process group.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import InvalidStateError
 from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -26,7 +24,6 @@ from torch import Tensor
 
 from smopd.engine import distributed
 from smopd.engine.errors import NoServer
-from smopd.engine.models.sizes import ModelNumbers
 from smopd.engine.process import interrupts_withheld
 from smopd.engine.settings import VllmSettings
 from smopd.engine.vllm.environment import engine_environment, restoring_process_state
@@ -42,7 +39,6 @@ T = TypeVar("T")
 CPU_KV_CACHE_BYTES = 256 << 20  # ours: vLLM's default takes most of the memory
 SAMPLES = "rollout"
 """The role that samples; the others only score."""
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
 
 log = logging.getLogger(__name__)
 
@@ -51,35 +47,114 @@ class LostWeights(RuntimeError):
     """An engine does not hold a complete set of weights."""
 
 
-@dataclass
-class _Engine:
-    """An engine and its state."""
+class Engine:
+    """One engine of vLLM, as `engine` makes it.
 
-    llm: LLM
-    settings: VllmSettings
-    architecture: Architecture
-    holds: str | None
-    """Identity of the files whose weights it has; None: other weights."""
-    trouble: str = ""
-    """Why it cannot serve."""
-    broken: bool = False
-    """vLLM failed in the middle of a load: later loads may be silently wrong."""
-    sleeps: bool = False
-    """Whether it leaves the GPU while others work."""
-    taken: EngineMemory | None = None
-    """GPU memory, where there is a GPU."""
-    asleep: set[str] = field(default_factory=set)
+    Attributes:
+        holds: identity of the files whose weights it has; None: other weights.
+        sleeps: whether it leaves the GPU while others work.
+        taken: GPU memory, where there is a GPU.
+        asleep: what is not on the GPU now, "weights" and "kv_cache".
+        trouble: why it cannot serve.
+        broken: vLLM failed in the middle of a load: later loads may be silently wrong.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        settings: VllmSettings,
+        architecture: Architecture,
+        sleeps: bool,
+        taken: EngineMemory | None,
+    ):
+        self.llm, self.settings, self.architecture = llm, settings, architecture
+        self.sleeps, self.taken = sleeps, taken
+        self.holds: str | None = None
+        self.asleep: set[str] = set()
+        self.trouble, self.broken = "", False
+
+    @contextmanager
+    def awake(self) -> Iterator[LLM]:
+        """Weights and cache are on the GPU within it, and leave it afterwards if the engine sleeps.
+
+        Raises:
+            LostWeights: the last load of weights failed.
+            NoServer: the engine's own process has ended.
+        """
+        with exclusive(self.settings):
+            if self.trouble:
+                raise LostWeights(f"the engine holds no whole set of weights ({self.trouble})")
+            self._wake(self.asleep)
+            try:
+                yield self.llm
+            finally:
+                self.sleep()
+
+    def sleep(self) -> None:
+        if self.sleeps and not self.asleep:
+            self.llm.sleep(level=1)
+            self.asleep = {"weights", "kv_cache"}
+
+    def _wake(self, tags: set[str]) -> None:
+        if tags:
+            torch.cuda.empty_cache()  # torch's cached memory is not free
+            self.llm.wake_up(tags=sorted(tags))
+            self.asleep = self.asleep - tags
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replaces the weights, one tensor at a time, and clears the prefix cache.
+
+        Args:
+            weights: full tensors by their transformers names; a tied head may be omitted. Colocated, every
+                rank gives the same stream. It is read to its end, or to the first wrong weight.
+        Raises:
+            ValueError: a weight is missing, unknown or of another shape. After this, as after any error of
+                `weights`, the engine refuses to serve until a load succeeds.
+            LostWeights: vLLM itself failed in an earlier load; the engine is unusable.
+            NoServer: the engine's own process has ended.
+        """
+        if self.broken:
+            raise LostWeights(self.trouble)
+        checked = Checked(self.architecture, weights)
+        with exclusive(self.settings):
+            self._wake(self.asleep & {"weights"})
+            self.holds, self.broken = None, True
+            self.trouble = "vLLM failed while it replaced the engine's weights"
+            if self.settings.placement == "process":
+                send(self.llm, checked, "files")
+            else:
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(checked)})
+            self.broken, self.trouble = False, str(checked.error or "")
+            self.llm.reset_prefix_cache()
+        if checked.error is not None:
+            raise checked.error
 
 
-_engines: dict[tuple, _Engine] = {}
+_engines: dict[tuple, Engine] = {}
 _working = threading.RLock()
 
 
-def engine(role: str, path: str | Path, settings: VllmSettings, **options: Any) -> LLM:
+@contextmanager
+def exclusive(settings: VllmSettings) -> Iterator[None]:
+    """Keeps colocated engines from working at once: vLLM's forward context is one for the process.
+
+    Raises:
+        NoServer: the engine had a process of its own, which has ended.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    with _working if settings.placement == "colocated" else nullcontext():
+        try:
+            yield
+        except EngineDeadError as error:
+            raise NoServer("vLLM: the engine's own process has ended; it may have printed why") from error
+
+
+def engine(role: str, path: str | Path, settings: VllmSettings, **options: Any) -> Engine:
     """The engine of `role` with the weights at `path`: a new one, or the existing one with new weights.
 
-    A role has one engine for each combination of architecture, settings and options. Colocated, this is a
-    collective call.
+    A role has one engine for each combination of architecture, settings and options. Creating one leaves the
+    caller's random state, environment, threads and logging unchanged. Colocated, this is a collective call.
 
     Args:
         role: SAMPLES, "teachers", ...; two roles never share an engine.
@@ -95,73 +170,11 @@ def engine(role: str, path: str | Path, settings: VllmSettings, **options: Any) 
     key = (role, architecture.identity, settings, repr(sorted(options.items())))
     made = _engines.get(key)
     if made is None:
-        sleeps = _can_sleep(settings)
-        llm, taken = _make(role, path, settings, architecture.numbers, sleeps, options)
-        made = _engines[key] = _Engine(llm, settings, architecture, files, sleeps=sleeps, taken=taken)
+        made = _engines[key] = _make(role, path, settings, architecture, options)
     elif made.holds != files:
-        load(made.llm, stored(path, architecture))
-        made.holds = files
-    wake_up(made.llm)
-    return made.llm
-
-
-@cache
-def _architecture(path: str, files: str) -> Architecture:
-    """Cached for each state of the files: computing it changes torch's default dtype for a moment."""
-    with restoring_process_state():
-        return architecture_of(path)
-
-
-def warm_cache(path: str | Path) -> None:
-    """Reads the architecture at `path` now, so that a later `engine` in another thread does not."""
-    _architecture(str(path), identity(str(path)))
-
-
-def load(llm: LLM, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Replaces an engine's weights, one tensor at a time, and clears its prefix cache.
-
-    Args:
-        weights: full tensors by their transformers names; a tied head may be omitted. Colocated, every rank
-            gives the same stream. It is read to its end, or to the first wrong weight.
-    Raises:
-        ValueError: a weight is missing, unknown or of another shape. After this, as after any error of
-            `weights`, the engine refuses to serve until a load succeeds.
-        LostWeights: vLLM itself failed in an earlier load; the engine is unusable.
-    """
-    made = _of(llm)
-    if made.broken:
-        raise LostWeights(made.trouble)
-    if "weights" in made.asleep:
-        _wake(made, {"weights"})
-    made.holds, made.broken, made.trouble = None, True, "vLLM failed while it replaced the engine's weights"
-    checked = Checked(made.architecture, weights)
-    if made.settings.placement == "process":
-        send(llm, checked, made.settings.transfer)
-    else:
-        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(checked)})
-    made.broken, made.trouble = False, str(checked.error or "")
-    llm.reset_prefix_cache()
-    if checked.error is not None:
-        raise checked.error
-
-
-@contextmanager
-def exclusive(settings: VllmSettings) -> Iterator[None]:
-    """Keeps colocated engines from working at once: vLLM's forward context is one for the whole process.
-
-    Raises:
-        NoServer: the engine had a process of its own, which has ended.
-    """
-    if settings.placement == "colocated":
-        with _working:
-            yield
-        return
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    try:
-        yield
-    except EngineDeadError as error:
-        raise NoServer("vLLM: the engine's own process has ended; it may have printed why") from error
+        made.load(stored(path, architecture))
+    made.holds = files
+    return made
 
 
 def of_sharing_ranks(settings: VllmSettings, own: T) -> tuple[list[T], int]:
@@ -174,6 +187,52 @@ def of_sharing_ranks(settings: VllmSettings, own: T) -> tuple[list[T], int]:
     gathered: list[Any] = [None] * group.world_size
     dist.all_gather_object(gathered, own, group=group.cpu_group)
     return gathered, group.rank_in_group
+
+
+@cache
+def _architecture(path: str, files: str) -> Architecture:
+    """Cached for each state of the files: computing it changes torch's default dtype for a moment."""
+    with restoring_process_state():
+        return architecture_of(path)
+
+
+def warm_cache(path: str) -> None:
+    """Reads the architecture at `path` now, so that a later `engine` in another thread does not."""
+    _architecture(path, identity(path))
+
+
+def _make(
+    role: str, path: str, settings: VllmSettings, architecture: Architecture, options: dict[str, Any]
+) -> Engine:
+    _require_servable(settings)
+    start, alone = time.perf_counter(), settings.placement == "process"
+    # vLLM's sleep allocator serves a single engine of a process.
+    sleeps = settings.sleep and _cuda() and (alone or not any(made.sleeps for made in _colocated()))
+    with restoring_process_state(engine_environment(settings)):
+        import vllm
+        from vllm import envs
+
+        envs.disable_envs_cache()  # an earlier engine enabled it
+        arguments, taken = _arguments(path, settings), None
+        if _cuda():
+            torch.cuda.empty_cache()  # torch's cached memory is not free
+            gpu = Gpu(*torch.cuda.mem_get_info(), asleep=_asleep_bytes())
+            width = getattr(torch, settings.dtype).itemsize
+            longest = settings.max_model_len or architecture.numbers.positions
+            samples = role == SAMPLES
+            taken = engine_memory(settings, architecture.numbers, width, longest, gpu, samples=samples)
+            arguments |= vllm_arguments(settings, taken, gpu, sleeps=sleeps, samples=samples)
+            arguments["enable_sleep_mode"] = sleeps
+        with interrupts_withheld() if alone else nullcontext():
+            # vLLM changes its arguments; the originals are the key
+            llm = vllm.LLM(**deepcopy(arguments | options))
+    if alone:
+        _fail_when_process_ends(llm)
+    else:  # at exit it would leave a process group that is gone by then
+        llm.llm_engine.engine_core._finalizer.atexit = False
+    seconds = time.perf_counter() - start
+    log.info("vLLM %s, %s engine for %s in %.1f s: %s", vllm.__version__, role, path, seconds, settings)
+    return Engine(llm, settings, architecture, sleeps, taken)
 
 
 def _fail_when_process_ends(llm: LLM) -> None:
@@ -194,91 +253,9 @@ def _fail_when_process_ends(llm: LLM) -> None:
     threading.Thread(target=answer, name="engine-end", daemon=True).start()
 
 
-def wake_up(llm: LLM) -> None:
-    """Brings weights and cache back to the GPU where the engine sleeps.
-
-    Raises:
-        LostWeights: its last load of weights failed.
-    """
-    made = _of(llm)
-    if made.trouble:
-        raise LostWeights(f"the engine holds no whole set of weights ({made.trouble})")
-    if made.asleep:
-        _wake(made, made.asleep)
-
-
-def _wake(made: _Engine, tags: set[str]) -> None:
-    torch.cuda.empty_cache()  # torch's cached memory is not free
-    made.llm.wake_up(tags=sorted(tags))
-    made.asleep = made.asleep - tags
-
-
-def sleep(llm: LLM) -> None:
-    """Moves weights to main memory and drops the cache, where settings and device allow it."""
-    made = _of(llm)
-    if made.sleeps and not made.asleep:
-        llm.sleep(level=1)
-        made.asleep = {"weights", "kv_cache"}
-
-
-def _can_sleep(settings: VllmSettings) -> bool:
-    """vLLM's sleep allocator serves a single engine of a process."""
-    taken = any(made.sleeps and made.settings.placement == "colocated" for made in _engines.values())
-    return settings.sleep and _cuda() and (settings.placement == "process" or not taken)
-
-
-def _make(
-    role: str, path: str, settings: VllmSettings, model: ModelNumbers, sleeps: bool, options: dict[str, Any]
-) -> tuple[LLM, EngineMemory | None]:
-    _require_servable(settings)
-    start = time.perf_counter()
-    with restoring_process_state(engine_environment(settings)):
-        import vllm
-        from vllm import envs
-
-        envs.disable_envs_cache()  # an earlier engine enabled it
-        arguments, taken = _arguments(path, settings), None
-        if _cuda():
-            own, taken = _memory(role, settings, model, sleeps, options)
-            arguments |= {**own, "enable_sleep_mode": sleeps}
-        arguments |= options
-        with interrupts_withheld() if settings.placement == "process" else nullcontext():
-            llm = vllm.LLM(**deepcopy(arguments))  # vLLM changes its arguments; the originals are the key
-    if settings.placement == "process":
-        _fail_when_process_ends(llm)
-    else:  # at exit it would leave a process group that is gone by then
-        llm.llm_engine.engine_core._finalizer.atexit = False
-    held = llm.llm_engine.vllm_config.cache_config
-    memory = (
-        f"{held.kv_cache_memory_bytes >> 20} MiB of cache"
-        if held.kv_cache_memory_bytes
-        else (f"{held.gpu_memory_utilization:.0%} of the GPU")
-    )
-    log.info(
-        "vLLM %s %s engine for %s: %s, tensor parallel %d, %s, %s, up to %d positions, made in %.1f s",
-        vllm.__version__,
-        role,
-        path,
-        "colocated" if settings.placement == "colocated" else "in its own process",
-        settings.tensor_parallel_size,
-        settings.dtype,
-        memory,
-        llm.model_config.max_model_len,
-        time.perf_counter() - start,
-    )
-    return llm, taken
-
-
 def _require_servable(settings: VllmSettings) -> None:
     ranks, parallel = distributed.world_size(), settings.tensor_parallel_size
-    if settings.max_lora_rank > LORA_RANKS[-1]:
-        raise ValueError(
-            f"max_lora_rank: got {settings.max_lora_rank} (student.lora.rank), expected at most "
-            f"{LORA_RANKS[-1]}, the largest that vLLM serves"
-        )
     if settings.placement == "process":
-        if settings.transfer == "ipc" and (parallel > 1 or not _cuda()):
-            raise ValueError("transfer: ipc needs CUDA and an engine on a single GPU; expected files")
         if parallel > 1 and ranks > 1:
             raise ValueError(
                 f"tensor_parallel_size: got {parallel} for engines in a process of their own, one on each of "
@@ -289,11 +266,7 @@ def _require_servable(settings: VllmSettings) -> None:
         raise RuntimeError("a colocated vLLM engine needs a process group (engine.distributed.process_group)")
     if ranks % parallel:
         raise ValueError(f"tensor_parallel_size: got {parallel}, expected a divisor of the {ranks} ranks")
-    others = {
-        made.settings.tensor_parallel_size
-        for made in _engines.values()
-        if made.settings.placement == "colocated"
-    }
+    others = {made.settings.tensor_parallel_size for made in _colocated()}
     if others - {parallel}:
         raise ValueError(
             f"tensor_parallel_size: got {parallel}, expected {others.pop()} as this process's other engines"
@@ -319,35 +292,23 @@ def _arguments(path: str, settings: VllmSettings) -> dict[str, Any]:
         arguments["enable_chunked_prefill"] = False
     if settings.max_lora_rank:
         arguments["enable_lora"] = True
-        arguments["max_lora_rank"] = next(rank for rank in LORA_RANKS if rank >= settings.max_lora_rank)
-        arguments["max_loras"] = max(1, settings.max_loras)
+        arguments |= {"max_lora_rank": settings.max_lora_rank, "max_loras": settings.max_loras}
     if settings.placement == "process":
-        from smopd.engine.vllm.transfer import BACKENDS, EXTENSION
+        from smopd.engine.vllm.transfer import BACKEND, EXTENSION
 
         arguments["worker_extension_cls"] = EXTENSION
-        arguments["weight_transfer_config"] = {"backend": BACKENDS[settings.transfer]}
+        arguments["weight_transfer_config"] = {"backend": BACKEND}
     elif distributed.world_size() > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
     return arguments | settings.more
 
 
-def _memory(
-    role: str, settings: VllmSettings, model: ModelNumbers, sleeps: bool, options: dict[str, Any]
-) -> tuple[dict[str, Any], EngineMemory]:
-    torch.cuda.empty_cache()  # torch's cached memory is not free
-    free, total = torch.cuda.mem_get_info()
-    gpu = Gpu(free, total, sum(made.taken.asleep(made.asleep) for made in _engines.values() if made.taken))
-    width, longest = getattr(torch, settings.dtype).itemsize, settings.max_model_len or model.positions
-    samples, pooled = role == SAMPLES, options.get("runner") == "pooling"
-    taken = engine_memory(settings, model, width, longest, gpu, samples=samples, pooled=pooled)
-    return vllm_arguments(settings, taken, gpu, sleeps=sleeps, samples=samples), taken
+def _colocated() -> list[Engine]:
+    return [made for made in _engines.values() if made.settings.placement == "colocated"]
 
 
-def _of(llm: LLM) -> _Engine:
-    for made in _engines.values():
-        if made.llm is llm:
-            return made
-    raise ValueError("this engine was not made by smopd.engine.vllm.engines.engine")
+def _asleep_bytes() -> int:
+    return sum(made.taken.asleep(made.asleep) for made in _engines.values() if made.taken)
 
 
 def _cuda() -> bool:

@@ -1,6 +1,6 @@
-"""What an engine of vLLM takes of a GPU: one rule, for the engines (engines.py) and the planner (smopd.plan).
+"""What a vLLM engine takes of a GPU: one rule for the engines (engines.py) and the planner (smopd.plan).
 
-weights   this GPU's part, and a head of the teachers' pooler, which every GPU has whole
+weights   this GPU's part; a head of the teachers' pooler stands whole on every GPU
 work      CUDA graphs and the largest forward, assumed
 cache     keys and values; as set; or what the set share of the GPU leaves; or
           scoring: one batch and one sequence, as nothing is read from it again
@@ -26,12 +26,11 @@ SAMPLING_PART = 4  # ours
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU when an engine is made, in bytes."""
+    """One GPU when an engine is made, in bytes; `asleep` is what sleeping engines take when they wake."""
 
     free: int
     total: int
     asleep: int = 0
-    """What engines that sleep take when they wake."""
 
     @property
     def room(self) -> int:
@@ -40,14 +39,17 @@ class Gpu:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes on one GPU, of an engine that is awake."""
+    """Bytes on one GPU of an engine that is awake.
+
+    Attributes:
+        head: read after vLLM has made the engine, so over the share that it was given.
+        least: the cache of one longest sequence, without which vLLM makes no engine.
+    """
 
     weights: int
     head: int
-    """Read after vLLM has made the engine, so over the share that it was given."""
     cache: int
     least: int
-    """The cache of one longest sequence, without which vLLM makes no engine."""
     work: int = WORK
 
     @property
@@ -74,18 +76,16 @@ def engine_memory(
     gpu: Gpu,
     *,
     samples: bool,
-    pooled: bool,
 ) -> EngineMemory:
     """What an engine takes.
 
     Args:
         width: bytes of a weight, and of a number in the cache.
         longest: positions of its longest sequence.
-        samples: else it only scores.
-        pooled: by the pooler's head.
+        samples: else it scores by the pooler's head.
     """
     parallel = wanted.tensor_parallel_size
-    apart = pooled and (parallel > 1 or not model.tied)
+    apart = not samples and (parallel > 1 or not model.tied)
     inside = model.parameters - model.head_parameters * (apart and not model.tied)
     weights, head = -(-width * inside // parallel), width * model.head_parameters * apart
     position = model.kv_bytes(width, parallel)
@@ -102,9 +102,9 @@ def engine_memory(
 
 
 def vllm_arguments(
-    wanted: Vllm | VllmSettings, taken: EngineMemory, gpu: Gpu, *, sleeps: bool, samples: bool
+    wanted: VllmSettings, taken: EngineMemory, gpu: Gpu, *, sleeps: bool, samples: bool
 ) -> dict[str, Any]:
-    """`taken` in vLLM's words; it makes no engine whose share is not free, whatever the cache is given.
+    """`taken` as arguments of vllm.LLM, which makes no engine whose share is not free, whatever the cache.
 
     Raises:
         ValueError: weights and cache have no room.

@@ -1,17 +1,10 @@
-"""Teachers in vLLM: responses in, each teacher's top-kappa at every response token out, by one of two routes.
-
-    pooler            the head runs inside vLLM (smopd.engine.vllm.pooler): tensors out, any temperature, no
-                      (tokens, V) buffer, no Python object a token
-    prompt_logprobs   vLLM's own log-probabilities of a prompt, for heads that the pooler cannot apply
-
-With a union every teacher is asked a second time, about the ids of the others, but the last one, which is
-asked about them with its own kappa.
+"""Teachers in vLLM: responses in, each teacher's top-kappa at every response token out (pooler.py).
 
 LoRA teachers of one base share an engine; the base and each adapter are scored in calls of their own, as vLLM
 on a CPU gives wrong values for batches that mix them. Nothing is read from the prefix cache, since positions
 found there have no output: a prompt is computed again for each of its responses.
 
-Shapes: N response tokens in flat order, T those of one response, M teachers, S = kappa, U given ids a token.
+Shapes: N response tokens in flat order, M teachers, S = kappa, U given ids a token.
 """
 
 from __future__ import annotations
@@ -19,51 +12,66 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
-from vllm import LLM, SamplingParams
-from vllm.inputs import TokensPrompt
+from vllm.config import PoolerConfig
+from vllm.config.lora import LoRAConfig
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
-from smopd.engine.local.teachers import empty_topk
-from smopd.engine.local.union import Dropping, others_ids, with_others, without_padding
+from smopd.engine.local.teachers import empty_topk, require_vocabulary
+from smopd.engine.local.union import Dropping, others_ids, united, without_padding
+from smopd.engine.models.loading import UnusableModel, stored_dtype
 from smopd.engine.models.packing import flat_offsets
 from smopd.engine.settings import VllmSettings
 from smopd.engine.types import Rollout, TeacherTopK
-from smopd.engine.vllm.bases import Base, choose_route, engine_options, read_bases, room_to_draw
-from smopd.engine.vllm.engines import engine, exclusive, of_sharing_ranks, sleep, warm_cache
-from smopd.engine.vllm.pooler import Question, ask
-from smopd.engine.weights.adapters import same_place
+from smopd.engine.vllm.engines import Engine, engine, exclusive, of_sharing_ranks, warm_cache
+from smopd.engine.vllm.pooler import TASK, WORKER, ask, require_head, text_config
+from smopd.engine.weights.adapters import Adapter, read_adapter, same_place
 from smopd.kernels.checks import check_kappa
 
-ROUTES = ("auto", "pooler", "prompt_logprobs")
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
+_lora_ids = itertools.count(1)  # vLLM keeps adapters by number; none is used twice
+
+Ask = Callable[..., Tensor]
+"""(kappa, temperature, given_NU, known_N) -> `pooler.ask` of one teacher about the rollouts at hand."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """A model in vLLM and the teachers that it serves: itself, adapters of it, or both.
+
+    Attributes:
+        role: names its engine; bases of one role take turns in it.
+        members: each teacher's number, and its adapter or None.
+        settings: of its engine, with room for the adapters.
+    """
+
+    path: str
+    role: str
+    n_vocab: int
+    members: list[tuple[int, LoRARequest | None]]
+    settings: VllmSettings
 
 
 class VllmTeachers(Dropping):
-    """Serves `TeacherEngine` with vLLM.
+    """Serves `UnionTeacherEngine` with vLLM.
 
     Args:
-        paths: folders or hub ids of models, and folders of LoRA adapters in peft's format.
+        paths: at least one; folders or hub ids of models, and folders of LoRA adapters in peft's format.
         settings: of the engines; max_model_len is of a prompt and its response. Rank and number of adapters
-            are raised to what the adapters need.
+            are set to what the adapters need.
         vocabulary: the student's. A teacher's may be larger, by padding.
         tokens: how many of its ids are tokens; a teacher's may be as small. None: all.
-        route: "pooler", "prompt_logprobs", or "auto": the pooler where it can apply every teacher's head.
-        base: of the adapters; None: each names its own.
         engines: how many engines the models share; None: one each. With fewer, models take turns, and the
             weights of each are loaded at most once a pass; union makes two passes.
         role: tells these engines from others in the process.
-        batch_tokens: most tokens that an engine computes at a time. None: vLLM's choice; on the
-            prompt_logprobs route what keeps (tokens, V) near 512 MiB.
-        device: where results are wanted.
     Raises:
-        ValueError: no path, an unknown route, or a number below 1.
-        FileNotFoundError, UnusableModel: a path holds no model or adapter that can be served, or too few
-            positions for the route.
+        FileNotFoundError, UnusableModel: a path holds no model or adapter that can be served.
     """
 
     def __init__(
@@ -71,36 +79,19 @@ class VllmTeachers(Dropping):
         paths: Sequence[str | Path],
         settings: VllmSettings,
         vocabulary: int,
-        route: str = "auto",
         *,
-        base: str | Path | None = None,
         engines: int | None = None,
         role: str = "teachers",
-        batch_tokens: int | None = None,
-        device: torch.device | str = "cpu",
         tokens: int | None = None,
     ):
-        if not paths:
-            raise ValueError("teachers: got none, expected at least one")
-        if route not in ROUTES:
-            raise ValueError(f"teachers.route: got {route!r}, expected one of {', '.join(ROUTES)}")
-        for name, value in (("engines", engines), ("batch_tokens", batch_tokens)):
-            if value is not None and value < 1:
-                raise ValueError(f"teachers.{name}: got {value}, expected at least 1")
-        self.vocabulary, self.device, self.settings = vocabulary, device, settings
-        self.n_teachers = len(paths)
-        self.bases = read_bases(paths, tokens or vocabulary, base, engines, role)
+        self.vocabulary, self.settings, self.n_teachers = vocabulary, settings, len(paths)
+        self.bases = read_bases(paths, tokens or vocabulary, engines, role, settings)
         self.rows = min(one.n_vocab for one in self.bases)
-        self.pooled = choose_route(route, self.bases) == "pooler"
-        if not self.pooled and settings.max_model_len is not None:
-            room = room_to_draw(settings.max_model_len, self.bases)
-            self.settings = settings.model_copy(update={"max_model_len": room})
-        self._options = engine_options(self.pooled, self.bases, batch_tokens)
         self._held: dict[str, str] = {}  # the path whose weights a role has
         for one in self.bases:
             warm_cache(one.path)
             if one.role not in self._held:
-                sleep(self._engine(one))
+                self._engine(one).sleep()
 
     def overlaps(self, device: torch.device) -> bool:
         return self.settings.placement == "process"
@@ -117,188 +108,145 @@ class VllmTeachers(Dropping):
     def score(
         self, rollouts: Sequence[Rollout], kappa: int, temperature: float, *, union: bool = False
     ) -> TeacherTopK:
-        """As `TeacherEngine`.
+        """As `TeacherEngine`; with a union each but the last teacher is asked again, about the others' ids.
 
         Raises:
-            ValueError: a response with its prompt is too long for an engine; or on the prompt_logprobs route
-                a temperature other than 1, or `union`.
+            ValueError: a response with its prompt is too long for an engine.
         """
-        self._require(kappa, temperature, union)
+        check_kappa("score", kappa, self.shared)
         inside, outside_N = self.inside(rollouts)
         together, mine = self._together(inside)
-        result = empty_topk(flat_offsets(together)[-1], self.n_teachers, kappa, "cpu")
-
         union = union and kappa > 0 and self.n_teachers > 1
+        if not together:
+            return empty_topk(0, self.n_teachers, kappa * (self.n_teachers if union else 1), "cpu")
+        result = empty_topk(flat_offsets(together)[-1], self.n_teachers, kappa, "cpu")
         asked: list[int] = []
         of_others: dict[int, Tensor] = {}  # by teacher, what it thinks of the others' ids
 
-        def visit(llm: LLM, base: Base, member: int, lora: LoRARequest | None) -> None:
-            if self.pooled:
-                given_NU = None
-                if union and len(asked) == self.n_teachers - 1:  # now the others' ids are known
-                    given_NU, _ = others_ids(result.ids_NMS, result.logps_NMS, member)
-                answers = self._ask(llm, together, lora, kappa, temperature, given_NU)
-                ids_NS, logps_NS, token_logp_N1, rest_NU = answers.split(
-                    [kappa, kappa, 1, answers.shape[1] - 2 * kappa - 1], dim=1
-                )
-                if given_NU is not None:
-                    of_others[member] = rest_NU
-            else:
-                ids_NS, logps_NS, token_logp_N1 = prompt_logprobs(llm, together, kappa, lora)
-            if base.n_vocab > self.shared:
-                self.drop(int((ids_NS[mine] >= self.shared).sum()))
-                ids_NS, logps_NS, _ = without_padding(ids_NS, logps_NS, self.shared)
-            result.ids_NMS[:, member], result.logps_NMS[:, member] = ids_NS, logps_NS
-            result.token_logps_NM[:, member] = token_logp_N1[:, 0]
-            asked.append(member)
+        def visit(ask: Ask, m: int) -> None:
+            given_NU = None
+            if union and len(asked) == self.n_teachers - 1:  # now the others' ids are known
+                given_NU, _ = others_ids(result.ids_NMS, result.logps_NMS, m)
+            answers = ask(kappa, temperature, given_NU)
+            if given_NU is not None:
+                of_others[m] = answers[:, 2 * kappa + 1 :]
+            ids_NS, logps_NS = answers[:, :kappa], answers[:, kappa : 2 * kappa]
+            self.drop(int((ids_NS[mine] >= self.shared).sum()))
+            ids_NS, logps_NS, _ = without_padding(ids_NS, logps_NS, self.shared)
+            result.ids_NMS[:, m], result.logps_NMS[:, m] = ids_NS, logps_NS
+            result.token_logps_NM[:, m] = answers[:, 2 * kappa]
+            asked.append(m)
+
+        def visit_again(ask: Ask, m: int) -> None:
+            given_NU, _ = others_ids(result.ids_NMS, result.logps_NMS, m)
+            of_others[m] = ask(0, temperature, given_NU, result.token_logps_NM[:, m])
 
         self._each(together, visit)
         if union:
-            result = self._union(together, result, temperature, of_others)
+            self._each(together, visit_again, asked[:-1])
+            result = united(result, of_others)
         result.token_logps_NM[mine][outside_N] = -torch.inf
-        return TeacherTopK(*(value[mine].to(self.device) for value in vars(result).values()))
+        return TeacherTopK(*(value[mine] for value in vars(result).values()))
 
     def given(
         self, rollouts: Sequence[Rollout], ids_NMU: Tensor, token_logps_NM: Tensor, temperature: float
     ) -> Tensor:
-        """As `LocalTeachers.given`.
-
-        Raises:
-            ValueError: as `score` with a union.
-        """
-        self._require(0, temperature, union=True)
+        """As `UnionTeacherEngine`. Raises as `score`."""
         inside, _ = self.inside(rollouts)
         together, mine = self._together(inside)
-        parts, _ = of_sharing_ranks(self.settings, (ids_NMU.cpu(), token_logps_NM.cpu()))
+        parts, _ = of_sharing_ranks(self.settings, (ids_NMU, token_logps_NM))
         ids_NMU, token_logps_NM = (torch.cat(each) for each in zip(*parts, strict=True))
         result = torch.empty(ids_NMU.shape)
 
-        def visit(llm: LLM, base: Base, member: int, lora: LoRARequest | None) -> None:
-            known = (ids_NMU[:, member], token_logps_NM[:, member])
-            result[:, member] = self._ask(llm, together, lora, 0, temperature, *known)
+        def visit(ask: Ask, m: int) -> None:
+            result[:, m] = ask(0, temperature, ids_NMU[:, m], token_logps_NM[:, m])
 
-        self._each(together, visit)
-        return result[mine].to(self.device)
+        if together:
+            self._each(together, visit)
+        return result[mine]
 
     def _together(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], slice]:
         """The rollouts of all ranks that share a model, less empty ones, and which tokens are this rank's."""
         own = [rollout for rollout in rollouts if len(rollout.response_ids)]
         gathered, rank = of_sharing_ranks(self.settings, own)
-        ends = flat_offsets([rollout for part in gathered for rollout in part])
-        first = sum(len(part) for part in gathered[:rank])
-        return [rollout for part in gathered for rollout in part], slice(ends[first], ends[first + len(own)])
-
-    def _ask(
-        self,
-        llm: LLM,
-        rollouts: Sequence[Rollout],
-        lora: LoRARequest | None,
-        kappa: int,
-        temperature: float,
-        given_NU: Tensor | None = None,
-        known_N: Tensor | None = None,
-    ) -> Tensor:
-        """The pooler's answers to one `Question` of this kind a response."""
-        spans = [slice(*ends) for ends in itertools.pairwise(flat_offsets(rollouts))]
-        questions = [
-            Question(
-                len(r.prompt_ids) - 1,
-                r.response_ids,
-                kappa,
-                temperature,
-                None if given_NU is None else given_NU[span],
-                None if known_N is None else known_N[span],
-            )
-            for r, span in zip(rollouts, spans, strict=True)
-        ]
-        return ask(llm, rollouts, questions, lora)
-
-    def _union(
-        self,
-        rollouts: Sequence[Rollout],
-        own: TeacherTopK,
-        temperature: float,
-        of_others: dict[int, Tensor],
-    ) -> TeacherTopK:
-        """A second pass over the teachers that `of_others` does not hold, with the others' ids given."""
-        n_tokens, n_teachers, kappa = own.ids_NMS.shape
-        whole = empty_topk(n_tokens, n_teachers, n_teachers * kappa, "cpu")
-
-        def visit(llm: LLM, base: Base, member: int, lora: LoRARequest | None) -> None:
-            given_NU, _ = others_ids(own.ids_NMS, own.logps_NMS, member)
-            known_N = own.token_logps_NM[:, member]
-            of_others[member] = self._ask(llm, rollouts, lora, 0, temperature, given_NU, known_N)
-
-        self._each(rollouts, visit, [m for m in range(n_teachers) if m not in of_others])
-        for m in range(n_teachers) if rollouts else ():
-            given_NU, kept_NU = others_ids(own.ids_NMS, own.logps_NMS, m)
-            entries = (own.ids_NMS[:, m], own.logps_NMS[:, m])
-            whole.ids_NMS[:, m], whole.logps_NMS[:, m] = with_others(
-                *entries, given_NU, of_others[m], kept_NU
-            )
-        return replace(whole, token_logps_NM=own.token_logps_NM)
+        before = [rollout for part in gathered[:rank] for rollout in part]
+        begin = flat_offsets(before)[-1]
+        return [r for part in gathered for r in part], slice(begin, begin + flat_offsets(own)[-1])
 
     def _each(
         self,
         rollouts: Sequence[Rollout],
-        visit: Callable[[LLM, Base, int, LoRARequest | None], None],
+        visit: Callable[[Ask, int], None],
         members: Sequence[int] | None = None,
     ) -> None:
         """Every teacher once, or those of `members`, where an engine holds the weights before the others."""
-        longest = max((len(r.prompt_ids) + len(r.response_ids) for r in rollouts), default=0)
+        longest = max(len(r.prompt_ids) + len(r.response_ids) for r in rollouts)
         for base in sorted(self.bases, key=lambda base: self._held.get(base.role) != base.path):
             chosen = [one for one in base.members if members is None or one[0] in members]
             if not chosen:
                 continue
-            with exclusive(self.settings):
-                llm = self._engine(base)
-                limit = llm.model_config.max_model_len - (not self.pooled)  # which draws a token more
+            with exclusive(self.settings), self._engine(base).awake() as llm:
+                llm.collective_rpc("serve_teacher", args=(base.path,))
+                limit = llm.model_config.max_model_len
                 if longest > limit:
                     raise ValueError(
                         f"score: a prompt and its response are {longest} tokens, expected at most {limit} "
                         f"({base.path})"
                     )
-                for member, lora in chosen if rollouts else ():
-                    visit(llm, base, member, lora)
-                sleep(llm)
+                for member, lora in chosen:
+                    visit(partial(ask, llm, rollouts, lora), member)
 
-    def _engine(self, base: Base) -> LLM:
-        llm = engine(base.role, base.path, base.settings(self.settings), **self._options)
-        if self.pooled:
-            llm.collective_rpc("serve_teacher", args=(base.path,))
+    def _engine(self, base: Base) -> Engine:
         self._held[base.role] = base.path
-        return llm
+        return engine(
+            base.role,
+            base.path,
+            base.settings,
+            enable_prefix_caching=False,
+            runner="pooling",
+            convert="embed",
+            pooler_config=PoolerConfig(task=TASK),
+            worker_extension_cls=WORKER,
+            skip_tokenizer_init=False,  # vLLM's pooling front end asks for one
+        )
 
-    def _require(self, kappa: int, temperature: float, union: bool) -> None:
-        check_kappa("score", kappa, self.shared)
-        if not self.pooled and temperature != 1:
-            raise ValueError(
-                f"score: temperature is {temperature}, expected 1: the route prompt_logprobs serves no other"
-            )
-        if not self.pooled and union:
-            raise ValueError("score: union is True, expected False on the route prompt_logprobs")
+
+def read_bases(
+    paths: Sequence[str | Path], tokens: int, engines: int | None, role: str, settings: VllmSettings
+) -> list[Base]:
+    """The models behind the teachers, each with those that it serves, itself before its adapters."""
+    groups: dict[str, tuple[str, list[tuple[int, Adapter | None]]]] = {}
+    for member, path in enumerate(paths):
+        adapter = read_adapter(path)
+        model = str(adapter.base if adapter else path)
+        groups.setdefault(same_place(model), (model, []))[1].append((member, adapter))
+    bases = []
+    for i, (model, members) in enumerate(groups.values()):
+        stored_dtype(model)  # raises in our words where there is no model
+        require_head(model)
+        n_vocab, own = text_config(model).vocab_size, settings
+        for member, _ in members:
+            require_vocabulary(member, model, n_vocab, tokens)
+        served: list[tuple[int, LoRARequest | None]] = [(m, None) for m, adapter in members if not adapter]
+        served += [(m, lora_request(adapter)) for m, adapter in members if adapter]
+        if ranks := [lora_rank(adapter) for _, adapter in members if adapter]:
+            own = settings.model_copy(update={"max_lora_rank": max(ranks), "max_loras": len(ranks)})
+        bases.append(Base(model, f"{role}/{i % (engines or len(groups))}", n_vocab, served, own))
+    return bases
 
 
-def prompt_logprobs(
-    llm: LLM, rollouts: Sequence[Rollout], kappa: int, lora: LoRARequest | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """ids (N, S), log-probabilities (N, S), and the tokens' own (N, 1)."""
-    params = SamplingParams(
-        max_tokens=1, prompt_logprobs=kappa, flat_logprobs=True, detokenize=False, temperature=0.0
-    )
-    answers = llm.generate(
-        [TokensPrompt(prompt_token_ids=[*r.prompt_ids, *r.response_ids.tolist()]) for r in rollouts],
-        params,
-        lora_request=lora,
-        use_tqdm=False,
-    )
-    ids, logps = [], []
-    for rollout, answer in zip(rollouts, answers, strict=True):
-        flat = answer.prompt_logprobs
-        shape = (len(rollout.response_ids), kappa + 1)  # a position's own token, then the kappa largest
-        begin = flat.start_indices[len(rollout.prompt_ids)]
-        assert len(flat.token_ids) - begin == shape[0] * shape[1]
-        ids.append(np.asarray(flat.token_ids[begin:], np.int32).reshape(shape)[:, 1:])
-        logps.append(np.asarray(flat.logprobs[begin:], np.float32).reshape(shape))
-    logps_NS = torch.from_numpy(np.concatenate(logps))
-    return torch.from_numpy(np.concatenate(ids)), logps_NS[:, 1:], logps_NS[:, :1]
+def lora_request(adapter: Adapter) -> LoRARequest:
+    number = next(_lora_ids)
+    return LoRARequest(f"{adapter.folder.name}-{number}", number, str(adapter.folder.resolve()))
+
+
+def lora_rank(adapter: Adapter) -> int:
+    """The least of vLLM's ranks that holds the adapter; UnusableModel: vLLM does not serve its kind."""
+    try:
+        helper = PEFTHelper.from_dict(adapter.config)
+        wanted = max([helper.r, *helper.rank_pattern.values()])
+        rank = next((rank for rank in LORA_RANKS if rank >= wanted), LORA_RANKS[-1])
+        helper.validate_legal(LoRAConfig(max_lora_rank=rank))
+    except (TypeError, ValueError) as error:
+        raise UnusableModel(f"adapter {adapter.folder}: vLLM does not serve it ({error})") from error
+    return rank

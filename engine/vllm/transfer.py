@@ -1,7 +1,7 @@
 """The receiving end of `engine.weights.transport` in vLLM.
 
-vLLM imports this module in its workers, where it registers two weight-transfer engines. One is made in every
-process that holds a model, so it also has that process end with its caller.
+vLLM's workers import this module, which registers a weight-transfer engine. Every process that holds a model
+makes one, which also has the process end with its caller.
 """
 
 from __future__ import annotations
@@ -12,21 +12,18 @@ from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import load
-from torch import nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from smopd.engine.process import end_with_caller
 
-BACKENDS = {"files": "smopd", "inline": "smopd", "ipc": "smopd_ipc"}
-"""vLLM's name of the receiver of each WeightTransport."""
+BACKEND = "smopd"
 EXTENSION = "smopd.engine.vllm.transfer.Extension"
 
 
@@ -36,7 +33,7 @@ class Extension:
     _weight_update_active: bool
 
     def forget_weight_update(self) -> None:
-        """Lets a new update begin where one was begun and never ended: its sender died."""
+        """Lets a new update begin after one whose sender died."""
         self._weight_update_active = False
 
 
@@ -65,15 +62,19 @@ class PartEngine(WeightTransferEngine[NoInfo, PartInfo]):
         pass
 
     def start_weight_update(self) -> None:
-        begin(self.model)
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():  # of an update that failed: its tensors would be loaded before the new ones
+                info.loaded_weights.clear()
+                info.load_numel = 0
+        initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: PartInfo) -> None:
         if update_info.content is not None:
             self.model.load_weights(load(base64.b64decode(update_info.content)).items())
             return
         with safe_open(update_info.path, framework="pt") as file:
-            names = file.keys()
-            self.model.load_weights((name, file.get_tensor(name)) for name in names)
+            self.model.load_weights((name, file.get_tensor(name)) for name in list(file.keys()))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -82,25 +83,4 @@ class PartEngine(WeightTransferEngine[NoInfo, PartInfo]):
         pass
 
 
-class IpcEngine(IPCWeightTransferEngine):
-    """vLLM's own for CUDA memory of another process, which can begin again after an update that failed."""
-
-    def __init__(self, *arguments: Any, **options: Any):
-        super().__init__(*arguments, **options)
-        end_with_caller()
-
-    def start_weight_update(self) -> None:
-        begin(self.model)
-
-
-def begin(model: nn.Module) -> None:
-    for layer in model.modules():
-        info = get_layerwise_info(layer)
-        if info.can_load():  # of an update that failed: its tensors would be loaded before the new ones
-            info.loaded_weights.clear()
-            info.load_numel = 0
-    initialize_layerwise_reload(model)
-
-
-WeightTransferEngineFactory.register_engine(BACKENDS["files"], PartEngine)
-WeightTransferEngineFactory.register_engine(BACKENDS["ipc"], IpcEngine)
+WeightTransferEngineFactory.register_engine(BACKEND, PartEngine)

@@ -2,13 +2,11 @@
 
 files   safetensors files that the engine reads under the same path
 inline  safetensors in the requests themselves, for servers that share no folder with the trainer
-ipc     handles of CUDA memory, for an engine on the trainer's own GPU
 """
 
 from __future__ import annotations
 
 import base64
-import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
@@ -19,7 +17,6 @@ from typing import Any, Protocol
 import torch
 from safetensors.torch import save, save_file
 from torch import Tensor
-from torch.multiprocessing import reductions
 
 from smopd.engine.settings import WeightTransport
 
@@ -71,24 +68,9 @@ def _described(
         save_file({name: on_cpu(value) for name, value in part.items()}, path)
         yield {"path": str(path)}
         path.unlink()
-    elif transport == "inline":
+    else:
         content = save({name: on_cpu(value) for name, value in part.items()})
         yield {"content": base64.b64encode(content).decode()}
-    else:
-        held = {name: value.detach().cuda().contiguous() for name, value in part.items()}
-        torch.cuda.synchronize()
-        yield handles(held, str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
-
-
-def handles(held: Mapping[str, Tensor], gpu: str) -> dict[str, Any]:
-    """What vLLM's IPC engine reads tensors by; the caller keeps them alive. Its RPC takes them pickled."""
-    shared = [{gpu: reductions.reduce_tensor(value)[1]} for value in held.values()]
-    return {
-        "names": list(held),
-        "dtype_names": [str(value.dtype).removeprefix("torch.") for value in held.values()],
-        "shapes": [list(value.shape) for value in held.values()],
-        "ipc_handles_pickled": base64.b64encode(pickle.dumps(shared)).decode(),
-    }
 
 
 def parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

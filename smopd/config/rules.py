@@ -96,7 +96,7 @@ def contradictions(settings: Settings) -> Wrong:
 
 def _sampling(settings: Settings) -> Wrong:
     loop, loss, rollout, top_p = settings.loop, settings.loss, settings.rollout, settings.rollout.top_p
-    from_rollouts, in_process = loss.old_logps == "rollout", rollout.vllm.placement == "process"
+    from_rollouts = loss.old_logps == "rollout"
     corrected = from_rollouts or loss.importance_cap is not None
     if from_rollouts and loss.importance_cap is not None:
         yield "loss.importance_cap", "the ratio to old_logps 'rollout' holds this correction already"
@@ -122,8 +122,6 @@ def _sampling(settings: Settings) -> Wrong:
         yield "rollout.urls", "are of vLLM servers, rollout.engine is local; set it to vllm"
     if rollout.urls and rollout.vllm != Vllm():
         yield "rollout.vllm", "is of an engine here, the servers at rollout.urls have their own"
-    if rollout.transfer == "ipc" and (rollout.engine != "vllm" or rollout.urls or not in_process):
-        yield "rollout.transfer", "ipc is of a vLLM engine in a process of its own (rollout.vllm.placement)"
     if rollout.transfer == "inline" and not rollout.urls:
         yield "rollout.transfer", "inline is of servers, rollout.urls has none"
 

@@ -239,8 +239,7 @@ class RolloutSettings(Section):
     """vLLM servers on other hosts, which sample instead of an engine here, in a dtype of their own."""
     transfer: WeightTransport = "files"
     """How new weights reach an engine outside this process. files: in shared memory, for servers in
-    SMOPD_TRANSFER_FOLDER, which each reads under the same path; inline: in the requests to servers;
-    ipc: CUDA's handles of memory on a GPU that both use, for a process here."""
+    SMOPD_TRANSFER_FOLDER, which each reads under the same path; inline: in the requests to servers."""
     group_size: int = Field(default=8, ge=1)
     """G, rollouts per prompt."""
     temperature: float = Field(default=1.0, gt=0)

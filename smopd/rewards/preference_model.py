@@ -19,7 +19,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from smopd.engine.models.loading import load_tokenizer
-from smopd.engine.preference import LocalPreferenceModel, PreferenceModel, RemotePreferenceModel
+from smopd.engine.preference import LocalPreferenceModel, RemotePreferenceModel
 
 MAX_TOKENS = 2048  # SEMANTICS section 5; the official scripts' reward_model.max_length
 BATCH_TOKENS = 16_384  # ours
@@ -47,9 +47,9 @@ def preference_reward(
     """`sign` times the preference model's raw score of each prompt with its completion, an fp32 number.
 
     The score is the head's value at the last token of the chat in the model's own template, the completion as
-    the last, assistant message. Of a longer chat the last `max_tokens` tokens are read, for the response is
-    what is judged (ours; the scripts under the paper read the first). Cut chats are counted in the log. None
-    where the template refuses a chat, or leaves no token of it.
+    the last, assistant message. Of a longer chat the last `max_tokens` tokens are read (ours; the scripts
+    under the paper read the first), and the log counts these. None where the template refuses a chat, or
+    leaves no token of it.
 
     Args:
         prompts: a text, which is one user message, or chat messages.
@@ -68,7 +68,16 @@ def preference_reward(
             otherwise; the template refuses every chat.
         NoServer: no server answers, after bounded retries.
     """
-    _check(model=model, sign=sign, template=template, device=device, url=url)
+    if not isinstance(model, str) or not model:
+        raise ValueError(f"preference_reward: model is {model!r}, expected a folder or hub id")
+    if sign not in (1, -1):
+        raise ValueError(f"preference_reward: sign is {sign!r}, expected 1 or -1")
+    for name, text in (("template", template), ("device", device), ("url", url)):
+        if not isinstance(text, str | None):
+            kind = type(text).__name__
+            raise ValueError(
+                f"preference_reward: {name} is a {kind}; is it a column of the data? then set it in kwargs"
+            )
     for name, count in (("batch_tokens", batch_tokens), ("max_tokens", max_tokens)):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"preference_reward: {name} is {count!r}, expected a whole number of 1 or more")
@@ -97,20 +106,6 @@ def preference_reward(
     return values
 
 
-def _check(**given: Any) -> None:
-    """Types: a data column of a setting's name arrives in its place, as a list."""
-    for name, value in given.items():
-        optional = name in ("template", "device", "url")
-        expected = (int, float) if name == "sign" else str
-        if not (isinstance(value, expected) or (value is None and optional)):
-            hint = f"; is {name!r} a column of the data? then set it in kwargs" if optional else ""
-            raise ValueError(f"preference_reward: {name} is a {type(value).__name__}{hint}")
-    if not given["model"]:
-        raise ValueError("preference_reward: model is empty, expected a folder or hub id")
-    if given["sign"] not in (1, -1):
-        raise ValueError(f"preference_reward: sign is {given['sign']}, expected 1 or -1")
-
-
 def _chat(prompt: Any, completion: str, index: int) -> Chat:
     answer = {"role": "assistant", "content": completion}
     if isinstance(prompt, str):
@@ -136,20 +131,18 @@ def _encode(
     if refusals and len(refusals) == len(chats):
         raise ValueError(f"preference_reward: the template of {model} refuses every chat: {refusals[0]}")
     if refusals:
-        log.warning(
-            "%s: its template refuses %d of %d chats: %s", model, len(refusals), len(chats), refusals[0]
-        )
+        n, first = len(refusals), refusals[0]
+        log.warning("%s: its template refuses %d of %d chats: %s", model, n, len(chats), first)
     sequences = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    cut = slice(-max_tokens, None) if side == "left" else slice(max_tokens)
     if overlong := sum(len(sequence) > max_tokens for sequence in sequences):
-        read = ("last" if side == "left" else "first", max_tokens)
-        log.warning(
-            "%s: of %d of %d chats only the %s %d tokens are read", model, overlong, len(chats), *read
-        )
-    return [sequence[-max_tokens:] if side == "left" else sequence[:max_tokens] for sequence in sequences]
+        read = "last" if side == "left" else "first"
+        log.warning("%s: %d chats are cut to the %s %d tokens", model, overlong, read, max_tokens)
+    return [sequence[cut] for sequence in sequences]
 
 
 @cache
-def _scorer(model: str, device: str | None, url: str | None) -> PreferenceModel:
+def _scorer(model: str, device: str | None, url: str | None) -> LocalPreferenceModel | RemotePreferenceModel:
     if url is not None:
         return RemotePreferenceModel(url.split(","))
     return LocalPreferenceModel(model, device)

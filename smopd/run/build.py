@@ -16,7 +16,7 @@ from smopd.engine.local.teachers import load_teachers
 from smopd.engine.models.loading import describe, load_model, load_tokenizer
 from smopd.engine.protocols import RolloutEngine, TeacherEngine
 from smopd.engine.remote.servers import Servers
-from smopd.engine.settings import Vllm, VllmSettings, WeightTransport
+from smopd.engine.settings import Vllm, VllmSettings
 from smopd.engine.student.student import Student
 from smopd.engine.weights.adapters import read_adapter
 from smopd.names import is_url
@@ -155,20 +155,13 @@ def require_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
 def rollout_settings(settings: Settings, recipe: Settings, limit: int) -> VllmSettings:
     """Of an engine with room for the longest responses of the recipe's runs, so that one serves them all.
 
-    On a GPU runs of adapters share another one, with room for the largest of theirs. On a CPU an adapter goes
-    as whole weights, into the same engine: vLLM samples several times as long beside an adapter there.
-
     Args:
         settings: of the run, resolved.
         limit: the model's positions.
     """
     runs = [settings, *(recipe.resolved(name) for name in recipe.runs)]
     longest = min(limit, max(run.longest_sequence for run in runs))
-    rank = 0
-    if settings.student.lora is not None and torch.cuda.is_available():
-        rank = max(run.student.lora.rank for run in runs if run.student.lora)
-    own = settings.rollout
-    return vllm_settings(own.vllm, own.dtype, longest, rank, own.transfer)
+    return vllm_settings(settings.rollout.vllm, settings.rollout.dtype, longest)
 
 
 PLANNED = {
@@ -182,9 +175,7 @@ PLANNED = {
 """Arguments of vllm.LLM that our engine plans with, and its own names for them."""
 
 
-def vllm_settings(
-    section: Vllm, dtype: str, max_model_len: int, lora_rank: int = 0, transfer: WeightTransport = "files"
-) -> VllmSettings:
+def vllm_settings(section: Vllm, dtype: str, max_model_len: int) -> VllmSettings:
     """Of an engine made with the section's engine_kwargs.
 
     Raises:
@@ -194,9 +185,7 @@ def vllm_settings(
     planned = {ours: more.pop(name) for name, ours in PLANNED.items() if name in more}
     return VllmSettings(
         placement=section.placement,
-        transfer=transfer,
         dtype=dtype,
-        max_lora_rank=lora_rank,
         more=more,
         **{"max_model_len": max_model_len, **planned},
     )

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("trl", reason="needs trl (the trl extra)")
 
-from tests import warm
 from tests.integrations.trl_worker import assert_steps_of_one_process
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ def test_two_ranks_take_the_steps_of_one(tmp_path: Path, mode: str, what: str) -
 
 @pytest.mark.parametrize("what", ["distillation", "grpo"])
 def test_the_example_trains(what: str) -> None:
-    done = warm.on_ranks(1, "examples/trl_two_teachers.py", what, "--steps", "2")
+    done = on_ranks(1, "examples/trl_two_teachers.py", what, "--steps", "2")
     assert done.returncode == 0, done.stderr[-4000:]
     steps = [line for line in done.stdout.splitlines() if line.startswith("step ")]
     assert len(steps) == 2 and all(float(line.rsplit(" ", 1)[1]) > 0 for line in steps)

@@ -19,8 +19,8 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 
 from smopd.integrations.trl import SMOPDGRPOTrainer
-from tests import warm
 from tests.integrations.tiny_trl import distillation, grpo, teacher
+from tests.ranks import on_ranks
 
 ROWS = 4
 ZERO_3 = {
@@ -72,7 +72,7 @@ def trained(what: str, folder: Path, ranks: int, **more: Any) -> dict[str, Any]:
 def assert_steps_of_one_process(folder: Path, mode: str, what: str) -> str:
     """Three steps' losses and parameter changes; returns the class that wrapped the student."""
     words = ("-m", "tests.integrations.trl_worker", mode, what, str(folder))
-    done = warm.on_ranks(2, *words, preload=(*warm.TRAINER, "tests.integrations.tiny_trl"))
+    done = on_ranks(2, *words)
     assert done.returncode == 0, done.stderr[-4000:]
     both = torch.load(folder / f"{mode}.pt")
     one = trained(what, folder / "one", ranks=1)

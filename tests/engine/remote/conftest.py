@@ -1,18 +1,83 @@
+"""HTTP servers on the loopback that answer as a test says."""
+
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import StreamRequestHandler, ThreadingTCPServer
+from typing import Any
 
 import pytest
 
-from tests.engine.remote.loopback import Loopback
+Answer = tuple[int, Any] | None
+"""Status and body (bytes, or what JSON can hold); None hangs up."""
+
+
+class Loopback:
+    """`answer(path, body)` is called for each request, under a lock unless `parallel`; a GET has no body."""
+
+    def __init__(self, answer: Callable[[str, bytes], Answer], *, parallel: bool = False):
+        self.calls: list[str] = []
+        lock = threading.Lock()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                body = self.rfile.read(int(self.headers.get("content-length") or 0))
+                with nullcontext() if parallel else lock:
+                    outer.calls.append(self.path)
+                    found = answer(self.path, body)
+                if found is None:
+                    self.connection.close()
+                    return
+                status, content = found
+                data = content if isinstance(content, bytes) else json.dumps(content).encode()
+                self.send_response(status)
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            do_POST = do_GET
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        outer = self
+        self.serve(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+
+    def serve(self, server: ThreadingTCPServer) -> None:
+        self.server = server
+        self.server.daemon_threads = True
+        self.server.handle_error = lambda *_: None  # type: ignore[method-assign]  # clients may leave
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+class Raw(Loopback):
+    """Answers each connection by `write(send)`, as nobody should."""
+
+    def __init__(self, write: Callable[[Callable[[bytes], None]], None]):
+        class Handler(StreamRequestHandler):
+            def handle(self) -> None:
+                with suppress(OSError):
+                    self.request.recv(1 << 16)
+                    write(self.request.sendall)
+
+        self.serve(ThreadingTCPServer(("127.0.0.1", 0), Handler))
 
 
 @pytest.fixture
 def loopback() -> Iterator[Callable[..., Loopback]]:
     made: list[Loopback] = []
 
-    def make(answer, **options) -> Loopback:
-        made.append(Loopback(answer, **options))
+    def make(answer: Callable, *, kind: type[Loopback] = Loopback, **options: Any) -> Loopback:
+        made.append(kind(answer, **options))
         return made[-1]
 
     yield make

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from smopd.engine.errors import NoServer
-from smopd.engine.remote.rollout import RemoteRollout
+from smopd.engine.remote.rollout import GENERATE, RemoteRollout
 from smopd.engine.remote.servers import RetryPolicy, Servers
-from smopd.engine.remote.weights import GENERATE
 from smopd.engine.types import Sampling
 
 VOCABULARY, END = 50, 1
@@ -18,15 +17,16 @@ SAMPLING = Sampling(n=4, max_new_tokens=3)
 QUICK = RetryPolicy(deadline_seconds=30.0, retries=1, backoff_seconds=0.01, concurrency=2)
 
 
-def choice(label, ids=(5, 7, END), logps=(-0.5, -1.0, -0.1), reason="stop"):
-    content = [{"logprob": logp} for logp in logps]
-    spans = [{"version": label}]
-    return {
-        "token_ids": ids,
-        "logprobs": {"content": content},
-        "finish_reason": reason,
-        "weight_versions": spans,
+def good(label, **changes):
+    """The body of what a server samples; `logps` are log-probabilities."""
+    logps = changes.pop("logps", (-0.5, -1.0, -0.1))
+    choice = {
+        "token_ids": (5, 7, END),
+        "logprobs": {"content": [{"logprob": logp} for logp in logps]},
+        "finish_reason": "stop",
+        "weight_versions": [{"version": label}],
     }
+    return {"choices": [choice | changes]}
 
 
 class Sampler:
@@ -53,34 +53,32 @@ def sampling(loopback):
         servers = [Sampler(loopback, answer) for answer in answers]
         rollouts = RemoteRollout(Servers([one.url for one in servers], QUICK), [END], 8, VOCABULARY)
         for one in servers:
-            one.label = rollouts.weights.label(0)
+            one.label = rollouts.label(0)
         return rollouts, servers
 
     return make
 
 
-def good(label):
-    return {"choices": [choice(label)]}
+def with_(**changes):
+    return lambda label: good(label, **changes)
 
 
 BAD = {
-    "an id of the vocabulary's size": lambda label: {"choices": [choice(label, ids=(5, VOCABULARY, END))]},
-    "a negative id": lambda label: {"choices": [choice(label, ids=(5, -1, END))]},
-    "float ids": lambda label: {"choices": [choice(label, ids=(5.5, 7.5, 1.0))]},
-    "ids of two dimensions": lambda label: {"choices": [choice(label, ids=((5,), (7,), (END,)))]},
-    "an id of 2^40": lambda label: {"choices": [choice(label, ids=(5, 1 << 70, END))]},
-    "a dict as id": lambda label: {"choices": [choice(label, ids=(5, {}, END))]},
-    "ids as text": lambda label: {"choices": [choice(label, ids=("5", "7", "1"))]},
-    "more tokens than asked": lambda label: {"choices": [choice(label, (5,) * 9, (-0.1,) * 9, "length")]},
-    "a log-probability fewer": lambda label: {"choices": [choice(label, logps=(-0.5, -1.0))]},
-    "no log-probability": lambda label: {"choices": [choice(label, logps=(-0.5, None, -0.1))]},
-    "a positive one": lambda label: {"choices": [choice(label, logps=(-0.5, 5.0, -0.1))]},
-    "NaN": lambda label: {"choices": [choice(label, logps=(-0.5, float("nan"), -0.1))]},
-    "-inf": lambda label: {"choices": [choice(label, logps=(-0.5, float("-inf"), -0.1))]},
-    "ended by something else": lambda label: {"choices": [choice(label, reason="abort")]},
-    "other weights": lambda label: {"choices": [choice("other")]},
+    "an id of the vocabulary's size": with_(token_ids=(5, VOCABULARY, END)),
+    "a negative id": with_(token_ids=(5, -1, END)),
+    "float ids": with_(token_ids=(5.5, 7.5, 1.0)),
+    "ids of two dimensions": with_(token_ids=((5,), (7,), (END,))),
+    "an id of 2^70": with_(token_ids=(5, 1 << 70, END)),
+    "ids as text": with_(token_ids=("5", "7", "1")),
+    "more tokens than asked": with_(token_ids=(5,) * 9, logps=(-0.1,) * 9, finish_reason="length"),
+    "a log-probability fewer": with_(logps=(-0.5, -1.0)),
+    "no log-probability": with_(logps=(-0.5, None, -0.1)),
+    "a positive one": with_(logps=(-0.5, 5.0, -0.1)),
+    "NaN": with_(logps=(-0.5, float("nan"), -0.1)),
+    "-inf": with_(logps=(-0.5, float("-inf"), -0.1)),
+    "ended by something else": with_(finish_reason="abort"),
+    "other weights": with_(weight_versions=[{"version": "other"}]),
     "no choices": lambda label: {"choices": []},
-    "nothing": lambda label: {},
     "a list": lambda label: [],
     "no JSON": lambda label: b"<html>busy</html>",
     "deep JSON": lambda label: b"[" * 100_000,
@@ -101,30 +99,14 @@ def test_a_bad_response_is_asked_elsewhere_and_never_taken(sampling, answer):
     assert alone.policy_version == 0
 
 
-@pytest.mark.parametrize(
-    ("path", "status", "message"),
-    [
-        ("/init_weight_transfer_engine", 404, "/init_weight_transfer_engine: status 404"),
-        (GENERATE, 404, f"{GENERATE}: status 404"),
-        (GENERATE, 401, f"{GENERATE}: status 401"),
-    ],
-)
-def test_a_server_that_cannot_serve_is_refused_at_the_start(loopback, path, status, message):
+@pytest.mark.parametrize(("path", "status"), [("/init_weight_transfer_engine", 404), (GENERATE, 401)])
+def test_a_server_that_cannot_serve_is_refused_at_the_start(loopback, path, status):
     fits = Sampler(loopback, good)
     wrong = loopback(lambda at, body: (status, {}) if at == path else (405 if at == GENERATE else 200, {}))
-    with pytest.raises(ValueError, match=f"{wrong.url}: {message}.*VLLM_SERVER_DEV_MODE=1"):
+    with pytest.raises(ValueError, match=f"{wrong.url}: {path}: status {status}.*VLLM_SERVER_DEV_MODE=1"):
         RemoteRollout(Servers([fits.url, wrong.url], QUICK), [END], 8, VOCABULARY)
-
-
-def test_a_server_without_room_is_refused(loopback):
-    server = Sampler(loopback, good)
-    with pytest.raises(ValueError, match=f"{server.url}: has room for 64 tokens, expected 65"):
-        RemoteRollout(Servers([server.url], QUICK), [END], 65, VOCABULARY)
-
-
-def test_ipc_is_refused(loopback):
-    with pytest.raises(ValueError, match=r"rollout\.transfer: got ipc, expected files or inline"):
-        RemoteRollout(Servers([Sampler(loopback, good).url]), [END], 8, VOCABULARY, "ipc")
+    with pytest.raises(ValueError, match=f"{fits.url}: has room for 64 tokens, expected 65"):
+        RemoteRollout(Servers([fits.url], QUICK), [END], 65, VOCABULARY)
 
 
 @pytest.mark.parametrize(
@@ -137,11 +119,11 @@ def test_ipc_is_refused(loopback):
 )
 def test_a_sync_is_checked_by_what_servers_hold_and_sample(sampling, held, logp, reason):
     rollouts, (server, other) = sampling(
-        lambda label: {"choices": [choice(label, (0,), (logp,), "length")]},
-        lambda label: {"choices": [choice(label, (0,), (0.0,), "length")]},
+        with_(token_ids=(0,), logps=(logp,)),
+        with_(token_ids=(0,), logps=(0.0,)),
     )
     for one in (server, other):
-        one.label = rollouts.weights.label(1)
+        one.label = rollouts.label(1)
     server.label = held or server.label
     rollouts.load_weights([("w", torch.zeros(2))], 1)
     assert rollouts.policy_version == 1 and other.url not in rollouts.servers.removed

@@ -1,4 +1,4 @@
-"""Teachers behind URLs: a real server of ours in this process, asked over the loopback."""
+"""Teachers behind URLs: real servers of ours in this process, asked over the loopback, and hostile ones."""
 
 from __future__ import annotations
 
@@ -6,111 +6,139 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import httpx
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save
+from safetensors.torch import load, save
 
 from smopd.engine.errors import NoServer
-from smopd.engine.local.teachers import load_teachers
+from smopd.engine.local.teachers import LocalTeachers, load_teachers
 from smopd.engine.models.loading import UnusableModel
 from smopd.engine.remote.servers import RetryPolicy
-from smopd.engine.remote.teachers import Probe, RemoteTeachers, _parse, portions
-from smopd.engine.remote.wire import pack_request, pack_values, unpack_answer, unpack_request, unpack_values
+from smopd.engine.remote.teachers import Probe, RemoteTeachers, parse
+from smopd.engine.remote.wire import pack, pack_request, unpack_answer, unpack_values
 from smopd.engine.settings import Packing
-from smopd.engine.types import Rollout
+from smopd.engine.types import Rollout, TeacherTopK
 from smopd.worlds.models import world_model
 from tests.engine.tiny import ragged_rollouts
+from tests.smopd.recipes import merged, metric_lines, train_here, write_recipe
 
 pytest.importorskip("starlette")
 uvicorn = pytest.importorskip("uvicorn")
 
-PACKING = Packing(micro_batch_tokens=200)
 QUICK = RetryPolicy(deadline_seconds=30.0, retries=1, backoff_seconds=0.01, concurrency=2)
-
-
-def test_a_server_takes_its_gpus_whole():
-    from smopd.engine.teacher_server import arguments, server_settings
-
-    alone = server_settings(arguments().parse_args(["a/b", "--vocabulary", "9"]))
-    assert (alone.gpu_memory_share, alone.sleep, alone.placement) == (0.9, False, "colocated")
-    more = ["--gpu-memory-share", "0.5", "--tensor-parallel-size", "2"]
-    shared = server_settings(arguments().parse_args(["a/b", "--vocabulary", "9", *more]))
-    assert (shared.gpu_memory_share, shared.tensor_parallel_size, shared.placement) == (0.5, 2, "process")
+MODEL, TOKENIZER = world_model(0)
+VOCABULARY = MODEL.config.vocab_size
+PROBE = Probe("call the", tuple(TOKENIZER.encode("call the", add_special_tokens=False)))
 
 
 class Serving:
-    def __init__(self, teacher, path, vocabulary):
+    def __init__(self, path: str, vocabulary: int = VOCABULARY):
         from smopd.engine.teacher_server import application
 
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        app = application(teacher, path, vocabulary)
+        app = application(local([path], vocabulary), path, vocabulary)
         self.server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
         while not self.server.started:
             time.sleep(0.01)
 
-    def stop(self):
+    def stop(self) -> None:
         self.server.should_exit = True
         self.thread.join()
 
 
+def local(paths: list[str], vocabulary: int = VOCABULARY) -> LocalTeachers:
+    packing = Packing(micro_batch_tokens=200)
+    return load_teachers(paths, packing, vocabulary, torch.float32, tokens=1)
+
+
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    """Two teachers over the quickstart's vocabulary, with a server each."""
-    folder = tmp_path_factory.mktemp("teachers")
-    paths = []
-    for seed in range(2):
-        model, tokenizer = world_model(seed)
-        paths.append(str(folder / str(seed)))
-        model.save_pretrained(paths[-1])
-        tokenizer.save_pretrained(paths[-1])
-    vocabulary = model.config.vocab_size
-    servers = [
-        Serving(load_teachers([path], PACKING, vocabulary, torch.float32), path, vocabulary) for path in paths
-    ]
-    text = "call the"
-    probe = Probe(text, tuple(tokenizer.encode(text, add_special_tokens=False)))
-    yield paths, servers, vocabulary, probe
-    for server in servers:
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two teachers and what they started from, over the quickstart's vocabulary."""
+    folder, made = tmp_path_factory.mktemp("models"), []
+    for name in ("one", "two", "reference"):
+        made.append(str(folder / name))
+        for part in world_model(len(made)):
+            part.save_pretrained(made[-1])
+    return made
+
+
+@pytest.fixture(scope="module")
+def serve() -> Iterator[Callable[..., Serving]]:
+    made: list[Serving] = []
+
+    def start(*arguments) -> Serving:
+        made.append(Serving(*arguments))
+        return made[-1]
+
+    yield start
+    for server in made:
         server.stop()
 
 
-def remote(world, **options):
-    _, servers, vocabulary, probe = world
-    given = {"probe": probe, "kappa": 4, "temperature": 1.0, "retry": QUICK} | options
-    return RemoteTeachers([[server.url] for server in servers], vocabulary, **given)
+@pytest.fixture(scope="module")
+def urls(serve, paths: list[str]) -> list[str]:
+    return [serve(path).url for path in paths]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_remote_teachers_say_what_local_ones_say(world, temperature):
-    paths, _, vocabulary, _ = world
-    rollouts = ragged_rollouts(1)
-    local = load_teachers(paths, PACKING, vocabulary, torch.float32).score(rollouts, 4, temperature)
-    found = remote(world, temperature=temperature).score(rollouts, 4, temperature)
-    assert found.ids_NMS.equal(local.ids_NMS)
-    torch.testing.assert_close(found.logps_NMS, local.logps_NMS, rtol=0, atol=1e-5)
-    torch.testing.assert_close(found.token_logps_NM, local.token_logps_NM, rtol=0, atol=1e-5)
+def remote(*urls: str, kappa: int = 4, temperature: float = 1.0, **options) -> RemoteTeachers:
+    """A teacher for each of `urls`, which may name several servers with commas."""
+    given = {"vocabulary": VOCABULARY, "probe": PROBE, "retry": QUICK} | options
+    return RemoteTeachers([url.split(",") for url in urls], kappa=kappa, temperature=temperature, **given)
 
 
-def test_half_precision_on_the_way_costs_its_rounding(world):
-    paths, _, vocabulary, _ = world
-    rollouts = ragged_rollouts(2)
-    local = load_teachers(paths, PACKING, vocabulary, torch.float32).score(rollouts, 4, 1.0)
-    teachers = remote(world, dtype="float16")
-    found = teachers.score(rollouts, 4, 1.0)
-    assert found.ids_NMS.equal(local.ids_NMS)
-    torch.testing.assert_close(found.logps_NMS, local.logps_NMS, rtol=2**-11, atol=1e-5)
-    alone = teachers.score(rollouts, 0, 1.0)
-    assert alone.ids_NMS.shape[-1] == 0
-    torch.testing.assert_close(alone.token_logps_NM, local.token_logps_NM, rtol=0, atol=1e-5)
+def assert_same(found: TeacherTopK, expected: TeacherTopK) -> None:
+    assert found.ids_NMS.equal(expected.ids_NMS)
+    torch.testing.assert_close(found.logps_NMS, expected.logps_NMS, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.token_logps_NM, expected.token_logps_NM, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("union", [False, True])
+def test_remote_teachers_say_what_local_ones_say(paths, urls, union, monkeypatch):
+    rollouts, asked = ragged_rollouts(1), {"temperature": 0.7, "union": union}
+    expected, teachers = local(paths).score(rollouts, 4, **asked), remote(*urls, **asked)
+    assert_same(teachers.score(rollouts, 4, **asked), expected)
+    monkeypatch.setattr("smopd.engine.remote.teachers.REQUEST_TOKENS", 20)  # several requests
+    assert_same(teachers.score(rollouts, 4, **asked), expected)
+    assert teachers.score([], 4, **asked).ids_NMS.shape == (0, 3, 12 if union else 4)
+    alone = teachers.score(rollouts, 0, **asked)
+    torch.testing.assert_close(alone.token_logps_NM, expected.token_logps_NM, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="kappa is -1"):
+        teachers.score(rollouts, -1, 1.0)
+    if not union:
+        with pytest.raises(ValueError, match="union is True, expected False of teachers that were not made"):
+            teachers.score(rollouts, 4, 0.7, union=True)
+
+
+@pytest.mark.parametrize("union", [False, True])
+def test_what_only_pads_a_vocabulary_is_counted_on_the_other_side(paths, serve, union, caplog):
+    smaller, probe = VOCABULARY - 40, Probe("1 2", (144, 145))
+    rollouts = [r for r in ragged_rollouts(7) if max(r.response_ids.tolist()) < smaller]
+    there = [serve(path, smaller).url for path in paths[:2]]
+    teachers = remote(*there, kappa=8, vocabulary=smaller, probe=probe, union=union)
+    found = teachers.score(rollouts, 8, 1.0, union=union)
+    assert_same(found, local(paths[:2], smaller).score(rollouts, 8, 1.0, union=union))
+    assert teachers.dropped > 0 and int(found.ids_NMS.max()) < smaller
+    assert "only pad a vocabulary" in caplog.text
+
+
+def test_a_server_has_a_row_for_each_token_of_the_student(paths, urls, serve):
+    larger, rollouts = VOCABULARY + 12, ragged_rollouts(8)
+    url = serve(paths[0], larger).url
+    padded = replace(PROBE, tokens=VOCABULARY)
+    found = remote(url, vocabulary=larger, probe=padded).score(rollouts, 4, 1.0)
+    assert found.logps_NMS.equal(remote(urls[0]).score(rollouts, 4, 1.0).logps_NMS)
+    with pytest.raises(UnusableModel, match=f"has {VOCABULARY} rows, the student has {VOCABULARY + 1} t"):
+        remote(url, vocabulary=larger, probe=replace(PROBE, tokens=VOCABULARY + 1))
 
 
 class Vllm:
@@ -121,7 +149,7 @@ class Vllm:
         most: log-probabilities a position.
     """
 
-    def __init__(self, loopback, tokens, most=20):
+    def __init__(self, loopback, tokens=PROBE.token_ids, most=20):
         self.tokens, self.most = tokens, most
         self.replaced = None  # status and body of whatever else has taken the port
         server = loopback(self.answer)
@@ -139,147 +167,90 @@ class Vllm:
         return 200 if json.loads(body)["prompt_logprobs"] <= self.most else 400, {}
 
 
-@pytest.fixture
-def vllm(world, loopback):
-    return lambda tokens=world[3].token_ids, **options: Vllm(loopback, tokens, **options)
+OTHER = (*PROBE.token_ids, 1)
 
 
-def of_servers(world, *urls, **options):
-    """One teacher with several servers."""
-    _, _, vocabulary, probe = world
-    given = {"probe": probe, "kappa": 4, "temperature": 1.0, "retry": QUICK} | options
-    return RemoteTeachers([list(urls)], vocabulary, **given)
+def test_a_server_that_does_not_fit_is_refused(urls, loopback):
+    """Each of a teacher's servers is asked, not the first one alone."""
+    fits, few, ours = Vllm(loopback), Vllm(loopback, most=3), urls[0]
+    assert len(remote(f"{fits.url},{Vllm(loopback).url},{ours}").teachers[0].alive) == 3
+    for asked, options, message in (
+        ([fits.url, Vllm(loopback, OTHER).url], {}, r"models\.0: http.* has another tokenizer than the stud"),
+        ([fits.url, few.url], {}, rf"{few.url} gives no 4 log-probabilities .*--max-logprobs 4"),
+        ([fits.url], {"temperature": 0.7}, r"log-probabilities at temperature 1, asked for 0\.7"),
+        ([fits.url], {"union": True}, r"models\.0: http.* is a vLLM server, which cannot be asked about"),
+        ([ours], {"vocabulary": 7}, rf"started for a vocabulary of {VOCABULARY}, expected .* 7 "),
+    ):
+        with pytest.raises(UnusableModel, match=message):
+            remote(",".join(asked), **options)
 
 
-def test_each_server_of_a_teacher_is_asked(world, vllm):
-    first, second = vllm(), vllm()
-    assert of_servers(world, first.url, second.url).ours == [False]
-    assert first.calls == second.calls == ["/describe", "/tokenize", "/v1/models", "/v1/completions"]
-
-
-def test_a_second_server_that_does_not_fit_is_refused(world, vllm):
-    fits, ours = vllm(), world[1][0]
-    with pytest.raises(UnusableModel, match=r"models\.0: http.* has another tokenizer than the student"):
-        of_servers(world, fits.url, vllm((*world[3].token_ids, 1)).url)
-    few = vllm(most=3)
-    with pytest.raises(UnusableModel, match=rf"{few.url} gives no 4 log-probabilities .*--max-logprobs 4"):
-        of_servers(world, fits.url, few.url)
-    with pytest.raises(UnusableModel, match=r"log-probabilities at temperature 1, asked for 0\.7"):
-        of_servers(world, fits.url, temperature=0.7)
-    for urls in ((fits.url, ours.url), (ours.url, fits.url)):
-        with pytest.raises(UnusableModel, match=rf"{urls[1]} is of another kind"):
-            of_servers(world, *urls)
-
-
-def test_an_unavailable_server_is_removed_and_none_is_an_error(world, vllm):
-    gone, odd, fits = vllm(), vllm(), vllm()
+def test_an_unavailable_server_is_removed_and_none_is_an_error(loopback):
+    gone, odd, fits = (Vllm(loopback) for _ in range(3))
     gone.stop()
     odd.replaced = (200, [])
-    found = of_servers(world, gone.url, odd.url, fits.url)
-    assert list(found.teachers[0].removed) == [gone.url, odd.url] and found.ours == [False]
+    found = remote(f"{gone.url},{odd.url},{fits.url}")
+    assert list(found.teachers[0].removed) == [gone.url, odd.url]
     assert "gave a bad answer" in found.teachers[0].removed[odd.url]
     with pytest.raises(NoServer, match=rf"{gone.url}: ConnectError"):
-        of_servers(world, gone.url)
+        remote(gone.url)
 
 
-def test_a_server_of_ours_that_cannot_serve_is_refused(world):
-    _, servers, vocabulary, probe = world
-    with pytest.raises(UnusableModel, match=rf"started for a vocabulary of {vocabulary}, expected .* 7 "):
-        RemoteTeachers([[servers[0].url]], 7, probe, 4, 1.0, retry=QUICK)
-    with pytest.raises(UnusableModel, match=rf"{servers[0].url} cannot answer what will be asked .*400"):
-        of_servers(world, servers[0].url, temperature=-1.0)
-
-
-def test_what_only_pads_a_vocabulary_is_counted_on_the_other_side(world, caplog):
-    paths, _, vocabulary, _ = world
-    smaller, probe = vocabulary - 40, Probe("1 2", (144, 145))
-    rollouts = [r for r in ragged_rollouts(7) if max(r.response_ids.tolist()) < smaller]
-    server = Serving(load_teachers(paths[:1], PACKING, smaller, torch.float32), paths[0], smaller)
-    found = RemoteTeachers([[server.url]], smaller, probe, 8, 1.0, retry=QUICK)
-    top = found.score(rollouts, 8, 1.0)
-    server.stop()
-    assert found.dropped == int((top.logps_NMS == -torch.inf).sum()) > 0
-    found.score([], 8, 1.0)
-    assert caplog.text.count("only pad a vocabulary") == 2  # the server's engine, and here
-
-
-def test_a_server_has_a_row_for_each_token_of_the_student(world):
-    paths, servers, vocabulary, probe = world
-    larger = vocabulary + 12
-    server = Serving(load_teachers(paths[:1], PACKING, larger, torch.float32, tokens=1), paths[0], larger)
-    rollouts = ragged_rollouts(8)
-    padded = replace(probe, tokens=vocabulary)
-    found = RemoteTeachers([[server.url]], larger, padded, 4, 1.0, retry=QUICK).score(rollouts, 4, 1.0)
-    assert found.logps_NMS.equal(of_servers(world, servers[0].url).score(rollouts, 4, 1.0).logps_NMS)
-    with pytest.raises(UnusableModel, match=f"has {vocabulary} rows, the student has {vocabulary + 1} t"):
-        more = replace(probe, tokens=vocabulary + 1)
-        RemoteTeachers([[server.url]], larger, more, 4, 1.0, retry=QUICK)
-    server.stop()
-
-
-@pytest.mark.parametrize("replaced", [None, (404, {}), (200, {}), (200, []), "tokenizer"])
-def test_a_restored_server_fits_as_at_the_start(world, vllm, replaced):
-    other = vllm()
-    found = of_servers(world, vllm().url, other.url)
+@pytest.mark.parametrize("replaced", [None, (404, {}), (200, []), "tokenizer"])
+def test_a_restored_server_fits_as_at_the_start(loopback, replaced):
+    first, other = Vllm(loopback), Vllm(loopback)
+    found = remote(f"{first.url},{other.url}")
     if replaced == "tokenizer":
-        other.tokens = (*world[3].token_ids, 1)
+        other.tokens = OTHER
     else:
         other.replaced = replaced
     found.teachers[0].remove(other.url, "gone")
-    found._restore(0)
+    found._admit(0, found.teachers[0].restore())
     assert list(found.teachers[0].removed) == ([] if replaced is None else [other.url])
 
 
-def packed_answer(**changes):
-    """An answer for two tokens and kappa 2, with tensors changed; None drops one."""
-    logps_NS = torch.tensor([[0.5, 0.25]] * 2).log()
-    tensors = {
-        "ids_NS": torch.tensor([[4, 3], [2, 1]], dtype=torch.int32),
-        "logps_NS": logps_NS,
-        "token_logps_N": logps_NS[:, 0],
-        "dropped": torch.tensor(0),
-    } | changes
-    return save({name: value.contiguous() for name, value in tensors.items() if value is not None})
-
-
+LOGPS_NS = torch.tensor([[0.5, 0.25]] * 2).log()
+GOOD = {
+    "ids_NS": torch.tensor([[4, 3], [2, 1]], dtype=torch.int32),
+    "logps_NS": LOGPS_NS,
+    "token_logps_N": LOGPS_NS[:, 0],
+    "dropped": torch.tensor(0),
+}
 BAD = {
-    "one row for all": packed_answer(ids_NS=torch.tensor([[4, 3]], dtype=torch.int32)),
-    "one row of log-probabilities": packed_answer(logps_NS=torch.tensor([[-1.0, -2.0]])),
-    "fewer entries": packed_answer(ids_NS=torch.tensor([[4], [2]], dtype=torch.int32)),
-    "one token's own": packed_answer(token_logps_N=torch.tensor([-1.0])),
-    "positive": packed_answer(logps_NS=torch.full((2, 2), 5.0)),
-    "positive own": packed_answer(token_logps_N=torch.full((2,), 5.0)),
-    "a mass of 2": packed_answer(logps_NS=torch.zeros(2, 2)),
-    "NaN": packed_answer(logps_NS=torch.full((2, 2), torch.nan)),
-    "NaN own": packed_answer(token_logps_N=torch.full((2,), torch.nan)),
-    "all empty": packed_answer(logps_NS=torch.full((2, 2), -torch.inf)),
-    "an id twice": packed_answer(ids_NS=torch.tensor([[4, 4], [2, 1]], dtype=torch.int32)),
-    "negative ids": packed_answer(ids_NS=torch.tensor([[4, -3], [2, 1]], dtype=torch.int32)),
-    "float ids": packed_answer(ids_NS=torch.tensor([[4.0, 3.0], [2.0, 1.0]])),
-    "unsigned ids": packed_answer(ids_NS=torch.tensor([[4, 3], [2, 1]], dtype=torch.uint32)),
-    "a negative count": packed_answer(dropped=torch.tensor(-1)),
-    "a tensor missing": packed_answer(token_logps_N=None),
-    "cut short": packed_answer()[:-7],
-    "HTML": b"<html>busy</html>",
-    "nothing": b"",
+    "one row for all": {"ids_NS": torch.tensor([[4, 3]], dtype=torch.int32)},
+    "fewer entries": {"ids_NS": torch.tensor([[4], [2]], dtype=torch.int32)},
+    "one token's own": {"token_logps_N": torch.tensor([-1.0])},
+    "positive": {"logps_NS": torch.full((2, 2), 5.0)},
+    "positive own": {"token_logps_N": torch.full((2,), 5.0)},
+    "a mass of 2": {"logps_NS": torch.zeros(2, 2)},
+    "NaN": {"logps_NS": torch.full((2, 2), torch.nan)},
+    "all empty": {"logps_NS": torch.full((2, 2), -torch.inf)},
+    "an id twice": {"ids_NS": torch.tensor([[4, 4], [2, 1]], dtype=torch.int32)},
+    "negative ids": {"ids_NS": torch.tensor([[4, -3], [2, 1]], dtype=torch.int32)},
+    "float ids": {"ids_NS": torch.tensor([[4.0, 3.0], [2.0, 1.0]])},
+    "a negative count": {"dropped": torch.tensor(-1)},
 }
 
 
-@pytest.mark.parametrize("content", BAD.values(), ids=BAD)
-def test_a_bad_answer_is_never_taken(content):
+@pytest.mark.parametrize("changes", BAD.values(), ids=BAD)
+def test_a_bad_answer_is_never_taken(changes):
     """That its server is removed and another asked is `Servers`' promise (test_servers.py)."""
-    assert unpack_answer(packed_answer(), 2, 2)[0].tolist() == [[4, 3], [2, 1]]
-    with pytest.raises((ValueError, KeyError, SafetensorError)):
-        unpack_answer(content, 2, 2)
+    assert unpack_answer(pack(**GOOD), 2, 2)[0].tolist() == [[4, 3], [2, 1]]
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        unpack_answer(pack(**GOOD | changes), 2, 2)
 
 
-@pytest.mark.parametrize(
-    "logps_NU", [torch.zeros(1, 3), torch.zeros(2, 2), torch.full((2, 3), torch.nan), torch.ones(2, 3)]
-)
+@pytest.mark.parametrize("content", [pack(**GOOD)[:-7], b"<html>busy</html>", b"", save({"a": LOGPS_NS})])
+def test_what_is_no_answer_is_never_taken(content):
+    for read in (unpack_answer, unpack_values):
+        with pytest.raises((KeyError, SafetensorError)):
+            read(content, 2, 2)
+
+
+@pytest.mark.parametrize("logps_NU", [torch.zeros(1, 2), torch.full((2, 2), torch.nan), torch.ones(2, 2)])
 def test_bad_log_probabilities_of_given_ids_are_never_taken(logps_NU):
-    assert unpack_values(pack_values(torch.zeros(2, 3), torch.float16), 2, 3).tolist() == [[0.0] * 3] * 2
     with pytest.raises(ValueError, match="logps_NU"):
-        unpack_values(pack_values(logps_NU, torch.float32), 2, 3)
+        unpack_values(pack(logps_NU=logps_NU), 2, 2)
 
 
 def rows(**changes):
@@ -288,102 +259,113 @@ def rows(**changes):
     return [None, {"7": entry}, {"9": {"logprob": -0.1, "rank": 1}}]
 
 
-@pytest.mark.parametrize(
-    "answered",
-    [
-        rows(logprob=None),
-        rows(logprob=5.0),
-        rows(logprob=float("nan")),
-        rows(rank=None),
-        rows(rank=2),  # the row has no largest then
-        rows(rank=0),
-        rows(rank=-3),
-        rows()[:2],
-        [],
-        None,
-        {"a": 1},
-        [None, {}, {}],
-        [None, {"7": {}}, {"9": {}}],
-    ],
-)
+BAD_ROWS = [rows(logprob=value) for value in (None, 5.0, float("nan"))]
+BAD_ROWS += [rows(rank=value) for value in (None, 2, 0)]  # of rank 2 alone: the row has no largest
+BAD_ROWS += [rows()[:2], None, {"a": 1}, [None, {}, {}], [None, {"7": {}}, {"9": {}}]]
+
+
+@pytest.mark.parametrize("answered", BAD_ROWS)
 def test_json_of_another_form_is_not_taken(answered):
     rollout = Rollout((3,), torch.tensor([7, 9]), torch.zeros(2), 0, True)
-    ids, _, own = _parse(rows(), rollout, 1)
+    ids, _, own, _ = parse(rows(), rollout, 1)
     assert (ids.tolist(), own.tolist()) == ([[7], [9]], pytest.approx([-0.5, -0.1]))
     with pytest.raises((ValueError, LookupError, TypeError, AttributeError)):
-        _parse(answered, rollout, 1)
+        parse(answered, rollout, 1)
 
 
-def test_a_wrong_question_names_what_is_wrong(world):
-    with pytest.raises(ValueError, match="kappa is -1"):
-        remote(world).score(ragged_rollouts(5), -1, 1.0)
-
-
-def test_requests_survive_the_wire(monkeypatch):
-    rollouts = ragged_rollouts(6)
-    again = unpack_request(pack_request(rollouts), 1000)
-    assert [r.prompt_ids for r in again] == [r.prompt_ids for r in rollouts]
-    assert all(a.response_ids.equal(b.response_ids) for a, b in zip(again, rollouts, strict=True))
-    monkeypatch.setattr("smopd.engine.remote.teachers.REQUEST_TOKENS", 20)
-    parts = portions(rollouts)
-    assert len(parts) > 1
-    assert [id(r) for part in parts for r in part] == [id(r) for r in rollouts]
-
-
-def request(tokens=(1, 2, 3), lengths=((1, 2),), dtype=torch.int32):
-    return save(
-        {"tokens": torch.tensor(tokens, dtype=dtype), "lengths": torch.tensor(lengths, dtype=torch.int32)}
+ROLLOUTS = ragged_rollouts(2)
+N_TOKENS = sum(len(rollout.response_ids) for rollout in ROLLOUTS)
+REQUEST = load(
+    pack_request(
+        ROLLOUTS, ids_NU=torch.zeros(N_TOKENS, 3, dtype=torch.int32), token_logps_N=-torch.ones(N_TOKENS)
     )
+)
+
+
+def int32(*values: object) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
-    ("content", "params"),
+    ("changes", "message"),
     [
-        (b"", {}),
-        (b"not safetensors", {}),
-        (request(tokens=(1, 2, 10_000)), {}),
-        (request(tokens=(1, 2, -3)), {}),
-        (request(lengths=((1, -1), (1, 2))), {}),
-        (request(lengths=((1, 1),)), {}),
-        (request(lengths=((0, 3),)), {}),
-        (request(lengths=((3,),)), {}),
-        (request(dtype=torch.float32), {}),
-        (save({"tokens": torch.zeros(3, dtype=torch.int32)}), {}),
-        (request(), {"kappa": "x"}),
-        (request(), {"kappa": "-1"}),
-        (request(), {"kappa": "100000"}),
-        (request(), {"temperature": "1e-300"}),
-        (request(), {"temperature": "nan"}),
-        (request(), {"dtype": "int8"}),
+        ({"tokens": int32(1, 2, 3)}, "lengths"),
+        ({"tokens": REQUEST["tokens"].float()}, "tokens is torch.float32"),
+        ({"tokens": REQUEST["tokens"] + VOCABULARY}, "tokens holds ids outside"),
+        ({"tokens": int32(1, 2), "lengths": int32([3, -1])}, "lengths"),
+        ({"tokens": int32(1, 2), "lengths": int32([0, 2])}, "lengths has an empty prompt"),
+        ({"lengths": int32([3])}, "lengths is torch.int32"),
+        ({"ids_NU": torch.zeros(N_TOKENS - 1, 3, dtype=torch.int32)}, "ids_NU is torch.int32"),
+        ({"ids_NU": torch.full((N_TOKENS, 3), VOCABULARY, dtype=torch.int32)}, "ids_NU holds ids outside"),
+        ({"ids_NU": torch.full((N_TOKENS, 3), -1, dtype=torch.int32)}, "ids_NU holds ids outside"),
+        ({"token_logps_N": torch.full((N_TOKENS,), torch.nan)}, "token_logps_N holds nan"),
     ],
 )
-def test_what_is_no_request_is_answered_by_400(world, content, params):
-    url = world[1][0].url
-    answer = httpx.post(f"{url}/score", params={"kappa": "4"} | params, content=content)
-    assert answer.status_code == 400 and ": " in answer.text
-    assert httpx.post(f"{url}/score", params={"kappa": "4"}, content=request()).is_success
+def test_what_is_no_request_is_answered_by_400(urls, changes, message):
+    answer = httpx.post(f"{urls[0]}/given", content=save(REQUEST | changes))
+    assert answer.status_code == 400 and message in answer.text
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"[1]", b"{}", b'{"prompt": 3}', b"[" * 100_000, b'{"prompt": "' + b"a" * (1 << 21) + b'"}']
+    ("path", "content", "params"),
+    [
+        ("score", b"not safetensors", {}),
+        ("score", save(REQUEST)[:-5], {}),
+        ("score", save({"tokens": int32(1)}), {}),
+        ("score", save(REQUEST), {"kappa": "x"}),
+        ("score", save(REQUEST), {"kappa": "-1"}),
+        ("score", save(REQUEST), {"kappa": "100000"}),
+        ("score", save(REQUEST), {"temperature": "1e-300"}),
+        ("given", save(REQUEST), {"temperature": "nan"}),
+        ("tokenize", b"[1]", {}),
+        ("tokenize", b'{"prompt": 3}', {}),
+        ("tokenize", b"[" * 100_000, {}),
+        ("tokenize", b'{"prompt": "' + b"a" * (1 << 21) + b'"}', {}),
+    ],
 )
-def test_what_is_no_text_is_answered_by_400(world, body):
-    assert httpx.post(f"{world[1][0].url}/tokenize", content=body).status_code == 400
+def test_bad_bytes_and_parameters_are_answered_by_400(urls, path, content, params):
+    answer = httpx.post(f"{urls[0]}/{path}", params={"kappa": "4"} | params, content=content)
+    assert answer.status_code == 400 and ": " in answer.text
+    for path in ("score", "given"):
+        assert httpx.post(f"{urls[0]}/{path}", params={"kappa": "4"}, content=save(REQUEST)).is_success
 
 
-def test_a_request_has_a_largest_size(world, monkeypatch):
+def test_a_request_has_a_largest_size(urls, monkeypatch):
     monkeypatch.setattr("smopd.engine.teacher_server.MAX_REQUEST_BYTES", 1000)
-    answer = httpx.post(f"{world[1][0].url}/score", params={"kappa": "4"}, content=b"x" * 100_000)
-    assert answer.status_code == 413
+    assert httpx.post(f"{urls[0]}/score", content=b"x" * 100_000).status_code == 413
 
 
-def test_a_token_is_asked_for_where_one_is_set(world, monkeypatch):
-    paths, _, vocabulary, probe = world
+def test_a_token_is_asked_for_where_one_is_set(paths, serve, monkeypatch):
     monkeypatch.setenv("SMOPD_SERVER_TOKEN", "right")
-    guarded = Serving(load_teachers(paths[:1], PACKING, vocabulary, torch.float32), paths[0], vocabulary)
-    assert httpx.get(f"{guarded.url}/health").status_code == 401
-    assert RemoteTeachers([[guarded.url]], vocabulary, probe, 4, 1.0, retry=QUICK).ours == [True]
+    url = serve(paths[0]).url
+    assert httpx.get(f"{url}/health").status_code == 401
+    assert remote(url).teachers[0].alive == [url]
     monkeypatch.setenv("SMOPD_SERVER_TOKEN", "wrong")
     with pytest.raises(NoServer, match="status 401: no or another token"):
-        RemoteTeachers([[guarded.url]], vocabulary, probe, 4, 1.0, retry=QUICK)
-    guarded.stop()
+        remote(url)
+
+
+def test_a_run_with_the_product_of_teachers_at_urls(paths, urls, tmp_path):
+    """As with the same models by path."""
+
+    def run(name: str, models: list[str]) -> dict[str, float]:
+        taught = [{"model": m, "reward": r} for m, r in zip(models, ("accuracy", "format"), strict=False)]
+        changes = {
+            "model": {"factory": None, "path": paths[2]},
+            "data": {"evaluation": None},
+            "teachers": {"models": taught},
+            "merge": {"method": "product"},
+            "opd": {"kappa": 8, "product": {"reference": models[2]}},
+            "loop": {"steps": 1},
+        }
+        recipe = write_recipe(tmp_path, merged(changes, {"name": name}), drop=("warm_start", "runs"))
+        recipe.write_text(recipe.read_text() + "runs: {student: {stage: merge}}\n")
+        done = train_here(recipe)
+        assert done.returncode == 0, done.stderr[-4000:]
+        (line,) = metric_lines(tmp_path / "runs" / name / "student")
+        return line
+
+    here, there = run("paths", paths), run("urls", urls)
+    assert here["teacher_0/change"] != pytest.approx(here["teacher_1/change"])
+    for name in ("kl", "teacher_mass", "teacher_0/change", "teacher_1/change", "grad_norm"):
+        assert there[name] == pytest.approx(here[name], rel=1e-3, abs=1e-5), name

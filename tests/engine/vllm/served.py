@@ -1,4 +1,4 @@
-"""Real vLLM servers in processes of their own."""
+"""Real servers in processes of their own: vLLM's, and ours of a teacher."""
 
 from __future__ import annotations
 
@@ -17,22 +17,20 @@ import httpx
 from tests.patience import HANG_SECONDS
 
 ROOT = Path(__file__).parents[3]
-ROLLOUTS = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-ROLLOUTS += ["--worker-extension-cls", "smopd.engine.vllm.transfer.Extension"]
-ROLLOUTS += ["--weight-transfer-config", '{"backend": "smopd"}']
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+ROLLOUTS = """--enable-scale-out --logprobs-mode processed_logprobs --generation-config vllm
+    --worker-extension-cls smopd.engine.vllm.transfer.Extension
+    --weight-transfer-config {"backend":"smopd"}""".split()  # noqa: SIM905
+SMALL = """--dtype float32 --host 127.0.0.1 --enforce-eager --no-enable-chunked-prefill
+    --kv-cache-memory-bytes 33554432""".split()  # noqa: SIM905
 
 
 class Process:
     """A server of this test: `python -m module ... --port` in a process group of its own."""
 
     def __init__(self, module: str, log: Path, arguments: Sequence[str]):
-        port = free_port()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
         self.url, self.log = f"http://127.0.0.1:{port}", log
         self.command = [sys.executable, "-m", module, *arguments, "--port", str(port)]
         self.start()
@@ -51,10 +49,16 @@ class Process:
 
     def await_health(self) -> None:
         deadline = time.monotonic() + HANG_SECONDS
-        while not answers(self.url):
+        while not self.answers():
             alive = self.process.poll() is None and time.monotonic() < deadline
             assert alive, self.log.read_text()[-4000:]
             time.sleep(0.5)
+
+    def answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5.0).is_success
+        except httpx.TransportError:
+            return False
 
     def kill(self) -> None:
         """As a machine that is lost: at once, with its children; nothing where it is gone already."""
@@ -62,32 +66,24 @@ class Process:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(60)
 
-    def restart(self) -> None:
-        self.kill()
-        self.start()
-        self.await_health()
-
     def stop(self) -> None:
         if self.process.poll() is None:
-            self.process.terminate()
+            self.process.terminate()  # vLLM gives back its shared memory
             try:
                 self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.kill()
 
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+        self.await_health()
+
 
 def serve(model: Path, log: Path, *options: str, length: int = 64) -> Process:
     """vLLM's own server of `model`, small and for a CPU."""
-    arguments = ["--model", str(model), "--max-model-len", str(length), "--dtype", "float32"]
-    arguments += [
-        "--host",
-        "127.0.0.1",
-        "--enforce-eager",
-        "--no-enable-chunked-prefill",
-        "--kv-cache-memory-bytes",
-        str(32 << 20),
-    ]
-    return Process("vllm.entrypoints.openai.api_server", log, [*arguments, *options])
+    arguments = ["--model", str(model), "--max-model-len", str(length), *SMALL, *options]
+    return Process("vllm.entrypoints.openai.api_server", log, arguments)
 
 
 @contextmanager
@@ -100,10 +96,3 @@ def serving(*servers: Process) -> Iterator[None]:
     finally:
         for server in servers:
             server.stop()
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=5.0).is_success
-    except httpx.TransportError:
-        return False

@@ -24,8 +24,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @pytest.mark.parametrize("place", ["behind", "last", "absent"])
-def test_a_tied_head_goes_with_its_embedding(tmp_path, place):
-    """And nothing is kept of either."""
+def test_a_tied_head_goes_with_its_embedding_and_nothing_is_kept(tmp_path, place):
     model = tiny_model(tied=True)
     model.save_pretrained(tmp_path)
     names = [name for name in model.state_dict() if name != HEAD]
@@ -46,32 +45,19 @@ def test_a_tied_head_goes_with_its_embedding(tmp_path, place):
         torch.testing.assert_close(value, model.state_dict()[name])
         taken.append(name)
         del value
-    assert checked.error is None
-    first = taken.index(EMBEDDING)
-    assert taken[first + 1] == HEAD
-    assert sorted(taken) == sorted(model.state_dict())
+    assert checked.error is None and sorted(taken) == sorted(model.state_dict())
+    assert taken[taken.index(EMBEDDING) + 1] == HEAD
 
 
 def taken_by(
     model: ModelNumbers, gpu: Gpu, settings: VllmSettings = SETTINGS, samples: bool = False
 ) -> EngineMemory:
-    return engine_memory(settings, model, 2, 3328, gpu, samples=samples, pooled=not samples)
+    return engine_memory(settings, model, 2, 3328, gpu, samples=samples)
 
 
 @pytest.mark.parametrize(
     ("name", "gpus", "teachers", "second"),
-    [
-        ("1.5B", 8, 1, True),
-        ("1.5B", 8, 2, True),
-        ("1.5B", 8, 3, True),
-        ("3B", 8, 1, True),
-        ("3B", 8, 2, True),
-        ("3B", 8, 3, True),
-        ("7B", 8, 1, True),
-        ("7B", 8, 2, False),
-        ("1.5B", 1, 3, True),
-        ("3B", 1, 2, False),
-    ],
+    [("1.5B", 8, 3, True), ("3B", 8, 3, True), ("7B", 8, 1, True), ("7B", 8, 2, False), ("3B", 1, 2, False)],
 )
 def test_all_that_is_awake_at_a_wake_is_on_the_gpu(name: str, gpus: int, teachers: int, second: bool) -> None:
     """A rollout engine asleep, teachers, another one that cannot sleep, then AdamW's states."""
@@ -94,27 +80,23 @@ def test_all_that_is_awake_at_a_wake_is_on_the_gpu(name: str, gpus: int, teacher
     assert RESERVE + 3 * masters + awake + sleeper.total <= TOTAL
 
 
-def test_an_engine_without_room_is_refused_before_it_is_made() -> None:
-    gpu = Gpu(40 * GIB, TOTAL, asleep=30 * GIB)
-    taken = taken_by(QWEN["7B"], gpu)
-    with pytest.raises(ValueError, match=r"takes 15\.2 GiB of weights and cache, expected at most 10\.0"):
-        vllm_arguments(SETTINGS, taken, gpu, sleeps=False, samples=False)
-    assert vllm_arguments(SETTINGS, taken, gpu, sleeps=True, samples=False)
-
-
-def test_what_is_set_is_taken() -> None:
+def test_what_is_set_is_taken_and_what_has_no_room_is_refused() -> None:
     gpu = Gpu(70 * GIB, TOTAL)
     for samples in (False, True):
         cache = SETTINGS.model_copy(update={"kv_cache_bytes": GIB})
         taken = taken_by(QWEN["3B"], gpu, cache, samples)
-        assert taken.cache == GIB
         given = vllm_arguments(cache, taken, gpu, sleeps=False, samples=samples)
-        assert given["kv_cache_memory_bytes"] == GIB
+        assert taken.cache == given["kv_cache_memory_bytes"] == GIB
         share = SETTINGS.model_copy(update={"gpu_memory_share": 0.5})
         taken = taken_by(QWEN["3B"], gpu, share, samples)
         assert taken.inside == TOTAL // 2
         given = vllm_arguments(share, taken, gpu, sleeps=False, samples=samples)
         assert given == {"gpu_memory_utilization": 0.5}
+    gpu = Gpu(40 * GIB, TOTAL, asleep=30 * GIB)
+    taken = taken_by(QWEN["7B"], gpu)
+    with pytest.raises(ValueError, match=r"takes 15\.2 GiB of weights and cache, expected at most 10\.0"):
+        vllm_arguments(SETTINGS, taken, gpu, sleeps=False, samples=False)
+    assert vllm_arguments(SETTINGS, taken, gpu, sleeps=True, samples=False)
 
 
 @pytest.mark.parametrize(
@@ -124,15 +106,15 @@ def test_the_poolers_head_is_whole_on_every_gpu(name: str, parallel: int, copies
     """Tied and alone it is the embedding that is there."""
     model, settings = QWEN[name], SETTINGS.model_copy(update={"tensor_parallel_size": parallel})
     taken = taken_by(model, Gpu(70 * GIB, TOTAL), settings)
+    assert taken.total == taken.weights + taken.head + taken.cache + WORK
     head = 2 * model.head_parameters
     assert taken.head == copies * head
     assert taken.weights == -(-(2 * model.parameters - (head if not model.tied else 0)) // parallel)
-    assert taken.total == taken.weights + taken.head + taken.cache + WORK
 
 
-def test_numbers_of_a_model() -> None:
-    for tied in (False, True):
-        model = tiny_model(tied=tied)
-        numbers = numbers_of(model)
-        assert (numbers.tied, numbers.parameters) == (tied, model.num_parameters())
-        assert numbers.head_parameters == model.lm_head.weight.numel()
+@pytest.mark.parametrize("tied", [False, True])
+def test_numbers_of_a_model(tied: bool) -> None:
+    model = tiny_model(tied=tied)
+    numbers = numbers_of(model)
+    assert (numbers.tied, numbers.parameters) == (tied, model.num_parameters())
+    assert numbers.head_parameters == model.lm_head.weight.numel()

@@ -1,11 +1,9 @@
-"""Sampling at a URL: real servers of vLLM, which are killed and started again."""
+"""Sampling and scoring at URLs: real servers of vLLM, which are killed and started again, and ours."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -13,18 +11,22 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-import yaml
 
 pytest.importorskip("vllm")
+pytest.importorskip("starlette")
 
 from smopd.engine.errors import NoServer
+from smopd.engine.local.teachers import load_teachers
+from smopd.engine.models.loading import UnusableModel
 from smopd.engine.remote.rollout import RemoteRollout
 from smopd.engine.remote.servers import RetryPolicy, Servers
+from smopd.engine.remote.teachers import Probe, RemoteTeachers
+from smopd.engine.settings import Packing
 from smopd.engine.types import Sampling
 from smopd.worlds.models import world_model
-from tests.engine.tiny import assert_sampled_by
-from tests.engine.vllm.served import ROLLOUTS, ROOT, serve, serving
-from tests.engine.vllm.vllm_worker import assert_followed, on_two_ranks, save_models
+from tests.engine.tiny import assert_sampled_by, ragged_rollouts
+from tests.engine.vllm.served import ROLLOUTS, Process, serve, serving
+from tests.engine.vllm.vllm_worker import assert_followed, on_two_ranks
 from tests.patience import HANG_SECONDS
 from tests.smopd.recipes import command, environment, metric_lines, write_recipe
 
@@ -32,14 +34,13 @@ PROMPTS = [(5, 9, 11), (7,), (20, 21, 22, 23, 24, 25), (30, 31), (40,)]
 GROUPS = [3, 8, 9, 11, 40]
 GREEDY = Sampling(temperature=0.0, max_new_tokens=8)
 QUICK = RetryPolicy(deadline_seconds=120.0, retries=3, backoff_seconds=0.01, concurrency=2)
-ENDS = [1]
-LENGTH = 128  # positions of a server
+KAPPA = 6
 VOCABULARY = world_model(0)[0].config.vocab_size
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("served") / "model"
+    folder = tmp_path_factory.mktemp("served") / "untied"
     for part in world_model(0):
         part.save_pretrained(folder)
     return folder
@@ -48,141 +49,86 @@ def model_folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pair(model_folder):
     """Two servers as engine/remote/rollout.py says to start them; the second may be killed."""
+    options = [*ROLLOUTS, "--max-logprobs", str(KAPPA)]
     logs = [model_folder.parent / name for name in ("first.log", "second.log")]
-    both = [serve(model_folder, log, *ROLLOUTS, length=LENGTH) for log in logs]
+    both = [serve(model_folder, log, *options, length=128) for log in logs]
     with serving(*both):
         yield both
 
 
-@pytest.fixture(scope="module")
-def server(pair):
-    """The URL of the first, which lives as long as the tests."""
-    return pair[0].url
-
-
-def remote(*urls: str, longest: int = 32, seed: int | None = 0, transfer: str = "files") -> RemoteRollout:
-    """With the weights of the world's model of `seed` sent."""
-    rollouts = RemoteRollout(Servers(urls, QUICK), ENDS, longest, VOCABULARY, transfer)
-    if seed is not None:
-        rollouts.load_weights(weights_of(seed), 0)
-    return rollouts
+def remote(*servers: Process, transfer: str = "files") -> RemoteRollout:
+    return RemoteRollout(Servers([one.url for one in servers], QUICK), [1], 32, VOCABULARY, transfer)
 
 
 def weights_of(seed: int):
     return world_model(seed)[0].state_dict().items()
 
 
+def assert_serves(rollouts: RemoteRollout, seed: int, repeats: int = 1) -> None:
+    made = rollouts.generate(PROMPTS * repeats, GROUPS * repeats, GREEDY)
+    assert [rollout.group for rollout in made] == GROUPS * repeats
+    assert {rollout.policy_version for rollout in made} == {rollouts.policy_version}
+    assert_sampled_by(world_model(seed)[0], made)
+
+
 @pytest.mark.parametrize("transfer", ["files", "inline"])
-def test_samples_with_the_weights_that_it_was_sent(server, transfer, monkeypatch):
+def test_serves_the_weights_that_it_was_sent_and_never_others(pair, transfer, monkeypatch):
     monkeypatch.setattr("smopd.engine.weights.transport.PART_BYTES", 100_000)  # several parts
-    rollouts = remote(server, transfer=transfer)
+    rollouts = remote(pair[0], transfer=transfer)
     for version, seed in enumerate((4, 5), start=1):
-        model, _ = world_model(seed)
-        rollouts.load_weights(model.state_dict().items(), version)
-        made = rollouts.generate(PROMPTS, GROUPS, GREEDY)
-        assert [rollout.group for rollout in made] == GROUPS
-        assert {rollout.policy_version for rollout in made} == {version}
-        assert_sampled_by(model, made)
-    warm = rollouts.generate(PROMPTS, GROUPS, Sampling(n=2, temperature=0.7, max_new_tokens=8, seed=3))
-    assert len(warm) == 2 * len(PROMPTS)
-    assert_sampled_by(model, warm, temperature=0.7, greedy=False)
-
-
-def test_the_same_version_of_another_run_is_not_ours(server):
-    first, second = remote(server, seed=4), remote(server, seed=5)
-    with pytest.raises(NoServer, match="holds the weights"):
-        first.generate(PROMPTS, GROUPS, GREEDY)
-    assert_sampled_by(world_model(5)[0], second.generate(PROMPTS, GROUPS, GREEDY))
-
-
-@pytest.mark.parametrize("transfer", ["files", "inline"])
-def test_half_sent_weights_are_never_served(server, transfer):
-    rollouts = remote(server, transfer=transfer)
+        rollouts.load_weights(weights_of(seed), version)
+        assert_serves(rollouts, seed)
+    sampled = rollouts.generate(PROMPTS, GROUPS, Sampling(n=2, temperature=0.7, max_new_tokens=8, seed=3))
+    assert len(sampled) == 2 * len(PROMPTS)
+    assert_sampled_by(world_model(5)[0], sampled, temperature=0.7, greedy=False)
 
     def failing():
         yield from list(weights_of(4))[:9]
         raise ConnectionError("gone")
 
     with pytest.raises(ConnectionError):
-        rollouts.load_weights(failing(), 1)
-    label = httpx.get(f"{server}/weight_info").json()["weight_version"]
-    assert label.startswith("part of ") and label.endswith("-1")
-    rollouts.load_weights(weights_of(5), 1)
-    assert_sampled_by(world_model(5)[0], rollouts.generate(PROMPTS, GROUPS, GREEDY))
-
-
-WITHOUT_VLLM = """
-import sys
-sys.modules["vllm"] = None  # an import of it fails
-from smopd.engine.remote.rollout import RemoteRollout
-from smopd.engine.remote.servers import Servers
-from smopd.engine.types import Sampling
-from smopd.worlds.models import world_model
-from tests.engine.tiny import assert_sampled_by
-from tests.engine.vllm.vllm_worker import assert_followed, on_two_ranks, save_models
-from tests.patience import HANG_SECONDS
-model = world_model(6)[0]
-rollouts = RemoteRollout(Servers([sys.argv[1]]), [1], 32, model.config.vocab_size)
-rollouts.load_weights(model.state_dict().items(), 1)
-made = rollouts.generate([(5, 9, 11), (7,)], [0, 1], Sampling(temperature=0.0, max_new_tokens=8))
-assert_sampled_by(model, made)
-print(len(made), "sampled")
-"""
-
-
-def test_a_client_needs_no_vllm(server):
-    command = [sys.executable, "-c", WITHOUT_VLLM, server]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANG_SECONDS)
-    assert done.stdout == "2 sampled\n", done.stderr[-4000:]
-
-
-@pytest.mark.parametrize("transfer", ["files", "inline"])
-def test_a_weight_of_another_shape_is_refused_and_nothing_is_served_for_it(server, transfer):
-    rollouts = remote(server, transfer=transfer)
-    model, _ = world_model(7)
-    weights = dict(model.state_dict())
-    name = "model.norm.weight"
+        rollouts.load_weights(failing(), 3)
+    label = httpx.get(f"{pair[0].url}/weight_info").json()["weight_version"]
+    assert label.startswith("part of ") and label.endswith("-3")
+    rollouts.load_weights(weights_of(6), 3)
+    assert_serves(rollouts, 6)
     with pytest.raises(NoServer):
-        rollouts.load_weights((weights | {name: torch.zeros(3)}).items(), 1)
-    rollouts.load_weights(weights.items(), 2)
-    assert_sampled_by(model, rollouts.generate(PROMPTS, GROUPS, GREEDY))
+        rollouts.load_weights((dict(weights_of(7)) | {"model.norm.weight": torch.zeros(3)}).items(), 4)
+    rollouts.load_weights(weights_of(7), 5)
+    assert_serves(rollouts, 7)
+    other = remote(pair[0])  # another run, with the same version
+    other.load_weights(weights_of(8), 5)
+    with pytest.raises(NoServer, match="holds the weights"):
+        rollouts.generate(PROMPTS, GROUPS, GREEDY)
+    assert_serves(other, 8)
 
 
-def test_a_server_that_is_started_again_serves_nothing_before_the_next_weights(pair, model_folder, caplog):
-    rollouts = remote(*(each.url for each in pair), seed=4)
-    pair[1].restart()
-    made = rollouts.generate(PROMPTS * 16, GROUPS * 16, GREEDY)  # so many that both servers are asked
-    assert_sampled_by(world_model(4)[0], made)
-    assert f"{pair[1].url} is removed: holds the weights default, expected" in caplog.text
-    rollouts.load_weights(weights_of(5), 1)
-    assert f"{pair[1].url} is restored" in caplog.text and rollouts.servers.removed == {}
-    alone = RemoteRollout(Servers([pair[1].url], QUICK), ENDS, 32, VOCABULARY)
-    alone.weights.run, alone.policy_version = rollouts.weights.run, 1
-    assert_sampled_by(world_model(5)[0], alone.generate(PROMPTS, GROUPS, GREEDY))
-
-
-def test_a_server_that_is_killed_in_a_sync_leaves_the_others_theirs(pair, monkeypatch, caplog):
+def test_a_server_that_is_killed_leaves_the_others_theirs_and_comes_back(pair, monkeypatch, caplog):
     monkeypatch.setattr("smopd.engine.weights.transport.PART_BYTES", 100_000)
-    rollouts = remote(*(each.url for each in pair), seed=4, transfer="inline")
-    assert rollouts.servers.removed == {}
+    second = pair[1]
+    rollouts = remote(*pair, transfer="inline")
+    rollouts.load_weights(weights_of(4), 1)
+    second.restart()  # with its first weights
+    assert_serves(rollouts, 4, repeats=16)  # so many that both are asked
+    assert f"{second.url} is removed: holds the weights default, expected" in caplog.text
 
     def killing():
         for i, weight in enumerate(weights_of(5)):
             if i == 9:
-                pair[1].kill()
+                second.kill()
             yield weight
 
-    rollouts.load_weights(killing(), 1)
-    assert list(rollouts.servers.removed) == [pair[1].url]
-    assert_sampled_by(world_model(5)[0], rollouts.generate(PROMPTS, GROUPS, GREEDY))
-    pair[1].restart()
-    rollouts.load_weights(weights_of(6), 2)
+    rollouts.load_weights(killing(), 2)
+    assert f"{second.url} is restored" in caplog.text
+    assert list(rollouts.servers.removed) == [second.url]
+    assert_serves(rollouts, 5)
+    second.restart()
+    rollouts.load_weights(weights_of(6), 3)
     assert rollouts.servers.removed == {}
-    for each in pair:
-        alone = RemoteRollout(Servers([each.url], QUICK), ENDS, 32, VOCABULARY)
-        alone.weights.run, alone.policy_version = rollouts.weights.run, 2
-        assert_sampled_by(world_model(6)[0], alone.generate(PROMPTS, GROUPS, GREEDY))
+    for one in pair:
+        alone = remote(one)
+        alone.run, alone.policy_version = rollouts.run, 3
+        assert_serves(alone, 6)
 
 
 def test_a_run_goes_on_when_a_server_is_killed(pair, model_folder, tmp_path):
@@ -195,9 +141,8 @@ def test_a_run_goes_on_when_a_server_is_killed(pair, model_folder, tmp_path):
         "log": {"samples_per_step": per_step},
     }
     recipe = write_recipe(tmp_path, changes, drop=("warm_start", "runs"))
-    values = yaml.safe_load(recipe.read_text())
-    values["runs"] = {"alone": {"stage": "specialize", "reward_weights": [0.5, 0.5]}}
-    recipe.write_text(yaml.safe_dump(values))
+    runs = "runs: {alone: {stage: specialize, reward_weights: [0.5, 0.5]}}\n"
+    recipe.write_text(recipe.read_text() + runs)
     metrics, errors = tmp_path / "run/alone/metrics.jsonl", (tmp_path / "errors").open("w")
     run = subprocess.Popen(
         command(recipe, "--output", "run"), env=environment(), cwd=tmp_path, stdout=errors, stderr=errors
@@ -213,16 +158,41 @@ def test_a_run_goes_on_when_a_server_is_killed(pair, model_folder, tmp_path):
     told = Path(errors.name).read_text()
     assert run.returncode == 0, told[-4000:]
     assert f"{pair[1].url} is removed" in told and f"{pair[0].url} is removed" not in told
-    lines = metric_lines(tmp_path / "run/alone")
-    assert [line["step"] for line in lines if "tokens" in line] == list(range(1, steps + 1))
-    assert all(line["rollout_mismatch"] < 1e-3 for line in lines if "tokens" in line)
+    lines = [line for line in metric_lines(tmp_path / "run/alone") if "tokens" in line]
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    assert all(line["rollout_mismatch"] < 1e-3 for line in lines)
     samples = [json.loads(line) for line in (tmp_path / "run/alone/samples.jsonl").read_text().splitlines()]
     assert Counter(sample["step"] for sample in samples) == dict.fromkeys(range(1, steps + 1), per_step)
 
 
-def test_two_ranks_share_a_server_and_the_first_sends_the_weights(tmp_path):
-    save_models(tmp_path)
-    server = serve(tmp_path / "untied", tmp_path / "log", *ROLLOUTS)
-    with serving(server):
-        ranks = on_two_ranks(tmp_path, {}, server.url)
-    assert_followed([rank["untied"] for rank in ranks], tied=False)
+def test_two_ranks_share_a_server_and_the_first_sends_the_weights(pair, model_folder):
+    ranks = on_two_ranks(model_folder.parent, {}, pair[0].url)
+    assert_followed([rank["untied"] for rank in ranks], world_model(0)[0], world_model(0)[0])
+
+
+def test_teachers_at_both_kinds_of_server(pair, model_folder, tmp_path):
+    """A plain `vllm serve`, and ours: both say what the model says."""
+    remote(pair[0]).load_weights(weights_of(0), 1)
+    arguments = [str(model_folder), "--vocabulary", str(VOCABULARY), "--max-model-len", "64"]
+    ours, plain = Process("smopd.engine.teacher_server", tmp_path / "log", arguments), pair[0].url
+    text, rollouts = "call the", ragged_rollouts(1)
+    probe = Probe(text, tuple(world_model(0)[1].encode(text, add_special_tokens=False)))
+    packing = Packing(micro_batch_tokens=200)
+    local = load_teachers([model_folder, model_folder], packing, VOCABULARY, torch.float32)
+
+    def teachers(*urls: list[str], kappa: int = KAPPA, temperature: float = 1.0, union: bool = False):
+        return RemoteTeachers(urls, VOCABULARY, probe, kappa, temperature, union=union, retry=QUICK)
+
+    with serving(ours):
+        for urls, temperature, union in (
+            ([[plain], [ours.url, plain]], 1.0, False),
+            ([[ours.url], [ours.url]], 0.7, True),
+        ):
+            there = teachers(*urls, temperature=temperature, union=union)
+            found = there.score(rollouts, KAPPA, temperature, union=union)
+            expected = local.score(rollouts, KAPPA, temperature, union=union)
+            assert found.ids_NMS.equal(expected.ids_NMS)
+            for name in ("logps_NMS", "token_logps_NM"):
+                torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-4)
+    with pytest.raises(UnusableModel, match=rf"gives no {KAPPA + 1} log-probabilities .*--max-logprobs"):
+        teachers([plain], kappa=KAPPA + 1)

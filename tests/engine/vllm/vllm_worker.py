@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from smopd.engine import distributed
 from smopd.engine.remote.rollout import RemoteRollout
-from smopd.engine.remote.servers import RetryPolicy, Servers
+from smopd.engine.remote.servers import Servers
 from smopd.engine.settings import Lora, TrainSettings, VllmSettings
 from smopd.engine.student.student import Student
-from smopd.engine.types import Rollout, Sampling, TeacherTopK
+from smopd.engine.types import Rollout, Sampling
 from smopd.engine.vllm.rollout import VllmRollout
 from smopd.engine.weights.sync import publish_weights
 from smopd.ops import LossSettings, LossTokens
@@ -32,7 +32,7 @@ from tests.ranks import on_ranks
 PROMPTS = [(5, 9, 11), (7,), (20, 21, 22, 23, 24, 25), (30, 31), (40,)]
 TIED = {"untied": False, "tied": True}
 ADAPTERS = "adapters"
-"""A LoRA student of the untied model, whose adapter alone is sent."""
+"""A LoRA student of the untied model, which is sent merged."""
 TEACHERS = "teachers"
 KAPPA = 4
 SAMPLINGS = {
@@ -50,7 +50,7 @@ def train(student: Student) -> None:
     student.update(rollouts, tokens, LossSettings(opd_coef=0.0))
 
 
-def sample(rollouts: VllmRollout) -> dict[str, list[Rollout]]:
+def sample(rollouts: VllmRollout | RemoteRollout) -> dict[str, list[Rollout]]:
     """Prompts are dealt out: the ranks have different numbers of them."""
     mine = range(distributed.rank(), len(PROMPTS), distributed.world_size())
     return {
@@ -59,9 +59,12 @@ def sample(rollouts: VllmRollout) -> dict[str, list[Rollout]]:
     }
 
 
-def run(folder: Path, rollouts: VllmRollout | RemoteRollout, rank: int, device: torch.device) -> dict:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    lora = Lora(rank=rank, alpha=16.0) if rank else None
+def run(
+    model: PreTrainedModel,
+    rollouts: VllmRollout | RemoteRollout,
+    device: torch.device,
+    lora: Lora | None = None,
+) -> dict:
     torch.manual_seed(distributed.rank())  # of an adapter, at first another on each rank
     student = Student(model, TrainSettings(learning_rate=2e-2, compute_dtype="float32", lora=lora), device)
     if isinstance(rollouts, RemoteRollout):
@@ -70,20 +73,8 @@ def run(folder: Path, rollouts: VllmRollout | RemoteRollout, rank: int, device: 
     for _ in range(1 if lora is None else 3):  # at first an adapter's B is 0
         train(student)
     publish_weights(student, rollouts, 1)
-    assert lora is None or rollouts._adapter is not None
     weights = {name: value.detach().clone() for name, value in student.weights()}
     return {"before": before, "after": sample(rollouts), "weights": weights}
-
-
-def score(folder: Path, settings: VllmSettings) -> dict[str, TeacherTopK]:
-    """Other responses on each rank, by both routes."""
-    from smopd.engine.vllm.teachers import VllmTeachers  # needs vLLM
-
-    paths, own = [folder / name for name in TIED], own_responses(distributed.rank())
-    return {
-        route: VllmTeachers(paths, settings, VOCABULARY, route, role=route).score(own, KAPPA, 1.0)
-        for route in ("pooler", "prompt_logprobs")
-    }
 
 
 def own_responses(rank: int) -> list[Rollout]:
@@ -103,9 +94,8 @@ def on_two_ranks(folder: Path, settings: dict[str, Any], *urls: str) -> list[dic
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-def assert_followed(ranks: list[dict], *, tied: bool) -> None:
-    """Both ranks sampled by the student's weights, before and after it was trained."""
-    old, new = tiny_model(seed=0, tied=tied), tiny_model(seed=0, tied=tied)
+def assert_followed(ranks: list[dict], old: PreTrainedModel, new: PreTrainedModel) -> None:
+    """Both ranks sampled by the student's weights, before and after it was trained; `new` takes these."""
     new.load_state_dict(ranks[0]["weights"])
     for when, model in (("before", old), ("after", new)):
         made = {kind: [r for rank in ranks for r in rank[when][kind]] for kind in SAMPLINGS}
@@ -119,22 +109,28 @@ def assert_followed(ranks: list[dict], *, tied: bool) -> None:
 def main() -> None:
     folder, urls = Path(sys.argv[1]), sys.argv[3:]
     settings = VllmSettings(kv_cache_bytes=32 << 20, max_model_len=64, **json.loads(sys.argv[2]))
-    adapted = settings.model_copy(update={"max_lora_rank": 8})
     torch.set_num_threads(1)
+
+    def model(name: str) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
+
     with distributed.process_group() as device:
+        results: dict[str, Any] = {}
         if urls:
-            remote = RemoteRollout(Servers(urls, RetryPolicy()), [END], 32, VOCABULARY)
-            results: dict[str, dict] = {"untied": run(folder / "untied", remote, 0, device)}
+            untied = model("untied")
+            remote = RemoteRollout(Servers(urls), [END], 32, untied.config.vocab_size)
+            results["untied"] = run(untied, remote, device)
+        elif settings.placement == "process":  # it takes half a GB: one has to do
+            results["tied"] = run(model("tied"), VllmRollout(folder / "tied", [END], settings), device)
         else:
-            # An engine's own process takes half a GB: there one has to do.
-            whole = settings.placement == "colocated"
-            results = {}
-            for name in TIED if whole else ["untied"]:
-                results[name] = run(folder / name, VllmRollout(folder / name, [END], settings), 0, device)
-            if whole:
-                rollouts = VllmRollout(folder / "untied", [END], adapted)
-                results[ADAPTERS] = run(folder / "untied", rollouts, adapted.max_lora_rank, device)
-                results[TEACHERS] = score(folder, settings)
+            from smopd.engine.vllm.teachers import VllmTeachers  # needs vLLM
+
+            for name in TIED:
+                results[name] = run(model(name), VllmRollout(folder / name, [END], settings), device)
+            rollouts = VllmRollout(folder / "untied", [END], settings)
+            results[ADAPTERS] = run(model("untied"), rollouts, device, Lora(rank=8, alpha=16.0))
+            teachers = VllmTeachers([folder / name for name in TIED], settings, VOCABULARY)
+            results[TEACHERS] = teachers.score(own_responses(distributed.rank()), KAPPA, 1.0)
         torch.save(results, folder / f"rank{distributed.rank()}.pt")
         distributed.barrier()
 

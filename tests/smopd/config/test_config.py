@@ -134,7 +134,6 @@ GATE = "--opd.gate.kind token"
             "--rollout.urls http://a:1 --rollout.engine vllm --rollout.vllm.engine_kwargs.max_model_len 9",
             "rollout.vllm: is of an engine here",
         ),
-        ("--rollout.engine vllm --rollout.transfer ipc", "rollout.transfer: ipc is of a vLLM engine in a"),
         ("--rollout.transfer inline", "rollout.transfer: inline is of servers"),
         ("--teachers.models.1.reward c", "teachers.models.1.reward: 'c' is none of ['a', 'b']"),
         ("--teachers.models.1.model http://b:1", "teachers.models: got teachers at URLs and others"),
@@ -161,7 +160,6 @@ def test_what_does_not_go_together_is_said_before_anything_runs(
         "",
         f"{GATE} --opd.gate.floor 0.5 --rewards.0.range 0 1 --rewards.1.range batch",
         "--loop.async_level 1 --loss.importance_cap 2 --kl_ref.coef 0.1",
-        "--rollout.engine vllm --rollout.vllm.placement process --rollout.transfer ipc",
     ],
 )
 def test_what_goes_together_is_not_refused(tmp_path: Path, words: str) -> None:

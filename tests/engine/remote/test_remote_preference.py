@@ -1,0 +1,74 @@
+"""Preference models behind URLs: what a server is sent, and answers that are none."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from smopd.engine.errors import NoServer
+from smopd.engine.preference import RemotePreferenceModel
+from smopd.engine.remote.servers import RetryPolicy
+from smopd.rewards.preference_model import preference_reward
+from tests.smopd.rewards.tiny_preference import byte_tokenizer
+
+QUICK = RetryPolicy(deadline_seconds=20.0, retries=2, backoff_seconds=0.01, concurrency=2)
+
+
+class Endpoint:
+    """The answers of vLLM's /v1/models and /classify for `loopback`; the score of ids is their sum over 16.
+
+    script: count of calls to /classify -> what goes wrong there, or None: a status, or a body.
+    """
+
+    def __init__(self, script=lambda count: None):
+        self.script, self.bodies = script, []
+
+    def __call__(self, path, body):
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "judge", "max_model_len": 512}]}
+        assert path == "/classify"
+        asked = json.loads(body)
+        self.bodies.append(asked)
+        wrong = self.script(len(self.bodies))
+        if isinstance(wrong, int):
+            return wrong, {"error": "as scripted"}
+        rows = [{"index": i, "probs": [sum(ids) / 16]} for i, ids in enumerate(asked["input"])]
+        return 200, wrong or {"data": rows[::-1]}
+
+
+def test_a_server_is_sent_our_ids_and_asked_again_when_busy(loopback, tmp_path):
+    endpoint, tokenizer = Endpoint(lambda count: 503 if count == 1 else None), byte_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    texts = ["Fine.", "", "Blue, or any other", "Fine."]
+    asked = {"model": str(tmp_path), "url": loopback(endpoint).url, "max_tokens": 512}
+    values = preference_reward(["How are you?"] * 4, texts, batch_tokens=100, sign=-1, **asked)
+    question = {"role": "user", "content": "How are you?"}
+    chats = [[question, {"role": "assistant", "content": text}] for text in texts]
+    shown = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in shown]
+    assert values == [-sum(each) / 16 for each in ids]
+    sent = [row for body in endpoint.bodies for row in body.pop("input")]
+    assert all(row in ids for row in sent) and len(endpoint.bodies) > 2
+    expected = {"model": "judge", "use_activation": False, "add_special_tokens": False}
+    assert all(body == expected for body in endpoint.bodies)
+
+
+def scores(*probs):
+    return {"data": [{"index": i, "probs": each} for i, each in enumerate(probs)]}
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (400, "/classify: status 400"),
+        (scores([0.5, 0.5], [0.5, 0.5]), "got scores .* expected one finite number for each of 2"),
+        (scores([1.0]), "got scores .* for each of 2"),
+        (scores([1.0], [float("nan")]), "got scores .* for each of 2"),
+        ({"embedding": []}, "gave a bad answer .*KeyError"),
+    ],
+)
+def test_a_server_that_misbehaves_is_named(loopback, wrong, message):
+    server = loopback(Endpoint(lambda count: wrong))
+    with pytest.raises(NoServer, match=f"{server.url}: .*{message}"):
+        RemotePreferenceModel([server.url], QUICK).score([(1, 2), (3,)], 100)
