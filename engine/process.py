@@ -1,8 +1,8 @@
 """Processes that end with the one that they serve, also where that one is killed. Imports no torch.
 
-`die_with_parent` is Linux's own signal, where the process is a child of the one that it serves. `end_with`
-looks once a second instead: vLLM may put a process of its own between, and the signal comes with the end of
-the thread that started a process, which for an engine is not always the caller's main one.
+`die_with_parent` is Linux's own signal, where the process is a child of the one that it serves.
+`end_with_caller` looks once a second instead: vLLM may put a process of its own between, and the signal comes
+with the end of the thread that started a process, which for an engine is not always the caller's main one.
 """
 
 from __future__ import annotations
@@ -67,16 +67,17 @@ def children(process: int) -> list[int]:
 
 
 def runs(process: int) -> bool:
-    """Whether it is there and not only waiting to be buried."""
+    """Whether it is there and is no zombie."""
+    return _state_and_parent(process)[0] not in ("Z", "X")
+
+
+def _state_and_parent(process: int) -> tuple[str, int]:
+    """Of /proc/PID/stat; ("X", 0) where there is no such process any more."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+        state, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
     except OSError:
-        return False
-
-
-def end_with_caller() -> None:
-    if CALLER in os.environ:
-        end_with(int(os.environ[CALLER]))
+        return "X", 0
+    return state, int(parent)
 
 
 @contextmanager
@@ -93,27 +94,19 @@ def interrupts_withheld() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def end_with(caller: int) -> None:
-    """Ends this process, and vLLM's own between them, soon after `caller`, whom a SIGKILL keeps from it."""
-    spawner = multiprocessing.parent_process()
-    above = os.getppid()
+def end_with_caller() -> None:
+    """Ends this process, and vLLM's own between them, soon after CALLER, which a SIGKILL keeps from it."""
+    if CALLER not in os.environ:
+        return
+    caller, above, spawner = int(os.environ[CALLER]), os.getppid(), multiprocessing.parent_process()
     between = spawner is not None and spawner.pid == above != caller
     processes = [above, os.getpid()] if between else [os.getpid()]
-    threading.Thread(target=_watch, args=(caller, processes), name="end-with-caller", daemon=True).start()
 
+    def watch() -> None:
+        while _state_and_parent(processes[0])[1] == caller:
+            time.sleep(PARENT_SECONDS)
+        for process in processes:  # the last is this one
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
-def _watch(caller: int, processes: list[int]) -> None:
-    while parent_of(processes[0]) == caller:
-        time.sleep(PARENT_SECONDS)
-    for process in processes:  # the last is this one
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-
-
-def parent_of(process: int) -> int | None:
-    """None where there is no such process any more."""
-    try:
-        status = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return None
-    return int(status.rpartition(")")[2].split()[1])
+    threading.Thread(target=watch, name="end-with-caller", daemon=True).start()

@@ -8,12 +8,10 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = Path(sysconfig.get_paths()["purelib"])
-PRODUCTS = ("__pycache__", "build", "dist", "runs", "*.so", "*.pyc", "*.egg-info", ".*")  # see .gitignore
 PIP_OPTIONS = [
     "--no-deps",
     "--no-index",
@@ -48,26 +46,9 @@ def has_compiler() -> bool:
 
 def sources() -> list[Path]:
     """The files of the checkout as git would commit them now, from its root; links are not followed."""
-    git = ["git", "-C", str(ROOT)]
-    top = subprocess.run([*git, "rev-parse", "--show-toplevel"], capture_output=True, text=True)
-    if top.returncode == 0 and Path(top.stdout.strip()) == ROOT:
-        listing = [*git, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-        names = subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split("\0")
-        paths = [Path(name) for name in names if name]
-    else:
-        paths = list(without_git(ROOT))
-    return sorted(path for path in set(paths) if os.path.lexists(ROOT / path))
-
-
-def without_git(folder: Path) -> Iterator[Path]:
-    """The same of an unpacked sdist."""
-    for path in folder.iterdir():
-        if any(path.match(pattern) for pattern in PRODUCTS):
-            continue
-        if path.is_dir() and not path.is_symlink():
-            yield from without_git(path)
-        else:
-            yield path.relative_to(ROOT)
+    listing = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split("\0")
+    return sorted({Path(name) for name in names if name and os.path.lexists(ROOT / name)})
 
 
 def copy_sources(folder: Path) -> Path:

@@ -36,23 +36,6 @@ def write_pairs(path, n=12, **changes):
     return str(path)
 
 
-def test_prompts_of_the_real_evaluation_are_left_out(example, data_set, capsys):
-    data = str(data_set("safe/pku_preference"))
-    data_set("safe")  # the prompts that are left out
-    pairs = example.read_pairs(data)
-    sources = example.evaluation_sources(example.Training("base", data))
-    kept = example.without_evaluation(pairs, sources)
-    assert (len(sources), len(pairs), len(kept)) == (
-        3,
-        3695,
-        3135,
-    )  # 537 of PKU-SafeRLHF, 25 of HH, 2 of both
-    assert "3695 pairs, 560 left out" in capsys.readouterr().out
-    evaluated = {row["prompt"][0]["content"] for row in example.load_rows(sources[1])}
-    assert not evaluated & {pair.prompt[0]["content"] for pair in kept}
-    assert sum(pair.better["helpful"] != pair.better["harmless"] for pair in pairs) == 578 + 326
-
-
 @pytest.mark.slow
 def test_two_steps_of_a_tiny_base(example, tmp_path, capsys):
     pytest.importorskip("trl", reason="trl is not installed")
