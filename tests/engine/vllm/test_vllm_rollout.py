@@ -18,7 +18,6 @@ from smopd.engine import distributed
 from smopd.engine.local.rollout import nucleus
 from smopd.engine.settings import VllmSettings
 from smopd.engine.types import Rollout, Sampling
-from smopd.engine.vllm.engines import engine
 from smopd.engine.vllm.rollout import VllmRollout
 from tests.engine.tiny import END, assert_sampled_by, tiny_model
 
@@ -116,7 +115,7 @@ def test_more_prompts_than_one_batch_takes(rollouts):
     assert len(made) == len(prompts) and made[-1].response_ids.equal(alone.response_ids)
 
 
-def test_what_the_engine_cannot_sample_is_refused(rollouts):
+def test_what_the_engine_cannot_sample_is_refused(rollouts, saved):
     with pytest.raises(
         ValueError, match=r"a prompt of 6 tokens and max_new_tokens 59 exceed .* 64 positions"
     ):
@@ -124,6 +123,8 @@ def test_what_the_engine_cannot_sample_is_refused(rollouts):
     rollouts.generate([PROMPTS[2]], [0], Sampling(max_new_tokens=58))
     with pytest.raises(ValueError, match=r"temperature 0\.005, expected 0 or at least 0\.01"):
         rollouts.generate(PROMPTS, GROUPS, Sampling(temperature=0.005, max_new_tokens=5))
+    with pytest.raises(ValueError, match=r"tensor_parallel_size: got 2, expected a divisor of the 1 ranks"):
+        VllmRollout(saved, [END], SETTINGS.model_copy(update={"tensor_parallel_size": 2}))
 
 
 def test_the_caller_is_left_alone(saved, group):
@@ -153,15 +154,3 @@ def test_the_next_run_takes_the_engine_with_its_own_weights(rollouts, tmp_path):
     assert other.engine is rollouts.engine
     made = other.generate(PROMPTS, GROUPS, Sampling(temperature=0.0, max_new_tokens=8))
     assert_sampled_by(tiny_model(seed=2), made)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"tensor_parallel_size": 2}, r"tensor_parallel_size: got 2, expected a divisor of the 1 ranks"),
-        ({"max_lora_rank": 600}, r"max_lora_rank: got 600 \(student\.lora\.rank\), expected at most 512"),
-    ],
-)
-def test_settings_that_cannot_be_served_are_refused(saved, changes, message):
-    with pytest.raises(ValueError, match=message):
-        engine("rollout", saved, SETTINGS.model_copy(update=changes))
