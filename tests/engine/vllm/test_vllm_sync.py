@@ -217,9 +217,8 @@ def test_two_ranks_sample_and_score_with_the_weights_of_a_sharded_student(tmp_pa
     save_models(tmp_path)
     ranks = on_two_ranks(tmp_path, settings)
     for name in ranks[0].keys() - {TEACHERS}:
-        tied = TIED.get(name, False)
-        before = tiny_model(seed=0, tied=tied)
-        assert_followed([rank[name] for rank in ranks], before, tiny_model(seed=0, tied=tied))
+        before, after = (tiny_model(seed=0, tied=TIED[name]) for _ in range(2))
+        assert_followed([rank[name] for rank in ranks], before, after)
     for i, rank in enumerate(ranks):
         if TEACHERS in rank:
             responses = own_responses(i)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from smopd.engine import distributed
 from smopd.engine.remote.rollout import RemoteRollout
 from smopd.engine.remote.servers import Servers
-from smopd.engine.settings import Lora, TrainSettings, VllmSettings
+from smopd.engine.settings import TrainSettings, VllmSettings
 from smopd.engine.student.student import Student
 from smopd.engine.types import Rollout, Sampling
 from smopd.engine.vllm.rollout import VllmRollout
@@ -31,8 +31,6 @@ from tests.ranks import on_ranks
 
 PROMPTS = [(5, 9, 11), (7,), (20, 21, 22, 23, 24, 25), (30, 31), (40,)]
 TIED = {"untied": False, "tied": True}
-ADAPTERS = "adapters"
-"""A LoRA student of the untied model, which is sent merged."""
 TEACHERS = "teachers"
 KAPPA = 4
 SAMPLINGS = {
@@ -59,19 +57,12 @@ def sample(rollouts: VllmRollout | RemoteRollout) -> dict[str, list[Rollout]]:
     }
 
 
-def run(
-    model: PreTrainedModel,
-    rollouts: VllmRollout | RemoteRollout,
-    device: torch.device,
-    lora: Lora | None = None,
-) -> dict:
-    torch.manual_seed(distributed.rank())  # of an adapter, at first another on each rank
-    student = Student(model, TrainSettings(learning_rate=2e-2, compute_dtype="float32", lora=lora), device)
+def run(model: PreTrainedModel, rollouts: VllmRollout | RemoteRollout, device: torch.device) -> dict:
+    student = Student(model, TrainSettings(learning_rate=2e-2, compute_dtype="float32"), device)
     if isinstance(rollouts, RemoteRollout):
         publish_weights(student, rollouts, 0)
     before = sample(rollouts)
-    for _ in range(1 if lora is None else 3):  # at first an adapter's B is 0
-        train(student)
+    train(student)
     publish_weights(student, rollouts, 1)
     weights = {name: value.detach().clone() for name, value in student.weights()}
     return {"before": before, "after": sample(rollouts), "weights": weights}
@@ -127,8 +118,6 @@ def main() -> None:
 
             for name in TIED:
                 results[name] = run(model(name), VllmRollout(folder / name, [END], settings), device)
-            rollouts = VllmRollout(folder / "untied", [END], settings)
-            results[ADAPTERS] = run(model("untied"), rollouts, device, Lora(rank=8, alpha=16.0))
             teachers = VllmTeachers([folder / name for name in TIED], settings, VOCABULARY)
             results[TEACHERS] = teachers.score(own_responses(distributed.rank()), KAPPA, 1.0)
         torch.save(results, folder / f"rank{distributed.rank()}.pt")

@@ -14,7 +14,7 @@ END, PAD = "<|im_end|>", "<|endoftext|>"
 PLAIN_TEMPLATE = "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + ';' }}{% endfor %}"
 
 
-def byte_tokenizer(*, template: str | None = CHATML_TEMPLATE, pad: str | None = PAD) -> Qwen2Tokenizer:
+def byte_tokenizer(*, template: str | None = CHATML_TEMPLATE) -> Qwen2Tokenizer:
     """One token a byte, and ChatML's three."""
     letters = [PAD, "<|im_start|>", END, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Qwen2Tokenizer(
@@ -22,7 +22,7 @@ def byte_tokenizer(*, template: str | None = CHATML_TEMPLATE, pad: str | None = 
         merges=[],
         unk_token=PAD,
         eos_token=END,
-        pad_token=pad,
+        pad_token=PAD,
         extra_special_tokens=["<|im_start|>"],
     )
     tokenizer.chat_template = template
