@@ -64,7 +64,7 @@ def scorers(folder: str, vocabulary: int, dtype: str) -> dict[str, Score]:
     settings = VllmSettings(kv_cache_bytes=256 << 20, dtype=dtype)
     options = {"skip_tokenizer_init": False, "tokenizer": folder, "max_logprobs": -1}
     users = engine("users", folder, settings, **options, enable_prefix_caching=False)
-    found: dict[str, Score] = {"dicts, detokenised": partial(as_dicts, users)}
+    found: dict[str, Score] = {"dicts, detokenised": partial(as_dicts, users.llm)}
     found["pooler"] = partial(scored, VllmTeachers([folder], settings, vocabulary))
     model = load_model(folder, getattr(torch, dtype))
     found["local"] = partial(scored, LocalTeachers([model], Packing(micro_batch_tokens=4096), vocabulary))

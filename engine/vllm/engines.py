@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import InvalidStateError
 from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -47,6 +48,7 @@ class LostWeights(RuntimeError):
     """An engine does not hold a complete set of weights."""
 
 
+@dataclass(eq=False)
 class Engine:
     """One engine of vLLM, as `engine` makes it.
 
@@ -59,19 +61,15 @@ class Engine:
         broken: vLLM failed in the middle of a load: later loads may be silently wrong.
     """
 
-    def __init__(
-        self,
-        llm: LLM,
-        settings: VllmSettings,
-        architecture: Architecture,
-        sleeps: bool,
-        taken: EngineMemory | None,
-    ):
-        self.llm, self.settings, self.architecture = llm, settings, architecture
-        self.sleeps, self.taken = sleeps, taken
-        self.holds: str | None = None
-        self.asleep: set[str] = set()
-        self.trouble, self.broken = "", False
+    llm: LLM
+    settings: VllmSettings
+    architecture: Architecture
+    sleeps: bool
+    taken: EngineMemory | None
+    holds: str | None = None
+    asleep: set[str] = field(default_factory=set)
+    trouble: str = ""
+    broken: bool = False
 
     @contextmanager
     def awake(self) -> Iterator[LLM]:
