@@ -269,9 +269,7 @@ class Plan:
         for (role, numbers), (vllm, dtype) in wanted.items():
             samples, longest = role == "rollout", vllm.max_model_len or self.own.longest_sequence
             gpu = Gpu(self.options.usable - held - awake, int(self.options.gpu_memory * GIB), asleep)
-            taken = engine_memory(
-                vllm, numbers, WIDTHS[dtype], longest, gpu, samples=samples, pooled=not samples
-            )
+            taken = engine_memory(vllm, numbers, WIDTHS[dtype], longest, gpu, samples=samples)
             colocated = vllm.placement == "colocated"  # of those of one process the first alone sleeps
             sleeps = vllm.sleep and not (colocated and one_sleeps)
             one_sleeps |= sleeps and colocated

@@ -224,11 +224,13 @@ class Servers:
                     if finished(url):
                         return
                     i = waiting.popleft()
+
+                def read_one(answer: httpx.Response, item: T = items[i]) -> A:
+                    return read(url, answer, item)
+
                 try:
                     made = await asyncio.to_thread(request, url, items[i])
-                    answers[i] = await self._ask(
-                        url, made, lambda answer, item=items[i]: read(url, answer, item)
-                    )
+                    answers[i] = await self._ask(url, made, read_one)
                 except ServerUnavailable as error:
                     waiting.append(i)
                     self.remove(url, str(error))

@@ -72,7 +72,8 @@ def preference_reward(
         raise ValueError(f"preference_reward: model is {model!r}, expected a folder or hub id")
     if sign not in (1, -1):
         raise ValueError(f"preference_reward: sign is {sign!r}, expected 1 or -1")
-    for name, text in (("template", template), ("device", device), ("url", url)):
+    texts: dict[str, Any] = {"template": template, "device": device, "url": url}
+    for name, text in texts.items():
         if not isinstance(text, str | None):
             kind = type(text).__name__
             raise ValueError(

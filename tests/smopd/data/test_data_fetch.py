@@ -18,13 +18,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from smopd.config.cli import read_settings
 from smopd.data import __main__ as command
 from smopd.data import fetch as fetching
 from smopd.data.places import DataSet, File, catalogue, data_folder, located
 from smopd.data.sources import load_rows
-from smopd.run.failures import UnusableInput
-from smopd.run.inputs import require_data
 
 CONTENT = bytes(range(256)) * 400
 GIT_SHA1 = "ce013625030ba8dba906f756967f9e9ca394464a"  # echo hello | git hash-object --stdin
@@ -171,8 +168,6 @@ def test_a_short_name_is_a_path_in_the_folder(tmp_path: Path, monkeypatch: pytes
         FileNotFoundError, match=f"^safe/alpaca_test is absent: no {tmp_path}/safe/.*; {absent}"
     ):
         load_rows("safe/alpaca_test")  # no hub id
-    with pytest.raises(UnusableInput, match=r"^data.train: rlla/train is absent: .* fetch rlla` fetches it"):
-        require_data(read_settings("rlla_qwen2.5_1.5b"))
     (tmp_path / "safe").mkdir()
     (tmp_path / "safe/alpaca_prompt_only_test.jsonl.gz").write_bytes(b"")
     assert located("safe/alpaca_test") == tmp_path / "safe/alpaca_prompt_only_test.jsonl.gz"
