@@ -46,8 +46,8 @@ def faults(built: Built) -> Iterator[str]:
         yield f"{built.name}: spills {built.stack} bytes ({built.local} accesses), expected {known}"
     if known > MOST_SM_90 and built.name.endswith("sm_90"):
         yield f"{built.name}: known_spills.py says {known} bytes, expected at most {MOST_SM_90} on sm_90"
-    if built.shared > MAX_SHARED:
-        yield f"{built.name}: {built.shared} bytes of shared memory, expected at most {MAX_SHARED}"
+    if built.held["shared"] > MAX_SHARED:
+        yield f"{built.name}: {built.held['shared']} bytes of shared memory, expected at most {MAX_SHARED}"
 
 
 def regressions(built: Built, bounds: Bounds) -> Iterator[str]:
@@ -99,15 +99,9 @@ def build_all(launches: Sequence[Launch], jobs: int) -> list[Built]:
 
 
 def table(builts: Sequence[Built]) -> Iterator[str]:
-    """A line a launch; of each main loop instructions (per element), shuffles, barriers."""
     for built in sorted(builts, key=lambda built: built.name):
-        loops = []
-        for loop in built.loops:
-            moved = max(loop.loaded_bytes, loop.stored_bytes) // built.itemsize
-            each = f" ({loop.instructions / moved:.1f})" if moved else ""
-            loops.append(f"{loop.instructions}{each} {loop.shuffles} {loop.barriers}")
-        numbers = f"{built.registers} regs, {built.stack} stack, {built.shared} shared, {built.warps} warps"
-        yield f"{built.name}: {numbers}, {built.outside} outside; {' | '.join(loops)}"
+        numbers = ", ".join(f"{value} {name}" for name, value in built.held.items())
+        yield f"{built.name}: {built.stack} stack, {numbers}"
 
 
 def checked(launches: Sequence[Launch], known: Mapping[str, int]) -> Iterator[str]:

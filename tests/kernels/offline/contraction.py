@@ -9,19 +9,9 @@ from __future__ import annotations
 import re
 import sys
 
-from triton.runtime import driver
-
 from tests.kernels.offline import offline_cases
-from tests.kernels.offline.offline_code import StubDriver, _mocked
-from tests.kernels.offline.offline_launches import Launch, kernel_of, launches_of
-
-
-def ptx_of(launch: Launch) -> str:
-    driver.set_active(StubDriver(launch.capability))
-    kernel = kernel_of(launch)
-    kernel.device_caches.clear()
-    options = {name: _mocked(value) for name, value in launch.options}
-    return kernel.run(*map(_mocked, launch.arguments), grid=(1,), warmup=True, **options).asm["ptx"]
+from tests.kernels.offline.offline_code import compiled_of
+from tests.kernels.offline.offline_launches import Launch, launches_of
 
 
 def contracted(ptx: str) -> list[str]:
@@ -58,7 +48,7 @@ def main() -> int:
     wrong = [
         f"{launch.name}: {line}"
         for (kernel, _), launch in chosen.items()
-        for line in KERNELS[kernel](ptx_of(launch))
+        for line in KERNELS[kernel](compiled_of(launch).asm["ptx"])
     ]
     print("\n".join(wrong) or f"{len(chosen)} kernels: none")
     return 1 if wrong or {kernel for kernel, _ in chosen} != KERNELS.keys() else 0

@@ -10,10 +10,16 @@ from __future__ import annotations
 MOST_SM_90 = 16  # bytes
 
 KNOWN_SPILLS: dict[str, dict[str, int]] = {
-    "3.6.0": {"_stream_kernel V151936-fp16-kappa16-tokens sm_100": 8},
+    "3.6.0": {
+        "_stream_kernel V151936-fp16-kappa16-tokens sm_100": 8,
+        "split_kernel V151936-bf16-M2-kappa16-entropy-in-place sm_90": 8,
+        "split_kernel V151936-bf16-M2-kappa16-entropy-in-place sm_100": 32,
+        "split_kernel V32000-fp16-M2-kappa16-merge-in-place sm_100": 8,
+    },
     "3.7.1": {
         "split_kernel V151936-bf16-M2-kappa16-entropy-in-place sm_90": 16,
         "split_kernel V500000-bf16-sparse-kappa16-tail-in-place sm_90": 8,
         "split_kernel V151936-bf16-M2-kappa16-entropy-in-place sm_100": 40,
+        "split_kernel V32000-fp16-M2-kappa16-merge-in-place sm_100": 16,
     },
 }

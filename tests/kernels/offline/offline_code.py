@@ -1,8 +1,7 @@
-"""Compiles a noted launch for its GPU generation without a GPU, and reads the machine code (see offline.py).
+"""Compiles a noted launch for its GPU generation without a GPU, and reads the code with cuobjdump.
 
-Registers, stack and shared memory come from the cubin (cuobjdump), loops from its disassembly: a loop is what
-a backward branch closes, a main loop an innermost one that touches global memory. What a kernel has outside
-such loops, all of it if there is none, costs its instructions once for each warp.
+A loop is what a backward branch closes, a main loop an innermost one that touches global memory. What a
+kernel has outside such loops, all of it if there is none, costs its instructions once for each warp.
 """
 
 from __future__ import annotations
@@ -27,52 +26,21 @@ CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
 @dataclass(frozen=True)
-class Loop:
-    """One pass of a main loop, of one thread."""
-
-    instructions: int
-    loaded_bytes: int
-    stored_bytes: int
-    shuffles: int
-    barriers: int
-    special: int
-
-
-@dataclass(frozen=True)
 class Built:
-    """Machine code, measured. digest: the launch's; local: loads and stores of local memory."""
+    """Machine code, measured.
+
+    Attributes:
+        digest: the launch's.
+        stack, local: spills, as bytes of a thread and as loads and stores of local memory.
+        held: the numbers that may not get worse. outside: instructions outside main loops, times the warps:
+            what a program pays before and after them; at least 0, as overlapping loops count twice.
+    """
 
     name: str
-    case: str
     digest: str
-    registers: int
     stack: int
     local: int
-    shared: int
-    warps: int
-    itemsize: int
-    instructions: int
-    loops: tuple[Loop, ...]
-
-    @property
-    def outside(self) -> int:
-        """Instructions outside the main loops, times the warps: what a program pays before and after them.
-
-        At least 0: loops that overlap count what they share twice.
-        """
-        return self.warps * max(0, self.instructions - sum(loop.instructions for loop in self.loops))
-
-    @property
-    def held(self) -> dict[str, int]:
-        """The numbers that may not get worse."""
-        return {
-            "registers": self.registers,
-            "shared": self.shared,
-            "instructions": sum(loop.instructions for loop in self.loops),
-            "shuffles": sum(loop.shuffles for loop in self.loops),
-            "barriers": sum(loop.barriers for loop in self.loops),
-            "outside": self.outside,
-        }
+    held: dict[str, int]
 
 
 class StubDriver:
@@ -96,14 +64,10 @@ class _Tensor(MockTensor):
 
     def __init__(self, pointer: Pointer) -> None:
         super().__init__(getattr(torch, pointer.dtype))
-        self._address = 16 if pointer.aligned else pointer_step(self.dtype)
+        self._address = 16 if pointer.aligned else min(8, self.dtype.itemsize)
 
     def data_ptr(self) -> int:
         return self._address
-
-
-def pointer_step(dtype: torch.dtype) -> int:
-    return min(8, dtype.itemsize)
 
 
 def _mocked(value: Any) -> Any:
@@ -112,12 +76,16 @@ def _mocked(value: Any) -> Any:
     return tuple(map(_mocked, value)) if isinstance(value, tuple) else value
 
 
-def build(launch: Launch) -> Built:
+def compiled_of(launch: Launch) -> Any:
     driver.set_active(StubDriver(launch.capability))
     kernel = kernel_of(launch)
     kernel.device_caches.clear()
     options = {name: _mocked(value) for name, value in launch.options}
-    compiled = kernel.run(*map(_mocked, launch.arguments), grid=(1,), warmup=True, **options)
+    return kernel.run(*map(_mocked, launch.arguments), grid=(1,), warmup=True, **options)
+
+
+def build(launch: Launch) -> Built:
+    compiled = compiled_of(launch)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
@@ -129,30 +97,25 @@ def build(launch: Launch) -> Built:
         ).stdout
     usage = re.search(r"REG:(\d+) STACK:(\d+)", dump)
     assert usage is not None, dump[:500]
-    lines = sass_of(dump)
+    lines = [(address, opcode(text), text) for address, text in sass_of(dump)]
+    codes = [code for _, code, _ in lines]
+    loops = list(main_loops(lines))
+    inside = sum(map(len, loops))
+    instructions = len(codes) - codes.count("NOP")
     return Built(
         name=launch.name,
-        case=launch.case,
         digest=launch.digest,
-        registers=int(usage.group(1)),
         stack=int(usage.group(2)),
-        local=sum(opcode(text) in ("LDL", "STL") for _, text in lines),
-        shared=compiled.metadata.shared,
-        warps=compiled.metadata.num_warps,
-        itemsize=_itemsize(launch.arguments),
-        instructions=sum(opcode(text) != "NOP" for _, text in lines),
-        loops=tuple(main_loops(lines)),
+        local=codes.count("LDL") + codes.count("STL"),
+        held={
+            "registers": int(usage.group(1)),
+            "shared": compiled.metadata.shared,
+            "instructions": inside,
+            "shuffles": sum(loop.count("SHFL") for loop in loops),
+            "barriers": sum(loop.count("BAR") for loop in loops),
+            "outside": compiled.metadata.num_warps * max(0, instructions - inside),
+        },
     )
-
-
-def _itemsize(arguments: tuple) -> int:
-    """Of the first tensor, the one that streams."""
-    for value in arguments:
-        if isinstance(value, Pointer):
-            return getattr(torch, value.dtype).itemsize
-        if isinstance(value, tuple) and value and isinstance(value[0], Pointer):
-            return _itemsize(value)
-    return 1
 
 
 def sass_of(dump: str) -> list[tuple[int, str]]:
@@ -166,32 +129,16 @@ def opcode(text: str) -> str:
     return re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0]
 
 
-def main_loops(lines: list[tuple[int, str]]) -> Iterator[Loop]:
-    place = {address: index for index, (address, _) in enumerate(lines)}
+def main_loops(lines: list[tuple[int, str, str]]) -> Iterator[list[str]]:
+    """The opcodes of each, from (address, opcode, instruction)."""
+    place = {address: index for index, (address, _, _) in enumerate(lines)}
     spans = []
-    for index, (address, text) in enumerate(lines):
+    for index, (address, _, text) in enumerate(lines):
         target = re.search(r"\bBRA\b.*?\b0x([0-9a-f]+)", text)
         if target and int(target.group(1), 16) < address and int(target.group(1), 16) in place:
             spans.append((place[int(target.group(1), 16)], index))
     for start, stop in spans:
         inner = any(start <= other[0] and other[1] <= stop for other in spans if other != (start, stop))
-        body = [text for _, text in lines[start : stop + 1]]
-        codes = [opcode(text) for text in body]
-        if inner or not any(code in ("LDG", "STG", "LDGSTS") for code in codes):
-            continue
-        yield Loop(
-            instructions=len(body),
-            loaded_bytes=sum(_width(text) for text, code in zip(body, codes, strict=True) if code == "LDG"),
-            stored_bytes=sum(_width(text) for text, code in zip(body, codes, strict=True) if code == "STG"),
-            shuffles=codes.count("SHFL"),
-            barriers=codes.count("BAR"),
-            special=codes.count("MUFU"),
-        )
-
-
-def _width(text: str) -> int:
-    """Bytes that an LDG or STG moves for a thread."""
-    wide = re.search(r"\.(256|128|64)\b", text)
-    if wide:
-        return int(wide.group(1)) // 8
-    return 2 if re.search(r"\.[US]16\b", text) else 1 if re.search(r"\.[US]8\b", text) else 4
+        codes = [code for _, code, _ in lines[start : stop + 1]]
+        if not inner and any(code in ("LDG", "STG", "LDGSTS") for code in codes):
+            yield codes
