@@ -9,17 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from smopd.kernels.types import (
-    CLIP_DUAL,
-    CLIP_HIGH,
-    CLIP_LOG_RATIO,
-    CLIP_LOW,
-    CLIP_REVERSE_HIGH,
-    CLIP_REVERSE_LOW,
-    LossSettings,
-    LossTokens,
-    SparseTarget,
-)
+from smopd import ops
+from smopd.kernels.types import LossSettings, LossTokens, SparseTarget
 from tests.kernels import backends, cases
 from tests.kernels.cases import LossCase, check_loss, loss_case, run_loss
 from tests.kernels.float64 import TERMS
@@ -133,26 +124,26 @@ FAR = math.exp(25.0)
 CLIPS = {  # advantage, ratio, value, bits; the gradient is 0 where there are bits or no advantage
     "surrogate": [
         (2.0, 1.0, -2.0, 0),
-        (2.0, 1.5, -2.4, CLIP_HIGH),
+        (2.0, 1.5, -2.4, ops.CLIP_HIGH),
         (2.0, 0.5, -1.0, 0),
-        (-2.0, 0.5, 1.6, CLIP_LOW),
+        (-2.0, 0.5, 1.6, ops.CLIP_LOW),
         (-2.0, 9.0, 18.0, 0),
-        (-2.0, FAR, 2.0 * math.exp(20.0), CLIP_LOG_RATIO),
-        (2.0, FAR, -2.4, CLIP_HIGH | CLIP_LOG_RATIO),
-        (2.0, 1 / FAR, -2.0 * math.exp(-20.0), CLIP_LOG_RATIO),
+        (-2.0, FAR, 2.0 * math.exp(20.0), ops.CLIP_LOG_RATIO),
+        (2.0, FAR, -2.4, ops.CLIP_HIGH | ops.CLIP_LOG_RATIO),
+        (2.0, 1 / FAR, -2.0 * math.exp(-20.0), ops.CLIP_LOG_RATIO),
     ],
-    "dual clip": [(2.0, 9.0, -2.4, CLIP_HIGH), (-2.0, 9.0, 6.0, CLIP_DUAL), (0.0, 9.0, 0.0, 0)],
+    "dual clip": [(2.0, 9.0, -2.4, ops.CLIP_HIGH), (-2.0, 9.0, 6.0, ops.CLIP_DUAL), (0.0, 9.0, 0.0, 0)],
     "paper": [
         (2.0, 1.0, -2.0, 0),
-        (2.0, 0.5, -1.6, CLIP_REVERSE_LOW),
-        (-2.0, 1.5, 2.4, CLIP_REVERSE_HIGH),
-        (2.0, 1.5, -2.4, CLIP_REVERSE_HIGH),
+        (2.0, 0.5, -1.6, ops.CLIP_REVERSE_LOW),
+        (-2.0, 1.5, 2.4, ops.CLIP_REVERSE_HIGH),
+        (2.0, 1.5, -2.4, ops.CLIP_REVERSE_HIGH),
     ],
     "ppo": [
         (2.0, 0.5, -1.0, 0),
         (-2.0, 1.5, 3.0, 0),
-        (2.0, 1.5, -2.4, CLIP_REVERSE_HIGH),
-        (-2.0, 0.5, 1.6, CLIP_REVERSE_LOW),
+        (2.0, 1.5, -2.4, ops.CLIP_REVERSE_HIGH),
+        (-2.0, 0.5, 1.6, ops.CLIP_REVERSE_LOW),
     ],
 }
 

@@ -91,7 +91,7 @@ def test_tokens_that_count_nowhere_add_nothing() -> None:
     dead = [0, 2, 3, 12]
     (hidden, weight, bias), tokens = build(dead=tuple(dead))
     index = torch.tensor([n for n in range(N) if n not in dead])
-    kept = cases.picked(tokens, index)
+    kept = tokens.at(index)
     want, want_stats = loss_of((hidden[index], weight, bias), kept)
     want_grads = torch.autograd.grad(want, (hidden, weight, bias))
     broken = hidden.detach().clone()

@@ -18,7 +18,7 @@ from smopd.kernels import dispatch
 from smopd.kernels.reference import topk as reference
 from smopd.kernels.types import LossSettings, LossTokens
 from tests.kernels import backends, float64
-from tests.kernels.cases import DTYPES, picked
+from tests.kernels.cases import DTYPES
 
 MOST_OFFSETS = 2**31  # of a 32-bit integer
 DEVICE = backends.device("triton")
@@ -119,7 +119,7 @@ def sampled(call: Callable[[], dict[str, Tensor]], rows: Tensor) -> dict[str, Te
 def test_top_kappa_loss_and_forward_kl(size: Size) -> None:
     logits_NV, tokens = make(size)
     rows = some_rows(size)
-    rows_NV, of_rows = logits_NV.detach()[rows], picked(tokens, rows)
+    rows_NV, of_rows = logits_NV.detach()[rows], tokens.at(rows)
 
     def top() -> dict[str, Tensor]:
         return vars(ops.topk_logprobs(logits_NV, size.kappa, token_ids_N=tokens.token_ids_N))
