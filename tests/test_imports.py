@@ -85,7 +85,7 @@ OPTIONAL = (
     "vllm",
 )
 # Lines of Python (of C++ in csrc), and words of README and docs: make room before you add.
-LIMITS = {"library": 28_400, "bench": 3_500, "tests": 27_200, "csrc": 2_500, "words": 27_000}
+LIMITS = {"library": 24_000, "bench": 3_500, "tests": 20_000, "csrc": 2_500, "words": 20_000}
 MOST_MODULES = 20  # in one folder
 DYNAMIC = {"import_module", "__import__"}
 HEAVY = {"transformers", "vllm", "pydantic", "datasets", "tyro", "rich", "deepspeed", "peft"}
