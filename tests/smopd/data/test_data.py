@@ -109,7 +109,7 @@ def test_a_hub_data_set_is_loaded_by_id(monkeypatch):
         ("a.json", b"[" * 200_000, r"a.json: cannot be read as JSON \(maximum recursion"),
         ("a.parquet", b"no parquet", "is no parquet file"),
         ("a.jsonl.gz", b"no gzip", "cannot be read"),
-        ("a.jsonl.gz", gzip.compress(b"{}")[:10] + b"broken", "cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b"{}", mtime=0)[:10] + b"broken", "cannot be read"),
         ("a.csv", b"prompt\n", "has no known ending"),
     ],
 )
