@@ -57,9 +57,9 @@ def topk_logprobs(
 
 
 class RunningTopK:
-    """ops.linear_topk.RunningTopK, with the bits that topk_logprobs has of the same logits."""
+    """topk_logprobs, to the bit, of rows whose logits come a piece of the vocabulary at a time, in order."""
 
-    step = 2048  # kBlockLength
+    step = 2048  # kBlockLength: the length of every piece but the last is a multiple
 
     def __init__(self, like: Tensor, n_rows: int, kappa: int, token_ids_N: Tensor | None, temperature: float):
         self.kappa, self.token_ids_N, self.temperature = kappa, token_ids_N, temperature
@@ -70,7 +70,10 @@ class RunningTopK:
         torch.ops.smopd.topk_piece_cpu(logits_NP.detach(), *options, *self.known)
 
     def result(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Not right are rows with a NaN or with fewer than kappa logits above -inf."""
+        """ids, logps, token_logp ((0,) without tokens), and which rows they are right for, (N,) bool.
+
+        Not right are rows with a NaN or with fewer than kappa logits above -inf.
+        """
         options = (self.kappa, self.token_ids_N is not None, self.temperature)
         return torch.ops.smopd.topk_end_cpu(*self.known, *options)
 

@@ -66,8 +66,9 @@ def running_topk(tensor: Tensor, **facts: Any) -> Any:
 
 def backend_for(op: str, tensor: Tensor, **facts: Any) -> str:
     """The name of the backend that serves op; see serving."""
-    forced = _forced()
-    device = tensor.device.type
+    forced, device = os.environ.get(ENV, ""), tensor.device.type
+    if forced and forced not in BACKENDS:
+        raise ValueError(f"{ENV} is {forced!r}, expected one of {BACKENDS}")
     preferred = forced or ("cpp" if device == "cpu" else "triton")
     if preferred == "cpp" and "cpp" not in MODULES[op] and device == "cpu":
         return "reference"
@@ -79,13 +80,6 @@ def backend_for(op: str, tensor: Tensor, **facts: Any) -> str:
         raise RuntimeError(f"{op}: {ENV}={forced} cannot serve this call: {why_not}")
     _log_once(f"{op} on {device} is served by the reference backend: {why_not}")
     return "reference"
-
-
-def _forced() -> str:
-    forced = os.environ.get(ENV, "")
-    if forced and forced not in BACKENDS:
-        raise ValueError(f"{ENV} is {forced!r}, expected one of {BACKENDS}")
-    return forced
 
 
 def cpp_unavailable() -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,18 +64,8 @@ def linear_topk_logprobs(
     return TopK(ids, logps, None if token_ids_N is None else token_logp)
 
 
-class RunningTopK(Protocol):
-    """topk_logprobs of rows whose logits come a piece of the vocabulary at a time, in order."""
-
-    def add(self, logits_NP: Tensor, first: int) -> None: ...
-
-    def result(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Columns, and which rows they are right for, (N,) bool."""
-        ...
-
-
 class _WholeRows:
-    """RunningTopK by a backend's topk_logprobs, whose only piece is the vocabulary."""
+    """cpp.RunningTopK's methods by a backend's topk_logprobs, whose only piece is the vocabulary."""
 
     def __init__(self, serve: Callable[..., TopK], *arguments: Any):
         _, _, self.kappa, self.token_ids_N, self.temperature = arguments
