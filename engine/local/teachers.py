@@ -1,6 +1,4 @@
-"""The local teachers: transformers models that score packed micro-batches through the fused head.
-
-LoRA teachers of one base share its weights.
+"""Frozen transformers models as teachers; LoRA teachers of one base share its weights.
 
 Shapes: N response tokens in flat order, M teachers, S support entries (kappa, or M * kappa of a union),
 U of other teachers, D hidden, V vocabulary.
@@ -11,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from smopd.engine.local.union import Dropping, given_logprobs, others_ids, with_others, without_padding
+from smopd.engine.local.union import Dropping, given_logprobs, others_ids, united, without_padding
 from smopd.engine.models.attention import choose_together, one_row_from
 from smopd.engine.models.loading import UnusableModel, head, load_model, response_hidden
 from smopd.engine.models.packing import pack
@@ -27,7 +25,6 @@ from smopd.engine.types import Rollout, TeacherTopK, TokenBatch
 from smopd.engine.weights.adapters import attach, read_adapter, same_place, use
 from smopd.kernels.checks import check_kappa
 from smopd.kernels.ops.linear_topk import linear_topk_logprobs
-from smopd.kernels.types import TopK
 
 if TYPE_CHECKING:
     from smopd.engine.student.student import Student
@@ -90,19 +87,17 @@ class LocalTeachers(Dropping):
         n_tokens, n_teachers = len(outside_N), len(self.teachers)
         result = empty_topk(n_tokens, n_teachers, n_teachers * kappa if union else kappa, self.device)
         for batch in self._batches(rollouts):
-            found = [self._top(teacher, batch, kappa, temperature) for teacher in self.teachers]
-            ids_NMS = torch.stack([top.ids_NS for _, top in found], 1)
-            logps_NMS = torch.stack([top.logps_NS for _, top in found], 1)
-            for m, (teacher, (hidden_ND, top)) in enumerate(zip(self.teachers, found, strict=True)):
-                assert top.token_logp_N is not None  # ids were given
-                result.token_logps_NM[batch.flat_N, m] = top.token_logp_N
-                entries = (top.ids_NS, top.logps_NS)
-                if union and kappa > 0:
-                    others_NU, kept_NU = others_ids(ids_NMS, logps_NMS, m)
-                    known = (batch.token_ids_N, top.token_logp_N)
-                    logps_NU = _given(teacher, hidden_ND, others_NU, *known, temperature)
-                    entries = with_others(*entries, others_NU, logps_NU, kept_NU)
-                result.ids_NMS[batch.flat_N, m], result.logps_NMS[batch.flat_N, m] = entries
+            states = [self._states(teacher, batch, temperature) for teacher in self.teachers]
+            own = self._own(states, batch, kappa)
+            if union and kappa > 0:
+                of_others = {}
+                for m, (hidden_ND, weight_VD, options) in enumerate(states):
+                    others_NU, _ = others_ids(own.ids_NMS, own.logps_NMS, m)
+                    known = (batch.token_ids_N, own.token_logps_NM[:, m])
+                    of_others[m] = given_logprobs(hidden_ND, weight_VD, others_NU, *known, **options)
+                own = united(own, of_others)
+            for name, value in vars(own).items():
+                getattr(result, name)[batch.flat_N] = value
         result.token_logps_NM[outside_N.to(self.device)] = -torch.inf
         return result
 
@@ -120,10 +115,11 @@ class LocalTeachers(Dropping):
         for batch in self._batches(self.inside(rollouts)[0]):
             flat_N = batch.flat_N
             for m, teacher in enumerate(self.teachers):
-                use(teacher.model, teacher.adapter)
+                hidden_ND, weight_VD, options = self._states(teacher, batch, temperature)
                 known = (batch.token_ids_N, token_logps_NM[flat_N, m])
-                hidden_ND = response_hidden(teacher.model, batch)
-                result[flat_N, m] = _given(teacher, hidden_ND, ids_NMU[flat_N, m], *known, temperature)
+                result[flat_N, m] = given_logprobs(
+                    hidden_ND, weight_VD, ids_NMU[flat_N, m], *known, **options
+                )
         return result
 
     def overlaps(self, device: torch.device) -> bool:
@@ -140,39 +136,34 @@ class LocalTeachers(Dropping):
         for batch in pack(rollouts, self.packing, one_row_from=self.one_row_from):
             yield batch.to(self.device)
 
-    def _top(
-        self, teacher: LocalTeacher, batch: TokenBatch, kappa: int, temperature: float
-    ) -> tuple[Tensor, TopK]:
-        """The hidden states (N, D) and what the head makes of them, padded ids dropped."""
+    def _states(
+        self, teacher: LocalTeacher, batch: TokenBatch, temperature: float
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Hidden states (N, D), the head's weight, and what the head's operations take besides."""
         use(teacher.model, teacher.adapter)
         weight_VD, bias_V = head(teacher.model)
-        hidden_ND = response_hidden(teacher.model, batch)
-        top = linear_topk_logprobs(
-            hidden_ND,
+        return (
+            response_hidden(teacher.model, batch),
             weight_VD,
-            kappa,
-            token_ids_N=batch.token_ids_N,
-            bias_V=bias_V,
-            temperature=temperature,
+            {"bias_V": bias_V, "temperature": temperature},
         )
-        if weight_VD.shape[0] > self.shared:
-            ids_NS, logps_NS, dropped = without_padding(top.ids_NS, top.logps_NS, self.shared)
-            self.drop(dropped)
-            top = TopK(ids_NS, logps_NS, top.token_logp_N)
-        return hidden_ND, top
 
-
-def _given(
-    teacher: LocalTeacher,
-    hidden_ND: Tensor,
-    given_NU: Tensor,
-    token_ids_N: Tensor,
-    token_logp_N: Tensor,
-    temperature: float,
-) -> Tensor:
-    weight_VD, bias_V = head(teacher.model)
-    known = (token_ids_N, token_logp_N)
-    return given_logprobs(hidden_ND, weight_VD, given_NU, *known, bias_V=bias_V, temperature=temperature)
+    def _own(
+        self, states: Sequence[tuple[Tensor, Tensor, dict[str, Any]]], batch: TokenBatch, kappa: int
+    ) -> TeacherTopK:
+        """Each teacher's own entries of a micro-batch, padded ids dropped."""
+        ids, logps, token_logps = [], [], []
+        for hidden_ND, weight_VD, options in states:
+            top = linear_topk_logprobs(hidden_ND, weight_VD, kappa, token_ids_N=batch.token_ids_N, **options)
+            ids_NS, logps_NS = top.ids_NS, top.logps_NS
+            if weight_VD.shape[0] > self.shared:
+                ids_NS, logps_NS, dropped = without_padding(ids_NS, logps_NS, self.shared)
+                self.drop(dropped)
+            assert top.token_logp_N is not None  # ids were given
+            ids.append(ids_NS)
+            logps.append(logps_NS)
+            token_logps.append(top.token_logp_N)
+        return TeacherTopK(torch.stack(ids, 1), torch.stack(logps, 1), torch.stack(token_logps, 1))
 
 
 def load_teachers(
