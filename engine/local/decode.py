@@ -1,8 +1,4 @@
-"""Decoding with everything in place, so that a CUDA graph replays a token.
-
-Keys and values lie in buffers that grow by blocks, uniform numbers are made for all positions at once, and
-the host asks only every few tokens which rows are still going: a row that has ended is sampled on until then,
-and what lies behind its end is cut off. The results are those of `LocalRollout`'s loop.
+"""Decoding with everything in place, so that a CUDA graph replays a token; draws are those of rollout.py.
 
 Shapes: R rows, T new tokens, L prompt positions, C positions that the buffers hold, K key-value heads.
 """

@@ -1,11 +1,7 @@
 """The embedded rollout engine: transformers with a key-value cache, on an unsharded copy of the policy.
 
-Each prompt is read once for all its samples, and finished responses leave the batch. The random number of a
-draw is a hash of (seed, group, sample, position), so responses do not depend on how prompts are batched or
-spread over ranks, but for rounding in the forward pass.
-
-The loop here defines what is sampled. On CUDA a model of plain causal attention is decoded in place instead
-(decode.py), with the same draws.
+The random number of a draw is a hash of (seed, group, sample, position): but for rounding, responses do not
+depend on how prompts are batched or spread over ranks. The loop here defines what decode.py computes on CUDA.
 """
 
 from __future__ import annotations

@@ -1,12 +1,4 @@
-"""How packed rows attend: under a mask over whole rows, or a piece at a time.
-
-The mask serves every layout and costs the square of the row. A piece (`Piece`) is a prompt with its first
-response, or one of the others, which also sees the prompt that it shares. Pieces need plain causal attention,
-and are used only where they agree with sdpa on this device.
-
-- On a CPU: kernels/ops/attention.py, in fp32. Rows of short units keep the mask, which is faster there.
-- On a GPU: torch's variable-length kernels, each piece's keys behind its prompt's; their causal mask is
-  aligned at the bottom right.
+"""How packed rows attend: under a mask over whole rows, whose cost is their square, or a piece at a time.
 
 Shapes: T positions of a packed batch, S pieces, H heads, K key-value heads, G = H / K, d head dimension.
 """
@@ -204,7 +196,7 @@ def by_mask(
 def by_kernel(
     query_THd: Tensor, key_TKd: Tensor, value_TKd: Tensor, pieces: Sequence[Piece], scale: float | None
 ) -> Tensor:
-    """torch's variable-length kernels; CUDA alone."""
+    """torch's variable-length kernels, whose causal mask is aligned at the bottom right; CUDA alone."""
     query = query_THd.contiguous()
     key, value = (_behind_prompts(x, pieces).contiguous() for x in (key_TKd, value_TKd))
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0), **GROUPED}

@@ -1,9 +1,6 @@
-"""Token-budget packing: ragged rollouts -> micro-batches whose rows hold several sequences.
+"""Token-budget packing: ragged rollouts -> micro-batches whose rows hold units, prompts with their responses.
 
-A unit is a prompt with one or more of its responses. Under a mask, whose cost is the square of the row, rows
-are as long as the longest unit they hold and shorter units share rows. Where pieces attend one at a time, a
-micro-batch is one row without padding. A response's last token is predicted but never read, so it takes no
-position.
+A response's last token is predicted but never read, so it takes no position.
 """
 
 from __future__ import annotations
@@ -30,11 +27,12 @@ def pack(
 ) -> tuple[TokenBatch, ...]:
     """Micro-batches on the CPU that hold every response token exactly once; made once for the same arguments.
 
+    Rows are as long as the longest unit of their micro-batch, and shorter units share rows.
+
     Args:
         rollouts: responses; those of one group must stand together to share their prompt.
-        packing: the token budget, and whether prompts are shared.
-        one_row_from: a micro-batch whose longest unit has so many positions is one row, as long as what it
-            holds. None: none is.
+        one_row_from: a micro-batch whose longest unit has so many positions is one row without padding, for
+            attention by pieces. None: none is.
     """
     return _pack(tuple(rollouts), packing.micro_batch_tokens, packing.share_prompts, one_row_from)
 

@@ -1,6 +1,5 @@
-"""Checkpoints that survive SIGKILL, and exports that transformers and vLLM load.
+"""Checkpoints that survive SIGKILL, and exports that transformers and vLLM load: whole or not there.
 
-A folder is written under a temporary name, flushed, listed with checksums in a manifest, then renamed.
 The checksums answer accidents, not attackers: load only checkpoints of your own (SECURITY.md).
 """
 

@@ -1,9 +1,4 @@
-"""DeepSpeed ZeRO-2 and -3, with torch's AdamW; masters, accumulation and reductions are fp32.
-
-DeepSpeed averages gradients over ranks: the loss is multiplied by their number, so that the gradient is the
-sum. Under ZeRO-3 a parameter is whole only inside the forward of a module that owns it, so the head's weight
-is registered with the root, whose forward uses it.
-"""
+"""DeepSpeed ZeRO-2 and -3, with torch's AdamW; masters, accumulation and reductions are fp32."""
 
 from __future__ import annotations
 
@@ -52,7 +47,7 @@ class DeepSpeedZero:
             self.engine, *_ = deepspeed.initialize(model=policy, optimizer=self.optimizer, config=config)
         for parameter, master in masters:
             deepspeed.utils.safe_set_full_fp32_param(parameter, master.to(device))
-        if stage == 3:
+        if stage == 3:  # a parameter is whole in the forward of its owners alone: the root uses the head's
             for tensor in head(policy.model):
                 if tensor is not None:
                     deepspeed.zero.register_external_parameter(policy, tensor)
@@ -64,6 +59,7 @@ class DeepSpeedZero:
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(last)
+        # DeepSpeed averages gradients over ranks
         self.engine.backward(loss * distributed.world_size(), scale_wrt_gas=False)
 
     def step(self, learning_rate: float) -> float:
@@ -98,7 +94,7 @@ def configuration(settings: TrainSettings, device: torch.device) -> dict[str, An
     zero: dict[str, Any] = {"stage": settings.zero_stage}
     if settings.offload_optimizer and device.type != "cpu":
         zero["offload_optimizer"] = {"device": "cpu"}
-    asked = {
+    asked: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": settings.max_grad_norm,

@@ -1,8 +1,6 @@
 """The model that is being trained: packed micro-batches, a fused head, one optimiser step an update.
 
-How it is sharded is its strategy's (fsdp.py, deepspeed.py). Gradients are sums over all ranks and
-micro-batches of a loss whose denominators are already global, so nothing here divides: how a batch is cut
-changes no gradient. Parameters, optimiser state and reductions are fp32; computation is in `compute_dtype`.
+Gradients are sums over ranks and micro-batches of a loss whose denominators are global: nothing here divides.
 """
 
 from __future__ import annotations

@@ -220,29 +220,6 @@ def test_attention_that_is_not_plain_and_causal_keeps_the_mask(family, options, 
             attention.choose(model, "flash", device, torch.float32)
 
 
-@pytest.mark.parametrize(("family", "config"), [*FAMILIES.items(), *(own[:2] for own in OWN_WAYS.values())])
-def test_sampling_attends_as_before(family, config):
-    torch.manual_seed(0)
-    model = model_of(family, **config).eval()
-    ids = torch.tensor([[5, 2, 3, 4, 9], [0, 0, 7, 8, 9]])
-    options = {
-        "input_ids": ids,
-        "attention_mask": (ids > 0).long(),
-        "max_new_tokens": 6,
-        "do_sample": False,
-        "pad_token_id": 0,
-        "eos_token_id": None,
-        "return_dict_in_generate": True,
-        "output_logits": True,
-    }
-    expected, before = model.generate(**options), model.config._attn_implementation
-    attention.choose_for_sampling(model)
-    assert model.config._attn_implementation == (attention.TOKENS if before == "sdpa" else before)
-    found = model.generate(**options)
-    assert found.sequences.equal(expected.sequences)
-    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits))
-
-
 @pytest.mark.parametrize("mask_rows", [1, 3])
 def test_a_query_a_row_attends_without_copies_of_the_keys(mask_rows):
     module = torch.nn.Module()
