@@ -285,14 +285,8 @@ def test_the_plan_follows_the_recipe_and_the_finished_runs(folder: Path) -> None
     assert [run.name for run in plan(settings, "merge")] == ["smopd"]
     assert [run.name for run in plan(settings, "all", ("smopd",))] == ["base", "smopd"]
     assert plan(settings, "evaluate") == []
-
-
-def test_dry_run_is_settings_and_plan(folder: Path) -> None:
-    text = describe(parse(["tiny.yaml", "--dry-run", "--only", "smopd"]))
-    settings = parse(["tiny.yaml"]).settings
-    assert Settings.model_validate(yaml.safe_load(text)) == settings
-    assert "teachers format_teacher" in text and "runs/tiny" in text and "# plan" in text
-    assert "base, smopd" in text.splitlines()[-1]
+    shown = describe(parse(["tiny.yaml", "--dry-run", "--only", "smopd"])).splitlines()
+    assert "teachers format_teacher" in shown[-2] and "base, smopd" in shown[-1]
 
 
 def test_help_names_every_section_and_setting(capsys: pytest.CaptureFixture[str]) -> None:

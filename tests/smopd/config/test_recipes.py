@@ -6,9 +6,11 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from smopd.config.cli import describe, parse, read_settings
 from smopd.config.recipe import builtin
+from smopd.config.settings import Settings
 from smopd.data.alpaca import prompt_row
 from tests.smopd.recipes import ROOT, environment
 
@@ -40,6 +42,7 @@ def test_every_recipe_resolves_and_is_listed(
     command = parse([recipe, "--dry-run"])
     text = describe(command)
     assert command.settings.name == recipe
+    assert Settings.model_validate(yaml.safe_load(text)) == command.settings
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit):
         parse(["--list"])
