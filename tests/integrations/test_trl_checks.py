@@ -113,9 +113,10 @@ def adapted_head(model: Any) -> Any:
 )
 def test_models_that_the_loss_cannot_read_are_refused(tmp_path: Path, change: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        grpo(tmp_path, [teacher(1)], change)
-    with pytest.raises(ValueError, match=message):
         distillation(tmp_path, [teacher(1), change(teacher(2))])
+    if change is not adapted_head:  # TRL itself refuses such a student
+        with pytest.raises(ValueError, match=message):
+            grpo(tmp_path, [teacher(1)], change)
 
 
 def mixture_of_experts(model: Any) -> Any:

@@ -433,7 +433,10 @@ def test_all_teachers_are_asked_and_mixed_and_the_loss_is_the_mixtures(merge: bo
     assert ids.shape == (N, S) and torch.equal(ids, expected.ids_NS)
     torch.testing.assert_close(logps, expected.logps_NS, rtol=1e-5, atol=1e-6)
     student = logits()
-    loss, _ = loss_of(config, data_of(ids.long(), logps), student)
+    loss, metrics = loss_of(config, data_of(ids.long(), logps), student)
+    supported = torch.zeros(N, V).scatter(1, ids.long(), 1.0)  # each token once, though pooled ones repeat
+    mass_N = (student[0].softmax(-1) * supported).sum(-1)[predicting_responses()]
+    assert metrics["distillation/student_mass"] == pytest.approx(mass_N.mean().item(), rel=1e-5)
     kl = topk_forward_kl(student[0], ids[:, 0], expected.ids_NS, expected.logps_NS, tail=True)[1]
     expected_loss = kl[predicting_responses()].mean()
     torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-6)
