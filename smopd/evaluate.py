@@ -65,21 +65,20 @@ def main(argv: list[str] | None = None) -> int:
         if not whole.items:
             raise ValueError(f"{command.data_path}: no items")
         suite = whole if command.limit is None else whole.only(spread(_groups(whole), command.limit))
-        asked = len(suite.items)
-        responses: list[Response] = []
         sample = None
         if command.responses is None:
+            answered = suite
             command.prepare(suite)
             sample = sampler(command, suite.items)
         else:
-            suite, responses = given_responses(command.responses, suite, whole.items)
-            command.prepare(suite)
+            answered, responses = given_responses(command.responses, suite, whole.items)
+            command.prepare(answered)
     if sample is not None:
         responses = sample()
         write_items(command.output, suite, responses)  # kept, whatever becomes of the scoring
-    if left := asked - len(suite.items):
-        print(f"{left} of {asked} items have no response and are left out")
-    evaluate(command, suite, responses, of=len(whole.items))
+    if left := len(suite.items) - len(answered.items):
+        print(f"{left} of {len(suite.items)} items have no response and are left out")
+    evaluate(command, answered, responses, of=len(whole.items))
     return 0
 
 

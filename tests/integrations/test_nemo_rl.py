@@ -42,11 +42,9 @@ B, T, V, M, S = 3, 7, 50, 2, 6
 
 def write_host(folder: Path, version: str, interfaces: str = INTERFACES) -> Path:
     """A package nemo_rl with the names of the protocol, installed in `folder` as far as importlib knows."""
-    package = folder / "nemo_rl"
-    (package / "algorithms" / "loss").mkdir(parents=True)
-    for init in (package, package / "algorithms", package / "algorithms" / "loss"):
-        (init / "__init__.py").touch()
-    (package / "algorithms" / "loss" / "interfaces.py").write_text(interfaces)
+    package = folder / "nemo_rl" / "algorithms" / "loss"
+    package.mkdir(parents=True)
+    (package / "interfaces.py").write_text(interfaces)
     info = folder / f"nemo_rl-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: nemo-rl\nVersion: {version}\n")

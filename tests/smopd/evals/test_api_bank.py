@@ -27,26 +27,20 @@ def changed(**parameters: object) -> dict:
     "response, expected",
     [
         (block(CALL), "exact"),
-        (block(CALL) + "\n<response> done </response>", "exact"),
-        (f"<tool_call>{json.dumps(CALL)}</tool_call>", "exact"),
         (block(OTHER, CALL), "exact"),
         (block("no JSON", "", CALL), "exact"),
         (block({"parameters": {"days": "2", "city": "Oslo"}, "name": "Find", "why": "x"}), "exact"),
         (block(changed(city="oslo")), "wrong_arguments"),
         (block(changed(days=2)), "wrong_arguments"),
         (block(changed(extra="")), "wrong_arguments"),
-        (block({"name": "Find", "parameters": {"city": "Oslo"}}), "wrong_arguments"),
         (block({"name": "Find"}), "wrong_arguments"),
-        (block({"name": "Find", "parameters": None}), "wrong_arguments"),
         (block(OTHER, changed(days="3")), "wrong_arguments"),
         (block(OTHER), "wrong_tool"),
         (block({**CALL, "name": "find"}), "wrong_tool"),
         ("", "no_call"),
-        ("<response> Which city? </response>", "no_call"),
         (block(), "no_call"),
         (block("[]", "3", '"Find"', '{"name": 3}', "null"), "no_call"),
         (block(f"print({CALL})"), "no_call"),
-        (block(json.dumps(CALL).replace("Oslo", "Oslo\\")), "no_call"),
     ],
 )
 def test_outcomes(response, expected):
@@ -97,16 +91,19 @@ def test_hostile_calls_are_passed_over(parser):
 
 def test_the_real_ground_truth_is_exact(data_set, tmp_path):
     data = ["--data", str(data_set("api_bank")), "--output", str(tmp_path)]
-    for parser in ("first", "last", "published"):
-        evaluate.main(["api_bank", "--responses", "ground-truth", "--parser", parser, *data])
-        result = json.loads((tmp_path / "api_bank.json").read_text())
-        assert [result[key] for key in ("L1", "L2", "L3", "overall", "n")] == [1, 1, 1, 1, 597]
-        assert [result[f"exact/{level}"] for level in api_bank.LEVELS] == [399, 67, 131]
-        assert result["parser"] == parser and result["intervals"]["L1"] == [1.0, 1.0]
+    evaluate.main(["api_bank", "--responses", "ground-truth", "--parser", "published", *data])
+    result = json.loads((tmp_path / "api_bank.json").read_text())
+    assert [result[key] for key in ("L1", "L2", "L3", "overall", "n")] == [1, 1, 1, 1, 597]
+    assert [result[f"exact/{level}"] for level in api_bank.LEVELS] == [399, 67, 131]
+    assert result["parser"] == "published" and result["intervals"]["L1"] == [1.0, 1.0]
     rows = [json.loads(line) for line in (tmp_path / "api_bank_items.jsonl").read_text().splitlines()]
     assert [(row["key"], row["group"]) for row in (rows[0], rows[-1])] == [("L1-0", "L1"), ("L3-130", "L3")]
     symptom = {row["key"]: row["truth"] for row in rows}["L1-8"]  # as the paper numbers its cases
     assert symptom == [{"name": "SymptomSearch", "parameters": {"symptom": "fatigue"}}]
+    items = api_bank.load_items(data_set("api_bank"))
+    for parser in ("first", "last"):
+        suite = api_bank.ApiBank(items, parser)
+        assert all(score["exact"] for score in suite.score(suite.truths()))
 
 
 def item(answer: object, user: str = "u") -> dict:

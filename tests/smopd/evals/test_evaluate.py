@@ -140,18 +140,6 @@ def test_kept_items_are_responses_again_in_any_order(data, tmp_path):
     assert json.loads((tmp_path / "b/rlla.json").read_text())["truncated"] == 1
 
 
-def test_the_papers_rows_stand_beside(data, tmp_path, capsys):
-    arguments = ["rlla", "--data", str(data), "--output", str(tmp_path), "--responses", "ground-truth"]
-    evaluate.main(arguments)
-    assert "paper:" not in capsys.readouterr().out
-    assert "paper" not in json.loads((tmp_path / "rlla.json").read_text())
-    evaluate.main([*arguments, "--compare"])
-    shown = capsys.readouterr().out
-    assert "paper: Qwen2.5-1.5B Accuracy Teacher [0.9,0.1]" in shown and "2.7460" in shown
-    rows = json.loads((tmp_path / "rlla.json").read_text())["paper"]
-    assert rows["Qwen2.5-1.5B SMOPD"] == {"accuracy": 1.765, "format_pass": 0.975, "mean": 2.74}
-
-
 class Shares:
     """A suite of one column over two groups of very different sizes."""
 
