@@ -94,14 +94,12 @@ def show(suite: Suite, title: str, label: str, content: Mapping[str, Any], count
     for heading in counts:
         table.add_column(heading, justify="right")
     for name, row in content.get("paper", {}).items():
-        table.add_row(
-            Text(f"paper: {name}"), *(_cell(column, row.get(column.key)) for column in suite.columns)
-        )
+        cells = [_cell(column, row.get(column.key)) for column in suite.columns]
+        table.add_row(Text(f"paper: {name}"), *cells)
     table.add_section()
-    values = [
-        (column, content.get(column.key), content["intervals"].get(column.key)) for column in suite.columns
-    ]
-    table.add_row(Text(label), *(_cell(*value) for value in values), *map(str, counts.values()))
+    found = content["intervals"]
+    cells = [_cell(column, content.get(column.key), found.get(column.key)) for column in suite.columns]
+    table.add_row(Text(label), *cells, *map(str, counts.values()))
     print_table(table)
 
 

@@ -135,10 +135,11 @@ def perfect_calls(functions: Sequence[Function], answers: Sequence[Answer], cate
     calls = []
     for name, allowed in (pair for answer in answers for pair in answer.items()):
         function = described.get(name, functions[0])
-        declared, required = (function["parameters"][key] for key in ("properties", "required"))
-        arguments = {}
+        declared, arguments = function["parameters"]["properties"], {}
         for parameter, values in allowed.items():
-            given = [value for value in values if value != ""] or [""] * (parameter in required)
+            given = [value for value in values if value != ""]
+            if not given and parameter in function["parameters"]["required"]:
+                given = [""]
             if given and parameter in declared:
                 arguments[parameter] = _written(given[0], declared[parameter], language)
         calls.append(Call(function["name"], arguments))

@@ -206,7 +206,8 @@ def summarise(accuracies: Mapping[str, float]) -> dict[str, float | None]:
     found["ast"] = mean("non_live", "live")
     found["irrelevance_all"] = mean(*IRRELEVANCE)
     found["multi_turn"] = mean(*MULTI_TURN)
-    found["web_search"], found["memory"] = mean(*WEB_SEARCH), mean(*MEMORY)
+    found["web_search"] = mean(*WEB_SEARCH)
+    found["memory"] = mean(*MEMORY)
     found["agentic"] = mean("web_search", "memory")
     parts = {part: found[part] for part in OVERALL}
     if any(value is not None for value in parts.values()):
