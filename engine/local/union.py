@@ -111,19 +111,11 @@ def given_logprobs(
     return token_logp_N[:, None] + (logits_NU[:, 1:] - logits_NU[:, :1]) / temperature
 
 
-def with_others(
-    ids_NS: Tensor, logps_NS: Tensor, others_NU: Tensor, logps_NU: Tensor, kept_NU: Tensor
-) -> tuple[Tensor, Tensor]:
-    """A teacher's own entries and, behind them, its values of the others' ids that are kept."""
-    ids = torch.cat([ids_NS, others_NU.masked_fill(~kept_NU, 0)], 1)
-    return ids, torch.cat([logps_NS, logps_NU.masked_fill(~kept_NU, -torch.inf)], 1)
-
-
 def united(own: TeacherTopK, of_others: Mapping[int, Tensor]) -> TeacherTopK:
-    """The union: behind each teacher's own entries its values of the others' ids, (N, U) by teacher."""
-    entries = []
+    """Behind each teacher's own entries, by teacher its (N, U) values of the others' ids, where new to it."""
+    ids, logps = [], []
     for m, logps_NU in sorted(of_others.items()):
-        others_NU, kept_NU = others_ids(own.ids_NMS, own.logps_NMS, m)
-        entries.append(with_others(own.ids_NMS[:, m], own.logps_NMS[:, m], others_NU, logps_NU, kept_NU))
-    ids, logps = zip(*entries, strict=True)
+        others_NU, new_NU = others_ids(own.ids_NMS, own.logps_NMS, m)
+        ids.append(torch.cat([own.ids_NMS[:, m], others_NU.masked_fill(~new_NU, 0)], 1))
+        logps.append(torch.cat([own.logps_NMS[:, m], logps_NU.masked_fill(~new_NU, -torch.inf)], 1))
     return TeacherTopK(torch.stack(ids, 1), torch.stack(logps, 1), own.token_logps_NM)

@@ -65,11 +65,9 @@ def use(model: PreTrainedModel, name: str | None) -> None:
                 module.set_adapter(name)
 
 
-def read_adapter(path: str | Path, base: str | Path | None = None) -> Adapter | None:
+def read_adapter(path: str | Path) -> Adapter | None:
     """The LoRA adapter in the folder `path`, or None where it holds no adapter_config.json.
 
-    Args:
-        base: the model it belongs to; None: its base_model_name_or_path.
     Raises:
         UnusableModel: it is no LoRA, names no base, or adapts the embeddings or the head.
     """
@@ -84,9 +82,9 @@ def read_adapter(path: str | Path, base: str | Path | None = None) -> Adapter | 
         raise UnusableModel(f"adapter {path}: adapter_config.json cannot be read ({error})") from error
     if kind != "LORA":
         raise UnusableModel(f"adapter {path}: peft_type is {kind!r}, expected 'LORA'")
-    base = base or config.get("base_model_name_or_path")
+    base = config.get("base_model_name_or_path")
     if not base:
-        raise UnusableModel(f"adapter {path}: base_model_name_or_path is empty and no base was given")
+        raise UnusableModel(f"adapter {path}: base_model_name_or_path is empty, expected the model's place")
     targets = config.get("target_modules") or []
     names = [targets] if isinstance(targets, str) else targets
     for name in [*names, *(config.get("modules_to_save") or [])]:
