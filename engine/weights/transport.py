@@ -7,8 +7,7 @@ inline  safetensors in the requests themselves, for servers that share no folder
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -54,23 +53,16 @@ def send(
         Path(own).chmod(0o755)
         path = Path(own) / "part.safetensors"
         for part in parts(weights):
-            with _described(part, transport, path) as update_info:
-                receiver.update_weights({"update_info": update_info})
+            held = {name: on_cpu(value) for name, value in part.items()}
+            if transport == "files":
+                save_file(held, path)
+                update_info = {"path": str(path)}
+            else:
+                update_info = {"content": base64.b64encode(save(held)).decode()}
+            del held
+            receiver.update_weights({"update_info": update_info})
+            path.unlink(missing_ok=True)
     receiver.finish_weight_update()
-
-
-@contextmanager
-def _described(
-    part: Mapping[str, Tensor], transport: WeightTransport, path: Path
-) -> Iterator[dict[str, Any]]:
-    """What an engine reads the tensors by, within it."""
-    if transport == "files":
-        save_file({name: on_cpu(value) for name, value in part.items()}, path)
-        yield {"path": str(path)}
-        path.unlink()
-    else:
-        content = save({name: on_cpu(value) for name, value in part.items()})
-        yield {"content": base64.b64encode(content).decode()}
 
 
 def parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
