@@ -34,7 +34,7 @@ Method = Literal["sum", "ties", "ram"]
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 NOT_COPIED = ("*.safetensors", "*.bin*", "manifest.*", "adapter", "optimizer*", "training_args*")
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 UNPLAIN = ("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save")  # and bias
 
 
@@ -260,8 +260,6 @@ def merge_adapters(
     Raises:
         ValueError: they are of several bases; or the merge is no sum of whole ones.
     """
-    from peft import PeftModel
-
     if method != "sum" or any(part.keep < 1 or part.exclude for part in chosen):
         raise ValueError(
             f"got method {method} of {', '.join(map(str, chosen))}, expected the sum of whole adapters: what "
@@ -274,18 +272,27 @@ def merge_adapters(
             raise ValueError(
                 f"{lora.path}: is an adapter of {lora.base}, {first.path} is one of {first.base}"
             )
-    names = [str(i) for i in range(len(loras))]
-    model = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(base or first.base), first.path, adapter_name=names[0]
-    )
-    for name, lora in zip(names[1:], loras[1:], strict=True):
-        model.load_adapter(lora.path, adapter_name=name)
-    # peft keeps the first one's use_rslora, whose scale is not 1 where alpha is the rank
-    own_scale = sum(lora.rank for lora in loras) ** 0.5 if first.config.get("use_rslora") else 1.0
-    weights = [part.scale / own_scale for part in chosen]
-    model.add_weighted_adapter(names, weights, "default", combination_type="cat")
+    halves: dict[str, Tensor] = {}
+    for layer in dict.fromkeys(layer for lora in loras for layer in lora.halves):
+        a_rD, b_Dr = next(lora.halves[layer] for lora in loras if layer in lora.halves)
+        down, up = [], []
+        for lora, part in zip(loras, chosen, strict=True):
+            absent = a_rD.new_zeros(lora.rank, a_rD.shape[1]), b_Dr.new_zeros(len(b_Dr), lora.rank)
+            own_a_rD, own_b_Dr = lora.halves.get(layer, absent)
+            down.append(own_a_rD.float())
+            up.append(own_b_Dr.float() * (lora.scale * part.scale))
+        halves[_half(layer, "A")], halves[_half(layer, "B")] = torch.cat(down), torch.cat(up, 1)
+    rank = sum(lora.rank for lora in loras)
+    config = first.config | {
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": sorted({layer.rpartition(".")[2] for lora in loras for layer in lora.halves}),
+        "use_rslora": False,
+        "base_model_name_or_path": base or first.base,
+    }
     partial = empty_partial(folder)
-    model.save_pretrained(partial, selected_adapters=["default"])
+    save_file(halves, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2))
     replace_folder(partial, folder)
 
 
