@@ -224,6 +224,10 @@ class Lora:
                 layer: (tensors.pop(_half(layer, "A")), tensors.pop(_half(layer, "B")))
                 for layer in sorted(names)
             }
+        if tensors:
+            raise ValueError(
+                f"{self.path}: has the tensor {min(tensors)}, expected {_half('LAYER', 'A')} and lora_B"
+            )
 
     def require_like(self, base: ModelFiles, tied: Mapping[str, str]) -> None:
         """Raises ValueError where this is no adapter of the base."""
