@@ -11,10 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from smopd.kernels import dispatch
 from smopd.kernels.types import TopK
-from smopd.ops import teacher_mixture, topk_logprobs
-from tests.kernels import backends, cases
+from tests.kernels import backends
 from tests.kernels.cases import DTYPES, HALF
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy
@@ -203,32 +201,3 @@ def test_no_rows_and_no_entries(backend: str) -> None:
     assert none.ids_NS.shape == none.logps_NS.shape == (0, 4) and none.token_logp_N.shape == (0,)
     assert topk(backend, torch.zeros(3, 10), 0).ids_NS.shape == (3, 0)
     check(backend, rows_of("normal", 2, 50), (0,))
-
-
-@pytest.mark.parametrize("backend", ["reference", ""], ids=["reference", "served"])
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("with_tokens", [False, True], ids=["", "tokens"])
-def test_several_teachers_equal_each_alone(with_tokens: bool, dtype: str, backend: str, monkeypatch) -> None:
-    monkeypatch.setenv(dispatch.ENV, backend)
-    wide_MNV = cases.random_logits(9 * 7, 80, dtype).view(9, 7, 80)
-    teachers = [one[:, :57] if m % 2 else one[:, :57].contiguous() for m, one in enumerate(wide_MNV)]
-    options = {"token_ids_N": torch.arange(7) * 8 if with_tokens else None, "temperature": 0.7}
-    together = topk_logprobs(teachers, 5, **options)
-    assert together.ids_NS.shape == together.logps_NS.shape == (7, 9, 5)
-    for m, logits in enumerate(teachers):
-        alone = topk_logprobs(logits, 5, **options)
-        assert torch.equal(together.ids_NS[:, m], alone.ids_NS)
-        assert torch.equal(together.logps_NS[:, m], alone.logps_NS)
-        assert not with_tokens or torch.equal(together.token_logp_N[:, m], alone.token_logp_N)
-    assert with_tokens or together.token_logp_N is None
-
-
-@pytest.mark.parametrize("n_rows", [0, 5])
-def test_several_teachers_go_into_their_mixture(n_rows: int) -> None:
-    teachers = [cases.random_logits(n_rows, 40, seed=seed).requires_grad_() for seed in (1, 2)]
-    top = topk_logprobs(teachers, 40, token_ids_N=torch.zeros(n_rows, dtype=torch.int64))
-    assert top.token_logp_N.shape == (n_rows, 2) and not top.logps_NS.requires_grad
-    mixture = teacher_mixture(top.ids_NS, top.logps_NS, torch.tensor([0.3, 0.7]).log(), 40, merge=True)
-    shares = [a * t.double().softmax(-1) for a, t in zip((0.3, 0.7), teachers, strict=True)]
-    truth = sum(shares).log().gather(-1, mixture.ids_NS.long())
-    torch.testing.assert_close(mixture.logps_NS.double(), truth, rtol=0, atol=2e-5)

@@ -117,7 +117,7 @@ def test_who_compiles_traces_or_fakes_a_call_sees_one_operator(name: str) -> Non
     got = with_gradient(torch.compile(call, fullgraph=True, backend="aot_eager"), x)
     assert all(map(torch.equal, got, want))
     graph = make_fx(call, tracing_mode="symbolic", _allow_non_fake_inputs=True)(x)
-    assert f"smopd.{name}.default" in {str(node.target) for node in graph.graph.nodes}
+    assert f"smopd.{name.split()[0]}.default" in {str(node.target) for node in graph.graph.nodes}
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = call(mode.from_tensor(x))
     for fake, traced, value in zip(fakes, graph(x), want, strict=False):
