@@ -37,6 +37,7 @@ from smopd.merging.guard import Starter
 from smopd.merging.vectors import TaskVectors
 from smopd.names import is_url, printable
 from smopd.objective import MIXTURES
+from smopd.record.progress import say
 from smopd.record.recorder import Recorder
 from smopd.record.trackers import TRACKERS, missing
 from smopd.report.summary import summarise
@@ -46,6 +47,7 @@ from smopd.run.base import initial_model, make_base
 from smopd.run.failures import FAILURES, UnusableInput, error_context
 from smopd.run.folder import lock_run_dir, mark_done, write_settings
 from smopd.run.inputs import Inputs, digests, log_inputs, read_inputs
+from smopd.run.versions import newer_than_tested
 from smopd.step.held_out import evaluate_held_out
 from smopd.step.rewards import WINDOW_STEPS, Rewarder
 from smopd.step.stop import Stop, Stopped
@@ -161,6 +163,8 @@ def do_runs(context: RunContext, command: Command) -> None:
     inputs = read_inputs(settings, tokenizer, demonstrations=base_due)
     write_settings(context.folder, settings, lambda: digests(settings, inputs))
     if distributed.rank() == 0:
+        if newer := newer_than_tested():
+            say(newer)
         log_inputs(inputs)
     for run in planned:
         if not context.finished(run.name):
