@@ -68,7 +68,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Signals:
-    """What a batch is learned from besides its advantages, token by token."""
+    """Per-token training inputs of a batch, other than the advantages."""
 
     old_logp_N: Tensor | None
     """Log-probabilities before the batch's first update; None: the ratio is 1."""

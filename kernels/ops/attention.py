@@ -1,4 +1,4 @@
-"""Attention of pieces on a CPU, without a mask: each with itself, and those of a prompt with the prompt.
+"""Attention of pieces on a CPU, without a mask: a piece attends to itself and to the prompt it shares.
 
 The halves are joined by their log-sum-exp; the backward of each is exact with the output and log-sum-exp of
 the whole. Computed in fp32 (bfloat16 products are slow on many CPUs) from inputs in their own dtype.

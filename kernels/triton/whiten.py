@@ -147,7 +147,7 @@ def whiten_(
         lengths_R: (R,) response tokens that each stands for, or None: one each.
         moments_P3: (P, 3) fp64: number, mean and sum of squared deviations of disjoint parts of the samples.
         out_R: (R,) fp32.
-        process_group: whitened over all its ranks, or None.
+        process_group: ranks to whiten over; None for this one alone.
     """
     n_responses, n_slots = adv_R.shape[0], moments_P3.shape[0]
     if process_group is not None:

@@ -1,4 +1,4 @@
-"""The run directory: whose it is, what it was made with, and which of its pieces are finished."""
+"""The run directory: its lock, the settings and versions it was made with, and which runs are finished."""
 
 from __future__ import annotations
 

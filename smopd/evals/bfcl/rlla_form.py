@@ -97,7 +97,7 @@ def read_calls(response: str) -> list[Call]:
     """The calls of a response, none where it attempts none; lines that are no call are passed over.
 
     Raises:
-        ValueError: the response attempts a call, and no line of it can be read.
+        ValueError: the response contains a call, but none of its lines can be parsed.
     """
     _, opened, block = response.rpartition("<tool_call>")
     block = block.split("</tool_call>", 1)[0] if opened else ""
