@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from packaging.version import Version
 
 NEWEST_TESTED = {"torch": "2.14", "transformers": "5.23", "triton": "3.8"}
-"""By `make test-newest` (CONTRIBUTING.md). Of the others, those whose private functions are used are capped."""
+"""See CONTRIBUTING.md. Of the others, those whose private functions are used are capped."""
 
 
 def newer_than_tested() -> str | None:
