@@ -101,10 +101,15 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def thread(name: str, device: torch.device) -> ThreadPoolExecutor:
-    """One thread that computes on `device`: CUDA's current device is a thread's own."""
-    begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
-    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=begin)
+@contextmanager
+def thread(name: str, device: torch.device) -> Iterator[ThreadPoolExecutor]:
+    """One thread that computes on `device`; what has not begun when it ends is left out."""
+    begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None  # a thread's own
+    pool = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=begin)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def barrier() -> None:

@@ -114,6 +114,8 @@ def by_batches(
     of equal rewards would no longer be one.
     """
     keys = [tuple(sequence) for sequence in sequences]
+    if not all(keys):
+        raise ValueError("score: a sequence is empty, expected a token to score at")
     longest_first = sorted(set(keys), key=lambda ids: (-len(ids), ids))
     batches: list[list[TokenIds]] = []
     for ids in longest_first:

@@ -5,7 +5,20 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
-TRAIN = ("transformers", "datasets", "safetensors", "pydantic", "tyro", "rich", "yaml", "jinja2", "httpx")
+TRAIN = (
+    *(
+        "transformers",
+        "tokenizers",
+        "datasets",
+        "safetensors",
+        "numpy",
+        "pyarrow",
+        "pydantic",
+        "tyro",
+        "rich",
+    ),
+    *("yaml", "jinja2", "httpx", "pooch", "tqdm", "platformdirs", "packaging"),
+)
 """Packages of the extra, as they are imported."""
 
 if absent := [name for name in TRAIN if find_spec(name) is None]:

@@ -270,6 +270,11 @@ class Plan:
             samples, longest = role == "rollout", vllm.max_model_len or self.own.longest_sequence
             gpu = Gpu(self.options.usable - held - awake, int(self.options.gpu_memory * GIB), asleep)
             taken = engine_memory(vllm, numbers, WIDTHS[dtype], longest, gpu, samples=samples)
+            if taken.cache < taken.least:
+                got, least = taken.cache / GIB, taken.least / GIB
+                raise ValueError(
+                    f"{role}: {got:.2f} GiB of cache, expected {least:.2f}, one longest sequence"
+                )
             colocated = vllm.placement == "colocated"  # of those of one process the first alone sleeps
             sleeps = vllm.sleep and not (colocated and one_sleeps)
             one_sleeps |= sleeps and colocated

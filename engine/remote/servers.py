@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from time import monotonic
 from typing import Any, Literal, TypeVar
 
@@ -141,6 +142,14 @@ class RetryPolicy:
     concurrency: int = 64
 
 
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Runs in a thread of its own to the end of the process."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="http", daemon=True).start()
+    return loop
+
+
 class Servers:
     """Servers by their URLs.
 
@@ -166,8 +175,7 @@ class Servers:
         self._rest: dict[str, float] = {}  # seconds for which a late server is left alone, and until when
         self._until: dict[str, float] = {}
         self._http = http_client()
-        self._loop = asyncio.new_event_loop()  # connections belong to the loop that made them
-        threading.Thread(target=self._loop.run_forever, name="http", daemon=True).start()
+        self._loop = _loop()  # connections belong to the loop that made them
 
     @property
     def alive(self) -> list[str]:

@@ -197,9 +197,9 @@ class RemoteTeachers(Dropping):
         if described is None:
             self._require_vllm(servers, url, name)
         else:
-            self._require_ours(name, *described)
+            self._require_ours(servers, url, name, *described)
 
-    def _require_ours(self, name: str, vocabulary: int, rows: int) -> None:
+    def _require_ours(self, servers: Servers, url: str, name: str, vocabulary: int, rows: int) -> None:
         if rows < self.probe.tokens:
             raise UnusableModel(f"{name} has {rows} rows, the student has {self.probe.tokens} tokens")
         self.rows = min(self.rows, rows)
@@ -208,6 +208,15 @@ class RemoteTeachers(Dropping):
                 f"{name} was started for a vocabulary of {vocabulary}, expected the student's "
                 f"{self.vocabulary} (--vocabulary)"
             )
+        ids, params = self.probe.token_ids, {"kappa": self.kappa, "temperature": self.temperature}
+        one = Rollout(ids[:1], torch.tensor(ids[-1:]), torch.zeros(1), 0, True)
+        asked = Request("/score", content=pack_request([one]), params=params)
+        try:
+            servers.ask(url, asked, lambda answer: unpack_answer(answer.content, 1, self.kappa))
+        except ServerUnavailable as error:
+            if error.cause != "refused":
+                raise
+            raise UnusableModel(f"{name} cannot answer what will be asked ({error})") from error
 
     def _require_vllm(self, servers: Servers, url: str, name: str) -> None:
         if self.union:

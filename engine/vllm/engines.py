@@ -171,6 +171,7 @@ def engine(role: str, path: str | Path, settings: VllmSettings, **options: Any) 
         made = _engines[key] = _make(role, path, settings, architecture, options)
     elif made.holds != files:
         made.load(stored(path, architecture))
+        made._wake(made.asleep)  # as a new engine is, so that its owner can put it to sleep
     made.holds = files
     return made
 

@@ -59,7 +59,7 @@ class Base:
 
 
 class VllmTeachers(Dropping):
-    """Serves `UnionTeacherEngine` with vLLM.
+    """Serves `TeacherEngine` with vLLM, unions too.
 
     Args:
         paths: at least one; folders or hub ids of models, and folders of LoRA adapters in peft's format.
@@ -151,7 +151,7 @@ class VllmTeachers(Dropping):
     def given(
         self, rollouts: Sequence[Rollout], ids_NMU: Tensor, token_logps_NM: Tensor, temperature: float
     ) -> Tensor:
-        """As `UnionTeacherEngine`. Raises as `score`."""
+        """As `LocalTeachers.given`. Raises as `score`."""
         inside, _ = self.inside(rollouts)
         together, mine = self._together(inside)
         parts, _ = of_sharing_ranks(self.settings, (ids_NMU, token_logps_NM))

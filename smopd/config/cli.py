@@ -108,7 +108,9 @@ def read_options(
     words = ours
     for token in argv:
         name, equals, value = token[2:].partition("=")
-        if not token.startswith("--"):
+        if token == "-h":
+            ours.append(token)
+        elif not token.startswith("--"):
             words.append(token)
         elif name.replace("_", "-") in own:
             words = ours

@@ -19,6 +19,9 @@ from smopd.names import nearest, redacted
 Keys = tuple[str | int, ...]
 """The way to a setting: `("rewards", 0, "weight")`."""
 
+MAX_DEPTH, MAX_VALUES = 32, 10_000
+"""Ours: larger recipes are refused, before a few lines of aliases become millions of values."""
+
 _RESOLVERS = {  # YAML 1.2's core schema, and merge keys
     "null": r"~|null|Null|NULL|",
     "bool": r"true|True|TRUE|false|False|FALSE",
@@ -153,6 +156,10 @@ def _read(path: Path) -> Recipe:
 
 def _note(node: yaml.Node, keys: Keys, file: str, origin: dict[Keys, str], twice: list[str]) -> None:
     """Notes `file:line` of all that is in the node, and the keys that are given twice."""
+    if len(keys) > MAX_DEPTH or len(origin) > MAX_VALUES:  # an alias counts wherever it stands
+        line = node.start_mark.line + 1
+        limits = f"at most {MAX_DEPTH} levels and {MAX_VALUES:,} values, with aliases written out"
+        raise Mistakes([f"{file}:{line}: the recipe is too large, expected {limits}"])
     if isinstance(node, yaml.SequenceNode):
         for i, item in enumerate(node.value):
             origin[(*keys, i)] = f"{file}:{item.start_mark.line + 1}"

@@ -187,7 +187,8 @@ def _run(own: Settings, name: str) -> Wrong:
     if merge is not None:
         models |= {f"merge.models.{i}.model": each.model for i, each in enumerate(own.merge.models)}
     try:
-        models["opd.product.reference"] = product_reference(own, name) or BASE
+        if (reference := product_reference(own, name)) not in (None, BASE):
+            models["opd.product.reference"] = str(reference)
     except ValueError as error:
         yield "opd.product.reference", str(error)
     names = list(own.runs)
@@ -206,17 +207,24 @@ def _absent_files(settings: Settings) -> Wrong:
         "data.train.source": settings.data.train.source,
         "data.evaluation.source": held_out.source if held_out else None,
         "warm_start.source.source": warm_start.source.source if warm_start else None,
-        "opd.product.reference": settings.opd.product.reference,
+        "opd.product.reference": settings.opd.product.reference
+        if settings.merge.method == "product"
+        else None,
     }
     named |= {f"teachers.models.{i}.model": each.model for i, each in enumerate(settings.teachers.models)}
     named |= {f"merge.models.{i}.model": each.model for i, each in enumerate(settings.merge.models)}
     for path, name in named.items():
-        if not name or not _FILE.fullmatch(name) or (file := Path(name).expanduser()).exists():
+        if not name or not _FILE.fullmatch(name):
             continue
-        if file.parent.is_dir():
-            yield (
-                path,
-                f"no file {name!r}{nearest(file.name, [other.name for other in file.parent.iterdir()])}",
-            )
-        else:
+        try:
+            file = Path(name).expanduser()
+            if file.exists():
+                continue
+            beside = [other.name for other in file.parent.iterdir()] if file.parent.is_dir() else None
+        except (OSError, RuntimeError) as error:  # too long, not to be read, no such user
+            yield path, f"{name[:80]!r}: {error}"
+            continue
+        if beside is None:
             yield path, f"no file {name!r} (there is no folder {str(file.parent)!r})"
+        else:
+            yield path, f"no file {name!r}{nearest(file.name, beside)}"

@@ -429,7 +429,12 @@ class Settings(Section):
     @field_validator("output")
     @classmethod
     def _with_the_name(cls, value: str, info: ValidationInfo) -> str:
-        return str(Path(value.replace("{name}", info.data.get("name", ""))).expanduser())
+        if "{" in (rest := value.replace("{name}", "")) or "}" in rest:
+            raise ValueError(f"got {value!r}, expected a folder in which only {{name}} stands in braces")
+        try:
+            return str(Path(value.replace("{name}", info.data.get("name", ""))).expanduser())
+        except RuntimeError as error:  # no such user
+            raise ValueError(str(error)) from None
 
     def resolved(self, run_name: str) -> Settings:
         """The settings of one run: the recipe's with the run's `set` merged over them.

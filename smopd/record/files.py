@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ class JsonlLog:
         Raises:
             FullDisk: there is no room; at most a torn line is left, as by a kill.
         """
-        text = json.dumps(_finite(record), allow_nan=False) + "\n"
+        text = json.dumps(_finite(record), allow_nan=False, default=str) + "\n"
         with room_for(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab") as file:
@@ -76,7 +76,7 @@ class JsonlLog:
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(inner) for inner in value]

@@ -145,7 +145,10 @@ class RewardWorker:
                 return
             self.end()
         self.starts += 1
-        self._spawn()
+        try:
+            self._spawn()
+        except OSError as error:  # no memory, no process, no file
+            raise CallFailed("worker_died", f"cannot start: {error}") from None
         try:
             self._call(pickle.dumps(dict(self.reward.kwargs), 5), self.startup_seconds)
         except CallFailed as failed:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -32,6 +32,13 @@ _SHAPES = {
 }
 # A quote without an end matches too, so that the scan stays linear in the text.
 _JSON_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)
+
+
+def _refuse_removed(function: str, columns: Mapping[str, Any]) -> None:
+    if gone := sorted({"scale", "granularity"} & columns.keys()):
+        raise ValueError(
+            f"{function}: {', '.join(gone)} is no argument any more, expected the paper's reward"
+        )
 
 
 def extract_response(text: str) -> str:
@@ -62,6 +69,7 @@ def format_reward(
     Raises:
         ValueError: lengths differ, or a ground truth is no text.
     """
+    _refuse_removed("format_reward", columns)
     _check_truths("format_reward", ground_truth, len(completions))
     return [
         _format(completion.strip(), truth)
@@ -96,6 +104,7 @@ def accuracy_reward(
     Raises:
         ValueError: lengths differ, the range is empty, or a ground truth has a tool call that cannot be read.
     """
+    _refuse_removed("accuracy_reward", columns)
     _check_truths("accuracy_reward", ground_truth, len(completions))
     low, high = score_range
     if not low < high:

@@ -86,7 +86,10 @@ def main(argv: list[str]) -> None:
 def load_function(path: str, kwargs: Mapping[str, Any]) -> Reward:
     """The function at `package.module:function`; TypeError where it does not take these keyword arguments."""
     function: Reward = import_function(path)
-    signature = inspect.signature(function)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of C, it says nothing of its arguments
+        return function
     try:
         signature.bind_partial([], [], **kwargs)
     except TypeError as error:
@@ -99,7 +102,10 @@ def load_function(path: str, kwargs: Mapping[str, Any]) -> Reward:
 
 def accepted(function: Reward, columns: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The columns that the function takes by name, all where it has `**columns`; kwargs win over columns."""
-    parameters = list(inspect.signature(function).parameters.values())
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:
+        return {**columns, **kwargs}
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         names = {parameter.name for parameter in parameters[2:]}
         columns = {name: column for name, column in columns.items() if name in names}

@@ -153,7 +153,8 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 def environment() -> dict[str, Any]:
     """Versions, machine and command line of this process."""
-    installed = {found.name: found.version for found in importlib.metadata.distributions()}
+    there = reversed(list(importlib.metadata.distributions()))  # of two installs Python takes the first
+    installed = {found.name: found.version for found in there}
     return {
         "smopd": __version__,
         "git": _checkout(),

@@ -86,7 +86,7 @@ def _file_of(module: str) -> Path | None:
         if spec is None:
             return None
         path = spec.submodule_search_locations
-    return Path(spec.origin) if spec and spec.has_location and spec.origin else None
+    return Path(spec.origin) if spec and spec.origin and Path(spec.origin).is_file() else None
 
 
 def log_inputs(inputs: Inputs) -> None:

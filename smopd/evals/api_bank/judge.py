@@ -199,4 +199,5 @@ def _kept(path: Path) -> str | None:
         text = json.loads(path.read_text(encoding="utf-8"))["answer"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    text = text.get("text") if isinstance(text, dict) else text  # of 0.1
     return text if isinstance(text, str) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,12 @@ def test_a_mistake_on_the_command_line(
             "name: !!python/object:os.system x\n",
             "r.yaml:1:7: not YAML: could not determine a constructor for the tag"
             " 'tag:yaml.org,2002:python/object:os.system'",
+        ),
+        (
+            "a: &a [1, 2, 3, 4, 5, 6, 7, 8, 9]\n"
+            + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefg")),
+            "r.yaml:1: the recipe is too large, expected at most 32 levels and 10,000 values, with aliases"
+            " written out",
         ),
         ("extends: 3\n", "r.yaml:1: extends: got 3, expected a recipe"),
         ("extends: tinny.yaml\n", "r.yaml:1: extends: no recipe 'tinny.yaml'; did you mean tiny.yaml?"),

@@ -105,6 +105,11 @@ GATE = "--opd.gate.kind token"
         ("--model.factory null", "model: give exactly one of path and factory"),
         ("--runs.a/b.stage train", "runs.a/b: expected a name of letters, digits, '_' and '-'"),
         ("--runs.base.stage train", "runs.base: expected a name of letters"),
+        ("--output runs/{nam}", "output: got 'runs/{nam}', expected a folder in which only {name} stands in"),
+        (
+            f"--data.train.source ./{'x' * 5000}",
+            f"data.train.source: './{'x' * 78}': [Errno 36] File name too",
+        ),
         ("--runs.one.set.name x", "runs.one.set: name cannot differ between runs"),
         ("--runs.one.init two", "runs.one.init: 'two' is no earlier run, expected one of ['base']"),
         ("--runs.one.reward_weights [1]", "runs.one.reward_weights: got 1 weights, expected one for each"),
@@ -160,6 +165,7 @@ def test_what_does_not_go_together_is_said_before_anything_runs(
         "",
         f"{GATE} --opd.gate.floor 0.5 --rewards.0.range 0 1 --rewards.1.range batch",
         "--loop.async_level 1 --loss.importance_cap 2 --kl_ref.coef 0.1",
+        "--runs.base_2.stage train --opd.product.reference ./absent",  # of a product, which none is
     ],
 )
 def test_what_goes_together_is_not_refused(tmp_path: Path, words: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,12 @@ from smopd.record.files import DamagedLog, JsonlLog
 def test_log_writes_whole_finite_lines(tmp_path: Path) -> None:
     log = JsonlLog(tmp_path / "new" / "metrics.jsonl")
     log.write({"step": 1, "a": math.nan, "b": [math.inf, {"c": -math.inf}], "text": "\ud800\u2028 ü"})
-    log.write({"step": 1, "ok": True, "n": None})
+    log.write({"step": 1, "ok": True, "n": None, "day": date(2026, 1, 2)})
     raw = log.path.read_bytes()
     assert raw.count(b"\n") == 2 and b"NaN" not in raw and b"Infinity" not in raw
     first, second = log.read()
     assert first == {"step": 1, "a": None, "b": [None, {"c": None}], "text": "\ud800\u2028 ü"}
-    assert second == {"step": 1, "ok": True, "n": None}
+    assert second == {"step": 1, "ok": True, "n": None, "day": "2026-01-02"}
 
 
 def test_cut_drops_later_steps_and_every_torn_end(tmp_path: Path) -> None:

@@ -297,6 +297,11 @@ def test_a_late_answer_of_an_earlier_call_is_not_the_next_ones():
             time.sleep(0.5)
 
 
+def test_a_worker_that_cannot_be_started_is_counted(tmp_path):
+    with pool_running("result = [1.0]", log_path=tmp_path / "absent" / "rewards.log") as pool:
+        assert unscorable(score(pool), "good") == {"worker_died": 2}
+
+
 FRAMES = {
     "number": "5",
     "deep": "[" * 100_000,
