@@ -250,9 +250,9 @@ def hold(backend: str, check: Callable[[st.DataObject], None]) -> None:
     backends.need(backend)
     quiet = [HealthCheck.too_slow, HealthCheck.filter_too_much]
     of_triton = INTERPRETED if backends.interpreted(backend) else COMPILED
-    examples = of_triton if backend == "triton" else EXAMPLES
+    examples = of_triton if backend.startswith("triton") else EXAMPLES
     options = settings(max_examples=examples, deadline=None, suppress_health_check=quiet)
-    if backend == "triton":
+    if backend.startswith("triton"):
         options = settings(options, phases=[Phase.generate], derandomize=True)  # shrinking takes minutes
     options(given(st.data())(check))()
 

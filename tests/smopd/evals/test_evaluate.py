@@ -296,7 +296,7 @@ def test_an_unusable_model_is_one_line(data, tmp_path, capsys):
     tokenizer.chat_template = None
     (folder / "chat_template.jinja").unlink()
     tokenizer.save_pretrained(folder)
-    assert f"--model {folder}: chat is true, and the tokenizer has no chat template" in mistake()
+    assert f"--model {folder}: prompts are chat messages, and the tokenizer has no chat template" in mistake()
 
 
 def test_training_items_leave_the_test_split_out(data_set):

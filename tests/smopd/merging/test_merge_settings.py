@@ -47,7 +47,7 @@ def test_mistakes_name_their_setting(tmp_path: Path, merge: dict[str, Any], said
 
 def test_weights_of_teachers_at_urls_cannot_be_merged(tmp_path: Path) -> None:
     models = [{"model": f"http://{name}:1", "reward": name} for name in ("accuracy", "format")]
-    with pytest.raises(Mistakes, match=r"merge\.method: weights: needs the teachers' weights"):
+    with pytest.raises(Mistakes, match=r"merge\.method: weights needs the teachers' weights"):
         settings(tmp_path, {"models": []}, **{"teachers.models": [str(models)]})
 
 
