@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("kind", ["zero2", "zero3"])
 def test_deepspeed(kind, tmp_path):
     pytest.importorskip("deepspeed")
-    assert "[INFO]" not in on_two_ranks(tmp_path, kind, "deepspeed"), "DeepSpeed's own log stays out of ours"
+    assert "[INFO]" not in on_two_ranks(tmp_path, kind), "DeepSpeed's own log stays out of ours"
 
 
 def settings(**options) -> TrainSettings:
