@@ -62,7 +62,7 @@ class Run:
 
 
 @dataclass
-class Done:
+class Progress:
     """What a checkpoint holds beside the student."""
 
     step: int
@@ -74,23 +74,23 @@ def optimise(run: Run) -> None:
     """Trains `run.student` to the end of its steps, from its newest checkpoint where there is one."""
     settings, student, device = run.settings, run.student, run.student.device
     views = settings.log.view_every(settings.loop.steps)
-    done = Done(*run.checkpoints.restore(student))
-    run.recorder.begin(done.step)
+    progress = Progress(*run.checkpoints.restore(student))
+    run.recorder.begin(progress.step)
     metrics = Metrics(device)
     with metrics.phase("sync"):  # a cost of the step that samples with it
-        publish_weights(student, run.rollouts, version=done.step)
+        publish_weights(student, run.rollouts, version=progress.step)
 
     with (
         run.stop.postponed(),
         distributed.collective_timeout(settings.waiting_seconds),
         distributed.thread("sampling", device) as sampling_thread,
         distributed.thread("teachers", device) as teachers_thread,
-        saved_where_it_ends(run, done),
+        saved_where_it_ends(run, progress),
     ):
-        sampler = Sampler(settings, run.prompts, run.rollouts, sampling_thread, done.ahead)
+        sampler = Sampler(settings, run.prompts, run.rollouts, sampling_thread, progress.ahead)
         scoring = TeacherScoring(settings, run.teachers, run.reference, device, teachers_thread)
-        evaluate(run, done.step)  # where its evaluation ended the command
-        for step in range(done.step, settings.loop.steps):
+        evaluate(run, progress.step)  # where its evaluation ended the command
+        for step in range(progress.step, settings.loop.steps):
             objective = Objective.at(settings, step, device, distils=run.teachers is not None)
 
             with metrics.phase("rollout"):
@@ -125,20 +125,20 @@ def optimise(run: Run) -> None:
                 bad_answers=run.bad_answers,
             )
             run.recorder.record(result, metrics)
-            done.step, done.ahead = step + 1, None
+            progress.step, progress.ahead = step + 1, None
             metrics = Metrics(device)
             with metrics.phase("sync"):
-                done.ahead = sampler.settle()
-                publish_weights(student, run.rollouts, version=done.step)
+                progress.ahead = sampler.settle()
+                publish_weights(student, run.rollouts, version=progress.step)
 
-            if signals.target is not None and due(done.step, views, settings):
+            if signals.target is not None and due(progress.step, views, settings):
                 run.recorder.view_tokens(result, student)
-            evaluate(run, done.step)
+            evaluate(run, progress.step)
             stopped = run.stop.asked()
-            if stopped or due(done.step, settings.checkpoint.every, settings):
-                save(run, done)
+            if stopped or due(progress.step, settings.checkpoint.every, settings):
+                save(run, progress)
             if stopped:
-                raise Stopped(stopped, f"step {done.step} is done and saved", agreed=True)
+                raise Stopped(stopped, f"step {progress.step} is done and saved", agreed=True)
 
 
 def evaluate(run: Run, step: int) -> None:
@@ -151,22 +151,22 @@ def evaluate(run: Run, step: int) -> None:
         run.recorder.record_evaluation(step, greedy.values)
 
 
-def save(run: Run, done: Done) -> None:
+def save(run: Run, progress: Progress) -> None:
     """A checkpoint of what is done; the metrics reach the disk before it."""
     run.recorder.flush()
-    run.checkpoints.save(done.step, run.student, done.ahead)
+    run.checkpoints.save(progress.step, run.student, progress.ahead)
 
 
 @contextmanager
-def saved_where_it_ends(run: Run, done: Done) -> Iterator[None]:
+def saved_where_it_ends(run: Run, progress: Progress) -> Iterator[None]:
     """What ends the run within it, on every rank, leaves a checkpoint of what is done."""
     try:
         yield
     except RECOVERABLE:
-        if done.step > run.checkpoints.newest:
-            save(run, done)
-        if done.step and distributed.rank() == 0:
-            log.warning("step %d is done and saved; rerun to resume", done.step)
+        if progress.step > run.checkpoints.newest:
+            save(run, progress)
+        if progress.step and distributed.rank() == 0:
+            log.warning("step %d is done and saved; rerun to resume", progress.step)
         raise
 
 

@@ -1,4 +1,4 @@
-"""What in a run's metrics a person should know about: each is told once, and stops nothing.
+"""What in a run's metrics a person should know about: each is reported once, and stops nothing.
 
 Functions of the lines of `metrics.jsonl` alone: the report finds what the screen said. Thresholds are ours.
 """

@@ -91,7 +91,7 @@ class Recorder:
             log.cut(start)
         for line in self.metrics.read():
             if "grad_norm" in line:
-                self._watch.see(line)  # told before
+                self._watch.see(line)  # reported before
             else:
                 self.evaluated = line["step"]
         self._progress = self._stack.enter_context(Progress(self.name, self.settings.loop.steps, start))

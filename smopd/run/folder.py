@@ -131,8 +131,8 @@ def compare(folder: Path, settings: Settings) -> None:
         and not key.endswith(".label")
     ]
     if changed:
-        told = f"{folder} holds a run with other settings; give another --output, or remove it"
-        raise ConfigMismatch("\n".join([told, *changed]))
+        message = f"{folder} holds a run with other settings; give another --output, or remove it"
+        raise ConfigMismatch("\n".join([message, *changed]))
 
 
 def flat_of(settings: Settings) -> dict[str, Any]:

@@ -60,8 +60,8 @@ class Stop:
             if not self._postponed:
                 raise self._stopped()
             if os.environ.get("RANK", "0") == "0":
-                told = b"the command ends after this step, with a checkpoint; the same signal ends it now\n"
-                os.write(2, told)
+                notice = b"the command ends after this step, with a checkpoint; the same signal ends it now\n"
+                os.write(2, notice)
         elif now - self._first >= SAME_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
