@@ -1,4 +1,4 @@
-"""`python -m smopd.data` and short names: where data lies, and what becomes of a download."""
+"""`python -m smopd.data` and short names: the data folder, and downloads that fail."""
 
 from __future__ import annotations
 
@@ -131,9 +131,9 @@ def test_a_file_that_is_absent_or_of_no_public_source_stops_no_other(upstream: P
     (absent,) = one_file().files
     lone = File("one/rows.jsonl.gz", None, rows_sha256="ab" * 32)
     files = (absent, lone, replace(absent, path="one/b.bin", upstream="b.bin"))
-    (failure,), (told,) = fetching.fetch([replace(one_file(), files=files)], tmp_path / "data")
+    (failure,), (message,) = fetching.fetch([replace(one_file(), files=files)], tmp_path / "data")
     assert "/a.bin: 404" in failure and left(tmp_path / "data") == ["one/b.bin"]
-    assert "no public file is known" in told and str(tmp_path / "data/one/rows.jsonl.gz") in told
+    assert "no public file is known" in message and str(tmp_path / "data/one/rows.jsonl.gz") in message
 
 
 def test_the_list_says_what_is_here_and_a_wrong_name_what_there_is(
@@ -144,12 +144,14 @@ def test_the_list_says_what_is_here_and_a_wrong_name_what_there_is(
         (tmp_path / file.path).parent.mkdir(exist_ok=True)
         (tmp_path / file.path).touch()
     assert command.main([]) == 0
-    told = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines() if line[:1].islower())
-    assert set(told) == set(catalogue())
-    assert told["api_bank"].startswith(
+    listed = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines() if line[:1].islower())
+    assert set(listed) == set(catalogue())
+    assert listed["api_bank"].startswith(
         "partly (2 of 3 files), 2.0 MB, Apache-2.0, from github.com/qiancheng0/"
     )
-    assert told["tokenizer"].startswith("whole, 2.6 MB") and told["snips"].startswith("absent, 4.7 MB, CC0")
+    assert listed["tokenizer"].startswith("whole, 2.6 MB") and listed["snips"].startswith(
+        "absent, 4.7 MB, CC0"
+    )
     assert command.main(["fetch", "rla"]) == 2
     assert capsys.readouterr().err == "smopd.data: no data set 'rla'; did you mean rlla?\n"
 
