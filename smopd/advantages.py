@@ -1,4 +1,7 @@
-"""One advantage a response from several rewards: GRPO, GDPO or GD2PO by name, or the user's function."""
+"""Advantage estimators: several rewards a response in, one advantage a response out.
+
+Shapes: R responses of this rank, K rewards.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,11 @@ from torch import Tensor
 from smopd.config.settings import Advantage
 from smopd.ops import gd2po_advantages, gdpo_advantages, grpo_advantages
 
+RMS_FLOOR = 0.05
+"""batch_balanced: the least RMS a reward is divided by, so that no reward counts more than 20 times. Ours."""
+EPSILON = 1e-8
+"""SAW, DVAO: keeps a division by zero out (SAW's code, github.com/Zhaolutuan/SAW)."""
+
 
 class Estimator(Protocol):
     def __call__(
@@ -19,41 +27,136 @@ class Estimator(Protocol):
         group_R: Tensor,
         *,
         weights_K: Tensor,
+        low_K: Tensor,
         lengths_R: Tensor,
         settings: Advantage,
         process_group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
-        """(R,) advantages and (R,) bool, whether each rollout is kept; a collective call.
+        """Return (R,) advantages and (R,) bool, whether each response is kept. A collective call.
 
         Args:
-            rewards_RK: float64 on the CPU, NaN where a reward could not score.
-            group_R: int64, equal for rollouts of one prompt; a group lies on one rank.
+            rewards_RK: float64 on the CPU; NaN where a reward could not score.
+            group_R: int64, equal for the responses to one prompt. A group lies on one rank.
             weights_K: the priority profile.
+            low_K: the lowest value of each reward's `range`; NaN without one.
             lengths_R: response tokens.
-            process_group: of the ranks that share the batch; None is this one alone.
+            process_group: the ranks that share the batch; None for this one alone.
         """
         ...
 
 
 def grpo(
-    rewards_RK: Tensor, group_R: Tensor, *, weights_K: Tensor, settings: Advantage, **given: Any
+    rewards_RK: Tensor, group_R: Tensor, *, weights_K: Tensor, settings: Advantage, **other: Any
 ) -> tuple[Tensor, Tensor]:
     adv_R = grpo_advantages(rewards_RK, group_R, weights_K=weights_K)
     return adv_R, torch.ones_like(group_R, dtype=torch.bool)
 
 
-def gdpo(rewards_RK: Tensor, group_R: Tensor, *, settings: Advantage, **given: Any) -> tuple[Tensor, Tensor]:
-    adv_R = gdpo_advantages(rewards_RK, group_R, whiten=_whiten(settings), **given)
+def gdpo(
+    rewards_RK: Tensor, group_R: Tensor, *, settings: Advantage, low_K: Tensor | None = None, **other: Any
+) -> tuple[Tensor, Tensor]:
+    adv_R = gdpo_advantages(rewards_RK, group_R, whiten=_whiten(settings), **other)
     return adv_R, torch.ones_like(group_R, dtype=torch.bool)
 
 
-def gd2po(rewards_RK: Tensor, group_R: Tensor, *, settings: Advantage, **given: Any) -> tuple[Tensor, Tensor]:
-    options = {"whiten": _whiten(settings), "snr_threshold": settings.snr_threshold, **given}
+def gd2po(
+    rewards_RK: Tensor, group_R: Tensor, *, settings: Advantage, low_K: Tensor, **other: Any
+) -> tuple[Tensor, Tensor]:
+    options = {"whiten": _whiten(settings), "snr_threshold": settings.snr_threshold, **other}
     return gd2po_advantages(rewards_RK, group_R, **options)
+
+
+def batch_balanced(
+    rewards_RK: Tensor,
+    group_R: Tensor,
+    *,
+    weights_K: Tensor,
+    process_group: dist.ProcessGroup | None,
+    **other: Any,
+) -> tuple[Tensor, Tensor]:
+    """GDPO with each reward's advantage A_k (Eq. 1) divided by its RMS over the batch before the sum (ours).
+
+    A sparse reward differs within few groups and is 0 in the others, so with equal weights GDPO gives it
+    little of the sum. Unscored responses are left out of the RMS.
+    """
+    columns = [gdpo_advantages(reward_R1, group_R, whiten=None) for reward_R1 in rewards_RK.split(1, dim=1)]
+    square_K = torch.stack(columns, 1).square().sum(0)
+    square_K, scored_K = _sums(torch.stack([square_K, (~rewards_RK.isnan()).sum(0)]), process_group)
+    rms_K = (square_K / scored_K.clamp(min=1)).sqrt()
+    weights_K = weights_K / rms_K.clamp(min=RMS_FLOOR)
+    return gdpo(rewards_RK, group_R, weights_K=weights_K, process_group=process_group, **other)
+
+
+def saw(
+    rewards_RK: Tensor,
+    group_R: Tensor,
+    *,
+    weights_K: Tensor,
+    low_K: Tensor,
+    process_group: dist.ProcessGroup | None,
+    **other: Any,
+) -> tuple[Tensor, Tensor]:
+    """SAW (arXiv 2606.07705): GDPO with weights in proportion to each reward's coefficient of variation.
+
+        w_k = K cv_k / sum_j cv_j,   cv_k = std_k / (mean_k - low_k) over the batch
+
+    low_k is the lowest value of the reward's range, or its least in the batch. The priority profile
+    multiplies w_k. SAW's code whitens over tokens (`advantage.whiten: tokens`).
+    """
+    scored_RK = ~rewards_RK.isnan()
+    least_K = torch.cat([rewards_RK.nan_to_num(nan=torch.inf), torch.full_like(low_K, torch.inf)[None]]).amin(
+        0
+    )
+    if process_group is not None:
+        dist.all_reduce(least_K, op=dist.ReduceOp.MIN, group=process_group)
+    above_RK = torch.where(scored_RK, rewards_RK - torch.where(low_K.isnan(), least_K, low_K), 0.0)
+    n_K, sum_K = _sums(torch.stack([scored_RK.sum(0), above_RK.sum(0)]), process_group)
+    mean_K = sum_K / n_K.clamp(min=1)
+    square_K = torch.where(scored_RK, above_RK - mean_K, 0.0).square().sum(0)
+    (square_K,) = _sums(square_K[None], process_group)
+    cv_K = (square_K / (n_K - 1).clamp(min=1)).sqrt() / (mean_K.abs() + EPSILON)
+    weights_K = weights_K * len(cv_K) * cv_K / (cv_K.sum() + EPSILON)
+    return gdpo(rewards_RK, group_R, weights_K=weights_K, process_group=process_group, **other)
+
+
+def dvao(rewards_RK: Tensor, group_R: Tensor, *, weights_K: Tensor, **other: Any) -> tuple[Tensor, Tensor]:
+    """DVAO (arXiv 2605.25604): each group weights a reward's advantage by the reward's deviation in it.
+
+        A = sum_k v_k A_k,   v_k = w_k sigma_k / sum_j w_j sigma_j
+
+    sigma_k is the unbiased standard deviation over the scored responses of the group. No whitening: |A| is
+    bounded as A_k is.
+    """
+    groups, index_R = group_R.unique(return_inverse=True)
+    scored_RK = ~rewards_RK.isnan()
+
+    def group_mean(values_RK: Tensor, n_GK: Tensor) -> Tensor:
+        sums_GK = values_RK.new_zeros(len(groups), values_RK.shape[1]).index_add(0, index_R, values_RK)
+        return (sums_GK / n_GK.clamp(min=1))[index_R]
+
+    n_GK = rewards_RK.new_zeros(len(groups), len(weights_K)).index_add(0, index_R, scored_RK.to(rewards_RK))
+    mean_RK = group_mean(rewards_RK.nan_to_num(), n_GK)
+    centred_RK = torch.where(scored_RK, rewards_RK - mean_RK, 0.0)
+    sigma_RK = group_mean(centred_RK.square(), n_GK - 1).sqrt()
+    adv_R = centred_RK @ weights_K / (sigma_RK @ weights_K.abs() + EPSILON)
+    return adv_R, torch.ones_like(group_R, dtype=torch.bool)
+
+
+def _sums(values: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
+    if process_group is not None:
+        dist.all_reduce(values, group=process_group)
+    return values
 
 
 def _whiten(settings: Advantage) -> str | None:
     return None if settings.whiten == "none" else settings.whiten
 
 
-ESTIMATORS: dict[str, Estimator] = {"grpo": grpo, "gdpo": gdpo, "gd2po": gd2po}
+ESTIMATORS: dict[str, Estimator] = {
+    "grpo": grpo,
+    "gdpo": gdpo,
+    "gd2po": gd2po,
+    "batch_balanced": batch_balanced,
+    "saw": saw,
+    "dvao": dvao,
+}

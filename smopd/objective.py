@@ -151,7 +151,8 @@ class Objective:
         return resolve(self.settings.advantage.estimator, ESTIMATORS)(
             rewards_RK,
             batch.group_R,
-            weights_K=torch.tensor(weights, dtype=rewards_RK.dtype, device=rewards_RK.device),
+            weights_K=rewards_RK.new_tensor(weights),
+            low_K=rewards_RK.new_tensor([_low(reward.range) for reward in self.settings.rewards]),
             lengths_R=batch.lengths_R,
             settings=self.settings.advantage,
             process_group=dist.group.WORLD,
@@ -294,6 +295,10 @@ def _teachers(target: Target | None, part: MiniBatch) -> dict[str, Tensor]:
         "teacher_logps_NMS": target.topk.logps_NMS[part.tokens],
         "log_alpha": alpha[part.tokens] if alpha.dim() > 1 else alpha,
     }
+
+
+def _low(bounds: tuple[float, float] | str | None) -> float:
+    return bounds[0] if isinstance(bounds, tuple) else math.nan
 
 
 def _least(values_RM: Tensor) -> Tensor:

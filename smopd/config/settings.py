@@ -105,10 +105,11 @@ class WarmStart(Section):
 class Advantage(Section):
     """From the rewards of a group to one advantage a response (Eq. 1 to 4)."""
 
-    estimator: Literal["grpo", "gdpo", "gd2po"] | ImportPath = "gdpo"
-    """Or a function as `Estimator` of smopd/advantages.py has it."""
+    estimator: Literal["grpo", "gdpo", "gd2po", "batch_balanced", "saw", "dvao"] | ImportPath = "gdpo"
+    """How several rewards become one advantage, or a function with the signature of `Estimator` in
+    smopd/advantages.py."""
     whiten: Literal["responses", "tokens", "none"] = "responses"
-    """Over what GDPO and GD2PO whiten (Eq. 3); GRPO never does."""
+    """What the advantages are whitened over (Eq. 3). GRPO and DVAO are not whitened."""
     snr_threshold: float | None = Field(default=None, gt=0, le=1)
     """GD2PO: drop a conflicting rollout only below this signal-to-noise ratio; None is GD2PO-Hard."""
 

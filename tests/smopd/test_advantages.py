@@ -1,0 +1,114 @@
+"""The estimators that weight rewards by their batch or group, against loops in float64; over ranks."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from smopd.advantages import ESTIMATORS, RMS_FLOOR
+from smopd.config.settings import Advantage
+
+NAN = math.nan
+REWARDS = [
+    [[-3.0, 0.0, 2.0], [1.0, 1.0, 2.0], [3.0, 0.0, 2.0], [2.5, 0.0, 2.0]],
+    [[0.5, 0.0, 2.0], [NAN, 0.0, 2.0], [-1.0, 0.0, 2.0], [-2.0, 0.0, 2.0]],
+    [[1.5, NAN, 2.0], [2.5, NAN, 2.0], [NAN, NAN, NAN], [0.0, NAN, 2.0]],
+]
+"""Groups of responses of three rewards: dense, rare, constant; some unscored."""
+WEIGHTS = [0.5, 2.0, 1.0]
+LOW = [-3.0, NAN, NAN]
+NEW = ("batch_balanced", "saw", "dvao")
+
+
+def column(k):
+    return [row[k] for group in REWARDS for row in group if not math.isnan(row[k])]
+
+
+def group_advantage(k):
+    """Eq. 1 with 0 for unscored responses and level groups."""
+    found = []
+    for group in REWARDS:
+        known = [row[k] for row in group if not math.isnan(row[k])]
+        sigma = statistics.stdev(known) if len(known) > 1 else 0.0
+        mean = statistics.fmean(known) if known else 0.0
+        found += [
+            0.0 if math.isnan(row[k]) or sigma == 0 else (row[k] - mean) / (sigma + 1e-6) for row in group
+        ]
+    return found
+
+
+def whitened(weights):
+    sums = [
+        sum(w * a for w, a in zip(weights, row, strict=True))
+        for row in zip(*map(group_advantage, range(3)), strict=True)
+    ]
+    mean, sigma = statistics.fmean(sums), statistics.stdev(sums)
+    return [(value - mean) / (sigma + 1e-6) for value in sums]
+
+
+def batch_balanced():
+    rms = [math.sqrt(sum(a * a for a in group_advantage(k)) / max(1, len(column(k)))) for k in range(3)]
+    return whitened([w / max(r, RMS_FLOOR) for w, r in zip(WEIGHTS, rms, strict=True)])
+
+
+def saw():
+    spread = []
+    for k in range(3):
+        low = min(column(k)) if math.isnan(LOW[k]) else LOW[k]
+        above = [value - low for value in column(k)]
+        spread.append(statistics.stdev(above) / (abs(statistics.fmean(above)) + 1e-8))
+    return whitened([3 * w * cv / (sum(spread) + 1e-8) for w, cv in zip(WEIGHTS, spread, strict=True)])
+
+
+def dvao():
+    found = []
+    for group in REWARDS:
+        known = [[row[k] for row in group if not math.isnan(row[k])] for k in range(3)]
+        sigma = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in known]
+        mean = [statistics.fmean(values) if values else 0.0 for values in known]
+        scale = sum(w * s for w, s in zip(WEIGHTS, sigma, strict=True)) + 1e-8
+        for row in group:
+            scored = [k for k in range(3) if not math.isnan(row[k])]
+            found.append(sum(WEIGHTS[k] * (row[k] - mean[k]) for k in scored) / scale)
+    return found
+
+
+def estimate(name, groups, process_group=None):
+    rows = [row for g in groups for row in REWARDS[g]]
+    return ESTIMATORS[name](
+        torch.tensor(rows, dtype=torch.float64).reshape(-1, 3),
+        torch.tensor([g for g in groups for _ in REWARDS[g]], dtype=torch.int64),
+        weights_K=torch.tensor(WEIGHTS, dtype=torch.float64),
+        low_K=torch.tensor(LOW, dtype=torch.float64),
+        lengths_R=torch.ones(len(rows), dtype=torch.int64),
+        settings=Advantage(),
+        process_group=process_group,
+    )
+
+
+@pytest.mark.parametrize("expected", [batch_balanced, saw, dvao])
+def test_equals_its_definition(expected):
+    adv_R, kept_R = estimate(expected.__name__, range(3))
+    assert kept_R.all()
+    torch.testing.assert_close(adv_R, torch.tensor(expected(), dtype=torch.float64), rtol=1e-9, atol=1e-9)
+
+
+def _rank(rank, store, folder):
+    """Rank 0 has two groups, rank 1 one, rank 2 none."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
+    groups = [(0, 2), (1,), ()][rank]
+    torch.save({name: estimate(name, groups, dist.group.WORLD)[0] for name in NEW}, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_ranks_agree_with_one_process(tmp_path):
+    torch.multiprocessing.spawn(_rank, (tmp_path / "store", tmp_path), nprocs=3)
+    shares = [torch.load(tmp_path / f"{rank}.pt") for rank in range(3)]
+    for name in NEW:
+        expected = estimate(name, (0, 2, 1))[0]
+        found = torch.cat([share[name] for share in shares])
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
