@@ -37,13 +37,17 @@ def _profile(share: float, first: str = "accuracy", second: str = "format") -> t
     )
 
 
+_LEARNING_RATES = {f"lr_{rate:g}": ("--student.learning_rate", f"{rate:g}") for rate in (3e-4, 1e-3, 3e-3)}
 _RATES = {f"rate_{rate:g}": ("--warm_start.source.kwargs.format_rate", f"{rate:g}") for rate in RATES}
 _PROFILES = {f"share_{share:g}": _profile(share) for share in SHARES}
 _CONFLICT = {"base": (), "moderate": _profile(0.7, "coverage", "brevity")}
 
 EXPERIMENTS = {
+    "tuning": Experiment("equal_cost", _LEARNING_RATES, baselines=("gdpo",)),
+} | {
     experiment.recipe: experiment
     for experiment in (
+        Experiment("equal_cost", baselines=("gdpo",)),
         Experiment("curves"),
         Experiment("density", _RATES),
         Experiment("ablations", baselines=("smopd_paper",)),

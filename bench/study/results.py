@@ -1,7 +1,8 @@
 """The numbers of finished jobs: one JSON file a job, and the tables and figures that are made from them.
 
 A file has the settings that are not the defaults, the commit and versions, and for each run its held-out
-results (`evaluation`) and, after a guarded merge, the chosen candidate.
+results (`evaluation`), each step's mean rewards on training prompts (`curves`) and, after a guarded merge, the
+chosen candidate.
 """
 
 from __future__ import annotations
@@ -93,6 +94,14 @@ def keep(folder: Path, path: Path, seconds: float) -> None:
 
 def _numbers(run: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"evaluation": json.loads((run / "evaluation.json").read_text())}
+    if (steps := run / "metrics.jsonl").exists():
+        rows = [json.loads(line) for line in steps.read_text().splitlines()]
+        names = (
+            [name for name in rows[0] if name.startswith("reward/") and name.endswith("/mean")]
+            if rows
+            else []
+        )
+        found["curves"] = {name: [round(row[name], 3) for row in rows] for name in names}
     if (run / "merge.json").exists():
         found["chosen"] = json.loads((run / "merge.json").read_text())["chosen"]
     return found
