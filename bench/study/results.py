@@ -1,8 +1,8 @@
 """The numbers of finished jobs: one JSON file a job, and the tables and figures that are made from them.
 
 A file has the settings that are not the defaults, the commit and versions, and for each run its held-out
-results (`evaluation`), each step's mean rewards on training prompts (`curves`) and, after a guarded merge, the
-chosen candidate.
+results (`evaluation`), each step's mean rewards on training prompts (`curves`) and, after a guarded merge,
+the chosen candidate.
 """
 
 from __future__ import annotations
