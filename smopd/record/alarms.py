@@ -11,11 +11,18 @@ from typing import Any
 
 Values = Mapping[str, Any]
 LEAST_ENTROPY = 0.02  # nats
+MOST_EQUAL = 0.95
+"""Share of groups without a difference in a reward, above which it is rare."""
 ALARMS = {
     "no variance": (
         5,
         "in no group do the responses differ in any reward: nothing can be learned from them; use a larger "
         "rollout.group_size (above 1), other prompts, or a warm start",
+    ),
+    "rare": (
+        10,
+        "a reward differs in fewer than 5% of the groups and its mean does not rise: if few responses "
+        "earn it, advantage.estimator batch_balanced gives it more weight; if nearly all do, all is well",
     ),
     "no gradient": (3, "the gradient is 0: no term of the loss has a weight or a signal"),
     "skipped": (1, "an update with a gradient that is not finite was skipped"),
@@ -52,10 +59,17 @@ def holding(values: Values, first: Values) -> dict[str, bool]:
     def number(line: Values, name: str) -> float:
         return 0.0 if line.get(name) is None else float(line[name])
 
-    equal = [share for name, share in values.items() if name.endswith("/zero_variance_groups")]
+    def rare(share_name: str) -> bool:
+        reward = share_name.removesuffix("/zero_variance_groups")
+        rise = number(values, f"{reward}/mean") - number(first, f"{reward}/mean")
+        return number(values, share_name) > MOST_EQUAL and rise <= number(values, f"{reward}/std")
+
+    shares = [name for name in values if name.endswith("/zero_variance_groups")]
     entropy, began = values.get("entropy"), number(first, "entropy")
+    level = bool(shares) and all(values[name] == 1 for name in shares)
     return {
-        "no variance": bool(equal) and all(share == 1 for share in equal),
+        "no variance": level,
+        "rare": len(shares) > 1 and not level and any(rare(name) for name in shares),
         "no gradient": values.get("grad_norm") == 0,
         "skipped": number(values, "updates/skipped") > 0,
         "collapsed": entropy is not None and entropy < LEAST_ENTROPY < 5 * LEAST_ENTROPY < began,

@@ -18,11 +18,17 @@ WELL = {
     "response/truncated": 0.1,
     "updates/skipped": 0.0,
     "reward/a/unscorable": 0.0,
-    "reward/a/zero_variance_groups": 1.0,
+    "reward/a/zero_variance_groups": 0.9,
     "reward/b/zero_variance_groups": 0.9,
 }
+RARE = {"reward/a/zero_variance_groups": 0.96, "reward/a/mean": 0.05, "reward/a/std": 0.1}
 CASES = [
-    ({"reward/b/zero_variance_groups": 1.0}, 5, "in no group do the responses differ"),
+    (
+        dict.fromkeys(("reward/a/zero_variance_groups", "reward/b/zero_variance_groups"), 1.0),
+        5,
+        "in no group do",
+    ),
+    (RARE, 10, "fewer than 5% of the groups"),
     ({"grad_norm": 0.0}, 3, "the gradient is 0"),
     ({"updates/skipped": 1.0}, 1, "was skipped"),
     ({"entropy": 0.01}, 5, "entropy has collapsed"),
@@ -51,13 +57,17 @@ AT_THE_LIMITS = {
     "rollout_mismatch": 0.1,
     "response/truncated": 0.5,
     "reward/a/unscorable": 0.2,
+    "reward/a/zero_variance_groups": 0.95,
 }
+SATURATED = RARE | {"reward/a/mean": 0.99}
 
 
-@pytest.mark.parametrize("line", [AT_THE_LIMITS, dict.fromkeys(WELL), dict.fromkeys(WELL, math.nan)])
+@pytest.mark.parametrize(
+    "line", [AT_THE_LIMITS, SATURATED, dict.fromkeys(WELL), dict.fromkeys(WELL, math.nan)]
+)
 def test_what_raises_no_alarm(line):
     watch = Watch()
-    assert [watch.see(values) for values in [WELL] + [WELL | line] * 9] == [[]] * 10
+    assert [watch.see(values) for values in [WELL] + [WELL | line] * 10] == [[]] * 11
 
 
 def test_the_report_has_what_the_screen_said(tmp_path: Path):
