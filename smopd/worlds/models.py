@@ -18,7 +18,7 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2Tokenizer,
 )
-from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode
 
 from smopd.data.places import located
 from smopd.worlds import toy_world
@@ -130,17 +130,27 @@ def qwen_tokenizer(tokenizer_file: str | Path) -> PreTrainedTokenizerFast:
 
 
 class _RanksConverter(TikTokenConverter):
-    """transformers' converter, reading the file itself: the package tiktoken is not needed for it."""
+    """transformers' converter without the package tiktoken, which some versions ask for."""
 
-    @staticmethod
-    def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:
+    def extract_vocab_merges_from_model(
+        self, tiktoken_url: str
+    ) -> tuple[dict[str, int], list[tuple[str, str]]]:
         try:
             pairs = [line.split() for line in Path(tiktoken_url).read_bytes().splitlines()]
-            return {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+            ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
         except ValueError as error:
             raise ValueError(
                 f"qwen_tokenizer: {tiktoken_url}: {error}, expected a base64 token and its rank a line"
             ) from error
+        letters = bytes_to_unicode()
+        text = {token: "".join(letters[byte] for byte in token) for token in ranks}
+        merges = []
+        for token in sorted(ranks, key=ranks.__getitem__):
+            splits = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+            known = [split for split in splits if split[0] in ranks and split[1] in ranks]
+            known.sort(key=lambda split: (ranks[split[0]], ranks[split[1]]))
+            merges += [(text[left], text[right]) for left, right in known]
+        return {text[token]: rank for token, rank in ranks.items()}, merges
 
 
 def qwen2_model(
