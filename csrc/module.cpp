@@ -30,7 +30,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(smopd, m) {
       " Tensor? kl_weight, Tensor? ent_weight, Tensor? reverse_adv, Tensor? reverse_weight, Tensor? ids,"
       " Tensor? logps, Tensor? log_alpha, int kappa, bool merge, bool tail, float clip_low, float clip_high,"
       " float dual_clip, float opd_coef, float entropy_coef, float temperature, float kl_temperature,"
-      " bool reverse_ppo, Tensor(a!)? grad) -> (Tensor logp, Tensor entropy, Tensor kl, Tensor teacher_mass,"
+      " bool reverse_ppo, bool entropy, Tensor(a!)? grad) -> (Tensor logp, Tensor entropy, Tensor kl, Tensor teacher_mass,"
       " Tensor student_mass, Tensor clipped, Tensor surrogate, Tensor reverse)");
 }
 

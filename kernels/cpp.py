@@ -99,9 +99,14 @@ def teacher_product(
 
 
 def loss_rows(
-    logits_NV: Tensor, tokens: LossTokens, settings: LossSettings, grad_NV: Tensor | None
+    logits_NV: Tensor,
+    tokens: LossTokens,
+    settings: LossSettings,
+    grad_NV: Tensor | None,
+    *,
+    entropy: bool = True,
 ) -> TokenTerms:
-    """The terms of each token; the loss's gradient goes to grad_NV if given, which may be the logits."""
+    """See kernels.reference.loss.loss_rows."""
     columns = [getattr(tokens, name) for name in COLUMNS]
     target = loss_target(tokens, settings)
     given: tuple = (None, None, None, 0, False)
@@ -123,6 +128,7 @@ def loss_rows(
         settings.temperature,
         settings.kl_temperature,
         settings.reverse_kl_surrogate == "ppo",
+        entropy or settings.entropy_coef != 0.0,
         None if grad_NV is None else grad_NV.detach(),
     )
     return TokenTerms(*terms)

@@ -171,7 +171,8 @@ Results loss_rows_cpu(
     const std::optional<Tensor>& reverse_weight, const std::optional<Tensor>& ids,
     const std::optional<Tensor>& logps, const std::optional<Tensor>& log_alpha, int64_t kappa, bool merge,
     bool tail, double clip_low, double clip_high, double dual_clip, double opd_coef, double entropy_coef,
-    double temperature, double kl_temperature, bool reverse_ppo, const std::optional<Tensor>& grad) {
+    double temperature, double kl_temperature, bool reverse_ppo, bool entropy,
+    const std::optional<Tensor>& grad) {
   const Logits rows = read_logits(kOp, "logits", logits);
   check_temperature(kOp, "temperature", temperature);
   check_temperature(kOp, "kl_temperature", kl_temperature);
@@ -186,22 +187,20 @@ Results loss_rows_cpu(
   Tokens tokens{{}, column("adv", adv), column("pg_weight", pg_weight), column("old_logp", old_logp),
                 column("kl_weight", kl_weight), column("ent_weight", ent_weight),
                 column("reverse_adv", reverse_adv), column("reverse_weight", reverse_weight)};
-  const auto counted = [&](int64_t n) { return counts(tokens, n); };
-  tokens.ids = read_token_ids(kOp, token_ids, rows.rows, rows.vocab, counted);
+  tokens.ids = read_token_ids(kOp, token_ids, rows.rows);
   const Arguments arguments{
       rows,
       grad.has_value() ? std::optional<Logits>(read_gradient(kOp, *grad, rows)) : std::nullopt,
       tokens,
       read_target(kOp, ids, logps, log_alpha, rows.rows, kappa, merge),
       {clip_low, clip_high, dual_clip, reverse_ppo},
-      {temperature, kl_temperature, tail, entropy_coef != 0.0},
+      {temperature, kl_temperature, tail, entropy, entropy_coef != 0.0},
       opd_coef,
       entropy_coef,
       pointers,
       static_cast<int8_t*>(clipped.data_ptr())};
   const Results results{columns[kLogp],        columns[kEntropy], columns[kKl],        columns[kTeacherMass],
                         columns[kStudentMass], clipped,           columns[kSurrogate], columns[kReverse]};
-  check_target_ids(kOp, arguments.target, rows.rows, rows.vocab, counted);
   const auto loss_of = rows.type == ScalarType::Float      ? loss_row<float>
                        : rows.type == ScalarType::BFloat16 ? loss_row<BFloat16>
                                                            : loss_row<Float16>;

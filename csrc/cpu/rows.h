@@ -124,6 +124,7 @@ struct RowSettings {
   double temperature;     // of the token's log-probability and the entropy
   double kl_temperature;  // of the forward KL
   bool tail;
+  bool entropy;           // else the entropy is left 0
   bool entropy_gradient;  // it may have one
 };
 
@@ -205,7 +206,7 @@ inline void stream_blocks(Row<T>& row) {
     float* const kl_e = row.kl_exponentials == nullptr ? spare : row.kl_exponentials + start;
     if (!row.same) add_block(row.kl, block, kl_e, length, false, ahead);
     float* const e = row.exponentials == nullptr ? spare : row.exponentials + start;
-    add_block(row.policy, block, e, length, true, row.same ? ahead : nullptr);
+    add_block(row.policy, block, e, length, row.settings.entropy, row.same ? ahead : nullptr);
   }
 }
 
@@ -228,7 +229,7 @@ inline void row_terms(Row<T>& row, Work& work) {
   if (row.same) row.kl = row.policy;
 
   row.logp = kLn2 * row.policy.log2_p(row.token_logit);
-  row.entropy = row.policy.entropy();
+  if (row.settings.entropy) row.entropy = row.policy.entropy();
   if (support == nullptr) return;
   if (!row.settings.tail) {
     for (int64_t i = 0; i < support->count; ++i) support->p[i] = row.kl.log2_p(support->logits[i]);

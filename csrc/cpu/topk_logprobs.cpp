@@ -126,7 +126,7 @@ Results topk_logprobs_cpu(
   check_temperature(op, "temperature", temperature);
 
   std::vector<int64_t> tokens;
-  if (token_ids.has_value()) tokens = read_token_ids(op, *token_ids, input.rows, input.vocab);
+  if (token_ids.has_value()) tokens = read_token_ids(op, *token_ids, input.rows);
   const Results results = results_for(logits, input.rows, kappa, token_ids.has_value());
   const int64_t* const given = token_ids.has_value() ? tokens.data() : nullptr;
   const Outputs outputs = outputs_of(results);
@@ -166,7 +166,7 @@ void topk_piece_cpu(
   SMOPD_REQUIRE(op, first >= 0 && first % kBlockLength == 0, "first is ", first, ", expected a multiple of ",
                 kBlockLength);
   std::vector<int64_t> tokens;
-  if (token_ids.has_value()) tokens = read_token_ids(op, *token_ids, input.rows, int64_t(1) << 31);
+  if (token_ids.has_value()) tokens = read_token_ids(op, *token_ids, input.rows);
   const int64_t* const given = token_ids.has_value() ? tokens.data() : nullptr;
   TopKRow* const known = static_cast<TopKRow*>(rows.data_ptr());
   int64_t* const all = static_cast<int64_t*>(keys.data_ptr());

@@ -164,7 +164,7 @@ inline void unite(TeacherUnion& candidates, const Target& target, int64_t n) {
       [&](int64_t m, int64_t s) { return target.logps.at(n, m, s) + target.log_alpha.at(n, m, 0); });
 }
 
-// Row n's support, or null without a target. Its ids are in the vocabulary where check_target_ids has passed.
+// Row n's support, or null without a target. kernels/checks.py has checked that its ids are in the vocabulary.
 inline Support* row_support(TargetWork& work, const Target& target, int64_t n, bool tail) {
   if (!target.present()) return nullptr;
   Support& support = work.support;
@@ -181,28 +181,6 @@ inline Support* row_support(TargetWork& work, const Target& target, int64_t n, b
         [&](int64_t s) { return target.logps.at(n, 0, s); });
   }
   return &support;
-}
-
-// Before anything is written: every id that the rows which count will use is in the vocabulary.
-template <typename Counts>
-inline void check_target_ids(
-    const char* op, const Target& target, int64_t rows, int64_t vocab, Counts counts) {
-  TargetWork work(target);
-  const auto all_inside = [&](int64_t n) {
-    for (int64_t m = 0; m < target.teachers; ++m) {
-      for (int64_t s = 0; s < target.slots; ++s) {
-        if (uint64_t(target.ids.at(n, m, s)) >= uint64_t(vocab)) return false;
-      }
-    }
-    return true;
-  };
-  for (int64_t n = 0; n < rows && target.present(); ++n) {
-    if (!counts(n) || all_inside(n)) continue;
-    const Support& used = *row_support(work, target, n, false);  // what is outside may be empty or not kept
-    const auto inside = [&](int32_t id) { return id >= 0 && id < vocab; };
-    const bool fine = std::all_of(used.ids.begin(), used.ids.begin() + used.count, inside);
-    SMOPD_REQUIRE(op, fine, "ids of row ", n, " hold an id outside 0 to V - 1 = ", vocab - 1);
-  }
 }
 
 }  // namespace smopd

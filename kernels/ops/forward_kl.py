@@ -93,7 +93,7 @@ def _forward_kl(logits: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
     ones = empty_column(logits, logits.shape[0]).fill_(1.0)
     tokens, settings = _objective(inputs, ones, ones)
     checks.require_loss_ids(OP, tokens, settings, logits.shape[1])
-    terms = serving_rows(logits, tokens, settings)(logits, tokens, settings, None)
+    terms = serving_rows(logits, tokens, settings)(logits, tokens, settings, None, entropy=False)
     return terms.logp_N, terms.kl_N.clone()  # a backend's share memory, an operator's must not
 
 
@@ -108,7 +108,7 @@ def _forward_kl_gradient(logits: Tensor, *arguments: Any) -> Tensor:
     none = empty_column(logits, logits.shape[0]).zero_()
     tokens, settings = _objective(inputs, none if dlogp is None else dlogp, none if dkl is None else dkl)
     grad = torch.empty_like(logits)
-    serving_rows(logits, tokens, settings)(logits, tokens, settings, grad)
+    serving_rows(logits, tokens, settings)(logits, tokens, settings, grad, entropy=False)
     return grad
 
 

@@ -33,13 +33,22 @@ from smopd.kernels.types import LossSettings, LossStats, LossTokens, TokenTerms,
 
 
 def loss_rows(
-    logits_NV: Tensor, tokens: LossTokens, settings: LossSettings, grad_NV: Tensor | None
+    logits_NV: Tensor,
+    tokens: LossTokens,
+    settings: LossSettings,
+    grad_NV: Tensor | None,
+    *,
+    entropy: bool = True,
 ) -> TokenTerms:
-    """Every token's terms; the loss's gradient goes to grad_NV if given, which may be the logits."""
+    """Compute each token's terms and, into grad_NV if given, the loss's gradient.
+
+    grad_NV may be the logits. A backend may skip the entropy if `entropy` is False and its coefficient is 0.
+    """
     parts, tokens = [], _without_uncounted_ids(tokens)
+    entropy |= settings.entropy_coef != 0.0
     for chunk in row_chunks(logits_NV):
         own_grad_NV = None if grad_NV is None else grad_NV[chunk]
-        parts.append(_loss_chunk(logits_NV[chunk], tokens.at(chunk), settings, own_grad_NV))
+        parts.append(_loss_chunk(logits_NV[chunk], tokens.at(chunk), settings, own_grad_NV, entropy))
     return join_terms(parts)
 
 
@@ -55,7 +64,7 @@ def _without_uncounted_ids(tokens: LossTokens) -> LossTokens:
 
 
 def _loss_chunk(
-    logits_NV: Tensor, tokens: LossTokens, settings: LossSettings, grad_NV: Tensor | None
+    logits_NV: Tensor, tokens: LossTokens, settings: LossSettings, grad_NV: Tensor | None, entropy: bool
 ) -> TokenTerms:
     dtype = compute_dtype(logits_NV.dtype)
     given = loss_target(tokens, settings)
@@ -66,7 +75,7 @@ def _loss_chunk(
         tokens.token_ids_N,
         target if same else None,
         temperature=settings.temperature,
-        entropy=True,
+        entropy=entropy,
         curved=settings.entropy_coef != 0.0,
     )
     if not same:

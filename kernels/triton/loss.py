@@ -142,9 +142,14 @@ def _columns(tokens: LossTokens, settings: LossSettings) -> tuple[int, list[Tens
 
 
 def loss_rows(
-    logits_NV: Tensor, tokens: LossTokens, settings: LossSettings, grad_NV: Tensor | None
+    logits_NV: Tensor,
+    tokens: LossTokens,
+    settings: LossSettings,
+    grad_NV: Tensor | None,
+    *,
+    entropy: bool = True,
 ) -> TokenTerms:
-    """Every token's terms; the loss's gradient goes to grad_NV if given, which may be the logits."""
+    """See kernels.reference.loss.loss_rows. The entropy is always computed: it hides behind the reads."""
     n_rows = logits_NV.shape[0]
     terms_CN = torch.empty((7, n_rows), dtype=torch.float32, device=logits_NV.device)
     clipped_N = torch.empty(n_rows, dtype=torch.int8, device=logits_NV.device)
