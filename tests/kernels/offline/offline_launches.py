@@ -53,7 +53,7 @@ class Launch:
     def digest(self) -> str:
         """Of all that Triton compiles, what it is specialized on, and how the result is read."""
         kernel = kernel_of(self)
-        what = (variant(self, kernel), sources(kernel), MEASURED.read_text())
+        what = (variant(self, kernel), sources(kernel), _code(MEASURED.read_text()))
         return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
 
@@ -164,9 +164,20 @@ def sources(kernel: JITFunction) -> str:
             raise TypeError(f"{name} names {sorted(unknown)}, which are not followed here")
         options = [(p.name, p.is_constexpr, p.do_not_specialize, p.do_not_specialize_on_alignment, p.default)
                    for p in function.params]  # fmt: skip
-        found[name] = repr((name, function.src, constants, options, function.debug, function.noinline))
+        found[name] = repr((name, _code(function.src), constants, options, function.debug, function.noinline))
         reached += functions.values()
     return "\n".join(text for _, text in sorted(found.items()))
+
+
+@cache
+def _code(source: str) -> str:
+    """Return Python source without comments, docstrings and layout, which do not change machine code."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        documented = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module)
+        if documented and ast.get_docstring(node, clean=False):
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
 
 
 def _is_tritons(module: str) -> bool:
