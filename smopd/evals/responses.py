@@ -1,8 +1,9 @@
-"""The responses that a suite scores: of a file, the ground truth, or sampled from a model."""
+"""The responses that a suite scores: from a file, from the ground truth, or sampled from a model."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +16,13 @@ from smopd.rewards.rlla import MAX_JSON_DEPTH, extract_response, json_depth
 if TYPE_CHECKING:
     from smopd.engine.protocols import RolloutEngine
 
-TEXTS = ("response", "completion", "result")  # the last in bfcl-eval's files, with `id` for `key`
-GPU_SHARE = 0.9  # ours: of a GPU that nothing else uses
+TEXTS = ("response", "completion", "result")  # bfcl-eval's files use `result` and `id`
+GPU_SHARE = 0.9  # ours: nothing else uses the GPU
 
 
 @dataclass(frozen=True)
 class Response:
-    """A response; whether it ended by itself, None where that is unknown; whether its prompt was cut."""
+    """A response. `finished` is whether it ended with an end token, None if unknown."""
 
     text: str
     finished: bool | None = None
@@ -29,40 +30,39 @@ class Response:
 
 
 def spread(groups: Sequence[str], limit: int) -> list[int]:
-    """Ascending indices of `limit` items, or all: each group by its share, evenly spread inside it.
+    """Return ascending indices of `limit` items, or of all if there are fewer.
+
+    Each group gets at least one item and otherwise its share (Sainte-Lague), evenly spaced inside the group.
 
     Raises:
-        ValueError: limit is below the number of groups, each of which gives at least one.
+        ValueError: limit is below the number of groups.
     """
-    members: dict[str, list[int]] = {}
+    members: dict[str, list[int]] = defaultdict(list)
     for index, group in enumerate(groups):
-        members.setdefault(group, []).append(index)
+        members[group].append(index)
     if limit < len(members):
         raise ValueError(f"--limit is {limit}, expected at least {len(members)}, one item of each group")
-    if limit >= len(groups):
-        return list(range(len(groups)))
-    exact = [limit * len(found) / len(groups) for found in members.values()]
-    counts = [max(1, int(share)) for share in exact]
-    while sum(counts) != limit:
-        step = 1 if sum(counts) < limit else -1
-        open_ones = [i for i, count in enumerate(counts) if step > 0 or count > 1]
-        counts[max(open_ones, key=lambda i: step * (exact[i] - counts[i]))] += step
+    seats = sorted(
+        (rank > 0, (2 * rank + 1) / len(found), group)
+        for group, found in members.items()
+        for rank in range(len(found))
+    )
+    counts = Counter(group for *_, group in seats[:limit])
     return sorted(
-        found[(2 * i + 1) * len(found) // (2 * count)]
-        for found, count in zip(members.values(), counts, strict=True)
+        members[group][(2 * i + 1) * len(members[group]) // (2 * count)]
+        for group, count in counts.items()
         for i in range(count)
     )
 
 
 def given_responses(given: str, suite: Suite, whole: Sequence[Item]) -> tuple[Suite, list[Response]]:
-    """The responses that --responses names, and the suite of the items that have one.
+    """Return the responses of --responses, and the suite reduced to the items that have one.
 
-    Lines that all have a text as `key` (or `id`) may stand in any order, and items without a line are left
-    out. Otherwise there is a line for each item of the suite, or of the `whole` it is a part of, in order.
-    Decoded chats are cut to the response.
+    Lines with a `key` (or `id`) may come in any order and cover part of the items. Lines without keys must
+    answer all items of `whole`, the suite before --limit, in order. Decoded chats are cut to the response.
 
     Raises:
-        FileNotFoundError, ValueError: no such file or truth, an unreadable line, or responses to other items.
+        FileNotFoundError, ValueError: the file is absent or unreadable, or does not match the items.
     """
     if given == GROUND_TRUTH:
         truths = suite.truths()
@@ -76,22 +76,22 @@ def given_responses(given: str, suite: Suite, whole: Sequence[Item]) -> tuple[Su
     for number, row in read_lines(path):
         text = next((row[name] for name in TEXTS if name in row), None)
         if not isinstance(text, str):
-            expected = f"a text as `{'`, `'.join(TEXTS[:-1])}` or `{TEXTS[-1]}`"
-            raise ValueError(f"{path}: line {number}: expected {expected}, got {sorted(row)}")
+            raise ValueError(
+                f"{path}: line {number}: expected a string {' or '.join(TEXTS)}, got {sorted(row)}"
+            )
         found.append(Response(extract_response(text), row.get("finished")))
         keys.append(row.get("key", row.get("id")))
     if not keys or not all(isinstance(key, str) for key in keys):
-        if len(found) not in (len(suite.items), len(whole)):
-            choice = f", or {len(whole)} to take them from" * (len(whole) != len(suite.items))
-            raise ValueError(f"{path}: expected {len(suite.items)} responses{choice}, got {len(found)}")
-        keys = [item.key for item in (suite.items if len(found) == len(suite.items) else whole)]
+        if len(found) != len(whole):
+            raise ValueError(
+                f"{path}: expected {len(whole)} responses or a `key` on every line, got {len(found)} lines"
+            )
+        keys = [item.key for item in whole]
     by_key = dict(zip(keys, found, strict=True))
     if len(by_key) < len(keys):
-        raise ValueError(f"{path}: expected every key once, got {len(keys) - len(by_key)} again")
+        raise ValueError(f"{path}: expected each key once, got {len(keys) - len(by_key)} repeated")
     if unknown := by_key.keys() - {item.key for item in whole}:
-        raise ValueError(
-            f"{path}: expected keys of the items, got {min(map(str, unknown))!r} and {len(unknown) - 1} more"
-        )
+        raise ValueError(f"{path}: {len(unknown)} keys are not in the suite, first {min(unknown)!r}")
     chosen = [i for i, item in enumerate(suite.items) if item.key in by_key]
     if not chosen:
         raise ValueError(f"{path}: has no response to any of the {len(suite.items)} items")
@@ -100,7 +100,7 @@ def given_responses(given: str, suite: Suite, whole: Sequence[Item]) -> tuple[Su
 
 
 def read_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """The objects of a file of JSON lines, each with its line's number; ValueError where a line is none."""
+    """Return (line number, object) pairs of a JSON lines file. Raises ValueError for any other line."""
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
@@ -116,10 +116,10 @@ def read_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def read_json(text: str) -> Any:
-    """The JSON value in a model's text; None where there is none, or one deeper than MAX_JSON_DEPTH."""
+    """Return the JSON value of a model's text, or None if it is invalid or deeper than MAX_JSON_DEPTH."""
 
     def refuse(name: str) -> Any:
-        raise ValueError(f"{name} is no JSON")
+        raise ValueError(f"{name} is not JSON")
 
     try:
         return json.loads(text, parse_constant=refuse) if json_depth(text) <= MAX_JSON_DEPTH else None
@@ -128,10 +128,10 @@ def read_json(text: str) -> Any:
 
 
 def sampler(command: Evaluation, items: Sequence[Item]) -> Callable[[], list[Response]]:
-    """Loads the command's model; the call samples one response to each item, in order.
+    """Load the command's model. Return a function that samples one response to each item, in order.
 
     Raises:
-        ValueError, FileNotFoundError: no usable model, no chat template, or too few positions.
+        ValueError, FileNotFoundError: the model is unusable, or has no chat template or too few positions.
     """
     from smopd.engine.models.loading import describe, load_tokenizer
     from smopd.engine.types import Sampling

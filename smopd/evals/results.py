@@ -1,4 +1,4 @@
-"""What an evaluation leaves: SUITE_items.jsonl, SUITE.json, a table; and what changed between two of them."""
+"""Results of an evaluation: SUITE_items.jsonl, SUITE.json and a table; and the difference of two runs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from smopd.evals.responses import Response, read_lines
 from smopd.evals.suite import Column, Scores, Suite
 
 DRAWS = 2_000  # bootstrap samples; ours
-SEED = 0  # ours: the same scores have the same intervals
+SEED = 0  # ours: the same scores give the same intervals
 COVERAGE = 0.95
-ROW = ("key", "group", "response", "finished", "truth", "prompt_cut")  # the rest of a row are scores
+ROW = ("key", "group", "response", "finished", "truth", "prompt_cut")  # all other entries of a row are scores
 CHANGES = ("won", "lost", "same", "unscored")
 
 Interval = tuple[float, float]
@@ -32,9 +32,9 @@ Interval = tuple[float, float]
 def intervals(
     suite: Suite, groups: Sequence[str], scores: Sequence[Scores], *, draws: int = DRAWS
 ) -> dict[str, Interval]:
-    """The percentile bootstrap's interval of each column that has a value.
+    """Return the percentile bootstrap interval of each column with a value.
 
-    Each draw takes as many items of a group as the group has, so categories keep their weights.
+    Items are resampled within their group, so that each group keeps its weight.
     """
     rows: dict[str, list[int]] = {}
     for row, group in enumerate(groups):
@@ -58,7 +58,7 @@ def intervals(
 def write_items(
     output: Path, suite: Suite, responses: Sequence[Response], scores: Sequence[Scores] | None = None
 ) -> Path:
-    """Writes every response, with its scores where there are any."""
+    """Write every response, with its scores if given."""
     lines = []
     for i, (item, response) in enumerate(zip(suite.items, responses, strict=True)):
         row = {
@@ -72,7 +72,7 @@ def write_items(
             row["prompt_cut"] = True
         if scores is not None:
             if clash := set(ROW) & scores[i].keys():
-                raise KeyError(f"{suite.name}: scores named {sorted(clash)}, which rows have already")
+                raise KeyError(f"{suite.name}: scores named {sorted(clash)}, expected names other than {ROW}")
             row |= scores[i]
         lines.append(json.dumps(row) + "\n")
     path = output / f"{suite.name}_items.jsonl"
@@ -86,7 +86,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> Path:
 
 
 def show(suite: Suite, title: str, label: str, content: Mapping[str, Any], counts: Mapping[str, int]) -> None:
-    """Prints what was written: each value over its interval, `counts` behind them, the paper's rows above."""
+    """Print the values with their intervals, then `counts`. The paper's rows come first."""
     table = Table(title=Text(title))
     table.add_column("responses")
     for column in suite.columns:
@@ -104,7 +104,7 @@ def show(suite: Suite, title: str, label: str, content: Mapping[str, Any], count
 
 
 def print_table(table: Table) -> None:
-    """Prints a table, at its own width where the output is no terminal."""
+    """Print a table. If the output is not a terminal, use the table's full width."""
     console = Console()
     if not console.is_terminal:
         wide = Console(width=10_000)
@@ -127,25 +127,25 @@ class Difference:
     """List what changed from one run of a suite to another, item by item."""
 
     a: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="A_items.jsonl")]
-    """The items of one run."""
+    """The items of run A."""
     b: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="B_items.jsonl")]
-    """Those of the other."""
+    """The items of run B."""
     score: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: the first)")] = (
         None
     )
-    """The score by which an item is won (higher in B), lost or the same."""
+    """The score to compare: an item is won if it is higher in B."""
 
 
 def compare_runs(command: Difference) -> None:
-    """Prints the items that were won, lost or scored in one run alone, and counts by group.
+    """Print the items that were won or lost or have one score only, and counts by group.
 
     Raises:
-        OSError, ValueError: a file is not a run's items, no item is in both, or --score is not a score.
+        OSError, ValueError: a file has other rows, no item is in both files, or --score is not a score.
     """
     a, b = read_items(command.a), read_items(command.b)
     both = [key for key in a if key in b]
     if not both:
-        raise ValueError(f"expected runs of the same items, got none in both of {len(a)} and {len(b)}")
+        raise ValueError(f"expected runs of the same items, got {len(a)} and {len(b)} with none in common")
     names = [name for name, value in a[both[0]].items() if name not in ROW and isinstance(value, int | float)]
     score = command.score or next(iter(names), "")
     values = [row.get(score, "") for key in both for row in (a[key], b[key])]
@@ -169,15 +169,15 @@ def compare_runs(command: Difference) -> None:
     print_table(groups)
     for name, run, other_run in (("A", a, b), ("B", b, a)):
         if alone := [key for key in run if key not in other_run]:
-            print(f"in {name} alone: {len(alone)} items, first {alone[0]!r}")
+            print(f"only in {name}: {len(alone)} items, first {alone[0]!r}")
 
 
 def read_items(path: Path) -> dict[str, dict[str, Any]]:
-    """The rows of a SUITE_items.jsonl by their keys."""
+    """Return the rows of a SUITE_items.jsonl by key."""
     rows: dict[str, dict[str, Any]] = {}
     for number, row in read_lines(path):
         if not all(isinstance(row.get(name), str) for name in ("key", "group", "response")):
             raise ValueError(f"{path}: line {number}: expected key, group and response, got {sorted(row)}")
         if rows.setdefault(row["key"], row) is not row:
-            raise ValueError(f"{path}: line {number}: expected every key once, got {row['key']!r} again")
+            raise ValueError(f"{path}: line {number}: expected each key once, got {row['key']!r} again")
     return rows

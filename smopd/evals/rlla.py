@@ -1,7 +1,7 @@
-"""RLLA (ToolRL): the 80 test items, training items of the SFT file, and the scores of responses.
+"""RLLA (ToolRL): the 80 test items, the training items of the SFT file, and the scores of responses.
 
-The `output` of an SFT row is long reasoning and an answer; its truth is that answer behind the think of a
-test item.
+The `output` of an SFT row is long reasoning and an answer. Its truth is the answer after a test item's short
+think block.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from smopd.data.sources import load_rows
 from smopd.evals.suite import Column, Evaluation, Item, Message, Scores, Suite
 from smopd.rewards.rlla import accuracy_reward, format_reward
 
-# The thinks of the test items' truths.
+# The think blocks of the test items' truths.
 TOOL_THINK = (
     "<think> I should use the appropriate tool with proper parameters to respond to the user's need. </think>"
 )
@@ -29,7 +29,7 @@ COLUMNS = (
 
 
 class Rlla(Suite):
-    """Both rewards at the paper's settings, and their means over all items."""
+    """Both RLLA rewards at the paper's settings, averaged over items."""
 
     name = "rlla"
     title = "RLLA-4K test"
@@ -37,7 +37,7 @@ class Rlla(Suite):
 
     def __init__(self, items: Sequence[Item]):
         self.items = items
-        self.score(self.truths())
+        self.score(self.truths())  # raises for malformed truths
 
     def score(self, responses: Sequence[str]) -> list[Scores]:
         prompts, truths = [item.messages for item in self.items], self.truths()
@@ -76,13 +76,13 @@ class RllaEvaluation(Evaluation):
 
 
 def load_rlla_items(path: str | Path, *, exclude: Iterable[Item] = ()) -> list[Item]:
-    """The items of a file in either row form, in the file's order; a key is the row's number.
+    """Load the items of a test or SFT file in order. The key of an item is its row number.
 
     Args:
-        path: a file that `load_rows` reads, or the short name of one (`rlla/test`).
-        exclude: items whose chats are left out.
+        path: a file or a short name (`rlla/test`); see `load_rows`.
+        exclude: items whose chats are dropped.
     Raises:
-        FileNotFoundError, ValueError: no such file, or a row of another form.
+        FileNotFoundError, ValueError: the file is absent, or a row has another form.
     """
     excluded = {_user_text(item.messages) for item in exclude}
     items = []
@@ -97,19 +97,18 @@ def load_rlla_items(path: str | Path, *, exclude: Iterable[Item] = ()) -> list[I
 
 
 def training_rows(path: str, exclude: str | None = None) -> list[dict[str, Any]]:
-    """A prompt source: rows with `prompt` (chat messages) and `ground_truth`.
+    """Return rows with `prompt` (chat messages) and `ground_truth`, as a prompt source.
 
     Args:
-        path: a file, or a short name such as `rlla/sft`.
-        exclude: another, whose chats are left out.
+        path: a file or a short name such as `rlla/sft`.
+        exclude: a second file whose chats are dropped.
     """
-    left_out = () if exclude is None else load_rlla_items(exclude)
-    items = load_rlla_items(path, exclude=left_out)
+    items = load_rlla_items(path, exclude=() if exclude is None else load_rlla_items(exclude))
     return [{"prompt": list(item.messages), "ground_truth": item.truth} for item in items]
 
 
 def test_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the test (or training) split -> `prompt` (chat messages) and `ground_truth`."""
+    """Return `prompt` (chat messages) and `ground_truth` of a row of the test or training split."""
     try:
         messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in row["prompt"]]
         truth = row["reward_model"]["ground_truth"]
@@ -122,7 +121,7 @@ def test_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sft_row(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A row of the SFT file -> `prompt` and `ground_truth`; None where no answer follows a think."""
+    """Return `prompt` and `ground_truth` of an SFT row, or None if no answer follows a think block."""
     missing = [name for name in ("instruction", "input", "output") if not isinstance(row.get(name), str)]
     if missing:
         raise ValueError(f"expected the texts instruction, input and output, got no text as {missing}")

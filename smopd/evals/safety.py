@@ -1,6 +1,6 @@
 """Safe alignment: two preference models score responses to HH-RLHF, PKU-SafeRLHF and Alpaca prompts.
 
-A benchmark's average is the mean of its two means, Overall the mean of the three averages.
+A benchmark's average is the mean of its two mean scores. Overall is the mean of the three averages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FILES = {
     "alpaca": "alpaca_prompt_only_test.jsonl.gz",
 }
 SCORES = ("useful", "harmless")
-# Of tab:safe_align and tab:gate_safe; tab:anchor_ablation and tab:opd_ablation have the last three alone.
+# tab:safe_align and tab:gate_safe have all columns; tab:anchor_ablation and tab:opd_ablation the last three.
 COLUMNS = (
     *(
         Column(f"{group}_{key}", f"{name} {heading}", digits=3)
@@ -35,7 +35,7 @@ COLUMNS = (
 )
 
 ScoreFunction = Callable[[Sequence[Sequence[Message]], Sequence[str]], Sequence["float | None"]]
-"""Chats and a response to each -> scores, higher is better, None where it cannot say."""
+"""Maps chats and one response each to scores. Higher is better; None means no score."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,19 @@ class PreferenceOptions:
     """A preference model."""
 
     model: str
-    """A folder or hub id of a sequence classifier with one output; with `url` only its tokenizer."""
+    """A folder or hub id of a sequence classifier with one output. `url` needs only its tokenizer."""
     sign: int = 1
-    """-1 where the model's lower scores are better, as a cost model's are."""
+    """-1 if lower scores are better, as for a cost model."""
     template: str | None = None
-    """A chat template in place of the model's own: Jinja text, or the path of a .jinja file."""
+    """A chat template to use instead of the model's: Jinja text or the path of a .jinja file."""
     url: str | None = None
-    """Of a `vllm serve MODEL --runner pooling`, or several with commas."""
+    """URL of a `vllm serve MODEL --runner pooling`, or several separated by commas."""
     truncation_side: Literal["left", "right"] = "left"
-    """Where a chat longer than --max-tokens is cut; right, as the scripts under the paper do, can cut the
-    response away."""
+    """The side on which a chat longer than --max-tokens is cut. The paper's scripts cut on the right, which
+    can remove the response."""
 
     def scorer(self, **settings: Any) -> ScoreFunction:
-        """`preference_reward` with these options and `settings`; loads torch at the first call."""
+        """Return `preference_reward` with these options and `settings`. The first call imports torch."""
 
         def score(prompts: Sequence[Sequence[Message]], responses: Sequence[str]) -> list[float | None]:
             from smopd.rewards.preference_model import preference_reward
@@ -66,7 +66,7 @@ class PreferenceOptions:
 
 
 class Safety(Suite):
-    """Means of two preference models' scores over three benchmarks."""
+    """Mean scores of two preference models over three benchmarks."""
 
     name = "safety"
     title = "Safe alignment"
@@ -88,7 +88,7 @@ class Safety(Suite):
         ]
 
     def summary(self, groups: Sequence[str], scores: Sequence[Scores]) -> dict[str, float | None]:
-        """The columns, and `unscorable`: how many of the 2 n scores are absent and left out of the means."""
+        """Return the columns and `unscorable`, the number of missing scores. The means leave these out."""
         kept: dict[str, list[float]] = {f"{group}_{name}": [] for group in BENCHMARKS for name in SCORES}
         for group, score in zip(groups, scores, strict=True):
             for name in SCORES:
@@ -114,18 +114,18 @@ class SafetyEvaluation(Evaluation):
     default_data: ClassVar[str] = "safe"
 
     helpful: PreferenceOptions
-    """The paper's is Qwen2.5-7B-SafeRLHF-RM."""
+    """The helpfulness model; the paper uses Qwen2.5-7B-SafeRLHF-RM."""
     harmless: PreferenceOptions
-    """The paper's is Qwen2.5-7B-SafeRLHF-CM, whose higher scores are better."""
+    """The harmlessness model; the paper uses Qwen2.5-7B-SafeRLHF-CM, where higher is better."""
     max_prompt_tokens: int | None = 512
-    """Longest prompt of the policy in tokens, as in the scripts under the paper; of longer ones the end is
-    kept, and they are counted. The preference models read the whole prompt."""
+    """Maximum prompt length of the policy in tokens, as in the paper's scripts. Longer prompts are cut on the
+    left and counted. The preference models read the whole prompt."""
     max_tokens: int = 2048
-    """Most tokens of a chat with its response that the preference models read."""
+    """Maximum number of tokens of a chat and response for the preference models."""
     batch_tokens: int = 16_384
-    """Scored at once, padding counted."""
+    """Number of tokens to score at once, padding included."""
     device: str | None = None
-    """Of the preference models, such as cuda:1; the GPU where there is one, otherwise the CPU."""
+    """Device of the preference models, such as cuda:1. Default: the GPU if there is one."""
 
     def suite(self) -> Safety:
         require_at_least(self, max_tokens=1, batch_tokens=1)
@@ -134,7 +134,7 @@ class SafetyEvaluation(Evaluation):
         return Safety(load_safety_items(self.data_path), helpful, harmless)
 
     def prepare(self, suite: Safety) -> None:
-        """Has both models score a chat, which loads them and checks their options."""
+        """Load both models and check their options by scoring one chat."""
         from smopd.engine.errors import NoServer
 
         for option, scorer in zip(("helpful", "harmless"), suite.scorers.values(), strict=True):
@@ -149,11 +149,11 @@ class SafetyEvaluation(Evaluation):
 
     def notes(self, suite: Any, summary: Mapping[str, float | None]) -> list[str]:
         unscorable = summary["unscorable"]
-        return [f"{unscorable:.0f} scores are absent and left out of the means"] if unscorable else []
+        return [f"{unscorable:.0f} scores are missing and left out of the means"] if unscorable else []
 
 
 def load_safety_items(data: str | Path) -> list[Item]:
-    """The prompts of the three benchmarks: of the files in FILES in a folder, or of one of them."""
+    """Load the prompts of the three benchmarks from a folder, or of one benchmark from its file."""
     items = []
     for group, path in group_files(Path(data).expanduser(), FILES, "safety data").items():
         for index, row in enumerate(load_rows(str(path))):
@@ -162,15 +162,15 @@ def load_safety_items(data: str | Path) -> list[Item]:
 
 
 def prompt_messages(row: Mapping[str, Any], source: str, index: int) -> tuple[Message, ...]:
-    """A row's `prompt`: chat messages, the last of the user; ValueError names source and row."""
+    """Return a row's `prompt`: chat messages that end with the user. A ValueError names source and row."""
     chat = row_content(dict(row), "prompt", source, index)
     if isinstance(chat, str) or chat[-1]["role"] != "user":
         got = "a text" if isinstance(chat, str) else f"a chat that ends with {chat[-1]['role']}"
-        raise ValueError(f"{source}: row {index}: prompt is {got}, expected messages, the last of the user")
+        raise ValueError(f"{source}: row {index}: prompt is {got}, expected messages that end with user")
     return tuple({"role": message["role"], "content": message["content"]} for message in chat)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """None where there is no value, or one is None."""
+    """Return the mean, or None if there are no values or one is None."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if len(known) == len(values) and known else None

@@ -1,4 +1,4 @@
-"""What an evaluation is: items, the scores of responses, a table row, and the options of its command."""
+"""The evaluation protocol: items, scores of responses, a table row, and command options."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from smopd.data.places import VARIABLE, how_to_fetch, located
 
 PAPER = Path(__file__).with_name("paper")
 GROUND_TRUTH = "ground-truth"
-DATA_HINT = f"(default: the suite's own in ${VARIABLE} or the user's cache; python -m smopd.data)"
+DATA_HINT = f"(default: the suite's own, in ${VARIABLE} or the user's cache; see python -m smopd.data)"
 
 Message = Mapping[str, str]
 """`role` and `content`."""
 Scores = Mapping[str, Any]
-"""What is kept of one scored response: numbers, bools and short texts by name, all of them JSON."""
+"""The scores of one response: JSON numbers, bools and short strings by name."""
 
 
 @dataclass(frozen=True)
 class Item:
     """One prompt of a suite.
 
-    key: unique in the suite, and the same in every run.
-    group: its category or level; bootstrap samples are drawn within a group.
-    messages: the chat that is asked.
-    truth: what a response is compared with, as JSON; None where nothing is.
+    key: unique in the suite and the same in every run.
+    group: a category or level; the bootstrap resamples within a group.
+    messages: the chat to answer.
+    truth: the reference answer as JSON, or None.
     """
 
     key: str
@@ -43,7 +43,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table: its key in `Suite.summary`, the paper's heading, and how a value is printed."""
+    """A table column: its key in `Suite.summary`, the paper's heading, and the number format."""
 
     key: str
     heading: str
@@ -52,7 +52,7 @@ class Column:
 
 
 class Suite(Protocol):
-    """One evaluation. A suite may inherit the methods that have a body here."""
+    """One evaluation. Subclasses inherit the methods that have a body."""
 
     name: str
     title: str
@@ -60,28 +60,28 @@ class Suite(Protocol):
     columns: Sequence[Column]
 
     def only(self, indices: Sequence[int]) -> Suite:
-        """The same suite with these items alone, in this order."""
+        """Return a copy of the suite with only these items, in this order."""
         chosen = copy(self)
         chosen.items = [self.items[i] for i in indices]
         return chosen
 
     def score(self, responses: Sequence[str]) -> list[Scores]:
-        """One for each item, in order. A response is the generated text without chat markers."""
+        """Score one response per item, in order. Responses are generated text without chat markers."""
         ...
 
     def summary(self, groups: Sequence[str], scores: Sequence[Scores]) -> dict[str, float | None]:
-        """The columns' values, and more by other names; None where nothing was scored.
+        """Return the values of the columns and any other values by name; None without a score.
 
-        groups, scores: of any items, repeats allowed, as a bootstrap draws them.
+        groups and scores may repeat items, because the bootstrap calls this too.
         """
         ...
 
     def truths(self) -> list[str] | None:
-        """A perfect response to each item; None where the suite has no ground truth."""
+        """Return a perfect response to each item, or None if the suite has no ground truth."""
         return None
 
     def paper(self) -> Mapping[str, Mapping[str, float]]:
-        """The paper's rows, from paper/NAME.csv: label -> column key -> value before `scale`."""
+        """Return the paper's rows from paper/NAME.csv: label -> column key -> unscaled value."""
         file = PAPER / f"{self.name}.csv"
         if not file.is_file():
             return {}
@@ -102,54 +102,54 @@ class Evaluation:
     """Base of the suites' options."""
 
     default_data: ClassVar[str]
-    """A short name, used where `data` is not given."""
+    """The default short name of `data`."""
 
     model: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
-    """A model's folder or hub id; one response to each item is sampled from it."""
+    """A model folder or hub id. One response per item is sampled."""
     responses: Annotated[str | None, tyro.conf.arg(metavar="FILE|ground-truth")] = None
-    """JSON lines with `response` (or `completion`), one for each item in order, or in any order with the
-    items' `key`, as SUITE_items.jsonl has them; bfcl-eval's result files; or the items' own truth."""
+    """JSON lines with `response` or `completion`: one per item in order, or in any order with `key`. Also a
+    SUITE_items.jsonl, a result file of bfcl-eval, or ground-truth."""
     engine: Literal["local", "vllm"] = "local"
-    """What samples from the model."""
+    """The sampling engine."""
     data: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint=DATA_HINT)] = None
-    """The items: their folder or one of its files, or the short name of either."""
+    """The items: a folder, one of its files, or a short name."""
     limit: int | None = None
-    """Evaluate so many items, evenly spread, each group by its share; the same ones every time."""
+    """Number of items to evaluate, evenly spread over the groups, the same in every run."""
     output: Path = Path("runs/evaluate")
-    """The folder to write into."""
+    """Output folder."""
     max_new_tokens: int = 1024
-    """Longest response in tokens."""
+    """Maximum response length in tokens."""
     max_prompt_tokens: int | None = None
-    """Longest prompt in tokens; of longer ones the end is kept, and they are counted. None is no limit."""
+    """Maximum prompt length in tokens. Longer prompts are cut on the left and counted."""
     temperature: float = 0.0
     """Sampling temperature; 0 is greedy, as in the paper."""
     seed: int = 0
-    """Seed of the sampling."""
+    """Sampling seed."""
     compare: bool = False
-    """Show the paper's rows too."""
+    """Also show the paper's rows."""
 
     @property
     def data_path(self) -> Path:
-        """Where the items are; FileNotFoundError where a short name's data is absent."""
+        """Return the path of the items. Raises FileNotFoundError if a short name's data is absent."""
         return located(self.data or self.default_data)
 
     def suite(self) -> Suite:
-        """The suite with its items; ValueError or FileNotFoundError for a mistake in options or data."""
+        """Build the suite with its items. Raises ValueError or FileNotFoundError for bad options or data."""
         raise NotImplementedError
 
     def prepare(self, suite: Any) -> None:
-        """Loads what the scoring needs, before anything is sampled; raises as `suite`."""
+        """Load what scoring needs, before sampling starts. Raises as `suite`."""
 
     def settings(self, suite: Any) -> dict[str, Any]:
-        """More to write beside the scores: settings of the suite, what scoring cost."""
+        """Return suite settings and costs to write to SUITE.json."""
         return {}
 
     def notes(self, suite: Any, summary: Mapping[str, float | None]) -> list[str]:
-        """Lines to print below the table."""
+        """Return lines to print below the table."""
         return []
 
     def check(self) -> None:
-        """Raises ValueError for a mistake in the options that all suites have."""
+        """Check the options that all suites share. Raises ValueError."""
         if (self.model is None) == (self.responses is None):
             got = "none" if self.model is None else "both"
             raise ValueError(f"expected one of --model and --responses, got {got}")
@@ -157,13 +157,13 @@ class Evaluation:
         if not 0.0 <= self.temperature < math.inf:
             raise ValueError(f"--temperature is {self.temperature}, expected 0 or more")
         if self.output.exists() and not self.output.is_dir():
-            raise ValueError(f"--output {self.output}: is no folder")
+            raise ValueError(f"--output {self.output}: expected a folder, got a file")
         if self.model and self.engine == "vllm" and importlib.util.find_spec("vllm") is None:
-            raise ValueError("--engine vllm: vllm is not installed, expected it, or --engine local")
+            raise ValueError("--engine vllm: vllm is not installed; install it or use --engine local")
 
 
 def require_at_least(options: Any, prefix: str = "--", **least: int) -> None:
-    """Raises ValueError for an option below its least value; None passes."""
+    """Raise ValueError if an option is below its minimum. None passes."""
     for name, lowest in least.items():
         value = getattr(options, name)
         if value is not None and value < lowest:
@@ -171,11 +171,11 @@ def require_at_least(options: Any, prefix: str = "--", **least: int) -> None:
 
 
 def group_files(data: Path, names: Mapping[str, str], what: str) -> dict[str, Path]:
-    """Group -> its file: all groups of a folder, or the one whose file is given.
+    """Map groups to files: all groups if `data` is a folder, one if it is a file.
 
     Args:
-        names: group -> name of its file.
-        what: for error messages, such as "API-Bank data".
+        names: group -> file name.
+        what: label for error messages, such as "API-Bank data".
     """
     expected = ", ".join(names.values())
     if data.is_file():

@@ -1,8 +1,8 @@
-"""Which merge a run starts from: the candidates answer the same training prompts, and the rewards choose.
+"""The guard: picks the weight merge that a run starts from, by its rewards on training prompts.
 
-A merge that lacks more than a stated share of a model's own gain in its reward, over the base, is out. Whole
-sums are tried first and trimmed ones only where none of them is in: trimming brings back what a sum lost, and
-costs what only training shows (docs/merging.md). The largest sum of rewards by the run's weights wins.
+A merge is rejected if it loses more than `max_regression` of the gain that a model has over the base in its
+reward. Trimmed sums are tried only if all untrimmed ones are rejected: trimming recovers a lost reward but
+hurts later training (docs/merging.md). Of the accepted merges, the largest weighted sum of rewards wins.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from smopd.step.held_out import answers, means
 from smopd.step.rewards import Rewarder
 
 log = logging.getLogger(__name__)
-SEED_OFFSET = 2_000_003  # ours: other prompts and draws than those of training and of evaluation
+SEED_OFFSET = 2_000_003  # ours: separates its draws from those of training and evaluation
 WHOLE, LEFT_OUT = Part(), Part(scale=0.0)
 
 Rewards = dict[str, float]
@@ -40,7 +40,7 @@ Rewards = dict[str, float]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A start that the guard may choose; one part a model."""
+    """A possible start, with one part per model."""
 
     name: str
     parts: tuple[Part, ...]
@@ -49,35 +49,34 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Judged:
-    """A candidate's rollouts, and what the guard says of them."""
+    """A candidate's rewards and the guard's verdict."""
 
     candidate: Candidate
     rewards: Rewards
     score: float
-    """The rewards' sum by the run's weights."""
+    """The sum of the rewards with the run's weights."""
     lost: dict[str, float | None]
-    """By model, the share of its own gain that the candidate lacks, negative where it has more; None where
-    the model gained nothing."""
+    """By model, the share of its gain that the candidate lacks. None if the model gained nothing."""
     excess: float
-    """What it lost beyond max_regression, the largest over the models; 0 where the guard lets it in."""
+    """The largest loss beyond max_regression over the models; 0 without one."""
     out: str | None
-    """Why it cannot be taken."""
+    """Why the candidate is rejected; None if it is accepted."""
 
     def row(self) -> dict[str, Any]:
-        """As merge.json has it; the excess may be infinite."""
+        """Return the row of merge.json, without the excess, which may be infinite."""
         values = asdict(self)
         del values["excess"]
         return values.pop("candidate") | values
 
 
 def given(merge: Merge) -> list[Candidate]:
-    """Every choice of `keep` and `exclude` of each model: one where there is no guard."""
+    """Return all combinations of the models' `keep` and `exclude`; one without a guard."""
     choices = [[Part(*part) for part in product([1.0], each.keep, each.exclude)] for each in merge.models]
     return [Candidate(_name(merge, parts), parts, merge.rule) for parts in product(*choices)]
 
 
 def alone(merge: Merge) -> list[Candidate]:
-    """The base and each model whole: what the guard measures the sums by."""
+    """Return the base and each model, the baselines of the guard."""
     n = len(merge.models)
     parts = [tuple(WHOLE if i == j else LEFT_OUT for j in range(n)) for i in range(n)]
     names = [f"{each.model} alone" for each in merge.models]
@@ -85,9 +84,9 @@ def alone(merge: Merge) -> list[Candidate]:
 
 
 def levels(merge: Merge) -> list[list[Candidate]]:
-    """The sums, from whole ones to the most trimmed: those of a level keep the same share of each model.
+    """Return the sums in levels, from untrimmed to most trimmed. A level keeps one share of each model.
 
-    The plain sum is always among them; none stands twice.
+    The plain sum is always included. There are no duplicates.
     """
     seen = {(each.parts, each.method) for each in alone(merge)}
     found: dict[tuple[float, ...], list[Candidate]] = {}
@@ -110,12 +109,14 @@ def _name(merge: Merge, parts: Sequence[Part]) -> str:
 def judged(
     rows: Sequence[tuple[Candidate, Rewards]], models: Sequence[MergedModel], weights: Rewards
 ) -> list[Judged]:
-    """The guard's verdicts. A sum is in where it loses at most max_regression of each model's gain, and has
-    no less than the base and each model have that are in.
+    """Return the guard's verdicts.
+
+    A sum is accepted if it loses at most max_regression of each model's gain and scores at least as high as
+    every accepted baseline.
 
     Args:
-        rows: of `alone`, then of sums.
-        weights: the run's, by reward.
+        rows: the rewards of `alone`, then of sums.
+        weights: the run's weight of each reward.
     """
     n_alone = 1 + len(models)
     base, *own = [rewards for _, rewards in rows[:n_alone]]
@@ -137,26 +138,26 @@ def judged(
         score = math.fsum(weight * rewards[name] for name, weight in weights.items())
         if not reasons and len(found) >= n_alone:
             better = [each for each in found[:n_alone] if each.out is None and each.score > score]
-            reasons = [f"has less than {each.candidate.name}" for each in better[:1]]
+            reasons = [f"scores less than {each.candidate.name}" for each in better[:1]]
         found.append(Judged(candidate, rewards, score, lost, excess, "; ".join(reasons) or None))
     return found
 
 
 def best(rows: Sequence[Judged]) -> Judged | None:
-    """The first of those that are in with the largest score."""
+    """Return the first accepted row with the largest score."""
     return max((row for row in rows if row.out is None), key=lambda row: row.score, default=None)
 
 
 def nearest(rows: Sequence[Judged]) -> Judged:
-    """Where no sum is in: the one with the least excess, and of equal ones the best."""
+    """Return the row with the least excess, the fallback if no sum is accepted. The score breaks ties."""
     return min(rows, key=lambda row: (row.excess, -row.score))
 
 
 @dataclass(frozen=True)
 class Starter:
-    """Makes the first weights of one run, by the guard where there is one, and keeps them in its folder.
+    """Writes the initial weights of a run to its folder.
 
-    make_engine: samples from a full model of the base's architecture.
+    make_engine: makes an engine that samples from a full model of the base's architecture.
     """
 
     settings: Settings
@@ -169,7 +170,7 @@ class Starter:
     folder: Path
 
     def start(self) -> str:
-        """The folder of the first weights, made where they are not there yet; a collective call."""
+        """Return the folder of the initial weights, writing them first if needed. Collective."""
         start = self.folder / "start"
         if not distributed.on_rank0(start.exists):
             chosen = given(self.merge)[0] if self.merge.guard is None else self.guarded(self.merge.guard)
@@ -179,7 +180,7 @@ class Starter:
         return str(start)
 
     def guarded(self, guard: Guard) -> Candidate:
-        """The guard's choice. What has been scored stands in merge.json, so a killed guard resumes."""
+        """Return the guard's choice. Scores are kept in merge.json, so a killed guard resumes."""
         done: dict[str, Rewards] = distributed.on_rank0(self._read)
         score = self._scorer(guard)
         asked: list[Candidate] = []
@@ -191,12 +192,14 @@ class Starter:
             asked += level
             rows = judged([(each, done[each.name]) for each in asked], self.merge.models, self.weights)
             chosen = best(rows[-len(level) :])
-            if chosen is not None and len(asked) > len(level):  # no choice among `alone`
+            if chosen is not None and len(asked) > len(level):  # never a baseline
                 break
         else:
             chosen = nearest(rows)
         if chosen.excess > 0 and distributed.rank() == 0:
-            log.warning("%s: every start loses more than max_regression; the nearest is taken", self.folder)
+            log.warning(
+                "%s: every start loses more than max_regression; taking the one that loses least", self.folder
+            )
         self._write(
             chosen=chosen.candidate.name,
             rollouts=guard.prompts * guard.samples,
@@ -206,7 +209,7 @@ class Starter:
         return chosen.candidate
 
     def _scorer(self, guard: Guard) -> Callable[[Candidate], Rewards]:
-        """What gives a candidate's mean rewards, the same on every rank."""
+        """Return a function that gives a candidate's mean rewards, the same on every rank."""
         settings, engine = self.settings, cache(self.make_engine)
         names = [reward.name for reward in settings.rewards]
         seed = settings.seed + SEED_OFFSET

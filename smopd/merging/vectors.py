@@ -1,7 +1,7 @@
-"""Task vectors, what training changed of a base, summed over models: tensor by tensor, from safetensors.
+"""Weight merges: sums of task vectors (model - base), tensor by tensor, from safetensors files.
 
-Sums are task arithmetic (arXiv 2212.04089), trimming and elected signs TIES (arXiv 2306.01708); overlaps
-averaged with the rest summed is RAM (arXiv 2601.13572), which finds that what RL changes is sparse.
+sum is task arithmetic (arXiv 2212.04089), ties elects signs (arXiv 2306.01708), and ram averages entries that
+several models changed (arXiv 2601.13572).
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ UNPLAIN = ("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modul
 
 @dataclass(frozen=True)
 class Part:
-    """What a merge takes of one model's change."""
+    """The part of one model's change that goes into a merge."""
 
     scale: float = 1.0
-    """0 leaves the model out."""
+    """Factor of the change; 0 leaves the model out."""
     keep: float = 1.0
-    """The share of each tensor's entries that stays, the largest by magnitude."""
+    """Share of each tensor's entries to keep, the largest by magnitude."""
     exclude: str = ""
-    """A pattern (re.search): a tensor whose name it matches stays the base's; none where it is empty."""
+    """A pattern (re.search). Matching tensors keep the base's values. Empty matches none."""
 
     def takes(self, name: str) -> bool:
-        """Whether the model's change of the tensor `name` goes in."""
+        """Whether the merge uses the model's change of the tensor `name`."""
         return self.scale != 0 and not (self.exclude and re.search(self.exclude, name))
 
 
 class TaskVectors:
-    """Models and the base that they were trained from.
+    """Models and their common base.
 
     Args:
-        base, models: folders or hub ids with safetensors files, sharded or not; a model may be a folder with
-            a LoRA adapter in peft's format.
-        device: to compute on.
+        base, models: folders or hub ids with safetensors files, sharded or not. A model may also be a folder
+            with a LoRA adapter in peft's format.
+        device: the device to compute on.
     Raises:
-        ValueError: a model's tensors are not those of the base in name and shape, or it is an adapter of
-            another base, or no plain LoRA. Names the model and the tensor.
-        FileNotFoundError: there are no such files.
+        ValueError: a model's tensors differ from the base's in name or shape, or an adapter has another base
+            or is not plain LoRA. Names the model and the tensor.
+        FileNotFoundError: a file is absent.
     """
 
     def __init__(self, base: str, models: Sequence[str], device: torch.device | str = "cpu"):
@@ -78,9 +78,10 @@ class TaskVectors:
             self.models.append(model)
 
     def merged(self, chosen: Sequence[Part], method: Method = "sum") -> Iterator[tuple[str, Tensor]]:
-        """The merge's tensors by the base's names, in the base's dtypes, on the device.
+        """Yield the merged tensors with the base's names and dtypes, on the device.
 
-        One model alone, whole, is that model; nothing chosen is the base. Integers are the base's.
+        A single whole model is reproduced bit for bit, and so is the base if no model is chosen. Integer
+        tensors are the base's.
         """
         every = list(zip(self.models, chosen, strict=True))
         scaled = [(model, part) for model, part in every if part.scale]
@@ -100,7 +101,7 @@ class TaskVectors:
             yield name, value
 
     def with_tied(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """`weights` with each tied tensor under all its names, as an engine takes them."""
+        """Yield `weights`, repeating each tied tensor under all its names, as engines expect."""
         for name, value in weights:
             yield name, value
             for other, held in self._tied.items():
@@ -108,9 +109,9 @@ class TaskVectors:
                     yield other, value
 
     def write(self, folder: Path, chosen: Sequence[Part], method: Method = "sum") -> None:
-        """Writes the merge to `folder`, whole or not at all, with the base's configs, tokenizer and shards.
+        """Write the merge to `folder` atomically, with the base's configs, tokenizer and shards.
 
-        A collective call; the first rank writes.
+        Collective; rank 0 writes.
         """
 
         def write() -> Path:
@@ -132,10 +133,10 @@ class TaskVectors:
 
 
 def combined(changes: Sequence[tuple[Tensor, Part]], method: Method) -> Tensor:
-    """One tensor's changes (fp32) as one change.
+    """Combine the changes (fp32) of one tensor into one change.
 
-    sum: scaled, trimmed and added. ties: then of each entry the sign of the sum is elected, and those that
-    have it are averaged. ram: an entry that several models changed is averaged over them, another one stays.
+    All methods trim and scale the changes first. sum adds them. ties averages, for each entry, the changes
+    with the sign of their sum. ram averages, for each entry, the changes that are not 0.
     """
     total = torch.zeros_like(changes[0][0])
     if method == "sum":
@@ -151,8 +152,7 @@ def combined(changes: Sequence[tuple[Tensor, Part]], method: Method) -> Tensor:
 
 
 def trimmed(change: Tensor, keep: float) -> Tensor:
-    """`change` with its round(keep n) largest entries by magnitude, else zeros: peft's magnitude_prune, which
-    rounds down, without a need for peft."""
+    """Zero all but the round(keep n) largest entries by magnitude."""
     n = round(keep * change.numel())
     if n >= change.numel():
         return change
@@ -161,7 +161,7 @@ def trimmed(change: Tensor, keep: float) -> Tensor:
 
 
 class ModelFiles:
-    """The tensors of a saved model by name; none is read before it is asked for."""
+    """The tensors of a saved model by name, read lazily."""
 
     def __init__(self, path: str):
         self.path, self.folder = path, folder_of(path)
@@ -188,7 +188,7 @@ class ModelFiles:
         return self.read(name).to(base) - base
 
     def require_like(self, base: ModelFiles, tied: Mapping[str, str]) -> None:
-        """Raises ValueError where this is not a model of the base's tensors; a tied one may stand twice."""
+        """Raise ValueError if the tensors differ from the base's. Tied tensors may be stored twice."""
         for name, shape in base.shapes.items():
             if name not in self.shapes:
                 raise ValueError(f"{self.path}: lacks the tensor {name}, which the base {base.path} has")
@@ -201,12 +201,12 @@ class ModelFiles:
                 raise ValueError(f"{self.path}: has the tensor {name}, which the base {base.path} lacks")
             if not torch.equal(self.read(name), self.read(tied[name])):
                 raise ValueError(
-                    f"{self.path}: {name} is not {tied[name]}, with which the base {base.path} ties it"
+                    f"{self.path}: {name} differs from {tied[name]}, but the base {base.path} ties them"
                 )
 
 
 class Lora:
-    """A plain LoRA adapter in peft's format: the change of a layer's weight is its scaled B A."""
+    """A plain LoRA adapter in peft's format. It changes a layer's weight by its scaled product B A."""
 
     def __init__(self, adapter: Adapter):
         self.path, self.base, self.config = str(adapter.folder), adapter.base, adapter.config
@@ -214,7 +214,9 @@ class Lora:
         if (bias := self.config.get("bias") or "none") != "none":
             unplain["bias"] = bias
         for name, value in unplain.items():
-            raise ValueError(f"{self.path}: {name} is {value!r}, expected none: only plain LoRA is merged")
+            raise ValueError(
+                f"{self.path}: {name} is {value!r}, expected none: only plain LoRA can be merged"
+            )
         self.rank, alpha = int(self.config["r"]), float(self.config["lora_alpha"])
         self.scale = alpha / (self.rank**0.5 if self.config.get("use_rslora") else self.rank)
         with reading(self.path):
@@ -230,7 +232,7 @@ class Lora:
             )
 
     def require_like(self, base: ModelFiles, tied: Mapping[str, str]) -> None:
-        """Raises ValueError where this is no adapter of the base."""
+        """Raise ValueError if this is not an adapter of the base."""
         if same_place(self.base) != same_place(base.path):
             raise ValueError(
                 f"{self.path}: is an adapter of {self.base}, expected one of the base {base.path}"
@@ -257,17 +259,17 @@ def _half(layer: str, half: str) -> str:
 def merge_adapters(
     adapters: Sequence[Adapter], chosen: Sequence[Part], method: Method, folder: Path, base: str | None = None
 ) -> None:
-    """Writes the sum of adapters of one base as an adapter, exactly: their ranks stand beside each other.
+    """Write the exact sum of adapters as one adapter, by concatenating their ranks.
 
-    base: where it is now, if not where the first adapter says.
+    base: the base's current path, if it differs from the first adapter's.
 
     Raises:
-        ValueError: they are of several bases; or the merge is no sum of whole ones.
+        ValueError: the adapters have different bases, or the merge trims or elects.
     """
     if method != "sum" or any(part.keep < 1 or part.exclude for part in chosen):
         raise ValueError(
-            f"got method {method} of {', '.join(map(str, chosen))}, expected the sum of whole adapters: what "
-            "is trimmed or elected is no product of two small matrices; have the full weights written"
+            f"got method {method} of {', '.join(map(str, chosen))}, expected the sum of whole adapters: a "
+            "trimmed or elected change has no low rank; use --full to write full weights"
         )
     loras = [Lora(adapter) for adapter in adapters]
     first = loras[0]
@@ -301,7 +303,7 @@ def merge_adapters(
 
 
 def tied_names(model: ModelFiles) -> dict[str, str]:
-    """Names of the model's tensors that its files leave out, each with the name that they hold it under."""
+    """Map each tensor name that the files omit to the name of the tensor it is tied to."""
     with reading(model.path), torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model.folder))
     names: dict[int, list[str]] = {}
@@ -314,7 +316,7 @@ def tied_names(model: ModelFiles) -> dict[str, str]:
 
 
 def folder_of(path: str) -> Path:
-    """The folder of a model: `path` itself, or where the hub's files are kept, which may fetch them."""
+    """Return a model's folder: `path`, or the hub cache after a download if needed."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -325,7 +327,7 @@ def folder_of(path: str) -> Path:
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """What cannot be read, in a line that names the model."""
+    """Turn read errors into a ValueError that names the model."""
     try:
         yield
     except (SafetensorError, LookupError, TypeError, ValueError) as error:

@@ -1,1 +1,1 @@
-"""Worlds to train in: generated tool calls, SNIPS, messages with words to use; and small models."""
+"""Environments to train in, and small models for them."""

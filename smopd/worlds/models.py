@@ -1,7 +1,7 @@
-"""Small Qwen2 models from random weights, with tokenizers: factories that a recipe names by import path.
+"""Small Qwen2 models with random weights and their tokenizers, as model factories for recipes.
 
-A factory is `factory(seed, **settings) -> (model, tokenizer)`: one for the quickstart's world, and one over
-Qwen's own vocabulary. Both save and load as any Hugging Face checkpoint does, and vLLM takes them.
+A factory is `factory(seed, **settings) -> (model, tokenizer)`. One is for the quickstart environment, one has
+Qwen's vocabulary. Both save and load as Hugging Face checkpoints and run in vLLM.
 """
 
 import base64
@@ -23,7 +23,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unic
 from smopd.data.places import located
 from smopd.worlds import toy_world
 
-MIN_HEAD_DIM = 32  # vLLM's CPU attention takes no smaller head
+MIN_HEAD_DIM = 32  # the minimum of vLLM's CPU attention
 
 PAD, UNK, BOS, EOS = "<pad>", "<unk>", "<bos>", "<eos>"
 SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
@@ -50,26 +50,24 @@ CHATML_TEMPLATE = (
 
 
 def world_model(
-    seed: int, *, pieces: Sequence[str] | None = None, vocab_size: int | None = None, **sizes: Any
+    seed: int, *, pieces: Sequence[str] | None = None, **sizes: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """A Qwen2 model in fp32 whose tokens are pieces of text.
+    """Make a Qwen2 model in fp32 whose tokens are pieces of text.
 
     Args:
-        pieces: of `world_tokenizer`; None is the vocabulary of smopd.worlds.toy_world.
-        vocab_size: the model's rows; those beyond the tokenizer's ids decode to nothing. None: none are.
-        sizes: of `qwen2_model`, as its errors.
+        pieces: see `world_tokenizer`; None is the vocabulary of smopd.worlds.toy_world.
+        sizes: see `qwen2_model`.
     """
     tokenizer = world_tokenizer(toy_world.vocabulary() if pieces is None else pieces)
-    rows = len(tokenizer) if vocab_size is None else vocab_size
-    return qwen2_model(seed, tokenizer, rows, **sizes), tokenizer
+    return qwen2_model(seed, tokenizer, len(tokenizer), **sizes), tokenizer
 
 
 def world_tokenizer(pieces: Sequence[str]) -> PreTrainedTokenizerFast:
-    """A fast tokenizer whose tokens are the given pieces, longest first.
+    """Make a fast tokenizer whose tokens are the given pieces. Longer pieces win.
 
-    Text outside the pieces, so also the spaces between words, has no tokens; decoding joins tokens by
-    nothing. The pieces are added tokens, which come before the pre-tokenizer and the decoder: transformers
-    loads a Qwen2 checkpoint's tokenizer with those of Qwen2Tokenizer, whatever class its files name.
+    Text outside the pieces, such as spaces between words, has no tokens. Decoding concatenates tokens. The
+    pieces are added tokens, because transformers loads every Qwen2 checkpoint with Qwen2Tokenizer's
+    pre-tokenizer and decoder, and added tokens bypass both.
     """
     special = (PAD, UNK, BOS, EOS, SYSTEM, USER, ASSISTANT)
     tokenizer = Qwen2Tokenizer(
@@ -91,29 +89,29 @@ def world_tokenizer(pieces: Sequence[str]) -> PreTrainedTokenizerFast:
 def qwen_vocab_model(
     seed: int, tokenizer_file: str | Path, **sizes: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """A Qwen2 model in fp32 with Qwen's vocabulary of 151,936 rows.
+    """Make a Qwen2 model in fp32 with Qwen's vocabulary of 151,936 rows.
 
     Args:
-        tokenizer_file: of `qwen_tokenizer`, as its errors.
-        sizes: of `qwen2_model`, as its errors; max_positions is 4096 unless given.
+        tokenizer_file: see `qwen_tokenizer`.
+        sizes: see `qwen2_model`; max_positions defaults to 4096.
     """
     tokenizer = qwen_tokenizer(tokenizer_file)
     return qwen2_model(seed, tokenizer, QWEN_VOCAB_SIZE, **{"max_positions": 4096, **sizes}), tokenizer
 
 
 def qwen_tokenizer(tokenizer_file: str | Path) -> PreTrainedTokenizerFast:
-    """Qwen's tokenizer from its ranks in tiktoken's form (qwen.tiktoken, or the short name `tokenizer/qwen`).
+    """Make Qwen's tokenizer from a tiktoken file (qwen.tiktoken, or the short name `tokenizer/qwen`).
 
-    Has ChatML's template: eos <|im_end|>, pad <|endoftext|>. Text is normalised to NFC first, as Qwen does.
+    Uses the ChatML template, eos <|im_end|>, pad <|endoftext|> and, like Qwen, NFC normalization.
 
     Raises:
         FileNotFoundError: the file is absent.
-        ValueError: a line is no base64 token with its rank.
+        ValueError: a line is not a base64 token and its rank.
     """
     path = located(tokenizer_file)
     if not path.is_file():
         raise FileNotFoundError(
-            f"qwen_tokenizer: tokenizer_file {str(path)!r} is no file, expected Qwen's ranks (qwen.tiktoken)"
+            f"qwen_tokenizer: tokenizer_file {str(path)!r}: no such file, expected qwen.tiktoken"
         )
     special = [ENDOFTEXT, IM_START, IM_END]
     backend = _RanksConverter(str(path), pattern=QWEN_PATTERN, extra_special_tokens=special).converted()
@@ -130,7 +128,7 @@ def qwen_tokenizer(tokenizer_file: str | Path) -> PreTrainedTokenizerFast:
 
 
 class _RanksConverter(TikTokenConverter):
-    """transformers' converter without the package tiktoken, which some versions ask for."""
+    """transformers' converter without its dependency on tiktoken."""
 
     def extract_vocab_merges_from_model(
         self, tiktoken_url: str
@@ -140,7 +138,7 @@ class _RanksConverter(TikTokenConverter):
             ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
         except ValueError as error:
             raise ValueError(
-                f"qwen_tokenizer: {tiktoken_url}: {error}, expected a base64 token and its rank a line"
+                f"qwen_tokenizer: {tiktoken_url}: {error}, expected a base64 token and its rank on each line"
             ) from error
         letters = bytes_to_unicode()
         text = {token: "".join(letters[byte] for byte in token) for token in ranks}
@@ -166,16 +164,15 @@ def qwen2_model(
     max_positions: int = 256,
     tie_embeddings: bool = False,
 ) -> PreTrainedModel:
-    """A Qwen2 model in fp32, whose weights depend on the seed alone.
+    """Make a Qwen2 model in fp32 whose weights depend only on the seed.
 
     Args:
-        vocab_size: the rows, at least the tokenizer's ids.
-        hidden_size: a multiple of heads, at least 32 a head.
-        kv_heads: of keys and values, a divisor of heads; None is heads.
-        intermediate_size: of the MLP; None is 3 * hidden_size.
-        max_positions: the longest sequence, in tokens.
+        vocab_size: number of embedding rows, at least the size of the tokenizer.
+        hidden_size: a multiple of heads, at least 32 per head.
+        kv_heads: a divisor of heads; None is heads.
+        intermediate_size: size of the MLP; None is 3 * hidden_size.
     Raises:
-        ValueError: a size is below 1 or not as above.
+        ValueError: a size is below 1 or does not fit heads.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     intermediate_size = 3 * hidden_size if intermediate_size is None else intermediate_size
@@ -187,14 +184,10 @@ def qwen2_model(
     if hidden_size % heads or hidden_size // heads < MIN_HEAD_DIM:
         raise ValueError(
             f"model: hidden_size is {hidden_size}, expected a multiple of heads = {heads} "
-            f"of at least {MIN_HEAD_DIM * heads} ({MIN_HEAD_DIM} a head)"
+            f"of at least {MIN_HEAD_DIM * heads} ({MIN_HEAD_DIM} per head)"
         )
     if heads % kv_heads:
         raise ValueError(f"model: kv_heads is {kv_heads}, expected a divisor of heads = {heads}")
-    if vocab_size < len(tokenizer):
-        raise ValueError(
-            f"model: vocab_size is {vocab_size}, expected at least the tokenizer's {len(tokenizer)}"
-        )
     config = Qwen2Config(
         vocab_size=vocab_size,
         hidden_size=hidden_size,

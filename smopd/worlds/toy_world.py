@@ -1,9 +1,8 @@
-"""A small tool-calling world: prompts, their true calls, and sloppy demonstrations of them, all from a seed.
+"""The quickstart environment: generated tool-calling prompts, true calls and sloppy demonstrations.
 
-A prompt lists two to four tools with their parameters and asks for one of them in everyday words. The answer
-is scored by smopd.rewards.rlla: accuracy of the call, dense, and the exact format, sparse. The demonstrations
-are mostly right calls in a wrong format, so a model that imitates them has an accuracy to improve and a
-format that it hits at a stated rate.
+A prompt lists two to four tools with their parameters and asks for one of them in everyday words.
+smopd.rewards.rlla scores the answer: a dense reward for the call and a sparse one for the exact format. Most
+demonstrations have the right call in a wrong format. A model trained on them hits the format at a given rate.
 """
 
 import hashlib
@@ -18,7 +17,7 @@ import yaml
 
 SPLITS = ("train", "heldout")
 
-# No piece of a demonstration is a lone space, so a tokenizer may drop the spaces between a prompt's words.
+# No piece is a lone space, so that the tokenizer may drop the spaces between a prompt's words.
 _NAME, _PARAMETERS = '{"name": "', '", "parameters": {"'
 _STRING, _NUMBER, _AFTER_STRING, _AFTER_NUMBER = '": "', '": ', '", "', ', "'
 _CLOSE_STRING, _CLOSE_NUMBER = '"}}', "}}"
@@ -33,12 +32,12 @@ _TRAILERS = ((" Done", "."), ("\n", "Anything", " else", "?"))
 _SIGNATURE_PIECES = ("(", ")", ",", ";")
 
 WRONG_TOOL_RATE, DROPPED_PARAMETER_RATE, WRONG_VALUE_RATE = 0.12, 0.08, 0.07  # ours
-EASY_RATE = 0.8  # ours; five equal rates would each be over one half, and greedy decoding would pass at once
+EASY_RATE = 0.8  # ours; five equal rates would all exceed 1/2, and greedy decoding would pass at once
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """The pool of a parameter's values, and how often demonstrations misname it or quote its integer."""
+    """A parameter: its pool of values, and how often demonstrations misname it or quote an integer."""
 
     pool: str
     alias: str
@@ -48,7 +47,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool's parameters in order, and the phrasings in which a user asks for it."""
+    """A tool: its parameters in order, and phrasings of a user's request."""
 
     parameters: tuple[str, ...]
     requests: tuple[str, ...]
@@ -64,10 +63,10 @@ TOOLS = {
 
 @dataclass(frozen=True)
 class FormatRates:
-    """How often the five independent decisions that make the exact format are right.
+    """Rates of the five independent decisions that make up the exact format.
 
-    easy: no prefix, the call on a line of its own, no trailer.
-    hard: a think block, and one newline behind it.
+    easy: no prefix, the call on its own line, no trailer.
+    hard: a think block, and one newline after it.
     """
 
     easy: float
@@ -75,7 +74,7 @@ class FormatRates:
 
 
 def format_rates(format_rate: float) -> FormatRates:
-    """The rates of an exact format in a share `format_rate` of answers: easy**3 * hard**2.
+    """Return rates with easy**3 * hard**2 = format_rate, the share of answers in the exact format.
 
     Raises:
         ValueError: format_rate is outside [0, 0.512].
@@ -110,7 +109,7 @@ class _Task:
 
     @property
     def split(self) -> str:
-        """One request in five is held out, by its words: a held-out request is in no training prompt."""
+        """The split of the request, by its hash. One request in five is held out."""
         return "heldout" if hashlib.sha256(self.request.encode()).digest()[0] % 5 == 0 else "train"
 
 
@@ -135,12 +134,12 @@ def _draw_tasks(n: int, split: str, rng: random.Random) -> list[_Task]:
 
 
 def prompts(n: int, seed: int, split: str = "train") -> list[dict[str, str]]:
-    """n rows {"prompt", "ground_truth"}: a user's message, and the right answer in RLLA's tool-call form.
+    """Return n rows {"prompt", "ground_truth"}: a user message and the right answer in RLLA's form.
 
     Args:
-        split: "train" or "heldout". The two never share a request, whatever the seeds.
+        split: "train" or "heldout". The splits share no request for any seeds.
     Raises:
-        ValueError: n is below 1, or split is neither.
+        ValueError: n is below 1, or split has another value.
     """
     tasks = _draw_tasks(n, split, random.Random(f"toy_world prompts {split} {seed}"))
     return [{"prompt": task.prompt, "ground_truth": task.ground_truth} for task in tasks]
@@ -149,10 +148,10 @@ def prompts(n: int, seed: int, split: str = "train") -> list[dict[str, str]]:
 def demonstrations(
     n: int, seed: int, format_rate: float = 0.0003, split: str = "train"
 ) -> list[dict[str, str]]:
-    """n rows {"prompt", "completion", "ground_truth"}: prompts, each with a sloppy answer to imitate.
+    """Return n rows {"prompt", "completion", "ground_truth"}: prompts with sloppy answers to imitate.
 
     Args:
-        format_rate: the share of answers in the exact format; see `format_rates`.
+        format_rate: share of answers in the exact format; see `format_rates`.
     Raises:
         ValueError: n, format_rate or split is out of range.
     """
@@ -175,9 +174,9 @@ def in_sloppy_format(
     rng: random.Random,
     wrong_separators: Sequence[Sequence[str]] = _WRONG_SEPARATORS,
 ) -> list[str]:
-    """The pieces of an answer that makes `call`, each decision of the format taken rightly at its rate.
+    """Return the pieces of an answer with `call`. Each format decision is right at its rate.
 
-    wrong_separators: what stands, each as often, between a think block and the call for the one newline.
+    wrong_separators: replacements of the newline between think block and call, drawn uniformly.
     """
     pieces: list[str] = []
     if rng.random() >= rates.easy:
@@ -193,13 +192,13 @@ def in_sloppy_format(
 
 
 def _sloppy_call(task: _Task, rng: random.Random) -> tuple[str, list[str]]:
-    """The tool that is called, and the pieces of the call's JSON."""
+    """Return the called tool and the pieces of the call's JSON."""
     tool, values = task.tool, dict(task.values)
     if rng.random() < WRONG_TOOL_RATE:
         tool = rng.choice([name for name in task.offered if name != task.tool])
-        heard = tuple(values.values())
+        wanted = tuple(values.values())
         values = {
-            name: rng.choice(heard) if rng.random() < 0.5 else _draw_value(name, rng)
+            name: rng.choice(wanted) if rng.random() < 0.5 else _draw_value(name, rng)
             for name in TOOLS[tool].parameters
         }
     if len(values) > 1 and rng.random() < DROPPED_PARAMETER_RATE:
@@ -217,16 +216,15 @@ def _sloppy_call(task: _Task, rng: random.Random) -> tuple[str, list[str]]:
 
 
 def format_pieces() -> list[str]:
-    """The pieces that an answer is made of beside the tool, its parameters and their values."""
+    """Return all pieces of answers except tools, parameters and values."""
     texts = [piece for texts in (_PREFIXES, _WRONG_SEPARATORS, _TRAILERS) for text in texts for piece in text]
     return list(dict.fromkeys([*_TAGS, "\n", *_JSON_PIECES, *_THOUGHT, *texts]))
 
 
 def vocabulary() -> list[str]:
-    """Every piece of the world's texts, each once, in a fixed order.
+    """Return all pieces once, in a fixed order. No piece is a lone space.
 
-    Prompts are pieces with spaces between words; completions are pieces joined by nothing. None is a lone
-    space.
+    Prompts have spaces between words. Completions are concatenated pieces.
     """
     requests = [request for tool in TOOLS.values() for request in tool.requests]
     words = [word for request in requests for word in request.replace("?", " ?").split()]

@@ -1,7 +1,7 @@
-"""The judge of API-Bank: the paper's prompt about each call that failed the exact match, and its verdicts.
+"""The judge of API-Bank: sends the paper's prompt for each response without an exact match.
 
-Answers are kept on disk under a hash of the whole request, so that no request is sent twice. A request
-without an answer counts as failed and is sent again the next time.
+Answers are cached on disk by a hash of the whole request. A request without an answer counts as failed and is
+sent again in the next run.
 """
 
 from __future__ import annotations
@@ -28,55 +28,55 @@ if TYPE_CHECKING:
 
 Kind = Literal["yes", "no", "other_format", "failed"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-GIVE_UP_AFTER = 32  # ours: failures in a row after which the rest are not asked
+GIVE_UP_AFTER = 32  # ours: consecutive failures before the remaining requests are skipped
 NO_CALL = "(no tool call)"
 INSTALL = "pip install 'smopd[judge]'"
-# Codes of errors by which endpoints say that a filter of theirs, not the request's form, is the reason.
+# Error codes of endpoints whose content filter refused the request.
 FILTERED = ("content_filter", "data_inspection_failed", "DataInspectionFailed")
 
 PROMPT = (PAPER / "judge_prompt.txt").read_text(encoding="utf-8").rstrip("\n")  # verbatim
 
 _PLACEHOLDER = re.compile(r"\{(dialogue|gold|pred)\}")
-# Emphasis, and the brackets of the prompt's own placeholder, are let pass.
+# Emphasis and the angle brackets of the prompt's placeholder are allowed.
 _JUDGMENT = re.compile(r"[ \t*]*Judgment[ \t*]*:(.*)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class JudgeSettings:
-    """The endpoint that judges what failed the exact match."""
+    """The endpoint that judges responses without an exact match."""
 
     url: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None
-    """Of an OpenAI-compatible endpoint, up to and with /v1; without one nothing is judged."""
+    """URL of an OpenAI-compatible endpoint, including /v1. Without it nothing is judged."""
     model: str = "qwen3.7-plus"
-    """The judge's name at the endpoint; the default is the paper's."""
+    """The model name at the endpoint; the default is the paper's."""
     key_variable: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """The environment variable that holds the endpoint's key."""
+    """The environment variable with the API key."""
     turns: int | None = None
-    """How many of the dialogue's last turns are shown; all by default."""
+    """Number of last dialogue turns to show; all by default."""
     max_tokens: int | None = 1024
-    """Longest answer in tokens."""
+    """Maximum answer length in tokens."""
     extra: str = "{}"
-    """A JSON object of further fields of a request."""
+    """A JSON object with additional request fields."""
     concurrency: int = 8
-    """Requests in flight."""
+    """Maximum number of concurrent requests."""
     timeout_seconds: float = 120.0
-    """Of one request."""
+    """Timeout of one request."""
     retries: int = 5
-    """Further attempts after a time-out, no connection, or status 408, 409, 429 or 5xx, with back-off."""
+    """Retries with back-off after a timeout, a connection error, or status 408, 409, 429 or 5xx."""
 
     def check(self) -> None:
-        """Raises ValueError for a mistake in the options."""
+        """Raise ValueError for a bad option."""
         if self.url is None:
             if self != JudgeSettings():
-                raise ValueError("--judge.url is missing, expected an endpoint for the judge's other options")
+                raise ValueError("--judge.url is missing, but other --judge options are set")
             return
         if not re.match(r"https?://[^/]", self.url):
             raise ValueError(f"--judge.url is {self.url!r}, expected http://... or https://...")
         if importlib.util.find_spec("openai") is None:
-            raise ValueError(f"--judge.url: needs the package openai, expected `{INSTALL}`")
+            raise ValueError(f"--judge.url: needs the package openai, install it with `{INSTALL}`")
         if self.key_variable and not os.environ.get(self.key_variable):
             raise ValueError(
-                f"--judge.key-variable {self.key_variable}: expected an environment variable that holds a key"
+                f"--judge.key-variable {self.key_variable}: expected an environment variable with a key"
             )
         require_at_least(self, "--judge.", turns=1, max_tokens=1, concurrency=1, retries=0, timeout_seconds=1)
         try:
@@ -88,14 +88,14 @@ class JudgeSettings:
 
 
 class Verdict(NamedTuple):
-    """What the judge said, or why there is no answer."""
+    """The judge's verdict and answer, or the reason of a failure."""
 
     kind: Kind
     text: str
 
 
 class Judge:
-    """Asks an endpoint, each request once, and keeps the answers in the folder `cache`."""
+    """Sends each request once and stores the answers in the folder `cache`."""
 
     def __init__(self, settings: JudgeSettings, cache: Path):
         self.settings = settings
@@ -105,14 +105,14 @@ class Judge:
         self._lock = threading.Lock()
 
     def request(self, dialogue: str, gold: str, predicted: str) -> dict[str, Any]:
-        """The question about a call; gold and predicted calls are one JSON object a line."""
+        """Build the request about a response. Gold and predicted calls are one JSON object per line."""
         settings = self.settings
         starts = [match.start() for match in re.finditer("<user>", dialogue)]
         if settings.turns is not None and settings.turns < len(starts):
             dialogue = dialogue[starts[-settings.turns] :]
         texts = {"dialogue": dialogue, "gold": gold, "pred": predicted or NO_CALL}
         prompt = _PLACEHOLDER.sub(lambda match: texts[match[1]], PROMPT)
-        prompt = prompt.encode(errors="backslashreplace").decode()  # half of a UTF-16 pair cannot be sent
+        prompt = prompt.encode(errors="backslashreplace").decode()  # a lone UTF-16 surrogate cannot be sent
         messages = [{"role": "user", "content": prompt}]
         request = {"model": settings.model, "messages": messages, "temperature": 0.0}
         if settings.max_tokens is not None:
@@ -120,7 +120,7 @@ class Judge:
         return request | json.loads(settings.extra)
 
     def verdicts(self, requests: Sequence[dict[str, Any]]) -> list[Verdict]:
-        """One for each request, in order; equal ones are sent once."""
+        """Return one verdict per request, in order. Equal requests are sent once."""
         from openai import OpenAI
 
         settings = self.settings
@@ -145,7 +145,7 @@ class Judge:
                 self.cached += 1
                 return Verdict(judgment(text), text)
             if self._failures_in_a_row >= GIVE_UP_AFTER:
-                return Verdict("failed", f"not asked: {GIVE_UP_AFTER} requests in a row had failed")
+                return Verdict("failed", f"skipped after {GIVE_UP_AFTER} consecutive failures")
             self.asked += 1
         text, why_not = ask(client, json.loads(request))
         with self._lock:
@@ -158,9 +158,9 @@ class Judge:
 
 
 def ask(client: OpenAI, request: dict[str, Any]) -> tuple[str | None, str]:
-    """The text that answers a chat completion's request, or None and why there is none.
+    """Send a chat completion request. Return (answer, ""), or (None, reason).
 
-    What a filter of the endpoint says is an answer.
+    A refusal by the endpoint's content filter is an answer.
     """
     from openai import APIError, APIStatusError
 
@@ -171,10 +171,10 @@ def ask(client: OpenAI, request: dict[str, Any]) -> tuple[str | None, str]:
         message = completion.choices[0].message
         text = message.content or message.refusal
     except APIStatusError as error:
-        said = error.response.text
-        if error.status_code < 500 and any(f'"{code}"' in said for code in FILTERED):
-            return said[:200], ""
-        return None, f"status {error.status_code}: {said[:200]}"
+        body = error.response.text
+        if error.status_code < 500 and any(f'"{code}"' in body for code in FILTERED):
+            return body[:200], ""
+        return None, f"status {error.status_code}: {body[:200]}"
     except APIError as error:
         return None, f"{type(error).__name__}: {error}"
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -183,21 +183,20 @@ def ask(client: OpenAI, request: dict[str, Any]) -> tuple[str | None, str]:
 
 
 def judgment(answer: str) -> Literal["yes", "no", "other_format"]:
-    """What the one `Judgment:` line at the end of an answer says. Thoughts up to </think> are ignored."""
+    """Parse the one `Judgment:` line, which must come last. Text up to </think> is ignored."""
     lines = answer.rpartition("</think>")[2].strip().split("\n")
     found = [match for match in map(_JUDGMENT.match, lines) if match is not None]
     if len(found) == 1 and _JUDGMENT.match(lines[-1]):
-        said = found[0][1].lstrip(" \t*<").rstrip(" \t*>.").lower()
-        if said in ("yes", "no"):
-            return "yes" if said == "yes" else "no"
+        match found[0][1].lstrip(" \t*<").rstrip(" \t*>.").lower():
+            case "yes" | "no" as verdict:
+                return verdict
     return "other_format"
 
 
 def _kept(path: Path) -> str | None:
-    """The answer in a file of the cache; None where none can be read."""
+    """Return the answer in a cache file, or None if it cannot be read."""
     try:
         text = json.loads(path.read_text(encoding="utf-8"))["answer"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    text = text.get("text") if isinstance(text, dict) else text  # of 0.1
     return text if isinstance(text, str) else None

@@ -1,7 +1,7 @@
-"""API-Bank: 597 dialogues that each ask for one tool call, scored by exact match and, if asked, by a judge.
+"""API-Bank: 597 dialogues, scored by exact match and optionally by a judge.
 
-A response passes where any of its calls has the true name and equals the true parameters, all of them. Calls
-are read by `json.loads` under a size and a depth limit, never evaluated.
+A response passes if it contains every true call with the same name and parameters. Calls are parsed by
+`json.loads` with a size and a depth limit, never evaluated.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from smopd.evals.suite import Column, Evaluation, Item, Scores, Suite, group_fil
 from smopd.rewards.rlla import MAX_BLOCK_CHARS
 
 Parser = Literal["first", "last", "published"]
-"""first: the first tool_call block, where both tags occur. last: the last block, or bare JSON. published: as
-GD2PO's scripts with ToolRL's matcher: from the first opening tag to the next closing one, whatever opens
-between; a JSON text of a call is one; a number in the place of a call fails the response; an object that is
-the true parameters alone passes."""
+"""How calls are parsed.
+
+first: the first tool_call block, if both tags occur. last: the last block, or bare JSON. published: GD2PO's
+scripts with ToolRL's matcher. They read from the first opening to the next closing tag, and also accept a
+JSON string of a call and a bare object of the true parameters. A number instead of a call fails the response.
+"""
 Outcome = Literal["exact", "wrong_arguments", "wrong_tool", "no_call"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 LEVELS = ("L1", "L2", "L3")
@@ -32,7 +34,7 @@ ApiCall = dict[str, Any]
 
 
 def columns_of(parser: Parser, judged: bool) -> tuple[Column, ...]:
-    """The columns say which parser made them."""
+    """Return the columns; the headings name the parser."""
     headings = {level: f"Exact {level} (%, {parser})" for level in LEVELS}
     headings["overall"] = f"Exact Overall (%, {parser})"
     if judged:
@@ -42,7 +44,7 @@ def columns_of(parser: Parser, judged: bool) -> tuple[Column, ...]:
 
 
 def outcome(response_text: str, true_calls: Sequence[ApiCall], *, parser: Parser = "first") -> Outcome:
-    """An exact match, or whether a right tool, only other tools or nothing was called."""
+    """Classify a response: exact match, wrong arguments, wrong tool or no call."""
     calls = read_calls(response_text, parser)
     if all(any(_equal(call, true) for call in calls) for true in true_calls):
         return "exact"
@@ -53,9 +55,9 @@ def outcome(response_text: str, true_calls: Sequence[ApiCall], *, parser: Parser
 
 
 def read_calls(response_text: str, parser: Parser = "first") -> list[ApiCall]:
-    """The calls of a response, one JSON object a line; other lines are passed over.
+    """Return the calls of a response, one JSON object per line. Other lines are skipped.
 
-    Each has a text as `name`, but for the published scorer.
+    Every call has a string `name`, except with the published parser.
     """
     if parser == "last":
         block = response_text.rsplit("<tool_call>", 1)[-1]
@@ -76,14 +78,14 @@ def read_calls(response_text: str, parser: Parser = "first") -> list[ApiCall]:
 
 
 def _equal(call: ApiCall, true: ApiCall) -> bool:
-    """Without a name and parameters, as only the published scorer reads them, it is the parameters itself."""
+    """Compare two calls. The published parser also returns bare parameters."""
     if "name" not in call and "parameters" not in call:
         return call == true["parameters"]
     return call.get("name") == true["name"] and call.get("parameters") == true["parameters"]
 
 
 def load_items(data: Path) -> list[Item]:
-    """The items of the three levels' files in a folder, or of one of them; keys are as the paper's L1-8."""
+    """Load the items of a folder or of one level's file. Keys have the form of the paper's L1-8."""
     items = []
     for level, path in group_files(data, FILES, "API-Bank data").items():
         for index, row in enumerate(load_rows(str(path))):
@@ -92,7 +94,7 @@ def load_items(data: Path) -> list[Item]:
             texts: dict[str, Any] = {role: row.get(role) for role in ("system", "user")}
             if not (calls and all(map(_is_call, calls)) and all(isinstance(t, str) for t in texts.values())):
                 raise ValueError(
-                    f"{path}: row {index}: expected texts as system and user, and calls as answer, "
+                    f"{path}: row {index}: expected strings `system` and `user`, and calls as `answer`, "
                     f"each with `name` and an object as `parameters`; got {str(row)[:200]}"
                 )
             messages = tuple({"role": role, "content": text} for role, text in texts.items())
@@ -109,9 +111,9 @@ def _is_call(call: object) -> bool:
 
 
 class ApiBank(Suite):
-    """Exact matches, and with a judge what it rescues of the others.
+    """Exact matches, and optionally a judge's verdicts on the other responses.
 
-    The paper's rows are those of tables tab:apibank_exact and tab:acc_format.
+    The paper's rows come from tables tab:apibank_exact and tab:acc_format.
     """
 
     name = "api_bank"
@@ -142,31 +144,38 @@ class ApiBank(Suite):
         return list(scores)
 
     def summary(self, groups: Sequence[str], scores: Sequence[Scores]) -> dict[str, float | None]:
-        """The columns, and how often each outcome and verdict came, in all and by level.
+        """Return the columns, and the count of each outcome and verdict, in total and by level.
 
-        A failure without a verdict counts as not rescued; `judge_failed` says how many there are.
+        A failed request counts as not rescued; `judge_failed` counts these.
         """
-        parts: dict[str, Sequence[Scores]] = {
-            level: [score for group, score in zip(groups, scores, strict=True) if group == level]
-            for level in LEVELS
-        }
-        tables: list[tuple[str, str, str, str, Sequence[str]]] = [
-            ("", "overall", "exact", "outcome", OUTCOMES)
-        ]
+        parts = {level: [s for g, s in zip(groups, scores, strict=True) if g == level] for level in LEVELS}
+        found = _shares(parts, scores, "", "exact", "outcome", OUTCOMES)
+        found["overall"] = found.pop("")
         if self.judge is not None:
-            tables.append(("judge_", "judge_average", "correct", "verdict", KINDS))
-        found: dict[str, float | None] = {}
-        for prefix, average, passed, kind, kinds in tables:
-            for level, part in {**parts, "": scores}.items():
-                share = sum(bool(score[passed]) for score in part) / len(part) if part else None
-                found[prefix + level if level else average] = share
-                for name in kinds:
-                    key = f"{prefix}{name}/{level}" if level else prefix + name
-                    found[key] = sum(score[kind] == name for score in part)
+            found |= _shares(parts, scores, "judge_", "correct", "verdict", KINDS)
+            found["judge_average"] = found.pop("judge_")
         return found
 
     def truths(self) -> list[str]:
         return [f"{TOOL_THINK}\n<tool_call>\n{_lines(item.truth)}\n</tool_call>" for item in self.items]
+
+
+def _shares(
+    parts: Mapping[str, Sequence[Scores]],
+    scores: Sequence[Scores],
+    prefix: str,
+    passed: str,
+    kind: str,
+    kinds: Sequence[str],
+) -> dict[str, float | None]:
+    """Return the share of scores that passed and the count of each kind, by level and over all."""
+    found: dict[str, float | None] = {}
+    for level, part in {**parts, "": scores}.items():
+        found[prefix + level] = sum(bool(score[passed]) for score in part) / len(part) if part else None
+        for name in kinds:
+            key = f"{prefix}{name}/{level}" if level else prefix + name
+            found[key] = sum(score[kind] == name for score in part)
+    return found
 
 
 def _lines(calls: Sequence[ApiCall]) -> str:
@@ -183,8 +192,8 @@ class ApiBankEvaluation(Evaluation):
     default_data: ClassVar[str] = "api_bank"
 
     parser: Parser = "first"
-    """How calls are read: the first tool_call block with both tags, the last one or bare JSON, or all as the
-    published scorer does."""
+    """How calls are parsed: first tool_call block with both tags; last block or bare JSON; or the published
+    scorer."""
     judge: JudgeSettings = field(default_factory=JudgeSettings)
 
     def suite(self) -> ApiBank:
@@ -213,6 +222,6 @@ class ApiBankEvaluation(Evaluation):
         if failed := summary["judge_failed"]:
             lines.append(
                 f"{failed:.0f} failures have no verdict and count as not rescued: the judge's columns are "
-                "lower bounds. Rerun to ask for these alone; `judge_said` in api_bank_items.jsonl says why."
+                "lower bounds. Rerun to request only these; see `judge_said` in api_bank_items.jsonl."
             )
         return lines

@@ -1,7 +1,7 @@
 """BFCL's data folder and AST checker, from the package bfcl-eval.
 
-The package pins the client libraries of every vendor; `pip install --no-deps` is enough here. Its checker
-imports the registry of models, and so these libraries, only to ask whether a model writes underscores.
+`pip install --no-deps` is enough. The checker imports the package's model registry, and with it every
+vendor's client library, only to look up whether a model writes underscores. A stub replaces the registry.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 PACKAGE = "bfcl_eval"
 INSTALL = "pip install --no-deps bfcl-eval==2026.3.23"
-# Ours: the package's patterns for Java take the cube of a value's length, and the longest answer has 152.
+# Ours: the package's Java patterns take cubic time in a value's length. The longest true value has 152.
 MAX_SOURCE_CHARS = 1_000
 MODEL = "smopd"
 
 Function = Mapping[str, Any]  # `name`, `description`, `parameters` with `properties` and `required`
-# Function -> parameter -> allowed values; "" among them allows to leave the parameter out.
+# Function -> parameter -> allowed values. "" means that the parameter may be omitted.
 Answer = Mapping[str, Mapping[str, Sequence[Any]]]
 
 
@@ -34,7 +34,7 @@ class Call(NamedTuple):
 
 
 def language_of(category: str) -> str:
-    """python, java or javascript."""
+    """Return python, java or javascript."""
     if "javascript" in category:
         return "javascript"
     return "java" if "java" in category else "python"
@@ -43,22 +43,22 @@ def language_of(category: str) -> str:
 def find_mistake(
     functions: Sequence[Function], calls: Sequence[Call], answers: Sequence[Answer], category: str
 ) -> str | None:
-    """The checker's first error of a response, or None where it is right.
+    """Return the checker's first error, or None for a correct response.
 
     Args:
-        calls: in Java and JavaScript their values are strings of source.
-        answers: those expected: one, or several in any order in the parallel categories.
-        category: names the language and whether calls are parallel.
+        calls: arguments of Java and JavaScript calls are source strings.
+        answers: one answer; in parallel categories several, in any order.
+        category: determines the language and whether calls are parallel.
     """
     language = language_of(category)
     longest = max((len(str(value)) for call in calls for value in call.arguments.values()), default=0)
     if language != "python" and longest > MAX_SOURCE_CHARS:
-        return f"a value of {longest} characters, expected at most {MAX_SOURCE_CHARS}"
+        return f"an argument has {longest} characters, expected at most {MAX_SOURCE_CHARS}"
     checker = _checker()
     called = [{call.name: call.arguments} for call in calls]
     try:
         verdict = checker.ast_checker(functions, called, answers, checker.Language(language), category, MODEL)
-    except Exception as error:  # the checker assumes types that a response need not have
+    except Exception as error:  # the checker fails on unexpected types
         return f"{type(error).__name__} in the checker"
     return None if verdict["valid"] else str(verdict["error_type"])
 
@@ -72,8 +72,8 @@ def _checker() -> Any:
 
 
 def folder() -> Path:
-    """The installed package; ValueError where it is not installed names the command that installs it."""
+    """Return the folder of the installed package, or raise ValueError with the install command."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"bfcl: needs the package bfcl-eval, expected `{INSTALL}`")
+        raise ValueError(f"bfcl: needs the package bfcl-eval, install it with `{INSTALL}`")
     return Path(next(iter(spec.submodule_search_locations)))

@@ -1,8 +1,8 @@
-"""BFCL v4, single turn: the 2,501 AST items and the relevance sets, as a suite.
+"""BFCL v4, single turn: the 2,501 AST items and the relevance sets.
 
-Data and AST checker are those of the package bfcl-eval. As in BFCL, a response is right in irrelevance where
-it makes no call that can be read, and in live_relevance where it makes one; an attempted call that cannot be
-read is counted apart. AST, the mean of non-live and live, is the paper's; the other means are BFCL's.
+Data and AST checker come from the package bfcl-eval. As in BFCL, a response to an irrelevance item is correct
+without a readable call, and a response to a live_relevance item with one. Unreadable calls are counted
+separately. AST, the mean of non-live and live, is the paper's; the other means are BFCL's.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 import tyro
 
-from smopd.evals.bfcl.official import Answer, Call, Function, find_mistake, folder
-from smopd.evals.bfcl.rlla_form import messages, perfect_calls, read_calls, system_template, write_calls
+from smopd.evals.bfcl.official import Answer, Function, find_mistake, folder
+from smopd.evals.bfcl.rlla_form import messages, read_calls
 from smopd.evals.responses import read_lines
 from smopd.evals.suite import Column, Evaluation, Item, Scores, Suite
 
@@ -65,13 +65,13 @@ COLUMNS = tuple(
 
 @dataclass(frozen=True)
 class BfclItem(Item):
-    """An item with the functions that it offers."""
+    """An item with its callable functions."""
 
     functions: Sequence[Function] = ()
 
 
 class BfclSuite(Suite):
-    """The single-turn categories; `more` has accuracies of others, which Overall takes in."""
+    """The single-turn categories. `more` maps other categories to accuracies that count in Overall."""
 
     name = "bfcl"
     title = "BFCL v4"
@@ -83,7 +83,7 @@ class BfclSuite(Suite):
         self.more = more or {}
 
     def score(self, responses: Sequence[str]) -> list[Scores]:
-        """`correct`, the number of `calls` (None: they cannot be read), and the first `mistake`."""
+        """Return `correct`, the number of `calls` (None if unreadable) and the first `mistake`."""
         return [self._score(item, response) for item, response in zip(self.items, responses, strict=True)]
 
     def _score(self, item: BfclItem, response: str) -> Scores:
@@ -96,11 +96,11 @@ class BfclSuite(Suite):
         if item.group in AST:
             mistake = find_mistake(item.functions, calls, item.truth, item.group)
         elif bool(calls) == (item.group in IRRELEVANCE):
-            mistake = "a call, expected none" if calls else "no call, expected one"
+            mistake = "got a call, expected none" if calls else "got no call, expected one"
         return {"correct": mistake is None, "calls": len(calls), "mistake": mistake}
 
     def summary(self, groups: Sequence[str], scores: Sequence[Scores]) -> dict[str, float | None]:
-        """Accuracies and their means, as fractions, and `unreadable` responses by category."""
+        """Return accuracies and their means as fractions, and counts of `unreadable` responses."""
         right, unreadable = Counter[str](), Counter[str]()
         for group, score in zip(groups, scores, strict=True):
             right[group] += score["correct"]
@@ -109,49 +109,37 @@ class BfclSuite(Suite):
         counts: dict[str, float | None] = {f"unreadable/{group}": n for group, n in unreadable.items()}
         return summarise({**self.more, **accuracies}) | {"unreadable": unreadable.total()} | counts
 
-    def truths(self) -> list[str]:
-        """What is allowed; in irrelevance no call, in relevance any. `perfect_calls` names six exceptions."""
-
-        def perfect(item: BfclItem) -> list[Call]:
-            if item.group in AST:
-                return perfect_calls(item.functions, item.truth, item.group)
-            return [] if item.group in IRRELEVANCE else [Call(item.functions[0]["name"], {})]
-
-        return [write_calls(perfect(item)) for item in self.items]
-
 
 @dataclass(frozen=True)
 class Bfcl(Evaluation):
     """Score a model, or saved responses, on BFCL v4's single-turn categories: AST, relevance, Overall.
 
-    The items are those of the installed package bfcl-eval; `data` is another folder of BFCL_v4_*.json with
-    possible_answer/ in it.
+    The items come from the installed package bfcl-eval. `data` names another folder of BFCL_v4_*.json files
+    with a subfolder possible_answer/.
     """
 
     default_data: ClassVar[str] = "bfcl-eval"
 
     categories: tuple[str, ...] = CATEGORIES
     """Categories to run."""
-    words: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
-    """Ask in the words of a file of RLLA items, not in ours."""
     multi_turn_scores: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """A folder of bfcl-eval's score files, from which Overall takes the multi-turn and agentic parts."""
+    """A folder of bfcl-eval's score files with the multi-turn and agentic parts of Overall."""
 
     @property
     def data_path(self) -> Path:
         return folder() / "data" if self.data is None else self.data.expanduser()
 
     def suite(self) -> BfclSuite:
-        folder()  # its absence is the first thing to say
+        folder()  # report a missing package first
         if unknown := [name for name in self.categories if name not in CATEGORIES]:
-            raise ValueError(f"--categories: {unknown[0]!r}, expected of {', '.join(CATEGORIES)}")
+            raise ValueError(f"--categories: got {unknown[0]!r}, expected some of {', '.join(CATEGORIES)}")
         more = read_scores(self.multi_turn_scores.expanduser()) if self.multi_turn_scores else {}
         chosen = [category for category in CATEGORIES if category in self.categories]
-        return BfclSuite(load_items(self.data_path, chosen, self.words), more)
+        return BfclSuite(load_items(self.data_path, chosen), more)
 
     def settings(self, suite: Any) -> dict[str, Any]:
         categories = list(dict.fromkeys(item.group for item in suite.items))
-        return {"bfcl_eval": version("bfcl-eval"), "words": self.words, "categories": categories}
+        return {"bfcl_eval": version("bfcl-eval"), "categories": categories}
 
     def notes(self, suite: Any, summary: Mapping[str, float | None]) -> list[str]:
         shares = {group: summary[group] for group in dict.fromkeys(item.group for item in suite.items)}
@@ -159,18 +147,18 @@ class Bfcl(Evaluation):
             ", ".join(f"{group} {100 * share:.2f}" for group, share in shares.items() if share is not None)
         ]
         if missing := missing_parts(summary):
-            notes.append(f"Overall counts as 0 what did not run: {', '.join(missing)}")
+            notes.append(f"not run, counted as 0 in Overall: {', '.join(missing)}")
         if tried := sum(summary.get(f"unreadable/{group}") or 0 for group in RELEVANCE):
             notes.append(
-                f"{tried:.0f} responses of the relevance sets attempt a call that cannot be read: "
+                f"{tried:.0f} responses to the relevance sets have an unreadable call; "
                 "BFCL counts them as no call"
             )
         return notes
 
 
-def load_items(data: Path, categories: Sequence[str], words: str | None = None) -> list[BfclItem]:
-    """The items of a folder of BFCL's files; arguments as of `Bfcl`."""
-    asked, items = system_template(words), []
+def load_items(data: Path, categories: Sequence[str]) -> list[BfclItem]:
+    """Load the items of the categories from a folder of BFCL's files."""
+    items = []
     for category in categories:
         path = data / f"BFCL_v4_{category}.json"
         answer_path = data / "possible_answer" / path.name
@@ -180,18 +168,18 @@ def load_items(data: Path, categories: Sequence[str], words: str | None = None) 
                 answers = {row["id"]: row["ground_truth"] for _, row in read_lines(answer_path)}
             for _, row in read_lines(path):
                 truth = answers[row["id"]] if category in AST else None
-                chat = messages(row["question"][0], row["function"], category, asked)
+                chat = messages(row["question"][0], row["function"], category)
                 items.append(BfclItem(row["id"], category, chat, truth, row["function"]))
         except KeyError as error:
-            raise ValueError(f"{path}: a row of it, or of possible_answer, has no {error}") from None
+            raise ValueError(f"{path}: a row here or in possible_answer has no {error}") from None
     return items
 
 
 def summarise(accuracies: Mapping[str, float]) -> dict[str, float | None]:
-    """The accuracies by category, and all means; one of which a part did not run is None.
+    """Return the accuracies by category and all means. A mean with a missing part is None.
 
-    Simple is the mean over languages, non-live of its four kinds; live is weighted by the numbers of items.
-    In Overall what did not run counts as 0.
+    Simple averages over languages, non-live over its four kinds, live over items. Overall counts a missing
+    part as 0.
     """
     found: dict[str, float | None] = dict.fromkeys((*CATEGORIES, "overall")) | dict(accuracies)
 
@@ -216,12 +204,12 @@ def summarise(accuracies: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def missing_parts(summary: Mapping[str, float | None]) -> list[str]:
-    """The parts of Overall that did not run."""
+    """Return the parts of Overall that did not run."""
     return [name for part, (_, name) in OVERALL.items() if summary.get(part) is None]
 
 
 def read_scores(folder: Path) -> dict[str, float]:
-    """The multi-turn and agentic accuracies of a folder of bfcl-eval's score files, by category."""
+    """Return multi-turn and agentic accuracies by category from a folder of bfcl-eval's score files."""
     found: dict[str, float] = {}
     for category in (*MULTI_TURN, *WEB_SEARCH, *MEMORY):
         paths = list(folder.rglob(f"BFCL_v4_{category}_score.json"))

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections import Counter
 from dataclasses import replace
 
@@ -93,19 +94,19 @@ def test_every_response_is_kept_with_its_scores(data, tmp_path):
         (["--model", "./m", "--responses", "ground-truth"], "--model and --responses, got both"),
         (["--model", "./no_such_model"], "./no_such_model"),
         (["--responses", "no_such.jsonl"], "--responses no_such.jsonl: no such file"),
-        (["--responses", "one.jsonl"], "one.jsonl: expected 2 responses, got 1"),
-        (["--responses", "keys.jsonl"], "line 2: expected a text as `response`, `completion` or `result`"),
+        (["--responses", "one.jsonl"], "one.jsonl: expected 2 responses or a `key` on every line, got 1"),
+        (["--responses", "keys.jsonl"], "line 2: expected a string response or completion or result"),
         (["--responses", "torn.jsonl"], "torn.jsonl: line 2: "),
         (["--responses", "number.jsonl"], "number.jsonl: line 1: expected an object, got int"),
-        (["--responses", "twice.jsonl"], "twice.jsonl: expected every key once, got 1 again"),
-        (["--responses", "strange.jsonl"], "strange.jsonl: expected keys of the items, got '7' and 0 more"),
+        (["--responses", "twice.jsonl"], "twice.jsonl: expected each key once, got 1 repeated"),
+        (["--responses", "strange.jsonl"], "strange.jsonl: 1 keys are not in the suite, first '7'"),
         (["--responses", "ground-truth", "--data", "no.parquet"], "no file 'no.parquet'"),
         (["--responses", "ground-truth", "--data", "one.jsonl"], "row 0: expected `prompt`"),
         (["--responses", "ground-truth", "--data", "empty.jsonl"], "empty.jsonl: no items"),
         (["--responses", "ground-truth", "--data", "truth.jsonl"], "malformed ground_truth"),
         (["--responses", "ground-truth", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
         (["--responses", "ground-truth", "--temperature", "-1"], "--temperature is -1"),
-        (["--responses", "ground-truth", "--output", "torn.jsonl"], "--output torn.jsonl: is no folder"),
+        (["--responses", "ground-truth", "--output", "torn.jsonl"], "--output torn.jsonl: expected a folder"),
     ],
 )
 def test_a_mistake_is_one_line(data, tmp_path, monkeypatch, capsys, arguments, message):
@@ -181,7 +182,7 @@ def test_diff_lists_what_changed(tmp_path, capsys):
     for line in (
         "│ 2 │ True │ False │ lost │", "│ 3 │ False │ True │ won │", "│ 4 │ None │ True │ unscored │",
         "│ L1 │ 1 │ 1 │ 1 │ 0 │", "│ L2 │ 0 │ 0 │ 0 │ 1 │", "│ all │ 1 │ 1 │ 1 │ 1 │",
-        "in A alone: 1 items, first '6'", "in B alone: 1 items, first '7'",
+        "only in A: 1 items, first '6'", "only in B: 1 items, first '7'",
     ):  # fmt: skip
         assert line in shown
     a = [kept("1", prompt_cut=True, accuracy=1.0, format=0.0), kept("2", accuracy=1.0, format=1.0)]
@@ -195,8 +196,8 @@ def test_diff_lists_what_changed(tmp_path, capsys):
     [
         (["no.jsonl", "a.jsonl"], "No such file or directory: 'no.jsonl'"),
         (["a.jsonl", "plain.jsonl"], "plain.jsonl: line 1: expected key, group and response, got"),
-        (["a.jsonl", "twice.jsonl"], "twice.jsonl: line 2: expected every key once, got '1' again"),
-        (["a.jsonl", "other.jsonl"], "expected runs of the same items, got none in both of 1 and 1"),
+        (["a.jsonl", "twice.jsonl"], "twice.jsonl: line 2: expected each key once, got '1' again"),
+        (["a.jsonl", "other.jsonl"], "expected runs of the same items, got 1 and 1 with none in common"),
         (["bare.jsonl", "bare.jsonl"], "--score : expected a number in every row"),
         (["a.jsonl", "a.jsonl", "--score", "key"], "--score key: expected a number in every row, such as ok"),
         (["a.jsonl", "a.jsonl", "--score", "text"], "--score text: expected a number in every row"),
@@ -225,17 +226,6 @@ def model(tmp_path_factory):
     return folder
 
 
-def test_a_model_is_sampled_the_same_way_every_time(data, model, tmp_path):
-    arguments = ["rlla", "--model", str(model), "--data", str(data), "--max-new-tokens", "4", "--output"]
-    for output in ("a", "b"):
-        evaluate.main([*arguments, str(tmp_path / output)])
-    scores = json.loads((tmp_path / "a/rlla.json").read_text())
-    lines = (tmp_path / "a/rlla_items.jsonl").read_text()
-    assert (scores["accuracy"], scores["format_pass"], scores["n"]) == (-1.5, 0.0, 2)
-    assert scores["truncated"] == sum(not json.loads(line)["finished"] for line in lines.splitlines())
-    assert lines == (tmp_path / "b/rlla_items.jsonl").read_text()
-
-
 def test_sampled_responses_are_cut_as_saved_ones_are(data, model, tmp_path, monkeypatch):
     import torch
 
@@ -255,48 +245,50 @@ def test_sampled_responses_are_cut_as_saved_ones_are(data, model, tmp_path, monk
     assert (again / "rlla_items.jsonl").read_text() == (sampled / "rlla_items.jsonl").read_text()
 
 
-def test_long_prompts_are_cut_on_the_left_and_counted(data, model, tmp_path, capsys, monkeypatch):
+def test_a_model_is_sampled_with_a_seed_and_long_prompts_are_cut_on_the_left(
+    data, model, tmp_path, capsys, monkeypatch
+):
     from smopd.engine.local.rollout import LocalRollout
 
     asked, generate = [], LocalRollout.generate
     monkeypatch.setattr(
         LocalRollout, "generate", lambda engine, *given: asked.append(given[0]) or generate(engine, *given)
     )
-    arguments = ["rlla", "--model", str(model), "--data", str(data), "--max-new-tokens", "2", "--output"]
-    evaluate.main([*arguments, str(tmp_path / "whole")])
-    limit = min(len(prompt) for prompt in asked[0]) - 1
-    evaluate.main([*arguments, str(tmp_path / "cut"), "--max-prompt-tokens", str(limit)])
-    assert asked[1] == [prompt[-limit:] for prompt in asked[0]]
+    common = ["rlla", "--model", str(model), "--data", str(data), "--max-new-tokens", "4"]
+
+    def run(name, *arguments):
+        evaluate.main([*common, "--temperature", "1", "--output", str(tmp_path / name), *arguments])
+        rows = (tmp_path / name / "rlla_items.jsonl").read_text().splitlines()
+        return json.loads((tmp_path / name / "rlla.json").read_text()), list(map(json.loads, rows))
+
+    whole, rows = run("whole")
+    assert run("again") == (whole, rows) and run("other", "--seed", "1")[1] != rows
+    assert (whole["n"], whole["truncated"]) == (2, sum(not row["finished"] for row in rows))
+    limit = min(map(len, asked[0])) - 1
+    cut, rows = run("cut", "--max-prompt-tokens", str(limit))
+    assert asked[-1] == [prompt[-limit:] for prompt in asked[0]]
     assert f"2 prompts were cut to their last {limit} tokens" in capsys.readouterr().out
-    whole, cut = (json.loads((tmp_path / name / "rlla.json").read_text()) for name in ("whole", "cut"))
     assert (whole["prompts_cut"], cut["prompts_cut"], cut["max_prompt_tokens"]) == (0, 2, limit)
-    kept = [json.loads(line) for line in (tmp_path / "cut" / "rlla_items.jsonl").read_text().splitlines()]
-    assert [item["prompt_cut"] for item in kept] == [True, True]
+    assert [row["prompt_cut"] for row in rows] == [True, True]
 
 
-def test_an_unusable_model_is_one_line(data, tmp_path, capsys):
-    from smopd.worlds.models import world_model
+def test_an_unusable_model_is_one_line(data, model, tmp_path, capsys):
+    folder = tmp_path / "model"
+    arguments = ["rlla", "--data", str(data), "--model", str(folder), "--output", str(tmp_path / "out")]
 
-    model, tokenizer = world_model(seed=0)
-    folder, arguments = tmp_path / "model", ["rlla", "--data", str(data), "--model", str(tmp_path / "model")]
-    arguments += ["--max-new-tokens", "4"]
-    folder.mkdir()
-
-    def mistake():
+    def mistake(tokens):
         with pytest.raises(SystemExit) as ended:
-            evaluate.main([*arguments, "--output", str(tmp_path / "out")])
+            evaluate.main([*arguments, "--max-new-tokens", tokens])
         assert ended.value.code == 2 and not (tmp_path / "out").exists()
         return capsys.readouterr().err.splitlines()[-1]
 
-    tokenizer.save_pretrained(folder)
-    assert f"model {folder}: this folder has no config.json" in mistake()
-    model.save_pretrained(folder)
-    arguments[-1] = "256"
-    assert "--max-new-tokens is 256, expected at most" in mistake()  # of 256 positions
-    tokenizer.chat_template = None
+    shutil.copytree(model, folder)
+    assert "--max-new-tokens is 256, expected at most" in mistake("256")  # of 256 positions
     (folder / "chat_template.jinja").unlink()
-    tokenizer.save_pretrained(folder)
-    assert f"--model {folder}: prompts are chat messages, and the tokenizer has no chat template" in mistake()
+    expected = "prompts are chat messages, and the tokenizer has no chat template"
+    assert f"--model {folder}: {expected}" in mistake("4")
+    (folder / "config.json").unlink()
+    assert f"model {folder}: this folder has no config.json" in mistake("4")
 
 
 def test_training_items_leave_the_test_split_out(data_set):

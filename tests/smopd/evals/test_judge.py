@@ -144,7 +144,7 @@ def test_a_dead_endpoint_is_given_up_and_retry_after_is_honoured(endpoint, tmp_p
     dead = endpoint(None)
     judge, found = ask(dead.url, tmp_path, questions=40, retries=0)
     assert {each.kind for each in found} == {"failed"} and found[0].text.startswith("APIConnectionError")
-    assert judge.asked == judging.GIVE_UP_AFTER and found[-1].text.startswith("not asked: 32 requests")
+    assert judge.asked == judging.GIVE_UP_AFTER and found[-1].text == "skipped after 32 consecutive failures"
     busy = endpoint((429, "", {"Retry-After": "0.6"}), completion(YES))
     start = time.monotonic()
     _, (found,) = ask(busy.url, tmp_path)

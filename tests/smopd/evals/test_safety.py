@@ -77,7 +77,7 @@ def test_absent_scores_are_left_out_and_counted():
     assert (summary["hh_useful"], summary["hh_harmless"], summary["unscorable"]) == (2.0, 15.0, 2)
     assert summary["pku_useful"] is summary["pku_avg"] is summary["overall"] is None
     options = SafetyEvaluation(helpful=PreferenceOptions("a/b"), harmless=PreferenceOptions("a/c"))
-    assert options.notes(suite, summary) == ["2 scores are absent and left out of the means"]
+    assert options.notes(suite, summary) == ["2 scores are missing and left out of the means"]
 
 
 @pytest.mark.parametrize(

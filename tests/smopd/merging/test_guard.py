@@ -53,7 +53,7 @@ def test_who_lacks_too_much_of_a_gain_is_out() -> None:
     [
         ({"f alone": (1.0, 0.95)}, "lacks 11% of what f gained"),  # 10.5% over 10%
         ({"f alone": (1.0, 0.9)}, None),
-        ({"a 0.1 + f": (0.9, 0.9)}, "has less than f alone"),
+        ({"a 0.1 + f": (0.9, 0.9)}, "scores less than f alone"),
         ({"a 0.1 + f": (1.0, 0.9)}, None),
         ({"base": (-1.0, 0.9)}, "lacks some of what f gained"),  # f gained nothing, and the sum is below it
     ],

@@ -123,7 +123,7 @@ def test_a_tied_head_goes_to_an_engine_under_both_names_and_may_be_stored_twice(
     TaskVectors(paths[0], paths[1:])
     tensors["lm_head.weight"][0, 0] += 1
     save_file(tensors, file)
-    with pytest.raises(ValueError, match=r"model1: lm_head.weight is not model.embed_tokens.weight"):
+    with pytest.raises(ValueError, match=r"model1: lm_head.weight differs from model.embed_tokens.weight"):
         TaskVectors(paths[0], paths[1:])
 
 
@@ -187,7 +187,7 @@ def test_an_adapter_that_cannot_be_merged_is_refused(
     cases = [
         ([plain, "--full", "--base", other], r"plain: is an adapter of .*model0, expected one of the base"),
         ([plain, foreign], r"foreign: is an adapter of .*model1, .*plain is one of .*model0"),
-        ([dora], r"dora: use_dora is True, expected none: only plain LoRA is merged"),
+        ([dora], r"dora: use_dora is True, expected none: only plain LoRA can be merged"),
         ([plain, plain, "--keep", "0.5"], whole),
         ([plain, plain, "--exclude", "mlp"], whole),
         ([plain, plain, "--method", "ties"], whole),
