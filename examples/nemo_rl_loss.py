@@ -1,10 +1,9 @@
-"""SMOPD's loss as NeMo-RL calls it: two teachers, one tiny student, a few updates on a CPU.
+"""SMOPD's loss in NeMo-RL's protocol: two teachers, one tiny student, a few updates on a CPU.
 
     python examples/nemo_rl_loss.py [--steps 20]
 
-Does what a NeMo-RL worker does with a loss function, without its Ray cluster: the teachers answer with their
-top logits, the columns are stacked, and the loss is called by keyword with the logits of a micro-batch. Needs
-NeMo-RL in this environment, which is installed from its sources.
+Follows a NeMo-RL worker without its Ray cluster: the teachers return their top logits, the columns are
+stacked, and the loss is called with the logits of a micro-batch. Needs NeMo-RL, installed from source.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def language_model(seed: int) -> nn.Module:
 
 
 def topk_logits(teacher: nn.Module, data: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a NeMo-RL policy's get_topk_logits answers."""
+    """Return the same as a NeMo-RL policy's get_topk_logits."""
     with torch.no_grad():
         values, indices = teacher(data["input_ids"]).topk(KAPPA, dim=-1)
     return {"topk_logits": values, "topk_indices": indices}

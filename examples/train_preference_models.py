@@ -1,11 +1,11 @@
-"""Train a helpful and a harmless preference model on pairs, for use as rewards and in the safety evaluation.
+"""Train a helpful and a harmless preference model, for rewards and the safety evaluation.
 
     python examples/train_preference_models.py --base Qwen/Qwen2.5-0.5B-Instruct --data PAIRS --steps 500
 
-PAIRS holds PKU-SafeRLHF's columns: prompt, response_0, response_1, better_response_id (the helpful model's
-choice) and safer_response_id (the harmless model's; its higher scores are better, so its sign is 1). Prompts
-of the evaluation sets are left out. Both models are trained by TRL's RewardTrainer, and then score held-out
-pairs as they will score responses. Needs `pip install trl`; runs on a CPU with a small base.
+PAIRS has PKU-SafeRLHF's columns: prompt, response_0, response_1, better_response_id (for the helpful model)
+and safer_response_id (for the harmless model; higher is better, so its sign is 1). Prompts of the evaluation
+sets are excluded. TRL's RewardTrainer trains both models, which then score held-out pairs. Needs `pip install
+trl`; runs on a CPU with a small base.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ CHOICES = {"helpful": "better_response_id", "harmless": "safer_response_id"}
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained on what."""
+    """Training options."""
 
     base: str
     """A causal language model with a chat template: a folder or hub id."""
     data: str
     """The pairs: a .jsonl, .jsonl.gz or .parquet file, or a hub id such as PKU-Alignment/PKU-SafeRLHF."""
     output: Path = Path("runs/preference_models")
-    """Gets the folders helpful and harmless."""
+    """Output folder, with subfolders helpful and harmless."""
     evaluation: tuple[str, ...] = ()
-    """Sources whose prompts are left out; none: the safety evaluation's files in the folder of --data."""
+    """Sources whose prompts are excluded. Default: the safety evaluation's files in the folder of --data."""
     steps: int = 500
-    """Updates of each model."""
+    """Updates per model."""
     batch_size: int = 32
-    """Pairs of an update."""
+    """Pairs per update."""
     learning_rate: float = 1e-5
     max_tokens: int = 2048
-    """Of a chat with its response; longer pairs are left out. At most what the base takes."""
+    """Maximum length of a chat with its response. Longer pairs are dropped."""
     held_out: int = 200
-    """Pairs not trained on: the last prompts', each with all of its pairs, so it may be a few more."""
+    """Minimum number of held-out pairs. All pairs of a prompt stay together."""
     pad_token: str | None = None
-    """Where the tokenizer has none of its own, as Llama's: another token than the end token."""
+    """Pad token for tokenizers without one, such as Llama's. It must differ from the end token."""
     seed: int = 0
 
 
 class Pair(NamedTuple):
-    """A prompt with two responses, of which `better` (0 or 1) is preferred."""
+    """A prompt with two responses. `better` is the index of the preferred one."""
 
     prompt: tuple[dict[str, str], ...]
     responses: tuple[str, str]
@@ -65,7 +65,7 @@ class Pair(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train both models; a mistake in the arguments or data is one line on standard error and exit code 2."""
+    """Train both models. Bad arguments or data give one line on standard error and exit code 2."""
     options = tyro.cli(Training, args=argv, description=__doc__)
     try:
         pairs = without_evaluation(read_pairs(options.data), evaluation_sources(options))
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def read_pairs(source: str) -> list[Pair]:
-    """The pairs of a source; ValueError or FileNotFoundError for one that has none or others."""
+    """Read the pairs of a source. Raises ValueError or FileNotFoundError."""
     pairs = []
     for index, row in enumerate(load_rows(source)):
         try:
@@ -105,7 +105,7 @@ def evaluation_sources(options: Training) -> list[str]:
 
 
 def without_evaluation(pairs: Sequence[Pair], sources: Iterable[str]) -> list[Pair]:
-    """The pairs whose prompts are in none of the sources; prints how many are left out."""
+    """Return the pairs whose prompts are in none of the sources, and print how many were dropped."""
     seen = {
         _key(prompt_messages(row, source, index))
         for source in sources
@@ -120,10 +120,10 @@ def without_evaluation(pairs: Sequence[Pair], sources: Iterable[str]) -> list[Pa
 
 
 def split(pairs: Sequence[Pair], held_out: int) -> tuple[list[Pair], list[Pair]]:
-    """The pairs to train on and at least `held_out` others; no prompt is among both.
+    """Return the training pairs and at least `held_out` others. They share no prompt.
 
     Raises:
-        ValueError: none would be left to train on.
+        ValueError: no training pair remains.
     """
     counts = Counter(_key(pair.prompt) for pair in pairs)
     held: set[tuple[str, ...]] = set()
@@ -139,10 +139,11 @@ def split(pairs: Sequence[Pair], held_out: int) -> tuple[list[Pair], list[Pair]]
 
 
 def prepared_tokenizer(options: Training) -> PreTrainedTokenizerBase:
-    """The base's tokenizer, with a pad token that ends no chat: the trainer reads the score before it.
+    """Load the base's tokenizer with a pad token that does not end chats, because scores are read before it.
 
     Raises:
-        ValueError, FileNotFoundError: there is none such, or the base takes fewer than --max-tokens.
+        ValueError, FileNotFoundError: there is no such token, or the base has fewer positions than
+        --max-tokens.
     """
     from smopd.engine.models.loading import describe, load_tokenizer
 
@@ -166,7 +167,7 @@ def prepared_tokenizer(options: Training) -> PreTrainedTokenizerBase:
 
 
 def train(name: str, pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, options: Training) -> None:
-    """Train one model from the base and save it, with the tokenizer, in its folder of the output."""
+    """Train one model from the base and save it with the tokenizer."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForSequenceClassification, set_seed
@@ -207,7 +208,7 @@ def train(name: str, pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, 
 
 
 def preference(name: str, pair: Pair) -> dict[str, Any]:
-    """A pair as the trainer's row."""
+    """Convert a pair to the trainer's row."""
     better = pair.better[name]
     chosen, rejected = pair.responses[better], pair.responses[1 - better]
     return {
@@ -218,7 +219,7 @@ def preference(name: str, pair: Pair) -> dict[str, Any]:
 
 
 def accuracy(name: str, pairs: Sequence[Pair], options: Training) -> float:
-    """The share of pairs whose preferred response scores higher, scored as a reward is."""
+    """Return the share of pairs whose preferred response scores higher, with `preference_reward`."""
     from smopd.rewards.preference_model import preference_reward
 
     prompts = [pair.prompt for pair in pairs]

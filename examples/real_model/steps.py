@@ -1,15 +1,13 @@
-"""Training steps of a pretrained model, each trainer in a process of its own, one after the other.
+"""Times training steps of a pretrained model, with each trainer in a separate process, one after the other.
 
 python -m examples.real_model.steps --model FOLDER [--systems smopd trl ...] [--steps 4] [--turns 1]
 
-The same prompts, rewards, rows and lengths, weights in fp32, and what is computed too unless the name says
-bf16, as many threads as OMP_NUM_THREADS says. A JSON line a row: the median seconds of a step but the
-first, those of its phases, response tokens a step, and the peak of resident memory of the process with all
-that it starts. Ours is the sum of its phases; TRL's is from one step's end to the next, and what is neither
-rollout nor reward counts as its update. The model should be warmed up (`runs/smollm2_snips/base/export`),
-so that responses end where they do in training. Further words are settings of ours, as `python -m
-smopd.train` takes them:
---student.micro_batch_tokens 2048
+All systems use the same prompts, rewards, rows and lengths, fp32 weights and OMP_NUM_THREADS threads. They
+compute in fp32 unless the name says bf16. Each JSON line has the median seconds of a step (without the first)
+and of its phases, the response tokens per step, and the peak resident memory of the process tree. Our step is
+the sum of its phases. TRL's step is the time between step ends; time outside rollout and reward counts as its
+update. Use a warmed-up model (`runs/smollm2_snips/base/export`), so that responses have the length of
+training. Additional arguments are settings of `python -m smopd.train`: --student.micro_batch_tokens 2048
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ OURS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "smopd, two teachers": ("merge", ()),
     "smopd, two teachers, vLLM": ("merge", ("--rollout.engine", "vllm", "--teachers.engine", "vllm")),
 }
-"""System -> the run of steps.yaml, and settings."""
+"""System -> (run of steps.yaml, settings)."""
 TRL = (
     "trl",
     "trl, bf16",
@@ -91,7 +89,7 @@ def main() -> int:
 
 
 def measured(system: str, chosen: argparse.Namespace, settings: Sequence[str]) -> dict[str, Any]:
-    """The row of one system; `error` is the last line of one that failed."""
+    """Return the row of one system. If it failed, `error` is its last line."""
     with TemporaryDirectory() as folder:
         if system in OURS:
             run, more = OURS[system]
@@ -122,7 +120,7 @@ def measured(system: str, chosen: argparse.Namespace, settings: Sequence[str]) -
 
 
 def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Medians over the steps."""
+    """Return medians over the steps."""
 
     def median(name: str) -> float | None:
         values = [row[name] for row in rows if name in row]
@@ -141,7 +139,7 @@ def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 
 def run_process(words: Sequence[str]) -> tuple[int, str, int]:
-    """`python -m WORDS`: exit status, what it printed, and the most bytes resident, its children's too."""
+    """Run `python -m WORDS`. Return exit status, output and peak resident bytes of the process tree."""
     process = subprocess.Popen(
         [sys.executable, "-m", *words],
         stdout=subprocess.PIPE,
@@ -165,7 +163,7 @@ def run_process(words: Sequence[str]) -> tuple[int, str, int]:
 
 
 def resident(root: int) -> int:
-    """Bytes of a process and all below it; pages that several share are counted in each."""
+    """Return resident bytes of a process tree. Shared pages count in each process."""
     import psutil
 
     try:

@@ -1,12 +1,12 @@
-"""The numbers of finished runs, with intervals: a table for docs/real_model.md, and its results.json.
+"""Makes the table of docs/real_model.md and its results.json from finished runs.
 
 python -m examples.real_model.table FOLDER... [--against RUN ...] [--output FILE]
 
-A FOLDER is a run directory of `python -m smopd.train`, one a recipe and seed. An interval is the percentile
-bootstrap's over the held-out prompts, 95%, of one trained model: it holds no spread over seeds. A difference
-is paired: the same prompts, and the same seeds of their samples. `accuracy = 3` is the share of responses
-with the whole of a reward whose range does not end at 1. What FILE holds of other recipes and seeds stays in
-it; where there are several seeds of a recipe, a table has the deviation over them.
+A FOLDER is a run directory of `python -m smopd.train` for one recipe and seed. Intervals are 95% percentile
+bootstraps over held-out prompts of one trained model, without the spread over seeds. Differences are paired
+by prompt and sampling seed. `accuracy = 3` is the share of responses with the maximum of a reward whose range
+does not end at 1. Entries of other recipes and seeds stay in FILE. With several seeds the table has their
+deviation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from smopd.evals.results import COVERAGE, DRAWS, SEED
 from smopd.record.files import JsonlLog
 
 Values = Mapping[str, np.ndarray]
-"""Column -> its mean on each held-out prompt."""
+"""Column -> mean on each held-out prompt."""
 
 
 def main() -> int:
@@ -67,10 +67,10 @@ def main() -> int:
 
 
 def numbers(folder: Path, against: Sequence[str]) -> dict[str, Any]:
-    """Of one run directory: how and where it was run, and each run's means, intervals, steps and time.
+    """Return the environment of one run directory, and each run's means, intervals, steps and time.
 
     Raises:
-        ValueError: `against` names no run of the recipe, or runs have unequal numbers of held-out prompts.
+        ValueError: `against` is not a run of the recipe, or the runs have different numbers of prompts.
     """
     settings = read_settings(str(folder / "config.yaml"))
     labels = {"base": "Base"} | {name: run.label or name for name, run in settings.runs.items()}
@@ -97,10 +97,7 @@ def numbers(folder: Path, against: Sequence[str]) -> dict[str, Any]:
 
 
 def by_prompt(run: Path, settings: Settings) -> Values:
-    """Each reward and their sum on each held-out prompt, greedy and sampled: of the responses that it scored.
-
-    A prompt has NaN where it scored none.
-    """
+    """Return each reward and the sum by held-out prompt, greedy and sampled. NaN means no score."""
     items = [json.loads(line) for line in (run / "responses.jsonl").read_text().splitlines()]
     tops = {one.name: one.range[1] for one in settings.rewards if isinstance(one.range, tuple)}
     tops = {name: top for name, top in tops.items() if top != 1}
@@ -122,7 +119,7 @@ def by_prompt(run: Path, settings: Settings) -> Values:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Of those that are numbers; NaN where none is."""
+    """Return the mean without NaN, or NaN if there is no number."""
     scored = [value for value in values if not np.isnan(value)]
     return float(np.mean(scored)) if scored else np.nan
 
@@ -142,7 +139,7 @@ def described(folder: Path, label: str, values: Values) -> dict[str, Any]:
 
 
 def with_intervals(values: Values) -> dict[str, dict[str, float]]:
-    """Mean, and the ends of its interval over the prompts, of the columns that have a number."""
+    """Return mean and interval over the prompts of each column with a number."""
     generator = np.random.default_rng(SEED)
     found = {}
     for column, every in values.items():
@@ -167,7 +164,7 @@ def markdown(runs: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def over_seeds(seeds: Sequence[Mapping[str, Any]]) -> str:
-    """A run a row: mean and standard deviation of its seeds' means, of those that have it."""
+    """Return one row per run with mean and standard deviation over seeds."""
     runs = {run: summary["label"] for each in seeds for run, summary in each["runs"].items()}
     columns = list(
         dict.fromkeys(
@@ -187,7 +184,7 @@ def over_seeds(seeds: Sequence[Mapping[str, Any]]) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """As Markdown; all columns but the first are aligned right."""
+    """Return a Markdown table. All columns but the first are right-aligned."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)]]
     lines += [["-" if cell is None else str(cell) for cell in row] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

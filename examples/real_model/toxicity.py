@@ -1,10 +1,10 @@
-"""A harmless answer, by a classifier of toxic comments: a small bidirectional LSTM over words, on the CPU.
+"""A harmlessness reward from a classifier of toxic comments: a small bidirectional LSTM over words.
 
     rewards:
       - {name: harmless, function: "examples.real_model.toxicity:harmless_reward", range: [0, 1]}
 
-`python -m examples.real_model.models toxicity` makes its folder of the package toxic-comment-classifier. It
-goes by words more than by what is meant: a bleeding nose is toxic, and words that it does not know are not.
+`python -m examples.real_model.models toxicity` builds it from the package toxic-comment-classifier. It judges
+words more than meaning: a bleeding nose is toxic, and unknown words are not.
 """
 
 from __future__ import annotations
@@ -54,19 +54,17 @@ def harmless_reward(
     least_words: int = LEAST_WORDS,
     **columns: Any,
 ) -> list[float]:
-    """1 - P(toxic) of each completion, in [0, 1]; 0 where it has fewer than `least_words` words.
-
-    The prompt is not read. Silence and a word or two earn nothing.
+    """Return 1 - P(toxic) of each completion, in [0, 1], or 0 if it has fewer than `least_words` words.
 
     Args:
         prompts: R prompts, unused.
         completions: R texts.
-        classifier: its folder.
-        least_words: 1 or more; words as `words_of` reads them.
+        classifier: the classifier's folder.
+        least_words: at least 1; see `words_of`.
         columns: unused.
     Raises:
-        ValueError: an argument is not as said above.
-        FileNotFoundError: the folder lacks a file; says how it is made.
+        ValueError: an argument is invalid.
+        FileNotFoundError: a file is absent; the message has the command that builds it.
     """
     for name, value, kind in (("classifier", classifier, str), ("least_words", least_words, int)):
         if not isinstance(value, kind) or isinstance(value, bool):
@@ -88,13 +86,13 @@ def harmless_reward(
 
 
 def toxicity(texts: Sequence[str], classifier: str = CLASSIFIER) -> Tensor:
-    """(R, 6) fp32, on the CPU: the probability of each of LABELS for each of R texts, on its own.
+    """Return (R, 6) fp32 probabilities of LABELS for R texts.
 
-    Texts of the same known words have exactly the same probabilities in one call, and within 1e-6 in any.
+    Texts with the same known words have equal probabilities in one call, and within 1e-6 across calls.
 
     Raises:
-        ValueError: a text is no str.
-        FileNotFoundError: the folder lacks a file; says how it is made.
+        ValueError: a text is not a str.
+        FileNotFoundError: a file is absent; the message has the command that builds it.
     """
     for i, text in enumerate(texts):
         if not isinstance(text, str):
@@ -109,14 +107,14 @@ def toxicity(texts: Sequence[str], classifier: str = CLASSIFIER) -> Tensor:
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text as the classifier reads it: Keras' text_to_word_sequence."""
+    """Split a text into words like Keras' text_to_word_sequence."""
     return [word for word in text.lower().translate(_TO_SPACES).split(" ") if word]
 
 
 class Classifier(nn.Module):
-    """Embedding, LSTM both ways, the maximum over all places, two dense layers; padding is read too.
+    """Embedding, bidirectional LSTM, maximum over positions, two dense layers. Padding is included.
 
-    Shapes: R texts, T places, H states of both ways.
+    Shapes: R texts, T positions, H states of both directions.
     """
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:

