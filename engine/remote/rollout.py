@@ -1,15 +1,15 @@
-"""Sampling at `vllm serve` on other hosts, through vLLM's token and weight endpoints; needs no vLLM here.
+"""Sampling from `vllm serve` on other hosts, through vLLM's token and weight endpoints. Needs no local vLLM.
 
-A server is started with
+Start a server with
 
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model PATH --enable-scale-out \\
         --logprobs-mode processed_logprobs --generation-config vllm \\
         --worker-extension-cls smopd.engine.vllm.transfer.Extension \\
         --weight-transfer-config '{"backend": "smopd"}'
 
-Weights come under a label that no other run has, and each answer names the label of the weights that sampled
-it: a server that holds any but this run's newest, because it was started again or another run has taken it,
-is removed, and its prompts go to the others. It comes back with the next weights.
+Each version of the weights has a label that is unique to this run, and each response carries the label of the
+weights that sampled it. A server with other weights, because it restarted or another run uses it, is removed
+until the next weights are sent. Its prompts go to the other servers.
 """
 
 from __future__ import annotations
@@ -41,19 +41,18 @@ ONE_CANDIDATE = Request(GENERATE, json={"token_ids": [0], "sampling_params": ONE
 
 
 class RemoteRollout:
-    """Serves `RolloutEngine`; every rank asks all servers, the first one sends the weights.
+    """`RolloutEngine` and `WeightReceiver` for servers of one model; rank 0 sends the weights.
 
-    Nothing is sampled before weights are sent. It is the `WeightReceiver` of all servers, too.
+    Send weights before sampling.
 
     Args:
-        servers: of one model.
         end_ids: tokens that end a response.
-        longest: prompt and response tokens that a server must have room for.
-        vocabulary: rows of the model's head; ids are below it.
-        folder: for files: every server can read it under the same path; None: this host's memory.
+        longest: maximum length of a prompt with its response.
+        vocabulary: rows of the model's head.
+        folder: for transport "files", a folder that all servers see; None: /dev/shm of this host.
     Raises:
         NoServer: none answers.
-        ValueError: a server takes no weights or no tokens, or has too few positions.
+        ValueError: a server lacks the endpoints or has too few positions.
     """
 
     def __init__(
@@ -78,18 +77,12 @@ class RemoteRollout:
         return self.servers.bad_answers
 
     def label(self, version: int) -> str:
-        """What a server calls these weights of this run."""
         return f"{self.run}-{version}"
 
     def generate(
         self, prompts: Sequence[Sequence[int]], groups: Sequence[int], sampling: Sampling
     ) -> list[Rollout]:
-        """As `RolloutEngine`.
-
-        Raises:
-            NoServer: every server is removed, by their silence or by what they hold.
-            ValueError: a temperature that vLLM would raise.
-        """
+        """Sample as `RolloutEngine`; raises NoServer, and ValueError as `samples_of`."""
         version = self.policy_version
 
         def request(url: str, sample: Sample) -> Request:
@@ -102,7 +95,7 @@ class RemoteRollout:
         return self.servers.map(request, samples_of(prompts, groups, sampling), read)
 
     def _rollout(self, sample: Sample, choice: dict[str, Any], version: int, longest: int) -> Rollout:
-        """The response in vLLM's `choice`, of at most `longest` tokens; raises where it is none."""
+        """Validate vLLM's `choice` and convert it; `longest` is the token limit."""
         self._require_held({span["version"] for span in choice["weight_versions"] or ()}, version)
         reason, ids = choice["finish_reason"], torch.tensor(choice["token_ids"])
         logps_T = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]]).float()
@@ -121,14 +114,12 @@ class RemoteRollout:
         return Rollout(sample.prompt, ids.long(), logps_T, sample.group, finished, policy_version=version)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Sends full tensors by their transformers names; a collective call.
-
-        Servers that were removed and are back take them too.
+        """Send full tensors under their transformers names, to restored servers as well; collective.
 
         Raises:
             NoServer: no server took them.
         """
-        for removed in distributed.gather_objects(self.servers.removed):  # another rank may have found one
+        for removed in distributed.gather_objects(self.servers.removed):
             self.servers.removed.update(removed)
         stream, trouble = iter(weights), None
         if distributed.rank() == 0:
@@ -136,7 +127,7 @@ class RemoteRollout:
                 self._send(stream, version)
             except Exception as error:  # the other ranks wait for the answer
                 trouble = error
-        for _ in stream:  # other ranks take part in gathering it
+        for _ in stream:  # gathering a tensor is a collective call
             pass
         self.servers.removed, trouble = distributed.broadcast_object((self.servers.removed, trouble))
         if trouble is not None:
@@ -144,11 +135,11 @@ class RemoteRollout:
         self.policy_version = version
 
     def load_path(self, path: str) -> None:
-        """Sends the model at `path`, a folder or hub id, as version 0; a collective call.
+        """Send the model at `path`, a folder or hub id, as version 0; collective.
 
         Raises:
             NoServer: no server took it.
-            ValueError: its files lack a weight, or hold one of another shape.
+            ValueError: a weight is missing from its files or has another shape.
         """
         architecture = architecture_of(path)
         checked = Checked(architecture, stored(path, architecture))
@@ -160,7 +151,7 @@ class RemoteRollout:
     def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._sent = version
         self.servers.restore()
-        self._check()  # a server may have been started anew since
+        self._check()  # a server may have restarted with other options
         send(self, weights, self.transport, self.folder)
         self._post("/reset_prefix_cache")
         self._post("/resume")
@@ -184,22 +175,22 @@ class RemoteRollout:
         self.servers.each(Request(path, json=body or {}), lambda answer: None)
 
     def _require_held(self, found: set[Any], version: int) -> None:
-        """Raises ServerUnavailable: other weights than those of `version` are held."""
+        """Raise ServerUnavailable if a server holds other weights than those of `version`."""
         if found != {self.label(version)}:
             held = " and ".join(sorted(map(str, found))) or "of no name"
             raise ServerUnavailable(f"holds the weights {held}, expected {self.label(version)}")
 
     def _require_servable(self) -> None:
-        """Raises ValueError: a server that answers takes no weights or tokens, or has too little room."""
-        asked = self.servers.alive
+        """Raise ValueError if a server that answers fails `_check`."""
+        answering = self.servers.alive
         with suppress(NoServer):
             self._check()
-        wrong = [f"{url}: {self.servers.removed[url]}" for url in asked if url in self.servers.removed]
+        wrong = [f"{url}: {self.servers.removed[url]}" for url in answering if url in self.servers.removed]
         if wrong:
             raise ValueError(f"{'; '.join(wrong)}; {HOW_TO_START}")
 
     def _check(self) -> None:
-        """Removes servers that take no weights or no tokens, or have too little room."""
+        """Remove servers that lack the weight or token endpoints, or have too few positions."""
 
         def room(answer: httpx.Response) -> None:
             most = answer.json()["data"][0].get("max_model_len") if answer.is_success else None
@@ -216,10 +207,10 @@ class RemoteRollout:
 
 
 def _require_normalised(answer: httpx.Response) -> None:
-    """Raises ServerUnavailable: the only candidate has another log-probability than 0: they are raw."""
+    """Raise ServerUnavailable if the only allowed token has a log-probability other than 0."""
     logp = answer.json()["choices"][0]["logprobs"]["content"][0]["logprob"]
     if abs(logp) > 1e-6:
         raise ServerUnavailable(
-            f"gives the only candidate the log-probability {logp}, expected 0 "
+            f"returns log-probability {logp} for the only allowed token, expected 0 "
             f"(--logprobs-mode processed_logprobs); {HOW_TO_START}"
         )

@@ -1,7 +1,7 @@
-"""Servers that answer alike: requests are retried with back-off, and sent elsewhere when a server fails.
+"""HTTP servers of the same model: failed requests are retried, and move on when a server is removed.
 
-A request has a deadline for its whole answer, and the answer a largest size: httpx limits each read alone, so
-a server that sends a byte now and then would never be late. Whatever goes wrong is a `ServerUnavailable`.
+A deadline covers the whole answer, because httpx limits each read separately and a server that drips bytes
+would never time out. The size of an answer is limited too. Every failure is a `ServerUnavailable`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import logging
 import os
 import random
 import threading
-from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -27,12 +26,11 @@ T = TypeVar("T")
 A = TypeVar("A")
 
 TOKEN = "SMOPD_SERVER_TOKEN"
-"""The environment variable with the token that servers want; vLLM's is its --api-key."""
+"""Environment variable with the servers' bearer token (vLLM's --api-key)."""
 CONNECT_SECONDS = 10.0  # ours
-KEEP_SECONDS = 2.0  # ours, of an idle connection; vLLM's servers close theirs after 5
-MAX_ANSWER_BYTES = 1 << 30  # ours: 16,384 tokens of kappa 4,096 are half of it
-MAX_STATUS_BYTES = 1 << 20  # ours: of an answer to a GET
-MAX_REASON = 300  # ours: characters of what a server says that reach a log or a terminal
+KEEP_SECONDS = 2.0  # ours: lifetime of an idle connection; vLLM's servers close theirs after 5
+MAX_ANSWER_BYTES = 1 << 30  # ours: twice the size of 16,384 tokens at kappa 4,096
+MAX_REASON = 300  # ours: characters of a server's error message that are logged
 BUSY = (408, 425, 429, 500, 502, 503, 504)
 """Statuses after which the same request may succeed."""
 HEALTH_SECONDS = 5.0  # ours: deadline of a health check
@@ -47,8 +45,8 @@ class ServerUnavailable(Exception):
     """A server gave no usable answer.
 
     Args:
-        reason: unprintable characters in it are replaced, as a server may have written it.
-        cause: "busy" may succeed when sent again; "refused" is a status that says that the request is wrong.
+        reason: may quote the server; unprintable characters are replaced.
+        cause: "busy" is worth a retry; "refused" means that the server rejected the request itself.
     """
 
     def __init__(self, reason: str, cause: Cause = "unfit"):
@@ -58,9 +56,9 @@ class ServerUnavailable(Exception):
 
 @dataclass(frozen=True)
 class Request:
-    """A GET, or a POST where there is a body. Servers must be able to answer it twice.
+    """An idempotent HTTP request: a POST if it has a body, otherwise a GET.
 
-    accept: statuses that are answers, besides those of success.
+    accept: error statuses to read as answers.
     """
 
     path: str
@@ -68,10 +66,6 @@ class Request:
     content: bytes | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
     accept: tuple[int, ...] = ()
-
-    @property
-    def has_body(self) -> bool:
-        return self.json is not None or self.content is not None
 
 
 def http_client() -> httpx.AsyncClient:
@@ -86,21 +80,21 @@ def http_client() -> httpx.AsyncClient:
 async def ask(
     http: httpx.AsyncClient, url: str, request: Request, read: Callable[[httpx.Response], A], seconds: float
 ) -> A:
-    """What `read` makes of the answer of the server at `url`.
+    """Send a request to the server at `url` and return `read(response)`.
 
     Args:
-        read: runs in a thread; may raise anything about an answer of another form.
-        seconds: from now to the answer's last byte.
+        read: runs in a thread; may raise any exception on a malformed answer.
+        seconds: deadline for the last byte of the answer.
     Raises:
-        ServerUnavailable: whatever went wrong.
+        ServerUnavailable: on any failure.
     """
     try:
         response = await asyncio.wait_for(_exchange(http, url, request), seconds)
         status = response.status_code
         if not response.is_success and status not in request.accept:
-            said = response.content[:MAX_REASON].decode("utf-8", "replace")
+            message = response.content[:MAX_REASON].decode("utf-8", "replace")
             cause: Cause = "busy" if status in BUSY else "refused"
-            raise ServerUnavailable(f"{request.path}: status {status}: {said}", cause)
+            raise ServerUnavailable(f"{request.path}: status {status}: {message}", cause)
         return await asyncio.to_thread(read, response)
     except ServerUnavailable:
         raise
@@ -114,26 +108,28 @@ async def ask(
 
 
 async def _exchange(http: httpx.AsyncClient, url: str, request: Request) -> httpx.Response:
-    body = {"json": request.json, "content": request.content, "params": request.params}
-    method, limit = ("POST", MAX_ANSWER_BYTES) if request.has_body else ("GET", MAX_STATUS_BYTES)
-    async with http.stream(method, url + request.path, **body) as response:
+    body = {"json": request.json, "content": request.content}
+    method = "GET" if request.json is None and request.content is None else "POST"
+    async with http.stream(method, url + request.path, **body, params=request.params) as response:
         content = bytearray()
-        async for piece in response.aiter_raw():  # nothing is unpacked: a small answer stays small
+        async for piece in response.aiter_raw():  # never decompressed, so that a small answer stays small
             content += piece
-            if len(content) > limit:
-                raise ServerUnavailable(f"gave a bad answer (more than {limit} bytes)", "bad answer")
+            if len(content) > MAX_ANSWER_BYTES:
+                raise ServerUnavailable(
+                    f"gave a bad answer (more than {MAX_ANSWER_BYTES} bytes)", "bad answer"
+                )
     return httpx.Response(response.status_code, content=bytes(content))
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long a server is waited for.
+    """When to retry a request and when to remove a server.
 
     Attributes:
-        deadline_seconds: of one request, to the last byte of its answer; a server that misses it is removed.
-        retries: further attempts of one request at one server before the server is removed.
-        backoff_seconds: before the first retry; doubled for each later one, up to MAX_BACKOFF_SECONDS.
-        concurrency: requests in flight at one server.
+        deadline_seconds: of one attempt; a server that misses it is removed.
+        retries: further attempts at a busy server before it is removed.
+        backoff_seconds: before the first retry; doubles up to MAX_BACKOFF_SECONDS.
+        concurrency: requests in flight per server.
     """
 
     deadline_seconds: float = REQUEST_SECONDS
@@ -144,25 +140,22 @@ class RetryPolicy:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Runs in a thread of its own to the end of the process."""
+    """Return the event loop of all clients, which runs in a daemon thread."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="http", daemon=True).start()
     return loop
 
 
 class Servers:
-    """Servers by their URLs.
+    """Interchangeable servers at `urls` (`http://host:port`).
 
-    One that stays unavailable is removed and named in the log; its requests go to the others. `restore`
-    brings it back once its health check succeeds.
+    A failing server is removed and its requests go to the others; `restore` brings it back.
 
-    Args:
-        urls: `http://host:port`, at least one, all different.
     Attributes:
-        removed: servers that are not asked now, and why.
-        bad_answers: unusable answers so far, of all servers.
+        removed: reason of removal by URL.
+        bad_answers: number of malformed answers so far.
     Raises:
-        ValueError: none is given, or one twice.
+        ValueError: `urls` is empty or has a duplicate.
     """
 
     def __init__(self, urls: Sequence[str], retry: RetryPolicy | None = None):
@@ -172,8 +165,8 @@ class Servers:
         self.retry = retry or RetryPolicy()
         self.removed: dict[str, str] = {}
         self.bad_answers = 0
-        self._rest: dict[str, float] = {}  # seconds for which a late server is left alone, and until when
-        self._until: dict[str, float] = {}
+        self._pause: dict[str, float] = {}  # seconds without health checks after a missed deadline
+        self._paused_until: dict[str, float] = {}
         self._http = http_client()
         self._loop = _loop()  # connections belong to the loop that made them
 
@@ -182,7 +175,7 @@ class Servers:
         return [url for url in self.urls if url not in self.removed]
 
     def ask(self, url: str, request: Request, read: Callable[[httpx.Response], A]) -> A:
-        """What `read` makes of one server's answer; the server is not removed.
+        """Return `read(response)` of one server, which is not removed on failure.
 
         Raises:
             ServerUnavailable: every attempt failed.
@@ -190,7 +183,7 @@ class Servers:
         return self._run(self._ask(url, request, read))
 
     def each(self, request: Request, read: Callable[[httpx.Response], A]) -> dict[str, A]:
-        """What `read` makes of the answer of each server, all asked at once; those that fail are removed.
+        """Send a request to every server at once, remove those that fail, and return `read` of the others.
 
         Raises:
             NoServer: none answered.
@@ -214,48 +207,44 @@ class Servers:
         items: Sequence[T],
         read: Callable[[str, httpx.Response, T], A],
     ) -> list[A]:
-        """What `read` makes of one answer an item, in order, from whichever server had room.
+        """Distribute one request per item over the servers and return the results in order.
 
         Args:
-            request: (url, item) -> the request; called again where the item goes to another server.
-            read: (url, answer, item) -> a result. Where it raises, the server is removed.
+            request: (url, item) -> request; called again if the item moves to another server.
+            read: (url, response, item) -> result; the server is removed if it raises.
         Raises:
-            NoServer: all servers are removed; names each with its last error.
+            NoServer: all servers were removed.
         """
         answers: dict[int, A] = {}
-        waiting = deque(range(len(items)))
 
-        async def work(url: str, changed: asyncio.Condition) -> None:
-            while True:
-                async with changed:
-                    await changed.wait_for(lambda: waiting or finished(url))
-                    if finished(url):
-                        return
-                    i = waiting.popleft()
-
-                def read_one(answer: httpx.Response, item: T = items[i]) -> A:
-                    return read(url, answer, item)
-
+        async def work(url: str, waiting: asyncio.Queue[int]) -> None:
+            while url not in self.removed:
+                i = await waiting.get()
                 try:
                     made = await asyncio.to_thread(request, url, items[i])
-                    answers[i] = await self._ask(url, made, read_one)
+                    answers[i] = await self._ask(url, made, lambda answer, i=i: read(url, answer, items[i]))
                 except ServerUnavailable as error:
-                    waiting.append(i)
                     self.remove(url, str(error))
-                async with changed:
-                    changed.notify_all()
-
-        def finished(url: str) -> bool:
-            return len(answers) == len(items) or url in self.removed
+                    waiting.put_nowait(i)
+                waiting.task_done()
 
         async def all_items() -> None:
-            changed, each = asyncio.Condition(), min(self.retry.concurrency, len(items))
-            workers = [asyncio.create_task(work(url, changed)) for url in self.alive for _ in range(each)]
+            waiting: asyncio.Queue[int] = asyncio.Queue()
+            for i in range(len(items)):
+                waiting.put_nowait(i)
+            workers = [
+                asyncio.create_task(work(url, waiting))
+                for url in self.alive
+                for _ in range(min(self.retry.concurrency, len(items)))
+            ]
+            all_answered, none_left = asyncio.create_task(waiting.join()), asyncio.gather(*workers)
             try:
-                await asyncio.gather(*workers)
+                await asyncio.wait([all_answered, none_left], return_when=asyncio.FIRST_COMPLETED)
+                if not all_answered.done():
+                    await none_left  # raises the error of a worker
             finally:
-                for worker in workers:
-                    worker.cancel()
+                for task in (all_answered, *workers):
+                    task.cancel()
 
         self._run(all_items())
         if len(answers) < len(items):
@@ -275,30 +264,30 @@ class Servers:
             except ServerUnavailable as error:
                 self.bad_answers += error.cause == "bad answer"
                 if error.cause == "late":
-                    self._leave_alone(url, policy.deadline_seconds)
+                    self._pause_checks(url, policy.deadline_seconds)
                 if error.cause != "busy" or attempt == policy.retries:
                     raise
         raise ServerUnavailable(self.removed[url])
 
     def restore(self) -> list[str]:
-        """The removed servers whose /health answers now, back in use.
+        """Put removed servers whose /health answers back into use, and return them.
 
-        A server that missed a deadline is left alone for as long, and each further time for twice as long.
+        Health checks pause after a missed deadline: first for as long as the deadline, then twice that, ...
         """
 
         async def check(url: str) -> None:
             try:
-                async with http_client() as fresh:  # connections to a server that failed may be dead
+                async with http_client() as fresh:  # old connections to a failed server may be dead
                     await ask(fresh, url, Request("/health"), bool, HEALTH_SECONDS)
             except ServerUnavailable as error:
                 if error.cause == "late":
-                    self._leave_alone(url, HEALTH_SECONDS)
+                    self._pause_checks(url, HEALTH_SECONDS)
                 log.info("%s is not restored: %s", url, error)
             else:
                 log.warning("%s is restored", url)
                 del self.removed[url]
 
-        due = [url for url in self.removed if monotonic() >= self._until.get(url, 0.0)]
+        due = [url for url in self.removed if monotonic() >= self._paused_until.get(url, 0.0)]
         self._run_each(check, due)
         return [url for url in due if url not in self.removed]
 
@@ -308,13 +297,12 @@ class Servers:
             log.warning("%s is removed: %s; %d servers are left", url, reason, len(self.alive))
 
     def none_left(self) -> NoServer:
-        """Each server with its last error."""
-        return NoServer(
-            "no server is left: " + "; ".join(f"{url}: {why}" for url, why in self.removed.items())
-        )
+        """Return an error that names each server with its last failure."""
+        reasons = "; ".join(f"{url}: {reason}" for url, reason in self.removed.items())
+        return NoServer(f"no server is left: {reasons}")
 
     def _run(self, coroutine: Coroutine[Any, Any, A]) -> A:
-        """The coroutine's result; what interrupts the waiting thread cancels it."""
+        """Run the coroutine in the clients' loop; an interrupt of the calling thread cancels it."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
@@ -328,7 +316,7 @@ class Servers:
 
         self._run(all_at_once())
 
-    def _leave_alone(self, url: str, seconds: float) -> None:
-        if monotonic() >= self._until.get(url, 0.0):  # the first of the requests that it left waiting
-            self._rest[url] = 2 * self._rest.get(url, seconds / 2)
-            self._until[url] = monotonic() + self._rest[url]
+    def _pause_checks(self, url: str, seconds: float) -> None:
+        if monotonic() >= self._paused_until.get(url, 0.0):  # only once for all requests in flight
+            self._pause[url] = 2 * self._pause.get(url, seconds / 2)
+            self._paused_until[url] = monotonic() + self._pause[url]

@@ -1,8 +1,7 @@
-"""Teachers at URLs: our own servers (teacher_server.py, binary) or `vllm serve` (JSON, temperature 1).
+"""Teachers behind URLs: `teacher_server.py` (binary) or `vllm serve` (JSON, temperature 1 only).
 
-A union takes a second round: each teacher's servers, ours alone, are asked about the ids of the others.
-
-Every server is asked at the start, and again when it is restored, what kind it is and whether it fits.
+A union takes a second round of requests for each teacher's log-probabilities of the other teachers' ids. Only
+`teacher_server` answers them. Servers are checked at the start and whenever they are restored.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import httpx
 import torch
@@ -27,14 +26,14 @@ from smopd.engine.types import Rollout, TeacherTopK
 from smopd.kernels.checks import check_kappa
 
 T = TypeVar("T")
-REQUEST_TOKENS = 16_384  # ours: about as many of a batch's tokens go into one request
+REQUEST_TOKENS = 16_384  # ours: approximate tokens per request
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A text and the student's token ids of it, which a teacher must agree to.
+    """A text and the student's token ids of it, to compare tokenizers.
 
-    tokens: how many ids are tokens of the student's: a teacher has as many rows at least.
+    tokens: size of the student's tokenizer; a teacher's head needs at least as many rows.
     """
 
     text: str
@@ -43,17 +42,15 @@ class Probe:
 
 
 class RemoteTeachers(Dropping):
-    """Serves `TeacherEngine`.
+    """`TeacherEngine` for teachers behind URLs.
 
     Args:
-        urls: for each teacher its servers, which hold the same model.
-        vocabulary: the student's.
-        probe: of the student's tokenizer.
-        kappa, temperature, union: what will be asked for.
+        urls: for each teacher, the servers that hold it.
+        vocabulary: of the student.
+        kappa, temperature, union: later calls of `score` use these.
     Raises:
-        NoServer: a teacher has no server that answers.
-        UnusableModel: a server has another tokenizer, gives too few log-probabilities, or cannot serve the
-            temperature or the union; says what to change.
+        NoServer: no server of a teacher answers.
+        UnusableModel: a server has another tokenizer or cannot serve kappa, temperature or union.
     """
 
     def __init__(
@@ -70,7 +67,7 @@ class RemoteTeachers(Dropping):
         self.vocabulary, self.rows, self.probe = vocabulary, vocabulary, probe
         self.kappa, self.temperature, self.union = kappa, temperature, union
         self.teachers = [Servers(each, retry) for each in urls]
-        self._models: dict[str, str] = {}  # of servers that are vLLM's own, by URL
+        self._models: dict[str, str] = {}  # model name by URL, for `vllm serve` alone
         for m, servers in enumerate(self.teachers):
             self._admit(m, servers.urls, starting=True)
             if not servers.alive:
@@ -98,13 +95,13 @@ class RemoteTeachers(Dropping):
         result = empty_topk(flat_offsets(rollouts)[-1], n_teachers, kappa, "cpu")
 
         def ask(m: int) -> int:
-            self._admit(m, self.teachers[m].restore())  # another model may be there by now
+            self._admit(m, self.teachers[m].restore())  # may serve another model by now
             answers = self._top(self.teachers[m], rollouts, kappa, temperature)
-            ids, logps, own, dropped = zip(*answers, strict=True)
-            ids_NS, logps_NS, here = without_padding(torch.cat(ids), torch.cat(logps), self.shared)
+            ids, logps, token_logps, dropped = zip(*answers, strict=True)
+            ids_NS, logps_NS, padding = without_padding(torch.cat(ids), torch.cat(logps), self.shared)
             result.ids_NMS[:, m], result.logps_NMS[:, m] = ids_NS, logps_NS
-            result.token_logps_NM[:, m] = torch.cat(own)
-            return sum(dropped) + here
+            result.token_logps_NM[:, m] = torch.cat(token_logps)
+            return sum(dropped) + padding
 
         def ask_again(m: int) -> Tensor:
             others_NU, _ = others_ids(result.ids_NMS, result.logps_NMS, m)
@@ -118,29 +115,27 @@ class RemoteTeachers(Dropping):
         return result
 
     def _of_each(self, ask: Callable[[int], T]) -> list[T]:
-        """`ask` of every teacher, all at once."""
         with ThreadPoolExecutor(len(self.teachers), thread_name_prefix="teachers") as pool:
             return list(pool.map(ask, range(len(self.teachers))))
 
     def _top(
         self, servers: Servers, rollouts: Sequence[Rollout], kappa: int, temperature: float
     ) -> list[tuple[Tensor, Tensor, Tensor, int]]:
-        """As `unpack_answer`, of consecutive rollouts."""
+        """Return `unpack_answer` of consecutive parts of the rollouts."""
 
         def request(url: str, part: list[Rollout]) -> Request:
             if url in self._models:
                 ids = [*part[0].prompt_ids, *part[0].response_ids.tolist()]
                 return self._prompt_logprobs(url, ids, kappa, temperature)
-            params = {"kappa": kappa, "temperature": temperature}
-            return Request("/score", content=pack_request(part), params=params)
+            return score_request(part, kappa, temperature)
 
         def read(url: str, answer: httpx.Response, part: list[Rollout]) -> tuple[Tensor, Tensor, Tensor, int]:
             if url in self._models:
                 return parse(answer.json()["choices"][0]["prompt_logprobs"], part[0], kappa)
             return unpack_answer(answer.content, flat_offsets(part)[-1], kappa)
 
-        alone = any(url in self._models for url in servers.urls)  # its answers are large
-        return servers.map(request, [[r] for r in rollouts] if alone else portions(rollouts), read)
+        one_each = any(url in self._models for url in servers.urls)  # JSON answers are large
+        return servers.map(request, [[r] for r in rollouts] if one_each else portions(rollouts), read)
 
     def _given(
         self,
@@ -171,11 +166,11 @@ class RemoteTeachers(Dropping):
                 f"{url}: a vLLM server gives log-probabilities at temperature 1, asked for "
                 f"{temperature}; serve the teacher with smopd.engine.teacher_server"
             )
-        body: dict[str, Any] = {"model": self._models[url], "prompt": ids, "prompt_logprobs": kappa}
-        return Request("/v1/completions", json=body | {"max_tokens": 1, "temperature": 0.0})
+        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": kappa}
+        return Request("/v1/completions", json={"model": self._models[url], "prompt": ids, **sampling})
 
     def _admit(self, m: int, urls: Sequence[str], *, starting: bool = False) -> None:
-        """Removes servers that do not answer or do not fit; at the start UnusableModel is raised."""
+        """Remove servers that do not answer or do not fit; at the start UnusableModel is raised."""
         for url in urls:
             try:
                 self._require_fit(m, url)
@@ -185,7 +180,7 @@ class RemoteTeachers(Dropping):
                 self.teachers[m].remove(url, str(error))
 
     def _require_fit(self, m: int, url: str) -> None:
-        """Raises ServerUnavailable, UnusableModel: it does not answer, or cannot serve what will be asked."""
+        """Raise ServerUnavailable or UnusableModel unless the server can answer the calls to come."""
         servers, name = self.teachers[m], f"teachers.models.{m}: {url}"
         described = servers.ask(url, Request("/describe", accept=(httpx.codes.NOT_FOUND,)), _description)
         text = Request("/tokenize", json={"prompt": self.probe.text, "add_special_tokens": False})
@@ -193,53 +188,45 @@ class RemoteTeachers(Dropping):
             raise UnusableModel(
                 f"{name} has another tokenizer than the student; expected a teacher of one family"
             )
+        ids = self.probe.token_ids
         self._models.pop(url, None)
         if described is None:
-            self._require_vllm(servers, url, name)
+            if self.union:
+                raise UnusableModel(
+                    f"{name} is a vLLM server, which cannot score the other teachers' ids; serve it with "
+                    "smopd.engine.teacher_server, or change teachers.union and merge.method product"
+                )
+            models = Request("/v1/models")
+            self._models[url] = servers.ask(url, models, lambda answer: str(answer.json()["data"][0]["id"]))
+            trial = self._prompt_logprobs(url, list(ids[:2]), self.kappa, self.temperature)
+            advice = f"; start it with --max-logprobs {self.kappa}, or lower opd.kappa"
         else:
-            self._require_ours(servers, url, name, *described)
-
-    def _require_ours(self, servers: Servers, url: str, name: str, vocabulary: int, rows: int) -> None:
-        if rows < self.probe.tokens:
-            raise UnusableModel(f"{name} has {rows} rows, the student has {self.probe.tokens} tokens")
-        self.rows = min(self.rows, rows)
-        if vocabulary != self.vocabulary:
-            raise UnusableModel(
-                f"{name} was started for a vocabulary of {vocabulary}, expected the student's "
-                f"{self.vocabulary} (--vocabulary)"
-            )
-        ids, params = self.probe.token_ids, {"kappa": self.kappa, "temperature": self.temperature}
-        one = Rollout(ids[:1], torch.tensor(ids[-1:]), torch.zeros(1), 0, True)
-        asked = Request("/score", content=pack_request([one]), params=params)
+            vocabulary, rows = described
+            if rows < self.probe.tokens:
+                raise UnusableModel(f"{name} has {rows} rows, the student has {self.probe.tokens} tokens")
+            self.rows = min(self.rows, rows)
+            if vocabulary != self.vocabulary:
+                raise UnusableModel(
+                    f"{name} was started for a vocabulary of {vocabulary}, expected the student's "
+                    f"{self.vocabulary} (--vocabulary)"
+                )
+            rollout = Rollout(ids[:1], torch.tensor(ids[-1:]), torch.zeros(1), 0, True)
+            trial, advice = score_request([rollout], self.kappa, self.temperature), ""
         try:
-            servers.ask(url, asked, lambda answer: unpack_answer(answer.content, 1, self.kappa))
+            servers.ask(url, trial, lambda answer: None)
         except ServerUnavailable as error:
             if error.cause != "refused":
                 raise
-            raise UnusableModel(f"{name} cannot answer what will be asked ({error})") from error
+            raise UnusableModel(f"{name} refuses kappa {self.kappa}: {error}{advice}") from error
 
-    def _require_vllm(self, servers: Servers, url: str, name: str) -> None:
-        if self.union:
-            raise UnusableModel(
-                f"{name} is a vLLM server, which cannot be asked about the other teachers' ids; serve it "
-                "with smopd.engine.teacher_server, or leave teachers.union and merge.method product"
-            )
-        models = Request("/v1/models")
-        self._models[url] = servers.ask(url, models, lambda answer: str(answer.json()["data"][0]["id"]))
-        asked = self._prompt_logprobs(url, list(self.probe.token_ids[:2]), self.kappa, self.temperature)
-        try:
-            servers.ask(url, asked, lambda answer: None)
-        except ServerUnavailable as error:
-            if error.cause != "refused":
-                raise
-            raise UnusableModel(
-                f"{name} gives no {self.kappa} log-probabilities a position; start it with --max-logprobs "
-                f"{self.kappa}, or lower opd.kappa ({error})"
-            ) from error
+
+def score_request(rollouts: Sequence[Rollout], kappa: int, temperature: float) -> Request:
+    params = {"kappa": kappa, "temperature": temperature}
+    return Request("/score", content=pack_request(rollouts), params=params)
 
 
 def _description(answer: httpx.Response) -> tuple[int, int] | None:
-    """Vocabulary and rows of a server of ours; None: it is another's."""
+    """Return (vocabulary, rows) of a `teacher_server`, or None for any other server."""
     if not answer.is_success:
         return None
     described = answer.json()
@@ -247,7 +234,7 @@ def _description(answer: httpx.Response) -> tuple[int, int] | None:
 
 
 def portions(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-    """Consecutive rollouts of about REQUEST_TOKENS together."""
+    """Split the rollouts into consecutive parts of about REQUEST_TOKENS."""
     parts: list[list[Rollout]] = []
     size = REQUEST_TOKENS
     for rollout in rollouts:
@@ -260,9 +247,9 @@ def portions(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 
 
 def parse(rows: list, rollout: Rollout, kappa: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """A response's entries by rank, its tokens' own, and 0 dropped; of vLLM's `prompt_logprobs`.
+    """Convert vLLM's `prompt_logprobs` of one response to the form of `unpack_answer`.
 
-    A row holds its token too, ranked among the kappa or not.
+    A row holds the kappa best tokens and the response's token, whatever its rank.
     """
     n_tokens = len(rollout.response_ids)
     ids_TS = torch.zeros(n_tokens, kappa, dtype=torch.int32)

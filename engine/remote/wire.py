@@ -1,11 +1,11 @@
-"""What goes between a teacher's server and its clients: safetensors, checked by who reads them.
+"""Messages between a teacher server and its clients: safetensors, validated by the receiver.
 
-    request   tokens (all prompts and responses, one behind the other) and lengths (R, 2), int32
-              given ids too: ids_NU int32, and the sampled tokens' own token_logps_N fp32
-    answer    ids_NS int32, logps_NS and token_logps_N fp32, and how many ids were dropped; of given ids:
-              logps_NU fp32
+    request   tokens (every prompt followed by its response, concatenated) and lengths (R, 2), int32;
+              for /given also ids_NU int32 and token_logps_N fp32
+    answer    ids_NS int32, logps_NS and token_logps_N fp32, and the number of ids dropped;
+              from /given logps_NU fp32
 
-Shapes: R responses, N response tokens in flat order, S = kappa entries, U ids that are asked for.
+Shapes: R responses, N response tokens in flat order, S = kappa entries, U given ids.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def pack(**tensors: Tensor) -> bytes:
 
 
 def unpack(content: bytes, **fields: tuple[torch.dtype, tuple[int | None, ...]]) -> list[Tensor]:
-    """The tensors of these names, each of its dtype and shape; None is any size.
+    """Return the named tensors after checking dtype and shape; None matches any size.
 
     Raises:
-        ValueError, KeyError, SafetensorError: they are not in it.
+        ValueError, KeyError, SafetensorError: the content is malformed.
     """
     tensors = load(content)
     for name, (dtype, shape) in fields.items():
@@ -41,14 +41,14 @@ def unpack(content: bytes, **fields: tuple[torch.dtype, tuple[int | None, ...]])
 
 
 def pack_request(rollouts: Sequence[Rollout], **given: Tensor) -> bytes:
-    """`given`: ids_NU (N, U) and token_logps_N (N,), for `unpack_given`."""
+    """Pack a request; `given` is ids_NU and token_logps_N for /given."""
     pieces = [piece for r in rollouts for piece in (torch.tensor(r.prompt_ids), r.response_ids)]
     lengths = [[len(r.prompt_ids), len(r.response_ids)] for r in rollouts]
     return pack(tokens=torch.cat(pieces).int(), lengths=torch.tensor(lengths, dtype=torch.int32), **given)
 
 
 def unpack_request(content: bytes, vocabulary: int) -> list[Rollout]:
-    """Raises as `unpack`: it is no request over this vocabulary."""
+    """Return a request's rollouts; raises as `unpack` and for ids outside the vocabulary."""
     int32 = torch.int32
     tokens, lengths = unpack(content, tokens=(int32, (None,)), lengths=(int32, (None, 2)))
     if bool((lengths < 0).any()) or int(lengths.sum()) != len(tokens):
@@ -64,10 +64,7 @@ def unpack_request(content: bytes, vocabulary: int) -> list[Rollout]:
 
 
 def unpack_given(content: bytes, vocabulary: int, rows: int) -> tuple[list[Rollout], Tensor, Tensor]:
-    """Rollouts, the ids that are asked for and the tokens' own values. Raises as `unpack_request`.
-
-    rows: of the teacher, which the ids are below.
-    """
+    """Return rollouts, ids_NU (below `rows`) and token_logps_N of a request to /given."""
     rollouts = unpack_request(content, vocabulary)
     n_tokens = sum(len(rollout.response_ids) for rollout in rollouts)
     ids_NU, token_logps_N = unpack(
@@ -79,7 +76,7 @@ def unpack_given(content: bytes, vocabulary: int, rows: int) -> tuple[list[Rollo
 
 
 def unpack_answer(content: bytes, n_tokens: int, kappa: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """ids_NS, logps_NS, token_logps_N, and ids dropped. Raises as `unpack`."""
+    """Return ids_NS, logps_NS, token_logps_N and the number of ids dropped."""
     ids_NS, logps_NS, token_logps_N, dropped = unpack(
         content,
         ids_NS=(torch.int32, (n_tokens, kappa)),
@@ -95,7 +92,7 @@ def unpack_answer(content: bytes, n_tokens: int, kappa: int) -> tuple[Tensor, Te
 
 
 def unpack_values(content: bytes, n_tokens: int, n_given: int) -> Tensor:
-    """logps_NU. Raises as `unpack`."""
+    """Return the logps_NU that /given answered."""
     (logps_NU,) = unpack(content, logps_NU=(torch.float32, (n_tokens, n_given)))
     require_logprobs("logps_NU", logps_NU)
     return logps_NU
@@ -104,9 +101,9 @@ def unpack_values(content: bytes, n_tokens: int, n_given: int) -> Tensor:
 def require_topk(
     ids_NS: Tensor, logps_NS: Tensor, token_logps_N: Tensor, *, may_be_empty: bool = False
 ) -> None:
-    """Raises ValueError: these are no log-probabilities of a row's largest tokens and of its own.
+    """Raise ValueError unless these are log-probabilities of distinct ids and of the sampled token.
 
-    may_be_empty: a row may hold no entry at all.
+    may_be_empty: accept rows without an entry.
     """
     require_logprobs("logps_NS", logps_NS)
     require_logprobs("token_logps_N", token_logps_N)
@@ -127,8 +124,8 @@ def require_topk(
 
 
 def require_logprobs(name: str, logps: Tensor) -> None:
-    """Raises ValueError: one is neither -inf nor finite and at most 0, up to rounding."""
-    bad = ~(logps <= SLACK)  # NaN among them
+    """Raise ValueError on NaN and on positive values beyond rounding."""
+    bad = ~(logps <= SLACK)
     if bool(bad.any()):
         raise ValueError(f"{name} holds {float(logps[bad][0]):g}, expected log-probabilities of at most 0")
 

@@ -113,7 +113,7 @@ def test_a_server_that_cannot_serve_is_refused_at_the_start(loopback, path, stat
     ("held", "logp", "reason"),
     [
         ("other", 0.0, "holds the weights other, expected .*-1"),
-        (None, -3.5, r"the log-probability -3.5, expected 0 \(--logprobs-mode processed_logprobs\)"),
+        (None, -3.5, r"returns log-probability -3.5 .*, expected 0 \(--logprobs-mode processed_logprobs\)"),
         (None, 0.0, None),
     ],
 )

@@ -194,5 +194,5 @@ def test_teachers_at_both_kinds_of_server(pair, model_folder, tmp_path):
             assert found.ids_NMS.equal(expected.ids_NMS)
             for name in ("logps_NMS", "token_logps_NM"):
                 torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-4)
-    with pytest.raises(UnusableModel, match=rf"gives no {KAPPA + 1} log-probabilities .*--max-logprobs"):
+    with pytest.raises(UnusableModel, match=rf"refuses kappa {KAPPA + 1}: .*--max-logprobs"):
         teachers([plain], kappa=KAPPA + 1)
