@@ -1,1 +1,1 @@
-"""SMOPD's operations inside other trainers, one file a host. A host is imported only by its own file."""
+"""SMOPD's operations inside other trainers, each of which is imported only by its own file."""

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smopd.integrations.shared import log_weights, require_host, require_parameters, require_vocabulary
+from smopd.integrations.shared import log_weights, require_host, require_vocabulary
 from smopd.ops import CLIP_HIGH, CLIP_LOW, LossSettings, LossTokens, smopd_loss
 
-FIRST, BEFORE = "0.6", "0.9"  # versions whose loss protocol was read
+FIRST, BEFORE = "0.6", "0.9"  # versions with a known loss protocol
 LOGITS, IDS, LOGPS = "teacher_topk_logits", "teacher_topk_indices", "teacher_topk_logprobs"
 
 
 def stack_teachers(answers: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The columns that SmopdLossFn reads, (B, T, M, S), of a `get_topk_logits` answer (B, T, S) a teacher."""
+    """Stack the teachers' `get_topk_logits` answers (B, T, S) to the columns (B, T, M, S) of SmopdLossFn."""
     shapes = [tuple(answer["topk_indices"].shape) for answer in answers]
     if len(set(shapes)) != 1:
         raise ValueError(f"stack_teachers: the teachers' answers have shapes {shapes}, expected one for all")
@@ -35,22 +35,21 @@ def stack_teachers(answers: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]
 
 
 class SmopdLossFn:
-    """Eq. 9 in NeMo-RL's loss protocol, on logits: `loss_type` TOKEN_LEVEL, `input_type` LOGIT.
+    """Eq. 9 in NeMo-RL's loss protocol: `loss_type` TOKEN_LEVEL, `input_type` LOGIT.
 
-    Of the micro-batch it reads input_ids, token_mask, sample_mask and teacher_topk_indices, (B, T, S) or
-    (B, T, M, S), with teacher_topk_logprobs, nats over the whole vocabulary, or else teacher_topk_logits,
-    normalised over their S entries as the host does: the tail's teacher side is then 0. With advantages (and
-    prev_logprobs, else the ratio is 1) the clipped policy gradient is in the same pass. Loss and metrics are
-    sums over global_valid_toks, as the host adds them up over micro-batches.
+    The micro-batch holds input_ids, token_mask, sample_mask and teacher_topk_indices (B, T, S) or
+    (B, T, M, S). It also holds teacher_topk_logprobs, normalised over the vocabulary, or teacher_topk_logits,
+    which are normalised over their S entries as in NeMo-RL, so that the teachers' tail is empty. Advantages
+    add the clipped policy gradient, with a ratio of 1 unless there are prev_logprobs. Loss and metrics are
+    divided by global_valid_toks, so that the host can add them up over micro-batches.
 
     Args:
-        weights: alpha, one a teacher, summing to 1.
-        settings: LossSettings; the temperatures have to be 1, since NeMo-RL has divided the logits already.
-        inplace: write the gradient over the logits' memory; only where nothing else reads them, and not with
-            sequence packing, which cuts them.
+        weights: alpha of each teacher, summing to 1.
+        settings: with temperatures of 1, because NeMo-RL divides the logits itself.
+        inplace: overwrite the logits with their gradient. Do not use it with sequence packing.
     Raises:
-        ImportError: NeMo-RL is missing, or of a version or a protocol that is not known.
-        ValueError: weights or settings are not as above.
+        ImportError: NeMo-RL is missing or has an unsupported version.
+        ValueError: weights or settings are invalid.
     """
 
     def __init__(
@@ -58,8 +57,6 @@ class SmopdLossFn:
     ) -> None:
         require_host("nemo-rl", FIRST, BEFORE)
         host = import_module("nemo_rl.algorithms.loss.interfaces")
-        names = ("data", "global_valid_seqs", "global_valid_toks", "kwargs")
-        require_parameters(host.LossFunction.__call__, *names)
         self.settings = settings or LossSettings()
         if (self.settings.temperature, self.settings.kl_temperature) != (1.0, 1.0):
             raise ValueError(
@@ -79,16 +76,18 @@ class SmopdLossFn:
         *,
         logits: Tensor,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Loss (0-dim) and metrics of a micro-batch. logits: (B, T, V), padding beyond the data's T left out.
+        """Return loss and metrics of a micro-batch.
 
-        global_valid_toks None counts this micro-batch's tokens; global_valid_seqs is not used.
+        Args:
+            global_valid_toks: None: the number of trained tokens in this micro-batch.
+            logits: (B, T, V); positions beyond the data's T are ignored.
         """
         ids_BT = data["input_ids"]
         n_rows, length = ids_BT.shape
         if hasattr(logits, "to_local") or logits.shape[0] != n_rows or logits.shape[1] < length:
             raise ValueError(
                 f"SmopdLossFn: logits are a {type(logits).__name__} of shape {tuple(logits.shape)}, expected "
-                f"a whole tensor ({n_rows}, {length}, V) without tensor or context parallelism"
+                f"an unsharded tensor ({n_rows}, {length}, V) without tensor or context parallelism"
             )
         logits = logits[:, :length]
         teacher_ids, teacher_logps = self._teachers(data, logits)
@@ -126,7 +125,7 @@ class SmopdLossFn:
         return loss, {**metrics, "num_valid_samples": n_rows}
 
     def _teachers(self, data: Mapping[str, Any], logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids and log-probabilities (B*T, M, S) on the logits' device."""
+        """Return ids and log-probabilities (B*T, M, S) on the logits' device."""
         ids = data[IDS].to(logits.device)
         given = LOGPS if LOGPS in data else LOGITS
         logps = data[given].to(logits.device).float()

@@ -1,15 +1,14 @@
-"""What the integrations share: checks of host and teachers, and a KL with the masses that hosts log.
+"""Shared by the integrations: checks of host and teachers, and a KL with the masses that hosts log.
 
 Shapes: N tokens, V vocabulary, S support entries.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from packaging.version import Version
@@ -21,7 +20,7 @@ WEIGHT_SUM_TOLERANCE = 1e-6  # ours: decimal fractions such as thirds written wi
 
 
 def require_host(package: str, first: str, before: str) -> str:
-    """The installed version; ImportError unless it is at least `first` and below `before`."""
+    """Return the installed version; raise ImportError unless first <= version < before."""
     known = f"{package}>={first},<{before}"
     try:
         installed = version(package)
@@ -31,28 +30,18 @@ def require_host(package: str, first: str, before: str) -> str:
         ) from None
     if not Version(first) <= Version(installed) < Version(f"{before}.dev0"):
         raise ImportError(
-            f"smopd.integrations knows the functions of {known}; {package} {installed} is installed. "
-            f"pip install '{known}', or an smopd that knows {installed}"
+            f"smopd.integrations supports {known}; {package} {installed} is installed. "
+            f"pip install '{known}', or an smopd that supports {installed}"
         )
     return installed
-
-
-def require_parameters(function: Callable[..., Any], *names: str) -> None:
-    """Raises ImportError where a host's function no longer has the parameters that we know."""
-    parameters = inspect.signature(function).parameters
-    if missing := [name for name in names if name not in parameters]:
-        raise ImportError(
-            f"{function.__module__}.{function.__qualname__} has no parameter {', '.join(missing)}; "
-            f"it has {', '.join(parameters)}: not the function that smopd.integrations knows"
-        )
 
 
 def require_same_tokens(
     own: Mapping[str, int], other: Mapping[str, int], teacher: str, *, more: bool = False
 ) -> None:
-    """Raises ValueError where a token has another id for the teacher.
+    """Raise ValueError if a token has another id for the teacher.
 
-    more: the teacher may know further tokens, above all of ours.
+    more: allow further tokens of the teacher above all ids of the student.
     """
     first = 1 + max(own.values()) if more else math.inf
     compared = own.keys() | {token for token, i in other.items() if i < first}
@@ -61,24 +50,24 @@ def require_same_tokens(
         token = differing[0]
         raise ValueError(
             f"teacher {teacher} has another tokenizer than the student: {token!r} is token "
-            f"{other.get(token)} there and {own.get(token)} here"
+            f"{other.get(token)} of the teacher and {own.get(token)} of the student"
         )
 
 
 def require_vocabulary(teachers: str, ids: Tensor, vocab_size: int) -> None:
-    """Raises ValueError where an id is outside [0, vocab_size). Costs one host synchronisation."""
+    """Raise ValueError if an id is outside [0, vocab_size); costs one host synchronisation."""
     if ids.numel() == 0:
         return
     low, high = torch.stack(torch.aminmax(ids)).tolist()
     if low < 0 or high >= vocab_size:
         raise ValueError(
-            f"{teachers} names tokens {low} to {high}, expected ids in [0, {vocab_size}), the columns of the "
-            "student's logits: the teachers need the student's vocabulary, and the logits have to be whole"
+            f"{teachers} has tokens {low} to {high}, expected ids in [0, {vocab_size}), the columns of the "
+            "student's logits: the teachers need the student's vocabulary, and the logits must not be sharded"
         )
 
 
 def log_weights(weights: Sequence[float]) -> Tensor:
-    """log alpha of the mixture (Eq. 5): (M,) fp32, nats; a weight of 0 gives -inf, a teacher switched off."""
+    """Return log alpha of the mixture (Eq. 5), (M,) fp32; a weight of 0 (-inf) disables its teacher."""
     alpha = [float(weight) for weight in weights]
     if not all(weight >= 0.0 for weight in alpha) or abs(math.fsum(alpha) - 1.0) > WEIGHT_SUM_TOLERANCE:
         raise ValueError(f"teacher_weights is {alpha}, expected numbers of at least 0 that sum to 1")
@@ -86,10 +75,10 @@ def log_weights(weights: Sequence[float]) -> Tensor:
 
 
 class SupportKL(NamedTuple):
-    """A forward KL and what its hosts log of it, (N,) each; only kl_N has a gradient.
+    """A forward KL and the metrics that hosts log, (N,) each; only kl_N has a gradient.
 
-    kl_N: nats, of the target as given: not clamped, not renormalised.
-    student_mass_N: the student's probability of the support, each id once.
+    kl_N: nats, neither clamped nor renormalised.
+    student_mass_N: the student's probability of the support, counting each id once.
     teacher_mass_N: the target's mass Q.
     """
 
@@ -101,7 +90,7 @@ class SupportKL(NamedTuple):
 def support_forward_kl(
     logits_NV: Tensor, ids_NS: Tensor, logps_NS: Tensor, *, tail: bool, temperature: float = 1.0
 ) -> SupportKL:
-    """topk_forward_kl and its masses, in one pass over the vocabulary; -inf marks an empty slot."""
+    """Compute `topk_forward_kl` and its masses in one pass over the vocabulary; -inf marks an empty slot."""
     require_vocabulary("the teachers' top tokens", ids_NS, logits_NV.shape[1])
     logp_N, kl_N = topk_forward_kl(
         logits_NV, ids_NS[:, 0], ids_NS, logps_NS, tail=tail, temperature=temperature
@@ -115,7 +104,7 @@ def support_forward_kl(
 def floored_forward_kl(
     logits_NV: Tensor, ids_NS: Tensor, logps_NS: Tensor, floor: float | None
 ) -> tuple[SupportKL, Tensor, Tensor]:
-    """verl's truncated KL: what is below the floor counts as the floor, in the student without gradient.
+    """Compute verl's truncated KL: log-probabilities below the floor become the floor, without gradient.
 
         kl_n = sum_s q_s (log q_s - max(log p(v_s), floor)), q and log q from max(log q, floor)
 
@@ -144,6 +133,6 @@ def floored_forward_kl(
 
 
 def _support_logps(logits_NV: Tensor, ids_NS: Tensor, logp_N: Tensor, temperature: float) -> Tensor:
-    """The student's log-probabilities (N, S) of a support, given that of its first entry. Detached."""
+    """Return the student's log-probabilities (N, S) of a support from that of its first entry; detached."""
     values_NS = logits_NV.detach().gather(1, ids_NS.long()).float() / temperature
     return values_NS - values_NS[:, :1] + logp_N.detach()[:, None]

@@ -1,11 +1,10 @@
-"""TRL's on-policy trainers with several teachers on each token, and the fused loss.
+"""TRL's on-policy trainers with several teachers per token and the fused loss.
 
-    SMOPDDistillationTrainer    DistillationTrainer: the forward KL to the teachers' mixture (Eq. 7)
-    SMOPDGRPOTrainer            GRPOTrainer: its rewards as the anchor, plus opd_coef times that KL (Eq. 9)
+    SMOPDDistillationTrainer    DistillationTrainer with the forward KL to the teachers' mixture (Eq. 7)
+    SMOPDGRPOTrainer            GRPOTrainer plus opd_coef times that KL (Eq. 9)
 
 Both take `teacher_models`, a list of models or paths; everything else is TRL's.
-Shapes: B sequences, T completion tokens, N completion tokens that count, R responses of all ranks,
-G groups of P, K rewards.
+Shapes: B sequences, T completion tokens, N trained completion tokens, R responses of all ranks, K rewards.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from smopd.integrations.shared import require_host, require_parameters
+from smopd.integrations.shared import require_host
 from smopd.ops import CLIP_HIGH, CLIP_LOW, LossStats, LossTokens, gd2po_advantages, gdpo_advantages
 
 require_host("trl", "1.16.0", "1.17")
@@ -33,13 +32,10 @@ from smopd.integrations.trl_mixture import (  # noqa: E402
 
 __all__ = ["SMOPDDistillationConfig", "SMOPDDistillationTrainer", "SMOPDGRPOConfig", "SMOPDGRPOTrainer"]
 
-require_parameters(DistillationTrainer._compute_loss, "unwrapped_student", "inputs", "num_items_in_batch")
-require_parameters(GRPOTrainer._compute_loss, "model", "inputs")
-
 
 @dataclass
 class SMOPDDistillationConfig(MixtureConfig, DistillationConfig):
-    """TRL's settings and the mixture's. `temperature` is both sides' in the KL, as in TRL."""
+    """Settings of TRL and of the mixture. `temperature` applies to student and teachers, as in TRL."""
 
     beta: float = field(default=0.0, metadata={"help": "0, the forward KL: no other divergence is computed."})
 
@@ -84,18 +80,17 @@ SERVED = {
     "off_policy_mask_threshold": (None,),
     "use_adaptive_entropy": (False,),
 }
-# What one kind of advantages alone reads.
-OF_OURS = {"whiten": "default"}
-OF_TRL = {"scale_rewards": "group", "multi_objective_aggregation": "sum_then_normalize"}
+ONLY_OURS = {"whiten": "default"}  # settings of gdpo and gd2po, with defaults
+ONLY_TRLS = {"scale_rewards": "group", "multi_objective_aggregation": "sum_then_normalize"}
 
 
 def require_served(args: Any) -> None:
-    """Raises ValueError where a setting is unknown, has no place in the loss, or is of other advantages."""
+    """Raise ValueError for a setting that the loss or the chosen advantages do not support."""
     for name, served in SERVED.items():
         if (value := getattr(args, name)) not in served:
             raise ValueError(f"{name} is {value!r}, expected {' or '.join(map(repr, served))}")
     chosen = args.advantage_estimator
-    for name, default in (OF_OURS if chosen == "trl" else OF_TRL).items():
+    for name, default in (ONLY_OURS if chosen == "trl" else ONLY_TRLS).items():
         if (value := getattr(args, name)) != default:
             raise ValueError(
                 f"{name} is {value!r}, expected {default!r}: advantage_estimator={chosen!r} has no use for it"
@@ -105,41 +100,39 @@ def require_served(args: Any) -> None:
         raise ValueError(f"delta is {args.delta}, expected None or above 1 + epsilon_high = {highest}")
 
 
-def advantages_of(trainer: Any, batch: dict[str, Any], rewards_RK: Tensor) -> tuple[Tensor, Tensor]:
-    """(R,) advantages, and (G,) whether no reward of the group differs: before whitening it adds nothing."""
+def advantages_of(trainer: Any, batch: dict[str, Any], rewards_RK: Tensor) -> Tensor:
+    """Return the (R,) advantages of gdpo or gd2po."""
     mask_BT = batch["completion_mask"]
     lengths_B = (mask_BT * batch["tool_mask"] if "tool_mask" in batch else mask_BT).sum(1)
     per_prompt = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
-    weights_K = trainer.reward_weights.to(rewards_RK.device)
     group_R = torch.arange(len(rewards_RK), device=rewards_RK.device) // per_prompt
-    options = {"weights_K": weights_K, "lengths_R": trainer.accelerator.gather(lengths_B)}
+    options = {
+        "weights_K": trainer.reward_weights.to(rewards_RK.device),
+        "lengths_R": trainer.accelerator.gather(lengths_B),
+    }
     if trainer.args.whiten != "default":
         options["whiten"] = trainer.args.whiten
     if trainer.args.advantage_estimator == "gdpo":
-        adv_R = gdpo_advantages(rewards_RK, group_R, **options)
-    else:
-        adv_R, _ = gd2po_advantages(rewards_RK, group_R, **options)
-    rewards_GPK = rewards_RK.view(-1, per_prompt, len(weights_K))
-    lowest_GK = rewards_GPK.masked_fill(rewards_GPK.isnan(), torch.inf).amin(1)
-    highest_GK = rewards_GPK.masked_fill(rewards_GPK.isnan(), -torch.inf).amax(1)
-    return adv_R, ~((lowest_GK < highest_GK) & (weights_K != 0)).any(1)
+        return gdpo_advantages(rewards_RK, group_R, **options)
+    adv_R, _ = gd2po_advantages(rewards_RK, group_R, **options)
+    return adv_R
 
 
 @dataclass
 class SMOPDGRPOConfig(MixtureConfig, GRPOConfig):
-    """TRL's settings and the mixture's. `temperature` is the ratio's and the entropy's."""
+    """Settings of TRL and of the mixture. `temperature` applies to ratio and entropy."""
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]
 
     opd_coef: float = field(default=1.0, metadata={"help": "lambda of Eq. 9."})
     kl_temperature: float = field(default=1.0, metadata={"help": "Of both sides of the KL."})
     advantage_estimator: str = field(
-        default="trl", metadata={"help": "trl: TRL's own; or gdpo or gd2po, by reward_weights."}
+        default="trl", metadata={"help": "trl: TRL's own; gdpo and gd2po use reward_weights."}
     )
     whiten: str | None = field(
         default="default",
         metadata={
-            "help": "What gdpo and gd2po whiten over: responses, tokens or (None) nothing; "
+            "help": "gdpo and gd2po whiten over responses, tokens or nothing (None); "
             "default: responses for gdpo, tokens for gd2po."
         },
     )
@@ -155,7 +148,7 @@ class SMOPDGRPOTrainer(SeveralTeachers, GRPOTrainer):
         if self.aux_loss_enabled:
             raise ValueError(
                 f"router_aux_loss_coef is {self.router_aux_loss_coef}, expected 0 for a mixture of experts: "
-                "the fused loss calls the decoder, which returns no auxiliary loss"
+                "the fused loss has no auxiliary loss"
             )
         self.take_teachers(teacher_models)
 
@@ -167,12 +160,10 @@ class SMOPDGRPOTrainer(SeveralTeachers, GRPOTrainer):
         batch = super()._generate_and_score_completions(inputs)
         if self.args.advantage_estimator == "trl":
             return batch
-        adv_R, equal_G = advantages_of(self, batch, self._rewards_RK)
+        adv_R = advantages_of(self, batch, self._rewards_RK)
         own = len(batch["advantages"])
         start = self.accelerator.process_index * own
         batch["advantages"] = adv_R[start : start + own]
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        metrics["frac_reward_zero_std"][-1] = equal_G.float().mean().item()
         logged = self._logs["advantages"]
         for _ in range(min(len(adv_R), len(logged))):
             logged.pop()
@@ -210,7 +201,7 @@ class SMOPDGRPOTrainer(SeveralTeachers, GRPOTrainer):
         return loss
 
     def _denominator(self, inputs: Any, counted_BT: Tensor, accumulated: int) -> Tensor | int:
-        """TRL's of its loss_type, (B, 1) or a number."""
+        """Return the denominator of TRL's loss_type, (B, 1) or a number."""
         if self.args.loss_type == "grpo":
             return counted_BT.sum(1, keepdim=True).clamp(min=1.0) * len(counted_BT) * accumulated
         if self.args.loss_type == "bnpo":
@@ -222,14 +213,14 @@ class SMOPDGRPOTrainer(SeveralTeachers, GRPOTrainer):
         return (of_a_rank * shared).to(counted_BT.device)
 
     def _log(self, stats: LossStats, counted_BT: Tensor, accumulated: int) -> None:
-        """TRL's metrics of the loss, and the mixture's."""
+        """Log TRL's metrics of the loss, and those of the mixture."""
         low_N, high_N = (stats.clipped_N & CLIP_LOW) != 0, (stats.clipped_N & CLIP_HIGH) != 0
         clips = {"low_mean": low_N, "high_mean": high_N, "region_mean": low_N | high_N}
         clips = {f"clip_ratio/{name}": column for name, column in clips.items()}
         self.log_means(stats, entropy=stats.entropy_N, **clips)
 
         def shares(clipped_N: Tensor) -> Tensor:
-            """(R,) share of each response's tokens; NaN where none counts."""
+            """Return the (R,) share of each response's tokens; NaN for a response without tokens."""
             clipped_BT = torch.zeros_like(counted_BT).masked_scatter(counted_BT, clipped_N)
             return self.accelerator.gather(clipped_BT.sum(1) / counted_BT.sum(1))
 

@@ -1,7 +1,7 @@
-"""The frozen teachers beside a TRL trainer's student, and the fused loss of its completions.
+"""The frozen teachers of a TRL trainer, and the fused loss of its completions.
 
-Shapes: B sequences, T completion tokens, N completion tokens that count, M teachers, S = kappa,
-V vocabulary, D hidden.
+Shapes: B sequences, T completion tokens, N trained completion tokens, M teachers, S = kappa, V vocabulary,
+D hidden.
 """
 
 from __future__ import annotations
@@ -30,30 +30,28 @@ logger = getLogger(__name__)
 
 @dataclass
 class MixtureConfig:
-    """How the teachers are loaded and mixed; beside TRL's own settings."""
+    """How the teachers are loaded and mixed."""
 
-    kappa: int = field(
-        default=16, metadata={"help": "Entries of each teacher's distribution, and of their mixture."}
-    )
+    kappa: int = field(default=16, metadata={"help": "Entries of each teacher and of their mixture."})
     merge: bool = field(
         default=True, metadata={"help": "Merge equal ids of the teachers (Eq. 5); false pools them (Eq. 6)."}
     )
     tail: bool = field(
-        default=True, metadata={"help": "One more bucket for all that is outside the support: a true KL."}
+        default=True, metadata={"help": "Add a bucket for all tokens outside the support: a true KL."}
     )
     teacher_weights: list[float] | None = field(
-        default=None, metadata={"help": "One a teacher, summing to 1; null: equal."}
+        default=None, metadata={"help": "One per teacher, summing to 1; null: equal."}
     )
     teacher_model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "For teachers given by path: dtype (the student's), revision, ..."}
+        default=None, metadata={"help": "For teachers by path: dtype (default: the student's), revision, ..."}
     )
     chunk_bytes: int | None = field(
-        default=None, metadata={"help": "Bound of the logits held at a time, bytes."}
+        default=None, metadata={"help": "Limit in bytes of the logits held at a time."}
     )
 
 
 def require_config(args: Any, kind: type[Any]) -> None:
-    """Raises TypeError where args are not of the trainer's own class, ValueError for a bad kappa."""
+    """Raise TypeError for args of another class, and ValueError for a bad kappa."""
     if not isinstance(args, kind):
         raise TypeError(f"args is of type {type(args).__name__}, expected {kind.__name__}")
     if not isinstance(args.kappa, int) or args.kappa < 0:
@@ -61,15 +59,14 @@ def require_config(args: Any, kind: type[Any]) -> None:
 
 
 def require_readable(model: Any, name: str) -> None:
-    """Raises ValueError for what a loss of the decoder's output and the head's weight would miss.
+    """Raise ValueError unless the decoder's output and the head's weight determine the logits.
 
-    That is a model on several devices, or with an adapter of prompts or on its head, or with capped logits.
+    Refused are models on several devices, with adapters of prompts or of the head, and with capped logits.
     """
     if len(devices := sorted({str(at) for at in (getattr(model, "hf_device_map", None) or {}).values()})) > 1:
         raise ValueError(
             f"{name} is split by its device_map over {', '.join(devices)}, expected one device: load it with "
-            "device_map=None, and on several GPUs launch with accelerate launch or torchrun, or show the "
-            "process one of them (CUDA_VISIBLE_DEVICES)"
+            "device_map=None, and use several GPUs through accelerate launch or torchrun"
         )
     logit_scale(model.config.get_text_config())
     adapters = getattr(model, "peft_config", {}).values()
@@ -80,10 +77,10 @@ def require_readable(model: Any, name: str) -> None:
 
 
 def load_teacher(trainer: Any, teacher: Any) -> Any:
-    """A teacher, frozen and prepared as the trainer's accelerator has its own.
+    """Load a teacher, freeze it and prepare it with the trainer's accelerator.
 
     Raises:
-        ValueError: it has other tokens, a smaller vocabulary or what `require_readable` refuses.
+        ValueError: another tokenizer, a smaller vocabulary, or as `require_readable`.
     """
     args, own_tokens = trainer.args, vocabulary_of(trainer)
     if isinstance(teacher, str | os.PathLike):
@@ -98,11 +95,11 @@ def load_teacher(trainer: Any, teacher: Any) -> Any:
         teacher = create_model_from_path(name, AutoModelForCausalLM, **loading)
     else:
         name = teacher.name_or_path or type(teacher).__name__
-        try:  # a model knows no tokenizer, but may have been loaded from beside one
+        try:  # the folder that the model was loaded from may have one
             tokenizer = AutoTokenizer.from_pretrained(teacher.name_or_path or "", local_files_only=True)
         except (OSError, ValueError):
             tokenizer = None
-            logger.warning(f"teacher {name} has no tokenizer at hand: only its vocabulary size is compared")
+            logger.warning(f"teacher {name} has no local tokenizer: only its vocabulary size is compared")
     if tokenizer is not None:
         require_same_tokens(own_tokens, tokenizer.get_vocab(), name, more=True)
     size, expected = teacher.config.get_text_config().vocab_size, 1 + max(own_tokens.values())
@@ -125,7 +122,7 @@ def vocabulary_of(trainer: Any) -> dict[str, int]:
 
 
 class Completions(NamedTuple):
-    """The completions of a micro-batch, and which of their tokens count."""
+    """The completions of a micro-batch, and a mask of their trained tokens."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -143,16 +140,12 @@ def completions_of(inputs: dict[str, Any]) -> Completions:
     return Completions(input_ids, attention_mask, counted_BT, ids_BT[counted_BT])
 
 
-class Head(NamedTuple):
-    weight_VD: Tensor
-    bias_V: Tensor | None
-    scale: float
-    """What the model multiplies its logits with; a softmax at temperature T of them is one at T / scale."""
-
-
 @contextmanager
-def head_of(model: Any, dtype: torch.dtype) -> Iterator[Head]:
-    """The output embedding, whole: shards of ZeRO-3 and FSDP2 are gathered."""
+def head_of(model: Any, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor | None, float]]:
+    """Gather the head's weight (V, D) and bias (V,) from ZeRO-3 or FSDP2, and the scale of the logits.
+
+    A softmax at temperature T of scaled logits equals one at T / scale of the head's output.
+    """
     output = model.get_output_embeddings()
     bias = getattr(output, "bias", None)
 
@@ -161,21 +154,18 @@ def head_of(model: Any, dtype: torch.dtype) -> Iterator[Head]:
 
     with maybe_gather_lm_head_ctx(output.weight, bias):
         scale = logit_scale(model.config.get_text_config())
-        yield Head(whole(output.weight), None if bias is None else whole(bias), scale)
+        yield whole(output.weight), None if bias is None else whole(bias), scale
 
 
 class SeveralTeachers:
-    """What both trainers share: M frozen teachers, and the fused loss of the student's completions."""
+    """Mixin of both trainers: M frozen teachers, and the fused loss of the student's completions."""
 
     def take_teachers(self: Any, teachers: list[Any]) -> None:
         if not teachers:
             raise ValueError("teacher_models is empty, expected at least one model or path")
-        if self.args.teacher_model_init_kwargs and not any(
-            isinstance(t, str | os.PathLike) for t in teachers
-        ):
-            raise ValueError(
-                "teacher_model_init_kwargs is given, expected none: every teacher is a model already"
-            )
+        loaded = not any(isinstance(teacher, str | os.PathLike) for teacher in teachers)
+        if loaded and self.args.teacher_model_init_kwargs:
+            raise ValueError("teacher_model_init_kwargs is given, expected none: no teacher is a path")
         require_readable(self.model, "the student")
         weights = self.args.teacher_weights or [1 / len(teachers)] * len(teachers)
         if len(weights) != len(teachers):
@@ -189,10 +179,10 @@ class SeveralTeachers:
     def teachers_topk(
         self: Any, inputs: dict[str, Any], seen: Completions, temperature: float
     ) -> dict[str, Tensor]:
-        """LossTokens' teacher fields, asked once a batch however often it is trained on."""
+        """Return the teacher fields of LossTokens, computed once per batch and stored in `inputs`."""
         if "teachers_topk" not in inputs:
-            said = [self._topk(model, seen, temperature) for model in self.teacher_models]
-            ids_NMS, logps_NMS = (torch.stack(list(column), 1) for column in zip(*said, strict=True))
+            topk = [self._topk(model, seen, temperature) for model in self.teacher_models]
+            ids_NMS, logps_NMS = (torch.stack(list(column), 1) for column in zip(*topk, strict=True))
             inputs["teachers_topk"] = {
                 "teacher_ids_NMS": ids_NMS,
                 "teacher_logps_NMS": logps_NMS,
@@ -201,9 +191,9 @@ class SeveralTeachers:
         return inputs["teachers_topk"]
 
     def _hidden(self: Any, model: Any, seen: Completions, fp32_head: bool = False) -> Tensor:
-        """(N, D) in the dtype that the head is to run in: under autocast to bf16 that, as in TRL.
+        """Return (N, D) hidden states in the head's dtype: bf16 under autocast to bf16, as in TRL.
 
-        Not to fp16: the loss makes its gradients in forward, before anything scales them.
+        Autocast to fp16 leaves the head in fp32, since the fused loss computes unscaled gradients in forward.
         """
         with self.accelerator.autocast():
             output = model.get_decoder()(
@@ -222,32 +212,31 @@ class SeveralTeachers:
         def inside() -> Any:
             model = base_of(bare)
             hidden_ND = self._hidden(model, seen)
-            with head_of(model, hidden_ND.dtype) as head:
-                kappa = min(self.args.kappa, len(head.weight_VD))
-                scaled = temperature / head.scale
+            with head_of(model, hidden_ND.dtype) as (weight_VD, bias_V, scale):
+                kappa = min(self.args.kappa, len(weight_VD))
                 return linear_topk_logprobs(
-                    hidden_ND, head.weight_VD, kappa, bias_V=head.bias_V, temperature=scaled
+                    hidden_ND, weight_VD, kappa, bias_V=bias_V, temperature=temperature / scale
                 )
 
-        said = self.redirect(wrapped, bare, inside)
-        padding = said.ids_NS >= self._n_vocabulary
-        return said.ids_NS.masked_fill(padding, 0), said.logps_NS.masked_fill(padding, -torch.inf)
+        topk = self.redirect(wrapped, bare, inside)
+        padding = topk.ids_NS >= self._n_vocabulary
+        return topk.ids_NS.masked_fill(padding, 0), topk.logps_NS.masked_fill(padding, -torch.inf)
 
     def fused(
         self: Any, student: Any, seen: Completions, tokens: LossTokens, **settings: Any
     ) -> tuple[Tensor, LossStats]:
-        """linear_smopd_loss of the student; inside its wrapper's forward, where its weights are whole."""
+        """Compute linear_smopd_loss; call it inside the wrapper's forward, which gathers the weights."""
         args, model = self.args, base_of(student)
         hidden_ND = self._hidden(model, seen, getattr(args, "cast_lm_head_to_fp32", False))
-        with head_of(model, hidden_ND.dtype) as head:
+        with head_of(model, hidden_ND.dtype) as (weight_VD, bias_V, scale):
             for name in ("temperature", "kl_temperature"):
-                settings[name] /= head.scale
+                settings[name] /= scale
             objective = LossSettings(kappa=args.kappa, merge=args.merge, tail=args.tail, **settings)
-            options = {"bias_V": head.bias_V, "chunk_bytes": args.chunk_bytes}
-            return linear_smopd_loss(hidden_ND, head.weight_VD, tokens, objective, **options)
+            options = {"bias_V": bias_V, "chunk_bytes": args.chunk_bytes}
+            return linear_smopd_loss(hidden_ND, weight_VD, tokens, objective, **options)
 
     def log_means(self: Any, stats: LossStats, **columns: Tensor) -> None:
-        """Means over all ranks' tokens of the mixture's columns and these; outside the wrapped forward."""
+        """Log means over all ranks' tokens of the mixture's columns and these; call after forward."""
         columns |= {
             "opd/kl": stats.kl_N,
             "opd/teacher_mass": stats.teacher_mass_N,
@@ -263,5 +252,5 @@ class SeveralTeachers:
 
 
 def base_of(model: Any) -> Any:
-    """The transformers model under peft's wrapper, if there is one."""
+    """Return the transformers model, unwrapped from peft."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -1,9 +1,9 @@
-"""SMOPD inside verl: all teachers on every token, a forward KL without a clamp, weighted GDPO and GD2PO.
+"""SMOPD inside verl: every teacher on every token, an unclamped forward KL, weighted GDPO and GD2PO.
 
     VERL_USE_EXTERNAL_MODULES=smopd.integrations.verl python -m verl.trainer.main_ppo ... \\
         distillation.distillation_loss.loss_mode=smopd_forward_kl algorithm.adv_estimator=smopd_gdpo
 
-Importing this module registers those names, replaces seven functions of verl and prints which.
+Importing this module registers these names, replaces functions of verl and prints which.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ try:
         ORIGINALS,
         SmopdLossConfig,
     )
-except Exception as refusal:  # said on its own line: verl's own traceback is long
+except Exception as refusal:  # printed on a line of its own, because verl's traceback is long
     print(f"smopd.integrations.verl is not loaded: {refusal}", file=sys.stderr)
     raise
 

@@ -1,4 +1,4 @@
-"""What smopd.integrations.verl puts into verl: the distillation loss, advantages and the teachers' mixture.
+"""The patches of smopd.integrations.verl: the distillation loss, advantages and the teachers' mixture.
 
 Shapes: N tokens of this rank, R responses, K rewards, M teachers, S = topk.
 """
@@ -23,7 +23,6 @@ from smopd.integrations.shared import (
     floored_forward_kl,
     log_weights,
     require_host,
-    require_parameters,
     require_same_tokens,
     support_forward_kl,
 )
@@ -43,20 +42,15 @@ tokenizers = import_module("verl.utils.tokenizer")
 ulysses = import_module("verl.utils.ulysses")
 worker_config = import_module("verl.workers.config")
 
-ORIGINALS: dict[str, Callable[..., Any]] = {}  # verl's functions that were replaced, by their names
+ORIGINALS: dict[str, Callable[..., Any]] = {}  # verl's functions that were replaced, by name
 
 
-def in_place_of(owner: Any, *parameters: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Puts a function in the place of the owner's of that name, wherever verl has imported it already.
-
-    parameters: of the owner's function, which have to be there.
-    """
+def in_place_of(owner: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Replace the owner's function of the same name, also where verl has already imported it."""
 
     def put(ours: Callable[..., Any]) -> Callable[..., Any]:
         name = ours.__name__
-        original = getattr(owner, name)
-        require_parameters(original, *parameters)
-        ORIGINALS[name] = original
+        original = ORIGINALS[name] = getattr(owner, name)
         setattr(owner, name, ours)
         for key, module in list(sys.modules.items()):
             if key.startswith("verl.") and vars(module).get(name) is original:
@@ -69,16 +63,16 @@ def in_place_of(owner: Any, *parameters: str) -> Callable[[Callable[..., Any]], 
 LOSS_MODE = "smopd_forward_kl"
 UNCLAMPED = {"use_policy_gradient": False, "loss_max_clamp": None, "log_prob_min_clamp": None}
 WHOLE_LOGITS = ("fsdp", "fsdp2", "veomni")  # strategies that do not shard the vocabulary
-_read_later: StorageWeakRef | None = None  # the logits that our loss's backward will read
+_read_later: StorageWeakRef | None = None  # logits that the backward of our loss reads
 
 
 @dataclass
 class SmopdLossConfig(worker_config.DistillationLossConfig):  # type: ignore[name-defined]
-    """verl's DistillationLossConfig with the mixture's settings; its topk is kappa.
+    """verl's DistillationLossConfig with the settings of the mixture; its topk is kappa.
 
-    teacher_weights: alpha by the teachers' keys, summing to 1; None: equal.
-    merge: equal tokens of the teachers are one entry (Eq. 5); else they stay apart (Eq. 6).
-    tail: one more bucket for all that is outside the support.
+    teacher_weights: alpha by teacher key, summing to 1; None: equal.
+    merge: merge equal tokens of the teachers (Eq. 5), or keep them separate (Eq. 6).
+    tail: add a bucket for all tokens outside the support.
     """
 
     loss_mode: str = LOSS_MODE
@@ -95,7 +89,7 @@ class SmopdLossConfig(worker_config.DistillationLossConfig):  # type: ignore[nam
 
 
 def require_unclamped(settings: Any) -> None:
-    """Raises ValueError where verl's settings would clamp the KL or make a reward of it."""
+    """Raise ValueError if verl's settings would clamp the KL or turn it into a reward."""
     for name, expected in {"loss_mode": LOSS_MODE, **UNCLAMPED}.items():
         if getattr(settings, name) != expected:
             raise ValueError(
@@ -105,7 +99,7 @@ def require_unclamped(settings: Any) -> None:
 
 
 def rows(column: Tensor) -> Tensor:
-    """A nested column (responses, positions, S) as this rank's rows (N, S)."""
+    """Return this rank's rows (N, S) of a nested column (responses, positions, S)."""
     flat = column.values()[None]
     if ulysses.get_ulysses_sequence_parallel_world_size() > 1:
         flat = ulysses.slice_input_tensor(flat, dim=1)
@@ -113,19 +107,19 @@ def rows(column: Tensor) -> Tensor:
 
 
 def columns_of(kl: SupportKL, **more: Tensor) -> dict[str, Tensor]:
-    """Columns (1, N) as verl's loss takes them."""
+    """Return columns (1, N) for verl's loss."""
     columns = {"distillation_losses": kl.kl_N, "student_mass": kl.student_mass_N}
     columns |= {"teacher_mass": kl.teacher_mass_N, **more}
     return {name: column_N[None] for name, column_N in columns.items()}
 
 
-@in_place_of(losses, "config", "distillation_config", "data", "student_logits")
+@in_place_of(losses)
 def compute_topk_loss(
     config: Any, distillation_config: Any, data: Any, student_logits: Tensor, data_format: str
 ) -> dict[str, Tensor]:
-    """Each token's forward KL to the mixture that the teacher manager sent.
+    """Compute each token's forward KL to the mixture from the teacher manager.
 
-    Student and teachers are both at temperature 1: verl's division of the logits by the rollout's is undone.
+    Undo verl's division of the logits by the rollout's temperature: the teachers are at temperature 1.
     """
     settings = distillation_config.distillation_loss
     if settings.loss_mode != LOSS_MODE:
@@ -134,7 +128,7 @@ def compute_topk_loss(
     _keep(student_logits)
     if config.strategy not in WHOLE_LOGITS:
         raise NotImplementedError(f"{LOSS_MODE} needs whole logits; strategy {config.strategy} shards them")
-    # A tensor, or verl's NonTensorData, which [] unwraps and .get does not.
+    # A tensor, or verl's NonTensorData, which only [] unwraps.
     temperature = data["temperature"] if "temperature" in data.keys() else 1.0  # noqa: SIM118
     temperatures = set(torch.as_tensor(temperature).to(student_logits.dtype).flatten().tolist())
     if len(temperatures) != 1:
@@ -145,7 +139,7 @@ def compute_topk_loss(
     return columns_of(kl, negative_share=(kl.kl_N.detach() < 0).float())
 
 
-@in_place_of(fsdp_losses, "student_logits", "teacher_topk_log_probs", "teacher_topk_ids", "config")
+@in_place_of(fsdp_losses)
 def compute_forward_kl_topk(
     student_logits: Tensor,
     teacher_topk_log_probs: Tensor,
@@ -153,7 +147,7 @@ def compute_forward_kl_topk(
     config: Any,
     data_format: str,
 ) -> dict[str, Tensor]:
-    """verl's forward_kl_topk with its clamp and diagnostics, without a log-softmax over the vocabulary."""
+    """Compute verl's forward_kl_topk with clamp and diagnostics, but without a log-softmax over V."""
     _keep(student_logits)
     target = (rows(teacher_topk_ids), rows(teacher_topk_log_probs).float())
     floor = config.distillation_loss.log_prob_min_clamp
@@ -166,11 +160,11 @@ def _keep(logits: Tensor) -> None:
     _read_later = StorageWeakRef(logits.untyped_storage())
 
 
-@in_place_of(torch_functional, "logits", "labels", "inplace_backward")
+@in_place_of(torch_functional)
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
-    """verl's own, but never in place on the logits that our loss's backward has yet to read.
+    """Call verl's function, but not in place on logits that the backward of our loss reads later.
 
-    flash-attn's in-place backward runs first and would leave its gradient there, unnoticed by autograd.
+    flash-attn's in-place backward would overwrite them without notice by autograd.
     """
     kept = _read_later is not None and _read_later == StorageWeakRef(logits.untyped_storage())
     return ORIGINALS["logprobs_from_logits"](logits, labels, inplace_backward=inplace_backward and not kept)
@@ -180,7 +174,7 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
 def unclamped_forward_kl(
     config: Any, distillation_config: Any, model_output: dict[str, Tensor], data: Any
 ) -> tuple[Tensor, dict[str, Any]]:
-    """The loss of loss_mode smopd_forward_kl, (responses, positions), and its metrics."""
+    """Return the loss of loss_mode smopd_forward_kl, (responses, positions), and its metrics."""
     if "negative_share" not in model_output:
         raise ValueError(f"{LOSS_MODE} saw no logits: set actor_rollout_ref.model.use_fused_kernels=false")
     mask = data["response_mask"]
@@ -197,15 +191,15 @@ ESTIMATORS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "smopd_gdpo_tokens": (gdpo_advantages, {"whiten": "tokens"}),
     "smopd_gd2po": (gd2po_advantages, {"whiten": "tokens"}),
 }
-# What the v1 trainer leaves in its queue: its own step fetches the prompts' ids and tensors alone.
+# Rewards from the v1 trainer's queue, of which verl's own step fetches only ids and tensors.
 REWARDS: ContextVar[dict[str, Any]] = ContextVar("rewards", default={})  # noqa: B039  (never written to)
 
 
 def estimator(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The advantage estimator `name` in verl's signature: advantages and returns, (responses, positions).
+    """Return the estimator `name` with verl's signature: advantages and returns, (responses, positions).
 
-    It reads algorithm.gdpo_reward_keys and gdpo_reward_weights; smopd_gd2po also gd2po_snr_threshold. None
-    among the rewards is unscorable; over responses, one without a token of its own is left out.
+    It reads algorithm.gdpo_reward_keys and gdpo_reward_weights; smopd_gd2po also gd2po_snr_threshold. A
+    reward of None is unscorable. Whitening over responses excludes responses without tokens.
     """
     advantages, options = ESTIMATORS[name]
 
@@ -229,7 +223,7 @@ def estimator(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
         groups = [numbers.setdefault(prompt, len(numbers)) for prompt in index]
         group_R = torch.tensor(groups, device=rewards_RK.device)
         lengths_R = response_mask.sum(-1)
-        # v1's padding is a response's copy without a token. Over tokens it counts nothing anyway.
+        # v1 pads with copies without tokens, which have no weight when whitening over tokens.
         counted_R = (lengths_R > 0) | (options["whiten"] == "tokens")
         more = dict(options)
         if (weights := settings.get("gdpo_reward_weights")) is not None:
@@ -250,18 +244,18 @@ for _name in ESTIMATORS:
     core_algos.register_adv_est(_name)(estimator(_name))
 
 
-@in_place_of(v1_trainer.PPOTrainer, "batch", "metrics")
+@in_place_of(v1_trainer.PPOTrainer)
 def _compute_advantage(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """verl's own, with each response's reward_extra_info fetched before."""
+    """Fetch each response's reward_extra_info, then call verl's function."""
     theirs, name = ORIGINALS["_compute_advantage"], self.config.algorithm.adv_estimator
     if getattr(name, "value", name) not in ESTIMATORS:
         return theirs(self, batch, *args, **kwargs)
     fetched = v1_trainer.tq.kv_batch_get(
         keys=batch.keys, partition_id=batch.partition_id, select_fields=["extra_fields"]
     )
-    said = [fields.get("reward_extra_info") or {} for fields in fetched.pop("extra_fields").tolist()]
-    names = {name for rewards in said for name in rewards}
-    columns = {name: np.array([rewards.get(name) for rewards in said], dtype=object) for name in names}
+    rows = [fields.get("reward_extra_info") or {} for fields in fetched.pop("extra_fields").tolist()]
+    names = {name for row in rows for name in row}
+    columns = {name: np.array([row.get(name) for row in rows], dtype=object) for name in names}
     token = REWARDS.set(columns)
     try:
         return theirs(self, batch, *args, **kwargs)
@@ -269,9 +263,9 @@ def _compute_advantage(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         REWARDS.reset(token)
 
 
-@in_place_of(ray_trainer, "data", "adv_estimator", "config")
+@in_place_of(ray_trainer)
 def compute_advantage(data: Any, adv_estimator: Any, *args: Any, **kwargs: Any) -> Any:
-    """verl's own, which gives the rewards' columns to gdpo alone; here SMOPD's estimators get them too."""
+    """Call verl's function, or pass SMOPD's estimators the reward columns, which verl passes only to gdpo."""
     name = getattr(adv_estimator, "value", adv_estimator)
     if name not in ESTIMATORS:
         return ORIGINALS["compute_advantage"](data, adv_estimator, *args, **kwargs)
@@ -287,11 +281,11 @@ def compute_advantage(data: Any, adv_estimator: Any, *args: Any, **kwargs: Any) 
     return data
 
 
-@in_place_of(teacher_model.MultiTeacherModelManager, "self")
+@in_place_of(teacher_model.MultiTeacherModelManager)
 def _initialize_teacher_model_managers(self: Any) -> None:
-    """Before any teacher's server is up: compares the tokenizers.
+    """Compare the tokenizers before starting the teachers' servers.
 
-    A teacher whose tokenizer is not to be had here (on a remote file system, say) is named on stderr.
+    A teacher whose tokenizer cannot be read here, for example on a remote file system, is named on stderr.
     """
     settings = self.distillation_config
     if settings.distillation_loss.loss_mode == LOSS_MODE:
@@ -309,11 +303,11 @@ def _initialize_teacher_model_managers(self: Any) -> None:
     ORIGINALS["_initialize_teacher_model_managers"](self)
 
 
-@in_place_of(teacher_manager.AsyncTeacherLLMServerManager, "sequence_ids", "routing_key")
+@in_place_of(teacher_manager.AsyncTeacherLLMServerManager)
 async def compute_teacher_logprobs_single(
     self: Any, sequence_ids: list[int], *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    """Asks all teachers at once and returns the mixture, (positions, topk) each."""
+    """Ask all teachers at once and return the mixture, ids and log-probabilities (positions, topk)."""
     ask, settings = ORIGINALS["compute_teacher_logprobs_single"], self.distillation_loss_config
     if settings.loss_mode != LOSS_MODE:
         return await ask(self, sequence_ids, *args, **kwargs)

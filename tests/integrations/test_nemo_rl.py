@@ -40,11 +40,11 @@ class LossFunction(Protocol):
 B, T, V, M, S = 3, 7, 50, 2, 6
 
 
-def write_host(folder: Path, version: str, interfaces: str = INTERFACES) -> Path:
+def write_host(folder: Path, version: str) -> Path:
     """A package nemo_rl with the names of the protocol, installed in `folder` as far as importlib knows."""
     package = folder / "nemo_rl" / "algorithms" / "loss"
     package.mkdir(parents=True)
-    (package / "interfaces.py").write_text(interfaces)
+    (package / "interfaces.py").write_text(INTERFACES)
     info = folder / f"nemo_rl-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: nemo-rl\nVersion: {version}\n")
@@ -170,7 +170,7 @@ def test_what_it_cannot_serve_is_refused(host: Path) -> None:
         SmopdLossFn([0.5, 0.5], LossSettings(kl_temperature=0.7))
     for token in (V, -1):
         data["teacher_topk_indices"][0, 0, 0, 0] = token
-        with pytest.raises(ValueError, match=rf"teacher_topk_indices names tokens .* ids in \[0, {V}\)"):
+        with pytest.raises(ValueError, match=rf"teacher_topk_indices has tokens .* ids in \[0, {V}\)"):
             call(SmopdLossFn([0.5, 0.5]), logits, data)
     answers = [{"topk_logits": torch.zeros(1, 2, k), "topk_indices": torch.zeros(1, 2, k)} for k in (3, 4)]
     with pytest.raises(ValueError, match=r"shapes \[\(1, 2, 3\), \(1, 2, 4\)\]"):
@@ -180,17 +180,9 @@ def test_what_it_cannot_serve_is_refused(host: Path) -> None:
 def test_an_unknown_host_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match=r"needs nemo-rl, which is not installed.*nemo-rl>=0\.6,<0\.9"):
         SmopdLossFn([1.0])
-    for version, interfaces, message in (
-        ("0.9.0", INTERFACES, r"nemo-rl>=0\.6,<0\.9; nemo-rl 0\.9\.0 is installed"),
-        ("0.9.0.dev1", INTERFACES, r"nemo-rl 0\.9\.0\.dev1 is installed"),
-        (
-            "0.7.1",
-            INTERFACES.replace("global_valid_seqs, ", ""),
-            r"LossFunction\.__call__ has no parameter global_valid_seqs; it has self, data",
-        ),
-    ):
-        load_host(monkeypatch, write_host(tmp_path / version, version, interfaces))
-        with pytest.raises(ImportError, match=message):
+    for version in ("0.9.0", "0.9.0.dev1", "0.5.9"):
+        load_host(monkeypatch, write_host(tmp_path / version, version))
+        with pytest.raises(ImportError, match=rf"nemo-rl>=0\.6,<0\.9; nemo-rl {version} is installed"):
             SmopdLossFn([1.0])
 
 

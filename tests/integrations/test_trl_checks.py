@@ -65,11 +65,11 @@ def test_teachers_that_cannot_serve_are_refused(tmp_path: Path, caplog: pytest.L
     for teachers, message in (
         ([], "teacher_models is empty"),
         ([small], "has a vocabulary of 9, expected the student's, of"),
-        ([str(other)], r"another tokenizer than the student: '.*' is token \d+ there"),
+        ([str(other)], r"another tokenizer than the student: '.*' is token \d+ of the teacher"),
         ([AutoModelForCausalLM.from_pretrained(other)], r"another tokenizer than the student: '.*' is token"),
         (
             [str(saved_teacher(tmp_path / "fewer", vocabulary()[:-1]))],
-            r"another tokenizer .*: '.*' is token None there and \d+ here",
+            r"another tokenizer .*: '.*' is token None of the teacher and \d+ of",
         ),
     ):
         with pytest.raises(ValueError, match=message):
@@ -79,7 +79,7 @@ def test_teachers_that_cannot_serve_are_refused(tmp_path: Path, caplog: pytest.L
     one_device = teacher(1)
     one_device.hf_device_map = {"": "cpu"}
     distillation(tmp_path, [one_device])
-    assert "Qwen2ForCausalLM has no tokenizer at hand: only its vocabulary size is compared" in caplog.text
+    assert "Qwen2ForCausalLM has no local tokenizer: only its vocabulary size is compared" in caplog.text
 
 
 def split(model: Any) -> Any:

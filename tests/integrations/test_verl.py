@@ -228,7 +228,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(loss_mode: str) -> None:
     ids = ids.clone()
     ids[3, 2] = V
     config = our_config() if loss_mode == verl_patches.LOSS_MODE else host_config()
-    with pytest.raises(ValueError, match=rf"names tokens 0 to {V}, expected ids in \[0, {V}\)"):
+    with pytest.raises(ValueError, match=rf"has tokens 0 to {V}, expected ids in \[0, {V}\)"):
         loss_of(config, data_of(ids, logps), logits())
 
 
@@ -498,9 +498,12 @@ def test_a_teacher_with_another_tokenizer_is_refused_before_it_is_started(
     for other, message in (
         (
             save_tokenizer(tmp_path / "ids", {**TOKENS, "red": 2, "blue": 1}),
-            "'blue' is token 1 there and 2 here",
+            "'blue' is token 1 of the teacher and 2 of",
         ),
-        (save_tokenizer(tmp_path / "more", {**TOKENS, "pink": 4}), "'pink' is token 4 there and None here"),
+        (
+            save_tokenizer(tmp_path / "more", {**TOKENS, "pink": 4}),
+            "'pink' is token 4 of the teacher and None of",
+        ),
     ):
         with pytest.raises(ValueError, match=rf"teacher 'code' \({other}\) has another .*{message}"):
             start_teachers(our_config(), student, {"math": student, "code": other})
