@@ -5,7 +5,7 @@
 
 Follows verl's trainer without its Ray cluster: the teacher manager queries both teachers for each response
 and mixes their top-k, the logits processor computes each token's forward KL, and the loss sums them.
---measure compares time and memory of verl's top-k loss and SMOPD's two losses.
+--measure compares time and memory of verl's top-k loss and SMOPD's.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
+from verl.trainer.distillation.fsdp.losses import compute_forward_kl_topk
 from verl.utils import tensordict_utils as tu
 
 from smopd.integrations import verl as smopd_verl
-from smopd.integrations import verl_patches
 
 VOCABULARY, HIDDEN, PROMPT, RESPONSE = 64, 16, 3, 8
 LOGGED = ("student_mass", "teacher_mass", "negative_share")
@@ -50,7 +50,7 @@ class Teacher:
 
 def teacher_manager(loss_config: Any, teachers: dict[str, Teacher]) -> Any:
     """Make verl's manager with the teachers in this process."""
-    manager = object.__new__(verl_patches.teacher_manager.AsyncTeacherLLMServerManager)
+    manager = object.__new__(smopd_verl.teacher_manager.AsyncTeacherLLMServerManager)
     manager.distillation_loss_config = loss_config
     inference = SimpleNamespace(temperature=1.0, max_model_len=None)
     manager.teacher_model_configs = {key: SimpleNamespace(inference=inference) for key in teachers}
@@ -96,7 +96,7 @@ def train(steps: int) -> None:
     optimizer = torch.optim.Adam(student.parameters(), lr=0.05)
     for step in range(steps):
         logits = student(ids_BT).flatten(0, 1)[None]
-        loss_function = verl_patches.losses.distillation_ppo_loss
+        loss_function = smopd_verl.losses.distillation_ppo_loss
         columns = loss_function(actor, distillation, data=data, student_logits=logits)
         output = {name: column[0] for name, column in columns.items()}
         loss, metrics = loss_function(actor, distillation, model_output=output, data=data)
@@ -124,13 +124,11 @@ def losses_of(n_tokens: int, vocabulary: int, topk: int) -> tuple[Tensor, dict[s
     ours = SimpleNamespace(distillation_loss=smopd_verl.SmopdLossConfig(topk=topk))
     theirs = SimpleNamespace(distillation_loss=SimpleNamespace(log_prob_min_clamp=None))
 
-    def top_k(compute: Callable[..., dict[str, Tensor]]) -> Tensor:
-        return compute(logits, logps, ids, theirs, "thd")["distillation_losses"]
-
     return logits, {
-        "verl forward_kl_topk": lambda: top_k(verl_patches.ORIGINALS["compute_forward_kl_topk"]),
-        "smopd forward_kl_topk": lambda: top_k(verl_patches.compute_forward_kl_topk),
-        "smopd_forward_kl": lambda: verl_patches.compute_topk_loss(actor, ours, data, logits, "thd")[
+        "verl forward_kl_topk": lambda: compute_forward_kl_topk(logits, logps, ids, theirs, "thd")[
+            "distillation_losses"
+        ],
+        "smopd_forward_kl": lambda: smopd_verl.compute_topk_loss(actor, ours, data, logits, "thd")[
             "distillation_losses"
         ],
     }

@@ -1,7 +1,7 @@
 """verl's distillation through smopd.integrations.verl: losses, its FSDP engine, its teachers, on the CPU.
 
-Against verl's own functions where the two coincide, smopd.ops elsewhere. Needs verl 0.9.1, in an environment
-of its own: make test-verl.
+Compared with verl's functions if they agree by definition, and otherwise with smopd.ops. Needs verl 0.9.1:
+`make test-verl` runs these in an environment of their own.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from verl.workers.config import FSDPActorConfig
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.utils.losses import ppo_loss
 
-import smopd.integrations.verl  # noqa: F401
-from smopd.integrations import verl_patches
+from smopd.integrations import verl as smopd_verl
 from smopd.ops import teacher_mixture, topk_forward_kl
 
 N, V, S = 24, 97, 6
@@ -58,30 +57,50 @@ def top(seed: int) -> tuple[Tensor, Tensor]:
     return ids, values
 
 
-def data_of(ids: Tensor, logps: Tensor, temperature: float | Tensor = 1.0) -> TensorDict:
-    """A micro-batch of verl's legacy trainer. verl stores what is no tensor as NonTensorData."""
-    responses = [length - prompt for length, prompt in zip(LENGTHS, PROMPTS, strict=True)]
-    mask = torch.arange(max(responses)) < torch.tensor(responses)[:, None]
-    prompt_mask = torch.arange(max(PROMPTS)) >= max(PROMPTS) - torch.tensor(PROMPTS)[:, None]
+def data_of(
+    ids: Tensor,
+    logps: Tensor,
+    temperature: float | Tensor = 1.0,
+    *,
+    remove_padding: bool = True,
+    task_rewards: bool = False,
+) -> TensorDict:
+    """Two responses to two prompts as verl's v1 trainer sends them to its actor."""
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randint(V, (N,), generator=generator).split(LENGTHS)
+    responses = [row[prompt:] for row, prompt in zip(rows, PROMPTS, strict=True)]
+
+    def column(rows: list[Tensor]) -> Tensor:
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
     columns = {
-        "prompts": torch.zeros(2, max(PROMPTS), dtype=torch.long),
-        "responses": torch.zeros(2, max(responses), dtype=torch.long),
-        "attention_mask": torch.cat([prompt_mask, mask], dim=1).long(),
-        "response_mask": mask,
-        "teacher_ids": nested(ids),
+        "input_ids": nested(torch.cat(rows)),
+        "position_ids": nested(torch.cat([torch.arange(length) for length in LENGTHS])),
+        "prompts": column([row[:prompt] for row, prompt in zip(rows, PROMPTS, strict=True)]),
+        "responses": column(responses),
+        "response_mask": column([torch.ones_like(row) for row in responses]),
+        "old_log_probs": column([-4 * torch.rand(len(row), generator=generator) for row in responses]),
+        "advantages": column([torch.randn(len(row), generator=generator) for row in responses]),
+        "teacher_ids": nested(ids.int()),
         "teacher_logprobs": nested(logps),
     }
-    data = TensorDict(columns, batch_size=[])
-    return with_settings(data, temperature, batch_num_tokens=int(mask.sum()))
-
-
-def with_settings(data: TensorDict, temperature: float | Tensor, **settings: Any) -> TensorDict:
-    """The batch with what verl's trainer and engine tell its loss, stored as they store it."""
+    data = TensorDict(columns, batch_size=[2])
     if isinstance(temperature, Tensor):
         data["temperature"] = temperature
     else:
         tu.assign_non_tensor_data(data, "temperature", temperature)
-    tu.assign_non_tensor(data, dp_size=1, global_batch_size=2, **settings)
+    tu.assign_non_tensor(
+        data,
+        dp_size=1,
+        global_batch_size=2,
+        use_remove_padding=remove_padding,
+        pad_mode=DatasetPadMode.NO_PADDING,
+        use_fused_kernels=False,
+        calculate_entropy=False,
+        distillation_use_topk=True,
+        distillation_only=not task_rewards,
+        batch_num_tokens=sum(len(row) for row in responses),
+    )
     return data
 
 
@@ -95,9 +114,7 @@ def predicting_responses() -> Tensor:
     return torch.cat(kept)
 
 
-ACTOR = SimpleNamespace(
-    strategy="fsdp", loss_agg_mode="token-mean", global_batch_info={}, loss_scale_factor=None
-)
+ACTOR = FSDPActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=2)
 
 
 def distillation(loss_config: Any) -> SimpleNamespace:
@@ -105,7 +122,7 @@ def distillation(loss_config: Any) -> SimpleNamespace:
 
 
 def host_config(**settings: Any) -> Any:
-    """verl's configuration of its own forward_kl_topk, supervised and without its maximum."""
+    """verl's forward_kl_topk, supervised and without a maximum."""
     chosen = {
         "loss_mode": "forward_kl_topk",
         "topk": S,
@@ -113,38 +130,19 @@ def host_config(**settings: Any) -> Any:
         "use_task_rewards": False,
     }
     clamps = {"loss_max_clamp": None, "log_prob_min_clamp": None}
-    return verl_patches.worker_config.DistillationLossConfig(**{**chosen, **clamps, **settings})
+    return smopd_verl.worker_config.DistillationLossConfig(**{**chosen, **clamps, **settings})
 
 
 def our_config(**settings: Any) -> Any:
-    return verl_patches.SmopdLossConfig(**{"topk": S, "use_task_rewards": False, **settings})
+    return smopd_verl.SmopdLossConfig(**{"topk": S, "use_task_rewards": False, **settings})
 
 
 def loss_of(config: Any, data: TensorDict, student: Tensor) -> tuple[Tensor, dict[str, Any]]:
     """verl's two calls: in the logits processor and after it."""
-    compute = verl_patches.losses.distillation_ppo_loss
+    compute = smopd_verl.losses.distillation_ppo_loss
     columns = compute(ACTOR, distillation(config), data=data, student_logits=student)
     output = {name: column[0] for name, column in columns.items()}
     return compute(ACTOR, distillation(config), model_output=output, data=data)
-
-
-@pytest.mark.parametrize("floor", [None, -4.0], ids=["no floor", "floor -4"])
-def test_verls_own_top_k_loss_keeps_its_values_and_gradient(floor: float | None) -> None:
-    ids, logps = top(1)
-    results = []
-    for function in (verl_patches.ORIGINALS["compute_forward_kl_topk"], verl_patches.compute_forward_kl_topk):
-        student = logits()
-        config = distillation(SimpleNamespace(log_prob_min_clamp=floor))
-        columns = function(student, nested(logps), nested(ids), config, "thd")
-        weights = torch.linspace(0.5, 2.0, N)
-        (grad,) = torch.autograd.grad((columns["distillation_losses"] * weights).sum(), student)
-        results.append({**columns, "grad": grad})
-    theirs, ours = results
-    assert theirs.keys() == ours.keys()
-    for name in theirs:
-        torch.testing.assert_close(
-            ours[name], theirs[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
-        )
 
 
 def test_one_teacher_without_tail_is_verls_loss_without_its_clamp() -> None:
@@ -171,86 +169,46 @@ def test_one_teacher_without_tail_is_verls_loss_without_its_clamp() -> None:
     assert not our_grad[0, ~mask].any()
 
 
-class InPlaceCrossEntropy(torch.autograd.Function):
-    """flash-attn's, as far as it matters: its backward writes over the logits, and no version tells."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, inplace_backward: bool) -> Tensor:
-        ctx.save_for_backward(logits, labels)
-        ctx.inplace = inplace_backward
-        return -logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]
-
-    @staticmethod
-    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None]:
-        logits, labels = ctx.saved_tensors
-        gradient = logits.softmax(-1)
-        gradient[torch.arange(len(labels)), labels] -= 1
-        gradient *= grad_N[:, None]
-        if ctx.inplace:
-            logits.data.copy_(gradient)
-        return gradient, None, None
-
-
-@pytest.mark.parametrize("loss_mode", [verl_patches.LOSS_MODE, "forward_kl_topk"])
-def test_an_in_place_backward_beside_it_leaves_the_gradient(
-    loss_mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With task rewards verl's engine takes log-probabilities of the same logits after the loss."""
-    monkeypatch.setattr(verl_patches.torch_functional, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", True)
-    cross_entropy = lambda logits, labels, inplace_backward: (  # noqa: E731
-        InPlaceCrossEntropy.apply(logits, labels, inplace_backward),
-        None,
+def test_no_in_place_backward_on_logits_that_the_loss_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With task rewards, verl's engine computes log-probabilities from the same logits after the loss."""
+    in_place = []
+    replaced = lambda *_, inplace_backward: in_place.append(inplace_backward)  # noqa: E731
+    monkeypatch.setitem(smopd_verl.ORIGINALS, "logprobs_from_logits", replaced)
+    (ids, logps), student = top(1), logits() * 1.0
+    smopd_verl.losses.compute_topk_loss(
+        ACTOR, distillation(our_config()), data_of(ids, logps), student, data_format="thd"
     )
-    monkeypatch.setattr(verl_patches.torch_functional, "cross_entropy_loss", cross_entropy, raising=False)
-    config = our_config() if loss_mode == verl_patches.LOSS_MODE else host_config()
-    (ids, logps), labels = top(1), torch.arange(N) % V
-
-    def gradients(inplace: bool) -> Tensor:
-        leaf = logits()
-        student = (leaf * 1.0)[0]
-        data = data_of(ids, logps)
-        columns = verl_patches.losses.compute_topk_loss(
-            ACTOR, distillation(config), data, student[None], data_format="thd"
-        )
-        logp_N = verl_patches.torch_functional.logprobs_from_logits(
-            logits=student, labels=labels, inplace_backward=inplace
-        )
-        (columns["distillation_losses"].sum() - logp_N.sum()).backward()
-        assert leaf.grad is not None
-        return leaf.grad
-
-    torch.testing.assert_close(gradients(True), gradients(False), rtol=1e-6, atol=1e-7)
+    for given in (student[0], logits()[0]):
+        smopd_verl.torch_functional.logprobs_from_logits(given, torch.arange(N))
+    assert in_place == [False, True]
 
 
-@pytest.mark.parametrize("loss_mode", [verl_patches.LOSS_MODE, "forward_kl_topk"])
-def test_a_teacher_of_another_vocabulary_is_refused(loss_mode: str) -> None:
+def test_a_teacher_of_another_vocabulary_is_refused() -> None:
     ids, logps = top(1)
-    ids = ids.clone()
     ids[3, 2] = V
-    config = our_config() if loss_mode == verl_patches.LOSS_MODE else host_config()
     with pytest.raises(ValueError, match=rf"has tokens 0 to {V}, expected ids in \[0, {V}\)"):
-        loss_of(config, data_of(ids, logps), logits())
+        loss_of(our_config(), data_of(ids, logps), logits())
 
 
 def test_what_would_clamp_or_shard_is_refused() -> None:
     ids, logps = top(1)
     data = data_of(ids, logps, torch.tensor([1.0, 0.5]))
     with pytest.raises(ValueError, match=r"temperatures are \[0.5, 1.0\], expected one for the batch"):
-        verl_patches.compute_topk_loss(ACTOR, distillation(our_config()), data, logits(), "thd")
+        smopd_verl.compute_topk_loss(ACTOR, distillation(our_config()), data, logits(), "thd")
     with pytest.raises(ValueError, match=r"distillation_loss.loss_max_clamp is 10.0, expected None"):
         our_config(loss_max_clamp=10.0)
     with pytest.raises(ValueError, match=r"distillation_loss.use_policy_gradient is True, expected False"):
         our_config(use_policy_gradient=True)
-    plain = host_config(loss_mode=verl_patches.LOSS_MODE, log_prob_min_clamp=-10.0)
+    plain = host_config(loss_mode=smopd_verl.LOSS_MODE, log_prob_min_clamp=-10.0)
     with pytest.raises(ValueError, match=r"distillation_loss.log_prob_min_clamp is -10.0, expected None"):
         loss_of(plain, data_of(ids, logps), logits())
     megatron = SimpleNamespace(strategy="megatron")
     with pytest.raises(NotImplementedError, match="strategy megatron shards"):
-        verl_patches.compute_topk_loss(
+        smopd_verl.compute_topk_loss(
             megatron, distillation(our_config()), data_of(ids, logps), logits(), "thd"
         )
     with pytest.raises(ValueError, match="use_fused_kernels=false"):
-        verl_patches.unclamped_forward_kl(ACTOR, distillation(our_config()), {}, data_of(ids, logps))
+        smopd_verl.unclamped_forward_kl(ACTOR, distillation(our_config()), {}, data_of(ids, logps))
 
 
 class Student(nn.Module):
@@ -280,39 +238,6 @@ def engine(student: nn.Module) -> Any:
     return made
 
 
-def v1_batch(temperature: float | Tensor, *, remove_padding: bool, task_rewards: bool) -> TensorDict:
-    """What verl's v1 trainer sends its actor for two responses of two prompts."""
-    generator = torch.Generator().manual_seed(5)
-    rows = torch.randint(V, (N,), generator=generator).split(LENGTHS)
-    responses = [row[prompt:] for row, prompt in zip(rows, PROMPTS, strict=True)]
-    ids, logps = top(1)
-
-    def column(rows: list[Tensor]) -> Tensor:
-        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
-    columns = {
-        "input_ids": nested(torch.cat(rows)),
-        "position_ids": nested(torch.cat([torch.arange(length) for length in LENGTHS])),
-        "prompts": column([row[:prompt] for row, prompt in zip(rows, PROMPTS, strict=True)]),
-        "responses": column(responses),
-        "response_mask": column([torch.ones_like(row) for row in responses]),
-        "old_log_probs": column([-4 * torch.rand(len(row), generator=generator) for row in responses]),
-        "advantages": column([torch.randn(len(row), generator=generator) for row in responses]),
-        "teacher_ids": nested(ids.int()),
-        "teacher_logprobs": nested(logps),
-    }
-    settings = {
-        "use_remove_padding": remove_padding,
-        "pad_mode": DatasetPadMode.NO_PADDING,
-        "use_fused_kernels": False,
-        "calculate_entropy": False,
-        "distillation_use_topk": True,
-        "distillation_only": not task_rewards,
-        "batch_num_tokens": sum(len(row) for row in responses),
-    }
-    return with_settings(TensorDict(columns, batch_size=[2]), temperature, **settings)
-
-
 @pytest.mark.parametrize(
     ("stored", "temperature", "remove_padding", "task_rewards"),
     [
@@ -326,24 +251,24 @@ def test_the_loss_of_verls_engine(
     stored: Any, temperature: float, remove_padding: bool, task_rewards: bool
 ) -> None:
     """verl's ppo_loss, if asked for, plus distillation_loss_coef times the mean KL at temperature 1."""
-    actor = FSDPActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=2)
     config = our_config(use_task_rewards=task_rewards, distillation_loss_coef=0.3)
     loss_function = partial(
-        verl_patches.losses.distillation_ppo_loss, config=actor, distillation_config=distillation(config)
+        smopd_verl.losses.distillation_ppo_loss, config=ACTOR, distillation_config=distillation(config)
     )
-    data = v1_batch(stored(temperature), remove_padding=remove_padding, task_rewards=task_rewards)
+    ids, logps = top(1)
+    options = {"remove_padding": remove_padding, "task_rewards": task_rewards}
+    data = data_of(ids, logps, stored(temperature), **options)
     student = Student()
     loss, said = engine(student).forward_step(data, loss_function, forward_only=False)
     (grad,) = torch.autograd.grad(loss, student.parameters())
 
     rows_NV = student.logits_of(data["input_ids"].values())
-    ids, logps = top(1)
     kl_N = topk_forward_kl(rows_NV, ids[:, 0], ids, logps, tail=True)[1]
     expected = kl_N[predicting_responses()].mean()
     if task_rewards:
         following = data["input_ids"].values().roll(-1)
         logp_N = (rows_NV / temperature).log_softmax(-1).gather(1, following[:, None])[:, 0]
-        task_loss, _ = ppo_loss(actor, {"log_probs": nested(logp_N)}, data)
+        task_loss, _ = ppo_loss(ACTOR, {"log_probs": nested(logp_N)}, data)
         expected = task_loss + 0.3 * expected
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(
@@ -358,20 +283,18 @@ def test_the_loss_of_verls_engine(
 def sequence_parallel(rank: int, size: int) -> Iterator[None]:
     """verl's Ulysses group as a rank of it sees it, without the others."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    verl_patches.ulysses.set_ulysses_sequence_parallel_group(dist.group.WORLD)
+    smopd_verl.ulysses.set_ulysses_sequence_parallel_group(dist.group.WORLD)
     try:
         yield
     finally:
-        verl_patches.ulysses.set_ulysses_sequence_parallel_group(None)
+        smopd_verl.ulysses.set_ulysses_sequence_parallel_group(None)
         dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("size", [2, 5], ids=["24 tokens on 2 ranks", "24 tokens and one of padding on 5"])
-@pytest.mark.parametrize("loss_mode", [verl_patches.LOSS_MODE, "forward_kl_topk"])
-def test_each_rank_of_a_sequence_gets_its_own_rows(loss_mode: str, size: int) -> None:
-    ids, logps = top(1)
-    config = distillation(our_config() if loss_mode == verl_patches.LOSS_MODE else host_config())
-    compute = verl_patches.losses.compute_topk_loss
+def test_each_rank_of_a_sequence_gets_its_own_rows(size: int) -> None:
+    (ids, logps), config = top(1), distillation(our_config())
+    compute = smopd_verl.losses.compute_topk_loss
     whole = logits()
     expected = compute(ACTOR, config, data_of(ids, logps), whole, "thd")
     (grad,) = torch.autograd.grad(expected["distillation_losses"].sum(), whole)
@@ -407,7 +330,7 @@ class Client:
 
 
 def manager_of(config: Any, clients: dict[str, Client]) -> Any:
-    manager = object.__new__(verl_patches.teacher_manager.AsyncTeacherLLMServerManager)
+    manager = object.__new__(smopd_verl.teacher_manager.AsyncTeacherLLMServerManager)
     manager.distillation_loss_config = config
     manager.teacher_key = "data_source"
     inference = SimpleNamespace(temperature=1.0, max_model_len=None)
@@ -438,14 +361,7 @@ def test_all_teachers_are_asked_and_mixed_and_the_loss_is_the_mixtures(merge: bo
     mass_N = (student[0].softmax(-1) * supported).sum(-1)[predicting_responses()]
     assert metrics["distillation/student_mass"] == pytest.approx(mass_N.mean().item(), rel=1e-5)
     kl = topk_forward_kl(student[0], ids[:, 0], expected.ids_NS, expected.logps_NS, tail=True)[1]
-    expected_loss = kl[predicting_responses()].mean()
-    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(
-        torch.autograd.grad(loss, student)[0],
-        torch.autograd.grad(expected_loss, student)[0],
-        rtol=1e-5,
-        atol=1e-6,
-    )
+    torch.testing.assert_close(loss, kl[predicting_responses()].mean(), rtol=1e-5, atol=1e-6)
 
 
 def test_verls_own_loss_modes_still_route() -> None:
@@ -477,7 +393,7 @@ def save_tokenizer(folder: Path, tokens: dict[str, int]) -> str:
 
 def start_teachers(config: Any, student: str, teachers: dict[str, str]) -> None:
     """verl's own manager, up to where it starts the teachers' servers."""
-    manager = object.__new__(verl_patches.teacher_model.MultiTeacherModelManager)
+    manager = object.__new__(smopd_verl.teacher_model.MultiTeacherModelManager)
     manager.config = OmegaConf.create({"actor_rollout_ref": {"model": {"path": student}}})
     models = {key: SimpleNamespace(model_path=path) for key, path in teachers.items()}
     manager.distillation_config = SimpleNamespace(distillation_loss=config, teacher_models=models)
@@ -487,37 +403,25 @@ def start_teachers(config: Any, student: str, teachers: dict[str, str]) -> None:
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
-    monkeypatch.setitem(verl_patches.ORIGINALS, "_initialize_teacher_model_managers", found.append)
+    monkeypatch.setitem(smopd_verl.ORIGINALS, "_initialize_teacher_model_managers", found.append)
     return found
 
 
-def test_a_teacher_with_another_tokenizer_is_refused_before_it_is_started(
-    tmp_path: Path, started: list[Any]
+def test_teachers_tokenizers_are_compared_before_they_are_started(
+    tmp_path: Path, started: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     student = save_tokenizer(tmp_path / "student", TOKENS)
-    for other, message in (
-        (
-            save_tokenizer(tmp_path / "ids", {**TOKENS, "red": 2, "blue": 1}),
-            "'blue' is token 1 of the teacher and 2 of",
-        ),
-        (
-            save_tokenizer(tmp_path / "more", {**TOKENS, "pink": 4}),
-            "'pink' is token 4 of the teacher and None of",
-        ),
+    for name, tokens, message in (
+        ("ids", {**TOKENS, "red": 2, "blue": 1}, "'blue' is token 1 of the teacher and 2 of"),
+        ("more", {**TOKENS, "pink": 4}, "'pink' is token 4 of the teacher and None of"),
     ):
+        other = save_tokenizer(tmp_path / name, tokens)
         with pytest.raises(ValueError, match=rf"teacher 'code' \({other}\) has another .*{message}"):
             start_teachers(our_config(), student, {"math": student, "code": other})
     assert not started
     start_teachers(our_config(), student, {"math": student})
-    start_teachers(host_config(), student, {"code": other})  # verl's own loss is verl's own affair
-    assert len(started) == 2
-
-
-def test_a_teacher_whose_tokenizer_is_elsewhere_is_named(
-    tmp_path: Path, started: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+    start_teachers(host_config(), student, {"code": other})  # verl's own loss accepts it
     (tmp_path / "elsewhere").mkdir()
-    student = save_tokenizer(tmp_path / "student", TOKENS)
     start_teachers(our_config(), student, {"code": str(tmp_path / "elsewhere")})
-    assert len(started) == 1
+    assert len(started) == 3
     assert "teacher 'code' has no tokenizer here to compare" in capsys.readouterr().err

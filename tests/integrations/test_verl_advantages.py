@@ -19,8 +19,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from verl import DataProto
 from verl.trainer.ppo.padding_utils import construct_minimal_padding_template
 
-import smopd.integrations.verl  # noqa: F401
-from smopd.integrations import verl_patches
+from smopd.integrations import verl as smopd_verl
 from smopd.ops import gd2po_advantages, gdpo_advantages
 
 KEYS = ["accuracy", "format"]
@@ -43,7 +42,7 @@ def rollouts(rewards: dict[str, list[float | None]]) -> DataProto:
 
 def advantages_of(estimator: str, data: DataProto, **settings: Any) -> Tensor:
     config = OmegaConf.create({"gdpo_reward_keys": KEYS, **settings})
-    done = verl_patches.ray_trainer.compute_advantage(data, adv_estimator=estimator, config=config)
+    done = smopd_verl.ray_trainer.compute_advantage(data, adv_estimator=estimator, config=config)
     assert torch.equal(done.batch["advantages"], done.batch["returns"])
     return done.batch["advantages"]
 
@@ -150,21 +149,21 @@ def test_verls_v1_trainer_finds_the_rewards(
 ) -> None:
     """Its own _compute_advantage, on a queue in this process: the same advantages as the legacy trainer's."""
     queue = v1_queue(REWARDS, n_padding)
-    monkeypatch.setattr(verl_patches.v1_trainer, "tq", queue)
+    monkeypatch.setattr(smopd_verl.v1_trainer, "tq", queue)
     settings = {"gdpo_reward_keys": KEYS, "gdpo_reward_weights": [0.7, 0.3]}
     trainer = v1_trainer(estimator, **settings)
-    verl_patches.v1_trainer.PPOTrainer._compute_advantage(trainer, Batch(n_padding), {})
+    smopd_verl.v1_trainer.PPOTrainer._compute_advantage(trainer, Batch(n_padding), {})
     expected = advantages_of(estimator, rollouts(REWARDS), gdpo_reward_weights=[0.7, 0.3])
     ours = queue.put["advantages"].to_padded_tensor(0.0)
     torch.testing.assert_close(ours[: len(LONG)], expected, rtol=1e-6, atol=1e-7)
     assert len(ours) == len(LONG) + n_padding and not ours[len(LONG) :].any()
-    assert queue.asked[0] == ["extra_fields"] and not verl_patches.REWARDS.get()
+    assert queue.asked[0] == ["extra_fields"] and not smopd_verl.REWARDS
 
 
 def test_verls_v1_trainer_keeps_its_own_estimators(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = v1_queue(REWARDS)
-    monkeypatch.setattr(verl_patches.v1_trainer, "tq", queue)
-    verl_patches.v1_trainer.PPOTrainer._compute_advantage(v1_trainer("grpo"), Batch(), {})
+    monkeypatch.setattr(smopd_verl.v1_trainer, "tq", queue)
+    smopd_verl.v1_trainer.PPOTrainer._compute_advantage(v1_trainer("grpo"), Batch(), {})
     assert len(queue.asked) == 1 and not queue.put["advantages"].to_padded_tensor(0.0).any()
 
 

@@ -19,8 +19,7 @@ from omegaconf import OmegaConf
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.utils.config import omega_conf_to_dataclass
 
-import smopd.integrations.verl
-from smopd.integrations import verl_patches
+from smopd.integrations import verl as smopd_verl
 
 ROOT = Path(__file__).resolve().parents[2]
 # verl's own tests of the functions that are replaced.
@@ -44,7 +43,7 @@ def documented() -> tuple[list[str], list[str]]:
 
 
 def composed(overrides: list[str]) -> Any:
-    folder = str(Path(verl_patches.core_algos.__file__).parents[1] / "config")
+    folder = str(Path(smopd_verl.core_algos.__file__).parents[1] / "config")
     with initialize_config_dir(folder, version_base=None):
         return compose("ppo_trainer", overrides)
 
@@ -59,16 +58,16 @@ def test_verls_configuration_takes_what_is_documented() -> None:
     command, settings = documented()
     config = composed([*command, *settings])
     algorithm = omega_conf_to_dataclass(config.algorithm)
-    assert algorithm.adv_estimator in verl_patches.ESTIMATORS
+    assert algorithm.adv_estimator in smopd_verl.ESTIMATORS
     assert list(algorithm.gdpo_reward_keys) == ["accuracy", "format"]
     assert list(algorithm.gdpo_reward_weights) == [0.7, 0.3]
     distillation = omega_conf_to_dataclass(config.distillation)
     assert distillation.enabled and sorted(distillation.teacher_models) == ["code", "math"]
     loss = distillation.distillation_loss
-    assert isinstance(loss, smopd.integrations.verl.SmopdLossConfig) and loss.topk == 16
+    assert isinstance(loss, smopd_verl.SmopdLossConfig) and loss.topk == 16
     assert dict(loss.teacher_weights) == {"math": 0.6, "code": 0.4} and loss.merge and loss.tail
     plain = omega_conf_to_dataclass(composed(command).distillation).distillation_loss
-    verl_patches.require_unclamped(plain)  # without the mixture's settings
+    smopd_verl.require_unclamped(plain)  # without the mixture's settings
     assert merged_runtime_env(config)["VERL_USE_EXTERNAL_MODULES"] == "smopd.integrations.verl"
 
 
@@ -87,9 +86,9 @@ def test_verl_loads_it_as_an_external_module_and_it_says_what_it_replaced() -> N
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stdout.splitlines() if line.startswith("smopd ")]
     assert len(said) == 1
-    for name in (verl_patches.LOSS_MODE, *verl_patches.ESTIMATORS, *verl_patches.ORIGINALS):
+    for name in (smopd_verl.LOSS_MODE, *smopd_verl.ESTIMATORS, *smopd_verl.ORIGINALS):
         assert name in said[0]
-    assert done.stdout.splitlines()[-1] == "smopd.integrations.verl_patches"
+    assert done.stdout.splitlines()[-1] == "smopd.integrations.verl"
 
 
 ANOTHER_VERSION = (
