@@ -1,4 +1,4 @@
-"""Processes and devices: one process group for one process and for torchrun alike."""
+"""Process group, device and collective calls, for one process and for torchrun alike."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ T = TypeVar("T")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _LARGEST_KEPT = 32 << 20  # bytes; glibc takes no more
 _MOST_KEPT = 2**31 - 1  # bytes
-_SET_UP = timedelta(minutes=30)  # one rank may load or download what the others wait for
-# Meshes and DeepSpeed keep a destroyed group's gloo threads. One that still frees a tensor when Python ends
-# wants the GIL, and aborts the process.
+_SET_UP = timedelta(minutes=30)  # the other ranks wait while one downloads a model
+# Device meshes and DeepSpeed keep gloo threads of a destroyed group alive. A thread that frees a tensor while
+# Python exits asks for the GIL and aborts the process.
 _DRAIN_SECONDS = 0.1
 
 
 @contextmanager
 def process_group() -> Iterator[torch.device]:
-    """Joins torchrun's group, or makes a group of one; yields this process's device and leaves at the end."""
+    """Join torchrun's process group, or create one of size 1; yields this process's device."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
@@ -52,15 +52,15 @@ def process_group() -> Iterator[torch.device]:
 
 
 class LostRank(RuntimeError):
-    """A collective has waited in vain for another rank."""
+    """Another rank did not reach a collective call in time."""
 
 
 @contextmanager
 def collective_timeout(seconds: float) -> Iterator[None]:
-    """Within it a collective fails that waits longer for another rank, in every group that there is.
+    """Set the timeout of every process group while the context is active.
 
     Raises:
-        LostRank: gloo's did. NCCL ends the process itself.
+        LostRank: a gloo collective timed out. NCCL ends the process instead.
     """
     _set_timeouts(timedelta(seconds=seconds))
     try:
@@ -82,9 +82,9 @@ def _set_timeouts(timeout: timedelta) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Keeps freed buffers in the process, which glibc hands back by default and every step faults in anew.
+    """Stop glibc from returning freed buffers to the system, which costs page faults in every step.
 
-    MALLOC_* and GLIBC_TUNABLES in the environment go first.
+    Has no effect where MALLOC_* or GLIBC_TUNABLES is set.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     chosen = [name for name in os.environ if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"]
@@ -103,8 +103,8 @@ def world_size() -> int:
 
 @contextmanager
 def thread(name: str, device: torch.device) -> Iterator[ThreadPoolExecutor]:
-    """One thread that computes on `device`; what has not begun when it ends is left out."""
-    begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None  # a thread's own
+    """A one-thread executor that computes on `device`; pending work is cancelled on exit."""
+    begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
     pool = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=begin)
     try:
         yield pool
@@ -118,7 +118,7 @@ def barrier() -> None:
 
 
 def all_reduce(value: Tensor, op: str = "sum") -> Tensor:
-    """`value` reduced over all ranks ("sum", "max" or "min"), a new tensor, the same on each."""
+    """Return `value` reduced over all ranks by "sum", "max" or "min", as a new tensor."""
     value = value.clone()
     if world_size() > 1:
         dist.all_reduce(value, op=getattr(dist.ReduceOp, op.upper()))
@@ -126,7 +126,7 @@ def all_reduce(value: Tensor, op: str = "sum") -> Tensor:
 
 
 def gather_objects(value: object) -> list:
-    """Every rank's object, in rank order, on every rank."""
+    """Return the objects of all ranks, in rank order."""
     gathered: list = [value] * world_size()
     if len(gathered) > 1:
         dist.all_gather_object(gathered, value)
@@ -134,7 +134,7 @@ def gather_objects(value: object) -> list:
 
 
 def on_rank0(function: Callable[[], T]) -> T:
-    """Rank 0's result of `function` on every rank; what it raises is raised on every rank."""
+    """Run `function` on rank 0; return its result, or raise its exception, on every rank."""
     value, error = None, None
     if rank() == 0:
         try:
@@ -148,9 +148,9 @@ def on_rank0(function: Callable[[], T]) -> T:
 
 
 def all_or_raise(function: Callable[[], T], errors: tuple[type[Exception], ...]) -> T:
-    """This rank's result of `function`; one of `errors` that it raises on one rank is raised on every rank.
+    """Run `function` on every rank; an exception among `errors` on one rank is raised on all.
 
-    A collective call; `function` is none.
+    A collective call. `function` itself makes none.
     """
     error: Exception | None = None
     try:
@@ -163,17 +163,17 @@ def all_or_raise(function: Callable[[], T], errors: tuple[type[Exception], ...])
 
 
 def first_to_fail() -> bool:
-    """Whether no other rank has asked this before: an error is printed once, whichever rank meets it."""
+    """Whether this rank is the first to call this function, so that one rank alone prints an error."""
     if world_size() == 1:
         return True
     try:
         return dist.distributed_c10d._get_default_store().add("smopd/failed", 1) == 1
-    except RuntimeError:  # the store went with the rank that held it, which has printed its own
+    except RuntimeError:  # the rank that holds the store is gone and has printed its error
         return False
 
 
 def broadcast_object(value: Any) -> Any:
-    """Rank 0's object on every rank."""
+    """Return rank 0's object on every rank."""
     box = [value]
     if world_size() > 1:
         dist.broadcast_object_list(box, src=0)

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class NoServer(RuntimeError):
-    """Every server of an engine has been taken out."""
+    """An engine has no server left."""

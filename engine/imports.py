@@ -1,4 +1,4 @@
-"""Functions by their import path."""
+"""Import functions by path."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def import_function(path: str) -> Any:
-    """The function at `path` (`IMPORT_PATH`).
+    """Import the function at `path` (see `IMPORT_PATH`).
 
     Raises:
-        ValueError: the path has another form, or module or function cannot be found.
+        ValueError: the path is malformed, or the module or function does not exist.
     """
     if not IMPORT_PATH.fullmatch(path):
         raise ValueError(f"{path!r} is no import path, expected package.module:function")
@@ -37,5 +37,5 @@ def import_function(path: str) -> Any:
 
 
 def resolve(name: str, known: Mapping[str, T]) -> T:
-    """What `known` has under `name`, or the function at the import path `name`; ValueError: neither."""
+    """Return `known[name]`, or import the function at the path `name`; ValueError if there is neither."""
     return known[name] if name in known else import_function(name)

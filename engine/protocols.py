@@ -1,4 +1,4 @@
-"""The protocols of the engines that sample (prompts in, responses out, weights by version) and that score."""
+"""The protocols of rollout engines and of teacher engines."""
 
 from __future__ import annotations
 
@@ -13,50 +13,48 @@ from smopd.engine.types import Rollout, Sampling, TeacherTopK
 
 
 class RolloutEngine(Protocol):
-    """Samples from its own copy of the policy; each rank has one and calls it on its own prompts."""
+    """A sampler with its own copy of the policy. Each rank has one and passes its own prompts."""
 
     policy_version: int
 
     def generate(
         self, prompts: Sequence[Sequence[int]], groups: Sequence[int], sampling: Sampling
     ) -> list[Rollout]:
-        """`sampling.n` responses to each prompt, those of one prompt together and in order of sample.
+        """Return `sampling.n` responses to each prompt, grouped by prompt and in sample order.
 
         Args:
-            prompts: token ids, template applied.
-            groups: one number a prompt, which keys its random draws; equal prompts have different ones.
+            prompts: token ids after the chat template.
+            groups: a number for each prompt, which seeds its draws; equal prompts have different numbers.
         """
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Takes full tensors by their transformers names, and serves them as `version` from now on."""
+        """Replace the weights with full tensors, named as in transformers, and report `version`."""
         ...
 
 
 class TeacherEngine(Protocol):
     dropped: int
-    """Entries of this rank's tokens so far that are padding of a vocabulary and became empty slots."""
+    """Entries on this rank so far that were vocabulary padding and became empty slots."""
 
     def score(
         self, rollouts: Sequence[Rollout], kappa: int, temperature: float, *, union: bool = False
     ) -> TeacherTopK:
-        """Each teacher's `kappa` largest log-probabilities at `temperature`, and the sampled token's own.
+        """Return each teacher's `kappa` largest log-probabilities at `temperature`, and the sampled tokens'.
 
-        Normalised over the teacher's whole vocabulary: what lies on padded ids is off the support. An empty
-        slot is id 0 and -inf.
+        Log-probabilities are normalized over the teacher's whole vocabulary. An empty slot has id 0 and -inf.
 
         Args:
-            kappa: 0 gives the sampled tokens' log-probabilities alone, S = 0.
-            union: S = M * kappa. Behind its own kappa entries, a teacher gives its log-probabilities of the
-                other teachers' ids, in the order of teachers, so that their mixture is exact on the union.
-                An id stands once a teacher; a repeated one is an empty slot.
+            kappa: 0 returns only the sampled tokens' log-probabilities, S = 0.
+            union: append each teacher's log-probabilities of the other teachers' ids, in teacher order, so
+                that S = M * kappa and the mixture is exact on the union. Repeated ids are empty slots.
         """
         ...
 
     def overlaps(self, device: torch.device) -> bool:
-        """Whether it computes elsewhere than on `device`, so that scoring may run beside work there."""
+        """Whether scoring can run in parallel with work on `device`."""
         ...
 
     def base(self, path: str | Path) -> TeacherEngine | None:
-        """The model at `path` alone, where this engine holds its weights under adapters; else None."""
+        """Return an engine for the model at `path` if it is the base of adapters here, else None."""
         ...

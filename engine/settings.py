@@ -1,7 +1,4 @@
-"""The settings that the engines take, which are sections of a recipe as they stand. Imports no torch.
-
-A value out of its range is a pydantic.ValidationError, which is a ValueError, where the settings are made.
-"""
+"""Settings of the engines, used as sections of a recipe. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,9 +11,9 @@ from smopd.engine.imports import IMPORT_PATH
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["float32", "bfloat16"]
 REQUEST_SECONDS = 600.0
-"""Ours: how long a server has for one request, to the last byte of its answer."""
+"""Ours: timeout of one HTTP request, including the response body."""
 WeightTransport = Literal["files", "inline"]
-"""How weights reach a server (engine/weights/transport.py)."""
+"""See engine/weights/transport.py."""
 
 
 def _import_path(value: str) -> str:
@@ -28,7 +25,7 @@ def _import_path(value: str) -> str:
 ImportPath = Annotated[
     str, AfterValidator(_import_path), Field(json_schema_extra={"format": "package.module:function"})
 ]
-"""Beside a Literal, a way in: a name of ours, or a function of the user's (docs/extending.md)."""
+"""Used in a union with a Literal: a built-in name, or a user's function (docs/extending.md)."""
 
 
 class Section(BaseModel):
@@ -46,7 +43,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
-        """A single value is a list of one; true is no number, and 1e3 no text."""
+        """Accept a single value for a list; reject true as a number and 1e3 as text."""
         kind = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and kind in (int, float, int | None, float | None):
             raise ValueError(f"got {str(value).lower()}, expected a number")
@@ -56,33 +53,33 @@ class Section(BaseModel):
 
 
 class Lora(Section):
-    """Low-rank adapters: what trains where `student.lora` is given."""
+    """Low-rank adapters, trained instead of the full weights."""
 
     rank: int = Field(default=16, ge=1)
     alpha: float = Field(default=32.0, gt=0)
     targets: list[str] = Field(default=["all-linear"])
-    """Names of linear layers inside the decoder; all-linear is every one of them."""
+    """Names of linear layers in the decoder, or all-linear for all of them."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
 
 
 class Optimiser(Section):
-    """How a model is laid out, computed and stepped."""
+    """Sharding, precision and optimizer of a model in training."""
 
     strategy: Literal["fsdp2", "deepspeed"] = "fsdp2"
     shard_size: int | None = Field(default=None, ge=1)
-    """FSDP2: ranks that hold one copy of the model between them (HSDP); null is all ranks."""
+    """FSDP2: number of ranks that share one copy of the model (HSDP); null for all ranks."""
     zero_stage: Literal[2, 3] = 2
-    """DeepSpeed: 2 shards gradients and optimiser state, 3 parameters as well."""
+    """DeepSpeed: 2 shards gradients and optimizer state, 3 shards parameters too."""
     deepspeed_config: str | None = None
-    """DeepSpeed: a JSON file of its own settings, beside those that are set here."""
+    """DeepSpeed: a JSON file with further DeepSpeed settings."""
     offload_optimizer: bool = False
-    """Keep masters and optimiser state in host memory and step there."""
+    """Keep fp32 weights and optimizer state in host memory and step on the CPU."""
     lora: Lora | None = None
-    """Train adapters alone; null trains every weight."""
+    """Train adapters only; null trains all weights."""
     optimizer: Literal["adamw"] | ImportPath = "adamw"
-    """Or a function as engine/student/optimizers.py has it: (parameters, settings) -> optimizer."""
+    """Or a function (parameters, settings) -> optimizer; see engine/student/optimizers.py."""
     schedule: Literal["constant", "linear", "cosine"] | ImportPath = "constant"
-    """Of the learning rate, after the warm-up to 0 at the last update; or (update, updates) -> factor."""
+    """Learning rate after warm-up, 0 at the last update; or a function (update, updates) -> factor."""
     learning_rate: float = Field(default=1e-6, gt=0)
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     weight_decay: float = Field(default=0.0, ge=0)
@@ -93,33 +90,33 @@ class Optimiser(Section):
     compile: bool = False
     """torch.compile of each decoder layer."""
     attention: Literal["auto", "sdpa", "flash"] = "auto"
-    """sdpa masks packed rows; flash takes one sequence, or response beside a shared prompt, at a time; auto
-    takes flash where the device and the model can. Short rows on a CPU are masked in any case."""
+    """sdpa masks packed rows; flash computes one sequence at a time; auto chooses flash if device and model
+    support it. Short rows on a CPU are always masked."""
 
 
 class Packing(Section):
-    """How sequences are laid out for a forward pass; changes speed and memory, never a result."""
+    """How sequences are packed into micro-batches. Changes speed and memory, not results."""
 
     micro_batch_tokens: int = Field(default=16_384, ge=1)
-    """Most tokens of one forward and backward; a longer sequence goes alone."""
+    """Maximum tokens per forward pass; a longer sequence is processed alone."""
     share_prompts: bool = True
-    """Compute each prompt once for all its rollouts."""
+    """Compute each prompt once for all its responses."""
 
 
-class TrainSettings(Packing, Optimiser):  # pydantic puts the last base's settings first
-    """Optimiser, precision and packing of whatever model is being trained, teachers in stage 1 included."""
+class TrainSettings(Packing, Optimiser):  # pydantic lists the fields of the last base first
+    """Optimizer, precision and packing of a model in training, including teachers in stage 1."""
 
     gradient_checkpointing: bool = False
 
 
 class Vllm(Section):
-    """Where a vLLM engine runs, and what it is made with; for `engine: vllm`."""
+    """A vLLM engine; used with `engine: vllm`."""
 
     placement: Literal["colocated", "process"] = "colocated"
-    """In the training process, on every rank, or in a process of its own."""
+    """In the training process on every rank, or in a separate process."""
     engine_kwargs: dict[str, Any] = Field(default={})
-    """Arguments of vllm.LLM: tensor_parallel_size, max_model_len, gpu_memory_utilization,
-    kv_cache_memory_bytes, enforce_eager, enable_sleep_mode and any other; what is not given is chosen."""
+    """Arguments of vllm.LLM, such as tensor_parallel_size, max_model_len, gpu_memory_utilization,
+    kv_cache_memory_bytes, enforce_eager or enable_sleep_mode; defaults are chosen for the rest."""
 
     @property
     def tensor_parallel_size(self) -> int:

@@ -1,4 +1,4 @@
-"""What crosses the rooms between sampling, scoring and training: frozen, torch only.
+"""Frozen dataclasses shared by sampling, scoring and training.
 
 Shapes: N response tokens of a batch in flat order (responses one after another), M teachers, S = kappa
 support entries, L positions of a packed row.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn. Draws depend only on (seed, prompt key, sample, position)."""
+    """Sampling parameters. A draw depends only on (seed, group, sample, position)."""
 
     n: int = 1
     temperature: float = 1.0
@@ -31,19 +31,19 @@ class Rollout:
 
     prompt_ids: tuple[int, ...]
     response_ids: Tensor
-    """(T,) int64 on the CPU, the end-of-sequence token included where it was reached."""
+    """(T,) int64 on the CPU, including the end-of-sequence token if the response is finished."""
     logps: Tensor
-    """(T,) fp32, nats, under the distribution that the tokens were drawn from."""
+    """(T,) fp32, nats, under the sampling distribution."""
     group: int
-    """Which prompt of the global batch this answers; equal prompts keep different groups."""
+    """Index of the prompt in the global batch; equal prompts have different groups."""
     finished: bool
-    """Ended by an end-of-sequence token rather than by the limit."""
+    """Ended by an end-of-sequence token, not by the token limit."""
     policy_version: int = 0
 
 
 @dataclass(frozen=True)
 class TeacherTopK:
-    """The teachers' largest log-probabilities at each response token, and the sampled token's own."""
+    """Each teacher's top log-probabilities at each response token, and those of the sampled tokens."""
 
     ids_NMS: Tensor
     logps_NMS: Tensor
@@ -51,36 +51,36 @@ class TeacherTopK:
 
 
 class Piece(NamedTuple):
-    """Flat positions that attend causally to themselves and, before that, to all of a prompt elsewhere.
+    """A range of flat positions that attends causally to itself and to all of a shared prompt.
 
-    A prompt and its first response are one piece; each further response is one, and so is a row's padding.
+    A prompt and its first response form one piece, each further response another. Padding is a piece too.
     """
 
     begin: int
     end: int
     prompt_begin: int = 0
     prompt_end: int = 0
-    """`prompt_begin` where there is none."""
+    """Equal to `prompt_begin` if the piece holds its own prompt."""
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """A packed micro-batch: rows of several sequences. A prompt may stand once for several responses."""
+    """A packed micro-batch. Rows hold several sequences, and responses may share one copy of a prompt."""
 
     input_ids: Tensor
     """(rows, L) int64."""
     position_ids: Tensor
-    """(rows, L) int64, from 0 in each prompt."""
+    """(rows, L) int64, counted from 0 in each sequence."""
     predictor_N: Tensor
-    """(N,) int64, the flat position in (rows * L) whose hidden state predicts each response token."""
+    """(N,) int64, the position in (rows * L) whose hidden state predicts each response token."""
     token_ids_N: Tensor
     """(N,) int64, the response tokens."""
     flat_N: Tensor
-    """(N,) int64, where each token stands in the flat order of the whole batch."""
+    """(N,) int64, the index of each token in the flat order of the whole batch."""
     pieces: tuple[Piece, ...]
-    """In order; they hold every flat position once."""
+    """In order; together they cover every flat position once."""
     one_row: bool
-    """Laid out for attention by pieces: one row without padding."""
+    """A single row without padding, for attention by pieces."""
 
     def to(self, device: torch.device) -> TokenBatch:
         moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}

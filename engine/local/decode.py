@@ -1,4 +1,4 @@
-"""Decoding with everything in place, so that a CUDA graph replays a token; draws are those of rollout.py.
+"""Decoding with static buffers, so that a CUDA graph can replay a token. Results equal rollout.py's loop.
 
 Shapes: R rows, T new tokens, L prompt positions, C positions that the buffers hold, K key-value heads.
 """
@@ -17,15 +17,15 @@ from smopd.engine.types import Sampling
 
 log = logging.getLogger(__name__)
 
-ASK_EVERY = 16  # tokens (ours): a question waits for the device
-BLOCK = 256  # positions (ours): fewer are another graph sooner, more are keys that are read for nothing
-ALIGNED = 16  # positions (ours): torch's kernels copy a mask whose rows are not 16 bytes apart
+CHECK_EVERY = 16  # tokens (ours) between checks for finished rows, which synchronize with the device
+BLOCK = 256  # positions (ours): smaller blocks need more graphs, larger ones read more unused keys
+ALIGNED = 16  # positions (ours): torch's kernels copy masks whose rows are not 16-byte aligned
 
 
 def decode_in_place(
     engine: LocalRollout, begun: Begun, sampling: Sampling
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `LocalRollout._decode`."""
+    """Same contract as `LocalRollout._decode`."""
     tokens_RT, logps_RT = Decoder(engine, begun, sampling).run()
     ends_RT = torch.isin(tokens_RT, engine.end_ids)
     finished_R = ends_RT.any(1)
@@ -34,7 +34,7 @@ def decode_in_place(
 
 
 class Slots(StaticLayer):
-    """A layer's keys and values, (R, K, C, d); a token writes its own at the slot that all layers share."""
+    """A layer's keys and values, (R, K, C, d). Each token is written at `slot`, shared by all layers."""
 
     def __init__(self, keys: Tensor, values: Tensor, slot: Tensor):
         super().__init__(max_cache_len=keys.shape[2])
@@ -50,7 +50,7 @@ class Slots(StaticLayer):
 
 
 class Decoder:
-    """Rows that are sampled together. Sets `engine.graphs` to False where graphs cannot be made."""
+    """Buffers and CUDA graph of rows sampled together. Sets `engine.graphs` to False if capture fails."""
 
     def __init__(self, engine: LocalRollout, begun: Begun, sampling: Sampling):
         self.engine, self.sampling = engine, sampling
@@ -78,16 +78,16 @@ class Decoder:
         self.cache = Cache(layers=layers)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.warm = False
-        # Its own: torch has one stream for all captures, of whichever device captured first.
+        # torch's default capture stream belongs to the device that captured first.
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def run(self) -> tuple[Tensor, Tensor]:
-        """(R, T) tokens and log-probabilities; those behind a row's first end mean nothing."""
+        """Return (R, T) tokens and log-probabilities; entries after a row's end token are undefined."""
         tokens_RT, logps_RT = self.tokens_RT.clone(), self.logps_RT.clone()
         rows = torch.arange(len(tokens_RT), device=tokens_RT.device)
         with nullcontext() if self.stream is None else torch.cuda.device(self.stream.device):
             for at in range(1, self.n_new):
-                if at % ASK_EVERY == 0:
+                if at % CHECK_EVERY == 0:
                     ended = torch.isin(self.tokens_RT[:, :at], self.engine.end_ids).any(1)
                     kept = torch.nonzero(~ended)[:, 0]
                     if len(kept) == 0:
@@ -114,7 +114,7 @@ class Decoder:
             counter.add_(1)
 
     def _advance(self) -> None:
-        """The first token of a shape warms up, the second is captured, the others are replayed."""
+        """Compute a token: the first one of a shape warms up, the second is captured, the others replay."""
         if self.engine.graphs and self.warm and self.graph is None:
             self._capture()
         if self.graph is not None:
@@ -131,11 +131,11 @@ class Decoder:
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 self._step()
             self.graph = graph
-        except RuntimeError as error:  # nothing has run: rows are as they were
+        except RuntimeError as error:  # capturing runs nothing, so the rows are unchanged
             if before is not None:
-                torch.cuda.set_stream(before)  # torch leaves the capture's stream where the capture fails
+                torch.cuda.set_stream(before)  # torch does not restore it after a failed capture
             self.engine.graphs = False
-            log.warning("sampling without CUDA graphs, which cannot be made here: %s", error)
+            log.warning("sampling without CUDA graphs: capture failed: %s", error)
 
     def _keep(self, kept_R: Tensor) -> None:
         self.graph, self.warm = None, False
@@ -152,7 +152,7 @@ class Decoder:
             layer.values = self._room(layer.values, 2, 0.0)
 
     def _room(self, x: Tensor, dim: int, fill: float, repeats: int = 1) -> Tensor:
-        """Each row `repeats` times, with room for another block of positions along `dim`."""
+        """Repeat each row and extend `dim` by another block of positions."""
         shape = list(x.shape)
         wanted = min(self.filled + BLOCK, self.most)
         shape[0], shape[dim] = repeats * shape[0], -(-wanted // ALIGNED) * ALIGNED

@@ -1,4 +1,4 @@
-"""Frozen transformers models as teachers; LoRA teachers of one base share its weights.
+"""Frozen transformers models as teachers. LoRA teachers of one base share its weights.
 
 Shapes: N response tokens in flat order, M teachers, S support entries (kappa, or M * kappa of a union),
 U of other teachers, D hidden, V vocabulary.
@@ -32,23 +32,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalTeacher:
-    """A model, or one of its adapters by the name under which it was loaded."""
+    """A model with one of its adapters active, or none."""
 
     model: PreTrainedModel
     adapter: str | None = None
 
 
 class LocalTeachers(Dropping):
-    """Serves `TeacherEngine` with transformers models.
+    """Transformers models as a `TeacherEngine`.
 
     Args:
-        models: on their device, in the dtype to score with; a model may stand several times, with other
-            adapters.
-        packing: changes no result.
-        vocabulary: the student's. A teacher's may be larger, by padding.
-        tokens: how many of the student's ids are tokens: the least rows of a teacher. None: all.
+        models: on their device and in the dtype for scoring. A model may appear with several adapters.
+        vocabulary: the student's vocabulary size. A teacher's may be larger because of padding.
+        tokens: the number of student ids that are real tokens, which every teacher must have. None: all.
     Raises:
-        ValueError: none is given.
+        ValueError: `models` is empty.
         UnusableModel: a teacher's vocabulary is smaller than `tokens`.
     """
 
@@ -105,10 +103,10 @@ class LocalTeachers(Dropping):
     def given(
         self, rollouts: Sequence[Rollout], ids_NMU: Tensor, token_logps_NM: Tensor, temperature: float
     ) -> Tensor:
-        """(N, M, U) fp32, each teacher's log-probabilities of its given ids, each in [0, V).
+        """Return (N, M, U) fp32 log-probabilities of the given ids, each in [0, V).
 
         Args:
-            token_logps_NM: of the sampled tokens at this temperature, as `score` gave them.
+            token_logps_NM: the sampled tokens' log-probabilities from `score` at the same temperature.
         """
         ids_NMU, token_logps_NM = ids_NMU.to(self.device), token_logps_NM.to(self.device)
         result = torch.empty(ids_NMU.shape, device=self.device)
@@ -126,7 +124,6 @@ class LocalTeachers(Dropping):
         return self.device != device
 
     def base(self, path: str | Path) -> LocalTeachers | None:
-        """The model at `path` without adapters, where it is here under some: shares its weights."""
         for teacher in self.teachers:
             if same_place(teacher.model.name_or_path) == same_place(path):
                 return LocalTeachers([teacher.model], self.packing, self.vocabulary, self.rows)
@@ -139,7 +136,7 @@ class LocalTeachers(Dropping):
     def _states(
         self, teacher: LocalTeacher, batch: TokenBatch, temperature: float
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Hidden states (N, D), the head's weight, and what the head's operations take besides."""
+        """Return hidden states (N, D), the head's weight, and options of the head's operations."""
         use(teacher.model, teacher.adapter)
         weight_VD, bias_V = head(teacher.model)
         return (
@@ -151,7 +148,7 @@ class LocalTeachers(Dropping):
     def _own(
         self, states: Sequence[tuple[Tensor, Tensor, dict[str, Any]]], batch: TokenBatch, kappa: int
     ) -> TeacherTopK:
-        """Each teacher's own entries of a micro-batch, padded ids dropped."""
+        """Return each teacher's top entries of a micro-batch, without vocabulary padding."""
         ids, logps, token_logps = [], [], []
         for hidden_ND, weight_VD, options in states:
             top = linear_topk_logprobs(hidden_ND, weight_VD, kappa, token_ids_N=batch.token_ids_N, **options)
@@ -175,12 +172,11 @@ def load_teachers(
     *,
     tokens: int | None = None,
 ) -> LocalTeachers:
-    """The local engine of models and LoRA adapters by path; each base is loaded once.
+    """Load models and LoRA adapters as teachers; each base is loaded once.
 
     Args:
-        paths: folders or hub ids of models, and folders of adapters in peft's format.
-        tokens: as LocalTeachers.
-    Raises as `load_model`, `read_adapter` and `LocalTeachers`.
+        paths: folders or hub ids of models, and folders of peft adapters.
+        tokens: as for LocalTeachers.
     """
     loaded: dict[str, PreTrainedModel] = {}
     teachers = []
@@ -196,7 +192,7 @@ def load_teachers(
 
 
 def require_vocabulary(teacher: int, path: str, size: int, tokens: int) -> None:
-    """Raises UnusableModel where the teacher's vocabulary is smaller than the student's tokens."""
+    """Raise UnusableModel if the teacher's vocabulary is smaller than `tokens`."""
     if size < tokens:
         raise UnusableModel(
             f"teachers.models.{teacher}: {path} has a vocabulary of {size}, the student has {tokens} tokens"
@@ -213,10 +209,7 @@ def empty_topk(n_tokens: int, n_teachers: int, n_support: int, device: torch.dev
 
 
 class StudentsBase:
-    """Serves `TeacherEngine` for sampled tokens alone, with a LoRA student's frozen base.
-
-    It computes as the student does, sharded and in its compute dtype; scoring is a collective call.
-    """
+    """A LoRA student's frozen base as a `TeacherEngine`; scores only sampled tokens, as a collective call."""
 
     def __init__(self, student: Student):
         self.student, self.device = student, student.device
@@ -232,7 +225,7 @@ class StudentsBase:
         self, rollouts: Sequence[Rollout], kappa: int, temperature: float, *, union: bool = False
     ) -> TeacherTopK:
         if kappa != 0:
-            raise ValueError(f"score: kappa is {kappa}, expected 0 of a student's base")
+            raise ValueError(f"score: kappa is {kappa}, expected 0 for a student's base")
         logp_N = self.student.logps(rollouts, temperature, adapters=False)
         result = empty_topk(len(logp_N), 1, 0, self.device)
         result.token_logps_NM[:, 0] = logp_N
@@ -242,7 +235,7 @@ class StudentsBase:
 def held_already(
     path: str | Path, student_path: str | Path, student: Student, teachers: TeacherEngine | None
 ) -> TeacherEngine | None:
-    """The model at `path` from weights that are here: the base of a LoRA student, or of LoRA teachers."""
+    """Return an engine for the model at `path` if a LoRA student or LoRA teachers hold its weights."""
     if student.lora is not None and same_place(path) == same_place(student_path):
         return StudentsBase(student)
     return None if teachers is None else teachers.base(path)

@@ -1,4 +1,4 @@
-"""Ids that a teacher is asked about: those of the other teachers, and those that are only padding.
+"""Exchange of top-kappa ids between teachers, and removal of ids that only pad a vocabulary.
 
 Shapes: N tokens, M teachers, S = kappa entries of one, U ids of the other teachers, D hidden, V vocabulary.
 """
@@ -20,32 +20,28 @@ log = logging.getLogger(__name__)
 
 
 class Dropping:
-    """Counts entries that are padding of some vocabulary, and warns once."""
+    """Counter of dropped vocabulary padding, which warns once."""
 
     vocabulary: int
-    """The student's."""
+    """The student's vocabulary size."""
     rows: int
-    """Of the teacher with the fewest."""
+    """The smallest vocabulary size of the teachers."""
     dropped = 0
 
     @property
     def shared(self) -> int:
-        """Ids below it are those of the student and of every teacher: in a union each asks about all."""
+        """The number of ids that the student and all teachers have in common."""
         return min(self.vocabulary, self.rows)
 
     def drop(self, entries: int) -> None:
         if entries > 0 and self.dropped == 0:
-            log.warning(
-                "teachers: %d entries so far name ids that only pad a vocabulary; these are left "
-                "empty, and counted",
-                entries,
-            )
+            log.warning("teachers: %d entries so far are vocabulary padding; their slots stay empty", entries)
         self.dropped += entries
 
     def inside(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], Tensor]:
-        """The rollouts, and (N,) bool of tokens at or above `rows`, which only pad the student's vocabulary.
+        """Clamp token ids to the teachers' vocabularies; also return (N,) bool of the clamped tokens.
 
-        Another token stands for such a one; its log-probability is to be -inf.
+        The caller sets the log-probabilities of clamped tokens to -inf.
         """
         none = torch.zeros(0, dtype=torch.int64)
         outside_N = torch.cat([none, *(rollout.response_ids for rollout in rollouts)]) >= self.rows
@@ -57,7 +53,7 @@ class Dropping:
 
 
 def without_padding(ids_NS: Tensor, logps_NS: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, int]:
-    """Ids at or above `vocabulary` become empty slots behind the others; and how many there were."""
+    """Replace ids >= `vocabulary` by empty slots, sorted last; also return their number."""
     padding_NS = ids_NS >= vocabulary
     dropped = int(padding_NS.sum())
     if dropped == 0:
@@ -68,9 +64,9 @@ def without_padding(ids_NS: Tensor, logps_NS: Tensor, vocabulary: int) -> tuple[
 
 
 def others_ids(ids_NMS: Tensor, logps_NMS: Tensor, teacher: int) -> tuple[Tensor, Tensor]:
-    """The other teachers' ids, (N, U) in the order of teachers, and which of them are new to `teacher`.
+    """Return the other teachers' ids, (N, U) in teacher order, and a mask of those new to `teacher`.
 
-    An id is new where neither its own entries nor an earlier one of the others hold it.
+    An id is new if it is neither among the teacher's own entries nor earlier in the row.
     """
     kappa = ids_NMS.shape[2]
     order = [teacher, *(m for m in range(ids_NMS.shape[1]) if m != teacher)]
@@ -93,9 +89,9 @@ def given_logprobs(
     bias_V: Tensor | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """(N, U) fp32 log-probabilities of the given ids, from that of one token a row.
+    """Return (N, U) fp32 log-probabilities of the given ids, without a pass over the vocabulary.
 
-    log p(v) = log p(y) + (logit(v) - logit(y)) / T.
+    log p(v) = log p(y) + (logit(v) - logit(y)) / T, where log p(y) of the row's token is known.
     """
     n_tokens, n_given = given_NU.shape
     wanted_NU = torch.cat([token_ids_N[:, None], given_NU], 1).long()
@@ -112,7 +108,7 @@ def given_logprobs(
 
 
 def united(own: TeacherTopK, of_others: Mapping[int, Tensor]) -> TeacherTopK:
-    """Behind each teacher's own entries, by teacher its (N, U) values of the others' ids, where new to it."""
+    """Append to each teacher's entries its (N, U) log-probabilities of the other teachers' new ids."""
     ids, logps = [], []
     for m, logps_NU in sorted(of_others.items()):
         others_NU, new_NU = others_ids(own.ids_NMS, own.logps_NMS, m)

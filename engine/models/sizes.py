@@ -1,4 +1,4 @@
-"""What a causal language model's config says of its size. Imports no torch."""
+"""The size of a causal language model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ModelNumbers:
-    """What a causal language model's config says of its size. Counts are numbers, not bytes."""
+    """Dimensions and parameter count of a causal language model."""
 
     parameters: int
-    """All of them, a tied head counted once."""
+    """A tied head counts once."""
     layers: int
     hidden: int
     heads: int
@@ -26,12 +26,12 @@ class ModelNumbers:
         return self.vocabulary * self.hidden
 
     def kv_bytes(self, width: int, parallel: int = 1) -> int:
-        """Keys and values of one position, on each of `parallel` GPUs."""
+        """Bytes of the keys and values of one position on each of `parallel` GPUs."""
         return 2 * self.layers * -(-self.kv_heads // parallel) * self.head_dim * width
 
 
 def numbers_of(model: Any) -> ModelNumbers:
-    """Of a causal language model of transformers, which may be on the meta device."""
+    """Return the size of a transformers model, which may be on the meta device."""
     config, head = model.config.get_text_config(), model.get_output_embeddings()
     heads = config.num_attention_heads
     return ModelNumbers(

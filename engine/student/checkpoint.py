@@ -1,6 +1,6 @@
-"""Checkpoints that survive SIGKILL, and exports that transformers and vLLM load: whole or not there.
+"""Atomic checkpoints and exports: a killed process leaves a complete folder or none.
 
-The checksums answer accidents, not attackers: load only checkpoints of your own (SECURITY.md).
+Checksums detect accidents, not attacks: load only your own checkpoints (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class UnusableCheckpoint(RuntimeError):
-    """A checkpoint that this run cannot resume from; says why."""
+    """A checkpoint that this run cannot resume from."""
 
 
 class DamagedCheckpoint(UnusableCheckpoint):
@@ -40,7 +40,7 @@ class DamagedCheckpoint(UnusableCheckpoint):
 
 
 class Checkpoints:
-    """The last `keep` checkpoints of a run, in `folder`, of a LoRA student the adapters alone.
+    """The last `keep` checkpoints of a run in `folder`; of a LoRA student, only the adapters.
 
     All methods are collective calls.
     """
@@ -48,10 +48,14 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int):
         self.folder, self.keep = folder, keep
         self.newest = 0
-        """The step of the newest one; 0 where there is none."""
+        """Step of the newest checkpoint, or 0."""
 
     def save(self, step: int, student: Student, extra: Any = None) -> None:
-        """extra: of this rank; numbers, strings, tensors, and lists, tuples and dicts of them."""
+        """Write a checkpoint and remove old ones.
+
+        Args:
+            extra: state of this rank: numbers, strings, tensors, and lists, tuples and dicts of these.
+        """
         facts = {"step": step, "world_size": distributed.world_size(), "strategy": student.strategy.name}
         process = {
             "updates": student.updates,
@@ -69,14 +73,14 @@ class Checkpoints:
         self.newest = step
 
     def restore(self, student: Student) -> tuple[int, Any]:
-        """Loads the newest checkpoint, bit-exact on as many ranks as saved it. Others FSDP2 reshards.
+        """Load the newest checkpoint: bit for bit on the same number of ranks, else resharded by FSDP2.
 
         Returns:
-            The step to resume from, 0 without a checkpoint; and the `extra` of this rank's `save`, None on
-            another number of ranks.
+            The step to resume from (0 without a checkpoint), and this rank's `extra` (None if the number of
+            ranks has changed).
         Raises:
-            DamagedCheckpoint: a file is missing or differs from its checksum.
-            UnusableCheckpoint: another strategy saved it, or another number of ranks under DeepSpeed.
+            DamagedCheckpoint: a file is missing or its checksum differs.
+            UnusableCheckpoint: saved under another strategy, or under DeepSpeed by another number of ranks.
         """
         found = self._complete()
         newest = Path(str(distributed.broadcast_object(str(found[-1]) if found else "")))
@@ -123,9 +127,9 @@ class Checkpoints:
 
 
 def export(student: Student, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:
-    """Writes safetensors, config, tokenizer and chat template to `folder`; a collective call.
+    """Write safetensors, config, tokenizer and chat template to `folder`; a collective call.
 
-    Adapters are merged into the weights, and stand beside them in `folder`/adapter.
+    Adapters are merged into the weights and also saved alone in `folder`/adapter.
     """
     with _whole(folder, {}) as partial:
         weights = {}
@@ -134,7 +138,7 @@ def export(student: Student, tokenizer: PreTrainedTokenizerBase, folder: Path, d
                 weights[name] = value.detach().to("cpu", dtype)
         if distributed.rank() == 0:
             student.model.save_pretrained(partial, state_dict=weights)
-            # save_pretrained names the dtype of the fp32 masters, not that of the weights it was given
+            # save_pretrained writes the dtype of the fp32 model, not of `weights`
             config = partial / "config.json"
             values = json.loads(config.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
             config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
@@ -145,11 +149,7 @@ def export(student: Student, tokenizer: PreTrainedTokenizerBase, folder: Path, d
 
 @contextmanager
 def _whole(folder: Path, facts: dict[str, Any]) -> Iterator[Path]:
-    """A folder to fill, which then gets its manifest and its name.
-
-    Raises:
-        FullDisk: there is no room.
-    """
+    """Yield a temporary folder, then write its manifest and rename it to `folder`; FullDisk: no space."""
     with room_for(folder):
         partial = distributed.on_rank0(lambda: empty_partial(folder))
         yield partial
@@ -161,7 +161,7 @@ def _whole(folder: Path, facts: dict[str, Any]) -> Iterator[Path]:
 
 
 def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
-    """Flushes and lists every file of `folder` with its SHA-256; the ranks share the reading."""
+    """Flush every file of `folder` and write the manifest of SHA-256 sums; a collective call."""
     manifest, digest = folder / MANIFEST, folder / MANIFEST_DIGEST
     digests = {}
     for path in _share(sorted(path for path in folder.rglob("*") if path.is_file())):
@@ -178,9 +178,10 @@ def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def read_manifest(folder: Path, remove: str = "remove the folder to resume") -> dict[str, Any]:
-    """The manifest of `folder`, it and every file checked, or DamagedCheckpoint; the ranks share the reading.
+    """Verify every file of `folder` and return its manifest; a collective call.
 
-    remove: what the error says to do.
+    Args:
+        remove: advice that ends the message of DamagedCheckpoint.
     """
     try:
         content = (folder / MANIFEST).read_bytes()
@@ -202,7 +203,7 @@ def read_manifest(folder: Path, remove: str = "remove the folder to resume") -> 
 
 
 def require_whole(export: Path) -> None:
-    """Raises DamagedCheckpoint where an export differs from its manifest, if any; a collective call."""
+    """Raise DamagedCheckpoint if an export differs from its manifest, if any; a collective call."""
     if distributed.on_rank0((export / MANIFEST_DIGEST).exists):
         read_manifest(export, "its run has to be done again: remove the run's folder")
 

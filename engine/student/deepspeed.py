@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-2 and -3, with torch's AdamW; masters, accumulation and reductions are fp32."""
+"""DeepSpeed ZeRO-2 and ZeRO-3 with fp32 master weights, gradient accumulation and reductions."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from smopd.engine.student.optimizers import optimizer
 from smopd.engine.student.strategy import Output, Policy, ThroughHead
 from smopd.engine.types import TokenBatch
 
-TAG = "zero"  # the folder of DeepSpeed's own files in a checkpoint
+TAG = "zero"  # DeepSpeed's folder in a checkpoint
 OURS = ("optimizer", "scheduler", "train_batch_size")
 
 
 class DeepSpeedZero:
-    """Serves `Strategy`."""
+    """DeepSpeed ZeRO as a `Strategy`."""
 
     reshards = False
 
@@ -33,13 +33,13 @@ class DeepSpeedZero:
         deepspeed = _package(device)
         config, stage = configuration(settings, device), settings.zero_stage
         if settings.shard_size is not None:
-            raise ValueError("shard_size: is FSDP2's, expected none under DeepSpeed")
+            raise ValueError(f"shard_size: got {settings.shard_size}, expected null under DeepSpeed")
         if settings.compile and stage == 3:
-            raise ValueError("compile: ZeRO-3 gathers inside each layer, expected FSDP2 or zero_stage 2")
+            raise ValueError("compile: got true, expected false under ZeRO-3; or FSDP2 or zero_stage 2")
         self.name = f"deepspeed ZeRO-{stage}"
         self.policy = policy
         self.optimizer = optimizer(policy, settings)
-        masters = []  # DeepSpeed makes its own of parameters that it has rounded
+        masters = []  # DeepSpeed would initialize master weights from rounded parameters
         if settings.compute_dtype != "float32":
             trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
             masters = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in trained]
@@ -47,7 +47,7 @@ class DeepSpeedZero:
             self.engine, *_ = deepspeed.initialize(model=policy, optimizer=self.optimizer, config=config)
         for parameter, master in masters:
             deepspeed.utils.safe_set_full_fp32_param(parameter, master.to(device))
-        if stage == 3:  # a parameter is whole in the forward of its owners alone: the root uses the head's
+        if stage == 3:  # the root's forward uses the head's weight, which belongs to another module
             for tensor in head(policy.model):
                 if tensor is not None:
                     deepspeed.zero.register_external_parameter(policy, tensor)
@@ -86,10 +86,10 @@ class DeepSpeedZero:
 
 
 def configuration(settings: TrainSettings, device: torch.device) -> dict[str, Any]:
-    """What these settings ask for, and what else `settings.deepspeed_config` holds.
+    """Return DeepSpeed's config: these settings, merged with the file `settings.deepspeed_config`.
 
     Raises:
-        ValueError: it contradicts the settings, or cannot be read.
+        ValueError: the file contradicts the settings or cannot be read.
     """
     zero: dict[str, Any] = {"stage": settings.zero_stage}
     if settings.offload_optimizer and device.type != "cpu":
@@ -113,7 +113,7 @@ def configuration(settings: TrainSettings, device: torch.device) -> dict[str, An
         raise ValueError(f"deepspeed_config: {settings.deepspeed_config} cannot be read ({error})") from error
     for section in OURS:
         if section in given:
-            raise ValueError(f"deepspeed_config: {section} is the student's own, expected it absent")
+            raise ValueError(f"deepspeed_config: got {section}, which smopd sets; remove it")
     return _merged(given, asked)
 
 
@@ -124,8 +124,8 @@ def _merged(given: dict[str, Any], asked: dict[str, Any], place: str = "") -> di
             result[key] = _merged(given[key], asked[key], f"{place}{key}.")
         elif given[key] != asked[key]:
             raise ValueError(
-                f"deepspeed_config: {place}{key} is {given[key]!r}, the student's settings say "
-                f"{asked[key]!r}; expected the same, or nothing"
+                f"deepspeed_config: {place}{key} is {given[key]!r}, expected {asked[key]!r} as in the "
+                "student's settings, or nothing"
             )
     return result
 
@@ -137,16 +137,16 @@ def _package(device: torch.device) -> Any:
     except ImportError as error:
         raise ImportError(f"strategy: 'deepspeed' needs the package deepspeed ({error})") from error
     if device.type == "cpu":
-        # DeepSpeed would probe the compiler, then compile this for a minute; it serves inference alone.
+        # An operator for inference, which DeepSpeed would compile for a minute.
         vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
-    # its own calls of collectives that torch has renamed, once a call
+    # DeepSpeed calls deprecated collectives, with a warning each time
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     return deepspeed
 
 
 @contextmanager
 def _environment(name: str, default: str) -> Iterator[None]:
-    """A variable that is there where none was."""
+    """Set an environment variable while the context is active, unless it is set already."""
     added = name not in os.environ
     os.environ.setdefault(name, default)
     try:

@@ -1,4 +1,4 @@
-"""FSDP2: fp32 masters in shards over the ranks, or over groups of them (HSDP); gradients summed in fp32."""
+"""FSDP2 and HSDP with fp32 master weights; gradients are summed in fp32."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from smopd.engine.student.optimizers import optimizer
 from smopd.engine.student.strategy import Output, Policy, ThroughHead, UnreadableState
 from smopd.engine.types import TokenBatch
 
-ROOT_ALONE = 1_000_000_000  # parameters (ours): 8 GB more than by the layer
+ROOT_ONLY = 1_000_000_000  # parameters (ours): 8 GB more memory than wrapping each layer
 _PLAIN: dict[str, Collection[str]] = {
     dcp.metadata.__name__: [name for name, found in vars(dcp.metadata).items() if isinstance(found, type)],
     "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
@@ -38,11 +38,11 @@ _PLAIN: dict[str, Collection[str]] = {
     "pathlib": ["PosixPath", "PurePosixPath"],
     "pathlib._local": ["PosixPath", "PurePosixPath"],
 }
-"""Module -> names that a checkpoint's metadata holds, and dtypes."""
+"""Module -> names allowed in a checkpoint's metadata, besides dtypes."""
 
 
 class Fsdp2:
-    """Serves `Strategy`."""
+    """FSDP2 as a `Strategy`."""
 
     name = "fsdp2"
     reshards = True
@@ -90,14 +90,14 @@ class Fsdp2:
 
     def _state(self) -> dict[str, Any]:
         options = StateDictOptions(ignore_frozen_params=self._frozen())
-        if not self.optimizer.state:  # torch makes it by a step with gradients of 0, which must not count
+        if not self.optimizer.state:  # torch initializes it by a step with zero gradients; do not count it
             get_state_dict(self.policy, self.optimizer, options=options)
             for state in self.optimizer.state.values():
                 if "step" in state:
                     state["step"].zero_()
         model, optimizer = get_state_dict(self.policy, self.optimizer, options=options)
         trained = {name for name, value in self.policy.named_parameters() if value.requires_grad}
-        if self._frozen():  # torch leaves out a frozen tied weight by one of its names alone
+        if self._frozen():  # torch leaves out a frozen tied weight under only one of its names
             model = {name: value for name, value in model.items() if name in trained}
         return {"model": model, "optimizer": optimizer}
 
@@ -106,7 +106,7 @@ class Fsdp2:
 
 
 def _grid(shard_size: int | None, device: torch.device) -> DeviceMesh | None:
-    """Replicas times shards; None: every rank holds a shard of one copy."""
+    """Return the (replica, shard) mesh, or None to shard over all ranks."""
     ranks = distributed.world_size()
     if shard_size is None or shard_size == ranks:
         return None
@@ -118,10 +118,10 @@ def _grid(shard_size: int | None, device: torch.device) -> DeviceMesh | None:
 
 
 def _shard(policy: Policy, settings: TrainSettings, device: torch.device) -> Policy:
-    """Shards each decoder layer and the root in place; gradients are summed over ranks, not averaged.
+    """Shard each decoder layer and the root in place; gradients are summed over ranks, not averaged.
 
-    On one rank a small model's root alone is wrapped: each layer's hooks take the host longer than a GPU
-    takes for the layer. It holds the whole gradient twice more in fp32, so a large model goes by the layer.
+    On one rank only the root of a small model is wrapped, because hooks of each layer cost more host time
+    than the layer takes on a GPU. This keeps two more fp32 gradients, so large models are wrapped by layer.
     """
     offload, several = settings.offload_optimizer, distributed.world_size() > 1
     options: dict[str, Any] = {
@@ -129,27 +129,27 @@ def _shard(policy: Policy, settings: TrainSettings, device: torch.device) -> Pol
         "mp_policy": MixedPrecisionPolicy(getattr(torch, settings.compute_dtype), torch.float32),
         "offload_policy": CPUOffloadPolicy(device.type == "cuda") if offload else OffloadPolicy(),
     }
-    if several or offload or sum(parameter.numel() for parameter in policy.parameters()) > ROOT_ALONE:
+    if several or offload or sum(parameter.numel() for parameter in policy.parameters()) > ROOT_ONLY:
         for layer in policy.model.get_decoder().layers:
             fully_shard(layer, **options)
     fully_shard(policy, **options)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
-            if several:  # one rank has nothing to sum; torch would divide into a copy
+            if several:  # on one rank torch would copy the gradient for nothing
                 module.set_gradient_divide_factor(1.0)
     return policy
 
 
 def _member(enumeration: Any, name: str) -> Enum:
-    """What Python 3.11.0 to 3.11.3 write getattr for: a member of an enumeration."""
+    """Return a member of an enumeration, which Python 3.11.0 to 3.11.3 pickle as a call of getattr."""
     if not (isinstance(enumeration, type) and issubclass(enumeration, Enum)):
         raise pickle.UnpicklingError(f"it names builtins.getattr of {enumeration!r}")
     return enumeration[name]
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Knows what torch writes into a checkpoint's metadata; a name of anything else could be a call of it."""
+    """An unpickler restricted to the names that torch writes into a checkpoint's metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
@@ -161,9 +161,9 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def require_plain(metadata: Path) -> None:
-    """Raises UnreadableState: a checkpoint's `.metadata`, a pickle, is more than descriptions of tensors."""
+    """Raise UnreadableState if a checkpoint's `.metadata`, a pickle, does more than describe tensors."""
     try:
         with metadata.open("rb") as file:
             _PlainUnpickler(file).load()
     except (pickle.UnpicklingError, EOFError, LookupError, AttributeError, TypeError) as error:
-        raise UnreadableState(f"{metadata}: is no description of tensors ({error})") from error
+        raise UnreadableState(f"{metadata}: does not only describe tensors ({error})") from error

@@ -1,4 +1,4 @@
-"""Low-rank adapters (peft): a base frozen in the compute dtype, and adapters that are fp32 masters."""
+"""Low-rank adapters (peft): fp32 adapters on a base frozen in the compute dtype."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from transformers import PreTrainedModel
 from smopd.engine import distributed
 from smopd.engine.settings import Lora
 
-ADAPTER = "default"  # peft's own name for the only adapter
+ADAPTER = "default"  # peft's name of a single adapter
 ALL_LINEAR = ["all-linear"]
 BASE = ".base_layer."
 
 
 def attach(model: PreTrainedModel, lora: Lora, compute_dtype: torch.dtype) -> None:
-    """Puts adapters into `model` in place, the same on every rank, and freezes all else in `compute_dtype`.
+    """Insert adapters, equal on all ranks, and freeze all other weights in `compute_dtype`, in place.
 
     Raises:
-        ValueError: a target is no linear layer of the decoder's layers.
+        ValueError: a target is not a linear layer of the decoder's layers.
         ImportError: peft is not installed.
     """
     try:
@@ -49,7 +49,7 @@ def attach(model: PreTrainedModel, lora: Lora, compute_dtype: torch.dtype) -> No
 
 @contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """Within it forwards are the base's. peft's own switch also freezes the adapters, for good."""
+    """Disable the adapters while the context is active. peft's own switch would also freeze them."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
@@ -63,7 +63,7 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 
 
 def _targets(model: PreTrainedModel, wanted: list[str]) -> list[str]:
-    """Names of the decoder's linear layers. Head and embeddings get no adapters: the fused head is plain."""
+    """Return the target names. The head and embeddings get no adapters, as the fused head is linear."""
     linear = {
         name.rpartition(".")[2]
         for layer in model.get_decoder().layers
@@ -81,10 +81,11 @@ def _targets(model: PreTrainedModel, wanted: list[str]) -> list[str]:
 def merged(
     tensors: Mapping[str, Tensor], lora: Lora, full: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The base's weights by their own names, W + (alpha / rank) B A in fp32 where there is an adapter.
+    """Yield the base's weights by name, as W + (alpha / rank) B A in fp32 where there is an adapter.
 
     Args:
-        tensors: the model's state dict, in shards, which `full` gathers, in the same order on every rank.
+        tensors: the sharded state dict, in the same order on every rank.
+        full: gathers a tensor.
     """
     for name, value in tensors.items():
         if _is_adapter(name):
@@ -100,7 +101,7 @@ def merged(
 def save(
     model: PreTrainedModel, tensors: Mapping[str, Tensor], full: Callable[[Tensor], Tensor], folder: Path
 ) -> Path:
-    """Writes adapter_config.json and adapter_model.safetensors to `folder`."""
+    """Write adapter_config.json and adapter_model.safetensors to `folder`."""
     weights = {}
     for name, value in tensors.items():
         if _is_adapter(name):

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules: ours by name, or a function of the user's by its import path."""
+"""Optimizers and learning-rate schedules: built in by name, or a user's function by its import path."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from smopd.engine.imports import resolve
 from smopd.engine.settings import Optimiser
 
 MakesOptimizer = Callable[["list[nn.Parameter]", Optimiser], torch.optim.Optimizer]
-"""(trained parameters, settings) -> an optimizer over them.
+"""(trained parameters, settings) -> optimizer.
 
-The parameters are fp32 masters, sharded already (DTensors under FSDP2). The caller clips, sets the learning
-rate of each update and skips gradients that are not finite.
+The parameters are sharded fp32 master weights (DTensors under FSDP2). The caller clips the gradient, sets the
+learning rate of each update and skips non-finite gradients.
 """
 Schedule = Callable[[int, int], float]
-"""(update, updates of the run) -> factor of the learning rate; updates count from 0."""
+"""(update, number of updates) -> factor of the learning rate; updates count from 0."""
 
 
 def adamw(parameters: list[nn.Parameter], settings: Optimiser) -> torch.optim.Optimizer:
@@ -34,17 +34,17 @@ def adamw(parameters: list[nn.Parameter], settings: Optimiser) -> torch.optim.Op
 
 
 def constant(update: int, updates: int) -> float:
-    """1 at every update."""
+    """Return 1."""
     return 1.0
 
 
 def linear(update: int, updates: int) -> float:
-    """From 1 at the first update down to 0 behind the last one."""
+    """Decay linearly from 1 at the first update to 0 after the last."""
     return max(0.0, 1.0 - update / max(1, updates))
 
 
 def cosine(update: int, updates: int) -> float:
-    """Half a cosine from 1 at the first update down to 0 behind the last one."""
+    """Decay by half a cosine from 1 at the first update to 0 after the last."""
     return 0.5 + 0.5 * math.cos(math.pi * min(1.0, update / max(1, updates)))
 
 
@@ -53,18 +53,18 @@ SCHEDULES: dict[str, Schedule] = {"constant": constant, "linear": linear, "cosin
 
 
 def optimizer(policy: nn.Module, settings: Optimiser) -> torch.optim.Optimizer:
-    """`settings.optimizer` over the trained parameters of `policy`; ValueError as `resolve`."""
+    """Create `settings.optimizer` for the trained parameters of `policy`; ValueError as `resolve`."""
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     return resolve(settings.optimizer, OPTIMIZERS)(trained, settings)
 
 
 def schedule(settings: Optimiser, updates: int) -> Callable[[int], float]:
-    """`settings.schedule` over a run of so many updates; ValueError as `resolve`."""
+    """Return `settings.schedule` for a run of `updates` updates; ValueError as `resolve`."""
     factor = resolve(settings.schedule, SCHEDULES)
     return lambda update: factor(update, updates)
 
 
 def last_share(update: int, updates: int, share: float) -> float:
-    """A warm start's factor: 1, then linearly down to 0 over the last `share` of the updates."""
+    """Return a warm start's factor: 1, then linear to 0 over the last `share` of the updates."""
     begin = round(updates * (1 - share))
     return min(1.0, max(0.0, (updates - update) / max(1, updates - begin)))

@@ -159,7 +159,7 @@ def test_metadata_that_could_run_code_is_refused(device, folder, monkeypatch, fo
     monkeypatch.chdir(folder.parent)
     (folder / ".metadata").write_bytes(b"" if forged is None else pickle.dumps(forged))
     write_manifest(folder, FACTS)
-    with pytest.raises(UnusableCheckpoint, match=r"\.metadata: is no description of tensors"):
+    with pytest.raises(UnusableCheckpoint, match=r"\.metadata: does not only describe tensors"):
         Checkpoints(folder.parent, keep=1).restore(make_student(device))
     assert not Path("pwned").exists()
 
