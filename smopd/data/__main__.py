@@ -1,4 +1,4 @@
-"""`python -m smopd.data` lists the data sets; `python -m smopd.data fetch NAME ...` downloads them."""
+"""`python -m smopd.data` lists the data sets; `python -m smopd.data fetch NAME ...` downloads some."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from pathlib import Path
 from smopd import extra  # noqa: F401 says what to install
 
 # isort: split
-from smopd.data.places import ALIASES, VARIABLE, DataSet, catalogue, data_folder, data_set
+from smopd.data.places import VARIABLE, DataSet, catalogue, data_folder, data_set
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status: 0, 1 where a file could not be had, 2 for a mistake."""
+    """Run the command. Return 0, 1 if a download failed, 2 for an unknown name."""
     parser = argparse.ArgumentParser(prog="python -m smopd.data", description="The data sets.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser("list", help="list them (the default)")
     named = commands.add_parser("fetch", help="download them into the folder of data")
-    named.add_argument("names", nargs="+", metavar="NAME", help=", ".join((*catalogue(), *ALIASES)))
+    named.add_argument("names", nargs="+", metavar="NAME", help=", ".join(catalogue()))
     asked = parser.parse_args(argv)
     folder = data_folder()
     if asked.command != "fetch":
         show_list(folder)
         return 0
     try:
-        wanted = list({each.name: each for each in map(data_set, asked.names)}.values())
+        wanted = [data_set(name) for name in dict.fromkeys(asked.names)]
     except ValueError as error:
         print(f"smopd.data: {error}", file=sys.stderr)
         return 2
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show_list(folder: Path) -> None:
-    """Print each data set: its name, whether it is in the folder, size, licence and source."""
+    """Print each data set with its state, size, licence and source, and the data folder."""
     for each in catalogue().values():
         size = f"{sum(file.bytes or 0 for file in each.files) / 1e6:.1f} MB"
         print(f"{each.name:10} {presence(each, folder)}, {size}, {each.licence}, from {each.source}")
@@ -57,7 +57,7 @@ def show_list(folder: Path) -> None:
 
 
 def presence(each: DataSet, folder: Path) -> str:
-    """`whole`, `absent`, or `partly` with how many of its files are there; looks at names alone."""
+    """Return `whole`, `absent` or `partly (n of m files)`; checks names only."""
     there = sum((folder / file.path).is_file() for file in each.files)
     if there == len(each.files):
         return "whole"

@@ -1,4 +1,4 @@
-"""Downloads data sets with pooch: each file from its public repository, at one commit, checked by its sum."""
+"""Download data sets with pooch: each file from its public repository at a fixed commit, by checksum."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from smopd.data.sources import load_rows
 from smopd.engine.files import write_atomically
 
 BASE_VARIABLE = "SMOPD_DATA_MIRROR"
-"""Base of the URLs instead of GITHUB."""
+"""Replaces GITHUB as the base URL."""
 GITHUB = "https://raw.githubusercontent.com"
 RETRIES = 2  # ours
 TIMEOUT_SECONDS = 60  # ours
 
 
 def fetch(data_sets: Sequence[DataSet], folder: Path) -> tuple[list[str], list[str]]:
-    """Fetch what is absent of the data sets, with a progress bar where standard error is a terminal.
+    """Download the missing files of the data sets and check the others.
 
     Returns:
-        Lines on what failed, and lines on what has to be put there by hand, for no public file is known.
+        A message for each failed file, and one for each file without a public source.
     """
     failures: list[str] = []
     by_hand: list[str] = []
@@ -40,31 +40,31 @@ def fetch(data_sets: Sequence[DataSet], folder: Path) -> tuple[list[str], list[s
                 check(path, file)
             elif file.upstream is None:
                 by_hand.append(
-                    f"{file.path}: no public file is known that gives it; put it at {path} by hand "
-                    f"(unpacked, sha256 {file.rows_sha256})"
+                    f"{file.path}: no public file is known; put it at {path} by hand "
+                    f"(sha256 {file.rows_sha256} uncompressed)"
                 )
             else:
                 fetch_file(file, file.upstream, folder)
         except (ValueError, OSError) as error:
             failures.append(f"{file.path}: {' '.join(str(error).split())}")
             if isinstance(error.__cause__, requests.ConnectionError):
-                break  # no other file can be had either
+                break  # the other downloads would fail too
     return failures, by_hand
 
 
 def check(path: Path, file: File) -> None:
-    """Raise ValueError where another file than the catalogue's lies at the path."""
+    """Raise ValueError if the file at `path` has another checksum than the catalogue's."""
     expected = file.rows_sha256 or file.sha256 or file.git_sha1
     try:
         got = sum_of(path, file)
     except (OSError, EOFError, zlib.error) as error:
-        got = f"no sum ({error})"
+        got = f"no checksum ({error})"
     if got != expected:
-        raise ValueError(f"{path} has {got}, expected {expected}; delete it to have it fetched")
+        raise ValueError(f"{path} has {got}, expected {expected}; delete it to download it again")
 
 
 def fetch_file(file: File, upstream: str, folder: Path) -> None:
-    """Download a file, or make it of the upstream one; ValueError says what to put where by hand."""
+    """Download a file, and convert it where the catalogue asks; raise ValueError with the manual steps."""
     arrived, known = file.path, file.sha256 and f"sha256:{file.sha256}"
     if file.rows_sha256:
         arrived = f"downloads/{str(file.sha256)[:8]}_{upstream.rpartition('/')[2]}"
@@ -90,7 +90,7 @@ def fetch_file(file: File, upstream: str, folder: Path) -> None:
 
 
 def sum_of(path: Path, file: File) -> str:
-    """The sum by which the catalogue knows what lies at the path."""
+    """Return the checksum of the file at `path`, of the kind that the catalogue has for it."""
     content = path.read_bytes()
     if file.rows_sha256:
         content = gzip.decompress(content)

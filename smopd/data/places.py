@@ -1,7 +1,7 @@
-"""The data sets that the project's recipes, suites and tests use, their short names, and their folder.
+"""The catalogue of data sets, their short names, and the data folder.
 
-A short name (`rlla/test`, `snips`; `python -m smopd.data` lists the data sets) may stand wherever a path of
-data is asked for. It comes before a path and a hub id of the same letters: write ./snips for such a folder.
+A short name such as `rlla/test` or `snips` works wherever a data path does. It takes precedence over a path
+or hub id of the same name; write ./snips for a local folder.
 """
 
 from __future__ import annotations
@@ -19,28 +19,26 @@ from platformdirs import user_cache_path
 from smopd.names import nearest
 
 VARIABLE = "SMOPD_DATA"
-ALIASES = {"safety": "safe"}
-"""The suite's name for a data set, on the command line."""
 
 
 @dataclass(frozen=True)
 class File:
-    """A file of a data set: its path in the folder of all data, and its sums."""
+    """A file of a data set: its path in the data folder, and the checksums of its upstream file."""
 
     path: str
     upstream: str | None
-    """OWNER/NAME/COMMIT/PATH of the public file that it is or is made of; None: none is known."""
+    """OWNER/NAME/COMMIT/PATH of the public file; None if there is none."""
     bytes: int | None = None
     sha256: str | None = None
     git_sha1: str | None = None
-    """Of the upstream file, as the two before; git's own sum (`git hash-object`)."""
+    """As `git hash-object` prints it."""
     rows_sha256: str | None = None
-    """Where this file is packed JSON lines: of the unpacked lines."""
+    """Checksum of the uncompressed JSON lines, for a file that is converted to gzipped JSON lines."""
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set: a folder of files. `names` are the short names of its files, without its own name."""
+    """A folder of files; `names` maps the short names of its files, without its own name, to the files."""
 
     name: str
     about: str
@@ -53,7 +51,7 @@ class DataSet:
 
 @cache
 def catalogue() -> dict[str, DataSet]:
-    """The data sets by name, from catalogue.yaml."""
+    """Return the data sets of catalogue.yaml by name."""
     text = Path(__file__).with_name("catalogue.yaml").read_text(encoding="utf-8")
     return {name: _data_set(name, entry) for name, entry in yaml.safe_load(text).items()}
 
@@ -78,42 +76,36 @@ def _data_set(name: str, entry: Mapping[str, Any]) -> DataSet:
 
 
 def data_set(name: str) -> DataSet:
-    """The data set of a name, or of another name in ALIASES; ValueError says which there are."""
-    known = catalogue()
-    found = known.get(ALIASES.get(name, name))
-    if found is None:
-        hint = nearest(name, (*known, *ALIASES)) or "; there are " + ", ".join(known)
+    """Return the data set `name`; raise ValueError if there is none."""
+    if name not in catalogue():
+        hint = nearest(name, catalogue()) or "; there are " + ", ".join(catalogue())
         raise ValueError(f"no data set {name!r}{hint}")
-    return found
+    return catalogue()[name]
 
 
 @cache
 def short_names() -> dict[str, str]:
-    """Short name -> path inside the folder of all data: `rlla/test`, and of a whole folder `rlla`."""
+    """Map the short names of files (`rlla/test`) and folders (`rlla`) to paths in the data folder."""
     found = {name: name for name in catalogue()}
     for each in catalogue().values():
         found |= {f"{each.name}/{short}": f"{each.name}/{file}" for short, file in each.names.items()}
     return found
 
 
-def is_short_name(given: str | os.PathLike[str]) -> bool:
-    return os.fspath(given) in short_names()
-
-
 def data_folder() -> Path:
-    """The folder of all data: $SMOPD_DATA, otherwise the user's cache folder of smopd."""
+    """Return the data folder: $SMOPD_DATA, or smopd's folder in the user's cache."""
     given = os.environ.get(VARIABLE)
     return Path(given).expanduser() if given else user_cache_path("smopd")
 
 
 def located(given: str | os.PathLike[str]) -> Path:
-    """The path of a short name, or the given path itself, which may be absent.
+    """Return the path of a short name, or the given path, which may not exist.
 
     Raises:
-        FileNotFoundError: what a short name stands for is absent; says how it is fetched.
+        FileNotFoundError: a short name's data is absent; the message has the command that fetches it.
     """
     name = os.fspath(given)
-    if not is_short_name(name):
+    if name not in short_names():
         return Path(name).expanduser()
     place = data_folder() / short_names()[name]
     if not place.exists():
@@ -122,7 +114,7 @@ def located(given: str | os.PathLike[str]) -> Path:
 
 
 def how_to_fetch(path: Path) -> str:
-    """The end of an error message on an absent path: `; COMMAND fetches it`, or nothing outside the data."""
+    """Return `; COMMAND fetches it` for the error on an absent path, or "" if it is not in the catalogue."""
     folder = data_folder()
     name = path.relative_to(folder).parts[:1] if path.is_relative_to(folder) else ()
     if not name or name[0] not in catalogue():

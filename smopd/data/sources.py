@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from smopd.data.places import is_short_name, located
+from smopd.data.places import located, short_names
 from smopd.engine.imports import IMPORT_PATH, import_function
 
 Row: TypeAlias = "dict[str, Any]"
@@ -35,7 +35,7 @@ def load_rows(source: str, *, kwargs: Mapping[str, Any] | None = None) -> list[R
         ValueError: a row is no object, a line no JSON, or an argument does not fit the source.
     """
     options = dict(kwargs or {})
-    if is_short_name(source) or source.endswith(FILE_SUFFIXES) or Path(source).expanduser().is_file():
+    if source in short_names() or source.endswith(FILE_SUFFIXES) or Path(source).expanduser().is_file():
         if options:
             raise ValueError(f"load_rows: source {source!r} is a file, which takes no kwargs")
         found = _read_file(located(source))

@@ -44,7 +44,7 @@ class PreferenceOptions:
 
     model: str
     """A folder or hub id of a sequence classifier with one output. `url` needs only its tokenizer."""
-    sign: int = 1
+    sign: Literal[1, -1] = 1
     """-1 if lower scores are better, as for a cost model."""
     template: str | None = None
     """A chat template to use instead of the model's: Jinja text or the path of a .jinja file."""

@@ -1,8 +1,8 @@
-"""Reward functions in worker processes that can be killed: a bad one costs its own dimension, never the run.
+"""Reward functions in killable worker processes: a failing function costs its own dimension, never the run.
 
-Each reward runs in its own process and all are called at once. What cannot be scored is NaN and is counted by
-its reason; a call that fails as a whole is made once more; one over its deadline is ended by killing the
-worker with all that it started, and the next call starts a new one. POSIX only.
+Each reward runs in its own process, and all run in parallel. An unscorable response is NaN and is counted by
+its reason. A call that fails as a whole is repeated once. A call past its deadline is killed together with
+its child processes, and the next call starts a new worker. POSIX only.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from smopd.names import STARTUP_SECONDS
 from smopd.rewards.worker import NUMBER, SIGNAL_EXIT_CODE
 
 log = logging.getLogger(__name__)
-GRACE_SECONDS = 1.0  # ours: for a process that closed its pipe to end by itself
-ATTEMPTS = 2  # ours: calls of a reward whose first one fails as a whole
-LOG_BYTES = 16 << 20  # ours: of what rewards print, after which the file begins again
+GRACE_SECONDS = 1.0  # ours: to exit after closing the pipe
+ATTEMPTS = 2  # ours: a call that fails as a whole is repeated once
+LOG_BYTES = 16 << 20  # ours: a larger log of what rewards print is emptied
 LARGEST_REPLY = 1 << 30  # ours, bytes
 FAILURE_KINDS = ("exception", "timeout", "length", "worker_died", "nonfinite", "none")
-"""Why a response has no score; the first four leave a whole call without one."""
+"""Why a response has no score; the first four apply to a whole call."""
 
 
 class RewardError(RuntimeError):
-    """A reward that cannot be loaded, or that left too many responses without a score."""
+    """A reward that cannot be loaded, or left too many responses unscored."""
 
 
 class CallFailed(RewardError):
-    """A call that scored nothing; `kind` is of FAILURE_KINDS."""
+    """A call that scored nothing; `kind` is one of FAILURE_KINDS."""
 
     def __init__(self, kind: str, error: str):
         super().__init__(error)
@@ -57,7 +57,7 @@ class RewardSpec:
     """One reward dimension.
 
     function: `package.module:function`, called as `f(prompts, completions, **columns)`, sync or async.
-    kwargs: further keyword arguments of each call; they win over columns of the same name.
+    kwargs: further keyword arguments of each call; they override columns of the same name.
     """
 
     name: str
@@ -69,12 +69,12 @@ class RewardSpec:
 class RewardBatch:
     """The scores of R responses in K dimensions.
 
-    values_RK: (R, K) float64, NaN where a response could not be scored.
-    failures: for each reward the number of unscorable responses by kind, every kind of FAILURE_KINDS present;
-        their sum is the number of NaN in the reward's column. `none` counts a function's own None.
-    last_errors: for each reward that failed in this batch its error, with the end of the traceback.
-    seconds: how long each reward took, a restart of its worker included.
-    restarts: for each reward how often its worker was started again since the pool was made.
+    values_RK: (R, K) float64; NaN if a response could not be scored.
+    failures: unscorable responses by reward and kind. Every kind of FAILURE_KINDS is present, and they add up
+        to the reward's NaNs. `none` counts values of None.
+    last_errors: error of each reward that failed in this batch, with the end of the traceback.
+    seconds: duration of each reward's call, including a restart of its worker.
+    restarts: worker restarts of each reward since the pool was created.
     """
 
     names: tuple[str, ...]
@@ -95,31 +95,9 @@ class WorkerScores:
     seconds: float
 
 
-def check_share(
-    name: str,
-    failures: Mapping[str, int],
-    responses: int,
-    max_unscorable_share: float,
-    last_error: str | None = None,
-) -> None:
-    """Raise RewardError where reward `name` left more than this share of `responses` without a score.
-
-    failures: unscorable responses by kind, summed over ranks, so that all ranks stop together.
-    """
-    unscorable = sum(failures.values())
-    if unscorable <= max_unscorable_share * responses:
-        return
-    kinds = ", ".join(f"{kind} {count}" for kind, count in failures.items() if count)
-    raise RewardError(
-        f"reward {name!r} left {unscorable} of {responses} responses without a score (share "
-        f"{unscorable / responses:.3f}, limit {max_unscorable_share:g}): {kinds}. "
-        f"Last error: {last_error or 'none'}"
-    )
-
-
 @dataclass
 class RewardWorker:
-    """One reward function in a process of its own, started at need and again after it was killed or died."""
+    """One reward function in its own process, started when needed and restarted after it died."""
 
     reward: RewardSpec
     deadline_seconds: float
@@ -127,20 +105,20 @@ class RewardWorker:
     log_path: Path | None
     memory_bytes: int
     starts: int = 0
-    _number: int = 0  # of the newest request
+    _number: int = 0  # of the last request
     _closed: bool = False
     _process: subprocess.Popen[bytes] | None = None
     _requests: Connection = field(init=False)
     _replies: Connection = field(init=False)
 
     def start(self) -> None:
-        """Start the process and load the function, where that is not done yet.
+        """Start the process and load the function, if that is not done yet.
 
         Raises:
-            CallFailed: the function could not be loaded, or not in `startup_seconds`.
+            CallFailed: the function could not be loaded within `startup_seconds`.
         """
         if self._process is not None:
-            # Between calls the reply pipe is readable only when the worker closed it.
+            # Between calls, the reply pipe is readable only if the worker closed it.
             if self._process.poll() is None and not self._replies.poll():
                 return
             self.end()
@@ -179,7 +157,7 @@ class RewardWorker:
             )
 
     def score(self, request: bytes, responses: int) -> WorkerScores:
-        """Score a pickled request, again where all of it failed; never raises for what the function did."""
+        """Score a pickled request, twice if the first call fails; never raises for what the function did."""
         begin = time.monotonic()
         values: list[float | None] = []
         kinds, error = dict.fromkeys(FAILURE_KINDS, 0), None
@@ -209,12 +187,12 @@ class RewardWorker:
         return WorkerScores(scores, kinds, error, time.monotonic() - begin)
 
     def close(self) -> None:
-        """Kill the process and start none again; a call in another thread then ends."""
+        """Kill the process for good; this ends a call in another thread."""
         self._closed = True
         self._kill()
 
     def _call(self, frame: bytes, seconds: float) -> list[float | None]:
-        """Send a frame, return the values of the reply; CallFailed where there are none after `seconds`."""
+        """Send a frame and return the reply's values; raise CallFailed if there are none after `seconds`."""
         late = threading.Event()
 
         def expire() -> None:
@@ -230,7 +208,7 @@ class RewardWorker:
                 raise EOFError
             self._requests.send_bytes(number + frame)
             reply = self._replies.recv_bytes(LARGEST_REPLY)
-            while not reply.startswith(number):  # of a process that an earlier call left behind
+            while not reply.startswith(number):  # written by a process that an earlier call left behind
                 reply = self._replies.recv_bytes(LARGEST_REPLY)
             return _values(reply[NUMBER.size :])
         except (EOFError, OSError):
@@ -242,14 +220,14 @@ class RewardWorker:
             timer.cancel()
 
     def _kill(self) -> None:
-        """Kill the process, what it started, and its group."""
+        """Kill the process, its descendants and its process group."""
         if (process := self._process) is not None:
             kill_below(process.pid)
             with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is gone already
                 os.killpg(process.pid, signal.SIGKILL)
 
     def end(self, grace_seconds: float = 0.0) -> str:
-        """Kill the process, after a grace for its own end, free its pipes, and say how it ended."""
+        """Kill the process after a grace period, close its pipes, and return how it ended."""
         if self._process is None:
             return "no process"
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -264,8 +242,10 @@ class RewardWorker:
 
 
 def _values(content: bytes) -> list[float | None]:
-    """What a worker answered. CallFailed where its function raised; OSError where it is no answer: the
-    function may have written into the pipe."""
+    """Return the values of a reply; raise CallFailed if the function raised, OSError if the reply is malformed.
+
+    A malformed reply comes from a function that wrote into the pipe.
+    """
     try:
         reply = json.loads(content)
         if isinstance(error := reply.get("error"), str):
@@ -276,15 +256,14 @@ def _values(content: bytes) -> list[float | None]:
 
 
 class RewardPool:
-    """K rewards, each in its own worker, called at once. A context manager: leaving it kills the workers.
+    """Context manager that runs K rewards in parallel, each in its own worker, and kills them on exit.
 
     Args:
         rewards: the K dimensions, with different names.
-        deadline_seconds: longest time of one call of one reward.
-        startup_seconds: longest time to start a worker and import its function.
-        log_path: where what the functions print goes, up to LOG_BYTES and from the beginning then; None: the
-            standard error of this process.
-        memory_bytes: most address space of each worker; 0 is no limit.
+        deadline_seconds: time limit of one call of one reward.
+        startup_seconds: time limit to start a worker and import its function.
+        log_path: file for what the functions print, emptied at LOG_BYTES; None is this process's stderr.
+        memory_bytes: address space limit of each worker; 0 is no limit.
     """
 
     def __init__(
@@ -313,7 +292,7 @@ class RewardPool:
         """Start all workers and load their functions.
 
         Raises:
-            RewardError: names every reward that cannot be loaded, with the reason.
+            RewardError: a reward cannot be loaded; names each of them with the reason.
         """
         starts = [self._threads.submit(worker.start) for worker in self._workers]
         errors = [str(error) for start in starts if isinstance(error := start.exception(), RewardError)]
@@ -325,12 +304,7 @@ class RewardPool:
     def score(
         self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
     ) -> RewardBatch:
-        """Score R completions with all K rewards.
-
-        Args:
-            prompts, completions: R each.
-            columns: the data's other columns by name, R values each.
-        """
+        """Score R completions with all K rewards; `columns` has R values per column of the data."""
         request = pickle.dumps((list(prompts), list(completions), dict(columns)), 5)
         responses = len(completions)
         scores = list(self._threads.map(lambda worker: worker.score(request, responses), self._workers))
@@ -345,7 +319,7 @@ class RewardPool:
         )
 
     def close(self) -> None:
-        """Kill the workers with their children. A closed pool scores nothing more."""
+        """Kill the workers with their children; a closed pool cannot score."""
         for worker in self._workers:
             worker.close()
         self._threads.shutdown(cancel_futures=True)

@@ -1,10 +1,10 @@
-"""Preference models as rewards: one sequence classifier a dimension, on its own chat template.
+"""Preference models as rewards: one sequence classifier per dimension, with its own chat template.
 
     rewards:
       - {name: helpful,  function: "smopd.rewards.preference_model:preference_reward", kwargs: {model: PATH}}
       - {name: harmless, function: "smopd.rewards.preference_model:preference_reward", kwargs: {model: PATH}}
 
-Each reward's worker holds its model from the first call on: `scoring.deadline_seconds` must cover loading it.
+Each reward worker loads its model at the first call, within `scoring.deadline_seconds`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from jinja2 import TemplateError
+from pydantic import ConfigDict, Field, PositiveInt, validate_call
 from transformers import PreTrainedTokenizerBase
 
 from smopd.engine.models.loading import load_tokenizer
@@ -27,77 +28,53 @@ TEMPLATE_SUFFIX = ".jinja"
 
 log = logging.getLogger(__name__)
 
-Chat = list[dict[str, str]]
+Chat = list[dict[str, Any]]
 
 
+@validate_call(config=ConfigDict(strict=True))
 def preference_reward(
-    prompts: Sequence[str | Sequence[Mapping[str, str]]],
-    completions: Sequence[str],
+    prompts: Any,
+    completions: Any,
     *,
-    model: str,
-    sign: int = 1,
+    model: Annotated[str, Field(min_length=1)],
+    sign: Literal[1, -1] = 1,
     template: str | None = None,
-    batch_tokens: int = BATCH_TOKENS,
-    max_tokens: int = MAX_TOKENS,
-    truncation_side: str = "left",
+    batch_tokens: PositiveInt = BATCH_TOKENS,
+    max_tokens: PositiveInt = MAX_TOKENS,
+    truncation_side: Literal["left", "right"] = "left",
     device: str | None = None,
     url: str | None = None,
     **columns: Any,
 ) -> list[float | None]:
-    """`sign` times the preference model's raw score of each prompt with its completion, an fp32 number.
+    """Return `sign` times the raw fp32 score of each prompt with its completion.
 
-    The score is the head's value at the last token of the chat in the model's own template, the completion as
-    the last, assistant message. Of a longer chat the last `max_tokens` tokens are read (ours; the scripts
-    under the paper read the first), and the log counts these. None where the template refuses a chat, or
-    leaves no token of it.
+    The score is the head's value at the last token of the chat, with the completion as the last assistant
+    message. A longer chat is cut to `max_tokens` tokens and counted in the log. The score is None if the
+    template refuses the chat or renders no token.
 
     Args:
-        prompts: a text, which is one user message, or chat messages.
-        model: a folder or hub id of a sequence classifier with one output; with `url` only its tokenizer.
-        sign: 1 where a higher score is better, -1 where lower is (the Beaver cost models).
-        template: the model's chat template where its tokenizer has none or another: Jinja text, or the path
-            of a .jinja file.
-        batch_tokens: most tokens scored at once, padding counted. Scores do not depend on it but for
-            rounding; equal chats have exactly equal scores.
-        truncation_side: of a chat longer than `max_tokens`; "left" reads its end, "right" its beginning.
-        device: such as "cuda:1"; None is the GPU of this rank where there is one, otherwise the CPU.
-        url: `http://host:port` of a `vllm serve MODEL --runner pooling`, or several with commas.
-        columns: unused.
+        prompts: a text, used as one user message, or chat messages.
+        model: folder or hub id of a sequence classifier with one output; with `url`, of its tokenizer.
+        sign: 1 if higher scores are better, -1 if lower scores are (the Beaver cost models).
+        template: chat template that replaces the tokenizer's: Jinja text, or the path of a .jinja file.
+        batch_tokens: maximum tokens per forward pass, with padding. Scores depend on it only by rounding;
+            equal chats have exactly equal scores.
+        truncation_side: "left" keeps the end of a long chat (ours), "right" its beginning (as the paper).
+        device: for example "cuda:1"; None is this rank's GPU, or the CPU.
+        url: `http://host:port` of a `vllm serve MODEL --runner pooling`; several are separated by commas.
     Raises:
-        ValueError, FileNotFoundError: an argument or the model is not as said above, or the server answers
-            otherwise; the template refuses every chat.
-        NoServer: no server answers, after bounded retries.
+        ValueError, FileNotFoundError: an argument or the model is invalid, the server returns something else,
+            or the template refuses every chat.
+        NoServer: no server responds after bounded retries.
     """
-    if not isinstance(model, str) or not model:
-        raise ValueError(f"preference_reward: model is {model!r}, expected a folder or hub id")
-    if sign not in (1, -1):
-        raise ValueError(f"preference_reward: sign is {sign!r}, expected 1 or -1")
-    texts: dict[str, Any] = {"template": template, "device": device, "url": url}
-    for name, text in texts.items():
-        if not isinstance(text, str | None):
-            kind = type(text).__name__
-            raise ValueError(
-                f"preference_reward: {name} is a {kind}; is it a column of the data? then set it in kwargs"
-            )
-    for name, count in (("batch_tokens", batch_tokens), ("max_tokens", max_tokens)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"preference_reward: {name} is {count!r}, expected a whole number of 1 or more")
-    if truncation_side not in ("left", "right"):
-        raise ValueError(
-            f"preference_reward: truncation_side is {truncation_side!r}, expected 'left' or 'right'"
-        )
-    if len(prompts) != len(completions):
-        raise ValueError(
-            f"preference_reward: got {len(prompts)} prompts, expected {len(completions)} as completions"
-        )
     chats = [
         _chat(prompt, text, i) for i, (prompt, text) in enumerate(zip(prompts, completions, strict=True))
     ]
     scorer = _scorer(model, device, url)
     if max_tokens > scorer.max_tokens:
         raise ValueError(
-            f"preference_reward: max_tokens is {max_tokens}, expected at most the {scorer.max_tokens} that "
-            f"{url or model} takes"
+            f"preference_reward: max_tokens is {max_tokens}, expected at most {scorer.max_tokens}, "
+            f"the limit of {url or model}"
         )
     sequences = _encode(chats, _tokenizer(model, template), max_tokens, model, truncation_side)
     kept = [i for i, sequence in enumerate(sequences) if sequence]
@@ -108,20 +85,18 @@ def preference_reward(
 
 
 def _chat(prompt: Any, completion: str, index: int) -> Chat:
-    answer = {"role": "assistant", "content": completion}
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}, answer]
-    if isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
-        return [*(dict(message) for message in prompt), answer]
-    raise ValueError(
-        f"preference_reward: prompts[{index}] is {str(prompt)[:60]!r}, expected a text or chat messages"
-    )
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not messages or not all(isinstance(message, Mapping) for message in messages):
+        raise ValueError(
+            f"preference_reward: prompts[{index}] is {str(prompt)[:60]!r}, expected a text or chat messages"
+        )
+    return [*map(dict, messages), {"role": "assistant", "content": completion}]
 
 
 def _encode(
     chats: Sequence[Chat], tokenizer: PreTrainedTokenizerBase, max_tokens: int, model: str, side: str
 ) -> list[list[int]]:
-    """Token ids of each chat, cut on the `side`; none where the template refuses it."""
+    """Return the token ids of each chat, truncated on `side`; none if the template refuses the chat."""
     texts, refusals = [], []
     for chat in chats:
         try:
@@ -137,8 +112,8 @@ def _encode(
     sequences = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     cut = slice(-max_tokens, None) if side == "left" else slice(max_tokens)
     if overlong := sum(len(sequence) > max_tokens for sequence in sequences):
-        read = "last" if side == "left" else "first"
-        log.warning("%s: %d chats are cut to the %s %d tokens", model, overlong, read, max_tokens)
+        kept = "last" if side == "left" else "first"
+        log.warning("%s: %d chats are cut to the %s %d tokens", model, overlong, kept, max_tokens)
     return [sequence[cut] for sequence in sequences]
 
 

@@ -1,7 +1,6 @@
-"""The paper's rewards on RLLA, as ToolRL computes them: the shape of a response, and its tool calls.
+"""The paper's rewards on RLLA, as in ToolRL: the format of a response and the accuracy of its tool calls.
 
-Pure functions of a response's text and its ground truth. Calls are read by `json.loads` under a size and a
-depth limit, never evaluated.
+Tool calls are parsed with `json.loads` under a size and a depth limit, never evaluated.
 """
 
 from __future__ import annotations
@@ -9,12 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 ACCURACY_RANGE = (-3.0, 3.0)  # ToolRL: R_correct in [-3, 3]
-NO_CALL_REWARD = 0.0  # ToolRL: an item whose truth holds no call
+NO_CALL_REWARD = 0.0  # ToolRL: the ground truth has no tool call
 MAX_BLOCK_CHARS = 65_536  # ours: far above the 1024 new tokens of every recipe
 MAX_JSON_DEPTH = 64  # ours: far below the interpreter's recursion limit
 
@@ -24,28 +23,18 @@ _END_MARKERS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>")
 _THINK = r"<think>.*?</think>"
 _TOOL = r"\n<tool_call>\n.*?\n</tool_call>"
 _RESPONSE = r"\n<response>.*?</response>"
-# (the truth has a tool call, the truth has a response) -> the shape of a response
+# (the ground truth has a tool call, it has a response) -> format
 _SHAPES = {
     (tool, response): re.compile(_THINK + _TOOL * tool + _RESPONSE * response, re.DOTALL)
     for tool in (False, True)
     for response in (False, True)
 }
-# A quote without an end matches too, so that the scan stays linear in the text.
+# An unclosed quote matches too, which keeps the scan linear.
 _JSON_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)
 
 
-def _refuse_removed(function: str, columns: Mapping[str, Any]) -> None:
-    if gone := sorted({"scale", "granularity"} & columns.keys()):
-        raise ValueError(
-            f"{function}: {', '.join(gone)} is no argument any more, expected the paper's reward"
-        )
-
-
 def extract_response(text: str) -> str:
-    """The response in a decoded chat: after the last assistant header, up to the first end marker, stripped.
-
-    Knows the headers of ChatML and Llama 3.
-    """
+    """Return the last assistant turn of a decoded ChatML or Llama 3 chat, up to its end marker."""
     for header in _ASSISTANT_HEADERS:
         text = text.rsplit(header, 1)[-1]
     for marker in _END_MARKERS:
@@ -56,20 +45,18 @@ def extract_response(text: str) -> str:
 def format_reward(
     prompts: Sequence[Any], completions: Sequence[str], *, ground_truth: Sequence[str], **columns: Any
 ) -> list[float]:
-    """1.0 where a completion has the shape that the tags of its ground truth ask for, else 0.0.
+    """Return 1.0 for each completion in the format of its ground truth, else 0.0.
 
-    Shapes: `<think>…</think>`, then, where the truth has one, `\\n<tool_call>\\n…\\n</tool_call>`, then,
-    where the truth has one, `\\n<response>…</response>`; nothing before, between or after. Tags of the shape
-    other than think occur exactly once. The JSON is not read.
+    The format is `<think>…</think>`, followed by `\\n<tool_call>\\n…\\n</tool_call>` and
+    `\\n<response>…</response>` if the ground truth has them, and nothing else. Each of these tags but
+    think occurs exactly once. The JSON is not parsed.
 
     Args:
-        prompts: unused.
-        completions: R responses without prompt and end marker; surrounding whitespace is ignored.
-        ground_truth: R true responses, of which only the tags count.
+        completions: R responses; surrounding whitespace is ignored.
+        ground_truth: R correct responses; only their tags count.
     Raises:
-        ValueError: lengths differ, or a ground truth is no text.
+        ValueError: the lengths differ, or a ground truth is not a string.
     """
-    _refuse_removed("format_reward", columns)
     _check_truths("format_reward", ground_truth, len(completions))
     return [
         _format(completion.strip(), truth)
@@ -85,26 +72,25 @@ def accuracy_reward(
     score_range: Sequence[float] = ACCURACY_RANGE,
     **columns: Any,
 ) -> list[float]:
-    """How far the tool calls of each completion are those of its ground truth: lo to hi of `score_range`.
+    """Return how well the tool calls of each completion match its ground truth, in `score_range`.
 
-    With S the Jaccard index of the two multisets of tool names, plus for each true call, over the best unused
-    prediction of the same name, the Jaccard index of the parameter names and the number of equal values:
+    S is the Jaccard index of the two multisets of tool names, plus one term for each true call. The term
+    compares the best unused prediction of the same name: the Jaccard index of the parameter names, plus the
+    number of equal values.
 
         reward = lo + (hi - lo) * S / (1 + sum over true calls of (1 + number of parameters))
 
-    Only the first `<tool_call>` block is read, one JSON object a line. The order of calls, and keys other
-    than `name` and `parameters`, do not matter; equality is Python's (`True == 1`, `"1" != 1`). A missing
-    tag, or a block that cannot be read so, gives lo. A truth without a call gives 0 whatever was said.
+    Only the first `<tool_call>` block counts, with one JSON object per line. The order of calls and keys
+    besides `name` and `parameters` are ignored; equality is Python's (`True == 1`, `"1" != 1`). A missing
+    tag or an invalid block scores lo. A ground truth without a call scores 0.
 
     Args:
-        prompts: unused.
-        completions: R responses without prompt and end marker.
-        ground_truth: R true responses.
-        score_range: (lo, hi); (-3, 3) is the paper's, (-1, 1) ToolRL's "max 1" variant.
+        completions: R responses.
+        ground_truth: R correct responses.
+        score_range: (lo, hi); the paper's is (-3, 3), ToolRL's "max 1" variant (-1, 1).
     Raises:
-        ValueError: lengths differ, the range is empty, or a ground truth has a tool call that cannot be read.
+        ValueError: the lengths differ, the range is empty, or a ground truth has an invalid tool call.
     """
-    _refuse_removed("accuracy_reward", columns)
     _check_truths("accuracy_reward", ground_truth, len(completions))
     low, high = score_range
     if not low < high:
@@ -126,7 +112,7 @@ def _check_truths(function: str, ground_truth: Sequence[str], expected: int) -> 
 def _format(response: str, truth: str) -> float:
     has_tool, has_response = "<tool_call>" in truth, "<response>" in truth
     tags = ("<tool_call>", "</tool_call>") * has_tool + ("<response>", "</response>") * has_response
-    # Counted first: with each tag once, the lazy patterns cannot backtrack more than linearly.
+    # Count first: with each tag once, the lazy patterns backtrack at most linearly.
     if any(response.count(tag) != 1 for tag in tags):
         return 0.0
     return float(_SHAPES[has_tool, has_response].fullmatch(response) is not None)
@@ -148,7 +134,7 @@ def _accuracy(response: str, truth: str, low: float, high: float) -> float:
 
 
 def _score(true_calls: Sequence[dict[str, Any]], calls: Sequence[dict[str, Any]]) -> float:
-    """S of `accuracy_reward`; ValueError where a predicted call that is compared has no parameters."""
+    """Return S of `accuracy_reward`; raise ValueError if a compared call has no parameters."""
     score = _jaccard([call["name"] for call in true_calls], [call["name"] for call in calls])
     unused = list(calls)
     for true_call in true_calls:
@@ -172,7 +158,7 @@ def _parameter_score(true: dict[str, Any], predicted: object) -> float:
 
 
 def _jaccard(a: list[str], b: list[str]) -> float:
-    """Jaccard index of two multisets; 1 for two empty ones."""
+    """Return the Jaccard index of two multisets, 1 if both are empty."""
     if not a and not b:
         return 1.0
     shared = (Counter(a) & Counter(b)).total()
@@ -181,7 +167,7 @@ def _jaccard(a: list[str], b: list[str]) -> float:
 
 @lru_cache(maxsize=4096)
 def _true_calls(truth: str) -> tuple[dict[str, Any], ...]:
-    """The calls of a ground truth, which must be well formed; read once for all samples of a prompt."""
+    """Parse the calls of a ground truth; cached for all samples of a prompt."""
     try:
         calls = _read_calls(truth)
         if any(not isinstance(call.get("parameters"), dict) for call in calls):
@@ -192,9 +178,9 @@ def _true_calls(truth: str) -> tuple[dict[str, Any], ...]:
 
 
 def _read_calls(text: str) -> list[dict[str, Any]]:
-    """The calls in the first `<tool_call>` block, each an object with a name; ValueError for any other.
+    """Parse the calls of the first `<tool_call>` block, objects with a name; raise ValueError if invalid.
 
-    As in ToolRL's code, both tags must occur, and the block also ends where another one opens.
+    As in ToolRL's code, both tags must occur, and the next opening tag also ends the block.
     """
     if "<tool_call>" not in text or "</tool_call>" not in text:
         raise ValueError("expected <tool_call> and </tool_call>")
@@ -213,7 +199,7 @@ def _read_calls(text: str) -> list[dict[str, Any]]:
 
 
 def json_depth(line: str) -> int:
-    """How deep brackets nest outside strings; an upper bound where there are too few brackets to matter."""
+    """Return the nesting depth of brackets outside strings, or an upper bound within MAX_JSON_DEPTH."""
     if (brackets := line.count("{") + line.count("[")) <= MAX_JSON_DEPTH:
         return brackets
     depth = deepest = 0

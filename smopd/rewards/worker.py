@@ -2,15 +2,14 @@
 
     python -m smopd.rewards.worker READ WRITE PARENT FUNCTION BYTES
 
-READ and WRITE are inherited pipe ends (multiprocessing.connection), so that standard output stays the
-function's own. A message begins with a number (8 bytes); a reply has its request's, which tells it from what
-a process left behind by an earlier call writes. Requests are pickle 5, for columns may hold what JSON cannot
-(dates, bytes, arrays); replies are JSON, so that the parent never unpickles what a worker wrote:
-`{"values": [...]}` or `{"error": ...}`. The first message brings the keyword arguments, each further one
-prompts, completions and columns. BYTES limits the address space; 0 does not.
+READ and WRITE are inherited pipe ends (multiprocessing.connection); stdout belongs to the function. BYTES
+limits the address space, 0 does not. A message begins with a number of 8 bytes, which a reply repeats: late
+replies of an earlier call are recognized by it. Requests are pickle 5, because columns may hold dates, bytes
+or arrays. Replies are JSON, `{"values": [...]}` or `{"error": ...}`, so the parent never unpickles what a
+worker wrote. The first request is the keyword arguments, all others are (prompts, completions, columns).
 
-The function runs in a child of this process. This one only waits, to end with the parent all that the
-function started: no function can keep it from that, as it could a thread by never giving the interpreter up.
+The function runs in a child process. The process itself only waits, and kills everything the function
+started when the parent is gone. A thread could not: a function may never release the interpreter.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ Reward = Callable[..., Any]
 
 
 def main(argv: list[str]) -> None:
-    """Load the function, then answer requests until the parent closes the pipe or dies."""
+    """Load the function and reply to requests until the parent closes the pipe or dies."""
     read_fd, write_fd, parent_pid, path = int(argv[0]), int(argv[1]), int(argv[2]), argv[3]
     if memory_bytes := int(argv[4]):
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
@@ -54,7 +53,7 @@ def main(argv: list[str]) -> None:
     _fork(parent_pid, read_fd, write_fd)
     function: Reward | None = None
     kwargs: dict[str, Any] = {}
-    loop = asyncio.new_event_loop()  # one for the worker's life: clients kept between calls are bound to it
+    loop = asyncio.new_event_loop()  # kept between calls, as async clients are bound to it
     requests, replies = Connection(read_fd, writable=False), Connection(write_fd, readable=False)
     while True:
         try:
@@ -113,7 +112,7 @@ def accepted(function: Reward, columns: Mapping[str, Any], kwargs: Mapping[str, 
 
 
 def numbers(result: Any) -> list[float | None]:
-    """A function's result: a float each, None as given, NaN for what is no finite number."""
+    """Convert a function's result to floats and None, with NaN for anything but a finite number."""
     if hasattr(result, "tolist"):  # arrays and tensors
         result = result.tolist()
     if not isinstance(result, (list, tuple)):
@@ -134,19 +133,19 @@ async def _await(awaitable: Awaitable[Any]) -> Any:
 
 
 def _fork(parent_pid: int, read_fd: int, write_fd: int) -> None:
-    """Return in a child; this process waits for the child's end, or ends all when the parent is gone."""
+    """Return in a child process; this one waits for it, and kills everything once the parent is gone."""
     supervisor = os.getpid()
-    adopt_orphans()  # also those that left the group: the parent finds them below this process
+    adopt_orphans()  # so that the parent can find those that left the process group
     worker = os.fork()
     if worker == 0:
         die_with_parent(supervisor)
         return
-    os.close(write_fd)  # so that the parent sees the worker's end
+    os.close(write_fd)  # otherwise the parent would not see the child close its end
 
     def end_with_parent() -> None:
         hangup = poll()
         hangup.register(read_fd, 0)
-        # A process that the parent forked may hold the pipe open longer than it lives.
+        # Another child of the parent may hold the pipe open after the parent died.
         while not hangup.poll(PARENT_CHECK_MS) and os.getppid() == parent_pid:
             continue
         kill_below(supervisor)

@@ -1,4 +1,4 @@
-"""Responses -> rewards: decodes them, calls every reward in its worker, stops a run that cannot be scored."""
+"""Reward responses: decode them, call every reward in its worker, stop a run with too many unscored ones."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from smopd.data.prompts import Prompt
 from smopd.engine import distributed
 from smopd.engine.types import Rollout
 from smopd.names import STEP_COLUMN
-from smopd.rewards.pool import RewardBatch, RewardPool, check_share
+from smopd.rewards.pool import RewardBatch, RewardError, RewardPool
 
 WINDOW_STEPS = 10
-"""Ours: the last steps whose responses are counted together: a bad call among good ones ends no run."""
+"""Ours: unscored responses are counted over this many training steps, so one bad call does not end a run."""
 
 
 @dataclass(frozen=True)
@@ -25,20 +25,19 @@ class Rewards:
     """Rewards of R responses in K dimensions on this rank."""
 
     rewards_RK: Tensor
-    """float64, NaN where a reward could not score."""
+    """float64; NaN if a reward could not score a response."""
     texts: list[str]
-    """The responses without special tokens, as the rewards saw them."""
+    """The responses as the rewards see them."""
     batch: RewardBatch
 
 
 class Rewarder:
-    """Rewards responses with the recipe's rewards.
+    """Scores responses with the recipe's rewards.
 
     Args:
-        pool: one killable worker a reward.
         tokenizer: of the policy.
-        max_unscorable_share: a dimension that leaves more than this share unscored ends the run: of the
-            responses of `window_steps` steps of training, the last ones, of one batch elsewhere.
+        max_unscorable_share: maximum share of unscored responses per dimension, over the last `window_steps`
+            training steps, or over one batch outside of training.
     """
 
     def __init__(
@@ -59,13 +58,13 @@ class Rewarder:
     def score(
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], step: int | None = None
     ) -> Rewards:
-        """Rewards each rollout of `prompts`, one prompt a rollout; a collective call.
+        """Score each rollout; a collective call.
 
         Args:
-            step: of training, from 0, which the rewards get as a column; None outside of training.
+            prompts: one per rollout.
+            step: training step from 0, passed to the rewards as a column; None outside of training.
         Raises:
-            RewardError: on every rank, when over all ranks a dimension could not score too many responses, in
-                the window of steps or outside of training.
+            RewardError: a dimension left too many responses of all ranks unscored. Raised on every rank.
         """
         ids = [rollout.response_ids.tolist() for rollout in rollouts]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
@@ -78,17 +77,20 @@ class Rewarder:
         return Rewards(torch.from_numpy(scored.values_RK), texts, scored)
 
     def _check(self, scored: RewardBatch, *, training: bool) -> None:
-        """A collective call."""
+        """Raise RewardError if a dimension is over the limit; a collective call."""
         ranks = distributed.gather_objects(scored)
-        responses = sum(len(rank.values_RK) for rank in ranks)
+        steps = self.window_steps if training else 1  # the first steps count as a full window
+        responses = steps * sum(len(rank.values_RK) for rank in ranks)
         for name in scored.names:
             window = self._failures[name] if training else deque[Counter[str]]()
             window.append(sum((Counter(rank.failures[name]) for rank in ranks), Counter()))
-            error = next((rank.last_errors[name] for rank in ranks if name in rank.last_errors), None)
-            check_share(
-                name,
-                sum(window, Counter()),
-                responses * (self.window_steps if training else 1),  # the first step is no whole window
-                self.max_unscorable_share,
-                error,
-            )
+            failures = sum(window, Counter())
+            unscorable = failures.total()
+            if unscorable > self.max_unscorable_share * responses:
+                kinds = ", ".join(f"{kind} {count}" for kind, count in failures.items())
+                error = next((rank.last_errors[name] for rank in ranks if name in rank.last_errors), None)
+                raise RewardError(
+                    f"reward {name!r} left {unscorable} of {responses} responses unscored (share "
+                    f"{unscorable / responses:.3f}, limit {self.max_unscorable_share:g}): {kinds}. "
+                    f"Last error: {error or 'none'}"
+                )

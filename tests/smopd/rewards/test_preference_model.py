@@ -143,16 +143,12 @@ def test_what_is_no_preference_model_is_one_line(model, tmp_path):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"sign": 0}, "sign is 0, expected 1 or -1"),
-        ({"sign": "1"}, "sign is '1', expected 1 or -1"),
-        ({"max_tokens": 0}, "max_tokens is 0, expected a whole number of 1 or more"),
-        ({"batch_tokens": 1.5}, "batch_tokens is 1.5"),
-        ({"truncation_side": "middle"}, "truncation_side is 'middle', expected 'left' or 'right'"),
-        ({"max_tokens": 2048}, "max_tokens is 2048, expected at most the 512"),
-        ({"template": ["a"] * 6}, "template is a list; is it a column of the data"),
+        ({"sign": 0}, "sign\n  Input should be 1 or -1"),
+        ({"max_tokens": 0}, "max_tokens\n  Input should be greater than 0"),
+        ({"max_tokens": 2048}, "max_tokens is 2048, expected at most 512"),
+        ({"template": ["a"] * 6}, "template\n  Input should be a valid string"),
         ({"template": "no_such.jinja"}, "template no_such.jinja: no such file"),
         ({"prompts": [None] * 6}, r"prompts\[0\] is 'None', expected a text or chat messages"),
-        ({"prompts": ["a"]}, "got 1 prompts, expected 6"),
     ],
 )
 def test_a_wrong_argument_is_named(model, settings, message):

@@ -1,6 +1,7 @@
-"""Rewards in worker processes: what a function may do wrong, what that costs, and that no process is left."""
+"""Rewards in worker processes: failures cost their own dimension, and no process is left behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smopd.rewards.pool import RewardError, RewardPool, RewardSpec, check_share
+from smopd.rewards.pool import RewardError, RewardPool, RewardSpec
 from tests.patience import HANG_SECONDS, MISSED_SECONDS
 
 FUNCTIONS = """
@@ -96,10 +97,10 @@ def pool_of(*names, **settings) -> RewardPool:
     return RewardPool([RewardSpec(name, f"reward_functions:{name}") for name in names], **settings)
 
 
-def pool_running(code, **settings) -> RewardPool:
-    """A reward that runs `code`, which leaves its `result`, and a good one."""
-    bad = RewardSpec("bad", "reward_functions:runs", {"code": code})
-    return RewardPool([bad, RewardSpec("good", "reward_functions:length")], **settings)
+def pool_running(codes, **settings) -> RewardPool:
+    """Rewards that run a code, which assigns `result`, and a good one at the end."""
+    bad = [RewardSpec(name, "reward_functions:runs", {"code": code}) for name, code in codes.items()]
+    return RewardPool([*bad, RewardSpec("good", "reward_functions:length")], **settings)
 
 
 def score(pool, completions=("a", "bb"), **columns):
@@ -155,51 +156,47 @@ def test_rewards_run_at_once():
         assert score(pool).values_RK.tolist() == [[1.0, 1.0], [1.0, 1.0]]
 
 
-@pytest.mark.parametrize(
-    "code, kind, message",
-    [
-        ("raise KeyError('no such city')", "exception", "KeyError: 'no such city'"),
-        ("sys.exit(3)", "exception", "SystemExit: 3"),
-        ("os._exit(7)", "worker_died", "exit code 7"),
-        ("os.kill(os.getpid(), 11)", "worker_died", "signal 11"),
-        ("result = [1.0]", "length", "returned 1 values, expected 2"),
-        ("result = iter([1.0])", "exception", "returned list_iterator, expected a list of float or None"),
-        ("bytearray(8 << 30)", "exception", "MemoryError"),
-    ],
-)
-def test_a_failure_costs_its_own_dimension(code, kind, message):
-    with pool_running(code, memory_bytes=4 << 30) as pool:
+FAILURES = {
+    "raises": ("raise KeyError('no such city')", "exception", "KeyError: 'no such city'"),
+    "exits": ("sys.exit(3)", "exception", "SystemExit: 3"),
+    "quits": ("os._exit(7)", "worker_died", "exit code 7"),
+    "crashes": ("os.kill(os.getpid(), 11)", "worker_died", "signal 11"),
+    "short": ("result = [1.0]", "length", "returned 1 values, expected 2"),
+    "iterator": (
+        "result = iter([1.0])",
+        "exception",
+        "returned list_iterator, expected a list of float or None",
+    ),
+    "memory": ("bytearray(8 << 30)", "exception", "MemoryError"),
+}
+
+
+def test_a_failure_costs_its_own_dimension():
+    codes = {name: code for name, (code, _, _) in FAILURES.items()}
+    with pool_running(codes, memory_bytes=4 << 30) as pool:
         for _ in range(2):
             batch = score(pool)
-            assert np.isnan(batch.values_RK[:, 0]).all()
-            assert batch.values_RK[:, 1].tolist() == [1.0, 2.0]
-            assert unscorable(batch, "bad") == {kind: 2} and not unscorable(batch, "good")
-            assert message in batch.last_errors["bad"]
-        assert batch.restarts == {"bad": 3 * (kind == "worker_died"), "good": 0}, "each call is made twice"
+            assert np.isnan(batch.values_RK[:, :-1]).all()
+            assert batch.values_RK[:, -1].tolist() == [1.0, 2.0] and not unscorable(batch, "good")
+            for name, (_, kind, message) in FAILURES.items():
+                assert unscorable(batch, name) == {kind: 2} and message in batch.last_errors[name]
+        died = {name: 3 * (kind == "worker_died") for name, (_, kind, _) in FAILURES.items()}
+        assert batch.restarts == {**died, "good": 0}, "each call is made twice"
 
 
 def test_values_that_are_no_finite_number():
     code = "result = [1, None, float('nan'), float('inf'), '2.0', True, 10**400, object()]"
-    with pool_running(code) as pool:
+    with pool_running({"bad": code}) as pool:
         batch = score(pool, completions=["x"] * 8)
         np.testing.assert_array_equal(batch.values_RK[:, 0], [1.0, *[np.nan] * 4, 1.0, *[np.nan] * 2])
         assert unscorable(batch, "bad") == {"none": 1, "nonfinite": 5}
         assert "5 values are no finite number" in batch.last_errors["bad"]
 
 
-def test_check_share_names_reward_share_limit_and_error():
-    check_share("tone", {"none": 2, "timeout": 2}, 8, 0.5)
-    check_share("tone", {"none": 0}, 0, 0.0)
-    with pytest.raises(
-        RewardError, match=r"'tone' left 5 of 8 .*0\.625, limit 0\.5\): none 2, timeout 3.*slow"
-    ):
-        check_share("tone", {"none": 2, "length": 0, "timeout": 3}, 8, 0.5, "slow")
-
-
 def test_output_goes_to_a_log_that_begins_again(tmp_path, monkeypatch):
     log = tmp_path / "rewards.log"
     says = "print('x' * 5_000_000); os.write(1, b'raw'); print(sys.stdin.read(), file=sys.stderr)"
-    with pool_running(f"{says}; result = [1.0] * 2", log_path=log) as pool:
+    with pool_running({"says": f"{says}; result = [1.0] * 2"}, log_path=log) as pool:
         assert score(pool).values_RK[:, 0].tolist() == [1.0, 1.0]
         assert log.stat().st_size > 5_000_000
         monkeypatch.setattr("smopd.rewards.pool.LOG_BYTES", 1_000_000)
@@ -261,24 +258,28 @@ def test_workers_die_with_a_killed_parent():
     assert all(map(gone, pids()))
 
 
-@pytest.mark.parametrize(
-    "path, message",
-    [
-        ("no_such_module:f", "No module named 'no_such_module'"),
-        ("reward_functions:number", "has no function 'number'"),
-        ("module.function", "is no import path"),
-        ("reward_functions:no_completions", r"\(prompts\) does not take \(prompts, completions"),
-        ("broken_module:f", "ZeroDivisionError"),
-    ],
-)
-def test_probe_says_what_cannot_be_loaded(path, message):
-    rewards = [RewardSpec("good", "reward_functions:length"), RewardSpec("bad", path)]
+UNLOADABLE = {
+    "no_such_module:f": "No module named 'no_such_module'",
+    "reward_functions:number": "has no function 'number'",
+    "module.function": "is no import path",
+    "reward_functions:no_completions": r"\(prompts\) does not take \(prompts, completions",
+    "broken_module:f": "ZeroDivisionError",
+}
+
+
+def test_probe_names_every_reward_that_cannot_be_loaded():
+    rewards = [
+        RewardSpec("good", "reward_functions:length"),
+        *(RewardSpec(path, path) for path in UNLOADABLE),
+    ]
     with RewardPool(rewards) as pool:
-        with pytest.raises(RewardError, match=f"(?s)reward 'bad': cannot load {path!r}.*{message}") as caught:
+        with pytest.raises(RewardError) as caught:
             pool.probe()
+        for path, message in UNLOADABLE.items():
+            assert re.search(f"(?s)reward {path!r}: cannot load {path!r}.*{message}", str(caught.value))
         assert "'good'" not in str(caught.value)
         batch = score(pool)
-        assert unscorable(batch, "bad") == {"exception": 2} and not unscorable(batch, "good")
+        assert unscorable(batch, "broken_module:f") == {"exception": 2} and not unscorable(batch, "good")
 
 
 def test_a_slow_import_is_reported(tmp_path):
@@ -298,7 +299,7 @@ def test_a_late_answer_of_an_earlier_call_is_not_the_next_ones():
 
 
 def test_a_worker_that_cannot_be_started_is_counted(tmp_path):
-    with pool_running("result = [1.0]", log_path=tmp_path / "absent" / "rewards.log") as pool:
+    with pool_running({}, log_path=tmp_path / "absent" / "rewards.log") as pool:
         assert unscorable(score(pool), "good") == {"worker_died": 2}
 
 
@@ -312,15 +313,14 @@ FRAMES = {
 }
 WRITES = """
 import struct
-data = columns["frame"][0].encode()
+data = FRAME.encode()
 for number in range(20):
     os.write(int(sys.argv[2]), struct.pack("!i", 8 + len(data)) + struct.pack("<Q", number) + data)
 """
 
 
-@pytest.mark.parametrize("frame", FRAMES)
-def test_frames_of_another_form_are_a_failure_of_the_worker(frame):
-    with pool_running(WRITES) as pool:
-        batch = score(pool, frame=[FRAMES[frame]] * 2)
-        assert unscorable(batch, "bad") == {"worker_died": 2}
-        assert batch.values_RK[:, 1].tolist() == [1.0, 2.0]
+def test_a_malformed_reply_is_a_failure_of_the_worker():
+    with pool_running({name: f"FRAME = {frame!r}{WRITES}" for name, frame in FRAMES.items()}) as pool:
+        batch = score(pool)
+        assert all(unscorable(batch, name) == {"worker_died": 2} for name in FRAMES)
+        assert batch.values_RK[:, -1].tolist() == [1.0, 2.0]

@@ -184,7 +184,6 @@ def test_what_cannot_be_read_scores_lowest(response):
         ([TOOL_TRUTH], {"score_range": (1, 1)}, r"score_range is \(1, 1\), expected \(lo, hi\) with lo < hi"),
         (["<tool_call>\nnot json\n</tool_call>"], {}, "malformed ground_truth"),
         ([f"<tool_call>\n{CALL}"], {}, "malformed ground_truth"),
-        ([TOOL_TRUTH], {"granularity": "coarse"}, "accuracy_reward: granularity is no argument any more"),
         ([block({"name": "find", "parameters": [1]})], {}, "malformed ground_truth"),
     ],
 )

@@ -57,7 +57,8 @@ def test_a_bad_step_is_counted_over_a_window(failures, ends_after):
     for step in range(ends_after - 1 if ends_after else len(failures)):
         own.score(PROMPTS, [ROLLOUT] * 4, step)
     if ends_after:
-        with pytest.raises(RewardError, match=r"'tone' left .* Last error: broken"):
+        message = r"'tone' left \d+ of 16 .* \(share 0\.\d+, limit 0\.5\): exception \d+\. Last error: broken"
+        with pytest.raises(RewardError, match=message):
             own.score(PROMPTS, [ROLLOUT] * 4, ends_after - 1)
 
 
