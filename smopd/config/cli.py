@@ -1,7 +1,4 @@
-"""The command line of `python -m smopd.train`: a recipe, settings over it, and the plan of what will run.
-
-Loads no torch: every mistake in the input is answered here, in lines to act on, before anything slow.
-"""
+"""The command line of `smopd train`. Reports every mistake before importing torch."""
 
 from __future__ import annotations
 
@@ -27,45 +24,45 @@ from smopd.names import nearest
 
 COMMAND_LINE = "command line"
 _INTRODUCTION = (
-    "Trains a language model against several rewards: one teacher per reward, then one student from all of "
-    "them. Settings come from the recipe; the command line goes over them, each by its dotted path, with "
-    "values as in YAML: --opd.kappa 32 --rewards.1.weight 2 --student.betas 0.9 0.95 --loss.dual_clip null. "
-    "Rerun a command to resume it.\n\n--help SECTION prints every setting of one of these, or of all:\n"
+    "Train a language model on several rewards: one teacher per reward, then a student of them all. "
+    "Settings come from the recipe. Override any of them by its dotted path, with values as in YAML: "
+    "--opd.kappa 32 --rewards.1.weight 2 --student.betas 0.9 0.95 --loss.dual_clip null. "
+    "Rerun a command to resume it.\n\n--help SECTION prints the settings of a section, --help all prints all:\n"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Which runs of which recipe."""
+    """Runs of a recipe."""
 
     recipe: Annotated[str, tyro.conf.Positional] = "quickstart"
-    """A recipe's name, or a YAML file."""
+    """Name of a built-in recipe, or a YAML file."""
     only: tuple[str, ...] = ()
-    """These runs of the recipe alone."""
+    """Only these runs of the recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Selection):
     stage: Part = "all"
-    """What to do."""
+    """Part of the recipe to run."""
     dry_run: bool = False
-    """Print the settings and the plan, then stop."""
+    """Print the settings and the plan, then exit."""
     list: bool = False
-    """Print the recipes that there are."""
+    """Print the built-in recipes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command(Options):
-    """What the user asked for, checked."""
+    """A validated command line."""
 
     settings: Settings
 
 
 def parse(argv: list[str]) -> Command:
-    """Reads and checks a command line (without the program's name).
+    """Parse and validate a command line without the program name.
 
     Raises:
-        SystemExit: 0 after --help or --list; 2 after a mistake, once stderr says all that was found.
+        SystemExit: 0 after --help or --list; 2 after printing every mistake to stderr.
     """
     try:
         asked = [i for i, token in enumerate(argv) if token in ("--help", "-h")]
@@ -79,7 +76,7 @@ def parse(argv: list[str]) -> Command:
         settings = read_settings(options.recipe, given, options.only)
         if options.stage != "evaluate" and not plan(settings, options.stage, options.only):
             chosen = f" with --only {' '.join(options.only)}" if options.only else ""
-            nothing = f"{options.recipe} has nothing to do there"
+            nothing = f"{options.recipe} has no such run"
             raise Mistakes([f"{COMMAND_LINE}: --stage {options.stage}{chosen}: {nothing}"])
     except Mistakes as mistakes:
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -95,10 +92,10 @@ O = TypeVar("O", bound=Selection)
 def read_options(
     options: type[O], argv: list[str], program: str, about: str | None = None
 ) -> tuple[O, dict[str, list[str]]]:
-    """A command's own options, and the settings: dotted path -> the words up to the next option.
+    """Split a command line into the command's own options, and settings as dotted path -> words.
 
     Raises:
-        Mistakes: an option is neither the command's nor a setting's, a line each.
+        Mistakes: unknown options, one line each.
         SystemExit: after --help, or a mistake in the command's own options.
     """
     own = [*(field.name.replace("_", "-") for field in fields(options)), "help"]
@@ -129,12 +126,13 @@ def read_options(
 def read_settings(
     recipe: str, given: dict[str, list[str]] | None = None, only: tuple[str, ...] = ()
 ) -> Settings:
-    """The settings of a recipe (a name or a file) with `given` (dotted path -> words) over them, all checked.
+    """Read and validate the settings of a recipe (a name or a file).
 
     Args:
-        only: runs that the recipe has to have.
+        given: overrides, dotted path -> words.
+        only: runs that must exist in the recipe.
     Raises:
-        Mistakes: everything that is wrong, a line each.
+        Mistakes: every mistake, one line each.
     """
     loaded = load(recipe)
     values, origin = loaded.values, dict(loaded.origin)
@@ -161,7 +159,7 @@ def read_settings(
 
 
 def describe(command: Command) -> str:
-    """What --dry-run prints: the resolved settings as YAML, then the plan as YAML comments."""
+    """Return the text of --dry-run: the resolved settings as YAML, then the plan as YAML comments."""
     settings = command.settings
     lines = [f"# plan of {command.recipe}, in {settings.output}"]
     planned = plan(settings, command.stage, command.only)
@@ -180,7 +178,7 @@ def describe(command: Command) -> str:
 
 
 def _override(values: dict[str, Any], path: str, words: list[str], origin: dict[Keys, str]) -> dict[str, Any]:
-    """`values` with the words put at the dotted path; missing sections on the way are made."""
+    """Return `values` with the words set at the dotted path, creating missing sections."""
     if not words:
         raise Mistakes([f"{COMMAND_LINE}: {path}: no value"])
     result = dict(values)
@@ -192,11 +190,11 @@ def _override(values: dict[str, Any], path: str, words: list[str], origin: dict[
             inside = node[key] if isinstance(node, list) else node.get(key)
             if inside is not None and not isinstance(inside, dict | list):
                 raise Mistakes([f"{COMMAND_LINE}: {path}: {dotted(keys)} is {inside!r}, not a section"])
-            # A copy: an alias in the recipe is the same value elsewhere.
+            # A copy, because a YAML alias may share this value with another section.
             node[key] = list(inside) if isinstance(inside, list) else dict(inside or {})
             node = node[key]
         if isinstance(node, list) and not (part.isdigit() and int(part) < len(node)):
-            there = f"the recipe has {len(node)} entries, counted from 0"
+            there = f"there are {len(node)}, counted from 0"
             raise Mistakes([f"{COMMAND_LINE}: {path}: {dotted(keys)} has no entry {part!r}; {there}"])
         key = int(part) if isinstance(node, list) else part
         keys = (*keys, key)
@@ -209,13 +207,13 @@ def _override(values: dict[str, Any], path: str, words: list[str], origin: dict[
 
 
 def _sections() -> str:
-    """A line for each top-level section or setting."""
+    """Return one line per top-level section or setting."""
     about = {name: schemas()[name,]["description"] for name in Settings.model_fields}
     return "\n".join(f"  {name}: {text.splitlines()[0]}" for name, text in about.items())
 
 
 def print_section(section: str) -> None:
-    """Prints every setting of a section (`all`: of every one): its values, its default, what it is.
+    """Print the type, default and description of every setting of a section, or of `all`.
 
     Raises:
         Mistakes: no such section.
@@ -234,7 +232,7 @@ def print_section(section: str) -> None:
 
 
 def print_recipes() -> None:
-    """Prints each built-in recipe with the first line of its file, and which published row each run is."""
+    """Print each built-in recipe with its first line, and the published row that each run reproduces."""
     console = Console(highlight=False)
     for name, path in builtin().items():
         console.print(Text(name, style="bold"))

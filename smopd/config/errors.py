@@ -1,6 +1,6 @@
-"""Says what is wrong with settings: a line for every mistake, with its place and the right name.
+"""Error messages for invalid settings: one line per mistake, with file, line, and the closest valid name.
 
-What each setting takes is read from the settings' JSON schema, for the errors and for the help alike.
+Errors and help both read the JSON schema of `Settings`.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ _LONGEST_VALUE = 60
 
 
 def explain(error: ValidationError, origin: dict[Keys, str], prefix: Keys = ()) -> list[str]:
-    """One line a mistake: `file:line: path.to.setting: got this, expected that`.
+    """Return one line per mistake: `file:line: path.to.setting: got X, expected Y`.
 
     Args:
         error: from validating `Settings`.
-        origin: where each setting was given.
-        prefix: put before each path, for settings that stand elsewhere (`runs.NAME.set`).
+        origin: place of each setting in the recipe or command line.
+        prefix: prepended to each path, such as `runs.NAME.set`.
     """
     texts: dict[Keys, str] = {}
     for detail in error.errors(include_url=False):
         loc = detail["loc"]
-        branch = next((i for i, key in enumerate(loc) if "[" in str(key)), len(loc))  # of a union, as a type
+        branch = next((i for i, key in enumerate(loc) if "[" in str(key)), len(loc))  # of a union
         texts[loc[:branch]] = _message(detail, loc[:branch], branch < len(loc))
     return [line((*prefix, *keys), text, origin) for keys, text in texts.items()]
 
 
 def line(keys: Keys, text: str, origin: dict[Keys, str]) -> str:
-    """`file:line: path: text`, with the place of the nearest setting around or in `keys` that was given."""
+    """Return `file:line: path: text`, with the place of `keys`, else of the nearest setting."""
     known = tuple(int(key) if str(key).isdigit() else key for key in keys)
     around = [origin[known[:n]] for n in range(len(known), 0, -1) if known[:n] in origin]
     inside = [place for given, place in origin.items() if given[: len(known)] == known]
@@ -66,7 +66,7 @@ def line(keys: Keys, text: str, origin: dict[Keys, str]) -> str:
 
 @cache
 def schemas() -> dict[tuple[str, ...], Schema]:
-    """Keys -> JSON schema of every section, setting and entry; N is an index, NAME a key."""
+    """Return the JSON schema of every section, setting and entry by its keys; N is an index, NAME a key."""
     whole = Settings.model_json_schema()
     found: dict[tuple[str, ...], Schema] = {}
 
@@ -87,7 +87,7 @@ def schemas() -> dict[tuple[str, ...], Schema]:
 
 
 def kind(schema: Schema) -> str:
-    """What a setting takes, as a person writes it: `integer >= 1`, `sum|ties|ram`, `[number, ...]|null`."""
+    """Return the type of a setting as text: `integer >= 1`, `sum|ties|ram`, `[number, ...]|null`."""
     if "anyOf" in schema:
         return "|".join(kind(branch) for branch in schema["anyOf"])
     if "enum" in schema or "const" in schema:
@@ -103,7 +103,7 @@ def kind(schema: Schema) -> str:
 
 
 def is_setting(keys: tuple[str, ...]) -> bool:
-    """Whether there is a value to set at `keys` of `schemas`: no section, and no entry of a list."""
+    """Return whether `keys` names a value, not a section or a list entry."""
     entries = [schemas().get((*keys, "N"), {}), schemas().get((*keys, "NAME"), {}), schemas()[keys]]
     return (
         not any("properties" in schema for schema in entries) and keys[-1] != "N" and not keys[-1].isdigit()
@@ -111,7 +111,7 @@ def is_setting(keys: tuple[str, ...]) -> bool:
 
 
 def _known(keys: Keys) -> tuple[str, ...] | None:
-    """`keys` as `schemas` has them; None where there is no such setting."""
+    """Return `keys` as in `schemas`, or None if there is no such setting."""
     path: tuple[str, ...] = ()
     for key in keys:
         tried = [(*path, name) for name in (str(key), "N" if isinstance(key, int) else "NAME")]

@@ -1,6 +1,6 @@
-"""Recipes: where they are found, how their YAML is read, merged along `extends`, and written back.
+"""Recipes: find, read, merge along `extends`, and write YAML.
 
-Values follow YAML 1.2: `1e-6` is a number, `yes` and dates are strings, and a key given twice is a mistake.
+Values follow YAML 1.2: `1e-6` is a number, `yes` and dates are strings. A repeated key is an error.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from smopd.config.settings import Settings, merged
 from smopd.names import nearest, redacted
 
 Keys = tuple[str | int, ...]
-"""The way to a setting: `("rewards", 0, "weight")`."""
+"""Keys of a setting: `("rewards", 0, "weight")`."""
 
 MAX_DEPTH, MAX_VALUES = 32, 10_000
-"""Ours: larger recipes are refused, before a few lines of aliases become millions of values."""
+"""Ours: limits that stop a few lines of YAML aliases from expanding to millions of values."""
 
 _RESOLVERS = {  # YAML 1.2's core schema, and merge keys
     "null": r"~|null|Null|NULL|",
@@ -32,7 +32,7 @@ _RESOLVERS = {  # YAML 1.2's core schema, and merge keys
 
 
 class Mistakes(Exception):
-    """What is wrong with the user's input: one readable line each."""
+    """Mistakes in the user's input, one line each."""
 
     def __init__(self, lines: list[str]) -> None:
         super().__init__("\n".join(lines))
@@ -41,18 +41,18 @@ class Mistakes(Exception):
 
 @dataclass(frozen=True)
 class Recipe:
-    """The values of a recipe as given, and `file:line` of each."""
+    """Values of a recipe, and `file:line` of each."""
 
     values: dict[str, Any]
     origin: dict[Keys, str]
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  a new table, not YAML 1.1's
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  replaces YAML 1.1's
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what YAML 1.1 or 1.2 would take for something else than the string it is."""
+    """Quotes strings that YAML 1.1 or 1.2 would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -64,12 +64,12 @@ for _name, _pattern in _RESOLVERS.items():
 
 
 def load(name: str) -> Recipe:
-    """Reads the recipe `name` (a built-in name or a YAML file) with all that it extends merged under it.
+    """Read a recipe (a built-in name or a YAML file) merged over the recipes that it extends.
 
-    A recipe leaves a run of the one that it extends out by giving it as null.
+    A run that is null removes the run of that name from the extended recipe.
 
     Raises:
-        Mistakes: no such recipe, a circle of `extends`, malformed YAML or a key given twice.
+        Mistakes: no such recipe, a cycle of `extends`, malformed YAML, or a repeated key.
     """
     return _load(_find(name, Path()), ())
 
@@ -96,13 +96,13 @@ def _load(path: Path, chain: tuple[Path, ...]) -> Recipe:
 
 
 def builtin() -> dict[str, Path]:
-    """The recipes that come with the package, by name."""
+    """Return the paths of the built-in recipes by name."""
     folder = Path(str(importlib.resources.files("smopd") / "recipes"))
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def _find(name: str, folder: Path) -> Path:
-    """The file of a recipe: a built-in name, or a path relative to `folder`."""
+    """Return the file of a recipe: a built-in name, or a path relative to `folder`."""
     recipes = builtin()
     if name in recipes:
         return recipes[name]
@@ -110,7 +110,7 @@ def _find(name: str, folder: Path) -> Path:
         path = folder / Path(name).expanduser()
         if path.is_file():
             return path.resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # no such user, too long, a NUL
+    except (OSError, RuntimeError, ValueError) as error:  # no such user, name too long, NUL byte
         raise Mistakes([f"no recipe {name[:80]!r}: {error}"]) from None
     files = [str(Path(name).with_name(other.name)) for other in path.parent.glob("*.yaml")]
     hint = nearest(name, [*recipes, *files]) or f"; there are {', '.join(recipes)}"
@@ -118,19 +118,19 @@ def _find(name: str, folder: Path) -> Path:
 
 
 def description(path: Path) -> str:
-    """The first comment line of a recipe."""
+    """Return the first comment line of a recipe."""
     return path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
 
 
 def _shown(path: Path) -> str:
-    """A path as short as it can be said: relative to the current folder where it is inside."""
+    """Return a short form of the path, relative to the current folder if inside it."""
     if path.is_relative_to(Path.cwd()):
         return str(path.relative_to(Path.cwd()))
     return path.name if path in builtin().values() else str(path)
 
 
 def _read(path: Path) -> Recipe:
-    """Reads one YAML file; `extends` is left in the values."""
+    """Read one YAML file without resolving `extends`."""
     file = _shown(path)
     origin: dict[Keys, str] = {}
     twice: list[str] = []
@@ -145,7 +145,7 @@ def _read(path: Path) -> Recipe:
         at = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else file
         what = ", ".join(str(part) for part in (error.context, error.problem) if part)
         raise Mistakes([f"{at}: not YAML: {what}"]) from None
-    except (OSError, RecursionError, yaml.YAMLError, ValueError, LookupError) as error:  # or a tag's own
+    except (OSError, RecursionError, yaml.YAMLError, ValueError, LookupError) as error:
         raise Mistakes([f"{file}: cannot be read: {' '.join(str(error).split())}"]) from None
     if twice:
         raise Mistakes(twice)
@@ -155,8 +155,8 @@ def _read(path: Path) -> Recipe:
 
 
 def _note(node: yaml.Node, keys: Keys, file: str, origin: dict[Keys, str], twice: list[str]) -> None:
-    """Notes `file:line` of all that is in the node, and the keys that are given twice."""
-    if len(keys) > MAX_DEPTH or len(origin) > MAX_VALUES:  # an alias counts wherever it stands
+    """Collect `file:line` of every value in the node, and repeated keys."""
+    if len(keys) > MAX_DEPTH or len(origin) > MAX_VALUES:  # aliases count each time
         line = node.start_mark.line + 1
         limits = f"at most {MAX_DEPTH} levels and {MAX_VALUES:,} values, with aliases written out"
         raise Mistakes([f"{file}:{line}: the recipe is too large, expected {limits}"])
@@ -182,9 +182,9 @@ def dotted(keys: Keys) -> str:
 
 
 def parse_value(text: str) -> Any:
-    """One value from the command line, as in YAML: a number, true, null, a string, or `[...]` and `{...}`.
+    """Parse a command-line value as YAML: a number, true, null, a string, `[...]` or `{...}`.
 
-    Anything that does not begin with a bracket or a quote is taken whole, so no character in it is special.
+    Text that does not begin with a bracket or a quote has no special characters.
     """
     if text[:1] in tuple("[{\"'"):
         try:
@@ -195,15 +195,12 @@ def parse_value(text: str) -> Any:
     tag = "tag:yaml.org,2002:str" if text == "<<" else loader.resolve(yaml.ScalarNode, text, (True, False))
     try:
         return loader.construct_object(yaml.ScalarNode(tag, text))
-    except ValueError:  # an integer of more digits than Python reads
+    except ValueError:  # an integer with too many digits for Python
         return text
 
 
 def write_yaml(settings: Settings, *, public: bool = False) -> str:
-    """All settings as YAML; read back and validated they are equal to `settings`.
-
-    public: without secrets.
-    """
+    """Return all settings as YAML that reads back equal; `public` redacts secrets."""
     values = settings.model_dump()
     values = redacted(values) if public else values
     return yaml.dump(

@@ -1,4 +1,4 @@
-"""Settings of earlier versions, and what holds now: the answer to an old recipe or command line."""
+"""Error messages for settings of earlier versions."""
 
 from __future__ import annotations
 
@@ -6,42 +6,43 @@ from typing import Any
 
 from smopd.config.recipe import Keys
 
-_CONSTANT = "is no setting any more: it is a constant of"
-_FIXED = "is no setting any more:"
+_CONSTANT = "was removed; it is a constant now, in"
 ANSWERS = {
-    "log.to": "is called log.trackers now",
-    "log.plain": f"{_FIXED} lines are plain where the output is no terminal",
-    "loop.lag": "is called loop.async_level now",
-    "loop.timeout_seconds": f"{_CONSTANT} smopd/config/settings.py, TRAINING_SECONDS",
-    "data.system": f"{_FIXED} put it before the prompts with data.train.map",
-    "advantage.norm_eps": f"{_FIXED} it is the default of the operations in smopd/ops.py",
-    "scoring.startup_seconds": f"{_CONSTANT} smopd/names.py, STARTUP_SECONDS",
-    "scoring.window_steps": f"{_CONSTANT} smopd/step/rewards.py, WINDOW_STEPS",
-    "warm_start.max_tokens": f"{_FIXED} drop longer rows with warm_start.source.map",
-    "opd.watch": f"{_FIXED} teachers are asked at lambda 0 too",
-    "opd.log_when_off": f"{_FIXED} teachers are asked at lambda 0 too",
-    "opd.support": "is called opd.target now; `product` is merge.method: product",
-    "opd.reverse_kl_surrogate": f"{_FIXED} it is the paper's",
-    "opd.product.keep_raised": "is called opd.product.protect_above now",
-    "opd.product.path_floor": "is called opd.product.prefix_floor now",
-    "opd.product.clip": f"{_FIXED} a teacher's change of a token counts whole",
-    "merge.models.N.may_lose": "is called merge.models.N.max_regression now",
-    "merge.models.N.leave_out": "is called merge.models.N.exclude now",
-    "merge.models.N.scale": f"{_FIXED} python -m smopd.merge --scale writes such a merge",
-    "evaluation.temperature": f"{_FIXED} it is 1",
-    "evaluation.top_p": f"{_FIXED} it is 1",
-    "evaluation.max_new_tokens": f"{_FIXED} it is rollout.max_new_tokens",
-    "kl_ref.place": f"{_FIXED} it is a term of the loss",
-    "kl_ref.model": f"{_FIXED} it is what the run starts from",
-    "teachers.route": f"{_FIXED} vLLM's pooler serves every head that it can apply",
-    "teachers.vllm.transfer": f"{_FIXED} teachers' weights are read from files",
-    "rollout.vllm.transfer": "is called rollout.transfer now",
-    "remote": f"{_FIXED} transfer is rollout.transfer now, the folder SMOPD_TRANSFER_FOLDER",
-    "student.row_tokens": f"{_FIXED} rows are as long as their longest sequence",
-    "student.head_chunk_bytes": f"{_CONSTANT} the fused head, CHUNK_BYTES",
-    "student.max_skipped_updates": f"{_CONSTANT} engine/student/student.py, MAX_SKIPPED_UPDATES",
+    "log.to": "is now log.trackers",
+    "log.plain": "was removed: output that is no terminal gets plain lines",
+    "loop.lag": "is now loop.async_level",
+    "loop.timeout_seconds": f"{_CONSTANT} smopd/config/settings.py: TRAINING_SECONDS",
+    "data.system": "was removed: add the system message with data.train.map",
+    "advantage.norm_eps": f"{_CONSTANT} smopd/ops.py",
+    "scoring.startup_seconds": f"{_CONSTANT} smopd/names.py: STARTUP_SECONDS",
+    "scoring.window_steps": f"{_CONSTANT} smopd/step/rewards.py: WINDOW_STEPS",
+    "warm_start.max_tokens": "was removed: drop long rows with warm_start.source.map",
+    "warm_start.decay_share": f"{_CONSTANT} smopd/run/base.py: DECAY_SHARE",
+    "opd.watch": "was removed: teachers always score, also at lambda 0",
+    "opd.log_when_off": "was removed: teachers always score, also at lambda 0",
+    "opd.support": "is now opd.target; `product` is merge.method: product",
+    "opd.reverse_kl_surrogate": "was removed: the surrogate is the paper's",
+    "opd.product.keep_raised": "is now opd.product.protect_above",
+    "opd.product.path_floor": "is now opd.product.prefix_floor",
+    "opd.product.clip": "was removed: changes are not clipped",
+    "merge.models.N.may_lose": "is now merge.models.N.max_regression",
+    "merge.models.N.leave_out": "is now merge.models.N.exclude",
+    "merge.models.N.scale": "was removed: use smopd merge --scale",
+    "evaluation.temperature": "was removed: it is 1",
+    "evaluation.top_p": "was removed: it is 1",
+    "evaluation.max_new_tokens": "was removed: it is rollout.max_new_tokens",
+    "kl_ref.place": "was removed: it is a term of the loss",
+    "kl_ref.model": "was removed: it is the model that the run starts from",
+    "teachers.route": "was removed: the vLLM pooler serves every head it can apply",
+    "teachers.vllm.transfer": "was removed: teachers' weights are read from files",
+    "rollout.vllm.transfer": "is now rollout.transfer",
+    "rollout.top_p": "was removed: it is 1, so that sampled log-probabilities are those of the policy",
+    "remote": "was removed: transfer is now rollout.transfer, the folder is SMOPD_TRANSFER_FOLDER",
+    "student.row_tokens": "was removed: rows are as long as their longest sequence",
+    "student.head_chunk_bytes": f"{_CONSTANT} kernels/head/chunks.py: CHUNK_BYTES",
+    "student.max_skipped_updates": f"{_CONSTANT} engine/student/student.py: MAX_SKIPPED_UPDATES",
 }
-"""Setting -> what to say of it."""
+"""Setting -> the rest of the message."""
 
 for _section in ("rollout", "teachers"):
     for _old, _new in {
@@ -52,27 +53,22 @@ for _section in ("rollout", "teachers"):
         "enforce_eager": "enforce_eager",
         "sleep": "enable_sleep_mode",
     }.items():
-        ANSWERS[f"{_section}.vllm.{_old}"] = f"is called {_section}.vllm.engine_kwargs.{_new} now"
+        ANSWERS[f"{_section}.vllm.{_old}"] = f"is now {_section}.vllm.engine_kwargs.{_new}"
 for _source in ("data.train", "data.evaluation", "warm_start.source"):
-    ANSWERS[f"{_source}.split"] = f"is called {_source}.kwargs.split now"
-    ANSWERS[f"{_source}.prompt_column"] = "is called data.prompt_column now"
-    ANSWERS[f"{_source}.limit"] = (
-        f"{_FIXED} `split: train[:100]` in {_source}.kwargs, or a function's argument"
-    )
+    ANSWERS[f"{_source}.split"] = f"is now {_source}.kwargs.split"
+    ANSWERS[f"{_source}.prompt_column"] = "is now data.prompt_column"
+    ANSWERS[f"{_source}.limit"] = f"was removed: use {_source}.kwargs, such as {{split: 'train[:100]'}}"
 for _name in ("confidence_exponent", "failure_exponent", "confidence_floor", "blend", "eps"):
     ANSWERS[f"opd.gate.{_name}"] = f"{_CONSTANT} smopd/gates.py"
 
 
 def renamed(keys: Keys, value: Any) -> str | None:
-    """What to say of a setting or value that an earlier version had; None of any other.
-
-    Args:
-        keys: the way to the setting in the recipe.
-        value: what was given.
-    """
+    """Return the message for a setting or value of an earlier version, None for any other."""
     path = ".".join("N" if isinstance(key, int) else str(key) for key in keys)
     if keys[:1] == ("runs",) and keys[2:] == ("stage",) and value == "control":
-        return "is train now"
+        return "is now train"
     if keys[:1] == ("runs",) and keys[2:] == ("init",) and isinstance(value, dict):
-        return "is the name of a run; a merge of weights is stage: merge, set: {merge: {models, rule, guard}}"
+        return (
+            "must be the name of a run; for a weight merge use stage: merge and set: {merge: {models: ...}}"
+        )
     return ANSWERS.get(path)

@@ -1,4 +1,4 @@
-"""What a command will do: its runs in order, what each starts from and needs, and what is finished."""
+"""The plan of a command: its runs in order, the models that each one needs, and which runs are finished."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from smopd.config.settings import Merge, MergedModel, Settings
 Part = Literal["all", "warm-start", "specialize", "merge", "train", "evaluate"]
 BASE = "base"
 USUAL = {"keep": [1.0, 0.5, 0.2, 0.05], "exclude": ["", "self_attn"], "max_regression": 0.5}
-"""Ours: the guard's choices where a recipe names none, as in the shipped recipes (docs/merging.md)."""
+"""Ours: candidates of the guard if a recipe lists no models (docs/merging.md)."""
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One entry of the plan; the warm start is the run `base`."""
+    """One run of the plan. The warm start is the run `base`."""
 
     name: str
     stage: str
     init: str
     weights: dict[str, float]
-    """The priority profile, by reward."""
+    """Reward weights by reward name."""
     steps: int
     done: bool
-    """Whether the output directory says it is finished."""
+    """Whether the run is finished in the output directory."""
     teachers: tuple[str, ...] = ()
-    """The models that it distils."""
+    """Models to distill."""
     merge: Merge | None = None
-    """The merge of weights that it starts from, its models named."""
+    """Weight merge to start from."""
 
     @property
     def starts(self) -> tuple[str, ...]:
-        """The models that its first weights are made of."""
+        """Models that the initial weights are made from."""
         return (self.init, *(each.model for each in self.merge.models)) if self.merge else (self.init,)
 
     @property
     def start(self) -> str:
-        """What it starts from, in words."""
+        """Description of the initial weights."""
         if self.merge is None:
             return self.init
         guarded = f", the best of {self.merge.choices()}" if self.merge.guard else ""
@@ -46,26 +46,22 @@ class PlannedRun:
 
 
 def is_done(settings: Settings, run: str) -> bool:
-    """Whether `run` (or `base`, the warm start) is finished in the output directory."""
+    """Return whether a run, or the warm start `base`, is finished in the output directory."""
     return (Path(settings.output) / run / "done.json").is_file()
 
 
 def needs_base(settings: Settings) -> bool:
-    """Whether the base model has to be made or warmed up before the first run."""
+    """Return whether the base model must be built or warmed up before the first run."""
     return settings.model.factory is not None or settings.warm_start is not None
 
 
 def distils(own: Settings, name: str) -> bool:
-    """Whether the run asks its teachers while it trains; `own` are its resolved settings."""
+    """Return whether the run has teachers during training; `own` are its resolved settings."""
     return own.runs[name].stage == "merge" and own.merge.method != "weights"
 
 
 def weight_merge(own: Settings, name: str) -> Merge | None:
-    """The merge of weights that the run starts from, its models named; None: it starts from `init` alone.
-
-    Args:
-        own: the resolved settings of the run `name`.
-    """
+    """Return the weight merge that the run starts from, or None; `own` are its resolved settings."""
     if own.runs[name].stage != "merge" or distils(own, name):
         return None
     choices = USUAL if own.merge.guard is not None else {}
@@ -74,12 +70,12 @@ def weight_merge(own: Settings, name: str) -> Merge | None:
 
 
 def product_reference(own: Settings, name: str) -> str | None:
-    """What the product of the run's teachers is relative to: a run, `base`, a path or URLs; None: no product.
+    """Return the reference of the run's product (a run, `base`, a path or URLs), or None without a product.
 
     Args:
-        own: the resolved settings of the run `name`.
+        own: resolved settings of the run `name`.
     Raises:
-        ValueError: it is to be what the teachers started from, and they started from several models.
+        ValueError: the reference is `init`, and the teachers started from different models.
     """
     if not distils(own, name) or own.merge.method != "product":
         return None
@@ -93,7 +89,7 @@ def product_reference(own: Settings, name: str) -> str | None:
 
 
 def plan(settings: Settings, part: Part = "all", only: tuple[str, ...] = ()) -> list[PlannedRun]:
-    """The runs of this part of the recipe in order, the warm start first; `only` keeps the runs it names."""
+    """Return the runs of this part of the recipe in order; a non-empty `only` selects runs by name."""
     runs = []
     if needs_base(settings) and part in ("all", "warm-start", "specialize", "train"):
         steps = settings.warm_start.steps if settings.warm_start else 0

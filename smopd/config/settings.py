@@ -1,8 +1,8 @@
-"""The settings of a run: typed sections, without torch. Field by field here; what goes together in rules.py.
+"""The settings of a recipe, as typed sections. Imports no torch. Checks across settings are in rules.py.
 
-A recipe is a YAML file with these sections; `Settings` at the end is the whole. `runs` names the policy
-optimisations of the recipe in order; each is the recipe's settings with its own `set` merged over them
-(`Settings.resolved`). Defaults are ours; what the paper states stands in the recipes.
+A recipe is a YAML file with the sections of `Settings`, the last class here. `runs` lists the training runs,
+in order. A run has the settings of the recipe with the run's `set` merged over them. Defaults are ours; the
+paper's values are in the recipes.
 """
 
 from __future__ import annotations
@@ -26,71 +26,73 @@ from smopd.engine.settings import (
 from smopd.names import STARTUP_SECONDS, is_url
 
 TRAINING_SECONDS = 300.0
-"""Ours: the longest time that a process waits for another one within a step, before the run fails."""
+"""Ours: the longest wait for another rank within a step before the run fails."""
 
 
 class Model(Section):
-    """Where the base model comes from: a path or hub id, or a factory that makes a small one."""
+    """The base model: a path, a hub id, or a function that builds it."""
 
     path: str | None = None
-    """Folder, short name (python -m smopd.data) or hub id of a causal language model with its tokenizer."""
+    """A causal language model with its tokenizer: a folder, a hub id, or a short name (smopd data)."""
     factory: ImportPath | None = None
-    """`package.module:function`, called with `seed` and `kwargs`; returns (model, tokenizer)."""
+    """`package.module:function`, called with `seed` and `kwargs`. Returns (model, tokenizer)."""
     kwargs: dict[str, Any] = Field(default={})
+    """Keyword arguments of the factory."""
 
 
 class Source(Section):
-    """Rows of prompts: a jsonl, json or parquet file, a hub id, or `package.module:function`."""
+    """Rows of prompts."""
 
     source: str
+    """A jsonl, json or parquet file, a hub id, or `package.module:function`."""
     map: ImportPath | None = None
-    """`package.module:function`: row -> row, or None to drop it."""
+    """`package.module:function` that returns a new row, or None to drop the row."""
     kwargs: dict[str, Any] = Field(default={})
-    """Of the function, or of datasets.load_dataset ({split: "test[:100]"})."""
+    """Keyword arguments of the function, or of datasets.load_dataset ({split: "test[:100]"})."""
 
 
 class Data(Section):
-    """Training and evaluation prompts, and how they become chats."""
+    """Training and evaluation prompts."""
 
     train: Source
     evaluation: Source | None = None
     prompt_column: str = "prompt"
     max_prompt_tokens: int = Field(default=2048, ge=1)
-    """With the chat template."""
+    """Maximum length of a prompt, chat template included."""
     overlong: Literal["drop", "truncate_left", "error"] = "drop"
-    """What becomes of a longer training prompt. Evaluation prompts are never dropped."""
+    """What to do with a training prompt over the maximum. Evaluation prompts are never dropped."""
     max_evaluation_tokens: int | None = Field(default=None, ge=1)
-    """Of an evaluation prompt; null is max_prompt_tokens. A longer one is an error, or truncated too."""
+    """Maximum length of an evaluation prompt; null: max_prompt_tokens. Longer ones are an error, or cut."""
 
 
 class Reward(Section):
-    """One reward dimension: `f(prompts, completions, **columns) -> list of float or None`, sync or async."""
+    """One reward dimension."""
 
     name: str
     function: ImportPath
-    """`package.module:function`."""
+    """`f(prompts, completions, **columns)`, sync or async. Returns one float or None per completion."""
     weight: float = 1.0
-    """Weight of this dimension in the advantages of a run that names none."""
+    """Weight of this dimension in the advantages, unless the run has reward_weights."""
     range: tuple[float, float] | Literal["batch"] | None = None
-    """[lo, hi] for the gates; `batch` takes the rollout batch's own minimum and maximum."""
+    """[lo, hi] for the gates; `batch`: the minimum and maximum of each rollout batch."""
     kwargs: dict[str, Any] = Field(default={})
-    """Further keyword arguments of each call; they win over columns of the same name."""
+    """Extra keyword arguments of each call. They override columns of the same name."""
 
 
 class Scoring(Section):
-    """How long a reward may take, and how much it may miss."""
+    """Limits on rewards."""
 
     deadline_seconds: float = Field(default=60.0, gt=0)
-    """Longest time one call of one reward may take; then its worker is killed."""
+    """Time limit of one call of one reward. A worker over the limit is killed."""
     max_unscorable_share: float = Field(default=0.5, ge=0, le=1)
-    """The run stops when a dimension could not score more than this share of the responses of the last ten
-    steps, or of an evaluation; a bad call among good ones is counted and costs no run."""
+    """Stop the run when a reward fails on more than this share of the responses, counted over the last ten
+    steps or over one evaluation."""
     memory_gib: float | None = Field(default=None, gt=0)
-    """Most address space of each reward's process, GiB; what its libraries reserve counts too."""
+    """Address space limit of each reward process, GiB. Memory that libraries only reserve counts too."""
 
 
 class WarmStart(Section):
-    """Supervised steps on demonstrations before any reinforcement."""
+    """Supervised training on demonstrations before the first run."""
 
     source: Source
     completion_column: str = "completion"
@@ -98,36 +100,33 @@ class WarmStart(Section):
     batch_size: int = Field(default=64, ge=1)
     learning_rate: float = Field(default=1e-3, gt=0)
     warmup_steps: int = Field(default=10, ge=0)
-    decay_share: float = Field(default=0.3, ge=0, le=1)
-    """The learning rate falls linearly to zero over this last share of the steps."""
 
 
 class Advantage(Section):
-    """From the rewards of a group to one advantage a response (Eq. 1 to 4)."""
+    """Advantages from rewards (Eq. 1 to 4)."""
 
     estimator: Literal["grpo", "gdpo", "gd2po", "batch_balanced", "saw", "dvao"] | ImportPath = "gdpo"
-    """How several rewards become one advantage, or a function with the signature of `Estimator` in
-    smopd/advantages.py."""
+    """A name, or a function with the signature of `Estimator` in smopd/advantages.py."""
     whiten: Literal["responses", "tokens", "none"] = "responses"
-    """What the advantages are whitened over (Eq. 3). GRPO and DVAO are not whitened."""
+    """What the advantages are whitened over (Eq. 3). GRPO and DVAO do not whiten."""
     snr_threshold: float | None = Field(default=None, gt=0, le=1)
-    """GD2PO: drop a conflicting rollout only below this signal-to-noise ratio; None is GD2PO-Hard."""
+    """GD2PO: drop conflicting rollouts only below this signal-to-noise ratio; null: drop all (GD2PO-Hard)."""
 
 
 class Loss(Section):
-    """The policy-gradient anchor (Eq. 8)."""
+    """The policy-gradient loss (Eq. 8)."""
 
     clip_low: float = Field(default=0.2, ge=0, lt=1)
     clip_high: float = Field(default=0.2, ge=0)
     dual_clip: float | None = Field(default=None, gt=1)
     entropy_coef: float = Field(default=0.0, ge=0)
     anchor_coef: float = Field(default=1.0, ge=0)
-    """1 is the paper's objective, 0 is OPD alone."""
+    """Weight of the policy-gradient term: 1 as in the paper, 0 for distillation alone."""
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
     old_logps: Literal["recompute", "rollout"] = "recompute"
-    """Denominator of the ratio: the training forward before the first update, or the rollout engine's own."""
+    """Old log-probabilities of the ratio: recomputed before the first update, or the rollout engine's."""
     importance_cap: float | None = Field(default=None, gt=0)
-    """Truncated importance sampling between training and rollout policies; None leaves it out."""
+    """Truncate importance weights between trainer and rollout engine; null: no importance weights."""
 
 
 class Gate(Section):
@@ -135,22 +134,22 @@ class Gate(Section):
 
     kind: Literal["uniform", "sequence", "token"] = "uniform"
     floor: float = Field(default=0.2, ge=0, le=1)
-    """phi, the least weight of a teacher."""
+    """phi, the minimum weight of a teacher."""
 
 
 class Product(Section):
-    """merge.method product: a reference times what each teacher changed of it (ours)."""
+    """The target of merge.method product: the reference times each p_teacher / p_reference (ours)."""
 
     reference: str = "init"
-    """`init` is what the teachers started from, where they are runs of this recipe, else its base; or a run,
-    a path or a hub id, and where the teachers are at URLs its servers' URLs."""
+    """`init`: the model that the teachers were trained from. Or a run, a path, a hub id, or server URLs."""
     weights: list[float] | None = None
-    """Of each teacher's change; null is 1 each. A gate multiplies them by its weights over uniform ones."""
+    """Exponent of each teacher's ratio; null: 1 each. A gate multiplies it by the number of teachers times
+    the gate's weight."""
     protect_above: float | None = Field(default=None, ge=0)
-    """A token raised by a teacher by more than this, its weight counted, is lowered by none; nats."""
+    """If a teacher raises a token by more than this many nats, no teacher lowers it; null: off."""
     prefix_floor: float | None = Field(default=None, ge=0, le=1)
-    """Where a teacher has turned away from the response, its changes weigh the share of the reference's way
-    that it still went, at least this; null: 1 everywhere."""
+    """Scale a teacher's exponent by the smallest p_teacher / p_reference of any prefix of the response,
+    clamped to [prefix_floor, 1]; null: no scaling."""
 
 
 class Opd(Section):
@@ -162,120 +161,123 @@ class Opd(Section):
     final_coef: float = Field(default=0.0, ge=0)
     """lambda after `decay_steps`, for the linear and cosine schedules."""
     decay_steps: int | None = Field(default=None, ge=1)
-    """None is the whole run."""
+    """null: the whole run."""
     kappa: int = Field(default=16, ge=1, le=128)
+    """Top tokens of each teacher that the target is made from."""
     target: Literal["pooled", "merged"] | ImportPath = "pooled"
-    """The mixture of the teachers, where a token that several of them name is an entry for each (pooled), or
-    one; or a function as `MakesTarget` of smopd/objective.py has it."""
+    """pooled: one entry per teacher and token, as in the paper; merged: equal tokens of several teachers are
+    added up. Or a function with the signature of `MakesTarget` in smopd/objective.py."""
     product: Product = Product()
     tail: bool = False
-    """Whether the forward KL counts what the teachers leave to all other tokens as one more entry."""
+    """Add the probability of all other tokens to the forward KL as one more entry."""
     divergence: Literal["forward_kl", "reverse_kl_sampled"] = "forward_kl"
     temperature: float = Field(default=1.0, gt=0)
-    """Of both sides of the forward KL; the sampled reverse KL is at the rollouts'."""
+    """Temperature of teachers and student in the forward KL. The reverse KL uses rollout.temperature."""
     gate: Gate = Gate()
 
     @property
     def sampled(self) -> bool:
-        """Whether the divergence is the reverse KL on sampled tokens (Eq. 15 to 17)."""
+        """Whether the divergence is the reverse KL on the sampled tokens (Eq. 15 to 17)."""
         return self.divergence == "reverse_kl_sampled"
 
 
 class Loop(Section):
-    """The length of a run and the size of its steps."""
+    """Length of a run and size of its steps."""
 
     steps: int = Field(default=100, ge=0)
     prompts_per_step: int = Field(default=64, ge=1)
     updates_per_step: int = Field(default=1, ge=1)
-    """Optimizer steps a batch: the batch of prompts is cut into this many mini-batches."""
+    """Optimizer updates per step. The prompts of a step are split into this many mini-batches."""
     async_level: Literal[0, 1] = 0
-    """1 samples the next batch while this one trains, with the policy before its update."""
+    """1: sample the next batch during the current update, with the policy before the update."""
 
 
 class EvaluationSettings(Section):
-    """What is measured on held-out prompts, greedy and sampled."""
+    """Evaluation on held-out prompts."""
 
     samples: int = Field(default=1, ge=0)
-    """Responses a prompt sampled at temperature 1, beside the greedy one."""
+    """Responses per prompt sampled at temperature 1, in addition to one greedy response."""
     every: int = Field(default=0, ge=0)
-    """Greedy evaluation every so many steps during a run; 0 only at its end."""
+    """Steps between greedy evaluations during a run; 0: evaluate only the finished run."""
 
 
 class Checkpoint(Section):
-    """What a killed run resumes from."""
+    """Checkpoints of a run."""
 
     every: int = Field(default=50, ge=0)
-    """Steps between checkpoints; 0 keeps none."""
+    """Steps between checkpoints; 0: write none."""
     keep: int = Field(default=2, ge=1)
+    """Newest checkpoints to keep."""
 
 
 class Log(Section):
-    """What is written and shown along the way."""
+    """Records of a run."""
 
     samples_per_step: int = Field(default=2, ge=0)
+    """Responses of each step to write to samples.jsonl."""
     token_views: int = Field(default=4, ge=0)
-    """How often over a merge the samples are written token by token, at even distances to the last step."""
+    """Times per run, evenly spaced, to write each teacher's top tokens beside the samples (tokens.jsonl)."""
     trackers: list[Literal["tensorboard", "trackio", "wandb"] | ImportPath] = Field(default=[])
-    """What gets the metrics too; or a function as `OpensTracker` of smopd/record/trackers.py has it."""
+    """Where to send metrics. A name, or a function with the signature of `OpensTracker` in
+    smopd/record/trackers.py."""
 
     def view_every(self, steps: int) -> int:
-        """Steps between two token views; 0 for none."""
+        """Return the steps between two token views; 0 for none."""
         return math.ceil(steps / self.token_views) if self.token_views else 0
 
 
 class TeacherVllm(Vllm):
-    """As `Vllm`, and how many engines there are."""
+    """vLLM engines of the teachers."""
 
     engines: int | None = Field(default=None, ge=1)
-    """That the teachers' models share; null is one each. With fewer, models of one architecture take turns in
-    an engine, and the weights of each are read from its files once a step, and with `union` twice."""
+    """Number of engines; null: one per teacher. With fewer, teachers of one architecture take turns in an
+    engine, which reloads their weights from disk every step (twice with `union`)."""
 
 
 class RolloutSettings(Section):
-    """Sampling of the responses that a step learns from."""
+    """Sampling of responses to train on."""
 
     engine: Literal["local", "vllm"] = "local"
     vllm: Vllm = Vllm()
     urls: list[str] = Field(default=[])
-    """vLLM servers on other hosts, which sample instead of an engine here, in a dtype of their own."""
+    """vLLM servers to sample from, instead of an engine on this machine."""
     transfer: WeightTransport = "files"
-    """How new weights reach an engine outside this process. files: in shared memory, for servers in
-    SMOPD_TRANSFER_FOLDER, which each reads under the same path; inline: in the requests to servers."""
+    """How to send new weights to an engine in another process. files: through shared memory, or for servers
+    through SMOPD_TRANSFER_FOLDER, a folder with the same path on every host; inline: in the request body."""
     group_size: int = Field(default=8, ge=1)
     """G, rollouts per prompt."""
     temperature: float = Field(default=1.0, gt=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
     max_new_tokens: int = Field(default=1024, ge=1)
     max_batch_tokens: int = Field(default=262_144, ge=1)
-    """Local engine: most key-value cache positions held at once; more responses are sampled in turns."""
+    """Local engine: maximum positions in the KV cache. Larger batches are sampled in several passes."""
     dtype: Dtype = "float32"
 
     @property
     def colocated(self) -> bool:
-        """Whether vLLM samples inside the training process."""
+        """Whether vLLM runs in the training process."""
         return self.engine == "vllm" and not self.urls and self.vllm.placement == "colocated"
 
 
 class Teacher(Section):
     model: str
-    """A run of this recipe, a path or hub id, a LoRA adapter's folder, or its servers' URLs (with commas)."""
+    """A run of this recipe, a path, a hub id, a LoRA adapter folder, or comma-separated server URLs."""
     reward: str
-    """The reward dimension that this teacher stands for."""
+    """The reward that this teacher was trained for."""
 
 
 class Teachers(Section):
-    """The models that a run of the stage merge combines."""
+    """The models that a run of stage merge combines."""
 
     engine: Literal["local", "vllm"] = "local"
     vllm: TeacherVllm = TeacherVllm()
     union: bool = False
-    """Every teacher's value on every teacher's top-kappa ids, not on its own alone."""
+    """Score the top-kappa tokens of all teachers with every teacher."""
     models: list[Teacher] = Field(default=[])
     dtype: Dtype = "float32"
 
     @property
     def colocated(self) -> bool:
-        """Whether vLLM scores inside the training process."""
+        """Whether vLLM runs in the training process."""
         return self.engine == "vllm" and self.vllm.placement == "colocated"
 
 
@@ -292,53 +294,53 @@ Pattern = Annotated[str, AfterValidator(_pattern)]
 
 
 class MergedModel(Section):
-    """A model whose change of the run's `init`, its task vector, goes into the sum."""
+    """A model to merge: its task vector relative to the run's `init` is added."""
 
     model: str
-    """An earlier run of this recipe, a path or hub id, or a LoRA adapter's folder."""
+    """An earlier run of this recipe, a path, a hub id, or a LoRA adapter folder."""
     keep: list[Share] = Field(default=[1.0], min_length=1)
-    """The share of each tensor's changes that stays, the largest by magnitude; several are the guard's."""
+    """Share of each tensor's changes to keep, largest magnitudes first. The guard tries every value given."""
     exclude: list[Pattern] = Field(default=[""], min_length=1)
-    """Tensors whose names match this pattern stay as in `init` (self_attn|embed); several are the guard's,
-    and an empty one excludes none."""
+    """Regular expression of tensor names to leave unchanged, such as self_attn|embed; empty: none. The guard
+    tries every value given."""
     reward: str | None = None
-    """The guard: the reward dimension that this model stands for."""
+    """Guard: the reward that this model was trained for."""
     max_regression: float | None = Field(default=None, ge=0)
-    """The guard: the largest share of this model's own gain in its reward, over `init`, that a merge may
-    lack; null is any."""
+    """Guard: reject a merge that loses more than this share of the model's gain in its reward; null: none."""
 
 
 class Guard(Section):
-    """Rollouts of training prompts that choose among the merges before the first step."""
+    """Selection of the best merge by rollouts on training prompts, before the first step."""
 
     prompts: int = Field(default=64, ge=1)
     samples: int = Field(default=8, ge=1)
-    """Responses a prompt, of each candidate."""
+    """Responses per prompt and candidate."""
 
 
 class Merge(Section):
-    """How a run of the stage `merge` combines its teachers."""
+    """How a run of stage merge combines its teachers."""
 
     method: Literal["weights", "product", "published"] = "weights"
-    """weights: start from a merge of the teachers' weights, then train without them (recommended); product:
-    distil the product of what they changed; published: distil their mixture, as in the paper."""
+    """weights: start from merged weights and train without teachers (recommended); product: distill the
+    product of the teachers' changes; published: distill the mixture of the teachers, as in the paper."""
     models: list[MergedModel] = Field(default=[])
-    """weights: what is merged; none given: each teacher, with the guard's usual choices."""
+    """weights: the models to merge; empty: every teacher, with the guard's default choices."""
     rule: Literal["sum", "ties", "ram"] = "sum"
-    """weights: the sum of the changes; ties: of each entry, the mean of those with the elected sign; ram: the
-    mean of all that changed it."""
+    """weights: add the task vectors (sum), or average per entry those with the majority sign (ties) or all
+    that change it (ram)."""
     guard: Guard | None = Guard()
-    """weights: null takes the merge as it is given."""
+    """weights: null starts from the merge without trying others."""
 
     def choices(self) -> int:
-        """How many merges there are to choose from."""
+        """Return the number of candidate merges."""
         return math.prod(len(each.keep) * len(each.exclude) for each in self.models)
 
 
 class KlRef(Section):
-    """KL to the policy that the run starts from, on the sampled tokens: a clipped term of the loss."""
+    """KL to the initial policy of the run, estimated on the sampled tokens."""
 
     coef: float = Field(default=0.0, ge=0)
+    """Weight of the term in the loss; 0: no reference model is loaded."""
 
 
 Stage = Literal["specialize", "merge", "train"]
@@ -347,43 +349,43 @@ SHARED = (
     "name", "description", "seed", "processes", "output", "model", "data", "rewards", "scoring", "warm_start",
     "evaluation", "runs",
 )  # fmt: skip
-"""What all runs of a recipe have in common."""
+"""Settings that a run's `set` cannot change."""
 
 
 class RunSettings(Section):
-    """One policy optimisation."""
+    """One training run."""
 
     stage: Stage
-    """specialize: a teacher; merge: a student of the teachers; train: neither, such as a baseline."""
+    """specialize: a teacher; merge: a student of the teachers; train: any other run, such as a baseline."""
     init: str = "base"
-    """`base`, or the name of an earlier run, whose export this one starts from."""
+    """The model to start from: `base`, or the name of an earlier run."""
     reward_weights: list[float] | None = None
-    """The priority profile, one weight a reward; None takes the rewards' own."""
+    """One weight per reward; null: the weights in `rewards`."""
     label: str | None = None
-    """The row's name in tables."""
+    """Row label in result tables."""
     reproduces: str | None = None
-    """Which row of which published table this is, for `--list`."""
+    """The row of a published table that this run reproduces, for `--list`."""
     set: dict[str, Any] = Field(default={})
-    """Settings that differ from the recipe's, nested as in the recipe."""
+    """Settings of this run that override the recipe's, nested as in the recipe."""
 
 
 class Settings(Section):
-    """All settings of `python -m smopd.train`."""
+    """All settings of `smopd train`."""
 
     name: str = Field(pattern=r"^\w[\w.-]*$")
-    """What this experiment is called, with letters, digits, '_', '-' and '.'."""
+    """Name of the experiment: letters, digits, '_', '-' and '.'."""
     description: str = ""
-    """What it shows; the caption of its table."""
+    """Caption of the result table."""
     seed: int = Field(default=0, ge=0)
-    """All random draws follow from it."""
+    """Seed of every random draw."""
     processes: int = Field(default=1, ge=1)
-    """Local processes to start unless torchrun started this one; each holds a shard and samples its share."""
+    """Local ranks to start. Ignored under torchrun."""
     output: str = "runs/{name}"
-    """The run directory; {name} is the experiment's."""
+    """Run directory. {name} is replaced by the name of the experiment."""
     model: Model
     data: Data
     rewards: list[Reward] = Field(min_length=1)
-    """The dimensions of the reward."""
+    """The reward dimensions."""
     scoring: Scoring = Scoring()
     warm_start: WarmStart | None = None
     rollout: RolloutSettings = RolloutSettings()
@@ -399,31 +401,31 @@ class Settings(Section):
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
     runs: dict[str, RunSettings] = Field(min_length=1)
-    """The policy optimisations, in order."""
+    """The training runs, in order."""
 
     @property
     def unites(self) -> bool:
-        """Whether every teacher is asked about the ids of all, and the product's reference with them."""
+        """Whether every teacher scores the top tokens of all teachers; always for a product."""
         return self.teachers.union or self.merge.method == "product"
 
     @property
     def kl_temperature(self) -> float:
-        """Of teachers and student in the KL; the sampled one compares with the policy that was sampled."""
+        """Temperature of teachers and student in the KL; a reverse KL uses that of the rollouts."""
         return self.rollout.temperature if self.opd.sampled else self.opd.temperature
 
     @property
     def waiting_seconds(self) -> float:
-        """TRAINING_SECONDS, or what one process alone may wait for a reward or a server, and a minute."""
+        """Longest wait for another rank: that of the slowest reward or server, at least TRAINING_SECONDS."""
         scored = [*(each.model for each in self.teachers.models), self.opd.product.reference]
         urls = [*self.rollout.urls, *(1 + self.unites) * [model for model in scored if is_url(model)]]
-        servers = len(",".join(urls).split(",")) if urls else 0  # of a union, asked twice
-        reward = 2 * self.scoring.deadline_seconds + STARTUP_SECONDS  # a second try starts anew
+        servers = len(",".join(urls).split(",")) if urls else 0  # with a union, two requests
+        reward = 2 * self.scoring.deadline_seconds + STARTUP_SECONDS  # a second try restarts the worker
         alone = max(reward, REQUEST_SECONDS * (servers + 1) if servers else 0.0)
         return max(TRAINING_SECONDS, alone + 60.0)
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest prompt with its longest response, in training and evaluation."""
+        """Maximum tokens of a prompt and its response, in training and evaluation."""
         longest_prompt = max(self.data.max_prompt_tokens, self.data.max_evaluation_tokens or 0)
         return longest_prompt + self.rollout.max_new_tokens
 
@@ -431,27 +433,27 @@ class Settings(Section):
     @classmethod
     def _with_the_name(cls, value: str, info: ValidationInfo) -> str:
         if "{" in (rest := value.replace("{name}", "")) or "}" in rest:
-            raise ValueError(f"got {value!r}, expected a folder in which only {{name}} stands in braces")
+            raise ValueError(f"got {value!r}, expected a folder with no braces but {{name}}")
         try:
             return str(Path(value.replace("{name}", info.data.get("name", ""))).expanduser())
         except RuntimeError as error:  # no such user
             raise ValueError(str(error)) from None
 
     def resolved(self, run_name: str) -> Settings:
-        """The settings of one run: the recipe's with the run's `set` merged over them.
+        """Return the settings of one run: the recipe's with the run's `set` merged over them.
 
         Raises:
-            pydantic.ValidationError: `set` names what does not exist or is out of range.
+            pydantic.ValidationError: a setting in `set` does not exist or is out of range.
         """
         return Settings.model_validate(merged(self.model_dump(), self.runs[run_name].set))
 
     def weights(self, run_name: str) -> list[float]:
-        """The run's priority profile, one weight a reward."""
+        """Return the reward weights of a run."""
         return self.runs[run_name].reward_weights or [reward.weight for reward in self.rewards]
 
 
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the nested keys of `over` put in; lists are replaced whole."""
+    """Return `base` updated recursively by `over`. Lists are replaced, not merged."""
     result = dict(base)
     for key, value in over.items():
         if isinstance(value, dict) and isinstance(result.get(key), dict):

@@ -217,7 +217,6 @@ class Starter:
         sampling = Sampling(
             n=guard.samples,
             temperature=settings.rollout.temperature,
-            top_p=settings.rollout.top_p,
             max_new_tokens=settings.rollout.max_new_tokens,
             seed=seed,
         )

@@ -37,8 +37,8 @@ ALARMS = {
     ),
     "mismatch": (
         3,
-        "the sampler's log-probabilities are more than 0.1 nats from the trainer's: look at dtypes and at "
-        "rollout.top_p, or correct by loss.importance_cap",
+        "the rollout engine's log-probabilities differ from the trainer's by more than 0.1 nats: check the "
+        "dtypes, or correct with loss.importance_cap",
     ),
     "unscorable": (
         1,

@@ -28,6 +28,8 @@ from smopd.run import build
 from smopd.run.failures import error_context
 from smopd.run.folder import mark_done
 
+DECAY_SHARE = 0.3  # ours: the last share of a warm start, over which the learning rate falls to 0
+
 
 def initial_model(settings: Settings, folder: Path) -> str:
     """Where the model stands that nothing has been trained on; makes it in `folder` if a factory is to."""
@@ -65,7 +67,7 @@ def make_base(
     own: dict[str, Any] = {"lora": None}
     if warm is not None:
         own |= {"learning_rate": warm.learning_rate, "warmup_steps": warm.warmup_steps}
-        own["schedule"] = partial(last_share, updates=steps, share=warm.decay_share)
+        own["schedule"] = partial(last_share, updates=steps, share=DECAY_SHARE)
     student = build.student(settings, path, device, **own)
     if warm is not None and demonstrations is not None:
         log = JsonlLog(folder / "metrics.jsonl")

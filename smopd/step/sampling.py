@@ -90,7 +90,6 @@ class Sampler:
             sampling = Sampling(
                 n=options.group_size,
                 temperature=options.temperature,
-                top_p=options.top_p,
                 max_new_tokens=options.max_new_tokens,
                 seed=self.settings.seed,
             )

@@ -178,7 +178,7 @@ def test_a_recipes_reference_is_checked_at_once(tmp_path: Path, capsys) -> None:
     late = {"opd": {"product": {"reference": "student"}}}
     with pytest.raises(SystemExit):
         parse([str(write_recipe(tmp_path, merged(PRODUCT, late)))])
-    assert "'student' does not come before the run 'student'" in capsys.readouterr().err
+    assert "'student' must come before the run 'student'" in capsys.readouterr().err
 
 
 def test_lora_teachers_and_their_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

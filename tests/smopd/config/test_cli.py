@@ -127,10 +127,10 @@ broken.yaml:7: loop.steps: got "many", expected integer >= 0
 broken.yaml:8: student: got null, expected a section
 broken.yaml:9: opd.kappa: got 400, expected integer >= 1, <= 128
 broken.yaml:10: loss.clip_low: got true, expected a number
-broken.yaml:12: runs.gdpo.stage: is train now
+broken.yaml:12: runs.gdpo.stage: is now train
 broken.yaml:13: runs.smopd.stage: got "merg", expected specialize|merge|train; did you mean merge?
 command line: evaluation.every: got -1, expected integer >= 0
-command line: rewards.4.weight: rewards has no entry '4'; the recipe has 2 entries, counted from 0
+command line: rewards.4.weight: rewards has no entry '4'; there are 2, counted from 0
 command line: seed: no value
 top.yaml:3: opd.tial: no such setting; did you mean opd.tail?
 """
@@ -157,7 +157,7 @@ r.yaml:3: data.train.source: no file 'tiny.jsonl'; did you mean tiny.yaml?
 r.yaml:7: runs.first: stage merge needs teachers, and teachers.models is empty
 r.yaml:8: runs.teacher.set.opd.kapa: no such setting; did you mean opd.kappa?
 r.yaml:14: runs.smopd.set.teachers.models.0.model: 'techer' is no run of this recipe; did you mean teacher?
-r.yaml:15: runs.smopd.set.teachers.models.1.model: 'smopd' does not come before the run 'smopd' that needs it
+r.yaml:15: runs.smopd.set.teachers.models.1.model: 'smopd' must come before the run 'smopd', which uses it
 """
 
 
@@ -179,7 +179,7 @@ def test_all_mistakes_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) 
             "--only gpdo",
             "--only: 'gpdo' is no run; did you mean gdpo?; there are ['gdpo', 'format_teacher', 'smopd']",
         ),
-        ("--only gdpo --stage merge", "--stage merge with --only gdpo: tiny.yaml has nothing to do there"),
+        ("--only gdpo --stage merge", "--stage merge with --only gdpo: tiny.yaml has no such run"),
         ("--runs.gdpo.init smopd", "runs.gdpo.init: 'smopd' is no earlier run, expected one of ['base']"),
     ],
 )
@@ -328,6 +328,6 @@ def test_a_setting_of_an_earlier_version_is_answered(folder: Path, path: str) ->
     with pytest.raises(Mistakes) as raised:
         read_settings("tiny.yaml", given)
     assert raised.value.lines == [f"command line: {path.replace('.N.', '.0.')}: {ANSWERS[path]}"]
-    new = ANSWERS[path].removeprefix("is called ").partition(" ")[0]
-    if ANSWERS[path].startswith("is called"):
+    new = ANSWERS[path].removeprefix("is now ").partition(";")[0]
+    if ANSWERS[path].startswith("is now"):
         assert tuple(new.partition(".kwargs.")[0].split(".")) in schemas() or ".engine_kwargs." in new
