@@ -1,7 +1,6 @@
-"""The evaluations' command: `python -m smopd.evaluate SUITE --model PATH`, or `--responses FILE`.
+"""`smopd evaluate SUITE --model PATH`, or `--responses FILE`: score a model or responses on a benchmark.
 
-Every response is kept beside its scores.
-`python -m smopd.evaluate diff A_items.jsonl B_items.jsonl` lists what changed between two runs.
+Every response is saved with its scores. `smopd evaluate diff A_items.jsonl B_items.jsonl` compares two runs.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from smopd import extra  # noqa: F401 says what to install
+from smopd import extra  # noqa: F401 reports missing packages
 
 # isort: split
 import tyro
@@ -46,13 +45,13 @@ SUITES: dict[str, type[Evaluation]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; a mistake in the arguments or files is one line on standard error and exit code 2."""
+    """Run the command. Invalid arguments or files give one line on stderr and exit status 2."""
     words = sys.argv[1:] if argv is None else argv
     with user_errors():
         own = {word: outside(word) for word in words[:1] if IMPORT_PATH.fullmatch(word)}
     command: Any = tyro.extras.subcommand_cli_from_dict(
         {**SUITES, **own, "diff": Difference},
-        prog="python -m smopd.evaluate",
+        prog="smopd evaluate",
         description="Score a model, or saved responses; a suite of your own is package.module:Suite.",
         args=words,
     )
@@ -75,18 +74,18 @@ def main(argv: list[str] | None = None) -> int:
             command.prepare(answered)
     if sample is not None:
         responses = sample()
-        write_items(command.output, suite, responses)  # kept, whatever becomes of the scoring
+        write_items(command.output, suite, responses)  # saved even if scoring fails
     if left := len(suite.items) - len(answered.items):
-        print(f"{left} of {len(suite.items)} items have no response and are left out")
+        print(f"{left} of {len(suite.items)} items have no response and are skipped")
     evaluate(command, answered, responses, of=len(whole.items))
     return 0
 
 
 def outside(path: str) -> type[Evaluation]:
-    """The options of a suite by its import path: a class of it, called without arguments or with --data.
+    """Return the options of the suite class at an import path, which is called with --data if given.
 
     Raises:
-        ValueError: the path leads nowhere.
+        ValueError: the import path does not exist.
     """
     make = import_function(path)
 
@@ -103,7 +102,7 @@ def outside(path: str) -> type[Evaluation]:
 
 
 def evaluate(command: Evaluation, suite: Suite, responses: Sequence[Response], *, of: int) -> None:
-    """Scores one response an item, writes and shows the result; `of` is how many items there are in all."""
+    """Score one response per item, write and show the result; `of` is the number of items in the data."""
     scores = suite.score([response.text for response in responses])
     groups = _groups(suite)
     summary = suite.summary(groups, scores)
@@ -127,7 +126,7 @@ def evaluate(command: Evaluation, suite: Suite, responses: Sequence[Response], *
     if command.compare:
         content["paper"] = suite.paper()
     if clash := content.keys() & summary.keys():
-        raise KeyError(f"{suite.name}: summary has {sorted(clash)}, names of what is written beside it")
+        raise KeyError(f"{suite.name}: summary has the reserved names {sorted(clash)}")
     content |= summary
     items = write_items(command.output, suite, responses, scores)
     written = write_json(command.output / f"{suite.name}.json", content)
@@ -140,7 +139,7 @@ def evaluate(command: Evaluation, suite: Suite, responses: Sequence[Response], *
 
 
 def _title(command: Evaluation, suite: Suite, of: int) -> str:
-    """The suite's, with the one file that its items are from and how many of them there are, if so."""
+    """Return the suite's title, with the data file and the number of items if they are not the default."""
     title = suite.title
     if command.data is not None and command.data_path.is_file():
         title += f", {command.data_path.name}"
@@ -153,7 +152,7 @@ def _groups(suite: Suite) -> list[str]:
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Turns a mistake into one line on standard error and exit code 2."""
+    """Turn ValueError and OSError into one line on stderr and exit status 2."""
     try:
         yield
     except (ValueError, OSError) as error:

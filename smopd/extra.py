@@ -1,25 +1,15 @@
-"""Imported first by every command: one line says what to install where the extra `train` is missing."""
+"""Imported first by every command: exit with an install hint if a package of the extra `train` is missing."""
 
 from __future__ import annotations
 
 import sys
 from importlib.util import find_spec
 
-TRAIN = (
-    *(
-        "transformers",
-        "tokenizers",
-        "datasets",
-        "safetensors",
-        "numpy",
-        "pyarrow",
-        "pydantic",
-        "tyro",
-        "rich",
-    ),
-    *("yaml", "jinja2", "httpx", "pooch", "tqdm", "platformdirs", "packaging"),
-)
-"""Packages of the extra, as they are imported."""
+TRAIN = [
+    "transformers", "tokenizers", "datasets", "safetensors", "numpy", "pyarrow", "pydantic", "tyro", "rich",
+    "yaml", "jinja2", "httpx", "pooch", "tqdm", "platformdirs", "packaging",
+]  # fmt: skip
+"""Import names of the packages in the extra."""
 
 if absent := [name for name in TRAIN if find_spec(name) is None]:
     sys.exit(

@@ -1,6 +1,6 @@
-"""Teachers' weights in their mixture (Eq. 18 to 21), and of their changes in a product (ours).
+"""Gates: the teachers' weights in the mixture (Eq. 18 to 21), and their exponents in a product (ours).
 
-Letters: N response tokens, R responses, M teachers, S = kappa entries of each teacher.
+Shapes: N response tokens, R responses, M teachers, S = kappa entries per teacher.
 """
 
 from __future__ import annotations
@@ -13,26 +13,25 @@ from torch import Tensor
 
 from smopd.config.settings import Gate
 
-CONFIDENCE_FLOOR = 0.05  # c0, as all constants here from appendix A
+CONFIDENCE_FLOOR = 0.05  # c0; all constants here are from appendix A
 CONFIDENCE_EXPONENT = 1.0  # eta
 FAILURE_EXPONENT = 1.0  # gamma
 BLEND = 0.5  # beta
 FAILURE_EPS = 1e-6  # epsilon
 
 _FAR = 1e4
-"""Nats of a token that one of the two never draws."""
+"""Nats; replaces an infinite log-ratio."""
 
 
 def log_alpha(
     gate: Gate, ids_NMS: Tensor, logps_NMS: Tensor, failure_RM: Tensor, response_N: Tensor
 ) -> Tensor:
-    """log of the teachers' weights: (M,) for the uniform gate, else (N, M).
+    """Return the log of the teachers' weights: (M,) for the uniform gate, else (N, M).
 
     Args:
-        gate: the kind and the floor phi.
-        ids_NMS, logps_NMS: each teacher's top-kappa, sorted descending.
-        failure_RM: Eq. 19, in [0, 1], each response on each teacher's reward.
-        response_N: int64, the response that each token belongs to.
+        ids_NMS, logps_NMS: each teacher's top kappa, in descending order.
+        failure_RM: Eq. 19, in [0, 1], for each teacher's reward.
+        response_N: int64, the response of each token.
     """
     n_teachers = logps_NMS.shape[1]
     if gate.kind == "uniform":
@@ -52,10 +51,10 @@ def log_alpha(
 
 
 def change_weights(gate: Gate, own: list[float] | None, log_alpha: Tensor) -> Tensor:
-    """The weights of the teachers' changes in their product, shaped as log_alpha: (M,) or (N, M).
+    """Return the teachers' exponents in a product, shaped as log_alpha: (M,) or (N, M).
 
     Args:
-        own: of each teacher; None: 1 each. A gate multiplies them by its weights over the uniform ones.
+        own: exponent of each teacher; None: 1 each. A gate multiplies it by M times the gate's weight.
     """
     n_teachers = log_alpha.shape[-1]
     weights_M = log_alpha.new_tensor(own or [1.0] * n_teachers)
@@ -63,13 +62,13 @@ def change_weights(gate: Gate, own: list[float] | None, log_alpha: Tensor) -> Te
 
 
 def path_weights(changes_NM: Tensor, response_N: Tensor, floor: float) -> Tensor:
-    """(N, M) in [floor, 1]: min over the prefixes that end before the token of P_teacher / P_reference.
+    """Return the smallest P_teacher / P_reference of any prefix before each token, (N, M) in [floor, 1].
 
-    Where a teacher turned away from a response it drew few like it: what it changed there is hardly trained.
+    A teacher that assigns a prefix little probability saw few such responses in its training.
 
     Args:
-        changes_NM: log p_teacher - log p_reference of the sampled tokens, nats; responses one after another.
-        response_N: int64, the response that each token belongs to.
+        changes_NM: log p_teacher - log p_reference of the sampled tokens, nats, in order of responses.
+        response_N: int64, the response of each token.
     """
     if not len(response_N):
         return changes_NM.new_ones(changes_NM.shape)
@@ -79,13 +78,13 @@ def path_weights(changes_NM: Tensor, response_N: Tensor, floor: float) -> Tensor
     shape = (len(lengths_R), int(lengths_R.max()) + 1, changes_NM.shape[1])
     path_RTM = torch.zeros(shape, dtype=torch.float64, device=changes_NM.device)
     finite_NM = changes_NM.double().nan_to_num(nan=0.0, posinf=_FAR, neginf=-_FAR)
-    path_RTM[response_N, at_N + 1] = finite_NM  # what comes before a token
+    path_RTM[response_N, at_N + 1] = finite_NM  # the prefix before a token
     least_RTM = path_RTM.cumsum(1).cummin(1).values
     return least_RTM[response_N, at_N].exp().clamp(min=floor).to(changes_NM.dtype)
 
 
 def confidence(logps_NMS: Tensor) -> Tensor:
-    """Eq. 18 on the renormalised top-kappa: (N, M) in [0, 1]; kappa = 1 is certain."""
+    """Return Eq. 18 on the renormalized top kappa: (N, M) in [0, 1], 1 for kappa = 1."""
     kappa = logps_NMS.shape[-1]
     if kappa == 1:
         return torch.ones_like(logps_NMS[..., 0])
@@ -97,7 +96,7 @@ def confidence(logps_NMS: Tensor) -> Tensor:
 
 
 def disagreement(ids_NMS: Tensor) -> Tensor:
-    """(N,) fraction of teacher pairs whose most likely tokens differ; 0 for one teacher."""
+    """Return the fraction (N,) of teacher pairs with different top tokens; 0 for one teacher."""
     top_NM = ids_NMS[..., 0]
     pairs = list(combinations(range(top_NM.shape[1]), 2))
     if not pairs:
@@ -107,9 +106,9 @@ def disagreement(ids_NMS: Tensor) -> Tensor:
 
 
 def failure(rewards_RM: Tensor, low_M: Tensor, high_M: Tensor) -> Tensor:
-    """Eq. 19: (R, M), 1 where a response earns the least of a teacher's reward, 0 where the most.
+    """Return Eq. 19: (R, M), 1 at the low end of a teacher's reward, 0 at the high end.
 
-    An unscorable reward (NaN) and a range of width 0 count as one half.
+    A reward without a score (NaN) and an empty range give 0.5.
     """
     scaled_RM = ((rewards_RM - low_M) / (high_M - low_M)).clamp(0, 1)
     return (1 - scaled_RM).nan_to_num(nan=0.5)

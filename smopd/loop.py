@@ -1,9 +1,8 @@
-"""One run of policy optimisation, top to bottom: a teacher of stage 1, a student of stage 2, or a baseline.
+"""The training loop of a run: a teacher of stage 1, a student of stage 2, or a baseline.
 
-Stage 1 is this loop without teachers and with a skewed priority profile (Eq. 4); stage 2 has teachers and
-equal weights (Eq. 9).
+Stage 1 has no teachers and skewed reward weights (Eq. 4). Stage 2 has teachers and equal weights (Eq. 9).
 
-Letters: B prompts, R responses, K rewards, N response tokens, M teachers, S of each one's log-probabilities.
+Shapes: B prompts, R responses, K rewards, N response tokens, M teachers, S log-probabilities per teacher.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Run:
-    """All that one policy optimisation works with."""
+    """The components of a training run."""
 
     settings: Settings
     weights: list[float]
-    """The priority profile, one weight a reward."""
+    """One weight per reward."""
     prompts: PromptSet
     held_out: PromptSet | None
     student: Student
@@ -50,12 +49,12 @@ class Run:
     checkpoints: Checkpoints
     recorder: Recorder
     reference: TeacherEngine | None = None
-    """The policy that kl_ref holds on to."""
+    """Reference policy of kl_ref."""
     stop: Stop = field(default_factory=Stop)
 
     @property
     def bad_answers(self) -> int | None:
-        """Of the servers, to this rank, since the command began; None where no engine has servers."""
+        """Invalid answers of servers to this rank since the command began; None without servers."""
         engines = (self.rollouts, self.teachers, self.reference)
         counts = [n for engine in engines if (n := getattr(engine, "bad_answers", None)) is not None]
         return sum(counts) if counts else None
@@ -63,21 +62,21 @@ class Run:
 
 @dataclass
 class Progress:
-    """What a checkpoint holds beside the student."""
+    """State of a checkpoint besides the student."""
 
     step: int
     ahead: dict[str, Any] | None
-    """The batch of the next step, where it is sampled already."""
+    """Batch of the next step, if sampled ahead."""
 
 
 def optimise(run: Run) -> None:
-    """Trains `run.student` to the end of its steps, from its newest checkpoint where there is one."""
+    """Train `run.student` to its last step, from the newest checkpoint if there is one."""
     settings, student, device = run.settings, run.student, run.student.device
     views = settings.log.view_every(settings.loop.steps)
     progress = Progress(*run.checkpoints.restore(student))
     run.recorder.begin(progress.step)
     metrics = Metrics(device)
-    with metrics.phase("sync"):  # a cost of the step that samples with it
+    with metrics.phase("sync"):  # counts for the step that samples with these weights
         publish_weights(student, run.rollouts, version=progress.step)
 
     with (
@@ -89,17 +88,17 @@ def optimise(run: Run) -> None:
     ):
         sampler = Sampler(settings, run.prompts, run.rollouts, sampling_thread, progress.ahead)
         scoring = TeacherScoring(settings, run.teachers, run.reference, device, teachers_thread)
-        evaluate(run, progress.step)  # where its evaluation ended the command
+        evaluate(run, progress.step)  # if the command ended during an evaluation
         for step in range(progress.step, settings.loop.steps):
             objective = Objective.at(settings, step, device, distils=run.teachers is not None)
 
             with metrics.phase("rollout"):
                 batch = sampler.take(step)  # prompts (B) -> responses (R), tokens (N)
-            ask_teachers = scoring.ask(batch)  # they score meanwhile, where they can
+            ask_teachers = scoring.ask(batch)  # in parallel if possible
             with metrics.phase("rewards"):
                 rewards = run.rewarder.score(batch.prompts, batch.rollouts, step)  # (R, K)
             with metrics.phase("old_logps"):
-                old_logp_N = objective.old_logps(student, batch)  # None where the ratio is 1
+                old_logp_N = objective.old_logps(student, batch)  # None if the ratio is 1
             with metrics.phase("teachers"):
                 scores = ask_teachers()  # (N, M, S)
             sampler.begin(step + 1)
@@ -108,7 +107,7 @@ def optimise(run: Run) -> None:
             adv_R, kept_R = objective.advantages(batch, rewards.rewards_RK, run.weights)  # Eq. 1-3
             with metrics.phase("update"):
                 updates = []
-                for part in batch.parts:  # one optimizer step each, on Eq. 9
+                for part in batch.parts:  # one optimizer update each, Eq. 9
                     tokens = objective.loss_tokens(batch, part, adv_R, signals)
                     updates.append(student.update(part.rollouts, tokens, objective.loss_settings))
 
@@ -142,7 +141,7 @@ def optimise(run: Run) -> None:
 
 
 def evaluate(run: Run, step: int) -> None:
-    """The held-out prompts after `step`, every so many steps, unless that is recorded already."""
+    """Evaluate on held-out prompts if it is due after `step` and not recorded yet."""
     settings = run.settings
     if run.held_out is None or step == 0 or not due(step, settings.evaluation.every, settings):
         return
@@ -152,14 +151,14 @@ def evaluate(run: Run, step: int) -> None:
 
 
 def save(run: Run, progress: Progress) -> None:
-    """A checkpoint of what is done; the metrics reach the disk before it."""
+    """Write a checkpoint after flushing the metrics."""
     run.recorder.flush()
     run.checkpoints.save(progress.step, run.student, progress.ahead)
 
 
 @contextmanager
 def saved_where_it_ends(run: Run, progress: Progress) -> Iterator[None]:
-    """What ends the run within it, on every rank, leaves a checkpoint of what is done."""
+    """Write a checkpoint if a recoverable error ends the run on every rank."""
     try:
         yield
     except RECOVERABLE:
@@ -171,5 +170,5 @@ def saved_where_it_ends(run: Run, progress: Progress) -> Iterator[None]:
 
 
 def due(step: int, every: int, settings: Settings) -> bool:
-    """Whether something happens after `step`: every so many, and at the end; never where `every` is 0."""
+    """Return whether `step` is a multiple of `every` or the last step; False if `every` is 0."""
     return every > 0 and (step % every == 0 or step == settings.loop.steps)

@@ -1,6 +1,6 @@
-"""`python -m smopd.merge MODEL ... --base BASE --output FOLDER`: models of one base, merged by their weights.
+"""`smopd merge MODEL ... --base BASE --output FOLDER`: merge the weights of models with one base.
 
-Adapters of one base are merged as an adapter, unless `--full`. The guard belongs to a recipe (stage `merge`).
+LoRA adapters of one base are merged to an adapter, unless `--full` is given.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from smopd import extra  # noqa: F401 says what to install
+from smopd import extra  # noqa: F401 reports missing packages
 
 # isort: split
 import tyro
@@ -19,27 +19,25 @@ import tyro
 @dataclass(frozen=True)
 class Options:
     models: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """Folders or hub ids of models with safetensors files, or folders of LoRA adapters."""
+    """Folders or hub ids of models with safetensors files, or LoRA adapter folders."""
     output: Path
     """A new folder."""
     base: str | None = None
-    """What the models were trained from; of adapters, their own where not given."""
+    """The model that the others were trained from. Default for adapters: their own base."""
     method: Literal["sum", "ties", "ram"] = "sum"
-    """ties: the mean of those with the elected sign, of each entry; ram: of all that changed it."""
+    """Per entry: add the task vectors (sum), average those with the majority sign (ties) or not 0 (ram)."""
     scale: tuple[float, ...] = (1.0,)
-    """Of each model's change, or one of all."""
+    """Scale of each task vector, or one for all."""
     keep: tuple[float, ...] = (1.0,)
-    """The share of each tensor's changes that stays, the largest by magnitude: one a model, or one of all."""
+    """Share of each tensor's changes to keep, largest first: one per model, or one for all."""
     exclude: tuple[str, ...] = ("",)
-    """A pattern: tensors whose names match it stay the base's; one a model, or one of all."""
+    """Regular expression of tensor names to leave unchanged: one per model, or one for all."""
     full: bool = False
-    """Adapters: write the base's weights with the change in them."""
+    """Adapters: write a full model instead of an adapter."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = tyro.cli(
-        Options, args=argv, prog="python -m smopd.merge", config=(tyro.conf.FlagCreatePairsOff,)
-    )
+    options = tyro.cli(Options, args=argv, prog="smopd merge", config=(tyro.conf.FlagCreatePairsOff,))
     try:
         merge(options)
     except (ValueError, OSError) as error:
@@ -50,13 +48,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def merge(options: Options) -> None:
-    """Writes the merge; ValueError or OSError where it cannot."""
+    """Write the merged model."""
     n = len(options.models)
     given = [each_of(name, getattr(options, name), n) for name in ("scale", "keep", "exclude")]
     if wrong := [keep for keep in options.keep if not 0 < keep <= 1]:
-        raise ValueError(f"--keep: got {wrong[0]:g}, expected a share over 0 and at most 1")
+        raise ValueError(f"--keep: got {wrong[0]:g}, expected a share in (0, 1]")
     if options.output.exists():
-        raise ValueError(f"--output: {options.output} is there already, expected a new folder")
+        raise ValueError(f"--output: {options.output} exists, expected a new folder")
 
     from smopd.engine.weights.adapters import read_adapter
     from smopd.merging.vectors import Part, TaskVectors, merge_adapters
@@ -74,7 +72,7 @@ def merge(options: Options) -> None:
 
 def each_of(name: str, values: tuple[Any, ...], n: int) -> tuple[Any, ...]:
     if len(values) not in (1, n):
-        raise ValueError(f"--{name}: got {len(values)} values, expected one, or one for each of {n} models")
+        raise ValueError(f"--{name}: got {len(values)} values, expected 1 or {n}")
     return values * n if len(values) == 1 else values
 
 

@@ -1,4 +1,4 @@
-"""Names that people write: hints, what a terminal may be shown, and secrets."""
+"""Text from users: suggestions for misspelled names, safe terminal output, and redaction of secrets."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ _USER = re.compile(r"(\b\w+://)[^/@\s'\"]+@")
 REDACTED = "<redacted>"
 
 STARTUP_SECONDS = 600.0
-"""Ours: the longest time that a reward may take to be imported, before anything is trained."""
+"""Ours: time limit of importing a reward."""
 
 STEP_COLUMN = "training_step"
-"""The column of the step, from 0, that rewards are given beside the data's own while training."""
+"""Column with the training step, from 0, that rewards receive during training."""
 REWARD_ARGUMENTS = ("prompts", "completions", STEP_COLUMN)
-"""What no column of the data and no keyword argument of a reward may be called."""
+"""Reserved names: no data column or keyword argument of a reward may use them."""
 
 
 def is_url(model: str) -> bool:
-    """Whether a model's name is one URL or several with commas, not a path or hub id."""
+    """Return whether a model's name is one or several comma-separated URLs."""
     return model.startswith(("http://", "https://"))
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """`; did you mean NAME?` for an error message, or nothing where no name is near."""
+    """Return `; did you mean NAME?`, or an empty string if no name is close."""
     close = difflib.get_close_matches(name, list(names), 1, 0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def printable(text: str) -> str:
-    """For a terminal: no control characters but tab and newline, no user and password of a URL."""
+    """Remove URL credentials and control characters except tab and newline, for a terminal."""
     return _USER.sub(r"\1", _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text))
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """For a file: nested values without what stands under a secret's name, or before the host of a URL."""
+    """Replace values with a secret's name, and remove URL credentials, for a file."""
     if isinstance(value, dict):
         return {key: redacted(inner, str(key)) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -52,7 +52,7 @@ def redacted(value: Any, name: str = "") -> Any:
 
 
 def redacted_command(words: Sequence[str]) -> list[str]:
-    """A command line without its secrets: `--a.api_key VALUE`, `--a.api_key=VALUE`, `{api_key: VALUE}`."""
+    """Replace secrets in a command line: `--a.api_key VALUE`, `--a.api_key=VALUE`, `{api_key: VALUE}`."""
     found: list[str] = []
     for word in words:
         before = found[-1].rpartition(".")[2].lstrip("-") if found and found[-1].startswith("--") else ""

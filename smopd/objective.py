@@ -1,10 +1,9 @@
-"""The objective of an update: which terms, at which weights, over which denominators (Eq. 8 and 9).
+"""The objective of an update: its terms, their weights and denominators (Eq. 8 and 9).
 
-The anchor is a clipped policy gradient; lambda times the KL to the teachers' mixture is added to it. The KL
-to a reference policy (`kl_ref`) is a term of the loss whose advantage is minus the sampled log-ratio
-log pi_old - log pi_ref, as in the sampled reverse KL to teachers (Eq. 17).
+The loss is a clipped policy gradient plus lambda times the KL to the teachers' mixture. The KL to a reference
+policy (`kl_ref`) is a term with the advantage log pi_ref - log pi_old, like the sampled reverse KL (Eq. 17).
 
-Letters: R responses and N response tokens of this rank in flat order, K rewards, M teachers.
+Shapes: R responses and N response tokens of this rank in flat order, K rewards, M teachers.
 """
 
 from __future__ import annotations
@@ -29,65 +28,65 @@ from smopd.step.batch import Batch, MiniBatch
 from smopd.step.teachers import TeacherScores
 
 MakesTarget = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
-"""(ids_NMS, logps_NMS, log_alpha, kappa) -> (ids_NS, logps_NS): what the forward KL draws the student to.
+"""(ids_NMS, logps_NMS, log_alpha, kappa) -> (ids_NS, logps_NS): the target of the forward KL.
 
-Args: each teacher's top entries, int32 ids and log-probabilities, most likely first (with `teachers.union`
-those that the others name stand behind its own kappa), and the log of the teachers' weights, (M,) or (N, M).
-Returns: at most 128 different int32 ids of each token and their float32 log-probabilities; -inf marks an
-empty slot. A pure function of each token, called on the student's device without gradients.
+Args: each teacher's top tokens, as int32 ids and log-probabilities in descending order (with
+`teachers.union`, followed by the other teachers' top tokens), and the log of the teachers' weights, (M,) or
+(N, M).
+Returns: up to 128 distinct int32 ids per position and their float32 log-probabilities; -inf for an empty
+slot. Must treat each position on its own. Called on the student's device without gradients.
 """
 MIXTURES: dict[str, MakesTarget | None] = {"pooled": None, "merged": None}
-"""Made within the fused loss, of what the teachers sent."""
+"""Built-in targets, which the fused loss computes."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """The teachers' scores of a batch, and each teacher's weight in their mixture."""
+    """The teachers' scores of a batch, and their weights in the mixture."""
 
     topk: TeacherTopK
     log_alpha: Tensor
     """(M,) or (N, M)."""
     low_M: Tensor
     high_M: Tensor
-    """The range in which each teacher's reward is a success or a failure."""
+    """Range of each teacher's reward."""
     product: Mixture | None = None
-    """Of the teachers over the reference, which is the last model of `topk` then."""
+    """Product of the teachers; the reference is the last model of `topk`."""
     made: tuple[Tensor, Tensor] | None = None
-    """(N, S) ids and log-probabilities where opd.target is a function; neither: the teachers are mixed."""
+    """(N, S) ids and log-probabilities, if opd.target is a function."""
 
     @property
     def changes_NM(self) -> Tensor:
-        """By how much each teacher raised the sampled tokens over the product's reference, nats."""
+        """log p_teacher - log p_reference of the sampled tokens."""
         return _changes(self.topk)
 
     @property
     def logq_mix_N(self) -> Tensor:
-        """The sampled tokens' log-probabilities under the mixture, nats (Eq. 17)."""
+        """Log-probabilities of the sampled tokens under the mixture (Eq. 17)."""
         return (self.log_alpha + self.topk.token_logps_NM).logsumexp(-1)
 
 
 @dataclass(frozen=True)
 class Signals:
-    """Per-token training inputs of a batch, other than the advantages."""
+    """Per-token inputs of the loss, except the advantages."""
 
     old_logp_N: Tensor | None
-    """Log-probabilities before the batch's first update; None: the ratio is 1."""
+    """Log-probabilities before the first update; None if the ratio is 1."""
     target: Target | None
     """None without distillation."""
     ref_log_ratio_N: Tensor | None
-    """log pi_old - log pi_ref, nats; None without a reference policy."""
+    """log pi_old - log pi_ref; None without a reference policy."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What one step optimises."""
+    """The objective of one step."""
 
     settings: Settings
-    """Of the run."""
+    """Resolved settings of the run."""
     coef: float
     """lambda."""
     device: torch.device
-    """The student's."""
 
     @classmethod
     def at(cls, settings: Settings, step: int, device: torch.device, *, distils: bool) -> Objective:
@@ -96,9 +95,9 @@ class Objective:
 
     @property
     def needs_old_logps(self) -> bool:
-        """Whether the policy's log-probabilities are wanted before a batch's first update.
+        """Whether the log-probabilities before the first update are needed.
 
-        With one update a batch the ratio is 1 and its gradient needs no second forward.
+        With one update per step the ratio is 1, and no extra forward pass is needed.
         """
         settings, loss = self.settings, self.settings.loss
         several = settings.loop.updates_per_step > 1 and loss.old_logps == "recompute"
@@ -107,7 +106,7 @@ class Objective:
 
     @property
     def reverse_scale(self) -> float:
-        """The factor of the fused loss's reverse-KL term: lambda, or 1 where only kl_ref needs it."""
+        """Weight of the fused loss's reverse-KL term: lambda, or 1 if only kl_ref uses it."""
         return 1.0 if self.coef == 0 and self.settings.kl_ref.coef > 0 else self.coef
 
     @property
@@ -127,7 +126,7 @@ class Objective:
         )
 
     def old_logps(self, student: Student, batch: Batch) -> Tensor | None:
-        """(N,) nats, or None where they are not needed; a collective call."""
+        """Return the old log-probabilities (N,), or None if not needed; a collective call."""
         if not self.needs_old_logps:
             return None
         return student.logps(batch.rollouts, self.settings.rollout.temperature)
@@ -135,7 +134,7 @@ class Objective:
     def signals(
         self, batch: Batch, rewards_RK: Tensor, old_logp_N: Tensor | None, scores: TeacherScores
     ) -> Signals:
-        """The batch's signals, on the device; a collective call."""
+        """Return the batch's signals on the device; a collective call."""
         target = teacher_target(self.settings, scores.topk, batch, rewards_RK, self.device)
         ref_log_ratio_N = None
         if old_logp_N is not None and scores.ref_logp_N is not None:
@@ -143,11 +142,7 @@ class Objective:
         return Signals(old_logp_N, target, ref_log_ratio_N)
 
     def advantages(self, batch: Batch, rewards_RK: Tensor, weights: list[float]) -> tuple[Tensor, Tensor]:
-        """(R,) advantages, and whether each response's group was kept; a collective call.
-
-        Args:
-            weights: the priority profile, one a reward.
-        """
+        """Return advantages (R,) and whether each response is kept (R,); a collective call."""
         return resolve(self.settings.advantage.estimator, ESTIMATORS)(
             rewards_RK,
             batch.group_R,
@@ -159,13 +154,13 @@ class Objective:
         )
 
     def loss_tokens(self, batch: Batch, part: MiniBatch, adv_R: Tensor, signals: Signals) -> LossTokens:
-        """The fused loss's inputs for one update, of the whole batch's signals; a collective call."""
+        """Return the inputs of the fused loss for one update; a collective call."""
         settings, loss, device = self.settings, self.settings.loss, self.device
         lengths_R = batch.lengths_R[part.responses]
         weight_N = token_weights(loss, lengths_R).to(device)
         rollout_logp_N = batch.rollout_logp_N[part.tokens].to(device)
         old_logp_N = None if signals.old_logp_N is None else signals.old_logp_N[part.tokens]
-        sampled_weight_N = weight_N  # of terms that are means over the sampled tokens
+        sampled_weight_N = weight_N  # for terms that average over sampled tokens
         if loss.importance_cap is not None:
             assert old_logp_N is not None  # needs_old_logps
             importance_N = (old_logp_N - rollout_logp_N).exp()
@@ -175,20 +170,20 @@ class Objective:
             ratio_logp_N = rollout_logp_N
         elif settings.loop.updates_per_step == 1:
             ratio_logp_N = None
-        only_watched = signals.target is not None and (settings.opd.sampled or self.coef == 0)
+        not_trained = signals.target is not None and (settings.opd.sampled or self.coef == 0)
         return LossTokens(
             token_ids_N=batch.token_ids_N[part.tokens].to(device),
             adv_N=adv_R[part.responses].float().repeat_interleave(lengths_R).to(device),
             old_logp_N=ratio_logp_N,
             pg_weight_N=loss.anchor_coef * sampled_weight_N,
-            kl_weight_N=torch.zeros_like(weight_N) if only_watched else weight_N,
+            kl_weight_N=torch.zeros_like(weight_N) if not_trained else weight_N,
             ent_weight_N=weight_N,
             **_teachers(signals.target, part),
             **self._reverse_term(part, signals, sampled_weight_N),
         )
 
     def _reverse_term(self, part: MiniBatch, signals: Signals, weight_N: Tensor) -> dict[str, Tensor | None]:
-        """The sampled reverse KLs to the teachers' mixture and to the reference, as one clipped term."""
+        """Combine the sampled reverse KLs to the mixture and to the reference in one clipped term."""
         settings, target = self.settings, signals.target
         reverse_adv_N = reverse_weight_N = None
         if target is not None and settings.opd.sampled and self.coef > 0:
@@ -206,7 +201,7 @@ class Objective:
 
 
 def opd_coef(opd: Opd, step: int, steps: int) -> float:
-    """lambda at `step` (from 0) of `steps`."""
+    """Return lambda at `step`, counted from 0."""
     if opd.schedule == "constant":
         return opd.coef
     done = min(1.0, step / (opd.decay_steps or max(1, steps)))
@@ -218,13 +213,13 @@ def opd_coef(opd: Opd, step: int, steps: int) -> float:
 def teacher_target(
     settings: Settings, topk: TeacherTopK | None, batch: Batch, rewards_RK: Tensor, device: torch.device
 ) -> Target | None:
-    """The teachers' scores of the batch's tokens, with their gate, on `device`; None if not asked."""
+    """Return the teachers' target on `device`, or None without teachers; a collective call."""
     if topk is None:
         return None
     topk = TeacherTopK(**{name: value.to(device) for name, value in vars(topk).items()})
-    opd, n_teachers = settings.opd, len(settings.teachers.models)  # behind them a product's reference
+    opd, n_teachers = settings.opd, len(settings.teachers.models)  # a reference comes after them
     response_N = batch.response_N.to(device)
-    own = opd.kappa  # with a union the others' entries stand behind a teacher's own
+    own = opd.kappa  # with a union, followed by the other teachers' entries
     rewards_RM, low_M, high_M = teachers_rewards(settings, rewards_RK)
     weights = log_alpha(
         opd.gate,
@@ -252,9 +247,9 @@ def _changes(topk: TeacherTopK) -> Tensor:
 
 
 def teachers_rewards(settings: Settings, rewards_RK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each teacher's own reward (R, M), with its range (M,) and (M,).
+    """Return each teacher's reward (R, M), and its minimum (M,) and maximum (M,); a collective call.
 
-    Where no range is given it is that of the batch, over all ranks. A collective call.
+    Without a range in the settings, these are of the batch over all ranks.
     """
     names = [reward.name for reward in settings.rewards]
     columns = [names.index(teacher.reward) for teacher in settings.teachers.models]
@@ -269,7 +264,7 @@ def teachers_rewards(settings: Settings, rewards_RK: Tensor) -> tuple[Tensor, Te
 
 
 def token_weights(loss: Loss, lengths_R: Tensor) -> Tensor:
-    """(N,) one over the denominator of the aggregation, counted over all ranks; a collective call."""
+    """Return 1 / denominator (N,) of the aggregation over all ranks; a collective call."""
     counts = torch.stack([lengths_R.sum(), (lengths_R > 0).sum()])
     tokens, responses = distributed.all_reduce(counts).double().clamp(min=1).unbind()
     if loss.aggregation == "token-mean":
@@ -302,6 +297,6 @@ def _low(bounds: tuple[float, float] | str | None) -> float:
 
 
 def _least(values_RM: Tensor) -> Tensor:
-    """(M,) minimum over responses, NaN left out; infinity over none."""
+    """Return the minimum (M,) over responses, ignoring NaN; infinity without responses."""
     filled_RM = values_RM.nan_to_num(nan=math.inf)
     return torch.cat([filled_RM, filled_RM.new_full((1, filled_RM.shape[1]), math.inf)]).amin(0)

@@ -1,12 +1,11 @@
-"""The fused operations of SMOPD: tensors in, tensors out, for any trainer. A light import, of torch alone.
+"""The fused operations of SMOPD, for any trainer. Imports only torch.
 
     from smopd.ops import LossSettings, LossTokens, linear_smopd_loss
 
-Letters in names are shapes: N packed response tokens, V vocabulary, D hidden, M teachers, S support entries
-(kappa), R responses, K rewards. Logits and hidden states are bf16, fp16, fp32 or fp64; results are fp32, or
-fp64 for fp64 inputs. Log-probabilities are in nats. SMOPD_BACKEND forces a backend. An id outside the
-vocabulary is a ValueError on a CPU; on a GPU its row is NaN, and no other memory is touched. The functions
-and what each promises stand in smopd/kernels, one file an operation.
+Name suffixes are shapes: N packed response tokens, V vocabulary, D hidden, M teachers, S entries (kappa),
+R responses, K rewards. Logits and hidden states are bf16, fp16, fp32 or fp64. Results are fp32, or fp64 for
+fp64 inputs. Log-probabilities are in nats. SMOPD_BACKEND selects a backend. An id outside the vocabulary
+raises ValueError on a CPU; on a GPU its row becomes NaN. smopd/kernels/ops has one file per operation.
 """
 
 from __future__ import annotations

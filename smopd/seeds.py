@@ -1,6 +1,6 @@
-"""`python -m smopd.seeds RECIPE --seeds 0 1 2 3 4`: a recipe over seeds, and its table of means and spreads.
+"""`smopd seeds RECIPE --seeds 0 1 2 3 4`: run a recipe with several seeds, and average the results.
 
-Each seed has its own run directory, OUTPUT/seed_N; finished seeds are not run again.
+Each seed has its own run directory, OUTPUT/seed_N. Rerun the command to resume.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
-from smopd import extra  # noqa: F401 says what to install
+from smopd import extra  # noqa: F401 reports missing packages
 
 # isort: split
 import tyro
@@ -29,12 +28,12 @@ from smopd.report.tables import aggregate, markdown
 class Options:
     recipe: Annotated[str, tyro.conf.Positional] = "quickstart"
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-    output: Path = field(default_factory=lambda: Path("runs/seeds"))
-    """Where the seeds' run directories and `table.md` go."""
+    output: Path = Path("runs/seeds")
+    """Folder of the seeds' run directories and of `table.md`."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = tyro.cli(Options, args=argv, prog="python -m smopd.seeds")
+    options = tyro.cli(Options, args=argv, prog="smopd seeds")
     try:
         settings = read_settings(options.recipe)
     except Mistakes as mistakes:
@@ -53,20 +52,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(command: list[str]) -> int:
-    """The exit status of `command`, which is given the signals that come here and time to end by them."""
-
-    def hand_on(number: int, frame: FrameType | None) -> None:
-        if child is not None:
-            child.send_signal(number)
-
-    child = None
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        child = subprocess.Popen(command)
-        code = child.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    """Run `command`, forward SIGINT and SIGTERM to it, and return its exit status."""
+    child = subprocess.Popen(command)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: child.send_signal(number))
+    code = child.wait()
     return 128 - code if code < 0 else code
 
 

@@ -27,7 +27,8 @@ _INTRODUCTION = (
     "Train a language model on several rewards: one teacher per reward, then a student of them all. "
     "Settings come from the recipe. Override any of them by its dotted path, with values as in YAML: "
     "--opd.kappa 32 --rewards.1.weight 2 --student.betas 0.9 0.95 --loss.dual_clip null. "
-    "Rerun a command to resume it.\n\n--help SECTION prints the settings of a section, --help all prints all:\n"
+    "Rerun a command to resume it.\n\n"
+    "--help SECTION prints the settings of a section, --help all prints all:\n"
 )
 
 

@@ -1,1 +1,1 @@
-"""What a run leaves behind while it trains: metrics, samples, token views, progress lines, trackers."""
+"""Records of a run: metrics, samples, token views, progress lines, trackers."""

@@ -1,4 +1,4 @@
-"""JSON lines that survive a kill and can be cut back to a step."""
+"""Logs of JSON lines that survive a kill and can be truncated to a step."""
 
 from __future__ import annotations
 
@@ -13,24 +13,20 @@ from smopd.engine.files import flush, room_for, write_atomically
 
 
 class DamagedLog(ValueError):
-    """A line of a log is none that was written to it; says which."""
+    """A log has an invalid line."""
 
 
 class JsonlLog:
-    """A file of JSON lines that is only appended to, each with its integer `step`; a step may have several.
+    """An append-only file of JSON lines, each with an integer `step`.
 
-    A killed process leaves at most one torn line at the end. Whoever resumes calls `cut` before it writes.
+    A killed process leaves at most one incomplete line at the end. Call `cut` before writing to it again.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Appends one line; NaN and infinities become null.
-
-        Raises:
-            FullDisk: there is no room; at most a torn line is left, as by a kill.
-        """
+        """Append one line, with null for NaN and infinities. Raises FullDisk if there is no room."""
         text = json.dumps(_finite(record), allow_nan=False, default=str) + "\n"
         with room_for(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,24 +34,20 @@ class JsonlLog:
                 file.write(text.encode("ascii"))
 
     def flush(self) -> None:
-        """fsync; nothing where there is no file."""
+        """Call fsync, if the file exists."""
         if self.path.exists():
             with room_for(self.path):
                 flush(self.path)
 
     def read(self) -> list[dict[str, Any]]:
-        """All whole lines; none where there is no file.
-
-        Raises:
-            DamagedLog: a whole line is none of ours, named by its number.
-        """
+        """Return all complete lines. Raises DamagedLog for an invalid one."""
         return [record for _, record in self._lines()]
 
     def cut(self, after_step: int) -> None:
-        """Drops the lines of later steps and a torn last line, atomically.
+        """Remove lines of later steps and an incomplete last line, atomically.
 
         Raises:
-            DamagedLog: a whole line is none of ours, which no kill explains; the file is left alone.
+            DamagedLog: a complete line is invalid. The file is not changed.
         """
         kept = b"".join(raw for raw, record in self._lines() if record["step"] <= after_step)
         if self.path.exists() and self.path.read_bytes() != kept:
@@ -69,9 +61,9 @@ class JsonlLog:
             try:
                 record = json.loads(raw)
             except (ValueError, RecursionError) as error:
-                raise DamagedLog(f"{self.path}, line {number}: no JSON: {error}") from None
+                raise DamagedLog(f"{self.path}, line {number}: not JSON: {error}") from None
             if not isinstance(record, dict) or type(record.get("step")) is not int:
-                raise DamagedLog(f"{self.path}, line {number}: no object with an integer `step`")
+                raise DamagedLog(f"{self.path}, line {number}: not an object with an integer `step`")
             yield raw, record
 
 

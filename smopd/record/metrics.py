@@ -1,4 +1,4 @@
-"""One step's means, spreads and sums over all ranks, gathered on the way and reduced once."""
+"""Means, standard deviations and sums of one step, accumulated locally and reduced once over all ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ GIB = 1 << 30
 
 
 class Metrics:
-    """Accumulates one step's values. Every rank must add the same names in the same order.
+    """Accumulator of one step. Every rank must add the same names in the same order.
 
-    On a CUDA device `memory/peak_gib` is among them: the most that torch's allocator had handed out at once
-    in this process since this was made; an engine in a process of its own is not in it.
+    On CUDA, `memory/peak_gib` is the peak of torch's allocator in this process since the step began.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,7 +31,7 @@ class Metrics:
         self._longest: dict[str, float] = {}
 
     def add(self, name: str, values: Tensor | float, *, spread: bool = False) -> None:
-        """Adds values to a mean; NaN is left out. `spread` also gives their standard deviation."""
+        """Add values to a mean, ignoring NaN. `spread` adds the standard deviation."""
         values = torch.as_tensor(values, dtype=torch.float64).flatten().cpu()
         values = values[~values.isnan()]
         moments = torch.stack([values.new_tensor(len(values)), values.sum(), values.square().sum()])
@@ -41,20 +40,20 @@ class Metrics:
             self._spread.add(name)
 
     def total(self, name: str, value: Tensor | float) -> None:
-        """Adds a value to a sum."""
+        """Add a value to a sum."""
         value = torch.as_tensor(value, dtype=torch.float64).cpu()
         self._totals[name] = self._totals.get(name, 0) + value
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times a part of the step under `seconds/<name>`."""
+        """Time a part of the step as `seconds/<name>`."""
         begin = time.perf_counter()
         yield
         seconds = time.perf_counter() - begin
         self._longest[f"seconds/{name}"] = self._longest.get(f"seconds/{name}", 0.0) + seconds
 
     def reduce(self) -> dict[str, float]:
-        """Everything, over all ranks; times and memory are the largest of any rank. A collective call."""
+        """Return all values over all ranks, for times and memory the maximum; a collective call."""
         if self._device.type == "cuda":
             self._longest["memory/peak_gib"] = torch.cuda.max_memory_allocated(self._device) / GIB
         moments = _reduced(self._moments, "sum")
@@ -72,6 +71,5 @@ class Metrics:
 def _reduced(values: dict[str, Tensor], op: str) -> dict:
     if not values:
         return {}
-    return dict(
-        zip(values, distributed.all_reduce(torch.stack([*values.values()]), op).tolist(), strict=True)
-    )
+    reduced = distributed.all_reduce(torch.stack([*values.values()]), op)
+    return dict(zip(values, reduced.tolist(), strict=True))

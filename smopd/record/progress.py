@@ -1,6 +1,6 @@
-"""What a run says while it goes: one live line on a terminal, a few plain lines elsewhere.
+"""Progress of a run: one live line on a terminal, about ten plain lines otherwise.
 
-Shown of the metrics are each `reward/NAME/mean`, the last `greedy/NAME`, and those in FIELDS.
+A line shows each `reward/NAME/mean`, the last `greedy/NAME`, and the metrics in FIELDS.
 """
 
 from __future__ import annotations
@@ -19,34 +19,38 @@ from rich.table import Column
 from smopd.names import printable
 
 PLAIN_LINES = 10  # ours, about
-PACE_SECONDS = 60.0  # ours: the time left is reckoned from the last minute
+PACE_SECONDS = 60.0  # ours: the time left is extrapolated from the last minute
 FIELDS = {
     "nll": ("nll", ".3f"),
     "kl": ("kl", ".3f"),
     "teacher_mass": ("mass", ".2f"),
+    "kl_ref": ("kl_ref", ".3f"),
+    "grad_norm": ("grad", ".2f"),
+    "response/tokens": ("length", ".0f"),
     "tokens_per_second": ("tok/s", ",.0f"),
+    "memory/peak_gib": ("GiB", ".1f"),
 }
-"""Metric -> its name and format on the line."""
+"""Metric -> name and format on the line."""
 
 
 @functools.cache
 def console() -> Console:
-    """The console that the live line and all messages share."""
+    """Return the console shared by the live line and all messages."""
     return Console(highlight=False)
 
 
 def say(text: str) -> None:
-    """Prints a message; above the live line where there is one."""
+    """Print a message, above the live line if there is one."""
     console().print(printable(text), markup=False, soft_wrap=True)
 
 
 class Progress:
-    """Shows how a run goes; for rank 0 alone. A context manager.
+    """Context manager that shows the progress of a run, on rank 0.
 
     Args:
-        run_name: what the line begins with.
-        steps: of the whole run.
-        start_step: steps already done, where a run is resumed.
+        run_name: first word of the line.
+        steps: total steps of the run.
+        start_step: steps done before a resume.
     """
 
     def __init__(self, run_name: str, steps: int, start_step: int = 0) -> None:
@@ -80,7 +84,7 @@ class Progress:
         self._bars.stop()
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Step `step` (counted from 1) is done; more of the same step (an evaluation) joins its line."""
+        """Show the metrics of `step`, from 1. Further metrics of the same step are added to its line."""
         again = step == self.step
         self.step = step
         fresh = _shown(metrics)
@@ -101,13 +105,13 @@ class Progress:
 
 
 def _rank(field: tuple[str, str]) -> int:
-    """Rewards first, then greedy evaluations, then the rest, which a narrow terminal may lose."""
+    """Sort rewards first, then greedy evaluations, then the rest, which a narrow terminal cuts."""
     last = field[0] in dict(FIELDS.values())
     return 1 if field[0].startswith("greedy ") else 2 if last else 0
 
 
 def _shown(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Name on the line -> text; what is no number is left out."""
+    """Return the text of each field by its name."""
     fields: dict[str, str] = {}
     for key, value in metrics.items():
         name, form = FIELDS.get(key, ("", ".2f"))

@@ -1,4 +1,4 @@
-"""What a run leaves behind of each step: one line of metrics, a few samples, and a line on the screen."""
+"""Records of each step: one line of metrics, a few samples, and the progress line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ REVERSE_CLIP_BITS = {"reverse_low": ops.CLIP_REVERSE_LOW, "reverse_high": ops.CL
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did, on this rank; `step` is how many are done with it."""
+    """Result of one step on this rank; `step` counts from 1."""
 
     step: int
     objective: Objective
@@ -52,17 +52,11 @@ class StepResult:
     signals: Signals
     updates: Sequence[Update]
     bad_answers: int | None
-    """Of servers, since the command began; None without servers."""
+    """Invalid answers of servers since the command began; None without servers."""
 
 
 class Recorder:
-    """Writes `metrics.jsonl`, `samples.jsonl` and `tokens.jsonl` of one run, on rank 0. A context manager.
-
-    Args:
-        folder: the run's.
-        name: the run's, for the screen.
-        tokenizer: of the policy.
-    """
+    """Context manager that writes `metrics.jsonl`, `samples.jsonl` and `tokens.jsonl` of a run, on rank 0."""
 
     def __init__(self, folder: Path, name: str, settings: Settings, tokenizer: PreTrainedTokenizerBase):
         self.folder, self.name, self.settings, self.tokenizer = folder, name, settings, tokenizer
@@ -71,7 +65,7 @@ class Recorder:
         self.samples = JsonlLog(folder / "samples.jsonl")
         self.tokens = JsonlLog(folder / "tokens.jsonl")
         self.evaluated = 0
-        """The newest step with an evaluation, known to rank 0."""
+        """Newest step with an evaluation; set on rank 0."""
         self._stack = ExitStack()
         self._progress: Progress | None = None
         self._trackers: list[Tracker] = []
@@ -84,14 +78,14 @@ class Recorder:
         self._stack.close()
 
     def begin(self, start: int) -> None:
-        """Drops what was written after step `start`, which is about to be done again."""
+        """Open the logs, and remove lines after step `start`, where the run resumes."""
         if not self.writes:
             return
         for log in (self.metrics, self.samples, self.tokens):
             log.cut(start)
         for line in self.metrics.read():
             if "grad_norm" in line:
-                self._watch.see(line)  # reported before
+                self._watch.see(line)  # already reported
             else:
                 self.evaluated = line["step"]
         self._progress = self._stack.enter_context(Progress(self.name, self.settings.loop.steps, start))
@@ -104,13 +98,13 @@ class Recorder:
             self._trackers.append(tracker)
 
     def flush(self) -> None:
-        """Has the disk hold what is written so far: a checkpoint of the step must not outlive its lines."""
+        """Flush the logs to disk, before a checkpoint of the same step is written."""
         if self.writes:
             for log in (self.metrics, self.samples, self.tokens):
                 log.flush()
 
     def record(self, result: StepResult, metrics: Metrics) -> None:
-        """Reduces the step's metrics over all ranks and writes them; a collective call."""
+        """Reduce the step's metrics over all ranks and write them; a collective call."""
         add_rewards(metrics, self.settings, result.batch, result.rewards)
         add_batch(metrics, result)
         add_updates(metrics, result.updates)
@@ -131,7 +125,7 @@ class Recorder:
                 say(f"{self.name}, step {result.step}: {advice}")
 
     def view_tokens(self, result: StepResult, student: Student) -> None:
-        """Writes the step's first samples token by token, as the student is after it; a collective call."""
+        """Write the token view of the step's first samples, with the updated student; a collective call."""
         opd, shown = self.settings.opd, result.batch.rollouts[: self.settings.log.samples_per_step]
         found = student.topk(shown, SHOWN, opd.temperature)
         target = result.signals.target
@@ -160,18 +154,19 @@ class Recorder:
         batch, rewards = result.batch, result.rewards
         names = [reward.name for reward in self.settings.rewards]
         for i, text in enumerate(rewards.texts[: self.settings.log.samples_per_step]):
-            sample = {
-                "step": result.step,
-                "prompt": batch.prompts[i].content,
-                "response": text,
-                "rewards": dict(zip(names, rewards.rewards_RK[i].tolist(), strict=True)),
-                "advantage": float(result.adv_R[i]),
-            }
-            self.samples.write(sample)
+            self.samples.write(
+                {
+                    "step": result.step,
+                    "prompt": batch.prompts[i].content,
+                    "response": text,
+                    "rewards": dict(zip(names, rewards.rewards_RK[i].tolist(), strict=True)),
+                    "advantage": float(result.adv_R[i]),
+                }
+            )
 
 
 def add_rewards(metrics: Metrics, settings: Settings, batch: Batch, rewards: Rewards) -> None:
-    """Each dimension's mean and spread, its share of groups without variance, and what it could not score."""
+    """Add each reward's mean and deviation, its groups without variance, and its failures."""
     groups = batch.group_R.unique()
     for k, reward in enumerate(settings.rewards):
         name, values_R = f"reward/{reward.name}", rewards.rewards_RK[:, k]
@@ -186,7 +181,7 @@ def add_rewards(metrics: Metrics, settings: Settings, batch: Batch, rewards: Rew
 
 
 def add_batch(metrics: Metrics, result: StepResult) -> None:
-    """Responses, advantages, and what scoring them took."""
+    """Add advantages, response lengths, and the cost of the teachers."""
     batch, scores = result.batch, result.scores
     metrics.add("advantage", result.adv_R, spread=True)
     metrics.add("advantage/kept", result.kept_R.double())
@@ -204,14 +199,13 @@ def add_batch(metrics: Metrics, result: StepResult) -> None:
 
 
 def add_updates(metrics: Metrics, updates: Sequence[Update]) -> None:
-    """What every update saw of each token, and the mean over updates of each term of the loss."""
+    """Add per-token statistics of every update, and the mean of each loss term over updates."""
     for update in updates:
         metrics.add("entropy", update.stats.entropy_N)
         add_clipped(metrics, update, CLIP_BITS)
         for term in ("pg_loss", "kl_loss", "entropy", "reverse_loss"):
-            metrics.total(
-                f"loss/{term.removesuffix('_loss')}", getattr(update.stats, term).double() / len(updates)
-            )
+            mean = getattr(update.stats, term).double() / len(updates)
+            metrics.total(f"loss/{term.removesuffix('_loss')}", mean)
 
 
 def add_clipped(metrics: Metrics, update: Update, bits: Mapping[str, int]) -> None:
@@ -220,7 +214,7 @@ def add_clipped(metrics: Metrics, update: Update, bits: Mapping[str, int]) -> No
 
 
 def add_policies(metrics: Metrics, result: StepResult) -> None:
-    """How far the policy that sampled is from the one that is trained, before the batch's first update."""
+    """Add the distance between the rollout engine's policy and the trainer's before the first update."""
     batch, old_logp_N = result.batch, result.signals.old_logp_N
     known = batch.parts[0].tokens if old_logp_N is None else slice(None)
     before_N = (result.updates[0].stats.logp_N if old_logp_N is None else old_logp_N).cpu()
@@ -232,7 +226,7 @@ def add_policies(metrics: Metrics, result: StepResult) -> None:
 
 
 def add_target(metrics: Metrics, result: StepResult) -> None:
-    """The teachers' scores, each one's weight, and how far the student is from their mixture."""
+    """Add the teachers' weights and top-kappa mass, and the student's KL to the target."""
     target, old_logp_N = result.signals.target, result.signals.old_logp_N
     if target is None:
         return

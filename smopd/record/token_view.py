@@ -1,6 +1,6 @@
-"""Token by token, what a response was and what its teachers and the student would have said.
+"""Token view: the top tokens of teachers and student at each position of a response.
 
-Letters: N response tokens, T of one response, M teachers, S entries of each, C = M * S candidates.
+Shapes: N response tokens, T tokens of one response, M teachers, S entries per teacher, C = M * S candidates.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from smopd.objective import Target
 from smopd.ops import TopK, teacher_mixture
 
 SHOWN = 5
-"""Most likely tokens of each model."""
+"""Top tokens shown of each model."""
 
 
 def target_shares(logps_NMS: Tensor, ids_NMS: Tensor, log_alpha: Tensor, kappa: int, merge: bool) -> Tensor:
-    """(N, M) share of the target's mass that came from each teacher; 0 where the target is empty.
+    """Return each teacher's share (N, M) of the target's mass; 0 for an empty target.
 
     Args:
-        logps_NMS, ids_NMS: what the teachers said.
+        logps_NMS, ids_NMS: the teachers' top tokens.
         log_alpha: (M,) or (N, M).
-        merge: whether equal ids of two teachers are one entry, as of `teacher_mixture`.
+        merge: add up equal tokens of several teachers, as `teacher_mixture` does.
     """
     shifted_NMS = logps_NMS.double() + log_alpha.double().expand(logps_NMS.shape[:2])[..., None]
     shifted_NC, ids_NC = shifted_NMS.flatten(1), ids_NMS.flatten(1)
@@ -47,14 +47,14 @@ def token_records(
     student: TopK,
     tokens: slice,
 ) -> list[dict[str, Any]]:
-    """One a token: `text`, `shares` by teacher, `teachers` and `student`: their [text, probability] pairs.
+    """Return one record per token: `text`, `shares` by teacher, and pairs [text, probability] per model.
 
-    Of a product `changes` stand for `shares`, by how many nats each teacher raised the token over the
-    reference, and `reference` has pairs too.
+    For a product, `changes` replaces `shares`: by how many nats each teacher raises the token.
 
     Args:
         token_ids_T: the response.
-        target, student: of all responses, in whose flat order this one's tokens are `tokens`.
+        target, student: for all responses.
+        tokens: position of the response in their flat order.
     """
     ids_TMS, logps_TMS = target.topk.ids_NMS[tokens].cpu(), target.topk.logps_NMS[tokens].cpu()
     if target.product is None:
@@ -80,6 +80,6 @@ def token_records(
 
 
 def _likely(tokenizer: PreTrainedTokenizerBase, ids_S: Tensor, logps_S: Tensor) -> list[list[Any]]:
-    """The first entries, which are the most likely ones, as [text, probability]; empty slots left out."""
+    """Return the first entries as [text, probability], without empty slots."""
     entries = zip(ids_S[:SHOWN].tolist(), logps_S[:SHOWN].exp().tolist(), strict=True)
     return [[tokenizer.decode([token]), round(value, 4)] for token, value in entries if value > 0]

@@ -1,4 +1,4 @@
-"""A run's metrics for TensorBoard, Trackio or Weights & Biases, beside metrics.jsonl; none by default."""
+"""Trackers: TensorBoard, Trackio and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any, Protocol
 
 
 class Tracker(Protocol):
-    """What gets the metrics of a run, on rank 0."""
+    """Receives the metrics of a run, on rank 0."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """The metrics after `step`, from 1: finite numbers by name."""
+        """Log the finite metrics of `step`, counted from 1."""
         ...
 
     def close(self) -> None:
-        """The run is over, or has failed."""
+        """Close the tracker after the run has ended or failed."""
         ...
 
 
 OpensTracker = Callable[[Path, str, str, "dict[str, Any]", int], Tracker]
-"""(folder of the run, name of the recipe, name of the run, resolved settings, steps done) -> Tracker."""
+"""(run folder, recipe name, run name, resolved settings, steps done before) -> Tracker."""
 
 
 def missing(names: list[str]) -> list[str]:
-    """Those of ours whose package is not installed."""
+    """Return the built-in trackers whose package is not installed."""
     return [name for name in names if name in TRACKERS and find_spec(name) is None]
 
 
@@ -62,7 +62,7 @@ class _Wandb:
     def __init__(self, folder: Path, project: str, run: str, settings: dict[str, Any], start: int):
         import wandb
 
-        kept = folder / "wandb_id"  # a resumed run has the id that it began with
+        kept = folder / "wandb_id"  # a resumed run keeps its id
         if not kept.exists():
             kept.write_text(uuid.uuid4().hex)
         own = {"id": kept.read_text(), "resume": "allow", "dir": str(folder), "config": settings}

@@ -1,1 +1,1 @@
-"""What came out of a recipe: tables, and a report.html that needs nothing from elsewhere."""
+"""Results of a recipe: tables and report.html."""

@@ -1,4 +1,4 @@
-"""Line charts of a recipe's runs as inline SVG: one chart a metric, one colour a run."""
+"""Line charts of the runs as inline SVG: one chart per metric, one color per run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 COLOURS = 10
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 420, 180, 48, 10, 22
-_POINTS = 200  # of a line, at most about
+_POINTS = 200  # at most about, per line
 
 Lines = Sequence[Mapping[str, Any]]
-"""Lines of one of a run's JSON lines files."""
+"""Lines of a .jsonl file of a run."""
 
 _SECTIONS = {
     "rewards, mean of each step's rollouts": "reward/*/mean",
@@ -23,16 +23,16 @@ _SECTIONS = {
     "policy": "entropy grad_norm response/tokens/mean response/truncated rollout_mismatch kl_ref",
     "groups whose rollouts all got the same reward": "reward/*/zero_variance_groups",
 }
-"""Title -> patterns of the metrics' names."""
+"""Title -> patterns of metric names."""
 
 
 def colour(i: int) -> str:
-    """The class of run or teacher number `i`."""
+    """Return the CSS class of run or teacher `i`."""
     return f"c{i % COLOURS}"
 
 
 def sections(metrics: Mapping[str, Lines]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Title and figures of each section that any run has a metric of."""
+    """Return title and figures of each section that is not empty."""
     colours = {run: colour(i) for i, run in enumerate(metrics)}
     keys = list(dict.fromkeys(key for lines in metrics.values() for line in lines for key in line))
     found = []
@@ -45,7 +45,7 @@ def sections(metrics: Mapping[str, Lines]) -> list[tuple[str, list[dict[str, Any
 
 
 def figure(key: str, metrics: Mapping[str, Lines], colours: Mapping[str, str]) -> dict[str, Any] | None:
-    """One metric of all runs as what its SVG draws; None where no run has a finite value."""
+    """Return the SVG content of one metric over all runs; None without a finite value."""
     lines = {run: points for run, rows in metrics.items() if (points := _points(rows, key))}
     everything = [point for points in lines.values() for point in points]
     if not everything:
@@ -85,7 +85,7 @@ def figure(key: str, metrics: Mapping[str, Lines], colours: Mapping[str, str]) -
 
 
 def _points(lines: Lines, key: str) -> list[tuple[int, float]]:
-    """(step, value) of the finite values, at most about _POINTS of them, the last one always."""
+    """Return (step, value) of about _POINTS finite values, including the last."""
     points = [(line["step"], line[key]) for line in lines if isinstance(line.get(key), int | float)]
     points = [(step, float(value)) for step, value in points if math.isfinite(value)]
     every = math.ceil(len(points) / _POINTS) or 1

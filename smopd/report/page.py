@@ -1,4 +1,4 @@
-"""report.html: one file that loads and runs nothing; its template, page.html, escapes all text."""
+"""report.html: a self-contained page without scripts. Its template, page.html, escapes all text."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from smopd.record.alarms import alarms_of
 from smopd.report.charts import COLOURS, Lines, colour, sections
 from smopd.report.tables import Row, cell, heading
 
-SAMPLED_STEPS = 12  # ours: shown of a run, at even distances to the last
+SAMPLED_STEPS = 12  # ours: evenly spaced steps of a run whose samples are shown
 Labels = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a recipe left behind.
+    """Content of the report.
 
     Attributes:
-        title, caption: the recipe's name and description; an empty line begins a paragraph.
-        rows, columns: of the table.
-        settings_yaml: the resolved settings.
-        metrics, samples, tokens: run -> lines of metrics.jsonl, samples.jsonl and tokens.jsonl.
-        merges: run -> merge.json, what its start was chosen from.
-        teachers: their names, in the order of the token views.
+        title, caption: name and description of the recipe. An empty line begins a paragraph.
+        rows, columns: the results table.
+        settings_yaml: all settings.
+        metrics, samples, tokens, changes: run -> lines of its .jsonl files.
+        merges: run -> merge.json, the candidates of its start.
+        teachers: names, in the order of the token views.
     """
 
     title: str
@@ -42,12 +42,13 @@ class Report:
     metrics: Mapping[str, Lines] = field(default_factory=dict)
     samples: Mapping[str, Lines] = field(default_factory=dict)
     tokens: Mapping[str, Lines] = field(default_factory=dict)
+    changes: Mapping[str, Lines] = field(default_factory=dict)
     merges: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     teachers: Sequence[str] = ()
 
 
 def write_report(path: str | os.PathLike[str], report: Report) -> None:
-    names = {*report.metrics, *report.samples, *report.tokens, *report.merges}
+    names = {*report.metrics, *report.samples, *report.tokens, *report.merges, *report.changes}
     labels = {run: run for run in names} | {row.run: row.label for row in report.rows}
     pages = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     pages.filters |= {"heading": heading, "visible": _visible, "plain": _plain}
@@ -58,6 +59,11 @@ def write_report(path: str | os.PathLike[str], report: Report) -> None:
             f"{labels[run]}, step {step}: {advice}"
             for run, lines in report.metrics.items()
             for step, advice in alarms_of(lines)
+        ],
+        changes=[
+            f"{labels[run]}, from step {line['step']}: {line['setting']} was {line['was']}, now {line['now']}"
+            for run, lines in report.changes.items()
+            for line in lines
         ],
         starts=list(_starts(report.merges, labels)),
         sections=sections(report.metrics),
@@ -71,9 +77,9 @@ def write_report(path: str | os.PathLike[str], report: Report) -> None:
 
 
 def _starts(merges: Mapping[str, Mapping[str, Any]], labels: Labels) -> Iterator[dict[str, Any]]:
-    """What each guarded start was chosen from: every candidate's rewards, and why it is out."""
+    """Return a table of the candidates of each guarded start, with the reason for each rejection."""
     for run, found in merges.items():
-        if "chosen" not in found:  # the guard was stopped
+        if "chosen" not in found:  # the guard was interrupted
             continue
         rows = []
         for each in found["rows"]:
@@ -86,7 +92,7 @@ def _starts(merges: Mapping[str, Mapping[str, Any]], labels: Labels) -> Iterator
 
 
 def _phases(metrics: Mapping[str, Lines], labels: Labels) -> dict[str, Any]:
-    """Mean seconds of each phase of a step; a phase runs while another one waits only where it overlaps."""
+    """Return a table of the mean seconds of each phase of a step."""
     rows = []
     for run, lines in metrics.items():
         timed = [line for line in lines if any(name.startswith("seconds/") for name in line)]
@@ -103,7 +109,7 @@ def _phases(metrics: Mapping[str, Lines], labels: Labels) -> dict[str, Any]:
 
 
 def _views(report: Report, labels: Labels) -> Iterator[dict[str, Any]]:
-    """Each recorded response: a bar under a token tells whose entries its target holds."""
+    """Return each recorded response, with a bar under each token for the teachers' shares."""
     for run, lines in report.tokens.items():
         met: Counter[int] = Counter()
         for line in lines:
@@ -132,12 +138,12 @@ def _token(token: Mapping[str, Any], teachers: Sequence[str]) -> dict[str, Any]:
 
 
 def _moved(change: float | None) -> float:
-    """0 for no change, 1 for any number of nats; null in the file is no number."""
+    """Map a change in nats to [0, 1); None is NaN in the file."""
     return 0.0 if change is None else 1 - math.exp(-abs(change))
 
 
 def _by_step(lines: Lines) -> dict[int, list[Mapping[str, Any]]]:
-    """The lines of at most about SAMPLED_STEPS steps, the last among them."""
+    """Return the lines of about SAMPLED_STEPS steps, including the last."""
     steps = sorted({line["step"] for line in lines}, reverse=True)
     shown = sorted(steps[:: -(-len(steps) // SAMPLED_STEPS) or 1])
     return {step: [line for line in lines if line["step"] == step] for step in shown}

@@ -1,4 +1,4 @@
-"""The end of a recipe: its table on the screen, in `results.json` and in `report.html`."""
+"""Results of a recipe: a table on the screen, `results.json` and `report.html`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from smopd.report.page import Report, write_report
 from smopd.report.tables import Row, table
 
 log = logging.getLogger(__name__)
-WIDTH = 132  # of the table where the output is no terminal
+WIDTH = 132  # of the table, if the output is no terminal
 
 
 def summarise(settings: Settings, folder: Path) -> None:
-    """Shows and writes the rows of all runs that have been evaluated."""
+    """Print and write the results of all evaluated runs."""
     rows, columns = evaluated_rows(settings, folder), table_columns(settings)
     if rows:
         shown = console() if console().is_terminal else Console(width=WIDTH)
@@ -46,13 +46,14 @@ def summarise(settings: Settings, folder: Path) -> None:
         metrics=lines("metrics.jsonl"),
         samples=lines("samples.jsonl"),
         tokens=lines("tokens.jsonl"),
+        changes=lines("changes.jsonl"),
         merges={name: json.loads(path.read_text()) for name, path in merges.items() if path.exists()},
         teachers=[labels.get(teacher.model, teacher.model) for teacher in settings.teachers.models],
     )
     try:
         write_report(folder / "report.html", report)
-    except Exception:  # the runs are finished and their results are there
-        log.exception("report.html is not written")
+    except Exception:  # the results are already written
+        log.exception("report.html could not be written")
     else:
         say(f"report: {folder / 'report.html'}")
 
@@ -72,7 +73,7 @@ def evaluated_rows(settings: Settings, folder: Path) -> list[Row]:
 
 
 def table_columns(settings: Settings) -> list[str]:
-    """Each reward and their sum, greedy and then sampled."""
+    """Return the columns: each reward and their sum, greedy and sampled."""
     names = [*(reward.name for reward in settings.rewards), "sum"]
     kinds = ["greedy", *(["sampled"] if settings.evaluation.samples else [])]
     return [f"{kind}/{name}" for kind in kinds for name in names]

@@ -1,4 +1,4 @@
-"""Rows of results: averaged over seeds, and shown in a terminal and in Markdown."""
+"""Result tables for a terminal and in Markdown, and averages over seeds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 
 @dataclass(frozen=True)
 class Row:
-    """One run's row. A column without a value is shown as "-"."""
+    """Results of a run. A missing value is shown as "-"."""
 
     label: str
     run: str
@@ -22,10 +22,7 @@ class Row:
 
 
 def aggregate(results: Sequence[Sequence[Row]]) -> list[Row]:
-    """Rows of several seeds -> rows of means and unbiased standard deviations, in the first seed's order.
-
-    Of a run those columns that all its seeds have. One seed has no spread.
-    """
+    """Return means and unbiased standard deviations over seeds, of the columns that all seeds have."""
     found = []
     for first in results[0] if results else ():
         seeds = [row.values for rows in results for row in rows if row.run == first.run]
@@ -41,7 +38,7 @@ def aggregate(results: Sequence[Sequence[Row]]) -> list[Row]:
 
 
 def table(rows: Sequence[Row], columns: Sequence[str]) -> Table:
-    """The rows for a terminal."""
+    """Return a table for a terminal."""
     result = Table()
     result.add_column("run")
     for column in columns:
@@ -52,7 +49,7 @@ def table(rows: Sequence[Row], columns: Sequence[str]) -> Table:
 
 
 def markdown(rows: Sequence[Row], columns: Sequence[str]) -> str:
-    """The rows as a Markdown table."""
+    """Return a Markdown table."""
     lines = [
         "| run | " + " | ".join(_pipe(heading(column)) for column in columns) + " |",
         "|---" + "|---:" * len(columns) + "|",

@@ -242,7 +242,7 @@ class RewardWorker:
 
 
 def _values(content: bytes) -> list[float | None]:
-    """Return the values of a reply; raise CallFailed if the function raised, OSError if the reply is malformed.
+    """Return the values of a reply; raise CallFailed if the function raised, OSError for a malformed reply.
 
     A malformed reply comes from a function that wrote into the pipe.
     """

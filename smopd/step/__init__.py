@@ -1,1 +1,1 @@
-"""The parts of one step: the batch and its sampling, rewards, teachers; and held-out prompts."""
+"""Parts of a step: batch, sampling, rewards, teachers, and evaluation on held-out prompts."""

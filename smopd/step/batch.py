@@ -1,7 +1,7 @@
-"""A step's rollout batch on one rank: which prompts are whose, and its ragged responses as flat tensors.
+"""The rollouts of a step on one rank: assignment of prompts to ranks, and ragged responses as flat tensors.
 
-The global batch of P prompts is cut into one mini-batch an update, in order, and each mini-batch is dealt out
-to the ranks, so an update sees the same responses however many ranks there are.
+A step's prompts are split into one mini-batch per update, in order. Each mini-batch is distributed over the
+ranks, so the content of an update does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from smopd.engine.types import Rollout
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """This rank's share of one update's mini-batch."""
+    """This rank's share of one update."""
 
     rollouts: list[Rollout]
     responses: slice
@@ -27,10 +27,10 @@ class MiniBatch:
 
 @dataclass(frozen=True)
 class Batch:
-    """All of a rank's R responses of a step, N tokens in flat order; `parts` cut them by update."""
+    """This rank's R responses of a step, with N tokens in flat order. `parts` splits them by update."""
 
     prompts: list[Prompt]
-    """One a response."""
+    """One per response."""
     rollouts: list[Rollout]
     parts: list[MiniBatch]
     group_R: Tensor
@@ -47,12 +47,12 @@ class Batch:
         rollouts: list[Rollout],
         group_size: int,
     ) -> Batch:
-        """This rank's share of a step.
+        """Build this rank's batch.
 
         Args:
-            prompts: the step's global batch.
-            shares: for each update, this rank's positions in it.
-            rollouts: `group_size` a position, in the order of the shares.
+            prompts: all prompts of the step.
+            shares: for each update, the positions of this rank's prompts.
+            rollouts: `group_size` per position, in the order of the shares.
         """
         lengths = [len(rollout.response_ids) for rollout in rollouts]
         parts, response, token = [], 0, 0
@@ -76,6 +76,6 @@ class Batch:
 
 
 def positions(n_prompts: int, updates: int, rank: int, world_size: int) -> list[list[int]]:
-    """For each update, the positions in the global batch whose prompts this rank samples."""
+    """Return for each update the positions of the prompts that this rank samples."""
     cuts = [n_prompts * u // updates for u in range(updates + 1)]
     return [list(range(cuts[u] + rank, cuts[u + 1], world_size)) for u in range(updates)]

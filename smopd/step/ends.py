@@ -1,4 +1,4 @@
-"""What ends a run between two updates and leaves a checkpoint."""
+"""Errors that end a run between two updates, after a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from smopd.rewards.pool import RewardError
 
 
 class StaleRollout(RuntimeError):
-    """A response comes from a policy that is older than `loop.async_level` allows."""
+    """A response was sampled by an older policy than `loop.async_level` allows."""
 
 
 RECOVERABLE = (NoServer, RewardError, StaleRollout)

@@ -1,4 +1,4 @@
-"""The recipe's own rewards on held-out prompts, greedy and sampled: the rows of a run's table."""
+"""Evaluation with the recipe's rewards on held-out prompts, greedy and sampled."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from smopd.engine.protocols import RolloutEngine
 from smopd.engine.types import Sampling
 from smopd.step.rewards import Rewarder
 
-SEED_OFFSET = 1_000_003  # ours: keeps the draws of evaluation apart from those of training
+SEED_OFFSET = 1_000_003  # ours: separates the random draws of evaluation from those of training
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Means over prompts and samples, and every response they come from, the same on every rank."""
+    """Means over prompts and samples, and every response. Equal on every rank."""
 
     values: dict[str, float | None]
-    """For each kind, greedy and sampled: `kind/<reward>`, their sum `kind/sum`, `kind/truncated`, and
-    `kind/<reward>/unscorable`, the share that a reward could not score; None where it scored nothing."""
+    """For each kind, greedy and sampled: `kind/<reward>`, the sum `kind/sum`, `kind/truncated`, and
+    `kind/<reward>/unscorable`, the share of responses without a score. None if no response has a score."""
     items: list[dict[str, Any]]
 
 
@@ -37,7 +37,7 @@ def evaluate_held_out(
     *,
     greedy_only: bool = False,
 ) -> HeldOut:
-    """Scores the engine's policy on all of `prompts`; a collective call, each rank does its share."""
+    """Score the engine's policy on all of `prompts`, shared by the ranks; a collective call."""
     limit, samples = settings.rollout.max_new_tokens, settings.evaluation.samples
     kinds = {"greedy": Sampling(n=1, temperature=0.0, max_new_tokens=limit)}
     if samples and not greedy_only:
@@ -60,7 +60,7 @@ def answers(
     rewarder: Rewarder,
     sampling: Sampling,
 ) -> list[dict[str, Any]]:
-    """Every response of all ranks with its rewards, in order of the prompts; a collective call."""
+    """Return the responses of all ranks with their rewards, in order of the prompts; a collective call."""
     mine = list(range(distributed.rank(), len(prompts), distributed.world_size()))
     generate = partial(engine.generate, [prompts[i].token_ids for i in mine], mine, sampling)
     rollouts = distributed.all_or_raise(generate, (NoServer,))
@@ -82,7 +82,7 @@ def answers(
 
 
 def means(names: Sequence[str], items: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """Each reward's mean over what it could score, the sum of the means, and the shares left out."""
+    """Return each reward's mean over scored responses, their sum, and the shares unscored and truncated."""
     result: dict[str, float | None] = {}
     for name in names:
         scored = [item["rewards"][name] for item in items if item["rewards"][name] is not None]

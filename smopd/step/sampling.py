@@ -1,4 +1,4 @@
-"""The batches of a run by step: sampled when wanted, or one step ahead while the last one trains."""
+"""Sampling of each step's batch, on demand or one step ahead during the current update."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Sampler:
 
     Args:
         prompts: the training set.
-        thread: samples ahead.
-        ahead: what `settle` gave for the checkpoint that the run resumes from.
+        thread: runs the sampling ahead.
+        ahead: result of `settle` from the checkpoint that the run resumes from.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Sampler:
         ahead: dict[str, Any] | None = None,
     ):
         self.settings, self.prompts, self.engine, self._thread = settings, prompts, engine, thread
-        # vLLM engines of this process work in turns: the next batch waits for the teachers
+        # two vLLM engines in this process cannot run at once: sampling ahead waits for the teachers
         self._in_turns = settings.rollout.colocated and settings.teachers.colocated
         self._begun: dict[int, Future[Batch]] = {}
         if ahead is not None and settings.loop.async_level:
@@ -41,12 +41,10 @@ class Sampler:
             self._begun[ahead["step"]] = self._thread.submit(self._batch, ahead["step"], rollouts)
 
     def take(self, step: int) -> Batch:
-        """The batch of `step`; with a lag, begins the next one where engines do not work in turns.
-
-        A collective call.
+        """Return the batch of `step`, and begin the next one if sampling is ahead; a collective call.
 
         Raises:
-            StaleRollout, NoServer: on one rank or several, and so on every one.
+            StaleRollout, NoServer: on every rank, if it happened on one.
         """
         return all_or_raise(lambda: self._take(step))
 
@@ -57,7 +55,7 @@ class Sampler:
         for rollout in batch.rollouts:
             if rollout.policy_version < oldest:
                 raise StaleRollout(
-                    f"step {step}: a response comes from policy {rollout.policy_version}, "
+                    f"step {step}: got a response of policy {rollout.policy_version}, "
                     f"expected {oldest} or later (loop.async_level)"
                 )
         if not self._in_turns:
@@ -65,19 +63,19 @@ class Sampler:
         return batch
 
     def begin(self, step: int) -> None:
-        """With a lag, has the batch of `step` sampled with the policy of now, if that is not begun."""
+        """Start sampling `step` with the current policy, if sampling is ahead and has not started."""
         loop = self.settings.loop
         if loop.async_level and step < loop.steps and step not in self._begun:
             self._begun[step] = self._thread.submit(self._batch, step)
 
     def settle(self) -> dict[str, Any] | None:
-        """Waits until the engine is idle; what was begun ahead, for a checkpoint. A collective call."""
+        """Wait for the engine, and return the batch sampled ahead for a checkpoint; a collective call."""
         for step, begun in self._begun.items():
             return {"step": step, "rollouts": [vars(each) for each in all_or_raise(begun.result).rollouts]}
         return None
 
     def _batch(self, step: int, rollouts: list[Rollout] | None = None) -> Batch:
-        """The batch of `step`, of `rollouts` where they are there already."""
+        """Build the batch of `step`, from `rollouts` if given."""
         loop, options, n = self.settings.loop, self.settings.rollout, len(self.prompts)
         chosen = batch_indices(n, loop.prompts_per_step, step, self.settings.seed)
         prompts = [self.prompts[i] for i in chosen]

@@ -1,7 +1,7 @@
-"""The scores of a batch by the frozen models: the teachers and the reference policy.
+"""Scores of a batch by the frozen models: the teachers and the reference policy.
 
-Where they compute on another processor than the student they score in a thread of their own, beside the
-rewards and the old log-probabilities; else the two would compete, and their collectives could cross.
+Models on another device than the student score in a thread, in parallel with the rewards. On the same device
+they score in turn, because parallel collectives could be interleaved.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from smopd.step.ends import all_or_raise
 
 @dataclass(frozen=True)
 class TeacherScores:
-    """About the N response tokens of this rank."""
+    """Scores of the N response tokens of this rank."""
 
     topk: TeacherTopK | None
-    """None where no teacher was asked."""
+    """None without teachers."""
     ref_logp_N: Tensor | None
-    """The reference policy's log-probabilities at the rollouts' temperature; None without one."""
+    """Log-probabilities of the reference policy at the rollouts' temperature; None without a reference."""
     seconds: float
-    """How long it took, waiting for it or not."""
+    """Duration, whether or not the step waited for it."""
     dropped: int
-    """Entries of the teachers that only pad their vocabularies, on this rank."""
+    """Teacher entries outside the tokenizer's vocabulary, on this rank."""
 
 
 class TeacherScoring:
-    """Asks the frozen models about a batch, in `thread` where they may work beside the student."""
+    """Scores batches with the frozen models, in `thread` if they can run in parallel with the student."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class TeacherScoring:
         thread: Executor,
     ):
         self.settings, self.teachers, self.reference, self._thread = settings, teachers, reference, thread
-        asked = [engine for engine in (teachers, reference) if engine is not None]
-        self.overlaps = bool(asked) and all(engine.overlaps(device) for engine in asked)
+        engines = [engine for engine in (teachers, reference) if engine is not None]
+        self.overlaps = bool(engines) and all(engine.overlaps(device) for engine in engines)
 
     def ask(self, batch: Batch) -> Callable[[], TeacherScores]:
-        """A function that waits for the scores and returns them; calling it is collective."""
+        """Return a function that waits for the scores; calling it is collective."""
         score = partial(self._score, batch)
         return partial(all_or_raise, self._thread.submit(score).result if self.overlaps else score)
 

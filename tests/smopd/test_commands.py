@@ -64,7 +64,7 @@ def test_without_the_extra_a_command_says_what_to_install(name):
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     named = re.search(r"not installed: (.*?);", line)
-    assert named and named[1].split(", ") == list(TRAIN)
+    assert named and named[1].split(", ") == TRAIN
     assert "pip install 'smopd[train]'" in line
 
 

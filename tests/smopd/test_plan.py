@@ -69,7 +69,7 @@ def test_sizes_are_those_published(name: str, tmp_path: Path) -> None:
 
 def test_states_are_exact_and_shared_by_the_shards(tmp_path: Path) -> None:
     run = planned(recipe(tmp_path, "1.5B", NARROW), **{"student.shard_size": 4})["student"]
-    assert held(run, "masters, fp32", "rollout") == held(run, "gradients, fp32", "update") == SMALL
+    assert held(run, "master weights, fp32", "rollout") == held(run, "gradients, fp32", "update") == SMALL
     assert held(run, "AdamW, fp32", "update") == 2 * SMALL
     assert totals(run)["update"] == sum(need.bytes.get("update", 0) for need in run)
 
@@ -137,7 +137,7 @@ def test_the_verdict_is_in_plain_text_and_in_the_exit_status(tmp_path: Path, cap
     assert main([recipe(tmp_path, "7B"), "--gpus", "1"]) == 1
     out = capsys.readouterr().out
     assert out.isascii() and "\x1b" not in out
-    for text in ("AdamW, fp32", "usable: 77.00 GiB a GPU", "run student: ", "does not fit, by"):
+    for text in ("AdamW, fp32", "usable: 77.00 GiB per GPU", "run student: ", "does not fit, by"):
         assert text in out
     assert main(["quickstart", "--only", "smopd", "--gpus", "2", "--gpu-memory", "8"]) == 0
     out = capsys.readouterr().out

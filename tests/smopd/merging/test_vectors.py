@@ -200,9 +200,9 @@ def test_an_adapter_that_cannot_be_merged_is_refused(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--keep 0.1 1 1 --output new", "--keep: got 3 values, expected one, or one for each of 2 models"),
-        ("--keep 1.5 --output new", "--keep: got 1.5, expected a share over 0 and at most 1"),
-        ("--output .", "--output: . is there already, expected a new folder"),
+        ("--keep 0.1 1 1 --output new", "--keep: got 3 values, expected 1 or 2"),
+        ("--keep 1.5 --output new", "--keep: got 1.5, expected a share in (0, 1]"),
+        ("--output .", "--output: . exists, expected a new folder"),
         ("--output new", "--base: not given, expected the model that the others were trained from"),
         ("--output new --base /none", "/none: no such folder, expected a saved model, or a hub id"),
     ],

@@ -26,7 +26,7 @@ CASES = [
     (
         dict.fromkeys(("reward/a/zero_variance_groups", "reward/b/zero_variance_groups"), 1.0),
         5,
-        "in no group do",
+        "all responses of each group earn",
     ),
     (RARE, 10, "fewer than 5% of the groups"),
     ({"grad_norm": 0.0}, 3, "the gradient is 0"),
@@ -34,8 +34,9 @@ CASES = [
     ({"entropy": 0.01}, 5, "entropy has collapsed"),
     ({"response/truncated": 0.6}, 5, "rollout.max_new_tokens"),
     ({"rollout_mismatch": 0.2}, 3, "the rollout engine's log-probabilities"),
-    ({"reward/a/unscorable": 0.3}, 1, "could not score more than a fifth"),
+    ({"reward/a/unscorable": 0.3}, 1, "failed on more than a fifth"),
     ({"kl": 2.5}, 5, "more than five times its first value"),
+    ({"kl": -0.1}, 1, "not a full divergence"),
 ]
 
 
