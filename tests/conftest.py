@@ -14,13 +14,19 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # What takes longest comes first: at the end of a run a file of minutes would leave the other workers idle.
 FIRST = (
-    "test_offline.py",
-    "test_resume.py",
-    "test_cpp_clones.py",
-    "test_loss.py",
-    "test_packaging.py",
-    "test_invariance.py",
     "test_launch.py",
+    "test_resume.py",
+    "test_offline.py",
+    "test_merged_start.py",
+    "test_packaging.py",
+    "test_topk.py",
+    "test_train.py",
+    "test_ended.py",
+    "test_hostile.py",
+    "test_student.py",
+    "test_invariance.py",
+    "test_loss.py",
+    "test_cpp_clones.py",
     "test_invariance_deepspeed.py",
     "test_vllm_sync.py",
     "test_vllm_remote.py",
@@ -58,9 +64,9 @@ def has_gpu() -> bool:
 
 
 def of_triton(item: pytest.Item) -> bool:
-    """A file of Triton's own, or a test of all backends with Triton's name among its parameters."""
+    """A file of Triton's own, or a test of all backends with one of Triton's ("triton", "triton split")."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    return item.path.name.startswith("test_triton_") or parameters.get("backend") == "triton"
+    return item.path.name.startswith("test_triton_") or str(parameters.get("backend")).startswith("triton")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
