@@ -23,7 +23,14 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 CALLER = "SMOPD_ENGINE_CALLER"
 """The environment variable with the process that an engine of its own process serves."""
 SAME_SECONDS = 2.0  # ours: a launcher and a whole job's manager may send one signal to a process, both
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""SIGHUP: the terminal is gone. SIGUSR1: Slurm's warning before a time limit (#SBATCH --signal)."""
 PARENT_SECONDS = 1.0  # ours: between looks at whether it lives
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return STOP_SIGNALS without those that are ignored, as SIGHUP under nohup."""
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def die_with_parent(parent: int) -> None:

@@ -20,6 +20,7 @@ import tyro
 from smopd.config.cli import read_settings
 from smopd.config.recipe import Mistakes
 from smopd.engine.files import write_atomically
+from smopd.engine.process import stop_signals
 from smopd.report.summary import evaluated_rows, table_columns
 from smopd.report.tables import aggregate, markdown
 
@@ -52,9 +53,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(command: list[str]) -> int:
-    """Run `command`, forward SIGINT and SIGTERM to it, and return its exit status."""
+    """Run `command`, forward stop signals to it, and return its exit status."""
     child = subprocess.Popen(command)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in stop_signals():
         signal.signal(number, lambda number, frame: child.send_signal(number))
     code = child.wait()
     return 128 - code if code < 0 else code

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import IO, Any, cast
 
 from rich import progress as bars
 from rich.console import Console
@@ -33,10 +35,35 @@ FIELDS = {
 """Metric -> name and format on the line."""
 
 
+class _Output:
+    """Standard output that a run outlives: when it is closed or full, the rest is discarded."""
+
+    def write(self, text: str) -> int:
+        try:
+            return sys.stdout.write(text)
+        except OSError:
+            return self._discard()
+
+    def flush(self) -> None:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            self._discard()
+
+    def _discard(self) -> int:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with suppress(OSError):
+            os.write(2, b"standard output cannot be written; the run continues, see its metrics.jsonl\n")
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+
 @functools.cache
 def console() -> Console:
     """Return the console shared by the live line and all messages."""
-    return Console(highlight=False)
+    return Console(highlight=False, file=cast(IO[str], _Output()))
 
 
 def say(text: str) -> None:

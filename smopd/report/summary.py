@@ -26,7 +26,7 @@ def summarise(settings: Settings, folder: Path) -> None:
     """Print and write the results of all evaluated runs."""
     rows, columns = evaluated_rows(settings, folder), table_columns(settings)
     if rows:
-        shown = console() if console().is_terminal else Console(width=WIDTH)
+        shown = console() if console().is_terminal else Console(width=WIDTH, file=console().file)
         shown.print(table(rows, columns))
     results = {row.run: row.values for row in rows}
     write_atomically(folder / "results.json", json.dumps(results, indent=1).encode())

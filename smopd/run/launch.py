@@ -35,7 +35,7 @@ def launch(module: str, arguments: list[str], processes: int) -> int:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.1,
-        signals_to_handle="SIGHUP,SIGQUIT",  # it would kill the ranks half a minute after one
+        signals_to_handle="SIGQUIT",  # of others it would kill the ranks half a minute after one
     )
     come: list[tuple[int, float]] = []
 
@@ -51,7 +51,7 @@ def launch(module: str, arguments: list[str], processes: int) -> int:
             with suppress(ProcessLookupError):
                 os.kill(rank, signal.SIGKILL if again else signal.SIGTERM)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in process.stop_signals():
         signal.signal(number, hand_on)
     try:
         elastic_launch(config, sys.executable)("-m", module, *arguments)

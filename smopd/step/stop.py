@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT end the run after the current step, with a checkpoint; a second signal, at once."""
+"""A signal ends the run after the current step, with a checkpoint; a second one ends it at once."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from typing import Any
 import torch
 
 from smopd.engine import distributed
-from smopd.engine.process import SAME_SECONDS
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+from smopd.engine.process import SAME_SECONDS, stop_signals
 
 
 class Stopped(BaseException):
@@ -35,7 +33,7 @@ class Stopped(BaseException):
 
 
 class Stop:
-    """Context manager that handles SIGTERM and SIGINT. Outside the main thread it does nothing."""
+    """Context manager that handles `stop_signals`. Outside the main thread it does nothing."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -46,7 +44,7 @@ class Stop:
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+            self._before = {number: signal.signal(number, self._handle) for number in stop_signals()}
         return self
 
     def __exit__(self, *exception: object) -> None:

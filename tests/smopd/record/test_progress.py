@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -76,3 +79,35 @@ def test_messages_are_said_as_they_are_but_for_what_a_terminal_would_obey(capsys
     out = capsys.readouterr().out
     assert out.startswith("[bold]no markup[/bold] " + "x" * 300 + "\ufffd]0;title\ufffdb\ufffd2Jc")
     assert "\ufffd[2Jname" in out and not set(out) & {"\x1b", "\x07", "\x9b"}
+
+
+LOST = """
+import os, sys
+from smopd.record.progress import say
+say("first")
+os.write(int(sys.argv[1]), b"x")
+for _ in range(3):
+    say("more")
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("kind", ["full", "closed"])
+def test_a_run_outlives_its_standard_output(kind):
+    read, write = os.pipe()
+    if kind == "full":
+        target = os.open("/dev/full", os.O_WRONLY)
+    else:
+        unread, target = os.pipe()
+        os.close(unread)
+    done = subprocess.run(
+        [sys.executable, "-c", LOST, str(write)],
+        stdout=target,
+        stderr=subprocess.PIPE,
+        pass_fds=[write],
+        text=True,
+    )
+    assert (done.returncode, os.read(read, 1)) == (7, b"x")
+    assert done.stderr == "standard output cannot be written; the run continues, see its metrics.jsonl\n"
+    for end in (read, write, target):
+        os.close(end)

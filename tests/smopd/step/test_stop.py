@@ -12,11 +12,23 @@ from smopd.engine.process import SAME_SECONDS
 from smopd.step.stop import Stop, Stopped
 
 
-def test_a_signal_is_raised_where_it_is_not_postponed():
-    with Stop(), pytest.raises(Stopped, match="stopped by SIGTERM") as stopped:
-        signal.raise_signal(signal.SIGTERM)
-    assert stopped.value.status == 143
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+@pytest.mark.parametrize(("number", "status"), [(15, 143), (2, 130), (1, 129), (10, 138)])
+def test_a_signal_is_raised_where_it_is_not_postponed(number, status):
+    before = signal.getsignal(number)
+    with Stop(), pytest.raises(Stopped, match=f"stopped by {signal.Signals(number).name}") as stopped:
+        signal.raise_signal(number)
+    assert stopped.value.status == status
+    assert signal.getsignal(number) is before
+
+
+def test_under_nohup_a_hangup_stops_nothing():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stop() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.number == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_postponed_signal_is_noted_and_answered_at_the_end():
