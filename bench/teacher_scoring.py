@@ -25,7 +25,7 @@ from bench.harness import record
 from bench.harness.memory import peak_bytes
 from smopd.engine.distributed import process_group
 from smopd.engine.models.loading import load_model
-from smopd.engine.settings import Packing, VllmSettings
+from smopd.engine.settings import Packing, Vllm
 from smopd.engine.types import Rollout
 
 BOUNDS = {"float32": 1e-3, "bfloat16": 8e-3}  # in 16 bit two roundings of a logit near 1
@@ -61,7 +61,7 @@ def scorers(folder: str, vocabulary: int, dtype: str) -> dict[str, Score]:
     from smopd.engine.vllm.engines import engine
     from smopd.engine.vllm.teachers import VllmTeachers
 
-    settings = VllmSettings(kv_cache_bytes=256 << 20, dtype=dtype)
+    settings = Vllm(engine_kwargs={"kv_cache_memory_bytes": 256 << 20, "dtype": dtype})
     options = {"skip_tokenizer_init": False, "tokenizer": folder, "max_logprobs": -1}
     users = engine("users", folder, settings, **options, enable_prefix_caching=False)
     found: dict[str, Score] = {"dicts, detokenised": partial(as_dicts, users.llm)}

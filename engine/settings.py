@@ -118,6 +118,22 @@ class Vllm(Section):
     """Arguments of vllm.LLM, such as tensor_parallel_size, max_model_len, gpu_memory_utilization,
     kv_cache_memory_bytes, enforce_eager or enable_sleep_mode; defaults are chosen for the rest."""
 
+    @field_validator("engine_kwargs")
+    @classmethod
+    def _in_range(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in ("tensor_parallel_size", "max_model_len", "kv_cache_memory_bytes"):
+            number = value.get(name)
+            if number is not None and not (isinstance(number, int) and number >= 1):
+                raise ValueError(f"{name}: got {number!r}, expected an integer of at least 1")
+        share = value.get("gpu_memory_utilization")
+        if share is not None and not (isinstance(share, float) and 0 < share < 1):
+            raise ValueError(f"gpu_memory_utilization: got {share!r}, expected a number between 0 and 1")
+        return value
+
+    @property
+    def dtype(self) -> str:
+        return str(self.engine_kwargs.get("dtype", "float32"))
+
     @property
     def tensor_parallel_size(self) -> int:
         return int(self.engine_kwargs.get("tensor_parallel_size", 1))
@@ -137,27 +153,3 @@ class Vllm(Section):
     @property
     def sleep(self) -> bool:
         return bool(self.engine_kwargs.get("enable_sleep_mode", True))
-
-
-class VllmSettings(Section):
-    """A vLLM engine as it is made."""
-
-    placement: Literal["colocated", "process"] = "colocated"
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    max_model_len: int | None = Field(default=None, ge=1)
-    gpu_memory_share: float | None = Field(default=None, gt=0, lt=1)
-    """Of the device's whole memory; null chooses by what shares the device."""
-    kv_cache_bytes: int | None = Field(default=None, ge=1)  # null: by vllm/memory.py, vllm/engines.py
-    enforce_eager: bool = False
-    sleep: bool = True
-    """Weights and cache leave the GPU while something else computes; of the engines that share a process the
-    first one alone can. Nothing happens on a CPU."""
-    dtype: str = "float32"
-    max_lora_rank: int = 0
-    """Of teachers' adapters, one of vLLM's ranks; 0: none."""
-    max_loras: int = 0
-    more: dict[str, Any] = Field(default={})
-    """Further arguments of vllm.LLM."""
-
-    def __hash__(self) -> int:  # engines are found by their settings, and `more` has no hash
-        return hash(repr(self))

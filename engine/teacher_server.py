@@ -2,13 +2,13 @@
 
     python -m smopd.engine.teacher_server PATH --port 8100 --vocabulary 151936
 
-`POST /score?kappa=16&temperature=1.0` gives each response token's top kappa, `POST /given?temperature=1.0`
-the log-probabilities of ids that are asked for: by it a union over several servers is exact. Both take and
-give safetensors (smopd/engine/remote/wire.py). What is no request is answered by status 400, one of more than
-MAX_REQUEST_BYTES by 413. An answer depends on nothing asked before, so a request may be sent again.
+`POST /score?kappa=16&temperature=1.0` returns the top kappa at each response token.
+`POST /given?temperature=1.0` returns the log-probabilities of given ids, which make a union of servers exact.
+Both use safetensors (smopd/engine/remote/wire.py). Malformed requests get status 400, and requests of more
+than MAX_REQUEST_BYTES get 413. The server keeps no state, so a request may be repeated.
 
-Where the environment variable SMOPD_SERVER_TOKEN is set, every request must bring it (`Authorization: Bearer
-TOKEN`), and clients with the same variable do. There is no encryption: it is for a network of your own.
+If the environment variable SMOPD_SERVER_TOKEN is set, every request needs `Authorization: Bearer TOKEN`.
+Clients with the same variable send it. Nothing is encrypted: use it inside a private network.
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from smopd.engine import distributed
 from smopd.engine.local.teachers import LocalTeachers
 from smopd.engine.models.loading import load_tokenizer
 from smopd.engine.remote.servers import TOKEN
 from smopd.engine.remote.wire import pack, unpack_given, unpack_request
-from smopd.engine.settings import VllmSettings
+from smopd.engine.settings import Vllm
 from smopd.engine.weights.adapters import read_adapter
 
 if TYPE_CHECKING:
@@ -48,8 +47,8 @@ MAX_TEXT = 1 << 20  # ours, characters to tokenize
 TEMPERATURES = (1e-2, 1e2)  # ours: logits divided by less overflow
 
 
-def application(teacher: LocalTeachers | VllmTeachers, path: str, vocabulary: int) -> ASGIApp:
-    """The ASGI application around one teacher, whose rows a client compares with its tokens."""
+def application(teacher: LocalTeachers | VllmTeachers, path: str, vocabulary: int) -> Starlette:
+    """Return the ASGI application of one teacher."""
     adapter = read_adapter(path)
     tokenizer = load_tokenizer(adapter.base if adapter else path)
     one_at_a_time, rows = threading.Lock(), min(teacher.rows, vocabulary)
@@ -73,22 +72,27 @@ def application(teacher: LocalTeachers | VllmTeachers, path: str, vocabulary: in
     def tokenize(content: bytes, asked: QueryParams) -> Response:
         text = json.loads(content)["prompt"]
         if not isinstance(text, str) or len(text) > MAX_TEXT:
-            raise ValueError(f"prompt is no text of at most {MAX_TEXT} characters")
+            raise ValueError(f"prompt is not a text of at most {MAX_TEXT} characters")
         return JSONResponse({"tokens": tokenizer.encode(text, add_special_tokens=False)})
 
-    async def describe(request: Request) -> Response:
+    def describe(content: bytes, asked: QueryParams) -> Response:
         return JSONResponse({"teacher": path, "vocabulary": vocabulary, "rows": rows})
 
-    answers = {"/score": score, "/given": given, "/tokenize": tokenize}
-    routes = [Route(at, _answering(answer), methods=["POST"]) for at, answer in answers.items()]
-    routes += [Route(at, describe) for at in ("/describe", "/health")]
-    return _guarded(Starlette(routes=routes), os.environ.get(TOKEN, ""))
+    routes = [
+        Route(f"/{answer.__name__}", _endpoint(answer), methods=["POST"])
+        for answer in (score, given, tokenize)
+    ]
+    return Starlette(routes=routes + [Route(at, _endpoint(describe)) for at in ("/describe", "/health")])
 
 
-def _answering(answer: Callable[[bytes, QueryParams], Response]) -> Callable[[Request], Awaitable[Response]]:
-    """The endpoint of `answer`, which runs in a thread; what it cannot read is answered by 400."""
+def _endpoint(answer: Callable[[bytes, QueryParams], Response]) -> Callable[[Request], Awaitable[Response]]:
+    """Check the token, and run `answer` in a thread; its ValueError and the like become status 400."""
+    token = os.environ.get(TOKEN, "")
 
     async def endpoint(request: Request) -> Response:
+        brought = request.headers.get("authorization", "")
+        if token and not hmac.compare_digest(brought.encode("latin-1"), f"Bearer {token}".encode()):
+            raise HTTPException(401, f"missing or wrong token ({TOKEN})")
         content = bytearray()
         async for piece in request.stream():
             content += piece
@@ -109,19 +113,6 @@ def temperature_of(asked: QueryParams) -> float:
     return temperature
 
 
-def _guarded(app: ASGIApp, token: str) -> ASGIApp:
-    """Answers 401 where the token is not brought."""
-
-    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-        given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        if scope["type"] == "http" and not hmac.compare_digest(given, f"Bearer {token}".encode()):
-            await PlainTextResponse(f"no or another token ({TOKEN})", 401)(scope, receive, send)
-        else:
-            await app(scope, receive, send)
-
-    return guarded if token else app
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m smopd.engine.teacher_server", description=__doc__)
     add = parser.add_argument
@@ -131,20 +122,22 @@ def main() -> None:
     add("--vocabulary", type=int, required=True, help="of the student; a teacher's may be padded")
     add("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
     add("--max-model-len", type=int)
-    add("--gpu-memory-share", type=float, default=0.9, help="of each GPU's whole memory")
+    add("--gpu-memory-share", type=float, default=0.9, help="of the total memory of each GPU")
     add("--tensor-parallel-size", type=int, default=1, help="GPUs that hold the teacher together")
     chosen = parser.parse_args()
     import uvicorn
 
     from smopd.engine.vllm.teachers import VllmTeachers
 
-    settings = VllmSettings(
+    settings = Vllm(
         placement="colocated" if chosen.tensor_parallel_size == 1 else "process",
-        tensor_parallel_size=chosen.tensor_parallel_size,
-        dtype=chosen.dtype,
-        max_model_len=chosen.max_model_len,
-        gpu_memory_share=chosen.gpu_memory_share,
-        sleep=False,  # it shares its GPUs with nothing
+        engine_kwargs={
+            "tensor_parallel_size": chosen.tensor_parallel_size,
+            "dtype": chosen.dtype,
+            "max_model_len": chosen.max_model_len,
+            "gpu_memory_utilization": chosen.gpu_memory_share,
+            "enable_sleep_mode": False,  # nothing shares its GPUs
+        },
     )
     with distributed.process_group():
         teacher = VllmTeachers([chosen.path], settings, chosen.vocabulary, tokens=1)

@@ -19,7 +19,7 @@ from smopd.engine import distributed
 from smopd.engine.protocols import RolloutEngine, TeacherEngine
 from smopd.engine.student.checkpoint import Checkpoints
 from smopd.engine.student.student import Student
-from smopd.engine.weights.sync import publish_weights
+from smopd.engine.weights.transport import publish_weights
 from smopd.objective import Objective
 from smopd.record.metrics import Metrics
 from smopd.record.recorder import Recorder, StepResult

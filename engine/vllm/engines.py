@@ -1,7 +1,7 @@
-"""vLLM engines, one for each role: created once, kept, and given new weights in place.
+"""vLLM engines, created once per role and then given new weights in place.
 
-Colocated engines live in this process, one on every rank; others have a process of their own. Engines are
-never dropped: collecting one destroys the caller's process group.
+Colocated engines live in the training process, one on every rank; others in a process of their own. All are
+kept until the process ends, because garbage-collecting one destroys the caller's process group.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from smopd.engine import distributed
 from smopd.engine.errors import NoServer
 from smopd.engine.process import interrupts_withheld
-from smopd.engine.settings import VllmSettings
+from smopd.engine.settings import Vllm
 from smopd.engine.vllm.environment import engine_environment, restoring_process_state
 from smopd.engine.vllm.memory import EngineMemory, Gpu, engine_memory, vllm_arguments
 from smopd.engine.weights.architecture import Architecture, Checked, architecture_of, identity, stored
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 CPU_KV_CACHE_BYTES = 256 << 20  # ours: vLLM's default takes most of the memory
 SAMPLES = "rollout"
-"""The role that samples; the others only score."""
+"""The role of the engine that samples."""
 
 log = logging.getLogger(__name__)
 
@@ -50,19 +50,19 @@ class LostWeights(RuntimeError):
 
 @dataclass(eq=False)
 class Engine:
-    """One engine of vLLM, as `engine` makes it.
+    """A vLLM engine made by `engine`.
 
     Attributes:
-        holds: identity of the files whose weights it has; None: other weights.
-        sleeps: whether it leaves the GPU while others work.
-        taken: GPU memory, where there is a GPU.
-        asleep: what is not on the GPU now, "weights" and "kv_cache".
-        trouble: why it cannot serve.
-        broken: vLLM failed in the middle of a load: later loads may be silently wrong.
+        sleeps: it leaves the GPU between uses.
+        taken: its GPU memory; None on a CPU.
+        holds: identity of the files that its weights come from; None for other weights.
+        asleep: what is off the GPU now, "weights" and "kv_cache".
+        trouble: why it cannot serve, or "".
+        broken: vLLM failed during a load, so later loads may be silently wrong.
     """
 
     llm: LLM
-    settings: VllmSettings
+    settings: Vllm
     architecture: Architecture
     sleeps: bool
     taken: EngineMemory | None
@@ -73,12 +73,7 @@ class Engine:
 
     @contextmanager
     def awake(self) -> Iterator[LLM]:
-        """Weights and cache are on the GPU within it, and leave it afterwards if the engine sleeps.
-
-        Raises:
-            LostWeights: the last load of weights failed.
-            NoServer: the engine's own process has ended.
-        """
+        """Keep weights and cache on the GPU inside the context; raise LostWeights if the last load failed."""
         with exclusive(self.settings):
             if self.trouble:
                 raise LostWeights(f"the engine holds no whole set of weights ({self.trouble})")
@@ -95,21 +90,16 @@ class Engine:
 
     def _wake(self, tags: set[str]) -> None:
         if tags:
-            torch.cuda.empty_cache()  # torch's cached memory is not free
+            torch.cuda.empty_cache()
             self.llm.wake_up(tags=sorted(tags))
             self.asleep = self.asleep - tags
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replaces the weights, one tensor at a time, and clears the prefix cache.
+        """Replace the weights one tensor at a time and clear the prefix cache.
 
-        Args:
-            weights: full tensors by their transformers names; a tied head may be omitted. Colocated, every
-                rank gives the same stream. It is read to its end, or to the first wrong weight.
-        Raises:
-            ValueError: a weight is missing, unknown or of another shape. After this, as after any error of
-                `weights`, the engine refuses to serve until a load succeeds.
-            LostWeights: vLLM itself failed in an earlier load; the engine is unusable.
-            NoServer: the engine's own process has ended.
+        The weights are full tensors under their transformers names, the same on all ranks of a colocated
+        engine; a tied head may be omitted. After an error (ValueError if a weight is missing, unknown or has
+        another shape) the engine refuses to serve until a load succeeds.
         """
         if self.broken:
             raise LostWeights(self.trouble)
@@ -133,11 +123,10 @@ _working = threading.RLock()
 
 
 @contextmanager
-def exclusive(settings: VllmSettings) -> Iterator[None]:
-    """Keeps colocated engines from working at once: vLLM's forward context is one for the process.
+def exclusive(settings: Vllm) -> Iterator[None]:
+    """Let one colocated engine work at a time, since vLLM's forward context is global to the process.
 
-    Raises:
-        NoServer: the engine had a process of its own, which has ended.
+    Raise NoServer if the engine's own process has ended.
     """
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -148,36 +137,34 @@ def exclusive(settings: VllmSettings) -> Iterator[None]:
             raise NoServer("vLLM: the engine's own process has ended; it may have printed why") from error
 
 
-def engine(role: str, path: str | Path, settings: VllmSettings, **options: Any) -> Engine:
-    """The engine of `role` with the weights at `path`: a new one, or the existing one with new weights.
+def engine(role: str, path: str | Path, settings: Vllm, **options: Any) -> Engine:
+    """Return the role's engine with the weights at `path`, a folder or hub id; collective if colocated.
 
-    A role has one engine for each combination of architecture, settings and options. Creating one leaves the
-    caller's random state, environment, threads and logging unchanged. Colocated, this is a collective call.
+    An existing engine of the same architecture, settings and options is reused. Creating one preserves the
+    caller's random state, environment, threads and logging.
 
     Args:
-        role: SAMPLES, "teachers", ...; two roles never share an engine.
-        path: a folder or hub id.
-        options: for vllm.LLM, over what the settings say.
+        role: SAMPLES, "teachers", ...; roles never share an engine.
+        options: arguments of vllm.LLM that override the settings.
     Raises:
         ValueError: this launch does not support the settings, or the GPU has too little memory.
-        RuntimeError: colocated without a process group.
     """
     path = str(Path(path).expanduser()) if str(path).startswith("~") else str(path)
     files = identity(path)
     architecture = _architecture(path, files)
-    key = (role, architecture.identity, settings, repr(sorted(options.items())))
+    key = (role, architecture.identity, repr(settings), repr(sorted(options.items())))
     made = _engines.get(key)
     if made is None:
         made = _engines[key] = _make(role, path, settings, architecture, options)
     elif made.holds != files:
         made.load(stored(path, architecture))
-        made._wake(made.asleep)  # as a new engine is, so that its owner can put it to sleep
+        made._wake(made.asleep)  # as a new engine is
     made.holds = files
     return made
 
 
-def of_sharing_ranks(settings: VllmSettings, own: T) -> tuple[list[T], int]:
-    """`own` of each rank that shares a model, and this rank's place among them; a collective call."""
+def of_sharing_ranks(settings: Vllm, own: T) -> tuple[list[T], int]:
+    """Gather `own` from the ranks that share a model, and return it with this rank's index; collective."""
     if settings.placement == "process" or settings.tensor_parallel_size == 1:
         return [own], 0
     from vllm.distributed import get_tp_group
@@ -190,44 +177,44 @@ def of_sharing_ranks(settings: VllmSettings, own: T) -> tuple[list[T], int]:
 
 @cache
 def _architecture(path: str, files: str) -> Architecture:
-    """Cached for each state of the files: computing it changes torch's default dtype for a moment."""
+    """Return `architecture_of(path)`, cached until the files change."""
     with restoring_process_state():
         return architecture_of(path)
 
 
 def warm_cache(path: str) -> None:
-    """Reads the architecture at `path` now, so that a later `engine` in another thread does not."""
+    """Read the architecture here, since doing so in another thread changes torch's default dtype for all."""
     _architecture(path, identity(path))
 
 
 def _make(
-    role: str, path: str, settings: VllmSettings, architecture: Architecture, options: dict[str, Any]
+    role: str, path: str, settings: Vllm, architecture: Architecture, options: dict[str, Any]
 ) -> Engine:
     _require_servable(settings)
     start, alone = time.perf_counter(), settings.placement == "process"
-    # vLLM's sleep allocator serves a single engine of a process.
+    # vLLM supports one sleeping engine per process.
     sleeps = settings.sleep and _cuda() and (alone or not any(made.sleeps for made in _colocated()))
     with restoring_process_state(engine_environment(settings)):
         import vllm
         from vllm import envs
 
         envs.disable_envs_cache()  # an earlier engine enabled it
-        arguments, taken = _arguments(path, settings), None
+        arguments = _arguments(path, settings) | {"enable_sleep_mode": sleeps}
+        taken = None
         if _cuda():
-            torch.cuda.empty_cache()  # torch's cached memory is not free
-            gpu = Gpu(*torch.cuda.mem_get_info(), asleep=_asleep_bytes())
+            torch.cuda.empty_cache()
+            asleep = sum(made.taken.asleep(made.asleep) for made in _engines.values() if made.taken)
+            gpu = Gpu(*torch.cuda.mem_get_info(), asleep=asleep)
             width = getattr(torch, settings.dtype).itemsize
             longest = settings.max_model_len or architecture.numbers.positions
             samples = role == SAMPLES
             taken = engine_memory(settings, architecture.numbers, width, longest, gpu, samples=samples)
             arguments |= vllm_arguments(settings, taken, gpu, sleeps=sleeps, samples=samples)
-            arguments["enable_sleep_mode"] = sleeps
         with interrupts_withheld() if alone else nullcontext():
-            # vLLM changes its arguments; the originals are the key
-            llm = vllm.LLM(**deepcopy(arguments | options))
+            llm = vllm.LLM(**deepcopy(arguments | options))  # vLLM changes its arguments
     if alone:
         _fail_when_process_ends(llm)
-    else:  # at exit it would leave a process group that is gone by then
+    else:  # its finalizer needs the process group, which is gone at exit
         llm.llm_engine.engine_core._finalizer.atexit = False
     seconds = time.perf_counter() - start
     log.info("vLLM %s, %s engine for %s in %.1f s: %s", vllm.__version__, role, path, seconds, settings)
@@ -235,7 +222,7 @@ def _make(
 
 
 def _fail_when_process_ends(llm: LLM) -> None:
-    """Fails pending requests when the engine's process ends; vLLM's client would wait forever."""
+    """Fail pending requests when the engine's process ends; vLLM's client would wait forever."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     client: Any = llm.llm_engine.engine_core
@@ -252,7 +239,7 @@ def _fail_when_process_ends(llm: LLM) -> None:
     threading.Thread(target=answer, name="engine-end", daemon=True).start()
 
 
-def _require_servable(settings: VllmSettings) -> None:
+def _require_servable(settings: Vllm) -> None:
     ranks, parallel = distributed.world_size(), settings.tensor_parallel_size
     if settings.placement == "process":
         if parallel > 1 and ranks > 1:
@@ -272,26 +259,19 @@ def _require_servable(settings: VllmSettings) -> None:
         )
 
 
-def _arguments(path: str, settings: VllmSettings) -> dict[str, Any]:
+def _arguments(path: str, settings: Vllm) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": path,
         "dtype": settings.dtype,
-        "tensor_parallel_size": settings.tensor_parallel_size,
-        "max_model_len": settings.max_model_len,
-        "enforce_eager": settings.enforce_eager or not _cuda(),
-        "kv_cache_memory_bytes": settings.kv_cache_bytes,
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "use_tqdm_on_load": False,
     }
     if not _cuda():
-        arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes or CPU_KV_CACHE_BYTES
-        # A seeded request whose prompt is cut has its random state set back, which a CPU's cannot be.
+        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
+        # A seeded request whose prompt is split needs its random state reset, which a CPU's does not support.
         arguments["enable_chunked_prefill"] = False
-    if settings.max_lora_rank:
-        arguments["enable_lora"] = True
-        arguments |= {"max_lora_rank": settings.max_lora_rank, "max_loras": settings.max_loras}
     if settings.placement == "process":
         from smopd.engine.vllm.transfer import BACKEND, EXTENSION
 
@@ -299,15 +279,14 @@ def _arguments(path: str, settings: VllmSettings) -> dict[str, Any]:
         arguments["weight_transfer_config"] = {"backend": BACKEND}
     elif distributed.world_size() > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
-    return arguments | settings.more
+    given = {name: value for name, value in settings.engine_kwargs.items() if value is not None}
+    if not _cuda():
+        given.pop("gpu_memory_utilization", None)
+    return arguments | given
 
 
 def _colocated() -> list[Engine]:
     return [made for made in _engines.values() if made.settings.placement == "colocated"]
-
-
-def _asleep_bytes() -> int:
-    return sum(made.taken.asleep(made.asleep) for made in _engines.values() if made.taken)
 
 
 def _cuda() -> bool:

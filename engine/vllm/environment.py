@@ -1,4 +1,4 @@
-"""The environment that a vLLM engine reads, and the process state that creating one changes."""
+"""Environment variables for a vLLM engine, and the process state that creating one changes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from smopd.engine import distributed
 from smopd.engine.process import CALLER
-from smopd.engine.settings import VllmSettings
+from smopd.engine.settings import Vllm
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def engine_environment(settings: VllmSettings) -> dict[str, str | None]:
-    """The environment while an engine is created; None removes a variable."""
+def engine_environment(settings: Vllm) -> dict[str, str | None]:
+    """Return variables to set while an engine is created; None unsets one."""
     alone = settings.placement == "process"
     defaults = {
         "VLLM_CONFIGURE_LOGGING": "1" if alone else "0",
@@ -36,7 +36,7 @@ def engine_environment(settings: VllmSettings) -> dict[str, str | None]:
     }
     on_gpu, local_rank = torch.cuda.is_available(), os.environ.get("LOCAL_RANK", "0")
     if not on_gpu:
-        values["TORCHDYNAMO_DISABLE"] = "1"  # else helpers compile for ten seconds at the first call
+        values["TORCHDYNAMO_DISABLE"] = "1"  # saves ten seconds of compilation at the first call
     if alone:
         values |= {**dict.fromkeys(LAUNCHER), CALLER: str(os.getpid())}
         if on_gpu and settings.tensor_parallel_size == 1:
@@ -50,12 +50,12 @@ def engine_environment(settings: VllmSettings) -> dict[str, str | None]:
 
 @contextmanager
 def restoring_process_state(environment: dict[str, str | None] | None = None) -> Iterator[None]:
-    """Restores what vLLM changes in the process: random states, environment, threads, logging."""
-    import torch._dynamo  # before the environment changes, whose variables it reads on import
+    """Restore random states, environment, threads and logging, which vLLM changes."""
+    import torch._dynamo  # reads the environment on import, so before it changes
 
     old_environment = dict(os.environ)
-    old_random, old_numpy, old_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    old_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    old_random, old_numpy = random.getstate(), np.random.get_state()
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     matmul_precision = torch.get_float32_matmul_precision()
     record_factory = logging.getLogRecordFactory()
@@ -68,18 +68,16 @@ def restoring_process_state(environment: dict[str, str | None] | None = None) ->
         if value is not None:
             os.environ[name] = value
     try:
-        yield
+        with torch.random.fork_rng(gpus):
+            yield
     finally:
         os.environ.clear()
         os.environ.update(old_environment)
         random.setstate(old_random)
         np.random.set_state(old_numpy)
-        torch.set_rng_state(old_torch)
-        if old_cuda is not None:
-            torch.cuda.set_rng_state_all(old_cuda)
         torch.set_num_threads = set_num_threads
         set_num_threads(num_threads)
         torch.set_float32_matmul_precision(matmul_precision)
         logging.setLogRecordFactory(record_factory)
         theirs.level, theirs.handlers, theirs.propagate = level, handlers, propagate
-        gc.unfreeze()  # vLLM freezes the caller's objects too, which would never be collected
+        gc.unfreeze()  # vLLM freezes the caller's objects, so that they would never be collected

@@ -1,11 +1,11 @@
-"""What a vLLM engine takes of a GPU: one rule for the engines (engines.py) and the planner (smopd.plan).
+"""GPU memory of a vLLM engine: one rule for the engines (engines.py) and the planner (smopd.plan).
 
-weights   this GPU's part; a head of the teachers' pooler stands whole on every GPU
-work      CUDA graphs and the largest forward, assumed
-cache     keys and values; as set; or what the set share of the GPU leaves; or
-          scoring: one batch and one sequence, as nothing is read from it again
-          sampling: a quarter of the room beside weights and work. The rest is for what comes after the
-          engine and stays: AdamW's states, teachers, engines of later runs.
+weights   this GPU's shard; the head of a teacher's pooler is whole on every GPU
+work      an estimate for CUDA graphs and the largest forward
+cache     keys and values: `kv_cache_memory_bytes`, or what `gpu_memory_utilization` leaves, or else
+          scoring: one batch and one sequence, since nothing is read from the cache again
+          sampling: a quarter of the memory beside weights and work; the rest is for AdamW's states,
+          teachers and engines of later runs, which come afterwards
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from smopd.engine.models.sizes import ModelNumbers
-from smopd.engine.settings import Vllm, VllmSettings
+from smopd.engine.settings import Vllm
 
 GIB = 1 << 30
 WORK = 2 * GIB
-BATCH = 16_384  # positions: the most that vLLM computes at once by default
-BLOCK = 16  # positions: vLLM keeps one block for itself
+BATCH = 16_384  # vLLM's default for the most positions in one forward
+BLOCK = 16  # positions; vLLM reserves one block
 SAMPLING_PART = 4  # ours
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU when an engine is made, in bytes; `asleep` is what sleeping engines take when they wake."""
+    """Bytes of one GPU before an engine is made; `asleep` is reserved for sleeping engines."""
 
     free: int
     total: int
@@ -39,11 +39,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes on one GPU of an engine that is awake.
+    """Bytes of an awake engine on one GPU.
 
     Attributes:
-        head: read after vLLM has made the engine, so over the share that it was given.
-        least: the cache of one longest sequence, without which vLLM makes no engine.
+        head: loaded by the pooler, so not part of vLLM's own share.
+        least: the cache of one longest sequence, which vLLM requires.
     """
 
     weights: int
@@ -54,7 +54,7 @@ class EngineMemory:
 
     @property
     def inside(self) -> int:
-        """What vLLM itself counts."""
+        """Bytes that vLLM itself counts."""
         return self.weights + self.cache + self.work
 
     @property
@@ -62,32 +62,26 @@ class EngineMemory:
         return self.inside + self.head
 
     def asleep(self, tags: Collection[str]) -> int:
-        """Of an engine whose `tags` ("weights", "kv_cache") have left the GPU."""
+        """Bytes to reserve while `tags` ("weights", "kv_cache") are off the GPU."""
         if not tags:
             return 0
         return self.cache * ("kv_cache" in tags) + self.weights * ("weights" in tags) + self.work
 
 
 def engine_memory(
-    wanted: Vllm | VllmSettings,
-    model: ModelNumbers,
-    width: int,
-    longest: int,
-    gpu: Gpu,
-    *,
-    samples: bool,
+    wanted: Vllm, model: ModelNumbers, width: int, longest: int, gpu: Gpu, *, samples: bool
 ) -> EngineMemory:
-    """What an engine takes.
+    """Return the memory of an engine.
 
     Args:
-        width: bytes of a weight, and of a number in the cache.
+        width: bytes of a weight and of a cached number.
         longest: positions of its longest sequence.
-        samples: else it scores by the pooler's head.
+        samples: False for an engine that scores with the pooler's head.
     """
     parallel = wanted.tensor_parallel_size
-    apart = not samples and (parallel > 1 or not model.tied)
-    inside = model.parameters - model.head_parameters * (apart and not model.tied)
-    weights, head = -(-width * inside // parallel), width * model.head_parameters * apart
+    own_head = not samples and (parallel > 1 or not model.tied)
+    inside = model.parameters - model.head_parameters * (own_head and not model.tied)
+    weights, head = -(-width * inside // parallel), width * model.head_parameters * own_head
     position = model.kv_bytes(width, parallel)
     least = position * (longest + BLOCK)
     if wanted.kv_cache_bytes is not None:
@@ -102,13 +96,9 @@ def engine_memory(
 
 
 def vllm_arguments(
-    wanted: VllmSettings, taken: EngineMemory, gpu: Gpu, *, sleeps: bool, samples: bool
+    wanted: Vllm, taken: EngineMemory, gpu: Gpu, *, sleeps: bool, samples: bool
 ) -> dict[str, Any]:
-    """`taken` as arguments of vllm.LLM, which makes no engine whose share is not free, whatever the cache.
-
-    Raises:
-        ValueError: weights and cache have no room.
-    """
+    """Return the memory arguments of vllm.LLM, which needs its `gpu_memory_utilization` to be free."""
     if wanted.gpu_memory_share is not None and wanted.kv_cache_bytes is None:
         return {"gpu_memory_utilization": wanted.gpu_memory_share}
     least, room = taken.total - taken.work, gpu.free if sleeps else gpu.room

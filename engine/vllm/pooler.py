@@ -1,11 +1,11 @@
 """A pooler inside vLLM that turns hidden states into top-kappa log-probabilities.
 
-vLLM runs a teacher as a pooling model, whose output would be a hidden state a token. `TeacherWorker`, an
-extension of vLLM's worker, puts the teacher's head there: at response positions only, chunk by chunk of a
-prefill, through `linear_topk_logprobs`, so that neither hidden states nor (tokens, V) are kept. In pooling
-mode vLLM loads no head: it is read from the checkpoint, or is the input embedding where the two are tied.
+vLLM runs a teacher as a pooling model, which returns hidden states. `TeacherWorker`, an extension of vLLM's
+worker, applies the teacher's head to response positions, one prefill chunk at a time, through
+`linear_topk_logprobs`; neither hidden states nor (tokens, V) logits are kept. vLLM loads no head in pooling
+mode, so it is read from the checkpoint, or is the input embedding if the two are tied.
 
-Shapes: T tokens of one response, N of all responses in a step, S = kappa, U given ids a token, D hidden,
+Shapes: T tokens of one response, N of all responses in a step, S = kappa, U given ids per token, D hidden,
 V vocabulary.
 """
 
@@ -27,7 +27,7 @@ from vllm.model_executor.layers.pooler.abstract import Pooler
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.v1.pool.metadata import PoolingMetadata
 
-import smopd.engine.vllm.transfer  # noqa: F401  registers how weights reach an engine in its own process
+import smopd.engine.vllm.transfer  # noqa: F401  registers the weight transfer
 from smopd.engine.local.union import given_logprobs
 from smopd.engine.models.loading import UnusableModel, logit_scale
 from smopd.engine.models.packing import flat_offsets
@@ -41,15 +41,15 @@ HEAD, TIED_HEAD = "lm_head", "embed_tokens"
 
 
 class TeacherPooler(Pooler):
-    """Answers requests of `ask` with (T, 2 S + 1) fp32: ids, log-probabilities, the token's own.
+    """Answers `ask` with (T, 2 S + 1) fp32: ids, their log-probabilities, and that of the response's token.
 
-    The log-probabilities of given ids, (T, U), stand behind these, or alone where the token's own is known.
-    Ids are exact in fp32: a vocabulary is far below 2^24.
+    Log-probabilities of given ids, (T, U), follow, or come alone if the token's is known. fp32 holds ids
+    below 2^24 exactly.
 
     Args:
-        source: tells this head from others.
-        weight_VD: the head, or None: the first n_vocab rows of `embedding`, as they are at each call.
-        scale: of the logits.
+        source: identifies the head.
+        weight_VD: the head; None: the first n_vocab rows of `embedding`, read at each call.
+        scale: multiplies the logits.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class TeacherPooler(Pooler):
             name: torch.cat([part[name] for part in parts]).to(hidden_states.device, non_blocking=True)
             for name in parts[0]
         }
-        kappa, temperature = asked[0]["kappa"], asked[0]["temperature"]  # all are of one `ask`
+        kappa, temperature = asked[0]["kappa"], asked[0]["temperature"]  # all requests come from one `ask`
         answers = self.answer(torch.cat(hidden), kappa, temperature, **joined).split(lengths)
         results: list[Tensor | None] = []
         states, finished = pooling_metadata.pooling_states, cursor.get_finished_mask()
         for state, begin, answer, done in zip(states, begins, answers, finished, strict=True):
             if begin == 0:
-                state.clean()  # of what was computed before a preemption
-            chunks = state.hidden_states_cache  # what vLLM keeps of a request between its chunks
+                state.clean()  # drops results from before a preemption
+            chunks = state.hidden_states_cache  # kept by vLLM between the chunks of a request
             chunks.append(answer)
             results.append(torch.cat(chunks) if done else None)
             if done:
@@ -104,7 +104,6 @@ class TeacherPooler(Pooler):
         given_NU: Tensor | None = None,
         known_N: Tensor | None = None,
     ) -> Tensor:
-        """Its arguments are those of `ask`."""
         weight_VD = self.embedding.weight[: self.n_vocab] if self.weight_VD is None else self.weight_VD
         options: dict[str, Any] = {"bias_V": self.bias_V, "temperature": temperature / self.scale}
         answer: list[Tensor] = []
@@ -119,18 +118,18 @@ class TeacherPooler(Pooler):
 
 
 def rows_between(asked: Mapping[str, Any], begin: int, end: int) -> dict[str, Tensor]:
-    """The rows of one request of `ask` that the positions begin..end-1 answer."""
+    """Return the rows of a request for positions begin..end-1."""
     part = slice(max(0, begin - asked["first"]), max(0, end - asked["first"]))
     return {name: value[part] for name, value in load(asked["rows"]).items()}
 
 
 class TeacherWorker:
-    """What vLLM's worker can do in addition, by name through `collective_rpc`."""
+    """Extension of vLLM's worker, called through `collective_rpc`."""
 
     model_runner: Any
 
     def serve_teacher(self, path: str) -> None:
-        """Puts the head of the model at `path` behind the decoder, which holds that model's weights."""
+        """Put the head of the model at `path` behind the decoder, which holds that model's weights."""
         model = self.model_runner.get_model()
         poolers, source = model.pooler.poolers_by_task, (path, identity(path))
         if getattr(poolers[TASK], "source", None) == source:
@@ -144,7 +143,7 @@ class TeacherWorker:
         weight_VD = bias_V = None
         if not config.tie_word_embeddings:
             weight_VD, bias_V = read(path, f"{HEAD}.weight", like), read(path, f"{HEAD}.bias", like)
-        elif embedding.tp_size > 1:  # this rank has a part of it
+        elif embedding.tp_size > 1:  # sharded
             weight_VD = read(path, f"{TIED_HEAD}.weight", like)
         scale = logit_scale(config)
         poolers[TASK] = TeacherPooler(source, embedding, config.vocab_size, weight_VD, bias_V, scale)
@@ -159,13 +158,11 @@ def ask(
     given_NU: Tensor | None = None,
     known_N: Tensor | None = None,
 ) -> Tensor:
-    """What the teacher says of the responses' tokens, in flat order, as `TeacherPooler` answers.
-
-    A response's last token is never read, and the position before its first one predicts that.
+    """Score the responses' tokens in flat order; the answer is that of `TeacherPooler`.
 
     Args:
-        given_NU: int32 ids to score beside the kappa largest, or instead where `known_N` is given.
-        known_N: the tokens' own log-probabilities.
+        given_NU: int32 ids to score beside the kappa largest, or instead of them if `known_N` is given.
+        known_N: log-probabilities of the responses' tokens.
     """
     params = []
     for r, (begin, end) in zip(rollouts, itertools.pairwise(flat_offsets(rollouts)), strict=True):
@@ -175,7 +172,7 @@ def ask(
         if known_N is not None:
             rows["known_N"] = known_N[begin:end].contiguous()
         numbers = {"first": len(r.prompt_ids) - 1, "kappa": kappa, "temperature": temperature}
-        # Bytes reach an engine in another process as they are.
+        # An engine in another process receives bytes unchanged.
         params.append(PoolingParams(task=TASK, extra_kwargs=numbers | {"rows": save(rows)}))
     answers = llm.encode(
         [TokensPrompt(prompt_token_ids=[*r.prompt_ids, *r.response_ids[:-1].tolist()]) for r in rollouts],
@@ -188,7 +185,7 @@ def ask(
 
 
 def require_head(path: str) -> None:
-    """Raises UnusableModel: the pooler cannot apply the head of the model at `path`."""
+    """Raise UnusableModel if the pooler cannot apply the head of the model at `path`."""
     config = text_config(path)
     try:
         logit_scale(config)
@@ -199,12 +196,12 @@ def require_head(path: str) -> None:
 
 
 def text_config(path: str) -> PretrainedConfig:
-    """The config of the language model at `path`, which may be part of a larger one."""
+    """Return the config of the language model at `path`, which may be part of a larger model."""
     return AutoConfig.from_pretrained(path).get_text_config()
 
 
 def read(path: str, name: str, like: Tensor) -> Tensor | None:
-    """The checkpoint's weight whose name ends in `name`, where there is one; dtype and device of `like`."""
+    """Return the checkpoint's weight whose name ends in `name`, as dtype and device of `like`, or None."""
     place = _find(path, name)
     if place is None:
         return None
@@ -213,7 +210,7 @@ def read(path: str, name: str, like: Tensor) -> Tensor | None:
 
 
 def _find(path: str, name: str) -> tuple[str, str] | None:
-    """The file and the full name of the weight whose name ends in `name`."""
+    """Return file and full name of the weight whose name ends in `name`, or None."""
     for full, shard in weight_places(path).items():
         if full == name or full.endswith(f".{name}"):
             file = file_at(path, shard)

@@ -1,7 +1,7 @@
-"""Sampling with vLLM: one request a response, with its own seed.
+"""Sampling with vLLM: one request per response.
 
-A seed is a hash of (seed, group, sample), so a response depends on nothing else but for rounding: not on the
-batch, the rank or the engine that draws it.
+Each request is seeded with a hash of (seed, group, sample). Up to rounding, a response does not depend on the
+batch, the rank or the engine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from smopd.engine import distributed
 from smopd.engine.errors import NoServer
-from smopd.engine.settings import VllmSettings
+from smopd.engine.settings import Vllm
 from smopd.engine.types import Rollout, Sampling
 from smopd.engine.vllm.engines import SAMPLES, engine, of_sharing_ranks
 
@@ -30,7 +30,7 @@ LOWEST_TEMPERATURE = 0.01  # vLLM silently raises lower ones to this
 
 @dataclass(frozen=True)
 class Sample:
-    """A response that is asked for, the `number`-th of its prompt."""
+    """A response to draw, the `number`-th for its prompt."""
 
     prompt: tuple[int, ...]
     group: int
@@ -38,19 +38,14 @@ class Sample:
 
 
 class VllmRollout:
-    """Serves `RolloutEngine`.
-
-    With tensor parallelism the ranks that share a model sample their prompts together; each keeps its own.
+    """`RolloutEngine` with vLLM; ranks that share a model sample their prompts together.
 
     Args:
-        path: where the first weights and the architecture come from; a folder or hub id.
+        path: folder or hub id of the first weights.
         end_ids: tokens that end a response.
-        settings: of the engine.
-    Raises:
-        ValueError, RuntimeError: as `engine.vllm.engines.engine`.
     """
 
-    def __init__(self, path: str | Path, end_ids: Sequence[int], settings: VllmSettings):
+    def __init__(self, path: str | Path, end_ids: Sequence[int], settings: Vllm):
         self.engine = engine(SAMPLES, path, settings, logprobs_mode="processed_logprobs")
         self.engine.sleep()
         self.end_ids = sorted(set(end_ids))
@@ -59,12 +54,7 @@ class VllmRollout:
     def generate(
         self, prompts: Sequence[Sequence[int]], groups: Sequence[int], sampling: Sampling
     ) -> list[Rollout]:
-        """As `RolloutEngine`.
-
-        Raises:
-            ValueError: a prompt with `max_new_tokens` is too long for the engine, or the temperature too low.
-            LostWeights: the last load failed.
-        """
+        """Sample as `RolloutEngine`; raise LostWeights if the last load failed."""
         own = samples_of(prompts, groups, sampling)
         with self.engine.awake() as llm:
             gathered, rank = of_sharing_ranks(self.engine.settings, own)
@@ -73,23 +63,18 @@ class VllmRollout:
         return rollouts[first : first + len(own)]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """As `RolloutEngine`.
-
-        Raises:
-            ValueError, LostWeights: as `Engine.load`.
-            NoServer: an engine in a process of its own has ended, on this rank or another.
-        """
+        """Load as `RolloutEngine`; raises as `Engine.load`, NoServer on every rank if one engine ended."""
         stream = iter(weights)
 
         def take() -> None:
             try:
                 self.engine.load(stream)
             except NoServer:
-                for _ in stream:  # other ranks take part in gathering it
+                for _ in stream:  # gathering a tensor is a collective call
                     pass
                 raise
 
-        if self.engine.settings.placement == "process":  # which may end on one rank alone
+        if self.engine.settings.placement == "process":
             distributed.all_or_raise(take, (NoServer,))
         else:
             take()
@@ -109,7 +94,7 @@ class VllmRollout:
             )
         prompts = [TokensPrompt(prompt_token_ids=list(sample.prompt)) for sample in samples]
         each = [sampling_parameters(sampling, sample, self.end_ids) for sample in samples]
-        with torch.random.fork_rng(devices=[]):  # on a CPU vLLM draws from the caller's generator too
+        with torch.random.fork_rng(devices=[]):  # on a CPU vLLM advances the caller's generator
             params = [SamplingParams(**one, flat_logprobs=True) for one in each]
             outputs = llm.generate(prompts, params, use_tqdm=False)
         return [
@@ -133,7 +118,7 @@ class VllmRollout:
 
 
 def sampling_parameters(sampling: Sampling, sample: Sample, end_ids: Sequence[int]) -> dict[str, Any]:
-    """Of vLLM's SamplingParams, here and behind a URL."""
+    """Return the arguments of vLLM's SamplingParams."""
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -147,7 +132,7 @@ def sampling_parameters(sampling: Sampling, sample: Sample, end_ids: Sequence[in
 
 
 def samples_of(prompts: Sequence[Sequence[int]], groups: Sequence[int], sampling: Sampling) -> list[Sample]:
-    """Raises ValueError: a temperature that vLLM would raise."""
+    """List the responses to draw; raises ValueError for a temperature that vLLM would change."""
     if 0 < sampling.temperature < LOWEST_TEMPERATURE:
         raise ValueError(
             f"generate: temperature {sampling.temperature}, expected 0 or at least {LOWEST_TEMPERATURE}"
@@ -160,6 +145,6 @@ def samples_of(prompts: Sequence[Sequence[int]], groups: Sequence[int], sampling
 
 
 def request_seed(seed: int, group: int, sample: int) -> int:
-    """63 bits that depend on all three."""
+    """Hash the three numbers to 63 bits."""
     digest = hashlib.blake2b(f"{seed} {group} {sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,10 +1,9 @@
-"""Teachers in vLLM: responses in, each teacher's top-kappa at every response token out (pooler.py).
+"""Teachers in vLLM: the top-kappa log-probabilities of each teacher at each response token (pooler.py).
 
-LoRA teachers of one base share an engine; the base and each adapter are scored in calls of their own, as vLLM
-on a CPU gives wrong values for batches that mix them. Nothing is read from the prefix cache, since positions
-found there have no output: a prompt is computed again for each of its responses.
+LoRA teachers of one base share an engine. The base and each adapter are scored in separate calls, because
+vLLM on a CPU computes wrong values for mixed batches. Prefix caching is off: cached positions have no output.
 
-Shapes: N response tokens in flat order, M teachers, S = kappa, U given ids a token.
+Shapes: N response tokens in flat order, M teachers, S = kappa, U given ids per token.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from smopd.engine.local.teachers import empty_topk, require_vocabulary
 from smopd.engine.local.union import Dropping, others_ids, united, without_padding
 from smopd.engine.models.loading import UnusableModel, stored_dtype
 from smopd.engine.models.packing import flat_offsets
-from smopd.engine.settings import VllmSettings
+from smopd.engine.settings import Vllm
 from smopd.engine.types import Rollout, TeacherTopK
 from smopd.engine.vllm.engines import Engine, engine, exclusive, of_sharing_ranks, warm_cache
 from smopd.engine.vllm.pooler import TASK, WORKER, ask, require_head, text_config
@@ -35,49 +34,47 @@ from smopd.engine.weights.adapters import Adapter, read_adapter, same_place
 from smopd.kernels.checks import check_kappa
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
-_lora_ids = itertools.count(1)  # vLLM keeps adapters by number; none is used twice
+_lora_ids = itertools.count(1)  # vLLM keys adapters by number
 
 Ask = Callable[..., Tensor]
-"""(kappa, temperature, given_NU, known_N) -> `pooler.ask` of one teacher about the rollouts at hand."""
+"""(kappa, temperature, given_NU, known_N) -> `pooler.ask` for one teacher."""
 
 
 @dataclass(frozen=True)
 class Base:
-    """A model in vLLM and the teachers that it serves: itself, adapters of it, or both.
+    """A model in vLLM that serves itself, adapters of it, or both as teachers.
 
     Attributes:
-        role: names its engine; bases of one role take turns in it.
-        members: each teacher's number, and its adapter or None.
-        settings: of its engine, with room for the adapters.
+        role: of its engine; bases with the same role take turns in it.
+        members: each teacher's index, and its adapter or None.
     """
 
     path: str
     role: str
     n_vocab: int
     members: list[tuple[int, LoRARequest | None]]
-    settings: VllmSettings
+    settings: Vllm
 
 
 class VllmTeachers(Dropping):
-    """Serves `TeacherEngine` with vLLM, unions too.
+    """`TeacherEngine` with vLLM.
 
     Args:
-        paths: at least one; folders or hub ids of models, and folders of LoRA adapters in peft's format.
-        settings: of the engines; max_model_len is of a prompt and its response. Rank and number of adapters
-            are set to what the adapters need.
-        vocabulary: the student's. A teacher's may be larger, by padding.
-        tokens: how many of its ids are tokens; a teacher's may be as small. None: all.
-        engines: how many engines the models share; None: one each. With fewer, models take turns, and the
-            weights of each are loaded at most once a pass; union makes two passes.
-        role: tells these engines from others in the process.
+        paths: folders or hub ids of models, and folders of LoRA adapters in peft's format.
+        settings: max_model_len covers a prompt with its response.
+        vocabulary: of the student. A teacher's may be larger, by padding.
+        tokens: size of the student's tokenizer, the least vocabulary of a teacher; None: `vocabulary`.
+        engines: number of engines that the models share; None: one each. With fewer, models take turns, and
+            each loads its weights at most once per pass; a union takes two passes.
+        role: distinguishes these engines from others in the process.
     Raises:
-        FileNotFoundError, UnusableModel: a path holds no model or adapter that can be served.
+        FileNotFoundError, UnusableModel: a path has no model or adapter that can be served.
     """
 
     def __init__(
         self,
         paths: Sequence[str | Path],
-        settings: VllmSettings,
+        settings: Vllm,
         vocabulary: int,
         *,
         engines: int | None = None,
@@ -87,7 +84,7 @@ class VllmTeachers(Dropping):
         self.vocabulary, self.settings, self.n_teachers = vocabulary, settings, len(paths)
         self.bases = read_bases(paths, tokens or vocabulary, engines, role, settings)
         self.rows = min(one.n_vocab for one in self.bases)
-        self._held: dict[str, str] = {}  # the path whose weights a role has
+        self._held: dict[str, str] = {}  # by role, the path of the weights in its engine
         for one in self.bases:
             warm_cache(one.path)
             if one.role not in self._held:
@@ -97,7 +94,7 @@ class VllmTeachers(Dropping):
         return self.settings.placement == "process"
 
     def base(self, path: str | Path) -> VllmTeachers | None:
-        """The model at `path` without adapters, where some of its are here: takes turns in their engine."""
+        """Return the base model at `path`, in the engine of its adapters, or None if there are none."""
         for one in self.bases:
             if same_place(one.path) == same_place(path):
                 alone = copy.copy(self)
@@ -108,11 +105,7 @@ class VllmTeachers(Dropping):
     def score(
         self, rollouts: Sequence[Rollout], kappa: int, temperature: float, *, union: bool = False
     ) -> TeacherTopK:
-        """As `TeacherEngine`; with a union each but the last teacher is asked again, about the others' ids.
-
-        Raises:
-            ValueError: a response with its prompt is too long for an engine.
-        """
+        """Score as `TeacherEngine`. A union visits each teacher but the last a second time."""
         check_kappa("score", kappa, self.shared)
         inside, outside_N = self.inside(rollouts)
         together, mine = self._together(inside)
@@ -121,11 +114,11 @@ class VllmTeachers(Dropping):
             return empty_topk(0, self.n_teachers, kappa * (self.n_teachers if union else 1), "cpu")
         result = empty_topk(flat_offsets(together)[-1], self.n_teachers, kappa, "cpu")
         asked: list[int] = []
-        of_others: dict[int, Tensor] = {}  # by teacher, what it thinks of the others' ids
+        of_others: dict[int, Tensor] = {}  # by teacher, its log-probabilities of the others' ids
 
         def visit(ask: Ask, m: int) -> None:
             given_NU = None
-            if union and len(asked) == self.n_teachers - 1:  # now the others' ids are known
+            if union and len(asked) == self.n_teachers - 1:  # the others' ids are known
                 given_NU, _ = others_ids(result.ids_NMS, result.logps_NMS, m)
             answers = ask(kappa, temperature, given_NU)
             if given_NU is not None:
@@ -151,7 +144,7 @@ class VllmTeachers(Dropping):
     def given(
         self, rollouts: Sequence[Rollout], ids_NMU: Tensor, token_logps_NM: Tensor, temperature: float
     ) -> Tensor:
-        """As `LocalTeachers.given`. Raises as `score`."""
+        """Score given ids as `LocalTeachers.given`."""
         inside, _ = self.inside(rollouts)
         together, mine = self._together(inside)
         parts, _ = of_sharing_ranks(self.settings, (ids_NMU, token_logps_NM))
@@ -166,7 +159,7 @@ class VllmTeachers(Dropping):
         return result[mine]
 
     def _together(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], slice]:
-        """The rollouts of all ranks that share a model, less empty ones, and which tokens are this rank's."""
+        """Gather the non-empty rollouts of ranks that share a model, and the slice of this rank's tokens."""
         own = [rollout for rollout in rollouts if len(rollout.response_ids)]
         gathered, rank = of_sharing_ranks(self.settings, own)
         before = [rollout for part in gathered[:rank] for rollout in part]
@@ -179,7 +172,7 @@ class VllmTeachers(Dropping):
         visit: Callable[[Ask, int], None],
         members: Sequence[int] | None = None,
     ) -> None:
-        """Every teacher once, or those of `members`, where an engine holds the weights before the others."""
+        """Visit every teacher, or those in `members`, starting with the weights that engines hold already."""
         longest = max(len(r.prompt_ids) + len(r.response_ids) for r in rollouts)
         for base in sorted(self.bases, key=lambda base: self._held.get(base.role) != base.path):
             chosen = [one for one in base.members if members is None or one[0] in members]
@@ -207,14 +200,14 @@ class VllmTeachers(Dropping):
             convert="embed",
             pooler_config=PoolerConfig(task=TASK),
             worker_extension_cls=WORKER,
-            skip_tokenizer_init=False,  # vLLM's pooling front end asks for one
+            skip_tokenizer_init=False,  # vLLM's pooling front end needs one
         )
 
 
 def read_bases(
-    paths: Sequence[str | Path], tokens: int, engines: int | None, role: str, settings: VllmSettings
+    paths: Sequence[str | Path], tokens: int, engines: int | None, role: str, settings: Vllm
 ) -> list[Base]:
-    """The models behind the teachers, each with those that it serves, itself before its adapters."""
+    """Group the teachers by base model, the model itself before its adapters."""
     groups: dict[str, tuple[str, list[tuple[int, Adapter | None]]]] = {}
     for member, path in enumerate(paths):
         adapter = read_adapter(path)
@@ -222,7 +215,7 @@ def read_bases(
         groups.setdefault(same_place(model), (model, []))[1].append((member, adapter))
     bases = []
     for i, (model, members) in enumerate(groups.values()):
-        stored_dtype(model)  # raises in our words where there is no model
+        stored_dtype(model)  # raises if there is no model
         require_head(model)
         n_vocab, own = text_config(model).vocab_size, settings
         for member, _ in members:
@@ -230,7 +223,8 @@ def read_bases(
         served: list[tuple[int, LoRARequest | None]] = [(m, None) for m, adapter in members if not adapter]
         served += [(m, lora_request(adapter)) for m, adapter in members if adapter]
         if ranks := [lora_rank(adapter) for _, adapter in members if adapter]:
-            own = settings.model_copy(update={"max_lora_rank": max(ranks), "max_loras": len(ranks)})
+            lora = {"enable_lora": True, "max_lora_rank": max(ranks), "max_loras": len(ranks)}
+            own = settings.model_copy(update={"engine_kwargs": settings.engine_kwargs | lora})
         bases.append(Base(model, f"{role}/{i % (engines or len(groups))}", n_vocab, served, own))
     return bases
 
@@ -241,7 +235,7 @@ def lora_request(adapter: Adapter) -> LoRARequest:
 
 
 def lora_rank(adapter: Adapter) -> int:
-    """The least of vLLM's ranks that holds the adapter; UnusableModel: vLLM does not serve its kind."""
+    """Return the least LORA_RANKS that fits the adapter; raises UnusableModel if vLLM cannot serve it."""
     try:
         helper = PEFTHelper.from_dict(adapter.config)
         wanted = max([helper.r, *helper.rank_pattern.values()])

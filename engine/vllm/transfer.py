@@ -1,7 +1,7 @@
 """The receiving end of `engine.weights.transport` in vLLM.
 
-vLLM's workers import this module, which registers a weight-transfer engine. Every process that holds a model
-makes one, which also has the process end with its caller.
+vLLM's workers import this module, which registers a weight-transfer engine. A process that makes one ends
+when its caller ends.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ EXTENSION = "smopd.engine.vllm.transfer.Extension"
 
 
 class Extension:
-    """Named as a worker's extension so that the worker imports this module."""
+    """Worker extension, so that vLLM's workers import this module."""
 
     _weight_update_active: bool
 
     def forget_weight_update(self) -> None:
-        """Lets a new update begin after one whose sender died."""
+        """Allow a new update after the sender of the last one died."""
         self._weight_update_active = False
 
 
 @dataclass
 class NoInfo(WeightTransferInitInfo):
-    """Nothing has to be set up."""
+    """Empty: nothing has to be set up."""
 
 
 @dataclass
 class PartInfo(WeightTransferUpdateInfo):
-    """A file of safetensors, or its content in base64."""
+    """A safetensors file, or its content in base64."""
 
     path: str | None = None
     content: str | None = None
@@ -64,7 +64,7 @@ class PartEngine(WeightTransferEngine[NoInfo, PartInfo]):
     def start_weight_update(self) -> None:
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
-            if info.can_load():  # of an update that failed: its tensors would be loaded before the new ones
+            if info.can_load():  # drops the tensors of an update that failed
                 info.loaded_weights.clear()
                 info.load_numel = 0
         initialize_layerwise_reload(self.model)

@@ -1,4 +1,4 @@
-"""LoRA adapters in peft's format: read, checked, and loaded into the model that they were made for."""
+"""LoRA adapters in peft's format: reading, checking, and loading into their base model."""
 
 from __future__ import annotations
 
@@ -11,27 +11,22 @@ from transformers import PreTrainedModel
 
 from smopd.engine.models.loading import UnusableModel
 
-PREFIX = "base_model.model."  # of names in an adapter's files
+PREFIX = "base_model.model."  # of weight names in an adapter's files
 EMBEDDINGS = ("lm_head", "embed_tokens", "output", "wte", "embed_out")
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter in peft's format."""
+    """A LoRA adapter in peft's format; base: folder or hub id of its model."""
 
     folder: Path
     base: str
-    """The folder or hub id of the model that it was made for."""
     config: dict
 
 
 def attach(model: PreTrainedModel, adapter: Adapter, name: str) -> str:
-    """Loads the adapter into `model` beside those that it has, as `name`.
-
-    Raises:
-        UnusableModel: peft is not installed, or the adapter's weights do not fit the model.
-    """
-    try:  # transformers' own loading refuses every peft but the newest
+    """Add the adapter to `model` as `name`, which is returned; raise UnusableModel if it does not fit."""
+    try:  # transformers' own loading accepts only the newest peft
         from peft import PeftConfig, inject_adapter_in_model
         from peft.utils import load_peft_weights, set_peft_model_state_dict
     except ImportError as error:
@@ -57,19 +52,19 @@ def attach(model: PreTrainedModel, adapter: Adapter, name: str) -> str:
 
 
 def use(model: PreTrainedModel, name: str | None) -> None:
-    """From now on `model` computes with this one of its adapters, or with none."""
+    """Make `model` compute with the adapter `name`, or with none."""
     for module in model.modules():
-        if hasattr(module, "base_layer"):  # of peft's layers alone
+        if hasattr(module, "base_layer"):
             module.enable_adapters(name is not None)
             if name is not None:
                 module.set_adapter(name)
 
 
 def read_adapter(path: str | Path) -> Adapter | None:
-    """The LoRA adapter in the folder `path`, or None where it holds no adapter_config.json.
+    """Read the LoRA adapter in the folder `path`; None if there is no adapter_config.json.
 
     Raises:
-        UnusableModel: it is no LoRA, names no base, or adapts the embeddings or the head.
+        UnusableModel: it is not a LoRA, names no base, or adapts the embeddings or the head.
     """
     folder = Path(path).expanduser()
     file = folder / "adapter_config.json"
@@ -84,18 +79,16 @@ def read_adapter(path: str | Path) -> Adapter | None:
         raise UnusableModel(f"adapter {path}: peft_type is {kind!r}, expected 'LORA'")
     base = config.get("base_model_name_or_path")
     if not base:
-        raise UnusableModel(f"adapter {path}: base_model_name_or_path is empty, expected the model's place")
+        raise UnusableModel(f"adapter {path}: base_model_name_or_path is empty, expected its model")
     targets = config.get("target_modules") or []
     names = [targets] if isinstance(targets, str) else targets
     for name in [*names, *(config.get("modules_to_save") or [])]:
         if name.rsplit(".", 1)[-1] in EMBEDDINGS:
-            raise UnusableModel(
-                f"adapter {path}: adapts {name}, expected no embedding and no head (they are scored apart)"
-            )
+            raise UnusableModel(f"adapter {path}: adapts {name}, expected neither embeddings nor head")
     return Adapter(folder, str(base), config)
 
 
 def same_place(path: str | Path) -> str:
-    """One spelling for one folder; a hub id stays as it is."""
+    """Return the absolute path of a folder; a hub id is unchanged."""
     folder = Path(path).expanduser()
     return str(folder.resolve()) if folder.is_dir() else str(path)

@@ -1,4 +1,4 @@
-"""The weights that a vLLM engine must be given: names and shapes, checked streams, streams from files."""
+"""The weights that a vLLM engine needs: names and shapes, checked streams, and streams from files."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "dtype", "torch_dty
 
 @dataclass(frozen=True)
 class Architecture:
-    """What weights a model has."""
+    """Names and shapes of a model's weights, including a tied head.
+
+    identity: equal for models that can exchange weights.
+    tied: names of the input embedding and the head if they share a tensor.
+    """
 
     identity: str
-    """Equal for models whose weights can replace each other."""
     shapes: Mapping[str, torch.Size]
-    """Of the state dict, a tied head included."""
     tied: tuple[str, str] | None
-    """Names of the input embedding and of the head, where they are one tensor."""
     numbers: ModelNumbers
 
 
 def architecture_of(path: str) -> Architecture:
-    """The architecture of the causal language model at `path`, a folder or hub id. Reads no weights."""
+    """Return the architecture of the causal language model at `path` without reading weights."""
     config = AutoConfig.from_pretrained(path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -47,9 +48,9 @@ def architecture_of(path: str) -> Architecture:
 
 
 class Checked:
-    """A stream of weights that ends where one is wrong or does not come, and keeps the reason in `error`.
+    """A stream of weights that ends at the first mistake and keeps it in `error`.
 
-    It raises nothing: an exception in the middle of vLLM's loading would leave half-built layers behind.
+    It does not raise, because an exception would leave vLLM with half-loaded layers.
     """
 
     def __init__(self, architecture: Architecture, weights: Iterable[tuple[str, Tensor]]):
@@ -68,10 +69,9 @@ def checked(
     shapes: Mapping[str, torch.Size],
     tied: tuple[str, str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """`weights`, one alive at a time; a head that is tied to the embedding comes once, right behind it.
+    """Yield the weights one at a time, a tied head once and directly after the embedding.
 
-    Raises:
-        ValueError: a weight has no place in `shapes` or another shape; or at the end some are missing.
+    Raise ValueError if a weight is unknown, has another shape, or is missing at the end.
     """
     missing = set(shapes)
     for name, value in weights:
@@ -83,26 +83,28 @@ def checked(
             yield name, value
             if tied and name == tied[0] and tied[1] in missing:
                 missing.discard(tied[1])
-                yield tied[1], value  # vLLM keeps the old head where it does not come
-        del value  # before the next one is made
+                yield tied[1], value  # without it vLLM keeps the old head
+        del value  # frees it before the next one is made
     if missing:
         raise ValueError(f"load_weights: the stream lacks {len(missing)} weights, first {min(missing)!r}")
 
 
 def stored(path: str, architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
-    """The weights in the safetensors files at `path`, one at a time, less what the architecture lacks."""
+    """Yield the weights of the architecture from the safetensors files at `path`."""
     places = weight_places(path)
     if not places:
-        raise FileNotFoundError(f"model {path}: has no safetensors files, which replacing weights needs")
+        raise FileNotFoundError(
+            f"model {path}: has no safetensors files, which are needed to replace weights"
+        )
     for file_name in sorted(set(places.values())):
         with safe_open(cached_file(path, file_name), framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  no mapping
+            for name in file.keys():  # noqa: SIM118  (not a mapping)
                 if name in architecture.shapes:
                     yield name, file.get_tensor(name)
 
 
 def weight_places(path: str) -> dict[str, str]:
-    """The safetensors file of each weight of a folder or hub id, by its name there; empty where none is."""
+    """Map each weight of a folder or hub id to its safetensors file; empty if there are none."""
     single = file_at(path, SAFE_WEIGHTS_NAME)
     if single is not None:
         with safe_open(single, framework="pt") as file:
@@ -112,12 +114,12 @@ def weight_places(path: str) -> dict[str, str]:
 
 
 def file_at(path: str, name: str) -> str | None:
-    """Where the file `name` of a folder or hub id is; None where it has none."""
+    """Return the local path of the file `name` of a folder or hub id, or None."""
     return cached_file(path, name, _raise_exceptions_for_missing_entries=False)
 
 
 def identity(path: str) -> str:
-    """Differs where the weights at `path` do: its place, and what its files look like from outside."""
+    """Return a string that changes with the weights at `path`: names, sizes and times of its files."""
     folder = Path(path)
     if not folder.is_dir():
         return path

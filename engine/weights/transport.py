@@ -1,35 +1,51 @@
-"""Weights to an engine in another process, by whatever reaches it (`engine.settings.WeightTransport`).
+"""Publishing the student's weights, and sending weights to another process (`settings.WeightTransport`).
 
 files   safetensors files that the engine reads under the same path
-inline  safetensors in the requests themselves, for servers that share no folder with the trainer
+inline  safetensors inside the requests, for servers that share no folder with the trainer
 """
 
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors.torch import save, save_file
 from torch import Tensor
 
+from smopd.engine.protocols import RolloutEngine
 from smopd.engine.settings import WeightTransport
 
-PART_BYTES = 256 << 20  # ours: a part ends after the decoder layer that passes it
+if TYPE_CHECKING:
+    from smopd.engine.student.student import Student
+
+PART_BYTES = 256 << 20  # ours: a part ends with the decoder layer that exceeds it
 SHARED_MEMORY = Path("/dev/shm")
 
 
+def publish_weights(student: Student, rollouts: RolloutEngine, version: int) -> None:
+    """Load the student's weights, LoRA merged, into the rollout engine as policy `version`; collective.
+
+    Raise ValueError if `version` is not above the engine's.
+    """
+    served = rollouts.policy_version
+    if version < served or version == served > 0:  # an engine starts with version 0
+        raise ValueError(f"publish_weights: version {version}, expected one above {served}")
+    rollouts.load_weights(student.weights(), version)
+
+
 class WeightReceiver(Protocol):
-    """What takes an update; vLLM's `LLM` is one."""
+    """Receives an update; vLLM's `LLM` is one."""
 
     def start_weight_update(self) -> None: ...
 
     def update_weights(self, request: dict[str, Any]) -> None:
-        """`update_info` in it holds one part, which is read when this returns."""
+        """Load the part in `request["update_info"]`."""
         ...
 
     def finish_weight_update(self) -> None: ...
@@ -41,10 +57,9 @@ def send(
     transport: WeightTransport,
     folder: str | Path | None = None,
 ) -> None:
-    """Full tensors by their transformers names; neither side holds a second copy of the model.
+    """Send full tensors under their transformers names in parts, so that nobody holds a second copy.
 
-    Args:
-        folder: for files: one that the engine sees too; None: shared memory of this host.
+    folder: for "files", a folder that the engine sees; None: shared memory of this host.
     """
     if folder is None and SHARED_MEMORY.is_dir():
         folder = SHARED_MEMORY
@@ -66,7 +81,7 @@ def send(
 
 
 def parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Consecutive tensors of PART_BYTES or more together; a decoder layer is never split."""
+    """Group consecutive tensors into parts of at least PART_BYTES; a decoder layer is never split."""
     part: dict[str, Tensor] = {}
     size = 0
     for _, layer in groupby(weights, key=lambda item: _layer_of(item[0])):
@@ -81,14 +96,11 @@ def parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
 
 
 def on_cpu(value: Tensor) -> Tensor:
-    """A contiguous copy that shares no memory, as safetensors asks: a tied head comes twice."""
+    """Copy to contiguous memory of its own, which safetensors needs for a tied head."""
     return torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
 
 
 def _layer_of(name: str) -> str:
-    """`name` up to its first number, or the whole of it."""
-    pieces = name.split(".")
-    for i, piece in enumerate(pieces):
-        if piece.isdigit():
-            return ".".join(pieces[: i + 1])
-    return name
+    """Return `name` up to its first number: "model.layers.3"."""
+    found = re.match(r".*?\.\d+(?=\.|$)", name)
+    return found[0] if found else name

@@ -182,18 +182,17 @@ def _engine(command: Evaluation, end_ids: tuple[int, ...], longest: int) -> Roll
         from smopd.engine.local.rollout import LocalRollout
 
         return LocalRollout(load_model(path, dtype, "cuda" if on_gpu else "cpu"), end_ids)
-    from smopd.engine.settings import VllmSettings
+    from smopd.engine.settings import Vllm
     from smopd.engine.vllm.rollout import LOWEST_TEMPERATURE, VllmRollout
 
     if 0 < command.temperature < LOWEST_TEMPERATURE:
         raise ValueError(
             f"--temperature is {command.temperature}, expected 0 or at least {LOWEST_TEMPERATURE} for vllm"
         )
-    settings = VllmSettings(
-        placement="process",
-        dtype=str(dtype).removeprefix("torch."),
-        max_model_len=longest + command.max_new_tokens,
-        gpu_memory_share=GPU_SHARE if on_gpu else None,
-        sleep=False,
-    )
-    return VllmRollout(path, end_ids, settings)
+    engine_kwargs = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": longest + command.max_new_tokens,
+        "gpu_memory_utilization": GPU_SHARE if on_gpu else None,
+        "enable_sleep_mode": False,
+    }
+    return VllmRollout(path, end_ids, Vllm(placement="process", engine_kwargs=engine_kwargs))

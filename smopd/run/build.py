@@ -16,7 +16,7 @@ from smopd.engine.local.teachers import load_teachers
 from smopd.engine.models.loading import describe, load_model, load_tokenizer
 from smopd.engine.protocols import RolloutEngine, TeacherEngine
 from smopd.engine.remote.servers import Servers
-from smopd.engine.settings import Vllm, VllmSettings
+from smopd.engine.settings import Vllm
 from smopd.engine.student.student import Student
 from smopd.engine.weights.adapters import read_adapter
 from smopd.names import is_url
@@ -152,7 +152,7 @@ def require_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
         )
 
 
-def rollout_settings(settings: Settings, recipe: Settings, limit: int) -> VllmSettings:
+def rollout_settings(settings: Settings, recipe: Settings, limit: int) -> Vllm:
     """Of an engine with room for the longest responses of the recipe's runs, so that one serves them all.
 
     Args:
@@ -164,28 +164,7 @@ def rollout_settings(settings: Settings, recipe: Settings, limit: int) -> VllmSe
     return vllm_settings(settings.rollout.vllm, settings.rollout.dtype, longest)
 
 
-PLANNED = {
-    "tensor_parallel_size": "tensor_parallel_size",
-    "max_model_len": "max_model_len",
-    "gpu_memory_utilization": "gpu_memory_share",
-    "kv_cache_memory_bytes": "kv_cache_bytes",
-    "enforce_eager": "enforce_eager",
-    "enable_sleep_mode": "sleep",
-}
-"""Arguments of vllm.LLM that our engine plans with, and its own names for them."""
-
-
-def vllm_settings(section: Vllm, dtype: str, max_model_len: int) -> VllmSettings:
-    """Of an engine made with the section's engine_kwargs.
-
-    Raises:
-        ValueError: one of them is out of range.
-    """
-    more = dict(section.engine_kwargs)
-    planned = {ours: more.pop(name) for name, ours in PLANNED.items() if name in more}
-    return VllmSettings(
-        placement=section.placement,
-        dtype=dtype,
-        more=more,
-        **{"max_model_len": max_model_len, **planned},
-    )
+def vllm_settings(section: Vllm, dtype: str, max_model_len: int) -> Vllm:
+    """The section with this dtype and length where its engine_kwargs give none."""
+    engine_kwargs = {"dtype": dtype, "max_model_len": max_model_len, **section.engine_kwargs}
+    return section.model_copy(update={"engine_kwargs": engine_kwargs})

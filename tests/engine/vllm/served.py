@@ -1,4 +1,4 @@
-"""Real servers in processes of their own: vLLM's, and ours of a teacher."""
+"""Servers of vLLM and of our teachers in processes of their own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = """--dtype float32 --host 127.0.0.1 --enforce-eager --no-enable-chunked-
 
 
 class Process:
-    """A server of this test: `python -m module ... --port` in a process group of its own."""
+    """A server `python -m module ... --port` in a process group of its own."""
 
     def __init__(self, module: str, log: Path, arguments: Sequence[str]):
         with socket.socket() as free:
@@ -61,14 +61,14 @@ class Process:
             return False
 
     def kill(self) -> None:
-        """As a machine that is lost: at once, with its children; nothing where it is gone already."""
+        """Kill the server and its children at once, as the loss of a machine does."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(60)
 
     def stop(self) -> None:
         if self.process.poll() is None:
-            self.process.terminate()  # vLLM gives back its shared memory
+            self.process.terminate()  # lets vLLM free its shared memory
             try:
                 self.process.wait(60)
             except subprocess.TimeoutExpired:
@@ -81,14 +81,14 @@ class Process:
 
 
 def serve(model: Path, log: Path, *options: str, length: int = 64) -> Process:
-    """vLLM's own server of `model`, small and for a CPU."""
+    """Start vLLM's server of `model`, small and for a CPU."""
     arguments = ["--model", str(model), "--max-model-len", str(length), *SMALL, *options]
     return Process("vllm.entrypoints.openai.api_server", log, arguments)
 
 
 @contextmanager
 def serving(*servers: Process) -> Iterator[None]:
-    """Waits until all answer, and ends them."""
+    """Wait until all servers answer, and stop them at the end."""
     try:
         for server in servers:
             server.await_health()

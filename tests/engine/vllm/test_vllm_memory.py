@@ -1,4 +1,4 @@
-"""What vLLM's engines hold of a GPU, and what is held of the weights on their way to one. Needs no vLLM."""
+"""GPU memory of vLLM's engines, and memory of weights on their way to one. Needs no vLLM."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ import pytest
 import torch
 
 from smopd.engine.models.sizes import ModelNumbers, numbers_of
-from smopd.engine.settings import VllmSettings
+from smopd.engine.settings import Vllm
 from smopd.engine.vllm.memory import GIB, WORK, EngineMemory, Gpu, engine_memory, vllm_arguments
 from smopd.engine.weights.architecture import Checked, architecture_of
 from tests.engine.tiny import tiny_model
 
 TOTAL, RESERVE = 80 * GIB, 3 * GIB
-SETTINGS = VllmSettings(dtype="bfloat16", max_model_len=3328)
+
+
+def settings(**engine_kwargs: object) -> Vllm:
+    return Vllm(engine_kwargs={"dtype": "bfloat16", "max_model_len": 3328, **engine_kwargs})
+
+
+SETTINGS = settings()
 QWEN = {
     "1.5B": ModelNumbers(1_543_714_304, 28, 1536, 12, 2, 128, 151_936, True, 32_768),
     "3B": ModelNumbers(3_085_938_688, 36, 2048, 16, 2, 128, 151_936, True, 32_768),
@@ -49,10 +55,8 @@ def test_a_tied_head_goes_with_its_embedding_and_nothing_is_kept(tmp_path, place
     assert taken[taken.index(EMBEDDING) + 1] == HEAD
 
 
-def taken_by(
-    model: ModelNumbers, gpu: Gpu, settings: VllmSettings = SETTINGS, samples: bool = False
-) -> EngineMemory:
-    return engine_memory(settings, model, 2, 3328, gpu, samples=samples)
+def taken_by(model: ModelNumbers, gpu: Gpu, wanted: Vllm = SETTINGS, samples: bool = False) -> EngineMemory:
+    return engine_memory(wanted, model, 2, 3328, gpu, samples=samples)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +64,7 @@ def taken_by(
     [("1.5B", 8, 3, True), ("3B", 8, 3, True), ("7B", 8, 1, True), ("7B", 8, 2, False), ("3B", 1, 2, False)],
 )
 def test_all_that_is_awake_at_a_wake_is_on_the_gpu(name: str, gpus: int, teachers: int, second: bool) -> None:
-    """A rollout engine asleep, teachers, another one that cannot sleep, then AdamW's states."""
+    """A sleeping rollout engine, teachers, a second engine that cannot sleep, then AdamW's states."""
     model = QWEN[name]
     masters = -(-4 * model.parameters // gpus)
     free, awake = TOTAL - RESERVE - masters, 0
@@ -83,11 +87,11 @@ def test_all_that_is_awake_at_a_wake_is_on_the_gpu(name: str, gpus: int, teacher
 def test_what_is_set_is_taken_and_what_has_no_room_is_refused() -> None:
     gpu = Gpu(70 * GIB, TOTAL)
     for samples in (False, True):
-        cache = SETTINGS.model_copy(update={"kv_cache_bytes": GIB})
+        cache = settings(kv_cache_memory_bytes=GIB)
         taken = taken_by(QWEN["3B"], gpu, cache, samples)
         given = vllm_arguments(cache, taken, gpu, sleeps=False, samples=samples)
         assert taken.cache == given["kv_cache_memory_bytes"] == GIB
-        share = SETTINGS.model_copy(update={"gpu_memory_share": 0.5})
+        share = settings(gpu_memory_utilization=0.5)
         taken = taken_by(QWEN["3B"], gpu, share, samples)
         assert taken.inside == TOTAL // 2
         given = vllm_arguments(share, taken, gpu, sleeps=False, samples=samples)
@@ -103,9 +107,9 @@ def test_what_is_set_is_taken_and_what_has_no_room_is_refused() -> None:
     ("name", "parallel", "copies"), [("7B", 1, 1), ("7B", 4, 1), ("3B", 1, 0), ("3B", 4, 1)]
 )
 def test_the_poolers_head_is_whole_on_every_gpu(name: str, parallel: int, copies: int) -> None:
-    """Tied and alone it is the embedding that is there."""
-    model, settings = QWEN[name], SETTINGS.model_copy(update={"tensor_parallel_size": parallel})
-    taken = taken_by(model, Gpu(70 * GIB, TOTAL), settings)
+    """On one GPU a tied head is the embedding."""
+    model = QWEN[name]
+    taken = taken_by(model, Gpu(70 * GIB, TOTAL), settings(tensor_parallel_size=parallel))
     assert taken.total == taken.weights + taken.head + taken.cache + WORK
     head = 2 * model.head_parameters
     assert taken.head == copies * head

@@ -1,4 +1,4 @@
-"""Sampling and scoring at URLs: real servers of vLLM, which are killed and started again, and ours."""
+"""Sampling and scoring at URLs: servers of vLLM, killed and restarted, and our teacher server."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def model_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pair(model_folder):
-    """Two servers as engine/remote/rollout.py says to start them; the second may be killed."""
+    """Two servers with the options of engine/remote/rollout.py; tests may kill the second."""
     options = [*ROLLOUTS, "--max-logprobs", str(KAPPA)]
     logs = [model_folder.parent / name for name in ("first.log", "second.log")]
     both = [serve(model_folder, log, *options, length=128) for log in logs]
@@ -96,43 +96,10 @@ def test_serves_the_weights_that_it_was_sent_and_never_others(pair, transfer, mo
         rollouts.load_weights((dict(weights_of(7)) | {"model.norm.weight": torch.zeros(3)}).items(), 4)
     rollouts.load_weights(weights_of(7), 5)
     assert_serves(rollouts, 7)
-    other = remote(pair[0])  # another run, with the same version
-    other.load_weights(weights_of(8), 5)
-    with pytest.raises(NoServer, match="holds the weights"):
-        rollouts.generate(PROMPTS, GROUPS, GREEDY)
-    assert_serves(other, 8)
-
-
-def test_a_server_that_is_killed_leaves_the_others_theirs_and_comes_back(pair, monkeypatch, caplog):
-    monkeypatch.setattr("smopd.engine.weights.transport.PART_BYTES", 100_000)
-    second = pair[1]
-    rollouts = remote(*pair, transfer="inline")
-    rollouts.load_weights(weights_of(4), 1)
-    second.restart()  # with its first weights
-    assert_serves(rollouts, 4, repeats=16)  # so many that both are asked
-    assert f"{second.url} is removed: holds the weights default, expected" in caplog.text
-
-    def killing():
-        for i, weight in enumerate(weights_of(5)):
-            if i == 9:
-                second.kill()
-            yield weight
-
-    rollouts.load_weights(killing(), 2)
-    assert f"{second.url} is restored" in caplog.text
-    assert list(rollouts.servers.removed) == [second.url]
-    assert_serves(rollouts, 5)
-    second.restart()
-    rollouts.load_weights(weights_of(6), 3)
-    assert rollouts.servers.removed == {}
-    for one in pair:
-        alone = remote(one)
-        alone.run, alone.policy_version = rollouts.run, 3
-        assert_serves(alone, 6)
 
 
 def test_a_run_goes_on_when_a_server_is_killed(pair, model_folder, tmp_path):
-    steps, per_step = 8, 16
+    steps, per_step = 6, 16
     changes = {
         "model": {"factory": None, "path": str(model_folder)},
         "rollout": {"engine": "vllm", "urls": [pair[1].url, pair[0].url]},
@@ -165,13 +132,43 @@ def test_a_run_goes_on_when_a_server_is_killed(pair, model_folder, tmp_path):
     assert Counter(sample["step"] for sample in samples) == dict.fromkeys(range(1, steps + 1), per_step)
 
 
+def test_a_server_that_is_killed_leaves_the_others_theirs_and_comes_back(pair, monkeypatch, caplog):
+    monkeypatch.setattr("smopd.engine.weights.transport.PART_BYTES", 100_000)
+    second = pair[1]
+    second.kill()
+    rollouts = remote(*pair, transfer="inline")
+    rollouts.load_weights(weights_of(4), 1)
+    assert list(rollouts.servers.removed) == [second.url]
+    assert_serves(rollouts, 4)
+    second.restart()
+    rollouts.load_weights(weights_of(5), 2)
+    assert f"{second.url} is restored" in caplog.text and rollouts.servers.removed == {}
+    for one in pair:
+        alone = remote(one)
+        alone.run, alone.policy_version = rollouts.run, 2
+        assert_serves(alone, 5)
+    remote(second).load_weights(weights_of(6), 2)  # of another run
+    assert_serves(rollouts, 5, repeats=16)  # enough for both servers
+    assert "holds the weights" in rollouts.servers.removed[second.url]
+
+    def killing():
+        for i, weight in enumerate(weights_of(7)):
+            if i == 9:
+                second.kill()
+            yield weight
+
+    rollouts.load_weights(killing(), 3)
+    assert list(rollouts.servers.removed) == [second.url]
+    assert_serves(rollouts, 7)
+
+
 def test_two_ranks_share_a_server_and_the_first_sends_the_weights(pair, model_folder):
     ranks = on_two_ranks(model_folder.parent, {}, pair[0].url)
     assert_followed([rank["untied"] for rank in ranks], world_model(0)[0], world_model(0)[0])
 
 
 def test_teachers_at_both_kinds_of_server(pair, model_folder, tmp_path):
-    """A plain `vllm serve`, and ours: both say what the model says."""
+    """`vllm serve` and our server both return the model's log-probabilities."""
     remote(pair[0]).load_weights(weights_of(0), 1)
     arguments = [str(model_folder), "--vocabulary", str(VOCABULARY), "--max-model-len", "64"]
     ours, plain = Process("smopd.engine.teacher_server", tmp_path / "log", arguments), pair[0].url

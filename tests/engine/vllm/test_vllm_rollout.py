@@ -16,12 +16,13 @@ pytest.importorskip("vllm")
 
 from smopd.engine import distributed
 from smopd.engine.local.rollout import nucleus
-from smopd.engine.settings import VllmSettings
+from smopd.engine.settings import Vllm
 from smopd.engine.types import Rollout, Sampling
 from smopd.engine.vllm.rollout import VllmRollout
 from tests.engine.tiny import END, assert_sampled_by, tiny_model
 
-SETTINGS = VllmSettings(kv_cache_bytes=32 << 20, max_model_len=64)
+KWARGS = {"kv_cache_memory_bytes": 32 << 20, "max_model_len": 64}
+SETTINGS = Vllm(engine_kwargs=KWARGS)
 PROMPTS = [(5, 9, 11), (7,), (20, 21, 22, 23, 24, 25), (7,), (30, 31)]
 GROUPS = [3, 8, 9, 11, 40]
 
@@ -48,7 +49,7 @@ def tokens(rollouts: list[Rollout]) -> list[list[int]]:
 
 
 def logits(model, rollout: Rollout) -> torch.Tensor:
-    """(T, V) of the positions that predict the response."""
+    """Return (T, V) logits that predict the response."""
     ids = torch.cat([torch.tensor(rollout.prompt_ids), rollout.response_ids])[None]
     return model.eval()(ids).logits[0, len(rollout.prompt_ids) - 1 : -1].detach()
 
@@ -106,7 +107,7 @@ def test_responses_end_at_end_tokens_or_at_the_limit(saved):
 
 
 def test_more_prompts_than_one_batch_takes(rollouts):
-    """On a CPU a seeded request cannot be cut at the edge of a batch."""
+    """On a CPU a seeded request cannot be split between batches."""
     budget = rollouts.engine.llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
     prompts = [tuple(2 + (i * 7 + j) % 50 for j in range(50)) for i in range(budget // 50 + 3)]
     sampling = Sampling(max_new_tokens=2, seed=4)
@@ -124,7 +125,7 @@ def test_what_the_engine_cannot_sample_is_refused(rollouts, saved):
     with pytest.raises(ValueError, match=r"temperature 0\.005, expected 0 or at least 0\.01"):
         rollouts.generate(PROMPTS, GROUPS, Sampling(temperature=0.005, max_new_tokens=5))
     with pytest.raises(ValueError, match=r"tensor_parallel_size: got 2, expected a divisor of the 1 ranks"):
-        VllmRollout(saved, [END], SETTINGS.model_copy(update={"tensor_parallel_size": 2}))
+        VllmRollout(saved, [END], Vllm(engine_kwargs={**KWARGS, "tensor_parallel_size": 2}))
 
 
 def test_the_caller_is_left_alone(saved, group):
@@ -141,7 +142,7 @@ def test_the_caller_is_left_alone(saved, group):
         )
 
     before = state()
-    rollouts = VllmRollout(saved, [END], SETTINGS.model_copy(update={"max_model_len": 48}))
+    rollouts = VllmRollout(saved, [END], Vllm(engine_kwargs={**KWARGS, "max_model_len": 48}))
     rollouts.generate(PROMPTS, GROUPS, Sampling(n=2, max_new_tokens=4))
     for i, (old, new) in enumerate(zip(before, state(), strict=True)):
         assert old == new, f"part {i} has changed"

@@ -1,4 +1,4 @@
-"""Teachers in real vLLM against whole forward passes of transformers and peft."""
+"""Teachers in vLLM compared with forward passes of transformers and peft."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytest.importorskip("peft")
 
 from bench.harness.memory import peak_bytes
 from smopd.engine.models.loading import UnusableModel
-from smopd.engine.settings import VllmSettings
+from smopd.engine.settings import Vllm
 from smopd.engine.types import Rollout
 from smopd.engine.vllm import engines
 from smopd.engine.vllm.pooler import TeacherPooler
@@ -37,12 +37,13 @@ from tests.engine.local.teacher_truth import (
 from tests.engine.tiny import VOCABULARY, tiny_model
 
 BOUND = 1e-3
-SETTINGS = VllmSettings(kv_cache_bytes=32 << 20, enforce_eager=True)
+KWARGS = {"kv_cache_memory_bytes": 32 << 20, "enforce_eager": True}
+SETTINGS = Vllm(engine_kwargs=KWARGS)
 SCALE = 0.5
 
 
 def models() -> dict[str, torch.nn.Module]:
-    """The teachers by name; other: untied, of the same shape; scaled: its logits."""
+    """Teachers by name: other is untied and of the same shape, scaled has scaled logits."""
     made = {
         "untied": tiny_model(1),
         "tied": tiny_model(2, tied=True),
@@ -61,7 +62,7 @@ def group(lasting_group):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Of the models by name, base, and adapters 0 and 1 of it."""
+    """Folder of the models by name, base, and adapters 0 and 1 of base."""
     folder = tmp_path_factory.mktemp("teachers")
     for name, model in models().items():
         model.save_pretrained(folder / name)
@@ -73,7 +74,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, Tensor]:
-    """(N, V) log-probabilities by name."""
+    """Return (N, V) log-probabilities by name."""
     adapted = {name: by_peft(folder / "base", folder / name) for name in ("adapter0", "adapter1")}
     whole = models() | {"base": tiny_model(4)} | adapted
     found = {name: whole_logprobs(model.eval(), ROLLOUTS) for name, model in whole.items()}
@@ -82,7 +83,7 @@ def expected(folder: Path) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def serve(folder: Path) -> Callable[..., VllmTeachers]:
-    def made(*names: str, vocabulary: int = VOCABULARY, settings: VllmSettings = SETTINGS, **options):
+    def made(*names: str, vocabulary: int = VOCABULARY, settings: Vllm = SETTINGS, **options):
         return VllmTeachers([folder / name for name in names], settings, vocabulary, **options)
 
     return made
@@ -112,7 +113,7 @@ def test_models_take_turns_in_one_engine(serve, expected, monkeypatch) -> None:
     ids=["models", "adapters"],
 )
 def test_top_k_union_and_given_ids(names: list[str], temperature: float, serve, expected) -> None:
-    """Of padded vocabularies, and of a base and its adapters, which share an engine."""
+    """With padded vocabularies, and with a base and its adapters, which share an engine."""
     teachers, wanted = serve(*names), [at(expected[name], temperature) for name in names]
     assert len(teachers.bases) == (3 if "padded" in names else 1)
     own = teachers.score(ROLLOUTS, 8, temperature)
@@ -141,7 +142,7 @@ def test_equal_and_long_sequences_in_small_chunks(serve) -> None:
     ends = [(130, 240), (130, 240), (130, 150), (130, 130), (5, 250), (200, 201)]
     rollouts = [_rollout(ids[:prompt], ids[prompt:end]) for prompt, end in ends]
     more = {"max_num_batched_tokens": 48, "max_num_seqs": 48, "enable_chunked_prefill": True}
-    exact = SETTINGS.model_copy(update={"more": more, "max_model_len": 250})  # of the longest
+    exact = Vllm(engine_kwargs={**KWARGS, **more, "max_model_len": 250})  # the longest sequence
     teachers = serve("untied", settings=exact)
     wanted = whole_logprobs(tiny_model(1).eval(), rollouts)
     for _ in range(2):
@@ -184,7 +185,7 @@ def test_what_cannot_be_served_is_refused(serve, folder: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_teachers_in_a_process_of_their_own(serve, expected) -> None:
-    """They take turns in one engine there, so new weights reach it too."""
+    """They take turns in one engine, so that it takes new weights too."""
     settings = SETTINGS.model_copy(update={"placement": "process"})
     teachers = serve("untied", "other", settings=settings, engines=1)
     for _ in range(2):
@@ -204,5 +205,5 @@ def test_the_pooler_never_holds_tokens_times_vocabulary() -> None:
         return pooler.answer(hidden_ND, kappa, 0.7, ids_N, given_NU)
 
     assert answer().shape == (n_tokens, 2 * kappa + 1 + n_given)
-    assert peak_bytes(lambda: hidden_ND @ weight_VD.T, "cpu") > 0.9 * logits_bytes  # else it measures nothing
+    assert peak_bytes(lambda: hidden_ND @ weight_VD.T, "cpu") > 0.9 * logits_bytes  # checks the measurement
     assert peak_bytes(answer, "cpu") < CHUNK_BYTES_CPU + (16 << 20) < logits_bytes / 2

@@ -1,8 +1,8 @@
-"""Runs under torchrun: a sharded student trains and its weights go to vLLM, which samples before and after.
+"""Runs under torchrun: vLLM samples with the weights of a sharded student before and after it trains.
 
-Saves what each rank sampled, the weights of the student, and what teachers say of each rank's responses.
-Arguments: a folder with a saved model for each of TIED; VllmSettings as JSON; and URLs of servers of the
-untied model, which then sample for it, and nothing else is done.
+Saves each rank's responses, the student's weights, and teachers' log-probabilities of the rank's responses.
+Arguments: a folder with a saved model for each of TIED; `Vllm` as JSON; and URLs of servers of the untied
+model, which sample instead of an engine.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from smopd.engine import distributed
 from smopd.engine.remote.rollout import RemoteRollout
 from smopd.engine.remote.servers import Servers
-from smopd.engine.settings import TrainSettings, VllmSettings
+from smopd.engine.settings import TrainSettings, Vllm
 from smopd.engine.student.student import Student
 from smopd.engine.types import Rollout, Sampling
 from smopd.engine.vllm.rollout import VllmRollout
-from smopd.engine.weights.sync import publish_weights
+from smopd.engine.weights.transport import publish_weights
 from smopd.ops import LossSettings, LossTokens
 from smopd.worlds import toy_world
 from smopd.worlds.models import world_tokenizer
@@ -40,7 +40,7 @@ SAMPLINGS = {
 
 
 def train(student: Student) -> None:
-    """One large step on other responses on each rank."""
+    """Take one large step, on different responses on each rank."""
     rollouts = ragged_rollouts(distributed.rank())
     token_ids_N = torch.cat([rollout.response_ids for rollout in rollouts])
     n = len(token_ids_N)
@@ -49,7 +49,7 @@ def train(student: Student) -> None:
 
 
 def sample(rollouts: VllmRollout | RemoteRollout) -> dict[str, list[Rollout]]:
-    """Prompts are dealt out: the ranks have different numbers of them."""
+    """Sample prompts, of which the ranks have different numbers."""
     mine = range(distributed.rank(), len(PROMPTS), distributed.world_size())
     return {
         name: rollouts.generate([PROMPTS[i] for i in mine], list(mine), sampling)
@@ -79,14 +79,14 @@ def save_models(folder: Path) -> None:
 
 
 def on_two_ranks(folder: Path, settings: dict[str, Any], *urls: str) -> list[dict]:
-    """Runs this file, and returns what each rank saved."""
+    """Run this file on two ranks and return the results of each."""
     done = on_ranks(2, __file__, str(folder), json.dumps(settings), *urls)
     assert done.returncode == 0, done.stderr[-4000:]
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 
 def assert_followed(ranks: list[dict], old: PreTrainedModel, new: PreTrainedModel) -> None:
-    """Both ranks sampled by the student's weights, before and after it was trained; `new` takes these."""
+    """Check that both ranks sampled with the student's weights; `new` takes the trained ones."""
     new.load_state_dict(ranks[0]["weights"])
     for when, model in (("before", old), ("after", new)):
         made = {kind: [r for rank in ranks for r in rank[when][kind]] for kind in SAMPLINGS}
@@ -99,26 +99,26 @@ def assert_followed(ranks: list[dict], old: PreTrainedModel, new: PreTrainedMode
 
 def main() -> None:
     folder, urls = Path(sys.argv[1]), sys.argv[3:]
-    settings = VllmSettings(kv_cache_bytes=32 << 20, max_model_len=64, **json.loads(sys.argv[2]))
+    settings = Vllm.model_validate_json(sys.argv[2])
+    small = {"kv_cache_memory_bytes": 32 << 20, "max_model_len": 64, **settings.engine_kwargs}
+    settings = settings.model_copy(update={"engine_kwargs": small})
     torch.set_num_threads(1)
 
-    def model(name: str) -> PreTrainedModel:
-        return AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
-
+    shared = settings.tensor_parallel_size > 1  # each launch takes one model, so that both are covered
+    name = "tied" if shared or settings.placement == "process" else "untied"
+    model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
     with distributed.process_group() as device:
         results: dict[str, Any] = {}
         if urls:
-            untied = model("untied")
-            remote = RemoteRollout(Servers(urls), [END], 32, untied.config.vocab_size)
-            results["untied"] = run(untied, remote, device)
-        elif settings.placement == "process":  # it takes half a GB: one has to do
-            results["tied"] = run(model("tied"), VllmRollout(folder / "tied", [END], settings), device)
+            remote = RemoteRollout(Servers(urls), [END], 32, model.config.vocab_size)
+            results[name] = run(model, remote, device)
         else:
+            results[name] = run(model, VllmRollout(folder / name, [END], settings), device)
+        if not urls and settings.placement == "colocated":
             from smopd.engine.vllm.teachers import VllmTeachers  # needs vLLM
 
-            for name in TIED:
-                results[name] = run(model(name), VllmRollout(folder / name, [END], settings), device)
-            teachers = VllmTeachers([folder / name for name in TIED], settings, VOCABULARY)
+            names = TIED if shared else [name]
+            teachers = VllmTeachers([folder / name for name in names], settings, VOCABULARY)
             results[TEACHERS] = teachers.score(own_responses(distributed.rank()), KAPPA, 1.0)
         torch.save(results, folder / f"rank{distributed.rank()}.pt")
         distributed.barrier()
