@@ -1,4 +1,4 @@
-"""Files and folders that a kill leaves whole: flushed to the disk, then renamed."""
+"""Atomic writes of files and folders: flushed to the disk, then renamed."""
 
 from __future__ import annotations
 
@@ -15,19 +15,15 @@ _PROBE_BYTES = 1 << 16  # ours
 
 
 class FullDisk(RuntimeError):
-    """A disk has no room for what is to be written; says for what."""
+    """There is no space left on the disk."""
 
 
 @contextmanager
 def room_for(path: Path) -> Iterator[None]:
-    """Within it `path` is written.
-
-    Raises:
-        FullDisk: that failed, and there is no room for more.
-    """
+    """Raise FullDisk for an error inside the context that comes from a full disk."""
     try:
         yield
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except BaseException as error:  # torch's CheckpointException is not an Exception
         if not isinstance(error, FullDisk) and (_says_so(error) or _is_full(path.parent)):
             raise FullDisk(f"{path}: no space left on the disk; make room and rerun to resume") from error
         raise
@@ -41,7 +37,7 @@ def _says_so(error: BaseException | None) -> bool:
 
 
 def _is_full(folder: Path) -> bool:
-    """Whether a little more fails: torch's C++ keeps the reason to itself."""
+    """Return whether a small write fails; torch's C++ errors do not name their reason."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_PROBE_BYTES))
@@ -53,11 +49,7 @@ def _is_full(folder: Path) -> bool:
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
-    """Replaces a file: a reader or a kill meanwhile finds the old or the new one, whole. One writer.
-
-    Raises:
-        FullDisk: there is no room; the old one is still there.
-    """
+    """Replace a file atomically; after FullDisk the old one is unchanged. Call from one process at a time."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
     with room_for(path):
@@ -74,7 +66,7 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def empty_partial(final: Path) -> Path:
-    """A new folder beside `final`, to be filled and then given to `replace_folder`."""
+    """Create an empty folder beside `final`, to fill and pass to `replace_folder`."""
     partial = final.with_name(f"{final.name}.partial")
     _remove(partial)
     partial.mkdir(parents=True)
@@ -82,7 +74,7 @@ def empty_partial(final: Path) -> Path:
 
 
 def replace_folder(partial: Path, final: Path, *, flushed: bool = False) -> None:
-    """Flushes `partial` to the disk, unless that was done, and gives it its final name."""
+    """Flush `partial` to the disk unless `flushed`, and rename it to `final`."""
     if not flushed:
         for path in partial.rglob("*"):
             if path.is_file():
@@ -100,7 +92,7 @@ def _remove(path: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """fsync of a file or a folder."""
+    """Call fsync on a file or folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,8 +1,7 @@
-"""Preference models: sequence classifiers with one output that score token ids, here or behind a server.
+"""Preference models: sequence classifiers with one output that score token ids, local or behind a server.
 
-The score is the head's raw value at a sequence's last token. The head is applied here, in fp32: transformers'
-own forward reads the last token that is not the pad token, which is an earlier one where a chat ends with an
-end token that pads too. Shapes: B sequences, T positions, D hidden.
+The score is the head's raw output at the last token, in fp32. transformers' own forward would skip end tokens
+that are also the pad token. Shapes: B sequences, T positions, D hidden.
 """
 
 from __future__ import annotations
@@ -22,28 +21,26 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from smopd.engine.models.loading import UnusableModel, load_errors, stored_dtype
 from smopd.engine.remote.servers import Request, RetryPolicy, Servers
 
-# Of safe-rlhf and align-anything, which trained Beaver and the paper's pair: there the head is called so.
+# Name of the head in safe-rlhf and align-anything, which trained Beaver and the paper's pair.
 HEAD_NAMES = {r"^score_head\.": "score."}
 
 TokenIds = Sequence[int]
 
 
 class LocalPreferenceModel:
-    """A preference model in transformers.
+    """A preference model in transformers, in its stored dtype on a GPU and in fp32 on the CPU.
 
     Args:
         path: a folder or hub id.
-        device: None is the GPU of this process's LOCAL_RANK where there is one, otherwise the CPU. Weights
-            have the stored dtype on a GPU and float32 on the CPU; the head is fp32.
-    Attributes:
-        max_tokens: the longest sequence that it takes.
+        device: None: the GPU of LOCAL_RANK, or the CPU.
     Raises:
-        FileNotFoundError, UnusableModel: as `engine.models.load_model`; or it has no trained head of one
-            output that reads single tokens.
+        FileNotFoundError, UnusableModel: there is no such model, or no trained head of one output.
     """
 
     def __init__(self, path: str | Path, device: torch.device | str | None = None):
-        self.device = torch.device(device) if device is not None else default_device()
+        if device is None and torch.cuda.is_available():
+            device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
+        self.device = torch.device(device or "cpu")
         stored = stored_dtype(path)
         model, self._head = _load(path, torch.float32 if self.device.type == "cpu" else stored)
         self._decoder: nn.Module = getattr(model, model.base_model_prefix).to(self.device)
@@ -52,18 +49,16 @@ class LocalPreferenceModel:
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[TokenIds], batch_tokens: int) -> list[float]:
-        """The raw score of each sequence as an fp32 number, in order; equal sequences have equal scores.
+        """Return the raw score of each sequence of 1 to `max_tokens` ids; equal sequences have equal scores.
 
-        Args:
-            sequences: of 1 to `max_tokens` ids.
-            batch_tokens: most tokens scored at once, padding counted; a longer sequence goes alone.
+        batch_tokens: limit of a batch, padding included; a longer sequence is a batch of one.
         """
         return by_batches(sequences, batch_tokens, lambda batches: [self._batch(batch) for batch in batches])
 
     def _batch(self, sequences: Sequence[TokenIds]) -> list[float]:
         ids_BT = pad_sequence([torch.tensor(sequence) for sequence in sequences], batch_first=True)
         lengths_B = torch.tensor([len(sequence) for sequence in sequences])
-        real_BT = (torch.arange(ids_BT.shape[1]) < lengths_B[:, None]).long()  # the padding may be any id
+        real_BT = (torch.arange(ids_BT.shape[1]) < lengths_B[:, None]).long()  # any id may pad
         states_BTD = self._decoder(
             input_ids=ids_BT.to(self.device), attention_mask=real_BT.to(self.device), use_cache=False
         ).last_hidden_state
@@ -72,15 +67,9 @@ class LocalPreferenceModel:
 
 
 class RemotePreferenceModel:
-    """As `LocalPreferenceModel`, at `vllm serve MODEL --runner pooling` at one or more URLs.
+    """`LocalPreferenceModel` on servers of one model, each `vllm serve MODEL --runner pooling`.
 
-    Ids are sent, so that chat template, truncation and special tokens are ours; the activation that vLLM
-    would put over the score is turned off.
-
-    Args:
-        urls: servers of the same model.
-    Raises:
-        NoServer: none answers as a model server does.
+    Requests hold ids, so that chat template and truncation are ours, and turn off vLLM's activation.
     """
 
     def __init__(self, urls: Sequence[str], retry: RetryPolicy | None = None):
@@ -94,7 +83,7 @@ class RemotePreferenceModel:
         return by_batches(sequences, batch_tokens, self._batches)
 
     def _batches(self, batches: Sequence[Sequence[TokenIds]]) -> list[list[float]]:
-        first = next(iter(self._names.values()))  # of servers that have come up since
+        first = next(iter(self._names.values()))  # for servers that came up later
 
         def request(url: str, batch: Sequence[TokenIds]) -> Request:
             body = {"model": self._names.get(url, first), "input": [list(ids) for ids in batch]}
@@ -108,10 +97,10 @@ def by_batches(
     batch_tokens: int,
     score: Callable[[list[list[TokenIds]]], list[list[float]]],
 ) -> list[float]:
-    """The scores of sequences in order, from a function that scores batches of about equal lengths.
+    """Score the sequences in batches of similar length, and return the scores in order.
 
-    Equal sequences are scored once: in batches of different shape they would differ by rounding, and a group
-    of equal rewards would no longer be one.
+    Equal sequences are scored once. In batches of different shapes they would differ by rounding, so that a
+    group of equal rewards would get advantages.
     """
     keys = [tuple(sequence) for sequence in sequences]
     if not all(keys):
@@ -127,38 +116,30 @@ def by_batches(
     return [values[key] for key in keys]
 
 
-def default_device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-
-
 def _load(path: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, nn.Linear]:
-    """The model and its head. `stored_dtype` has found a config at `path`."""
+    """Load the model and its head from `path`, which has a config."""
     with load_errors(path):
         found: Any = AutoModelForSequenceClassification.from_pretrained(
             str(Path(path).expanduser()) if str(path).startswith("~") else str(path),
-            num_labels=1,  # some of these models' configs do not say it; the weights do
+            num_labels=1,  # missing in the config of some models
             dtype=dtype,
             key_mapping=HEAD_NAMES,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
     model, report = found
-    kind = type(model).__name__
-    mistakes = []
-    for key, stored, ours in report["mismatched_keys"]:
-        outputs = "a preference model has one output: " if key.startswith("score.") else ""
-        mistakes.append(f"{outputs}{key} has shape {tuple(stored)}, expected {tuple(ours)} in a {kind}")
+    mistakes = [
+        f"{key} has shape {tuple(stored)}, expected {tuple(ours)}"
+        for key, stored, ours in report["mismatched_keys"]
+    ]
     if not isinstance(getattr(model, "score", None), nn.Linear):
-        mistakes.append(f"a {kind} has no linear head `score` over single tokens, expected a decoder's one")
-    if missing := sorted(report["missing_keys"]):
-        untrained = "; it was not trained as a preference model" if missing == ["score.weight"] else ""
-        mistakes.append(f"its files lack {', '.join(missing[:3])} of a {kind}{untrained}")
-    if extra := sorted(key for key in report["unexpected_keys"] if key.startswith("score")):
-        mistakes.append(f"has {', '.join(extra)}, which a {kind}'s head does not use")
+        mistakes.append("has no linear head `score` over single tokens")
+    mistakes += [f"its files lack {key}" for key in sorted(report["missing_keys"])]
+    extra = sorted(key for key in report["unexpected_keys"] if key.startswith("score"))
+    mistakes += [f"its head does not use {key}" for key in extra]
     if mistakes:
-        raise UnusableModel(f"model {path}: {mistakes[0]}")
+        kind = type(model).__name__
+        raise UnusableModel(f"model {path}: is not a {kind} trained with one output: {mistakes[0]}")
     return model.eval().requires_grad_(False), model.score
 
 
@@ -168,7 +149,7 @@ def _name_and_length(answer: httpx.Response) -> tuple[str, int]:
 
 
 def _scores(url: str, answer: httpx.Response, batch: Sequence[TokenIds]) -> list[float]:
-    """The scores of one answer of /classify, rounded to fp32."""
+    """Read the scores of an answer of /classify."""
     outputs = [row["probs"] for row in sorted(answer.json()["data"], key=lambda row: row["index"])]
     values_B = torch.tensor(outputs, dtype=torch.float32)
     if values_B.shape != (len(batch), 1) or not bool(values_B.isfinite().all()):

@@ -1,8 +1,7 @@
-"""Processes that end with the one that they serve, also where that one is killed. Imports no torch.
+"""Processes that end with their parent or caller, even if that is killed. Imports no torch.
 
-`die_with_parent` is Linux's own signal, where the process is a child of the one that it serves.
-`end_with_caller` looks once a second instead: vLLM may put a process of its own between, and the signal comes
-with the end of the thread that started a process, which for an engine is not always the caller's main one.
+`die_with_parent` uses Linux's parent-death signal. vLLM's engines use `end_with_caller`, which polls, because
+vLLM may put a process in between, and because the signal fires when the thread that started a process ends.
 """
 
 from __future__ import annotations
@@ -21,11 +20,12 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 CALLER = "SMOPD_ENGINE_CALLER"
-"""The environment variable with the process that an engine of its own process serves."""
-SAME_SECONDS = 2.0  # ours: a launcher and a whole job's manager may send one signal to a process, both
+"""Environment variable with the process id of an engine's caller."""
+SAME_SECONDS = 2.0
+"""Ours: equal signals closer than this are one, as a launcher and a job manager may both send it."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """SIGHUP: the terminal is gone. SIGUSR1: Slurm's warning before a time limit (#SBATCH --signal)."""
-PARENT_SECONDS = 1.0  # ours: between looks at whether it lives
+PARENT_SECONDS = 1.0  # ours: polling interval
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -34,7 +34,7 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def die_with_parent(parent: int) -> None:
-    """Asks Linux to end this process with its parent, `parent`; ends it where that is gone already."""
+    """Kill this process when its parent `parent` ends (Linux), or now if it has ended."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -42,14 +42,14 @@ def die_with_parent(parent: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Asks Linux to make this process the parent of what its children leave behind."""
+    """Make this process the parent of its orphaned descendants (Linux)."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kill_below(process: int) -> None:
-    """Kills all that descends from `process`, whatever groups and sessions it has made; not the process."""
-    for _ in range(100):  # what is stopped first can start no other; a fork may fall between two looks
+    """Kill all descendants of `process`, in any process group or session."""
+    for _ in range(100):  # stopped processes cannot fork; repeat for those that forked before
         found = below(process)
         for signal_number in (signal.SIGSTOP, signal.SIGKILL):
             for each in found:
@@ -60,26 +60,26 @@ def kill_below(process: int) -> None:
 
 
 def below(process: int) -> list[int]:
-    """The children of `process` and theirs that run; Linux."""
+    """Return the running descendants of `process` (Linux)."""
     return [each for child in children(process) for each in (child, *below(child))]
 
 
 def children(process: int) -> list[int]:
-    """Those that run; Linux."""
+    """Return the running children of `process` (Linux)."""
     found: list[int] = []
-    with suppress(OSError):  # it may end meanwhile
+    with suppress(OSError):  # it may have ended
         for thread in Path(f"/proc/{process}/task").iterdir():
             found += map(int, (thread / "children").read_text().split())
     return [child for child in found if runs(child)]
 
 
 def runs(process: int) -> bool:
-    """Whether it is there and is no zombie."""
+    """Return whether the process exists and is no zombie."""
     return _state_and_parent(process)[0] not in ("Z", "X")
 
 
 def _state_and_parent(process: int) -> tuple[str, int]:
-    """Of /proc/PID/stat; ("X", 0) where there is no such process any more."""
+    """Read /proc/PID/stat; ("X", 0) if there is no such process."""
     try:
         state, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
     except OSError:
@@ -89,11 +89,11 @@ def _state_and_parent(process: int) -> tuple[str, int]:
 
 @contextmanager
 def interrupts_withheld() -> Iterator[None]:
-    """Processes that are started within it never see a SIGINT: a terminal sends one to all of a command's.
+    """Start processes that ignore SIGINT, which a terminal sends to all processes of a command.
 
-    One that comes meanwhile is handled at the end.
+    This process handles an interrupt when the context ends.
     """
-    resource_tracker.ensure_running()  # where it has to start, it takes the signal up again
+    resource_tracker.ensure_running()  # starting it would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -102,7 +102,7 @@ def interrupts_withheld() -> Iterator[None]:
 
 
 def end_with_caller() -> None:
-    """Ends this process, and vLLM's own between them, soon after CALLER, which a SIGKILL keeps from it."""
+    """Kill this process, and vLLM's process above it, soon after CALLER has ended."""
     if CALLER not in os.environ:
         return
     caller, above, spawner = int(os.environ[CALLER]), os.getppid(), multiprocessing.parent_process()
@@ -112,7 +112,7 @@ def end_with_caller() -> None:
     def watch() -> None:
         while _state_and_parent(processes[0])[1] == caller:
             time.sleep(PARENT_SECONDS)
-        for process in processes:  # the last is this one
+        for process in processes:  # this one is the last
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 

@@ -43,8 +43,6 @@ ONE_CANDIDATE = Request(GENERATE, json={"token_ids": [0], "sampling_params": ONE
 class RemoteRollout:
     """`RolloutEngine` and `WeightReceiver` for servers of one model; rank 0 sends the weights.
 
-    Send weights before sampling.
-
     Args:
         end_ids: tokens that end a response.
         longest: maximum length of a prompt with its response.
@@ -104,21 +102,17 @@ class RemoteRollout:
                 f"a response of group {sample.group} ended by {reason!r} with {tuple(ids.shape)} tokens and "
                 f"{len(logps_T)} log-probabilities, expected as many of both, at most {longest}"
             )
-        integers = ids.dtype == torch.int64 or not len(ids)
-        if not integers or bool(((ids < 0) | (ids >= self.vocabulary)).any()):
+        if (len(ids) and ids.dtype != torch.int64) or bool(((ids < 0) | (ids >= self.vocabulary)).any()):
             raise ValueError(f"token_ids hold others than integers from 0 to {self.vocabulary - 1}")
         require_logprobs("logprobs", logps_T)
         if not bool(logps_T.isfinite().all()):
             raise ValueError("a sampled token has the log-probability -inf, expected a finite one")
-        finished = reason == "stop"
-        return Rollout(sample.prompt, ids.long(), logps_T, sample.group, finished, policy_version=version)
+        return Rollout(
+            sample.prompt, ids.long(), logps_T, sample.group, reason == "stop", policy_version=version
+        )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Send full tensors under their transformers names, to restored servers as well; collective.
-
-        Raises:
-            NoServer: no server took them.
-        """
+        """Send full tensors under their transformers names, to restored servers as well; collective."""
         for removed in distributed.gather_objects(self.servers.removed):
             self.servers.removed.update(removed)
         stream, trouble = iter(weights), None
@@ -135,12 +129,7 @@ class RemoteRollout:
         self.policy_version = version
 
     def load_path(self, path: str) -> None:
-        """Send the model at `path`, a folder or hub id, as version 0; collective.
-
-        Raises:
-            NoServer: no server took it.
-            ValueError: a weight is missing from its files or has another shape.
-        """
+        """Send the model at `path`, a folder or hub id, as version 0; collective."""
         architecture = architecture_of(path)
         checked = Checked(architecture, stored(path, architecture))
         self.load_weights(checked if distributed.rank() == 0 else (), 0)

@@ -80,13 +80,11 @@ def http_client() -> httpx.AsyncClient:
 async def ask(
     http: httpx.AsyncClient, url: str, request: Request, read: Callable[[httpx.Response], A], seconds: float
 ) -> A:
-    """Send a request to the server at `url` and return `read(response)`.
+    """Return `read(response)` of the server at `url`; any failure raises ServerUnavailable.
 
     Args:
         read: runs in a thread; may raise any exception on a malformed answer.
         seconds: deadline for the last byte of the answer.
-    Raises:
-        ServerUnavailable: on any failure.
     """
     try:
         response = await asyncio.wait_for(_exchange(http, url, request), seconds)
@@ -154,8 +152,6 @@ class Servers:
     Attributes:
         removed: reason of removal by URL.
         bad_answers: number of malformed answers so far.
-    Raises:
-        ValueError: `urls` is empty or has a duplicate.
     """
 
     def __init__(self, urls: Sequence[str], retry: RetryPolicy | None = None):
@@ -175,19 +171,11 @@ class Servers:
         return [url for url in self.urls if url not in self.removed]
 
     def ask(self, url: str, request: Request, read: Callable[[httpx.Response], A]) -> A:
-        """Return `read(response)` of one server, which is not removed on failure.
-
-        Raises:
-            ServerUnavailable: every attempt failed.
-        """
+        """Return `read(response)` of one server; on failure raise ServerUnavailable without removing it."""
         return self._run(self._ask(url, request, read))
 
     def each(self, request: Request, read: Callable[[httpx.Response], A]) -> dict[str, A]:
-        """Send a request to every server at once, remove those that fail, and return `read` of the others.
-
-        Raises:
-            NoServer: none answered.
-        """
+        """Ask every server, remove those that fail, and return `read` by URL; raise NoServer if all fail."""
 
         async def one(url: str) -> None:
             try:
@@ -207,22 +195,26 @@ class Servers:
         items: Sequence[T],
         read: Callable[[str, httpx.Response, T], A],
     ) -> list[A]:
-        """Distribute one request per item over the servers and return the results in order.
+        """Distribute one request per item over the servers, and return the results in order.
 
         Args:
             request: (url, item) -> request; called again if the item moves to another server.
             read: (url, response, item) -> result; the server is removed if it raises.
         Raises:
-            NoServer: all servers were removed.
+            NoServer: every server has been removed.
         """
         answers: dict[int, A] = {}
 
         async def work(url: str, waiting: asyncio.Queue[int]) -> None:
             while url not in self.removed:
                 i = await waiting.get()
+
+                def read_item(answer: httpx.Response, item: T = items[i]) -> A:
+                    return read(url, answer, item)
+
                 try:
                     made = await asyncio.to_thread(request, url, items[i])
-                    answers[i] = await self._ask(url, made, lambda answer, i=i: read(url, answer, items[i]))
+                    answers[i] = await self._ask(url, made, read_item)
                 except ServerUnavailable as error:
                     self.remove(url, str(error))
                     waiting.put_nowait(i)
@@ -237,9 +229,11 @@ class Servers:
                 for url in self.alive
                 for _ in range(min(self.retry.concurrency, len(items)))
             ]
-            all_answered, none_left = asyncio.create_task(waiting.join()), asyncio.gather(*workers)
+            all_answered = asyncio.create_task(waiting.join())
+            none_left = asyncio.gather(*workers)
+            either: list[asyncio.Future[Any]] = [all_answered, none_left]
             try:
-                await asyncio.wait([all_answered, none_left], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if not all_answered.done():
                     await none_left  # raises the error of a worker
             finally:
@@ -311,10 +305,10 @@ class Servers:
             raise
 
     def _run_each(self, one: Callable[[str], Coroutine[Any, Any, None]], urls: Sequence[str]) -> None:
-        async def all_at_once() -> None:
+        async def all_urls() -> None:
             await asyncio.gather(*map(one, urls))
 
-        self._run(all_at_once())
+        self._run(all_urls())
 
     def _pause_checks(self, url: str, seconds: float) -> None:
         if monotonic() >= self._paused_until.get(url, 0.0):  # only once for all requests in flight

@@ -28,8 +28,7 @@ def pack(**tensors: Tensor) -> bytes:
 def unpack(content: bytes, **fields: tuple[torch.dtype, tuple[int | None, ...]]) -> list[Tensor]:
     """Return the named tensors after checking dtype and shape; None matches any size.
 
-    Raises:
-        ValueError, KeyError, SafetensorError: the content is malformed.
+    Malformed content raises ValueError, KeyError or SafetensorError.
     """
     tensors = load(content)
     for name, (dtype, shape) in fields.items():

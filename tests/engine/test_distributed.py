@@ -1,4 +1,4 @@
-"""The process that a trainer runs in."""
+"""Memory, process groups and time-outs of a training process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_freed_buffers_are_not_faulted_in_again() -> None:
 LEFT_TO_GLOO = """
 import sys, torch, torch.distributed as dist
 from smopd.engine.distributed import process_group
-sys.setswitchinterval(100)  # seconds: who waits for the GIL gets it only where it is given up
+sys.setswitchinterval(100)  # seconds: a thread gets the GIL only when another releases it
 with process_group():
     torch.kept = dist.group.WORLD  # as a device mesh does
     tensors = [torch.ones(1 << 16) for _ in range(200)]
@@ -64,7 +64,7 @@ import os, time, torch, torch.distributed as dist
 from smopd.engine import distributed
 with distributed.process_group():
     group = dist.new_group([0, 1])  # as of a device mesh
-    with distributed.collective_timeout(2.0):
+    with distributed.collective_timeout(1.0):
         distributed.barrier()
         for each in (None, group) if distributed.rank() == 0 else ():
             begun = time.monotonic()
@@ -73,7 +73,7 @@ with distributed.process_group():
             except RuntimeError:
                 print("waited", time.monotonic() - begun, flush=True)
     if distributed.rank() == 1:
-        time.sleep(10)
+        time.sleep(6)
     os._exit(0)
 """
 
@@ -83,4 +83,4 @@ def test_who_waits_for_a_rank_that_stands_still_fails_in_time(tmp_path: Path) ->
     (tmp_path / "waits.py").write_text(WAITS)
     ran = on_ranks(2, str(tmp_path / "waits.py"))
     waited = [float(line.split()[1]) for line in ran.stdout.splitlines() if line.startswith("waited")]
-    assert len(waited) == 2 and all(1.9 < seconds < HANG_SECONDS for seconds in waited)
+    assert len(waited) == 2 and all(0.9 < seconds < HANG_SECONDS for seconds in waited)

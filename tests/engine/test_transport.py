@@ -1,4 +1,4 @@
-"""Weights in parts to a receiver; vLLM's receivers are tested in tests/engine/vllm."""
+"""Sending weights in parts; tests/engine/vllm tests vLLM's receivers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP servers on the loopback that answer as a test says."""
+"""HTTP servers on the loopback with scripted answers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 Answer = tuple[int, Any] | None
-"""Status and body (bytes, or what JSON can hold); None hangs up."""
+"""Status and body (bytes or JSON); None closes the connection."""
 
 
 class Loopback:
-    """`answer(path, body)` is called for each request, under a lock unless `parallel`; a GET has no body."""
+    """Calls `answer(path, body)` for each request, under a lock unless `parallel`; a GET has no body."""
 
     def __init__(self, answer: Callable[[str, bytes], Answer], *, parallel: bool = False):
         self.calls: list[str] = []
@@ -60,7 +60,7 @@ class Loopback:
 
 
 class Raw(Loopback):
-    """Answers each connection by `write(send)`, as nobody should."""
+    """Answers each connection with the raw bytes of `write(send)`."""
 
     def __init__(self, write: Callable[[Callable[[bytes], None]], None]):
         class Handler(StreamRequestHandler):

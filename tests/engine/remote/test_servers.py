@@ -1,4 +1,4 @@
-"""Servers that are busy, die, hang, flood, come back or refuse: no request is lost."""
+"""Servers that are busy, die, hang, flood, refuse or come back: no request is lost."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 1000000000\r\n"
 
 
 def sending(head, piece, pause):
-    """Sends `piece` for ever behind `head`."""
+    """Return a writer that sends `head` and then `piece` forever."""
 
     def write(send):
         send(head)
@@ -95,7 +95,7 @@ def read(url, answer, item):
     return answer.text
 
 
-FAULTS = {  # what a server answers, why it is removed, whether /health answers
+FAULTS = {  # answer, reason of removal, whether /health answers
     "busy for ever": (says(503), "/echo: status 503: no", True),
     "refused": (says(400), "/echo: status 400: no", True),
     "unprintable": (says(401, b"\x1b[2Jno"), "/echo: status 401: \ufffd[2Jno", True),

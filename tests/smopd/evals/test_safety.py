@@ -113,7 +113,7 @@ def test_an_unusable_preference_model_is_one_line_before_anything_is_sampled(tmp
     for more, message in (
         (
             [tmp_path / "two", "--max-tokens", "256"],
-            "--harmless: model .*two: a preference model has one output",
+            "--harmless: model .*two: is not a Qwen2ForSequenceClassification trained with one output",
         ),
         ([tmp_path / "one"], "--helpful: .* max_tokens is 2048, expected at most 512"),
         ([tmp_path / "none", "--max-tokens", "256"], "--harmless: model .*none"),

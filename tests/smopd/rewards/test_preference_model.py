@@ -128,7 +128,7 @@ def test_what_is_no_preference_model_is_one_line(model, tmp_path):
     causal = tmp_path / "causal"
     Qwen2ForCausalLM(config(byte_tokenizer())).save_pretrained(causal)
     byte_tokenizer().save_pretrained(causal)
-    mistake(UnusableModel, "lack score.weight .* was not trained as a preference model", causal)
+    mistake(UnusableModel, "not a .* trained with one output: its files lack score.weight", causal)
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     bert = BertForSequenceClassification(BertConfig(vocab_size=300, num_labels=1, **sizes))
     bert.save_pretrained(tmp_path / "bert")
