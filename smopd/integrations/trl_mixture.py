@@ -77,11 +77,7 @@ def require_readable(model: Any, name: str) -> None:
 
 
 def load_teacher(trainer: Any, teacher: Any) -> Any:
-    """Load a teacher, freeze it and prepare it with the trainer's accelerator.
-
-    Raises:
-        ValueError: another tokenizer, a smaller vocabulary, or as `require_readable`.
-    """
+    """Load a teacher, check it, freeze it and prepare it with the trainer's accelerator."""
     args, own_tokens = trainer.args, vocabulary_of(trainer)
     if isinstance(teacher, str | os.PathLike):
         name = str(teacher)

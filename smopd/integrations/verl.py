@@ -218,7 +218,7 @@ def estimator(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
             )
         rewards_KR = np.array([list(columns[key]) for key in keys], dtype=np.float32)  # None becomes NaN
         rewards_RK = torch.from_numpy(rewards_KR.T.copy()).to(response_mask.device)
-        _, groups = np.unique(list(index), return_inverse=True)
+        groups = np.unique(list(index), return_inverse=True)[1]
         group_R = torch.from_numpy(groups).to(response_mask.device)
         lengths_R = response_mask.sum(-1)
         # v1 pads with copies without tokens, which have no weight when whitening over tokens.

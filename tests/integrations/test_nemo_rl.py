@@ -1,7 +1,7 @@
-"""SmopdLossFn against NeMo-RL's loss protocol, against its forward KL where they coincide, and smopd.ops.
+"""SmopdLossFn compared with NeMo-RL's loss protocol and forward KL, and with smopd.ops.
 
-NeMo-RL is source only and imports Ray and CUDA packages: a stand-in has the names of its protocol, as of
-nemo_rl/algorithms/loss/interfaces.py in 0.6 to 0.8.
+NeMo-RL is source only and imports Ray and CUDA packages. A stand-in has the protocol of
+nemo_rl/algorithms/loss/interfaces.py in versions 0.6 to 0.8.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ B, T, V, M, S = 3, 7, 50, 2, 6
 
 
 def write_host(folder: Path, version: str) -> Path:
-    """A package nemo_rl with the names of the protocol, installed in `folder` as far as importlib knows."""
+    """Write a package nemo_rl with the protocol and metadata that importlib finds."""
     package = folder / "nemo_rl" / "algorithms" / "loss"
     package.mkdir(parents=True)
     (package / "interfaces.py").write_text(INTERFACES)
@@ -65,7 +65,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def batch(n_teachers: int = M) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits of a micro-batch and its data, as a NeMo-RL worker has them."""
+    """Return logits and data of a micro-batch in NeMo-RL's form."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(B, T, V, generator=generator).requires_grad_()
     teachers = [torch.randn(B, T, V, generator=generator).topk(S) for _ in range(n_teachers)]
@@ -80,7 +80,7 @@ def batch(n_teachers: int = M) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def call(loss_fn: SmopdLossFn, logits: Tensor, data: dict[str, Any]) -> tuple[Tensor, dict[str, float]]:
-    """As the host's workers do it: everything by keyword, the loss input unpacked."""
+    """Call the loss as NeMo-RL's workers do, by keyword."""
     loss_input = {"logits": logits}
     return loss_fn(
         data=data,
@@ -102,7 +102,7 @@ def test_it_follows_the_protocol(host: Path) -> None:
     parameters = inspect.signature(SmopdLossFn.__call__).parameters
     assert [*parameters] == ["self", "data", "global_valid_seqs", "global_valid_toks", "logits"]
     assert parameters["logits"].kind is inspect.Parameter.KEYWORD_ONLY
-    sent = pickle.loads(pickle.dumps(loss_fn))  # it travels to the workers
+    sent = pickle.loads(pickle.dumps(loss_fn))  # it is sent to the workers
     logits, data = batch()
     assert call(sent, logits, data)[0] == call(loss_fn, logits, data)[0]
 

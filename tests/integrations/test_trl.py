@@ -1,4 +1,4 @@
-"""TRL's trainers with teachers against TRL's own, where SMOPD's objective has nothing to add."""
+"""TRL's trainers with teachers compared with TRL's own, with settings that make them equal."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.integrations.tiny_trl import (
 
 
 def pair(what: str, folder: Path, student: Any = None, **options: Any) -> tuple[Any, Any]:
-    """SMOPD's trainer where it has nothing to add, and TRL's."""
+    """Return SMOPD's trainer, with settings that make it equal to TRL's, and TRL's."""
     if what == "grpo":
         ours = grpo(folder / "ours", [teacher(1)], student, opd_coef=0.0, **options)
         args = GRPOConfig(**settings(folder / "theirs", num_generations=2, **options))
@@ -58,7 +58,7 @@ def without_a_tools_tokens(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def weighted(width: int) -> Any:
-    """By vLLM's importance weights, of sequences or tokens."""
+    """Add vLLM's importance weights, per sequence or per token."""
     ratio = 2 * torch.rand(4, width, generator=torch.Generator().manual_seed(4))
     return lambda inputs: inputs | {"importance_sampling_ratio": ratio}
 
@@ -88,7 +88,7 @@ def test_loss_and_gradients_are_trls(
     ours, theirs = pair(what, tmp_path, student, **options)
     plain = with_old_logps(ours, completions(ours)) | {"advantages": ADVANTAGES}
     inputs = change(plain) if change else plain
-    theirs.use_vllm = "importance_sampling_ratio" in inputs  # its loss reads the weights only then
+    theirs.use_vllm = "importance_sampling_ratio" in inputs  # otherwise its loss ignores the weights
     loss, gradients = loss_and_gradients(ours, inputs)
     expected, expected_gradients = loss_and_gradients(theirs, inputs)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-7)
@@ -100,7 +100,7 @@ def test_loss_and_gradients_are_trls(
 
 @pytest.mark.parametrize("what", ["distillation", "grpo"])
 def test_whole_runs_with_accumulation_and_evaluation_are_trls(tmp_path: Path, what: str) -> None:
-    """Two micro-batches a step. The same seed samples the same completions while the student is the same."""
+    """Two micro-batches per step. Equal students sample equal completions with the same seed."""
     options = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
@@ -127,7 +127,7 @@ def test_whole_runs_with_accumulation_and_evaluation_are_trls(tmp_path: Path, wh
 
 @pytest.mark.parametrize("fp32_head", [False, True], ids=["bf16 head", "fp32 head"])
 def test_under_autocast_the_head_is_trls(tmp_path: Path, fp32_head: bool) -> None:
-    """fp32 weights and bf16=True, TRL's defaults: its log-probabilities of an unchanged student are ours."""
+    """TRL's defaults, fp32 weights and bf16=True, give an unchanged student a ratio of 1."""
     options = {"bf16": True, "loss_type": "bnpo", "cast_lm_head_to_fp32": fp32_head}
     ours, theirs = pair("grpo", tmp_path, **options)
     inputs = completions(ours) | {"advantages": ADVANTAGES}
@@ -179,7 +179,7 @@ def test_trls_metrics_of_the_loss_are_there(tmp_path: Path, loss_type: str) -> N
 
 
 def scored(trainer: Any, *columns: list[float]) -> dict:
-    """A rollout batch, two groups of two, with these rewards."""
+    """Return a rollout batch of two groups of two with these rewards."""
     trainer.reward_funcs = [lambda column=column, **_: column for column in columns]
     trainer.model.train()
     return trainer._generate_and_score_completions([dict(PROMPTS[i // 2]) for i in range(4)])
@@ -211,13 +211,6 @@ def test_advantages_are_ours_over_all_responses(
     assert list(trainer._logs["advantages"]) == expected.tolist()
 
 
-def test_trls_advantages_are_the_anchor_unless_others_are_chosen(tmp_path: Path) -> None:
-    batch, expected = (
-        scored(trainer, [1.0, 0.0, 2.0, 3.0], [0.0, 0.0, 0.5, 0.7]) for trainer in pair("grpo", tmp_path)
-    )
-    torch.testing.assert_close(batch["advantages"], expected["advantages"], rtol=0, atol=0)
-
-
 def test_a_teacher_is_asked_once_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, asked = grpo(tmp_path, [teacher(1)], num_iterations=3, steps_per_generation=1), []
     ask = type(trainer)._topk
@@ -228,7 +221,7 @@ def test_a_teacher_is_asked_once_a_batch(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("by_path", [False, True], ids=["padded rows", "more tokens, and the student's rows"])
 def test_tokens_that_the_student_has_not_are_left_out(tmp_path: Path, by_path: bool) -> None:
-    """As Qwen's padded rows, and as <think> of a Qwen3 teacher for a Qwen2.5 student."""
+    """For example Qwen's padded rows, or <think> of a Qwen3 teacher with a Qwen2.5 student."""
     more, size = teacher(1), teacher(1).config.vocab_size
 
     def padded(model: Any) -> Any:

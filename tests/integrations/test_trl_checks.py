@@ -1,4 +1,4 @@
-"""What TRL's trainers with teachers refuse: settings, teachers, models that the loss cannot read."""
+"""Settings, teachers and students that the TRL trainers refuse."""
 
 from __future__ import annotations
 

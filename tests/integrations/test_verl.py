@@ -105,7 +105,7 @@ def data_of(
 
 
 def predicting_responses() -> Tensor:
-    """(N,) mask of the rows whose next token is of a response."""
+    """Return an (N,) mask of the rows that predict response tokens."""
     places = [torch.arange(length) for length in LENGTHS]
     kept = [
         (place >= prompt - 1) & (place < length - 1)
@@ -138,7 +138,7 @@ def our_config(**settings: Any) -> Any:
 
 
 def loss_of(config: Any, data: TensorDict, student: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """verl's two calls: in the logits processor and after it."""
+    """Call the loss as verl does, in the logits processor and after it."""
     compute = smopd_verl.losses.distillation_ppo_loss
     columns = compute(ACTOR, distillation(config), data=data, student_logits=student)
     output = {name: column[0] for name, column in columns.items()}
@@ -146,10 +146,10 @@ def loss_of(config: Any, data: TensorDict, student: Tensor) -> tuple[Tensor, dic
 
 
 def test_one_teacher_without_tail_is_verls_loss_without_its_clamp() -> None:
-    """Through verl's distillation_ppo_loss. verl clamps a negative token at 0, and its gradient with it."""
+    """Through verl's distillation_ppo_loss, whose clamp zeroes negative tokens and their gradients."""
     ids, logps = top(1)
     student = logits()
-    with torch.no_grad():  # with more mass on the support than the teacher has there
+    with torch.no_grad():  # more mass on the support than the teacher has
         student[0, ::2] = student[0, ::2].scatter(1, ids[::2].long(), 12 + logps[::2])
     per_token = topk_forward_kl(student[0], ids[:, 0], ids, logps)[1]
     mask = predicting_responses()
@@ -212,7 +212,7 @@ def test_what_would_clamp_or_shard_is_refused() -> None:
 
 
 class Student(nn.Module):
-    """A language model of which verl's engine takes the logits, packed or padded."""
+    """A language model for verl's engine, packed or padded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,12 +225,12 @@ class Student(nn.Module):
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """verl names an accelerator's index, or fails."""
+    """verl expects an accelerator."""
     monkeypatch.setattr(transformer_impl, "get_device_id", lambda: "cpu")
 
 
 def engine(student: nn.Module) -> Any:
-    """verl's engine without its process groups, as verl's own test of its outputs has it."""
+    """Return verl's engine without process groups, as in verl's own tests."""
     made = object.__new__(transformer_impl.FSDPEngineWithLMHead)
     made.module, made.use_ulysses_sp, made.pad_to_length = student, False, False
     made.engine_config = SimpleNamespace(entropy_checkpointing=False)
@@ -250,7 +250,7 @@ def engine(student: nn.Module) -> Any:
 def test_the_loss_of_verls_engine(
     stored: Any, temperature: float, remove_padding: bool, task_rewards: bool
 ) -> None:
-    """verl's ppo_loss, if asked for, plus distillation_loss_coef times the mean KL at temperature 1."""
+    """It is distillation_loss_coef times the mean KL at temperature 1, plus ppo_loss with task rewards."""
     config = our_config(use_task_rewards=task_rewards, distillation_loss_coef=0.3)
     loss_function = partial(
         smopd_verl.losses.distillation_ppo_loss, config=ACTOR, distillation_config=distillation(config)
@@ -281,7 +281,7 @@ def test_the_loss_of_verls_engine(
 
 @contextmanager
 def sequence_parallel(rank: int, size: int) -> Iterator[None]:
-    """verl's Ulysses group as a rank of it sees it, without the others."""
+    """Set up verl's Ulysses group in one rank, without the others."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     smopd_verl.ulysses.set_ulysses_sequence_parallel_group(dist.group.WORLD)
     try:
@@ -313,7 +313,7 @@ def test_each_rank_of_a_sequence_gets_its_own_rows(size: int) -> None:
 
 
 class Client:
-    """A teacher's server: its top log-probabilities at each position, the questions counted."""
+    """A teacher's server with top log-probabilities at each position and a counter of requests."""
 
     def __init__(self, seed: int) -> None:
         self.ids, self.logps = top(seed)
@@ -357,7 +357,7 @@ def test_all_teachers_are_asked_and_mixed_and_the_loss_is_the_mixtures(merge: bo
     torch.testing.assert_close(logps, expected.logps_NS, rtol=1e-5, atol=1e-6)
     student = logits()
     loss, metrics = loss_of(config, data_of(ids.long(), logps), student)
-    supported = torch.zeros(N, V).scatter(1, ids.long(), 1.0)  # each token once, though pooled ones repeat
+    supported = torch.zeros(N, V).scatter(1, ids.long(), 1.0)  # counts repeated tokens once
     mass_N = (student[0].softmax(-1) * supported).sum(-1)[predicting_responses()]
     assert metrics["distillation/student_mass"] == pytest.approx(mass_N.mean().item(), rel=1e-5)
     kl = topk_forward_kl(student[0], ids[:, 0], expected.ids_NS, expected.logps_NS, tail=True)[1]
@@ -392,7 +392,7 @@ def save_tokenizer(folder: Path, tokens: dict[str, int]) -> str:
 
 
 def start_teachers(config: Any, student: str, teachers: dict[str, str]) -> None:
-    """verl's own manager, up to where it starts the teachers' servers."""
+    """Run verl's manager until it starts the teachers' servers."""
     manager = object.__new__(smopd_verl.teacher_model.MultiTeacherModelManager)
     manager.config = OmegaConf.create({"actor_rollout_ref": {"model": {"path": student}}})
     models = {key: SimpleNamespace(model_path=path) for key, path in teachers.items()}

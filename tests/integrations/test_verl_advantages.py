@@ -1,4 +1,4 @@
-"""SMOPD's advantages in verl's two trainers: against its GDPO where they coincide, smopd.ops elsewhere."""
+"""SMOPD's advantages in verl's two trainers, compared with verl's GDPO and with smopd.ops."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ REWARDS: dict[str, list[float | None]] = {
 
 @pytest.mark.parametrize("rejected", [[], [2], range(4)], ids=["none rejected", "one", "a whole group"])
 def test_gdpo_over_tokens_is_verls_gdpo(rejected: Iterable[int]) -> None:
-    """Also where verl's rollout correction has taken all tokens of a response."""
+    """Also if verl's rollout correction rejects all tokens of a response."""
     data = rollouts(REWARDS)
     data.batch["response_mask"][list(rejected)] = 0
     ours, theirs = (
@@ -85,7 +85,7 @@ def test_gdpo_and_gd2po_are_smopds() -> None:
 
 
 class Queue:
-    """The transfer queue that verl's v1 trainer keeps its batch in: what was asked of it, what was put."""
+    """The transfer queue of verl's v1 trainer; records the columns read and written."""
 
     def __init__(self, columns: dict[str, Any]) -> None:
         self.columns, self.put, self.asked = columns, {}, []
@@ -101,7 +101,7 @@ class Queue:
 
 
 def v1_queue(rewards: dict[str, list[float | None]], n_padding: int = 0) -> Queue:
-    """The responses, with n_padding of verl's own padding behind them."""
+    """Return a queue with the responses and n_padding of verl's padding."""
     said = [dict(zip(rewards, row, strict=True)) for row in zip(*rewards.values(), strict=True)]
     samples = [
         {
@@ -147,7 +147,7 @@ def v1_trainer(estimator: str, **settings: Any) -> SimpleNamespace:
 def test_verls_v1_trainer_finds_the_rewards(
     estimator: str, n_padding: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own _compute_advantage, on a queue in this process: the same advantages as the legacy trainer's."""
+    """The v1 trainer's _compute_advantage gives the same advantages as the legacy trainer."""
     queue = v1_queue(REWARDS, n_padding)
     monkeypatch.setattr(smopd_verl.v1_trainer, "tq", queue)
     settings = {"gdpo_reward_keys": KEYS, "gdpo_reward_weights": [0.7, 0.3]}

@@ -34,7 +34,7 @@ THEIR_TESTS = (
 
 
 def documented() -> tuple[list[str], list[str]]:
-    """The overrides of docs/integrations.md: of its command, and of the mixture's settings."""
+    """Return the overrides in docs/integrations.md: of the command, and of the mixture."""
     chapter = (ROOT / "docs" / "integrations.md").read_text().split("\n## verl\n")[1].split("\n## ")[0]
     command, settings = re.findall(r"```bash\n(.*?)```", chapter.replace("\\\n", " "), re.DOTALL)
     variable, overrides = command.split("python -m verl.trainer.main_ppo ...")
@@ -49,7 +49,7 @@ def composed(overrides: list[str]) -> Any:
 
 
 def merged_runtime_env(config: Any) -> Any:
-    """The variables of Ray's workers, put together as verl.trainer.main_ppo does."""
+    """Return the environment variables of Ray's workers, merged as in verl.trainer.main_ppo."""
     default = get_ppo_ray_runtime_env(config)
     return OmegaConf.merge(default, config.ray_kwargs.ray_init.runtime_env).env_vars
 

@@ -82,7 +82,7 @@ def hosts_own(
 
 
 def teacher(seed: int):
-    """A model that is surer of its tokens than a random one."""
+    """Return a random model with larger logits."""
     model, _ = world_model(seed)
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(20)
@@ -106,7 +106,7 @@ def lora(model: Any) -> Any:
 
 
 def completions(trainer, seed: int = 0, rows: int = 4) -> dict[str, torch.Tensor]:
-    """Ragged completions as TRL hands them to its loss: left-padded prompts, right-padded completions."""
+    """Return ragged completions in TRL's form: left-padded prompts, right-padded completions."""
     generator = torch.Generator().manual_seed(seed)
     size = trainer.model.config.vocab_size
     prompt_mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1]])[:rows]
@@ -121,7 +121,7 @@ def completions(trainer, seed: int = 0, rows: int = 4) -> dict[str, torch.Tensor
 
 
 def with_old_logps(trainer: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same completions, sampled from a policy some way off."""
+    """Return the completions with log-probabilities of a different policy."""
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
     with torch.no_grad():

@@ -1,9 +1,9 @@
-"""Two ranks of a TRL trainer with two teachers against one process: three steps that any number takes alike.
+"""TRL's trainers with two teachers, three steps on two ranks compared with one process.
 
-    -m tests.integrations.trl_worker {ddp,fsdp2,zero3} {distillation,grpo} FOLDER
+    -m tests.integrations.trl_worker {ddp,fsdp2,zero3} FOLDER
 
-Completions are greedy and advantages depend on the prompt, so that a step is the same however it is shared
-out. Rank 0 writes what came of it to FOLDER/MODE.pt.
+Completions are greedy and advantages depend on the prompt, so that any number of ranks takes the same steps.
+Rank 0 saves the results to FOLDER/MODE.pt.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tests.integrations.tiny_trl import distillation, grpo, teacher
 from tests.ranks import on_ranks
 
 ROWS = 4
+TRAINERS = ("distillation", "grpo")
 ZERO_3 = {
     "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
     "zero_allow_untested_optimizer": True,
@@ -35,7 +36,7 @@ FSDP_2 = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_a
 
 
 class ByPrompt(SMOPDGRPOTrainer):
-    """A group's greedy responses are equal, and rewards of their own would cancel."""
+    """Advantages by prompt: the greedy responses of a group are equal, so that their rewards would cancel."""
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         batch = super()._generate_and_score_completions(inputs)
@@ -69,13 +70,16 @@ def trained(what: str, folder: Path, ranks: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def assert_steps_of_one_process(folder: Path, mode: str, what: str) -> str:
-    """Three steps' losses and parameter changes; returns the class that wrapped the student."""
-    words = ("-m", "tests.integrations.trl_worker", mode, what, str(folder))
-    done = on_ranks(2, *words)
+def assert_steps_of_one_process(folder: Path, mode: str, wrapped: str) -> None:
+    """Compare losses and parameter changes of both trainers; `wrapped` is the class around the student."""
+    done = on_ranks(2, "-m", "tests.integrations.trl_worker", mode, str(folder))
     assert done.returncode == 0, done.stderr[-4000:]
-    both = torch.load(folder / f"{mode}.pt")
-    one = trained(what, folder / "one", ranks=1)
+    for what, both in torch.load(folder / f"{mode}.pt").items():
+        assert both["wrapped"] == wrapped
+        assert_same_steps(both, trained(what, folder / what, ranks=1))
+
+
+def assert_same_steps(both: dict[str, Any], one: dict[str, Any]) -> None:
     assert len(one["losses"]) == 3
     for name in ("losses", "kl"):
         assert both[name] == pytest.approx(one[name], rel=1e-5)
@@ -87,11 +91,10 @@ def assert_steps_of_one_process(folder: Path, mode: str, what: str) -> str:
         torch.testing.assert_close(
             both["change"][name], expected, rtol=1e-4, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
         )
-    return both["wrapped"]
 
 
 def shard_on_cpus() -> None:
-    """accelerate turns FSDP on where there are accelerators; gloo's ranks pass for such here."""
+    """Let accelerate use FSDP on gloo, although it requires accelerators."""
     started = PartialState.__init__
 
     def start(self: PartialState, *given: Any, **named: Any) -> None:
@@ -103,17 +106,17 @@ def shard_on_cpus() -> None:
 
 
 if __name__ == "__main__":
-    mode, what, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    mode, folder = sys.argv[1], Path(sys.argv[2])
     options: dict[str, Any] = {"ddp": {}, "zero3": {"deepspeed": ZERO_3}}.get(mode, {})
     if mode == "zero3":
         import deepspeed
 
-        # As smopd.engine.deepspeed: else it compiles for a minute what serves inference alone.
+        # As in smopd.engine.deepspeed: skips a minute of compiling an inference operator.
         vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     if mode == "fsdp2":
         shard_on_cpus()
         options = {"fsdp": True, "fsdp_config": FSDP_2}
-    found = trained(what, folder / "out", ranks=2, **options)
+    found = {what: trained(what, folder / "out", ranks=2, **options) for what in TRAINERS}
     if dist.get_rank() == 0:
         torch.save(found, folder / f"{mode}.pt")
     dist.destroy_process_group()
