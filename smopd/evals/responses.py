@@ -91,7 +91,9 @@ def given_responses(given: str, suite: Suite, whole: Sequence[Item]) -> tuple[Su
     if len(by_key) < len(keys):
         raise ValueError(f"{path}: expected each key once, got {len(keys) - len(by_key)} repeated")
     if unknown := by_key.keys() - {item.key for item in whole}:
-        raise ValueError(f"{path}: {len(unknown)} keys are not in the suite, first {min(unknown)!r}")
+        raise ValueError(
+            f"{path}: {len(unknown)} keys are not in the suite, first {min(map(str, unknown))!r}"
+        )
     chosen = [i for i, item in enumerate(suite.items) if item.key in by_key]
     if not chosen:
         raise ValueError(f"{path}: has no response to any of the {len(suite.items)} items")

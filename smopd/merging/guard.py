@@ -71,7 +71,10 @@ class Judged:
 
 def given(merge: Merge) -> list[Candidate]:
     """Return all combinations of the models' `keep` and `exclude`; one without a guard."""
-    choices = [[Part(*part) for part in product([1.0], each.keep, each.exclude)] for each in merge.models]
+    choices = [
+        [Part(keep=keep, exclude=exclude) for keep, exclude in product(each.keep, each.exclude)]
+        for each in merge.models
+    ]
     return [Candidate(_name(merge, parts), parts, merge.rule) for parts in product(*choices)]
 
 

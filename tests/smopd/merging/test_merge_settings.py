@@ -28,7 +28,6 @@ def one(**changes: Any) -> dict[str, Any]:
     ("merge", "said"),
     [
         ({"rule": "tie"}, 'rule: got "tie", expected sum|ties|ram; did you mean ties?'),
-        (one(keep=[0.1, 2]), "models.0.keep.1: got 2, expected number > 0, <= 1"),
         (one(keep=[0.1, 1]), "models.0.keep: got [0.1, 1.0], expected one without a guard"),
         (one(exclude="("), "models.0.exclude.0: got '(', expected a regular expression"),
         (one(reward="style"), "models.0.reward: 'style' is none of ['accuracy', 'format']"),

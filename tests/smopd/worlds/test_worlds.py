@@ -52,19 +52,6 @@ def test_exact_format_has_the_stated_rate():
     assert abs(exact - n * rate) < 4 * math.sqrt(n * rate)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: toy_world.prompts(0, 1), "n is 0, expected at least 1"),
-        (lambda: toy_world.prompts(1, 1, split="test"), "split is 'test', expected one of train, heldout"),
-        (lambda: toy_world.demonstrations(1, 1, format_rate=0.6), "format_rate is 0.6, expected 0 to 0.512"),
-    ],
-)
-def test_arguments_out_of_range_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
 def user(text):
     return [{"role": "user", "content": text}]
 
@@ -112,17 +99,23 @@ def test_world_model_is_its_seeds_and_loads_again(world, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
+    ("call", "message"),
     [
-        ({"hidden_size": 48}, "hidden_size is 48, expected a multiple of heads = 2 of at least 64"),
-        ({"hidden_size": 100, "heads": 3}, "hidden_size is 100, expected a multiple of heads = 3"),
-        ({"layers": 0}, "max_positions are 0, 2, 2, 192 and 256, expected at least 1"),
-        ({"kv_heads": 3}, "kv_heads is 3, expected a divisor of heads = 2"),
+        (lambda: toy_world.prompts(0, 1), "n is 0, expected at least 1"),
+        (lambda: toy_world.prompts(1, 1, split="test"), "split is 'test', expected one of train, heldout"),
+        (lambda: toy_world.demonstrations(1, 1, format_rate=0.6), "format_rate is 0.6, expected 0 to 0.512"),
+        (lambda: world_model(0, hidden_size=48), "hidden_size is 48, expected a multiple of heads = 2 of at"),
+        (
+            lambda: world_model(0, hidden_size=100, heads=3),
+            "hidden_size is 100, expected a multiple of heads",
+        ),
+        (lambda: world_model(0, layers=0), "max_positions are 0, 2, 2, 192 and 256, expected at least 1"),
+        (lambda: world_model(0, kv_heads=3), "kv_heads is 3, expected a divisor of heads = 2"),
     ],
 )
-def test_sizes_that_do_not_fit_are_named(sizes, message):
+def test_arguments_out_of_range_are_named(call, message):
     with pytest.raises(ValueError, match=message):
-        world_model(0, **sizes)
+        call()
 
 
 def test_qwen_vocab_model_has_qwens_ids_and_template_and_loads_again(data_set, tmp_path):
