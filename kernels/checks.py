@@ -1,6 +1,6 @@
-"""Checks of arguments; an error says the operation, the argument, what came and what was expected.
+"""Argument checks. An error names the operation, the argument, its value and what was expected.
 
-Shapes, dtypes and devices are checked always, ids on a CPU alone: elsewhere asking would synchronise.
+Ids are checked on a CPU only: elsewhere the check would synchronize.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from smopd.kernels import dispatch
 from smopd.kernels.tokens import counted
-from smopd.kernels.types import AdvantageOptions, LossSettings, LossTokens, loss_target
+from smopd.kernels.types import AdvantageOptions, LossSettings, LossTokens, is_int, is_number, loss_target
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTS = (torch.int32, torch.int64)
 WHITENINGS = ("responses", "tokens", None)
-COLUMNS = ("old_logp_N", "kl_weight_N", "ent_weight_N", "reverse_adv_N", "reverse_weight_N")  # may be None
+OPTIONAL = ("old_logp_N", "kl_weight_N", "ent_weight_N", "reverse_adv_N", "reverse_weight_N")
 
 
 def _shape(sizes: Sequence[object]) -> str:
@@ -35,7 +35,7 @@ def check_tensor(
     *,
     like: tuple[str, Tensor] | None = None,
 ) -> None:
-    """sizes: a number is required, a letter stands for any size. like: (name, tensor) it has to match."""
+    """Check a tensor. A letter in `sizes` allows any size; `like` is (name, tensor) to match."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} is {type(value).__name__}, expected a tensor of shape {_shape(sizes)}")
     fits = len(value.shape) == len(sizes) and all(
@@ -71,7 +71,7 @@ def check_linear(op: str, hidden_ND: Any, weight_VD: Any, bias_V: Any, chunk_byt
 
 
 def check_kappa(op: str, kappa: Any, n_vocab: int | None = None) -> None:
-    if isinstance(kappa, bool) or not isinstance(kappa, int) or kappa < 0:
+    if not is_int(kappa) or kappa < 0:
         raise ValueError(f"{op}: kappa is {kappa!r}, expected an integer of at least 0")
     if n_vocab is not None and kappa > n_vocab:
         raise ValueError(f"{op}: kappa is {kappa}, expected at most V = {n_vocab}")
@@ -109,7 +109,7 @@ def check_teachers(
 def _check_weights(
     op: str, name: str, value: Any, models: str, want: tuple[int, int], like: tuple[str, Tensor]
 ) -> None:
-    """One number a model, of all rows or of each. models: how their number is written."""
+    """Check a weight per model, for all rows or for each. models: the number of models, as text."""
     if not isinstance(value, Tensor):
         raise TypeError(
             f"{op}: {name} is {type(value).__name__}, expected a tensor of shape ({models},) or (N, {models})"
@@ -133,17 +133,17 @@ def check_product(
     if n_models == 0:
         raise ValueError(f"{op}: ids_NMS has shape {tuple(ids_NMS.shape)}, expected the reference among M")
     _check_weights(op, "weights", weights, "M - 1", (n_rows, n_models - 1), like)
-    is_int = isinstance(reference, int) and not isinstance(reference, bool)
-    if not is_int or not -n_models <= reference < n_models:
+    if not is_int(reference) or not -n_models <= reference < n_models:
         raise ValueError(
             f"{op}: reference is {reference!r}, expected an integer of {-n_models} to {n_models - 1}, to "
             f"match ids_NMS {tuple(ids_NMS.shape)}"
         )
-    for name, value, least in (("clip", clip, "above 0"), ("keep_raised", keep_raised, "of at least 0")):
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        fits = is_number and (value > 0 or (value == 0 and name == "keep_raised"))
-        if value is not None and not fits:
-            raise ValueError(f"{op}: {name} is {value!r}, expected None or a finite number {least}")
+    if clip is not None and not (is_number(clip) and clip > 0):
+        raise ValueError(f"{op}: clip is {clip!r}, expected None or a finite number above 0")
+    if keep_raised is not None and not (is_number(keep_raised) and keep_raised >= 0):
+        raise ValueError(
+            f"{op}: keep_raised is {keep_raised!r}, expected None or a finite number of at least 0"
+        )
 
 
 def check_loss_tokens(op: str, tokens: LossTokens, settings: LossSettings, like: tuple[str, Tensor]) -> None:
@@ -152,9 +152,9 @@ def check_loss_tokens(op: str, tokens: LossTokens, settings: LossSettings, like:
     if not isinstance(settings, LossSettings):
         raise TypeError(f"{op}: settings is {type(settings).__name__}, expected LossSettings")
     check_token_ids(op, tokens.token_ids_N, like)
-    for name in ("adv_N", "pg_weight_N", *COLUMNS):
+    for name in ("adv_N", "pg_weight_N", *OPTIONAL):
         value = getattr(tokens, name)
-        if value is not None or name not in COLUMNS:
+        if value is not None or name not in OPTIONAL:
             check_tensor(op, name, value, (like[1].shape[0],), FLOATS, like=like)
     has_target = tokens.target_ids_NS is not None or tokens.target_logps_NS is not None
     has_teachers = tokens.teacher_ids_NMS is not None or tokens.teacher_logps_NMS is not None
@@ -193,7 +193,7 @@ def check_rewards(op: str, rewards_RK: Any, group_R: Any, options: AdvantageOpti
 
 
 def require_ids(op: str, name: str, ids: Tensor, n_vocab: int, live: Tensor | None = None) -> None:
-    """Raises ValueError: an id is outside [0, n_vocab). live: the slots that count, where some do not."""
+    """Check that the ids are in [0, n_vocab). live: a mask of the ids to check."""
     bad = (ids < 0) | (ids >= n_vocab)
     bad = bad if live is None else bad & live
     if bool(bad.any()):
@@ -208,7 +208,7 @@ def require_token_ids(op: str, token_ids_N: Tensor | None, n_vocab: int) -> None
 
 
 def require_loss_ids(op: str, tokens: LossTokens, settings: LossSettings, n_vocab: int) -> None:
-    """Raises ValueError: an id that a token which counts will use is outside [0, n_vocab)."""
+    """Check the token and target ids of the tokens with a nonzero weight."""
     if tokens.token_ids_N.device.type != "cpu":
         return
     counted_N, target = counted(tokens), loss_target(tokens, settings)
@@ -216,8 +216,8 @@ def require_loss_ids(op: str, tokens: LossTokens, settings: LossSettings, n_voca
     if target is None or not bool(((target.ids < 0) | (target.ids >= n_vocab)).any()):
         return
     name, ids_NS, logps_NS = "target_ids_NS", target.ids, target.logps
-    if target.log_alpha is not None:  # the union keeps some of the candidates alone
-        unite = dispatch.definition("teacher_mixture")
-        union = unite(target.ids, target.logps, target.log_alpha, target.kappa, merge=target.merge)
-        name, ids_NS, logps_NS = "teacher_ids_NMS", union.ids_NS, union.logps_NS
+    if target.log_alpha is not None:  # ids that the mixture drops may be anything
+        candidates = (target.ids, target.logps, target.log_alpha, target.kappa)
+        mixture = dispatch.definition("teacher_mixture")(*candidates, merge=target.merge)
+        name, ids_NS, logps_NS = "teacher_ids_NMS", mixture.ids_NS, mixture.logps_NS
     require_ids(op, name, ids_NS, n_vocab, (logps_NS > -torch.inf) & counted_N[:, None])

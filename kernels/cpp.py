@@ -1,8 +1,6 @@
-"""The C++ backend on the CPU: smopd._C (csrc/cpu) behind the signatures that every backend has.
+"""The C++ backend: smopd._C (csrc/cpu) with the functions that every backend has.
 
-Logits are fp32, bf16 or fp16; log-probabilities and weights go to the kernels as fp32.
-
-Shapes: N tokens, V vocabulary, M teachers, S support entries (kappa).
+Logits are fp32, bf16 or fp16; log-probabilities and weights are passed as fp32.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from smopd.kernels.types import (
     loss_target,
 )
 
-COLUMNS = (  # of LossTokens, in the operator's order
+COLUMNS = (  # of LossTokens, in the order of the operator's schema
     "adv_N",
     "pg_weight_N",
     "old_logp_N",
@@ -38,10 +36,10 @@ COLUMNS = (  # of LossTokens, in the operator's order
 
 @functools.cache
 def unavailable() -> str | None:
-    """None if smopd._C can be loaded, else why not."""
+    """Return None if smopd._C can be loaded, else the reason."""
     try:
         importlib.import_module("smopd._C")
-        torch.ops.smopd.loss_rows_cpu  # noqa: B018  (an attribute error says that it is not registered)
+        torch.ops.smopd.loss_rows_cpu  # noqa: B018  (raises AttributeError if it is not registered)
     except (ImportError, OSError, AttributeError) as error:
         return f"smopd._C cannot be loaded ({error})"
     return None
@@ -57,9 +55,9 @@ def topk_logprobs(
 
 
 class RunningTopK:
-    """topk_logprobs, to the bit, of rows whose logits come a piece of the vocabulary at a time, in order."""
+    """topk_logprobs over consecutive pieces of the vocabulary, with the same bits."""
 
-    step = 2048  # kBlockLength: the length of every piece but the last is a multiple
+    step = 2048  # kBlockLength: every piece but the last has a multiple of it
 
     def __init__(self, like: Tensor, n_rows: int, kappa: int, token_ids_N: Tensor | None, temperature: float):
         self.kappa, self.token_ids_N, self.temperature = kappa, token_ids_N, temperature
@@ -70,9 +68,9 @@ class RunningTopK:
         torch.ops.smopd.topk_piece_cpu(logits_NP.detach(), *options, *self.known)
 
     def result(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """ids, logps, token_logp ((0,) without tokens), and which rows they are right for, (N,) bool.
+        """Return ids, logps, token_logp ((0,) without tokens) and valid, (N,) bool.
 
-        Not right are rows with a NaN or with fewer than kappa logits above -inf.
+        Rows with a NaN or with fewer than kappa logits above -inf are not valid.
         """
         options = (self.kappa, self.token_ids_N is not None, self.temperature)
         return torch.ops.smopd.topk_end_cpu(*self.known, *options)
@@ -92,9 +90,9 @@ def teacher_product(
 ) -> Mixture:
     n_rows, n_models, _ = ids_NMS.shape
     weights_NM = _float(weights).expand(n_rows, n_models - 1)
-    own = options.reference
-    parts = (weights_NM[:, :own], weights_NM.new_zeros(n_rows, 1), weights_NM[:, own:])
-    arguments = (ids_NMS, _float(logps_NMS), torch.cat(parts, 1), kappa, *astuple(options))
+    at = options.reference
+    weights_NM = torch.cat((weights_NM[:, :at], weights_NM.new_zeros(n_rows, 1), weights_NM[:, at:]), 1)
+    arguments = (ids_NMS, _float(logps_NMS), weights_NM, kappa, *astuple(options))
     return Mixture(*torch.ops.smopd.teacher_product_cpu(*arguments))
 
 

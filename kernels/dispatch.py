@@ -1,7 +1,7 @@
-"""Which backend serves an operation on a tensor: C++ (cpp) on a CPU, Triton on a GPU, else plain PyTorch.
+"""Choice of the backend: C++ (cpp) on a CPU, Triton on a GPU, else plain PyTorch (reference).
 
 SMOPD_BACKEND=reference|cpp|triton forces one; a call that it cannot serve raises (triton on a CPU needs
-TRITON_INTERPRET=1). What has no kernel in C++ is served on a CPU by the reference, beside cpp too.
+TRITON_INTERPRET=1). Operations without a C++ kernel run on the reference even if cpp is forced.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ MODULES: dict[str, dict[str, str]] = {
     "draw": {"reference": "reference.draw", "triton": "triton.draw"},
     "advantages": {"reference": "reference.advantages", "triton": "triton.advantages"},
 }
-"""Operation -> backend -> the module of smopd.kernels whose function of that name serves it."""
+"""Operation -> backend -> the module of smopd.kernels with the function of that name."""
 
 _log = logging.getLogger("smopd")
 
 
 def serving(op: str, tensor: Tensor, **facts: Any) -> Callable[..., Any]:
-    """The function that serves op on this tensor's device and dtype.
+    """Return the function that computes op for a tensor of this device and dtype.
 
-    facts: what else a backend's limits depend on, where the operation has it: n_vocab (where the tensor is
-        not the logits), kappa, n_support entries of a target, n_pooled candidates of the teachers.
+    facts: other inputs of a backend's limits: n_vocab (if the tensor is not the logits), kappa, n_support
+        target entries, n_pooled candidates of the teachers.
 
     Raises:
         ValueError: SMOPD_BACKEND is none of BACKENDS.
@@ -54,18 +54,18 @@ def serving(op: str, tensor: Tensor, **facts: Any) -> Callable[..., Any]:
 
 
 def definition(op: str) -> Callable[..., Any]:
-    """The reference's function, whatever backend serves."""
+    """Return the reference's function."""
     return getattr(_module(MODULES[op]["reference"]), op)
 
 
 def running_topk(tensor: Tensor, **facts: Any) -> Any:
-    """The backend's class for topk_logprobs of a head's logits in pieces, or None where it has none."""
+    """Return the backend's class for topk_logprobs over pieces of the vocabulary, or None."""
     backend = backend_for("topk_logprobs", tensor, **facts)
     return getattr(_module(MODULES["topk_logprobs"][backend]), "RunningTopK", None)
 
 
 def backend_for(op: str, tensor: Tensor, **facts: Any) -> str:
-    """The name of the backend that serves op; see serving."""
+    """Return the name of the backend for op; see serving."""
     forced, device = os.environ.get(ENV, ""), tensor.device.type
     if forced and forced not in BACKENDS:
         raise ValueError(f"{ENV} is {forced!r}, expected one of {BACKENDS}")
@@ -83,7 +83,7 @@ def backend_for(op: str, tensor: Tensor, **facts: Any) -> str:
 
 
 def cpp_unavailable() -> str | None:
-    """None if smopd._C can be loaded, else why not."""
+    """Return None if smopd._C can be loaded, else the reason."""
     return _module("cpp").unavailable()
 
 
@@ -104,7 +104,7 @@ def _why_not(backend: str, op: str, tensor: Tensor, facts: dict[str, Any]) -> st
 
 
 def _on_device(device: torch.device, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Launchers use the current device."""
+    """Wrap a launcher: Triton launches on the current device."""
 
     @functools.wraps(function)
     def guarded(*arguments: Any, **options: Any) -> Any:

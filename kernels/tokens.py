@@ -1,7 +1,4 @@
-"""The tokens of a loss: which count and at which weights, and the sum of their terms from any backend.
-
-Shapes: N tokens.
-"""
+"""Helpers of the loss over N tokens: effective weights, and sums that do not depend on threads."""
 
 from __future__ import annotations
 
@@ -14,11 +11,11 @@ from smopd.kernels.types import LossSettings, LossStats, LossTokens, TokenTerms,
 
 STATS_FIELDS = tuple(field.name for field in fields(LossStats))
 TERMS = tuple(field.name for field in fields(TokenTerms))
-BLOCK = 1024  # so few torch adds on one thread
+BLOCK = 1024  # torch sums this many numbers on one thread
 
 
 def counted(tokens: LossTokens) -> Tensor:
-    """(N,) bool: the tokens with a weight that is not 0."""
+    """Return (N,) bool: whether the token has a nonzero weight."""
     weights = (tokens.pg_weight_N, tokens.kl_weight_N, tokens.ent_weight_N, tokens.reverse_weight_N)
     return torch.stack([weight_N != 0 for weight_N in weights if weight_N is not None]).any(0)
 
@@ -28,10 +25,10 @@ def reverse_weight(tokens: LossTokens) -> Tensor | None:
 
 
 def coefficients(tokens: LossTokens, settings: LossSettings, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-    """What multiplies surrogate, KL, reverse term and entropy in the loss; None where a term is off."""
+    """Return the factors of surrogate, KL, reverse term and entropy in the loss; None: the term is off."""
 
-    def scaled(weight_N: Tensor | None, coef: float, there: bool = True) -> Tensor | None:
-        return None if weight_N is None or coef == 0.0 or not there else coef * weight_N.to(dtype)
+    def scaled(weight_N: Tensor | None, coef: float, enabled: bool = True) -> Tensor | None:
+        return None if weight_N is None or coef == 0.0 or not enabled else coef * weight_N.to(dtype)
 
     return (
         scaled(tokens.pg_weight_N, 1.0),
@@ -42,12 +39,12 @@ def coefficients(tokens: LossTokens, settings: LossSettings, dtype: torch.dtype)
 
 
 def idle(coefs: tuple[Tensor | None, ...]) -> Tensor:
-    """(N,) bool: the tokens whose gradient is 0 whatever their logits."""
+    """Return (N,) bool: whether all factors of the token are 0, so that its gradient is 0."""
     return torch.stack([coef_N == 0 for coef_N in coefs if coef_N is not None]).all(0)
 
 
 def weighted(weight_N: Tensor | None, value_N: Tensor) -> Tensor:
-    """weight * value; 0 where the weight is 0, whatever the value; 0 without a weight."""
+    """Return weight * value; 0 if the weight is None or 0, even if the value is NaN."""
     if weight_N is None:
         return torch.zeros_like(value_N)
     weight_N = weight_N.to(value_N.dtype)
@@ -55,16 +52,16 @@ def weighted(weight_N: Tensor | None, value_N: Tensor) -> Tensor:
 
 
 def join_terms(parts: list[TokenTerms]) -> TokenTerms:
-    """The terms of consecutive parts, at least one."""
+    """Concatenate the terms of consecutive rows."""
     if len(parts) == 1:
         return parts[0]
     return TokenTerms(*(torch.cat([getattr(part, name) for part in parts]) for name in TERMS))
 
 
 def steady_sum(values_N: Tensor) -> Tensor:
-    """values_N.sum(), 0-dim; on a CPU in an order that does not depend on the number of threads.
+    """Return values_N.sum(), on a CPU in an order that does not depend on the number of threads.
 
-    Above a block on a CPU in float64, in sums of blocks, and rounded once.
+    There, more than a block of values is summed in float64, block by block, and rounded once.
     """
     if values_N.device.type != "cpu" or values_N.shape[0] <= BLOCK:
         return values_N.sum()

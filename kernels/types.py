@@ -1,4 +1,4 @@
-"""The values that cross the operations: frozen dataclasses of tensors and numbers, re-exported by smopd.ops.
+"""Inputs and results of the operations: frozen dataclasses of tensors and numbers, exported by smopd.ops.
 
 Shapes: N packed response tokens, V vocabulary, M teachers, S support entries (kappa).
 """
@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 # Bits of LossStats.clipped_N.
-CLIP_LOW = 1  # ratio below 1 - clip_low with a negative advantage: no gradient
-CLIP_HIGH = 2  # ratio above 1 + clip_high with a positive advantage: no gradient
-CLIP_DUAL = 4  # the dual clip's bound is active: no gradient
+CLIP_LOW = 1  # ratio below 1 - clip_low and a negative advantage: no gradient
+CLIP_HIGH = 2  # ratio above 1 + clip_high and a positive advantage: no gradient
+CLIP_DUAL = 4  # the dual clip is active: no gradient
 CLIP_LOG_RATIO = 8  # |log ratio| above LOG_RATIO_BOUND: clamped, no gradient through the ratio
-CLIP_REVERSE_LOW = 16  # the reverse-KL term's ratio is clipped from below
-CLIP_REVERSE_HIGH = 32  # the reverse-KL term's ratio is clipped from above
+CLIP_REVERSE_LOW = 16  # the ratio of the reverse-KL term is clipped from below
+CLIP_REVERSE_HIGH = 32  # the ratio of the reverse-KL term is clipped from above
 
 LOG_RATIO_BOUND = 20.0  # clamp of log pi - log pi_old before exp (as verl does)
-TAIL_FLOOR = 2.0**-20  # teacher mass outside the support below this counts as 0 (ours: fp32 rounding of Q)
+TAIL_FLOOR = 2.0**-20  # a smaller teacher mass outside the support counts as 0 (ours: fp32 rounding of Q)
 
 REVERSE_KL_SURROGATES = ("paper", "ppo")
 
-EQUAL_ULPS = 8  # rewards of a group within this many ulps of their size are equal up to rounding (ours)
-CONFLICT_FLOOR = 1e-8  # a per-reward advantage below this has no sign (GD2PO)
+EQUAL_ULPS = 8  # rewards of a group that differ by no more ulps count as equal (ours)
+CONFLICT_FLOOR = 1e-8  # a smaller per-reward advantage has no sign (GD2PO)
 TOKEN_VAR_EPS = 1e-8  # added to the variance when whitening over tokens (verl's masked_whiten)
 
 
@@ -34,9 +34,9 @@ class TopK:
     """The kappa most likely tokens of each row.
 
     Attributes:
-        ids_NS: (N, S) int32, by descending log-probability, ties to the lower id.
+        ids_NS: (N, S) int32, by descending log-probability; ties go to the lower id.
         logps_NS: (N, S) fp32 (fp64 for fp64 logits), nats, normalised over the whole vocabulary.
-        token_logp_N: (N,) log-probability of the given tokens, or None when none were given.
+        token_logp_N: (N,) log-probability of the given tokens; None without tokens.
     """
 
     ids_NS: Tensor
@@ -46,11 +46,11 @@ class TopK:
 
 @dataclass(frozen=True)
 class Mixture:
-    """A sparse mixture of teachers (Eq. 6, or Eq. 5 on what the teachers sent when merged), or their product.
+    """A sparse mixture of teachers (Eq. 6; Eq. 5 if merged) or their product.
 
     Attributes:
         ids_NS: (N, S) int32, by descending log-probability; id 0 in an empty slot.
-        logps_NS: (N, S) fp32 (fp64 for fp64 inputs), -inf in an empty slot. A mixture has log alpha added and
+        logps_NS: (N, S) fp32 (fp64 for fp64 inputs), -inf in an empty slot. A mixture includes log alpha and
             is not renormalised; a product is normalised over its support.
         mass_N: (N,) sum of exp(logps_NS).
     """
@@ -62,7 +62,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class ProductOptions:
-    """Of teacher_product: the reference's place among the models, and limits in nats, inf for none."""
+    """Options of teacher_product: the index of the reference model, and limits in nats (inf: no limit)."""
 
     reference: int
     clip: float
@@ -71,7 +71,7 @@ class ProductOptions:
 
 @dataclass(frozen=True, eq=False)
 class AdvantageOptions:
-    """The arguments of grpo_, gdpo_ and gd2po_advantages. kind: "grpo", "gdpo" or "gd2po"."""
+    """Options of grpo_, gdpo_ and gd2po_advantages. kind: "grpo", "gdpo" or "gd2po"."""
 
     kind: str
     weights_K: Tensor | None = None
@@ -83,24 +83,23 @@ class AdvantageOptions:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossTokens:
-    """What smopd_loss needs of each token beside its logits. All tensors are on the logits' device.
+    """The per-token inputs of smopd_loss, on the device of the logits.
 
-    A weight is a mask times one over the global denominator times an importance weight. A token whose
-    weights are all zero adds exactly nothing to the loss and to the gradient, whatever its logits, and its
-    ids are not read: -100 may stand there.
+    A weight is mask * importance weight / global denominator. A token whose weights are all 0 adds exactly 0
+    to the loss and the gradient, even if its logits are NaN. Its ids are not read and may be -100.
 
     Attributes:
         token_ids_N: (N,) int32 or int64 in [0, V), the sampled tokens.
-        adv_N: (N,) advantages of the anchor.
+        adv_N: (N,) advantages of the clipped surrogate.
         pg_weight_N: (N,) weight of the clipped surrogate.
-        old_logp_N: (N,) log-probability at the behaviour policy, or None: the ratio is 1.
+        old_logp_N: (N,) log-probability under the behavior policy. None: the ratio is 1.
         kl_weight_N: (N,) weight of the forward KL, without opd_coef. Required with a target.
         ent_weight_N: (N,) weight of the entropy. Required if entropy_coef is not 0.
-        target_ids_NS, target_logps_NS: (N, S) the sparse target as given (teacher_mixture's output).
-        teacher_ids_NMS, teacher_logps_NMS: (N, M, S) each teacher's top-kappa; with log_alpha ((M,), (N, M)
-            or broadcastable) instead of a target: the union is done by the operation.
+        target_ids_NS, target_logps_NS: (N, S) sparse target, such as the output of teacher_mixture.
+        teacher_ids_NMS, teacher_logps_NMS, log_alpha: (N, M, S) top-kappa of each teacher and its log weight
+            ((M,), (N, M) or broadcastable). Given instead of a target; the loss builds the mixture.
         reverse_adv_N: (N,) log q_mix(y) - log pi_old(y), the advantage of the sampled reverse KL (Eq. 17).
-        reverse_weight_N: (N,) weight of the reverse term, without opd_coef; kl_weight_N if None.
+        reverse_weight_N: (N,) weight of the reverse term, without opd_coef. None: kl_weight_N.
     """
 
     token_ids_N: Tensor
@@ -118,7 +117,7 @@ class LossTokens:
     reverse_weight_N: Tensor | None = None
 
     def at(self, rows: slice | Tensor) -> LossTokens:
-        """The tokens at these rows: log_alpha is indexed only where it has a row per token."""
+        """Select rows. log_alpha is indexed only if it has a row per token."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.log_alpha is not None and self.log_alpha.shape[:-1] != self.token_ids_N.shape:
             del tensors["log_alpha"]
@@ -127,19 +126,19 @@ class LossTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class LossSettings:
-    """The objective's constants. Defaults are the library's; the paper's own stand in its recipes.
+    """The constants of the loss. The recipes hold the paper's values; these are the library's defaults.
 
     Attributes:
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
-        dual_clip: c > 1: with a negative advantage the surrogate is at most c * |adv|; None: off.
+        dual_clip: c > 1: with a negative advantage the surrogate is at most c * |adv|. None: off.
         opd_coef: lambda of Eq. 9; multiplies the forward KL and the reverse term.
-        entropy_coef: the loss holds minus this times the weighted entropy.
-        kappa: entries kept of the teachers' union; used only when LossTokens holds teachers.
+        entropy_coef: multiplies the weighted entropy, which the loss subtracts.
+        kappa: entries kept of the teachers' candidates; used only with LossTokens.teacher_*.
         merge: merge equal ids of the teachers by logsumexp before the cut (Eq. 5); else pool them (Eq. 6).
-        tail: one more bucket for all that is outside the target's support, on both sides.
-        temperature: of the ratio and the entropy; the rollout's.
-        kl_temperature: of the forward KL's student; the teachers' must be the same.
-        reverse_kl_surrogate: "paper": -clip(ratio) * adv as Eq. 17 prints it; "ppo": with PPO's min.
+        tail: add a bucket for the tokens outside the target's support, in student and target.
+        temperature: of the ratio and the entropy; use the rollout's.
+        kl_temperature: of the student in the forward KL; use the teachers'.
+        reverse_kl_surrogate: "paper": -clip(ratio) * adv, as in Eq. 17; "ppo": with PPO's min.
     """
 
     clip_low: float = 0.2
@@ -160,34 +159,31 @@ class LossSettings:
                 raise ValueError(f"LossSettings: {name} is {getattr(self, name)!r}, expected {expected}")
 
         for name in ("clip_low", "clip_high", "opd_coef", "entropy_coef", "temperature", "kl_temperature"):
-            value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            require(is_number and math.isfinite(value), name, "a finite number")
+            require(is_number(getattr(self, name)), name, "a finite number")
         require(0.0 <= self.clip_low <= 1.0, "clip_low", "a number in [0, 1]")
         require(self.clip_high >= 0.0, "clip_high", "a number of at least 0")
         require(self.dual_clip is None or self.dual_clip > 1.0, "dual_clip", "None or a number above 1")
         require(self.temperature > 0.0, "temperature", "a number above 0")
         require(self.kl_temperature > 0.0, "kl_temperature", "a number above 0")
-        is_int = isinstance(self.kappa, int) and not isinstance(self.kappa, bool)
-        require(is_int and self.kappa >= 0, "kappa", "an integer of at least 0")
+        require(is_int(self.kappa) and self.kappa >= 0, "kappa", "an integer of at least 0")
         known = self.reverse_kl_surrogate in REVERSE_KL_SURROGATES
         require(known, "reverse_kl_surrogate", f"one of {REVERSE_KL_SURROGATES}")
 
 
 @dataclass(frozen=True, eq=False)
 class LossStats:
-    """What the loss saw, from the same pass. Detached; fp32 (fp64 for fp64 logits).
+    """Statistics of the loss, from the same pass. Detached; fp32 (fp64 for fp64 logits).
 
-    A token whose weights are all 0 counts nowhere and is 0 in every column.
+    Columns are 0 for a token whose weights are all 0.
 
     Attributes:
-        logp_N: (N,) log-probability of the token at the ratio's temperature.
-        entropy_N: (N,) entropy of the student at the ratio's temperature, nats.
+        logp_N: (N,) log-probability of the token at `temperature`.
+        entropy_N: (N,) entropy of the student at `temperature`, nats.
         kl_N: (N,) forward KL at kl_temperature, unweighted and unclamped; 0 without a target.
-        teacher_mass_N: (N,) the kept target's mass Q; 0 without a target.
-        student_mass_N: (N,) the student's mass on the target's support, each id once, at kl_temperature.
-        clipped_N: (N,) int8, a sum of the CLIP_* bits of this module.
-        pg_loss, kl_loss, entropy, reverse_loss: 0-dim, each term summed with its own weights, so that
+        teacher_mass_N: (N,) mass Q of the target; 0 without a target.
+        student_mass_N: (N,) the student's mass on the target's support at kl_temperature, each id once.
+        clipped_N: (N,) int8, a sum of CLIP_* bits.
+        pg_loss, kl_loss, entropy, reverse_loss: 0-dim weighted sums of the terms;
             loss = pg_loss + opd_coef * (kl_loss + reverse_loss) - entropy_coef * entropy.
     """
 
@@ -205,10 +201,7 @@ class LossStats:
 
 @dataclass(frozen=True, eq=False)
 class TokenTerms:
-    """What a backend's loss_rows returns, (N,) each: LossStats' columns and the unweighted terms.
-
-    fp32 (fp64 for fp64 logits), clipped_N int8. All 0 for a token whose weights are all 0.
-    """
+    """Result of loss_rows, (N,) each: the columns of LossStats, and two more unweighted terms."""
 
     logp_N: Tensor
     entropy_N: Tensor
@@ -222,11 +215,9 @@ class TokenTerms:
 
 @dataclass(frozen=True, eq=False)
 class SparseTarget:
-    """What a forward KL goes to: a target as given or, with log_alpha, the teachers' candidates for one.
+    """The target of a forward KL: (N, S) ids and log-probabilities or, with log_alpha, (N, M, S) candidates.
 
-    Attributes:
-        ids, logps: (N, S), or (N, M, S) of candidates; -inf in an empty slot, repeats allowed.
-        log_alpha, kappa, merge: teacher_mixture's arguments.
+    -inf marks an empty slot; ids may repeat. log_alpha, kappa and merge are arguments of teacher_mixture.
     """
 
     ids: Tensor
@@ -237,17 +228,17 @@ class SparseTarget:
 
     @property
     def n_pooled(self) -> int:
-        """Candidates of a row; 0 of a target as given."""
+        """Number of candidates per row; 0 without log_alpha."""
         return 0 if self.log_alpha is None else self.ids.shape[1] * self.ids.shape[2]
 
     @property
     def n_entries(self) -> int:
-        """Entries of a row's target, of candidates those that are kept."""
+        """Number of target entries per row, after the cut to kappa."""
         return self.ids.shape[1] if self.log_alpha is None else min(self.n_pooled, self.kappa)
 
 
 def loss_target(tokens: LossTokens, settings: LossSettings) -> SparseTarget | None:
-    """What the forward KL of these tokens goes to; None: there is no forward KL."""
+    """Return the target of the forward KL, or None if the tokens have none."""
     if tokens.target_ids_NS is not None and tokens.target_logps_NS is not None:
         return SparseTarget(tokens.target_ids_NS, tokens.target_logps_NS)
     if tokens.teacher_ids_NMS is not None and tokens.teacher_logps_NMS is not None:
@@ -256,6 +247,14 @@ def loss_target(tokens: LossTokens, settings: LossSettings) -> SparseTarget | No
     return None
 
 
+def is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp64 stays fp64; everything below is computed in fp32."""
+    """Return the dtype to compute in: fp64 for fp64, fp32 for every smaller dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32

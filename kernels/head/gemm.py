@@ -1,8 +1,8 @@
-"""The three products of a linear head, each at the precision it needs, without a widened copy of the weight.
+"""The three matrix products of a linear head, summed in fp32 or better, without an fp32 copy of the weight.
 
-All sums are at least fp32. Where a bf16 or fp16 GEMM has no fp32 result, and on CPUs without instructions for
-it, factors are widened, the weight in pieces. oneDNN's bf16 product on AMX (torch 2.13) reads the left factor
-past a row's end and multiplies what is there by 0: the padding of a left factor must be finite.
+If a half-precision GEMM cannot return fp32, and on CPUs without bf16 instructions, the factors are converted
+piece by piece. oneDNN's bf16 product on AMX (torch 2.13) reads the left factor past the end of a row and
+multiplies the padding by 0, so the padding must be finite.
 
 Shapes: N tokens, V vocabulary (or a piece of it), D hidden.
 """
@@ -16,25 +16,25 @@ from torch import Tensor
 
 from smopd.kernels.types import compute_dtype
 
-PIECE_BYTES = 8 << 20  # a widened piece of the weight, or of the logits' gradient beside it
-ROW_ALIGN_BYTES = 128  # of a buffer's rows: a GPU's cache line, a multiple of what any GEMM asks
+PIECE_BYTES = 8 << 20  # of an fp32 piece of the weight, or of the logits' gradient
+ROW_ALIGN_BYTES = 128  # a cache line of a GPU, more than any GEMM needs
 
 
 def padded_width(n_vocab: int, itemsize: int) -> int:
-    """The row stride, in elements, of a logits buffer of this width."""
+    """Return the row stride of a logits buffer, in elements."""
     unit = ROW_ALIGN_BYTES // itemsize
     return -(-n_vocab // unit) * unit
 
 
 def logits_buffer(n_rows: int, n_vocab: int, like: Tensor) -> Tensor:
-    """(N, V) uninitialised, of like's dtype and device, its rows aligned whatever V is; the padding is 0."""
+    """Return an uninitialized (N, V) tensor of like's dtype and device with aligned rows and zero padding."""
     buffer = like.new_empty(n_rows, padded_width(n_vocab, like.element_size()))
     buffer[:, n_vocab:] = 0.0
     return buffer[:, :n_vocab]
 
 
 def logits_into(out_NV: Tensor, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> None:
-    if _serves(hidden_ND, out_NV):
+    if _one_gemm(hidden_ND, out_NV):
         if bias_V is None:
             torch.mm(hidden_ND, weight_VD.T, out=out_NV)
         else:
@@ -47,8 +47,8 @@ def logits_into(out_NV: Tensor, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Te
 
 
 def hidden_gradient_into(out_ND: Tensor, dlogits_NV: Tensor, weight_VD: Tensor) -> None:
-    """out = dlogits @ weight, in the weight's dtype."""
-    if _serves(dlogits_NV, out_ND):
+    """Compute out = dlogits @ weight in the weight's dtype."""
+    if _one_gemm(dlogits_NV, out_ND):
         torch.mm(dlogits_NV, weight_VD, out=out_ND)
         return
     wide_ND = torch.empty_like(out_ND, dtype=torch.float32)
@@ -60,8 +60,8 @@ def hidden_gradient_into(out_ND: Tensor, dlogits_NV: Tensor, weight_VD: Tensor) 
 def weight_gradient_into(
     out_VD: Tensor, dlogits_NV: Tensor, hidden_ND: Tensor, *, accumulate: bool = False
 ) -> None:
-    """out (+)= dlogits.T @ hidden; out has the weight's dtype, or the compute dtype if accumulate."""
-    if _serves(hidden_ND, out_VD, accumulate):
+    """Compute out (+)= dlogits.T @ hidden, in the weight's dtype or, if accumulate, the compute dtype."""
+    if _one_gemm(hidden_ND, out_VD, accumulate):
         _product_into(out_VD, dlogits_NV.T, hidden_ND, accumulate)
         return
     wide_ND = hidden_ND.float()
@@ -74,7 +74,7 @@ def weight_gradient_into(
 
 
 def _product_into(out: Tensor, left: Tensor, right: Tensor, accumulate: bool) -> None:
-    """out (+)= left @ right, summed in out's dtype and, for half precision, in fp32 or above."""
+    """Compute out (+)= left @ right."""
     if left.dtype == out.dtype:
         if accumulate:
             out.addmm_(left, right)
@@ -86,8 +86,8 @@ def _product_into(out: Tensor, left: Tensor, right: Tensor, accumulate: bool) ->
         torch.mm(left, right, out_dtype=out.dtype, out=out)
 
 
-def _serves(factor: Tensor, out: Tensor, accumulate: bool = False) -> bool:
-    """Whether one GEMM of factors like this gives `out` at its precision, and as fast as any."""
+def _one_gemm(factor: Tensor, out: Tensor, accumulate: bool = False) -> bool:
+    """Whether one GEMM of such factors computes `out` precisely and fast."""
     if factor.dtype == compute_dtype(factor.dtype) or (factor.is_cuda and torch.version.hip is None):
         return True
     rounded_once = factor.dtype == out.dtype and not accumulate
@@ -95,12 +95,12 @@ def _serves(factor: Tensor, out: Tensor, accumulate: bool = False) -> bool:
 
 
 def cpu_multiplies_bf16() -> bool:
-    """Whether this CPU has instructions for it, whose sums are fp32."""
+    """Whether this CPU multiplies bf16 with fp32 sums."""
     return torch.cpu._is_avx512_bf16_supported()
 
 
 def _pieces(weight_VD: Tensor, n_rows: int) -> Iterator[slice]:
-    """Consecutive rows of the weight whose fp32 copy, and (N, piece) beside it, take about PIECE_BYTES."""
+    """Split the weight's rows so that an fp32 copy, or (N, piece) in fp32, takes about PIECE_BYTES."""
     step = max(64, PIECE_BYTES // (4 * max(weight_VD.shape[1], n_rows, 1)))
     for start in range(0, weight_VD.shape[0], step):
         yield slice(start, min(start + step, weight_VD.shape[0]))

@@ -1,7 +1,4 @@
-"""Group advantages over several rewards: GRPO, GDPO and GD2PO.
-
-Shapes: R responses, K rewards.
-"""
+"""Group advantages over several rewards: GRPO, GDPO and GD2PO. Shapes: R responses, K rewards."""
 
 from __future__ import annotations
 
@@ -19,20 +16,17 @@ from smopd.kernels.types import AdvantageOptions
 def grpo_advantages(
     rewards_RK: Tensor, group_R: Tensor, *, weights_K: Tensor | None = None, norm_eps: float = 1e-6
 ) -> Tensor:
-    """GRPO: the weighted sum of the rewards, normalised in its group: (S - mean) / (sigma + norm_eps).
+    """Normalise the weighted sum S of the rewards in each group: (S - mean) / (sigma + norm_eps) (GRPO).
 
-    Sigma is unbiased. Exactly 0 in a group of one, in a group whose sums are equal up to rounding, and for a
-    response with a NaN (unscorable) reward of nonzero weight, which its group's statistics leave out.
+    Sigma is unbiased. The advantage is exactly 0 in a group of one and in a group whose sums are equal up to
+    rounding. A response with a NaN reward of nonzero weight gets 0 and does not count in its group.
 
     Args:
-        rewards_RK: (R, K); NaN marks an unscorable reward.
-        group_R: (R,) int64, the prompt of each response, any numbers in any order; a group is never cut by
-            ranks.
+        rewards_RK: (R, K); NaN marks a reward that could not be scored.
+        group_R: (R,) int64, a number per prompt, in any order. All responses of a group are on one rank.
         weights_K: (K,) or None: all 1.
     Returns:
         adv_R: (R,).
-    Raises:
-        TypeError, ValueError: an argument is not as above.
     """
     options = AdvantageOptions("grpo", weights_K, norm_eps=norm_eps)
     return _advantages("grpo_advantages", rewards_RK, group_R, options)[0]
@@ -48,28 +42,26 @@ def gdpo_advantages(
     norm_eps: float = 1e-6,
     process_group: Any = None,
 ) -> Tensor:
-    """GDPO: each reward normalised in its group (Eq. 1), summed by weight (Eq. 2), whitened (Eq. 3).
+    """Normalise each reward in its group (Eq. 1), sum by weight (Eq. 2) and whiten (Eq. 3) (GDPO).
 
         A_RK = (r - mean_group) / (sigma_group + norm_eps)
         A_R  = sum_k w_k A_k
         "responses": (A - mean) / (sigma + norm_eps) over responses (the paper)
-        "tokens":    (A - mean) / sqrt(var + 1e-8) over response tokens: each response counts lengths_R times
+        "tokens":    (A - mean) / sqrt(var + 1e-8) over tokens: a response counts lengths_R times
         None:        A
 
-    Sigmas are unbiased. Before whitening a reward adds exactly 0 to a NaN (unscorable) response, to a group
-    with one scorable response and to a group whose rewards are equal up to rounding.
+    Sigmas are unbiased. A_k is exactly 0 if the reward is NaN, if no other reward of the group can be scored,
+    and if the rewards of the group are equal up to rounding.
 
     Args:
         rewards_RK, group_R: as in grpo_advantages.
-        weights_K: (K,) or None: all 1. Whitening removes their sum, not their ratios.
+        weights_K: (K,) or None: all 1. After whitening only their ratios matter.
         lengths_R: (R,) response lengths in tokens; required by "tokens". A response of length 0 gets 0.
         whiten: "responses", "tokens" or None.
-        process_group: whiten over all its ranks: one all-reduce of (n, mean, M2), merged by Chan's rule.
-            Every rank has to call, with responses or without.
+        process_group: whiten over its ranks with one all-reduce of (n, mean, M2). Every rank must call, even
+            without responses.
     Returns:
-        adv_R: (R,); zeros if one sample or none is there to whiten.
-    Raises:
-        TypeError, ValueError: an argument is not as above.
+        adv_R: (R,); zeros if there are fewer than two samples to whiten.
     """
     options = AdvantageOptions("gdpo", weights_K, lengths_R, whiten, norm_eps=norm_eps)
     return _advantages("gdpo_advantages", rewards_RK, group_R, options, process_group)[0]
@@ -86,22 +78,19 @@ def gd2po_advantages(
     norm_eps: float = 1e-6,
     process_group: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """GD2PO: GDPO without the responses whose rewards pull in opposite directions.
+    """Compute GDPO advantages, dropping responses whose rewards disagree (GD2PO).
 
-    In the official order: normalise each reward in its group; a response conflicts if its per-reward
-    advantages above 1e-8 in size, each with its weight's sign, have both signs (Hard), and with snr_threshold
-    only if also |sum_k w_k A_k| / (sum_k |w_k A_k| + norm_eps) < snr_threshold; A = sum_k w_k A_k times the
-    group's kept share; 0 for conflicting responses; whiten over what is kept. A reward of weight 0 never
-    conflicts.
+    As in the official code: normalise each reward in its group to A_k. A response conflicts if some
+    w_k A_k with |A_k| > 1e-8 are positive and others negative; with snr_threshold also
+    |sum_k w_k A_k| / (sum_k |w_k A_k| + norm_eps) must be below it. A conflicting response gets 0, the others
+    sum_k w_k A_k times the share of their group that is kept. Whiten over the kept responses.
 
     Args:
-        rewards_RK, group_R, weights_K, lengths_R, whiten, process_group: as in gdpo_advantages.
-        snr_threshold: None for GD2PO-Hard; else above 0.
+        rewards_RK, group_R, weights_K, lengths_R, whiten, process_group: see gdpo_advantages.
+        snr_threshold: above 0, or None for GD2PO-Hard.
     Returns:
-        adv_R: (R,); 0 where dropped, and everywhere if one sample or none is kept.
+        adv_R: (R,); 0 for dropped responses; all zeros if fewer than two samples are kept.
         kept_R: (R,) bool.
-    Raises:
-        TypeError, ValueError: an argument is not as above.
     """
     op = "gd2po_advantages"
     options = AdvantageOptions("gd2po", weights_K, lengths_R, whiten, snr_threshold, norm_eps)
@@ -113,15 +102,11 @@ def gd2po_advantages(
 def _advantages(
     op: str, rewards_RK: Tensor, group_R: Tensor, options: AdvantageOptions, process_group: Any = None
 ) -> tuple[Tensor, Tensor]:
-    """By the operator, which takes no process group."""
     checks.check_rewards(op, rewards_RK, group_R, options)
     rewards_RK = rewards_RK.detach()
     if process_group is None:
         return _operator(rewards_RK, group_R, *(getattr(options, field.name) for field in fields(options)))
     return dispatch.serving("advantages", rewards_RK)(rewards_RK, group_R, options, process_group)
-
-
-# The operator takes AdvantageOptions flattened. It has no gradient.
 
 
 @operator(
@@ -130,7 +115,7 @@ def _advantages(
     " float? snr_threshold, float norm_eps) -> (Tensor adv, Tensor kept)",
 )
 def _operator(rewards: Tensor, group: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    """kept is (0,) but of GD2PO."""
+    """Take the fields of AdvantageOptions. kept has no elements except for GD2PO."""
     serve = dispatch.serving("advantages", rewards)
     adv, kept = serve(rewards, group, AdvantageOptions(*options), None)
     return adv, rewards.new_empty(0, dtype=torch.bool) if kept is None else kept

@@ -1,7 +1,6 @@
-"""Attention of pieces on a CPU, without a mask: a piece attends to itself and to the prompt it shares.
+"""Attention on a CPU without a mask: each piece attends to itself and to the prompt it shares with others.
 
-The halves are joined by their log-sum-exp; the backward of each is exact with the output and log-sum-exp of
-the whole. Computed in fp32 (bfloat16 products are slow on many CPUs) from inputs in their own dtype.
+The two results are combined by their log-sum-exp. Computed in fp32: bf16 products are slow on many CPUs.
 
 Shapes: T positions of a packed batch, H heads, K key-value heads, G = H / K, d head dimension.
 """
@@ -17,18 +16,18 @@ import torch
 from torch import Tensor
 
 Piece = tuple[int, int, int, int]
-"""Where its rows begin and end, and those of the prompt that it also sees (equal where there is none)."""
+"""First and last + 1 of its rows, then of its prompt's rows (equal if there is no prompt)."""
 
 
 def by_halves(
     query_THd: Tensor, key_TKd: Tensor, value_TKd: Tensor, pieces: Sequence[Piece], scale: float | None
 ) -> Tensor:
-    """Causal attention of each piece to itself, behind all of its prompt; differentiable.
+    """Compute causal attention within each piece and full attention to its prompt; differentiable.
 
     Args:
         query_THd, key_TKd, value_TKd: fp32 or bf16 on the CPU; K divides H.
-        pieces: in order, every row in one; those of one prompt stand together, without rows between them.
-        scale: of the scores; None is d ** -0.5.
+        pieces: in order, covering every row; the pieces of one prompt are adjacent.
+        scale: of the scores; None: d ** -0.5.
     Returns:
         (T, H, d) in the queries' dtype.
     """
@@ -37,8 +36,6 @@ def by_halves(
 
 
 class _Halves(torch.autograd.Function):
-    """Keeps its inputs, its output and one log-sum-exp a query and head."""
-
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: Sequence[Piece], scale: float | None
@@ -73,8 +70,8 @@ class _Halves(torch.autograd.Function):
         wide = partial(_wide, kv_heads=key.shape[1], group=query.shape[1] // key.shape[1])
         query_KGTd, key_KGTd, value_KGTd = wide(query), wide(key), wide(value)
         grad_out_KGTd, out_KGTd = wide(gradients[0]), wide(out)
-        of_query, of_key, of_value = (out_KGTd.new_empty(x.shape) for x in (query, key, value))
-        of_query_KGTd = wide(of_query)
+        dquery, dkey, dvalue = (out_KGTd.new_empty(x.shape) for x in (query, key, value))
+        dquery_KGTd = wide(dquery)
         for rows, keys, causal in _halves(ctx.pieces):
             found = backward(
                 grad_out_KGTd[:, :, rows],
@@ -87,21 +84,21 @@ class _Halves(torch.autograd.Function):
                 causal,
                 scale=ctx.scale,
             )
-            places = of_query_KGTd[:, :, rows], of_key[keys].transpose(0, 1), of_value[keys].transpose(0, 1)
-            sums = found[0], found[1].sum(1), found[2].sum(1)
-            for place, part in zip(places, sums, strict=True):
-                place.copy_(part) if causal else place.add_(part)
-        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None, None
+            totals = dquery_KGTd[:, :, rows], dkey[keys].transpose(0, 1), dvalue[keys].transpose(0, 1)
+            parts = found[0], found[1].sum(1), found[2].sum(1)
+            for total, part in zip(totals, parts, strict=True):
+                total.copy_(part) if causal else total.add_(part)
+        return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), None, None
 
 
 def _wide(x_TNd: Tensor, kv_heads: int, group: int) -> Tensor:
-    """(K, G, T, d) fp32 of (T, H, d), or of (T, K, d) whose heads then stand G times; a view of fp32."""
+    """Return (K, G, T, d) in fp32 from (T, H, d), or from (T, K, d) with each head repeated G times."""
     x_TKGd = x_TNd.float().unflatten(1, (kv_heads, -1)).expand(-1, -1, group, -1)
     return x_TKGd.permute(1, 2, 0, 3)
 
 
 def _halves(pieces: Sequence[Piece]) -> Iterator[tuple[slice, slice, bool]]:
-    """Rows, the keys that they see, and whether causally: each piece itself, then those of a prompt it."""
+    """Yield (rows, keys, causal): each piece with itself, then the pieces of a prompt with the prompt."""
     for (begin, end), members in groupby(pieces, key=lambda piece: piece[2:]):
         unit = list(members)
         for first, last, *_ in unit:

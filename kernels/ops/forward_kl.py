@@ -1,7 +1,4 @@
-"""The student's forward KL to a sparse target, by the loss's rows. Differentiable once.
-
-Shapes: N packed response tokens, V vocabulary, S support entries (kappa).
-"""
+"""The student's forward KL to a sparse target, computed by loss_rows. Differentiable once."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ def topk_forward_kl(
     tail: bool = False,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each token and forward KL to a sparse target, in one vocabulary pass.
+    """Compute each token's log-probability and its forward KL to a sparse target, in one pass.
 
     Equals
 
@@ -37,25 +34,22 @@ def topk_forward_kl(
         logp_N  = logq_NV.gather(-1, token_ids_N[:, None])[:, 0]
         kl_N    = (target_logps_NS.exp() * (target_logps_NS - logq_NV.gather(-1, target_ids_NS))).sum(-1)
 
-    kl_N is the summand of Eq. 7. The target is used as given: not renormalised, not clamped, repeats allowed,
-    so it can be negative. Where the student is -inf and the target is not, it is infinite. With Q = sum_s
-    q_s,
+    kl_N is the summand of Eq. 7. The target is used as given: not renormalised, not clamped, with its
+    repeats, so kl_N can be negative. It is infinite if the student is -inf on the support.
 
-        dlogits_v = (1/T) [dkl (Q p_v - sum_{s: v_s = v} q_s) + dlogp ([v = y] - p_v)]
+        dlogits_v = (1/T) [dkl (Q p_v - sum_{s: v_s = v} q_s) + dlogp ([v = y] - p_v)],  Q = sum_s q_s
 
-    tail=True merges repeats and adds one bucket for all that is outside the support, on both sides:
-    q_r = 1 - Q (0 below 2^-20) and p_r, the student's mass off the support. A true KL, never negative but for
-    rounding. The gradient is then p_v - q_v inside the support and p_v (1 - q_r / p_r) outside.
+    tail=True merges repeats and adds a bucket for the tokens outside the support: q_r = 1 - Q (0 below 2^-20)
+    and p_r, the student's mass there. kl_N is then a true KL with gradient p_v - q_v on the support and
+    p_v (1 - q_r / p_r) outside.
 
     Args:
         logits_NV: (N, V), unit stride along V.
         token_ids_N: (N,) int32 or int64 in [0, V).
-        target_ids_NS: (N, S) int32 or int64 in [0, V) where the slot is not empty; S of at least 0.
-        target_logps_NS: (N, S), nats, log alpha added. -inf marks an empty slot and adds nothing.
+        target_ids_NS: (N, S) int32 or int64 in [0, V); any value in an empty slot.
+        target_logps_NS: (N, S), nats, log alpha included; -inf marks an empty slot.
     Returns:
         logp_N, kl_N: (N,), nats; differentiable (once) in logits_NV only.
-    Raises:
-        TypeError, ValueError: a shape, dtype, device or stride above does not hold.
     """
     like = ("logits_NV", logits_NV)
     checks.check_logits(OP, logits_NV)
@@ -69,10 +63,7 @@ def topk_forward_kl(
 
 
 def _objective(inputs: Sequence[Any], dlogp: Tensor, dkl: Tensor) -> tuple[LossTokens, LossSettings]:
-    """The loss with the gradient of sum(dlogp logp + dkl kl): at ratio 1 the surrogate's slope is -adv.
-
-    inputs: token_ids, ids, logps, tail and temperature of _SCHEMA.
-    """
+    """Return the loss whose gradient is that of sum(dlogp logp + dkl kl): at ratio 1 the slope is -adv."""
     token_ids, ids, logps, tail, temperature = inputs
     tokens = LossTokens(
         token_ids_N=token_ids,
@@ -94,7 +85,7 @@ def _forward_kl(logits: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
     tokens, settings = _objective(inputs, ones, ones)
     checks.require_loss_ids(OP, tokens, settings, logits.shape[1])
     terms = serving_rows(logits, tokens, settings)(logits, tokens, settings, None, entropy=False)
-    return terms.logp_N, terms.kl_N.clone()  # a backend's share memory, an operator's must not
+    return terms.logp_N, terms.kl_N.clone()  # outputs of an operator may not share memory
 
 
 @_forward_kl.register_fake

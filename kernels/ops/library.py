@@ -1,7 +1,6 @@
-"""Registration of the operators torch.ops.smopd.*, which torch.compile and torch.export see as one node each.
+"""Registration of the operators torch.ops.smopd.*: one node each for torch.compile and torch.export.
 
-Library.define and impl take two thirds of the host time of torch.library.custom_op, and the loss with its
-gradient, whose formula is a kernel of the Autograd key here, 0.6 of it (docs/kernels.md).
+Calls take two thirds of the host time of torch.library.custom_op or less (docs/kernels.md).
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from torch import Tensor
 
 from smopd.kernels.types import compute_dtype
 
-_LIBRARY = torch.library.Library("smopd", "FRAGMENT")  # unregisters its operators when it is collected
+_LIBRARY = torch.library.Library("smopd", "FRAGMENT")  # collecting it would unregister the operators
 
 
 class Operator:
-    """The operator smopd::name. n_leaves: how many of its first arguments may get a gradient."""
+    """The operator smopd::name. n_leaves: the number of leading arguments that may get a gradient."""
 
     def __init__(self, name: str, schema: str, implementation: Callable[..., Any], n_leaves: int):
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        if n_leaves == 0:  # what requires a gradient leaves the results without
+        if n_leaves == 0:  # results require no gradient even if arguments do
             implementation = torch.no_grad()(implementation)
             _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
         _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
@@ -38,7 +37,7 @@ class Operator:
     def register_autograd(
         self, backward: Callable[..., Any], *, setup_context: Callable[[Any, tuple, Any], None]
     ) -> None:
-        """The formula applies where a leaf requires a gradient."""
+        """Register the gradient formula."""
         call, n_leaves = self.call, self.n_leaves
 
         def forward(ctx: Any, *arguments: Any) -> Any:
@@ -61,10 +60,10 @@ class Operator:
 
 
 def operator(name: str, schema: str, n_leaves: int = 0) -> Callable[[Callable[..., Any]], Operator]:
-    """Decorates an operator's implementation."""
+    """Make an operator of the decorated implementation."""
     return lambda implementation: Operator(name, schema, implementation, n_leaves)
 
 
 def empty_column(like: Tensor, *shape: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """An empty tensor on like's device, of the dtype that rows like these are computed in."""
+    """Return an empty tensor on like's device, in the compute dtype unless given."""
     return like.new_empty(shape, dtype=dtype or compute_dtype(like.dtype))

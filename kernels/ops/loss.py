@@ -1,7 +1,4 @@
-"""The whole objective of packed tokens on their logits; its gradient is made with it, and scaled in backward.
-
-Shapes: N packed response tokens, V vocabulary.
-"""
+"""The loss of packed tokens on their logits. Forward also computes the gradient, which backward scales."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from smopd.kernels import checks, dispatch
-from smopd.kernels.ops.library import empty_column, operator
+from smopd.kernels.ops.library import Operator, empty_column, operator
 from smopd.kernels.tokens import STATS_FIELDS
 from smopd.kernels.types import (
     LossSettings,
@@ -35,7 +32,7 @@ def smopd_loss(
     *,
     inplace: bool = False,
 ) -> tuple[Tensor, LossStats]:
-    """The whole objective (Eq. 9) of packed tokens, with its gradient, in one pass over their logits.
+    """Compute the whole loss (Eq. 9) of packed tokens and its gradient in one pass over the logits.
 
         loss = sum_n pg_weight_n surrogate_n
              + opd_coef (sum_n kl_weight_n kl_n + sum_n reverse_weight_n reverse_n)
@@ -49,27 +46,23 @@ def smopd_loss(
         reverse   = -clip(ratio) reverse_adv (Eq. 17), or with "ppo" the form of the surrogate,
         entropy   = the row's entropy at settings.temperature.
 
-    Sums, not means: the denominators are in the weights. Nothing is clamped silently: see
-        LossStats.clipped_N. A NaN in a token's target makes its KL, both masses and its gradient NaN.
+    Terms are summed, not averaged: weights include the denominators. LossStats.clipped_N reports every clip.
+    A NaN in the target of a token makes its KL, both masses and its gradient NaN.
 
-    fp16 logits: the gradient is rounded to fp16 for an upstream gradient of 1, and scaled in backward. An
-        entry below 2^-25 is 0 by then and one below 2^-14 has lost bits: with weights of 1/8192 all of
-        p < 2^-12. A loss scale comes too late; put a power of two into the weights, and its inverse before
-        the loss: (loss / 8192).backward(). bf16 and fp32 are not concerned.
+    fp16 logits: forward rounds the gradient to fp16 for an upstream gradient of 1, so entries below 2^-14
+    lose bits and entries below 2^-25 become 0. A loss scale comes too late. Multiply the weights by a power
+    of two and divide the loss by it: (loss / 8192).backward().
 
     Args:
         logits_NV: (N, V), unit stride along V.
         tokens: LossTokens of the same N and device.
         settings: LossSettings.
-        inplace: write the gradient over the logits' memory instead of keeping a second (N, V). The logits
-            have to be the output of an operation, whole; whatever needs their values afterwards raises, and
-            so does a second backward. Without a gradient to compute nothing is written.
+        inplace: write the gradient into the memory of the logits, which must be the whole output of an
+            operation. Any later use of their values raises, and so does a second backward. Without
+            requires_grad nothing is written.
     Returns:
         loss: 0-dim, differentiable (once) in logits_NV.
         stats: LossStats, detached.
-    Raises:
-        TypeError, ValueError: an argument is not as above, or inplace=True on a leaf or on a part of a
-            tensor.
     """
     op = "smopd_loss"
     checks.check_logits(op, logits_NV)
@@ -102,25 +95,25 @@ N_OBJECTIVE = len(TOKEN_FIELDS) + len(SETTING_FIELDS)
 
 
 def flat_objective(tokens: LossTokens, settings: LossSettings) -> tuple:
-    """Tokens and settings as OBJECTIVE_SCHEMA's arguments."""
+    """Return the arguments of OBJECTIVE_SCHEMA."""
     columns = [getattr(tokens, name) for name in TOKEN_FIELDS]
     return (*columns, *(getattr(settings, name) for name in SETTING_FIELDS))
 
 
 def objective_of(flat: Sequence[Any]) -> tuple[LossTokens, LossSettings]:
-    """The inverse of flat_objective."""
+    """Invert flat_objective."""
     tokens = LossTokens(**dict(zip(TOKEN_FIELDS, flat[: len(TOKEN_FIELDS)], strict=True)))
     return tokens, LossSettings(**dict(zip(SETTING_FIELDS, flat[len(TOKEN_FIELDS) :], strict=True)))
 
 
 def packed_stats(stats: LossStats) -> tuple[Tensor, Tensor, Tensor]:
-    """LossStats as STATS_SCHEMA: (C, N), (N,), (4,). The outputs of an operator share no memory."""
+    """Return the values of STATS_SCHEMA, (C, N), (N,) and (4,): outputs of an operator share no memory."""
     columns, sums = (_stacked([getattr(stats, name) for name in names]) for names in (_COLUMNS, _SUMS))
     return columns, stats.clipped_N, sums
 
 
 def _stacked(parts: list[Tensor]) -> Tensor:
-    """torch.stack(parts), without a launch where they lie one behind the other in one tensor already."""
+    """Return torch.stack(parts), as a view if they are adjacent in memory."""
     first, size = parts[0], parts[0].numel()
     for number, part in enumerate(parts):
         same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
@@ -130,20 +123,20 @@ def _stacked(parts: list[Tensor]) -> Tensor:
 
 
 def unpacked_stats(columns: Tensor, clipped: Tensor, sums: Tensor) -> LossStats:
-    """The inverse of packed_stats."""
+    """Invert packed_stats."""
     named = dict(zip((*_COLUMNS, *_SUMS), (*columns.unbind(), *sums.unbind()), strict=True))
     return LossStats(**named, clipped_N=clipped)
 
 
 def fake_loss(like: Tensor, n_rows: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The loss and packed_stats for n_rows tokens, empty."""
+    """Return an empty loss and empty packed_stats for n_rows tokens."""
     columns = empty_column(like, len(_COLUMNS), n_rows)
     clipped = empty_column(like, n_rows, dtype=torch.int8)
     return empty_column(like), (columns, clipped, empty_column(like, len(_SUMS)))
 
 
 def serving_rows(tensor: Tensor, tokens: LossTokens, settings: LossSettings, **facts: int) -> Callable:
-    """The loss_rows of the backend that serves. facts: n_vocab, where the tensor is not the logits."""
+    """Return the loss_rows for this call. facts: n_vocab, if the tensor is not the logits."""
     target = loss_target(tokens, settings)
     if target is not None:
         facts |= {"n_support": target.n_entries, "n_pooled": target.n_pooled}
@@ -157,7 +150,6 @@ def total_of(terms: TokenTerms, tokens: LossTokens, settings: LossSettings) -> t
 def _loss_of_rows(
     logits: Tensor, tokens: LossTokens, settings: LossSettings, grad: Tensor | None
 ) -> tuple[Tensor, LossStats]:
-    """Its gradient goes to grad, which may be the logits."""
     checks.require_loss_ids("smopd_loss", tokens, settings, logits.shape[1])
     return total_of(serving_rows(logits, tokens, settings)(logits, tokens, settings, grad), tokens, settings)
 
@@ -168,7 +160,7 @@ def _loss_of_rows(
     n_leaves=1,
 )
 def _loss(logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """grad is the loss's gradient in the logits, (0, V) without need_grad."""
+    """Return the gradient as (0, V) without need_grad."""
     *objective, need_grad = rest
     tokens, settings = objective_of(objective)
     grad = torch.empty_like(logits) if need_grad else logits.new_empty((0, logits.shape[1]))
@@ -183,34 +175,39 @@ def _(logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return total, grad, *stats
 
 
-def _loss_setup(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.need_grad = inputs[-1]
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output[1])
+def register_computed_gradients(op: Operator) -> None:
+    """Register a backward that scales the leaves' gradients, which the forward returned after the loss.
+
+    The last arguments of the operator say which leaves need one.
+    """
+
+    def setup(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.need, ctx.dtype, ctx.n_inputs = inputs[-op.n_leaves :], inputs[0].dtype, len(inputs)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*output[1 : 1 + op.n_leaves])
+
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor | None, *_: Tensor | None) -> tuple:
+        grads: list[Tensor | None] = [None] * ctx.n_inputs
+        if dloss is not None:
+            for index, (gradient, needed) in enumerate(zip(ctx.saved_tensors, ctx.need, strict=True)):
+                grads[index] = _scaled(gradient, dloss, ctx.dtype) if needed else None
+        return tuple(grads)
+
+    op.register_autograd(backward, setup_context=setup)
 
 
-@once_differentiable
-def _loss_backward(ctx: Any, dloss: Tensor | None, *_: Tensor | None) -> tuple:
-    grad = None
-    if dloss is not None:
-        if not ctx.need_grad:
-            raise RuntimeError("smopd::loss: backward came after need_grad=False, expected need_grad=True")
-        grad = ctx.saved_tensors[0]
-        grad = scaled_gradient(grad, dloss, grad.dtype)
-    return grad, *[None] * (N_OBJECTIVE + 1)
+register_computed_gradients(_loss)
 
 
-_loss.register_autograd(_loss_backward, setup_context=_loss_setup)
-
-
-def scaled_gradient(grad: Tensor, dloss: Tensor, dtype: torch.dtype) -> Tensor:
-    """grad * dloss, rounded once to dtype. Memory that no other backward asks for is scaled in place."""
-    traced = type(dloss) is not Tensor  # by torch.compile or torch.export: it has no value
+def _scaled(grad: Tensor, dloss: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return grad * dloss, rounded once to dtype; in place unless the graph is retained."""
+    traced = type(dloss) is not Tensor  # by torch.compile or torch.export: no value to read
     on_cpu = grad.device.type == "cpu"
     if not traced and on_cpu and dloss.item() == 1.0:
         return grad.to(dtype)
-    if not traced and grad.dtype != dtype and not on_cpu:  # one pass
+    if not traced and grad.dtype != dtype and not on_cpu:
         rounded = torch.empty_like(grad, dtype=dtype)
         dispatch.serving("scale_", grad)(grad, dloss, rounded)
         return rounded
@@ -221,10 +218,10 @@ def scaled_gradient(grad: Tensor, dloss: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _LossInPlace(torch.autograd.Function):
-    """Returns the logits dirty, which rebases their history on this node.
+    """Overwrites the logits with the gradient and marks their owner dirty, so that later uses raise.
 
-    owner is the tensor that owns the logits' memory (a view cannot be marked dirty beside other outputs);
-    layout is the logits' (size, stride, offset) in it.
+    owner: the base tensor of the logits; autograd cannot mark a view dirty beside other outputs.
+    layout: size, stride and offset of the logits in it.
     """
 
     @staticmethod
@@ -248,13 +245,13 @@ class _LossInPlace(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         if downer is not None:
             raise RuntimeError(
-                "smopd_loss: logits_NV was used in another differentiable operation after inplace=True; "
-                "it holds the gradient then, expected no use of it"
+                "smopd_loss: logits_NV was used in another differentiable operation after inplace=True, "
+                "expected no use: its memory holds the gradient"
             )
         if ctx.spent:
             raise RuntimeError(
-                "smopd_loss: a second backward came through inplace=True, expected one; "
-                "the logits' memory held the only copy of the gradient; use inplace=False"
+                "smopd_loss: second backward with inplace=True, expected one: the logits' memory held the "
+                "only copy of the gradient; use inplace=False"
             )
         ctx.spent = True
         grad = None

@@ -1,7 +1,4 @@
-"""The kappa most likely tokens of each row of logits.
-
-Shapes: N packed response tokens, V vocabulary, S support entries (kappa).
-"""
+"""The kappa most likely tokens of each row of logits."""
 
 from __future__ import annotations
 
@@ -24,12 +21,12 @@ def topk_logprobs(
     token_ids_N: Tensor | None = None,
     temperature: float = 1.0,
 ) -> TopK:
-    """The kappa most likely tokens of each row with their log-probabilities over the whole vocabulary.
+    """Return the kappa most likely tokens of each row and their log-probabilities over the whole vocabulary.
 
     Equals
 
         logq_NV = (logits_NV.float() / temperature).log_softmax(-1)
-        logps_NS, ids_NS = logq_NV.topk(kappa)      # but with ties to the lower id, always
+        logps_NS, ids_NS = logq_NV.topk(kappa)      # ties always go to the lower id
         token_logp_N = logq_NV.gather(-1, token_ids_N[:, None])[:, 0]
 
     Not differentiable.
@@ -41,8 +38,6 @@ def topk_logprobs(
         temperature: above 0.
     Returns:
         TopK: ids (N, kappa) int32 by descending log-probability, logps (N, kappa), token_logp (N,) or None.
-    Raises:
-        TypeError, ValueError: an argument is not as above.
     """
     checks.check_logits(OP, logits_NV)
     checks.check_kappa(OP, kappa, logits_NV.shape[1])
@@ -61,7 +56,7 @@ def topk_logprobs(
 def _topk(
     logits: Tensor, kappa: int, token_ids: Tensor | None, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """token_logp is (0,) without token_ids."""
+    """Return token_logp of shape (0,) without token_ids."""
     checks.require_token_ids(OP, token_ids, logits.shape[1])
     serve = dispatch.serving("topk_logprobs", logits, kappa=kappa)
     top = serve(logits, kappa, token_ids_N=token_ids, temperature=temperature)

@@ -1,8 +1,6 @@
-"""Group advantages in plain PyTorch: GRPO, GDPO (Eq. 1 to 3) and GD2PO. It also serves CPUs.
+"""Group advantages in plain PyTorch: GRPO, GDPO (Eq. 1 to 3) and GD2PO. Also the backend of CPUs.
 
-Computed in fp64 whatever the input (the tensors are small), returned in fp32, or fp64 for fp64 rewards.
-
-Shapes: R responses, K rewards. Groups are numbered by their place among the sorted group ids.
+Computed in fp64 for every dtype (the tensors are small), returned in fp32, or fp64 for fp64 rewards.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ from smopd.kernels.types import (
 
 @dataclass(frozen=True)
 class _Groups:
-    """index_R: the group's number of each response; size_R: responses in each group (by number)."""
+    """index_R: index of each response's group; size_R: number of responses of group 0, 1, ..."""
 
     index_R: Tensor
     size_R: Tensor
 
     def sum(self, values: Tensor) -> Tensor:
-        """(R, ...) -> (R, ...): row g is the sum over group g."""
+        """Return (R, ...), of which row g is the sum over group g."""
         return torch.zeros_like(values).index_add_(0, self.index_R, values)
 
     def extreme(self, values: Tensor, which: str) -> Tensor:
@@ -50,10 +48,10 @@ def _groups(group_R: Tensor) -> _Groups:
 
 
 def _normalise(values_RK: Tensor, size_RK: Tensor, groups: _Groups, norm_eps: float, ulp: float) -> Tensor:
-    """(value - mean) / (sigma + norm_eps) in each group over the scorable (not NaN) values; sigma unbiased.
+    """Return (value - mean) / (sigma + norm_eps) over the values of each group that are not NaN.
 
-    Exactly 0 for a NaN, in a group with one scorable value, and in a group whose values are equal up to
-    rounding: within EQUAL_ULPS of the largest size_RK, what the value was computed from.
+    Exactly 0 for a NaN, in a group with one value, and in a group whose values are equal up to rounding:
+    within EQUAL_ULPS of the largest size_RK, the magnitude of the terms of a value.
     """
     known_RK = ~values_RK.isnan()
     values_RK = torch.where(known_RK, values_RK, 0.0)
@@ -76,7 +74,7 @@ def _weights(weights_K: Tensor | None, rewards_RK: Tensor) -> Tensor:
 
 
 def _whitened(adv_R: Tensor, count_R: Tensor, whiten: str, norm_eps: float, process_group: Any) -> Tensor:
-    """adv whitened over samples, adv_R standing for count_R of them, over all ranks of process_group."""
+    """Whiten over the samples of all ranks of process_group; adv_R counts count_R times."""
     count = steady_sum(count_R)
     mean = steady_sum(count_R * adv_R) / count.clamp(min=1)
     m2 = steady_sum(count_R * (adv_R - mean) ** 2)
@@ -86,14 +84,14 @@ def _whitened(adv_R: Tensor, count_R: Tensor, whiten: str, norm_eps: float, proc
     if whiten == "tokens":
         white_R = (adv_R - mean) * (variance + TOKEN_VAR_EPS).rsqrt()
     else:
-        # Only an all-equal batch has variance 0, and then the numerator is 0 too.
+        # With variance 0 the numerator is 0 too.
         scale = variance.sqrt() + norm_eps
         white_R = (adv_R - mean) / torch.where(scale > 0, scale, 1.0)
     return torch.where((count_R > 0) & (count > 1), white_R, 0.0)
 
 
 def _merge_ranks(moments: Tensor, process_group: Any) -> Tensor:
-    """(n, mean, M2) over all ranks: one all-reduce of a row per rank, merged by Chan's rule."""
+    """Merge (n, mean, M2) over all ranks by one all-reduce and Chan's rule."""
     world = torch.distributed.get_world_size(process_group)
     table = torch.zeros(world, 3, dtype=moments.dtype, device=moments.device)
     table[torch.distributed.get_rank(process_group)] = moments
@@ -107,12 +105,12 @@ def _merge_ranks(moments: Tensor, process_group: Any) -> Tensor:
 def advantages(
     rewards_RK: Tensor, group_R: Tensor, options: AdvantageOptions, process_group: Any = None
 ) -> tuple[Tensor, Tensor | None]:
-    """adv_R and, of GD2PO, kept_R. process_group: whitened over all its ranks."""
+    """Return adv_R and kept_R (None except for GD2PO)."""
     dtype = compute_dtype(rewards_RK.dtype)
     values_RK, weights_K = rewards_RK.to(torch.float64), _weights(options.weights_K, rewards_RK)
     groups, kept_R = _groups(group_R), None
     if options.kind == "grpo":
-        # A reward of weight 0 plays no part, not even by being NaN.
+        # A reward of weight 0 has no effect, even if it is NaN.
         terms_RK = torch.where(weights_K != 0, weights_K * values_RK, 0.0)
         values_RK, sizes_RK = terms_RK.sum(-1, keepdim=True), terms_RK.abs().sum(-1, keepdim=True)
         weights_K = weights_K.new_ones(1)
@@ -136,7 +134,7 @@ def advantages(
 
 
 def _conflicts(adv_RK: Tensor, parts_RK: Tensor, options: AdvantageOptions) -> Tensor:
-    """(R,) bool: the responses whose rewards pull in opposite directions."""
+    """Return (R,) bool: whether the rewards of a response disagree."""
     signs_RK = torch.where(adv_RK.abs() > CONFLICT_FLOOR, parts_RK.sign(), 0.0)
     conflicts_R = (signs_RK > 0).any(-1) & (signs_RK < 0).any(-1)
     if options.snr_threshold is not None:

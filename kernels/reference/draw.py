@@ -1,4 +1,4 @@
-"""The definition of a draw: where the cumulative distribution passes a uniform number."""
+"""Sampling of one token per row in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def draw(logits_RV: Tensor, temperature: float, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
-    """As smopd.kernels.ops.draw."""
+    """See smopd.kernels.ops.draw."""
     logps_RV = (logits_RV.float() / temperature).log_softmax(-1)
     cumulative_RV = logps_RV.double().exp().cumsum(-1)
     total_R = cumulative_RV[:, -1]

@@ -1,13 +1,4 @@
-"""smopd_loss in plain PyTorch: a token's whole objective and its gradient, from one softmax of its row.
-
-    loss = sum_n pg_weight_n surrogate_n
-         + opd_coef (sum_n kl_weight_n kl_n + sum_n reverse_weight_n reverse_n)
-         - entropy_coef sum_n ent_weight_n entropy_n
-
-The gradient is computed with the loss, by the closed forms of reference/rows.py.
-
-Shapes: N tokens, V vocabulary, S support entries (kappa).
-"""
+"""smopd_loss in plain PyTorch: each token's terms and, by closed forms, the gradient of its logits."""
 
 from __future__ import annotations
 
@@ -53,7 +44,7 @@ def loss_rows(
 
 
 def _without_uncounted_ids(tokens: LossTokens) -> LossTokens:
-    """A token that counts nowhere may have any id: 0 takes its place."""
+    """Replace the ids of tokens without any weight by 0: they may be out of range."""
     uncounted_N = ~counted(tokens)
     known = {}
     for name in ("token_ids_N", "target_ids_NS", "teacher_ids_NMS"):
@@ -106,7 +97,7 @@ def _loss_chunk(
     if not same:
         wide_NV += rows_gradient(kl_rows, None, kl_coef_N, None)
     idle_N = idle(coefs)
-    if wide_NV.device.type != "cpu" or bool(idle_N.any()):  # asking costs a synchronisation elsewhere
+    if wide_NV.device.type != "cpu" or bool(idle_N.any()):  # the test would synchronize a GPU
         wide_NV.masked_fill_(idle_N[:, None], 0.0)
     grad_NV.copy_(wide_NV)
     return terms
@@ -115,7 +106,7 @@ def _loss_chunk(
 def _policy_terms(
     logp_N: Tensor, tokens: LossTokens, settings: LossSettings
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Clipped surrogate and reverse term with their slopes in logp, and the clip bits."""
+    """Return the clipped surrogate, its slope in logp, the reverse term, its slope, and the clip bits."""
     dtype = logp_N.dtype
     low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
     if tokens.old_logp_N is None:
@@ -162,7 +153,7 @@ def _policy_terms(
 
 
 def total_loss(terms: TokenTerms, tokens: LossTokens, settings: LossSettings) -> tuple[Tensor, LossStats]:
-    """The terms summed: once over all tokens, not by chunks. Where a weight is 0 its term is, NaN too."""
+    """Sum the weighted terms over all tokens. A term of weight 0 adds 0, even if it is NaN."""
     columns = {name: getattr(terms, name) for name in STATS_FIELDS if name.endswith("_N")}
     pg_loss = steady_sum(weighted(tokens.pg_weight_N, terms.surrogate_N))
     kl_loss = steady_sum(weighted(tokens.kl_weight_N, terms.kl_N))
@@ -178,7 +169,7 @@ def total_loss(terms: TokenTerms, tokens: LossTokens, settings: LossSettings) ->
 
 
 def scale_(grad: Tensor, dloss: Tensor, out: Tensor | None = None) -> None:
-    """grad * dloss into out (None: grad), rounded once: the factor itself is not brought to grad's dtype."""
+    """Write grad * dloss to out (None: grad), rounded once."""
     if out is not None:
         torch.mul(grad.to(compute_dtype(grad.dtype)), dloss, out=out)
     elif dloss.device.type != "cpu":

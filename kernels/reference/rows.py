@@ -1,7 +1,4 @@
-"""A chunk of rows in plain PyTorch: softmax, what the objective reads from it, its gradient in the logits.
-
-Shapes: N tokens, V vocabulary, S support entries (kappa), P pooled candidates.
-"""
+"""A chunk of rows in plain PyTorch: the softmax, the terms that depend on it, and their gradient."""
 
 from __future__ import annotations
 
@@ -14,22 +11,22 @@ from smopd.kernels.reference.topk import merge_sorted, teacher_mixture, widen
 from smopd.kernels.tokens import weighted
 from smopd.kernels.types import TAIL_FLOOR, SparseTarget
 
-LOGP_FLOOR = -1.0e4  # exp of it is 0 in fp64 too: -inf * 0 becomes 0 in the entropy, NaN stays NaN
+LOGP_FLOOR = -1.0e4  # its exp is 0 in fp64: in the entropy -inf * 0 becomes 0, and NaN stays NaN
 
 
 def log_softmax(logits_NV: Tensor) -> Tensor:
-    """As torch's, which on a CPU loses 3e-5 in fp32 over 150,000 tokens: its running sum is not pairwise."""
+    """Compute the log-softmax. torch's own is 3e-5 off in fp32 on a CPU over 150,000 tokens."""
     logq_NV = logits_NV - logits_NV.amax(-1, keepdim=True)
     return logq_NV.sub_(logq_NV.exp().sum(-1, keepdim=True).log_())
 
 
 @dataclass(frozen=True)
 class PreparedTarget:
-    """A chunk's sparse target: ids are in range everywhere, and distinct if tail is asked.
+    """A sparse target whose ids are all in range and, with a tail, distinct.
 
-    first_NS marks one slot for each distinct id of the support. live_N says whether a row has any support.
-    A log-probability that is NaN leaves its slot empty and makes the row's mass NaN: its KL, both masses and,
-    where the KL has a gradient, its gradient are NaN then. tail_q_N: 1 - Q; None without a tail bucket.
+    first_NS: one slot of each distinct id. live_N: whether the row has any support. tail_q_N: 1 - Q, None
+    without a tail. A NaN log-probability empties its slot and makes mass_N NaN, which makes the KL, both
+    masses and the KL's gradient NaN.
     """
 
     ids_NS: Tensor
@@ -42,7 +39,7 @@ class PreparedTarget:
 
 
 def prepare_target(target: SparseTarget, dtype: torch.dtype, *, tail: bool) -> PreparedTarget:
-    """The target, or the union of the teachers. With tail repeats are joined by logsumexp."""
+    """Prepare a target or the mixture of its candidates. With tail, join repeats by logsumexp."""
     ids_NS, logps_NS, distinct = target.ids, target.logps.detach().to(dtype), False
     if target.log_alpha is not None:
         union = teacher_mixture(ids_NS, logps_NS, target.log_alpha, target.n_entries, merge=target.merge)
@@ -56,7 +53,7 @@ def prepare_target(target: SparseTarget, dtype: torch.dtype, *, tail: bool) -> P
     nan_N = logps_NS.isnan().any(-1)
     logps_NS = logps_NS.masked_fill(~live_NS, -torch.inf)
     tail_q_N = _mass_off(logps_NS) if tail else None
-    # Empty slots take the id of the best slot: a write there changes nothing that is not written anyway.
+    # Empty slots get the id of the best slot, which is written anyway.
     best_N1 = ids_NS.gather(-1, logps_NS.argmax(-1, keepdim=True))
     ids_NS = torch.where(live_NS, ids_NS, best_N1)
     if distinct:
@@ -78,19 +75,19 @@ def prepare_target(target: SparseTarget, dtype: torch.dtype, *, tail: bool) -> P
 
 
 def _mass_off(logps_NS: Tensor) -> Tensor:
-    """1 - Q, a difference that fp32 would leave few digits of; 0 below the floor."""
-    wide = logps_NS.dtype if logps_NS.device.type == "mps" else torch.float64  # which MPS has not
+    """Return 1 - Q, computed in fp64 against cancellation; 0 below TAIL_FLOOR."""
+    wide = logps_NS.dtype if logps_NS.device.type == "mps" else torch.float64  # MPS has no fp64
     tail_q_N = -torch.expm1(logps_NS.to(wide).logsumexp(-1).clamp(max=0.0))
     return torch.where(tail_q_N < TAIL_FLOOR, 0.0, tail_q_N).to(logps_NS.dtype)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A chunk's rows after their softmax at one temperature.
+    """Rows after their softmax at one temperature.
 
-    Without tail, logq_NV is the log-softmax (spent, unless `curved` was asked). With tail it holds -inf at
-    the support, so that dense_NV, the softmax of what is left, times off_mass_N, the student's mass off the
-    support, keeps its relative accuracy.
+    Without tail, logq_NV is the log-softmax and dense_NV its exp. With tail, logq_NV is -inf on the support,
+    dense_NV is the softmax of the rest, and off_mass_N the student's mass there: small masses keep their
+    relative accuracy. logq_NV is overwritten unless rows_forward got curved=True.
     """
 
     temperature: float
@@ -115,7 +112,7 @@ def rows_forward(
     entropy: bool,
     curved: bool = False,
 ) -> Rows:
-    """Softmax of each row and what the objective reads from it. curved: the entropy will have a gradient."""
+    """Compute the softmax of each row and its terms. curved: the entropy will have a gradient."""
     logq_NV = log_softmax(widen(logits_NV, temperature))
     token_ids_N1 = token_ids_N[:, None].long()
     logp_N = logq_NV.gather(-1, token_ids_N1)[:, 0]
@@ -157,7 +154,7 @@ def rows_forward(
 def _support_terms(
     target: PreparedTarget, student_logps_NS: Tensor, off_logp_N: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """KL and student's mass on the support, given with tail the log of the student's mass off it."""
+    """Return the KL and the student's mass on the support. off_logp_N: log of its mass outside."""
     gap_NS = target.logps_NS - student_logps_NS
     nan_N = target.mass_N.isnan()
     kl_N = torch.where(target.q_NS > 0, target.q_NS * gap_NS, 0.0).sum(-1).masked_fill(nan_N, torch.nan)
@@ -172,7 +169,7 @@ def _support_terms(
 def rows_gradient(
     rows: Rows, dlogp_N: Tensor | None, dkl_N: Tensor | None, dentropy_N: Tensor | None
 ) -> Tensor:
-    """Gradient of sum(dlogp logp + dkl kl + dentropy entropy) in the logits. Consumes the rows' buffers.
+    """Return the gradient of sum(dlogp logp + dkl kl + dentropy entropy); overwrites the buffers of `rows`.
 
     dlogits_v = (1/T) [dkl (W p_v - q_v - q_r p_v / p_r off the support) + dlogp ([v = y] - p_v)
                        - dentropy p_v (log p_v + H)],   W = Q, and Q + q_r with the tail bucket.

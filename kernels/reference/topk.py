@@ -1,6 +1,4 @@
-"""Top-kappa, mixture and product in plain PyTorch: their definition, every backend's fallback.
-
-Computed at the precision of the inputs: bf16 and fp16 are widened to fp32, fp64 stays fp64.
+"""Top-kappa, mixture and product in plain PyTorch.
 
 Shapes: N tokens, V vocabulary, M teachers, S support entries (kappa), P pooled candidates.
 """
@@ -14,13 +12,13 @@ from torch import Tensor
 
 from smopd.kernels.types import Mixture, ProductOptions, TopK, compute_dtype
 
-ROW_CHUNK_BYTES = 64 << 20  # widened logits in work at a time
-ROW_CHUNK_BYTES_CPU = 4 << 20  # stays in cache there, and is not mapped and faulted in anew each time
+ROW_CHUNK_BYTES = 64 << 20  # fp32 logits per chunk
+ROW_CHUNK_BYTES_CPU = 4 << 20  # fits the cache, and malloc reuses the memory
 _ID_BITS = 32
 
 
 def row_chunks(logits_NV: Tensor) -> Iterator[slice]:
-    """Consecutive blocks of rows that are worked on at a time, at least one."""
+    """Yield consecutive blocks of rows, at least one."""
     limit = ROW_CHUNK_BYTES_CPU if logits_NV.device.type == "cpu" else ROW_CHUNK_BYTES
     n_rows, n_vocab = logits_NV.shape
     step = max(1, limit // (n_vocab * compute_dtype(logits_NV.dtype).itemsize))
@@ -29,7 +27,7 @@ def row_chunks(logits_NV: Tensor) -> Iterator[slice]:
 
 
 def widen(logits_NV: Tensor, temperature: float = 1.0) -> Tensor:
-    """Logits over the temperature in the compute dtype; the input itself where nothing is to be done."""
+    """Return logits / temperature in the compute dtype; the input itself if it already is that."""
     wide_NV = logits_NV.to(compute_dtype(logits_NV.dtype))
     return wide_NV if temperature == 1.0 else wide_NV / temperature
 
@@ -55,22 +53,22 @@ def topk_logprobs(
 
 
 def _topk_lowest_ids(values_NV: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
-    """torch.topk, sorted, with ties to the lower id, which torch does not promise."""
+    """Return the sorted torch.topk with ties to the lower id."""
     n_vocab = values_NV.shape[-1]
     top_NS, ids_NS = values_NV.topk(min(kappa + 1, n_vocab), dim=-1)
     if kappa == 0:
         return top_NS[:, :0], ids_NS[:, :0]
     if kappa < n_vocab:
-        # Only a row whose entry kappa + 1 equals its entry kappa can hold the wrong members of a tie.
+        # Ids can be wrong only if entry kappa + 1 equals entry kappa.
         tied_N = top_NS[:, kappa - 1] == top_NS[:, kappa]
         top_NS, ids_NS = top_NS[:, :kappa], ids_NS[:, :kappa]
         if values_NV.device.type == "cpu":
             rows = tied_N.nonzero()[:, 0]
             if rows.numel() > 0:
                 ids_NS = ids_NS.index_copy(0, rows, _lowest_ids_above(values_NV[rows], top_NS[rows]))
-        else:  # no synchronisation on an accelerator: all rows
+        else:  # all rows, to avoid a synchronization
             ids_NS = torch.where(tied_N[:, None], _lowest_ids_above(values_NV, top_NS), ids_NS)
-    # Values are sorted already; within a run of equals the ids must ascend.
+    # Sort the ids within each run of equal values.
     run_NS = torch.zeros_like(ids_NS)
     run_NS[:, 1:] = (top_NS[:, 1:] != top_NS[:, :-1]).cumsum(-1)
     keys_NS = ((run_NS << _ID_BITS) | ids_NS).sort(-1).values
@@ -78,7 +76,7 @@ def _topk_lowest_ids(values_NV: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
 
 
 def _lowest_ids_above(values_NV: Tensor, top_NS: Tensor) -> Tensor:
-    """The ids of all entries above the smallest of top_NS, then the lowest ids of those equal to it."""
+    """Return the ids of all entries above the smallest of top_NS, and the lowest of those equal to it."""
     n_vocab = values_NV.shape[-1]
     threshold_N1 = top_NS[:, -1:]
     rank_V = torch.arange(n_vocab, 0, -1, dtype=torch.int32, device=values_NV.device)
@@ -102,7 +100,7 @@ def teacher_mixture(
         ids_NP, order_NP = ids_NP.sort(dim=-1, stable=True)
         ids_NP, pool_NP = merge_sorted(ids_NP, pool_NP.gather(-1, order_NP))
     kept = min(kappa, n_teachers * n_support)
-    # Stable: ties to the lower id when merged, else to the lower teacher and then to that teacher's order.
+    # Stable: ties go to the lower id if merged, else to the lower teacher and then to its order.
     pool_NP, order_NP = pool_NP.sort(dim=-1, descending=True, stable=True)
     ids_NS = ids_NP.gather(-1, order_NP[:, :kept]).masked_fill(pool_NP[:, :kept] == -torch.inf, 0)
     pad = (0, kappa - kept)
@@ -120,20 +118,20 @@ def teacher_product(
     ids_NMS, logps_NMS = _joined(ids_NMS, logps_NMS.detach().to(dtype))
     ids_NS, base_NS = ids_NMS[:, options.reference].contiguous(), logps_NMS[:, options.reference]
     weights_NM = weights.detach().to(dtype).expand(n_rows, len(others))
-    there_NS, total_NS = base_NS != -torch.inf, torch.zeros_like(base_NS)
+    given_NS, total_NS = base_NS != -torch.inf, torch.zeros_like(base_NS)
     raises_NS, highest_NS = torch.zeros_like(base_NS), torch.full_like(base_NS, -torch.inf)
     for weight_N, m in zip(weights_NM.unbind(1), others, strict=True):
         at_NS = torch.searchsorted(ids_NMS[:, m].contiguous(), ids_NS).clamp(max=n_support - 1)
         logps_NS = logps_NMS[:, m].gather(-1, at_NS)
-        there_NS = there_NS & (ids_NMS[:, m].gather(-1, at_NS) == ids_NS) & (logps_NS != -torch.inf)
+        given_NS = given_NS & (ids_NMS[:, m].gather(-1, at_NS) == ids_NS) & (logps_NS != -torch.inf)
         change_NS = weight_N[:, None] * (logps_NS - base_NS).clamp(-options.clip, options.clip)
         total_NS = total_NS + change_NS
         raises_NS = raises_NS + change_NS.clamp(min=0)
         highest_NS = torch.maximum(highest_NS, change_NS)
     total_NS = torch.where(highest_NS > options.keep_raised, raises_NS, total_NS)
-    logq_NS = (base_NS + total_NS).masked_fill(~there_NS, -torch.inf)
-    logq_NS = (logq_NS - logq_NS.logsumexp(-1, keepdim=True)).masked_fill(~there_NS, -torch.inf)
-    # Stable, and ids ascend: ties go to the lower one.
+    logq_NS = (base_NS + total_NS).masked_fill(~given_NS, -torch.inf)
+    logq_NS = (logq_NS - logq_NS.logsumexp(-1, keepdim=True)).masked_fill(~given_NS, -torch.inf)
+    # Stable, and ids ascend: ties go to the lower id.
     logq_NS, order_NS = logq_NS.sort(dim=-1, descending=True, stable=True)
     kept, pad = min(kappa, n_support), (0, max(0, kappa - n_support))
     ids_NS = ids_NS.gather(-1, order_NS).masked_fill(logq_NS == -torch.inf, 0)[:, :kept]
@@ -143,7 +141,7 @@ def teacher_product(
 
 
 def _joined(ids_NMS: Tensor, logps_NMS: Tensor) -> tuple[Tensor, Tensor]:
-    """Each model's ids ascending, repeats joined by logsumexp; behind them the largest int64 with -inf."""
+    """Sort each model's ids and join repeats by logsumexp; fill the rest with the largest int64 and -inf."""
     shape, none = ids_NMS.shape, torch.iinfo(torch.int64).max
     empty_NMS = logps_NMS == -torch.inf
     ids_PS, order_PS = ids_NMS.long().masked_fill(empty_NMS, none).flatten(0, 1).sort(dim=-1, stable=True)
@@ -152,7 +150,7 @@ def _joined(ids_NMS: Tensor, logps_NMS: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge_sorted(ids_NP: Tensor, logps_NP: Tensor) -> tuple[Tensor, Tensor]:
-    """Logsumexp over runs of equal ids (ascending). The merged entries come first; the rest is 0, -inf."""
+    """Join runs of equal ids (ascending) by logsumexp. Joined entries come first; the rest is 0, -inf."""
     segment_NP = torch.zeros_like(ids_NP)
     segment_NP[:, 1:] = (ids_NP[:, 1:] != ids_NP[:, :-1]).cumsum(-1)
     empty_NP = torch.full_like(logps_NP, -torch.inf)
@@ -164,9 +162,9 @@ def merge_sorted(ids_NP: Tensor, logps_NP: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _run_sums(values_NP: Tensor, segment_NP: Tensor) -> Tensor:
-    """Sums over runs of equal segments (ascending from 0), each at its segment's place; 0 in the others.
+    """Sum the values of each segment (ascending from 0) at its index; 0 at the other indices.
 
-    By doubling, in one order: a scatter_add on a GPU has none.
+    By doubling, so that the order of additions is fixed: scatter_add on a GPU has none.
     """
     n_places = values_NP.shape[-1]
     distance = 1
@@ -177,6 +175,6 @@ def _run_sums(values_NP: Tensor, segment_NP: Tensor) -> Tensor:
         distance *= 2
     last_NP = torch.ones_like(segment_NP, dtype=torch.bool)
     last_NP[:, :-1] = segment_NP[:, 1:] != segment_NP[:, :-1]
-    places_NP = torch.where(last_NP, segment_NP, n_places)  # one more, where all that is no run's end goes
+    places_NP = torch.where(last_NP, segment_NP, n_places)  # one extra place takes the other values
     sums_NP = torch.nn.functional.pad(torch.zeros_like(values_NP), (0, 1)).scatter(-1, places_NP, values_NP)
     return sums_NP[:, :-1]

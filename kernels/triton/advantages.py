@@ -1,7 +1,7 @@
-"""GRPO, GDPO and GD2PO advantages on the GPU, in fp64: a sort of the groups, a launch, and one to whiten.
+"""GRPO, GDPO and GD2PO advantages in fp64: a sort of the groups, one launch, and one to whiten.
 
-Groups are runs of equal ids. A program serves a few responses, and each walks through its run; the moments
-for whitening (triton/whiten.py) go to a slot of the program's own. No sum is atomic and no host waits.
+After the sort, groups are runs of equal ids. Each response loops over its run. A program stores the moments
+of its responses for whitening (whiten.py). No atomics, no synchronization with the host.
 
 Shapes: R responses, K rewards (1 in GRPO: their weighted sum), padded to a power of two; B responses of a
 program.
@@ -20,12 +20,11 @@ from smopd.kernels.triton.mixture import NO_REGISTER_TARGET
 from smopd.kernels.triton.whiten import rounded_product, store_moments, whiten_
 from smopd.kernels.types import CONFLICT_FLOOR, EQUAL_ULPS, AdvantageOptions
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_REWARDS = 32
-OWNED = 32  # responses of a program, at most
-STRIDE = 8  # responses of a run that are looked at at a time, on both sides
-TILE = 512  # responses times rewards of a program, at most
-WARP_TILE = 32  # the same of a warp
+OWNED = 32  # most responses per program
+STRIDE = 8  # responses searched at a time for each end of a run
+TILE = 512  # most responses times rewards per program
+WARP_TILE = 32  # responses times rewards per warp
 MAX_WARPS = 8
 
 _EQUAL_WITHIN = tl.constexpr(EQUAL_ULPS * torch.finfo(torch.float32).eps)
@@ -44,9 +43,9 @@ def _reward_weights(weights_ptr, stride_weights, offs_k, n_rewards, HAS_WEIGHTS:
 
 @triton.jit
 def _combined(value_JK, weights_K, SUMMED: tl.constexpr):
-    """What is normalised and the size it was computed from: rewards (J, K), or if SUMMED their sum (J, 1)."""
+    """Return the values to normalise and the size of their terms: (J, K), or sums (J, 1) if SUMMED."""
     if SUMMED:
-        # A reward of weight 0 plays no part, not even by being NaN.
+        # A reward of weight 0 has no effect, even if it is NaN.
         terms_JK = tl.where(weights_K[None, :] != 0.0, rounded_product(weights_K[None, :], value_JK), 0.0)
         return tl.sum(terms_JK, 1)[:, None], tl.sum(tl.abs(terms_JK), 1)[:, None]
     else:
@@ -55,7 +54,7 @@ def _combined(value_JK, weights_K, SUMMED: tl.constexpr):
 
 @triton.jit
 def _reward_values(columns_ptr, stride_r, rows_J, inside_J, live_K, weights_K, SUMMED: tl.constexpr):
-    """_combined() of these rows; NaN: none there."""
+    """Load rows and return their _combined(); NaN for missing rows."""
     at_JK = columns_ptr[None, :] + rows_J.to(tl.int64)[:, None] * stride_r
     inside_JK = inside_J[:, None] & live_K[None, :]
     value_JK = tl.load(at_JK, mask=inside_JK, other=float("nan")).to(tl.float64)
@@ -64,20 +63,20 @@ def _reward_values(columns_ptr, stride_r, rows_J, inside_J, live_K, weights_K, S
 
 @triton.jit
 def _normalised(value_JK, mean, scale, varied):
-    """Eq. 1; 0 for a NaN and where the group's values are equal. Of one group, or of each response's."""
+    """Apply Eq. 1; 0 for a NaN and where the group's values are equal."""
     return tl.where((value_JK == value_JK) & varied, (value_JK - mean) / scale, 0.0)
 
 
 @triton.jit
 def _spread(count, m2, low, high, size, norm_eps):
-    """Whether a group's values differ by more than rounding, and what their deviations are divided by."""
+    """Return whether a group's values differ by more than rounding, and the divisor of Eq. 1."""
     varied = (count > 1.0) & (high - low > size * _EQUAL_WITHIN)
     return varied, tl.where(varied, tl.sqrt(m2 / tl.maximum(count - 1.0, 1.0)) + norm_eps, 1.0)
 
 
 @triton.jit
 def _is_dropped(adv_JK, weights_K, snr_threshold, norm_eps, SNR: tl.constexpr):
-    """Whether GD2PO drops a response: its rewards pull in opposite directions."""
+    """Return whether GD2PO drops a response because its rewards disagree."""
     parts_JK = rounded_product(adv_JK, weights_K[None, :])
     signed_JK = tl.abs(adv_JK) > _CONFLICT_FLOOR
     up_J = tl.max((signed_JK & (parts_JK > 0.0)).to(tl.int32), 1)
@@ -97,7 +96,7 @@ def _is_of(group_ptr, places_BD, inside_BD, group_B):
 
 @triton.jit
 def _run(group_ptr, offs_b, own_B, group_B, n_responses, STRIDE: tl.constexpr):
-    """The first place and the one behind the last of each response's run of equal ids."""
+    """Return the start and end of each response's run of equal ids."""
     first_B = offs_b
     end_B = offs_b + 1
     offs_d = tl.arange(0, STRIDE)[None, :]
@@ -123,7 +122,7 @@ def _runs_kernel(
     HAS_WEIGHTS: tl.constexpr, SUMMED: tl.constexpr, DROP: tl.constexpr, SNR: tl.constexpr,
     WHITEN: tl.constexpr, TOKENS: tl.constexpr, K: tl.constexpr, B: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """group_ptr: the ids in ascending order; order_ptr: the row of each. A response walks through its run."""
+    """group_ptr: the ids in ascending order; order_ptr: the row of each."""
     KV: tl.constexpr = 1 if SUMMED else K
     offs_k = tl.arange(0, K)
     live_K = offs_k < n_rewards
@@ -142,7 +141,7 @@ def _runs_kernel(
     longest = tl.max(size_B, 0)
     WIDE: tl.constexpr = tl.float64 if SUMMED else tl.float32  # of what is normalised
     count_BK = tl.zeros((B, KV), tl.int32)
-    start_BK = tl.full((B, KV), float("nan"), WIDE)  # the run's first value, from which deviations are small
+    start_BK = tl.full((B, KV), float("nan"), WIDE)  # the run's first value: deviations from it are small
     sum_BK = tl.zeros((B, KV), tl.float64)
     square_BK = tl.zeros((B, KV), tl.float64)
     low_BK = tl.full((B, KV), float("inf"), WIDE)
@@ -164,7 +163,7 @@ def _runs_kernel(
         deviation_BK = tl.where(known_BK, value_BK.to(tl.float64) - start_BK.to(tl.float64), 0.0)
         sum_BK += deviation_BK
         square_BK += deviation_BK * deviation_BK
-        low_BK = tl.where(value_BK < low_BK, value_BK, low_BK)  # not by a NaN
+        low_BK = tl.where(value_BK < low_BK, value_BK, low_BK)  # ignores NaN
         high_BK = tl.where(value_BK > high_BK, value_BK, high_BK)
     count_BK = count_BK.to(tl.float64)
     low_BK = low_BK.to(tl.float64)
@@ -198,9 +197,7 @@ def _runs_kernel(
 
 
 def unserved(op: str, rewards_RK: Tensor) -> str | None:
-    """Why the three operations cannot serve such rewards; None: they can."""
-    if rewards_RK.dtype not in DTYPES:
-        return f"the dtype is {rewards_RK.dtype}, expected one of {DTYPES}"
+    """Return why the advantages cannot be computed here, or None."""
     if not 1 <= rewards_RK.shape[1] <= MAX_REWARDS:
         return f"K is {rewards_RK.shape[1]}, expected 1 to {MAX_REWARDS}"
     if rewards_RK.shape[0] >= 1 << 30:
@@ -211,13 +208,9 @@ def unserved(op: str, rewards_RK: Tensor) -> str | None:
 def advantages(
     rewards_RK: Tensor, group_R: Tensor, options: AdvantageOptions, process_group: Any = None
 ) -> tuple[Tensor, Tensor | None]:
-    """adv_R and, of GD2PO, kept_R. process_group: whitened over all its ranks."""
-    op, weights_K = f"{options.kind}_advantages", options.weights_K
-    whiten, norm_eps, snr_threshold = options.whiten, options.norm_eps, options.snr_threshold
-    drop = options.kind == "gd2po"
-    why_not = unserved(op, rewards_RK)
-    if why_not is not None:
-        raise ValueError(f"{op}: {why_not}")
+    """Return adv_R and kept_R (None except for GD2PO)."""
+    weights_K, whiten, norm_eps = options.weights_K, options.whiten, options.norm_eps
+    snr_threshold, drop = options.snr_threshold, options.kind == "gd2po"
     n_responses, n_rewards = rewards_RK.shape
     device = rewards_RK.device
     out_R = torch.empty(n_responses, dtype=torch.float32, device=device)

@@ -1,7 +1,9 @@
-"""Draws a token a row from its logits, which are read once (reference/draw.py defines it).
+"""Sampling of one token per row (see reference/draw.py).
 
-The first launch leaves each part's maximum and sum of exponentials; the second finds the part of the aim and
-reads that alone again. Shapes: R rows, V vocabulary, P parts of a row, B tokens of a part.
+The first launch stores the maximum and the sum of exponentials of each part of a row. The second finds the
+part with the sampled token and reads only that again.
+
+Shapes: R rows, V vocabulary, P parts of a row, B tokens of a part.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_V = 2048  # ours: 75 parts of a row at V 151,936, and a part is one short scan
+BLOCK_V = 2048  # tokens of a part (ours): 75 parts at V 151,936
 BELOW_ONE = tl.constexpr(1 - 2.0**-53)
 
 
@@ -30,7 +32,7 @@ def _parts_kernel(logits_ptr, stride_r, stats_ptr, n_vocab, n_parts, temperature
 
 @triton.jit
 def _passes(mass_B, offs_b, cumulative_B, aim, SIZE: tl.constexpr):
-    """The first place whose cumulative mass passes the aim; the last with any where rounding hides it."""
+    """Return the first index whose cumulative mass exceeds the aim, else the last one with any mass."""
     first = tl.min(tl.where((cumulative_B > aim) & (mass_B > 0), offs_b, SIZE), 0)
     last = tl.max(tl.where(mass_B > 0, offs_b, 0), 0)
     return tl.where(first == SIZE, last, first)
@@ -38,18 +40,9 @@ def _passes(mass_B, offs_b, cumulative_B, aim, SIZE: tl.constexpr):
 
 @triton.jit
 def _choose_kernel(
-    logits_ptr,
-    stride_r,
-    stats_ptr,
-    uniform_ptr,
-    token_ptr,
-    logp_ptr,
-    n_vocab,
-    n_parts,
-    temperature,
-    BLOCK_P: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+    logits_ptr, stride_r, stats_ptr, uniform_ptr, token_ptr, logp_ptr, n_vocab, n_parts, temperature,
+    BLOCK_P: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     offs_p = tl.arange(0, BLOCK_P)
     inside_P = offs_p < n_parts
@@ -75,7 +68,7 @@ def _choose_kernel(
 
 
 def draw(logits_RV: Tensor, temperature: float, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
-    """As smopd.kernels.ops.draw."""
+    """See smopd.kernels.ops.draw."""
     n_rows, n_vocab = logits_RV.shape
     n_parts = triton.cdiv(n_vocab, BLOCK_V)
     stats = torch.empty(n_rows, 2, n_parts, dtype=torch.float32, device=logits_RV.device)

@@ -1,7 +1,4 @@
-"""The loss on a GPU: a launch of the row kernel or of the split kernel behind those of the targets.
-
-Shapes: N tokens, V vocabulary, S support entries (kappa).
-"""
+"""Launchers of the loss kernels: the target kernel, then the row kernel or the split kernel."""
 
 from __future__ import annotations
 
@@ -24,29 +21,29 @@ from smopd.kernels.types import LossSettings, LossTokens, TokenTerms, loss_targe
 
 _NATIVE = isinstance(row_kernel, JITFunction)  # else it runs in Triton's interpreter
 _WARP = 32
-_REGISTERS = 1 << 16  # of a processor; ptxas is told a lane's, or it spills a few for one more program there
+_REGISTERS = 1 << 16  # of an SM; maxnreg keeps ptxas from spilling to fit one more program
 _VECTOR_BYTES = 16
-_MAX_BLOCKS = 64  # of a row: a lane has a bit for each
-_MAX_ELEMENTS = 16  # of a lane in a block
-_SLOTS = 128  # of a target that a warp compares without spills
+_MAX_BLOCKS = 64  # of a row: bits of skipped_NL
+_MAX_ELEMENTS = 16  # per lane and block
+_SLOTS = 128  # of a target that one warp compares without spills
 MAX_VOCAB = _MAX_BLOCKS * 16 * _WARP * _MAX_ELEMENTS
-SPLIT = True  # False: the row kernel serves all (python -m bench.gpu.sweep has both)
-_SPLIT_LANES, _SPLIT_REGISTERS, _SPLIT_PROGRAMS = 128, 128, 4  # so many programs on a processor
-_SPLIT_VECTORS = 19  # a lane holds at most so many vectors of 16 bytes, in 4 registers each
-_SPLIT_REPEATS = 2  # vectors of a lane in a block
-_SPLIT_SLOTS, _SPLIT_TAIL_SLOTS = 32, 16  # of a target: a warp's, or waits would cross warps; with tail
-_MAX_HELD = 8 * _WARP * 16 * 3  # elements of a row that the row kernel holds whole
-_SPLIT_UNIT = 8  # a part is a multiple of so many vectors: 128 bytes
+_SPLIT_LANES, _SPLIT_REGISTERS, _SPLIT_PROGRAMS = 128, 128, 4  # programs: per SM
+_SPLIT_VECTORS = 19  # most 16-byte vectors per lane, in 4 registers each
+_SPLIT_REPEATS = 2  # vectors per lane and block
+_SPLIT_SLOTS, _SPLIT_TAIL_SLOTS = 32, 16  # most slots of a target: one warp polls them; with tail
+_MAX_HELD = 8 * _WARP * 16 * 3  # longest row that the row kernel holds in registers
+_SPLIT_UNIT = 8  # a part has a multiple of this many vectors: 128 bytes
 
 
 def _configuration(n_vocab: int, dtype: torch.dtype, slots: int, *, aligned: bool) -> tuple[int, int, int]:
-    """A program's warps, a lane's elements of a block, and the blocks that registers hold.
+    """Return warps, elements per lane and block, and the number of blocks held in registers.
 
-    A row that fits is held whole; else 16 warps have 128 registers a lane, and 24 hold the row's end.
+    Short rows are held whole. Longer rows take 16 warps with 128 registers a lane; 24 of them hold the end
+    of the row.
     """
     elements, held = (8, 4) if dtype == torch.float32 else (16, 3)
     if not aligned:
-        elements, held = 8, 2  # single elements take more registers
+        elements, held = 8, 2  # unaligned elements take more registers
     enough = (w for w in (1, 4, 8) if n_vocab <= w * _WARP * elements * held and slots <= w * _SLOTS)
     warps = next(enough, 16)
     while n_vocab > _MAX_BLOCKS * warps * _WARP * elements and elements < _MAX_ELEMENTS:
@@ -55,9 +52,9 @@ def _configuration(n_vocab: int, dtype: torch.dtype, slots: int, *, aligned: boo
 
 
 def _aligned_elements(rows_NV: Tensor) -> int:
-    """Consecutive elements, at most 16 bytes, that start aligned in every row.
+    """Return the widest aligned access in elements, at most 16 bytes, for all rows.
 
-    By the address: memory of other libraries may begin anywhere. By the offset: on "meta" there is none.
+    Memory of other libraries may start anywhere, so the address counts; "meta" tensors have only an offset.
     """
     address, size = rows_NV.data_ptr(), rows_NV.element_size()
     return math.gcd(_VECTOR_BYTES // size, address // size, rows_NV.storage_offset(), rows_NV.stride(0))
@@ -66,10 +63,7 @@ def _aligned_elements(rows_NV: Tensor) -> int:
 def unserved(
     op: str, tensor: Tensor, *, n_support: int = 0, n_pooled: int = 0, n_vocab: int | None = None
 ) -> str | None:
-    """Why a loss with a target of n_support entries of n_pooled candidates is not served; None: it is.
-
-    n_vocab: where the tensor is not the logits.
-    """
+    """Return why the loss cannot be computed here, or None. n_vocab: given if `tensor` is not the logits."""
     n_vocab = tensor.shape[1] if n_vocab is None else n_vocab
     if n_vocab > MAX_VOCAB:
         return f"V is {n_vocab}, expected at most {MAX_VOCAB}"
@@ -82,7 +76,7 @@ def unserved(
 
 @dataclass(frozen=True)
 class _Parts:
-    """A row as the split kernel's programs share it: see there."""
+    """How the programs of the split kernel share a row; see split_kernel."""
 
     n: int
     size: int
@@ -92,26 +86,26 @@ class _Parts:
 
 
 def _parts(n_vocab: int, consecutive: int) -> _Parts:
-    """The fewest equal parts that a program's registers hold."""
+    """Split a row into the fewest equal parts that fit the registers of a program."""
     vectors = triton.cdiv(n_vocab, consecutive)
     n = triton.cdiv(vectors, _SPLIT_LANES * _SPLIT_VECTORS)
     size = triton.cdiv(vectors, n * _SPLIT_UNIT) * _SPLIT_UNIT * consecutive
     n = triton.cdiv(n_vocab, size)
     strides = triton.cdiv(size, _SPLIT_LANES * consecutive)
     blocks = triton.cdiv(strides, _SPLIT_REPEATS)
-    least = n_vocab - (n - 1) * size  # the last part's
-    whole = min(least // (_SPLIT_REPEATS * _SPLIT_LANES * consecutive), blocks - 1)
+    shortest = n_vocab - (n - 1) * size
+    whole = min(shortest // (_SPLIT_REPEATS * _SPLIT_LANES * consecutive), blocks - 1)
     return _Parts(n, size, blocks, strides - (blocks - 1) * _SPLIT_REPEATS, whole)
 
 
 def _splits(logits_NV: Tensor, slots: int, *, tail: bool, two: bool) -> bool:
-    """Whether the split kernel serves a loss of aligned rows: where the row kernel would read them twice.
+    """Whether to use the split kernel: for rows that the row kernel would read twice.
 
-    Not what would spill (two temperatures, the tail bucket of fp16 logits), nor a tail where it is slower;
-    nor rows of more parts than a warp polls for, or than run on the GPU at once; nor GPUs before sm_80.
+    Excluded are variants that spill (two temperatures, the tail of fp16 logits) or are slower (long targets),
+    rows with more parts than a warp polls or the GPU runs at once, and GPUs before sm_80.
     """
     n_vocab, size = logits_NV.shape[1], logits_NV.element_size()
-    if not SPLIT or n_vocab <= _MAX_HELD or two:
+    if n_vocab <= _MAX_HELD or two:
         return False
     if slots > (_SPLIT_TAIL_SLOTS if tail else _SPLIT_SLOTS) or (tail and logits_NV.dtype == torch.float16):
         return False
@@ -123,9 +117,9 @@ def _splits(logits_NV: Tensor, slots: int, *, tail: bool, two: bool) -> bool:
 
 
 def _columns(tokens: LossTokens, settings: LossSettings) -> tuple[int, list[Tensor | None]]:
-    """Which columns are there, a bit for each of COLUMNS and PPO, and the columns.
+    """Return a bit for each column that is given (and PPO), and the columns.
 
-    What is not there is no variant of its own: any other column stands for it. But for reverse_adv.
+    An absent column is replaced by adv_N, so that it compiles no other variant, except for reverse_adv.
     """
     named = {name: getattr(tokens, f"{name}_N") for name in COLUMNS}
     if tokens.reverse_adv_N is not None:
@@ -194,7 +188,7 @@ def _launch(
     }  # fmt: skip
 
     def targets(lanes: int, repeats: int, part: int | None = None) -> tuple[Tensor | None, ...]:
-        """RowTargets' fields, in order; None for each without a target."""
+        """Return the fields of RowTargets, or Nones without a target."""
         if target is None:
             return (None,) * len(fields(RowTargets))
         ready = row_targets(target, n_vocab, lanes, repeats, consecutive, tail=settings.tail, part=part)
@@ -219,11 +213,11 @@ def _launch(
         return
     warps, elements, most = _configuration(n_vocab, logits_NV.dtype, slots, aligned=aligned)
     lanes = warps * _WARP
-    # At least two: the last block may be cut off, the others are whole. Two softmaxes take more registers.
+    # At least two: the last block may be partial, the others are whole. Two softmaxes take more registers.
     blocks = triton.cdiv(n_vocab, lanes * elements)
     last = min(blocks, 2 if grad_NV is None else max(2, most - two))
     ahead = 2 if blocks > last > 2 else 1
-    # Without a gradient to hold blocks for, two programs fit on a processor.
+    # Without a gradient two programs fit on an SM.
     programs = 2 if grad_NV is None and not two and slots <= 64 else 1
     repeats = elements // consecutive
     row_kernel[(n_rows,)](

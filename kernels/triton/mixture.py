@@ -1,11 +1,11 @@
-"""The teachers' mixture on the GPU: union, log alpha, merge of equal ids, the kappa best and their mass.
+"""The mixture kernel: adds log alpha, merges equal ids, keeps the kappa best candidates and their mass.
 
-Keys of 64 bits are sorted within registers, of one warp as far as possible. Pooled lists go past the best so
-far, merged ones are sorted by id first. Sums are trees of our own: no layout that the compiler picks changes
-a bit.
+64-bit keys are sorted in registers, mostly of one warp. Without merging, lists are combined with the best so
+far one by one; with merging, all candidates are sorted by id first. Sums have a fixed order, so that bits do
+not depend on the compiler's layout.
 
-Shapes: N tokens, M teachers, S their support, P = M * S candidates, K = kappa slots of the result. In
-kernels: B rows of a program; P and K padded to powers of two, pooled K to S at least.
+Shapes: N tokens, M teachers, S their support, P = M * S candidates, K = kappa slots of the result, B rows of
+a program. In kernels P and K are padded to powers of two; without merging K is at least S.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from torch import Tensor
 
 from smopd.kernels.types import Mixture
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_CANDIDATES = 1024
-LOG_TILE = {False: 7, True: 8}  # slots of a program by `merge`, as far as one row does not have more
-LOG_WARP = 8  # slots of a warp: as long as a row has no more, no sort goes through shared memory
+LOG_TILE = {False: 7, True: 8}  # log2 of the slots of a program, by `merge`; at least those of one row
+LOG_WARP = 8  # log2 of the slots of a warp: sorts of rows up to this need no shared memory
 MIN_LOG_P = 4  # fewer variants to compile
-NO_REGISTER_TARGET = 255  # or ptxas spills a few bytes for one more warp on the processor
+NO_REGISTER_TARGET = 255  # else ptxas spills a few bytes to fit one more warp
 
 _LOWEST_32 = tl.constexpr(-(2**31))
 _LOWEST_64 = tl.constexpr(-(2**63))
@@ -30,7 +29,7 @@ _LOWEST_64 = tl.constexpr(-(2**63))
 
 @triton.jit
 def ordered(x):
-    """fp32 -> int32 in the same order; both zeros are one value, NaN is above +inf."""
+    """Map fp32 to int32 in the same order; -0 equals +0, NaN is above +inf."""
     bits = x.to(tl.int32, bitcast=True)
     sign = bits >> 31
     return tl.where(x != x, 0x7FFFFFFF, ((bits & 0x7FFFFFFF) ^ sign) - sign)
@@ -38,27 +37,27 @@ def ordered(x):
 
 @triton.jit
 def unordered(order):
-    """The fp32 value (of the two zeros +0) that ordered() was given."""
+    """Invert ordered()."""
     bits = tl.where(order < 0, -order | _LOWEST_32, order)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _bit(N_DIMS: tl.constexpr, j: tl.constexpr):
-    """0 and 1 along the j-th innermost of N_DIMS dimensions of size 2."""
+    """Return 0 and 1 along the j-th innermost of N_DIMS dimensions of size 2."""
     return tl.reshape(tl.arange(0, 2), [1] * (N_DIMS - j - 1) + [2] + [1] * j)
 
 
 @triton.jit
 def _compare_swap(cube, flip, j: tl.constexpr, N_DIMS: tl.constexpr):
-    # a + b - a is exact in integers, and one shuffle where the two lie in different threads.
+    # a + b - a is exact for integers and takes one shuffle between threads.
     other = tl.sum(cube, N_DIMS - 1 - j, keep_dims=True) - cube
     return tl.where((cube > other) != (flip ^ _bit(N_DIMS, j)), other, cube)
 
 
 @triton.jit
 def _bitonic_merge(cube, STAGE: tl.constexpr, ALTERNATE: tl.constexpr, N_DIMS: tl.constexpr):
-    """Sorts the 2^STAGE innermost, each bitonic: descending, or alternating in direction."""
+    """Sort bitonic runs of 2^STAGE: descending, or alternating in direction."""
     flip = 1
     if ALTERNATE:
         flip = _bit(N_DIMS, STAGE)
@@ -69,15 +68,15 @@ def _bitonic_merge(cube, STAGE: tl.constexpr, ALTERNATE: tl.constexpr, N_DIMS: t
 
 @triton.jit
 def largest(keys, LOG_ROWS: tl.constexpr, LOG_N: tl.constexpr, LOG_K: tl.constexpr):
-    """The 2^LOG_K largest of each row of integer keys (2^LOG_ROWS, 2^LOG_N), descending.
+    """Return the 2^LOG_K largest of each row of integer keys (2^LOG_ROWS, 2^LOG_N), descending.
 
-    tl.topk would do, but takes the interpreter seconds.
+    tl.topk takes seconds in the interpreter.
     """
     cube = tl.reshape(keys, [2] * (LOG_ROWS + LOG_N))
     for i in tl.static_range(1, LOG_K + 1):
         cube = _bitonic_merge(cube, i, i < LOG_N, LOG_ROWS + LOG_N)
     for i in tl.static_range(LOG_N - LOG_K):
-        # Two neighbouring runs, one descending and one ascending: the larger of each pair are the best.
+        # Of a descending and an ascending run, the larger of each pair are the best.
         cube = tl.max(cube, LOG_ROWS + LOG_N - i - 1 - LOG_K)
         cube = _bitonic_merge(cube, LOG_K, i < LOG_N - LOG_K - 1, LOG_ROWS + LOG_N - i - 1)
     return tl.reshape(cube, [2**LOG_ROWS, 2**LOG_K])
@@ -85,7 +84,7 @@ def largest(keys, LOG_ROWS: tl.constexpr, LOG_N: tl.constexpr, LOG_K: tl.constex
 
 @triton.jit
 def tree_sum(x, ROWS: tl.constexpr, LOG_N: tl.constexpr):
-    """Sum of each row of (ROWS, 2^LOG_N), two terms at a time: the same bits in whatever layout."""
+    """Sum each row of (ROWS, 2^LOG_N) pairwise, so that the bits do not depend on the layout."""
     cube = tl.reshape(x, [ROWS] + [2] * LOG_N)
     for i in tl.static_range(LOG_N):
         cube = tl.sum(cube, LOG_N - i)
@@ -94,11 +93,8 @@ def tree_sum(x, ROWS: tl.constexpr, LOG_N: tl.constexpr):
 
 @triton.jit
 def as_int32(ids):
-    """Ids as int32; -1, which no vocabulary has, for those that do not fit."""
+    """Convert ids to int32; -1 if they do not fit."""
     return tl.where(ids.to(tl.int32) == ids, ids.to(tl.int32), -1)
-
-
-# The (B, P) functions serve any kernel that holds the candidates of B rows.
 
 
 @triton.jit
@@ -107,7 +103,7 @@ def load_candidates(
     stride_ids_n, stride_ids_m, stride_ids_s, stride_logps_n, stride_logps_m, stride_logps_s,
     stride_alpha_n, stride_alpha_m, LOG_P: tl.constexpr,
 ):  # fmt: skip
-    """ids (0 in an empty slot) and log alpha + log p (-inf in an empty slot), (B, 2^LOG_P) each."""
+    """Load ids (0 in an empty slot) and log alpha + log p (-inf in an empty slot), (B, 2^LOG_P) each."""
     offs_p = tl.arange(0, 1 << LOG_P)
     m_1P = (offs_p // n_support).to(tl.int64)[None, :]
     s_1P = (offs_p % n_support).to(tl.int64)[None, :]
@@ -124,7 +120,7 @@ def load_candidates(
 
 @triton.jit
 def log_add(x, y):
-    """log(exp(x) + exp(y)); the one that is not -inf as it is."""
+    """Return log(exp(x) + exp(y)); exact if one is -inf."""
     gap = tl.where(x == y, 0.0, -tl.abs(x - y))
     high = tl.maximum(x, y)
     return tl.where(gap == -float("inf"), high, high + tl.log(1.0 + tl.exp(gap)))
@@ -132,7 +128,7 @@ def log_add(x, y):
 
 @triton.jit
 def _ahead(ids_BP, logps_BP, reach):
-    """What lies `reach` slots further on, and whether that is of the same id and not empty."""
+    """Return the values `reach` slots ahead and whether they have the same id and are not empty."""
     P: tl.constexpr = ids_BP.shape[1]
     there_BP = tl.broadcast_to(tl.arange(0, P)[None, :] + reach, ids_BP.shape)
     at_BP = tl.minimum(there_BP, P - 1)
@@ -143,12 +139,12 @@ def _ahead(ids_BP, logps_BP, reach):
 
 @triton.jit
 def merge_equal_ids(ids_BP, logps_BP, LOG_B: tl.constexpr, LOG_P: tl.constexpr):
-    """Joins equal ids of a row by log-sum-exp. Each id stays in one slot; the others are 0, -inf."""
+    """Join equal ids of a row by logsumexp in one slot each; the other slots become 0, -inf."""
     lower_id_first = (0x7FFFFFFF - ids_BP).to(tl.int64) << 32
     keys_BP = largest(lower_id_first + (ordered(logps_BP).to(tl.int64) + 2147483648), LOG_B, LOG_P, LOG_P)
     ids_BP = 0x7FFFFFFF - (keys_BP >> 32).to(tl.int32)
     logps_BP = unordered(((keys_BP & 0xFFFFFFFF) - 2147483648).to(tl.int32))
-    # A slot holds the sum of its id's slots from there on, `reach` of them; the empty ones come last.
+    # A slot holds the sum of the next `reach` slots of its id; empty slots come last.
     reach = 1
     after_BP, same_BP = _ahead(ids_BP, logps_BP, reach)
     while tl.max(tl.max(same_BP.to(tl.int32), 1), 0) > 0:
@@ -162,7 +158,7 @@ def merge_equal_ids(ids_BP, logps_BP, LOG_B: tl.constexpr, LOG_P: tl.constexpr):
 
 @triton.jit
 def best_merged(ids_BP, logps_BP, LOG_B: tl.constexpr, LOG_P: tl.constexpr, LOG_K: tl.constexpr):
-    """ids and logps (B, 2^LOG_K) of the best of merge_equal_ids' slots; ties to the lower id."""
+    """Return ids and logps (B, 2^LOG_K) of the best slots of merge_equal_ids; ties go to the lower id."""
     keys_BP = (ordered(logps_BP).to(tl.int64) << 32) | (0x7FFFFFFF - ids_BP.to(tl.int64))
     best_BK = largest(keys_BP, LOG_B, LOG_P, LOG_K)
     return (0x7FFFFFFF - (best_BK & 0xFFFFFFFF)).to(tl.int32), unordered((best_BK >> 32).to(tl.int32))
@@ -174,10 +170,10 @@ def _best_pooled(
     stride_ids_n, stride_ids_m, stride_ids_s, stride_logps_n, stride_logps_m, stride_logps_s,
     stride_alpha_n, stride_alpha_m, LOG_B: tl.constexpr, LOG_K: tl.constexpr,
 ):  # fmt: skip
-    """ids and logps (B, 2^LOG_K) of the best candidates; ties to the lower teacher, then to its order.
+    """Return ids and logps (B, 2^LOG_K) of the best candidates; ties go to the lower teacher, then its order.
 
-    A list is sorted only where it does not descend by itself. The best so far ascend: the larger of each of
-    them and its opposite in a list that descends are the best of both, and bitonic.
+    A list is sorted only if it does not descend. The best so far ascend, so the larger of each pair with a
+    descending list are the best of both, and bitonic.
     """
     K: tl.constexpr = 1 << LOG_K
     rows_B1 = rows_B[:, None]
@@ -251,16 +247,12 @@ def _mixture_kernel(
 
 
 def unserved(op: str, tensor: Tensor, *, n_pooled: int) -> str | None:
-    """Why M * S = n_pooled candidates are not served; None: they are. tensor: their log-probabilities."""
-    if tensor.dtype not in DTYPES:
-        return f"the dtype of the log-probabilities is {tensor.dtype}, expected one of {DTYPES}"
-    if n_pooled > MAX_CANDIDATES:
-        return f"M * S is {n_pooled}, expected at most {MAX_CANDIDATES}"
-    return None
+    """Return why a mixture of n_pooled = M * S candidates cannot be computed here, or None."""
+    return None if n_pooled <= MAX_CANDIDATES else f"M * S is {n_pooled}, expected at most {MAX_CANDIDATES}"
 
 
 def mixture_of(n_rows: int, kappa: int, device: torch.device) -> Mixture:
-    """Memory for a kernel to fill."""
+    """Allocate the results."""
     ids_NS = torch.empty(n_rows, kappa, dtype=torch.int32, device=device)
     logps_NS = torch.empty(n_rows, kappa, dtype=torch.float32, device=device)
     return Mixture(ids_NS, logps_NS, torch.empty(n_rows, dtype=torch.float32, device=device))

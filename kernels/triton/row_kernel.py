@@ -1,10 +1,9 @@
-"""The row kernel: the loss, one program a row, its gradient written in the same launch.
+"""The row kernel: one program computes the loss and the gradient of a row.
 
-A program streams its row once for the statistics, keeping the row's end in registers, then goes back over it
-in reverse for the gradient. The support's and the token's entries are read before anything is written.
+It reads the row forward for the statistics, keeps the end in registers, and goes backward for the gradient.
+The logits of the support and the token are read before anything is written.
 
-Shapes: N tokens, V vocabulary, K slots of a row's target (triton/target.py), R repeats, L lanes and C
-    consecutive elements of a block (triton/rows.py).
+Shapes: V vocabulary, K slots of a target (target.py); R repeats, L lanes, C elements of a block (rows.py).
 """
 
 from __future__ import annotations
@@ -52,14 +51,11 @@ def row_kernel(
     R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, LAST: tl.constexpr, AHEAD: tl.constexpr,
     UNROLL: tl.constexpr, TWO: tl.constexpr, CURVED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """A row. A pointer may be None, and then costs nothing; but the weights, adv and old_logp all point
-    somewhere, and `there` (triton/terms.py) says which of them are there.
+    """Compute a row. Optional pointers may be None, except for the columns, which `there` marks (terms.py).
 
-    Rows' strides are in units of C elements. LAST: blocks at the row's end, held if there is a gradient.
-    AHEAD: blocks on the way while one is worked on; 1, or 2 where LAST is 3 or more.
-    The target's pointers are RowTargets' (triton/target.py); with holes_ptr there is one more bucket, for all
-    that is off the support. TWO: the forward KL has a temperature of its own. CURVED: the entropy has a
-    gradient.
+    Row strides are in units of C elements. LAST: number of blocks held for the gradient. AHEAD: number of
+    blocks prefetched, 1 or 2 (2 needs LAST > 2). The target pointers are the fields of RowTargets; holes_ptr
+    adds the tail bucket. TWO: the forward KL has its own temperature. CURVED: the entropy has a gradient.
     """
     tl.static_assert(AHEAD == 1 or LAST > 2)
     GRADIENT: tl.constexpr = grad_ptr is not None
@@ -78,7 +74,7 @@ def row_kernel(
     grad_row_ptr = row_ptr
     if GRADIENT:
         grad_row_ptr = grad_ptr + row * stride_grad_n * C
-    # All that waits for nothing, in one trip to memory: what streams first, the ids, the weights.
+    # Issue all independent loads first: the first blocks, the ids, the weights.
     if STREAMED > 0:
         near = load_whole(row_ptr, 0, BLOCK, AGAIN, PACKED)
         if AHEAD == 2:
@@ -94,7 +90,7 @@ def row_kernel(
         id_logps_K = logps_K if id_logps_ptr is None else tl.load(id_logps_ptr + offs_K)
     if HOLES:
         skipped_L = tl.load(skipped_ptr + row * L + tl.arange(0, L))
-        # A segment's elements for each slot, together at least one for each lane.
+        # Elements per slot: a whole segment, and in total at least one per lane.
         EACH: tl.constexpr = R * C if K * R * C > L else L // K
         offs_E = row * K + tl.arange(0, K * EACH) // EACH
         ids_E, holes_E = tl.load(ids_ptr + offs_E), tl.load(holes_ptr + offs_E)
@@ -109,14 +105,14 @@ def row_kernel(
     token = token_id.to(tl.int32)
     token_x = tl.load(row_ptr + token, mask=token_inside, other=float("nan")).to(tl.float32)
     if TARGET:
-        first_K = id_logps_K > NEG_INF  # one slot for each id
+        first_K = id_logps_K > NEG_INF  # one slot per id
         x_K = tl.load(row_ptr + ids_K, mask=logps_K > NEG_INF, other=NEG_INF).to(tl.float32)
     else:
         ids_K, logps_K, id_logps_K, first_K, x_K = None, None, None, None, None
     stats = no_stats(L)
     if HOLES:
         around_E = segments(row_ptr, ids_E, holes_E, V, R, L, C, EACH)
-        # Few of them wait in registers for the loop's end, many would cost the loop its own.
+        # A few wait in registers until the loop ends; many would take registers from the loop.
         FEW: tl.constexpr = K * EACH <= 2 * L
         if not FEW:
             stats = absorb(around_E, skipped_L, stats, scale, kl_scale, K * EACH // L, L, 1, False, TWO)
@@ -131,12 +127,12 @@ def row_kernel(
         stats = absorb(widen(x, DTYPE, False, NATIVE), keep_L, stats, scale, kl_scale, R, L, C, HOLES, TWO)
     if HOLES and FEW:
         stats = absorb(around_E, skipped_L, stats, scale, kl_scale, K * EACH // L, L, 1, False, TWO)
-    # What the row's end needs, asked for while the last blocks come; before, registers are scarce.
+    # Load this only now: registers are scarce in the loop.
     teacher_mass = tl.load(masses_ptr + row) if TARGET else 0.0
     tail_q = tl.load(masses_ptr + n_rows + row) if HOLES else 0.0
     adv, old_logp = tl.load(adv_ptr + row), tl.load(old_logp_ptr + row)
     reverse_adv = column(reverse_adv_ptr, row)
-    # A second time: an address is the row's, and costs the loop nothing.
+    # Load the weights again instead of holding them in registers.
     weights = load_weights(pg_weight_ptr, kl_weight_ptr, ent_weight_ptr, reverse_weight_ptr, row, there)
     held = ()
     for i in tl.static_range(LAST):
@@ -149,9 +145,9 @@ def row_kernel(
         keep_L = ((skipped_L >> (STREAMED + i)) & 1) == 0
         stats = absorb(widen(x, DTYPE, False, NATIVE), keep_L, stats, scale, kl_scale, R, L, C, HOLES, TWO)
         if GRADIENT:
-            held = held + (x,)  # noqa: RUF005  (Triton's language has no star)
+            held = held + (x,)  # noqa: RUF005  (Triton has no star expressions)
 
-    # off: the row's statistics without its support if there is a tail bucket, else the same as the whole's.
+    # off: statistics without the support if there is a tail bucket, else of the whole row.
     off = merge_lanes(stats, TWO)
     whole = off
     if HOLES:
@@ -174,8 +170,8 @@ def row_kernel(
             dlogp, dkl, bend, scale, kl_scale, inv_temperature, inv_kl_temperature, HOLES, CURVED, TWO,
         )  # fmt: skip
 
-        tl.debug_barrier()  # the entries above are read before anything is overwritten
-        LEFT: tl.constexpr = min(AHEAD, STREAMED)  # blocks behind the loop
+        tl.debug_barrier()  # read the entries above before writing
+        LEFT: tl.constexpr = min(AHEAD, STREAMED)  # blocks after the loop
         if LEFT > 0:
             near = load_whole(row_ptr, STREAMED - 1, BLOCK, False, PACKED)
         if LEFT > 1:

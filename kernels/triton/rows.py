@@ -1,11 +1,9 @@
-"""A row's blocks, statistics and gradient, which the row kernel and the split kernel are made of.
+"""Blocks, statistics and gradient of a row, for the row kernel and the split kernel.
 
-A row comes in blocks of R L C elements: R repeats of L lanes (the program's threads) of C consecutive
-elements (16 bytes; fewer where rows are not aligned). Lanes keep statistics of their own. Powers are of two:
-a scale is log2(e) / temperature, and h = max x scale, s = sum 2^(x scale - h), w = sum 2^(x scale - h) (x
-scale - h).
+A block has R L C elements: R repeats of L lanes (threads) of C consecutive elements (16 bytes; fewer if rows
+are not aligned). Each lane has its own statistics, in powers of two: with scale = log2(e) / temperature,
 
-Shapes: V vocabulary, L lanes.
+    h = max(x scale),  s = sum 2^(x scale - h),  w = sum 2^(x scale - h) (x scale - h).
 """
 
 import triton
@@ -14,12 +12,12 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NEG_INF = tl.constexpr(float("-inf"))
-FLOOR = tl.constexpr(-1.0e30)  # of an exponent that is multiplied by its power: -inf * 0 is NaN
+FLOOR = tl.constexpr(-1.0e30)  # of exponents that are multiplied by their power: -inf * 0 would be NaN
 
 
 @triton.jit
 def column(ptr, row):
-    """A token's value; 0 of a column that is not there."""
+    """Load a token's value; 0 if there is no such column."""
     return 0.0 if ptr is None else tl.load(ptr + row)
 
 
@@ -27,7 +25,7 @@ def column(ptr, row):
 def load_block(
     row_ptr, block, V: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, AGAIN: tl.constexpr
 ):
-    """A block of the row, -inf behind the row's end unless WHOLE. AGAIN: it will be read once more."""
+    """Load a block; unless WHOLE, -inf beyond the row. AGAIN: the block will be read once more."""
     offs_v = block * BLOCK + tl.arange(0, BLOCK)
     policy: tl.constexpr = "evict_last" if AGAIN else "evict_first"
     if WHOLE:
@@ -38,7 +36,7 @@ def load_block(
 
 @triton.jit
 def load_whole(row_ptr, block, BLOCK: tl.constexpr, AGAIN: tl.constexpr, PACKED: tl.constexpr):
-    """load_block of a whole block. PACKED: two 16-bit elements an int32, no copies in a loop."""
+    """Load a whole block. PACKED: two 16-bit elements per int32, to avoid copies in loops."""
     if PACKED:
         pairs_ptr = row_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         offs = block * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
@@ -65,9 +63,9 @@ def zero_row(row_ptr, V: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def widen(x, DTYPE: tl.constexpr, HELD: tl.constexpr, NATIVE: tl.constexpr):
-    """x, of DTYPE or two of them packed (load_whole), in fp32; bf16 in one instruction an element.
+    """Convert x, of DTYPE or packed (load_whole), to fp32; bf16 takes one instruction per element.
 
-    HELD: opaque to the compiler, or it keeps the fp32 copies of held blocks from before, and spills.
+    HELD: hide the value from the compiler, or it keeps the earlier fp32 copies and spills.
     """
     if x.dtype == tl.int32:
         if NATIVE and HELD:
@@ -94,13 +92,13 @@ def widen(x, DTYPE: tl.constexpr, HELD: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def finite(h):
-    """h as a reference to subtract: 0 where nothing was seen yet."""
+    """Replace the -inf of empty statistics by 0."""
     return tl.where(h == NEG_INF, 0.0, h)
 
 
 @triton.jit
 def no_stats(L: tl.constexpr):
-    """L lanes that have seen nothing."""
+    """Return empty statistics of L lanes."""
     none_L = tl.full((L,), NEG_INF, tl.float32)
     zero_L = tl.zeros((L,), tl.float32)
     return none_L, zero_L, zero_L, none_L, zero_L
@@ -130,9 +128,9 @@ def absorb(
     x, keep_L, stats, scale, kl_scale,
     R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, HOLES: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    """A block (fp32) added to the lanes' statistics: (h, s, w) at scale and, if TWO, (h, s) at kl_scale.
+    """Add an fp32 block to the lanes' statistics: (h, s, w) at scale and, if TWO, (h, s) at kl_scale.
 
-    HOLES: a lane whose keep is False leaves its part out.
+    HOLES: skip the lanes whose keep_L is False.
     """
     h_L, s_L, w_L, kl_h_L, kl_s_L = stats
     x = tl.reshape(x, (R, L, C))
@@ -147,7 +145,7 @@ def absorb(
 
 @triton.jit
 def merge_lanes(stats, TWO: tl.constexpr):
-    """The lanes' statistics as one. Without TWO the second pair repeats the first."""
+    """Merge the lanes' statistics. Without TWO the second pair repeats the first."""
     h_L, s_L, w_L, kl_h_L, kl_s_L = stats
     h = tl.max(h_L, 0)
     shift_L = tl.maximum(h_L - finite(h), FLOOR)
@@ -163,7 +161,7 @@ def merge_lanes(stats, TWO: tl.constexpr):
 
 @triton.jit
 def _few_stats(x, scale):
-    h = tl.fma(tl.max(x, 0), scale, 0.0)  # a product would be drawn into _join's difference, unrounded
+    h = tl.fma(tl.max(x, 0), scale, 0.0)  # fma: a product could be fused unrounded into _join's difference
     exponent = tl.fma(x, scale, -finite(h))
     power = tl.exp2(exponent)
     return h, tl.sum(power, 0), tl.sum(power * tl.maximum(exponent, FLOOR), 0)
@@ -182,7 +180,7 @@ def _join(h_a, s_a, w_a, h_b, s_b, w_b):
 
 @triton.jit
 def with_support(off, x_K, scale, kl_scale, TWO: tl.constexpr):
-    """The statistics of a row from those off its support and the support's logits, -inf in other slots."""
+    """Join the statistics off the support with the support's logits (-inf in empty slots)."""
     h_off, s_off, w_off, kl_h_off, kl_s_off = off
     h_K, s_K, w_K = _few_stats(x_K, scale)
     h, s, w = _join(h_off, s_off, w_off, h_K, s_K, w_K)
@@ -195,13 +193,13 @@ def with_support(off, x_K, scale, kl_scale, TWO: tl.constexpr):
 
 @triton.jit
 def gradient_coefficients(part, row, level, bend, kl_level, entropy, TWO: tl.constexpr):
-    """softmax_gradient's for elements whose powers refer to a part of the row's statistics, h to kl_level.
+    """Return softmax_gradient's coefficients for level p + bend p (log p + entropy) + kl_level p_kl.
 
-    level p + bend p (log p + entropy) + kl_level p_kl, p the row's softmax, is what the gradient shall be.
+    p: the row's softmax. part: statistics whose h is subtracted from exponents; row: of the whole row.
     """
     part_h, part_kl_h = part[0], part[3]
     shift = tl.where(part_h == NEG_INF, FLOOR, finite(part_h) - finite(row[0]))
-    p = tl.exp2(shift) / row[1]  # of an element whose power is 1
+    p = tl.exp2(shift) / row[1]  # of an element with power 1
     from_level = p * tl.fma(bend, tl.fma(shift - tl.log2(row[1]), LN2, entropy), level)
     from_kl_level = 0.0
     if TWO:
@@ -212,7 +210,7 @@ def gradient_coefficients(part, row, level, bend, kl_level, entropy, TWO: tl.con
 
 @triton.jit
 def softmax_gradient(x, coefficients, scale, kl_scale, CURVED: tl.constexpr, TWO: tl.constexpr):
-    """2^u (level + curve u) with u = x scale - h, and, if TWO, kl_level 2^(x kl_scale - kl_h) added."""
+    """Return 2^u (level + curve u), u = x scale - h; if TWO, plus kl_level 2^(x kl_scale - kl_h)."""
     h, level, curve, kl_h, kl_level = coefficients
     u = tl.fma(x, scale, -h)
     if CURVED:
@@ -231,10 +229,10 @@ def sparse_gradient(
     dlogp, dkl, bend, scale, kl_scale, inv_temperature, inv_kl_temperature,
     HOLES: tl.constexpr, CURVED: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of dlogp logp + dkl kl - bend entropy in a row of logits.
+    """Compute the gradient of dlogp logp + dkl kl - bend entropy at the token and the support.
 
-    Returns softmax_gradient's coefficients for all entries but the support's and the token's; the token's
-    gradient, and whether it lies off the support; the support's (0 without a target: x_K is None).
+    Returns softmax_gradient's coefficients for all other entries, the token's gradient, whether the token is
+    off the support, and the support's gradient (0 without a target).
     """
     dlogp = tl.where(token_inside | (dlogp == 0), dlogp, float("nan")) * inv_temperature
     dkl *= inv_kl_temperature
@@ -247,7 +245,9 @@ def sparse_gradient(
         off, whole, level, bend, kl_level, entropy, TWO
     )
     if HOLES:
-        share = tl.where(off[4] == 0, 0.0, weighted(dkl, tail_q) / off[4])  # of the tail's teacher mass
+        share = tl.where(
+            off[4] == 0, 0.0, weighted(dkl, tail_q) / off[4]
+        )  # the tail's teacher mass per student mass
         if TWO:
             off_kl_level -= share
         else:
@@ -270,5 +270,5 @@ def sparse_gradient(
 
 @triton.jit
 def weighted(weight, value):
-    """weight * value; 0 where the weight is, whatever the value."""
+    """Return weight * value; 0 if the weight is 0, even if the value is NaN."""
     return tl.where(weight != 0, weight * value, 0.0)

@@ -1,4 +1,4 @@
-"""A gradient times the upstream gradient, on the device, in one pass; in place none where that is 1."""
+"""Multiplication of a gradient by the upstream gradient on the device; nothing is done in place for 1."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _scale_kernel(
 
 
 def scale_(grad: Tensor, dloss: Tensor, out: Tensor | None = None) -> None:
-    """grad * dloss into out (None: grad), both dense and with the same strides."""
+    """Write grad * dloss to out (None: grad), both dense and with the same strides."""
     if grad.numel() > 0:
         grid = (min(triton.cdiv(grad.numel(), BLOCK), _resident(grad.device)),)
         into = grad if out is None else out
@@ -37,7 +37,7 @@ def scale_(grad: Tensor, dloss: Tensor, out: Tensor | None = None) -> None:
 
 
 def _resident(device: torch.device) -> int:
-    """Programs that are on the device at once."""
+    """Return the number of programs that run on the device at once."""
     if device.type != "cuda":
         return PROGRAMS_PER_PROCESSOR
     return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count

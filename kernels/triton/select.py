@@ -1,12 +1,12 @@
-"""The kappa best elements of a row from the words of its segments: the second kernel of top-kappa on the GPU.
+"""The second kernel of top-kappa: selects the kappa best elements of a row from words about its segments.
 
-A word is a segment's largest value, the round of the block where it is first met, and a bound of the values
-in its other chunks. The threads' kappa-th best maximum gives a list of segments (or, if too many tie, a
-search in memory); of its kappa best each gives its best element, and is read whole while its bound may beat
-the worst.
+A segment is what one thread reads of a block. Its word holds the largest value, the round in which it first
+occurs, and a bound for the segment's other chunks. The kappa-th best thread maximum is a threshold for a list
+of segments; if too many tie, the threshold is searched in memory. Each of the kappa best segments yields its
+best element, and is read again as long as its bound may beat the worst element so far.
 
-Shapes: S support entries. In kernels: K = kappa padded, L slots of the list; R rounds of a block, T threads,
-E elements of a chunk, as in smopd.kernels.triton.topk; X = R * E elements of a segment.
+Shapes: K = kappa padded, L slots of the list; R rounds of a block, T threads, E elements of a chunk as in
+topk.py; X = R * E elements of a segment.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from smopd.kernels.triton.mixture import largest
 
 
 def listed_log(log_k: int) -> int:
-    """log2 of the list's length: among 128 threads' maxima the 128th best is one that many segments reach."""
+    """Return log2 of the list's length. Many segments reach the 128th best of 128 thread maxima."""
     return log_k + 1 if log_k < 7 else log_k + 3
 
 
@@ -40,9 +40,9 @@ def _order_of_finite(x, HALF: tl.constexpr):
 
 @triton.jit
 def _order_of(x, HALF: tl.constexpr):
-    """fp32 -> int32 in the same order; both zeros are one, NaN is above +inf.
+    """Map fp32 to int32 in the same order; -0 equals +0, NaN is above +inf.
 
-    Of a value of 16 bits all is in the upper half, but for NaN.
+    A 16-bit value, unless NaN, takes only the upper half.
     """
     return tl.where(x != x, _NAN_ORDER, _order_of_finite(x, HALF))
 
@@ -58,7 +58,7 @@ def _value_of(order, HALF: tl.constexpr):
 
 @triton.jit
 def _two_largest(x_RT, LOG_R: tl.constexpr, T: tl.constexpr):
-    """Along R, repeats counted."""
+    """Return the two largest values along R, which may be equal."""
     pair = tl.reshape(x_RT, [2, 1 << (LOG_R - 1), T])
     best = tl.max(pair, 0)
     second = tl.min(pair, 0)
@@ -74,7 +74,7 @@ def _two_largest(x_RT, LOG_R: tl.constexpr, T: tl.constexpr):
 def segment_words(
     peak_RT, has_nan_RT, HALF: tl.constexpr, WIDE: tl.constexpr, LOG_R: tl.constexpr, LOG_T: tl.constexpr
 ):
-    """From the chunks' largest values (NaN passed over) the word of each thread's segment, int64 if WIDE."""
+    """Return the word of each thread's segment (int64 if WIDE) from the chunks' largest values."""
     R: tl.constexpr = 1 << LOG_R
     T: tl.constexpr = 1 << LOG_T
     round_R1 = tl.arange(0, R)[:, None]
@@ -99,7 +99,7 @@ def _word_order(word, WIDE: tl.constexpr):
 
 @triton.jit
 def _second_order(word, WIDE: tl.constexpr, LOG_R: tl.constexpr):
-    """At least the order of every element in the segment's other chunks."""
+    """Return an upper bound of the order of all elements in the segment's other chunks."""
     HALF_WORD: tl.constexpr = 32 if WIDE else 16
     low = (word & ((1 << (HALF_WORD - LOG_R)) - 1)).to(tl.int32) - (1 << (HALF_WORD - 1 - LOG_R))
     return (low << (32 - HALF_WORD + LOG_R)) | ((1 << (32 - HALF_WORD + LOG_R)) - 1)
@@ -107,7 +107,7 @@ def _second_order(word, WIDE: tl.constexpr, LOG_R: tl.constexpr):
 
 @triton.jit
 def _segment_key(order, chunk, WIDE: tl.constexpr):
-    """Orders by value, then by the lower chunk."""
+    """Return a key that sorts by value, then by the lower chunk."""
     if WIDE:
         return (order.to(tl.int64) << 20) + (0xFFFFF - chunk)
     else:
@@ -116,7 +116,7 @@ def _segment_key(order, chunk, WIDE: tl.constexpr):
 
 @triton.jit
 def _word_keys(word, at, WIDE: tl.constexpr, LOG_R: tl.constexpr, LOG_T: tl.constexpr):
-    """_segment_key of words that lie at these places."""
+    """Return the _segment_key of words at these places."""
     R: tl.constexpr = 1 << LOG_R
     T: tl.constexpr = 1 << LOG_T
     HALF_WORD: tl.constexpr = 32 if WIDE else 16
@@ -127,14 +127,14 @@ def _word_keys(word, at, WIDE: tl.constexpr, LOG_R: tl.constexpr, LOG_T: tl.cons
 
 @triton.jit
 def _halved(low, high, middle, n, kappa):
-    """The interval of a threshold that exactly kappa keys reach, if n of them reach its middle."""
+    """Halve the interval of a threshold that kappa keys reach; n keys reach its middle."""
     high = tl.where(n > kappa, high, tl.where(n == kappa, middle, middle - 1))
     return tl.where(n >= kappa, middle, low), high
 
 
 @triton.jit
 def _reached_by(keys, kappa, low, high):
-    """A number that kappa keys reach, or more if they tie, of low to high; low is one, high + 1 is none."""
+    """Return a threshold in [low, high] that kappa keys reach, or more if keys tie; low must be one."""
     while low < high:
         middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up, without overflow
         low, high = _halved(low, high, middle, tl.sum((keys >= middle).to(tl.int32), 0), kappa)
@@ -143,7 +143,7 @@ def _reached_by(keys, kappa, low, high):
 
 @triton.jit
 def _scattered(N: tl.constexpr):
-    """0 to N - 1, not to be read in vectors: a lane has every 32nd, as it has when it writes its own."""
+    """Return 0 to N - 1 without vector accesses: a lane reads every 32nd, the ones that it wrote."""
     return tl.max_contiguous(tl.arange(0, N), 1)
 
 
@@ -151,7 +151,7 @@ def _scattered(N: tl.constexpr):
 def _reaching(
     words_ptr, start, least, KEYS: tl.constexpr, WIDE: tl.constexpr, LOG_R: tl.constexpr, LOG_T: tl.constexpr
 ):
-    """Places of a block's words, and whether these, or their keys if KEYS, are at least `least`."""
+    """Return the places of a block's words and whether the words (KEYS: their keys) reach `least`."""
     at_T = start + _scattered(1 << LOG_T)
     word_T = tl.load(words_ptr + at_T)
     if KEYS:
@@ -161,15 +161,10 @@ def _reaching(
 
 @triton.jit
 def _count(
-    words_ptr,
-    n_words,
-    least,
-    KEYS: tl.constexpr,
-    WIDE: tl.constexpr,
-    LOG_R: tl.constexpr,
-    LOG_T: tl.constexpr,
-):
-    """How many of each thread's words reach `least`."""
+    words_ptr, n_words, least, KEYS: tl.constexpr,
+    WIDE: tl.constexpr, LOG_R: tl.constexpr, LOG_T: tl.constexpr,
+):  # fmt: skip
+    """Count how many of each thread's words reach `least`."""
     n_T = tl.zeros((1 << LOG_T,), tl.int32)
     for start in tl.range(0, n_words, 1 << LOG_T):
         n_T += _reaching(words_ptr, start, least, KEYS, WIDE, LOG_R, LOG_T)[1].to(tl.int32)
@@ -181,7 +176,7 @@ def _list(
     words_ptr, list_ptr, n_words, least, n_T, KEYS: tl.constexpr,
     WIDE: tl.constexpr, LOG_R: tl.constexpr, LOG_T: tl.constexpr,
 ):  # fmt: skip
-    """Writes the places of the words that reach `least`; n_T: their number, as _count gives it."""
+    """Write the places of the words that reach `least`. n_T: the result of _count."""
     slot_T = tl.cumsum(n_T, 0) - n_T
     for start in tl.range(0, n_words, 1 << LOG_T):
         at_T, hit_T = _reaching(words_ptr, start, least, KEYS, WIDE, LOG_R, LOG_T)
@@ -193,7 +188,7 @@ def _list(
 def _reached_in_memory(
     words_ptr, n_words, kappa, low, high, WIDE: tl.constexpr, LOG_R: tl.constexpr, LOG_T: tl.constexpr
 ):
-    """_reached_by of all segments' keys."""
+    """Apply _reached_by to the keys of all segments."""
     while low < high:
         middle = (low | high) - ((low ^ high) >> 1)
         n = tl.sum(_count(words_ptr, n_words, middle, True, WIDE, LOG_R, LOG_T), 0)
@@ -206,9 +201,9 @@ def _best_segments(
     list_ptr, words_ptr, n_words, kappa,
     WIDE: tl.constexpr, LOG_K: tl.constexpr, LOG_L: tl.constexpr, LOG_R: tl.constexpr, LOG_T: tl.constexpr,
 ):  # fmt: skip
-    """Keys of exactly the kappa best segments, (K,), in no order; what is behind them is not to be used.
+    """Return (K,) keys, of which the first kappa are those of the best segments, in any order.
 
-    Behind the words lie the threads' largest ones, T.
+    The T thread maxima follow the words in memory.
     """
     order_T = _word_order(tl.load(words_ptr + n_words + _scattered(1 << LOG_T)), WIDE)
     if not WIDE:
@@ -248,7 +243,7 @@ def _best_segments(
 
 @triton.jit
 def _elements(row_ptr, chunks, offs_e, live, V, HALF: tl.constexpr):
-    """Order and id of the chunks' elements along a new last dimension; what is not there is the lowest."""
+    """Load the order and id of the chunks' elements along a new last dimension; missing ones are lowest."""
     id_E = chunks[:, None] * offs_e.shape[0] + offs_e[None, :]
     inside = live[:, None] & (id_E < V)
     x_E = tl.load(row_ptr + id_E, mask=inside, other=0.0).to(tl.float32)
@@ -257,7 +252,7 @@ def _elements(row_ptr, chunks, offs_e, live, V, HALF: tl.constexpr):
 
 @triton.jit
 def _best_of(order, ids):
-    """The highest order and its lowest id."""
+    """Return the highest order and its lowest id."""
     best = tl.max(order, 0)
     return best, tl.min(tl.where(order == best, ids, _NO_ID), 0)
 
@@ -267,7 +262,7 @@ def _best_elements(
     row_ptr, words_ptr, key_K, V, kappa, HALF: tl.constexpr, WIDE: tl.constexpr, LOG_K: tl.constexpr,
     LOG_R: tl.constexpr, LOG_T: tl.constexpr, LOG_E: tl.constexpr,
 ):  # fmt: skip
-    """Order and id, (K,) each, of the kappa best elements in these segments, in no order."""
+    """Return order and id, (K,) each, of the kappa best elements of these segments, unsorted."""
     R: tl.constexpr = 1 << LOG_R
     T: tl.constexpr = 1 << LOG_T
     E: tl.constexpr = 1 << LOG_E
@@ -286,12 +281,12 @@ def _best_elements(
     )
     id_K = chunk_K * E + e_K
 
-    # What a segment may still have: at most this order, and if that, at least this id.
+    # Upper bound of the order, and with that order lower bound of the id, of a segment's other elements.
     bound_K = tl.where(live_K, second_K, _LOWEST_32)
     bound_id_K = tl.where(live_K, 0, _NO_ID)
-    last_order_K = order_K  # of each segment the worst element looked at
+    last_order_K = order_K  # the worst element used of each segment
     last_id_K = id_K
-    order_K = tl.where(live_K, order_K, _HIGHEST_32)  # where it is the worst it is replaced
+    order_K = tl.where(live_K, order_K, _HIGHEST_32)  # padding never is the worst
     worst = tl.min(order_K, 0)
     worst_id = tl.max(tl.where(order_K == worst, id_K, -1), 0)
     bound, bound_id = _best_of(bound_K, bound_id_K)

@@ -1,13 +1,12 @@
-"""The split kernel: loss and gradient, each logit read once, several programs a row (docs/kernels.md).
+"""The split kernel: PARTS programs share a row, and each logit is read once (docs/kernels.md).
 
-PARTS programs hold their parts in registers and exchange statistics, the support's and the token's logits in
-32-bit words. A word is written once and read until it is no longer POISON: no other write has to be ordered
-around it.
+Each program holds its part in registers. Programs exchange statistics and the logits of support and token as
+32-bit words. A word is written once and polled until it differs from POISON, so no memory fence is needed.
 
-No deadlock: a program waits for programs of its own row alone, whose tickets, drawn at the start, are
-consecutive. A wait ends after PATIENCE polls all the same; what never came is NaN then. A program reads and
-writes its own part alone, so the gradient may go over the logits. PHASE: 0 is one launch; 1 up to the
-exchange and 2 from there on are two, for Triton's interpreter, which runs one program after the other.
+No deadlock: a program waits only for programs of its row, and their tickets, drawn at the start, are
+consecutive. A wait ends after PATIENCE polls; missing words are then NaN. A program reads and writes only its
+part, so the gradient may overwrite the logits. PHASE 0 is a single launch. Triton's interpreter runs programs
+one after the other and needs two: 1 up to the exchange, 2 from there.
 
 Shapes: as in row_kernel; P is PARTS padded to a power of two.
 """
@@ -39,16 +38,16 @@ from smopd.kernels.triton.terms import (
     token_terms,
 )
 
-POISON = tl.constexpr(-1)  # as fp32 a NaN that no arithmetic makes
-WORDS = 8  # of a part's statistics: h, s, w, padded to a sector of 32 bytes
-HEAD = 32  # words before the first row's: a line of the cache
+POISON = tl.constexpr(-1)  # in fp32 a NaN that arithmetic does not produce
+WORDS = 8  # per part: the statistics h, s, w, padded to a 32-byte sector
+HEAD = 32  # words before the first row: a cache line for the ticket
 _WORDS = tl.constexpr(WORDS)
 _HEAD = tl.constexpr(HEAD)
 _SEGMENT_BITS = tl.constexpr(SEGMENT_BITS)
 _BLOCK_MASK = tl.constexpr((1 << SEGMENT_BITS) - 1)
-_QUIET = tl.constexpr(0x7FC00000)  # what any NaN is published as
-_LOWEST = tl.constexpr(-1.7e38)  # a logit below counts as this one: its power is 0, differences are finite
-_PATIENCE = tl.constexpr(1 << 24)  # polls, of about a microsecond each
+_QUIET = tl.constexpr(0x7FC00000)  # replaces every NaN
+_LOWEST = tl.constexpr(-1.7e38)  # lower logits are raised to this: their power is 0, differences finite
+_PATIENCE = tl.constexpr(1 << 24)  # polls of about a microsecond
 
 
 @triton.jit
@@ -58,7 +57,7 @@ def _bits(x):
 
 @triton.jit
 def _larger(a, b, NATIVE: tl.constexpr):
-    """Elementwise maximum; of NaN and a number the number. Two 16-bit elements in one instruction."""
+    """Elementwise maximum, ignoring NaN; two 16-bit elements per instruction."""
     if NATIVE and a.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             "max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.bfloat16, is_pure=True, pack=2
@@ -73,7 +72,7 @@ def _larger(a, b, NATIVE: tl.constexpr):
 
 @triton.jit
 def _widen_bounded(x, lowest, NATIVE: tl.constexpr):
-    """x in fp32, at least `lowest`; NaN stays NaN."""
+    """Return max(x, lowest) in fp32; NaN stays NaN."""
     if NATIVE and x.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             "{ .reg .b32 t; max.NaN.bf16x2 t, $2, $3; shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000; }",
@@ -90,7 +89,7 @@ def _part_stats(
     held, skipped_L, scale, BLOCKS: tl.constexpr, R: tl.constexpr, TAIL_R: tl.constexpr,
     L: tl.constexpr, C: tl.constexpr, HOLES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """The lanes' statistics (triton/rows.py) of the blocks held: first the maxima, then the sums."""
+    """Return the lanes' statistics (rows.py) of the held blocks: first the maxima, then the sums."""
     top_L = tl.full((L,), NEG_INF, tl.float32)
     if HOLES:
         for i in tl.static_range(BLOCKS):
@@ -125,7 +124,7 @@ def _part_stats(
 
 @triton.jit
 def _received(ptr_P, there_P, picked_ptr, TARGET: tl.constexpr, K: tl.constexpr):
-    """(the words of a row as they are now, whether one of them is still POISON)"""
+    """Read the words of a row; also return whether one is still POISON."""
     h_P = tl.load(ptr_P, mask=there_P, other=0, volatile=True)
     s_P = tl.load(ptr_P + 1, mask=there_P, other=0, volatile=True)
     w_P = tl.load(ptr_P + 2, mask=there_P, other=0, volatile=True)
@@ -141,7 +140,7 @@ def _received(ptr_P, there_P, picked_ptr, TARGET: tl.constexpr, K: tl.constexpr)
 
 @triton.jit
 def _load_part(part_ptr, start, width, SIZE: tl.constexpr, WHOLE: tl.constexpr):
-    """SIZE elements from start on; -inf behind the part's end unless WHOLE."""
+    """Load SIZE elements from start; unless WHOLE, -inf beyond the part."""
     offs = start + tl.arange(0, SIZE)
     if WHOLE:
         return tl.load(part_ptr + offs, eviction_policy="evict_first")
@@ -178,14 +177,14 @@ def split_kernel(
     PARTS: tl.constexpr, P: tl.constexpr, PART: tl.constexpr, BLOCKS: tl.constexpr, TAIL_R: tl.constexpr,
     WHOLE: tl.constexpr, PHASE: tl.constexpr, CURVED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """A part of a row. Arguments as row_kernel's, with one temperature, and:
+    """Compute a part of a row. Arguments as in row_kernel, with one temperature, and:
 
-    exchange: HEAD words, the ticket first; for each row WORDS of each part; for each row K words, the token's
-    logit first, and the K slots' logits.
-    PART: elements of a part, of the last one fewer: BLOCKS blocks of R L C, the last of TAIL_R repeats; the
-    first WHOLE of them are whole in every part.
+    exchange: HEAD words (the ticket is the first), WORDS for each part of each row, then for each row K words
+        with the token's logit first and K words with the slots' logits.
+    PART: elements of a part (the last may have fewer), in BLOCKS blocks of R L C, the last with TAIL_R
+        repeats. The first WHOLE blocks are full in every part.
     """
-    # What a warp polls for fits the warp: a barrier in the loop would wait for warps that have left it.
+    # One warp polls all words: a barrier in the loop would wait for warps that have left it.
     tl.static_assert((P <= 32) & (K <= 32))
     TARGET: tl.constexpr = ids_ptr is not None
     REVERSE: tl.constexpr = reverse_adv_ptr is not None
@@ -195,7 +194,7 @@ def split_kernel(
 
     ticket = tl.program_id(0)
     if PHASE == 0:
-        ticket = tl.atomic_add(exchange_ptr, 1, sem="relaxed") + 1  # it begins as POISON, -1
+        ticket = tl.atomic_add(exchange_ptr, 1, sem="relaxed") + 1  # starts as POISON, -1
     row = (ticket // PARTS).to(tl.int64)
     part = ticket % PARTS
     first = part * PART
@@ -206,7 +205,7 @@ def split_kernel(
 
     held = ()
     for i in tl.static_range(BLOCKS):
-        held = held + (  # noqa: RUF005  (Triton's language has no star)
+        held = held + (  # noqa: RUF005  (Triton has no star expressions)
             _load_part(part_ptr, i * BLOCK, width, (TAIL_R if i == BLOCKS - 1 else R) * L * C, i < WHOLE),
         )
     token_id = tl.load(token_ids_ptr + row)
@@ -226,7 +225,7 @@ def split_kernel(
         if PARTS > 1:
             lane_L = part * L + tl.arange(0, L)
             for k in tl.range(0, K, loop_unroll_factor=1):
-                segment = tl.load(skipped_ptr + row * K + k)  # (triton/target.py: RowTargets)
+                segment = tl.load(skipped_ptr + row * K + k)  # see RowTargets
                 block = segment & _BLOCK_MASK
                 skipped_L |= tl.where(segment >> _SEGMENT_BITS == lane_L, 1 << block, 0)
         else:
@@ -236,7 +235,7 @@ def split_kernel(
         ids_E, holes_E = tl.load(ids_ptr + offs_E), tl.load(holes_ptr + offs_E)
     weights = load_weights(pg_weight_ptr, kl_weight_ptr, ent_weight_ptr, reverse_weight_ptr, row, there)
     if all_zero(weights):
-        # So do all programs of the row: none waits for it.
+        # All programs of the row return here, so none waits.
         if PHASE != 1:
             if part == 0:
                 store_zeros(terms_ptr, clipped_ptr, row, n_rows)
@@ -245,7 +244,7 @@ def split_kernel(
     adv, old_logp = tl.load(adv_ptr + row), tl.load(old_logp_ptr + row)
     reverse_adv = column(reverse_adv_ptr, row)
 
-    # The token's logit and the support's go out first, each by the part that has it; part 0 speaks for none.
+    # Publish the logits of token and support, each from its part; part 0 publishes for empty slots.
     stats_ptr = exchange_ptr + _HEAD + row * (PARTS * _WORDS)
     picked_ptr = exchange_ptr + _HEAD + n_rows.to(tl.int64) * (PARTS * _WORDS) + row * (2 * K)
     token_inside = (token_id >= 0) & (token_id < V)
@@ -267,7 +266,7 @@ def split_kernel(
 
     if PHASE != 2:
         if HOLES:
-            # What surrounds the support in the segments that the lanes' sums leave out (triton/target.py).
+            # The rest of the segments that the lanes' sums skip (target.py).
             own_holes_E = tl.where(ids_E // PART == part, holes_E, 0)
             around_E = segments(part_ptr, ids_E % PART, own_holes_E, width, R, L, C, EACH)
         stats = _part_stats(held, skipped_L, scale, BLOCKS, R, TAIL_R, L, C, HOLES, NATIVE)
@@ -315,7 +314,7 @@ def split_kernel(
         token, token_inside, token_x, x_K, ids_K, id_logps_K, off, whole, values[1], teacher_mass, tail_q,
         dlogp, dkl, bend, scale, scale, inv_temperature, inv_temperature, HOLES, CURVED, False,
     )  # fmt: skip
-    tl.debug_barrier()  # the entries above are read before anything is overwritten
+    tl.debug_barrier()  # read the entries above before writing
     for i in tl.static_range(BLOCKS):
         x = widen(held[i], DTYPE, True, NATIVE)
         gradient = softmax_gradient(x, coefficients, scale, scale, CURVED, False)

@@ -1,10 +1,9 @@
-"""The rows' sparse targets, prepared in a launch of their own, and the parts of a row around its support.
+"""The target kernel: prepares the sparse targets for the row kernel and the split kernel.
 
-A warp a row makes one log-probability for each distinct id, the masses, and for the tail bucket where in the
-row the support lies. An id outside the vocabulary in a slot that is not empty makes its row NaN.
+One warp per row joins repeated ids, computes the masses and, for the tail bucket, locates the support in the
+row. An id outside the vocabulary makes its row NaN unless its slot is empty.
 
-Shapes: N tokens, K slots of a row's target (a power of two), S support entries, L lanes (R and C as in
-    triton/rows.py).
+Shapes: K slots of a target (a power of two), S support entries; R, L and C as in rows.py.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smopd.kernels.triton.mixture import DTYPES, teacher_mixture
+from smopd.kernels.triton.mixture import teacher_mixture
 from smopd.kernels.triton.rows import LN2, LOG2E, NEG_INF
 from smopd.kernels.types import TAIL_FLOOR, SparseTarget
 
-MAX_SUPPORT = 512  # slots of a target: each is compared with all
-SEGMENT_BITS = 6  # of a block's number: a lane has at most 64 blocks
+MAX_SUPPORT = 512  # slots of a target; every two are compared
+SEGMENT_BITS = 6  # bits of a block's index: a lane has at most 64 blocks
 _SLOTS_A_WARP = 128
 
 _TAIL_FLOOR = tl.constexpr(TAIL_FLOOR)
@@ -31,7 +30,7 @@ _SEGMENT_BITS = tl.constexpr(SEGMENT_BITS)
 
 @triton.jit
 def _given_target(ids_ptr, logps_ptr, row, V: tl.constexpr, S: tl.constexpr, K: tl.constexpr):
-    """(ids as int32, log-probabilities): NaN where an id is outside [0, V), but for an empty slot's."""
+    """Load int32 ids and log-probabilities; NaN if an id is outside [0, V) and its slot is not empty."""
     slot_K = tl.arange(0, K)
     ids_K = tl.load(ids_ptr + row * S + slot_K, mask=slot_K < S, other=-1)
     logps_K = tl.load(logps_ptr + row * S + slot_K, mask=slot_K < S, other=NEG_INF).to(tl.float32)
@@ -41,9 +40,9 @@ def _given_target(ids_ptr, logps_ptr, row, V: tl.constexpr, S: tl.constexpr, K: 
 
 @triton.jit
 def _merge_repeats(ids_ptr, logps_ptr, powers_ptr, ids_K, logps_K, is_last_K, S: tl.constexpr):
-    """The log of the mass of all slots with an id, at the last of them; -inf at the others before it.
+    """Return the log of each id's total mass at its last slot, -inf at its other slots.
 
-    ids_ptr has the row's ids_K; powers_ptr is memory for K numbers.
+    ids_ptr: the row's ids_K; powers_ptr: scratch for K numbers.
     """
     slot_K = tl.arange(0, ids_K.shape[0])
     top_K = logps_K  # the largest log-probability of an id
@@ -63,14 +62,14 @@ def _merge_repeats(ids_ptr, logps_ptr, powers_ptr, ids_K, logps_K, is_last_K, S:
 def segments(
     row_ptr, ids_E, holes_E, length, R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, EACH: tl.constexpr
 ):
-    """The elements of the segments that the lanes leave out, -inf for the support in them and for padding.
+    """Load the elements of the segments that the lanes skip; -inf for the support and for padding.
 
-    One-dimensional, EACH elements for each slot: ids_E and holes_E are its own, repeated. length: the row's.
+    EACH elements per slot: ids_E and holes_E repeat the slot's values. length: number of elements of the row.
     """
     element_E = tl.arange(0, ids_E.shape[0]) % EACH
     start_E = (ids_E // (R * L * C)) * (R * L * C) + ((ids_E // C) % L) * C
     offs_v = start_E + (element_E // C) * (L * C) + element_E % C
-    # Padding is shifted as the last element is: by the integer's bits or more is undefined.
+    # Limit the shift for padding: shifts by 32 or more are undefined.
     is_hole_E = (holes_E >> tl.minimum(element_E, R * C - 1)) & 1
     wanted_E = (holes_E > 0) & (is_hole_E == 0) & (offs_v < length) & (element_E < R * C)
     return tl.load(row_ptr + offs_v, mask=wanted_E, other=NEG_INF).to(tl.float32)
@@ -84,10 +83,10 @@ def _target_kernel(
     R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, PART: tl.constexpr,
     DISTINCT: tl.constexpr,
 ):  # fmt: skip
-    """A row. There is holes_ptr with a tail bucket, out_id_logps_ptr where it differs from out_logps_ptr.
+    """Prepare a row. holes_ptr: with a tail bucket only; out_id_logps_ptr: if it differs from out_logps_ptr.
 
-    Slots are compared with one slot after the other, which all lanes load: an id with ids, a segment with
-    segments. Outputs hold what is compared until the results are stored.
+    All slots are compared with one slot at a time: ids with ids, segments with segments. The outputs first
+    serve as scratch for the values to compare.
     """
     HOLES: tl.constexpr = holes_ptr is not None
     SHARED: tl.constexpr = PART < V
@@ -99,7 +98,7 @@ def _target_kernel(
     offs_K = row * K + slot_K
     ids_K, logps_K = _given_target(ids_ptr, logps_ptr, row, V, S, K)
     live_K = logps_K > NEG_INF
-    ids_K = tl.where(live_K, ids_K, -1 - slot_K)  # no other slot's
+    ids_K = tl.where(live_K, ids_K, -1 - slot_K)  # unique negative ids
     out_ids_ptr += row * K
     tl.store(out_ids_ptr + slot_K, ids_K)
     if HOLES:
@@ -114,7 +113,7 @@ def _target_kernel(
         codes_ptr = holes_ptr + row * K
         tl.store(codes_ptr + slot_K, code_K)
     same_K = slot_K  # the last slot with the same id
-    bits_K = tl.zeros((K,), tl.int32)  # of the support in the same segment
+    bits_K = tl.zeros((K,), tl.int32)  # support elements in the same segment
     tl.debug_barrier()
     if HOLES:
         for j in tl.range(0, S, loop_unroll_factor=_UNROLL):
@@ -141,11 +140,11 @@ def _target_kernel(
         tl.store(out_id_logps_ptr + offs_K, id_logps_K)
     tl.store(masses_ptr + row, tl.sum(tl.exp2(logps_K * LOG2E), 0))
     if HOLES:
-        # In fp64: it is a difference. Ids that repeat are merged in fp32 before.
+        # In fp64 against cancellation. Repeated ids were merged in fp32.
         tail_q = (1.0 - tl.sum(tl.exp2(logps_K.to(tl.float64) * LOG2E), 0)).to(tl.float32)
         tl.store(masses_ptr + n_rows + row, tl.where(tail_q >= _TAIL_FLOOR, tail_q, 0.0))
         holds_K = live_K & is_last_K & ((bits_K & -bits_K) == 1 << element_K)  # the segment's first element
-        tl.debug_barrier()  # all have read the codes
+        tl.debug_barrier()  # wait until all lanes have read the codes
         tl.store(codes_ptr + slot_K, tl.where(holds_K, bits_K, 0))
         if SHARED:
             tl.store(skipped_ptr + offs_K, tl.where(holds_K, segment_K, -1))
@@ -156,19 +155,18 @@ def _target_kernel(
 
 @dataclass(frozen=True)
 class RowTargets:
-    """What the row kernel loads of a target, K slots a row.
+    """Prepared targets, K slots a row. A segment is the part of a block of one lane: R C <= 16 elements.
 
     Attributes:
-        ids_NK: negative, and no other slot's, in slots that are empty or NaN.
-        logps_NK: the log-probabilities whose sum is the KL: every slot's as given, one for each id with the
-            tail bucket.
-        id_logps_NK: one for each distinct id, -inf in its other slots; None: logps_NK is that.
-        masses_2N: the target's mass and, with the tail bucket, what is left for the bucket.
-        holes_NK: a segment is what one lane takes from one block, R C elements, at most 16. At one slot for
-            each segment that holds support a bit for each such element, 0 elsewhere; with the tail bucket.
-        skipped_NL: (N, L) a bit for each block of which a lane leaves its segment out; where several
-            programs share a row (N, K) the segment's number, its block's in the low SEGMENT_BITS, -1 where
-            holes_NK is 0. With the tail bucket.
+        ids_NK: ids; unique negative numbers in slots that are empty or NaN.
+        logps_NK: log-probabilities for the KL: of every slot or, with a tail bucket, of every distinct id.
+        id_logps_NK: log-probability of each distinct id, -inf in its other slots; None: same as logps_NK.
+        masses_2N: mass of the target and, with a tail bucket, of the tail.
+        holes_NK: only with a tail bucket. Bits of the support elements of a segment, at one slot per segment;
+            0 in the other slots.
+        skipped_NL: only with a tail bucket. (N, L): a bit per block whose segment a lane skips. If programs
+            share a row, (N, K): index of the segment, with the block in the low SEGMENT_BITS, or -1 where
+            holes_NK is 0.
     """
 
     ids_NK: Tensor
@@ -180,7 +178,7 @@ class RowTargets:
 
 
 def n_slots(target: SparseTarget | None) -> int:
-    """Slots of a row's target in the kernels, a power of two."""
+    """Return the number of slots per row, a power of two."""
     return 1 if target is None else triton.next_power_of_2(max(target.n_entries, 1))
 
 
@@ -194,15 +192,13 @@ def row_targets(
     tail: bool,
     part: int | None = None,
 ) -> RowTargets:
-    """The targets of all rows, whose blocks are of repeats x lanes x consecutive elements, in one launch.
+    """Prepare the targets of all rows in one launch, after one for the mixture if there are candidates.
 
-    Several teachers are united (Eq. 6; merged first: Eq. 5) in one before it.
-
-    part: elements of a row that a program has, where several share it.
+    Blocks have repeats x lanes x consecutive elements. part: elements per program if programs share a row.
     """
     ids, logps, slots = target.ids, target.logps, n_slots(target)
     if target.log_alpha is not None:
-        logps = logps if logps.dtype in DTYPES else logps.float()
+        logps = logps.float() if logps.dtype == torch.float64 else logps
         mixture = teacher_mixture(ids, logps, target.log_alpha, target.n_entries, merge=target.merge)
         ids, logps = mixture.ids_NS, mixture.logps_NS
     distinct = target.log_alpha is not None and target.merge
@@ -213,7 +209,7 @@ def row_targets(
 
     part = min(part or n_vocab, n_vocab)
     if not tail:
-        lanes, repeats, consecutive, part = 0, 1, 1, n_vocab  # no variants of what does not matter
+        lanes, repeats, consecutive, part = 0, 1, 1, n_vocab  # compile no variants of unused constants
     bits = torch.int32 if n_vocab <= 32 * repeats * lanes * consecutive else torch.int64
     skipped = (lanes, bits) if part == n_vocab else (slots, torch.int32)
     ready = RowTargets(

@@ -1,7 +1,4 @@
-"""A token's terms of the loss from its row's statistics, shared by the row kernel and the split kernel.
-
-They are defined by reference/loss.py. Shapes: N tokens, K slots of a row's target.
-"""
+"""A token's terms of the loss from the statistics of its row; see reference/loss.py."""
 
 import triton
 import triton.language as tl
@@ -10,7 +7,7 @@ from smopd.kernels import types
 from smopd.kernels.triton.rows import LN2, LOG2E, finite, weighted
 
 COLUMNS = ("adv", "old_logp", "pg_weight", "kl_weight", "ent_weight", "reverse_adv", "reverse_weight")
-# Bits of `there`, by a column's place in COLUMNS, and one that says that the reverse term has PPO's form.
+# Bits of `there`: one per column of COLUMNS that is given, and one for PPO's form of the reverse term.
 _OLD_LOGP = tl.constexpr(1 << COLUMNS.index("old_logp"))
 _KL_WEIGHT = tl.constexpr(1 << COLUMNS.index("kl_weight"))
 _ENT_WEIGHT = tl.constexpr(1 << COLUMNS.index("ent_weight"))
@@ -29,7 +26,7 @@ _CLIP_REVERSE_HIGH = tl.constexpr(types.CLIP_REVERSE_HIGH)
 
 @triton.jit
 def load_weights(pg_weight_ptr, kl_weight_ptr, ent_weight_ptr, reverse_weight_ptr, row, there):
-    """(pg, kl, entropy, reverse) weights of a token; 0 of a column that is not there."""
+    """Load the pg, KL, entropy and reverse weights of a token; 0 for a column that is not given."""
     pg_weight = tl.load(pg_weight_ptr + row)
     kl_weight = tl.load(kl_weight_ptr + row, mask=(there & _KL_WEIGHT) != 0, other=0.0)
     ent_weight = tl.load(ent_weight_ptr + row, mask=(there & _ENT_WEIGHT) != 0, other=0.0)
@@ -51,7 +48,7 @@ def store_zeros(terms_ptr, clipped_ptr, row, n_rows):
 
 @triton.jit
 def store_terms(terms_ptr, clipped_ptr, row, n_rows, kl, masses, token):
-    """masses: of the teacher and the student on the support. token: as token_terms returns them."""
+    """Store a token's terms. masses: of teacher and student on the support; token: from token_terms."""
     logp, entropy, surrogate, _, reverse, _, clipped = token
     tl.store(terms_ptr + row, logp)
     tl.store(terms_ptr + n_rows + row, entropy)
@@ -68,14 +65,14 @@ def support_terms(
     x_K, logps_K, first_K, off, whole, teacher_mass, tail_q, kl_scale,
     TARGET: tl.constexpr, HOLES: tl.constexpr,
 ):  # fmt: skip
-    """(forward KL, the student's mass on the support), from the support's logits and the statistics."""
+    """Return the forward KL and the student's mass on the support."""
     kl_h, kl_s = whole[3], whole[4]
     kl = 0.0
     student_mass = 0.0
     if TARGET:
         q_K = tl.exp2(logps_K * LOG2E)
         student_K = (tl.fma(x_K, kl_scale, -finite(kl_h)) - tl.log2(kl_s)) * LN2
-        kl = tl.sum(tl.where(q_K != 0, q_K * (logps_K - student_K), 0.0), 0)  # != 0: NaN is
+        kl = tl.sum(tl.where(q_K != 0, q_K * (logps_K - student_K), 0.0), 0)  # NaN != 0
         student_mass = tl.sum(tl.where(first_K, tl.exp2(student_K * LOG2E), 0.0), 0)
         student_mass = tl.where(teacher_mass != teacher_mass, teacher_mass, student_mass)
     if HOLES:
@@ -89,9 +86,9 @@ def token_terms(
     token_x, whole, scale, adv, old_logp, reverse_adv, clip_low, clip_high, dual_clip, there,
     REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """(logp, entropy, surrogate, its slope in logp, reverse term, its slope, clip bits)."""
+    """Return logp, entropy, surrogate, its slope in logp, the reverse term, its slope, and the clip bits."""
     h, s, w = whole[0], whole[1], whole[2]
-    # In fp64: the log ratio is a difference of what has been rounded at 10 or 20.
+    # In fp64: the log ratio is a small difference of numbers of about 10.
     logp = (token_x.to(tl.float64) * scale - finite(h) - tl.log2(s)) * LN2
     entropy = (tl.log2(s) - w / s) * LN2
     raw = tl.where((there & _OLD_LOGP) != 0, (logp - old_logp).to(tl.float32), 0.0)
@@ -105,7 +102,7 @@ def token_terms(
 def loss_slopes(
     weights, token, opd_coef, entropy_coef, TARGET: tl.constexpr, REVERSE: tl.constexpr, CURVED: tl.constexpr
 ):
-    """The loss's derivatives in logp, KL and minus entropy, and whether all are 0 by their weights."""
+    """Return the loss's derivatives in logp, KL and -entropy, and whether all their factors are 0."""
     dkl = opd_coef * weights[1] if TARGET else 0.0
     bend = entropy_coef * weights[2] if CURVED else 0.0
     reverse_coef = opd_coef * weights[3] if REVERSE else 0.0
@@ -115,16 +112,13 @@ def loss_slopes(
 
 @triton.jit
 def _larger(a, b):
-    """The larger one; NaN where either is (they have a factor in common)."""
+    """Return the maximum; NaN if either is NaN (both share a factor)."""
     return tl.where(a >= b, a, b)
 
 
 @triton.jit
 def _policy_terms(raw, adv, reverse_adv, low, high, dual_clip, ppo, REVERSE: tl.constexpr):
-    """(surrogate, slope in logp, reverse term, slope, clip bits) at a log ratio.
-
-    dual_clip: inf is none. ppo: the form of the reverse term.
-    """
+    """Return surrogate, slope in logp, reverse term, slope, clip bits. dual_clip: inf if there is none."""
     bound: tl.constexpr = _LOG_RATIO_BOUND
     saturated = tl.abs(raw) > bound
     ratio = tl.exp2(tl.where(raw > bound, bound, tl.where(raw < -bound, -bound, raw)) * LOG2E)

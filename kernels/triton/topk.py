@@ -1,8 +1,7 @@
-"""Top-kappa with log-probabilities on the GPU: one stream over the vocabulary, then a small exact selection.
+"""Top-kappa with log-probabilities: a kernel streams the vocabulary, another selects exactly (select.py).
 
-Each thread keeps its maximum, its sum of exponentials and, of each block, one word of the elements it saw
-there (a segment). Nothing crosses threads in the loop. smopd.kernels.triton.select finds the best from the
-words.
+Each thread keeps its maximum, its sum of exponentials and a word for each block. The loop needs no exchange
+between threads.
 
 Shapes: N rows, V vocabulary, S support entries (kappa). In kernels: R rounds of a block, T threads, E
 elements of a chunk (16 bytes, read at once); chunk c holds the ids c * E to c * E + E - 1.
@@ -20,26 +19,22 @@ from torch import Tensor
 from smopd.kernels.triton.select import listed_log, segment_words, select_kernel
 from smopd.kernels.types import TopK
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_KAPPA = 128
-MAX_VOCAB = 1 << 19  # a 32-bit key of the selection holds 16 bits of value and 16 of chunk, 8 elements each
-SCRATCH_BYTES = 64 << 20  # of segments' words held between the two kernels; more rows take more launches
+MAX_VOCAB = 1 << 19  # a 32-bit key holds 16 bits of value and 16 of chunk, with 8 elements per chunk
+SCRATCH_BYTES = 64 << 20  # of words between the two kernels; more rows take more launches
 LOG_THREADS = 7  # of the stream
-LOG_SLOTS = 4  # kappa is padded to a power of two of at least 2^4: fewer variants to compile
+LOG_SLOTS = 4  # kappa is padded to at least 2^4: fewer variants to compile
 
 _LOWEST_32 = tl.constexpr(-(2**31))
 _LOWEST_64 = tl.constexpr(-(2**63))
 _LOG2_E = tl.constexpr(math.log2(math.e))
-_FAR = tl.constexpr(2.0**100)  # an offset stays finite: no maximum beyond it is subtracted
-_COARSE = tl.constexpr(2.0**23)  # offsets from here on are whole numbers: summed in a second pass
+_FAR = tl.constexpr(2.0**100)  # maxima are clamped to this, so that offsets stay finite
+_COARSE = tl.constexpr(2.0**23)  # larger offsets are whole numbers: sum in a second pass
 
 
 @triton.jit
 def _halving_sum(x, LOG_N: tl.constexpr, AXIS: tl.constexpr):
-    """Sum over the LOG_N dimensions of size 2 that begin at AXIS.
-
-    The order of the additions is fixed here, whatever the layout: a row's bits do not depend on alignment.
-    """
+    """Sum over the LOG_N dimensions of size 2 from AXIS on, in a fixed order."""
     for i in tl.static_range(LOG_N):
         x = tl.sum(x, AXIS + LOG_N - 1 - i)
     return x
@@ -47,10 +42,10 @@ def _halving_sum(x, LOG_N: tl.constexpr, AXIS: tl.constexpr):
 
 @triton.jit
 def _scaled_shift(max_T, scale):
-    """The exponent's offset at this maximum: finite, so that what is masked with -inf or -3e38 adds 0.
+    """Return the offset of the exponents for this maximum, finite so that masked elements add 0.
 
-    An fma with 0, which the compiler does not draw into a difference as it would a product: the offset less
-    itself is 0 then, and not what rounding it lost, in every block.
+    The fma with 0 rounds the product. The compiler could fuse a plain product unrounded into a difference,
+    and the offset minus itself would not be 0.
     """
     return tl.fma(tl.clamp(max_T, -_FAR, _FAR), scale, 0.0)
 
@@ -61,7 +56,7 @@ def _segment(
     WORDS: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
     LOG_R: tl.constexpr, LOG_T: tl.constexpr, LOG_E: tl.constexpr,
 ):  # fmt: skip
-    """A block into the threads' statistics; also the threads' words of this block."""
+    """Add a block to the threads' statistics; also return the threads' words of this block."""
     R: tl.constexpr = 1 << LOG_R
     T: tl.constexpr = 1 << LOG_T
     peak_RT = tl.max(x_RTE, 2)
@@ -73,7 +68,7 @@ def _segment(
     sum_T = tl.fma(sum_T, tl.exp2(_scaled_shift(max_T, scale) - shift_T), new_sum_T)
     word_T = best_T
     if WORDS:
-        # The maximum passes over a NaN, the sum does not.
+        # The maximum ignores NaN, the sum does not.
         word_T = segment_words(peak_RT, mass_RT != mass_RT, HALF, WIDE, LOG_R, LOG_T)
         best_T = tl.maximum(best_T, word_T)
     return new_max_T, sum_T, best_T, word_T
@@ -81,16 +76,16 @@ def _segment(
 
 @triton.jit
 def _log_sum(row_ptr, V, max_T, sum_T, scale, LOG_T: tl.constexpr, BLOCK: tl.constexpr):
-    """The row's maximum and the log of its sum of exp((x - maximum) / temperature).
+    """Return the row's maximum and the log of its sum of exp((x - maximum) / temperature).
 
-    The stream's sums are of 2^(x scale - shift), the maximum's part not 1 but what rounding the shift made of
-    it: it is taken out and 1 put in its place, so that a maximum with nothing beside it has log 0.
+    The sums are of 2^(x scale - shift), in which the maximum adds 2^residual due to rounding. Replace that by
+    1, so that a row with a single finite logit has log 0.
     """
     row_max = tl.max(max_T, 0)
     shift = _scaled_shift(row_max, scale)
     sum_T *= tl.exp2(_scaled_shift(max_T, scale) - shift)
     residual = tl.fma(row_max, scale, -shift)
-    if (tl.abs(shift) >= _COARSE) | (tl.abs(row_max) >= _FAR):  # infinite, or summed once more
+    if (tl.abs(shift) >= _COARSE) | (tl.abs(row_max) >= _FAR):  # infinite, or needs the second pass
         residual = 0.0
         if tl.abs(row_max) < float("inf"):
             sum_T = tl.zeros_like(sum_T)
@@ -159,10 +154,8 @@ def _stream_kernel(
 
 
 def unserved(op: str, tensor: Tensor, *, kappa: int, n_vocab: int | None = None) -> str | None:
-    """Why topk_logprobs cannot serve a call; None: it can. n_vocab: where the tensor is not the logits."""
+    """Return why topk_logprobs cannot be computed here, or None. n_vocab: if tensor is not the logits."""
     n_vocab = tensor.shape[-1] if n_vocab is None else n_vocab
-    if tensor.dtype not in DTYPES:
-        return f"the dtype is {tensor.dtype}, expected one of {DTYPES}"
     if kappa > MAX_KAPPA:
         return f"kappa is {kappa}, expected at most {MAX_KAPPA}"
     if n_vocab > MAX_VOCAB:

@@ -1,6 +1,6 @@
-"""The loss's sums over all tokens on a GPU: one launch of one program of 1024 threads, no atomic sum.
+"""The weighted sums of the loss over all tokens: one program, without atomics.
 
-A product is rounded to fp32, as in torch; products are added in fp64 in one fixed order. Shapes: N tokens.
+Products are rounded to fp32, as in torch, and added in fp64 in a fixed order.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from smopd.kernels.tokens import STATS_FIELDS, reverse_weight
 from smopd.kernels.triton.rows import weighted
 from smopd.kernels.types import LossSettings, LossStats, LossTokens, TokenTerms
 
-BLOCK = 1024  # tokens at a time, one a thread
+BLOCK = 1024  # tokens at a time, one per thread
 SUMS = ("pg_loss", "kl_loss", "entropy", "reverse_loss")
 
 
 @triton.jit
 def _products(value_ptr, weight_ptr, offs_n, n_rows):
-    """weight * value of a block of tokens, in fp64; 0 without a weight."""
+    """Return weight * value of a block of tokens in fp64; 0 without a weight."""
     if weight_ptr is None:
         return tl.zeros(offs_n.shape, tl.float64)
     else:
@@ -57,7 +57,7 @@ def _totals_kernel(
 
 
 def total_loss(terms: TokenTerms, tokens: LossTokens, settings: LossSettings) -> tuple[Tensor, LossStats]:
-    """reference.loss's total_loss; the four sums are views of one tensor."""
+    """See kernels.reference.loss.total_loss. The four sums are views of one tensor."""
     values = (terms.surrogate_N, terms.kl_N, terms.entropy_N, terms.reverse_N)
     weights = (tokens.pg_weight_N, tokens.kl_weight_N, tokens.ent_weight_N, reverse_weight(tokens))
     loss, sums_4 = terms.kl_N.new_empty(()), terms.kl_N.new_empty(len(SUMS))

@@ -1,8 +1,7 @@
-"""Whitening of advantages on the GPU (Eq. 3), in fp64, from the moments that each program left in its own
-slot.
+"""Whitening of advantages (Eq. 3) in fp64, from moments that each program stored in a slot.
 
-Every program merges all slots by Chan's rule in one order, so repeated runs are equal and nothing is atomic.
-Across ranks a small launch merges a rank's slots first, and behind one all-reduce the ranks are the slots.
+Every program merges all slots by Chan's rule in the same order: no atomics, equal bits in repeated runs. For
+several ranks a small launch merges the slots of a rank, and one all-reduce collects a slot per rank.
 
 Shapes: R responses, P slots, W ranks.
 """
@@ -19,8 +18,8 @@ from torch import Tensor
 from smopd.kernels.triton.mixture import NO_REGISTER_TARGET
 from smopd.kernels.types import TOKEN_VAR_EPS
 
-WHITEN_BLOCK = 256  # responses of a program
-SLOT_BLOCK = 512  # slots that are merged at a time
+WHITEN_BLOCK = 256  # responses per program
+SLOT_BLOCK = 512  # slots merged at a time
 _OPTIONS = {"num_warps": 4, "num_stages": 1, "maxnreg": NO_REGISTER_TARGET, "enable_fp_fusion": True}
 
 _TOKEN_VAR_EPS = tl.constexpr(TOKEN_VAR_EPS)
@@ -28,17 +27,17 @@ _TOKEN_VAR_EPS = tl.constexpr(TOKEN_VAR_EPS)
 
 @triton.jit
 def rounded_product(a, b):
-    """a * b, rounded before a sum over threads takes it.
+    """Return a * b, rounded before it enters a sum over threads.
 
-    A product would be drawn into the sum's first addition: each thread rounds what it hands on and not what
-    it keeps, so that the threads' sums differ, and which of them is stored is left to chance.
+    A plain product could be fused into the sum. Then the sums of different threads would be rounded
+    differently, and any of them may be stored.
     """
     return tl.fma(a, b, 0.0)
 
 
 @triton.jit
 def merge_moments(count, mean, m2, more_count, more_mean, more_m2):
-    """Chan's rule."""
+    """Merge two sets of moments by Chan's rule."""
     total = count + more_count
     share = more_count / tl.maximum(total, 1.0)
     step = more_mean - mean
@@ -49,7 +48,7 @@ def merge_moments(count, mean, m2, more_count, more_mean, more_m2):
 def store_moments(
     moments_ptr, adv_B, kept_B, own_B, lengths_ptr, stride_lengths, offs_b, TOKENS: tl.constexpr
 ):
-    """Number, mean and sum of squared deviations of this program's samples, to its slot."""
+    """Store the number, mean and sum of squared deviations of this program's samples in its slot."""
     counted_B = own_B & (kept_B != 0)
     count_B = counted_B.to(tl.float64)
     if TOKENS:
@@ -65,7 +64,7 @@ def store_moments(
 
 @triton.jit
 def _merged(moments_ptr, n_slots, BLOCK: tl.constexpr):
-    """The moments of all slots."""
+    """Merge the moments of all slots."""
     count = tl.zeros((), tl.float64)
     mean = tl.zeros((), tl.float64)
     m2 = tl.zeros((), tl.float64)
@@ -95,7 +94,7 @@ def _samples(
     adv_ptr, kept_ptr, lengths_ptr, stride_lengths, offs_r, n_responses,
     TOKENS: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
-    """Advantages and the samples each stands for."""
+    """Load the advantages and the number of samples of each."""
     inside_R = offs_r < n_responses
     adv_R = tl.load(adv_ptr + offs_r, mask=inside_R, other=0.0)
     count_R = inside_R.to(tl.float64)
@@ -123,7 +122,7 @@ def _whiten_kernel(
     if TOKENS:
         scale = tl.sqrt(variance + _TOKEN_VAR_EPS)
     else:
-        # Only an all-equal batch has variance 0, and then the numerator is 0 too.
+        # With variance 0 the numerator is 0 too.
         scale = tl.sqrt(variance) + norm_eps
         scale = tl.where(scale > 0.0, scale, 1.0)
     white_R = tl.where(count_R > 0.0, tl.where(count > 1.0, (adv_R - mean) / scale, 0.0), 0.0)
@@ -139,15 +138,10 @@ def whiten_(
     norm_eps: float,
     process_group: Any = None,
 ) -> None:
-    """Writes `adv_R`, whitened, to `out_R`.
+    """Write the whitened fp64 adv_R to out_R.
 
-    Args:
-        adv_R: (R,) fp64.
-        kept_R: (R,) bool, or None: all of them.
-        lengths_R: (R,) response tokens that each stands for, or None: one each.
-        moments_P3: (P, 3) fp64: number, mean and sum of squared deviations of disjoint parts of the samples.
-        out_R: (R,) fp32.
-        process_group: ranks to whiten over; None for this one alone.
+    lengths_R: samples of each response; None: one. moments_P3: number, mean and sum of squared deviations of
+    disjoint parts of the samples. process_group: ranks to whiten over.
     """
     n_responses, n_slots = adv_R.shape[0], moments_P3.shape[0]
     if process_group is not None:

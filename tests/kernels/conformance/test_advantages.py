@@ -1,7 +1,6 @@
-"""Advantages of every backend against loops over groups, and the traps of SEMANTICS section 1.
+"""Advantages on every backend against loops over groups.
 
-The Triton kernel runs in small blocks, so that few responses are several programs; natively on a GPU with its
-own as well (test_triton_own.py). Its interpreter takes 0.1 s a group.
+Triton uses small blocks, so that few responses take several programs.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ NAN, INF = math.nan, math.inf
 DEFAULTS: dict[str, dict] = {"grpo": {}, "gdpo": {"whiten": "responses"}, "gd2po": {"whiten": "tokens"}}
 WHITEN = ("responses", "tokens", None)
 EXAMPLES = 12
+SHARED = 33_000  # more than torch sums on one thread
 each_backend = backends.each("advantages")
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of the interpreter's numpy
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # from numpy in the interpreter
     pytest.mark.usefixtures("small_blocks"),
 ]
 
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Several programs and blocks on few responses."""
     if request.node.callspec.params.get("backend") == "triton":
         backends.need("triton")
         from smopd.kernels.triton import advantages, whiten
@@ -47,7 +46,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 
 
 def serve(backend: str, kind: str, rewards: Tensor, group: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    """A backend's result, with the public functions' defaults."""
+    """Call a backend with the defaults of the public functions."""
     given_options = AdvantageOptions(kind, **DEFAULTS[kind] | options)
     adv, kept = backends.call(backend, "advantages", rewards, group, given_options)
     assert (kept is None) == (kind != "gd2po")
@@ -59,7 +58,7 @@ def adv_of(backend: str, kind: str, rewards: Tensor, group: Tensor, **options: A
 
 
 def every(backend: str, rewards: Tensor, group: Tensor, **options: Any) -> list[Tensor]:
-    """All three operations' results, whitened and not."""
+    """Return the results of all three operations, whitened and not."""
     lengths = options.pop("lengths_R", torch.ones(len(group)))
     out = [*serve(backend, "grpo", rewards, group, **options)]
     for whiten in WHITEN[1:2] if backends.interpreted(backend) else WHITEN:
@@ -70,7 +69,7 @@ def every(backend: str, rewards: Tensor, group: Tensor, **options: Any) -> list[
 
 
 def definition(kind: str, rewards: Tensor, group: Tensor, **options: Any) -> tuple[Any, Any]:
-    """Advantages, and of GD2PO who is kept, group by group in numpy's float64."""
+    """Compute advantages and, for GD2PO, kept by loops in numpy's float64."""
     given = {"norm_eps": 1e-6, "snr_threshold": None, "whiten": None} | DEFAULTS[kind] | options
     values, norm_eps, groups = rewards.double().numpy(), given["norm_eps"], group.numpy()
     weights = given["weights_K"].numpy() if "weights_K" in given else np.ones(values.shape[1])
@@ -101,7 +100,7 @@ def definition(kind: str, rewards: Tensor, group: Tensor, **options: Any) -> tup
 
 
 def ragged(backend: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Groups of 1 to 6 in shuffled order, three rewards of which one is sparse, a few NaN."""
+    """Return shuffled groups of 1 to 6 responses with three rewards, one of them sparse, and some NaN."""
     gen = torch.Generator().manual_seed(seed)
     n_groups = 4 if backends.interpreted(backend) else 15
     sizes = torch.randint(1, 7, (n_groups,), generator=gen)
@@ -140,7 +139,7 @@ def test_equals_a_loop(kind: str, options: dict[str, Any], backend: str) -> None
 
 @st.composite
 def batches(draw) -> tuple[Tensor, ...]:
-    """Up to five groups, rewards that repeat, conflict, differ by rounding or cannot be scored."""
+    """Draw up to five groups with rewards that repeat, conflict, differ by rounding or are NaN."""
     n_responses, n_rewards = draw(st.integers(1, 12)), draw(st.integers(1, 3))
     group = draw(st.lists(st.integers(-2, 2), min_size=n_responses, max_size=n_responses))
     value = st.sampled_from([0.0, 1.0, 1.0 + 2.0**-23, -1.0, 0.1, 0.7, 3.0, NAN, 1e-30, 1e30, INF])
@@ -196,7 +195,7 @@ def test_figure_1a(weights, before, after, backend: str) -> None:
 @each_backend
 @pytest.mark.parametrize("group_size", [3, 8])
 def test_rewards_equal_up_to_rounding_add_exactly_nothing(group_size: int, backend: str) -> None:
-    """SEMANTICS 1: the float32 mean of equal numbers is off by one ulp for half of these values at G = 8."""
+    """The float32 mean of eight equal numbers is off by one ulp for half of these values."""
     values = torch.cat([torch.arange(1, 176) / 175, torch.arange(1, 176) * 0.1, torch.arange(1, 301) * 3.3])
     if backends.interpreted(backend):
         values = torch.tensor([0.1, 0.7, -1234.567, 1e-8])
@@ -214,7 +213,7 @@ def test_rewards_equal_up_to_rounding_add_exactly_nothing(group_size: int, backe
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_types_and_groups_of_one(dtype: torch.dtype, backend: str) -> None:
     if dtype == torch.float64 and backend == "triton":
-        pytest.skip("float64 is the reference's: dispatch gives it no other")
+        pytest.skip("only the reference gets float64")
     rewards, group, _ = ragged(backend, 4)
     got = adv_of(backend, "grpo", rewards.to(dtype), group)
     wide = adv_of("reference", "grpo", rewards.to(dtype).double(), group)
@@ -226,7 +225,6 @@ def test_types_and_groups_of_one(dtype: torch.dtype, backend: str) -> None:
 
 @each_backend
 def test_one_kept_token_is_zero(backend: str) -> None:
-    """One response of one token is kept, with a nonzero advantage."""
     rewards, group = torch.tensor([[1.0, 1.0], [-2.0, 1.0], [1.0, -2.0]]), torch.zeros(3, dtype=torch.int64)
     raw, kept = serve(backend, "gd2po", rewards, group, whiten=None)
     assert kept.tolist() == [True, False, False] and raw[0] != 0
@@ -253,7 +251,6 @@ def test_neither_order_nor_strides_nor_repetition_matter(backend: str) -> None:
 @each_backend
 @pytest.mark.parametrize("kind", DEFAULTS)
 def test_a_groups_advantages_depend_on_nothing_around_it(kind: str, backend: str) -> None:
-    """To the bit: each adds its own group up, from its first response on."""
     rewards, group = torch.randn(42, 3, generator=torch.Generator().manual_seed(5)), torch.arange(42) // 6
     options = {} if kind == "grpo" else {"whiten": None}
     whole = serve(backend, kind, rewards, group, **options)
@@ -269,20 +266,17 @@ def test_a_groups_advantages_depend_on_nothing_around_it(kind: str, backend: str
 def test_nothing_to_compare_is_zero(shape: tuple[int, int], backend: str) -> None:
     rewards = torch.randn(shape, generator=torch.manual_seed(0))
     if backend == "triton" and shape[1] == 0:
-        with pytest.raises(ValueError, match="grpo_advantages: K is 0, expected 1 to 32"):
-            every(backend, rewards, torch.zeros(shape[0], dtype=torch.int64))
-        return
+        pytest.skip("only the reference gets K = 0")
     for given_rewards in (rewards, torch.full_like(rewards, NAN)):
         for adv in every(backend, given_rewards, torch.zeros(shape[0], dtype=torch.int64)):
             assert adv.shape == shape[:1] and not (adv.is_floating_point() and bool(adv.any()))
 
 
 @backends.each("advantages", but=("triton",))
-def test_threads_do_not_show(backend: str, each_number_of_threads) -> None:
-    """Nor in sums over responses, which torch cuts for its threads where they are many."""
+def test_bits_do_not_depend_on_threads(backend: str, each_number_of_threads) -> None:
     gen = torch.Generator().manual_seed(8)
-    rewards = torch.randn(40_000, 5, generator=gen, dtype=torch.float64)
-    group = torch.randint(0, 3000, (40_000,), generator=gen)
-    lengths = torch.randint(0, 50, (40_000,), generator=gen)
+    rewards = torch.randn(SHARED, 2, generator=gen, dtype=torch.float64)
+    group = torch.randint(0, 3000, (SHARED,), generator=gen)
+    lengths = torch.randint(0, 50, (SHARED,), generator=gen)
     results = each_number_of_threads(lambda: every(backend, rewards, group, lengths_R=lengths), (1, 2))
     assert backends.same(*results)
