@@ -1,7 +1,4 @@
-"""`smopd COMMAND ...`, or `python -m smopd COMMAND ...`: every command under one name.
-
-Each command is a module that `python -m` runs alone too; only the one that is asked for is imported.
-"""
+"""`smopd COMMAND ...`: run a command. `python -m smopd.COMMAND` works too."""
 
 from __future__ import annotations
 
@@ -14,13 +11,14 @@ from smopd.names import nearest
 
 COMMANDS = {
     "train": ("smopd.train", "train a recipe: teachers, the merged student, their evaluation"),
-    "evaluate": ("smopd.evaluate", "score a model, or saved responses, on a suite"),
-    "plan": ("smopd.plan", "the memory that a recipe needs on each GPU"),
-    "merge": ("smopd.merge", "models of one base merged by their weights, without training"),
-    "data": ("smopd.data.__main__", "the data that recipes and evaluations name"),
-    "seeds": ("smopd.seeds", "a recipe over several seeds, as one table"),
+    "evaluate": ("smopd.evaluate", "score a model or saved responses on a benchmark"),
+    "export": ("smopd.export", "write a checkpoint as a model folder"),
+    "plan": ("smopd.plan", "estimate the memory of a recipe on each GPU"),
+    "merge": ("smopd.merge", "merge the weights of models with one base, without training"),
+    "data": ("smopd.data.__main__", "fetch the data of recipes and benchmarks"),
+    "seeds": ("smopd.seeds", "run a recipe with several seeds, and average the results"),
 }
-"""A command's module, whose `main(argv)` returns the exit status, and what it does."""
+"""Command -> its module, with `main(argv) -> exit status`, and a description."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
         print("usage: smopd COMMAND ... | --version\n")
         for name, (_, about) in COMMANDS.items():
             print(f"  {name:<10}{about}")
-        print("\nsmopd COMMAND --help says more.")
+        print("\nRun smopd COMMAND --help for its options.")
         return 0
     if arguments[0] == "--version":
         print(f"smopd {__version__}")
@@ -43,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def console() -> int:
-    """The installed `smopd`: finds a reward beside the recipe, as `python -m` does, and runs `main`."""
+    """Entry point of the installed `smopd`. Adds the current folder to sys.path, as `python -m` does."""
     if not getattr(sys.flags, "safe_path", False):  # Python 3.11's -P
         sys.path.insert(0, os.getcwd())
     return main()

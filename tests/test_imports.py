@@ -68,7 +68,7 @@ LAYERS = {
         record
         loop report worlds evals integrations merging
         run
-        train seeds evaluate plan merge
+        train seeds evaluate plan merge export
         __main__
     """,
 }

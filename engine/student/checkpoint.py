@@ -72,8 +72,8 @@ class Checkpoints:
                 shutil.rmtree(old)
         self.newest = step
 
-    def restore(self, student: Student) -> tuple[int, Any]:
-        """Load the newest checkpoint: bit for bit on the same number of ranks, else resharded by FSDP2.
+    def restore(self, student: Student, step: int | None = None) -> tuple[int, Any]:
+        """Load the checkpoint of `step`, or the newest: bit for bit on the same number of ranks, else resharded.
 
         Returns:
             The step to resume from (0 without a checkpoint), and this rank's `extra` (None if the number of
@@ -82,7 +82,7 @@ class Checkpoints:
             DamagedCheckpoint: a file is missing or its checksum differs.
             UnusableCheckpoint: saved under another strategy, or under DeepSpeed by another number of ranks.
         """
-        found = self._complete()
+        found = self._complete() if step is None else [self.folder / _name(step)]
         newest = Path(str(distributed.broadcast_object(str(found[-1]) if found else "")))
         if newest == Path():
             return 0, None
@@ -123,7 +123,13 @@ class Checkpoints:
         return self.newest, process["extra"] if same_ranks else None
 
     def _complete(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob(f"{_PREFIX}*") if path.suffix != ".partial")
+        return [self.folder / _name(step) for step in saved_steps(self.folder)]
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Return the steps of the complete checkpoints in `folder`, in order."""
+    names = [path.name.removeprefix(_PREFIX) for path in folder.glob(f"{_PREFIX}*")]
+    return sorted(int(name) for name in names if name.isdigit())
 
 
 def export(student: Student, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:

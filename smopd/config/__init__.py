@@ -1,1 +1,1 @@
-"""Settings of a run: typed sections, recipes and their YAML, what may not be combined, the command line."""
+"""Settings, recipes and their YAML, checks, and the command line."""

@@ -18,13 +18,13 @@ from rich.text import Text
 from smopd.config.errors import explain, is_setting, kind, schemas
 from smopd.config.recipe import Keys, Mistakes, builtin, description, dotted, load, parse_value, write_yaml
 from smopd.config.rules import check
-from smopd.config.schedule import BASE, Part, plan
+from smopd.config.schedule import BASE, Part, done_steps, plan
 from smopd.config.settings import Settings
 from smopd.names import nearest
 
 COMMAND_LINE = "command line"
 _INTRODUCTION = (
-    "Train a language model on several rewards: one teacher per reward, then a student of them all. "
+    "Train a language model on several rewards: one teacher per reward, then a student of all. "
     "Settings come from the recipe. Override any of them by its dotted path, with values as in YAML: "
     "--opd.kappa 32 --rewards.1.weight 2 --student.betas 0.9 0.95 --loss.dual_clip null. "
     "Rerun a command to resume it.\n\n"
@@ -46,8 +46,12 @@ class Selection:
 class Options(Selection):
     stage: Part = "all"
     """Part of the recipe to run."""
+    change: bool = False
+    """Resume runs with settings that change their results. Each change is recorded in the run folder."""
     dry_run: bool = False
-    """Print the settings and the plan, then exit."""
+    """Print the plan, call every reward once if the model is on this machine, then exit."""
+    show_settings: bool = False
+    """With --dry-run: also print all settings as YAML."""
     list: bool = False
     """Print the built-in recipes."""
 
@@ -160,9 +164,10 @@ def read_settings(
 
 
 def describe(command: Command) -> str:
-    """Return the text of --dry-run: the resolved settings as YAML, then the plan as YAML comments."""
+    """Return the plan as YAML comments, after the settings as YAML if they are to be shown."""
     settings = command.settings
-    lines = [f"# plan of {command.recipe}, in {settings.output}"]
+    lines = [write_yaml(settings)] if command.show_settings else []
+    lines.append(f"# plan of {command.recipe}, in {settings.output}")
     planned = plan(settings, command.stage, command.only)
     for run in planned:
         weights = " ".join(f"{reward}={weight:g}" for reward, weight in run.weights.items())
@@ -170,12 +175,14 @@ def describe(command: Command) -> str:
         if run.teachers:
             parts.append("teachers " + ", ".join(run.teachers))
         if run.done:
-            parts.append("already finished")
+            parts.append("finished")
+        elif done := done_steps(settings, run.name):
+            parts.append(f"continues after step {done}")
         lines.append(f"#   {run.stage:<10}  {run.name:<16}  " + "; ".join(part for part in parts if part))
     if settings.data.evaluation is not None:
         names = settings.runs if command.stage == "evaluate" else (run.name for run in planned)
         lines.append(f"#   {'evaluate':<10}  {', '.join(dict.fromkeys([BASE, *names]))}")
-    return write_yaml(settings) + "\n" + "\n".join(lines)
+    return "\n".join(lines)
 
 
 def _override(values: dict[str, Any], path: str, words: list[str], origin: dict[Keys, str]) -> dict[str, Any]:

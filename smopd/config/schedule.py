@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -45,9 +46,16 @@ class PlannedRun:
         return f"{self.init} and the changes of {', '.join(self.starts[1:])}{guarded}"
 
 
+def done_steps(settings: Settings, run: str) -> int | None:
+    """Return the steps of a finished run, or of the warm start `base`; None if it is not finished."""
+    file = Path(settings.output) / run / "done.json"
+    return json.loads(file.read_text())["steps"] if file.is_file() else None
+
+
 def is_done(settings: Settings, run: str) -> bool:
-    """Return whether a run, or the warm start `base`, is finished in the output directory."""
-    return (Path(settings.output) / run / "done.json").is_file()
+    """Return whether a run has finished all steps of its settings, or `base` is made."""
+    done = done_steps(settings, run)
+    return done is not None and (run == BASE or done >= settings.resolved(run).loop.steps)
 
 
 def needs_base(settings: Settings) -> bool:

@@ -1,1 +1,1 @@
-"""One recipe from its settings to its results: base model, warm start, runs in order, folder, processes."""
+"""Execution of a recipe: base model, warm start, runs, run directory, local processes."""

@@ -1,4 +1,4 @@
-"""The model that every run starts from: a path, or what a factory makes, warmed up if the recipe says so."""
+"""The base model: a path, or built by a factory, with a warm start if the recipe has one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from smopd.config.schedule import BASE, needs_base
 from smopd.config.settings import Loss, Settings
 from smopd.data.prompts import Demonstration, DemonstrationSet, batch_indices
 from smopd.engine import distributed
@@ -31,8 +32,15 @@ from smopd.run.folder import mark_done
 DECAY_SHARE = 0.3  # ours: the last share of a warm start, over which the learning rate falls to 0
 
 
+def model_path(settings: Settings, folder: Path, name: str) -> str:
+    """Return the model path of a run, of the base, or of a model that is not part of the recipe."""
+    if name == BASE and not needs_base(settings):
+        return str(settings.model.path)
+    return str(folder / name / "export") if name == BASE or name in settings.runs else name
+
+
 def initial_model(settings: Settings, folder: Path) -> str:
-    """Where the model stands that nothing has been trained on; makes it in `folder` if a factory is to."""
+    """Return the path of the model before any training. A factory builds it in `folder`."""
     origin = settings.model
     if origin.factory is None:
         return str(origin.path)
@@ -61,7 +69,7 @@ def make_base(
     demonstrations: DemonstrationSet | None,
     device: torch.device,
 ) -> None:
-    """Warms the model at `path` up on the demonstrations, if there are any, and exports it to `folder`."""
+    """Train the model at `path` on the demonstrations, if any, and export it to `folder`."""
     warm = settings.warm_start
     steps = warm.steps if warm else 0
     own: dict[str, Any] = {"lora": None}
@@ -87,9 +95,9 @@ def make_base(
 
 
 def supervised_step(student: Student, demonstrations: list[Demonstration]) -> dict[str, float]:
-    """One update on the mean negative log-likelihood of the answers' tokens; a collective call.
+    """Update on the mean negative log-likelihood of the answer tokens; a collective call.
 
-    Its gradient is that of the clipped surrogate at ratio 1 and advantage 1: the student's own update.
+    Its gradient equals that of the clipped surrogate at ratio 1 and advantage 1.
     """
     mine = demonstrations[distributed.rank() :: distributed.world_size()]
     rollouts = []

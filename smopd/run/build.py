@@ -1,4 +1,4 @@
-"""From settings and a model's path to the student, the rollout engine and the teachers."""
+"""Build the student, the rollout engine and the teachers from settings and model paths."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from smopd.run.failures import UnusableInput, error_context
 
 log = logging.getLogger(__name__)
 TRANSFER_FOLDER = "SMOPD_TRANSFER_FOLDER"
-"""Where weights stand as files for servers on other hosts, under the same path on each."""
+"""Environment variable: folder for weights of servers on other hosts, with the same path on each."""
 PROBE_TEXT = 'Answer: the tools\' names, 3.14 and {"x": [1, 2]}.'
-"""On which a teacher's tokenizer and the student's must agree."""
+"""Text that the tokenizers of teacher and student must encode alike."""
 
 
 def student(
@@ -37,7 +37,7 @@ def student(
     schedule: Callable[[int], float] | None = None,
     **changes: Any,
 ) -> Student:
-    """The model at `path`, ready to train; `changes` replace settings of `student`; schedule: as Student."""
+    """Load the model at `path` for training. `changes` override settings of `student`."""
     torch.manual_seed(settings.seed)
     with error_context("model"):
         model = load_model(path, torch.float32)
@@ -46,7 +46,7 @@ def student(
 
 
 def rollout_engine(settings: Settings, path: str, device: torch.device, recipe: Settings) -> RolloutEngine:
-    """Samples from its own copy of the model at `path`; a vLLM engine serves all runs of the recipe."""
+    """Return an engine that samples from the model at `path`. All runs of a recipe share a vLLM engine."""
     options, longest = settings.rollout, settings.longest_sequence
     with error_context("model"):
         config, ends = describe(path)
@@ -54,7 +54,7 @@ def rollout_engine(settings: Settings, path: str, device: torch.device, recipe: 
         if longest > limit:
             raise ValueError(
                 f"{path} has {limit} positions, expected {longest} for a prompt and its response "
-                "(data.max_prompt_tokens, rollout.max_new_tokens, and evaluation's)"
+                "(data.max_prompt_tokens or data.max_evaluation_tokens, plus rollout.max_new_tokens)"
             )
     if options.urls:
         with error_context("rollout.urls"):
@@ -68,7 +68,7 @@ def rollout_engine(settings: Settings, path: str, device: torch.device, recipe: 
                 transport=options.transfer,
                 folder=os.environ.get(TRANSFER_FOLDER),
             )
-            remote.load_path(path)  # a server holds whatever the run before it ended with
+            remote.load_path(path)  # servers hold the weights of the previous run
             return remote
     if options.engine == "vllm":
         with error_context("rollout.engine"):
@@ -88,17 +88,18 @@ def teacher_engine(
     device: torch.device,
     role: str = "teachers",
 ) -> TeacherEngine | None:
-    """The frozen models at `paths`, LoRA adapters among them, or None where there are none.
+    """Return an engine for the frozen models or LoRA adapters at `paths`, None without paths.
 
-    tokenizer, vocabulary: the student's.
-    role: models of different roles never take turns in one vLLM engine.
+    Args:
+        tokenizer, vocabulary: of the student.
+        role: models of different roles never share a vLLM engine.
     """
     if not paths:
         return None
     options, kappa = settings.teachers, settings.opd.kappa
-    tokens = max(tokenizer.get_vocab().values()) + 1  # ids above only pad a model's vocabulary
+    tokens = max(tokenizer.get_vocab().values()) + 1  # higher ids are padding
     if kappa > vocabulary:
-        raise UnusableInput(f"opd.kappa: {kappa} is over the vocabulary of {vocabulary}")
+        raise UnusableInput(f"opd.kappa: got {kappa}, expected at most the vocabulary of {vocabulary}")
     with error_context("teachers.models"):
         if is_url(paths[0]):
             from smopd.engine.remote.teachers import Probe, RemoteTeachers
@@ -123,18 +124,18 @@ def teacher_engine(
 
 
 def require_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Compares the student's tokenizer with that of the model or adapter at `path`, as servers' are compared.
+    """Check that the model or adapter at `path` has the student's tokenizer.
 
-    Tokens that one of them has alone are of no harm: models of one family differ in their special tokens.
+    Extra tokens in one of them are allowed: models of one family differ in their special tokens.
 
     Raises:
-        ValueError: a token has another id there, an id another token, or a text other tokens.
+        ValueError: a token has another id, or PROBE_TEXT is encoded differently.
     """
     adapter = read_adapter(path)
     try:
         other = load_tokenizer(adapter.base if adapter else path)
     except (OSError, ValueError) as error:
-        log.warning("%s: its tokenizer cannot be read and is taken for the student's (%s)", path, error)
+        log.warning("%s: cannot read its tokenizer, assuming the student's (%s)", path, error)
         return
     ours, theirs = tokenizer.get_vocab(), other.get_vocab()
     tokens = {token_id: token for token, token_id in theirs.items()}
@@ -153,11 +154,11 @@ def require_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
 
 
 def rollout_settings(settings: Settings, recipe: Settings, limit: int) -> Vllm:
-    """Of an engine with room for the longest responses of the recipe's runs, so that one serves them all.
+    """Return vLLM settings with room for the longest sequence of all runs, so that they share an engine.
 
     Args:
-        settings: of the run, resolved.
-        limit: the model's positions.
+        settings: resolved settings of the run.
+        limit: positions of the model.
     """
     runs = [settings, *(recipe.resolved(name) for name in recipe.runs)]
     longest = min(limit, max(run.longest_sequence for run in runs))

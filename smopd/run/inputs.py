@@ -1,4 +1,4 @@
-"""All inputs of a recipe, read before anything is trained, with a line on what was left out of each."""
+"""The data of a recipe, read before training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from smopd.data.prompts import DemonstrationSet, Overlong, PromptSet, load_demon
 from smopd.record.progress import say
 from smopd.run.failures import error_context
 
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object in memory, another one in each process
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object, different in each process
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Inputs:
 
 
 def read_inputs(settings: Settings, tokenizer: PreTrainedTokenizerBase, *, demonstrations: bool) -> Inputs:
-    """Reads the recipe's sources.
+    """Read the recipe's sources.
 
     Args:
-        demonstrations: whether the warm start is still to be done.
+        demonstrations: read those of the warm start too.
     Raises:
-        UnusableInput: a source is missing, empty or malformed; names the setting, the row and the column.
+        UnusableInput: a source is missing, empty or malformed.
     """
     data, warm = settings.data, settings.warm_start
 
@@ -45,7 +45,9 @@ def read_inputs(settings: Settings, tokenizer: PreTrainedTokenizerBase, *, demon
     if data.evaluation is not None:
         with error_context("data.evaluation"):
             longest = data.max_evaluation_tokens or data.max_prompt_tokens
-            cut: Overlong = "error" if data.overlong == "drop" else data.overlong  # an item is never left out
+            cut: Overlong = (
+                "error" if data.overlong == "drop" else data.overlong
+            )  # never drop an evaluation prompt
             held_out = prompts(data.evaluation, longest, cut)
     if warm is not None and demonstrations:
         with error_context("warm_start.source"):
@@ -59,7 +61,7 @@ def read_inputs(settings: Settings, tokenizer: PreTrainedTokenizerBase, *, demon
 
 
 def digests(settings: Settings, inputs: Inputs) -> dict[str, str]:
-    """SHA-256 by setting: of each source's rows as they are used, of the file of each reward's function."""
+    """Return the SHA-256 of each source's rows and of each reward's file, by setting."""
     found = {}
     for setting, rows in {
         "data.train": inputs.train,
@@ -79,7 +81,7 @@ def digests(settings: Settings, inputs: Inputs) -> dict[str, str]:
 
 
 def _file_of(module: str) -> Path | None:
-    """Where a module stands, without importing what is above it: a reward's code runs in its worker alone."""
+    """Find the file of a module without importing its packages, because rewards run only in their workers."""
     parts, path, spec = module.split("."), None, None
     for i in range(len(parts)):
         spec = PathFinder.find_spec(".".join(parts[: i + 1]), path)
@@ -90,7 +92,7 @@ def _file_of(module: str) -> Path | None:
 
 
 def log_inputs(inputs: Inputs) -> None:
-    """One line a source: how much of it is used, and what became of the rest."""
+    """Print how many rows of each source are used."""
     named = {
         "training prompts": inputs.train,
         "held-out prompts": inputs.held_out,
@@ -98,5 +100,5 @@ def log_inputs(inputs: Inputs) -> None:
     }
     for name, found in named.items():
         if found is not None:
-            left_out = f"{found.dropped_overlong} too long, {found.mapped_out} mapped out"
+            left_out = f"{found.dropped_overlong} too long, {found.mapped_out} dropped by map"
             say(f"{len(found)} {name} of {found.rows} rows ({left_out}, {found.truncated} truncated)")

@@ -1,4 +1,4 @@
-"""Several local processes for one command, where torchrun is not asked for, and without its noise."""
+"""Start several local ranks for one command without torchrun."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ PARENT = "SMOPD_LAUNCHED_BY"
 
 
 def wanted(processes: int) -> bool:
-    """Whether this process should start `processes` others in its place: not where it is a rank itself."""
+    """Return whether this process should start `processes` ranks: not if it is a rank itself."""
     return processes > 1 and "RANK" not in os.environ
 
 
 def launch(module: str, arguments: list[str], processes: int) -> int:
-    """Runs `python -m module arguments` in `processes` ranks of one group; returns the exit status."""
+    """Run `python -m module arguments` in `processes` ranks, and return the exit status."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -62,6 +62,6 @@ def launch(module: str, arguments: list[str], processes: int) -> int:
 
 
 def die_with_parent() -> None:
-    """In a process that `launch` started: a killed parent takes it along (Linux), so no orphan writes on."""
+    """Let a rank that `launch` started die with its parent (Linux), so that no orphan keeps writing."""
     if PARENT in os.environ and sys.platform.startswith("linux"):
         process.die_with_parent(int(os.environ[PARENT]))

@@ -1,8 +1,4 @@
-"""The runs of a recipe in order: warm start, specialize, merge, train, evaluation, report.
-
-Every finished piece leaves a `done.json` as its last act and is not done again; an unfinished one resumes
-from its newest checkpoint. Nothing here knows the algorithm: that is `smopd.loop`.
-"""
+"""`smopd train`: run the parts of a recipe that are not finished, evaluate them, and write the report."""
 
 from __future__ import annotations
 
@@ -11,43 +7,39 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers.utils import logging as transformers_logging
 
-from smopd.advantages import ESTIMATORS
 from smopd.config.cli import Command
-from smopd.config.schedule import BASE, PlannedRun, is_done, needs_base, plan, product_reference
+from smopd.config.schedule import BASE, PlannedRun, done_steps, is_done, needs_base, plan, product_reference
 from smopd.config.settings import Settings
 from smopd.data.prompts import PromptSet
 from smopd.engine import distributed
 from smopd.engine.files import write_atomically
-from smopd.engine.imports import resolve
 from smopd.engine.local.teachers import held_already
 from smopd.engine.models.loading import load_tokenizer, stored_dtype
-from smopd.engine.student.checkpoint import Checkpoints, export, require_whole
-from smopd.engine.student.optimizers import OPTIMIZERS, SCHEDULES, schedule
+from smopd.engine.student.checkpoint import Checkpoints, export, require_whole, saved_steps
+from smopd.engine.student.optimizers import schedule
 from smopd.loop import Run, optimise
 from smopd.merging.guard import Starter
 from smopd.merging.vectors import TaskVectors
 from smopd.names import is_url, printable
-from smopd.objective import MIXTURES
-from smopd.record.progress import say
 from smopd.record.recorder import Recorder
-from smopd.record.trackers import TRACKERS, missing
 from smopd.report.summary import summarise
 from smopd.rewards.pool import RewardPool, RewardSpec
 from smopd.run import build
-from smopd.run.base import initial_model, make_base
+from smopd.run.base import initial_model, make_base, model_path
 from smopd.run.failures import FAILURES, UnusableInput, error_context
 from smopd.run.folder import lock_run_dir, mark_done, write_settings
 from smopd.run.inputs import Inputs, digests, log_inputs, read_inputs
-from smopd.run.versions import newer_than_tested
+from smopd.run.preflight import require_functions, try_rewards
 from smopd.step.held_out import evaluate_held_out
 from smopd.step.rewards import WINDOW_STEPS, Rewarder
 from smopd.step.stop import Stop, Stopped
@@ -63,28 +55,23 @@ class RunContext:
     device: torch.device
     stop: Stop
     whole: set[str] = field(default_factory=set)
-    """Models whose files have been checked."""
+    """Models whose files have been verified."""
 
     def finished(self, name: str) -> bool:
         return distributed.on_rank0(lambda: is_done(self.settings, name))
 
     def model_path(self, name: str) -> str:
-        """Where the model of a run, of the base, or of a teacher given by path is loaded from."""
-        if name == BASE and not needs_base(self.settings):
-            return str(self.settings.model.path)
-        if name == BASE or name in self.settings.runs:
-            return str(self.folder / name / "export")
-        return name
+        return model_path(self.settings, self.folder, name)
 
     def require_whole(self, name: str) -> None:
-        """Raises UnusableCheckpoint: the export of a run, or of the base, is not what was written."""
+        """Raise UnusableCheckpoint if the files of an export are damaged."""
         path = self.model_path(name)
         if path not in self.whole:
             require_whole(Path(path))
             self.whole.add(path)
 
     def teacher_path(self, name: str) -> str:
-        """Where a teacher is loaded from; the adapter alone where a run trained one."""
+        """Return the path of a teacher: the adapter alone if a run trained one."""
         adapter = Path(self.model_path(name)) / "adapter"
         trained_here = name in self.settings.runs and self.settings.resolved(name).student.lora is not None
         return str(adapter) if trained_here else self.model_path(name)
@@ -96,28 +83,13 @@ class Printable(logging.Formatter):
 
 
 def run_recipe(command: Command) -> int:
-    """Does what `command` asks for and is not finished; returns the exit status."""
-    quiet = os.environ.get("RANK", "0") != "0"
-    handler = logging.StreamHandler()
-    handler.setFormatter(Printable("%(message)s"))
-    logging.basicConfig(handlers=[handler], level=logging.ERROR if quiet else logging.INFO)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    transformers_logging.disable_progress_bar()
+    """Run what `command` asks for and is not finished, and return the exit status."""
+    set_up_logging()
     settings, folder = command.settings, Path(command.settings.output)
-    rewards = [RewardSpec(reward.name, reward.function, reward.kwargs) for reward in settings.rewards]
     with Stop() as stop, distributed.process_group() as device:
         try:
             require_functions(settings)
-            with (
-                lock_run_dir(folder, settings),
-                RewardPool(
-                    rewards,
-                    deadline_seconds=settings.scoring.deadline_seconds,
-                    log_path=folder / f"rewards_{distributed.rank()}.log",
-                    memory_bytes=round((settings.scoring.memory_gib or 0) * 2**30),
-                ) as pool,
-            ):
-                pool.probe()
+            with lock_run_dir(folder, settings, change=command.change), reward_pool(settings, folder) as pool:
                 do_runs(RunContext(settings, folder, pool, device, stop), command)
         except FAILURES as error:
             if distributed.first_to_fail():
@@ -125,29 +97,52 @@ def run_recipe(command: Command) -> int:
             return 1
         except Stopped as stopped:
             if stopped.agreed:
-                distributed.barrier()  # the launcher ends all when the first one is gone
+                distributed.barrier()  # the launcher ends all ranks when the first one exits
             if distributed.first_to_fail():
                 print(stopped, file=sys.stderr, flush=True)
             return stopped.status
     return 0
 
 
-def require_functions(settings: Settings) -> None:
-    """Raises UnusableInput where a setting of a run names a function or a package that is not there."""
-    for name in settings.runs:
-        own = settings.resolved(name)
-        named: list[tuple[str, str, Mapping[str, Any]]] = [
-            ("advantage.estimator", own.advantage.estimator, ESTIMATORS),
-            ("opd.target", own.opd.target, MIXTURES),
-            ("student.optimizer", own.student.optimizer, OPTIMIZERS),
-            ("student.schedule", own.student.schedule, SCHEDULES),
-            *(("log.trackers", tracker, TRACKERS) for tracker in own.log.trackers),
-        ]
-        for setting, value, known in named:
-            with error_context(setting):
-                resolve(value, known)
-        if absent := " ".join(missing(own.log.trackers)):
-            raise UnusableInput(f"log.trackers: {absent} is not installed (pip install {absent})")
+def try_recipe(command: Command) -> int:
+    """Read the data and call every reward once without training, and return the exit status."""
+    set_up_logging()
+    settings = command.settings
+    with tempfile.TemporaryDirectory() as place, distributed.process_group():
+        try:
+            require_functions(settings)
+            with reward_pool(settings, Path(place)) as pool:
+                with error_context("model"):
+                    tokenizer = load_tokenizer(initial_model(settings, Path(place)))
+                inputs = read_inputs(settings, tokenizer, demonstrations=settings.warm_start is not None)
+                log_inputs(inputs)
+                try_rewards(pool, tokenizer, inputs.train[0])
+        except FAILURES as error:
+            print(printable(f"error: {error}"), file=sys.stderr)
+            return 1
+    return 0
+
+
+def set_up_logging() -> None:
+    quiet = os.environ.get("RANK", "0") != "0"
+    handler = logging.StreamHandler()
+    handler.setFormatter(Printable("%(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.ERROR if quiet else logging.INFO)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    transformers_logging.disable_progress_bar()
+
+
+@contextmanager
+def reward_pool(settings: Settings, folder: Path) -> Iterator[RewardPool]:
+    """Start a worker per reward, and import the rewards."""
+    with RewardPool(
+        [RewardSpec(reward.name, reward.function, reward.kwargs) for reward in settings.rewards],
+        deadline_seconds=settings.scoring.deadline_seconds,
+        log_path=folder / f"rewards_{distributed.rank()}.log",
+        memory_bytes=round((settings.scoring.memory_gib or 0) * 2**30),
+    ) as pool:
+        pool.probe()
+        yield pool
 
 
 def do_runs(context: RunContext, command: Command) -> None:
@@ -163,17 +158,17 @@ def do_runs(context: RunContext, command: Command) -> None:
     inputs = read_inputs(settings, tokenizer, demonstrations=base_due)
     write_settings(context.folder, settings, lambda: digests(settings, inputs))
     if distributed.rank() == 0:
-        if newer := newer_than_tested():
-            say(newer)
         log_inputs(inputs)
-    for run in planned:
-        if not context.finished(run.name):
-            if run.name == BASE:
-                folder = context.folder / BASE
-                make_base(settings, folder, start, tokenizer, inputs.demonstrations, context.device)
-            else:
-                train(context, run, inputs)
-            gc.collect()
+    due = [run for run in planned if not context.finished(run.name)]
+    if due:
+        try_rewards(context.pool, tokenizer, inputs.train[0])
+    for run in due:
+        if run.name == BASE:
+            folder = context.folder / BASE
+            make_base(settings, folder, start, tokenizer, inputs.demonstrations, context.device)
+        else:
+            train(context, run, inputs)
+        gc.collect()
     if inputs.held_out is not None:
         for name in dict.fromkeys([BASE, *(settings.runs if command.stage == "evaluate" else names)]):
             if name == BASE or context.finished(name):
@@ -183,7 +178,7 @@ def do_runs(context: RunContext, command: Command) -> None:
 
 
 def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
-    """One run of the recipe, from its start or its newest checkpoint to its export."""
+    """Train a run from its start or its newest checkpoint, and export it."""
     settings, folder, device = context.settings.resolved(run.name), context.folder / run.name, context.device
     setting_of = dict.fromkeys(run.teachers, "teachers.models")
     if (product_base := product_reference(settings, run.name)) is not None:
@@ -196,6 +191,7 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
             )
     for name in needed:
         context.require_whole(name)
+    distributed.on_rank0(lambda: reopen(context.settings, run.name, folder))
     path = start_of(context, run, settings, inputs.train)
     tokenizer = load_tokenizer(path)
     for name, setting in setting_of.items():
@@ -239,8 +235,22 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
     mark_done(folder, {"steps": settings.loop.steps, "skipped_updates": student.skipped})
 
 
+def reopen(settings: Settings, run: str, folder: Path) -> None:
+    """Prepare a finished run that gets more steps: require its last checkpoint, remove its evaluation."""
+    done = done_steps(settings, run)
+    if done is None:
+        return
+    if done > max(saved_steps(folder / "checkpoints"), default=0):
+        raise UnusableInput(
+            f"runs.{run}: has no checkpoint of step {done} to continue from (checkpoint.every was 0); "
+            f"remove {folder} to train it again"
+        )
+    for name in ("evaluation.json", "responses.jsonl"):
+        (folder / name).unlink(missing_ok=True)
+
+
 def start_of(context: RunContext, run: PlannedRun, settings: Settings, prompts: PromptSet) -> str:
-    """Where the first weights of a run are: an earlier model's, or the merge that is made of several."""
+    """Return the path of the initial weights: an earlier model, or a merge, which is made if needed."""
     base = context.model_path(run.init)
     if run.merge is None:
         return base
@@ -260,7 +270,7 @@ def start_of(context: RunContext, run: PlannedRun, settings: Settings, prompts: 
 
 
 def evaluate(context: RunContext, name: str, held_out: PromptSet) -> None:
-    """The run's row of the table: `evaluation.json` and every response, unless they are there."""
+    """Write `evaluation.json` and every response of a run, unless they exist."""
     folder, path = context.folder / name, context.model_path(name)
     if distributed.on_rank0((folder / "evaluation.json").exists):
         return

@@ -281,7 +281,7 @@ def test_the_plan_follows_the_recipe_and_the_finished_runs(folder: Path) -> None
     settings = read_settings("tiny.yaml")
     done = Path(settings.output) / "gdpo" / "done.json"
     done.parent.mkdir(parents=True)
-    done.write_text("{}")
+    done.write_text('{"steps": 100}')
     weights = {"accuracy": 1.0, "format": 2.0}
     base, gdpo, format_teacher, smopd = plan(settings)
     assert base == PlannedRun("base", "warm-start", init="model", weights={}, steps=7, done=False)
@@ -292,8 +292,10 @@ def test_the_plan_follows_the_recipe_and_the_finished_runs(folder: Path) -> None
     assert [run.name for run in plan(settings, "merge")] == ["smopd"]
     assert [run.name for run in plan(settings, "all", ("smopd",))] == ["base", "smopd"]
     assert plan(settings, "evaluate") == []
+    longer = ["tiny.yaml", "--dry-run", "--loop.steps", "120"]
+    assert "gdpo" in describe(parse(longer)) and "continues after step 100" in describe(parse(longer))
     shown = describe(parse(["tiny.yaml", "--dry-run", "--only", "smopd"])).splitlines()
-    assert "teachers format_teacher" in shown[-2] and "base, smopd" in shown[-1]
+    assert len(shown) == 4 and "teachers format_teacher" in shown[2] and "base, smopd" in shown[3]
 
 
 def test_help_names_every_section_and_setting(capsys: pytest.CaptureFixture[str]) -> None:

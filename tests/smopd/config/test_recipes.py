@@ -39,7 +39,7 @@ def test_every_recipe_resolves_and_is_listed(
     recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert recipe in (*STEPS, *WITHOUT_A_TABLE)
-    command = parse([recipe, "--dry-run"])
+    command = parse([recipe, "--dry-run", "--show-settings"])
     text = describe(command)
     assert command.settings.name == recipe
     assert Settings.model_validate(yaml.safe_load(text)) == command.settings

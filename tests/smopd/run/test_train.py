@@ -137,12 +137,16 @@ def test_other_rows_and_other_rewards_than_before_are_named(workplace, caplog):
     assert train_here(recipe).returncode == 0
     first = (folder / "environment.json").read_bytes()
     assert train_here(recipe).returncode == 0
-    assert "is not what it was" not in caplog.text
+    assert "has changed since the last command" not in caplog.text
     (workplace / "changing.py").write_text(rows.replace("anna", "bert"))
     (workplace / "my_rewards.py").write_text(REWARDS + "# changed\n")
     assert train_here(recipe).returncode == 0
-    told = [record.getMessage() for record in caplog.records if "is not what it was" in record.getMessage()]
-    assert [line.split(": ")[1].split(" is not")[0] for line in told] == ["data.train", "rewards.mine"]
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if "has changed since the last command" in record.getMessage()
+    ]
+    assert [line.split(": ")[1].split(" has changed")[0] for line in told] == ["data.train", "rewards.mine"]
     commands = [json.loads(line) for line in (folder / "commands.jsonl").read_text().splitlines()]
     assert len(commands) == 3 and (folder / "environment.json").read_bytes() == first
     assert commands[0]["inputs"] == commands[1]["inputs"] != commands[2]["inputs"]

@@ -1,0 +1,78 @@
+"""Checks before training: installed packages, importable functions, and rewards on a known answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from smopd.advantages import ESTIMATORS
+from smopd.config.settings import Settings
+from smopd.data.prompts import Prompt
+from smopd.engine import distributed
+from smopd.engine.imports import resolve
+from smopd.engine.student.optimizers import OPTIMIZERS, SCHEDULES
+from smopd.engine.types import Rollout
+from smopd.objective import MIXTURES
+from smopd.record.progress import say
+from smopd.record.trackers import TRACKERS
+from smopd.rewards.pool import RewardPool
+from smopd.run.failures import UnusableInput, error_context
+from smopd.step.rewards import Rewarder
+
+GROUND_TRUTHS = ("ground_truth", "answer", "solution", "completion", "response", "output", "target")
+"""Ours: columns that may hold a right answer; the first one with text is tried."""
+
+
+def require_functions(settings: Settings) -> None:
+    """Raise UnusableInput if a run needs a function or package that does not exist."""
+    for name in settings.runs:
+        own = settings.resolved(name)
+        named: list[tuple[str, str, Mapping[str, Any]]] = [
+            ("advantage.estimator", own.advantage.estimator, ESTIMATORS),
+            ("opd.target", own.opd.target, MIXTURES),
+            ("student.optimizer", own.student.optimizer, OPTIMIZERS),
+            ("student.schedule", own.student.schedule, SCHEDULES),
+            *(("log.trackers", tracker, TRACKERS) for tracker in own.log.trackers),
+        ]
+        for setting, value, known in named:
+            with error_context(setting):
+                resolve(value, known)
+        packages = {f"log.trackers {tracker}": tracker for tracker in own.log.trackers if ":" not in tracker}
+        if own.rollout.engine == "vllm" and not own.rollout.urls:
+            packages["rollout.engine vllm"] = "vllm"
+        if own.teachers.engine == "vllm" and own.teachers.models:
+            packages["teachers.engine vllm"] = "vllm"
+        if own.student.strategy == "deepspeed":
+            packages["student.strategy deepspeed"] = "deepspeed"
+        if own.student.lora is not None:
+            packages["student.lora"] = "peft"
+        for setting, package in packages.items():
+            if find_spec(package) is None:
+                raise UnusableInput(f"{setting}: {package} is not installed (pip install {package})")
+
+
+def try_rewards(pool: RewardPool, tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> None:
+    """Score the prompt's ground truth and an empty answer, and print what they earn; a collective call."""
+    column = next((name for name in GROUND_TRUTHS if isinstance(prompt.columns.get(name), str)), None)
+    answers = {"an empty answer": ""}
+    if column is not None:
+        answers = {f"its {column}": prompt.columns[column], **answers}
+    rollouts = []
+    for text in answers.values():
+        ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
+        rollouts.append(Rollout(prompt.token_ids, ids, torch.zeros(len(ids)), 0, finished=True))
+    scored = Rewarder(pool, tokenizer, max_unscorable_share=1.0).score([prompt] * len(rollouts), rollouts)
+    if distributed.rank() != 0:
+        return
+    for k, name in enumerate(scored.batch.names):
+        earned = []
+        for answer, value in zip(answers, scored.rewards_RK[:, k].tolist(), strict=True):
+            earned.append(f"no score for {answer}" if math.isnan(value) else f"{value:g} for {answer}")
+        error = scored.batch.last_errors.get(name)
+        why = f" ({error.splitlines()[0]})" if error else ""
+        say(f"reward {name} on the first prompt: {', '.join(earned)}{why}")

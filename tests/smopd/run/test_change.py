@@ -1,0 +1,128 @@
+"""Run directories with changed settings: more steps, free changes, `--change`; exported checkpoints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from smopd.export import main as export
+from smopd.train import main as command
+from tests.smopd.recipes import metric_lines, train_here, write_recipe
+
+RUN = "accuracy_teacher"
+MORE = {
+    "student": {"learning_rate": 1.0e-2},
+    "loss": {"entropy_coef": 0.1},  # a gradient if no reward differs
+    "checkpoint": {"every": 2, "keep": 9},
+    "evaluation": {"every": 2, "samples": 0},
+}
+
+
+def train(folder: Path, *words: str):
+    return train_here(folder / "recipe.yaml", "--only", RUN, "--loop.steps", "4", *words)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Two run directories: `four` steps and `six` steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_recipe(folder, MORE, drop=("warm_start",))
+    for name, steps in (("four", "4"), ("six", "6")):
+        done = train(folder, "--output", name, "--loop.steps", steps)
+        assert done.returncode == 0, done.stderr
+    assert (
+        "reward accuracy on the first prompt: 3 for its ground_truth, -3 for an empty answer" in done.stdout
+    )
+    return folder
+
+
+@pytest.fixture
+def four(trained, tmp_path):
+    for name in ("recipe.yaml", "four"):
+        (shutil.copytree if name == "four" else shutil.copy)(trained / name, tmp_path / name)
+    return tmp_path
+
+
+def changes(folder: Path) -> list[tuple]:
+    lines = (folder / "four" / RUN / "changes.jsonl").read_text().splitlines()
+    return [tuple(json.loads(line).values()) for line in lines]
+
+
+def test_more_steps_continue_a_finished_run_bit_for_bit(trained, four):
+    done = train(four, "--output", "four", "--loop.steps", "6")
+    assert done.returncode == 0, done.stderr
+    assert f"{RUN}, from step 4: loop.steps: was 4, now 6\n" in done.stdout
+    assert changes(four) == [(4, "loop.steps", 4, 6)]
+    assert metric_lines(four / "four" / RUN) == metric_lines(trained / "six" / RUN)
+    for file in ("export/model.safetensors", "evaluation.json", "responses.jsonl", "done.json"):
+        assert (four / "four" / RUN / file).read_bytes() == (trained / "six" / RUN / file).read_bytes(), file
+    assert "accuracy_teacher, from step 4: loop.steps was 4, now 6" in (four / "four/report.html").read_text()
+
+
+def test_what_changes_no_result_is_free_and_the_rest_needs_a_word(four):
+    free = "--student.micro_batch_tokens 64 --checkpoint.keep 1 --evaluation.every 3 --log.token_views 0"
+    memory = "--rollout.vllm.engine_kwargs.gpu_memory_utilization 0.5 --student.gradient_checkpointing true"
+    assert train(four, "--output", "four", *free.split(), *memory.split()).returncode == 0
+    for words in ("--student.learning_rate 1e-4", "--loop.steps 3", "--rollout.vllm.engine_kwargs.seed 1"):
+        refused = train(four, "--output", "four", *words.split())
+        setting = words.split()[0].removeprefix("--")
+        assert refused.returncode == 1 and "holds runs with other settings" in refused.stderr
+        assert f"\n  {setting}: was" in refused.stderr and refused.stderr.count(": was") == 1
+    assert not (four / "four" / RUN / "changes.jsonl").exists()
+
+
+def test_a_change_is_recorded_at_its_step_and_schedules_follow_the_steps(four):
+    words = "--change --student.learning_rate 1e-4 --student.schedule linear --loop.steps 5"
+    done = train(four, "--output", "four", *words.split())
+    assert done.returncode == 0, done.stderr
+    assert "now 5 (student.schedule linear recomputed for 5 steps)" in done.stdout
+    assert changes(four) == [
+        (4, "loop.steps", 4, 5),
+        (4, "student.learning_rate", 0.01, 0.0001),
+        (4, "student.schedule", "constant", "linear"),
+    ]
+    assert train(four, "--output", "four", *words.split()).returncode == 0 and len(changes(four)) == 3
+
+
+def test_a_run_without_its_last_checkpoint_is_not_continued(four):
+    shutil.rmtree(four / "four" / RUN / "checkpoints")
+    done = train(four, "--output", "four", "--loop.steps", "5")
+    assert done.returncode == 1 and f"runs.{RUN}: has no checkpoint of step 4" in done.stderr
+    assert (four / "four" / RUN / "evaluation.json").exists()
+
+
+def test_a_checkpoint_becomes_a_model_folder(trained, tmp_path, capsys):
+    run, weights = trained / "four" / RUN, "model.safetensors"
+    lines = [line for line in metric_lines(run) if "greedy/sum" in line]
+    best = max(lines, key=lambda line: (line["greedy/sum"], line["step"]))["step"]
+    for name, words in (("last", []), ("2", ["--step", "2"]), ("best", ["--best", "greedy/sum"])):
+        assert export([str(run), "--output", str(tmp_path / name), *words]) == 0
+    assert f"wrote step {best} to {tmp_path / 'best'}" in capsys.readouterr().out
+    made = {name: (tmp_path / name / weights).read_bytes() for name in ("last", "2", "best")}
+    assert made["last"] == (run / "export" / weights).read_bytes() != made["2"]
+    assert made["best"] == made["2" if best == 2 else "last"]
+    assert (tmp_path / "2/tokenizer.json").exists() and (tmp_path / "2/config.json").exists()
+    for words, said in (
+        (["--step", "3"], "--step: got 3, expected a kept checkpoint"),
+        (["--best", "greedy/summ"], "'greedy/summ'; did you mean greedy/sum?"),
+    ):
+        assert export([str(run), "--output", str(tmp_path / "none"), *words]) == 2
+        assert said in capsys.readouterr().err
+    assert export([str(run), "--output", str(tmp_path / "2")]) == 2
+
+
+def test_a_dry_run_tries_the_rewards_and_writes_nothing(trained, monkeypatch, capsys):
+    monkeypatch.chdir(trained)
+    before = sorted(trained.rglob("*"))
+    assert command(["recipe.yaml", "--output", "new", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        out.startswith("# plan of recipe.yaml, in new\n")
+        and "reward format on the first prompt: 1 for" in out
+    )
+    assert command(["recipe.yaml", "--output", "new", "--dry-run", "--opd.target", "no_such:function"]) == 1
+    assert "opd.target: 'no_such:function'" in capsys.readouterr().err
+    assert sorted(trained.rglob("*")) == before
