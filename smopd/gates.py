@@ -51,11 +51,7 @@ def log_alpha(
 
 
 def change_weights(gate: Gate, own: list[float] | None, log_alpha: Tensor) -> Tensor:
-    """Return the teachers' exponents in a product, shaped as log_alpha: (M,) or (N, M).
-
-    Args:
-        own: exponent of each teacher; None: 1 each. A gate multiplies it by M times the gate's weight.
-    """
+    """Return the teachers' exponents in a product, (M,) or (N, M): `own`, with a gate times M alpha."""
     n_teachers = log_alpha.shape[-1]
     weights_M = log_alpha.new_tensor(own or [1.0] * n_teachers)
     return weights_M if gate.kind == "uniform" else weights_M * n_teachers * log_alpha.exp()

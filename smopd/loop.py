@@ -20,7 +20,7 @@ from smopd.engine.protocols import RolloutEngine, TeacherEngine
 from smopd.engine.student.checkpoint import Checkpoints
 from smopd.engine.student.student import Student
 from smopd.engine.weights.transport import publish_weights
-from smopd.objective import Objective
+from smopd.objective import Objective, opd_coef
 from smopd.record.metrics import Metrics
 from smopd.record.recorder import Recorder, StepResult
 from smopd.step.ends import RECOVERABLE
@@ -90,7 +90,8 @@ def optimise(run: Run) -> None:
         scoring = TeacherScoring(settings, run.teachers, run.reference, device, teachers_thread)
         evaluate(run, progress.step)  # if the command ended during an evaluation
         for step in range(progress.step, settings.loop.steps):
-            objective = Objective.at(settings, step, device, distils=run.teachers is not None)
+            coef = opd_coef(settings.opd, step, settings.loop.steps) if run.teachers is not None else 0.0
+            objective = Objective(settings, coef, device)
 
             with metrics.phase("rollout"):
                 batch = sampler.take(step)  # prompts (B) -> responses (R), tokens (N)

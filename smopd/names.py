@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
-_SECRET = r"(?:\w*[_-])?(?:(?:api|access|secret|private)[_-]?key|token|secret|password|passwd|credentials?)"
-_SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
-_SECRET_VALUE = re.compile(rf"""(\b{_SECRET}['"]?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s,}}'"]+)""", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    r"(?:\w*[_-])?(?:(?:api|access|secret|private)[_-]?key|token|secret|password|passwd|credentials?)",
+    re.IGNORECASE,
+)
 _USER = re.compile(r"(\b\w+://)[^/@\s'\"]+@")
 REDACTED = "<redacted>"
 
@@ -49,14 +50,3 @@ def redacted(value: Any, name: str = "") -> Any:
     if isinstance(value, str):
         return REDACTED if value and _SECRET_NAME.fullmatch(name) else _USER.sub(r"\1", value)
     return value
-
-
-def redacted_command(words: Sequence[str]) -> list[str]:
-    """Replace secrets in a command line: `--a.api_key VALUE`, `--a.api_key=VALUE`, `{api_key: VALUE}`."""
-    found: list[str] = []
-    for word in words:
-        before = found[-1].rpartition(".")[2].lstrip("-") if found and found[-1].startswith("--") else ""
-        hidden = "=" not in before and _SECRET_NAME.fullmatch(before)
-        shown = _SECRET_VALUE.sub(rf"\g<1>{REDACTED}", _USER.sub(r"\1", word))
-        found.append(REDACTED if hidden and not word.startswith("--") else shown)
-    return found

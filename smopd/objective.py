@@ -88,11 +88,6 @@ class Objective:
     """lambda."""
     device: torch.device
 
-    @classmethod
-    def at(cls, settings: Settings, step: int, device: torch.device, *, distils: bool) -> Objective:
-        coef = opd_coef(settings.opd, step, settings.loop.steps) if distils else 0.0
-        return cls(settings, coef, device)
-
     @property
     def needs_old_logps(self) -> bool:
         """Whether the log-probabilities before the first update are needed.

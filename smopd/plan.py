@@ -245,11 +245,7 @@ class Plan:
             yield Need("teachers' weights", dict.fromkeys(RUNNING, weights), f"{len(held)} models")
 
     def _vllm(self, held: int) -> Iterator[Need]:
-        """Count this run's vLLM engines in the order of their creation.
-
-        Args:
-            held: bytes of the student at that time.
-        """
+        """Count this run's vLLM engines in the order of their creation; `held`: bytes of the student then."""
         from smopd.engine.vllm.memory import Gpu, engine_memory
 
         rollout, teachers = self.own.rollout, self.own.teachers

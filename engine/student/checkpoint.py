@@ -73,7 +73,7 @@ class Checkpoints:
         self.newest = step
 
     def restore(self, student: Student, step: int | None = None) -> tuple[int, Any]:
-        """Load the checkpoint of `step`, or the newest: bit for bit on the same number of ranks, else resharded.
+        """Load the checkpoint of `step` or the newest: bit for bit on the same number of ranks.
 
         Returns:
             The step to resume from (0 without a checkpoint), and this rank's `extra` (None if the number of

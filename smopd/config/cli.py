@@ -99,9 +99,7 @@ def read_options(
 ) -> tuple[O, dict[str, list[str]]]:
     """Split a command line into the command's own options, and settings as dotted path -> words.
 
-    Raises:
-        Mistakes: unknown options, one line each.
-        SystemExit: after --help, or a mistake in the command's own options.
+    Raises Mistakes for unknown options.
     """
     own = [*(field.name.replace("_", "-") for field in fields(options)), "help"]
     ours: list[str] = []
@@ -131,13 +129,9 @@ def read_options(
 def read_settings(
     recipe: str, given: dict[str, list[str]] | None = None, only: tuple[str, ...] = ()
 ) -> Settings:
-    """Read and validate the settings of a recipe (a name or a file).
+    """Read and validate the settings of a recipe with overrides (dotted path -> words).
 
-    Args:
-        given: overrides, dotted path -> words.
-        only: runs that must exist in the recipe.
-    Raises:
-        Mistakes: every mistake, one line each.
+    Raises Mistakes, with one line per mistake. The runs in `only` must exist.
     """
     loaded = load(recipe)
     values, origin = loaded.values, dict(loaded.origin)
@@ -189,29 +183,26 @@ def _override(values: dict[str, Any], path: str, words: list[str], origin: dict[
     """Return `values` with the words set at the dotted path, creating missing sections."""
     if not words:
         raise Mistakes([f"{COMMAND_LINE}: {path}: no value"])
-    result = dict(values)
+    parsed = [parse_value(word) for word in words]
+    result = {"": values}  # the parent of the top level
     node: Any = result
-    key: Any = None
-    keys: Keys = ()
+    keys: Keys = ("",)
     for part in path.split("."):
-        if keys:
-            inside = node[key] if isinstance(node, list) else node.get(key)
-            if inside is not None and not isinstance(inside, dict | list):
-                raise Mistakes([f"{COMMAND_LINE}: {path}: {dotted(keys)} is {inside!r}, not a section"])
-            # A copy, because a YAML alias may share this value with another section.
-            node[key] = list(inside) if isinstance(inside, list) else dict(inside or {})
-            node = node[key]
+        # A copy, because a YAML alias may share this value with another section.
+        inside = node.get(keys[-1]) if isinstance(node, dict) else node[keys[-1]]
+        if inside is not None and not isinstance(inside, dict | list):
+            raise Mistakes([f"{COMMAND_LINE}: {path}: {dotted(keys[1:])} is {inside!r}, not a section"])
+        node[keys[-1]] = list(inside) if isinstance(inside, list) else dict(inside or {})
+        node = node[keys[-1]]
         if isinstance(node, list) and not (part.isdigit() and int(part) < len(node)):
             there = f"there are {len(node)}, counted from 0"
-            raise Mistakes([f"{COMMAND_LINE}: {path}: {dotted(keys)} has no entry {part!r}; {there}"])
-        key = int(part) if isinstance(node, list) else part
-        keys = (*keys, key)
-    parsed = [parse_value(word) for word in words]
-    node[key] = parsed if len(parsed) > 1 else parsed[0]
-    for below in [known for known in origin if known[: len(keys)] == keys]:
+            raise Mistakes([f"{COMMAND_LINE}: {path}: {dotted(keys[1:])} has no entry {part!r}; {there}"])
+        keys = (*keys, int(part) if isinstance(node, list) else part)
+    node[keys[-1]] = parsed if len(parsed) > 1 else parsed[0]
+    for below in [known for known in origin if known[: len(keys) - 1] == keys[1:]]:
         del origin[below]
-    origin[keys] = COMMAND_LINE
-    return result
+    origin[keys[1:]] = COMMAND_LINE
+    return result[""]
 
 
 def _sections() -> str:
@@ -221,11 +212,7 @@ def _sections() -> str:
 
 
 def print_section(section: str) -> None:
-    """Print the type, default and description of every setting of a section, or of `all`.
-
-    Raises:
-        Mistakes: no such section.
-    """
+    """Print the type, default and description of every setting of a section, or of `all`."""
     names = list(Settings.model_fields)
     if section not in ("all", *names):
         raise Mistakes([f"no section {section!r}{nearest(section, names)}; there are {', '.join(names)}"])

@@ -40,13 +40,7 @@ _LONGEST_VALUE = 60
 
 
 def explain(error: ValidationError, origin: dict[Keys, str], prefix: Keys = ()) -> list[str]:
-    """Return one line per mistake: `file:line: path.to.setting: got X, expected Y`.
-
-    Args:
-        error: from validating `Settings`.
-        origin: place of each setting in the recipe or command line.
-        prefix: prepended to each path, such as `runs.NAME.set`.
-    """
+    """Return one line per mistake, `file:line: path: got X, expected Y`; `prefix` is added to each path."""
     texts: dict[Keys, str] = {}
     for detail in error.errors(include_url=False):
         loc = detail["loc"]

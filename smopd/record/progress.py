@@ -72,13 +72,7 @@ def say(text: str) -> None:
 
 
 class Progress:
-    """Context manager that shows the progress of a run, on rank 0.
-
-    Args:
-        run_name: first word of the line.
-        steps: total steps of the run.
-        start_step: steps done before a resume.
-    """
+    """Context manager that shows the progress of a run, on rank 0. A resumed run begins at `start_step`."""
 
     def __init__(self, run_name: str, steps: int, start_step: int = 0) -> None:
         self.run_name, self.steps, self.step = run_name, steps, start_step

@@ -34,8 +34,9 @@ CLIP_BITS = {
     "high": ops.CLIP_HIGH,
     "dual": ops.CLIP_DUAL,
     "log_ratio": ops.CLIP_LOG_RATIO,
+    "reverse_low": ops.CLIP_REVERSE_LOW,
+    "reverse_high": ops.CLIP_REVERSE_HIGH,
 }
-REVERSE_CLIP_BITS = {"reverse_low": ops.CLIP_REVERSE_LOW, "reverse_high": ops.CLIP_REVERSE_HIGH}
 
 
 @dataclass(frozen=True)
@@ -202,15 +203,11 @@ def add_updates(metrics: Metrics, updates: Sequence[Update]) -> None:
     """Add per-token statistics of every update, and the mean of each loss term over updates."""
     for update in updates:
         metrics.add("entropy", update.stats.entropy_N)
-        add_clipped(metrics, update, CLIP_BITS)
+        for name, bit in CLIP_BITS.items():
+            metrics.add(f"clipped/{name}", ((update.stats.clipped_N & bit) > 0).double())
         for term in ("pg_loss", "kl_loss", "entropy", "reverse_loss"):
             mean = getattr(update.stats, term).double() / len(updates)
             metrics.total(f"loss/{term.removesuffix('_loss')}", mean)
-
-
-def add_clipped(metrics: Metrics, update: Update, bits: Mapping[str, int]) -> None:
-    for name, bit in bits.items():
-        metrics.add(f"clipped/{name}", ((update.stats.clipped_N & bit) > 0).double())
 
 
 def add_policies(metrics: Metrics, result: StepResult) -> None:
@@ -242,13 +239,10 @@ def add_target(metrics: Metrics, result: StepResult) -> None:
         if teacher.reward in of_batch:
             metrics.add(f"teacher_{m}/range_low", float(target.low_M[m]))
             metrics.add(f"teacher_{m}/range_high", float(target.high_M[m]))
-    sampled_logp_N = old_logp_N if settings.opd.sampled else None
-    if sampled_logp_N is not None:
-        metrics.add("reverse_kl", sampled_logp_N - target.logq_mix_N)
+    if settings.opd.sampled and old_logp_N is not None:
+        metrics.add("reverse_kl", old_logp_N - target.logq_mix_N)
     for update in result.updates:
         metrics.add("kl", update.stats.kl_N)
         metrics.add("kl/negative", (update.stats.kl_N < 0).double())
         metrics.add("teacher_mass", update.stats.teacher_mass_N)
         metrics.add("student_mass", update.stats.student_mass_N)
-        if sampled_logp_N is not None:
-            add_clipped(metrics, update, REVERSE_CLIP_BITS)

@@ -20,13 +20,7 @@ SHOWN = 5
 
 
 def target_shares(logps_NMS: Tensor, ids_NMS: Tensor, log_alpha: Tensor, kappa: int, merge: bool) -> Tensor:
-    """Return each teacher's share (N, M) of the target's mass; 0 for an empty target.
-
-    Args:
-        logps_NMS, ids_NMS: the teachers' top tokens.
-        log_alpha: (M,) or (N, M).
-        merge: add up equal tokens of several teachers, as `teacher_mixture` does.
-    """
+    """Return each teacher's share (N, M) of the target's mass; log_alpha is (M,) or (N, M)."""
     shifted_NMS = logps_NMS.double() + log_alpha.double().expand(logps_NMS.shape[:2])[..., None]
     shifted_NC, ids_NC = shifted_NMS.flatten(1), ids_NMS.flatten(1)
     if merge:
@@ -50,11 +44,7 @@ def token_records(
     """Return one record per token: `text`, `shares` by teacher, and pairs [text, probability] per model.
 
     For a product, `changes` replaces `shares`: by how many nats each teacher raises the token.
-
-    Args:
-        token_ids_T: the response.
-        target, student: for all responses.
-        tokens: position of the response in their flat order.
+    `tokens` is the position of the response in the flat order of `target` and `student`.
     """
     ids_TMS, logps_TMS = target.topk.ids_NMS[tokens].cpu(), target.topk.logps_NMS[tokens].cpu()
     if target.product is None:

@@ -88,11 +88,9 @@ def teacher_engine(
     device: torch.device,
     role: str = "teachers",
 ) -> TeacherEngine | None:
-    """Return an engine for the frozen models or LoRA adapters at `paths`, None without paths.
+    """Return an engine for the frozen models or adapters at `paths`, None without paths.
 
-    Args:
-        tokenizer, vocabulary: of the student.
-        role: models of different roles never share a vLLM engine.
+    `tokenizer` and `vocabulary` are the student's. Models of different roles never share a vLLM engine.
     """
     if not paths:
         return None
@@ -124,12 +122,9 @@ def teacher_engine(
 
 
 def require_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Check that the model or adapter at `path` has the student's tokenizer.
+    """Raise ValueError if the model or adapter at `path` has another tokenizer than the student.
 
     Extra tokens in one of them are allowed: models of one family differ in their special tokens.
-
-    Raises:
-        ValueError: a token has another id, or PROBE_TEXT is encoded differently.
     """
     adapter = read_adapter(path)
     try:
@@ -154,12 +149,7 @@ def require_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
 
 
 def rollout_settings(settings: Settings, recipe: Settings, limit: int) -> Vllm:
-    """Return vLLM settings with room for the longest sequence of all runs, so that they share an engine.
-
-    Args:
-        settings: resolved settings of the run.
-        limit: positions of the model.
-    """
+    """Return vLLM settings with room for the longest sequence of all runs, so that they share an engine."""
     runs = [settings, *(recipe.resolved(name) for name in recipe.runs)]
     longest = min(limit, max(run.longest_sequence for run in runs))
     return vllm_settings(settings.rollout.vllm, settings.rollout.dtype, longest)

@@ -10,7 +10,6 @@ import logging
 import os
 import platform
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -28,7 +27,6 @@ from smopd.config.settings import Settings
 from smopd.engine import distributed
 from smopd.engine.files import room_for, write_atomically
 from smopd.engine.student.checkpoint import saved_steps
-from smopd.names import redacted_command
 from smopd.record.files import JsonlLog
 from smopd.record.progress import say
 
@@ -79,10 +77,8 @@ class Change:
 
 @contextmanager
 def lock_run_dir(folder: Path, settings: Settings, *, change: bool = False) -> Iterator[None]:
-    """Lock the directory until this process ends; a collective call.
+    """Lock the directory until this process ends; a collective call. `change` allows other settings.
 
-    Args:
-        change: allow settings that change results.
     Raises:
         RunDirLocked: another command holds the lock, or the directory cannot be written.
         ConfigMismatch: the directory holds runs with other settings.
@@ -113,11 +109,7 @@ def lock_run_dir(folder: Path, settings: Settings, *, change: bool = False) -> I
 
 
 def changes(folder: Path, settings: Settings) -> list[Change]:
-    """Return the settings of begun runs that differ from config.yaml, except those in FREE.
-
-    Raises:
-        ConfigMismatch: config.yaml cannot be read.
-    """
+    """Return the settings of begun runs that differ from config.yaml, except those in FREE."""
     config = folder / "config.yaml"
     begun = [name for name in (BASE, *settings.runs) if (folder / name).exists()]
     if not config.exists() or not begun:
@@ -184,9 +176,7 @@ def write_settings(folder: Path, settings: Settings, inputs: Callable[[], Mappin
     """Write the settings and environment, and warn about changed data or rewards; a collective call.
 
     config.yaml is of the newest command, environment.json of the first, commands.jsonl of all commands.
-
-    Args:
-        inputs: returns the digest of each source's rows and of each reward's file. Called on rank 0.
+    `inputs` returns the digest of each source's rows and of each reward's file.
     """
     if distributed.rank() == 0:
         record_changes(folder, settings)
@@ -213,7 +203,7 @@ def write_settings(folder: Path, settings: Settings, inputs: Callable[[], Mappin
 
 
 def environment() -> dict[str, Any]:
-    """Return versions, machine and command line of this process."""
+    """Return the versions and the machine of this process."""
     there = reversed(list(importlib.metadata.distributions()))  # Python imports the first of two installs
     installed = {found.name: found.version for found in there}
     return {
@@ -226,7 +216,6 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "world_size": distributed.world_size(),
-        "command": redacted_command(sys.argv),
     }
 
 

@@ -26,13 +26,7 @@ class Inputs:
 
 
 def read_inputs(settings: Settings, tokenizer: PreTrainedTokenizerBase, *, demonstrations: bool) -> Inputs:
-    """Read the recipe's sources.
-
-    Args:
-        demonstrations: read those of the warm start too.
-    Raises:
-        UnusableInput: a source is missing, empty or malformed.
-    """
+    """Read the recipe's sources. Raises UnusableInput if one is missing, empty or malformed."""
     data, warm = settings.data, settings.warm_start
 
     def prompts(source: Source, longest: int, overlong: Overlong) -> PromptSet:

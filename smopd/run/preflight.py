@@ -63,7 +63,7 @@ def try_rewards(pool: RewardPool, tokenizer: PreTrainedTokenizerBase, prompt: Pr
     if column is not None:
         answers = {f"its {column}": prompt.columns[column], **answers}
     rollouts = []
-    for text in answers.values():
+    for text in answers.values() if distributed.rank() == 0 else ():
         ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
         rollouts.append(Rollout(prompt.token_ids, ids, torch.zeros(len(ids)), 0, finished=True))
     scored = Rewarder(pool, tokenizer, max_unscorable_share=1.0).score([prompt] * len(rollouts), rollouts)

@@ -47,13 +47,7 @@ class Batch:
         rollouts: list[Rollout],
         group_size: int,
     ) -> Batch:
-        """Build this rank's batch.
-
-        Args:
-            prompts: all prompts of the step.
-            shares: for each update, the positions of this rank's prompts.
-            rollouts: `group_size` per position, in the order of the shares.
-        """
+        """Build the batch from all prompts of the step, and this rank's positions in them for each update."""
         lengths = [len(rollout.response_ids) for rollout in rollouts]
         parts, response, token = [], 0, 0
         for share in shares:

@@ -16,13 +16,7 @@ from smopd.step.ends import StaleRollout, all_or_raise
 
 
 class Sampler:
-    """This rank's rollouts of each step.
-
-    Args:
-        prompts: the training set.
-        thread: runs the sampling ahead.
-        ahead: result of `settle` from the checkpoint that the run resumes from.
-    """
+    """This rank's rollouts of each step. `ahead` is the result of `settle` before a resume."""
 
     def __init__(
         self,

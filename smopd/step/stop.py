@@ -18,13 +18,7 @@ from smopd.engine.process import SAME_SECONDS, stop_signals
 
 
 class Stopped(BaseException):
-    """A signal ended the command. Not an Exception, so that no error handler catches it.
-
-    Args:
-        number: of the signal.
-        done: description of the finished work.
-        agreed: whether every rank stops.
-    """
+    """A signal ended the command, on every rank if `agreed`. Not an Exception, so no handler catches it."""
 
     def __init__(self, number: int, done: str, *, agreed: bool = False):
         self.agreed = agreed

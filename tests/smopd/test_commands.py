@@ -1,4 +1,4 @@
-"""The commands under one name: each has its own help, without torch, and says what is missing."""
+"""The commands under one name: help without torch, and what to install without the extra."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from smopd.__main__ import COMMANDS, main
 from smopd.extra import TRAIN
 from tests.smopd.recipes import ROOT, environment
 
-HELP = """
-import sys
-from smopd.__main__ import main
-try:
-    status = main(sys.argv[1:])
-except SystemExit as end:
-    status = end.code
-print("loaded", *({"torch", "transformers"} & sys.modules.keys()))
-sys.exit(status)
+EACH = """
+import contextlib, io, sys
+from smopd.__main__ import COMMANDS, main
+for name in COMMANDS:
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            status = main([name, "--help"])
+    except SystemExit as end:
+        status = end.code
+    heavy = {"torch", "transformers"} & sys.modules.keys()
+    print(name, status, len(said.getvalue()) > 100, *heavy, sep="|")
 """
 
 
@@ -49,23 +52,21 @@ def test_a_wrong_name_is_answered(wrong, near, capsys):
     assert (f"did you mean {near}?" in error) is (near is not None)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_commands_help_needs_no_torch(name):
-    done = run("-c", HELP, name, "--help")
+def test_a_commands_help_needs_no_torch():
+    done = run("-c", EACH)
     assert done.returncode == 0, done.stderr
-    *shown, loaded = done.stdout.splitlines()
-    assert shown and loaded == "loaded"
-    assert import_module(COMMANDS[name][0]).main.__defaults__ == (None,), "the console script gives no argv"
+    assert done.stdout.splitlines() == [f"{name}|0|True" for name in COMMANDS]
+    mains = [import_module(module).main for module, _ in COMMANDS.values()]
+    assert {main.__defaults__ for main in mains} == {(None,)}, "the console script gives no argv"
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_without_the_extra_a_command_says_what_to_install(name):
-    done = run("-S", "-m", "smopd", name)  # -S: a Python without any installed package
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
-    named = re.search(r"not installed: (.*?);", line)
-    assert named and named[1].split(", ") == TRAIN
-    assert "pip install 'smopd[train]'" in line
+def test_without_the_extra_a_command_names_what_to_install():
+    done = run("-S", "-c", EACH)  # -S: a Python without any installed package
+    for name, line in zip(COMMANDS, done.stdout.splitlines(), strict=True):
+        absent = re.fullmatch(
+            rf"{name}\|error: not installed: (.*?); .* pip install 'smopd\[train\]'.*\|False", line
+        )
+        assert absent and absent[1].split(", ") == TRAIN, line
 
 
 def test_a_commands_mistakes_and_exit_status_are_its_own():

@@ -1,4 +1,4 @@
-"""The gates of Eq. 18 to 21 against a scalar transcription of the paper, and the cases it leaves open."""
+"""The gates equal a scalar transcription of Eq. 18 to 21; edge cases."""
 
 from __future__ import annotations
 

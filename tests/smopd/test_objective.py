@@ -58,7 +58,7 @@ def target_of(batch) -> Target:
 
 
 def tokens_of(changes, old=None, target=None, ref=None, updates=1, coef=1.0):
-    """A batch, and the loss's inputs of each update; `old`, `target` and `ref` make their signal of it."""
+    """Return a batch and the loss inputs of each update; `old`, `target`, `ref` build signals."""
     batch = batch_of(ragged_rollouts(0), updates=updates)
     adv_R = torch.arange(len(batch.rollouts), dtype=torch.float64)
     signals = Signals(*(make(batch) if make else None for make in (old, target, ref)))
@@ -119,7 +119,7 @@ def test_every_token_carries_its_responses_advantage_in_one_of_the_updates(updat
 
 @pytest.mark.parametrize("terms", ["teachers", "reference", "both"])
 def test_truncated_importance_weighs_every_term_of_the_sampled_tokens(terms):
-    """And only those: the forward KL and the entropy are of whole distributions."""
+    """The forward KL and the entropy, which use whole distributions, are not weighted."""
     changes = ONE | (REVERSE if terms != "reference" else {})
     ref = None
     if terms != "teachers":
@@ -191,8 +191,3 @@ def test_kl_to_the_reference_joins_the_sampled_reverse_kl():
     )
     _, (alone,) = tokens_of(ONE | REVERSE, shifted, target_of, coef=0.5)
     torch.testing.assert_close(tokens.reverse_adv_N, alone.reverse_adv_N - 0.1 / 0.5 * ref_of(batch))
-
-
-def test_the_reference_needs_old_log_probabilities():
-    one = {"loop": {"updates_per_step": 1}}
-    assert objective(0.0, **one, kl_ref={"coef": 0.1}).needs_old_logps

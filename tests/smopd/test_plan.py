@@ -1,4 +1,4 @@
-"""The planner: exact states, frozen models as they are held, engines as they are made, its verdict."""
+"""The planner: states, frozen models, engines, and the exit status."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from smopd.plan import PREFERENCE, Need, Options, _sizes, main, plan, totals
 from tests.smopd.recipes import write_recipe
 
 CONFIG = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size"
-QWEN = {  # Qwen2.5's numbers of CONFIG, whether the head is tied, and its parameters: as published
+QWEN = {  # published values of CONFIG for Qwen2.5, whether the head is tied, and the parameters
     "1.5B": ((1536, 8960, 28, 12, 2, 151_936), True, 1_543_714_304),
     "7B": ((3584, 18_944, 28, 28, 4, 152_064), False, 7_615_616_512),
 }
@@ -30,7 +30,7 @@ NARROW = {"student": {"compute_dtype": "bfloat16", "gradient_checkpointing": Tru
 
 
 def config_folder(folder: Path, name: str) -> str:
-    """A folder with config.json and nothing else."""
+    """Write a folder with only a config.json."""
     place = folder / f"qwen{name}"
     place.mkdir(exist_ok=True)
     sizes = dict(zip(CONFIG.split(), QWEN[name][0], strict=True))
@@ -89,7 +89,7 @@ def test_states_are_exact_and_shared_by_the_shards(tmp_path: Path) -> None:
 def test_frozen_models_are_counted_as_they_are_held(
     changes: dict[str, Any], models: int, tmp_path: Path
 ) -> None:
-    """LoRA teachers' base stands once; a reference of either kind where nothing else holds it."""
+    """LoRA teachers share one base. A reference is counted unless another model is the same."""
     run = planned(recipe(tmp_path, "1.5B", changes))["student"]
     assert held(run, "teachers' weights", "teachers") == 4 * models * SMALL
 
@@ -104,7 +104,7 @@ def test_sampling_ahead_and_update_hold_their_memory_together(tmp_path: Path) ->
 
 
 def test_engines_are_planned_as_they_are_made(tmp_path: Path) -> None:
-    """The rollout engine takes its quarter; teachers' engines stay awake, or take turns in processes."""
+    """The rollout engine takes a quarter; teachers' engines stay awake, or take turns in processes."""
     path = recipe(tmp_path, "1.5B", VLLM, NARROW)
     run = planned(path)["student"]
     free = 77 * GIB - SMALL // 2 - 2 * SMALL - WORK
@@ -121,7 +121,7 @@ def test_engines_are_planned_as_they_are_made(tmp_path: Path) -> None:
 
 
 def test_preference_models_are_counted_where_they_are(tmp_path: Path) -> None:
-    """In the rewards' processes on the same GPU; not behind a server, nor on a CPU."""
+    """Models on the same GPU are counted; models behind a server or on a CPU are not."""
     model = config_folder(tmp_path, "7B")
     rewards = [
         {"name": name, "function": PREFERENCE, "kwargs": {"model": model, **more}, "range": [0, 1]}

@@ -1,4 +1,4 @@
-"""`merge.method: product`: its target against whole vocabularies in float64, its settings, and whole runs."""
+"""`merge.method: product`: the target equals float64 over the vocabulary; settings; a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def settings(**changes: Any) -> Settings:
 
 
 def models() -> list:
-    """Two teachers and the reference; the second teacher is near it."""
+    """Return two teachers and the reference; the second teacher is close to it."""
     first, reference = tiny_model(1), tiny_model(3)
     near = tiny_model(3)
     with torch.no_grad():
@@ -58,7 +58,7 @@ def target_of(own: Settings, rewards_RK: Tensor | None = None) -> tuple[Target, 
 
 
 def assert_product(target: Target, temperature: float, weights_NM: Tensor, keep: float | None = None) -> None:
-    """The target equals float64 over whole vocabularies, on the union of each token's kappa best."""
+    """Compare the target with float64 over the vocabulary, on the union of each model's top kappa."""
     logps_MNV = torch.stack(
         [whole_logprobs(model.eval(), ROLLOUTS, temperature) for model in models()]
     ).double()
@@ -111,7 +111,7 @@ def test_changes_off_a_teachers_path_weigh_less() -> None:
 def test_the_path_is_the_least_share_so_far_of_each_response() -> None:
     changes = [[0.5, -1.0], [-1.5, 0.25], [2.0, -math.inf], [0.0, 0.0]]
     changes += [[-0.25, math.nan], [0.1, 0.5], [0.0, 0.0]]
-    response_N = torch.tensor([0, 0, 0, 0, 2, 2, 2])  # the second has no token
+    response_N = torch.tensor([0, 0, 0, 0, 2, 2, 2])  # the second response is empty
     expected = [[1, 1], [1, math.exp(-1)], [math.exp(-1), math.exp(-1)], [math.exp(-1), 0.05]]
     expected += [[1, 1], [math.exp(-0.25), 1], [math.exp(-0.25), 1]]
     found = path_weights(torch.tensor(changes), response_N, 0.05)
@@ -182,7 +182,7 @@ def test_a_recipes_reference_is_checked_at_once(tmp_path: Path, capsys) -> None:
 
 
 def test_lora_teachers_and_their_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference is the adapters' own base, which is loaded once."""
+    """The reference is the adapters' base, and is loaded once."""
     pytest.importorskip("peft")
     from smopd.engine.local import teachers
 
@@ -193,7 +193,7 @@ def test_lora_teachers_and_their_base(tmp_path: Path, monkeypatch: pytest.Monkey
         "model": {"factory": None, "path": str(tmp_path / "model")},
         "data": {"evaluation": None},
         "student": {"lora": {"rank": 4, "alpha": 8.0}, "learning_rate": 1e-2},
-        "loss": {"entropy_coef": 0.1},  # moves the teachers where no reward differs
+        "loss": {"entropy_coef": 0.1},  # a gradient if no reward differs
         "opd": {"product": {"protect_above": 0.5, "prefix_floor": 0.1}, "gate": {"kind": "token"}},
         "loop": {"steps": 2},
         "runs": {"student": {"stage": "merge", "set": {"student": {"lora": None}, "loop": {"steps": 1}}}},

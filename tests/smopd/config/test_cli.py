@@ -1,4 +1,4 @@
-"""The command line: what it understands, and that every mistake is answered with its place, before torch."""
+"""The command line: values, and one error line per mistake with its place, before torch is imported."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def mistakes(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
-    """The lines on stderr of a command that is refused."""
+    """Return the error lines of an invalid command."""
     with pytest.raises(SystemExit) as stop:
         parse(list(argv))
     assert stop.value.code == 2

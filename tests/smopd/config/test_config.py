@@ -1,4 +1,4 @@
-"""Settings: what is refused, what a run's own settings are, and that all cross-checks speak at once."""
+"""Settings: invalid values and combinations, and the resolved settings of a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def settings(**changes: Any) -> Settings:
 
 
 def mistakes(folder: Path, words: str) -> list[str]:
-    """Of the recipe with the words of a command line over it, without the places."""
+    """Return the mistakes of the recipe with command-line words over it, without their places."""
     (folder / "r.yaml").write_text(yaml.safe_dump(VALUES))
     try:
         read_settings(str(folder / "r.yaml"), read_options(Selection, words.split(), "train")[1])
@@ -164,7 +164,7 @@ def test_what_does_not_go_together_is_said_before_anything_runs(
         "",
         f"{GATE} --opd.gate.floor 0.5 --rewards.0.range 0 1 --rewards.1.range batch",
         "--loop.async_level 1 --loss.importance_cap 2 --kl_ref.coef 0.1",
-        "--runs.base_2.stage train --opd.product.reference ./absent",  # of a product, which none is
+        "--runs.base_2.stage train --opd.product.reference ./absent",  # of a product, and no run uses one
     ],
 )
 def test_what_goes_together_is_not_refused(tmp_path: Path, words: str) -> None:

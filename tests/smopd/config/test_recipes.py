@@ -1,4 +1,4 @@
-"""The paper's recipes: each resolves, says what the paper's tables say, and runs with a tiny model."""
+"""The built-in recipes resolve, and the paper's recipes have the values of its tables."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ STEPS = {
     "safe_qwen2.5_7b": ("Qwen/Qwen2.5-7B-Instruct", 66),
     "safe_llama3.2_3b": ("meta-llama/Llama-3.2-3B-Instruct", 100),
 }
-"""The paper's recipes: the model, and steps of Appendix A."""
+"""Recipes of the paper -> model and steps of Appendix A."""
 WITHOUT_A_TABLE = ["quickstart", "rlla_scratch"]
 TEACHERS = {"rlla": ["accuracy_teacher", "format_teacher"], "safe": ["useful_teacher", "harmless_teacher"]}
 METHODS = {"gdpo", "smopd", "smopd_sequence_gate", "smopd_token_gate"}
-SHORTER = ["guarded_merge", "sequential"]  # ours, of fewer steps
+SHORTER = ["guarded_merge", "sequential"]  # ours, with fewer steps
 KAPPA = {"smopd_kappa32": 32, "smopd_kappa64": 64, "opd_only": 32}
 
 
@@ -75,7 +75,7 @@ def test_a_dry_run_and_a_mistake_need_neither_torch_nor_a_network() -> None:
 
 @pytest.mark.parametrize("recipe", STEPS)
 def test_the_recipes_say_what_the_paper_says(recipe: str) -> None:
-    """Appendix A with Tables 5 and 6, and what each method changes."""
+    """Values of Appendix A with Tables 5 and 6, and those that each method changes."""
     settings = read_settings(recipe)
     model, steps = STEPS[recipe]
     assert settings.model.path == model and set(settings.runs) >= {*METHODS, *teachers(recipe)}

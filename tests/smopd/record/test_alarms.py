@@ -1,4 +1,4 @@
-"""Advisory alarms: each is told once, after so many steps in a row, and by the same rule in the report."""
+"""Alarms: each is reported once, after its number of steps in a row, on screen and in the report alike."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CASES = [
 def test_an_alarm_is_told_once_after_its_steps_in_a_row(change, steps, text):
     watch = Watch()
     almost = [WELL] + [WELL | change] * (steps - 1)
-    for line in (almost + almost)[: None if steps > 1 else 1]:  # once with the row broken
+    for line in (almost + almost)[: None if steps > 1 else 1]:  # interrupted once
         assert watch.see(line) == []
     (told,) = watch.see(WELL | change)
     assert text in told

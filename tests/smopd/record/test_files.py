@@ -1,4 +1,4 @@
-"""Logs that survive a kill: whole lines, cuts back to a step, and replacement that is never half done."""
+"""Logs that survive a kill: complete lines, truncation to a step, atomic replacement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One step's metrics: means, spreads, sums, times, and the peak of a CUDA device's memory."""
+"""Metrics of a step: means, deviations, sums, times, and peak CUDA memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The progress line in both its forms: what it shows of a step, and how much of it."""
+"""The progress line, on a terminal and in a file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ METRICS = {
 
 @pytest.mark.parametrize(("steps", "start"), [(1, 0), (25, 7), (1000, 0), (7, 7)])
 def test_plain_lines_are_few_and_hold_the_first_and_last(steps, start, capsys, monkeypatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")  # which makes no terminal of a file
+    monkeypatch.setenv("FORCE_COLOR", "1")  # does not turn a file into a terminal
     with Progress("gdpo", steps, start) as shown:
         for step in range(start + 1, steps + 1):
             shown.update(step, METRICS)

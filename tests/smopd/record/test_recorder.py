@@ -1,4 +1,4 @@
-"""Every metric of a step by value, against dense arithmetic on the same fixed responses."""
+"""Every metric of a step equals dense arithmetic on the same fixed responses."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def reverse(device, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rollouts():
-    """Of the first step; which prompt an epoch begins with does not matter to a mean."""
+    """Rollouts of the first step, in any order of prompts."""
     prompts = [prompt.token_ids for prompt in prompt_set()]
     return FixedRollouts().generate(prompts, range(PROMPTS), Sampling(n=GROUP_SIZE))
 
@@ -88,7 +88,7 @@ def at_tokens(logps_NV, rollouts):
 
 
 def sparse(teachers_NV, temperature):
-    """Each teacher's kappa largest probabilities, 0 elsewhere."""
+    """Return each teacher's kappa largest probabilities, and 0 for other tokens."""
     kept = []
     for logits in teachers_NV:
         p_NV = (logits / temperature).softmax(-1)

@@ -1,4 +1,4 @@
-"""Token by token: whose entries the target holds, and what is written of each token."""
+"""The token view: shares of the teachers, and the record of a token."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_record_is_of_the_token_asked_for() -> None:
     assert record == {
         "text": "b",
         "shares": [0.667, 0.333],
-        "teachers": [[["b", 0.5], ["c", 0.3]], [["c", 0.4]]],  # an empty slot is left out
+        "teachers": [[["b", 0.5], ["c", 0.3]], [["c", 0.4]]],  # without the empty slot
         "student": [["e", 0.75], ["f", 0.25]],
     }
 

@@ -1,4 +1,4 @@
-"""Trackers: what each gets, that a resumed run goes on, and which packages are missing."""
+"""Trackers: logged values, resumed runs, missing packages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_tensorboard_has_every_value_once_after_a_resume(tmp_path):
     reason = "needs tensorboard (the test extra)"
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason=reason)
     run("tensorboard", tmp_path, [1, 2])
-    run("tensorboard", tmp_path, [2], start=1)  # killed after step 2, whose checkpoint was of step 1
+    run("tensorboard", tmp_path, [2], start=1)  # killed after step 2, resumed from step 1
     found = events.EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
     assert set(found.Tags()["scalars"]) == {"kl", "reward/a/mean"}

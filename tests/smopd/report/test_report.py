@@ -1,4 +1,4 @@
-"""Tables and the report: what is shown, what is escaped, what is averaged."""
+"""Tables and the report: content, escaping, averages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOKEN = {
 
 
 class Page(HTMLParser):
-    """A report as it is read: its source, its tags with their attributes, its text."""
+    """A written report: source, tags with attributes, and text."""
 
     def __init__(self, path: Path, report: Report) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def test_report_draws_the_finite_values_of_each_run(tmp_path: Path) -> None:
 
 
 def test_a_token_shows_whose_entries_its_target_holds(tmp_path: Path) -> None:
-    unknown = {"shares": [None, None], "student": [["c", None]]}  # NaN of a teacher, in the file
+    unknown = {"shares": [None, None], "student": [["c", None]]}  # NaN in the file
     tokens = [TOKEN, {**TOKEN, "text": "\n", "shares": [0.0, 0.0]}, {**TOKEN, **unknown}]
     views = {"one": [{"step": 4, "prompt": "p", "tokens": tokens}]}
     page = Page(tmp_path / "report.html", Report("t", tokens=views, teachers=["A", "B"]))
