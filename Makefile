@@ -4,6 +4,7 @@
 #                   checker and all tests: test-core, then test-engines
 # make test-verl    the same for the verl integration, in .venv-verl (2 GB): verl needs an older transformers
 # make test-newest  the tests that need no engine, in .venv-newest, with the newest versions that our bounds admit
+# make docs         build the site in build/site
 # make gpu          on a CUDA machine with torch, triton and pytest: is it right, and how fast. PART=1, 2 or 3 runs a
 #                   third of it, 180 s; DRY_RUN=1 says what it would run. Results go to $OUT, or to bench/results
 # The first three do all the set-up and repeat none of it while pyproject.toml, setup.py and csrc/ stay as they are.
@@ -46,10 +47,10 @@ ifneq ($(wildcard ../shared/data/.),)
 export SMOPD_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: help quickstart check test test-fast test-core test-engines test-verl test-newest lint style types gpu clean
+.PHONY: help docs quickstart check test test-fast test-core test-engines test-verl test-newest lint style types gpu clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -13
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -14
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -100,6 +101,11 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 pytest = OMP_NUM_THREADS=1 $1/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20 $2
 ENGINES := $(shell find tests -name 'test_*vllm*.py' -o -name 'test_*deepspeed*.py') tests/smopd/run/test_engines.py
 WITHOUT_ENGINES := $(addprefix --ignore=,$(ENGINES))
+
+docs: $(VENV)/.installed
+	$(call PIP_INSTALL,$(VENV)) zensical
+	$(BIN)/python docs/site.py
+	$(BIN)/zensical build -f mkdocs.yml
 
 test-fast: $(VENV)/.installed-test
 	$(call pytest,$(VENV),-m "not slow" $(WITHOUT_ENGINES))
