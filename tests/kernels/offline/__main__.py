@@ -1,12 +1,14 @@
-"""Compiles every Triton kernel as it ships, for three GPU generations and without a GPU; reads what came out.
+"""Compile every Triton kernel as it ships for three GPU generations, without a GPU, and check the code.
 
-    python -m tests.kernels.offline             compiles what changed: a table, and what breaks the rules
-    python -m tests.kernels.offline --all       compiles everything
-    python -m tests.kernels.offline --update    the same as the first, and the table becomes the bounds
+    python -m tests.kernels.offline             compile what changed
+    python -m tests.kernels.offline --all       compile everything
+    python -m tests.kernels.offline --update    compile what changed and record the results as bounds
 
-Launchers are called with tensors without memory (device "meta"), and launches are noted down instead of made.
-Bounds are of one version of Triton, in bounds/<version>.json, each with a digest of all that Triton compiles.
-Where that is the same only a kernel's first launch is compiled again, for each architecture.
+Launchers get tensors without memory (device "meta"), and their launches are recorded. bounds/<version>.json
+holds the bounds for a version of Triton and a digest of each launch's source. Of unchanged launches only one
+per kernel is compiled. A spill fails unless the bounds have it as "stack" bytes; edit the file to admit one.
+The split kernel spills a few bytes outside of its loops up to Triton 3.7. From 3.8 on it spills more and was
+not timed.
 """
 
 from __future__ import annotations
@@ -16,32 +18,31 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import triton
 
 from tests.kernels.offline import offline_cases
-from tests.kernels.offline.known_spills import KNOWN_SPILLS
 from tests.kernels.offline.offline_code import Built, build
 from tests.kernels.offline.offline_launches import CAPABILITIES, Launch, launches_of, shipped_kernels
 
 BOUNDS = Path(__file__).with_name("bounds") / f"{triton.__version__}.json"
-COLUMNS = ["digest", "registers", "shared", "instructions", "shuffles", "barriers", "outside"]
+COLUMNS = ["digest", "stack", "registers", "shared", "instructions", "shuffles", "barriers", "outside"]
 FUSION = "enable_fp_fusion"  # off by default from Triton 3.10 on
-MAX_SHARED = 163 << 10  # bytes that a block can have on sm_80, the least of the three
+MAX_SHARED = 163 << 10  # bytes of shared memory per block on sm_80, the least of the three
 
-# How much worse than recorded a number may get: added, or times.
+# Allowed increase over the recorded numbers: absolute, or a factor.
 SLACK = {"registers": 8, "shared": 1024}
 CODE_SLACK = {"instructions": 1.05, "outside": 1.05}  # shuffles and barriers have none
 
 Bounds = dict[str, dict[str, Any]]
 
 
-def faults(built: Built) -> Iterator[str]:
-    """What no kernel may have, whatever is recorded."""
-    known = KNOWN_SPILLS.get(triton.__version__, {}).get(built.name, 0)
+def faults(built: Built, bounds: Bounds) -> Iterator[str]:
+    """Yield unknown spills and too much shared memory."""
+    known = bounds.get(built.name, {}).get("stack", 0)
     if built.stack != known or (built.local and not known):
         yield f"{built.name}: spills {built.stack} bytes ({built.local} accesses), expected {known}"
     if built.held["shared"] > MAX_SHARED:
@@ -49,7 +50,7 @@ def faults(built: Built) -> Iterator[str]:
 
 
 def regressions(built: Built, bounds: Bounds) -> Iterator[str]:
-    """What got worse than recorded by more than the slack."""
+    """Yield the numbers that exceed the recorded ones by more than the slack."""
     recorded = bounds.get(built.name)
     if recorded is None:
         yield f"{built.name}: not recorded, run python -m tests.kernels.offline --update"
@@ -61,7 +62,7 @@ def regressions(built: Built, bounds: Bounds) -> Iterator[str]:
 
 
 def load_bounds() -> Bounds | None:
-    """By name of a launch; None where none were recorded with this Triton."""
+    """Return the bounds by name of a launch; None if there are none for this Triton."""
     if not BOUNDS.exists():
         return None
     stored = json.loads(BOUNDS.read_text())
@@ -79,18 +80,17 @@ def store_bounds(rows: Bounds) -> None:
 
 
 def to_build(launches: Sequence[Launch], bounds: Bounds) -> list[Launch]:
-    """Those that are not what was recorded, and the first launch of each kernel for each architecture."""
-    first = {(launch.kernel, launch.capability): launch.name for launch in reversed(launches)}
+    """Return the launches whose digest is not the recorded one, and the first launch of each kernel."""
+    first = {launch.kernel: launch.name for launch in reversed(launches)}
     return [
         launch
         for launch in launches
-        if first[launch.kernel, launch.capability] == launch.name
-        or bounds.get(launch.name, {}).get("digest") != launch.digest
+        if first[launch.kernel] == launch.name or bounds.get(launch.name, {}).get("digest") != launch.digest
     ]
 
 
 def build_all(launches: Sequence[Launch], jobs: int) -> list[Built]:
-    """In `jobs` processes, a capability after the other."""
+    """Compile in `jobs` processes, one capability after the other."""
     ordered = sorted(launches, key=lambda launch: (launch.capability, launch.kernel))
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
         return pool.map(build, ordered, chunksize=4)
@@ -102,15 +102,10 @@ def table(builts: Sequence[Built]) -> Iterator[str]:
         yield f"{built.name}: {built.stack} stack, {numbers}"
 
 
-def checked(launches: Sequence[Launch], known: Mapping[str, int]) -> Iterator[str]:
-    """What is wrong before anything is compiled."""
+def checked(launches: Sequence[Launch]) -> Iterator[str]:
+    """Yield what is wrong before compiling."""
     unreached = shipped_kernels(offline_cases.MODULES) - {launch.kernel for launch in launches}
     yield from (f"{name}: no case launches it" for name in sorted(unreached))
-    yield from (
-        f"{name}: in known_spills.py, but nothing launches it"
-        for name in known
-        if name not in {launch.name for launch in launches}
-    )
     for launch in launches:
         if dict(launch.options).get(FUSION) is not True:
             yield f"{launch.name}: does not ask for {FUSION}"
@@ -118,34 +113,34 @@ def checked(launches: Sequence[Launch], known: Mapping[str, int]) -> Iterator[st
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.offline")
-    parser.add_argument("--all", action="store_true", help="compile also what is as it was recorded")
-    parser.add_argument("--update", action="store_true", help="record what was compiled as the bounds")
+    parser.add_argument("--all", action="store_true", help="also compile unchanged launches")
+    parser.add_argument("--update", action="store_true", help="record the results as bounds")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
-    parser.add_argument("--only", default="", help="launches whose name holds this")
+    parser.add_argument("--only", default="", help="only launches whose name contains this")
     parsed = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET=1 is set, expected a process without it")
     if parsed.update and parsed.only:
         parser.error("--update records all launches, expected no --only")
     launches = launches_of(offline_cases.cases)
-    wrong = list(checked(launches, KNOWN_SPILLS.get(triton.__version__, {})))
+    wrong = list(checked(launches))
     bounds = load_bounds()
     chosen = [launch for launch in launches if parsed.only in launch.name]
     builts = build_all(chosen if parsed.all else to_build(chosen, bounds or {}), parsed.jobs)
     print("\n".join(table(builts)))
-    wrong += [fault for built in builts for fault in faults(built)]
+    wrong += [fault for built in builts for fault in faults(built, bounds or {})]
     if parsed.update and not wrong:
-        new = {built.name: {"digest": built.digest, **built.held} for built in builts}
+        new = {built.name: {"digest": built.digest, "stack": built.stack, **built.held} for built in builts}
         rows = {**(bounds or {}), **new}
         bounds = {launch.name: rows[launch.name] for launch in launches}
         store_bounds(bounds)
     if bounds is None:
-        print(f"no bounds recorded with Triton {triton.__version__}: spills and shared memory are judged")
+        print(f"no bounds for Triton {triton.__version__}: only spills and shared memory are checked")
     else:
         wrong += [fault for built in builts for fault in regressions(built, bounds)]
     architectures = ", ".join(f"sm_{capability}" for capability in CAPABILITIES)
-    held = f"{len(chosen)} kernels for {architectures}, {len(builts)} of them compiled now: all hold"
-    print("\n".join(wrong) or held)
+    summary = f"{len(chosen)} launches for {architectures}, {len(builts)} compiled now: all within bounds"
+    print("\n".join(wrong) or summary)
     return 1 if wrong else 0
 
 

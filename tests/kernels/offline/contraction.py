@@ -1,7 +1,7 @@
-"""Looks in PTX for products that the compiler drew, unrounded, into where their rounding counts.
+"""Check in PTX that no product was fused unrounded where its rounding matters.
 
-In a difference b*c - round(b*c) is then what the rounding lost, not 0; in a sum over threads each rounds the
-product that it hands on and not the one that it keeps. The interpreter never does.
+After fusing, b*c - round(b*c) is the rounding error instead of 0, and a thread keeps a product with another
+rounding than it passes on. The interpreter never fuses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.kernels.offline.offline_launches import Launch, launches_of
 
 
 def contracted(ptx: str) -> list[str]:
-    """The fused multiply-adds whose addend is a product, rounded and negated."""
+    """Return the fused multiply-adds whose addend is a rounded and negated product."""
     products = set(re.findall(r"mul(?:\.rn)?\.f32\s+(%\w+)", ptx))
     negated = {new for new, old in re.findall(r"neg\.f32\s+(%\w+), (%\w+)", ptx) if old in products}
     found = re.findall(r"(fma\.rn\.f32\s+%\w+, %\w+, %\w+, (%\w+))", ptx)
@@ -23,7 +23,7 @@ def contracted(ptx: str) -> list[str]:
 
 
 def summed(ptx: str) -> list[str]:
-    """The fused multiply-adds of a product that is rounded as well."""
+    """Return the fused multiply-adds of a product that is also rounded."""
     products = {frozenset(pair) for pair in re.findall(r"mul(?:\.rn)?\.f64\s+%\w+, (%\w+), (%\w+)", ptx)}
     found = re.findall(r"(fma\.rn\.f64\s+%\w+, (%\w+), (%\w+), %\w+)", ptx)
     return [line for line, *factors in found if frozenset(factors) in products]

@@ -1,4 +1,4 @@
-"""The calls of our Triton launchers that stand for all that ships (see offline.py)."""
+"""The launcher calls that represent all shipped variants of the Triton kernels."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ Case = tuple[str, Callable[[], Any]]  # label, call
 
 
 def cases(architecture: int) -> Iterator[Case]:
-    """The calls, on tensors without memory, for the first, second or third of the architectures.
+    """Yield the calls for the first, second or third architecture, on tensors without memory.
 
-    All have what matters most; of what covers all pairs of values each has its share.
+    The main cases go to all architectures; the combinations of all pairs of values are divided among them.
     """
     groups = (_topk, _mixture, _product, _loss, _totals, _advantages, _scale, _draw)
     return itertools.chain.from_iterable(group(architecture) for group in groups)
 
 
 def _name(row: dict[str, Any]) -> str:
-    """A case's label: values by themselves where they speak, flags by their name, what is off left out."""
+    """Return the label of a case."""
     words = []
     for name, value in row.items():
         if isinstance(value, torch.dtype):
@@ -67,7 +67,7 @@ def _rows(main: list[dict], rest: list[dict], architecture: int) -> Iterator[dic
 
 
 def _topk(architecture: int) -> Iterator[Case]:
-    """Few of large kappa: their selection takes long to compile."""
+    """Yield only a few cases with large kappa, which take long to compile."""
     bf16, fp16, fp32 = DTYPES
     names = ("V", "dtype", "kappa", "tokens")
     main = [(151_936, bf16, 16, True), (151_936, fp16, 16, True), (151_936, fp32, 16, False)]
@@ -113,7 +113,7 @@ def _mixture(architecture: int) -> Iterator[Case]:
 
 
 def _product(architecture: int) -> Iterator[Case]:
-    """M models, the reference among them, each with the union of their kappa best."""
+    """Yield cases with M models, including the reference, of M * kappa entries each."""
     factors = {
         "M": (2, 8),
         "kappa": KAPPAS,
@@ -133,7 +133,7 @@ def _product(architecture: int) -> Iterator[Case]:
 
 
 def _loss(architecture: int) -> Iterator[Case]:
-    """What matters most; all pairs of values, with rows that start anywhere; the largest and smallest."""
+    """Yield the main cases, all pairs of values, and extreme sizes."""
     bf16, fp16, fp32 = DTYPES
     plain = dict.fromkeys(("merge", "tail", "entropy", "twoT", "extras"), False)
     qwen = {"V": 151_936, "dtype": bf16, "target": "M2", "kappa": 16, **plain, "gradient": "in-place"}
@@ -187,7 +187,7 @@ def _loss_settings(row: dict[str, Any]) -> LossSettings:
 
 
 def _loss_tokens(row: dict[str, Any]) -> LossTokens:
-    """extras: the sampled reverse KL and the dual clip, and no behaviour policy."""
+    """Build tokens; extras: with the sampled reverse KL and the dual clip, without old log-probabilities."""
     shape: tuple[int, ...] = (N, row["kappa"])
     columns: dict[str, Any] = {"ent_weight_N": _meta(N) if row["entropy"] else None}
     if row["extras"]:

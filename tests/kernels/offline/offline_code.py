@@ -1,7 +1,6 @@
-"""Compiles a noted launch for its GPU generation without a GPU, and reads the code with cuobjdump.
+"""Compilation of a recorded launch without a GPU, and counts from its machine code by cuobjdump.
 
-A loop is what a backward branch closes, a main loop an innermost one that touches global memory. What a
-kernel has outside such loops, all of it if there is none, costs its instructions once for each warp.
+Backward branches end loops. Main loops are innermost loops that access global memory.
 """
 
 from __future__ import annotations
@@ -27,13 +26,12 @@ CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 
 @dataclass(frozen=True)
 class Built:
-    """Machine code, measured.
+    """Counts of machine code.
 
     Attributes:
-        digest: the launch's.
-        stack, local: spills, as bytes of a thread and as loads and stores of local memory.
-        held: the numbers that may not get worse. outside: instructions outside main loops, times the warps:
-            what a program pays before and after them; at least 0, as overlapping loops count twice.
+        stack, local: spills in bytes per thread, and loads and stores of local memory.
+        held: numbers that may not increase. outside: instructions outside main loops times warps, at least 0
+            because overlapping loops count twice.
     """
 
     name: str
@@ -44,7 +42,7 @@ class Built:
 
 
 class StubDriver:
-    """As much of a driver as compiling takes; it cannot launch."""
+    """A driver that can compile but not launch."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -60,7 +58,7 @@ class StubDriver:
 
 
 class _Tensor(MockTensor):
-    """Dtype and alignment, no memory."""
+    """A tensor with dtype and alignment but no memory."""
 
     def __init__(self, pointer: Pointer) -> None:
         super().__init__(getattr(torch, pointer.dtype))
@@ -119,18 +117,18 @@ def build(launch: Launch) -> Built:
 
 
 def sass_of(dump: str) -> list[tuple[int, str]]:
-    """(address, instruction) pairs."""
+    """Return (address, instruction) pairs."""
     found = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+([^;/]+?)\s*;", dump)
     return [(int(address, 16), text) for address, text in found]
 
 
 def opcode(text: str) -> str:
-    """LDG of "@!P0 LDG.E.128 R4, ..."."""
+    """Return LDG for "@!P0 LDG.E.128 R4, ..."."""
     return re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0]
 
 
 def main_loops(lines: list[tuple[int, str, str]]) -> Iterator[list[str]]:
-    """The opcodes of each, from (address, opcode, instruction)."""
+    """Yield the opcodes of each main loop, from (address, opcode, instruction)."""
     place = {address: index for index, (address, _, _) in enumerate(lines)}
     spans = []
     for index, (address, _, text) in enumerate(lines):

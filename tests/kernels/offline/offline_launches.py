@@ -1,7 +1,4 @@
-"""What our Triton launchers launch: noted down, not made (see offline.py).
-
-A launch is kept by name and value, tensors by dtype and alignment, so that another process can compile it.
-"""
+"""Recording of launches, with tensors as Pointer so that another process can compile them."""
 
 from __future__ import annotations
 
@@ -24,12 +21,12 @@ from triton.language import constexpr
 from triton.runtime.jit import JITFunction
 
 CAPABILITIES = (80, 90, 100)
-MEASURED = Path(__file__).with_name("offline_code.py")  # how machine code is read
+MEASURED = Path(__file__).with_name("offline_code.py")  # part of the digest: it reads the machine code
 
 
 @dataclass(frozen=True)
 class Pointer:
-    """A tensor argument: its dtype's name and whether it starts at 16 bytes."""
+    """A tensor argument: name of its dtype and whether it is aligned to 16 bytes."""
 
     dtype: str
     aligned: bool
@@ -37,7 +34,7 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch of "module:name" by the call `case`, tensors as Pointer: another process can make it again."""
+    """A launch of the kernel "module:name" by the call `case`."""
 
     kernel: str
     case: str
@@ -51,7 +48,7 @@ class Launch:
 
     @property
     def digest(self) -> str:
-        """Of all that Triton compiles, what it is specialized on, and how the result is read."""
+        """Return the digest of the source, its specialization and offline_code.py."""
         kernel = kernel_of(self)
         what = (variant(self, kernel), sources(kernel), _code(MEASURED.read_text()))
         return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
@@ -67,7 +64,7 @@ def noted(value: Any) -> Any:
 
 
 def variant(launch: Launch, kernel: JITFunction) -> tuple:
-    """Equal for launches that Triton compiles alike: of an integer that is no constexpr the class counts."""
+    """Return a key that is equal for launches that Triton compiles alike; integers count by their class."""
     constant = {p.name for p in kernel.params if p.is_constexpr}
     unspecialized = {p.name for p in kernel.params if p.do_not_specialize}
     values = dict(zip(kernel.arg_names, launch.arguments, strict=False)) | dict(launch.options)
@@ -91,7 +88,7 @@ def variant(launch: Launch, kernel: JITFunction) -> tuple:
 
 @contextmanager
 def noting(launches: list[Launch], case: list[str], capability: int) -> Iterator[None]:
-    """Inside, kernels note their launches, and the CUDA device asked about is one of this capability."""
+    """Record launches in a context in which CUDA reports a device of this capability."""
 
     def run(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         name = f"{self.fn.__module__}:{self.fn.__name__}"
@@ -113,7 +110,7 @@ def noting(launches: list[Launch], case: list[str], capability: int) -> Iterator
 
 
 def launches_of(cases: Callable[[int], Iterator[tuple[str, Callable[[], Any]]]]) -> list[Launch]:
-    """The distinct launches that the cases make, for each capability."""
+    """Return the distinct launches of the cases for each capability."""
     distinct: dict[tuple, Launch] = {}
     for architecture, capability in enumerate(CAPABILITIES):
         made: list[Launch] = []
@@ -140,9 +137,9 @@ def kernel_of(launch: Launch) -> JITFunction:
 
 @cache
 def sources(kernel: JITFunction) -> str:
-    """A kernel and every function that it reaches, but for Triton's own: text, options, defaults, constants.
+    """Return code, options, defaults and constants of a kernel and all functions it calls, except Triton's.
 
-    Triton's `cache_key` depends on which kernel was asked for its key first.
+    Triton's `cache_key` depends on the order of requests.
     """
     found: dict[str, str] = {}
     reached = [kernel]
@@ -185,7 +182,7 @@ def _is_tritons(module: str) -> bool:
 
 
 def shipped_kernels(modules: Sequence[str]) -> set[str]:
-    """ "module:name" of every kernel (not the functions that kernels call) of these modules."""
+    """Return "module:name" of every kernel of these modules."""
     return {
         f"{module}:{name}"
         for module in modules

@@ -1,6 +1,6 @@
-"""Every Triton kernel compiles without spills and is no worse than recorded; no GPU is needed.
+"""Every Triton kernel compiles without spills and within the recorded bounds; needs no GPU.
 
-The gate is a process of its own, because Triton decides at import whether it interprets.
+Runs in a separate process because Triton decides at import whether to interpret.
 """
 
 from __future__ import annotations
