@@ -1,7 +1,11 @@
-"""Errors that cross the packages, without torch."""
+"""Errors shared by several packages. Imports no torch."""
 
 from __future__ import annotations
 
 
 class NoServer(RuntimeError):
     """An engine has no server left."""
+
+
+class UnusableModel(ValueError):
+    """A model that cannot be trained, sampled or scored."""

@@ -6,8 +6,8 @@ support entries, L positions of a packed row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +50,22 @@ class TeacherTopK:
     token_logps_NM: Tensor
 
 
+Attends = Literal["pieces", "mask", "plain"]
+"""How a micro-batch attends: one row by pieces, packed rows under a mask, or one sequence in each row."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How micro-batches are laid out for a model."""
+
+    attends: Attends = "mask"
+    one_row_from: int = 0
+    """For pieces: micro-batches whose longest unit is shorter are masked rows."""
+    alone_above: int | None = None
+    """Longer sequences are processed alone, because they change the rotary embedding of the whole batch."""
+    description: str = field(default="", compare=False)
+
+
 class Piece(NamedTuple):
     """A range of flat positions that attends causally to itself and to all of a shared prompt.
 
@@ -79,8 +95,7 @@ class TokenBatch:
     """(N,) int64, the index of each token in the flat order of the whole batch."""
     pieces: tuple[Piece, ...]
     """In order; together they cover every flat position once."""
-    one_row: bool
-    """A single row without padding, for attention by pieces."""
+    attends: Attends
 
     def to(self, device: torch.device) -> TokenBatch:
         moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}

@@ -22,17 +22,6 @@ BLOCK = 256  # positions (ours): smaller blocks need more graphs, larger ones re
 ALIGNED = 16  # positions (ours): torch's kernels copy masks whose rows are not 16-byte aligned
 
 
-def decode_in_place(
-    engine: LocalRollout, begun: Begun, sampling: Sampling
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Same contract as `LocalRollout._decode`."""
-    tokens_RT, logps_RT = Decoder(engine, begun, sampling).run()
-    ends_RT = torch.isin(tokens_RT, engine.end_ids)
-    finished_R = ends_RT.any(1)
-    lengths_R = torch.where(finished_R, ends_RT.int().argmax(1) + 1, sampling.max_new_tokens)
-    return tokens_RT, logps_RT, lengths_R, finished_R
-
-
 class Slots(StaticLayer):
     """A layer's keys and values, (R, K, C, d). Each token is written at `slot`, shared by all layers."""
 

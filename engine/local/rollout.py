@@ -1,7 +1,7 @@
-"""The embedded rollout engine: transformers with a key-value cache, on an unsharded copy of the policy.
+"""The local rollout engine: transformers with a key-value cache, on an unsharded copy of the policy.
 
-The random number of a draw is a hash of (seed, group, sample, position): but for rounding, responses do not
-depend on how prompts are batched or spread over ranks. The loop here defines what decode.py computes on CUDA.
+The random number of a draw is a hash of (seed, group, sample, position), so responses do not depend on how
+prompts are batched or spread over ranks, up to rounding. decode.py computes the same on CUDA graphs.
 """
 
 from __future__ import annotations
@@ -9,48 +9,70 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from smopd.engine.models.attention import choose_for_sampling, own_way
+from smopd.engine.errors import UnusableModel
+from smopd.engine.models.attention import (
+    layer_masks,
+    reset_rope,
+    rope_boundary,
+    set_attention,
+    set_token_attention,
+    why_not_packed,
+    why_not_pieces,
+)
 from smopd.engine.models.loading import cache_argument
+from smopd.engine.models.paths import (
+    architecture,
+    brief,
+    check_rollouts,
+    difference,
+    native_attention,
+    single_logps,
+)
 from smopd.engine.types import Rollout, Sampling
 from smopd.engine.weights.architecture import checked
 from smopd.kernels.ops.draw import draw as draw_token
 
 log = logging.getLogger(__name__)
 
-COMPACT_SHARE = 0.8  # ours: finished rows leave the batch once no more than this share is still going
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # of transformers' configurations
-MOVING_ROPE = ("dynamic", "longrope")  # of transformers: these ask how long the sequence is
+COMPACT_SHARE = 0.8  # ours: finished rows are removed once the share of unfinished rows drops to this
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in transformers' configs
+Way = Literal["together", "alone", "uncached"]
+"""Prompts padded together, one prompt at a time with the model's own cache, or without a cache."""
+CHECK_TOKENS = 4  # ours: tokens sampled by the self-check
+_WAYS: dict[tuple, Way] = {}
+"""Ways that have passed the self-check in this process."""
 
 
 class Begun(NamedTuple):
-    """Prompts that have been read: a row a response, but for the cache, which has one a prompt."""
+    """The state after reading prompts: one row for each response, but one for each prompt in the cache."""
 
     cache: DynamicCache
     logits_RV: Tensor
     seen_RL: Tensor
-    """False where a row's prompt is padded."""
+    """False at padding of the prompt."""
     position_R1: Tensor
-    """Of the first response token."""
+    """Position of the first response token."""
     uniform_RT: Tensor
-    """float64 in [0, 1), one for each new token."""
+    """float64 in [0, 1) for each new token."""
 
 
 class LocalRollout:
-    """Serves `RolloutEngine` with a transformers model.
+    """A transformers model as a `RolloutEngine`.
 
     Args:
-        model: on its device and in the dtype to sample with; owned by the engine from now on.
+        model: on its device and in the dtype for sampling; the engine owns it.
         end_ids: tokens that end a response.
-        max_batch_tokens: most cache positions held at once; more prompts are sampled in turns.
-        decoding: "loop", "in_place", or "auto": in place on CUDA where the model can be.
+        max_batch_tokens: limit of cache positions; further prompts are sampled in turns.
+        decoding: "loop", "in_place", or "auto" (in place on CUDA if the model allows it).
     Raises:
         ValueError: "in_place" cannot serve the model.
+        UnusableModel: no way of sampling agrees with the model's forward.
     """
 
     def __init__(
@@ -61,17 +83,51 @@ class LocalRollout:
         decoding: Literal["auto", "loop", "in_place"] = "auto",
     ):
         self.model = model.eval().requires_grad_(False)
-        choose_for_sampling(self.model)
-        self.end_ids = torch.tensor(sorted(end_ids), device=model.device)
         self.max_batch_tokens = max_batch_tokens
         self.policy_version = 0
+        self.in_place = False
+        self.boundary = rope_boundary(model)
+        self.way = self._choose_way()
+        self.end_ids = torch.tensor(sorted(end_ids), device=model.device)
         self.in_place = decoding == "in_place" or (decoding == "auto" and model.device.type == "cuda")
-        if self.in_place and (reason := why_not_in_place(model)) is not None:
+        if self.in_place and (reason := why_not_in_place(model, self.way)) is not None:
             if decoding == "in_place":
                 raise ValueError(f"decoding: 'in_place' cannot serve, {reason}; expected 'auto' or 'loop'")
             self.in_place = False
             log.warning("sampling without CUDA graphs: %s", reason)
         self.graphs = self.in_place and model.device.type == "cuda"
+
+    def _choose_way(self) -> Way:
+        """Return the fastest way whose log-probabilities agree with transformers' forward."""
+        reasons = [why_not_packed(self.model)]
+        ways: list[Way] = ["alone", "uncached"] if reasons[0] else ["together", "alone", "uncached"]
+        key = architecture(self.model)
+        self.end_ids = torch.empty(0, dtype=torch.int64, device=self.model.device)
+        prompts = list(dict.fromkeys(rollout.prompt_ids for rollout in check_rollouts(self.model)))
+        sampling = Sampling(n=2, max_new_tokens=CHECK_TOKENS)
+        for self.way in ways:
+            set_attention(self.model, "plain")
+            if self.way == "together":
+                set_token_attention(self.model)
+            if self.way == _WAYS.get(key):
+                return self.way
+            try:
+                rollouts = self.generate(prompts, range(len(prompts)), sampling)
+                with torch.no_grad(), native_attention(self.model):
+                    expected_N = single_logps(self.model, rollouts)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever this architecture cannot do
+                reasons.append(f"{self.way}: {brief(error)}")
+                continue
+            off = difference(self.model, torch.cat([each.logps for each in rollouts]), expected_N.cpu())
+            if off is None:
+                if self.way != "together":
+                    log.warning("sampling one prompt at a time, prompts %s: %s", self.way, reasons[-1])
+                _WAYS[key] = self.way
+                return self.way
+            reasons.append(f"{self.way}: {off}")
+        raise UnusableModel(f"model {self.model.name_or_path}: cannot be sampled here ({reasons[-1]})")
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         own = self.model.state_dict()
@@ -91,53 +147,36 @@ class LocalRollout:
         return list(chain.from_iterable(results))
 
     def _turns(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[list[int]]:
-        """Indices of the prompts that are sampled together, short ones first."""
+        """Yield indices of prompts that are sampled together, short ones first."""
         turn: list[int] = []
         for i in sorted(range(len(prompts)), key=lambda i: len(prompts[i])):
             positions = len(prompts[i]) + sampling.max_new_tokens
-            if turn and (len(turn) + 1) * sampling.n * positions > self.max_batch_tokens:
+            single = self.way != "together" or self._crosses(len(prompts[i]), sampling)
+            if turn and (single or (len(turn) + 1) * sampling.n * positions > self.max_batch_tokens):
                 yield turn
                 turn = []
             turn.append(i)
         if turn:
             yield turn
 
+    def _crosses(self, prompt_length: int, sampling: Sampling) -> bool:
+        """Whether responses may grow beyond the boundary of the rotary embedding."""
+        return self.boundary is not None and prompt_length + sampling.max_new_tokens > self.boundary
+
     def _sample(self, prompts: list[tuple[int, ...]], groups: list[int], sampling: Sampling) -> list[Rollout]:
-        device, n = self.model.device, sampling.n
-        longest = max(len(prompt) for prompt in prompts)
-        ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
-        real = torch.zeros(len(prompts), longest, dtype=torch.bool)
-        for i, prompt in enumerate(prompts):
-            ids[i, longest - len(prompt) :] = torch.tensor(prompt)
-            real[i, longest - len(prompt) :] = True
-        ids, real = ids.to(device), real.to(device)
-        position = (real.cumsum(-1) - 1).clamp(min=0)
-        causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
-        own = torch.eye(longest, dtype=torch.bool, device=device)
-        mask = (causal & real[:, None, None, :]) | own
-        cache = DynamicCache(config=self.model.config)
-        logits = self.forward(ids, mask, position, cache)
+        n = sampling.n
+        if self.way == "together" and not self._crosses(len(prompts[0]), sampling):
+            begun = self._begin(prompts, groups, sampling)
+            if self.in_place:
+                from smopd.engine.local.decode import Decoder
 
-        begun = Begun(
-            cache,
-            logits.repeat_interleave(n, 0),
-            real.repeat_interleave(n, 0),
-            position[:, -1:].repeat_interleave(n, 0) + 1,
-            uniform(
-                sampling.seed,
-                torch.tensor(groups, device=device).repeat_interleave(n),
-                torch.arange(n, device=device).repeat(len(prompts)),
-                sampling.max_new_tokens,
-            ),
-        )
-        if self.in_place:
-            from smopd.engine.local.decode import decode_in_place
-
-            tokens_RT, logps_RT, lengths_R, finished_R = decode_in_place(self, begun, sampling)
+                results = responses(*Decoder(self, begun, sampling).run(), self.end_ids)
+            else:
+                results = self._decode(begun, sampling)
         else:
-            tokens_RT, logps_RT, lengths_R, finished_R = self._decode(begun, sampling)
-
-        tokens_RT, logps_RT = tokens_RT.cpu(), logps_RT.cpu()
+            (prompt,), (group,) = prompts, groups
+            results = self._decode_alone(prompt, group, sampling)
+        tokens_RT, logps_RT, lengths_R, finished_R = (result.cpu() for result in results)
         return [
             Rollout(
                 prompts[r // n],
@@ -150,8 +189,37 @@ class LocalRollout:
             for r, (length, finished) in enumerate(zip(lengths_R.tolist(), finished_R.tolist(), strict=True))
         ]
 
+    def _begin(self, prompts: list[tuple[int, ...]], groups: list[int], sampling: Sampling) -> Begun:
+        """Read prompts padded on the left."""
+        device, n = self.model.device, sampling.n
+        longest = max(len(prompt) for prompt in prompts)
+        ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
+        real = torch.zeros(len(prompts), longest, dtype=torch.bool)
+        for i, prompt in enumerate(prompts):
+            ids[i, longest - len(prompt) :] = torch.tensor(prompt)
+            real[i, longest - len(prompt) :] = True
+        ids, real = ids.to(device), real.to(device)
+        position = (real.cumsum(-1) - 1).clamp(min=0)
+        causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
+        own = torch.eye(longest, dtype=torch.bool, device=device)
+        mask = (causal & real[:, None, None, :]) | own
+        cache = DynamicCache()  # without a config, layers with windows keep all positions for the mask
+        logits = self.forward(ids, layer_masks(self.model, mask, position, position), position, cache)
+        return Begun(
+            cache,
+            logits.repeat_interleave(n, 0),
+            real.repeat_interleave(n, 0),
+            position[:, -1:].repeat_interleave(n, 0) + 1,
+            uniform(
+                sampling.seed,
+                torch.tensor(groups, device=device).repeat_interleave(n),
+                torch.arange(n, device=device).repeat(len(prompts)),
+                sampling.max_new_tokens,
+            ),
+        )
+
     def _decode(self, begun: Begun, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(R, T) tokens and log-probabilities, (R,) lengths and whether a token ended them."""
+        """Return (R, T) tokens and log-probabilities, (R,) lengths, and (R,) whether responses have ended."""
         cache, logits, seen, position, uniform_RT = begun
         device, shape = logits.device, uniform_RT.shape
         cache.batch_repeat_interleave(sampling.n)
@@ -179,11 +247,40 @@ class LocalRollout:
                 rows, token, going = rows[kept], token[kept], going[kept]
                 seen, position = seen[kept], position[kept]
             seen = torch.cat([seen, seen.new_ones(len(rows), 1)], dim=1)
-            logits = self.forward(token[:, None], seen[:, None, None, :], position, cache)
+            keys = position - seen.shape[1] + 1 + torch.arange(seen.shape[1], device=device)
+            mask = layer_masks(self.model, seen[:, None, None, :], position, keys)
+            logits = self.forward(token[:, None], mask, position, cache)
             position = position + 1
         return tokens_RT, logps_RT, lengths_R, finished_R
 
-    def forward(self, ids: Tensor, mask: Tensor, position: Tensor, cache: Cache) -> Tensor:
+    def _decode_alone(
+        self, prompt: tuple[int, ...], group: int, sampling: Sampling
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Sample the responses to one prompt with the model's own masks and cache, as `_decode` otherwise."""
+        n, n_new, device = sampling.n, sampling.max_new_tokens, self.model.device
+        keys_R, samples_R = torch.full((n,), group, device=device), torch.arange(n, device=device)
+        uniform_RT = uniform(sampling.seed, keys_R, samples_R, n_new)
+        seen_RL = ids = torch.tensor(prompt, device=device).expand(n, -1)
+        tokens, logps = [], []
+        options: dict[str, Any] = {"use_cache": self.way != "uncached"}
+        for step in range(n_new):
+            crossing = self.boundary is not None and seen_RL.shape[1] == self.boundary + 1
+            if self.way == "uncached" or step == 0 or crossing:  # then earlier keys are rotated anew
+                ids = seen_RL
+                reset_rope(self.model)
+                if self.way != "uncached":
+                    options[cache_argument(self.model)] = DynamicCache(config=self.model.config)
+            logits_RV = self.model(input_ids=ids, **options).logits[:, -1]
+            token_R, logp_R = draw(logits_RV, sampling, uniform_RT[:, step])
+            tokens.append(token_R)
+            logps.append(logp_R)
+            if bool(torch.isin(torch.stack(tokens, 1), self.end_ids).any(1).all()):
+                break
+            ids = token_R[:, None]
+            seen_RL = torch.cat([seen_RL, ids], 1)
+        return responses(torch.stack(tokens, 1), torch.stack(logps, 1), self.end_ids)
+
+    def forward(self, ids: Tensor, mask: Any, position: Tensor, cache: Cache) -> Tensor:
         return self.model(
             input_ids=ids,
             attention_mask=mask,
@@ -194,21 +291,34 @@ class LocalRollout:
         ).logits[:, -1]
 
 
-def why_not_in_place(model: PreTrainedModel) -> str | None:
-    """Why `model` cannot be decoded in place; None where it can."""
+def responses(tokens_RT: Tensor, logps_RT: Tensor, end_ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the arguments, (R,) lengths up to the first end token, and (R,) whether there is one."""
+    ends_RT = torch.isin(tokens_RT, end_ids)
+    finished_R = ends_RT.any(1)
+    return (
+        tokens_RT,
+        logps_RT,
+        torch.where(finished_R, ends_RT.int().argmax(1) + 1, tokens_RT.shape[1]),
+        finished_R,
+    )
+
+
+def why_not_in_place(model: PreTrainedModel, way: Way) -> str | None:
+    """Return why `model` cannot be decoded in place, or None."""
+    if way != "together":
+        return "its prompts are sampled one at a time"
     config = model.config.get_text_config()
     if any(getattr(config, name, None) for name in EXPERTS):
-        return "its layers have experts, whose tokens the host counts"
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in MOVING_ROPE:
-        return f"the model's rotary embedding is {rope['rope_type']!r}"
-    return own_way(model)
+        return "its layers have experts, whose tokens are counted on the host"
+    if rope_boundary(model) is not None:
+        return "its rotary embedding depends on the sequence's length"
+    return why_not_pieces(model)
 
 
 def draw(logits_RV: Tensor, sampling: Sampling, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
-    """(R,) tokens, where the cumulative distribution passes uniform_R, and their log-probabilities under it.
+    """Draw (R,) tokens by inverting the cumulative distribution at uniform_R; also return log-probabilities.
 
-    At temperature 0 the most likely token, with its log-probability at temperature 1.
+    Temperature 0 takes the most likely token, with its log-probability at temperature 1.
     """
     if sampling.temperature == 0:
         logps_RV = logits_RV.float().log_softmax(-1)
@@ -221,7 +331,7 @@ def draw(logits_RV: Tensor, sampling: Sampling, uniform_R: Tensor) -> tuple[Tens
 
 
 def nucleus(logps_RV: Tensor, top_p: float) -> Tensor:
-    """Log-probabilities over the fewest tokens whose mass reaches `top_p`, renormalised; -inf elsewhere."""
+    """Return log-probabilities renormalized over the fewest tokens with mass `top_p`; -inf elsewhere."""
     sorted_RV, order_RV = logps_RV.sort(dim=-1, descending=True, stable=True)
     mass_before_RV = sorted_RV.exp().cumsum(-1) - sorted_RV.exp()
     kept_RV = sorted_RV.masked_fill(mass_before_RV >= top_p, float("-inf")).log_softmax(-1)
@@ -229,7 +339,7 @@ def nucleus(logps_RV: Tensor, top_p: float) -> Tensor:
 
 
 def uniform(seed: int, keys_R: Tensor, samples_R: Tensor, positions: int) -> Tensor:
-    """(R, positions) float64 in [0, 1), a hash of seed, key, sample and position (SplitMix64's finaliser)."""
+    """Hash (seed, key, sample, position) to (R, positions) float64 in [0, 1) by SplitMix64's finalizer."""
     state = _mix(torch.full_like(keys_R[:, None], seed))
     for part in (keys_R[:, None], samples_R[:, None], torch.arange(positions, device=keys_R.device)):
         state = _mix(state + (part + 1) * _signed(0x9E3779B97F4A7C15))

@@ -9,22 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from smopd.engine.local.union import Dropping, given_logprobs, others_ids, united, without_padding
-from smopd.engine.models.attention import choose_together, one_row_from
-from smopd.engine.models.loading import UnusableModel, head, load_model, response_hidden
+from smopd.engine.errors import UnusableModel
+from smopd.engine.local.union import Dropping, others_ids, united, without_padding
+from smopd.engine.models.head import Head, head, response_hidden
+from smopd.engine.models.loading import load_model
 from smopd.engine.models.packing import pack
+from smopd.engine.models.paths import choose_together
 from smopd.engine.protocols import TeacherEngine
 from smopd.engine.settings import Packing
 from smopd.engine.types import Rollout, TeacherTopK, TokenBatch
 from smopd.engine.weights.adapters import attach, read_adapter, same_place, use
 from smopd.kernels.checks import check_kappa
-from smopd.kernels.ops.linear_topk import linear_topk_logprobs
 
 if TYPE_CHECKING:
     from smopd.engine.student.student import Student
@@ -62,13 +63,12 @@ class LocalTeachers(Dropping):
         self.teachers = [
             model if isinstance(model, LocalTeacher) else LocalTeacher(model) for model in models
         ]
-        sizes = [head(teacher.model)[0].shape[0] for teacher in self.teachers]
+        sizes = [head(teacher.model).weight_VD.shape[0] for teacher in self.teachers]
         self.rows = min(sizes)
         for i, (teacher, size) in enumerate(zip(self.teachers, sizes, strict=True)):
             require_vocabulary(i, teacher.model.name_or_path or "a model", size, tokens or vocabulary)
             teacher.model.eval().requires_grad_(False)
-        choose_together([teacher.model for teacher in self.teachers])
-        self.one_row_from = one_row_from(self.teachers[0].model)
+        self.layout = choose_together([teacher.model for teacher in self.teachers])
         self.packing = packing
         self.vocabulary = vocabulary
 
@@ -85,14 +85,14 @@ class LocalTeachers(Dropping):
         n_tokens, n_teachers = len(outside_N), len(self.teachers)
         result = empty_topk(n_tokens, n_teachers, n_teachers * kappa if union else kappa, self.device)
         for batch in self._batches(rollouts):
-            states = [self._states(teacher, batch, temperature) for teacher in self.teachers]
-            own = self._own(states, batch, kappa)
+            states = [self._states(teacher, batch) for teacher in self.teachers]
+            own = self._own(states, batch, kappa, temperature)
             if union and kappa > 0:
                 of_others = {}
-                for m, (hidden_ND, weight_VD, options) in enumerate(states):
+                for m, (output, hidden_ND) in enumerate(states):
                     others_NU, _ = others_ids(own.ids_NMS, own.logps_NMS, m)
                     known = (batch.token_ids_N, own.token_logps_NM[:, m])
-                    of_others[m] = given_logprobs(hidden_ND, weight_VD, others_NU, *known, **options)
+                    of_others[m] = output.given(hidden_ND, others_NU, *known, temperature)
                 own = united(own, of_others)
             for name, value in vars(own).items():
                 getattr(result, name)[batch.flat_N] = value
@@ -113,11 +113,9 @@ class LocalTeachers(Dropping):
         for batch in self._batches(self.inside(rollouts)[0]):
             flat_N = batch.flat_N
             for m, teacher in enumerate(self.teachers):
-                hidden_ND, weight_VD, options = self._states(teacher, batch, temperature)
+                output, hidden_ND = self._states(teacher, batch)
                 known = (batch.token_ids_N, token_logps_NM[flat_N, m])
-                result[flat_N, m] = given_logprobs(
-                    hidden_ND, weight_VD, ids_NMU[flat_N, m], *known, **options
-                )
+                result[flat_N, m] = output.given(hidden_ND, ids_NMU[flat_N, m], *known, temperature)
         return result
 
     def overlaps(self, device: torch.device) -> bool:
@@ -130,33 +128,26 @@ class LocalTeachers(Dropping):
         return None
 
     def _batches(self, rollouts: Sequence[Rollout]) -> Iterator[TokenBatch]:
-        for batch in pack(rollouts, self.packing, one_row_from=self.one_row_from):
+        for batch in pack(rollouts, self.packing, self.layout):
             yield batch.to(self.device)
 
-    def _states(
-        self, teacher: LocalTeacher, batch: TokenBatch, temperature: float
-    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return hidden states (N, D), the head's weight, and options of the head's operations."""
+    def _states(self, teacher: LocalTeacher, batch: TokenBatch) -> tuple[Head, Tensor]:
+        """Return the teacher's head and its (N, D) hidden states."""
         use(teacher.model, teacher.adapter)
-        weight_VD, bias_V = head(teacher.model)
-        return (
-            response_hidden(teacher.model, batch),
-            weight_VD,
-            {"bias_V": bias_V, "temperature": temperature},
-        )
+        return head(teacher.model), response_hidden(teacher.model, batch)
 
     def _own(
-        self, states: Sequence[tuple[Tensor, Tensor, dict[str, Any]]], batch: TokenBatch, kappa: int
+        self, states: Sequence[tuple[Head, Tensor]], batch: TokenBatch, kappa: int, temperature: float
     ) -> TeacherTopK:
         """Return each teacher's top entries of a micro-batch, without vocabulary padding."""
         ids, logps, token_logps = [], [], []
-        for hidden_ND, weight_VD, options in states:
-            top = linear_topk_logprobs(hidden_ND, weight_VD, kappa, token_ids_N=batch.token_ids_N, **options)
+        for output, hidden_ND in states:
+            top = output.topk(hidden_ND, kappa, batch.token_ids_N, temperature)
             ids_NS, logps_NS = top.ids_NS, top.logps_NS
-            if weight_VD.shape[0] > self.shared:
+            if output.weight_VD.shape[0] > self.shared:
                 ids_NS, logps_NS, dropped = without_padding(ids_NS, logps_NS, self.shared)
                 self.drop(dropped)
-            assert top.token_logp_N is not None  # ids were given
+            assert top.token_logp_N is not None
             ids.append(ids_NS)
             logps.append(logps_NS)
             token_logps.append(top.token_logp_N)

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from smopd.engine.types import Rollout, TeacherTopK
 
-GATHER_BYTES = 64 << 20  # ours: most bytes of head rows gathered at a time
-
 log = logging.getLogger(__name__)
 
 
@@ -77,34 +75,6 @@ def others_ids(ids_NMS: Tensor, logps_NMS: Tensor, teacher: int) -> tuple[Tensor
     first_NS[:, 1:] = sorted_NS[:, 1:] != sorted_NS[:, :-1]
     new_NS = torch.empty_like(first_NS).scatter_(-1, place_NS, first_NS) & ~empty_NS
     return ids_NS[:, kappa:].contiguous(), new_NS[:, kappa:]
-
-
-def given_logprobs(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    given_NU: Tensor,
-    token_ids_N: Tensor,
-    token_logp_N: Tensor,
-    *,
-    bias_V: Tensor | None = None,
-    temperature: float = 1.0,
-) -> Tensor:
-    """Return (N, U) fp32 log-probabilities of the given ids, without a pass over the vocabulary.
-
-    log p(v) = log p(y) + (logit(v) - logit(y)) / T, where log p(y) of the row's token is known.
-    """
-    n_tokens, n_given = given_NU.shape
-    wanted_NU = torch.cat([token_ids_N[:, None], given_NU], 1).long()
-    logits_NU = torch.empty(wanted_NU.shape, device=hidden_ND.device)
-    step = max(1, GATHER_BYTES // (4 * (n_given + 1) * hidden_ND.shape[1]))
-    for start in range(0, n_tokens, step):
-        rows = slice(start, start + step)
-        columns_NUD = weight_VD[wanted_NU[rows]].float()
-        logits_nu = torch.einsum("nud,nd->nu", columns_NUD, hidden_ND[rows].float())
-        if bias_V is not None:
-            logits_nu += bias_V[wanted_NU[rows]].float()
-        logits_NU[rows] = logits_nu.to(hidden_ND.dtype)
-    return token_logp_N[:, None] + (logits_NU[:, 1:] - logits_NU[:, :1]) / temperature
 
 
 def united(own: TeacherTopK, of_others: Mapping[int, Tensor]) -> TeacherTopK:

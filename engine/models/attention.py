@@ -1,4 +1,4 @@
-"""How packed rows attend: under a mask over whole rows, whose cost is their square, or a piece at a time.
+"""Attention over packed rows: under one mask, or one piece at a time, which saves the square of the row.
 
 Shapes: T positions of a packed batch, S pieces, H heads, K key-value heads, G = H / K, d head dimension.
 """
@@ -8,116 +8,128 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import attention, functional
+from torch.nn import functional
 from torch.nn.attention import varlen
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from smopd.engine.models.sizes import numbers_of
-from smopd.engine.types import Piece, TokenBatch
+from smopd.engine.types import Attends, Piece, TokenBatch
 from smopd.kernels.ops.attention import by_halves
 
-MASKED = "sdpa"
-SHORT = 256
-"""Under so many positions a unit attends faster under a mask on a CPU (ours; docs/architecture.md)."""
-PIECES = "smopd_pieces"  # the name among transformers' attention functions
+PIECES = "smopd_pieces"  # names among transformers' attention functions
 TOKENS = "smopd_token"
-PROBE_TOLERANCE = 3e-2  # ours: relative to the largest value, a few roundings of bfloat16
-PROBE = (  # two units and one without responses
-    Piece(0, 7),
-    Piece(7, 8, 0, 3),
-    Piece(8, 27, 0, 3),
-    Piece(27, 28),
-    Piece(28, 60),
-    Piece(60, 64, 28, 50),
-)
+PACKED_LAYERS = {"full_attention", "sliding_attention"}  # transformers' layer types that our masks express
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
-"""Tells torch that keys have fewer heads than queries; torch 2.11 takes that unasked."""
+"""Needed since torch 2.12 if keys have fewer heads than queries."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, Sequence[Piece], "float | None"], Tensor]
 """(T, H, d) queries, (T, K, d) keys and values, pieces, scale -> (T, H, d)."""
 
 
-def choose(model: PreTrainedModel, wanted: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Sets how `model` attends; returns a description for the log.
+def set_attention(model: PreTrainedModel, attends: Attends) -> None:
+    """Select the attention function of `model`: ours for pieces, else transformers'."""
+    if attends == "pieces":
+        _register(PIECES, attend_pieces)
+    model.set_attn_implementation(PIECES if attends == "pieces" else native(model))
+
+
+def native(model: PreTrainedModel) -> str:
+    """Return the transformers attention that computes this model: sdpa, or eager if sdpa lacks a feature."""
+    return "sdpa" if model._supports_sdpa and not _needs_eager(model) else "eager"
+
+
+def _needs_eager(model: PreTrainedModel) -> str | None:
+    if cap := getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        return f"the model caps its attention scores at {cap}"
+    if any(hasattr(module, "sinks") for module in model.modules()):
+        return "the model has attention sinks"
+    return None
+
+
+def _register(name: str, attend: Callable[..., tuple[Tensor, None]]) -> None:
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, AttentionMaskInterface()["sdpa"])
+
+
+def why_not_pieces(model: PreTrainedModel, dtype: torch.dtype | None = None) -> str | None:
+    """Return why `model` cannot attend piece by piece, or None.
 
     Args:
-        wanted: "auto", "sdpa" (the mask) or "flash" (a piece at a time).
-        dtype: that of the computation.
-    Raises:
-        ValueError: "flash" cannot serve here.
+        dtype: of the computation.
     """
-    flash_3 = wanted != "sdpa" and own_way(model) is None and device.type == "cuda" and use_flash_3(device)
-    reason = "as set" if wanted == "sdpa" else own_way(model) or fault(model, device, dtype)
-    if flash_3 and reason is not None:
-        attention.restore_flash_attention_impl()
-        flash_3, reason = False, fault(model, device, dtype)
-    if wanted == "flash" and reason is not None:
-        raise ValueError(f"attention: 'flash' cannot serve, {reason}; expected 'auto' or 'sdpa'")
-    if reason is not None:
-        model.set_attn_implementation(MASKED)
-        return f"sdpa under a mask ({reason})"
-    _set(model, PIECES, attend_pieces)
-    if device.type == "cpu":
-        return f"a sequence at a time, from {SHORT} positions on"
-    return "torch's variable-length kernels" + (" by FlashAttention 3" if flash_3 else "")
+    if model.device.type == "cuda" and dtype == torch.float32:
+        return "torch's variable-length kernels take no fp32"
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or [])
+    if others := sorted(kinds - {"full_attention"}):
+        return f"the model has {others} layers"
+    if not kinds and window_of(config):
+        return f"the model attends to the last {config.sliding_window} tokens"
+    if reason := _needs_eager(model):
+        return reason
+    if getattr(config, "v_head_dim", None):
+        return "the head size of the model's values differs"
+    if not model._supports_attention_backend:
+        return "the model's attention is not replaceable"
+    return why_not_packed(model)
 
 
-def use_flash_3(device: torch.device) -> bool:
-    """Has torch's kernels computed by FlashAttention 3 on sm_90 if `flash_attn_interface` is installed.
-
-    Source: torch.nn.attention.activate_flash_attention_impl (torch 2.11). It holds for the process.
-    """
-    here = torch.cuda.get_device_capability(device)[0] == 9 and find_spec("flash_attn_interface") is not None
-    if here:
-        attention.activate_flash_attention_impl("FA3")
-    return here
-
-
-def _set(model: PreTrainedModel, name: str, attend: Callable[..., tuple[Tensor, None]]) -> None:
-    AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, AttentionMaskInterface()[MASKED])
-    model.set_attn_implementation(name)
+def why_not_packed(model: PreTrainedModel) -> str | None:
+    """Return why a mask cannot separate packed sequences in `model`, or None."""
+    config = model.config.get_text_config()
+    if others := sorted(set(getattr(config, "layer_types", None) or []) - PACKED_LAYERS):
+        return f"the model has {others} layers"
+    if model._is_stateful or any(isinstance(m, torch.nn.Conv1d) for m in model.modules()):
+        return "the model has recurrent or convolutional layers"
+    return None
 
 
-def choose_together(models: Sequence[PreTrainedModel]) -> None:
-    """Sets one way to attend for frozen models that score the same batches."""
-    for wanted in ("auto", "sdpa"):
-        for model in models:
-            choose(model, wanted, model.device, model.dtype)
-        if all(takes_pieces(model) for model in models):
-            return
+def window_of(config: Any) -> int | None:
+    """Return the sliding window of a text config, or None if it covers the whole context."""
+    window = getattr(config, "sliding_window", None)
+    return window if window and window < getattr(config, "max_position_embeddings", window + 1) else None
 
 
-def takes_pieces(model: PreTrainedModel) -> bool:
-    """Whether the pieces of a batch of one row attend one at a time."""
-    return model.config._attn_implementation == PIECES
+def rope_boundary(model: PreTrainedModel) -> int | None:
+    """Return the length above which the rotary embedding of a whole batch changes, or None."""
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    boundaries = []
+    for each in [rope] if "rope_type" in rope else rope.values():
+        if each.get("rope_type") == "longrope":
+            boundaries.append(each["original_max_position_embeddings"])
+        elif each.get("rope_type") == "dynamic":
+            boundaries.append(config.max_position_embeddings)
+    return min(boundaries, default=None)
 
 
-def one_row_from(model: PreTrainedModel) -> int | None:
-    """`pack`'s argument that suits how `model` attends."""
-    if not takes_pieces(model):
-        return None
-    return SHORT if model.device.type == "cpu" else 0
+def reset_rope(model: PreTrainedModel) -> None:
+    """Make dynamic rotary embeddings forget the longest sequence so far, which transformers keeps."""
+    if rope_boundary(model) is not None:
+        for module in model.modules():
+            if getattr(module, "rope_type", None) == "dynamic":
+                module.max_seq_len_cached = module.original_max_seq_len
+                module.register_buffer("inv_freq", module.original_inv_freq, persistent=False)
 
 
 def decoder_inputs(model: PreTrainedModel, batch: TokenBatch) -> dict[str, Any]:
-    """What the decoder of `model` takes for `batch`, by its way to attend."""
+    """Return the arguments of the decoder's forward for `batch`."""
+    if batch.attends == "plain":  # a sequence a row, padded at the end: causal layers need no mask
+        return {"input_ids": batch.input_ids}
     inputs: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
-    if takes_pieces(model) and batch.one_row:
-        unused_mask = batch.input_ids.new_ones(1, 1, 1, 1)  # without one transformers makes one of the rows
+    if batch.attends == "pieces":
+        unused_mask = batch.input_ids.new_ones(1, 1, 1, 1)  # keeps transformers from building one
         return inputs | {"attention_mask": unused_mask, "pieces": batch.pieces}
     mask = mask_of(batch.pieces, batch.input_ids.shape, batch.input_ids.device)
-    return inputs | {"attention_mask": mask}
+    return inputs | {"attention_mask": layer_masks(model, mask, batch.position_ids, batch.position_ids)}
 
 
 def mask_of(pieces: Sequence[Piece], shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """(rows, 1, L, L) bool, True where a position may look, for rows of this (rows, L) shape."""
+    """Return the (rows, 1, L, L) bool mask of (rows, L) positions, True where a query sees a key."""
     spans_S4 = torch.tensor(pieces)
     spans_T4 = spans_S4.repeat_interleave(spans_S4[:, 1] - spans_S4[:, 0], 0).to(device)
     begin, _, prompt_begin, prompt_end = spans_T4.view(*shape, 1, 4).unbind(-1)
@@ -127,7 +139,33 @@ def mask_of(pieces: Sequence[Piece], shape: tuple[int, ...], device: torch.devic
     return (own | (prompt_begin <= key) & (key < prompt_end))[:, None]
 
 
-@torch.compiler.disable  # the pieces are other ones in each batch
+def layer_masks(
+    model: PreTrainedModel, mask: Tensor, query_RQ: Tensor, key_RK: Tensor
+) -> Tensor | dict[str, Tensor]:
+    """Return `mask` as the layers of `model` take it: with their windows, by layer type, added if eager.
+
+    Args:
+        mask: (R or 1, 1, Q, K) bool.
+        query_RQ, key_RK: positions of queries and keys in their sequences.
+    """
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or [])
+    eager = config._attn_implementation == "eager"
+    dtype = model.get_input_embeddings().weight.dtype
+
+    def as_taken(mask: Tensor) -> Tensor:
+        return (
+            torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min) if eager else mask
+        )
+
+    window = window_of(config)
+    if window is None or (kinds and "sliding_attention" not in kinds):
+        return as_taken(mask)
+    sliding = as_taken(mask & (query_RQ[:, None, :, None] - key_RK[:, None, None, :] < window))
+    return {"full_attention": as_taken(mask), "sliding_attention": sliding} if kinds else sliding
+
+
+@torch.compiler.disable  # pieces differ in each batch
 def attend_pieces(
     module: torch.nn.Module,
     query: Tensor,
@@ -139,21 +177,25 @@ def attend_pieces(
     pieces: Sequence[Piece] | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: (1, H, T, d) queries, (1, K, T, d) keys, values -> (1, T, H, d).
+    """Attend by pieces as a transformers attention function, or by sdpa if there are none.
 
-    sdpa in calls without pieces.
+    (1, H, T, d) queries, (1, K, T, d) keys and values -> (1, T, H, d).
     """
     if pieces is None:
-        sdpa = AttentionInterface()[MASKED]
+        sdpa = AttentionInterface()["sdpa"]
         return sdpa(module, query, key, value, attention_mask, scaling=scaling, **others)
-    query_THd, key_TKd, value_TKd = (x[0].transpose(0, 1) for x in (query, key, value))
-    return _form(query.device)(query_THd, key_TKd, value_TKd, pieces, scaling)[None], None
+    # the kernels take no fp32, which only the self-check passes on a GPU
+    dtype = torch.bfloat16 if query.is_cuda and query.dtype == torch.float32 else query.dtype
+    query_THd, key_TKd, value_TKd = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
+    out_THd = _form(query.device)(query_THd, key_TKd, value_TKd, pieces, scaling)
+    return out_THd[None].to(query.dtype), None
 
 
-def choose_for_sampling(model: PreTrainedModel) -> None:
-    """Where `model` attends by sdpa, it does by `attend_token` from now on."""
-    if model.config._attn_implementation == MASKED and model._supports_attention_backend:
-        _set(model, TOKENS, attend_token)
+def set_token_attention(model: PreTrainedModel) -> None:
+    """Select `attend_token` where `model` attends by sdpa."""
+    if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
+        _register(TOKENS, attend_token)
+        model.set_attn_implementation(TOKENS)
 
 
 def attend_token(
@@ -164,15 +206,15 @@ def attend_token(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """sdpa without the copies of keys and values that transformers makes under a mask until 5.23.
+    """sdpa without the copies of keys and values that transformers < 5.24 makes under a mask.
 
-    (R, H, 1, d) queries, (R, K, T, d) keys and values, (R or 1, 1, 1, T) mask -> (R, 1, H, d), with the G
-    heads of a key-value head as G queries of it. Calls of other shapes are sdpa's.
+    (R, H, 1, d) queries, (R, K, T, d) keys and values, (R or 1, 1, 1, T) mask -> (R, 1, H, d). The G heads
+    of a key-value head become G queries. Other shapes go to sdpa.
     """
     n_rows, n_heads, n_queries, _ = query.shape
     shared = attention_mask is not None and attention_mask.shape[1] == 1
     if n_queries != 1 or n_heads == key.shape[1] or not shared or options.get("position_bias") is not None:
-        return AttentionInterface()[MASKED](module, query, key, value, attention_mask, **options)
+        return AttentionInterface()["sdpa"](module, query, key, value, attention_mask, **options)
     query_RKGd = query.view(n_rows, key.shape[1], -1, query.shape[-1])
     scale = options.get("scaling")
     out_RKGd = functional.scaled_dot_product_attention(query_RKGd, key, value, attention_mask, scale=scale)
@@ -183,32 +225,22 @@ def _form(device: torch.device) -> Attend:
     return by_halves if device.type == "cpu" else by_kernel
 
 
-def by_mask(
-    query_THd: Tensor, key_TKd: Tensor, value_TKd: Tensor, pieces: Sequence[Piece], scale: float | None
-) -> Tensor:
-    """sdpa under the mask: what the others are held to."""
-    query, key, value = (x.transpose(0, 1)[None] for x in (query_THd, key_TKd, value_TKd))
-    mask = mask_of(pieces, (1, len(query_THd)), query_THd.device)
-    out = functional.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True)
-    return out[0].transpose(0, 1)
-
-
 def by_kernel(
     query_THd: Tensor, key_TKd: Tensor, value_TKd: Tensor, pieces: Sequence[Piece], scale: float | None
 ) -> Tensor:
-    """torch's variable-length kernels, whose causal mask is aligned at the bottom right; CUDA alone."""
+    """torch's variable-length kernels, CUDA only. Their causal mask is aligned at the bottom right."""
     query = query_THd.contiguous()
     key, value = (_behind_prompts(x, pieces).contiguous() for x in (key_TKd, value_TKd))
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0), **GROUPED}
     out = varlen.varlen_attn(query, key, value, *_starts(tuple(pieces), query.device), **options)
-    assert isinstance(out, Tensor)  # nothing else was asked for
+    assert isinstance(out, Tensor)
     return out
 
 
 def _behind_prompts(x_TKd: Tensor, pieces: Sequence[Piece]) -> Tensor:
-    """The keys (or values) of all pieces, each with its prompt's before its own.
+    """Return the keys (or values) of all pieces, each preceded by those of its shared prompt.
 
-    Cut and joined, not indexed, so that the gradient of a prompt is summed in one order on GPUs too.
+    Split and concatenated instead of indexed, so that gradients of a prompt are summed in a fixed order.
     """
     if all(piece.prompt_begin == piece.prompt_end for piece in pieces):
         return x_TKd
@@ -222,56 +254,11 @@ def _behind_prompts(x_TKd: Tensor, pieces: Sequence[Piece]) -> Tensor:
     return torch.cat(taken)
 
 
-@lru_cache(maxsize=4)  # of the layers of a batch
+@lru_cache(maxsize=4)  # shared by the layers of a batch
 def _starts(pieces: tuple[Piece, ...], device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-    """Of queries and of keys, (S + 1,) int32, and the longest piece by each."""
+    """Return the (S + 1,) int32 starts of queries and of keys, and the longest piece by each."""
     n_keys = (piece.end - piece.begin + piece.prompt_end - piece.prompt_begin for piece in pieces)
     places = [piece.begin for piece in pieces] + [pieces[-1].end], list(accumulate(n_keys, initial=0))
     queries, keys = (torch.tensor(place, dtype=torch.int32, device=device) for place in places)
     longest, most_keys = (max(end - begin for begin, end in pairwise(place)) for place in places)
     return queries, keys, longest, most_keys
-
-
-def own_way(model: PreTrainedModel) -> str | None:
-    """Why pieces cannot serve the model: its layers are more than causal attention."""
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or [])
-    if others := sorted(kinds - {"full_attention"}):
-        return f"the model has {others} layers"
-    if not kinds and getattr(config, "sliding_window", None):
-        return f"the model attends to the last {config.sliding_window} tokens"
-    if cap := getattr(config, "attn_logit_softcapping", None):
-        return f"the model caps its scores at {cap}"
-    if any(hasattr(module, "sinks") for module in model.modules()):
-        return "the model has attention sinks"
-    if getattr(config, "v_head_dim", None):
-        return "the model's values have a head size of their own"
-    if not model._supports_attention_backend:
-        return "the model's attention is its own code"
-    return None
-
-
-def fault(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why pieces cannot serve on the device; None where output and gradients agree with sdpa."""
-    numbers = numbers_of(model)
-    generator = torch.Generator(device).manual_seed(0)
-    inputs = [
-        torch.randn(PROBE[-1].end, n, numbers.head_dim, generator=generator, device=device, dtype=dtype)
-        for n in (numbers.heads, numbers.kv_heads, numbers.kv_heads)
-    ]
-
-    def results(attend: Attend) -> list[Tensor]:
-        query, key, value = leaves = [x.clone().requires_grad_() for x in inputs]
-        with torch.enable_grad():
-            out = attend(query, key, value, PROBE, None)
-            return [out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)]
-
-    try:
-        found = results(_form(device))
-    except (AttributeError, ImportError, RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        return f"torch's kernels cannot run here: {type(error).__name__} {str(error)[:120]!r}"
-    for mine, expected in zip(found, results(by_mask), strict=True):
-        off = float((mine.float() - expected.float()).abs().max() / expected.float().abs().max())
-        if not off <= PROBE_TOLERANCE:
-            return f"torch's kernels are {off:.1e} off sdpa"
-    return None

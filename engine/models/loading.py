@@ -1,12 +1,13 @@
-"""Causal language models from a path or hub id, and the two halves that the fused operations need of them."""
+"""Load causal language models and tokenizers from a folder or hub id."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -21,37 +22,27 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from smopd.engine.models.attention import decoder_inputs
-from smopd.engine.types import TokenBatch
+from smopd.engine.errors import UnusableModel
 
-# What a model's family does to its logits after the head, by the name that its config gives it.
+# Names in configs of what follows the output head.
 SCALES = ("logit_scale", "output_multiplier", "output_multiplier_scale", "lm_head_multiplier")
 DIVISOR = "logits_scaling"
-MULTIPLIES = ("hyperclovax",)  # where the divisor's name means a factor
+MULTIPLIES = ("hyperclovax",)  # families that multiply by their divisor
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
 
 
-class UnusableModel(ValueError):
-    """A model that is there and cannot be trained or sampled; says which and why."""
-
-
 def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
-    """The model at `path` (a folder, also with ~, or a hub id) in `dtype`, with sdpa attention.
+    """Load the model at `path` (a folder, also with ~, or a hub id) in `dtype`.
 
     Raises:
         FileNotFoundError: there is no such folder or hub id, or no model in it.
-        UnusableModel: it is damaged or incomplete, of an unknown architecture or no causal language model; or
-            its attention is not causal over the whole context, so packed rows cannot be masked; or its logits
-            are capped, so no linear head gives them.
+        UnusableModel: the model is damaged, incomplete, of an unknown architecture or not a causal language
+            model.
     """
     place, config = _read_config(path)
-    try:
-        logit_scale(config.get_text_config())
-    except ValueError as error:
-        raise UnusableModel(f"model {path}: {error}") from error
     with load_errors(path):
         found: Any = AutoModelForCausalLM.from_pretrained(
-            place, config=config, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+            place, config=config, dtype=dtype, output_loading_info=True
         )
     model: PreTrainedModel = found[0]
     if missing := sorted(found[1]["missing_keys"]):
@@ -59,24 +50,34 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str 
         raise UnusableModel(
             f"model {path}: its files lack {len(missing)} of the weights of a {type(model).__name__}: {shown}"
         )
-    _require_full_attention(model.config, path)
-    module: nn.Module = model  # transformers' own annotation of `to` takes no device
+    _untie(model, path)
+    module: nn.Module = model  # transformers' annotation of `to` takes no device
     module.to(device)
     return model.eval()
 
 
+def _untie(model: PreTrainedModel, path: str | Path) -> None:
+    """Set tie_word_embeddings to false if the files hold another head; UnusableModel if there is no head."""
+    output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if not isinstance(getattr(output, "weight", None), Tensor):
+        raise UnusableModel(f"model {path}: a {type(model).__name__} has no output head, expected lm_head")
+    if output.weight is not embedding.weight:
+        for config in {id(each): each for each in (model.config, model.config.get_text_config())}.values():
+            config.tie_word_embeddings = False
+
+
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model at `path`.
+    """Load the tokenizer of the model at `path`.
 
     Raises:
         FileNotFoundError: there is no such folder or hub id, or no tokenizer in it.
-        UnusableModel: it cannot be read.
+        UnusableModel: the tokenizer cannot be read.
     """
     place = _place(path)
     with load_errors(path):
         tokenizer = AutoTokenizer.from_pretrained(place)
     files = list(tokenizer.vocab_files_names.values())
-    # transformers makes an empty tokenizer of the model's kind where there is none.
+    # without files, transformers creates an empty tokenizer
     if files and Path(place).is_dir() and not any((Path(place) / file).is_file() for file in files):
         raise FileNotFoundError(
             f"model {path}: has no tokenizer, expected one of {', '.join(files)} beside it"
@@ -85,17 +86,32 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def stored_dtype(path: str | Path) -> torch.dtype:
-    """The dtype in which the model at `path` is stored; exports keep it. Raises as `load_model`."""
+    """Return the dtype of the model's files, which exports keep."""
     dtype = _read_config(path)[1].dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
+def require_exportable(path: str | Path) -> None:
+    """Raise UnusableModel if config, generation config or tokenizer at `path` cannot be saved."""
+    place, config = _read_config(path)
+    parts: dict[str, Any] = {"config": config, "tokenizer": load_tokenizer(path)}
+    with suppress(OSError):
+        parts["generation_config"] = GenerationConfig.from_pretrained(place)
+    for name, part in parts.items():
+        try:
+            with TemporaryDirectory() as folder:
+                part.save_pretrained(folder)
+        except Exception as error:  # transformers validates when it saves
+            raise UnusableModel(
+                f"model {path}: its {name} cannot be saved with an export ({' '.join(str(error).split())})"
+            ) from error
+
+
 def describe(path: str | Path) -> tuple[PreTrainedConfig, tuple[int, ...]]:
-    """The config of the model at `path`, and every id that ends a response, ascending; reads no weights.
+    """Return the config of the model at `path` and its sorted end-of-sequence ids, without reading weights.
 
     Raises:
-        FileNotFoundError: as `load_model`.
-        UnusableModel: neither its generation config nor its tokenizer has an end token.
+        UnusableModel: neither the generation config nor the tokenizer has an end token.
     """
     place, config = _read_config(path)
     with load_errors(path):
@@ -111,33 +127,35 @@ def describe(path: str | Path) -> tuple[PreTrainedConfig, tuple[int, ...]]:
     return config, tuple(sorted(found))
 
 
-def response_hidden(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
-    """(N, D) final hidden states that predict the batch's response tokens, times the scale of the logits."""
-    states = model.get_decoder()(**decoder_inputs(model, batch), use_cache=False).last_hidden_state
-    hidden_ND = states.flatten(0, 1).index_select(0, batch.predictor_N)
-    scale = logit_scale(model.config.get_text_config())
-    return hidden_ND if scale == 1 else hidden_ND * scale
-
-
-def head(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
-    """The output embedding's weight (V, D) and bias (V,)."""
-    output = model.get_output_embeddings()
-    return output.weight, getattr(output, "bias", None)
-
-
 def cache_argument(model: PreTrainedModel) -> str:
-    """The name under which `forward` takes the key-value cache: `cache` since transformers 5.24."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    """Return the name of the forward's cache argument: `cache` since transformers 5.24."""
+    names = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "cache_params") if name in names), "past_key_values")
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """Return the decoder without the head."""
+    found = model.get_decoder()
+    return model.model if found is model else found  # of Llama 4
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the decoder's layers, whatever their name: the first list of num_hidden_layers modules."""
+    n_layers = model.config.get_text_config().num_hidden_layers
+    for module in decoder_of(model).children():
+        if isinstance(module, nn.ModuleList) and len(module) == n_layers:
+            return module
+    raise UnusableModel(f"model {model.name_or_path}: a {type(model).__name__} has no list of decoder layers")
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """`gradient_checkpointing_enable`, which transformers 5.23 renamed, without reentry."""
+    """Enable activation checkpointing, which transformers 5.23 renamed."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
 
 def _read_config(path: str | Path) -> tuple[str, PreTrainedConfig]:
-    """Where transformers finds the model at `path`, and its config."""
+    """Return the place of the model at `path` for transformers, and its config."""
     place = _place(path)
     if Path(place).is_dir() and not (Path(place) / "config.json").is_file():
         raise FileNotFoundError(f"model {path}: this folder has no config.json, expected a saved model")
@@ -146,43 +164,30 @@ def _read_config(path: str | Path) -> tuple[str, PreTrainedConfig]:
 
 
 def _place(path: str | Path) -> str:
-    """`path` with ~ expanded: a folder that is there, or what can only be a hub id."""
+    """Return `path` with ~ expanded: an existing folder, or what may be a hub id."""
     place = str(Path(path).expanduser()) if str(path).startswith("~") else str(path)
     if not Path(place).is_dir() and (place.startswith((".", "/")) or place.count("/") > 1):
         raise FileNotFoundError(f"model {path}: no such folder, expected one with config.json, or a hub id")
     return place
 
 
-def _require_full_attention(config: Any, path: str | Path) -> None:
-    kinds = set(getattr(config, "layer_types", None) or [])
-    if kinds - {"full_attention"}:
-        raise UnusableModel(f"model {path}: has {sorted(kinds)} layers, expected full_attention alone")
-    # Older architectures name no layer types: a window, if there is one, is every layer's.
-    window = None if kinds else getattr(config, "sliding_window", None)
-    if window and window < config.max_position_embeddings:
-        raise UnusableModel(
-            f"model {path}: attends to the last {window} of up to {config.max_position_embeddings} tokens, "
-            "expected full attention"
-        )
-
-
 @contextmanager
 def load_errors(path: str | Path) -> Iterator[None]:
-    """Rephrases what transformers raises for a place without a model in a line that names the place."""
+    """Turn errors of transformers into one line that names the model."""
     try:
         yield
     except OSError as error:
-        if error.errno is not None:  # of the operating system, not about the model
+        if error.errno is not None:  # from the operating system
             raise
         raise FileNotFoundError(
             f"model {path}: cannot be loaded, expected a folder with a saved model, or a hub id that can be "
             f"reached ({_first_line(error)})"
         ) from error
-    except UnpicklingError as error:  # nothing that it holds has run
+    except UnpicklingError as error:  # nothing in the file has run
         raise UnusableModel(
             f"model {path}: its pickled weights hold more than weights; expected safetensors"
         ) from error
-    except Exception as error:  # of safetensors, torch or the configuration: all say what is wrong
+    except Exception as error:  # from safetensors, torch or the config
         raise UnusableModel(f"model {path}: cannot be loaded ({_first_line(error)})") from error
 
 
@@ -191,17 +196,15 @@ def _first_line(error: Exception) -> str:
 
 
 def logit_scale(config: Any) -> float:
-    """The factor of the logits of a language model with this (text) config.
-
-    Raises:
-        ValueError: it caps its logits, which no linear head can express.
-    """
+    """Return the factor of a linear head's logits, by a text config; ValueError if they are capped."""
     for name in CAPS:
         if cap := getattr(config, name, None):
-            raise ValueError(
-                f"{config.model_type} has {name}={cap}, expected none: "
-                "the fused operations take a linear head"
-            )
+            raise ValueError(f"{config.model_type} has {name}={cap}, expected none: this needs a linear head")
+    return logit_factor(config)
+
+
+def logit_factor(config: Any) -> float:
+    """Return the factor of the logits before a cap, by a text config."""
     for name in SCALES:
         if getattr(config, name, None) is not None:
             return float(getattr(config, name))
@@ -209,3 +212,8 @@ def logit_scale(config: Any) -> float:
     if divisor is None:
         return 1.0
     return float(divisor) if config.model_type in MULTIPLIES else 1.0 / float(divisor)
+
+
+def logit_cap(config: Any) -> float | None:
+    """Return c if the model's logits are c * tanh(logits / c), else None."""
+    return next((float(cap) for name in CAPS if (cap := getattr(config, name, None))), None)

@@ -1,6 +1,6 @@
-"""Token-budget packing: ragged rollouts -> micro-batches whose rows hold units, prompts with their responses.
+"""Packing of ragged rollouts into micro-batches whose rows hold units: prompts with their responses.
 
-A response's last token is predicted but never read, so it takes no position.
+The last token of a response is predicted but never read, so it takes no position.
 """
 
 from __future__ import annotations
@@ -12,52 +12,51 @@ from itertools import accumulate, groupby
 import torch
 
 from smopd.engine.settings import Packing
-from smopd.engine.types import Piece, Rollout, TokenBatch
+from smopd.engine.types import Attends, Layout, Piece, Rollout, TokenBatch
 
-KEPT = 8  # ours: layouts that are kept: a step's whole batch and its mini-batches are asked for several times
+CACHED = 8  # layouts (ours): a step asks several times for its whole batch and its mini-batches
+MASKED = Layout()
 
 
 def flat_offsets(rollouts: Sequence[Rollout]) -> list[int]:
-    """Where each response begins in the flat token order; one more entry than there are rollouts."""
+    """Return the start of each response in the flat token order, and the total as last entry."""
     return list(accumulate((len(rollout.response_ids) for rollout in rollouts), initial=0))
 
 
-def pack(
-    rollouts: Sequence[Rollout], packing: Packing, *, one_row_from: int | None = None
-) -> tuple[TokenBatch, ...]:
-    """Micro-batches on the CPU that hold every response token exactly once; made once for the same arguments.
+def pack(rollouts: Sequence[Rollout], packing: Packing, layout: Layout = MASKED) -> tuple[TokenBatch, ...]:
+    """Return micro-batches on the CPU that hold every response token exactly once; cached.
 
-    Rows are as long as the longest unit of their micro-batch, and shorter units share rows.
-
-    Args:
-        rollouts: responses; those of one group must stand together to share their prompt.
-        one_row_from: a micro-batch whose longest unit has so many positions is one row without padding, for
-            attention by pieces. None: none is.
+    Rows are as long as the longest unit of their micro-batch, and shorter units share rows. Responses of one
+    group must be adjacent to share their prompt.
     """
-    return _pack(tuple(rollouts), packing.micro_batch_tokens, packing.share_prompts, one_row_from)
+    return _pack(tuple(rollouts), packing.micro_batch_tokens, packing.share_prompts, layout)
 
 
-@lru_cache(KEPT)
+@lru_cache(CACHED)
 def _pack(
-    rollouts: tuple[Rollout, ...], budget: int, share_prompts: bool, one_row_from: int | None
+    rollouts: tuple[Rollout, ...], budget: int, share_prompts: bool, layout: Layout
 ) -> tuple[TokenBatch, ...]:
-    offsets = flat_offsets(rollouts)
-    units = sorted(
-        _units(rollouts, budget, share_prompts), key=lambda unit: _length(rollouts, unit), reverse=True
-    )
+    offsets, plain = flat_offsets(rollouts), layout.attends == "plain"
+    limit = layout.alone_above
+    alone = {i for i in range(len(rollouts)) if limit is not None and _length(rollouts, [i]) > limit}
     batches = []
+    for i in sorted(alone):
+        batches.append(_lay_out(rollouts, offsets, [[[i]]], _length(rollouts, [i]), layout.attends))
+    others = [i for i in range(len(rollouts)) if i not in alone]
+    units = _units(rollouts, others, budget, share_prompts and not plain)
+    units.sort(key=lambda unit: _length(rollouts, unit), reverse=True)
     while units:
         longest = _length(rollouts, units[0])
-        one_row = one_row_from is not None and longest >= one_row_from
+        one_row = layout.attends == "pieces" and longest >= layout.one_row_from
         row_length = max(budget if one_row else 0, longest, 1)
         rows: list[list[list[int]]] = []
         space: list[int] = []
         later = []
-        limit = max(1, budget // row_length)
+        most_rows = max(1, budget // row_length)
         for unit in units:
             length = _length(rollouts, unit)
-            row = next((i for i, free in enumerate(space) if free >= length), None)
-            if row is None and len(rows) < limit:
+            row = None if plain else next((i for i, free in enumerate(space) if free >= length), None)
+            if row is None and len(rows) < most_rows:
                 row = len(rows)
                 rows.append([])
                 space.append(row_length)
@@ -68,29 +67,30 @@ def _pack(
                 space[row] -= length
         if one_row:
             row_length = max(row_length - space[0], 1)
-        batches.append(_lay_out(rollouts, offsets, rows, row_length, one_row))
+        attends: Attends = "pieces" if one_row else "plain" if plain else "mask"
+        batches.append(_lay_out(rollouts, offsets, rows, row_length, attends))
         units = later
     return tuple(batches)
 
 
 def empty_batch() -> TokenBatch:
-    """One position and no response token: for a rank that has run out of micro-batches."""
+    """Return one position without response tokens, for a rank that has run out of micro-batches."""
     one, none = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-    return TokenBatch(one, one, none, none, none, (Piece(0, 1),), one_row=True)
+    return TokenBatch(one, one, none, none, none, (Piece(0, 1),), "plain")
 
 
 def _length(rollouts: Sequence[Rollout], unit: list[int]) -> int:
     return len(rollouts[unit[0]].prompt_ids) + sum(max(0, len(rollouts[i].response_ids) - 1) for i in unit)
 
 
-def _units(rollouts: Sequence[Rollout], budget: int, share_prompts: bool) -> list[list[int]]:
-    """Indices of rollouts that share one copy of their prompt, cut so that a unit fits the budget."""
+def _units(
+    rollouts: Sequence[Rollout], chosen: Sequence[int], budget: int, share_prompts: bool
+) -> list[list[int]]:
+    """Return lists of rollouts that share one copy of their prompt, cut to fit the budget."""
     if not share_prompts:
-        return [[i] for i in range(len(rollouts))]
+        return [[i] for i in chosen]
     units: list[list[int]] = []
-    for _, members in groupby(
-        range(len(rollouts)), key=lambda i: (rollouts[i].group, rollouts[i].prompt_ids)
-    ):
+    for _, members in groupby(chosen, key=lambda i: (rollouts[i].group, rollouts[i].prompt_ids)):
         unit: list[int] = []
         for i in members:
             if unit and _length(rollouts, [*unit, i]) > budget:
@@ -106,7 +106,7 @@ def _lay_out(
     offsets: list[int],
     rows: list[list[list[int]]],
     row_length: int,
-    one_row: bool,
+    attends: Attends,
 ) -> TokenBatch:
     shape = (len(rows), row_length)
     input_ids = torch.zeros(len(rows) * row_length, dtype=torch.int64)
@@ -149,5 +149,5 @@ def _lay_out(
         token_ids_N=torch.cat(token_ids),
         flat_N=torch.cat(places),
         pieces=tuple(pieces),
-        one_row=one_row,
+        attends=attends,
     )

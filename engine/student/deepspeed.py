@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from smopd.engine import distributed
-from smopd.engine.models.loading import head
+from smopd.engine.models.head import head
 from smopd.engine.settings import TrainSettings
 from smopd.engine.student.optimizers import optimizer
 from smopd.engine.student.strategy import Output, Policy, ThroughHead
@@ -48,7 +48,8 @@ class DeepSpeedZero:
         for parameter, master in masters:
             deepspeed.utils.safe_set_full_fp32_param(parameter, master.to(device))
         if stage == 3:  # the root's forward uses the head's weight, which belongs to another module
-            for tensor in head(policy.model):
+            output = head(policy.model)
+            for tensor in (output.weight_VD, output.bias_V):
                 if tensor is not None:
                     deepspeed.zero.register_external_parameter(policy, tensor)
         self._utils = deepspeed.utils

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from smopd.engine import distributed
+from smopd.engine.models.loading import decoder_layers
 from smopd.engine.settings import TrainSettings
 from smopd.engine.student.optimizers import optimizer
 from smopd.engine.student.strategy import Output, Policy, ThroughHead, UnreadableState
@@ -130,7 +131,7 @@ def _shard(policy: Policy, settings: TrainSettings, device: torch.device) -> Pol
         "offload_policy": CPUOffloadPolicy(device.type == "cuda") if offload else OffloadPolicy(),
     }
     if several or offload or sum(parameter.numel() for parameter in policy.parameters()) > ROOT_ONLY:
-        for layer in policy.model.get_decoder().layers:
+        for layer in decoder_layers(policy.model):
             fully_shard(layer, **options)
     fully_shard(policy, **options)
     for module in policy.modules():

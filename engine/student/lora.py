@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from smopd.engine import distributed
+from smopd.engine.models.loading import decoder_layers
 from smopd.engine.settings import Lora
 
+log = logging.getLogger(__name__)
 ADAPTER = "default"  # peft's name of a single adapter
 ALL_LINEAR = ["all-linear"]
 BASE = ".base_layer."
@@ -40,7 +43,10 @@ def attach(model: PreTrainedModel, lora: Lora, compute_dtype: torch.dtype) -> No
         task_type="CAUSAL_LM",
         base_model_name_or_path=model.name_or_path,
     )
-    inject_adapter_in_model(config, model, ADAPTER)
+    try:
+        inject_adapter_in_model(config, model, ADAPTER)
+    except ValueError as error:  # peft's lines print modules
+        raise ValueError(f"lora: {str(error).splitlines()[0]}") from error
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else compute_dtype)
         if parameter.requires_grad and distributed.world_size() > 1:
@@ -64,18 +70,36 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 
 def _targets(model: PreTrainedModel, wanted: list[str]) -> list[str]:
     """Return the target names. The head and embeddings get no adapters, as the fused head is linear."""
-    linear = {
-        name.rpartition(".")[2]
-        for layer in model.get_decoder().layers
-        for name, module in layer.named_modules()
-        if isinstance(module, nn.Linear)
+    layers = decoder_layers(model)
+    linear = {_last(name) for name, module in layers.named_modules() if isinstance(module, nn.Linear)}
+    experts = {
+        _last(name) for name, value in layers.named_parameters() if ".experts." in name and value.dim() == 3
     }
-    chosen = linear if wanted == ALL_LINEAR else set(wanted)
-    if not chosen or chosen - linear:
+    known = _served(model, sorted(linear)) if experts else linear
+    chosen = known if wanted == ALL_LINEAR else set(wanted)
+    if not chosen or chosen - known:
         raise ValueError(
-            f"lora.targets: got {sorted(wanted)}, expected names among {sorted(linear)} or all-linear alone"
+            f"lora.targets: got {sorted(wanted)}, expected names among {sorted(known)} or all-linear alone"
         )
+    if experts:
+        log.warning("lora: no adapters for the experts: %s", ", ".join(sorted(experts | (linear - known))))
     return sorted(chosen)
+
+
+def _last(name: str) -> str:
+    """Return the last part of a name that is not a number, with what follows."""
+    parts = name.split(".")
+    return ".".join(parts[-2:]) if parts[-1].isdigit() else parts[-1]
+
+
+def _served(model: PreTrainedModel, targets: list[str]) -> set[str]:
+    """Return the targets that peft keeps: it applies some to fused experts instead, which `merged` cannot."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(r=1, target_modules=targets)
+    with torch.device("meta"):
+        inject_adapter_in_model(config, type(model)(model.config), ADAPTER, low_cpu_mem_usage=True)
+    return set(config.target_modules or [])
 
 
 def merged(

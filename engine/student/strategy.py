@@ -1,4 +1,4 @@
-"""How a policy is sharded and stepped: the module, and the protocol of FSDP2 and DeepSpeed."""
+"""The module that is sharded, and the protocol of FSDP2 and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -10,68 +10,66 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from smopd.engine.models.loading import head, response_hidden
+from smopd.engine.models.head import Head, head, response_hidden
 from smopd.engine.types import TokenBatch
 
 Output = TypeVar("Output")
-ThroughHead = Callable[..., Output]
-"""(hidden_ND, weight_VD, bias_V=None) -> what the forward returns."""
+ThroughHead = Callable[[Head, Tensor], Output]
+"""(head, hidden_ND) -> output of the forward, such as a method of Head."""
 
 
 class Policy(nn.Module):
-    """The root that is sharded. The head runs inside its forward, where its weight is whole."""
+    """The sharded root module. The head runs inside its forward, where the weight is gathered."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
 
     def forward(self, batch: TokenBatch, through_head: ThroughHead[Output]) -> Output:
-        weight, bias = head(self.model)
-        return through_head(response_hidden(self.model, batch), weight, bias_V=bias)
+        return through_head(head(self.model), response_hidden(self.model, batch))
 
 
 class UnreadableState(ValueError):
-    """A saved state is not what its strategy writes."""
+    """A saved state that its strategy cannot read."""
 
 
 class Strategy(Protocol):
-    """Parameters, gradients and optimiser state on the ranks. All methods are collective calls.
+    """Sharding of parameters, gradients and optimizer state. All methods are collective calls.
 
-    Gradients are sums over ranks and micro-batches: nothing is averaged.
+    Gradients are summed over ranks and micro-batches, not averaged.
     """
 
     name: str
-    """What checkpoints call it."""
+    """Name in checkpoints."""
     reshards: bool
     """Whether another number of ranks can resume from its checkpoints."""
     policy: Policy
     optimizer: torch.optim.Optimizer
-    """Of the trained parameters; its state is sharded with them."""
 
     def forward(self, batch: TokenBatch, through_head: ThroughHead[Output]) -> Output:
-        """The policy's forward, with whole weights where they are used."""
+        """Run the policy's forward."""
         ...
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Adds the loss's gradient to this update's; `last`: no other micro-batch follows."""
+        """Accumulate the gradient of the loss; `last`: no other micro-batch follows in this update."""
         ...
 
     def step(self, learning_rate: float) -> float:
-        """Clips, steps unless the gradient is not finite, and clears it.
+        """Clip the gradient, step if it is finite, and clear it.
 
         Returns:
-            The gradient's global 2-norm before clipping, the same on every rank.
+            The global gradient norm before clipping, the same on every rank.
         """
         ...
 
     def full(self, parameter: Tensor) -> Tensor:
-        """A parameter or buffer of the policy, whole: the fp32 master where it is trained."""
+        """Gather a parameter (its fp32 master if trained) or buffer of the policy."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Writes the trained parameters and the optimiser's state."""
+        """Write the trained parameters and the optimizer state."""
         ...
 
     def restore(self, folder: Path) -> None:
-        """Reads what `save` wrote."""
+        """Load the state written by `save`."""
         ...

@@ -1,6 +1,6 @@
-"""The model that is being trained: packed micro-batches, a fused head, one optimiser step an update.
+"""The model in training: packed micro-batches, a fused head, and one optimizer step for each update.
 
-Gradients are sums over ranks and micro-batches of a loss whose denominators are global: nothing here divides.
+The loss has global denominators, so gradients are summed over ranks and micro-batches and never divided.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,49 +17,49 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from smopd.engine import distributed
-from smopd.engine.models import attention
-from smopd.engine.models.loading import checkpoint_activations, head
+from smopd.engine.models.head import Head, head
+from smopd.engine.models.loading import checkpoint_activations, decoder_layers
 from smopd.engine.models.packing import empty_batch, flat_offsets, pack
+from smopd.engine.models.paths import choose
 from smopd.engine.settings import TrainSettings
 from smopd.engine.student import lora
 from smopd.engine.student.deepspeed import DeepSpeedZero
 from smopd.engine.student.fsdp import Fsdp2
 from smopd.engine.student.strategy import Policy, Strategy
 from smopd.engine.types import Rollout, TokenBatch
-from smopd.kernels.ops.linear import linear_smopd_loss
-from smopd.kernels.ops.linear_topk import linear_topk_logprobs
 from smopd.kernels.types import LossSettings, LossStats, LossTokens, TopK
 
 log = logging.getLogger(__name__)
-MAX_SKIPPED_UPDATES = 3  # ours: updates of a run whose gradient is not finite
+MAX_SKIPPED_UPDATES = 3  # ours
 
 
 class NonFiniteGradient(RuntimeError):
-    """Too many updates had a gradient that was not finite."""
+    """More than MAX_SKIPPED_UPDATES updates had a non-finite gradient."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """What one optimiser step did."""
+    """The result of one optimizer step."""
 
     stats: LossStats
-    """Per token in this rank's flat order; the loss terms are this rank's share of the global sums."""
+    """Per token in this rank's flat order; loss terms are this rank's share of the global sums."""
     grad_norm: float
-    """Global 2-norm of the gradient before clipping."""
+    """Global gradient norm before clipping."""
     skipped: bool
-    """The gradient was not finite and the parameters were left alone."""
+    """The gradient was not finite, so the parameters did not change."""
     micro_batches: int
 
 
 class Student:
-    """Trains one causal language model.
+    """A causal language model in training.
 
     Args:
-        model: fp32 (with adapters the compute dtype will do), unsharded, the same on every rank.
-        schedule: the learning rate's factor at an update, counted from 0, beside the warm-up. None: 1.
+        model: unsharded and equal on all ranks; fp32, or the compute dtype under LoRA.
+        schedule: update (from 0) -> factor of the learning rate, besides the warm-up. None: 1.
     Raises:
-        ValueError: settings that do not go together, or that this model cannot serve.
-        ImportError: the strategy's or the adapters' package is not installed.
+        ValueError: the settings contradict each other or do not suit the model.
+        UnusableModel: the model cannot be computed here.
+        ImportError: a package for the strategy or adapters is missing.
     """
 
     def __init__(
@@ -73,17 +73,18 @@ class Student:
         self.settings, self.schedule, self.device = settings, schedule, device
         self.lora = settings.lora
         self.updates = self.skipped = 0
-        self.vocabulary = head(model)[0].shape[0]
+        self.vocabulary = head(model).weight_VD.shape[0]
         dtype = getattr(torch, settings.compute_dtype)
-        attends = attention.choose(model, settings.attention, device, dtype)
+        policy = Policy(model.eval()).to(device)
         _without_dropout(model)
+        self.layout = choose(model, settings.attention, dtype)
         if settings.lora is not None:
             lora.attach(model, settings.lora, dtype)
-        policy = Policy(model).to(device).train()
         if settings.gradient_checkpointing:
             checkpoint_activations(model)
+        train_mode(policy)
         if settings.compile:
-            for layer in model.get_decoder().layers:  # hooks and checkpointing stay outside
+            for layer in decoder_layers(model):  # hooks and checkpointing stay outside
                 layer.forward = torch.compile(layer.forward)
         self.strategy: Strategy = (
             Fsdp2(policy, settings, device)
@@ -98,7 +99,7 @@ class Student:
             trained,
             settings.compute_dtype,
             ", compiled layers" if settings.compile else "",
-            attends,
+            self.layout.description,
         )
 
     @property
@@ -114,10 +115,10 @@ class Student:
         return self.strategy.optimizer
 
     def logps(self, rollouts: Sequence[Rollout], temperature: float, *, adapters: bool = True) -> Tensor:
-        """(N,) fp32 log-probabilities of the response tokens under the training forward; a collective call.
+        """Return (N,) fp32 log-probabilities of the response tokens; a collective call.
 
         Args:
-            adapters: False leaves them out: what the student began with.
+            adapters: False computes the base model of a LoRA student.
         """
         if adapters:
             logp_N = self.topk(rollouts, 0, temperature).token_logp_N
@@ -126,41 +127,40 @@ class Student:
         else:
             with lora.adapters_disabled(self.model):
                 logp_N = self.topk(rollouts, 0, temperature).token_logp_N
-        assert logp_N is not None  # topk gives it
+        assert logp_N is not None
         return logp_N
 
     def topk(self, rollouts: Sequence[Rollout], kappa: int, temperature: float) -> TopK:
-        """The `kappa` most likely tokens at each of the N response positions; a collective call."""
+        """Return the `kappa` most likely tokens at each of the N response positions; a collective call."""
         n_tokens = flat_offsets(rollouts)[-1]
         ids_NS = torch.zeros(n_tokens, kappa, dtype=torch.int32, device=self.device)
         logps_NS = torch.zeros(n_tokens, kappa, device=self.device)
         token_logp_N = torch.zeros(n_tokens, device=self.device)
-        self.policy.eval()  # the adapters' dropout, the only one there is
+        self.policy.eval()  # switches the adapters' dropout off
         with torch.no_grad():
             for batch in self._micro_batches(rollouts):
                 through_head = partial(
-                    linear_topk_logprobs, kappa=kappa, token_ids_N=batch.token_ids_N, temperature=temperature
+                    Head.topk, kappa=kappa, token_ids_N=batch.token_ids_N, temperature=temperature
                 )
                 top: TopK = self.strategy.forward(batch, through_head)
-                assert top.token_logp_N is not None  # token_ids_N are given
+                assert top.token_logp_N is not None
                 ids_NS[batch.flat_N], logps_NS[batch.flat_N] = top.ids_NS, top.logps_NS
                 token_logp_N[batch.flat_N] = top.token_logp_N
-        self.policy.train()
+        train_mode(self.policy)
         return TopK(ids_NS, logps_NS, token_logp_N)
 
     def update(self, rollouts: Sequence[Rollout], tokens: LossTokens, settings: LossSettings) -> Update:
-        """One optimiser step on this rank's share of a mini-batch, which may be empty; a collective call.
+        """Take an optimizer step on this rank's share of a mini-batch, which may be empty; a collective call.
 
         Args:
-            tokens: the loss's inputs in the flat token order of `rollouts`, global denominators folded in.
+            tokens: inputs of the loss in the flat token order of `rollouts`, with global denominators.
         Raises:
-            NonFiniteGradient: more than MAX_SKIPPED_UPDATES gradients were not finite so far.
+            NonFiniteGradient: more than MAX_SKIPPED_UPDATES gradients so far were not finite.
         """
         parts, places = [], []
         batches = self._micro_batches(rollouts)
         for i, batch in enumerate(batches):
-            own = select_tokens(tokens, batch.flat_N)
-            through_head = partial(linear_smopd_loss, tokens=own, settings=settings)
+            through_head = partial(Head.loss, tokens=tokens.at(batch.flat_N), settings=settings)
             loss, stats = self.strategy.forward(batch, through_head)
             self.strategy.backward(loss, last=i + 1 == len(batches))
             parts.append(stats)
@@ -181,9 +181,9 @@ class Student:
 
     @torch.no_grad()
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors by the base model's names, one at a time, adapters merged; a collective call.
+        """Yield full tensors by the base model's names, adapters merged; a collective call.
 
-        A tied head is named as well, behind the embedding: the same tensor, gathered once.
+        A tied head follows the embedding as the same tensor, which is gathered once.
         """
         tensors = self._tensors()
         names: dict[int, list[str]] = {}
@@ -203,47 +203,46 @@ class Student:
             del value  # before the next one is gathered
 
     def adapter(self, folder: Path) -> Path:
-        """Writes the adapters to `folder` in peft's format, which vLLM loads too; a collective call."""
+        """Write the adapters to `folder` in peft's format; a collective call."""
         if self.lora is None:
             raise ValueError("adapter: the student trains all parameters, expected TrainSettings.lora")
         return lora.save(self.model, self._tensors(), self.strategy.full, folder)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """The model's state dict, in shards. Asked of the root, whose hooks put the shards back first."""
+        """Return the model's sharded state dict, from the root, whose hooks reshard it first."""
         tensors = self.policy.state_dict(keep_vars=True)
         return {name.removeprefix("model."): value for name, value in tensors.items()}
 
     def _micro_batches(self, rollouts: Sequence[Rollout]) -> list[TokenBatch]:
-        """As many on every rank, and at least one: empty ones, which weigh nothing, fill up."""
-        batches = [*pack(rollouts, self.settings, one_row_from=attention.one_row_from(self.model))]
+        """Pack into as many micro-batches on every rank, at least one; missing ones are empty."""
+        batches = [*pack(rollouts, self.settings, self.layout)]
         count = torch.tensor(len(batches), device=self.device)
         most = max(1, int(distributed.all_reduce(count, "max")))
         batches += [empty_batch()] * (most - len(batches))
         return [batch.to(self.device) for batch in batches]
 
 
+def train_mode(model: nn.Module) -> None:
+    """Set eval mode apart from adapters' dropout and activation checkpointing.
+
+    Dropout functions and random routers would make the ratio of two forwards depend on more than parameters.
+    """
+    model.eval()
+    for name, module in model.named_modules():
+        if "lora_dropout" in name or getattr(module, "gradient_checkpointing", False):
+            module.training = True
+
+
 def _without_dropout(model: PreTrainedModel) -> None:
-    """The ratio of two forwards is to be that of the parameters alone."""
+    """Zero all dropout rates, as checkpointed layers stay in train mode."""
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010  a plain number beside the submodules
-
-
-def select_tokens(tokens: LossTokens, index_n: Tensor) -> LossTokens:
-    """The rows `index_n` of every per-token field."""
-    n_tokens = tokens.token_ids_N.shape[0]
-    rows = {
-        name: value.index_select(0, index_n)
-        for name, value in vars(tokens).items()
-        if value is not None and value.shape[0] == n_tokens and (name != "log_alpha" or value.dim() > 1)
-    }
-    return replace(tokens, **rows)
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or isinstance(module, nn.Dropout)):
+                setattr(module, name, 0.0)
 
 
 def join_stats(parts: Sequence[LossStats], places: Sequence[Tensor]) -> LossStats:
-    """Micro-batch statistics back in flat order: per-token fields scattered, loss terms summed."""
+    """Join statistics of parts: scatter per-token fields to `places` and sum the loss terms."""
     place_N = torch.cat(list(places))
     joined: dict[str, Tensor] = {}
     for name, first in vars(parts[0]).items():

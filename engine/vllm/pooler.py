@@ -27,8 +27,8 @@ from vllm.model_executor.layers.pooler.abstract import Pooler
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.v1.pool.metadata import PoolingMetadata
 
-import smopd.engine.vllm.transfer  # noqa: F401  registers the weight transfer
-from smopd.engine.local.union import given_logprobs
+import smopd.engine.vllm.transfer  # noqa: F401  registers how weights reach an engine in its own process
+from smopd.engine.models.head import Head
 from smopd.engine.models.loading import UnusableModel, logit_scale
 from smopd.engine.models.packing import flat_offsets
 from smopd.engine.types import Rollout
@@ -113,7 +113,9 @@ class TeacherPooler(Pooler):
             known_N = top.token_logp_N
             answer = [top.ids_NS.float(), top.logps_NS, known_N[:, None]]
         if given_NU is not None:
-            answer.append(given_logprobs(hidden_ND, weight_VD, given_NU, token_ids_N, known_N, **options))
+            output = Head(weight_VD, self.bias_V)
+            known = (token_ids_N, known_N)
+            answer.append(output.given(hidden_ND, given_NU, *known, options["temperature"]))
         return torch.cat(answer, 1)
 
 

@@ -7,11 +7,13 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from smopd.engine.models.loading import UnusableModel
 
-PREFIX = "base_model.model."  # of weight names in an adapter's files
+PREFIX = "base_model.model."  # of names in an adapter's files
+BESIDES = ("bias", "modules_to_save", "trainable_token_indices")  # what else peft trains
 EMBEDDINGS = ("lm_head", "embed_tokens", "output", "wte", "embed_out")
 
 
@@ -64,7 +66,8 @@ def read_adapter(path: str | Path) -> Adapter | None:
     """Read the LoRA adapter in the folder `path`; None if there is no adapter_config.json.
 
     Raises:
-        UnusableModel: it is not a LoRA, names no base, or adapts the embeddings or the head.
+        UnusableModel: it is no LoRA, names no base, adapts the embeddings or the head, or holds weights other
+            than low-rank matrices, which would replace those of the shared base.
     """
     folder = Path(path).expanduser()
     file = folder / "adapter_config.json"
@@ -84,8 +87,29 @@ def read_adapter(path: str | Path) -> Adapter | None:
     names = [targets] if isinstance(targets, str) else targets
     for name in [*names, *(config.get("modules_to_save") or [])]:
         if name.rsplit(".", 1)[-1] in EMBEDDINGS:
-            raise UnusableModel(f"adapter {path}: adapts {name}, expected neither embeddings nor head")
+            raise UnusableModel(
+                f"adapter {path}: adapts {name}, expected no embedding and no head (they are scored apart)"
+            )
+    besides = {name: value for name in BESIDES if (value := config.get(name)) not in (None, [], {}, "none")}
+    for name, value in besides.items():
+        raise UnusableModel(f"adapter {path}: {name} is {value!r}, expected none: adapters share their base")
+    _require_low_rank(folder)
     return Adapter(folder, str(base), config)
+
+
+def _require_low_rank(folder: Path) -> None:
+    """Raise UnusableModel for a tensor outside of low-rank matrices, or of the embeddings or the head."""
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file():
+        return
+    with safe_open(file, "pt") as weights:
+        for key in weights.keys():  # noqa: SIM118  no mapping
+            layer = key.rpartition(".lora_")[0]
+            if not layer or layer.rsplit(".", 1)[-1] in EMBEDDINGS:
+                raise UnusableModel(
+                    f"adapter {folder}: has the tensor {key}, expected low-rank matrices alone, and none of "
+                    "an embedding or a head"
+                )
 
 
 def same_place(path: str | Path) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
+from smopd.engine.errors import UnusableModel
 from smopd.engine.models.sizes import ModelNumbers, numbers_of
 
 NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
@@ -43,8 +44,24 @@ def architecture_of(path: str) -> Architecture:
     tied = None
     if embedding.weight is head.weight:
         tied = (f"{names[id(embedding)]}.weight", f"{names[id(head)]}.weight")
+        _require_tied(path, tied)
     kept = {key: value for key, value in config.to_dict().items() if key not in NOT_ARCHITECTURE}
     return Architecture(json.dumps(kept, sort_keys=True, default=str), shapes, tied, numbers_of(model))
+
+
+def _require_tied(path: str, tied: tuple[str, str]) -> None:
+    """Raise UnusableModel if the files hold a head of their own, which vLLM would not load."""
+    places = weight_places(path)
+    if all(name in places for name in tied):
+        values = []
+        for name in tied:
+            with safe_open(cached_file(path, places[name]), framework="pt") as file:
+                values.append(file.get_tensor(name))
+        if not torch.equal(*values):
+            raise UnusableModel(
+                f"model {path}: its config ties {tied[1]} to {tied[0]}, which differ in its files; expected "
+                "tie_word_embeddings false in config.json, without which vLLM drops the head"
+            )
 
 
 class Checked:

@@ -24,7 +24,7 @@ from smopd.data.prompts import PromptSet
 from smopd.engine import distributed
 from smopd.engine.files import write_atomically
 from smopd.engine.local.teachers import held_already
-from smopd.engine.models.loading import load_tokenizer, stored_dtype
+from smopd.engine.models.loading import load_tokenizer, require_exportable, stored_dtype
 from smopd.engine.student.checkpoint import Checkpoints, export, require_whole, saved_steps
 from smopd.engine.student.optimizers import schedule
 from smopd.loop import Run, optimise
@@ -155,6 +155,8 @@ def do_runs(context: RunContext, command: Command) -> None:
     start = initial_model(settings, context.folder / BASE)
     with error_context("model"):
         tokenizer = load_tokenizer(start)
+        if planned:
+            require_exportable(start)
     inputs = read_inputs(settings, tokenizer, demonstrations=base_due)
     write_settings(context.folder, settings, lambda: digests(settings, inputs))
     if distributed.rank() == 0:

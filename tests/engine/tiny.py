@@ -28,6 +28,8 @@ def model_of(family: str, **options: Any) -> PreTrainedModel:
         "bos_token_id": 0,
         "eos_token_id": END,
     }
+    if "text_config" in options:
+        options["text_config"] = shape | options["text_config"]
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape | options))
 
 

@@ -9,7 +9,7 @@ import torch
 from smopd.engine.local import decode
 from smopd.engine.local.rollout import LocalRollout, nucleus, uniform
 from smopd.engine.types import Sampling
-from tests.engine.tiny import END, VOCABULARY, assert_sampled_by, plain_logps, tiny_model
+from tests.engine.tiny import END, VOCABULARY, assert_sampled_by, model_of, plain_logps, tiny_model
 
 PROMPTS = [(5, 9, 11), (7,), (20, 21, 22, 23, 24, 25), (7,), (30, 31)]
 GROUPS = [3, 8, 9, 11, 40]
@@ -143,10 +143,9 @@ def test_graphs_on_a_gpu_give_what_the_loop_gives(sampling, monkeypatch):
 
 
 def test_decoding_in_place_is_refused_where_attention_is_not_plain():
-    model = tiny_model()
-    model.config.layer_types = ["full_attention", "sliding_attention"]
+    model = model_of("mistral", sliding_window=8)
     assert not LocalRollout(model, [END]).in_place
-    with pytest.raises(ValueError, match=r"decoding: 'in_place' cannot serve.*sliding_attention"):
+    with pytest.raises(ValueError, match=r"decoding: 'in_place' cannot serve, .* the last 8 tokens"):
         LocalRollout(model, [END], decoding="in_place")
 
 

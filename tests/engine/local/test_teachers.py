@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from smopd.engine.local.teachers import LocalTeachers, load_teachers
 from smopd.engine.models.loading import UnusableModel
@@ -146,6 +147,9 @@ def test_the_base_of_adapters_is_scored_without_them(tmp_path: Path) -> None:
         ({"base_model_name_or_path": None}, "base_model_name_or_path is empty, expected the model"),
         ({"target_modules": ["q_proj", "lm_head"]}, "adapts lm_head, expected no embedding and no head"),
         ({"modules_to_save": ["model.embed_tokens"]}, "adapts model.embed_tokens, expected no embedding"),
+        ({"bias": "all"}, "bias is 'all', expected none"),
+        ({"modules_to_save": ["q_proj"]}, r"modules_to_save is \['q_proj'\], expected none"),
+        ({"trainable_token_indices": [3]}, r"trainable_token_indices is \[3\], expected none"),
         ({"target_modules": ["k_proj"]}, "of its weights do not fit"),
     ],
 )
@@ -153,6 +157,17 @@ def test_adapters_that_cannot_be_served(changes: dict, message: str, tmp_path: P
     (adapter,) = save_adapters(tmp_path, tiny_model(4), 1)
     _change(adapter, **changes)
     with pytest.raises((UnusableModel, FileNotFoundError), match=message):
+        load_teachers([adapter], PACKING, VOCABULARY, torch.float32)
+
+
+@pytest.mark.parametrize("key", ["lm_head.lora_A.weight", "model.layers.0.mlp.down_proj.bias"])
+def test_an_adapter_whose_file_holds_more_is_refused(key: str, tmp_path: Path) -> None:
+    """As written for a regular expression in target_modules that matches the head."""
+    (adapter,) = save_adapters(tmp_path, tiny_model(4), 1)
+    _change(adapter, target_modules=".*(q_proj|v_proj|down_proj|lm_head)$")
+    file = adapter / "adapter_model.safetensors"
+    save_file(load_file(file) | {f"base_model.model.{key}": torch.zeros(4, 64)}, file)
+    with pytest.raises(UnusableModel, match=f"has the tensor base_model.model.{key}, expected low-rank"):
         load_teachers([adapter], PACKING, VOCABULARY, torch.float32)
 
 

@@ -1,29 +1,30 @@
-"""Pieces attend as the mask says, outputs and gradients, and where they cannot the mask stays.
+"""Attention by pieces equals attention under the mask in outputs and gradients.
 
-That the mask is right is shown by test_packing.py, against single sequences.
+test_packing.py compares the mask with single sequences, test_paths.py whole models with transformers.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional
 from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smopd.engine.models import attention
-from smopd.engine.models.loading import response_hidden
+from smopd.engine.models.head import response_hidden
 from smopd.engine.models.packing import pack
+from smopd.engine.models.paths import choose, choose_together
 from smopd.engine.settings import Packing
-from smopd.engine.types import Rollout, TokenBatch
+from smopd.engine.types import Layout, Rollout, TokenBatch
 from tests.engine.tiny import model_of, ragged_rollouts, tiny_model
 
-CPU = torch.device("cpu")
+ONE_ROW = Layout("pieces")
 HEADS, KV_HEADS, SIZE = 4, 2, 16
 UNITS = st.lists(
     st.tuples(st.integers(1, 70), st.lists(st.integers(1, 40), min_size=1, max_size=5)),
@@ -48,7 +49,7 @@ def rollouts_of(units: list[tuple[int, list[int]]]) -> list[Rollout]:
 
 def batch_of(units: list[tuple[int, list[int]]], share: bool = True) -> TokenBatch:
     packing = Packing(micro_batch_tokens=10_000, share_prompts=share)
-    (batch,) = pack(rollouts_of(units), packing, one_row_from=0)
+    (batch,) = pack(rollouts_of(units), packing, ONE_ROW)
     return batch
 
 
@@ -62,6 +63,14 @@ def results(attend, query, key, value, grad_out, *rest) -> list[torch.Tensor]:
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
     out = attend(*leaves, *rest)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+
+
+def by_mask(query_THd, key_TKd, value_TKd, pieces, scale):
+    """sdpa under the mask."""
+    query, key, value = (x.transpose(0, 1)[None] for x in (query_THd, key_TKd, value_TKd))
+    mask = attention.mask_of(pieces, (1, len(query_THd)), query_THd.device)
+    out = functional.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
 
 
 def bottom_right_varlen(
@@ -85,7 +94,7 @@ def bottom_right_varlen(
 def assert_as_under_the_mask(form, batch: TokenBatch, scale: float | None = None) -> None:
     tensors = inputs(batch.input_ids.numel())
     found = results(form, *tensors, batch.pieces, scale)
-    for mine, expected in zip(found, results(attention.by_mask, *tensors, batch.pieces, scale), strict=True):
+    for mine, expected in zip(found, results(by_mask, *tensors, batch.pieces, scale), strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -110,7 +119,7 @@ def test_any_layout_attends_as_under_the_mask_and_holds_every_position_once(unit
 def test_bfloat16_is_as_near_to_fp32_as_its_rounding():
     batch = batch_of([(40, [30, 20, 1, 9]), (3, [60, 2])])
     tensors = inputs(batch.input_ids.numel(), torch.bfloat16)
-    expected = results(attention.by_mask, *(x.float() for x in tensors), batch.pieces, None)
+    expected = results(by_mask, *(x.float() for x in tensors), batch.pieces, None)
     found = results(attention.by_halves, *tensors, batch.pieces, None)
     for mine, exact in zip(found, expected, strict=True):
         assert mine.dtype == torch.bfloat16
@@ -138,38 +147,22 @@ def test_nothing_holds_the_square_of_the_row():
         results(attention.by_halves, *tensors, batch.pieces, None)
     assert largest.numbers == tensors[0].numel()
     with Largest() as largest:
-        results(attention.by_mask, *tensors, batch.pieces, None)
+        results(by_mask, *tensors, batch.pieces, None)
     assert largest.numbers >= len(tensors[0]) ** 2
-    attention.choose(model, "auto", CPU, torch.float32)
+    choose(model, "auto", torch.float32)
     with Largest() as largest:
         response_hidden(model, batch)
     assert largest.numbers < batch.input_ids.numel() ** 2
 
 
-def without_prompts(query, key, value, pieces, scale):
-    return attention.by_halves(query, key, value, [piece._replace(prompt_end=0) for piece in pieces], scale)
-
-
-def test_the_probe_finds_what_is_wrong(monkeypatch):
-    model = tiny_model()
-    monkeypatch.setattr(attention, "_form", lambda device: without_prompts)
-    said = attention.choose(model, "auto", CPU, torch.float32)
-    assert re.match(r"sdpa under a mask \(torch's kernels are .* off sdpa", said)
-    with pytest.raises(ValueError, match="attention: 'flash' cannot serve, torch's kernels are"):
-        attention.choose(model, "flash", CPU, torch.float32)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_probe_passes_here_and_says_what_cannot_run(dtype, monkeypatch):
-    assert attention.fault(tiny_model(), CPU, dtype) is None
-    monkeypatch.setattr(attention, "_form", lambda device: attention.by_kernel)
-    assert attention.fault(tiny_model(), CPU, dtype).startswith("torch's kernels cannot run here: ")
-
-
 @pytest.mark.gpu
 def test_the_variable_length_kernels_agree_with_sdpa_on_this_gpu():
-    device = torch.device("cuda", torch.cuda.current_device())
-    assert attention.fault(tiny_model(), device, torch.bfloat16) is None
+    batch = batch_of([(40, [30, 20, 1, 9]), (3, [60, 2])])
+    tensors = [x.cuda() for x in inputs(batch.input_ids.numel(), torch.bfloat16)]
+    expected = results(by_mask, *tensors, batch.pieces, None)
+    for mine, exact in zip(results(attention.by_kernel, *tensors, batch.pieces, None), expected, strict=True):
+        assert (mine - exact).abs().max() < 3e-2 * exact.abs().max()  # a few roundings of bfloat16
+    assert choose(tiny_model().cuda(), "auto", torch.bfloat16).attends == "pieces"
 
 
 FAMILIES = {"llama": {}, "qwen2": {}, "qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None}}
@@ -179,45 +172,21 @@ FAMILIES = {"llama": {}, "qwen2": {}, "qwen3": {"head_dim": 16}, "mistral": {"sl
 def test_models_compute_the_same_under_both(family):
     torch.manual_seed(0)
     model = model_of(family, **FAMILIES[family])
-    (batch,) = pack(ragged_rollouts(3), Packing(micro_batch_tokens=10_000), one_row_from=0)
     found = []
-    for wanted, said in (("sdpa", "sdpa under a mask (as set)"), ("auto", "a sequence at a time, from 256")):
-        assert attention.choose(model, wanted, CPU, torch.float32).startswith(said)
+    for wanted, attends in (("sdpa", "mask"), ("auto", "pieces")):
+        assert choose(model, wanted, torch.float32).attends == attends
+        (batch,) = pack(ragged_rollouts(3), Packing(micro_batch_tokens=10_000), Layout(attends))
         hidden_ND = response_hidden(model, batch)
         model.zero_grad()
         hidden_ND.square().sum().backward()
-        found.append([hidden_ND.detach(), *(p.grad.clone() for p in model.get_decoder().parameters())])
+        found.append(
+            [
+                hidden_ND.detach()[batch.flat_N.argsort()],
+                *(p.grad.clone() for p in model.get_decoder().parameters()),
+            ]
+        )
     for masked, mine in zip(*found, strict=True):
         torch.testing.assert_close(mine, masked, rtol=1e-3, atol=1e-4 * float(masked.abs().max()))
-
-
-FULL = {"layer_types": ["full_attention"] * 2, "head_dim": 8}
-EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
-LATENT = dict.fromkeys(
-    ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8
-)
-OWN_WAYS = {
-    "sliding layers": ("gemma2", {"sliding_window": 4}, "the model has .*sliding_attention.* layers"),
-    "a window": ("mistral", {"sliding_window": 4}, "the model attends to the last 4 tokens"),
-    "capped scores": ("gemma2", FULL, "the model caps its scores at 50.0"),
-    "sinks": ("gpt_oss", FULL | EXPERTS, "the model has attention sinks"),
-    "values of another size": (
-        "deepseek_v3",
-        LATENT | {"num_key_value_heads": 2},
-        "the model's values have a head size of their own",
-    ),
-}
-
-
-@pytest.mark.parametrize(("family", "options", "reason"), OWN_WAYS.values(), ids=OWN_WAYS.keys())
-def test_attention_that_is_not_plain_and_causal_keeps_the_mask(family, options, reason, monkeypatch):
-    model = model_of(family, **options)
-    monkeypatch.setattr(type(model), "set_attn_implementation", lambda self, name: None)  # some have no sdpa
-    for device in (CPU, torch.device("cuda")):  # known before anything is tried on the device
-        said = attention.choose(model, "auto", device, torch.float32)
-        assert said.startswith("sdpa under a mask (") and re.search(reason, said)
-        with pytest.raises(ValueError, match=f"'flash' cannot serve, {reason}"):
-            attention.choose(model, "flash", device, torch.float32)
 
 
 @pytest.mark.parametrize("mask_rows", [1, 3])
@@ -235,30 +204,8 @@ def test_a_query_a_row_attends_without_copies_of_the_keys(mask_rows):
     assert largest.numbers == query.numel()
 
 
-def test_models_that_score_together_take_the_same():
+def test_models_that_score_together_take_the_same_layout():
     plain, own = tiny_model(), model_of("mistral", sliding_window=4)
-    attention.choose_together([plain])
-    assert attention.takes_pieces(plain)
-    attention.choose_together([plain, own])
-    assert not attention.takes_pieces(plain) and not attention.takes_pieces(own)
-
-
-@pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
-def test_flash_attention_3_serves_where_the_probe_finds_it_right(wrong, monkeypatch):
-    """On sm_90 with its package; where its results are wrong torch's own kernels take its place."""
-    calls = []
-
-    def fault(*_):
-        return "off" if wrong and calls[-1] == "FA3" else None
-
-    monkeypatch.setattr(attention, "fault", fault)
-    monkeypatch.setattr(attention, "find_spec", lambda name: name)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    torch_attention = torch.nn.attention
-    monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", calls.append)
-    monkeypatch.setattr(
-        torch_attention, "restore_flash_attention_impl", lambda: calls.append("torch's"), raising=False
-    )
-    said = attention.choose(tiny_model(), "auto", torch.device("cuda"), torch.bfloat16)
-    assert calls == (["FA3", "torch's"] if wrong else ["FA3"])
-    assert said.endswith("by FlashAttention 3") == (not wrong)
+    assert choose_together([plain]).attends == "pieces"
+    assert choose_together([plain, own, plain]).attends == "mask"
+    assert {model.config._attn_implementation for model in (plain, own)} == {"sdpa"}

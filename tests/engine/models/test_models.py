@@ -11,17 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from smopd.engine.models.loading import (
-    UnusableModel,
-    describe,
-    head,
-    load_model,
-    load_tokenizer,
-    response_hidden,
-    stored_dtype,
-)
+from smopd.engine.errors import UnusableModel
+from smopd.engine.models.head import head, response_hidden
+from smopd.engine.models.loading import describe, load_model, load_tokenizer, require_exportable, stored_dtype
 from smopd.engine.models.packing import pack
 from smopd.engine.settings import Packing
+from smopd.engine.weights.architecture import architecture_of
 from smopd.worlds.models import world_tokenizer
 from tests.engine.tiny import END, VOCABULARY, model_of, ragged_rollouts, tiny_model
 
@@ -134,41 +129,20 @@ def test_pickled_weights_that_would_run_something_are_refused_and_run_nothing(zi
     assert not (tmp_path / "ran").exists()
 
 
-def test_scaled_logits_keep_their_scale() -> None:
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("granite", {"logits_scaling": 4.0}), ("gemma2", {"final_logit_softcapping": 2.0})],
+)
+def test_logits_keep_their_scale_and_their_cap(family, options) -> None:
     torch.manual_seed(0)
-    model = model_of("granite", logits_scaling=4.0).eval()
+    model = model_of(family, **options).eval()
     rollout = ragged_rollouts(0)[0]
     (batch,) = pack([rollout], Packing())
-    weight_VD, _ = head(model)
     ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids.tolist()]])
     with torch.no_grad():
-        logits_NV = response_hidden(model, batch) @ weight_VD.T
+        logits_NV = head(model).logits(response_hidden(model, batch))
         expected_NV = model(ids).logits[0, len(rollout.prompt_ids) - 1 : -1]
     torch.testing.assert_close(logits_NV, expected_NV)
-
-
-FULL = {"layer_types": ["full_attention"] * 2}
-WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
-
-
-@pytest.mark.parametrize(
-    ("family", "options", "message"),
-    [
-        ("gemma2", FULL, r"gemma2 has final_logit_softcapping=30\.0, expected none"),
-        ("qwen2", WINDOW, r"'sliding_attention'\] layers, expected full_attention alone"),
-        ("mistral", {"sliding_window": 8}, "attends to the last 8 of up to 256 tokens"),
-    ],
-)
-def test_what_packing_and_a_linear_head_cannot_serve_is_refused(family, options, message, tmp_path) -> None:
-    model_of(family, **options).save_pretrained(tmp_path)
-    with pytest.raises(UnusableModel, match=message):
-        load_model(tmp_path, torch.float32)
-
-
-@pytest.mark.parametrize("window", [256, None])
-def test_a_window_as_long_as_the_context_is_none(window: int | None, tmp_path: Path) -> None:
-    model_of("mistral", sliding_window=window).save_pretrained(tmp_path)
-    assert load_model(tmp_path, torch.float32).config.sliding_window == window
 
 
 @pytest.mark.parametrize(("generation", "expected"), [(7, {7}), ([9, 7], {7, 9}), (None, set()), (0, {0})])
@@ -178,6 +152,45 @@ def test_every_end_token_counts(generation, expected, folder: Path, tokenizer) -
     assert ends == tuple(sorted({*expected, tokenizer.eos_token_id})) and config.vocab_size == VOCABULARY
     (folder / "generation_config.json").unlink()  # then the model's config says it
     assert describe(folder)[1] == tuple(sorted({END, tokenizer.eos_token_id}))
+
+
+def test_a_head_of_its_own_survives_a_config_that_ties_it(tmp_path: Path) -> None:
+    tiny_model(tied=True).save_pretrained(tmp_path / "base")
+    file = tmp_path / "base/model.safetensors"
+    weights = load_file(file)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+    save_file(weights, file, {"format": "pt"})
+    load_model(tmp_path / "base", torch.float32).save_pretrained(tmp_path / "export")
+    for folder in ("base", "export"):
+        loaded = load_model(tmp_path / folder, torch.float32)
+        assert (
+            loaded.lm_head.weight.equal(weights["lm_head.weight"]) and not loaded.config.tie_word_embeddings
+        )
+        assert loaded.model.embed_tokens.weight.equal(weights["model.embed_tokens.weight"])
+    assert architecture_of(str(tmp_path / "export")).tied is None
+    with pytest.raises(
+        UnusableModel, match=r"ties lm_head.weight to model.embed_tokens.weight, which differ"
+    ):
+        architecture_of(str(tmp_path / "base"))  # vLLM goes by the config
+
+
+@pytest.mark.parametrize(
+    "generation", [{}, {"temperature": 0.9, "top_p": 0.6}, {"pad_token_id": -1}, {"early_stopping": True}]
+)
+def test_what_an_export_could_not_save_is_found_before(
+    generation: dict, folder: Path, tmp_path: Path
+) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, **generation}))
+    try:
+        load_model(folder, torch.float32).save_pretrained(tmp_path / "export")
+    except ValueError:
+        with pytest.raises(
+            UnusableModel, match="its generation_config cannot be saved with an export"
+        ) as error:
+            require_exportable(folder)
+        assert generation and "\n" not in str(error.value)
+    else:
+        require_exportable(folder)
 
 
 def test_a_model_without_an_end_token_is_refused(folder: Path) -> None:

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from smopd.engine.models.attention import choose
-from smopd.engine.models.loading import response_hidden
+from smopd.engine.models.head import response_hidden
 from smopd.engine.models.packing import empty_batch, flat_offsets, pack
+from smopd.engine.models.paths import layout_of
 from smopd.engine.settings import Packing
+from smopd.engine.types import Layout
 from tests.engine.tiny import ragged_rollouts, tiny_model
 
 PACKINGS = {
@@ -17,17 +18,27 @@ PACKINGS = {
 }
 
 
-@pytest.mark.parametrize(("wanted", "one_row_from"), [("sdpa", None), ("sdpa", 0), ("auto", 0), ("auto", 20)])
+LAYOUTS = [
+    Layout("mask"),
+    Layout("plain"),
+    Layout("pieces"),
+    Layout("pieces", one_row_from=20),
+    Layout("mask", alone_above=15),
+    Layout("pieces", alone_above=15),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS.keys())
-def test_hidden_states_equal_those_of_single_sequences(packing, wanted, one_row_from):
+def test_hidden_states_equal_those_of_single_sequences(packing, layout):
     model, rollouts = tiny_model().eval(), ragged_rollouts(0)
     plain = tiny_model().eval()
-    choose(model, wanted, torch.device("cpu"), torch.float32)
+    layout_of(model, layout.attends)
     offsets = flat_offsets(rollouts)
     hidden_ND = torch.full((offsets[-1], 64), torch.nan)
     token_ids_N = torch.full((offsets[-1],), -1)
     with torch.no_grad():
-        for batch in pack(rollouts, packing, one_row_from=one_row_from):
+        for batch in pack(rollouts, packing, layout):
             assert hidden_ND[batch.flat_N].isnan().all(), "a token stands in two micro-batches"
             hidden_ND[batch.flat_N] = response_hidden(model, batch)
             token_ids_N[batch.flat_N] = batch.token_ids_N
@@ -38,15 +49,15 @@ def test_hidden_states_equal_those_of_single_sequences(packing, wanted, one_row_
     torch.testing.assert_close(token_ids_N, torch.cat([rollout.response_ids for rollout in rollouts]))
 
 
-@pytest.mark.parametrize("one_row_from", [None, 0, 20])
+@pytest.mark.parametrize("layout", LAYOUTS[:4])
 @pytest.mark.parametrize("share", [True, False])
-def test_micro_batches_keep_to_the_token_budget(share, one_row_from):
+def test_micro_batches_keep_to_the_token_budget(share, layout):
     packing = Packing(micro_batch_tokens=48, share_prompts=share)
-    for batch in pack(ragged_rollouts(1, groups=9), packing, one_row_from=one_row_from):
+    for batch in pack(ragged_rollouts(1, groups=9), packing, layout):
         assert batch.input_ids.numel() <= 48
         longest = max(piece.end - piece.begin for piece in batch.pieces)
-        assert batch.one_row or one_row_from is None or longest < one_row_from
-        if batch.one_row:
+        assert batch.attends == layout.attends or longest < layout.one_row_from
+        if batch.attends == "pieces":
             assert len(batch.input_ids) == 1 and batch.input_ids.all(), "0 is padding"
 
 
@@ -59,7 +70,7 @@ def test_a_sequence_over_the_budget_goes_alone():
 
 def test_sharing_prompts_reads_each_once():
     rollouts = ragged_rollouts(3)
-    (batch,) = pack(rollouts, Packing(micro_batch_tokens=100_000), one_row_from=0)
+    (batch,) = pack(rollouts, Packing(micro_batch_tokens=100_000), Layout("pieces"))
     prompts = {rollout.group: len(rollout.prompt_ids) for rollout in rollouts}
     read = sum(prompts.values()) + sum(len(rollout.response_ids) - 1 for rollout in rollouts)
     assert batch.input_ids.numel() == read

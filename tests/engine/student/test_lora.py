@@ -14,6 +14,7 @@ from smopd.engine.settings import Lora, TrainSettings
 from smopd.engine.student.checkpoint import Checkpoints, export
 from smopd.engine.student.student import Student
 from smopd.worlds.models import world_model
+from tests.engine.models.families import family
 from tests.engine.student.training import (
     NLL,
     TOKENS,
@@ -22,6 +23,7 @@ from tests.engine.student.training import (
     loss_tokens,
     make_student,
     parameters,
+    settings_of,
 )
 from tests.engine.tiny import plain_logps, ragged_rollouts, tiny_model
 
@@ -153,3 +155,15 @@ def test_a_students_base_is_its_reference_where_it_has_adapters(device, tmp_path
         whole.logps(ragged_rollouts(1), 1.0, adapters=False)
     with pytest.raises(ValueError, match="trains all parameters"):
         whole.adapter(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next"])
+def test_experts_get_no_adapters_and_the_merged_weights_keep_their_names(device, name, caplog):
+    """peft would move adapters of gate_proj to the fused experts, which an engine cannot take merged."""
+    model = family(name)
+    names = set(model.state_dict())
+    trained = Student(model, settings_of(lora=LORA), device)
+    assert {key for key, _ in trained.weights()} == names
+    assert "lora: no adapters for the experts: down_proj, gate_proj, gate_up_proj" in caplog.text
+    with pytest.raises(ValueError, match=r"lora.targets: got \['gate_proj'\], expected names among \['k"):
+        Student(family(name), settings_of(lora=Lora(targets=["gate_proj"])), device)

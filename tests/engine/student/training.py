@@ -22,8 +22,11 @@ TOKENS = 100  # the losses' denominator
 
 
 def make_student(device, *, seed=0, tied=False, schedule=None, **options) -> Student:
-    settings = TrainSettings(**{"learning_rate": 1e-2, "compute_dtype": "float32", **options})
-    return Student(tiny_model(seed=seed, tied=tied), settings, device, schedule=schedule)
+    return Student(tiny_model(seed=seed, tied=tied), settings_of(**options), device, schedule=schedule)
+
+
+def settings_of(**options) -> TrainSettings:
+    return TrainSettings(**{"learning_rate": 1e-2, "compute_dtype": "float32", **options})
 
 
 def loss_tokens(rollouts: Sequence[Rollout], adv: float | Tensor = 1.0) -> LossTokens:

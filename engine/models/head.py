@@ -1,0 +1,98 @@
+"""The output head: from final hidden states to losses and log-probabilities of response tokens.
+
+Shapes: N response tokens, D hidden, V vocabulary, U given ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from smopd.engine.models.attention import decoder_inputs, reset_rope
+from smopd.engine.models.loading import decoder_of, logit_cap, logit_factor
+from smopd.engine.types import TokenBatch
+from smopd.kernels.ops.linear import linear_smopd_loss
+from smopd.kernels.ops.linear_topk import linear_topk_logprobs
+from smopd.kernels.ops.loss import smopd_loss
+from smopd.kernels.ops.topk import topk_logprobs
+from smopd.kernels.types import LossSettings, LossStats, LossTokens, TopK
+
+GATHER_BYTES = 64 << 20  # ours: rows of the head gathered at a time
+
+
+@dataclass(frozen=True)
+class Head:
+    """A linear head, whose logits are never held whole; or cap * tanh(linear / cap), whose logits are."""
+
+    weight_VD: Tensor
+    bias_V: Tensor | None = None
+    cap: float | None = None
+
+    def loss(self, hidden_ND: Tensor, tokens: LossTokens, settings: LossSettings) -> tuple[Tensor, LossStats]:
+        """Return the objective of `smopd_loss` on the head's logits."""
+        if self.cap is not None:
+            return smopd_loss(self.logits(hidden_ND), tokens, settings)
+        return linear_smopd_loss(hidden_ND, self.weight_VD, tokens, settings, bias_V=self.bias_V)
+
+    def topk(self, hidden_ND: Tensor, kappa: int, token_ids_N: Tensor, temperature: float) -> TopK:
+        """Return `topk_logprobs` of the head's logits."""
+        options: dict[str, Any] = {"token_ids_N": token_ids_N, "temperature": temperature}
+        if self.cap is not None:
+            return topk_logprobs(self.logits(hidden_ND), kappa, **options)
+        return linear_topk_logprobs(hidden_ND, self.weight_VD, kappa, bias_V=self.bias_V, **options)
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """Return (N, V) logits."""
+        logits_NV = functional.linear(hidden_ND, self.weight_VD, self.bias_V)
+        return logits_NV if self.cap is None else capped(logits_NV, self.cap)
+
+    def given(
+        self,
+        hidden_ND: Tensor,
+        given_NU: Tensor,
+        token_ids_N: Tensor,
+        token_logp_N: Tensor,
+        temperature: float,
+    ) -> Tensor:
+        """Return (N, U) fp32 log-probabilities of the given ids, without a pass over the vocabulary.
+
+        log p(v) = log p(y) + (logit(v) - logit(y)) / T, where log p(y) of the row's token is known.
+        """
+        n_tokens, n_given = given_NU.shape
+        wanted_NU = torch.cat([token_ids_N[:, None], given_NU], 1).long()
+        logits_NU = torch.empty(wanted_NU.shape, device=hidden_ND.device)
+        step = max(1, GATHER_BYTES // (4 * (n_given + 1) * hidden_ND.shape[1]))
+        for start in range(0, n_tokens, step):
+            rows = slice(start, start + step)
+            columns_NUD = self.weight_VD[wanted_NU[rows]].float()
+            logits_nu = torch.einsum("nud,nd->nu", columns_NUD, hidden_ND[rows].float())
+            if self.bias_V is not None:
+                logits_nu += self.bias_V[wanted_NU[rows]].float()
+            logits_nu = logits_nu if self.cap is None else capped(logits_nu, self.cap)
+            logits_NU[rows] = logits_nu.to(hidden_ND.dtype)
+        return token_logp_N[:, None] + (logits_NU[:, 1:] - logits_NU[:, :1]) / temperature
+
+
+def head(model: PreTrainedModel) -> Head:
+    """Return the output head of `model`; see `response_hidden` for its scale."""
+    output = model.get_output_embeddings()
+    return Head(output.weight, getattr(output, "bias", None), logit_cap(model.config.get_text_config()))
+
+
+def response_hidden(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
+    """Return the (N, D) final hidden states that predict the response tokens, times the logit scale."""
+    reset_rope(model)
+    states = decoder_of(model)(**decoder_inputs(model, batch), use_cache=False).last_hidden_state
+    hidden_ND = states.flatten(0, 1).index_select(0, batch.predictor_N)
+    scale = logit_factor(model.config.get_text_config())
+    return hidden_ND if scale == 1 else hidden_ND * scale
+
+
+def capped(logits: Tensor, cap: float) -> Tensor:
+    """Return cap * tanh(logits / cap)."""
+    return torch.tanh(logits / cap) * cap

@@ -1,0 +1,222 @@
+"""Choose how a model is computed: by pieces, packed under a mask, or one sequence in each row.
+
+Every choice is checked on this very model against transformers on single sequences.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from smopd.engine.errors import UnusableModel
+from smopd.engine.models.attention import (
+    reset_rope,
+    rope_boundary,
+    set_attention,
+    why_not_packed,
+    why_not_pieces,
+    window_of,
+)
+from smopd.engine.models.head import head, response_hidden
+from smopd.engine.models.loading import decoder_of
+from smopd.engine.models.packing import flat_offsets, pack
+from smopd.engine.settings import Packing
+from smopd.engine.types import Attends, Layout, Rollout
+
+SHORT = 256
+"""On a CPU a mask is faster for units with fewer positions (ours; docs/architecture.md)."""
+DESCRIPTIONS = {
+    "pieces": "one sequence at a time",
+    "mask": "packed rows under a mask",
+    "plain": "one sequence in each row, not packed",
+}
+CHECK_BYTES = 4 << 30
+"""Ours: activations of the self-check. Its longest sequence passes windows and RoPE boundaries if it fits."""
+TOKEN_BYTES = 160  # ours: fp32 activations of a token, for each layer and hidden dimension
+CPU_LENGTH = 600  # ours: positions that a CPU computes within a second in a small model
+CHECK_IDS = 1000  # ours: ids below are ordinary tokens in most vocabularies
+SMALL = 1 << 20  # ours: the gradients of larger parameters would take memory
+LOGP_BOUND, GRAD_BOUND = 1e-3, 1e-2
+"""Ours, in fp32: largest difference in nats, and relative difference of the gradient."""
+ROUNDED_LOGP_BOUND, ROUNDED_GRAD_BOUND = 5e-2, 0.1
+"""Ours, in bf16: mean difference in nats, and relative difference of the gradient."""
+_AGREED: set[tuple] = set()
+"""What has passed the self-check in this process."""
+
+
+def choose(model: PreTrainedModel, wanted: str, dtype: torch.dtype) -> Layout:
+    """Select the fastest attention that agrees with transformers, and return the layout of its batches.
+
+    Args:
+        model: on its device.
+        wanted: "auto", "sdpa" (never by pieces) or "flash" (by pieces).
+        dtype: of the computation.
+    Raises:
+        ValueError: "flash" cannot serve the model.
+        UnusableModel: even single sequences disagree with transformers.
+    """
+    reason = "as set" if wanted == "sdpa" else why_not_pieces(model, dtype)
+    ways: list[Attends] = [] if reason else ["pieces"]
+    not_packed = why_not_packed(model)
+    ways += ["plain"] if not_packed else ["mask", "plain"]
+    reasons = [] if reason in (None, not_packed) else [reason]
+    reasons += [not_packed] if not_packed else []
+    for attends in ways:
+        if wanted == "flash" and attends != "pieces":
+            break
+        layout = layout_of(model, attends, reasons)
+        off = disagreement(model, layout)
+        if off is None:
+            return layout
+        reasons.append(f"{DESCRIPTIONS[attends]}: {off}")
+    if wanted == "flash":
+        raise ValueError(f"attention: 'flash' cannot serve, {reasons[0]}; expected 'auto' or 'sdpa'")
+    raise UnusableModel(
+        f"model {model.name_or_path}: a {type(model).__name__} cannot be computed here ({reasons[-1]})"
+    )
+
+
+def choose_together(models: Sequence[PreTrainedModel]) -> Layout:
+    """Select one layout for frozen models that score the same batches."""
+    different = list({id(model): model for model in models}.values())
+    layouts = [choose(model, "auto", model.dtype) for model in different]
+    slowest = max(layouts, key=lambda layout: list(DESCRIPTIONS).index(layout.attends))
+    for model in different:
+        set_attention(model, slowest.attends)
+    limits = [layout.alone_above for layout in layouts if layout.alone_above is not None]
+    return Layout(slowest.attends, slowest.one_row_from, min(limits, default=None), slowest.description)
+
+
+def layout_of(model: PreTrainedModel, attends: Attends, reasons: Sequence[str] = ()) -> Layout:
+    """Set how `model` attends and return the layout."""
+    set_attention(model, attends)
+    return Layout(
+        attends,
+        SHORT if model.device.type == "cpu" else 0,
+        rope_boundary(model),
+        DESCRIPTIONS[attends] + (f" ({'; '.join(reasons)})" if reasons else ""),
+    )
+
+
+def disagreement(model: PreTrainedModel, layout: Layout) -> str | None:
+    """Return how `model` under `layout` differs from transformers on single sequences; None within bounds.
+
+    Compares log-probabilities and, where the model trains, gradients of its small parameters.
+    """
+    rollouts = check_rollouts(model)
+    exact = model.dtype == torch.float32 and not (model.device.type == "cuda" and layout.attends == "pieces")
+    leaves = [parameter for parameter in decoder_of(model).parameters() if parameter.requires_grad]
+    leaves = [each for each in leaves if each.numel() <= SMALL] or leaves[:1]
+    key = (*architecture(model), layout.attends, len(leaves))
+    if key in _AGREED:
+        return None
+    generator = torch.Generator().manual_seed(1)
+    weight_N = torch.randn(flat_offsets(rollouts)[-1], generator=generator).to(model.device)
+
+    def results(logps_N: Tensor) -> tuple[Tensor, Tensor]:
+        grads = ()
+        if leaves:
+            loss = (logps_N * weight_N).sum()
+            grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        flat = [grad.flatten().float() for grad in grads if grad is not None]
+        return logps_N.detach(), torch.cat(flat) if flat else logps_N.new_zeros(1)
+
+    try:
+        with torch.set_grad_enabled(bool(leaves)):
+            with native_attention(model):
+                expected_N, expected_grad = results(single_logps(model, rollouts))
+            logps_N, grad = results(_packed_logps(model, rollouts, layout))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever this architecture cannot do
+        return brief(error)
+    if off := difference(model, logps_N, expected_N, exact):
+        return off
+    grad_off = float((grad - expected_grad).norm() / expected_grad.norm().clamp(min=1e-30))
+    if not grad_off <= (GRAD_BOUND if exact else ROUNDED_GRAD_BOUND):
+        return f"the gradient is {grad_off:.1e} off transformers"
+    _AGREED.add(key)
+    return None
+
+
+def architecture(model: PreTrainedModel) -> tuple:
+    """Return a key that models share if they compute alike."""
+    return type(model), model.config.to_json_string(), model.dtype, model.device
+
+
+def brief(error: Exception) -> str:
+    """Return the class and the beginning of an error's message, in one line."""
+    return f"{type(error).__name__} {' '.join(str(error).split())[:120]!r}"
+
+
+def difference(
+    model: PreTrainedModel, logps_N: Tensor, expected_N: Tensor, exact: bool | None = None
+) -> str | None:
+    """Return how log-probabilities differ from transformers', or None within bounds."""
+    exact = model.dtype == torch.float32 if exact is None else exact
+    off_N = (logps_N - expected_N).abs()
+    off = float(off_N.max() if exact else off_N.mean())
+    if not off <= (LOGP_BOUND if exact else ROUNDED_LOGP_BOUND):
+        return f"log-probabilities are {off:.1e} nats off transformers"
+    return None
+
+
+def check_rollouts(model: PreTrainedModel) -> list[Rollout]:
+    """Return rollouts with shared prompts, and one longer than windows and rope boundaries if feasible."""
+    config = model.config.get_text_config()
+    longest = CHECK_BYTES // (TOKEN_BYTES * config.num_hidden_layers * config.hidden_size)
+    longest = min(longest, getattr(config, "max_position_embeddings", None) or longest)
+    if model.device.type == "cpu":
+        longest = min(longest, CPU_LENGTH)
+    reach = [n for n in (window_of(config), rope_boundary(model)) if n is not None and n + 12 <= longest]
+    generator = torch.Generator().manual_seed(0)
+    rollouts = []
+    for group, (prompt, lengths) in enumerate([(5, (6, 3)), (max(9, *(n + 5 for n in reach), 9), (4, 7))]):
+        n_ids = prompt + max(lengths)
+        ids = torch.randint(2, min(config.vocab_size, CHECK_IDS), (n_ids,), generator=generator)
+        for sample, length in enumerate(lengths):
+            response = ids[prompt : prompt + length].roll(sample)
+            rollouts.append(
+                Rollout(tuple(ids[:prompt].tolist()), response, torch.zeros(length), group, finished=True)
+            )
+    return rollouts
+
+
+@contextmanager
+def native_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Attend as transformers does while the context is active."""
+    before = model.config._attn_implementation
+    set_attention(model, "plain")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def single_logps(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> Tensor:
+    """Return (N,) fp32 log-probabilities of the responses by transformers' own forward of each sequence."""
+    logps = []
+    for rollout in rollouts:
+        ids = torch.cat([torch.tensor(rollout.prompt_ids), rollout.response_ids[:-1]])[None].to(model.device)
+        n = len(rollout.response_ids)
+        reset_rope(model)
+        keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        logits = model(ids, use_cache=False, **({"logits_to_keep": n} if keeps else {})).logits[0, -n:]
+        response = rollout.response_ids.to(model.device)
+        logps.append(logits.float().log_softmax(-1).gather(-1, response[:, None])[:, 0])
+    return torch.cat(logps)
+
+
+def _packed_logps(model: PreTrainedModel, rollouts: Sequence[Rollout], layout: Layout) -> Tensor:
+    logps, places = [], []
+    for batch in pack(rollouts, Packing(), Layout(layout.attends, 0, layout.alone_above)):
+        batch = batch.to(model.device)
+        logits_NV = head(model).logits(response_hidden(model, batch)).float()
+        logps.append(logits_NV.log_softmax(-1).gather(-1, batch.token_ids_N[:, None])[:, 0])
+        places.append(batch.flat_N)
+    return torch.cat(logps)[torch.cat(places).argsort()]

@@ -1,0 +1,141 @@
+"""Tiny random models of many families; `python -m tests.engine.models.families` prints how each trains."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from copy import deepcopy
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from smopd.engine import distributed
+from smopd.engine.local.rollout import LocalRollout
+from smopd.engine.models.paths import native_attention, single_logps
+from smopd.engine.settings import Lora, TrainSettings
+from smopd.engine.student.student import Student
+from tests.engine.tiny import END, model_of, ragged_rollouts
+
+WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "head_dim": 16}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16}
+ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+GROUPED = ROUTED | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+LATENT = dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "head_dim"), 8)
+OLD = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [3.0] * 16}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+DELTA = {"linear_num_value_heads": 2, "linear_num_key_heads": 1}
+DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+MAMBA = {"mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 16}
+PLAIN = (
+    "apertus", "arcee", "bitnet", "cohere", "ernie4_5", "exaone4", "falcon", "gemma", "glm", "gpt_neox",
+    "granite", "helium", "hunyuan_v1_dense", "llama", "mistral", "nemotron", "olmo", "olmo2", "persimmon",
+    "phi", "phi3", "qwen2", "qwen3", "smollm3", "stablelm",
+)  # fmt: skip
+WINDOWS = ["cohere2", "gemma2", "gemma3_text", "ministral", "olmo3", "vaultgemma"]
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {"sliding_window": None}) for name in PLAIN},
+    **{name: (name, WINDOW) for name in WINDOWS},
+    "bamba": ("bamba", MAMBA | {"attn_layer_indices": [1]}),
+    "biogpt": ("biogpt", {"hidden_dropout_prob": 0.5}),
+    "bloom": ("bloom", {"n_layer": 2, "n_head": 2}),
+    "codegen": ("codegen", OLD | {"rotary_dim": 8}),
+    "ctrl": ("ctrl", OLD | {"dff": 96}),
+    "deepseek_v3": ("deepseek_v3", GROUPED | LATENT | {"v_head_dim": 16, "num_key_value_heads": 2}),
+    "diffllama": ("diffllama", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}),
+    "doge": ("doge", {"head_dim": 16}),
+    "dots1": ("dots1", GROUPED | {"n_shared_experts": 1}),
+    "ernie4_5_moe": ("ernie4_5_moe", ROUTED | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1}),
+    "exaone4, window": ("exaone4", WINDOW),
+    "gemma3": ("gemma3", {"text_config": WINDOW, "vision_config": VISION}),
+    "glm4_moe": ("glm4_moe", GROUPED | {"head_dim": 16}),
+    "gpt2": ("gpt2", OLD),
+    "gpt_bigcode": ("gpt_bigcode", OLD),
+    "gpt_neo": (
+        "gpt_neo",
+        {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 8},
+    ),
+    "gpt_oss": ("gpt_oss", WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gptj": ("gptj", OLD | {"rotary_dim": 8}),
+    "granitemoe": ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "jamba": ("jamba", {"mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 1}),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+    "llama, dynamic RoPE": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 32}),
+    "llama4_text": (
+        "llama4_text",
+        {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 8, "head_dim": 16}
+        | {"num_local_experts": 2, "intermediate_size_mlp": 96},
+    ),
+    "mamba": ("mamba", {"state_size": 8}),
+    "minimax": ("minimax", LINEAR | {"num_local_experts": 4, "block_size": 8}),
+    "mistral, window": ("mistral", {"sliding_window": 8}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "mpt": ("mpt", {"d_model": 64, "n_layers": 2, "n_heads": 2, "max_seq_len": 256}),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.5}),
+    "phi3, long RoPE": (
+        "phi3",
+        {"original_max_position_embeddings": 32, "sliding_window": None, "rope_parameters": LONG},
+    ),
+    "phi3, window": ("phi3", {"sliding_window": 8}),
+    "phimoe": ("phimoe", {"num_local_experts": 4}),
+    "qwen2, window": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "qwen2_moe": ("qwen2_moe", ROUTED | {"num_experts": 4, "shared_expert_intermediate_size": 32}),
+    "qwen3_moe": ("qwen3_moe", ROUTED | {"num_experts": 4, "decoder_sparse_step": 1, "head_dim": 16}),
+    "qwen3_5": ("qwen3_5_text", LINEAR | DELTA),
+    "qwen3_next": (
+        "qwen3_next",
+        LINEAR | DELTA | ROUTED | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    ),
+    "recurrent_gemma": ("recurrent_gemma", {"lru_width": 64, "attention_window_size": 8, "head_dim": 32}),
+    "seed_oss": ("seed_oss", {"head_dim": 16, "residual_dropout": 0.5, "attention_dropout": 0.5}),
+    "starcoder2": ("starcoder2", {"residual_dropout": 0.5, "sliding_window": 8}),
+    "xglm": ("xglm", {"d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 2, "dropout": 0.5}),
+}
+
+
+def family(name: str) -> PreTrainedModel:
+    """Return a tiny model whose weights are large enough that a wrong mask shows."""
+    torch.manual_seed(0)
+    kind, options = FAMILIES[name]
+    model = model_of(kind, **options).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def row(name: str) -> list[str]:
+    """Return the table's row of a family: its path, agreement with transformers, sampler and LoRA."""
+    cpu, rollouts = torch.device("cpu"), ragged_rollouts(0, longest=40)
+    try:
+        model = family(name)
+    except Exception as error:
+        return [name, f"no such config here: {type(error).__name__} {str(error)[:60]!r}"]
+    try:
+        settings = TrainSettings(compute_dtype="float32", micro_batch_tokens=500)
+        student = Student(deepcopy(model), settings, cpu)
+        with native_attention(model), torch.no_grad():
+            expected_N = single_logps(model, rollouts)
+        off = float((student.logps(rollouts, 1.0) - expected_N).abs().max())
+        found = [name, student.layout.attends, f"{off:.0e}"]
+        found.append(LocalRollout(deepcopy(model), [END]).way)
+    except Exception as error:
+        return [name, f"{type(error).__name__}: {str(error)[:160]}"]
+    try:
+        adapted = Student(deepcopy(model), settings.model_copy(update={"lora": Lora(rank=2)}), cpu)
+        names = {key for key, _ in adapted.weights()}
+        found.append("yes" if names == set(model.state_dict()) else "names differ")
+    except Exception as error:
+        found.append(f"{type(error).__name__}: {str(error)[:100]}")
+    return found
+
+
+if __name__ == "__main__":
+    logging.disable()
+    warnings.simplefilter("ignore")
+    with distributed.process_group():
+        for each in (["family", "path", "agreement", "sampling", "lora"], ["---"] * 5, *map(row, FAMILIES)):
+            print("|", " | ".join(each), "|", flush=True)

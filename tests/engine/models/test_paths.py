@@ -1,0 +1,111 @@
+"""Every family trains, samples and scores as transformers computes it, or is refused in a line."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+
+from smopd.engine.errors import UnusableModel
+from smopd.engine.local import rollout
+from smopd.engine.local.rollout import LocalRollout
+from smopd.engine.local.teachers import LocalTeachers
+from smopd.engine.models import attention, paths
+from smopd.engine.models.paths import choose, native_attention, single_logps
+from smopd.engine.settings import Packing
+from smopd.engine.student.student import Student
+from smopd.engine.types import Sampling
+from tests.engine.models.families import family
+from tests.engine.student.training import NLL, TOKENS, loss_tokens, settings_of
+from tests.engine.tiny import END, VOCABULARY, assert_sampled_by, ragged_rollouts, tiny_model
+
+ROLLOUTS = ragged_rollouts(0, longest=40)  # longer than windows, chunks and the boundary of long RoPE
+PATHS = {
+    "mistral, window": "mask",
+    "gemma2": "mask",  # capped scores and capped logits
+    "gemma3": "mask",  # a multimodal class: its outer config has no layer types
+    "gpt_oss": "mask",  # sinks, eager
+    "phi3, long RoPE": "pieces",
+    "llama, dynamic RoPE": "pieces",
+    "phimoe": "pieces",  # its router draws in train mode
+    "seed_oss": "pieces",  # dropout by function
+    "opt": "pieces",
+    "doge": "mask",  # makes a mask inside its attention
+    "gpt2": "pieces",
+    "llama4_text": "plain",
+    "lfm2": "plain",
+    "qwen3_next": "plain",
+}
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_training_computes_what_transformers_does(name, device):
+    """Packed where the family can be, with a batch that mixes short and long sequences."""
+    model = family(name)
+    student = Student(deepcopy(model), settings_of(max_grad_norm=1e9, micro_batch_tokens=300), device)
+    assert student.layout.attends == PATHS[name]
+    update = student.update(ROLLOUTS, loss_tokens(ROLLOUTS), NLL)
+    with native_attention(model):
+        logp_N = single_logps(model, ROLLOUTS)
+    (-logp_N.sum() / TOKENS).backward()
+    norm = torch.stack([each.grad.norm() for each in model.parameters() if each.grad is not None]).norm()
+    torch.testing.assert_close(update.stats.logp_N, logp_N.detach(), rtol=1e-4, atol=1e-4)
+    assert update.grad_norm == pytest.approx(float(norm), rel=1e-3)
+
+
+WAYS = {"gemma3": "together", "gpt_oss": "together", "phi3, long RoPE": "together", "lfm2": "alone"}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_sampling_gives_what_transformers_does(name):
+    model = family(name)
+    prompts = [(5, 9, 11), (7,) * 20, (20, 21), (3,) * 12]
+    engine = LocalRollout(deepcopy(model), [END])
+    assert engine.way == WAYS[name]
+    made = engine.generate(prompts, range(4), Sampling(n=2, temperature=0.0, max_new_tokens=15))
+    with native_attention(model):
+        assert_sampled_by(model, made)
+
+
+def test_sampling_needs_no_cache(monkeypatch):
+    def absent(**_):
+        raise ValueError("no such cache")
+
+    asked = [(5, 9), (7,)], [0, 1], Sampling(n=2, max_new_tokens=9)
+    expected = LocalRollout(tiny_model(layers=3), [END]).generate(*asked)
+    monkeypatch.setattr(rollout, "DynamicCache", absent)
+    monkeypatch.setattr(rollout, "_WAYS", {})
+    engine = LocalRollout(tiny_model(layers=3), [END])
+    assert engine.way == "uncached"
+    for found, each in zip(engine.generate(*asked), expected, strict=True):
+        assert found.response_ids.equal(each.response_ids) and found.finished == each.finished
+
+
+def test_teachers_score_together_though_one_cannot_be_packed():
+    models = [tiny_model(1), family("lfm2"), family("phi3, long RoPE"), family("gemma2")]
+    expected = []
+    for model in models:
+        with native_attention(model), torch.no_grad():
+            expected.append(single_logps(model, ROLLOUTS))
+    teachers = LocalTeachers([deepcopy(model) for model in models], Packing(), VOCABULARY)
+    assert (teachers.layout.attends, teachers.layout.alone_above) == ("plain", 32)
+    found = teachers.score(ROLLOUTS, 4, 1.0, union=True)
+    torch.testing.assert_close(found.token_logps_NM, torch.stack(expected, 1), rtol=1e-4, atol=1e-4)
+    live = found.logps_NMS[:, 3, 4:] > -torch.inf  # the capped teacher's values of the others' ids
+    given = teachers.given(ROLLOUTS, found.ids_NMS[:, :, 4:], found.token_logps_NM, 1.0)[:, 3]
+    torch.testing.assert_close(found.logps_NMS[:, 3, 4:][live], given[live], rtol=1e-4, atol=1e-4)
+
+
+def test_the_self_check_takes_the_next_path_or_refuses(monkeypatch):
+    monkeypatch.setattr(attention, "by_halves", lambda query, *_: query * 0)
+    monkeypatch.setattr(paths, "_AGREED", set())
+    layout = choose(tiny_model(), "auto", torch.float32)
+    assert layout.attends == "mask" and "nats off transformers" in layout.description
+    with pytest.raises(ValueError, match="attention: 'flash' cannot serve, one sequence at a time: log-prob"):
+        choose(tiny_model(), "flash", torch.float32)
+    monkeypatch.setattr(paths, "_AGREED", set())
+    monkeypatch.setattr(paths, "response_hidden", lambda model, batch: torch.zeros(len(batch.flat_N), 64))
+    with pytest.raises(UnusableModel, match="a Qwen2ForCausalLM cannot be computed here") as error:
+        choose(tiny_model(), "auto", torch.float32)
+    assert "\n" not in str(error.value)
