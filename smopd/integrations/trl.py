@@ -54,19 +54,19 @@ class SMOPDDistillationTrainer(SeveralTeachers, DistillationTrainer):
         return loss
 
     def _compute_loss(self, unwrapped_student: Any, inputs: Any, num_items_in_batch: Any) -> Any:
-        seen, temperature = completions_of(inputs), self.args.temperature
-        n_counted = seen.counted_BT.sum()
+        completions, temperature = completions_of(inputs), self.args.temperature
+        n_counted = completions.counted_BT.sum()
         denominator = n_counted.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        zero_N = torch.zeros(len(seen.token_ids_N), device=seen.token_ids_N.device)
+        zero_N = torch.zeros(len(completions.token_ids_N), device=completions.token_ids_N.device)
         tokens = LossTokens(
-            token_ids_N=seen.token_ids_N,
+            token_ids_N=completions.token_ids_N,
             adv_N=zero_N,
             pg_weight_N=zero_N,
             kl_weight_N=zero_N + 1 / denominator,
-            **self.teachers_topk(inputs, seen, temperature),
+            **self.teachers_topk(inputs, completions, temperature),
         )
         temperatures = {"temperature": temperature, "kl_temperature": temperature}
-        loss, self._stats = self.fused(unwrapped_student, seen, tokens, opd_coef=1.0, **temperatures)
+        loss, self._stats = self.fused(unwrapped_student, completions, tokens, opd_coef=1.0, **temperatures)
         return loss, self._stats.entropy_N.sum(), n_counted
 
 
@@ -171,20 +171,20 @@ class SMOPDGRPOTrainer(SeveralTeachers, GRPOTrainer):
         return batch
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
-        seen, args = completions_of(inputs), self.args
-        counted_BT, old_logp_BT = seen.counted_BT, inputs.get("old_per_token_logps")
+        completions, args = completions_of(inputs), self.args
+        counted_BT, old_logp_BT = completions.counted_BT, inputs.get("old_per_token_logps")
         accumulated = self.current_gradient_accumulation_steps if self.model.training else 1
         weight_BT = counted_BT / self._denominator(inputs, counted_BT, accumulated)
         pg_weight_BT = weight_BT * inputs.get("importance_sampling_ratio", 1.0)
         entropy_weight = 1 / (counted_BT.sum().clamp(min=1.0) * accumulated)
         tokens = LossTokens(
-            token_ids_N=seen.token_ids_N,
+            token_ids_N=completions.token_ids_N,
             adv_N=inputs["advantages"][:, None].expand_as(counted_BT)[counted_BT],
             old_logp_N=None if old_logp_BT is None else old_logp_BT[counted_BT],
             pg_weight_N=pg_weight_BT[counted_BT],
             kl_weight_N=weight_BT[counted_BT],
             ent_weight_N=entropy_weight.expand_as(counted_BT)[counted_BT],
-            **self.teachers_topk(inputs, seen, args.kl_temperature),
+            **self.teachers_topk(inputs, completions, args.kl_temperature),
         )
         settings = {
             "clip_low": self.epsilon_low,
@@ -196,7 +196,9 @@ class SMOPDGRPOTrainer(SeveralTeachers, GRPOTrainer):
             "kl_temperature": args.kl_temperature,
         }
         student = self.accelerator.unwrap_model(model)
-        loss, stats = self.redirect(model, student, lambda: self.fused(student, seen, tokens, **settings))
+        loss, stats = self.redirect(
+            model, student, lambda: self.fused(student, completions, tokens, **settings)
+        )
         self._log(stats, counted_BT, 1 if args.loss_type == "dapo" else accumulated)
         return loss
 

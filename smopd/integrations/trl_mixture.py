@@ -173,11 +173,11 @@ class SeveralTeachers:
         self.redirect = _ForwardRedirection()
 
     def teachers_topk(
-        self: Any, inputs: dict[str, Any], seen: Completions, temperature: float
+        self: Any, inputs: dict[str, Any], completions: Completions, temperature: float
     ) -> dict[str, Tensor]:
         """Return the teacher fields of LossTokens, computed once per batch and stored in `inputs`."""
         if "teachers_topk" not in inputs:
-            topk = [self._topk(model, seen, temperature) for model in self.teacher_models]
+            topk = [self._topk(model, completions, temperature) for model in self.teacher_models]
             ids_NMS, logps_NMS = (torch.stack(list(column), 1) for column in zip(*topk, strict=True))
             inputs["teachers_topk"] = {
                 "teacher_ids_NMS": ids_NMS,
@@ -186,28 +186,28 @@ class SeveralTeachers:
             }
         return inputs["teachers_topk"]
 
-    def _hidden(self: Any, model: Any, seen: Completions, fp32_head: bool = False) -> Tensor:
+    def _hidden(self: Any, model: Any, completions: Completions, fp32_head: bool = False) -> Tensor:
         """Return (N, D) hidden states in the head's dtype: bf16 under autocast to bf16, as in TRL.
 
         Autocast to fp16 leaves the head in fp32, since the fused loss computes unscaled gradients in forward.
         """
         with self.accelerator.autocast():
             output = model.get_decoder()(
-                input_ids=seen.input_ids, attention_mask=seen.attention_mask, use_cache=False
+                input_ids=completions.input_ids, attention_mask=completions.attention_mask, use_cache=False
             )
-            states_BTD = output.last_hidden_state[:, -seen.counted_BT.shape[1] - 1 : -1]
+            states_BTD = output.last_hidden_state[:, -completions.counted_BT.shape[1] - 1 : -1]
             device = states_BTD.device.type
             bf16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
         dtype = torch.float32 if fp32_head else torch.bfloat16 if bf16 else states_BTD.dtype
-        return states_BTD[seen.counted_BT].to(dtype)
+        return states_BTD[completions.counted_BT].to(dtype)
 
     @torch.no_grad()
-    def _topk(self: Any, wrapped: Any, seen: Completions, temperature: float) -> tuple[Tensor, Tensor]:
+    def _topk(self: Any, wrapped: Any, completions: Completions, temperature: float) -> tuple[Tensor, Tensor]:
         bare = self.accelerator.unwrap_model(wrapped)
 
         def inside() -> Any:
             model = base_of(bare)
-            hidden_ND = self._hidden(model, seen)
+            hidden_ND = self._hidden(model, completions)
             with head_of(model, hidden_ND.dtype) as (weight_VD, bias_V, scale):
                 kappa = min(self.args.kappa, len(weight_VD))
                 return linear_topk_logprobs(
@@ -219,11 +219,11 @@ class SeveralTeachers:
         return topk.ids_NS.masked_fill(padding, 0), topk.logps_NS.masked_fill(padding, -torch.inf)
 
     def fused(
-        self: Any, student: Any, seen: Completions, tokens: LossTokens, **settings: Any
+        self: Any, student: Any, completions: Completions, tokens: LossTokens, **settings: Any
     ) -> tuple[Tensor, LossStats]:
         """Compute linear_smopd_loss; call it inside the wrapper's forward, which gathers the weights."""
         args, model = self.args, base_of(student)
-        hidden_ND = self._hidden(model, seen, getattr(args, "cast_lm_head_to_fp32", False))
+        hidden_ND = self._hidden(model, completions, getattr(args, "cast_lm_head_to_fp32", False))
         with head_of(model, hidden_ND.dtype) as (weight_VD, bias_V, scale):
             for name in ("temperature", "kl_temperature"):
                 settings[name] /= scale

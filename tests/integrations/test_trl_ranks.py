@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 pytest.importorskip("trl", reason="needs trl (the trl extra)")
 
 from tests.integrations.trl_worker import assert_steps_of_one_process
-from tests.ranks import on_ranks
+from tests.ranks import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -22,8 +24,10 @@ def test_two_ranks_take_the_steps_of_one(tmp_path: Path, mode: str, wrapped: str
 
 
 @pytest.mark.parametrize("what", ["distillation", "grpo"])
-def test_the_example_trains(what: str) -> None:
-    done = on_ranks(1, "examples/trl_two_teachers.py", what, "--steps", "2")
-    assert done.returncode == 0, done.stderr[-4000:]
-    steps = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+def test_the_example_trains(
+    what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["trl_two_teachers.py", what, "--steps", "2"])
+    runpy.run_path(str(ROOT / "examples" / "trl_two_teachers.py"), run_name="__main__")
+    steps = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert len(steps) == 2 and all(float(line.rsplit(" ", 1)[1]) > 0 for line in steps)
