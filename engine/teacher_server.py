@@ -53,29 +53,29 @@ def application(teacher: LocalTeachers | VllmTeachers, path: str, vocabulary: in
     tokenizer = load_tokenizer(adapter.base if adapter else path)
     one_at_a_time, rows = threading.Lock(), min(teacher.rows, vocabulary)
 
-    def score(content: bytes, asked: QueryParams) -> Response:
-        rollouts, temperature = unpack_request(content, vocabulary), temperature_of(asked)
+    def score(content: bytes, params: QueryParams) -> Response:
+        rollouts, temperature = unpack_request(content, vocabulary), temperature_of(params)
         with one_at_a_time:
             before = teacher.dropped
-            top = teacher.score(rollouts, int(asked["kappa"]), temperature)
+            top = teacher.score(rollouts, int(params["kappa"]), temperature)
             dropped = torch.tensor(teacher.dropped - before)
         entries = {"ids_NS": top.ids_NMS[:, 0], "logps_NS": top.logps_NMS[:, 0]}
         return Response(pack(token_logps_N=top.token_logps_NM[:, 0], dropped=dropped, **entries))
 
-    def given(content: bytes, asked: QueryParams) -> Response:
+    def given(content: bytes, params: QueryParams) -> Response:
         rollouts, ids_NU, token_logps_N = unpack_given(content, vocabulary, rows)
-        temperature = temperature_of(asked)
+        temperature = temperature_of(params)
         with one_at_a_time:
             logps_NMU = teacher.given(rollouts, ids_NU[:, None], token_logps_N[:, None], temperature)
         return Response(pack(logps_NU=logps_NMU[:, 0]))
 
-    def tokenize(content: bytes, asked: QueryParams) -> Response:
+    def tokenize(content: bytes, params: QueryParams) -> Response:
         text = json.loads(content)["prompt"]
         if not isinstance(text, str) or len(text) > MAX_TEXT:
             raise ValueError(f"prompt is not a text of at most {MAX_TEXT} characters")
         return JSONResponse({"tokens": tokenizer.encode(text, add_special_tokens=False)})
 
-    def describe(content: bytes, asked: QueryParams) -> Response:
+    def describe(content: bytes, params: QueryParams) -> Response:
         return JSONResponse({"teacher": path, "vocabulary": vocabulary, "rows": rows})
 
     routes = [
@@ -106,8 +106,8 @@ def _endpoint(answer: Callable[[bytes, QueryParams], Response]) -> Callable[[Req
     return endpoint
 
 
-def temperature_of(asked: QueryParams) -> float:
-    temperature = float(asked.get("temperature", 1.0))
+def temperature_of(params: QueryParams) -> float:
+    temperature = float(params.get("temperature", 1.0))
     if not TEMPERATURES[0] <= temperature <= TEMPERATURES[1]:
         raise ValueError(f"temperature is {temperature:g}, expected one in {list(TEMPERATURES)}")
     return temperature

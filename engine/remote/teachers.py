@@ -163,7 +163,7 @@ class RemoteTeachers(Dropping):
     def _prompt_logprobs(self, url: str, ids: list[int], kappa: int, temperature: float) -> Request:
         if temperature != 1:
             raise UnusableModel(
-                f"{url}: a vLLM server gives log-probabilities at temperature 1, asked for "
+                f"{url}: a vLLM server gives log-probabilities at temperature 1, not "
                 f"{temperature}; serve the teacher with smopd.engine.teacher_server"
             )
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": kappa}

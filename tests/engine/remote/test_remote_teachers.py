@@ -177,7 +177,7 @@ def test_a_server_that_does_not_fit_is_refused(urls, loopback):
     for asked, options, message in (
         ([fits.url, Vllm(loopback, OTHER).url], {}, r"models\.0: http.* has another tokenizer than the stud"),
         ([fits.url, few.url], {}, rf"{few.url} refuses kappa 4: .*--max-logprobs 4"),
-        ([fits.url], {"temperature": 0.7}, r"log-probabilities at temperature 1, asked for 0\.7"),
+        ([fits.url], {"temperature": 0.7}, r"log-probabilities at temperature 1, not 0\.7"),
         ([fits.url], {"union": True}, r"models\.0: http.* is a vLLM server, which cannot score the other"),
         ([ours], {"vocabulary": 7}, rf"started for a vocabulary of {VOCABULARY}, expected .* 7 "),
     ):
