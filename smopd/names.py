@@ -23,6 +23,8 @@ STEP_COLUMN = "training_step"
 """Column with the training step, from 0, that rewards receive during training."""
 REWARD_ARGUMENTS = ("prompts", "completions", STEP_COLUMN)
 """Reserved names: no data column or keyword argument of a reward may use them."""
+EVALUATION_VALUES = ("sum", "truncated")
+"""What no reward may be called: evaluations have values of these names."""
 
 
 def is_url(model: str) -> bool:

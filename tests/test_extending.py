@@ -56,7 +56,7 @@ def test_a_run_takes_the_pages_functions(place: Path) -> None:
 
     for part in world_model(1):
         part.save_pretrained(place / "teacher")
-    rewards, parts = (yaml.safe_load(block) for block in blocks("yaml"))
+    rewards, _, parts = (yaml.safe_load(block) for block in blocks("yaml"))
     assert merged(parts, NAMED) == parts
     done = train_here(recipe_of(rewards | parts, place), "--student.learning_rate", "0.01")
     assert done.returncode == 0, done.stderr[-4000:]

@@ -48,7 +48,7 @@ LAYERS = {
         ops
     """,
     "engine": """
-        types process files imports errors
+        types process files imports errors hub
         settings
         protocols models distributed
         student

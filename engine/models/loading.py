@@ -21,8 +21,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import CONFIG_NAME, cached_file
 
 from smopd.engine.errors import UnusableModel
+from smopd.engine.hub import hub_responds
 
 # Names in configs of what follows the output head.
 SCALES = ("logit_scale", "output_multiplier", "output_multiplier_scale", "lm_head_multiplier")
@@ -166,9 +168,15 @@ def _read_config(path: str | Path) -> tuple[str, PreTrainedConfig]:
 def _place(path: str | Path) -> str:
     """Return `path` with ~ expanded: an existing folder, or what may be a hub id."""
     place = str(Path(path).expanduser()) if str(path).startswith("~") else str(path)
-    if not Path(place).is_dir() and (place.startswith((".", "/")) or place.count("/") > 1):
+    if Path(place).is_dir():
+        return place
+    inside_folder = "/" in place and Path(place).parent.is_dir()
+    if place.startswith((".", "/")) or place.count("/") > 1 or inside_folder:
         raise FileNotFoundError(f"model {path}: no such folder, expected one with config.json, or a hub id")
-    return place
+    if hub_responds():
+        return place
+    with load_errors(path):  # what the hub's cache has of it
+        return str(Path(cached_file(place, CONFIG_NAME, local_files_only=True)).parent)
 
 
 @contextmanager

@@ -14,10 +14,10 @@ from smopd.config.recipe import Keys
 from smopd.config.schedule import BASE, product_reference, weight_merge
 from smopd.config.settings import SHARED, Settings
 from smopd.engine.settings import Vllm
-from smopd.names import REWARD_ARGUMENTS, is_url, nearest
+from smopd.names import EVALUATION_VALUES, REWARD_ARGUMENTS, is_url, nearest
 
 _RUN_NAME = re.compile(r"\w[\w-]*")
-_FILE = re.compile(r"(~|\.{0,2}/).*|.*\.(jsonl|json|parquet|csv)(\.gz)?")
+_FILE = re.compile(r"(~|\.{0,2}/)[^*?\[]*|[^*?\[]*\.(jsonl|json|parquet|csv|arrow)(\.gz)?")
 
 Wrong = Iterator[tuple[str, str]]
 """Dotted path of the setting to change, and the mistake."""
@@ -54,6 +54,9 @@ def _recipe(settings: Settings) -> Wrong:
     if len(set(rewards)) != len(rewards):
         yield "rewards", f"got the names {rewards}, expected different ones"
     for i, reward in enumerate(settings.rewards):
+        if reward.name in EVALUATION_VALUES or "/" in reward.name:
+            others = ", ".join(map(repr, EVALUATION_VALUES))
+            yield f"rewards.{i}.name", f"got {reward.name!r}, expected a name without '/', and not {others}"
         if taken := [name for name in REWARD_ARGUMENTS if name in reward.kwargs]:
             yield f"rewards.{i}.kwargs", f"{', '.join(taken)}: reserved, expected another name"
         if isinstance(reward.range, tuple) and reward.range[0] >= reward.range[1]:

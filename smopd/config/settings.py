@@ -41,10 +41,10 @@ class Model(Section):
 
 
 class Source(Section):
-    """Rows of prompts."""
+    """Rows of prompts: jsonl, json, parquet, csv or arrow files, a folder, a hub id, or a function."""
 
     source: str
-    """A jsonl, json or parquet file, a hub id, or `package.module:function`."""
+    """A file, a pattern of files, a folder of save_to_disk, a hub id, or `package.module:function`."""
     map: ImportPath | None = None
     """`package.module:function` that returns a new row, or None to drop the row."""
     kwargs: dict[str, Any] = Field(default={})
@@ -57,6 +57,8 @@ class Data(Section):
     train: Source
     evaluation: Source | None = None
     prompt_column: str = "prompt"
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    """Further arguments of the chat template, such as {enable_thinking: false}; a row's own come first."""
     max_prompt_tokens: int = Field(default=2048, ge=1)
     """Maximum length of a prompt, chat template included."""
     overlong: Literal["drop", "truncate_left", "error"] = "drop"
@@ -66,7 +68,7 @@ class Data(Section):
 
 
 class Reward(Section):
-    """One reward dimension."""
+    """One reward dimension: a function in our form, TRL's or verl's (docs/extending.md), sync or async."""
 
     name: str
     function: ImportPath
@@ -77,6 +79,9 @@ class Reward(Section):
     """[lo, hi] for the gates; `batch`: the minimum and maximum of each rollout batch."""
     kwargs: dict[str, Any] = Field(default={})
     """Extra keyword arguments of each call. They override columns of the same name."""
+    completions: Literal["text", "messages"] | None = None
+    """How a completion to a chat is passed: its text, or TRL's [{role: assistant, content: TEXT}]. null is
+    `messages` if the function's first argument is `completions`."""
 
 
 class Scoring(Section):
@@ -89,6 +94,8 @@ class Scoring(Section):
     steps or over one evaluation."""
     memory_gib: float | None = Field(default=None, gt=0)
     """Address space limit of each reward process, GiB. Memory that libraries only reserve counts too."""
+    special_tokens: bool = True
+    """Keep special tokens such as <think> in the text that rewards get, except the one that ends it."""
 
 
 class WarmStart(Section):

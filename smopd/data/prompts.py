@@ -1,14 +1,20 @@
-"""Rows of a source to prompts and demonstrations as token ids. Imports neither torch nor transformers."""
+"""Prompts and demonstrations as token ids, tokenised on access. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import hashlib
+import json
+import re
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
 
 import numpy as np
 
-from smopd.data.sources import Row, checked_row, load_rows
+from smopd.data.chat import Content, read_messages, read_tools, render, response_start
+from smopd.data.sources import Row, checked_row, open_rows
 from smopd.engine.imports import import_function
 from smopd.names import REWARD_ARGUMENTS, nearest
 
@@ -17,7 +23,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Overlong: TypeAlias = Literal["drop", "truncate_left", "error"]
-Content: TypeAlias = "str | tuple[Mapping[str, str], ...]"
+
+CHARS_PER_TOKEN = 64  # ours: a longer text is over the limit without being tokenised
+ASCII = "".join(map(chr, range(128)))
+CHUNK_ROWS = 1024  # ours: rows tokenised at once
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object in memory, different in each process
 
 
 @dataclass(frozen=True)
@@ -25,18 +35,20 @@ class Prompt:
     """One prompt.
 
     index: the row's number in its source, from 0.
-    token_ids: what the model is given, the chat template's generation prompt included.
+    token_ids: input of the model, including the template's generation prompt.
     columns: the row's other columns, for the rewards.
+    response_start: text of the response that the prompt already holds, such as `<think>`.
     """
 
     index: int
     content: Content
     token_ids: tuple[int, ...]
     columns: Mapping[str, Any]
+    response_start: str = ""
 
 
 class Demonstration(NamedTuple):
-    """A prompt and the answer to imitate; completion_ids ends with the end-of-sequence token."""
+    """A prompt and the response to imitate; completion_ids ends with the end-of-sequence token."""
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
@@ -44,14 +56,20 @@ class Demonstration(NamedTuple):
 
 @dataclass(frozen=True)
 class RowSet(Sequence[T]):
-    """What was made of one source's rows, in its order, and what became of the others."""
+    """The prompts or demonstrations of a source, in order, and the number of rows left out.
 
-    items: tuple[T, ...]
+    columns: names that at least one row has.
+    digest: SHA-256 of the prompts as text, with their columns; empty if not computed.
+    """
+
+    items: Sequence[T]
     source: str
     rows: int
     mapped_out: int = 0
     dropped_overlong: int = 0
     truncated: int = 0
+    columns: tuple[str, ...] = ()
+    digest: str = ""
 
     def __len__(self) -> int:
         return len(self.items)
@@ -61,11 +79,106 @@ class RowSet(Sequence[T]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[T]: ...
     def __getitem__(self, index: int | slice) -> T | Sequence[T]:
-        return self.items[index]
+        return (
+            [self.items[i] for i in range(len(self))[index]]
+            if isinstance(index, slice)
+            else self.items[index]
+        )
 
 
 PromptSet: TypeAlias = RowSet[Prompt]
 DemonstrationSet: TypeAlias = RowSet[Demonstration]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """How rows of a source become prompts; the fields are arguments of `load_prompts`."""
+
+    tokenizer: PreTrainedTokenizerBase
+    source: str
+    prompt_column: str
+    max_prompt_tokens: int | None
+    template_kwargs: Mapping[str, Any]
+
+    def text(self, index: int, row: Row) -> str:
+        """Return the row's prompt as text; raise ValueError naming source and row."""
+        content = row_content(row, self.prompt_column, self.source, index)
+        try:
+            tools = read_tools(row.get("tools"))
+        except ValueError as error:
+            raise ValueError(f"{self.source}: row {index}: column 'tools' {error}") from None
+        try:
+            text = render(self.tokenizer, content, tools, self.options(row))
+        except ValueError as error:
+            raise ValueError(f"{self.source}: row {index}: {error}") from error
+        return _whole(text, f"{self.source}: row {index}: column {self.prompt_column!r}")
+
+    def options(self, row: Row) -> dict[str, Any]:
+        """Return the arguments of the chat template; those of the row come first, as in TRL."""
+        own = row.get("chat_template_kwargs") or {}
+        return {**self.template_kwargs, **own}
+
+    def counts(self, texts: Sequence[str]) -> list[int]:
+        """Return the tokens of each text; an estimate if it is certainly within or over the limit."""
+        limit = self.max_prompt_tokens
+        if limit is None:
+            return [0] * len(texts)
+        found = [len(text) // CHARS_PER_TOKEN for text in texts]
+        per_char = 1 if len(self.tokens([ASCII])[0]) <= len(ASCII) else 2  # 2: capitals may be marked
+        open_ones = [
+            i
+            for i, text in enumerate(texts)
+            if found[i] <= limit and not (text.isascii() and per_char * len(text) <= limit)
+        ]
+        if open_ones:
+            for i, ids in zip(open_ones, self.tokens([texts[i] for i in open_ones]), strict=True):
+                found[i] = len(ids)
+        return found
+
+    def tokens(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokenise prompts; a chat template writes the special tokens itself."""
+        return self.tokenizer(list(texts), add_special_tokens=not self.tokenizer.chat_template)["input_ids"]
+
+    def prompt(self, index: int, row: Row) -> Prompt:
+        text, limit = self.text(index, row), self.max_prompt_tokens
+        if limit is not None:
+            text = text[-CHARS_PER_TOKEN * (limit + 1) :]
+        ids = self.tokens([text])[0]
+        content = row_content(row, self.prompt_column, self.source, index)
+        start = response_start(self.tokenizer, content, self.options(row))
+        columns = {name: row[name] for name in row if name != self.prompt_column}
+        return Prompt(index, content, tuple(ids if limit is None else ids[-limit:]), columns, start)
+
+
+@dataclass(frozen=True)
+class _Prompts(Sequence[Prompt]):
+    """The prompts of the kept rows, rendered and tokenised on access."""
+
+    encoder: Encoder
+    rows: Sequence[Row | None]
+    kept: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __getitem__(self, i: Any) -> Any:
+        row = self.rows[self.kept[i]]
+        return self.encoder.prompt(self.kept[i], row or {})
+
+
+@dataclass(frozen=True)
+class _Demonstrations(Sequence[Demonstration]):
+    prompts: PromptSet
+    completion_column: str
+    tokenizer: PreTrainedTokenizerBase
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, i: Any) -> Any:
+        prompt = self.prompts[i]
+        ids = self.tokenizer(prompt.columns[self.completion_column], add_special_tokens=False)["input_ids"]
+        return Demonstration(prompt.token_ids, (*ids, self.tokenizer.eos_token_id))
 
 
 def load_prompts(
@@ -77,56 +190,74 @@ def load_prompts(
     max_prompt_tokens: int | None = None,
     overlong: Overlong = "drop",
     kwargs: Mapping[str, Any] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     reserved: Sequence[str] = REWARD_ARGUMENTS,
+    text_columns: Sequence[str] = (),
 ) -> PromptSet:
-    """Read a source's rows and tokenise their prompts, with the tokenizer's chat template where it has one.
+    """Check all rows of a source and return their prompts, which are tokenised on access.
+
+    The chat template gets the row's columns `tools` and `chat_template_kwargs`, if there are any.
 
     Args:
-        source, kwargs: as for `load_rows`.
-        prompt_column: a text, which is one user message, or a list of chat messages {"role", "content"},
-            which needs a chat template.
-        map: import path of a function row -> row, or None to leave the row out.
-        max_prompt_tokens: the longest prompt, template included; None is no limit.
-        overlong: "drop" and count, "truncate_left" to the last max_prompt_tokens and count, or "error".
-        reserved: what no other column may be called.
+        source, kwargs: see `open_rows`.
+        prompt_column: column with a text, used as one user message, or with chat messages, also as JSON text.
+        map: import path of a function row -> row, or None to leave the row out. Its rows are held in memory.
+        max_prompt_tokens: maximum length with the chat template; None is no limit.
+        overlong: "drop", "truncate_left" to the last max_prompt_tokens, or "error".
+        chat_template_kwargs: further arguments of the chat template, such as {"enable_thinking": False}.
+        reserved: names that no other column may have.
+        text_columns: columns that must be texts.
     Raises:
         FileNotFoundError: there is no such source.
-        ValueError: a prompt is absent, empty, of the wrong type or (overlong="error") too long; a column has
-            a reserved name; the source has no rows, or none is left. Row numbers count from 0.
+        ValueError: a row is invalid or, for overlong="error", too long; a column has a reserved name; or no
+            rows are left. Row numbers count from 0.
     """
-    rows = load_rows(source, kwargs=kwargs)
-    kept = _mapped(rows, source, map)
-    contents = [row_content(row, prompt_column, source, index) for index, row in kept]
-    columns = [{name: row[name] for name in row if name != prompt_column} for _, row in kept]
-    for (index, _), own in zip(kept, columns, strict=True):
-        if taken := [name for name in reserved if name in own]:
-            raise ValueError(
-                f"{source}: row {index}: column {taken[0]!r} has the name of an argument of every reward, "
-                "expected another name (a map can rename it)"
-            )
-    prompts: list[Prompt] = []
-    dropped = truncated = 0
-    tokenized = tokenize_prompts(contents, tokenizer, source)
-    for (index, _), content, own, ids in zip(kept, contents, columns, tokenized, strict=True):
-        if max_prompt_tokens is not None and len(ids) > max_prompt_tokens:
-            if overlong == "error":
+    encoder = Encoder(tokenizer, source, prompt_column, max_prompt_tokens, chat_template_kwargs or {})
+    rows: Sequence[Row | None] = open_rows(source, kwargs=kwargs)
+    if map is not None:
+        rows = _mapped(rows, source, map)
+    kept, digest, columns = array("q"), hashlib.sha256(), dict[str, None]()
+    mapped_out = dropped = truncated = 0
+    for chunk in _chunks(rows):
+        found = [(index, row) for index, row in chunk if row is not None]
+        mapped_out += len(chunk) - len(found)
+        for index, row in found:
+            if taken := [name for name in reserved if name in row and name != prompt_column]:
                 raise ValueError(
-                    f"{source}: row {index}: the prompt has {len(ids)} tokens, "
-                    f"expected at most max_prompt_tokens = {max_prompt_tokens}"
+                    f"{source}: row {index}: column {taken[0]!r} has the name of an argument of rewards, "
+                    "expected another name (a map can rename it)"
                 )
-            if overlong == "drop":
-                dropped += 1
-                continue
-            truncated += 1
-            ids = ids[-max_prompt_tokens:]
-        prompts.append(Prompt(index, content, tuple(ids), own))
-    mapped_out = len(rows) - len(kept)
-    if not prompts:
+            for column in text_columns:
+                _text(row, column, source, index)
+        texts = [encoder.text(index, row) for index, row in found]
+        for (index, row), text, count in zip(found, texts, encoder.counts(texts), strict=True):
+            if max_prompt_tokens is not None and count > max_prompt_tokens:
+                if overlong == "error":
+                    raise ValueError(
+                        f"{source}: row {index}: the prompt has {len(encoder.tokens([text])[0])} tokens, "
+                        f"expected at most max_prompt_tokens = {max_prompt_tokens}"
+                    )
+                if overlong == "drop":
+                    dropped += 1
+                    continue
+                truncated += 1
+            kept.append(index)
+            columns |= dict.fromkeys(row)
+            own = {name: row[name] for name in row if name != prompt_column}
+            digest.update(_ADDRESS.sub("", repr((index, text, own))).encode("utf-8", "surrogatepass"))
+    if not rows:
+        raise ValueError(f"{source}: the data set is empty")
+    if not kept:
+        too_long = f", {dropped} of more than {max_prompt_tokens} tokens" if dropped else ""
         raise ValueError(
-            f"{source}: none of {len(rows)} rows is left: {mapped_out} left out by map, "
-            f"{dropped} of more than {max_prompt_tokens} tokens"
+            f"{source}: none of {len(rows)} rows is left: {mapped_out} left out by map{too_long}"
         )
-    return RowSet(tuple(prompts), source, len(rows), mapped_out, dropped, truncated)
+    prompts = _Prompts(encoder, rows, kept)
+    digest.update(repr(prompts[0].token_ids).encode())
+    names = tuple(name for name in columns if name != prompt_column)
+    return RowSet(
+        prompts, source, len(rows), mapped_out, dropped, truncated, columns=names, digest=digest.hexdigest()
+    )
 
 
 def load_demonstrations(
@@ -136,32 +267,25 @@ def load_demonstrations(
     completion_column: str = "completion",
     **options: Any,
 ) -> DemonstrationSet:
-    """Read a source's rows and tokenise their prompts and completions.
+    """Check all rows of a source and return their prompts with completions, tokenised on access.
 
     Args:
-        completion_column: the answer's text; the end-of-sequence token is added.
-        options: of `load_prompts`.
+        completion_column: column with the response as text; the end-of-sequence token is appended.
+        options: arguments of `load_prompts`.
     Raises:
-        FileNotFoundError, ValueError: as `load_prompts`, for both columns; or the tokenizer has no
-            end-of-sequence token.
+        FileNotFoundError, ValueError: as `load_prompts`; or the tokenizer has no end-of-sequence token.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError("load_demonstrations: tokenizer has no eos_token, expected one to end completions")
-    prompts = load_prompts(source, tokenizer, reserved=(), **options)
-    completions = [_text(prompt.columns, completion_column, source, prompt.index) for prompt in prompts]
-    answers = tokenizer(completions, add_special_tokens=False)["input_ids"]
-    found = [
-        Demonstration(prompt.token_ids, (*answer, tokenizer.eos_token_id))
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
-    return RowSet(tuple(found), source, prompts.rows, prompts.mapped_out, prompts.dropped_overlong)
+    prompts = load_prompts(source, tokenizer, reserved=(), text_columns=[completion_column], **options)
+    return replace(prompts, items=_Demonstrations(prompts, completion_column, tokenizer))  # type: ignore
 
 
 def batch_indices(n: int, batch_size: int, step: int, seed: int) -> list[int]:
-    """The prompts of one step (from 0), from nothing but the step's number: a resumed run asks again.
+    """Return the indices of one step's prompts, a function of its arguments alone.
 
-    Epochs are permutations of range(n) seeded by (seed, epoch), laid end to end and cut into batches, so
-    every prompt comes once an epoch and no batch is short.
+    Epochs are permutations of range(n) seeded by (seed, epoch), concatenated and cut into batches: every
+    prompt comes once per epoch, and no batch is short.
     """
     first = step * batch_size
     last = first + batch_size
@@ -174,55 +298,45 @@ def batch_indices(n: int, batch_size: int, step: int, seed: int) -> list[int]:
 
 
 def row_content(row: Row, column: str, source: str, index: int) -> Content:
-    """The row's prompt: a text, or chat messages; ValueError names source, row and what is wrong."""
-    value, where = row.get(column), f"{source}: row {index}: column {column!r}"
+    """Return the row's prompt, a text or chat messages; raise ValueError naming source and row."""
+    value = row.get(column)
+    if isinstance(value, str) and value.lstrip().startswith("[{"):
+        value = _chat_in_json(value)
     if not isinstance(value, (list, tuple)):
         return _text(row, column, source, index, "a text or a list of chat messages")
-    for number, message in enumerate(value):
-        found = message if isinstance(message, Mapping) else {}
-        if not all(isinstance(found.get(field), str) for field in ("role", "content")):
-            raise ValueError(
-                f"{where}: message {number} is {str(message)[:60]!r}, expected texts role and content"
-            )
-        _whole(found["role"] + found["content"], f"{where}: message {number}")
-    if not value or not value[-1]["content"].strip():
-        raise ValueError(f"{where}: the last message is empty, expected a text")
-    return tuple(value)
+    try:
+        return read_messages(value)
+    except ValueError as error:
+        raise ValueError(f"{source}: row {index}: column {column!r}: {error}") from None
+
+
+def _chat_in_json(text: str) -> str | list[Any]:
+    """Return the chat messages that the text is the JSON of, or the text."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return found if all(isinstance(each, dict) and "role" in each for each in found) else text
 
 
 def tokenize_prompts(
     contents: Sequence[Content], tokenizer: PreTrainedTokenizerBase, source: str
 ) -> list[list[int]]:
-    """Token ids of each prompt; ValueError where a chat template is needed and absent, or fails."""
-    if not tokenizer.chat_template:
-        if not all(isinstance(content, str) for content in contents):
-            raise ValueError(f"{source}: prompts are chat messages, and the tokenizer has no chat template")
-        return tokenizer(list(contents))["input_ids"]
-    chats = [
-        [{"role": "user", "content": content}] if isinstance(content, str) else [*map(dict, content)]
-        for content in contents
-    ]
-    try:
-        texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # the template is the model's code, in a sandbox
-        raise ValueError(
-            f"{source}: the tokenizer's chat template fails ({type(error).__name__}: {error})"
-        ) from error
-    return tokenizer(texts, add_special_tokens=False)["input_ids"]
+    """Return the token ids of each prompt; raise ValueError if a chat template is missing or fails."""
+    encoder = Encoder(tokenizer, source, "prompt", None, {})
+    return encoder.tokens([encoder.text(i, {"prompt": content}) for i, content in enumerate(contents)])
 
 
-def _mapped(rows: list[Row], source: str, map_path: str | None) -> list[tuple[int, Row]]:
-    """The rows that `map` keeps, with their numbers; ValueError where there is none."""
-    if not rows:
-        raise ValueError(f"{source}: the data set is empty")
-    if map_path is None:
-        return list(enumerate(rows))
-    function, where = import_function(map_path), f"{source} (after {map_path})"
-    mapped = [(index, function(row)) for index, row in enumerate(rows)]
-    kept = [(index, checked_row(row, where, index)) for index, row in mapped if row is not None]
-    if not kept:
-        raise ValueError(f"{source}: none of {len(rows)} rows is left: {len(rows)} left out by map")
-    return kept
+def _chunks(rows: Sequence[Row | None]) -> Iterator[list[tuple[int, Row | None]]]:
+    numbered = enumerate(rows)
+    while chunk := list(islice(numbered, CHUNK_ROWS)):
+        yield chunk
+
+
+def _mapped(rows: Sequence[Row | None], source: str, path: str) -> list[Row | None]:
+    function, where = import_function(path), f"{source} (after {path})"
+    found = [function(row) for row in rows]
+    return [None if row is None else checked_row(row, where, index) for index, row in enumerate(found)]
 
 
 def _text(row: Mapping[str, Any], column: str, source: str, index: int, expected: str = "a text") -> str:
@@ -239,7 +353,7 @@ def _text(row: Mapping[str, Any], column: str, source: str, index: int, expected
 
 
 def _whole(text: str, where: str) -> str:
-    """The text; ValueError where half of a UTF-16 pair stands in it, which no tokenizer takes."""
+    """Return the text; raise ValueError if it has an unpaired surrogate, which no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,65 +1,151 @@
-"""Where rows of prompts come from: a file, a function by import path, or a data set here or of the hub."""
+"""Rows of a data set: from files, a folder, a function, or the hub. Large files are read on access."""
 
 from __future__ import annotations
 
+import glob
 import gzip
 import inspect
 import json
+import mmap
 import re
+import shutil
+import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
-from smopd.data.places import located, short_names
+from smopd.data.places import located
+from smopd.engine.hub import hub_responds
 from smopd.engine.imports import IMPORT_PATH, import_function
 
 Row: TypeAlias = "dict[str, Any]"
 
 SOURCE_FORMS = (
-    "a .jsonl, .json (both also .gz) or .parquet file, a function as package.module:function, "
-    "a short name of `python -m smopd.data`, or a hub data set as owner/name"
+    "a .jsonl, .json (both also .gz), .parquet, .csv or .arrow file, a pattern of such files, a folder of "
+    "datasets.save_to_disk, a function as package.module:function, a short name of `python -m smopd.data`, "
+    "or a hub data set as owner/name"
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
+_PATTERN = re.compile(r"[*?\[]")
+JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
+ARROW_SUFFIXES = (".parquet", ".csv", ".arrow")
+FILE_SUFFIXES = (*JSON_SUFFIXES, *ARROW_SUFFIXES)
 
 
 def load_rows(source: str, *, kwargs: Mapping[str, Any] | None = None) -> list[Row]:
-    """Read the rows of a source.
+    """Return all rows of a source in memory; see `open_rows`."""
+    return list(open_rows(source, kwargs=kwargs))
+
+
+def open_rows(source: str, *, kwargs: Mapping[str, Any] | None = None) -> Sequence[Row]:
+    """Return the rows of a source, which are read and checked on access.
 
     Args:
         source: one of SOURCE_FORMS; a .json file holds a list of objects, or JSON lines.
-        kwargs: passed to the function, or to datasets.load_dataset (`split`: "train" where not given).
+        kwargs: passed to the function, or to datasets.load_dataset (`split` is "train" by default).
     Raises:
         FileNotFoundError: there is no such file or data set.
-        ValueError: a row is no object, a line no JSON, or an argument does not fit the source.
+        ValueError: a row is not an object, a line is not JSON, or an argument does not fit the source.
     """
     options = dict(kwargs or {})
-    if source in short_names() or source.endswith(FILE_SUFFIXES) or Path(source).expanduser().is_file():
+    if IMPORT_PATH.fullmatch(source) and not Path(source).exists():
+        return [checked_row(row, source, index) for index, row in enumerate(_call(source, options))]
+    path = located(source)
+    if path.is_dir():
+        return _read_folder(path, **options)
+    if path.is_file() or path.name.endswith(FILE_SUFFIXES) or _PATTERN.search(source):
         if options:
             raise ValueError(f"load_rows: source {source!r} is a file, which takes no kwargs")
-        found = _read_file(located(source))
-    elif IMPORT_PATH.fullmatch(source):
-        found = _call(source, options)
-    elif _HUB_ID.fullmatch(source):
-        found = _read_hub(source, {"split": "train", **options})
-    else:
+        return _read_files(path)
+    if not _HUB_ID.fullmatch(source) or path.parent.is_dir():
         raise FileNotFoundError(f"load_rows: no file {source!r}; a source is {SOURCE_FORMS}")
-    return [checked_row(row, source, index) for index, row in enumerate(found)]
+    return _read_hub(source, {"split": "train", **options})
 
 
-def _read_file(path: Path) -> Iterable[Any]:
-    if not path.is_file():
+def _read_files(path: Path) -> Sequence[Row]:
+    """Return the rows of a file, or of all files of a pattern in order of their names."""
+    paths = (
+        [path] if path.is_file() else [Path(each) for each in sorted(glob.glob(str(path), recursive=True))]
+    )
+    if not paths:
         raise FileNotFoundError(
             f"load_rows: no file {str(path)!r} (looked for {path.absolute()}); a source is {SOURCE_FORMS}"
         )
-    if path.name.endswith(".parquet"):
-        return _read_parquet(path)
-    if path.name.endswith((".jsonl", ".jsonl.gz")):
-        return _read_json_lines(path)
-    if path.name.endswith((".json", ".json.gz")):
-        return _read_json(path)
-    raise ValueError(f"load_rows: file {str(path)!r} has no known ending; a source is {SOURCE_FORMS}")
+    kinds = {next((end for end in FILE_SUFFIXES if each.name.endswith(end)), each.suffix) for each in paths}
+    if unknown := kinds - {*FILE_SUFFIXES}:
+        raise ValueError(
+            f"load_rows: file {str(path)!r} ends with {unknown.pop()!r}; a source is {SOURCE_FORMS}"
+        )
+    if len(kinds) > 1:
+        raise ValueError(f"load_rows: {str(path)!r} matches files of the kinds {sorted(kinds)}, expected one")
+    kind = kinds.pop()
+    if kind in ARROW_SUFFIXES:
+        return _read_arrow(path, kind, paths)
+    if kind.startswith(".jsonl"):
+        return JsonLines(paths)
+    listed = [_read_json(each) for each in paths]
+    return JsonLines(paths) if None in listed else [row for rows in listed for row in rows or ()]
+
+
+class JsonLines(Sequence[Row]):
+    """Rows of files of JSON lines, mapped into memory and parsed on access."""
+
+    def __init__(self, paths: Sequence[Path]):
+        self._paths, self._files = paths, list[Any]()
+        self._places = array("Q")  # file and offset of each row
+        for number, path in enumerate(paths):
+            begin = 0
+            with _unpacked(path) as file:
+                for line in file:
+                    if line.strip():
+                        self._places.extend((number, begin))
+                    begin += len(line)
+                self._files.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if begin else b"")
+
+    def __len__(self) -> int:
+        return len(self._places) // 2
+
+    def __getitem__(self, index: Any) -> Any:
+        number, begin = self._places[2 * index], self._places[2 * index + 1]
+        content = self._files[number]
+        end = content.find(b"\n", begin)
+        line = content[begin : end if end >= 0 else len(content)]
+        try:
+            row = json.loads(line.decode())
+        except (ValueError, RecursionError) as error:  # a number may be too long, or nested too deep
+            why = getattr(error, "msg", error)
+            line_number = content[:begin].count(b"\n") + 1
+            raise ValueError(
+                f"{self._paths[number]}: line {line_number} is not JSON in UTF-8 ({why}): {line[:60]!r}"
+            ) from error
+        return checked_row(row, str(self._paths[number]), index)
+
+
+class ArrowRows(Sequence[Row]):
+    """Rows of a `datasets.Dataset`, without the None that Arrow fills into nested objects."""
+
+    def __init__(self, dataset: Any):
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return {name: without_filled(value) for name, value in self._dataset[index].items()}
+
+    def __iter__(self) -> Iterator[Row]:
+        for row in self._dataset:
+            yield {name: without_filled(value) for name, value in row.items()}
+
+
+def without_filled(value: Any) -> Any:
+    """Return a nested value without fields of None: Arrow gives all objects of a column the same fields."""
+    if isinstance(value, Mapping):
+        return {name: without_filled(inner) for name, inner in value.items() if inner is not None}
+    return [without_filled(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _call(source: str, options: dict[str, Any]) -> Iterable[Any]:
@@ -74,64 +160,81 @@ def _call(source: str, options: dict[str, Any]) -> Iterable[Any]:
     return found
 
 
-def _lines(path: Path) -> Iterator[str]:
-    try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
-            yield from lines
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: cannot be read as UTF-8 text ({error})") from error
-
-
-def _read_json_lines(path: Path) -> Iterator[Any]:
-    for number, line in enumerate(_lines(path), start=1):
-        if line.strip():
+@contextmanager
+def _unpacked(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file; a .gz file as an unpacked temporary one."""
+    with open(path, "rb") as file:
+        if path.suffix != ".gz":
+            yield file
+            return
+        with tempfile.TemporaryFile() as plain:
             try:
-                yield json.loads(line)
-            except (ValueError, RecursionError) as error:
-                why = getattr(error, "msg", error)  # a number too long, or nested too deep
-                raise ValueError(f"{path}: line {number} is no JSON ({why}): {line[:60]!r}") from error
+                with gzip.open(file) as packed:
+                    shutil.copyfileobj(packed, plain)
+            except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+                raise ValueError(f"{path}: cannot be unpacked ({error})") from error
+            plain.seek(0)
+            yield plain
 
 
-def _read_json(path: Path) -> Iterable[Any]:
-    content = "".join(_lines(path))
+def _read_json(path: Path) -> list[Row] | None:
+    """Return the rows of a .json file that holds a list, None if it holds JSON lines."""
+    with _unpacked(path) as file:
+        content = file.read().lstrip()
+    if not content.startswith(b"["):
+        return None
     try:
-        found = json.loads(content)
-    except json.JSONDecodeError as error:
-        if error.msg != "Extra data":
-            raise ValueError(f"{path}: line {error.lineno} is no JSON ({error.msg})") from error
-        return _read_json_lines(path)
+        found = json.loads(content.decode())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: cannot be read as JSON ({error})") from error
-    if not isinstance(found, list):
-        kind = type(found).__name__
-        raise ValueError(f"{path}: holds one {kind}, expected a list of objects or JSON lines")
-    return found
+        raise ValueError(f"{path}: is not JSON in UTF-8 ({error})") from error
+    return [checked_row(row, str(path), index) for index, row in enumerate(found)]
 
 
-def _read_parquet(path: Path) -> Iterable[Any]:
-    from pyarrow import ArrowInvalid, parquet
+def _read_arrow(path: Path, kind: str, paths: Sequence[Path]) -> ArrowRows:
+    from datasets import Dataset, concatenate_datasets, load_dataset
+
+    names = [str(each) for each in paths]
+    try:
+        if kind == ".arrow":
+            return ArrowRows(concatenate_datasets([Dataset.from_file(name) for name in names]))
+        return ArrowRows(load_dataset(kind[1:], data_files=names, split="train"))
+    except Exception as error:  # of pyarrow, pandas or datasets, each with classes of its own
+        why = str(error.__cause__ or error).partition("\n")[0]
+        raise ValueError(f"{path}: cannot be read as {kind[1:]} ({why})") from error
+
+
+def _read_folder(path: Path, split: str = "train", **options: Any) -> ArrowRows:
+    """Return the rows of a folder of datasets.save_to_disk, or of data files."""
+    from datasets import DatasetDict, load_dataset, load_from_disk
 
     try:
-        return parquet.read_table(path).to_pylist()
-    except ArrowInvalid as error:
-        raise ValueError(f"{path}: is no parquet file ({error})") from error
+        if not any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            return ArrowRows(load_dataset(str(path), split=split, **options))
+        found = load_from_disk(path)
+        return ArrowRows(found[split] if isinstance(found, DatasetDict) else found)
+    except Exception as error:  # as above
+        raise ValueError(
+            f"{path}: has no data set of datasets.save_to_disk, or no split {split!r} ({error})"
+        ) from error
 
 
-def _read_hub(source: str, options: dict[str, Any]) -> Iterable[Any]:
-    from datasets import load_dataset
+def _read_hub(source: str, options: dict[str, Any]) -> ArrowRows:
+    from datasets import config, load_dataset
     from datasets.exceptions import DatasetNotFoundError
 
     try:
-        return load_dataset(source, **options)
+        if not hub_responds() and not Path(config.HF_DATASETS_CACHE, source.replace("/", "___")).exists():
+            raise ConnectionError("the hub cannot be reached, and its cache has none")
+        return ArrowRows(load_dataset(source, **options))
     except (DatasetNotFoundError, ConnectionError) as error:
         raise FileNotFoundError(
-            f"load_rows: {source!r} is no file here and no data set that the hub gave ({error}); "
+            f"load_rows: {source!r} is neither a file here nor a data set on the hub ({error}); "
             f"a source is {SOURCE_FORMS}"
         ) from error
 
 
 def checked_row(row: Any, source: str, index: int) -> Row:
-    """The row as a dictionary of its own; ValueError where it is no object."""
+    """Return the row as a new dictionary; raise ValueError if it is not an object."""
     if not isinstance(row, Mapping):
         raise ValueError(f"{source}: row {index} is a {type(row).__name__}, expected an object of columns")
     return dict(row)

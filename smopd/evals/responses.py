@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smopd.data.chat import response_start, response_texts
 from smopd.data.prompts import tokenize_prompts
 from smopd.evals.suite import GROUND_TRUTH, Evaluation, Item, Suite
 from smopd.rewards.rlla import MAX_JSON_DEPTH, extract_response, json_depth
@@ -161,12 +162,10 @@ def sampler(command: Evaluation, items: Sequence[Item]) -> Callable[[], list[Res
 
     def sample() -> list[Response]:
         rollouts = engine.generate(prompts, range(len(prompts)), sampling)
-        decoded = tokenizer.batch_decode(
-            [rollout.response_ids.tolist() for rollout in rollouts], skip_special_tokens=True
-        )
+        decoded = response_texts(tokenizer, rollouts)
         return [
-            Response(extract_response(text), rollout.finished, prompt_cut)
-            for text, rollout, prompt_cut in zip(decoded, rollouts, cut, strict=True)
+            Response(extract_response(response_start(tokenizer, chat) + text), rollout.finished, prompt_cut)
+            for chat, text, rollout, prompt_cut in zip(chats, decoded, rollouts, cut, strict=True)
         ]
 
     return sample

@@ -224,7 +224,7 @@ class Starter:
             seed=seed,
         )
         tokenizer = load_tokenizer(self.vectors.base.path)
-        rewarder = Rewarder(self.pool, tokenizer, settings.scoring.max_unscorable_share)
+        rewarder = Rewarder(self.pool, tokenizer, settings.scoring)
 
         def score(candidate: Candidate) -> Rewards:
             weights = self.vectors.merged(candidate.parts, candidate.method)

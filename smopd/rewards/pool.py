@@ -29,6 +29,7 @@ import numpy as np
 
 from smopd.engine.process import kill_below
 from smopd.names import STARTUP_SECONDS
+from smopd.rewards.forms import CompletionForm
 from smopd.rewards.worker import NUMBER, SIGNAL_EXIT_CODE
 
 log = logging.getLogger(__name__)
@@ -56,13 +57,16 @@ class CallFailed(RewardError):
 class RewardSpec:
     """One reward dimension.
 
-    function: `package.module:function`, called as `f(prompts, completions, **columns)`, sync or async.
+    function: `package.module:function` in one of the forms of forms.py, sync or async.
     kwargs: further keyword arguments of each call; they override columns of the same name.
+    completions: "text", or "messages" for TRL's form of completions to a chat. None is "messages" if the
+        function's first argument is `completions`.
     """
 
     name: str
     function: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    completions: CompletionForm | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ class RewardWorker:
     startup_seconds: float
     log_path: Path | None
     memory_bytes: int
+    columns: Sequence[str] | None = None
     starts: int = 0
     _number: int = 0  # of the last request
     _closed: bool = False
@@ -128,13 +133,13 @@ class RewardWorker:
         except OSError as error:  # no memory, no process, no file
             raise CallFailed("worker_died", f"cannot start: {error}") from None
         try:
-            self._call(pickle.dumps(dict(self.reward.kwargs), 5), self.startup_seconds)
+            loaded = (dict(self.reward.kwargs), self.reward.completions, self.columns)
+            self._call(pickle.dumps(loaded, 5), self.startup_seconds)
         except CallFailed as failed:
             self.end()
             raise CallFailed(
                 "exception",
-                f"reward {self.reward.name!r}: cannot load {self.reward.function!r}, "
-                f"expected package.module:function: {failed}",
+                f"reward {self.reward.name!r}: cannot load {self.reward.function!r}: {failed}",
             ) from None
 
     def _spawn(self) -> None:
@@ -288,12 +293,14 @@ class RewardPool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def probe(self) -> None:
-        """Start all workers and load their functions.
+    def probe(self, columns: Sequence[str] | None = None) -> None:
+        """Start all workers, load their functions, and check that `columns` has the arguments they need.
 
         Raises:
             RewardError: a reward cannot be loaded; names each of them with the reason.
         """
+        for worker in self._workers:
+            worker.columns = columns
         starts = [self._threads.submit(worker.start) for worker in self._workers]
         errors = [str(error) for start in starts if isinstance(error := start.exception(), RewardError)]
         if errors:

@@ -90,7 +90,8 @@ def _chat(prompt: Any, completion: str, index: int) -> Chat:
         raise ValueError(
             f"preference_reward: prompts[{index}] is {str(prompt)[:60]!r}, expected a text or chat messages"
         )
-    return [*map(dict, messages), {"role": "assistant", "content": completion}]
+    started = messages[-1]["role"] == "assistant"  # the completion begins with this message
+    return [*map(dict, messages[: len(messages) - started]), {"role": "assistant", "content": completion}]
 
 
 def _encode(

@@ -6,7 +6,8 @@ READ and WRITE are inherited pipe ends (multiprocessing.connection); stdout belo
 limits the address space, 0 does not. A message begins with a number of 8 bytes, which a reply repeats: late
 replies of an earlier call are recognized by it. Requests are pickle 5, because columns may hold dates, bytes
 or arrays. Replies are JSON, `{"values": [...]}` or `{"error": ...}`, so the parent never unpickles what a
-worker wrote. The first request is the keyword arguments, all others are (prompts, completions, columns).
+worker wrote. The first request has the arguments of `RewardFunction.load` after the path, all others are
+(prompts, completions, columns).
 
 The function runs in a child process. The process itself only waits, and kills everything the function
 started when the parent is gone. A thread could not: a function may never release the interpreter.
@@ -26,21 +27,19 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from select import poll
 from typing import Any
 
-from smopd.engine.imports import import_function
 from smopd.engine.process import adopt_orphans, die_with_parent, kill_below
+from smopd.rewards.forms import BadSignature, RewardFunction
 
 NUMBER = struct.Struct("<Q")
 MAX_ERROR_CHARS = 4000  # of a traceback's end, ours
 SIGNAL_EXIT_CODE = 128  # plus the signal's number, as shells do
 PARENT_CHECK_MS = 1000  # ours
-
-Reward = Callable[..., Any]
 
 
 def main(argv: list[str]) -> None:
@@ -51,8 +50,7 @@ def main(argv: list[str]) -> None:
     for fd in (read_fd, write_fd):
         os.set_inheritable(fd, False)
     _fork(parent_pid, read_fd, write_fd)
-    function: Reward | None = None
-    kwargs: dict[str, Any] = {}
+    function: RewardFunction | None = None
     loop = asyncio.new_event_loop()  # kept between calls, as async clients are bound to it
     requests, replies = Connection(read_fd, writable=False), Connection(write_fd, readable=False)
     while True:
@@ -64,15 +62,15 @@ def main(argv: list[str]) -> None:
         try:
             request = pickle.loads(message[NUMBER.size :])
             if function is None:
-                kwargs = request
-                function = load_function(path, kwargs)
+                function = RewardFunction.load(path, *request)
             else:
-                prompts, completions, columns = request
-                result = function(prompts, completions, **accepted(function, columns, kwargs))
+                result = function(*request)
                 if inspect.isawaitable(result):
                     result = loop.run_until_complete(_await(result))
                 values = numbers(result)
             reply = json.dumps({"values": values})
+        except BadSignature as error:
+            reply = json.dumps({"error": str(error)})
         except BaseException as error:
             text = "".join(traceback.format_exception(error))
             reply = json.dumps({"error": text.strip()[-MAX_ERROR_CHARS:]})
@@ -80,35 +78,6 @@ def main(argv: list[str]) -> None:
             with suppress(Exception):  # the function may have closed or replaced it
                 stream.flush()
         replies.send_bytes(message[: NUMBER.size] + reply.encode())
-
-
-def load_function(path: str, kwargs: Mapping[str, Any]) -> Reward:
-    """The function at `package.module:function`; TypeError where it does not take these keyword arguments."""
-    function: Reward = import_function(path)
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # of C, it says nothing of its arguments
-        return function
-    try:
-        signature.bind_partial([], [], **kwargs)
-    except TypeError as error:
-        raise TypeError(
-            f"{path}{signature} does not take (prompts, completions, **columns) "
-            f"with the keyword arguments {sorted(kwargs)}: {error}"
-        ) from None
-    return function
-
-
-def accepted(function: Reward, columns: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that the function takes by name, all where it has `**columns`; kwargs win over columns."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except ValueError:
-        return {**columns, **kwargs}
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        names = {parameter.name for parameter in parameters[2:]}
-        columns = {name: column for name, column in columns.items() if name in names}
-    return {**columns, **kwargs}
 
 
 def numbers(result: Any) -> list[float | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -15,8 +14,6 @@ from smopd.data.prompts import DemonstrationSet, Overlong, PromptSet, load_demon
 from smopd.record.progress import say
 from smopd.run.failures import error_context
 
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object, different in each process
-
 
 @dataclass(frozen=True)
 class Inputs:
@@ -24,14 +21,21 @@ class Inputs:
     held_out: PromptSet | None
     demonstrations: DemonstrationSet | None
 
+    @property
+    def columns(self) -> list[str]:
+        """The columns that rewards get in training and in evaluation."""
+        held_out = self.train if self.held_out is None else self.held_out
+        return [name for name in self.train.columns if name in held_out.columns]
+
 
 def read_inputs(settings: Settings, tokenizer: PreTrainedTokenizerBase, *, demonstrations: bool) -> Inputs:
     """Read the recipe's sources. Raises UnusableInput if one is missing, empty or malformed."""
     data, warm = settings.data, settings.warm_start
+    template = {"prompt_column": data.prompt_column, "chat_template_kwargs": data.chat_template_kwargs}
 
     def prompts(source: Source, longest: int, overlong: Overlong) -> PromptSet:
-        own = {**dict(source), "max_prompt_tokens": longest, "overlong": overlong}
-        return load_prompts(tokenizer=tokenizer, prompt_column=data.prompt_column, **own)
+        own = {**dict(source), **template, "max_prompt_tokens": longest, "overlong": overlong}
+        return load_prompts(tokenizer=tokenizer, **own)
 
     with error_context("data.train"):
         train = prompts(data.train, data.max_prompt_tokens, data.overlong)
@@ -47,9 +51,9 @@ def read_inputs(settings: Settings, tokenizer: PreTrainedTokenizerBase, *, demon
         with error_context("warm_start.source"):
             demonstrated = load_demonstrations(
                 tokenizer=tokenizer,
-                prompt_column=data.prompt_column,
                 completion_column=warm.completion_column,
                 **dict(warm.source),
+                **template,
             )
     return Inputs(train, held_out, demonstrated)
 
@@ -63,10 +67,7 @@ def digests(settings: Settings, inputs: Inputs) -> dict[str, str]:
         "warm_start.source": inputs.demonstrations,
     }.items():
         if rows is not None:
-            digest = hashlib.sha256()
-            for row in rows:
-                digest.update(_ADDRESS.sub("", repr(row)).encode("utf-8", "surrogatepass"))
-            found[setting] = digest.hexdigest()
+            found[setting] = rows.digest
     for reward in settings.rewards:
         file = _file_of(reward.function.partition(":")[0])
         if file is not None:

@@ -136,7 +136,10 @@ def set_up_logging() -> None:
 def reward_pool(settings: Settings, folder: Path) -> Iterator[RewardPool]:
     """Start a worker per reward, and import the rewards."""
     with RewardPool(
-        [RewardSpec(reward.name, reward.function, reward.kwargs) for reward in settings.rewards],
+        [
+            RewardSpec(reward.name, reward.function, reward.kwargs, reward.completions)
+            for reward in settings.rewards
+        ],
         deadline_seconds=settings.scoring.deadline_seconds,
         log_path=folder / f"rewards_{distributed.rank()}.log",
         memory_bytes=round((settings.scoring.memory_gib or 0) * 2**30),
@@ -158,6 +161,7 @@ def do_runs(context: RunContext, command: Command) -> None:
         if planned:
             require_exportable(start)
     inputs = read_inputs(settings, tokenizer, demonstrations=base_due)
+    context.pool.probe(inputs.columns)
     write_settings(context.folder, settings, lambda: digests(settings, inputs))
     if distributed.rank() == 0:
         log_inputs(inputs)
@@ -225,9 +229,7 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
                 rollouts=rollouts,
                 teachers=teachers,
                 reference=reference,
-                rewarder=Rewarder(
-                    context.pool, tokenizer, settings.scoring.max_unscorable_share, window_steps
-                ),
+                rewarder=Rewarder(context.pool, tokenizer, settings.scoring, window_steps),
                 checkpoints=Checkpoints(folder / "checkpoints", settings.checkpoint.keep),
                 recorder=recorder,
                 stop=context.stop,
@@ -278,7 +280,7 @@ def evaluate(context: RunContext, name: str, held_out: PromptSet) -> None:
         return
     context.require_whole(name)
     settings = context.settings if name == BASE else context.settings.resolved(name)
-    rewarder = Rewarder(context.pool, load_tokenizer(path), settings.scoring.max_unscorable_share)
+    rewarder = Rewarder(context.pool, load_tokenizer(path), settings.scoring)
     engine = build.rollout_engine(settings, path, context.device, context.settings)
     result = evaluate_held_out(settings, held_out, engine, rewarder)
     if distributed.rank() == 0:

@@ -62,9 +62,10 @@ def answers(
 ) -> list[dict[str, Any]]:
     """Return the responses of all ranks with their rewards, in order of the prompts; a collective call."""
     mine = list(range(distributed.rank(), len(prompts), distributed.world_size()))
-    generate = partial(engine.generate, [prompts[i].token_ids for i in mine], mine, sampling)
+    asked = [prompts[i] for i in mine]
+    generate = partial(engine.generate, [prompt.token_ids for prompt in asked], mine, sampling)
     rollouts = distributed.all_or_raise(generate, (NoServer,))
-    answered = [prompts[i] for i in mine for _ in range(sampling.n)]
+    answered = [prompt for prompt in asked for _ in range(sampling.n)]
     rewards = rewarder.score(answered, rollouts)
     own = []
     for r, (prompt, rollout) in enumerate(zip(answered, rollouts, strict=True)):

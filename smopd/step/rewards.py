@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from smopd.config.settings import Scoring
+from smopd.data.chat import response_texts
 from smopd.data.prompts import Prompt
 from smopd.engine import distributed
 from smopd.engine.types import Rollout
@@ -36,20 +38,20 @@ class Rewarder:
 
     Args:
         tokenizer: of the policy.
-        max_unscorable_share: maximum share of unscored responses per dimension, over the last `window_steps`
-            training steps, or over one batch outside of training.
+        scoring: of the recipe. Its limit of unscored responses holds for the last `window_steps` training
+            steps, and for each batch outside of training.
     """
 
     def __init__(
         self,
         pool: RewardPool,
         tokenizer: PreTrainedTokenizerBase,
-        max_unscorable_share: float,
+        scoring: Scoring,
         window_steps: int = 1,
     ):
         self.pool = pool
         self.tokenizer = tokenizer
-        self.max_unscorable_share = max_unscorable_share
+        self.scoring = scoring
         self.window_steps = window_steps
         self._failures: defaultdict[str, deque[Counter[str]]] = defaultdict(
             lambda: deque(maxlen=window_steps)
@@ -66,8 +68,8 @@ class Rewarder:
         Raises:
             RewardError: a dimension left too many responses of all ranks unscored. Raised on every rank.
         """
-        ids = [rollout.response_ids.tolist() for rollout in rollouts]
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
+        decoded = response_texts(self.tokenizer, rollouts, special_tokens=self.scoring.special_tokens)
+        texts = [prompt.response_start + text for prompt, text in zip(prompts, decoded, strict=True)]
         names = sorted({name for prompt in prompts for name in prompt.columns})
         columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
         if step is not None:
@@ -86,11 +88,11 @@ class Rewarder:
             window.append(sum((Counter(rank.failures[name]) for rank in ranks), Counter()))
             failures = sum(window, Counter())
             unscorable = failures.total()
-            if unscorable > self.max_unscorable_share * responses:
+            if unscorable > self.scoring.max_unscorable_share * responses:
                 kinds = ", ".join(f"{kind} {count}" for kind, count in failures.items())
                 error = next((rank.last_errors[name] for rank in ranks if name in rank.last_errors), None)
                 raise RewardError(
                     f"reward {name!r} left {unscorable} of {responses} responses unscored (share "
-                    f"{unscorable / responses:.3f}, limit {self.max_unscorable_share:g}): {kinds}. "
+                    f"{unscorable / responses:.3f}, limit {self.scoring.max_unscorable_share:g}): {kinds}. "
                     f"Last error: {error or 'none'}"
                 )

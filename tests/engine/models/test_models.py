@@ -58,10 +58,12 @@ def test_the_stored_dtype_is_the_files(dtype: torch.dtype, tmp_path: Path) -> No
 LOADS = [lambda path: load_model(path, torch.float32), load_tokenizer, stored_dtype, describe]
 
 
-@pytest.mark.parametrize("path", ["./absent", "~/absent", "runs/absent/export"])
+@pytest.mark.parametrize("path", ["./absent", "~/absent", "runs/absent/export", "runs/absent"])
 @pytest.mark.parametrize("load", LOADS)
 def test_an_absent_folder_is_named(path: str, load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
     with pytest.raises(FileNotFoundError, match=f"model {path}: no such folder, expected one with config"):
         load(path)
 

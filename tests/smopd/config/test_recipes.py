@@ -128,5 +128,5 @@ def test_alpaca_rows_become_prompts() -> None:
     assert content(instruction="Do it.", input="") == "Do it."
     assert content(instruction="Do it. ", input="this\n") == "Do it.\n\nthis"
     assert prompt_row({"prompt": [1], "output": "o"}) == {"prompt": [1]}
-    with pytest.raises(ValueError, match=r"expected a prompt, or the texts .* got \['instruction'\]"):
+    with pytest.raises(ValueError, match=r"expected prompt, or the strings .* got \['instruction'\]"):
         prompt_row({"instruction": "Do it."})

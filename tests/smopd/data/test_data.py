@@ -11,11 +11,13 @@ import pyarrow
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pyarrow import parquet
+from pyarrow import csv, parquet
 from tokenizers.processors import TemplateProcessing
 
 from smopd.config.settings import Settings
-from smopd.data.prompts import batch_indices, load_demonstrations, load_prompts
+from smopd.data import sources
+from smopd.data.chat import render
+from smopd.data.prompts import Encoder, batch_indices, load_demonstrations, load_prompts
 from smopd.data.sources import load_rows
 from smopd.run.failures import UnusableInput
 from smopd.run.inputs import read_inputs
@@ -62,6 +64,8 @@ def write(tmp_path):
             path.write_bytes(gzip.compress(lines.encode()))
         elif name.endswith(".parquet"):
             parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        elif name.endswith(".csv"):
+            csv.write_csv(pyarrow.Table.from_pylist(rows), path)
         else:
             path.write_text(lines, encoding="utf-8")
         return str(path)
@@ -69,10 +73,50 @@ def write(tmp_path):
     return write_file
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz", "a.parquet"])
-def test_files_of_every_form_give_the_same_rows(write, name):
-    source = write(ROWS, name)
-    assert load_rows(source) == ROWS
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz", "a.parquet", "a.csv"])
+def test_files_of_every_form_give_the_same_rows(write, tmp_path, monkeypatch, name):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    assert load_rows(write(ROWS, name)) == ROWS
+    write(ROWS[:1], f"b{name[1:]}")
+    assert load_rows(str(tmp_path / f"?{name[1:]}")) == [*ROWS, ROWS[0]]
+
+
+def test_saved_data_sets_and_arrow_files(tmp_path):
+    import datasets
+
+    rows = datasets.Dataset.from_list(ROWS)
+    rows.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=rows, test=rows.select([1])).save_to_disk(tmp_path / "two")
+    assert load_rows(str(tmp_path / "one")) == load_rows(str(tmp_path / "two")) == ROWS
+    assert load_rows(str(tmp_path / "two"), kwargs={"split": "test"}) == ROWS[1:]
+    assert load_rows(str(tmp_path / "one" / "*.arrow")) == ROWS
+    with pytest.raises(ValueError, match="no split 'dev'"):
+        load_rows(str(tmp_path / "two"), kwargs={"split": "dev"})
+
+
+def test_arrow_fills_nested_objects_with_nothing(write, tokenizer, tmp_path, monkeypatch):
+    """Templates test 'tool_calls' in message, and rewards compare ground truths."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    call = {"type": "function", "function": {"name": "play", "arguments": {"song": "halo"}}}
+    other = {"type": "function", "function": {"name": "call", "arguments": {"who": "anna", "at": 3}}}
+    rows = [
+        {"prompt": [CHAT[1], {"role": "assistant", "tool_calls": [each]}, *CHAT], "truth": each["function"]}
+        for each in (call, other)
+    ]
+    template = """{% for m in messages %}{% if 'tool_calls' in m %}{% for c in m.tool_calls %}
+        {{- c.function.arguments | tojson }}{% endfor %}{% else %}{{ m.content }}{% endif %}{% endfor %}"""
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    lines, table = (load_prompts(write(rows, name), tokenizer) for name in ("a.jsonl", "a.parquet"))
+    assert [*lines] == [*table] and table[0].columns == {"truth": call["function"]}
+    assert render(tokenizer, table[1].content) == 'call anna{"who": "anna", "at": 3}playcall anna'
+
+
+def test_a_file_that_is_absent_is_named_at_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for source in ("data/rows", "./rows", "rows.csv", "data/*.jsonl"):
+        with pytest.raises(FileNotFoundError, match="load_rows: no file '"):
+            load_rows(source)
 
 
 def test_a_function_is_called_with_kwargs():
@@ -90,27 +134,29 @@ def test_a_hub_data_set_is_loaded_by_id(monkeypatch):
         raise ConnectionError("no network")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(FileNotFoundError, match="the hub cannot be reached, and its cache has none"):
+        load_rows("owner/name")  # at once
+    monkeypatch.setattr(sources, "hub_responds", lambda: True)
     rows = load_rows("owner/name", kwargs={"revision": "v1"})
     assert rows == [{**ROWS[0], "split": "train", "revision": "v1"}]
-    with pytest.raises(FileNotFoundError, match=r"'owner/other' is no file here and .* \(no network\)"):
+    with pytest.raises(
+        FileNotFoundError, match=r"'owner/other' is neither a file here nor .* \(no network\)"
+    ):
         load_rows("owner/other")
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": \n', "a.jsonl: line 2 is no JSON"),
+        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": \n', "a.jsonl: line 2 is not JSON in UTF-8"),
         ("a.jsonl", b'{"prompt": "a"}\n[1]\n', "a.jsonl: row 1 is a list, expected an object of columns"),
-        ("a.jsonl", b'{"prompt": "\xe9"}\n', "a.jsonl: cannot be read as UTF-8 text"),
-        ("a.jsonl", b'{"n": ' + b"1" * 5000 + b"}\n", r"a.jsonl: line 1 is no JSON \(Exceeds the limit"),
-        ("a.jsonl", b"[" * 200_000 + b"\n", r"a.jsonl: line 1 is no JSON \(maximum recursion"),
-        ("a.json", b'{"prompt": "a"}', "holds one dict, expected a list of objects or JSON lines"),
-        ("a.json", b'[{"prompt": 1},\n {"prompt": }]', "a.json: line 2 is no JSON"),
-        ("a.json", b"[" * 200_000, r"a.json: cannot be read as JSON \(maximum recursion"),
-        ("a.parquet", b"no parquet", "is no parquet file"),
-        ("a.jsonl.gz", b"no gzip", "cannot be read"),
-        ("a.jsonl.gz", gzip.compress(b"{}", mtime=0)[:10] + b"broken", "cannot be read"),
-        ("a.csv", b"prompt\n", "has no known ending"),
+        ("a.jsonl", b'{"prompt": "\xe9"}\n', "a.jsonl: line 1 is not JSON in UTF-8"),
+        ("a.jsonl", b'{"n": ' + b"1" * 5000 + b"}\n", r"line 1 is not JSON in UTF-8 \(Exceeds the limit"),
+        ("a.jsonl", b"[" * 200_000 + b"\n", r"line 1 is not JSON in UTF-8 \(maximum recursion"),
+        ("a.json", b'[{"prompt": 1},\n {"prompt": }]', "a.json: is not JSON in UTF-8 .*line 2"),
+        ("a.parquet", b"no parquet", "a.parquet: cannot be read as parquet"),
+        ("a.jsonl.gz", gzip.compress(b"{}", mtime=0)[:10] + b"broken", "cannot be unpacked"),
+        ("a.txt", b"prompt\n", "ends with '.txt'; a source is"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path, name, content, message):
@@ -169,7 +215,9 @@ def test_without_a_template_a_text_is_tokenised_as_it_is(write):
     source = write(ROWS)
     ids = load_prompts(source, plain)[0].token_ids
     assert plain.convert_ids_to_tokens(list(ids)) == ["call", "anna", "please"]
-    with pytest.raises(ValueError, match="prompts are chat messages, and the tokenizer has no chat template"):
+    with pytest.raises(
+        ValueError, match="row 0: the prompt is chat messages, and the tokenizer has no chat template"
+    ):
         load_prompts(write([{"prompt": CHAT}], "chat.jsonl"), plain)
 
 
@@ -190,6 +238,17 @@ def test_overlong_prompts_are_dropped_or_cut_and_counted(write, tokenizer):
     assert (len(cut), cut.dropped_overlong, cut.truncated) == (3, 0, 1)
     assert tokenizer.decode(list(cut[1].token_ids)) == "brunoclaradavid<|assistant|>"
     assert len(load_prompts(source, tokenizer, max_prompt_tokens=7, overlong="error")) == 3
+
+
+def test_a_very_long_prompt_is_not_tokenised(write, tokenizer, monkeypatch):
+    source = write([ROWS[0], {"prompt": "anna " * 100_000}])
+    longest, tokens = [], Encoder.tokens
+    monkeypatch.setattr(
+        Encoder, "tokens", lambda self, texts: longest.append(max(map(len, texts))) or tokens(self, texts)
+    )
+    assert load_prompts(source, tokenizer, max_prompt_tokens=50).dropped_overlong == 1
+    cut = load_prompts(source, tokenizer, max_prompt_tokens=50, overlong="truncate_left")
+    assert cut.truncated == 1 and len(cut[1].token_ids) == 50 and max(longest) < 5000
 
 
 def test_evaluation_prompts_have_a_limit_of_their_own_and_are_never_dropped(write, tokenizer):
@@ -217,15 +276,20 @@ def test_evaluation_prompts_have_a_limit_of_their_own_and_are_never_dropped(writ
         ({"prompt": "  "}, "row 1: column 'prompt' is '  ', expected a text"),
         ({"prompt": []}, r"row 1: column 'prompt': the last message is empty, expected a text"),
         ({"promt": "a"}, r"row 1 has no column 'prompt'; did you mean promt\?; it has 'promt'"),
+        ({"prompt": ["call"]}, "row 1: column 'prompt': message 0 is 'call', expected an object with role"),
         (
-            {"prompt": ["call"]},
-            "row 1: column 'prompt': message 0 is 'call', expected texts role and content",
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+            "message 0 has the part .*'image'.*, expected parts of text",
+        ),
+        (
+            {"prompt": "a", "tools": "[3]"},
+            r"row 1: column 'tools' is '\[3\]', expected a list of JSON schemas",
         ),
         ({"prompt": [{"role": "user", "content": None}]}, "message 0 is .*expected texts role and content"),
         ({"prompt": [{"role": "user", "content": " "}]}, "row 1: .* the last message is empty"),
         ({"prompt": "a", "training_step": 1}, "row 1: column 'training_step' has the name of an argument"),
         ({"prompt": "a \ud800 b"}, r"row 1: column 'prompt' has '\\ud800' at 2, half of a pair"),
-        ({"prompt": [{"role": "user", "content": "\udfff"}]}, "column 'prompt': message 0 has .* half"),
+        ({"prompt": [{"role": "user", "content": "\udfff"}]}, "row 1: column 'prompt' has .* half"),
     ],
 )
 def test_a_bad_prompt_is_named_with_source_and_row(write, tokenizer, bad, message):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 
+from smopd.config.settings import Scoring
 from smopd.data.prompts import Prompt
 from smopd.engine.types import Rollout
 from smopd.rewards.pool import FAILURE_KINDS, RewardBatch, RewardError
@@ -19,6 +21,8 @@ PROMPTS = [Prompt(i, "q", (1,), {"truth": i}) for i in range(4)]
 
 
 class Tokenizer:
+    all_special_ids: ClassVar[list[int]] = []
+
     def batch_decode(self, ids: list[list[int]], skip_special_tokens: bool) -> list[str]:
         return [str(each) for each in ids]
 
@@ -31,7 +35,7 @@ def scored(failures: int) -> RewardBatch:
 
 
 def rewarder(score, **options) -> Rewarder:
-    return Rewarder(SimpleNamespace(score=score), Tokenizer(), 0.5, **options)  # type: ignore[arg-type]
+    return Rewarder(SimpleNamespace(score=score), Tokenizer(), Scoring(), **options)  # type: ignore[arg-type]
 
 
 def test_the_step_is_a_column_while_training_alone() -> None:

@@ -1,0 +1,164 @@
+"""Chats to text by the tokenizer's chat template, and sampled tokens back to text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from smopd.engine.types import Rollout
+
+Message: TypeAlias = "Mapping[str, Any]"
+Content: TypeAlias = "str | tuple[Message, ...]"
+
+
+def read_messages(value: Sequence[Any]) -> tuple[Message, ...]:
+    """Validate chat messages and return them without fields of None, which Arrow adds.
+
+    Raises:
+        ValueError: a message has no role, or its content is neither a text nor parts of text. An assistant
+            message with tool calls needs no content.
+    """
+    messages = []
+    for number, given in enumerate(value):
+        if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
+            raise ValueError(
+                f"message {number} is {str(given)[:60]!r}, expected an object with role and content"
+            )
+        message = {name: field for name, field in given.items() if field is not None}
+        if message.get("tool_calls"):
+            message.setdefault("content", None)
+        elif not isinstance(message.get("content"), (str, list, tuple)):
+            raise ValueError(f"message {number} is {str(given)[:60]!r}, expected texts role and content")
+        for part in _parts(message):
+            if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+                raise ValueError(f"message {number} has the part {str(part)[:60]!r}, expected parts of text")
+        messages.append(message)
+    if not messages or not (text_of(messages[-1]).strip() or messages[-1].get("tool_calls")):
+        raise ValueError("the last message is empty, expected a text")
+    return tuple(messages)
+
+
+def read_tools(value: Any) -> list[Any] | None:
+    """Return the tools of a row: JSON schemas in a list, or a JSON text of it; None if there are none."""
+    tools = json.loads(value) if isinstance(value, str) and value.strip() else value
+    if not tools:
+        return None
+    if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ValueError(f"is {str(value)[:60]!r}, expected a list of JSON schemas, or its JSON text")
+    return [dict(tool) for tool in tools]
+
+
+def text_of(message: Message) -> str:
+    """Return a message's text; parts are joined by newlines."""
+    content = message.get("content")
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in _parts(message))
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    content: Content,
+    tools: Sequence[Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> str:
+    """Return the text of a prompt up to where the response begins.
+
+    A last assistant message is continued; any other chat ends with the generation prompt.
+
+    Args:
+        options: further arguments of the chat template.
+    Raises:
+        ValueError: the chat needs a template and there is none, or the template fails.
+    """
+    if not tokenizer.chat_template:
+        if not isinstance(content, str):
+            raise ValueError("the prompt is chat messages, and the tokenizer has no chat template")
+        return content
+    chat = [{"role": "user", "content": content}] if isinstance(content, str) else [*map(dict, content)]
+    continued = chat[-1]["role"] == "assistant"
+    last = text_of(chat[-1]).split("\n") if chat[-1]["role"] == "user" else []
+    shown, failure = [], None
+    for form in _forms(chat):
+        try:
+            text: str = tokenizer.apply_chat_template(
+                form,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=not continued,
+                continue_final_message=continued,
+                **(options or {}),
+            )
+        except Exception as error:  # the template is the model's code, in a sandbox
+            failure = failure or error
+            continue
+        if all(line.strip() in text for line in last):
+            return text
+        shown.append(text)
+    if not shown:
+        why = f"{type(failure).__name__}: {failure}"
+        raise ValueError(f"the tokenizer's chat template fails ({why})") from failure
+    return shown[0]
+
+
+def response_start(
+    tokenizer: PreTrainedTokenizerBase, content: Content, options: Mapping[str, Any] | None = None
+) -> str:
+    """Return the part of a response that its prompt already holds.
+
+    This is the last message of the assistant, or a tag such as `<think>` that the chat template opens. A
+    block that the template closes, as to turn thinking off, is not part of the response.
+    """
+    if not isinstance(content, str) and content[-1]["role"] == "assistant":
+        return text_of(content[-1])
+    return _template_start(tokenizer, tokenizer.chat_template, json.dumps(options or {}, default=str))
+
+
+@lru_cache(maxsize=64)
+def _template_start(tokenizer: PreTrainedTokenizerBase, template: str | None, options: str) -> str:
+    """Return what the template of the tokenizer writes behind the header of an assistant message."""
+    if not template:
+        return ""
+    asked, mark, further = {"role": "user", "content": "Q"}, "ANSWER", json.loads(options)
+    try:
+        prompt = render(tokenizer, (asked,), options=further)
+        history = render(tokenizer, (asked, {"role": "assistant", "content": mark}, asked), options=further)
+    except ValueError:  # the template takes no such chat
+        return ""
+    header, found, _ = history.partition(mark)
+    start = prompt.removeprefix(header) if found and prompt.startswith(header) else ""
+    return "" if "</" in start else start
+
+
+def response_texts(
+    tokenizer: PreTrainedTokenizerBase, rollouts: Sequence[Rollout], *, special_tokens: bool = True
+) -> list[str]:
+    """Decode responses without the token that ends them; `special_tokens` False drops all others too."""
+    special, ids = set(tokenizer.all_special_ids), []
+    for rollout in rollouts:
+        row = rollout.response_ids.tolist()
+        ended = rollout.finished and row[-1:] and row[-1] in special
+        ids.append(row[:-1] if ended else row)
+    return tokenizer.batch_decode(ids, skip_special_tokens=not special_tokens) if ids else []
+
+
+def _parts(message: Message) -> Sequence[Any]:
+    content = message.get("content")
+    return content if isinstance(content, (list, tuple)) else ()
+
+
+def _forms(chat: Sequence[Message]) -> Iterator[Sequence[Message]]:
+    """Yield the chat as given, then with texts for parts, or parts for texts: a template may need these."""
+    yield chat
+    if any(_parts(message) for message in chat):
+        yield [{**message, "content": text_of(message)} if _parts(message) else message for message in chat]
+    else:
+        yield [
+            {**message, "content": [{"type": "text", "text": message["content"]}]}
+            if message.get("content")
+            else message
+            for message in chat
+        ]

@@ -1,0 +1,97 @@
+"""Chats as the chat template renders them, and the text of responses that rewards get."""
+
+import json
+
+import pytest
+import torch
+
+from smopd.data.chat import render, response_start, response_texts
+from smopd.data.prompts import load_prompts
+from smopd.engine.types import Rollout
+from smopd.worlds.models import CHATML_TEMPLATE
+from tests.smopd.rewards.tiny_preference import byte_tokenizer
+
+ASKED = {"role": "user", "content": "2+2?"}
+HEADER = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+PARTS = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}{% if not think %}off;{% endif %}" + CHATML_TEMPLATE
+THINK = CHATML_TEMPLATE.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'")
+CLOSED = THINK.replace("<think>\\n", "<think>\\n\\n</think>\\n\\n")
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    def load(rows, template=CHATML_TEMPLATE, **options):
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return load_prompts(str(tmp_path / "rows.jsonl"), byte_tokenizer(template=template), **options)
+
+    return load
+
+
+def text_of(prompt):
+    return byte_tokenizer().decode(list(prompt.token_ids))
+
+
+def test_the_template_gets_tools_and_arguments_of_settings_and_rows(prompts):
+    schema = {"type": "function", "function": {"name": "add"}}
+    rows = [
+        {"prompt": [ASKED], "tools": [schema]},
+        {"prompt": [ASKED], "tools": json.dumps([schema]), "chat_template_kwargs": {"think": False}},
+        {"prompt": [ASKED], "tools": []},
+    ]
+    found = prompts(rows, TOOLS, chat_template_kwargs={"think": True})
+    shown = json.dumps([schema])
+    assert [text_of(prompt) for prompt in found] == [shown + HEADER, f"{shown}off;{HEADER}", HEADER]
+    assert found[0].columns == {"tools": [schema]}, "rewards get them too"
+
+
+def test_a_last_assistant_message_is_continued(prompts):
+    started = {"role": "assistant", "content": "<think> let me"}
+    prompt = prompts([{"prompt": [ASKED, started]}])[0]
+    assert text_of(prompt) == HEADER + "<think> let me" and prompt.response_start == "<think> let me"
+
+
+def test_a_chat_in_json_and_content_in_parts(prompts):
+    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
+    chats = [[ASKED], json.dumps([ASKED]), [{"role": "user", "content": parts}], '[{"a": 1}]']
+    texts = [text_of(prompt) for prompt in prompts([{"prompt": chat} for chat in chats])]
+    assert texts == [HEADER, HEADER, HEADER.replace("2+2", "2+\n2"), HEADER.replace("2+2?", '[{"a": 1}]')]
+    assert [text_of(prompt) for prompt in prompts([{"prompt": chat} for chat in chats], PARTS)][:3] == [
+        "2+2?"
+    ] * 3
+
+
+def test_a_history_of_tool_calls_needs_no_content(prompts):
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    history = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "4"}]
+    template = (
+        "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls | tojson }}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    (prompt,) = prompts([{"prompt": [ASKED, *history]}], template)
+    assert text_of(prompt) == f"2+2?{json.dumps([call])}4"
+
+
+@pytest.mark.parametrize(
+    ("template", "start"),
+    [(CHATML_TEMPLATE, ""), (THINK, "<think>\n"), (CLOSED, ""), (PARTS, ""), (None, "")],
+    ids=["header", "think", "no thinking", "no header", "no template"],
+)
+def test_a_tag_that_the_template_opens_begins_the_response(template, start):
+    tokenizer = byte_tokenizer(template=template)
+    assert response_start(tokenizer, "2+2?") == start
+    if start:
+        assert render(tokenizer, "2+2?") == HEADER + start
+
+
+def test_special_tokens_are_part_of_a_response_except_the_last(prompts):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<think>", "</think>"]})
+    ids = torch.tensor(tokenizer("<think>a</think>b<|im_end|>")["input_ids"])
+    rollouts = [
+        Rollout((1,), ids, torch.zeros(len(ids)), 0, finished=True),
+        Rollout((1,), ids[:3], torch.zeros(3), 0, finished=False),
+        Rollout((1,), ids[:0], torch.zeros(0), 0, finished=False),
+    ]
+    assert response_texts(tokenizer, rollouts) == ["<think>a</think>b", "<think>a</think>", ""]
+    assert response_texts(tokenizer, rollouts, special_tokens=False) == ["ab", "a", ""]

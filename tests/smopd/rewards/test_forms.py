@@ -1,0 +1,104 @@
+"""Rewards in published forms: every argument by name, and what is missing is named before the first call."""
+
+import asyncio
+import inspect
+
+import pytest
+
+from smopd.rewards.forms import BadSignature, RewardFunction
+
+CHAT = [{"role": "user", "content": "2+2?"}]
+PROMPTS, COMPLETIONS = [CHAT, "2+3?"], ["four", "5"]
+COLUMNS = {"answer": ["4", "5"], "source": ["a", "b"]}
+
+
+def ours(prompts, completions, *, answer, **columns):
+    return [
+        [prompt, text, right, sorted(columns)]
+        for prompt, text, right in zip(prompts, completions, answer, strict=True)
+    ]
+
+
+def swapped(completions, prompts, **kwargs):
+    return [completions, prompts, sorted(kwargs)]
+
+
+def answered(completions, answer, bonus=0):
+    return [completions, answer, bonus]
+
+
+def demo(prompts, completions, answer, **kwargs):
+    return [completion[0]["content"] == right for completion, right in zip(completions, answer, strict=True)]
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, scale=1):
+    return {
+        "score": scale * (solution_str == ground_truth),
+        "acc": 1,
+        "source": data_source,
+        "extra": extra_info,
+    }
+
+
+async def compute_async(data_source, solution_str, ground_truth, extra_info=None):
+    await asyncio.sleep(0)
+    return float(solution_str == ground_truth)
+
+
+def stepwise(completions, training_step):
+    return [0.0] * len(completions)
+
+
+def positional(prompts, completions, /):
+    return [0.0] * len(completions)
+
+
+def call(function, kwargs=None, completions=None, columns=COLUMNS, known=None):
+    loaded = RewardFunction.load(
+        f"{__name__}:{function.__name__}", kwargs or {}, completions, known or [*columns]
+    )
+    return loaded(PROMPTS, COMPLETIONS, columns)
+
+
+def test_arguments_go_by_name_and_completions_to_a_chat_as_trl_passes_them():
+    in_messages = [[{"role": "assistant", "content": "four"}], "5"]
+    assert call(ours) == [[CHAT, "four", "4", ["source"]], ["2+3?", "5", "5", ["source"]]]
+    assert call(swapped) == [in_messages, PROMPTS, ["answer", "source"]]
+    assert call(answered, {"bonus": 2}) == [in_messages, ["4", "5"], 2]
+    assert call(answered, completions="text")[0] == COMPLETIONS
+    assert call(answered, {"answer": "x"})[1] == "x", "kwargs override columns"
+    assert call(answered, columns={}, known=["answer"])[1] == [None, None], "no row of the batch has it"
+    with pytest.raises(TypeError, match="set `completions: messages`"):
+        call(demo)
+
+
+def test_the_form_of_trl_is_a_setting_where_prompts_come_first():
+    loaded = RewardFunction.load(f"{__name__}:demo", {}, "messages", ["answer"])
+    assert loaded([CHAT] * 2, COMPLETIONS, {"answer": ["4", "5"]}) == [False, True]
+
+
+def test_verl_scores_one_response_at_a_time():
+    truths = {"data_source": ["a", "b"], "reward_model": [{"ground_truth": "4"}, {"ground_truth": "5"}]}
+    assert call(compute_score, columns=truths) == [0, 1]
+    assert call(compute_score, {"scale": 3}, columns={**truths, "ground_truth": ["four", "x"]}) == [3, 0]
+    result = call(compute_async, columns=truths)
+    assert inspect.isawaitable(result) and asyncio.run(result) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "kwargs", "message"),
+    [
+        (
+            answered,
+            {},
+            "answered.* missing .* 'answer'; available are completions, prompts, question",
+        ),
+        (compute_score, {}, "missing a required argument: 'data_source'"),
+        (answered, {"answer": 1, "bonsu": 2}, "unexpected keyword argument 'bonsu'"),
+        (stepwise, {}, "'training_step'.*needs a default"),
+        (positional, {}, "positional.only"),
+    ],
+)
+def test_an_argument_that_is_no_column_is_named(function, kwargs, message):
+    with pytest.raises(BadSignature, match=message):
+        RewardFunction.load(f"{__name__}:{function.__name__}", kwargs, None, ["question"])
