@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -24,7 +24,7 @@ VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 class BadSignature(ValueError):
-    """A function that needs an argument which is not available, or takes no completions."""
+    """A function that takes no completions, not the given keyword arguments, or what is no column."""
 
 
 @dataclass(frozen=True)
@@ -32,73 +32,69 @@ class RewardFunction:
     """A reward function and the arguments it takes.
 
     accepts: None if it takes all columns as `**columns`.
-    columns: of the data; a column that is absent from all rows of a batch is passed as None.
     """
 
     function: Callable[..., Any]
     kwargs: Mapping[str, Any]
     accepts: frozenset[str] | None
-    columns: Sequence[str]
+    needs: Sequence[str]
     verl: bool
     messages: bool
 
     @classmethod
     def load(
-        cls,
-        path: str,
-        kwargs: Mapping[str, Any],
-        completions: CompletionForm | None = None,
-        columns: Sequence[str] | None = None,
+        cls, path: str, kwargs: Mapping[str, Any], completions: CompletionForm | None = None
     ) -> RewardFunction:
-        """Import a function and check its arguments; `columns` None leaves those of the data unchecked.
-
-        Raises:
-            ValueError: there is no such function.
-            BadSignature: an argument is neither available nor in `kwargs`.
-        """
+        """Import a function; raise ValueError or BadSignature if there is none that can be called."""
         function = import_function(path)
         signature = inspect.signature(function)
-        names = [p.name for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        takes_all = len(names) < len(signature.parameters)
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+        named = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        names = [each.name for each in named]
         verl = "solution_str" in names
         if not takes_all and not verl and "completions" not in names:
             raise BadSignature(f"{path}{signature} takes neither `completions` nor verl's `solution_str`")
-        given = {"solution_str", "extra_info"} if verl else {"prompts", "completions"}
-        given |= set(columns or ())
-        if verl and "reward_model" in given:
-            given.add("ground_truth")
-        bind = signature.bind_partial if columns is None else signature.bind
+        own = {"solution_str", "extra_info"} if verl else {"prompts", "completions"}
         try:
-            bind(**dict.fromkeys((given & set(names)) | kwargs.keys()))
+            signature.bind_partial(**dict.fromkeys((own & set(names)) | kwargs.keys()))
         except TypeError as error:
-            text = f"{path}{signature} cannot be called: {error}; available are {', '.join(sorted(given))}"
-            if STEP_COLUMN in names:
-                text += f"; {STEP_COLUMN} needs a default, as evaluations have none"
-            raise BadSignature(text) from None
+            raise BadSignature(f"{path}{signature} cannot be called: {error}") from None
         return cls(
             function,
             kwargs,
             None if takes_all and not verl else frozenset(names),
-            columns or (),
+            [
+                each.name
+                for each in named
+                if each.default is each.empty and each.name not in own | kwargs.keys()
+            ],
             verl,
             completions == "messages" or (completions is None and names[:1] == ["completions"]),
         )
+
+    def require_columns(self, columns: Collection[str]) -> None:
+        """Raise BadSignature if an argument is no column of the data."""
+        found = {*columns, "ground_truth"} if self.verl and "reward_model" in columns else columns
+        if missing := [name for name in self.needs if name not in found]:
+            known = ", ".join(columns) or "none"
+            text = f"takes {missing[0]!r}, which is no column of the data; there are {known}"
+            if missing[0] == STEP_COLUMN:
+                text = f"takes {STEP_COLUMN!r} without a default, and evaluations have no step"
+            raise BadSignature(text)
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
     ) -> Any:
         """Return what the function returns for R responses: R scores, or an awaitable of them."""
-        n = len(completions)
-        given: dict[str, Sequence[Any]] = {**dict.fromkeys(self.columns, [None] * n), **columns}
         if self.verl:
-            return self._each({"extra_info": [{}] * n, **given, "solution_str": completions})
+            return self._each({"extra_info": [{}] * len(completions), **columns, "solution_str": completions})
         shown: Sequence[Any] = completions
         if self.messages:
             shown = [
                 text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
                 for prompt, text in zip(prompts, completions, strict=True)
             ]
-        given |= {"prompts": prompts, "completions": shown}
+        given = {**columns, "prompts": prompts, "completions": shown}
         accepted = given if self.accepts is None else {n: v for n, v in given.items() if n in self.accepts}
         try:
             return self.function(**{**accepted, **self.kwargs})

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
@@ -108,7 +108,6 @@ class RewardWorker:
     startup_seconds: float
     log_path: Path | None
     memory_bytes: int
-    columns: Sequence[str] | None = None
     starts: int = 0
     _number: int = 0  # of the last request
     _closed: bool = False
@@ -133,7 +132,7 @@ class RewardWorker:
         except OSError as error:  # no memory, no process, no file
             raise CallFailed("worker_died", f"cannot start: {error}") from None
         try:
-            loaded = (dict(self.reward.kwargs), self.reward.completions, self.columns)
+            loaded = (dict(self.reward.kwargs), self.reward.completions)
             self._call(pickle.dumps(loaded, 5), self.startup_seconds)
         except CallFailed as failed:
             self.end()
@@ -141,6 +140,15 @@ class RewardWorker:
                 "exception",
                 f"reward {self.reward.name!r}: cannot load {self.reward.function!r}: {failed}",
             ) from None
+
+    def require_columns(self, columns: Sequence[str]) -> None:
+        """Raise CallFailed if the function takes an argument that is no column."""
+        self.start()
+        try:
+            self._call(pickle.dumps(list(columns)), self.deadline_seconds)
+        except CallFailed as failed:
+            where = f"reward {self.reward.name!r}: {self.reward.function}"
+            raise CallFailed(failed.kind, f"{where} {failed}") from None
 
     def _spawn(self) -> None:
         child_reads, self._requests = Pipe(duplex=False)
@@ -285,6 +293,7 @@ class RewardPool:
             RewardWorker(reward, deadline_seconds, startup_seconds, log_path, memory_bytes)
             for reward in rewards
         ]
+        self._columns: tuple[str, ...] = ()
         self._threads = ThreadPoolExecutor(len(rewards), thread_name_prefix="reward")
 
     def __enter__(self) -> RewardPool:
@@ -293,15 +302,27 @@ class RewardPool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def probe(self, columns: Sequence[str] | None = None) -> None:
-        """Start all workers, load their functions, and check that `columns` has the arguments they need.
+    def probe(self) -> None:
+        """Start all workers and load their functions.
 
         Raises:
             RewardError: a reward cannot be loaded; names each of them with the reason.
         """
-        for worker in self._workers:
-            worker.columns = columns
-        starts = [self._threads.submit(worker.start) for worker in self._workers]
+        self._each(RewardWorker.start)
+
+    def require_columns(self, columns: Sequence[str]) -> None:
+        """Check that every argument of the functions is one of `columns`, the data's.
+
+        Later calls pass None for a column that is absent from all rows of a batch.
+
+        Raises:
+            RewardError: names each reward with an argument that is no column.
+        """
+        self._columns = tuple(columns)
+        self._each(lambda worker: worker.require_columns(columns))
+
+    def _each(self, action: Callable[[RewardWorker], None]) -> None:
+        starts = [self._threads.submit(action, worker) for worker in self._workers]
         errors = [str(error) for start in starts if isinstance(error := start.exception(), RewardError)]
         if errors:
             raise RewardError("\n".join(errors))
@@ -312,8 +333,9 @@ class RewardPool:
         self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
     ) -> RewardBatch:
         """Score R completions with all K rewards; `columns` has R values per column of the data."""
-        request = pickle.dumps((list(prompts), list(completions), dict(columns)), 5)
         responses = len(completions)
+        columns = {**dict.fromkeys(self._columns, [None] * responses), **columns}
+        request = pickle.dumps((list(prompts), list(completions), columns), 5)
         scores = list(self._threads.map(lambda worker: worker.score(request, responses), self._workers))
         by_name = dict(zip(self.names, scores, strict=True))
         return RewardBatch(

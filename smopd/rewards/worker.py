@@ -7,7 +7,7 @@ limits the address space, 0 does not. A message begins with a number of 8 bytes,
 replies of an earlier call are recognized by it. Requests are pickle 5, because columns may hold dates, bytes
 or arrays. Replies are JSON, `{"values": [...]}` or `{"error": ...}`, so the parent never unpickles what a
 worker wrote. The first request has the arguments of `RewardFunction.load` after the path, all others are
-(prompts, completions, columns).
+(prompts, completions, columns), or the names of all columns, to check that none is missing.
 
 The function runs in a child process. The process itself only waits, and kills everything the function
 started when the parent is gone. A thread could not: a function may never release the interpreter.
@@ -63,6 +63,8 @@ def main(argv: list[str]) -> None:
             request = pickle.loads(message[NUMBER.size :])
             if function is None:
                 function = RewardFunction.load(path, *request)
+            elif isinstance(request, list):
+                function.require_columns(request)
             else:
                 result = function(*request)
                 if inspect.isawaitable(result):

@@ -115,8 +115,9 @@ def try_recipe(command: Command) -> int:
                 with error_context("model"):
                     tokenizer = load_tokenizer(initial_model(settings, Path(place)))
                 inputs = read_inputs(settings, tokenizer, demonstrations=settings.warm_start is not None)
+                pool.require_columns(inputs.columns)
                 log_inputs(inputs)
-                try_rewards(pool, tokenizer, inputs.train[0])
+                try_rewards(pool, settings.scoring, tokenizer, inputs.train[0])
         except FAILURES as error:
             print(printable(f"error: {error}"), file=sys.stderr)
             return 1
@@ -161,13 +162,13 @@ def do_runs(context: RunContext, command: Command) -> None:
         if planned:
             require_exportable(start)
     inputs = read_inputs(settings, tokenizer, demonstrations=base_due)
-    context.pool.probe(inputs.columns)
+    context.pool.require_columns(inputs.columns)
     write_settings(context.folder, settings, lambda: digests(settings, inputs))
     if distributed.rank() == 0:
         log_inputs(inputs)
     due = [run for run in planned if not context.finished(run.name)]
     if due:
-        try_rewards(context.pool, tokenizer, inputs.train[0])
+        try_rewards(context.pool, settings.scoring, tokenizer, inputs.train[0])
     for run in due:
         if run.name == BASE:
             folder = context.folder / BASE

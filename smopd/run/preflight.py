@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from smopd.advantages import ESTIMATORS
-from smopd.config.settings import Settings
+from smopd.config.settings import Scoring, Settings
 from smopd.data.prompts import Prompt
 from smopd.engine import distributed
 from smopd.engine.imports import resolve
@@ -56,7 +56,9 @@ def require_functions(settings: Settings) -> None:
                 raise UnusableInput(f"{setting}: {package} is not installed (pip install {package})")
 
 
-def try_rewards(pool: RewardPool, tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> None:
+def try_rewards(
+    pool: RewardPool, scoring: Scoring, tokenizer: PreTrainedTokenizerBase, prompt: Prompt
+) -> None:
     """Score the prompt's ground truth and an empty answer, and print what they earn; a collective call."""
     column = next((name for name in GROUND_TRUTHS if isinstance(prompt.columns.get(name), str)), None)
     answers = {"an empty answer": ""}
@@ -66,7 +68,8 @@ def try_rewards(pool: RewardPool, tokenizer: PreTrainedTokenizerBase, prompt: Pr
     for text in answers.values() if distributed.rank() == 0 else ():
         ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
         rollouts.append(Rollout(prompt.token_ids, ids, torch.zeros(len(ids)), 0, finished=True))
-    scored = Rewarder(pool, tokenizer, max_unscorable_share=1.0).score([prompt] * len(rollouts), rollouts)
+    scoring = scoring.model_copy(update={"max_unscorable_share": 1.0})
+    scored = Rewarder(pool, tokenizer, scoring).score([prompt] * len(rollouts), rollouts)
     if distributed.rank() != 0:
         return
     for k, name in enumerate(scored.batch.names):

@@ -53,10 +53,13 @@ def positional(prompts, completions, /):
     return [0.0] * len(completions)
 
 
-def call(function, kwargs=None, completions=None, columns=COLUMNS, known=None):
-    loaded = RewardFunction.load(
-        f"{__name__}:{function.__name__}", kwargs or {}, completions, known or [*columns]
-    )
+def load(function, kwargs=None, completions=None):
+    return RewardFunction.load(f"{__name__}:{function.__name__}", kwargs or {}, completions)
+
+
+def call(function, kwargs=None, completions=None, columns=COLUMNS):
+    loaded = load(function, kwargs, completions)
+    loaded.require_columns(columns)
     return loaded(PROMPTS, COMPLETIONS, columns)
 
 
@@ -67,14 +70,15 @@ def test_arguments_go_by_name_and_completions_to_a_chat_as_trl_passes_them():
     assert call(answered, {"bonus": 2}) == [in_messages, ["4", "5"], 2]
     assert call(answered, completions="text")[0] == COMPLETIONS
     assert call(answered, {"answer": "x"})[1] == "x", "kwargs override columns"
-    assert call(answered, columns={}, known=["answer"])[1] == [None, None], "no row of the batch has it"
     with pytest.raises(TypeError, match="set `completions: messages`"):
         call(demo)
 
 
 def test_the_form_of_trl_is_a_setting_where_prompts_come_first():
-    loaded = RewardFunction.load(f"{__name__}:demo", {}, "messages", ["answer"])
-    assert loaded([CHAT] * 2, COMPLETIONS, {"answer": ["4", "5"]}) == [False, True]
+    assert load(demo, completions="messages")([CHAT] * 2, COMPLETIONS, {"answer": ["4", "5"]}) == [
+        False,
+        True,
+    ]
 
 
 def test_verl_scores_one_response_at_a_time():
@@ -88,17 +92,13 @@ def test_verl_scores_one_response_at_a_time():
 @pytest.mark.parametrize(
     ("function", "kwargs", "message"),
     [
-        (
-            answered,
-            {},
-            "answered.* missing .* 'answer'; available are completions, prompts, question",
-        ),
-        (compute_score, {}, "missing a required argument: 'data_source'"),
-        (answered, {"answer": 1, "bonsu": 2}, "unexpected keyword argument 'bonsu'"),
-        (stepwise, {}, "'training_step'.*needs a default"),
+        (answered, {}, "takes 'answer', which is no column of the data; there are question"),
+        (compute_score, {}, "takes 'data_source', which is no column"),
+        (answered, {"answer": 1, "bonsu": 2}, "cannot be called: .* unexpected keyword argument 'bonsu'"),
+        (stepwise, {}, "takes 'training_step' without a default"),
         (positional, {}, "positional.only"),
     ],
 )
 def test_an_argument_that_is_no_column_is_named(function, kwargs, message):
     with pytest.raises(BadSignature, match=message):
-        RewardFunction.load(f"{__name__}:{function.__name__}", kwargs, None, ["question"])
+        load(function, kwargs).require_columns(["question"])

@@ -143,6 +143,10 @@ def test_rewards_get_their_columns_and_are_kept_in_order():
             np.testing.assert_array_equal(batch.values_RK, [[11, 0.5, 1, 0], [22, 1, 1, 0]])
         assert batch.values_RK.dtype == np.float64 and batch.names == names
         assert batch.last_errors == {} and not any(unscorable(batch, name) for name in names)
+        with pytest.raises(
+            RewardError, match=r"'narrow': reward_functions:narrow takes 'bonus', .* there are a, b"
+        ):
+            pool.require_columns(["a", "b"])
         batch = score(pool, completions=["x" * 3_000_000] * 3 + ["y"] * 50_000, bonus=[0] * 50_003)
         assert batch.values_RK[:3, 0].tolist() == [3e6] * 3 and len(batch.values_RK) == 50_003
 
@@ -191,6 +195,12 @@ def test_values_that_are_no_finite_number():
         np.testing.assert_array_equal(batch.values_RK[:, 0], [1.0, *[np.nan] * 4, 1.0, *[np.nan] * 2])
         assert unscorable(batch, "bad") == {"none": 1, "nonfinite": 5}
         assert "5 values are no finite number" in batch.last_errors["bad"]
+
+
+def test_a_column_that_no_row_of_a_batch_has_is_none():
+    with pool_running({"bad": "result = [float(note is None) for note in columns['note']]"}) as pool:
+        pool.require_columns(["note"])
+        assert score(pool).values_RK[:, 0].tolist() == [1.0, 1.0]
 
 
 def test_output_goes_to_a_log_that_begins_again(tmp_path, monkeypatch):
