@@ -92,9 +92,12 @@ def _remove(path: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Call fsync on a file or folder."""
+    """Call fsync on a file or folder. Some file systems (SMB, FUSE) refuse it for folders."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
     finally:
         os.close(handle)

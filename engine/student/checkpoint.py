@@ -69,7 +69,10 @@ class Checkpoints:
             torch.save(process, partial / f"process_{distributed.rank()}.pt")
         if distributed.rank() == 0:
             for old in self._complete()[: -self.keep]:
-                shutil.rmtree(old)
+                try:
+                    shutil.rmtree(old)
+                except OSError as error:  # a link, or busy on NFS: the new checkpoint is complete
+                    log.warning("%s: not removed: %s", old, error)
         self.newest = step
 
     def restore(self, student: Student, step: int | None = None) -> tuple[int, Any]:

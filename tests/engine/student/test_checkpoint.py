@@ -83,6 +83,18 @@ def rewrite(folder: Path, manifest: str) -> None:
     (folder / "manifest.sha256").write_text(hashlib.sha256(manifest.encode()).hexdigest())
 
 
+def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(tmp_path, device):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "step_00000001").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "step_00000003.bak").mkdir()
+    (tmp_path / "step_best").mkdir()
+    checkpoints.save(2, make_student(device))
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == [
+        "step_00000001", "step_00000002", "step_00000003.bak", "step_best",
+    ]  # fmt: skip
+
+
 def test_another_strategy_or_number_of_ranks_is_refused_where_it_matters(device, folder):
     trained, checkpoints = make_student(device), Checkpoints(folder.parent, keep=1)
     write_manifest(folder, FACTS | {"world_size": 2})
