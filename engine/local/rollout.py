@@ -191,6 +191,7 @@ class LocalRollout:
 
     def _begin(self, prompts: list[tuple[int, ...]], groups: list[int], sampling: Sampling) -> Begun:
         """Read prompts padded on the left."""
+        reset_rope(self.model)
         device, n = self.model.device, sampling.n
         longest = max(len(prompt) for prompt in prompts)
         ids = torch.zeros(len(prompts), longest, dtype=torch.int64)

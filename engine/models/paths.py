@@ -43,7 +43,7 @@ CHECK_IDS = 1000  # ours: ids below are ordinary tokens in most vocabularies
 SMALL = 1 << 20  # ours: the gradients of larger parameters would take memory
 LOGP_BOUND, GRAD_BOUND = 1e-3, 1e-2
 """Ours, in fp32: largest difference in nats, and relative difference of the gradient."""
-ROUNDED_LOGP_BOUND, ROUNDED_GRAD_BOUND = 5e-2, 0.1
+ROUNDED_LOGP_BOUND, ROUNDED_GRAD_BOUND = 0.1, 0.3
 """Ours, in bf16: mean difference in nats, and relative difference of the gradient."""
 _AGREED: set[tuple] = set()
 """What has passed the self-check in this process."""
@@ -60,15 +60,13 @@ def choose(model: PreTrainedModel, wanted: str, dtype: torch.dtype) -> Layout:
         ValueError: "flash" cannot serve the model.
         UnusableModel: even single sequences disagree with transformers.
     """
-    reason = "as set" if wanted == "sdpa" else why_not_pieces(model, dtype)
-    ways: list[Attends] = [] if reason else ["pieces"]
+    not_pieces = "as set" if wanted == "sdpa" else why_not_pieces(model, dtype)
     not_packed = why_not_packed(model)
-    ways += ["plain"] if not_packed else ["mask", "plain"]
-    reasons = [] if reason in (None, not_packed) else [reason]
-    reasons += [not_packed] if not_packed else []
+    reasons = list(dict.fromkeys(reason for reason in (not_pieces, not_packed) if reason))
+    ways: list[Attends] = [] if not_pieces else ["pieces"]
+    if wanted != "flash":
+        ways += ["plain"] if not_packed else ["mask", "plain"]
     for attends in ways:
-        if wanted == "flash" and attends != "pieces":
-            break
         layout = layout_of(model, attends, reasons)
         off = disagreement(model, layout)
         if off is None:

@@ -23,8 +23,14 @@ ALL_LINEAR = ["all-linear"]
 BASE = ".base_layer."
 
 
-def attach(model: PreTrainedModel, lora: Lora, compute_dtype: torch.dtype) -> None:
-    """Insert adapters, equal on all ranks, and freeze all other weights in `compute_dtype`, in place.
+def cast(model: PreTrainedModel, compute_dtype: torch.dtype) -> None:
+    """Cast parameters to the compute dtype, and leave buffers such as rotary frequencies in fp32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(compute_dtype)
+
+
+def attach(model: PreTrainedModel, lora: Lora) -> None:
+    """Insert fp32 adapters, equal on all ranks, and freeze all other weights, in place.
 
     Raises:
         ValueError: a target is not a linear layer of the decoder's layers.
@@ -48,9 +54,10 @@ def attach(model: PreTrainedModel, lora: Lora, compute_dtype: torch.dtype) -> No
     except ValueError as error:  # peft's lines print modules
         raise ValueError(f"lora: {str(error).splitlines()[0]}") from error
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else compute_dtype)
-        if parameter.requires_grad and distributed.world_size() > 1:
-            dist.broadcast(parameter.data, src=0)
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+            if distributed.world_size() > 1:
+                dist.broadcast(parameter.data, src=0)
 
 
 @contextmanager

@@ -75,11 +75,13 @@ class Student:
         self.updates = self.skipped = 0
         self.vocabulary = head(model).weight_VD.shape[0]
         dtype = getattr(torch, settings.compute_dtype)
+        if settings.lora is not None:
+            lora.cast(model, dtype)
         policy = Policy(model.eval()).to(device)
         _without_dropout(model)
         self.layout = choose(model, settings.attention, dtype)
         if settings.lora is not None:
-            lora.attach(model, settings.lora, dtype)
+            lora.attach(model, settings.lora)
         if settings.gradient_checkpointing:
             checkpoint_activations(model)
         train_mode(policy)

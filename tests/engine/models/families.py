@@ -22,7 +22,7 @@ LINEAR = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16}
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GROUPED = ROUTED | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 LATENT = dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "head_dim"), 8)
-OLD = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
+OLD = {"n_embd": 64, "n_layer": 2, "num_attention_heads": 4, "n_positions": 256}
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [3.0] * 16}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
@@ -30,8 +30,8 @@ DELTA = {"linear_num_value_heads": 2, "linear_num_key_heads": 1}
 DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 MAMBA = {"mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 16}
 PLAIN = (
-    "apertus", "arcee", "bitnet", "cohere", "ernie4_5", "exaone4", "falcon", "gemma", "glm", "gpt_neox",
-    "granite", "helium", "hunyuan_v1_dense", "llama", "mistral", "nemotron", "olmo", "olmo2", "persimmon",
+    "apertus", "arcee", "bitnet", "cohere", "ernie4_5",  "falcon", "gemma", "glm", "gpt_neox",
+    "granite", "llama", "mistral", "nemotron", "olmo", "olmo2", "persimmon",
     "phi", "phi3", "qwen2", "qwen3", "smollm3", "stablelm",
 )  # fmt: skip
 WINDOWS = ["cohere2", "gemma2", "gemma3_text", "ministral", "olmo3", "vaultgemma"]
@@ -60,6 +60,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gptj": ("gptj", OLD | {"rotary_dim": 8}),
     "granitemoe": ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "helium": ("helium", {"head_dim": 32}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 32}),
     "jamba": ("jamba", {"mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 1}),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"]}),
     "llama, dynamic RoPE": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 32}),

@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from smopd.engine.models import attention
 from smopd.engine.models.head import response_hidden
 from smopd.engine.models.packing import pack
-from smopd.engine.models.paths import choose, choose_together
+from smopd.engine.models.paths import choose
 from smopd.engine.settings import Packing
 from smopd.engine.types import Layout, Rollout, TokenBatch
-from tests.engine.tiny import model_of, ragged_rollouts, tiny_model
+from tests.engine.tiny import tiny_model
 
 ONE_ROW = Layout("pieces")
 HEADS, KV_HEADS, SIZE = 4, 2, 16
@@ -165,30 +165,6 @@ def test_the_variable_length_kernels_agree_with_sdpa_on_this_gpu():
     assert choose(tiny_model().cuda(), "auto", torch.bfloat16).attends == "pieces"
 
 
-FAMILIES = {"llama": {}, "qwen2": {}, "qwen3": {"head_dim": 16}, "mistral": {"sliding_window": None}}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_models_compute_the_same_under_both(family):
-    torch.manual_seed(0)
-    model = model_of(family, **FAMILIES[family])
-    found = []
-    for wanted, attends in (("sdpa", "mask"), ("auto", "pieces")):
-        assert choose(model, wanted, torch.float32).attends == attends
-        (batch,) = pack(ragged_rollouts(3), Packing(micro_batch_tokens=10_000), Layout(attends))
-        hidden_ND = response_hidden(model, batch)
-        model.zero_grad()
-        hidden_ND.square().sum().backward()
-        found.append(
-            [
-                hidden_ND.detach()[batch.flat_N.argsort()],
-                *(p.grad.clone() for p in model.get_decoder().parameters()),
-            ]
-        )
-    for masked, mine in zip(*found, strict=True):
-        torch.testing.assert_close(mine, masked, rtol=1e-3, atol=1e-4 * float(masked.abs().max()))
-
-
 @pytest.mark.parametrize("mask_rows", [1, 3])
 def test_a_query_a_row_attends_without_copies_of_the_keys(mask_rows):
     module = torch.nn.Module()
@@ -202,10 +178,3 @@ def test_a_query_a_row_attends_without_copies_of_the_keys(mask_rows):
     torch.testing.assert_close(found, expected)
     assert found.shape == expected.shape == (3, 1, 8, 8)
     assert largest.numbers == query.numel()
-
-
-def test_models_that_score_together_take_the_same_layout():
-    plain, own = tiny_model(), model_of("mistral", sliding_window=4)
-    assert choose_together([plain]).attends == "pieces"
-    assert choose_together([plain, own, plain]).attends == "mask"
-    assert {model.config._attn_implementation for model in (plain, own)} == {"sdpa"}

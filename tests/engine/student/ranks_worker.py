@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -18,8 +19,19 @@ from smopd.engine.local.teachers import LocalTeachers, StudentsBase
 from smopd.engine.settings import Lora, Packing
 from smopd.engine.student.checkpoint import Checkpoints
 from smopd.engine.student.student import NonFiniteGradient, Student
-from tests.engine.student.training import NLL, advance, equal, loss_tokens, make_student, parameters, share
-from tests.engine.tiny import VOCABULARY, ragged_rollouts, tiny_model
+from tests.engine.models.families import family
+from tests.engine.student.training import (
+    NLL,
+    TOKENS,
+    advance,
+    equal,
+    loss_tokens,
+    make_student,
+    parameters,
+    settings_of,
+    share,
+)
+from tests.engine.tiny import VOCABULARY, plain_logps, ragged_rollouts, tiny_model
 
 Make = Callable[..., Student]
 LORA = {"lora": Lora(rank=4, alpha=8.0)}
@@ -80,6 +92,16 @@ def a_lora_student_gives_its_base_and_trains_as_if_it_had_not(make: Make) -> Non
     assert equal(parameters(student), parameters(twin))
 
 
+def an_unpacked_model_trains_as_transformers_computes_it(device: torch.device) -> None:
+    model, rollouts = family("lfm2"), ragged_rollouts(3)
+    student = Student(deepcopy(model), settings_of(max_grad_norm=1e9, micro_batch_tokens=60), device)
+    update = student.update(share(3), loss_tokens(share(3)), NLL)
+    (-plain_logps(model, rollouts).sum() / TOKENS).backward()
+    expected = torch.stack([each.grad.norm() for each in model.parameters()]).norm()
+    assert student.layout.attends == "plain"
+    assert update.grad_norm == pytest.approx(float(expected), rel=1e-4)
+
+
 def clips_as_fsdp2_does(make: Make) -> None:
     """At a large rate, so that the moves are far above the rounding of parameters of 1."""
     rollouts, norms, moved = share(4), [], []
@@ -117,7 +139,6 @@ def main(folder: Path, kind: str) -> None:
             file = folder / f"deepspeed_{distributed.rank()}.json"
             file.write_text(json.dumps({"zero_optimization": {"stage3_param_persistence_threshold": 0}}))
             make = partial(make, strategy="deepspeed", zero_stage=int(kind[-1]), deepspeed_config=str(file))
-        resumes_bit_for_bit(make, folder / "plain")
         resumes_bit_for_bit(make, folder / "lora", **LORA)
         skips_a_gradient_that_is_not_finite_on_one_rank(make)
         a_rank_without_responses_takes_part(make)
@@ -125,6 +146,7 @@ def main(folder: Path, kind: str) -> None:
             resumes_bit_for_bit(make, folder / "tied", tied=True, shard_size=1)
             resumes_bit_for_bit(make, folder / "offload", offload_optimizer=True)
             offloaded_masters_train_as_the_others_do(make)
+            an_unpacked_model_trains_as_transformers_computes_it(device)
             a_lora_student_gives_its_base_and_trains_as_if_it_had_not(make)
         else:
             resumes_bit_for_bit(make, folder / "tied", tied=True, gradient_checkpointing=True)
