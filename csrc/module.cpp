@@ -1,6 +1,5 @@
-// The Python module smopd._C. It has no Python functions: importing it runs the registrations of the
-// sources in this folder with torch.library, and they are called as torch.ops.smopd.<name>.
-// The schemas stand here; each source registers its own implementation.
+// The Python module smopd._C. Importing it registers the operators torch.ops.smopd.<name>: their schemas are
+// here, their implementations in cpu/.
 
 #include <Python.h>
 
@@ -10,21 +9,21 @@ STABLE_TORCH_LIBRARY_FRAGMENT(smopd, m) {
   m.def(
       "topk_logprobs_cpu(Tensor logits, int kappa, Tensor? token_ids, float temperature)"
       " -> (Tensor ids, Tensor logps, Tensor token_logp)");
-  // topk_logprobs of logits that come a piece of the vocabulary at a time.
+  // topk_logprobs over consecutive pieces of the vocabulary.
   m.def("topk_begin_cpu(Tensor like, int n_rows, int kappa) -> (Tensor rows, Tensor keys)");
   m.def(
       "topk_piece_cpu(Tensor logits, int first, int kappa, Tensor? token_ids, float temperature,"
       " Tensor(a!) rows, Tensor(b!) keys) -> ()");
   m.def(
       "topk_end_cpu(Tensor rows, Tensor(a!) keys, int kappa, bool has_token, float temperature)"
-      " -> (Tensor ids, Tensor logps, Tensor token_logp, Tensor right)");
+      " -> (Tensor ids, Tensor logps, Tensor token_logp, Tensor valid)");
   m.def(
       "teacher_mixture_cpu(Tensor ids, Tensor logps, Tensor log_alpha, int kappa, bool merge)"
       " -> (Tensor ids, Tensor logps, Tensor mass)");
   m.def(
       "teacher_product_cpu(Tensor ids, Tensor logps, Tensor weights, int kappa, int reference, float clip,"
       " float keep_raised) -> (Tensor ids, Tensor logps, Tensor mass)");
-  // The target: ids and logps of (N, S), or of (N, M, S) with log_alpha (N, M).
+  // Target: ids and logps (N, S), or (N, M, S) with log_alpha (N, M).
   m.def(
       "loss_rows_cpu(Tensor logits, Tensor token_ids, Tensor adv, Tensor pg_weight, Tensor? old_logp,"
       " Tensor? kl_weight, Tensor? ent_weight, Tensor? reverse_adv, Tensor? reverse_weight, Tensor? ids,"

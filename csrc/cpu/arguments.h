@@ -1,4 +1,4 @@
-// Tensor arguments of the CPU operations: what is checked, and how their elements are read.
+// Tensor arguments of the CPU operations: checks and element access.
 
 #pragma once
 
@@ -18,7 +18,7 @@ namespace smopd {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kGrainElements = 32768;  // that are worth a thread
+constexpr int64_t kGrainElements = 32768;  // least work of a thread
 
 inline Tensor make(const Tensor& like, const std::vector<int64_t>& shape, ScalarType type) {
   return torch::stable::empty(shape, type, std::nullopt, like.device());
@@ -62,7 +62,7 @@ inline void check_temperature(const char* op, const char* name, double temperatu
                 ", expected a positive number");
 }
 
-// Where a gradient goes: a buffer like the logits, or the logits themselves.
+// The gradient's buffer: like the logits, or the logits themselves.
 inline Logits read_gradient(const char* op, const Tensor& t, const Logits& logits) {
   const Logits out = read_logits(op, "grad", t);
   SMOPD_REQUIRE(op, out.type == logits.type && out.rows == logits.rows && out.vocab == logits.vocab,
@@ -72,7 +72,7 @@ inline Logits read_gradient(const char* op, const Tensor& t, const Logits& logit
   return out;
 }
 
-// (N,) float32, or absent: 0 everywhere.
+// (N,) float32; absent columns are 0.
 struct Column {
   const float* data = nullptr;
   int64_t stride = 0;
@@ -86,7 +86,7 @@ inline Column read_column(const char* op, const char* name, const std::optional<
   SMOPD_REQUIRE(op, t->is_cpu() && t->dim() == 1 && t->size(0) == rows, name,
                 " has to be a CPU tensor of shape (N,) = (", rows, ",)");
   SMOPD_REQUIRE(op, t->scalar_type() == ScalarType::Float, name, " is not float32");
-  static const float none = 0.0f;  // an empty tensor has no memory, yet it is present
+  static const float none = 0.0f;  // an empty tensor has a null pointer but is present
   return {rows == 0 ? &none : static_cast<const float*>(t->data_ptr()), t->stride(0)};
 }
 
@@ -137,7 +137,7 @@ inline std::vector<int64_t> read_token_ids(const char* op, const Tensor& t, int6
   return tokens;
 }
 
-// A sparse target (N, S), or with log_alpha the teachers' candidates (N, M, S) before their union.
+// A sparse target (N, S), or with log_alpha the teachers' candidates (N, M, S).
 struct Target {
   Ids ids;
   Logps logps;

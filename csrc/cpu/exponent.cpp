@@ -1,5 +1,5 @@
-// The loops over a block, compiled for each instruction set. They are written plainly for the compiler to
-// vectorise; a comparison is ordered so that it is one instruction and lets NaN through.
+// The loops over a block, compiled for each instruction set and vectorized by the compiler. Comparisons are
+// ordered so that they are one instruction and propagate NaN.
 
 #include "exponent.h"
 
@@ -9,12 +9,12 @@
 namespace smopd {
 namespace {
 
-constexpr int64_t kRun = 256;  // elements summed in float; short, so that equal addends cannot drift
+constexpr int64_t kRun = 256;  // elements summed in float; longer sums of equal numbers would drift
 constexpr int64_t kMaxLanes = 32;
 constexpr int64_t kLine = 64;  // bytes of a cache line
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-// Whether the clones that serve multiply and add in one rounding.
+// Whether the clone in use has a fused multiply-add.
 #ifdef SMOPD_HAS_CLONES
 __attribute__((target("default"))) bool is_fused() { return false; }
 __attribute__((target("arch=x86-64-v3"))) bool is_fused() { return true; }
@@ -31,9 +31,8 @@ SMOPD_INLINE void fetch_run(const void* ahead, int64_t from, int64_t n_bytes) {
   for (int64_t byte = 0; byte < n_bytes; byte += kLine) __builtin_prefetch(next + byte);
 }
 
-// 2^(scale x - shift) for x of at least `lowest`, scale x <= shift. The polynomial is the degree-5 minimax
-// (Remez) fit of 2^r in relative error, ours, divided by its constant term: 7e-8 low on average, which a
-// softmax cancels.
+// 2^(scale x - shift) for x >= lowest and scale x <= shift. The polynomial is our degree-5 minimax (Remez) fit of
+// 2^r in relative error, divided by its constant term: 7e-8 low on average, which cancels in a softmax.
 template <bool kFused>
 SMOPD_INLINE float exponential(float x, const Exponent& z) {
   uint32_t rounded;
@@ -55,8 +54,8 @@ SMOPD_INLINE float exponential(float x, const Exponent& z) {
   return p * bits_to_float(rounded << 23);
 }
 
-// 2^x = 2^n 2^r by the Taylor series of 2^r, |r| <= 1/2, whose next term is below 2^-57. 2^n is taken in two
-// factors, so that a subnormal result is rounded once.
+// 2^x = 2^n 2^r by the Taylor series of 2^r, |r| <= 1/2, whose next term is below 2^-57. 2^n is split into two
+// factors so that a subnormal result is rounded once.
 SMOPD_INLINE double exact_exp2(double x) {
   constexpr double kFar = 1100.0;  // beyond it: 0 or infinity
   const double below = x > kFar ? kFar : x;
@@ -97,7 +96,7 @@ SMOPD_INLINE float max_of(const float* x, int64_t length) {
   return result;
 }
 
-// Of a 16-bit float: as integers, which order like the values once the negative ones are turned round.
+// 16-bit floats are compared as integers, which have the same order after flipping the negative ones.
 template <typename T>
 SMOPD_INLINE float max_of(const T* x, int64_t length) {
   int16_t highest = std::numeric_limits<int16_t>::min();
@@ -110,7 +109,7 @@ SMOPD_INLINE float max_of(const T* x, int64_t length) {
   return length == 0 ? kMinusInfinity : result;
 }
 
-// Too large a shift for the vector form, which no model's logits have: one element at a time, in double.
+// For a shift too large for the vector loop, which models never reach: one element at a time in double.
 template <bool kDot, typename T>
 BlockSums far_exponentials(const T* x, float* e, int64_t length, const Exponent& z, float reference) {
   BlockSums total{0.0, 0.0};
@@ -123,7 +122,6 @@ BlockSums far_exponentials(const T* x, float* e, int64_t length, const Exponent&
   return total;
 }
 
-// Of x - less, and without a place to write them to.
 template <bool kFused>
 SMOPD_INLINE double near_sum(
     const float* x, int64_t length, float less, const Exponent& exponent, const void* ahead) {

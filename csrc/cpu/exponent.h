@@ -1,13 +1,13 @@
-// The exponentials of a row at one temperature, and the loops over a block of a row that make and use them.
+// Exponentials of a row at one temperature, and the loops over its blocks that compute and use them.
 //
 // With scale = log2(e) / T and `shift` the row's largest scale * x so far, rounded up to an integer,
 //
-//     2^(scale x - shift) = 2^n 2^r,   n <= 0 an integer, r = scale x - (shift + n) in [-1/2, 1/2]
+//     2^(scale x - shift) = 2^n 2^r,   n <= 0 an integer, r = scale x - (shift + n) in [-1/2, 1/2].
 //
-// so that a fused multiply-add rounds r once, however large x is: the relative error stays near 1e-7. Instruction
-// sets without one take r in double. NaN goes through to the sums; -inf gives exactly 0.
+// A fused multiply-add rounds r once, so the relative error is about 1e-7 even for large x. Instruction sets
+// without it compute r in double. NaN propagates to the sums; -inf gives exactly 0.
 //
-// A block stays in the first-level cache. Sums are short runs of float lanes, joined in double.
+// A block fits the L1 cache. Short runs are summed in float lanes, then in double.
 
 #pragma once
 
@@ -15,9 +15,9 @@
 #include <cstdint>
 #include <cstring>
 
-// The loops are plain C++ that the compiler vectorises inside a function marked SMOPD_CLONES; its helpers are
-// always inlined into it and take its instruction set. No flag here or in setup.py may imply
-// -ffinite-math-only or flush-to-zero: infinities and NaN are part of the contract.
+// The compiler vectorizes plain loops in functions marked SMOPD_CLONES; helpers are always inlined into them and
+// use their instruction set. No flag here or in setup.py may imply -ffinite-math-only or flush-to-zero:
+// infinities and NaN must work.
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12
 #define SMOPD_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #define SMOPD_HAS_CLONES
@@ -59,8 +59,8 @@ SMOPD_INLINE float to_float(float value) { return value; }
 SMOPD_INLINE float to_float(BFloat16 value) { return bits_to_float(uint32_t(value.bits) << 16); }
 
 SMOPD_INLINE float to_float(Float16 value) {
-  // Shift the exponent and mantissa into place and rescale by 2^112 (the difference of the biases), which
-  // normalises subnormals too; an exponent of all ones is an infinity or a NaN and keeps its mantissa.
+  // Shift exponent and mantissa into place and multiply by 2^112 (the difference of the biases), which also
+  // normalizes subnormals. Infinities and NaN keep their mantissa.
   const uint32_t magnitude = uint32_t(value.bits & 0x7fffu) << 13;
   const uint32_t finite = float_to_bits(bits_to_float(magnitude) * bits_to_float((127u + 112u) << 23));
   const uint32_t special = magnitude | 0x7f800000u;
@@ -68,12 +68,11 @@ SMOPD_INLINE float to_float(Float16 value) {
   return bits_to_float(sign | (magnitude >= 0x0f800000u ? special : finite));
 }
 
-// The value, or the NaN without a payload.
+// Removes the payload of a NaN.
 SMOPD_INLINE float canonical(float value) { return value == value ? value : bits_to_float(0x7fc00000u); }
 
-// To T by rounding to the nearest, ties to even. narrow_number serves every value but NaN with a full payload,
-// which carries into the sign. Arithmetic hands a payload on, so a loop makes its coefficients canonical first.
-// narrow serves every value.
+// Rounds to T, ties to even. narrow_number is wrong for a NaN with a full payload, which carries into the sign.
+// Payloads propagate, so loops make their coefficients canonical first. narrow is right for every value.
 template <typename T>
 SMOPD_INLINE T narrow_number(float value);
 
@@ -90,8 +89,8 @@ SMOPD_INLINE BFloat16 narrow_number<BFloat16>(float value) {
 
 template <>
 SMOPD_INLINE Float16 narrow_number<Float16>(float value) {
-  // Normal results: rebias the exponent and round the 13 dropped bits; an overflow carries into the exponent
-  // and is cut to infinity. Subnormal ones: adding 0.5 leaves the multiple of 2^-24 in the lowest bits.
+  // Normal results: rebias the exponent and round the 13 dropped bits; limit overflows to infinity.
+  // Subnormal results: adding 0.5 leaves the multiple of 2^-24 in the lowest bits.
   const uint32_t bits = float_to_bits(value);
   const uint32_t magnitude = bits & 0x7fffffffu;
   const uint32_t carried = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
@@ -110,18 +109,18 @@ SMOPD_INLINE T narrow(float value) {
 constexpr double kLog2E = 1.4426950408889634074;
 constexpr double kLn2 = 0.69314718055994530942;
 constexpr int64_t kBlockLength = 2048;    // elements
-constexpr int64_t kAhead = 2 * kBlockLength;  // between a block and what is fetched meanwhile
+constexpr int64_t kAhead = 2 * kBlockLength;  // distance of the prefetch
 constexpr float kRounder = 12582912.0f;   // 1.5 * 2^23: a sum with it has its integer part in the low bits
 constexpr uint32_t kRounderBits = 0x4b400000u;
-constexpr double kLargestShift = 1 << 20;              // above it, kRounder - shift would round
+constexpr double kLargestShift = 1 << 20;  // kRounder minus a larger shift would round
 
 struct Exponent {
   float scale;
   float start;   // kRounder + 127 - shift
-  float lowest;  // logits below are 2^-127 of the shift and give 0
+  float lowest;  // lower logits give 0
   int32_t bias;  // shift - 127 - kRounderBits
   double shift;  // an integer
-  bool far;      // too large a shift for the floats above
+  bool far;      // the shift is too large for the floats above
 };
 
 inline float exponent_scale(double temperature) { return float(kLog2E / temperature); }
@@ -149,7 +148,7 @@ struct Gradient {
   float second_level;
 };
 
-// The sum alone, of x - less, for a shift that is not far. Memory at `ahead` as below, in bytes of float.
+// Sums 2^(scale (x - less) - shift) for a shift that is not far. `ahead`: see below.
 double block_sum(const float* x, int64_t length, float less, const Exponent& z, const void* ahead);
 
 // 2^x in double, each within two units in the last place; `out` may be x.
@@ -157,9 +156,9 @@ void exp2_each(const double* x, double* out, int64_t length);
 
 // For T of float, BFloat16 and Float16.
 //
-// block_max: the largest element, -inf for none. NaN is passed over or is the result.
-// block_exponentials, _dot: writes e, which may be x itself, and sums it. No x may be above the shift. Memory
-// at `ahead`, if not null, is fetched meanwhile, a block of it: the work outlasts the way to memory.
+// block_max: the largest element, -inf if there is none. NaN is ignored or returned.
+// block_exponentials, _dot: write e, which may be x, and sum it. scale x must not exceed the shift. A block at
+// `ahead`, if not null, is prefetched.
 // block_scale: level e. block_curve: with the slope. block_pair: with the slope and the second temperature.
 // `out` may be e or x.
 #define SMOPD_BLOCK_FUNCTIONS(T)                                                                          \

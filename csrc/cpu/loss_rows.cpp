@@ -1,4 +1,4 @@
-// loss_rows on the CPU: a token's whole objective and its gradient, as kernels/reference/loss.py defines them.
+// loss_rows on the CPU; see kernels/reference/loss.py.
 
 #include <algorithm>
 #include <array>
@@ -16,7 +16,6 @@
 namespace smopd {
 namespace {
 
-// A token's policy-gradient terms come from its log-probability alone: clipped surrogate, sampled reverse KL.
 constexpr double kLogRatioBound = 20.0;
 
 // CLIP_* of kernels/types.py.
@@ -30,7 +29,7 @@ constexpr int8_t kClipReverseHigh = 32;
 struct PolicySettings {
   double clip_low;
   double clip_high;
-  double dual_clip;  // infinite for none
+  double dual_clip;  // infinite if off
   bool reverse_ppo;
 };
 
@@ -42,7 +41,7 @@ struct PolicyTerms {
   int8_t clipped = 0;
 };
 
-// `log_ratio`: log pi - log pi_old, 0 without an old policy. NaN is in no clip and goes through.
+// log_ratio: log pi - log pi_old, 0 without an old policy. NaN sets no clip bit and propagates.
 PolicyTerms policy_terms(
     double log_ratio, double adv, const double* reverse_adv, const PolicySettings& settings) {
   const double low = 1.0 - settings.clip_low;
@@ -102,13 +101,13 @@ struct Arguments {
   int8_t* clipped;
 };
 
-// Whether any weight of token n is not 0.
+// Whether token n has a nonzero weight.
 bool counts(const Tokens& t, int64_t n) {
   return t.pg_weight.at(n) != 0.0 || t.kl_weight.at(n) != 0.0 ||
          t.ent_weight.at(n) != 0.0 || t.reverse_weight.at(n) != 0.0;
 }
 
-// weight * value, 0 where the weight is 0 whatever the value.
+// weight * value; 0 if the weight is 0, even if the value is NaN.
 double weighted(double weight, double value) { return weight == 0.0 ? 0.0 : weight * value; }
 
 template <typename T>
@@ -161,7 +160,7 @@ void loss_row(const Arguments& a, int64_t n, Work& work) {
   a.clipped[n] = policy.clipped;
 }
 
-// The schema in module.cpp names the arguments and the results, (N,) each: float32, the clip bits int8.
+// (N,) each: float32, and int8 for the clip bits. See the schema in module.cpp.
 using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Results loss_rows_cpu(

@@ -1,8 +1,8 @@
-// A row's terms and their gradient: the closed forms of the operations, defined by kernels/reference/rows.py.
+// A row's terms and their gradient by closed forms; see kernels/reference/rows.py.
 //
-// One pass stores the row's exponentials and sums them; a second one, over those, writes the gradient. With a tail
-// bucket the support is held out of the stream, so that the student's mass off it is a sum of its own. The entries
-// of the support and the token are computed in double from logits gathered first, and are written last.
+// One pass stores the row's exponentials and sums them; a second pass turns them into the gradient. With a tail
+// bucket the stream skips the support, so that the student's mass outside is its own sum. The entries of the
+// support and the token are computed in double from gathered logits and written last.
 
 #pragma once
 
@@ -30,26 +30,26 @@ inline BFloat16 minus_infinity<BFloat16>() { return {0xff80u}; }
 template <>
 inline Float16 minus_infinity<Float16>() { return {0xfc00u}; }
 
-// A softmax over a row of which some slots may be held out of the stream and added afterwards.
+// A softmax over a row; some slots may be held out of the stream and added afterwards.
 struct Softmax {
   double temperature;
   float scale;
   Exponent exponent{};
   float reference = -kInfinity;  // the largest streamed logit so far
   double sum = 0.0;              // of 2^(scale x - shift) over the stream
-  double dot = 0.0;              // of the same times (x - reference), if asked
+  double dot = 0.0;              // of the same times (x - reference), if requested
   std::vector<double>* shifts;   // of each block's stored exponentials
 
-  // From here on relative to `origin`, the row's largest logit. Exact enough for logits up to 2^30.
+  // The rest is relative to `origin`, the row's largest logit. Accurate for logits up to 2^30.
   double origin = 0.0;
   double base = 0.0;         // scale origin rounded up
   double log2_stream = 0.0;  // log2 of the sum of 2^(scale (x - origin)) over the stream, -inf for nothing
-  double log2_total = 0.0;   // and over the whole row, NaN where it has no softmax
-  double mean = 0.0;         // of x - origin, if dot was asked
+  double log2_total = 0.0;   // over the whole row, NaN if it has no softmax
+  double mean = 0.0;         // of x - origin, if dot was requested
 
   double log2_weight(float x) const { return (double(x) - origin) * double(scale); }
   double log2_p(float x) const { return log2_weight(x) - log2_total; }
-  // Of an exponential that was stored as 1.
+  // log2 of an exponential that was stored as 1.
   double log2_unit(double shift) const { return (shift - base) + (base - origin * double(scale)); }
   double entropy() const { return kLn2 * (log2_total - double(scale) * mean); }
 };
@@ -80,7 +80,7 @@ template <typename T>
 inline void add_block(Softmax& z, const T* x, float* e, int64_t length, bool dot, const T* ahead) {
   const float highest = block_max(x, length);
   if (highest > z.reference) raise_reference(z, highest);
-  if (z.reference == -kInfinity) {  // nothing so far but -inf and NaN: zeros, of any shift
+  if (z.reference == -kInfinity) {  // only -inf and NaN so far: zeros, with any shift
     z.sum += block_exponentials(x, e, length, exponent_at(0.0f, z.scale), ahead).sum;
     z.shifts->push_back(-std::numeric_limits<double>::infinity());
     return;
@@ -92,8 +92,7 @@ inline void add_block(Softmax& z, const T* x, float* e, int64_t length, bool dot
   z.shifts->push_back(z.exponent.shift);
 }
 
-// Adds what was held out of the stream (null: nothing was), leaves its probabilities there and takes the
-// logarithms.
+// Adds what was held out of the stream (may be null), stores its probabilities and takes the logarithms.
 inline void finish_softmax(Softmax& z, Support* held_out) {
   constexpr double kNothing = -std::numeric_limits<double>::infinity();
   const bool streamed = z.reference > -kInfinity;
@@ -124,8 +123,8 @@ struct RowSettings {
   double temperature;     // of the token's log-probability and the entropy
   double kl_temperature;  // of the forward KL
   bool tail;
-  bool entropy;           // else the entropy is left 0
-  bool entropy_gradient;  // it may have one
+  bool entropy;           // compute the entropy
+  bool entropy_gradient;  // the entropy may have a gradient
 };
 
 // The working memory of one thread.
@@ -133,7 +132,7 @@ struct Work {
   TargetWork target;
   std::vector<double> shifts;
   std::vector<double> kl_shifts;
-  std::vector<float> exponentials;     // of a row, where they do not go to the gradient's own memory
+  std::vector<float> exponentials;     // of a row, unless stored in the gradient
   std::vector<float> kl_exponentials;  // at the second temperature
 
   explicit Work(const Target& t) : target(t) {}
@@ -160,15 +159,14 @@ struct Row {
   double student_mass = 0.0;
 };
 
-// Coefficients of the gradient: of the token's log-probability, the forward KL and the entropy. A KL whose
-// coefficient is 0 has no part in it, be its target NaN.
+// Coefficients of the gradient. A KL with coefficient 0 adds nothing, even if its target is NaN.
 struct Slopes {
   double logp;
   double kl;
   double entropy;
 };
 
-// Chooses where the exponentials go: over the gradient if it is float and nothing reads the logits any more.
+// Stores the exponentials in the gradient if it is float and the logits are not read again.
 template <typename T>
 inline void place_exponentials(Row<T>& row, Work& work) {
   if (row.out == nullptr) return;
@@ -186,7 +184,7 @@ inline void place_exponentials(Row<T>& row, Work& work) {
   }
 }
 
-// The stream's sums, without what is held out of it.
+// Computes the sums of the stream, without the held-out slots.
 template <typename T>
 inline void stream_blocks(Row<T>& row) {
   alignas(64) T copy[kBlockLength];
@@ -210,7 +208,7 @@ inline void stream_blocks(Row<T>& row) {
   }
 }
 
-// The row's terms, and its exponentials if a gradient is to follow.
+// Computes the row's terms, and its exponentials if a gradient follows.
 template <typename T>
 inline void row_terms(Row<T>& row, Work& work) {
   row.same = row.support == nullptr || row.settings.temperature == row.settings.kl_temperature;
@@ -269,7 +267,7 @@ inline double gradient_entry(
   return policy / row.policy.temperature + d.kl * kl / row.kl.temperature;
 }
 
-// The whole row's gradient, after row_terms with an `out`.
+// Writes the row's gradient, after row_terms with an `out`.
 template <typename T>
 inline void row_gradient(const Row<T>& row, const Slopes& d) {
   const Softmax& z = row.policy;
@@ -278,8 +276,8 @@ inline void row_gradient(const Row<T>& row, const Slopes& d) {
     std::fill(row.out, row.out + row.vocab, narrow<T>(std::numeric_limits<float>::quiet_NaN()));
     return;
   }
-  // Off the support every entry is p_v (policy + curve (log p_v + H)) + p'_v kl + off p'_v / p'_r, and p_v a
-  // multiple of its e.
+  // Off the support an entry is p_v (policy + curve (log p_v + H)) + p'_v kl + off p'_v / p'_r, and p_v is a
+  // multiple of e.
   const bool any_off = row.kl.log2_stream > -std::numeric_limits<double>::infinity();
   const bool any_kl = support != nullptr && d.kl != 0.0;
   const double kl = any_kl ? d.kl * (support->mass + support->tail_q) / row.kl.temperature : 0.0;

@@ -1,4 +1,4 @@
-// The support of a forward KL: the distinct ids of a sparse target, with what the KL needs of each.
+// The support of a forward KL: the distinct ids of a sparse target and their terms.
 
 #pragma once
 
@@ -11,9 +11,9 @@
 
 namespace smopd {
 
-constexpr double kTailFloor = 0x1p-20;  // teacher mass off the support below this counts as 0
+constexpr double kTailFloor = 0x1p-20;  // a smaller teacher mass outside the support counts as 0
 
-// Finds repeats among a row's ids in constant time each. A new row needs no clearing, only a new stamp.
+// Hash table that finds repeated ids of a row. A new stamp clears it for the next row.
 class IdTable {
  public:
   explicit IdTable(int64_t capacity) {
@@ -30,7 +30,7 @@ class IdTable {
     }
   }
 
-  // The place under which this row has seen the id, or `place`, which it has from now on.
+  // Returns the place stored for the id; stores and returns `place` if there is none.
   int64_t place_of(int32_t id, int64_t place) {
     uint32_t at = uint32_t(id) * 0x9e3779b1u;
     at = (at ^ (at >> 15)) & mask_;
@@ -53,7 +53,7 @@ class IdTable {
   uint32_t stamp_ = 0;
 };
 
-// By pairs while they are few, which takes no memory: false may mean that nobody looked.
+// Compares pairs of few ids; returns false without looking if there are many.
 inline bool all_differ(const int32_t* ids, int64_t count) {
   constexpr int64_t kFew = 32;
   if (count > kFew) return false;
@@ -67,11 +67,11 @@ inline bool all_differ(const int32_t* ids, int64_t count) {
 struct Support {
   int64_t count = 0;
   std::vector<int32_t> ids;    // distinct
-  std::vector<float> logits;   // the student's there
-  std::vector<double> q;       // the target's probability there, repeats summed
+  std::vector<float> logits;   // of the student
+  std::vector<double> q;       // the target's probability, repeats summed
   std::vector<double> logq;    // its logarithm, NaN for a sum
-  std::vector<double> p;       // the student's probability there, at the KL's temperature
-  double mass = 0.0;           // Q: of all slots
+  std::vector<double> p;       // the student's probability at the KL's temperature
+  double mass = 0.0;           // Q, over all slots
   double q_logq = 0.0;         // sum of q log q over slots, over distinct ids where merged
   double tail_q = 0.0;         // 1 - Q, 0 below the floor; 0 without tail
   IdTable table;
@@ -80,7 +80,7 @@ struct Support {
       : ids(capacity), logits(capacity), q(capacity), logq(capacity), p(capacity), table(capacity) {}
 };
 
-// Joins repeats: their probabilities under the first one's place. Its logarithm is NaN then.
+// Sums the probabilities of repeated ids at their first place and sets their logarithm to NaN.
 inline void join_repeats(Support& s) {
   const int64_t live = s.count;
   s.count = 0;
@@ -100,7 +100,7 @@ inline void join_repeats(Support& s) {
 }
 
 // Fills the support from a row's slots; -inf marks an empty one. `distinct`: there are no repeats.
-// With tail, repeats are one entry of their summed probability; without, each slot keeps its own term.
+// With tail, repeats are one entry of the KL; without, each slot is one.
 template <typename IdAt, typename LogpAt>
 inline void fill_support(Support& s, int64_t slots, bool tail, bool distinct, IdAt id_at, LogpAt logp_at) {
   int64_t live = 0;
@@ -108,7 +108,7 @@ inline void fill_support(Support& s, int64_t slots, bool tail, bool distinct, Id
   for (int64_t slot = 0; slot < slots; ++slot) {
     const double logp = logp_at(slot);
     if (logp == -std::numeric_limits<double>::infinity()) continue;
-    if (logp != logp) {  // the mass is NaN now, and with it the gradient
+    if (logp != logp) {  // makes the mass and the gradient NaN
       mass = q_logq = logp;
       continue;
     }

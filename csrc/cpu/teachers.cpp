@@ -1,4 +1,4 @@
-// teacher_mixture and teacher_product on the CPU. Their definitions are in kernels/reference/topk.py.
+// teacher_mixture and teacher_product on the CPU; see kernels/reference/topk.py.
 
 #include <algorithm>
 #include <cmath>
@@ -16,11 +16,11 @@
 namespace smopd {
 namespace {
 
-constexpr int64_t kElementsPerCandidate = 16;  // a candidate costs about as much as so many logits
+constexpr int64_t kElementsPerCandidate = 16;  // cost of a candidate in logits
 
 using Results = std::tuple<Tensor, Tensor, Tensor>;
 
-// ids (N, kappa) int32, logps (N, kappa) and mass (N,) float32, with their memory.
+// Results ids (N, kappa) int32, logps (N, kappa) and mass (N,) float32.
 struct Kept {
   Results results;
   int32_t* ids;
@@ -35,7 +35,7 @@ struct Kept {
         mass(static_cast<float*>(std::get<2>(results).data_ptr())) {}
 };
 
-// Row n by TeacherUnion, its log-probabilities to a lane.
+// Computes row n by TeacherUnion and writes its log-probabilities to a lane.
 void unite_lane(TeacherUnion& candidates, const Target& target, int64_t n, float* logps, int32_t* ids) {
   unite(candidates, target, n);
   for (int64_t k = 0; k < target.kappa; ++k) {
@@ -45,11 +45,11 @@ void unite_lane(TeacherUnion& candidates, const Target& target, int64_t n, float
   }
 }
 
-// The ids of what was taken of row n's lists.
+// Looks up the ids of the entries taken from row n's lists.
 template <typename T>
 void taken_ids(const Pool& pool, const Ids& from, int64_t n, int64_t lane, int32_t* ids) {
   const T* const row = static_cast<const T*>(from.data) + n * from.stride_n;
-  const bool one_list = from.stride_m == pool.slots * from.stride_s;  // as if it were
+  const bool one_list = from.stride_m == pool.slots * from.stride_s;  // contiguous lists
   for (int64_t k = 0; k < pool.kappa; ++k) {
     const int64_t place = pool.taken[k * kRowLanes + lane];
     const int64_t m = one_list || place < 0 ? 0 : place / pool.slots;
@@ -100,26 +100,26 @@ Results teacher_mixture_cpu(
   return kept.results;
 }
 
-constexpr int64_t kElementsPerEntry = 32;  // an entry costs about as much as so many logits
+constexpr int64_t kElementsPerEntry = 32;  // cost of an entry in logits
 
 struct Limits {
   double clip;
   double keep_raised;
 };
 
-double joined(double a, double b) {  // logsumexp of two; -inf is none
+double joined(double a, double b) {  // logsumexp of two
   if (a == -kInf) return b;
   return std::max(a, b) + std::log1p(std::exp(-std::fabs(a - b)));
 }
 
-// One thread's working memory: what the models say of the reference's ids, by their place.
+// Working memory of one thread: the models' log-probabilities of the reference's ids.
 class Product {
  public:
   Product(int64_t models, int64_t slots)
       : ids_(slots),
-        said_by_(slots),
+        n_models_(slots),
         base_(slots),
-        said_(slots),
+        model_(slots),
         total_(slots),
         raises_(slots),
         highest_(slots),
@@ -127,21 +127,21 @@ class Product {
         sorted_(slots),
         table_(models * slots) {}
 
-  // Row n's kappa best to ids and logps; returns their mass.
+  // Writes the kappa best of row n to ids and logps; returns their mass.
   double fill(const Target& target, int64_t reference, Limits limits, int64_t n, int32_t* ids, float* logps) {
     table_.start_row();
     distinct_ = 0;
     read(target, n, reference);
     const int64_t known = distinct_;
     for (int64_t i = 0; i < known; ++i) {
-      base_[i] = said_[i];
-      said_by_[i] = 1;
+      base_[i] = model_[i];
+      n_models_[i] = 1;
       total_[i] = raises_[i] = 0.0;
       highest_[i] = -kInf;
     }
     for (int64_t m = 0; m < target.teachers; ++m) {
       if (m == reference) continue;
-      std::fill(said_.begin(), said_.begin() + known, -double(kInf));
+      std::fill(model_.begin(), model_.begin() + known, -double(kInf));
       read(target, n, m, known);
       add(target.log_alpha.at(n, m, 0), limits.clip, known);
     }
@@ -149,7 +149,7 @@ class Product {
   }
 
  private:
-  // What model m says, to said_. known: how many of the reference's ids there are; without, it is the reference.
+  // Reads the log-probabilities of model m. known: number of the reference's ids; -1 reads the reference.
   void read(const Target& target, int64_t n, int64_t m, int64_t known = -1) {
     for (int64_t s = 0; s < target.slots; ++s) {
       const float logp = target.logps.at(n, m, s);
@@ -159,15 +159,15 @@ class Product {
       if (is_new) ++distinct_;
       if (known >= 0 && place >= known) continue;
       if (known < 0 && is_new) ids_[place] = narrow_id(target.ids.at(n, m, s));
-      said_[place] = known < 0 && is_new ? double(logp) : joined(said_[place], logp);
+      model_[place] = known < 0 && is_new ? double(logp) : joined(model_[place], logp);
     }
   }
 
   void add(float weight, double clip, int64_t known) {
     for (int64_t i = 0; i < known; ++i) {
-      if (said_[i] == -kInf) continue;
-      ++said_by_[i];
-      double change = said_[i] - base_[i];
+      if (model_[i] == -kInf) continue;
+      ++n_models_[i];
+      double change = model_[i] - base_[i];
       change = change < -clip ? -clip : change > clip ? clip : change;  // NaN stays
       change *= weight;
       total_[i] += change;
@@ -180,7 +180,7 @@ class Product {
     int64_t count = 0;
     double peak = -kInf;
     for (int64_t i = 0; i < known; ++i) {
-      if (said_by_[i] != models) continue;
+      if (n_models_[i] != models) continue;
       const double value = base_[i] + (highest_[i] > keep_raised ? raises_[i] : total_[i]);
       ids_[count] = ids_[i];
       total_[count] = value;
@@ -208,9 +208,9 @@ class Product {
 
   int64_t distinct_ = 0;
   std::vector<int32_t> ids_;
-  std::vector<int32_t> said_by_;  // how many models gave the id
+  std::vector<int32_t> n_models_;  // that gave the id
   std::vector<double> base_;
-  std::vector<double> said_;
+  std::vector<double> model_;
   std::vector<double> total_;
   std::vector<double> raises_;
   std::vector<double> highest_;
@@ -219,7 +219,7 @@ class Product {
   IdTable table_;
 };
 
-// ids and logps (N, M, S), weights (N, M), the reference's own not used.
+// ids and logps (N, M, S), weights (N, M); the reference's weight is not used.
 Results teacher_product_cpu(
     const Tensor& ids, const Tensor& logps, const Tensor& weights, int64_t kappa, int64_t reference,
     double clip, double keep_raised) {

@@ -1,7 +1,7 @@
 // The kappa largest entries of a stream of blocks, exactly, ties to the lower id.
 //
-// A key holds a value and its id in one integer. Keys above a threshold are appended; a full buffer is cut back to
-// the kappa largest, whose smallest becomes the threshold. Ids ascend, so an equal entry never belongs to the result.
+// A key holds a value and its id in one integer. Keys above a threshold are appended. A full buffer is cut to the
+// kappa largest, whose smallest becomes the threshold. Ids ascend, so later equal values are never kept.
 
 #pragma once
 
@@ -17,13 +17,12 @@
 
 namespace smopd {
 
-constexpr int64_t kLanes = 32;       // width of a step of the collection: the bits of one mask
-constexpr int64_t kMaxRanked = 192;  // keys up to which counting the larger ones beats a sort
-constexpr int32_t kBisections = 8;   // of a row's first threshold; each halves the interval
+constexpr int64_t kLanes = 32;       // values compared at a time: bits of a mask
+constexpr int64_t kMaxRanked = 192;  // above this many keys a sort beats counting the larger ones
+constexpr int32_t kBisections = 8;   // steps to find the first threshold of a row
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-// Sorts like (value ascending, id descending), so the largest key is the largest value at its lowest id.
-// -0 and +0 are one value; a NaN is above +inf.
+// The largest key has the largest value at its lowest id. -0 equals +0; NaN is above +inf.
 SMOPD_INLINE int64_t make_key(float value, int64_t id) {
   const uint32_t bits = float_to_bits(value);
   const int32_t magnitude = int32_t(bits & 0x7fffffffu);
@@ -40,7 +39,7 @@ SMOPD_INLINE float key_value(int64_t key) {
   return bits_to_float(order < 0 ? 0x80000000u | uint32_t(-order) : uint32_t(order));
 }
 
-// The largest keys seen so far. Up to `capacity` are kept and then cut back to the kappa largest at once.
+// The largest keys so far: up to `capacity`, then cut to the kappa largest.
 struct Candidates {
   int64_t kappa;
   int64_t capacity;
@@ -62,7 +61,7 @@ SMOPD_INLINE void prune(Candidates& top) {
     std::nth_element(top.keys, top.keys + (top.kappa - 1), top.keys + top.count, std::greater<int64_t>());
     std::sort(top.keys, top.keys + top.kappa, std::greater<int64_t>());
   } else {
-    // Keys differ, so the number of larger ones is a key's place: no branch to mispredict.
+    // The number of larger keys is a key's place: no mispredicted branches.
     const int64_t* keys = top.keys;
     for (int64_t i = 0; i < top.count; ++i) {
       int64_t place = 0;
@@ -74,8 +73,8 @@ SMOPD_INLINE void prune(Candidates& top) {
   top.count = top.kappa;
 }
 
-// A threshold that at least kappa entries of the block exceed, and few more: bisection on the value, with a
-// vectorised count. It spares the first block of a row the collection of nearly everything.
+// Bisects for a threshold that at least kappa entries of the block exceed, and few more. Without it the first
+// block of a row would collect nearly everything.
 SMOPD_INLINE float first_threshold(
     const Candidates& top, const float* block, int64_t padded, float lowest_lane, float highest) {
   float below = -kInf;
@@ -102,7 +101,7 @@ SMOPD_INLINE float first_threshold(
   return below;
 }
 
-// Appends the block's entries above the threshold; padding is -inf and never among them. first: its first id.
+// Appends the block's entries above the threshold. Padding is -inf. first: id of the first entry.
 SMOPD_INLINE void collect(Candidates& top, const float* block, int64_t first, int64_t padded) {
   for (int64_t j = 0; j < padded; j += kLanes) {
     uint32_t hits = 0;
@@ -118,7 +117,7 @@ SMOPD_INLINE void collect(Candidates& top, const float* block, int64_t first, in
   }
 }
 
-// Rows that the streaming collection cannot serve: with a NaN, or with fewer than kappa entries above -inf.
+// For rows with a NaN or with fewer than kappa entries above -inf.
 template <typename T>
 void collect_all(Candidates& top, const T* row, int64_t vocab) {
   std::vector<int64_t> keys(vocab);
@@ -127,11 +126,8 @@ void collect_all(Candidates& top, const T* row, int64_t vocab) {
   std::copy(keys.begin(), keys.begin() + top.kappa, top.keys);
 }
 
-// One streaming pass, in blocks that stay in the first-level cache: convert to float, block maximum, sum of
-// exponentials (exponent.h), and, only where a block's maximum exceeds the kappa-th largest value so far,
-// collection of the entries above it.
-
-// What is known of a row after some of its blocks.
+// State of a row after some of its blocks. One pass over blocks in the L1 cache converts to float, takes the
+// maximum, sums exponentials, and collects entries if the maximum exceeds the kappa-th largest value so far.
 struct TopKRow {
   double sum = 0.0;  // of exp((x - max) / T)
   float max = -kInf;
@@ -143,7 +139,7 @@ struct TopKRow {
   explicit TopKRow(int64_t kappa) : threshold(lowest_threshold(kappa)) {}
 };
 
-// A block's values, converted and padded with -inf to full lanes, and the maximum of each lane.
+// Values of a block in float, padded with -inf to full lanes, and extremes of the lanes' maxima.
 struct Block {
   alignas(64) float copy[kBlockLength];
   const float* values;
@@ -181,7 +177,7 @@ SMOPD_INLINE void read_block(Block& block, const T* x, int64_t length) {
   }
 }
 
-// Takes in the elements first, first + 1, ... of a row; `first` is a multiple of kBlockLength.
+// Adds the elements first, first + 1, ... of a row; `first` is a multiple of kBlockLength.
 template <typename T>
 SMOPD_INLINE void add_piece(
     TopKRow& row, Candidates& top, const T* piece, int64_t first, int64_t n_elements, const Exponent& exponent,
@@ -199,8 +195,8 @@ SMOPD_INLINE void add_piece(
       sum *= std::exp2((double(max) - double(block.max)) * double(exponent.scale));
       max = block.max;
     }
-    // Less the maximum, so that a certain token's log-probability is exactly 0. A NaN reaches the sum; beside
-    // an infinity, or in a row of nothing above -inf so far, it is looked for.
+    // Subtract the maximum first, so that a certain token has log-probability exactly 0. A NaN reaches the
+    // sum; search for it if the maximum is infinite.
     if (max > -kInf && max < kInf) {
       const bool more = start + 2 * kBlockLength <= n_elements;
       const double added =
@@ -225,7 +221,7 @@ SMOPD_INLINE void add_piece(
   row.threshold = top.threshold;
 }
 
-// Whether the collection has the kappa largest; else they have to be found among all (collect_all).
+// Whether the collection has the kappa largest; otherwise use collect_all.
 inline bool is_collected(const TopKRow& row, int64_t kappa) {
   return kappa == 0 || (!row.has_nan && row.count >= kappa);
 }
@@ -236,7 +232,7 @@ struct Outputs {
   float* token_logp;
 };
 
-// top: the kappa largest in order. out: the place of the row's results.
+// top: the kappa largest in order. out: index of the row's results.
 inline void write_row(
     const TopKRow& row, const Candidates& top, double scale, bool has_token, int64_t out, const Outputs& to) {
   const bool undefined = row.has_nan || row.max == -kInf;

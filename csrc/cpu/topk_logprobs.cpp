@@ -1,8 +1,7 @@
-// topk_logprobs on the CPU: log-softmax over the vocabulary, the kappa largest, the given tokens' values.
+// topk_logprobs on the CPU, also over pieces of the vocabulary (topk_begin_cpu, topk_piece_cpu, topk_end_cpu).
 //
-// Shapes: N rows, V vocabulary, P a piece of it. Each row is computed by one thread in one order; the same
-// logits in pieces of the vocabulary (topk_begin_cpu, topk_piece_cpu, topk_end_cpu) have the same result. A row
-// with a NaN, or of nothing but -inf, is NaN; with +inf, NaN there and -inf elsewhere.
+// One thread computes a row in a fixed order, with the same bits for whole rows and pieces. A row with a NaN, or
+// with only -inf, is NaN; with +inf, NaN there and -inf elsewhere. Shapes: N rows, V vocabulary, P a piece of it.
 
 #include <memory>
 #include <optional>
@@ -18,7 +17,7 @@
 namespace smopd {
 namespace {
 
-constexpr int64_t kRowsPerThread = 64;  // at the end, where a row is a sort of its keys
+constexpr int64_t kRowsPerThread = 64;  // in topk_end_cpu, which sorts a row's keys
 
 struct Arguments {
   const void* logits;
@@ -115,7 +114,6 @@ Outputs outputs_of(const Results& results) {
           static_cast<float*>(token_logp.data_ptr())};
 }
 
-// logits (N, V) float32, bfloat16 or float16, unit stride along V; token_ids (N,) int64 or int32, or none.
 // Returns ids (N, kappa) int32, logps (N, kappa) float32, token_logp (N,) float32 or (0,) without token_ids.
 Results topk_logprobs_cpu(
     const Tensor& logits, int64_t kappa, const std::optional<Tensor>& token_ids, double temperature) {
@@ -134,7 +132,7 @@ Results topk_logprobs_cpu(
   return results;
 }
 
-// What is known of `rows` rows before their first piece: bytes (N, sizeof(TopKRow)) and keys (N, key_slots).
+// Returns the state of rows before their first piece: bytes (N, sizeof(TopKRow)) and keys (N, key_slots).
 std::tuple<Tensor, Tensor> topk_begin_cpu(const Tensor& like, int64_t n_rows, int64_t kappa) {
   const char* op = "topk_begin_cpu";
   SMOPD_REQUIRE(op, n_rows >= 0 && kappa >= 0, "n_rows and kappa are ", n_rows, " and ", kappa,
@@ -153,8 +151,8 @@ void check_known(const char* op, const Tensor& rows, const Tensor& keys, int64_t
   SMOPD_REQUIRE(op, fits, "rows or keys are not of topk_begin_cpu with kappa ", kappa);
 }
 
-// Takes in logits (N, P), the vocabulary from `first` on; pieces come in order, and each but the last is a
-// multiple of kBlockLength. token_ids as above, of the whole vocabulary.
+// Adds logits (N, P) of the vocabulary from `first` on. Pieces come in order; all but the last have a multiple of
+// kBlockLength. token_ids refer to the whole vocabulary.
 void topk_piece_cpu(
     const Tensor& logits, int64_t first, int64_t kappa, const std::optional<Tensor>& token_ids,
     double temperature, const Tensor& rows, const Tensor& keys) {
@@ -173,8 +171,8 @@ void topk_piece_cpu(
   run({input.data, input.stride, input.vocab, kappa, given, temperature, {}, first, known, all}, input);
 }
 
-// ids, logps and token_logp as above, and which rows they are right for, (N,) bool: not those with a NaN or
-// with fewer than kappa entries above -inf.
+// Returns ids, logps, token_logp and valid (N,) bool: not valid are rows with a NaN or with fewer than kappa
+// entries above -inf.
 std::tuple<Tensor, Tensor, Tensor, Tensor> topk_end_cpu(
     const Tensor& rows, const Tensor& keys, int64_t kappa, bool has_token, double temperature) {
   const char* op = "topk_end_cpu";
@@ -182,24 +180,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> topk_end_cpu(
   check_known(op, rows, keys, kappa);
   const int64_t n_rows = rows.size(0);
   const Results results = results_for(rows, n_rows, kappa, has_token);
-  const Tensor right = make(rows, {n_rows}, ScalarType::Bool);
+  const Tensor valid = make(rows, {n_rows}, ScalarType::Bool);
   const TopKRow* const known = static_cast<const TopKRow*>(rows.data_ptr());
   int64_t* const all_keys = static_cast<int64_t*>(keys.data_ptr());
-  bool* const is_right = static_cast<bool*>(right.data_ptr());
+  bool* const is_valid = static_cast<bool*>(valid.data_ptr());
   const Outputs outputs = outputs_of(results);
   const double scale = double(exponent_scale(temperature));
   torch::stable::parallel_for(0, n_rows, kRowsPerThread, [&](int64_t begin, int64_t end) {
     Candidates top(kappa);
     for (int64_t n = begin; n < end; ++n) {
-      is_right[n] = is_collected(known[n], kappa);
-      if (!is_right[n]) continue;
+      is_valid[n] = is_collected(known[n], kappa);
+      if (!is_valid[n]) continue;
       top.keys = all_keys + n * key_slots(kappa);
       top.count = known[n].count;
       if (kappa > 0) prune(top);
       write_row(known[n], top, scale, has_token, n, outputs);
     }
   });
-  return std::tuple_cat(results, std::make_tuple(right));
+  return std::tuple_cat(results, std::make_tuple(valid));
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The order of a row's candidates, and the merge of sorted lists, one row a lane.
+// The order of candidates, and the merge of sorted lists with one row per lane.
 
 #include "union.h"
 
@@ -10,7 +10,7 @@
 namespace smopd {
 namespace {
 
-// Every key's place is the number of larger ones: no branch to mispredict, and the compiler vectorises it.
+// A key's place is the number of larger keys: no mispredicted branches, and the compiler vectorizes it.
 SMOPD_CLONES void count_larger(const int64_t* keys, int64_t count, int32_t* sorted) {
   for (int64_t i = 0; i < count; ++i) {
     const int64_t key = keys[i];
@@ -21,13 +21,13 @@ SMOPD_CLONES void count_larger(const int64_t* keys, int64_t count, int32_t* sort
 }
 
 constexpr int32_t kNone = -1;  // no entry was taken
-constexpr int32_t kOver = -2;  // the place of a list that has ended
+constexpr int32_t kOver = -2;  // place of an exhausted list
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 using Floats __attribute__((vector_size(kRowLanes * sizeof(float)))) = float;
 using Ints __attribute__((vector_size(kRowLanes * sizeof(int32_t)))) = int32_t;
 
-// Writes the entries behind the first. Whether the list does not descend.
+// Writes the entries after the first. Returns whether the list does not descend.
 template <int64_t kStride>
 SMOPD_INLINE bool read_list(const float* logps, int64_t stride, float alpha, int64_t slots, float* next) {
   const int64_t step = kStride > 0 ? kStride : stride;
@@ -78,7 +78,7 @@ SMOPD_CLONES uint32_t read_lists(Pool& pool, const Target& target, int64_t n, in
 SMOPD_CLONES void merge_lists(Pool& pool) {
   const int64_t row = pool.teachers * pool.slots;
   const Floats nothing = Floats{} + kMinusInfinity;
-  Floats head = nothing;  // that takes the place of the entry taken last
+  Floats head = nothing;  // replaces the last taken entry
   Ints place = Ints{} + kOver;
   Ints last = Ints{} + kNone;
   for (int64_t k = 0; k < pool.kappa; ++k) {

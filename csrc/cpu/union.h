@@ -1,4 +1,4 @@
-// The union of several teachers' sparse log-probabilities: pooled (repeats stay) or merged by logsumexp.
+// The mixture of several teachers' sparse log-probabilities: pooled (repeats stay) or merged by logsumexp.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace smopd {
 
-// sorted becomes the places 0..count-1 by descending key; the first `kept` of them at least. Keys differ.
+// Writes the indices 0..count-1 by descending key to `sorted`, at least the first `kept`. Keys are distinct.
 void rank_keys(const int64_t* keys, int64_t count, int64_t kept, int32_t* sorted);
 
 class TeacherUnion {
@@ -35,8 +35,8 @@ class TeacherUnion {
   std::vector<int32_t> ids;  // by descending log-probability
   std::vector<float> logps;
 
-  // Keeps the `kappa` best of the candidates. Ties go to the lower id when merged, else to the lower teacher
-  // and then to its own order; NaN comes first. -inf is no candidate.
+  // Keeps the `kappa` best candidates. Ties go to the lower id if merged, else to the lower teacher and then to
+  // its order. NaN comes first; -inf is no candidate.
   template <typename IdAt, typename LogpAt>
   void fill(int64_t teachers, int64_t slots, int64_t kappa, bool merge, IdAt id_at, LogpAt logp_at) {
     int64_t distinct = 0;
@@ -74,7 +74,7 @@ class TeacherUnion {
     float logp;
   };
 
-  // Where an id came more than once its largest log-probability becomes the logsumexp of them all.
+  // Replaces the largest log-probability of a repeated id by the logsumexp of all.
   void sum_repeats(int64_t repeats) {
     for (int64_t i = 0; i < repeats; ++i) {
       const int32_t place = repeats_[i].place;
@@ -101,12 +101,12 @@ class TeacherUnion {
   IdTable table_;
 };
 
-// The pooled union of several rows at once, a row a lane: a merge of sorted lists that takes one entry a step from
-// each row. Rows whose lists do not descend, or that hold a NaN, go to TeacherUnion.
+// The pooled mixture of several rows at once, one per lane: a merge of sorted lists that takes one entry per step
+// from each row. Rows with a NaN or with lists that do not descend go to TeacherUnion.
 
 constexpr int64_t kRowLanes = 8;  // rows at once
 
-// The lists of kRowLanes rows and what was taken of them. Columns are [...][lane].
+// The lists of kRowLanes rows and the entries taken from them. Columns are [...][lane].
 struct Pool {
   Pool(int64_t teachers_in, int64_t slots_in, int64_t kappa_in)
       : teachers(teachers_in),
@@ -134,7 +134,7 @@ inline bool fits_pool(const Target& target) {
   return target.teachers * target.slots < (int64_t(1) << 31) / kRowLanes;
 }
 
-// Reads the lists of rows n to n + n_rows - 1. Returns a bit for each that a merge cannot serve; it is empty.
+// Reads the lists of rows n to n + n_rows - 1. Returns bits of the rows that cannot be merged; they stay empty.
 uint32_t read_lists(Pool& pool, const Target& target, int64_t n, int64_t n_rows);
 
 // Ties go to the lower teacher, then to its own order.
@@ -143,7 +143,7 @@ void merge_lists(Pool& pool);
 // mass[lane] = sum of exp(logps).
 void sum_lanes(Pool& pool, double* mass);
 
-// A row's support from the operations' target argument.
+// Working memory for the support of a row.
 struct TargetWork {
   TeacherUnion candidates;
   Support support;
@@ -153,10 +153,10 @@ struct TargetWork {
         support(target.is_union() ? std::min(target.kappa, target.teachers * target.slots) : target.slots) {}
 };
 
-// -1, which is in no vocabulary, for what is no int32.
+// Returns -1, which is in no vocabulary, for ids that do not fit int32.
 inline int32_t narrow_id(int64_t id) { return id == int64_t(int32_t(id)) ? int32_t(id) : -1; }
 
-// The union of row n's teachers. -inf is no candidate, whatever its id.
+// Fills the candidates of row n; -inf is no candidate.
 inline void unite(TeacherUnion& candidates, const Target& target, int64_t n) {
   candidates.fill(
       target.teachers, target.slots, target.kappa, target.merge,
