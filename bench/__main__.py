@@ -1,4 +1,4 @@
-"""`python -m bench FILE...`: the rows of files as one table. They are made by `pytest bench`."""
+"""`python -m bench FILE...`: print the rows that `pytest bench` stored as one table."""
 
 from __future__ import annotations
 

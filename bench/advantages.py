@@ -1,4 +1,4 @@
-"""gdpo_advantages: several rewards, normalised in their groups, weighted and whitened."""
+"""Benchmark of gdpo_advantages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BOUND = 2e-5
 
 @dataclass(frozen=True)
 class Inputs:
-    """N responses in N / G groups that stand together."""
+    """N responses in N / G adjacent groups."""
 
     case: Case
     rewards_RK: Tensor

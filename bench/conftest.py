@@ -1,4 +1,4 @@
-"""`pytest bench`: its options, its table, and the file of its rows."""
+"""Options and output of `pytest bench`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("smopd")
     group.addoption("--smopd-cases", choices=("cpu", "cuda", "quick"), default=DEVICE, help="which sizes")
     group.addoption("--smopd-check", action="store_true", help="check 64 rows of each case, time nothing")
-    group.addoption("--smopd-seconds", type=float, default=3.0, help="of timing a provider in a case, about")
+    group.addoption("--smopd-seconds", type=float, default=3.0, help="to time a provider of a case, about")
     group.addoption(
         "--smopd-output",
         type=Path,
@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def tell(request: pytest.FixtureRequest) -> Callable[[dict], None]:
-    """Keeps a row, with where it was measured."""
+    """Return a function that stores a row together with the machine and versions."""
     config = request.config
 
     def keep(row: dict) -> None:

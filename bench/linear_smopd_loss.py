@@ -1,4 +1,4 @@
-"""linear_smopd_loss: the objective of a linear head with the gradients of hidden states and weight."""
+"""Benchmark of linear_smopd_loss with the gradients of hidden states and weight."""
 
 from __future__ import annotations
 

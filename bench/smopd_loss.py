@@ -1,4 +1,4 @@
-"""smopd_loss: the whole objective with its gradient in the logits, also written over them."""
+"""Benchmark of smopd_loss with its gradient, also in place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from smopd.ops import smopd_loss
 
 
 def run(form):
-    """form(logits, tokens, settings) -> loss and terms; the gradient is autograd's."""
+    """Time form(logits, tokens, settings) -> loss, terms with autograd's backward."""
 
     def call(scenario: Scenario) -> Outputs:
         logits_NV = scenario.logits_NV.detach().requires_grad_()

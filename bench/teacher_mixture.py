@@ -1,4 +1,4 @@
-"""teacher_mixture and teacher_product: several teachers' candidates joined to one target of kappa."""
+"""Benchmarks of teacher_mixture and teacher_product."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from bench.harness.truth import checked_rows, in_chunks
 from bench.harness.types import Benchmark, Case, Expected, Outputs, Provider, compiled, compiling, ours
 from smopd.ops import Mixture, teacher_mixture, teacher_product
 
-IDS_PER_CANDIDATE = 4  # teachers share most of their tokens: ids come from this many times kappa
-CLIP = 4.0  # of a teacher's change in the product, nats
+IDS_PER_CANDIDATE = 4  # ids per entry of kappa: teachers share most of their tokens
+CLIP = 4.0  # nats, of the product
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Inputs:
     ids_NMS: Tensor
     logps_NMS: Tensor
     weights_M: Tensor
-    """log_alpha of the mixture, the weights of the product."""
+    """log_alpha of the mixture, or weights of the product."""
 
     @property
     def merge(self) -> bool:
@@ -39,7 +39,7 @@ def mixture_inputs(case: Case, device: str) -> Inputs:
 
 
 def product_inputs(case: Case, device: str) -> Inputs:
-    """M models with the reference, each with M * kappa ids in an order of its own."""
+    """Return M models, the last is the reference, with the same M * kappa ids in different orders."""
     n_support = case.M * case.kappa
     logps_NMS = (torch.randn(case.N, case.M, n_support, device=device) * 3.0).log_softmax(-1)
     ids_NMS = torch.rand(case.N, case.M, n_support, device=device).argsort(-1).int()
@@ -47,7 +47,7 @@ def product_inputs(case: Case, device: str) -> Inputs:
 
 
 def truth_of(target):
-    """target(ids, logps, weights, kappa, inputs) in float64; one candidate more settles the last place."""
+    """Return the truth of target(ids, logps, weights, kappa, inputs), computed with one entry more."""
 
     def truth(inputs: Inputs) -> dict[str, Expected]:
         kappa, width = inputs.case.kappa, inputs.ids_NMS[0].numel() ** 2
@@ -68,12 +68,12 @@ def truth_of(target):
 
 
 def pairs(ids_NMS: Tensor, logps_NMS: Tensor, weights_M: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
-    """The product: every id of the reference compared with every one of each teacher."""
+    """Compute the product by comparing every id of the reference with every id of each teacher."""
     base_NS, logq_NS = logps_NMS[:, -1], logps_NMS[:, -1]
     for m, weight in enumerate(weights_M.unbind()):
         same_NSS = ids_NMS[:, -1, :, None] == ids_NMS[:, m, None, :]
-        said_NS = logps_NMS[:, m, None, :].masked_fill(~same_NSS, -torch.inf).amax(-1)
-        logq_NS = logq_NS + weight * (said_NS - base_NS).clamp(-CLIP, CLIP)
+        teacher_NS = logps_NMS[:, m, None, :].masked_fill(~same_NSS, -torch.inf).amax(-1)
+        logq_NS = logq_NS + weight * (teacher_NS - base_NS).clamp(-CLIP, CLIP)
     top = logq_NS.log_softmax(-1).topk(kappa, dim=-1)
     return ids_NMS[:, -1].gather(-1, top.indices), top.values
 
@@ -88,7 +88,7 @@ def run(plain, merged=None):
 
 
 def fused(form):
-    """form(ids, logps, weights, kappa, inputs) -> Mixture."""
+    """Time form(ids, logps, weights, kappa, inputs) -> Mixture."""
 
     def call(inputs: Inputs) -> Outputs:
         arguments = (inputs.ids_NMS, inputs.logps_NMS, inputs.weights_M, inputs.case.kappa)

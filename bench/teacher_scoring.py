@@ -1,10 +1,9 @@
-"""Scoring by a teacher: vLLM with dicts (what users have), our pooler in vLLM, and the local engine.
+"""Compare three ways to score with a teacher: vLLM's prompt_logprobs, our pooler in vLLM, the local engine.
 
     python -m bench.teacher_scoring --model FOLDER [--tokens 512 2048] [--prompt 8] [--dtype bfloat16]
 
-A JSON line a row: microseconds a response position (median), and peak memory above what was there before the
-call. All give the log-probabilities of one model at temperature 1, and are compared before they are timed.
-The last two leave the prompt's positions out: short prompts are better for vLLM's own.
+Prints JSON lines with the median microseconds per response position and the peak memory of a call. Results
+are compared before timing. The last two skip the positions of the prompt, so short prompts favor vLLM's own.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from smopd.engine.models.loading import load_model
 from smopd.engine.settings import Packing, Vllm
 from smopd.engine.types import Rollout
 
-BOUNDS = {"float32": 1e-3, "bfloat16": 8e-3}  # in 16 bit two roundings of a logit near 1
+BOUNDS = {"float32": 1e-3, "bfloat16": 8e-3}  # bf16: two roundings of a logit near 1
 
 Score = Callable[[list[Rollout], int], Tensor]
-"""Responses and kappa -> their positions' log-probabilities, (N, kappa)."""
+"""Function of responses and kappa that returns (N, kappa) log-probabilities."""
 
 
 def main() -> None:
@@ -40,13 +39,13 @@ def main() -> None:
     )
     parser.add_argument("--model", required=True, help="a folder with a model and its tokenizer")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048], help="of one response")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens before each response")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--responses", type=int, default=2)
-    parser.add_argument("--group", type=int, default=1, help="responses of a prompt")
+    parser.add_argument("--group", type=int, default=1, help="responses per prompt")
     parser.add_argument("--kappa", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--dtype", choices=BOUNDS, default="float32")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path, help="rows go to this file as well")
+    parser.add_argument("--output", type=Path, help="append rows to this file")
     chosen = parser.parse_args()
     vocabulary = AutoConfig.from_pretrained(chosen.model).vocab_size
     output = chosen.output.open("a") if chosen.output else nullcontext()
@@ -72,7 +71,7 @@ def scorers(folder: str, vocabulary: int, dtype: str) -> dict[str, Score]:
 
 
 def as_dicts(llm, rollouts: list[Rollout], kappa: int) -> Tensor:
-    """What users do: a dict a position, read entry by entry."""
+    """Score as users do: read a dict per position."""
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": [*r.prompt_ids, *r.response_ids.tolist()]} for r in rollouts]

@@ -1,10 +1,10 @@
-"""`pytest bench`: every operation by every provider, checked against float64, then timed beside its ceiling.
+"""`pytest bench`: check every provider of every operation against float64, then time it.
 
     pytest bench -k topk_logprobs                 one operation
     pytest bench -k "smopd_loss and (cpp or eager)"
     pytest bench --smopd-output rows.jsonl        rows as JSON lines; python -m bench rows.jsonl shows them
 
-A wrong result of ours is a failure and gets no time. What is not installed is skipped, and says so.
+A wrong result of ours fails and is not timed. Providers that are not installed are skipped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BENCHMARKS = {
     for name, benchmark in importlib.import_module(f"bench.{module}").BENCHMARKS.items()
 }
 CHECKED_ROWS = 64
-QUICK = {"N": 32, "V": 1271, "D": 16, "kappa": 8}  # the most of each
+QUICK = {"N": 32, "V": 1271, "D": 16, "kappa": 8}  # upper limits
 CLOCK = Clock(DEVICE)
 
 
@@ -51,7 +51,7 @@ class Entry:
 
 
 def cases_of(benchmark: Benchmark, chosen: str) -> list[Case]:
-    """Of "cpu" or "cuda"; "quick" ones are a CPU's, made small: does it work."""
+    """Return the cases for "cpu", "cuda" or "quick", which shrinks those for "cpu"."""
     if chosen != "quick":
         return list(benchmark.cases[chosen])
     small = [
@@ -70,7 +70,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for provider in benchmark.providers
         if DEVICE in provider.devices and (case.main or not provider.main_only)
     ]
-    entries.sort(key=lambda entry: not entry.case.main)  # what one would miss most comes first
+    entries.sort(key=lambda entry: not entry.case.main)  # main cases first
     metafunc.parametrize("entry", entries, ids=str)
 
 

@@ -1,13 +1,13 @@
-"""topk_forward_kl: the forward KL to a sparse target, forward and backward."""
+"""Benchmark of topk_forward_kl, forward and backward."""
 
 from __future__ import annotations
 
 import torch
 
-from bench.harness import ceiling, eager_forms, peers
+from bench.harness import ceiling, eager_forms
 from bench.harness.inputs import VOCABULARIES, Scenario, on_logits
 from bench.harness.truth import loss_truth
-from bench.harness.types import Benchmark, Case, Expected, Outputs, Provider, compiled, compiling, ours, peer
+from bench.harness.types import Benchmark, Case, Expected, Outputs, Provider, compiled, compiling, ours
 from smopd.ops import topk_forward_kl
 
 
@@ -16,12 +16,12 @@ def truth(scenario: Scenario) -> dict[str, Expected]:
 
 
 def inputs(case: Case, device: str) -> Scenario:
-    """The KL alone: no anchor in the truth's gradient either."""
+    """Return inputs of the KL without the policy gradient."""
     return on_logits(case, device).without_anchor()
 
 
 def run(form):
-    """form(logits, tokens, settings) -> log-probability and KL of each token; the gradient is autograd's."""
+    """Time form(logits, tokens, settings) -> logp_N, kl_N with autograd's backward."""
 
     def call(scenario: Scenario) -> Outputs:
         logits_NV, tokens = scenario.logits_NV.detach().requires_grad_(), scenario.tokens
@@ -43,34 +43,27 @@ def fused(logits_NV, tokens, settings):
     return topk_forward_kl(logits_NV, tokens.token_ids_N, *target, tail=settings.tail)
 
 
-def of_cases(cpu: tuple[Case, ...], cuda: tuple[Case, ...], *providers) -> Benchmark:
-    return Benchmark(
-        cases={"cpu": cpu, "cuda": cuda},
+BENCHMARKS = {
+    "topk_forward_kl": Benchmark(
+        cases={
+            "cpu": (
+                Case(N=256, V=151_936, kappa=16, main=True),
+                Case(N=256, V=151_936, kappa=16, dtype="bfloat16"),
+                Case(N=10_000, V=265, kappa=16, flags=("tail",)),
+            ),
+            "cuda": (
+                Case(N=8192, V=151_936, kappa=16, dtype="bfloat16", main=True),
+                Case(N=8192, V=151_936, kappa=64, dtype="bfloat16", flags=("tail",)),
+                *(Case(N=n, V=v, kappa=16, dtype="bfloat16") for n, v in VOCABULARIES),
+            ),
+        },
         inputs=inputs,
         truth=truth,
         ceiling=lambda scenario: ceiling.copy(scenario.logits_NV),
         providers=(
             Provider(name="eager", run=run(plain)),
             compiled(run(compiling(plain))),
-            *providers,
+            *ours(run(fused)),
         ),
     )
-
-
-LIGER = peer("liger kl_div", peers.liger_kl, "liger_kernel", peers.LIGER_NOTE, devices=("cuda",))
-BENCHMARKS = {
-    "topk_forward_kl": of_cases(
-        (
-            Case(N=256, V=151_936, kappa=16, main=True),
-            Case(N=256, V=151_936, kappa=16, dtype="bfloat16"),
-            Case(N=10_000, V=265, kappa=16, flags=("tail",)),
-        ),
-        (
-            Case(N=8192, V=151_936, kappa=16, dtype="bfloat16", main=True),
-            Case(N=8192, V=151_936, kappa=64, dtype="bfloat16", flags=("tail",)),
-            *(Case(N=n, V=v, kappa=16, dtype="bfloat16") for n, v in VOCABULARIES),
-        ),
-        *ours(run(fused)),
-        LIGER,
-    ),
 }

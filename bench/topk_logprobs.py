@@ -1,4 +1,4 @@
-"""topk_logprobs and linear_topk_logprobs: each row's kappa most likely tokens."""
+"""Benchmarks of topk_logprobs and linear_topk_logprobs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench.harness import ceiling, eager_forms, peers
+from bench.harness import ceiling, eager_forms
 from bench.harness.accuracy import LINEAR_NORM, LOGP
 from bench.harness.inputs import VOCABULARIES, head_logits, random_head, random_logits
 from bench.harness.truth import checked_rows, in_chunks
-from bench.harness.types import Benchmark, Case, Expected, Outputs, Provider, compiled, compiling, ours, peer
+from bench.harness.types import Benchmark, Case, Expected, Outputs, Provider, compiled, compiling, ours
 from smopd.ops import linear_topk_logprobs, topk_logprobs
 
 
@@ -19,7 +19,7 @@ from smopd.ops import linear_topk_logprobs, topk_logprobs
 class Inputs:
     case: Case
     given: tuple[Tensor, ...]
-    """(N, V) logits, or (N, D) hidden states and the (V, D) head."""
+    """(N, V) logits, or (N, D) hidden states and (V, D) weights."""
 
     def logits(self, rows: Tensor) -> Tensor:
         first, *head = self.given
@@ -27,7 +27,7 @@ class Inputs:
 
 
 def truth(inputs: Inputs) -> dict[str, Expected]:
-    """Of a head no ids: the order of nearly equal tokens is up to the product's rounding."""
+    """Return the true results; no ids for a head, whose rounding decides between nearly equal tokens."""
     case = inputs.case
     rows = checked_rows(case.N, case.V, str(inputs.given[0].device))
     ids, logps = [], []
@@ -86,7 +86,6 @@ BENCHMARKS = {
             Provider(name="topk + logsumexp", run=run(eager_forms.topk_of_logits)),
             compiled(run(compiling(eager_forms.topk_of_logits))),
             *ours(run(fused)),
-            peer("flashinfer", run(peers.flashinfer_topk), "flashinfer", peers.IDS_NOTE, devices=("cuda",)),
         ),
     ),
     "linear_topk_logprobs": Benchmark(

@@ -1,9 +1,9 @@
-"""Steps of a merge of about 0.5 B parameters from random weights, by the library's own loop.
+"""Time merge steps of a model of 0.5B random parameters in the library's own loop.
 
     python -m bench.gpu.step --output FILE [--tiny] [--device cpu]
 
-A row a way: decoding in place (a CUDA graph a token), by the plain loop, and with compiled layers; seconds by
-phase of the last step, the others warm up. A way that fails has a row with its error.
+A row each for decoding in place (CUDA graphs), by the plain loop, and in place with compiled layers: seconds
+per phase of the last step, after warm-up. If a variant fails, its row has the error.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from smopd.step.rewards import Rewards
 
 GROUP, END, STEPS = 8, 2, 2
 WAYS = {"in place": ("in_place", False), "loop": ("loop", False), "in place, compile": ("in_place", True)}
-"""Provider -> how it decodes, and whether layers are compiled."""
+"""Provider -> decoding and whether layers are compiled."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    model: dict[str, int]  # as Qwen2Config names them
-    prompts: int  # a step
+    model: dict[str, int]  # arguments of Qwen2Config
+    prompts: int  # per step
     prompt: int  # tokens
-    new: int
+    new: int  # tokens
     micro_batch: int
 
 
@@ -79,7 +79,7 @@ def new_model(sizes: Sizes, seed: int, dtype: torch.dtype, device: torch.device)
 
 
 def new_prompts(sizes: Sizes, n: int) -> PromptSet:
-    """Of several lengths."""
+    """Return random prompts of several lengths."""
     generator = torch.Generator().manual_seed(1)
     lengths = [sizes.prompt - i % (sizes.prompt // 4) for i in range(n)]
     ids = [
@@ -116,14 +116,14 @@ def merge_settings(sizes: Sizes, compiled: bool) -> Settings:
 
 
 class Numbers:
-    """A tokenizer that spells ids."""
+    """A tokenizer that decodes ids as numbers."""
 
     def decode(self, ids: Any) -> str:
         return " ".join(map(str, ids))
 
 
 class IdRewards:
-    """The share of even ids, and whether the first is a multiple of three."""
+    """Rewards: the share of even ids, and whether the first id is a multiple of three."""
 
     def score(self, prompts: Any, rollouts: list[Rollout], step: int) -> Rewards:
         values = [[(r.response_ids % 2 == 0).double().mean(), r.response_ids[0] % 3 == 0] for r in rollouts]
@@ -134,7 +134,7 @@ class IdRewards:
 
 
 def last_step(sizes: Sizes, device: torch.device, decoding: str, compiled: bool) -> dict[str, Any]:
-    """The last line of metrics of a merge run: two teachers beside the student."""
+    """Run a merge with two teachers and return its last line of metrics."""
     settings, half = merge_settings(sizes, compiled), torch.bfloat16
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="rows go to this file")
     parser.add_argument("--tiny", action="store_true", help="a model of a few thousand parameters")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--seconds", type=float, default=150.0, help="no way begins after these")
+    parser.add_argument("--seconds", type=float, default=150.0, help="start no variant after this time")
     given = parser.parse_args()
     sizes, ends = TINY if given.tiny else WHOLE, time.monotonic() + given.seconds
     with given.output.open("a") as file:
@@ -183,7 +183,7 @@ def main() -> None:
                 "provider": way,
             }
             if time.monotonic() > ends:
-                tell(head | {"left_out": "the seconds were over"})
+                tell(head | {"left_out": "out of time"})
                 continue
             try:
                 if given.device == "cuda":

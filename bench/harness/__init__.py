@@ -1,1 +1,1 @@
-"""What the benchmarks share: inputs, float64 truth, providers, ceilings, times, rows."""
+"""Shared code of the benchmarks: inputs, float64 truth, providers, ceilings, timing, rows."""

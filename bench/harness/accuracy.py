@@ -1,7 +1,7 @@
-"""Is a result right? Compared with float64; NaN and unwritten memory never pass.
+"""Comparison of results with float64. NaN and unwritten memory never pass.
 
-The bounds of our own results are those of the operations' tests. Eager forms and peers round more (a
-log-softmax in bf16 is a hundredth of a nat off): they are refused only for computing something else.
+Our own results must meet the bounds of the operations' tests. Eager forms and other libraries round more (a
+log-softmax in bf16 is off by 0.01 nats) and fail only if they compute something else.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 from bench.harness.types import Expected, Outputs, Provider
 
 LOGP = 2e-5  # nats, of log-probabilities and losses
-CANCELLATION = 2.0**-20  # of the terms that a gradient is the difference of
+CANCELLATION = 2.0**-20  # times the terms of which a gradient is the difference
 ULPS = {torch.float32: 4, torch.bfloat16: 1, torch.float16: 1}
-LINEAR_NORM = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # a GEMM comes first
-WORST_ROW = 16.0  # times a bound in norm: one row's error over the root mean square of the rows' norms
-ROWS_UP_TO = 1e-3  # a bound in norm up to which single rows are judged: a 16-bit head rounds its logits
-REFERENCE_SLACK = 4.0  # plain fp32 torch rounds a log-probability of -17 by 1e-6, twice what a kernel may
-OTHERS_NORM = 0.5  # of eager forms and peers; a log-softmax in bf16 was 0.2 off near the teachers
-OTHERS_SCALAR = 0.02  # the same of a single number near 0
+LINEAR_NORM = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # after a GEMM
+WORST_ROW = 16.0  # bound of a row's error relative to the mean row, times the bound in norm
+ROWS_UP_TO = 1e-3  # larger bounds in norm do not apply to single rows: a 16-bit head rounds its logits
+REFERENCE_SLACK = 4.0  # times the bounds, for plain fp32 torch
+OTHERS_NORM = 0.5  # for eager forms and other libraries; a log-softmax in bf16 was off by 0.2
+OTHERS_SCALAR = 0.02  # absolute, for a single number near 0
 
 
 def judge(provider: Provider, outputs: Outputs, truth: dict[str, Expected]) -> tuple[str | None, dict, float]:
-    """(what is wrong or None, the largest error of each output, the largest share of its bound)."""
+    """Return the fault or None, the largest error of each output, and the largest error / bound."""
     known = [name for name in outputs if name in truth]
     if not known:
         return f"gives {sorted(outputs)}, expected some of {sorted(truth)}", {}, 0.0
@@ -57,7 +57,7 @@ def _aligned(got: Tensor, expected: Expected) -> tuple[Tensor, Tensor]:
 
 
 def _distance(got: Tensor, value: Tensor, expected: Expected, provider: Provider) -> tuple[float, float]:
-    """The largest error, or with a bound in norm its share of the norm; and that as a share of the bound."""
+    """Return the largest error (relative to the norm for a bound in norm) and its share of the bound."""
     difference = torch.where(got == value, 0.0, (got - value).abs())  # infinities that agree are no error
     size = float(value.norm().clamp(min=1e-30))
     if provider.kind != "ours":
@@ -76,9 +76,9 @@ def _distance(got: Tensor, value: Tensor, expected: Expected, provider: Provider
 
 
 def clear_places(values_NP: Tensor, kappa: int) -> Tensor:
-    """(N, kappa): whether a place's value is apart from its neighbours' by more than rounding.
+    """Return (N, kappa): whether a value differs from its neighbors by more than rounding.
 
-    values_NP: kappa values of each row or more, descending, in float64; one more settles the last place.
+    values_NP: the descending float64 values of each row, preferably one more than kappa.
     """
     apart = values_NP[:, :-1] - values_NP[:, 1:] > 2 * LOGP
     sure = torch.ones_like(values_NP, dtype=torch.bool)
@@ -88,22 +88,22 @@ def clear_places(values_NP: Tensor, kappa: int) -> Tensor:
 
 
 def ulp(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distance between neighbours of dtype at value."""
+    """Return the distance between neighboring numbers of dtype at value."""
     info = torch.finfo(dtype)
     _, exponent = torch.frexp(value.abs().clamp(min=info.tiny))
     return torch.ldexp(torch.full_like(value, info.eps), exponent - 1)
 
 
 def gradient_bound(gradient: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
-    """Of |g - g64|: scale is w (p_v + sum q_v + |c_pg|), the size of the terms that g is made of."""
+    """Return the bound of |g - g64|. scale: w (p_v + sum q_v + |c_pg|), the size of the terms of g."""
     return ULPS[dtype] * ulp(gradient, dtype) + CANCELLATION * scale
 
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Inside, new memory holds NaN or the largest integer, so that what is not written shows."""
+    """Fill new memory with NaN or the largest integer, to reveal what is not written."""
     before = torch.get_deterministic_debug_mode()
-    torch.set_deterministic_debug_mode("warn")  # the one mode in which torch fills new memory
+    torch.set_deterministic_debug_mode("warn")  # the only mode in which torch fills new memory
     try:
         yield
     finally:

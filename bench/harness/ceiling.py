@@ -1,6 +1,6 @@
-"""What the hardware allows, by the best library call at hand: reads, copies, matrix products.
+"""Hardware limits measured by library calls: reads, copies, matrix products.
 
-Timed in turn with every provider. Bytes are counted as STREAM counts them: each read and each write once.
+They are timed in turn with every provider. Bytes are counted as in STREAM: each read and write once.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from bench.harness.types import Ceiling
 
 
 def read(logits: Tensor) -> Ceiling:
-    """One read of every byte; 16-bit values are read in pairs and the sum means nothing."""
+    """Read every byte once; 16-bit values are read in pairs, so the sum is meaningless."""
     flat = logits.flatten()
     words = flat if flat.element_size() == 4 or flat.numel() % 2 else flat.view(torch.float32)
     return Ceiling(name="read", run=lambda: words.sum(), bytes=_bytes(logits))
 
 
 def copy(logits: Tensor) -> Ceiling:
-    """One read and one write of every byte."""
+    """Read and write every byte once."""
     out = torch.empty_like(logits)
     return Ceiling(name="copy", run=lambda: out.copy_(logits), bytes=2 * _bytes(logits))
 
 
 def gemm(hidden_ND: Tensor, weight_VD: Tensor) -> Ceiling:
-    """The head alone: hidden @ weight.T."""
+    """Compute hidden @ weight.T."""
     flops = 2 * hidden_ND.shape[0] * weight_VD.numel()
     return Ceiling(name="gemm", run=lambda: hidden_ND @ weight_VD.T, flops=flops)
 
 
 def three_gemms(hidden_ND: Tensor, weight_VD: Tensor) -> Ceiling:
-    """The head and its two gradients, with (N, V) at hand and nothing done to it."""
+    """Compute the head and its two gradients with (N, V) in memory."""
 
     def run() -> tuple[Tensor, Tensor]:
         logits_NV = hidden_ND @ weight_VD.T
@@ -41,7 +41,7 @@ def three_gemms(hidden_ND: Tensor, weight_VD: Tensor) -> Ceiling:
 
 
 def launch_or_copy(small: Tensor) -> Ceiling:
-    """Of a small operation: on a GPU the smallest launch there is, on a CPU a copy."""
+    """Return the limit of a small operation: a minimal launch on a GPU, a copy on a CPU."""
     if not small.is_cuda:
         return copy(small)
     word = torch.zeros(1, device=small.device)

@@ -1,7 +1,4 @@
-"""The operations as they are written today in plain PyTorch: what users have, and what is compiled.
-
-Shapes: N tokens, V vocabulary, M teachers, S support entries (kappa).
-"""
+"""The operations in the plain PyTorch that users write today, also used for torch.compile."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from smopd.ops import LossSettings, LossTokens
 
 
 def topk_of_logits(logits_NV: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
-    """torch.topk beside logsumexp."""
+    """Call torch.topk and logsumexp."""
     top = logits_NV.topk(kappa, dim=-1)
     return top.indices, top.values.float() - logits_NV.float().logsumexp(-1, keepdim=True)
 
@@ -24,7 +21,7 @@ def pooled(ids_NMS: Tensor, logps_NMS: Tensor, log_alpha: Tensor, kappa: int) ->
 
 
 def merged(ids_NMS: Tensor, logps_NMS: Tensor, log_alpha: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
-    """Every pair of candidates compared, equal ids joined, then cut."""
+    """Compare every pair of candidates, join equal ids, and cut."""
     pool = (logps_NMS + log_alpha[:, None]).flatten(1)
     ids = ids_NMS.flatten(1)
     same = ids[:, :, None] == ids[:, None, :]
@@ -42,7 +39,7 @@ def target_of(tokens: LossTokens, settings: LossSettings) -> tuple[Tensor, Tenso
 
 
 def forward_kl(logq_NV: Tensor, ids_NS: Tensor, logps_NS: Tensor, tail: bool) -> Tensor:
-    """(N,), of log-probabilities and a target of distinct ids."""
+    """Return (N,) for a target of distinct ids."""
     at_NS = logq_NV.gather(-1, ids_NS.long()).float()
     kl_N = (logps_NS.exp() * (logps_NS - at_NS)).sum(-1)
     if tail:
@@ -54,7 +51,7 @@ def forward_kl(logq_NV: Tensor, ids_NS: Tensor, logps_NS: Tensor, tail: bool) ->
 def objective(
     logits_NV: Tensor, tokens: LossTokens, settings: LossSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and its terms at temperature 1, in fp32."""
+    """Return the loss and its terms at temperature 1 in fp32."""
     logq_NV = logits_NV.float().log_softmax(-1)
     logp_N = logq_NV.gather(-1, tokens.token_ids_N[:, None])[:, 0]
     surrogate_N = surrogate(logp_N, tokens, settings)
@@ -68,14 +65,13 @@ def objective(
 
 
 def surrogate(logp_N: Tensor, tokens: LossTokens, settings: LossSettings) -> Tensor:
-    """The clipped surrogate."""
     ratio_N = (logp_N - tokens.old_logp_N).exp()
     clipped_N = ratio_N.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     return -torch.minimum(ratio_N * tokens.adv_N, clipped_N * tokens.adv_N)
 
 
 def gdpo_stacked(rewards_RK: Tensor, group_size: int, weights_K: Tensor, norm_eps: float) -> Tensor:
-    """Groups of one size that stand together, as a view: (B, G, K) at once."""
+    """Compute advantages of adjacent groups of one size as a (B, G, K) view."""
     rewards_BGK = rewards_RK.view(-1, group_size, rewards_RK.shape[1])
     centred_BGK = rewards_BGK - rewards_BGK.mean(1, keepdim=True)
     advantages_BGK = centred_BGK / (rewards_BGK.std(1, keepdim=True) + norm_eps)

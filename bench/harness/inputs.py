@@ -1,7 +1,4 @@
-"""Inputs that look like a training step's: a peaked student, teachers near it, tokens that they sampled.
-
-Shapes: N tokens, V vocabulary, D hidden, M teachers, S support entries (kappa).
-"""
+"""Inputs like those of a training step: a peaked student, similar teachers, tokens sampled from them."""
 
 from __future__ import annotations
 
@@ -15,18 +12,17 @@ from bench.harness.types import Case
 from smopd.ops import LossSettings, LossTokens
 
 SPREAD = 4.0  # standard deviation of the logits
-TEACHER_NOISE = 0.5  # of the teachers' logits around the student's
-OLD_NOISE = 0.1  # of the behaviour policy's log-probabilities around the student's: some ratios are clipped
+TEACHER_NOISE = 0.5  # standard deviation of the teachers' logits from the student's
+OLD_NOISE = 0.1  # standard deviation of the old log-probabilities: some ratios are clipped
 CHUNK_ELEMENTS = 1 << 24
-# (N, V) beside Qwen's 151,936: Llama 2's, GPT-2's padded, Llama 3's, Gemma 3's. The last has half the tokens,
-# so that the fp32 copies of plain PyTorch fit.
+# (N, V) of Llama 2, GPT-2 (padded), Llama 3 and Gemma 3, with half the tokens so that fp32 copies fit
 VOCABULARIES = ((8192, 32_000), (8192, 50_304), (8192, 128_256), (4096, 262_144))
-PIECE_ELEMENTS = 1 << 22  # of a head, made float64 at a time
+PIECE_ELEMENTS = 1 << 22  # of a head, converted to float64 at a time
 
 
 @dataclass(frozen=True, eq=False)
 class Scenario:
-    """A loss's inputs. logits_NV, or hidden_ND and weight_VD for the linear form."""
+    """Inputs of a loss: logits_NV, or hidden_ND and weight_VD for the linear form."""
 
     case: Case
     settings: LossSettings
@@ -34,16 +30,16 @@ class Scenario:
     hidden_ND: Tensor | None = None
     weight_VD: Tensor | None = None
     probe_V: Tensor | None = None
-    """Random signs: the whole (V, D) gradient is checked by its product with them."""
+    """Random signs whose product with the (V, D) gradient is checked."""
     tokens: LossTokens | None = None
 
     def without_anchor(self) -> Scenario:
-        """The forward KL alone."""
+        """Return the inputs without policy gradient and entropy."""
         tokens = replace(self.tokens, pg_weight_N=torch.zeros_like(self.tokens.pg_weight_N))
         return replace(self, tokens=tokens, settings=replace(self.settings, entropy_coef=0.0))
 
     def chunk(self, rows: slice | Tensor) -> Tensor:
-        """Some rows' logits in float64."""
+        """Return the logits of some rows in float64."""
         if self.logits_NV is not None:
             return self.logits_NV[rows].double()
         assert self.hidden_ND is not None and self.weight_VD is not None
@@ -51,7 +47,7 @@ class Scenario:
 
 
 def head_logits(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
-    """Products in float64; of a 16-bit head rounded once, since its logits are 16-bit by definition."""
+    """Compute logits in float64; round them to 16 bits for a 16-bit head."""
     wide_ND = hidden_ND.double()
     products_NV = torch.cat([wide_ND @ piece.double().T for piece in pieces(weight_VD)], -1)
     return products_NV if hidden_ND.dtype == torch.float32 else products_NV.to(hidden_ND.dtype).double()
@@ -66,7 +62,7 @@ def random_logits(case: Case, device: str) -> Tensor:
 
 
 def random_head(case: Case, device: str) -> tuple[Tensor, Tensor]:
-    """(N, D) hidden states and (V, D) weights whose logits have SPREAD."""
+    """Return (N, D) hidden states and (V, D) weights whose logits have SPREAD."""
     hidden_ND = torch.randn(case.N, case.D, dtype=case.torch_dtype, device=device)
     weight_VD = torch.randn(case.V, case.D, dtype=case.torch_dtype, device=device)
     return hidden_ND, weight_VD * (SPREAD / math.sqrt(case.D))
@@ -88,7 +84,7 @@ def on_head(case: Case, device: str) -> Scenario:
 
 
 def _settings(case: Case) -> LossSettings:
-    """The paper's form; flags: tail, merge, entropy (its gradient)."""
+    """Return the paper's settings, changed by the flags tail, merge and entropy."""
     flags = {name: name in case.flags for name in ("tail", "merge")}
     return LossSettings(kappa=case.kappa, **flags, entropy_coef=0.001 if "entropy" in case.flags else 0.0)
 

@@ -1,8 +1,7 @@
-"""Peak memory of one call above what was there before it, its results included.
+"""Peak memory of a call, including its results.
 
-On a GPU the allocator's own count. On Linux's CPUs the kernel's: the high-water mark of resident memory is
-reset (/proc/self/clear_refs), the call made, the mark read. Freed heap memory is handed back before, so that
-reusing it counts.
+On a GPU the allocator counts. On Linux the kernel does: reset the high-water mark of resident memory
+(/proc/self/clear_refs), make the call, read the mark. The heap is trimmed before.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _PROC = Path("/proc/self")
 
 
 def peak_bytes(call: Callable[[], Any], device: str) -> int | None:
-    """None where it cannot be measured. Call it once before, or what a first call sets up is counted."""
+    """Return the peak, or None if it cannot be measured. Warm up `call` before."""
     if device != "cpu":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -1,8 +1,6 @@
-"""The operations' truth, of benchmarks and tests: dense distributions and autograd, a few rows at a time.
+"""Independent definition of the operations by dense distributions and autograd, for benchmarks and tests.
 
-Nothing here is shared with smopd.kernels.
-
-Shapes: n rows of a chunk, V vocabulary, M teachers, S support entries (kappa).
+It shares no code with smopd.kernels. Shapes: n rows of a chunk, V vocabulary, M teachers, S support entries.
 """
 
 from __future__ import annotations
@@ -14,14 +12,14 @@ from torch import Tensor
 
 from smopd.ops import LossSettings, LossTokens
 
-TAIL_FLOOR = 2.0**-20  # the teachers' tail below this counts as none
+TAIL_FLOOR = 2.0**-20  # a smaller tail of the teachers counts as 0
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Per row, (n,) each and differentiable in the logits: smopd_loss's terms, and their weighted sum.
+    """The terms of smopd_loss and their weighted sum, (n,) each and differentiable in the logits.
 
-    slope: the surrogate's, in size. q_dense: (n, V) the target's masses.
+    slope: magnitude of the surrogate's slope. q_dense: (n, V) masses of the target.
     """
 
     logp: Tensor
@@ -37,7 +35,7 @@ class Terms:
 
 
 def mixture(ids: Tensor, logps: Tensor, log_alpha: Tensor, kappa: int, merge: bool) -> tuple[Tensor, Tensor]:
-    """(n, kappa) ids and log-probabilities, by descending value; equal ids joined first if merge."""
+    """Return (n, kappa) ids and descending log-probabilities; merge: join equal ids first."""
     pool = (logps.double() + log_alpha.double().expand(ids.shape[:2])[..., None]).flatten(1)
     ids = ids.flatten(1).long()
     if merge:
@@ -52,7 +50,7 @@ def mixture(ids: Tensor, logps: Tensor, log_alpha: Tensor, kappa: int, merge: bo
 
 
 def product(ids: Tensor, logps: Tensor, weights: Tensor, kappa: int, clip: float) -> tuple[Tensor, Tensor]:
-    """As mixture, of teachers' changes of the last model, where every model names every id once."""
+    """Return the product over the last model, for models that hold the same ids once each."""
     ids, order = ids.long().sort(dim=-1)
     logps = logps.double().gather(-1, order)
     changes = (logps[:, :-1] - logps[:, -1:]).clamp(-clip, clip)
@@ -62,7 +60,7 @@ def product(ids: Tensor, logps: Tensor, weights: Tensor, kappa: int, clip: float
 
 
 def terms(logits: Tensor, tokens: LossTokens, settings: LossSettings) -> Terms:
-    """The objective of smopd_loss, in the logits' dtype."""
+    """Compute the terms in the logits' dtype."""
     logq = (logits / settings.temperature).log_softmax(-1)
     logp = logq.gather(-1, tokens.token_ids_N.long()[:, None])[:, 0]
     entropy = -(logq.exp() * logq).nan_to_num(0.0).sum(-1)
@@ -108,7 +106,7 @@ def _target(tokens: LossTokens, settings: LossSettings) -> tuple[Tensor, Tensor]
 
 
 def forward_kl(logq: Tensor, ids: Tensor, logps: Tensor, tail: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(n,) the KL to the student's log-softmax, (n, V) the target's masses, (n,) the student's on its ids."""
+    """Return the (n,) KL, the target's (n, V) masses and the student's (n,) mass on the support."""
     live = logps > -torch.inf
     ids, logps = ids.long().masked_fill(~live, 0), logps.to(logq.dtype)
     q = logps.exp()
@@ -126,7 +124,7 @@ def forward_kl(logq: Tensor, ids: Tensor, logps: Tensor, tail: bool) -> tuple[Te
 
 
 def exact(logits: Tensor, tokens: LossTokens, settings: LossSettings) -> tuple[Terms, Tensor, Tensor]:
-    """The terms in float64, the gradient in the logits, and the size of what that is the difference of."""
+    """Return the float64 terms, the gradient of the logits, and the size of the gradient's terms."""
     logits = logits.detach().double().requires_grad_()
     part = terms(logits, tokens, settings)
     (gradient,) = torch.autograd.grad(part.weighted.sum(), logits)

@@ -1,47 +1,22 @@
-"""Other libraries' functions, as their users call them. Imported when called; each says what it computes.
-
-Shapes: N tokens, V vocabulary, D hidden.
-"""
+"""Functions of other libraries, called as their users call them; libraries are imported at the first call."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from bench.harness.eager_forms import surrogate, target_of
+from bench.harness.eager_forms import surrogate
 from bench.harness.inputs import Scenario
 from bench.harness.types import Outputs
 
 TRL_VOCABULARY_CHUNK = 32768
-LIGER_NOTE = "KL to the target made dense (N, V), after an eager log-softmax"
 GRPO_NOTE = "the policy gradient alone"
 TRL_NOTE = "the policy gradient and the entropy, no KL"
 LABEL_NOTE = "cross entropy of the tokens alone"
-IDS_NOTE = "ids and values; logsumexp is eager"
-
-
-def flashinfer_topk(logits_NV: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
-    import flashinfer
-
-    values, ids = flashinfer.top_k(logits_NV, kappa, sorted=True)
-    return ids, values.float() - logits_NV.float().logsumexp(-1, keepdim=True)
-
-
-def liger_kl(scenario: Scenario) -> Outputs:
-    from liger_kernel.transformers.functional import liger_kl_div
-
-    logits_NV = scenario.logits_NV.detach().requires_grad_()
-    logq_NV = logits_NV.float().log_softmax(-1)
-    ids_NS, logps_NS = target_of(scenario.tokens, scenario.settings)
-    dense_NV = torch.zeros_like(logq_NV).scatter_add_(-1, ids_NS.long(), logps_NS.exp())
-    kl_N = liger_kl_div(logq_NV, dense_NV, reduction="none").sum(-1)
-    weight_N = scenario.tokens.kl_weight_N
-    (dlogits_NV,) = torch.autograd.grad((weight_N * kl_N).sum(), logits_NV)
-    return {"kl": kl_N.detach(), "dlogits": dlogits_NV}
 
 
 def liger_grpo_input(scenario: Scenario) -> tuple[Scenario, Tensor]:
-    """(1, N + 1, V): the kernel takes a sequence with one position too many, and writes over it."""
+    """Return (1, N + 1, V) logits: the kernel expects an extra position and overwrites its input."""
     leaf_NV = scenario.logits_NV.detach().requires_grad_()
     return scenario, torch.nn.functional.pad(leaf_NV, (0, 0, 0, 1))[None]
 
@@ -56,7 +31,7 @@ def liger_grpo(prepared: tuple[Scenario, Tensor]) -> Outputs:
         tokens.old_logp_N[None],
         None,
         tokens.token_ids_N[None],
-        torch.ones_like(tokens.adv_N[:1]),  # one for all
+        torch.ones_like(tokens.adv_N[:1]),  # the same for all
         temperature=settings.temperature,
         beta=0.0,
         eps_low=settings.clip_low,

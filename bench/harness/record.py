@@ -1,4 +1,4 @@
-"""JSON lines of rows, each with where and with what it was measured, and as one table in Markdown."""
+"""Rows as JSON lines with machine and versions, and as a Markdown table."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ HEADER = (
     "MiB",
     "error",
 )
-"""error: the largest, in nats, or of a linear head as a share of the norm; not of gradients."""
+"""error: the largest except for gradients, in nats or, for a linear head, relative to the norm."""
 
 
 @functools.cache
 def surroundings(device: str) -> dict:
-    """Commit, device, driver, versions and threads: the same in every row of a run."""
+    """Return commit, device, driver, versions and threads."""
     triton = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None
     here = {
         "commit": commit(),
@@ -62,7 +62,7 @@ def device_name(device: str) -> str:
 
 
 def commit() -> str | None:
-    """The checkout's commit, "-dirty" where files differ from it; SMOPD_COMMIT where there is no git."""
+    """Return the checkout's commit, "-dirty" if tracked files differ, or SMOPD_COMMIT."""
     if given := os.environ.get("SMOPD_COMMIT"):
         return given
     head = _output("git", "rev-parse", "--short=12", "HEAD")
@@ -79,7 +79,7 @@ def _output(*command: str) -> str | None:
 
 
 def teller(device: str, file: IO[str] | None = None) -> Callable[[dict], None]:
-    """Prints a row with its surroundings, and keeps it in file."""
+    """Return a function that prints a row with its surroundings and appends it to file."""
 
     def tell(row: dict) -> None:
         line = json.dumps(row | surroundings(device))
@@ -91,11 +91,7 @@ def teller(device: str, file: IO[str] | None = None) -> Callable[[dict], None]:
 
 
 def rows_of(path: Path) -> list[dict]:
-    """The rows of a file.
-
-    Raises:
-        ValueError: a line is not a row.
-    """
+    """Read the rows of a file; ValueError for a line that is not a row."""
     rows = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
@@ -106,7 +102,7 @@ def rows_of(path: Path) -> list[dict]:
 
 
 def table(rows: Sequence[dict]) -> Iterator[str]:
-    """The lines: where it was measured, then a line a row."""
+    """Yield the lines of a table, the machines first."""
     keys = ("device", "threads", "torch", "triton", "driver", "python", "commit")
     places = dict.fromkeys(", ".join(f"{key} {row.get(key)}" for key in keys if row.get(key)) for row in rows)
     yield f"Measured with {'; '.join(places)}.\n"
@@ -128,7 +124,7 @@ def _cells(row: dict, eager: float | None) -> tuple[str, ...]:
             return (*head, f"{word.replace('_', ' ')}: {row[word]}", *[""] * (len(HEADER) - 3))
     share = row.get("of_ceiling")
     times = row.get("times_eager")  # of older rows
-    if times is None and share and eager:  # each beside its own ceiling, so that the machine's moods cancel
+    if times is None and share and eager:  # each relative to its ceiling, so that the machine's load cancels
         times = share / eager
     errors = [error for name, error in row.get("errors", {}).items() if not name.startswith("d")]
     return (

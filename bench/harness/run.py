@@ -1,6 +1,6 @@
-"""One provider in one case: the check against float64, its memory, then its times beside the ceiling.
+"""A provider on a case: check its result against float64, then measure memory and time.
 
-A wrong result has no time: its row says what was wrong.
+A wrong result is not timed: its row has the fault.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from bench.harness.accuracy import judge, poisoned_memory
 from bench.harness.memory import peak_bytes
 from bench.harness.types import Benchmark, Case, Ceiling, Expected, Provider
 
-GRAPH_BELOW_S = 1e-3  # a longer call has no launch gaps to speak of
+GRAPH_BELOW_S = 1e-3  # launch gaps do not matter in longer calls
 ENV = "SMOPD_BACKEND"
-CANNOT = "cannot serve this call"  # how a backend says that it has no kernel for a call
+CANNOT = "cannot serve this call"  # in the error of a backend without a kernel for the call
 P20, P80 = 0.2, 0.8
 CPU_FLUSH_BYTES = 64 << 20
 MIN_ROUNDS, MAX_ROUNDS = 3, 100
-HEAD_START_CYCLES = 2_000_000  # about a millisecond: the host has enqueued the call before the first event
+HEAD_START_CYCLES = 2_000_000  # about a millisecond, in which the host enqueues the call
 
 
 class Clock:
-    """The time that the calls made through it took; pytest-benchmark reads it before and after each.
+    """The total time of calls made through it, as a timer for pytest-benchmark.
 
-    Our own, as no library makes the input anew before each call, outside the time, which operations that
-    write over their input need.
+    Libraries cannot prepare new inputs before each call outside the measured time, which in-place operations
+    need.
     """
 
     def __init__(self, device: str) -> None:
@@ -53,7 +53,7 @@ class Clock:
         return self.seconds
 
     def time(self, call: Callable[[], Any]) -> float:
-        """Seconds of one call on cold caches: a buffer larger than the last cache is read before it."""
+        """Return the seconds of a call after reading a buffer larger than the last cache."""
         self._buffer.sum()
         if self._buffer.is_cuda:
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -73,7 +73,7 @@ class Clock:
 
 @contextmanager
 def forced(backend: str) -> Iterator[None]:
-    """Inside, this backend serves; "": what serves by default."""
+    """Force a backend; "" is the default choice."""
     before = os.environ.get(ENV, "")
     os.environ[ENV] = backend
     try:
@@ -84,7 +84,7 @@ def forced(backend: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Setting:
-    """A case on a device; what all its providers share is made once."""
+    """A case on a device with what its providers share."""
 
     name: str
     benchmark: Benchmark
@@ -114,7 +114,7 @@ class Setting:
 
 
 def checked(setting: Setting, provider: Provider) -> dict:
-    """The row of a provider before it is timed: errors and memory, or why it is `refused` or `left_out`."""
+    """Return a provider's row with errors and memory, or why it is `refused` or `left_out`."""
     row = setting.head(provider)
     if provider.module and importlib.util.find_spec(provider.module) is None:
         return row | {"left_out": f"{provider.module} is not installed"}
@@ -146,11 +146,9 @@ def checked(setting: Setting, provider: Provider) -> dict:
 
 
 def timed(setting: Setting, provider: Provider, clock: Clock, seconds: float, pedantic: Callable) -> dict:
-    """Times of a provider that is right, the ceiling's before each of them.
+    """Time a provider for about `seconds`, at least MIN_ROUNDS rounds, in turn with the ceiling.
 
-    Args:
-        seconds: how long to go on, about; at least `MIN_ROUNDS` rounds.
-        pedantic: of pytest-benchmark's fixture, whose timer is clock.read; it returns the sorted times.
+    pedantic: the method of pytest-benchmark's fixture with clock.read as timer; returns the sorted times.
     """
     ceilings: list[float] = []
 
@@ -185,7 +183,7 @@ def timed(setting: Setting, provider: Provider, clock: Clock, seconds: float, pe
 
 
 def _graph(setting: Setting, provider: Provider) -> dict:
-    """A call when many are replayed from a captured graph: launch gaps mostly gone."""
+    """Time a call in a replayed CUDA graph, mostly without launch gaps."""
     from triton.testing import do_bench_cudagraph
 
     prepared = setting.prepared(provider)

@@ -1,9 +1,4 @@
-"""What the loss benchmarks should give, in float64 from the inputs as they are rounded.
-
-Every token's terms and the loss; gradients of as many rows as are cheap, a chunk of rows at a time.
-
-Shapes: N tokens, n of them at a time, V vocabulary, D hidden.
-"""
+"""True results of the loss benchmarks, in float64 from the rounded inputs, a chunk of n rows at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +18,7 @@ TERMS = ("logp", "entropy", "kl", "surrogate")
 
 
 def checked_rows(n_rows: int, width: int, device: str) -> Tensor:
-    """All rows if they are cheap, else the first, the last and what lies evenly between."""
+    """Return all rows if they are few, else the first, the last and evenly spaced rows between."""
     most = max(LEAST_ROWS, CHECKED_ELEMENTS // max(width, 1))
     if n_rows <= most:
         return torch.arange(n_rows, device=device)
@@ -35,7 +30,7 @@ def in_chunks(rows: Tensor, width: int) -> tuple[Tensor, ...]:
 
 
 def loss_truth(scenario: Scenario) -> dict[str, Expected]:
-    """All tokens' terms and the loss; gradients of the checked rows, of a head's weight along its probe."""
+    """Return all terms, the loss, the gradients of checked rows and of the weight times the probe."""
     case, tokens, weight_VD = scenario.case, scenario.tokens, scenario.weight_VD
     checked = checked_rows(case.N, case.V, str(tokens.adv_N.device))
     columns: dict[str, list[Tensor]] = defaultdict(list)
@@ -58,7 +53,7 @@ def loss_truth(scenario: Scenario) -> dict[str, Expected]:
     bound = LINEAR_NORM[case.torch_dtype] if linear else LOGP
     expected = {name: Expected(found[name], bound, norm=linear) for name in TERMS}
     expected["loss"] = Expected(loss, bound * max(1.0, abs(float(loss))))
-    # What peers compute: the policy gradient with an advantage of 1 for all, the tokens' mean cross entropy.
+    # For other libraries: the surrogate with advantage 1, and the mean cross entropy.
     ratio_N = (found["logp"] - tokens.old_logp_N).exp()
     least, most = 1 - scenario.settings.clip_low, 1 + scenario.settings.clip_high
     expected["even_surrogate"] = Expected(-torch.minimum(ratio_N, ratio_N.clamp(least, most)))
@@ -73,7 +68,7 @@ def loss_truth(scenario: Scenario) -> dict[str, Expected]:
 
 
 def through_head(gradient_nV: Tensor, weight_VD: Tensor) -> Tensor:
-    """(n, D) in float64."""
+    """Return gradient @ weight, (n, D) in float64."""
     parts = zip(
         gradient_nV.split([len(piece) for piece in pieces(weight_VD)], 1), pieces(weight_VD), strict=True
     )

@@ -1,7 +1,4 @@
-"""What a benchmark is made of: cases (sizes), providers (what is timed), and what their results should be.
-
-Shapes: N tokens, V vocabulary, D hidden, M teachers, R responses, K rewards.
-"""
+"""The parts of a benchmark: cases (sizes), providers (implementations) and expected results."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Sizes of one run; a field that a benchmark does not use stays 0."""
+    """Sizes of a run; unused ones are 0."""
 
     N: int
     V: int = 0
@@ -32,8 +29,8 @@ class Case:
     kappa: int = 0
     dtype: str = "float32"
     flags: tuple[str, ...] = ()
-    repeats: int | None = None  # a fixed number where one call takes long
-    main: bool = False  # the case that compiled and other costly providers take part in
+    repeats: int | None = None  # a fixed number if a call takes long
+    main: bool = False  # include the providers with main_only
 
     @property
     def label(self) -> str:
@@ -48,15 +45,13 @@ class Case:
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """A result in float64 and how far from it one of ours may be.
+    """A true result in float64 and the bound for ours.
 
     Attributes:
-        value: the truth, for the rows of `rows` or for all of them.
-        bound: of the absolute difference, a number or a tensor like value; with norm=True of the norm of
-            the difference over the norm of value.
-        rows: indices along the first dimension that value stands for; None: all.
-        of: applied to the provider's tensor before the comparison (and before `rows`).
-        exact: equality is demanded of our own providers where `exact` is True, and nothing of others.
+        value: the truth for the rows `rows` (None: all).
+        bound: of the absolute difference; norm=True: of the norm of the difference over the norm of value.
+        of: function to apply to the provider's tensor first.
+        exact: mask of where our own providers must be equal; others are not compared.
     """
 
     value: Tensor
@@ -69,17 +64,16 @@ class Expected:
 
 @dataclass(frozen=True, kw_only=True)
 class Provider:
-    """One way to compute the operation.
+    """An implementation of the operation.
 
     Attributes:
-        run: the timed call, from the inputs (or what prepare made of them) to named tensors.
+        run: the timed call, from the inputs or the result of prepare to named tensors.
         kind: eager (what users have today), compile, ours, peer.
-        prepare: called before every call, not timed: a buffer that the call overwrites, an autograd leaf.
+        prepare: called before every call, not timed.
         backend: SMOPD_BACKEND during the call.
-        devices: where it can run.
-        module: what has to be importable.
-        note: what it computes, where that is not the whole operation.
-        main_only: runs in main cases only.
+        module: required import.
+        note: what it computes, if not the whole operation.
+        main_only: skip all but the main cases.
     """
 
     name: str
@@ -100,7 +94,7 @@ def ours(
     prepare: Callable[[Any], Any] | None = None,
     backends: Iterable[str] = BACKEND_DEVICES,
 ) -> tuple[Provider, ...]:
-    """The public operation, once on each backend."""
+    """Return the public operation on each backend."""
     return tuple(
         Provider(
             name=f"{backend} {variant}".strip(),
@@ -115,24 +109,24 @@ def ours(
 
 
 def peer(name: str, run: Callable[[Any], Outputs], module: str, note: str = "", **options: Any) -> Provider:
-    """A library's function; run imports it."""
+    """Return a function of another library, which `run` imports."""
     return Provider(name=name, run=run, kind="peer", module=module, note=note, **options)
 
 
 def compiled(run: Callable[[Any], Outputs]) -> Provider:
-    """run calls a form made by compiling()."""
+    """Return a provider whose `run` calls a form made by compiling()."""
     return Provider(name="torch.compile", run=run, kind="compile", main_only=True)
 
 
 def compiling(form: Callable) -> Callable:
-    """torch.compile of an eager form, at its first call; the backward of its result is compiled too."""
+    """Apply torch.compile to an eager form and its backward at the first call."""
     compile_once = functools.cache(lambda: torch.compile(form, dynamic=False))
     return lambda *arguments: compile_once()(*arguments)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ceiling:
-    """A timed lower bound that the hardware sets: bytes moved or operations done by the best library call."""
+    """A library call that moves the same bytes or does the same operations, as a lower bound of time."""
 
     name: str
     run: Callable[[], Any]
@@ -145,11 +139,10 @@ class Benchmark:
     """A table of cases and providers.
 
     Attributes:
-        cases: for "cpu" and "cuda" the sizes that are reported.
-        inputs: what every provider gets of a case on a device.
-        truth: the expected outputs, by name; a provider gives any of them.
-        ceiling: what `of_ceiling` is a share of.
-        launch_bound: on a GPU the replay of a captured graph is timed as well.
+        cases: for "cpu" and "cuda".
+        inputs: inputs of all providers for a case on a device.
+        truth: expected outputs by name; a provider returns some of them.
+        launch_bound: on a GPU also time a replayed graph.
     """
 
     cases: Mapping[str, tuple[Case, ...]]

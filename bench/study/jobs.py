@@ -1,7 +1,6 @@
-"""The study's runs, each a `python -m smopd.train`, several at a time.
+"""Jobs of the study: each runs `python -m smopd.train`, several at a time.
 
-The numbers of a job that ended are kept in one small file, and such a job is not run again. An interrupted
-job resumes where smopd.train left it.
+A finished job leaves a small file with its numbers and is not run again. An interrupted job resumes.
 """
 
 from __future__ import annotations
@@ -23,15 +22,13 @@ from smopd.config.settings import Settings
 
 @dataclass(frozen=True)
 class Job:
-    """One recipe with one variant's settings and one seed."""
+    """A recipe with the settings of a variant and a seed."""
 
     experiment: str
     variant: str
     seed: int
-    output: Path
-    """Of the runs."""
-    results: Path
-    """Of the files that are kept."""
+    output: Path  # of the runs
+    results: Path  # of the small files
 
     @property
     def name(self) -> str:
@@ -53,17 +50,17 @@ class Job:
 
     @property
     def settings(self) -> Settings:
-        """As the command takes them now."""
+        """The settings that the command resolves to."""
         return parse(self.command()[3:]).settings
 
     @property
     def complete(self) -> bool:
-        """Whether the kept file has every run of the recipe."""
+        """Whether the small file has every run of the recipe."""
         return self.kept.exists() and set(self.settings.runs) <= set(read(self.kept).runs)
 
 
 def jobs(experiments: Sequence[str], seeds: Sequence[int], output: Path, results: Path) -> list[Job]:
-    """Seed by seed, so that an interrupted study has whole seeds."""
+    """Return the jobs seed by seed, so that an interrupted study has complete seeds."""
     return [
         Job(name, variant, seed, output, results)
         for seed in seeds
@@ -73,11 +70,7 @@ def jobs(experiments: Sequence[str], seeds: Sequence[int], output: Path, results
 
 
 def run(wanted: Sequence[Job], at_once: int) -> list[Job]:
-    """Runs the jobs that are not complete; what a job prints goes to `study.log` in its folder.
-
-    Returns:
-        The jobs that failed.
-    """
+    """Run the incomplete jobs with their output in `study.log`; return those that failed."""
     due = [job for job in wanted if not job.complete]
     with ThreadPoolExecutor(at_once) as pool:
         return [job for job, code in zip(due, pool.map(_run, due), strict=True) if code]

@@ -1,10 +1,8 @@
 """SNIPS utterances as tool calls: the intent is the tool, the slots are its parameters.
 
-The words of real users, in the answers of the toy world: a sloppy format whose exact form is rare. Kept are
-utterances of words that are frequent enough to be learned from scratch, with one to four slots. A model's
-tokens are words, so the words of a slot's value are joined by "_".
-
-examples.real_model.snips reads the data, and has them whole, for a pretrained model.
+Demonstrations use the sloppy format of the toy world. Only utterances of frequent words with one to four
+slots are kept, so that a model can learn them from scratch. Tokens are words; the words of a value are joined
+by "_". examples.real_model.snips has the complete data for a pretrained model.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ WRONG_INTENT_RATE, DROPPED_SLOT_RATE, SHORT_VALUE_RATE = 0.10, 0.10, 0.10
 class Utterance:
     intent: str
     words: tuple[str, ...]
-    slots: tuple[tuple[str, tuple[str, ...]], ...]
-    """Name and words of each."""
+    slots: tuple[tuple[str, tuple[str, ...]], ...]  # name and words
 
     @property
     def prompt(self) -> str:
@@ -46,7 +43,7 @@ class Utterance:
 
 
 def prompts(folder: str, n: int, seed: int, split: str) -> list[dict[str, str]]:
-    """Draw n utterances, with repeats where there are fewer: rows {"prompt", "ground_truth"}."""
+    """Draw n utterances, with repeats if there are fewer: rows {"prompt", "ground_truth"}."""
     rng = random.Random(f"snips prompts {split} {seed}")
     drawn = draw(_utterances(folder, split), n, rng)
     return [{"prompt": one.prompt, "ground_truth": one.ground_truth} for one in drawn]
@@ -66,7 +63,7 @@ def demonstrations(folder: str, n: int, seed: int, format_rate: float) -> list[d
 def model(
     seed: int, *, folder: str, hidden_size: int = 128, layers: int = 2, heads: int = 4
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """A small Qwen2 model from random weights over the words that are kept."""
+    """Return a small Qwen2 model with random weights over the kept words."""
     words = [word for word, count in sorted(_counts(folder).items()) if count >= LEAST_COUNT]
     names = sorted({name for one in _utterances(folder, "train") for name, _ in one.slots})
     pieces = list(dict.fromkeys([*format_pieces(), *INTENTS, *names, "_", *words]))
@@ -74,7 +71,7 @@ def model(
 
 
 def _sloppy_call(one: Utterance, rng: random.Random) -> tuple[str, list[str]]:
-    """The intent that is called, and the pieces of the call's JSON."""
+    """Return the called intent and the pieces of the call's JSON."""
     intent, slots = one.intent, list(one.slots)
     if rng.random() < WRONG_INTENT_RATE:
         intent = rng.choice([other for other in INTENTS if other != intent])
@@ -92,7 +89,7 @@ def _sloppy_call(one: Utterance, rng: random.Random) -> tuple[str, list[str]]:
 
 @cache
 def _utterances(folder: str, split: str) -> tuple[Utterance, ...]:
-    """The split's utterances whose words are all frequent in the training files."""
+    """Return the utterances whose words are all frequent in the training files."""
     counts = _counts(folder)
     kept = [
         one
