@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -106,10 +107,10 @@ def test_a_refusal_is_heard() -> None:
     assert "verl>=0.9.1,<0.9.2; verl 0.10.0 is installed" in done.stderr
 
 
-def test_the_example_learns() -> None:
-    done = python("examples/verl_distillation.py", "--steps", "15")
-    assert done.returncode == 0, done.stderr
-    steps = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+def test_the_example_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["verl_distillation.py", "--steps", "15"])
+    runpy.run_path(str(ROOT / "examples" / "verl_distillation.py"), run_name="__main__")
+    steps = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     first, last = (float(line.split("loss ")[1].split(",")[0]) for line in steps)
     assert last < 0.5 * first, steps
 
