@@ -54,7 +54,7 @@ class Engine:
 
     Attributes:
         sleeps: it leaves the GPU between uses.
-        taken: its GPU memory; None on a CPU.
+        memory: its GPU memory; None on a CPU.
         holds: identity of the files that its weights come from; None for other weights.
         asleep: what is off the GPU now, "weights" and "kv_cache".
         trouble: why it cannot serve, or "".
@@ -65,7 +65,7 @@ class Engine:
     settings: Vllm
     architecture: Architecture
     sleeps: bool
-    taken: EngineMemory | None
+    memory: EngineMemory | None
     holds: str | None = None
     asleep: set[str] = field(default_factory=set)
     trouble: str = ""
@@ -200,16 +200,16 @@ def _make(
 
         envs.disable_envs_cache()  # an earlier engine enabled it
         arguments = _arguments(path, settings) | {"enable_sleep_mode": sleeps}
-        taken = None
+        memory = None
         if _cuda():
             torch.cuda.empty_cache()
-            asleep = sum(made.taken.asleep(made.asleep) for made in _engines.values() if made.taken)
+            asleep = sum(made.memory.asleep(made.asleep) for made in _engines.values() if made.memory)
             gpu = Gpu(*torch.cuda.mem_get_info(), asleep=asleep)
             width = getattr(torch, settings.dtype).itemsize
             longest = settings.max_model_len or architecture.numbers.positions
             samples = role == SAMPLES
-            taken = engine_memory(settings, architecture.numbers, width, longest, gpu, samples=samples)
-            arguments |= vllm_arguments(settings, taken, gpu, sleeps=sleeps, samples=samples)
+            memory = engine_memory(settings, architecture.numbers, width, longest, gpu, samples=samples)
+            arguments |= vllm_arguments(settings, memory, gpu, sleeps=sleeps, samples=samples)
         with interrupts_withheld() if alone else nullcontext():
             llm = vllm.LLM(**deepcopy(arguments | options))  # vLLM changes its arguments
     if alone:
@@ -218,7 +218,7 @@ def _make(
         llm.llm_engine.engine_core._finalizer.atexit = False
     seconds = time.perf_counter() - start
     log.info("vLLM %s, %s engine for %s in %.1f s: %s", vllm.__version__, role, path, seconds, settings)
-    return Engine(llm, settings, architecture, sleeps, taken)
+    return Engine(llm, settings, architecture, sleeps, memory)
 
 
 def _fail_when_process_ends(llm: LLM) -> None:

@@ -69,7 +69,7 @@ class EngineMemory:
 
 
 def engine_memory(
-    wanted: Vllm, model: ModelNumbers, width: int, longest: int, gpu: Gpu, *, samples: bool
+    settings: Vllm, model: ModelNumbers, width: int, longest: int, gpu: Gpu, *, samples: bool
 ) -> EngineMemory:
     """Return the memory of an engine.
 
@@ -78,16 +78,16 @@ def engine_memory(
         longest: positions of its longest sequence.
         samples: False for an engine that scores with the pooler's head.
     """
-    parallel = wanted.tensor_parallel_size
+    parallel = settings.tensor_parallel_size
     own_head = not samples and (parallel > 1 or not model.tied)
     inside = model.parameters - model.head_parameters * (own_head and not model.tied)
     weights, head = -(-width * inside // parallel), width * model.head_parameters * own_head
     position = model.kv_bytes(width, parallel)
     least = position * (longest + BLOCK)
-    if wanted.kv_cache_bytes is not None:
-        cache = wanted.kv_cache_bytes
-    elif wanted.gpu_memory_share is not None:
-        cache = int(wanted.gpu_memory_share * gpu.total) - weights - WORK
+    if settings.kv_cache_bytes is not None:
+        cache = settings.kv_cache_bytes
+    elif settings.gpu_memory_share is not None:
+        cache = int(settings.gpu_memory_share * gpu.total) - weights - WORK
     elif samples:
         cache = max(least, (gpu.room - weights - WORK) // SAMPLING_PART)
     else:
@@ -96,17 +96,17 @@ def engine_memory(
 
 
 def vllm_arguments(
-    wanted: Vllm, taken: EngineMemory, gpu: Gpu, *, sleeps: bool, samples: bool
+    settings: Vllm, memory: EngineMemory, gpu: Gpu, *, sleeps: bool, samples: bool
 ) -> dict[str, Any]:
     """Return the memory arguments of vllm.LLM, which needs its `gpu_memory_utilization` to be free."""
-    if wanted.gpu_memory_share is not None and wanted.kv_cache_bytes is None:
-        return {"gpu_memory_utilization": wanted.gpu_memory_share}
-    least, room = taken.total - taken.work, gpu.free if sleeps else gpu.room
+    if settings.gpu_memory_share is not None and settings.kv_cache_bytes is None:
+        return {"gpu_memory_utilization": settings.gpu_memory_share}
+    least, room = memory.total - memory.work, gpu.free if sleeps else gpu.room
     if least > room:
         raise ValueError(
             f"a vLLM engine takes {least / GIB:.1f} GiB of weights and cache, expected at most "
             f"{room / GIB:.1f}, what is free less what sleeping engines need (python -m smopd.plan)"
         )
-    if samples and wanted.kv_cache_bytes is None:
-        return {"gpu_memory_utilization": min(taken.inside, gpu.free) / gpu.total}
-    return {"gpu_memory_utilization": taken.weights / gpu.total, "kv_cache_memory_bytes": taken.cache}
+    if samples and settings.kv_cache_bytes is None:
+        return {"gpu_memory_utilization": min(memory.inside, gpu.free) / gpu.total}
+    return {"gpu_memory_utilization": memory.weights / gpu.total, "kv_cache_memory_bytes": memory.cache}

@@ -73,15 +73,15 @@ class TeacherPooler(Pooler):
         cursor = pooling_metadata.get_pooling_cursor()
         counts, ends = cursor.num_scheduled_tokens_cpu.tolist(), cursor.seq_lens_cpu.tolist()
         begins = [end - count for end, count in zip(ends, counts, strict=True)]
-        asked = [params.extra_kwargs for params in pooling_metadata.pooling_params]
-        parts = [rows_between(*each) for each in zip(asked, begins, ends, strict=True)]
+        requests = [params.extra_kwargs for params in pooling_metadata.pooling_params]
+        parts = [rows_between(*each) for each in zip(requests, begins, ends, strict=True)]
         lengths = [len(part["token_ids_N"]) for part in parts]
         hidden = [rows[len(rows) - n :] for rows, n in zip(hidden_states.split(counts), lengths, strict=True)]
         joined = {
             name: torch.cat([part[name] for part in parts]).to(hidden_states.device, non_blocking=True)
             for name in parts[0]
         }
-        kappa, temperature = asked[0]["kappa"], asked[0]["temperature"]  # all requests come from one `ask`
+        kappa, temperature = requests[0]["kappa"], requests[0]["temperature"]  # equal for all
         answers = self.answer(torch.cat(hidden), kappa, temperature, **joined).split(lengths)
         results: list[Tensor | None] = []
         states, finished = pooling_metadata.pooling_states, cursor.get_finished_mask()
@@ -119,10 +119,10 @@ class TeacherPooler(Pooler):
         return torch.cat(answer, 1)
 
 
-def rows_between(asked: Mapping[str, Any], begin: int, end: int) -> dict[str, Tensor]:
+def rows_between(request: Mapping[str, Any], begin: int, end: int) -> dict[str, Tensor]:
     """Return the rows of a request for positions begin..end-1."""
-    part = slice(max(0, begin - asked["first"]), max(0, end - asked["first"]))
-    return {name: value[part] for name, value in load(asked["rows"]).items()}
+    part = slice(max(0, begin - request["first"]), max(0, end - request["first"]))
+    return {name: value[part] for name, value in load(request["rows"]).items()}
 
 
 class TeacherWorker:

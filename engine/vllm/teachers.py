@@ -113,12 +113,12 @@ class VllmTeachers(Dropping):
         if not together:
             return empty_topk(0, self.n_teachers, kappa * (self.n_teachers if union else 1), "cpu")
         result = empty_topk(flat_offsets(together)[-1], self.n_teachers, kappa, "cpu")
-        asked: list[int] = []
+        visited: list[int] = []
         of_others: dict[int, Tensor] = {}  # by teacher, its log-probabilities of the others' ids
 
         def visit(ask: Ask, m: int) -> None:
             given_NU = None
-            if union and len(asked) == self.n_teachers - 1:  # the others' ids are known
+            if union and len(visited) == self.n_teachers - 1:  # the others' ids are known
                 given_NU, _ = others_ids(result.ids_NMS, result.logps_NMS, m)
             answers = ask(kappa, temperature, given_NU)
             if given_NU is not None:
@@ -128,7 +128,7 @@ class VllmTeachers(Dropping):
             ids_NS, logps_NS, _ = without_padding(ids_NS, logps_NS, self.shared)
             result.ids_NMS[:, m], result.logps_NMS[:, m] = ids_NS, logps_NS
             result.token_logps_NM[:, m] = answers[:, 2 * kappa]
-            asked.append(m)
+            visited.append(m)
 
         def visit_again(ask: Ask, m: int) -> None:
             given_NU, _ = others_ids(result.ids_NMS, result.logps_NMS, m)
@@ -136,7 +136,7 @@ class VllmTeachers(Dropping):
 
         self._each(together, visit)
         if union:
-            self._each(together, visit_again, asked[:-1])
+            self._each(together, visit_again, visited[:-1])
             result = united(result, of_others)
         result.token_logps_NM[mine][outside_N] = -torch.inf
         return TeacherTopK(*(value[mine] for value in vars(result).values()))
@@ -238,8 +238,8 @@ def lora_rank(adapter: Adapter) -> int:
     """Return the least LORA_RANKS that fits the adapter; raises UnusableModel if vLLM cannot serve it."""
     try:
         helper = PEFTHelper.from_dict(adapter.config)
-        wanted = max([helper.r, *helper.rank_pattern.values()])
-        rank = next((rank for rank in LORA_RANKS if rank >= wanted), LORA_RANKS[-1])
+        needed = max([helper.r, *helper.rank_pattern.values()])
+        rank = next((rank for rank in LORA_RANKS if rank >= needed), LORA_RANKS[-1])
         helper.validate_legal(LoRAConfig(max_lora_rank=rank))
     except (TypeError, ValueError) as error:
         raise UnusableModel(f"adapter {adapter.folder}: vLLM does not serve it ({error})") from error
