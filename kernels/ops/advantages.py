@@ -51,7 +51,8 @@ def gdpo_advantages(
         None:        A
 
     Sigmas are unbiased. A_k is exactly 0 if the reward is NaN, if no other reward of the group can be scored,
-    and if the rewards of the group are equal up to rounding.
+    and if the rewards of the group are equal up to rounding. Whitening leaves out a response that no reward
+    of nonzero weight scored, and A_R is 0 for it.
 
     Args:
         rewards_RK, group_R: as in grpo_advantages.

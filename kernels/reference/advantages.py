@@ -127,8 +127,9 @@ def advantages(
         count_R = torch.ones_like(adv_R)
         if options.whiten == "tokens" and options.lengths_R is not None:
             count_R = options.lengths_R.to(adv_R)
-        if kept_R is not None:
-            count_R = torch.where(kept_R, count_R, 0.0)
+        scored_R = (~values_RK.isnan() & (weights_K != 0)).any(-1)
+        counted_R = scored_R if kept_R is None else scored_R & kept_R
+        count_R = torch.where(counted_R, count_R, 0.0)
         adv_R = _whitened(adv_R, count_R, options.whiten, options.norm_eps, process_group)
     return adv_R.to(dtype), kept_R
 

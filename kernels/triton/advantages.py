@@ -191,9 +191,12 @@ def _runs_kernel(
         share_B = n_kept_B.to(tl.float64) / tl.maximum(size_B, 1).to(tl.float64)
         adv_B = tl.where(dropped_B, 0.0, adv_B * share_B)
         tl.store(kept_ptr + rows_B, kept_B != 0, mask=own_B)
+    if WHITEN:  # without the responses that no reward scored, which infinity marks
+        scored_B = tl.max(((own_BK == own_BK) & (weights_KV[None, :] != 0.0)).to(tl.int32), 1)
+        counted_B = kept_B * scored_B
+        store_moments(moments_ptr, adv_B, counted_B, own_B, lengths_ptr, stride_lengths, rows_B, TOKENS)
+        adv_B = tl.where(scored_B != 0, adv_B, float("inf"))
     tl.store(adv_ptr + rows_B, adv_B.to(adv_ptr.dtype.element_ty), mask=own_B)
-    if WHITEN:
-        store_moments(moments_ptr, adv_B, kept_B, own_B, lengths_ptr, stride_lengths, rows_B, TOKENS)
 
 
 def unserved(op: str, rewards_RK: Tensor) -> str | None:

@@ -94,7 +94,7 @@ def _samples(
     adv_ptr, kept_ptr, lengths_ptr, stride_lengths, offs_r, n_responses,
     TOKENS: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
-    """Load the advantages and the number of samples of each."""
+    """Load the advantages and the number of samples of each, 0 for an infinite advantage."""
     inside_R = offs_r < n_responses
     adv_R = tl.load(adv_ptr + offs_r, mask=inside_R, other=0.0)
     count_R = inside_R.to(tl.float64)
@@ -104,7 +104,7 @@ def _samples(
     if DROP:
         kept_R = tl.load(kept_ptr + offs_r, mask=inside_R, other=0)
         count_R = tl.where(kept_R != 0, count_R, 0.0)
-    return adv_R, count_R
+    return adv_R, tl.where(adv_R == float("inf"), 0.0, count_R)
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def whiten_(
     norm_eps: float,
     process_group: Any = None,
 ) -> None:
-    """Write the whitened fp64 adv_R to out_R.
+    """Write the whitened fp64 adv_R to out_R; it is infinite for a response that no reward scored.
 
     lengths_R: samples of each response; None: one. moments_P3: number, mean and sum of squared deviations of
     disjoint parts of the samples. process_group: ranks to whiten over.

@@ -84,6 +84,7 @@ def definition(kind: str, rewards: Tensor, group: Tensor, **options: Any) -> tup
     adv, counts, kept = parts.sum(1), np.ones(len(groups)), None
     if given["whiten"] == "tokens":
         counts = given["lengths_R"].double().numpy()
+    counts = counts * (~np.isnan(values) & (weights != 0)).any(1)  # what no reward scored trains nothing
     if kind == "gd2po":
         conflict = (parts > 1e-8).any(1) & (parts < -1e-8).any(1)
         if given["snr_threshold"] is not None:
@@ -109,6 +110,7 @@ def ragged(backend: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     rewards = torch.randn(len(group), 3, generator=gen, dtype=torch.float64)
     rewards[:, 1] = (rewards[:, 1] > 1).double()
     rewards[torch.rand(rewards.shape, generator=gen) < 0.05] = NAN
+    rewards[3] = NAN
     lengths = torch.randint(1, 50, (len(group),), generator=gen)
     return rewards if backend == "reference" else rewards.float(), group, lengths
 
