@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import signal
 import sys
-from pathlib import Path
 
 from smopd import extra  # noqa: F401 reports missing packages
 
 # isort: split
-from smopd.config.cli import Command, describe, parse
+from smopd.config.cli import describe, parse
+from smopd.config.settings import Model
+from smopd.data.places import located
 from smopd.run import launch
 
 
@@ -21,7 +22,12 @@ def main(argv: list[str] | None = None) -> int:
     command = parse(arguments)
     if command.dry_run:
         print(describe(command), flush=True)
-        return preflight(command)
+        if not on_this_machine(command.settings.model):
+            print(f"# rewards were not tried: {command.settings.model.path} is not on this machine")
+            return 0
+        from smopd.run.pipeline import try_recipe
+
+        return try_recipe(command)
     if launch.wanted(command.settings.processes):
         return launch.launch("smopd.train", arguments, command.settings.processes)
     from smopd.run.pipeline import run_recipe
@@ -29,15 +35,15 @@ def main(argv: list[str] | None = None) -> int:
     return run_recipe(command)
 
 
-def preflight(command: Command) -> int:
-    """Read the data and call every reward once, if the model is on this machine."""
-    model = command.settings.model
-    if model.factory is None and not Path(str(model.path)).expanduser().exists():
-        print(f"# rewards were not tried: there is no folder {model.path}")
-        return 0
-    from smopd.run.pipeline import try_recipe
+def on_this_machine(model: Model) -> bool:
+    """Return whether the model is made here, in a folder, or in the cache of the hub."""
+    from huggingface_hub import try_to_load_from_cache
 
-    return try_recipe(command)
+    try:
+        folder = model.factory is not None or located(str(model.path)).exists()
+        return folder or isinstance(try_to_load_from_cache(str(model.path), "config.json"), str)
+    except (OSError, ValueError):  # an absent short name, no hub id
+        return False
 
 
 if __name__ == "__main__":

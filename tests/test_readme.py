@@ -1,4 +1,4 @@
-"""The README's recipe is one that the command takes; its operations run and its rewards score."""
+"""The README's recipe is valid, its operations run, and its rewards score."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from smopd.engine import distributed
 from smopd.engine.files import empty_partial, flush, replace_folder, room_for
+from smopd.engine.student.optimizers import apply_settings
 from smopd.engine.student.strategy import UnreadableState
 from smopd.engine.student.student import Student
 
@@ -111,6 +112,7 @@ class Checkpoints:
             strategy.restore(newest)
         except UnreadableState as error:
             raise DamagedCheckpoint(f"{newest}: {error}; remove the folder to resume") from error
+        apply_settings(student.optimizer, student.settings)
         if not same_ranks:
             log.warning(
                 "%s was saved by %s ranks, now %d: the run resumes, not bit for bit",

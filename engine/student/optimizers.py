@@ -58,6 +58,17 @@ def optimizer(policy: nn.Module, settings: Optimiser) -> torch.optim.Optimizer:
     return resolve(settings.optimizer, OPTIMIZERS)(trained, settings)
 
 
+def apply_settings(made: torch.optim.Optimizer, settings: Optimiser) -> None:
+    """Set AdamW's settings after a checkpoint has restored those that it was saved with."""
+    if settings.optimizer == "adamw":
+        for group in made.param_groups:
+            group |= {
+                "betas": settings.betas,
+                "eps": settings.adam_eps,
+                "weight_decay": settings.weight_decay,
+            }
+
+
 def schedule(settings: Optimiser, updates: int) -> Callable[[int], float]:
     """Return `settings.schedule` for a run of `updates` updates; ValueError as `resolve`."""
     factor = resolve(settings.schedule, SCHEDULES)

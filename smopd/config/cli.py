@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from smopd.config.errors import explain, is_setting, kind, schemas
-from smopd.config.recipe import Keys, Mistakes, builtin, description, dotted, load, parse_value, write_yaml
+from smopd.config.recipe import Keys, Mistakes, builtin, dotted, load, parse_value, write_yaml
 from smopd.config.rules import check
 from smopd.config.schedule import BASE, Part, done_steps, plan
 from smopd.config.settings import Settings
@@ -184,24 +184,26 @@ def _override(values: dict[str, Any], path: str, words: list[str], origin: dict[
     if not words:
         raise Mistakes([f"{COMMAND_LINE}: {path}: no value"])
     parsed = [parse_value(word) for word in words]
-    result = {"": values}  # the parent of the top level
+    result = {"": values}
     node: Any = result
-    keys: Keys = ("",)
+    key: Any = ""
+    keys: Keys = ()
     for part in path.split("."):
         # A copy, because a YAML alias may share this value with another section.
-        inside = node.get(keys[-1]) if isinstance(node, dict) else node[keys[-1]]
+        inside = node[key] if isinstance(node, list) else node.get(key)
         if inside is not None and not isinstance(inside, dict | list):
-            raise Mistakes([f"{COMMAND_LINE}: {path}: {dotted(keys[1:])} is {inside!r}, not a section"])
-        node[keys[-1]] = list(inside) if isinstance(inside, list) else dict(inside or {})
-        node = node[keys[-1]]
+            raise Mistakes([f"{COMMAND_LINE}: {path}: {dotted(keys)} is {inside!r}, not a section"])
+        node[key] = list(inside) if isinstance(inside, list) else dict(inside or {})
+        node = node[key]
         if isinstance(node, list) and not (part.isdigit() and int(part) < len(node)):
             there = f"there are {len(node)}, counted from 0"
-            raise Mistakes([f"{COMMAND_LINE}: {path}: {dotted(keys[1:])} has no entry {part!r}; {there}"])
-        keys = (*keys, int(part) if isinstance(node, list) else part)
-    node[keys[-1]] = parsed if len(parsed) > 1 else parsed[0]
-    for below in [known for known in origin if known[: len(keys) - 1] == keys[1:]]:
+            raise Mistakes([f"{COMMAND_LINE}: {path}: {dotted(keys)} has no entry {part!r}; {there}"])
+        key = int(part) if isinstance(node, list) else part
+        keys = (*keys, key)
+    node[key] = parsed if len(parsed) > 1 else parsed[0]
+    for below in [known for known in origin if known[: len(keys)] == keys]:
         del origin[below]
-    origin[keys[1:]] = COMMAND_LINE
+    origin[keys] = COMMAND_LINE
     return result[""]
 
 
@@ -231,7 +233,8 @@ def print_recipes() -> None:
     console = Console(highlight=False)
     for name, path in builtin().items():
         console.print(Text(name, style="bold"))
-        console.print(Padding(Text(description(path)), (0, 0, 0, 2)))
+        first, _, _ = path.read_text(encoding="utf-8").partition("\n")
+        console.print(Padding(Text(first.lstrip("# ")), (0, 0, 0, 2)))
         rows = Table.grid(padding=(0, 2))
         for run, values in load(name).values["runs"].items():
             if row := values.get("reproduces"):

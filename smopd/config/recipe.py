@@ -117,11 +117,6 @@ def _find(name: str, folder: Path) -> Path:
     raise Mistakes([f"no recipe {name!r}{hint}"])
 
 
-def description(path: Path) -> str:
-    """Return the first comment line of a recipe."""
-    return path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
-
-
 def _shown(path: Path) -> str:
     """Return a short form of the path, relative to the current folder if inside it."""
     if path.is_relative_to(Path.cwd()):

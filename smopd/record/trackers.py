@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,11 +22,6 @@ class Tracker(Protocol):
 
 OpensTracker = Callable[[Path, str, str, "dict[str, Any]", int], Tracker]
 """(run folder, recipe name, run name, resolved settings, steps done before) -> Tracker."""
-
-
-def missing(names: list[str]) -> list[str]:
-    """Return the built-in trackers whose package is not installed."""
-    return [name for name in names if name in TRACKERS and find_spec(name) is None]
 
 
 class _TensorBoard:

@@ -23,19 +23,11 @@ Labels = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Report:
-    """Content of the report.
-
-    Attributes:
-        title, caption: name and description of the recipe. An empty line begins a paragraph.
-        rows, columns: the results table.
-        settings_yaml: all settings.
-        metrics, samples, tokens, changes: run -> lines of its .jsonl files.
-        merges: run -> merge.json, the candidates of its start.
-        teachers: names, in the order of the token views.
-    """
+    """Content of the report. Metrics, samples, tokens and changes are lines of .jsonl files by run."""
 
     title: str
     caption: str = ""
+    """An empty line begins a paragraph."""
     rows: Sequence[Row] = ()
     columns: Sequence[str] = ()
     settings_yaml: str = ""
@@ -44,6 +36,7 @@ class Report:
     tokens: Mapping[str, Lines] = field(default_factory=dict)
     changes: Mapping[str, Lines] = field(default_factory=dict)
     merges: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """merge.json by run."""
     teachers: Sequence[str] = ()
 
 

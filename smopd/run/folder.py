@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 import yaml
+from pydantic import ValidationError
 
 from smopd import __version__
+from smopd.config.errors import explain
 from smopd.config.recipe import write_yaml
 from smopd.config.schedule import BASE, done_steps
 from smopd.config.settings import Settings
@@ -116,6 +118,11 @@ def changes(folder: Path, settings: Settings) -> list[Change]:
         return []
     try:
         before = Settings.model_validate(yaml.safe_load(config.read_text()))
+    except ValidationError as error:
+        message = (
+            f"{config}: was written by another version of smopd; resume with it, or give another --output"
+        )
+        raise ConfigMismatch("\n  ".join([message, *explain(error, {})])) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         why = " ".join(str(error).split())[:200]
         raise ConfigMismatch(

@@ -31,6 +31,7 @@ from smopd.loop import Run, optimise
 from smopd.merging.guard import Starter
 from smopd.merging.vectors import TaskVectors
 from smopd.names import is_url, printable
+from smopd.record.progress import say
 from smopd.record.recorder import Recorder
 from smopd.report.summary import summarise
 from smopd.rewards.pool import RewardPool, RewardSpec
@@ -250,6 +251,9 @@ def reopen(settings: Settings, run: str, folder: Path) -> None:
             f"runs.{run}: has no checkpoint of step {done} to continue from (checkpoint.every was 0); "
             f"remove {folder} to train it again"
         )
+    users = [each.name for each in plan(settings) if run in (*each.starts, *each.teachers)]
+    if begun := [name for name in users if (folder.parent / name).exists()]:
+        say(f"{run} gets more steps, but {', '.join(begun)} began with its earlier weights")
     for name in ("evaluation.json", "responses.jsonl"):
         (folder / name).unlink(missing_ok=True)
 

@@ -46,12 +46,10 @@ def models() -> list:
     return [first, near, reference]
 
 
-def target_of(own: Settings, rewards_RK: Tensor | None = None) -> tuple[Target, Any]:
+def target_of(own: Settings, rewards_RK: Tensor) -> tuple[Target, Any]:
     teachers = LocalTeachers(models(), Packing(micro_batch_tokens=60), VOCABULARY)
     topk = teachers.score(ROLLOUTS, KAPPA, own.kl_temperature, union=own.unites)
     batch = batch_of(ROLLOUTS)
-    if rewards_RK is None:
-        rewards_RK = torch.zeros(len(ROLLOUTS), 2, dtype=torch.float64)
     target = teacher_target(own, topk, batch, rewards_RK, CPU)
     assert target is not None
     return target, batch
@@ -79,33 +77,33 @@ def assert_product(target: Target, temperature: float, weights_NM: Tensor, keep:
 
 
 @pytest.mark.parametrize(
-    ("temperature", "limits"), [(0.7, {}), (1.0, {"protect_above": 0.1, "weights": [1.0, 0.5]})], ids=str
+    ("temperature", "gate", "limits"),
+    [
+        (0.7, "uniform", {}),
+        (1.0, "uniform", {"protect_above": 0.1, "weights": [1.0, 0.5]}),
+        (1.0, "token", {"weights": [2.0, 1.0]}),
+        (1.0, "token", {"prefix_floor": 0.2}),
+    ],
+    ids=str,
 )
-def test_the_target_is_the_product_of_whole_vocabularies(temperature: float, limits: dict) -> None:
-    own = settings(opd={"temperature": temperature, "product": limits})
-    target, batch = target_of(own)
-    weights_NM = torch.tensor(limits.get("weights", [1.0, 1.0])).expand(len(batch.token_ids_N), 2)
-    assert_product(target, temperature, weights_NM, limits.get("protect_above"))
-
-
-def test_a_gate_weighs_the_changes() -> None:
+def test_the_target_is_the_product_over_the_vocabulary(temperature: float, gate: str, limits: dict) -> None:
+    """A gate multiplies the exponents by the number of teachers times its weights; a prefix by its ratio."""
+    own = settings(opd={"temperature": temperature, "gate": {"kind": gate}, "product": limits})
     rewards_RK = torch.rand(len(ROLLOUTS), 2, generator=torch.Generator().manual_seed(0)).double()
-    own = settings(opd={"gate": {"kind": "token"}, "product": {"weights": [2.0, 1.0]}})
     target, batch = target_of(own, rewards_RK)
-    ids_NMS, logps_NMS = target.topk.ids_NMS[:, :2, :KAPPA], target.topk.logps_NMS[:, :2, :KAPPA]
-    failures = failure(*teachers_rewards(own, rewards_RK))
-    alpha_NM = log_alpha(own.opd.gate, ids_NMS, logps_NMS, failures, batch.response_N).exp()
-    assert alpha_NM.shape == (len(batch.token_ids_N), 2) and float(alpha_NM.std(0).max()) > 0.01
-    torch.testing.assert_close(target.log_alpha.exp(), alpha_NM)
-    assert_product(target, 1.0, torch.tensor([2.0, 1.0]) * 2 * alpha_NM)
-
-
-def test_changes_off_a_teachers_path_weigh_less() -> None:
-    own = settings(opd={"gate": {"kind": "token"}, "product": {"prefix_floor": 0.2}})
-    target, batch = target_of(own)
-    path_NM = path_weights(target.changes_NM, batch.response_N, 0.2)
-    assert float(path_NM.min()) == pytest.approx(0.2) and len(path_NM.unique()) > 4
-    assert_product(target, 1.0, 2 * target.log_alpha.exp() * path_NM)
+    weights_NM = torch.tensor(limits.get("weights", [1.0, 1.0])).expand(len(batch.token_ids_N), 2)
+    if gate == "token":
+        ids_NMS, logps_NMS = target.topk.ids_NMS[:, :2, :KAPPA], target.topk.logps_NMS[:, :2, :KAPPA]
+        failures = failure(*teachers_rewards(own, rewards_RK))
+        alpha_NM = log_alpha(own.opd.gate, ids_NMS, logps_NMS, failures, batch.response_N).exp()
+        torch.testing.assert_close(target.log_alpha.exp(), alpha_NM)
+        assert float(alpha_NM.std(0).max()) > 0.01
+        weights_NM = weights_NM * 2 * alpha_NM
+    if "prefix_floor" in limits:
+        path_NM = path_weights(target.changes_NM, batch.response_N, 0.2)
+        assert float(path_NM.min()) == pytest.approx(0.2) and len(path_NM.unique()) > 4
+        weights_NM = weights_NM * path_NM
+    assert_product(target, temperature, weights_NM, limits.get("protect_above"))
 
 
 def test_the_path_is_the_least_share_so_far_of_each_response() -> None:
@@ -121,7 +119,7 @@ def test_the_path_is_the_least_share_so_far_of_each_response() -> None:
 
 def test_the_loss_is_given_the_product_and_the_metrics_each_change() -> None:
     own = settings(loop={"updates_per_step": 2})
-    target, _ = target_of(own)
+    target, _ = target_of(own, torch.zeros(len(ROLLOUTS), 2, dtype=torch.float64))
     batch = batch_of(ROLLOUTS, updates=2)
     signals = Signals(torch.zeros(len(batch.token_ids_N)), target, None)
     adv_R = torch.zeros(len(ROLLOUTS))

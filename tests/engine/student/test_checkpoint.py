@@ -67,6 +67,20 @@ def test_resuming_is_bit_exact(tmp_path, device, at):
     assert equal(parameters(untouched), parameters(straight))
 
 
+def test_a_checkpoint_keeps_the_moments_and_not_the_settings_of_adamw(tmp_path, device):
+    changed = {"weight_decay": 0.5, "betas": (0.5, 0.6), "adam_eps": 1e-3}
+    trained, resumed = make_student(device), make_student(device, **changed)
+    advance(trained, range(1))
+    Checkpoints(tmp_path, keep=1).save(1, trained)
+    Checkpoints(tmp_path, keep=1).restore(resumed, 1)
+    for group in resumed.optimizer.param_groups:
+        assert (group["weight_decay"], group["betas"], group["eps"]) == (0.5, (0.5, 0.6), 1e-3)
+    states = [next(iter(each.optimizer.state.values())) for each in (trained, resumed)]
+    assert states[0]["exp_avg"].full_tensor().equal(states[1]["exp_avg"].full_tensor())
+    with pytest.raises(DamagedCheckpoint, match="step_00000007: no readable"):
+        Checkpoints(tmp_path, keep=1).restore(resumed, 7)
+
+
 def test_the_last_n_are_kept_and_a_partial_one_is_ignored(tmp_path, device):
     trained, checkpoints = make_student(device), Checkpoints(tmp_path, keep=2)
     assert checkpoints.restore(trained) == (0, None)

@@ -1,10 +1,10 @@
-"""Trackers: logged values, resumed runs, missing packages."""
+"""Trackers: logged values and resumed runs."""
 
 from __future__ import annotations
 
 import pytest
 
-from smopd.record.trackers import TRACKERS, missing
+from smopd.record.trackers import TRACKERS
 
 STEPS = {1: {"kl": 0.5, "reward/a/mean": -1.0}, 2: {"kl": 0.25, "reward/a/mean": 1.0}}
 
@@ -42,8 +42,3 @@ def test_trackio_keeps_the_values(tmp_path, monkeypatch):
     run("trackio", tmp_path, [1, 2])
     (kept,) = trackio.Api().runs("recipe")
     assert kept.name == "student"
-
-
-def test_missing_packages_are_named(monkeypatch):
-    monkeypatch.setattr("smopd.record.trackers.find_spec", lambda name: None if name == "wandb" else object())
-    assert missing(["tensorboard", "wandb", "mine:Tracker"]) == ["wandb"]

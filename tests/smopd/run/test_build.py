@@ -1,12 +1,13 @@
-"""What the engines are made with."""
+"""Settings of engines, and tokenizers of teachers."""
 
 from __future__ import annotations
 
 import pytest
 
 from smopd.config.settings import Settings, merged
-from smopd.run import build
+from smopd.run import build, preflight
 from smopd.run.build import rollout_settings
+from smopd.run.failures import UnusableInput
 from smopd.worlds import toy_world
 from smopd.worlds.models import world_tokenizer
 from tests.smopd.run.invariance_worker import SETTINGS
@@ -28,7 +29,7 @@ def test_runs_share_an_engine() -> None:
 
 @pytest.fixture
 def tokenizers(tmp_path):
-    """The world's tokenizer, and a function that saves another one of these words."""
+    """The tokenizer, its words, and a function that saves a tokenizer of other words."""
     words = toy_world.vocabulary()
 
     def saved(*others: str) -> str:
@@ -48,6 +49,17 @@ def test_a_teachers_tokenizer_is_the_students(tokenizers, caplog, tmp_path):
     for others in ([words[1], words[0], *words[2:]], ["another", *words[1:]]):
         with pytest.raises(ValueError, match=r"other has another tokenizer than the student: .* has the id"):
             build.require_tokenizer(own, saved(*others))
+
+
+def test_a_missing_package_is_named_before_training(monkeypatch):
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None if name in ("vllm", "wandb") else name)
+    for changes, named in (
+        ({"rollout": {"engine": "vllm"}}, "rollout.engine vllm: vllm"),
+        ({"log": {"trackers": ["tensorboard", "wandb"]}}, "log.trackers wandb: wandb"),
+    ):
+        with pytest.raises(UnusableInput, match=f"{named} is not installed"):
+            preflight.require_functions(Settings.model_validate(merged(SETTINGS, changes)))
+    preflight.require_functions(Settings.model_validate(SETTINGS))
 
 
 def test_arguments_of_vllm_reach_its_engine_and_what_we_plan_with_is_known() -> None:

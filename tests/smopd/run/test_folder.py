@@ -1,4 +1,4 @@
-"""Whose the run directory is, whatever is removed from it or stands in the way."""
+"""The run directory: its lock, its settings, and links in the way."""
 
 from __future__ import annotations
 
@@ -31,11 +31,19 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
         pass
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe\x00\x01", b"- " * 5000 + b"["])
-def test_settings_that_cannot_be_read_are_named(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\xff\xfe\x00\x01", "cannot be read"),
+        (b"- " * 5000 + b"[", "cannot be read"),
+        (b"rollout: {top_p: 0.9}", "another version of smopd.*\n.*rollout.top_p: was removed"),
+    ],
+)
+def test_settings_that_cannot_be_read_are_named(tmp_path, content, said):
     (tmp_path / "config.yaml").write_bytes(content)
     (tmp_path / "student").mkdir()
-    with pytest.raises(ConfigMismatch, match=r"config\.yaml: cannot be read"), lock_run_dir(tmp_path, MADE):
+    refused = pytest.raises(ConfigMismatch, match=rf"(?s)config\.yaml: .*{said}")
+    with refused, lock_run_dir(tmp_path, MADE):
         pass
 
 
