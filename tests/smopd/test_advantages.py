@@ -42,12 +42,15 @@ def group_advantage(k):
 
 
 def whitened(weights):
+    """Eq. 3 over the responses that a reward scored; 0 for the others."""
     sums = [
         sum(w * a for w, a in zip(weights, row, strict=True))
         for row in zip(*map(group_advantage, range(3)), strict=True)
     ]
-    mean, sigma = statistics.fmean(sums), statistics.stdev(sums)
-    return [(value - mean) / (sigma + 1e-6) for value in sums]
+    scored = [not all(map(math.isnan, row)) for group in REWARDS for row in group]
+    known = [value for value, counts in zip(sums, scored, strict=True) if counts]
+    mean, sigma = statistics.fmean(known), statistics.stdev(known)
+    return [(value - mean) / (sigma + 1e-6) * counts for value, counts in zip(sums, scored, strict=True)]
 
 
 def batch_balanced():
