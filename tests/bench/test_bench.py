@@ -1,4 +1,4 @@
-"""`pytest bench`, what `make gpu` would run, and the study's recipes, statistics and stored results."""
+"""`pytest bench`, the plan of `make gpu`, and the study's recipes, statistics and stored results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ bench.gdpo_advantages = lambda *given, **options: right(*given, **options) + 1e-
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", [False, True])
 def test_pytest_bench(wrong: bool, repository_root: Path, tmp_path: Path) -> None:
-    """One table, rows with where they were measured; where ours is wrong a failure, and no time."""
+    """A wrong result of ours fails without a time; rows have machine and versions."""
     pytest.importorskip("pytest_benchmark", reason="needs pytest-benchmark")
     (tmp_path / "spoiled.py").write_text(SPOILED if wrong else "")
     rows = tmp_path / "deep" / "rows.jsonl"

@@ -1,7 +1,6 @@
-"""The backends whose operations one suite holds to one truth, and which operation each of them has.
+"""Calls of an operation on each backend.
 
-Triton runs natively on a GPU and in its interpreter elsewhere, which pays by the row: few of a case's rows
-are asked of it there.
+Triton runs natively on a GPU, else in its interpreter, which is slow and gets only a few rows of a case.
 """
 
 from __future__ import annotations
@@ -27,18 +26,19 @@ from smopd.kernels.types import TokenTerms
 
 GPU = torch.cuda.is_available()
 INTERPRETED_ROWS = 2
-SMALL_VOCABULARY = 10_000  # more have several parts as they are
+SMALL_VOCABULARY = 10_000  # larger ones have several parts anyway
+PARTS = 4  # about, of a small row in the split kernel
 
 
 def each(operation: str, *, but: tuple[str, ...] = ()) -> pytest.MarkDecorator:
-    """A test for each backend that has the operation. but: those that do not promise what the test holds."""
+    """Parametrize a test over the backends that have the operation, except `but`."""
     having = list(dispatch.MODULES[operation])
-    having += ["triton split"] if operation == "loss_rows" else []  # a form of triton's
+    having += ["triton split"] if operation == "loss_rows" else []  # a second kernel of Triton
     return pytest.mark.parametrize("backend", [backend for backend in having if backend not in but])
 
 
 def need(backend: str) -> None:
-    """Skips where the backend cannot run here."""
+    """Skip the test if the backend cannot run here."""
     if backend == "cpp" and (why_not := dispatch.cpp_unavailable()) is not None:
         pytest.skip(why_not)
     if backend.startswith("triton"):
@@ -58,19 +58,19 @@ def interpreted(backend: str) -> bool:
 
 
 def leave_to_a_gpu(backend: str, case: bool) -> None:
-    """Skips a case that the interpreter would pay dearly for, and that differs from its others in little."""
+    """Skip a case that is slow in the interpreter and similar to others."""
     if case and interpreted(backend):
-        pytest.skip("left to a GPU: Triton's interpreter pays by the row")
+        pytest.skip("left to a GPU: slow in Triton's interpreter")
 
 
 def rows_for(backend: str, n_rows: int, most: int = INTERPRETED_ROWS) -> Tensor:
-    """All rows; for the interpreter a few, the first and the last of them."""
+    """Return the indices of all rows; for the interpreter a few, with the first and the last."""
     few = min(n_rows, most) if interpreted(backend) else n_rows
     return torch.linspace(0, n_rows - 1, few).long()
 
 
 def moved(value: Any, to: str) -> Any:
-    """Tensors, and those in lists, tuples, dicts and dataclasses, on a device."""
+    """Move tensors to a device, also in lists, tuples, dicts and dataclasses."""
     if isinstance(value, Tensor):
         return value if value.device.type == to else value.to(to)
     if isinstance(value, dict):
@@ -84,7 +84,7 @@ def moved(value: Any, to: str) -> Any:
 
 @functools.cache
 def function(backend: str, operation: str) -> Callable[..., Any]:
-    """The backend's own function, for tensors of its device."""
+    """Return the backend's function."""
     if backend == "triton split":
         return _loss_of_split_rows
     module = importlib.import_module(f"smopd.kernels.{dispatch.MODULES[operation][backend]}")
@@ -92,23 +92,25 @@ def function(backend: str, operation: str) -> Callable[..., Any]:
 
 
 def _loss_of_split_rows(logits_NV: Tensor, *arguments: Any) -> TokenTerms:
-    """In parts of 32 lanes, so that a small vocabulary has several; the row kernel serves the rest."""
+    """Call loss_rows so that even a small vocabulary is split into several parts of 32 lanes."""
     from smopd.kernels.triton import loss
 
-    small = {"_SPLIT_LANES": 32, "_SPLIT_VECTORS": 3} if logits_NV.shape[1] < SMALL_VOCABULARY else {}
+    n_vocab, vector = logits_NV.shape[1], 32 * 16 // logits_NV.element_size()
+    small = {"_SPLIT_LANES": 32, "_SPLIT_VECTORS": max(3, n_vocab // (PARTS * vector))}
+    small = small if n_vocab < SMALL_VOCABULARY else {}
     with mock.patch.multiple(loss, _MAX_HELD=0, _SPLIT_TAIL_SLOTS=32, **small):
         return loss.loss_rows(logits_NV, *arguments)
 
 
 def call(backend: str, operation: str, *arguments: Any, **options: Any) -> Any:
-    """The result on the CPU, for arguments of the CPU."""
+    """Call the backend's function with arguments from the CPU and return the result to the CPU."""
     need(backend)
     there = moved((arguments, options), device(backend))
     return moved(function(backend, operation)(*there[0], **there[1]), "cpu")
 
 
 def same(some: Any, others: Any) -> bool:
-    """Bit for bit, NaN being itself: tensors, tuples and dataclasses of them."""
+    """Whether tensors, or tuples or dataclasses of them, are equal bit for bit (NaN equals NaN)."""
     if isinstance(some, Tensor):
         equal = (some == others) | (some.isnan() & others.isnan())
         return some.shape == others.shape and some.dtype == others.dtype and bool(equal.all())

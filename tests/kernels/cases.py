@@ -1,4 +1,4 @@
-"""Inputs at which every backend's operations are held to float64, with the truth of each computed once.
+"""Inputs to compare every backend with float64; the truth of a case is computed once.
 
 Letters: N rows, V vocabulary, M teachers, S entries of each, kappa.
 """
@@ -28,9 +28,9 @@ from smopd.kernels.types import (
 from tests.kernels import backends, float64
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-HALF = ("fp32", "bf16", "fp16")  # what every backend has
-MOST_KNOWN = 3000  # ids that a random teacher ranks
-NOWHERE = (2**31 - 1, -(10**6))  # ids of an empty slot
+HALF = ("fp32", "bf16", "fp16")  # all backends have these
+MOST_KNOWN = 3000  # most ids of a random teacher
+NOWHERE = (2**31 - 1, -(10**6))  # ids of empty slots
 SHAPES = ((1, 7, 1, 3), (13, 1271, 2, 16), (5, 5000, 4, 33))  # N, V, M, kappa
 TARGETS = ("none", "given", "repeats", "pooled", "merged", "many")
 LAYOUTS = ("dense", "aligned", "odd", "inside")
@@ -44,10 +44,7 @@ def random_logits(n_rows: int, n_vocab: int, dtype: str = "fp32", seed: int = 0)
 def random_teachers(
     n_rows: int, n_vocab: int, n_support: int, n_teachers: int = 2, seed: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """ids (N, M, S), logps by descending value, log_alpha (N, M); many ids are shared, some slots empty.
-
-    Of a large vocabulary every so many ids, up to the last one.
-    """
+    """Return ids (N, M, S), descending logps, log_alpha (N, M); many ids are shared, some slots are empty."""
     generator = torch.Generator().manual_seed(seed)
     n_known = min(n_vocab, MOST_KNOWN)
     common_NV = torch.randn(n_rows, 1, n_known, generator=generator)
@@ -65,7 +62,7 @@ def random_teachers(
 def target_of(
     kind: str, n_rows: int, n_vocab: int, n_support: int, n_teachers: int = 2
 ) -> SparseTarget | None:
-    """kind: of TARGETS. repeats: a given target has ids twice; many: more teachers than a kernel unites."""
+    """Return a target of a kind of TARGETS. repeats: with repeated ids; many: of nine teachers."""
     if kind == "none":
         return None
     if kind == "many":
@@ -87,7 +84,7 @@ def random_tokens(
     ids: torch.dtype = torch.int64,
     seed: int = 2,
 ) -> LossTokens:
-    """Weights of every kind, some 0; old log-probabilities near and far."""
+    """Return tokens with random weights, some of them 0, and old log-probabilities near and far."""
     n_rows, n_vocab = logits_NV.shape
     generator = torch.Generator().manual_seed(seed)
 
@@ -110,7 +107,7 @@ def random_tokens(
     weights = [torch.rand(n_rows, generator=generator) + 0.1 for _ in range(4)]
     for place, weight_N in enumerate(weights):
         weight_N[place + 1 :: 7] = 0.0
-        weight_N[6::11] = 0.0  # a token that counts nowhere
+        weight_N[6::11] = 0.0  # a token without any weight
     return LossTokens(
         token_ids_N=token_ids_N.to(ids),
         adv_N=normal(),
@@ -126,7 +123,7 @@ def random_tokens(
 
 @dataclass
 class LossCase:
-    """Arguments of loss_rows on the CPU, and what they give. Nothing of it may be written to."""
+    """Arguments of loss_rows on the CPU and the true result. Do not write to them."""
 
     logits_NV: Tensor
     tokens: LossTokens
@@ -144,7 +141,7 @@ class LossCase:
         return part
 
     def but(self, logits_NV: Tensor | None = None, **columns: Any) -> LossCase:
-        """With other logits or columns, which may hold infinities and NaN."""
+        """Replace logits or columns; they may hold infinities and NaN."""
         logits_NV = self.logits_NV if logits_NV is None else logits_NV
         return LossCase(logits_NV, replace(self.tokens, **columns), self.settings, float64.defined_loss)
 
@@ -174,6 +171,8 @@ def loss_case(
         temperature=temperatures[0],
         kl_temperature=temperatures[1],
         opd_coef=opd_coef,
+        clip_low=0.15,
+        clip_high=0.3,
         dual_clip=1.5 if dual else None,
         reverse_kl_surrogate=reverse or "paper",
     )
@@ -192,7 +191,7 @@ def kl_case(
     temperature: float = 1.0,
     upstream: str = "both",
 ) -> LossCase:
-    """The forward KL's, as a loss whose surrogate is log p: its gradient has those two weights."""
+    """Return the forward KL as a loss whose surrogate is -log p; the weights are the upstream gradients."""
     temperatures = (temperature, temperature)
     case = loss_case(
         shape, dtype, target, tail, temperatures=temperatures, reverse=None, old=False, opd_coef=1.0
@@ -204,9 +203,9 @@ def kl_case(
 
 
 def laid_out(rows_NV: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """The same rows with a gap behind each, of 16 bytes' multiples or not, and all of their memory.
+    """Return the rows with a gap after each, and all of their memory.
 
-    inside: as far apart as those of 16 bytes' multiples, from an odd place of the memory on.
+    The row stride is aligned to 16 bytes except for "odd"; "inside" starts at an unaligned address.
     """
     n_rows, n_vocab = rows_NV.shape
     wide, first = -n_vocab % 16 + 16, 5 if kind == "inside" else 0
@@ -219,7 +218,7 @@ def laid_out(rows_NV: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 def run_loss(
     backend: str, case: LossCase, gradient: str = "own", layout: str = "dense"
 ) -> tuple[TokenTerms, Tensor | None]:
-    """gradient: "own", a buffer of NaN, "in place" or "none". What is not to be written is not."""
+    """Run loss_rows with the gradient in its "own" buffer, "in place" or "none"; check stray writes."""
     backends.need(backend)
     where = backends.device(backend)
     logits_NV, memory = laid_out(case.logits_NV.to(where), layout)
@@ -247,7 +246,7 @@ def check_loss(
     most: int | None = None,
     flushed: float = 0.0,
 ) -> tuple[TokenTerms, Tensor | None]:
-    """The terms and the gradient against the case's truth; of the interpreter at most so many rows."""
+    """Compare terms and gradient with the truth; the interpreter gets at most `most` rows."""
     case = few_rows(backend, case, most)
     terms, grad_NV = run_loss(backend, case, gradient, layout)
     float64.check_terms(terms, case.truth.terms)
@@ -258,7 +257,7 @@ def check_loss(
 
 
 def few_rows(backend: str, case: LossCase, most: int | None = None) -> LossCase:
-    """For the interpreter at most so many of them; the truth is computed once, for all rows and backends."""
+    """Select rows for the interpreter; the truth is computed once for all rows."""
     case.truth  # noqa: B018
     if not backends.interpreted(backend):
         return case
@@ -266,7 +265,7 @@ def few_rows(backend: str, case: LossCase, most: int | None = None) -> LossCase:
 
 
 def run_kl(backend: str, case: LossCase, layout: str = "dense") -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability, KL and gradient; a weight that is 0 in all rows is no upstream gradient."""
+    """Run topk_forward_kl and its backward; all-zero weights mean no upstream gradient."""
     backends.need(backend)
     tokens, settings = backends.moved(case.tokens, backends.device(backend)), case.settings
     leaf_NV = laid_out(case.logits_NV.to(tokens.adv_N.device), layout)[0].requires_grad_()
@@ -275,16 +274,17 @@ def run_kl(backend: str, case: LossCase, layout: str = "dense") -> tuple[Tensor,
     with mock.patch.dict(os.environ, {dispatch.ENV: backend}):
         outputs = ops.topk_forward_kl(leaf_NV, tokens.token_ids_N, *target, **options)
         upstream = zip(outputs, (tokens.pg_weight_N, tokens.kl_weight_N), strict=True)
-        asked = [(out_N, weight_N) for out_N, weight_N in upstream if weight_N.numel() == 0 or weight_N.any()]
-        roots, weights = zip(*asked, strict=True)
+        roots, weights = zip(
+            *((out_N, weight_N) for out_N, weight_N in upstream if weight_N.any()), strict=True
+        )
         (grad_NV,) = torch.autograd.grad(roots, leaf_NV, weights)
     return backends.moved((*(out_N.detach() for out_N in outputs), grad_NV), "cpu")
 
 
-def check_kl(backend: str, case: LossCase, layout: str = "dense", *, flushed: float = 0.0) -> None:
+def check_kl(backend: str, case: LossCase, layout: str = "dense") -> None:
     case = few_rows(backend, case)
     logp_N, kl_N, grad_NV = run_kl(backend, case, layout)
     float64.check_term(logp_N, case.truth.terms.logp_N, "logp")
     float64.check_term(kl_N, case.truth.terms.kl_N, "kl")
     assert grad_NV.dtype == case.logits_NV.dtype
-    float64.check_gradient(grad_NV, case.truth, backend, flushed=flushed)
+    float64.check_gradient(grad_NV, case.truth, backend)

@@ -11,12 +11,12 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _poisoned(poisoned_memory: None) -> None:
-    """All tests of kernels: memory that is read before it is written, or beside what was written, shows."""
+    """Fill new memory with NaN in all tests of kernels, to reveal reads before writes."""
 
 
 @pytest.fixture
 def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's blocks are so small that a short row streams, and is partly held."""
+    """Use so small Triton blocks that a short row is partly streamed and partly held."""
     from smopd.kernels.triton import loss
 
     monkeypatch.setattr(loss, "_configuration", lambda *_, **__: (1, 8, 2))
@@ -24,7 +24,7 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def each_number_of_threads() -> Iterator[Callable[..., list]]:
-    """What a call gives on one, two and three threads."""
+    """Return a function that collects the results of a call on one, two and three threads."""
     before = torch.get_num_threads()
 
     def results(call: Callable[[], Any], counts: tuple[int, ...] = (1, 2, 3)) -> list:

@@ -1,11 +1,10 @@
-"""The truth of the kernels' tests, in float64, and how far from it a result may be.
+"""Truth in float64 for the kernels' tests, and the bounds of results.
 
-Where all numbers are finite the truth is bench/harness/objective.py, by autograd, which shares nothing with
-smopd.kernels. Infinities and NaN are what the reference makes of them in float64 (`defined_loss`), which the
-tests of those values say in words too.
+For finite numbers the truth is bench/harness/objective.py with autograd, which shares no code with
+smopd.kernels. For infinities and NaN it is the reference in float64 (`defined_loss`).
 
-The bounds are the project's: a term within 2e-5, an entry of the gradient within four ulps of float32 or one
-of a half type, and 2^-20 of the magnitudes that cancel in it.
+Bounds: 2e-5 for a term; for an entry of the gradient four ulps of float32 or one of a half type, plus 2^-20
+of the magnitudes that cancel in it.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ from smopd.ops import (
 )
 
 TERMS = tuple(field.name for field in fields(TokenTerms))
-TERM = {"rtol": 2e-6, "atol": LOGP, "equal_nan": True}  # a surrogate of e^20 is as exact as its size allows
+TERM = {"rtol": 2e-6, "atol": LOGP, "equal_nan": True}  # rtol: for surrogates of e^20
 TERM_64 = {"rtol": 1e-11, "atol": 1e-12, "equal_nan": True}
 GRADIENT_64 = {"rtol": 1e-9, "atol": 1e-12, "equal_nan": True}
 TRITON_FP32_ULPS = 8
-REFERENCE_FP32 = 8.0  # times the bound, where an absolute 2^-16 was: its exponentials round as torch's do
-MOST_LOGP = 20.0  # of what still weighs in an entropy's gradient
+REFERENCE_FP32 = 8.0  # times the bound: torch's exponentials round more
+MOST_LOGP = 20.0  # limit of |log p| in the size of an entropy's gradient
 
 
 @dataclass(frozen=True)
 class Truth:
-    """The terms, the loss's gradient in the logits, and the size of what cancels in each entry of it.
+    """True terms and gradient, and the size of the terms that cancel in each entry of the gradient.
 
-    slope_N: the surrogate's part of the size, were it the same in the whole row.
-    tail_NV: what the size would have more, were the tail all of the teachers' mass; of hostile rows alone.
+    slope_N: size of the surrogate's slope. tail_NV: extra size for hostile rows, as if the tail held all the
+    teachers' mass.
     """
 
     terms: TokenTerms
@@ -62,14 +61,14 @@ class Truth:
 
 
 def in_float64(value):
-    """The floating tensors of a dataclass in float64."""
+    """Convert the floating tensors of a dataclass to float64."""
     columns = {field.name: getattr(value, field.name) for field in fields(value)}
     wide = {n: c.double() for n, c in columns.items() if isinstance(c, Tensor) and c.is_floating_point()}
     return replace(value, **wide)
 
 
 def true_loss(logits_NV: Tensor, tokens: LossTokens, settings: LossSettings) -> Truth:
-    """Of finite numbers, by autograd; what a token that counts nowhere holds is 0."""
+    """Return the truth for finite numbers by autograd; 0 for tokens without any weight."""
     wide = in_float64(tokens)
     leaf_NV = logits_NV.detach().double().requires_grad_()
     part = objective.terms(leaf_NV, wide, settings)
@@ -92,7 +91,6 @@ def clip_bits(logp_N: Tensor, tokens: LossTokens, settings: LossSettings) -> Ten
     bits_N = CLIP_LOW * (low_N & (adv_N < 0)) + CLIP_HIGH * (high_N & (adv_N > 0))
     bits_N = bits_N + CLIP_LOG_RATIO * (log_ratio_N.abs() > 20)
     if settings.dual_clip is not None:
-        # The surrogate of a negative advantage is at least its own ratio's.
         bits_N = bits_N + CLIP_DUAL * (
             (adv_N < 0) & (ratio_N.clamp(min=1 - settings.clip_low) > settings.dual_clip)
         )
@@ -108,7 +106,7 @@ def clip_bits(logp_N: Tensor, tokens: LossTokens, settings: LossSettings) -> Ten
 
 
 def defined_loss(logits_NV: Tensor, tokens: LossTokens, settings: LossSettings) -> Truth:
-    """Of any numbers, by the reference in float64."""
+    """Return the truth for any numbers by the reference in float64."""
     grad_NV = torch.empty_like(logits_NV, dtype=torch.float64)
     terms = reference_loss.loss_rows(logits_NV.double(), in_float64(tokens), settings, grad_NV)
     size = magnitude(logits_NV, tokens, settings, terms.logp_N)
@@ -122,7 +120,7 @@ def defined_loss(logits_NV: Tensor, tokens: LossTokens, settings: LossSettings) 
 def magnitude(
     logits_NV: Tensor, tokens: LossTokens, settings: LossSettings, logp_N: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What cancels in each entry of the loss's gradient, of its three parts; and the surrogate's slope."""
+    """Return the size of the terms of each entry of the gradient, and of the surrogate's slope."""
     wide = in_float64(tokens)
     zero_N = logits_NV.new_zeros(logits_NV.shape[0], dtype=torch.float64)
     ratio_N = zero_N.exp()
@@ -145,7 +143,7 @@ def magnitude(
 
 
 def policy_size(logits_NV: Tensor, token_ids_N: Tensor, slope_N: Tensor, temperature: float) -> Tensor:
-    """slope (p_v + [v = y])."""
+    """Return slope (p_v + [v = y])."""
     p_NV = (logits_NV.double() / temperature).softmax(-1)
     own_N1 = torch.ones_like(p_NV[:, :1])
     size_NV = p_NV.scatter_add(-1, token_ids_N[:, None].long().clamp(min=0), own_N1).clamp(max=1.0)
@@ -155,7 +153,7 @@ def policy_size(logits_NV: Tensor, token_ids_N: Tensor, slope_N: Tensor, tempera
 def kl_size(
     logits_NV: Tensor, target: SparseTarget, weight_N: Tensor, tail: bool, temperature: float
 ) -> Tensor:
-    """w (p_v + q_v); off the support q_v is the element's share of the tail's teacher mass."""
+    """Return w (p_v + q_v); off the support q_v is a share of the tail's teacher mass."""
     p_NV = (logits_NV.double() / temperature).softmax(-1)
     ready = prepare_target(target, torch.float64, tail=tail)
     size_NV = p_NV.clone()
@@ -168,7 +166,7 @@ def kl_size(
 
 
 def tail_size(logits_NV: Tensor, target: SparseTarget, weight_N: Tensor, temperature: float) -> Tensor:
-    """w p_v / p_r off the support."""
+    """Return w p_v / p_r off the support."""
     ready = prepare_target(target, torch.float64, tail=True)
     wide_NV = logits_NV.double() / temperature
     held_NS = torch.where(ready.live_N[:, None], -torch.inf, wide_NV.gather(-1, ready.ids_NS))
@@ -184,7 +182,6 @@ def check_terms(got: TokenTerms, true: TokenTerms) -> None:
 
 
 def check_term(got_N: Tensor, true_N: Tensor, name: str = "") -> None:
-    """fp32, or fp64 where the logits are."""
     close = TERM_64 if got_N.dtype == torch.float64 else TERM
     assert got_N.dtype in (torch.float32, torch.float64), name
     torch.testing.assert_close(
@@ -193,9 +190,9 @@ def check_term(got_N: Tensor, true_N: Tensor, name: str = "") -> None:
 
 
 def check_gradient(got_NV: Tensor, true: Truth, backend: str = "", *, flushed: float = 0.0) -> None:
-    """NaN where the truth has it; infinite, with its sign, where the truth rounds beyond the largest number.
+    """Compare a gradient: NaN where the truth is NaN, infinite where it overflows, else within the bound.
 
-    flushed: of a probability below the smallest normal number, which may be 0.
+    flushed: extra size for probabilities below the smallest normal number, which may be 0.
     """
     true_NV, size_NV = true.grad_NV, true.size_NV
     if got_NV.dtype == torch.float64:
@@ -203,7 +200,7 @@ def check_gradient(got_NV: Tensor, true: Truth, backend: str = "", *, flushed: f
         return
     assert torch.equal(got_NV.isnan(), true_NV.isnan())
     ulps, slack = ULPS[got_NV.dtype], 1.0
-    if backend != "cpp":  # whose exponentials of small probabilities are exact too
+    if backend != "cpp":  # C++ is also exact for small probabilities
         size_NV = torch.maximum(size_NV, true.slope_N[:, None].expand_as(size_NV))
     if not backend.startswith("triton") and true.tail_NV is not None:
         size_NV = size_NV + true.tail_NV
@@ -220,6 +217,6 @@ def check_gradient(got_NV: Tensor, true: Truth, backend: str = "", *, flushed: f
 
 
 def short_of_infinity(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """How far below the least number that rounds to +inf in dtype."""
+    """Return the distance below the least number that rounds to +inf in dtype."""
     largest = value.new_tensor(torch.finfo(dtype).max)
     return (largest + ulp(largest, dtype) / 2 - value).clamp(min=0.0)

@@ -1,4 +1,4 @@
-"""Few combinations of many factors: every two values of two factors meet in one of them."""
+"""Combinations of factors such that every pair of values of two factors occurs in one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _new_pairs(row: dict[str, Any], name: str, value: Any, open_pairs: set[tuple
 
 
 def pairwise(factors: dict[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Greedy, always the same."""
+    """Return the combinations, chosen greedily and deterministically."""
     names = list(factors)
     open_pairs = {
         (a, x, b, y) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]
@@ -31,6 +31,6 @@ def pairwise(factors: dict[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def label(row: dict[str, Any]) -> str:
-    """A combination in words."""
+    """Return the test id of a combination."""
     words = (f"{name}:{value}" if isinstance(value, bool) else str(value) for name, value in row.items())
     return "-".join(words).replace(" ", "").replace("torch.", "")

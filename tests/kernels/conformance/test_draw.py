@@ -1,4 +1,4 @@
-"""A draw by every backend: where the cumulative distribution passes a number, and the log-probability."""
+"""draw on every backend: the token where the cumulative distribution exceeds the uniform number."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.kernels import backends
     ("n_vocab", "dtype"), [(37, torch.bfloat16), (4096, torch.float32), (9001, torch.float16)]
 )
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_a_draw_is_where_the_cumulative_distribution_passes(backend, n_vocab, dtype, temperature):
+def test_equals_float64(backend, n_vocab, dtype, temperature):
     torch.manual_seed(0)
     logits_RV = (3 * torch.randn(12, n_vocab)).to(dtype)
     logits_RV[1, : n_vocab // 2] = -torch.inf
     logits_RV[2] = -torch.inf
-    logits_RV[2, n_vocab - 1] = 1.0  # one token alone is possible
+    logits_RV[2, n_vocab - 1] = 1.0  # only one token is possible
     uniform_R = torch.rand(12, dtype=torch.float64)
     uniform_R[0], uniform_R[1], uniform_R[2], uniform_R[3] = 0.0, 0.0, 0.0, 1 - 2.0**-53
     token_R, logp_R = backends.call(backend, "draw", logits_RV, temperature, uniform_R)

@@ -1,4 +1,4 @@
-"""The row functions of every backend on infinities and NaN: as the definition has them in float64."""
+"""loss_rows and topk_logprobs on every backend with infinities, NaN and extreme values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.kernels import backends, cases, float64
 from tests.kernels.cases import DTYPES, HALF, LossCase, check_loss, loss_case, run_loss
 from tests.kernels.float64 import TERMS
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN through the interpreter's numpy
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # from numpy in the interpreter
 INF, NAN = math.inf, math.nan
 each_backend = backends.each("loss_rows")
 WEIGHTS = ("pg_weight_N", "kl_weight_N", "ent_weight_N")
@@ -37,8 +37,7 @@ SPOTS = {  # of a row whose target is on ids 0 to 3 and whose token is 7
     "one huge and negative": (2500, -3.0e38),
     "two huge and equal": ([1, 2500], 1.0e9),
 }
-# Of whom no digits are promised. x / T or x log2(e) of fp32, not fused, loses those of logits far from 0, and
-# of the largest it is infinite; x - max of 1e7 loses all that is off the support.
+# Only C++ is accurate for these: fp32 x / T or x log2(e) loses digits or overflows without a fused product.
 HUGE = ("one huge", "one huge in the support", "far from 0")
 
 
@@ -83,7 +82,7 @@ def hostile_case(rows: list[Tensor], inactive: tuple[str, ...], settings: LossSe
 @pytest.mark.parametrize("inactive", [(), ("pg_weight_N",), ("kl_weight_N",), WEIGHTS], ids=str)
 @pytest.mark.parametrize("tail", [True, False], ids=["tail", "paper"])
 def test_hostile_rows(tail: bool, inactive: tuple[str, ...], backend: str, request) -> None:
-    """Each of them between others, and a plain one not changed by them."""
+    """Also, a plain row is not changed by hostile ones."""
     backends.leave_to_a_gpu(backend, bool(inactive))
     without = () if backend == "cpp" else HUGE
     rows = [row_V for name, row_V in hostile_rows().items() if name not in without]
@@ -99,19 +98,19 @@ def test_hostile_rows(tail: bool, inactive: tuple[str, ...], backend: str, reque
 
 
 def check_topk(backend: str, logits_NV: Tensor, kappa: int, tokens_N: Tensor, temperature: float) -> None:
-    """A NaN comes first, and all of its row are NaN."""
+    """Compare with float64. A NaN comes first, and all log-probabilities of its row are NaN."""
     options = {"token_ids_N": tokens_N, "temperature": temperature}
     got = backends.call(backend, "topk_logprobs", logits_NV, kappa, **options)
     true = reference.topk_logprobs(logits_NV.double(), kappa, **options)
     close = dict(float64.TERM)
     if backend == "reference":
-        close["atol"] += 2.0**-23 * 3e4 / temperature  # x / T - lse is rounded there
+        close["atol"] += 2.0**-23 * 3e4 / temperature  # it rounds x / T - lse
     torch.testing.assert_close(got.logps_NS.double(), true.logps_NS, **close)
     torch.testing.assert_close(got.token_logp_N.double(), true.token_logp_N, **close)
     nan_N = logits_NV.isnan().any(-1)
     assert torch.equal(got.ids_NS[~nan_N], true.ids_NS[~nan_N])
     assert all(len(set(row)) == kappa for row in got.ids_NS.tolist())
-    if backend != "reference" and kappa > 0:  # whose definition leaves open which
+    if backend != "reference" and kappa > 0:  # which does not define the ids
         assert torch.equal(got.ids_NS[nan_N, 0].long(), logits_NV[nan_N].isnan().int().argmax(-1))
 
 
@@ -126,8 +125,8 @@ def test_top_kappa_of_hostile_rows(dtype: str, backend: str) -> None:
 
 @each_backend
 @pytest.mark.parametrize("bad", [NAN, INF, -INF], ids=str)
-def test_a_token_that_counts_nowhere_is_zero_whatever_it_holds(bad: float, backend: str) -> None:
-    """Its logits, its ids and its target's; and the others' rows do not change."""
+def test_a_token_without_weights_is_zero(bad: float, backend: str) -> None:
+    """With bad logits and ids; other rows do not change."""
     case = loss_case((4, 1271, 2, 16), "bf16", entropy=True, reverse=None)
     idle_N = torch.tensor([False, True, False, True])
     columns = {name: torch.where(idle_N, 0.0, 0.5 + getattr(case.tokens, name)) for name in WEIGHTS}
@@ -155,8 +154,8 @@ def test_a_token_that_counts_nowhere_is_zero_whatever_it_holds(bad: float, backe
         ("merged", "log_alpha", False),
     ],
 )
-def test_a_nan_of_the_teachers_is_not_lost(target: str, where: str, tail: bool, backend: str) -> None:
-    """It is in the row's KL and masses, where the KL has a weight in its gradient, and in nothing else."""
+def test_a_nan_of_the_teachers_reaches_the_kl(target: str, where: str, tail: bool, backend: str) -> None:
+    """And the masses, and the gradient if the KL has a weight, but nothing else."""
     case = loss_case((3, 211, 2, 9), target=target, tail=tail, entropy=True, reverse=None)
     broken = getattr(case.tokens, where).clone()
     broken[:2, ..., 1] = NAN
@@ -169,7 +168,7 @@ def test_a_nan_of_the_teachers_is_not_lost(target: str, where: str, tail: bool, 
 
 
 def entry(case: LossCase, name: str, value: Tensor | float, row: int = 1) -> Tensor:
-    """The column, the first of its row's entries being value."""
+    """Return the column with the first entry of the row replaced."""
     column = getattr(case.tokens, name).clone()
     column[row].view(-1)[:1] = value
     return column
@@ -179,8 +178,8 @@ def entry(case: LossCase, name: str, value: Tensor | float, row: int = 1) -> Ten
 @pytest.mark.parametrize("payload", [0x7FFFFFFF, -1], ids=hex)
 @pytest.mark.parametrize("dtype", HALF)
 def test_a_nan_of_any_payload_reaches_the_whole_row(dtype: str, payload: int, backend: str) -> None:
-    """Rounding one with all bits set to bf16 carries out of the exponent. In no other row is there any."""
-    backends.leave_to_a_gpu(backend, dtype != "bf16")  # rounding to it is what may carry
+    """Rounding a NaN with all bits set to bf16 would carry out of the exponent."""
+    backends.leave_to_a_gpu(backend, dtype != "bf16")
     nan = torch.tensor(payload, dtype=torch.int32).view(torch.float32)
     names = ["adv_N", "pg_weight_N", "old_logp_N", "kl_weight_N", "reverse_adv_N", "reverse_weight_N"]
     for entropy, two in ((False, False), (True, True)):
@@ -194,19 +193,22 @@ def test_a_nan_of_any_payload_reaches_the_whole_row(dtype: str, payload: int, ba
             assert bool(grad_NV[1:].isfinite().all()), name
 
 
-# Whatever logits and targets come: ordinary, tied, where exp overflows and underflows, subnormal, no numbers.
 LOGITS = [0.0, -0.0, 1.0, 1.0, -2.5, 7.25, 30.0, 88.8, -104.0, 3e4, -3e4, 1e-40, INF, -INF, NAN]
 LOGPS = [math.log(0.5), math.log(0.25), -3.0, -20.0, 0.0, -INF, NAN]
-EXAMPLES, INTERPRETED, COMPILED = 150, 4, 30  # the interpreter takes a second a row, a new shape a compile
-SUBNORMAL = 2.0**-126 / CANCELLATION  # a probability below the smallest normal number may be 0
-LEAST_LOGP = 104.0  # the size of the least in fp32, which the entropy weighs its probability by
+EXAMPLES, INTERPRETED, COMPILED = (
+    150,
+    4,
+    30,
+)  # a row takes the interpreter a second, a shape a GPU a compilation
+SUBNORMAL = 2.0**-126 / CANCELLATION  # smaller probabilities may be 0
+LEAST_LOGP = 104.0  # -log of the least fp32 number
 RATIO_AT_AN_EDGE = 1e-4
 
 
 @st.composite
 def drawn_logits(draw: st.DrawFn, backend: str) -> Tensor:
     n_rows, n_vocab = draw(st.integers(1, 3)), draw(st.integers(1, 12))
-    # The interpreter has no fused multiply-add: beside 3e4 its fp32 has no such digits.
+    # Without a fused multiply-add the interpreter is not accurate beside 3e4.
     known = [x for x in LOGITS if not (backends.interpreted(backend) and abs(x) == 3e4)]
     value = st.sampled_from(LOGITS[:7] if draw(st.booleans()) else known)
     rows = [draw(st.lists(value, min_size=n_vocab, max_size=n_vocab)) for _ in range(n_rows)]
@@ -215,7 +217,7 @@ def drawn_logits(draw: st.DrawFn, backend: str) -> Tensor:
 
 @st.composite
 def drawn_cases(draw: st.DrawFn, backend: str) -> LossCase:
-    """Targets with repeats, empty slots, masses above 1."""
+    """Draw targets with repeats, empty slots and masses above 1."""
     logits_NV = draw(drawn_logits(backend))
     n_rows, n_vocab = logits_NV.shape
 
@@ -246,7 +248,7 @@ def drawn_cases(draw: st.DrawFn, backend: str) -> LossCase:
 
 
 def hold(backend: str, check: Callable[[st.DataObject], None]) -> None:
-    """check(data) on this backend's number of examples."""
+    """Run check(data) on this backend's number of examples."""
     backends.need(backend)
     quiet = [HealthCheck.too_slow, HealthCheck.filter_too_much]
     of_triton = INTERPRETED if backends.interpreted(backend) else COMPILED
@@ -274,7 +276,7 @@ def test_loss_of_any_values(backend: str) -> None:
     def check(data: st.DataObject) -> None:
         case = data.draw(drawn_cases(backend))
         ratio_N = (case.truth.terms.logp_N - case.tokens.old_logp_N.double()).exp()
-        for edge in (0.8, 1.2):  # where it may fall on either side
+        for edge in (0.8, 1.2):  # rounding decides there
             assume(not bool(((ratio_N - edge).abs() < RATIO_AT_AN_EDGE).any()))
         check_loss(backend, case, flushed=SUBNORMAL * (1.0 + LEAST_LOGP * case.settings.entropy_coef))
 

@@ -1,4 +1,4 @@
-"""loss_rows of every backend: terms and gradient against float64, whatever the options, shapes and memory."""
+"""loss_rows on every backend: terms and gradient against float64, for all options, shapes and layouts."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def test_equals_float64(row: dict, backend: str, request: pytest.FixtureRequest)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("target", cases.TARGETS)
 def test_every_combination_that_chooses_a_path(target: str, dtype: str, backend: str) -> None:
-    """In float64 too, where the backend has it; row 6 counts nowhere."""
+    """Row 6 has no weight."""
     if dtype == "fp64" and backend == "cpp":
-        pytest.skip("float64 is the reference's: dispatch gives it no other")
+        pytest.skip("only the reference gets float64")
     shape = (7, 211, 2, 9)
     for tail, entropy, temperatures in itertools.product((True, False), (True, False), TEMPERATURES):
         options = {"tail": tail, "entropy": entropy, "temperatures": temperatures, "dual": tail}
@@ -100,10 +100,10 @@ def test_support_anywhere(place: str, backend: str, request: pytest.FixtureReque
 
 @each_backend
 def test_a_small_tail_keeps_its_digits(backend: str) -> None:
-    """The student's mass off the support is 1e-12: 1 - sum would be 0."""
+    """The student's mass off the support is 1e-12, which 1 - sum would round to 0."""
     logits_NV = torch.full((2, 300), -30.0)
     logits_NV[:, :4] = torch.tensor([3.0, 2.0, 1.0, 0.0])
-    if not backends.interpreted(backend):  # which has no fused multiply-add
+    if not backends.interpreted(backend):  # it has no fused multiply-add
         logits_NV[1] += 1000.0
     logps_NS = logits_NV[:, :4].double().log_softmax(-1).sub(1e-3).float()
     given = SparseTarget(torch.arange(4).expand(2, 4), logps_NS)
@@ -112,7 +112,7 @@ def test_a_small_tail_keeps_its_digits(backend: str) -> None:
         kl_weight_N=torch.ones(2),
         pg_weight_N=torch.zeros(2),
     )
-    for tail in (True,) if backend.startswith("triton") else (True, False):  # its bound of p is 2^-20 of more
+    for tail in (True,) if backend.startswith("triton") else (True, False):  # its bound is larger
         case = LossCase(logits_NV, tokens, LossSettings(tail=tail))
         assert bool((1.0 - case.truth.terms.student_mass_N < 1e-11).all())
         _, grad_NV = check_loss(backend, case)
@@ -121,7 +121,7 @@ def test_a_small_tail_keeps_its_digits(backend: str) -> None:
 
 
 FAR = math.exp(25.0)
-CLIPS = {  # advantage, ratio, value, bits; the gradient is 0 where there are bits or no advantage
+CLIPS = {  # advantage, ratio, value, bits; with bits or without an advantage the gradient is 0
     "surrogate": [
         (2.0, 1.0, -2.0, 0),
         (2.0, 1.5, -2.4, ops.CLIP_HIGH),
@@ -158,7 +158,7 @@ def test_each_case_of_the_clip(kind: str, backend: str) -> None:
         token_ids_N=torch.full((len(adv_N),), 2),
         adv_N=(0.0 * adv_N if reverse else adv_N).float(),
         pg_weight_N=torch.ones(len(adv_N)),
-        old_logp_N=(logp_N - ratio_N.log()).float(),  # rounded: a ratio of 1 is one of float32
+        old_logp_N=(logp_N - ratio_N.log()).float(),  # rounded to float32
         reverse_adv_N=adv_N.float() if reverse else None,
         reverse_weight_N=torch.ones(len(adv_N)) if reverse else None,
     )
@@ -173,8 +173,7 @@ def test_each_case_of_the_clip(kind: str, backend: str) -> None:
 
 @each_backend
 @pytest.mark.parametrize("dtype", cases.HALF)
-def test_neither_gradient_nor_place_change_a_bit(dtype: str, backend: str) -> None:
-    """No gradient, one of its own, in place; again; a row alone."""
+def test_bits_do_not_depend_on_the_gradient_buffer_or_other_rows(dtype: str, backend: str) -> None:
     case = loss_case((13, 2071, 2, 16), dtype, entropy=True, temperatures=(0.7, 1.0))
     case = case.at(backends.rows_for(backend, 13))
     terms, grad_NV = run_loss(backend, case)
@@ -190,8 +189,7 @@ def test_neither_gradient_nor_place_change_a_bit(dtype: str, backend: str) -> No
 
 @backends.each("loss_rows", but=("reference", *INTERPRETED))
 @pytest.mark.parametrize("n_vocab", [265, 70_000], ids="V{}".format)
-def test_threads_do_not_show(n_vocab: int, backend: str, each_number_of_threads) -> None:
-    """Rows that come again have the same bits, whichever thread has them."""
+def test_bits_do_not_depend_on_threads(n_vocab: int, backend: str, each_number_of_threads) -> None:
     few = loss_case((5, n_vocab, 2, 16), "bf16", entropy=True)
     case = few.at(torch.arange(5).repeat(8))
     results = each_number_of_threads(lambda: run_loss(backend, case))

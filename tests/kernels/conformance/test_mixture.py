@@ -1,4 +1,4 @@
-"""teacher_mixture of every backend: the order exactly as defined, log-probabilities against float64."""
+"""teacher_mixture on every backend: the exact order, and log-probabilities against float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from smopd.kernels.reference import topk as reference
 from smopd.kernels.types import Mixture
 from tests.kernels import backends, cases
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # from numpy in the interpreter
 INF, NAN = math.inf, math.nan
 each_backend = backends.each("teacher_mixture")
 merges = pytest.mark.parametrize("merge", [True, False], ids=["merged", "pooled"])
@@ -34,9 +34,9 @@ def mixture(backend: str, ids: Tensor, logps: Tensor, log_alpha: Tensor, kappa: 
 
 
 def check(backend: str, teachers: Teachers, kappa: int, merge: bool, *, near: bool = True) -> Mixture:
-    """Values against float64; the order of the definition in fp32, pooled exactly.
+    """Compare the values with float64 and the order with the reference.
 
-    near: the order of merged values is free where two of them are within rounding of each other.
+    near: allow any order of merged values that differ only by rounding.
     """
     ids, logps, log_alpha = teachers
     got = mixture(backend, *teachers, kappa, merge)
@@ -54,7 +54,7 @@ def check(backend: str, teachers: Teachers, kappa: int, merge: bool, *, near: bo
         gap_NS = (want.logps_NS[:, 1:] - want.logps_NS[:, :-1]).abs().nan_to_num(0.0)
         edge_N1 = torch.full((len(ids), 1), INF)
         near_NS = torch.minimum(torch.cat([edge_N1, gap_NS], 1), torch.cat([gap_NS, edge_N1], 1)) < 1e-5
-        near_NS[:, -1:] = True  # the next one, cut off, may be near
+        near_NS[:, -1:] = True  # the first value that was cut may be near
         same_NS |= near_NS[:, :kappa]
     assert bool(same_NS.all()) and not got.ids_NS[got.logps_NS == -INF].any()
     return got
@@ -65,11 +65,11 @@ def check(backend: str, teachers: Teachers, kappa: int, merge: bool, *, near: bo
 @pytest.mark.parametrize("n_teachers", [1, 2, 4, 9])
 @pytest.mark.parametrize("n_support", [1, 16, 64])
 def test_equals_float64(n_support: int, n_teachers: int, merge: bool, backend: str) -> None:
-    """Up to 576 candidates, on both sides of where a sort takes over; of every row, by descending value."""
-    backends.leave_to_a_gpu(backend, n_support * n_teachers > 200)  # test_the_largest_pool has one
+    """Up to 576 candidates, below and above the number from which C++ sorts."""
+    backends.leave_to_a_gpu(backend, n_support * n_teachers > 200)
     ids, logps, log_alpha = cases.random_teachers(30, 700, n_support, n_teachers)
     rows = backends.rows_for(backend, 30)
-    ids[rows[-1]] = ids[rows[-1]].flip(-1)  # and not
+    ids[rows[-1]] = ids[rows[-1]].flip(-1)  # a list that does not descend
     logps[rows[-1]] = logps[rows[-1]].flip(-1)
     kappas = {0, 1, n_support, n_support * n_teachers, n_support * n_teachers + 3}
     if backends.interpreted(backend):
@@ -81,7 +81,7 @@ def test_equals_float64(n_support: int, n_teachers: int, merge: bool, backend: s
 
 @each_backend
 def test_the_largest_pool(backend: str) -> None:
-    """As many candidates as Triton takes, and two kappas no power of two."""
+    """The most candidates for Triton, with kappas that are no powers of two."""
     ids, logps, log_alpha = cases.random_teachers(1, 384, 128, 8)
     for kappa in (100, 130):
         check(backend, (ids, logps, log_alpha), kappa, merge=kappa == 100)
@@ -89,13 +89,13 @@ def test_the_largest_pool(backend: str) -> None:
 
 @functools.cache
 def drawn(merge: bool) -> st.SearchStrategy:
-    """Few ids and few values, so that most of the order is decided by ties; a number of entries to keep."""
+    """Return a strategy for teachers with many ties, kappa, and whether sums are exact."""
 
     @st.composite
     def teachers(draw) -> tuple:
         n_rows, n_support = draw(st.integers(1, 3)), draw(st.integers(0, 6))
         exact = draw(st.booleans())
-        # A logsumexp of three may round a tie either way, one of two may not: two teachers of distinct ids.
+        # A logsumexp of two is exact up to ties, one of three is not: two teachers of distinct ids.
         n_teachers = 2 if merge and exact else draw(st.integers(1, 4))
         shape = (n_rows, n_teachers, n_support)
         count = math.prod(shape)
@@ -136,7 +136,6 @@ def test_any_teachers(merge: bool, backend: str) -> None:
 
 @each_backend
 def test_ties(backend: str) -> None:
-    """Pooled to the lower teacher and then to its order; merged to the lower id."""
     ids, logps = torch.tensor([[[9, 3, 5], [1, 9, 0]]]), torch.full((1, 2, 3), -1.0)
     assert check(backend, (ids, logps, torch.zeros(2)), 5, False).ids_NS.tolist() == [[9, 3, 5, 1, 9]]
     got = check(backend, (ids, logps, torch.zeros(2)), 8, True, near=False)
@@ -185,7 +184,7 @@ def test_strides_and_types(merge: bool, backend: str) -> None:
 
 
 def uneven_teachers(n_rows: int) -> Teachers:
-    """Lists that descend, that do not, with a NaN, with infinities and of nothing, by turns."""
+    """Return lists that descend or not, with NaN, with infinities, and empty ones, in turn."""
     ids, logps, log_alpha = cases.random_teachers(n_rows, 300, 12, 3)
     logps[1::7] = logps[1::7].flip(-1)
     logps[2::7, 1, 5:8] = logps[2::7, 1, 5:8].flip(-1)
@@ -199,7 +198,6 @@ def uneven_teachers(n_rows: int) -> Teachers:
 @each_backend
 @merges
 def test_a_row_depends_on_no_other(merge: bool, backend: str) -> None:
-    """Whatever the others are, and however many."""
     sizes = (9,) if backends.interpreted(backend) else (1, 7, 8, 9, 50)  # a program of Triton's has 8
     for n_rows, kappa in itertools.product(sizes, (12,) if backends.interpreted(backend) else (1, 12, 40)):
         teachers = uneven_teachers(n_rows)
@@ -214,7 +212,7 @@ def test_a_row_depends_on_no_other(merge: bool, backend: str) -> None:
 
 @backends.each("teacher_mixture", but=("reference", "triton"))
 @merges
-def test_threads_do_not_show(merge: bool, backend: str, each_number_of_threads) -> None:
+def test_bits_do_not_depend_on_threads(merge: bool, backend: str, each_number_of_threads) -> None:
     ids, logps, log_alpha = uneven_teachers(3001)
     teachers = (ids, logps.nan_to_num(), log_alpha)
     results = each_number_of_threads(lambda: mixture(backend, *teachers, 16, merge))

@@ -1,4 +1,4 @@
-"""teacher_product on every backend against float64, whatever repeats, ties or is missing."""
+"""teacher_product on every backend against float64, with repeats, ties and missing ids."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 @pytest.fixture(params=dispatch.BACKENDS)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Serves every call of the public function, which spells out the options."""
+    """Force each backend for the public function."""
     backends.need(request.param)
     monkeypatch.setenv(dispatch.ENV, request.param)
     return request.param
@@ -35,7 +35,7 @@ def product(backend: str, *lists: Any, **options: Any) -> Mixture:
 
 
 def truth(ids: Tensor, logps: Tensor, weights: Tensor, reference=-1, clip=INF, keep_raised=INF) -> Tensor:
-    """(N, V) the log-probability of each id, in float64; -inf off the support."""
+    """Return the (N, V) true log-probabilities; -inf off the support."""
     n_rows, n_models, _ = ids.shape
     p_NMV = torch.zeros(n_rows, n_models, V, dtype=torch.float64)
     p_NMV.scatter_add_(-1, ids.masked_fill(logps == -INF, 0).long(), logps.double().exp())
@@ -51,7 +51,7 @@ def truth(ids: Tensor, logps: Tensor, weights: Tensor, reference=-1, clip=INF, k
 
 
 def check(backend: str, ids: Tensor, logps: Tensor, weights: Tensor, kappa: int, **options) -> Mixture:
-    """Each id has its own value, and stands once; the order is that of the values, ties by id."""
+    """Check the value of each id, that ids are distinct, and the order."""
     got = product(backend, ids, logps, weights, kappa, **options)
     assert got.ids_NS.shape == got.logps_NS.shape == (ids.shape[0], kappa)
     assert got.ids_NS.dtype == torch.int32 and got.logps_NS.dtype == got.mass_N.dtype == torch.float32
@@ -72,7 +72,7 @@ def check(backend: str, ids: Tensor, logps: Tensor, weights: Tensor, kappa: int,
 
 
 def random_case(n_rows: int, n_models: int, n_support: int, seed: int = 0, by_row: bool = True):
-    """A union: every model gives most of the ids, each in an order of its own; some slots are empty."""
+    """Return models that give most of the same ids in different orders; some slots are empty."""
     gen = torch.Generator().manual_seed(seed)
     order = torch.rand(n_rows, n_models, n_support, generator=gen).argsort(-1)
     base = torch.randint(0, 1000, (n_rows, 1, 1), generator=gen)
@@ -102,7 +102,7 @@ def test_equals_float64(
 
 @st.composite
 def drawn_lists(draw):
-    """Few ids, so that they repeat, tie and miss; slots may be empty or hold -0.0."""
+    """Draw lists of few ids, which repeat, tie and are missing; slots may be empty or hold -0.0."""
     n_rows, n_models, n_support = draw(st.integers(0, 2)), draw(st.integers(1, 4)), draw(st.integers(0, 6))
     count = n_rows * n_models * n_support
     ids = draw(st.lists(st.integers(0, 4), min_size=count, max_size=count))

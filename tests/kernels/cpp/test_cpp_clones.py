@@ -1,10 +1,9 @@
-"""smopd._C's own: its tests on the clones that this CPU leaves out, AVX2 and plain x86-64; its import.
+"""Tests of smopd._C on the instruction sets that this CPU does not choose, AVX2 and plain x86-64.
 
     python -m tests.kernels.cpp.test_cpp_clones {arch_x86_64_v3,default} FOLDER PYTEST-ARGUMENT...
 
-A function with clones is reached through a resolver that looks at the CPU. In a copy of smopd._C, written to
-FOLDER, each resolver answers with the chosen clone, and every other clone begins with an instruction that
-kills the process: what passes has run on the chosen ones alone, in the machine code that ships.
+Resolvers choose a function's clone for the CPU. In a copy of smopd._C in FOLDER the resolvers return the
+given clone, and all other clones start with an illegal instruction: passing tests ran on the given clones.
 """
 
 from __future__ import annotations
@@ -30,14 +29,13 @@ FILES = [
     f"tests/kernels/conformance/test_{name}.py"
     for name in ("topk", "mixture", "forward_kl", "loss", "hostile")
 ]
-# Of the suite what C++ serves, but not what has nothing to do with the instruction set.
 WORDS = "equals or combination or hostile or every_half or nan or tail or support"
 TESTS = f"cpp and not fp64 and ({WORDS})"
 LEAST_TESTS = 150
 
 
 def functions(path: Path) -> dict[str, int]:
-    """Name -> offset in the file; {} of a library that was stripped."""
+    """Return name -> offset in the file; {} if the library is stripped."""
     names = subprocess.run(["nm", path], capture_output=True, text=True).stdout
     sections = subprocess.run(["objdump", "-h", path], capture_output=True, text=True, check=True).stdout
     address, offset = (int(x, 16) for x in re.findall(r" \.text +\w+ +(\w+) +\w+ +(\w+)", sections)[0])
@@ -47,12 +45,12 @@ def functions(path: Path) -> dict[str, int]:
 
 
 def with_clone(path: Path, chosen: str) -> bytes:
-    """The library in which these clones serve and no others can."""
+    """Return the library with only these clones enabled."""
     at, patched = functions(path), bytearray(path.read_bytes())
     cloned = [name.removesuffix(".resolver") for name in at if name.endswith(".resolver")]
     assert cloned
     for function in cloned:
-        # A default that was written apart, not cloned, has the function's own name.
+        # A separately written default has the name of the function.
         starts = {clone: at.get(f"{function}.{clone}", at.get(function, 0)) for clone in CLONES}
         resolver = at[f"{function}.resolver"]
         distance = starts[chosen] - (resolver + 7)
@@ -82,7 +80,7 @@ def main(chosen: str, folder: str, *arguments: str) -> int:
 
 
 def why_not(clone: str) -> str | None:
-    """Why this CPU or library cannot run them, or None."""
+    """Return why this CPU or library cannot run the clones, or None."""
     path = library()
     if path is None or shutil.which("nm") is None:
         return "smopd._C is not built here"
@@ -114,7 +112,7 @@ def test_every_clone_passes_the_kernels_tests(clone: str, tmp_path: Path, reposi
 
 @pytest.mark.skipif(library() is None, reason="smopd._C is not built")
 def test_import_leaves_denormals_alone() -> None:
-    """A library linked with -ffast-math would flush them in every thread that loads it."""
+    """A library linked with -ffast-math would flush them in threads that load it."""
     code = (
         "import torch, smopd._C\n"
         "torch.ops.smopd.topk_logprobs_cpu(torch.randn(64, 2000), 4, None, 1.0)\n"

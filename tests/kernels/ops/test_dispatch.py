@@ -1,4 +1,4 @@
-"""Which backend serves a call, what is forced, what is said of it; and that smopd.ops is a light import."""
+"""The choice of a backend and its log line; smopd.ops imports little."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOGITS = torch.zeros(5, 11)
 REWARDS = (torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64))
 
 
-def said(calls, caplog: pytest.LogCaptureFixture) -> list[str]:
+def messages(calls, caplog: pytest.LogCaptureFixture) -> list[str]:
     dispatch._log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="smopd"):
         for call in calls:
@@ -28,17 +28,17 @@ def said(calls, caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.skipif(dispatch.cpp_unavailable() is not None, reason="smopd._C is not built")
 @pytest.mark.parametrize("forced", ["", "cpp", "reference"])
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_cpu_has_one_line_for_all_operations(turned: bool, forced: str, caplog, monkeypatch) -> None:
+def test_one_line_for_all_operations(turned: bool, forced: str, caplog, monkeypatch) -> None:
     monkeypatch.setenv(dispatch.ENV, forced)
     calls = [lambda: ops.topk_logprobs(LOGITS, 2), lambda: ops.gdpo_advantages(*REWARDS)]
-    lines = said(2 * (calls[::-1] if turned else calls), caplog)
+    lines = messages(2 * (calls[::-1] if turned else calls), caplog)
     assert lines == [f"the fused operations on cpu are served by the {forced or 'cpp'} backend"]
 
 
-def test_a_missing_build_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+def test_a_missing_build_is_logged(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     monkeypatch.delenv(dispatch.ENV, raising=False)
     monkeypatch.setattr(dispatch, "cpp_unavailable", lambda: "not built")
-    (line,) = said([lambda: ops.topk_logprobs(LOGITS, 2)], caplog)
+    (line,) = messages([lambda: ops.topk_logprobs(LOGITS, 2)], caplog)
     assert line == "topk_logprobs on cpu is served by the reference backend: not built"
 
 

@@ -1,4 +1,4 @@
-"""The linear forms: their dense forms on the head's logits, whatever the chunks; what they hold and cost."""
+"""linear_smopd_loss and linear_topk_logprobs: equal to the dense operations, and their memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WEIGHTS = ("pg_weight_N", "kl_weight_N", "ent_weight_N", "reverse_weight_N")
 
 
 def eighths(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """Random multiples of 1/8: short sums of their products are exact in fp32, in any order."""
+    """Return random multiples of 1/8: short sums of their products are exact in fp32."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64).mul_(8).round_().div_(8).to(dtype)
 
@@ -33,7 +33,7 @@ def eighths(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
 def build(
     dtype: torch.dtype = torch.float64, target: str = "merged", dead: tuple[int, ...] = (2,)
 ) -> tuple[list[Tensor], LossTokens]:
-    """hidden, weight and bias, and tokens of which those at dead count nowhere."""
+    """Return hidden, weight and bias, and tokens; those at `dead` have no weight."""
     shapes = ((N, D), (V, D), (V,))
     leaves = [eighths(*shape, seed=i, dtype=dtype).requires_grad_() for i, shape in enumerate(shapes)]
     logits_NV = torch.nn.functional.linear(*leaves).detach()
@@ -59,8 +59,8 @@ def columns_of(stats: LossStats) -> list[Tensor]:
 def test_loss_is_the_dense_loss(
     device: str, target: str, dtype: str, chunk_bytes: int | None, monkeypatch
 ) -> None:
-    """Gradients are products of the logits' with weight and hidden. Sums of chunks are rounded once."""
-    if dtype == "bf16 widened":  # on a CPU without instructions for it, whichever CPU this is
+    """Sums of chunks are rounded once."""
+    if dtype == "bf16 widened":  # as on a CPU without bf16 instructions
         monkeypatch.setattr(gemm, "cpu_multiplies_bf16", lambda: False)
         monkeypatch.setattr(gemm, "PIECE_BYTES", 1)  # pieces of 64 tokens
     leaves, tokens = build(cases.DTYPES[dtype.split()[0]], target)
@@ -86,8 +86,8 @@ def test_loss_is_the_dense_loss(
         assert gradient.dtype == logits_NV.dtype and bool(((gradient - exact).abs() <= bound).all())
 
 
-def test_tokens_that_count_nowhere_add_nothing() -> None:
-    """Whatever their hidden states, nor does one that counts in statistics alone to the weight's gradient."""
+def test_tokens_without_weights_add_nothing() -> None:
+    """Even with infinite hidden states."""
     dead = [0, 2, 3, 12]
     (hidden, weight, bias), tokens = build(dead=tuple(dead))
     index = torch.tensor([n for n in range(N) if n not in dead])
@@ -113,7 +113,7 @@ def test_tokens_that_count_nowhere_add_nothing() -> None:
     assert torch.equal(*(torch.autograd.grad(loss, weight)[0] for loss in losses))
 
 
-@pytest.mark.parametrize("dead", [tuple(range(N)), None], ids=["none counts", "none is there"])
+@pytest.mark.parametrize("dead", [tuple(range(N)), None], ids=["no weights", "no rows"])
 def test_nothing_to_do(dead: tuple[int, ...] | None) -> None:
     leaves, tokens = build(dead=dead or ())
     rows = N if dead else 0
@@ -141,14 +141,14 @@ def test_only_what_needs_a_gradient_gets_one(need: tuple[int, ...]) -> None:
 
 
 def largest_allocation(call) -> int:
-    """In bytes, of one tensor on the CPU, those inside of operators too."""
+    """Return the bytes of the largest tensor allocated on the CPU, also inside of operators."""
     with torch.profiler.profile(profile_memory=True) as profile:
         call()
     return max(event.self_cpu_memory_usage for event in profile.events())
 
 
 def test_a_chunk_of_logits_is_all_that_is_held() -> None:
-    """And backward allocates nothing of a gradient's size: what the chunks were summed in is given away."""
+    """Backward reuses the memory of the gradients."""
     hidden, weight = torch.randn(512, 64, requires_grad=True), torch.randn(5000, 64, requires_grad=True)
     logits_NV = (hidden @ weight.T).detach()
     tokens, chunk_bytes = cases.random_tokens(logits_NV, None, reverse=False), 4 << 20
@@ -177,9 +177,9 @@ def test_repeated_runs_have_the_same_bits_and_autocast_changes_none() -> None:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "masked"])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_topk_is_the_dense_topk(dtype: str, kind: str) -> None:
-    """In pieces of the vocabulary (C++) and in chunks; one row is NaN; a bias masks most tokens, or none."""
+    """In pieces (C++) and in chunks, with a row of NaN and with masks by a bias."""
     of = {"dtype": cases.DTYPES[dtype]}
-    # A hidden size of whole AMX steps: otherwise oneDNN lets a row of NaN into the row before it.
+    # With a hidden size of whole AMX steps: else oneDNN mixes a row of NaN into the row before it.
     hidden_ND = torch.eye(5, 32, **of)
     hidden_ND[1] = torch.nan
     for n_vocab in (33, 2049, 9001):

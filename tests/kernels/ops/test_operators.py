@@ -1,4 +1,4 @@
-"""The operators under torch.library.opcheck; the public functions traced, exported and on fake tensors."""
+"""The operators under opcheck; the public functions compiled, traced and on fake tensors."""
 
 from __future__ import annotations
 
@@ -104,14 +104,14 @@ def with_gradient(call, x: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch's own import
 def test_inductor_compiles_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of processes for one kernel
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of processes
     got = with_gradient(torch.compile(CALLS["loss"], fullgraph=True), LOGITS)
     for mine, theirs in zip(got, with_gradient(CALLS["loss"], LOGITS), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_who_compiles_traces_or_fakes_a_call_sees_one_operator(name: str) -> None:
+def test_a_call_is_one_operator_when_compiled_traced_or_faked(name: str) -> None:
     x, call = torch.randn(N, V, generator=torch.manual_seed(1)), CALLS[name]
     want = with_gradient(call, x)
     got = with_gradient(torch.compile(call, fullgraph=True, backend="aot_eager"), x)
@@ -139,7 +139,7 @@ def test_a_second_derivative_and_a_freed_graph_are_refused(name: str) -> None:
 
 
 def test_only_the_leaves_get_a_gradient() -> None:
-    """What else requires one leaves the results without."""
+    """Not other arguments that require one."""
     logits = torch.randn(N, V)
     adv_N = torch.ones(N, requires_grad=True)
     assert not ops.smopd_loss(logits, replace(TOKENS, adv_N=adv_N), SETTINGS)[0].requires_grad

@@ -1,10 +1,8 @@
-"""The public advantages: their defaults, that every option reaches the definition, whitening over ranks.
-
-Their values are held to loops in tests/kernels/conformance/test_advantages.py.
-"""
+"""The public advantages: defaults, options, whitening over ranks. Values: conformance/test_advantages.py."""
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -58,15 +56,17 @@ def advantages_of(at: str, mine: Tensor, whiten: str, process_group: Any = None)
     return [gdpo_advantages(*shard, **options).cpu(), gd2po_advantages(*shard, **options)[0].cpu()]
 
 
-def rank_of_two(rank: int, store: str, backend: str) -> None:
+def rank_of_two(rank: int, store: str) -> None:
     torch.set_num_threads(1)
-    on_gpu = backends.device(backend) == "cuda"
     timeout, where = timedelta(seconds=HANG_SECONDS), f"file://{store}"
-    dist.init_process_group("nccl" if on_gpu else "gloo", where, timeout=timeout, rank=rank, world_size=2)
-    for last in (2, 4):  # groups of rank 0; the last leaves rank 1 nothing
-        mine = (last > GROUP) == (rank == 0)
+    dist.init_process_group(
+        "nccl" if backends.GPU else "gloo", where, timeout=timeout, rank=rank, world_size=2
+    )
+    at = f"cuda:{rank}" if backends.GPU else "cpu"
+    for backend, last in (("reference", 2), ("reference", 4), ("triton", 2), ("triton", 4)):
+        os.environ["SMOPD_BACKEND"] = backend
+        mine = (last > GROUP) == (rank == 0)  # with last = 4 rank 1 has no responses
         for whiten in ("responses", "tokens"):
-            at = f"cuda:{rank}" if on_gpu else "cpu"
             got = advantages_of(at, mine, whiten, dist.group.WORLD)
             whole = advantages_of(at, torch.ones_like(mine), whiten)
             for value, want in zip(got, whole, strict=True):
@@ -74,10 +74,8 @@ def rank_of_two(rank: int, store: str, backend: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_two_ranks_whiten_together(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    backends.need(backend)
-    if backends.device(backend) == "cuda" and torch.cuda.device_count() < 2:
+def test_two_ranks_whiten_together(tmp_path: Path) -> None:
+    backends.need("triton")
+    if backends.GPU and torch.cuda.device_count() < 2:
         pytest.skip("two ranks take two GPUs")
-    monkeypatch.setenv("SMOPD_BACKEND", backend)
-    torch.multiprocessing.spawn(rank_of_two, (str(tmp_path / "store"), backend), nprocs=2)
+    torch.multiprocessing.spawn(rank_of_two, (str(tmp_path / "store"),), nprocs=2)

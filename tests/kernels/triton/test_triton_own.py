@@ -1,7 +1,4 @@
-"""What is the Triton kernels' own: launch shapes, limits, memory far apart, the split kernel, CUDA graphs.
-
-Their results are held to float64 with the other backends' in tests/kernels/conformance.
-"""
+"""Triton only: launch shapes, limits, far memory, the split kernel, CUDA graphs. Values: conformance/."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ from tests.kernels.triton.test_triton_large import Size, make
 
 DEVICE, INF = backends.device("triton"), math.inf
 gpu = pytest.mark.gpu
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # from numpy in the interpreter
 
 
 def test_more_blocks_than_an_int32_has_bits(streamed: None) -> None:
@@ -43,9 +40,9 @@ def test_more_blocks_than_an_int32_has_bits(streamed: None) -> None:
 
 
 def test_the_last_chunk_of_the_widest_vocabulary() -> None:
-    """Its number fills the key's 16 bits; the values around it are the lowest and the largest."""
-    logits_NV = torch.full((1, triton_topk.MAX_VOCAB), -INF, dtype=torch.bfloat16)
-    logits_NV[0, -3:] = torch.tensor([-1.0, 2.0, -3.0])
+    """Its index fills the 16 bits of the key. Ties would be slow in the interpreter."""
+    logits_NV = cases.random_logits(1, triton_topk.MAX_VOCAB, "bf16")
+    logits_NV[0, -3:] = torch.tensor([30.0, 40.0, 35.0])
     got, true = backends.call("triton", "topk_logprobs", logits_NV, 5), reference.topk_logprobs(logits_NV, 5)
     assert torch.equal(got.ids_NS, true.ids_NS)
     torch.testing.assert_close(got.logps_NS, true.logps_NS, rtol=1e-6, atol=2e-5)
@@ -53,10 +50,10 @@ def test_the_last_chunk_of_the_widest_vocabulary() -> None:
 
 @pytest.mark.parametrize("merge", [True, False], ids=["merged", "pooled"])
 def test_teachers_further_apart_than_32_bits_reach(merge: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu":  # the interpreter copies each storage onto itself, and would touch all of it
+    if DEVICE == "cpu":  # the interpreter would copy the whole storage
         monkeypatch.setattr("triton.runtime.interpreter.GridExecutor._restore_args_dev", lambda *_: None)
     ids, logps, log_alpha = cases.random_teachers(3, 40, 4, 3)
-    far = 2**30 + 8  # elements from one teacher to the next; what lies between is never touched
+    far = 2**30 + 8  # elements between teachers; most of the memory is never touched
     torch.utils.deterministic.fill_uninitialized_memory = False
 
     def far_apart(values: Tensor) -> Tensor:
@@ -73,7 +70,7 @@ def test_teachers_further_apart_than_32_bits_reach(merge: bool, monkeypatch: pyt
 
 @pytest.mark.parametrize("bad", [-1, -2, 2**32 + 5])
 def test_a_product_reads_no_more_than_its_lists(bad: int) -> None:
-    """31 entries, so that one of the 32 that are compared at a time is padding; behind them lies 123."""
+    """31 entries of the 32 compared at a time; the memory after them holds 123."""
     ids, memory = torch.arange(31).expand(1, 2, 31).clone(), torch.full((70,), 123.0)
     ids[0, 0, 0] = bad
     memory[:62] = -4.0
@@ -83,17 +80,17 @@ def test_a_product_reads_no_more_than_its_lists(bad: int) -> None:
     assert bool((got.logps_NS[0, :30] + math.log(30)).abs().max() < 1e-5)
 
 
-@pytest.mark.parametrize("bad", [-1, -100, 300, 2**32 + 5, -(2**32) + 5])
+@pytest.mark.parametrize("bad", [-1, 300, 2**32 + 5])
 @pytest.mark.parametrize("target", ["token", "given", "pooled", "merged"])
 def test_an_id_outside_the_vocabulary_makes_its_row_nan(target: str, bad: int) -> None:
-    """On a GPU nobody looks at ids before. Nothing is read or written where they point."""
+    """Ids are not checked on a GPU. Nothing is read or written out of bounds."""
     case = loss_case((3, 300, 2, 8), target="given" if target == "token" else target)
     name = {"token": "token_ids_N", "given": "target_ids_NS"}.get(target, "teacher_ids_NMS")
     columns = {name: getattr(case.tokens, name).long().clone()}
     for live in ("target_logps_NS", "teacher_logps_NMS"):
         if target != "token" and getattr(case.tokens, live) is not None:
             columns[live] = getattr(case.tokens, live).clone()
-            columns[live][1].view(-1)[-1:] = -0.5  # no empty slot, and none that kappa leaves out
+            columns[live][1].view(-1)[-1:] = -0.5  # a slot that is neither empty nor cut
     (fine, fine_NV), others = run_loss("triton", case.but(**columns), layout="odd"), torch.tensor([0, 2])
     columns[name][1].view(-1)[-1:] = bad
     terms, grad_NV = run_loss("triton", case.but(**columns), layout="odd")
@@ -108,8 +105,7 @@ def test_an_id_outside_the_vocabulary_makes_its_row_nan(target: str, bad: int) -
         assert got.token_logp_N.isnan().tolist() == [False, True, False]
 
 
-def test_the_padding_of_labels_is_no_part_of_a_forward_kl() -> None:
-    """A token of -100, whose log-probability nobody asks for, leaves the row's gradient as it is."""
+def test_a_token_of_minus_100_does_not_change_a_forward_kl() -> None:
     case = kl_case((2, 300, 2, 8), target="given", upstream="kl")
     results = (run_loss("triton", case.but(token_ids_N=torch.tensor(ids))) for ids in ([5, -100], [5, 7]))
     (terms, grad_NV), (want, want_NV) = results
@@ -131,20 +127,13 @@ def test_the_padding_of_labels_is_no_part_of_a_forward_kl() -> None:
         (triton_advantages, "grpo_advantages", (2, 33), {}, "K is 33"),
     ],
 )
-def test_what_is_not_served_is_said(module, op: str, shape: tuple, facts: dict, expected: str | None) -> None:
+def test_limits(module, op: str, shape: tuple, facts: dict, expected: str | None) -> None:
     why_not = module.unserved(op, torch.empty(shape, device="meta"), **facts)
     assert why_not is None if expected is None else expected in str(why_not)
 
 
-@gpu
-@pytest.mark.parametrize("dtype", cases.HALF)
-@pytest.mark.parametrize("target", ["merged", "pooled"])
-def test_a_vocabulary_of_aligned_rows_on_the_gpu(target: str, dtype: str) -> None:
-    check_loss("triton", loss_case((64, 152_064, 2, 16), dtype, target, target == "merged", True), "in place")
-
-
 def test_alignment_is_that_of_the_address() -> None:
-    """Of memory that another library lent, the offset says nothing."""
+    """Memory of another library has offset 0 at any address."""
     lent = torch.from_dlpack(torch.zeros(65, dtype=torch.bfloat16)[1:])
     rows = lent.view(8, 8)
     assert rows.storage_offset() == 0 and rows.data_ptr() % 16 == 2
@@ -161,7 +150,7 @@ GRAPHED = (
 @gpu
 @pytest.mark.parametrize("name", GRAPHED)
 def test_a_cuda_graph_replays_forward_and_backward(name: str) -> None:
-    """Through the public functions: captured once, replayed on other numbers, the bits of an eager call."""
+    """Replays on other numbers have the bits of an eager call."""
     given, pooled = (
         backends.moved(loss_case((64, 151_936, 2, 16), "bf16", target, ids=torch.int32), "cuda")
         for target in ("given", "merged")
@@ -221,7 +210,7 @@ SIZES = ((2048, 151_936), (33, 32_000), (1, 262_144), (12_000, 50_304))
 
 @pytest.mark.parametrize("consecutive", [4, 8])
 def test_parts_are_a_row(consecutive: int) -> None:
-    """Each fits its registers, in whole vectors; a block that counts as whole is whole in every part."""
+    """Each part fits the registers in whole vectors, and its whole blocks are full."""
     block = triton_loss._SPLIT_REPEATS * triton_loss._SPLIT_LANES * consecutive
     for n_vocab in (*range(12_289, 12_400), 32_000, 50_304, 128_256, 151_936, 152_064, 262_144, 524_288):
         parts = triton_loss._parts(n_vocab, consecutive)
@@ -233,7 +222,7 @@ def test_parts_are_a_row(consecutive: int) -> None:
 
 
 def test_the_split_kernel_has_no_more_parts_than_a_warp_polls_for() -> None:
-    """And no row that the row kernel reads once."""
+    """It also leaves the rows to the row kernel that it reads once."""
     for n_vocab, served in ((12_288, False), (12_289, True), (311_296, True), (311_297, False)):
         logits_NV = torch.empty(2, n_vocab, device="meta")
         assert triton_loss._splits(logits_NV, 16, tail=True, two=False) == served
@@ -243,10 +232,10 @@ def test_the_split_kernel_has_no_more_parts_than_a_warp_polls_for() -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"N{size[0]}-V{size[1]}")
 def test_the_same_bits_beside_other_work(size: tuple[int, int], name: str) -> None:
-    """Alone, beside matrix products, beside itself, in a graph's replay: more programs than fit, one, few."""
+    """Alone, beside matrix products, beside itself, in a replayed graph."""
     logits_NV, tokens = make(Size(*size, 16, "bf16", True))
     logits_NV, settings = logits_NV.detach(), SETTINGS[name]
-    idle_N = torch.arange(size[0], device=DEVICE) % 11 == 10  # a token in eleven counts nowhere
+    idle_N = torch.arange(size[0], device=DEVICE) % 11 == 10  # no weight
     weights = {name: getattr(tokens, name).masked_fill(idle_N, 0.0) for name in WEIGHTS}
     tokens = replace(tokens, **weights)
 
