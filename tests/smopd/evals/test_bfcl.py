@@ -142,7 +142,7 @@ def test_unreadable_calls_are_counted_apart(tmp_path: Path, capsys: pytest.Captu
     given = ["--responses", str(file), "--output", str(tmp_path)]
     evaluate.main(["bfcl", "--categories", "irrelevance", *given])
     shown = capsys.readouterr().out
-    assert "237 of 240 items have no response and are left out" in shown and "3 of 240 items" in shown
+    assert "237 of 240 items have no response and are skipped" in shown and "3 of 240 items" in shown
     assert "1 responses to the relevance sets have an unreadable call" in shown
     items = [json.loads(line) for line in (tmp_path / "bfcl_items.jsonl").read_text().splitlines()]
     assert [(item["correct"], item["calls"]) for item in items] == [(True, None), (True, 0), (False, 1)]
