@@ -1,1 +1,1 @@
-"""Evaluation suites; `python -m smopd.evaluate SUITE` is their command."""
+"""Evaluation suites; `smopd evaluate SUITE` runs them."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -55,14 +56,10 @@ class PreferenceOptions:
     can remove the response."""
 
     def scorer(self, **settings: Any) -> ScoreFunction:
-        """Return `preference_reward` with these options and `settings`. The first call imports torch."""
+        """Return `preference_reward` with these options and `settings`."""
+        from smopd.rewards.preference_model import preference_reward  # imports torch
 
-        def score(prompts: Sequence[Sequence[Message]], responses: Sequence[str]) -> list[float | None]:
-            from smopd.rewards.preference_model import preference_reward
-
-            return preference_reward(prompts, responses, **asdict(self), **settings)
-
-        return score
+        return partial(preference_reward, **asdict(self), **settings)
 
 
 class Safety(Suite):

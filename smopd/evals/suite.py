@@ -17,7 +17,7 @@ from smopd.data.places import VARIABLE, how_to_fetch, located
 
 PAPER = Path(__file__).with_name("paper")
 GROUND_TRUTH = "ground-truth"
-DATA_HINT = f"(default: the suite's own, in ${VARIABLE} or the user's cache; see python -m smopd.data)"
+DATA_HINT = f"(default: the suite's own, in ${VARIABLE} or the user's cache; see smopd data)"
 
 Message = Mapping[str, str]
 """`role` and `content`."""

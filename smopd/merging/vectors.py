@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, permutations
 from pathlib import Path
 from typing import Literal
 
@@ -21,18 +21,16 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from smopd.engine import distributed
 from smopd.engine.files import empty_partial, replace_folder
 from smopd.engine.student.checkpoint import write_manifest
 from smopd.engine.weights.adapters import PREFIX, Adapter, read_adapter, same_place
+from smopd.engine.weights.architecture import architecture_of, weight_places
 from smopd.engine.weights.transport import on_cpu
 
 Method = Literal["sum", "ties", "ram"]
 
-WEIGHTS = "model.safetensors"
-INDEX = f"{WEIGHTS}.index.json"
 NOT_COPIED = ("*.safetensors", "*.bin*", "manifest.*", "adapter", "optimizer*", "training_args*")
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 UNPLAIN = ("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save")  # and bias
@@ -166,19 +164,15 @@ class ModelFiles:
     def __init__(self, path: str):
         self.path, self.folder = path, folder_of(path)
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.file_of: dict[str, str] = {}
-        files = {WEIGHTS}
         with reading(path):
-            if (self.folder / INDEX).is_file():
-                weight_map = json.loads((self.folder / INDEX).read_text())["weight_map"]
-                files = {Path(file).name for file in weight_map.values()}
-            elif not (self.folder / WEIGHTS).is_file():
-                raise FileNotFoundError(f"{path}: has no {WEIGHTS} and no {INDEX}, expected a saved model")
-            for file in sorted(files):
+            places = weight_places(str(self.folder))
+            if not places:
+                raise FileNotFoundError(f"{path}: has no safetensors files, expected a saved model")
+            self.file_of = {name: Path(file).name for name, file in places.items()}
+            for file in sorted(set(self.file_of.values())):
                 with safe_open(self.folder / file, "pt") as opened:
                     for name in opened.keys():  # noqa: SIM118  no mapping
                         self.shapes[name] = tuple(opened.get_slice(name).get_shape())
-                        self.file_of[name] = file
 
     def read(self, name: str) -> Tensor:
         with reading(self.path), safe_open(self.folder / self.file_of[name], "pt") as opened:
@@ -303,16 +297,10 @@ def merge_adapters(
 
 
 def tied_names(model: ModelFiles) -> dict[str, str]:
-    """Map each tensor name that the files omit to the name of the tensor it is tied to."""
-    with reading(model.path), torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model.folder))
-    names: dict[int, list[str]] = {}
-    for name, value in empty.state_dict(keep_vars=True).items():
-        names.setdefault(id(value), []).append(name)
-    held = {
-        other: name for group in names.values() for name in group if name in model.shapes for other in group
-    }
-    return {other: name for other, name in held.items() if other not in model.shapes}
+    """Map the name of a tied tensor that the files omit to the stored name."""
+    with reading(model.path):
+        tied = architecture_of(str(model.folder)).tied or ()
+    return {name: other for name, other in permutations(tied, 2) if name not in model.shapes}
 
 
 def folder_of(path: str) -> Path:

@@ -184,7 +184,7 @@ def _lines(calls: Sequence[ApiCall]) -> str:
 
 @dataclass(frozen=True)
 class ApiBankEvaluation(Evaluation):
-    """Score a model, or saved responses, on API-Bank: exact match by level, and what a judge rescues.
+    """Score a model, or saved responses, on API-Bank: exact match by level, and optionally a judge.
 
     Writes api_bank.json (the scores) and api_bank_items.jsonl (each response with its truth and outcome).
     """

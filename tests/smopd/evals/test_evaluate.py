@@ -305,7 +305,6 @@ def test_training_items_leave_the_test_split_out(data_set):
     [
         ({"prompt": None, "reward_model": {"ground_truth": "x"}}, "expected `prompt`"),
         ({"prompt": [], "reward_model": {"ground_truth": "x"}}, "prompt has 0 messages"),
-        ({"prompt": [{"role": "user", "content": "u"}], "reward_model": {}}, "'ground_truth'"),
         ({"prompt": [{"role": "user", "content": "u"}], "reward_model": {"ground_truth": None}}, "NoneType"),
         ({"output": "x", "instruction": "i"}, "got no text as .'input'"),
     ],

@@ -85,8 +85,6 @@ def test_absent_scores_are_left_out_and_counted():
     [
         ({"prompt": "p"}, "prompt is a text, expected messages"),
         ({"prompt": [{"role": "assistant", "content": "a"}]}, "a chat that ends with assistant"),
-        ({"prompt": [{"role": "user"}]}, "message 0 is .* expected texts role and content"),
-        ({"text": "p"}, "has no column 'prompt'"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path, row, message):
@@ -115,8 +113,6 @@ def test_an_unusable_preference_model_is_one_line_before_anything_is_sampled(tmp
             [tmp_path / "two", "--max-tokens", "256"],
             "--harmless: model .*two: is not a Qwen2ForSequenceClassification trained with one output",
         ),
-        ([tmp_path / "one"], "--helpful: .* max_tokens is 2048, expected at most 512"),
-        ([tmp_path / "none", "--max-tokens", "256"], "--harmless: model .*none"),
         ([tmp_path / "one", "--max-tokens", "0"], "--max-tokens is 0, expected at least 1"),
         ([tmp_path / "one", "--data", "nowhere"], "hh_rlhf_test.jsonl.gz: no such file"),
     ):
