@@ -283,7 +283,7 @@ def test_an_unusable_model_is_one_line(data, model, tmp_path, capsys):
     shutil.copytree(model, folder)
     assert "--max-new-tokens is 256, expected at most" in mistake("256")  # of 256 positions
     (folder / "chat_template.jinja").unlink()
-    expected = "prompts are chat messages, and the tokenizer has no chat template"
+    expected = "row 0: the prompt is chat messages, and the tokenizer has no chat template"
     assert f"--model {folder}: {expected}" in mistake("4")
     (folder / "config.json").unlink()
     assert f"model {folder}: this folder has no config.json" in mistake("4")
