@@ -150,13 +150,12 @@ def layer_masks(
     """
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or [])
-    eager = config._attn_implementation == "eager"
-    dtype = model.get_input_embeddings().weight.dtype
 
     def as_taken(mask: Tensor) -> Tensor:
-        return (
-            torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min) if eager else mask
-        )
+        if config._attn_implementation != "eager":
+            return mask
+        dtype = model.dtype  # not a weight's: accessing one is a collective call under ZeRO-3
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
 
     window = window_of(config)
     if window is None or (kinds and "sliding_attention" not in kinds):

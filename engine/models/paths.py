@@ -117,12 +117,10 @@ def disagreement(model: PreTrainedModel, layout: Layout) -> str | None:
     weight_N = torch.randn(flat_offsets(rollouts)[-1], generator=generator).to(model.device)
 
     def results(logps_N: Tensor) -> tuple[Tensor, Tensor]:
-        grads = ()
-        if leaves:
-            loss = (logps_N * weight_N).sum()
-            grads = torch.autograd.grad(loss, leaves, allow_unused=True)
-        flat = [grad.flatten().float() for grad in grads if grad is not None]
-        return logps_N.detach(), torch.cat(flat) if flat else logps_N.new_zeros(1)
+        if not leaves:
+            return logps_N, logps_N.new_zeros(1)
+        grads = torch.autograd.grad((logps_N * weight_N).sum(), leaves, allow_unused=True)
+        return logps_N.detach(), torch.cat([grad.flatten().float() for grad in grads if grad is not None])
 
     try:
         with torch.set_grad_enabled(bool(leaves)):

@@ -104,11 +104,11 @@ def test_a_shard_size_that_does_not_divide_the_ranks_is_refused(device):
 
 def test_compiled_layers_change_nothing(device, monkeypatch):
     """Without inductor, which takes a minute."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     results = []
     for compiled in (False, True):
-        trained = make_student(device, compile=compiled, micro_batch_tokens=60)
-        advance(trained, range(2))
+        trained = make_student(device, compile=compiled)
+        advance(trained, range(1))
         results.append((trained.logps(ragged_rollouts(2), 1.0), list(parameters(trained))))
     torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-3, atol=1e-4)
     assert results[0][1] == results[1][1], "names stay those of the model"
