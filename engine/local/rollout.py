@@ -86,7 +86,7 @@ class LocalRollout:
         self.max_batch_tokens = max_batch_tokens
         self.policy_version = 0
         self.in_place = False
-        self.boundary = rope_boundary(model)
+        self.boundary = rope_boundary(model.config.get_text_config())
         self.way = self._choose_way()
         self.end_ids = torch.tensor(sorted(end_ids), device=model.device)
         self.in_place = decoding == "in_place" or (decoding == "auto" and model.device.type == "cuda")
@@ -311,7 +311,7 @@ def why_not_in_place(model: PreTrainedModel, way: Way) -> str | None:
     config = model.config.get_text_config()
     if any(getattr(config, name, None) for name in EXPERTS):
         return "its layers have experts, whose tokens are counted on the host"
-    if rope_boundary(model) is not None:
+    if rope_boundary(config) is not None:
         return "its rotary embedding depends on the sequence's length"
     return why_not_pieces(model)
 

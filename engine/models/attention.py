@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.nn.attention import varlen
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from smopd.engine.models.loading import decoder_of
 from smopd.engine.types import Attends, Piece, TokenBatch
 from smopd.kernels.ops.attention import by_halves
 
@@ -63,19 +64,15 @@ def why_not_pieces(model: PreTrainedModel, dtype: torch.dtype | None = None) -> 
     """
     if model.device.type == "cuda" and dtype == torch.float32:
         return "torch's variable-length kernels take no fp32"
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or [])
-    if others := sorted(kinds - {"full_attention"}):
-        return f"the model has {others} layers"
-    if not kinds and window_of(config):
-        return f"the model attends to the last {config.sliding_window} tokens"
-    if reason := _needs_eager(model):
+    if reason := why_not_packed(model) or _needs_eager(model):
         return reason
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    if (window := window_of(config)) and "sliding_attention" in kinds:
+        return f"layers of the model attend to the last {window} tokens"
     if getattr(config, "v_head_dim", None):
         return "the head size of the model's values differs"
-    if not model._supports_attention_backend:
-        return "the model's attention is not replaceable"
-    return why_not_packed(model)
+    return None if model._supports_attention_backend else "the model's attention is not replaceable"
 
 
 def why_not_packed(model: PreTrainedModel) -> str | None:
@@ -83,7 +80,7 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
     config = model.config.get_text_config()
     if others := sorted(set(getattr(config, "layer_types", None) or []) - PACKED_LAYERS):
         return f"the model has {others} layers"
-    if model._is_stateful or any(isinstance(m, torch.nn.Conv1d) for m in model.modules()):
+    if model._is_stateful or any(isinstance(m, torch.nn.Conv1d) for m in decoder_of(model).modules()):
         return "the model has recurrent or convolutional layers"
     return None
 
@@ -94,9 +91,8 @@ def window_of(config: Any) -> int | None:
     return window if window and window < getattr(config, "max_position_embeddings", window + 1) else None
 
 
-def rope_boundary(model: PreTrainedModel) -> int | None:
-    """Return the length above which the rotary embedding of a whole batch changes, or None."""
-    config = model.config.get_text_config()
+def rope_boundary(config: Any) -> int | None:
+    """Return the length above which a sequence changes the rotary embedding of its whole batch, or None."""
     rope = getattr(config, "rope_parameters", None) or {}
     boundaries = []
     for each in [rope] if "rope_type" in rope else rope.values():
@@ -109,7 +105,7 @@ def rope_boundary(model: PreTrainedModel) -> int | None:
 
 def reset_rope(model: PreTrainedModel) -> None:
     """Make dynamic rotary embeddings forget the longest sequence so far, which transformers keeps."""
-    if rope_boundary(model) is not None:
+    if rope_boundary(model.config.get_text_config()) is not None:
         for module in model.modules():
             if getattr(module, "rope_type", None) == "dynamic":
                 module.max_seq_len_cached = module.original_max_seq_len

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
@@ -26,6 +27,7 @@ from transformers.utils import CONFIG_NAME, cached_file
 from smopd.engine.errors import UnusableModel
 from smopd.engine.hub import hub_responds
 
+log = logging.getLogger(__name__)
 # Names in configs of what follows the output head.
 SCALES = ("logit_scale", "output_multiplier", "output_multiplier_scale", "lm_head_multiplier")
 DIVISOR = "logits_scaling"
@@ -53,6 +55,7 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str 
             f"model {path}: its files lack {len(missing)} of the weights of a {type(model).__name__}: {shown}"
         )
     _untie(model, path)
+    _mend_generation(model, path)
     module: nn.Module = model  # transformers' annotation of `to` takes no device
     module.to(device)
     return model.eval()
@@ -66,6 +69,24 @@ def _untie(model: PreTrainedModel, path: str | Path) -> None:
     if output.weight is not embedding.weight:
         for config in {id(each): each for each in (model.config, model.config.get_text_config())}.values():
             config.tie_word_embeddings = False
+
+
+def _mend_generation(model: PreTrainedModel, path: str | Path) -> None:
+    """Reduce a generation config that transformers refuses to save to its token ids."""
+    given = model.generation_config
+    if given is None:
+        return
+    try:
+        given.validate(strict=True)
+    except ValueError as error:
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        ids = {name: value for name in names if (value := getattr(given, name)) not in (None, -1)}
+        model.generation_config = GenerationConfig(**ids)
+        log.warning(
+            "model %s: exports keep only the token ids of its generation config, which is invalid (%s)",
+            path,
+            " ".join(str(error).split())[:200],
+        )
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -94,18 +115,14 @@ def stored_dtype(path: str | Path) -> torch.dtype:
 
 
 def require_exportable(path: str | Path) -> None:
-    """Raise UnusableModel if config, generation config or tokenizer at `path` cannot be saved."""
-    place, config = _read_config(path)
-    parts: dict[str, Any] = {"config": config, "tokenizer": load_tokenizer(path)}
-    with suppress(OSError):
-        parts["generation_config"] = GenerationConfig.from_pretrained(place)
-    for name, part in parts.items():
+    """Raise UnusableModel if the config or the tokenizer of the model at `path` cannot be saved."""
+    for name, part in (("config", _read_config(path)[1]), ("tokenizer", load_tokenizer(path))):
         try:
             with TemporaryDirectory() as folder:
                 part.save_pretrained(folder)
         except Exception as error:  # transformers validates when it saves
             raise UnusableModel(
-                f"model {path}: its {name} cannot be saved with an export ({' '.join(str(error).split())})"
+                f"model {path}: its {name} cannot be saved with an export ({_first_line(error)})"
             ) from error
 
 

@@ -96,7 +96,7 @@ def layout_of(model: PreTrainedModel, attends: Attends, reasons: Sequence[str] =
     return Layout(
         attends,
         SHORT if model.device.type == "cpu" else 0,
-        rope_boundary(model),
+        rope_boundary(model.config.get_text_config()),
         DESCRIPTIONS[attends] + (f" ({'; '.join(reasons)})" if reasons else ""),
     )
 
@@ -169,7 +169,7 @@ def check_rollouts(model: PreTrainedModel) -> list[Rollout]:
     longest = min(longest, getattr(config, "max_position_embeddings", None) or longest)
     if model.device.type == "cpu":
         longest = min(longest, CPU_LENGTH)
-    reach = [n for n in (window_of(config), rope_boundary(model)) if n is not None and n + 12 <= longest]
+    reach = [n for n in (window_of(config), rope_boundary(config)) if n is not None and n + 12 <= longest]
     generator = torch.Generator().manual_seed(0)
     rollouts = []
     for group, (prompt, lengths) in enumerate([(5, (6, 3)), (max(9, *(n + 5 for n in reach), 9), (4, 7))]):
@@ -196,13 +196,14 @@ def native_attention(model: PreTrainedModel) -> Iterator[None]:
 
 def single_logps(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> Tensor:
     """Return (N,) fp32 log-probabilities of the responses by transformers' own forward of each sequence."""
+    keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
     logps = []
     for rollout in rollouts:
         ids = torch.cat([torch.tensor(rollout.prompt_ids), rollout.response_ids[:-1]])[None].to(model.device)
         n = len(rollout.response_ids)
+        options = {"logits_to_keep": n} if keeps else {}
         reset_rope(model)
-        keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
-        logits = model(ids, use_cache=False, **({"logits_to_keep": n} if keeps else {})).logits[0, -n:]
+        logits = model(input_ids=ids, use_cache=False, **options).logits[0, -n:]
         response = rollout.response_ids.to(model.device)
         logps.append(logits.float().log_softmax(-1).gather(-1, response[:, None])[:, 0])
     return torch.cat(logps)

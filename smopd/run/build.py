@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from smopd.config.settings import Settings
 from smopd.engine.local.rollout import LocalRollout
 from smopd.engine.local.teachers import load_teachers
+from smopd.engine.models.attention import rope_boundary
 from smopd.engine.models.loading import describe, load_model, load_tokenizer
 from smopd.engine.protocols import RolloutEngine, TeacherEngine
 from smopd.engine.remote.servers import Servers
@@ -25,6 +26,10 @@ from smopd.run.failures import UnusableInput, error_context
 log = logging.getLogger(__name__)
 TRANSFER_FOLDER = "SMOPD_TRANSFER_FOLDER"
 """Environment variable: folder for weights of servers on other hosts, with the same path on each."""
+LONG_ROPE = (
+    "%s: vLLM uses long RoPE factors for all sequences, because some may have %d positions; training uses "
+    "short factors up to %d positions, so log-probabilities will differ"
+)
 PROBE_TEXT = 'Answer: the tools\' names, 3.14 and {"x": [1, 2]}.'
 """Text that the tokenizers of teacher and student must encode alike."""
 
@@ -50,7 +55,11 @@ def rollout_engine(settings: Settings, path: str, device: torch.device, recipe: 
     options, longest = settings.rollout, settings.longest_sequence
     with error_context("model"):
         config, ends = describe(path)
-        limit = getattr(config, "max_position_embeddings", longest)
+        text_config = config.get_text_config()
+        limit = getattr(text_config, "max_position_embeddings", longest)
+        boundary = rope_boundary(text_config)
+        if options.engine == "vllm" and boundary is not None and longest > boundary:
+            log.warning(LONG_ROPE, path, longest, boundary)
         if longest > limit:
             raise ValueError(
                 f"{path} has {limit} positions, expected {longest} for a prompt and its response "

@@ -179,19 +179,21 @@ def test_a_head_of_its_own_survives_a_config_that_ties_it(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "generation", [{}, {"temperature": 0.9, "top_p": 0.6}, {"pad_token_id": -1}, {"early_stopping": True}]
 )
-def test_what_an_export_could_not_save_is_found_before(
-    generation: dict, folder: Path, tmp_path: Path
-) -> None:
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, **generation}))
-    try:
-        load_model(folder, torch.float32).save_pretrained(tmp_path / "export")
-    except ValueError:
-        with pytest.raises(
-            UnusableModel, match="its generation_config cannot be saved with an export"
-        ) as error:
-            require_exportable(folder)
-        assert generation and "\n" not in str(error.value)
-    else:
+def test_an_export_is_saved_whatever_the_generation_config(generation, folder, tmp_path, caplog) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7], **generation}))
+    loaded = load_model(folder, torch.float32)
+    loaded.save_pretrained(tmp_path / "export")
+    assert GenerationConfig.from_pretrained(tmp_path / "export").eos_token_id == [1, 7]
+    assert ("exports keep only the token ids" in caplog.text) == bool(generation)
+
+
+def test_a_tokenizer_that_cannot_be_saved_is_found_before(folder, monkeypatch) -> None:
+    def refuse(*_, **__):
+        raise ValueError("no such vocabulary")
+
+    require_exportable(folder)
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", refuse)
+    with pytest.raises(UnusableModel, match=r"its tokenizer cannot be saved.*no such vocabulary"):
         require_exportable(folder)
 
 

@@ -37,6 +37,7 @@ TAUGHT: dict[str, Any] = {
         {"name": "format", "function": "two_rewards:vowels", "range": [0, 1]},
     ],
     "student": {"learning_rate": 1.0e-2},
+    "scoring": {"special_tokens": False},  # a model of random weights says many
 }
 NAMES = [
     "base", "accuracy_teacher alone", "format_teacher alone", "plain sum",
