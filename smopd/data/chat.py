@@ -44,13 +44,15 @@ def read_messages(value: Sequence[Any]) -> tuple[Message, ...]:
 
 
 def read_tools(value: Any) -> list[Any] | None:
-    """Return the tools of a row: JSON schemas in a list, or a JSON text of it; None if there are none."""
+    """Return the tools of a row, a list of JSON schemas, also as JSON text; None if there are none."""
     tools = json.loads(value) if isinstance(value, str) and value.strip() else value
     if not tools:
         return None
-    if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise ValueError(f"is {str(value)[:60]!r}, expected a list of JSON schemas, or its JSON text")
-    return [dict(tool) for tool in tools]
+    if isinstance(tools, (list, tuple)):
+        tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
+        if all(isinstance(tool, Mapping) for tool in tools):
+            return tools
+    raise ValueError(f"is {str(value)[:60]!r}, expected a list of JSON schemas, or its JSON text")
 
 
 def text_of(message: Message) -> str:
@@ -95,11 +97,13 @@ def render(
         except Exception as error:  # the template is the model's code, in a sandbox
             failure = failure or error
             continue
+        if any(str(part) in text for message in form for part in _parts(message)):
+            continue  # printed as Python objects
         if all(line.strip() in text for line in last):
             return text
         shown.append(text)
     if not shown:
-        why = f"{type(failure).__name__}: {failure}"
+        why = f"{type(failure).__name__}: {failure}" if failure else "it prints parts as Python objects"
         raise ValueError(f"the tokenizer's chat template fails ({why})") from failure
     return shown[0]
 

@@ -1,15 +1,16 @@
-"""Prompts and demonstrations as token ids, tokenised on access. Imports neither torch nor transformers."""
+"""Prompts and demonstrations as token ids, tokenized on access. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -21,12 +22,13 @@ from smopd.names import REWARD_ARGUMENTS, nearest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 Overlong: TypeAlias = Literal["drop", "truncate_left", "error"]
 
-CHARS_PER_TOKEN = 64  # ours: a longer text is over the limit without being tokenised
+CHARS_PER_TOKEN = 64  # ours: a longer text is over the limit without being tokenized
 ASCII = "".join(map(chr, range(128)))
-CHUNK_ROWS = 1024  # ours: rows tokenised at once
+CHUNK_ROWS = 1024  # ours: rows tokenized at once
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object in memory, different in each process
 
 
@@ -74,16 +76,8 @@ class RowSet(Sequence[T]):
     def __len__(self) -> int:
         return len(self.items)
 
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[T]: ...
-    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
-        return (
-            [self.items[i] for i in range(len(self))[index]]
-            if isinstance(index, slice)
-            else self.items[index]
-        )
+    def __getitem__(self, index: Any) -> Any:
+        return self.items[index]
 
 
 PromptSet: TypeAlias = RowSet[Prompt]
@@ -136,7 +130,7 @@ class Encoder:
         return found
 
     def tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenise prompts; a chat template writes the special tokens itself."""
+        """Tokenize prompts; a chat template writes the special tokens itself."""
         return self.tokenizer(list(texts), add_special_tokens=not self.tokenizer.chat_template)["input_ids"]
 
     def prompt(self, index: int, row: Row) -> Prompt:
@@ -152,7 +146,7 @@ class Encoder:
 
 @dataclass(frozen=True)
 class _Prompts(Sequence[Prompt]):
-    """The prompts of the kept rows, rendered and tokenised on access."""
+    """The prompts of the kept rows, rendered and tokenized on access."""
 
     encoder: Encoder
     rows: Sequence[Row | None]
@@ -191,10 +185,9 @@ def load_prompts(
     overlong: Overlong = "drop",
     kwargs: Mapping[str, Any] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    reserved: Sequence[str] = REWARD_ARGUMENTS,
-    text_columns: Sequence[str] = (),
+    completion_column: str | None = None,
 ) -> PromptSet:
-    """Check all rows of a source and return their prompts, which are tokenised on access.
+    """Check all rows of a source and return their prompts, which are tokenized on access.
 
     The chat template gets the row's columns `tools` and `chat_template_kwargs`, if there are any.
 
@@ -205,8 +198,7 @@ def load_prompts(
         max_prompt_tokens: maximum length with the chat template; None is no limit.
         overlong: "drop", "truncate_left" to the last max_prompt_tokens, or "error".
         chat_template_kwargs: further arguments of the chat template, such as {"enable_thinking": False}.
-        reserved: names that no other column may have.
-        text_columns: columns that must be texts.
+        completion_column: of demonstrations, which no reward scores; it must be a text.
     Raises:
         FileNotFoundError: there is no such source.
         ValueError: a row is invalid or, for overlong="error", too long; a column has a reserved name; or no
@@ -222,13 +214,14 @@ def load_prompts(
         found = [(index, row) for index, row in chunk if row is not None]
         mapped_out += len(chunk) - len(found)
         for index, row in found:
-            if taken := [name for name in reserved if name in row and name != prompt_column]:
+            taken = [name for name in REWARD_ARGUMENTS if name in row and name != prompt_column]
+            if completion_column is not None:
+                _text(row, completion_column, source, index)
+            elif taken:
                 raise ValueError(
                     f"{source}: row {index}: column {taken[0]!r} has the name of an argument of rewards, "
                     "expected another name (a map can rename it)"
                 )
-            for column in text_columns:
-                _text(row, column, source, index)
         texts = [encoder.text(index, row) for index, row in found]
         for (index, row), text, count in zip(found, texts, encoder.counts(texts), strict=True):
             if max_prompt_tokens is not None and count > max_prompt_tokens:
@@ -252,6 +245,8 @@ def load_prompts(
         raise ValueError(
             f"{source}: none of {len(rows)} rows is left: {mapped_out} left out by map{too_long}"
         )
+    if "tools" in columns and "tools" not in str(tokenizer.chat_template):
+        log.warning("%s: rows have tools, which the tokenizer's chat template leaves out", source)
     prompts = _Prompts(encoder, rows, kept)
     digest.update(repr(prompts[0].token_ids).encode())
     names = tuple(name for name in columns if name != prompt_column)
@@ -267,7 +262,7 @@ def load_demonstrations(
     completion_column: str = "completion",
     **options: Any,
 ) -> DemonstrationSet:
-    """Check all rows of a source and return their prompts with completions, tokenised on access.
+    """Check all rows of a source and return their prompts with completions, tokenized on access.
 
     Args:
         completion_column: column with the response as text; the end-of-sequence token is appended.
@@ -277,8 +272,16 @@ def load_demonstrations(
     """
     if tokenizer.eos_token_id is None:
         raise ValueError("load_demonstrations: tokenizer has no eos_token, expected one to end completions")
-    prompts = load_prompts(source, tokenizer, reserved=(), text_columns=[completion_column], **options)
-    return replace(prompts, items=_Demonstrations(prompts, completion_column, tokenizer))  # type: ignore
+    prompts = load_prompts(source, tokenizer, completion_column=completion_column, **options)
+    return RowSet(
+        _Demonstrations(prompts, completion_column, tokenizer),
+        source,
+        prompts.rows,
+        prompts.mapped_out,
+        prompts.dropped_overlong,
+        prompts.truncated,
+        digest=prompts.digest,
+    )
 
 
 def batch_indices(n: int, batch_size: int, step: int, seed: int) -> list[int]:
@@ -300,7 +303,7 @@ def batch_indices(n: int, batch_size: int, step: int, seed: int) -> list[int]:
 def row_content(row: Row, column: str, source: str, index: int) -> Content:
     """Return the row's prompt, a text or chat messages; raise ValueError naming source and row."""
     value = row.get(column)
-    if isinstance(value, str) and value.lstrip().startswith("[{"):
+    if isinstance(value, str) and value.lstrip().startswith("["):
         value = _chat_in_json(value)
     if not isinstance(value, (list, tuple)):
         return _text(row, column, source, index, "a text or a list of chat messages")
@@ -316,7 +319,7 @@ def _chat_in_json(text: str) -> str | list[Any]:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    return found if all(isinstance(each, dict) and "role" in each for each in found) else text
+    return found if found and all(isinstance(each, dict) and "role" in each for each in found) else text
 
 
 def tokenize_prompts(

@@ -52,10 +52,14 @@ def open_rows(source: str, *, kwargs: Mapping[str, Any] | None = None) -> Sequen
     """
     options = dict(kwargs or {})
     if IMPORT_PATH.fullmatch(source) and not Path(source).exists():
-        return [checked_row(row, source, index) for index, row in enumerate(_call(source, options))]
+        found = _call(source, options)
+        if type(found).__module__.startswith("datasets."):
+            rows = ArrowRows(found)
+            return rows if hasattr(found, "__len__") else list(rows)
+        return [checked_row(row, source, index) for index, row in enumerate(found)]
     path = located(source)
     if path.is_dir():
-        return _read_folder(path, **options)
+        return _read_arrow(path, (), **options)
     if path.is_file() or path.name.endswith(FILE_SUFFIXES) or _PATTERN.search(source):
         if options:
             raise ValueError(f"load_rows: source {source!r} is a file, which takes no kwargs")
@@ -83,7 +87,7 @@ def _read_files(path: Path) -> Sequence[Row]:
         raise ValueError(f"load_rows: {str(path)!r} matches files of the kinds {sorted(kinds)}, expected one")
     kind = kinds.pop()
     if kind in ARROW_SUFFIXES:
-        return _read_arrow(path, kind, paths)
+        return _read_arrow(path, paths)
     if kind.startswith(".jsonl"):
         return JsonLines(paths)
     listed = [_read_json(each) for each in paths]
@@ -190,32 +194,23 @@ def _read_json(path: Path) -> list[Row] | None:
     return [checked_row(row, str(path), index) for index, row in enumerate(found)]
 
 
-def _read_arrow(path: Path, kind: str, paths: Sequence[Path]) -> ArrowRows:
-    from datasets import Dataset, concatenate_datasets, load_dataset
+def _read_arrow(path: Path, paths: Sequence[Path], split: str = "train", **options: Any) -> ArrowRows:
+    """Return the rows of files of one kind, or of a folder: of datasets.save_to_disk, or of data files."""
+    from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset, load_from_disk
 
-    names = [str(each) for each in paths]
+    names, kind = [str(each) for each in paths], paths[0].suffix[1:] if paths else ""
     try:
-        if kind == ".arrow":
+        if kind == "arrow":
             return ArrowRows(concatenate_datasets([Dataset.from_file(name) for name in names]))
-        return ArrowRows(load_dataset(kind[1:], data_files=names, split="train"))
-    except Exception as error:  # of pyarrow, pandas or datasets, each with classes of its own
-        why = str(error.__cause__ or error).partition("\n")[0]
-        raise ValueError(f"{path}: cannot be read as {kind[1:]} ({why})") from error
-
-
-def _read_folder(path: Path, split: str = "train", **options: Any) -> ArrowRows:
-    """Return the rows of a folder of datasets.save_to_disk, or of data files."""
-    from datasets import DatasetDict, load_dataset, load_from_disk
-
-    try:
+        if kind:
+            return ArrowRows(load_dataset(kind, data_files=names, split=split))
         if not any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
             return ArrowRows(load_dataset(str(path), split=split, **options))
         found = load_from_disk(path)
         return ArrowRows(found[split] if isinstance(found, DatasetDict) else found)
-    except Exception as error:  # as above
-        raise ValueError(
-            f"{path}: has no data set of datasets.save_to_disk, or no split {split!r} ({error})"
-        ) from error
+    except Exception as error:  # of pyarrow, pandas or datasets, each with classes of its own
+        why = str(error.__cause__ or error).partition("\n")[0]
+        raise ValueError(f"{path}: cannot be read, split {split!r} ({why})") from error
 
 
 def _read_hub(source: str, options: dict[str, Any]) -> ArrowRows:

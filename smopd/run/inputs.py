@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -31,7 +32,10 @@ class Inputs:
 def read_inputs(settings: Settings, tokenizer: PreTrainedTokenizerBase, *, demonstrations: bool) -> Inputs:
     """Read the recipe's sources. Raises UnusableInput if one is missing, empty or malformed."""
     data, warm = settings.data, settings.warm_start
-    template = {"prompt_column": data.prompt_column, "chat_template_kwargs": data.chat_template_kwargs}
+    template: dict[str, Any] = {
+        "prompt_column": data.prompt_column,
+        "chat_template_kwargs": data.chat_template_kwargs,
+    }
 
     def prompts(source: Source, longest: int, overlong: Overlong) -> PromptSet:
         own = {**dict(source), **template, "max_prompt_tokens": longest, "overlong": overlong}

@@ -66,8 +66,9 @@ def try_rewards(
         answers = {f"its {column}": prompt.columns[column], **answers}
     rollouts = []
     for text in answers.values() if distributed.rank() == 0 else ():
-        ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
-        rollouts.append(Rollout(prompt.token_ids, ids, torch.zeros(len(ids)), 0, finished=True))
+        rest = text.removeprefix(prompt.response_start)
+        ids = torch.tensor(tokenizer.encode(rest, add_special_tokens=False), dtype=torch.int64)
+        rollouts.append(Rollout(prompt.token_ids, ids, torch.zeros(len(ids)), 0, finished=False))
     scoring = scoring.model_copy(update={"max_unscorable_share": 1.0})
     scored = Rewarder(pool, tokenizer, scoring).score([prompt] * len(rollouts), rollouts)
     if distributed.rank() != 0:

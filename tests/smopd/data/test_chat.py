@@ -32,17 +32,24 @@ def text_of(prompt):
     return byte_tokenizer().decode(list(prompt.token_ids))
 
 
-def test_the_template_gets_tools_and_arguments_of_settings_and_rows(prompts):
+def test_the_template_gets_tools_and_arguments_of_settings_and_rows(prompts, caplog):
     schema = {"type": "function", "function": {"name": "add"}}
     rows = [
         {"prompt": [ASKED], "tools": [schema]},
-        {"prompt": [ASKED], "tools": json.dumps([schema]), "chat_template_kwargs": {"think": False}},
+        {"prompt": [ASKED], "tools": [json.dumps(schema)], "chat_template_kwargs": {"think": False}},
+        {"prompt": [ASKED], "tools": json.dumps([schema]), "chat_template_kwargs": {"think": True}},
         {"prompt": [ASKED], "tools": []},
     ]
     found = prompts(rows, TOOLS, chat_template_kwargs={"think": True})
     shown = json.dumps([schema])
-    assert [text_of(prompt) for prompt in found] == [shown + HEADER, f"{shown}off;{HEADER}", HEADER]
+    assert [text_of(prompt) for prompt in found] == [
+        shown + HEADER,
+        f"{shown}off;{HEADER}",
+        shown + HEADER,
+        HEADER,
+    ]
     assert found[0].columns == {"tools": [schema]}, "rewards get them too"
+    assert not caplog.messages and prompts(rows) and "chat template leaves out" in caplog.text
 
 
 def test_a_last_assistant_message_is_continued(prompts):
@@ -53,12 +60,13 @@ def test_a_last_assistant_message_is_continued(prompts):
 
 def test_a_chat_in_json_and_content_in_parts(prompts):
     parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
-    chats = [[ASKED], json.dumps([ASKED]), [{"role": "user", "content": parts}], '[{"a": 1}]']
+    chats = [[ASKED], json.dumps([ASKED], indent=1), [{"role": "user", "content": parts}], '[{"a": 1}]']
     texts = [text_of(prompt) for prompt in prompts([{"prompt": chat} for chat in chats])]
     assert texts == [HEADER, HEADER, HEADER.replace("2+2", "2+\n2"), HEADER.replace("2+2?", '[{"a": 1}]')]
-    assert [text_of(prompt) for prompt in prompts([{"prompt": chat} for chat in chats], PARTS)][:3] == [
-        "2+2?"
-    ] * 3
+    found = prompts([{"prompt": chat} for chat in chats], PARTS)
+    assert [text_of(prompt) for prompt in found][:3] == ["2+2?"] * 3
+    prints = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert text_of(prompts([{"prompt": chats[2]}], prints)[0]) == "2+\n2?"
 
 
 def test_a_history_of_tool_calls_needs_no_content(prompts):

@@ -90,12 +90,14 @@ def test_saved_data_sets_and_arrow_files(tmp_path):
     assert load_rows(str(tmp_path / "one")) == load_rows(str(tmp_path / "two")) == ROWS
     assert load_rows(str(tmp_path / "two"), kwargs={"split": "test"}) == ROWS[1:]
     assert load_rows(str(tmp_path / "one" / "*.arrow")) == ROWS
-    with pytest.raises(ValueError, match="no split 'dev'"):
+    with pytest.raises(ValueError, match="two: cannot be read, split 'dev'"):
         load_rows(str(tmp_path / "two"), kwargs={"split": "dev"})
 
 
 def test_arrow_fills_nested_objects_with_nothing(write, tokenizer, tmp_path, monkeypatch):
     """Templates test 'tool_calls' in message, and rewards compare ground truths."""
+    import datasets
+
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     call = {"type": "function", "function": {"name": "play", "arguments": {"song": "halo"}}}
     other = {"type": "function", "function": {"name": "call", "arguments": {"who": "anna", "at": 3}}}
@@ -107,7 +109,9 @@ def test_arrow_fills_nested_objects_with_nothing(write, tokenizer, tmp_path, mon
         {{- c.function.arguments | tojson }}{% endfor %}{% else %}{{ m.content }}{% endif %}{% endfor %}"""
     monkeypatch.setattr(tokenizer, "chat_template", template)
     lines, table = (load_prompts(write(rows, name), tokenizer) for name in ("a.jsonl", "a.parquet"))
-    assert [*lines] == [*table] and table[0].columns == {"truth": call["function"]}
+    monkeypatch.setattr(Odd, "no_rows", lambda: datasets.Dataset.from_list(rows))
+    assert [*lines] == [*table] == [*load_prompts(f"{HERE}:Odd.no_rows", tokenizer)]
+    assert table[0].columns == {"truth": call["function"]}
     assert render(tokenizer, table[1].content) == 'call anna{"who": "anna", "at": 3}playcall anna'
 
 
@@ -154,7 +158,7 @@ def test_a_hub_data_set_is_loaded_by_id(monkeypatch):
         ("a.jsonl", b'{"n": ' + b"1" * 5000 + b"}\n", r"line 1 is not JSON in UTF-8 \(Exceeds the limit"),
         ("a.jsonl", b"[" * 200_000 + b"\n", r"line 1 is not JSON in UTF-8 \(maximum recursion"),
         ("a.json", b'[{"prompt": 1},\n {"prompt": }]', "a.json: is not JSON in UTF-8 .*line 2"),
-        ("a.parquet", b"no parquet", "a.parquet: cannot be read as parquet"),
+        ("a.parquet", b"no parquet", "a.parquet: cannot be read"),
         ("a.jsonl.gz", gzip.compress(b"{}", mtime=0)[:10] + b"broken", "cannot be unpacked"),
         ("a.txt", b"prompt\n", "ends with '.txt'; a source is"),
     ],
@@ -192,7 +196,6 @@ def test_prompts_carry_template_content_and_columns(write, tokenizer):
     assert [dict(prompt.columns) for prompt in prompts] == [{"label": 1}, {"label": None}, {"label": 2}]
     assert prompts[2].content == tuple(CHAT)
     assert tokenizer.decode(list(prompts[2].token_ids)) == "<|system|>play<|user|>callanna<|assistant|>"
-    assert [prompt.index for prompt in prompts[1:]] == [1, 2]
 
 
 def test_a_chat_begins_once(write):
@@ -206,7 +209,7 @@ def test_a_chat_begins_once(write):
     assert load_prompts(write(ROWS), tokenizer)[0].token_ids.count(begin[1]) == 1
 
 
-def test_without_a_template_a_text_is_tokenised_as_it_is(write):
+def test_without_a_template_a_text_is_tokenized_as_it_is(write):
     plain = world_tokenizer(vocabulary())
     plain.chat_template = "{{ ''.__class__.__mro__ }}"
     with pytest.raises(ValueError, match="the tokenizer's chat template fails"):
@@ -240,7 +243,7 @@ def test_overlong_prompts_are_dropped_or_cut_and_counted(write, tokenizer):
     assert len(load_prompts(source, tokenizer, max_prompt_tokens=7, overlong="error")) == 3
 
 
-def test_a_very_long_prompt_is_not_tokenised(write, tokenizer, monkeypatch):
+def test_a_very_long_prompt_is_not_tokenized(write, tokenizer, monkeypatch):
     source = write([ROWS[0], {"prompt": "anna " * 100_000}])
     longest, tokens = [], Encoder.tokens
     monkeypatch.setattr(

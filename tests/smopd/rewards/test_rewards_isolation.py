@@ -215,7 +215,8 @@ def test_output_goes_to_a_log_that_begins_again(tmp_path, monkeypatch):
 
 
 @needs_proc
-def test_a_hang_is_killed_with_its_children():
+def test_a_hang_is_killed_with_its_children(monkeypatch):
+    monkeypatch.setattr("smopd.rewards.pool.ATTEMPTS", 1)
     with pool_of("hangs", "length", deadline_seconds=MISSED_SECONDS) as pool:
         pool.probe()
         batch = score(pool)

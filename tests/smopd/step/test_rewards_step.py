@@ -12,9 +12,11 @@ import torch
 from smopd.config.settings import Scoring
 from smopd.data.prompts import Prompt
 from smopd.engine.types import Rollout
-from smopd.rewards.pool import FAILURE_KINDS, RewardBatch, RewardError
+from smopd.rewards.pool import FAILURE_KINDS, RewardBatch, RewardError, RewardPool, RewardSpec
+from smopd.run.preflight import try_rewards
 from smopd.step.held_out import means
 from smopd.step.rewards import Rewarder
+from tests.smopd.rewards.tiny_preference import byte_tokenizer
 
 ROLLOUT = Rollout((1,), torch.tensor([5]), torch.zeros(1), 0, finished=True)
 PROMPTS = [Prompt(i, "q", (1,), {"truth": i}) for i in range(4)]
@@ -70,6 +72,25 @@ def test_an_evaluation_is_judged_alone():
     own = rewarder(lambda *_: scored(3), window_steps=4)
     with pytest.raises(RewardError, match="left 3 of 4 responses"):
         own.score(PROMPTS, [ROLLOUT] * 4)
+
+
+def test_tags_that_are_special_tokens_or_prefilled_are_scored(capsys):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens(
+        {"extra_special_tokens": ["<think>", "</think>", "<tool_call>", "</tool_call>"]}
+    )
+    truth = '<think> ok </think>\n<tool_call>\n{"name": "w", "parameters": {"c": 1}}\n</tool_call>'
+    prompt = Prompt(0, "q", (1,), {"ground_truth": truth}, response_start="<think>")
+    ids = torch.tensor(tokenizer(truth.removeprefix("<think>") + tokenizer.eos_token)["input_ids"])
+    rollout = Rollout((1,), ids, torch.zeros(len(ids)), 0, finished=True)
+    rewards = [RewardSpec(name, f"smopd.rewards.rlla:{name}_reward") for name in ("accuracy", "format")]
+    with RewardPool(rewards) as pool:
+        scored = Rewarder(pool, tokenizer, Scoring()).score([prompt], [rollout])
+        assert scored.texts == [truth] and scored.rewards_RK.tolist() == [[3.0, 1.0]]
+        try_rewards(pool, Scoring(), tokenizer, prompt)
+    out = capsys.readouterr().out
+    assert "accuracy on the first prompt: 3 for its ground_truth, -3 for an empty answer" in out
+    assert "format on the first prompt: 1 for its ground_truth, 0 for an empty answer" in out
 
 
 def test_the_means_of_an_evaluation_leave_out_what_has_no_score():
