@@ -1,4 +1,4 @@
-"""Fixtures, markers and order of all tests."""
+"""Fixtures, markers and order of the tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# What takes longest comes first: at the end of a run a file of minutes would leave the other workers idle.
+# The slowest files run first, so that no worker is idle at the end.
 FIRST = (
     "test_launch.py",
     "test_resume.py",
@@ -31,7 +31,7 @@ FIRST = (
     "test_vllm_sync.py",
     "test_vllm_remote.py",
 )
-MAX_THREADS = 2  # a test's tensors are small; more threads only slow it down and its neighbours
+MAX_THREADS = 2  # tensors in tests are small: more threads are slower
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,21 +41,21 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "xdist_group(name): pytest-xdist runs a group's tests in one process")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    with suppress(ImportError):  # a GPU machine may have pytest alone
+    with suppress(ImportError):  # a GPU machine may have only pytest
         from hypothesis import HealthCheck, settings
 
         any_machine = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-        settings.register_profile("search", any_machine)  # --hypothesis-profile search: others each time
+        settings.register_profile("search", any_machine)  # --hypothesis-profile search: random examples
         settings.register_profile("same examples", any_machine, derandomize=True)
         settings.load_profile("same examples")
     os.environ.setdefault("OMP_NUM_THREADS", str(min(MAX_THREADS, os.cpu_count() or 1)))
     if not has_gpu():
-        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton, which decides then
+        os.environ["TRITON_INTERPRET"] = "1"  # triton reads it on import
 
 
 @cache
 def has_gpu() -> bool:
-    """Without importing torch where no driver is there: many tests need none, and it takes seconds."""
+    """Return whether there is a GPU; does not import torch, which takes seconds, without a driver."""
     if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
         return False
     import torch
@@ -64,7 +64,7 @@ def has_gpu() -> bool:
 
 
 def of_triton(item: pytest.Item) -> bool:
-    """A file of Triton's own, or a test of all backends with one of Triton's ("triton", "triton split")."""
+    """Return whether a test is for Triton, by its file or its `backend` parameter."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     return item.path.name.startswith("test_triton_") or str(parameters.get("backend")).startswith("triton")
 
@@ -88,13 +88,13 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(scope="session")
 def repository_root() -> Path:
-    """The root of the checkout that holds these tests."""
+    """Root folder of the checkout."""
     return ROOT
 
 
 @pytest.fixture(scope="session")
 def data_set() -> Callable[[str], Path]:
-    """Path of real data by its short name (`snips`, `rlla/test`) or its path in the folder of all data.
+    """Return a function that finds real data by short name (`snips`, `rlla/test`) or path in the data folder.
 
     Where a file of it is absent the test is skipped, or fails if SMOPD_REQUIRE_DATA=1. Of a whole data set
     the files that `python -m smopd.data fetch` downloads have to be there.
@@ -123,10 +123,10 @@ def data_set() -> Callable[[str], Path]:
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """New tensors hold NaN or the largest integer, those too that C++ makes: what is not written shows."""
+    """Fill new tensors, including those of C++, with NaN or the largest integer."""
     import torch
 
-    torch.set_deterministic_debug_mode("warn")  # the one mode in which torch fills new memory
+    torch.set_deterministic_debug_mode("warn")  # the mode in which torch fills new memory
     assert torch.utils.deterministic.fill_uninitialized_memory
     assert bool(torch.empty(1000).isnan().all())
     yield

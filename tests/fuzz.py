@@ -1,4 +1,4 @@
-"""Mutated inputs for every parser of what others write: `python -m tests.fuzz TARGET SECONDS SEED`.
+"""Fuzz every parser of external input: `python -m tests.fuzz TARGET SECONDS SEED`.
 
 Each target knows the mistakes that it may answer; any other exception is printed with its input, and the exit
 status is 1. `tests/test_fuzz.py` runs each for a moment. TARGET may be `all`.
@@ -32,7 +32,7 @@ from smopd.record.files import DamagedLog, JsonlLog
 from smopd.rewards import rlla
 
 SLOW_SECONDS = 2.0
-"""Of one input, in CPU time: what takes longer is a finding too."""
+"""CPU time limit per input."""
 PIECES = """
 <think> </think> <tool_call> </tool_call> <response> { } [ ] ( ) : , " ' \\ \\n \\u0000 \\ud800 null true NaN
 Infinity 1e999 -0 1_0 0x1 99999999999999999999 f(a=1) .put( HashMap<>() */ // Judgment: Yes No * ** & *a &a
@@ -45,7 +45,7 @@ class Target:
     seeds: tuple[bytes, ...]
     parse: Callable[[bytes], object]
     answers: tuple[type[BaseException], ...] = ()
-    """What it may raise."""
+    """Exceptions that are allowed."""
 
 
 def text(content: bytes) -> str:
@@ -63,7 +63,7 @@ RECIPE = (Path(__file__).parents[1] / "smopd/recipes/quickstart.yaml").read_byte
 
 
 def rewards(content: bytes) -> None:
-    """Every value is a number in its range, whatever the model wrote."""
+    """Check that every value is in its range."""
     columns = {"ground_truth": [GOOD]}
     (value,) = rlla.accuracy_reward([""], [text(content)], **columns)
     assert -3 <= value <= 3, value
@@ -129,7 +129,7 @@ TARGETS = {
 
 
 def mutated(content: bytes, draw: random.Random) -> bytes:
-    """A few cuts, repeats, flips and pieces of grammar."""
+    """Apply random cuts, repeats, bit flips and grammar pieces."""
     for _ in range(draw.randint(1, 6)):
         at = draw.randint(0, len(content))
         to = min(len(content), at + draw.choice([0, 1, 2, 8, 64, 1024]))
@@ -148,7 +148,7 @@ def mutated(content: bytes, draw: random.Random) -> bytes:
 
 
 def fuzz(name: str, seconds: float, seed: int) -> tuple[int, list[str]]:
-    """How many inputs were tried in so many seconds, and what was found."""
+    """Return the number of inputs and the findings."""
     target, draw, found, tried = TARGETS[name], random.Random(seed), [], 0
     kept = list(target.seeds)
     end = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""A pytest plugin for a GPU: a broken CUDA context or a hang costs one test, not its worker's others.
+"""A pytest plugin for GPUs: a broken CUDA context or a hang fails one test, not all later tests.
 
     python -m pytest -m gpu -n 8 -p tests.gpu_plugin tests/kernels
 
@@ -15,7 +15,7 @@ from collections.abc import Generator
 
 import pytest
 
-TEST_SECONDS = 75.0  # a test of many compilations takes a minute
+TEST_SECONDS = 75.0  # a test with many compilations takes a minute
 BROKEN_STATUS = 70
 
 
@@ -34,7 +34,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def context_is_broken() -> bool:
-    """Whether the device answers with an error: after an illegal access it does until the process ends."""
+    """Return whether every CUDA call fails, as after an illegal access."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return False

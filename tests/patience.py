@@ -1,7 +1,7 @@
-"""How long tests wait, so that none fails because a machine is slow."""
+"""Time limits of tests, long enough for slow machines."""
 
 HANG_SECONDS = 3600.0
-"""For a process: only one that hangs takes so long."""
+"""For a process that may hang."""
 
 MISSED_SECONDS = 6.0
-"""A limit that a test means to be missed by what hangs, and by nothing else."""
+"""A limit that only a hanging call exceeds."""

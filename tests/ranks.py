@@ -1,4 +1,4 @@
-"""Commands of tests in processes of their own, one or several under torchrun."""
+"""Run commands in new processes, with one rank or several under torchrun."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def torchrun(n: int) -> list[str]:
-    """The words that start a Python in `n` ranks, or in one without a launcher."""
+    """Return the command that starts Python in `n` ranks."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)] if n > 1 else []
     return [sys.executable, *launcher]
 
@@ -23,7 +23,7 @@ def environment() -> dict[str, str]:
 
 
 def on_ranks(n: int, *words: str, timeout: float = HANG_SECONDS) -> subprocess.CompletedProcess[str]:
-    """Runs `python *words` in `n` ranks from the checkout's root."""
+    """Run `python *words` in `n` ranks from the root of the checkout."""
     return subprocess.run(
         [*torchrun(n), *words],
         env=environment(),

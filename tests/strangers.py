@@ -1,4 +1,4 @@
-"""What a stranger has: the sources alone, and an environment that knows nothing of this checkout."""
+"""The setup of a new user: a copy of the sources, and a clean environment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PIP_OPTIONS = [
 def run(
     *command: object, cwd: Path, expect: int | None = 0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command with a clean PYTHONPATH; where `expect` is given, its exit status must be that."""
+    """Run a command with a clean PYTHONPATH, and check its exit status unless `expect` is None."""
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SMOPD"))
     }
@@ -45,14 +45,14 @@ def has_compiler() -> bool:
 
 
 def sources() -> list[Path]:
-    """The files of the checkout as git would commit them now, from its root; links are not followed."""
+    """Return the files of the checkout that git would commit, without following links."""
     listing = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split("\0")
     return sorted({Path(name) for name in names if name and os.path.lexists(ROOT / name)})
 
 
 def copy_sources(folder: Path) -> Path:
-    """A copy of the sources in the folder, links kept, nothing built; the folder."""
+    """Copy the sources with links, without build products, and return the folder."""
     for path in sources():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / path, folder / path, follow_symlinks=False)
@@ -60,7 +60,7 @@ def copy_sources(folder: Path) -> Path:
 
 
 def bare_environment(folder: Path) -> Path:
-    """The Python of a new environment that has what this one has installed, but for links to checkouts."""
+    """Return the Python of a new environment with the same packages, except editable installs."""
     venv.create(folder, with_pip=False, symlinks=True)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     (folder / "lib" / version / "site-packages" / "running.pth").write_text(f"{SITE}\n")
@@ -68,7 +68,7 @@ def bare_environment(folder: Path) -> Path:
 
 
 def bare_variables(home: Path) -> dict[str, str]:
-    """The variables of a new user, whose home is empty."""
+    """Return the environment variables of a new user with an empty home."""
     home.mkdir(exist_ok=True)
     machine = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
     kept = {name: value for name, value in os.environ.items() if name in machine}

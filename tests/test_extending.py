@@ -1,4 +1,4 @@
-"""The functions of docs/extending.md are what a run uses."""
+"""A run uses the functions of docs/extending.md."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the page's modules."""
+    """A folder with the modules of the page."""
     for block in blocks("python"):
         if named := re.match(r"# (\w+\.py)\n", block):
             (tmp_path / named[1]).write_text(block)

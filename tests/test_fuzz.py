@@ -1,4 +1,4 @@
-"""Every parser of what others write for a moment; for long: `python -m tests.fuzz all 600 SEED`."""
+"""Fuzz every parser for a moment. Longer: `python -m tests.fuzz all 600 SEED`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The package installs and imports from a clone, a wheel and an sdist, for a user who has nothing else.
+"""The package installs and imports from a clone, a wheel and an sdist, in a clean environment.
 
-The extension is compiled once, into the wheel that is built from the sdist. Nothing is downloaded: each
-state sees the running interpreter's torch and transformers.
+The extension is compiled once, for the wheel built from the sdist. Nothing is downloaded: every environment
+sees this interpreter's torch and transformers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.strangers import (
 pytestmark = pytest.mark.slow
 
 ROOMS = ["smopd", "kernels", "engine"]
-# transformers probes for a package named `kernels`, which a checkout on sys.path could be taken for.
+# transformers looks for a package named `kernels`, and must not find ours on sys.path.
 IMPORT = """
 import sys
 import smopd.ops, smopd.kernels.types, smopd.engine.types
@@ -55,20 +55,20 @@ print(backend_for("topk_logprobs", logits))
 
 
 def packages(python: Path | str, cwd: Path, **environment: str) -> set[Path]:
-    """The package folders that a new process in `cwd` imports from."""
+    """Return the package folders that a new process in `cwd` imports from."""
     files = [Path(line) for line in run(python, "-c", IMPORT, cwd=cwd, **environment).stdout.splitlines()]
     return {file.parent if file.name == "ops.py" else file.parents[1] for file in files}
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the sources in a path with a space: links kept, nothing built."""
+    """A copy of the sources in a path with a space, without build products."""
     return copy_sources(tmp_path_factory.mktemp("check out"))
 
 
 @pytest.fixture(scope="module")
 def built(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `python -m build` makes of a checkout, with this environment's torch."""
+    """The result of `python -m build`."""
     folder = tmp_path_factory.mktemp("built")
     source = shutil.copytree(checkout, folder / "source", symlinks=True)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", source]
@@ -82,13 +82,13 @@ def built(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(built: Path) -> Path:
-    """The wheel that was built from the sdist, with the extension where a compiler is found."""
+    """The wheel built from the sdist, with the extension if there is a compiler."""
     (wheel,) = built.glob("smopd-*.whl")
     return wheel
 
 
 def modules_in(folder: Path) -> set[str]:
-    """The files that belong into the package, by their place in it."""
+    """Return the files of the package by their path in it."""
     found = set()
     for name in ROOMS:
         prefix = Path() if name == "smopd" else Path("smopd")
@@ -115,7 +115,7 @@ def test_an_editable_install(checkout: Path, tmp_path: Path) -> None:
 
 
 def test_the_wheel_is_complete_and_changes_no_other_program(wheel: Path, checkout: Path) -> None:
-    """An entry point of another program's would be loaded by it wherever both are installed."""
+    """No entry points of other programs, which would load our code."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (entry_points,) = (name for name in names if name.endswith(".dist-info/entry_points.txt"))
@@ -127,10 +127,10 @@ def test_the_wheel_is_complete_and_changes_no_other_program(wheel: Path, checkou
 
 
 def test_the_sdist_holds_what_a_clone_holds(built: Path, tmp_path: Path) -> None:
-    """Tests, examples, documentation and links too: what passes in one passes in the other."""
+    """Including tests, examples, documentation and links."""
     (archive,) = built.glob("smopd-*.tar.gz")
     with tarfile.open(archive) as opened:
-        # Python has the filter from 3.10.12 and 3.11.4 on.
+        # Python has the filter since 3.10.12 and 3.11.4.
         opened.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     (unpacked,) = tmp_path.iterdir()
     files = {
@@ -158,7 +158,7 @@ print(*(recipe for recipe in builtin() if parse([recipe, "--dry-run"]).settings.
 
 
 def test_a_wheel_on_a_strangers_machine(wheel: Path, tmp_path: Path) -> None:
-    """What the README shows works from the wheel, in an empty folder, for a user with nothing set."""
+    """The README works from the wheel, in an empty folder, for a new user."""
     outside = tmp_path / "out side"
     outside.mkdir()
     python = bare_environment(tmp_path / "environment")
@@ -180,7 +180,7 @@ def test_a_wheel_on_a_strangers_machine(wheel: Path, tmp_path: Path) -> None:
     )
     (outside / "small.yaml").write_text(f"extends: quickstart\n{SMALL}")
     mine = ("--rewards.1.function", "mine:ones", "--only", "gdpo", "--output", "out")
-    stranger(command, "train", "small.yaml", *mine)  # two processes, as the quickstart says
+    stranger(command, "train", "small.yaml", *mine)  # two processes, as in the quickstart
     lines = [json.loads(line) for line in (outside / "out/gdpo/metrics.jsonl").read_text().splitlines()]
     assert [line["reward/format/mean"] for line in lines if "loss/pg" in line] == [1, 1]
     assert (outside / "out" / "report.html").is_file()
@@ -208,30 +208,9 @@ print(build_backend.get_requires_for_build_wheel(), build_backend.get_requires_f
 
 
 def test_an_isolated_build_gets_torch_where_it_can_use_it(checkout: Path) -> None:
-    """With the bound of the package's one dependency: `import smopd.ops` needs no more."""
+    """Its version bound is that of the package's only dependency."""
     project = (ROOT / "pyproject.toml").read_text()
     (torch,) = re.findall(r'^dependencies = \["(torch>=[\d.]+)"\]', project, re.MULTILINE)
     for compiler, needs in {sys.executable: f"['{torch}'] []", "/nonexistent/c++": "[] []"}.items():
         printed = run(sys.executable, "-c", NEEDS, cwd=checkout, CXX=compiler).stdout
         assert printed.splitlines()[-1] == needs
-
-
-TYPED = """
-from smopd.engine.types import Rollout
-from smopd.kernels.types import LossSettings
-from smopd.ops import topk_logprobs
-
-def version(rollout: Rollout) -> str:
-    return rollout.policy_version
-
-kappa: str = LossSettings().kappa
-topk_logprobs(kappa="wrong")
-"""
-
-
-def test_type_checkers_see_the_packages(checkout: Path, tmp_path: Path) -> None:
-    (tmp_path / "user.py").write_text(TYPED)
-    options = ["--no-site-packages", "--ignore-missing-imports", "--cache-dir", tmp_path / "cache"]
-    command = [sys.executable, "-m", "mypy", *options, "user.py"]
-    printed = run(*command, cwd=tmp_path, expect=1, MYPYPATH=str(checkout)).stdout
-    assert re.findall(r"user\.py:(\d+): error", printed) == ["7", "9", "10", "10"], printed

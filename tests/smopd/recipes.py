@@ -60,7 +60,7 @@ TINY: dict[str, Any] = {
 
 
 def write_recipe(folder: Path, changes: dict[str, Any] | None = None, drop: tuple[str, ...] = ()) -> Path:
-    """`TINY` with `changes` merged over it, without the top-level keys `drop`, as a file in `folder`."""
+    """Write `TINY` with `changes`, without the top-level keys `drop`, to a file in `folder`."""
     values = merged(deepcopy(TINY), changes or {})
     for key in drop:
         values.pop(key)
@@ -76,7 +76,7 @@ def command(recipe: Path | str, *arguments: str, ranks: int = 1) -> list[str]:
 def train(
     recipe: Path | str, *arguments: str, ranks: int = 1, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs the command to its end."""
+    """Run the command."""
     return subprocess.run(
         command(recipe, *arguments, ranks=ranks),
         env=environment(),
@@ -90,7 +90,7 @@ def train(
 def train_here(
     recipe: Path | str, *arguments: str, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """What `train` does, in this process, which has imported torch and transformers already.
+    """Run the command in this process, which has already imported torch.
 
     The log is pytest's; an exception that the command lets go is the test's.
     """
@@ -107,7 +107,7 @@ def train_here(
     finally:
         os.chdir(before)
         sys.path.remove(str(place))
-        for name in set(sys.modules) - modules:  # the next test has its own
+        for name in set(sys.modules) - modules:  # the next test may have others
             if place != ROOT and str(getattr(sys.modules[name], "__file__", "")).startswith(
                 f"{place}{os.sep}"
             ):
@@ -116,7 +116,7 @@ def train_here(
 
 
 def metric_lines(folder: Path, *, times: bool = False) -> list[dict[str, Any]]:
-    """A run's metrics, without what depends on the clock or on who else uses the device."""
+    """Return the metrics of a run, without times and memory."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     varies = ("seconds/", "seconds_overlapped/", "tokens_per_second", "memory/")
     return [{k: v for k, v in line.items() if times or not k.startswith(varies)} for line in lines]

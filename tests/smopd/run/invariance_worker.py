@@ -1,6 +1,6 @@
-"""`smopd.loop.optimise` on fixed responses, in one process or under torchrun, and what each update did.
+"""Run `smopd.loop.optimise` on fixed responses, in one process or under torchrun, and record each update.
 
-As a script it saves that of each variant. Arguments: a folder, then the names of variants.
+As a script it saves the records of each variant. Arguments: a folder, then names of variants.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ PRODUCT = {"merge": {"method": "product"}, "opd": {"gate": {"kind": "token"}}}
 REVERSE = {"opd": {"divergence": "reverse_kl_sampled", "gate": {"kind": "token"}}}
 WEIGHED = {"loss": {"aggregation": "seq-mean-token-mean", "importance_cap": 1.5}}
 CLIPPED = {"max_grad_norm": 0.5}
-ONE_PROMPT = {"loop": {"prompts_per_step": 1, "updates_per_step": 1}}  # nothing is left for a second rank
+ONE_PROMPT = {"loop": {"prompts_per_step": 1, "updates_per_step": 1}}  # a second rank has no prompt
 LORA = {"lora": Lora(rank=4, alpha=8.0)}
 ZERO_2 = {"strategy": "deepspeed", "zero_stage": 2}
-# without the threshold DeepSpeed would leave parameters as small as these whole
+# without the threshold DeepSpeed would not shard parameters this small
 ZERO_3 = {
     "strategy": "deepspeed",
     "zero_stage": 3,
     "deepspeed_config": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
 }
-OFFLOAD = {"offload_optimizer": {"device": "cpu"}}  # student.offload_optimizer asks for it on a GPU alone
-# name: how the batch is laid out, then what differs in the settings and in TrainSettings (and `tied`)
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}  # student.offload_optimizer sets it only on a GPU
+# name: packing, changed settings, changed TrainSettings (and `tied`)
 VARIANTS = {
     "plain-packed": (PACKED, {}, {}),
     "plain-many": (MANY, {}, {}),
@@ -92,16 +92,13 @@ ZERO_VARIANTS = {
     "zero3-tied": (MANY, {}, {**ZERO_3, "tied": True, "gradient_checkpointing": True}),
     "zero3-lora": (MANY, {}, {**ZERO_3, **LORA}),
 }
-HYBRID_VARIANTS = {
-    "hybrid": (MANY, {}, {"shard_size": 2}),
-    "hybrid-tied": (MANY, {}, {"shard_size": 2, "tied": True}),
-}
+HYBRID_VARIANTS = {"hybrid-tied": (MANY, {}, {"shard_size": 2, "tied": True})}
 ALL = VARIANTS | ZERO_VARIANTS | HYBRID_VARIANTS
 RELATIVE = 1e-4
 
 
 class FixedRollouts:
-    """Answers a group with the same ragged responses from every policy, of which each later one is surer."""
+    """Returns the same ragged responses for every policy, with higher log-probabilities for later ones."""
 
     policy_version = 0
 
@@ -123,7 +120,7 @@ class FixedRollouts:
 
 
 class FixedRewarder:
-    """A dense reward, a sparse one, and now and then none at all, all from the response's tokens."""
+    """Computes a dense and a sparse reward from the response's tokens; some responses have no score."""
 
     def score(self, prompts, rollouts, step):
         values = [
@@ -140,14 +137,14 @@ class FixedRewarder:
 
 
 class Numbers:
-    """A tokenizer that spells ids."""
+    """A tokenizer that decodes to numbers."""
 
     def decode(self, ids):
         return " ".join(map(str, ids))
 
 
 def gradient(student: Student, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The whole gradient of an update, as the optimiser is about to see it."""
+    """Return the full gradient of an update before the optimizer step."""
     if student.settings.strategy == "fsdp2":
         return parameter.grad.full_tensor().clone()
     from deepspeed.utils import safe_get_full_grad
@@ -167,7 +164,7 @@ def prompt_set() -> PromptSet:
 def train(
     folder: Path, device: torch.device, packing: Packing = PACKED, changes=None, options=None
 ) -> list[dict]:
-    """Runs the loop on fixed responses; what each update did."""
+    """Run the loop on fixed responses, and return a record of each update."""
     options = options or {}
     base = Settings.model_validate(SETTINGS)
     run_settings = base.runs["student"].model_copy(update={"set": changes or {}})
@@ -175,7 +172,7 @@ def train(
     fixed = {
         "learning_rate": 1e-2,
         "max_grad_norm": 1e9,
-        "adam_eps": 1e-2,  # its updates then show the gradient's scale, and not the sign of rounding errors
+        "adam_eps": 1e-2,  # so that updates depend on the scale of the gradient
         "compute_dtype": "float32",
     }
     given = {key: value for key, value in options.items() if key != "tied"}
@@ -219,7 +216,7 @@ def train(
 
 
 def run_loop(folder: Path, settings: Settings, student: Student, **own) -> None:
-    """Trains on fixed responses; `own` are parts of the Run that are others."""
+    """Train on fixed responses; `own` replaces components of the Run."""
     fixed = {"rollouts": FixedRollouts(), "rewarder": FixedRewarder(), "prompts": prompt_set()}
     with Recorder(folder, folder.name, settings, Numbers()) as recorder:
         optimise(
@@ -236,7 +233,7 @@ def run_loop(folder: Path, settings: Settings, student: Student, **own) -> None:
 
 
 def run(folder: Path, ranks: int, names) -> dict[str, list[dict]]:
-    """What `train` returns of each variant, on so many ranks."""
+    """Return the result of `train` for each variant."""
     done = on_ranks(ranks, __file__, str(folder), *names)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(folder / "results.pt")
@@ -249,13 +246,13 @@ def assert_same(found: list[dict], expected: list[dict]) -> None:
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=RELATIVE)
         for kind in ("gradients", "changes"):
             assert a[kind].keys() == b[kind].keys()
-            for name, value in b[kind].items():  # an adapter's A has no gradient while its B is 0
+            for name, value in b[kind].items():  # an adapter's A has no gradient if its B is 0
                 error = (a[kind][name] - value).norm() / value.norm().clamp(min=1e-30)
                 assert error < RELATIVE, f"update {i}: {kind} of {name} differ by {error:.1e}"
 
 
 def whole(variant: str) -> str:
-    """What a variant of another strategy must equal in one process under FSDP2."""
+    """Return the FSDP2 variant on one rank that must be equal."""
     kind = next((kind for kind in ("lora", "tied") if kind in variant), "plain")
     return f"{kind}-packed"
 

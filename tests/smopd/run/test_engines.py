@@ -1,4 +1,4 @@
-"""The command with real vLLM for rollouts and teachers, and LoRA runs whose adapters teach."""
+"""`smopd train` with vLLM for rollouts and teachers, and with LoRA teachers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_vllm_samples_scores_and_takes_new_weights(tmp_path):
     assert result.returncode == 0, result.stderr
     for run in ("accuracy_teacher", "format_teacher", "student"):
         for line in metric_lines(tmp_path / "run" / run):
-            late = run == "student" and line["step"] > 1  # sampled by the policy of the step before
+            late = run == "student" and line["step"] > 1  # sampled by the previous policy
             assert (line["rollout_mismatch"] < 1e-3) is not late, (run, line["step"])
             assert all(math.isfinite(value) for value in line.values() if isinstance(value, float))
     for line in metric_lines(tmp_path / "run/student"):
@@ -51,7 +51,7 @@ def test_vllm_samples_scores_and_takes_new_weights(tmp_path):
 
 
 def test_lora_runs_and_teachers_share_one_engine_with_their_base(tmp_path):
-    """kl_ref of a LoRA run takes its own base; with full weights it and the product take the teachers'."""
+    """kl_ref of a LoRA run uses its own base; with full weights kl_ref and product use the teachers' base."""
     model, tokenizer = world_model(0)
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "model")
@@ -63,7 +63,7 @@ def test_lora_runs_and_teachers_share_one_engine_with_their_base(tmp_path):
         "merge": {"method": "product"},
         "opd": {"kappa": 8},
         "student": {"lora": LORA, "learning_rate": 1e-2},
-        "loss": {"entropy_coef": 0.1},  # moves the policy where no reward differs
+        "loss": {"entropy_coef": 0.1},  # a gradient if no reward differs
         "loop": {"steps": 2},
         "runs": {"student": {"stage": "merge", "set": {"student": {"lora": None}}}},
     }
@@ -86,7 +86,7 @@ def test_deepspeed_on_two_ranks(tmp_path):
         "loop": {"steps": 2},
         "data": {"evaluation": None},
         "checkpoint": {"every": 0},
-        "loss": {"entropy_coef": 0.1},  # a gradient where no reward differs
+        "loss": {"entropy_coef": 0.1},  # a gradient if no reward differs
     }
     recipe = write_recipe(tmp_path, changes, drop=("warm_start",))
     one = train_here(recipe, "--output", "one")

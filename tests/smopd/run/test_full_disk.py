@@ -1,4 +1,4 @@
-"""A disk without room, a tmpfs of its own: it is named, and with room the same command resumes."""
+"""A full disk is reported, and with free space the command resumes. Uses a small tmpfs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMESPACE = ["unshare", "--mount", *([] if os.getuid() == 0 else ["--user", "--m
 
 
 def in_a_namespace(command: str) -> subprocess.CompletedProcess[str]:
-    """The shell's command, whose mounts nobody else sees."""
+    """Run a shell command with private mounts."""
     return subprocess.run(
         [*NAMESPACE, "sh", "-c", command], cwd=ROOT, env=environment(), capture_output=True, text=True
     )

@@ -1,8 +1,7 @@
-"""How a batch is cut changes nothing: ranks, micro-batches, packing, checkpointing, head chunks.
+"""Results do not depend on ranks, micro-batches, packing or activation checkpointing.
 
-Ragged responses, two steps, two updates a batch (one, where a batch is one prompt). Compared are every loss
-term, the unclipped gradient norm, every parameter's gradient and its change in every update: losses alone
-would not show a wrong scale.
+Ragged responses, two steps, two updates per step. Compares every loss term, the gradient norm, and the
+gradient and change of every parameter: losses alone would not reveal a wrong scale.
 """
 
 import importlib.util
@@ -14,7 +13,8 @@ from tests.smopd.run.invariance_worker import HYBRID_VARIANTS, VARIANTS, assert_
 pytestmark = pytest.mark.slow
 PEFT = importlib.util.find_spec("peft") is not None
 HERE = [name for name in VARIANTS if PEFT or "lora" not in name]
-"""peft is an extra."""
+"""peft is optional."""
+UNPACKED = [name for name in HERE if not name.endswith("packed")]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def one(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("two"), 2, HERE)
+    return run(tmp_path_factory.mktemp("two"), 2, UNPACKED)
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +32,12 @@ def hybrid(tmp_path_factory):
     return run(tmp_path_factory.mktemp("hybrid"), 4, HYBRID_VARIANTS)
 
 
-@pytest.mark.parametrize("variant", [name for name in HERE if not name.endswith("packed")])
+@pytest.mark.parametrize("variant", UNPACKED)
 def test_layout_changes_nothing(one, variant):
     assert_same(one[variant], one[f"{variant.rpartition('-')[0]}-packed"])
 
 
-@pytest.mark.parametrize("variant", HERE)
+@pytest.mark.parametrize("variant", UNPACKED)
 def test_two_ranks_equal_one_process(one, two, variant):
     assert_same(two[variant], one[variant])
 

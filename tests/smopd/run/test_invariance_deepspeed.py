@@ -1,4 +1,4 @@
-"""ZeRO-2 and ZeRO-3 on two ranks train as one process does: loss terms, gradient norm, gradients, changes."""
+"""ZeRO-2 and ZeRO-3 on two ranks equal FSDP2 on one: loss terms, gradient norm, gradients, changes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Runs that start from a merge: the guard's table and choice, a stop on the way, two ranks, mistakes."""
+"""Runs that start from a weight merge: the guard's table and choice, an interruption, two ranks."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def place(tmp_path: Path, taught: Path) -> Callable[..., tuple[Path, Path]]:
     """A recipe whose student starts from a merge, and a run directory with its teachers."""
 
     def make(name: str = "out", **merge: Any) -> tuple[Path, Path]:
-        own = {**deepcopy(MERGE), **merge, "method": "weights"}
+        own = {"merge": {**deepcopy(MERGE), **merge, "method": "weights"}, "loop": {"steps": 2}}
         (tmp_path / "two_rewards.py").write_text(REWARDS)
-        recipe = write_recipe(tmp_path, TAUGHT | {"runs": {"student": {"set": {"merge": own}}}})
+        recipe = write_recipe(tmp_path, TAUGHT | {"runs": {"student": {"set": own}}})
         shutil.copytree(taught, tmp_path / name)
         return recipe, tmp_path / name
 
@@ -77,7 +77,9 @@ def test_a_guarded_start_is_the_best_of_its_table(place: Callable[..., tuple[Pat
     assert done.returncode == 0, done.stderr
     table = json.loads((out / "student" / "merge.json").read_text())
     rows = {row["name"]: row for row in table["rows"]}
-    assert list(rows) == NAMES[:4] and table["rollouts"] == 18  # the whole sum is in, so none is trimmed
+    assert (
+        list(rows) == NAMES[:4] and table["rollouts"] == 18
+    )  # the full sum passes, so no trimmed one is tried
     assert len({tuple(row["rewards"].values()) for row in rows.values()}) == len(rows)
     assert table["chosen"] == "plain sum" and rows["plain sum"]["out"] is None
     assert f"student starts from {table['chosen']}" in done.stdout
@@ -97,7 +99,7 @@ def test_a_stopped_guard_resumes(
     place: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strict = deepcopy(MERGE["models"])
-    strict[0]["max_regression"] = 1  # no sum is in: both levels are tried, and the nearest is taken
+    strict[0]["max_regression"] = 1  # no sum passes: both levels are tried, and the nearest is chosen
     recipe, whole = place("whole", models=strict)
     train_here(recipe, "--output", "whole")
     table = json.loads((whole / "student" / "merge.json").read_text())
@@ -123,7 +125,7 @@ def test_a_stopped_guard_resumes(
     monkeypatch.setattr(Starter, "_write", write)
     merges.clear()
     assert train_here(recipe, "--output", "cut").returncode == 0
-    assert len(merges) == 3 + 1  # those that were not kept, and the start
+    assert len(merges) == 3 + 1  # the missing rows, and the start
     assert (out / "student" / "merge.json").read_text() == (whole / "student" / "merge.json").read_text()
     assert metric_lines(out / "student") == metric_lines(whole / "student")
 
@@ -131,7 +133,7 @@ def test_a_stopped_guard_resumes(
 @pytest.mark.slow
 def test_two_ranks_share_the_rollouts_and_agree(place: Callable[..., tuple[Path, Path]]) -> None:
     recipe, one = place("one")
-    assert train(recipe, "--output", "one", "--only", "student").returncode == 0
+    assert train_here(recipe, "--output", "one", "--only", "student").returncode == 0
     _, two = place("two")
     done = train(recipe, "--output", "two", "--only", "student", ranks=2)
     assert done.returncode == 0, done.stderr

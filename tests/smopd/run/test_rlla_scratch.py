@@ -1,4 +1,4 @@
-"""The recipe on RLLA prompts at the real vocabulary, cut to one step a run."""
+"""The rlla_scratch recipe with real prompts and vocabulary, one step per run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The command end to end on a tiny world.
-
-Both stages, any number of rewards and teachers, and its bad days.
-"""
+"""`smopd train` end to end in a tiny environment: both stages, three rewards, and invalid inputs."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ def workplace(tmp_path):
 
 
 def recipe_of_one_run(folder, changes):
-    """A single control run; the warm start is left out, so that it begins at once."""
+    """Write a recipe with a single run of stage train and no warm start."""
     values = {"loop": {"steps": 2}, **changes}
     path = write_recipe(folder, values, drop=("runs", "teachers", "warm_start"))
     path.write_text(path.read_text() + "runs: {gdpo: {stage: train}}\n")
@@ -42,7 +39,7 @@ def recipe_of_one_run(folder, changes):
 
 WITH_BREVITY = {
     "rewards": [TINY["rewards"][0], {"name": "mine", "function": "my_rewards:brevity"}]
-}  # of an untrained model's answers it alone varies
+}  # the only reward that varies for an untrained model
 
 
 @pytest.mark.slow
@@ -53,8 +50,9 @@ def test_three_rewards_and_three_teachers(workplace):
     sampled = {"divergence": "reverse_kl_sampled", "gate": {"kind": "sequence"}}
     runs["student"] = {"stage": "merge"}
     runs["sampled"] = {"stage": "merge", "set": {"opd": sampled}}
-    runs["gd2po"] = {"stage": "train", "set": {"advantage": {"estimator": "gd2po", "whiten": "tokens"}}}
-    runs["grpo"] = {"stage": "train", "set": {"advantage": {"estimator": "grpo"}}}
+    for name, whiten in (("gd2po", "tokens"), ("grpo", "none")):
+        own = {"advantage": {"estimator": name, "whiten": whiten}, "loop": {"steps": 1}}
+        runs[name] = {"stage": "train", "set": own}
     changes = {
         "loop": {"steps": 2},
         "rewards": [
@@ -64,7 +62,7 @@ def test_three_rewards_and_three_teachers(workplace):
         "opd": {"gate": {"kind": "token"}},
         "teachers": {"models": [{"model": f"{name}_teacher", "reward": name} for name in names]},
     }
-    recipe = write_recipe(workplace, changes, drop=("runs",))
+    recipe = write_recipe(workplace, changes, drop=("runs", "warm_start"))
     recipe.write_text(recipe.read_text() + yaml.safe_dump({"runs": runs}, sort_keys=False))
     done = train_here(recipe)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -87,7 +85,8 @@ def test_three_rewards_and_three_teachers(workplace):
 
 
 def test_stages_one_at_a_time(tmp_path):
-    recipe, folder = write_recipe(tmp_path, {"loop": {"steps": 2}}), tmp_path / "runs/tiny"
+    short = {"loop": {"steps": 1}, "warm_start": {"steps": 2}, "data": {"evaluation": None}}
+    recipe, folder = write_recipe(tmp_path, short), tmp_path / "runs/tiny"
     at_once = train_here(recipe, "--stage", "merge")
     assert at_once.returncode == 1
     assert "the base model is not made yet; run --stage warm-start first" in at_once.stderr

@@ -1,6 +1,6 @@
-"""Servers that are lost in a step: on every rank a checkpoint of what is done, and the same end later.
+"""Servers that are lost in a step: every rank writes a checkpoint, and the resumed run ends the same.
 
-As a module all cases run on each rank, where the last rank alone loses them. Argument: a folder.
+As a module it runs the cases of TWO_RANKS, in which only the last rank loses its servers. Argument: a folder.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from tests.ranks import on_ranks
 from tests.smopd.recipes import metric_lines
 from tests.smopd.run.invariance_worker import SETTINGS, FixedRollouts, run_loop
 
+TWO_RANKS = ("generate", "score-lagged")
 PACKING = Packing(micro_batch_tokens=100_000)
-# What finds no server, at which of its calls, with which lag, and how many steps are done then. Weights are
-# sent before the first step, and with a lag a batch is sampled before its step.
+# The call that fails -> which of its calls, async_level, and the steps done before. Weights are sent before
+# the first step; with async_level 1 a batch is sampled before its step.
 CASES = {
     "generate": (3, 0, 2),
     "score": (3, 0, 2),
@@ -35,7 +36,7 @@ CASES = {
 
 
 def losing(engine: object, call: str, at: int) -> None:
-    """`engine.call` finds no server when it is called for the `at`th time; `load_weights` on every rank."""
+    """Let the `at`th call of `engine.call` raise NoServer on the last rank; `load_weights` on every rank."""
     plain, calls = getattr(engine, call), []
     loses = call == "load_weights" or distributed.rank() == distributed.world_size() - 1
 
@@ -49,7 +50,7 @@ def losing(engine: object, call: str, at: int) -> None:
 
 
 def train(folder: Path, device: torch.device, lag: int, case: str = "") -> dict[str, torch.Tensor]:
-    """The weights at the end of the run, in which the call of the case is lost once."""
+    """Train with the failing call of the case, and return the final weights."""
     changes = {"loop": {"steps": 4, "async_level": lag}, "loss": {"importance_cap": 2.0}}
     settings = Settings.model_validate(merged(SETTINGS, changes)).resolved("student")
     options = TrainSettings(learning_rate=1e-2, compute_dtype="float32", **dict(PACKING))
@@ -73,7 +74,7 @@ def check(folder: Path, device: torch.device, case: str) -> None:
     assert [path.name for path in (folder / case / "checkpoints").iterdir()] == [f"step_{done:08d}"]
     distributed.barrier()
     found = train(folder / case, device, lag)
-    if case == "generate-lagged":  # what was to be sampled ahead is sampled by a newer policy
+    if case == "generate-lagged":  # the resumed run samples the next batch with a newer policy
         return
     lines = metric_lines(folder / case)
     assert lines == metric_lines(folder / f"whole-{case}")
@@ -95,5 +96,5 @@ def test_on_two_ranks_one_of_them_is_enough(tmp_path):
 
 if __name__ == "__main__":
     with distributed.process_group() as device:
-        for case in CASES:
+        for case in TWO_RANKS:
             check(Path(sys.argv[1]), device, case)

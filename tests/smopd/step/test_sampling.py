@@ -1,4 +1,4 @@
-"""Batches by step: from which policy they come, and one step ahead."""
+"""Sampling: the policy of each batch, one step ahead, and independent random draws."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def versions(batch):
 
 
 def trained(batches, engine, step):
-    """What the loop does between two batches."""
+    """Do what the loop does between two batches."""
     ahead = batches.settle()
     engine.load_weights([], step + 1)
     return ahead
@@ -53,14 +53,14 @@ def test_the_next_batch_waits_for_teachers_whose_engines_share_its_process():
     apart = {"rollout": {"engine": "vllm", "vllm": {"placement": "process"}}, "teachers": {"engine": "vllm"}}
 
     def sampled(changes):
-        """Whether taking the first batch begins the next, and from which policy that comes."""
+        """Return whether taking a batch starts the next one, and the policy of the next one."""
         engine = FixedRollouts()
         with sampler(merged(AHEAD, changes), engine) as batches:
             batches.take(0)
             begun = batches.settle() is not None
             batches.begin(1)
             assert batches.settle()["step"] == 1
-            batches.begin(1)  # again changes nothing
+            batches.begin(1)  # has no effect
             return begun, versions(batches.take(1))
 
     assert sampled(turns) == (False, {0}) and sampled(apart) == (True, {0})

@@ -1,4 +1,4 @@
-"""Signals: noted while postponed, raised elsewhere; the same one sent by two senders at once is one."""
+"""Signals: recorded while postponed, raised otherwise; two at once count as one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_postponed_signal_is_noted_and_answered_at_the_end():
     with Stop() as stop, pytest.raises(Stopped, match="stopped by SIGINT"), stop.postponed():
         assert stop.asked() == 0
         signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)  # by the launcher, within a moment
+        signal.raise_signal(signal.SIGINT)  # the launcher sends it too
         done.append(stop.asked())
     assert done == [signal.SIGINT]
 

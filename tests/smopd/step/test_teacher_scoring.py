@@ -1,4 +1,4 @@
-"""Teachers elsewhere score while the rewards are computed, and the phase times show it."""
+"""Teachers on another device score in parallel with the rewards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLOW_SECONDS = 0.05
 
 
 def slowly(meeting: threading.Barrier | None) -> None:
-    """Where there is a meeting, teachers and rewards wait for each other, so they must overlap."""
+    """Sleep; with a barrier, teachers and rewards wait for each other, so they must overlap."""
     if meeting:
         meeting.wait(HANG_SECONDS)
     time.sleep(SLOW_SECONDS)
