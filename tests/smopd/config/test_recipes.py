@@ -23,7 +23,7 @@ STEPS = {
     "safe_llama3.2_3b": ("meta-llama/Llama-3.2-3B-Instruct", 100),
 }
 """Recipes of the paper -> model and steps of Appendix A."""
-WITHOUT_A_TABLE = ["quickstart", "rlla_scratch"]
+WITHOUT_A_TABLE = ["quickstart"]
 TEACHERS = {"rlla": ["accuracy_teacher", "format_teacher"], "safe": ["useful_teacher", "harmless_teacher"]}
 METHODS = {"gdpo", "smopd", "smopd_sequence_gate", "smopd_token_gate"}
 SHORTER = ["guarded_merge", "sequential"]  # ours, with fewer steps

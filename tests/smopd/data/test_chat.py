@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
+from examples.rlla_scratch import CHATML_TEMPLATE
 from smopd.data.chat import render, response_start, response_texts
 from smopd.data.prompts import load_prompts
 from smopd.engine.types import Rollout
-from smopd.worlds.models import CHATML_TEMPLATE
 from tests.smopd.rewards.tiny_preference import byte_tokenizer
 
 ASKED = {"role": "user", "content": "2+2?"}

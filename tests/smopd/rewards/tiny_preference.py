@@ -8,7 +8,7 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForSequenceClassification, Qwen2Tokenizer
 
-from smopd.worlds.models import CHATML_TEMPLATE
+from examples.rlla_scratch import CHATML_TEMPLATE
 
 END, PAD = "<|im_end|>", "<|endoftext|>"
 PLAIN_TEMPLATE = "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + ';' }}{% endfor %}"

@@ -10,15 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from smopd.rewards.rlla import accuracy_reward, format_reward
 from smopd.worlds import toy_world
-from smopd.worlds.models import QWEN_VOCAB_SIZE, qwen_tokenizer, qwen_vocab_model, world_model
+from smopd.worlds.models import world_model
 
 DIGESTS = ["87a2a9b7b54d622f", "b9c3532cad9f0845", "18701403d2b76143"]
-QWEN_TEXTS = (
-    "Hello, world! 1234 it's",
-    "  leading and trailing  \n\n\ttabs\r\n",
-    "Grüße, 世界, مرحبا, 👩‍🚀",
-    '<think> a </think>\n<tool_call>\n{"name": "f", "parameters": {"x": [1, -2.5e3, null]}}\n</tool_call>',
-)
 
 
 def test_the_draws_are_those_of_the_published_runs():
@@ -116,36 +110,3 @@ def test_world_model_is_its_seeds_and_loads_again(world, tmp_path):
 def test_arguments_out_of_range_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_qwen_vocab_model_has_qwens_ids_and_template_and_loads_again(data_set, tmp_path):
-    sizes = {"hidden_size": 64, "layers": 1, "heads": 2, "kv_heads": 1}
-    model, tokenizer = qwen_vocab_model(0, data_set("tokenizer/qwen"), **sizes)
-    for part in (model, tokenizer):
-        part.save_pretrained(tmp_path)
-    model_again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert model_again.lm_head.weight.shape == (QWEN_VOCAB_SIZE, 64)
-    assert model_again.model.layers[0].self_attn.k_proj.weight.shape == (32, 64)
-    assert torch.equal(model_again.lm_head.weight, model.lm_head.weight)
-    assert model_again.config.eos_token_id == 151645 and model_again.config.max_position_embeddings == 4096
-    again = AutoTokenizer.from_pretrained(tmp_path)
-    assert len(tokenizer) == 151_646
-    for each in (tokenizer, again):
-        assert (each.eos_token_id, each.pad_token_id) == (151645, 151643)
-        assert each("Hello world 12")["input_ids"] == [9707, 1879, 220, 16, 17]
-    for text in QWEN_TEXTS:
-        assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
-        assert chat_ids(again, user(text)) == chat_ids(tokenizer, user(text))
-    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert text == "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_ranks_file_must_exist_and_be_one(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"tokenizer_file .*: no such file"):
-        qwen_tokenizer(tmp_path / "absent.tiktoken")
-    (tmp_path / "broken.tiktoken").write_text("IQ== 0\nnot a rank line\n")
-    with pytest.raises(
-        ValueError, match=r"broken.tiktoken: .*, expected a base64 token and its rank on each line"
-    ):
-        qwen_tokenizer(tmp_path / "broken.tiktoken")
