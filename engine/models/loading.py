@@ -155,7 +155,8 @@ def cache_argument(model: PreTrainedModel) -> str:
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """Return the decoder without the head."""
     found = model.get_decoder()
-    return model.model if found is model else found  # of Llama 4
+    # Llama 4 returns itself, ModernBERT its head
+    return found if isinstance(found, PreTrainedModel) and found is not model else model.model
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -6,6 +6,7 @@ Every choice is checked on this very model against transformers on single sequen
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -28,6 +29,7 @@ from smopd.engine.models.packing import flat_offsets, pack
 from smopd.engine.settings import Packing
 from smopd.engine.types import Attends, Layout, Rollout
 
+log = logging.getLogger(__name__)
 SHORT = 256
 """On a CPU a mask is faster for units with fewer positions (ours; docs/architecture.md)."""
 DESCRIPTIONS = {
@@ -86,6 +88,8 @@ def choose_together(models: Sequence[PreTrainedModel]) -> Layout:
     slowest = max(layouts, key=lambda layout: list(DESCRIPTIONS).index(layout.attends))
     for model in different:
         set_attention(model, slowest.attends)
+    if slowest.attends != "pieces":
+        log.info("frozen models, attention: %s", slowest.description)
     limits = [layout.alone_above for layout in layouts if layout.alone_above is not None]
     return Layout(slowest.attends, slowest.one_row_from, min(limits, default=None), slowest.description)
 

@@ -79,6 +79,8 @@ def _targets(model: PreTrainedModel, wanted: list[str]) -> list[str]:
     """Return the target names. The head and embeddings get no adapters, as the fused head is linear."""
     layers = decoder_layers(model)
     linear = {_last(name) for name, module in layers.named_modules() if isinstance(module, nn.Linear)}
+    if not linear:
+        raise ValueError(f"lora: the decoder of a {type(model).__name__} has no linear layers")
     experts = {
         _last(name) for name, value in layers.named_parameters() if ".experts." in name and value.dim() == 3
     }
