@@ -1,4 +1,4 @@
-"""Small random models, ragged rollouts, and whether a model would sample some, for the engine's tests."""
+"""Small random models, ragged rollouts, and checks of sampled responses, for the engine's tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ END = 1
 
 
 def model_of(family: str, **options: Any) -> PreTrainedModel:
-    """A small model of a family of transformers; options: of its config."""
+    """Return a small random model of a transformers family; `options` go to its config."""
     shape = {
         "vocab_size": VOCABULARY,
         "hidden_size": 64,
@@ -45,7 +45,7 @@ def tiny_model(
 
 
 def ragged_rollouts(seed: int, groups: int = 5, group_size: int = 3, longest: int = 12) -> list[Rollout]:
-    """Prompts and responses of many lengths, one response of a single token among them."""
+    """Return prompts and responses of many lengths, one of them a single token."""
     generator = torch.Generator().manual_seed(seed)
 
     def integers(low: int, high: int, n: int = 1) -> torch.Tensor:
@@ -65,7 +65,7 @@ def ragged_rollouts(seed: int, groups: int = 5, group_size: int = 3, longest: in
 def plain_logps(
     model: Callable[[torch.Tensor], Any], rollouts: Sequence[Rollout], temperature: float = 1.0
 ) -> torch.Tensor:
-    """(N,) log-probabilities of the response tokens, a sequence at a time."""
+    """Return (N,) log-probabilities of the response tokens, one sequence at a time."""
     logps = []
     for rollout in rollouts:
         ids = torch.cat([torch.tensor(rollout.prompt_ids), rollout.response_ids])[None]
@@ -75,7 +75,7 @@ def plain_logps(
 
 
 def assert_sampled_by(model, rollouts: list[Rollout], temperature: float = 1.0, greedy: bool = True) -> None:
-    """The responses' log-probabilities, and where greedy their tokens, are the model's."""
+    """Assert that the log-probabilities, and for greedy sampling the tokens, are the model's."""
     for rollout in rollouts:
         ids = torch.cat([torch.tensor(rollout.prompt_ids), rollout.response_ids])[None]
         logits = model.eval()(ids).logits[0, len(rollout.prompt_ids) - 1 : -1].detach() / temperature
@@ -86,7 +86,7 @@ def assert_sampled_by(model, rollouts: list[Rollout], temperature: float = 1.0, 
 
 
 def differ(a: list[Rollout], b: list[Rollout]) -> bool:
-    """Every response begins with another token, or with another log-probability of it."""
+    """Whether every pair of responses differs in its first token or in that token's log-probability."""
     pairs = zip(a, b, strict=True)
     return not any(
         x.response_ids[0] == y.response_ids[0] and torch.allclose(x.logps[:1], y.logps[:1], atol=1e-3)

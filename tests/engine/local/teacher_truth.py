@@ -1,4 +1,4 @@
-"""What teachers have to say by whole forward passes of transformers and peft, and how to compare with it."""
+"""Expected teacher scores from full forward passes of transformers and peft, and comparisons with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROLLOUTS = ragged_rollouts(seed=3)
 
 
 def whole_logprobs(model, rollouts: list[Rollout], temperature: float = 1.0) -> Tensor:
-    """(N, V) log-probabilities at every response token, a sequence at a time."""
+    """Return (N, V) log-probabilities at all response tokens, one sequence at a time."""
     rows = []
     for rollout in rollouts:
         ids = torch.cat([torch.tensor(rollout.prompt_ids), rollout.response_ids])[None]
@@ -33,7 +33,7 @@ def check(
     bound: float,
     rollouts: list[Rollout] = ROLLOUTS,
 ) -> None:
-    """Against each teacher's (N, V): the largest values, and each id's own, within `bound`."""
+    """Compare with each teacher's (N, V): the largest values, and the value of each id, within `bound`."""
     token_ids_N = torch.cat([rollout.response_ids for rollout in rollouts])
     assert topk.ids_NMS.shape == topk.logps_NMS.shape == (len(token_ids_N), len(expected), kappa)
     assert topk.ids_NMS.dtype == torch.int32
@@ -54,7 +54,7 @@ def check(
 
 
 def check_union(topk: TeacherTopK, expected: list[Tensor], kappa: int, bound: float) -> None:
-    """Own entries first, then the others' ids; each id of the union once a teacher, with its own value."""
+    """Check that each teacher lists its own entries first, then every other id of the union exactly once."""
     n_teachers = len(expected)
     assert topk.ids_NMS.shape == (len(expected[0]), n_teachers, n_teachers * kappa)
     own = TeacherTopK(topk.ids_NMS[..., :kappa], topk.logps_NMS[..., :kappa], topk.token_logps_NM)
@@ -70,7 +70,7 @@ def check_union(topk: TeacherTopK, expected: list[Tensor], kappa: int, bound: fl
 
 
 def save_adapters(folder: Path, model: PreTrainedModel, n: int = 2) -> list[Path]:
-    """LoRA adapters of `model`, saved by peft, whose B is random so that they change what it says."""
+    """Save LoRA adapters of `model` with peft; B is random, so that they change its outputs."""
     peft = pytest.importorskip("peft")
     base = folder / "base"
     model.save_pretrained(base)
@@ -100,7 +100,7 @@ def at(logps_NV: Tensor, temperature: float) -> Tensor:
 
 
 def widened(model: PreTrainedModel, vocabulary: int, seed: int = 9) -> PreTrainedModel:
-    """The model with random rows for padded ids, which are as likely as others."""
+    """Return the model with random rows for padded ids, which are as likely as others."""
     torch.manual_seed(seed)
     model.resize_token_embeddings(vocabulary, mean_resizing=False)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The embedded sampler: greedy as transformers, draws that depend on seed, group, sample and position alone.
+"""The local sampler: greedy equals transformers; draws depend only on seed, group, sample and position.
 
 That draws follow the distribution is shown by tests/kernels/conformance/test_draw.py.
 """

@@ -1,4 +1,4 @@
-"""The local teachers against whole forward passes of transformers and peft."""
+"""Local teachers equal full forward passes of transformers and peft."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_no_teacher_and_a_smaller_vocabulary_are_refused() -> None:
 
 
 def test_fewer_padded_rows_than_the_students_are_served() -> None:
-    """A token that only pads the student's vocabulary is none of the teacher's, and counted."""
+    """A token that only pads the student's vocabulary is unknown to the teacher, and counted."""
     model = tiny_model(1)
     teachers = LocalTeachers([model], PACKING, VOCABULARY + 7, tokens=VOCABULARY)
     check(teachers.score(ROLLOUTS, 8, 0.7), [whole_logprobs(model, ROLLOUTS, 0.7)], 8, 1e-4)
@@ -95,7 +95,7 @@ def test_fewer_padded_rows_than_the_students_are_served() -> None:
 
 
 def test_a_union_of_unequal_paddings_asks_each_for_what_all_have() -> None:
-    """The larger one likes an id best that the smaller has no row for."""
+    """The larger teacher's most likely id has no row in the smaller one."""
     model, larger = tiny_model(1), widened(tiny_model(2), VOCABULARY + 7)
     bias = torch.zeros(VOCABULARY + 7)
     bias[VOCABULARY + 3] = 50.0
@@ -162,7 +162,7 @@ def test_adapters_that_cannot_be_served(changes: dict, message: str, tmp_path: P
 
 @pytest.mark.parametrize("key", ["lm_head.lora_A.weight", "model.layers.0.mlp.down_proj.bias"])
 def test_an_adapter_whose_file_holds_more_is_refused(key: str, tmp_path: Path) -> None:
-    """As written for a regular expression in target_modules that matches the head."""
+    """A regular expression in target_modules can match the head."""
     (adapter,) = save_adapters(tmp_path, tiny_model(4), 1)
     _change(adapter, target_modules=".*(q_proj|v_proj|down_proj|lm_head)$")
     file = adapter / "adapter_model.safetensors"

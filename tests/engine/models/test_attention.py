@@ -76,7 +76,7 @@ def by_mask(query_THd, key_TKd, value_TKd, pieces, scale):
 def bottom_right_varlen(
     query, key, value, starts, key_starts, longest, longest_k, *, scale, window_size, **_
 ):
-    """What torch's kernels do, by their documentation, of CPU tensors."""
+    """Compute on CPU tensors what torch documents for its variable-length kernels."""
     assert window_size == (-1, 0)
     assert starts.dtype == key_starts.dtype == torch.int32
     places, key_places = starts.tolist(), key_starts.tolist()
@@ -128,7 +128,7 @@ def test_bfloat16_is_as_near_to_fp32_as_its_rounding():
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers in a tensor that an operation returns."""
+    """Records the size of the largest tensor that an operation returns."""
 
     numbers = 0
 

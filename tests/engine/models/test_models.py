@@ -1,4 +1,4 @@
-"""Models from a folder or hub id: what is loaded, which ids end a response, and what is refused in a line."""
+"""Loading models from a folder or hub id, their end tokens, and errors in one line."""
 
 from __future__ import annotations
 

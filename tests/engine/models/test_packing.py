@@ -1,4 +1,4 @@
-"""Packing changes no hidden state and no order, and keeps to its budget."""
+"""Packing changes neither hidden states nor order, and keeps to its token budget."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every family trains, samples and scores as transformers computes it, or is refused in a line."""
+"""Every family trains, samples and scores as transformers computes it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.engine.student.training import NLL, TOKENS, loss_tokens, settings_of
 from tests.engine.tiny import END, VOCABULARY, ragged_rollouts, tiny_model
 
 ROLLOUTS = ragged_rollouts(0, groups=4, longest=100)
-"""Longer than windows, chunks and RoPE boundaries, and than rows that are masked on a CPU in any case."""
+"""Longer than windows, chunks and RoPE boundaries; some units are long enough for pieces on a CPU."""
 PATHS = {
     "mistral, window": "mask",
     "gemma2": "mask",  # capped scores and capped logits
@@ -43,7 +43,7 @@ CHECKPOINTED = ("opt", "gemma3", "lfm2")
 
 @pytest.mark.parametrize("name", PATHS)
 def test_training_computes_what_transformers_does(name, device):
-    """Packed where the family can be, with a batch that mixes short and long sequences."""
+    """The batch mixes short and long sequences."""
     model = family(name)
     options = {
         "max_grad_norm": 1e9,

@@ -1,4 +1,4 @@
-"""A strategy on two ranks, asserted; run under torchrun. Arguments: a folder; fsdp2, zero2 or zero3."""
+"""Checks of a strategy on two ranks, run under torchrun. Arguments: a folder; fsdp2, zero2 or zero3."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def offloaded_masters_train_as_the_others_do(make: Make) -> None:
 
 
 def a_lora_student_gives_its_base_and_trains_as_if_it_had_not(make: Make) -> None:
-    """Asked before the first update, which a sharded model must not remember, and after some."""
+    """Score the base before the first update, which must leave no trace in a sharded model, and later."""
     student, twin, rollouts = make(**LORA), make(**LORA), share(1)
     truth = LocalTeachers([tiny_model()], Packing(micro_batch_tokens=200), VOCABULARY)
     expected = truth.score(rollouts, 0, 0.7).token_logps_NM
@@ -103,7 +103,7 @@ def an_unpacked_model_trains_as_transformers_computes_it(device: torch.device) -
 
 
 def clips_as_fsdp2_does(make: Make) -> None:
-    """At a large rate, so that the moves are far above the rounding of parameters of 1."""
+    """Use a large learning rate, so that updates are far above the rounding of the parameters."""
     rollouts, norms, moved = share(4), [], []
     large = {"max_grad_norm": 1e-3, "adam_eps": 1e-2, "learning_rate": 1.0}
     for options in ({"max_grad_norm": 1e9}, {}, {"strategy": "fsdp2"}):

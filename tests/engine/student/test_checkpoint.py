@@ -1,4 +1,4 @@
-"""Checkpoints: bit-exact, whole or not there, refused when damaged; exports that transformers loads.
+"""Checkpoints are bit-exact, complete or absent, and refused when damaged; transformers loads exports.
 
 Kills while one is written are tested in tests/smopd/run/test_resume.py, ranks in test_two_ranks.py.
 """
@@ -43,13 +43,13 @@ def saved(device, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(saved, tmp_path) -> Path:
-    """A checkpoint to damage, in a folder of its own."""
+    """A copy of a checkpoint, to be damaged."""
     return Path(shutil.copytree(saved, tmp_path / "run")) / "step_00000001"
 
 
 @pytest.mark.parametrize("at", [0, 3])
 def test_resuming_is_bit_exact(tmp_path, device, at):
-    """At 0 there is no state of Adam yet, and saving is no step of it."""
+    """At step 0 Adam has no state yet, and saving must not count as a step."""
     options = {"tied": True, "warmup_steps": 5}
     untouched, straight = make_student(device, **options), make_student(device, **options)
     checkpoints = Checkpoints(tmp_path, keep=2)
@@ -92,7 +92,7 @@ def test_the_last_n_are_kept_and_a_partial_one_is_ignored(tmp_path, device):
 
 
 def rewrite(folder: Path, manifest: str) -> None:
-    """Another manifest with its own digest: another program's, not an accident."""
+    """Replace the manifest and its digest, as another program would."""
     (folder / "manifest.json").write_text(manifest)
     (folder / "manifest.sha256").write_text(hashlib.sha256(manifest.encode()).hexdigest())
 
@@ -155,7 +155,7 @@ class Forged:
 
 
 class Looked:
-    """Pickled as a look-up by getattr, as Python 3.11.0 to 3.11.3 pickle a member of an enumeration."""
+    """An object pickled as a call of getattr, as Python 3.11.0 to 3.11.3 pickle members of enumerations."""
 
     def __init__(self, owner: type, name: str) -> None:
         self.looked_up = owner, name

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-2 and -3 on two ranks: resumes, clips and skips as FSDP2 does; its own JSON file.
+"""DeepSpeed ZeRO-2 and ZeRO-3 on two ranks resume, clip and skip as FSDP2 does; DeepSpeed's JSON file.
 
 That gradients and updates equal one process's is shown by tests/smopd/run/test_invariance_deepspeed.py.
 """

@@ -1,4 +1,4 @@
-"""Adapters: gradients of a hand-written one, a frozen base, files that peft loads, merged weights."""
+"""Adapters: gradients, the frozen base, files for peft, and merged weights."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_what_cannot_be_adapted_is_refused(device, targets, message):
 
 
 def test_a_students_base_is_its_reference_where_it_has_adapters(device, tmp_path):
-    """Its values are those of test_two_ranks.py."""
+    """test_two_ranks.py checks the values."""
     place = str(tmp_path)
     reference = held_already(place, place, make_student(device, lora=LORA), None)
     with pytest.raises(ValueError, match="kappa is 4, expected 0"):
@@ -159,7 +159,7 @@ def test_a_students_base_is_its_reference_where_it_has_adapters(device, tmp_path
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next"])
 def test_experts_get_no_adapters_and_the_merged_weights_keep_their_names(device, name, caplog):
-    """peft would move adapters of gate_proj to the fused experts, which an engine cannot take merged."""
+    """peft would apply gate_proj to the fused experts, whose adapters cannot be merged."""
     model = family(name)
     names = set(model.state_dict())
     trained = Student(model, settings_of(lora=LORA), device)

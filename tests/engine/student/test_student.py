@@ -1,4 +1,4 @@
-"""One update: its gradient, fp32 masters, the rate; and log-probabilities that equal a plain forward.
+"""One update: gradient, fp32 masters and learning rate; log-probabilities equal a plain forward.
 
 What is one update's of several ranks stands in test_two_ranks.py and tests/smopd/run/test_invariance.py.
 """
@@ -103,7 +103,7 @@ def test_a_shard_size_that_does_not_divide_the_ranks_is_refused(device):
 
 
 def test_compiled_layers_change_nothing(device, monkeypatch):
-    """Without inductor, which takes a minute."""
+    """Uses dynamo without inductor, which would take a minute."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     results = []
     for compiled in (False, True):

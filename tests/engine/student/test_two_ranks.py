@@ -1,4 +1,4 @@
-"""FSDP2 on two ranks: resumes bit for bit, skips, offloads, and scores a LoRA student's base.
+"""FSDP2 on two ranks resumes bit for bit, skips, offloads, and scores a LoRA student's base.
 
 That gradients and updates equal one process's is shown by tests/smopd/run/test_invariance.py.
 """

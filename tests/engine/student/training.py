@@ -1,4 +1,4 @@
-"""A student of a tiny model, its losses and parameters, for the tests of this folder."""
+"""A student with a tiny model, its losses and parameters, for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def loss_tokens(rollouts: Sequence[Rollout], adv: float | Tensor = 1.0) -> LossT
 
 
 def share(seed: int) -> list[Rollout]:
-    """This rank's rollouts, fewer on a second rank."""
+    """Return this rank's rollouts, fewer on the second rank."""
     rollouts = ragged_rollouts(seed)
     if distributed.world_size() == 1:
         return rollouts
@@ -59,7 +59,7 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def on_two_ranks(folder: Path, kind: str) -> str:
-    """Runs ranks_worker.py; what it wrote."""
+    """Run ranks_worker.py and return its output."""
     pytest.importorskip("peft")
     worker = str(Path(__file__).with_name("ranks_worker.py"))
     done = on_ranks(2, worker, str(folder), kind)
