@@ -215,12 +215,17 @@ def test_a_mistake_in_a_diff_is_one_line(tmp_path, monkeypatch, capsys, argument
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """The folder of a tiny model."""
+    """The folder of a tiny model, whose architecture the local engine has checked."""
+    import torch
+
+    from smopd.engine.local.rollout import LocalRollout
+    from smopd.engine.models.loading import load_model
     from smopd.worlds.models import world_model
 
     folder = tmp_path_factory.mktemp("model")
     for part in world_model(seed=0):
         part.save_pretrained(folder)
+    LocalRollout(load_model(folder, torch.float32), (0,))
     return folder
 
 
