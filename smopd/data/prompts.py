@@ -7,8 +7,8 @@ import json
 import logging
 import re
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -145,34 +145,17 @@ class Encoder:
 
 
 @dataclass(frozen=True)
-class _Prompts(Sequence[Prompt]):
-    """The prompts of the kept rows, rendered and tokenized on access."""
+class _OnAccess(Sequence[T]):
+    """Items that are made each time they are read."""
 
-    encoder: Encoder
-    rows: Sequence[Row | None]
-    kept: Sequence[int]
-
-    def __len__(self) -> int:
-        return len(self.kept)
-
-    def __getitem__(self, i: Any) -> Any:
-        row = self.rows[self.kept[i]]
-        return self.encoder.prompt(self.kept[i], row or {})
-
-
-@dataclass(frozen=True)
-class _Demonstrations(Sequence[Demonstration]):
-    prompts: PromptSet
-    completion_column: str
-    tokenizer: PreTrainedTokenizerBase
+    size: int
+    make: Callable[[int], T]
 
     def __len__(self) -> int:
-        return len(self.prompts)
+        return self.size
 
-    def __getitem__(self, i: Any) -> Any:
-        prompt = self.prompts[i]
-        ids = self.tokenizer(prompt.columns[self.completion_column], add_special_tokens=False)["input_ids"]
-        return Demonstration(prompt.token_ids, (*ids, self.tokenizer.eos_token_id))
+    def __getitem__(self, index: Any) -> Any:
+        return self.make(index)
 
 
 def load_prompts(
@@ -247,7 +230,7 @@ def load_prompts(
         )
     if "tools" in columns and "tools" not in str(tokenizer.chat_template):
         log.warning("%s: rows have tools, which the tokenizer's chat template leaves out", source)
-    prompts = _Prompts(encoder, rows, kept)
+    prompts = _OnAccess(len(kept), lambda i: encoder.prompt(kept[i], rows[kept[i]] or {}))
     digest.update(repr(prompts[0].token_ids).encode())
     names = tuple(name for name in columns if name != prompt_column)
     return RowSet(
@@ -273,15 +256,15 @@ def load_demonstrations(
     if tokenizer.eos_token_id is None:
         raise ValueError("load_demonstrations: tokenizer has no eos_token, expected one to end completions")
     prompts = load_prompts(source, tokenizer, completion_column=completion_column, **options)
-    return RowSet(
-        _Demonstrations(prompts, completion_column, tokenizer),
-        source,
-        prompts.rows,
-        prompts.mapped_out,
-        prompts.dropped_overlong,
-        prompts.truncated,
-        digest=prompts.digest,
-    )
+
+    def demonstration(i: int) -> Demonstration:
+        prompt = prompts[i]
+        ids = tokenizer(prompt.columns[completion_column], add_special_tokens=False)["input_ids"]
+        return Demonstration(prompt.token_ids, (*ids, tokenizer.eos_token_id))
+
+    items: Any = _OnAccess(len(prompts), demonstration)
+    found: Any = replace(prompts, items=items)
+    return found
 
 
 def batch_indices(n: int, batch_size: int, step: int, seed: int) -> list[int]:
