@@ -22,8 +22,10 @@ def main(argv: list[str] | None = None) -> int:
     command = parse(arguments)
     if command.dry_run:
         print(describe(command), flush=True)
+        if command.show_settings:
+            return 0
         if not on_this_machine(command.settings.model):
-            print(f"# rewards were not tried: {command.settings.model.path} is not on this machine")
+            print(f"the rewards were not tried: {command.settings.model.path} is not on this machine")
             return 0
         from smopd.run.pipeline import try_recipe
 

@@ -51,7 +51,7 @@ class Options(Selection):
     dry_run: bool = False
     """Print the plan, call every reward once if the model is on this machine, then exit."""
     show_settings: bool = False
-    """With --dry-run: also print all settings as YAML."""
+    """With --dry-run: print all settings as YAML instead of calling the rewards."""
     list: bool = False
     """Print the built-in recipes."""
 
@@ -158,10 +158,9 @@ def read_settings(
 
 
 def describe(command: Command) -> str:
-    """Return the plan as YAML comments, after the settings as YAML if they are to be shown."""
+    """Return the plan, as YAML comments after the settings if they are to be shown."""
     settings = command.settings
-    lines = [write_yaml(settings)] if command.show_settings else []
-    lines.append(f"# plan of {command.recipe}, in {settings.output}")
+    lines = [f"plan of {command.recipe}, in {settings.output}"]
     planned = plan(settings, command.stage, command.only)
     for run in planned:
         weights = " ".join(f"{reward}={weight:g}" for reward, weight in run.weights.items())
@@ -172,10 +171,12 @@ def describe(command: Command) -> str:
             parts.append("finished")
         elif done := done_steps(settings, run.name):
             parts.append(f"continues after step {done}")
-        lines.append(f"#   {run.stage:<10}  {run.name:<16}  " + "; ".join(part for part in parts if part))
+        lines.append(f"  {run.stage:<10}  {run.name:<16}  " + "; ".join(part for part in parts if part))
     if settings.data.evaluation is not None:
         names = settings.runs if command.stage == "evaluate" else (run.name for run in planned)
-        lines.append(f"#   {'evaluate':<10}  {', '.join(dict.fromkeys([BASE, *names]))}")
+        lines.append(f"  {'evaluate':<10}  {', '.join(dict.fromkeys([BASE, *names]))}")
+    if command.show_settings:
+        lines = [write_yaml(settings), *(f"# {line}" for line in lines)]
     return "\n".join(lines)
 
 

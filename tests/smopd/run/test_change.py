@@ -120,8 +120,7 @@ def test_a_dry_run_tries_the_rewards_and_writes_nothing(trained, monkeypatch, ca
     assert command(["recipe.yaml", "--output", "new", "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert (
-        out.startswith("# plan of recipe.yaml, in new\n")
-        and "reward format on the first prompt: 1 for" in out
+        out.startswith("plan of recipe.yaml, in new\n") and "reward format on the first prompt: 1 for" in out
     )
     assert command(["recipe.yaml", "--output", "new", "--dry-run", "--opd.target", "no_such:function"]) == 1
     assert "opd.target: 'no_such:function'" in capsys.readouterr().err
