@@ -47,9 +47,8 @@ def read_inputs(settings: Settings, tokenizer: PreTrainedTokenizerBase, *, demon
     if data.evaluation is not None:
         with error_context("data.evaluation"):
             longest = data.max_evaluation_tokens or data.max_prompt_tokens
-            cut: Overlong = (
-                "error" if data.overlong == "drop" else data.overlong
-            )  # never drop an evaluation prompt
+            # never drop an evaluation prompt
+            cut: Overlong = "error" if data.overlong == "drop" else data.overlong
             held_out = prompts(data.evaluation, longest, cut)
     if warm is not None and demonstrations:
         with error_context("warm_start.source"):
