@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -10,10 +11,24 @@ from typing import Any
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 _SECRET_NAME = re.compile(
-    r"(?:\w*[_-])?(?:(?:api|access|secret|private)[_-]?key|token|secret|password|passwd|credentials?)",
+    r".*(?:token|authorization|cookie|(?:secret|password|passwd|passphrase|credential)s?)"
+    r"|(?:.*[._-])?(?:auth|pwd|pass)|.*(?:[_-]|api|access|private|secret)keys?|.*(?:api|auth|access)[_-]?tokens",
     re.IGNORECASE,
 )
-_USER = re.compile(r"(\b\w+://)[^/@\s'\"]+@")
+_SECRET_VALUE = re.compile(
+    r"(\bBearer\s+)(?!tokens?\b)[^\s'\"]+"
+    r"|()\b(?:sk-(?=[\w-]{0,200}\d)[\w-]{6,}|(?:hf_|gh[opsu]_|AKIA)[^\W_]{12,})"
+    r"|()\b(?:github_pat_|glpat-|xox[abp]-|AIza)[\w-]{12,}"
+    r"|()\beyJ[\w-]{1,1000}\.[\w.-]+",  # a JSON web token
+    re.IGNORECASE,
+)
+_ASSIGNED = re.compile(
+    r"(?<![\w.-])([\w.-]+)(=|[\"']\s*[:=]\s*[\"']?|(?<=authorization):\s*)(?:(?:bearer|basic)\s+)?[^\s&\"'#;,]+",
+    re.IGNORECASE,
+)
+_USER = re.compile(r"(\b\w+://)[^/\s'\"?#]+@")
+_NOT_SECRET = ("PWD", "OLDPWD")  # the shell's working directories
+_SECRET_LENGTH = 8  # ours: a shorter value of an environment variable may be an ordinary word
 REDACTED = "<redacted>"
 
 STARTUP_SECONDS = 600.0
@@ -39,16 +54,32 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """Remove URL credentials and control characters except tab and newline, for a terminal."""
-    return _USER.sub(r"\1", _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text))
+    """Remove secrets and control characters except tab and newline, for a terminal."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", without_secrets(text))
+
+
+def without_secrets(text: str) -> str:
+    """Remove URL credentials, assigned and well-known forms of secrets, and those of the environment."""
+
+    def hidden(match: re.Match[str]) -> str:
+        secret = _SECRET_NAME.fullmatch(match[1])
+        return f"{match[1]}{match[2]}{REDACTED}" if secret else match[0]
+
+    for name, value in os.environ.items():
+        value = value.strip()
+        if len(value) >= _SECRET_LENGTH and name not in _NOT_SECRET and _SECRET_NAME.fullmatch(name):
+            text = text.replace(value, REDACTED)
+    text = _ASSIGNED.sub(hidden, _USER.sub(r"\1", text))
+    return _SECRET_VALUE.sub(lambda match: f"{match[match.lastindex or 0]}{REDACTED}", text)
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """Replace values with a secret's name, and remove URL credentials, for a file."""
+    """Replace the values of secret names, and everything that `without_secrets` finds, for a file."""
+    secret = _SECRET_NAME.fullmatch(name)
     if isinstance(value, dict):
-        return {key: redacted(inner, str(key)) for key, inner in value.items()}
+        return {key: redacted(inner, name if secret else str(key)) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [redacted(inner, name) for inner in value]
-    if isinstance(value, str):
-        return REDACTED if value and _SECRET_NAME.fullmatch(name) else _USER.sub(r"\1", value)
-    return value
+    if secret and value and not isinstance(value, bool):
+        return REDACTED
+    return without_secrets(value) if isinstance(value, str) else value

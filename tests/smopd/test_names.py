@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from smopd.config.recipe import load, write_yaml
 from smopd.config.settings import Settings, merged
 from smopd.names import REDACTED, printable, redacted
@@ -26,6 +28,67 @@ def test_secrets_by_name_and_users_of_urls_are_left_out_of_files():
         "tokenizer": "path",
         "token": None,
     }
+
+
+NOT_SAID = "Hunter2Hunter2"
+HIDDEN = {  # value -> what is left of it
+    "openai key": ({"openai_key": NOT_SAID}, {"openai_key": REDACTED}),
+    "keys": ({"api_keys": [NOT_SAID, NOT_SAID]}, {"api_keys": [REDACTED, REDACTED]}),
+    "camel case": (
+        {"apiKey": NOT_SAID, "accessToken": NOT_SAID},
+        {"apiKey": REDACTED, "accessToken": REDACTED},
+    ),
+    "pair": ({"auth": ["user", NOT_SAID]}, {"auth": [REDACTED, REDACTED]}),
+    "below a name": ({"credentials": {"for": NOT_SAID}}, {"credentials": {"for": REDACTED}}),
+    "number": ({"pwd": 12345678}, {"pwd": REDACTED}),
+    "headers": (
+        {"headers": {"Authorization": f"Basic {NOT_SAID}"}},
+        {"headers": {"Authorization": REDACTED}},
+    ),
+    "header": (f"Authorization: Basic {NOT_SAID}", f"Authorization: {REDACTED}"),
+    "bearer": (f"bad value b'Bearer {NOT_SAID}\\n{NOT_SAID}'", f"bad value b'Bearer {REDACTED}'"),
+    "query": (f"http://h/v1?a=1&api_key={NOT_SAID}&b=2", f"http://h/v1?a=1&api_key={REDACTED}&b=2"),
+    "signature": (f"http://h/v1?sig=1&X-Amz-Security-Token={NOT_SAID}", None),
+    "option": (f"curl --openai-key={NOT_SAID} x", f"curl --openai-key={REDACTED} x"),
+    "JSON": (f'{{"client_secret": "{NOT_SAID}"}}', f'{{"client_secret": "{REDACTED}"}}'),
+    "user": (f"postgres://u:p@{NOT_SAID}@host/db", "postgres://host/db"),
+    "OpenAI's": ("with sk-proj-Ab3dEf6h", f"with {REDACTED}"),
+    "the hub's": ("hf_AbCdEfGhIjKlMnOpQr", REDACTED),
+    "a web token": ("eyJhbGciOi.eyJzdWIi.SflKxw_-", REDACTED),
+    "of the environment": ("says its-own-form", f"says {REDACTED}"),
+}
+
+
+@pytest.mark.parametrize(("value", "expected"), HIDDEN.values(), ids=HIDDEN)
+def test_a_secret_is_hidden_wherever_it_stands(value, expected, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "its-own-form")
+    found = redacted({"kwargs": [value]})["kwargs"][0]
+    assert found == expected if expected else NOT_SAID not in found
+    if isinstance(value, str):
+        assert printable(value) == found
+
+
+def test_long_text_is_searched_in_linear_time():
+    text = "a" * 100_000 + "sk-" * 30_000 + "x.y-" * 30_000 + "a://" * 10_000 + "eyJ-" * 30_000
+    assert printable(text) == text
+
+
+def test_what_is_no_secret_is_kept(monkeypatch):
+    """A run's settings are compared as they are written."""
+    monkeypatch.setenv("PWD", "/data/models")
+    monkeypatch.setenv("EMPTY_TOKEN", " " * 9)
+    plain = {
+        "path": "/data/models/task-12345678",
+        "url": "http://host:8000/v1?key=1&max_tokens=5",
+        "author": "sk-learn",
+        "cache": "hf_home_directory_of_all",
+        "kappa": 16,
+        "use_auth": True,
+        "text": "a bearer token: max_new_tokens=32, opd.tail: got 'x', write to a@b.c",
+    }
+    assert redacted(plain) == plain and printable(plain["text"]) == plain["text"]
+    settings = load("quickstart").values
+    assert redacted(settings) == settings
 
 
 def test_settings_are_written_without_secrets():
