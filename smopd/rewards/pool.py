@@ -158,7 +158,10 @@ class RewardWorker:
         with contextlib.ExitStack() as stack:
             for end in (child_reads, child_writes):
                 stack.callback(end.close)
-            log_file = stack.enter_context(self.log_path.open("ab")) if self.log_path else None
+            log_file = None
+            if self.log_path:
+                self.log_path.touch(0o600)  # functions may print secrets
+                log_file = stack.enter_context(self.log_path.open("ab"))
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "smopd.rewards.worker", *map(str, arguments)],
                 stdin=subprocess.DEVNULL,

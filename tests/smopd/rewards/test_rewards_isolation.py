@@ -208,7 +208,7 @@ def test_output_goes_to_a_log_that_begins_again(tmp_path, monkeypatch):
     says = "print('x' * 5_000_000); os.write(1, b'raw'); print(sys.stdin.read(), file=sys.stderr)"
     with pool_running({"says": f"{says}; result = [1.0] * 2"}, log_path=log) as pool:
         assert score(pool).values_RK[:, 0].tolist() == [1.0, 1.0]
-        assert log.stat().st_size > 5_000_000
+        assert log.stat().st_size > 5_000_000 and log.stat().st_mode & 0o777 == 0o600
         monkeypatch.setattr("smopd.rewards.pool.LOG_BYTES", 1_000_000)
         score(pool)
         assert log.stat().st_size < 1_000_000  # the other worker may have emptied it in between
