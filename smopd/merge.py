@@ -1,6 +1,6 @@
 """`smopd merge MODEL ... --base BASE --output FOLDER`: merge the weights of models with one base.
 
-LoRA adapters of one base are merged to an adapter, unless `--full` is given.
+A model may be a LoRA adapter. The result has full weights.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ class Options:
     """Share of each tensor's changes to keep, largest first: one per model, or one for all."""
     exclude: tuple[str, ...] = ("",)
     """Regular expression of tensor names to leave unchanged: one per model, or one for all."""
-    full: bool = False
-    """Adapters: write a full model instead of an adapter."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,13 +55,10 @@ def merge(options: Options) -> None:
         raise ValueError(f"--output: {options.output} exists, expected a new folder")
 
     from smopd.engine.weights.adapters import read_adapter
-    from smopd.merging.vectors import Part, TaskVectors, merge_adapters
+    from smopd.merging.vectors import Part, TaskVectors
 
     parts = [Part(*part) for part in zip(*given, strict=True)]
     adapters = [found for path in options.models if (found := read_adapter(path)) is not None]
-    if len(adapters) == n and not options.full:
-        merge_adapters(adapters, parts, options.method, options.output, options.base)
-        return
     base = options.base or (adapters[0].base if adapters else None)
     if base is None:
         raise ValueError("--base: not given, expected the model that the others were trained from")

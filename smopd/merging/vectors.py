@@ -6,7 +6,6 @@ several models changed (arXiv 2601.13572).
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from smopd.engine.weights.transport import on_cpu
 Method = Literal["sum", "ties", "ram"]
 
 NOT_COPIED = ("*.safetensors", "*.bin*", "manifest.*", "adapter", "optimizer*", "training_args*")
-ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 UNPLAIN = ("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save")  # and bias
 
 
@@ -248,52 +247,6 @@ class Lora:
 
 def _half(layer: str, half: str) -> str:
     return f"{PREFIX}{layer}.lora_{half}.weight"
-
-
-def merge_adapters(
-    adapters: Sequence[Adapter], chosen: Sequence[Part], method: Method, folder: Path, base: str | None = None
-) -> None:
-    """Write the exact sum of adapters as one adapter, by concatenating their ranks.
-
-    base: the base's current path, if it differs from the first adapter's.
-
-    Raises:
-        ValueError: the adapters have different bases, or the merge trims or elects.
-    """
-    if method != "sum" or any(part.keep < 1 or part.exclude for part in chosen):
-        raise ValueError(
-            f"got method {method} of {', '.join(map(str, chosen))}, expected the sum of whole adapters: a "
-            "trimmed or elected change has no low rank; use --full to write full weights"
-        )
-    loras = [Lora(adapter) for adapter in adapters]
-    first = loras[0]
-    for lora in loras:
-        if same_place(lora.base) != same_place(first.base):
-            raise ValueError(
-                f"{lora.path}: is an adapter of {lora.base}, {first.path} is one of {first.base}"
-            )
-    halves: dict[str, Tensor] = {}
-    for layer in dict.fromkeys(layer for lora in loras for layer in lora.halves):
-        a_rD, b_Dr = next(lora.halves[layer] for lora in loras if layer in lora.halves)
-        down, up = [], []
-        for lora, part in zip(loras, chosen, strict=True):
-            absent = a_rD.new_zeros(lora.rank, a_rD.shape[1]), b_Dr.new_zeros(len(b_Dr), lora.rank)
-            own_a_rD, own_b_Dr = lora.halves.get(layer, absent)
-            down.append(own_a_rD.float())
-            up.append(own_b_Dr.float() * (lora.scale * part.scale))
-        halves[_half(layer, "A")], halves[_half(layer, "B")] = torch.cat(down), torch.cat(up, 1)
-    rank = sum(lora.rank for lora in loras)
-    config = first.config | {
-        "r": rank,
-        "lora_alpha": rank,
-        "target_modules": sorted({layer.rpartition(".")[2] for lora in loras for layer in lora.halves}),
-        "use_rslora": False,
-        "base_model_name_or_path": base or first.base,
-    }
-    partial = empty_partial(folder)
-    save_file(halves, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2))
-    replace_folder(partial, folder)
 
 
 def tied_names(model: ModelFiles) -> dict[str, str]:
