@@ -2,7 +2,7 @@
 
 Reads model configs and loads no weights. Any setting of the recipe can be overridden, as for `smopd train`.
 Parameters, gradients, AdamW states, KV caches and vLLM engines (engine/vllm/memory.py) are exact. The memory
-of an update is an upper bound. The estimates were not checked on a GPU.
+of an update is an upper bound. Models of rewards are not counted. The estimates were not checked on a GPU.
 
 Exit status 0: every run fits; 1: a run does not fit; 2: invalid arguments.
 """
@@ -43,7 +43,6 @@ FP32, ADAMW = 4, 8  # bytes per parameter: a master weight or a gradient; AdamW'
 DRAW = 4 + 8 + 8  # bytes per logit: log-probability, its exponential, cumulative sum
 TOPK = 4 + 4  # bytes per entry: id and log-probability
 ZERO_BUCKET = 500_000_000  # DeepSpeed's default, in elements
-PREFERENCE = "smopd.rewards.preference_model:preference_reward"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +175,7 @@ class Plan:
     def needs(self) -> list[Need]:
         student = self._student()
         held = sum(need.bytes.get("rollout", 0) for need in student if need.what != "AdamW, fp32")
-        return [*student, *self._update(), *self._local(), *self._vllm(held), *self._topk(), *self._rewards()]
+        return [*student, *self._update(), *self._local(), *self._vllm(held), *self._topk()]
 
     def _student(self) -> list[Need]:
         student, width = self.own.student, WIDTHS[self.own.student.compute_dtype]
@@ -286,19 +285,6 @@ class Plan:
         entries = kappa * (asked if own.unites else 1)
         topk = self.responses * own.rollout.max_new_tokens * asked * (entries * TOPK + FP32)
         yield Need("teachers' top-kappa", {"teachers": topk, "update": topk}, f"kappa {kappa}")
-
-    def _rewards(self) -> Iterator[Need]:
-        """Count preference models that run on this GPU in the process of their reward."""
-        from smopd.engine.models.loading import stored_dtype
-
-        for i, reward in enumerate(self.own.rewards):
-            given = reward.kwargs
-            here = not given.get("url") and str(given.get("device") or "cuda").startswith("cuda")
-            if reward.function == PREFERENCE and "model" in given and here:
-                numbers = _sizes(str(given["model"]), f"rewards.{i}.kwargs.model").numbers
-                head = 0 if numbers.tied else numbers.head_parameters  # replaced by one row
-                weights = stored_dtype(given["model"]).itemsize * (numbers.parameters - head)
-                yield Need(f"preference model, {reward.name}", dict.fromkeys(RUNNING, weights), "weights")
 
     def _frozen(self) -> tuple[list[Sizes], list[Sizes]]:
         """Return the sizes of the frozen models, LoRA teachers as their base, and of a separate reference."""

@@ -11,7 +11,7 @@ import pytest
 from smopd.config.cli import read_settings
 from smopd.config.settings import merged
 from smopd.engine.vllm.memory import GIB, WORK
-from smopd.plan import PREFERENCE, Need, Options, _sizes, main, plan, totals
+from smopd.plan import Need, Options, _sizes, main, plan, totals
 from tests.smopd.recipes import write_recipe
 
 CONFIG = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size"
@@ -118,19 +118,6 @@ def test_engines_are_planned_as_they_are_made(tmp_path: Path) -> None:
     run = planned(path, **{"teachers.vllm.placement": "process"})["student"]
     one = 2 * SMALL + cache // 2 + WORK
     assert (held(run, "in turn", "teachers"), held(run, "in turn", "update")) == (one, 0)
-
-
-def test_preference_models_are_counted_where_they_are(tmp_path: Path) -> None:
-    """Models on the same GPU are counted; models behind a server or on a CPU are not."""
-    model = config_folder(tmp_path, "7B")
-    rewards = [
-        {"name": name, "function": PREFERENCE, "kwargs": {"model": model, **more}, "range": [0, 1]}
-        for name, more in (("accuracy", {}), ("format", {"url": "http://a:1"}), ("safe", {"device": "cpu"}))
-    ]
-    profiles = {name: {"reward_weights": [1, 0, 0]} for name in ("accuracy_teacher", "format_teacher")}
-    run = planned(recipe(tmp_path, "1.5B", {"rewards": rewards, "runs": profiles}))["student"]
-    found = [need for need in run if need.what.startswith("preference")]
-    assert [need.bytes["rollout"] for need in found] == [2 * (QWEN["7B"][2] - 3584 * 152_064)]
 
 
 def test_the_verdict_is_in_plain_text_and_in_the_exit_status(tmp_path: Path, capsys) -> None:
