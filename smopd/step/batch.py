@@ -6,7 +6,7 @@ ranks, so the content of an update does not depend on the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,12 +42,12 @@ class Batch:
     @classmethod
     def of(
         cls,
-        prompts: Sequence[Prompt],
+        prompts: Mapping[int, Prompt] | Sequence[Prompt],
         shares: Sequence[Sequence[int]],
         rollouts: list[Rollout],
         group_size: int,
     ) -> Batch:
-        """Build the batch from all prompts of the step, and this rank's positions in them for each update."""
+        """Build the batch from prompts by position in the step, and this rank's positions in each update."""
         lengths = [len(rollout.response_ids) for rollout in rollouts]
         parts, response, token = [], 0, 0
         for share in shares:

@@ -72,13 +72,13 @@ class Sampler:
         """Build the batch of `step`, from `rollouts` if given."""
         loop, options, n = self.settings.loop, self.settings.rollout, len(self.prompts)
         chosen = batch_indices(n, loop.prompts_per_step, step, self.settings.seed)
-        prompts = [self.prompts[i] for i in chosen]
         ranks = distributed.world_size()
-        shares = positions(len(prompts), loop.updates_per_step, distributed.rank(), ranks)
+        shares = positions(len(chosen), loop.updates_per_step, distributed.rank(), ranks)
+        mine = [place for share in shares for place in share]
+        prompts = {place: self.prompts[chosen[place]] for place in mine}
         if rollouts is None:
             first = step * loop.prompts_per_step
             groups = [(first + place) // n * n + i for place, i in enumerate(chosen)]  # epoch and prompt
-            mine = [place for share in shares for place in share]
             sampling = Sampling(
                 n=options.group_size,
                 temperature=options.temperature,
