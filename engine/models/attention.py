@@ -8,12 +8,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn import attention, functional
 from torch.nn.attention import varlen
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -34,8 +35,16 @@ Attend = Callable[[Tensor, Tensor, Tensor, Sequence[Piece], "float | None"], Ten
 def set_attention(model: PreTrainedModel, attends: Attends) -> None:
     """Select the attention function of `model`: ours for pieces, else transformers'."""
     if attends == "pieces":
+        _use_flash_attention_3(model.device)
         _register(PIECES, attend_pieces)
     model.set_attn_implementation(PIECES if attends == "pieces" else native(model))
+
+
+def _use_flash_attention_3(device: torch.device) -> None:
+    """Let torch use FlashAttention 3 on sm_90 if `flash_attn_interface` is installed (not yet run)."""
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    if hopper and find_spec("flash_attn_interface") is not None:
+        attention.activate_flash_attention_impl("FA3")
 
 
 def native(model: PreTrainedModel) -> str:
