@@ -17,7 +17,6 @@ ANSWERS = {
     "scoring.startup_seconds": f"{_CONSTANT} smopd/names.py: STARTUP_SECONDS",
     "scoring.window_steps": f"{_CONSTANT} smopd/step/rewards.py: WINDOW_STEPS",
     "warm_start.max_tokens": "was removed: drop long rows with warm_start.source.map",
-    "warm_start.decay_share": f"{_CONSTANT} smopd/run/base.py: DECAY_SHARE",
     "opd.watch": "was removed: teachers always score, also at lambda 0",
     "opd.log_when_off": "was removed: teachers always score, also at lambda 0",
     "opd.support": "is now opd.target; `product` is merge.method: product",

@@ -107,6 +107,8 @@ class WarmStart(Section):
     batch_size: int = Field(default=64, ge=1)
     learning_rate: float = Field(default=1e-3, gt=0)
     warmup_steps: int = Field(default=10, ge=0)
+    decay_share: float = Field(default=0.3, ge=0, le=1)
+    """Share of the steps, the last ones, over which the learning rate falls linearly to zero."""
 
 
 class Advantage(Section):

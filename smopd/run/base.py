@@ -29,8 +29,6 @@ from smopd.run import build
 from smopd.run.failures import error_context
 from smopd.run.folder import mark_done
 
-DECAY_SHARE = 0.3  # ours: the last share of a warm start, over which the learning rate falls to 0
-
 
 def model_path(settings: Settings, folder: Path, name: str) -> str:
     """Return the model path of a run, of the base, or of a model that is not part of the recipe."""
@@ -75,7 +73,7 @@ def make_base(
     own: dict[str, Any] = {"lora": None}
     if warm is not None:
         own |= {"learning_rate": warm.learning_rate, "warmup_steps": warm.warmup_steps}
-        own["schedule"] = partial(last_share, updates=steps, share=DECAY_SHARE)
+        own["schedule"] = partial(last_share, updates=steps, share=warm.decay_share)
     student = build.student(settings, path, device, **own)
     if warm is not None and demonstrations is not None:
         log = JsonlLog(folder / "metrics.jsonl")

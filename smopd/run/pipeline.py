@@ -40,7 +40,7 @@ from smopd.run.base import initial_model, make_base, model_path
 from smopd.run.failures import FAILURES, UnusableInput, error_context
 from smopd.run.folder import lock_run_dir, mark_done, write_settings
 from smopd.run.inputs import Inputs, digests, log_inputs, read_inputs
-from smopd.run.preflight import require_functions, try_rewards
+from smopd.run.preflight import newer_than_tested, require_functions, try_rewards
 from smopd.step.held_out import evaluate_held_out
 from smopd.step.rewards import WINDOW_STEPS, Rewarder
 from smopd.step.stop import Stop, Stopped
@@ -166,6 +166,8 @@ def do_runs(context: RunContext, command: Command) -> None:
     context.pool.require_columns(inputs.columns)
     write_settings(context.folder, settings, lambda: digests(settings, inputs))
     if distributed.rank() == 0:
+        if newer := newer_than_tested():
+            say(newer)
         log_inputs(inputs)
     due = [run for run in planned if not context.finished(run.name)]
     if due:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from packaging.version import Version
 from transformers import PreTrainedTokenizerBase
 
 from smopd.advantages import ESTIMATORS
@@ -26,6 +28,19 @@ from smopd.step.rewards import Rewarder
 
 GROUND_TRUTHS = ("ground_truth", "answer", "solution", "completion", "response", "output", "target")
 """Ours: columns that may hold a right answer; the first one with text is tried."""
+
+NEWEST_TESTED = {"torch": "2.14", "transformers": "5.23", "triton": "3.8"}
+"""See CONTRIBUTING.md."""
+
+
+def newer_than_tested() -> str | None:
+    """Return a line that names installed packages newer than tested ones, apart from patch releases."""
+    newer = []
+    for package, tested in NEWEST_TESTED.items():
+        installed = version(package) if find_spec(package) else tested
+        if Version(installed).release[:2] > Version(tested).release[:2]:
+            newer.append(f"{package} {installed} (tested up to {tested})")
+    return f"newer than tested: {', '.join(newer)}" if newer else None
 
 
 def require_functions(settings: Settings) -> None:
