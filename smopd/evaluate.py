@@ -1,6 +1,6 @@
 """`smopd evaluate SUITE --model PATH`, or `--responses FILE`: score a model or responses on a benchmark.
 
-Every response is saved with its scores. `smopd evaluate diff A_items.jsonl B_items.jsonl` compares two runs.
+Every response is saved with its scores.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from smopd.evals.results import (
     COVERAGE,
     DRAWS,
     SEED,
-    Difference,
-    compare_runs,
     intervals,
     show,
     write_items,
@@ -50,15 +48,12 @@ def main(argv: list[str] | None = None) -> int:
     with user_errors():
         own = {word: outside(word) for word in words[:1] if IMPORT_PATH.fullmatch(word)}
     command: Any = tyro.extras.subcommand_cli_from_dict(
-        {**SUITES, **own, "diff": Difference},
+        {**SUITES, **own},
         prog="smopd evaluate",
         description="Score a model, or saved responses; a suite of your own is package.module:Suite.",
         args=words,
     )
     with user_errors():
-        if isinstance(command, Difference):
-            compare_runs(command)
-            return 0
         command.check()
         whole = command.suite()
         if not whole.items:

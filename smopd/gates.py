@@ -19,9 +19,6 @@ FAILURE_EXPONENT = 1.0  # gamma
 BLEND = 0.5  # beta
 FAILURE_EPS = 1e-6  # epsilon
 
-_FAR = 1e4
-"""Nats; replaces an infinite log-ratio."""
-
 
 def log_alpha(
     gate: Gate, ids_NMS: Tensor, logps_NMS: Tensor, failure_RM: Tensor, response_N: Tensor
@@ -55,28 +52,6 @@ def change_weights(gate: Gate, own: list[float] | None, log_alpha: Tensor) -> Te
     n_teachers = log_alpha.shape[-1]
     weights_M = log_alpha.new_tensor(own or [1.0] * n_teachers)
     return weights_M if gate.kind == "uniform" else weights_M * n_teachers * log_alpha.exp()
-
-
-def path_weights(changes_NM: Tensor, response_N: Tensor, floor: float) -> Tensor:
-    """Return the smallest P_teacher / P_reference of any prefix before each token, (N, M) in [floor, 1].
-
-    A teacher that assigns a prefix little probability saw few such responses in its training.
-
-    Args:
-        changes_NM: log p_teacher - log p_reference of the sampled tokens, nats, in order of responses.
-        response_N: int64, the response of each token.
-    """
-    if not len(response_N):
-        return changes_NM.new_ones(changes_NM.shape)
-    lengths_R = response_N.bincount()
-    at_N = torch.arange(len(response_N), device=response_N.device)
-    at_N = at_N - (lengths_R.cumsum(0) - lengths_R)[response_N]
-    shape = (len(lengths_R), int(lengths_R.max()) + 1, changes_NM.shape[1])
-    path_RTM = torch.zeros(shape, dtype=torch.float64, device=changes_NM.device)
-    finite_NM = changes_NM.double().nan_to_num(nan=0.0, posinf=_FAR, neginf=-_FAR)
-    path_RTM[response_N, at_N + 1] = finite_NM  # the prefix before a token
-    least_RTM = path_RTM.cumsum(1).cummin(1).values
-    return least_RTM[response_N, at_N].exp().clamp(min=floor).to(changes_NM.dtype)
 
 
 def confidence(logps_NMS: Tensor) -> Tensor:

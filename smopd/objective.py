@@ -22,7 +22,7 @@ from smopd.engine import distributed
 from smopd.engine.imports import resolve
 from smopd.engine.student.student import Student
 from smopd.engine.types import TeacherTopK
-from smopd.gates import change_weights, failure, log_alpha, path_weights
+from smopd.gates import change_weights, failure, log_alpha
 from smopd.ops import LossSettings, LossTokens, Mixture, teacher_product
 from smopd.step.batch import Batch, MiniBatch
 from smopd.step.teachers import TeacherScores
@@ -58,7 +58,7 @@ class Target:
     @property
     def changes_NM(self) -> Tensor:
         """log p_teacher - log p_reference of the sampled tokens."""
-        return _changes(self.topk)
+        return self.topk.token_logps_NM[:, :-1] - self.topk.token_logps_NM[:, -1:]
 
     @property
     def logq_mix_N(self) -> Tensor:
@@ -227,18 +227,12 @@ def teacher_target(
     if settings.merge.method == "product":
         limits = opd.product
         of_changes = change_weights(opd.gate, limits.weights, weights)
-        if limits.prefix_floor is not None:
-            of_changes = of_changes * path_weights(_changes(topk), response_N, limits.prefix_floor)
         product = teacher_product(
             topk.ids_NMS, topk.logps_NMS, of_changes, own, keep_raised=limits.protect_above
         )
     make = resolve(opd.target, MIXTURES)
     made = None if make is None else make(topk.ids_NMS, topk.logps_NMS, weights, opd.kappa)
     return Target(topk, weights, low_M, high_M, product, made)
-
-
-def _changes(topk: TeacherTopK) -> Tensor:
-    return topk.token_logps_NM[:, :-1] - topk.token_logps_NM[:, -1:]
 
 
 def teachers_rewards(settings: Settings, rewards_RK: Tensor) -> tuple[Tensor, Tensor, Tensor]:

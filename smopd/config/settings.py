@@ -156,9 +156,6 @@ class Product(Section):
     the gate's weight."""
     protect_above: float | None = Field(default=None, ge=0)
     """If a teacher raises a token by more than this many nats, no teacher lowers it; null: off."""
-    prefix_floor: float | None = Field(default=None, ge=0, le=1)
-    """Scale a teacher's exponent by the smallest p_teacher / p_reference of any prefix of the response,
-    clamped to [prefix_floor, 1]; null: no scaling."""
 
 
 class Opd(Section):

@@ -1,30 +1,26 @@
-"""Results of an evaluation: SUITE_items.jsonl, SUITE.json and a table; and the difference of two runs."""
+"""Results of an evaluation: SUITE_items.jsonl, SUITE.json and a table."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from smopd.engine.files import write_atomically
-from smopd.evals.responses import Response, read_lines
+from smopd.evals.responses import Response
 from smopd.evals.suite import Column, Scores, Suite
 
 DRAWS = 2_000  # bootstrap samples; ours
 SEED = 0  # ours: the same scores give the same intervals
 COVERAGE = 0.95
 ROW = ("key", "group", "response", "finished", "truth", "prompt_cut")  # all other entries of a row are scores
-CHANGES = ("won", "lost", "same", "unscored")
 
 Interval = tuple[float, float]
 
@@ -120,64 +116,3 @@ def _cell(column: Column, value: float | None, interval: Interval | None = None)
         low, high = (f"{end * column.scale:.{column.digits}f}" for end in interval)
         text += f"\n[{low}, {high}]"
     return Text(text)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """List what changed from one run of a suite to another, item by item."""
-
-    a: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="A_items.jsonl")]
-    """The items of run A."""
-    b: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="B_items.jsonl")]
-    """The items of run B."""
-    score: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: the first)")] = (
-        None
-    )
-    """The score to compare: an item is won if it is higher in B."""
-
-
-def compare_runs(command: Difference) -> None:
-    """Print the items that were won or lost or have one score only, and counts by group.
-
-    Raises:
-        OSError, ValueError: a file has other rows, no item is in both files, or --score is not a score.
-    """
-    a, b = read_items(command.a), read_items(command.b)
-    both = [key for key in a if key in b]
-    if not both:
-        raise ValueError(f"expected runs of the same items, got {len(a)} and {len(b)} with none in common")
-    names = [name for name, value in a[both[0]].items() if name not in ROW and isinstance(value, int | float)]
-    score = command.score or next(iter(names), "")
-    values = [row.get(score, "") for key in both for row in (a[key], b[key])]
-    if score in ROW or not all(isinstance(value, int | float | None) for value in values):
-        raise ValueError(f"--score {score}: expected a number in every row, such as {', '.join(names)}")
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    table = Table("item", f"{score} A", f"{score} B", "change", title="What changed from A to B")
-    for key in both:
-        one, other = a[key][score], b[key][score]
-        if one is None or other is None:
-            change = "unscored"
-        else:
-            change = "same" if one == other else "lost" if one > other else "won"
-        counts[a[key]["group"]][change] += 1
-        if change != "same":
-            table.add_row(Text(key), str(one), str(other), change)
-    groups = Table("items", *CHANGES, title=Text(f"B against A by {score}"))
-    for group, counted in [*counts.items(), ("all", sum(counts.values(), Counter[str]()))]:
-        groups.add_row(Text(group), *(str(counted[change]) for change in CHANGES))
-    print_table(table)
-    print_table(groups)
-    for name, run, other_run in (("A", a, b), ("B", b, a)):
-        if alone := [key for key in run if key not in other_run]:
-            print(f"only in {name}: {len(alone)} items, first {alone[0]!r}")
-
-
-def read_items(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the rows of a SUITE_items.jsonl by key."""
-    rows: dict[str, dict[str, Any]] = {}
-    for number, row in read_lines(path):
-        if not all(isinstance(row.get(name), str) for name in ("key", "group", "response")):
-            raise ValueError(f"{path}: line {number}: expected key, group and response, got {sorted(row)}")
-        if rows.setdefault(row["key"], row) is not row:
-            raise ValueError(f"{path}: line {number}: expected each key once, got {row['key']!r} again")
-    return rows

@@ -16,7 +16,7 @@ from smopd.config.schedule import product_reference
 from smopd.config.settings import Settings, merged
 from smopd.engine.local.teachers import LocalTeachers
 from smopd.engine.settings import REQUEST_SECONDS, Packing
-from smopd.gates import failure, log_alpha, path_weights
+from smopd.gates import failure, log_alpha
 from smopd.objective import Objective, Signals, Target, teacher_target, teachers_rewards
 from smopd.worlds.models import world_model
 from tests.engine.local.teacher_truth import whole_logprobs
@@ -82,12 +82,11 @@ def assert_product(target: Target, temperature: float, weights_NM: Tensor, keep:
         (0.7, "uniform", {}),
         (1.0, "uniform", {"protect_above": 0.1, "weights": [1.0, 0.5]}),
         (1.0, "token", {"weights": [2.0, 1.0]}),
-        (1.0, "token", {"prefix_floor": 0.2}),
     ],
     ids=str,
 )
 def test_the_target_is_the_product_over_the_vocabulary(temperature: float, gate: str, limits: dict) -> None:
-    """A gate multiplies the exponents by the number of teachers times its weights; a prefix by its ratio."""
+    """A gate multiplies the exponents by the number of teachers times its weights."""
     own = settings(opd={"temperature": temperature, "gate": {"kind": gate}, "product": limits})
     rewards_RK = torch.rand(len(ROLLOUTS), 2, generator=torch.Generator().manual_seed(0)).double()
     target, batch = target_of(own, rewards_RK)
@@ -99,22 +98,7 @@ def test_the_target_is_the_product_over_the_vocabulary(temperature: float, gate:
         torch.testing.assert_close(target.log_alpha.exp(), alpha_NM)
         assert float(alpha_NM.std(0).max()) > 0.01
         weights_NM = weights_NM * 2 * alpha_NM
-    if "prefix_floor" in limits:
-        path_NM = path_weights(target.changes_NM, batch.response_N, 0.2)
-        assert float(path_NM.min()) == pytest.approx(0.2) and len(path_NM.unique()) > 4
-        weights_NM = weights_NM * path_NM
     assert_product(target, temperature, weights_NM, limits.get("protect_above"))
-
-
-def test_the_path_is_the_least_share_so_far_of_each_response() -> None:
-    changes = [[0.5, -1.0], [-1.5, 0.25], [2.0, -math.inf], [0.0, 0.0]]
-    changes += [[-0.25, math.nan], [0.1, 0.5], [0.0, 0.0]]
-    response_N = torch.tensor([0, 0, 0, 0, 2, 2, 2])  # the second response is empty
-    expected = [[1, 1], [1, math.exp(-1)], [math.exp(-1), math.exp(-1)], [math.exp(-1), 0.05]]
-    expected += [[1, 1], [math.exp(-0.25), 1], [math.exp(-0.25), 1]]
-    found = path_weights(torch.tensor(changes), response_N, 0.05)
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float32))
-    assert path_weights(torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64), 0.1).shape == (0, 2)
 
 
 def test_the_loss_is_given_the_product_and_the_metrics_each_change() -> None:
@@ -192,7 +176,7 @@ def test_lora_teachers_and_their_base(tmp_path: Path, monkeypatch: pytest.Monkey
         "data": {"evaluation": None},
         "student": {"lora": {"rank": 4, "alpha": 8.0}, "learning_rate": 1e-2},
         "loss": {"entropy_coef": 0.1},  # a gradient if no reward differs
-        "opd": {"product": {"protect_above": 0.5, "prefix_floor": 0.1}, "gate": {"kind": "token"}},
+        "opd": {"product": {"protect_above": 0.5}, "gate": {"kind": "token"}},
         "loop": {"steps": 2},
         "runs": {"student": {"stage": "merge", "set": {"student": {"lora": None}, "loop": {"steps": 1}}}},
     }

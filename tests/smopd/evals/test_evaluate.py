@@ -1,7 +1,6 @@
-"""`python -m smopd.evaluate`: the suite rlla and its files, what is written, intervals, diff, mistakes."""
+"""`python -m smopd.evaluate`: the suite rlla and its files, what is written, intervals, mistakes."""
 
 import json
-import re
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -163,54 +162,6 @@ def test_intervals_are_drawn_within_groups():
     assert low < share < high
     spread = 1.96 * (0.25 / 100) ** 0.5 / 2  # half the spread of a's share; b has none
     assert (high - low) / 2 == pytest.approx(spread, rel=0.1)
-
-
-def kept(key, group="L1", **scores):
-    return {"key": key, "group": group, "response": f"r{key}", "finished": None, "truth": None, **scores}
-
-
-def test_diff_lists_what_changed(tmp_path, capsys):
-    def diff(a, b, *arguments):
-        files = [write_lines(tmp_path / name, rows) for name, rows in (("a.jsonl", a), ("b.jsonl", b))]
-        evaluate.main(["diff", *map(str, files), *arguments])
-        return re.sub(" +", " ", capsys.readouterr().out)
-
-    a = [kept("1", exact=True), kept("2", exact=True), kept("3", exact=False), kept("4", "L2", exact=None)]
-    a += [kept("6", exact=True, prompt_cut=True)]
-    b = [kept("7", exact=True), kept("4", "L2", exact=True), kept("3", exact=True), kept("2", exact=False)]
-    shown = diff(a, [*b, kept("1", exact=True)])
-    for line in (
-        "│ 2 │ True │ False │ lost │", "│ 3 │ False │ True │ won │", "│ 4 │ None │ True │ unscored │",
-        "│ L1 │ 1 │ 1 │ 1 │ 0 │", "│ L2 │ 0 │ 0 │ 0 │ 1 │", "│ all │ 1 │ 1 │ 1 │ 1 │",
-        "only in A: 1 items, first '6'", "only in B: 1 items, first '7'",
-    ):  # fmt: skip
-        assert line in shown
-    a = [kept("1", prompt_cut=True, accuracy=1.0, format=0.0), kept("2", accuracy=1.0, format=1.0)]
-    b = [kept("1", prompt_cut=True, accuracy=0.5, format=1.0), kept("2", accuracy=1.0, format=1.0)]
-    assert "│ all │ 0 │ 1 │ 1 │ 0 │" in diff(a, b)
-    assert "│ all │ 1 │ 0 │ 1 │ 0 │" in diff(a, b, "--score", "format")
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["a.jsonl", "plain.jsonl"], "plain.jsonl: line 1: expected key, group and response, got"),
-        (["a.jsonl", "twice.jsonl"], "twice.jsonl: line 2: expected each key once, got '1' again"),
-        (["a.jsonl", "other.jsonl"], "expected runs of the same items, got 1 and 1 with none in common"),
-        (["bare.jsonl", "bare.jsonl"], "--score : expected a number in every row"),
-        (["a.jsonl", "a.jsonl", "--score", "key"], "--score key: expected a number in every row, such as ok"),
-    ],
-)
-def test_a_mistake_in_a_diff_is_one_line(tmp_path, monkeypatch, capsys, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    one = kept("1", ok=True)
-    files = {"a": [one], "twice": [one, one], "other": [kept("2", ok=True)], "bare": [kept("1")]}
-    for name, rows in {**files, "plain": [{"response": "r"}]}.items():
-        write_lines(tmp_path / f"{name}.jsonl", rows)
-    with pytest.raises(SystemExit) as ended:
-        evaluate.main(["diff", *arguments])
-    error = capsys.readouterr().err
-    assert ended.value.code == 2 and message in error and error.count("\n") == 1
 
 
 @pytest.fixture(scope="module")
