@@ -28,7 +28,6 @@ EXTRAS = {
     "openai": r"smopd/evals/api_bank/judge\.py",
     "trl": r"smopd/integrations/trl(_\w+)?\.py",
     "verl": r"smopd/integrations/verl(_\w+)?\.py",
-    "nemo_rl": r"smopd/integrations/nemo_rl\.py",
 }
 # Allowed imports besides the standard library; a name includes its submodules.
 ALLOWED = {

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from smopd.integrations.nemo_rl import SmopdLossFn, stack_teachers
+from examples.nemo_rl_loss import SmopdLossFn, stack_teachers
 from smopd.ops import LossSettings, LossTokens, smopd_loss
 
 ROOT = Path(__file__).resolve().parents[2]
