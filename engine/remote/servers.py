@@ -30,6 +30,7 @@ TOKEN = "SMOPD_SERVER_TOKEN"
 CONNECT_SECONDS = 10.0  # ours
 KEEP_SECONDS = 2.0  # ours: lifetime of an idle connection; vLLM's servers close theirs after 5
 MAX_ANSWER_BYTES = 1 << 30  # ours: twice the size of 16,384 tokens at kappa 4,096
+MAX_GET_BYTES = 1 << 20  # ours: health, models and descriptions are far smaller
 MAX_REASON = 300  # ours: characters of a server's error message that are logged
 BUSY = (408, 425, 429, 500, 502, 503, 504)
 """Statuses after which the same request may succeed."""
@@ -69,7 +70,7 @@ class Request:
 
 
 def http_client() -> httpx.AsyncClient:
-    token = os.environ.get(TOKEN, "")
+    token = os.environ.get(TOKEN, "").strip()  # a file ends with a newline
     return httpx.AsyncClient(
         limits=httpx.Limits(keepalive_expiry=KEEP_SECONDS),
         timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
@@ -107,15 +108,14 @@ async def ask(
 
 async def _exchange(http: httpx.AsyncClient, url: str, request: Request) -> httpx.Response:
     body = {"json": request.json, "content": request.content}
-    method = "GET" if request.json is None and request.content is None else "POST"
+    gets = request.json is None and request.content is None
+    method, limit = ("GET", MAX_GET_BYTES) if gets else ("POST", MAX_ANSWER_BYTES)
     async with http.stream(method, url + request.path, **body, params=request.params) as response:
         content = bytearray()
         async for piece in response.aiter_raw():  # never decompressed, so that a small answer stays small
             content += piece
-            if len(content) > MAX_ANSWER_BYTES:
-                raise ServerUnavailable(
-                    f"gave a bad answer (more than {MAX_ANSWER_BYTES} bytes)", "bad answer"
-                )
+            if len(content) > limit:
+                raise ServerUnavailable(f"gave a bad answer (more than {limit} bytes)", "bad answer")
     return httpx.Response(response.status_code, content=bytes(content))
 
 
@@ -231,6 +231,7 @@ class Servers:
             ]
             all_answered = asyncio.create_task(waiting.join())
             none_left = asyncio.gather(*workers)
+            none_left.add_done_callback(lambda done: done.cancelled() or done.exception())  # or it is logged
             either: list[asyncio.Future[Any]] = [all_answered, none_left]
             try:
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
