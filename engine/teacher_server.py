@@ -4,8 +4,9 @@
 
 `POST /score?kappa=16&temperature=1.0` returns the top kappa at each response token.
 `POST /given?temperature=1.0` returns the log-probabilities of given ids, which make a union of servers exact.
-Both use safetensors (smopd/engine/remote/wire.py). Malformed requests get status 400, and requests of more
-than MAX_REQUEST_BYTES get 413. The server keeps no state, so a request may be repeated.
+Both use safetensors (smopd/engine/remote/wire.py). `weights=DIGEST` (of /describe) refuses other weights.
+Malformed requests get status 400, and requests of more than MAX_REQUEST_BYTES get 413. The server keeps no
+state, so a request may be repeated.
 
 If the environment variable SMOPD_SERVER_TOKEN is set, every request needs `Authorization: Bearer TOKEN`.
 Clients with the same variable send it. Nothing is encrypted: use it inside a private network.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import hmac
 import json
+import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable
@@ -38,6 +40,7 @@ from smopd.engine.remote.servers import TOKEN
 from smopd.engine.remote.wire import pack, unpack_given, unpack_request
 from smopd.engine.settings import Vllm
 from smopd.engine.weights.adapters import read_adapter
+from smopd.engine.weights.architecture import weights_digest
 
 if TYPE_CHECKING:
     from smopd.engine.vllm.teachers import VllmTeachers
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
 MAX_REQUEST_BYTES = 256 << 20  # ours
 MAX_TEXT = 1 << 20  # ours, characters to tokenize
 TEMPERATURES = (1e-2, 1e2)  # ours: logits divided by less overflow
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def application(teacher: LocalTeachers | VllmTeachers, path: str, vocabulary: int) -> Starlette:
@@ -52,8 +56,14 @@ def application(teacher: LocalTeachers | VllmTeachers, path: str, vocabulary: in
     adapter = read_adapter(path)
     tokenizer = load_tokenizer(adapter.base if adapter else path)
     one_at_a_time, rows = threading.Lock(), min(teacher.rows, vocabulary)
+    weights = weights_digest(path) + (weights_digest(adapter.base) if adapter else "")
+
+    def require_weights(params: QueryParams) -> None:
+        if params.get("weights", weights) != weights:
+            raise ValueError(f"this server holds the weights {weights}, expected {params['weights']}")
 
     def score(content: bytes, params: QueryParams) -> Response:
+        require_weights(params)
         rollouts, temperature = unpack_request(content, vocabulary), temperature_of(params)
         with one_at_a_time:
             before = teacher.dropped
@@ -63,6 +73,7 @@ def application(teacher: LocalTeachers | VllmTeachers, path: str, vocabulary: in
         return Response(pack(token_logps_N=top.token_logps_NM[:, 0], dropped=dropped, **entries))
 
     def given(content: bytes, params: QueryParams) -> Response:
+        require_weights(params)
         rollouts, ids_NU, token_logps_N = unpack_given(content, vocabulary, rows)
         temperature = temperature_of(params)
         with one_at_a_time:
@@ -76,7 +87,7 @@ def application(teacher: LocalTeachers | VllmTeachers, path: str, vocabulary: in
         return JSONResponse({"tokens": tokenizer.encode(text, add_special_tokens=False)})
 
     def describe(content: bytes, params: QueryParams) -> Response:
-        return JSONResponse({"teacher": path, "vocabulary": vocabulary, "rows": rows})
+        return JSONResponse({"teacher": path, "vocabulary": vocabulary, "rows": rows, "weights": weights})
 
     routes = [
         Route(f"/{answer.__name__}", _endpoint(answer), methods=["POST"])
@@ -87,7 +98,7 @@ def application(teacher: LocalTeachers | VllmTeachers, path: str, vocabulary: in
 
 def _endpoint(answer: Callable[[bytes, QueryParams], Response]) -> Callable[[Request], Awaitable[Response]]:
     """Check the token, and run `answer` in a thread; its ValueError and the like become status 400."""
-    token = os.environ.get(TOKEN, "")
+    token = os.environ.get(TOKEN, "").strip()
 
     async def endpoint(request: Request) -> Response:
         brought = request.headers.get("authorization", "")
@@ -125,6 +136,8 @@ def main() -> None:
     add("--gpu-memory-share", type=float, default=0.9, help="of the total memory of each GPU")
     add("--tensor-parallel-size", type=int, default=1, help="GPUs that hold the teacher together")
     chosen = parser.parse_args()
+    if chosen.host not in LOOPBACK and not os.environ.get(TOKEN):
+        logging.warning("%s is unset: whoever reaches %s:%d is served", TOKEN, chosen.host, chosen.port)
     import uvicorn
 
     from smopd.engine.vllm.teachers import VllmTeachers

@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import httpx
@@ -27,7 +28,7 @@ from torch import Tensor
 from smopd.engine import distributed
 from smopd.engine.errors import NoServer
 from smopd.engine.remote.servers import Request, Servers, ServerUnavailable
-from smopd.engine.remote.wire import require_logprobs
+from smopd.engine.remote.wire import PROBE_NATS, require_logprobs
 from smopd.engine.settings import WeightTransport
 from smopd.engine.types import Rollout, Sampling
 from smopd.engine.vllm.rollout import Sample, samples_of, sampling_parameters
@@ -38,6 +39,8 @@ GENERATE = "/inference/v1/generate"
 HOW_TO_START = "start it with VLLM_SERVER_DEV_MODE=1 and the options in smopd.engine.remote.rollout"
 ONE = {"temperature": 1.0, "allowed_token_ids": [0], "max_tokens": 1, "logprobs": 0, "detokenize": False}
 ONE_CANDIDATE = Request(GENERATE, json={"token_ids": [0], "sampling_params": ONE})
+GREEDY = {"temperature": 0.0, "max_tokens": 1, "logprobs": 0, "detokenize": False}
+PROBE = Request(GENERATE, json={"token_ids": [0, 1, 2], "sampling_params": GREEDY})
 
 
 class RemoteRollout:
@@ -147,6 +150,12 @@ class RemoteRollout:
         held = Request("/weight_info")
         self.servers.each(held, lambda answer: self._require_held({answer.json()["weight_version"]}, version))
         self.servers.each(ONE_CANDIDATE, _require_normalised)
+        probed = self.servers.each(PROBE, _first_logp)
+        expected = median_low(probed.values())
+        for url, logp in probed.items():
+            if abs(logp - expected) > PROBE_NATS:
+                reason = f"log-probability {logp:.4g} of a probe, expected {expected:.4g} as others"
+                self.servers.remove(url, f"holds another model: {reason}")
 
     def start_weight_update(self) -> None:
         self._post("/pause?mode=wait")
@@ -195,9 +204,13 @@ class RemoteRollout:
         self.servers.each(Request("/v1/models", accept=(httpx.codes.NOT_FOUND,)), room)
 
 
+def _first_logp(answer: httpx.Response) -> float:
+    return float(answer.json()["choices"][0]["logprobs"]["content"][0]["logprob"])
+
+
 def _require_normalised(answer: httpx.Response) -> None:
     """Raise ServerUnavailable if the only allowed token has a log-probability other than 0."""
-    logp = answer.json()["choices"][0]["logprobs"]["content"][0]["logprob"]
+    logp = _first_logp(answer)
     if abs(logp) > 1e-6:
         raise ServerUnavailable(
             f"returns log-probability {logp} for the only allowed token, expected 0 "

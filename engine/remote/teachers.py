@@ -1,5 +1,8 @@
 """Teachers behind URLs: `teacher_server.py` (binary) or `vllm serve` (JSON, temperature 1 only).
 
+Every answer comes from the weights that the teacher's first server held: our servers compare a digest, and
+requests to vLLM repeat a probe.
+
 A union takes a second round of requests for each teacher's log-probabilities of the other teachers' ids. Only
 `teacher_server` answers them. Servers are checked at the start and whenever they are restored.
 """
@@ -21,7 +24,7 @@ from smopd.engine.local.union import Dropping, others_ids, united, without_paddi
 from smopd.engine.models.loading import UnusableModel
 from smopd.engine.models.packing import flat_offsets
 from smopd.engine.remote.servers import Request, RetryPolicy, Servers, ServerUnavailable
-from smopd.engine.remote.wire import pack_request, require_topk, unpack_answer, unpack_values
+from smopd.engine.remote.wire import PROBE_NATS, pack_request, require_topk, unpack_answer, unpack_values
 from smopd.engine.types import Rollout, TeacherTopK
 from smopd.kernels.checks import check_kappa
 
@@ -31,7 +34,7 @@ REQUEST_TOKENS = 16_384  # ours: approximate tokens per request
 
 @dataclass(frozen=True)
 class Probe:
-    """A text and the student's token ids of it, to compare tokenizers.
+    """A text and the student's token ids of it, to compare tokenizers and weights.
 
     tokens: size of the student's tokenizer; a teacher's head needs at least as many rows.
     """
@@ -66,8 +69,12 @@ class RemoteTeachers(Dropping):
     ):
         self.vocabulary, self.rows, self.probe = vocabulary, vocabulary, probe
         self.kappa, self.temperature, self.union = kappa, temperature, union
+        response_T = torch.tensor(probe.token_ids[1:])
+        self._probe = Rollout(probe.token_ids[:1], response_T, torch.zeros(len(response_T)), 0, True)
         self.teachers = [Servers(each, retry) for each in urls]
         self._models: dict[str, str] = {}  # model name by URL, for `vllm serve` alone
+        self._known: list[dict[str, str]] = [{} for _ in urls]  # what the first server of each teacher holds
+        self._probed: dict[int, Tensor] = {}  # its log-probabilities of the probe
         for m, servers in enumerate(self.teachers):
             self._admit(m, servers.urls, starting=True)
             if not servers.alive:
@@ -95,8 +102,14 @@ class RemoteTeachers(Dropping):
         result = empty_topk(flat_offsets(rollouts)[-1], n_teachers, kappa, "cpu")
 
         def ask(m: int) -> int:
-            self._admit(m, self.teachers[m].restore())  # may serve another model by now
-            answers = self._top(self.teachers[m], rollouts, kappa, temperature)
+            servers = self.teachers[m]
+            self._admit(m, servers.restore())  # may serve another model by now
+            one_each = any(url in self._models for url in servers.urls)  # JSON answers are large
+            answers = servers.map(
+                lambda url, part: self._top_request(m, url, part, kappa, temperature),
+                [[r] for r in rollouts] if one_each else portions(rollouts),
+                lambda url, answer, part: self._read_top(m, url, answer, part, kappa),
+            )
             ids, logps, token_logps, dropped = zip(*answers, strict=True)
             ids_NS, logps_NS, padding = without_padding(torch.cat(ids), torch.cat(logps), self.shared)
             result.ids_NMS[:, m], result.logps_NMS[:, m] = ids_NS, logps_NS
@@ -105,9 +118,7 @@ class RemoteTeachers(Dropping):
 
         def ask_again(m: int) -> Tensor:
             others_NU, _ = others_ids(result.ids_NMS, result.logps_NMS, m)
-            return self._given(
-                self.teachers[m], rollouts, others_NU, result.token_logps_NM[:, m], temperature
-            )
+            return self._given(m, rollouts, others_NU, result.token_logps_NM[:, m], temperature)
 
         self.drop(sum(self._of_each(ask)))
         if union and kappa > 0:
@@ -118,28 +129,49 @@ class RemoteTeachers(Dropping):
         with ThreadPoolExecutor(len(self.teachers), thread_name_prefix="teachers") as pool:
             return list(pool.map(ask, range(len(self.teachers))))
 
-    def _top(
-        self, servers: Servers, rollouts: Sequence[Rollout], kappa: int, temperature: float
-    ) -> list[tuple[Tensor, Tensor, Tensor, int]]:
-        """Return `unpack_answer` of consecutive parts of the rollouts."""
+    def _top_request(self, m: int, url: str, part: list[Rollout], kappa: int, temperature: float) -> Request:
+        if url not in self._models:
+            params = {"kappa": kappa, "temperature": temperature, "weights": self._known[m]["weights"]}
+            return Request("/score", content=pack_request(part), params=params)
+        if temperature != 1:
+            raise UnusableModel(
+                f"{url}: a vLLM server gives log-probabilities at temperature 1, not "
+                f"{temperature}; serve the teacher with smopd.engine.teacher_server"
+            )
+        prompts = [[*r.prompt_ids, *r.response_ids.tolist()] for r in (self._probe, *part)]
+        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": kappa}
+        return Request("/v1/completions", json={"model": self._models[url], "prompt": prompts, **sampling})
 
-        def request(url: str, part: list[Rollout]) -> Request:
-            if url in self._models:
-                ids = [*part[0].prompt_ids, *part[0].response_ids.tolist()]
-                return self._prompt_logprobs(url, ids, kappa, temperature)
-            return score_request(part, kappa, temperature)
-
-        def read(url: str, answer: httpx.Response, part: list[Rollout]) -> tuple[Tensor, Tensor, Tensor, int]:
-            if url in self._models:
-                return parse(answer.json()["choices"][0]["prompt_logprobs"], part[0], kappa)
+    def _read_top(
+        self, m: int, url: str, answer: httpx.Response, part: list[Rollout], kappa: int
+    ) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Return `unpack_answer`; raise ServerUnavailable if vLLM's answer comes from other weights."""
+        if url not in self._models:
             return unpack_answer(answer.content, flat_offsets(part)[-1], kappa)
+        choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
+        both = zip(choices, (self._probe, *part), strict=True)
+        probed, read = (parse(choice["prompt_logprobs"], rollout, kappa) for choice, rollout in both)
+        self._require_probed(m, probed[2])
+        return read
 
-        one_each = any(url in self._models for url in servers.urls)  # JSON answers are large
-        return servers.map(request, [[r] for r in rollouts] if one_each else portions(rollouts), read)
+    def _require_known(self, m: int, name: str, held: str) -> None:
+        """Raise ServerUnavailable if a server holds another model than the first server of its teacher."""
+        known = self._known[m].setdefault(name, held)
+        if held != known:
+            raise ServerUnavailable(f"holds {name} {held}, the teacher's first server holds {known}")
+
+    def _require_probed(self, m: int, logps_T: Tensor) -> None:
+        """Raise ServerUnavailable if the probe's log-probabilities are not those of the first server."""
+        off = float((logps_T - self._probed.setdefault(m, logps_T)).abs().nanmean())
+        if off > PROBE_NATS:
+            raise ServerUnavailable(
+                f"holds other weights than the teacher's first server: a probe's log-probabilities differ by "
+                f"{off:.3g} nats, expected at most {PROBE_NATS}"
+            )
 
     def _given(
         self,
-        servers: Servers,
+        m: int,
         rollouts: Sequence[Rollout],
         ids_NU: Tensor,
         token_logps_N: Tensor,
@@ -151,23 +183,15 @@ class RemoteTeachers(Dropping):
         def request(url: str, item: tuple[list[Rollout], Tensor, Tensor]) -> Request:
             part, ids_NU, own_N = item
             content = pack_request(part, ids_NU=ids_NU.int(), token_logps_N=own_N)
-            return Request("/given", content=content, params={"temperature": temperature})
+            params = {"temperature": temperature, "weights": self._known[m]["weights"]}
+            return Request("/given", content=content, params=params)
 
-        answers = servers.map(
+        answers = self.teachers[m].map(
             request,
             list(zip(parts, ids_NU.split(sizes), token_logps_N.split(sizes), strict=True)),
             lambda url, answer, item: unpack_values(answer.content, *item[1].shape),
         )
         return torch.cat(answers)
-
-    def _prompt_logprobs(self, url: str, ids: list[int], kappa: int, temperature: float) -> Request:
-        if temperature != 1:
-            raise UnusableModel(
-                f"{url}: a vLLM server gives log-probabilities at temperature 1, not "
-                f"{temperature}; serve the teacher with smopd.engine.teacher_server"
-            )
-        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": kappa}
-        return Request("/v1/completions", json={"model": self._models[url], "prompt": ids, **sampling})
 
     def _admit(self, m: int, urls: Sequence[str], *, starting: bool = False) -> None:
         """Remove servers that do not answer or do not fit; at the start UnusableModel is raised."""
@@ -188,7 +212,6 @@ class RemoteTeachers(Dropping):
             raise UnusableModel(
                 f"{name} has another tokenizer than the student; expected a teacher of one family"
             )
-        ids = self.probe.token_ids
         self._models.pop(url, None)
         if described is None:
             if self.union:
@@ -198,10 +221,9 @@ class RemoteTeachers(Dropping):
                 )
             models = Request("/v1/models")
             self._models[url] = servers.ask(url, models, lambda answer: str(answer.json()["data"][0]["id"]))
-            trial = self._prompt_logprobs(url, list(ids[:2]), self.kappa, self.temperature)
-            advice = f"; start it with --max-logprobs {self.kappa}, or lower opd.kappa"
+            self._require_known(m, "model", self._models[url])
         else:
-            vocabulary, rows = described
+            vocabulary, rows, weights = described
             if rows < self.probe.tokens:
                 raise UnusableModel(f"{name} has {rows} rows, the student has {self.probe.tokens} tokens")
             self.rows = min(self.rows, rows)
@@ -210,27 +232,26 @@ class RemoteTeachers(Dropping):
                     f"{name} was started for a vocabulary of {vocabulary}, expected the student's "
                     f"{self.vocabulary} (--vocabulary)"
                 )
-            rollout = Rollout(ids[:1], torch.tensor(ids[-1:]), torch.zeros(1), 0, True)
-            trial, advice = score_request([rollout], self.kappa, self.temperature), ""
+            self._require_known(m, "weights", weights)
+        trial = self._top_request(m, url, [self._probe], self.kappa, self.temperature)
         try:
-            servers.ask(url, trial, lambda answer: None)
+            read = servers.ask(url, trial, lambda a: self._read_top(m, url, a, [self._probe], self.kappa))
+            self._require_probed(m, read[2])
         except ServerUnavailable as error:
             if error.cause != "refused":
                 raise
-            raise UnusableModel(f"{name} refuses kappa {self.kappa}: {error}{advice}") from error
+            raise UnusableModel(
+                f"{name} refuses kappa {self.kappa}: {error}; start vLLM with --max-logprobs {self.kappa}, "
+                "or lower opd.kappa"
+            ) from error
 
 
-def score_request(rollouts: Sequence[Rollout], kappa: int, temperature: float) -> Request:
-    params = {"kappa": kappa, "temperature": temperature}
-    return Request("/score", content=pack_request(rollouts), params=params)
-
-
-def _description(answer: httpx.Response) -> tuple[int, int] | None:
-    """Return (vocabulary, rows) of a `teacher_server`, or None for any other server."""
+def _description(answer: httpx.Response) -> tuple[int, int, str] | None:
+    """Return (vocabulary, rows, digest) of a `teacher_server`, or None for any other server."""
     if not answer.is_success:
         return None
     described = answer.json()
-    return int(described["vocabulary"]), int(described["rows"])
+    return int(described["vocabulary"]), int(described["rows"]), str(described["weights"])
 
 
 def portions(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
@@ -258,9 +279,10 @@ def parse(rows: list, rollout: Rollout, kappa: int) -> tuple[Tensor, Tensor, Ten
     answered = rows[len(rollout.prompt_ids) :][:n_tokens]
     for t, (token, row) in enumerate(zip(rollout.response_ids.tolist(), answered, strict=True)):
         own_T[t] = row[str(token)]["logprob"]
+        ranks = sorted(entry["rank"] for entry in row.values() if entry["rank"] <= kappa)
+        if ranks != list(range(1, kappa + 1)):
+            raise ValueError(f"a row has the ranks {ranks}, expected 1 to {kappa}")
         for token_id, entry in row.items():
-            if entry["rank"] < 1:
-                raise ValueError(f"a token has rank {entry['rank']}, expected 1 or more")
             if entry["rank"] <= kappa:
                 ids_TS[t, entry["rank"] - 1] = int(token_id)
                 logps_TS[t, entry["rank"] - 1] = entry["logprob"]

@@ -178,12 +178,12 @@ def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
     for path in _share(sorted(path for path in folder.rglob("*") if path.is_file())):
         if path not in (manifest, digest):
             flush(path)
-            digests[str(path.relative_to(folder))] = _digest(path)
+            digests[str(path.relative_to(folder))] = file_digest(path)
     gathered = distributed.gather_objects(digests)
     if distributed.rank() == 0:
         files = {name: found for part in gathered for name, found in part.items()}
         manifest.write_text(json.dumps({**facts, "files": dict(sorted(files.items()))}, indent=1))
-        digest.write_text(f"{_digest(manifest)}  {MANIFEST}\n")
+        digest.write_text(f"{file_digest(manifest)}  {MANIFEST}\n")
         for path in (manifest, digest, folder):
             flush(path)
 
@@ -205,7 +205,7 @@ def read_manifest(folder: Path, remove: str = "remove the folder to resume") -> 
         raise DamagedCheckpoint(f"{folder}: no readable {MANIFEST} ({error}); {remove}") from error
     damaged = []
     for path, digest in _share(list(files.items())):
-        found = _digest(path) if os.path.isfile(path) else "no such file"
+        found = file_digest(path) if os.path.isfile(path) else "no such file"
         if found != digest:
             damaged.append(f"{path}: SHA-256 is {found}, {MANIFEST} says {digest}; {remove}")
     for first in chain.from_iterable(distributed.gather_objects(damaged)):
@@ -227,7 +227,8 @@ def _share(items: Sequence[T]) -> Sequence[T]:
     return items[distributed.rank() :: distributed.world_size()]
 
 
-def _digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 22):

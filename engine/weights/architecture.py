@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,12 +12,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from smopd.engine.errors import UnusableModel
 from smopd.engine.models.sizes import ModelNumbers, numbers_of
+from smopd.engine.student.checkpoint import file_digest
 
 NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+
+DIGEST_LENGTH = 16  # ours: short enough for a message
 
 
 @dataclass(frozen=True)
@@ -142,3 +146,14 @@ def identity(path: str) -> str:
         return path
     states = [(file, file.stat()) for file in sorted(folder.glob("*.safetensors"))]
     return repr((str(folder.resolve()), [(file.name, s.st_size, s.st_mtime_ns) for file, s in states]))
+
+
+def weights_digest(path: str) -> str:
+    """Return a digest of the weights and the config in a folder or hub id; it reads every byte."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        folder = Path(str(file_at(path, CONFIG_NAME))).parent
+    kept = ("*.safetensors", "*.bin", CONFIG_NAME, "adapter_config.json")
+    files = sorted({file for pattern in kept for file in folder.glob(pattern)})
+    digests = [(file.name, file_digest(file)) for file in files]
+    return hashlib.sha256(repr(digests).encode()).hexdigest()[:DIGEST_LENGTH]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 import torch
 
 from smopd.engine.errors import NoServer
-from smopd.engine.remote.rollout import GENERATE, RemoteRollout
+from smopd.engine.remote.rollout import GENERATE, PROBE, RemoteRollout
 from smopd.engine.remote.servers import RetryPolicy, Servers
 from smopd.engine.types import Sampling
 
@@ -33,11 +34,13 @@ class Sampler:
     """A rollout server that responds with the body `answer(label)`."""
 
     def __init__(self, loopback, answer):
-        self.label = ""
-        server = loopback(lambda path, body: self.reply(path, answer) if body else self.describe(path))
+        self.label, self.probed = "", 0.0
+        server = loopback(lambda path, body: self.reply(path, answer, body) if body else self.describe(path))
         self.url, self.calls = server.url, server.calls
 
-    def reply(self, path, answer):
+    def reply(self, path, answer, body):
+        if path == GENERATE and json.loads(body) == PROBE.json:
+            return 200, good(self.label, logps=(self.probed,))
         return 200, answer(self.label) if path == GENERATE else {}
 
     def describe(self, path):
@@ -126,3 +129,13 @@ def test_a_sync_is_checked_by_what_servers_hold_and_sample(sampling, held, logp,
     assert rollouts.policy_version == 1 and other.url not in rollouts.servers.removed
     assert list(rollouts.servers.removed) == ([server.url] if reason else [])
     assert reason is None or re.search(reason, rollouts.servers.removed[server.url])
+
+
+def test_a_server_with_another_config_is_removed_at_the_sync(sampling):
+    """It holds the tensors that it was sent, and computes something else with them."""
+    rollouts, servers = sampling(*(with_(token_ids=(0,), logps=(0.0,)) for _ in range(3)))
+    for one, logp in zip(servers, (-3.0, -1.0, -1.05), strict=True):
+        one.label, one.probed = rollouts.label(1), logp
+    rollouts.load_weights([("w", torch.zeros(2))], 1)
+    assert list(rollouts.servers.removed) == [servers[0].url]
+    assert re.search("holds another model: .* -3 .*, expected -1", rollouts.servers.removed[servers[0].url])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -44,12 +46,18 @@ class Serving:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        app = application(local([path], vocabulary), path, vocabulary)
-        self.server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
+        self.app = application(local([path], vocabulary), path, vocabulary)
+        self.server = uvicorn.Server(uvicorn.Config(self.app, port=port, log_level="error"))
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
         while not self.server.started:
             time.sleep(0.01)
+
+    def become(self, path: str) -> None:
+        """Serve another model, as after a restart that no client noticed."""
+        from smopd.engine.teacher_server import application
+
+        self.app.router.routes[:] = application(local([path]), path, VOCABULARY).router.routes
 
     def stop(self) -> None:
         self.server.should_exit = True
@@ -147,10 +155,11 @@ class Vllm:
     Args:
         tokens: of any text.
         most: log-probabilities a position.
+        model, logp: its name, and the log-probability of every token.
     """
 
-    def __init__(self, loopback, tokens=PROBE.token_ids, most=20):
-        self.tokens, self.most = tokens, most
+    def __init__(self, loopback, tokens=PROBE.token_ids, most=20, model="model", logp=-0.5):
+        self.tokens, self.most, self.model, self.logp = tokens, most, model, logp
         self.replaced = None  # status and body of another program on this port
         server = loopback(self.answer)
         self.url, self.calls, self.stop = server.url, server.calls, server.stop
@@ -163,17 +172,29 @@ class Vllm:
         if path == "/tokenize":
             return 200, {"tokens": list(self.tokens)}
         if not body:
-            return 200, {"data": [{"id": "model"}]}
-        return 200 if json.loads(body)["prompt_logprobs"] <= self.most else 400, {}
+            return 200, {"data": [{"id": self.model}]}
+        asked = json.loads(body)
+        if asked["prompt_logprobs"] > self.most or asked["model"] != self.model:
+            return 404, {}
+        others = {
+            str(300 + rank): {"logprob": -9.0, "rank": rank}
+            for rank in range(2, asked["prompt_logprobs"] + 1)
+        }
+        choices = []
+        for ids in asked["prompt"]:
+            rows = [others | {str(i): {"logprob": self.logp, "rank": 1}} for i in ids]
+            choices.append({"index": len(choices), "prompt_logprobs": [None, *rows[1:]]})
+        return 200, {"choices": choices[::-1]}
 
 
 OTHER = (*PROBE.token_ids, 1)
+OTHER_MODELS = [{"model": "other"}, {"logp": -0.7}]
 
 
 def test_a_server_that_does_not_fit_is_refused(urls, loopback):
     """Every server of a teacher is checked, not only the first."""
     fits, few, ours = Vllm(loopback), Vllm(loopback, most=3), urls[0]
-    assert len(remote(f"{fits.url},{Vllm(loopback).url},{ours}").teachers[0].alive) == 3
+    assert len(remote(f"{fits.url},{Vllm(loopback).url}").teachers[0].alive) == 2
     for asked, options, message in (
         ([fits.url, Vllm(loopback, OTHER).url], {}, r"models\.0: http.* has another tokenizer than the stud"),
         ([fits.url, few.url], {}, rf"{few.url} refuses kappa 4: .*--max-logprobs 4"),
@@ -196,17 +217,49 @@ def test_an_unavailable_server_is_removed_and_none_is_an_error(loopback):
         remote(gone.url)
 
 
-@pytest.mark.parametrize("replaced", [None, (404, {}), (200, []), "tokenizer"])
+@pytest.mark.parametrize(
+    "replaced", [{}, {"replaced": (404, {})}, {"replaced": (200, [])}, {"tokens": OTHER}, *OTHER_MODELS]
+)
 def test_a_restored_server_fits_as_at_the_start(loopback, replaced):
     first, other = Vllm(loopback), Vllm(loopback)
     found = remote(f"{first.url},{other.url}")
-    if replaced == "tokenizer":
-        other.tokens = OTHER
-    else:
-        other.replaced = replaced
+    for name, value in replaced.items():
+        setattr(other, name, value)
     found.teachers[0].remove(other.url, "gone")
     found._admit(0, found.teachers[0].restore())
-    assert list(found.teachers[0].removed) == ([] if replaced is None else [other.url])
+    assert list(found.teachers[0].removed) == ([other.url] if replaced else [])
+
+
+@pytest.mark.parametrize("changes", OTHER_MODELS)
+def test_the_servers_of_a_teacher_hold_one_model_for_the_whole_run(loopback, changes, caplog):
+    """A server that returned with another model is found by its next answer, if nobody missed it."""
+    first, second, other = Vllm(loopback), Vllm(loopback), Vllm(loopback, **changes)
+    found = remote(f"{first.url},{second.url},{other.url}")
+    assert list(found.teachers[0].removed) == [other.url]
+    assert f"{other.url} is removed: holds " in caplog.text and "the teacher's first server" in caplog.text
+    for name, value in changes.items():
+        setattr(first, name, value)
+    rollouts = ragged_rollouts(1)
+    assert found.score(rollouts, 4, 1.0).token_logps_NM.unique().tolist() == [-0.5]
+    assert set(found.teachers[0].removed) == {first.url, other.url}
+    for name, value in changes.items():
+        setattr(second, name, value)
+    with pytest.raises(NoServer, match=first.url):
+        found.score(rollouts, 4, 1.0)
+
+
+@pytest.mark.parametrize("union", [False, True])
+def test_our_servers_answer_for_the_weights_that_they_had(paths, serve, union):
+    first, same, other = serve(paths[0]), serve(paths[0]), serve(paths[1])
+    found = remote(f"{first.url},{same.url},{other.url}", other.url, union=union)
+    removed = found.teachers[0].removed
+    assert re.search("holds weights .*, the teacher's first server holds", removed[other.url])
+    expected = found.score(rollouts := ragged_rollouts(1), 4, 1.0, union=union)
+    first.become(paths[1])
+    assert_same(found.score(rollouts, 4, 1.0, union=union), expected)
+    assert "status 400: ValueError: this server holds the weights" in removed[first.url]
+    answer = httpx.post(f"{same.url}/given?weights=other", content=save(REQUEST))
+    assert answer.status_code == 400 and "holds the weights" in answer.text
 
 
 LOGPS_NS = torch.tensor([[0.5, 0.25]] * 2).log()
@@ -261,6 +314,7 @@ def rows(**changes):
 
 BAD_ROWS = [rows(logprob=value) for value in (None, 5.0, float("nan"))]
 BAD_ROWS += [rows(rank=value) for value in (None, 2, 0)]  # a row with rank 2 alone lacks the largest
+BAD_ROWS += [[*rows()[:2], rows()[2] | {"8": {"logprob": -9.0, "rank": rank}}] for rank in (1, 0, -3)]
 BAD_ROWS += [rows()[:2], None, {"a": 1}, [None, {}, {}], [None, {"7": {}}, {"9": {}}]]
 
 
@@ -339,6 +393,19 @@ def test_a_token_is_asked_for_where_one_is_set(paths, serve, monkeypatch):
     monkeypatch.setenv("SMOPD_SERVER_TOKEN", "wrong")
     with pytest.raises(NoServer, match="status 401: missing or wrong token"):
         remote(url)
+
+
+def test_an_open_server_without_a_token_warns(monkeypatch, caplog):
+    from smopd.engine.teacher_server import main
+
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    for host, token, warned in (("0.0.0.0", "", True), ("0.0.0.0", "x", False), ("127.0.0.1", "", False)):
+        caplog.clear()
+        monkeypatch.setenv("SMOPD_SERVER_TOKEN", token)
+        monkeypatch.setattr(sys, "argv", ["server", "absent", "--vocabulary", "5", "--host", host])
+        with pytest.raises(ImportError, match="uvicorn"):
+            main()
+        assert ("SMOPD_SERVER_TOKEN is unset: whoever reaches 0.0.0.0:8100" in caplog.text) == warned
 
 
 def test_a_run_with_the_product_of_teachers_at_urls(paths, urls, tmp_path):
