@@ -37,9 +37,9 @@ from smopd.engine.weights.transport import send
 
 GENERATE = "/inference/v1/generate"
 HOW_TO_START = "start it with VLLM_SERVER_DEV_MODE=1 and the options in smopd.engine.remote.rollout"
-ONE = {"temperature": 1.0, "allowed_token_ids": [0], "max_tokens": 1, "logprobs": 0, "detokenize": False}
-ONE_CANDIDATE = Request(GENERATE, json={"token_ids": [0], "sampling_params": ONE})
 GREEDY = {"temperature": 0.0, "max_tokens": 1, "logprobs": 0, "detokenize": False}
+ONE = GREEDY | {"temperature": 1.0, "allowed_token_ids": [0]}
+ONE_CANDIDATE = Request(GENERATE, json={"token_ids": [0], "sampling_params": ONE})
 PROBE = Request(GENERATE, json={"token_ids": [0, 1, 2], "sampling_params": GREEDY})
 
 
@@ -154,8 +154,8 @@ class RemoteRollout:
         expected = median_low(probed.values())
         for url, logp in probed.items():
             if abs(logp - expected) > PROBE_NATS:
-                reason = f"log-probability {logp:.4g} of a probe, expected {expected:.4g} as others"
-                self.servers.remove(url, f"holds another model: {reason}")
+                reason = f"holds another model: log-probability {logp:.4g} of a probe, not {expected:.4g}"
+                self.servers.remove(url, reason)
 
     def start_weight_update(self) -> None:
         self._post("/pause?mode=wait")

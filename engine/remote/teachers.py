@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TypeVar
 
@@ -256,15 +257,10 @@ def _description(answer: httpx.Response) -> tuple[int, int, str] | None:
 
 def portions(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     """Split the rollouts into consecutive parts of about REQUEST_TOKENS."""
-    parts: list[list[Rollout]] = []
-    size = REQUEST_TOKENS
-    for rollout in rollouts:
-        if size >= REQUEST_TOKENS:
-            parts.append([])
-            size = 0
-        parts[-1].append(rollout)
-        size += len(rollout.prompt_ids) + len(rollout.response_ids)
-    return parts
+    sizes = (len(rollout.prompt_ids) + len(rollout.response_ids) for rollout in rollouts)
+    starts = accumulate(sizes, initial=0)
+    parts = groupby(zip(starts, rollouts, strict=False), key=lambda each: each[0] // REQUEST_TOKENS)
+    return [[rollout for _, rollout in part] for _, part in parts]
 
 
 def parse(rows: list, rollout: Rollout, kappa: int) -> tuple[Tensor, Tensor, Tensor, int]:
