@@ -1,10 +1,8 @@
-"""Teachers behind URLs: `teacher_server.py` (binary) or `vllm serve` (JSON, temperature 1 only).
+"""Teachers behind URLs, each served by `teacher_server.py`.
 
-Every answer comes from the weights that the teacher's first server held: our servers compare a digest, and
-requests to vLLM repeat a probe.
-
-A union takes a second round of requests for each teacher's log-probabilities of the other teachers' ids. Only
-`teacher_server` answers them. Servers are checked at the start and whenever they are restored.
+Every answer comes from the weights that the teacher's first server held: requests carry their digest. A union
+takes a second round of requests for each teacher's log-probabilities of the other teachers' ids. Servers are
+checked at the start and whenever they are restored.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from smopd.engine.local.union import Dropping, others_ids, united, without_paddi
 from smopd.engine.models.loading import UnusableModel
 from smopd.engine.models.packing import flat_offsets
 from smopd.engine.remote.servers import Request, RetryPolicy, Servers, ServerUnavailable
-from smopd.engine.remote.wire import PROBE_NATS, pack_request, require_topk, unpack_answer, unpack_values
+from smopd.engine.remote.wire import pack_request, unpack_answer, unpack_values
 from smopd.engine.types import Rollout, TeacherTopK
 from smopd.kernels.checks import check_kappa
 
@@ -70,12 +68,8 @@ class RemoteTeachers(Dropping):
     ):
         self.vocabulary, self.rows, self.probe = vocabulary, vocabulary, probe
         self.kappa, self.temperature, self.union = kappa, temperature, union
-        response_T = torch.tensor(probe.token_ids[1:])
-        self._probe = Rollout(probe.token_ids[:1], response_T, torch.zeros(len(response_T)), 0, True)
         self.teachers = [Servers(each, retry) for each in urls]
-        self._models: dict[str, str] = {}  # model name by URL, for `vllm serve` alone
-        self._known: list[dict[str, str]] = [{} for _ in urls]  # what the first server of each teacher holds
-        self._probed: dict[int, Tensor] = {}  # its log-probabilities of the probe
+        self._weights: dict[int, str] = {}  # digest of each teacher's weights, from its first server
         for m, servers in enumerate(self.teachers):
             self._admit(m, servers.urls, starting=True)
             if not servers.alive:
@@ -105,11 +99,10 @@ class RemoteTeachers(Dropping):
         def ask(m: int) -> int:
             servers = self.teachers[m]
             self._admit(m, servers.restore())  # may serve another model by now
-            one_each = any(url in self._models for url in servers.urls)  # JSON answers are large
             answers = servers.map(
-                lambda url, part: self._top_request(m, url, part, kappa, temperature),
-                [[r] for r in rollouts] if one_each else portions(rollouts),
-                lambda url, answer, part: self._read_top(m, url, answer, part, kappa),
+                lambda url, part: self._score_request(m, part, kappa, temperature),
+                portions(rollouts),
+                lambda url, answer, part: unpack_answer(answer.content, flat_offsets(part)[-1], kappa),
             )
             ids, logps, token_logps, dropped = zip(*answers, strict=True)
             ids_NS, logps_NS, padding = without_padding(torch.cat(ids), torch.cat(logps), self.shared)
@@ -130,45 +123,9 @@ class RemoteTeachers(Dropping):
         with ThreadPoolExecutor(len(self.teachers), thread_name_prefix="teachers") as pool:
             return list(pool.map(ask, range(len(self.teachers))))
 
-    def _top_request(self, m: int, url: str, part: list[Rollout], kappa: int, temperature: float) -> Request:
-        if url not in self._models:
-            params = {"kappa": kappa, "temperature": temperature, "weights": self._known[m]["weights"]}
-            return Request("/score", content=pack_request(part), params=params)
-        if temperature != 1:
-            raise UnusableModel(
-                f"{url}: a vLLM server gives log-probabilities at temperature 1, not "
-                f"{temperature}; serve the teacher with smopd.engine.teacher_server"
-            )
-        prompts = [[*r.prompt_ids, *r.response_ids.tolist()] for r in (self._probe, *part)]
-        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": kappa}
-        return Request("/v1/completions", json={"model": self._models[url], "prompt": prompts, **sampling})
-
-    def _read_top(
-        self, m: int, url: str, answer: httpx.Response, part: list[Rollout], kappa: int
-    ) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Return `unpack_answer`; raise ServerUnavailable if vLLM's answer comes from other weights."""
-        if url not in self._models:
-            return unpack_answer(answer.content, flat_offsets(part)[-1], kappa)
-        choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
-        both = zip(choices, (self._probe, *part), strict=True)
-        probed, read = (parse(choice["prompt_logprobs"], rollout, kappa) for choice, rollout in both)
-        self._require_probed(m, probed[2])
-        return read
-
-    def _require_known(self, m: int, name: str, held: str) -> None:
-        """Raise ServerUnavailable if a server holds another model than the first server of its teacher."""
-        known = self._known[m].setdefault(name, held)
-        if held != known:
-            raise ServerUnavailable(f"holds {name} {held}, the teacher's first server holds {known}")
-
-    def _require_probed(self, m: int, logps_T: Tensor) -> None:
-        """Raise ServerUnavailable if the probe's log-probabilities are not those of the first server."""
-        off = float((logps_T - self._probed.setdefault(m, logps_T)).abs().nanmean())
-        if off > PROBE_NATS:
-            raise ServerUnavailable(
-                f"holds other weights than the teacher's first server: a probe's log-probabilities differ by "
-                f"{off:.3g} nats, expected at most {PROBE_NATS}"
-            )
+    def _score_request(self, m: int, part: list[Rollout], kappa: int, temperature: float) -> Request:
+        params = {"kappa": kappa, "temperature": temperature, "weights": self._weights[m]}
+        return Request("/score", content=pack_request(part), params=params)
 
     def _given(
         self,
@@ -184,7 +141,7 @@ class RemoteTeachers(Dropping):
         def request(url: str, item: tuple[list[Rollout], Tensor, Tensor]) -> Request:
             part, ids_NU, own_N = item
             content = pack_request(part, ids_NU=ids_NU.int(), token_logps_N=own_N)
-            params = {"temperature": temperature, "weights": self._known[m]["weights"]}
+            params = {"temperature": temperature, "weights": self._weights[m]}
             return Request("/given", content=content, params=params)
 
         answers = self.teachers[m].map(
@@ -208,43 +165,35 @@ class RemoteTeachers(Dropping):
         """Raise ServerUnavailable or UnusableModel unless the server can answer the calls to come."""
         servers, name = self.teachers[m], f"teachers.models.{m}: {url}"
         described = servers.ask(url, Request("/describe", accept=(httpx.codes.NOT_FOUND,)), _description)
+        if described is None:
+            raise UnusableModel(f"{name} is no teacher server; serve it with smopd.engine.teacher_server")
+        vocabulary, rows, weights = described
         text = Request("/tokenize", json={"prompt": self.probe.text, "add_special_tokens": False})
         if servers.ask(url, text, lambda answer: tuple(answer.json()["tokens"])) != self.probe.token_ids:
             raise UnusableModel(
                 f"{name} has another tokenizer than the student; expected a teacher of one family"
             )
-        self._models.pop(url, None)
-        if described is None:
-            if self.union:
-                raise UnusableModel(
-                    f"{name} is a vLLM server, which cannot score the other teachers' ids; serve it with "
-                    "smopd.engine.teacher_server, or change teachers.union and merge.method product"
-                )
-            models = Request("/v1/models")
-            self._models[url] = servers.ask(url, models, lambda answer: str(answer.json()["data"][0]["id"]))
-            self._require_known(m, "model", self._models[url])
-        else:
-            vocabulary, rows, weights = described
-            if rows < self.probe.tokens:
-                raise UnusableModel(f"{name} has {rows} rows, the student has {self.probe.tokens} tokens")
-            self.rows = min(self.rows, rows)
-            if vocabulary != self.vocabulary:
-                raise UnusableModel(
-                    f"{name} was started for a vocabulary of {vocabulary}, expected the student's "
-                    f"{self.vocabulary} (--vocabulary)"
-                )
-            self._require_known(m, "weights", weights)
-        trial = self._top_request(m, url, [self._probe], self.kappa, self.temperature)
+        if rows < self.probe.tokens:
+            raise UnusableModel(f"{name} has {rows} rows, the student has {self.probe.tokens} tokens")
+        self.rows = min(self.rows, rows)
+        if vocabulary != self.vocabulary:
+            raise UnusableModel(
+                f"{name} was started for a vocabulary of {vocabulary}, expected the student's "
+                f"{self.vocabulary} (--vocabulary)"
+            )
+        known = self._weights.setdefault(m, weights)
+        if weights != known:
+            raise ServerUnavailable(f"holds weights {weights}, the teacher's first server holds {known}")
+        ids = self.probe.token_ids
+        trial = Rollout(ids[:1], torch.tensor(ids[-1:]), torch.zeros(1), 0, True)
         try:
-            read = servers.ask(url, trial, lambda a: self._read_top(m, url, a, [self._probe], self.kappa))
-            self._require_probed(m, read[2])
+            servers.ask(
+                url, self._score_request(m, [trial], self.kappa, self.temperature), lambda answer: None
+            )
         except ServerUnavailable as error:
             if error.cause != "refused":
                 raise
-            raise UnusableModel(
-                f"{name} refuses kappa {self.kappa}: {error}; start vLLM with --max-logprobs {self.kappa}, "
-                "or lower opd.kappa"
-            ) from error
+            raise UnusableModel(f"{name} refuses kappa {self.kappa}: {error}") from error
 
 
 def _description(answer: httpx.Response) -> tuple[int, int, str] | None:
@@ -261,26 +210,3 @@ def portions(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     starts = accumulate(sizes, initial=0)
     parts = groupby(zip(starts, rollouts, strict=False), key=lambda each: each[0] // REQUEST_TOKENS)
     return [[rollout for _, rollout in part] for _, part in parts]
-
-
-def parse(rows: list, rollout: Rollout, kappa: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Convert vLLM's `prompt_logprobs` of one response to the form of `unpack_answer`.
-
-    A row holds the kappa best tokens and the response's token, whatever its rank.
-    """
-    n_tokens = len(rollout.response_ids)
-    ids_TS = torch.zeros(n_tokens, kappa, dtype=torch.int32)
-    logps_TS = torch.full((n_tokens, kappa), -torch.inf)
-    own_T = torch.empty(n_tokens)
-    answered = rows[len(rollout.prompt_ids) :][:n_tokens]
-    for t, (token, row) in enumerate(zip(rollout.response_ids.tolist(), answered, strict=True)):
-        own_T[t] = row[str(token)]["logprob"]
-        ranks = sorted(entry["rank"] for entry in row.values() if entry["rank"] <= kappa)
-        if ranks != list(range(1, kappa + 1)):
-            raise ValueError(f"a row has the ranks {ranks}, expected 1 to {kappa}")
-        for token_id, entry in row.items():
-            if entry["rank"] <= kappa:
-                ids_TS[t, entry["rank"] - 1] = int(token_id)
-                logps_TS[t, entry["rank"] - 1] = entry["logprob"]
-    require_topk(ids_TS, logps_TS, own_T)
-    return ids_TS, logps_TS, own_T, 0

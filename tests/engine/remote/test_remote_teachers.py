@@ -1,8 +1,7 @@
-"""Teachers behind URLs: our own servers in this process, scripted vLLM servers, and hostile answers."""
+"""Teachers behind URLs: our own servers in this process, scripted ones, and hostile answers."""
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 import sys
@@ -10,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
@@ -21,10 +21,10 @@ from smopd.engine.errors import NoServer
 from smopd.engine.local.teachers import LocalTeachers, load_teachers
 from smopd.engine.models.loading import UnusableModel
 from smopd.engine.remote.servers import RetryPolicy
-from smopd.engine.remote.teachers import Probe, RemoteTeachers, parse
+from smopd.engine.remote.teachers import Probe, RemoteTeachers
 from smopd.engine.remote.wire import pack, pack_request, unpack_answer, unpack_values
 from smopd.engine.settings import Packing
-from smopd.engine.types import Rollout, TeacherTopK
+from smopd.engine.types import TeacherTopK
 from smopd.worlds.models import world_model
 from tests.engine.tiny import ragged_rollouts
 from tests.smopd.recipes import merged, metric_lines, train_here, write_recipe
@@ -149,17 +149,17 @@ def test_a_server_has_a_row_for_each_token_of_the_student(paths, urls, serve):
         remote(url, vocabulary=larger, probe=replace(PROBE, tokens=VOCABULARY + 1))
 
 
-class Vllm:
-    """The endpoints of a vLLM server that a client checks at the start.
+class Scripted:
+    """The endpoints of a teacher server that a client checks at the start.
 
     Args:
         tokens: of any text.
-        most: log-probabilities a position.
-        model, logp: its name, and the log-probability of every token.
+        most: the largest kappa.
+        weights: their digest.
     """
 
-    def __init__(self, loopback, tokens=PROBE.token_ids, most=20, model="model", logp=-0.5):
-        self.tokens, self.most, self.model, self.logp = tokens, most, model, logp
+    def __init__(self, loopback, tokens=PROBE.token_ids, most=20, weights="w"):
+        self.tokens, self.most, self.weights = tokens, most, weights
         self.replaced = None  # status and body of another program on this port
         server = loopback(self.answer)
         self.url, self.calls, self.stop = server.url, server.calls, server.stop
@@ -168,38 +168,34 @@ class Vllm:
         if self.replaced is not None and path != "/health":
             return self.replaced
         if path == "/describe":
-            return 404, {}
+            return 200, {"vocabulary": VOCABULARY, "rows": VOCABULARY, "weights": self.weights}
         if path == "/tokenize":
             return 200, {"tokens": list(self.tokens)}
-        if not body:
-            return 200, {"data": [{"id": self.model}]}
-        asked = json.loads(body)
-        if asked["prompt_logprobs"] > self.most or asked["model"] != self.model:
-            return 404, {}
-        others = {
-            str(300 + rank): {"logprob": -9.0, "rank": rank}
-            for rank in range(2, asked["prompt_logprobs"] + 1)
-        }
-        choices = []
-        for ids in asked["prompt"]:
-            rows = [others | {str(i): {"logprob": self.logp, "rank": 1}} for i in ids]
-            choices.append({"index": len(choices), "prompt_logprobs": [None, *rows[1:]]})
-        return 200, {"choices": choices[::-1]}
+        if path == "/health":
+            return 200, {}
+        return (200 if int(parse_qs(urlsplit(path).query)["kappa"][0]) <= self.most else 400), {}
 
 
 OTHER = (*PROBE.token_ids, 1)
-OTHER_MODELS = [{"model": "other"}, {"logp": -0.7}]
 
 
 def test_a_server_that_does_not_fit_is_refused(urls, loopback):
     """Every server of a teacher is checked, not only the first."""
-    fits, few, ours = Vllm(loopback), Vllm(loopback, most=3), urls[0]
-    assert len(remote(f"{fits.url},{Vllm(loopback).url}").teachers[0].alive) == 2
+    fits, few, none, ours = Scripted(loopback), Scripted(loopback, most=3), Scripted(loopback), urls[0]
+    none.replaced = (404, {})
+    assert len(remote(f"{fits.url},{Scripted(loopback).url}").teachers[0].alive) == 2
     for asked, options, message in (
-        ([fits.url, Vllm(loopback, OTHER).url], {}, r"models\.0: http.* has another tokenizer than the stud"),
-        ([fits.url, few.url], {}, rf"{few.url} refuses kappa 4: .*--max-logprobs 4"),
-        ([fits.url], {"temperature": 0.7}, r"log-probabilities at temperature 1, not 0\.7"),
-        ([fits.url], {"union": True}, r"models\.0: http.* is a vLLM server, which cannot score the other"),
+        (
+            [fits.url, Scripted(loopback, OTHER).url],
+            {},
+            r"models\.0: http.* has another tokenizer than the stud",
+        ),
+        ([fits.url, few.url], {}, rf"{few.url} refuses kappa 4: "),
+        (
+            [none.url],
+            {},
+            r"models\.0: http.* is no teacher server; serve it with smopd\.engine\.teacher_server",
+        ),
         ([ours], {"vocabulary": 7}, rf"started for a vocabulary of {VOCABULARY}, expected .* 7 "),
     ):
         with pytest.raises(UnusableModel, match=message):
@@ -207,7 +203,7 @@ def test_a_server_that_does_not_fit_is_refused(urls, loopback):
 
 
 def test_an_unavailable_server_is_removed_and_none_is_an_error(loopback):
-    gone, odd, fits = (Vllm(loopback) for _ in range(3))
+    gone, odd, fits = (Scripted(loopback) for _ in range(3))
     gone.stop()
     odd.replaced = (200, [])
     found = remote(f"{gone.url},{odd.url},{fits.url}")
@@ -218,34 +214,17 @@ def test_an_unavailable_server_is_removed_and_none_is_an_error(loopback):
 
 
 @pytest.mark.parametrize(
-    "replaced", [{}, {"replaced": (404, {})}, {"replaced": (200, [])}, {"tokens": OTHER}, *OTHER_MODELS]
+    "replaced",
+    [{}, {"replaced": (404, {})}, {"replaced": (200, [])}, {"tokens": OTHER}, {"weights": "other"}],
 )
 def test_a_restored_server_fits_as_at_the_start(loopback, replaced):
-    first, other = Vllm(loopback), Vllm(loopback)
+    first, other = Scripted(loopback), Scripted(loopback)
     found = remote(f"{first.url},{other.url}")
     for name, value in replaced.items():
         setattr(other, name, value)
     found.teachers[0].remove(other.url, "gone")
     found._admit(0, found.teachers[0].restore())
     assert list(found.teachers[0].removed) == ([other.url] if replaced else [])
-
-
-@pytest.mark.parametrize("changes", OTHER_MODELS)
-def test_the_servers_of_a_teacher_hold_one_model_for_the_whole_run(loopback, changes, caplog):
-    """A server that returned with another model is found by its next answer, if nobody missed it."""
-    first, second, other = Vllm(loopback), Vllm(loopback), Vllm(loopback, **changes)
-    found = remote(f"{first.url},{second.url},{other.url}")
-    assert list(found.teachers[0].removed) == [other.url]
-    assert f"{other.url} is removed: holds " in caplog.text and "the teacher's first server" in caplog.text
-    for name, value in changes.items():
-        setattr(first, name, value)
-    rollouts = ragged_rollouts(1)
-    assert found.score(rollouts, 4, 1.0).token_logps_NM.unique().tolist() == [-0.5]
-    assert set(found.teachers[0].removed) == {first.url, other.url}
-    for name, value in changes.items():
-        setattr(second, name, value)
-    with pytest.raises(NoServer, match=first.url):
-        found.score(rollouts, 4, 1.0)
 
 
 @pytest.mark.parametrize("union", [False, True])
@@ -304,27 +283,6 @@ def test_what_is_no_answer_is_never_taken(content):
 def test_bad_log_probabilities_of_given_ids_are_never_taken(logps_NU):
     with pytest.raises(ValueError, match="logps_NU"):
         unpack_values(pack(logps_NU=logps_NU), 2, 2)
-
-
-def rows(**changes):
-    """vLLM's `prompt_logprobs` for a prompt of one token and a response of two."""
-    entry = {"logprob": -0.5, "rank": 1} | changes
-    return [None, {"7": entry}, {"9": {"logprob": -0.1, "rank": 1}}]
-
-
-BAD_ROWS = [rows(logprob=value) for value in (None, 5.0, float("nan"))]
-BAD_ROWS += [rows(rank=value) for value in (None, 2, 0)]  # a row with rank 2 alone lacks the largest
-BAD_ROWS += [[*rows()[:2], rows()[2] | {"8": {"logprob": -9.0, "rank": rank}}] for rank in (1, 0, -3)]
-BAD_ROWS += [rows()[:2], None, {"a": 1}, [None, {}, {}], [None, {"7": {}}, {"9": {}}]]
-
-
-@pytest.mark.parametrize("answered", BAD_ROWS)
-def test_json_of_another_form_is_not_taken(answered):
-    rollout = Rollout((3,), torch.tensor([7, 9]), torch.zeros(2), 0, True)
-    ids, _, own, _ = parse(rows(), rollout, 1)
-    assert (ids.tolist(), own.tolist()) == ([[7], [9]], pytest.approx([-0.5, -0.1]))
-    with pytest.raises((ValueError, LookupError, TypeError, AttributeError)):
-        parse(answered, rollout, 1)
 
 
 ROLLOUTS = ragged_rollouts(2)

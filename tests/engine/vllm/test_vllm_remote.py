@@ -17,7 +17,6 @@ pytest.importorskip("starlette")
 
 from smopd.engine.errors import NoServer
 from smopd.engine.local.teachers import load_teachers
-from smopd.engine.models.loading import UnusableModel
 from smopd.engine.remote.rollout import RemoteRollout
 from smopd.engine.remote.servers import RetryPolicy, Servers
 from smopd.engine.remote.teachers import Probe, RemoteTeachers
@@ -49,7 +48,7 @@ def model_folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pair(model_folder):
     """Two servers with the options of engine/remote/rollout.py; tests may kill the second."""
-    options = [*ROLLOUTS, "--max-logprobs", str(KAPPA)]
+    options = ROLLOUTS
     logs = [model_folder.parent / name for name in ("first.log", "second.log")]
     both = [serve(model_folder, log, *options, length=128) for log in logs]
     with serving(*both):
@@ -167,29 +166,18 @@ def test_two_ranks_share_a_server_and_the_first_sends_the_weights(pair, model_fo
     assert_followed([rank["untied"] for rank in ranks], world_model(0)[0], world_model(0)[0])
 
 
-def test_teachers_at_both_kinds_of_server(pair, model_folder, tmp_path):
-    """`vllm serve` and our server both return the model's log-probabilities."""
-    remote(pair[0]).load_weights(weights_of(0), 1)
+def test_a_teacher_server_with_vllm(model_folder, tmp_path):
+    """It returns the model's log-probabilities."""
     arguments = [str(model_folder), "--vocabulary", str(VOCABULARY), "--max-model-len", "64"]
-    ours, plain = Process("smopd.engine.teacher_server", tmp_path / "log", arguments), pair[0].url
+    ours = Process("smopd.engine.teacher_server", tmp_path / "log", arguments)
     text, rollouts = "call the", ragged_rollouts(1)
     probe = Probe(text, tuple(world_model(0)[1].encode(text, add_special_tokens=False)))
-    packing = Packing(micro_batch_tokens=200)
-    local = load_teachers([model_folder, model_folder], packing, VOCABULARY, torch.float32)
-
-    def teachers(*urls: list[str], kappa: int = KAPPA, temperature: float = 1.0, union: bool = False):
-        return RemoteTeachers(urls, VOCABULARY, probe, kappa, temperature, union=union, retry=QUICK)
-
+    local = load_teachers([model_folder] * 2, Packing(micro_batch_tokens=200), VOCABULARY, torch.float32)
     with serving(ours):
-        for urls, temperature, union in (
-            ([[plain], [ours.url, plain]], 1.0, False),
-            ([[ours.url], [ours.url]], 0.7, True),
-        ):
-            there = teachers(*urls, temperature=temperature, union=union)
-            found = there.score(rollouts, KAPPA, temperature, union=union)
-            expected = local.score(rollouts, KAPPA, temperature, union=union)
-            assert found.ids_NMS.equal(expected.ids_NMS)
-            for name in ("logps_NMS", "token_logps_NM"):
-                torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-4)
-    with pytest.raises(UnusableModel, match=rf"refuses kappa {KAPPA + 1}: .*--max-logprobs"):
-        teachers([plain], kappa=KAPPA + 1)
+        urls = [[ours.url], [ours.url]]
+        there = RemoteTeachers(urls, VOCABULARY, probe, KAPPA, 0.7, union=True, retry=QUICK)
+        found = there.score(rollouts, KAPPA, 0.7, union=True)
+    expected = local.score(rollouts, KAPPA, 0.7, union=True)
+    assert found.ids_NMS.equal(expected.ids_NMS)
+    for name in ("logps_NMS", "token_logps_NM"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-4)
