@@ -16,7 +16,6 @@ COMMANDS = {
     "plan": ("smopd.plan", "estimate the memory of a recipe on each GPU"),
     "merge": ("smopd.merge", "merge the weights of models with one base, without training"),
     "data": ("smopd.data.__main__", "fetch the data of recipes and benchmarks"),
-    "seeds": ("smopd.seeds", "run a recipe with several seeds, and average the results"),
 }
 """Command -> its module, with `main(argv) -> exit status`, and a description."""
 

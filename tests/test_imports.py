@@ -65,7 +65,7 @@ LAYERS = {
         record
         loop report worlds evals integrations merging
         run
-        train seeds evaluate plan merge export
+        train evaluate plan merge export
         __main__
     """,
 }
