@@ -29,8 +29,9 @@ PARENT_SECONDS = 1.0  # ours: polling interval
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return STOP_SIGNALS without those that are ignored, as SIGHUP under nohup."""
-    return [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    """Return STOP_SIGNALS, without SIGHUP if it is ignored (nohup)."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in STOP_SIGNALS if not (ignored and number == signal.SIGHUP)]
 
 
 def die_with_parent(parent: int) -> None:

@@ -152,7 +152,7 @@ class RemoteTeachers(Dropping):
         return torch.cat(answers)
 
     def _admit(self, m: int, urls: Sequence[str], *, starting: bool = False) -> None:
-        """Remove servers that do not answer or do not fit; at the start UnusableModel is raised."""
+        """Remove servers that do not answer or do not fit; at the start, raise UnusableModel for a misfit."""
         for url in urls:
             try:
                 self._require_fit(m, url)

@@ -123,7 +123,7 @@ def response_start(
 
 @lru_cache(maxsize=64)
 def _template_start(tokenizer: PreTrainedTokenizerBase, template: str | None, options: str) -> str:
-    """Return what the template of the tokenizer writes behind the header of an assistant message."""
+    """Return the text, such as `<think>`, that the chat template adds after the header of a response."""
     if not template:
         return ""
     asked, mark, further = {"role": "user", "content": "Q"}, "ANSWER", json.loads(options)

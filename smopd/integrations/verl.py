@@ -73,7 +73,7 @@ _read_later: StorageWeakRef | None = None  # logits that the backward of our los
 
 @dataclass
 class SmopdLossConfig(worker_config.DistillationLossConfig):  # type: ignore[name-defined]
-    """verl's DistillationLossConfig with the settings of the mixture; its topk is kappa.
+    """verl's DistillationLossConfig, plus the settings of the mixture. verl's `topk` is kappa.
 
     teacher_weights: alpha by teacher key, summing to 1; None: equal.
     merge: merge equal tokens of the teachers (Eq. 5), or keep them separate (Eq. 6).

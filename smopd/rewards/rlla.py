@@ -1,6 +1,6 @@
 """The paper's rewards on RLLA, as in ToolRL: the format of a response and the accuracy of its tool calls.
 
-Tool calls are parsed with `json.loads` under a size and a depth limit, never evaluated.
+`json.loads` parses tool calls, within limits of size and depth. Model output is never evaluated.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ def test_every_part_of_the_path_takes_real_items(tmp_path, data_set):
         *("--loop.steps", "1"),
         *("--loop.prompts_per_step", "1"),
         *("--rollout.max_new_tokens", "8"),
+        *("--data.evaluation", "null"),
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr[-4000:]

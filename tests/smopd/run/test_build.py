@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args, get_origin
+
 import pytest
 
-from smopd.config.settings import Settings, merged
+from smopd.advantages import ESTIMATORS
+from smopd.config.settings import Advantage, Opd, Settings, merged
+from smopd.engine.settings import TrainSettings
+from smopd.engine.student.optimizers import OPTIMIZERS, SCHEDULES
+from smopd.objective import MIXTURES
 from smopd.run import build, preflight
 from smopd.run.build import rollout_settings
 from smopd.run.failures import UnusableInput
@@ -73,3 +79,20 @@ def test_arguments_of_vllm_reach_its_engine_and_what_we_plan_with_is_known() -> 
         wrong = merged(given, {"rollout": {"vllm": {"engine_kwargs": {name: value}}}})
         with pytest.raises(ValueError, match=f"{name}: got {value}, expected"):
             Settings.model_validate(merged(SETTINGS, wrong))
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "known"),
+    [
+        (Advantage, "estimator", ESTIMATORS),
+        (Opd, "target", MIXTURES),
+        (TrainSettings, "optimizer", OPTIMIZERS),
+        (TrainSettings, "schedule", SCHEDULES),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_names_of_a_setting_are_those_of_its_registry(section, field, known):
+    """An import path may stand for any name."""
+    kinds = get_args(section.model_fields[field].annotation)
+    names = next(get_args(kind) for kind in kinds if get_origin(kind) is Literal)
+    assert set(names) == set(known)

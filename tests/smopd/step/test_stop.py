@@ -12,8 +12,16 @@ from smopd.engine.process import SAME_SECONDS
 from smopd.step.stop import Stop, Stopped
 
 
+@pytest.fixture
+def hangup():
+    """SIGHUP as a terminal's child has it, and back."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize(("number", "status"), [(15, 143), (2, 130), (1, 129), (10, 138)])
-def test_a_signal_is_raised_where_it_is_not_postponed(number, status):
+def test_a_signal_is_raised_where_it_is_not_postponed(hangup, number, status):
     before = signal.getsignal(number)
     with Stop(), pytest.raises(Stopped, match=f"stopped by {signal.Signals(number).name}") as stopped:
         signal.raise_signal(number)
@@ -21,14 +29,11 @@ def test_a_signal_is_raised_where_it_is_not_postponed(number, status):
     assert signal.getsignal(number) is before
 
 
-def test_under_nohup_a_hangup_stops_nothing():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with Stop() as stop:
-            signal.raise_signal(signal.SIGHUP)
-            assert stop.number == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
+def test_under_nohup_a_hangup_stops_nothing(hangup):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Stop() as stop:
+        signal.raise_signal(signal.SIGHUP)
+        assert stop.number == 0
 
 
 def test_a_postponed_signal_is_noted_and_answered_at_the_end():
