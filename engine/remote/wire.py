@@ -87,7 +87,22 @@ def unpack_answer(content: bytes, n_tokens: int, kappa: int) -> tuple[Tensor, Te
     most = n_tokens * (kappa + 1)
     if not 0 <= int(dropped) <= most:
         raise ValueError(f"dropped is {int(dropped)}, expected 0 to {most}")
-    require_topk(ids_NS, logps_NS, token_logps_N, may_be_empty=bool(dropped))
+    require_logprobs("logps_NS", logps_NS)
+    require_logprobs("token_logps_N", token_logps_N)
+    if not ids_NS.numel():
+        return ids_NS, logps_NS, token_logps_N, int(dropped)
+    mass = float(logps_NS.double().exp().sum(-1).max())
+    if mass > 1.0 + SLACK:
+        raise ValueError(f"logps_NS has a row of mass {mass:.6g}, expected at most 1")
+    held_NS = logps_NS > -torch.inf
+    if bool((ids_NS < 0).any()):
+        raise ValueError(f"ids_NS holds {int(ids_NS.min())}, expected ids of at least 0")
+    if not dropped and not bool(held_NS.any(-1).all()):
+        raise ValueError("logps_NS has a row without an entry, expected the largest tokens")
+    empty_S = -1 - torch.arange(ids_NS.shape[1])
+    sorted_NS = torch.where(held_NS, ids_NS.long(), empty_S).sort(-1).values
+    if bool((sorted_NS[:, 1:] == sorted_NS[:, :-1]).any()):
+        raise ValueError("ids_NS names an id twice in a row, expected different ones")
     return ids_NS, logps_NS, token_logps_N, int(dropped)
 
 
@@ -96,31 +111,6 @@ def unpack_values(content: bytes, n_tokens: int, n_given: int) -> Tensor:
     (logps_NU,) = unpack(content, logps_NU=(torch.float32, (n_tokens, n_given)))
     require_logprobs("logps_NU", logps_NU)
     return logps_NU
-
-
-def require_topk(
-    ids_NS: Tensor, logps_NS: Tensor, token_logps_N: Tensor, *, may_be_empty: bool = False
-) -> None:
-    """Raise ValueError unless these are log-probabilities of distinct ids and of the sampled token.
-
-    may_be_empty: accept rows without an entry.
-    """
-    require_logprobs("logps_NS", logps_NS)
-    require_logprobs("token_logps_N", token_logps_N)
-    if not ids_NS.numel():
-        return
-    mass = float(logps_NS.double().exp().sum(-1).max())
-    if mass > 1.0 + SLACK:
-        raise ValueError(f"logps_NS has a row of mass {mass:.6g}, expected at most 1")
-    held_NS = logps_NS > -torch.inf
-    if bool((ids_NS < 0).any()):
-        raise ValueError(f"ids_NS holds {int(ids_NS.min())}, expected ids of at least 0")
-    if not may_be_empty and not bool(held_NS.any(-1).all()):
-        raise ValueError("logps_NS has a row without an entry, expected the largest tokens")
-    empty_S = -1 - torch.arange(ids_NS.shape[1])
-    sorted_NS = torch.where(held_NS, ids_NS.long(), empty_S).sort(-1).values
-    if bool((sorted_NS[:, 1:] == sorted_NS[:, :-1]).any()):
-        raise ValueError("ids_NS names an id twice in a row, expected different ones")
 
 
 def require_logprobs(name: str, logps: Tensor) -> None:

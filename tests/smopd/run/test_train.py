@@ -140,12 +140,15 @@ def test_other_rows_and_other_rewards_than_before_are_named(workplace, caplog):
     (workplace / "changing.py").write_text(rows.replace("anna", "bert"))
     (workplace / "my_rewards.py").write_text(REWARDS + "# changed\n")
     assert train_here(recipe).returncode == 0
-    told = [
+    warnings = [
         record.getMessage()
         for record in caplog.records
         if "has changed since the last command" in record.getMessage()
     ]
-    assert [line.split(": ")[1].split(" has changed")[0] for line in told] == ["data.train", "rewards.mine"]
+    assert [line.split(": ")[1].split(" has changed")[0] for line in warnings] == [
+        "data.train",
+        "rewards.mine",
+    ]
     commands = [json.loads(line) for line in (folder / "commands.jsonl").read_text().splitlines()]
     assert len(commands) == 3 and (folder / "environment.json").read_bytes() == first
     assert commands[0]["inputs"] == commands[1]["inputs"] != commands[2]["inputs"]
