@@ -114,8 +114,9 @@ class WarmStart(Section):
 class Advantage(Section):
     """Advantages from rewards (Eq. 1 to 4)."""
 
-    estimator: Literal["grpo", "gdpo", "gd2po", "batch_balanced", "saw", "dvao"] | ImportPath = "gdpo"
-    """A name, or a function with the signature of `Estimator` in smopd/advantages.py."""
+    estimator: Literal["auto", "grpo", "gdpo", "gd2po", "batch_balanced", "saw", "dvao"] | ImportPath = "auto"
+    """A name, or a function with the signature of `Estimator` in smopd/advantages.py. auto: batch_balanced
+    for `train` runs, gdpo for teachers and students, as in the paper."""
     whiten: Literal["responses", "tokens", "none"] = "responses"
     """What the advantages are whitened over (Eq. 3). GRPO and DVAO do not whiten."""
     snr_threshold: float | None = Field(default=None, gt=0, le=1)
@@ -451,7 +452,11 @@ class Settings(Section):
         Raises:
             pydantic.ValidationError: a setting in `set` does not exist or is out of range.
         """
-        return Settings.model_validate(merged(self.model_dump(), self.runs[run_name].set))
+        run = self.runs[run_name]
+        own = merged(self.model_dump(), run.set)
+        if own["advantage"]["estimator"] == "auto":
+            own["advantage"]["estimator"] = "batch_balanced" if run.stage == "train" else "gdpo"
+        return Settings.model_validate(own)
 
     def weights(self, run_name: str) -> list[float]:
         """Return the reward weights of a run."""

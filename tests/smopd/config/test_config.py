@@ -50,6 +50,15 @@ def test_a_run_takes_its_own_settings_and_leaves_the_others_alone() -> None:
     assert whole.opd.kappa == 8
 
 
+def test_a_run_without_teachers_is_balanced_over_the_batch_unless_an_estimator_is_named() -> None:
+    runs = VALUES["runs"] | {"three": {"stage": "merge"}}
+    by_stage = {"one": "gdpo", "two": "batch_balanced", "three": "gdpo"}
+    for name, estimator in by_stage.items():
+        assert settings(runs=runs).resolved(name).advantage.estimator == estimator
+        named = settings(runs=runs, advantage={"estimator": "saw"}).resolved(name)
+        assert named.advantage.estimator == "saw"
+
+
 def test_weights_are_the_profile_or_the_rewards_own() -> None:
     assert settings().weights("one") == [0.9, 0.1]
     assert settings().weights("two") == [1.0, 2.0]
@@ -122,7 +131,7 @@ GATE = "--opd.gate.kind token"
         ("--loop.prompts_per_step 4 --loop.updates_per_step 5", "loop.updates_per_step: got 5, expected at"),
         (
             "--advantage.snr_threshold 0.2",
-            "advantage.snr_threshold: needs advantage.estimator gd2po, got gdpo",
+            "advantage.snr_threshold: needs advantage.estimator gd2po, got auto",
         ),
         ("--student.strategy deepspeed --student.shard_size 2", "student.shard_size: needs student.strategy"),
         (
