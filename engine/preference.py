@@ -30,11 +30,8 @@ TokenIds = Sequence[int]
 class LocalPreferenceModel:
     """A preference model in transformers, in its stored dtype on a GPU and in fp32 on the CPU.
 
-    Args:
-        path: a folder or hub id.
-        device: None: the GPU of LOCAL_RANK, or the CPU.
-    Raises:
-        FileNotFoundError, UnusableModel: there is no such model, or no trained head of one output.
+    device: None is the GPU of LOCAL_RANK, or the CPU. Raise FileNotFoundError or UnusableModel if there is no
+    such model, or no trained head of one output.
     """
 
     def __init__(self, path: str | Path, device: torch.device | str | None = None):
@@ -49,10 +46,7 @@ class LocalPreferenceModel:
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[TokenIds], batch_tokens: int) -> list[float]:
-        """Return the raw score of each sequence of 1 to `max_tokens` ids; equal sequences have equal scores.
-
-        batch_tokens: limit of a batch, padding included; a longer sequence is a batch of one.
-        """
+        """Return the raw score of each sequence of 1 to `max_tokens` ids, in batches with padding."""
         return by_batches(sequences, batch_tokens, lambda batches: [self._batch(batch) for batch in batches])
 
     def _batch(self, sequences: Sequence[TokenIds]) -> list[float]:
@@ -67,10 +61,7 @@ class LocalPreferenceModel:
 
 
 class RemotePreferenceModel:
-    """`LocalPreferenceModel` on servers of one model, each `vllm serve MODEL --runner pooling`.
-
-    Requests hold ids, so that chat template and truncation are ours, and turn off vLLM's activation.
-    """
+    """`LocalPreferenceModel` on servers, each `vllm serve MODEL --runner pooling`."""
 
     def __init__(self, urls: Sequence[str], retry: RetryPolicy | None = None):
         self._servers = Servers(urls, retry)

@@ -1,7 +1,4 @@
-"""`smopd evaluate SUITE --model PATH`, or `--responses FILE`: score a model or responses on a benchmark.
-
-Every response is saved with its scores.
-"""
+"""`smopd evaluate SUITE --model PATH`, or `--responses FILE`: score a model or responses on a benchmark."""
 
 from __future__ import annotations
 
@@ -21,15 +18,7 @@ from smopd.engine.imports import IMPORT_PATH, import_function
 from smopd.evals.api_bank.suite import ApiBankEvaluation
 from smopd.evals.bfcl.suite import Bfcl
 from smopd.evals.responses import Response, given_responses, sampler, spread
-from smopd.evals.results import (
-    COVERAGE,
-    DRAWS,
-    SEED,
-    intervals,
-    show,
-    write_items,
-    write_json,
-)
+from smopd.evals.results import COVERAGE, DRAWS, SEED, intervals, show, write_items, write_json
 from smopd.evals.rlla import RllaEvaluation
 from smopd.evals.safety import SafetyEvaluation
 from smopd.evals.suite import Evaluation, Suite
@@ -77,11 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def outside(path: str) -> type[Evaluation]:
-    """Return the options of the suite class at an import path, which is called with --data if given.
-
-    Raises:
-        ValueError: the import path does not exist.
-    """
+    """Return the options of the suite class at an import path, which is called with --data if given."""
     make = import_function(path)
 
     @dataclass(frozen=True)

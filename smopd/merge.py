@@ -1,7 +1,4 @@
-"""`smopd merge MODEL ... --base BASE --output FOLDER`: merge the weights of models with one base.
-
-A model may be a LoRA adapter. The result has full weights.
-"""
+"""`smopd merge MODEL ... --base BASE --output FOLDER`: merge the weights of models or LoRA adapters."""
 
 from __future__ import annotations
 

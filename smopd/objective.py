@@ -90,10 +90,7 @@ class Objective:
 
     @property
     def needs_old_logps(self) -> bool:
-        """Whether the log-probabilities before the first update are needed.
-
-        With one update per step the ratio is 1, and no extra forward pass is needed.
-        """
+        """Whether the log-probabilities before the first update are needed; else the ratio is 1."""
         settings, loss = self.settings, self.settings.loss
         several = settings.loop.updates_per_step > 1 and loss.old_logps == "recompute"
         reverse = self.coef > 0 and settings.opd.sampled
@@ -236,10 +233,7 @@ def teacher_target(
 
 
 def teachers_rewards(settings: Settings, rewards_RK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each teacher's reward (R, M), and its minimum (M,) and maximum (M,); a collective call.
-
-    Without a range in the settings, these are of the batch over all ranks.
-    """
+    """Return each teacher's reward (R, M), and its range in the settings or the batch; collective."""
     names = [reward.name for reward in settings.rewards]
     columns = [names.index(teacher.reward) for teacher in settings.teachers.models]
     rewards_RM = rewards_RK[:, columns]

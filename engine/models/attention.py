@@ -66,11 +66,7 @@ def _register(name: str, attend: Callable[..., tuple[Tensor, None]]) -> None:
 
 
 def why_not_pieces(model: PreTrainedModel, dtype: torch.dtype | None = None) -> str | None:
-    """Return why `model` cannot attend piece by piece, or None.
-
-    Args:
-        dtype: of the computation.
-    """
+    """Return why `model` cannot attend piece by piece in `dtype`, or None."""
     if model.device.type == "cuda" and dtype == torch.float32:
         return "torch's variable-length kernels take no fp32"
     if reason := why_not_packed(model) or _needs_eager(model):
@@ -149,9 +145,7 @@ def layer_masks(
 ) -> Tensor | dict[str, Tensor]:
     """Return `mask` as the layers of `model` take it: with their windows, by layer type, added if eager.
 
-    Args:
-        mask: (R or 1, 1, Q, K) bool.
-        query_RQ, key_RK: positions of queries and keys in their sequences.
+    mask: (R or 1, 1, Q, K) bool; query_RQ, key_RK: positions in their sequences.
     """
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or [])

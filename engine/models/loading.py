@@ -38,10 +38,8 @@ CAPS = ("final_logit_softcapping", "logits_soft_cap")
 def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
     """Load the model at `path` (a folder, also with ~, or a hub id) in `dtype`.
 
-    Raises:
-        FileNotFoundError: there is no such folder or hub id, or no model in it.
-        UnusableModel: the model is damaged, incomplete, of an unknown architecture or not a causal language
-            model.
+    Raise FileNotFoundError if there is none, UnusableModel if it is damaged, incomplete, of an unknown
+    architecture or not a causal language model.
     """
     place, config = _read_config(path)
     with load_errors(path):
@@ -90,12 +88,7 @@ def _mend_generation(model: PreTrainedModel, path: str | Path) -> None:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the model at `path`.
-
-    Raises:
-        FileNotFoundError: there is no such folder or hub id, or no tokenizer in it.
-        UnusableModel: the tokenizer cannot be read.
-    """
+    """Load the tokenizer of the model at `path`; FileNotFoundError or UnusableModel."""
     place = _place(path)
     with load_errors(path):
         tokenizer = AutoTokenizer.from_pretrained(place)
@@ -127,11 +120,7 @@ def require_exportable(path: str | Path) -> None:
 
 
 def describe(path: str | Path) -> tuple[PreTrainedConfig, tuple[int, ...]]:
-    """Return the config of the model at `path` and its sorted end-of-sequence ids, without reading weights.
-
-    Raises:
-        UnusableModel: neither the generation config nor the tokenizer has an end token.
-    """
+    """Return a model's config and its sorted end-of-sequence ids; UnusableModel without an end token."""
     place, config = _read_config(path)
     with load_errors(path):
         try:

@@ -1,7 +1,4 @@
-"""Choose how a model is computed: by pieces, packed under a mask, or one sequence in each row.
-
-Every choice is checked on this very model against transformers on single sequences.
-"""
+"""Choose how a model is computed, and check the choice against transformers on single sequences."""
 
 from __future__ import annotations
 
@@ -54,13 +51,8 @@ _AGREED: set[tuple] = set()
 def choose(model: PreTrainedModel, wanted: str, dtype: torch.dtype) -> Layout:
     """Select the fastest attention that agrees with transformers, and return the layout of its batches.
 
-    Args:
-        model: on its device.
-        wanted: "auto", "sdpa" (never by pieces) or "flash" (by pieces).
-        dtype: of the computation.
-    Raises:
-        ValueError: "flash" cannot serve the model.
-        UnusableModel: even single sequences disagree with transformers.
+    wanted: "auto", "sdpa" (never by pieces) or "flash" (by pieces). Raise ValueError if "flash" cannot serve
+    the model, UnusableModel if even single sequences disagree with transformers.
     """
     not_pieces = "as set" if wanted == "sdpa" else why_not_pieces(model, dtype)
     not_packed = why_not_packed(model)
@@ -106,7 +98,7 @@ def layout_of(model: PreTrainedModel, attends: Attends, reasons: Sequence[str] =
 
 
 def disagreement(model: PreTrainedModel, layout: Layout) -> str | None:
-    """Return how `model` under `layout` differs from transformers on single sequences; None within bounds.
+    """Return how `model` under `layout` differs from transformers; None within bounds.
 
     Compares log-probabilities and, where the model trains, gradients of its small parameters.
     """

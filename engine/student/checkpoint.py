@@ -41,10 +41,7 @@ class DamagedCheckpoint(UnusableCheckpoint):
 
 
 class Checkpoints:
-    """The last `keep` checkpoints of a run in `folder`; of a LoRA student, only the adapters.
-
-    All methods are collective calls.
-    """
+    """The last `keep` checkpoints of a run in `folder`. All methods are collective calls."""
 
     def __init__(self, folder: Path, keep: int):
         self.folder, self.keep = folder, keep
@@ -52,11 +49,7 @@ class Checkpoints:
         """Step of the newest checkpoint, or 0."""
 
     def save(self, step: int, student: Student, extra: Any = None) -> None:
-        """Write a checkpoint and remove old ones.
-
-        Args:
-            extra: state of this rank: numbers, strings, tensors, and lists, tuples and dicts of these.
-        """
+        """Write a checkpoint with this rank's `extra` (numbers, texts, tensors) and remove old ones."""
         facts = {"step": step, "world_size": distributed.world_size(), "strategy": student.strategy.name}
         process = {
             "updates": student.updates,
@@ -79,12 +72,9 @@ class Checkpoints:
     def restore(self, student: Student, step: int | None = None) -> tuple[int, Any]:
         """Load the checkpoint of `step` or the newest: bit for bit on the same number of ranks.
 
-        Returns:
-            The step to resume from (0 without a checkpoint), and this rank's `extra` (None if the number of
-            ranks has changed).
-        Raises:
-            DamagedCheckpoint: a file is missing or its checksum differs.
-            UnusableCheckpoint: saved under another strategy, or under DeepSpeed by another number of ranks.
+        Return the step to resume from (0 without a checkpoint), and this rank's `extra`, None if the
+        number of ranks has changed. Raise DamagedCheckpoint, or UnusableCheckpoint for another strategy or
+        (DeepSpeed) another number of ranks.
         """
         found = self._complete() if step is None else [self.folder / _name(step)]
         newest = Path(str(distributed.broadcast_object(str(found[-1]) if found else "")))
@@ -138,10 +128,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def export(student: Student, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:
-    """Write safetensors, config, tokenizer and chat template to `folder`; a collective call.
-
-    Adapters are merged into the weights and also saved alone in `folder`/adapter.
-    """
+    """Write safetensors, config, tokenizer and chat template, and the adapter alone; a collective call."""
     with _whole(folder, {}) as partial:
         weights = {}
         for name, value in student.weights():
@@ -189,11 +176,7 @@ def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def read_manifest(folder: Path, remove: str = "remove the folder to resume") -> dict[str, Any]:
-    """Verify every file of `folder` and return its manifest; a collective call.
-
-    Args:
-        remove: advice that ends the message of DamagedCheckpoint.
-    """
+    """Verify every file of `folder` and return its manifest; `remove` ends the message of an error."""
     try:
         content = (folder / MANIFEST).read_bytes()
         expected = (folder / MANIFEST_DIGEST).read_text().split()[:1]

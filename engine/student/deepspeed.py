@@ -87,11 +87,7 @@ class DeepSpeedZero:
 
 
 def configuration(settings: TrainSettings, device: torch.device) -> dict[str, Any]:
-    """Return DeepSpeed's config: these settings, merged with the file `settings.deepspeed_config`.
-
-    Raises:
-        ValueError: the file contradicts the settings or cannot be read.
-    """
+    """Return these settings merged with `deepspeed_config`; ValueError if that contradicts them."""
     zero: dict[str, Any] = {"stage": settings.zero_stage}
     if settings.offload_optimizer and device.type != "cpu":
         zero["offload_optimizer"] = {"device": "cpu"}

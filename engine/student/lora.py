@@ -30,12 +30,7 @@ def cast(model: PreTrainedModel, compute_dtype: torch.dtype) -> None:
 
 
 def attach(model: PreTrainedModel, lora: Lora) -> None:
-    """Insert fp32 adapters, equal on all ranks, and freeze all other weights, in place.
-
-    Raises:
-        ValueError: a target is not a linear layer of the decoder's layers.
-        ImportError: peft is not installed.
-    """
+    """Insert fp32 adapters, equal on all ranks, and freeze all other weights; ValueError for bad targets."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -116,9 +111,7 @@ def merged(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the base's weights by name, as W + (alpha / rank) B A in fp32 where there is an adapter.
 
-    Args:
-        tensors: the sharded state dict, in the same order on every rank.
-        full: gathers a tensor.
+    tensors: the sharded state dict, in the same order on every rank; full: gathers a tensor.
     """
     for name, value in tensors.items():
         if _is_adapter(name):

@@ -55,11 +55,7 @@ class Strategy(Protocol):
         ...
 
     def step(self, learning_rate: float) -> float:
-        """Clip the gradient, step if it is finite, and clear it.
-
-        Returns:
-            The global gradient norm before clipping, the same on every rank.
-        """
+        """Clip the gradient, step if it is finite, clear it, and return its global norm before clipping."""
         ...
 
     def full(self, parameter: Tensor) -> Tensor:

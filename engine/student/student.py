@@ -1,7 +1,4 @@
-"""The model in training: packed micro-batches, a fused head, and one optimizer step for each update.
-
-The loss has global denominators, so gradients are summed over ranks and micro-batches and never divided.
-"""
+"""The model in training: packed micro-batches, a fused head, and one optimizer step for each update."""
 
 from __future__ import annotations
 
@@ -57,9 +54,7 @@ class Student:
         model: unsharded and equal on all ranks; fp32, or the compute dtype under LoRA.
         schedule: update (from 0) -> factor of the learning rate, besides the warm-up. None: 1.
     Raises:
-        ValueError: the settings contradict each other or do not suit the model.
-        UnusableModel: the model cannot be computed here.
-        ImportError: a package for the strategy or adapters is missing.
+        ValueError, UnusableModel, ImportError: the settings do not suit the model or this environment.
     """
 
     def __init__(
@@ -117,11 +112,7 @@ class Student:
         return self.strategy.optimizer
 
     def logps(self, rollouts: Sequence[Rollout], temperature: float, *, adapters: bool = True) -> Tensor:
-        """Return (N,) fp32 log-probabilities of the response tokens; a collective call.
-
-        Args:
-            adapters: False computes the base model of a LoRA student.
-        """
+        """Return (N,) fp32 log-probabilities of the tokens, or by a LoRA student's base; collective."""
         if adapters:
             logp_N = self.topk(rollouts, 0, temperature).token_logp_N
         elif self.lora is None:
@@ -154,10 +145,8 @@ class Student:
     def update(self, rollouts: Sequence[Rollout], tokens: LossTokens, settings: LossSettings) -> Update:
         """Take an optimizer step on this rank's share of a mini-batch, which may be empty; a collective call.
 
-        Args:
-            tokens: inputs of the loss in the flat token order of `rollouts`, with global denominators.
-        Raises:
-            NonFiniteGradient: more than MAX_SKIPPED_UPDATES gradients so far were not finite.
+        tokens: in the flat token order of `rollouts`, with global denominators. Raise NonFiniteGradient after
+        more than MAX_SKIPPED_UPDATES skipped updates.
         """
         parts, places = [], []
         batches = self._micro_batches(rollouts)

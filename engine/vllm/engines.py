@@ -95,11 +95,10 @@ class Engine:
             self.asleep = self.asleep - tags
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the weights one tensor at a time and clear the prefix cache.
+        """Replace the weights by a stream of full tensors, equal on all ranks, and clear the prefix cache.
 
-        The weights are full tensors under their transformers names, the same on all ranks of a colocated
-        engine; a tied head may be omitted. After an error (ValueError if a weight is missing, unknown or has
-        another shape) the engine refuses to serve until a load succeeds.
+        After an error (ValueError if a weight is missing, unknown or has another shape) the engine refuses to
+        serve until a load succeeds.
         """
         if self.broken:
             raise LostWeights(self.trouble)
@@ -124,10 +123,7 @@ _working = threading.RLock()
 
 @contextmanager
 def exclusive(settings: Vllm) -> Iterator[None]:
-    """Let one colocated engine work at a time, since vLLM's forward context is global to the process.
-
-    Raise NoServer if the engine's own process has ended.
-    """
+    """Let one colocated engine work at a time: vLLM's forward context is global. NoServer if it ended."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     with _working if settings.placement == "colocated" else nullcontext():
@@ -146,8 +142,6 @@ def engine(role: str, path: str | Path, settings: Vllm, **options: Any) -> Engin
     Args:
         role: SAMPLES, "teachers", ...; roles never share an engine.
         options: arguments of vllm.LLM that override the settings.
-    Raises:
-        ValueError: this launch does not support the settings, or the GPU has too little memory.
     """
     path = str(Path(path).expanduser()) if str(path).startswith("~") else str(path)
     files = identity(path)

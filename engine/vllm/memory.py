@@ -41,9 +41,7 @@ class Gpu:
 class EngineMemory:
     """Bytes of an awake engine on one GPU.
 
-    Attributes:
-        head: loaded by the pooler, so not part of vLLM's own share.
-        least: the cache of one longest sequence, which vLLM requires.
+    head: loaded by the pooler, so not part of vLLM's own share; least: the cache of one longest sequence.
     """
 
     weights: int
@@ -73,10 +71,8 @@ def engine_memory(
 ) -> EngineMemory:
     """Return the memory of an engine.
 
-    Args:
-        width: bytes of a weight and of a cached number.
-        longest: positions of its longest sequence.
-        samples: False for an engine that scores with the pooler's head.
+    width: bytes of a weight and of a cached number; longest: positions of its longest sequence; samples:
+    False for an engine that scores with the pooler's head.
     """
     parallel = settings.tensor_parallel_size
     own_head = not samples and (parallel > 1 or not model.tied)

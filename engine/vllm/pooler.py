@@ -162,9 +162,8 @@ def ask(
 ) -> Tensor:
     """Score the responses' tokens in flat order; the answer is that of `TeacherPooler`.
 
-    Args:
-        given_NU: int32 ids to score beside the kappa largest, or instead of them if `known_N` is given.
-        known_N: log-probabilities of the responses' tokens.
+    given_NU: int32 ids to score beside the kappa largest, or instead of them if the tokens' log-probabilities
+    known_N are given.
     """
     params = []
     for r, (begin, end) in zip(rollouts, itertools.pairwise(flat_offsets(rollouts)), strict=True):

@@ -44,9 +44,7 @@ Ask = Callable[..., Tensor]
 class Base:
     """A model in vLLM that serves itself, adapters of it, or both as teachers.
 
-    Attributes:
-        role: of its engine; bases with the same role take turns in it.
-        members: each teacher's index, and its adapter or None.
+    role: of its engine, in which bases take turns; members: each teacher's index, and its adapter or None.
     """
 
     path: str
@@ -67,8 +65,6 @@ class VllmTeachers(Dropping):
         engines: number of engines that the models share; None: one each. With fewer, models take turns, and
             each loads its weights at most once per pass; a union takes two passes.
         role: distinguishes these engines from others in the process.
-    Raises:
-        FileNotFoundError, UnusableModel: a path has no model or adapter that can be served.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ def _require_tied(path: str, tied: tuple[str, str]) -> None:
 class Checked:
     """A stream of weights that ends at the first mistake and keeps it in `error`.
 
-    It does not raise, because an exception would leave vLLM with half-loaded layers.
+    An exception would leave vLLM with half-loaded layers.
     """
 
     def __init__(self, architecture: Architecture, weights: Iterable[tuple[str, Tensor]]):
@@ -90,10 +90,7 @@ def checked(
     shapes: Mapping[str, torch.Size],
     tied: tuple[str, str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights one at a time, a tied head once and directly after the embedding.
-
-    Raise ValueError if a weight is unknown, has another shape, or is missing at the end.
-    """
+    """Yield the weights, a tied head once, after the embedding; ValueError if one is wrong or missing."""
     missing = set(shapes)
     for name, value in weights:
         if shapes.get(name) != value.shape:

@@ -29,10 +29,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def publish_weights(student: Student, rollouts: RolloutEngine, version: int) -> None:
-    """Load the student's weights, LoRA merged, into the rollout engine as policy `version`; collective.
-
-    Raise ValueError if `version` is not above the engine's.
-    """
+    """Load the student's weights into the rollout engine as a new policy `version`; collective."""
     served = rollouts.policy_version
     if version < served or version == served > 0:  # an engine starts with version 0
         raise ValueError(f"publish_weights: version {version}, expected one above {served}")

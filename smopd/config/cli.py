@@ -64,11 +64,7 @@ class Command(Options):
 
 
 def parse(argv: list[str]) -> Command:
-    """Parse and validate a command line without the program name.
-
-    Raises:
-        SystemExit: 0 after --help or --list; 2 after printing every mistake to stderr.
-    """
+    """Parse and validate a command line without the program name; SystemExit after help or mistakes."""
     try:
         asked = [i for i, token in enumerate(argv) if token in ("--help", "-h")]
         if asked and (section := argv[asked[0] + 1 : asked[0] + 2]):
@@ -97,10 +93,7 @@ O = TypeVar("O", bound=Selection)
 def read_options(
     options: type[O], argv: list[str], program: str, about: str | None = None
 ) -> tuple[O, dict[str, list[str]]]:
-    """Split a command line into the command's own options, and settings as dotted path -> words.
-
-    Raises Mistakes for unknown options.
-    """
+    """Split a command line into own options, and settings as dotted path -> words; raises Mistakes."""
     own = [*(field.name.replace("_", "-") for field in fields(options)), "help"]
     ours: list[str] = []
     given: dict[str, list[str]] = {}
@@ -129,10 +122,7 @@ def read_options(
 def read_settings(
     recipe: str, given: dict[str, list[str]] | None = None, only: tuple[str, ...] = ()
 ) -> Settings:
-    """Read and validate the settings of a recipe with overrides (dotted path -> words).
-
-    Raises Mistakes, with one line per mistake. The runs in `only` must exist.
-    """
+    """Read and validate the settings of a recipe with overrides (dotted path -> words); raises Mistakes."""
     loaded = load(recipe)
     values, origin = loaded.values, dict(loaded.origin)
     wrong: list[str] = []

@@ -64,12 +64,9 @@ for _name, _pattern in _RESOLVERS.items():
 
 
 def load(name: str) -> Recipe:
-    """Read a recipe (a built-in name or a YAML file) merged over the recipes that it extends.
+    """Read a recipe (a built-in name or a YAML file) merged over those that it extends; raises Mistakes.
 
     A run that is null removes the run of that name from the extended recipe.
-
-    Raises:
-        Mistakes: no such recipe, a cycle of `extends`, malformed YAML, or a repeated key.
     """
     return _load(_find(name, Path()), ())
 

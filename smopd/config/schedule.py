@@ -80,10 +80,7 @@ def weight_merge(own: Settings, name: str) -> Merge | None:
 def product_reference(own: Settings, name: str) -> str | None:
     """Return the reference of the run's product (a run, `base`, a path or URLs), or None without a product.
 
-    Args:
-        own: resolved settings of the run `name`.
-    Raises:
-        ValueError: the reference is `init`, and the teachers started from different models.
+    Raise ValueError if the reference is `init`, and the teachers started from different models.
     """
     if not distils(own, name) or own.merge.method != "product":
         return None

@@ -447,11 +447,7 @@ class Settings(Section):
             raise ValueError(str(error)) from None
 
     def resolved(self, run_name: str) -> Settings:
-        """Return the settings of one run: the recipe's with the run's `set` merged over them.
-
-        Raises:
-            pydantic.ValidationError: a setting in `set` does not exist or is out of range.
-        """
+        """Return the settings of one run: the recipe's with its `set` merged over them; ValidationError."""
         run = self.runs[run_name]
         own = merged(self.model_dump(), run.set)
         if own["advantage"]["estimator"] == "auto":

@@ -31,12 +31,9 @@ class Response:
 
 
 def spread(groups: Sequence[str], limit: int) -> list[int]:
-    """Return ascending indices of `limit` items, or of all if there are fewer.
+    """Return ascending indices of `limit` items, or of all; ValueError if it is below the number of groups.
 
     Each group gets at least one item and otherwise its share (Sainte-Lague), evenly spaced inside the group.
-
-    Raises:
-        ValueError: limit is below the number of groups.
     """
     members: dict[str, list[int]] = defaultdict(list)
     for index, group in enumerate(groups):
@@ -61,9 +58,6 @@ def given_responses(given: str, suite: Suite, whole: Sequence[Item]) -> tuple[Su
 
     Lines with a `key` (or `id`) may come in any order and cover part of the items. Lines without keys must
     answer all items of `whole`, the suite before --limit, in order. Decoded chats are cut to the response.
-
-    Raises:
-        FileNotFoundError, ValueError: the file is absent or unreadable, or does not match the items.
     """
     if given == GROUND_TRUTH:
         truths = suite.truths()
@@ -131,11 +125,7 @@ def read_json(text: str) -> Any:
 
 
 def sampler(command: Evaluation, items: Sequence[Item]) -> Callable[[], list[Response]]:
-    """Load the command's model. Return a function that samples one response to each item, in order.
-
-    Raises:
-        ValueError, FileNotFoundError: the model is unusable, or has no chat template or too few positions.
-    """
+    """Load the command's model. Return a function that samples one response to each item, in order."""
     from smopd.engine.models.loading import describe, load_tokenizer
     from smopd.engine.types import Sampling
 

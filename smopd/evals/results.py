@@ -28,10 +28,7 @@ Interval = tuple[float, float]
 def intervals(
     suite: Suite, groups: Sequence[str], scores: Sequence[Scores], *, draws: int = DRAWS
 ) -> dict[str, Interval]:
-    """Return the percentile bootstrap interval of each column with a value.
-
-    Items are resampled within their group, so that each group keeps its weight.
-    """
+    """Return the percentile bootstrap interval of each column; items are resampled within their group."""
     rows: dict[str, list[int]] = {}
     for row, group in enumerate(groups):
         rows.setdefault(group, []).append(row)

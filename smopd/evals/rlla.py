@@ -78,11 +78,7 @@ class RllaEvaluation(Evaluation):
 def load_rlla_items(path: str | Path, *, exclude: Iterable[Item] = ()) -> list[Item]:
     """Load the items of a test or SFT file in order. The key of an item is its row number.
 
-    Args:
-        path: a file or a short name (`rlla/test`); see `load_rows`.
-        exclude: items whose chats are dropped.
-    Raises:
-        FileNotFoundError, ValueError: the file is absent, or a row has another form.
+    path: a file or a short name (`rlla/test`); exclude: items whose chats are dropped.
     """
     excluded = {_user_text(item.messages) for item in exclude}
     items = []
@@ -97,12 +93,7 @@ def load_rlla_items(path: str | Path, *, exclude: Iterable[Item] = ()) -> list[I
 
 
 def training_rows(path: str, exclude: str | None = None) -> list[dict[str, Any]]:
-    """Return rows with `prompt` (chat messages) and `ground_truth`, as a prompt source.
-
-    Args:
-        path: a file or a short name such as `rlla/sft`.
-        exclude: a second file whose chats are dropped.
-    """
+    """Return rows with `prompt` and `ground_truth` of a file, without the chats in the file `exclude`."""
     items = load_rlla_items(path, exclude=() if exclude is None else load_rlla_items(exclude))
     return [{"prompt": list(item.messages), "ground_truth": item.truth} for item in items]
 
@@ -130,10 +121,7 @@ def sft_row(row: Mapping[str, Any]) -> dict[str, Any] | None:
     if not think_end or not answer.startswith(("<tool_call>", "<response>")):
         return None
     think = TOOL_THINK if answer.startswith("<tool_call>") else RESPONSE_THINK
-    messages = [
-        {"role": "system", "content": row["instruction"]},
-        {"role": "user", "content": row["input"]},
-    ]
+    messages = [{"role": "system", "content": row["instruction"]}, {"role": "user", "content": row["input"]}]
     return {"prompt": messages, "ground_truth": f"{think}\n{answer}"}
 
 

@@ -171,12 +171,7 @@ def require_at_least(options: Any, prefix: str = "--", **least: int) -> None:
 
 
 def group_files(data: Path, names: Mapping[str, str], what: str) -> dict[str, Path]:
-    """Map groups to files: all groups if `data` is a folder, one if it is a file.
-
-    Args:
-        names: group -> file name.
-        what: label for error messages, such as "API-Bank data".
-    """
+    """Map groups to files: all groups if `data` is a folder, one if it is a file; `what` names the data."""
     expected = ", ".join(names.values())
     if data.is_file():
         found = {group: data for group, name in names.items() if name == data.name}

@@ -33,10 +33,7 @@ def require_host(package: str, first: str, before: str) -> str:
 def require_same_tokens(
     own: Mapping[str, int], other: Mapping[str, int], teacher: str, *, more: bool = False
 ) -> None:
-    """Raise ValueError if a token has another id for the teacher.
-
-    more: allow further tokens of the teacher above all ids of the student.
-    """
+    """Raise ValueError if a token has another id for the teacher; `more`: unless above all ids."""
     first = 1 + max(own.values()) if more else math.inf
     compared = own.keys() | {token for token, i in other.items() if i < first}
     differing = sorted(token for token in compared if other.get(token) != own.get(token))

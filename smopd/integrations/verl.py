@@ -22,12 +22,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import smopd
-from smopd.integrations.shared import (
-    log_weights,
-    require_host,
-    require_same_tokens,
-    require_vocabulary,
-)
+from smopd.integrations.shared import log_weights, require_host, require_same_tokens, require_vocabulary
 from smopd.ops import gd2po_advantages, gdpo_advantages, teacher_mixture, topk_forward_kl
 
 try:
@@ -280,10 +275,7 @@ def compute_advantage(data: Any, adv_estimator: Any, *args: Any, **kwargs: Any) 
 
 @in_place_of(teacher_model.MultiTeacherModelManager)
 def _initialize_teacher_model_managers(self: Any) -> None:
-    """Compare the tokenizers before starting the teachers' servers.
-
-    A teacher whose tokenizer cannot be read here, for example on a remote file system, is named on stderr.
-    """
+    """Compare the tokenizers that can be read here before starting the teachers' servers."""
     settings = self.distillation_config
     if settings.distillation_loss.loss_mode == LOSS_MODE:
         student = self.config.actor_rollout_ref.model

@@ -87,10 +87,7 @@ def alone(merge: Merge) -> list[Candidate]:
 
 
 def levels(merge: Merge) -> list[list[Candidate]]:
-    """Return the sums in levels, from untrimmed to most trimmed. A level keeps one share of each model.
-
-    The plain sum is always included. There are no duplicates.
-    """
+    """Return the sums in levels, from untrimmed to most trimmed, with the plain sum, without duplicates."""
     seen = {(each.parts, each.method) for each in alone(merge)}
     found: dict[tuple[float, ...], list[Candidate]] = {}
     for each in [Candidate("plain sum", (WHOLE,) * len(merge.models)), *given(merge)]:
@@ -112,14 +109,10 @@ def _name(merge: Merge, parts: Sequence[Part]) -> str:
 def judged(
     rows: Sequence[tuple[Candidate, Rewards]], models: Sequence[MergedModel], weights: Rewards
 ) -> list[Judged]:
-    """Return the guard's verdicts.
+    """Return the guard's verdicts on the rewards of `alone`, then of sums.
 
     A sum is accepted if it loses at most max_regression of each model's gain and scores at least as high as
-    every accepted baseline.
-
-    Args:
-        rows: the rewards of `alone`, then of sums.
-        weights: the run's weight of each reward.
+    every accepted baseline. weights: the run's weight of each reward.
     """
     n_alone = 1 + len(models)
     base, *own = [rewards for _, rewards in rows[:n_alone]]

@@ -52,16 +52,10 @@ class Part:
 
 
 class TaskVectors:
-    """Models and their common base.
+    """Models and their common base: folders or hub ids with safetensors files; also folders of LoRA adapters.
 
-    Args:
-        base, models: folders or hub ids with safetensors files, sharded or not. A model may also be a folder
-            with a LoRA adapter in peft's format.
-        device: the device to compute on.
-    Raises:
-        ValueError: a model's tensors differ from the base's in name or shape, or an adapter has another base
-            or is not plain LoRA. Names the model and the tensor.
-        FileNotFoundError: a file is absent.
+    Raise FileNotFoundError, or ValueError if a model's tensors differ from the base's in name or shape, or an
+    adapter has another base or is not plain LoRA.
     """
 
     def __init__(self, base: str, models: Sequence[str], device: torch.device | str = "cpu"):
@@ -77,8 +71,7 @@ class TaskVectors:
     def merged(self, chosen: Sequence[Part], method: Method = "sum") -> Iterator[tuple[str, Tensor]]:
         """Yield the merged tensors with the base's names and dtypes, on the device.
 
-        A single whole model is reproduced bit for bit, and so is the base if no model is chosen. Integer
-        tensors are the base's.
+        A single whole model is reproduced bit for bit. Integer tensors are the base's.
         """
         every = list(zip(self.models, chosen, strict=True))
         scaled = [(model, part) for model, part in every if part.scale]
@@ -106,10 +99,7 @@ class TaskVectors:
                     yield other, value
 
     def write(self, folder: Path, chosen: Sequence[Part], method: Method = "sum") -> None:
-        """Write the merge to `folder` atomically, with the base's configs, tokenizer and shards.
-
-        Collective; rank 0 writes.
-        """
+        """Write the merge to `folder` atomically, with the base's configs and shards; collective."""
 
         def write() -> Path:
             partial = empty_partial(folder)

@@ -116,11 +116,7 @@ class RewardWorker:
     _replies: Connection = field(init=False)
 
     def start(self) -> None:
-        """Start the process and load the function, if that is not done yet.
-
-        Raises:
-            CallFailed: the function could not be loaded within `startup_seconds`.
-        """
+        """Start the process and load the function, if that is not done yet; CallFailed if that fails."""
         if self._process is not None:
             # Between calls, the reply pipe is readable only if the worker closed it.
             if self._process.poll() is None and not self._replies.poll():
@@ -137,8 +133,7 @@ class RewardWorker:
         except CallFailed as failed:
             self.end()
             raise CallFailed(
-                "exception",
-                f"reward {self.reward.name!r}: cannot load {self.reward.function!r}: {failed}",
+                "exception", f"reward {self.reward.name!r}: cannot load {self.reward.function!r}: {failed}"
             ) from None
 
     def require_columns(self, columns: Sequence[str]) -> None:
@@ -258,10 +253,7 @@ class RewardWorker:
 
 
 def _values(content: bytes) -> list[float | None]:
-    """Return the values of a reply; raise CallFailed if the function raised, OSError for a malformed reply.
-
-    A malformed reply comes from a function that wrote into the pipe.
-    """
+    """Return the values of a reply. CallFailed if the function raised, OSError if it wrote into the pipe."""
     try:
         reply = json.loads(content)
         if isinstance(error := reply.get("error"), str):
@@ -306,20 +298,13 @@ class RewardPool:
         self.close()
 
     def probe(self) -> None:
-        """Start all workers and load their functions.
-
-        Raises:
-            RewardError: a reward cannot be loaded; names each of them with the reason.
-        """
+        """Start all workers and load their functions; RewardError names each that cannot be loaded."""
         self._each(RewardWorker.start)
 
     def require_columns(self, columns: Sequence[str]) -> None:
-        """Check that every argument of the functions is one of `columns`, the data's.
+        """Raise RewardError if an argument of a function is none of `columns`, the data's.
 
         Later calls pass None for a column that is absent from all rows of a batch.
-
-        Raises:
-            RewardError: names each reward with an argument that is no column.
         """
         self._columns = tuple(columns)
         self._each(lambda worker: worker.require_columns(columns))

@@ -57,15 +57,12 @@ def preference_reward(
         model: folder or hub id of a sequence classifier with one output; with `url`, of its tokenizer.
         sign: 1 if higher scores are better, -1 if lower scores are (the Beaver cost models).
         template: chat template that replaces the tokenizer's: Jinja text, or the path of a .jinja file.
-        batch_tokens: maximum tokens per forward pass, with padding. Scores depend on it only by rounding;
-            equal chats have exactly equal scores.
+        batch_tokens: maximum tokens per forward pass, with padding. Equal chats have exactly equal scores.
         truncation_side: "left" keeps the end of a long chat (ours), "right" its beginning (as the paper).
         device: for example "cuda:1"; None is this rank's GPU, or the CPU.
         url: `http://host:port` of a `vllm serve MODEL --runner pooling`; several are separated by commas.
     Raises:
-        ValueError, FileNotFoundError: an argument or the model is invalid, the server returns something else,
-            or the template refuses every chat.
-        NoServer: no server responds after bounded retries.
+        ValueError, FileNotFoundError, NoServer: an argument, the model or the server is unusable.
     """
     chats = [
         _chat(prompt, text, i) for i, (prompt, text) in enumerate(zip(prompts, completions, strict=True))

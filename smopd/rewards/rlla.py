@@ -49,13 +49,7 @@ def format_reward(
 
     The format is `<think>…</think>`, followed by `\\n<tool_call>\\n…\\n</tool_call>` and
     `\\n<response>…</response>` if the ground truth has them, and nothing else. Each of these tags but
-    think occurs exactly once. The JSON is not parsed.
-
-    Args:
-        completions: R responses; surrounding whitespace is ignored.
-        ground_truth: R correct responses; only their tags count.
-    Raises:
-        ValueError: the lengths differ, or a ground truth is not a string.
+    think occurs exactly once. The JSON is not parsed. Surrounding whitespace is ignored.
     """
     _check_truths("format_reward", ground_truth, len(completions))
     return [
@@ -84,12 +78,7 @@ def accuracy_reward(
     besides `name` and `parameters` are ignored; equality is Python's (`True == 1`, `"1" != 1`). A missing
     tag or an invalid block scores lo. A ground truth without a call scores 0.
 
-    Args:
-        completions: R responses.
-        ground_truth: R correct responses.
-        score_range: (lo, hi); the paper's is (-3, 3), ToolRL's "max 1" variant (-1, 1).
-    Raises:
-        ValueError: the lengths differ, the range is empty, or a ground truth has an invalid tool call.
+    score_range: (lo, hi); the paper's is (-3, 3), ToolRL's "max 1" variant (-1, 1).
     """
     _check_truths("accuracy_reward", ground_truth, len(completions))
     low, high = score_range

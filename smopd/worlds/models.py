@@ -34,12 +34,7 @@ WORLD_CHAT_TEMPLATE = (
 def world_model(
     seed: int, *, pieces: Sequence[str] | None = None, **sizes: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Make a Qwen2 model in fp32 whose tokens are pieces of text.
-
-    Args:
-        pieces: see `world_tokenizer`; None is the vocabulary of smopd.worlds.toy_world.
-        sizes: see `qwen2_model`.
-    """
+    """Make a Qwen2 model in fp32 with `sizes` whose tokens are pieces of text; None: those of toy_world."""
     tokenizer = world_tokenizer(toy_world.vocabulary() if pieces is None else pieces)
     return qwen2_model(seed, tokenizer, len(tokenizer), **sizes), tokenizer
 
@@ -88,8 +83,6 @@ def qwen2_model(
         hidden_size: a multiple of heads, at least 32 per head.
         kv_heads: a divisor of heads; None is heads.
         intermediate_size: size of the MLP; None is 3 * hidden_size.
-    Raises:
-        ValueError: a size is below 1 or does not fit heads.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     intermediate_size = 3 * hidden_size if intermediate_size is None else intermediate_size

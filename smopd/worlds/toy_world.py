@@ -74,11 +74,7 @@ class FormatRates:
 
 
 def format_rates(format_rate: float) -> FormatRates:
-    """Return rates with easy**3 * hard**2 = format_rate, the share of answers in the exact format.
-
-    Raises:
-        ValueError: format_rate is outside [0, 0.512].
-    """
+    """Return rates with easy**3 * hard**2 = format_rate, the share of answers in the exact format."""
     highest = EASY_RATE**3
     if not 0.0 <= format_rate <= highest:
         raise ValueError(f"format_rates: format_rate is {format_rate}, expected 0 to {highest:.3f}")
@@ -136,10 +132,7 @@ def _draw_tasks(n: int, split: str, rng: random.Random) -> list[_Task]:
 def prompts(n: int, seed: int, split: str = "train") -> list[dict[str, str]]:
     """Return n rows {"prompt", "ground_truth"}: a user message and the right answer in RLLA's form.
 
-    Args:
-        split: "train" or "heldout". The splits share no request for any seeds.
-    Raises:
-        ValueError: n is below 1, or split has another value.
+    split: "train" or "heldout". The splits share no request for any seeds.
     """
     tasks = _draw_tasks(n, split, random.Random(f"toy_world prompts {split} {seed}"))
     return [{"prompt": task.prompt, "ground_truth": task.ground_truth} for task in tasks]
@@ -150,10 +143,7 @@ def demonstrations(
 ) -> list[dict[str, str]]:
     """Return n rows {"prompt", "completion", "ground_truth"}: prompts with sloppy answers to imitate.
 
-    Args:
-        format_rate: share of answers in the exact format; see `format_rates`.
-    Raises:
-        ValueError: n, format_rate or split is out of range.
+    format_rate: share of answers in the exact format; see `format_rates`.
     """
     rates = format_rates(format_rate)
     rng = random.Random(f"toy_world demonstrations {split} {seed}")
@@ -222,10 +212,7 @@ def format_pieces() -> list[str]:
 
 
 def vocabulary() -> list[str]:
-    """Return all pieces once, in a fixed order. No piece is a lone space.
-
-    Prompts have spaces between words. Completions are concatenated pieces.
-    """
+    """Return all pieces once, in a fixed order. No piece is a lone space."""
     requests = [request for tool in TOOLS.values() for request in tool.requests]
     words = [word for request in requests for word in request.replace("?", " ?").split()]
     pieces = [

@@ -158,10 +158,7 @@ class Judge:
 
 
 def ask(client: OpenAI, request: dict[str, Any]) -> tuple[str | None, str]:
-    """Send a chat completion request. Return (answer, ""), or (None, reason).
-
-    A refusal by the endpoint's content filter is an answer.
-    """
+    """Send a chat completion request; return (answer or refusal, ""), or (None, reason)."""
     from openai import APIError, APIStatusError
 
     try:

@@ -1,7 +1,6 @@
 """API-Bank: 597 dialogues, scored by exact match and optionally by a judge.
 
-A response passes if it contains every true call with the same name and parameters. Calls are parsed by
-`json.loads` with a size and a depth limit, never evaluated.
+A response passes if it contains every true call with the same name and parameters.
 """
 
 from __future__ import annotations
@@ -55,10 +54,7 @@ def outcome(response_text: str, true_calls: Sequence[ApiCall], *, parser: Parser
 
 
 def read_calls(response_text: str, parser: Parser = "first") -> list[ApiCall]:
-    """Return the calls of a response, one JSON object per line. Other lines are skipped.
-
-    Every call has a string `name`, except with the published parser.
-    """
+    """Return the calls of a response, one JSON object per line. Other lines are skipped."""
     if parser == "last":
         block = response_text.rsplit("<tool_call>", 1)[-1]
     elif "<tool_call>" in response_text and "</tool_call>" in response_text:
@@ -111,10 +107,7 @@ def _is_call(call: object) -> bool:
 
 
 class ApiBank(Suite):
-    """Exact matches, and optionally a judge's verdicts on the other responses.
-
-    The paper's rows come from tables tab:apibank_exact and tab:acc_format.
-    """
+    """Exact matches, and optionally a judge's verdicts on the other responses."""
 
     name = "api_bank"
     title = "API-Bank"
@@ -144,10 +137,7 @@ class ApiBank(Suite):
         return list(scores)
 
     def summary(self, groups: Sequence[str], scores: Sequence[Scores]) -> dict[str, float | None]:
-        """Return the columns, and the count of each outcome and verdict, in total and by level.
-
-        A failed request counts as not rescued; `judge_failed` counts these.
-        """
+        """Return the columns, and the count of each outcome and verdict, in total and by level."""
         parts = {level: [s for g, s in zip(groups, scores, strict=True) if g == level] for level in LEVELS}
         found = _shares(parts, scores, "", "exact", "outcome", OUTCOMES)
         found["overall"] = found.pop("")

@@ -45,10 +45,7 @@ def find_mistake(
 ) -> str | None:
     """Return the checker's first error, or None for a correct response.
 
-    Args:
-        calls: arguments of Java and JavaScript calls are source strings.
-        answers: one answer; in parallel categories several, in any order.
-        category: determines the language and whether calls are parallel.
+    calls: arguments of Java and JavaScript are source strings; answers: in parallel categories in any order.
     """
     language = language_of(category)
     longest = max((len(str(value)) for call in calls for value in call.arguments.values()), default=0)

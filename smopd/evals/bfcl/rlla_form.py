@@ -74,11 +74,7 @@ def shown_functions(functions: Sequence[Function], category: str) -> list[dict[s
 
 
 def read_calls(response: str) -> list[Call]:
-    """Return the calls of a response, possibly none. Lines that are not calls are skipped.
-
-    Raises:
-        ValueError: the response contains a call, but none of its lines can be parsed.
-    """
+    """Return the calls of a response, skipping other lines; ValueError if no line of a call can be read."""
     _, opened, block = response.rpartition("<tool_call>")
     block = block.split("</tool_call>", 1)[0] if opened else ""
     if len(block) > MAX_CHARS:
