@@ -14,7 +14,15 @@ from torch import Tensor
 
 from smopd.kernels import dispatch
 from smopd.kernels.tokens import counted
-from smopd.kernels.types import AdvantageOptions, LossSettings, LossTokens, is_int, is_number, loss_target
+from smopd.kernels.types import (
+    AdvantageOptions,
+    LossSettings,
+    LossTokens,
+    is_int,
+    is_number,
+    loss_target,
+    require,
+)
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTS = (torch.int32, torch.int64)
@@ -66,20 +74,18 @@ def check_linear(op: str, hidden_ND: Any, weight_VD: Any, bias_V: Any, chunk_byt
     if bias_V is not None:
         sizes = (weight_VD.shape[0],)
         check_tensor(op, "bias_V", bias_V, sizes, (hidden_ND.dtype,), like=("weight_VD", weight_VD))
-    if chunk_bytes is not None and chunk_bytes < 1:
-        raise ValueError(f"{op}: chunk_bytes is {chunk_bytes}, expected at least 1")
+    require(op, "chunk_bytes", chunk_bytes, chunk_bytes is None or chunk_bytes >= 1, "at least 1")
 
 
 def check_kappa(op: str, kappa: Any, n_vocab: int | None = None) -> None:
-    if not is_int(kappa) or kappa < 0:
-        raise ValueError(f"{op}: kappa is {kappa!r}, expected an integer of at least 0")
+    require(op, "kappa", kappa, is_int(kappa) and kappa >= 0, "an integer of at least 0")
     if n_vocab is not None and kappa > n_vocab:
         raise ValueError(f"{op}: kappa is {kappa}, expected at most V = {n_vocab}")
 
 
 def check_temperature(op: str, temperature: float) -> None:
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ValueError(f"{op}: temperature is {temperature}, expected a finite number above 0")
+    holds = math.isfinite(temperature) and temperature > 0
+    require(op, "temperature", temperature, holds, "a finite number above 0")
 
 
 def check_token_ids(op: str, token_ids_N: Any, like: tuple[str, Tensor]) -> None:
@@ -110,16 +116,13 @@ def _check_weights(
     op: str, name: str, value: Any, models: str, want: tuple[int, int], like: tuple[str, Tensor]
 ) -> None:
     """Check a weight per model, for all rows or for each. models: the number of models, as text."""
+    expected = f"({models},), (N, {models}) or what broadcasts to {want}"
     if not isinstance(value, Tensor):
-        raise TypeError(
-            f"{op}: {name} is {type(value).__name__}, expected a tensor of shape ({models},) or (N, {models})"
-        )
+        raise TypeError(f"{op}: {name} is {type(value).__name__}, expected a tensor of shape {expected}")
     shape = (1,) * (2 - value.dim()) + tuple(value.shape)
     if len(shape) != 2 or any(size not in (1, full) for size, full in zip(shape, want, strict=True)):
-        raise ValueError(
-            f"{op}: {name} has shape {tuple(value.shape)}, expected ({models},), (N, {models}) or what "
-            f"broadcasts to {want}, to match {like[0]} {tuple(like[1].shape)}"
-        )
+        match = f"to match {like[0]} {tuple(like[1].shape)}"
+        raise ValueError(f"{op}: {name} has shape {tuple(value.shape)}, expected {expected}, {match}")
     check_tensor(op, name, value, value.shape, FLOATS, like=like)
 
 
@@ -134,16 +137,12 @@ def check_product(
         raise ValueError(f"{op}: ids_NMS has shape {tuple(ids_NMS.shape)}, expected the reference among M")
     _check_weights(op, "weights", weights, "M - 1", (n_rows, n_models - 1), like)
     if not is_int(reference) or not -n_models <= reference < n_models:
-        raise ValueError(
-            f"{op}: reference is {reference!r}, expected an integer of {-n_models} to {n_models - 1}, to "
-            f"match ids_NMS {tuple(ids_NMS.shape)}"
-        )
-    if clip is not None and not (is_number(clip) and clip > 0):
-        raise ValueError(f"{op}: clip is {clip!r}, expected None or a finite number above 0")
-    if keep_raised is not None and not (is_number(keep_raised) and keep_raised >= 0):
-        raise ValueError(
-            f"{op}: keep_raised is {keep_raised!r}, expected None or a finite number of at least 0"
-        )
+        expected = f"an integer of {-n_models} to {n_models - 1}"
+        raise ValueError(f"{op}: reference is {reference!r}, expected {expected}")
+    holds = clip is None or (is_number(clip) and clip > 0)
+    require(op, "clip", clip, holds, "None or a finite number above 0")
+    holds = keep_raised is None or (is_number(keep_raised) and keep_raised >= 0)
+    require(op, "keep_raised", keep_raised, holds, "None or a finite number of at least 0")
 
 
 def check_loss_tokens(op: str, tokens: LossTokens, settings: LossSettings, like: tuple[str, Tensor]) -> None:
@@ -184,12 +183,13 @@ def check_rewards(op: str, rewards_RK: Any, group_R: Any, options: AdvantageOpti
         check_tensor(op, "weights_K", weights_K, (rewards_RK.shape[1],), FLOATS, like=like)
     if lengths_R is not None:
         check_tensor(op, "lengths_R", lengths_R, (rewards_RK.shape[0],), (*INTS, *FLOATS), like=like)
-    if whiten not in WHITENINGS:
-        raise ValueError(f"{op}: whiten is {whiten!r}, expected one of {WHITENINGS}")
+    snr, holds = options.snr_threshold, options.snr_threshold is None or options.snr_threshold > 0
+    require(op, "snr_threshold", snr, holds, "None or a number above 0")
+    require(op, "whiten", whiten, whiten in WHITENINGS, f"one of {WHITENINGS}")
     if whiten == "tokens" and lengths_R is None:
         raise ValueError(f"{op}: lengths_R is None with whiten='tokens', expected (R,) response lengths")
-    if not (math.isfinite(options.norm_eps) and options.norm_eps >= 0):
-        raise ValueError(f"{op}: norm_eps is {options.norm_eps}, expected a finite number of at least 0")
+    holds = math.isfinite(options.norm_eps) and options.norm_eps >= 0
+    require(op, "norm_eps", options.norm_eps, holds, "a finite number of at least 0")
 
 
 def require_ids(op: str, name: str, ids: Tensor, n_vocab: int, live: Tensor | None = None) -> None:
@@ -197,9 +197,8 @@ def require_ids(op: str, name: str, ids: Tensor, n_vocab: int, live: Tensor | No
     bad = (ids < 0) | (ids >= n_vocab)
     bad = bad if live is None else bad & live
     if bool(bad.any()):
-        raise ValueError(
-            f"{op}: {name} holds {int(bad.sum())} ids outside [0, {n_vocab}), the first is {int(ids[bad][0])}"
-        )
+        first = int(ids[bad][0])
+        raise ValueError(f"{op}: {name} holds {int(bad.sum())} ids outside [0, {n_vocab}), first {first}")
 
 
 def require_token_ids(op: str, token_ids_N: Tensor | None, n_vocab: int) -> None:

@@ -23,16 +23,6 @@ from smopd.kernels.types import (
     loss_target,
 )
 
-COLUMNS = (  # of LossTokens, in the order of the operator's schema
-    "adv_N",
-    "pg_weight_N",
-    "old_logp_N",
-    "kl_weight_N",
-    "ent_weight_N",
-    "reverse_adv_N",
-    "reverse_weight_N",
-)
-
 
 @functools.cache
 def unavailable() -> str | None:
@@ -105,7 +95,8 @@ def loss_rows(
     entropy: bool = True,
 ) -> TokenTerms:
     """See kernels.reference.loss.loss_rows."""
-    columns = [getattr(tokens, name) for name in COLUMNS]
+    columns = [tokens.adv_N, tokens.pg_weight_N, tokens.old_logp_N, tokens.kl_weight_N, tokens.ent_weight_N]
+    columns += [tokens.reverse_adv_N, tokens.reverse_weight_N]  # in the order of the operator's schema
     target = loss_target(tokens, settings)
     given: tuple = (None, None, None, 0, False)
     if target is not None:

@@ -42,10 +42,7 @@ def serving(op: str, tensor: Tensor, **facts: Any) -> Callable[..., Any]:
 
     facts: other inputs of a backend's limits: n_vocab (if the tensor is not the logits), kappa, n_support
         target entries, n_pooled candidates of the teachers.
-
-    Raises:
-        ValueError: SMOPD_BACKEND is none of BACKENDS.
-        RuntimeError: SMOPD_BACKEND names a backend that cannot serve this call.
+    Raise ValueError for an unknown SMOPD_BACKEND, RuntimeError if it cannot serve this call.
     """
     function = getattr(_module(MODULES[op][backend_for(op, tensor, **facts)]), op)
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():

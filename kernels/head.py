@@ -1,8 +1,8 @@
-"""The three matrix products of a linear head, summed in fp32 or better, without an fp32 copy of the weight.
+"""A linear head in chunks of rows: logits, and the three matrix products, without an fp32 copy of the weight.
 
-If a half-precision GEMM cannot return fp32, and on CPUs without bf16 instructions, the factors are converted
-piece by piece. oneDNN's bf16 product on AMX (torch 2.13) reads the left factor past the end of a row and
-multiplies the padding by 0, so the padding must be finite.
+Products are summed in fp32 or better. If a half-precision GEMM cannot return fp32, and on CPUs without bf16
+instructions, the factors are converted piece by piece. oneDNN's bf16 product on AMX (torch 2.13) reads the
+left factor past the end of a row and multiplies the padding by 0, so the padding must be finite.
 
 Shapes: N tokens, V vocabulary (or a piece of it), D hidden.
 """
@@ -16,11 +16,47 @@ from torch import Tensor
 
 from smopd.kernels.types import compute_dtype
 
+CHUNK_BYTES = 5 << 28  # 1.25 GiB: 4,096 rows of 152,064 in bf16, so 8,192 tokens are two chunks
+CHUNK_BYTES_CPU = 160 << 20  # at N 2048, D 512, V 151936 in fp32 the peak is under a tenth of eager's
+ROW_UNIT, ROW_UNIT_CPU = 128, 16  # a chunk has a multiple of this many rows if the budget allows it
 PIECE_BYTES = 8 << 20  # of an fp32 piece of the weight, or of the logits' gradient
 ROW_ALIGN_BYTES = 128  # a cache line of a GPU, more than any GEMM needs
 
 
-def padded_width(n_vocab: int, itemsize: int) -> int:
+def rows_per_chunk(hidden_ND: Tensor, n_vocab: int, chunk_bytes: int | None) -> int:
+    """Return how many rows of logits fit into chunk_bytes (None: the device's default), at least one."""
+    on_cpu, itemsize = hidden_ND.device.type == "cpu", hidden_ND.element_size()
+    budget = chunk_bytes or (CHUNK_BYTES_CPU if on_cpu else CHUNK_BYTES)
+    rows = max(budget // (_padded_width(n_vocab, itemsize) * itemsize), 1)
+    unit = ROW_UNIT_CPU if on_cpu else ROW_UNIT
+    return rows if rows < unit else rows // unit * unit
+
+
+def logit_chunks(
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, chunk_bytes: int | None
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the rows of each chunk and their logits, at least one chunk; all in one buffer."""
+    n_vocab, unit = weight_VD.shape[0], ROW_UNIT_CPU if hidden_ND.device.type == "cpu" else ROW_UNIT
+    blocks = row_blocks(hidden_ND.shape[0], rows_per_chunk(hidden_ND, n_vocab, chunk_bytes), unit)
+    buffer_NV = logits_buffer(max(rows.stop - rows.start for rows in blocks), n_vocab, hidden_ND)
+    for rows in blocks:
+        logits_NV = buffer_NV[: rows.stop - rows.start]
+        logits_into(logits_NV, hidden_ND[rows], weight_VD, bias_V)
+        yield rows, logits_NV
+
+
+def row_blocks(n_rows: int, most: int, unit: int) -> list[slice]:
+    """Split the rows into the fewest nearly equal blocks of at most `most` rows, at least one block.
+
+    All blocks but the last have a multiple of `unit` rows if most >= unit, so that columns start at 16 bytes.
+    """
+    unit = unit if most >= unit else 1
+    n_blocks = max(-(-n_rows // (max(most, 1) // unit * unit)), 1)
+    step = max(-(-n_rows // (n_blocks * unit)), 1) * unit
+    return [slice(start, min(start + step, n_rows)) for start in range(0, max(n_rows, 1), step)]
+
+
+def _padded_width(n_vocab: int, itemsize: int) -> int:
     """Return the row stride of a logits buffer, in elements."""
     unit = ROW_ALIGN_BYTES // itemsize
     return -(-n_vocab // unit) * unit
@@ -28,7 +64,7 @@ def padded_width(n_vocab: int, itemsize: int) -> int:
 
 def logits_buffer(n_rows: int, n_vocab: int, like: Tensor) -> Tensor:
     """Return an uninitialized (N, V) tensor of like's dtype and device with aligned rows and zero padding."""
-    buffer = like.new_empty(n_rows, padded_width(n_vocab, like.element_size()))
+    buffer = like.new_empty(n_rows, _padded_width(n_vocab, like.element_size()))
     buffer[:, n_vocab:] = 0.0
     return buffer[:, :n_vocab]
 

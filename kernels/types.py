@@ -154,20 +154,19 @@ class LossSettings:
     reverse_kl_surrogate: str = "paper"
 
     def __post_init__(self) -> None:
-        def require(holds: bool, name: str, expected: str) -> None:
-            if not holds:
-                raise ValueError(f"LossSettings: {name} is {getattr(self, name)!r}, expected {expected}")
+        def check(name: str, holds: bool, expected: str) -> None:
+            require("LossSettings", name, getattr(self, name), holds, expected)
 
         for name in ("clip_low", "clip_high", "opd_coef", "entropy_coef", "temperature", "kl_temperature"):
-            require(is_number(getattr(self, name)), name, "a finite number")
-        require(0.0 <= self.clip_low <= 1.0, "clip_low", "a number in [0, 1]")
-        require(self.clip_high >= 0.0, "clip_high", "a number of at least 0")
-        require(self.dual_clip is None or self.dual_clip > 1.0, "dual_clip", "None or a number above 1")
-        require(self.temperature > 0.0, "temperature", "a number above 0")
-        require(self.kl_temperature > 0.0, "kl_temperature", "a number above 0")
-        require(is_int(self.kappa) and self.kappa >= 0, "kappa", "an integer of at least 0")
+            check(name, is_number(getattr(self, name)), "a finite number")
+        check("clip_low", 0.0 <= self.clip_low <= 1.0, "a number in [0, 1]")
+        check("clip_high", self.clip_high >= 0.0, "a number of at least 0")
+        check("dual_clip", self.dual_clip is None or self.dual_clip > 1.0, "None or a number above 1")
+        check("temperature", self.temperature > 0.0, "a number above 0")
+        check("kl_temperature", self.kl_temperature > 0.0, "a number above 0")
+        check("kappa", is_int(self.kappa) and self.kappa >= 0, "an integer of at least 0")
         known = self.reverse_kl_surrogate in REVERSE_KL_SURROGATES
-        require(known, "reverse_kl_surrogate", f"one of {REVERSE_KL_SURROGATES}")
+        check("reverse_kl_surrogate", known, f"one of {REVERSE_KL_SURROGATES}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,6 +244,11 @@ def loss_target(tokens: LossTokens, settings: LossSettings) -> SparseTarget | No
         teachers = (tokens.teacher_ids_NMS, tokens.teacher_logps_NMS, tokens.log_alpha)
         return SparseTarget(*teachers, settings.kappa, settings.merge)
     return None
+
+
+def require(op: str, name: str, value: object, holds: bool, expected: str) -> None:
+    if not holds:
+        raise ValueError(f"{op}: {name} is {value!r}, expected {expected}")
 
 
 def is_int(value: object) -> bool:

@@ -123,11 +123,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def plan(options: Options, settings: Settings) -> dict[str, list[Need]]:
-    """Return the table lines of each run.
-
-    Raises:
-        Mistakes: a model's config cannot be read, or the settings do not fit the model.
-    """
+    """Return the table lines of each run; raise Mistakes."""
     from smopd.run.failures import UnusableInput
 
     found: dict[str, list[Need]] = {}
@@ -145,12 +141,7 @@ def totals(needs: Sequence[Need]) -> dict[str, int]:
 
 
 class Plan:
-    """Memory of one run on one GPU.
-
-    Raises:
-        UnusableInput: a model's config cannot be read.
-        ValueError: a setting does not fit the model or the number of GPUs.
-    """
+    """Memory of one run on one GPU; raises UnusableInput or ValueError."""
 
     def __init__(self, recipe: Settings, name: str, options: Options):
         self.recipe, self.own, self.name, self.options = recipe, recipe.resolved(name), name, options
@@ -199,7 +190,7 @@ class Plan:
 
     def _update(self) -> list[Need]:
         """Bound the memory of one forward and backward pass."""
-        from smopd.kernels.head.chunks import CHUNK_BYTES
+        from smopd.kernels.head import CHUNK_BYTES
 
         student, size, numbers = self.own.student, self.student, self.student.numbers
         width, tokens = WIDTHS[student.compute_dtype], self.tokens

@@ -93,11 +93,8 @@ def gd2po_advantages(
         adv_R: (R,); 0 for dropped responses; all zeros if fewer than two samples are kept.
         kept_R: (R,) bool.
     """
-    op = "gd2po_advantages"
     options = AdvantageOptions("gd2po", weights_K, lengths_R, whiten, snr_threshold, norm_eps)
-    if snr_threshold is not None and not snr_threshold > 0:
-        raise ValueError(f"{op}: snr_threshold is {snr_threshold}, expected None or a number above 0")
-    return _advantages(op, rewards_RK, group_R, options, process_group)
+    return _advantages("gd2po_advantages", rewards_RK, group_R, options, process_group)
 
 
 def _advantages(

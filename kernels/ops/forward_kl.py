@@ -56,10 +56,9 @@ def topk_forward_kl(
     checks.check_token_ids(OP, token_ids_N, like)
     checks.check_target(OP, target_ids_NS, target_logps_NS, like)
     checks.check_temperature(OP, temperature)
-    logp_N, kl_N = _forward_kl(
-        logits_NV, token_ids_N, target_ids_NS, target_logps_NS.detach(), tail, float(temperature)
-    )
-    return logp_N, kl_N
+    target = (target_ids_NS, target_logps_NS.detach())
+    found: tuple[Tensor, Tensor] = _forward_kl(logits_NV, token_ids_N, *target, tail, float(temperature))
+    return found
 
 
 def _objective(inputs: Sequence[Any], dlogp: Tensor, dkl: Tensor) -> tuple[LossTokens, LossSettings]:

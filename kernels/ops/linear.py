@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from smopd.kernels import checks
-from smopd.kernels.head import gemm
-from smopd.kernels.head.chunks import row_chunks, rows_per_chunk
+from smopd.kernels.head import hidden_gradient_into, logit_chunks, rows_per_chunk, weight_gradient_into
 from smopd.kernels.ops import loss as dense
 from smopd.kernels.ops.library import operator
 from smopd.kernels.tokens import TERMS, coefficients, counted, idle, join_terms
@@ -50,8 +49,7 @@ def linear_smopd_loss(
         chunk_bytes: limit of the logits held at a time, at least one row. None: 160 MiB on a CPU, else
             1.25 GiB.
     Returns:
-        loss: 0-dim, differentiable (once) in hidden_ND, weight_VD and bias_V.
-        stats: LossStats, detached.
+        loss: 0-dim, differentiable (once) in hidden_ND, weight_VD and bias_V; and detached LossStats.
     """
     checks.check_linear(OP, hidden_ND, weight_VD, bias_V, chunk_bytes)
     checks.check_loss_tokens(OP, tokens, settings, ("hidden_ND", hidden_ND))
@@ -76,25 +74,21 @@ def _in_chunks(
     loss_rows = dense.serving_rows(hidden_ND, tokens, settings, n_vocab=n_vocab)
     zero_grad_N = idle(coefficients(tokens, settings, wide))
     any_zero_grad = hidden_ND.device.type != "cpu" or bool(zero_grad_N.any())  # this would synchronize a GPU
-    chunks = row_chunks(hidden_ND, n_vocab, chunk_bytes)
-    logits_NV = gemm.logits_buffer(max(stop - start for start, stop in chunks), n_vocab, hidden_ND)
     dhidden_ND = hidden_ND.new_empty(hidden_ND.shape if need[0] else 0)
     dweight_VD = weight_VD.new_empty(weight_VD.shape if need[1] else 0, dtype=dweight_dtype)
     dbias_V = weight_VD.new_zeros(n_vocab if need[2] else 0, dtype=wide)
     parts = []
-    for start, stop in chunks:
-        chunk_ND, chunk_NV = hidden_ND[start:stop], logits_NV[: stop - start]
-        gemm.logits_into(chunk_NV, chunk_ND, weight_VD, bias_V)
-        grad_NV = chunk_NV if any(need) else None
-        parts.append(loss_rows(chunk_NV, tokens.at(slice(start, stop)), settings, grad_NV))
+    for rows, chunk_NV in logit_chunks(hidden_ND, weight_VD, bias_V, chunk_bytes):
+        parts.append(loss_rows(chunk_NV, tokens.at(rows), settings, chunk_NV if any(need) else None))
         if need[2]:
             dbias_V += chunk_NV.sum(0, dtype=wide)
         if need[0]:
-            gemm.hidden_gradient_into(dhidden_ND[start:stop], chunk_NV, weight_VD)
+            hidden_gradient_into(dhidden_ND[rows], chunk_NV, weight_VD)
         if need[1]:
+            chunk_ND = hidden_ND[rows]
             if any_zero_grad:  # 0 * inf would be NaN
-                chunk_ND = chunk_ND.masked_fill(zero_grad_N[start:stop, None], 0.0)
-            gemm.weight_gradient_into(dweight_VD, chunk_NV, chunk_ND, accumulate=start > 0)
+                chunk_ND = chunk_ND.masked_fill(zero_grad_N[rows, None], 0.0)
+            weight_gradient_into(dweight_VD, chunk_NV, chunk_ND, accumulate=rows.start > 0)
     return join_terms(parts), dhidden_ND, dweight_VD, dbias_V
 
 

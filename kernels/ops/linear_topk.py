@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from smopd.kernels import checks, dispatch
-from smopd.kernels.head.chunks import ROW_UNIT_CPU, row_blocks, row_chunks
-from smopd.kernels.head.gemm import logits_buffer, logits_into
-from smopd.kernels.ops.library import empty_column, operator
+from smopd.kernels.head import ROW_UNIT_CPU, logit_chunks, logits_buffer, logits_into, row_blocks
+from smopd.kernels.ops.library import operator
+from smopd.kernels.ops.topk import fake_topk
 from smopd.kernels.types import TopK
 
 OP = "linear_topk_logprobs"
@@ -46,8 +46,6 @@ def linear_topk_logprobs(
         bias_V: (V,) or None.
         chunk_bytes: limit of the logits held at a time, at least one row. None: 8 MiB for C++, 160 MiB for
             the reference on a CPU, 1.25 GiB elsewhere.
-    Returns:
-        TopK: see topk_logprobs.
     """
     checks.check_linear(OP, hidden_ND, weight_VD, bias_V, chunk_bytes)
     checks.check_kappa(OP, kappa, weight_VD.shape[0])
@@ -63,16 +61,10 @@ def _of_chunks(
     head: Head, kappa: int, token_ids_N: Tensor | None, temperature: float, chunk_bytes: int | None
 ) -> list[Tensor]:
     """Compute the columns by topk_logprobs on chunks of whole rows."""
-    hidden_ND, weight_VD, bias_V = head
-    n_vocab = len(weight_VD)
-    serve = dispatch.serving("topk_logprobs", hidden_ND, n_vocab=n_vocab, kappa=kappa)
-    chunks = row_chunks(hidden_ND, n_vocab, chunk_bytes)
-    buffer_NV = logits_buffer(max(stop - start for start, stop in chunks), n_vocab, hidden_ND)
+    serve = dispatch.serving("topk_logprobs", head[0], n_vocab=len(head[1]), kappa=kappa)
     parts = []
-    for start, stop in chunks:
-        logits_NV = buffer_NV[: stop - start]
-        logits_into(logits_NV, hidden_ND[start:stop], weight_VD, bias_V)
-        tokens_N = None if token_ids_N is None else token_ids_N[start:stop]
+    for rows, logits_NV in logit_chunks(*head, chunk_bytes):
+        tokens_N = None if token_ids_N is None else token_ids_N[rows]
         top = serve(logits_NV, kappa, token_ids_N=tokens_N, temperature=temperature)
         token_logp_N = top.logps_NS.new_empty(0) if top.token_logp_N is None else top.token_logp_N
         parts.append((top.ids_NS, top.logps_NS, token_logp_N))
@@ -92,18 +84,18 @@ def _of_pieces(
     n_vocab = len(weight_VD)
     budget = min(PIECE_BYTES, chunk_bytes or PIECE_BYTES) // hidden_ND.element_size()
     blocks = row_blocks(len(hidden_ND), min(PIECE_ROWS, budget // running.step), ROW_UNIT_CPU)
-    most = max(stop - start for start, stop in blocks)
+    most = max(rows.stop - rows.start for rows in blocks)
     width = max(budget // max(most, 1) // running.step, 1) * running.step
     buffer_NP = logits_buffer(most, min(width, n_vocab), hidden_ND)
     parts = []
-    for start, stop in blocks:
-        tokens_N = None if token_ids_N is None else token_ids_N[start:stop]
-        top = running(hidden_ND, stop - start, kappa, tokens_N, temperature)
+    for rows in blocks:
+        n_rows, tokens_N = rows.stop - rows.start, None if token_ids_N is None else token_ids_N[rows]
+        top = running(hidden_ND, n_rows, kappa, tokens_N, temperature)
         for first in range(0, n_vocab, width):
-            last = min(first + width, n_vocab)
-            piece_NP = buffer_NP[: stop - start, : last - first]
-            bias_P = None if bias_V is None else bias_V[first:last]
-            logits_into(piece_NP, hidden_ND[start:stop], weight_VD[first:last], bias_P)
+            piece = slice(first, min(first + width, n_vocab))
+            piece_NP = buffer_NP[:n_rows, : piece.stop - first]
+            bias_P = None if bias_V is None else bias_V[piece]
+            logits_into(piece_NP, hidden_ND[rows], weight_VD[piece], bias_P)
             top.add(piece_NP, first)
         parts.append(top.result())
     return [torch.cat(column) for column in zip(*parts, strict=True)]
@@ -115,17 +107,10 @@ def _of_pieces(
     " SymInt? chunk_bytes) -> (Tensor ids, Tensor logps, Tensor token_logp)",
 )
 def _linear_topk(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    kappa: int,
-    token_ids: Tensor | None,
-    temperature: float,
-    chunk_bytes: int | None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, kappa: int, token_ids: Tensor | None, *options: Any
 ) -> tuple[Tensor, ...]:
     checks.require_token_ids(OP, token_ids, weight.shape[0])
     running = dispatch.running_topk(hidden, n_vocab=weight.shape[0], kappa=kappa)
-    options = (temperature, chunk_bytes)
     with torch.autocast(hidden.device.type, enabled=False):
         if running is None:
             return tuple(_of_chunks((hidden, weight, bias), kappa, token_ids, *options))
@@ -144,6 +129,4 @@ def _linear_topk(
 def _(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, kappa: int, token_ids: Tensor | None, *_: Any
 ) -> tuple[Tensor, ...]:
-    n_rows = hidden.shape[0]
-    ids = empty_column(hidden, n_rows, kappa, dtype=torch.int32)
-    return ids, empty_column(hidden, n_rows, kappa), empty_column(hidden, 0 if token_ids is None else n_rows)
+    return fake_topk(hidden, kappa, token_ids)

@@ -13,24 +13,13 @@ from torch.autograd.function import once_differentiable
 from smopd.kernels import checks, dispatch
 from smopd.kernels.ops.library import Operator, empty_column, operator
 from smopd.kernels.tokens import STATS_FIELDS
-from smopd.kernels.types import (
-    LossSettings,
-    LossStats,
-    LossTokens,
-    TokenTerms,
-    compute_dtype,
-    loss_target,
-)
+from smopd.kernels.types import LossSettings, LossStats, LossTokens, TokenTerms, compute_dtype, loss_target
 
 DEFAULT_SETTINGS = LossSettings()
 
 
 def smopd_loss(
-    logits_NV: Tensor,
-    tokens: LossTokens,
-    settings: LossSettings = DEFAULT_SETTINGS,
-    *,
-    inplace: bool = False,
+    logits_NV: Tensor, tokens: LossTokens, settings: LossSettings = DEFAULT_SETTINGS, *, inplace: bool = False
 ) -> tuple[Tensor, LossStats]:
     """Compute the whole loss (Eq. 9) of packed tokens and its gradient in one pass over the logits.
 
@@ -55,14 +44,12 @@ def smopd_loss(
 
     Args:
         logits_NV: (N, V), unit stride along V.
-        tokens: LossTokens of the same N and device.
-        settings: LossSettings.
+        tokens: of the same N and device.
         inplace: write the gradient into the memory of the logits, which must be the whole output of an
             operation. Any later use of their values raises, and so does a second backward. Without
             requires_grad nothing is written.
     Returns:
-        loss: 0-dim, differentiable (once) in logits_NV.
-        stats: LossStats, detached.
+        loss: 0-dim, differentiable (once) in logits_NV; and detached LossStats.
     """
     op = "smopd_loss"
     checks.check_logits(op, logits_NV)
@@ -250,8 +237,7 @@ class _LossInPlace(torch.autograd.Function):
             )
         if ctx.spent:
             raise RuntimeError(
-                "smopd_loss: second backward with inplace=True, expected one: the logits' memory held the "
-                "only copy of the gradient; use inplace=False"
+                "smopd_loss: second backward with inplace=True, expected one; use inplace=False"
             )
         ctx.spent = True
         grad = None
@@ -276,8 +262,7 @@ def _owner(logits_NV: Tensor) -> Tensor:
         )
     if owner.numel() != logits_NV.numel() or owner.dtype != logits_NV.dtype:
         raise ValueError(
-            f"smopd_loss: logits_NV is a view of {logits_NV.numel()} of the {owner.numel()} elements of a "
-            f"tensor of shape {tuple(owner.shape)}, "
-            "expected a whole tensor or a view of all of it for inplace=True"
+            f"smopd_loss: logits_NV is a view of {logits_NV.numel()} of the {owner.numel()} elements of "
+            f"{tuple(owner.shape)}, expected a whole tensor or a view of all of it for inplace=True"
         )
     return owner

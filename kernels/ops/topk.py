@@ -15,11 +15,7 @@ OP = "topk_logprobs"
 
 
 def topk_logprobs(
-    logits_NV: Tensor,
-    kappa: int,
-    *,
-    token_ids_N: Tensor | None = None,
-    temperature: float = 1.0,
+    logits_NV: Tensor, kappa: int, *, token_ids_N: Tensor | None = None, temperature: float = 1.0
 ) -> TopK:
     """Return the kappa most likely tokens of each row and their log-probabilities over the whole vocabulary.
 
@@ -64,7 +60,8 @@ def _topk(
 
 
 @_topk.register_fake
-def _(logits: Tensor, kappa: int, token_ids: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
-    n_rows = logits.shape[0]
-    ids = empty_column(logits, n_rows, kappa, dtype=torch.int32)
-    return ids, empty_column(logits, n_rows, kappa), empty_column(logits, 0 if token_ids is None else n_rows)
+def fake_topk(rows: Tensor, kappa: int, token_ids: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
+    """Return empty results for the rows of logits or hidden states."""
+    n_rows = rows.shape[0]
+    ids = empty_column(rows, n_rows, kappa, dtype=torch.int32)
+    return ids, empty_column(rows, n_rows, kappa), empty_column(rows, 0 if token_ids is None else n_rows)

@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 
 from smopd.kernels.tokens import steady_sum
-from smopd.kernels.types import (
-    CONFLICT_FLOOR,
-    EQUAL_ULPS,
-    TOKEN_VAR_EPS,
-    AdvantageOptions,
-    compute_dtype,
-)
+from smopd.kernels.types import CONFLICT_FLOOR, EQUAL_ULPS, TOKEN_VAR_EPS, AdvantageOptions, compute_dtype
 
 
 @dataclass(frozen=True)

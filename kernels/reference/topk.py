@@ -14,7 +14,6 @@ from smopd.kernels.types import Mixture, ProductOptions, TopK, compute_dtype
 
 ROW_CHUNK_BYTES = 64 << 20  # fp32 logits per chunk
 ROW_CHUNK_BYTES_CPU = 4 << 20  # fits the cache, and malloc reuses the memory
-_ID_BITS = 32
 
 
 def row_chunks(logits_NV: Tensor) -> Iterator[slice]:
@@ -56,36 +55,18 @@ def _topk_lowest_ids(values_NV: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
     """Return the sorted torch.topk with ties to the lower id."""
     n_vocab = values_NV.shape[-1]
     top_NS, ids_NS = values_NV.topk(min(kappa + 1, n_vocab), dim=-1)
-    if kappa == 0:
-        return top_NS[:, :0], ids_NS[:, :0]
-    if kappa < n_vocab:
-        # Ids can be wrong only if entry kappa + 1 equals entry kappa.
+    if 0 < kappa < n_vocab:
+        # Ids can be wrong only if entry kappa + 1 equals entry kappa. Selecting rows would synchronize a GPU.
         tied_N = top_NS[:, kappa - 1] == top_NS[:, kappa]
-        top_NS, ids_NS = top_NS[:, :kappa], ids_NS[:, :kappa]
-        if values_NV.device.type == "cpu":
-            rows = tied_N.nonzero()[:, 0]
-            if rows.numel() > 0:
-                ids_NS = ids_NS.index_copy(0, rows, _lowest_ids_above(values_NV[rows], top_NS[rows]))
-        else:  # all rows, to avoid a synchronization
-            ids_NS = torch.where(tied_N[:, None], _lowest_ids_above(values_NV, top_NS), ids_NS)
-    # Sort the ids within each run of equal values.
-    run_NS = torch.zeros_like(ids_NS)
-    run_NS[:, 1:] = (top_NS[:, 1:] != top_NS[:, :-1]).cumsum(-1)
-    keys_NS = ((run_NS << _ID_BITS) | ids_NS).sort(-1).values
-    return top_NS, keys_NS & ((1 << _ID_BITS) - 1)
-
-
-def _lowest_ids_above(values_NV: Tensor, top_NS: Tensor) -> Tensor:
-    """Return the ids of all entries above the smallest of top_NS, and the lowest of those equal to it."""
-    n_vocab = values_NV.shape[-1]
-    threshold_N1 = top_NS[:, -1:]
-    rank_V = torch.arange(n_vocab, 0, -1, dtype=torch.int32, device=values_NV.device)
-    rank_NV = torch.where(values_NV == threshold_N1, rank_V, 0)
-    rank_NV = torch.where(values_NV > threshold_N1, rank_V + n_vocab, rank_NV)
-    ids_NS = rank_NV.topk(top_NS.shape[-1], dim=-1).indices
-    # Ids ascend within each of the two classes, so a stable sort by value keeps ties in order.
-    order_NS = values_NV.gather(-1, ids_NS).sort(dim=-1, descending=True, stable=True).indices
-    return ids_NS.gather(-1, order_NS)
+        rows = tied_N.nonzero()[:, 0] if values_NV.device.type == "cpu" else slice(None)
+        some_NV, least_N1 = values_NV[rows], top_NS[rows, kappa - 1 : kappa]
+        rank_V = torch.arange(n_vocab, 0, -1, dtype=torch.int32, device=values_NV.device)
+        rank_NV = torch.where(some_NV == least_N1, rank_V, 0)
+        lowest_NS = torch.where(some_NV > least_N1, rank_V + n_vocab, rank_NV).topk(kappa, dim=-1).indices
+        ids_NS[rows, :kappa] = torch.where(tied_N[rows, None], lowest_NS, ids_NS[rows, :kappa])
+    ids_NS = ids_NS[:, :kappa].sort(dim=-1).values
+    top_NS, order_NS = values_NV.gather(-1, ids_NS).sort(dim=-1, descending=True, stable=True)
+    return top_NS, ids_NS.gather(-1, order_NS)
 
 
 def teacher_mixture(
@@ -99,14 +80,17 @@ def teacher_mixture(
     if merge:
         ids_NP, order_NP = ids_NP.sort(dim=-1, stable=True)
         ids_NP, pool_NP = merge_sorted(ids_NP, pool_NP.gather(-1, order_NP))
-    kept = min(kappa, n_teachers * n_support)
-    # Stable: ties go to the lower id if merged, else to the lower teacher and then to its order.
-    pool_NP, order_NP = pool_NP.sort(dim=-1, descending=True, stable=True)
-    ids_NS = ids_NP.gather(-1, order_NP[:, :kept]).masked_fill(pool_NP[:, :kept] == -torch.inf, 0)
-    pad = (0, kappa - kept)
-    ids_NS = torch.nn.functional.pad(ids_NS, pad).to(torch.int32)
-    logps_NS = torch.nn.functional.pad(pool_NP[:, :kept], pad, value=-torch.inf)
-    return Mixture(ids_NS, logps_NS, logps_NS.exp().sum(-1))
+    return _best(ids_NP, pool_NP, kappa)
+
+
+def _best(ids_NP: Tensor, logps_NP: Tensor, kappa: int) -> Mixture:
+    """Keep the kappa best entries, the first of equal ones; fill up with 0 and -inf."""
+    pad = torch.nn.functional.pad
+    logps_NP, order_NP = logps_NP.sort(dim=-1, descending=True, stable=True)
+    ids_NP = ids_NP.gather(-1, order_NP).masked_fill(logps_NP == -torch.inf, 0)
+    missing = (0, kappa - logps_NP.shape[-1])  # if negative, pad cuts
+    logps_NS = pad(logps_NP, missing, value=-torch.inf)
+    return Mixture(pad(ids_NP, missing).to(torch.int32), logps_NS, logps_NS.exp().sum(-1))
 
 
 def teacher_product(
@@ -131,13 +115,7 @@ def teacher_product(
     total_NS = torch.where(highest_NS > options.keep_raised, raises_NS, total_NS)
     logq_NS = (base_NS + total_NS).masked_fill(~given_NS, -torch.inf)
     logq_NS = (logq_NS - logq_NS.logsumexp(-1, keepdim=True)).masked_fill(~given_NS, -torch.inf)
-    # Stable, and ids ascend: ties go to the lower id.
-    logq_NS, order_NS = logq_NS.sort(dim=-1, descending=True, stable=True)
-    kept, pad = min(kappa, n_support), (0, max(0, kappa - n_support))
-    ids_NS = ids_NS.gather(-1, order_NS).masked_fill(logq_NS == -torch.inf, 0)[:, :kept]
-    logq_NS = torch.nn.functional.pad(logq_NS[:, :kept], pad, value=-torch.inf)
-    ids_NS = torch.nn.functional.pad(ids_NS, pad).to(torch.int32)
-    return Mixture(ids_NS, logq_NS, logq_NS.exp().sum(-1))
+    return _best(ids_NS, logq_NS, kappa)  # ids ascend
 
 
 def _joined(ids_NMS: Tensor, logps_NMS: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,7 @@ ANSWERS = {
     "rollout.top_p": "was removed: it is 1, so that sampled log-probabilities are those of the policy",
     "remote": "was removed: transfer is now rollout.transfer, the folder is SMOPD_TRANSFER_FOLDER",
     "student.row_tokens": "was removed: rows are as long as their longest sequence",
-    "student.head_chunk_bytes": f"{_CONSTANT} kernels/head/chunks.py: CHUNK_BYTES",
+    "student.head_chunk_bytes": f"{_CONSTANT} kernels/head.py: CHUNK_BYTES",
     "student.max_skipped_updates": f"{_CONSTANT} engine/student/student.py: MAX_SKIPPED_UPDATES",
 }
 """Setting -> the rest of the message."""

@@ -21,7 +21,7 @@ from smopd.engine.types import Rollout
 from smopd.engine.vllm import engines
 from smopd.engine.vllm.pooler import TeacherPooler
 from smopd.engine.vllm.teachers import VllmTeachers
-from smopd.kernels.head.chunks import CHUNK_BYTES_CPU
+from smopd.kernels.head import CHUNK_BYTES_CPU
 from smopd.worlds import toy_world
 from smopd.worlds.models import world_tokenizer
 from tests.engine.local.teacher_truth import (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from smopd import ops
-from smopd.kernels.head import gemm
+from smopd.kernels import head
 from smopd.ops import LossSettings, LossStats, LossTokens, linear_smopd_loss, linear_topk_logprobs
 from tests.kernels import backends, cases
 from tests.kernels.conformance.test_topk import KINDS, rows_of
@@ -61,8 +61,8 @@ def test_loss_is_the_dense_loss(
 ) -> None:
     """Sums of chunks are rounded once."""
     if dtype == "bf16 widened":  # as on a CPU without bf16 instructions
-        monkeypatch.setattr(gemm, "cpu_multiplies_bf16", lambda: False)
-        monkeypatch.setattr(gemm, "PIECE_BYTES", 1)  # pieces of 64 tokens
+        monkeypatch.setattr(head, "cpu_multiplies_bf16", lambda: False)
+        monkeypatch.setattr(head, "PIECE_BYTES", 1)  # pieces of 64 tokens
     leaves, tokens = build(cases.DTYPES[dtype.split()[0]], target)
     leaves = [leaf.detach().to(device).requires_grad_() for leaf in leaves]
     tokens, given = backends.moved(tokens, device), leaves if target != "none" else [*leaves[:2], None]
