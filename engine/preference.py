@@ -144,7 +144,5 @@ def _scores(url: str, answer: httpx.Response, batch: Sequence[TokenIds]) -> list
     outputs = [row["probs"] for row in sorted(answer.json()["data"], key=lambda row: row["index"])]
     values_B = torch.tensor(outputs, dtype=torch.float32)
     if values_B.shape != (len(batch), 1) or not bool(values_B.isfinite().all()):
-        raise ValueError(
-            f"got scores {str(outputs)[:80]}, expected one finite number for each of {len(batch)}"
-        )
+        raise ValueError(f"got scores {str(outputs)[:80]}, expected a finite number for each of {len(batch)}")
     return values_B[:, 0].tolist()

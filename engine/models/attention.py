@@ -28,28 +28,18 @@ PACKED_LAYERS = {"full_attention", "sliding_attention"}  # transformers' layer t
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
 """Needed since torch 2.12 if keys have fewer heads than queries."""
 
-Attend = Callable[[Tensor, Tensor, Tensor, Sequence[Piece], "float | None"], Tensor]
-"""(T, H, d) queries, (T, K, d) keys and values, pieces, scale -> (T, H, d)."""
-
 
 def set_attention(model: PreTrainedModel, attends: Attends) -> None:
     """Select the attention function of `model`: ours for pieces, else transformers'."""
     if attends == "pieces":
-        _use_flash_attention_3(model.device)
+        hopper = model.device.type == "cuda" and torch.cuda.get_device_capability(model.device)[0] == 9
+        if hopper and find_spec("flash_attn_interface") is not None:  # not yet run
+            attention.activate_flash_attention_impl("FA3")
         _register(PIECES, attend_pieces)
-    model.set_attn_implementation(PIECES if attends == "pieces" else native(model))
-
-
-def _use_flash_attention_3(device: torch.device) -> None:
-    """Let torch use FlashAttention 3 on sm_90 if `flash_attn_interface` is installed (not yet run)."""
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    if hopper and find_spec("flash_attn_interface") is not None:
-        attention.activate_flash_attention_impl("FA3")
-
-
-def native(model: PreTrainedModel) -> str:
-    """Return the transformers attention that computes this model: sdpa, or eager if sdpa lacks a feature."""
-    return "sdpa" if model._supports_sdpa and not _needs_eager(model) else "eager"
+        model.set_attn_implementation(PIECES)
+    else:  # transformers computes eagerly what its sdpa cannot
+        by_sdpa = model._supports_sdpa and not _needs_eager(model)
+        model.set_attn_implementation("sdpa" if by_sdpa else "eager")
 
 
 def _needs_eager(model: PreTrainedModel) -> str | None:
@@ -118,7 +108,6 @@ def reset_rope(model: PreTrainedModel) -> None:
 
 
 def decoder_inputs(model: PreTrainedModel, batch: TokenBatch) -> dict[str, Any]:
-    """Return the arguments of the decoder's forward for `batch`."""
     if batch.attends == "plain":  # a sequence a row, padded at the end: causal layers need no mask
         return {"input_ids": batch.input_ids}
     inputs: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
@@ -185,8 +174,8 @@ def attend_pieces(
     # the kernels take no fp32, which only the self-check passes on a GPU
     dtype = torch.bfloat16 if query.is_cuda and query.dtype == torch.float32 else query.dtype
     query_THd, key_TKd, value_TKd = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
-    out_THd = _form(query.device)(query_THd, key_TKd, value_TKd, pieces, scaling)
-    return out_THd[None].to(query.dtype), None
+    attend = by_kernel if query.is_cuda else by_halves
+    return attend(query_THd, key_TKd, value_TKd, pieces, scaling)[None].to(query.dtype), None
 
 
 def set_token_attention(model: PreTrainedModel) -> None:
@@ -219,14 +208,10 @@ def attend_token(
     return out_RKGd.reshape(n_rows, 1, n_heads, -1), None
 
 
-def _form(device: torch.device) -> Attend:
-    return by_halves if device.type == "cpu" else by_kernel
-
-
 def by_kernel(
     query_THd: Tensor, key_TKd: Tensor, value_TKd: Tensor, pieces: Sequence[Piece], scale: float | None
 ) -> Tensor:
-    """torch's variable-length kernels, CUDA only. Their causal mask is aligned at the bottom right."""
+    """Call torch's variable-length kernels on a GPU. Their causal mask is aligned at the bottom right."""
     query = query_THd.contiguous()
     key, value = (_behind_prompts(x, pieces).contiguous() for x in (key_TKd, value_TKd))
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0), **GROUPED}

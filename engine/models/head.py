@@ -34,20 +34,17 @@ class Head:
     cap: float | None = None
 
     def loss(self, hidden_ND: Tensor, tokens: LossTokens, settings: LossSettings) -> tuple[Tensor, LossStats]:
-        """Return the objective of `smopd_loss` on the head's logits."""
         if self.cap is not None:
             return smopd_loss(self.logits(hidden_ND), tokens, settings)
         return linear_smopd_loss(hidden_ND, self.weight_VD, tokens, settings, bias_V=self.bias_V)
 
     def topk(self, hidden_ND: Tensor, kappa: int, token_ids_N: Tensor, temperature: float) -> TopK:
-        """Return `topk_logprobs` of the head's logits."""
         options: dict[str, Any] = {"token_ids_N": token_ids_N, "temperature": temperature}
         if self.cap is not None:
             return topk_logprobs(self.logits(hidden_ND), kappa, **options)
         return linear_topk_logprobs(hidden_ND, self.weight_VD, kappa, bias_V=self.bias_V, **options)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """Return (N, V) logits."""
         logits_NV = functional.linear(hidden_ND, self.weight_VD, self.bias_V)
         return logits_NV if self.cap is None else capped(logits_NV, self.cap)
 
@@ -94,5 +91,4 @@ def response_hidden(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
 
 
 def capped(logits: Tensor, cap: float) -> Tensor:
-    """Return cap * tanh(logits / cap)."""
     return torch.tanh(logits / cap) * cap

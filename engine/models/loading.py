@@ -49,9 +49,8 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str 
     model: PreTrainedModel = found[0]
     if missing := sorted(found[1]["missing_keys"]):
         shown = ", ".join(missing[:3]) + (" and more" if len(missing) > 3 else "")
-        raise UnusableModel(
-            f"model {path}: its files lack {len(missing)} of the weights of a {type(model).__name__}: {shown}"
-        )
+        lacks = f"{len(missing)} of the weights of a {type(model).__name__}"
+        raise UnusableModel(f"model {path}: its files lack {lacks}: {shown}")
     _untie(model, path)
     _mend_generation(model, path)
     module: nn.Module = model  # transformers' annotation of `to` takes no device
@@ -80,11 +79,8 @@ def _mend_generation(model: PreTrainedModel, path: str | Path) -> None:
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         ids = {name: value for name in names if (value := getattr(given, name)) not in (None, -1)}
         model.generation_config = GenerationConfig(**ids)
-        log.warning(
-            "model %s: exports keep only the token ids of its generation config, which is invalid (%s)",
-            path,
-            " ".join(str(error).split())[:200],
-        )
+        why = " ".join(str(error).split())[:200]
+        log.warning("model %s: exports keep only the token ids of its generation config (%s)", path, why)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -95,9 +91,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     files = list(tokenizer.vocab_files_names.values())
     # without files, transformers creates an empty tokenizer
     if files and Path(place).is_dir() and not any((Path(place) / file).is_file() for file in files):
-        raise FileNotFoundError(
-            f"model {path}: has no tokenizer, expected one of {', '.join(files)} beside it"
-        )
+        raise FileNotFoundError(f"model {path}: has no tokenizer, expected one of {', '.join(files)}")
     return tokenizer
 
 
@@ -114,9 +108,7 @@ def require_exportable(path: str | Path) -> None:
             with TemporaryDirectory() as folder:
                 part.save_pretrained(folder)
         except Exception as error:  # transformers validates when it saves
-            raise UnusableModel(
-                f"model {path}: its {name} cannot be saved with an export ({_first_line(error)})"
-            ) from error
+            raise UnusableModel(f"model {path}: its {name} cannot be saved ({_first_line(error)})") from error
 
 
 def describe(path: str | Path) -> tuple[PreTrainedConfig, tuple[int, ...]]:
@@ -194,14 +186,12 @@ def load_errors(path: str | Path) -> Iterator[None]:
     except OSError as error:
         if error.errno is not None:  # from the operating system
             raise
-        raise FileNotFoundError(
-            f"model {path}: cannot be loaded, expected a folder with a saved model, or a hub id that can be "
-            f"reached ({_first_line(error)})"
-        ) from error
+        expected = "a folder with a saved model, or a hub id that can be reached"
+        why = _first_line(error)
+        raise FileNotFoundError(f"model {path}: cannot be loaded, expected {expected} ({why})") from error
     except UnpicklingError as error:  # nothing in the file has run
-        raise UnusableModel(
-            f"model {path}: its pickled weights hold more than weights; expected safetensors"
-        ) from error
+        text = "its pickled weights hold more than weights; expected safetensors"
+        raise UnusableModel(f"model {path}: {text}") from error
     except Exception as error:  # from safetensors, torch or the config
         raise UnusableModel(f"model {path}: cannot be loaded ({_first_line(error)})") from error
 

@@ -68,9 +68,8 @@ def choose(model: PreTrainedModel, wanted: str, dtype: torch.dtype) -> Layout:
         reasons.append(f"{DESCRIPTIONS[attends]}: {off}")
     if wanted == "flash":
         raise ValueError(f"attention: 'flash' cannot serve, {reasons[0]}; expected 'auto' or 'sdpa'")
-    raise UnusableModel(
-        f"model {model.name_or_path}: a {type(model).__name__} cannot be computed here ({reasons[-1]})"
-    )
+    kind = type(model).__name__
+    raise UnusableModel(f"model {model.name_or_path}: a {kind} cannot be computed here ({reasons[-1]})")
 
 
 def choose_together(models: Sequence[PreTrainedModel]) -> Layout:

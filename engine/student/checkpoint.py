@@ -58,7 +58,7 @@ class Checkpoints:
             "cuda_rng": torch.cuda.get_rng_state() if student.device.type == "cuda" else None,
             "extra": extra,
         }
-        with _whole(self.folder / _name(step), facts) as partial:
+        with whole_folder(self.folder / _name(step), facts) as partial:
             student.strategy.save(partial)
             torch.save(process, partial / f"process_{distributed.rank()}.pt")
         if distributed.rank() == 0:
@@ -88,26 +88,20 @@ class Checkpoints:
                 f"{newest}: {MANIFEST} is of step {step}, expected the folder's; remove the folder to resume"
             )
         if kind != strategy.name:
-            raise UnusableCheckpoint(
-                f"{newest}: was saved under {kind}, this run trains under {strategy.name} (student.strategy, "
-                "zero_stage); resume with the same, or start from an export"
-            )
+            text = f"was saved under {kind}, this run trains under {strategy.name} (strategy, zero_stage)"
+            raise UnusableCheckpoint(f"{newest}: {text}; resume with the same, or start from an export")
         same_ranks = ranks == distributed.world_size()
         if not same_ranks and not strategy.reshards:
-            raise UnusableCheckpoint(
-                f"{newest}: was saved by {ranks} ranks, now {distributed.world_size()}, and {strategy.name} "
-                "cannot redistribute it; resume with as many, or start from an export"
-            )
+            now = f"now {distributed.world_size()}, and {strategy.name} cannot redistribute it"
+            text = f"was saved by {ranks} ranks, {now}"
+            raise UnusableCheckpoint(f"{newest}: {text}; resume with as many, or start from an export")
         try:
             strategy.restore(newest)
         except UnreadableState as error:
             raise DamagedCheckpoint(f"{newest}: {error}; remove the folder to resume") from error
         apply_settings(student.optimizer, student.settings)
         if not same_ranks:
-            log.warning(
-                "%s was saved by %s ranks, now %d: the run resumes, not bit for bit",
-                newest, ranks, distributed.world_size(),
-            )  # fmt: skip
+            log.warning("%s was saved by %s ranks: the run resumes, not bit for bit", newest, ranks)
         own = f"process_{distributed.rank() if same_ranks else 0}.pt"
         process = torch.load(newest / own, weights_only=True)
         student.updates, student.skipped = process["updates"], process["skipped"]
@@ -129,7 +123,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 def export(student: Student, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:
     """Write safetensors, config, tokenizer and chat template, and the adapter alone; a collective call."""
-    with _whole(folder, {}) as partial:
+    with whole_folder(folder, {}) as partial:
         weights = {}
         for name, value in student.weights():
             if distributed.rank() == 0:
@@ -146,7 +140,7 @@ def export(student: Student, tokenizer: PreTrainedTokenizerBase, folder: Path, d
 
 
 @contextmanager
-def _whole(folder: Path, facts: dict[str, Any]) -> Iterator[Path]:
+def whole_folder(folder: Path, facts: dict[str, Any]) -> Iterator[Path]:
     """Yield a temporary folder, then write its manifest and rename it to `folder`; FullDisk: no space."""
     with room_for(folder):
         partial = distributed.on_rank0(lambda: empty_partial(folder))
@@ -211,7 +205,6 @@ def _share(items: Sequence[T]) -> Sequence[T]:
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 22):

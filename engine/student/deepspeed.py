@@ -25,8 +25,6 @@ OURS = ("optimizer", "scheduler", "train_batch_size")
 
 
 class DeepSpeedZero:
-    """DeepSpeed ZeRO as a `Strategy`."""
-
     reshards = False
 
     def __init__(self, policy: Policy, settings: TrainSettings, device: torch.device):
@@ -120,10 +118,8 @@ def _merged(given: dict[str, Any], asked: dict[str, Any], place: str = "") -> di
         if isinstance(asked[key], dict) and isinstance(given[key], dict):
             result[key] = _merged(given[key], asked[key], f"{place}{key}.")
         elif given[key] != asked[key]:
-            raise ValueError(
-                f"deepspeed_config: {place}{key} is {given[key]!r}, expected {asked[key]!r} as in the "
-                "student's settings, or nothing"
-            )
+            expected = f"{asked[key]!r} as in the student's settings, or nothing"
+            raise ValueError(f"deepspeed_config: {place}{key} is {given[key]!r}, expected {expected}")
     return result
 
 

@@ -43,8 +43,6 @@ _PLAIN: dict[str, Collection[str]] = {
 
 
 class Fsdp2:
-    """FSDP2 as a `Strategy`."""
-
     name = "fsdp2"
     reshards = True
 

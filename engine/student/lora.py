@@ -82,9 +82,8 @@ def _targets(model: PreTrainedModel, wanted: list[str]) -> list[str]:
     known = _served(model, sorted(linear)) if experts else linear
     chosen = known if wanted == ALL_LINEAR else set(wanted)
     if not chosen or chosen - known:
-        raise ValueError(
-            f"lora.targets: got {sorted(wanted)}, expected names among {sorted(known)} or all-linear alone"
-        )
+        expected = f"names among {sorted(known)} or all-linear alone"
+        raise ValueError(f"lora.targets: got {sorted(wanted)}, expected {expected}")
     if experts:
         log.warning("lora: no adapters for the experts: %s", ", ".join(sorted(experts | (linear - known))))
     return sorted(chosen)
@@ -127,7 +126,6 @@ def merged(
 def save(
     model: PreTrainedModel, tensors: Mapping[str, Tensor], full: Callable[[Tensor], Tensor], folder: Path
 ) -> Path:
-    """Write adapter_config.json and adapter_model.safetensors to `folder`."""
     weights = {}
     for name, value in tensors.items():
         if _is_adapter(name):

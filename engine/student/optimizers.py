@@ -34,7 +34,6 @@ def adamw(parameters: list[nn.Parameter], settings: Optimiser) -> torch.optim.Op
 
 
 def constant(update: int, updates: int) -> float:
-    """Return 1."""
     return 1.0
 
 
@@ -62,11 +61,8 @@ def apply_settings(made: torch.optim.Optimizer, settings: Optimiser) -> None:
     """Set AdamW's settings after a checkpoint has restored those that it was saved with."""
     if settings.optimizer == "adamw":
         for group in made.param_groups:
-            group |= {
-                "betas": settings.betas,
-                "eps": settings.adam_eps,
-                "weight_decay": settings.weight_decay,
-            }
+            group |= {"betas": settings.betas, "eps": settings.adam_eps}
+            group["weight_decay"] = settings.weight_decay
 
 
 def schedule(settings: Optimiser, updates: int) -> Callable[[int], float]:

@@ -46,9 +46,7 @@ class Strategy(Protocol):
     policy: Policy
     optimizer: torch.optim.Optimizer
 
-    def forward(self, batch: TokenBatch, through_head: ThroughHead[Output]) -> Output:
-        """Run the policy's forward."""
-        ...
+    def forward(self, batch: TokenBatch, through_head: ThroughHead[Output]) -> Output: ...
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Accumulate the gradient of the loss; `last`: no other micro-batch follows in this update."""
@@ -62,10 +60,6 @@ class Strategy(Protocol):
         """Gather a parameter (its fp32 master if trained) or buffer of the policy."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write the trained parameters and the optimizer state."""
-        ...
+    def save(self, folder: Path) -> None: ...
 
-    def restore(self, folder: Path) -> None:
-        """Load the state written by `save`."""
-        ...
+    def restore(self, folder: Path) -> None: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,8 +37,6 @@ class NonFiniteGradient(RuntimeError):
 
 @dataclass(frozen=True)
 class Update:
-    """The result of one optimizer step."""
-
     stats: LossStats
     """Per token in this rank's flat order; loss terms are this rank's share of the global sums."""
     grad_norm: float
@@ -83,11 +82,8 @@ class Student:
         if settings.compile:
             for layer in decoder_layers(model):  # hooks and checkpointing stay outside
                 layer.forward = torch.compile(layer.forward)
-        self.strategy: Strategy = (
-            Fsdp2(policy, settings, device)
-            if settings.strategy == "fsdp2"
-            else DeepSpeedZero(policy, settings, device)
-        )
+        make = Fsdp2 if settings.strategy == "fsdp2" else DeepSpeedZero
+        self.strategy: Strategy = make(policy, settings, device)
         trained = "all parameters" if self.lora is None else f"adapters of rank {self.lora.rank}"
         log.info(
             "student: %s on %d ranks, %s in fp32, computation in %s%s, attention: %s",
@@ -113,13 +109,10 @@ class Student:
 
     def logps(self, rollouts: Sequence[Rollout], temperature: float, *, adapters: bool = True) -> Tensor:
         """Return (N,) fp32 log-probabilities of the tokens, or by a LoRA student's base; collective."""
-        if adapters:
-            logp_N = self.topk(rollouts, 0, temperature).token_logp_N
-        elif self.lora is None:
+        if not adapters and self.lora is None:
             raise ValueError("logps: the student trains all parameters, expected TrainSettings.lora")
-        else:
-            with lora.adapters_disabled(self.model):
-                logp_N = self.topk(rollouts, 0, temperature).token_logp_N
+        with nullcontext() if adapters else lora.adapters_disabled(self.model):
+            logp_N = self.topk(rollouts, 0, temperature).token_logp_N
         assert logp_N is not None
         return logp_N
 
@@ -132,10 +125,8 @@ class Student:
         self.policy.eval()  # switches the adapters' dropout off
         with torch.no_grad():
             for batch in self._micro_batches(rollouts):
-                through_head = partial(
-                    Head.topk, kappa=kappa, token_ids_N=batch.token_ids_N, temperature=temperature
-                )
-                top: TopK = self.strategy.forward(batch, through_head)
+                asked = {"kappa": kappa, "token_ids_N": batch.token_ids_N, "temperature": temperature}
+                top: TopK = self.strategy.forward(batch, partial(Head.topk, **asked))
                 assert top.token_logp_N is not None
                 ids_NS[batch.flat_N], logps_NS[batch.flat_N] = top.ids_NS, top.logps_NS
                 token_logp_N[batch.flat_N] = top.token_logp_N
@@ -164,10 +155,8 @@ class Student:
         self.updates += 1
         self.skipped += skipped
         if self.skipped > MAX_SKIPPED_UPDATES:
-            raise NonFiniteGradient(
-                f"update {self.updates}: gradient norm {grad_norm}; {self.skipped} updates were skipped, "
-                f"at most {MAX_SKIPPED_UPDATES} are allowed"
-            )
+            skips = f"{self.skipped} updates were skipped, at most {MAX_SKIPPED_UPDATES} are allowed"
+            raise NonFiniteGradient(f"update {self.updates}: gradient norm {grad_norm}; {skips}")
         return Update(join_stats(parts, places), grad_norm, skipped, len(batches))
 
     @torch.no_grad()

@@ -237,10 +237,8 @@ def _require_servable(settings: Vllm) -> None:
     ranks, parallel = distributed.world_size(), settings.tensor_parallel_size
     if settings.placement == "process":
         if parallel > 1 and ranks > 1:
-            raise ValueError(
-                f"tensor_parallel_size: got {parallel} for engines in a process of their own, one on each of "
-                f"{ranks} ranks, expected 1, or placement colocated"
-            )
+            got = f"got {parallel} for a process on each of {ranks} ranks"
+            raise ValueError(f"tensor_parallel_size: {got}, expected 1, or placement colocated")
         return
     if not dist.is_initialized():
         raise RuntimeError("a colocated vLLM engine needs a process group (engine.distributed.process_group)")
@@ -248,9 +246,8 @@ def _require_servable(settings: Vllm) -> None:
         raise ValueError(f"tensor_parallel_size: got {parallel}, expected a divisor of the {ranks} ranks")
     others = {made.settings.tensor_parallel_size for made in _colocated()}
     if others - {parallel}:
-        raise ValueError(
-            f"tensor_parallel_size: got {parallel}, expected {others.pop()} as this process's other engines"
-        )
+        expected = f"{others.pop()} as this process's other engines"
+        raise ValueError(f"tensor_parallel_size: got {parallel}, expected {expected}")
 
 
 def _arguments(path: str, settings: Vllm) -> dict[str, Any]:

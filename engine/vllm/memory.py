@@ -99,10 +99,9 @@ def vllm_arguments(
         return {"gpu_memory_utilization": settings.gpu_memory_share}
     least, room = memory.total - memory.work, gpu.free if sleeps else gpu.room
     if least > room:
-        raise ValueError(
-            f"a vLLM engine takes {least / GIB:.1f} GiB of weights and cache, expected at most "
-            f"{room / GIB:.1f}, what is free less what sleeping engines need (python -m smopd.plan)"
-        )
+        expected = f"{room / GIB:.1f}, what is free less what sleeping engines need (see smopd plan)"
+        takes = f"{least / GIB:.1f} GiB of weights and cache"
+        raise ValueError(f"a vLLM engine takes {takes}, expected at most {expected}")
     if samples and settings.kv_cache_bytes is None:
         return {"gpu_memory_utilization": min(memory.inside, gpu.free) / gpu.total}
     return {"gpu_memory_utilization": memory.weights / gpu.total, "kv_cache_memory_bytes": memory.cache}

@@ -12,7 +12,7 @@ V vocabulary.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -74,9 +74,12 @@ class TeacherPooler(Pooler):
         counts, ends = cursor.num_scheduled_tokens_cpu.tolist(), cursor.seq_lens_cpu.tolist()
         begins = [end - count for end, count in zip(ends, counts, strict=True)]
         requests = [params.extra_kwargs for params in pooling_metadata.pooling_params]
-        parts = [rows_between(*each) for each in zip(requests, begins, ends, strict=True)]
+        parts = []
+        for request, begin, end in zip(requests, begins, ends, strict=True):
+            rows = slice(max(0, begin - request["first"]), max(0, end - request["first"]))
+            parts.append({name: value[rows] for name, value in load(request["rows"]).items()})
         lengths = [len(part["token_ids_N"]) for part in parts]
-        hidden = [rows[len(rows) - n :] for rows, n in zip(hidden_states.split(counts), lengths, strict=True)]
+        hidden = [each[len(each) - n :] for each, n in zip(hidden_states.split(counts), lengths, strict=True)]
         joined = {
             name: torch.cat([part[name] for part in parts]).to(hidden_states.device, non_blocking=True)
             for name in parts[0]
@@ -117,12 +120,6 @@ class TeacherPooler(Pooler):
             known = (token_ids_N, known_N)
             answer.append(output.given(hidden_ND, given_NU, *known, options["temperature"]))
         return torch.cat(answer, 1)
-
-
-def rows_between(request: Mapping[str, Any], begin: int, end: int) -> dict[str, Tensor]:
-    """Return the rows of a request for positions begin..end-1."""
-    part = slice(max(0, begin - request["first"]), max(0, end - request["first"]))
-    return {name: value[part] for name, value in load(request["rows"]).items()}
 
 
 class TeacherWorker:

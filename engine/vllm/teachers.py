@@ -178,9 +178,9 @@ class VllmTeachers(Dropping):
                 llm.collective_rpc("serve_teacher", args=(base.path,))
                 limit = llm.model_config.max_model_len
                 if longest > limit:
+                    expected = f"at most {limit} ({base.path})"
                     raise ValueError(
-                        f"score: a prompt and its response are {longest} tokens, expected at most {limit} "
-                        f"({base.path})"
+                        f"score: a prompt and its response are {longest} tokens, expected {expected}"
                     )
                 for member, lora in chosen:
                     visit(partial(ask, llm, rollouts, lora), member)

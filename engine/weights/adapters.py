@@ -46,15 +46,12 @@ def attach(model: PreTrainedModel, adapter: Adapter, name: str) -> str:
         raise UnusableModel(f"adapter {adapter.folder}: cannot be loaded ({error})") from error
     wrong = [key for key in found.missing_keys if f".{name}." in key] + found.unexpected_keys
     if wrong:
-        raise UnusableModel(
-            f"adapter {adapter.folder}: {len(wrong)} of its weights do not fit {adapter.base}, "
-            f"first {min(wrong)!r}"
-        )
+        text = f"{len(wrong)} of its weights do not fit {adapter.base}, first {min(wrong)!r}"
+        raise UnusableModel(f"adapter {adapter.folder}: {text}")
     return name
 
 
 def use(model: PreTrainedModel, name: str | None) -> None:
-    """Make `model` compute with the adapter `name`, or with none."""
     for module in model.modules():
         if hasattr(module, "base_layer"):
             module.enable_adapters(name is not None)
@@ -86,29 +83,18 @@ def read_adapter(path: str | Path) -> Adapter | None:
     names = [targets] if isinstance(targets, str) else targets
     for name in [*names, *(config.get("modules_to_save") or [])]:
         if name.rsplit(".", 1)[-1] in EMBEDDINGS:
-            raise UnusableModel(
-                f"adapter {path}: adapts {name}, expected no embedding and no head (they are scored apart)"
-            )
+            raise UnusableModel(f"adapter {path}: adapts {name}, expected no embedding and no head")
     besides = {name: value for name in BESIDES if (value := config.get(name)) not in (None, [], {}, "none")}
     for name, value in besides.items():
         raise UnusableModel(f"adapter {path}: {name} is {value!r}, expected none: adapters share their base")
-    _require_low_rank(folder)
+    if (weights := folder / "adapter_model.safetensors").is_file():
+        with safe_open(weights, "pt") as opened:
+            keys = list(opened.keys())
+        layers = {key: key.rpartition(".lora_")[0] for key in keys}
+        if wrong := [key for key in keys if layers[key].rpartition(".")[2] in ("", *EMBEDDINGS)]:
+            expected = "low-rank matrices alone, and none of an embedding or a head"
+            raise UnusableModel(f"adapter {folder}: has the tensor {wrong[0]}, expected {expected}")
     return Adapter(folder, str(base), config)
-
-
-def _require_low_rank(folder: Path) -> None:
-    """Raise UnusableModel for a tensor outside of low-rank matrices, or of the embeddings or the head."""
-    file = folder / "adapter_model.safetensors"
-    if not file.is_file():
-        return
-    with safe_open(file, "pt") as weights:
-        for key in weights.keys():  # noqa: SIM118  no mapping
-            layer = key.rpartition(".lora_")[0]
-            if not layer or layer.rsplit(".", 1)[-1] in EMBEDDINGS:
-                raise UnusableModel(
-                    f"adapter {folder}: has the tensor {key}, expected low-rank matrices alone, and none of "
-                    "an embedding or a head"
-                )
 
 
 def same_place(path: str | Path) -> str:

@@ -38,7 +38,6 @@ class Architecture:
 
 
 def architecture_of(path: str) -> Architecture:
-    """Return the architecture of the causal language model at `path` without reading weights."""
     config = AutoConfig.from_pretrained(path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -62,10 +61,8 @@ def _require_tied(path: str, tied: tuple[str, str]) -> None:
             with safe_open(cached_file(path, places[name]), framework="pt") as file:
                 values.append(file.get_tensor(name))
         if not torch.equal(*values):
-            raise UnusableModel(
-                f"model {path}: its config ties {tied[1]} to {tied[0]}, which differ in its files; expected "
-                "tie_word_embeddings false in config.json, without which vLLM drops the head"
-            )
+            text = f"its config ties {tied[1]} to {tied[0]}, which differ in its files"
+            raise UnusableModel(f"model {path}: {text}; expected tie_word_embeddings false in config.json")
 
 
 class Checked:
@@ -108,12 +105,9 @@ def checked(
 
 
 def stored(path: str, architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of the architecture from the safetensors files at `path`."""
     places = weight_places(path)
     if not places:
-        raise FileNotFoundError(
-            f"model {path}: has no safetensors files, which are needed to replace weights"
-        )
+        raise FileNotFoundError(f"model {path}: has no safetensors files, expected some to replace weights")
     for file_name in sorted(set(places.values())):
         with safe_open(cached_file(path, file_name), framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (not a mapping)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save, save_file
@@ -20,9 +20,7 @@ from torch import Tensor
 
 from smopd.engine.protocols import RolloutEngine
 from smopd.engine.settings import WeightTransport
-
-if TYPE_CHECKING:
-    from smopd.engine.student.student import Student
+from smopd.engine.student.student import Student
 
 PART_BYTES = 256 << 20  # ours: a part ends with the decoder layer that exceeds it
 SHARED_MEMORY = Path("/dev/shm")
