@@ -94,7 +94,6 @@ def loss_rows(
     *,
     entropy: bool = True,
 ) -> TokenTerms:
-    """See kernels.reference.loss.loss_rows."""
     columns = [tokens.adv_N, tokens.pg_weight_N, tokens.old_logp_N, tokens.kl_weight_N, tokens.ent_weight_N]
     columns += [tokens.reverse_adv_N, tokens.reverse_weight_N]  # in the order of the operator's schema
     target = loss_target(tokens, settings)

@@ -57,7 +57,6 @@ def row_blocks(n_rows: int, most: int, unit: int) -> list[slice]:
 
 
 def _padded_width(n_vocab: int, itemsize: int) -> int:
-    """Return the row stride of a logits buffer, in elements."""
     unit = ROW_ALIGN_BYTES // itemsize
     return -(-n_vocab // unit) * unit
 
@@ -110,7 +109,6 @@ def weight_gradient_into(
 
 
 def _product_into(out: Tensor, left: Tensor, right: Tensor, accumulate: bool) -> None:
-    """Compute out (+)= left @ right."""
     if left.dtype == out.dtype:
         if accumulate:
             out.addmm_(left, right)
@@ -131,7 +129,6 @@ def _one_gemm(factor: Tensor, out: Tensor, accumulate: bool = False) -> bool:
 
 
 def cpu_multiplies_bf16() -> bool:
-    """Whether this CPU multiplies bf16 with fp32 sums."""
     return torch.cpu._is_avx512_bf16_supported()
 
 

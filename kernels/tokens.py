@@ -52,7 +52,6 @@ def weighted(weight_N: Tensor | None, value_N: Tensor) -> Tensor:
 
 
 def join_terms(parts: list[TokenTerms]) -> TokenTerms:
-    """Concatenate the terms of consecutive rows."""
     if len(parts) == 1:
         return parts[0]
     return TokenTerms(*(torch.cat([getattr(part, name) for part in parts]) for name in TERMS))

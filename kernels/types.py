@@ -170,7 +170,19 @@ class LossSettings:
 
 
 @dataclass(frozen=True, eq=False)
-class LossStats:
+class TokenColumns:
+    """Columns that LossStats and TokenTerms share, (N,) each."""
+
+    logp_N: Tensor
+    entropy_N: Tensor
+    kl_N: Tensor
+    teacher_mass_N: Tensor
+    student_mass_N: Tensor
+    clipped_N: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LossStats(TokenColumns):
     """Statistics of the loss, from the same pass. Detached; fp32 (fp64 for fp64 logits).
 
     Columns are 0 for a token whose weights are all 0.
@@ -186,12 +198,6 @@ class LossStats:
             loss = pg_loss + opd_coef * (kl_loss + reverse_loss) - entropy_coef * entropy.
     """
 
-    logp_N: Tensor
-    entropy_N: Tensor
-    kl_N: Tensor
-    teacher_mass_N: Tensor
-    student_mass_N: Tensor
-    clipped_N: Tensor
     pg_loss: Tensor
     kl_loss: Tensor
     entropy: Tensor
@@ -199,15 +205,9 @@ class LossStats:
 
 
 @dataclass(frozen=True, eq=False)
-class TokenTerms:
+class TokenTerms(TokenColumns):
     """Result of loss_rows, (N,) each: the columns of LossStats, and two more unweighted terms."""
 
-    logp_N: Tensor
-    entropy_N: Tensor
-    kl_N: Tensor
-    teacher_mass_N: Tensor
-    student_mass_N: Tensor
-    clipped_N: Tensor
     surrogate_N: Tensor
     reverse_N: Tensor
 

@@ -37,7 +37,6 @@ class Operator:
     def register_autograd(
         self, backward: Callable[..., Any], *, setup_context: Callable[[Any, tuple, Any], None]
     ) -> None:
-        """Register the gradient formula."""
         call, n_leaves = self.call, self.n_leaves
 
         def forward(ctx: Any, *arguments: Any) -> Any:
@@ -60,7 +59,6 @@ class Operator:
 
 
 def operator(name: str, schema: str, n_leaves: int = 0) -> Callable[[Callable[..., Any]], Operator]:
-    """Make an operator of the decorated implementation."""
     return lambda implementation: Operator(name, schema, implementation, n_leaves)
 
 

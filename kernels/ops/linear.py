@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smopd.kernels import checks
+from smopd.kernels import checks, dispatch
 from smopd.kernels.head import hidden_gradient_into, logit_chunks, rows_per_chunk, weight_gradient_into
 from smopd.kernels.ops import loss as dense
 from smopd.kernels.ops.library import operator
@@ -129,7 +129,7 @@ def _linear_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
     if some:
         terms = TokenTerms(*(scatter(getattr(terms, name)) for name in TERMS))
         dhidden = scatter(dhidden) if need[0] else dhidden
-    total, stats = dense.total_of(terms, tokens, settings)
+    total, stats = dispatch.serving("total_loss", terms.kl_N)(terms, tokens, settings)
     return total, dhidden, dweight, dbias, *dense.packed_stats(stats)
 
 

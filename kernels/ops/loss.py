@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from smopd.kernels import checks, dispatch
 from smopd.kernels.ops.library import Operator, empty_column, operator
 from smopd.kernels.tokens import STATS_FIELDS
-from smopd.kernels.types import LossSettings, LossStats, LossTokens, TokenTerms, compute_dtype, loss_target
+from smopd.kernels.types import LossSettings, LossStats, LossTokens, compute_dtype, loss_target
 
 DEFAULT_SETTINGS = LossSettings()
 
@@ -56,8 +56,10 @@ def smopd_loss(
     checks.check_loss_tokens(op, tokens, settings, ("logits_NV", logits_NV))
     need_grad = torch.is_grad_enabled() and logits_NV.requires_grad
     if inplace and need_grad:
-        return _loss_in_place(logits_NV, tokens, settings)
-    loss, _, *stats = _loss(logits_NV, *flat_objective(tokens, settings), need_grad)
+        layout = (logits_NV.size(), logits_NV.stride(), logits_NV.storage_offset())
+        loss, _, *stats = _LossInPlace.apply(_owner(logits_NV), layout, tokens, settings)
+    else:
+        loss, _, *stats = _loss(logits_NV, *flat_objective(tokens, settings), need_grad)
     return loss, unpacked_stats(*stats)
 
 
@@ -82,13 +84,11 @@ N_OBJECTIVE = len(TOKEN_FIELDS) + len(SETTING_FIELDS)
 
 
 def flat_objective(tokens: LossTokens, settings: LossSettings) -> tuple:
-    """Return the arguments of OBJECTIVE_SCHEMA."""
     columns = [getattr(tokens, name) for name in TOKEN_FIELDS]
     return (*columns, *(getattr(settings, name) for name in SETTING_FIELDS))
 
 
 def objective_of(flat: Sequence[Any]) -> tuple[LossTokens, LossSettings]:
-    """Invert flat_objective."""
     tokens = LossTokens(**dict(zip(TOKEN_FIELDS, flat[: len(TOKEN_FIELDS)], strict=True)))
     return tokens, LossSettings(**dict(zip(SETTING_FIELDS, flat[len(TOKEN_FIELDS) :], strict=True)))
 
@@ -110,13 +110,11 @@ def _stacked(parts: list[Tensor]) -> Tensor:
 
 
 def unpacked_stats(columns: Tensor, clipped: Tensor, sums: Tensor) -> LossStats:
-    """Invert packed_stats."""
     named = dict(zip((*_COLUMNS, *_SUMS), (*columns.unbind(), *sums.unbind()), strict=True))
     return LossStats(**named, clipped_N=clipped)
 
 
 def fake_loss(like: Tensor, n_rows: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return an empty loss and empty packed_stats for n_rows tokens."""
     columns = empty_column(like, len(_COLUMNS), n_rows)
     clipped = empty_column(like, n_rows, dtype=torch.int8)
     return empty_column(like), (columns, clipped, empty_column(like, len(_SUMS)))
@@ -130,15 +128,12 @@ def serving_rows(tensor: Tensor, tokens: LossTokens, settings: LossSettings, **f
     return dispatch.serving("loss_rows", tensor, **facts)
 
 
-def total_of(terms: TokenTerms, tokens: LossTokens, settings: LossSettings) -> tuple[Tensor, LossStats]:
-    return dispatch.serving("total_loss", terms.kl_N)(terms, tokens, settings)
-
-
 def _loss_of_rows(
     logits: Tensor, tokens: LossTokens, settings: LossSettings, grad: Tensor | None
 ) -> tuple[Tensor, LossStats]:
     checks.require_loss_ids("smopd_loss", tokens, settings, logits.shape[1])
-    return total_of(serving_rows(logits, tokens, settings)(logits, tokens, settings, grad), tokens, settings)
+    terms = serving_rows(logits, tokens, settings)(logits, tokens, settings, grad)
+    return dispatch.serving("total_loss", terms.kl_N)(terms, tokens, settings)
 
 
 @operator(
@@ -245,13 +240,6 @@ class _LossInPlace(torch.autograd.Function):
             grad = ctx.saved_tensors[0].detach()
             dispatch.serving("scale_", grad)(grad, dloss)
         return grad, None, None, None
-
-
-def _loss_in_place(logits_NV: Tensor, tokens: LossTokens, settings: LossSettings) -> tuple[Tensor, LossStats]:
-    owner = _owner(logits_NV)
-    layout = (logits_NV.size(), logits_NV.stride(), logits_NV.storage_offset())
-    loss, _, *stats = _LossInPlace.apply(owner, layout, tokens, settings)
-    return loss, unpacked_stats(*stats)
 
 
 def _owner(logits_NV: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 
 def draw(logits_RV: Tensor, temperature: float, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
-    """See smopd.kernels.ops.draw."""
     logps_RV = (logits_RV.float() / temperature).log_softmax(-1)
     cumulative_RV = logps_RV.double().exp().cumsum(-1)
     total_R = cumulative_RV[:, -1]

@@ -8,8 +8,15 @@ import torch
 from torch import Tensor
 
 from smopd.kernels import types
-from smopd.kernels.reference.rows import prepare_target, rows_forward, rows_gradient
-from smopd.kernels.reference.topk import row_chunks
+from smopd.kernels.reference.rows import (
+    LOGP_FLOOR,
+    kl_forward,
+    kl_gradient,
+    log_softmax,
+    policy_gradient,
+    prepare_target,
+)
+from smopd.kernels.reference.topk import row_chunks, widen
 from smopd.kernels.tokens import (
     STATS_FIELDS,
     coefficients,
@@ -60,31 +67,23 @@ def _loss_chunk(
     dtype = compute_dtype(logits_NV.dtype)
     given = loss_target(tokens, settings)
     target = None if given is None else prepare_target(given, dtype, tail=settings.tail)
-    same = settings.temperature == settings.kl_temperature or target is None
-    rows = kl_rows = rows_forward(
-        logits_NV,
-        tokens.token_ids_N,
-        target if same else None,
-        temperature=settings.temperature,
-        entropy=entropy,
-        curved=settings.entropy_coef != 0.0,
-    )
-    if not same:
-        kl_rows = rows_forward(
-            logits_NV, tokens.token_ids_N, target, temperature=settings.kl_temperature, entropy=False
-        )
-    surrogate_N, slope_N, reverse_N, reverse_slope_N, clipped_N = _policy_terms(rows.logp_N, tokens, settings)
+    token_ids_N1 = tokens.token_ids_N[:, None].long()
+    logq_NV = log_softmax(widen(logits_NV, settings.temperature))
+    logp_N = logq_NV.gather(-1, token_ids_N1)[:, 0]
+    entropy_N = -(logq_NV.clamp(min=LOGP_FLOOR) * logq_NV.exp()).sum(-1) if entropy else None
+    kl = None if target is None else kl_forward(logits_NV, target, settings.kl_temperature)
+    surrogate_N, slope_N, reverse_N, reverse_slope_N, clipped_N = _policy_terms(logp_N, tokens, settings)
     uncounted_N = ~counted(tokens)
 
     def column(value_N: Tensor | None) -> Tensor:
-        return torch.zeros_like(rows.logp_N) if value_N is None else value_N.masked_fill(uncounted_N, 0)
+        return torch.zeros_like(logp_N) if value_N is None else value_N.masked_fill(uncounted_N, 0)
 
     terms = TokenTerms(
-        logp_N=column(rows.logp_N),
-        entropy_N=column(rows.entropy_N),
-        kl_N=column(kl_rows.kl_N),
+        logp_N=column(logp_N),
+        entropy_N=column(entropy_N),
+        kl_N=column(None if kl is None else kl.kl_N),
         teacher_mass_N=column(None if target is None else target.mass_N),
-        student_mass_N=column(kl_rows.student_mass_N),
+        student_mass_N=column(None if kl is None else kl.student_mass_N),
         clipped_N=column(clipped_N),
         surrogate_N=column(surrogate_N),
         reverse_N=column(reverse_N),
@@ -93,9 +92,11 @@ def _loss_chunk(
         return terms
     pg_N, kl_coef_N, reverse_coef_N, ent_coef_N = coefs = coefficients(tokens, settings, dtype)
     dlogp_N = weighted(pg_N, slope_N) + weighted(reverse_coef_N, reverse_slope_N)
-    wide_NV = rows_gradient(rows, dlogp_N, kl_coef_N if same else None, ent_coef_N)
-    if not same:
-        wide_NV += rows_gradient(kl_rows, None, kl_coef_N, None)
+    wide_NV = policy_gradient(logq_NV, token_ids_N1, dlogp_N, entropy_N, ent_coef_N).div_(
+        settings.temperature
+    )
+    if kl is not None and target is not None and kl_coef_N is not None:
+        wide_NV += kl_gradient(kl, target, kl_coef_N).div_(settings.kl_temperature)
     idle_N = idle(coefs)
     if wide_NV.device.type != "cpu" or bool(idle_N.any()):  # the test would synchronize a GPU
         wide_NV.masked_fill_(idle_N[:, None], 0.0)
@@ -169,7 +170,6 @@ def total_loss(terms: TokenTerms, tokens: LossTokens, settings: LossSettings) ->
 
 
 def scale_(grad: Tensor, dloss: Tensor, out: Tensor | None = None) -> None:
-    """Write grad * dloss to out (None: grad), rounded once."""
     if out is not None:
         torch.mul(grad.to(compute_dtype(grad.dtype)), dloss, out=out)
     elif dloss.device.type != "cpu":

@@ -1,4 +1,4 @@
-"""A chunk of rows in plain PyTorch: the softmax, the terms that depend on it, and their gradient."""
+"""A chunk of rows in plain PyTorch: the softmax, the forward KL to a sparse target, and gradients."""
 
 from __future__ import annotations
 
@@ -82,128 +82,67 @@ def _mass_off(logps_NS: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows after their softmax at one temperature.
+class KlRows:
+    """The forward KL of rows to a target.
 
-    Without tail, logq_NV is the log-softmax and dense_NV its exp. With tail, logq_NV is -inf on the support,
-    dense_NV is the softmax of the rest, and off_mass_N the student's mass there: small masses keep their
-    relative accuracy. logq_NV is overwritten unless rows_forward got curved=True.
+    Without tail, dense_NV is the softmax. With tail it is the softmax off the support, and off_mass_N the
+    student's mass there: small masses keep their relative accuracy.
     """
 
-    temperature: float
-    logq_NV: Tensor
     dense_NV: Tensor
     off_mass_N: Tensor | None
-    token_ids_N1: Tensor
-    logp_N: Tensor
-    entropy_N: Tensor | None
-    target: PreparedTarget | None
-    student_logps_NS: Tensor | None
-    kl_N: Tensor | None
-    student_mass_N: Tensor | None
+    student_logps_NS: Tensor
+    kl_N: Tensor
+    student_mass_N: Tensor
 
 
-def rows_forward(
-    logits_NV: Tensor,
-    token_ids_N: Tensor,
-    target: PreparedTarget | None,
-    *,
-    temperature: float,
-    entropy: bool,
-    curved: bool = False,
-) -> Rows:
-    """Compute the softmax of each row and its terms. curved: the entropy will have a gradient."""
+def kl_forward(logits_NV: Tensor, target: PreparedTarget, temperature: float) -> KlRows:
     logq_NV = log_softmax(widen(logits_NV, temperature))
-    token_ids_N1 = token_ids_N[:, None].long()
-    logp_N = logq_NV.gather(-1, token_ids_N1)[:, 0]
-    student_logps_NS = off_logp_N = off_mass_N = kl_N = student_mass_N = entropy_N = None
-    if target is not None:
-        student_logps_NS = logq_NV.gather(-1, target.ids_NS)
-        if target.tail_q_N is not None:
-            hole_NS = torch.where(target.live_N[:, None], -torch.inf, student_logps_NS)
-            logq_NV.scatter_(-1, target.ids_NS, hole_NS)
-            off_logp_N = logq_NV.logsumexp(-1)
-            off_mass_N = off_logp_N.exp()
-        kl_N, student_mass_N = _support_terms(target, student_logps_NS, off_logp_N)
-    if off_logp_N is None:
-        dense_NV = logq_NV.exp()
-    else:
-        dense_NV = (logq_NV - torch.where(off_logp_N == -torch.inf, 0.0, off_logp_N)[:, None]).exp_()
-    if entropy:
-        logq_NV.clamp_(min=LOGP_FLOOR)
-        product_NV = logq_NV * dense_NV if curved else logq_NV.mul_(dense_NV)
-        entropy_N = -product_NV.sum(-1)
-        if off_mass_N is not None and target is not None and student_logps_NS is not None:
-            inside_NS = student_logps_NS.exp() * student_logps_NS.clamp(min=LOGP_FLOOR)
-            entropy_N = off_mass_N * entropy_N - torch.where(target.first_NS, inside_NS, 0.0).sum(-1)
-    return Rows(
-        temperature=temperature,
-        logq_NV=logq_NV,
-        dense_NV=dense_NV,
-        off_mass_N=off_mass_N,
-        token_ids_N1=token_ids_N1,
-        logp_N=logp_N,
-        entropy_N=entropy_N,
-        target=target,
-        student_logps_NS=student_logps_NS,
-        kl_N=kl_N,
-        student_mass_N=student_mass_N,
-    )
-
-
-def _support_terms(
-    target: PreparedTarget, student_logps_NS: Tensor, off_logp_N: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return the KL and the student's mass on the support. off_logp_N: log of its mass outside."""
+    student_logps_NS = logq_NV.gather(-1, target.ids_NS)
+    nan_N, tail_q_N, off_mass_N = target.mass_N.isnan(), target.tail_q_N, None
     gap_NS = target.logps_NS - student_logps_NS
-    nan_N = target.mass_N.isnan()
     kl_N = torch.where(target.q_NS > 0, target.q_NS * gap_NS, 0.0).sum(-1).masked_fill(nan_N, torch.nan)
     student_mass_N = torch.where(target.first_NS, student_logps_NS.exp(), 0.0).sum(-1)
-    student_mass_N = student_mass_N.masked_fill(nan_N, torch.nan)
-    tail_q_N = target.tail_q_N
-    if tail_q_N is not None and off_logp_N is not None:
+    if tail_q_N is not None:
+        hole_NS = torch.where(target.live_N[:, None], -torch.inf, student_logps_NS)
+        logq_NV.scatter_(-1, target.ids_NS, hole_NS)
+        off_logp_N = logq_NV.logsumexp(-1)
+        off_mass_N = off_logp_N.exp()
         kl_N = kl_N + torch.where(tail_q_N > 0, tail_q_N * (tail_q_N.log() - off_logp_N), 0.0)
-    return kl_N, student_mass_N
+        logq_NV.sub_(torch.where(off_logp_N == -torch.inf, 0.0, off_logp_N)[:, None])
+    student_mass_N = student_mass_N.masked_fill(nan_N, torch.nan)
+    return KlRows(logq_NV.exp_(), off_mass_N, student_logps_NS, kl_N, student_mass_N)
 
 
-def rows_gradient(
-    rows: Rows, dlogp_N: Tensor | None, dkl_N: Tensor | None, dentropy_N: Tensor | None
-) -> Tensor:
-    """Return the gradient of sum(dlogp logp + dkl kl + dentropy entropy); overwrites the buffers of `rows`.
+def kl_gradient(rows: KlRows, target: PreparedTarget, dkl_N: Tensor) -> Tensor:
+    """Return T times the gradient of sum(dkl kl) in the logits, in the memory of rows.dense_NV.
 
-    dlogits_v = (1/T) [dkl (W p_v - q_v - q_r p_v / p_r off the support) + dlogp ([v = y] - p_v)
-                       - dentropy p_v (log p_v + H)],   W = Q, and Q + q_r with the tail bucket.
+    dkl (W p_v - q_v - q_r p_v / p_r off the support), where W = Q, and Q + q_r with the tail bucket.
     """
-    grad_NV, target, off_mass_N = rows.dense_NV, rows.target, rows.off_mass_N
-    tail_q_N = None if target is None else target.tail_q_N
-    slope_N = torch.zeros_like(rows.logp_N)  # coefficient of p_v
-    if dlogp_N is not None:
-        slope_N = slope_N - dlogp_N
-    if dkl_N is not None and target is not None:
-        mass_N = target.mass_N if tail_q_N is None else target.mass_N + tail_q_N
-        slope_N = slope_N + weighted(dkl_N, mass_N)
-    off_N = slope_N
-    if off_mass_N is not None:
-        off_N = slope_N * off_mass_N
-        if dkl_N is not None and tail_q_N is not None:
-            off_N = off_N - weighted(dkl_N, tail_q_N)
-    if dentropy_N is None or rows.entropy_N is None:
-        grad_NV = grad_NV.mul_(off_N[:, None])
-    else:
-        scale_N = dentropy_N if off_mass_N is None else dentropy_N * off_mass_N
-        curve_NV = rows.logq_NV.add_(rows.entropy_N[:, None]).mul_(-scale_N[:, None])
-        grad_NV = grad_NV.mul_(curve_NV.add_(off_N[:, None]))
-    if target is not None and rows.student_logps_NS is not None:
-        if off_mass_N is not None:
-            inside_NS = slope_N[:, None].expand_as(target.q_NS)
-            if dentropy_N is not None and rows.entropy_N is not None:
-                log_p_NS = rows.student_logps_NS.clamp(min=LOGP_FLOOR)
-                inside_NS = inside_NS - dentropy_N[:, None] * (log_p_NS + rows.entropy_N[:, None])
-            inside_NS = inside_NS * rows.student_logps_NS.exp()
-            dense_NS = grad_NV.gather(-1, target.ids_NS)
-            grad_NV.scatter_(-1, target.ids_NS, torch.where(target.live_N[:, None], inside_NS, dense_NS))
-        if dkl_N is not None:
-            grad_NV.scatter_add_(-1, target.ids_NS, -dkl_N[:, None] * target.q_NS)
-    if dlogp_N is not None:
-        grad_NV.scatter_add_(-1, rows.token_ids_N1, dlogp_N[:, None])
-    return grad_NV if rows.temperature == 1.0 else grad_NV.div_(rows.temperature)
+    grad_NV, tail_q_N = rows.dense_NV, target.tail_q_N
+    slope_N = off_N = weighted(dkl_N, target.mass_N if tail_q_N is None else target.mass_N + tail_q_N)
+    if tail_q_N is not None and rows.off_mass_N is not None:
+        off_N = slope_N * rows.off_mass_N - weighted(dkl_N, tail_q_N)
+    grad_NV.mul_(off_N[:, None])
+    if tail_q_N is not None:
+        inside_NS = slope_N[:, None] * rows.student_logps_NS.exp()
+        dense_NS = grad_NV.gather(-1, target.ids_NS)
+        grad_NV.scatter_(-1, target.ids_NS, torch.where(target.live_N[:, None], inside_NS, dense_NS))
+    return grad_NV.scatter_add_(-1, target.ids_NS, -dkl_N[:, None] * target.q_NS)
+
+
+def policy_gradient(
+    logq_NV: Tensor,
+    token_ids_N1: Tensor,
+    dlogp_N: Tensor,
+    entropy_N: Tensor | None,
+    dentropy_N: Tensor | None,
+) -> Tensor:
+    """Return T times the gradient of sum(dlogp logp + dentropy entropy) in the logits.
+
+    dlogp ([v = y] - p_v) - dentropy p_v (log p_v + H)
+    """
+    factor = -dlogp_N[:, None]
+    if entropy_N is not None and dentropy_N is not None:
+        factor = factor - dentropy_N[:, None] * (logq_NV.clamp(min=LOGP_FLOOR) + entropy_N[:, None])
+    return (logq_NV.exp() * factor).scatter_add_(-1, token_ids_N1, dlogp_N[:, None])
