@@ -1,7 +1,7 @@
 """Choice of the backend: C++ (cpp) on a CPU, Triton on a GPU, else plain PyTorch (reference).
 
 SMOPD_BACKEND=reference|cpp|triton forces one; a call that it cannot serve raises (triton on a CPU needs
-TRITON_INTERPRET=1). Operations without a C++ kernel run on the reference even if cpp is forced.
+TRITON_INTERPRET=1). Operations without a kernel run on the reference even if a backend is forced.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SERVED = "the fused operations on %s are served by the %s backend"
 MODULES: dict[str, dict[str, str]] = {
     "topk_logprobs": {"reference": "reference.topk", "cpp": "cpp", "triton": "triton.topk"},
     "teacher_mixture": {"reference": "reference.topk", "cpp": "cpp", "triton": "triton.mixture"},
-    "teacher_product": {"reference": "reference.topk", "cpp": "cpp", "triton": "triton.product"},
+    "teacher_product": {"reference": "reference.topk", "cpp": "cpp"},
     "loss_rows": {"reference": "reference.loss", "cpp": "cpp", "triton": "triton.loss"},
     "total_loss": {"reference": "reference.loss", "triton": "triton.totals"},
     "scale_": {"reference": "reference.loss", "triton": "triton.scale"},
@@ -67,7 +67,7 @@ def backend_for(op: str, tensor: Tensor, **facts: Any) -> str:
     if forced and forced not in BACKENDS:
         raise ValueError(f"{ENV} is {forced!r}, expected one of {BACKENDS}")
     preferred = forced or ("cpp" if device == "cpu" else "triton")
-    if preferred == "cpp" and "cpp" not in MODULES[op] and device == "cpu":
+    if preferred not in MODULES[op]:
         return "reference"
     why_not = None if preferred == "reference" else _why_not(preferred, op, tensor, facts)
     if why_not is None:

@@ -5,6 +5,7 @@ Shapes: N tokens, V vocabulary, M teachers, S support entries (kappa), P pooled 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -16,11 +17,11 @@ ROW_CHUNK_BYTES = 64 << 20  # fp32 logits per chunk
 ROW_CHUNK_BYTES_CPU = 4 << 20  # fits the cache, and malloc reuses the memory
 
 
-def row_chunks(logits_NV: Tensor) -> Iterator[slice]:
+def row_chunks(rows: Tensor) -> Iterator[slice]:
     """Yield consecutive blocks of rows, at least one."""
-    limit = ROW_CHUNK_BYTES_CPU if logits_NV.device.type == "cpu" else ROW_CHUNK_BYTES
-    n_rows, n_vocab = logits_NV.shape
-    step = max(1, limit // (n_vocab * compute_dtype(logits_NV.dtype).itemsize))
+    limit = ROW_CHUNK_BYTES_CPU if rows.device.type == "cpu" else ROW_CHUNK_BYTES
+    n_rows, width = rows.shape[0], max(1, math.prod(rows.shape[1:]))
+    step = max(1, limit // (width * compute_dtype(rows.dtype).itemsize))
     for start in range(0, max(n_rows, 1), step):
         yield slice(start, min(start + step, n_rows))
 
@@ -96,15 +97,23 @@ def _best(ids_NP: Tensor, logps_NP: Tensor, kappa: int) -> Mixture:
 def teacher_product(
     ids_NMS: Tensor, logps_NMS: Tensor, weights: Tensor, kappa: int, options: ProductOptions
 ) -> Mixture:
-    n_rows, n_models, n_support = ids_NMS.shape
-    dtype = compute_dtype(logps_NMS.dtype)
+    """Compute chunks of rows, since ids and positions take several times the memory of the lists."""
+    weights_NM = weights.detach().expand(ids_NMS.shape[0], ids_NMS.shape[1] - 1)
+    inputs, chunks = (ids_NMS, logps_NMS.detach(), weights_NM), row_chunks(logps_NMS)
+    parts = [_product_chunk(*(value[rows] for value in inputs), kappa, options) for rows in chunks]
+    return Mixture(*(torch.cat([getattr(part, name) for part in parts]) for name in vars(parts[0])))
+
+
+def _product_chunk(
+    ids_NMS: Tensor, logps_NMS: Tensor, weights_NM: Tensor, kappa: int, options: ProductOptions
+) -> Mixture:
+    dtype, (_, n_models, n_support) = compute_dtype(logps_NMS.dtype), ids_NMS.shape
     others = [m for m in range(n_models) if m != options.reference]
-    ids_NMS, logps_NMS = _joined(ids_NMS, logps_NMS.detach().to(dtype))
+    ids_NMS, logps_NMS = _joined(ids_NMS, logps_NMS.to(dtype))
     ids_NS, base_NS = ids_NMS[:, options.reference].contiguous(), logps_NMS[:, options.reference]
-    weights_NM = weights.detach().to(dtype).expand(n_rows, len(others))
     given_NS, total_NS = base_NS != -torch.inf, torch.zeros_like(base_NS)
     raises_NS, highest_NS = torch.zeros_like(base_NS), torch.full_like(base_NS, -torch.inf)
-    for weight_N, m in zip(weights_NM.unbind(1), others, strict=True):
+    for weight_N, m in zip(weights_NM.to(dtype).unbind(1), others, strict=True):
         at_NS = torch.searchsorted(ids_NMS[:, m].contiguous(), ids_NS).clamp(max=n_support - 1)
         logps_NS = logps_NMS[:, m].gather(-1, at_NS)
         given_NS = given_NS & (ids_NMS[:, m].gather(-1, at_NS) == ids_NS) & (logps_NS != -torch.inf)

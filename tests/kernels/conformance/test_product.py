@@ -22,7 +22,7 @@ TOLERANCE = 2e-5  # nats, of log-probabilities of about -20
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-@pytest.fixture(params=dispatch.BACKENDS)
+@pytest.fixture(params=dispatch.MODULES["teacher_product"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Force each backend for the public function."""
     backends.need(request.param)

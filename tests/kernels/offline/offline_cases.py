@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,11 +15,10 @@ from smopd.kernels.triton import advantages as triton_advantages
 from smopd.kernels.triton import draw as triton_draw
 from smopd.kernels.triton import loss as triton_loss
 from smopd.kernels.triton import mixture as triton_mixture
-from smopd.kernels.triton import product as triton_product
 from smopd.kernels.triton import scale as triton_scale
 from smopd.kernels.triton import topk as triton_topk
 from smopd.kernels.triton import totals as triton_totals
-from smopd.kernels.types import AdvantageOptions, LossSettings, LossTokens, ProductOptions, TokenTerms
+from smopd.kernels.types import AdvantageOptions, LossSettings, LossTokens, TokenTerms
 from tests.kernels.pairwise import pairwise
 
 MODULES = sorted(
@@ -40,7 +38,7 @@ def cases(architecture: int) -> Iterator[Case]:
 
     The main cases go to all architectures; the combinations of all pairs of values are divided among them.
     """
-    groups = (_topk, _mixture, _product, _loss, _totals, _advantages, _scale, _draw)
+    groups = (_topk, _mixture, _loss, _totals, _advantages, _scale, _draw)
     return itertools.chain.from_iterable(group(architecture) for group in groups)
 
 
@@ -110,26 +108,6 @@ def _mixture(architecture: int) -> Iterator[Case]:
         log_alpha = _meta(N, n_teachers) if row["by_token"] else _meta(n_teachers)
         arguments = (_meta(*shape, dtype=row["ids"]), _meta(*shape), log_alpha, kappa)
         yield _name(row), partial(triton_mixture.teacher_mixture, *arguments, merge=row["merge"])
-
-
-def _product(architecture: int) -> Iterator[Case]:
-    """Yield cases with M models, including the reference, of M * kappa entries each."""
-    factors = {
-        "M": (2, 8),
-        "kappa": KAPPAS,
-        "ids": (torch.int32, torch.int64),
-        "by_token": (False, True),
-        "limits": (False, True),
-    }
-    main = [{"M": 3, "kappa": 16, "ids": torch.int32, "by_token": False, "limits": False}]
-    for row in _rows(main, pairwise(factors), architecture):
-        n_models, kappa = row["M"], row["kappa"]
-        shape = (N, n_models, min(n_models * kappa, triton_product.MAX_SUPPORT))
-        weights = _meta(N, n_models - 1) if row["by_token"] else _meta(n_models - 1)
-        clip, keep_raised = (4.0, 0.5) if row["limits"] else (math.inf, math.inf)
-        arguments = (_meta(*shape, dtype=row["ids"]), _meta(*shape), weights, kappa)
-        options = ProductOptions(n_models - 1, clip, keep_raised)
-        yield f"product-{_name(row)}", partial(triton_product.teacher_product, *arguments, options)
 
 
 def _loss(architecture: int) -> Iterator[Case]:

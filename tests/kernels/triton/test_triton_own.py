@@ -20,9 +20,8 @@ from smopd.kernels.reference import topk as reference
 from smopd.kernels.triton import advantages as triton_advantages
 from smopd.kernels.triton import loss as triton_loss
 from smopd.kernels.triton import mixture as triton_mixture
-from smopd.kernels.triton import product as triton_product
 from smopd.kernels.triton import topk as triton_topk
-from smopd.kernels.types import LossSettings, ProductOptions, TokenTerms
+from smopd.kernels.types import LossSettings, TokenTerms
 from tests.kernels.cases import LossCase, check_loss, kl_case, loss_case, run_loss
 from tests.kernels.triton.test_triton_large import Size, make
 
@@ -66,18 +65,6 @@ def test_teachers_further_apart_than_32_bits_reach(merge: bool, monkeypatch: pyt
     got = triton_mixture.teacher_mixture(far_ids, far_logps, log_alpha.to(DEVICE), 6, merge=merge)
     near = (far_ids.contiguous(), far_logps.contiguous(), log_alpha.to(DEVICE))
     assert backends.same(got, triton_mixture.teacher_mixture(*near, 6, merge=merge))
-
-
-@pytest.mark.parametrize("bad", [-1, -2, 2**32 + 5])
-def test_a_product_reads_no_more_than_its_lists(bad: int) -> None:
-    """31 entries of the 32 compared at a time; the memory after them holds 123."""
-    ids, memory = torch.arange(31).expand(1, 2, 31).clone(), torch.full((70,), 123.0)
-    ids[0, 0, 0] = bad
-    memory[:62] = -4.0
-    lists = ids.to(DEVICE), memory.to(DEVICE)[:62].view(1, 2, 31), torch.ones(1, device=DEVICE), 40
-    got = triton_product.teacher_product(*lists, ProductOptions(0, math.inf, math.inf))
-    assert got.ids_NS[0, :31].tolist() == [*range(1, 31), 0]
-    assert bool((got.logps_NS[0, :30] + math.log(30)).abs().max() < 1e-5)
 
 
 @pytest.mark.parametrize("bad", [-1, 300, 2**32 + 5])
