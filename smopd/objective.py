@@ -119,9 +119,8 @@ class Objective:
 
     def old_logps(self, student: Student, batch: Batch) -> Tensor | None:
         """Return the old log-probabilities (N,), or None if not needed; a collective call."""
-        if not self.needs_old_logps:
-            return None
-        return student.logps(batch.rollouts, self.settings.rollout.temperature)
+        temperature = self.settings.rollout.temperature
+        return student.logps(batch.rollouts, temperature) if self.needs_old_logps else None
 
     def signals(
         self, batch: Batch, rewards_RK: Tensor, old_logp_N: Tensor | None, scores: TeacherScores
@@ -213,22 +212,14 @@ def teacher_target(
     response_N = batch.response_N.to(device)
     own = opd.kappa  # with a union, followed by the other teachers' entries
     rewards_RM, low_M, high_M = teachers_rewards(settings, rewards_RK)
-    weights = log_alpha(
-        opd.gate,
-        topk.ids_NMS[:, :n_teachers, :own],
-        topk.logps_NMS[:, :n_teachers, :own],
-        failure(rewards_RM, low_M, high_M).to(device),
-        response_N,
-    )
-    product = None
+    top = (topk.ids_NMS[:, :n_teachers, :own], topk.logps_NMS[:, :n_teachers, :own])
+    weights = log_alpha(opd.gate, *top, failure(rewards_RM, low_M, high_M).to(device), response_N)
+    product, every = None, (topk.ids_NMS, topk.logps_NMS)
     if settings.merge.method == "product":
-        limits = opd.product
-        of_changes = change_weights(opd.gate, limits.weights, weights)
-        product = teacher_product(
-            topk.ids_NMS, topk.logps_NMS, of_changes, own, keep_raised=limits.protect_above
-        )
+        of_changes = change_weights(opd.gate, opd.product.weights, weights)
+        product = teacher_product(*every, of_changes, own, keep_raised=opd.product.protect_above)
     make = resolve(opd.target, MIXTURES)
-    made = None if make is None else make(topk.ids_NMS, topk.logps_NMS, weights, opd.kappa)
+    made = None if make is None else make(*every, weights, opd.kappa)
     return Target(topk, weights, low_M, high_M, product, made)
 
 
@@ -262,9 +253,8 @@ def token_weights(loss: Loss, lengths_R: Tensor) -> Tensor:
 def _teachers(target: Target | None, part: MiniBatch) -> dict[str, Tensor]:
     if target is None:
         return {}
-    product, made = target.product, target.made
-    if product is not None:
-        made = (product.ids_NS, product.logps_NS)
+    product = target.product
+    made = target.made if product is None else (product.ids_NS, product.logps_NS)
     if made is not None:
         return {"target_ids_NS": made[0][part.tokens], "target_logps_NS": made[1][part.tokens]}
     alpha = target.log_alpha

@@ -1,8 +1,8 @@
 """`smopd plan RECIPE --gpus 8 --gpu-memory 80`: estimate the memory of each run on each GPU.
 
-Reads model configs and loads no weights. Any setting of the recipe can be overridden, as for `smopd train`.
-Parameters, gradients, AdamW states, KV caches and vLLM engines (engine/vllm/memory.py) are exact. The memory
-of an update is an upper bound. Models of rewards are not counted. The estimates were not checked on a GPU.
+Reads model configs and loads no weights. Parameters, gradients, AdamW states, KV caches and vLLM engines
+(engine/vllm/memory.py) are exact. The memory of an update is an upper bound. Models of rewards are not
+counted. The estimates were not checked on a GPU.
 
 Exit status 0: every run fits; 1: a run does not fit; 2: invalid arguments.
 """
@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -28,13 +27,11 @@ from smopd.config.cli import Selection, read_options, read_settings
 from smopd.config.recipe import Mistakes
 from smopd.config.schedule import BASE, distils, needs_base, product_reference, weight_merge
 from smopd.config.settings import Settings
+from smopd.engine.models.sizes import ModelNumbers
+from smopd.engine.settings import Vllm
+from smopd.engine.vllm.memory import GIB, Gpu, engine_memory
 from smopd.names import is_url
 
-if TYPE_CHECKING:
-    from smopd.engine.models.sizes import ModelNumbers
-    from smopd.engine.settings import Vllm
-
-GIB = 1 << 30
 TABLE_WIDTH = 132  # characters, if the output is no terminal
 RUNNING = ("rollout", "teachers", "update")
 COLUMNS = ("start", *RUNNING)
@@ -236,8 +233,6 @@ class Plan:
 
     def _vllm(self, held: int) -> Iterator[Need]:
         """Count this run's vLLM engines in the order of their creation; `held`: bytes of the student then."""
-        from smopd.engine.vllm.memory import Gpu, engine_memory
-
         rollout, teachers = self.own.rollout, self.own.teachers
         wanted: dict[tuple[str, ModelNumbers], tuple[Vllm, str]] = {}
         if rollout.engine == "vllm" and not rollout.urls:

@@ -58,8 +58,6 @@ class Options(Selection):
 
 @dataclass(frozen=True, kw_only=True)
 class Command(Options):
-    """A validated command line."""
-
     settings: Settings
 
 
@@ -199,7 +197,6 @@ def _override(values: dict[str, Any], path: str, words: list[str], origin: dict[
 
 
 def _sections() -> str:
-    """Return one line per top-level section or setting."""
     about = {name: schemas()[name,]["description"] for name in Settings.model_fields}
     return "\n".join(f"  {name}: {text.splitlines()[0]}" for name, text in about.items())
 

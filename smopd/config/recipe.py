@@ -93,7 +93,6 @@ def _load(path: Path, chain: tuple[Path, ...]) -> Recipe:
 
 
 def builtin() -> dict[str, Path]:
-    """Return the paths of the built-in recipes by name."""
     folder = Path(str(importlib.resources.files("smopd") / "recipes"))
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
@@ -122,7 +121,6 @@ def _shown(path: Path) -> str:
 
 
 def _read(path: Path) -> Recipe:
-    """Read one YAML file without resolving `extends`."""
     file = _shown(path)
     origin: dict[Keys, str] = {}
     twice: list[str] = []

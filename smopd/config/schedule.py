@@ -39,7 +39,6 @@ class PlannedRun:
 
     @property
     def start(self) -> str:
-        """Description of the initial weights."""
         if self.merge is None:
             return self.init
         guarded = f", the best of {self.merge.choices()}" if self.merge.guard else ""
@@ -98,23 +97,13 @@ def plan(settings: Settings, part: Part = "all", only: tuple[str, ...] = ()) -> 
     runs = []
     if needs_base(settings) and part in ("all", "warm-start", "specialize", "train"):
         steps = settings.warm_start.steps if settings.warm_start else 0
-        done = is_done(settings, BASE)
-        runs.append(PlannedRun(BASE, "warm-start", init="model", weights={}, steps=steps, done=done))
+        runs.append(PlannedRun(BASE, "warm-start", "model", {}, steps, is_done(settings, BASE)))
     for name, run in settings.runs.items():
         if part not in ("all", run.stage) or (only and name not in only):
             continue
-        own = settings.resolved(name)
+        own, done = settings.resolved(name), is_done(settings, name)
+        weights = dict(zip((reward.name for reward in own.rewards), own.weights(name), strict=True))
+        teachers = tuple(each.model for each in own.teachers.models) if distils(own, name) else ()
         merge = weight_merge(own, name)
-        runs.append(
-            PlannedRun(
-                name,
-                run.stage,
-                init=run.init,
-                weights=dict(zip((reward.name for reward in own.rewards), own.weights(name), strict=True)),
-                steps=own.loop.steps,
-                done=is_done(settings, name),
-                teachers=tuple(each.model for each in own.teachers.models) if distils(own, name) else (),
-                merge=merge,
-            )
-        )
+        runs.append(PlannedRun(name, run.stage, run.init, weights, own.loop.steps, done, teachers, merge))
     return runs

@@ -339,7 +339,6 @@ class Merge(Section):
     """weights: null starts from the merge without trying others."""
 
     def choices(self) -> int:
-        """Return the number of candidate merges."""
         return math.prod(len(each.keep) * len(each.exclude) for each in self.models)
 
 
@@ -455,7 +454,6 @@ class Settings(Section):
         return Settings.model_validate(own)
 
     def weights(self, run_name: str) -> list[float]:
-        """Return the reward weights of a run."""
         return self.runs[run_name].reward_weights or [reward.weight for reward in self.rewards]
 
 

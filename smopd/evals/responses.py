@@ -71,24 +71,21 @@ def given_responses(given: str, suite: Suite, whole: Sequence[Item]) -> tuple[Su
     for number, row in read_lines(path):
         text = next((row[name] for name in TEXTS if name in row), None)
         if not isinstance(text, str):
-            raise ValueError(
-                f"{path}: line {number}: expected a string {' or '.join(TEXTS)}, got {sorted(row)}"
-            )
+            expected = f"a string {' or '.join(TEXTS)}"
+            raise ValueError(f"{path}: line {number}: expected {expected}, got {sorted(row)}")
         found.append(Response(extract_response(text), row.get("finished")))
         keys.append(row.get("key", row.get("id")))
     if not keys or not all(isinstance(key, str) for key in keys):
         if len(found) != len(whole):
-            raise ValueError(
-                f"{path}: expected {len(whole)} responses or a `key` on every line, got {len(found)} lines"
-            )
+            expected = f"{len(whole)} responses or a `key` on every line"
+            raise ValueError(f"{path}: expected {expected}, got {len(found)} lines")
         keys = [item.key for item in whole]
     by_key = dict(zip(keys, found, strict=True))
     if len(by_key) < len(keys):
         raise ValueError(f"{path}: expected each key once, got {len(keys) - len(by_key)} repeated")
     if unknown := by_key.keys() - {item.key for item in whole}:
-        raise ValueError(
-            f"{path}: {len(unknown)} keys are not in the suite, first {min(map(str, unknown))!r}"
-        )
+        first = min(map(str, unknown))
+        raise ValueError(f"{path}: {len(unknown)} keys are not in the suite, first {first!r}")
     chosen = [i for i, item in enumerate(suite.items) if item.key in by_key]
     if not chosen:
         raise ValueError(f"{path}: has no response to any of the {len(suite.items)} items")
@@ -141,14 +138,11 @@ def sampler(command: Evaluation, items: Sequence[Item]) -> Callable[[], list[Res
     longest = max(len(prompt) for prompt in prompts)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and longest + command.max_new_tokens > positions:
-        raise ValueError(
-            f"--max-new-tokens is {command.max_new_tokens}, expected at most {positions - longest}: "
-            f"the model has {positions} positions and the longest prompt {longest} tokens"
-        )
+        why = f"the model has {positions} positions and the longest prompt {longest} tokens"
+        expected = f"at most {positions - longest}: {why}"
+        raise ValueError(f"--max-new-tokens is {command.max_new_tokens}, expected {expected}")
     engine = _engine(command, end_ids, longest)
-    sampling = Sampling(
-        n=1, temperature=command.temperature, max_new_tokens=command.max_new_tokens, seed=command.seed
-    )
+    sampling = Sampling(1, command.temperature, max_new_tokens=command.max_new_tokens, seed=command.seed)
 
     def sample() -> list[Response]:
         rollouts = engine.generate(prompts, range(len(prompts)), sampling)
@@ -178,7 +172,7 @@ def _engine(command: Evaluation, end_ids: tuple[int, ...], longest: int) -> Roll
 
     if 0 < command.temperature < LOWEST_TEMPERATURE:
         raise ValueError(
-            f"--temperature is {command.temperature}, expected 0 or at least {LOWEST_TEMPERATURE} for vllm"
+            f"--temperature is {command.temperature}, expected 0 or {LOWEST_TEMPERATURE} or more"
         )
     engine_kwargs = {
         "dtype": str(dtype).removeprefix("torch."),

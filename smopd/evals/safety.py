@@ -56,7 +56,6 @@ class PreferenceOptions:
     can remove the response."""
 
     def scorer(self, **settings: Any) -> ScoreFunction:
-        """Return `preference_reward` with these options and `settings`."""
         from smopd.rewards.preference_model import preference_reward  # imports torch
 
         return partial(preference_reward, **asdict(self), **settings)

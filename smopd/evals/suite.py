@@ -145,7 +145,6 @@ class Evaluation:
         return {}
 
     def notes(self, suite: Any, summary: Mapping[str, float | None]) -> list[str]:
-        """Return lines to print below the table."""
         return []
 
     def check(self) -> None:

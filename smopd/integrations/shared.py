@@ -19,14 +19,11 @@ def require_host(package: str, first: str, before: str) -> str:
     try:
         installed = version(package)
     except PackageNotFoundError:
-        raise ImportError(
-            f"smopd.integrations needs {package}, which is not installed: pip install '{known}'"
-        ) from None
+        text = f"{package}, which is not installed: pip install '{known}'"
+        raise ImportError(f"smopd.integrations needs {text}") from None
     if not Version(first) <= Version(installed) < Version(f"{before}.dev0"):
-        raise ImportError(
-            f"smopd.integrations supports {known}; {package} {installed} is installed. "
-            f"pip install '{known}', or an smopd that supports {installed}"
-        )
+        text = f"{package} {installed} is installed. pip install '{known}', or another smopd"
+        raise ImportError(f"smopd.integrations supports {known}; {text}")
     return installed
 
 
@@ -39,10 +36,9 @@ def require_same_tokens(
     differing = sorted(token for token in compared if other.get(token) != own.get(token))
     if differing:
         token = differing[0]
-        raise ValueError(
-            f"teacher {teacher} has another tokenizer than the student: {token!r} is token "
-            f"{other.get(token)} of the teacher and {own.get(token)} of the student"
-        )
+        ids = f"{other.get(token)} of the teacher and {own.get(token)} of the student"
+        text = f"has another tokenizer than the student: {token!r} is token {ids}"
+        raise ValueError(f"teacher {teacher} {text}")
 
 
 def require_vocabulary(teachers: str, ids: Tensor, vocab_size: int) -> None:
@@ -51,10 +47,8 @@ def require_vocabulary(teachers: str, ids: Tensor, vocab_size: int) -> None:
         return
     low, high = torch.stack(torch.aminmax(ids)).tolist()
     if low < 0 or high >= vocab_size:
-        raise ValueError(
-            f"{teachers} has tokens {low} to {high}, expected ids in [0, {vocab_size}), the columns of the "
-            "student's logits: the teachers need the student's vocabulary, and the logits must not be sharded"
-        )
+        expected = f"ids in [0, {vocab_size}), the columns of the student's logits, which must be whole"
+        raise ValueError(f"{teachers} has tokens {low} to {high}, expected {expected}")
 
 
 def log_weights(weights: Sequence[float]) -> Tensor:

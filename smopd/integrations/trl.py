@@ -9,7 +9,7 @@ Shapes: B sequences, T completion tokens, N trained completion tokens, R respons
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +27,7 @@ from smopd.integrations.trl_mixture import (  # noqa: E402
     MixtureConfig,
     SeveralTeachers,
     completions_of,
+    option,
     require_config,
 )
 
@@ -37,7 +38,7 @@ __all__ = ["SMOPDDistillationConfig", "SMOPDDistillationTrainer", "SMOPDGRPOConf
 class SMOPDDistillationConfig(MixtureConfig, DistillationConfig):
     """Settings of TRL and of the mixture. `temperature` applies to student and teachers, as in TRL."""
 
-    beta: float = field(default=0.0, metadata={"help": "0, the forward KL: no other divergence is computed."})
+    beta: float = option(0.0, "0, the forward KL: no other divergence is computed.")
 
 
 class SMOPDDistillationTrainer(SeveralTeachers, DistillationTrainer):
@@ -92,30 +93,24 @@ def require_served(args: Any) -> None:
     chosen = args.advantage_estimator
     for name, default in (ONLY_OURS if chosen == "trl" else ONLY_TRLS).items():
         if (value := getattr(args, name)) != default:
-            raise ValueError(
-                f"{name} is {value!r}, expected {default!r}: advantage_estimator={chosen!r} has no use for it"
-            )
+            why = f"advantage_estimator={chosen!r} has no use for it"
+            raise ValueError(f"{name} is {value!r}, expected {default!r}: {why}")
     highest = 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
     if args.delta is not None and args.delta <= highest:
         raise ValueError(f"delta is {args.delta}, expected None or above 1 + epsilon_high = {highest}")
 
 
 def advantages_of(trainer: Any, batch: dict[str, Any], rewards_RK: Tensor) -> Tensor:
-    """Return the (R,) advantages of gdpo or gd2po."""
     mask_BT = batch["completion_mask"]
     lengths_B = (mask_BT * batch["tool_mask"] if "tool_mask" in batch else mask_BT).sum(1)
     per_prompt = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
     group_R = torch.arange(len(rewards_RK), device=rewards_RK.device) // per_prompt
-    options = {
-        "weights_K": trainer.reward_weights.to(rewards_RK.device),
-        "lengths_R": trainer.accelerator.gather(lengths_B),
-    }
-    if trainer.args.whiten != "default":
-        options["whiten"] = trainer.args.whiten
+    options: dict[str, Any] = {} if trainer.args.whiten == "default" else {"whiten": trainer.args.whiten}
+    options["weights_K"] = trainer.reward_weights.to(rewards_RK.device)
+    options["lengths_R"] = trainer.accelerator.gather(lengths_B)
     if trainer.args.advantage_estimator == "gdpo":
         return gdpo_advantages(rewards_RK, group_R, **options)
-    adv_R, _ = gd2po_advantages(rewards_RK, group_R, **options)
-    return adv_R
+    return gd2po_advantages(rewards_RK, group_R, **options)[0]
 
 
 @dataclass
@@ -124,17 +119,11 @@ class SMOPDGRPOConfig(MixtureConfig, GRPOConfig):
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]
 
-    opd_coef: float = field(default=1.0, metadata={"help": "lambda of Eq. 9."})
-    kl_temperature: float = field(default=1.0, metadata={"help": "Of both sides of the KL."})
-    advantage_estimator: str = field(
-        default="trl", metadata={"help": "trl: TRL's own; gdpo and gd2po use reward_weights."}
-    )
-    whiten: str | None = field(
-        default="default",
-        metadata={
-            "help": "gdpo and gd2po whiten over responses, tokens or nothing (None); "
-            "default: responses for gdpo, tokens for gd2po."
-        },
+    opd_coef: float = option(1.0, "lambda of Eq. 9.")
+    kl_temperature: float = option(1.0, "Of both sides of the KL.")
+    advantage_estimator: str = option("trl", "trl: TRL's own; gdpo and gd2po use reward_weights.")
+    whiten: str | None = option(
+        "default", "Over responses (default for gdpo), tokens (default for gd2po) or nothing (None)."
     )
 
 
@@ -146,10 +135,8 @@ class SMOPDGRPOTrainer(SeveralTeachers, GRPOTrainer):
         require_served(args)
         super().__init__(model, reward_funcs, args, **options)
         if self.aux_loss_enabled:
-            raise ValueError(
-                f"router_aux_loss_coef is {self.router_aux_loss_coef}, expected 0 for a mixture of experts: "
-                "the fused loss has no auxiliary loss"
-            )
+            expected = "0 for a mixture of experts: the fused loss has no auxiliary loss"
+            raise ValueError(f"router_aux_loss_coef is {self.router_aux_loss_coef}, expected {expected}")
         self.take_teachers(teacher_models)
 
     def _calculate_rewards(self, *rewarded: Any) -> Tensor:

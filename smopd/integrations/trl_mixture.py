@@ -28,26 +28,23 @@ from smopd.ops import LossSettings, LossStats, LossTokens, linear_smopd_loss, li
 logger = getLogger(__name__)
 
 
+def option(default: Any, text: str) -> Any:
+    """Return a field with a help text for TRL's command line."""
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass
 class MixtureConfig:
-    """How the teachers are loaded and mixed."""
-
-    kappa: int = field(default=16, metadata={"help": "Entries of each teacher and of their mixture."})
-    merge: bool = field(
-        default=True, metadata={"help": "Merge equal ids of the teachers (Eq. 5); false pools them (Eq. 6)."}
+    kappa: int = option(16, "Entries of each teacher and of their mixture.")
+    merge: bool = option(True, "Merge equal ids of the teachers (Eq. 5); false pools them (Eq. 6).")
+    tail: bool = option(True, "Add a bucket for all tokens outside the support: a true KL.")
+    teacher_weights: list[float] | None = option(  # noqa: RUF009  a field
+        None, "One per teacher, summing to 1; null: equal."
     )
-    tail: bool = field(
-        default=True, metadata={"help": "Add a bucket for all tokens outside the support: a true KL."}
+    teacher_model_init_kwargs: dict[str, Any] | str | None = option(  # noqa: RUF009  a field
+        None, "For teachers by path: dtype (default: the student's), revision, ..."
     )
-    teacher_weights: list[float] | None = field(
-        default=None, metadata={"help": "One per teacher, summing to 1; null: equal."}
-    )
-    teacher_model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "For teachers by path: dtype (default: the student's), revision, ..."}
-    )
-    chunk_bytes: int | None = field(
-        default=None, metadata={"help": "Limit in bytes of the logits held at a time."}
-    )
+    chunk_bytes: int | None = option(None, "Limit in bytes of the logits held at a time.")
 
 
 def require_config(args: Any, kind: type[Any]) -> None:
@@ -64,10 +61,8 @@ def require_readable(model: Any, name: str) -> None:
     Refused are models on several devices, with adapters of prompts or of the head, and with capped logits.
     """
     if len(devices := sorted({str(at) for at in (getattr(model, "hf_device_map", None) or {}).values()})) > 1:
-        raise ValueError(
-            f"{name} is split by its device_map over {', '.join(devices)}, expected one device: load it with "
-            "device_map=None, and use several GPUs through accelerate launch or torchrun"
-        )
+        expected = "one device: load it with device_map=None, and use several GPUs by accelerate launch"
+        raise ValueError(f"{name} is split by its device_map over {', '.join(devices)}, expected {expected}")
     logit_scale(model.config.get_text_config())
     adapters = getattr(model, "peft_config", {}).values()
     if any(config.is_prompt_learning for config in adapters):
@@ -100,10 +95,8 @@ def load_teacher(trainer: Any, teacher: Any) -> Any:
         require_same_tokens(own_tokens, tokenizer.get_vocab(), name, more=True)
     size, expected = teacher.config.get_text_config().vocab_size, 1 + max(own_tokens.values())
     if size < expected:
-        raise ValueError(
-            f"teacher {name} has a vocabulary of {size}, "
-            f"expected the student's, of {expected} tokens or padded above it"
-        )
+        student = f"the student's, of {expected} tokens or padded above it"
+        raise ValueError(f"teacher {name} has a vocabulary of {size}, expected {student}")
     require_readable(teacher, f"teacher {name}")
     if trainer.is_deepspeed_enabled:
         prepared = prepare_deepspeed(teacher, trainer.accelerator)
@@ -248,5 +241,4 @@ class SeveralTeachers:
 
 
 def base_of(model: Any) -> Any:
-    """Return the transformers model, unwrapped from peft."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -92,10 +92,8 @@ def require_unclamped(settings: Any) -> None:
     """Raise ValueError if verl's settings would clamp the KL or turn it into a reward."""
     for name, expected in {"loss_mode": LOSS_MODE, **UNCLAMPED}.items():
         if getattr(settings, name) != expected:
-            raise ValueError(
-                f"distillation_loss.{name} is {getattr(settings, name)!r}, expected {expected!r}: "
-                f"{LOSS_MODE} is a supervised KL without a clamp"
-            )
+            got, why = getattr(settings, name), f"{LOSS_MODE} is a supervised KL without a clamp"
+            raise ValueError(f"distillation_loss.{name} is {got!r}, expected {expected!r}: {why}")
 
 
 def rows(column: Tensor) -> Tensor:
@@ -207,10 +205,8 @@ def estimator(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
         settings, columns = config or {}, non_tensor_batch or {}
         keys = list(settings.get("gdpo_reward_keys") or ())
         if not keys or not columns.keys() >= set(keys):
-            raise ValueError(
-                f"{name}: algorithm.gdpo_reward_keys is {keys}, expected names that compute_score returns; "
-                f"this batch has {sorted(columns)}"
-            )
+            expected = f"names that compute_score returns; this batch has {sorted(columns)}"
+            raise ValueError(f"{name}: algorithm.gdpo_reward_keys is {keys}, expected {expected}")
         rewards_KR = np.array([list(columns[key]) for key in keys], dtype=np.float32)  # None becomes NaN
         rewards_RK = torch.from_numpy(rewards_KR.T.copy()).to(response_mask.device)
         groups = np.unique(list(index), return_inverse=True)[1]
@@ -218,14 +214,12 @@ def estimator(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
         lengths_R = response_mask.sum(-1)
         # v1 pads with copies without tokens, which have no weight when whitening over tokens.
         counted_R = (lengths_R > 0) | (options["whiten"] == "tokens")
-        more = dict(options)
+        more = options | {"lengths_R": lengths_R[counted_R]}
         if (weights := settings.get("gdpo_reward_weights")) is not None:
             more["weights_K"] = rewards_RK.new_tensor(list(weights))
         if advantages is gd2po_advantages and (snr := settings.get("gd2po_snr_threshold")) is not None:
             more["snr_threshold"] = snr
-        counted = advantages(
-            rewards_RK[counted_R], group_R[counted_R], lengths_R=lengths_R[counted_R], **more
-        )
+        counted = advantages(rewards_RK[counted_R], group_R[counted_R], **more)
         adv_R = rewards_RK.new_zeros(len(lengths_R))
         adv_R[counted_R] = counted[0] if isinstance(counted, tuple) else counted
         return adv_R[:, None] * response_mask, adv_R[:, None] * response_mask

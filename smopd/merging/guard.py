@@ -71,10 +71,8 @@ class Judged:
 
 def given(merge: Merge) -> list[Candidate]:
     """Return all combinations of the models' `keep` and `exclude`; one without a guard."""
-    choices = [
-        [Part(keep=keep, exclude=exclude) for keep, exclude in product(each.keep, each.exclude)]
-        for each in merge.models
-    ]
+    pairs = [product(each.keep, each.exclude) for each in merge.models]
+    choices = [[Part(keep=keep, exclude=exclude) for keep, exclude in each] for each in pairs]
     return [Candidate(_name(merge, parts), parts, merge.rule) for parts in product(*choices)]
 
 
@@ -193,15 +191,10 @@ class Starter:
         else:
             chosen = nearest(rows)
         if chosen.excess > 0 and distributed.rank() == 0:
-            log.warning(
-                "%s: every start loses more than max_regression; taking the one that loses least", self.folder
-            )
-        self._write(
-            chosen=chosen.candidate.name,
-            rollouts=guard.prompts * guard.samples,
-            weights=self.weights,
-            rows=[row.row() for row in rows],
-        )
+            text = "every start loses more than max_regression; taking the one that loses least"
+            log.warning("%s: %s", self.folder, text)
+        table = {"rollouts": guard.prompts * guard.samples, "weights": self.weights}
+        self._write(chosen=chosen.candidate.name, **table, rows=[row.row() for row in rows])
         return chosen.candidate
 
     def _scorer(self, guard: Guard) -> Callable[[Candidate], Rewards]:
@@ -210,14 +203,9 @@ class Starter:
         names = [reward.name for reward in settings.rewards]
         seed = settings.seed + SEED_OFFSET
         prompts = [self.prompts[i] for i in batch_indices(len(self.prompts), guard.prompts, 0, seed)]
-        sampling = Sampling(
-            n=guard.samples,
-            temperature=settings.rollout.temperature,
-            max_new_tokens=settings.rollout.max_new_tokens,
-            seed=seed,
-        )
-        tokenizer = load_tokenizer(self.vectors.base.path)
-        rewarder = Rewarder(self.pool, tokenizer, settings.scoring)
+        most, temperature = settings.rollout.max_new_tokens, settings.rollout.temperature
+        sampling = Sampling(guard.samples, temperature, max_new_tokens=most, seed=seed)
+        rewarder = Rewarder(self.pool, load_tokenizer(self.vectors.base.path), settings.scoring)
 
         def score(candidate: Candidate) -> Rewards:
             weights = self.vectors.merged(candidate.parts, candidate.method)

@@ -22,8 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from smopd.engine import distributed
-from smopd.engine.files import empty_partial, replace_folder
-from smopd.engine.student.checkpoint import write_manifest
+from smopd.engine.student.checkpoint import whole_folder
 from smopd.engine.weights.adapters import PREFIX, Adapter, read_adapter, same_place
 from smopd.engine.weights.architecture import architecture_of, weight_places
 from smopd.engine.weights.transport import on_cpu
@@ -101,8 +100,7 @@ class TaskVectors:
     def write(self, folder: Path, chosen: Sequence[Part], method: Method = "sum") -> None:
         """Write the merge to `folder` atomically, with the base's configs and shards; collective."""
 
-        def write() -> Path:
-            partial = empty_partial(folder)
+        def write(partial: Path) -> None:
             ignore = shutil.ignore_patterns(*NOT_COPIED)
             shutil.copytree(self.base.folder, partial, dirs_exist_ok=True, ignore=ignore)
             merged = self.merged(chosen, method)
@@ -110,13 +108,9 @@ class TaskVectors:
                 tensors = {name: on_cpu(value) for name, value in weights}
                 save_file(tensors, partial / file, metadata={"format": "pt"})
                 del tensors  # before the next file's
-            return partial
 
-        partial = distributed.on_rank0(write)
-        write_manifest(partial, {})
-        if distributed.rank() == 0:
-            replace_folder(partial, folder, flushed=True)
-        distributed.barrier()
+        with whole_folder(folder, {}) as partial:
+            distributed.on_rank0(lambda: write(partial))
 
 
 def combined(changes: Sequence[tuple[Tensor, Part]], method: Method) -> Tensor:
@@ -175,17 +169,13 @@ class ModelFiles:
         for name, shape in base.shapes.items():
             if name not in self.shapes:
                 raise ValueError(f"{self.path}: lacks the tensor {name}, which the base {base.path} has")
-            if self.shapes[name] != shape:
-                raise ValueError(
-                    f"{self.path}: {name} has shape {self.shapes[name]}, the base {base.path} has {shape}"
-                )
+            if (own := self.shapes[name]) != shape:
+                raise ValueError(f"{self.path}: {name} has shape {own}, the base {base.path} has {shape}")
         for name in self.shapes.keys() - base.shapes.keys():
             if name not in tied:
                 raise ValueError(f"{self.path}: has the tensor {name}, which the base {base.path} lacks")
             if not torch.equal(self.read(name), self.read(tied[name])):
-                raise ValueError(
-                    f"{self.path}: {name} differs from {tied[name]}, but the base {base.path} ties them"
-                )
+                raise ValueError(f"{self.path}: {name} differs from {tied[name]}, but the base ties them")
 
 
 class Lora:
@@ -210,9 +200,8 @@ class Lora:
                 for layer in sorted(names)
             }
         if tensors:
-            raise ValueError(
-                f"{self.path}: has the tensor {min(tensors)}, expected {_half('LAYER', 'A')} and lora_B"
-            )
+            expected = f"{_half('LAYER', 'A')} and lora_B"
+            raise ValueError(f"{self.path}: has the tensor {min(tensors)}, expected {expected}")
 
     def require_like(self, base: ModelFiles, tied: Mapping[str, str]) -> None:
         """Raise ValueError if this is not an adapter of the base."""
@@ -223,9 +212,7 @@ class Lora:
         for layer, (a_rD, b_Dr) in self.halves.items():
             expected, has = (len(b_Dr), a_rD.shape[1]), base.shapes.get(f"{layer}.weight", "no such tensor")
             if has != expected:
-                raise ValueError(
-                    f"{self.path}: adapts {layer}.weight as {expected}, the base {base.path} has {has}"
-                )
+                raise ValueError(f"{self.path}: adapts {layer}.weight as {expected}, the base has {has}")
 
     def change(self, name: str, base: Tensor) -> Tensor | None:
         halves = self.halves.get(name.removesuffix(".weight"))

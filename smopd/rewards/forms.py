@@ -51,6 +51,7 @@ class RewardFunction:
         takes_all = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
         named = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
         names = [each.name for each in named]
+        needed = {each.name for each in named if each.default is each.empty}
         verl = "solution_str" in names
         if not takes_all and not verl and "completions" not in names:
             raise BadSignature(f"{path}{signature} takes neither `completions` nor verl's `solution_str`")
@@ -63,11 +64,7 @@ class RewardFunction:
             function,
             kwargs,
             None if takes_all and not verl else frozenset(names),
-            [
-                each.name
-                for each in named
-                if each.default is each.empty and each.name not in own | kwargs.keys()
-            ],
+            [name for name in names if name in needed and name not in own | kwargs.keys()],
             verl,
             completions == "messages" or (completions is None and names[:1] == ["completions"]),
         )
@@ -100,13 +97,11 @@ class RewardFunction:
             return self.function(**{**accepted, **self.kwargs})
         except TypeError as error:
             if "string indices" in str(error):
-                raise TypeError(
-                    f"{error}; set `completions: messages` to get chat messages as TRL"
-                ) from error
+                text = "set `completions: messages` to get chat messages as TRL"
+                raise TypeError(f"{error}; {text}") from error
             raise
 
     def _each(self, given: dict[str, Sequence[Any]]) -> Any:
-        """Call verl's form once per response."""
         if "reward_model" in given:
             given.setdefault("ground_truth", [row["ground_truth"] for row in given["reward_model"]])
         names = [name for name in VERL if name in given and name in (self.accepts or ())]

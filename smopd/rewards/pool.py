@@ -132,9 +132,8 @@ class RewardWorker:
             self._call(pickle.dumps(loaded, 5), self.startup_seconds)
         except CallFailed as failed:
             self.end()
-            raise CallFailed(
-                "exception", f"reward {self.reward.name!r}: cannot load {self.reward.function!r}: {failed}"
-            ) from None
+            text = f"reward {self.reward.name!r}: cannot load {self.reward.function!r}: {failed}"
+            raise CallFailed("exception", text) from None
 
     def require_columns(self, columns: Sequence[str]) -> None:
         """Raise CallFailed if the function takes an argument that is no column."""
@@ -150,22 +149,19 @@ class RewardWorker:
         self._replies, child_writes = Pipe(duplex=False)
         ends = (child_reads.fileno(), child_writes.fileno())
         arguments = (*ends, os.getpid(), self.reward.function, self.memory_bytes)
-        with contextlib.ExitStack() as stack:
-            for end in (child_reads, child_writes):
-                stack.callback(end.close)
-            log_file = None
+        with child_reads, child_writes:
             if self.log_path:
                 self.log_path.touch(0o600)  # functions may print secrets
-                log_file = stack.enter_context(self.log_path.open("ab"))
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "smopd.rewards.worker", *map(str, arguments)],
-                stdin=subprocess.DEVNULL,
-                stdout=log_file or 2,
-                stderr=log_file or 2,
-                pass_fds=ends,
-                start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
+            with self.log_path.open("ab") if self.log_path else contextlib.nullcontext(2) as output:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "smopd.rewards.worker", *map(str, arguments)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=ends,
+                    start_new_session=True,
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                )
 
     def score(self, request: bytes, responses: int) -> WorkerScores:
         """Score a pickled request, twice if the first call fails; never raises for what the function did."""

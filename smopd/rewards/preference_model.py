@@ -69,10 +69,8 @@ def preference_reward(
     ]
     scorer = _scorer(model, device, url)
     if max_tokens > scorer.max_tokens:
-        raise ValueError(
-            f"preference_reward: max_tokens is {max_tokens}, expected at most {scorer.max_tokens}, "
-            f"the limit of {url or model}"
-        )
+        expected = f"at most {scorer.max_tokens}, the limit of {url or model}"
+        raise ValueError(f"preference_reward: max_tokens is {max_tokens}, expected {expected}")
     sequences = _encode(chats, _tokenizer(model, template), max_tokens, model, truncation_side)
     kept = [i for i, sequence in enumerate(sequences) if sequence]
     values: list[float | None] = [None] * len(chats)
@@ -84,9 +82,8 @@ def preference_reward(
 def _chat(prompt: Any, completion: str, index: int) -> Chat:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not messages or not all(isinstance(message, Mapping) for message in messages):
-        raise ValueError(
-            f"preference_reward: prompts[{index}] is {str(prompt)[:60]!r}, expected a text or chat messages"
-        )
+        got = f"prompts[{index}] is {str(prompt)[:60]!r}"
+        raise ValueError(f"preference_reward: {got}, expected a text or chat messages")
     started = messages[-1]["role"] == "assistant"  # the completion begins with this message
     return [*map(dict, messages[: len(messages) - started]), {"role": "assistant", "content": completion}]
 
@@ -133,7 +130,6 @@ def _tokenizer(model: str, template: str | None) -> PreTrainedTokenizerBase:
     if template is not None:
         tokenizer.chat_template = template
     if not tokenizer.chat_template:
-        raise ValueError(
-            f"preference_reward: the tokenizer of {model} has no chat template; expected one as `template`"
-        )
+        text = f"the tokenizer of {model} has no chat template; expected one as `template`"
+        raise ValueError(f"preference_reward: {text}")
     return tokenizer

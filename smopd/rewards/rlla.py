@@ -52,10 +52,8 @@ def format_reward(
     think occurs exactly once. The JSON is not parsed. Surrounding whitespace is ignored.
     """
     _check_truths("format_reward", ground_truth, len(completions))
-    return [
-        _format(completion.strip(), truth)
-        for completion, truth in zip(completions, ground_truth, strict=True)
-    ]
+    pairs = zip(completions, ground_truth, strict=True)
+    return [_format(completion.strip(), truth) for completion, truth in pairs]
 
 
 def accuracy_reward(
@@ -84,10 +82,8 @@ def accuracy_reward(
     low, high = score_range
     if not low < high:
         raise ValueError(f"accuracy_reward: score_range is ({low}, {high}), expected (lo, hi) with lo < hi")
-    return [
-        _accuracy(completion, truth, low, high)
-        for completion, truth in zip(completions, ground_truth, strict=True)
-    ]
+    pairs = zip(completions, ground_truth, strict=True)
+    return [_accuracy(completion, truth, low, high) for completion, truth in pairs]
 
 
 def _check_truths(function: str, ground_truth: Sequence[str], expected: int) -> None:

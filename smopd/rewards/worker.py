@@ -27,7 +27,6 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from select import poll
@@ -68,7 +67,7 @@ def main(argv: list[str]) -> None:
             else:
                 result = function(*request)
                 if inspect.isawaitable(result):
-                    result = loop.run_until_complete(_await(result))
+                    result = loop.run_until_complete(asyncio.ensure_future(result, loop=loop))
                 values = numbers(result)
             reply = json.dumps({"values": values})
         except BadSignature as error:
@@ -97,10 +96,6 @@ def _number(value: Any) -> float:
         with suppress(Exception):
             number = float(value)
     return number if math.isfinite(number) else math.nan
-
-
-async def _await(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
 
 
 def _fork(parent_pid: int, read_fd: int, write_fd: int) -> None:

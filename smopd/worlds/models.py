@@ -86,16 +86,13 @@ def qwen2_model(
     """
     kv_heads = heads if kv_heads is None else kv_heads
     intermediate_size = 3 * hidden_size if intermediate_size is None else intermediate_size
-    if min(layers, heads, kv_heads, intermediate_size, max_positions) < 1:
-        raise ValueError(
-            f"model: layers, heads, kv_heads, intermediate_size and max_positions are {layers}, {heads}, "
-            f"{kv_heads}, {intermediate_size} and {max_positions}, expected at least 1"
-        )
+    sizes = (layers, heads, kv_heads, intermediate_size, max_positions)
+    if min(sizes) < 1:
+        names = "layers, heads, kv_heads, intermediate_size and max_positions"
+        raise ValueError(f"model: {names} are {', '.join(map(str, sizes))}, expected at least 1")
     if hidden_size % heads or hidden_size // heads < MIN_HEAD_DIM:
-        raise ValueError(
-            f"model: hidden_size is {hidden_size}, expected a multiple of heads = {heads} "
-            f"of at least {MIN_HEAD_DIM * heads} ({MIN_HEAD_DIM} per head)"
-        )
+        expected = f"a multiple of heads = {heads} of at least {MIN_HEAD_DIM} per head"
+        raise ValueError(f"model: hidden_size is {hidden_size}, expected {expected}")
     if heads % kv_heads:
         raise ValueError(f"model: kv_heads is {kv_heads}, expected a divisor of heads = {heads}")
     config = Qwen2Config(

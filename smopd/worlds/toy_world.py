@@ -182,7 +182,6 @@ def in_sloppy_format(
 
 
 def _sloppy_call(task: _Task, rng: random.Random) -> tuple[str, list[str]]:
-    """Return the called tool and the pieces of the call's JSON."""
     tool, values = task.tool, dict(task.values)
     if rng.random() < WRONG_TOOL_RATE:
         tool = rng.choice([name for name in task.offered if name != task.tool])

@@ -16,15 +16,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import tyro
 
 from smopd.engine.files import write_atomically
 from smopd.evals.suite import PAPER, require_at_least
-
-if TYPE_CHECKING:
-    from openai import OpenAI
 
 Kind = Literal["yes", "no", "other_format", "failed"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -75,9 +72,7 @@ class JudgeSettings:
         if importlib.util.find_spec("openai") is None:
             raise ValueError(f"--judge.url: needs the package openai, install it with `{INSTALL}`")
         if self.key_variable and not os.environ.get(self.key_variable):
-            raise ValueError(
-                f"--judge.key-variable {self.key_variable}: expected an environment variable with a key"
-            )
+            raise ValueError(f"--judge.key-variable {self.key_variable}: no such environment variable")
         require_at_least(self, "--judge.", turns=1, max_tokens=1, concurrency=1, retries=0, timeout_seconds=1)
         try:
             fields = json.loads(self.extra)
@@ -137,7 +132,7 @@ class Judge:
             verdicts = dict(zip(different, found, strict=True))
         return [verdicts[text] for text in texts]
 
-    def _verdict(self, client: OpenAI, request: str) -> Verdict:
+    def _verdict(self, client: Any, request: str) -> Verdict:
         path = self.cache / f"{hashlib.sha256(request.encode()).hexdigest()}.json"
         text = _kept(path)
         with self._lock:
@@ -157,7 +152,7 @@ class Judge:
         return Verdict(judgment(text), text)
 
 
-def ask(client: OpenAI, request: dict[str, Any]) -> tuple[str | None, str]:
+def ask(client: Any, request: dict[str, Any]) -> tuple[str | None, str]:
     """Send a chat completion request; return (answer or refusal, ""), or (None, reason)."""
     from openai import APIError, APIStatusError
 

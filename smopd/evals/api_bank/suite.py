@@ -29,6 +29,11 @@ Outcome = Literal["exact", "wrong_arguments", "wrong_tool", "no_call"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 LEVELS = ("L1", "L2", "L3")
 FILES = {f"L{level}": f"level-{level}-api_processed.json" for level in (1, 2, 3)}
+TABLES: tuple[tuple[str, str, str, str, Sequence[str]], ...] = (
+    ("", "overall", "exact", "outcome", OUTCOMES),
+    ("judge_", "average", "correct", "verdict", KINDS),
+)
+"""Prefix, name of the total, score, kind and its values."""
 ApiCall = dict[str, Any]
 
 
@@ -88,22 +93,18 @@ def load_items(data: Path) -> list[Item]:
             answer = row.get("answer")
             calls = answer if isinstance(answer, list) else [answer]
             texts: dict[str, Any] = {role: row.get(role) for role in ("system", "user")}
-            if not (calls and all(map(_is_call, calls)) and all(isinstance(t, str) for t in texts.values())):
-                raise ValueError(
-                    f"{path}: row {index}: expected strings `system` and `user`, and calls as `answer`, "
-                    f"each with `name` and an object as `parameters`; got {str(row)[:200]}"
-                )
+            good = calls and all(isinstance(text, str) for text in texts.values())
+            if not good or not all(map(_is_call, calls)):
+                expected = "strings `system` and `user`, and calls as `answer`, with `name` and `parameters`"
+                raise ValueError(f"{path}: row {index}: expected {expected}; got {str(row)[:200]}")
             messages = tuple({"role": role, "content": text} for role, text in texts.items())
             items.append(Item(f"{level}-{index}", level, messages, calls))
     return items
 
 
 def _is_call(call: object) -> bool:
-    return (
-        isinstance(call, dict)
-        and isinstance(call.get("name"), str)
-        and isinstance(call.get("parameters"), dict)
-    )
+    named = isinstance(call, dict) and isinstance(call.get("name"), str)
+    return named and isinstance(call.get("parameters"), dict)
 
 
 class ApiBank(Suite):
@@ -139,33 +140,19 @@ class ApiBank(Suite):
     def summary(self, groups: Sequence[str], scores: Sequence[Scores]) -> dict[str, float | None]:
         """Return the columns, and the count of each outcome and verdict, in total and by level."""
         parts = {level: [s for g, s in zip(groups, scores, strict=True) if g == level] for level in LEVELS}
-        found = _shares(parts, scores, "", "exact", "outcome", OUTCOMES)
-        found["overall"] = found.pop("")
-        if self.judge is not None:
-            found |= _shares(parts, scores, "judge_", "correct", "verdict", KINDS)
-            found["judge_average"] = found.pop("judge_")
+        found: dict[str, float | None] = {}
+        for prefix, every, passed, kind, kinds in TABLES if self.judge is not None else TABLES[:1]:
+            for level, part in {**parts, every: scores}.items():
+                found[prefix + level] = (
+                    sum(bool(score[passed]) for score in part) / len(part) if part else None
+                )
+                for name in kinds:
+                    key = prefix + name if level == every else f"{prefix}{name}/{level}"
+                    found[key] = sum(score[kind] == name for score in part)
         return found
 
     def truths(self) -> list[str]:
         return [f"{TOOL_THINK}\n<tool_call>\n{_lines(item.truth)}\n</tool_call>" for item in self.items]
-
-
-def _shares(
-    parts: Mapping[str, Sequence[Scores]],
-    scores: Sequence[Scores],
-    prefix: str,
-    passed: str,
-    kind: str,
-    kinds: Sequence[str],
-) -> dict[str, float | None]:
-    """Return the share of scores that passed and the count of each kind, by level and over all."""
-    found: dict[str, float | None] = {}
-    for level, part in {**parts, "": scores}.items():
-        found[prefix + level] = sum(bool(score[passed]) for score in part) / len(part) if part else None
-        for name in kinds:
-            key = f"{prefix}{name}/{level}" if level else prefix + name
-            found[key] = sum(score[kind] == name for score in part)
-    return found
 
 
 def _lines(calls: Sequence[ApiCall]) -> str:

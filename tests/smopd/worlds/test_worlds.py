@@ -103,7 +103,7 @@ def test_world_model_is_its_seeds_and_loads_again(world, tmp_path):
             lambda: world_model(0, hidden_size=100, heads=3),
             "hidden_size is 100, expected a multiple of heads",
         ),
-        (lambda: world_model(0, layers=0), "max_positions are 0, 2, 2, 192 and 256, expected at least 1"),
+        (lambda: world_model(0, layers=0), "max_positions are 0, 2, 2, 192, 256, expected at least 1"),
         (lambda: world_model(0, kv_heads=3), "kv_heads is 3, expected a divisor of heads = 2"),
     ],
 )
