@@ -1,7 +1,4 @@
-"""Argument checks. An error names the operation, the argument, its value and what was expected.
-
-Ids are checked on a CPU only: elsewhere the check would synchronize.
-"""
+"""Argument checks. Ids are checked on a CPU only: elsewhere the check would synchronize."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The C++ backend: smopd._C (csrc/cpu) with the functions that every backend has.
-
-Logits are fp32, bf16 or fp16; log-probabilities and weights are passed as fp32.
-"""
+"""The C++ backend: smopd._C (csrc/cpu). Log-probabilities and weights are passed as fp32."""
 
 from __future__ import annotations
 

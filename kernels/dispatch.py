@@ -29,7 +29,7 @@ MODULES: dict[str, dict[str, str]] = {
     "loss_rows": {"reference": "reference.loss", "cpp": "cpp", "triton": "triton.loss"},
     "total_loss": {"reference": "reference.loss", "triton": "triton.totals"},
     "scale_": {"reference": "reference.loss", "triton": "triton.scale"},
-    "draw": {"reference": "reference.draw", "triton": "triton.draw"},
+    "draw": {"reference": "reference.topk", "triton": "triton.draw"},
     "advantages": {"reference": "reference.advantages", "triton": "triton.advantages"},
 }
 """Operation -> backend -> the module of smopd.kernels with the function of that name."""

@@ -109,7 +109,7 @@ def teacher_product(
 def _teacher_product(
     ids: Tensor, logps: Tensor, weights: Tensor, kappa: int, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    serve = dispatch.serving("teacher_product", logps, n_support=ids.shape[2])
+    serve = dispatch.serving("teacher_product", logps)
     product = serve(ids, logps, weights, kappa, ProductOptions(*options))
     return product.ids_NS, product.logps_NS, product.mass_N
 

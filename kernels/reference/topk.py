@@ -1,4 +1,4 @@
-"""Top-kappa, mixture and product in plain PyTorch.
+"""Top-kappa, sampling, mixture and product in plain PyTorch.
 
 Shapes: N tokens, V vocabulary, M teachers, S support entries (kappa), P pooled candidates.
 """
@@ -68,6 +68,15 @@ def _topk_lowest_ids(values_NV: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
     ids_NS = ids_NS[:, :kappa].sort(dim=-1).values
     top_NS, order_NS = values_NV.gather(-1, ids_NS).sort(dim=-1, descending=True, stable=True)
     return top_NS, ids_NS.gather(-1, order_NS)
+
+
+def draw(logits_RV: Tensor, temperature: float, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
+    logps_RV = (logits_RV.float() / temperature).log_softmax(-1)
+    cumulative_RV = logps_RV.double().exp().cumsum(-1)
+    total_R = cumulative_RV[:, -1]
+    aim_R = torch.minimum(uniform_R * total_R, total_R.nextafter(torch.zeros_like(total_R)))
+    token_R = torch.searchsorted(cumulative_RV, aim_R[:, None], right=True)[:, 0]
+    return token_R, logps_RV.gather(-1, token_R[:, None])[:, 0]
 
 
 def teacher_mixture(

@@ -1,4 +1,4 @@
-"""Sampling of one token per row (see reference/draw.py).
+"""Sampling of one token per row (see reference/topk.py).
 
 The first launch stores the maximum and the sum of exponentials of each part of a row. The second finds the
 part with the sampled token and reads only that again.

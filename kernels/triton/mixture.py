@@ -251,25 +251,19 @@ def unserved(op: str, tensor: Tensor, *, n_pooled: int) -> str | None:
     return None if n_pooled <= MAX_CANDIDATES else f"M * S is {n_pooled}, expected at most {MAX_CANDIDATES}"
 
 
-def mixture_of(n_rows: int, kappa: int, device: torch.device) -> Mixture:
-    """Allocate the results."""
-    ids_NS = torch.empty(n_rows, kappa, dtype=torch.int32, device=device)
-    logps_NS = torch.empty(n_rows, kappa, dtype=torch.float32, device=device)
-    return Mixture(ids_NS, logps_NS, torch.empty(n_rows, dtype=torch.float32, device=device))
-
-
-def emptied(mixture: Mixture) -> Mixture:
-    return Mixture(mixture.ids_NS.zero_(), mixture.logps_NS.fill_(-torch.inf), mixture.mass_N.zero_())
-
-
 def teacher_mixture(
     ids_NMS: Tensor, logps_NMS: Tensor, log_alpha: Tensor, kappa: int, *, merge: bool = False
 ) -> Mixture:
     n_rows, n_teachers, n_support = ids_NMS.shape
     n_pool = n_teachers * n_support
-    mixture = mixture_of(n_rows, kappa, ids_NMS.device)
-    if n_rows == 0 or kappa == 0 or n_pool == 0:
-        return emptied(mixture)
+    device, none = ids_NMS.device, n_rows == 0 or kappa == 0 or n_pool == 0
+    make = torch.zeros if none else torch.empty
+    ids_NS = make(n_rows, kappa, dtype=torch.int32, device=device)
+    logps_NS = make(n_rows, kappa, dtype=torch.float32, device=device)
+    mixture = Mixture(ids_NS, logps_NS, make(n_rows, dtype=torch.float32, device=device))
+    if none:
+        mixture.logps_NS.fill_(-torch.inf)
+        return mixture
     log_alpha_NM = log_alpha.expand(n_rows, n_teachers)
     log_p = max((n_pool - 1).bit_length(), MIN_LOG_P)
     log_k = min(max((kappa - 1).bit_length(), MIN_LOG_P), log_p)
