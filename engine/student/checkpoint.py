@@ -1,7 +1,4 @@
-"""Atomic checkpoints and exports: a killed process leaves a complete folder or none.
-
-Checksums detect accidents, not attacks: load only your own checkpoints (SECURITY.md).
-"""
+"""Atomic checkpoints and exports: a killed process leaves a complete folder or none."""
 
 from __future__ import annotations
 

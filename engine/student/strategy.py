@@ -34,10 +34,7 @@ class UnreadableState(ValueError):
 
 
 class Strategy(Protocol):
-    """Sharding of parameters, gradients and optimizer state. All methods are collective calls.
-
-    Gradients are summed over ranks and micro-batches, not averaged.
-    """
+    """Sharding of a policy in training. All methods are collective; gradients are summed, not averaged."""
 
     name: str
     """Name in checkpoints."""

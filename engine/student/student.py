@@ -84,6 +84,7 @@ class Student:
                 layer.forward = torch.compile(layer.forward)
         make = Fsdp2 if settings.strategy == "fsdp2" else DeepSpeedZero
         self.strategy: Strategy = make(policy, settings, device)
+        self.policy, self.model, self.optimizer = self.strategy.policy, model, self.strategy.optimizer
         trained = "all parameters" if self.lora is None else f"adapters of rank {self.lora.rank}"
         log.info(
             "student: %s on %d ranks, %s in fp32, computation in %s%s, attention: %s",
@@ -94,18 +95,6 @@ class Student:
             ", compiled layers" if settings.compile else "",
             self.layout.description,
         )
-
-    @property
-    def policy(self) -> Policy:
-        return self.strategy.policy
-
-    @property
-    def model(self) -> PreTrainedModel:
-        return self.policy.model
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self.strategy.optimizer
 
     def logps(self, rollouts: Sequence[Rollout], temperature: float, *, adapters: bool = True) -> Tensor:
         """Return (N,) fp32 log-probabilities of the tokens, or by a LoRA student's base; collective."""

@@ -187,7 +187,8 @@ def _make(
     _require_servable(settings)
     start, alone = time.perf_counter(), settings.placement == "process"
     # vLLM supports one sleeping engine per process.
-    sleeps = settings.sleep and _cuda() and (alone or not any(made.sleeps for made in _colocated()))
+    on_gpu = torch.cuda.is_available()
+    sleeps = settings.sleep and on_gpu and (alone or not any(made.sleeps for made in _colocated()))
     with restoring_process_state(engine_environment(settings)):
         import vllm
         from vllm import envs
@@ -195,7 +196,7 @@ def _make(
         envs.disable_envs_cache()  # an earlier engine enabled it
         arguments = _arguments(path, settings) | {"enable_sleep_mode": sleeps}
         memory = None
-        if _cuda():
+        if on_gpu:
             torch.cuda.empty_cache()
             asleep = sum(made.memory.asleep(made.asleep) for made in _engines.values() if made.memory)
             gpu = Gpu(*torch.cuda.mem_get_info(), asleep=asleep)
@@ -259,7 +260,9 @@ def _arguments(path: str, settings: Vllm) -> dict[str, Any]:
         "generation_config": "vllm",
         "use_tqdm_on_load": False,
     }
-    if not _cuda():
+    given = {name: value for name, value in settings.engine_kwargs.items() if value is not None}
+    if not torch.cuda.is_available():
+        given.pop("gpu_memory_utilization", None)
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
         # A seeded request whose prompt is split needs its random state reset, which a CPU's does not support.
         arguments["enable_chunked_prefill"] = False
@@ -270,15 +273,8 @@ def _arguments(path: str, settings: Vllm) -> dict[str, Any]:
         arguments["weight_transfer_config"] = {"backend": BACKEND}
     elif distributed.world_size() > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
-    given = {name: value for name, value in settings.engine_kwargs.items() if value is not None}
-    if not _cuda():
-        given.pop("gpu_memory_utilization", None)
     return arguments | given
 
 
 def _colocated() -> list[Engine]:
     return [made for made in _engines.values() if made.settings.placement == "colocated"]
-
-
-def _cuda() -> bool:
-    return torch.cuda.is_available()

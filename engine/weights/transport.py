@@ -52,10 +52,7 @@ def send(
     transport: WeightTransport,
     folder: str | Path | None = None,
 ) -> None:
-    """Send full tensors under their transformers names in parts, so that nobody holds a second copy.
-
-    folder: for "files", a folder that the engine sees; None: shared memory of this host.
-    """
+    """Send full tensors in parts: by files in `folder` (None: this host's shared memory), or inline."""
     if folder is None and SHARED_MEMORY.is_dir():
         folder = SHARED_MEMORY
     receiver.start_weight_update()
