@@ -134,11 +134,13 @@ class Objective:
 
     def advantages(self, batch: Batch, rewards_RK: Tensor, weights: list[float]) -> tuple[Tensor, Tensor]:
         """Return advantages (R,) and whether each response is kept (R,); a collective call."""
+        unknown = (math.nan, math.nan)
+        ranges = [each.range if isinstance(each.range, tuple) else unknown for each in self.settings.rewards]
         return resolve(self.settings.advantage.estimator, ESTIMATORS)(
             rewards_RK,
             batch.group_R,
             weights_K=rewards_RK.new_tensor(weights),
-            low_K=rewards_RK.new_tensor([_low(reward.range) for reward in self.settings.rewards]),
+            low_K=rewards_RK.new_tensor([low for low, _ in ranges]),
             lengths_R=batch.lengths_R,
             settings=self.settings.advantage,
             process_group=dist.group.WORLD,
@@ -263,10 +265,6 @@ def _teachers(target: Target | None, part: MiniBatch) -> dict[str, Tensor]:
         "teacher_logps_NMS": target.topk.logps_NMS[part.tokens],
         "log_alpha": alpha[part.tokens] if alpha.dim() > 1 else alpha,
     }
-
-
-def _low(bounds: tuple[float, float] | str | None) -> float:
-    return bounds[0] if isinstance(bounds, tuple) else math.nan
 
 
 def _least(values_RM: Tensor) -> Tensor:

@@ -1,7 +1,4 @@
-"""Error messages for invalid settings: one line per mistake, with file, line, and the closest valid name.
-
-Errors and help both read the JSON schema of `Settings`.
-"""
+"""Error messages for invalid settings, with file, line and the closest valid name; types for the help."""
 
 from __future__ import annotations
 

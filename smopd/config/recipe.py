@@ -64,10 +64,7 @@ for _name, _pattern in _RESOLVERS.items():
 
 
 def load(name: str) -> Recipe:
-    """Read a recipe (a built-in name or a YAML file) merged over those that it extends; raises Mistakes.
-
-    A run that is null removes the run of that name from the extended recipe.
-    """
+    """Read a recipe merged over those that it extends, of which null removes a run; raises Mistakes."""
     return _load(_find(name, Path()), ())
 
 
@@ -172,10 +169,7 @@ def dotted(keys: Keys) -> str:
 
 
 def parse_value(text: str) -> Any:
-    """Parse a command-line value as YAML: a number, true, null, a string, `[...]` or `{...}`.
-
-    Text that does not begin with a bracket or a quote has no special characters.
-    """
+    """Parse a command-line value as YAML; only a bracket or quote at its start makes characters special."""
     if text[:1] in tuple("[{\"'"):
         try:
             return yaml.load(text, _Loader)

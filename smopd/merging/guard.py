@@ -149,10 +149,7 @@ def nearest(rows: Sequence[Judged]) -> Judged:
 
 @dataclass(frozen=True)
 class Starter:
-    """Writes the initial weights of a run to its folder.
-
-    make_engine: makes an engine that samples from a full model of the base's architecture.
-    """
+    """Writes a run's initial weights. make_engine: samples from a model of the base's architecture."""
 
     settings: Settings
     merge: Merge

@@ -59,7 +59,9 @@ class TaskVectors:
 
     def __init__(self, base: str, models: Sequence[str], device: torch.device | str = "cpu"):
         self.base, self.device = ModelFiles(base), torch.device(device)
-        self._tied = tied_names(self.base)
+        with reading(base):  # names of tied tensors that the files omit -> the stored name
+            pairs = permutations(architecture_of(str(self.base.folder)).tied or (), 2)
+        self._tied = {name: other for name, other in pairs if name not in self.base.shapes}
         self.models: list[ModelFiles | Lora] = []
         for path in models:
             adapter = read_adapter(path)
@@ -224,13 +226,6 @@ class Lora:
 
 def _half(layer: str, half: str) -> str:
     return f"{PREFIX}{layer}.lora_{half}.weight"
-
-
-def tied_names(model: ModelFiles) -> dict[str, str]:
-    """Map the name of a tied tensor that the files omit to the stored name."""
-    with reading(model.path):
-        tied = architecture_of(str(model.folder)).tied or ()
-    return {name: other for name, other in permutations(tied, 2) if name not in model.shapes}
 
 
 def folder_of(path: str) -> Path:

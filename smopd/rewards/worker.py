@@ -2,12 +2,11 @@
 
     python -m smopd.rewards.worker READ WRITE PARENT FUNCTION BYTES
 
-READ and WRITE are inherited pipe ends (multiprocessing.connection); stdout belongs to the function. BYTES
-limits the address space, 0 does not. A message begins with a number of 8 bytes, which a reply repeats: late
-replies of an earlier call are recognized by it. Requests are pickle 5, because columns may hold dates, bytes
-or arrays. Replies are JSON, `{"values": [...]}` or `{"error": ...}`, so the parent never unpickles what a
-worker wrote. The first request has the arguments of `RewardFunction.load` after the path, all others are
-(prompts, completions, columns), or the names of all columns, to check that none is missing.
+READ and WRITE are inherited pipe ends (multiprocessing.connection); BYTES limits the address space, 0 does
+not. A message begins with a number of 8 bytes, which a reply repeats, so that late replies are recognized.
+Requests are pickle 5, because columns may hold dates, bytes or arrays: first the arguments of
+`RewardFunction.load` after the path, then (prompts, completions, columns), or the names of all columns.
+Replies are JSON, `{"values": [...]}` or `{"error": ...}`: the parent never unpickles what a worker wrote.
 
 The function runs in a child process. The process itself only waits, and kills everything the function
 started when the parent is gone. A thread could not: a function may never release the interpreter.

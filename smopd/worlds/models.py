@@ -1,7 +1,4 @@
-"""A small Qwen2 model with random weights and the tokenizer of the quickstart environment.
-
-It saves and loads as a Hugging Face checkpoint and runs in vLLM.
-"""
+"""A small Qwen2 model with random weights and the tokenizer of the quickstart environment."""
 
 from collections.abc import Sequence
 from typing import Any

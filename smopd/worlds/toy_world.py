@@ -130,10 +130,7 @@ def _draw_tasks(n: int, split: str, rng: random.Random) -> list[_Task]:
 
 
 def prompts(n: int, seed: int, split: str = "train") -> list[dict[str, str]]:
-    """Return n rows {"prompt", "ground_truth"}: a user message and the right answer in RLLA's form.
-
-    split: "train" or "heldout". The splits share no request for any seeds.
-    """
+    """Return n rows {"prompt", "ground_truth"} of "train" or "heldout", which share no request."""
     tasks = _draw_tasks(n, split, random.Random(f"toy_world prompts {split} {seed}"))
     return [{"prompt": task.prompt, "ground_truth": task.ground_truth} for task in tasks]
 
@@ -141,10 +138,7 @@ def prompts(n: int, seed: int, split: str = "train") -> list[dict[str, str]]:
 def demonstrations(
     n: int, seed: int, format_rate: float = 0.0003, split: str = "train"
 ) -> list[dict[str, str]]:
-    """Return n rows {"prompt", "completion", "ground_truth"}: prompts with sloppy answers to imitate.
-
-    format_rate: share of answers in the exact format; see `format_rates`.
-    """
+    """Return n rows with a "completion", of which the share format_rate has the exact format."""
     rates = format_rates(format_rate)
     rng = random.Random(f"toy_world demonstrations {split} {seed}")
     return [

@@ -14,6 +14,7 @@ import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -134,7 +135,10 @@ class Judge:
 
     def _verdict(self, client: Any, request: str) -> Verdict:
         path = self.cache / f"{hashlib.sha256(request.encode()).hexdigest()}.json"
-        text = _kept(path)
+        text: str | None = None
+        with suppress(OSError, ValueError, KeyError, TypeError):  # a file that cannot be read is ignored
+            kept = json.loads(path.read_text(encoding="utf-8"))["answer"]
+            text = kept if isinstance(kept, str) else None
         with self._lock:
             if text is not None:
                 self.cached += 1
@@ -183,12 +187,3 @@ def judgment(answer: str) -> Literal["yes", "no", "other_format"]:
             case "yes" | "no" as verdict:
                 return verdict
     return "other_format"
-
-
-def _kept(path: Path) -> str | None:
-    """Return the answer in a cache file, or None if it cannot be read."""
-    try:
-        text = json.loads(path.read_text(encoding="utf-8"))["answer"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return text if isinstance(text, str) else None
