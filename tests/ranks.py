@@ -1,34 +1,90 @@
-"""Run commands in new processes, with one rank or several under torchrun."""
+"""Run Python programs in forks of a process that has imported the trainer, as commands or as ranks."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 from tests.patience import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def torchrun(n: int) -> list[str]:
-    """Return the command that starts Python in `n` ranks."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)] if n > 1 else []
-    return [sys.executable, *launcher]
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["smopd.run.pipeline"])  # which takes seconds
+forks = partial(torch.multiprocessing.start_processes, start_method="forkserver")
+"""torch.multiprocessing.spawn in forks."""
 
 
 def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def on_ranks(n: int, *words: str, timeout: float = HANG_SECONDS) -> subprocess.CompletedProcess[str]:
-    """Run `python *words` in `n` ranks from the root of the checkout."""
-    return subprocess.run(
-        [*torchrun(n), *words],
-        env=environment(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+def _become(words: tuple[str, ...], variables: dict[str, str], cwd: Path, output: list[Path]) -> None:
+    """Become `python *words`."""
+    for descriptor, path in enumerate(output, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), descriptor)
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(cwd)
+    torch.set_num_threads(1)
+    if words[0] == "-m":
+        sys.argv[:], sys.path[:0] = words[1:], [str(cwd)]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:], sys.path[:0] = words, [str(Path(words[0]).parent)]
+        runpy.run_path(words[0], run_name="__main__")
+
+
+@contextmanager
+def forked(n: int, *words: str, cwd: Path, output: list[Path]) -> Iterator[list[BaseProcess]]:
+    """Start `python *words` in `n` forks, ranks as under torchrun if there are several; kill them at the end.
+
+    Appends their stdout and stderr to the two files `output`.
+    """
+    variables = [environment() for _ in range(n)]
+    if n > 1:
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        for rank, own in enumerate(variables):
+            own |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            own |= {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n), "TORCHELASTIC_RESTART_COUNT": "0"}
+            own |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
+            own["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    for path in output:
+        path.touch()
+    forks = [FORKS.Process(target=_become, args=(words, own, cwd, output)) for own in variables]
+    try:
+        for fork in forks:
+            fork.start()
+        yield forks
+    finally:
+        for fork in forks:
+            fork.kill()
+            fork.join()
+
+
+def on_ranks(n: int, *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run `python *words` in `n` forks until all have ended, or one has failed."""
+    deadline = time.monotonic() + HANG_SECONDS
+    with tempfile.TemporaryDirectory() as folder:
+        output = [Path(folder, "out"), Path(folder, "err")]
+        with forked(n, *words, cwd=cwd, output=output) as ranks:
+            status: int | None = None
+            while not status and (running := [rank.sentinel for rank in ranks if rank.is_alive()]):
+                wait(running, deadline - time.monotonic())
+                assert time.monotonic() < deadline, output[1].read_text()[-4000:]
+                status = next((rank.exitcode for rank in ranks if rank.exitcode), 0)
+        out, err = (path.read_text() for path in output)
+        return subprocess.CompletedProcess(words, status or 0, out, err)

@@ -9,6 +9,8 @@ Rank 0 saves the results to FOLDER/MODE.pt.
 from __future__ import annotations
 
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +78,13 @@ def assert_steps_of_one_process(folder: Path, mode: str, wrapped: str) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     for what, both in torch.load(folder / f"{mode}.pt").items():
         assert both["wrapped"] == wrapped
-        assert_same_steps(both, trained(what, folder / what, ranks=1))
+        assert_same_steps(both, of_one_process(what))
+
+
+@cache
+def of_one_process(what: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return trained(what, Path(folder), ranks=1)
 
 
 def assert_same_steps(both: dict[str, Any], one: dict[str, Any]) -> None:

@@ -16,8 +16,7 @@ import yaml
 
 from smopd.config.cli import parse
 from smopd.config.settings import merged
-from tests.patience import HANG_SECONDS
-from tests.ranks import ROOT, environment, torchrun
+from tests.ranks import ROOT, on_ranks
 
 WORLD = "smopd.worlds.toy_world:prompts"
 TINY: dict[str, Any] = {
@@ -69,22 +68,15 @@ def write_recipe(folder: Path, changes: dict[str, Any] | None = None, drop: tupl
     return path
 
 
-def command(recipe: Path | str, *arguments: str, ranks: int = 1) -> list[str]:
-    return [*torchrun(ranks), "-m", "smopd.train", str(recipe), *arguments]
+def command(recipe: Path | str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "smopd.train", str(recipe), *arguments]
 
 
 def train(
     recipe: Path | str, *arguments: str, ranks: int = 1, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command."""
-    return subprocess.run(
-        command(recipe, *arguments, ranks=ranks),
-        env=environment(),
-        cwd=cwd or Path(recipe).parent,
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
+    """Run the command in a process of its own, or in `ranks`."""
+    return on_ranks(ranks, "-m", "smopd.train", str(recipe), *arguments, cwd=cwd or Path(recipe).parent)
 
 
 def train_here(

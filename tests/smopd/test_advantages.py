@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from smopd.advantages import ESTIMATORS, RMS_FLOOR
 from smopd.config.settings import Advantage
+from tests.ranks import forks
 
 NAN = math.nan
 REWARDS = [
@@ -109,7 +110,7 @@ def _rank(rank, store, folder):
 
 
 def test_ranks_agree_with_one_process(tmp_path):
-    torch.multiprocessing.spawn(_rank, (tmp_path / "store", tmp_path), nprocs=3)
+    forks(_rank, (tmp_path / "store", tmp_path), nprocs=3)
     shares = [torch.load(tmp_path / f"{rank}.pt") for rank in range(3)]
     for name in NEW:
         expected = estimate(name, (0, 2, 1))[0]

@@ -12,7 +12,7 @@ import pytest
 import smopd
 from smopd.__main__ import COMMANDS, main
 from smopd.extra import TRAIN
-from tests.smopd.recipes import ROOT, environment
+from tests.ranks import ROOT, environment
 
 EACH = """
 import contextlib, io, sys

@@ -27,7 +27,8 @@ from tests.engine.tiny import assert_sampled_by, ragged_rollouts
 from tests.engine.vllm.served import ROLLOUTS, Process, serve, serving
 from tests.engine.vllm.vllm_worker import assert_followed, on_two_ranks
 from tests.patience import HANG_SECONDS
-from tests.smopd.recipes import command, environment, metric_lines, write_recipe
+from tests.ranks import environment
+from tests.smopd.recipes import command, metric_lines, write_recipe
 
 PROMPTS = [(5, 9, 11), (7,), (20, 21, 22, 23, 24, 25), (30, 31), (40,)]
 GROUPS = [3, 8, 9, 11, 40]

@@ -17,6 +17,7 @@ from smopd.kernels.types import AdvantageOptions
 from smopd.ops import gd2po_advantages, gdpo_advantages, grpo_advantages
 from tests.kernels import backends
 from tests.patience import HANG_SECONDS
+from tests.ranks import forks
 
 OPERATIONS = {"grpo": grpo_advantages, "gdpo": gdpo_advantages, "gd2po": gd2po_advantages}
 GENERATOR = torch.Generator().manual_seed(0)
@@ -78,4 +79,4 @@ def test_two_ranks_whiten_together(tmp_path: Path) -> None:
     backends.need("triton")
     if backends.GPU and torch.cuda.device_count() < 2:
         pytest.skip("two ranks take two GPUs")
-    torch.multiprocessing.spawn(rank_of_two, (str(tmp_path / "store"),), nprocs=2)
+    forks(rank_of_two, (str(tmp_path / "store"),), nprocs=2)

@@ -12,7 +12,7 @@ from smopd.config.cli import describe, parse, read_settings
 from smopd.config.recipe import builtin
 from smopd.config.settings import Settings
 from smopd.data.alpaca import prompt_row
-from tests.smopd.recipes import ROOT, environment
+from tests.ranks import ROOT, environment
 
 STEPS = {
     "rlla_qwen2.5_1.5b": ("Qwen/Qwen2.5-1.5B-Instruct", 150),

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.smopd.recipes import ROOT, environment
+from tests.ranks import ROOT, environment
 
 NAMESPACE = ["unshare", "--mount", *([] if os.getuid() == 0 else ["--user", "--map-root-user"])]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.patience import HANG_SECONDS
-from tests.smopd.recipes import TINY, command, environment, metric_lines, train, train_here, write_recipe
+from tests.ranks import forked
+from tests.smopd.recipes import TINY, metric_lines, train, train_here, write_recipe
 
 pytestmark = pytest.mark.slow
 
@@ -41,16 +42,15 @@ MOMENTS = {
 
 def signal_when(number: int, moment: Callable[[Path], bool], recipe: Path, folder: Path, log: Path) -> int:
     """Start the command, send it the signal at the moment, and return its exit status."""
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            command(recipe), env=environment(), cwd=recipe.parent, stdout=output, stderr=output
-        )
-    deadline = time.monotonic() + HANG_SECONDS
-    while not moment(folder):
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
-        time.sleep(0.002)
-    process.send_signal(number)
-    return process.wait(HANG_SECONDS)
+    words = ("-m", "smopd.train", str(recipe))
+    with forked(1, *words, cwd=recipe.parent, output=[log, log]) as (process,):
+        deadline = time.monotonic() + HANG_SECONDS
+        while not moment(folder):
+            assert process.is_alive() and time.monotonic() < deadline, log.read_text()[-4000:]
+            time.sleep(0.002)
+        os.kill(process.pid, number)
+        process.join(HANG_SECONDS)
+        return process.exitcode
 
 
 def assert_same_runs(found: Path, expected: Path, runs: tuple[str, ...] = RUNS) -> None:
@@ -114,25 +114,23 @@ def test_a_reward_that_ends_a_run_leaves_what_is_done(tmp_path, ranks, when, kep
     (tmp_path / "failing.py").write_text(FAILING.replace("WHEN", when))
     more = {
         "rewards": [{**TINY["rewards"][0], "function": "failing:accuracy"}, TINY["rewards"][1]],
-        "processes": ranks,
         "scoring": {"max_unscorable_share": 0.0},
         "checkpoint": {"every": 100},
         "evaluation": {"every": 2},
         "loop": {"steps": 4},
     }
     recipe, run = write_recipe(tmp_path, more, drop=("warm_start",)), "accuracy_teacher"
-    call = train_here if ranks == 1 else train
-    assert call(recipe, "--only", run).returncode == 0
+    assert train(recipe, "--only", run, ranks=ranks).returncode == 0
     expected = (tmp_path / "runs").rename(tmp_path / "expected") / "tiny"
     (tmp_path / "broken").touch()
-    ended = train(recipe, "--only", run)
+    ended = train(recipe, "--only", run, ranks=ranks)
     assert ended.returncode == 1 and "pipeline.py" not in ended.stderr, ended.stderr[-4000:]
     assert ended.stderr.count(f"step {kept} is done and saved; rerun to resume") == 1
     assert "the judge is gone" in ended.stderr and ended.stderr.count("\nerror: ") == 1
     folder = tmp_path / "runs/tiny"
     assert [path.name for path in (folder / run / "checkpoints").iterdir()] == [f"step_{kept:08d}"]
     (tmp_path / "broken").unlink()
-    assert call(recipe, "--only", run).returncode == 0
+    assert train(recipe, "--only", run, ranks=ranks).returncode == 0
     assert_same_runs(folder, expected, (run,))
 
 
