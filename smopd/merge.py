@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,53 +12,52 @@ from smopd import extra  # noqa: F401 reports missing packages
 import tyro
 
 
-@dataclass(frozen=True)
-class Options:
-    models: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """Folders or hub ids of models with safetensors files, or LoRA adapter folders."""
-    output: Path
-    """A new folder."""
-    base: str | None = None
-    """The model that the others were trained from. Default for adapters: their own base."""
-    method: Literal["sum", "ties", "ram"] = "sum"
-    """Per entry: add the task vectors (sum), average those with the majority sign (ties) or not 0 (ram)."""
-    scale: tuple[float, ...] = (1.0,)
-    """Scale of each task vector, or one for all."""
-    keep: tuple[float, ...] = (1.0,)
-    """Share of each tensor's changes to keep, largest first: one per model, or one for all."""
-    exclude: tuple[str, ...] = ("",)
-    """Regular expression of tensor names to leave unchanged: one per model, or one for all."""
-
-
 def main(argv: list[str] | None = None) -> int:
-    options = tyro.cli(Options, args=argv, prog="smopd merge", config=(tyro.conf.FlagCreatePairsOff,))
     try:
-        merge(options)
+        tyro.cli(merge, args=argv, prog="smopd merge", config=(tyro.conf.FlagCreatePairsOff,))
     except (ValueError, OSError) as error:
         print(f"smopd.merge: {error}", file=sys.stderr)
         return 2
-    print(f"wrote {options.output}")
     return 0
 
 
-def merge(options: Options) -> None:
-    """Write the merged model."""
-    n = len(options.models)
-    given = [each_of(name, getattr(options, name), n) for name in ("scale", "keep", "exclude")]
-    if wrong := [keep for keep in options.keep if not 0 < keep <= 1]:
+def merge(
+    models: Annotated[tuple[str, ...], tyro.conf.Positional],
+    output: Path,
+    base: str | None = None,
+    method: Literal["sum", "ties", "ram"] = "sum",
+    scale: tuple[float, ...] = (1.0,),
+    keep: tuple[float, ...] = (1.0,),
+    exclude: tuple[str, ...] = ("",),
+) -> None:
+    """Merge the weights of models with one base, without training.
+
+    Args:
+        models: Folders or hub ids of models with safetensors files, or LoRA adapter folders.
+        output: A new folder.
+        base: The model that the others were trained from. Default for adapters: their own base.
+        method: Per entry: add the task vectors (sum), average those with the majority sign (ties) or not 0
+            (ram).
+        scale: Scale of each task vector, or one for all.
+        keep: Share of each tensor's changes to keep, largest first: one per model, or one for all.
+        exclude: Regular expression of tensor names to leave unchanged: one per model, or one for all.
+    """
+    choices = {"scale": scale, "keep": keep, "exclude": exclude}
+    given = [each_of(name, values, len(models)) for name, values in choices.items()]
+    if wrong := [share for share in keep if not 0 < share <= 1]:
         raise ValueError(f"--keep: got {wrong[0]:g}, expected a share in (0, 1]")
-    if options.output.exists():
-        raise ValueError(f"--output: {options.output} exists, expected a new folder")
+    if output.exists():
+        raise ValueError(f"--output: {output} exists, expected a new folder")
 
     from smopd.engine.weights.adapters import read_adapter
     from smopd.merging.vectors import Part, TaskVectors
 
-    parts = [Part(*part) for part in zip(*given, strict=True)]
-    adapters = [found for path in options.models if (found := read_adapter(path)) is not None]
-    base = options.base or (adapters[0].base if adapters else None)
+    adapters = [found for path in models if (found := read_adapter(path)) is not None]
+    base = base or (adapters[0].base if adapters else None)
     if base is None:
         raise ValueError("--base: not given, expected the model that the others were trained from")
-    TaskVectors(base, options.models).write(options.output, parts, options.method)
+    TaskVectors(base, models).write(output, [Part(*part) for part in zip(*given, strict=True)], method)
+    print(f"wrote {output}")
 
 
 def each_of(name: str, values: tuple[Any, ...], n: int) -> tuple[Any, ...]:

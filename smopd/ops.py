@@ -32,25 +32,8 @@ from smopd.kernels.types import (
 )
 
 __all__ = [
-    "CLIP_DUAL",
-    "CLIP_HIGH",
-    "CLIP_LOG_RATIO",
-    "CLIP_LOW",
-    "CLIP_REVERSE_HIGH",
-    "CLIP_REVERSE_LOW",
-    "LossSettings",
-    "LossStats",
-    "LossTokens",
-    "Mixture",
-    "TopK",
-    "gd2po_advantages",
-    "gdpo_advantages",
-    "grpo_advantages",
-    "linear_smopd_loss",
-    "linear_topk_logprobs",
-    "smopd_loss",
-    "teacher_mixture",
-    "teacher_product",
-    "topk_forward_kl",
-    "topk_logprobs",
-]
+    "CLIP_DUAL", "CLIP_HIGH", "CLIP_LOG_RATIO", "CLIP_LOW", "CLIP_REVERSE_HIGH", "CLIP_REVERSE_LOW",
+    "LossSettings", "LossStats", "LossTokens", "Mixture", "TopK", "gd2po_advantages", "gdpo_advantages",
+    "grpo_advantages", "linear_smopd_loss", "linear_topk_logprobs", "smopd_loss", "teacher_mixture",
+    "teacher_product", "topk_forward_kl", "topk_logprobs",
+]  # fmt: skip
