@@ -50,6 +50,8 @@ class Run:
     recorder: Recorder
     reference: TeacherEngine | None = None
     """Reference policy of kl_ref."""
+    views: bool = False
+    """Whether to record token views."""
     stop: Stop = field(default_factory=Stop)
 
     @property
@@ -131,7 +133,7 @@ def optimise(run: Run) -> None:
                 progress.ahead = sampler.settle()
                 publish_weights(student, run.rollouts, version=progress.step)
 
-            if signals.target is not None and due(progress.step, views, settings):
+            if run.views and due(progress.step, views, settings):
                 run.recorder.view_tokens(result, student)
             evaluate(run, progress.step)
             stopped = run.stop.asked()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,14 @@ class JsonlLog:
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line, with null for NaN and infinities. Raises FullDisk if there is no room."""
-        text = json.dumps(_finite(record), allow_nan=False, default=str) + "\n"
         with room_for(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab") as file:
-                file.write(text.encode("ascii"))
+                file.write(_encoded(record))
+
+    def replace(self, records: Sequence[dict[str, Any]]) -> None:
+        """Write these lines instead of all others, atomically."""
+        write_atomically(self.path, b"".join(map(_encoded, records)))
 
     def flush(self) -> None:
         """Call fsync, if the file exists."""
@@ -65,6 +68,10 @@ class JsonlLog:
             if not isinstance(record, dict) or type(record.get("step")) is not int:
                 raise DamagedLog(f"{self.path}, line {number}: not an object with an integer `step`")
             yield raw, record
+
+
+def _encoded(record: dict[str, Any]) -> bytes:
+    return (json.dumps(_finite(record), allow_nan=False, default=str) + "\n").encode("ascii")
 
 
 def _finite(value: Any) -> Any:

@@ -23,7 +23,7 @@ from smopd.record.alarms import Watch
 from smopd.record.files import JsonlLog
 from smopd.record.metrics import Metrics
 from smopd.record.progress import Progress, say
-from smopd.record.token_view import SHOWN, token_records
+from smopd.record.token_view import SHOWN, add_teachers, part, token_records
 from smopd.record.trackers import TRACKERS, Tracker
 from smopd.step.batch import Batch
 from smopd.step.rewards import Rewards
@@ -127,17 +127,29 @@ class Recorder:
 
     def view_tokens(self, result: StepResult, student: Student) -> None:
         """Write the token view of the step's first samples, with the updated student; a collective call."""
-        opd, shown = self.settings.opd, result.batch.rollouts[: self.settings.log.samples_per_step]
-        found = student.topk(shown, SHOWN, opd.temperature)
-        target = result.signals.target
-        if not self.writes or target is None:
+        batch, target = result.batch, result.signals.target
+        shown = batch.rollouts[: self.settings.log.samples_per_step]
+        found = student.topk(shown, SHOWN, self.settings.kl_temperature)
+        if not self.writes:
             return
+        names = [teacher.model for teacher in self.settings.teachers.models] if target else []
         begin = 0
-        for rollout in shown:
-            tokens = slice(begin, begin := begin + len(rollout.response_ids))
-            records = token_records(self.tokenizer, rollout.response_ids, target, opd, found, tokens)
-            prompt = self.tokenizer.decode(list(rollout.prompt_ids))
-            self.tokens.write({"step": result.step, "prompt": prompt, "tokens": records})
+        for i, rollout in enumerate(shown):
+            own = slice(begin, begin := begin + int(batch.lengths_R[i]))
+            records = token_records(self.tokenizer, rollout, part(found, own))
+            if target is not None:
+                reference = target.product is not None
+                add_teachers(records, self.tokenizer, part(target.topk, own), reference=reference)
+            self.tokens.write(
+                {
+                    "step": result.step,
+                    "teachers": names,
+                    "prompt": batch.prompts[i].content,
+                    "prompt_ids": list(rollout.prompt_ids),
+                    "response_ids": rollout.response_ids.tolist(),
+                    "tokens": records,
+                }
+            )
 
     def record_evaluation(self, step: int, values: Mapping[str, float | None]) -> None:
         self.evaluated = step

@@ -1,72 +1,124 @@
-"""Token view: the top tokens of teachers and student at each position of a response.
+"""Token view: what each teacher and the student think of every token of a response.
 
-Shapes: N response tokens, T tokens of one response, M teachers, S entries per teacher, C = M * S candidates.
+Shapes: T tokens of one response, M models (the teachers, then the reference, if any), S entries each.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from smopd.config.settings import Opd
-from smopd.objective import Target
-from smopd.ops import TopK, teacher_mixture
+from smopd.engine.types import Rollout, TeacherTopK
+from smopd.ops import TopK
+from smopd.record.files import JsonlLog
 
 SHOWN = 5
 """Top tokens shown of each model."""
+CUT = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer decodes an incomplete character to."""
+Tops = TypeVar("Tops", TopK, TeacherTopK)
+Record = dict[str, Any]
+"""A token: `text`; if the policy sampled it, also `p` and `student`; with teachers, see `add_teachers`."""
 
 
-def target_shares(logps_NMS: Tensor, ids_NMS: Tensor, log_alpha: Tensor, kappa: int, merge: bool) -> Tensor:
-    """Return each teacher's share (N, M) of the target's mass; log_alpha is (M,) or (N, M)."""
-    shifted_NMS = logps_NMS.double() + log_alpha.double().expand(logps_NMS.shape[:2])[..., None]
-    shifted_NC, ids_NC = shifted_NMS.flatten(1), ids_NMS.flatten(1)
-    if merge:
-        target_NS = teacher_mixture(ids_NMS, logps_NMS, log_alpha, kappa, merge=True).ids_NS
-        kept_NC = (ids_NC[:, :, None] == target_NS[:, None, :]).any(-1)
-    else:
-        best_NS = shifted_NC.argsort(dim=-1, descending=True, stable=True)[:, :kappa]
-        kept_NC = torch.zeros_like(ids_NC, dtype=torch.bool).scatter_(-1, best_NS, True)
-    mass_NM = (shifted_NC.exp() * kept_NC).view_as(logps_NMS).sum(-1)
-    return mass_NM / mass_NM.sum(-1, keepdim=True).clamp(min=torch.finfo(mass_NM.dtype).tiny)
+def token_records(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, student: TopK) -> list[Record]:
+    """Return a record per response token, with the student's probability of it and its top tokens.
 
-
-def token_records(
-    tokenizer: PreTrainedTokenizerBase,
-    token_ids_T: Tensor,
-    target: Target,
-    opd: Opd,
-    student: TopK,
-    tokens: slice,
-) -> list[dict[str, Any]]:
-    """Return one record per token: `text`, `shares` by teacher, and pairs [text, probability] per model.
-
-    For a product, `changes` replaces `shares`: by how many nats each teacher raises the token.
-    `tokens` is the position of the response in the flat order of `target` and `student`.
+    `student` is about the tokens that the policy sampled: all, or those in the rollout's `loss_mask`.
     """
-    ids_TMS, logps_TMS = target.topk.ids_NMS[tokens].cpu(), target.topk.logps_NMS[tokens].cpu()
-    if target.product is None:
-        log_alpha = target.log_alpha.cpu()
-        log_alpha_T = log_alpha[tokens] if log_alpha.dim() == 2 else log_alpha
-        name = "shares"
-        by_teacher_TM = target_shares(logps_TMS, ids_TMS, log_alpha_T, opd.kappa, opd.target == "merged")
-    else:
-        name, by_teacher_TM = "changes", target.changes_NM[tokens].cpu()
-    ids_TS, logps_TS = student.ids_NS[tokens].cpu(), student.logps_NS[tokens].cpu()
-    records = []
-    for t, token in enumerate(token_ids_T.tolist()):
-        models = [_likely(tokenizer, *entries) for entries in zip(ids_TMS[t], logps_TMS[t], strict=True)]
-        record = {
-            "text": tokenizer.decode([token]),
-            name: [round(value, 3) for value in by_teacher_TM[t].tolist()],
-            "student": _likely(tokenizer, ids_TS[t], logps_TS[t]),
-        }
-        if target.product is not None:
-            record["reference"] = models.pop()
-        records.append(record | {"teachers": models})
+    mask = getattr(rollout, "loss_mask", None)
+    own = torch.ones(len(rollout.response_ids), dtype=torch.bool) if mask is None else mask
+    records: list[Record] = [{"text": text} for text in texts(tokenizer, rollout.response_ids.tolist())]
+    assert student.token_logp_N is not None
+    for n, t in enumerate(own.nonzero()[:, 0].tolist()):
+        top = _likely(tokenizer, student.ids_NS[n], student.logps_NS[n])
+        records[t] |= {"p": round(float(student.token_logp_N[n].exp()), 4), "student": top}
     return records
+
+
+def texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
+    """Return the text that each token adds to the response; a character's last token has all of it.
+
+    Decoded after the token before it, because some tokenizers drop the first token's space.
+    """
+    found, context, begin = [], 0, 0
+    for end in range(1, len(ids) + 1):
+        before, now = tokenizer.decode(ids[context:begin]), tokenizer.decode(ids[context:end])
+        complete = not now.endswith(CUT) or end == len(ids)
+        found.append(now[len(before) :] if complete else "")
+        if complete:
+            context, begin = begin, end
+    return found
+
+
+def add_teachers(
+    records: list[Record], tokenizer: PreTrainedTokenizerBase, topk: TeacherTopK, *, reference: bool
+) -> None:
+    """Add to each sampled token the teachers' top tokens and log-ratios.
+
+    A log-ratio is that of the teacher's probability of the token to the reference's, the last model of
+    `topk`, or without a reference to the mean of the teachers.
+    """
+    logp_TM = topk.token_logps_NM.double().cpu()
+    if reference:
+        ratio_TM = logp_TM[:, :-1] - logp_TM[:, -1:]
+    else:
+        ratio_TM = logp_TM - logp_TM.logsumexp(-1, keepdim=True) + math.log(logp_TM.shape[1])
+    sampled = [record for record in records if "student" in record]
+    for t, record in enumerate(sampled):
+        models = [
+            _likely(tokenizer, *entries) for entries in zip(topk.ids_NMS[t], topk.logps_NMS[t], strict=True)
+        ]
+        if reference:
+            record["reference"] = models.pop()
+        record["log_ratios"] = [round(value, 3) for value in ratio_TM[t].tolist()]
+        record["teachers"] = models
+
+
+def add_merged(
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    models: Sequence[str],
+    score: Callable[[str, list[Rollout]], TeacherTopK],
+) -> None:
+    """Add the merged models to lines of tokens.jsonl without teachers: a weight merge trains without them.
+
+    `score` returns the scores of one model.
+    """
+    log = JsonlLog(path)
+    lines = log.read()
+    due = [line for line in lines if not line["teachers"]]
+    if not due:
+        return
+    rollouts = [
+        Rollout(
+            prompt_ids=tuple(line["prompt_ids"]),
+            response_ids=torch.tensor(line["response_ids"]),
+            logps=torch.zeros(len(line["response_ids"])),
+            group=i,
+            finished=True,
+        )
+        for i, line in enumerate(due)
+    ]
+    scores = [score(model, rollouts) for model in models]
+    joined = {name: torch.cat([getattr(each, name) for each in scores], 1) for name in vars(scores[0])}
+    begin = 0
+    for line in due:
+        own = slice(begin, begin := begin + sum("student" in record for record in line["tokens"]))
+        add_teachers(line["tokens"], tokenizer, part(TeacherTopK(**joined), own), reference=False)
+        line["teachers"] = list(models)
+    log.replace(lines)
+
+
+def part(top: Tops, tokens: slice) -> Tops:
+    """Return the entries of some tokens."""
+    return type(top)(**{name: value[tokens] for name, value in vars(top).items()})
 
 
 def _likely(tokenizer: PreTrainedTokenizerBase, ids_S: Tensor, logps_S: Tensor) -> list[list[Any]]:

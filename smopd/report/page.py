@@ -14,10 +14,12 @@ from jinja2 import Environment, FileSystemLoader
 
 from smopd.engine.files import write_atomically
 from smopd.record.alarms import alarms_of
-from smopd.report.charts import COLOURS, Lines, colour, sections
+from smopd.report.charts import Lines, colour, sections
 from smopd.report.tables import Row, cell, heading
 
 SAMPLED_STEPS = 12  # ours: evenly spaced steps of a run whose samples are shown
+FAINTEST = 0.05  # ours: below, a token has no color
+UNLIKELY = 0.1  # ours: probability below which a token is marked
 Labels = Mapping[str, str]
 
 
@@ -102,7 +104,7 @@ def _phases(metrics: Mapping[str, Lines], labels: Labels) -> dict[str, Any]:
 
 
 def _views(report: Report, labels: Labels) -> Iterator[dict[str, Any]]:
-    """Return each recorded response, with a bar under each token for the teachers' shares."""
+    """Return each recorded response."""
     for run, lines in report.tokens.items():
         met: Counter[int] = Counter()
         for line in lines:
@@ -111,28 +113,30 @@ def _views(report: Report, labels: Labels) -> Iterator[dict[str, Any]]:
                 "title": f"{labels[run]}, step {line['step']}, response {met[line['step']]}",
                 "open": line is lines[-1],
                 "prompt": line["prompt"],
-                "tokens": [_token(token, report.teachers) for token in line["tokens"]],
+                "tokens": [
+                    _token(token, [labels.get(name, name) for name in line["teachers"]])
+                    for token in line["tokens"]
+                ],
             }
 
 
 def _token(token: Mapping[str, Any], teachers: Sequence[str]) -> dict[str, Any]:
-    changes = token.get("changes", [])
-    shares = [_moved(change) / len(changes) for change in changes] or token["shares"]
-    moves = [f" {_plain(change, '+.2f')}" for change in changes] or [""] * len(teachers)
-    named = [name + move for name, move in zip(teachers, moves, strict=True)]
-    at, bars = 0.0, []
-    for m, share in enumerate(share or 0.0 for share in shares):
-        bars.append(f"var(--k{m % COLOURS}) {at:.1f}% {at + 100 * share:.1f}%")
-        at += 100 * share
-    said = [*zip(named, token["teachers"], strict=True)]
-    said += [(name, token[name]) for name in ("reference", "student") if name in token]
-    bar = f"linear-gradient(90deg,{','.join(bars)})" if at > 0 else ""
-    return {"text": token["text"], "bar": bar, "said": said}
-
-
-def _moved(change: float | None) -> float:
-    """Map a change in nats to [0, 1); None is NaN in the file."""
-    return 0.0 if change is None else 1 - math.exp(-abs(change))
+    """Return the text, the models' top tokens, and the color of the teacher that favors the token most."""
+    ratios = token.get("log_ratios", [])
+    named = [f"{name} {_plain(ratio, '+.2f')}" for name, ratio in zip(teachers, ratios, strict=bool(ratios))]
+    models = [*zip(named, token.get("teachers", []), strict=True)]
+    models += [(name, token[name]) for name in ("reference", "student") if name in token]
+    ratio, best = max(((ratio or 0.0, m) for m, ratio in enumerate(ratios)), default=(0.0, 0))
+    # 1 - p_others / p_best, and for a product 1 - p_reference / p_best
+    largest = 1.0 if "reference" in token else 1 - 1 / max(len(ratios), 2)
+    strength = min(1.0, (1 - math.exp(-max(ratio, 0.0))) / largest)
+    return {
+        "text": token["text"],
+        "models": models,
+        "colour": colour(best) if strength >= FAINTEST else "",
+        "strength": f"{strength:.2f}",
+        "unlikely": (1.0 if token.get("p") is None else token["p"]) < UNLIKELY,
+    }
 
 
 def _by_step(lines: Lines) -> dict[int, list[Mapping[str, Any]]]:

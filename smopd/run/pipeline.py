@@ -19,20 +19,22 @@ from transformers.utils import logging as transformers_logging
 
 from smopd.config.cli import Command
 from smopd.config.schedule import BASE, PlannedRun, done_steps, is_done, needs_base, plan, product_reference
-from smopd.config.settings import Settings
+from smopd.config.settings import Merge, Settings
 from smopd.data.prompts import PromptSet
 from smopd.engine import distributed
 from smopd.engine.files import write_atomically
-from smopd.engine.local.teachers import held_already
-from smopd.engine.models.loading import load_tokenizer, require_exportable, stored_dtype
+from smopd.engine.local.teachers import held_already, load_teachers
+from smopd.engine.models.loading import describe, load_tokenizer, require_exportable, stored_dtype
 from smopd.engine.student.checkpoint import Checkpoints, export, require_whole, saved_steps
 from smopd.engine.student.optimizers import schedule
+from smopd.engine.types import Rollout, TeacherTopK
 from smopd.loop import Run, optimise
 from smopd.merging.guard import Starter
 from smopd.merging.vectors import TaskVectors
 from smopd.names import is_url, printable
 from smopd.record.progress import say
 from smopd.record.recorder import Recorder
+from smopd.record.token_view import SHOWN, add_merged
 from smopd.report.summary import summarise
 from smopd.rewards.pool import RewardPool, RewardSpec
 from smopd.run import build
@@ -179,6 +181,9 @@ def do_runs(context: RunContext, command: Command) -> None:
         else:
             train(context, run, inputs)
         gc.collect()
+    for run in planned:
+        if run.merge is not None and context.finished(run.name):
+            view_merged(context, run.name, run.merge)
     if inputs.held_out is not None:
         for name in dict.fromkeys([BASE, *(settings.runs if command.stage == "evaluate" else names)]):
             if name == BASE or context.finished(name):
@@ -236,11 +241,27 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
                 rewarder=Rewarder(context.pool, tokenizer, settings.scoring, window_steps),
                 checkpoints=Checkpoints(folder / "checkpoints", settings.checkpoint.keep),
                 recorder=recorder,
+                views=run.stage == "merge",
                 stop=context.stop,
             )
         )
     export(student, tokenizer, folder / "export", stored_dtype(path))
     mark_done(folder, {"steps": settings.loop.steps, "skipped_updates": student.skipped})
+
+
+def view_merged(context: RunContext, name: str, merge: Merge) -> None:
+    """Add the merged models' opinions to a token view; they are loaded one after the other, on rank 0."""
+    settings, path = context.settings.resolved(name), context.model_path(name)
+    vocabulary = describe(path)[0].get_text_config().vocab_size
+    dtype = getattr(torch, settings.teachers.dtype)
+
+    def score(model: str, rollouts: list[Rollout]) -> TeacherTopK:
+        teacher = context.teacher_path(model)
+        engine = load_teachers([teacher], settings.student, vocabulary, dtype, context.device)
+        return engine.score(rollouts, SHOWN, settings.kl_temperature)
+
+    file, models = context.folder / name / "tokens.jsonl", [each.model for each in merge.models]
+    distributed.on_rank0(lambda: add_merged(file, load_tokenizer(path), models, score))
 
 
 def reopen(settings: Settings, run: str, folder: Path) -> None:

@@ -1,15 +1,18 @@
-"""The token view: shares of the teachers, and the record of a token."""
+"""The token view: the text of each token, the student's view of it, and the teachers'."""
 
 from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from smopd.config.settings import Opd
 from smopd.engine.types import TeacherTopK
-from smopd.objective import Target
-from smopd.ops import Mixture, TopK
-from smopd.record.token_view import target_shares, token_records
+from smopd.ops import TopK
+from smopd.record.files import JsonlLog
+from smopd.record.token_view import add_merged, add_teachers, texts, token_records
 
 
 class Letters:
@@ -17,38 +20,62 @@ class Letters:
         return "".join(chr(97 + i) for i in ids)
 
 
-def test_pooled_keeps_the_largest_and_merged_joins_equal_ids() -> None:
-    ids = torch.tensor([[[1, 2], [2, 3]]])
-    logps = torch.tensor([[[0.5, 0.3], [0.4, 0.1]]]).log()
-    half = torch.tensor([0.5, 0.5]).log()
-    assert target_shares(logps, ids, half, 2, False).tolist()[0] == pytest.approx([5 / 9, 4 / 9])
-    # merged: id 2 has 0.35, id 1 has 0.25
-    assert target_shares(logps, ids, half, 2, True).tolist()[0] == pytest.approx([0.8 / 1.2, 0.4 / 1.2])
+class Bytes:
+    """Tokens are bytes, and the first token loses its space, as with sentencepiece."""
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode("utf-8", "replace").removeprefix(" ")
 
 
-def test_a_record_is_of_the_token_asked_for() -> None:
-    ids_NMS = torch.tensor([[[9, 9], [9, 9]], [[1, 2], [2, 3]]])
-    logps_NMS = torch.tensor([[[0.9, 0.1], [0.9, 0.1]], [[0.5, 0.3], [0.4, 0.0]]]).log()
-    topk = TeacherTopK(ids_NMS, logps_NMS, torch.zeros(2, 2))
-    log_alpha_NM = torch.tensor([[0.9, 0.1], [0.5, 0.5]]).log()
-    target = Target(topk, log_alpha_NM, torch.zeros(2), torch.ones(2))
-    student = TopK(torch.tensor([[9, 9], [4, 5]]), torch.tensor([[0.9, 0.1], [0.75, 0.25]]).log())
-    opd = Opd(kappa=2, target="merged")
-    (record,) = token_records(Letters(), torch.tensor([1]), target, opd, student, slice(1, 2))
-    assert record == {
-        "text": "b",
-        "shares": [0.667, 0.333],
-        "teachers": [[["b", 0.5], ["c", 0.3]], [["c", 0.4]]],  # without the empty slot
-        "student": [["e", 0.75], ["f", 0.25]],
-    }
+def teachers(*p_M: float, entries: int = 1) -> TeacherTopK:
+    """Return scores of one token, with equal top tokens of every model."""
+    ids = torch.arange(entries).expand(1, len(p_M), entries)
+    return TeacherTopK(ids, torch.full(ids.shape, 0.5).log(), torch.tensor([p_M]).log())
 
 
-def test_of_a_product_a_record_has_each_change() -> None:
-    ids, logps = torch.tensor([[[1, 2], [2, 1], [2, 3]]]), torch.full((1, 3, 2), 0.5).log()
-    topk = TeacherTopK(ids, logps, torch.tensor([[-0.5, -3.0, -1.0]]))
-    product = Mixture(ids[:, 0].int(), logps[:, 0], torch.ones(1))
-    target = Target(topk, torch.full((2,), 0.5).log(), torch.zeros(2), torch.ones(2), product)
-    student = TopK(torch.tensor([[4, 5]]), torch.tensor([[-0.1, -3.0]]))
-    (record,) = token_records(Letters(), torch.tensor([1]), target, Opd(kappa=2), student, slice(0, 1))
-    assert record["changes"] == [0.5, -2.0] and "shares" not in record
-    assert record["reference"] == [["c", 0.5], ["d", 0.5]] and len(record["teachers"]) == 2
+@pytest.mark.parametrize("text", ["plain words", " first space", "é and 日本語\n", "", "cut \udcff"])
+def test_texts_of_tokens_join_to_the_response(text: str) -> None:
+    ids = list(text.encode("utf-8", "surrogateescape"))
+    found = texts(Bytes(), ids)
+    assert len(found) == len(ids) and "".join(found) == Bytes().decode(ids)
+    assert found[:3] == (["", "é", " "] if text.startswith("é") else found[:3])
+
+
+def test_only_the_policys_tokens_have_models() -> None:
+    mask = torch.tensor([False, True])
+    rollout = SimpleNamespace(response_ids=torch.tensor([0, 1]), loss_mask=mask)
+    student = TopK(torch.tensor([[4, 5]]), torch.tensor([[0.75, 0.0]]).log(), torch.tensor([0.2]).log())
+    records = token_records(Letters(), rollout, student)
+    assert records == [{"text": "a"}, {"text": "b", "p": 0.2, "student": [["e", 0.75]]}]
+    add_teachers(records, Letters(), teachers(0.9, 0.3), reference=False)
+    assert "teachers" not in records[0]
+    assert records[1]["log_ratios"] == [round(math.log(0.9 / 0.6), 3), round(math.log(0.3 / 0.6), 3)]
+    assert records[1]["teachers"] == [[["a", 0.5]], [["a", 0.5]]]
+
+
+def test_a_product_compares_with_its_reference() -> None:
+    records = [{"text": "b", "student": []}]
+    add_teachers(records, Letters(), teachers(0.8, 0.1, 0.4), reference=True)
+    assert records[0]["log_ratios"] == [0.693, -1.386] and len(records[0]["teachers"]) == 2
+    assert records[0]["reference"] == [["a", 0.5]]
+
+
+def test_merged_models_are_added_once(tmp_path: Path) -> None:
+    log = JsonlLog(tmp_path / "tokens.jsonl")
+    for step in (1, 2):
+        token = {"text": "b", "p": 0.5, "student": [["b", 0.5]]}
+        log.write(
+            {"step": step, "teachers": [], "prompt_ids": [1], "response_ids": [step], "tokens": [token]}
+        )
+    asked = []
+
+    def score(model, rollouts):
+        asked.append((model, *(int(rollout.response_ids) for rollout in rollouts)))
+        ids, half = torch.zeros(2, 1, 1, dtype=torch.int32), torch.full((2, 1, 1), 0.5).log()
+        return TeacherTopK(ids, half, torch.tensor([[0.1], [0.5 if model == "one" else 0.1]]).log())
+
+    for _ in range(2):
+        add_merged(log.path, Letters(), ["one", "two"], score)
+    assert asked == [("one", 1, 2), ("two", 1, 2)]
+    ratios = [line["tokens"][0]["log_ratios"] for line in log.read()]
+    assert ratios == [[0.0, 0.0], [0.511, -1.099]]

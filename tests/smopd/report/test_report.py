@@ -21,7 +21,8 @@ COLUMNS = ["greedy/accuracy", "greedy/format"]
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 TOKEN = {
     "text": EVIL,
-    "shares": [0.25, 0.75],
+    "p": 0.05,
+    "log_ratios": [-1.0, 0.4],
     "teachers": [[[EVIL, 0.9]], [["b", 0.5], [EVIL + "\n", 0.25]]],
     "student": [["c", 0.125]],
 }
@@ -62,7 +63,7 @@ def test_report_is_self_contained_and_escapes_everything(tmp_path: Path) -> None
         settings_yaml=f"name: {EVIL}",
         metrics={EVIL: [{"step": 1, **line}, {"step": 2, **line}]},
         samples={EVIL: [{"step": 1, "prompt": EVIL, "response": EVIL + "\ud800", "rewards": {EVIL: 0.5}}]},
-        tokens={EVIL: [{"step": 2, "prompt": EVIL, "tokens": [TOKEN]}]},
+        tokens={EVIL: [{"step": 2, "teachers": [EVIL, "two"], "prompt": EVIL, "tokens": [TOKEN]}]},
         teachers=[EVIL, "two"],
     )
     page = Page(tmp_path / "report.html", report)
@@ -90,12 +91,16 @@ def test_report_draws_the_finite_values_of_each_run(tmp_path: Path) -> None:
     assert "step 5" in text and "one: 2 at step 5" in text
 
 
-def test_a_token_shows_whose_entries_its_target_holds(tmp_path: Path) -> None:
-    unknown = {"shares": [None, None], "student": [["c", None]]}  # NaN in the file
-    tokens = [TOKEN, {**TOKEN, "text": "\n", "shares": [0.0, 0.0]}, {**TOKEN, **unknown}]
-    views = {"one": [{"step": 4, "prompt": "p", "tokens": tokens}]}
-    page = Page(tmp_path / "report.html", Report("t", tokens=views, teachers=["A", "B"]))
-    assert "linear-gradient(90deg,var(--k0) 0.0% 25.0%,var(--k1) 25.0% 100.0%)" in page.source
-    assert page.source.count("--bar:") == 1, "an empty target has no bar"
-    for shown in ("c no number", "b 0.500", "c 0.125", "student", "↵"):
+def test_a_token_has_the_color_of_the_teacher_that_favors_it(tmp_path: Path) -> None:
+    unknown = {"log_ratios": [None, None], "student": [["c", None]]}  # NaN in the file
+    product = {"log_ratios": [0.4, -0.4], "reference": [["r", 0.5]], "p": 0.5}
+    tokens = [TOKEN, {**TOKEN, "text": "\n", "log_ratios": [0.0, 0.01]}, {**TOKEN, **unknown}]
+    tokens += [{**TOKEN, **product}, {"text": "the environment's"}]
+    views = {"one": [{"step": 4, "teachers": ["A", "B"], "prompt": "p", "tokens": tokens}]}
+    page = Page(tmp_path / "report.html", Report("t", tokens=views))
+    found = re.findall(r'class="token (c\d)( unlikely)?" tabindex=0 style="--s:([\d.]+)"', page.source)
+    share = 1 - math.exp(-0.4)
+    assert found == [("c1", " unlikely", f"{2 * share:.2f}"), ("c0", "", f"{share:.2f}")]
+    assert "class=given>the environment&#39;s<" in page.source
+    for shown in ("c no number", "b 0.500", "c 0.125", "student", "↵", "B +0.40", "r 0.500"):
         assert shown in page.seen

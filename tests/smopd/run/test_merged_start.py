@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from smopd.merging.guard import Starter
 from smopd.merging.vectors import Part, TaskVectors
+from smopd.record.files import JsonlLog
 from tests.smopd.recipes import metric_lines, train, train_here, write_recipe
 
 MERGE: dict[str, Any] = {
@@ -90,6 +91,8 @@ def test_a_guarded_start_is_the_best_of_its_table(place: Callable[..., tuple[Pat
     written = load_file(out / "student" / "start" / "model.safetensors")
     assert all(torch.equal(written[name], value) for name, value in vectors.merged(parts))
 
+    views = [line["tokens"] for line in JsonlLog(out / "student" / "tokens.jsonl").read()]
+    assert views and all(len(token["log_ratios"]) == 2 for tokens in views for token in tokens)
     page = (out / "report.html").read_text()
     assert f"{table['chosen']}: taken" in page and "18 rollouts of training prompts each" in page
     assert "base: lacks 100% of what format_teacher gained" in page
