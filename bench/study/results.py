@@ -18,19 +18,11 @@ from typing import Any, NamedTuple
 
 from bench.study.experiments import EXPERIMENTS
 from smopd.config.cli import read_settings
-from smopd.config.schedule import BASE
+from smopd.config.schedule import BASE, Steps, count_steps
 from smopd.engine.files import write_atomically
+from smopd.report.colours import PALETTE, assign
 
 KINDS = ("greedy", "sampled")
-
-
-class Steps(NamedTuple):
-    """Optimizer steps on rollouts: of a run itself, with those of all runs that it needs, and in sequence."""
-
-    own: int
-    total: int
-    wall_clock: int
-    """Steps that have to be taken one after the other; teachers train side by side."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +49,21 @@ class Result:
         """Of every run, by the settings that the job had."""
         runs: Mapping[str, Any] = self.settings["runs"]
         own = {name: _setting(self.settings, run, "loop")["steps"] for name, run in runs.items()}
-        needed: dict[str, set[str]] = {}
-        found: dict[str, Steps] = {}
+        needs = {name: _models(run.get("init")) for name, run in runs.items()}
         for name, run in runs.items():
-            direct = _models(run.get("init"))
             if run["stage"] == "merge":
-                direct |= {each["model"] for each in _setting(self.settings, run, "teachers")["models"]}
-            direct &= set(found)
-            needed[name] = direct.union(*(needed[other] for other in direct))
-            total = own[name] + sum(own[other] for other in needed[name])
-            longest = max((found[other].wall_clock for other in direct), default=0)
-            found[name] = Steps(own[name], total, own[name] + longest)
-        return found
+                needs[name] |= {each["model"] for each in _setting(self.settings, run, "teachers")["models"]}
+        return count_steps(own, needs)
+
+    @property
+    def colours(self) -> dict[str, str]:
+        """Of every run, as in the report."""
+        kinds = {}
+        for name, run in self.settings["runs"].items():
+            merges = run["stage"] == "merge"
+            method = _setting(self.settings, run, "merge").get("method", "weights")
+            kinds[name] = method if merges else run["stage"]
+        return {BASE: "black"} | {name: PALETTE[colour] for name, colour in assign(kinds).items()}
 
 
 def read(path: Path) -> Result:
@@ -211,7 +206,7 @@ def levels(path: Path, results: Sequence[Result]) -> None:
     for axes, kind in zip(panels, KINDS, strict=True):
         for place, run in enumerate(runs):
             known = [v for result in results if (v := result.value(run, f"{kind}/sum")) is not None]
-            axes.plot(known, [place] * len(known), "o", color="C0", alpha=0.6, markersize=4)
+            axes.plot(known, [place] * len(known), "o", color=first.colours[run], alpha=0.6, markersize=4)
         axes.set_xlabel(f"{kind} sum of rewards")
         axes.grid(alpha=0.2)
     labels = [first.labels[run] + steps.get(run, "") for run in runs]

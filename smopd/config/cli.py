@@ -59,6 +59,8 @@ class Options(Selection):
 @dataclass(frozen=True, kw_only=True)
 class Command(Options):
     settings: Settings
+    arguments: tuple[str, ...]
+    """As given."""
 
 
 def parse(argv: list[str]) -> Command:
@@ -82,7 +84,7 @@ def parse(argv: list[str]) -> Command:
             for text in mistakes.lines:
                 print(f"error: {text}", file=sys.stderr)
         raise SystemExit(2) from None
-    return Command(settings=settings, **vars(options))
+    return Command(settings=settings, arguments=tuple(argv), **vars(options))
 
 
 O = TypeVar("O", bound=Selection)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from smopd.config.settings import Merge, MergedModel, Settings
 
@@ -13,6 +14,30 @@ Part = Literal["all", "warm-start", "specialize", "merge", "train", "evaluate"]
 BASE = "base"
 USUAL = {"keep": [1.0, 0.5, 0.2, 0.05], "exclude": ["", "self_attn"], "max_regression": 0.5}
 """Ours: candidates of the guard if a recipe lists no models (docs/merging.md)."""
+
+
+class Steps(NamedTuple):
+    """Training steps of a run."""
+
+    own: int
+    total: int
+    """With those of all runs that it needs."""
+    wall_clock: int
+    """Steps one after the other, if teachers train in parallel."""
+
+
+def count_steps(own: Mapping[str, int], needs: Mapping[str, set[str]]) -> dict[str, Steps]:
+    """Return the steps of each run. `needs` has the runs that it is made from; others are ignored."""
+    needed: dict[str, set[str]] = {}
+    found: dict[str, Steps] = {}
+    for run, steps in own.items():
+        direct = needs[run] & set(found)
+        needed[run] = direct.union(*(needed[other] for other in direct))
+        total = steps + sum(own[other] for other in needed[run])
+        found[run] = Steps(
+            steps, total, steps + max((found[other].wall_clock for other in direct), default=0)
+        )
+    return found
 
 
 @dataclass(frozen=True)

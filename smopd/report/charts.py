@@ -1,92 +1,160 @@
-"""Line charts of the runs as inline SVG: one chart per metric, one color per run."""
+"""Line charts of the runs: what page.html needs to draw them as inline SVG."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
-COLOURS = 10
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 420, 180, 48, 10, 22
+from smopd.report.tables import heading
+
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 460, 250, 52, 12, 10, 40
 _POINTS = 200  # at most about, per line
+_DOTS = 12  # a line of at most so many points shows each
+_SMOOTHED = 20  # a curve of the overview averages 1/20 of its steps
+_PLANES = 3  # at most, of two rewards each
+TIME = "steps, with teachers trained in parallel"
 
 Lines = Sequence[Mapping[str, Any]]
 """Lines of a .jsonl file of a run."""
+Points = Sequence[tuple[float, float]]
 
 _SECTIONS = {
-    "rewards, mean of each step's rollouts": "reward/*/mean",
-    "held-out prompts, greedy": "greedy/*",
-    "distillation": (
-        "kl reverse_kl teacher_mass student_mass teacher_*/top_kappa_mass teacher_*/change opd_coef"
-    ),
-    "policy": "entropy grad_norm response/tokens/mean response/truncated rollout_mismatch kl_ref",
-    "groups whose rollouts all got the same reward": "reward/*/zero_variance_groups",
+    "Rewards of the sampled responses": {"reward/(.*)/mean": "{}"},
+    "Held-out prompts, greedy": {"greedy/([^/]*)": "{}"},
+    "Distillation": {
+        "kl": "KL to the teachers' target (nats)",
+        "reverse_kl": "reverse KL to the mixture (nats)",
+        "teacher_mass": "the target's probability of its tokens",
+        "student_mass": "the student's probability of the target's tokens",
+        "teacher_(.*)/top_kappa_mass": "{}: probability of its top tokens",
+        "teacher_(.*)/change": "{}: log-ratio to the reference (nats)",
+        "opd_coef": "lambda",
+    },
+    "Policy": {
+        "entropy": "entropy (nats)",
+        "grad_norm": "norm of the gradient",
+        "response/tokens": "length of a response (tokens)",
+        "response/truncated": "share of responses cut at the limit",
+        "rollout_mismatch": "trainer and rollout engine differ by (nats)",
+        "kl_ref": "KL to the initial policy (nats)",
+    },
+    "Groups whose responses all earned the same": {
+        "reward/(.*)/zero_variance_groups": "{} (share of groups)"
+    },
+    "Seconds per step": {"seconds/(.*)": "{} (seconds)"},
 }
-"""Title -> patterns of metric names."""
+"""Title -> regular expressions of metrics -> name of the chart; {} is what the group matched."""
 
 
-def colour(i: int) -> str:
-    """Return the CSS class of run or teacher `i`."""
-    return f"c{i % COLOURS}"
+def overview(
+    metrics: Mapping[str, Lines], rewards: Sequence[str], begins: Mapping[str, int]
+) -> Iterator[dict[str, Any]]:
+    """Yield the planes of two rewards, and the sum of rewards over time.
+
+    `begins` has the wall-clock step at which each run starts, after the runs that it needs.
+    """
+    keys = [f"reward/{name}/mean" for name in rewards]
+    curves = {run: rows for run, lines in metrics.items() if (rows := smoothed(lines, keys))}
+    for (i, right), (j, up) in [*combinations(enumerate(map(heading, rewards), 1), 2)][:_PLANES]:
+        plane = {run: [(row[i], row[j]) for row in rows] for run, rows in curves.items()}
+        yield from chart(f"{up} (up) against {right} (right)", right, plane, ends=True)
+    total = {
+        run: [(row[0] + begins.get(run, 0), sum(row[1:])) for row in rows] for run, rows in curves.items()
+    }
+    yield from chart("Sum of the rewards", TIME, total, marks={*begins.values()} - {0})
 
 
-def sections(metrics: Mapping[str, Lines]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Return title and figures of each section that is not empty."""
-    colours = {run: colour(i) for i, run in enumerate(metrics)}
-    keys = list(dict.fromkeys(key for lines in metrics.values() for line in lines for key in line))
+def smoothed(lines: Lines, keys: Sequence[str]) -> list[tuple[float, ...]]:
+    """Return the step and the mean of each metric over the last 1/20 of the steps."""
+    rows = [
+        (line["step"], *(line[key] for key in keys))
+        for line in lines
+        if all(_finite(line, key) for key in keys)
+    ]
+    window = math.ceil(len(rows) / _SMOOTHED)
     found = []
-    for title, patterns in _SECTIONS.items():
-        expressions = [pattern.replace("*", "[^/]*") for pattern in patterns.split()]
-        chosen = [key for expression in expressions for key in keys if re.fullmatch(expression, key)]
-        if figures := [drawn for key in chosen if (drawn := figure(key, metrics, colours))]:
-            found.append((title, figures))
+    for end in range(1, len(rows) + 1):
+        last = rows[max(0, end - window) : end]
+        steps, *columns = zip(*last, strict=True)
+        found.append((steps[-1], *(sum(column) / len(last) for column in columns)))
     return found
 
 
-def figure(key: str, metrics: Mapping[str, Lines], colours: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return the SVG content of one metric over all runs; None without a finite value."""
-    lines = {run: points for run, rows in metrics.items() if (points := _points(rows, key))}
-    everything = [point for points in lines.values() for point in points]
-    if not everything:
-        return None
-    first, last = min(step for step, _ in everything), max(step for step, _ in everything)
-    low, high = min(value for _, value in everything), max(value for _, value in everything)
-    width, height = _WIDTH - _LEFT - 8, _HEIGHT - _TOP - _BOTTOM
+def sections(
+    metrics: Mapping[str, Lines], begins: Mapping[str, int], teachers: Sequence[str]
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield title and charts of each section that is not empty. `teachers` are labels."""
+    keys = dict.fromkeys(key for lines in metrics.values() for line in lines for key in line)
+    for title, patterns in _SECTIONS.items():
+        charts = []
+        for pattern, name in patterns.items():
+            for match in filter(None, (re.fullmatch(pattern, key) for key in keys)):
+                of = "".join(match.groups())
+                of = dict(enumerate(teachers)).get(int(of), of) if name.startswith("{}:") else of
+                curves = {run: _points(lines, match[0], begins.get(run, 0)) for run, lines in metrics.items()}
+                charts += chart(heading(name.replace("{}", of)), TIME, curves)
+        if charts:
+            yield title, charts
 
-    def x(step: int) -> float:
-        return _LEFT + width * (step - first) / max(last - first, 1)
 
-    def y(value: float) -> float:
-        return _TOP + height * (1 - (value - low) / (high - low or 1.0))
-
-    ticks = [
-        (_LEFT - 4, round(y(low)), "end", f"{low:.3g}"),
-        (_LEFT, _HEIGHT - 6, "start", str(first)),
-        (_LEFT + width, _HEIGHT - 6, "end", f"step {last}"),
+def chart(
+    title: str,
+    x_title: str,
+    curves: Mapping[str, Points],
+    *,
+    ends: bool = False,
+    marks: set[int] | None = None,
+) -> list[dict[str, Any]]:
+    """Return the chart, or nothing without points. `ends`: dots at both ends of each curve."""
+    points = [point for each in curves.values() for point in each]
+    if not points:
+        return []
+    x_values, y_values = zip(*points, strict=True)
+    x_ticks, x = scale(x_values, _LEFT, _WIDTH - _RIGHT)
+    y_ticks, y = scale(y_values, _HEIGHT - _BOTTOM, _TOP)
+    return [
+        {
+            "title": title,
+            "x_title": x_title,
+            "curves": {run: each for run, each in curves.items() if each},
+            "size": (_WIDTH, _HEIGHT),
+            "box": (_LEFT, _TOP, _WIDTH - _RIGHT, _HEIGHT - _BOTTOM),
+            "x": x,
+            "y": y,
+            "x_ticks": x_ticks,
+            "y_ticks": y_ticks,
+            "marks": sorted(marks or ()),
+            "ends": ends,
+            "most_dots": _DOTS,
+        }
     ]
-    if high > low:
-        ticks.append((_LEFT - 4, round(y(high)) + 6, "end", f"{high:.3g}"))
-    return {
-        "key": key,
-        "width": _WIDTH,
-        "height": _HEIGHT,
-        "axis": f"M{_LEFT} {_TOP}V{_TOP + height}H{_LEFT + width}",
-        "ticks": ticks,
-        "lines": [
-            {
-                "colour": colours[run],
-                "points": " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points),
-                "title": f"{run}: {points[-1][1]:.4g} at step {points[-1][0]}",
-            }
-            for run, points in lines.items()
-        ],
-    }
 
 
-def _points(lines: Lines, key: str) -> list[tuple[int, float]]:
+def scale(values: Sequence[float], begin: float, end: float) -> tuple[list[float], Callable[[float], float]]:
+    """Return ticks that enclose the values, and the function that maps them from `begin` to `end`."""
+    found = ticks(min(values), max(values))
+    unit = (end - begin) / (found[-1] - found[0])
+    return found, lambda value: round(begin + unit * (value - found[0]), 1)
+
+
+def ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Return round values that enclose the range, about `most` of them."""
+    span = high - low or abs(high) or 1.0
+    power = 10.0 ** math.floor(math.log10(span / most))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power * most >= span * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, max(last, first + 1) + 1)]
+
+
+def _points(lines: Lines, key: str, begin: int) -> list[tuple[float, float]]:
     """Return (step, value) of about _POINTS finite values, including the last."""
-    points = [(line["step"], line[key]) for line in lines if isinstance(line.get(key), int | float)]
-    points = [(step, float(value)) for step, value in points if math.isfinite(value)]
+    points = [(begin + line["step"], float(line[key])) for line in lines if _finite(line, key)]
     every = math.ceil(len(points) / _POINTS) or 1
     return points[::every] + points[len(points) - 1 :] if every > 1 else points
+
+
+def _finite(line: Mapping[str, Any], key: str) -> bool:
+    return isinstance(line.get(key), int | float) and math.isfinite(line[key])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,8 @@ from jinja2 import Environment, FileSystemLoader
 
 from smopd.engine.files import write_atomically
 from smopd.record.alarms import alarms_of
-from smopd.report.charts import Lines, colour, sections
+from smopd.report.charts import Lines, overview, sections
+from smopd.report.colours import PALETTE, assign
 from smopd.report.tables import Row, cell, heading
 
 SAMPLED_STEPS = 12  # ours: evenly spaced steps of a run whose samples are shown
@@ -30,9 +31,16 @@ class Report:
     title: str
     caption: str = ""
     """An empty line begins a paragraph."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """Date, machine, command and the like."""
     rows: Sequence[Row] = ()
     columns: Sequence[str] = ()
+    rewards: Sequence[str] = ()
     settings_yaml: str = ""
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    """Stage of each run, or its method if it merges."""
+    begins: Mapping[str, int] = field(default_factory=dict)
+    """Wall-clock step at which each run starts."""
     metrics: Mapping[str, Lines] = field(default_factory=dict)
     samples: Mapping[str, Lines] = field(default_factory=dict)
     tokens: Mapping[str, Lines] = field(default_factory=dict)
@@ -40,16 +48,26 @@ class Report:
     merges: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """merge.json by run."""
     teachers: Sequence[str] = ()
+    """Models that teach, in the recipe's order."""
 
 
 def write_report(path: str | os.PathLike[str], report: Report) -> None:
-    names = {*report.metrics, *report.samples, *report.tokens, *report.merges, *report.changes}
-    labels = {run: run for run in names} | {row.run: row.label for row in report.rows}
+    named = {*report.metrics, *report.samples, *report.tokens, *report.merges, *report.changes}
+    taught = {name for lines in report.tokens.values() for line in lines for name in line["teachers"]}
+    labels = {name: name for name in (*named, *taught, *report.teachers)}
+    labels |= {row.run: row.label for row in report.rows}
+    kinds = dict(report.kinds) | dict.fromkeys(sorted(taught - set(report.kinds)), "specialize")
+    kinds |= {run: "train" for run in report.metrics if run not in kinds}
+    colours = assign(kinds)
     pages = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     pages.filters |= {"heading": heading, "visible": _visible, "plain": _plain}
     page = pages.get_template("page.html").render(
         report=report,
-        labels=[labels[run] for run in report.metrics],
+        labels=labels,
+        colours=colours,
+        baselines={run for run, kind in report.kinds.items() if kind == "train"},
+        palette=PALETTE,
+        best=_best(report),
         alarms=[
             f"{labels[run]}, step {step}: {advice}"
             for run, lines in report.metrics.items()
@@ -61,14 +79,23 @@ def write_report(path: str | os.PathLike[str], report: Report) -> None:
             for line in lines
         ],
         starts=list(_starts(report.merges, labels)),
-        sections=sections(report.metrics),
-        phases=_phases(report.metrics, labels),
-        tokens=list(_views(report, labels)),
+        overview=list(overview(report.metrics, report.rewards, report.begins)),
+        sections=list(sections(report.metrics, report.begins, [labels[name] for name in report.teachers])),
+        tokens=list(_views(report.tokens, labels, colours)),
         samples=[(labels[run], _by_step(lines)) for run, lines in report.samples.items() if lines],
         cell=cell,
-        colour=colour,
     )
     write_atomically(path, page.encode("utf-8", "replace"))
+
+
+def _best(report: Report) -> dict[str, set[str]]:
+    """Return the runs with the highest value of each column of rewards, to the digits that are shown."""
+    found = {}
+    for column in report.columns:
+        values = {row.run: row.values.get(column) for row in report.rows}
+        known = {run: round(v, 3) for run, v in values.items() if isinstance(v, float) and math.isfinite(v)}
+        found[column] = {run for run, value in known.items() if value == max(known.values())}
+    return found
 
 
 def _starts(merges: Mapping[str, Mapping[str, Any]], labels: Labels) -> Iterator[dict[str, Any]]:
@@ -81,49 +108,33 @@ def _starts(merges: Mapping[str, Mapping[str, Any]], labels: Labels) -> Iterator
             verdict = "taken" if each["name"] == found["chosen"] else each["out"] or ""
             values = {**each["rewards"], "weighted sum": each["score"]}
             rows.append(Row(": ".join(filter(None, [each["name"], verdict])), each["name"], values))
-        rollouts = f"{found['rollouts']} rollouts of training prompts each, before the first step."
+        about = f"{found['rollouts']} rollouts of training prompts each, before the first step."
         columns = [*found["weights"], "weighted sum"]
-        yield {"about": f"{labels[run]}, {rollouts}", "rows": rows, "columns": columns}
+        yield {"label": labels[run], "about": about, "rows": rows, "columns": columns}
 
 
-def _phases(metrics: Mapping[str, Lines], labels: Labels) -> dict[str, Any]:
-    """Return a table of the mean seconds of each phase of a step."""
-    rows = []
-    for run, lines in metrics.items():
-        timed = [line for line in lines if any(name.startswith("seconds/") for name in line)]
-        totals: dict[str, float] = defaultdict(float)
-        for line in timed:
-            for name, value in line.items():
-                if name.startswith("seconds/"):
-                    totals[name.removeprefix("seconds/")] += value or 0.0
-        if totals:
-            means = {name: total / len(timed) for name, total in totals.items()}
-            rows.append(Row(labels[run], run, means | {"all": sum(means.values())}))
-    columns = list(dict.fromkeys(name for row in rows for name in row.values if name != "all"))
-    return {"rows": rows, "columns": [*columns, "all"]}
-
-
-def _views(report: Report, labels: Labels) -> Iterator[dict[str, Any]]:
+def _views(
+    tokens: Mapping[str, Lines], labels: Labels, colours: Mapping[str, str]
+) -> Iterator[dict[str, Any]]:
     """Return each recorded response."""
-    for run, lines in report.tokens.items():
+    for run, lines in tokens.items():
         met: Counter[int] = Counter()
         for line in lines:
             met[line["step"]] += 1
+            teachers = [(labels[name], colours[name]) for name in line["teachers"]]
             yield {
                 "title": f"{labels[run]}, step {line['step']}, response {met[line['step']]}",
                 "open": line is lines[-1],
-                "prompt": line["prompt"],
-                "tokens": [
-                    _token(token, [labels.get(name, name) for name in line["teachers"]])
-                    for token in line["tokens"]
-                ],
+                "teachers": line["teachers"],
+                "prompt": _plain(line["prompt"]),
+                "tokens": [_token(token, teachers) for token in line["tokens"]],
             }
 
 
-def _token(token: Mapping[str, Any], teachers: Sequence[str]) -> dict[str, Any]:
+def _token(token: Mapping[str, Any], teachers: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """Return the text, the models' top tokens, and the color of the teacher that favors the token most."""
-    ratios = token.get("log_ratios", [])
-    named = [f"{name} {_plain(ratio, '+.2f')}" for name, ratio in zip(teachers, ratios, strict=bool(ratios))]
+    ratios, p = token.get("log_ratios", []), token.get("p")
+    named = [f"{name} {_plain(ratio, '+.2f')}" for (name, _), ratio in zip(teachers, ratios, strict=False)]
     models = [*zip(named, token.get("teachers", []), strict=True)]
     models += [(name, token[name]) for name in ("reference", "student") if name in token]
     ratio, best = max(((ratio or 0.0, m) for m, ratio in enumerate(ratios)), default=(0.0, 0))
@@ -133,9 +144,9 @@ def _token(token: Mapping[str, Any], teachers: Sequence[str]) -> dict[str, Any]:
     return {
         "text": token["text"],
         "models": models,
-        "colour": colour(best) if strength >= FAINTEST else "",
+        "colour": teachers[best][1] if strength >= FAINTEST else "",
         "strength": f"{strength:.2f}",
-        "unlikely": (1.0 if token.get("p") is None else token["p"]) < UNLIKELY,
+        "unlikely": p is not None and p < UNLIKELY,
     }
 
 
@@ -147,10 +158,12 @@ def _by_step(lines: Lines) -> dict[int, list[Mapping[str, Any]]]:
 
 
 def _plain(value: object, form: str = ".4g") -> str:
+    if isinstance(value, list):  # of chat messages
+        return "\n\n".join(map(_plain, value))
     if isinstance(value, dict):
         return ", ".join(f"{name} {_plain(part)}" for name, part in value.items())
     return "no number" if value is None else f"{value:{form}}" if isinstance(value, float) else str(value)
 
 
-def _visible(text: str) -> str:
-    return text.replace("\n", "↵") or "∅"
+def _visible(text: str, after_newline: str = "") -> str:
+    return text.replace("\n", f"↵{after_newline}") or "∅"

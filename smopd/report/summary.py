@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from smopd.config.recipe import write_yaml
-from smopd.config.schedule import BASE
+from smopd.config.schedule import BASE, count_steps, plan
 from smopd.config.settings import Settings
 from smopd.engine.files import write_atomically
 from smopd.record.files import JsonlLog
@@ -20,6 +22,7 @@ from smopd.report.tables import Row, table
 
 log = logging.getLogger(__name__)
 WIDTH = 132  # of the table, if the output is no terminal
+COSTS = ("steps", "total steps", "training time")
 
 
 def summarise(settings: Settings, folder: Path) -> None:
@@ -30,41 +33,89 @@ def summarise(settings: Settings, folder: Path) -> None:
         shown.print(table(rows, columns))
     results = {row.run: row.values for row in rows}
     write_atomically(folder / "results.json", json.dumps(results, indent=1).encode())
-
-    def lines(file: str) -> dict[str, list[dict[str, Any]]]:
-        found = {name: JsonlLog(folder / name / file).read() for name in settings.runs}
-        return {name: read for name, read in found.items() if read}
-
-    merges = {name: folder / name / "merge.json" for name in settings.runs}
-    labels = _labels(settings)
-    report = Report(
-        title=settings.name,
-        caption=settings.description,
-        rows=rows,
-        columns=columns,
-        settings_yaml=write_yaml(settings, public=True),
-        metrics=lines("metrics.jsonl"),
-        samples=lines("samples.jsonl"),
-        tokens=lines("tokens.jsonl"),
-        changes=lines("changes.jsonl"),
-        merges={name: json.loads(path.read_text()) for name, path in merges.items() if path.exists()},
-        teachers=[labels.get(teacher.model, teacher.model) for teacher in settings.teachers.models],
-    )
     try:
-        write_report(folder / "report.html", report)
+        write_report(folder / "report.html", report_of(settings, folder, rows, columns))
     except Exception:  # the results are already written
         log.exception("report.html could not be written")
     else:
         say(f"report: {folder / 'report.html'}")
 
 
-def _labels(settings: Settings) -> dict[str, str]:
-    return {BASE: "Base"} | {name: run.label or name for name, run in settings.runs.items()}
+def report_of(settings: Settings, folder: Path, rows: Sequence[Row], columns: Sequence[str]) -> Report:
+    """Return the report's content, from the files of a run directory."""
+
+    def lines(file: str) -> dict[str, list[dict[str, Any]]]:
+        found = {name: JsonlLog(folder / name / file).read() for name in settings.runs}
+        return {name: read for name, read in found.items() if read}
+
+    metrics = lines("metrics.jsonl")
+    seconds = {run: training_seconds(read) for run, read in metrics.items()}
+    runs = {run.name: run for run in plan(settings)}
+    needs = {name: {*run.starts, *run.teachers} for name, run in runs.items()}
+    steps = count_steps({name: runs[name].steps for name in settings.runs}, needs)
+    costs = {run: (at.own, at.total, duration(seconds.get(run, 0.0))) for run, at in steps.items()}
+    merges = {name: folder / name / "merge.json" for name in settings.runs}
+    return Report(
+        title=settings.name,
+        caption=settings.description,
+        facts=facts(settings, folder, sum(seconds.values())),
+        rows=[
+            Row(row.label, row.run, dict(zip(COSTS, costs.get(row.run, ()), strict=False)) | row.values)
+            for row in rows
+        ],
+        columns=[*COSTS, *columns],
+        rewards=[reward.name for reward in settings.rewards],
+        settings_yaml=write_yaml(settings, public=True),
+        kinds={name: kind(settings, name) for name in settings.runs},
+        begins={run: at.wall_clock - at.own for run, at in steps.items()},
+        metrics=metrics,
+        samples=lines("samples.jsonl"),
+        tokens=lines("tokens.jsonl"),
+        changes=lines("changes.jsonl"),
+        merges={name: json.loads(path.read_text()) for name, path in merges.items() if path.exists()},
+        teachers=[teacher.model for teacher in settings.teachers.models],
+    )
+
+
+def kind(settings: Settings, run: str) -> str:
+    """Return the stage of a run, or its method if it merges."""
+    stage = settings.runs[run].stage
+    return settings.resolved(run).merge.method if stage == "merge" else stage
+
+
+def training_seconds(lines: Sequence[Mapping[str, Any]]) -> float:
+    return sum(v or 0.0 for line in lines for name, v in line.items() if name.startswith("seconds/"))
+
+
+def duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+def facts(settings: Settings, folder: Path, seconds: float) -> dict[str, str]:
+    """Return when, where and how the newest command ran, from commands.jsonl."""
+    file = folder / "commands.jsonl"
+    found = {"Seed": str(settings.seed), "Training time of all runs": duration(seconds)}
+    if not file.exists():
+        return found
+    newest = json.loads(file.read_text().splitlines()[-1])
+    there = newest["environment"]
+    packages = [f"{name} {version}" for name, version in there["packages"].items() if version]
+    processes = f"{there['world_size']} process" + "es" * (there["world_size"] != 1)
+    where = there["accelerator"] or f"{there['cpus']} CPUs"
+    return {
+        "Date": f"{datetime.fromtimestamp(newest['time'], timezone.utc):%Y-%m-%d %H:%M} UTC",
+        **found,
+        "Commit": there["git"] or "not a checkout",
+        "Machine": f"{where}, {processes}, {there['machine']}",
+        "Versions": ", ".join([f"smopd {there['smopd']}", f"Python {there['python']}", *packages]),
+        "Command": newest.get("command", "not recorded"),
+    }
 
 
 def evaluated_rows(settings: Settings, folder: Path) -> list[Row]:
+    labels = {BASE: "Base"} | {name: run.label or name for name, run in settings.runs.items()}
     rows = []
-    for name, label in _labels(settings).items():
+    for name, label in labels.items():
         path = folder / name / "evaluation.json"
         if path.exists():
             values = json.loads(path.read_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -11,11 +12,11 @@ from rich.text import Text
 
 @dataclass(frozen=True)
 class Row:
-    """Results of a run. A missing value is shown as "-"."""
+    """Results of a run. A missing value is shown as "-", a fraction with three digits."""
 
     label: str
     run: str
-    values: dict[str, float]
+    values: dict[str, Any]
 
 
 def table(rows: Sequence[Row], columns: Sequence[str]) -> Table:
@@ -30,9 +31,11 @@ def table(rows: Sequence[Row], columns: Sequence[str]) -> Table:
 
 
 def heading(column: str) -> str:
-    """`greedy/format_pass` -> `greedy format pass`."""
-    return column.replace("/", " ").replace("_", " ")
+    """`greedy/format_pass` -> `Greedy format pass`."""
+    text = column.replace("/", " ").replace("_", " ")
+    return text[:1].upper() + text[1:]
 
 
 def cell(row: Row, column: str) -> str:
-    return f"{row.values[column]:.3f}" if column in row.values else "-"
+    value = row.values.get(column, "-")
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

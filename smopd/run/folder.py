@@ -9,9 +9,10 @@ import json
 import logging
 import os
 import platform
+import shlex
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from smopd.config.settings import Settings
 from smopd.engine import distributed
 from smopd.engine.files import room_for, write_atomically
 from smopd.engine.student.checkpoint import saved_steps
+from smopd.names import without_secrets
 from smopd.record.files import JsonlLog
 from smopd.record.progress import say
 
@@ -179,11 +181,17 @@ def _recomputed(settings: Settings, change: Change) -> str:
     return f" ({' and '.join(decays)} recomputed for {change.now} steps)" if decays else ""
 
 
-def write_settings(folder: Path, settings: Settings, inputs: Callable[[], Mapping[str, str]]) -> None:
+def write_settings(
+    folder: Path,
+    settings: Settings,
+    inputs: Callable[[], Mapping[str, str]],
+    arguments: Sequence[str] = (),
+) -> None:
     """Write the settings and environment, and warn about changed data or rewards; a collective call.
 
     config.yaml is of the newest command, environment.json of the first, commands.jsonl of all commands.
-    `inputs` returns the digest of each source's rows and of each reward's file.
+    `inputs` returns the digest of each source's rows and of each reward's file, `arguments` are those of
+    `smopd train`.
     """
     if distributed.rank() == 0:
         record_changes(folder, settings)
@@ -203,7 +211,8 @@ def write_settings(folder: Path, settings: Settings, inputs: Callable[[], Mappin
         if not (folder / "environment.json").exists():
             write_atomically(folder / "environment.json", json.dumps(here, indent=1).encode())
         values = flat(yaml.safe_load(write_yaml(settings, public=True)))
-        facts = {"inputs": now, "environment": here, "settings": values}
+        command = without_secrets(shlex.join(["smopd", "train", *arguments]))
+        facts = {"command": command, "inputs": now, "environment": here, "settings": values}
         with room_for(commands), commands.open("a") as file:
             file.write(json.dumps({"time": time.time(), **facts}) + "\n")
     distributed.barrier()

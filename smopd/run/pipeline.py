@@ -166,7 +166,7 @@ def do_runs(context: RunContext, command: Command) -> None:
             require_exportable(start)
     inputs = read_inputs(settings, tokenizer, demonstrations=base_due)
     context.pool.require_columns(inputs.columns)
-    write_settings(context.folder, settings, lambda: digests(settings, inputs))
+    write_settings(context.folder, settings, lambda: digests(settings, inputs), command.arguments)
     if distributed.rank() == 0:
         if newer := newer_than_tested():
             say(newer)

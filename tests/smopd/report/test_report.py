@@ -7,8 +7,12 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
+from smopd.config.schedule import count_steps
+from smopd.report.charts import ticks
+from smopd.report.colours import PALETTE, assign
 from smopd.report.page import Report, write_report
 from smopd.report.tables import Row, table
 
@@ -57,6 +61,8 @@ def test_report_is_self_contained_and_escapes_everything(tmp_path: Path) -> None
     line = {f"reward/{EVIL}/mean": 1.0, "kl": 0.1, "seconds/rollout": 2.0}
     report = Report(
         title=EVIL + "@BODY",
+        facts={EVIL: EVIL},
+        rewards=[EVIL],
         caption=EVIL + "\n\nsecond",
         rows=[Row(EVIL, EVIL, {EVIL: 1.0})],
         columns=[EVIL],
@@ -67,7 +73,7 @@ def test_report_is_self_contained_and_escapes_everything(tmp_path: Path) -> None
         teachers=[EVIL, "two"],
     )
     page = Page(tmp_path / "report.html", report)
-    assert page.seen.count(EVIL) >= 19
+    assert page.seen.count(EVIL) >= 24
     for tag, attributes in page.tags:
         assert tag != "script" and not attributes.keys() & {"src", "href", "onload"}
     assert POLICY in [attributes.get("content") for _, attributes in page.tags]
@@ -84,11 +90,65 @@ def test_report_draws_the_finite_values_of_each_run(tmp_path: Path) -> None:
     }
     report = Report("t", rows=ROWS, columns=COLUMNS, metrics=metrics)
     text = Page(tmp_path / "report.html", report).source
-    lines = dict(re.findall(r'<polyline class="(c\d)" points="([^"]*)"', text))
-    assert set(lines) == {"c0", "c1"}
-    (x0, y0), (x1, y1) = [tuple(map(float, point.split(","))) for point in lines["c0"].split()]
+    lines = polylines(text)
+    assert set(lines) == {"one: 2 at 5", "two: 1 at 1"}
+    (x0, y0), (x1, y1) = lines["one: 2 at 5"]
     assert x0 < x1 and y0 > y1
-    assert "step 5" in text and "one: 2 at step 5" in text
+
+
+def polylines(text: str) -> dict[str, list[tuple[float, ...]]]:
+    """Return the points of each curve by its title; of equal titles, the last."""
+    found = re.findall(r'<title>([^<]*)</title><polyline points="([^"]*)"', text)
+    return {name: [tuple(map(float, p.split(","))) for p in points.split()] for name, points in found}
+
+
+def test_a_run_is_drawn_after_the_runs_that_it_needs(tmp_path: Path) -> None:
+    steps = count_steps(
+        {"a": 4, "b": 6, "m": 3, "g": 9}, {"a": {"base"}, "b": {"base"}, "m": {"a", "b"}, "g": set()}
+    )
+    assert steps["m"] == (3, 13, 9) and steps["g"] == (9, 9, 9)
+    metrics = {
+        run: [
+            {"step": step, "reward/x/mean": 0.0, "reward/y/mean": float(step)}
+            for step in range(1, at.own + 1)
+        ]
+        for run, at in steps.items()
+    }
+    begins = {run: at.wall_clock - at.own for run, at in steps.items()}
+    text = Page(tmp_path / "r.html", Report("t", metrics=metrics, begins=begins, rewards=["x", "y"])).source
+    total, plane = (text.split("<figure>")[i] for i in (2, 1))
+    ends = {name[0]: points[-1][0] for name, points in polylines(total).items()}
+    assert ends["m"] == ends["g"] > ends["b"] > ends["a"]
+    assert len({x for points in polylines(plane).values() for x, _ in points}) == 1 and "g: 9 at 0" in plane
+
+
+def test_the_best_of_each_column_is_marked_as_shown(tmp_path: Path) -> None:
+    rows = [
+        Row("a", "a", {"steps": 9, "x": 0.7504}),
+        Row("b", "b", {"steps": 2, "x": 0.7496}),
+        Row("c", "c", {"x": math.nan}),
+    ]
+    page = Page(tmp_path / "r.html", Report("t", rows=rows, columns=["steps", "x"]))
+    assert re.findall(r"class=best>([^<]*)<", page.source) == ["0.750", "0.750"]
+    assert "9" in page.seen
+
+
+def test_a_method_has_the_same_color_in_every_recipe() -> None:
+    few = assign({"g": "train", "m": "weights"})
+    many = assign(
+        {"a": "specialize", "p": "published", "m": "weights", "q": "product", "g": "train", "h": "train"}
+    )
+    assert few.items() <= many.items() and len({*many.values()}) == len(many)
+    assert {*assign({str(i): "specialize" for i in range(30)}).values()} == {*PALETTE}
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(-3.0, 3.0), (0.0018, 0.9996), (0.0, 0.0), (81.0, 130.0), (5e-7, 6e-7), (-0.2, -0.1)]
+)
+def test_ticks_are_round_and_enclose_the_range(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert found[0] <= low and high <= found[-1] and 2 <= len(found) <= 8
+    assert all(len(f"{value:.6g}".strip("-0.")) <= 4 for value in found)
 
 
 def test_a_token_has_the_color_of_the_teacher_that_favors_it(tmp_path: Path) -> None:
@@ -98,9 +158,9 @@ def test_a_token_has_the_color_of_the_teacher_that_favors_it(tmp_path: Path) -> 
     tokens += [{**TOKEN, **product}, {"text": "the environment's"}]
     views = {"one": [{"step": 4, "teachers": ["A", "B"], "prompt": "p", "tokens": tokens}]}
     page = Page(tmp_path / "report.html", Report("t", tokens=views))
-    found = re.findall(r'class="token (c\d)( unlikely)?" tabindex=0 style="--s:([\d.]+)"', page.source)
+    found = re.findall(r'class="token (\w+)( unlikely)?" tabindex=0 style="--s:([\d.]+)"', page.source)
     share = 1 - math.exp(-0.4)
-    assert found == [("c1", " unlikely", f"{2 * share:.2f}"), ("c0", "", f"{share:.2f}")]
+    assert found == [("orange", " unlikely", f"{2 * share:.2f}"), ("blue", "", f"{share:.2f}")]
     assert "class=given>the environment&#39;s<" in page.source
     for shown in ("c no number", "b 0.500", "c 0.125", "student", "↵", "B +0.40", "r 0.500"):
         assert shown in page.seen

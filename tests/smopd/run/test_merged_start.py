@@ -94,6 +94,7 @@ def test_a_guarded_start_is_the_best_of_its_table(place: Callable[..., tuple[Pat
     views = [line["tokens"] for line in JsonlLog(out / "student" / "tokens.jsonl").read()]
     assert views and all(len(token["log_ratios"]) == 2 for tokens in views for token in tokens)
     page = (out / "report.html").read_text()
+    assert '"Total steps">14<' in page and "smopd train " in page
     assert f"{table['chosen']}: taken" in page and "18 rollouts of training prompts each" in page
     assert "base: lacks 100% of what format_teacher gained" in page
 
