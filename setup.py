@@ -128,7 +128,14 @@ setup(
     package_dir={f"smopd.{room}": room for room in ROOMS},
     packages=[*find_packages(include=["smopd", "smopd.*"]), *rooms()],
     package_data={
-        "smopd": ["py.typed", "**/*.yaml", "report/page.html", "evals/paper/*", "evals/bfcl/*.txt"]
+        "smopd": [
+            "py.typed",
+            "**/*.yaml",
+            "report/page.html",
+            "report/card.md",
+            "evals/paper/*",
+            "evals/bfcl/*.txt",
+        ]
     },
     ext_modules=found,
     cmdclass={"build_ext": BuildExtension, "sdist": SourceDistribution},

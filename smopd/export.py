@@ -1,4 +1,4 @@
-"""`smopd export RUN --output FOLDER`: write a checkpoint of a run as a model folder.
+"""`smopd export RUN --output FOLDER`: write a checkpoint of a run as a model folder, with a model card.
 
 RUN is the folder of a run, such as runs/quickstart/smopd. The model is that of the newest checkpoint, of
 `--step N`, or of the kept checkpoint with the best value of a metric (`--best greedy/sum`).
@@ -53,6 +53,7 @@ def export_checkpoint(options: Options) -> int:
     from smopd.engine import distributed
     from smopd.engine.models.loading import load_tokenizer, stored_dtype
     from smopd.engine.student.checkpoint import Checkpoints, export, saved_steps
+    from smopd.report.card import write_card
     from smopd.run import build
     from smopd.run.base import model_path
 
@@ -79,6 +80,7 @@ def export_checkpoint(options: Options) -> int:
         student = build.student(own, path, device)
         Checkpoints(options.run / "checkpoints", own.checkpoint.keep).restore(student, step)
         export(student, load_tokenizer(path), options.output, stored_dtype(path))
+    write_card(settings, folder, name, options.output, step)
     return step
 
 

@@ -65,7 +65,7 @@ LAYERS = {
         record
         loop report worlds evals integrations merging
         run
-        train evaluate plan merge export
+        train evaluate plan merge export push
         __main__
     """,
 }

@@ -35,6 +35,7 @@ from smopd.names import is_url, printable
 from smopd.record.progress import say
 from smopd.record.recorder import Recorder
 from smopd.record.token_view import SHOWN, add_merged
+from smopd.report.card import write_card
 from smopd.report.summary import summarise
 from smopd.rewards.pool import RewardPool, RewardSpec
 from smopd.run import build
@@ -190,6 +191,9 @@ def do_runs(context: RunContext, command: Command) -> None:
                 evaluate(context, name, inputs.held_out)
     if distributed.rank() == 0:
         summarise(settings, context.folder)
+        for name in settings.runs:
+            if (export_folder := context.folder / name / "export").exists():
+                write_card(settings, context.folder, name, export_folder)
 
 
 def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:

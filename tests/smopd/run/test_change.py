@@ -105,6 +105,7 @@ def test_a_checkpoint_becomes_a_model_folder(trained, tmp_path, capsys):
     assert made["last"] == (run / "export" / weights).read_bytes() != made["2"]
     assert made["best"] == made["2" if best == 2 else "last"]
     assert (tmp_path / "2/tokenizer.json").exists() and (tmp_path / "2/config.json").exists()
+    assert "2 of 4 steps" in (tmp_path / "2/README.md").read_text()
     for words, said in (
         (["--step", "3"], "--step: got 3, expected a kept checkpoint"),
         (["--best", "greedy/summ"], "'greedy/summ'; did you mean greedy/sum?"),

@@ -93,6 +93,7 @@ def test_a_guarded_start_is_the_best_of_its_table(place: Callable[..., tuple[Pat
 
     views = [line["tokens"] for line in JsonlLog(out / "student" / "tokens.jsonl").read()]
     assert views and all(len(token["log_ratios"]) == 2 for tokens in views for token in tokens)
+    assert "(this model)" in (out / "student/export/README.md").read_text()
     page = (out / "report.html").read_text()
     assert '"Total steps">14<' in page and "smopd train " in page
     assert f"{table['chosen']}: taken" in page and "18 rollouts of training prompts each" in page

@@ -1,0 +1,68 @@
+"""`smopd push`: what the folder holds, and what the hub is asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import yaml
+
+from smopd.push import main
+from smopd.report.card import write_card
+from tests.smopd.recipes import ROOT, TINY
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a finished student, with a card."""
+    from smopd.config.settings import Settings
+
+    settings = Settings.model_validate(TINY | {"output": str(tmp_path)})
+    student = tmp_path / "student"
+    (student / "export").mkdir(parents=True)
+    (student / "export/config.json").write_text("{}")
+    (student / "evaluation.json").write_text(json.dumps({"greedy/accuracy": 2.5, "greedy/format": None}))
+    (tmp_path / "report.html").write_text("report")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings.model_dump(mode="json")))
+    write_card(settings, tmp_path, "student", student / "export", step=4)
+    return student
+
+
+def test_a_card_has_results_rewards_and_teachers(run: Path) -> None:
+    card = (run / "export/README.md").read_text()
+    _, front, text = card.split("---\n", 2)
+    assert yaml.safe_load(front)["library_name"] == "transformers"
+    assert "| **student (this model)** | 2.500 | - |" in text and "4 of 6 steps, from base" in text
+    assert "- Teachers: accuracy_teacher, format_teacher" in text
+    assert "| format | `smopd.rewards.rlla:format_reward` | 1.0 | (0.0, 1.0) |" in text
+    settings = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
+    assert settings["name"] == "tiny" and settings["merge"]["method"] == "published"
+    title = yaml.safe_load((ROOT / "CITATION.cff").read_text())["references"][0]["title"]
+    assert title in " ".join(text.split())
+
+
+def test_a_dry_run_writes_the_folder_and_uploads_nothing(run: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda *_, **__: pytest.fail("uploaded"))
+    for _ in range(2):
+        assert main([str(run), "me/tiny", "--dry-run"]) == 0
+    assert f"wrote {run / 'push'}" in capsys.readouterr().out
+    assert {path.name for path in (run / "push").iterdir()} == {
+        "README.md", "config.json", "recipe.yaml", "report.html",
+    }  # fmt: skip
+    assert (run / "push/recipe.yaml").read_text() == (run.parent / "config.yaml").read_text()
+
+
+def test_a_push_makes_the_repository_and_uploads_the_folder(run: Path, monkeypatch, capsys) -> None:
+    asked = []
+    for method in ("create_repo", "upload_folder"):
+        call = lambda _, *args, method=method, **kwargs: asked.append((method, args, kwargs)) or "https://hub"  # noqa: E731
+        monkeypatch.setattr(huggingface_hub.HfApi, method, call)
+    assert main([str(run), "me/tiny", "--private"]) == 0
+    (_, (repo,), made), (_, (), sent) = asked
+    assert repo == sent["repo_id"] == "me/tiny" and made == {"private": True, "exist_ok": True}
+    assert sent["folder_path"] == run / "push" and "pushed to https://hub" in capsys.readouterr().out
+    (run / "export/README.md").unlink()
+    assert main([str(run), "me/tiny"]) == 2
+    assert "finish it with `smopd train`" in capsys.readouterr().err
