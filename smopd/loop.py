@@ -22,6 +22,7 @@ from smopd.engine.student.student import Student
 from smopd.engine.weights.transport import publish_weights
 from smopd.objective import Objective, opd_coef
 from smopd.record.metrics import Metrics
+from smopd.record.profile import profiled
 from smopd.record.recorder import Recorder, StepResult
 from smopd.step.ends import RECOVERABLE
 from smopd.step.held_out import evaluate_held_out
@@ -86,6 +87,7 @@ def optimise(run: Run) -> None:
         distributed.collective_timeout(settings.waiting_seconds),
         distributed.thread("sampling", device) as sampling_thread,
         distributed.thread("teachers", device) as teachers_thread,
+        profiled(run.recorder.folder, settings.log.profile, progress.step) as step_done,
         saved_where_it_ends(run, progress),
     ):
         sampler = Sampler(settings, run.prompts, run.rollouts, sampling_thread, progress.ahead)
@@ -141,6 +143,7 @@ def optimise(run: Run) -> None:
                 save(run, progress)
             if stopped:
                 raise Stopped(stopped, f"step {progress.step} is done and saved", agreed=True)
+            step_done()
 
 
 def evaluate(run: Run, step: int) -> None:

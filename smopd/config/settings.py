@@ -224,9 +224,14 @@ class Log(Section):
     """Responses of each step to write to samples.jsonl."""
     token_views: int = Field(default=4, ge=0)
     """Times per run, evenly spaced, to write each teacher's top tokens beside the samples (tokens.jsonl)."""
-    trackers: list[Literal["tensorboard", "trackio", "wandb"] | ImportPath] = Field(default=[])
+    trackers: list[Literal["mlflow", "swanlab", "tensorboard", "trackio", "wandb"] | ImportPath] = Field(
+        default=[]
+    )
     """Where to send metrics. A name, or a function with the signature of `OpensTracker` in
     smopd/record/trackers.py."""
+
+    profile: int | None = Field(default=None, ge=1)
+    """Step to profile: writes a Chrome trace of each rank to the run folder (open it in ui.perfetto.dev)."""
 
     def view_every(self, steps: int) -> int:
         """Return the steps between two token views; 0 for none."""

@@ -1,4 +1,4 @@
-"""Trackers: TensorBoard, Trackio and Weights & Biases."""
+"""Trackers: MLflow, SwanLab, TensorBoard, Trackio, and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
+
+SWANLAB_ID = 21
+"""Length of a SwanLab id."""
 
 
 class Tracker(Protocol):
@@ -56,10 +59,8 @@ class _Wandb:
     def __init__(self, folder: Path, project: str, run: str, settings: dict[str, Any], start: int):
         import wandb
 
-        kept = folder / "wandb_id"  # a resumed run keeps its id
-        if not kept.exists():
-            kept.write_text(uuid.uuid4().hex)
-        own = {"id": kept.read_text(), "resume": "allow", "dir": str(folder), "config": settings}
+        kept = _kept_id(folder / "wandb_id")
+        own = {"id": kept, "resume": "allow", "dir": str(folder), "config": settings}
         self.run = wandb.init(project=project, name=run, **own)
         self.run.define_metric("*", step_metric="step")  # a resumed run may log a step again
 
@@ -70,4 +71,51 @@ class _Wandb:
         self.run.finish()
 
 
-TRACKERS: dict[str, OpensTracker] = {"tensorboard": _TensorBoard, "trackio": _Trackio, "wandb": _Wandb}
+class _Mlflow:
+    """Logs to MLFLOW_TRACKING_URI, or to the folder that MLflow chooses."""
+
+    def __init__(self, folder: Path, project: str, run: str, settings: dict[str, Any], start: int):
+        import mlflow
+
+        self.mlflow, kept = mlflow, folder / "mlflow_id"  # MLflow makes the id
+        mlflow.set_experiment(project)
+        own = mlflow.start_run(run_id=kept.read_text() if kept.exists() else None, run_name=run)
+        kept.write_text(own.info.run_id)
+        mlflow.log_dict(settings, "settings.json")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.mlflow.log_metrics(dict(values), step=step)
+
+    def close(self) -> None:
+        self.mlflow.end_run()
+
+
+class _SwanLab:
+    def __init__(self, folder: Path, project: str, run: str, settings: dict[str, Any], start: int):
+        import swanlab
+
+        self.swanlab, kept = swanlab, _kept_id(folder / "swanlab_id")
+        own = {"id": kept[:SWANLAB_ID], "resume": "allow", "logdir": str(folder / "swanlab")}
+        swanlab.init(project=project, experiment_name=run, config=settings, **own)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.swanlab.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self.swanlab.finish()
+
+
+def _kept_id(file: Path) -> str:
+    """Return the id of a run, which it keeps if it resumes."""
+    if not file.exists():
+        file.write_text(uuid.uuid4().hex)
+    return file.read_text()
+
+
+TRACKERS: dict[str, OpensTracker] = {
+    "mlflow": _Mlflow,
+    "swanlab": _SwanLab,
+    "tensorboard": _TensorBoard,
+    "trackio": _Trackio,
+    "wandb": _Wandb,
+}

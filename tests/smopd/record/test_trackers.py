@@ -36,6 +36,24 @@ def test_wandb_writes_offline_and_keeps_its_id(tmp_path, monkeypatch):
     assert {path.name.rpartition("-")[2] for path in tmp_path.glob("wandb/offline-run-*")} == {kept}
 
 
+def test_mlflow_keeps_its_run(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="needs mlflow (the trackers extra)")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    run("mlflow", tmp_path, [1, 2])
+    run("mlflow", tmp_path, [2], start=1)
+    (kept,) = mlflow.search_runs(experiment_names=["recipe"], output_format="list")
+    assert kept.info.run_name == "student" and kept.info.run_id == (tmp_path / "mlflow_id").read_text()
+    assert kept.data.metrics == STEPS[2]
+
+
+def test_swanlab_keeps_its_id(tmp_path, monkeypatch):
+    pytest.importorskip("swanlab", reason="needs swanlab (the trackers extra)")
+    monkeypatch.setenv("SWANLAB_MODE", "local")
+    run("swanlab", tmp_path, [1, 2])
+    run("swanlab", tmp_path, [2], start=1)
+    assert any((tmp_path / "swanlab").rglob("*")) and len((tmp_path / "swanlab_id").read_text()) == 32
+
+
 def test_trackio_keeps_the_values(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     trackio = pytest.importorskip("trackio", reason="needs trackio (the trackers extra)")

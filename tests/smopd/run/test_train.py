@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 
@@ -106,6 +107,7 @@ def test_a_reference_policy_and_sampling_one_step_ahead(workplace):
         "loop": {"steps": 3, "async_level": 1},
         "loss": {"old_logps": "rollout"},
         "kl_ref": {"coef": 0.1},
+        "log": {"profile": 3},
         "student": {"learning_rate": 1e-2},
     }
     result = train_here(recipe_of_one_run(workplace, changes), "--output", "run")
@@ -117,6 +119,8 @@ def test_a_reference_policy_and_sampling_one_step_ahead(workplace):
     assert lines[0]["rollout_mismatch"] < 1e-4
     assert lines[2]["kl_ref"] != 0, "the policy has left its reference"
     assert lines[2]["loss/reverse"] != 0
+    with gzip.open(workplace / "run/gdpo/trace_step_3_rank_0.json.gz") as file:
+        assert len(json.load(file)["traceEvents"]) > 1000
     assert lines[2]["rollout_mismatch"] > 10 * lines[0]["rollout_mismatch"], "it is trained on an older one's"
 
 

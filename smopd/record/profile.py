@@ -1,0 +1,34 @@
+"""A trace of one training step by torch's profiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import profiler
+
+from smopd.engine import distributed
+
+
+@contextmanager
+def profiled(folder: Path, step: int | None, done: int) -> Iterator[Callable[[], None]]:
+    """Yield a function to call after each step; write the trace of `step`, counted from 1, to `folder`.
+
+    Args:
+        done: steps before the first of this command.
+    """
+    if step is None or step <= done:
+        yield lambda: None
+        return
+    trace = folder / f"trace_step_{step}_rank_{distributed.rank()}.json.gz"
+    before = step - done - 1
+    warm_up = min(before, 1)
+    schedule = profiler.schedule(wait=before - warm_up, warmup=warm_up, active=1, repeat=1)
+
+    def write(profile: profiler.profile) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(trace))
+
+    with profiler.profile(schedule=schedule, on_trace_ready=write) as profile:
+        yield profile.step
