@@ -5,6 +5,7 @@
 # make test-verl    the same for the verl integration, in .venv-verl (2 GB): verl needs an older transformers
 # make test-newest  the tests that need no engine, in .venv-newest, with the newest versions that our bounds admit
 # make docs         build the site in build/site
+# make tutorial     run examples/tutorial.py as a notebook, in about five minutes, for the site
 # make gpu          on a CUDA machine with torch, triton and pytest: is it right, and how fast. PART=1, 2 or 3 runs a
 #                   third of it, 180 s; DRY_RUN=1 says what it would run. Results go to $OUT, or to bench/results
 # The first three do all the set-up and repeat none of it while pyproject.toml, setup.py and csrc/ stay as they are.
@@ -47,7 +48,7 @@ ifneq ($(wildcard ../shared/data/.),)
 export SMOPD_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: help docs quickstart check test test-fast test-core test-engines test-verl test-newest lint style types gpu clean
+.PHONY: help docs tutorial quickstart check test test-fast test-core test-engines test-verl test-newest lint style types gpu clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -14
@@ -106,6 +107,12 @@ docs: $(VENV)/.installed
 	$(call PIP_INSTALL,$(VENV)) zensical
 	$(BIN)/python docs/site.py
 	$(BIN)/zensical build -f mkdocs.yml
+
+tutorial: $(VENV)/.installed
+	$(call PIP_INSTALL,$(VENV)) jupytext nbconvert ipykernel matplotlib
+	mkdir -p build/tutorial
+	$(BIN)/jupytext --to ipynb --execute --run-path . -o build/tutorial/tutorial.ipynb examples/tutorial.py
+	$(BIN)/jupyter-nbconvert --to markdown build/tutorial/tutorial.ipynb
 
 test-fast: $(VENV)/.installed-test
 	$(call pytest,$(VENV),-m "not slow" $(WITHOUT_ENGINES))

@@ -20,6 +20,7 @@ from smopd.config.recipe import dotted
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "build/docs"
 TOP = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+TUTORIAL = "examples/tutorial.py"
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -81,11 +82,27 @@ def page(source: Path, target: Path, repository: str) -> str:
         if not file.exists():
             raise ValueError(f"{source.relative_to(ROOT)}: link {link!r} leads to no file")
         inside = file.relative_to(ROOT).as_posix()
+        if inside == TUTORIAL:
+            return f"](tutorial.md{anchor})"
         if inside in TOP or inside.startswith("docs/"):
             return f"]({TOP.get(inside, inside.removeprefix('docs/'))}{anchor})"
         return f"]({repository}/blob/main/{inside}{anchor})" if repository else f"](#{anchor.lstrip('#')})"
 
     return LINK.sub(linked, source.read_text())
+
+
+def tutorial() -> str:
+    """Return examples/tutorial.py as a page, with its outputs if `make tutorial` has run it."""
+    made = ROOT / "build/tutorial"
+    if (made / "tutorial.md").exists():
+        shutil.copytree(made, SITE, ignore=shutil.ignore_patterns("*.ipynb", "*.md"), dirs_exist_ok=True)
+        return (made / "tutorial.md").read_text()
+    cells = re.split(r"^# %%( \[markdown\])?\n", (ROOT / TUTORIAL).read_text(), flags=re.M)[1:]
+    parts = []
+    for is_text, cell in zip(cells[::2], cells[1::2], strict=True):
+        text = re.sub(r"^# ?", "", cell, flags=re.M)
+        parts.append(text if is_text else f"```python\n{cell.strip()}\n```\n")
+    return "\n".join(parts)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -98,6 +115,7 @@ def main(argv: list[str] | None = None) -> int:
     pages |= {file: SITE / file.name for file in (ROOT / "docs").glob("*.md")}
     for source, target in pages.items():
         target.write_text(page(source, target, repository))
+    (SITE / "tutorial.md").write_text(tutorial())
     (SITE / "reference").mkdir()
     (SITE / "reference/operations.md").write_text(operations())
     (SITE / "reference/settings.md").write_text(settings())
