@@ -114,6 +114,7 @@ def _load(path: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, nn.Lin
             str(Path(path).expanduser()) if str(path).startswith("~") else str(path),
             num_labels=1,  # missing in the config of some models
             dtype=dtype,
+            trust_remote_code=False,
             key_mapping=HEAD_NAMES,
             ignore_mismatched_sizes=True,
             output_loading_info=True,

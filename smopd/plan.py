@@ -323,7 +323,8 @@ def _sizes(model: str, setting: str, kwargs: str | None = None) -> Sizes:
         if kwargs is not None:
             made = import_function(model)(seed=0, **json.loads(kwargs))[0]
         else:
-            made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+            config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+            made = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         layers = getattr(made.get_decoder(), "layers", None)
         if layers is None:
             raise ValueError(f"{type(made).__name__} is not supported by the planner: no decoder layers")

@@ -35,6 +35,21 @@ MULTIPLIES = ("hyperclovax",)  # families that multiply by their divisor
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
 
 
+CUSTOM_CODE = "it brings Python code, which runs only with model.trust_remote_code: true"
+_custom_code = False
+
+
+def allow_custom_code(allowed: bool) -> None:
+    """Run Python code that comes with models in this process, or refuse such models (the default)."""
+    global _custom_code
+    _custom_code = allowed
+
+
+def custom_code() -> dict[str, bool]:
+    """Return the arguments of transformers and vLLM. Without them, transformers asks on the terminal."""
+    return {"trust_remote_code": _custom_code}
+
+
 def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
     """Load the model at `path` (a folder, also with ~, or a hub id) in `dtype`.
 
@@ -44,7 +59,7 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str 
     place, config = _read_config(path)
     with load_errors(path):
         found: Any = AutoModelForCausalLM.from_pretrained(
-            place, config=config, dtype=dtype, output_loading_info=True
+            place, config=config, dtype=dtype, output_loading_info=True, **custom_code()
         )
     model: PreTrainedModel = found[0]
     if missing := sorted(found[1]["missing_keys"]):
@@ -87,7 +102,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the model at `path`; FileNotFoundError or UnusableModel."""
     place = _place(path)
     with load_errors(path):
-        tokenizer = AutoTokenizer.from_pretrained(place)
+        tokenizer = AutoTokenizer.from_pretrained(place, **custom_code())
     files = list(tokenizer.vocab_files_names.values())
     # without files, transformers creates an empty tokenizer
     if files and Path(place).is_dir() and not any((Path(place) / file).is_file() for file in files):
@@ -161,7 +176,7 @@ def _read_config(path: str | Path) -> tuple[str, PreTrainedConfig]:
     if Path(place).is_dir() and not (Path(place) / "config.json").is_file():
         raise FileNotFoundError(f"model {path}: this folder has no config.json, expected a saved model")
     with load_errors(path):
-        return place, AutoConfig.from_pretrained(place)
+        return place, AutoConfig.from_pretrained(place, **custom_code())
 
 
 def _place(path: str | Path) -> str:
@@ -193,7 +208,8 @@ def load_errors(path: str | Path) -> Iterator[None]:
         text = "its pickled weights hold more than weights; expected safetensors"
         raise UnusableModel(f"model {path}: {text}") from error
     except Exception as error:  # from safetensors, torch or the config
-        raise UnusableModel(f"model {path}: cannot be loaded ({_first_line(error)})") from error
+        why = CUSTOM_CODE if "trust_remote_code" in str(error) else _first_line(error)
+        raise UnusableModel(f"model {path}: cannot be loaded ({why})") from error
 
 
 def _first_line(error: Exception) -> str:

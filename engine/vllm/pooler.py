@@ -29,7 +29,7 @@ from vllm.v1.pool.metadata import PoolingMetadata
 
 import smopd.engine.vllm.transfer  # noqa: F401  registers how weights reach an engine in its own process
 from smopd.engine.models.head import Head
-from smopd.engine.models.loading import UnusableModel, logit_scale
+from smopd.engine.models.loading import UnusableModel, custom_code, logit_scale
 from smopd.engine.models.packing import flat_offsets
 from smopd.engine.types import Rollout
 from smopd.engine.weights.architecture import file_at, identity, weight_places
@@ -195,7 +195,7 @@ def require_head(path: str) -> None:
 
 def text_config(path: str) -> PretrainedConfig:
     """Return the config of the language model at `path`, which may be part of a larger model."""
-    return AutoConfig.from_pretrained(path).get_text_config()
+    return AutoConfig.from_pretrained(path, **custom_code()).get_text_config()
 
 
 def read(path: str, name: str, like: Tensor) -> Tensor | None:

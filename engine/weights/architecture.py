@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from smopd.engine.errors import UnusableModel
+from smopd.engine.models.loading import custom_code
 from smopd.engine.models.sizes import ModelNumbers, numbers_of
 from smopd.engine.student.checkpoint import file_digest
 
@@ -38,9 +39,9 @@ class Architecture:
 
 
 def architecture_of(path: str) -> Architecture:
-    config = AutoConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(path, **custom_code())
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, **custom_code())
     shapes = {name: value.shape for name, value in model.state_dict().items()}
     names = {id(value): name for name, value in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

@@ -38,6 +38,8 @@ class Model(Section):
     """`package.module:function`, called with `seed` and `kwargs`. Returns (model, tokenizer)."""
     kwargs: dict[str, Any] = Field(default={})
     """Keyword arguments of the factory."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a model or teacher. Such models are refused otherwise."""
 
 
 class Source(Section):

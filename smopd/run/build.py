@@ -14,7 +14,7 @@ from smopd.config.settings import Settings
 from smopd.engine.local.rollout import LocalRollout
 from smopd.engine.local.teachers import load_teachers
 from smopd.engine.models.attention import rope_boundary
-from smopd.engine.models.loading import describe, load_model, load_tokenizer
+from smopd.engine.models.loading import custom_code, describe, load_model, load_tokenizer
 from smopd.engine.protocols import RolloutEngine, TeacherEngine
 from smopd.engine.remote.servers import Servers
 from smopd.engine.settings import Vllm
@@ -166,5 +166,5 @@ def rollout_settings(settings: Settings, recipe: Settings, limit: int) -> Vllm:
 
 def vllm_settings(section: Vllm, dtype: str, max_model_len: int) -> Vllm:
     """The section with this dtype and length where its engine_kwargs give none."""
-    engine_kwargs = {"dtype": dtype, "max_model_len": max_model_len, **section.engine_kwargs}
+    engine_kwargs = {"dtype": dtype, "max_model_len": max_model_len, **custom_code(), **section.engine_kwargs}
     return section.model_copy(update={"engine_kwargs": engine_kwargs})

@@ -24,7 +24,13 @@ from smopd.data.prompts import PromptSet
 from smopd.engine import distributed
 from smopd.engine.files import write_atomically
 from smopd.engine.local.teachers import held_already, load_teachers
-from smopd.engine.models.loading import describe, load_tokenizer, require_exportable, stored_dtype
+from smopd.engine.models.loading import (
+    allow_custom_code,
+    describe,
+    load_tokenizer,
+    require_exportable,
+    stored_dtype,
+)
 from smopd.engine.student.checkpoint import Checkpoints, export, require_whole, saved_steps
 from smopd.engine.student.optimizers import schedule
 from smopd.engine.types import Rollout, TeacherTopK
@@ -89,6 +95,7 @@ class Printable(logging.Formatter):
 def run_recipe(command: Command) -> int:
     """Run what `command` asks for and is not finished, and return the exit status."""
     set_up_logging()
+    allow_custom_code(command.settings.model.trust_remote_code)
     settings, folder = command.settings, Path(command.settings.output)
     with Stop() as stop, distributed.process_group() as device:
         try:
@@ -111,6 +118,7 @@ def run_recipe(command: Command) -> int:
 def try_recipe(command: Command) -> int:
     """Read the data and call every reward once without training, and return the exit status."""
     set_up_logging()
+    allow_custom_code(command.settings.model.trust_remote_code)
     settings = command.settings
     with tempfile.TemporaryDirectory() as place, distributed.process_group():
         try:

@@ -13,7 +13,14 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from smopd.engine.errors import UnusableModel
 from smopd.engine.models.head import head, response_hidden
-from smopd.engine.models.loading import describe, load_model, load_tokenizer, require_exportable, stored_dtype
+from smopd.engine.models.loading import (
+    allow_custom_code,
+    describe,
+    load_model,
+    load_tokenizer,
+    require_exportable,
+    stored_dtype,
+)
 from smopd.engine.models.packing import pack
 from smopd.engine.settings import Packing
 from smopd.engine.weights.architecture import architecture_of
@@ -204,3 +211,31 @@ def test_a_model_without_an_end_token_is_refused(folder: Path) -> None:
     without.save_pretrained(folder)
     with pytest.raises(UnusableModel, match="neither its generation config nor its tokenizer has an eos"):
         describe(folder)
+
+
+OWN_CODE = """
+from pathlib import Path
+from transformers import LlamaConfig
+
+Path(__file__).with_name("ran").touch()
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+"""
+
+
+def test_code_that_comes_with_a_model_runs_only_where_it_is_allowed(folder, monkeypatch, tmp_path) -> None:
+    modules = tmp_path / "modules"
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(modules))
+    (folder / "own.py").write_text(OWN_CODE)
+    config = json.loads((folder / "config.json").read_text())
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (folder / "config.json").write_text(json.dumps(config | own))
+    with pytest.raises(UnusableModel, match=r"runs only with model\.trust_remote_code"):
+        describe(folder)
+    assert not [*modules.rglob("ran")]
+    allow_custom_code(True)
+    try:
+        assert describe(folder)[0].model_type == "own" and [*modules.rglob("ran")]
+    finally:
+        allow_custom_code(False)
