@@ -7,5 +7,9 @@ class NoServer(RuntimeError):
     """An engine has no server left."""
 
 
+class NonFinite(RuntimeError):
+    """A gradient, a weight or a log-probability is NaN or infinite."""
+
+
 class UnusableModel(ValueError):
     """A model that cannot be trained, sampled or scored."""

@@ -3,53 +3,71 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_REFUSED = (
+    errno.EROFS, errno.ESTALE, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG,
+)  # fmt: skip
+_TORCH_WRITES = "PytorchStreamWriter failed"  # torch's C++ errors have no reason
 _PROBE_BYTES = 1 << 16  # ours
 
 
-class FullDisk(RuntimeError):
-    """There is no space left on the disk."""
+class CannotWrite(RuntimeError):
+    """The disk refuses a file: it is full, read-only or gone, or a limit is reached."""
+
+
+class DamagedFile(ValueError):
+    """A file of a run that is not what was written."""
 
 
 @contextmanager
 def room_for(path: Path) -> Iterator[None]:
-    """Raise FullDisk for an error inside the context that comes from a full disk."""
+    """Raise CannotWrite for an error inside the context that comes from the disk."""
     try:
         yield
     except BaseException as error:  # torch's CheckpointException is not an Exception
-        if not isinstance(error, FullDisk) and (_says_so(error) or _is_full(path.parent)):
-            raise FullDisk(f"{path}: no space left on the disk; make room and rerun to resume") from error
+        reason = None if isinstance(error, CannotWrite) else _reason(error) or _small_write(path.parent)
+        if reason in _FULL:
+            raise CannotWrite(f"{path}: no space left on the disk; make room and rerun to resume") from error
+        if reason is not None:
+            why = os.strerror(reason) if reason else "the write failed"
+            raise CannotWrite(f"{path}: cannot be written ({why}); rerun to resume") from error
         raise
 
 
-def _says_so(error: BaseException | None) -> bool:
+def _reason(error: BaseException | None) -> int | None:
+    """Return the error number of a refused write, 0 if it is unknown, None if there is no such error."""
     if error is None:
-        return False
-    own = (isinstance(error, OSError) and error.errno in _FULL) or os.strerror(errno.ENOSPC) in str(error)
-    return own or _says_so(error.__cause__ or error.__context__)
+        return None
+    for number in (*_FULL, *_REFUSED):
+        if getattr(error, "errno", None) == number or os.strerror(number) in str(error):
+            return number
+    cause = _reason(error.__cause__ or error.__context__)
+    return 0 if cause is None and _TORCH_WRITES in str(error) else cause
 
 
-def _is_full(folder: Path) -> bool:
-    """Return whether a small write fails; torch's C++ errors do not name their reason."""
+def _small_write(folder: Path) -> int | None:
+    """Return the error number if a small write fails; torch's C++ errors do not name their reason."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_PROBE_BYTES))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        return error.errno in _FULL
-    return False
+        return error.errno if error.errno in (*_FULL, *_REFUSED) else None
+    return None
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
-    """Replace a file atomically; after FullDisk the old one is unchanged. Call from one process at a time."""
+    """Replace a file atomically; after CannotWrite the old one is unchanged. Only one process may call it."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
     with room_for(path):
@@ -61,8 +79,20 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
                 os.fsync(file.fileno())
             temporary.replace(path)
         finally:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
         flush(path.parent)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; raise DamagedFile naming the file if it is cut or holds none."""
+    try:
+        found = json.loads(path.read_bytes())
+        if not isinstance(found, dict):
+            raise ValueError("not an object")
+        return found
+    except (ValueError, RecursionError) as error:
+        raise DamagedFile(f"{path}: is damaged ({error}); restore or remove it") from None
 
 
 def empty_partial(final: Path) -> Path:

@@ -16,8 +16,9 @@ from typing import Any
 from smopd.config.settings import Settings
 from smopd.data.prompts import PromptSet
 from smopd.engine import distributed
+from smopd.engine.errors import NonFinite
 from smopd.engine.protocols import RolloutEngine, TeacherEngine
-from smopd.engine.student.checkpoint import Checkpoints
+from smopd.engine.student.checkpoint import Checkpoints, saved_steps
 from smopd.engine.student.student import Student
 from smopd.engine.weights.transport import publish_weights
 from smopd.objective import Objective, opd_coef
@@ -79,9 +80,6 @@ def optimise(run: Run) -> None:
     progress = Progress(*run.checkpoints.restore(student))
     run.recorder.begin(progress.step)
     metrics = Metrics(device)
-    with metrics.phase("sync"):  # counts for the step that samples with these weights
-        publish_weights(student, run.rollouts, version=progress.step)
-
     with (
         run.stop.postponed(),
         distributed.collective_timeout(settings.waiting_seconds),
@@ -90,6 +88,8 @@ def optimise(run: Run) -> None:
         profiled(run.recorder.folder, settings.log.profile, progress.step) as step_done,
         saved_where_it_ends(run, progress),
     ):
+        with metrics.phase("sync"):  # counts for the step that samples with these weights
+            publish_weights(student, run.rollouts, version=progress.step)
         sampler = Sampler(settings, run.prompts, run.rollouts, sampling_thread, progress.ahead)
         scoring = TeacherScoring(settings, run.teachers, run.reference, device, teachers_thread)
         evaluate(run, progress.step)  # if the command ended during an evaluation
@@ -116,6 +116,8 @@ def optimise(run: Run) -> None:
                     tokens = objective.loss_tokens(batch, part, adv_R, signals)
                     updates.append(student.update(part.rollouts, tokens, objective.loss_settings))
 
+            if not any(update.skipped for update in updates):
+                run.checkpoints.confirm()
             result = StepResult(
                 step=step + 1,
                 objective=objective,
@@ -144,6 +146,7 @@ def optimise(run: Run) -> None:
             if stopped:
                 raise Stopped(stopped, f"step {progress.step} is done and saved", agreed=True)
             step_done()
+        run.checkpoints.confirm()
 
 
 def evaluate(run: Run, step: int) -> None:
@@ -164,7 +167,7 @@ def save(run: Run, progress: Progress) -> None:
 
 @contextmanager
 def saved_where_it_ends(run: Run, progress: Progress) -> Iterator[None]:
-    """Write a checkpoint if a recoverable error ends the run on every rank."""
+    """Write a checkpoint if a recoverable error ends the run on every rank. NonFinite gets the step."""
     try:
         yield
     except RECOVERABLE:
@@ -173,6 +176,18 @@ def saved_where_it_ends(run: Run, progress: Progress) -> Iterator[None]:
         if progress.step and distributed.rank() == 0:
             log.warning("step %d is done and saved; rerun to resume", progress.step)
         raise
+    except NonFinite as error:
+        raise NonFinite(f"{run.recorder.name}, after step {progress.step}: {error}{_advice(run)}") from error
+
+
+def _advice(run: Run) -> str:
+    """Say from which checkpoint a diverged run can resume."""
+    folder, keep = run.checkpoints.folder, run.checkpoints.keep
+    steps = saved_steps(folder)
+    good = run.checkpoints.confirmed or (steps[keep - 1] if len(steps) > keep else 0)
+    if good and steps[-1] > good:
+        return f"; checkpoints after step {good} may have diverged, remove them from {folder} to resume there"
+    return f"; the newest checkpoint is of step {steps[-1] if steps else 0}"
 
 
 def due(step: int, every: int, settings: Settings) -> bool:

@@ -22,13 +22,14 @@ from safetensors import SafetensorError
 
 from smopd.config.cli import read_settings
 from smopd.config.recipe import Mistakes
+from smopd.engine.files import DamagedFile
 from smopd.engine.remote.wire import pack, pack_request, unpack_answer, unpack_given
 from smopd.engine.student.checkpoint import UnusableCheckpoint, read_manifest, write_manifest
 from smopd.engine.types import Rollout
 from smopd.evals.api_bank.judge import judgment
 from smopd.evals.api_bank.suite import outcome
 from smopd.evals.bfcl.rlla_form import read_calls
-from smopd.record.files import DamagedLog, JsonlLog
+from smopd.record.files import JsonlLog
 from smopd.rewards import rlla
 
 SLOW_SECONDS = 2.0
@@ -122,7 +123,7 @@ TARGETS = {
     "judge": Target((b"Reasoning: so\nJudgment: Yes",), judge),
     "recipe": Target((RECIPE,), in_a_file("r.yaml", lambda path: read_settings(str(path))), (Mistakes,)),
     "manifest": Target((a_manifest(),), in_a_file("manifest.json", manifest), (UnusableCheckpoint,)),
-    "metrics": Target((LINES,), in_a_file("m.jsonl", log), (DamagedLog,)),
+    "metrics": Target((LINES,), in_a_file("m.jsonl", log), (DamagedFile,)),
     "request": Target((REQUEST,), lambda given: unpack_given(given, 8, 8), NOT_A_REQUEST),
     "answer": Target((ANSWER,), lambda given: unpack_answer(given, 3, 2), NOT_A_REQUEST),
 }

@@ -328,7 +328,8 @@ def draw(logits_RV: Tensor, sampling: Sampling, uniform_R: Tensor) -> tuple[Tens
     if sampling.top_p < 1:
         logps_RV = (logits_RV.float() / sampling.temperature).log_softmax(-1)
         return draw_token(nucleus(logps_RV, sampling.top_p), 1.0, uniform_R)
-    return draw_token(logits_RV, sampling.temperature, uniform_R)
+    token_R, logp_R = draw_token(logits_RV, sampling.temperature, uniform_R)
+    return token_R.clamp(max=logits_RV.shape[-1] - 1), logp_R  # a row of NaN has no token
 
 
 def nucleus(logps_RV: Tensor, top_p: float) -> Tensor:

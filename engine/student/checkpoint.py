@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedTokenizerBase
 
 from smopd.engine import distributed
@@ -38,15 +39,21 @@ class DamagedCheckpoint(UnusableCheckpoint):
 
 
 class Checkpoints:
-    """The last `keep` checkpoints of a run in `folder`. All methods are collective calls."""
+    """The last `keep` checkpoints of a run in `folder`.
+
+    Older ones stay until `confirm`, because weights that have diverged may still be finite. The other methods
+    are collective calls.
+    """
 
     def __init__(self, folder: Path, keep: int):
         self.folder, self.keep = folder, keep
         self.newest = 0
         """Step of the newest checkpoint, or 0."""
+        self.confirmed = 0
+        """Step of the newest checkpoint whose weights have given finite results, or 0 if none has yet."""
 
     def save(self, step: int, student: Student, extra: Any = None) -> None:
-        """Write a checkpoint with this rank's `extra` (numbers, texts, tensors) and remove old ones."""
+        """Write a checkpoint with this rank's `extra` (numbers, texts, tensors)."""
         facts = {"step": step, "world_size": distributed.world_size(), "strategy": student.strategy.name}
         process = {
             "updates": student.updates,
@@ -58,13 +65,19 @@ class Checkpoints:
         with whole_folder(self.folder / _name(step), facts) as partial:
             student.strategy.save(partial)
             torch.save(process, partial / f"process_{distributed.rank()}.pt")
+        self.newest = step
+
+    def confirm(self) -> None:
+        """Remove old checkpoints, because the weights of the newest one have given finite results."""
+        if self.confirmed == self.newest:
+            return
+        self.confirmed = self.newest
         if distributed.rank() == 0:
             for old in self._complete()[: -self.keep]:
                 try:
                     shutil.rmtree(old)
-                except OSError as error:  # a link, or busy on NFS: the new checkpoint is complete
+                except OSError as error:  # a link, or busy on NFS
                     log.warning("%s: not removed: %s", old, error)
-        self.newest = step
 
     def restore(self, student: Student, step: int | None = None) -> tuple[int, Any]:
         """Load the checkpoint of `step` or the newest: bit for bit on the same number of ranks.
@@ -92,15 +105,16 @@ class Checkpoints:
             now = f"now {distributed.world_size()}, and {strategy.name} cannot redistribute it"
             text = f"was saved by {ranks} ranks, {now}"
             raise UnusableCheckpoint(f"{newest}: {text}; resume with as many, or start from an export")
+        own = f"process_{distributed.rank() if same_ranks else 0}.pt"
         try:
             strategy.restore(newest)
-        except UnreadableState as error:
-            raise DamagedCheckpoint(f"{newest}: {error}; remove the folder to resume") from error
+            process = torch.load(newest / own, weights_only=True)
+        except (UnreadableState, OSError, CheckpointException) as error:  # a file may be gone by now
+            why = str(error).strip().splitlines()[-1]  # a CheckpointException has tracebacks
+            raise DamagedCheckpoint(f"{newest}: {why}; remove the folder to resume") from error
         apply_settings(student.optimizer, student.settings)
         if not same_ranks:
             log.warning("%s was saved by %s ranks: the run resumes, not bit for bit", newest, ranks)
-        own = f"process_{distributed.rank() if same_ranks else 0}.pt"
-        process = torch.load(newest / own, weights_only=True)
         student.updates, student.skipped = process["updates"], process["skipped"]
         torch.set_rng_state(process["rng"])
         if process["cuda_rng"] is not None and student.device.type == "cuda":
@@ -138,7 +152,7 @@ def export(student: Student, tokenizer: PreTrainedTokenizerBase, folder: Path, d
 
 @contextmanager
 def whole_folder(folder: Path, facts: dict[str, Any]) -> Iterator[Path]:
-    """Yield a temporary folder, then write its manifest and rename it to `folder`; FullDisk: no space."""
+    """Yield a temporary folder, then write its manifest and rename it to `folder`; CannotWrite: the disk."""
     with room_for(folder):
         partial = distributed.on_rank0(lambda: empty_partial(folder))
         yield partial

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from smopd.engine import distributed
+from smopd.engine.errors import NonFinite
 from smopd.engine.models.head import Head, head
 from smopd.engine.models.loading import checkpoint_activations, decoder_layers
 from smopd.engine.models.packing import empty_batch, flat_offsets, pack
@@ -29,10 +30,6 @@ from smopd.kernels.types import LossSettings, LossStats, LossTokens, TopK
 
 log = logging.getLogger(__name__)
 MAX_SKIPPED_UPDATES = 3  # ours
-
-
-class NonFiniteGradient(RuntimeError):
-    """More than MAX_SKIPPED_UPDATES updates had a non-finite gradient."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +122,7 @@ class Student:
     def update(self, rollouts: Sequence[Rollout], tokens: LossTokens, settings: LossSettings) -> Update:
         """Take an optimizer step on this rank's share of a mini-batch, which may be empty; a collective call.
 
-        tokens: in the flat token order of `rollouts`, with global denominators. Raise NonFiniteGradient after
+        tokens: in the flat token order of `rollouts`, with global denominators. Raise NonFinite after
         more than MAX_SKIPPED_UPDATES skipped updates.
         """
         parts, places = [], []
@@ -145,7 +142,7 @@ class Student:
         self.skipped += skipped
         if self.skipped > MAX_SKIPPED_UPDATES:
             skips = f"{self.skipped} updates were skipped, at most {MAX_SKIPPED_UPDATES} are allowed"
-            raise NonFiniteGradient(f"update {self.updates}: gradient norm {grad_norm}; {skips}")
+            raise NonFinite(f"update {self.updates}: gradient norm {grad_norm}; {skips}")
         return Update(join_stats(parts, places), grad_norm, skipped, len(batches))
 
     @torch.no_grad()
@@ -153,6 +150,9 @@ class Student:
         """Yield full tensors by the base model's names, adapters merged; a collective call.
 
         A tied head follows the embedding as the same tensor, which is gathered once.
+
+        Raises:
+            NonFinite: names a tensor with NaN or infinite elements.
         """
         tensors = self._tensors()
         names: dict[int, list[str]] = {}
@@ -166,6 +166,9 @@ class Student:
         else:
             whole = lora.merged(tensors, self.lora, self.strategy.full)
         for name, value in whole:
+            bounds = value.aminmax() if value.is_floating_point() and value.numel() else ()
+            if not all(bound.isfinite() for bound in bounds):
+                raise NonFinite(f"the weight {name} is not finite")
             yield name, value
             for other in tied.get(name, ()):
                 yield other, value

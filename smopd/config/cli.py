@@ -20,6 +20,7 @@ from smopd.config.recipe import Keys, Mistakes, builtin, dotted, load, parse_val
 from smopd.config.rules import check
 from smopd.config.schedule import BASE, Part, done_steps, plan
 from smopd.config.settings import Settings
+from smopd.engine.files import DamagedFile
 from smopd.names import nearest
 
 COMMAND_LINE = "command line"
@@ -79,9 +80,9 @@ def parse(argv: list[str]) -> Command:
             chosen = f" with --only {' '.join(options.only)}" if options.only else ""
             nothing = f"{options.recipe} has no such run"
             raise Mistakes([f"{COMMAND_LINE}: --stage {options.stage}{chosen}: {nothing}"])
-    except Mistakes as mistakes:
+    except (Mistakes, OSError, DamagedFile) as error:  # the last two: of the output directory
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            for text in mistakes.lines:
+            for text in getattr(error, "lines", [str(error)]):
                 print(f"error: {text}", file=sys.stderr)
         raise SystemExit(2) from None
     return Command(settings=settings, arguments=tuple(argv), **vars(options))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from smopd.config.settings import Merge, MergedModel, Settings
+from smopd.engine.files import read_json
 
 Part = Literal["all", "warm-start", "specialize", "merge", "train", "evaluate"]
 BASE = "base"
@@ -73,7 +73,7 @@ class PlannedRun:
 def done_steps(settings: Settings, run: str) -> int | None:
     """Return the steps of a finished run, or of the warm start `base`; None if it is not finished."""
     file = Path(settings.output) / run / "done.json"
-    return json.loads(file.read_text())["steps"] if file.is_file() else None
+    return read_json(file)["steps"] if file.is_file() else None
 
 
 def is_done(settings: Settings, run: str) -> bool:

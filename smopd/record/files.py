@@ -9,11 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from smopd.engine.files import flush, room_for, write_atomically
-
-
-class DamagedLog(ValueError):
-    """A log has an invalid line."""
+from smopd.engine.files import DamagedFile, flush, room_for, write_atomically
 
 
 class JsonlLog:
@@ -26,7 +22,7 @@ class JsonlLog:
         self.path = Path(path)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one line, with null for NaN and infinities. Raises FullDisk if there is no room."""
+        """Append one line, with null for NaN and infinities. Raises CannotWrite if the disk refuses it."""
         with room_for(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab") as file:
@@ -43,14 +39,14 @@ class JsonlLog:
                 flush(self.path)
 
     def read(self) -> list[dict[str, Any]]:
-        """Return all complete lines. Raises DamagedLog for an invalid one."""
+        """Return all complete lines. Raises DamagedFile for an invalid one."""
         return [record for _, record in self._lines()]
 
     def cut(self, after_step: int) -> None:
         """Remove lines of later steps and an incomplete last line, atomically.
 
         Raises:
-            DamagedLog: a complete line is invalid. The file is not changed.
+            DamagedFile: a complete line is invalid. The file is not changed.
         """
         kept = b"".join(raw for raw, record in self._lines() if record["step"] <= after_step)
         if self.path.exists() and self.path.read_bytes() != kept:
@@ -64,9 +60,9 @@ class JsonlLog:
             try:
                 record = json.loads(raw)
             except (ValueError, RecursionError) as error:
-                raise DamagedLog(f"{self.path}, line {number}: not JSON: {error}") from None
+                raise DamagedFile(f"{self.path}, line {number}: not JSON: {error}") from None
             if not isinstance(record, dict) or type(record.get("step")) is not int:
-                raise DamagedLog(f"{self.path}, line {number}: not an object with an integer `step`")
+                raise DamagedFile(f"{self.path}, line {number}: not an object with an integer `step`")
             yield raw, record
 
 

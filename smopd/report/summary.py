@@ -14,7 +14,7 @@ from rich.console import Console
 from smopd.config.recipe import write_yaml
 from smopd.config.schedule import BASE, count_steps, plan
 from smopd.config.settings import Settings
-from smopd.engine.files import write_atomically
+from smopd.engine.files import read_json, write_atomically
 from smopd.record.files import JsonlLog
 from smopd.record.progress import console, say
 from smopd.report.page import Report, write_report
@@ -97,7 +97,7 @@ def facts(settings: Settings, folder: Path, seconds: float) -> dict[str, str]:
     found = {"Seed": str(settings.seed), "Training time of all runs": duration(seconds)}
     if not file.exists():
         return found
-    newest = json.loads(file.read_text().splitlines()[-1])
+    newest = json.loads(file.read_bytes().splitlines()[-1])
     there = newest["environment"]
     packages = [f"{name} {version}" for name, version in there["packages"].items() if version]
     processes = f"{there['world_size']} process" + "es" * (there["world_size"] != 1)
@@ -118,7 +118,7 @@ def evaluated_rows(settings: Settings, folder: Path) -> list[Row]:
     for name, label in labels.items():
         path = folder / name / "evaluation.json"
         if path.exists():
-            values = json.loads(path.read_text())
+            values = read_json(path)
             rows.append(Row(label, name, {key: value for key, value in values.items() if value is not None}))
     return rows
 

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from smopd.engine.distributed import LostRank
-from smopd.engine.errors import NoServer
-from smopd.engine.files import FullDisk
+from smopd.engine.errors import NonFinite, NoServer, UnusableModel
+from smopd.engine.files import CannotWrite, DamagedFile
 from smopd.engine.student.checkpoint import UnusableCheckpoint
-from smopd.engine.student.student import NonFiniteGradient
-from smopd.record.files import DamagedLog
 from smopd.rewards.pool import RewardError
 from smopd.run.folder import ConfigMismatch, RunDirLocked
 from smopd.step.ends import StaleRollout
@@ -22,17 +20,20 @@ class UnusableInput(RuntimeError):
 
 FAILURES = (
     RunDirLocked,
-    DamagedLog,
-    FullDisk,
+    CannotWrite,
+    DamagedFile,
     LostRank,
     NoServer,
-    NonFiniteGradient,
+    NonFinite,
     ConfigMismatch,
     RewardError,
     StaleRollout,
     UnusableCheckpoint,
     UnusableInput,
+    UnusableModel,
+    OSError,
 )
+"""Errors of the user's files, models, servers and machine. Any other is a mistake of smopd."""
 
 
 @contextmanager

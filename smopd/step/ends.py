@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from smopd.engine import distributed
-from smopd.engine.errors import NoServer
+from smopd.engine.errors import NonFinite, NoServer
 from smopd.rewards.pool import RewardError
 
 
@@ -14,4 +14,4 @@ class StaleRollout(RuntimeError):
 
 
 RECOVERABLE = (NoServer, RewardError, StaleRollout)
-all_or_raise = partial(distributed.all_or_raise, errors=RECOVERABLE)
+all_or_raise = partial(distributed.all_or_raise, errors=(*RECOVERABLE, NonFinite))

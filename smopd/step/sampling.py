@@ -9,6 +9,7 @@ from typing import Any
 from smopd.config.settings import Settings
 from smopd.data.prompts import Prompt, batch_indices
 from smopd.engine import distributed
+from smopd.engine.errors import NonFinite
 from smopd.engine.protocols import RolloutEngine
 from smopd.engine.types import Rollout, Sampling
 from smopd.step.batch import Batch, positions
@@ -38,13 +39,15 @@ class Sampler:
         """Return the batch of `step`, and begin the next one if sampling is ahead; a collective call.
 
         Raises:
-            StaleRollout, NoServer: on every rank, if it happened on one.
+            StaleRollout, NoServer, NonFinite: on every rank, if it happened on one.
         """
         return all_or_raise(lambda: self._take(step))
 
     def _take(self, step: int) -> Batch:
         begun = self._begun.pop(step, None)
         batch = self._batch(step) if begun is None else begun.result()
+        if not batch.rollout_logp_N.isfinite().all():
+            raise NonFinite("the log-probability of a sampled token is not finite")
         oldest = step - self.settings.loop.async_level
         for rollout in batch.rollouts:
             if rollout.policy_version < oldest:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from smopd.engine.local import decode
-from smopd.engine.local.rollout import LocalRollout, nucleus, uniform
+from smopd.engine.local.rollout import LocalRollout, draw, nucleus, uniform
 from smopd.engine.types import Sampling
 from tests.engine.tiny import END, VOCABULARY, assert_sampled_by, model_of, plain_logps, tiny_model
 
@@ -162,3 +162,11 @@ def test_where_graphs_cannot_be_made_the_same_is_sampled_with_a_warning(caplog, 
     assert not local.graphs
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "without CUDA graphs" in caplog.text
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_finite_logits_draws_a_token_with_no_probability(temperature):
+    logits = torch.full((2, 5), torch.nan)
+    uniform_R = torch.tensor([0.0, 0.99], dtype=torch.float64)
+    tokens, logps = draw(logits, Sampling(max_new_tokens=1, temperature=temperature), uniform_R)
+    assert bool((tokens < 5).all()) and bool(logps.isnan().all())

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from smopd.engine import distributed
+from smopd.engine.errors import NonFinite
 from smopd.engine.local.teachers import LocalTeachers, StudentsBase
 from smopd.engine.settings import Lora, Packing
 from smopd.engine.student.checkpoint import Checkpoints
-from smopd.engine.student.student import NonFiniteGradient, Student
+from smopd.engine.student.student import Student
 from tests.engine.models.families import family
 from tests.engine.student.training import (
     NLL,
@@ -57,7 +58,7 @@ def skips_a_gradient_that_is_not_finite_on_one_rank(make: Make) -> None:
     assert equal(parameters(student), before)
     advance(student, range(1))
     assert student.skipped == 1 and not equal(parameters(student), before)
-    with pytest.raises(NonFiniteGradient, match=r"update 3: .*; 2 updates were skipped, at most 1"):
+    with pytest.raises(NonFinite, match=r"update 3: .*; 2 updates were skipped, at most 1"):
         student.update(rollouts, bad, NLL)
 
 

@@ -18,13 +18,15 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from smopd.engine.settings import TrainSettings
-from smopd.engine.student import fsdp
+from smopd.engine.student import checkpoint, fsdp
 from smopd.engine.student.checkpoint import (
     Checkpoints,
     DamagedCheckpoint,
     UnusableCheckpoint,
     export,
+    read_manifest,
     require_whole,
+    saved_steps,
     write_manifest,
 )
 from smopd.engine.student.student import Student
@@ -85,7 +87,10 @@ def test_the_last_n_are_kept_and_a_partial_one_is_ignored(tmp_path, device):
     trained, checkpoints = make_student(device), Checkpoints(tmp_path, keep=2)
     assert checkpoints.restore(trained) == (0, None)
     for step in (1, 2, 3):
+        checkpoints.confirm()
         checkpoints.save(step, trained)
+    assert saved_steps(tmp_path) == [1, 2, 3], "weights of step 3 may have diverged"
+    checkpoints.confirm()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_00000003"]
     os.rename(tmp_path / "step_00000003", tmp_path / "step_00000003.partial")
     assert checkpoints.restore(trained) == (2, None)
@@ -104,6 +109,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(tmp_path, device):
     (tmp_path / "step_00000003.bak").mkdir()
     (tmp_path / "step_best").mkdir()
     checkpoints.save(2, make_student(device))
+    checkpoints.confirm()
     assert sorted(path.name for path in tmp_path.glob("step_*")) == [
         "step_00000001", "step_00000002", "step_00000003.bak", "step_best",
     ]  # fmt: skip
@@ -210,3 +216,19 @@ def test_exports_load_in_transformers(tmp_path, device, dtype, tied):
     flip(tmp_path / "export/model.safetensors", -1)
     with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors: SHA-256 is"):
         require_whole(tmp_path / "export")
+
+
+@pytest.mark.parametrize("pattern", ["process_0.pt", "*.distcp", ".metadata"])
+def test_a_file_that_is_removed_after_the_check_is_named(tmp_path, device, monkeypatch, pattern):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, make_student(device))
+
+    def check(folder, *advice):
+        found = read_manifest(folder, *advice)
+        for path in folder.glob(pattern):
+            path.unlink()
+        return found
+
+    monkeypatch.setattr(checkpoint, "read_manifest", check)
+    with pytest.raises(DamagedCheckpoint, match=r"step_00000001: .*; remove the folder to resume"):
+        checkpoints.restore(make_student(device))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -333,3 +336,16 @@ def test_a_setting_of_an_earlier_version_is_answered(folder: Path, path: str) ->
     new = ANSWERS[path].removeprefix("is now ").partition(";")[0]
     if ANSWERS[path].startswith("is now"):
         assert tuple(new.partition(".kwargs.")[0].split(".")) in schemas() or ".engine_kwargs." in new
+
+
+def test_an_output_directory_that_cannot_be_read_is_named(folder: Path, capsys) -> None:
+    (folder / "runs/tiny/gdpo").mkdir(parents=True)
+    (folder / "runs/tiny/gdpo/done.json").write_text('{"steps": 1')
+    (line,) = mistakes(capsys, "tiny.yaml")
+    assert line.startswith("runs/tiny/gdpo/done.json: is damaged")
+
+
+def test_a_terminal_that_does_not_know_a_character_ends_nothing() -> None:
+    words = [sys.executable, "-c", r"import smopd.extra; print('\u2192')"]
+    latin = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    assert subprocess.run(words, env=latin, capture_output=True, text=True, check=True).stdout == "\\u2192\n"

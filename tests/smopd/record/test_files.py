@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from smopd.engine.files import write_atomically
-from smopd.record.files import DamagedLog, JsonlLog
+from smopd.engine.files import DamagedFile, write_atomically
+from smopd.record.files import JsonlLog
 
 
 def test_log_writes_whole_finite_lines(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_line_of_another_form_is_named(tmp_path: Path, line: str) -> None:
     with log.path.open("a") as file:
         file.write(line + "\n")
     for use in (log.read, lambda: log.cut(1)):
-        with pytest.raises(DamagedLog, match=r"log, line 2: "):
+        with pytest.raises(DamagedFile, match=r"log, line 2: "):
             use()
 
 

@@ -94,6 +94,16 @@ def test_a_run_without_its_last_checkpoint_is_not_continued(four):
     assert (four / "four" / RUN / "evaluation.json").exists()
 
 
+def test_damaged_or_lost_files_of_a_run_are_named(four):
+    (four / "four/commands.jsonl").write_bytes(b"\xff\n")
+    (four / "four" / RUN / "evaluation.json").write_text('{"greedy/sum": 1')
+    done = train(four, "--output", "four")
+    assert done.returncode == 1 and f"{RUN}/evaluation.json: is damaged" in done.stderr, done.stderr
+    shutil.rmtree(four / "four/base/export")
+    done = train(four, "--output", "four", "--loop.steps", "5")
+    assert done.returncode == 1 and "base/export: no such folder" in done.stderr, done.stderr
+
+
 def test_a_checkpoint_becomes_a_model_folder(trained, tmp_path, capsys):
     run, weights = trained / "four" / RUN, "model.safetensors"
     lines = [line for line in metric_lines(run) if "greedy/sum" in line]

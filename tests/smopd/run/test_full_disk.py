@@ -22,11 +22,11 @@ def in_a_namespace(command: str) -> subprocess.CompletedProcess[str]:
 
 
 FILLED = """
-import sys
+import resource, subprocess, sys
 from pathlib import Path
 import torch
 from smopd.engine import distributed
-from smopd.engine.files import FullDisk, write_atomically
+from smopd.engine.files import CannotWrite, write_atomically
 from smopd.engine.settings import TrainSettings
 from smopd.engine.student.checkpoint import Checkpoints, export
 from smopd.engine.student.student import Student
@@ -44,6 +44,9 @@ def leave(free):
         except OSError:
             file.truncate(max(0, file.tell() - free))
 
+def mount(option):
+    subprocess.run(["mount", "-o", f"remount,{option}", disk], check=True)
+
 with distributed.process_group() as device:
     model, tokenizer = world_model(0)
     student = Student(model, TrainSettings(compute_dtype="float32"), device)
@@ -60,13 +63,32 @@ with distributed.process_group() as device:
             leave(free)
             try:
                 write()
-            except FullDisk as error:
+            except CannotWrite as error:
                 assert f"{disk}/" in str(error) and f"{name}: no space left on the disk" in str(error), error
             else:
                 raise AssertionError(f"{name} was written into {free} bytes")
             filler.unlink()
             log.cut(1)
         write()
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    for reason, refuse, allow in (
+        (
+            "File too large",
+            lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 13, hard)),
+            lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard)),
+        ),
+        ("Read-only file system", lambda: mount("ro"), lambda: mount("rw")),
+    ):
+        refuse()
+        for name, write in written.items():
+            try:
+                write()
+            except CannotWrite as error:
+                assert f"{disk}/" in str(error) and f"cannot be written ({reason})" in str(error), error
+            else:
+                raise AssertionError(f"{name} was written: {reason}")
+        allow()
+        log.cut(1)
     assert checkpoints.restore(student)[0] == 1
 """
 

@@ -5,6 +5,8 @@ As a module it runs the cases of TWO_RANKS, in which only the last rank loses it
 
 from __future__ import annotations
 
+import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,11 +15,11 @@ import torch
 
 from smopd.config.settings import Settings, merged
 from smopd.engine import distributed
-from smopd.engine.errors import NoServer
+from smopd.engine.errors import NonFinite, NoServer
 from smopd.engine.local.teachers import LocalTeachers
 from smopd.engine.settings import Packing, TrainSettings
 from smopd.engine.student.student import Student
-from tests.engine.tiny import tiny_model
+from tests.engine.tiny import VOCABULARY, tiny_model
 from tests.ranks import on_ranks
 from tests.smopd.recipes import metric_lines
 from tests.smopd.run.invariance_worker import SETTINGS, FixedRollouts, run_loop
@@ -86,6 +88,50 @@ def check(folder: Path, device: torch.device, case: str) -> None:
 def test_a_run_without_servers_leaves_what_is_done(tmp_path, case):
     with distributed.process_group() as device:
         check(tmp_path, device, case)
+
+
+def test_a_diverged_run_names_the_step_and_keeps_the_checkpoint_before(tmp_path):
+    """The second step's updates are far too large: its weights are finite, and give no finite loss."""
+    changes = {"loop": {"steps": 9}, "checkpoint": {"every": 1}}
+    settings = Settings.model_validate(merged(SETTINGS, changes)).resolved("student")
+    options = TrainSettings(learning_rate=1e-2, compute_dtype="float32", **dict(PACKING))
+    teachers = LocalTeachers([tiny_model(seed=1), tiny_model(seed=2)], PACKING, VOCABULARY)
+
+    def too_large(student: Student, update: int) -> float:
+        return 1.0 if update < 2 else 1e30
+
+    def infinite(student: Student, update: int) -> float:
+        if update >= 2:
+            next(student.model.parameters()).data.fill_(torch.inf)
+        return 1.0
+
+    def ended(rate) -> str:
+        with distributed.process_group() as device, pytest.raises(NonFinite) as error:
+            student = Student(tiny_model(), options, device, schedule=lambda update: rate(student, update))
+            run_loop(tmp_path, settings, student, teachers=teachers)
+        return str(error.value)
+
+    for line in (ended(too_large), ended(too_large)):  # resumed, it ends alike
+        assert re.match(r"\w+, after step 3: update 7: gradient norm nan; 4 updates were skipped", line), line
+        assert "; checkpoints after step 1 may have diverged, remove them" in line, line
+    for step in (2, 3):
+        shutil.rmtree(tmp_path / f"checkpoints/step_{step:08d}")
+    line = ended(infinite)
+    assert re.match(r"\w+, after step 2: the weight [\w.]+ is not finite; .* is of step 1", line), line
+
+
+def test_a_sampled_token_without_a_finite_probability_ends_the_run(tmp_path):
+    class Diverged(FixedRollouts):
+        def generate(self, prompts, groups, sampling):
+            rollouts = super().generate(prompts, groups, sampling)
+            rollouts[-1].logps[-1] = torch.nan
+            return rollouts
+
+    settings = Settings.model_validate(SETTINGS).resolved("student")
+    teachers = LocalTeachers([tiny_model(seed=1), tiny_model(seed=2)], PACKING, VOCABULARY)
+    with distributed.process_group() as device, pytest.raises(NonFinite, match=r"after step 0: the log-prob"):
+        student = Student(tiny_model(), TrainSettings(**dict(PACKING)), device)
+        run_loop(tmp_path, settings, student, rollouts=Diverged(), teachers=teachers)
 
 
 @pytest.mark.slow
