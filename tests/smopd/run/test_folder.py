@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from smopd.config.settings import Settings
 from smopd.engine.files import empty_partial, replace_folder
-from smopd.run.folder import ConfigMismatch, RunDirLocked, lock_run_dir, write_settings
+from smopd.run import lease
+from smopd.run.folder import ConfigMismatch, lock_run_dir, write_settings
+from smopd.run.lease import RunDirLocked
+from tests.ranks import ROOT
 from tests.smopd.run.invariance_worker import SETTINGS
 
 MADE = Settings.model_validate(SETTINGS)
@@ -25,10 +32,10 @@ def test_a_removed_lock_file_opens_no_second_way_in(tmp_path):
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
-    output = tmp_path / "out"
-    output.symlink_to(tmp_path / "absent")
-    with pytest.raises(RunDirLocked, match=f"output: .*{output}"), lock_run_dir(output, MADE):
-        pass
+    (tmp_path / "out").symlink_to(tmp_path / "absent")
+    for output in (tmp_path / "out", tmp_path / ("n" * 300)):
+        with pytest.raises(RunDirLocked, match=f"output: .*{output}"), lock_run_dir(output, MADE):
+            pass
 
 
 @pytest.mark.parametrize(
@@ -70,3 +77,42 @@ def test_a_link_in_the_place_of_a_folder_is_replaced(tmp_path, name):
     replace_folder(partial, tmp_path / "export")
     assert [path.name for path in (tmp_path / "export").iterdir()] == ["new"]
     assert not (tmp_path / "export").is_symlink() and (other / "mine").exists()
+
+
+def test_a_command_on_another_host_is_noticed_where_locks_are_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(lease, "STALE_SECONDS", 1.0)
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+    with lock_run_dir(tmp_path, MADE):
+        monkeypatch.setattr(lease.socket, "gethostname", lambda: "elsewhere")
+        other = pytest.raises(RunDirLocked, match=rf"process {os.getpid()} on .* is at work there")
+        with other, lock_run_dir(tmp_path, MADE):
+            pass
+    (tmp_path / ".lease").write_text('{"host": "gone", "pid": 1, "id": "0", "beat": 7}')
+    with lock_run_dir(tmp_path, MADE):
+        assert '"elsewhere"' in (tmp_path / ".lease").read_text()
+    assert not (tmp_path / ".lease").exists()
+
+
+REPLACED = """
+import sys, time
+from pathlib import Path
+from smopd.run import lease
+lease.BEAT_SECONDS = 0.05
+with lease.lease(Path(sys.argv[1])):
+    Path(sys.argv[1], ".lease").write_text('{"host": "elsewhere", "pid": 5, "id": "0"}')
+    time.sleep(600)
+"""
+
+
+def test_a_command_whose_lease_is_taken_ends_itself(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-c", REPLACED, str(tmp_path)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert ended.returncode == 1 and "was taken over by process 5 on elsewhere" in ended.stderr
+
+
+def test_ranks_that_do_not_share_the_directory_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease, "TRY_SECONDS", 0.0)
+    with pytest.raises(RunDirLocked, match=r"is not that of elsewhere; give a folder they share"):
+        lease.require_shared(tmp_path, {"host": "elsewhere", "id": "0"})

@@ -1,0 +1,98 @@
+"""A lease file names the host and process at work in a run directory, as locks may not reach other hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from smopd.engine.files import CannotWrite, read_json, write_atomically
+from smopd.record.progress import say
+
+FILE = ".lease"
+BEAT_SECONDS = 5.0  # ours
+STALE_SECONDS = 20.0  # ours: a lease that is not renewed for so long is of a command that has ended
+TRIES, TRY_SECONDS = 10, 1.0  # ours: a network file system may show a file late
+
+
+class RunDirLocked(RuntimeError):
+    """Another command is using the run directory, or it cannot be written or is not shared."""
+
+
+@contextmanager
+def lease(folder: Path) -> Iterator[dict[str, Any]]:
+    """Hold the lease of a run directory, and renew it in a thread; yields its content.
+
+    Of two commands that begin at once, the one whose lease is replaced ends itself.
+
+    Raises:
+        RunDirLocked: a command on another host renews its lease.
+    """
+    path = folder / FILE
+    _wait_for_other_hosts(path)
+    mine = {"host": socket.gethostname(), "pid": os.getpid(), "id": uuid4().hex}
+    write_atomically(path, json.dumps(mine).encode())
+    done = threading.Event()
+
+    def renew() -> None:
+        beat = 0
+        while not done.wait(BEAT_SECONDS):
+            beat, found = beat + 1, _read(path)
+            if found.get("id", mine["id"]) != mine["id"]:
+                os.write(2, f"error: {folder} was taken over by {_holder(found)}\n".encode())
+                os._exit(1)
+            with suppress(OSError, CannotWrite):  # a full disk, or one that is gone for a while
+                write_atomically(path, json.dumps({**mine, "beat": beat}).encode())
+
+    thread = threading.Thread(target=renew, name="lease", daemon=True)
+    thread.start()
+    try:
+        yield mine
+    finally:
+        done.set()
+        thread.join()
+        with suppress(OSError):
+            path.unlink()
+
+
+def require_shared(folder: Path, held: dict[str, Any]) -> None:
+    """Raise RunDirLocked if this host sees another directory than the one that holds the lease `held`."""
+    for _ in range(TRIES):
+        if _read(folder / FILE).get("id") == held["id"]:
+            return
+        time.sleep(TRY_SECONDS)
+    here = socket.gethostname()
+    raise RunDirLocked(f"output: {folder} on {here} is not that of {held['host']}; give a folder they share")
+
+
+def _wait_for_other_hosts(path: Path) -> None:
+    """Raise RunDirLocked if the lease of another host is renewed; no clocks are compared."""
+    first, end = _read(path), time.monotonic() + STALE_SECONDS
+    if first.get("host", socket.gethostname()) == socket.gethostname():  # the lock decides on this host
+        return
+    say(f"{path.parent}: waiting {STALE_SECONDS:g} seconds to see whether {_holder(first)} is still at work")
+    while time.monotonic() < end:
+        time.sleep(STALE_SECONDS / TRIES)
+        found = _read(path)
+        if not found:
+            return
+        if found != first:
+            raise RunDirLocked(f"{path.parent}: {_holder(first)} is at work there; or give another --output")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the lease, empty if there is none."""
+    with suppress(OSError, ValueError):
+        return read_json(path)
+    return {}
+
+
+def _holder(found: dict[str, Any]) -> str:
+    return f"process {found.get('pid')} on {found.get('host')}"
