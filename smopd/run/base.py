@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from smopd.engine import distributed
 from smopd.engine.files import empty_partial, replace_folder, room_for
 from smopd.engine.imports import import_function
 from smopd.engine.models.loading import stored_dtype
-from smopd.engine.student.checkpoint import export
+from smopd.engine.student.checkpoint import Checkpoints, export
 from smopd.engine.student.optimizers import last_share
 from smopd.engine.student.student import Student
 from smopd.engine.types import Rollout
@@ -28,6 +29,7 @@ from smopd.record.progress import Progress
 from smopd.run import build
 from smopd.run.failures import error_context
 from smopd.run.folder import mark_done
+from smopd.step.stop import Stop, Stopped
 
 
 def model_path(settings: Settings, folder: Path, name: str) -> str:
@@ -66,30 +68,45 @@ def make_base(
     tokenizer: PreTrainedTokenizerBase,
     demonstrations: DemonstrationSet | None,
     device: torch.device,
+    stop: Stop,
 ) -> None:
-    """Train the model at `path` on the demonstrations, if any, and export it to `folder`."""
+    """Train the model at `path` on the demonstrations, if any, and export it to `folder`.
+
+    Resumes from its checkpoint, which it writes as a run does and removes when it is done.
+    """
     warm = settings.warm_start
-    steps = warm.steps if warm else 0
+    steps, every = warm.steps if warm else 0, settings.checkpoint.every
     own: dict[str, Any] = {"lora": None}
     if warm is not None:
         own |= {"learning_rate": warm.learning_rate, "warmup_steps": warm.warmup_steps}
         own["schedule"] = partial(last_share, updates=steps, share=warm.decay_share)
     student = build.student(settings, path, device, **own)
     if warm is not None and demonstrations is not None:
-        log = JsonlLog(folder / "metrics.jsonl")
+        log, checkpoints = JsonlLog(folder / "metrics.jsonl"), Checkpoints(folder / "checkpoints", 1)
+        start, _ = checkpoints.restore(student)
         with ExitStack() as stack:
+            stack.enter_context(stop.postponed())
+            stack.enter_context(distributed.collective_timeout(settings.waiting_seconds))
             shown = None
             if distributed.rank() == 0:
-                log.cut(0)
-                shown = stack.enter_context(Progress("warm start", steps))
-            for step in range(steps):
+                log.cut(start)
+                shown = stack.enter_context(Progress("warm start", steps, start))
+            for step in range(start, steps):
                 chosen = batch_indices(len(demonstrations), warm.batch_size, step, settings.seed)
                 values = supervised_step(student, [demonstrations[i] for i in chosen])
                 if shown is not None:
                     log.write({"step": step + 1, **values})
                     shown.update(step + 1, values)
+                stopped = stop.asked()
+                if stopped or (every and (step + 1) % every == 0 and step + 1 < steps):
+                    checkpoints.confirm()
+                    log.flush()
+                    checkpoints.save(step + 1, student)
+                if stopped:
+                    raise Stopped(stopped, f"warm-start step {step + 1} is done and saved", agreed=True)
     export(student, tokenizer, folder / "export", stored_dtype(path))
     mark_done(folder, {"steps": steps})
+    distributed.on_rank0(lambda: shutil.rmtree(folder / "checkpoints", ignore_errors=True))
 
 
 def supervised_step(student: Student, demonstrations: list[Demonstration]) -> dict[str, float]:

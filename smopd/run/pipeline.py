@@ -186,7 +186,7 @@ def do_runs(context: RunContext, command: Command) -> None:
     for run in due:
         if run.name == BASE:
             folder = context.folder / BASE
-            make_base(settings, folder, start, tokenizer, inputs.demonstrations, context.device)
+            make_base(settings, folder, start, tokenizer, inputs.demonstrations, context.device, context.stop)
         else:
             train(context, run, inputs)
         gc.collect()

@@ -33,7 +33,7 @@ def once_there(pattern: str) -> Callable[[Path], bool]:
 
 MOMENTS = {
     "in the warm start": after_lines("base", 5),
-    "while a checkpoint is written": once_there("*/checkpoints/*.partial"),
+    "while a checkpoint is written": once_there("*_teacher/checkpoints/*.partial"),
     "in stage 2, between two checkpoints": after_lines("student", 5),
     "while the student is exported": once_there("student/export.partial"),
     "in the evaluation": once_there("base/evaluation.json"),
@@ -82,7 +82,13 @@ def test_a_run_killed_again_and_again_ends_the_same(tmp_path, straight):
 def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(tmp_path, straight):
     recipe, folder = write_recipe(tmp_path, {"checkpoint": {"every": 100}}), tmp_path / "runs/tiny"
     log, moment = tmp_path / "log", after_lines("accuracy_teacher", 2)
+    assert signal_when(signal.SIGTERM, after_lines("base", 5), recipe, folder, log) == 143
+    (saved,) = (folder / "base/checkpoints").iterdir()
+    done = lines(folder / "base/metrics.jsonl")
+    assert f"warm-start step {done} is done and saved" in log.read_text() and 5 <= done < 30
+    assert saved.name == f"step_{done:08d}"
     assert signal_when(signal.SIGTERM, moment, recipe, folder, log) == 143
+    assert not (folder / "base/checkpoints").exists()
     (saved,) = (folder / "accuracy_teacher/checkpoints").iterdir()
     step = int(saved.name.removeprefix("step_"))
     assert f"stopped by SIGTERM; step {step} is done and saved; rerun to resume" in log.read_text()
