@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -25,6 +26,8 @@ _SET_UP = timedelta(minutes=30)  # the other ranks wait while one downloads a mo
 # Device meshes and DeepSpeed keep gloo threads of a destroyed group alive. A thread that frees a tensor while
 # Python exits asks for the GIL and aborts the process.
 _DRAIN_SECONDS = 0.1
+_BEATS = 10  # ours: signs of life within the longest silence
+_LEFT = 1 << 40  # in place of a count: the rank does not give signs any more
 
 
 @contextmanager
@@ -49,6 +52,53 @@ def process_group() -> Iterator[torch.device]:
         if owned and dist.is_initialized():
             dist.destroy_process_group()
             time.sleep(_DRAIN_SECONDS)
+
+
+@contextmanager
+def watched(seconds: float) -> Iterator[None]:
+    """End this process with a line on stderr when another rank has given no sign of life for `seconds`.
+
+    A rank may be stopped, or its host cannot be reached. Collective calls would wait for it, and time out
+    late, because they allow for rewards and servers that are slow on one rank.
+    """
+    if world_size() == 1:
+        yield
+        return
+    store = dist.distributed_c10d._get_default_store().clone()
+    keys = [f"smopd/alive/{each}" for each in range(world_size())]
+    quiet = dict.fromkeys(keys, 0)  # beats since the last sign; no clock, so that a suspended job survives
+    done = threading.Event()
+
+    def talk() -> None:
+        counts: dict[str, int] = {}
+        with suppress(RuntimeError):  # the store is gone: every rank seems quiet
+            while not done.wait(seconds / _BEATS):
+                for each, key in enumerate(keys):
+                    count = store.add(key, int(each == rank()))
+                    if count != counts.get(key) or count >= _LEFT:
+                        counts[key], quiet[key] = count, 0
+
+    def watch() -> None:
+        while not done.wait(seconds / _BEATS):
+            for key in keys:
+                quiet[key] += 1
+            silent = [each for each, key in enumerate(keys) if quiet[key] > _BEATS]
+            if silent:
+                cut_off = quiet[keys[rank()]] > 2  # the store does not answer this rank either
+                lost = "the other ranks have" if cut_off else f"rank {silent[0]} has"
+                if cut_off or store.add("smopd/failed", 1) == 1:
+                    line = f"error: {lost} given no sign of life for {seconds:g} seconds; rerun to resume\n"
+                    os.write(2, line.encode())
+                os._exit(1)
+
+    for loop in (talk, watch):
+        threading.Thread(target=loop, name="ranks", daemon=True).start()
+    try:
+        yield
+    finally:
+        with suppress(RuntimeError):
+            store.add(keys[rank()], _LEFT)  # the others may still be at work
+        done.set()
 
 
 class LostRank(RuntimeError):

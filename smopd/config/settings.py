@@ -26,7 +26,7 @@ from smopd.engine.settings import (
 from smopd.names import STARTUP_SECONDS, is_url
 
 TRAINING_SECONDS = 300.0
-"""Ours: the longest wait for another rank within a step before the run fails."""
+"""Ours: the longest wait for another rank's part of a step, unless rewards or servers may take longer."""
 
 
 class Model(Section):
@@ -199,6 +199,8 @@ class Loop(Section):
     """Optimizer updates per step. The prompts of a step are split into this many mini-batches."""
     async_level: Literal[0, 1] = 0
     """1: sample the next batch during the current update, with the policy before the update."""
+    timeout_seconds: float = Field(default=300.0, ge=1)
+    """A run ends when a rank has given no sign of life for this long: it is stopped, or its host is gone."""
 
 
 class EvaluationSettings(Section):

@@ -43,10 +43,10 @@ _ENGINE_MEMORY = (
 )  # fmt: skip
 FREE = (
     "output", "description", "processes", "log.", "checkpoint.", "scoring.", "evaluation.every", "label",
-    "reproduces", "student.micro_batch_tokens", "student.share_prompts", "student.gradient_checkpointing",
-    "student.compile", "student.attention", "student.shard_size", "student.offload_optimizer",
-    "rollout.max_batch_tokens", "rollout.urls", "rollout.transfer", "rollout.vllm.placement",
-    "teachers.vllm.placement", "teachers.vllm.engines",
+    "reproduces", "loop.timeout_seconds", "student.micro_batch_tokens", "student.share_prompts",
+    "student.gradient_checkpointing", "student.compile", "student.attention", "student.shard_size",
+    "student.offload_optimizer", "rollout.max_batch_tokens", "rollout.urls", "rollout.transfer",
+    "rollout.vllm.placement", "teachers.vllm.placement", "teachers.vllm.engines",
     *(f"{engine}.vllm.engine_kwargs.{name}" for engine in ("rollout", "teachers") for name in _ENGINE_MEMORY),
 )  # fmt: skip
 """Settings that change no result except for rounding. They may change when a run resumes."""

@@ -97,7 +97,11 @@ def run_recipe(command: Command) -> int:
     set_up_logging()
     allow_custom_code(command.settings.model.trust_remote_code)
     settings, folder = command.settings, Path(command.settings.output)
-    with Stop() as stop, distributed.process_group() as device:
+    with (
+        Stop() as stop,
+        distributed.process_group() as device,
+        distributed.watched(settings.loop.timeout_seconds),
+    ):
         try:
             require_functions(settings)
             with lock_run_dir(folder, settings, change=command.change), reward_pool(settings, folder) as pool:

@@ -64,14 +64,14 @@ import os, time, torch, torch.distributed as dist
 from smopd.engine import distributed
 with distributed.process_group():
     group = dist.new_group([0, 1])  # as of a device mesh
-    with distributed.collective_timeout(1.0):
-        distributed.barrier()
-        for each in (None, group) if distributed.rank() == 0 else ():
-            begun = time.monotonic()
-            try:
+    distributed.barrier()
+    for each in (None, group) if distributed.rank() == 0 else ():
+        begun = time.monotonic()
+        try:
+            with distributed.collective_timeout(1.0):
                 dist.all_reduce(torch.ones(1), group=each)
-            except RuntimeError:
-                print("waited", time.monotonic() - begun, flush=True)
+        except distributed.LostRank:
+            print("waited", time.monotonic() - begun, flush=True)
     if distributed.rank() == 1:
         time.sleep(6)
     os._exit(0)
