@@ -69,7 +69,7 @@ class RemoteTeachers(Dropping):
         self.vocabulary, self.rows, self.probe = vocabulary, vocabulary, probe
         self.kappa, self.temperature, self.union = kappa, temperature, union
         self.teachers = [Servers(each, retry) for each in urls]
-        self._weights: dict[int, str] = {}  # digest of each teacher's weights, from its first server
+        self.digests: dict[int, str] = {}  # of each teacher's weights, from its first server
         for m, servers in enumerate(self.teachers):
             self._admit(m, servers.urls, starting=True)
             if not servers.alive:
@@ -124,7 +124,7 @@ class RemoteTeachers(Dropping):
             return list(pool.map(ask, range(len(self.teachers))))
 
     def _score_request(self, m: int, part: list[Rollout], kappa: int, temperature: float) -> Request:
-        params = {"kappa": kappa, "temperature": temperature, "weights": self._weights[m]}
+        params = {"kappa": kappa, "temperature": temperature, "weights": self.digests[m]}
         return Request("/score", content=pack_request(part), params=params)
 
     def _given(
@@ -141,7 +141,7 @@ class RemoteTeachers(Dropping):
         def request(url: str, item: tuple[list[Rollout], Tensor, Tensor]) -> Request:
             part, ids_NU, own_N = item
             content = pack_request(part, ids_NU=ids_NU.int(), token_logps_N=own_N)
-            params = {"temperature": temperature, "weights": self._weights[m]}
+            params = {"temperature": temperature, "weights": self.digests[m]}
             return Request("/given", content=content, params=params)
 
         answers = self.teachers[m].map(
@@ -181,7 +181,7 @@ class RemoteTeachers(Dropping):
                 f"{name} was started for a vocabulary of {vocabulary}, expected the student's "
                 f"{self.vocabulary} (--vocabulary)"
             )
-        known = self._weights.setdefault(m, weights)
+        known = self.digests.setdefault(m, weights)
         if weights != known:
             raise ServerUnavailable(f"holds weights {weights}, the teacher's first server holds {known}")
         ids = self.probe.token_ids

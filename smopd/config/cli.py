@@ -48,7 +48,7 @@ class Options(Selection):
     stage: Part = "all"
     """Part of the recipe to run."""
     change: bool = False
-    """Resume runs with settings that change their results. Each change is recorded in the run folder."""
+    """Resume runs with other settings or inputs. Each change is recorded in the run folder."""
     dry_run: bool = False
     """Print the plan, call every reward once if the model is on this machine, then exit."""
     show_settings: bool = False

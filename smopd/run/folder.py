@@ -13,10 +13,10 @@ import shlex
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import yaml
@@ -28,7 +28,7 @@ from smopd.config.recipe import write_yaml
 from smopd.config.schedule import BASE, done_steps
 from smopd.config.settings import Settings
 from smopd.engine import distributed
-from smopd.engine.files import room_for, write_atomically
+from smopd.engine.files import read_json, room_for, write_atomically
 from smopd.engine.student.checkpoint import saved_steps
 from smopd.names import without_secrets
 from smopd.record.files import JsonlLog
@@ -52,6 +52,11 @@ FREE = (
 """Settings that change no result except for rounding. They may change when a run resumes."""
 OF_BASE = ("seed", "model.", "warm_start.", "student.", "data.prompt_column")
 """Settings that the base model depends on."""
+DIGITS = 12  # ours: of a digest, in messages
+Parts: TypeAlias = Mapping[str, Mapping[str, str]]
+"""Setting -> part of the input -> digest; see identity.py."""
+VERSIONS = "versions"
+"""Entry of inputs.json with the version of each package."""
 
 
 class ConfigMismatch(RuntimeError):
@@ -101,10 +106,8 @@ def lock_run_dir(folder: Path, settings: Settings, *, change: bool = False) -> I
             except OSError as error:
                 if error.errno != errno.EBADF:  # NFS cannot lock folders
                     raise RunDirLocked(f"output: {error}") from None
-            refused = [str(each) for each in changes(folder, settings) if not each.lengthens]
-            if refused and not change:
-                message = f"{folder} holds runs with other settings; give another --output, or add --change:"
-                raise ConfigMismatch("\n  ".join([message, *dict.fromkeys(refused)]))
+            if not change:
+                refuse(folder, "settings", changes(folder, settings))
             return held.enter_context(lease(folder))
 
         mine = distributed.on_rank0(claim)
@@ -112,10 +115,20 @@ def lock_run_dir(folder: Path, settings: Settings, *, change: bool = False) -> I
         yield
 
 
+def refuse(folder: Path, what: str, found: Sequence[Change]) -> None:
+    """Raise ConfigMismatch for changes that do more than add steps."""
+    if refused := [str(each) for each in found if not each.lengthens]:
+        message = f"{folder} holds runs with other {what}; give another --output, or add --change:"
+        raise ConfigMismatch("\n  ".join([message, *dict.fromkeys(refused)]))
+
+
+def begun_runs(folder: Path, settings: Settings) -> list[str]:
+    return [name for name in (BASE, *settings.runs) if (folder / name).exists()]
+
+
 def changes(folder: Path, settings: Settings) -> list[Change]:
     """Return the settings of begun runs that differ from config.yaml, except those in FREE."""
-    config = folder / "config.yaml"
-    begun = [name for name in (BASE, *settings.runs) if (folder / name).exists()]
+    config, begun = folder / "config.yaml", begun_runs(folder, settings)
     if not config.exists() or not begun:
         return []
     try:
@@ -160,9 +173,25 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def record_changes(folder: Path, settings: Settings) -> None:
-    """Write changed settings to changes.jsonl of each run, with the step from which they apply."""
-    for each in changes(folder, settings):
+def input_changes(folder: Path, settings: Settings, before: Parts, now: Parts) -> list[Change]:
+    """Return the parts of inputs of begun runs that differ."""
+    found = []
+    for run in begun_runs(folder, settings):
+        for setting in sorted(before.keys() & now.keys()):
+            of_run = not setting.startswith("runs.") or setting.startswith(f"runs.{run}.")
+            if not (setting.startswith((*OF_BASE, VERSIONS)) if run == BASE else of_run):
+                continue
+            was, new = before[setting], now[setting]
+            for part in sorted({*was, *new}):
+                if was.get(part) != new.get(part):
+                    shown = [each.get(part, "absent")[:DIGITS] for each in (was, new)]
+                    found.append(Change(run, f"{setting} ({part})", *shown))
+    return found
+
+
+def record_changes(folder: Path, settings: Settings, found: Sequence[Change]) -> None:
+    """Write changes to changes.jsonl of each run, with the step from which they apply."""
+    for each in found:
         run = folder / each.run
         step = max([done_steps(settings, each.run) or 0, *saved_steps(run / "checkpoints")])
         fields = {"setting": each.setting, "was": each.was, "now": each.now}
@@ -184,38 +213,49 @@ def _recomputed(settings: Settings, change: Change) -> str:
 def write_settings(
     folder: Path,
     settings: Settings,
-    inputs: Callable[[], Mapping[str, str]],
+    inputs: Callable[[], Parts],
     arguments: Sequence[str] = (),
+    *,
+    change: bool = False,
 ) -> None:
-    """Write the settings and environment, and warn about changed data or rewards; a collective call.
+    """Write settings, inputs and environment of a command; `change` allows other inputs. A collective call.
 
-    config.yaml is of the newest command, environment.json of the first, commands.jsonl of all commands.
-    `inputs` returns the digest of each source's rows and of each reward's file, `arguments` are those of
-    `smopd train`.
+    environment.json is of the first command, commands.jsonl of all, the other files are of the newest.
+    `inputs` returns digests by setting and part, `arguments` are those of `smopd train`.
     """
-    if distributed.rank() == 0:
-        record_changes(folder, settings)
-        commands = folder / "commands.jsonl"
-        before: dict[str, str] = {}
-        for line in commands.read_text().splitlines() if commands.exists() else ():
-            with suppress(ValueError, LookupError, TypeError):  # an incomplete line
-                before |= json.loads(line)["inputs"]
-        now = dict(inputs())
-        for name in [name for name in now if before.get(name, now[name]) != now[name]]:
-            log.warning(
-                "%s: %s has changed since the last command (SHA-256 was %.12s, now %.12s)",
-                folder, name, before[name], now[name],
-            )  # fmt: skip
-        write_atomically(folder / "config.yaml", write_yaml(settings, public=True).encode())
+
+    def write() -> None:
         here = environment()
+        versions = {"python": here["python"], "smopd": here["smopd"], **here["packages"]}
+        known = {name: version for name, version in versions.items() if version is not None}
+        compare_inputs(folder, settings, {**inputs(), VERSIONS: known}, change=change)
+        record_changes(folder, settings, changes(folder, settings))
+        write_atomically(folder / "config.yaml", write_yaml(settings, public=True).encode())
         if not (folder / "environment.json").exists():
             write_atomically(folder / "environment.json", json.dumps(here, indent=1).encode())
         values = flat(yaml.safe_load(write_yaml(settings, public=True)))
         command = without_secrets(shlex.join(["smopd", "train", *arguments]))
-        facts = {"command": command, "inputs": now, "environment": here, "settings": values}
+        facts = {"time": time.time(), "command": command, "environment": here, "settings": values}
+        commands = folder / "commands.jsonl"
         with room_for(commands), commands.open("a") as file:
-            file.write(json.dumps({"time": time.time(), **facts}) + "\n")
-    distributed.barrier()
+            file.write(json.dumps(facts) + "\n")
+
+    distributed.on_rank0(write)
+
+
+def compare_inputs(folder: Path, settings: Settings, now: Parts, *, change: bool) -> None:
+    """Compare digests with those of earlier commands, record changes and keep them.
+
+    Raises:
+        ConfigMismatch: a begun run had other inputs (other than versions), and `change` is False.
+    """
+    path = folder / "inputs.json"
+    before = read_json(path) if path.exists() else {}
+    found = input_changes(folder, settings, before, now)
+    if not change:
+        refuse(folder, "inputs", [each for each in found if not each.setting.startswith(VERSIONS)])
+    record_changes(folder, settings, found)
+    write_atomically(path, json.dumps({**before, **now}, indent=1).encode())
 
 
 def environment() -> dict[str, Any]:

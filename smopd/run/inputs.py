@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -59,34 +56,6 @@ def read_inputs(settings: Settings, tokenizer: PreTrainedTokenizerBase, *, demon
                 **template,
             )
     return Inputs(train, held_out, demonstrated)
-
-
-def digests(settings: Settings, inputs: Inputs) -> dict[str, str]:
-    """Return the SHA-256 of each source's rows and of each reward's file, by setting."""
-    found = {}
-    for setting, rows in {
-        "data.train": inputs.train,
-        "data.evaluation": inputs.held_out,
-        "warm_start.source": inputs.demonstrations,
-    }.items():
-        if rows is not None:
-            found[setting] = rows.digest
-    for reward in settings.rewards:
-        file = _file_of(reward.function.partition(":")[0])
-        if file is not None:
-            found[f"rewards.{reward.name}"] = hashlib.sha256(file.read_bytes()).hexdigest()
-    return found
-
-
-def _file_of(module: str) -> Path | None:
-    """Find the file of a module without importing its packages, because rewards run only in their workers."""
-    parts, path, spec = module.split("."), None, None
-    for i in range(len(parts)):
-        spec = PathFinder.find_spec(".".join(parts[: i + 1]), path)
-        if spec is None:
-            return None
-        path = spec.submodule_search_locations
-    return Path(spec.origin) if spec and spec.origin and Path(spec.origin).is_file() else None
 
 
 def log_inputs(inputs: Inputs) -> None:

@@ -47,8 +47,9 @@ from smopd.rewards.pool import RewardPool, RewardSpec
 from smopd.run import build
 from smopd.run.base import initial_model, make_base, model_path
 from smopd.run.failures import FAILURES, UnusableInput, error_context
-from smopd.run.folder import lock_run_dir, mark_done, write_settings
-from smopd.run.inputs import Inputs, digests, log_inputs, read_inputs
+from smopd.run.folder import compare_inputs, lock_run_dir, mark_done, write_settings
+from smopd.run.identity import identity
+from smopd.run.inputs import Inputs, log_inputs, read_inputs
 from smopd.run.preflight import newer_than_tested, require_functions, try_rewards
 from smopd.step.held_out import evaluate_held_out
 from smopd.step.rewards import WINDOW_STEPS, Rewarder
@@ -64,6 +65,8 @@ class RunContext:
     pool: RewardPool
     device: torch.device
     stop: Stop
+    change: bool
+    """Whether inputs may differ from the last command's."""
     whole: set[str] = field(default_factory=set)
     """Models whose files have been verified."""
 
@@ -75,7 +78,9 @@ class RunContext:
 
     def require_whole(self, name: str) -> None:
         """Raise UnusableCheckpoint if the files of an export are damaged."""
-        path = self.model_path(name)
+        self.require_whole_path(self.model_path(name))
+
+    def require_whole_path(self, path: str) -> None:
         if path not in self.whole:
             require_whole(Path(path))
             self.whole.add(path)
@@ -105,7 +110,7 @@ def run_recipe(command: Command) -> int:
         try:
             require_functions(settings)
             with lock_run_dir(folder, settings, change=command.change), reward_pool(settings, folder) as pool:
-                do_runs(RunContext(settings, folder, pool, device, stop), command)
+                do_runs(RunContext(settings, folder, pool, device, stop, command.change), command)
         except FAILURES as error:
             if distributed.first_to_fail():
                 print(printable(f"error: {error}"), file=sys.stderr, flush=True)
@@ -173,13 +178,20 @@ def do_runs(context: RunContext, command: Command) -> None:
     if base_due and BASE not in names:
         raise UnusableInput("the base model is not made yet; run --stage warm-start first")
     start = initial_model(settings, context.folder / BASE)
+    context.require_whole_path(start)
     with error_context("model"):
         tokenizer = load_tokenizer(start)
         if planned:
             require_exportable(start)
     inputs = read_inputs(settings, tokenizer, demonstrations=base_due)
     context.pool.require_columns(inputs.columns)
-    write_settings(context.folder, settings, lambda: digests(settings, inputs), command.arguments)
+    write_settings(
+        context.folder,
+        settings,
+        lambda: identity(settings, inputs, start),
+        command.arguments,
+        change=context.change,
+    )
     if distributed.rank() == 0:
         if newer := newer_than_tested():
             say(newer)
@@ -237,6 +249,11 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
     if product_base is not None:
         frozen.append(context.model_path(product_base))
     teachers = build.teacher_engine(settings, frozen, tokenizer, student.vocabulary, device)
+    digests = {f"teacher {m}": found for m, found in getattr(teachers, "digests", {}).items()}
+    served = {f"runs.{run.name}.servers": digests}
+    distributed.on_rank0(
+        lambda: compare_inputs(context.folder, context.settings, served, change=context.change)
+    )
     reference = None
     if settings.kl_ref.coef > 0:
         reference = held_already(path, path, student, teachers) or build.teacher_engine(

@@ -129,30 +129,3 @@ def test_bad_data_is_named(workplace):
     assert done.returncode == 1
     assert "error: data.train: " in done.stderr and "row 1: column 'prompt' is None" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-def test_other_rows_and_other_rewards_than_before_are_named(workplace, caplog):
-    rows = "def some(**options):\n    return [{'prompt': 'call anna', 'ground_truth': ''}] * 4\n"
-    (workplace / "changing.py").write_text(rows)
-    data = {"data": {"train": {"source": "changing:some", "kwargs": {}}, "evaluation": None}}
-    recipe, folder = recipe_of_one_run(workplace, data | WITH_BREVITY), workplace / "runs/tiny"
-    assert train_here(recipe).returncode == 0
-    first = (folder / "environment.json").read_bytes()
-    assert train_here(recipe).returncode == 0
-    assert "has changed since the last command" not in caplog.text
-    (workplace / "changing.py").write_text(rows.replace("anna", "bert"))
-    (workplace / "my_rewards.py").write_text(REWARDS + "# changed\n")
-    assert train_here(recipe).returncode == 0
-    warnings = [
-        record.getMessage()
-        for record in caplog.records
-        if "has changed since the last command" in record.getMessage()
-    ]
-    assert [line.split(": ")[1].split(" has changed")[0] for line in warnings] == [
-        "data.train",
-        "rewards.mine",
-    ]
-    commands = [json.loads(line) for line in (folder / "commands.jsonl").read_text().splitlines()]
-    assert len(commands) == 3 and (folder / "environment.json").read_bytes() == first
-    assert commands[0]["inputs"] == commands[1]["inputs"] != commands[2]["inputs"]

@@ -1,0 +1,148 @@
+"""Digests of what a run depends on: rows of data, files of models, and modules of the user's functions."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import TypeAlias
+
+from huggingface_hub import try_to_load_from_cache
+
+import smopd
+from smopd.config.settings import Settings
+from smopd.data.places import located
+from smopd.engine.imports import IMPORT_PATH
+from smopd.engine.student.checkpoint import MANIFEST, file_digest
+from smopd.run.folder import FREE, flat
+from smopd.run.inputs import Inputs
+
+Identity: TypeAlias = dict[str, dict[str, str]]
+"""Setting -> part, such as a file or module -> SHA-256."""
+
+WHOLE_BYTES = 64 << 20  # ours: of a larger file, its size, its time and samples are compared
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # ours
+MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt", ".tiktoken", ".jinja", ".py"}
+TEMPLATES = "additional_chat_templates"  # transformers' folder of named templates
+PACKAGES = ("site-packages", "dist-packages")
+_HERE = Path(smopd.__file__).parent
+
+
+def identity(settings: Settings, inputs: Inputs, initial: str) -> Identity:
+    """Return the digests of everything that the settings name. `initial` is the model before any training.
+
+    Rows stand for the functions that make them, and the initial model for its factory.
+    """
+    rows = {
+        "data.train": inputs.train,
+        "data.evaluation": inputs.held_out,
+        "warm_start.source": inputs.demonstrations,
+    }
+    found: Identity = {setting: {"rows": each.digest} for setting, each in rows.items() if each is not None}
+    if settings.model.factory is not None:
+        found["model.factory"] = model_parts(Path(initial))
+    for setting, value in flat(settings.model_dump(mode="json")).items():
+        if not isinstance(value, str) or setting.startswith((*FREE, *rows, "model.factory")):
+            continue
+        if IMPORT_PATH.fullmatch(value):
+            parts = code_parts(value.partition(":")[0])
+        else:
+            parts = named_model(value)
+        if parts:
+            found[setting] = parts
+    return found
+
+
+def named_model(name: str) -> dict[str, str]:
+    """Return the parts of the model in a folder or in the cache of the hub; empty if `name` is no model."""
+    with suppress(OSError, ValueError):  # no path, no short name, no hub id
+        folder = located(name)
+        if any((folder / config).is_file() for config in ("config.json", "adapter_config.json")):
+            return model_parts(folder)
+        cached = try_to_load_from_cache(name, "config.json")
+        if isinstance(cached, str):
+            return {"commit": Path(cached).parent.name}
+    return {}
+
+
+def model_parts(folder: Path) -> dict[str, str]:
+    """Return the digests of a model's files, or of its manifest, which is verified where it is used."""
+    if (manifest := folder / MANIFEST).is_file():
+        return {MANIFEST: file_digest(manifest)}
+    files = sorted(path for path in (*folder.glob("*"), *folder.glob(f"{TEMPLATES}/*")) if path.is_file())
+    return {str(path.relative_to(folder)): _digest(path) for path in files if path.suffix in MODEL_FILES}
+
+
+def _digest(path: Path) -> str:
+    """Return the SHA-256 of a file, or of the size, time and samples of a large one."""
+    facts = path.stat()
+    if facts.st_size <= WHOLE_BYTES:
+        return file_digest(path)
+    digest = hashlib.sha256(f"{facts.st_size} {facts.st_mtime_ns}".encode())
+    with path.open("rb") as file:
+        for i in range(SAMPLES):
+            file.seek((facts.st_size - SAMPLE_BYTES) * i // (SAMPLES - 1))
+            digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def code_parts(module: str) -> dict[str, str]:
+    """Return the digests of a module and of the modules that it imports, directly or not.
+
+    Imported modules of the standard library, of installed packages and of smopd are left out: their versions
+    are recorded. Nothing is imported, because rewards run only in their workers.
+    """
+    found: dict[str, str] = {}
+    waiting, seen = [module], {""}
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name.partition(".")[0] in sys.stdlib_module_names:
+            continue
+        seen.add(name)
+        waiting.append(name.rpartition(".")[0])
+        file = _file_of(name)
+        if file is None:
+            continue
+        installed = file.is_relative_to(_HERE) or not set(PACKAGES).isdisjoint(file.parts)
+        if name == module or not installed:
+            found[name] = file_digest(file)
+        if not installed:
+            waiting += _imported(name, file)
+    return found
+
+
+def _file_of(module: str) -> Path | None:
+    """Find the file of a module without importing its packages."""
+    parts = module.split(".")
+    path: Sequence[str] | None = None
+    spec: ModuleSpec | None = None
+    for i in range(len(parts)):
+        name = ".".join(parts[: i + 1])
+        specs = (finder.find_spec(name, path) for finder in sys.meta_path)
+        spec = next((each for each in specs if each is not None), None)
+        if spec is None or (spec.submodule_search_locations is None and i + 1 < len(parts)):
+            return None
+        path = spec.submodule_search_locations
+    return Path(spec.origin) if spec and spec.origin and Path(spec.origin).is_file() else None
+
+
+def _imported(name: str, file: Path) -> Iterator[str]:
+    """Yield the names that a source file imports, and those that may be modules of them."""
+    try:
+        nodes = [*ast.walk(ast.parse(file.read_bytes()))]
+    except (SyntaxError, ValueError):  # an extension module
+        return
+    package = name if file.stem == "__init__" else name.rpartition(".")[0]
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            with suppress(ImportError):  # above the top package
+                relative = "." * node.level + (node.module or "")
+                base = importlib.util.resolve_name(relative, package)
+                yield from (base, *(f"{base}.{alias.name}" for alias in node.names))

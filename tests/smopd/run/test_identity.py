@@ -1,0 +1,128 @@
+"""What a run depends on may not change between two commands without --change: rows, models, code."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from smopd.config.settings import Settings
+from smopd.engine.files import DamagedFile
+from smopd.record.files import JsonlLog
+from smopd.run import identity
+from smopd.run.folder import compare_inputs
+from smopd.worlds.models import world_model
+from tests.smopd.recipes import TINY, merged, train_here, write_recipe
+from tests.smopd.run.invariance_worker import SETTINGS
+
+ROWS = """
+def some(**options):
+    return [{"prompt": "call anna", "ground_truth": ""}] * 4
+"""
+REWARD = """
+from parts import lengths
+
+def brevity(prompts, completions, **columns):
+    import late
+    return [late.factor / lengths.length(text) for text in completions]
+"""
+LENGTHS = """
+import torch, json
+from . import shared
+
+def length(text):
+    return shared.one + len(text)
+"""
+FILES = {
+    "rows.py": ROWS,
+    "mine.py": REWARD,
+    "late.py": "factor = 1.0\n",
+    "parts/__init__.py": "",
+    "parts/lengths.py": LENGTHS,
+    "parts/shared.py": "one = 1\n",
+    "parts/other.py": "",
+}
+CHANGES = {
+    "student": {"compute_dtype": "float32", "lora": None},
+    "data": {"train": {"source": "rows:some", "kwargs": {}}, "evaluation": None},
+    "rewards": [{"name": "mine", "function": "mine:brevity", "range": [0, 1]}, TINY["rewards"][1]],
+    "model": {"path": "model", "factory": None},
+    "loop": {"steps": 1},
+    "runs": {"distilled": {"stage": "merge"}},
+    "teachers": {"models": [{"model": "./teacher", "reward": "mine"}]},
+}
+
+
+@pytest.mark.slow
+def test_a_changed_input_is_refused_by_name_and_recorded_with_a_word(tmp_path):
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for seed, name in enumerate(("model", "teacher")):
+        for part in world_model(seed):
+            part.save_pretrained(tmp_path / name)
+    values = merged({key: value for key, value in TINY.items() if key not in ("runs", "teachers")}, CHANGES)
+    recipe = write_recipe(tmp_path, drop=tuple(TINY))
+    recipe.write_text(json.dumps({key: value for key, value in values.items() if key != "warm_start"}))
+
+    def command(*words: str):
+        return train_here(recipe, *words)
+
+    assert command().returncode == 0
+    (tmp_path / "parts/other.py").write_text("unused = 1\n")
+    weights = (tmp_path / "teacher/model.safetensors").read_bytes()
+    changed = {
+        "rows.py": ROWS.replace("anna", "bert").encode(),
+        "parts/shared.py": b"one = 2\n",
+        "teacher/model.safetensors": weights[:-1] + bytes([weights[-1] ^ 1]),
+        "model/tokenizer_config.json": b"{}",
+        "model/chat_template.jinja": b"{{ messages }}",
+    }
+    before = {name: (tmp_path / name).read_bytes() for name in changed if (tmp_path / name).exists()}
+    for name, content in changed.items():
+        (tmp_path / name).write_bytes(content)
+    refused = command()
+    assert refused.returncode == 1 and "holds runs with other inputs" in refused.stderr, refused.stderr
+    assert [line.split(": was ")[0].strip() for line in refused.stderr.splitlines()[1:]] == [
+        "data.train (rows)",
+        "model.path (chat_template.jinja)",
+        "model.path (tokenizer_config.json)",
+        "rewards.0.function (parts.shared)",
+        "teachers.models.0.model (model.safetensors)",
+    ]
+    for name in changed:
+        (tmp_path / name).unlink()
+    for name, content in before.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "late.py").write_text("factor = 2.0\n")
+    assert command("--change").returncode == 0 and command().returncode == 0
+    (line,) = (tmp_path / "runs/tiny/distilled/changes.jsonl").read_text().splitlines()
+    assert json.loads(line)["setting"] == "rewards.0.function (late)" and json.loads(line)["step"] == 1
+
+
+def test_a_large_file_is_compared_by_size_time_and_samples(tmp_path, monkeypatch):
+    monkeypatch.setattr(identity, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(identity, "SAMPLE_BYTES", 8)
+    path, found = tmp_path / "model.safetensors", set()
+    content = bytes(range(256)) * 8
+    for data, time in ((content, 1), (content, 2), (content + b"0", 1), (b"x" + content[1:], 1)):
+        path.write_bytes(data)
+        os.utime(path, (time, time))
+        found.add(identity.model_parts(tmp_path)["model.safetensors"])
+    assert len(found) == 4
+    path.write_bytes(content)
+    os.utime(path, (2, 2))
+    assert identity.model_parts(tmp_path)["model.safetensors"] in found
+
+
+def test_a_damaged_record_of_inputs_is_named_and_versions_may_change(tmp_path):
+    settings = Settings.model_validate(SETTINGS)
+    (tmp_path / "student").mkdir()
+    for version in ("1.0", "1.1"):
+        compare_inputs(tmp_path, settings, {"versions": {"torch": version}}, change=False)
+    (line,) = JsonlLog(tmp_path / "student/changes.jsonl").read()
+    assert line == {"step": 0, "setting": "versions (torch)", "was": "1.0", "now": "1.1"}
+    (tmp_path / "inputs.json").write_bytes(b'{"a": "\xff')
+    with pytest.raises(DamagedFile, match=r"inputs\.json: is damaged"):
+        compare_inputs(tmp_path, settings, {}, change=False)
