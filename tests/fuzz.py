@@ -1,15 +1,18 @@
-"""Fuzz every parser of external input: `python -m tests.fuzz TARGET SECONDS SEED`.
+"""Fuzz every parser of external input: `python -m tests.fuzz [TARGET ...] --minutes 60 --seed 1`.
 
 Each target knows the mistakes that it may answer; any other exception is printed with its input, and the exit
-status is 1. `tests/test_fuzz.py` runs each for a moment. TARGET may be `all`.
+status is 1. The targets, or all of them, share the time. `tests/test_fuzz.py` runs each for a moment.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
 import hashlib
 import json
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -22,7 +25,9 @@ from safetensors import SafetensorError
 
 from smopd.config.cli import read_settings
 from smopd.config.recipe import Mistakes
-from smopd.engine.files import DamagedFile
+from smopd.engine.errors import UnusableModel
+from smopd.engine.files import DamagedFile, read_json
+from smopd.engine.models.loading import describe, load_model, load_tokenizer
 from smopd.engine.remote.wire import pack, pack_request, unpack_answer, unpack_given
 from smopd.engine.student.checkpoint import UnusableCheckpoint, read_manifest, write_manifest
 from smopd.engine.types import Rollout
@@ -31,6 +36,7 @@ from smopd.evals.api_bank.suite import outcome
 from smopd.evals.bfcl.rlla_form import read_calls
 from smopd.record.files import JsonlLog
 from smopd.rewards import rlla
+from smopd.worlds.models import world_model
 
 SLOW_SECONDS = 2.0
 """CPU time limit per input."""
@@ -114,6 +120,25 @@ def api_bank(content: bytes) -> None:
         outcome(text(content), [CALL], parser=parser)  # type: ignore[arg-type]
 
 
+@functools.cache
+def a_model() -> Path:
+    """Return the folder of a tiny model."""
+    folder = Path(tempfile.mkdtemp(prefix="smopd-fuzz-"))
+    for part in world_model(0, hidden_size=16, num_layers=1):
+        part.save_pretrained(folder)
+    return folder
+
+
+def in_a_model(name: str, read: Callable[[Path], object]) -> Target:
+    def parse(content: bytes) -> object:
+        with tempfile.TemporaryDirectory(prefix="smopd-fuzz-") as place:
+            folder = Path(shutil.copytree(a_model(), place, dirs_exist_ok=True))
+            (folder / name).write_bytes(content)
+            return read(folder)
+
+    return Target(((a_model() / name).read_bytes(),), parse, (UnusableModel, FileNotFoundError))
+
+
 LINES = b'{"step": 1, "kl": 0.5}\n{"step": 4, "kl": null}\n'
 NOT_A_REQUEST = (LookupError, SafetensorError, TypeError, ValueError)  # teacher_server.py answers 400
 TARGETS = {
@@ -126,6 +151,10 @@ TARGETS = {
     "metrics": Target((LINES,), in_a_file("m.jsonl", log), (DamagedFile,)),
     "request": Target((REQUEST,), lambda given: unpack_given(given, 8, 8), NOT_A_REQUEST),
     "answer": Target((ANSWER,), lambda given: unpack_answer(given, 3, 2), NOT_A_REQUEST),
+    "record": Target((b'{"data.train": {"rows": "0"}}',), in_a_file("i.json", read_json), (DamagedFile,)),
+    "config": in_a_model("config.json", describe),
+    "tokenizer": in_a_model("tokenizer.json", load_tokenizer),
+    "weights": in_a_model("model.safetensors", lambda folder: load_model(folder, torch.float32)),
 }
 
 
@@ -162,21 +191,28 @@ def fuzz(name: str, seconds: float, seed: int) -> tuple[int, list[str]]:
             kept = [*target.seeds, *kept[-30:], content][: len(target.seeds) + 31]
         except target.answers:
             pass
-        except Exception as error:
+        except BaseException as error:  # a panic of Rust is no Exception
+            if isinstance(error, KeyboardInterrupt):
+                raise
             found.append(f"{name}: {type(error).__name__}: {str(error)[:200]} by {content[:500]!r}")
         if (spent := time.process_time() - begin) > SLOW_SECONDS:
             found.append(f"{name}: {spent:.1f} s of CPU for {len(content)} bytes: {content[:500]!r}")
     return tried, found
 
 
-def main(target: str, seconds: str, seed: str) -> int:
-    wrong = False
-    for name in TARGETS if target == "all" else [target]:
-        tried, found = fuzz(name, float(seconds), int(seed))
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("targets", nargs="*", choices=[[], *TARGETS], default=[])
+    options.add_argument("--minutes", type=float, default=60.0)
+    options.add_argument("--seed", type=int, default=1)
+    given, wrong = options.parse_args(), False
+    names = given.targets or list(TARGETS)
+    for name in names:
+        tried, found = fuzz(name, 60 * given.minutes / len(names), given.seed)
         print(f"{name}: {tried:,} inputs, {len(found)} findings", *found, sep="\n", flush=True)
         wrong |= bool(found)
     return int(wrong)
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Fuzz every parser for a moment. Longer: `python -m tests.fuzz all 600 SEED`."""
+"""Fuzz every parser for a moment. Longer: `python -m tests.fuzz --minutes 60`."""
 
 from __future__ import annotations
 
