@@ -64,7 +64,8 @@ def watched(seconds: float) -> Iterator[None]:
     if world_size() == 1:
         yield
         return
-    store = dist.distributed_c10d._get_default_store().clone()
+    store: Any = dist.distributed_c10d._get_default_store()  # torch's types lack its clone
+    store = store.clone()
     keys = [f"smopd/alive/{each}" for each in range(world_size())]
     quiet = dict.fromkeys(keys, 0)  # beats since the last sign; no clock, so that a suspended job survives
     done = threading.Event()

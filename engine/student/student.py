@@ -111,8 +111,8 @@ class Student:
         self.policy.eval()  # switches the adapters' dropout off
         with torch.no_grad():
             for batch in self._micro_batches(rollouts):
-                asked = {"kappa": kappa, "token_ids_N": batch.token_ids_N, "temperature": temperature}
-                top: TopK = self.strategy.forward(batch, partial(Head.topk, **asked))
+                topk = partial(Head.topk, kappa=kappa, token_ids_N=batch.token_ids_N, temperature=temperature)
+                top: TopK = self.strategy.forward(batch, topk)
                 assert top.token_logp_N is not None
                 ids_NS[batch.flat_N], logps_NS[batch.flat_N] = top.ids_NS, top.logps_NS
                 token_logp_N[batch.flat_N] = top.token_logp_N

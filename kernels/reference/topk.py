@@ -109,8 +109,11 @@ def teacher_product(
 ) -> Mixture:
     """Compute chunks of rows, since ids and positions take several times the memory of the lists."""
     weights_NM = weights.detach().expand(ids_NMS.shape[0], ids_NMS.shape[1] - 1)
-    inputs, chunks = (ids_NMS, logps_NMS.detach(), weights_NM), row_chunks(logps_NMS)
-    parts = [_product_chunk(*(value[rows] for value in inputs), kappa, options) for rows in chunks]
+    logps_NMS = logps_NMS.detach()
+    parts = [
+        _product_chunk(ids_NMS[rows], logps_NMS[rows], weights_NM[rows], kappa, options)
+        for rows in row_chunks(logps_NMS)
+    ]
     return Mixture(*(torch.cat([getattr(part, name) for part in parts]) for name in vars(parts[0])))
 
 

@@ -103,8 +103,9 @@ def load_items(data: Path) -> list[Item]:
 
 
 def _is_call(call: object) -> bool:
-    named = isinstance(call, dict) and isinstance(call.get("name"), str)
-    return named and isinstance(call.get("parameters"), dict)
+    if not isinstance(call, dict):
+        return False
+    return isinstance(call.get("name"), str) and isinstance(call.get("parameters"), dict)
 
 
 class ApiBank(Suite):
