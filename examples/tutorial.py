@@ -27,8 +27,9 @@ from smopd import ops
 
 SMALL = (
     "--loop.steps 1 --runs.smopd.set.loop.steps 1 --runs.smopd_paper.set.loop.steps 1 "
+    "--runs.accuracy_teacher.set.loop.steps 1 --runs.format_teacher.set.loop.steps 1 "
     "--loop.prompts_per_step 4 --warm_start.steps 2 --warm_start.source.kwargs.n 128 "
-    "--data.train.kwargs.n 16 --data.evaluation.kwargs.n 4 --runs.smopd.set.merge.guard null"
+    "--data.train.kwargs.n 16 --data.evaluation.kwargs.n 4 --runs.smopd.set.merge.guard.prompts 1"
 )
 SPEED = SMALL.split() if os.environ.get("SMOPD_TUTORIAL") == "small" else []  # for the tests
 torch.manual_seed(0)
@@ -71,7 +72,7 @@ def train(*words: str) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
-runs = ["gdpo", "accuracy_teacher", "format_teacher", "smopd_paper", "smopd"]
+runs = ["gdpo", "batch_balanced", "accuracy_teacher", "format_teacher", "smopd_paper", "smopd"]
 out = Path("runs/tutorial")
 train("--output", str(out), "--only", *runs)
 json.loads((out / "results.json").read_text())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,16 +30,18 @@ KINDS = ("greedy", "sampled")
 class Result:
     """One job: a recipe's runs of one seed."""
 
+    experiment: str
     seed: int
     settings: Mapping[str, Any]
     runs: Mapping[str, Mapping[str, Any]]
     environment: Mapping[str, Any]
     seconds: float
 
-    @property
+    @cached_property
     def labels(self) -> dict[str, str]:
-        """Run -> label, in the recipe's order, the base first."""
-        return {BASE: "Base"} | {name: run.get("label", name) for name, run in self.settings["runs"].items()}
+        """Run -> label as in today's recipe, in its order, the base first."""
+        recipe = read_settings(str(EXPERIMENTS[self.experiment].path))
+        return {BASE: "Base"} | {name: run.label or name for name, run in recipe.runs.items()}
 
     def value(self, run: str, column: str) -> float | None:
         """A column of a run's held-out results, `sampled/sum` say."""
@@ -68,8 +71,9 @@ class Result:
 
 def read(path: Path) -> Result:
     kept = json.loads(path.read_text())
+    experiment = max((name for name in EXPERIMENTS if path.stem.startswith(f"{name}_")), key=len)
     seed = int(path.stem.rsplit("_", 1)[1])
-    return Result(seed, kept["settings"], kept["runs"], kept["environment"], kept["seconds"])
+    return Result(experiment, seed, kept["settings"], kept["runs"], kept["environment"], kept["seconds"])
 
 
 def keep(folder: Path, path: Path, seconds: float) -> None:
@@ -84,7 +88,8 @@ def keep(folder: Path, path: Path, seconds: float) -> None:
     }
     text["settings"].setdefault("loop", {})["steps"] = settings.loop.steps
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, (json.dumps(text, indent=1) + "\n").encode())
+    lines = re.sub(r"\[[^][{}]*\]", lambda numbers: " ".join(numbers[0].split()), json.dumps(text, indent=1))
+    write_atomically(path, f"{lines}\n".encode())
 
 
 def _numbers(run: Path) -> dict[str, Any]:
@@ -163,55 +168,120 @@ def difference(these: Sequence[float | None], those: Sequence[float | None]) -> 
     return Difference(found.mean, reach, ahead, equal, found.n)
 
 
-def best(*candidates: Sequence[float | None]) -> list[float | None]:
-    """The highest of several, seed by seed; None where one is absent."""
-    rows = zip(*candidates, strict=True)
-    return [None if None in row else max(value for value in row if value is not None) for row in rows]
+COLUMNS: dict[str, str] = {
+    "steps": "steps in all",
+    "wall_clock": "wall-clock steps",
+    "difference": "sampled sum, difference (95%; seeds ahead)",
+}
+"""Columns of a table besides rewards, which are `greedy/NAME` and `sampled/NAME`."""
 
 
-def table(experiment: str, results: Sequence[Result]) -> str:
-    """A run a row: its steps, held-out rewards as mean ± deviation over seeds, difference to the baseline."""
+def table(
+    results: Sequence[Result],
+    baseline: str,
+    runs: Sequence[str] = (),
+    columns: Sequence[str] = (),
+) -> str:
+    """Return a Markdown table with one row per run.
+
+    Args:
+        results: one per seed.
+        baseline: run that `difference` subtracts, seed by seed.
+        runs: rows; all if empty.
+        columns: of `COLUMNS`, or held-out rewards; all if empty.
+    """
     first = results[0]
     rewards = [*(reward["name"] for reward in first.settings["rewards"]), "sum"]
-    columns = [f"{kind}/{reward}" for kind in KINDS for reward in rewards]
-    against = [name for name in EXPERIMENTS[experiment].baselines if name in first.labels]
-    baseline = best(*([result.value(name, "sampled/sum") for result in results] for name in against))
-    rows = []
-    for run, label in first.labels.items():
-        values = {column: [result.value(run, column) for result in results] for column in columns}
-        if run in first.runs:
-            steps = first.steps.get(run)
-            apart = difference(values["sampled/sum"], baseline) if against and [run] != against else None
-            cells = (steps and steps.total, steps and steps.wall_clock, *map(spread, values.values()), apart)
-            rows.append([label, *("-" if cell is None else str(cell) for cell in cells)])
-    names = " or ".join(first.labels[name] for name in against)
-    header = ["run", "steps in all", "wall-clock steps", *(column.replace("/", " ") for column in columns)]
-    header.append(f"sampled sum less {names or 'the baseline'} (95%; seeds ahead)")
-    ruler = ["---"] + ["---:"] * (len(header) - 1)
+    columns = columns or (
+        "steps",
+        "wall_clock",
+        *(f"{kind}/{reward}" for kind in KINDS for reward in rewards),
+        "difference",
+    )
+    header = ["run", *(COLUMNS.get(column, column.replace("/", " ")) for column in columns)]
+    rows = [
+        [first.labels[run], *(_cell(results, baseline, run, column) for column in columns)]
+        for run in (runs or first.labels)
+        if run in first.runs
+    ]
+    ruler = ["---"] + ["---:"] * len(columns)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ruler, *rows))
 
 
-def levels(path: Path, results: Sequence[Result]) -> None:
-    """The held-out sum of rewards of every run, a dot a seed, its steps beside its label."""
+def _cell(results: Sequence[Result], baseline: str, run: str, column: str) -> str:
+    found: object
+    if column in ("steps", "wall_clock"):
+        steps = results[0].steps.get(run)
+        found = steps and (steps.total if column == "steps" else steps.wall_clock)
+    elif column == "difference":
+        sums = [[result.value(name, "sampled/sum") for result in results] for name in (run, baseline)]
+        found = difference(*sums) if run != baseline else None
+    else:
+        found = spread([result.value(run, column) for result in results])
+    return "-" if found is None else str(found)
+
+
+def first_step(result: Result, run: str, reward: str, level: float = 0.5) -> int | None:
+    """Return the first step, from 1, whose mean of `reward` on training prompts is above `level`."""
+    curve = result.runs[run]["curves"][f"reward/{reward}/mean"]
+    return next((step + 1 for step, value in enumerate(curve) if value > level), None)
+
+
+def across(by_variant: Mapping[str, Sequence[Result]], column: str) -> str:
+    """Return a Markdown table with one row per run and one column per variant.
+
+    Args:
+        column: a held-out reward, `sampled/sum` say, or `found/REWARD`: in how many seeds the run finds the
+            reward in training, and the median step.
+    """
+    first = next(iter(by_variant.values()))[0]
+    runs = [run for run in first.labels if "curves" in first.runs.get(run, {}) and run != BASE]
+    lines = [["run", *by_variant], ["---"] + ["---:"] * len(by_variant)]
+    for run in runs:
+        cells = [
+            _found(results, run, column.removeprefix("found/"))
+            if column.startswith("found/")
+            else str(spread([result.value(run, column) for result in results]))
+            for results in by_variant.values()
+        ]
+        lines.append([first.labels[run], *cells])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _found(results: Sequence[Result], run: str, reward: str) -> str:
+    steps = [first_step(result, run, reward) for result in results]
+    found = [step for step in steps if step is not None]
+    return f"{len(found)} of {len(steps)}" + (f", step {statistics.median_low(found)}" if found else "")
+
+
+def figure(path: Path, results: Sequence[Result], runs: Sequence[str], rewards: tuple[str, str]) -> None:
+    """Draw the held-out sampled rewards in one plane, a dot a seed, and the sum against the steps in all."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
+    drawn, (plane, curves) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     first = results[0]
-    runs = [run for run in first.labels if run in first.runs]
-    steps = {run: f" ({at.wall_clock} of {at.total} steps)" for run, at in first.steps.items()}
-    size = (4.4 * len(KINDS), 0.8 + 0.22 * len(runs))
-    figure, panels = pyplot.subplots(1, len(KINDS), figsize=size, sharey=True, layout="constrained")
-    for axes, kind in zip(panels, KINDS, strict=True):
-        for place, run in enumerate(runs):
-            known = [v for result in results if (v := result.value(run, f"{kind}/sum")) is not None]
-            axes.plot(known, [place] * len(known), "o", color=first.colours[run], alpha=0.6, markersize=4)
-        axes.set_xlabel(f"{kind} sum of rewards")
+    for run in runs:
+        color, label = first.colours[run], first.labels[run]
+        points = [[result.value(run, f"sampled/{reward}") for result in results] for reward in rewards]
+        plane.plot(*points, "o", color=color, alpha=0.7, markersize=6, label=label)
+        if steps := first.steps.get(run):
+            sums = [_sums(result, run, rewards) for result in results]
+            means = [statistics.fmean(values) for values in zip(*sums, strict=True)]
+            curves.plot(range(steps.total - steps.own + 1, steps.total + 1), means, color=color, label=label)
+    plane.set(xlabel=f"{rewards[0]}, sampled", ylabel=f"{rewards[1]}, sampled")
+    curves.set(xlabel="steps in all, teachers included", ylabel=f"{rewards[0]} + {rewards[1]} in training")
+    plane.legend(fontsize=8, frameon=False, loc="center")
+    for axes in (plane, curves):
         axes.grid(alpha=0.2)
-    labels = [first.labels[run] + steps.get(run, "") for run in runs]
-    panels[0].set_yticks(range(len(runs)), labels, fontsize=7)
-    panels[0].invert_yaxis()
+        axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, metadata={"Software": None})  # the same numbers, the same file
-    pyplot.close(figure)
+    drawn.savefig(path, dpi=130, metadata={"Software": None})  # the same numbers give the same file
+    pyplot.close(drawn)
+
+
+def _sums(result: Result, run: str, rewards: tuple[str, str]) -> list[float]:
+    curves = result.runs[run]["curves"]
+    return [sum(pair) for pair in zip(*(curves[f"reward/{name}/mean"] for name in rewards), strict=True)]

@@ -337,7 +337,7 @@ class Merge(Section):
     """How a run of stage merge combines its teachers."""
 
     method: Literal["weights", "product", "published"] = "weights"
-    """weights: start from merged weights and train without teachers (recommended); product: distill the
+    """weights: start from merged weights and train without teachers; product: distill the
     product of the teachers' changes; published: distill the mixture of the teachers, as in the paper."""
     models: list[MergedModel] = Field(default=[])
     """weights: the models to merge; empty: every teacher, with the guard's default choices."""

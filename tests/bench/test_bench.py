@@ -14,7 +14,8 @@ import torch
 from bench.harness import record
 from bench.study.experiments import EXPERIMENTS
 from bench.study.jobs import Job
-from bench.study.results import Steps, difference, levels, read, spread, table
+from bench.study.pages import draw, filled, stored
+from bench.study.results import Steps, difference, spread
 from tests.patience import HANG_SECONDS
 
 SPOILED = """
@@ -70,7 +71,7 @@ def test_the_plan_for_a_gpu_is_shown_on_any_machine(repository_root: Path) -> No
 def test_smopd_train_accepts_every_job_of_the_study(experiment: str, tmp_path: Path) -> None:
     for variant in EXPERIMENTS[experiment].variants:
         settings = Job(experiment, variant, 3, tmp_path, tmp_path).settings
-        assert settings.seed == 3 and set(EXPERIMENTS[experiment].baselines) <= set(settings.runs)
+        assert settings.seed == 3 and EXPERIMENTS[experiment].baseline in settings.runs
 
 
 def test_statistics_equal_numpy() -> None:
@@ -82,11 +83,13 @@ def test_statistics_equal_numpy() -> None:
     assert found.reach == pytest.approx(2.7764 * apart.std(ddof=1) / np.sqrt(5), rel=1e-3)  # Student's, 4
 
 
-def test_stored_results_give_the_published_table(repository_root: Path, tmp_path: Path) -> None:
-    stored = sorted((repository_root / "docs/study/results").glob("merging_snips*.json"))
-    results = [read(path) for path in stored]
-    assert results[0].steps["guarded"] == Steps(50, 210, 130)
-    (row,) = [line for line in table("merging_snips", results).splitlines() if "as we would run it" in line]
-    assert "| 210 | 130 | 2.209 ± 0.018 |" in row and "| 3.093 ± 0.057 | +0.016 ± 0.032 (4 of 5) |" in row
+def test_the_pages_show_the_stored_results(repository_root: Path, tmp_path: Path) -> None:
+    results = repository_root / "docs/study/results"
+    for page in ("README.md", "docs/study.md", "docs/quickstart.md", "docs/merging.md"):
+        text = (repository_root / page).read_text()
+        assert "<!-- table " in text and filled(text, results) == text, f"{page}: run bench.study --pages"
+    (first, *_) = stored(results, "equal_cost", "base")
+    assert first.steps["smopd"] == Steps(25, 105, 65) and first.steps["smopd_paper"] == Steps(50, 130, 90)
     pytest.importorskip("matplotlib", reason="needs matplotlib (the study extra)")
-    levels(tmp_path / "levels.png", results)
+    draw(tmp_path, results)
+    assert (tmp_path / "equal_cost.png").stat().st_size > 10_000

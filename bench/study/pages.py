@@ -1,0 +1,58 @@
+"""Tables and figures of the pages, made from the stored results.
+
+A page marks a table with a comment, and the lines up to the end mark are replaced:
+
+    <!-- table EXPERIMENT VARIANT: COLUMN COLUMN ...; RUN RUN ... -->
+    <!-- across EXPERIMENT COLUMN -->
+    <!-- end -->
+
+Columns and runs are those of `bench.study.results.table`; all if omitted.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from bench.study.experiments import EXPERIMENTS
+from bench.study.results import Result, across, figure, read, table
+
+_BLOCK = re.compile(
+    r"(<!-- (table|across) (\S+) ([^\s:]+)(?:: ([^;]*?))?(?:; (.*?))? -->\n).*?(?=<!-- end -->)", re.S
+)
+FIGURES = {
+    "equal_cost": (
+        ("gdpo", "batch_balanced", "saw", "smopd_paper", "smopd", "sequential"),
+        ("accuracy", "format"),
+    ),
+}
+"""Experiment -> runs and the two rewards of its figure."""
+
+
+def stored(results: Path, experiment: str, variant: str) -> list[Result]:
+    """Return the stored results of a variant by seed."""
+    paths = results.glob(f"{experiment}_{variant}_seed_*.json")
+    return sorted((read(path) for path in paths), key=lambda result: result.seed)
+
+
+def filled(page: str, results: Path) -> str:
+    """Return the page with its marked tables made from the results; raise ValueError if one has none."""
+
+    def block(match: re.Match[str]) -> str:
+        mark, kind, experiment, name, columns, runs = match.groups()
+        if kind == "across":
+            variants = {each: stored(results, experiment, each) for each in EXPERIMENTS[experiment].variants}
+            return f"{mark}\n{across({each: r for each, r in variants.items() if r}, name)}\n\n"
+        if not (found := stored(results, experiment, name)):
+            raise ValueError(f"{mark.strip()}: no result of {experiment}, variant {name}, in {results}")
+        baseline = EXPERIMENTS[experiment].baseline
+        rows = table(found, baseline, (runs or "").split(), (columns or "").split())
+        return f"{mark}\n{len(found)} seeds:\n\n{rows}\n\n"
+
+    return _BLOCK.sub(block, page)
+
+
+def draw(folder: Path, results: Path) -> None:
+    """Draw the figures of the pages into `folder`."""
+    for experiment, (runs, rewards) in FIGURES.items():
+        figure(folder / f"{experiment}.png", stored(results, experiment, "base"), runs, rewards)
