@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import runpy
@@ -40,12 +41,15 @@ def _become(words: tuple[str, ...], variables: dict[str, str], cwd: Path, output
     os.environ.update(variables)
     os.chdir(cwd)
     torch.set_num_threads(1)
-    if words[0] == "-m":
-        sys.argv[:], sys.path[:0] = words[1:], [str(cwd)]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv[:], sys.path[:0] = words, [str(Path(words[0]).parent)]
-        runpy.run_path(words[0], run_name="__main__")
+    try:
+        if words[0] == "-m":
+            sys.argv[:], sys.path[:0] = words[1:], [str(cwd)]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv[:], sys.path[:0] = words, [str(Path(words[0]).parent)]
+            runpy.run_path(words[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # which multiprocessing does not do: vLLM ends its engines there
 
 
 @contextmanager
