@@ -68,10 +68,6 @@ def write_recipe(folder: Path, changes: dict[str, Any] | None = None, drop: tupl
     return path
 
 
-def command(recipe: Path | str, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "smopd.train", str(recipe), *arguments]
-
-
 def train(
     recipe: Path | str, *arguments: str, ranks: int = 1, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:

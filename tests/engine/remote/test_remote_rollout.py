@@ -34,11 +34,13 @@ class Sampler:
     """A rollout server that responds with the body `answer(label)`."""
 
     def __init__(self, loopback, answer):
-        self.label, self.probed = "", 0.0
+        self.label, self.probed, self.breaks_at = "", 0.0, ""
         server = loopback(lambda path, body: self.reply(path, answer, body) if body else self.describe(path))
         self.url, self.calls = server.url, server.calls
 
     def reply(self, path, answer, body):
+        if path == self.breaks_at:
+            return None
         if path == GENERATE and json.loads(body) == PROBE.json:
             return 200, good(self.label, logps=(self.probed,))
         return 200, answer(self.label) if path == GENERATE else {}
@@ -129,6 +131,16 @@ def test_a_sync_is_checked_by_what_servers_hold_and_sample(sampling, held, logp,
     assert rollouts.policy_version == 1 and other.url not in rollouts.servers.removed
     assert list(rollouts.servers.removed) == ([server.url] if reason else [])
     assert reason is None or re.search(reason, rollouts.servers.removed[server.url])
+
+
+def test_a_server_that_breaks_off_while_it_takes_weights_is_removed(sampling):
+    rollouts, servers = sampling(*(with_(token_ids=(0,), logps=(0.0,)) for _ in range(2)))
+    for one in servers:
+        one.label = rollouts.label(1)
+    servers[0].breaks_at = "/update_weights"
+    rollouts.load_weights([("w", torch.zeros(2))], 1)
+    assert list(rollouts.servers.removed) == [servers[0].url] and rollouts.policy_version == 1
+    assert "/finish_weight_update" not in servers[0].calls
 
 
 def test_a_server_with_another_config_is_removed_at_the_sync(sampling):

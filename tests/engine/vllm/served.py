@@ -25,7 +25,7 @@ SMALL = """--dtype float32 --host 127.0.0.1 --enforce-eager --no-enable-chunked-
 
 
 class Process:
-    """A server `python -m module ... --port` in a process group of its own."""
+    """A server `python -m module ... --port`, not started yet, in a process group of its own."""
 
     def __init__(self, module: str, log: Path, arguments: Sequence[str]):
         with socket.socket() as free:
@@ -33,9 +33,12 @@ class Process:
             port = free.getsockname()[1]
         self.url, self.log = f"http://127.0.0.1:{port}", log
         self.command = [sys.executable, "-m", module, *arguments, "--port", str(port)]
-        self.start()
+        self.process: subprocess.Popen | None = None
 
     def start(self) -> None:
+        """Start the server unless it runs, and wait until it answers."""
+        if self.process is not None:
+            return
         environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "TORCHDYNAMO_DISABLE": "1"}
         environment |= {"PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         with self.log.open("ab") as file:
@@ -46,8 +49,6 @@ class Process:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-
-    def await_health(self) -> None:
         deadline = time.monotonic() + HANG_SECONDS
         while not self.answers():
             alive = self.process.poll() is None and time.monotonic() < deadline
@@ -62,22 +63,16 @@ class Process:
 
     def kill(self) -> None:
         """Kill the server and its children at once, as the loss of a machine does."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(60)
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(60)
 
     def stop(self) -> None:
-        if self.process.poll() is None:
+        if self.process is not None and self.process.poll() is None:
             self.process.terminate()  # lets vLLM free its shared memory
             try:
                 self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.kill()
-
-    def restart(self) -> None:
-        self.kill()
-        self.start()
-        self.await_health()
 
 
 def serve(model: Path, log: Path, *options: str, length: int = 64) -> Process:
@@ -87,12 +82,10 @@ def serve(model: Path, log: Path, *options: str, length: int = 64) -> Process:
 
 
 @contextmanager
-def serving(*servers: Process) -> Iterator[None]:
-    """Wait until all servers answer, and stop them at the end."""
+def serving(server: Process) -> Iterator[None]:
+    """Run the server inside the context."""
     try:
-        for server in servers:
-            server.await_health()
+        server.start()
         yield
     finally:
-        for server in servers:
-            server.stop()
+        server.stop()

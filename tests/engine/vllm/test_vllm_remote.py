@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from collections import Counter
-from pathlib import Path
 
 import httpx
 import pytest
@@ -27,8 +25,8 @@ from tests.engine.tiny import assert_sampled_by, ragged_rollouts
 from tests.engine.vllm.served import ROLLOUTS, Process, serve, serving
 from tests.engine.vllm.vllm_worker import assert_followed, on_two_ranks
 from tests.patience import HANG_SECONDS
-from tests.ranks import environment
-from tests.smopd.recipes import command, metric_lines, write_recipe
+from tests.ranks import forked
+from tests.smopd.recipes import metric_lines, write_recipe
 
 PROMPTS = [(5, 9, 11), (7,), (20, 21, 22, 23, 24, 25), (30, 31), (40,)]
 GROUPS = [3, 8, 9, 11, 40]
@@ -48,12 +46,12 @@ def model_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pair(model_folder):
-    """Two servers with the options of engine/remote/rollout.py; tests may kill the second."""
-    options = ROLLOUTS
+    """Servers with the options of engine/remote/rollout.py, of which one runs."""
     logs = [model_folder.parent / name for name in ("first.log", "second.log")]
-    both = [serve(model_folder, log, *options, length=128) for log in logs]
-    with serving(*both):
-        yield both
+    first, second = (serve(model_folder, log, *ROLLOUTS, length=128) for log in logs)
+    with serving(first):
+        yield first, second
+        second.stop()
 
 
 def remote(*servers: Process, transfer: str = "files") -> RemoteRollout:
@@ -98,6 +96,25 @@ def test_serves_the_weights_that_it_was_sent_and_never_others(pair, transfer, mo
     assert_serves(rollouts, 7)
 
 
+def test_a_server_that_comes_gets_the_weights_and_goes_with_those_of_another_run(pair, monkeypatch, caplog):
+    monkeypatch.setattr("smopd.engine.weights.transport.PART_BYTES", 100_000)
+    second = pair[1]
+    rollouts = remote(*pair, transfer="inline")
+    rollouts.load_weights(weights_of(4), 1)
+    assert list(rollouts.servers.removed) == [second.url]
+    assert_serves(rollouts, 4)
+    second.start()
+    rollouts.load_weights(weights_of(5), 2)
+    assert f"{second.url} is restored" in caplog.text and rollouts.servers.removed == {}
+    for one in pair:
+        alone = remote(one)
+        alone.run, alone.policy_version = rollouts.run, 2
+        assert_serves(alone, 5)
+    remote(second).load_weights(weights_of(6), 2)  # of another run
+    assert_serves(rollouts, 5, repeats=16)  # enough for both servers
+    assert "holds the weights" in rollouts.servers.removed[second.url]
+
+
 def test_a_run_goes_on_when_a_server_is_killed(pair, model_folder, tmp_path):
     steps, per_step = 6, 16
     changes = {
@@ -110,20 +127,17 @@ def test_a_run_goes_on_when_a_server_is_killed(pair, model_folder, tmp_path):
     recipe = write_recipe(tmp_path, changes, drop=("warm_start", "runs"))
     runs = "runs: {alone: {stage: specialize, reward_weights: [0.5, 0.5]}}\n"
     recipe.write_text(recipe.read_text() + runs)
-    metrics, errors = tmp_path / "run/alone/metrics.jsonl", (tmp_path / "errors").open("w")
-    run = subprocess.Popen(
-        command(recipe, "--output", "run"), env=environment(), cwd=tmp_path, stdout=errors, stderr=errors
-    )
-    try:
+    metrics, log = tmp_path / "run/alone/metrics.jsonl", tmp_path / "log"
+    words = ("-m", "smopd.train", str(recipe), "--output", "run")
+    pair[1].start()
+    with forked(1, *words, cwd=tmp_path, output=[log, log]) as (run,):
         while not metrics.exists() or metrics.read_text().count("\n") < 2:
-            assert run.poll() is None, Path(errors.name).read_text()[-4000:]
+            assert run.is_alive(), log.read_text()[-4000:]
             time.sleep(0.1)
         pair[1].kill()
-        run.wait(HANG_SECONDS)
-    finally:
-        run.kill()
-    told = Path(errors.name).read_text()
-    assert run.returncode == 0, told[-4000:]
+        run.join(HANG_SECONDS)
+    told = log.read_text()
+    assert run.exitcode == 0, told[-4000:]
     assert f"{pair[1].url} is removed" in told and f"{pair[0].url} is removed" not in told
     lines = [line for line in metric_lines(tmp_path / "run/alone") if "tokens" in line]
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
@@ -132,38 +146,8 @@ def test_a_run_goes_on_when_a_server_is_killed(pair, model_folder, tmp_path):
     assert Counter(sample["step"] for sample in samples) == dict.fromkeys(range(1, steps + 1), per_step)
 
 
-def test_a_server_that_is_killed_leaves_the_others_theirs_and_comes_back(pair, monkeypatch, caplog):
-    monkeypatch.setattr("smopd.engine.weights.transport.PART_BYTES", 100_000)
-    second = pair[1]
-    second.kill()
-    rollouts = remote(*pair, transfer="inline")
-    rollouts.load_weights(weights_of(4), 1)
-    assert list(rollouts.servers.removed) == [second.url]
-    assert_serves(rollouts, 4)
-    second.restart()
-    rollouts.load_weights(weights_of(5), 2)
-    assert f"{second.url} is restored" in caplog.text and rollouts.servers.removed == {}
-    for one in pair:
-        alone = remote(one)
-        alone.run, alone.policy_version = rollouts.run, 2
-        assert_serves(alone, 5)
-    remote(second).load_weights(weights_of(6), 2)  # of another run
-    assert_serves(rollouts, 5, repeats=16)  # enough for both servers
-    assert "holds the weights" in rollouts.servers.removed[second.url]
-
-    def killing():
-        for i, weight in enumerate(weights_of(7)):
-            if i == 9:
-                second.kill()
-            yield weight
-
-    rollouts.load_weights(killing(), 3)
-    assert list(rollouts.servers.removed) == [second.url]
-    assert_serves(rollouts, 7)
-
-
 def test_two_ranks_share_a_server_and_the_first_sends_the_weights(pair, model_folder):
-    ranks = on_two_ranks(model_folder.parent, {}, pair[0].url)
+    ranks = on_two_ranks(model_folder.parent, {}, urls=(pair[0].url,))
     assert_followed([rank["untied"] for rank in ranks], world_model(0)[0], world_model(0)[0])
 
 

@@ -1,8 +1,8 @@
 """Runs under torchrun: vLLM samples with the weights of a sharded student before and after it trains.
 
-Saves each rank's responses, the student's weights, and teachers' log-probabilities of the rank's responses.
-Arguments: a folder with a saved model for each of TIED; `Vllm` as JSON; and URLs of servers of the untied
-model, which sample instead of an engine.
+Saves each rank's responses, the student's weights, and teachers' log-probabilities of the rank's responses,
+by the model's name. Arguments: a folder with a saved model for each of TIED; a list of `Vllm` as JSON, of
+engines made one after the other; and URLs of servers of the untied model, which sample instead of an engine.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def save_models(folder: Path) -> None:
         world_tokenizer(toy_world.vocabulary()).save_pretrained(folder / name)
 
 
-def on_two_ranks(folder: Path, settings: dict[str, Any], *urls: str) -> list[dict]:
+def on_two_ranks(folder: Path, *settings: dict[str, Any], urls: tuple[str, ...] = ()) -> list[dict]:
     """Run this file on two ranks and return the results of each."""
     done = on_ranks(2, __file__, str(folder), json.dumps(settings), *urls)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -99,29 +99,30 @@ def assert_followed(ranks: list[dict], old: PreTrainedModel, new: PreTrainedMode
 
 def main() -> None:
     folder, urls = Path(sys.argv[1]), sys.argv[3:]
-    settings = Vllm.model_validate_json(sys.argv[2])
-    small = {"kv_cache_memory_bytes": 32 << 20, "max_model_len": 64, **settings.engine_kwargs}
-    settings = settings.model_copy(update={"engine_kwargs": small})
-    torch.set_num_threads(1)
-
-    shared = settings.tensor_parallel_size > 1  # each launch takes one model, so that both are covered
-    name = "tied" if shared or settings.placement == "process" else "untied"
-    model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
+    results: dict[str, Any] = {}
     with distributed.process_group() as device:
-        results: dict[str, Any] = {}
-        if urls:
-            remote = RemoteRollout(Servers(urls), [END], 32, model.config.vocab_size)
-            results[name] = run(model, remote, device)
-        else:
-            results[name] = run(model, VllmRollout(folder / name, [END], settings), device)
-        if not urls and settings.placement == "colocated":
-            from smopd.engine.vllm.teachers import VllmTeachers  # needs vLLM
-
-            names = TIED if shared else [name]
-            teachers = VllmTeachers([folder / name for name in names], settings, VOCABULARY)
-            results[TEACHERS] = teachers.score(own_responses(distributed.rank()), KAPPA, 1.0)
+        for given in json.loads(sys.argv[2]):
+            results |= sampled_and_scored(folder, Vllm.model_validate(given), urls, device)
         torch.save(results, folder / f"rank{distributed.rank()}.pt")
         distributed.barrier()
+
+
+def sampled_and_scored(folder: Path, settings: Vllm, urls: list[str], device: torch.device) -> dict[str, Any]:
+    small = {"kv_cache_memory_bytes": 32 << 20, "max_model_len": 64, **settings.engine_kwargs}
+    settings = settings.model_copy(update={"engine_kwargs": small})
+    shared = settings.tensor_parallel_size > 1  # each takes one model, so that both are covered
+    name = "tied" if shared or settings.placement == "process" else "untied"
+    model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
+    if urls:
+        return {name: run(model, RemoteRollout(Servers(urls), [END], 32, model.config.vocab_size), device)}
+    results = {name: run(model, VllmRollout(folder / name, [END], settings), device)}
+    if settings.placement == "colocated":
+        from smopd.engine.vllm.teachers import VllmTeachers  # needs vLLM
+
+        names = TIED if shared else [name]
+        teachers = VllmTeachers([folder / name for name in names], settings, VOCABULARY)
+        results[TEACHERS] = teachers.score(own_responses(distributed.rank()), KAPPA, 1.0)
+    return results
 
 
 if __name__ == "__main__":
