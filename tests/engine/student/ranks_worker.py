@@ -1,4 +1,4 @@
-"""Checks of a strategy on two ranks, run under torchrun. Arguments: a folder; fsdp2, zero2 or zero3."""
+"""Checks of strategies on two ranks. Arguments: a folder, and some of fsdp2, zero2 and zero3."""
 
 from __future__ import annotations
 
@@ -132,29 +132,34 @@ def masters_are_fp32_under_bfloat16(make: Make) -> None:
     assert moved.float().mean() > 0.5
 
 
-def main(folder: Path, kind: str) -> None:
-    torch.set_num_threads(1)
+def main(folder: Path, *kinds: str) -> None:
     with distributed.process_group() as device:
-        make = partial(make_student, device, micro_batch_tokens=60)
-        if kind != "fsdp2":
-            file = folder / f"deepspeed_{distributed.rank()}.json"
-            file.write_text(json.dumps({"zero_optimization": {"stage3_param_persistence_threshold": 0}}))
-            make = partial(make, strategy="deepspeed", zero_stage=int(kind[-1]), deepspeed_config=str(file))
-        resumes_bit_for_bit(make, folder / "lora", **LORA)
-        skips_a_gradient_that_is_not_finite_on_one_rank(make)
-        a_rank_without_responses_takes_part(make)
-        if kind == "fsdp2":
-            resumes_bit_for_bit(make, folder / "tied", tied=True, shard_size=1)
-            resumes_bit_for_bit(make, folder / "offload", offload_optimizer=True)
-            offloaded_masters_train_as_the_others_do(make)
-            an_unpacked_model_trains_as_transformers_computes_it(device)
-            a_lora_student_gives_its_base_and_trains_as_if_it_had_not(make)
-        else:
-            resumes_bit_for_bit(make, folder / "tied", tied=True, gradient_checkpointing=True)
-            resumes_bit_for_bit(make, folder / "bfloat16", compute_dtype="bfloat16")
-            clips_as_fsdp2_does(make)
-            masters_are_fp32_under_bfloat16(make)
+        for kind in kinds:
+            check(folder / kind, kind, device)
+
+
+def check(folder: Path, kind: str, device: torch.device) -> None:
+    folder.mkdir(exist_ok=True)
+    make = partial(make_student, device, micro_batch_tokens=60)
+    if kind != "fsdp2":
+        file = folder / f"deepspeed_{distributed.rank()}.json"
+        file.write_text(json.dumps({"zero_optimization": {"stage3_param_persistence_threshold": 0}}))
+        make = partial(make, strategy="deepspeed", zero_stage=int(kind[-1]), deepspeed_config=str(file))
+    resumes_bit_for_bit(make, folder / "lora", **LORA)
+    skips_a_gradient_that_is_not_finite_on_one_rank(make)
+    a_rank_without_responses_takes_part(make)
+    if kind == "fsdp2":
+        resumes_bit_for_bit(make, folder / "tied", tied=True, shard_size=1)
+        resumes_bit_for_bit(make, folder / "offload", offload_optimizer=True)
+        offloaded_masters_train_as_the_others_do(make)
+        an_unpacked_model_trains_as_transformers_computes_it(device)
+        a_lora_student_gives_its_base_and_trains_as_if_it_had_not(make)
+    else:
+        resumes_bit_for_bit(make, folder / "tied", tied=True, gradient_checkpointing=True)
+        resumes_bit_for_bit(make, folder / "bfloat16", compute_dtype="bfloat16")
+        clips_as_fsdp2_does(make)
+        masters_are_fp32_under_bfloat16(make)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), *sys.argv[2:])

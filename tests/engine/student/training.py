@@ -58,10 +58,10 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(value.equal(b[name]) for name, value in a.items())
 
 
-def on_two_ranks(folder: Path, kind: str) -> str:
+def on_two_ranks(folder: Path, *kinds: str) -> str:
     """Run ranks_worker.py and return its output."""
     pytest.importorskip("peft")
     worker = str(Path(__file__).with_name("ranks_worker.py"))
-    done = on_ranks(2, worker, str(folder), kind)
+    done = on_ranks(2, worker, str(folder), *kinds)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout + done.stderr
