@@ -124,7 +124,7 @@ def api_bank(content: bytes) -> None:
 def a_model() -> Path:
     """Return the folder of a tiny model."""
     folder = Path(tempfile.mkdtemp(prefix="smopd-fuzz-"))
-    for part in world_model(0, hidden_size=16, num_layers=1):
+    for part in world_model(0, hidden_size=32, heads=1, layers=1):
         part.save_pretrained(folder)
     return folder
 
