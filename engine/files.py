@@ -34,7 +34,10 @@ def room_for(path: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # torch's CheckpointException is not an Exception
-        reason = None if isinstance(error, CannotWrite) else _reason(error) or _small_write(path.parent)
+        if isinstance(error, CannotWrite):
+            raise
+        reason = _reason(error)
+        reason = reason or _small_write(path.parent) or reason
         if reason in _FULL:
             raise CannotWrite(f"{path}: no space left on the disk; make room and rerun to resume") from error
         if reason is not None:

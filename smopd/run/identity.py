@@ -60,7 +60,7 @@ def identity(settings: Settings, inputs: Inputs, initial: str) -> Identity:
 
 def named_model(name: str) -> dict[str, str]:
     """Return the parts of the model in a folder or in the cache of the hub; empty if `name` is no model."""
-    with suppress(OSError, ValueError):  # no path, no short name, no hub id
+    with suppress(OSError, ValueError, RuntimeError):  # no path, no short name, no user, no hub id
         folder = located(name)
         if any((folder / config).is_file() for config in ("config.json", "adapter_config.json")):
             return model_parts(folder)
