@@ -1,9 +1,7 @@
-"""Memory, process groups and time-outs of a training process."""
+"""Process groups and time-outs of a training process."""
 
 from __future__ import annotations
 
-import ctypes
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,34 +10,6 @@ import pytest
 
 from tests.patience import HANG_SECONDS
 from tests.ranks import on_ranks
-
-FAULTS = """
-import resource
-from smopd.engine.distributed import keep_freed_memory
-keep_freed_memory()
-import torch
-def faults():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(3):
-    torch.zeros(4, 1 << 20).add_(1), torch.zeros(1 << 20).add_(1)
-before = faults()
-for _ in range(10):
-    torch.zeros(4, 1 << 20).add_(1), torch.zeros(1 << 20).add_(1)
-print(faults() - before)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="no mallopt in this C library")
-def test_freed_buffers_are_not_faulted_in_again() -> None:
-    def faults(**environment: str) -> int:
-        ours = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-        return int(subprocess.check_output([sys.executable, "-c", FAULTS], env=ours | environment))
-
-    pages = 10 * (20 << 20) // os.sysconf("SC_PAGE_SIZE")
-    assert faults() < pages / 10
-    assert faults(MALLOC_TRIM_THRESHOLD_="0", MALLOC_MMAP_THRESHOLD_="65536") > pages / 2
-
 
 LEFT_TO_GLOO = """
 import sys, torch, torch.distributed as dist

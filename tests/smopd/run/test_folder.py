@@ -13,7 +13,7 @@ from smopd.engine.files import empty_partial, replace_folder
 from smopd.run import lease
 from smopd.run.folder import ConfigMismatch, lock_run_dir, write_settings
 from smopd.run.lease import RunDirLocked
-from tests.ranks import ROOT
+from tests.ranks import environment
 from tests.smopd.run.invariance_worker import SETTINGS
 
 MADE = Settings.model_validate(SETTINGS)
@@ -94,21 +94,11 @@ def test_a_command_on_another_host_is_noticed_where_locks_are_not(tmp_path, monk
     assert not (tmp_path / ".lease").exists()
 
 
-REPLACED = """
-import sys, time
-from pathlib import Path
-from smopd.run import lease
-lease.BEAT_SECONDS = 0.05
-with lease.lease(Path(sys.argv[1])):
-    Path(sys.argv[1], ".lease").write_text('{"host": "elsewhere", "pid": 5, "id": "0"}')
-    time.sleep(600)
-"""
-
-
 def test_a_command_whose_lease_is_taken_ends_itself(tmp_path):
-    ended = subprocess.run(
-        [sys.executable, "-c", REPLACED, str(tmp_path)], capture_output=True, text=True, cwd=ROOT
-    )
+    taken = '.write_text(\'{"host": "elsewhere", "pid": 5, "id": "0"}\'); time.sleep(600)'
+    words = f"import time; from smopd.run.lease import *\nwith lease(Path('.')): Path('.lease'){taken}"
+    there = {"cwd": tmp_path, "env": environment()}
+    ended = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, **there)
     assert ended.returncode == 1 and "was taken over by process 5 on elsewhere" in ended.stderr
 
 

@@ -47,6 +47,9 @@ def leave(free):
 def mount(option):
     subprocess.run(["mount", "-o", f"remount,{option}", disk], check=True)
 
+def limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
 with distributed.process_group() as device:
     model, tokenizer = world_model(0)
     student = Student(model, TrainSettings(compute_dtype="float32"), device)
@@ -70,16 +73,11 @@ with distributed.process_group() as device:
             filler.unlink()
             log.cut(1)
         write()
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    for reason, refuse, allow in (
-        (
-            "File too large",
-            lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 13, hard)),
-            lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard)),
-        ),
-        ("Read-only file system", lambda: mount("ro"), lambda: mount("rw")),
-    ):
-        refuse()
+    for reason, (change, refuse, allow) in {
+        "File too large": (limit, 1 << 13, resource.RLIM_INFINITY),
+        "Read-only file system": (mount, "ro", "rw"),
+    }.items():
+        change(refuse)
         for name, write in written.items():
             try:
                 write()
@@ -87,7 +85,7 @@ with distributed.process_group() as device:
                 assert f"{disk}/" in str(error) and f"cannot be written ({reason})" in str(error), error
             else:
                 raise AssertionError(f"{name} was written: {reason}")
-        allow()
+        change(allow)
         log.cut(1)
     assert checkpoints.restore(student)[0] == 1
 """

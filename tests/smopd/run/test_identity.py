@@ -16,31 +16,16 @@ from smopd.worlds.models import world_model
 from tests.smopd.recipes import TINY, merged, train_here, write_recipe
 from tests.smopd.run.invariance_worker import SETTINGS
 
-ROWS = """
-def some(**options):
-    return [{"prompt": "call anna", "ground_truth": ""}] * 4
-"""
-REWARD = """
-from parts import lengths
-
-def brevity(prompts, completions, **columns):
-    import late
-    return [late.factor / lengths.length(text) for text in completions]
-"""
-LENGTHS = """
-import torch, json
-from . import shared
-
-def length(text):
-    return shared.one + len(text)
-"""
+ROWS = "def some(**options):\n    return [{'prompt': 'call anna', 'ground_truth': ''}] * 4\n"
 FILES = {
     "rows.py": ROWS,
-    "mine.py": REWARD,
+    "mine.py": "from parts import lengths\n\ndef brevity(prompts, completions, **columns):\n    import late\n"
+    "    return [late.factor / lengths.length(text) for text in completions]\n",
     "late.py": "factor = 1.0\n",
     "parts/__init__.py": "",
-    "parts/lengths.py": LENGTHS,
-    "parts/shared.py": "one = 1\n",
+    "parts/lengths.py": "import torch\nfrom . import one\n\n"
+    "def length(text):\n    return one.one + len(text)\n",
+    "parts/one.py": "one = 1\n",
     "parts/other.py": "",
 }
 CHANGES = {
@@ -74,7 +59,7 @@ def test_a_changed_input_is_refused_by_name_and_recorded_with_a_word(tmp_path):
     weights = (tmp_path / "teacher/model.safetensors").read_bytes()
     changed = {
         "rows.py": ROWS.replace("anna", "bert").encode(),
-        "parts/shared.py": b"one = 2\n",
+        "parts/one.py": b"one = 2\n",
         "teacher/model.safetensors": weights[:-1] + bytes([weights[-1] ^ 1]),
         "model/tokenizer_config.json": b"{}",
         "model/chat_template.jinja": b"{{ messages }}",
@@ -88,7 +73,7 @@ def test_a_changed_input_is_refused_by_name_and_recorded_with_a_word(tmp_path):
         "data.train (rows)",
         "model.path (chat_template.jinja)",
         "model.path (tokenizer_config.json)",
-        "rewards.0.function (parts.shared)",
+        "rewards.0.function (parts.one)",
         "teachers.models.0.model (model.safetensors)",
     ]
     for name in changed:
