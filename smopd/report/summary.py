@@ -94,7 +94,7 @@ def duration(seconds: float) -> str:
 def facts(settings: Settings, folder: Path, seconds: float) -> dict[str, str]:
     """Return when, where and how the newest command ran, from commands.jsonl."""
     file = folder / "commands.jsonl"
-    found = {"Seed": str(settings.seed), "Training time of all runs": duration(seconds)}
+    found = {"Seed": str(settings.seed), "Training time": duration(seconds)}
     if not file.exists():
         return found
     newest = json.loads(file.read_bytes().splitlines()[-1])

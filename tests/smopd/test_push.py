@@ -34,7 +34,9 @@ def test_a_card_has_results_rewards_and_teachers(run: Path) -> None:
     card = (run / "export/README.md").read_text()
     _, front, text = card.split("---\n", 2)
     assert yaml.safe_load(front)["library_name"] == "transformers"
-    assert "| **student (this model)** | 2.500 | - |" in text and "4 of 6 steps, from base" in text
+    assert "\n| **student (this model)** | 2.500 | - |" in text and "4 of 6 steps, from base" in text
+    for block in ("## Training", "| reward | function |", "<details>"):
+        assert f"\n\n{block}" in text
     assert "- Teachers: accuracy_teacher, format_teacher" in text
     assert "| format | `smopd.rewards.rlla:format_reward` | 1.0 | (0.0, 1.0) |" in text
     settings = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
