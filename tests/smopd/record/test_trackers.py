@@ -39,6 +39,7 @@ def test_wandb_writes_offline_and_keeps_its_id(tmp_path, monkeypatch):
 def test_mlflow_keeps_its_run(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow", reason="needs mlflow (the trackers extra)")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # otherwise it needs a database
     run("mlflow", tmp_path, [1, 2])
     run("mlflow", tmp_path, [2], start=1)
     (kept,) = mlflow.search_runs(experiment_names=["recipe"], output_format="list")
