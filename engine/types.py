@@ -1,7 +1,7 @@
 """Frozen dataclasses shared by sampling, scoring and training.
 
-Shapes: N response tokens of a batch in flat order (responses one after another), M teachers, S = kappa
-support entries, L positions of a packed row.
+Shapes: N response tokens of a batch in flat order (the policy's tokens, one response after another), M
+teachers, S = kappa support entries, L positions of a packed row.
 """
 
 from __future__ import annotations
@@ -25,20 +25,46 @@ class Sampling:
     seed: int = 0
 
 
+ENDINGS = ("environment", "response", "turns", "tokens")
+"""A conversation ended by its environment, or by the limit on a response, on turns, or on all tokens."""
+FAILED = ("exception", "timeout", "worker_died")
+"""A conversation ended because its environment failed."""
+
+
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """One response to one prompt."""
+    """One response to one prompt, or the rest of a conversation after its first prompt.
+
+    Only the policy's tokens have a place in the flat order of a batch: they alone are scored and trained on.
+    """
 
     prompt_ids: tuple[int, ...]
     response_ids: Tensor
     """(T,) int64 on the CPU, including the end-of-sequence token if the response is finished."""
     logps: Tensor
-    """(T,) fp32, nats, under the sampling distribution."""
+    """(T,) fp32, nats, under the sampling distribution; 0 at tokens of the environment."""
     group: int
     """Index of the prompt in the global batch; equal prompts have different groups."""
     finished: bool
-    """Ended by an end-of-sequence token, not by the token limit."""
+    """Ended by an end-of-sequence token, not by the token limit; a conversation: by its environment."""
     policy_version: int = 0
+    loss_mask: Tensor | None = None
+    """(T,) bool on the CPU, False at tokens of the environment; None: all tokens are the policy's."""
+    messages: tuple[dict[str, Any], ...] = ()
+    """What the policy and the environment said after the first prompt; empty if there is no environment."""
+    ended: str = ""
+    """How a conversation ended: one of ENDINGS, or of FAILED; empty if there is no environment."""
+    drift: bool = False
+    """The chat template prints what was said before an answer differently from what the policy read."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of the policy's tokens."""
+        return len(self.response_ids) if self.loss_mask is None else int(self.loss_mask.sum())
+
+    def of_policy(self, values: Tensor) -> Tensor:
+        """Return the values (T, ...) at the policy's tokens."""
+        return values if self.loss_mask is None else values[self.loss_mask]
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class Dropping:
         The caller sets the log-probabilities of clamped tokens to -inf.
         """
         none = torch.zeros(0, dtype=torch.int64)
-        outside_N = torch.cat([none, *(rollout.response_ids for rollout in rollouts)]) >= self.rows
+        outside_N = torch.cat([none, *(r.of_policy(r.response_ids) for r in rollouts)]) >= self.rows
         if not bool(outside_N.any()):
             return list(rollouts), outside_N
         self.drop(int(outside_N.sum()))

@@ -20,11 +20,11 @@ MASKED = Layout()
 
 def flat_offsets(rollouts: Sequence[Rollout]) -> list[int]:
     """Return the start of each response in the flat token order, and the total as last entry."""
-    return list(accumulate((len(rollout.response_ids) for rollout in rollouts), initial=0))
+    return list(accumulate((rollout.n_tokens for rollout in rollouts), initial=0))
 
 
 def pack(rollouts: Sequence[Rollout], packing: Packing, layout: Layout = MASKED) -> tuple[TokenBatch, ...]:
-    """Return micro-batches on the CPU that hold every response token exactly once; cached.
+    """Return micro-batches on the CPU that predict every token of the policy exactly once; cached.
 
     Rows are as long as the longest unit of their micro-batch, and shorter units share rows. Responses of one
     group must be adjacent to share their prompt.
@@ -132,8 +132,8 @@ def _lay_out(
                 position_ids[at:end] = torch.arange(end - at) + len(prompt_ids)
                 predictor = torch.arange(at - 1, end)
                 predictor[0] = prompt_end - 1
-                predictors.append(predictor)
-                token_ids.append(response_ids)
+                predictors.append(rollouts[i].of_policy(predictor))
+                token_ids.append(rollouts[i].of_policy(response_ids))
                 places.append(torch.arange(offsets[i], offsets[i + 1]))
                 if at == prompt_end:
                     pieces[-1] = Piece(begin, end)

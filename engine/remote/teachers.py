@@ -91,7 +91,7 @@ class RemoteTeachers(Dropping):
         if union and not self.union:
             raise ValueError("score: union is True, expected False of teachers that were not made for it")
         check_kappa("score", kappa, self.shared)
-        rollouts, n_teachers = [r for r in rollouts if len(r.response_ids)], len(self.teachers)
+        rollouts, n_teachers = [r for r in rollouts if r.n_tokens], len(self.teachers)
         if not rollouts:
             return empty_topk(0, n_teachers, kappa * n_teachers if union else kappa, "cpu")
         result = empty_topk(flat_offsets(rollouts)[-1], n_teachers, kappa, "cpu")

@@ -1,6 +1,7 @@
 """Messages between a teacher server and its clients: safetensors, validated by the receiver.
 
     request   tokens (every prompt followed by its response, concatenated) and lengths (R, 2), int32;
+              loss_mask, bool of all response tokens, if some are an environment's;
               for /given also ids_NU int32 and token_logps_N fp32
     answer    ids_NS int32, logps_NS and token_logps_N fp32, and the number of ids dropped;
               from /given logps_NU fp32
@@ -44,6 +45,13 @@ def pack_request(rollouts: Sequence[Rollout], **given: Tensor) -> bytes:
     """Pack a request; `given` is ids_NU and token_logps_N for /given."""
     pieces = [piece for r in rollouts for piece in (torch.tensor(r.prompt_ids), r.response_ids)]
     lengths = [[len(r.prompt_ids), len(r.response_ids)] for r in rollouts]
+    if any(r.loss_mask is not None for r in rollouts):
+        given["loss_mask"] = torch.cat(
+            [
+                torch.ones(len(r.response_ids), dtype=torch.bool) if r.loss_mask is None else r.loss_mask
+                for r in rollouts
+            ]
+        )
     return pack(tokens=torch.cat(pieces).int(), lengths=torch.tensor(lengths, dtype=torch.int32), **given)
 
 
@@ -57,16 +65,20 @@ def unpack_request(content: bytes, vocabulary: int) -> list[Rollout]:
         raise ValueError("lengths has an empty prompt, expected at least one token")
     _require_ids("tokens", tokens, vocabulary)
     pieces = tokens.long().split(lengths.flatten().tolist())
+    responses = lengths[:, 1].tolist()
+    masks: Sequence[Tensor | None] = [None] * len(responses)
+    if "loss_mask" in load(content):
+        masks = unpack(content, loss_mask=(torch.bool, (sum(responses),)))[0].split(responses)
     return [
-        Rollout(tuple(prompt.tolist()), response, torch.zeros(len(response)), i, True)
-        for i, (prompt, response) in enumerate(zip(pieces[::2], pieces[1::2], strict=True))
+        Rollout(tuple(prompt.tolist()), response, torch.zeros(len(response)), i, True, loss_mask=mask)
+        for i, (prompt, response, mask) in enumerate(zip(pieces[::2], pieces[1::2], masks, strict=True))
     ]
 
 
 def unpack_given(content: bytes, vocabulary: int, rows: int) -> tuple[list[Rollout], Tensor, Tensor]:
     """Return rollouts, ids_NU (below `rows`) and token_logps_N of a request to /given."""
     rollouts = unpack_request(content, vocabulary)
-    n_tokens = sum(len(rollout.response_ids) for rollout in rollouts)
+    n_tokens = sum(rollout.n_tokens for rollout in rollouts)
     ids_NU, token_logps_N = unpack(
         content, ids_NU=(torch.int32, (n_tokens, None)), token_logps_N=(torch.float32, (n_tokens,))
     )

@@ -76,10 +76,14 @@ class TeacherPooler(Pooler):
         requests = [params.extra_kwargs for params in pooling_metadata.pooling_params]
         parts = []
         for request, begin, end in zip(requests, begins, ends, strict=True):
-            rows = slice(max(0, begin - request["first"]), max(0, end - request["first"]))
-            parts.append({name: value[rows] for name, value in load(request["rows"]).items()})
+            rows = load(request["rows"])
+            inside_N = (rows["predictor_N"] >= begin) & (rows["predictor_N"] < end)
+            parts.append({name: value[inside_N] for name, value in rows.items()})
         lengths = [len(part["token_ids_N"]) for part in parts]
-        hidden = [each[len(each) - n :] for each, n in zip(hidden_states.split(counts), lengths, strict=True)]
+        hidden = [
+            each[(part.pop("predictor_N") - begin).to(each.device)]
+            for each, part, begin in zip(hidden_states.split(counts), parts, begins, strict=True)
+        ]
         joined = {
             name: torch.cat([part[name] for part in parts]).to(hidden_states.device, non_blocking=True)
             for name in parts[0]
@@ -164,12 +168,13 @@ def ask(
     """
     params = []
     for r, (begin, end) in zip(rollouts, itertools.pairwise(flat_offsets(rollouts)), strict=True):
-        rows = {"token_ids_N": r.response_ids.int()}
+        predictor_T = torch.arange(len(r.response_ids)) + len(r.prompt_ids) - 1
+        rows = {"token_ids_N": r.of_policy(r.response_ids).int(), "predictor_N": r.of_policy(predictor_T)}
         if given_NU is not None:
             rows["given_NU"] = given_NU[begin:end].contiguous()
         if known_N is not None:
             rows["known_N"] = known_N[begin:end].contiguous()
-        numbers = {"first": len(r.prompt_ids) - 1, "kappa": kappa, "temperature": temperature}
+        numbers = {"kappa": kappa, "temperature": temperature}
         # An engine in another process receives bytes unchanged.
         params.append(PoolingParams(task=TASK, extra_kwargs=numbers | {"rows": save(rows)}))
     answers = llm.encode(

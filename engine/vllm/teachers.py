@@ -156,7 +156,7 @@ class VllmTeachers(Dropping):
 
     def _together(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], slice]:
         """Gather the non-empty rollouts of ranks that share a model, and the slice of this rank's tokens."""
-        own = [rollout for rollout in rollouts if len(rollout.response_ids)]
+        own = [rollout for rollout in rollouts if rollout.n_tokens]
         gathered, rank = of_sharing_ranks(self.settings, own)
         before = [rollout for part in gathered[:rank] for rollout in part]
         begin = flat_offsets(before)[-1]

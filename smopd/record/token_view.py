@@ -32,11 +32,9 @@ def token_records(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, student:
 
     `student` is about the tokens that the policy sampled: all, or those in the rollout's `loss_mask`.
     """
-    mask = getattr(rollout, "loss_mask", None)
-    own = torch.ones(len(rollout.response_ids), dtype=torch.bool) if mask is None else mask
     records: list[Record] = [{"text": text} for text in texts(tokenizer, rollout.response_ids.tolist())]
     assert student.token_logp_N is not None
-    for n, t in enumerate(own.nonzero()[:, 0].tolist()):
+    for n, t in enumerate(rollout.of_policy(torch.arange(len(records))).tolist()):
         top = _likely(tokenizer, student.ids_NS[n], student.logps_NS[n])
         records[t] |= {"p": round(float(student.token_logp_N[n].exp()), 4), "student": top}
     return records

@@ -27,7 +27,7 @@ class MiniBatch:
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's R responses of a step, with N tokens in flat order. `parts` splits them by update."""
+    """This rank's R responses of a step and the policy's N tokens, in flat order. `parts`: one per update."""
 
     prompts: list[Prompt]
     """One per response."""
@@ -48,7 +48,7 @@ class Batch:
         group_size: int,
     ) -> Batch:
         """Build the batch from prompts by position in the step, and this rank's positions in each update."""
-        lengths = [len(rollout.response_ids) for rollout in rollouts]
+        lengths = [rollout.n_tokens for rollout in rollouts]
         parts, response, token = [], 0, 0
         for share in shares:
             responses = slice(response, response + len(share) * group_size)
@@ -64,8 +64,8 @@ class Batch:
             group_R=torch.tensor([rollout.group for rollout in rollouts], dtype=torch.int64),
             lengths_R=lengths_R,
             response_N=torch.arange(len(rollouts)).repeat_interleave(lengths_R),
-            token_ids_N=torch.cat([none, *(rollout.response_ids for rollout in rollouts)]),
-            rollout_logp_N=torch.cat([none.float(), *(rollout.logps for rollout in rollouts)]),
+            token_ids_N=torch.cat([none, *(each.of_policy(each.response_ids) for each in rollouts)]),
+            rollout_logp_N=torch.cat([none.float(), *(each.of_policy(each.logps) for each in rollouts)]),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,15 +63,27 @@ def ragged_rollouts(seed: int, groups: int = 5, group_size: int = 3, longest: in
     return rollouts
 
 
+def with_turns(rollouts: Sequence[Rollout], seed: int = 0) -> list[Rollout]:
+    """Give every other rollout tokens of an environment, at random places but the first and the last."""
+    generator = torch.Generator().manual_seed(seed)
+    changed = list(rollouts)
+    for i in range(0, len(changed), 2):
+        mask = torch.rand(len(changed[i].response_ids), generator=generator) < 0.5
+        mask[[0, -1]] = True
+        changed[i] = replace(changed[i], loss_mask=mask, logps=changed[i].logps * mask)
+    return changed
+
+
 def plain_logps(
     model: Callable[[torch.Tensor], Any], rollouts: Sequence[Rollout], temperature: float = 1.0
 ) -> torch.Tensor:
-    """Return (N,) log-probabilities of the response tokens, one sequence at a time."""
+    """Return (N,) log-probabilities of the policy's tokens, one sequence at a time."""
     logps = []
     for rollout in rollouts:
         ids = torch.cat([torch.tensor(rollout.prompt_ids), rollout.response_ids])[None]
         logits = model(ids).logits[0, len(rollout.prompt_ids) - 1 : -1] / temperature
-        logps.append(logits.log_softmax(-1).gather(-1, rollout.response_ids[:, None])[:, 0])
+        logp_T = logits.log_softmax(-1).gather(-1, rollout.response_ids[:, None])[:, 0]
+        logps.append(rollout.of_policy(logp_T))
     return torch.cat(logps)
 
 

@@ -8,7 +8,7 @@ from smopd.engine.models.packing import empty_batch, flat_offsets, pack
 from smopd.engine.models.paths import layout_of
 from smopd.engine.settings import Packing
 from smopd.engine.types import Layout
-from tests.engine.tiny import ragged_rollouts, tiny_model
+from tests.engine.tiny import ragged_rollouts, tiny_model, with_turns
 
 PACKINGS = {
     "one-batch-shared": Packing(micro_batch_tokens=10_000),
@@ -31,7 +31,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS.keys())
 def test_hidden_states_equal_those_of_single_sequences(packing, layout):
-    model, rollouts = tiny_model().eval(), ragged_rollouts(0)
+    model, rollouts = tiny_model().eval(), with_turns(ragged_rollouts(0))
     plain = tiny_model().eval()
     layout_of(model, layout.attends)
     offsets = flat_offsets(rollouts)
@@ -45,8 +45,11 @@ def test_hidden_states_equal_those_of_single_sequences(packing, layout):
         for i, rollout in enumerate(rollouts):
             ids = torch.cat([torch.tensor(rollout.prompt_ids), rollout.response_ids])[None]
             alone = plain.get_decoder()(input_ids=ids).last_hidden_state[0, len(rollout.prompt_ids) - 1 : -1]
-            torch.testing.assert_close(hidden_ND[offsets[i] : offsets[i + 1]], alone, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(token_ids_N, torch.cat([rollout.response_ids for rollout in rollouts]))
+            expected_ND = rollout.of_policy(alone)
+            torch.testing.assert_close(
+                hidden_ND[offsets[i] : offsets[i + 1]], expected_ND, rtol=1e-4, atol=1e-5
+            )
+    assert token_ids_N.equal(torch.cat([rollout.of_policy(rollout.response_ids) for rollout in rollouts]))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:4])

@@ -26,7 +26,7 @@ from smopd.engine.remote.wire import pack, pack_request, unpack_answer, unpack_v
 from smopd.engine.settings import Packing
 from smopd.engine.types import TeacherTopK
 from smopd.worlds.models import world_model
-from tests.engine.tiny import ragged_rollouts
+from tests.engine.tiny import ragged_rollouts, with_turns
 from tests.smopd.recipes import merged, metric_lines, train_here, write_recipe
 
 pytest.importorskip("starlette")
@@ -112,7 +112,7 @@ def assert_same(found: TeacherTopK, expected: TeacherTopK) -> None:
 
 @pytest.mark.parametrize("union", [False, True])
 def test_remote_teachers_say_what_local_ones_say(paths, urls, union, monkeypatch):
-    rollouts, asked = ragged_rollouts(1), {"temperature": 0.7, "union": union}
+    rollouts, asked = with_turns(ragged_rollouts(1)), {"temperature": 0.7, "union": union}
     expected, teachers = local(paths).score(rollouts, 4, **asked), remote(*urls, **asked)
     assert_same(teachers.score(rollouts, 4, **asked), expected)
     monkeypatch.setattr("smopd.engine.remote.teachers.REQUEST_TOKENS", 20)  # several requests
@@ -307,6 +307,7 @@ def int32(*values: object) -> torch.Tensor:
         ({"tokens": int32(1, 2), "lengths": int32([3, -1])}, "lengths"),
         ({"tokens": int32(1, 2), "lengths": int32([0, 2])}, "lengths has an empty prompt"),
         ({"lengths": int32([3])}, "lengths is torch.int32"),
+        ({"loss_mask": torch.ones(N_TOKENS - 1, dtype=torch.bool)}, "loss_mask is torch.bool"),
         ({"ids_NU": torch.zeros(N_TOKENS - 1, 3, dtype=torch.int32)}, "ids_NU is torch.int32"),
         ({"ids_NU": torch.full((N_TOKENS, 3), VOCABULARY, dtype=torch.int32)}, "ids_NU holds ids outside"),
         ({"ids_NU": torch.full((N_TOKENS, 3), -1, dtype=torch.int32)}, "ids_NU holds ids outside"),

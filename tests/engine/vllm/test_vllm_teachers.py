@@ -34,7 +34,7 @@ from tests.engine.local.teacher_truth import (
     whole_logprobs,
     widened,
 )
-from tests.engine.tiny import VOCABULARY, tiny_model
+from tests.engine.tiny import VOCABULARY, tiny_model, with_turns
 
 BOUND = 1e-3
 KWARGS = {"kv_cache_memory_bytes": 32 << 20, "enforce_eager": True}
@@ -141,6 +141,7 @@ def test_equal_and_long_sequences_in_small_chunks(serve) -> None:
     ids = torch.randint(2, VOCABULARY, (250,), generator=torch.Generator().manual_seed(0))
     ends = [(130, 240), (130, 240), (130, 150), (130, 130), (5, 250), (200, 201)]
     rollouts = [_rollout(ids[:prompt], ids[prompt:end]) for prompt, end in ends]
+    rollouts += with_turns([each for each in rollouts if len(each.response_ids)])
     more = {"max_num_batched_tokens": 48, "max_num_seqs": 48, "enable_chunked_prefill": True}
     exact = Vllm(engine_kwargs={**KWARGS, **more, "max_model_len": 250})  # the longest sequence
     teachers = serve("untied", settings=exact)

@@ -68,7 +68,7 @@ def logits_NV(seed, rollouts):
         found = []
         for rollout in rollouts:
             ids = torch.cat([torch.tensor(rollout.prompt_ids), rollout.response_ids])[None]
-            found.append(model(ids).logits[0, len(rollout.prompt_ids) - 1 : -1])
+            found.append(rollout.of_policy(model(ids).logits[0, len(rollout.prompt_ids) - 1 : -1]))
     return torch.cat(found).double()
 
 
@@ -83,7 +83,7 @@ def teachers_NV(rollouts):
 
 
 def at_tokens(logps_NV, rollouts):
-    token_ids_N = torch.cat([rollout.response_ids for rollout in rollouts])
+    token_ids_N = torch.cat([rollout.of_policy(rollout.response_ids) for rollout in rollouts])
     return logps_NV.gather(-1, token_ids_N[:, None])[:, 0]
 
 
@@ -115,7 +115,7 @@ def test_rewards_and_responses(merged, rollouts):
     assert 0 < found["reward/sparse/zero_variance_groups"] < 1
     assert found["advantage/mean"] == pytest.approx(0, abs=1e-6)
     assert found["advantage/std"] == pytest.approx(1, abs=1e-3)
-    lengths = [len(rollout.response_ids) for rollout in rollouts]
+    lengths = [rollout.n_tokens for rollout in rollouts]
     assert found["response/tokens"] == pytest.approx(sum(lengths) / len(lengths))
     assert found["tokens"] == sum(lengths)
     assert found["response/truncated"] == 0
@@ -124,7 +124,8 @@ def test_rewards_and_responses(merged, rollouts):
 def test_the_policies(merged, pooled, rollouts, student_NV):
     logps_NV = (student_NV / TEMPERATURE).log_softmax(-1)
     entropy = -(logps_NV.exp() * logps_NV).sum(-1).mean()
-    log_ratio_N = at_tokens(logps_NV, rollouts) - torch.cat([rollout.logps for rollout in rollouts])
+    rollout_logp_N = torch.cat([rollout.of_policy(rollout.logps) for rollout in rollouts])
+    log_ratio_N = at_tokens(logps_NV, rollouts) - rollout_logp_N
     for found in (merged[0], pooled[0]):
         assert found["entropy"] == pytest.approx(float(entropy), rel=1e-5)
         assert found["rollout_mismatch"] == pytest.approx(float(log_ratio_N.abs().mean()), rel=1e-5)

@@ -98,7 +98,10 @@ RELATIVE = 1e-4
 
 
 class FixedRollouts:
-    """Returns the same ragged responses for every policy, with higher log-probabilities for later ones."""
+    """Returns the same ragged responses for every policy, with higher log-probabilities for later ones.
+
+    The first of each group has tokens of an environment.
+    """
 
     policy_version = 0
 
@@ -115,7 +118,11 @@ class FixedRollouts:
                 length = int(rng.integers(1, 14))
                 response = torch.from_numpy(rng.integers(2, VOCABULARY, length))
                 logps = torch.from_numpy(-rng.uniform(3, 5, length)).float() + self.policy_version / 8
-                rollouts.append(Rollout(tuple(prompt), response, logps, group, True, self.policy_version))
+                mask = torch.from_numpy(rng.random(length) < 0.6) if sample == 0 else None
+                if mask is not None:
+                    mask[0] = True
+                made = Rollout(tuple(prompt), response, logps, group, True, self.policy_version, mask)
+                rollouts.append(made)
         return rollouts
 
 
