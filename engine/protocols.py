@@ -24,7 +24,8 @@ class RolloutEngine(Protocol):
 
         Args:
             prompts: token ids after the chat template.
-            groups: a number for each prompt, which seeds its draws; equal prompts have different numbers.
+            groups: a number below 2^63 for each prompt, which seeds its draws; equal prompts have different
+                numbers.
         """
         ...
 

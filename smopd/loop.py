@@ -25,6 +25,7 @@ from smopd.objective import Objective, opd_coef
 from smopd.record.metrics import Metrics
 from smopd.record.profile import profiled
 from smopd.record.recorder import Recorder, StepResult
+from smopd.step.conversation import Conversations
 from smopd.step.ends import RECOVERABLE
 from smopd.step.held_out import evaluate_held_out
 from smopd.step.rewards import Rewarder
@@ -54,6 +55,8 @@ class Run:
     """Reference policy of kl_ref."""
     views: bool = False
     """Whether to record token views."""
+    conversations: Conversations | None = None
+    """With the environment, if there is one."""
     stop: Stop = field(default_factory=Stop)
 
     @property
@@ -90,7 +93,9 @@ def optimise(run: Run) -> None:
     ):
         with metrics.phase("sync"):  # counts for the step that samples with these weights
             publish_weights(student, run.rollouts, version=progress.step)
-        sampler = Sampler(settings, run.prompts, run.rollouts, sampling_thread, progress.ahead)
+        sampler = Sampler(
+            settings, run.prompts, run.rollouts, sampling_thread, progress.ahead, run.conversations
+        )
         scoring = TeacherScoring(settings, run.teachers, run.reference, device, teachers_thread)
         evaluate(run, progress.step)  # if the command ended during an evaluation
         for step in range(progress.step, settings.loop.steps):
@@ -155,7 +160,9 @@ def evaluate(run: Run, step: int) -> None:
     if run.held_out is None or step == 0 or not due(step, settings.evaluation.every, settings):
         return
     if distributed.on_rank0(lambda: run.recorder.evaluated) != step:
-        greedy = evaluate_held_out(settings, run.held_out, run.rollouts, run.rewarder, greedy_only=True)
+        greedy = evaluate_held_out(
+            settings, run.held_out, run.rollouts, run.rewarder, run.conversations, greedy_only=True
+        )
         run.recorder.record_evaluation(step, greedy.values)
 
 

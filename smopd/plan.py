@@ -155,7 +155,7 @@ class Plan:
             got = f"got {self.shards}, expected a divisor of {options.gpus} GPUs"
             raise ValueError(f"student.shard_size: {got}")
         self.responses = -(-loop.prompts_per_step // options.gpus) * self.own.rollout.group_size
-        sequence = self.own.data.max_prompt_tokens + self.own.rollout.max_new_tokens
+        sequence = self.own.data.max_prompt_tokens + self.own.rollout.longest_response
         batch = -(-self.responses // loop.updates_per_step) * sequence
         self.tokens = min(max(student.micro_batch_tokens, sequence), batch)  # of a micro-batch
         self.teachers, self.references = self._frozen()
@@ -269,7 +269,7 @@ class Plan:
         asked = len(own.teachers.models) if distils(own, self.name) else 0
         asked += product_reference(own, self.name) is not None
         entries = kappa * (asked if own.unites else 1)
-        topk = self.responses * own.rollout.max_new_tokens * asked * (entries * TOPK + FP32)
+        topk = self.responses * own.rollout.longest_response * asked * (entries * TOPK + FP32)
         yield Need("teachers' top-kappa", {"teachers": topk, "update": topk}, f"kappa {kappa}")
 
     def _frozen(self) -> tuple[list[Sizes], list[Sizes]]:

@@ -38,7 +38,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             (tmp_path / named[1]).write_text(block)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("my_rewards", "my_run", "my_suite"):
+    for name in ("my_rewards", "my_environment", "my_run", "my_suite"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
 
@@ -56,9 +56,10 @@ def test_a_run_takes_the_pages_functions(place: Path) -> None:
 
     for part in world_model(1):
         part.save_pretrained(place / "teacher")
-    rewards, _, parts = (yaml.safe_load(block) for block in blocks("yaml"))
+    rewards, _, environment, parts = (yaml.safe_load(block) for block in blocks("yaml"))
     assert merged(parts, NAMED) == parts
-    done = train_here(recipe_of(rewards | parts, place), "--student.learning_rate", "0.01")
+    page = rewards | environment | parts
+    done = train_here(recipe_of(page, place), "--student.learning_rate", "0.01")
     assert done.returncode == 0, done.stderr[-4000:]
     run = place / "runs/tiny/student"
     lines = [line for line in metric_lines(run) if "grad_norm" in line]
@@ -67,6 +68,12 @@ def test_a_run_takes_the_pages_functions(place: Path) -> None:
         [line["step"] for line in seen if "grad_norm" in line] == [1, 2, 3, 4] == [x["step"] for x in lines]
     )
     assert all(0 <= line["reward/brevity/mean"] <= 1 for line in lines)
+    assert all(line["conversation/turns"] >= 1 for line in lines)
+    from my_environment import Calculator
+
+    calculator = Calculator()
+    answers = [calculator.answer(state, {"content": "a" * 1002}) for state in 3 * [calculator.begin({})]]
+    assert answers == [[{"role": "user", "content": "2"}]] * 2 + [None]
     assert all(abs(line["advantage/mean"]) < 1e-6 for line in lines), "each group's mean is 0"
 
 

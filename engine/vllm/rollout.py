@@ -56,6 +56,8 @@ class VllmRollout:
     ) -> list[Rollout]:
         """Sample as `RolloutEngine`; raise LostWeights if the last load failed."""
         own = samples_of(prompts, groups, sampling)
+        if not own and self.engine.settings.tensor_parallel_size == 1:
+            return []  # without waking the engine
         with self.engine.awake() as llm:
             gathered, rank = of_sharing_ranks(self.engine.settings, own)
             rollouts = self._sample(llm, list(itertools.chain(*gathered)), sampling)

@@ -267,6 +267,25 @@ class RolloutSettings(Section):
     max_batch_tokens: int = Field(default=262_144, ge=1)
     """Local engine: maximum positions in the KV cache. Larger batches are sampled in several passes."""
     dtype: Dtype = "float32"
+    environment: Literal["trl"] | ImportPath | None = None
+    """Answers each response, in conversations (docs/multi_turn.md). A class with the methods of `Environment`
+    in smopd/rewards/environments.py; or trl, for the tools of a class written for TRL."""
+    environment_kwargs: dict[str, Any] = Field(default={})
+    """Keyword arguments of the class."""
+    environment_seconds: float = Field(default=60.0, gt=0)
+    """Time limit of an answer of the environment."""
+    turns: int = Field(default=8, ge=1)
+    """Maximum responses in a conversation. max_new_tokens limits each one."""
+    conversation_tokens: int | None = Field(default=None, ge=1)
+    """Maximum tokens of a conversation after its first prompt; null: all turns, with answers as long as
+    responses. It ends when fewer than max_new_tokens are left."""
+
+    @property
+    def longest_response(self) -> int:
+        """Maximum tokens after a prompt."""
+        if self.environment is None:
+            return self.max_new_tokens
+        return self.conversation_tokens or (2 * self.turns - 1) * self.max_new_tokens
 
     @property
     def colocated(self) -> bool:
@@ -430,19 +449,22 @@ class Settings(Section):
 
     @property
     def waiting_seconds(self) -> float:
-        """Longest wait for another rank: that of the slowest reward or server, at least TRAINING_SECONDS."""
+        """Longest wait for another rank: for the slowest reward, conversation or server, at least
+        TRAINING_SECONDS."""
         scored = [*(each.model for each in self.teachers.models), self.opd.product.reference]
         urls = [*self.rollout.urls, *(1 + self.unites) * [model for model in scored if is_url(model)]]
         servers = len(",".join(urls).split(",")) if urls else 0  # with a union, two requests
         reward = 2 * self.scoring.deadline_seconds + STARTUP_SECONDS  # a second try restarts the worker
         alone = max(reward, REQUEST_SECONDS * (servers + 1) if servers else 0.0)
+        if self.rollout.environment is not None:
+            alone += STARTUP_SECONDS + self.rollout.turns * self.rollout.environment_seconds
         return max(TRAINING_SECONDS, alone + 60.0)
 
     @property
     def longest_sequence(self) -> int:
         """Maximum tokens of a prompt and its response, in training and evaluation."""
         longest_prompt = max(self.data.max_prompt_tokens, self.data.max_evaluation_tokens or 0)
-        return longest_prompt + self.rollout.max_new_tokens
+        return longest_prompt + self.rollout.longest_response
 
     @field_validator("output")
     @classmethod

@@ -27,6 +27,7 @@ from smopd.engine.types import Sampling
 from smopd.merging.vectors import Method, Part, TaskVectors
 from smopd.record.progress import say
 from smopd.rewards.pool import RewardPool
+from smopd.step.conversation import Conversations, Environments
 from smopd.step.held_out import answers, means
 from smopd.step.rewards import Rewarder
 
@@ -157,6 +158,7 @@ class Starter:
     weights: Rewards
     prompts: PromptSet
     pool: RewardPool
+    environments: Environments
     make_engine: Callable[[], RolloutEngine]
     folder: Path
 
@@ -202,12 +204,14 @@ class Starter:
         prompts = [self.prompts[i] for i in batch_indices(len(self.prompts), guard.prompts, 0, seed)]
         most, temperature = settings.rollout.max_new_tokens, settings.rollout.temperature
         sampling = Sampling(guard.samples, temperature, max_new_tokens=most, seed=seed)
-        rewarder = Rewarder(self.pool, load_tokenizer(self.vectors.base.path), settings.scoring)
+        tokenizer = load_tokenizer(self.vectors.base.path)
+        rewarder = Rewarder(self.pool, tokenizer, settings.scoring)
+        conversations = Conversations.of(self.environments, tokenizer, settings)
 
         def score(candidate: Candidate) -> Rewards:
             weights = self.vectors.merged(candidate.parts, candidate.method)
             engine().load_weights(self.vectors.with_tied(weights), engine().policy_version + 1)
-            found = means(names, answers(names, prompts, engine(), rewarder, sampling))
+            found = means(names, answers(names, prompts, engine(), rewarder, sampling, conversations))
             if unscored := [name for name in names if found[name] is None]:
                 raise ValueError(f"guard: {unscored[0]} could score no response of {candidate.name}")
             return {name: found[name] or 0.0 for name in names}

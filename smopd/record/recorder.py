@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from smopd.config.settings import Settings
 from smopd.engine import distributed
 from smopd.engine.imports import resolve
 from smopd.engine.student.student import Student, Update
+from smopd.engine.types import ENDINGS, FAILED, Rollout
 from smopd.names import redacted
 from smopd.objective import Objective, Signals
 from smopd.record.alarms import Watch
@@ -201,6 +202,8 @@ def add_batch(metrics: Metrics, result: StepResult) -> None:
     metrics.add("response/tokens", batch.lengths_R.double())
     metrics.add("response/truncated", torch.tensor([float(not r.finished) for r in batch.rollouts]))
     metrics.total("tokens", batch.lengths_R.sum())
+    if result.objective.settings.rollout.environment is not None:
+        add_conversations(metrics, batch.rollouts)
     if result.signals.ref_log_ratio_N is not None:
         metrics.add("kl_ref", result.signals.ref_log_ratio_N)
     if scores.topk is not None or scores.ref_logp_N is not None:
@@ -209,6 +212,19 @@ def add_batch(metrics: Metrics, result: StepResult) -> None:
         metrics.total("teachers/padding_entries", scores.dropped)
     if result.bad_answers is not None:
         metrics.total("servers/bad_answers", result.bad_answers)
+
+
+def add_conversations(metrics: Metrics, rollouts: Sequence[Rollout]) -> None:
+    """Add turns, the environment's tokens, how conversations ended, and drift of the chat template."""
+
+    def add(name: str, value: Callable[[Rollout], float]) -> None:
+        metrics.add(f"conversation/{name}", torch.tensor([float(value(rollout)) for rollout in rollouts]))
+
+    add("turns", lambda rollout: sum(message["role"] == "assistant" for message in rollout.messages))
+    add("environment_tokens", lambda rollout: len(rollout.response_ids) - rollout.n_tokens)
+    add("drift", lambda rollout: rollout.drift)
+    for kind in (*ENDINGS, *FAILED):
+        add(f"ended/{kind}", lambda rollout, kind=kind: rollout.ended == kind)
 
 
 def add_updates(metrics: Metrics, updates: Sequence[Update]) -> None:

@@ -5,7 +5,8 @@
     compute_score(data_source, solution_str, ground_truth, extra_info)     verl's: one response per call
 
 TRL passes a completion to a chat as messages, [{"role": "assistant", "content": text}]. A function whose
-first argument is `completions`, or whose `RewardSpec.completions` is "messages", gets this form too.
+first argument is `completions`, or whose `RewardSpec.completions` is "messages", gets this form too. It gets
+all messages of a conversation with an environment, and other functions get its text with all turns.
 """
 
 from __future__ import annotations
@@ -80,16 +81,21 @@ class RewardFunction:
             raise BadSignature(text)
 
     def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[str],
+        columns: Mapping[str, Sequence[Any]],
+        conversations: Sequence[Any] | None = None,
     ) -> Any:
         """Return what the function returns for R responses: R scores, or an awaitable of them."""
         if self.verl:
             return self._each({"extra_info": [{}] * len(completions), **columns, "solution_str": completions})
         shown: Sequence[Any] = completions
         if self.messages:
+            spoken = conversations or [None] * len(completions)
             shown = [
-                text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-                for prompt, text in zip(prompts, completions, strict=True)
+                messages or (text if isinstance(prompt, str) else [{"role": "assistant", "content": text}])
+                for prompt, text, messages in zip(prompts, completions, spoken, strict=True)
             ]
         given = {**columns, "prompts": prompts, "completions": shown}
         accepted = given if self.accepts is None else {n: v for n, v in given.items() if n in self.accepts}

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -33,12 +33,13 @@ from smopd.rewards.forms import CompletionForm
 from smopd.rewards.worker import NUMBER, SIGNAL_EXIT_CODE
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 GRACE_SECONDS = 1.0  # ours: to exit after closing the pipe
 ATTEMPTS = 2  # ours: a call that fails as a whole is repeated once
 LOG_BYTES = 16 << 20  # ours: a larger log of what rewards print is emptied
 LARGEST_REPLY = 1 << 30  # ours, bytes
-FAILURE_KINDS = ("exception", "timeout", "length", "worker_died", "nonfinite", "none")
-"""Why a response has no score; the first four apply to a whole call."""
+FAILURE_KINDS = ("exception", "timeout", "length", "worker_died", "nonfinite", "none", "environment")
+"""Why a response has no score; the first four apply to a whole call. The last: its environment failed."""
 
 
 class RewardError(RuntimeError):
@@ -100,14 +101,22 @@ class WorkerScores:
 
 
 @dataclass
-class RewardWorker:
-    """One reward function in its own process, started when needed and restarted after it died."""
+class Worker:
+    """A user's function in its own process, started when needed and restarted after it died.
 
-    reward: RewardSpec
+    arguments: of the host, after the function's path.
+    """
+
+    host = ""
+    """A name of worker.HOSTS."""
+    name: str
+    function: str
+    arguments: tuple[Any, ...]
     deadline_seconds: float
-    startup_seconds: float
-    log_path: Path | None
-    memory_bytes: int
+    startup_seconds: float = STARTUP_SECONDS
+    log_path: Path | None = None
+    """None is this process's stderr."""
+    memory_bytes: int = 0
     starts: int = 0
     _number: int = 0  # of the last request
     _closed: bool = False
@@ -128,27 +137,16 @@ class RewardWorker:
         except OSError as error:  # no memory, no process, no file
             raise CallFailed("worker_died", f"cannot start: {error}") from None
         try:
-            loaded = (dict(self.reward.kwargs), self.reward.completions)
-            self._call(pickle.dumps(loaded, 5), self.startup_seconds)
+            self._call(pickle.dumps(self.arguments, 5), self.startup_seconds, str)
         except CallFailed as failed:
             self.end()
-            text = f"reward {self.reward.name!r}: cannot load {self.reward.function!r}: {failed}"
-            raise CallFailed("exception", text) from None
-
-    def require_columns(self, columns: Sequence[str]) -> None:
-        """Raise CallFailed if the function takes an argument that is no column."""
-        self.start()
-        try:
-            self._call(pickle.dumps(list(columns)), self.deadline_seconds)
-        except CallFailed as failed:
-            where = f"reward {self.reward.name!r}: {self.reward.function}"
-            raise CallFailed(failed.kind, f"{where} {failed}") from None
+            raise CallFailed("exception", f"{self.name}: cannot load {self.function!r}: {failed}") from None
 
     def _spawn(self) -> None:
         child_reads, self._requests = Pipe(duplex=False)
         self._replies, child_writes = Pipe(duplex=False)
         ends = (child_reads.fileno(), child_writes.fileno())
-        arguments = (*ends, os.getpid(), self.reward.function, self.memory_bytes)
+        arguments = (*ends, os.getpid(), self.host, self.function, self.memory_bytes)
         with child_reads, child_writes:
             if self.log_path:
                 self.log_path.touch(0o600)  # functions may print secrets
@@ -163,43 +161,22 @@ class RewardWorker:
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 )
 
-    def score(self, request: bytes, responses: int) -> WorkerScores:
-        """Score a pickled request, twice if the first call fails; never raises for what the function did."""
-        begin = time.monotonic()
-        values: list[float | None] = []
-        kinds, error = dict.fromkeys(FAILURE_KINDS, 0), None
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                self.start()
-                values = self._call(request, self.deadline_seconds)
-                if len(values) != responses:
-                    raise CallFailed("length", f"returned {len(values)} values, expected {responses}")
-                error = None
-                break
-            except CallFailed as failed:
-                error = f"{self.reward.function}: {failed}"
-                if attempt == ATTEMPTS or self._closed:
-                    kinds[failed.kind], values = responses, [math.nan] * responses
-                    break
-                log.warning("reward %s is called again: %s", self.reward.name, error)
-        if error is None:
-            kinds["none"] = values.count(None)
-            kinds["nonfinite"] = sum(value is not None and not math.isfinite(value) for value in values)
-            if kinds["nonfinite"]:
-                error = f"{self.reward.function}: {kinds['nonfinite']} values are no finite number"
+    def limit_log(self) -> None:
+        """Empty the log if it has more than LOG_BYTES."""
         with contextlib.suppress(OSError):
             if self.log_path is not None and self.log_path.stat().st_size > LOG_BYTES:
                 os.truncate(self.log_path, 0)
-        scores = [value if value is not None and math.isfinite(value) else math.nan for value in values]
-        return WorkerScores(scores, kinds, error, time.monotonic() - begin)
 
     def close(self) -> None:
         """Kill the process for good; this ends a call in another thread."""
         self._closed = True
         self._kill()
 
-    def _call(self, frame: bytes, seconds: float) -> list[float | None]:
-        """Send a frame and return the reply's values; raise CallFailed if there are none after `seconds`."""
+    def _call(self, frame: bytes, seconds: float, read: Callable[[Any], T]) -> list[T]:
+        """Send a frame and return what `read` makes of the reply's values.
+
+        Raise CallFailed if there is none after `seconds`.
+        """
         late = threading.Event()
 
         def expire() -> None:
@@ -217,7 +194,7 @@ class RewardWorker:
             reply = self._replies.recv_bytes(LARGEST_REPLY)
             while not reply.startswith(number):  # written by a process that an earlier call left behind
                 reply = self._replies.recv_bytes(LARGEST_REPLY)
-            return _values(reply[NUMBER.size :])
+            return _values(reply[NUMBER.size :], read)
         except (EOFError, OSError):
             how = self.end(GRACE_SECONDS)
             if late.is_set():
@@ -248,13 +225,59 @@ class RewardWorker:
         return f"signal {by_signal}" if by_signal > 0 else f"exit code {code}"
 
 
-def _values(content: bytes) -> list[float | None]:
+class RewardWorker(Worker):
+    """A worker of one reward."""
+
+    host = "reward"
+
+    def require_columns(self, columns: Sequence[str]) -> None:
+        """Raise CallFailed if the function takes an argument that is no column."""
+        self.start()
+        try:
+            self._call(pickle.dumps((list(columns),)), self.deadline_seconds, str)
+        except CallFailed as failed:
+            raise CallFailed(failed.kind, f"{self.name}: {self.function} {failed}") from None
+
+    def score(self, request: bytes, responses: int) -> WorkerScores:
+        """Score a pickled request, twice if the first call fails; never raises for what the function did."""
+        begin = time.monotonic()
+        values: list[float | None] = []
+        kinds, error = dict.fromkeys(FAILURE_KINDS, 0), None
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                self.start()
+                values = self._call(request, self.deadline_seconds, _score)
+                if len(values) != responses:
+                    raise CallFailed("length", f"returned {len(values)} values, expected {responses}")
+                error = None
+                break
+            except CallFailed as failed:
+                error = f"{self.function}: {failed}"
+                if attempt == ATTEMPTS or self._closed:
+                    kinds[failed.kind], values = responses, [math.nan] * responses
+                    break
+                log.warning("%s is called again: %s", self.name, error)
+        if error is None:
+            kinds["none"] = values.count(None)
+            kinds["nonfinite"] = sum(value is not None and not math.isfinite(value) for value in values)
+            if kinds["nonfinite"]:
+                error = f"{self.function}: {kinds['nonfinite']} values are no finite number"
+        self.limit_log()
+        scores = [value if value is not None and math.isfinite(value) else math.nan for value in values]
+        return WorkerScores(scores, kinds, error, time.monotonic() - begin)
+
+
+def _score(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _values(content: bytes, read: Callable[[Any], T]) -> list[T]:
     """Return the values of a reply. CallFailed if the function raised, OSError if it wrote into the pipe."""
     try:
         reply = json.loads(content)
         if isinstance(error := reply.get("error"), str):
             raise CallFailed("exception", error)
-        return [None if value is None else float(value) for value in reply["values"]]
+        return [read(value) for value in reply["values"]]
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise OSError("malformed reply") from error
 
@@ -280,10 +303,11 @@ class RewardPool:
         memory_bytes: int = 0,
     ) -> None:
         self.names = tuple(reward.name for reward in rewards)
-        self._workers = [
-            RewardWorker(reward, deadline_seconds, startup_seconds, log_path, memory_bytes)
-            for reward in rewards
-        ]
+        self._workers = []
+        for reward in rewards:
+            name, arguments = f"reward {reward.name!r}", (dict(reward.kwargs), reward.completions)
+            limits = (deadline_seconds, startup_seconds, log_path, memory_bytes)
+            self._workers.append(RewardWorker(name, reward.function, arguments, *limits))
         self._columns: tuple[str, ...] = ()
         self._threads = ThreadPoolExecutor(len(rewards), thread_name_prefix="reward")
 
@@ -314,12 +338,19 @@ class RewardPool:
             start.result()
 
     def score(
-        self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[str],
+        columns: Mapping[str, Sequence[Any]],
+        conversations: Sequence[Any] | None = None,
     ) -> RewardBatch:
-        """Score R completions with all K rewards; `columns` has R values per column of the data."""
+        """Score R completions with all K rewards; `columns` has R values per column of the data.
+
+        conversations: the messages of each completion that is a conversation, else None.
+        """
         responses = len(completions)
         columns = {**dict.fromkeys(self._columns, [None] * responses), **columns}
-        request = pickle.dumps((list(prompts), list(completions), columns), 5)
+        request = pickle.dumps((list(prompts), list(completions), columns, conversations), 5)
         scores = list(self._threads.map(lambda worker: worker.score(request, responses), self._workers))
         by_name = dict(zip(self.names, scores, strict=True))
         return RewardBatch(
@@ -328,7 +359,7 @@ class RewardPool:
             failures={name: score.failures for name, score in by_name.items()},
             last_errors={name: score.error for name, score in by_name.items() if score.error is not None},
             seconds={name: score.seconds for name, score in by_name.items()},
-            restarts={worker.reward.name: max(0, worker.starts - 1) for worker in self._workers},
+            restarts=dict(zip(self.names, (max(0, w.starts - 1) for w in self._workers), strict=True)),
         )
 
     def close(self) -> None:

@@ -1,12 +1,12 @@
-"""The process in which one reward function runs.
+"""The process in which one reward function or environment runs.
 
-    python -m smopd.rewards.worker READ WRITE PARENT FUNCTION BYTES
+    python -m smopd.rewards.worker READ WRITE PARENT HOST FUNCTION BYTES
 
 READ and WRITE are inherited pipe ends (multiprocessing.connection); BYTES limits the address space, 0 does
 not. A message begins with a number of 8 bytes, which a reply repeats, so that late replies are recognized.
-Requests are pickle 5, because columns may hold dates, bytes or arrays: first the arguments of
-`RewardFunction.load` after the path, then (prompts, completions, columns), or the names of all columns.
-Replies are JSON, `{"values": [...]}` or `{"error": ...}`: the parent never unpickles what a worker wrote.
+Requests are pickle 5, because columns may hold dates, bytes or arrays: first the arguments of the class HOST
+of HOSTS after the path, then those of its method `reply`. Replies are JSON, `{"values": [...]}` or
+`{"error": ...}`: the parent never unpickles what a worker wrote.
 
 The function runs in a child process. The process itself only waits, and kills everything the function
 started when the parent is gone. A thread could not: a function may never release the interpreter.
@@ -26,13 +26,15 @@ import struct
 import sys
 import threading
 import traceback
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from select import poll
 from typing import Any
 
 from smopd.engine.process import adopt_orphans, die_with_parent, kill_below
-from smopd.rewards.forms import BadSignature, RewardFunction
+from smopd.rewards.environments import EnvironmentHost
+from smopd.rewards.forms import BadSignature, CompletionForm, RewardFunction
 
 NUMBER = struct.Struct("<Q")
 MAX_ERROR_CHARS = 4000  # of a traceback's end, ours
@@ -42,13 +44,13 @@ PARENT_CHECK_MS = 1000  # ours
 
 def main(argv: list[str]) -> None:
     """Load the function and reply to requests until the parent closes the pipe or dies."""
-    read_fd, write_fd, parent_pid, path = int(argv[0]), int(argv[1]), int(argv[2]), argv[3]
-    if memory_bytes := int(argv[4]):
+    read_fd, write_fd, parent_pid, kind, path = int(argv[0]), int(argv[1]), int(argv[2]), argv[3], argv[4]
+    if memory_bytes := int(argv[5]):
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     for fd in (read_fd, write_fd):
         os.set_inheritable(fd, False)
     _fork(parent_pid, read_fd, write_fd)
-    function: RewardFunction | None = None
+    host: RewardHost | EnvironmentHost | None = None
     loop = asyncio.new_event_loop()  # kept between calls, as async clients are bound to it
     requests, replies = Connection(read_fd, writable=False), Connection(write_fd, readable=False)
     while True:
@@ -56,18 +58,13 @@ def main(argv: list[str]) -> None:
             message = requests.recv_bytes()
         except EOFError:
             return
-        values: list[float | None] = []
+        values: Sequence[Any] = []
         try:
             request = pickle.loads(message[NUMBER.size :])
-            if function is None:
-                function = RewardFunction.load(path, *request)
-            elif isinstance(request, list):
-                function.require_columns(request)
+            if host is None:
+                host = HOSTS[kind](path, *request)
             else:
-                result = function(*request)
-                if inspect.isawaitable(result):
-                    result = loop.run_until_complete(asyncio.ensure_future(result, loop=loop))
-                values = numbers(result)
+                values = host.reply(loop, *request)
             reply = json.dumps({"values": values})
         except BadSignature as error:
             reply = json.dumps({"error": str(error)})
@@ -78,6 +75,26 @@ def main(argv: list[str]) -> None:
             with suppress(Exception):  # the function may have closed or replaced it
                 stream.flush()
         replies.send_bytes(message[: NUMBER.size] + reply.encode())
+
+
+class RewardHost:
+    """Scores responses with the reward function at `path`."""
+
+    def __init__(self, path: str, kwargs: Mapping[str, Any], completions: CompletionForm | None):
+        self.function = RewardFunction.load(path, kwargs, completions)
+
+    def reply(self, loop: asyncio.AbstractEventLoop, *request: Any) -> list[float | None]:
+        """Return the scores of the arguments of the function, or check the names of all columns."""
+        if len(request) == 1:
+            self.function.require_columns(*request)
+            return []
+        result = self.function(*request)
+        if inspect.isawaitable(result):
+            result = loop.run_until_complete(asyncio.ensure_future(result, loop=loop))
+        return numbers(result)
+
+
+HOSTS: dict[str, Any] = {"reward": RewardHost, "environment": EnvironmentHost}
 
 
 def numbers(result: Any) -> list[float | None]:

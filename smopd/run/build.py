@@ -125,7 +125,7 @@ def teacher_engine(
             return load_teachers(paths, settings.student, vocabulary, dtype, device, tokens=tokens)
         from smopd.engine.vllm.teachers import VllmTeachers
 
-        longest = settings.data.max_prompt_tokens + settings.rollout.max_new_tokens
+        longest = settings.data.max_prompt_tokens + settings.rollout.longest_response
         own = vllm_settings(options.vllm, options.dtype, longest)
         return VllmTeachers(paths, own, vocabulary, engines=options.vllm.engines, role=role, tokens=tokens)
 

@@ -51,6 +51,7 @@ from smopd.run.folder import compare_inputs, lock_run_dir, mark_done, write_sett
 from smopd.run.identity import identity
 from smopd.run.inputs import Inputs, log_inputs, read_inputs
 from smopd.run.preflight import newer_than_tested, require_functions, try_rewards
+from smopd.step.conversation import Conversations, Environments
 from smopd.step.held_out import evaluate_held_out
 from smopd.step.rewards import WINDOW_STEPS, Rewarder
 from smopd.step.stop import Stop, Stopped
@@ -65,6 +66,7 @@ class RunContext:
     pool: RewardPool
     device: torch.device
     stop: Stop
+    environments: Environments
     change: bool
     """Whether inputs may differ from the last command's."""
     whole: set[str] = field(default_factory=set)
@@ -109,8 +111,14 @@ def run_recipe(command: Command) -> int:
     ):
         try:
             require_functions(settings)
-            with lock_run_dir(folder, settings, change=command.change), reward_pool(settings, folder) as pool:
-                do_runs(RunContext(settings, folder, pool, device, stop, command.change), command)
+            with (
+                lock_run_dir(folder, settings, change=command.change),
+                reward_pool(settings, folder) as pool,
+                environment_workers(settings, folder) as environments,
+            ):
+                do_runs(
+                    RunContext(settings, folder, pool, device, stop, environments, command.change), command
+                )
         except FAILURES as error:
             if distributed.first_to_fail():
                 print(printable(f"error: {error}"), file=sys.stderr, flush=True)
@@ -132,7 +140,7 @@ def try_recipe(command: Command) -> int:
     with tempfile.TemporaryDirectory() as place, distributed.process_group():
         try:
             require_functions(settings)
-            with reward_pool(settings, Path(place)) as pool:
+            with reward_pool(settings, Path(place)) as pool, environment_workers(settings, Path(place)):
                 with error_context("model"):
                     tokenizer = load_tokenizer(initial_model(settings, Path(place)))
                 inputs = read_inputs(settings, tokenizer, demonstrations=settings.warm_start is not None)
@@ -168,6 +176,16 @@ def reward_pool(settings: Settings, folder: Path) -> Iterator[RewardPool]:
     ) as pool:
         pool.probe()
         yield pool
+
+
+@contextmanager
+def environment_workers(settings: Settings, folder: Path) -> Iterator[Environments]:
+    """Start a worker for each environment of the runs."""
+    memory_bytes = round((settings.scoring.memory_gib or 0) * 2**30)
+    with Environments(folder / f"rewards_{distributed.rank()}.log", memory_bytes) as environments:
+        for name in settings.runs:
+            environments.of(settings.resolved(name))
+        yield environments
 
 
 def do_runs(context: RunContext, command: Command) -> None:
@@ -276,6 +294,7 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
                 recorder=recorder,
                 views=run.stage == "merge",
                 stop=context.stop,
+                conversations=Conversations.of(context.environments, tokenizer, settings),
             )
         )
     export(student, tokenizer, folder / "export", stored_dtype(path))
@@ -329,6 +348,7 @@ def start_of(context: RunContext, run: PlannedRun, settings: Settings, prompts: 
             weights=run.weights,
             prompts=prompts,
             pool=context.pool,
+            environments=context.environments,
             make_engine=partial(build.rollout_engine, full, base, context.device, context.settings),
             folder=context.folder / run.name,
         ).start()
@@ -341,9 +361,11 @@ def evaluate(context: RunContext, name: str, held_out: PromptSet) -> None:
         return
     context.require_whole(name)
     settings = context.settings if name == BASE else context.settings.resolved(name)
-    rewarder = Rewarder(context.pool, load_tokenizer(path), settings.scoring)
+    tokenizer = load_tokenizer(path)
+    rewarder = Rewarder(context.pool, tokenizer, settings.scoring)
+    conversations = Conversations.of(context.environments, tokenizer, settings)
     engine = build.rollout_engine(settings, path, context.device, context.settings)
-    result = evaluate_held_out(settings, held_out, engine, rewarder)
+    result = evaluate_held_out(settings, held_out, engine, rewarder, conversations)
     if distributed.rank() == 0:
         responses = "".join(json.dumps(item, allow_nan=False) + "\n" for item in result.items)
         write_atomically(folder / "responses.jsonl", responses.encode())

@@ -11,9 +11,10 @@ from typing import Any
 from smopd.config.settings import Settings
 from smopd.data.prompts import Prompt
 from smopd.engine import distributed
-from smopd.engine.errors import NoServer
 from smopd.engine.protocols import RolloutEngine
 from smopd.engine.types import Sampling
+from smopd.step.conversation import Conversations, sample
+from smopd.step.ends import all_or_raise
 from smopd.step.rewards import Rewarder
 
 SEED_OFFSET = 1_000_003  # ours: separates the random draws of evaluation from those of training
@@ -34,6 +35,7 @@ def evaluate_held_out(
     prompts: Sequence[Prompt],
     engine: RolloutEngine,
     rewarder: Rewarder,
+    conversations: Conversations | None = None,
     *,
     greedy_only: bool = False,
 ) -> HeldOut:
@@ -47,7 +49,7 @@ def evaluate_held_out(
     values: dict[str, float | None] = {}
     items: list[dict[str, Any]] = []
     for kind, sampling in kinds.items():
-        answered = answers(names, prompts, engine, rewarder, sampling)
+        answered = answers(names, prompts, engine, rewarder, sampling, conversations)
         values |= {f"{kind}/{name}": value for name, value in means(names, answered).items()}
         items += [{"prompt": item["prompt"], "kind": kind} | item for item in answered]
     return HeldOut(values, items)
@@ -59,12 +61,13 @@ def answers(
     engine: RolloutEngine,
     rewarder: Rewarder,
     sampling: Sampling,
+    conversations: Conversations | None = None,
 ) -> list[dict[str, Any]]:
     """Return the responses of all ranks with their rewards, in order of the prompts; a collective call."""
     mine = list(range(distributed.rank(), len(prompts), distributed.world_size()))
     asked = [prompts[i] for i in mine]
-    generate = partial(engine.generate, [prompt.token_ids for prompt in asked], mine, sampling)
-    rollouts = distributed.all_or_raise(generate, (NoServer,))
+    generate = partial(sample, engine, conversations, asked, mine, sampling)
+    rollouts = all_or_raise(generate)
     answered = [prompt for prompt in asked for _ in range(sampling.n)]
     rewards = rewarder.score(answered, rollouts)
     own = []

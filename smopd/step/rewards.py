@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -14,7 +15,7 @@ from smopd.config.settings import Scoring
 from smopd.data.chat import response_texts
 from smopd.data.prompts import Prompt
 from smopd.engine import distributed
-from smopd.engine.types import Rollout
+from smopd.engine.types import FAILED, Rollout
 from smopd.names import STEP_COLUMN
 from smopd.rewards.pool import RewardBatch, RewardError, RewardPool
 
@@ -63,7 +64,7 @@ class Rewarder:
         """Score each rollout; a collective call.
 
         Args:
-            prompts: one per rollout.
+            prompts: one per rollout. A conversation whose environment failed is left unscored.
             step: training step from 0, passed to the rewards as a column; None outside of training.
         Raises:
             RewardError: a dimension left too many responses of all ranks unscored. Raised on every rank.
@@ -74,7 +75,9 @@ class Rewarder:
         columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
         if step is not None:
             columns[STEP_COLUMN] = [step] * len(prompts)
-        scored = self.pool.score([prompt.content for prompt in prompts], texts, columns)
+        spoken = [list(rollout.messages) or None for rollout in rollouts]
+        scored = self.pool.score([prompt.content for prompt in prompts], texts, columns, spoken)
+        scored = without_failed(scored, rollouts)
         self._check(scored, training=step is not None)
         return Rewards(torch.from_numpy(scored.values_RK), texts, scored)
 
@@ -96,3 +99,13 @@ class Rewarder:
                     f"{unscorable / responses:.3f}, limit {self.scoring.max_unscorable_share:g}): {kinds}. "
                     f"Last error: {error or 'none'}"
                 )
+
+
+def without_failed(scored: RewardBatch, rollouts: Sequence[Rollout]) -> RewardBatch:
+    """Return the batch without scores of conversations whose environment failed."""
+    failed_R1 = np.array([[rollout.ended in FAILED] for rollout in rollouts], dtype=bool).reshape(-1, 1)
+    values_RK = np.where(failed_R1, np.nan, scored.values_RK)
+    lost_K = np.isnan(values_RK).sum(0) - np.isnan(scored.values_RK).sum(0)
+    lost = dict(zip(scored.names, lost_K.tolist(), strict=True))
+    failures = {name: {**kinds, "environment": lost[name]} for name, kinds in scored.failures.items()}
+    return replace(scored, values_RK=values_RK, failures=failures)

@@ -13,6 +13,7 @@ from smopd.engine.errors import NonFinite
 from smopd.engine.protocols import RolloutEngine
 from smopd.engine.types import Rollout, Sampling
 from smopd.step.batch import Batch, positions
+from smopd.step.conversation import Conversations, sample
 from smopd.step.ends import StaleRollout, all_or_raise
 
 
@@ -26,8 +27,10 @@ class Sampler:
         engine: RolloutEngine,
         thread: Executor,
         ahead: dict[str, Any] | None = None,
+        conversations: Conversations | None = None,
     ):
         self.settings, self.prompts, self.engine, self._thread = settings, prompts, engine, thread
+        self.conversations = conversations
         # two vLLM engines in this process cannot run at once: sampling ahead waits for the teachers
         self._in_turns = settings.rollout.colocated and settings.teachers.colocated
         self._begun: dict[int, Future[Batch]] = {}
@@ -88,6 +91,6 @@ class Sampler:
                 max_new_tokens=options.max_new_tokens,
                 seed=self.settings.seed,
             )
-            token_ids = [prompts[place].token_ids for place in mine]
-            rollouts = self.engine.generate(token_ids, [groups[place] for place in mine], sampling)
+            asked, own = [prompts[place] for place in mine], [groups[place] for place in mine]
+            rollouts = sample(self.engine, self.conversations, asked, own, sampling)
         return Batch.of(prompts, shares, rollouts, options.group_size)

@@ -230,7 +230,7 @@ def test_the_call_after_a_hang_has_a_new_worker(caplog):
     with pool_of("hangs_once", deadline_seconds=MISSED_SECONDS) as pool:
         pool.probe()
         assert unscorable(score(pool), "hangs_once") == {}, "the second call of two is answered"
-        assert "reward hangs_once is called again: reward_functions:hangs_once: did not" in caplog.text
+        assert "reward 'hangs_once' is called again: reward_functions:hangs_once: did not" in caplog.text
         batch = score(pool)
         assert batch.values_RK.tolist() == [[1.0], [1.0]] and batch.restarts == {"hangs_once": 1}
 

@@ -8,6 +8,7 @@ import pytest
 
 from smopd.worlds.models import world_model
 from tests.smopd.recipes import metric_lines, train, train_here, write_recipe
+from tests.smopd.run.test_multi_turn import MODULE, save_model
 
 pytest.importorskip("vllm")
 pytest.importorskip("peft")
@@ -16,11 +17,10 @@ LORA = {"rank": 8, "alpha": 16.0}
 
 
 def test_vllm_samples_scores_and_takes_new_weights(tmp_path):
-    model, tokenizer = world_model(0)
-    for part in (model, tokenizer):
-        part.save_pretrained(tmp_path / "model")
+    """The student's rollouts are conversations: log-probabilities are the trainer's in every turn."""
+    (tmp_path / "spoken.py").write_text(MODULE)
     changes = {
-        "model": {"factory": None, "path": str(tmp_path / "model")},
+        "model": {"factory": None, "path": save_model(tmp_path / "model", 0)},
         "rollout": {"engine": "vllm"},
         "teachers": {"engine": "vllm"},
         "student": {"lora": LORA},
@@ -32,6 +32,7 @@ def test_vllm_samples_scores_and_takes_new_weights(tmp_path):
                     "student": {"lora": None, "learning_rate": 1e-2},
                     "loop": {"steps": 3, "async_level": 1},
                     "loss": {"importance_cap": 2.0},
+                    "rollout": {"environment": "spoken:Numbers", "turns": 3, "max_new_tokens": 12},
                 },
             }
         },
@@ -44,6 +45,7 @@ def test_vllm_samples_scores_and_takes_new_weights(tmp_path):
             assert (line["rollout_mismatch"] < 1e-3) is not late, (run, line["step"])
             assert all(math.isfinite(value) for value in line.values() if isinstance(value, float))
     for line in metric_lines(tmp_path / "run/student"):
+        assert line["conversation/turns"] > 1 and line["conversation/environment_tokens"] > 0
         assert 0 < line["teacher_0/top_kappa_mass"] <= 1 + 1e-4
         assert 0 < line["teacher_1/top_kappa_mass"] <= 1 + 1e-4
     assert (tmp_path / "run/format_teacher/export/adapter/adapter_config.json").is_file()

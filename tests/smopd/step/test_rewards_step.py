@@ -42,7 +42,7 @@ def rewarder(score, **options) -> Rewarder:
 
 def test_the_step_is_a_column_while_training_alone() -> None:
     given: list[dict] = []
-    own = rewarder(lambda prompts, texts, columns: given.append(columns) or scored(0))
+    own = rewarder(lambda prompts, texts, columns, spoken: given.append(columns) or scored(0))
     own.score(PROMPTS, [ROLLOUT] * 4)
     own.score(PROMPTS, [ROLLOUT] * 4, 0)
     assert given == [{"truth": [0, 1, 2, 3]}, {"truth": [0, 1, 2, 3], "training_step": [0] * 4}]

@@ -1,0 +1,117 @@
+"""Environments, which answer a policy's responses in conversations, and the process in which one runs.
+
+The states of conversations live in that process. An answer that raises or takes too long fails its own
+conversation. A process that ends, or no longer replies, fails the conversations that it held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from smopd.engine.imports import import_function
+
+Message: TypeAlias = "Mapping[str, Any]"
+
+ENVIRONMENTS = {"trl": "smopd.integrations.tools:TrlTools"}
+"""Built-in names of `rollout.environment`."""
+THREADS = 64  # ours: answers of synchronous environments that run at once
+MOST_BYTES = 1 << 20  # ours: a longer answer is an error
+MOST_ERROR_CHARS = 2000  # ours, of a traceback's end
+
+
+class Environment(Protocol):
+    """What `rollout.environment` names: a class, made once in each rank's process with `environment_kwargs`.
+
+    Both methods may be `async def`. Conversations are answered in parallel, in threads unless a method is
+    async, so what they share needs a lock.
+    """
+
+    def begin(self, row: Message) -> Any:
+        """Return the state of a new conversation. `row` has the columns of the data, and `prompt`."""
+        ...
+
+    def answer(self, state: Any, message: Message) -> Sequence[Message] | None:
+        """Return chat messages that follow the policy's `message`, or None to end the conversation.
+
+        A response that is wrong, such as a call that cannot be parsed, is answered by a message that says so.
+        An exception means that the environment itself failed: the response is not scored.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Messages for a conversation (None: it has ended), or why there are none."""
+
+    messages: list[dict[str, Any]] | None = None
+    failure: str = ""
+    """A kind of `Rollout.ended`."""
+    error: str = ""
+
+
+class EnvironmentHost:
+    """Holds the environment at `path` and the states of its conversations, in a worker process."""
+
+    def __init__(self, path: str, kwargs: Mapping[str, Any], seconds: float):
+        self.environment = import_function(ENVIRONMENTS.get(path, path))(**kwargs)
+        self.seconds = seconds
+        self.states: dict[int, Any] = {}
+        self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="environment")
+
+    def reply(self, loop: asyncio.AbstractEventLoop, begin: bool, items: Mapping[int, Any]) -> list[Any]:
+        """Begin a conversation about each row, dropping earlier ones, or answer each message."""
+        loop.set_default_executor(self.threads)
+        if begin:
+            self.states = {}
+        of_one = self._begin if begin else self._answer
+        return loop.run_until_complete(_all([self._limited(of_one, *item) for item in items.items()]))
+
+    async def _limited(self, of_one: Callable[..., Any], number: int, item: Any) -> dict[str, Any]:
+        try:
+            return {"messages": await asyncio.wait_for(of_one(number, item), self.seconds)}
+        except asyncio.TimeoutError:
+            return {"failure": "timeout", "error": f"did not return within {self.seconds:g} s"}
+        except Exception as error:
+            text = "".join(traceback.format_exception(error)).strip()
+            return {"failure": "exception", "error": text[-MOST_ERROR_CHARS:]}
+
+    async def _begin(self, number: int, row: Message) -> None:
+        self.states[number] = await _called(self.environment.begin, row)
+
+    async def _answer(self, number: int, message: Message) -> list[Any] | None:
+        found = await _called(self.environment.answer, self.states[number], message)
+        return None if found is None else checked(found)
+
+
+async def _all(calls: Sequence[Any]) -> list[Any]:
+    return await asyncio.gather(*calls)
+
+
+async def _called(function: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        if inspect.iscoroutinefunction(function):
+            return await function(*arguments)
+        return await asyncio.to_thread(function, *arguments)
+    except (SystemExit, KeyboardInterrupt) as error:  # asyncio would end the loop
+        raise RuntimeError(f"raised {type(error).__name__}") from error
+
+
+def checked(found: Any) -> list[Any]:
+    """Return an environment's messages as JSON values; raise TypeError or ValueError for anything else."""
+    messages = found if isinstance(found, (list, tuple)) and found else [None]
+    for each in messages:
+        texts = [each.get(name) for name in ("role", "content")] if isinstance(each, Mapping) else [None]
+        if not all(isinstance(text, str) for text in texts) or texts[0] == "assistant":
+            expected = "None, or a list of chat messages with texts role (not assistant) and content"
+            raise TypeError(f"answer returned {str(found)[:80]!r}, expected {expected}")
+    text = json.dumps([dict(each) for each in messages])
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"answer returned {len(text)} bytes, expected at most {MOST_BYTES}")
+    return json.loads(text)

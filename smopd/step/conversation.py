@@ -1,0 +1,262 @@
+"""Conversations of the policy with an environment, as rollouts.
+
+All conversations of a rank take turns together: the engine samples a response in each, then the environment
+answers all. Sampled tokens are kept as they are. Only the text between two responses is tokenized: what the
+chat template adds to the conversation so far, with the next generation prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from smopd.config.settings import Settings
+from smopd.data.chat import Content, Message, read_tools, render, response_start, response_texts
+from smopd.data.prompts import CHARS_PER_TOKEN, Prompt
+from smopd.engine.protocols import RolloutEngine
+from smopd.engine.types import Rollout, Sampling
+from smopd.rewards.environments import Answer
+from smopd.rewards.pool import CallFailed, RewardError, Worker
+
+log = logging.getLogger(__name__)
+GRACE_SECONDS = 5.0  # ours: for the environment's process to report answers that took too long
+NEUTRAL = "ANSWER"
+"""A response in place of the sampled one, for templates that print earlier responses differently."""
+
+
+class EnvironmentWorker(Worker):
+    """A worker of one environment. A failure of the worker is one of every conversation in the call."""
+
+    host = "environment"
+
+    def ask(self, items: Mapping[int, Any], *, begin: bool = False) -> list[Answer]:
+        """Answer the message of each conversation, or begin new ones about rows and forget all others."""
+        if not items:
+            return []
+        try:
+            self.start()
+            frame = pickle.dumps((begin, dict(items)), 5)
+            answers = self._call(frame, self.deadline_seconds, lambda answer: Answer(**answer))
+            if len(answers) != len(items):
+                raise CallFailed("worker_died", "the worker's reply is not its own")
+        except CallFailed as failed:
+            answers = [Answer(failure=failed.kind, error=str(failed))] * len(items)
+        self.limit_log()
+        if error := next((each.error for each in answers if each.failure), None):
+            log.warning("%s: %s", self.name, error)
+        return answers
+
+
+class Environments:
+    """Context manager of this rank's environments: one worker for each, and for each choice of arguments."""
+
+    def __init__(self, log_path: Path | None = None, memory_bytes: int = 0):
+        self.own: dict[str, Any] = {"log_path": log_path, "memory_bytes": memory_bytes}
+        self._workers: dict[str, EnvironmentWorker] = {}
+
+    def __enter__(self) -> Environments:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for worker in self._workers.values():
+            worker.close()
+            worker.end()
+
+    def of(self, settings: Settings) -> EnvironmentWorker | None:
+        """Return the running worker of `rollout.environment`, or None; RewardError if it cannot start."""
+        path, seconds = settings.rollout.environment, settings.rollout.environment_seconds
+        if path is None:
+            return None
+        arguments = (settings.rollout.environment_kwargs, seconds)
+        worker = EnvironmentWorker(
+            "rollout.environment", path, arguments, seconds + GRACE_SECONDS, **self.own
+        )
+        worker = self._workers.setdefault(repr((path, arguments)), worker)
+        worker.start()
+        return worker
+
+
+@dataclass
+class Talk:
+    """A conversation while it takes place, the `sample`-th about its prompt."""
+
+    prompt: Prompt
+    group: int
+    sample: int
+    text: str
+    """What the policy has read and said."""
+    ids: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    ended: str = ""
+    drift: bool = False
+
+    def add(self, text: str, ids: Sequence[int], logps: Sequence[float], *, policy: bool) -> None:
+        self.text += text
+        self.ids += ids
+        self.logps += logps
+        self.mask += [policy] * len(ids)
+
+    def rollout(self) -> Rollout:
+        return Rollout(
+            self.prompt.token_ids,
+            torch.tensor(self.ids, dtype=torch.int64),
+            torch.tensor(self.logps),
+            self.group,
+            finished=self.ended == "environment",
+            policy_version=min(self.versions),
+            loss_mask=torch.tensor(self.mask),
+            messages=tuple(self.messages),
+            ended=self.ended,
+            drift=self.drift,
+        )
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """Samples conversations. A draw depends on (seed, group, sample, turn, position) alone."""
+
+    environment: EnvironmentWorker
+    tokenizer: PreTrainedTokenizerBase
+    settings: Settings
+
+    @classmethod
+    def of(
+        cls, environments: Environments, tokenizer: PreTrainedTokenizerBase, settings: Settings
+    ) -> Conversations | None:
+        """Return None if the settings have no environment."""
+        worker = environments.of(settings)
+        if worker is not None and not tokenizer.chat_template:
+            raise RewardError("rollout.environment: the tokenizer has no chat template, which turns need")
+        return None if worker is None else cls(worker, tokenizer, settings)
+
+    def generate(
+        self, engine: RolloutEngine, prompts: Sequence[Prompt], groups: Sequence[int], sampling: Sampling
+    ) -> list[Rollout]:
+        """Return `sampling.n` conversations about each prompt, in the order of `RolloutEngine.generate`."""
+        talks = [
+            Talk(prompt, group, number, self._render(prompt, prompt.content))
+            for prompt, group in zip(prompts, groups, strict=True)
+            for number in range(sampling.n)
+        ]
+        rows = {i: {**talk.prompt.columns, "prompt": talk.prompt.content} for i, talk in enumerate(talks)}
+        for talk, answer in zip(talks, self.environment.ask(rows, begin=True), strict=True):
+            talk.ended = answer.failure
+        made = engine.generate([prompt.token_ids for prompt in prompts], groups, sampling)
+        live = dict(enumerate(talks))
+        for turn in range(1, self.settings.rollout.turns + 1):
+            for talk, response in zip(live.values(), made, strict=True):
+                self._say(talk, response)
+            live = {i: talk for i, talk in live.items() if not talk.ended}
+            answers = self.environment.ask({i: talk.messages[-1] for i, talk in live.items()})
+            for talk, answer in zip(live.values(), answers, strict=True):
+                self._hear(talk, answer, last=turn == self.settings.rollout.turns)
+            live = {i: talk for i, talk in live.items() if not talk.ended}
+            # Ranks that share an engine call it equally often, also with nothing to sample.
+            made = engine.generate(
+                [[*talk.prompt.token_ids, *talk.ids] for talk in live.values()],
+                [draw_key(talk.group, talk.sample, turn) for talk in live.values()],
+                replace(sampling, n=1),
+            )
+        if any(talk.ended == "timeout" for talk in talks):
+            self.environment.end()  # with what still runs there
+        if drifted := sum(talk.drift for talk in talks):
+            log.warning(
+                "rollout.environment: in %d of %d conversations the chat template prints earlier turns "
+                "differently from what was sampled, which is kept",
+                drifted, len(talks),
+            )  # fmt: skip
+        return [talk.rollout() for talk in talks]
+
+    def _say(self, talk: Talk, response: Rollout) -> None:
+        """Add a response of the policy."""
+        special_tokens = self.settings.scoring.special_tokens
+        (text,) = response_texts(self.tokenizer, [response], special_tokens=special_tokens)
+        start = talk.prompt.response_start
+        if talk.messages:  # the prompt's own last message is not repeated
+            start = response_start(self.tokenizer, "", self._options(talk.prompt))
+        talk.messages.append({"role": "assistant", "content": start + text})
+        talk.versions.append(response.policy_version)
+        ids = response.response_ids.tolist()
+        talk.add(self.tokenizer.decode(ids), ids, response.logps.tolist(), policy=True)
+        if not response.finished:
+            talk.ended = talk.ended or "response"
+
+    def _hear(self, talk: Talk, answer: Answer, *, last: bool) -> None:
+        """Add an answer of the environment, or end the conversation."""
+        options = self.settings.rollout
+        if answer.failure or answer.messages is None:
+            talk.ended = answer.failure or "environment"
+            return
+        room = options.longest_response - len(talk.ids) - options.max_new_tokens
+        if sum(len(message["content"]) for message in answer.messages) > CHARS_PER_TOKEN * room:
+            talk.ended = "tokens"
+        elif last:
+            talk.ended = "turns"
+        else:
+            text, drift = self._between(talk, answer.messages)
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            if len(ids) > room:
+                talk.ended = "tokens"
+                return
+            talk.messages += answer.messages
+            talk.add(text, ids, [0.0] * len(ids), policy=False)
+            talk.drift |= drift
+
+    def _between(self, talk: Talk, answers: Sequence[Message]) -> tuple[str, bool]:
+        """Return the template's text between a response and the next one, and whether there is drift."""
+        content = talk.prompt.content
+        chat = ({"role": "user", "content": content},) if isinstance(content, str) else content
+        if chat[-1]["role"] == "assistant":  # the first response begins with it
+            chat = chat[:-1]
+        whole = self._render(talk.prompt, (*chat, *talk.messages, *answers))
+        if whole.startswith(talk.text):
+            return whole[len(talk.text) :], False
+        chat = ({"role": "user", "content": "?"}, {"role": "assistant", "content": NEUTRAL})
+        _, found, after = self._render(talk.prompt, (*chat, *answers)).partition(NEUTRAL)
+        if not found:
+            raise RewardError("rollout.environment: the chat template leaves out the assistant's messages")
+        return after.removeprefix(self.tokenizer.decode(talk.ids[-1:])), True
+
+    def _render(self, prompt: Prompt, content: Content) -> str:
+        tools = read_tools(prompt.columns.get("tools"))
+        try:
+            return render(self.tokenizer, content, tools, self._options(prompt))
+        except ValueError as error:
+            raise RewardError(f"rollout.environment: {error}") from error
+
+    def _options(self, prompt: Prompt) -> dict[str, Any]:
+        """Return the arguments of the chat template, as `Encoder.options`."""
+        return {
+            **self.settings.data.chat_template_kwargs,
+            **(prompt.columns.get("chat_template_kwargs") or {}),
+        }
+
+
+def sample(
+    engine: RolloutEngine,
+    conversations: Conversations | None,
+    prompts: Sequence[Prompt],
+    groups: Sequence[int],
+    sampling: Sampling,
+) -> list[Rollout]:
+    """Return `sampling.n` responses to each prompt, or conversations about it."""
+    if conversations is not None:
+        return conversations.generate(engine, prompts, groups, sampling)
+    return engine.generate([prompt.token_ids for prompt in prompts], groups, sampling)
+
+
+def draw_key(group: int, number: int, turn: int) -> int:
+    """Hash the place of a response to 63 bits: its group for the engine, which seeds its draws."""
+    digest = hashlib.blake2b(f"{group} {number} {turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
