@@ -223,8 +223,9 @@ def add_conversations(metrics: Metrics, rollouts: Sequence[Rollout]) -> None:
     add("turns", lambda rollout: sum(message["role"] == "assistant" for message in rollout.messages))
     add("environment_tokens", lambda rollout: len(rollout.response_ids) - rollout.n_tokens)
     add("drift", lambda rollout: rollout.drift)
+    ends = [rollout.ended for rollout in rollouts]
     for kind in (*ENDINGS, *FAILED):
-        add(f"ended/{kind}", lambda rollout, kind=kind: rollout.ended == kind)
+        metrics.add(f"conversation/ended/{kind}", torch.tensor([float(end == kind) for end in ends]))
 
 
 def add_updates(metrics: Metrics, updates: Sequence[Update]) -> None:

@@ -105,7 +105,7 @@ async def _called(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def checked(found: Any) -> list[Any]:
     """Return an environment's messages as JSON values; raise TypeError or ValueError for anything else."""
-    messages = found if isinstance(found, (list, tuple)) and found else [None]
+    messages: Sequence[Any] = found if isinstance(found, (list, tuple)) and found else [None]
     for each in messages:
         texts = [each.get(name) for name in ("role", "content")] if isinstance(each, Mapping) else [None]
         if not all(isinstance(text, str) for text in texts) or texts[0] == "assistant":
