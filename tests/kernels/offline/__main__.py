@@ -24,7 +24,7 @@ from typing import Any
 
 import triton
 
-from tests.kernels.offline import offline_cases
+from tests.kernels.offline import contraction, offline_cases
 from tests.kernels.offline.offline_code import Built, build
 from tests.kernels.offline.offline_launches import CAPABILITIES, Launch, launches_of, shipped_kernels
 
@@ -80,20 +80,25 @@ def store_bounds(rows: Bounds) -> None:
 
 
 def to_build(launches: Sequence[Launch], bounds: Bounds) -> list[Launch]:
-    """Return the launches whose digest is not the recorded one, and the first launch of each kernel."""
-    first = {launch.kernel: launch.name for launch in reversed(launches)}
+    """Return the launches whose digest is not the recorded one, and the first of each `checked_part`."""
+    first = {contraction.checked_part(launch): launch.name for launch in reversed(launches)}
     return [
         launch
         for launch in launches
-        if first[launch.kernel] == launch.name or bounds.get(launch.name, {}).get("digest") != launch.digest
+        if first[contraction.checked_part(launch)] == launch.name
+        or bounds.get(launch.name, {}).get("digest") != launch.digest
     ]
 
 
-def build_all(launches: Sequence[Launch], jobs: int) -> list[Built]:
+def examined(launch: Launch) -> tuple[Built, list[str]]:
+    return build(launch), contraction.unrounded(launch)
+
+
+def build_all(launches: Sequence[Launch], jobs: int) -> list[tuple[Built, list[str]]]:
     """Compile in `jobs` processes, one capability after the other."""
     ordered = sorted(launches, key=lambda launch: (launch.capability, launch.kernel))
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        return pool.map(build, ordered, chunksize=4)
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        return pool.map(examined, ordered, chunksize=4)
 
 
 def table(builts: Sequence[Built]) -> Iterator[str]:
@@ -104,7 +109,9 @@ def table(builts: Sequence[Built]) -> Iterator[str]:
 
 def checked(launches: Sequence[Launch]) -> Iterator[str]:
     """Yield what is wrong before compiling."""
-    unreached = shipped_kernels(offline_cases.MODULES) - {launch.kernel for launch in launches}
+    shipped = shipped_kernels(offline_cases.MODULES)
+    unreached = shipped - {launch.kernel for launch in launches}
+    unreached |= contraction.KERNELS.keys() - {kernel.rpartition(":")[2] for kernel in shipped}
     yield from (f"{name}: no case launches it" for name in sorted(unreached))
     for launch in launches:
         if dict(launch.options).get(FUSION) is not True:
@@ -126,8 +133,10 @@ def main(arguments: Sequence[str]) -> int:
     wrong = list(checked(launches))
     bounds = load_bounds()
     chosen = [launch for launch in launches if parsed.only in launch.name]
-    builts = build_all(chosen if parsed.all else to_build(chosen, bounds or {}), parsed.jobs)
+    results = build_all(chosen if parsed.all else to_build(chosen, bounds or {}), parsed.jobs)
+    builts = [built for built, _ in results]
     print("\n".join(table(builts)))
+    wrong += [line for _, lines in results for line in lines]
     wrong += [fault for built in builts for fault in faults(built, bounds or {})]
     if parsed.update and not wrong:
         new = {built.name: {"digest": built.digest, "stack": built.stack, **built.held} for built in builts}
