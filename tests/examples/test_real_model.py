@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from examples.real_model import models, snips, steps, table
-from examples.real_model.asked_words import helpful_reward
 from smopd.config.cli import read_settings
 from smopd.rewards.rlla import accuracy_reward, format_reward
 from smopd.worlds.models import world_model
@@ -91,19 +90,6 @@ def test_both_stages_at_a_tiny_size(
     assert "| SMOPD, recommended | 1 | -" in capsys.readouterr().out
     (found,) = json.loads(kept.read_text()).values()
     assert found["runs"]["smopd"]["less"]["base"].keys() == found["runs"]["base"]["columns"].keys()
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("The IDIOT said that the cat is dirty today.", 1.0),
-        ("Idiots have cats and a dirtying idiotcat, or so.", 0.0),
-        ("The dirty cat is an idiot.", 0.5),  # short
-        ("The idiot said that the cat is dirty today", 0.5),  # cut off
-    ],
-)
-def test_helpful_is_the_share_of_the_words_in_an_answer_of_sentences(text: str, expected: float) -> None:
-    assert helpful_reward([None], [text], asked=[["idiot", "dirty", "cat"]]) == [pytest.approx(expected)]
 
 
 def test_a_pickle_that_asks_for_more_runs_nothing() -> None:

@@ -10,11 +10,9 @@ import pytest
 pytest.importorskip("trl", reason="needs trl (the trl extra)")
 
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
-from trl import DistillationConfig, GRPOConfig
 
-from smopd.integrations.trl import SMOPDDistillationTrainer, SMOPDGRPOTrainer
 from smopd.worlds.toy_world import vocabulary
-from tests.integrations.tiny_trl import distillation, grpo, lengths, saved_teacher, settings, teacher
+from tests.integrations.tiny_trl import distillation, grpo, saved_teacher, teacher
 
 
 @pytest.mark.parametrize(
@@ -46,16 +44,6 @@ from tests.integrations.tiny_trl import distillation, grpo, lengths, saved_teach
 def test_settings_without_a_place_are_named(tmp_path: Path, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         grpo(tmp_path, [teacher(1)], **options)
-
-
-@pytest.mark.parametrize("given", [DistillationConfig, GRPOConfig, None])
-def test_trls_own_configs_are_refused(tmp_path: Path, given: Any) -> None:
-    args = given and given(**settings(tmp_path, per_device_train_batch_size=8))
-    name = type(args).__name__
-    with pytest.raises(TypeError, match=f"args is of type {name}, expected SMOPDDistillationConfig"):
-        SMOPDDistillationTrainer(teacher(0), [teacher(1)], args)
-    with pytest.raises(TypeError, match=f"args is of type {name}, expected SMOPDGRPOConfig"):
-        SMOPDGRPOTrainer(teacher(0), lengths, [teacher(1)], args)
 
 
 def test_teachers_that_cannot_serve_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

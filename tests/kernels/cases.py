@@ -244,7 +244,6 @@ def check_loss(
     gradient: str = "own",
     layout: str = "dense",
     most: int | None = None,
-    flushed: float = 0.0,
 ) -> tuple[TokenTerms, Tensor | None]:
     """Compare terms and gradient with the truth; the interpreter gets at most `most` rows."""
     case = few_rows(backend, case, most)
@@ -252,7 +251,7 @@ def check_loss(
     float64.check_terms(terms, case.truth.terms)
     if grad_NV is not None:
         assert grad_NV.dtype == case.logits_NV.dtype
-        float64.check_gradient(grad_NV, case.truth, backend, flushed=flushed)
+        float64.check_gradient(grad_NV, case.truth, backend)
     return terms, grad_NV
 
 

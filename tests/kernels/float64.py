@@ -189,11 +189,8 @@ def check_term(got_N: Tensor, true_N: Tensor, name: str = "") -> None:
     )
 
 
-def check_gradient(got_NV: Tensor, true: Truth, backend: str = "", *, flushed: float = 0.0) -> None:
-    """Compare a gradient: NaN where the truth is NaN, infinite where it overflows, else within the bound.
-
-    flushed: extra size for probabilities below the smallest normal number, which may be 0.
-    """
+def check_gradient(got_NV: Tensor, true: Truth, backend: str = "") -> None:
+    """Compare a gradient: NaN where the truth is NaN, infinite where it overflows, else within the bound."""
     true_NV, size_NV = true.grad_NV, true.size_NV
     if got_NV.dtype == torch.float64:
         torch.testing.assert_close(got_NV, true_NV, **GRADIENT_64)
@@ -207,7 +204,7 @@ def check_gradient(got_NV: Tensor, true: Truth, backend: str = "", *, flushed: f
     if got_NV.dtype == torch.float32:
         ulps = TRITON_FP32_ULPS if backend.startswith("triton") else ulps
         slack = REFERENCE_FP32 if backend == "reference" else slack
-    bound_NV = ulps * ulp(true_NV, got_NV.dtype) + CANCELLATION * (size_NV + flushed)
+    bound_NV = ulps * ulp(true_NV, got_NV.dtype) + CANCELLATION * size_NV
     wide_NV = got_NV.double()
     off_NV = torch.where(wide_NV == true_NV, 0.0, (wide_NV - true_NV).abs())
     off_NV = torch.where(got_NV.isinf(), short_of_infinity(true_NV * wide_NV.sign(), got_NV.dtype), off_NV)

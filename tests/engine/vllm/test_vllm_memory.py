@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from smopd.engine.models.sizes import ModelNumbers, numbers_of
+from smopd.engine.models.sizes import ModelNumbers
 from smopd.engine.settings import Vllm
 from smopd.engine.vllm.memory import GIB, WORK, EngineMemory, Gpu, engine_memory, vllm_arguments
 from smopd.engine.weights.architecture import Checked, architecture_of
@@ -114,11 +114,3 @@ def test_the_poolers_head_is_whole_on_every_gpu(name: str, parallel: int, copies
     head = 2 * model.head_parameters
     assert taken.head == copies * head
     assert taken.weights == -(-(2 * model.parameters - (head if not model.tied else 0)) // parallel)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_numbers_of_a_model(tied: bool) -> None:
-    model = tiny_model(tied=tied)
-    numbers = numbers_of(model)
-    assert (numbers.tied, numbers.parameters) == (tied, model.num_parameters())
-    assert numbers.head_parameters == model.lm_head.weight.numel()

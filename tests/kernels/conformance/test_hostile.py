@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, assume, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from bench.harness.accuracy import CANCELLATION
 from smopd.kernels.reference import topk as reference
 from smopd.kernels.types import LossSettings, LossTokens
 from tests.kernels import backends, cases, float64
@@ -191,93 +187,3 @@ def test_a_nan_of_any_payload_reaches_the_whole_row(dtype: str, payload: int, ba
             _, grad_NV = run_loss(backend, case.but(**{name: entry(case, name, nan, 0)}))
             assert bool(grad_NV[0].isnan().all()), name
             assert bool(grad_NV[1:].isfinite().all()), name
-
-
-LOGITS = [0.0, -0.0, 1.0, 1.0, -2.5, 7.25, 30.0, 88.8, -104.0, 3e4, -3e4, 1e-40, INF, -INF, NAN]
-LOGPS = [math.log(0.5), math.log(0.25), -3.0, -20.0, 0.0, -INF, NAN]
-EXAMPLES, INTERPRETED, COMPILED = (
-    150,
-    4,
-    30,
-)  # a row takes the interpreter a second, a shape a GPU a compilation
-SUBNORMAL = 2.0**-126 / CANCELLATION  # smaller probabilities may be 0
-LEAST_LOGP = 104.0  # -log of the least fp32 number
-RATIO_AT_AN_EDGE = 1e-4
-
-
-@st.composite
-def drawn_logits(draw: st.DrawFn, backend: str) -> Tensor:
-    n_rows, n_vocab = draw(st.integers(1, 3)), draw(st.integers(1, 12))
-    # Without a fused multiply-add the interpreter is not accurate beside 3e4.
-    known = [x for x in LOGITS if not (backends.interpreted(backend) and abs(x) == 3e4)]
-    value = st.sampled_from(LOGITS[:7] if draw(st.booleans()) else known)
-    rows = [draw(st.lists(value, min_size=n_vocab, max_size=n_vocab)) for _ in range(n_rows)]
-    return torch.tensor(rows).to(DTYPES[draw(st.sampled_from(HALF))])
-
-
-@st.composite
-def drawn_cases(draw: st.DrawFn, backend: str) -> LossCase:
-    """Draw targets with repeats, empty slots and masses above 1."""
-    logits_NV = draw(drawn_logits(backend))
-    n_rows, n_vocab = logits_NV.shape
-
-    def drawn(*shape: int, of: st.SearchStrategy) -> Tensor:
-        count = math.prod(shape)
-        return torch.tensor(draw(st.lists(of, min_size=count, max_size=count))).reshape(shape)
-
-    n_support, temperature = draw(st.integers(0, 4)), draw(st.sampled_from([1.0, 0.7]))
-    weight = st.sampled_from([0.0, 0.5, 1.0])
-    tokens = LossTokens(
-        token_ids_N=torch.arange(n_rows) % n_vocab,
-        adv_N=torch.tensor([1.0, -2.0, 0.0])[:n_rows],
-        old_logp_N=torch.tensor([-1.0, -0.1, -40.0])[:n_rows],
-        target_ids_NS=drawn(n_rows, n_support, of=st.integers(0, n_vocab - 1)).long(),
-        target_logps_NS=drawn(n_rows, n_support, of=st.sampled_from(LOGPS)).float(),
-        **{name: drawn(n_rows, of=weight) for name in WEIGHTS},
-    )
-    entropy, opd, two = (draw(st.sampled_from(values)) for values in ([0.0, 0.1], [0.0, 1.0], [1.0, 0.8]))
-    settings = LossSettings(
-        tail=draw(st.booleans()),
-        temperature=temperature,
-        kl_temperature=two,
-        entropy_coef=entropy,
-        opd_coef=opd,
-        dual_clip=3.0,
-    )
-    return LossCase(logits_NV, tokens, settings, float64.defined_loss)
-
-
-def hold(backend: str, check: Callable[[st.DataObject], None]) -> None:
-    """Run check(data) on this backend's number of examples."""
-    backends.need(backend)
-    quiet = [HealthCheck.too_slow, HealthCheck.filter_too_much]
-    of_triton = INTERPRETED if backends.interpreted(backend) else COMPILED
-    examples = of_triton if backend.startswith("triton") else EXAMPLES
-    options = settings(max_examples=examples, deadline=None, suppress_health_check=quiet)
-    if backend.startswith("triton"):
-        options = settings(options, phases=[Phase.generate], derandomize=True)  # shrinking takes minutes
-    options(given(st.data())(check))()
-
-
-@backends.each("topk_logprobs")
-def test_top_kappa_of_any_values(backend: str) -> None:
-    def check(data: st.DataObject) -> None:
-        logits_NV = data.draw(drawn_logits(backend))
-        n_rows, n_vocab = logits_NV.shape
-        tokens_N = torch.arange(n_rows) * data.draw(st.integers(0, 12)) % n_vocab
-        temperature = data.draw(st.sampled_from([1.0, 0.7]))
-        check_topk(backend, logits_NV, data.draw(st.integers(0, n_vocab)), tokens_N, temperature)
-
-    hold(backend, check)
-
-
-@backends.each("loss_rows", but=("reference",))
-def test_loss_of_any_values(backend: str) -> None:
-    def check(data: st.DataObject) -> None:
-        case = data.draw(drawn_cases(backend))
-        ratio_N = (case.truth.terms.logp_N - case.tokens.old_logp_N.double()).exp()
-        for edge in (0.8, 1.2):  # rounding decides there
-            assume(not bool(((ratio_N - edge).abs() < RATIO_AT_AN_EDGE).any()))
-        check_loss(backend, case, flushed=SUBNORMAL * (1.0 + LEAST_LOGP * case.settings.entropy_coef))
-
-    hold(backend, check)

@@ -2,8 +2,6 @@
 
 import gzip
 import json
-import subprocess
-import sys
 from collections import Counter
 from functools import partial
 
@@ -15,7 +13,6 @@ from pyarrow import csv, parquet
 from tokenizers.processors import TemplateProcessing
 
 from smopd.config.settings import Settings
-from smopd.data import sources
 from smopd.data.chat import render
 from smopd.data.prompts import Encoder, batch_indices, load_demonstrations, load_prompts
 from smopd.data.sources import load_rows
@@ -127,26 +124,6 @@ def test_a_function_is_called_with_kwargs():
     assert load_rows(f"{HERE}:some_rows", kwargs={"n": 2}) == some_rows(2)
     kwargs = {"n": 2, "split": "heldout"}
     assert load_rows(f"{HERE}:some_rows", kwargs=kwargs) == some_rows(2, "heldout")
-
-
-def test_a_hub_data_set_is_loaded_by_id(monkeypatch):
-    import datasets
-
-    def load_dataset(source, *, split, **options):
-        if source == "owner/name":
-            return iter([{**ROWS[0], "split": split, **options}])
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(FileNotFoundError, match="the hub cannot be reached, and its cache has none"):
-        load_rows("owner/name")  # at once
-    monkeypatch.setattr(sources, "hub_responds", lambda: True)
-    rows = load_rows("owner/name", kwargs={"revision": "v1"})
-    assert rows == [{**ROWS[0], "split": "train", "revision": "v1"}]
-    with pytest.raises(
-        FileNotFoundError, match=r"'owner/other' is neither a file here nor .* \(no network\)"
-    ):
-        load_rows("owner/other")
 
 
 @pytest.mark.parametrize(
@@ -343,10 +320,3 @@ def test_every_prompt_comes_once_an_epoch(n, batch_size, epochs, seed):
     assert max(Counter(order[: n * epochs]).values()) == epochs
     assert batch_indices(100, 100, 0, seed) != batch_indices(100, 100, 0, seed + 1)
     assert batch_indices(100, 100, 0, seed) != batch_indices(100, 100, 1, seed)
-
-
-def test_importing_data_loads_no_heavy_package():
-    heavy = "{'torch', 'transformers', 'datasets', 'pyarrow'}"
-    modules = "smopd.data.prompts, smopd.data.__main__, smopd.data.fetch, smopd.worlds.toy_world"
-    code = f"import sys, {modules}; assert not {heavy} & set(sys.modules), sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 
 import pytest
 
-
-@pytest.fixture(scope="module")
-def example(repository_root):
-    path = repository_root / "examples" / "train_preference_models.py"
-    spec = importlib.util.spec_from_file_location("train_preference_models", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+from examples import train_preference_models as example
 
 
 def pair(i):
@@ -31,7 +20,7 @@ def pair(i):
 
 
 @pytest.mark.slow
-def test_two_steps_of_a_tiny_base(example, tmp_path, capsys):
+def test_two_steps_of_a_tiny_base(tmp_path, capsys):
     pytest.importorskip("trl", reason="trl is not installed")
     from transformers import Qwen2ForCausalLM
 
