@@ -14,22 +14,27 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # The slowest files run first, so that no worker is idle at the end.
 FIRST = (
+    "test_packaging.py",
     "test_launch.py",
     "test_resume.py",
+    "test_rlla_scratch.py",
     "test_offline.py",
-    "test_merged_start.py",
-    "test_packaging.py",
-    "test_topk.py",
-    "test_train.py",
-    "test_ended.py",
     "test_hostile.py",
-    "test_student.py",
-    "test_invariance.py",
-    "test_loss.py",
+    "test_merged_start.py",
+    "test_trl_ranks.py",
+    "test_topk.py",
+    "test_triton_own.py",
     "test_cpp_clones.py",
-    "test_invariance_deepspeed.py",
-    "test_vllm_sync.py",
+    "test_train.py",
+    "test_invariance.py",
+    "test_ended.py",
+    "test_loss.py",
     "test_vllm_remote.py",
+    "test_vllm_sync.py",
+    "test_preference_vllm.py",
+    "test_invariance_deepspeed.py",
+    "test_deepspeed.py",
+    "test_trl_deepspeed.py",
 )
 MAX_THREADS = 2  # tensors in tests are small: more threads are slower
 

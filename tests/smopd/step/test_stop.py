@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from smopd.engine.process import SAME_SECONDS
 from smopd.step.stop import Stop, Stopped
+from tests.ranks import on_ranks
 
 
 @pytest.fixture
@@ -57,5 +56,6 @@ with Stop() as stop, stop.postponed():
 
 
 @pytest.mark.slow
-def test_the_same_signal_again_ends_the_process_at_once():
-    assert subprocess.run([sys.executable, "-c", AGAIN]).returncode == -signal.SIGTERM
+def test_the_same_signal_again_ends_the_process_at_once(tmp_path):
+    (tmp_path / "again.py").write_text(AGAIN)
+    assert on_ranks(1, str(tmp_path / "again.py")).returncode == -signal.SIGTERM
