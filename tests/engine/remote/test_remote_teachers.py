@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -352,19 +351,6 @@ def test_a_token_is_asked_for_where_one_is_set(paths, serve, monkeypatch):
     monkeypatch.setenv("SMOPD_SERVER_TOKEN", "wrong")
     with pytest.raises(NoServer, match="status 401: missing or wrong token"):
         remote(url)
-
-
-def test_an_open_server_without_a_token_warns(monkeypatch, caplog):
-    from smopd.engine.teacher_server import main
-
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    for host, token, warned in (("0.0.0.0", "", True), ("0.0.0.0", "x", False), ("127.0.0.1", "", False)):
-        caplog.clear()
-        monkeypatch.setenv("SMOPD_SERVER_TOKEN", token)
-        monkeypatch.setattr(sys, "argv", ["server", "absent", "--vocabulary", "5", "--host", host])
-        with pytest.raises(ImportError, match="uvicorn"):
-            main()
-        assert ("SMOPD_SERVER_TOKEN is unset: whoever reaches 0.0.0.0:8100" in caplog.text) == warned
 
 
 def test_a_run_with_the_product_of_teachers_at_urls(paths, urls, tmp_path):

@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 
 from smopd.config.settings import Settings
 from smopd.data.chat import render
-from smopd.data.prompts import Encoder, batch_indices, load_demonstrations, load_prompts
+from smopd.data.prompts import batch_indices, load_demonstrations, load_prompts
 from smopd.data.sources import load_rows
 from smopd.run.failures import UnusableInput
 from smopd.run.inputs import read_inputs
@@ -218,17 +218,6 @@ def test_overlong_prompts_are_dropped_or_cut_and_counted(write, tokenizer):
     assert (len(cut), cut.dropped_overlong, cut.truncated) == (3, 0, 1)
     assert tokenizer.decode(list(cut[1].token_ids)) == "brunoclaradavid<|assistant|>"
     assert len(load_prompts(source, tokenizer, max_prompt_tokens=7, overlong="error")) == 3
-
-
-def test_a_very_long_prompt_is_not_tokenized(write, tokenizer, monkeypatch):
-    source = write([ROWS[0], {"prompt": "anna " * 100_000}])
-    longest, tokens = [], Encoder.tokens
-    monkeypatch.setattr(
-        Encoder, "tokens", lambda self, texts: longest.append(max(map(len, texts))) or tokens(self, texts)
-    )
-    assert load_prompts(source, tokenizer, max_prompt_tokens=50).dropped_overlong == 1
-    cut = load_prompts(source, tokenizer, max_prompt_tokens=50, overlong="truncate_left")
-    assert cut.truncated == 1 and len(cut[1].token_ids) == 50 and max(longest) < 5000
 
 
 def test_evaluation_prompts_have_a_limit_of_their_own_and_are_never_dropped(write, tokenizer):

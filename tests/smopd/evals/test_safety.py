@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -92,35 +91,6 @@ def test_a_bad_row_is_named(tmp_path, row, message):
     data = write_data(tmp_path / "safe", pku=[good, row])
     with pytest.raises(ValueError, match=rf"pku_saferlhf_test.jsonl.gz: row 1:? .*{message}"):
         safety.load_safety_items(data)
-
-
-def test_an_unusable_preference_model_is_one_line_before_anything_is_sampled(tmp_path, monkeypatch, capsys):
-    from smopd import evaluate
-    from smopd.engine.local.rollout import LocalRollout
-    from smopd.worlds.models import world_model
-    from tests.smopd.rewards.tiny_preference import byte_tokenizer, save
-
-    for name, labels in (("one", 1), ("two", 2)):
-        save(tmp_path / name, byte_tokenizer(), labels=labels)
-    for part in world_model(seed=0):
-        part.save_pretrained(tmp_path / "policy")
-    monkeypatch.setattr(LocalRollout, "generate", lambda *_: pytest.fail("responses were sampled"))
-    arguments = ["safety", "--data", str(write_data(tmp_path / "safe")), "--output", str(tmp_path / "out")]
-    arguments += ["--model", str(tmp_path / "policy"), "--max-new-tokens", "4"]
-    arguments += ["--helpful.model", str(tmp_path / "one"), "--harmless.model"]
-    for more, message in (
-        (
-            [tmp_path / "two", "--max-tokens", "256"],
-            "--harmless: model .*two: is not a Qwen2ForSequenceClassification trained with one output",
-        ),
-        ([tmp_path / "one", "--max-tokens", "0"], "--max-tokens is 0, expected at least 1"),
-        ([tmp_path / "one", "--data", "nowhere"], "hh_rlhf_test.jsonl.gz: no such file"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            evaluate.main([*arguments, *map(str, more)])
-        error = capsys.readouterr().err
-        assert ended.value.code == 2 and re.search(message, error.splitlines()[-1]), error
-        assert "Traceback" not in error and not (tmp_path / "out").exists()
 
 
 def test_two_preference_models_score_responses(tmp_path):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import subprocess
 import sys
 
 import pytest
-from rich.console import Console
 
-from smopd.record import progress
 from smopd.record.progress import Progress, say
 
 METRICS = {
@@ -46,30 +43,6 @@ def test_an_evaluation_of_the_same_step_is_a_line_of_its_own_and_stays(capsys) -
     assert "greedy format 0.90" in evaluated and "accuracy" not in evaluated
     assert "greedy format 0.90" in second and "accuracy" in second
     assert "kl nan" in odd and "a inf" in odd and "mass" not in odd and "tok/s" not in odd
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("width", [40, 160])
-def test_the_live_line_is_one_line(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr("sys.stdout", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    console = Console(file=terminal, force_terminal=True, width=width)
-    monkeypatch.setattr(progress, "console", lambda: console)
-    with Progress("gdpo", 10) as shown:
-        for step in (1, 2, 3):
-            shown.update(step, METRICS)
-        line = console.render_lines(shown._bars.get_renderable(), pad=False)
-        say("a message")
-    assert len(line) == 1
-    text = "".join(segment.text for segment in line[0])
-    assert "3/10" in text and "left" in text and len(text) <= width
-    assert ("…" in text) == (width < 90)
-    assert "a message" in terminal.getvalue()
 
 
 def test_messages_are_said_as_they_are_but_for_what_a_terminal_would_obey(capsys) -> None:
