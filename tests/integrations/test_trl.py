@@ -143,12 +143,6 @@ def test_under_autocast_the_head_is_trls(tmp_path: Path, fp32_head: bool) -> Non
         assert off < 2e-2, (name, float(off))
 
 
-def test_under_fp16_autocast_the_head_stays_in_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = distillation(tmp_path, [teacher(1)])
-    monkeypatch.setattr(trainer.accelerator, "autocast", lambda: torch.autocast("cpu", dtype=torch.float16))
-    assert trainer._hidden(trainer.model, completions_of(completions(trainer))).dtype == torch.float32
-
-
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 def test_trls_metrics_of_the_loss_are_there(tmp_path: Path, loss_type: str) -> None:
     ours, theirs = pair("grpo", tmp_path, loss_type=loss_type, entropy_coef=0.01, epsilon_high=0.25)

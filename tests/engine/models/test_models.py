@@ -50,12 +50,6 @@ def test_a_saved_model_comes_back(folder: Path) -> None:
     }
 
 
-def test_a_home_folder_is_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(folder.parent))
-    assert load_model("~/model", torch.float32).config.vocab_size == VOCABULARY
-    assert load_tokenizer("~/model").get_vocab() == load_tokenizer(folder).get_vocab()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_stored_dtype_is_the_files(dtype: torch.dtype, tmp_path: Path) -> None:
     tiny_model().to(dtype).save_pretrained(tmp_path)

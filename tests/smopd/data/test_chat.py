@@ -69,17 +69,6 @@ def test_a_chat_in_json_and_content_in_parts(prompts):
     assert text_of(prompts([{"prompt": chats[2]}], prints)[0]) == "2+\n2?"
 
 
-def test_a_history_of_tool_calls_needs_no_content(prompts):
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
-    history = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "4"}]
-    template = (
-        "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls | tojson }}"
-        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
-    )
-    (prompt,) = prompts([{"prompt": [ASKED, *history]}], template)
-    assert text_of(prompt) == f"2+2?{json.dumps([call])}4"
-
-
 @pytest.mark.parametrize(
     ("template", "start"),
     [(CHATML_TEMPLATE, ""), (THINK, "<think>\n"), (CLOSED, ""), (PARTS, ""), (None, "")],

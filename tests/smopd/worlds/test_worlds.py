@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 
 import pytest
 import torch
@@ -36,14 +35,6 @@ def test_ground_truths_score_full_marks():
     truths = [row["ground_truth"] for row in rows]
     assert accuracy_reward(truths, truths, ground_truth=truths) == [3.0] * 1000
     assert format_reward(truths, truths, ground_truth=truths) == [1.0] * 1000
-
-
-def test_exact_format_has_the_stated_rate():
-    n, rate = 20_000, 0.02
-    rows = toy_world.demonstrations(n, seed=5, format_rate=rate)
-    texts = [row["completion"] for row in rows]
-    exact = sum(format_reward(texts, texts, ground_truth=[row["ground_truth"] for row in rows]))
-    assert abs(exact - n * rate) < 4 * math.sqrt(n * rate)
 
 
 def user(text):
