@@ -64,13 +64,6 @@ def test_micro_batches_keep_to_the_token_budget(share, layout):
             assert len(batch.input_ids) == 1 and batch.input_ids.all(), "0 is padding"
 
 
-def test_a_sequence_over_the_budget_goes_alone():
-    rollouts = ragged_rollouts(2)
-    batches = pack(rollouts, Packing(micro_batch_tokens=1))
-    assert len(batches) == len(rollouts)
-    assert all(batch.input_ids.shape[0] == 1 for batch in batches)
-
-
 def test_sharing_prompts_reads_each_once():
     rollouts = ragged_rollouts(3)
     (batch,) = pack(rollouts, Packing(micro_batch_tokens=100_000), Layout("pieces"))

@@ -10,19 +10,16 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from smopd.engine.local.teachers import held_already
-from smopd.engine.settings import Lora, TrainSettings
-from smopd.engine.student.checkpoint import Checkpoints, export
+from smopd.engine.settings import Lora
+from smopd.engine.student.checkpoint import Checkpoints
 from smopd.engine.student.student import Student
-from smopd.worlds.models import world_model
 from tests.engine.models.families import family
 from tests.engine.student.training import (
     NLL,
     TOKENS,
     advance,
-    equal,
     loss_tokens,
     make_student,
-    parameters,
     settings_of,
 )
 from tests.engine.tiny import plain_logps, ragged_rollouts, tiny_model
@@ -117,17 +114,6 @@ def test_dropout_is_on_in_updates_and_off_in_log_probabilities(device):
     assert torch.equal(plain_N, trained.logps(rollouts, 1.0))
     seen_N = trained.update(rollouts, loss_tokens(rollouts), NLL).stats.logp_N
     assert (seen_N - plain_N).abs().max() > 1e-3
-
-
-def test_exports_are_merged_with_the_adapter_beside(tmp_path, device):
-    model, tokenizer = world_model(seed=0)
-    lora = Lora(rank=2, alpha=4.0, targets=["q_proj", "v_proj"])
-    trained = Student(model, TrainSettings(learning_rate=1e-2, compute_dtype="float32", lora=lora), device)
-    advance(trained, range(1))
-    export(trained, tokenizer, tmp_path / "export", torch.float32)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
-    assert equal(dict(loaded.state_dict()), parameters(trained))
-    assert peft.PeftConfig.from_pretrained(tmp_path / "export/adapter").target_modules == {"q_proj", "v_proj"}
 
 
 @pytest.mark.parametrize(
