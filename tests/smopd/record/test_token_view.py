@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from smopd.engine.types import TeacherTopK
+from smopd.engine.types import Rollout, TeacherTopK
 from smopd.ops import TopK
 from smopd.record.files import JsonlLog
 from smopd.record.token_view import add_merged, add_teachers, texts, token_records
@@ -43,7 +42,7 @@ def test_texts_of_tokens_join_to_the_response(text: str) -> None:
 
 def test_only_the_policys_tokens_have_models() -> None:
     mask = torch.tensor([False, True])
-    rollout = SimpleNamespace(response_ids=torch.tensor([0, 1]), loss_mask=mask)
+    rollout = Rollout((1,), torch.tensor([0, 1]), torch.zeros(2), 0, True, loss_mask=mask)
     student = TopK(torch.tensor([[4, 5]]), torch.tensor([[0.75, 0.0]]).log(), torch.tensor([0.2]).log())
     records = token_records(Letters(), rollout, student)
     assert records == [{"text": "a"}, {"text": "b", "p": 0.2, "student": [["e", 0.75]]}]
