@@ -85,14 +85,14 @@ class Environments:
 
 
 @dataclass
-class Talk:
+class Transcript:
     """A conversation while it takes place, the `sample`-th about its prompt."""
 
     prompt: Prompt
     group: int
     sample: int
     text: str
-    """What the policy has read and said."""
+    """What the policy has read and written."""
     ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
@@ -144,89 +144,92 @@ class Conversations:
         self, engine: RolloutEngine, prompts: Sequence[Prompt], groups: Sequence[int], sampling: Sampling
     ) -> list[Rollout]:
         """Return `sampling.n` conversations about each prompt, in the order of `RolloutEngine.generate`."""
-        talks = [
-            Talk(prompt, group, number, self._render(prompt, prompt.content))
+        transcripts = [
+            Transcript(prompt, group, number, self._render(prompt, prompt.content))
             for prompt, group in zip(prompts, groups, strict=True)
             for number in range(sampling.n)
         ]
-        rows = {i: {**talk.prompt.columns, "prompt": talk.prompt.content} for i, talk in enumerate(talks)}
-        for talk, answer in zip(talks, self.environment.ask(rows, begin=True), strict=True):
-            talk.ended = answer.failure
+        rows = {
+            i: {**transcript.prompt.columns, "prompt": transcript.prompt.content}
+            for i, transcript in enumerate(transcripts)
+        }
+        for transcript, answer in zip(transcripts, self.environment.ask(rows, begin=True), strict=True):
+            transcript.ended = answer.failure
         made = engine.generate([prompt.token_ids for prompt in prompts], groups, sampling)
-        live = dict(enumerate(talks))
+        live = dict(enumerate(transcripts))
         for turn in range(1, self.settings.rollout.turns + 1):
-            for talk, response in zip(live.values(), made, strict=True):
-                self._say(talk, response)
-            live = {i: talk for i, talk in live.items() if not talk.ended}
-            answers = self.environment.ask({i: talk.messages[-1] for i, talk in live.items()})
-            for talk, answer in zip(live.values(), answers, strict=True):
-                self._hear(talk, answer, last=turn == self.settings.rollout.turns)
-            live = {i: talk for i, talk in live.items() if not talk.ended}
+            for transcript, response in zip(live.values(), made, strict=True):
+                self._add_response(transcript, response)
+            live = {i: transcript for i, transcript in live.items() if not transcript.ended}
+            answers = self.environment.ask({i: transcript.messages[-1] for i, transcript in live.items()})
+            for transcript, answer in zip(live.values(), answers, strict=True):
+                self._add_answer(transcript, answer, last=turn == self.settings.rollout.turns)
+            live = {i: transcript for i, transcript in live.items() if not transcript.ended}
             # Ranks that share an engine call it equally often, also with nothing to sample.
             made = engine.generate(
-                [[*talk.prompt.token_ids, *talk.ids] for talk in live.values()],
-                [draw_key(talk.group, talk.sample, turn) for talk in live.values()],
+                [[*transcript.prompt.token_ids, *transcript.ids] for transcript in live.values()],
+                [draw_key(transcript.group, transcript.sample, turn) for transcript in live.values()],
                 replace(sampling, n=1),
             )
-        if any(talk.ended == "timeout" for talk in talks):
+        if any(transcript.ended == "timeout" for transcript in transcripts):
             self.environment.end()  # with what still runs there
-        if drifted := sum(talk.drift for talk in talks):
+        if drifted := sum(transcript.drift for transcript in transcripts):
             log.warning(
                 "rollout.environment: in %d of %d conversations the chat template prints earlier turns "
                 "differently from what was sampled, which is kept",
-                drifted, len(talks),
+                drifted, len(transcripts),
             )  # fmt: skip
-        return [talk.rollout() for talk in talks]
+        return [transcript.rollout() for transcript in transcripts]
 
-    def _say(self, talk: Talk, response: Rollout) -> None:
+    def _add_response(self, transcript: Transcript, response: Rollout) -> None:
         """Add a response of the policy."""
         special_tokens = self.settings.scoring.special_tokens
         (text,) = response_texts(self.tokenizer, [response], special_tokens=special_tokens)
-        start = talk.prompt.response_start
-        if talk.messages:  # the prompt's own last message is not repeated
-            start = response_start(self.tokenizer, "", self._options(talk.prompt))
-        talk.messages.append({"role": "assistant", "content": start + text})
-        talk.versions.append(response.policy_version)
+        start = transcript.prompt.response_start
+        if transcript.messages:  # the prompt's own last message is not repeated
+            start = response_start(self.tokenizer, "", self._options(transcript.prompt))
+        transcript.messages.append({"role": "assistant", "content": start + text})
+        transcript.versions.append(response.policy_version)
         ids = response.response_ids.tolist()
-        talk.add(self.tokenizer.decode(ids), ids, response.logps.tolist(), policy=True)
+        transcript.add(self.tokenizer.decode(ids), ids, response.logps.tolist(), policy=True)
         if not response.finished:
-            talk.ended = talk.ended or "response"
+            transcript.ended = transcript.ended or "response"
 
-    def _hear(self, talk: Talk, answer: Answer, *, last: bool) -> None:
+    def _add_answer(self, transcript: Transcript, answer: Answer, *, last: bool) -> None:
         """Add an answer of the environment, or end the conversation."""
         options = self.settings.rollout
         if answer.failure or answer.messages is None:
-            talk.ended = answer.failure or "environment"
+            transcript.ended = answer.failure or "environment"
             return
-        room = options.longest_response - len(talk.ids) - options.max_new_tokens
+        room = options.longest_response - len(transcript.ids) - options.max_new_tokens
         if sum(len(message["content"]) for message in answer.messages) > CHARS_PER_TOKEN * room:
-            talk.ended = "tokens"
+            transcript.ended = "tokens"
         elif last:
-            talk.ended = "turns"
+            transcript.ended = "turns"
         else:
-            text, drift = self._between(talk, answer.messages)
+            text, drift = self._between(transcript, answer.messages)
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             if len(ids) > room:
-                talk.ended = "tokens"
+                transcript.ended = "tokens"
                 return
-            talk.messages += answer.messages
-            talk.add(text, ids, [0.0] * len(ids), policy=False)
-            talk.drift |= drift
+            transcript.messages += answer.messages
+            transcript.add(text, ids, [0.0] * len(ids), policy=False)
+            transcript.drift |= drift
 
-    def _between(self, talk: Talk, answers: Sequence[Message]) -> tuple[str, bool]:
+    def _between(self, transcript: Transcript, answers: Sequence[Message]) -> tuple[str, bool]:
         """Return the template's text between a response and the next one, and whether there is drift."""
-        content = talk.prompt.content
+        content = transcript.prompt.content
         chat = ({"role": "user", "content": content},) if isinstance(content, str) else content
         if chat[-1]["role"] == "assistant":  # the first response begins with it
             chat = chat[:-1]
-        whole = self._render(talk.prompt, (*chat, *talk.messages, *answers))
-        if whole.startswith(talk.text):
-            return whole[len(talk.text) :], False
+        whole = self._render(transcript.prompt, (*chat, *transcript.messages, *answers))
+        if whole.startswith(transcript.text):
+            return whole[len(transcript.text) :], False
         chat = ({"role": "user", "content": "?"}, {"role": "assistant", "content": NEUTRAL})
-        _, found, after = self._render(talk.prompt, (*chat, *answers)).partition(NEUTRAL)
+        _, found, after = self._render(transcript.prompt, (*chat, *answers)).partition(NEUTRAL)
         if not found:
             raise RewardError("rollout.environment: the chat template leaves out the assistant's messages")
-        return after.removeprefix(self.tokenizer.decode(talk.ids[-1:])), True
+        return after.removeprefix(self.tokenizer.decode(transcript.ids[-1:])), True
 
     def _render(self, prompt: Prompt, content: Content) -> str:
         tools = read_tools(prompt.columns.get("tools"))

@@ -55,7 +55,7 @@ def recipe_in(folder: Path, models: list[str]) -> Path:
         ],
         "rollout": {"environment": "spoken:Numbers", "turns": 4, "max_new_tokens": 12},
         "scoring": {"max_unscorable_share": 0.0},
-        "loop": {"steps": 4, "async_level": 1},
+        "loop": {"steps": 3, "async_level": 1},
         "loss": {"importance_cap": 2.0},
         "teachers": {
             "models": [{"model": m, "reward": r} for m, r in zip(teachers, ("turns", "length"), strict=True)]

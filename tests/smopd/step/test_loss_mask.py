@@ -27,7 +27,7 @@ from smopd.step.teachers import TeacherScores
 from tests.engine.tiny import VOCABULARY, tiny_model
 from tests.smopd.run.invariance_worker import SETTINGS
 
-GROUPS, MOST_TURNS, TEMPERATURE, ENTROPY = 4, 5, 0.7, 0.01
+GROUPS, MOST_TURNS, TEMPERATURE, ENTROPY = 2, 5, 0.7, 0.01
 SETTINGS = SETTINGS | {
     "opd": {"kappa": VOCABULARY, "target": "merged"},
     "loss": {"aggregation": "seq-mean-token-mean", "entropy_coef": ENTROPY},
