@@ -28,14 +28,11 @@ def changed(**parameters: object) -> dict:
     [
         (block(OTHER, CALL), "exact"),
         (block({"parameters": {"days": "2", "city": "Oslo"}, "name": "Find", "why": "x"}), "exact"),
-        (block(changed(city="oslo")), "wrong_arguments"),
         (block(changed(extra="")), "wrong_arguments"),
         (block({"name": "Find"}), "wrong_arguments"),
-        (block(OTHER, changed(days="3")), "wrong_arguments"),
+        (block(OTHER, changed(city="oslo")), "wrong_arguments"),
         (block({**CALL, "name": "find"}), "wrong_tool"),
-        ("", "no_call"),
         (block(), "no_call"),
-        (block(f"print({CALL})"), "no_call"),
     ],
 )
 def test_outcomes(response, expected):
@@ -54,11 +51,9 @@ NO_END, NO_TAGS = block(CALL).replace("</tool_call>", ""), json.dumps(CALL)
         (block(OTHER) + block(CALL), "wrong_tool", "exact", "wrong_tool"),  # what is closed is over
         (NO_END, "no_call", "exact", "no_call"),
         (NO_TAGS, "no_call", "exact", "no_call"),
-        (NO_TAGS + "</tool_call>", "no_call", "exact", "no_call"),
         ("<tool_call>\n" + block(CALL, think=""), "no_call", "exact", "exact"),  # a second opening tag
         (block(json.dumps(json.dumps(CALL))), "no_call", "no_call", "exact"),  # a JSON text of a call
         (block(CALL, "3"), "exact", "exact", "no_call"),  # a number fails all
-        (block(json.dumps("3"), CALL), "exact", "exact", "no_call"),
         (block(PARAMETERS), "no_call", "no_call", "exact"),  # the parameters alone
         (block({**PARAMETERS, "city": "Rome"}), "no_call", "no_call", "wrong_tool"),
         (block(changed(days=2)), *["wrong_arguments"] * 3),
@@ -72,14 +67,10 @@ def test_each_parser_reads_as_it_says(response, first, last, published):
 
 @pytest.mark.parametrize("parser", ["first", "last", "published"])
 def test_hostile_calls_are_passed_over(parser):
-    nested = '{"name": "Find", "parameters": ' + '{"a": ' * 40_000 + "1" + "}" * 40_001
-    deep = {"name": "Find", "parameters": CALL["parameters"]}
-    for _ in range(80):
-        deep = {"name": "Find", "parameters": {"a": deep}}
-    for line in (nested[:60_000], json.dumps(deep), '{"name": "Find", "parameters": {"a": NaN}}'):
+    nested = '{"name": "Find", "parameters": ' + '{"a": ' * 80 + "1" + "}" * 81
+    for line in (nested, '{"name": "Find", "parameters": {"a": NaN}}'):
         assert outcome(block(line), [CALL], parser=parser) == "no_call"
         assert outcome(block(line, CALL), [CALL], parser=parser) == "exact"
-    assert outcome(block(nested), [CALL], parser=parser) == "no_call"
     assert outcome(block("x" * 70_000, CALL), [CALL], parser=parser) == "no_call"
     assert read_calls("<tool_call>" * 100_000, parser) == []
 
@@ -92,7 +83,6 @@ def test_the_real_ground_truth_is_exact(data_set, tmp_path):
     assert [result[f"exact/{level}"] for level in api_bank.LEVELS] == [399, 67, 131]
     assert result["parser"] == "published" and result["intervals"]["L1"] == [1.0, 1.0]
     rows = [json.loads(line) for line in (tmp_path / "api_bank_items.jsonl").read_text().splitlines()]
-    assert [(row["key"], row["group"]) for row in (rows[0], rows[-1])] == [("L1-0", "L1"), ("L3-130", "L3")]
     symptom = {row["key"]: row["truth"] for row in rows}["L1-8"]  # as the paper numbers its cases
     assert symptom == [{"name": "SymptomSearch", "parameters": {"symptom": "fatigue"}}]
     items = api_bank.load_items(data_set("api_bank"))
@@ -133,19 +123,12 @@ def test_a_part_has_items_of_every_level(data, tmp_path, capsys):
     assert (result["n"], result["subset"]) == (3, {"items": 3, "of": 4})
     assert [result[level] for level in ("L1", "L2", "L3")] == [1.0, 0.0, 1.0]
     assert "API-Bank, 3 of 4 items" in capsys.readouterr().out
-    level_2 = data / "level-2-api_processed.json"
-    one, rows = run(level_2, tmp_path, [block(CALL)])
+    one, rows = run(data / "level-2-api_processed.json", tmp_path, [block(CALL)])
     assert [row["key"] for row in rows] == ["L2-0"]
     assert (one["L1"], one["L2"], one["overall"]) == (None, 1.0, 1.0)
-    assert "API-Bank, level-2-api_processed.json" in capsys.readouterr().out
-    for limit, given, message in (
-        ("2", answers, "--limit is 2, expected at least 3, one item of each group"),
-        ("0", answers, "--limit is 0, expected at least 1"),
-        ("3", answers[:2], "expected 4 responses or a `key` on every line, got 2"),
-    ):
-        with pytest.raises(SystemExit):
-            run(data, tmp_path, given, "--limit", limit)
-        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(data, tmp_path, answers, "--limit", "0")
+    assert "--limit is 0, expected at least 1" in capsys.readouterr().err
 
 
 def test_levels_micro_average_and_classes(data, tmp_path, capsys):
@@ -163,23 +146,12 @@ def test_levels_micro_average_and_classes(data, tmp_path, capsys):
     assert "wrong tool 1 (L1 0, L2 1, L3 0)" in shown
 
 
-@pytest.mark.parametrize(
-    "break_it, message",
-    [
-        (lambda path: path.unlink(), "level-2-api_processed.json: no such file"),
-        *(
-            (
-                lambda path, row=row: path.write_text(json.dumps([row])),
-                "row 0: expected strings `system` and `user`, and calls as `answer`",
-            )
-            for row in ({"user": "u"}, item([]), item("x"), item([CALL, {"name": "Find"}]))
-        ),
-    ],
-)
-def test_a_mistake_in_the_data_is_one_line(data, tmp_path, capsys, break_it, message):
-    break_it(data / "level-2-api_processed.json")
-    with pytest.raises(SystemExit) as ended:
-        run(data, tmp_path, ["a"] * 4)
-    error = capsys.readouterr().err
-    assert ended.value.code == 2 and message in error and error.count("\n") == 1
-    assert not (tmp_path / "out").exists()
+def test_a_mistake_in_the_data_is_named(data):
+    path = data / "level-2-api_processed.json"
+    for row in ({"user": "u"}, item([]), item("x"), item([CALL, {"name": "Find"}])):
+        path.write_text(json.dumps([row]))
+        with pytest.raises(ValueError, match=r"row 0: expected strings `system` and `user`, and calls as"):
+            api_bank.load_items(data)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"level-2-api_processed.json: no such file"):
+        api_bank.load_items(data)

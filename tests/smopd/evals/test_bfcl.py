@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import time
 from importlib.util import find_spec
@@ -15,7 +14,7 @@ from smopd import evaluate
 from smopd.evals.bfcl import official
 from smopd.evals.bfcl import suite as bfcl
 from smopd.evals.bfcl.official import Call, find_mistake
-from smopd.evals.bfcl.rlla_form import SYSTEM, messages, read_calls
+from smopd.evals.bfcl.rlla_form import messages, read_calls
 from smopd.evals.bfcl.suite import AST, COLUMNS, Bfcl, BfclItem, BfclSuite, load_items, read_scores, summarise
 
 pytestmark = pytest.mark.skipif(find_spec("bfcl_eval") is None, reason=f"needs bfcl-eval: {official.INSTALL}")
@@ -67,37 +66,29 @@ def test_true_calls_are_correct_and_changed_ones_wrong() -> None:
     groups = [item.group for item in items]
     assert len(groups) == 2501 and {name: groups.count(name) for name in bfcl.LIVE_ITEMS} == bfcl.LIVE_ITEMS
     python = [item for item in items[::12] if item.group not in ("simple_java", "simple_javascript")]
-    right = 0
-    for item in python:
-        first, *rest = calls = true_calls(item)
-        part = BfclSuite([item])
-        (score,) = part.score([block(*calls)])
-        right += score["correct"]
-        for wrong in (
-            [],
-            [*calls, first],
-            [first._replace(name=first.name + "x"), *rest],
-            [first._replace(arguments={**first.arguments, "surplus": "1"}), *rest],
-        ):
-            assert not part.score([block(*wrong)])[0]["correct"], (item.key, wrong)
-        if "parallel" in item.group:
-            assert part.score([block(*calls[::-1])])[0]["correct"] == score["correct"]
-    assert right > 0.9 * len(python)  # the others have nested values or an optional parameter that they need
+    suite = BfclSuite(python)
+    calls = [true_calls(item) for item in python]
+    right = suite.score([block(*each) for each in calls])
+    # The others have nested values or an optional parameter that they need.
+    assert sum(score["correct"] for score in right) > 0.9 * len(python)
+    turned = suite.score([block(*each[::-1]) for each in calls])
+    assert [score["correct"] for score in turned] == [score["correct"] for score in right]
+    wrong = [[*each, each[0]._replace(name="x")] for each in calls]
+    assert not any(score["correct"] for score in suite.score([block(*each) for each in wrong]))
 
 
 @pytest.mark.parametrize(
-    ("kind", "category", "values"),
+    ("kind", "category", "right", "wrong"),
     [
-        ("long", "simple_java", {"5L": True, 5: False, "5": False, "6L": False}),
-        ("Bigint", "simple_javascript", {"5n": True, 5: False, "6n": False}),
-        ("integer", "simple_python", {5: True, "5": False, 6: False}),
+        ("long", "simple_java", "5L", 5),
+        ("Bigint", "simple_javascript", "5n", 5),
+        ("integer", "simple_python", 5, "5"),
     ],
 )
-def test_values_are_read_in_their_language(kind: str, category: str, values: dict[Any, bool]) -> None:
-    for value, right in values.items():
-        called = [Call("f", {"n": value})]
-        mistake = find_mistake([function("f", n=parameter(kind))], called, [{"f": {"n": [5]}}], category)
-        assert (mistake is None) == right, value
+def test_values_are_read_in_their_language(kind: str, category: str, right: Any, wrong: Any) -> None:
+    described, answers = [function("f", n=parameter(kind))], [{"f": {"n": [5]}}]
+    assert find_mistake(described, [Call("f", {"n": right})], answers, category) is None
+    assert find_mistake(described, [Call("f", {"n": wrong})], answers, category) is not None
 
 
 def test_values_that_break_the_checker_or_take_it_minutes_are_wrong_at_once() -> None:
@@ -119,15 +110,13 @@ def test_calls_are_read_line_by_line() -> None:
         "no JSON",
         '{"name": "f"}',
         '{"name": "None", "parameters": {}}',
-        '{"name": "f", "parameters": {"a": NaN}}',
-        '{"name": "f", "parameters": {"a": ' + "[" * 80 + "]" * 80 + "}}",
         '{"name": "g", "parameters": {}, "more": 1}',
     ]
     text = "<think> x </think>\n<tool_call>\n{}\n</tool_call>\n<tool_call>\n" + "\n".join(lines)
     assert read_calls(text + "\n</tool_call>\n" + lines[0]) == [Call("f", {"a": 1}), Call("g", {})]
     for without in ("Nothing fits.", "<tool_call>\n\n</tool_call>", "<tool_call>\n" + lines[3]):
         assert read_calls(without) == []
-    for broken in (*lines[1:3], *lines[4:6], "[" * 16_000, "x" * 17_000):
+    for broken in (*lines[1:3], "[" * 16_000, "x" * 17_000):
         with pytest.raises(ValueError, match=r"block has no line with a call|17001 characters"):
             read_calls("<tool_call>\n" + broken)
 
@@ -153,13 +142,10 @@ def test_unreadable_calls_are_counted_apart(tmp_path: Path, capsys: pytest.Captu
 
 def test_means_are_none_where_a_part_is_missing_and_overall_counts_it_as_0() -> None:
     accuracies = dict.fromkeys(bfcl.CATEGORIES, 0.0) | {"simple_java": 0.6, "live_simple": 1.0}
-    found = summarise(accuracies)
-    assert found["simple"] == pytest.approx(0.2)
-    assert found["multi_turn"] is None and found["agentic"] is None
-    assert found["overall"] == pytest.approx(0.1 * (0.05 + 258 / 1351))
-    assert bfcl.missing_parts(found) == ["Multi-Turn", "Agentic"]
     agentic = dict.fromkeys((*bfcl.WEB_SEARCH, *bfcl.MEMORY), 0.25)
-    assert summarise(accuracies | agentic)["overall"] == pytest.approx(0.1 * (0.05 + 258 / 1351) + 0.1)
+    found = summarise(accuracies | agentic)
+    assert found["overall"] == pytest.approx(0.1 * (0.05 + 258 / 1351) + 0.1)
+    assert found["multi_turn"] is None and bfcl.missing_parts(found) == ["Multi-Turn"]
     assert summarise({})["overall"] is None and summarise({"live_simple": 1.0})["live"] is None
 
 
@@ -183,8 +169,7 @@ def test_options_build_the_suite(folder: Path) -> None:
     responses = [block(Call("area.of", {"base": 10})), "I do not know.", block(Call("area.of", {}))]
     assert [score["mistake"] for score in suite.score(responses)] == [None] * 3
     scores = suite.score([responses[1], responses[0], responses[1]])
-    assert [score["correct"] for score in scores] == [False, False, False]
-    assert all(score["mistake"] for score in scores)
+    assert not any(score["correct"] for score in scores) and all(score["mistake"] for score in scores)
     part = suite.only([2, 0])
     assert [score["correct"] for score in part.score([responses[2], responses[0]])] == [True, True]
 
@@ -207,17 +192,6 @@ def test_mistakes_are_one_line(folder: Path, change: dict[str, Any], error: str)
     assert error in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_without_the_package_the_command_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(official, "PACKAGE", "no_such_package")
-    with pytest.raises(SystemExit) as ended:
-        evaluate.main(["bfcl", "--responses", "no.jsonl"])
-    error = "smopd.evaluate: bfcl: needs the package bfcl-eval, install it with `pip install --no-deps bfcl"
-    shown = capsys.readouterr().err
-    assert ended.value.code == 2 and shown.startswith(error) and shown.count("\n") == 1
-
-
 def test_prompts_have_the_protocols_shapes() -> None:
     question = [
         {"role": "system", "content": "Be brief."},
@@ -231,13 +205,8 @@ def test_prompts_have_the_protocols_shapes() -> None:
     assert system["content"].endswith("\n\nBe brief.")
     assert user["content"].startswith("**Dialogue Records History**\n<user> Hello\n")
     assert "\n<response> Hi </response>\n<user> Area?\n" in user["content"]
-    java = function("f", m=parameter("ArrayList", "long"))
-    before = copy.deepcopy(java)
-    system, _ = messages(question[1:2], [java], "simple_java")
+    system, _ = messages(question[1:2], [function("f", m=parameter("ArrayList", "long"))], "simple_java")
     assert '"type": "string"' in system["content"] and "elements of type long" in system["content"]
-    assert java == before
-    head, tail = SYSTEM.split("{tools}")
-    assert "**Available Tools**" in head and tail.startswith("\n\n**Steps for Each Turn**")
 
 
 def test_scores_of_multi_turn_are_read_into_overall(folder: Path, tmp_path: Path) -> None:

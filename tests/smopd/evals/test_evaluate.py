@@ -6,14 +6,18 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from smopd import evaluate
+from smopd.engine.local.rollout import LocalRollout
+from smopd.engine.models.loading import load_model, load_tokenizer
 from smopd.evals import rlla
 from smopd.evals.responses import spread
 from smopd.evals.results import intervals
 from smopd.evals.suite import Column
+from smopd.worlds.models import world_model
 
 TRUTHS = [
     rlla.TOOL_THINK + '\n<tool_call>\n{"name": "find", "parameters": {"city": "Oslo"}}\n</tool_call>',
@@ -45,14 +49,6 @@ def test_ground_truth_of_the_real_items(data_set, tmp_path, capsys):
     assert all(text in shown for text in ("Acc Reward", "2.6625", "Format Pass (%)", "100.00", "3.6625"))
 
 
-@pytest.mark.parametrize(
-    ("groups", "limit", "chosen"),
-    [("aaaaaaaaaa", 2, [2, 7]), ("aaaaaaaabc", 3, [4, 8, 9]), ("abababab", 4, [2, 3, 6, 7])],
-)
-def test_a_part_is_spread_evenly_in_every_group(groups, limit, chosen):
-    assert spread(groups, limit) == chosen
-
-
 @given(st.lists(st.sampled_from("abcd"), min_size=1), st.integers(1, 120))
 def test_a_part_keeps_the_groups_shares(groups, limit):
     sizes = Counter(groups)
@@ -67,30 +63,27 @@ def test_a_part_keeps_the_groups_shares(groups, limit):
     for group, count in counts.items():
         exact = min(limit, len(groups)) * sizes[group] / len(groups)
         assert count <= max(1, exact + 1) and count <= sizes[group]
+    assert spread("aaaaaaaabc", 3) == [4, 8, 9] and spread("abababab", 4) == [2, 3, 6, 7]
 
 
 def test_every_response_is_kept_with_its_scores(data, tmp_path):
     given = ["<|im_start|>assistant\n" + TRUTHS[0] + "<|im_end|>", "Hello."]
-    lines = [{"response": given[0]}, {"completion": given[1], "extra": 1}]
+    lines = [{"response": given[0], "finished": True}, {"completion": given[1], "finished": False}]
     responses = write_lines(tmp_path / "given.jsonl", lines)
     output = tmp_path / "out"
     evaluate.main(["rlla", "--responses", str(responses), "--data", str(data), "--output", str(output)])
     kept = [json.loads(line) for line in (output / "rlla_items.jsonl").read_text().splitlines()]
-    assert [(item["accuracy"], item["format"], item["key"], item["group"]) for item in kept] == [
-        (3.0, 1.0, "0", "test"),
-        (0.0, 0.0, "1", "test"),
-    ]
-    assert [item["response"] for item in kept] == [TRUTHS[0], "Hello."]
-    assert [item["truth"] for item in kept] == TRUTHS
+    shown = [[item[name] for name in ("accuracy", "format", "key", "response", "truth")] for item in kept]
+    assert shown == [[3.0, 1.0, "0", TRUTHS[0], TRUTHS[0]], [0.0, 0.0, "1", "Hello.", TRUTHS[1]]]
     scores = json.loads((output / "rlla.json").read_text())
     assert (scores["accuracy"], scores["format_pass"], scores["mean"], scores["n"]) == (1.5, 0.5, 2.0, 2)
+    assert scores["truncated"] == 1
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
         ([], "expected one of --model and --responses, got none"),
-        (["--model", "./m", "--responses", "ground-truth"], "--model and --responses, got both"),
         (["--model", "./no_such_model"], "./no_such_model"),
         (["--responses", "no_such.jsonl"], "--responses no_such.jsonl: no such file"),
         (["--responses", "one.jsonl"], "one.jsonl: expected 2 responses or a `key` on every line, got 1"),
@@ -99,8 +92,6 @@ def test_every_response_is_kept_with_its_scores(data, tmp_path):
         (["--responses", "number.jsonl"], "number.jsonl: line 1: expected an object, got int"),
         (["--responses", "twice.jsonl"], "twice.jsonl: expected each key once, got 1 repeated"),
         (["--responses", "strange.jsonl"], "strange.jsonl: 1 keys are not in the suite, first '7'"),
-        (["--responses", "ground-truth", "--data", "no.parquet"], "no file 'no.parquet'"),
-        (["--responses", "ground-truth", "--data", "one.jsonl"], "row 0: expected `prompt`"),
         (["--responses", "ground-truth", "--data", "empty.jsonl"], "empty.jsonl: no items"),
         (["--responses", "ground-truth", "--data", "truth.jsonl"], "malformed ground_truth"),
         (["--responses", "ground-truth", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
@@ -125,19 +116,6 @@ def test_a_mistake_is_one_line(data, tmp_path, monkeypatch, capsys, arguments, m
     error = capsys.readouterr().err
     assert ended.value.code == 2 and message in error and error.count("\n") == 1
     assert not (tmp_path / "runs").exists()
-
-
-def test_kept_items_are_responses_again_in_any_order(data, tmp_path):
-    given = write_lines(tmp_path / "given.jsonl", [{"response": text} for text in reversed(TRUTHS)])
-    common = ["rlla", "--data", str(data), "--output"]
-    evaluate.main([*common, str(tmp_path / "a"), "--responses", str(given)])
-    rows = [json.loads(line) for line in (tmp_path / "a/rlla_items.jsonl").read_text().splitlines()]
-    rows[0]["finished"], rows[1]["finished"] = True, False
-    turned = write_lines(tmp_path / "turned.jsonl", rows[::-1])
-    evaluate.main([*common, str(tmp_path / "b"), "--responses", str(turned)])
-    again = [json.loads(line) for line in (tmp_path / "b/rlla_items.jsonl").read_text().splitlines()]
-    assert again == rows
-    assert json.loads((tmp_path / "b/rlla.json").read_text())["truncated"] == 1
 
 
 class Shares:
@@ -167,12 +145,6 @@ def test_intervals_are_drawn_within_groups():
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """The folder of a tiny model, whose architecture the local engine has checked."""
-    import torch
-
-    from smopd.engine.local.rollout import LocalRollout
-    from smopd.engine.models.loading import load_model
-    from smopd.worlds.models import world_model
-
     folder = tmp_path_factory.mktemp("model")
     for part in world_model(seed=0):
         part.save_pretrained(folder)
@@ -181,11 +153,6 @@ def model(tmp_path_factory):
 
 
 def test_sampled_responses_are_cut_as_saved_ones_are(data, model, tmp_path, monkeypatch):
-    import torch
-
-    from smopd.engine.local.rollout import LocalRollout
-    from smopd.engine.models.loading import load_tokenizer
-
     text = torch.tensor(load_tokenizer(str(model))("\n<think>\n")["input_ids"])
     generate = LocalRollout.generate
     monkeypatch.setattr(
@@ -194,16 +161,16 @@ def test_sampled_responses_are_cut_as_saved_ones_are(data, model, tmp_path, monk
     common = ["rlla", "--data", str(data), "--output"]
     sampled, again = tmp_path / "sampled", tmp_path / "again"
     evaluate.main([*common, str(sampled), "--model", str(model), "--max-new-tokens", "2"])
-    evaluate.main([*common, str(again), "--responses", str(sampled / "rlla_items.jsonl")])
-    assert json.loads((sampled / "rlla_items.jsonl").read_text().splitlines()[0])["response"] == "<think>"
-    assert (again / "rlla_items.jsonl").read_text() == (sampled / "rlla_items.jsonl").read_text()
+    kept = (sampled / "rlla_items.jsonl").read_text()
+    assert json.loads(kept.splitlines()[0])["response"] == "<think>"
+    (tmp_path / "turned.jsonl").write_text("\n".join(kept.splitlines()[::-1]))
+    evaluate.main([*common, str(again), "--responses", str(tmp_path / "turned.jsonl")])
+    assert (again / "rlla_items.jsonl").read_text() == kept
 
 
 def test_a_model_is_sampled_with_a_seed_and_long_prompts_are_cut_on_the_left(
     data, model, tmp_path, capsys, monkeypatch
 ):
-    from smopd.engine.local.rollout import LocalRollout
-
     asked, generate = [], LocalRollout.generate
     monkeypatch.setattr(
         LocalRollout, "generate", lambda engine, *given: asked.append(given[0]) or generate(engine, *given)
@@ -241,8 +208,6 @@ def test_an_unusable_model_is_one_line(data, model, tmp_path, capsys):
     (folder / "chat_template.jinja").unlink()
     expected = "row 0: the prompt is chat messages, and the tokenizer has no chat template"
     assert f"--model {folder}: {expected}" in mistake("4")
-    (folder / "config.json").unlink()
-    assert f"model {folder}: this folder has no config.json" in mistake("4")
 
 
 def test_training_items_leave_the_test_split_out(data_set):
@@ -259,7 +224,6 @@ def test_training_items_leave_the_test_split_out(data_set):
 @pytest.mark.parametrize(
     "bad, message",
     [
-        ({"prompt": None, "reward_model": {"ground_truth": "x"}}, "expected `prompt`"),
         ({"prompt": [], "reward_model": {"ground_truth": "x"}}, "prompt has 0 messages"),
         ({"prompt": [{"role": "user", "content": "u"}], "reward_model": {"ground_truth": None}}, "NoneType"),
         ({"output": "x", "instruction": "i"}, "got no text as .'input'"),

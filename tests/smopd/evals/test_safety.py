@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from smopd import evaluate
 from smopd.evals import safety
 from smopd.evals.safety import PreferenceOptions, Safety, SafetyEvaluation
 from smopd.evals.suite import Item
+from smopd.rewards.preference_model import preference_reward
+from tests.smopd.rewards.tiny_preference import byte_tokenizer, save
 
 GROUPS = ("hh", "hh", "pku", "alpaca")
 RESPONSES = ("a", "bb", "ccc", "dddd")
@@ -45,9 +48,7 @@ def test_the_real_prompts(data_set):
     found = safety.load_safety_items(data_set("safe"))
     assert Counter(item.group for item in found) == {"hh": 8520, "pku": 8211, "alpaca": 512}  # the paper's
     assert len({item.key for item in found}) == len(found)
-    for item in found:
-        assert item.messages[0]["role"] == item.messages[-1]["role"] == "user"
-        assert item.group == "hh" or len(item.messages) == 1
+    assert {item.messages[-1]["role"] for item in found} == {"user"}
 
 
 def test_means_of_means():
@@ -94,16 +95,11 @@ def test_a_bad_row_is_named(tmp_path, row, message):
 
 
 def test_two_preference_models_score_responses(tmp_path):
-    from smopd import evaluate
-    from smopd.rewards.preference_model import preference_reward
-    from tests.smopd.rewards.tiny_preference import byte_tokenizer, save
-
     for seed, name in enumerate(("rm", "cm")):
         save(tmp_path / name, byte_tokenizer(), seed)
     data, responses = write_data(tmp_path / "safe"), ["Yes.", "No, never.", "Perhaps"]
-    (tmp_path / "given.jsonl").write_text(
-        "".join(json.dumps({"response": text}) + "\n" for text in responses)
-    )
+    lines = "".join(json.dumps({"response": text}) + "\n" for text in responses)
+    (tmp_path / "given.jsonl").write_text(lines)
     arguments = ["--helpful.model", str(tmp_path / "rm"), "--harmless.model", str(tmp_path / "cm")]
     arguments += ["--harmless.sign", "-1", "--max-tokens", "256", "--data", str(data)]
     arguments += ["--responses", str(tmp_path / "given.jsonl"), "--output", str(tmp_path)]
