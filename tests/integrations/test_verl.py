@@ -183,20 +183,11 @@ def test_no_in_place_backward_on_logits_that_the_loss_reads(monkeypatch: pytest.
     assert in_place == [False, True]
 
 
-def test_a_teacher_of_another_vocabulary_is_refused() -> None:
-    ids, logps = top(1)
-    ids[3, 2] = V
-    with pytest.raises(ValueError, match=rf"has tokens 0 to {V}, expected ids in \[0, {V}\)"):
-        loss_of(our_config(), data_of(ids, logps), logits())
-
-
 def test_what_would_clamp_or_shard_is_refused() -> None:
     ids, logps = top(1)
     data = data_of(ids, logps, torch.tensor([1.0, 0.5]))
     with pytest.raises(ValueError, match=r"temperatures are \[0.5, 1.0\], expected one for the batch"):
         smopd_verl.compute_topk_loss(ACTOR, distillation(our_config()), data, logits(), "thd")
-    with pytest.raises(ValueError, match=r"distillation_loss.loss_max_clamp is 10.0, expected None"):
-        our_config(loss_max_clamp=10.0)
     with pytest.raises(ValueError, match=r"distillation_loss.use_policy_gradient is True, expected False"):
         our_config(use_policy_gradient=True)
     plain = host_config(loss_mode=smopd_verl.LOSS_MODE, log_prob_min_clamp=-10.0)
@@ -209,6 +200,9 @@ def test_what_would_clamp_or_shard_is_refused() -> None:
         )
     with pytest.raises(ValueError, match="use_fused_kernels=false"):
         smopd_verl.unclamped_forward_kl(ACTOR, distillation(our_config()), {}, data_of(ids, logps))
+    ids[3, 2] = V
+    with pytest.raises(ValueError, match=rf"has tokens 0 to {V}, expected ids in \[0, {V}\)"):
+        loss_of(our_config(), data_of(ids, logps), logits())
 
 
 class Student(nn.Module):
@@ -244,7 +238,6 @@ def engine(student: nn.Module) -> Any:
         (float, 1.0, True, False),
         (float, 0.5, True, True),
         (lambda t: torch.full((2,), t), 0.5, False, True),
-        (lambda t: torch.full((2,), t), 0.5, True, False),
     ],
 )
 def test_the_loss_of_verls_engine(
@@ -372,14 +365,10 @@ def test_verls_own_loss_modes_still_route() -> None:
     torch.testing.assert_close(logps, clients["code"].logps)
 
 
-def test_wrong_weights_are_refused() -> None:
-    clients = {"math": Client(1), "code": Client(2)}
-    for weights, message in (
-        ({"math": 1.0}, r"names \['math'\], expected the configured teachers \['code', 'math'\]"),
-        ({"math": 0.5, "code": 0.6}, "sum to 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ask(manager_of(our_config(teacher_weights=weights), clients))
+def test_weights_of_other_teachers_are_refused() -> None:
+    config = our_config(teacher_weights={"math": 1.0})
+    with pytest.raises(ValueError, match=r"names \['math'\], expected the configured teachers \['code', "):
+        ask(manager_of(config, {"math": Client(1), "code": Client(2)}))
 
 
 TOKENS = {"<eos>": 0, "red": 1, "blue": 2, "green": 3}
@@ -411,13 +400,11 @@ def test_teachers_tokenizers_are_compared_before_they_are_started(
     tmp_path: Path, started: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     student = save_tokenizer(tmp_path / "student", TOKENS)
-    for name, tokens, message in (
-        ("ids", {**TOKENS, "red": 2, "blue": 1}, "'blue' is token 1 of the teacher and 2 of"),
-        ("more", {**TOKENS, "pink": 4}, "'pink' is token 4 of the teacher and None of"),
+    other = save_tokenizer(tmp_path / "more", {**TOKENS, "pink": 4})
+    with pytest.raises(
+        ValueError, match=rf"'code' \({other}\) has another .*'pink' is token 4 of the teacher"
     ):
-        other = save_tokenizer(tmp_path / name, tokens)
-        with pytest.raises(ValueError, match=rf"teacher 'code' \({other}\) has another .*{message}"):
-            start_teachers(our_config(), student, {"math": student, "code": other})
+        start_teachers(our_config(), student, {"math": student, "code": other})
     assert not started
     start_teachers(our_config(), student, {"math": student})
     start_teachers(host_config(), student, {"code": other})  # verl's own loss accepts it
