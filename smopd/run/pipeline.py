@@ -146,7 +146,8 @@ def try_recipe(command: Command) -> int:
                 inputs = read_inputs(settings, tokenizer, demonstrations=settings.warm_start is not None)
                 pool.require_columns(inputs.columns)
                 log_inputs(inputs)
-                try_rewards(pool, settings.scoring, tokenizer, inputs.train[0])
+                talks = settings.rollout.environment is not None
+                try_rewards(pool, settings.scoring, tokenizer, inputs.train[0], conversation=talks)
         except FAILURES as error:
             print(printable(f"error: {error}"), file=sys.stderr)
             return 1
@@ -216,7 +217,8 @@ def do_runs(context: RunContext, command: Command) -> None:
         log_inputs(inputs)
     due = [run for run in planned if not context.finished(run.name)]
     if due:
-        try_rewards(context.pool, settings.scoring, tokenizer, inputs.train[0])
+        talks = settings.rollout.environment is not None
+        try_rewards(context.pool, settings.scoring, tokenizer, inputs.train[0], conversation=talks)
     for run in due:
         if run.name == BASE:
             folder = context.folder / BASE

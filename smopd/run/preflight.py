@@ -72,9 +72,17 @@ def require_functions(settings: Settings) -> None:
 
 
 def try_rewards(
-    pool: RewardPool, scoring: Scoring, tokenizer: PreTrainedTokenizerBase, prompt: Prompt
+    pool: RewardPool,
+    scoring: Scoring,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    *,
+    conversation: bool = False,
 ) -> None:
-    """Score the prompt's ground truth and an empty answer, and print what they earn; a collective call."""
+    """Score the prompt's ground truth and an empty answer, and print what they earn; a collective call.
+
+    conversation: score them as conversations of one response.
+    """
     column = next((name for name in GROUND_TRUTHS if isinstance(prompt.columns.get(name), str)), None)
     answers = {"an empty answer": ""}
     if column is not None:
@@ -83,7 +91,9 @@ def try_rewards(
     for text in answers.values() if distributed.rank() == 0 else ():
         rest = text.removeprefix(prompt.response_start)
         ids = torch.tensor(tokenizer.encode(rest, add_special_tokens=False), dtype=torch.int64)
-        rollouts.append(Rollout(prompt.token_ids, ids, torch.zeros(len(ids)), 0, finished=False))
+        messages = ({"role": "assistant", "content": text},) if conversation else ()
+        logps = torch.zeros(len(ids))
+        rollouts.append(Rollout(prompt.token_ids, ids, logps, 0, finished=False, messages=messages))
     scoring = scoring.model_copy(update={"max_unscorable_share": 1.0})
     scored = Rewarder(pool, tokenizer, scoring).score([prompt] * len(rollouts), rollouts)
     if distributed.rank() != 0:

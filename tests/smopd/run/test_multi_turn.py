@@ -72,6 +72,7 @@ def test_a_run_with_an_environment_resumes_bit_for_bit(tmp_path: Path) -> None:
     straight = recipe_in(tmp_path / "straight", models)
     done = train_here(straight)
     assert done.returncode == 0, done.stderr[-4000:]
+    assert ", 1 for an empty answer" in done.stdout + done.stderr, "preflight scores a conversation"
     run = tmp_path / "straight/runs/tiny/student"
     lines = metric_lines(run)
     for line in lines:
