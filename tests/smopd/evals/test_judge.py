@@ -84,7 +84,6 @@ def ask(tmp_path, questions=1, **settings):
         ("Reasoning: a\n\n**Judgment:** **Yes**\n", "yes"),
         ("reasoning: a\njudgment: <no>.", "no"),
         ("<think>Judgment: No? I cannot help.</think>\n" + YES, "yes"),
-        ("", "other_format"),
         ("Reasoning: a\nJudgment: Yes or No", "other_format"),
         ("Judgment: Yes\nJudgment: No", "other_format"),
         ("Judgment: Yes\nBut the user wanted Rome.", "other_format"),
@@ -104,11 +103,9 @@ def test_judgments(text, kind):
         ([completion(None)], "other_format", 1, ""),
         ([completion(None, refusal="No way.")], "other_format", 1, "No way."),
         ([(400, '{"error": {"code": "data_inspection_failed"}}')], "other_format", 1, "data_inspection"),
-        ([(429, "slow down"), completion(YES)], "yes", 2, "Judgment: Yes"),
-        ([(503, ""), (500, ""), completion(NO)], "no", 3, "Judgment: No"),
+        ([(503, ""), (429, ""), completion(NO)], "no", 3, "Judgment: No"),
         ([(502, "bad gateway")], "failed", 3, "status 502: bad gateway"),
         ([(401, "who are you")], "failed", 1, "status 401: who are you"),
-        (["{no JSON"], "failed", 1, "no chat completion: "),
         (['{"choices": []}'], "failed", 1, "no chat completion: IndexError"),
         ([None, completion(YES)], "yes", 2, "Judgment: Yes"),
     ],
@@ -162,10 +159,10 @@ def test_nothing_is_asked_twice(endpoint, tmp_path):
     assert again == found and (judge.asked, judge.cached) == (0, 2) and len(served.requests) == 5
     ask(tmp_path, questions=2, model="other")
     assert len(served.requests) == 7
-    torn = next(iter((tmp_path / "cache").glob("*.json")))
-    torn.write_text("{")
-    ask(tmp_path, questions=2)
-    assert len(served.requests) <= 8
+    next(iter((tmp_path / "cache").glob("*.json"))).write_text("{")  # torn: asked again
+    for model in ("m", "other"):
+        ask(tmp_path, questions=2, model=model)
+    assert len(served.requests) == 8
     served = endpoint(completion(YES))
     judge = Judge(JudgeSettings(url=URL, concurrency=3), tmp_path / "other")
     requests = [judge.request(f"<user> {i % 12} </user>", "g", "p") for i in range(24)]
@@ -207,10 +204,8 @@ def test_the_command_judges_failures_only(endpoint, tmp_path, capsys, monkeypatc
     assert "s3cret" not in (tmp_path / "o/api_bank.json").read_text()
     shown = capsys.readouterr().out
     assert "1 failures have no verdict and count as not rescued" in shown and "Judge Avg (%)" in shown
-    result, rows = evaluate_with(tmp_path, *options)
-    assert [row["verdict"] for row in rows] == [None, "yes", "no", "yes", None] and len(served.requests) == 4
+    result, _ = evaluate_with(tmp_path, *options)
     assert (result["judge_failed"], result["judge"]["asked"], result["judge"]["cached"]) == (0, 1, 2)
-    assert "no verdict" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
