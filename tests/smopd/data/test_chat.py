@@ -42,12 +42,8 @@ def test_the_template_gets_tools_and_arguments_of_settings_and_rows(prompts, cap
     ]
     found = prompts(rows, TOOLS, chat_template_kwargs={"think": True})
     shown = json.dumps([schema])
-    assert [text_of(prompt) for prompt in found] == [
-        shown + HEADER,
-        f"{shown}off;{HEADER}",
-        shown + HEADER,
-        HEADER,
-    ]
+    texts = [shown + HEADER, f"{shown}off;{HEADER}", shown + HEADER, HEADER]
+    assert [text_of(prompt) for prompt in found] == texts
     assert found[0].columns == {"tools": [schema]}, "rewards get them too"
     assert not caplog.messages and prompts(rows) and "chat template leaves out" in caplog.text
 

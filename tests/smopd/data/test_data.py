@@ -13,6 +13,7 @@ from pyarrow import csv, parquet
 from tokenizers.processors import TemplateProcessing
 
 from smopd.config.settings import Settings
+from smopd.data import sources
 from smopd.data.chat import render
 from smopd.data.prompts import batch_indices, load_demonstrations, load_prompts
 from smopd.data.sources import load_rows
@@ -31,20 +32,16 @@ def some_rows(n=3, split="train"):
     return [{"prompt": f"call {split} {i}", "i": i} for i in range(n)]
 
 
-class Odd:
-    """Sources, given by their names."""
+def no_rows():
+    return []
 
-    no_rows = staticmethod(list)
-    texts = staticmethod(lambda: ["call anna"])
-    number = staticmethod(lambda: 3)
+
+def number():
+    return 3
 
 
 def odd_ones(row):
     return {**row, "mapped": True} if row["i"] % 2 else None
-
-
-def nothing(row):
-    return None
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +103,8 @@ def test_arrow_fills_nested_objects_with_nothing(write, tokenizer, tmp_path, mon
         {{- c.function.arguments | tojson }}{% endfor %}{% else %}{{ m.content }}{% endif %}{% endfor %}"""
     monkeypatch.setattr(tokenizer, "chat_template", template)
     lines, table = (load_prompts(write(rows, name), tokenizer) for name in ("a.jsonl", "a.parquet"))
-    monkeypatch.setattr(Odd, "no_rows", lambda: datasets.Dataset.from_list(rows))
-    assert [*lines] == [*table] == [*load_prompts(f"{HERE}:Odd.no_rows", tokenizer)]
+    monkeypatch.setattr(f"{HERE}.no_rows", lambda: datasets.Dataset.from_list(rows))
+    assert [*lines] == [*table] == [*load_prompts(f"{HERE}:no_rows", tokenizer)]
     assert table[0].columns == {"truth": call["function"]}
     assert render(tokenizer, table[1].content) == 'call anna{"who": "anna", "at": 3}playcall anna'
 
@@ -120,10 +117,24 @@ def test_a_file_that_is_absent_is_named_at_once(tmp_path, monkeypatch):
             load_rows(source)
 
 
-def test_a_function_is_called_with_kwargs():
-    assert load_rows(f"{HERE}:some_rows", kwargs={"n": 2}) == some_rows(2)
-    kwargs = {"n": 2, "split": "heldout"}
-    assert load_rows(f"{HERE}:some_rows", kwargs=kwargs) == some_rows(2, "heldout")
+def test_a_hub_data_set_is_loaded_by_id(monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *given, **options: iter([{"given": given, **options}])
+    )
+    with pytest.raises(FileNotFoundError, match="the hub cannot be reached, and its cache has none"):
+        load_rows("owner/name")  # at once
+    monkeypatch.setattr(sources, "hub_responds", lambda: True)
+    rows = load_rows("owner/name", kwargs={"revision": "v1"})
+    assert rows == [{"given": ("owner/name",), "split": "train", "revision": "v1"}]
+
+    def fails(*given, **options):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", fails)
+    with pytest.raises(FileNotFoundError, match=r"'a/b' is neither a file here nor .* \(no network\)"):
+        load_rows("a/b")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +143,6 @@ def test_a_function_is_called_with_kwargs():
         ("a.jsonl", b'{"prompt": "a"}\n{"prompt": \n', "a.jsonl: line 2 is not JSON in UTF-8"),
         ("a.jsonl", b'{"prompt": "a"}\n[1]\n', "a.jsonl: row 1 is a list, expected an object of columns"),
         ("a.jsonl", b'{"prompt": "\xe9"}\n', "a.jsonl: line 1 is not JSON in UTF-8"),
-        ("a.jsonl", b'{"n": ' + b"1" * 5000 + b"}\n", r"line 1 is not JSON in UTF-8 \(Exceeds the limit"),
         ("a.jsonl", b"[" * 200_000 + b"\n", r"line 1 is not JSON in UTF-8 \(maximum recursion"),
         ("a.json", b'[{"prompt": 1},\n {"prompt": }]', "a.json: is not JSON in UTF-8 .*line 2"),
         ("a.parquet", b"no parquet", "a.parquet: cannot be read"),
@@ -147,19 +157,16 @@ def test_a_broken_file_is_named(tmp_path, name, content, message):
         load_rows(str(path))
 
 
-@pytest.mark.parametrize(
-    ("source", "options", "message"),
-    [
-        ("absent_module:rows", {}, "'absent_module:rows': No module named"),
+def test_a_function_is_called_with_kwargs_and_one_that_does_not_fit_is_named():
+    kwargs = {"n": 2, "split": "heldout"}
+    assert load_rows(f"{HERE}:some_rows", kwargs=kwargs) == some_rows(2, "heldout")
+    for source, options, message in (
         (f"{HERE}:some_row", {}, r"has no function 'some_row'; did you mean some_rows\?"),
-        (f"{HERE}:some_rows", {"kwargs": {"m": 1}}, "cannot be called with .*'m'"),
-        (f"{HERE}:Odd.number", {}, "returned a int, expected rows"),
-        (f"{HERE}:Odd.texts", {}, "row 0 is a str, expected an object of columns"),
-    ],
-)
-def test_a_function_that_does_not_fit_is_named(source, options, message):
-    with pytest.raises(ValueError, match=message):
-        load_rows(source, **options)
+        (f"{HERE}:some_rows", {"m": 1}, "cannot be called with .*'m'"),
+        (f"{HERE}:number", {}, "returned a int, expected rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_rows(source, kwargs=options)
 
 
 def test_prompts_carry_template_content_and_columns(write, tokenizer):
@@ -192,13 +199,8 @@ def test_without_a_template_a_text_is_tokenized_as_it_is(write):
     with pytest.raises(ValueError, match="the tokenizer's chat template fails"):
         load_prompts(write(ROWS), plain)
     plain.chat_template = None
-    source = write(ROWS)
-    ids = load_prompts(source, plain)[0].token_ids
+    ids = load_prompts(write(ROWS), plain)[0].token_ids
     assert plain.convert_ids_to_tokens(list(ids)) == ["call", "anna", "please"]
-    with pytest.raises(
-        ValueError, match="row 0: the prompt is chat messages, and the tokenizer has no chat template"
-    ):
-        load_prompts(write([{"prompt": CHAT}], "chat.jsonl"), plain)
 
 
 def test_map_leaves_rows_out_and_keeps_source_numbers(tokenizer):
@@ -206,6 +208,11 @@ def test_map_leaves_rows_out_and_keeps_source_numbers(tokenizer):
     assert (len(prompts), prompts.rows, prompts.mapped_out) == (3, 6, 3)
     assert [prompt.index for prompt in prompts] == [1, 3, 5]
     assert all(prompt.columns["mapped"] for prompt in prompts)
+    with pytest.raises(ValueError, match="the data set is empty"):
+        load_prompts(f"{HERE}:no_rows", tokenizer)
+    limits = {"map": f"{HERE}:odd_ones", "max_prompt_tokens": 2}
+    with pytest.raises(ValueError, match="none of 3 rows is left: 2 left out by map, 1 of more than 2 tok"):
+        load_prompts(f"{HERE}:some_rows", tokenizer, **limits)
 
 
 def test_overlong_prompts_are_dropped_or_cut_and_counted(write, tokenizer):
@@ -217,6 +224,8 @@ def test_overlong_prompts_are_dropped_or_cut_and_counted(write, tokenizer):
     cut = load_prompts(source, tokenizer, max_prompt_tokens=4, overlong="truncate_left")
     assert (len(cut), cut.dropped_overlong, cut.truncated) == (3, 0, 1)
     assert tokenizer.decode(list(cut[1].token_ids)) == "brunoclaradavid<|assistant|>"
+    with pytest.raises(ValueError, match="row 1: the prompt has 7 tokens"):
+        load_prompts(source, tokenizer, max_prompt_tokens=6, overlong="error")
     assert len(load_prompts(source, tokenizer, max_prompt_tokens=7, overlong="error")) == 3
 
 
@@ -242,7 +251,6 @@ def test_evaluation_prompts_have_a_limit_of_their_own_and_are_never_dropped(writ
     ("bad", "message"),
     [
         ({"prompt": None}, "row 1: column 'prompt' is None, expected a text or a list of chat messages"),
-        ({"prompt": "  "}, "row 1: column 'prompt' is '  ', expected a text"),
         ({"prompt": []}, r"row 1: column 'prompt': the last message is empty, expected a text"),
         ({"promt": "a"}, r"row 1 has no column 'prompt'; did you mean promt\?; it has 'promt'"),
         ({"prompt": ["call"]}, "row 1: column 'prompt': message 0 is 'call', expected an object with role"),
@@ -250,15 +258,10 @@ def test_evaluation_prompts_have_a_limit_of_their_own_and_are_never_dropped(writ
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
             "message 0 has the part .*'image'.*, expected parts of text",
         ),
-        (
-            {"prompt": "a", "tools": "[3]"},
-            r"row 1: column 'tools' is '\[3\]', expected a list of JSON schemas",
-        ),
+        ({"prompt": "a", "tools": "[3]"}, r"row 1: column 'tools' is '\[3\]', expected a list of JSON"),
         ({"prompt": [{"role": "user", "content": None}]}, "message 0 is .*expected texts role and content"),
-        ({"prompt": [{"role": "user", "content": " "}]}, "row 1: .* the last message is empty"),
         ({"prompt": "a", "training_step": 1}, "row 1: column 'training_step' has the name of an argument"),
         ({"prompt": "a \ud800 b"}, r"row 1: column 'prompt' has '\\ud800' at 2, half of a pair"),
-        ({"prompt": [{"role": "user", "content": "\udfff"}]}, "row 1: column 'prompt' has .* half"),
     ],
 )
 def test_a_bad_prompt_is_named_with_source_and_row(write, tokenizer, bad, message):
@@ -266,24 +269,6 @@ def test_a_bad_prompt_is_named_with_source_and_row(write, tokenizer, bad, messag
     with pytest.raises(ValueError, match=message) as error:
         load_prompts(source, tokenizer)
     assert source in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("source", "options", "message"),
-    [
-        (f"{HERE}:Odd.no_rows", {}, "the data set is empty"),
-        (f"{HERE}:some_rows", {"map": f"{HERE}:nothing"}, "none of 3 rows is left: 3 left out by map$"),
-        (f"{HERE}:some_rows", {"max_prompt_tokens": 2}, "3 rows is left: 0 .* map, 3 of more than 2 tokens$"),
-        (
-            f"{HERE}:some_rows",
-            {"max_prompt_tokens": 2, "overlong": "error"},
-            "row 0: the prompt has 4 tokens",
-        ),
-    ],
-)
-def test_where_no_row_is_left_it_says_why(tokenizer, source, options, message):
-    with pytest.raises(ValueError, match=message):
-        load_prompts(source, tokenizer, **options)
 
 
 def test_demonstrations_end_with_the_end_of_sequence(tokenizer):
