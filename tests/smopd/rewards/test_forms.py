@@ -32,12 +32,7 @@ def demo(prompts, completions, answer, **kwargs):
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, scale=1):
-    return {
-        "score": scale * (solution_str == ground_truth),
-        "acc": 1,
-        "source": data_source,
-        "extra": extra_info,
-    }
+    return {"score": scale * (solution_str == ground_truth), "acc": 1, "source": data_source}
 
 
 async def compute_async(data_source, solution_str, ground_truth, extra_info=None):
@@ -75,10 +70,8 @@ def test_arguments_go_by_name_and_completions_to_a_chat_as_trl_passes_them():
 
 
 def test_the_form_of_trl_is_a_setting_where_prompts_come_first():
-    assert load(demo, completions="messages")([CHAT] * 2, COMPLETIONS, {"answer": ["4", "5"]}) == [
-        False,
-        True,
-    ]
+    loaded = load(demo, completions="messages")
+    assert loaded([CHAT] * 2, COMPLETIONS, {"answer": ["4", "5"]}) == [False, True]
 
 
 def test_verl_scores_one_response_at_a_time():

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from smopd.engine.models.loading import UnusableModel
-from smopd.engine.preference import LocalPreferenceModel
-from smopd.rewards import preference_model
 from smopd.rewards.preference_model import preference_reward
 from tests.smopd.rewards.tiny_preference import PLAIN_TEMPLATE, byte_tokenizer, config, save
 
@@ -55,12 +53,9 @@ def test_the_head_at_the_last_token_whatever_the_batch(model):
     assert len(set(expected)) == 5 and max(expected) - min(expected) > 0.1
     together = reward(folder)
     assert together == pytest.approx(expected, abs=1e-5)
-    alone = [reward(folder, [p], [c])[0] for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
-    assert alone == pytest.approx(expected, abs=1e-5)
     assert reward(folder, batch_tokens=100) == pytest.approx(expected, abs=1e-5)
     assert reward(folder, PROMPTS[::-1], COMPLETIONS[::-1]) == pytest.approx(expected[::-1], abs=1e-5)
     assert together[0] == together[3], "equal chats have exactly equal scores"
-    assert together == torch.tensor(together, dtype=torch.float32).tolist()
     assert reward(folder, sign=-1) == [-value for value in together]
     assert reward(folder, [], []) == []
 
@@ -72,45 +67,28 @@ def test_templates_and_truncation(model, tmp_path, caplog):
     plain = byte_tokenizer(template=PLAIN_TEMPLATE)
     ids = [ids_of(prompt, text, plain) for prompt, text in zip(PROMPTS, COMPLETIONS, strict=True)]
     expected = [truth(network, each) for each in ids]
-    assert reward(folder, template=PLAIN_TEMPLATE) == pytest.approx(expected, abs=1e-5)
     assert reward(folder, template=str(file)) == pytest.approx(expected, abs=1e-5)
-    cut = [truth(network, each[-20:]) for each in ids]
-    assert cut != pytest.approx(expected, abs=1e-3)
-    assert reward(folder, template=PLAIN_TEMPLATE, max_tokens=20) == pytest.approx(cut, abs=1e-5)
-    assert "5 chats are cut to the last 20 tokens" in caplog.text
-    first = [truth(network, each[:20]) for each in ids]
-    right = reward(folder, template=PLAIN_TEMPLATE, max_tokens=20, truncation_side="right")
-    assert right == pytest.approx(first, abs=1e-5) and first != pytest.approx(cut, abs=1e-3)
-    assert "5 chats are cut to the first 20 tokens" in caplog.text
-    picky = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + (
-        PLAIN_TEMPLATE
-    )
-    values = reward(folder, template=picky)
-    assert [value is None for value in values] == [False, True, False, False, True, False]
-    assert [v for v in values if v is not None] == pytest.approx(
-        [expected[i] for i in (0, 2, 3, 5)], abs=1e-5
-    )
+    for side, which, kept in (("left", "last", slice(-20, None)), ("right", "first", slice(20))):
+        cut = [truth(network, each[kept]) for each in ids]
+        found = reward(folder, template=PLAIN_TEMPLATE, max_tokens=20, truncation_side=side)
+        assert found == pytest.approx(cut, abs=1e-5) and cut != pytest.approx(expected, abs=1e-3)
+        assert f"5 chats are cut to the {which} 20 tokens" in caplog.text
+    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    values = reward(folder, template=refusal + PLAIN_TEMPLATE)
+    assert values[1] is values[4] is None
+    assert [values[i] for i in (0, 2, 3, 5)] == pytest.approx([expected[i] for i in (0, 2, 3, 5)], abs=1e-5)
     assert "refuses 2 of 6 chats: no system" in caplog.text
     with pytest.raises(ValueError, match="refuses every chat: no system"):
-        reward(folder, PROMPTS[1:2], COMPLETIONS[1:2], template=picky)
+        reward(folder, PROMPTS[1:2], COMPLETIONS[1:2], template=refusal + PLAIN_TEMPLATE)
     assert reward(folder, ["a", "b"], ["", "c"], template="{{ messages[1]['content'] }}")[0] is None
 
 
-def test_the_model_is_loaded_once(model, tmp_path, monkeypatch):
-    network = save(tmp_path, byte_tokenizer(), seed=3)
-    loads = []
-
-    class Counting(LocalPreferenceModel):
-        def __init__(self, *arguments):
-            loads.append(arguments)
-            super().__init__(*arguments)
-
-    monkeypatch.setattr(preference_model, "LocalPreferenceModel", Counting)
+def test_the_model_is_loaded_once(model, tmp_path):
+    save(tmp_path, byte_tokenizer(), seed=3)
     first = reward(str(tmp_path))
-    assert reward(str(tmp_path), template=PLAIN_TEMPLATE) != first == reward(str(tmp_path), sign=1)
-    assert len(loads) == 1 and network is not None
-    other = [value - here for value, here in zip(reward(model[0]), first, strict=True)]
-    assert max(map(abs, other)) > 0.01, "another model is another reward"
+    (tmp_path / "model.safetensors").unlink()
+    assert reward(str(tmp_path), template=PLAIN_TEMPLATE) != first == reward(str(tmp_path))
+    assert reward(model[0]) != pytest.approx(first, abs=0.01), "another model is another reward"
 
 
 def test_what_is_no_preference_model_is_one_line(model, tmp_path):
@@ -122,9 +100,7 @@ def test_what_is_no_preference_model_is_one_line(model, tmp_path):
         assert "\n" not in str(caught.value)
 
     save(tmp_path / "two", byte_tokenizer(), labels=2)
-    mistake(
-        UnusableModel, r"one output: score.weight has shape \(2, 64\), expected \(1, 64\)", tmp_path / "two"
-    )
+    mistake(UnusableModel, r"one output: score.weight has shape \(2, 64\), expected \(1", tmp_path / "two")
     causal = tmp_path / "causal"
     Qwen2ForCausalLM(config(byte_tokenizer())).save_pretrained(causal)
     byte_tokenizer().save_pretrained(causal)
@@ -136,17 +112,13 @@ def test_what_is_no_preference_model_is_one_line(model, tmp_path):
     mistake(FileNotFoundError, "no such folder", tmp_path / "absent")
     save(tmp_path / "bare", byte_tokenizer(template=None))
     mistake(ValueError, "has no chat template; expected one as `template`", tmp_path / "bare")
-    (tmp_path / "two" / "model.safetensors").unlink()
-    mistake(FileNotFoundError, "two: cannot be loaded", tmp_path / "two")
 
 
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"sign": 0}, "sign\n  Input should be 1 or -1"),
         ({"max_tokens": 0}, "max_tokens\n  Input should be greater than 0"),
         ({"max_tokens": 2048}, "max_tokens is 2048, expected at most 512"),
-        ({"template": ["a"] * 6}, "template\n  Input should be a valid string"),
         ({"template": "no_such.jinja"}, "template no_such.jinja: no such file"),
         ({"prompts": [None] * 6}, r"prompts\[0\] is 'None', expected a text or chat messages"),
     ],

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from transformers import Qwen2ForCausalLM
 
-from examples import train_preference_models as example
+from smopd.rewards.preference_model import preference_reward
+from tests.smopd.rewards.tiny_preference import byte_tokenizer, config
 
 
 def pair(i):
@@ -22,14 +24,10 @@ def pair(i):
 @pytest.mark.slow
 def test_two_steps_of_a_tiny_base(tmp_path, capsys):
     pytest.importorskip("trl", reason="trl is not installed")
-    from transformers import Qwen2ForCausalLM
+    from examples import train_preference_models as example
 
-    from smopd.rewards.preference_model import preference_reward
-    from tests.smopd.rewards.tiny_preference import byte_tokenizer, config
-
-    tokenizer = byte_tokenizer()
-    Qwen2ForCausalLM(config(tokenizer)).save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
+    Qwen2ForCausalLM(config(byte_tokenizer())).save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
     data, seen, output = tmp_path / "pairs.jsonl", tmp_path / "seen.jsonl", tmp_path / "out"
     data.write_text("".join(json.dumps(pair(i)) + "\n" for i in range(12)))
     seen.write_text(json.dumps(pair(3)) + "\n")

@@ -76,11 +76,9 @@ def test_world_model_is_its_seeds_and_loads_again(world, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
     assert not torch.equal(other.lm_head.weight, again.lm_head.weight)
-    assert again.dtype == torch.float32
     assert again.config.vocab_size == len(tokenizer) == len(toy_world.vocabulary()) + 7
-    end = tokenizer.convert_tokens_to_ids("<eos>")
-    assert end == tokenizer.eos_token_id == again.config.eos_token_id == again.generation_config.eos_token_id
-    assert end != tokenizer.pad_token_id
+    assert tokenizer.eos_token_id == again.config.eos_token_id == again.generation_config.eos_token_id
+    assert tokenizer.eos_token_id != tokenizer.pad_token_id
 
 
 @pytest.mark.parametrize(
@@ -90,10 +88,6 @@ def test_world_model_is_its_seeds_and_loads_again(world, tmp_path):
         (lambda: toy_world.prompts(1, 1, split="test"), "split is 'test', expected one of train, heldout"),
         (lambda: toy_world.demonstrations(1, 1, format_rate=0.6), "format_rate is 0.6, expected 0 to 0.512"),
         (lambda: world_model(0, hidden_size=48), "hidden_size is 48, expected a multiple of heads = 2 of at"),
-        (
-            lambda: world_model(0, hidden_size=100, heads=3),
-            "hidden_size is 100, expected a multiple of heads",
-        ),
         (lambda: world_model(0, layers=0), "max_positions are 0, 2, 2, 192, 256, expected at least 1"),
         (lambda: world_model(0, kv_heads=3), "kv_heads is 3, expected a divisor of heads = 2"),
     ],
