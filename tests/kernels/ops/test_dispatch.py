@@ -42,12 +42,7 @@ def test_a_missing_build_is_logged(monkeypatch: pytest.MonkeyPatch, caplog) -> N
 @pytest.mark.parametrize(
     ("forced", "dtype", "error", "message"),
     [
-        (
-            "triton",
-            torch.float32,
-            RuntimeError,
-            "SMOPD_BACKEND=triton cannot serve this call: the tensor is on cpu",
-        ),
+        ("triton", torch.float32, RuntimeError, "triton cannot serve this call: the tensor is on cpu"),
         ("cpp", torch.float64, RuntimeError, r"the dtype is torch\.float64"),
         ("numpy", torch.float32, ValueError, "SMOPD_BACKEND is 'numpy', expected one of"),
     ],

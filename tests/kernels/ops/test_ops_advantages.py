@@ -29,16 +29,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gdpo": {"whiten": "responses", "norm_eps": 1e-6},
     "gd2po": {"whiten": "tokens", "snr_threshold": None, "norm_eps": 1e-6},
 }
+OTHERS = {"weights_K": torch.tensor([0.5, 2.0, 1.0]), "norm_eps": 0.1}
 GIVEN: list[tuple[str, dict[str, Any]]] = [
     ("grpo", {}),
-    ("grpo", {"weights_K": torch.tensor([0.5, 2.0, 1.0]), "norm_eps": 0.1}),
+    ("grpo", OTHERS),
     ("gdpo", {}),
-    ("gdpo", {"weights_K": torch.tensor([0.5, 2.0, 1.0]), "norm_eps": 0.1}),
-    ("gdpo", {**LENGTHS, "whiten": "tokens"}),
-    ("gdpo", {"whiten": None}),
+    ("gdpo", {**LENGTHS, **OTHERS, "whiten": "tokens"}),
     ("gd2po", LENGTHS),
-    ("gd2po", {**LENGTHS, "weights_K": torch.tensor([0.5, 2.0, 0.0]), "snr_threshold": 0.5}),
-    ("gd2po", {"whiten": "responses", "norm_eps": 0.1}),
+    ("gd2po", {**OTHERS, "whiten": "responses", "snr_threshold": 0.5}),
 ]
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from smopd import ops
 from smopd.kernels import dispatch
@@ -45,15 +44,11 @@ CASES = [
         lambda: ops.topk_forward_kl(LOGITS, IDS, TARGET[0][1:], TARGET[1]),
         r"target_ids_NS has shape \(4, 3\), expected \(5, S\) to match logits_NV \(5, 11\)$",
     ),
-    (lambda: ops.topk_forward_kl(LOGITS, IDS.float(), *TARGET), "token_ids_N has dtype float32, expected"),
     (lambda: ops.topk_forward_kl(LOGITS, IDS.to("meta"), *TARGET), "token_ids_N is on meta, expected cpu"),
-    (lambda: ops.teacher_mixture(TEACHERS[0][0], *TEACHERS[1:], 4), r"ids_NMS has shape \(2, 3\), expected"),
     (lambda: ops.teacher_mixture(*TEACHERS[:2], torch.zeros(3), 4), r"log_alpha has shape \(3,\), expected"),
-    (lambda: product(ids=TEACHERS[0][0]), r"ids_NMS has shape \(2, 3\), expected \(N, M, S\)"),
     (lambda: product(logps=TEACHERS[1][:3]), r"logps_NMS has shape \(3, 2, 3\), expected \(5, 2, 3\) to"),
     (lambda: product(TEACHERS[0][:, :0], TEACHERS[1][:, :0]), "expected the reference among M"),
     (lambda: product(weights=torch.ones(3)), r"weights has shape \(3,\), expected \(M - 1,\), \(N, M - 1\)"),
-    (lambda: product(weights=IDS[:1]), "weights has dtype int64, expected float64"),
     (lambda: product(reference=2), "reference is 2, expected an integer of -2 to 1"),
     (lambda: product(clip=0.0), r"clip is 0\.0, expected None or a finite number above 0"),
     (lambda: product(keep_raised=-0.1), r"keep_raised is -0\.1, expected None or a finite number of at"),
@@ -67,7 +62,6 @@ CASES = [
     ),
     (lambda: ops.linear_topk_logprobs(*HEAD, 2, chunk_bytes=0), "chunk_bytes is 0, expected at least 1$"),
     (lambda: ops.grpo_advantages(REWARDS[0], REWARDS[1].int()), "group_R has dtype int32, expected int64$"),
-    (lambda: ops.grpo_advantages(*REWARDS, weights_K=torch.ones(3)), r"weights_K has shape \(3,\), expected"),
     (lambda: ops.gdpo_advantages(*REWARDS, whiten="batch"), "whiten is 'batch', expected one of"),
     (lambda: ops.gdpo_advantages(*REWARDS, norm_eps=-1.0), "norm_eps is -1.0, expected"),
     (lambda: ops.gd2po_advantages(*REWARDS, snr_threshold=0.0), "snr_threshold is 0.0, expected None"),
@@ -92,7 +86,6 @@ def test_an_error_names_argument_value_and_expectation(call, message: str) -> No
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ops.topk_logprobs(1.0, 1), "logits_NV is float, expected a tensor of shape"),
         (lambda: ops.smopd_loss(LOGITS, {}), "tokens is dict, expected LossTokens"),
         (lambda: ops.smopd_loss(LOGITS, tokens(), {}), "settings is dict, expected LossSettings"),
         (lambda: ops.teacher_mixture(*TEACHERS[:2], [0.5], 4), "log_alpha is list, expected a tensor"),
@@ -122,14 +115,10 @@ def with_bad_row(of: ops.LossTokens, **values: float) -> ops.LossTokens:
     return replace(of, **columns)
 
 
-def rows_of(kind: str) -> tuple[Tensor, ops.LossTokens]:
-    case = cases.loss_case((ROWS, WIDTH, 2, 6), target=kind)
-    return case.logits_NV.clone(), replace(case.tokens, reverse_weight_N=torch.ones(ROWS))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_bad_id_is_a_value_error_before_anything_is_written(kind: str, backend: str) -> None:
-    logits_NV, given = rows_of(kind)
+    case = cases.loss_case((ROWS, WIDTH, 2, 6), target=kind)
+    logits_NV, given = case.logits_NV, replace(case.tokens, reverse_weight_N=torch.ones(ROWS))
     for name in (KINDS[kind], "token_ids_N"):
         broken = with_bad_row(given, **{name: WIDTH})
         own_NV = logits_NV.clone().requires_grad_() * 1.0
@@ -143,19 +132,9 @@ def test_a_bad_id_is_a_value_error_before_anything_is_written(kind: str, backend
     target = (torch.zeros(ROWS, 1, dtype=torch.int64), torch.zeros(ROWS, 1))
     with pytest.raises(ValueError, match=r"^topk_forward_kl: token_ids_N holds 1 ids"):
         ops.topk_forward_kl(logits_NV, broken.token_ids_N, *target)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_ids_of_a_token_without_weights_are_not_read(kind: str, backend: str) -> None:
-    logits_NV, given = rows_of(kind)
     weights = ("pg_weight_N", "kl_weight_N", "ent_weight_N", "reverse_weight_N")
-    idle = with_bad_row(given, **dict.fromkeys(weights, 0.0))
+    idle = with_bad_row(given, **dict.fromkeys(weights, 0.0))  # its ids are not read
     ignored = with_bad_row(idle, **{"token_ids_N": -100, KINDS[kind]: WIDTH})
-    logits_NV.requires_grad_()
-    grads = [
-        torch.autograd.grad(ops.smopd_loss(logits_NV, each)[0], logits_NV)[0] for each in (idle, ignored)
-    ]
-    assert torch.equal(*grads)
-    head = [cases.random_logits(size, 4).requires_grad_() for size in (ROWS, WIDTH)]
-    grads = [torch.autograd.grad(ops.linear_smopd_loss(*head, x)[0], head[0])[0] for x in (idle, ignored)]
-    assert torch.equal(*grads)
+    head = [cases.random_logits(size, 4) for size in (ROWS, WIDTH)]
+    for loss, leaves in ((ops.smopd_loss, [logits_NV]), (ops.linear_smopd_loss, head)):
+        assert torch.equal(*(loss(*leaves, each)[0] for each in (idle, ignored)))

@@ -131,15 +131,7 @@ def ready(shape: tuple[int, ...] = (N, V)) -> tuple[Tensor, LossTokens, Tensor, 
     return leaf, tokens, loss.detach(), torch.autograd.grad(loss, leaf)[0]
 
 
-@pytest.mark.parametrize(
-    ("shape", "cut"),
-    [
-        ((N, V), lambda x: x),
-        ((1, N, V), lambda x: x[0]),
-        ((1, N, V), lambda x: x.view(N, V)),
-        ((1, N, V), lambda x: x.flatten(0, 1)),
-    ],
-)
+@pytest.mark.parametrize(("shape", "cut"), [((N, V), lambda x: x), ((1, N, V), lambda x: x[0])])
 def test_gradient_is_written_over_the_logits(shape: tuple, cut: Callable[[Tensor], Tensor]) -> None:
     """Also of a view of the whole tensor."""
     leaf, tokens, want_loss, want_grad = ready(shape)
