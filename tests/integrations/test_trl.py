@@ -15,7 +15,14 @@ pytest.importorskip("trl", reason="needs trl (the trl extra)")
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
 
 from smopd.integrations.trl_mixture import completions_of
-from smopd.ops import gd2po_advantages, gdpo_advantages
+from smopd.ops import (
+    LossSettings,
+    LossTokens,
+    gd2po_advantages,
+    gdpo_advantages,
+    smopd_loss,
+    topk_logprobs,
+)
 from smopd.worlds.models import world_tokenizer
 from smopd.worlds.toy_world import vocabulary
 from tests.integrations.tiny_trl import (
@@ -143,6 +150,48 @@ def test_under_autocast_the_head_is_trls(tmp_path: Path, fp32_head: bool) -> Non
         assert off < 2e-2, (name, float(off))
 
 
+@pytest.mark.parametrize("tail", [True, False], ids=["tail", "no tail"])
+@pytest.mark.parametrize("merge", [True, False], ids=["merged", "pooled"])
+def test_grpo_with_two_teachers_is_smopd_loss(tmp_path: Path, merge: bool, tail: bool) -> None:
+    """Computed from whole logits, for the first of two micro-batches."""
+    shared = {"opd_coef": 0.7, "kappa": 5, "merge": merge, "tail": tail, "entropy_coef": 0.01}
+    shared |= {"temperature": 0.9, "kl_temperature": 0.6}
+    options = {"loss_type": "bnpo", "epsilon_high": 0.3, "teacher_weights": [0.75, 0.25]}
+    trainer = grpo(tmp_path, [teacher(1), teacher(2)], **shared, **options)
+    inputs = with_old_logps(trainer, completions(trainer)) | {"advantages": ADVANTAGES}
+    loss, gradients = loss_and_gradients(trainer, inputs)
+    counted = inputs["completion_mask"].bool()
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+
+    def logits_of(model: Any) -> Tensor:
+        return model(input_ids=ids, attention_mask=mask).logits[:, -LONGEST - 1 : -1][counted]
+
+    with torch.no_grad():
+        tops = [topk_logprobs(logits_of(model), 5, temperature=0.6) for model in trainer.teacher_models]
+    weight_N = torch.full((int(counted.sum()),), 1 / (2 * float(counted.sum())))
+    tokens = LossTokens(
+        token_ids_N=inputs["completion_ids"][counted],
+        adv_N=ADVANTAGES[:, None].expand_as(counted)[counted],
+        old_logp_N=inputs["old_per_token_logps"][counted],
+        **dict.fromkeys(("pg_weight_N", "kl_weight_N", "ent_weight_N"), weight_N),
+        teacher_ids_NMS=torch.stack([top.ids_NS for top in tops], 1),
+        teacher_logps_NMS=torch.stack([top.logps_NS for top in tops], 1),
+        log_alpha=torch.tensor([0.75, 0.25]).log(),
+    )
+    trainer.model.zero_grad()
+    expected, _ = smopd_loss(logits_of(trainer.model), tokens, LossSettings(clip_high=0.3, **shared))
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-7)
+    assert_same_gradients(gradients, {name: p.grad for name, p in trainer.model.named_parameters()})
+
+
+def test_under_fp16_autocast_the_head_stays_in_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = distillation(tmp_path, [teacher(1)])
+    monkeypatch.setattr(trainer.accelerator, "autocast", lambda: torch.autocast("cpu", dtype=torch.float16))
+    assert trainer._hidden(trainer.model, completions_of(completions(trainer))).dtype == torch.float32
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 def test_trls_metrics_of_the_loss_are_there(tmp_path: Path, loss_type: str) -> None:
     ours, theirs = pair("grpo", tmp_path, loss_type=loss_type, entropy_coef=0.01, epsilon_high=0.25)
@@ -168,12 +217,7 @@ def scored(trainer: Any, *columns: list[float]) -> dict:
 
 @pytest.mark.parametrize(
     ("estimator", "options", "over"),
-    [
-        ("gdpo", {}, "responses"),
-        ("gdpo", {"whiten": "tokens"}, "tokens"),
-        ("gdpo", {"whiten": None}, None),
-        ("gd2po", {}, "tokens"),
-    ],
+    [("gdpo", {}, "responses"), ("gdpo", {"whiten": "tokens"}, "tokens"), ("gd2po", {}, "tokens")],
 )
 def test_advantages_are_ours_over_all_responses(
     tmp_path: Path, estimator: str, options: dict, over: str | None
