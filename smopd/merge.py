@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from smopd import extra  # noqa: F401 reports missing packages
 
@@ -25,7 +25,6 @@ def merge(
     models: Annotated[tuple[str, ...], tyro.conf.Positional],
     output: Path,
     base: str | None = None,
-    method: Literal["sum", "ties", "ram"] = "sum",
     scale: tuple[float, ...] = (1.0,),
     keep: tuple[float, ...] = (1.0,),
     exclude: tuple[str, ...] = ("",),
@@ -36,8 +35,6 @@ def merge(
         models: Folders or hub ids of models with safetensors files, or LoRA adapter folders.
         output: A new folder.
         base: The model that the others were trained from. Default for adapters: their own base.
-        method: Per entry: add the task vectors (sum), average those with the majority sign (ties) or not 0
-            (ram).
         scale: Scale of each task vector, or one for all.
         keep: Share of each tensor's changes to keep, largest first: one per model, or one for all.
         exclude: Regular expression of tensor names to leave unchanged: one per model, or one for all.
@@ -56,7 +53,7 @@ def merge(
     base = base or (adapters[0].base if adapters else None)
     if base is None:
         raise ValueError("--base: not given, expected the model that the others were trained from")
-    TaskVectors(base, models).write(output, [Part(*part) for part in zip(*given, strict=True)], method)
+    TaskVectors(base, models).write(output, [Part(*part) for part in zip(*given, strict=True)])
     print(f"wrote {output}")
 
 

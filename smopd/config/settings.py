@@ -360,9 +360,6 @@ class Merge(Section):
     product of the teachers' changes; published: distill the mixture of the teachers, as in the paper."""
     models: list[MergedModel] = Field(default=[])
     """weights: the models to merge; empty: every teacher, with the guard's default choices."""
-    rule: Literal["sum", "ties", "ram"] = "sum"
-    """weights: add the task vectors (sum), or average per entry those with the majority sign (ties) or all
-    that change it (ram)."""
     guard: Guard | None = Guard()
     """weights: null starts from the merge without trying others."""
 

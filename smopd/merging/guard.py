@@ -24,7 +24,7 @@ from smopd.engine.files import write_atomically
 from smopd.engine.models.loading import load_tokenizer
 from smopd.engine.protocols import RolloutEngine
 from smopd.engine.types import Sampling
-from smopd.merging.vectors import Method, Part, TaskVectors
+from smopd.merging.vectors import Part, TaskVectors
 from smopd.record.progress import say
 from smopd.rewards.pool import RewardPool
 from smopd.step.conversation import Conversations, Environments
@@ -45,7 +45,6 @@ class Candidate:
 
     name: str
     parts: tuple[Part, ...]
-    method: Method = "sum"
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def given(merge: Merge) -> list[Candidate]:
     """Return all combinations of the models' `keep` and `exclude`; one without a guard."""
     pairs = [product(each.keep, each.exclude) for each in merge.models]
     choices = [[Part(keep=keep, exclude=exclude) for keep, exclude in each] for each in pairs]
-    return [Candidate(_name(merge, parts), parts, merge.rule) for parts in product(*choices)]
+    return [Candidate(_name(merge, parts), parts) for parts in product(*choices)]
 
 
 def alone(merge: Merge) -> list[Candidate]:
@@ -87,11 +86,11 @@ def alone(merge: Merge) -> list[Candidate]:
 
 def levels(merge: Merge) -> list[list[Candidate]]:
     """Return the sums in levels, from untrimmed to most trimmed, with the plain sum, without duplicates."""
-    seen = {(each.parts, each.method) for each in alone(merge)}
+    seen = {each.parts for each in alone(merge)}
     found: dict[tuple[float, ...], list[Candidate]] = {}
     for each in [Candidate("plain sum", (WHOLE,) * len(merge.models)), *given(merge)]:
-        if (each.parts, each.method) not in seen:
-            seen.add((each.parts, each.method))
+        if each.parts not in seen:
+            seen.add(each.parts)
             found.setdefault(tuple(part.keep for part in each.parts), []).append(each)
     return [found[kept] for kept in sorted(found, key=math.fsum, reverse=True)]
 
@@ -102,7 +101,7 @@ def _name(merge: Merge, parts: Sequence[Part]) -> str:
         share = f" {part.keep:.3g}" if part.keep < 1 else ""
         without = f" without {part.exclude}" if part.exclude else ""
         shown.append(each.model + share + without)
-    return " + ".join(shown) + ("" if merge.rule == "sum" else f" ({merge.rule})")
+    return " + ".join(shown)
 
 
 def judged(
@@ -169,7 +168,7 @@ class Starter:
             chosen = given(self.merge)[0] if self.merge.guard is None else self.guarded(self.merge.guard)
             if distributed.rank() == 0:
                 say(f"{self.folder.name} starts from {chosen.name}")
-            self.vectors.write(start, chosen.parts, chosen.method)
+            self.vectors.write(start, chosen.parts)
         return str(start)
 
     def guarded(self, guard: Guard) -> Candidate:
@@ -209,7 +208,7 @@ class Starter:
         conversations = Conversations.of(self.environments, tokenizer, settings)
 
         def score(candidate: Candidate) -> Rewards:
-            weights = self.vectors.merged(candidate.parts, candidate.method)
+            weights = self.vectors.merged(candidate.parts)
             engine().load_weights(self.vectors.with_tied(weights), engine().policy_version + 1)
             found = means(names, answers(names, prompts, engine(), rewarder, sampling, conversations))
             if unscored := [name for name in names if found[name] is None]:

@@ -1,7 +1,6 @@
 """Weight merges: sums of task vectors (model - base), tensor by tensor, from safetensors files.
 
-sum is task arithmetic (arXiv 2212.04089), ties elects signs (arXiv 2306.01708), and ram averages entries that
-several models changed (arXiv 2601.13572).
+Task arithmetic (arXiv 2212.04089), with the trim of TIES (arXiv 2306.01708) if wanted.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby, permutations
 from pathlib import Path
-from typing import Literal
 
 import torch
 from huggingface_hub import snapshot_download
@@ -26,8 +24,6 @@ from smopd.engine.student.checkpoint import whole_folder
 from smopd.engine.weights.adapters import PREFIX, Adapter, read_adapter, same_place
 from smopd.engine.weights.architecture import architecture_of, weight_places
 from smopd.engine.weights.transport import on_cpu
-
-Method = Literal["sum", "ties", "ram"]
 
 NOT_COPIED = ("*.safetensors", "*.bin*", "manifest.*", "adapter", "optimizer*", "training_args*")
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -69,7 +65,7 @@ class TaskVectors:
             model.require_like(self.base, self._tied)
             self.models.append(model)
 
-    def merged(self, chosen: Sequence[Part], method: Method = "sum") -> Iterator[tuple[str, Tensor]]:
+    def merged(self, chosen: Sequence[Part]) -> Iterator[tuple[str, Tensor]]:
         """Yield the merged tensors with the base's names and dtypes, on the device.
 
         A single whole model is reproduced bit for bit. Integer tensors are the base's.
@@ -87,7 +83,7 @@ class TaskVectors:
                     base = value.float()
                     changes = [(model.change(name, base), part) for model, part in every if part.takes(name)]
                     made = [(change, part) for change, part in changes if change is not None]
-                    value = (base + combined(made, method)).to(stored.dtype) if made else value
+                    value = (base + combined(made)).to(stored.dtype) if made else value
                     del base, changes, made  # before the next one is read
             yield name, value
 
@@ -99,13 +95,13 @@ class TaskVectors:
                 if held == name:
                     yield other, value
 
-    def write(self, folder: Path, chosen: Sequence[Part], method: Method = "sum") -> None:
+    def write(self, folder: Path, chosen: Sequence[Part]) -> None:
         """Write the merge to `folder` atomically, with the base's configs and shards; collective."""
 
         def write(partial: Path) -> None:
             ignore = shutil.ignore_patterns(*NOT_COPIED)
             shutil.copytree(self.base.folder, partial, dirs_exist_ok=True, ignore=ignore)
-            merged = self.merged(chosen, method)
+            merged = self.merged(chosen)
             for file, weights in groupby(merged, key=lambda weight: self.base.file_of[weight[0]]):
                 tensors = {name: on_cpu(value) for name, value in weights}
                 save_file(tensors, partial / file, metadata={"format": "pt"})
@@ -115,23 +111,12 @@ class TaskVectors:
             distributed.on_rank0(lambda: write(partial))
 
 
-def combined(changes: Sequence[tuple[Tensor, Part]], method: Method) -> Tensor:
-    """Combine the changes (fp32) of one tensor into one change.
-
-    All methods trim and scale the changes first. sum adds them. ties averages, for each entry, the changes
-    with the sign of their sum. ram averages, for each entry, the changes that are not 0.
-    """
+def combined(changes: Sequence[tuple[Tensor, Part]]) -> Tensor:
+    """Add the trimmed and scaled changes (fp32) of one tensor."""
     total = torch.zeros_like(changes[0][0])
-    if method == "sum":
-        for change, part in changes:
-            total.add_(trimmed(change, part.keep), alpha=part.scale)
-        return total
-    kept = [trimmed(change, part.keep) * part.scale for change, part in changes]
-    if method == "ties":
-        sign = sum(kept, total).sign()
-        kept = [change * (change.sign() == sign) for change in kept]
-    count = sum((change != 0 for change in kept), torch.zeros_like(total))
-    return sum(kept, total) / count.clamp(min=1)
+    for change, part in changes:
+        total.add_(trimmed(change, part.keep), alpha=part.scale)
+    return total
 
 
 def trimmed(change: Tensor, keep: float) -> Tensor:

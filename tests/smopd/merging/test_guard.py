@@ -88,9 +88,3 @@ def test_levels_go_from_the_whole_to_the_most_trimmed() -> None:
         ["a 0.1 + f 0.5", "a 0.1 without self_attn + f 0.5"],
     ]
     assert found[2][1].parts == (Part(keep=0.1, exclude="self_attn"), Part())
-
-
-def test_another_rule_stands_beside_the_plain_sum() -> None:
-    first, *_ = levels(merge({"exclude": ["mlp", ""]}, rule="ties"))
-    found = {each.name: each.method for each in first}
-    assert found == {"plain sum": "sum", "a without mlp + f (ties)": "ties", "a + f (ties)": "ties"}

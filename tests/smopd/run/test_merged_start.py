@@ -113,9 +113,9 @@ def test_a_stopped_guard_resumes(
     merges: list[str] = []
     merged, write = TaskVectors.merged, Starter._write
 
-    def counted(self: TaskVectors, chosen: Any, method: Any = "sum") -> Any:
+    def counted(self: TaskVectors, chosen: Any) -> Any:
         merges.append(str(chosen))
-        return merged(self, chosen, method)
+        return merged(self, chosen)
 
     def torn(self: Starter, **table: Any) -> None:
         if len(table["rows"]) == 3:
@@ -153,11 +153,11 @@ def test_two_ranks_share_the_rollouts_and_agree(place: Callable[..., tuple[Path,
 
 def test_a_start_without_a_guard_is_the_merge_as_given(place: Callable[..., tuple[Path, Path]]) -> None:
     models = [{"model": "accuracy_teacher", "keep": 0.3}, {"model": "format_teacher", "exclude": "mlp"}]
-    recipe, out = place(models=models, rule="ties", guard=None)
+    recipe, out = place(models=models, guard=None)
     done = train_here(recipe, "--output", "out", "--only", "student")
     assert done.returncode == 0, done.stderr
     folders = [str(out / name / "export") for name in ("base", "accuracy_teacher", "format_teacher")]
-    expected = TaskVectors(folders[0], folders[1:]).merged([Part(keep=0.3), Part(exclude="mlp")], "ties")
+    expected = TaskVectors(folders[0], folders[1:]).merged([Part(keep=0.3), Part(exclude="mlp")])
     written = load_file(out / "student" / "start" / "model.safetensors")
     assert all(torch.equal(written[name], value) for name, value in expected)
     assert not (out / "student" / "merge.json").exists()
