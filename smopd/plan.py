@@ -1,8 +1,8 @@
 """`smopd plan RECIPE --gpus 8 --gpu-memory 80`: estimate the memory of each run on each GPU.
 
-Reads model configs and loads no weights. Parameters, gradients, AdamW states, KV caches and vLLM engines
-(engine/vllm/memory.py) are exact. The memory of an update is an upper bound. Models of rewards are not
-counted. The estimates were not checked on a GPU.
+Reads model configs and loads no weights. Counts parameters, gradients, AdamW states, KV caches and vLLM
+engines (engine/vllm/memory.py). An update's activations and logits, and models of rewards, come on top: the
+free memory of the column `update` is what they can take. The estimates were not checked on a GPU.
 
 Exit status 0: every run fits; 1: a run does not fit; 2: invalid arguments.
 """
@@ -38,8 +38,6 @@ COLUMNS = ("start", *RUNNING)
 WIDTHS = {"float32": 4, "bfloat16": 2}
 FP32, ADAMW = 4, 8  # bytes per parameter: a master weight or a gradient; AdamW's two moments
 DRAW = 4 + 8 + 8  # bytes per logit: log-probability, its exponential, cumulative sum
-TOPK = 4 + 4  # bytes per entry: id and log-probability
-ZERO_BUCKET = 500_000_000  # DeepSpeed's default, in elements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,16 +71,8 @@ class Sizes:
     """Element counts of a model, read from its config."""
 
     numbers: ModelNumbers
-    layer: int
-    """Parameters of the largest decoder layer."""
-    intermediate: int
     linears: Mapping[str, int]
     """Name of a linear layer of the decoder -> inputs plus outputs, summed over layers."""
-
-    @property
-    def root(self) -> int:
-        """Parameters outside the decoder layers: embeddings, final norm, head."""
-        return self.numbers.parameters - self.numbers.layers * self.layer
 
     def adapter(self, rank: int, targets: Sequence[str]) -> int:
         """Return the parameters of a LoRA adapter. Raises ValueError for an unknown target."""
@@ -90,17 +80,6 @@ class Sizes:
         if unknown := sorted(wanted - set(self.linears)):
             raise ValueError(f"targets: got {unknown}, expected some of {sorted(self.linears)}")
         return rank * sum(self.linears[name] for name in wanted)
-
-    def kept(self, width: int) -> int:
-        """Return the bytes per position that a Llama or Qwen2 layer keeps for its backward pass.
-
-        Two norms (input in fp32, normalized, scaled, 1/rms); q, k, v, output and log-sum-exp of attention;
-        gate, silu(gate), up and their product of the MLP.
-        """
-        of = self.numbers
-        norms = 2 * ((FP32 + 2 * width) * of.hidden + FP32)
-        attention = 2 * width * of.head_dim * (of.heads + of.kv_heads) + FP32 * of.heads
-        return norms + attention + 4 * width * self.intermediate
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -155,15 +134,12 @@ class Plan:
             got = f"got {self.shards}, expected a divisor of {options.gpus} GPUs"
             raise ValueError(f"student.shard_size: {got}")
         self.responses = -(-loop.prompts_per_step // options.gpus) * self.own.rollout.group_size
-        sequence = self.own.data.max_prompt_tokens + self.own.rollout.longest_response
-        batch = -(-self.responses // loop.updates_per_step) * sequence
-        self.tokens = min(max(student.micro_batch_tokens, sequence), batch)  # of a micro-batch
         self.teachers, self.references = self._frozen()
 
     def needs(self) -> list[Need]:
         student = self._student()
         held = sum(need.bytes.get("rollout", 0) for need in student if need.what != "AdamW, fp32")
-        return [*student, *self._update(), *self._local(), *self._vllm(held), *self._topk()]
+        return [*student, *self._local(), *self._vllm(held)]
 
     def _student(self) -> list[Need]:
         student, width = self.own.student, WIDTHS[self.own.student.compute_dtype]
@@ -183,32 +159,6 @@ class Plan:
             Need("frozen or compute copy", copy, student.compute_dtype),
             Need("AdamW, fp32", dict.fromkeys(RUNNING, ADAMW * held), note),
             Need("gradients, fp32", {"update": FP32 * held}, note),
-        ]
-
-    def _update(self) -> list[Need]:
-        """Bound the memory of one forward and backward pass."""
-        from smopd.kernels.head import CHUNK_BYTES
-
-        student, size, numbers = self.own.student, self.student, self.student.numbers
-        width, tokens = WIDTHS[student.compute_dtype], self.tokens
-        whole = width * (size.root + size.layer * (2 if self.shards > 1 else 1))
-        bucket = 2 * (self.trained // numbers.layers if student.lora else size.layer)
-        if student.strategy == "deepspeed":
-            bucket = min(self.trained, ZERO_BUCKET)
-        states, layer = tokens * width * numbers.hidden, tokens * size.kept(width)
-        activations = numbers.layers * (states if student.gradient_checkpointing else layer)
-        if student.gradient_checkpointing:
-            activations += layer
-        activations += 2 * tokens * width * size.intermediate + states  # of the backward pass
-        after = 0 if student.lora else 2 * FP32 * size.root  # gradients of the root, reduced at the end
-        head = min(CHUNK_BYTES, tokens * numbers.vocabulary * width) + 2 * states
-        head += 0 if student.lora else (FP32 + width) * numbers.head_parameters
-        note = f"{tokens:,} positions{', checkpointed' if student.gradient_checkpointing else ''}"
-        return [
-            Need("gathered parameters", {"update": whole}, "embeddings, head and up to two layers"),
-            Need("gathered gradients", {"update": FP32 * bucket}, "of a layer, during their reduction"),
-            Need("activations", {"update": max(activations, after)}, note),
-            Need("fused head", {"update": head}, "a chunk of logits and its gradients"),
         ]
 
     def _local(self) -> Iterator[Need]:
@@ -263,14 +213,6 @@ class Plan:
             yield Need(f"{role} KV cache", dict.fromkeys(columns, taken.cache), "vLLM")
             yield Need(f"{role} weights and work", dict.fromkeys(columns, taken.total - taken.cache), "vLLM")
         yield Need("teachers in turn", {"teachers": max(turns)}, "vLLM, one engine awake at a time")
-
-    def _topk(self) -> Iterator[Need]:
-        own, kappa = self.own, self.own.opd.kappa
-        asked = len(own.teachers.models) if distils(own, self.name) else 0
-        asked += product_reference(own, self.name) is not None
-        entries = kappa * (asked if own.unites else 1)
-        topk = self.responses * own.rollout.longest_response * asked * (entries * TOPK + FP32)
-        yield Need("teachers' top-kappa", {"teachers": topk, "update": topk}, f"kappa {kappa}")
 
     def _frozen(self) -> tuple[list[Sizes], list[Sizes]]:
         """Return the sizes of the frozen models, LoRA teachers as their base, and of a separate reference."""
@@ -332,8 +274,7 @@ def _sizes(model: str, setting: str, kwargs: str | None = None) -> Sizes:
         for path, module in layers.named_modules():
             if isinstance(module, torch.nn.Linear):
                 linears[path.rpartition(".")[2]] += module.in_features + module.out_features
-        largest = max(sum(p.numel() for p in layer.parameters()) for layer in layers)
-        return Sizes(numbers_of(made), largest, made.config.intermediate_size, linears)
+        return Sizes(numbers_of(made), linears)
 
 
 def show(needs: Mapping[str, Sequence[Need]], options: Options) -> None:
