@@ -153,7 +153,11 @@ def test_draws_depend_on_group_sample_and_turn_alone():
     conversations = Conversations(Counts(), tokenizer, settings_of())  # type: ignore[arg-type]
     prompts = [Prompt(i, "c", (5, 10 + i % 2, 6), {}) for i in range(4)]
     sampling = replace(SAMPLING, n=3, seed=2)
-    together = conversations.generate(LocalRollout(model, ends), prompts, range(4), sampling)
+    engine, keys = LocalRollout(model, ends), []
+    plain = engine.generate
+    engine.generate = lambda asked, groups, how: keys.extend(groups) or plain(asked, groups, how)
+    together = conversations.generate(engine, prompts, range(4), sampling)
+    assert len(set(keys)) == len(keys) > 12, "each response has draws of its own"
     alone = []
     for group in reversed(range(4)):
         made = conversations.generate(LocalRollout(model, ends), [prompts[group]], [group], sampling)
