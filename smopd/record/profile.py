@@ -15,8 +15,7 @@ from smopd.engine import distributed
 def profiled(folder: Path, step: int | None, done: int) -> Iterator[Callable[[], None]]:
     """Yield a function to call after each step; write the trace of `step`, counted from 1, to `folder`.
 
-    Args:
-        done: steps before the first of this command.
+    `done` steps were taken before this command.
     """
     if step is None or step <= done:
         yield lambda: None

@@ -94,16 +94,10 @@ def add_merged(
     due = [line for line in lines if not line["teachers"]]
     if not due:
         return
-    rollouts = [
-        Rollout(
-            prompt_ids=tuple(line["prompt_ids"]),
-            response_ids=torch.tensor(line["response_ids"]),
-            logps=torch.zeros(len(line["response_ids"])),
-            group=i,
-            finished=True,
-        )
-        for i, line in enumerate(due)
-    ]
+    rollouts = []
+    for i, line in enumerate(due):
+        ids = torch.tensor(line["response_ids"])
+        rollouts.append(Rollout(tuple(line["prompt_ids"]), ids, torch.zeros(len(ids)), i, finished=True))
     scores = [score(model, rollouts) for model in models]
     joined = {name: torch.cat([getattr(each, name) for each in scores], 1) for name in vars(scores[0])}
     begin = 0
