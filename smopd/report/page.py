@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,20 +67,11 @@ def write_report(path: str | os.PathLike[str], report: Report) -> None:
         baselines={run for run, kind in report.kinds.items() if kind == "train"},
         palette=PALETTE,
         best=_best(report),
-        alarms=[
-            f"{labels[run]}, step {step}: {advice}"
-            for run, lines in report.metrics.items()
-            for step, advice in alarms_of(lines)
-        ],
-        changes=[
-            f"{labels[run]}, from step {line['step']}: {line['setting']} was {line['was']}, now {line['now']}"
-            for run, lines in report.changes.items()
-            for line in lines
-        ],
+        alarms={run: due for run, lines in report.metrics.items() if (due := alarms_of(lines))},
         starts=list(_starts(report.merges, labels)),
         overview=list(overview(report.metrics, report.rewards, report.begins)),
         sections=list(sections(report.metrics, report.begins, [labels[name] for name in report.teachers])),
-        tokens=list(_views(report.tokens, labels, colours)),
+        marked=lambda token, names: _token(token, [(labels[name], colours[name]) for name in names]),
         samples=[(labels[run], _by_step(lines)) for run, lines in report.samples.items() if lines],
         cell=cell,
     )
@@ -108,27 +98,8 @@ def _starts(merges: Mapping[str, Mapping[str, Any]], labels: Labels) -> Iterator
             verdict = "taken" if each["name"] == found["chosen"] else each["out"] or ""
             values = {**each["rewards"], "weighted sum": each["score"]}
             rows.append(Row(": ".join(filter(None, [each["name"], verdict])), each["name"], values))
-        about = f"{found['rollouts']} rollouts of training prompts each, before the first step."
         columns = [*found["weights"], "weighted sum"]
-        yield {"label": labels[run], "about": about, "rows": rows, "columns": columns}
-
-
-def _views(
-    tokens: Mapping[str, Lines], labels: Labels, colours: Mapping[str, str]
-) -> Iterator[dict[str, Any]]:
-    """Return each recorded response."""
-    for run, lines in tokens.items():
-        met: Counter[int] = Counter()
-        for line in lines:
-            met[line["step"]] += 1
-            teachers = [(labels[name], colours[name]) for name in line["teachers"]]
-            yield {
-                "title": f"{labels[run]}, step {line['step']}, response {met[line['step']]}",
-                "open": line is lines[-1],
-                "teachers": line["teachers"],
-                "prompt": _plain(line["prompt"]),
-                "tokens": [_token(token, teachers) for token in line["tokens"]],
-            }
+        yield {"label": labels[run], "rollouts": found["rollouts"], "rows": rows, "columns": columns}
 
 
 def _token(token: Mapping[str, Any], teachers: Sequence[tuple[str, str]]) -> dict[str, Any]:
