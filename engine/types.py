@@ -20,7 +20,6 @@ class Sampling:
     n: int = 1
     temperature: float = 1.0
     """0 is greedy."""
-    top_p: float = 1.0
     max_new_tokens: int = 1024
     seed: int = 0
 

@@ -325,19 +325,8 @@ def draw(logits_RV: Tensor, sampling: Sampling, uniform_R: Tensor) -> tuple[Tens
         logps_RV = logits_RV.float().log_softmax(-1)
         token_R = logps_RV.argmax(-1)
         return token_R, logps_RV.gather(-1, token_R[:, None])[:, 0]
-    if sampling.top_p < 1:
-        logps_RV = (logits_RV.float() / sampling.temperature).log_softmax(-1)
-        return draw_token(nucleus(logps_RV, sampling.top_p), 1.0, uniform_R)
     token_R, logp_R = draw_token(logits_RV, sampling.temperature, uniform_R)
     return token_R.clamp(max=logits_RV.shape[-1] - 1), logp_R  # a row of NaN has no token
-
-
-def nucleus(logps_RV: Tensor, top_p: float) -> Tensor:
-    """Return log-probabilities renormalized over the fewest tokens with mass `top_p`; -inf elsewhere."""
-    sorted_RV, order_RV = logps_RV.sort(dim=-1, descending=True, stable=True)
-    mass_before_RV = sorted_RV.exp().cumsum(-1) - sorted_RV.exp()
-    kept_RV = sorted_RV.masked_fill(mass_before_RV >= top_p, float("-inf")).log_softmax(-1)
-    return torch.empty_like(kept_RV).scatter_(-1, order_RV, kept_RV)
 
 
 def uniform(seed: int, keys_R: Tensor, samples_R: Tensor, positions: int) -> Tensor:

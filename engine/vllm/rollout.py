@@ -123,7 +123,7 @@ def sampling_parameters(sampling: Sampling, sample: Sample, end_ids: Sequence[in
     """Return the arguments of vLLM's SamplingParams."""
     return {
         "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
+        "top_p": 1.0,
         "max_tokens": sampling.max_new_tokens,
         "seed": request_seed(sampling.seed, sample.group, sample.number),
         "stop_token_ids": list(end_ids),
