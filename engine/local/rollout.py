@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 
 COMPACT_SHARE = 0.8  # ours: finished rows are removed once the share of unfinished rows drops to this
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in transformers' configs
+# SplitMix64's constants as int64
+GOLDEN, MIX_1, MIX_2 = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 Way = Literal["together", "alone", "uncached"]
 """Prompts padded together, one prompt at a time with the model's own cache, or without a cache."""
 CHECK_TOKENS = 4  # ours: tokens sampled by the self-check
@@ -170,13 +172,15 @@ class LocalRollout:
             if self.in_place:
                 from smopd.engine.local.decode import Decoder
 
-                results = responses(*Decoder(self, begun, sampling).run(), self.end_ids)
+                results = Decoder(self, begun, sampling).run()
             else:
                 results = self._decode(begun, sampling)
         else:
-            (prompt,), (group,) = prompts, groups
-            results = self._decode_alone(prompt, group, sampling)
-        tokens_RT, logps_RT, lengths_R, finished_R = (result.cpu() for result in results)
+            results = self._decode_alone(prompts[0], groups[0], sampling)
+        tokens_RT, logps_RT = (result.cpu() for result in results)
+        ends_RT = torch.isin(tokens_RT, self.end_ids.cpu())
+        finished_R = ends_RT.any(1)
+        lengths_R = torch.where(finished_R, ends_RT.int().argmax(1) + 1, tokens_RT.shape[1])
         return [
             Rollout(
                 prompts[r // n],
@@ -219,8 +223,8 @@ class LocalRollout:
             ),
         )
 
-    def _decode(self, begun: Begun, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return (R, T) tokens and log-probabilities, (R,) lengths, and (R,) whether responses have ended."""
+    def _decode(self, begun: Begun, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """Return (R, T) tokens and log-probabilities; entries after a row's end token are undefined."""
         cache, logits, seen, position, uniform_RT = begun
         device, shape = logits.device, uniform_RT.shape
         cache.batch_repeat_interleave(sampling.n)
@@ -229,16 +233,10 @@ class LocalRollout:
 
         tokens_RT = torch.zeros(shape, dtype=torch.int64, device=device)
         logps_RT = torch.zeros(shape, dtype=torch.float32, device=device)
-        lengths_R = torch.full(shape[:1], shape[1], device=device)
-        finished_R = torch.zeros(shape[0], dtype=torch.bool, device=device)
         for step in range(shape[1]):
             token, logp = draw(logits, sampling, uniform_RT[rows, step])
-            tokens_RT[rows[going], step] = token[going]
-            logps_RT[rows[going], step] = logp[going]
-            ended = going & torch.isin(token, self.end_ids)
-            lengths_R[rows[ended]] = step + 1
-            finished_R[rows[ended]] = True
-            going = going & ~ended
+            tokens_RT[rows, step], logps_RT[rows, step] = token, logp
+            going = going & ~torch.isin(token, self.end_ids)
             left = int(going.sum())
             if left == 0 or step + 1 == shape[1]:
                 break
@@ -252,11 +250,9 @@ class LocalRollout:
             mask = layer_masks(self.model, seen[:, None, None, :], position, keys)
             logits = self.forward(token[:, None], mask, position, cache)
             position = position + 1
-        return tokens_RT, logps_RT, lengths_R, finished_R
+        return tokens_RT, logps_RT
 
-    def _decode_alone(
-        self, prompt: tuple[int, ...], group: int, sampling: Sampling
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _decode_alone(self, prompt: tuple[int, ...], group: int, sampling: Sampling) -> tuple[Tensor, Tensor]:
         """Sample the responses to one prompt with the model's own masks and cache, as `_decode` otherwise."""
         n, n_new, device = sampling.n, sampling.max_new_tokens, self.model.device
         keys_R, samples_R = torch.full((n,), group, device=device), torch.arange(n, device=device)
@@ -279,7 +275,7 @@ class LocalRollout:
                 break
             ids = token_R[:, None]
             seen_RL = torch.cat([seen_RL, ids], 1)
-        return responses(torch.stack(tokens, 1), torch.stack(logps, 1), self.end_ids)
+        return torch.stack(tokens, 1), torch.stack(logps, 1)
 
     def forward(self, ids: Tensor, mask: Any, position: Tensor, cache: Cache) -> Tensor:
         return self.model(
@@ -290,18 +286,6 @@ class LocalRollout:
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-
-
-def responses(tokens_RT: Tensor, logps_RT: Tensor, end_ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the arguments, (R,) lengths up to the first end token, and (R,) whether there is one."""
-    ends_RT = torch.isin(tokens_RT, end_ids)
-    finished_R = ends_RT.any(1)
-    return (
-        tokens_RT,
-        logps_RT,
-        torch.where(finished_R, ends_RT.int().argmax(1) + 1, tokens_RT.shape[1]),
-        finished_R,
-    )
 
 
 def why_not_in_place(model: PreTrainedModel, way: Way) -> str | None:
@@ -333,20 +317,16 @@ def uniform(seed: int, keys_R: Tensor, samples_R: Tensor, positions: int) -> Ten
     """Hash (seed, key, sample, position) to (R, positions) float64 in [0, 1) by SplitMix64's finalizer."""
     state = _mix(torch.full_like(keys_R[:, None], seed))
     for part in (keys_R[:, None], samples_R[:, None], torch.arange(positions, device=keys_R.device)):
-        state = _mix(state + (part + 1) * _signed(0x9E3779B97F4A7C15))
+        state = _mix(state + (part + 1) * GOLDEN)
     return ((state >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
 
 def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
+    x = (x ^ _shift(x, 30)) * MIX_1
+    x = (x ^ _shift(x, 27)) * MIX_2
     return x ^ _shift(x, 31)
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
     """Logical right shift of int64."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(x: int) -> int:
-    return x - (1 << 64) if x >= 1 << 63 else x

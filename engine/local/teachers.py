@@ -105,8 +105,7 @@ class LocalTeachers(Dropping):
     ) -> Tensor:
         """Return (N, M, U) fp32 log-probabilities of the given ids, each in [0, V).
 
-        Args:
-            token_logps_NM: the sampled tokens' log-probabilities from `score` at the same temperature.
+        `token_logps_NM` is from `score` at the same temperature.
         """
         ids_NMU, token_logps_NM = ids_NMU.to(self.device), token_logps_NM.to(self.device)
         result = torch.empty(ids_NMU.shape, device=self.device)
@@ -163,12 +162,7 @@ def load_teachers(
     *,
     tokens: int | None = None,
 ) -> LocalTeachers:
-    """Load models and LoRA adapters as teachers; each base is loaded once.
-
-    Args:
-        paths: folders or hub ids of models, and folders of peft adapters.
-        tokens: as for LocalTeachers.
-    """
+    """Load models (folders or hub ids) and peft adapters (folders) as teachers; each base is loaded once."""
     loaded: dict[str, PreTrainedModel] = {}
     teachers = []
     for i, path in enumerate(paths):
@@ -203,8 +197,7 @@ class StudentsBase:
     """A LoRA student's frozen base as a `TeacherEngine`; scores only sampled tokens, as a collective call."""
 
     def __init__(self, student: Student):
-        self.student, self.device = student, student.device
-        self.dropped = 0
+        self.student, self.dropped = student, 0
 
     def overlaps(self, device: torch.device) -> bool:
         return False
@@ -218,7 +211,7 @@ class StudentsBase:
         if kappa != 0:
             raise ValueError(f"score: kappa is {kappa}, expected 0 for a student's base")
         logp_N = self.student.logps(rollouts, temperature, adapters=False)
-        result = empty_topk(len(logp_N), 1, 0, self.device)
+        result = empty_topk(len(logp_N), 1, 0, self.student.device)
         result.token_logps_NM[:, 0] = logp_N
         return result
 
