@@ -96,13 +96,14 @@ def add_merged(
         return
     rollouts = []
     for i, line in enumerate(due):
-        ids = torch.tensor(line["response_ids"])
-        rollouts.append(Rollout(tuple(line["prompt_ids"]), ids, torch.zeros(len(ids)), i, finished=True))
+        ids, prompt_ids = torch.tensor(line["response_ids"]), tuple(line["prompt_ids"])
+        mask = torch.tensor(["student" in record for record in line["tokens"]])
+        rollouts.append(Rollout(prompt_ids, ids, torch.zeros(len(ids)), i, finished=True, loss_mask=mask))
     scores = [score(model, rollouts) for model in models]
     joined = {name: torch.cat([getattr(each, name) for each in scores], 1) for name in vars(scores[0])}
     begin = 0
-    for line in due:
-        own = slice(begin, begin := begin + sum("student" in record for record in line["tokens"]))
+    for line, rollout in zip(due, rollouts, strict=True):
+        own = slice(begin, begin := begin + rollout.n_tokens)
         add_teachers(line["tokens"], tokenizer, part(TeacherTopK(**joined), own), reference=False)
         line["teachers"] = list(models)
     log.replace(lines)

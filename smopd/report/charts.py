@@ -41,6 +41,12 @@ _SECTIONS = {
         "rollout_mismatch": "trainer and rollout engine differ by (nats)",
         "kl_ref": "KL to the initial policy (nats)",
     },
+    "Conversations": {
+        "conversation/turns": "turns of the policy",
+        "conversation/environment_tokens": "tokens of the environment",
+        "conversation/drift": "share whose chat template drifts",
+        "conversation/ended/(.*)": "ended by {} (share)",
+    },
     "Groups whose responses all earned the same": {
         "reward/(.*)/zero_variance_groups": "{} (share of groups)"
     },

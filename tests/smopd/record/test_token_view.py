@@ -63,18 +63,17 @@ def test_merged_models_are_added_once(tmp_path: Path) -> None:
     log = JsonlLog(tmp_path / "tokens.jsonl")
     for step in (1, 2):
         token = {"text": "b", "p": 0.5, "student": [["b", 0.5]]}
-        log.write(
-            {"step": step, "teachers": [], "prompt_ids": [1], "response_ids": [step], "tokens": [token]}
-        )
+        ids = {"prompt_ids": [1], "response_ids": [9, step]}
+        log.write({"step": step, "teachers": [], **ids, "tokens": [{"text": "the environment's"}, token]})
     asked = []
 
     def score(model, rollouts):
-        asked.append((model, *(int(rollout.response_ids) for rollout in rollouts)))
+        asked.append((model, *(int(rollout.of_policy(rollout.response_ids)) for rollout in rollouts)))
         ids, half = torch.zeros(2, 1, 1, dtype=torch.int32), torch.full((2, 1, 1), 0.5).log()
         return TeacherTopK(ids, half, torch.tensor([[0.1], [0.5 if model == "one" else 0.1]]).log())
 
     for _ in range(2):
         add_merged(log.path, Letters(), ["one", "two"], score)
     assert asked == [("one", 1, 2), ("two", 1, 2)]
-    ratios = [line["tokens"][0]["log_ratios"] for line in log.read()]
+    ratios = [line["tokens"][1]["log_ratios"] for line in log.read()]
     assert ratios == [[0.0, 0.0], [0.511, -1.099]]
