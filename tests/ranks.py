@@ -23,6 +23,7 @@ import torch.distributed as dist
 from tests.patience import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parents[1]
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the fork server, for threads that forks start
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["smopd.run.pipeline"])  # which takes seconds
 forks = partial(torch.multiprocessing.start_processes, start_method="forkserver")
