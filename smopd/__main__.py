@@ -14,7 +14,6 @@ COMMANDS = {
     "evaluate": ("smopd.evaluate", "score a model or saved responses on a benchmark"),
     "export": ("smopd.export", "write a checkpoint as a model folder"),
     "push": ("smopd.push", "upload a finished run to the Hugging Face Hub, with a model card"),
-    "plan": ("smopd.plan", "estimate the memory of a recipe on each GPU"),
     "merge": ("smopd.merge", "merge the weights of models with one base, without training"),
     "data": ("smopd.data.__main__", "fetch the data of recipes and benchmarks"),
 }

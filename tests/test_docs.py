@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import tyro
 
-from smopd import evaluate, export, merge, plan, push
-from smopd.config.cli import parse, read_options, read_settings
+from smopd import evaluate, export, merge, push
+from smopd.config.cli import parse
 from smopd.data.places import catalogue
 from tests.ranks import ROOT
 
@@ -55,15 +55,12 @@ def test_every_command_parses(tmp_path, monkeypatch):
     only_parsed = functools.wraps(merge.merge)(lambda *args, **kwargs: None)
     options = {"merge": only_parsed, "export": export.Options, "push": push.Options}
     found = list(commands())
-    assert {"train", "evaluate", "plan", "merge", "data"} <= {command for _, command, _ in found}
+    assert {"train", "evaluate", "merge", "data"} <= {command for _, command, _ in found}
     for page, command, words in found:
         words = ["quickstart" if word == "$recipe" else word for word in words]
         try:
             if command == "train":
                 parse(words)
-            elif command == "plan":
-                chosen, given = read_options(plan.Options, words, "smopd plan")
-                read_settings(chosen.recipe, given, chosen.only)
             elif command == "evaluate":
                 if ":" not in words[0]:  # a suite of the user's: see tests/test_extending.py
                     model = [] if {"--model", "--responses"} & {*words} else ["--model", "M"]

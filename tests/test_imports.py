@@ -75,7 +75,6 @@ BACKENDS = ("reference", "triton", "cpp")  # of kernels
 OPTIONAL = (
     "smopd.evals",
     "smopd.merging",
-    "smopd.plan",
     "smopd.report",
     "smopd.run",
     "smopd.engine.vllm",

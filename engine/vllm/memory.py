@@ -1,4 +1,4 @@
-"""GPU memory of a vLLM engine: one rule for the engines (engines.py) and the planner (smopd.plan).
+"""GPU memory of a vLLM engine: one rule for the engines (engines.py) and the planner (examples/plan.py).
 
 weights   this GPU's shard; the head of a teacher's pooler is whole on every GPU
 work      an estimate for CUDA graphs and the largest forward
@@ -99,7 +99,7 @@ def vllm_arguments(
         return {"gpu_memory_utilization": settings.gpu_memory_share}
     least, room = memory.total - memory.work, gpu.free if sleeps else gpu.room
     if least > room:
-        expected = f"{room / GIB:.1f}, what is free less what sleeping engines need (see smopd plan)"
+        expected = f"{room / GIB:.1f}, what is free less what sleeping engines need (see examples/plan.py)"
         takes = f"{least / GIB:.1f} GiB of weights and cache"
         raise ValueError(f"a vLLM engine takes {takes}, expected at most {expected}")
     if samples and settings.kv_cache_bytes is None:

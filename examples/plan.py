@@ -1,4 +1,4 @@
-"""`smopd plan RECIPE --gpus 8 --gpu-memory 80`: estimate the memory of each run on each GPU.
+"""`python -m examples.plan RECIPE --gpus 8 --gpu-memory 80`: estimate the memory of each run on each GPU.
 
 Reads model configs and loads no weights. Counts parameters, gradients, AdamW states, KV caches and vLLM
 engines (engine/vllm/memory.py). An update's activations and logits, and models of rewards, come on top: the
@@ -8,10 +8,6 @@ Exit status 0: every run fits; 1: a run does not fit; 2: invalid arguments.
 """
 
 from __future__ import annotations
-
-from smopd import extra  # noqa: F401 reports missing packages
-
-# isort: split
 
 import json
 import sys
@@ -85,7 +81,7 @@ class Sizes:
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     try:
-        options, given = read_options(Options, words, "smopd plan")
+        options, given = read_options(Options, words, "examples.plan")
         if options.gpus < 1 or options.gpu_memory <= 0:
             got = f"{options.gpus} and {options.gpu_memory:g}"
             raise Mistakes([f"command line: --gpus and --gpu-memory: got {got}, expected more than 0"])

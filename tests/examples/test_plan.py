@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from examples.plan import Need, Options, _sizes, main, plan, totals
 from smopd.config.cli import read_settings
 from smopd.config.settings import merged
 from smopd.engine.vllm.memory import GIB, WORK
-from smopd.plan import Need, Options, _sizes, main, plan, totals
 from tests.smopd.recipes import write_recipe
 
 CONFIG = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size"
