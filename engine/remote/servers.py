@@ -11,6 +11,7 @@ import logging
 import os
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -204,10 +205,11 @@ class Servers:
             NoServer: every server has been removed.
         """
         answers: dict[int, A] = {}
+        waiting = deque(range(len(items)))
 
-        async def work(url: str, waiting: asyncio.Queue[int]) -> None:
-            while url not in self.removed:
-                i = await waiting.get()
+        async def work(url: str) -> None:
+            while waiting and url not in self.removed:
+                i = waiting.popleft()
 
                 def read_item(answer: httpx.Response, item: T = items[i]) -> A:
                     return read(url, answer, item)
@@ -217,29 +219,17 @@ class Servers:
                     answers[i] = await self._ask(url, made, read_item)
                 except ServerUnavailable as error:
                     self.remove(url, str(error))
-                    waiting.put_nowait(i)
-                waiting.task_done()
+                    waiting.append(i)
 
         async def all_items() -> None:
-            waiting: asyncio.Queue[int] = asyncio.Queue()
-            for i in range(len(items)):
-                waiting.put_nowait(i)
-            workers = [
-                asyncio.create_task(work(url, waiting))
-                for url in self.alive
-                for _ in range(min(self.retry.concurrency, len(items)))
-            ]
-            all_answered = asyncio.create_task(waiting.join())
-            none_left = asyncio.gather(*workers)
-            none_left.add_done_callback(lambda done: done.cancelled() or done.exception())  # or it is logged
-            either: list[asyncio.Future[Any]] = [all_answered, none_left]
-            try:
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-                if not all_answered.done():
-                    await none_left  # raises the error of a worker
-            finally:
-                for task in (all_answered, *workers):
-                    task.cancel()
+            while waiting and self.alive:
+                each = min(self.retry.concurrency, len(waiting))
+                workers = [asyncio.create_task(work(url)) for url in self.alive for _ in range(each)]
+                try:
+                    await asyncio.gather(*workers)
+                finally:  # of an error, gather leaves the others at work
+                    for worker in workers:
+                        worker.cancel()
 
         self._run(all_items())
         if len(answers) < len(items):

@@ -49,10 +49,10 @@ class RemoteTeachers(Dropping):
     Args:
         urls: for each teacher, the servers that hold it.
         vocabulary: of the student.
-        kappa, temperature, union: later calls of `score` use these.
+        kappa, temperature: later calls of `score` use these.
     Raises:
         NoServer: no server of a teacher answers.
-        UnusableModel: a server has another tokenizer or cannot serve kappa, temperature or union.
+        UnusableModel: a server has another tokenizer or cannot serve kappa or temperature.
     """
 
     def __init__(
@@ -62,12 +62,10 @@ class RemoteTeachers(Dropping):
         probe: Probe,
         kappa: int,
         temperature: float,
-        *,
-        union: bool = False,
         retry: RetryPolicy | None = None,
     ):
         self.vocabulary, self.rows, self.probe = vocabulary, vocabulary, probe
-        self.kappa, self.temperature, self.union = kappa, temperature, union
+        self.kappa, self.temperature = kappa, temperature
         self.teachers = [Servers(each, retry) for each in urls]
         self.digests: dict[int, str] = {}  # of each teacher's weights, from its first server
         for m, servers in enumerate(self.teachers):
@@ -88,20 +86,20 @@ class RemoteTeachers(Dropping):
     def score(
         self, rollouts: Sequence[Rollout], kappa: int, temperature: float, *, union: bool = False
     ) -> TeacherTopK:
-        if union and not self.union:
-            raise ValueError("score: union is True, expected False of teachers that were not made for it")
         check_kappa("score", kappa, self.shared)
         rollouts, n_teachers = [r for r in rollouts if r.n_tokens], len(self.teachers)
         if not rollouts:
             return empty_topk(0, n_teachers, kappa * n_teachers if union else kappa, "cpu")
-        result = empty_topk(flat_offsets(rollouts)[-1], n_teachers, kappa, "cpu")
+        parts = portions(rollouts)
+        sizes = [flat_offsets(part)[-1] for part in parts]
+        result = empty_topk(sum(sizes), n_teachers, kappa, "cpu")
 
         def ask(m: int) -> int:
             servers = self.teachers[m]
             self._admit(m, servers.restore())  # may serve another model by now
             answers = servers.map(
                 lambda url, part: self._score_request(m, part, kappa, temperature),
-                portions(rollouts),
+                parts,
                 lambda url, answer, part: unpack_answer(answer.content, flat_offsets(part)[-1], kappa),
             )
             ids, logps, token_logps, dropped = zip(*answers, strict=True)
@@ -112,7 +110,20 @@ class RemoteTeachers(Dropping):
 
         def ask_again(m: int) -> Tensor:
             others_NU, _ = others_ids(result.ids_NMS, result.logps_NMS, m)
-            return self._given(m, rollouts, others_NU, result.token_logps_NM[:, m], temperature)
+            known_N = result.token_logps_NM[:, m]
+            params = {"temperature": temperature, "weights": self.digests[m]}
+
+            def request(url: str, item: tuple[list[Rollout], Tensor, Tensor]) -> Request:
+                part, ids_NU, token_logps_N = item
+                content = pack_request(part, ids_NU=ids_NU.int(), token_logps_N=token_logps_N)
+                return Request("/given", content=content, params=params)
+
+            answers = self.teachers[m].map(
+                request,
+                list(zip(parts, others_NU.split(sizes), known_N.split(sizes), strict=True)),
+                lambda url, answer, item: unpack_values(answer.content, *item[1].shape),
+            )
+            return torch.cat(answers)
 
         self.drop(sum(self._of_each(ask)))
         if union and kappa > 0:
@@ -126,30 +137,6 @@ class RemoteTeachers(Dropping):
     def _score_request(self, m: int, part: list[Rollout], kappa: int, temperature: float) -> Request:
         params = {"kappa": kappa, "temperature": temperature, "weights": self.digests[m]}
         return Request("/score", content=pack_request(part), params=params)
-
-    def _given(
-        self,
-        m: int,
-        rollouts: Sequence[Rollout],
-        ids_NU: Tensor,
-        token_logps_N: Tensor,
-        temperature: float,
-    ) -> Tensor:
-        parts = portions(rollouts)
-        sizes = [flat_offsets(part)[-1] for part in parts]
-
-        def request(url: str, item: tuple[list[Rollout], Tensor, Tensor]) -> Request:
-            part, ids_NU, own_N = item
-            content = pack_request(part, ids_NU=ids_NU.int(), token_logps_N=own_N)
-            params = {"temperature": temperature, "weights": self.digests[m]}
-            return Request("/given", content=content, params=params)
-
-        answers = self.teachers[m].map(
-            request,
-            list(zip(parts, ids_NU.split(sizes), token_logps_N.split(sizes), strict=True)),
-            lambda url, answer, item: unpack_values(answer.content, *item[1].shape),
-        )
-        return torch.cat(answers)
 
     def _admit(self, m: int, urls: Sequence[str], *, starting: bool = False) -> None:
         """Remove servers that do not answer or do not fit; at the start, raise UnusableModel for a misfit."""

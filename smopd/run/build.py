@@ -118,7 +118,6 @@ def teacher_engine(
                 Probe(PROBE_TEXT, tuple(ids), tokens),
                 kappa,
                 settings.kl_temperature,
-                union=settings.unites,
             )
         if options.engine == "local":
             dtype = getattr(torch, options.dtype)

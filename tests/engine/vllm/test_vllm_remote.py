@@ -160,7 +160,7 @@ def test_a_teacher_server_with_vllm(model_folder, tmp_path):
     local = load_teachers([model_folder] * 2, Packing(micro_batch_tokens=200), VOCABULARY, torch.float32)
     with serving(ours):
         urls = [[ours.url], [ours.url]]
-        there = RemoteTeachers(urls, VOCABULARY, probe, KAPPA, 0.7, union=True, retry=QUICK)
+        there = RemoteTeachers(urls, VOCABULARY, probe, KAPPA, 0.7, retry=QUICK)
         found = there.score(rollouts, KAPPA, 0.7, union=True)
     expected = local.score(rollouts, KAPPA, 0.7, union=True)
     assert found.ids_NMS.equal(expected.ids_NMS)
