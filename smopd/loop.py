@@ -26,11 +26,10 @@ from smopd.record.metrics import Metrics
 from smopd.record.profile import profiled
 from smopd.record.recorder import Recorder, StepResult
 from smopd.step.conversation import Conversations
-from smopd.step.ends import RECOVERABLE
 from smopd.step.held_out import evaluate_held_out
 from smopd.step.rewards import Rewarder
 from smopd.step.sampling import Sampler
-from smopd.step.stop import Stop, Stopped
+from smopd.step.stop import RECOVERABLE, Stop, Stopped
 from smopd.step.teachers import TeacherScoring
 
 log = logging.getLogger(__name__)

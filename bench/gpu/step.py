@@ -87,7 +87,7 @@ def new_prompts(sizes: Sizes, n: int) -> PromptSet:
         for length in lengths
     ]
     prompts = tuple(Prompt(i, "", tuple(each), {}) for i, each in enumerate(ids))
-    return PromptSet(prompts, "random", n, 0, 0, 0)
+    return PromptSet(prompts, n)
 
 
 def merge_settings(sizes: Sizes, compiled: bool) -> Settings:

@@ -108,6 +108,11 @@ def render(
     return shown[0]
 
 
+def template_options(defaults: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the chat template; those of a row come first, as in TRL."""
+    return {**defaults, **(columns.get("chat_template_kwargs") or {})}
+
+
 def response_start(
     tokenizer: PreTrainedTokenizerBase, content: Content, options: Mapping[str, Any] | None = None
 ) -> str:
@@ -157,12 +162,10 @@ def _parts(message: Message) -> Sequence[Any]:
 def _forms(chat: Sequence[Message]) -> Iterator[Sequence[Message]]:
     """Yield the chat as given, then with texts for parts, or parts for texts: a template may need these."""
     yield chat
-    if any(_parts(message) for message in chat):
-        yield [{**message, "content": text_of(message)} if _parts(message) else message for message in chat]
-    else:
-        yield [
-            {**message, "content": [{"type": "text", "text": message["content"]}]}
-            if message.get("content")
-            else message
-            for message in chat
-        ]
+    has_parts = any(_parts(message) for message in chat)
+    other = []
+    for message in chat:
+        text = text_of(message)
+        content = text if has_parts else [{"type": "text", "text": text}]
+        other.append({**message, "content": content} if message.get("content") else message)
+    yield other

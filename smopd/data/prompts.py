@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from smopd.data.chat import Content, read_messages, read_tools, render, response_start
+from smopd.data.chat import Content, read_messages, read_tools, render, response_start, template_options
 from smopd.data.sources import Row, checked_row, open_rows
 from smopd.engine.imports import import_function
 from smopd.names import REWARD_ARGUMENTS, nearest
@@ -65,7 +65,6 @@ class RowSet(Sequence[T]):
     """
 
     items: Sequence[T]
-    source: str
     rows: int
     mapped_out: int = 0
     dropped_overlong: int = 0
@@ -102,15 +101,10 @@ class Encoder:
         except ValueError as error:
             raise ValueError(f"{self.source}: row {index}: column 'tools' {error}") from None
         try:
-            text = render(self.tokenizer, content, tools, self.options(row))
+            text = render(self.tokenizer, content, tools, template_options(self.template_kwargs, row))
         except ValueError as error:
             raise ValueError(f"{self.source}: row {index}: {error}") from error
         return _whole(text, f"{self.source}: row {index}: column {self.prompt_column!r}")
-
-    def options(self, row: Row) -> dict[str, Any]:
-        """Return the arguments of the chat template; those of the row come first, as in TRL."""
-        own = row.get("chat_template_kwargs") or {}
-        return {**self.template_kwargs, **own}
 
     def counts(self, texts: Sequence[str]) -> list[int]:
         """Return the tokens of each text; an estimate if it is certainly within or over the limit."""
@@ -139,7 +133,7 @@ class Encoder:
             text = text[-CHARS_PER_TOKEN * (limit + 1) :]
         ids = self.tokens([text])[0]
         content = row_content(row, self.prompt_column, self.source, index)
-        start = response_start(self.tokenizer, content, self.options(row))
+        start = response_start(self.tokenizer, content, template_options(self.template_kwargs, row))
         columns = {name: row[name] for name in row if name != self.prompt_column}
         return Prompt(index, content, tuple(ids if limit is None else ids[-limit:]), columns, start)
 
@@ -233,9 +227,7 @@ def load_prompts(
     prompts = _OnAccess(len(kept), lambda i: encoder.prompt(kept[i], rows[kept[i]] or {}))
     digest.update(repr(prompts[0].token_ids).encode())
     names = tuple(name for name in columns if name != prompt_column)
-    return RowSet(
-        prompts, source, len(rows), mapped_out, dropped, truncated, columns=names, digest=digest.hexdigest()
-    )
+    return RowSet(prompts, len(rows), mapped_out, dropped, truncated, names, digest.hexdigest())
 
 
 def load_demonstrations(

@@ -71,9 +71,8 @@ def open_rows(source: str, *, kwargs: Mapping[str, Any] | None = None) -> Sequen
 
 def _read_files(path: Path) -> Sequence[Row]:
     """Return the rows of a file, or of all files of a pattern in order of their names."""
-    paths = (
-        [path] if path.is_file() else [Path(each) for each in sorted(glob.glob(str(path), recursive=True))]
-    )
+    matching = sorted(glob.glob(str(path), recursive=True))
+    paths = [path] if path.is_file() else [*map(Path, matching)]
     if not paths:
         raise FileNotFoundError(
             f"load_rows: no file {str(path)!r} (looked for {path.absolute()}); a source is {SOURCE_FORMS}"

@@ -12,7 +12,7 @@ from smopd.engine.student.checkpoint import UnusableCheckpoint
 from smopd.rewards.pool import RewardError
 from smopd.run.folder import ConfigMismatch
 from smopd.run.lease import RunDirLocked
-from smopd.step.ends import StaleRollout
+from smopd.step.stop import StaleRollout
 
 
 class UnusableInput(RuntimeError):

@@ -19,7 +19,15 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from smopd.config.settings import Settings
-from smopd.data.chat import Content, Message, read_tools, render, response_start, response_texts
+from smopd.data.chat import (
+    Content,
+    Message,
+    read_tools,
+    render,
+    response_start,
+    response_texts,
+    template_options,
+)
 from smopd.data.prompts import CHARS_PER_TOKEN, Prompt
 from smopd.engine.protocols import RolloutEngine
 from smopd.engine.types import Rollout, Sampling
@@ -239,11 +247,7 @@ class Conversations:
             raise RewardError(f"rollout.environment: {error}") from error
 
     def _options(self, prompt: Prompt) -> dict[str, Any]:
-        """Return the arguments of the chat template, as `Encoder.options`."""
-        return {
-            **self.settings.data.chat_template_kwargs,
-            **(prompt.columns.get("chat_template_kwargs") or {}),
-        }
+        return template_options(self.settings.data.chat_template_kwargs, prompt.columns)
 
 
 def sample(

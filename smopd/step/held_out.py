@@ -14,8 +14,8 @@ from smopd.engine import distributed
 from smopd.engine.protocols import RolloutEngine
 from smopd.engine.types import Sampling
 from smopd.step.conversation import Conversations, sample
-from smopd.step.ends import all_or_raise
 from smopd.step.rewards import Rewarder
+from smopd.step.stop import all_or_raise
 
 SEED_OFFSET = 1_000_003  # ours: separates the random draws of evaluation from those of training
 
@@ -66,8 +66,7 @@ def answers(
     """Return the responses of all ranks with their rewards, in order of the prompts; a collective call."""
     mine = list(range(distributed.rank(), len(prompts), distributed.world_size()))
     asked = [prompts[i] for i in mine]
-    generate = partial(sample, engine, conversations, asked, mine, sampling)
-    rollouts = all_or_raise(generate)
+    rollouts = all_or_raise(partial(sample, engine, conversations, asked, mine, sampling))
     answered = [prompt for prompt in asked for _ in range(sampling.n)]
     rewards = rewarder.score(answered, rollouts)
     own = []

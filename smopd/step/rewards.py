@@ -34,29 +34,18 @@ class Rewards:
     batch: RewardBatch
 
 
+@dataclass
 class Rewarder:
-    """Scores responses with the recipe's rewards.
+    """Scores responses with the recipe's rewards."""
 
-    Args:
-        tokenizer: of the policy.
-        scoring: of the recipe. Its limit of unscored responses holds for the last `window_steps` training
-            steps, and for each batch outside of training.
-    """
+    pool: RewardPool
+    tokenizer: PreTrainedTokenizerBase
+    scoring: Scoring
+    """Its limit of unscored responses holds for a window of training steps, and for each other batch."""
+    window_steps: int = 1
 
-    def __init__(
-        self,
-        pool: RewardPool,
-        tokenizer: PreTrainedTokenizerBase,
-        scoring: Scoring,
-        window_steps: int = 1,
-    ):
-        self.pool = pool
-        self.tokenizer = tokenizer
-        self.scoring = scoring
-        self.window_steps = window_steps
-        self._failures: defaultdict[str, deque[Counter[str]]] = defaultdict(
-            lambda: deque(maxlen=window_steps)
-        )  # by reward, of each step
+    def __post_init__(self) -> None:
+        self._failures = defaultdict[str, deque[Counter[str]]](lambda: deque(maxlen=self.window_steps))
 
     def score(
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], step: int | None = None

@@ -14,7 +14,7 @@ from smopd.engine.protocols import RolloutEngine
 from smopd.engine.types import Rollout, Sampling
 from smopd.step.batch import Batch, positions
 from smopd.step.conversation import Conversations, sample
-from smopd.step.ends import StaleRollout, all_or_raise
+from smopd.step.stop import StaleRollout, all_or_raise
 
 
 class Sampler:

@@ -1,4 +1,7 @@
-"""A signal ends the run after the current step, with a checkpoint; a second one ends it at once."""
+"""What ends a run between two updates: recoverable errors and signals, after a checkpoint.
+
+A signal ends the run after the current step; a second one ends it at once.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,24 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
 
 from smopd.engine import distributed
+from smopd.engine.errors import NonFinite, NoServer
 from smopd.engine.process import SAME_SECONDS, stop_signals
+from smopd.rewards.pool import RewardError
+
+
+class StaleRollout(RuntimeError):
+    """A response was sampled by an older policy than `loop.async_level` allows."""
+
+
+RECOVERABLE = (NoServer, RewardError, StaleRollout)
+all_or_raise = partial(distributed.all_or_raise, errors=(*RECOVERABLE, NonFinite))
 
 
 class Stopped(BaseException):

@@ -19,7 +19,7 @@ from smopd.config.settings import Settings
 from smopd.engine.protocols import TeacherEngine
 from smopd.engine.types import TeacherTopK
 from smopd.step.batch import Batch
-from smopd.step.ends import all_or_raise
+from smopd.step.stop import all_or_raise
 
 
 @dataclass(frozen=True)
@@ -36,25 +36,22 @@ class TeacherScores:
     """Teacher entries outside the tokenizer's vocabulary, on this rank."""
 
 
+@dataclass(frozen=True)
 class TeacherScoring:
     """Scores batches with the frozen models, in `thread` if they can run in parallel with the student."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        teachers: TeacherEngine | None,
-        reference: TeacherEngine | None,
-        device: torch.device,
-        thread: Executor,
-    ):
-        self.settings, self.teachers, self.reference, self._thread = settings, teachers, reference, thread
-        engines = [engine for engine in (teachers, reference) if engine is not None]
-        self.overlaps = bool(engines) and all(engine.overlaps(device) for engine in engines)
+    settings: Settings
+    teachers: TeacherEngine | None
+    reference: TeacherEngine | None
+    device: torch.device
+    thread: Executor
 
     def ask(self, batch: Batch) -> Callable[[], TeacherScores]:
         """Return a function that waits for the scores; calling it is collective."""
         score = partial(self._score, batch)
-        return partial(all_or_raise, self._thread.submit(score).result if self.overlaps else score)
+        engines = [engine for engine in (self.teachers, self.reference) if engine is not None]
+        overlaps = bool(engines) and all(engine.overlaps(self.device) for engine in engines)
+        return partial(all_or_raise, self.thread.submit(score).result if overlaps else score)
 
     def _score(self, batch: Batch) -> TeacherScores:
         begin = time.perf_counter()

@@ -165,7 +165,7 @@ def prompt_set() -> PromptSet:
         Prompt(i, "", tuple(rng.integers(2, VOCABULARY, rng.integers(1, 9)).tolist()), {})
         for i in range(PROMPTS)
     )
-    return PromptSet(prompts, "fixed", PROMPTS, 0, 0, 0)
+    return PromptSet(prompts, PROMPTS)
 
 
 def train(

@@ -10,8 +10,8 @@ import torch
 from smopd.config.settings import Settings, merged
 from smopd.engine import distributed
 from smopd.engine.types import Rollout
-from smopd.step.ends import StaleRollout
 from smopd.step.sampling import Sampler
+from smopd.step.stop import StaleRollout
 from tests.smopd.run.invariance_worker import SETTINGS, FixedRollouts, prompt_set
 
 STEPS = {"loop": {"steps": 4}}
