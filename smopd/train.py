@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
@@ -30,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         from smopd.run.pipeline import try_recipe
 
         return try_recipe(command)
-    if launch.wanted(command.settings.processes):
+    if command.settings.processes > 1 and "RANK" not in os.environ:  # then this process is no rank
         return launch.launch("smopd.train", arguments, command.settings.processes)
     from smopd.run.pipeline import run_recipe
 

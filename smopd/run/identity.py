@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import TypeAlias
 
 from huggingface_hub import try_to_load_from_cache
 
@@ -19,11 +18,8 @@ from smopd.config.settings import Settings
 from smopd.data.places import located
 from smopd.engine.imports import IMPORT_PATH
 from smopd.engine.student.checkpoint import MANIFEST, file_digest
-from smopd.run.folder import FREE, flat
+from smopd.run.folder import FREE, Parts, flat
 from smopd.run.inputs import Inputs
-
-Identity: TypeAlias = dict[str, dict[str, str]]
-"""Setting -> part, such as a file or module -> SHA-256."""
 
 WHOLE_BYTES = 64 << 20  # ours: of a larger file, its size, its time and samples are compared
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # ours
@@ -33,7 +29,7 @@ PACKAGES = ("site-packages", "dist-packages")
 _HERE = Path(smopd.__file__).parent
 
 
-def identity(settings: Settings, inputs: Inputs, initial: str) -> Identity:
+def identity(settings: Settings, inputs: Inputs, initial: str) -> Parts:
     """Return the digests of everything that the settings name. `initial` is the model before any training.
 
     Rows stand for the functions that make them, and the initial model for its factory.
@@ -43,7 +39,7 @@ def identity(settings: Settings, inputs: Inputs, initial: str) -> Identity:
         "data.evaluation": inputs.held_out,
         "warm_start.source": inputs.demonstrations,
     }
-    found: Identity = {setting: {"rows": each.digest} for setting, each in rows.items() if each is not None}
+    found = {setting: {"rows": each.digest} for setting, each in rows.items() if each is not None}
     if settings.model.factory is not None:
         found["model.factory"] = model_parts(Path(initial))
     for setting, value in flat(settings.model_dump(mode="json")).items():

@@ -14,11 +14,6 @@ from smopd.engine import process
 PARENT = "SMOPD_LAUNCHED_BY"
 
 
-def wanted(processes: int) -> bool:
-    """Return whether this process should start `processes` ranks: not if it is a rank itself."""
-    return processes > 1 and "RANK" not in os.environ
-
-
 def launch(module: str, arguments: list[str], processes: int) -> int:
     """Run `python -m module arguments` in `processes` ranks, and return the exit status."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -78,11 +78,8 @@ class RunContext:
     def model_path(self, name: str) -> str:
         return model_path(self.settings, self.folder, name)
 
-    def require_whole(self, name: str) -> None:
+    def require_whole(self, path: str) -> None:
         """Raise UnusableCheckpoint if the files of an export are damaged."""
-        self.require_whole_path(self.model_path(name))
-
-    def require_whole_path(self, path: str) -> None:
         if path not in self.whole:
             require_whole(Path(path))
             self.whole.add(path)
@@ -101,9 +98,8 @@ class Printable(logging.Formatter):
 
 def run_recipe(command: Command) -> int:
     """Run what `command` asks for and is not finished, and return the exit status."""
-    set_up_logging()
-    allow_custom_code(command.settings.model.trust_remote_code)
     settings, folder = command.settings, Path(command.settings.output)
+    set_up(settings)
     with (
         Stop() as stop,
         distributed.process_group() as device,
@@ -113,12 +109,10 @@ def run_recipe(command: Command) -> int:
             require_functions(settings)
             with (
                 lock_run_dir(folder, settings, change=command.change),
-                reward_pool(settings, folder) as pool,
-                environment_workers(settings, folder) as environments,
+                workers(settings, folder) as (pool, environments),
             ):
-                do_runs(
-                    RunContext(settings, folder, pool, device, stop, environments, command.change), command
-                )
+                own = RunContext(settings, folder, pool, device, stop, environments, command.change)
+                do_runs(own, command)
         except FAILURES as error:
             if distributed.first_to_fail():
                 print(printable(f"error: {error}"), file=sys.stderr, flush=True)
@@ -134,13 +128,12 @@ def run_recipe(command: Command) -> int:
 
 def try_recipe(command: Command) -> int:
     """Read the data and call every reward once without training, and return the exit status."""
-    set_up_logging()
-    allow_custom_code(command.settings.model.trust_remote_code)
     settings = command.settings
+    set_up(settings)
     with tempfile.TemporaryDirectory() as place, distributed.process_group():
         try:
             require_functions(settings)
-            with reward_pool(settings, Path(place)) as pool, environment_workers(settings, Path(place)):
+            with workers(settings, Path(place)) as (pool, _):
                 with error_context("model"):
                     tokenizer = load_tokenizer(initial_model(settings, Path(place)))
                 inputs = read_inputs(settings, tokenizer, demonstrations=settings.warm_start is not None)
@@ -154,39 +147,38 @@ def try_recipe(command: Command) -> int:
     return 0
 
 
-def set_up_logging() -> None:
+def set_up(settings: Settings) -> None:
     quiet = os.environ.get("RANK", "0") != "0"
     handler = logging.StreamHandler()
     handler.setFormatter(Printable("%(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.ERROR if quiet else logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     transformers_logging.disable_progress_bar()
+    allow_custom_code(settings.model.trust_remote_code)
 
 
 @contextmanager
-def reward_pool(settings: Settings, folder: Path) -> Iterator[RewardPool]:
-    """Start a worker per reward, and import the rewards."""
-    with RewardPool(
-        [
-            RewardSpec(reward.name, reward.function, reward.kwargs, reward.completions)
-            for reward in settings.rewards
-        ],
-        deadline_seconds=settings.scoring.deadline_seconds,
-        log_path=folder / f"rewards_{distributed.rank()}.log",
-        memory_bytes=round((settings.scoring.memory_gib or 0) * 2**30),
-    ) as pool:
-        pool.probe()
-        yield pool
-
-
-@contextmanager
-def environment_workers(settings: Settings, folder: Path) -> Iterator[Environments]:
-    """Start a worker for each environment of the runs."""
+def workers(settings: Settings, folder: Path) -> Iterator[tuple[RewardPool, Environments]]:
+    """Start a worker for each reward, import the rewards, and start one for each environment of the runs."""
+    specs = [
+        RewardSpec(reward.name, reward.function, reward.kwargs, reward.completions)
+        for reward in settings.rewards
+    ]
+    log_path = folder / f"rewards_{distributed.rank()}.log"
     memory_bytes = round((settings.scoring.memory_gib or 0) * 2**30)
-    with Environments(folder / f"rewards_{distributed.rank()}.log", memory_bytes) as environments:
+    with (
+        RewardPool(
+            specs,
+            deadline_seconds=settings.scoring.deadline_seconds,
+            log_path=log_path,
+            memory_bytes=memory_bytes,
+        ) as pool,
+        Environments(log_path, memory_bytes) as environments,
+    ):
+        pool.probe()
         for name in settings.runs:
             environments.of(settings.resolved(name))
-        yield environments
+        yield pool, environments
 
 
 def do_runs(context: RunContext, command: Command) -> None:
@@ -197,7 +189,7 @@ def do_runs(context: RunContext, command: Command) -> None:
     if base_due and BASE not in names:
         raise UnusableInput("the base model is not made yet; run --stage warm-start first")
     start = initial_model(settings, context.folder / BASE)
-    context.require_whole_path(start)
+    context.require_whole(start)
     with error_context("model"):
         tokenizer = load_tokenizer(start)
         if planned:
@@ -253,7 +245,7 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
                 f"runs.{run.name}: needs the run {name!r}, which is not finished; run it first"
             )
     for name in needed:
-        context.require_whole(name)
+        context.require_whole(context.model_path(name))
     distributed.on_rank0(lambda: reopen(context.settings, run.name, folder))
     path = start_of(context, run, settings, inputs.train)
     tokenizer = load_tokenizer(path)
@@ -361,7 +353,7 @@ def evaluate(context: RunContext, name: str, held_out: PromptSet) -> None:
     folder, path = context.folder / name, context.model_path(name)
     if distributed.on_rank0((folder / "evaluation.json").exists):
         return
-    context.require_whole(name)
+    context.require_whole(path)
     settings = context.settings if name == BASE else context.settings.resolved(name)
     tokenizer = load_tokenizer(path)
     rewarder = Rewarder(context.pool, tokenizer, settings.scoring)
