@@ -42,23 +42,15 @@ def utterances(tmp_path: Path) -> str:
     return str(tmp_path / "snips")
 
 
-def scores(rows: list[dict], column: str) -> tuple[list[float], list[float]]:
-    """Accuracy and format of a column's texts."""
-    texts, truths = [row[column] for row in rows], [row["ground_truth"] for row in rows]
-    accuracy = accuracy_reward(texts, texts, ground_truth=truths)
-    return accuracy, format_reward(texts, texts, ground_truth=truths)
-
-
 def test_both_stages_at_a_tiny_size(
-    utterances: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    utterances: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = snips.prompts(utterances, 30, 0, "validate")
     assert {row["prompt"][1]["content"] for row in rows} == {'validate the "Bar" é', "b c"}
     assert all(f"{intent}(artist, genre)" in rows[0]["prompt"][0]["content"] for intent in snips.INTENTS)
-    assert scores(rows, "ground_truth") == ([3.0] * 30, [1.0] * 30)
+    truths = [row["ground_truth"] for row in rows]
+    for reward, best in ((accuracy_reward, 3.0), (format_reward, 1.0)):
+        assert reward(truths, truths, ground_truth=truths) == [best] * 30
 
     for part in world_model(0, pieces=[*string.printable, "é"], max_positions=1024):
         part.save_pretrained(tmp_path / "model")
