@@ -12,14 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
+from smopd.kernels.reference import advantages as reference
 from smopd.kernels.types import AdvantageOptions
 from tests.kernels import backends
 
 NAN, INF = math.nan, math.inf
 DEFAULTS: dict[str, dict] = {"grpo": {}, "gdpo": {"whiten": "responses"}, "gd2po": {"whiten": "tokens"}}
 WHITEN = ("responses", "tokens", None)
+EXAMPLES = 12
 SHARED = 33_000  # more than torch sums on one thread
 each_backend = backends.each("advantages")
 
@@ -133,6 +137,61 @@ def test_equals_a_loop(kind: str, options: dict[str, Any], backend: str) -> None
     assert adv.numpy() == pytest.approx(want, **near)
     if kept:
         assert (kept[0].numpy() == want_kept).all() and 0 < want_kept.sum() < len(want_kept)
+
+
+@st.composite
+def batches(draw) -> tuple[Tensor, ...]:
+    """Draw up to five groups with rewards that repeat, conflict, differ by rounding or are NaN."""
+    n_responses, n_rewards = draw(st.integers(1, 12)), draw(st.integers(1, 3))
+    group = draw(st.lists(st.integers(-2, 2), min_size=n_responses, max_size=n_responses))
+    value = st.sampled_from([0.0, 1.0, 1.0 + 2.0**-23, -1.0, 0.1, 0.7, 3.0, NAN, 1e-30, 1e30, INF])
+    count = n_responses * n_rewards
+    rewards = draw(st.lists(value, min_size=count, max_size=count))
+    weights = draw(st.lists(st.sampled_from([0.0, 0.3, 1.0, -0.5]), min_size=n_rewards, max_size=n_rewards))
+    lengths = draw(st.lists(st.integers(0, 9), min_size=n_responses, max_size=n_responses))
+    rewards_RK = torch.tensor(rewards).reshape(n_responses, n_rewards)
+    return rewards_RK, torch.tensor(group) * (2**61), torch.tensor(weights), torch.tensor(lengths)
+
+
+@backends.each("advantages", but=("reference",))
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_any_batch_is_the_definitions(kind: str, backend: str) -> None:
+    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(
+        batches(), st.sampled_from(WHITEN), st.sampled_from([None, 0.21, 0.83]), st.sampled_from([0.0, 1e-6])
+    )
+    def hold(batch: tuple, whiten: str | None, snr: float | None, norm_eps: float) -> None:
+        rewards, group, weights, lengths = batch
+        options = {"weights_K": weights, "norm_eps": norm_eps}
+        if kind != "grpo":
+            options |= {"lengths_R": lengths, "whiten": whiten}
+        if kind == "gd2po":
+            options["snr_threshold"] = snr
+        got = serve(backend, kind, rewards, group, **options)
+        want = reference.advantages(rewards, group, AdvantageOptions(kind, **DEFAULTS[kind] | options))
+        for x, y in zip(got, want, strict=False):
+            torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-9)
+
+    hold()
+
+
+@backends.each("advantages", but=("triton",))
+@pytest.mark.parametrize(
+    ("weights", "before", "after"),
+    [
+        ((0.5, 0.5), [-0.4872, -0.2249, 0.1624, 0.5497], [-1.1475, -0.5297, 0.3825, 1.2947]),
+        ((0.1, 0.9), [0.0526, -0.0950, -0.0175, 0.0599], [0.1950, -0.3524, -0.0650, 0.2224]),
+    ],
+)
+def test_figure_1a(weights, before, after, backend: str) -> None:
+    rewards = torch.zeros(8, 4, 2)
+    rewards[:, :, 0] = torch.arange(4.0)
+    rewards[0, 0, 1] = 1.0
+    group = torch.arange(8).repeat_interleave(4)
+    for whiten, want in ((None, before), ("responses", after)):
+        options = {"weights_K": torch.tensor(weights), "whiten": whiten}
+        adv = adv_of(backend, "gdpo", rewards.view(32, 2), group, **options)
+        assert adv.view(8, 4).mean(0).tolist() == pytest.approx(want, abs=5e-5)
 
 
 @each_backend

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from bench.harness import objective
@@ -22,6 +25,7 @@ ATOL = {"reference": 2e-6, "cpp": 2e-6, "triton": 5e-6}
 MASS = {name: {"rtol": 1e-6, "atol": 2e-6} for name in ("reference", "cpp")} | {
     "triton": {"rtol": 3e-5, "atol": 1e-30}
 }
+EXAMPLES = {"reference": 100, "cpp": 100, "triton": 20}
 Teachers = tuple[Tensor, Tensor, Tensor]
 
 
@@ -81,6 +85,53 @@ def test_the_largest_pool(backend: str) -> None:
     ids, logps, log_alpha = cases.random_teachers(1, 384, 128, 8)
     for kappa in (100, 130):
         check(backend, (ids, logps, log_alpha), kappa, merge=kappa == 100)
+
+
+@functools.cache
+def drawn(merge: bool) -> st.SearchStrategy:
+    """Return a strategy for teachers with many ties, kappa, and whether sums are exact."""
+
+    @st.composite
+    def teachers(draw) -> tuple:
+        n_rows, n_support = draw(st.integers(1, 3)), draw(st.integers(0, 6))
+        exact = draw(st.booleans())
+        # A logsumexp of two is exact up to ties, one of three is not: two teachers of distinct ids.
+        n_teachers = 2 if merge and exact else draw(st.integers(1, 4))
+        shape = (n_rows, n_teachers, n_support)
+        count = math.prod(shape)
+        few = st.sampled_from([-INF, 0.0, -0.0, -0.5, -1.0, -1.5])
+        value = few if exact else st.one_of(few, st.floats(-200, 0, width=32))
+        logps = torch.tensor(draw(st.lists(value, min_size=count, max_size=count))).reshape(shape)
+        log_alpha = torch.tensor(draw(st.lists(few, min_size=n_teachers, max_size=n_teachers)))
+        if merge and exact:
+            orders = [draw(st.permutations(range(7))) for _ in range(n_rows * n_teachers)]
+            ids = torch.tensor(orders)[:, :n_support].reshape(shape)
+        else:
+            ids = torch.tensor(draw(st.lists(st.integers(0, 7), min_size=count, max_size=count))).reshape(
+                shape
+            )
+        dtype = draw(st.sampled_from([torch.int32, torch.int64]))
+        return (ids.to(dtype), logps.float(), log_alpha), draw(st.integers(0, 30)), exact
+
+    return teachers()
+
+
+@each_backend
+@merges
+def test_any_teachers(merge: bool, backend: str) -> None:
+    backends.need(backend)
+    few = backends.interpreted(backend)
+    options = {"phases": [Phase.generate]} if few else {}  # shrinking takes the interpreter minutes
+
+    @settings(
+        max_examples=EXAMPLES[backend], deadline=None, suppress_health_check=[HealthCheck.too_slow], **options
+    )
+    @given(drawn(merge))
+    def hold(case: tuple) -> None:
+        teachers, kappa, exact = case
+        check(backend, teachers, kappa, merge, near=not exact or backend == "triton")
+
+    hold()
 
 
 @each_backend
