@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from smopd.engine.errors import Failure
+
 T = TypeVar("T")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -102,7 +104,7 @@ def watched(seconds: float) -> Iterator[None]:
         done.set()
 
 
-class LostRank(RuntimeError):
+class LostRank(Failure, RuntimeError):
     """Another rank did not reach a collective call in time."""
 
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 
-class NoServer(RuntimeError):
+class Failure(Exception):
+    """An error of the user's files, models, servers or machine, printed without a traceback."""
+
+
+class NoServer(Failure, RuntimeError):
     """An engine has no server left."""
 
 
-class NonFinite(RuntimeError):
+class NonFinite(Failure, RuntimeError):
     """A gradient, a weight or a log-probability is NaN or infinite."""
 
 
-class UnusableModel(ValueError):
+class UnusableInput(Failure, RuntimeError):
+    """Data, a model or a plan that cannot be used."""
+
+
+class UnusableModel(Failure, ValueError):
     """A model that cannot be trained, sampled or scored."""

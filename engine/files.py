@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from smopd.engine.errors import Failure
+
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (
     errno.EROFS, errno.ESTALE, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG,
@@ -20,11 +22,11 @@ _TORCH_WRITES = "PytorchStreamWriter failed"  # torch's C++ errors have no reaso
 _PROBE_BYTES = 1 << 16  # ours
 
 
-class CannotWrite(RuntimeError):
+class CannotWrite(Failure, RuntimeError):
     """The disk refuses a file: it is full, read-only or gone, or a limit is reached."""
 
 
-class DamagedFile(ValueError):
+class DamagedFile(Failure, ValueError):
     """A file of a run that is not what was written."""
 
 

@@ -29,11 +29,7 @@ def run(
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SMOPD"))
     }
     done = subprocess.run(
-        [str(word) for word in command],
-        cwd=cwd,
-        env=inherited | environment,
-        capture_output=True,
-        text=True,
+        [str(word) for word in command], cwd=cwd, env=inherited | environment, capture_output=True, text=True
     )
     if expect is not None:
         assert done.returncode == expect, f"{command}\n{done.stdout}\n{done.stderr}"

@@ -46,7 +46,8 @@ LAYERS = {
         ops
     """,
     "engine": """
-        types process files imports errors hub
+        types imports errors hub
+        process files
         settings
         protocols models distributed
         student
@@ -66,7 +67,7 @@ LAYERS = {
         record
         loop report worlds evals integrations merging
         run
-        train evaluate plan merge export push
+        train evaluate merge export push
         __main__
     """,
 }

@@ -20,16 +20,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-HEADER = (
-    "operation and case",
-    "provider",
-    "ms",
-    "p20 to p80",
-    "x eager",
-    "of ceiling",
-    "MiB",
-    "error",
-)
+HEADER = ("operation and case", "provider", "ms", "p20 to p80", "x eager", "of ceiling", "MiB", "error")
 """error: the largest except for gradients, in nats or, for a linear head, relative to the norm."""
 
 

@@ -24,7 +24,7 @@ FIGURES = {
     "equal_cost": (
         ("gdpo", "batch_balanced", "saw", "smopd_paper", "smopd", "sequential"),
         ("accuracy", "format"),
-    ),
+    )
 }
 """Experiment -> runs and the two rewards of its figure."""
 

@@ -177,10 +177,7 @@ COLUMNS: dict[str, str] = {
 
 
 def table(
-    results: Sequence[Result],
-    baseline: str,
-    runs: Sequence[str] = (),
-    columns: Sequence[str] = (),
+    results: Sequence[Result], baseline: str, runs: Sequence[str] = (), columns: Sequence[str] = ()
 ) -> str:
     """Return a Markdown table with one row per run.
 

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedTokenizerBase
 
 from smopd.engine import distributed
+from smopd.engine.errors import Failure
 from smopd.engine.files import empty_partial, flush, replace_folder, room_for
 from smopd.engine.student.optimizers import apply_settings
 from smopd.engine.student.strategy import UnreadableState
@@ -30,7 +31,7 @@ _PREFIX = "step_"
 T = TypeVar("T")
 
 
-class UnusableCheckpoint(RuntimeError):
+class UnusableCheckpoint(Failure, RuntimeError):
     """A checkpoint that this run cannot resume from."""
 
 

@@ -63,10 +63,7 @@ def prompts(folder: str, classifier: str, n: int, seed: int, split: str) -> list
         raise ValueError(f"asked_words: {folder} has no message for the split {split}")
     drawn = draw(kept, n, random.Random(f"asked words {split} {seed}"))
     return [
-        {
-            "prompt": [{"role": "user", "content": f"{message}\n\n{WISH.format(*asked)}"}],
-            "asked": list(asked),
-        }
+        {"prompt": [{"role": "user", "content": f"{message}\n\n{WISH.format(*asked)}"}], "asked": list(asked)}
         for message, asked in drawn
     ]
 

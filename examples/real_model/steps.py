@@ -93,14 +93,7 @@ def measured(system: str, chosen: argparse.Namespace, settings: Sequence[str]) -
     with TemporaryDirectory() as folder:
         if system in OURS:
             run, more = OURS[system]
-            common = [
-                "smopd.train",
-                str(RECIPE),
-                "--model.path",
-                chosen.model,
-                "--output",
-                folder,
-            ]
+            common = ["smopd.train", str(RECIPE), "--model.path", chosen.model, "--output", folder]
             common += settings
             if run == "merge":
                 run_process([*common, "--only", "accuracy_teacher", "format_teacher"])

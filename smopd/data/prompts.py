@@ -231,11 +231,7 @@ def load_prompts(
 
 
 def load_demonstrations(
-    source: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    completion_column: str = "completion",
-    **options: Any,
+    source: str, tokenizer: PreTrainedTokenizerBase, *, completion_column: str = "completion", **options: Any
 ) -> DemonstrationSet:
     """Check all rows of a source and return their prompts with completions, tokenized on access.
 

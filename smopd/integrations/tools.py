@@ -26,9 +26,8 @@ class TrlTools:
     """
 
     def __init__(self, factory: str):
-        made = import_function(factory)
-        methods = dict(inspect.getmembers(made, predicate=inspect.isfunction))
-        self.make = made
+        self.make = import_function(factory)
+        methods = dict(inspect.getmembers(self.make, predicate=inspect.isfunction))
         self.tools = {name for name in methods if not name.startswith("_") and name not in NOT_TOOLS}
 
     def begin(self, row: Mapping[str, Any]) -> Any:

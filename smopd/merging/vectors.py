@@ -27,7 +27,7 @@ from smopd.engine.weights.transport import on_cpu
 
 NOT_COPIED = ("*.safetensors", "*.bin*", "manifest.*", "adapter", "optimizer*", "training_args*")
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-UNPLAIN = ("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save")  # and bias
+UNPLAIN = ("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")  # read_adapter refuses others
 
 
 @dataclass(frozen=True)
@@ -170,13 +170,11 @@ class Lora:
 
     def __init__(self, adapter: Adapter):
         self.path, self.base, self.config = str(adapter.folder), adapter.base, adapter.config
-        unplain = {name: value for name in UNPLAIN if (value := self.config.get(name))}
-        if (bias := self.config.get("bias") or "none") != "none":
-            unplain["bias"] = bias
-        for name, value in unplain.items():
-            raise ValueError(
-                f"{self.path}: {name} is {value!r}, expected none: only plain LoRA can be merged"
-            )
+        for name in UNPLAIN:
+            if value := self.config.get(name):
+                raise ValueError(
+                    f"{self.path}: {name} is {value!r}, expected none: only plain LoRA can be merged"
+                )
         self.rank, alpha = int(self.config["r"]), float(self.config["lora_alpha"])
         self.scale = alpha / (self.rank**0.5 if self.config.get("use_rslora") else self.rank)
         with reading(self.path):

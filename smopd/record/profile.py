@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import methodcaller
 from pathlib import Path
 
 from torch import profiler
@@ -22,12 +23,9 @@ def profiled(folder: Path, step: int | None, done: int) -> Iterator[Callable[[],
         return
     trace = folder / f"trace_step_{step}_rank_{distributed.rank()}.json.gz"
     before = step - done - 1
-    warm_up = min(before, 1)
-    schedule = profiler.schedule(wait=before - warm_up, warmup=warm_up, active=1, repeat=1)
+    schedule = profiler.schedule(wait=max(before - 1, 0), warmup=min(before, 1), active=1, repeat=1)
 
-    def write(profile: profiler.profile) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        profile.export_chrome_trace(str(trace))
-
+    folder.mkdir(parents=True, exist_ok=True)
+    write = methodcaller("export_chrome_trace", str(trace))
     with profiler.profile(schedule=schedule, on_trace_ready=write) as profile:
         yield profile.step

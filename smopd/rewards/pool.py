@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from smopd.engine.errors import Failure
 from smopd.engine.process import kill_below
 from smopd.names import STARTUP_SECONDS
 from smopd.rewards.forms import CompletionForm
@@ -42,7 +43,7 @@ FAILURE_KINDS = ("exception", "timeout", "length", "worker_died", "nonfinite", "
 """Why a response has no score; the first four apply to a whole call. The last: its environment failed."""
 
 
-class RewardError(RuntimeError):
+class RewardError(Failure, RuntimeError):
     """A reward that cannot be loaded, or left too many responses unscored."""
 
 

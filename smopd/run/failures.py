@@ -5,36 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from smopd.engine.distributed import LostRank
-from smopd.engine.errors import NonFinite, NoServer, UnusableModel
-from smopd.engine.files import CannotWrite, DamagedFile
-from smopd.engine.student.checkpoint import UnusableCheckpoint
-from smopd.rewards.pool import RewardError
-from smopd.run.folder import ConfigMismatch
-from smopd.run.lease import RunDirLocked
-from smopd.step.stop import StaleRollout
-
-
-class UnusableInput(RuntimeError):
-    """Data, a model or a plan that cannot be used."""
-
-
-FAILURES = (
-    RunDirLocked,
-    CannotWrite,
-    DamagedFile,
-    LostRank,
-    NoServer,
-    NonFinite,
-    ConfigMismatch,
-    RewardError,
-    StaleRollout,
-    UnusableCheckpoint,
-    UnusableInput,
-    UnusableModel,
-    OSError,
-)
-"""Errors of the user's files, models, servers and machine. Any other is a mistake of smopd."""
+from smopd.engine.errors import UnusableInput
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from smopd.config.recipe import write_yaml
 from smopd.config.schedule import BASE, done_steps
 from smopd.config.settings import Settings
 from smopd.engine import distributed
+from smopd.engine.errors import Failure
 from smopd.engine.files import read_json, room_for, write_atomically
 from smopd.engine.student.checkpoint import saved_steps
 from smopd.names import without_secrets
@@ -59,7 +60,7 @@ VERSIONS = "versions"
 """Entry of inputs.json with the version of each package."""
 
 
-class ConfigMismatch(RuntimeError):
+class ConfigMismatch(Failure, RuntimeError):
     """The run directory holds runs with other settings."""
 
 

@@ -45,11 +45,8 @@ def identity(settings: Settings, inputs: Inputs, initial: str) -> Parts:
     for setting, value in flat(settings.model_dump(mode="json")).items():
         if not isinstance(value, str) or setting.startswith((*FREE, *rows, "model.factory")):
             continue
-        if IMPORT_PATH.fullmatch(value):
-            parts = code_parts(value.partition(":")[0])
-        else:
-            parts = named_model(value)
-        if parts:
+        is_code = IMPORT_PATH.fullmatch(value)
+        if parts := code_parts(value.partition(":")[0]) if is_code else named_model(value):
             found[setting] = parts
     return found
 
@@ -101,8 +98,7 @@ def code_parts(module: str) -> dict[str, str]:
             continue
         seen.add(name)
         waiting.append(name.rpartition(".")[0])
-        file = _file_of(name)
-        if file is None:
+        if (file := _file_of(name)) is None:
             continue
         installed = file.is_relative_to(_HERE) or not set(PACKAGES).isdisjoint(file.parts)
         if name == module or not installed:

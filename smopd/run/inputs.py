@@ -50,10 +50,7 @@ def read_inputs(settings: Settings, tokenizer: PreTrainedTokenizerBase, *, demon
     if warm is not None and demonstrations:
         with error_context("warm_start.source"):
             demonstrated = load_demonstrations(
-                tokenizer=tokenizer,
-                completion_column=warm.completion_column,
-                **dict(warm.source),
-                **template,
+                tokenizer=tokenizer, completion_column=warm.completion_column, **dict(warm.source), **template
             )
     return Inputs(train, held_out, demonstrated)
 

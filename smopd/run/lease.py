@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from smopd.engine.errors import Failure
 from smopd.engine.files import CannotWrite, read_json, write_atomically
 from smopd.record.progress import say
 
@@ -22,7 +23,7 @@ STALE_SECONDS = 20.0  # ours: a lease that is not renewed for so long is of a co
 TRIES, TRY_SECONDS = 10, 1.0  # ours: a network file system may show a file late
 
 
-class RunDirLocked(RuntimeError):
+class RunDirLocked(Failure, RuntimeError):
     """Another command is using the run directory, or it cannot be written or is not shared."""
 
 
@@ -80,8 +81,7 @@ def _wait_for_other_hosts(path: Path) -> None:
     say(f"{path.parent}: waiting {STALE_SECONDS:g} seconds to see whether {_holder(first)} is still at work")
     while time.monotonic() < end:
         time.sleep(STALE_SECONDS / TRIES)
-        found = _read(path)
-        if not found:
+        if not (found := _read(path)):
             return
         if found != first:
             raise RunDirLocked(f"{path.parent}: {_holder(first)} is at work there; or give another --output")

@@ -22,6 +22,7 @@ from smopd.config.schedule import BASE, PlannedRun, done_steps, is_done, needs_b
 from smopd.config.settings import Merge, Settings
 from smopd.data.prompts import PromptSet
 from smopd.engine import distributed
+from smopd.engine.errors import Failure
 from smopd.engine.files import write_atomically
 from smopd.engine.local.teachers import held_already, load_teachers
 from smopd.engine.models.loading import (
@@ -46,7 +47,7 @@ from smopd.report.summary import summarise
 from smopd.rewards.pool import RewardPool, RewardSpec
 from smopd.run import build
 from smopd.run.base import initial_model, make_base, model_path
-from smopd.run.failures import FAILURES, UnusableInput, error_context
+from smopd.run.failures import UnusableInput, error_context
 from smopd.run.folder import compare_inputs, lock_run_dir, mark_done, write_settings
 from smopd.run.identity import identity
 from smopd.run.inputs import Inputs, log_inputs, read_inputs
@@ -113,7 +114,7 @@ def run_recipe(command: Command) -> int:
             ):
                 own = RunContext(settings, folder, pool, device, stop, environments, command.change)
                 do_runs(own, command)
-        except FAILURES as error:
+        except (Failure, OSError) as error:
             if distributed.first_to_fail():
                 print(printable(f"error: {error}"), file=sys.stderr, flush=True)
             return 1
@@ -141,7 +142,7 @@ def try_recipe(command: Command) -> int:
                 log_inputs(inputs)
                 talks = settings.rollout.environment is not None
                 try_rewards(pool, settings.scoring, tokenizer, inputs.train[0], conversation=talks)
-        except FAILURES as error:
+        except (Failure, OSError) as error:
             print(printable(f"error: {error}"), file=sys.stderr)
             return 1
     return 0

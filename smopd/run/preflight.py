@@ -29,17 +29,16 @@ from smopd.step.rewards import Rewarder
 GROUND_TRUTHS = ("ground_truth", "answer", "solution", "completion", "response", "output", "target")
 """Ours: columns that may hold a right answer; the first one with text is tried."""
 
-NEWEST_TESTED = {"torch": "2.14", "transformers": "5.23", "triton": "3.8"}
-"""See CONTRIBUTING.md."""
+NEWEST_TESTED = {"torch": "2.14", "transformers": "5.23", "triton": "3.8"}  # see CONTRIBUTING.md
 
 
 def newer_than_tested() -> str | None:
     """Return a line that names installed packages newer than tested ones, apart from patch releases."""
-    newer = []
-    for package, tested in NEWEST_TESTED.items():
-        installed = version(package) if find_spec(package) else tested
-        if Version(installed).release[:2] > Version(tested).release[:2]:
-            newer.append(f"{package} {installed} (tested up to {tested})")
+    newer = [
+        f"{package} {version(package)} (tested up to {tested})"
+        for package, tested in NEWEST_TESTED.items()
+        if find_spec(package) and Version(version(package)).release[:2] > Version(tested).release[:2]
+    ]
     return f"newer than tested: {', '.join(newer)}" if newer else None
 
 

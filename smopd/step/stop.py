@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from smopd.engine import distributed
-from smopd.engine.errors import NonFinite, NoServer
+from smopd.engine.errors import Failure, NonFinite, NoServer
 from smopd.engine.process import SAME_SECONDS, stop_signals
 from smopd.rewards.pool import RewardError
 
 
-class StaleRollout(RuntimeError):
+class StaleRollout(Failure, RuntimeError):
     """A response was sampled by an older policy than `loop.async_level` allows."""
 
 

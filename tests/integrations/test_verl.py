@@ -234,11 +234,7 @@ def engine(student: nn.Module) -> Any:
 
 @pytest.mark.parametrize(
     ("stored", "temperature", "remove_padding", "task_rewards"),
-    [
-        (float, 1.0, True, False),
-        (float, 0.5, True, True),
-        (lambda t: torch.full((2,), t), 0.5, False, True),
-    ],
+    [(float, 1.0, True, False), (float, 0.5, True, True), (lambda t: torch.full((2,), t), 0.5, False, True)],
 )
 def test_the_loss_of_verls_engine(
     stored: Any, temperature: float, remove_padding: bool, task_rewards: bool

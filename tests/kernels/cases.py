@@ -19,12 +19,7 @@ from torch import Tensor
 from smopd import ops
 from smopd.kernels import dispatch
 from smopd.kernels.reference import topk as reference
-from smopd.kernels.types import (
-    LossSettings,
-    LossTokens,
-    SparseTarget,
-    TokenTerms,
-)
+from smopd.kernels.types import LossSettings, LossTokens, SparseTarget, TokenTerms
 from tests.kernels import backends, float64
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -239,11 +234,7 @@ def run_loss(
 
 
 def check_loss(
-    backend: str,
-    case: LossCase,
-    gradient: str = "own",
-    layout: str = "dense",
-    most: int | None = None,
+    backend: str, case: LossCase, gradient: str = "own", layout: str = "dense", most: int | None = None
 ) -> tuple[TokenTerms, Tensor | None]:
     """Compare terms and gradient with the truth; the interpreter gets at most `most` rows."""
     case = few_rows(backend, case, most)

@@ -11,14 +11,7 @@ import torch
 from smopd.config.settings import Loss, Opd, Settings, merged
 from smopd.engine.types import TeacherTopK
 from smopd.gates import failure
-from smopd.objective import (
-    Objective,
-    Signals,
-    Target,
-    opd_coef,
-    teachers_rewards,
-    token_weights,
-)
+from smopd.objective import Objective, Signals, Target, opd_coef, teachers_rewards, token_weights
 from smopd.step.batch import Batch, positions
 from tests.engine.tiny import ragged_rollouts
 from tests.smopd.run.invariance_worker import SETTINGS

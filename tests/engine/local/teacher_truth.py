@@ -27,11 +27,7 @@ def whole_logprobs(model, rollouts: list[Rollout], temperature: float = 1.0) -> 
 
 
 def check(
-    topk: TeacherTopK,
-    expected: list[Tensor],
-    kappa: int,
-    bound: float,
-    rollouts: list[Rollout] = ROLLOUTS,
+    topk: TeacherTopK, expected: list[Tensor], kappa: int, bound: float, rollouts: list[Rollout] = ROLLOUTS
 ) -> None:
     """Compare with each teacher's (N, V): the largest values, and the value of each id, within `bound`."""
     token_ids_N = torch.cat([rollout.of_policy(rollout.response_ids) for rollout in rollouts])

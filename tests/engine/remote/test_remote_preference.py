@@ -61,7 +61,7 @@ def scores(*probs):
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        (scores([0.5, 0.5], [0.5, 0.5]), "got scores .* expected one finite number for each of 2"),
+        (scores([0.5, 0.5], [0.5, 0.5]), "got scores .* expected a finite number for each of 2"),
         (scores([1.0]), "got scores .* for each of 2"),
         (scores([1.0], [float("nan")]), "got scores .* for each of 2"),
     ],

@@ -121,8 +121,7 @@ def test_a_server_that_cannot_serve_is_refused_at_the_start(loopback, path, stat
 )
 def test_a_sync_is_checked_by_what_servers_hold_and_sample(sampling, held, logp, reason):
     rollouts, (server, other) = sampling(
-        with_(token_ids=(0,), logps=(logp,)),
-        with_(token_ids=(0,), logps=(0.0,)),
+        with_(token_ids=(0,), logps=(logp,)), with_(token_ids=(0,), logps=(0.0,))
     )
     for one in (server, other):
         one.label = rollouts.label(1)

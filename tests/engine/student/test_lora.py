@@ -14,14 +14,7 @@ from smopd.engine.settings import Lora
 from smopd.engine.student.checkpoint import Checkpoints
 from smopd.engine.student.student import Student
 from tests.engine.models.families import family
-from tests.engine.student.training import (
-    NLL,
-    TOKENS,
-    advance,
-    loss_tokens,
-    make_student,
-    settings_of,
-)
+from tests.engine.student.training import NLL, TOKENS, advance, loss_tokens, make_student, settings_of
 from tests.engine.tiny import plain_logps, ragged_rollouts, tiny_model
 
 peft = pytest.importorskip("peft")

@@ -13,14 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from smopd.engine.settings import Lora
 from smopd.engine.student.optimizers import cosine, last_share, linear
-from tests.engine.student.training import (
-    NLL,
-    TOKENS,
-    advance,
-    loss_tokens,
-    make_student,
-    parameters,
-)
+from tests.engine.student.training import NLL, TOKENS, advance, loss_tokens, make_student, parameters
 from tests.engine.tiny import plain_logps, ragged_rollouts, tiny_model
 
 

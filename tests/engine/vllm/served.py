@@ -43,11 +43,7 @@ class Process:
         environment |= {"PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         with self.log.open("ab") as file:
             self.process = subprocess.Popen(
-                self.command,
-                env=environment,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                self.command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
         deadline = time.monotonic() + HANG_SECONDS
         while not self.answers():
