@@ -1,10 +1,15 @@
-"""Tiny random models of many families; `python -m tests.engine.models.families` prints how each trains."""
+"""Tiny random models of many families.
+
+`python -m tests.engine.models.families docs/models.md` prints how each trains and fills the page's table.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,10 +39,26 @@ PLAIN = (
     "granite", "llama", "mistral", "nemotron", "olmo", "olmo2", "persimmon",
     "phi", "phi3", "qwen2", "qwen3", "smollm3", "stablelm",
 )  # fmt: skip
+TIED = {"tie_word_embeddings": True}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPES = {
+    "linear RoPE": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+    "YaRN": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64},
+    "llama3 RoPE": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0}
+    | LLAMA3
+    | {"original_max_position_embeddings": 64},
+}
 WINDOWS = ["cohere2", "gemma2", "gemma3_text", "ministral", "olmo3", "vaultgemma"]
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {"sliding_window": None}) for name in PLAIN},
+    **{f"{name}, tied": (name, TIED | {"sliding_window": None}) for name in PLAIN},
     **{name: (name, WINDOW) for name in WINDOWS},
+    **{f"{name}, tied": (name, TIED | WINDOW) for name in WINDOWS},
+    **{
+        f"{name}, {rope}": (name, {"rope_parameters": given})
+        for name in ("llama", "qwen3")
+        for rope, given in ROPES.items()
+    },
     "bamba": ("bamba", MAMBA | {"attn_layer_indices": [1]}),
     "biogpt": ("biogpt", {"hidden_dropout_prob": 0.5}),
     "bloom": ("bloom", {"n_layer": 2, "n_head": 2}),
@@ -49,7 +70,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "dots1": ("dots1", GROUPED | {"n_shared_experts": 1}),
     "ernie4_5_moe": ("ernie4_5_moe", ROUTED | {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1}),
     "exaone4, window": ("exaone4", WINDOW),
+    "falcon_h1": ("falcon_h1", MAMBA | {"mamba_d_ssm": 128}),
+    "falcon_mamba": ("falcon_mamba", {"state_size": 8}),
+    "flex_olmo": ("flex_olmo", {"num_experts": 4, "num_experts_per_tok": 2}),
     "gemma3": ("gemma3", {"text_config": WINDOW, "vision_config": VISION}),
+    "glm4": ("glm4", {"head_dim": 16}),
     "glm4_moe": ("glm4_moe", GROUPED | {"head_dim": 16}),
     "gpt2": ("gpt2", OLD),
     "gpt_bigcode": ("gpt_bigcode", OLD),
@@ -57,6 +82,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_neo",
         {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 8},
     ),
+    "gpt2, tied": ("gpt2", OLD | TIED),
     "gpt_oss": ("gpt_oss", WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gptj": ("gptj", OLD | {"rotary_dim": 8}),
     "granitemoe": ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -94,6 +120,35 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "recurrent_gemma": ("recurrent_gemma", {"lru_width": 64, "attention_window_size": 8, "head_dim": 32}),
     "seed_oss": ("seed_oss", {"head_dim": 16, "residual_dropout": 0.5, "attention_dropout": 0.5}),
     "starcoder2": ("starcoder2", {"residual_dropout": 0.5, "sliding_window": 8}),
+    "afmoe": ("afmoe", {}),
+    "cwm": ("cwm", WINDOW),
+    "deepseek_v2": ("deepseek_v2", GROUPED | LATENT | {"v_head_dim": 16, "num_key_value_heads": 2}),
+    "gpt_oss, no window": (
+        "gpt_oss",
+        {"layer_types": ["full_attention"] * 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"head_dim": 16},
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        MAMBA | {"num_local_experts": 4, "layer_types": ["mamba", "attention"]},
+    ),
+    "granitemoeshared": (
+        "granitemoeshared",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32},
+    ),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2, "head_dim": 16}),
+    "jetmoe": ("jetmoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}),
+    "lfm2_moe": (
+        "lfm2_moe",
+        ROUTED | {"layer_types": ["conv", "full_attention"], "num_experts": 4, "num_dense_layers": 1},
+    ),
+    "llama, MQA": ("llama", {"num_key_value_heads": 1}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mamba2": ("mamba2", {"state_size": 8, "head_dim": 16, "num_heads": 8}),
+    "minimax_m2": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
+    "ministral3": ("ministral3", {}),
+    "nemotron_h": ("nemotron_h", {}),
+    "solar_open": ("solar_open", GROUPED | {"head_dim": 16}),
     "xglm": ("xglm", {"d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 2, "dropout": 0.5}),
 }
 
@@ -131,13 +186,23 @@ def row(name: str) -> list[str]:
         names = {key for key, _ in adapted.weights()}
         found.append("yes" if names == set(model.state_dict()) else "names differ")
     except Exception as error:
-        found.append(f"{type(error).__name__}: {str(error)[:100]}")
+        found.append(f"refused: {str(error).removeprefix('lora: ')[:60]}")
     return found
 
 
-if __name__ == "__main__":
+def main(page: Path | None) -> None:
+    """Print the table, and put it behind the first table row of `page` if given."""
     logging.disable()
     warnings.simplefilter("ignore")
+    lines = ["| configuration | path | nats off | sampling | LoRA |", "|---|---|---:|---|---|"]
     with distributed.process_group():
-        for each in (["family", "path", "agreement", "sampling", "lora"], ["---"] * 5, *map(row, FAMILIES)):
-            print("|", " | ".join(each), "|", flush=True)
+        for name in sorted(FAMILIES):
+            lines.append(f"| {' | '.join(row(name))} |")
+            print(lines[-1], flush=True)
+    if page is not None:
+        text = page.read_text()
+        page.write_text(text[: text.index("\n| configuration")] + "\n" + "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
