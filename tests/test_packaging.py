@@ -97,7 +97,8 @@ def modules_in(folder: Path) -> set[str]:
         prefix = Path() if name == "smopd" else Path("smopd")
         for path in (folder / name).rglob("*"):
             linked = name == "smopd" and path.relative_to(folder / name).parts[0] in ROOMS
-            shipped = path.suffix in {".py", ".yaml", ".csv", ".txt", ".html", ".md"} or path.name == "py.typed"
+            kinds = {".py", ".yaml", ".csv", ".txt", ".html", ".md"}
+            shipped = path.suffix in kinds or path.name == "py.typed"
             if shipped and not linked:
                 found.add(str(prefix / path.relative_to(folder)))
     return found
