@@ -136,9 +136,9 @@ def test_a_run_goes_on_when_a_server_is_killed(pair, model_folder, tmp_path):
             time.sleep(0.1)
         pair[1].kill()
         run.join(HANG_SECONDS)
-    told = log.read_text()
-    assert run.exitcode == 0, told[-4000:]
-    assert f"{pair[1].url} is removed" in told and f"{pair[0].url} is removed" not in told
+    text = log.read_text()
+    assert run.exitcode == 0, text[-4000:]
+    assert f"{pair[1].url} is removed" in text and f"{pair[0].url} is removed" not in text
     lines = [line for line in metric_lines(tmp_path / "run/alone") if "tokens" in line]
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     assert all(line["rollout_mismatch"] < 1e-3 for line in lines)

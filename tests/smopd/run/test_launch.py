@@ -80,8 +80,8 @@ def test_a_second_command_is_refused_and_a_signal_ends_both_ranks_after_their_st
         launcher.join(HANG_SECONDS)
         assert launcher.exitcode == 130
         assert_none_is_left(all_below)
-    told = log.read_text()
-    assert told.count("is done and saved; rerun to resume") == 1 and "Traceback" not in told, told[-4000:]
+    text = log.read_text()
+    assert text.count("is done and saved; rerun to resume") == 1 and "Traceback" not in text, text[-4000:]
     assert list(tmp_path.glob("out/accuracy_teacher/checkpoints/step_*"))
 
 
@@ -94,21 +94,21 @@ def test_a_stopped_rank_ends_the_run_after_the_time_out(tmp_path):
         began = time.monotonic()
         first.join(HANG_SECONDS)
         assert first.exitcode == 1 and 15 < time.monotonic() - began < 90
-    told = log.read_text()
-    assert len(re.findall(r"error: rank \d has given no sign of life for 20 seconds; rerun", told)) == 1
-    assert 'File "' not in told.partition("error: rank")[0] and "Timed out" not in told, told[-4000:]
+    text = log.read_text()
+    assert len(re.findall(r"error: rank \d has given no sign of life for 20 seconds; rerun", text)) == 1
+    assert 'File "' not in text.partition("error: rank")[0] and "Timed out" not in text, text[-4000:]
 
 
 def test_a_signal_before_anything_is_there_ends_the_command_in_silence(tmp_path):
     words = [sys.executable, "-m", "smopd.train", str(write_recipe(tmp_path, TWO)), "--processes", "2"]
-    told = b""
+    text = b""
     with subprocess.Popen(
         words, env=environment() | {"PYTHONVERBOSE": "1"}, stderr=subprocess.PIPE
     ) as running:
         assert running.stderr is not None
-        while b"import 'torch" not in told:
-            told = running.stderr.readline()
-            assert told, "torch is imported after the command has begun"
+        while b"import 'torch" not in text:
+            text = running.stderr.readline()
+            assert text, "torch is imported after the command has begun"
         running.send_signal(signal.SIGINT)
-        _, told = running.communicate(timeout=HANG_SECONDS)
-    assert running.returncode == -signal.SIGINT and b"Traceback" not in told
+        _, text = running.communicate(timeout=HANG_SECONDS)
+    assert running.returncode == -signal.SIGINT and b"Traceback" not in text
