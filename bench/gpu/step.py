@@ -1,24 +1,29 @@
-"""Time merge steps of a model of 0.5B random parameters in the library's own loop.
+"""Time training steps of a model of 0.5B random parameters in the library's own loop and in TRL's trainers.
 
     python -m bench.gpu.step --output FILE [--tiny] [--device cpu]
 
-A row each for decoding in place (CUDA graphs), by the plain loop, and in place with compiled layers: seconds
-per phase of the last step, after warm-up. If a variant fails, its row has the error.
+A row each for merges that decode in place (CUDA graphs), by the plain loop, and in place with compiled layers,
+for a step without teachers; and for TRL's GRPOTrainer, without teachers, and ours on it with two teachers:
+seconds of the last step, after warm-up, per phase where known. If a variant fails, its row has the error.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from bench.harness import record
 from smopd.config.settings import Settings
@@ -35,8 +40,14 @@ from smopd.rewards.pool import FAILURE_KINDS, RewardBatch
 from smopd.step.rewards import Rewards
 
 GROUP, END, STEPS = 8, 2, 2
-WAYS = {"in place": ("in_place", False), "loop": ("loop", False), "in place, compile": ("in_place", True)}
-"""Provider -> decoding and whether layers are compiled."""
+WAYS = {
+    "in place": ("in_place", False, True),
+    "in place, compile": ("in_place", True, True),
+    "loop": ("loop", False, True),
+    "no teachers": ("in_place", False, False),
+}
+"""Provider -> decoding, whether layers are compiled, and whether there are teachers."""
+TRL_ROWS = 32  # per micro-batch
 
 
 @dataclass(frozen=True)
@@ -78,19 +89,17 @@ def new_model(sizes: Sizes, seed: int, dtype: torch.dtype, device: torch.device)
         return Qwen2ForCausalLM(config).to(dtype)
 
 
-def new_prompts(sizes: Sizes, n: int) -> PromptSet:
-    """Return random prompts of several lengths."""
+def random_prompts(sizes: Sizes, n: int) -> list[list[int]]:
+    """Return ids of n prompts of several lengths."""
     generator = torch.Generator().manual_seed(1)
     lengths = [sizes.prompt - i % (sizes.prompt // 4) for i in range(n)]
-    ids = [
+    return [
         torch.randint(3, sizes.model["vocab_size"], (length,), generator=generator).tolist()
         for length in lengths
     ]
-    prompts = tuple(Prompt(i, "", tuple(each), {}) for i, each in enumerate(ids))
-    return PromptSet(prompts, n)
 
 
-def merge_settings(sizes: Sizes, compiled: bool) -> Settings:
+def step_settings(sizes: Sizes, compiled: bool, taught: bool) -> Settings:
     return Settings.model_validate(
         {
             "name": "step",
@@ -110,7 +119,7 @@ def merge_settings(sizes: Sizes, compiled: bool) -> Settings:
             "log": {"token_views": 0},
             "merge": {"method": "published"},
             "opd": {"target": "merged", "tail": True},
-            "runs": {"student": {"stage": "merge"}},
+            "runs": {"student": {"stage": "merge" if taught else "train"}},
         }
     ).resolved("student")
 
@@ -133,23 +142,29 @@ class IdRewards:
         return Rewards(values_RK, [""] * len(rollouts), batch)
 
 
-def last_step(sizes: Sizes, device: torch.device, decoding: str, compiled: bool) -> dict[str, Any]:
-    """Run a merge with two teachers and return its last line of metrics."""
-    settings, half = merge_settings(sizes, compiled), torch.bfloat16
+def last_step(
+    sizes: Sizes, device: torch.device, decoding: str, compiled: bool, taught: bool
+) -> dict[str, Any]:
+    """Run a merge with two teachers, or a run without, and return its last line of metrics."""
+    settings, half = step_settings(sizes, compiled, taught), torch.bfloat16
+    ids = random_prompts(sizes, STEPS * sizes.prompts)
+    prompts = tuple(Prompt(i, "", tuple(each), {}) for i, each in enumerate(ids))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         student = Student(new_model(sizes, 0, torch.float32, device), settings.student, device)
-        teachers = [new_model(sizes, seed, half, device) for seed in (1, 2)]
+        teachers = [new_model(sizes, seed, half, device) for seed in (1, 2)] if taught else []
         with Recorder(folder, "student", settings, Numbers()) as recorder:  # type: ignore[arg-type]
             optimise(
                 Run(
                     settings=settings,
                     weights=[0.5, 0.5],
-                    prompts=new_prompts(sizes, STEPS * sizes.prompts),
+                    prompts=PromptSet(prompts, len(prompts)),
                     held_out=None,
                     student=student,
                     rollouts=LocalRollout(new_model(sizes, 0, half, device), [END], decoding=decoding),
-                    teachers=LocalTeachers(teachers, settings.student, student.vocabulary),
+                    teachers=LocalTeachers(teachers, settings.student, student.vocabulary)
+                    if taught
+                    else None,
                     rewarder=IdRewards(),  # type: ignore[arg-type]
                     checkpoints=Checkpoints(folder / "checkpoints", 1),
                     recorder=recorder,
@@ -166,31 +181,119 @@ def row_of(line: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
+def words(sizes: Sizes) -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose tokens are numbers."""
+    vocabulary = {str(i): i for i in range(sizes.model["vocab_size"])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="1"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=str(END), pad_token=str(END), unk_token="1"
+    )
+
+
+def even(completion_ids: list[list[int]], **_: object) -> list[float]:
+    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
+
+
+def thirds(completion_ids: list[list[int]], **_: object) -> list[float]:
+    return [float(ids[0] % 3 == 0) for ids in completion_ids]
+
+
+def now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def trl_step(sizes: Sizes, device: torch.device, taught: bool) -> dict[str, Any]:
+    """Return seconds and memory of TRL's last step, of its GRPOTrainer or, with teachers, of ours on it."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from smopd.integrations.trl import SMOPDGRPOConfig, SMOPDGRPOTrainer
+
+    class Clock(TrainerCallback):
+        started = seconds = 0.0
+
+        def on_step_begin(self, *_: object, **__: object) -> None:
+            self.started = now(device)
+
+        def on_step_end(self, *_: object, **__: object) -> None:
+            self.seconds = now(device) - self.started
+
+    clock, tokenizer, student = Clock(), words(sizes), new_model(sizes, 0, torch.float32, device)
+    prompts = [tokenizer.decode(each) for each in random_prompts(sizes, STEPS * sizes.prompts)]
+    rows = min(TRL_ROWS, sizes.prompts * GROUP)
+    with tempfile.TemporaryDirectory() as folder:
+        args = (SMOPDGRPOConfig if taught else GRPOConfig)(
+            output_dir=folder,
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=sizes.prompts * GROUP // rows,
+            num_generations=GROUP,
+            max_completion_length=sizes.new,
+            max_steps=STEPS,
+            learning_rate=1e-5,
+            beta=0.0,
+            bf16=device.type == "cuda",
+            use_cpu=device.type == "cpu",
+            gradient_checkpointing=False,
+            report_to="none",
+            logging_steps=1,
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        given = {"train_dataset": Dataset.from_dict({"prompt": prompts}), "processing_class": tokenizer}
+        given["callbacks"] = [clock]
+        if taught:
+            teachers = [new_model(sizes, seed, torch.bfloat16, device) for seed in (1, 2)]
+            trainer = SMOPDGRPOTrainer(student, [even, thirds], teachers, args, **given)
+        else:
+            trainer = GRPOTrainer(student, [even, thirds], args, **given)
+        trainer.train()
+    line = trainer.state.log_history[-2]  # the last is of the whole training
+    row = {"seconds/step": clock.seconds, "grad_norm": line["grad_norm"]}
+    row["tokens"] = line["completions/mean_length"] * sizes.prompts * GROUP
+    if device.type == "cuda":
+        row["peak_mib"] = round(torch.cuda.max_memory_allocated() / 2**20, 1)
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.step", description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="rows go to this file")
     parser.add_argument("--tiny", action="store_true", help="a model of a few thousand parameters")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=150.0, help="start no variant after this time")
+    parser.add_argument("--only", nargs="*", help="these rows")
     given = parser.parse_args()
+    device = torch.device(given.device)
     sizes, ends = TINY if given.tiny else WHOLE, time.monotonic() + given.seconds
     with given.output.open("a") as file:
         tell = record.teller(given.device, file)
-        for way, (decoding, compiled) in WAYS.items():
+        steps: dict[str, Callable[[], dict[str, Any]]] = {
+            way: lambda how=how: row_of(last_step(sizes, device, *how)) for way, how in WAYS.items()
+        }
+        steps["trl, no teachers"] = partial(trl_step, sizes, device, False)
+        steps["trl, smopd"] = partial(trl_step, sizes, device, True)
+        for way, step in steps.items():
             head = {
                 "benchmark": "training step",
                 "case": f"{sizes.prompts}x{GROUP}x{sizes.new}",
                 "provider": way,
             }
+            if given.only and way not in given.only:
+                continue
             if time.monotonic() > ends:
                 tell(head | {"left_out": "out of time"})
                 continue
             try:
-                if given.device == "cuda":
+                if device.type == "cuda":
+                    gc.collect()
                     torch.cuda.empty_cache()
                     torch.cuda.reset_peak_memory_stats()
                 with distributed.process_group():
-                    tell(head | row_of(last_step(sizes, torch.device(given.device), decoding, compiled)))
+                    tell(head | step())
             except Exception as error:
                 traceback.print_exc()
                 tell(head | {"error": f"{type(error).__name__}: {error}"[:600]})
