@@ -2,7 +2,7 @@
 
     python -m bench.gpu.step --output FILE [--tiny] [--device cpu]
 
-A row each for merges that decode in place (CUDA graphs), by the plain loop, and in place with compiled layers,
+A row each for merges that decode in place (CUDA graphs), in place with compiled layers, by the plain loop,
 for a step without teachers; and for TRL's GRPOTrainer, without teachers, and ours on it with two teachers:
 seconds of the last step, after warm-up, per phase where known. If a variant fails, its row has the error.
 """
@@ -17,7 +17,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -267,15 +266,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150.0, help="start no variant after this time")
     parser.add_argument("--only", nargs="*", help="these rows")
     given = parser.parse_args()
-    device = torch.device(given.device)
     sizes, ends = TINY if given.tiny else WHOLE, time.monotonic() + given.seconds
     with given.output.open("a") as file:
         tell = record.teller(given.device, file)
-        steps: dict[str, Callable[[], dict[str, Any]]] = {
-            way: lambda how=how: row_of(last_step(sizes, device, *how)) for way, how in WAYS.items()
+        steps: dict[str, Callable[[torch.device], dict[str, Any]]] = {
+            way: lambda device, how=how: row_of(last_step(sizes, device, *how)) for way, how in WAYS.items()
         }
-        steps["trl, no teachers"] = partial(trl_step, sizes, device, False)
-        steps["trl, smopd"] = partial(trl_step, sizes, device, True)
+        steps["trl, no teachers"] = lambda device: trl_step(sizes, device, taught=False)
+        steps["trl, smopd"] = lambda device: trl_step(sizes, device, taught=True)
         for way, step in steps.items():
             head = {
                 "benchmark": "training step",
@@ -288,12 +286,12 @@ def main() -> None:
                 tell(head | {"left_out": "out of time"})
                 continue
             try:
-                if device.type == "cuda":
-                    gc.collect()
+                gc.collect()
+                if given.device == "cuda":
                     torch.cuda.empty_cache()
                     torch.cuda.reset_peak_memory_stats()
-                with distributed.process_group():
-                    tell(head | step())
+                with distributed.process_group() as device:
+                    tell(head | step(device))
             except Exception as error:
                 traceback.print_exc()
                 tell(head | {"error": f"{type(error).__name__}: {error}"[:600]})

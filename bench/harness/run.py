@@ -28,7 +28,7 @@ CANNOT = "cannot serve this call"  # in the error of a backend without a kernel 
 P20, P80 = 0.2, 0.8
 CPU_FLUSH_BYTES = 64 << 20
 MIN_ROUNDS, MAX_ROUNDS = 3, 100
-HEAD_START_CYCLES = 2_000_000  # about a millisecond, in which the host enqueues the call
+HEAD_START_CYCLES = 10_000_000  # about five milliseconds, in which the host enqueues the call
 
 
 class Clock:
