@@ -38,17 +38,13 @@ class TeacherEngine(Protocol):
     dropped: int
     """Entries on this rank so far that were vocabulary padding and became empty slots."""
 
-    def score(
-        self, rollouts: Sequence[Rollout], kappa: int, temperature: float, *, union: bool = False
-    ) -> TeacherTopK:
+    def score(self, rollouts: Sequence[Rollout], kappa: int, temperature: float) -> TeacherTopK:
         """Return each teacher's `kappa` largest log-probabilities at `temperature`, and the sampled tokens'.
 
         Log-probabilities are normalized over the teacher's whole vocabulary. An empty slot has id 0 and -inf.
 
         Args:
             kappa: 0 returns only the sampled tokens' log-probabilities, S = 0.
-            union: append each teacher's log-probabilities of the other teachers' ids, in teacher order, so
-                that S = M * kappa and the mixture is exact on the union. Repeated ids are empty slots.
         """
         ...
 

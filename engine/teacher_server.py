@@ -3,8 +3,7 @@
     python -m smopd.engine.teacher_server PATH --port 8100 --vocabulary 151936
 
 `POST /score?kappa=16&temperature=1.0` returns the top kappa at each response token.
-`POST /given?temperature=1.0` returns the log-probabilities of given ids, which make a union of servers exact.
-Both use safetensors (smopd/engine/remote/wire.py). `weights=DIGEST` (of /describe) refuses other weights.
+It uses safetensors (smopd/engine/remote/wire.py). `weights=DIGEST` (of /describe) refuses other weights.
 Malformed requests get status 400, and requests of more than MAX_REQUEST_BYTES get 413. The server keeps no
 state, so a request may be repeated.
 
@@ -37,7 +36,7 @@ from smopd.engine import distributed
 from smopd.engine.local.teachers import LocalTeachers
 from smopd.engine.models.loading import load_tokenizer
 from smopd.engine.remote.servers import TOKEN
-from smopd.engine.remote.wire import pack, unpack_given, unpack_request
+from smopd.engine.remote.wire import pack, unpack_request
 from smopd.engine.settings import Vllm
 from smopd.engine.weights.adapters import read_adapter
 from smopd.engine.weights.architecture import weights_digest
@@ -58,12 +57,9 @@ def application(teacher: LocalTeachers | VllmTeachers, path: str, vocabulary: in
     one_at_a_time, rows = threading.Lock(), min(teacher.rows, vocabulary)
     weights = weights_digest(path) + (weights_digest(adapter.base) if adapter else "")
 
-    def require_weights(params: QueryParams) -> None:
+    def score(content: bytes, params: QueryParams) -> Response:
         if params.get("weights", weights) != weights:
             raise ValueError(f"this server holds the weights {weights}, expected {params['weights']}")
-
-    def score(content: bytes, params: QueryParams) -> Response:
-        require_weights(params)
         rollouts, temperature = unpack_request(content, vocabulary), temperature_of(params)
         with one_at_a_time:
             before = teacher.dropped
@@ -71,14 +67,6 @@ def application(teacher: LocalTeachers | VllmTeachers, path: str, vocabulary: in
             dropped = torch.tensor(teacher.dropped - before)
         entries = {"ids_NS": top.ids_NMS[:, 0], "logps_NS": top.logps_NMS[:, 0]}
         return Response(pack(token_logps_N=top.token_logps_NM[:, 0], dropped=dropped, **entries))
-
-    def given(content: bytes, params: QueryParams) -> Response:
-        require_weights(params)
-        rollouts, ids_NU, token_logps_N = unpack_given(content, vocabulary, rows)
-        temperature = temperature_of(params)
-        with one_at_a_time:
-            logps_NMU = teacher.given(rollouts, ids_NU[:, None], token_logps_N[:, None], temperature)
-        return Response(pack(logps_NU=logps_NMU[:, 0]))
 
     def tokenize(content: bytes, params: QueryParams) -> Response:
         text = json.loads(content)["prompt"]
@@ -90,8 +78,7 @@ def application(teacher: LocalTeachers | VllmTeachers, path: str, vocabulary: in
         return JSONResponse({"teacher": path, "vocabulary": vocabulary, "rows": rows, "weights": weights})
 
     routes = [
-        Route(f"/{answer.__name__}", _endpoint(answer), methods=["POST"])
-        for answer in (score, given, tokenize)
+        Route(f"/{answer.__name__}", _endpoint(answer), methods=["POST"]) for answer in (score, tokenize)
     ]
     return Starlette(routes=routes + [Route(at, _endpoint(describe)) for at in ("/describe", "/health")])
 

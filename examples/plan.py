@@ -21,7 +21,7 @@ from rich.table import Table
 
 from smopd.config.cli import Selection, read_options, read_settings
 from smopd.config.recipe import Mistakes
-from smopd.config.schedule import BASE, distils, needs_base, product_reference, weight_merge
+from smopd.config.schedule import BASE, distils, needs_base, weight_merge
 from smopd.config.settings import Settings
 from smopd.engine.models.sizes import ModelNumbers
 from smopd.engine.settings import Vllm
@@ -223,8 +223,6 @@ class Plan:
             elif model not in runs and (adapter := read_adapter(model)):
                 model = adapter.base
             held |= self._find(model, f"teachers.models.{i}.model")
-        if product := product_reference(own, self.name):
-            held |= self._find(product, "opd.product.reference")
         start = self._find(self._start(self.name), "model.path")
         alone = own.kl_ref.coef > 0 and own.student.lora is None and not start.keys() <= held.keys()
         return list(held.values()), [self.student] if alone else []

@@ -1,4 +1,4 @@
-"""Gates: the teachers' weights in the mixture (Eq. 18 to 21), and their exponents in a product (ours).
+"""Gates: the teachers' weights in the mixture (Eq. 18 to 21).
 
 Shapes: N response tokens, R responses, M teachers, S = kappa entries per teacher.
 """
@@ -45,13 +45,6 @@ def log_alpha(
     blended_NM = (1 - pull_N1) * alpha_NM + pull_N1 / n_teachers
     share_NM = blended_NM / blended_NM.sum(-1, keepdim=True)
     return (gate.floor + (1 - gate.floor * n_teachers) * share_NM).log()
-
-
-def change_weights(gate: Gate, own: list[float] | None, log_alpha: Tensor) -> Tensor:
-    """Return the teachers' exponents in a product, (M,) or (N, M): `own`, with a gate times M alpha."""
-    n_teachers = log_alpha.shape[-1]
-    weights_M = log_alpha.new_tensor(own or [1.0] * n_teachers)
-    return weights_M if gate.kind == "uniform" else weights_M * n_teachers * log_alpha.exp()
 
 
 def confidence(logps_NMS: Tensor) -> Tensor:

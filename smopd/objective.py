@@ -22,17 +22,16 @@ from smopd.engine import distributed
 from smopd.engine.imports import resolve
 from smopd.engine.student.student import Student
 from smopd.engine.types import TeacherTopK
-from smopd.gates import change_weights, failure, log_alpha
-from smopd.ops import LossSettings, LossTokens, Mixture, teacher_product
+from smopd.gates import failure, log_alpha
+from smopd.ops import LossSettings, LossTokens
 from smopd.step.batch import Batch, MiniBatch
 from smopd.step.teachers import TeacherScores
 
 MakesTarget = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 """(ids_NMS, logps_NMS, log_alpha, kappa) -> (ids_NS, logps_NS): the target of the forward KL.
 
-Args: each teacher's top tokens, as int32 ids and log-probabilities in descending order (with
-`teachers.union`, followed by the other teachers' top tokens), and the log of the teachers' weights, (M,) or
-(N, M).
+Args: each teacher's top tokens, as int32 ids and log-probabilities in descending order, and the log of the
+teachers' weights, (M,) or (N, M).
 Returns: up to 128 distinct int32 ids per position and their float32 log-probabilities; -inf for an empty
 slot. Must treat each position on its own. Called on the student's device without gradients.
 """
@@ -50,15 +49,8 @@ class Target:
     low_M: Tensor
     high_M: Tensor
     """Range of each teacher's reward."""
-    product: Mixture | None = None
-    """Product of the teachers; the reference is the last model of `topk`."""
     made: tuple[Tensor, Tensor] | None = None
     """(N, S) ids and log-probabilities, if opd.target is a function."""
-
-    @property
-    def changes_NM(self) -> Tensor:
-        """log p_teacher - log p_reference of the sampled tokens."""
-        return self.topk.token_logps_NM[:, :-1] - self.topk.token_logps_NM[:, -1:]
 
     @property
     def logq_mix_N(self) -> Tensor:
@@ -210,19 +202,13 @@ def teacher_target(
     if topk is None:
         return None
     topk = TeacherTopK(**{name: value.to(device) for name, value in vars(topk).items()})
-    opd, n_teachers = settings.opd, len(settings.teachers.models)  # a reference comes after them
+    opd, top = settings.opd, (topk.ids_NMS, topk.logps_NMS)
     response_N = batch.response_N.to(device)
-    own = opd.kappa  # with a union, followed by the other teachers' entries
     rewards_RM, low_M, high_M = teachers_rewards(settings, rewards_RK)
-    top = (topk.ids_NMS[:, :n_teachers, :own], topk.logps_NMS[:, :n_teachers, :own])
     weights = log_alpha(opd.gate, *top, failure(rewards_RM, low_M, high_M).to(device), response_N)
-    product, every = None, (topk.ids_NMS, topk.logps_NMS)
-    if settings.merge.method == "product":
-        of_changes = change_weights(opd.gate, opd.product.weights, weights)
-        product = teacher_product(*every, of_changes, own, keep_raised=opd.product.protect_above)
     make = resolve(opd.target, MIXTURES)
-    made = None if make is None else make(*every, weights, opd.kappa)
-    return Target(topk, weights, low_M, high_M, product, made)
+    made = None if make is None else make(*top, weights, opd.kappa)
+    return Target(topk, weights, low_M, high_M, made)
 
 
 def teachers_rewards(settings: Settings, rewards_RK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -255,10 +241,9 @@ def token_weights(loss: Loss, lengths_R: Tensor) -> Tensor:
 def _teachers(target: Target | None, part: MiniBatch) -> dict[str, Tensor]:
     if target is None:
         return {}
-    product = target.product
-    made = target.made if product is None else (product.ids_NS, product.logps_NS)
-    if made is not None:
-        return {"target_ids_NS": made[0][part.tokens], "target_logps_NS": made[1][part.tokens]}
+    if target.made is not None:
+        ids_NS, logps_NS = target.made
+        return {"target_ids_NS": ids_NS[part.tokens], "target_logps_NS": logps_NS[part.tokens]}
     alpha = target.log_alpha
     return {
         "teacher_ids_NMS": target.topk.ids_NMS[part.tokens],

@@ -28,7 +28,7 @@ from smopd.config.recipe import Mistakes
 from smopd.engine.errors import UnusableModel
 from smopd.engine.files import DamagedFile, read_json
 from smopd.engine.models.loading import describe, load_model, load_tokenizer
-from smopd.engine.remote.wire import pack, pack_request, unpack_answer, unpack_given
+from smopd.engine.remote.wire import pack, pack_request, unpack_answer, unpack_request
 from smopd.engine.student.checkpoint import UnusableCheckpoint, read_manifest, write_manifest
 from smopd.engine.types import Rollout
 from smopd.evals.api_bank.judge import judgment
@@ -64,7 +64,7 @@ GOOD = f"<think> t </think>\n<tool_call>\n{json.dumps(CALL)}\n</tool_call>"
 ROLLOUTS = [Rollout((1, 2), torch.tensor([3, 4, 5]), torch.zeros(3), 0, True)]
 IDS = torch.tensor([[1, 2]] * 3, dtype=torch.int32)
 LOGPS = torch.tensor([[0.5, 0.25]]).log().expand(3, 2)
-REQUEST = pack_request(ROLLOUTS, ids_NU=IDS, token_logps_N=LOGPS[:, 0])
+REQUEST = pack_request(ROLLOUTS)
 ANSWER = pack(ids_NS=IDS, logps_NS=LOGPS, token_logps_N=LOGPS[:, 0], dropped=torch.tensor(0))
 RECIPE = (Path(__file__).parents[1] / "smopd/recipes/quickstart.yaml").read_bytes()
 
@@ -149,7 +149,7 @@ TARGETS = {
     "recipe": Target((RECIPE,), in_a_file("r.yaml", lambda path: read_settings(str(path))), (Mistakes,)),
     "manifest": Target((a_manifest(),), in_a_file("manifest.json", manifest), (UnusableCheckpoint,)),
     "metrics": Target((LINES,), in_a_file("m.jsonl", log), (DamagedFile,)),
-    "request": Target((REQUEST,), lambda given: unpack_given(given, 8, 8), NOT_A_REQUEST),
+    "request": Target((REQUEST,), lambda given: unpack_request(given, 8), NOT_A_REQUEST),
     "answer": Target((ANSWER,), lambda given: unpack_answer(given, 3, 2), NOT_A_REQUEST),
     "record": Target((b'{"data.train": {"rows": "0"}}',), in_a_file("i.json", read_json), (DamagedFile,)),
     "config": in_a_model("config.json", describe),

@@ -1,29 +1,27 @@
 """Frozen transformers models as teachers. LoRA teachers of one base share its weights.
 
-Shapes: N response tokens in flat order, M teachers, S support entries (kappa, or M * kappa of a union),
-U of other teachers, D hidden, V vocabulary.
+Shapes: N response tokens in flat order, M teachers, S = kappa entries, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from smopd.engine.errors import UnusableModel
-from smopd.engine.local.union import Dropping, others_ids, united, without_padding
-from smopd.engine.models.head import Head, head, response_hidden
+from smopd.engine.local.padding import Dropping, without_padding
+from smopd.engine.models.head import head, response_hidden
 from smopd.engine.models.loading import load_model
 from smopd.engine.models.packing import pack
 from smopd.engine.models.paths import choose_together
 from smopd.engine.protocols import TeacherEngine
 from smopd.engine.settings import Packing
-from smopd.engine.types import Rollout, TeacherTopK, TokenBatch
+from smopd.engine.types import Rollout, TeacherTopK
 from smopd.engine.weights.adapters import attach, read_adapter, same_place, use
 from smopd.kernels.checks import check_kappa
 
@@ -77,44 +75,25 @@ class LocalTeachers(Dropping):
         return self.teachers[0].model.device
 
     @torch.no_grad()
-    def score(
-        self, rollouts: Sequence[Rollout], kappa: int, temperature: float, *, union: bool = False
-    ) -> TeacherTopK:
+    def score(self, rollouts: Sequence[Rollout], kappa: int, temperature: float) -> TeacherTopK:
         check_kappa("score", kappa, self.shared)
         rollouts, outside_N = self.inside(rollouts)
-        n_tokens, n_teachers = len(outside_N), len(self.teachers)
-        result = empty_topk(n_tokens, n_teachers, n_teachers * kappa if union else kappa, self.device)
-        for batch in self._batches(rollouts):
-            states = [self._states(teacher, batch) for teacher in self.teachers]
-            own = self._own(states, batch, kappa, temperature)
-            if union and kappa > 0:
-                of_others = {}
-                for m, (output, hidden_ND) in enumerate(states):
-                    others_NU, _ = others_ids(own.ids_NMS, own.logps_NMS, m)
-                    known = (batch.token_ids_N, own.token_logps_NM[:, m])
-                    of_others[m] = output.given(hidden_ND, others_NU, *known, temperature)
-                own = united(own, of_others)
-            for name, value in vars(own).items():
-                getattr(result, name)[batch.flat_N] = value
-        result.token_logps_NM[outside_N.to(self.device)] = -torch.inf
-        return result
-
-    @torch.no_grad()
-    def given(
-        self, rollouts: Sequence[Rollout], ids_NMU: Tensor, token_logps_NM: Tensor, temperature: float
-    ) -> Tensor:
-        """Return (N, M, U) fp32 log-probabilities of the given ids, each in [0, V).
-
-        `token_logps_NM` is from `score` at the same temperature.
-        """
-        ids_NMU, token_logps_NM = ids_NMU.to(self.device), token_logps_NM.to(self.device)
-        result = torch.empty(ids_NMU.shape, device=self.device)
-        for batch in self._batches(self.inside(rollouts)[0]):
-            flat_N = batch.flat_N
+        result = empty_topk(len(outside_N), len(self.teachers), kappa, self.device)
+        for packed in pack(rollouts, self.packing, self.layout):
+            batch = packed.to(self.device)
             for m, teacher in enumerate(self.teachers):
-                output, hidden_ND = self._states(teacher, batch)
-                known = (batch.token_ids_N, token_logps_NM[flat_N, m])
-                result[flat_N, m] = output.given(hidden_ND, ids_NMU[flat_N, m], *known, temperature)
+                use(teacher.model, teacher.adapter)
+                output, hidden_ND = head(teacher.model), response_hidden(teacher.model, batch)
+                top = output.topk(hidden_ND, kappa, batch.token_ids_N, temperature)
+                ids_NS, logps_NS = top.ids_NS, top.logps_NS
+                if output.weight_VD.shape[0] > self.shared:
+                    ids_NS, logps_NS, dropped = without_padding(ids_NS, logps_NS, self.shared)
+                    self.drop(dropped)
+                assert top.token_logp_N is not None
+                place = (batch.flat_N, m)
+                result.ids_NMS[place], result.logps_NMS[place] = ids_NS, logps_NS
+                result.token_logps_NM[place] = top.token_logp_N
+        result.token_logps_NM[outside_N.to(self.device)] = -torch.inf
         return result
 
     def overlaps(self, device: torch.device) -> bool:
@@ -125,32 +104,6 @@ class LocalTeachers(Dropping):
             if same_place(teacher.model.name_or_path) == same_place(path):
                 return LocalTeachers([teacher.model], self.packing, self.vocabulary, self.rows)
         return None
-
-    def _batches(self, rollouts: Sequence[Rollout]) -> Iterator[TokenBatch]:
-        for batch in pack(rollouts, self.packing, self.layout):
-            yield batch.to(self.device)
-
-    def _states(self, teacher: LocalTeacher, batch: TokenBatch) -> tuple[Head, Tensor]:
-        """Return the teacher's head and its (N, D) hidden states."""
-        use(teacher.model, teacher.adapter)
-        return head(teacher.model), response_hidden(teacher.model, batch)
-
-    def _own(
-        self, states: Sequence[tuple[Head, Tensor]], batch: TokenBatch, kappa: int, temperature: float
-    ) -> TeacherTopK:
-        """Return each teacher's top entries of a micro-batch, without vocabulary padding."""
-        ids, logps, token_logps = [], [], []
-        for output, hidden_ND in states:
-            top = output.topk(hidden_ND, kappa, batch.token_ids_N, temperature)
-            ids_NS, logps_NS = top.ids_NS, top.logps_NS
-            if output.weight_VD.shape[0] > self.shared:
-                ids_NS, logps_NS, dropped = without_padding(ids_NS, logps_NS, self.shared)
-                self.drop(dropped)
-            assert top.token_logp_N is not None
-            ids.append(ids_NS)
-            logps.append(logps_NS)
-            token_logps.append(top.token_logp_N)
-        return TeacherTopK(torch.stack(ids, 1), torch.stack(logps, 1), torch.stack(token_logps, 1))
 
 
 def load_teachers(
@@ -205,9 +158,7 @@ class StudentsBase:
     def base(self, path: str | Path) -> TeacherEngine | None:
         return None
 
-    def score(
-        self, rollouts: Sequence[Rollout], kappa: int, temperature: float, *, union: bool = False
-    ) -> TeacherTopK:
+    def score(self, rollouts: Sequence[Rollout], kappa: int, temperature: float) -> TeacherTopK:
         if kappa != 0:
             raise ValueError(f"score: kappa is {kappa}, expected 0 for a student's base")
         logp_N = self.student.logps(rollouts, temperature, adapters=False)

@@ -1,6 +1,6 @@
 """The output head: from final hidden states to losses and log-probabilities of response tokens.
 
-Shapes: N response tokens, D hidden, V vocabulary, U given ids.
+Shapes: N response tokens, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from smopd.kernels.ops.linear_topk import linear_topk_logprobs
 from smopd.kernels.ops.loss import smopd_loss
 from smopd.kernels.ops.topk import topk_logprobs
 from smopd.kernels.types import LossSettings, LossStats, LossTokens, TopK
-
-GATHER_BYTES = 64 << 20  # ours: rows of the head gathered at a time
 
 
 @dataclass(frozen=True)
@@ -47,32 +45,6 @@ class Head:
     def logits(self, hidden_ND: Tensor) -> Tensor:
         logits_NV = functional.linear(hidden_ND, self.weight_VD, self.bias_V)
         return logits_NV if self.cap is None else capped(logits_NV, self.cap)
-
-    def given(
-        self,
-        hidden_ND: Tensor,
-        given_NU: Tensor,
-        token_ids_N: Tensor,
-        token_logp_N: Tensor,
-        temperature: float,
-    ) -> Tensor:
-        """Return (N, U) fp32 log-probabilities of the given ids, without a pass over the vocabulary.
-
-        log p(v) = log p(y) + (logit(v) - logit(y)) / T, where log p(y) of the row's token is known.
-        """
-        n_tokens, n_given = given_NU.shape
-        wanted_NU = torch.cat([token_ids_N[:, None], given_NU], 1).long()
-        logits_NU = torch.empty(wanted_NU.shape, device=hidden_ND.device)
-        step = max(1, GATHER_BYTES // (4 * (n_given + 1) * hidden_ND.shape[1]))
-        for start in range(0, n_tokens, step):
-            rows = slice(start, start + step)
-            columns_NUD = self.weight_VD[wanted_NU[rows]].float()
-            logits_nu = torch.einsum("nud,nd->nu", columns_NUD, hidden_ND[rows].float())
-            if self.bias_V is not None:
-                logits_nu += self.bias_V[wanted_NU[rows]].float()
-            logits_nu = logits_nu if self.cap is None else capped(logits_nu, self.cap)
-            logits_NU[rows] = logits_nu.to(hidden_ND.dtype)
-        return token_logp_N[:, None] + (logits_NU[:, 1:] - logits_NU[:, :1]) / temperature
 
 
 def head(model: PreTrainedModel) -> Head:

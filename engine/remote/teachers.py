@@ -1,33 +1,29 @@
 """Teachers behind URLs, each served by `teacher_server.py`.
 
-Every answer comes from the weights that the teacher's first server held: requests carry their digest. A union
-takes a second round of requests for each teacher's log-probabilities of the other teachers' ids. Servers are
-checked at the start and whenever they are restored.
+Every answer comes from the weights that the teacher's first server held: requests carry their digest. Servers
+are checked at the start and whenever they are restored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from pathlib import Path
-from typing import TypeVar
 
 import httpx
 import torch
-from torch import Tensor
 
+from smopd.engine.local.padding import Dropping, without_padding
 from smopd.engine.local.teachers import empty_topk
-from smopd.engine.local.union import Dropping, others_ids, united, without_padding
 from smopd.engine.models.loading import UnusableModel
 from smopd.engine.models.packing import flat_offsets
 from smopd.engine.remote.servers import Request, RetryPolicy, Servers, ServerUnavailable
-from smopd.engine.remote.wire import pack_request, unpack_answer, unpack_values
+from smopd.engine.remote.wire import pack_request, unpack_answer
 from smopd.engine.types import Rollout, TeacherTopK
 from smopd.kernels.checks import check_kappa
 
-T = TypeVar("T")
 REQUEST_TOKENS = 16_384  # ours: approximate tokens per request
 
 
@@ -83,16 +79,13 @@ class RemoteTeachers(Dropping):
     def base(self, path: str | Path) -> None:
         return None
 
-    def score(
-        self, rollouts: Sequence[Rollout], kappa: int, temperature: float, *, union: bool = False
-    ) -> TeacherTopK:
+    def score(self, rollouts: Sequence[Rollout], kappa: int, temperature: float) -> TeacherTopK:
         check_kappa("score", kappa, self.shared)
         rollouts, n_teachers = [r for r in rollouts if r.n_tokens], len(self.teachers)
         if not rollouts:
-            return empty_topk(0, n_teachers, kappa * n_teachers if union else kappa, "cpu")
+            return empty_topk(0, n_teachers, kappa, "cpu")
         parts = portions(rollouts)
-        sizes = [flat_offsets(part)[-1] for part in parts]
-        result = empty_topk(sum(sizes), n_teachers, kappa, "cpu")
+        result = empty_topk(flat_offsets(rollouts)[-1], n_teachers, kappa, "cpu")
 
         def ask(m: int) -> int:
             servers = self.teachers[m]
@@ -108,31 +101,9 @@ class RemoteTeachers(Dropping):
             result.token_logps_NM[:, m] = torch.cat(token_logps)
             return sum(dropped) + padding
 
-        def ask_again(m: int) -> Tensor:
-            others_NU, _ = others_ids(result.ids_NMS, result.logps_NMS, m)
-            known_N = result.token_logps_NM[:, m]
-            params = {"temperature": temperature, "weights": self.digests[m]}
-
-            def request(url: str, item: tuple[list[Rollout], Tensor, Tensor]) -> Request:
-                part, ids_NU, token_logps_N = item
-                content = pack_request(part, ids_NU=ids_NU.int(), token_logps_N=token_logps_N)
-                return Request("/given", content=content, params=params)
-
-            answers = self.teachers[m].map(
-                request,
-                list(zip(parts, others_NU.split(sizes), known_N.split(sizes), strict=True)),
-                lambda url, answer, item: unpack_values(answer.content, *item[1].shape),
-            )
-            return torch.cat(answers)
-
-        self.drop(sum(self._of_each(ask)))
-        if union and kappa > 0:
-            result = united(result, dict(enumerate(self._of_each(ask_again))))
+        with ThreadPoolExecutor(n_teachers, thread_name_prefix="teachers") as pool:
+            self.drop(sum(pool.map(ask, range(n_teachers))))
         return result
-
-    def _of_each(self, ask: Callable[[int], T]) -> list[T]:
-        with ThreadPoolExecutor(len(self.teachers), thread_name_prefix="teachers") as pool:
-            return list(pool.map(ask, range(len(self.teachers))))
 
     def _score_request(self, m: int, part: list[Rollout], kappa: int, temperature: float) -> Request:
         params = {"kappa": kappa, "temperature": temperature, "weights": self.digests[m]}

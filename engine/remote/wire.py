@@ -1,12 +1,10 @@
 """Messages between a teacher server and its clients: safetensors, validated by the receiver.
 
     request   tokens (every prompt followed by its response, concatenated) and lengths (R, 2), int32;
-              loss_mask, bool of all response tokens, if some are an environment's;
-              for /given also ids_NU int32 and token_logps_N fp32
-    answer    ids_NS int32, logps_NS and token_logps_N fp32, and the number of ids dropped;
-              from /given logps_NU fp32
+              loss_mask, bool of all response tokens, if some are an environment's
+    answer    ids_NS int32, logps_NS and token_logps_N fp32, and the number of ids dropped
 
-Shapes: R responses, N response tokens in flat order, S = kappa entries, U given ids.
+Shapes: R responses, N response tokens in flat order, S = kappa entries.
 """
 
 from __future__ import annotations
@@ -41,18 +39,18 @@ def unpack(content: bytes, **fields: tuple[torch.dtype, tuple[int | None, ...]])
     return [tensors[name] for name in fields]
 
 
-def pack_request(rollouts: Sequence[Rollout], **given: Tensor) -> bytes:
-    """Pack a request; `given` is ids_NU and token_logps_N for /given."""
+def pack_request(rollouts: Sequence[Rollout]) -> bytes:
     pieces = [piece for r in rollouts for piece in (torch.tensor(r.prompt_ids), r.response_ids)]
     lengths = [[len(r.prompt_ids), len(r.response_ids)] for r in rollouts]
+    masks = {}
     if any(r.loss_mask is not None for r in rollouts):
-        given["loss_mask"] = torch.cat(
+        masks["loss_mask"] = torch.cat(
             [
                 torch.ones(len(r.response_ids), dtype=torch.bool) if r.loss_mask is None else r.loss_mask
                 for r in rollouts
             ]
         )
-    return pack(tokens=torch.cat(pieces).int(), lengths=torch.tensor(lengths, dtype=torch.int32), **given)
+    return pack(tokens=torch.cat(pieces).int(), lengths=torch.tensor(lengths, dtype=torch.int32), **masks)
 
 
 def unpack_request(content: bytes, vocabulary: int) -> list[Rollout]:
@@ -63,7 +61,8 @@ def unpack_request(content: bytes, vocabulary: int) -> list[Rollout]:
         raise ValueError(f"lengths are not (R, 2) that sum to {len(tokens)} tokens")
     if bool((lengths[:, 0] == 0).any()):
         raise ValueError("lengths has an empty prompt, expected at least one token")
-    _require_ids("tokens", tokens, vocabulary)
+    if bool(((tokens < 0) | (tokens >= vocabulary)).any()):
+        raise ValueError(f"tokens holds ids outside [0, {vocabulary})")
     pieces = tokens.long().split(lengths.flatten().tolist())
     responses = lengths[:, 1].tolist()
     masks: Sequence[Tensor | None] = [None] * len(responses)
@@ -73,18 +72,6 @@ def unpack_request(content: bytes, vocabulary: int) -> list[Rollout]:
         Rollout(tuple(prompt.tolist()), response, torch.zeros(len(response)), i, True, loss_mask=mask)
         for i, (prompt, response, mask) in enumerate(zip(pieces[::2], pieces[1::2], masks, strict=True))
     ]
-
-
-def unpack_given(content: bytes, vocabulary: int, rows: int) -> tuple[list[Rollout], Tensor, Tensor]:
-    """Return rollouts, ids_NU (below `rows`) and token_logps_N of a request to /given."""
-    rollouts = unpack_request(content, vocabulary)
-    n_tokens = sum(rollout.n_tokens for rollout in rollouts)
-    ids_NU, token_logps_N = unpack(
-        content, ids_NU=(torch.int32, (n_tokens, None)), token_logps_N=(torch.float32, (n_tokens,))
-    )
-    _require_ids("ids_NU", ids_NU, rows)
-    require_logprobs("token_logps_N", token_logps_N)
-    return rollouts, ids_NU, token_logps_N
 
 
 def unpack_answer(content: bytes, n_tokens: int, kappa: int) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -118,20 +105,8 @@ def unpack_answer(content: bytes, n_tokens: int, kappa: int) -> tuple[Tensor, Te
     return ids_NS, logps_NS, token_logps_N, int(dropped)
 
 
-def unpack_values(content: bytes, n_tokens: int, n_given: int) -> Tensor:
-    """Return the logps_NU that /given answered."""
-    (logps_NU,) = unpack(content, logps_NU=(torch.float32, (n_tokens, n_given)))
-    require_logprobs("logps_NU", logps_NU)
-    return logps_NU
-
-
 def require_logprobs(name: str, logps: Tensor) -> None:
     """Raise ValueError on NaN and on positive values beyond rounding."""
     bad = ~(logps <= SLACK)
     if bool(bad.any()):
         raise ValueError(f"{name} holds {float(logps[bad][0]):g}, expected log-probabilities of at most 0")
-
-
-def _require_ids(name: str, ids: Tensor, limit: int) -> None:
-    if bool(((ids < 0) | (ids >= limit)).any()):
-        raise ValueError(f"{name} holds ids outside [0, {limit})")

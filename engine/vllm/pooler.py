@@ -5,13 +5,11 @@ worker, applies the teacher's head to response positions, one prefill chunk at a
 `linear_topk_logprobs`; neither hidden states nor (tokens, V) logits are kept. vLLM loads no head in pooling
 mode, so it is read from the checkpoint, or is the input embedding if the two are tied.
 
-Shapes: T tokens of one response, N of all responses in a step, S = kappa, U given ids per token, D hidden,
-V vocabulary.
+Shapes: T tokens of one response, N of all responses in a step, S = kappa, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence, Set
 from typing import Any
 
@@ -28,9 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.v1.pool.metadata import PoolingMetadata
 
 import smopd.engine.vllm.transfer  # noqa: F401  registers how weights reach an engine in its own process
-from smopd.engine.models.head import Head
 from smopd.engine.models.loading import UnusableModel, custom_code, logit_scale
-from smopd.engine.models.packing import flat_offsets
 from smopd.engine.types import Rollout
 from smopd.engine.weights.architecture import file_at, identity, weight_places
 from smopd.kernels.ops.linear_topk import linear_topk_logprobs
@@ -43,8 +39,7 @@ HEAD, TIED_HEAD = "lm_head", "embed_tokens"
 class TeacherPooler(Pooler):
     """Answers `ask` with (T, 2 S + 1) fp32: ids, their log-probabilities, and that of the response's token.
 
-    Log-probabilities of given ids, (T, U), follow, or come alone if the token's is known. fp32 holds ids
-    below 2^24 exactly.
+    fp32 holds ids below 2^24 exactly.
 
     Args:
         source: identifies the head.
@@ -102,28 +97,12 @@ class TeacherPooler(Pooler):
                 state.clean()
         return results
 
-    def answer(
-        self,
-        hidden_ND: Tensor,
-        kappa: int,
-        temperature: float,
-        token_ids_N: Tensor,
-        given_NU: Tensor | None = None,
-        known_N: Tensor | None = None,
-    ) -> Tensor:
+    def answer(self, hidden_ND: Tensor, kappa: int, temperature: float, token_ids_N: Tensor) -> Tensor:
         weight_VD = self.embedding.weight[: self.n_vocab] if self.weight_VD is None else self.weight_VD
         options: dict[str, Any] = {"bias_V": self.bias_V, "temperature": temperature / self.scale}
-        answer: list[Tensor] = []
-        if known_N is None:
-            top = linear_topk_logprobs(hidden_ND, weight_VD, kappa, token_ids_N=token_ids_N, **options)
-            assert top.token_logp_N is not None  # ids were given
-            known_N = top.token_logp_N
-            answer = [top.ids_NS.float(), top.logps_NS, known_N[:, None]]
-        if given_NU is not None:
-            output = Head(weight_VD, self.bias_V)
-            known = (token_ids_N, known_N)
-            answer.append(output.given(hidden_ND, given_NU, *known, options["temperature"]))
-        return torch.cat(answer, 1)
+        top = linear_topk_logprobs(hidden_ND, weight_VD, kappa, token_ids_N=token_ids_N, **options)
+        assert top.token_logp_N is not None  # ids were given
+        return torch.cat([top.ids_NS.float(), top.logps_NS, top.token_logp_N[:, None]], 1)
 
 
 class TeacherWorker:
@@ -153,27 +132,13 @@ class TeacherWorker:
 
 
 def ask(
-    llm: LLM,
-    rollouts: Sequence[Rollout],
-    lora: LoRARequest | None,
-    kappa: int,
-    temperature: float,
-    given_NU: Tensor | None = None,
-    known_N: Tensor | None = None,
+    llm: LLM, rollouts: Sequence[Rollout], lora: LoRARequest | None, kappa: int, temperature: float
 ) -> Tensor:
-    """Score the responses' tokens in flat order; the answer is that of `TeacherPooler`.
-
-    given_NU: int32 ids to score beside the kappa largest, or instead of them if the tokens' log-probabilities
-    known_N are given.
-    """
+    """Score the responses' tokens in flat order; the answer is that of `TeacherPooler`."""
     params = []
-    for r, (begin, end) in zip(rollouts, itertools.pairwise(flat_offsets(rollouts)), strict=True):
+    for r in rollouts:
         predictor_T = torch.arange(len(r.response_ids)) + len(r.prompt_ids) - 1
         rows = {"token_ids_N": r.of_policy(r.response_ids).int(), "predictor_N": r.of_policy(predictor_T)}
-        if given_NU is not None:
-            rows["given_NU"] = given_NU[begin:end].contiguous()
-        if known_N is not None:
-            rows["known_N"] = known_N[begin:end].contiguous()
         numbers = {"kappa": kappa, "temperature": temperature}
         # An engine in another process receives bytes unchanged.
         params.append(PoolingParams(task=TASK, extra_kwargs=numbers | {"rows": save(rows)}))

@@ -3,27 +3,25 @@
 LoRA teachers of one base share an engine. The base and each adapter are scored in separate calls, because
 vLLM on a CPU computes wrong values for mixed batches. Prefix caching is off: cached positions have no output.
 
-Shapes: N response tokens in flat order, M teachers, S = kappa, U given ids per token.
+Shapes: N response tokens in flat order, M teachers, S = kappa.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from vllm.config import PoolerConfig
 from vllm.config.lora import LoRAConfig
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
+from smopd.engine.local.padding import Dropping, without_padding
 from smopd.engine.local.teachers import empty_topk, require_vocabulary
-from smopd.engine.local.union import Dropping, others_ids, united, without_padding
 from smopd.engine.models.loading import UnusableModel, stored_dtype
 from smopd.engine.models.packing import flat_offsets
 from smopd.engine.settings import Vllm
@@ -35,9 +33,6 @@ from smopd.kernels.checks import check_kappa
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
 _lora_ids = itertools.count(1)  # vLLM keys adapters by number
-
-Ask = Callable[..., Tensor]
-"""(kappa, temperature, given_NU, known_N) -> `pooler.ask` for one teacher."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +58,7 @@ class VllmTeachers(Dropping):
         vocabulary: of the student. A teacher's may be larger, by padding.
         tokens: size of the student's tokenizer, the least vocabulary of a teacher; None: `vocabulary`.
         engines: number of engines that the models share; None: one each. With fewer, models take turns, and
-            each loads its weights at most once per pass; a union takes two passes.
+            each loads its weights at most once per call.
         role: distinguishes these engines from others in the process.
     """
 
@@ -98,82 +93,15 @@ class VllmTeachers(Dropping):
                 return alone
         return None
 
-    def score(
-        self, rollouts: Sequence[Rollout], kappa: int, temperature: float, *, union: bool = False
-    ) -> TeacherTopK:
-        """Score as `TeacherEngine`. A union visits each teacher but the last a second time."""
+    def score(self, rollouts: Sequence[Rollout], kappa: int, temperature: float) -> TeacherTopK:
         check_kappa("score", kappa, self.shared)
         inside, outside_N = self.inside(rollouts)
         together, mine = self._together(inside)
-        union = union and kappa > 0 and self.n_teachers > 1
         if not together:
-            return empty_topk(0, self.n_teachers, kappa * (self.n_teachers if union else 1), "cpu")
+            return empty_topk(0, self.n_teachers, kappa, "cpu")
         result = empty_topk(flat_offsets(together)[-1], self.n_teachers, kappa, "cpu")
-        visited: list[int] = []
-        of_others: dict[int, Tensor] = {}  # by teacher, its log-probabilities of the others' ids
-
-        def visit(ask: Ask, m: int) -> None:
-            given_NU = None
-            if union and len(visited) == self.n_teachers - 1:  # the others' ids are known
-                given_NU, _ = others_ids(result.ids_NMS, result.logps_NMS, m)
-            answers = ask(kappa, temperature, given_NU)
-            if given_NU is not None:
-                of_others[m] = answers[:, 2 * kappa + 1 :]
-            ids_NS, logps_NS = answers[:, :kappa], answers[:, kappa : 2 * kappa]
-            self.drop(int((ids_NS[mine] >= self.shared).sum()))
-            ids_NS, logps_NS, _ = without_padding(ids_NS, logps_NS, self.shared)
-            result.ids_NMS[:, m], result.logps_NMS[:, m] = ids_NS, logps_NS
-            result.token_logps_NM[:, m] = answers[:, 2 * kappa]
-            visited.append(m)
-
-        def visit_again(ask: Ask, m: int) -> None:
-            given_NU, _ = others_ids(result.ids_NMS, result.logps_NMS, m)
-            of_others[m] = ask(0, temperature, given_NU, result.token_logps_NM[:, m])
-
-        self._each(together, visit)
-        if union:
-            self._each(together, visit_again, visited[:-1])
-            result = united(result, of_others)
-        result.token_logps_NM[mine][outside_N] = -torch.inf
-        return TeacherTopK(*(value[mine] for value in vars(result).values()))
-
-    def given(
-        self, rollouts: Sequence[Rollout], ids_NMU: Tensor, token_logps_NM: Tensor, temperature: float
-    ) -> Tensor:
-        """Score given ids as `LocalTeachers.given`."""
-        inside, _ = self.inside(rollouts)
-        together, mine = self._together(inside)
-        parts, _ = of_sharing_ranks(self.settings, (ids_NMU, token_logps_NM))
-        ids_NMU, token_logps_NM = (torch.cat(each) for each in zip(*parts, strict=True))
-        result = torch.empty(ids_NMU.shape)
-
-        def visit(ask: Ask, m: int) -> None:
-            result[:, m] = ask(0, temperature, ids_NMU[:, m], token_logps_NM[:, m])
-
-        if together:
-            self._each(together, visit)
-        return result[mine]
-
-    def _together(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], slice]:
-        """Gather the non-empty rollouts of ranks that share a model, and the slice of this rank's tokens."""
-        own = [rollout for rollout in rollouts if rollout.n_tokens]
-        gathered, rank = of_sharing_ranks(self.settings, own)
-        before = [rollout for part in gathered[:rank] for rollout in part]
-        begin = flat_offsets(before)[-1]
-        return [r for part in gathered for r in part], slice(begin, begin + flat_offsets(own)[-1])
-
-    def _each(
-        self,
-        rollouts: Sequence[Rollout],
-        visit: Callable[[Ask, int], None],
-        members: Sequence[int] | None = None,
-    ) -> None:
-        """Visit every teacher, or those in `members`, starting with the weights that engines hold already."""
-        longest = max(len(r.prompt_ids) + len(r.response_ids) for r in rollouts)
+        longest = max(len(r.prompt_ids) + len(r.response_ids) for r in together)
         for base in sorted(self.bases, key=lambda base: self._held.get(base.role) != base.path):
-            chosen = [one for one in base.members if members is None or one[0] in members]
-            if not chosen:
-                continue
             with exclusive(self.settings), self._engine(base).awake() as llm:
                 llm.collective_rpc("serve_teacher", args=(base.path,))
                 limit = llm.model_config.max_model_len
@@ -182,8 +110,23 @@ class VllmTeachers(Dropping):
                     raise ValueError(
                         f"score: a prompt and its response are {longest} tokens, expected {expected}"
                     )
-                for member, lora in chosen:
-                    visit(partial(ask, llm, rollouts, lora), member)
+                for m, lora in base.members:
+                    answers = ask(llm, together, lora, kappa, temperature)
+                    ids_NS, logps_NS = answers[:, :kappa], answers[:, kappa : 2 * kappa]
+                    self.drop(int((ids_NS[mine] >= self.shared).sum()))
+                    ids_NS, logps_NS, _ = without_padding(ids_NS, logps_NS, self.shared)
+                    result.ids_NMS[:, m], result.logps_NMS[:, m] = ids_NS, logps_NS
+                    result.token_logps_NM[:, m] = answers[:, 2 * kappa]
+        result.token_logps_NM[mine][outside_N] = -torch.inf
+        return TeacherTopK(*(value[mine] for value in vars(result).values()))
+
+    def _together(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], slice]:
+        """Gather the non-empty rollouts of ranks that share a model, and the slice of this rank's tokens."""
+        own = [rollout for rollout in rollouts if rollout.n_tokens]
+        gathered, rank = of_sharing_ranks(self.settings, own)
+        before = [rollout for part in gathered[:rank] for rollout in part]
+        begin = flat_offsets(before)[-1]
+        return [r for part in gathered for r in part], slice(begin, begin + flat_offsets(own)[-1])
 
     def _engine(self, base: Base) -> Engine:
         self._held[base.role] = base.path

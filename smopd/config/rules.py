@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from smopd.config.errors import explain, line
 from smopd.config.recipe import Keys
-from smopd.config.schedule import BASE, product_reference, weight_merge
+from smopd.config.schedule import BASE, weight_merge
 from smopd.config.settings import SHARED, Settings
 from smopd.engine.settings import Vllm
 from smopd.names import EVALUATION_VALUES, REWARD_ARGUMENTS, is_url, nearest
@@ -116,7 +116,6 @@ def _sampling(settings: Settings) -> Wrong:
 
 def _teachers(settings: Settings) -> Wrong:
     teachers, opd = settings.teachers.models, settings.opd
-    weights, reference = opd.product.weights, opd.product.reference
     rewards = [reward.name for reward in settings.rewards]
     for i, teacher in enumerate(teachers):
         if teacher.reward not in rewards:
@@ -127,20 +126,10 @@ def _teachers(settings: Settings) -> Wrong:
         for i, reward in enumerate(settings.rewards):
             if reward.range is None and any(teacher.reward == reward.name for teacher in teachers):
                 yield f"rewards.{i}.range", f"the gate needs [lo, hi] or batch for {reward.name!r}"
-    if weights is not None and teachers and len(weights) != len(teachers):
-        yield "opd.product.weights", f"got {len(weights)}, expected {len(teachers)}, one per teacher"
-    remote = {is_url(teacher.model) for teacher in teachers}
-    if len(remote) > 1:
+    if len({is_url(teacher.model) for teacher in teachers}) > 1:
         yield "teachers.models", "got both URLs and models, expected one kind"
-    product = settings.merge.method == "product"
-    if product and teachers and remote != {is_url(reference)}:
-        place = "URLs" if True in remote else "paths"
-        yield "opd.product.reference", f"got {reference!r} with teachers at {place}, expected one kind"
-    if product and opd.sampled:
-        yield "opd.divergence", f"got {opd.divergence}, expected forward_kl with merge.method product"
-    if ":" in opd.target and (product or opd.sampled):
-        other = "merge.method product" if product else "opd.divergence reverse_kl_sampled"
-        yield "opd.target", f"got {opd.target}, which {other} does not use"
+    if ":" in opd.target and opd.sampled:
+        yield "opd.target", f"got {opd.target}, which opd.divergence {opd.divergence} does not use"
 
 
 def _merge(settings: Settings) -> Wrong:
@@ -172,11 +161,6 @@ def _run(own: Settings, name: str) -> Wrong:
             yield "merge.method", "weights needs the teachers' weights, but the teachers are at URLs"
     if merge is not None:
         models |= {f"merge.models.{i}.model": each.model for i, each in enumerate(own.merge.models)}
-    try:
-        if (reference := product_reference(own, name)) not in (None, BASE):
-            models["opd.product.reference"] = str(reference)
-    except ValueError as error:
-        yield "opd.product.reference", str(error)
     names = list(own.runs)
     for path, model in models.items():
         if model in names and model not in names[: names.index(name)]:
@@ -194,8 +178,6 @@ def _absent_files(settings: Settings) -> Wrong:
         "data.evaluation.source": held_out.source if held_out else None,
         "warm_start.source.source": warm_start.source.source if warm_start else None,
     }
-    if settings.merge.method == "product":
-        named["opd.product.reference"] = settings.opd.product.reference
     named |= {f"teachers.models.{i}.model": each.model for i, each in enumerate(settings.teachers.models)}
     named |= {f"merge.models.{i}.model": each.model for i, each in enumerate(settings.merge.models)}
     for path, name in named.items():

@@ -101,22 +101,6 @@ def weight_merge(own: Settings, name: str) -> Merge | None:
     return own.merge.model_copy(update={"models": own.merge.models or teachers})
 
 
-def product_reference(own: Settings, name: str) -> str | None:
-    """Return the reference of the run's product (a run, `base`, a path or URLs), or None without a product.
-
-    Raise ValueError if the reference is `init`, and the teachers started from different models.
-    """
-    if not distils(own, name) or own.merge.method != "product":
-        return None
-    if own.opd.product.reference != "init":
-        return own.opd.product.reference
-    taught = [own.runs[each.model] for each in own.teachers.models if each.model in own.runs]
-    starts = {"a merge" if run.stage == "merge" else run.init for run in taught} or {BASE}
-    if len(starts) > 1 or starts == {"a merge"}:
-        raise ValueError(f"the teachers started from {' and '.join(sorted(starts))}; name one")
-    return starts.pop()
-
-
 def plan(settings: Settings, part: Part = "all", only: tuple[str, ...] = ()) -> list[PlannedRun]:
     """Return the runs of this part of the recipe in order; a non-empty `only` selects runs by name."""
     runs = []

@@ -149,18 +149,6 @@ class Gate(Section):
     """phi, the minimum weight of a teacher."""
 
 
-class Product(Section):
-    """The target of merge.method product: the reference times each p_teacher / p_reference (ours)."""
-
-    reference: str = "init"
-    """`init`: the model that the teachers were trained from. Or a run, a path, a hub id, or server URLs."""
-    weights: list[float] | None = None
-    """Exponent of each teacher's ratio; null: 1 each. A gate multiplies it by the number of teachers times
-    the gate's weight."""
-    protect_above: float | None = Field(default=None, ge=0)
-    """If a teacher raises a token by more than this many nats, no teacher lowers it; null: off."""
-
-
 class Opd(Section):
     """On-policy distillation from the teachers (Eq. 5 to 7, 15 to 17)."""
 
@@ -176,7 +164,6 @@ class Opd(Section):
     target: Literal["pooled", "merged"] | ImportPath = "pooled"
     """pooled: one entry per teacher and token, as in the paper; merged: equal tokens of several teachers are
     added up. Or a function with the signature of `MakesTarget` in smopd/objective.py."""
-    product: Product = Product()
     tail: bool = False
     """Add the probability of all other tokens to the forward KL as one more entry."""
     divergence: Literal["forward_kl", "reverse_kl_sampled"] = "forward_kl"
@@ -247,7 +234,7 @@ class TeacherVllm(Vllm):
 
     engines: int | None = Field(default=None, ge=1)
     """Number of engines; null: one per teacher. With fewer, teachers of one architecture take turns in an
-    engine, which reloads their weights from disk every step (twice with `union`)."""
+    engine, which reloads their weights from disk every step."""
 
 
 class RolloutSettings(Section):
@@ -305,8 +292,6 @@ class Teachers(Section):
 
     engine: Literal["local", "vllm"] = "local"
     vllm: TeacherVllm = TeacherVllm()
-    union: bool = False
-    """Score the top-kappa tokens of all teachers with every teacher."""
     models: list[Teacher] = Field(default=[])
     dtype: Dtype = "float32"
 
@@ -355,9 +340,9 @@ class Guard(Section):
 class Merge(Section):
     """How a run of stage merge combines its teachers."""
 
-    method: Literal["weights", "product", "published"] = "weights"
-    """weights: start from merged weights and train without teachers; product: distill the
-    product of the teachers' changes; published: distill the mixture of the teachers, as in the paper."""
+    method: Literal["weights", "published"] = "weights"
+    """weights: start from merged weights and train without teachers; published: distill the mixture of the
+    teachers, as in the paper."""
     models: list[MergedModel] = Field(default=[])
     """weights: the models to merge; empty: every teacher, with the guard's default choices."""
     guard: Guard | None = Guard()
@@ -435,11 +420,6 @@ class Settings(Section):
     """The training runs, in order."""
 
     @property
-    def unites(self) -> bool:
-        """Whether every teacher scores the top tokens of all teachers; always for a product."""
-        return self.teachers.union or self.merge.method == "product"
-
-    @property
     def kl_temperature(self) -> float:
         """Temperature of teachers and student in the KL; a reverse KL uses that of the rollouts."""
         return self.rollout.temperature if self.opd.sampled else self.opd.temperature
@@ -448,9 +428,9 @@ class Settings(Section):
     def waiting_seconds(self) -> float:
         """Longest wait for another rank: for the slowest reward, conversation or server, at least
         TRAINING_SECONDS."""
-        scored = [*(each.model for each in self.teachers.models), self.opd.product.reference]
-        urls = [*self.rollout.urls, *(1 + self.unites) * [model for model in scored if is_url(model)]]
-        servers = len(",".join(urls).split(",")) if urls else 0  # with a union, two requests
+        taught = [each.model for each in self.teachers.models]
+        urls = [*self.rollout.urls, *filter(is_url, taught)]
+        servers = len(",".join(urls).split(",")) if urls else 0
         reward = 2 * self.scoring.deadline_seconds + STARTUP_SECONDS  # a second try restarts the worker
         alone = max(reward, REQUEST_SECONDS * (servers + 1) if servers else 0.0)
         if self.rollout.environment is not None:

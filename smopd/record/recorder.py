@@ -139,8 +139,7 @@ class Recorder:
             own = slice(begin, begin := begin + int(batch.lengths_R[i]))
             records = token_records(self.tokenizer, rollout, part(found, own))
             if target is not None:
-                reference = target.product is not None
-                add_teachers(records, self.tokenizer, part(target.topk, own), reference=reference)
+                add_teachers(records, self.tokenizer, part(target.topk, own))
             self.tokens.write(
                 {
                     "step": result.step,
@@ -260,11 +259,8 @@ def add_target(metrics: Metrics, result: StepResult) -> None:
     alpha_NM = target.log_alpha.exp().expand(len(result.batch.token_ids_N), -1)
     of_batch = {reward.name for reward in settings.rewards if reward.range == "batch"}
     for m, teacher in enumerate(settings.teachers.models):
-        kept_NS = target.topk.logps_NMS[:, m, : settings.opd.kappa]
-        metrics.add(f"teacher_{m}/top_kappa_mass", kept_NS.exp().sum(-1))
+        metrics.add(f"teacher_{m}/top_kappa_mass", target.topk.logps_NMS[:, m].exp().sum(-1))
         metrics.add(f"teacher_{m}/alpha", alpha_NM[:, m])
-        if target.product is not None:
-            metrics.add(f"teacher_{m}/change", target.changes_NM[:, m])
         if teacher.reward in of_batch:
             metrics.add(f"teacher_{m}/range_low", float(target.low_M[m]))
             metrics.add(f"teacher_{m}/range_high", float(target.high_M[m]))

@@ -1,6 +1,6 @@
 """Token view: what each teacher and the student think of every token of a response.
 
-Shapes: T tokens of one response, M models (the teachers, then the reference, if any), S entries each.
+Shapes: T tokens of one response, M teachers, S entries each.
 """
 
 from __future__ import annotations
@@ -55,26 +55,18 @@ def texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
     return found
 
 
-def add_teachers(
-    records: list[Record], tokenizer: PreTrainedTokenizerBase, topk: TeacherTopK, *, reference: bool
-) -> None:
+def add_teachers(records: list[Record], tokenizer: PreTrainedTokenizerBase, topk: TeacherTopK) -> None:
     """Add to each sampled token the teachers' top tokens and log-ratios.
 
-    A log-ratio is that of the teacher's probability of the token to the reference's, the last model of
-    `topk`, or without a reference to the mean of the teachers.
+    A log-ratio is that of the teacher's probability of the token to the mean of the teachers.
     """
     logp_TM = topk.token_logps_NM.double().cpu()
-    if reference:
-        ratio_TM = logp_TM[:, :-1] - logp_TM[:, -1:]
-    else:
-        ratio_TM = logp_TM - logp_TM.logsumexp(-1, keepdim=True) + math.log(logp_TM.shape[1])
+    ratio_TM = logp_TM - logp_TM.logsumexp(-1, keepdim=True) + math.log(logp_TM.shape[1])
     sampled = [record for record in records if "student" in record]
     for t, record in enumerate(sampled):
         models = [
             _likely(tokenizer, *entries) for entries in zip(topk.ids_NMS[t], topk.logps_NMS[t], strict=True)
         ]
-        if reference:
-            record["reference"] = models.pop()
         record["log_ratios"] = [round(value, 3) for value in ratio_TM[t].tolist()]
         record["teachers"] = models
 
@@ -104,7 +96,7 @@ def add_merged(
     begin = 0
     for line, rollout in zip(due, rollouts, strict=True):
         own = slice(begin, begin := begin + rollout.n_tokens)
-        add_teachers(line["tokens"], tokenizer, part(TeacherTopK(**joined), own), reference=False)
+        add_teachers(line["tokens"], tokenizer, part(TeacherTopK(**joined), own))
         line["teachers"] = list(models)
     log.replace(lines)
 

@@ -30,7 +30,6 @@ _SECTIONS = {
         "teacher_mass": "the target's probability of its tokens",
         "student_mass": "the student's probability of the target's tokens",
         "teacher_(.*)/top_kappa_mass": "{}: probability of its top tokens",
-        "teacher_(.*)/change": "{}: log-ratio to the reference (nats)",
         "opd_coef": "lambda",
     },
     "Policy": {

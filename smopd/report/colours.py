@@ -21,7 +21,6 @@ PREFERRED = {
     "specialize": ("blue", "orange", "teal", "olive"),
     "weights": ("green",),
     "published": ("red",),
-    "product": ("pink",),
     "train": ("gray", "purple", "brown"),
 }
 """Colors of each stage, and for merges of each method."""

@@ -107,10 +107,10 @@ def _token(token: Mapping[str, Any], teachers: Sequence[tuple[str, str]]) -> dic
     ratios, p = token.get("log_ratios", []), token.get("p")
     named = [f"{name} {_plain(ratio, '+.2f')}" for (name, _), ratio in zip(teachers, ratios, strict=False)]
     models = [*zip(named, token.get("teachers", []), strict=True)]
-    models += [(name, token[name]) for name in ("reference", "student") if name in token]
+    if "student" in token:
+        models.append(("student", token["student"]))
     ratio, best = max(((ratio or 0.0, m) for m, ratio in enumerate(ratios)), default=(0.0, 0))
-    # 1 - p_others / p_best, and for a product 1 - p_reference / p_best
-    largest = 1.0 if "reference" in token else 1 - 1 / max(len(ratios), 2)
+    largest = 1 - 1 / max(len(ratios), 2)  # so that the strength is 1 - p_others / p_best
     strength = min(1.0, (1 - math.exp(-max(ratio, 0.0))) / largest)
     return {
         "text": token["text"],

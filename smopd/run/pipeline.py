@@ -18,7 +18,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from smopd.config.cli import Command
-from smopd.config.schedule import BASE, PlannedRun, done_steps, is_done, needs_base, plan, product_reference
+from smopd.config.schedule import BASE, PlannedRun, done_steps, is_done, needs_base, plan
 from smopd.config.settings import Merge, Settings
 from smopd.data.prompts import PromptSet
 from smopd.engine import distributed
@@ -236,10 +236,7 @@ def do_runs(context: RunContext, command: Command) -> None:
 def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
     """Train a run from its start or its newest checkpoint, and export it."""
     settings, folder, device = context.settings.resolved(run.name), context.folder / run.name, context.device
-    setting_of = dict.fromkeys(run.teachers, "teachers.models")
-    if (product_base := product_reference(settings, run.name)) is not None:
-        setting_of[product_base] = "opd.product.reference"
-    needed = dict.fromkeys([*run.starts, *setting_of])
+    needed = dict.fromkeys([*run.starts, *run.teachers])
     for name in needed:
         if name in settings.runs and not context.finished(name):
             raise UnusableInput(
@@ -250,17 +247,15 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
     distributed.on_rank0(lambda: reopen(context.settings, run.name, folder))
     path = start_of(context, run, settings, inputs.train)
     tokenizer = load_tokenizer(path)
-    for name, setting in setting_of.items():
+    for name in dict.fromkeys(run.teachers):
         if name != BASE and name not in settings.runs and not is_url(name):
-            with error_context(setting):
+            with error_context("teachers.models"):
                 build.require_tokenizer(tokenizer, name)
 
     scheduled = schedule(settings.student, settings.loop.steps * settings.loop.updates_per_step)
     student = build.student(settings, path, device, schedule=scheduled)
     rollouts = build.rollout_engine(settings, path, device, context.settings)
     frozen = [context.teacher_path(teacher) for teacher in run.teachers]
-    if product_base is not None:
-        frozen.append(context.model_path(product_base))
     teachers = build.teacher_engine(settings, frozen, tokenizer, student.vocabulary, device)
     digests = {f"teacher {m}": found for m, found in getattr(teachers, "digests", {}).items()}
     served = {f"runs.{run.name}.servers": digests}

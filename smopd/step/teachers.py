@@ -60,9 +60,7 @@ class TeacherScoring:
         dropped = 0
         if self.teachers is not None:
             dropped = self.teachers.dropped
-            topk = self.teachers.score(
-                batch.rollouts, settings.opd.kappa, settings.kl_temperature, union=settings.unites
-            )
+            topk = self.teachers.score(batch.rollouts, settings.opd.kappa, settings.kl_temperature)
             dropped = self.teachers.dropped - dropped
         if self.reference is not None:
             scored = self.reference.score(batch.rollouts, 0, settings.rollout.temperature)

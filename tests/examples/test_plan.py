@@ -23,7 +23,6 @@ SMALL = QWEN["1.5B"][2]
 POSITION = 2 * 28 * 2 * 128 * 2  # bytes of 1.5B's keys and values in bf16
 LORA = {"student": {"lora": {"rank": 32, "alpha": 64}}}
 LORA_TEACHERS = {"runs": {name: {"set": LORA} for name in ("accuracy_teacher", "format_teacher")}}
-PRODUCT = {"runs": {"student": {"set": {"merge": {"method": "product"}}}}}
 KL_REF = {"kl_ref": {"coef": 0.1}}
 VLLM = {"rollout": {"engine": "vllm"}, "teachers": {"engine": "vllm", "dtype": "bfloat16"}}
 NARROW = {"student": {"compute_dtype": "bfloat16", "gradient_checkpointing": True}}
@@ -81,9 +80,8 @@ def test_states_are_exact_and_shared_by_the_shards(tmp_path: Path) -> None:
         (merged(LORA_TEACHERS, KL_REF), 1),
         (KL_REF, 3),
         (merged(KL_REF, {"runs": {"student": {"set": LORA}}}), 2),
-        (merged(PRODUCT, KL_REF), 3),
     ],
-    ids=["full", "lora", "lora-and-reference", "reference", "under-the-student", "product"],
+    ids=["full", "lora", "lora-and-reference", "reference", "under-the-student"],
 )
 def test_frozen_models_are_counted_as_they_are_held(
     changes: dict[str, Any], models: int, tmp_path: Path

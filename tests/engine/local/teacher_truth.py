@@ -49,22 +49,6 @@ def check(
         )
 
 
-def check_union(topk: TeacherTopK, expected: list[Tensor], kappa: int, bound: float) -> None:
-    """Check that each teacher lists its own entries first, then every other id of the union exactly once."""
-    n_teachers = len(expected)
-    assert topk.ids_NMS.shape == (len(expected[0]), n_teachers, n_teachers * kappa)
-    own = TeacherTopK(topk.ids_NMS[..., :kappa], topk.logps_NMS[..., :kappa], topk.token_logps_NM)
-    check(own, expected, kappa, bound)
-    for n in range(len(expected[0])):
-        union = set(own.ids_NMS[n][own.logps_NMS[n] > -torch.inf].tolist())
-        for m in range(n_teachers):
-            there = topk.logps_NMS[n, m] > -torch.inf
-            ids = topk.ids_NMS[n, m][there].tolist()
-            assert set(ids) == union and len(ids) == len(union)
-            assert not topk.ids_NMS[n, m][~there].any()
-            torch.testing.assert_close(topk.logps_NMS[n, m][there], expected[m][n, ids], rtol=0, atol=bound)
-
-
 def save_adapters(folder: Path, model: PreTrainedModel, n: int = 2) -> list[Path]:
     """Save LoRA adapters of `model` with peft; B is random, so that they change its outputs."""
     peft = pytest.importorskip("peft")

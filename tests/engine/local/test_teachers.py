@@ -16,16 +16,7 @@ from smopd.engine.local.teachers import LocalTeachers, load_teachers
 from smopd.engine.models.loading import UnusableModel
 from smopd.engine.settings import Packing
 from smopd.engine.weights.adapters import read_adapter
-from tests.engine.local.teacher_truth import (
-    ROLLOUTS,
-    at,
-    by_peft,
-    check,
-    check_union,
-    save_adapters,
-    whole_logprobs,
-    widened,
-)
+from tests.engine.local.teacher_truth import ROLLOUTS, by_peft, check, save_adapters, whole_logprobs, widened
 from tests.engine.tiny import VOCABULARY, tiny_model
 
 PACKING = Packing(micro_batch_tokens=64)
@@ -38,25 +29,6 @@ def test_equals_whole_forward_passes(kappa: int, temperature: float) -> None:
     check(topk, [whole_logprobs(model, ROLLOUTS, temperature) for model in models], kappa, 1e-4)
 
 
-def test_the_union_holds_every_value() -> None:
-    models = [tiny_model(seed) for seed in (1, 2, 3)]
-    teachers = LocalTeachers(models, PACKING, VOCABULARY)
-    topk = teachers.score(ROLLOUTS, 5, 0.7, union=True)
-    check_union(topk, [whole_logprobs(model, ROLLOUTS, 0.7) for model in models], 5, 1e-4)
-    assert teachers.score(ROLLOUTS, 0, 1.0, union=True).ids_NMS.shape[-1] == 0
-
-
-def test_given_ids_have_every_value() -> None:
-    models = [tiny_model(1), widened(tiny_model(2), 70)]
-    teachers = LocalTeachers(models, PACKING, VOCABULARY)
-    known_NM = teachers.score(ROLLOUTS, 0, 0.7).token_logps_NM
-    ids_NMU = torch.randint(0, VOCABULARY, (len(known_NM), 2, 9), dtype=torch.int32)
-    found_NMU = teachers.given(ROLLOUTS, ids_NMU, known_NM, 0.7)
-    for m, model in enumerate(models):
-        expected_NU = whole_logprobs(model, ROLLOUTS, 0.7).gather(1, ids_NMU[:, m].long())
-        torch.testing.assert_close(found_NMU[:, m], expected_NU, rtol=0, atol=1e-4)
-
-
 def test_padding_of_a_larger_vocabulary_is_dropped_and_counted() -> None:
     models = [widened(tiny_model(1), 70), tiny_model(2)]
     teachers = LocalTeachers(models, PACKING, VOCABULARY)
@@ -64,9 +36,7 @@ def test_padding_of_a_larger_vocabulary_is_dropped_and_counted() -> None:
     expected = [whole_logprobs(model, ROLLOUTS) for model in models]
     check(topk, expected, 8, 1e-4)
     assert teachers.dropped == int((expected[0].topk(8).indices >= VOCABULARY).sum()) > 0
-    union = teachers.score(ROLLOUTS, 8, 1.0, union=True)
-    assert int(union.ids_NMS.max()) < VOCABULARY
-    check_union(union, expected, 8, 1e-4)
+    assert int(topk.ids_NMS.max()) < VOCABULARY
 
 
 def test_no_teacher_and_a_smaller_vocabulary_are_refused() -> None:
@@ -94,20 +64,16 @@ def test_fewer_padded_rows_than_the_students_are_served() -> None:
     )
 
 
-def test_a_union_of_unequal_paddings_asks_each_for_what_all_have() -> None:
+def test_unequal_paddings_leave_what_all_have() -> None:
     """The larger teacher's most likely id has no row in the smaller one."""
     model, larger = tiny_model(1), widened(tiny_model(2), VOCABULARY + 7)
     bias = torch.zeros(VOCABULARY + 7)
     bias[VOCABULARY + 3] = 50.0
     larger.lm_head.bias = torch.nn.Parameter(bias)
     teachers = LocalTeachers([model, larger], PACKING, VOCABULARY + 7, tokens=VOCABULARY)
-    union = teachers.score(ROLLOUTS, 4, 1.0, union=True)
-    assert teachers.dropped >= len(union.ids_NMS)
-    assert int(union.ids_NMS.max()) < VOCABULARY
-    for m in range(2):
-        given = teachers.given(ROLLOUTS, union.ids_NMS[..., :4], union.token_logps_NM, 1.0)
-        live = union.logps_NMS[:, m, :4] > -torch.inf
-        torch.testing.assert_close(given[:, m][live], union.logps_NMS[:, m, :4][live], rtol=1e-4, atol=1e-4)
+    found = teachers.score(ROLLOUTS, 4, 1.0)
+    assert teachers.dropped >= len(found.ids_NMS)
+    assert int(found.ids_NMS.max()) < VOCABULARY
 
 
 def test_adapters_share_their_base(tmp_path: Path, caplog, monkeypatch) -> None:
@@ -124,7 +90,6 @@ def test_adapters_share_their_base(tmp_path: Path, caplog, monkeypatch) -> None:
         assert (first - second).abs().max() > 0.1
     for _ in range(2):
         check(teachers.score(ROLLOUTS, 6, 1.0), expected, 6, 1e-4)
-    check_union(teachers.score(ROLLOUTS, 4, 0.7, union=True), [at(e, 0.7) for e in expected], 4, 1e-4)
 
 
 def test_the_base_of_adapters_is_scored_without_them(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from smopd.engine.local.teachers import LocalTeachers, load_teachers
 from smopd.engine.models.loading import UnusableModel
 from smopd.engine.remote.servers import RetryPolicy
 from smopd.engine.remote.teachers import Probe, RemoteTeachers
-from smopd.engine.remote.wire import pack, pack_request, unpack_answer, unpack_values
+from smopd.engine.remote.wire import pack, pack_request, unpack_answer
 from smopd.engine.settings import Packing
 from smopd.engine.types import TeacherTopK
 from smopd.worlds.models import world_model
@@ -109,28 +109,26 @@ def assert_same(found: TeacherTopK, expected: TeacherTopK) -> None:
     torch.testing.assert_close(found.token_logps_NM, expected.token_logps_NM, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("union", [False, True])
-def test_remote_teachers_say_what_local_ones_say(paths, urls, union, monkeypatch):
-    rollouts, asked = with_turns(ragged_rollouts(1)), {"temperature": 0.7, "union": union}
-    expected, teachers = local(paths).score(rollouts, 4, **asked), remote(*urls, temperature=0.7)
-    assert_same(teachers.score(rollouts, 4, **asked), expected)
+def test_remote_teachers_say_what_local_ones_say(paths, urls, monkeypatch):
+    rollouts = with_turns(ragged_rollouts(1))
+    expected, teachers = local(paths).score(rollouts, 4, 0.7), remote(*urls, temperature=0.7)
+    assert_same(teachers.score(rollouts, 4, 0.7), expected)
     monkeypatch.setattr("smopd.engine.remote.teachers.REQUEST_TOKENS", 20)  # several requests
-    assert_same(teachers.score(rollouts, 4, **asked), expected)
-    assert teachers.score([], 4, **asked).ids_NMS.shape == (0, 3, 12 if union else 4)
-    alone = teachers.score(rollouts, 0, **asked)
+    assert_same(teachers.score(rollouts, 4, 0.7), expected)
+    assert teachers.score([], 4, 0.7).ids_NMS.shape == (0, 3, 4)
+    alone = teachers.score(rollouts, 0, 0.7)
     torch.testing.assert_close(alone.token_logps_NM, expected.token_logps_NM, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="kappa is -1"):
         teachers.score(rollouts, -1, 1.0)
 
 
-@pytest.mark.parametrize("union", [False, True])
-def test_what_only_pads_a_vocabulary_is_counted_on_the_other_side(paths, serve, union, caplog):
+def test_what_only_pads_a_vocabulary_is_counted_on_the_other_side(paths, serve, caplog):
     smaller, probe = VOCABULARY - 40, Probe("1 2", (144, 145))
     rollouts = [r for r in ragged_rollouts(7) if max(r.response_ids.tolist()) < smaller]
     there = [serve(path, smaller).url for path in paths[:2]]
     teachers = remote(*there, kappa=8, vocabulary=smaller, probe=probe)
-    found = teachers.score(rollouts, 8, 1.0, union=union)
-    assert_same(found, local(paths[:2], smaller).score(rollouts, 8, 1.0, union=union))
+    found = teachers.score(rollouts, 8, 1.0)
+    assert_same(found, local(paths[:2], smaller).score(rollouts, 8, 1.0))
     assert teachers.dropped > 0 and int(found.ids_NMS.max()) < smaller
     assert "vocabulary padding" in caplog.text
 
@@ -223,18 +221,15 @@ def test_a_restored_server_fits_as_at_the_start(loopback, replaced):
     assert list(found.teachers[0].removed) == ([other.url] if replaced else [])
 
 
-@pytest.mark.parametrize("union", [False, True])
-def test_our_servers_answer_for_the_weights_that_they_had(paths, serve, union):
+def test_our_servers_answer_for_the_weights_that_they_had(paths, serve):
     first, same, other = serve(paths[0]), serve(paths[0]), serve(paths[1])
     found = remote(f"{first.url},{same.url},{other.url}", other.url)
     removed = found.teachers[0].removed
     assert re.search("holds weights .*, the teacher's first server holds", removed[other.url])
-    expected = found.score(rollouts := ragged_rollouts(1), 4, 1.0, union=union)
+    expected = found.score(rollouts := ragged_rollouts(1), 4, 1.0)
     first.become(paths[1])
-    assert_same(found.score(rollouts, 4, 1.0, union=union), expected)
+    assert_same(found.score(rollouts, 4, 1.0), expected)
     assert "status 400: ValueError: this server holds the weights" in removed[first.url]
-    answer = httpx.post(f"{same.url}/given?weights=other", content=save(REQUEST))
-    assert answer.status_code == 400 and "holds the weights" in answer.text
 
 
 LOGPS_NS = torch.tensor([[0.5, 0.25]] * 2).log()
@@ -270,24 +265,13 @@ def test_a_bad_answer_is_never_taken(changes):
 
 @pytest.mark.parametrize("content", [pack(**GOOD)[:-7], b"<html>busy</html>", b"", save({"a": LOGPS_NS})])
 def test_what_is_no_answer_is_never_taken(content):
-    for read in (unpack_answer, unpack_values):
-        with pytest.raises((KeyError, SafetensorError)):
-            read(content, 2, 2)
-
-
-@pytest.mark.parametrize("logps_NU", [torch.zeros(1, 2), torch.full((2, 2), torch.nan), torch.ones(2, 2)])
-def test_bad_log_probabilities_of_given_ids_are_never_taken(logps_NU):
-    with pytest.raises(ValueError, match="logps_NU"):
-        unpack_values(pack(logps_NU=logps_NU), 2, 2)
+    with pytest.raises((KeyError, SafetensorError)):
+        unpack_answer(content, 2, 2)
 
 
 ROLLOUTS = ragged_rollouts(2)
 N_TOKENS = sum(len(rollout.response_ids) for rollout in ROLLOUTS)
-REQUEST = load(
-    pack_request(
-        ROLLOUTS, ids_NU=torch.zeros(N_TOKENS, 3, dtype=torch.int32), token_logps_N=-torch.ones(N_TOKENS)
-    )
-)
+REQUEST = load(pack_request(ROLLOUTS))
 
 
 def int32(*values: object) -> torch.Tensor:
@@ -304,14 +288,11 @@ def int32(*values: object) -> torch.Tensor:
         ({"tokens": int32(1, 2), "lengths": int32([0, 2])}, "lengths has an empty prompt"),
         ({"lengths": int32([3])}, "lengths is torch.int32"),
         ({"loss_mask": torch.ones(N_TOKENS - 1, dtype=torch.bool)}, "loss_mask is torch.bool"),
-        ({"ids_NU": torch.zeros(N_TOKENS - 1, 3, dtype=torch.int32)}, "ids_NU is torch.int32"),
-        ({"ids_NU": torch.full((N_TOKENS, 3), VOCABULARY, dtype=torch.int32)}, "ids_NU holds ids outside"),
-        ({"ids_NU": torch.full((N_TOKENS, 3), -1, dtype=torch.int32)}, "ids_NU holds ids outside"),
-        ({"token_logps_N": torch.full((N_TOKENS,), torch.nan)}, "token_logps_N holds nan"),
+        ({"tokens": REQUEST["tokens"] - VOCABULARY}, "tokens holds ids outside"),
     ],
 )
 def test_what_is_no_request_is_answered_by_400(urls, changes, message):
-    answer = httpx.post(f"{urls[0]}/given", content=save(REQUEST | changes))
+    answer = httpx.post(f"{urls[0]}/score?kappa=4", content=save(REQUEST | changes))
     assert answer.status_code == 400 and message in answer.text
 
 
@@ -323,7 +304,7 @@ def test_what_is_no_request_is_answered_by_400(urls, changes, message):
         ("score", save(REQUEST), {"kappa": "-1"}),
         ("score", save(REQUEST), {"kappa": "100000"}),
         ("score", save(REQUEST), {"temperature": "1e-300"}),
-        ("given", save(REQUEST), {"temperature": "nan"}),
+        ("score", save(REQUEST), {"temperature": "nan"}),
         ("tokenize", b'{"prompt": 3}', {}),
         ("tokenize", b"[" * 100_000, {}),
         ("tokenize", b'{"prompt": "' + b"a" * (1 << 21) + b'"}', {}),
@@ -350,7 +331,7 @@ def test_a_token_is_asked_for_where_one_is_set(paths, serve, monkeypatch):
         remote(url)
 
 
-def test_a_run_with_the_product_of_teachers_at_urls(paths, urls, tmp_path):
+def test_a_run_with_teachers_at_urls(paths, urls, tmp_path):
     """The metrics are those of a run with the same models by path."""
 
     def run(name: str, models: list[str]) -> dict[str, float]:
@@ -359,8 +340,7 @@ def test_a_run_with_the_product_of_teachers_at_urls(paths, urls, tmp_path):
             "model": {"factory": None, "path": paths[2]},
             "data": {"evaluation": None},
             "teachers": {"models": taught},
-            "merge": {"method": "product"},
-            "opd": {"kappa": 8, "product": {"reference": models[2]}},
+            "opd": {"kappa": 8},
             "loop": {"steps": 1},
         }
         recipe = write_recipe(tmp_path, merged(changes, {"name": name}), drop=("warm_start", "runs"))
@@ -371,6 +351,6 @@ def test_a_run_with_the_product_of_teachers_at_urls(paths, urls, tmp_path):
         return line
 
     here, there = run("paths", paths), run("urls", urls)
-    assert here["teacher_0/change"] != pytest.approx(here["teacher_1/change"])
-    for name in ("kl", "teacher_mass", "teacher_0/change", "teacher_1/change", "grad_norm"):
+    assert here["teacher_0/top_kappa_mass"] != pytest.approx(here["teacher_1/top_kappa_mass"])
+    for name in ("kl", "teacher_mass", "teacher_0/top_kappa_mass", "teacher_1/top_kappa_mass", "grad_norm"):
         assert there[name] == pytest.approx(here[name], rel=1e-3, abs=1e-5), name

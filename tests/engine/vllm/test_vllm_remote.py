@@ -161,8 +161,8 @@ def test_a_teacher_server_with_vllm(model_folder, tmp_path):
     with serving(ours):
         urls = [[ours.url], [ours.url]]
         there = RemoteTeachers(urls, VOCABULARY, probe, KAPPA, 0.7, retry=QUICK)
-        found = there.score(rollouts, KAPPA, 0.7, union=True)
-    expected = local.score(rollouts, KAPPA, 0.7, union=True)
+        found = there.score(rollouts, KAPPA, 0.7)
+    expected = local.score(rollouts, KAPPA, 0.7)
     assert found.ids_NMS.equal(expected.ids_NMS)
     for name in ("logps_NMS", "token_logps_NM"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-4)

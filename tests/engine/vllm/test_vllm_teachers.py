@@ -29,7 +29,6 @@ from tests.engine.local.teacher_truth import (
     at,
     by_peft,
     check,
-    check_union,
     save_adapters,
     whole_logprobs,
     widened,
@@ -112,20 +111,13 @@ def test_models_take_turns_in_one_engine(serve, expected, monkeypatch) -> None:
     [(["untied", "tied", "padded"], 0.7), (["adapter1", "base", "adapter0"], 1.0)],
     ids=["models", "adapters"],
 )
-def test_top_k_union_and_given_ids(names: list[str], temperature: float, serve, expected) -> None:
+def test_padded_vocabularies_and_adapters(names: list[str], temperature: float, serve, expected) -> None:
     """With padded vocabularies, and with a base and its adapters, which share an engine."""
     teachers, wanted = serve(*names), [at(expected[name], temperature) for name in names]
     assert len(teachers.bases) == (3 if "padded" in names else 1)
-    own = teachers.score(ROLLOUTS, 8, temperature)
-    check(own, wanted, 8, BOUND)
+    check(teachers.score(ROLLOUTS, 8, temperature), wanted, 8, BOUND)
     if "padded" in names:
         assert teachers.dropped == int((expected["padded"].topk(8).indices >= VOCABULARY).sum()) > 0
-    check_union(teachers.score(ROLLOUTS, 5, temperature, union=True), wanted, 5, BOUND)
-    ids_NMU = torch.randint(0, VOCABULARY, (len(own.ids_NMS), len(names), 9), dtype=torch.int32)
-    found_NMU = teachers.given(ROLLOUTS, ids_NMU, own.token_logps_NM, temperature)
-    for m, logps_NV in enumerate(wanted):
-        logps_NU = logps_NV.gather(1, ids_NMU[:, m].long())
-        torch.testing.assert_close(found_NMU[:, m], logps_NU, rtol=0, atol=BOUND)
 
 
 def test_the_base_of_adapters_is_scored_without_them(serve, folder: Path, expected) -> None:
@@ -157,7 +149,6 @@ def _rollout(prompt: Tensor, response: Tensor) -> Rollout:
 def test_nothing_to_score_and_too_long_a_response(serve) -> None:
     ids, teachers = torch.arange(300) % VOCABULARY, serve("untied", "tied")
     for rollouts in ([], [_rollout(ids[:4], ids[:0])]):
-        assert teachers.score(rollouts, 4, 1.0, union=True).ids_NMS.shape == (0, 2, 8)
         topk = teachers.score(rollouts, 4, 1.0)
         assert topk.ids_NMS.shape == (0, 2, 4) and topk.token_logps_NM.shape == (0, 2)
     with pytest.raises(ValueError, match=r"a prompt and its response are 300 tokens, expected at most 256"):
@@ -195,16 +186,15 @@ def test_teachers_in_a_process_of_their_own(serve, expected) -> None:
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs /proc/self/clear_refs")
 def test_the_pooler_never_holds_tokens_times_vocabulary() -> None:
-    n_tokens, n_vocab, n_hidden, kappa, n_given = 768, 151_936, 8, 16, 32
+    n_tokens, n_vocab, n_hidden, kappa = 768, 151_936, 8, 16
     logits_bytes = 4 * n_tokens * n_vocab
     weight_VD, hidden_ND = torch.randn(n_vocab, n_hidden), torch.randn(n_tokens, n_hidden)
     pooler = TeacherPooler("test", None, n_vocab, weight_VD)
     ids_N = torch.randint(n_vocab, (n_tokens,), dtype=torch.int32)
-    given_NU = torch.randint(n_vocab, (n_tokens, n_given), dtype=torch.int32)
 
     def answer() -> Tensor:
-        return pooler.answer(hidden_ND, kappa, 0.7, ids_N, given_NU)
+        return pooler.answer(hidden_ND, kappa, 0.7, ids_N)
 
-    assert answer().shape == (n_tokens, 2 * kappa + 1 + n_given)
+    assert answer().shape == (n_tokens, 2 * kappa + 1)
     assert peak_bytes(lambda: hidden_ND @ weight_VD.T, "cpu") > 0.9 * logits_bytes  # checks the measurement
     assert peak_bytes(answer, "cpu") < CHUNK_BYTES_CPU + (16 << 20) < logits_bytes / 2

@@ -46,17 +46,10 @@ def test_only_the_policys_tokens_have_models() -> None:
     student = TopK(torch.tensor([[4, 5]]), torch.tensor([[0.75, 0.0]]).log(), torch.tensor([0.2]).log())
     records = token_records(Letters(), rollout, student)
     assert records == [{"text": "a"}, {"text": "b", "p": 0.2, "student": [["e", 0.75]]}]
-    add_teachers(records, Letters(), teachers(0.9, 0.3), reference=False)
+    add_teachers(records, Letters(), teachers(0.9, 0.3))
     assert "teachers" not in records[0]
     assert records[1]["log_ratios"] == [round(math.log(0.9 / 0.6), 3), round(math.log(0.3 / 0.6), 3)]
     assert records[1]["teachers"] == [[["a", 0.5]], [["a", 0.5]]]
-
-
-def test_a_product_compares_with_its_reference() -> None:
-    records = [{"text": "b", "student": []}]
-    add_teachers(records, Letters(), teachers(0.8, 0.1, 0.4), reference=True)
-    assert records[0]["log_ratios"] == [0.693, -1.386] and len(records[0]["teachers"]) == 2
-    assert records[0]["reference"] == [["a", 0.5]]
 
 
 def test_merged_models_are_added_once(tmp_path: Path) -> None:

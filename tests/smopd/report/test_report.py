@@ -135,9 +135,7 @@ def test_the_best_of_each_column_is_marked_as_shown(tmp_path: Path) -> None:
 
 def test_a_method_has_the_same_color_in_every_recipe() -> None:
     few = assign({"g": "train", "m": "weights"})
-    many = assign(
-        {"a": "specialize", "p": "published", "m": "weights", "q": "product", "g": "train", "h": "train"}
-    )
+    many = assign({"a": "specialize", "p": "published", "m": "weights", "g": "train", "h": "train"})
     assert few.items() <= many.items() and len({*many.values()}) == len(many)
     assert {*assign({str(i): "specialize" for i in range(30)}).values()} == {*PALETTE}
 
@@ -153,14 +151,13 @@ def test_ticks_are_round_and_enclose_the_range(low: float, high: float) -> None:
 
 def test_a_token_has_the_color_of_the_teacher_that_favors_it(tmp_path: Path) -> None:
     unknown = {"log_ratios": [None, None], "student": [["c", None]]}  # NaN in the file
-    product = {"log_ratios": [0.4, -0.4], "reference": [["r", 0.5]], "p": 0.5}
     tokens = [TOKEN, {**TOKEN, "text": "\n", "log_ratios": [0.0, 0.01]}, {**TOKEN, **unknown}]
-    tokens += [{**TOKEN, **product}, {"text": "the environment's"}]
+    tokens += [{**TOKEN, "log_ratios": [0.4, -0.4], "p": 0.5}, {"text": "the environment's"}]
     views = {"one": [{"step": 4, "teachers": ["A", "B"], "prompt": "p", "tokens": tokens}]}
     page = Page(tmp_path / "report.html", Report("t", tokens=views))
     found = re.findall(r'class="token (\w+)( unlikely)?" tabindex=0 style="--s:([\d.]+)"', page.source)
     share = 1 - math.exp(-0.4)
-    assert found == [("orange", " unlikely", f"{2 * share:.2f}"), ("blue", "", f"{share:.2f}")]
+    assert found == [("orange", " unlikely", f"{2 * share:.2f}"), ("blue", "", f"{2 * share:.2f}")]
     assert "class=given>the environment&#39;s<" in page.source
-    for shown in ("c no number", "b 0.500", "c 0.125", "student", "↵", "B +0.40", "r 0.500"):
+    for shown in ("c no number", "b 0.500", "c 0.125", "student", "↵", "B +0.40"):
         assert shown in page.seen

@@ -50,7 +50,6 @@ SETTINGS = {
 
 PACKED, MANY = Packing(micro_batch_tokens=100_000), Packing(micro_batch_tokens=60)
 GATED = {"opd": {"gate": {"kind": "token"}}}
-PRODUCT = {"merge": {"method": "product"}, "opd": {"gate": {"kind": "token"}}}
 REVERSE = {"opd": {"divergence": "reverse_kl_sampled", "gate": {"kind": "token"}}}
 WEIGHED = {"loss": {"aggregation": "seq-mean-token-mean", "importance_cap": 1.5}}
 CLIPPED = {"max_grad_norm": 0.5}
@@ -77,8 +76,6 @@ VARIANTS = {
     "reverse-many": (MANY, REVERSE, {}),
     "gated-packed": (PACKED, GATED, {}),
     "gated-many": (MANY, GATED, {}),
-    "product-packed": (PACKED, PRODUCT, {}),
-    "product-many": (MANY, PRODUCT, {}),
     "one-prompt-packed": (PACKED, ONE_PROMPT, {}),
     "one-prompt-many": (MANY, ONE_PROMPT, {}),
     "lora-packed": (PACKED, {}, LORA),
@@ -214,10 +211,7 @@ def train(
         return result
 
     strategy.step, student.update = step, update
-    scored = [tiny_model(seed=1), tiny_model(seed=2)]
-    if settings.merge.method == "product":
-        scored.append(tiny_model(seed=3))
-    teachers = LocalTeachers(scored, packing, student.vocabulary)
+    teachers = LocalTeachers([tiny_model(seed=1), tiny_model(seed=2)], packing, student.vocabulary)
     run_loop(folder, settings, student, teachers=teachers)
     return updates
 

@@ -53,7 +53,7 @@ def test_vllm_samples_scores_and_takes_new_weights(tmp_path):
 
 
 def test_lora_runs_and_teachers_share_one_engine_with_their_base(tmp_path):
-    """kl_ref of a LoRA run uses its own base; with full weights kl_ref and product use the teachers' base."""
+    """kl_ref of a LoRA run uses its own base; with full weights it uses the teachers' base."""
     model, tokenizer = world_model(0)
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "model")
@@ -62,7 +62,7 @@ def test_lora_runs_and_teachers_share_one_engine_with_their_base(tmp_path):
         "data": {"evaluation": None},
         "teachers": {"engine": "vllm"},
         "kl_ref": {"coef": 0.01},
-        "merge": {"method": "product"},
+        "merge": {"method": "published"},
         "opd": {"kappa": 8},
         "student": {"lora": LORA, "learning_rate": 1e-2},
         "loss": {"entropy_coef": 0.1},  # a gradient if no reward differs
@@ -76,9 +76,6 @@ def test_lora_runs_and_teachers_share_one_engine_with_their_base(tmp_path):
     for run in ("accuracy_teacher", "format_teacher", "student"):
         first, second = metric_lines(tmp_path / "run" / run)
         assert abs(first["kl_ref"]) < 1e-4 < abs(second["kl_ref"]), run
-    for line in metric_lines(tmp_path / "run/student"):
-        for m in range(2):
-            assert 1e-5 < abs(line[f"teacher_{m}/change"]) < 10, line
 
 
 @pytest.mark.slow
