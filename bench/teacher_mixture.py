@@ -1,4 +1,4 @@
-"""Benchmarks of teacher_mixture and teacher_product."""
+"""Benchmarks of teacher_mixture."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from bench.harness import ceiling, eager_forms, objective
 from bench.harness.accuracy import LOGP, clear_places
 from bench.harness.truth import checked_rows, in_chunks
 from bench.harness.types import Benchmark, Case, Expected, Outputs, Provider, compiled, compiling, ours
-from smopd.ops import Mixture, teacher_mixture, teacher_product
+from smopd.ops import Mixture, teacher_mixture
 
 IDS_PER_CANDIDATE = 4  # ids per entry of kappa: teachers share most of their tokens
-CLIP = 4.0  # nats, of the product
 
 
 @dataclass(frozen=True)
@@ -38,14 +37,6 @@ def mixture_inputs(case: Case, device: str) -> Inputs:
     return Inputs(case, ids_NMS.to(torch.int32), logps_NMS, log_alpha)
 
 
-def product_inputs(case: Case, device: str) -> Inputs:
-    """Return M models, the last is the reference, with the same M * kappa ids in different orders."""
-    n_support = case.M * case.kappa
-    logps_NMS = (torch.randn(case.N, case.M, n_support, device=device) * 3.0).log_softmax(-1)
-    ids_NMS = torch.rand(case.N, case.M, n_support, device=device).argsort(-1).int()
-    return Inputs(case, ids_NMS, logps_NMS, torch.ones(case.M - 1, device=device))
-
-
 def truth_of(target):
     """Return the truth of target(ids, logps, weights, kappa, inputs), computed with one entry more."""
 
@@ -65,17 +56,6 @@ def truth_of(target):
         }
 
     return truth
-
-
-def pairs(ids_NMS: Tensor, logps_NMS: Tensor, weights_M: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
-    """Compute the product by comparing every id of the reference with every id of each teacher."""
-    base_NS, logq_NS = logps_NMS[:, -1], logps_NMS[:, -1]
-    for m, weight in enumerate(weights_M.unbind()):
-        same_NSS = ids_NMS[:, -1, :, None] == ids_NMS[:, m, None, :]
-        teacher_NS = logps_NMS[:, m, None, :].masked_fill(~same_NSS, -torch.inf).amax(-1)
-        logq_NS = logq_NS + weight * (teacher_NS - base_NS).clamp(-CLIP, CLIP)
-    top = logq_NS.log_softmax(-1).topk(kappa, dim=-1)
-    return ids_NMS[:, -1].gather(-1, top.indices), top.values
 
 
 def run(plain, merged=None):
@@ -122,20 +102,5 @@ BENCHMARKS = {
             compiled(run(compiling(eager_forms.pooled), compiling(eager_forms.merged))),
             *ours(fused(lambda *args: teacher_mixture(*args[:4], merge=args[4].merge))),
         ),
-    ),
-    "teacher_product": Benchmark(
-        cases={
-            "cpu": (Case(N=8192, M=3, kappa=16, main=True),),
-            "cuda": (Case(N=8192, M=3, kappa=16, main=True), Case(N=8192, M=5, kappa=64)),
-        },
-        inputs=product_inputs,
-        truth=truth_of(lambda *args: objective.product(*args[:4], CLIP)),
-        ceiling=lambda inputs: ceiling.launch_or_copy(inputs.logps_NMS),
-        launch_bound=True,
-        providers=(
-            Provider(name="eager", run=run(pairs)),
-            compiled(run(compiling(pairs))),
-            *ours(fused(lambda *args: teacher_product(*args[:4], clip=CLIP))),
-        ),
-    ),
+    )
 }

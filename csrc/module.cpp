@@ -20,9 +20,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(smopd, m) {
   m.def(
       "teacher_mixture_cpu(Tensor ids, Tensor logps, Tensor log_alpha, int kappa, bool merge)"
       " -> (Tensor ids, Tensor logps, Tensor mass)");
-  m.def(
-      "teacher_product_cpu(Tensor ids, Tensor logps, Tensor weights, int kappa, int reference, float clip,"
-      " float keep_raised) -> (Tensor ids, Tensor logps, Tensor mass)");
   // Target: ids and logps (N, S), or (N, M, S) with log_alpha (N, M).
   m.def(
       "loss_rows_cpu(Tensor logits, Tensor token_ids, Tensor adv, Tensor pg_weight, Tensor? old_logp,"

@@ -11,15 +11,7 @@ from torch import Tensor
 
 from smopd.kernels import dispatch
 from smopd.kernels.tokens import counted
-from smopd.kernels.types import (
-    AdvantageOptions,
-    LossSettings,
-    LossTokens,
-    is_int,
-    is_number,
-    loss_target,
-    require,
-)
+from smopd.kernels.types import AdvantageOptions, LossSettings, LossTokens, is_int, loss_target, require
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTS = (torch.int32, torch.int64)
@@ -106,40 +98,17 @@ def check_teachers(
     name = f"{prefix}ids_NMS"
     check_tensor(op, name, ids_NMS, (n_rows, "M", "S"), INTS, like=like)
     check_tensor(op, f"{prefix}logps_NMS", logps_NMS, ids_NMS.shape, FLOATS, like=(name, ids_NMS))
-    _check_weights(op, "log_alpha", log_alpha, "M", tuple(ids_NMS.shape[:2]), (name, ids_NMS))
-
-
-def _check_weights(
-    op: str, name: str, value: Any, models: str, want: tuple[int, int], like: tuple[str, Tensor]
-) -> None:
-    """Check a weight per model, for all rows or for each. models: the number of models, as text."""
-    expected = f"({models},), (N, {models}) or what broadcasts to {want}"
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{op}: {name} is {type(value).__name__}, expected a tensor of shape {expected}")
-    shape = (1,) * (2 - value.dim()) + tuple(value.shape)
+    want = tuple(ids_NMS.shape[:2])
+    expected = f"(M,), (N, M) or what broadcasts to {want}"
+    if not isinstance(log_alpha, Tensor):
+        raise TypeError(
+            f"{op}: log_alpha is {type(log_alpha).__name__}, expected a tensor of shape {expected}"
+        )
+    shape = (1,) * (2 - log_alpha.dim()) + tuple(log_alpha.shape)
     if len(shape) != 2 or any(size not in (1, full) for size, full in zip(shape, want, strict=True)):
-        match = f"to match {like[0]} {tuple(like[1].shape)}"
-        raise ValueError(f"{op}: {name} has shape {tuple(value.shape)}, expected {expected}, {match}")
-    check_tensor(op, name, value, value.shape, FLOATS, like=like)
-
-
-def check_product(
-    op: str, ids_NMS: Any, logps_NMS: Any, weights: Any, reference: Any, clip: Any, keep_raised: Any
-) -> None:
-    check_tensor(op, "ids_NMS", ids_NMS, ("N", "M", "S"), INTS)
-    like = ("ids_NMS", ids_NMS)
-    check_tensor(op, "logps_NMS", logps_NMS, ids_NMS.shape, FLOATS, like=like)
-    n_rows, n_models, _ = ids_NMS.shape
-    if n_models == 0:
-        raise ValueError(f"{op}: ids_NMS has shape {tuple(ids_NMS.shape)}, expected the reference among M")
-    _check_weights(op, "weights", weights, "M - 1", (n_rows, n_models - 1), like)
-    if not is_int(reference) or not -n_models <= reference < n_models:
-        expected = f"an integer of {-n_models} to {n_models - 1}"
-        raise ValueError(f"{op}: reference is {reference!r}, expected {expected}")
-    holds = clip is None or (is_number(clip) and clip > 0)
-    require(op, "clip", clip, holds, "None or a finite number above 0")
-    holds = keep_raised is None or (is_number(keep_raised) and keep_raised >= 0)
-    require(op, "keep_raised", keep_raised, holds, "None or a finite number of at least 0")
+        match = f"to match {name} {tuple(ids_NMS.shape)}"
+        raise ValueError(f"{op}: log_alpha has shape {tuple(log_alpha.shape)}, expected {expected}, {match}")
+    check_tensor(op, "log_alpha", log_alpha, log_alpha.shape, FLOATS, like=(name, ids_NMS))
 
 
 def check_loss_tokens(op: str, tokens: LossTokens, settings: LossSettings, like: tuple[str, Tensor]) -> None:

@@ -5,20 +5,11 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from dataclasses import astuple
 
 import torch
 from torch import Tensor
 
-from smopd.kernels.types import (
-    LossSettings,
-    LossTokens,
-    Mixture,
-    ProductOptions,
-    TokenTerms,
-    TopK,
-    loss_target,
-)
+from smopd.kernels.types import LossSettings, LossTokens, Mixture, TokenTerms, TopK, loss_target
 
 
 @functools.cache
@@ -70,17 +61,6 @@ def teacher_mixture(
     return Mixture(
         *torch.ops.smopd.teacher_mixture_cpu(ids_NMS, _float(logps_NMS), log_alpha_NM, kappa, merge)
     )
-
-
-def teacher_product(
-    ids_NMS: Tensor, logps_NMS: Tensor, weights: Tensor, kappa: int, options: ProductOptions
-) -> Mixture:
-    n_rows, n_models, _ = ids_NMS.shape
-    weights_NM = _float(weights).expand(n_rows, n_models - 1)
-    at = options.reference
-    weights_NM = torch.cat((weights_NM[:, :at], weights_NM.new_zeros(n_rows, 1), weights_NM[:, at:]), 1)
-    arguments = (ids_NMS, _float(logps_NMS), weights_NM, kappa, *astuple(options))
-    return Mixture(*torch.ops.smopd.teacher_product_cpu(*arguments))
 
 
 def loss_rows(

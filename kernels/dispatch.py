@@ -25,7 +25,6 @@ SERVED = "the fused operations on %s are served by the %s backend"
 MODULES: dict[str, dict[str, str]] = {
     "topk_logprobs": {"reference": "reference.topk", "cpp": "cpp", "triton": "triton.topk"},
     "teacher_mixture": {"reference": "reference.topk", "cpp": "cpp", "triton": "triton.mixture"},
-    "teacher_product": {"reference": "reference.topk", "cpp": "cpp"},
     "loss_rows": {"reference": "reference.loss", "cpp": "cpp", "triton": "triton.loss"},
     "total_loss": {"reference": "reference.loss", "triton": "triton.totals"},
     "scale_": {"reference": "reference.loss", "triton": "triton.scale"},

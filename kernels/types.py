@@ -46,27 +46,18 @@ class TopK:
 
 @dataclass(frozen=True)
 class Mixture:
-    """A sparse mixture of teachers (Eq. 6; Eq. 5 if merged) or their product.
+    """A sparse mixture of teachers (Eq. 6; Eq. 5 if merged).
 
     Attributes:
         ids_NS: (N, S) int32, by descending log-probability; id 0 in an empty slot.
-        logps_NS: (N, S) fp32 (fp64 for fp64 inputs), -inf in an empty slot. A mixture includes log alpha and
-            is not renormalised; a product is normalised over its support.
+        logps_NS: (N, S) fp32 (fp64 for fp64 inputs), -inf in an empty slot. Includes log alpha; not
+            renormalised.
         mass_N: (N,) sum of exp(logps_NS).
     """
 
     ids_NS: Tensor
     logps_NS: Tensor
     mass_N: Tensor
-
-
-@dataclass(frozen=True)
-class ProductOptions:
-    """Options of teacher_product: the index of the reference model, and limits in nats (inf: no limit)."""
-
-    reference: int
-    clip: float
-    keep_raised: float
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from smopd.kernels.ops.forward_kl import topk_forward_kl
 from smopd.kernels.ops.linear import linear_smopd_loss
 from smopd.kernels.ops.linear_topk import linear_topk_logprobs
 from smopd.kernels.ops.loss import smopd_loss
-from smopd.kernels.ops.mixture import teacher_mixture, teacher_product
+from smopd.kernels.ops.mixture import teacher_mixture
 from smopd.kernels.ops.topk import topk_logprobs
 from smopd.kernels.types import (
     CLIP_DUAL,
@@ -35,5 +35,5 @@ __all__ = [
     "CLIP_DUAL", "CLIP_HIGH", "CLIP_LOG_RATIO", "CLIP_LOW", "CLIP_REVERSE_HIGH", "CLIP_REVERSE_LOW",
     "LossSettings", "LossStats", "LossTokens", "Mixture", "TopK", "gd2po_advantages", "gdpo_advantages",
     "grpo_advantages", "linear_smopd_loss", "linear_topk_logprobs", "smopd_loss", "teacher_mixture",
-    "teacher_product", "topk_forward_kl", "topk_logprobs",
+    "topk_forward_kl", "topk_logprobs",
 ]  # fmt: skip

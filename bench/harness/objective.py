@@ -49,16 +49,6 @@ def mixture(ids: Tensor, logps: Tensor, log_alpha: Tensor, kappa: int, merge: bo
     return ids.gather(-1, order)[:, :kappa], pool[:, :kappa]
 
 
-def product(ids: Tensor, logps: Tensor, weights: Tensor, kappa: int, clip: float) -> tuple[Tensor, Tensor]:
-    """Return the product over the last model, for models that hold the same ids once each."""
-    ids, order = ids.long().sort(dim=-1)
-    logps = logps.double().gather(-1, order)
-    changes = (logps[:, :-1] - logps[:, -1:]).clamp(-clip, clip)
-    logq = (logps[:, -1] + (weights.double()[:, None] * changes).sum(1)).log_softmax(-1)
-    logq, order = logq.sort(dim=-1, descending=True, stable=True)
-    return ids[:, -1].gather(-1, order)[:, :kappa], logq[:, :kappa]
-
-
 def terms(logits: Tensor, tokens: LossTokens, settings: LossSettings) -> Terms:
     """Compute the terms in the logits' dtype."""
     logq = (logits / settings.temperature).log_softmax(-1)

@@ -1,4 +1,4 @@
-"""Top-kappa, sampling, mixture and product in plain PyTorch.
+"""Top-kappa, sampling and mixture in plain PyTorch.
 
 Shapes: N tokens, V vocabulary, M teachers, S support entries (kappa), P pooled candidates.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from smopd.kernels.types import Mixture, ProductOptions, TopK, compute_dtype
+from smopd.kernels.types import Mixture, TopK, compute_dtype
 
 ROW_CHUNK_BYTES = 64 << 20  # fp32 logits per chunk
 ROW_CHUNK_BYTES_CPU = 4 << 20  # fits the cache, and malloc reuses the memory
@@ -102,51 +102,6 @@ def _best(ids_NP: Tensor, logps_NP: Tensor, kappa: int) -> Mixture:
     missing = (0, kappa - logps_NP.shape[-1])  # if negative, pad cuts
     logps_NS = pad(logps_NP, missing, value=-torch.inf)
     return Mixture(pad(ids_NP, missing).to(torch.int32), logps_NS, logps_NS.exp().sum(-1))
-
-
-def teacher_product(
-    ids_NMS: Tensor, logps_NMS: Tensor, weights: Tensor, kappa: int, options: ProductOptions
-) -> Mixture:
-    """Compute chunks of rows, since ids and positions take several times the memory of the lists."""
-    weights_NM = weights.detach().expand(ids_NMS.shape[0], ids_NMS.shape[1] - 1)
-    logps_NMS = logps_NMS.detach()
-    parts = [
-        _product_chunk(ids_NMS[rows], logps_NMS[rows], weights_NM[rows], kappa, options)
-        for rows in row_chunks(logps_NMS)
-    ]
-    return Mixture(*(torch.cat([getattr(part, name) for part in parts]) for name in vars(parts[0])))
-
-
-def _product_chunk(
-    ids_NMS: Tensor, logps_NMS: Tensor, weights_NM: Tensor, kappa: int, options: ProductOptions
-) -> Mixture:
-    dtype, (_, n_models, n_support) = compute_dtype(logps_NMS.dtype), ids_NMS.shape
-    others = [m for m in range(n_models) if m != options.reference]
-    ids_NMS, logps_NMS = _joined(ids_NMS, logps_NMS.to(dtype))
-    ids_NS, base_NS = ids_NMS[:, options.reference].contiguous(), logps_NMS[:, options.reference]
-    given_NS, total_NS = base_NS != -torch.inf, torch.zeros_like(base_NS)
-    raises_NS, highest_NS = torch.zeros_like(base_NS), torch.full_like(base_NS, -torch.inf)
-    for weight_N, m in zip(weights_NM.to(dtype).unbind(1), others, strict=True):
-        at_NS = torch.searchsorted(ids_NMS[:, m].contiguous(), ids_NS).clamp(max=n_support - 1)
-        logps_NS = logps_NMS[:, m].gather(-1, at_NS)
-        given_NS = given_NS & (ids_NMS[:, m].gather(-1, at_NS) == ids_NS) & (logps_NS != -torch.inf)
-        change_NS = weight_N[:, None] * (logps_NS - base_NS).clamp(-options.clip, options.clip)
-        total_NS = total_NS + change_NS
-        raises_NS = raises_NS + change_NS.clamp(min=0)
-        highest_NS = torch.maximum(highest_NS, change_NS)
-    total_NS = torch.where(highest_NS > options.keep_raised, raises_NS, total_NS)
-    logq_NS = (base_NS + total_NS).masked_fill(~given_NS, -torch.inf)
-    logq_NS = (logq_NS - logq_NS.logsumexp(-1, keepdim=True)).masked_fill(~given_NS, -torch.inf)
-    return _best(ids_NS, logq_NS, kappa)  # ids ascend
-
-
-def _joined(ids_NMS: Tensor, logps_NMS: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort each model's ids and join repeats by logsumexp; fill the rest with the largest int64 and -inf."""
-    shape, none = ids_NMS.shape, torch.iinfo(torch.int64).max
-    empty_NMS = logps_NMS == -torch.inf
-    ids_PS, order_PS = ids_NMS.long().masked_fill(empty_NMS, none).flatten(0, 1).sort(dim=-1, stable=True)
-    ids_PS, logps_PS = merge_sorted(ids_PS, logps_NMS.flatten(0, 1).gather(-1, order_PS))
-    return ids_PS.masked_fill(logps_PS == -torch.inf, none).view(shape), logps_PS.view(shape)
 
 
 def merge_sorted(ids_NP: Tensor, logps_NP: Tensor) -> tuple[Tensor, Tensor]:

@@ -44,7 +44,6 @@ CALLS = {
     "topk_logprobs": lambda x: columns(ops.topk_logprobs(x, KAPPA, token_ids_N=TOKEN_IDS)),
     "topk_logprobs without a token": lambda x: columns(ops.topk_logprobs(x, 0))[:2],
     "teacher_mixture": lambda x: (ops.teacher_mixture(*mixed(x), KAPPA).mass_N,),
-    "teacher_product": lambda x: (ops.teacher_product(*mixed(x)[:2], mixed(x)[2][1:], KAPPA).mass_N,),
     "forward_kl": lambda x: ops.topk_forward_kl(x, TOKEN_IDS, *(part[:, 0] for part in TEACHERS[:2])),
     "loss": lambda x: stats_of(ops.smopd_loss(x, TOKENS, SETTINGS)),
     "loss of few columns": lambda x: stats_of(ops.smopd_loss(x, FEW)),

@@ -30,10 +30,6 @@ def tokens(**more) -> ops.LossTokens:
     )
 
 
-def product(ids=TEACHERS[0], logps=TEACHERS[1], weights=None, kappa: int = 4, **options) -> ops.Mixture:
-    return ops.teacher_product(ids, logps, torch.ones(1) if weights is None else weights, kappa, **options)
-
-
 CASES = [
     (lambda: ops.topk_logprobs(LOGITS[0], 2), r"logits_NV has shape \(11,\), expected \(N, V\)$"),
     (lambda: ops.topk_logprobs(LOGITS.long(), 2), "logits_NV has dtype int64, expected float64 or"),
@@ -46,12 +42,6 @@ CASES = [
     ),
     (lambda: ops.topk_forward_kl(LOGITS, IDS.to("meta"), *TARGET), "token_ids_N is on meta, expected cpu"),
     (lambda: ops.teacher_mixture(*TEACHERS[:2], torch.zeros(3), 4), r"log_alpha has shape \(3,\), expected"),
-    (lambda: product(logps=TEACHERS[1][:3]), r"logps_NMS has shape \(3, 2, 3\), expected \(5, 2, 3\) to"),
-    (lambda: product(TEACHERS[0][:, :0], TEACHERS[1][:, :0]), "expected the reference among M"),
-    (lambda: product(weights=torch.ones(3)), r"weights has shape \(3,\), expected \(M - 1,\), \(N, M - 1\)"),
-    (lambda: product(reference=2), "reference is 2, expected an integer of -2 to 1"),
-    (lambda: product(clip=0.0), r"clip is 0\.0, expected None or a finite number above 0"),
-    (lambda: product(keep_raised=-0.1), r"keep_raised is -0\.1, expected None or a finite number of at"),
     (lambda: ops.smopd_loss(LOGITS, tokens(**NAMED)), "kl_weight_N is None with a target"),
     (lambda: ops.smopd_loss(LOGITS, tokens(**NAMED, **UNION)), "both a target and teachers came"),
     (lambda: ops.smopd_loss(LOGITS, tokens(), ENTROPY), "ent_weight_N is None with entropy_coef 0.1"),
