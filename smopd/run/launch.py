@@ -15,10 +15,14 @@ PARENT = "SMOPD_LAUNCHED_BY"
 
 
 def launch(module: str, arguments: list[str], processes: int) -> int:
-    """Run `python -m module arguments` in `processes` ranks, and return the exit status."""
+    """Run `python -m module arguments` in `processes` ranks, at most one per GPU; return the exit status."""
+    import torch
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    if 0 < (gpus := torch.cuda.device_count()) < processes:
+        print(f"processes: {gpus} for {gpus} GPU{'s' * (gpus > 1)}, not {processes}", flush=True)
+        processes = gpus
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ[PARENT] = str(os.getpid())
     config = LaunchConfig(

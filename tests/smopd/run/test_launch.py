@@ -14,6 +14,7 @@ from multiprocessing.process import BaseProcess
 import pytest
 
 from smopd.engine.process import below, runs
+from smopd.run import launch
 from tests.patience import HANG_SECONDS
 from tests.ranks import environment, forked, on_ranks
 from tests.smopd.recipes import metric_lines, train_here, write_recipe
@@ -112,3 +113,18 @@ def test_a_signal_before_anything_is_there_ends_the_command_in_silence(tmp_path)
         running.send_signal(signal.SIGINT)
         _, text = running.communicate(timeout=HANG_SECONDS)
     assert running.returncode == -signal.SIGINT and b"Traceback" not in text
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(0, 4), (1, 1), (2, 2), (8, 4)])
+def test_no_more_ranks_than_gpus(gpus: int, ranks: int, monkeypatch, capsys) -> None:
+    started = []
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr(
+        "torch.distributed.launcher.api.elastic_launch",
+        lambda config, _: lambda *_: started.append(config.nproc_per_node),
+    )
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv(launch.PARENT, "")
+    assert launch.launch("smopd.train", [], 4) == 0
+    assert started == [ranks] and ("not 4" in capsys.readouterr().out) == (ranks < 4)
