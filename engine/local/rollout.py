@@ -117,8 +117,6 @@ class LocalRollout:
                 rollouts = self.generate(prompts, range(len(prompts)), sampling)
                 with torch.no_grad(), native_attention(self.model):
                     expected_N = single_logps(self.model, rollouts)
-            except torch.OutOfMemoryError:
-                raise
             except Exception as error:  # whatever this architecture cannot do
                 reasons.append(f"{self.way}: {brief(error)}")
                 continue
@@ -181,17 +179,11 @@ class LocalRollout:
         ends_RT = torch.isin(tokens_RT, self.end_ids.cpu())
         finished_R = ends_RT.any(1)
         lengths_R = torch.where(finished_R, ends_RT.int().argmax(1) + 1, tokens_RT.shape[1])
-        return [
-            Rollout(
-                prompts[r // n],
-                tokens_RT[r, :length].clone(),
-                logps_RT[r, :length].clone(),
-                groups[r // n],
-                finished,
-                self.policy_version,
-            )
-            for r, (length, finished) in enumerate(zip(lengths_R.tolist(), finished_R.tolist(), strict=True))
-        ]
+        made = []
+        for r, (length, finished) in enumerate(zip(lengths_R.tolist(), finished_R.tolist(), strict=True)):
+            own = tokens_RT[r, :length].clone(), logps_RT[r, :length].clone()
+            made.append(Rollout(prompts[r // n], *own, groups[r // n], finished, self.policy_version))
+        return made
 
     def _begin(self, prompts: list[tuple[int, ...]], groups: list[int], sampling: Sampling) -> Begun:
         """Read prompts padded on the left."""
@@ -210,18 +202,11 @@ class LocalRollout:
         mask = (causal & real[:, None, None, :]) | own
         cache = DynamicCache()  # without a config, layers with windows keep all positions for the mask
         logits = self.forward(ids, layer_masks(self.model, mask, position, position), position, cache)
-        return Begun(
-            cache,
-            logits.repeat_interleave(n, 0),
-            real.repeat_interleave(n, 0),
-            position[:, -1:].repeat_interleave(n, 0) + 1,
-            uniform(
-                sampling.seed,
-                torch.tensor(groups, device=device).repeat_interleave(n),
-                torch.arange(n, device=device).repeat(len(prompts)),
-                sampling.max_new_tokens,
-            ),
-        )
+        keys_R = torch.tensor(groups, device=device).repeat_interleave(n)
+        samples_R = torch.arange(n, device=device).repeat(len(prompts))
+        uniform_RT = uniform(sampling.seed, keys_R, samples_R, sampling.max_new_tokens)
+        logits_RV, seen_RL = logits.repeat_interleave(n, 0), real.repeat_interleave(n, 0)
+        return Begun(cache, logits_RV, seen_RL, position[:, -1:].repeat_interleave(n, 0) + 1, uniform_RT)
 
     def _decode(self, begun: Begun, sampling: Sampling) -> tuple[Tensor, Tensor]:
         """Return (R, T) tokens and log-probabilities; entries after a row's end token are undefined."""
@@ -278,14 +263,8 @@ class LocalRollout:
         return torch.stack(tokens, 1), torch.stack(logps, 1)
 
     def forward(self, ids: Tensor, mask: Any, position: Tensor, cache: Cache) -> Tensor:
-        return self.model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=position,
-            **{cache_argument(self.model): cache},
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
+        options: dict[str, Any] = {cache_argument(self.model): cache, "use_cache": True, "logits_to_keep": 1}
+        return self.model(input_ids=ids, attention_mask=mask, position_ids=position, **options).logits[:, -1]
 
 
 def why_not_in_place(model: PreTrainedModel, way: Way) -> str | None:

@@ -58,9 +58,7 @@ class LocalTeachers(Dropping):
     ):
         if not models:
             raise ValueError("teachers: got none, expected at least one")
-        self.teachers = [
-            model if isinstance(model, LocalTeacher) else LocalTeacher(model) for model in models
-        ]
+        self.teachers = [each if isinstance(each, LocalTeacher) else LocalTeacher(each) for each in models]
         sizes = [head(teacher.model).weight_VD.shape[0] for teacher in self.teachers]
         self.rows = min(sizes)
         for i, (teacher, size) in enumerate(zip(self.teachers, sizes, strict=True)):

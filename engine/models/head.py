@@ -54,12 +54,13 @@ def head(model: PreTrainedModel) -> Head:
 
 
 def response_hidden(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
-    """Return the (N, D) final hidden states that predict the response tokens, times the logit scale."""
+    """Return the (N, D) final hidden states of the response tokens, scaled and cast for the head."""
     reset_rope(model)
     states = decoder_of(model)(**decoder_inputs(model, batch), use_cache=False).last_hidden_state
     hidden_ND = states.flatten(0, 1).index_select(0, batch.predictor_N)
     scale = logit_factor(model.config.get_text_config())
-    return hidden_ND if scale == 1 else hidden_ND * scale
+    hidden_ND = hidden_ND if scale == 1 else hidden_ND * scale
+    return hidden_ND.to(model.get_output_embeddings().weight.dtype)  # Mamba's are fp32 in a bf16 model
 
 
 def capped(logits: Tensor, cap: float) -> Tensor:

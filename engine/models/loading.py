@@ -34,7 +34,6 @@ DIVISOR = "logits_scaling"
 MULTIPLIES = ("hyperclovax",)  # families that multiply by their divisor
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
 
-
 CUSTOM_CODE = "it brings Python code, which runs only with model.trust_remote_code: true"
 _custom_code = False
 

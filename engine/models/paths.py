@@ -68,8 +68,8 @@ def choose(model: PreTrainedModel, wanted: str, dtype: torch.dtype) -> Layout:
         reasons.append(f"{DESCRIPTIONS[attends]}: {off}")
     if wanted == "flash":
         raise ValueError(f"attention: 'flash' cannot serve, {reasons[0]}; expected 'auto' or 'sdpa'")
-    kind = type(model).__name__
-    raise UnusableModel(f"model {model.name_or_path}: a {kind} cannot be computed here ({reasons[-1]})")
+    text = f"a {type(model).__name__} cannot be computed here in {model.dtype} ({reasons[-1]})"
+    raise UnusableModel(f"model {model.name_or_path}: {text}")
 
 
 def choose_together(models: Sequence[PreTrainedModel]) -> Layout:
@@ -88,12 +88,9 @@ def choose_together(models: Sequence[PreTrainedModel]) -> Layout:
 def layout_of(model: PreTrainedModel, attends: Attends, reasons: Sequence[str] = ()) -> Layout:
     """Set how `model` attends and return the layout."""
     set_attention(model, attends)
-    return Layout(
-        attends,
-        SHORT if model.device.type == "cpu" else 0,
-        rope_boundary(model.config.get_text_config()),
-        DESCRIPTIONS[attends] + (f" ({'; '.join(reasons)})" if reasons else ""),
-    )
+    boundary = rope_boundary(model.config.get_text_config())
+    why = f" ({'; '.join(reasons)})" if reasons else ""
+    return Layout(attends, SHORT if model.device.type == "cpu" else 0, boundary, DESCRIPTIONS[attends] + why)
 
 
 def disagreement(model: PreTrainedModel, layout: Layout) -> str | None:
@@ -122,8 +119,6 @@ def disagreement(model: PreTrainedModel, layout: Layout) -> str | None:
             with native_attention(model):
                 expected_N, expected_grad = results(single_logps(model, rollouts))
             logps_N, grad = results(_packed_logps(model, rollouts, layout))
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # whatever this architecture cannot do
         return brief(error)
     if off := difference(model, logps_N, expected_N, exact):
@@ -141,7 +136,9 @@ def architecture(model: PreTrainedModel) -> tuple:
 
 
 def brief(error: Exception) -> str:
-    """Return the class and the beginning of an error's message, in one line."""
+    """Return the class and the beginning of an error's message, in one line; OutOfMemoryError is raised."""
+    if isinstance(error, torch.OutOfMemoryError):
+        raise error
     return f"{type(error).__name__} {' '.join(str(error).split())[:120]!r}"
 
 
@@ -170,11 +167,10 @@ def check_rollouts(model: PreTrainedModel) -> list[Rollout]:
     for group, (prompt, lengths) in enumerate([(5, (6, 3)), (max(9, *(n + 5 for n in reach), 9), (4, 7))]):
         n_ids = prompt + max(lengths)
         ids = torch.randint(2, min(config.vocab_size, CHECK_IDS), (n_ids,), generator=generator)
+        given = tuple(ids[:prompt].tolist())
         for sample, length in enumerate(lengths):
             response = ids[prompt : prompt + length].roll(sample)
-            rollouts.append(
-                Rollout(tuple(ids[:prompt].tolist()), response, torch.zeros(length), group, finished=True)
-            )
+            rollouts.append(Rollout(given, response, torch.zeros(length), group, finished=True))
     return rollouts
 
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from smopd.engine import distributed
-from smopd.engine.errors import NonFinite
+from smopd.engine.errors import NonFinite, UnusableModel
 from smopd.engine.models.head import Head, head
 from smopd.engine.models.loading import checkpoint_activations, decoder_layers
 from smopd.engine.models.packing import empty_batch, flat_offsets, pack
-from smopd.engine.models.paths import choose
+from smopd.engine.models.paths import brief, check_rollouts, choose
 from smopd.engine.settings import TrainSettings
 from smopd.engine.student import lora
 from smopd.engine.student.deepspeed import DeepSpeedZero
@@ -82,6 +82,7 @@ class Student:
         make = Fsdp2 if settings.strategy == "fsdp2" else DeepSpeedZero
         self.strategy: Strategy = make(policy, settings, device)
         self.policy, self.model, self.optimizer = self.strategy.policy, model, self.strategy.optimizer
+        self._require_computable()
         trained = "all parameters" if self.lora is None else f"adapters of rank {self.lora.rank}"
         log.info(
             "student: %s on %d ranks, %s in fp32, computation in %s%s, attention: %s",
@@ -92,6 +93,19 @@ class Student:
             ", compiled layers" if settings.compile else "",
             self.layout.description,
         )
+
+    def _require_computable(self) -> None:
+        """Raise UnusableModel if the model, checked in fp32, fails in the compute dtype; collective."""
+        dtype = self.settings.compute_dtype
+        if dtype == "float32" or self.lora is not None:  # checked in this dtype
+            return
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                self.logps(check_rollouts(self.model), 1.0)
+        except Exception as error:  # such as a buffer in fp32, which meets rounded parameters
+            kind = type(self.model).__name__
+            text = f"student.compute_dtype: got {dtype}, in which a {kind} fails on {self.device}"
+            raise UnusableModel(f"{text} ({brief(error)}); expected float32, in which it works") from error
 
     def logps(self, rollouts: Sequence[Rollout], temperature: float, *, adapters: bool = True) -> Tensor:
         """Return (N,) fp32 log-probabilities of the tokens, or by a LoRA student's base; collective."""

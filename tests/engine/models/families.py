@@ -16,10 +16,12 @@ import torch
 from transformers import PreTrainedModel
 
 from smopd.engine import distributed
+from smopd.engine.errors import UnusableModel
 from smopd.engine.local.rollout import LocalRollout
 from smopd.engine.models.paths import native_attention, single_logps
 from smopd.engine.settings import Lora, TrainSettings
 from smopd.engine.student.student import Student
+from smopd.engine.types import Rollout
 from tests.engine.tiny import END, model_of, ragged_rollouts
 
 WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "head_dim": 16}
@@ -165,7 +167,7 @@ def family(name: str) -> PreTrainedModel:
 
 
 def row(name: str) -> list[str]:
-    """Return the table's row of a family: its path, agreement with transformers, sampler and LoRA."""
+    """Return a row: path, agreement with transformers in fp32 and in bf16, sampler, LoRA."""
     cpu, rollouts = torch.device("cpu"), ragged_rollouts(0, longest=40)
     try:
         model = family(name)
@@ -177,7 +179,7 @@ def row(name: str) -> list[str]:
         with native_attention(model), torch.no_grad():
             expected_N = single_logps(model, rollouts)
         off = float((student.logps(rollouts, 1.0) - expected_N).abs().max())
-        found = [name, student.layout.attends, f"{off:.0e}"]
+        found = [name, student.layout.attends, f"{off:.0e}", rounded(model, rollouts, expected_N)]
         found.append(LocalRollout(deepcopy(model), [END]).way)
     except Exception as error:
         return [name, f"{type(error).__name__}: {str(error)[:160]}"]
@@ -186,15 +188,27 @@ def row(name: str) -> list[str]:
         names = {key for key, _ in adapted.weights()}
         found.append("yes" if names == set(model.state_dict()) else "names differ")
     except Exception as error:
-        found.append(f"refused: {str(error).removeprefix('lora: ')[:60]}")
+        by_peft = "by peft (Mamba)" if "'out_proj' is incompatible" in str(error) else ""
+        found.append(f"refused {by_peft or 'as ' + str(error).removeprefix('lora: ')[:60]}")
     return found
+
+
+def rounded(model: PreTrainedModel, rollouts: list[Rollout], expected_N: torch.Tensor) -> str:
+    """Return the mean difference of a bf16 student's log-probabilities, or "refused"."""
+    settings = TrainSettings(compute_dtype="bfloat16", micro_batch_tokens=500)
+    try:
+        logps_N = Student(deepcopy(model), settings, torch.device("cpu")).logps(rollouts, 1.0)
+    except UnusableModel:
+        return "refused"
+    return f"{float((logps_N - expected_N).abs().mean()):.0e}"
 
 
 def main(page: Path | None) -> None:
     """Print the table, and put it behind the first table row of `page` if given."""
     logging.disable()
     warnings.simplefilter("ignore")
-    lines = ["| configuration | path | nats off | sampling | LoRA |", "|---|---|---:|---|---|"]
+    lines = ["| configuration | path | nats off | compute_dtype bfloat16 | sampling | LoRA |"]
+    lines.append("|---|---|---:|---:|---|---|")
     with distributed.process_group():
         for name in sorted(FAMILIES):
             lines.append(f"| {' | '.join(row(name))} |")

@@ -106,6 +106,28 @@ def test_teachers_score_together_though_one_cannot_be_packed():
     torch.testing.assert_close(found.token_logps_NM, torch.stack(expected, 1), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mamba2", "falcon_mamba"])
+def test_an_fp32_residual_stream_meets_a_bf16_head(name, device):
+    model = family(name)
+    with native_attention(model), torch.no_grad():
+        expected_N = single_logps(model, ROLLOUTS)
+    student = Student(deepcopy(model), settings_of(compute_dtype="bfloat16", max_grad_norm=1e9), device)
+    update = student.update(ROLLOUTS, loss_tokens(ROLLOUTS), NLL)
+    frozen = LocalTeachers([model.bfloat16()], Packing(), VOCABULARY).score(ROLLOUTS, 4, 1.0)
+    assert update.grad_norm > 0 and not update.skipped
+    for logp_N in (update.stats.logp_N, frozen.token_logps_NM[:, 0]):
+        assert 0 < (logp_N - expected_N).abs().mean() < 0.05
+
+
+@pytest.mark.parametrize("name", ["minimax", "xglm"])
+def test_a_model_that_cannot_be_rounded_is_refused_before_the_first_step(name, device):
+    """Buffers of both stay in fp32."""
+    kind = type(family(name)).__name__
+    with pytest.raises(UnusableModel, match=f"compute_dtype: got bfloat16, in which a {kind} fails.*float32"):
+        Student(family(name), settings_of(compute_dtype="bfloat16"), device)
+
+
 def test_the_self_check_takes_the_next_path_or_refuses(monkeypatch):
     monkeypatch.setattr(attention, "by_halves", lambda query, *_: query * 0)
     monkeypatch.setattr(paths, "_AGREED", set())
