@@ -36,7 +36,8 @@ STARTUP_SECONDS = 600.0
 
 STEP_COLUMN = "training_step"
 """Column with the training step, from 0, that rewards receive during training."""
-REWARD_ARGUMENTS = ("prompts", "completions", STEP_COLUMN)
+IDS_COLUMN = "completion_ids"  # with the token ids of each response, as TRL's
+REWARD_ARGUMENTS = ("prompts", "completions", IDS_COLUMN, STEP_COLUMN)
 """Reserved names: no data column or keyword argument of a reward may use them."""
 EVALUATION_VALUES = ("sum", "truncated")
 """What no reward may be called: evaluations have values of these names."""

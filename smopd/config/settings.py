@@ -74,13 +74,13 @@ class Reward(Section):
 
     name: str
     function: ImportPath
-    """`f(prompts, completions, **columns)`, sync or async. Returns one float or None per completion."""
+    """`f(prompts, completions, **columns)` -> one float or None per completion, or a factory of it."""
     weight: float = 1.0
     """Weight of this dimension in the advantages, unless the run has reward_weights."""
     range: tuple[float, float] | Literal["batch"] | None = None
     """[lo, hi] for the gates; `batch`: the minimum and maximum of each rollout batch."""
     kwargs: dict[str, Any] = Field(default={})
-    """Extra keyword arguments of each call. They override columns of the same name."""
+    """Extra keyword arguments of each call, or of the factory. They override columns of the same name."""
     completions: Literal["text", "messages"] | None = None
     """How a completion to a chat is passed: its text, or TRL's [{role: assistant, content: TEXT}]. null is
     `messages` if the function's first argument is `completions`."""

@@ -1,8 +1,11 @@
 """Forms of reward functions: ours, TRL's and verl's. Every argument is passed by name.
 
     f(prompts, completions, **columns)                                     ours and TRL's
-    f(completions, answer), f(completions, **kwargs), ...                  TRL's
+    f(completions, answer), f(completion_ids, **kwargs), ...               TRL's
     compute_score(data_source, solution_str, ground_truth, extra_info)     verl's: one response per call
+
+A function that takes no response is a factory, such as TRL's get_soft_overlong_punishment: it is called once
+with `RewardSpec.kwargs` and returns one of these.
 
 TRL passes a completion to a chat as messages, [{"role": "assistant", "content": text}]. A function whose
 first argument is `completions`, or whose `RewardSpec.completions` is "messages", gets this form too. It gets
@@ -18,9 +21,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from smopd.engine.imports import import_function
-from smopd.names import STEP_COLUMN
+from smopd.names import IDS_COLUMN, STEP_COLUMN
 
 CompletionForm: TypeAlias = Literal["text", "messages"]
+RESPONSES = ("completions", IDS_COLUMN, "solution_str")
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
@@ -49,14 +53,21 @@ class RewardFunction:
         """Import a function; raise ValueError or BadSignature if there is none that can be called."""
         function = import_function(path)
         signature = inspect.signature(function)
+        if not _takes_responses(signature):
+            text = f"{path}{signature} takes none of {', '.join(RESPONSES)}"
+            try:
+                function, kwargs = function(**kwargs), {}
+                signature = inspect.signature(function)
+            except TypeError as error:
+                raise BadSignature(f"{text}, and is no factory of what does: {error}") from error
+            if not _takes_responses(signature):
+                raise BadSignature(f"{text}, nor does the function that it returned: {signature}")
         takes_all = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
         named = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
         names = [each.name for each in named]
         needed = {each.name for each in named if each.default is each.empty}
         verl = "solution_str" in names
-        if not takes_all and not verl and "completions" not in names:
-            raise BadSignature(f"{path}{signature} takes neither `completions` nor verl's `solution_str`")
-        own = {"solution_str", "extra_info"} if verl else {"prompts", "completions"}
+        own = {"solution_str", "extra_info"} if verl else {"prompts", "completions", IDS_COLUMN}
         try:
             signature.bind_partial(**dict.fromkeys((own & set(names)) | kwargs.keys()))
         except TypeError as error:
@@ -116,6 +127,11 @@ class RewardFunction:
         if any(inspect.isawaitable(result) for result in results):
             return _awaited(results)
         return [_score(result) for result in results]
+
+
+def _takes_responses(signature: inspect.Signature) -> bool:
+    given = signature.parameters.values()
+    return any(each.kind is each.VAR_KEYWORD or each.name in RESPONSES for each in given)
 
 
 async def _awaited(results: Sequence[Awaitable[Any]]) -> list[Any]:

@@ -60,7 +60,7 @@ class RewardSpec:
     """One reward dimension.
 
     function: `package.module:function` in one of the forms of forms.py, sync or async.
-    kwargs: further keyword arguments of each call; they override columns of the same name.
+    kwargs: further keyword arguments of each call, or of the factory; they override columns of the same name.
     completions: "text", or "messages" for TRL's form of completions to a chat. None is "messages" if the
         function's first argument is `completions`.
     """
@@ -247,7 +247,9 @@ class RewardWorker(Worker):
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 self.start()
-                values = self._call(request, self.deadline_seconds, _score)
+                values = self._call(
+                    request, self.deadline_seconds, lambda each: None if each is None else float(each)
+                )
                 if len(values) != responses:
                     raise CallFailed("length", f"returned {len(values)} values, expected {responses}")
                 error = None
@@ -268,10 +270,6 @@ class RewardWorker(Worker):
         return WorkerScores(scores, kinds, error, time.monotonic() - begin)
 
 
-def _score(value: Any) -> float | None:
-    return None if value is None else float(value)
-
-
 def _values(content: bytes, read: Callable[[Any], T]) -> list[T]:
     """Return the values of a reply. CallFailed if the function raised, OSError if it wrote into the pipe."""
     try:
@@ -283,7 +281,7 @@ def _values(content: bytes, read: Callable[[Any], T]) -> list[T]:
         raise OSError("malformed reply") from error
 
 
-class RewardPool:
+class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
     """Context manager that runs K rewards in parallel, each in its own worker, and kills them on exit.
 
     Args:
@@ -311,9 +309,6 @@ class RewardPool:
             self._workers.append(RewardWorker(name, reward.function, arguments, *limits))
         self._columns: tuple[str, ...] = ()
         self._threads = ThreadPoolExecutor(len(rewards), thread_name_prefix="reward")
-
-    def __enter__(self) -> RewardPool:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -27,7 +27,6 @@ BATCH_TOKENS = 16_384  # ours
 TEMPLATE_SUFFIX = ".jinja"
 
 log = logging.getLogger(__name__)
-
 Chat = list[dict[str, Any]]
 
 
@@ -64,9 +63,8 @@ def preference_reward(
     Raises:
         ValueError, FileNotFoundError, NoServer: an argument, the model or the server is unusable.
     """
-    chats = [
-        _chat(prompt, text, i) for i, (prompt, text) in enumerate(zip(prompts, completions, strict=True))
-    ]
+    pairs = zip(prompts, completions, strict=True)
+    chats = [_chat(prompt, text, i) for i, (prompt, text) in enumerate(pairs)]
     scorer = _scorer(model, device, url)
     if max_tokens > scorer.max_tokens:
         expected = f"at most {scorer.max_tokens}, the limit of {url or model}"
@@ -102,8 +100,8 @@ def _encode(
     if refusals and len(refusals) == len(chats):
         raise ValueError(f"preference_reward: the template of {model} refuses every chat: {refusals[0]}")
     if refusals:
-        n, first = len(refusals), refusals[0]
-        log.warning("%s: its template refuses %d of %d chats: %s", model, n, len(chats), first)
+        counts = len(refusals), len(chats)
+        log.warning("%s: its template refuses %d of %d chats: %s", model, *counts, refusals[0])
     sequences = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     cut = slice(-max_tokens, None) if side == "left" else slice(max_tokens)
     if overlong := sum(len(sequence) > max_tokens for sequence in sequences):
@@ -114,9 +112,7 @@ def _encode(
 
 @cache
 def _scorer(model: str, device: str | None, url: str | None) -> LocalPreferenceModel | RemotePreferenceModel:
-    if url is not None:
-        return RemotePreferenceModel(url.split(","))
-    return LocalPreferenceModel(model, device)
+    return LocalPreferenceModel(model, device) if url is None else RemotePreferenceModel(url.split(","))
 
 
 @cache

@@ -16,7 +16,7 @@ from smopd.data.chat import response_texts
 from smopd.data.prompts import Prompt
 from smopd.engine import distributed
 from smopd.engine.types import FAILED, Rollout
-from smopd.names import STEP_COLUMN
+from smopd.names import IDS_COLUMN, STEP_COLUMN
 from smopd.rewards.pool import RewardBatch, RewardError, RewardPool
 
 WINDOW_STEPS = 10
@@ -62,6 +62,7 @@ class Rewarder:
         texts = [prompt.response_start + text for prompt, text in zip(prompts, decoded, strict=True)]
         names = sorted({name for prompt in prompts for name in prompt.columns})
         columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+        columns[IDS_COLUMN] = [rollout.response_ids.tolist() for rollout in rollouts]
         if step is not None:
             columns[STEP_COLUMN] = [step] * len(prompts)
         spoken = [list(rollout.messages) or None for rollout in rollouts]

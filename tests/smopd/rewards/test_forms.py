@@ -48,6 +48,22 @@ def positional(prompts, completions, /):
     return [0.0] * len(completions)
 
 
+def get_overlong(limit, *, cache=1):
+    return lambda completion_ids, **kwargs: [float(len(ids) > limit - cache) for ids in completion_ids]
+
+
+class Suffix:
+    def __init__(self, end="4"):
+        self.end = end
+
+    def __call__(self, completions, **kwargs):
+        return [completion.endswith(self.end) for completion in completions]
+
+
+def get_number(value=1):
+    return value
+
+
 def load(function, kwargs=None, completions=None):
     return RewardFunction.load(f"{__name__}:{function.__name__}", kwargs or {}, completions)
 
@@ -74,6 +90,13 @@ def test_the_form_of_trl_is_a_setting_where_prompts_come_first():
     assert loaded([CHAT] * 2, COMPLETIONS, {"answer": ["4", "5"]}) == [False, True]
 
 
+def test_a_factory_is_called_once_with_the_kwargs_and_returns_the_reward():
+    ids = {"completion_ids": [[1, 2, 3], [1]], "cache": [9, 9]}
+    assert call(get_overlong, {"limit": 3}, columns=ids) == [1, 0]
+    assert call(get_overlong, {"limit": 3, "cache": 0}, columns=ids) == [0, 0]
+    assert call(Suffix, {"end": "5"}, "text") == [False, True]
+
+
 def test_verl_scores_one_response_at_a_time():
     truths = {"data_source": ["a", "b"], "reward_model": [{"ground_truth": "4"}, {"ground_truth": "5"}]}
     assert call(compute_score, columns=truths) == [0, 1]
@@ -90,6 +113,10 @@ def test_verl_scores_one_response_at_a_time():
         (answered, {"answer": 1, "bonsu": 2}, "cannot be called: .* unexpected keyword argument 'bonsu'"),
         (stepwise, {}, "takes 'training_step' without a default"),
         (positional, {}, "positional.only"),
+        (get_overlong, {}, "takes none of completions, .*, and is no factory .* argument: 'limit'"),
+        (get_overlong, {"limit": 3, "cash": 1}, "unexpected keyword argument 'cash'"),
+        (get_number, {}, "get_number.*, and is no factory of what does: 1 is not a callable"),
+        (get_number, {"value": get_number}, r"nor does the function that it returned: \(value=1\)"),
     ],
 )
 def test_an_argument_that_is_no_column_is_named(function, kwargs, message):

@@ -273,7 +273,7 @@ UNLOADABLE = {
     "no_such_module:f": "No module named 'no_such_module'",
     "reward_functions:number": "has no function 'number'",
     "module.function": "is no import path",
-    "reward_functions:no_completions": r"\(prompts\) takes neither `completions` nor",
+    "reward_functions:no_completions": r"\(prompts\) takes none of completions",
     "broken_module:f": "ZeroDivisionError",
 }
 

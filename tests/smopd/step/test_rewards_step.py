@@ -45,7 +45,8 @@ def test_the_step_is_a_column_while_training_alone() -> None:
     own = rewarder(lambda prompts, texts, columns, spoken: given.append(columns) or scored(0))
     own.score(PROMPTS, [ROLLOUT] * 4)
     own.score(PROMPTS, [ROLLOUT] * 4, 0)
-    assert given == [{"truth": [0, 1, 2, 3]}, {"truth": [0, 1, 2, 3], "training_step": [0] * 4}]
+    always = {"truth": [0, 1, 2, 3], "completion_ids": [[5]] * 4}
+    assert given == [always, always | {"training_step": [0] * 4}]
 
 
 @pytest.mark.parametrize(
