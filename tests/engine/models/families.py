@@ -203,19 +203,35 @@ def rounded(model: PreTrainedModel, rollouts: list[Rollout], expected_N: torch.T
     return f"{float((logps_N - expected_N).abs().mean()):.0e}"
 
 
+HEAD = ("configurations", "path", "nats off", "compute_dtype bfloat16", "sampling", "LoRA")
+
+
+def lines_of(rows: list[list[str]]) -> list[str]:
+    """Return the lines of a table in which rows that differ in numbers alone are one, with the largest."""
+    groups: dict[tuple[str, ...], list[list[str]]] = {}
+    for each in rows:
+        numbers = len(each) == len(HEAD) and each[3] != "refused"
+        groups.setdefault((each[1], *each[4:]) if numbers else tuple(each), []).append(each)
+    lines = [f"| {' | '.join(HEAD)} |", "|---|---|---:|---:|---|---|"]
+    for alike in sorted(groups.values(), key=len, reverse=True):
+        names = "; ".join(each[0] for each in alike)
+        largest = (max(column) for column in list(zip(*alike, strict=True))[1:])
+        lines.append(f"| {names} | {' | '.join(largest)} |")
+    return lines
+
+
 def main(page: Path | None) -> None:
-    """Print the table, and put it behind the first table row of `page` if given."""
+    """Print a row for each family, and put the table behind the first table row of `page` if given."""
     logging.disable()
     warnings.simplefilter("ignore")
-    lines = ["| configuration | path | nats off | compute_dtype bfloat16 | sampling | LoRA |"]
-    lines.append("|---|---|---:|---:|---|---|")
+    rows = []
     with distributed.process_group():
         for name in sorted(FAMILIES):
-            lines.append(f"| {' | '.join(row(name))} |")
-            print(lines[-1], flush=True)
+            rows.append(row(name))
+            print(*rows[-1], sep=" | ", flush=True)
     if page is not None:
         text = page.read_text()
-        page.write_text(text[: text.index("\n| configuration")] + "\n" + "\n".join(lines) + "\n")
+        page.write_text("\n".join([text[: text.index("\n| configuration")], *lines_of(rows), ""]))
 
 
 if __name__ == "__main__":
