@@ -13,6 +13,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NEG_INF = tl.constexpr(float("-inf"))
 FLOOR = tl.constexpr(-1.0e30)  # of exponents that are multiplied by their power: -inf * 0 would be NaN
+LOWEST = tl.constexpr(-(2.0**31))  # lower exponents count as -inf
 
 
 @triton.jit
@@ -97,6 +98,16 @@ def finite(h):
 
 
 @triton.jit
+def top_exponent(top, scale):
+    """Return top * scale, -inf if below LOWEST: of a larger product the rounding alone makes powers infinite.
+
+    fma: the compiler could fuse a plain product unrounded into a difference.
+    """
+    h = tl.fma(top, scale, 0.0)
+    return tl.where(h < LOWEST, NEG_INF, h)
+
+
+@triton.jit
 def no_stats(L: tl.constexpr):
     """Return empty statistics of L lanes."""
     none_L = tl.full((L,), NEG_INF, tl.float32)
@@ -106,7 +117,7 @@ def no_stats(L: tl.constexpr):
 
 @triton.jit
 def _absorb_scaled(x, top_L, keep_L, h_L, s_L, w_L, scale, HOLES: tl.constexpr, ENTROPY: tl.constexpr):
-    new_h_L = tl.maximum(h_L, top_L * scale)
+    new_h_L = tl.maximum(h_L, top_exponent(top_L, scale))
     reference_L = finite(new_h_L)
     shift_L = tl.maximum(h_L - reference_L, FLOOR)
     decay_L = tl.exp2(shift_L)
@@ -161,7 +172,7 @@ def merge_lanes(stats, TWO: tl.constexpr):
 
 @triton.jit
 def _few_stats(x, scale):
-    h = tl.fma(tl.max(x, 0), scale, 0.0)  # fma: a product could be fused unrounded into _join's difference
+    h = top_exponent(tl.max(x, 0), scale)
     exponent = tl.fma(x, scale, -finite(h))
     power = tl.exp2(exponent)
     return h, tl.sum(power, 0), tl.sum(power * tl.maximum(exponent, FLOOR), 0)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from smopd.kernels.triton.rows import (
+    LOWEST,
     NEG_INF,
     absorb,
     column,
@@ -24,6 +25,7 @@ from smopd.kernels.triton.rows import (
     merge_lanes,
     softmax_gradient,
     sparse_gradient,
+    top_exponent,
     widen,
     with_support,
 )
@@ -46,7 +48,6 @@ _HEAD = tl.constexpr(HEAD)
 _SEGMENT_BITS = tl.constexpr(SEGMENT_BITS)
 _BLOCK_MASK = tl.constexpr((1 << SEGMENT_BITS) - 1)
 _QUIET = tl.constexpr(0x7FC00000)  # replaces every NaN
-_LOWEST = tl.constexpr(-1.7e38)  # lower logits are raised to this: their power is 0, differences finite
 _PATIENCE = tl.constexpr(1 << 24)  # polls of about a microsecond
 
 
@@ -104,8 +105,8 @@ def _part_stats(
             top_L = tl.max(tl.max(tl.reshape(top.to(tl.float32), (R, L, C)), 2), 0)
         x = tl.reshape(held[BLOCKS - 1].to(tl.float32), (TAIL_R, L, C))
         top_L = tl.maximum(top_L, tl.max(tl.max(x, 2), 0))
-    lowest = _LOWEST / tl.maximum(scale, 1.0)
-    h_L = tl.where(top_L > NEG_INF, tl.maximum(top_L, lowest), top_L) * scale
+    lowest = LOWEST / scale  # lower logits are raised to this, so that differences are finite
+    h_L = top_exponent(top_L, scale)
     s_L, w_L = tl.zeros((L,), tl.float32), tl.zeros((L,), tl.float32)
     for i in tl.static_range(BLOCKS):
         x = tl.reshape(_widen_bounded(held[i], lowest, NATIVE), (TAIL_R if i == BLOCKS - 1 else R, L, C))

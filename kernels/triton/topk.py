@@ -29,6 +29,7 @@ _LOWEST_32 = tl.constexpr(-(2**31))
 _LOWEST_64 = tl.constexpr(-(2**63))
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _FAR = tl.constexpr(2.0**100)  # maxima are clamped to this, so that offsets stay finite
+_LOW = tl.constexpr(-(2.0**30))  # and to this: the rounding of a larger product could be an infinite power
 _COARSE = tl.constexpr(2.0**23)  # larger offsets are whole numbers: sum in a second pass
 
 
@@ -47,7 +48,7 @@ def _scaled_shift(max_T, scale):
     The fma with 0 rounds the product. The compiler could fuse a plain product unrounded into a difference,
     and the offset minus itself would not be 0.
     """
-    return tl.fma(tl.clamp(max_T, -_FAR, _FAR), scale, 0.0)
+    return tl.fma(tl.clamp(max_T, _LOW, _FAR), scale, 0.0)
 
 
 @triton.jit

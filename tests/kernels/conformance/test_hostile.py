@@ -47,6 +47,7 @@ def hostile_rows() -> dict[str, Tensor]:
         "all equal": torch.full((V,), 7.25),
         "only the support": plain_V.where(id_V < 4, -INF),
         "support over the lowest": plain_V.where(id_V < 8, torch.finfo(torch.float32).min),
+        "support over -1e30": plain_V.where(id_V < 8, -1.0e30),
         "only the last block": plain_V.where(id_V >= 2900, -INF),
         "only the first block": plain_V.where(id_V < 40, -INF),
         "every other": plain_V.where((id_V < 8) | (id_V % 2 == 1), -INF),
