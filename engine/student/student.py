@@ -102,6 +102,8 @@ class Student:
         try:
             with torch.compiler.set_stance("force_eager"):
                 self.logps(check_rollouts(self.model), 1.0)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # such as a buffer in fp32, which meets rounded parameters
             kind = type(self.model).__name__
             text = f"student.compute_dtype: got {dtype}, in which a {kind} fails on {self.device}"
