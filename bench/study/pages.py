@@ -47,7 +47,7 @@ def filled(page: str, results: Path) -> str:
             raise ValueError(f"{mark.strip()}: no result of {experiment}, variant {name}, in {results}")
         baseline = EXPERIMENTS[experiment].baseline
         rows = table(found, baseline, (runs or "").split(), (columns or "").split())
-        return f"{mark}\n{len(found)} seeds:\n\n{rows}\n\n"
+        return f"{mark}\n{len(found)} seed{'s' * (len(found) > 1)}:\n\n{rows}\n\n"
 
     return _BLOCK.sub(block, page)
 
