@@ -8,6 +8,8 @@
 # make tutorial     run examples/tutorial.py as a notebook, in about five minutes, for the site
 # make gpu          on a CUDA machine with torch, triton and pytest: is it right, and how fast. PART=1, 2 or 3 runs a
 #                   third of it, 180 s; DRY_RUN=1 says what it would run. Results go to $OUT, or to bench/results
+# make gpu-wheels   wheels of what steps and peers need beside torch, for a CUDA machine without a network: make gpu
+#                   takes them from build/wheels; GPU_PYTHON=3.12 is that machine's Python
 # The first three do all the set-up and repeat none of it while pyproject.toml, setup.py and csrc/ stay as they are.
 # They need Python >= 3.10 (PYTHON=python3.12 chooses one), a C++ compiler and make. Options for pip go in PIP_ARGS.
 # They install the versions of constraints/tested.txt; CONSTRAINTS= leaves that open. The package index has torch for
@@ -48,10 +50,10 @@ ifneq ($(wildcard ../shared/data/.),)
 export SMOPD_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: help docs tutorial quickstart check test test-fast test-core test-engines test-verl test-newest lint style types gpu clean
+.PHONY: help docs tutorial quickstart check test test-fast test-core test-engines test-verl test-newest lint style types gpu gpu-wheels clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -14
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -16
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -167,6 +169,14 @@ $(VERL_SDIST): | $(VERL_VENV)/.installed
 test-verl: $(VERL_VENV)/.installed $(VERL_SOURCE)
 	OMP_NUM_THREADS=1 VERL_SOURCE=$(abspath $(VERL_SOURCE)) \
 		$(VERL_VENV)/bin/python -m pytest -rs tests/integrations/test_verl*.py
+
+GPU_PYTHON ?= 3.12
+GPU_WHEELS := annotated-types cut-cross-entropy datasets dill docstring-parser liger-kernel multiprocess platformdirs \
+	pooch pydantic pydantic-core trl typeguard typing-inspection tyro
+
+gpu-wheels:
+	$(PYTHON) -m pip download -q --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) --implementation cp \
+		$(patsubst %,--platform manylinux_%_x86_64,2_28 2_27 2_17) $(TESTED) -d build/wheels $(GPU_WHEELS)
 
 gpu:
 	failed=0; for part in $(or $(PART),1 2 3); do PYTHON=$(PYTHON) bench/gpu/run.sh $$part || failed=1; done; exit $$failed

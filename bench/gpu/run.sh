@@ -13,6 +13,11 @@ python=${PYTHON:-python3}
 out=${OUT:-bench/results}
 export SMOPD_BENCH_OUTPUT=$out/rows.jsonl
 PATH=$PATH:/usr/local/cuda/bin:$(ls -d /opt/nvidia/nsight-compute/* 2>/dev/null | tr '\n' ':')
+if [ -d build/wheels ] && [ -z "${DRY_RUN:-}" ]; then # of make gpu-wheels
+    site=$(mktemp -d)
+    "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" build/wheels/*.whl || exit 1
+    export PYTHONPATH=$site:${PYTHONPATH:-}
+fi
 ends=$((SECONDS + 180))
 failed=0
 
@@ -44,11 +49,11 @@ case $part in
         --metrics $metrics "${bench[@]}" --smopd-check -k $loss
     ;;
 2)
-    job step 110 "$python" -m bench.gpu.step --seconds 95 --output "$SMOPD_BENCH_OUTPUT"
+    job step 150 "$python" -m bench.gpu.step --seconds 105 --output "$SMOPD_BENCH_OUTPUT"
     job readers 120 "${bench[@]}" --smopd-seconds 1 -k "not reference and not teacher"
     ;;
 3)
-    job tests 120 "${pytest[@]}" -m gpu -n 8 --dist loadgroup -p tests.gpu_plugin tests/kernels
+    job tests 120 "${pytest[@]}" -v -m gpu -n 8 --dist loadgroup -p tests.gpu_plugin tests/kernels tests/engine
     job memcheck 45 compute-sanitizer --tool memcheck --error-exitcode 9 \
         env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "${bench[@]}" "${small[@]}"
     job racecheck 45 compute-sanitizer --tool racecheck --error-exitcode 9 "${bench[@]}" "${small[@]}"
