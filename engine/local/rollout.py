@@ -117,6 +117,8 @@ class LocalRollout:
                 rollouts = self.generate(prompts, range(len(prompts)), sampling)
                 with torch.no_grad(), native_attention(self.model):
                     expected_N = single_logps(self.model, rollouts)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:  # whatever this architecture cannot do
                 reasons.append(f"{self.way}: {brief(error)}")
                 continue

@@ -119,6 +119,8 @@ def disagreement(model: PreTrainedModel, layout: Layout) -> str | None:
             with native_attention(model):
                 expected_N, expected_grad = results(single_logps(model, rollouts))
             logps_N, grad = results(_packed_logps(model, rollouts, layout))
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever this architecture cannot do
         return brief(error)
     if off := difference(model, logps_N, expected_N, exact):
@@ -136,9 +138,7 @@ def architecture(model: PreTrainedModel) -> tuple:
 
 
 def brief(error: Exception) -> str:
-    """Return the class and the beginning of an error's message, in one line; OutOfMemoryError is raised."""
-    if isinstance(error, torch.OutOfMemoryError):
-        raise error
+    """Return the class and the beginning of an error's message, in one line."""
     return f"{type(error).__name__} {' '.join(str(error).split())[:120]!r}"
 
 
