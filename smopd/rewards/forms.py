@@ -53,13 +53,17 @@ class RewardFunction:
         """Import a function; raise ValueError or BadSignature if there is none that can be called."""
         function = import_function(path)
         signature = inspect.signature(function)
-        if not _takes_responses(signature):
+        if isinstance(function, type) or not _takes_responses(signature):
             text = f"{path}{signature} takes none of {', '.join(RESPONSES)}"
             try:
-                function, kwargs = function(**kwargs), {}
-                signature = inspect.signature(function)
+                signature.bind(**kwargs)
             except TypeError as error:
-                raise BadSignature(f"{text}, and is no factory of what does: {error}") from error
+                raise BadSignature(f"{text}, and is no factory of what does: {error}") from None
+            function, kwargs = function(**kwargs), {}
+            if not callable(function):
+                kind = type(function).__name__
+                raise BadSignature(f"{text}, and is no factory of what does: it returned {kind}")
+            signature = inspect.signature(function)
             if not _takes_responses(signature):
                 raise BadSignature(f"{text}, nor does the function that it returned: {signature}")
         takes_all = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())

@@ -53,7 +53,7 @@ def get_overlong(limit, *, cache=1):
 
 
 class Suffix:
-    def __init__(self, end="4"):
+    def __init__(self, end="4", **options):
         self.end = end
 
     def __call__(self, completions, **kwargs):
@@ -115,7 +115,7 @@ def test_verl_scores_one_response_at_a_time():
         (positional, {}, "positional.only"),
         (get_overlong, {}, "takes none of completions, .*, and is no factory .* argument: 'limit'"),
         (get_overlong, {"limit": 3, "cash": 1}, "unexpected keyword argument 'cash'"),
-        (get_number, {}, "get_number.*, and is no factory of what does: 1 is not a callable"),
+        (get_number, {}, "get_number.*, and is no factory of what does: it returned int"),
         (get_number, {"value": get_number}, r"nor does the function that it returned: \(value=1\)"),
     ],
 )
