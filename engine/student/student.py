@@ -95,7 +95,7 @@ class Student:
         )
 
     def _require_computable(self) -> None:
-        """Raise UnusableModel if the model, checked in fp32, fails in the compute dtype; collective."""
+        """Raise UnusableModel if the forward, checked in fp32, fails in the compute dtype; collective."""
         dtype = self.settings.compute_dtype
         if dtype == "float32" or self.lora is not None:  # checked in this dtype
             return

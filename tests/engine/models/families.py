@@ -206,6 +206,10 @@ def rounded(model: PreTrainedModel, rollouts: list[Rollout], expected_N: torch.T
 HEAD = ("configurations", "path", "nats off", "compute_dtype bfloat16", "sampling", "LoRA")
 
 
+def size(cell: str) -> float:
+    return float(cell) if cell[0].isdigit() else 0.0
+
+
 def lines_of(rows: list[list[str]]) -> list[str]:
     """Return the lines of a table in which rows that differ in numbers alone are one, with the largest."""
     groups: dict[tuple[str, ...], list[list[str]]] = {}
@@ -215,7 +219,7 @@ def lines_of(rows: list[list[str]]) -> list[str]:
     lines = [f"| {' | '.join(HEAD)} |", "|---|---|---:|---:|---|---|"]
     for alike in sorted(groups.values(), key=len, reverse=True):
         names = "; ".join(each[0] for each in alike)
-        largest = (max(column) for column in list(zip(*alike, strict=True))[1:])
+        largest = (max(column, key=size) for column in list(zip(*alike, strict=True))[1:])
         lines.append(f"| {names} | {' | '.join(largest)} |")
     return lines
 
