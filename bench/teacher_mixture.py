@@ -12,7 +12,7 @@ from bench.harness import ceiling, eager_forms, objective
 from bench.harness.accuracy import LOGP, clear_places
 from bench.harness.truth import checked_rows, in_chunks
 from bench.harness.types import Benchmark, Case, Expected, Outputs, Provider, compiled, compiling, ours
-from smopd.ops import Mixture, teacher_mixture
+from smopd.ops import teacher_mixture
 
 IDS_PER_CANDIDATE = 4  # ids per entry of kappa: teachers share most of their tokens
 
@@ -22,8 +22,7 @@ class Inputs:
     case: Case
     ids_NMS: Tensor
     logps_NMS: Tensor
-    weights_M: Tensor
-    """log_alpha of the mixture, or weights of the product."""
+    log_alpha: Tensor
 
     @property
     def merge(self) -> bool:
@@ -37,45 +36,39 @@ def mixture_inputs(case: Case, device: str) -> Inputs:
     return Inputs(case, ids_NMS.to(torch.int32), logps_NMS, log_alpha)
 
 
-def truth_of(target):
-    """Return the truth of target(ids, logps, weights, kappa, inputs), computed with one entry more."""
-
-    def truth(inputs: Inputs) -> dict[str, Expected]:
-        kappa, width = inputs.case.kappa, inputs.ids_NMS[0].numel() ** 2
-        rows = checked_rows(inputs.case.N, width, str(inputs.ids_NMS.device))
-        parts = [
-            target(inputs.ids_NMS[some], inputs.logps_NMS[some], inputs.weights_M, kappa + 1, inputs)
-            for some in in_chunks(rows, width)
-        ]
-        ids, values = (torch.cat(column) for column in zip(*parts, strict=True))
-        logps = values[:, :kappa]
-        return {
-            "ids": Expected(ids[:, :kappa], rows=rows, exact=clear_places(values, kappa)),
-            "logps": Expected(logps, LOGP, rows=rows),
-            "mass": Expected(logps.exp().sum(-1), LOGP, rows=rows),
-        }
-
-    return truth
+def truth(inputs: Inputs) -> dict[str, Expected]:
+    """Return the true results, computed with one entry more."""
+    kappa, width = inputs.case.kappa, inputs.ids_NMS[0].numel() ** 2
+    rows = checked_rows(inputs.case.N, width, str(inputs.ids_NMS.device))
+    parts = [
+        objective.mixture(
+            inputs.ids_NMS[some], inputs.logps_NMS[some], inputs.log_alpha, kappa + 1, inputs.merge
+        )
+        for some in in_chunks(rows, width)
+    ]
+    ids, values = (torch.cat(column) for column in zip(*parts, strict=True))
+    logps = values[:, :kappa]
+    return {
+        "ids": Expected(ids[:, :kappa], rows=rows, exact=clear_places(values, kappa)),
+        "logps": Expected(logps, LOGP, rows=rows),
+        "mass": Expected(logps.exp().sum(-1), LOGP, rows=rows),
+    }
 
 
-def run(plain, merged=None):
+def run(plain, merged):
     def call(inputs: Inputs) -> Outputs:
         form = merged if inputs.merge else plain
-        ids_NS, logps_NS = form(inputs.ids_NMS, inputs.logps_NMS, inputs.weights_M, inputs.case.kappa)
+        ids_NS, logps_NS = form(inputs.ids_NMS, inputs.logps_NMS, inputs.log_alpha, inputs.case.kappa)
         return {"ids": ids_NS, "logps": logps_NS, "mass": logps_NS.exp().sum(-1)}
 
     return call
 
 
-def fused(form):
-    """Time form(ids, logps, weights, kappa, inputs) -> Mixture."""
-
-    def call(inputs: Inputs) -> Outputs:
-        arguments = (inputs.ids_NMS, inputs.logps_NMS, inputs.weights_M, inputs.case.kappa)
-        target: Mixture = form(*arguments, inputs)
-        return {"ids": target.ids_NS, "logps": target.logps_NS, "mass": target.mass_N}
-
-    return call
+def fused(inputs: Inputs) -> Outputs:
+    target = teacher_mixture(
+        inputs.ids_NMS, inputs.logps_NMS, inputs.log_alpha, inputs.case.kappa, merge=inputs.merge
+    )
+    return {"ids": target.ids_NS, "logps": target.logps_NS, "mass": target.mass_N}
 
 
 BENCHMARKS = {
@@ -94,13 +87,13 @@ BENCHMARKS = {
             ),
         },
         inputs=mixture_inputs,
-        truth=truth_of(lambda *args: objective.mixture(*args[:4], args[4].merge)),
+        truth=truth,
         ceiling=lambda inputs: ceiling.launch_or_copy(inputs.logps_NMS),
         launch_bound=True,
         providers=(
             Provider(name="eager", run=run(eager_forms.pooled, eager_forms.merged)),
             compiled(run(compiling(eager_forms.pooled), compiling(eager_forms.merged))),
-            *ours(fused(lambda *args: teacher_mixture(*args[:4], merge=args[4].merge))),
+            *ours(fused),
         ),
     )
 }
