@@ -115,9 +115,9 @@ def stored_dtype(path: str | Path) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
-def require_exportable(path: str | Path) -> None:
+def require_exportable(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise UnusableModel if the config or the tokenizer of the model at `path` cannot be saved."""
-    for name, part in (("config", _read_config(path)[1]), ("tokenizer", load_tokenizer(path))):
+    for name, part in (("config", _read_config(path)[1]), ("tokenizer", tokenizer)):
         try:
             with TemporaryDirectory() as folder:
                 part.save_pretrained(folder)
@@ -125,7 +125,9 @@ def require_exportable(path: str | Path) -> None:
             raise UnusableModel(f"model {path}: its {name} cannot be saved ({_first_line(error)})") from error
 
 
-def describe(path: str | Path) -> tuple[PreTrainedConfig, tuple[int, ...]]:
+def describe(
+    path: str | Path, tokenizer: PreTrainedTokenizerBase
+) -> tuple[PreTrainedConfig, tuple[int, ...]]:
     """Return a model's config and its sorted end-of-sequence ids; UnusableModel without an end token."""
     place, config = _read_config(path)
     with load_errors(path):
@@ -135,7 +137,7 @@ def describe(path: str | Path) -> tuple[PreTrainedConfig, tuple[int, ...]]:
             generation = GenerationConfig.from_model_config(config)
     ends = generation.eos_token_id
     listed = ends if isinstance(ends, list) else [ends]
-    found = {int(end) for end in [*listed, load_tokenizer(path).eos_token_id] if end is not None}
+    found = {int(end) for end in [*listed, tokenizer.eos_token_id] if end is not None}
     if not found:
         raise UnusableModel(f"model {path}: neither its generation config nor its tokenizer has an eos token")
     return config, tuple(sorted(found))

@@ -128,7 +128,7 @@ def sampler(command: Evaluation, items: Sequence[Item]) -> Callable[[], list[Res
 
     path = str(command.model)
     tokenizer = load_tokenizer(path)
-    config, end_ids = describe(path)
+    config, end_ids = describe(path, tokenizer)
     chats = [tuple(item.messages) for item in items]
     prompts = tokenize_prompts(chats, tokenizer, f"--model {path}")
     limit = command.max_prompt_tokens

@@ -17,11 +17,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from smopd.config.settings import Guard, Merge, MergedModel, Settings
 from smopd.data.prompts import PromptSet, batch_indices
 from smopd.engine import distributed
 from smopd.engine.files import write_atomically
-from smopd.engine.models.loading import load_tokenizer
 from smopd.engine.protocols import RolloutEngine
 from smopd.engine.types import Sampling
 from smopd.merging.vectors import Part, TaskVectors
@@ -156,6 +157,7 @@ class Starter:
     vectors: TaskVectors
     weights: Rewards
     prompts: PromptSet
+    tokenizer: PreTrainedTokenizerBase
     pool: RewardPool
     environments: Environments
     make_engine: Callable[[], RolloutEngine]
@@ -203,9 +205,8 @@ class Starter:
         prompts = [self.prompts[i] for i in batch_indices(len(self.prompts), guard.prompts, 0, seed)]
         most, temperature = settings.rollout.max_new_tokens, settings.rollout.temperature
         sampling = Sampling(guard.samples, temperature, max_new_tokens=most, seed=seed)
-        tokenizer = load_tokenizer(self.vectors.base.path)
-        rewarder = Rewarder(self.pool, tokenizer, settings.scoring)
-        conversations = Conversations.of(self.environments, tokenizer, settings)
+        rewarder = Rewarder(self.pool, self.tokenizer, settings.scoring)
+        conversations = Conversations.of(self.environments, self.tokenizer, settings)
 
         def score(candidate: Candidate) -> Rewards:
             weights = self.vectors.merged(candidate.parts)

@@ -50,11 +50,13 @@ def student(
         return Student(model, settings.student.model_copy(update=changes), device, schedule=schedule)
 
 
-def rollout_engine(settings: Settings, path: str, device: torch.device, recipe: Settings) -> RolloutEngine:
+def rollout_engine(
+    settings: Settings, path: str, tokenizer: PreTrainedTokenizerBase, device: torch.device, recipe: Settings
+) -> RolloutEngine:
     """Return an engine that samples from the model at `path`. All runs of a recipe share a vLLM engine."""
     options, longest = settings.rollout, settings.longest_sequence
     with error_context("model"):
-        config, ends = describe(path)
+        config, ends = describe(path, tokenizer)
         text_config = config.get_text_config()
         limit = getattr(text_config, "max_position_embeddings", longest)
         boundary = rope_boundary(text_config)

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from smopd.config.cli import Command
@@ -194,7 +195,7 @@ def do_runs(context: RunContext, command: Command) -> None:
     with error_context("model"):
         tokenizer = load_tokenizer(start)
         if planned:
-            require_exportable(start)
+            require_exportable(start, tokenizer)
     inputs = read_inputs(settings, tokenizer, demonstrations=base_due)
     context.pool.require_columns(inputs.columns)
     write_settings(
@@ -245,8 +246,8 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
     for name in needed:
         context.require_whole(context.model_path(name))
     distributed.on_rank0(lambda: reopen(context.settings, run.name, folder))
-    path = start_of(context, run, settings, inputs.train)
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(context.model_path(run.init))
+    path = start_of(context, run, settings, inputs.train, tokenizer)
     for name in dict.fromkeys(run.teachers):
         if name != BASE and name not in settings.runs and not is_url(name):
             with error_context("teachers.models"):
@@ -254,7 +255,7 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
 
     scheduled = schedule(settings.student, settings.loop.steps * settings.loop.updates_per_step)
     student = build.student(settings, path, device, schedule=scheduled)
-    rollouts = build.rollout_engine(settings, path, device, context.settings)
+    rollouts = build.rollout_engine(settings, path, tokenizer, device, context.settings)
     frozen = [context.teacher_path(teacher) for teacher in run.teachers]
     teachers = build.teacher_engine(settings, frozen, tokenizer, student.vocabulary, device)
     digests = {f"teacher {m}": found for m, found in getattr(teachers, "digests", {}).items()}
@@ -294,7 +295,8 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
 def view_merged(context: RunContext, name: str, merge: Merge) -> None:
     """Add the merged models' opinions to a token view; they are loaded one after the other, on rank 0."""
     settings, path = context.settings.resolved(name), context.model_path(name)
-    vocabulary = describe(path)[0].get_text_config().vocab_size
+    tokenizer = load_tokenizer(path)
+    vocabulary = describe(path, tokenizer)[0].get_text_config().vocab_size
     dtype = getattr(torch, settings.teachers.dtype)
 
     def score(model: str, rollouts: list[Rollout]) -> TeacherTopK:
@@ -303,7 +305,7 @@ def view_merged(context: RunContext, name: str, merge: Merge) -> None:
         return engine.score(rollouts, SHOWN, settings.kl_temperature)
 
     file, models = context.folder / name / "tokens.jsonl", [each.model for each in merge.models]
-    distributed.on_rank0(lambda: add_merged(file, load_tokenizer(path), models, score))
+    distributed.on_rank0(lambda: add_merged(file, tokenizer, models, score))
 
 
 def reopen(settings: Settings, run: str, folder: Path) -> None:
@@ -323,7 +325,13 @@ def reopen(settings: Settings, run: str, folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def start_of(context: RunContext, run: PlannedRun, settings: Settings, prompts: PromptSet) -> str:
+def start_of(
+    context: RunContext,
+    run: PlannedRun,
+    settings: Settings,
+    prompts: PromptSet,
+    tokenizer: PreTrainedTokenizerBase,
+) -> str:
     """Return the path of the initial weights: an earlier model, or a merge, which is made if needed."""
     base = context.model_path(run.init)
     if run.merge is None:
@@ -337,9 +345,12 @@ def start_of(context: RunContext, run: PlannedRun, settings: Settings, prompts: 
             vectors=TaskVectors(base, models, context.device),
             weights=run.weights,
             prompts=prompts,
+            tokenizer=tokenizer,
             pool=context.pool,
             environments=context.environments,
-            make_engine=partial(build.rollout_engine, full, base, context.device, context.settings),
+            make_engine=partial(
+                build.rollout_engine, full, base, tokenizer, context.device, context.settings
+            ),
             folder=context.folder / run.name,
         ).start()
 
@@ -354,7 +365,7 @@ def evaluate(context: RunContext, name: str, held_out: PromptSet) -> None:
     tokenizer = load_tokenizer(path)
     rewarder = Rewarder(context.pool, tokenizer, settings.scoring)
     conversations = Conversations.of(context.environments, tokenizer, settings)
-    engine = build.rollout_engine(settings, path, context.device, context.settings)
+    engine = build.rollout_engine(settings, path, tokenizer, context.device, context.settings)
     result = evaluate_held_out(settings, held_out, engine, rewarder, conversations)
     if distributed.rank() == 0:
         responses = "".join(json.dumps(item, allow_nan=False) + "\n" for item in result.items)

@@ -56,7 +56,7 @@ def test_the_stored_dtype_is_the_files(dtype: torch.dtype, tmp_path: Path) -> No
     assert stored_dtype(tmp_path) == dtype
 
 
-LOADS = [lambda path: load_model(path, torch.float32), load_tokenizer, stored_dtype, describe]
+LOADS = [lambda path: load_model(path, torch.float32), load_tokenizer, stored_dtype]
 
 
 @pytest.mark.parametrize("path", ["./absent", "~/absent", "runs/absent/export", "runs/absent"])
@@ -151,10 +151,10 @@ def test_logits_keep_their_scale_and_their_cap(family, options) -> None:
 @pytest.mark.parametrize(("generation", "expected"), [(7, {7}), ([9, 7], {7, 9}), (None, set()), (0, {0})])
 def test_every_end_token_counts(generation, expected, folder: Path, tokenizer) -> None:
     GenerationConfig(eos_token_id=generation).save_pretrained(folder)
-    config, ends = describe(folder)
+    config, ends = describe(folder, tokenizer)
     assert ends == tuple(sorted({*expected, tokenizer.eos_token_id})) and config.vocab_size == VOCABULARY
     (folder / "generation_config.json").unlink()  # then the model's config says it
-    assert describe(folder)[1] == tuple(sorted({END, tokenizer.eos_token_id}))
+    assert describe(folder, tokenizer)[1] == tuple(sorted({END, tokenizer.eos_token_id}))
 
 
 def test_a_head_of_its_own_survives_a_config_that_ties_it(tmp_path: Path) -> None:
@@ -188,23 +188,22 @@ def test_an_export_is_saved_whatever_the_generation_config(generation, folder, t
     assert ("exports keep only the token ids" in caplog.text) == bool(generation)
 
 
-def test_a_tokenizer_that_cannot_be_saved_is_found_before(folder, monkeypatch) -> None:
+def test_a_tokenizer_that_cannot_be_saved_is_found_before(folder, tokenizer, monkeypatch) -> None:
     def refuse(*_, **__):
         raise ValueError("no such vocabulary")
 
-    require_exportable(folder)
+    require_exportable(folder, tokenizer)
     monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", refuse)
     with pytest.raises(UnusableModel, match=r"its tokenizer cannot be saved.*no such vocabulary"):
-        require_exportable(folder)
+        require_exportable(folder, tokenizer)
 
 
 def test_a_model_without_an_end_token_is_refused(folder: Path) -> None:
     GenerationConfig().save_pretrained(folder)
     without = load_tokenizer(folder)
     without.eos_token = None
-    without.save_pretrained(folder)
     with pytest.raises(UnusableModel, match="neither its generation config nor its tokenizer has an eos"):
-        describe(folder)
+        describe(folder, without)
 
 
 OWN_CODE = """
@@ -218,7 +217,9 @@ class OwnConfig(LlamaConfig):
 """
 
 
-def test_code_that_comes_with_a_model_runs_only_where_it_is_allowed(folder, monkeypatch, tmp_path) -> None:
+def test_code_that_comes_with_a_model_runs_only_where_it_is_allowed(
+    folder, tokenizer, monkeypatch, tmp_path
+) -> None:
     modules = tmp_path / "modules"
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(modules))
     (folder / "own.py").write_text(OWN_CODE)
@@ -226,10 +227,10 @@ def test_code_that_comes_with_a_model_runs_only_where_it_is_allowed(folder, monk
     own = {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
     (folder / "config.json").write_text(json.dumps(config | own))
     with pytest.raises(UnusableModel, match=r"runs only with model\.trust_remote_code"):
-        describe(folder)
+        describe(folder, tokenizer)
     assert not [*modules.rglob("ran")]
     allow_custom_code(True)
     try:
-        assert describe(folder)[0].model_type == "own" and [*modules.rglob("ran")]
+        assert describe(folder, tokenizer)[0].model_type == "own" and [*modules.rglob("ran")]
     finally:
         allow_custom_code(False)
