@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from tests.smopd.recipes import ROOT, metric_lines, train_here
 
-SMALL = {"hidden_size": 64, "layers": 1, "heads": 2, "kv_heads": 1}
+SMALL = {"hidden_size": 32, "layers": 1, "heads": 1, "kv_heads": 1}
 
 
 @pytest.mark.slow

@@ -32,8 +32,8 @@ TINY: dict[str, Any] = {
         {"name": "format", "function": "smopd.rewards.rlla:format_reward", "range": [0, 1]},
     ],
     "warm_start": {
-        "source": {"source": "smopd.worlds.toy_world:demonstrations", "kwargs": {"n": 400, "seed": 3}},
-        "steps": 30,
+        "source": {"source": "smopd.worlds.toy_world:demonstrations", "kwargs": {"n": 200, "seed": 3}},
+        "steps": 10,
         "batch_size": 32,
         "learning_rate": 5.0e-3,
     },

@@ -32,7 +32,7 @@ def once_there(pattern: str) -> Callable[[Path], bool]:
 
 
 MOMENTS = {
-    "in the warm start": after_lines("base", 5),
+    "in the warm start": after_lines("base", 3),
     "while a checkpoint is written": once_there("*_teacher/checkpoints/*.partial"),
     "in stage 2, between two checkpoints": after_lines("student", 5),
     "while the student is exported": once_there("student/export.partial"),
@@ -82,10 +82,10 @@ def test_a_run_killed_again_and_again_ends_the_same(tmp_path, straight):
 def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(tmp_path, straight):
     recipe, folder = write_recipe(tmp_path, {"checkpoint": {"every": 100}}), tmp_path / "runs/tiny"
     log, moment = tmp_path / "log", after_lines("accuracy_teacher", 2)
-    assert signal_when(signal.SIGTERM, after_lines("base", 5), recipe, folder, log) == 143
+    assert signal_when(signal.SIGTERM, after_lines("base", 3), recipe, folder, log) == 143
     (saved,) = (folder / "base/checkpoints").iterdir()
     done = lines(folder / "base/metrics.jsonl")
-    assert f"warm-start step {done} is done and saved" in log.read_text() and 5 <= done < 30
+    assert f"warm-start step {done} is done and saved" in log.read_text() and 3 <= done < 10
     assert saved.name == f"step_{done:08d}"
     assert signal_when(signal.SIGTERM, moment, recipe, folder, log) == 143
     assert not (folder / "base/checkpoints").exists()
