@@ -59,7 +59,7 @@ def test_killed_together_or_one_by_one_the_ranks_resume_as_if_nothing_had_been(t
     with forked(2, *TRAIN, cwd=killed, output=log) as ranks:
         wait_for(ranks[0], lambda: any(killed.glob("out/accuracy_teacher/export.partial")))
         ranks[1].kill()
-    done = on_ranks(1, *LAUNCH, cwd=killed)
+    done = on_ranks(2, *TRAIN, cwd=killed)
     assert done.returncode == 0, done.stderr[-4000:]
     output, straight = killed / "out", whole / "out"
     assert (output / "rewards_1.log").exists()
