@@ -147,11 +147,10 @@ def prepared_tokenizer(options: Training) -> PreTrainedTokenizerBase:
     """
     from smopd.engine.models.loading import describe, load_tokenizer
 
-    positions = describe(options.base)[0].max_position_embeddings
+    tokenizer = load_tokenizer(options.base)
+    positions = describe(options.base, tokenizer)[0].max_position_embeddings
     if not 0 < options.max_tokens <= positions:
         raise ValueError(f"--max-tokens is {options.max_tokens}, expected 1 to the base's {positions}")
-
-    tokenizer = load_tokenizer(options.base)
     if not tokenizer.chat_template:
         raise ValueError(f"--base {options.base}: its tokenizer has no chat template")
     if options.pad_token is not None:

@@ -152,7 +152,7 @@ TARGETS = {
     "request": Target((REQUEST,), lambda given: unpack_request(given, 8), NOT_A_REQUEST),
     "answer": Target((ANSWER,), lambda given: unpack_answer(given, 3, 2), NOT_A_REQUEST),
     "record": Target((b'{"data.train": {"rows": "0"}}',), in_a_file("i.json", read_json), (DamagedFile,)),
-    "config": in_a_model("config.json", describe),
+    "config": in_a_model("config.json", lambda folder: describe(folder, load_tokenizer(folder))),
     "tokenizer": in_a_model("tokenizer.json", load_tokenizer),
     "weights": in_a_model("model.safetensors", lambda folder: load_model(folder, torch.float32)),
 }
