@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from smopd.data.chat import response_start, response_texts
 from smopd.data.prompts import tokenize_prompts
+from smopd.data.sources import JsonLines
 from smopd.evals.suite import GROUND_TRUTH, Evaluation, Item, Suite
 from smopd.rewards.rlla import MAX_JSON_DEPTH, extract_response, json_depth
 
@@ -68,11 +69,11 @@ def given_responses(given: str, suite: Suite, whole: Sequence[Item]) -> tuple[Su
     if not path.is_file():
         raise FileNotFoundError(f"--responses {path}: no such file; expected JSON lines, or {GROUND_TRUTH!r}")
     found, keys = [], []
-    for number, row in read_lines(path):
+    for number, row in enumerate(JsonLines([path])):
         text = next((row[name] for name in TEXTS if name in row), None)
         if not isinstance(text, str):
             expected = f"a string {' or '.join(TEXTS)}"
-            raise ValueError(f"{path}: line {number}: expected {expected}, got {sorted(row)}")
+            raise ValueError(f"{path}: row {number}: expected {expected}, got {sorted(row)}")
         found.append(Response(extract_response(text), row.get("finished")))
         keys.append(row.get("key", row.get("id")))
     if not keys or not all(isinstance(key, str) for key in keys):
@@ -91,22 +92,6 @@ def given_responses(given: str, suite: Suite, whole: Sequence[Item]) -> tuple[Su
         raise ValueError(f"{path}: has no response to any of the {len(suite.items)} items")
     part = suite if len(chosen) == len(suite.items) else suite.only(chosen)
     return part, [by_key[item.key] for item in part.items]
-
-
-def read_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return (line number, object) pairs of a JSON lines file. Raises ValueError for any other line."""
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}: line {number}: {error}") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}: line {number}: expected an object, got {type(row).__name__}")
-        rows.append((number, row))
-    return rows
 
 
 def read_json(text: str) -> Any:

@@ -18,9 +18,9 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 import tyro
 
+from smopd.data.sources import JsonLines
 from smopd.evals.bfcl.official import Answer, Function, find_mistake, folder
 from smopd.evals.bfcl.rlla_form import messages, read_calls
-from smopd.evals.responses import read_lines
 from smopd.evals.suite import Column, Evaluation, Item, Scores, Suite
 
 SIMPLE = ("simple_python", "simple_java", "simple_javascript")
@@ -165,8 +165,8 @@ def load_items(data: Path, categories: Sequence[str]) -> list[BfclItem]:
         try:
             answers: dict[str, list[Answer]] = {}
             if category in AST:
-                answers = {row["id"]: row["ground_truth"] for _, row in read_lines(answer_path)}
-            for _, row in read_lines(path):
+                answers = {row["id"]: row["ground_truth"] for row in JsonLines([answer_path])}
+            for row in JsonLines([path]):
                 truth = answers[row["id"]] if category in AST else None
                 chat = messages(row["question"][0], row["function"], category)
                 items.append(BfclItem(row["id"], category, chat, truth, row["function"]))
