@@ -6,6 +6,7 @@ teachers, S = kappa support entries, L positions of a packed row.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -22,6 +23,12 @@ class Sampling:
     """0 is greedy."""
     max_new_tokens: int = 1024
     seed: int = 0
+
+
+def draw_key(*numbers: int) -> int:
+    """Hash numbers, such as a seed, a group and a sample, to 63 bits that seed a draw."""
+    digest = hashlib.blake2b(" ".join(map(str, numbers)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 ENDINGS = ("environment", "response", "turns", "tokens")

@@ -6,7 +6,6 @@ batch, the rank or the engine.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch import Tensor
 from smopd.engine import distributed
 from smopd.engine.errors import NoServer
 from smopd.engine.settings import Vllm
-from smopd.engine.types import Rollout, Sampling
+from smopd.engine.types import Rollout, Sampling, draw_key
 from smopd.engine.vllm.engines import SAMPLES, engine, of_sharing_ranks
 
 if TYPE_CHECKING:
@@ -125,7 +124,7 @@ def sampling_parameters(sampling: Sampling, sample: Sample, end_ids: Sequence[in
         "temperature": sampling.temperature,
         "top_p": 1.0,
         "max_tokens": sampling.max_new_tokens,
-        "seed": request_seed(sampling.seed, sample.group, sample.number),
+        "seed": draw_key(sampling.seed, sample.group, sample.number),
         "stop_token_ids": list(end_ids),
         "ignore_eos": True,  # end_ids hold every end token
         "logprobs": 0,
@@ -144,9 +143,3 @@ def samples_of(prompts: Sequence[Sequence[int]], groups: Sequence[int], sampling
         for prompt, group in zip(prompts, groups, strict=True)
         for number in range(sampling.n)
     ]
-
-
-def request_seed(seed: int, group: int, sample: int) -> int:
-    """Hash the three numbers to 63 bits."""
-    digest = hashlib.blake2b(f"{seed} {group} {sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -7,7 +7,6 @@ chat template adds to the conversation so far, with the next generation prompt.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import pickle
 from collections.abc import Mapping, Sequence
@@ -30,7 +29,7 @@ from smopd.data.chat import (
 )
 from smopd.data.prompts import CHARS_PER_TOKEN, Prompt
 from smopd.engine.protocols import RolloutEngine
-from smopd.engine.types import Rollout, Sampling
+from smopd.engine.types import Rollout, Sampling, draw_key
 from smopd.rewards.environments import Answer
 from smopd.rewards.pool import CallFailed, RewardError, Worker
 
@@ -261,9 +260,3 @@ def sample(
     if conversations is not None:
         return conversations.generate(engine, prompts, groups, sampling)
     return engine.generate([prompt.token_ids for prompt in prompts], groups, sampling)
-
-
-def draw_key(group: int, number: int, turn: int) -> int:
-    """Hash the place of a response to 63 bits: its group for the engine, which seeds its draws."""
-    digest = hashlib.blake2b(f"{group} {number} {turn}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
