@@ -137,7 +137,7 @@ class IdRewards:
         values = [[(r.response_ids % 2 == 0).double().mean(), r.response_ids[0] % 3 == 0] for r in rollouts]
         values_RK = torch.tensor(values, dtype=torch.float64)
         failures = {name: dict.fromkeys(FAILURE_KINDS, 0) for name in ("even", "thirds")}
-        batch = RewardBatch(("even", "thirds"), values_RK.numpy(), failures, {}, {}, {})
+        batch = RewardBatch(("even", "thirds"), values_RK.numpy(), failures, {}, {})
         return Rewards(values_RK, [""] * len(rollouts), batch)
 
 

@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -79,7 +78,6 @@ class RewardBatch:
     failures: unscorable responses by reward and kind. Every kind of FAILURE_KINDS is present, and they add up
         to the reward's NaNs. `none` counts values of None.
     last_errors: error of each reward that failed in this batch, with the end of the traceback.
-    seconds: duration of each reward's call, including a restart of its worker.
     restarts: worker restarts of each reward since the pool was created.
     """
 
@@ -87,7 +85,6 @@ class RewardBatch:
     values_RK: np.ndarray
     failures: Mapping[str, Mapping[str, int]]
     last_errors: Mapping[str, str]
-    seconds: Mapping[str, float]
     restarts: Mapping[str, int]
 
 
@@ -98,7 +95,6 @@ class WorkerScores:
     values: list[float]
     failures: dict[str, int]
     error: str | None
-    seconds: float
 
 
 @dataclass
@@ -241,7 +237,6 @@ class RewardWorker(Worker):
 
     def score(self, request: bytes, responses: int) -> WorkerScores:
         """Score a pickled request, twice if the first call fails; never raises for what the function did."""
-        begin = time.monotonic()
         values: list[float | None] = []
         kinds, error = dict.fromkeys(FAILURE_KINDS, 0), None
         for attempt in range(1, ATTEMPTS + 1):
@@ -267,7 +262,7 @@ class RewardWorker(Worker):
                 error = f"{self.function}: {kinds['nonfinite']} values are no finite number"
         self.limit_log()
         scores = [value if value is not None and math.isfinite(value) else math.nan for value in values]
-        return WorkerScores(scores, kinds, error, time.monotonic() - begin)
+        return WorkerScores(scores, kinds, error)
 
 
 def _values(content: bytes, read: Callable[[Any], T]) -> list[T]:
@@ -354,7 +349,6 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
             values_RK=np.array([score.values for score in scores], dtype=np.float64).T.copy(),
             failures={name: score.failures for name, score in by_name.items()},
             last_errors={name: score.error for name, score in by_name.items() if score.error is not None},
-            seconds={name: score.seconds for name, score in by_name.items()},
             restarts=dict(zip(self.names, (max(0, w.starts - 1) for w in self._workers), strict=True)),
         )
 

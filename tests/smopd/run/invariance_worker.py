@@ -134,9 +134,7 @@ class FixedRewarder:
         rewards_RK = torch.tensor(values, dtype=torch.float64).reshape(len(rollouts), 2)
         rewards_RK[rewards_RK[:, 0] == 1.5, 0] = torch.nan
         none = dict.fromkeys(FAILURE_KINDS, 0)
-        batch = RewardBatch(
-            ("dense", "sparse"), rewards_RK.numpy(), {"dense": none, "sparse": none}, {}, {}, {}
-        )
+        batch = RewardBatch(("dense", "sparse"), rewards_RK.numpy(), {"dense": none, "sparse": none}, {}, {})
         return Rewards(rewards_RK, [""] * len(rollouts), batch)
 
 

@@ -33,7 +33,7 @@ def scored(failures: int) -> RewardBatch:
     """Of four responses."""
     kinds = dict.fromkeys(FAILURE_KINDS, 0) | {"exception": failures}
     values = np.array([[np.nan]] * failures + [[1.0]] * (4 - failures))
-    return RewardBatch(("tone",), values, {"tone": kinds}, {"tone": "broken"}, {"tone": 0.0}, {"tone": 0})
+    return RewardBatch(("tone",), values, {"tone": kinds}, {"tone": "broken"}, {"tone": 0})
 
 
 def rewarder(score, **options) -> Rewarder:
