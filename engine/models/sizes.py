@@ -14,7 +14,6 @@ class ModelNumbers:
     """A tied head counts once."""
     layers: int
     hidden: int
-    heads: int
     kv_heads: int
     head_dim: int
     vocabulary: int
@@ -38,7 +37,6 @@ def numbers_of(model: Any) -> ModelNumbers:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
-        heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         vocabulary=head.weight.shape[0],

@@ -22,9 +22,9 @@ def settings(**engine_kwargs: object) -> Vllm:
 
 SETTINGS = settings()
 QWEN = {
-    "1.5B": ModelNumbers(1_543_714_304, 28, 1536, 12, 2, 128, 151_936, True, 32_768),
-    "3B": ModelNumbers(3_085_938_688, 36, 2048, 16, 2, 128, 151_936, True, 32_768),
-    "7B": ModelNumbers(7_615_616_512, 28, 3584, 28, 4, 128, 152_064, False, 32_768),
+    "1.5B": ModelNumbers(1_543_714_304, 28, 1536, 2, 128, 151_936, True, 32_768),
+    "3B": ModelNumbers(3_085_938_688, 36, 2048, 2, 128, 151_936, True, 32_768),
+    "7B": ModelNumbers(7_615_616_512, 28, 3584, 4, 128, 152_064, False, 32_768),
 }
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
