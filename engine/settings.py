@@ -59,7 +59,6 @@ class Lora(Section):
     alpha: float = Field(default=32.0, gt=0)
     targets: list[str] = Field(default=["all-linear"])
     """Names of linear layers in the decoder, or all-linear for all of them."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
 
 
 class Optimiser(Section):

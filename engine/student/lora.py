@@ -38,7 +38,6 @@ def attach(model: PreTrainedModel, lora: Lora) -> None:
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
         target_modules=_targets(model, lora.targets),
         bias="none",
         task_type="CAUSAL_LM",

@@ -99,16 +99,6 @@ def test_merged_weights_and_the_adapter_on_its_base_agree(tmp_path, device, tied
     torch.testing.assert_close(trained.logps(rollouts, 1.0), expected_N, rtol=1e-4, atol=1e-5)
 
 
-def test_dropout_is_on_in_updates_and_off_in_log_probabilities(device):
-    trained = make_student(device, lora=Lora(rank=4, alpha=8.0, dropout=0.5))
-    rollouts = ragged_rollouts(2)
-    advance(trained, range(3))
-    plain_N = trained.logps(rollouts, 1.0)
-    assert torch.equal(plain_N, trained.logps(rollouts, 1.0))
-    seen_N = trained.update(rollouts, loss_tokens(rollouts), NLL).stats.logp_N
-    assert (seen_N - plain_N).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
