@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,6 +90,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup() -> None:
     if time.time() > float(os.environ.get("SMOPD_TEST_UNTIL", "inf")):
         pytest.skip("the time was up (SMOPD_TEST_UNTIL)")
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[Any]:
+    """The torch.device of a process group of this process alone."""
+    from smopd.engine import distributed
+
+    with distributed.process_group() as device:
+        yield device
 
 
 @pytest.fixture(scope="session")

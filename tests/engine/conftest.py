@@ -10,12 +10,6 @@ import torch
 from smopd.engine import distributed
 
 
-@pytest.fixture(scope="module")
-def device() -> Iterator[torch.device]:
-    with distributed.process_group() as device:
-        yield device
-
-
 @pytest.fixture(scope="session")
 def lasting_group() -> Iterator[torch.device]:
     """A process group to the end of the session: vLLM keeps the one that its first engine was made in."""

@@ -9,7 +9,6 @@ from collections import defaultdict
 import pytest
 import torch
 
-from smopd.engine import distributed
 from smopd.engine.types import Sampling
 from tests.engine.tiny import tiny_model
 from tests.smopd.run.invariance_worker import (
@@ -24,12 +23,6 @@ from tests.smopd.run.invariance_worker import (
 
 KAPPA, TEMPERATURE, KL_TEMPERATURE = 6, SETTINGS["rollout"]["temperature"], 1.3
 ONE_UPDATE = {"loop": {"updates_per_step": 1}}
-
-
-@pytest.fixture(scope="module")
-def device():
-    with distributed.process_group() as device:
-        yield device
 
 
 def lines(folder, device, opd, **changes):

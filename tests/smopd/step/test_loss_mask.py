@@ -6,7 +6,6 @@ the vocabulary, so that its target is the teachers' dense mixture.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from smopd.config.settings import Settings
 from smopd.data.prompts import Prompt
-from smopd.engine import distributed
 from smopd.engine.local.teachers import LocalTeachers
 from smopd.engine.settings import Packing, TrainSettings
 from smopd.engine.student.student import Student
@@ -34,12 +32,6 @@ SETTINGS = SETTINGS | {
     "loop": {"updates_per_step": 1},
 }
 ADV_R = torch.randn(GROUPS * MOST_TURNS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[torch.device]:
-    with distributed.process_group() as device:
-        yield device
 
 
 def conversations() -> list[Rollout]:
