@@ -1,4 +1,4 @@
-"""`pytest bench`, the plan of `make gpu`, and the study's recipes, statistics and stored results."""
+"""`pytest bench`, and the study's recipes and stored results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,7 +14,7 @@ from bench.harness import record
 from bench.study.experiments import EXPERIMENTS
 from bench.study.jobs import Job
 from bench.study.pages import draw, filled, stored
-from bench.study.results import Steps, difference, spread
+from bench.study.results import Steps
 from tests.patience import HANG_SECONDS
 
 SPOILED = """
@@ -55,32 +54,11 @@ def test_pytest_bench(wrong: bool, repository_root: Path, tmp_path: Path) -> Non
     assert done.stdout.count("| advantages N") == len(found)
 
 
-def test_stored_rows_are_shown_as_a_table(repository_root: Path) -> None:
-    for path in sorted((repository_root / "bench" / "baselines").glob("*.jsonl")):
-        assert len(list(record.table(record.rows_of(path)))) == 3 + len(path.read_text().splitlines())
-
-
-def test_the_plan_for_a_gpu_is_shown_on_any_machine(repository_root: Path) -> None:
-    script, environment = str(repository_root / "bench" / "gpu" / "run.sh"), os.environ | {"DRY_RUN": "1"}
-    for part, jobs in (("1", 3), ("2", 2), ("3", 3)):
-        said = subprocess.run(["bash", script, part], capture_output=True, text=True, env=environment)
-        assert said.returncode == 0 and len(said.stdout.splitlines()) == jobs
-
-
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_smopd_train_accepts_every_job_of_the_study(experiment: str, tmp_path: Path) -> None:
     for variant in EXPERIMENTS[experiment].variants:
         settings = Job(experiment, variant, 3, tmp_path, tmp_path).settings
         assert settings.seed == 3 and EXPERIMENTS[experiment].baseline in settings.runs
-
-
-def test_statistics_equal_numpy() -> None:
-    these, those = np.random.default_rng(0).normal(size=(2, 5))
-    apart = these - those
-    assert spread([*these, None]) == (pytest.approx(these.mean()), pytest.approx(these.std(ddof=1)), 5)
-    found = difference([*these, 1.0], [*those, None])
-    assert found.mean == pytest.approx(apart.mean()) and found.ahead == (apart > 0).sum()
-    assert found.reach == pytest.approx(2.7764 * apart.std(ddof=1) / np.sqrt(5), rel=1e-3)  # Student's, 4
 
 
 def test_the_pages_show_the_stored_results(repository_root: Path, tmp_path: Path) -> None:
