@@ -36,7 +36,7 @@ from smopd.engine.models.paths import (
 )
 from smopd.engine.types import Rollout, Sampling
 from smopd.engine.weights.architecture import checked
-from smopd.kernels.ops.draw import draw as draw_token
+from smopd.kernels.dispatch import serving
 
 log = logging.getLogger(__name__)
 
@@ -290,7 +290,7 @@ def draw(logits_RV: Tensor, sampling: Sampling, uniform_R: Tensor) -> tuple[Tens
         logps_RV = logits_RV.float().log_softmax(-1)
         token_R = logps_RV.argmax(-1)
         return token_R, logps_RV.gather(-1, token_R[:, None])[:, 0]
-    token_R, logp_R = draw_token(logits_RV, sampling.temperature, uniform_R)
+    token_R, logp_R = serving("draw", logits_RV)(logits_RV, sampling.temperature, uniform_R)
     return token_R.clamp(max=logits_RV.shape[-1] - 1), logp_R  # a row of NaN has no token
 
 

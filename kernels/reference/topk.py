@@ -71,6 +71,11 @@ def _topk_lowest_ids(values_NV: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
 
 
 def draw(logits_RV: Tensor, temperature: float, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample (R,) int64 tokens; return them with their (R,) fp32 log-probabilities at `temperature`.
+
+    The token of a row is the first, in order of id, whose cumulative probability exceeds uniform_R, (R,)
+    float64 in [0, 1).
+    """
     logps_RV = (logits_RV.float() / temperature).log_softmax(-1)
     cumulative_RV = logps_RV.double().exp().cumsum(-1)
     total_R = cumulative_RV[:, -1]

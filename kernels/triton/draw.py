@@ -68,7 +68,7 @@ def _choose_kernel(
 
 
 def draw(logits_RV: Tensor, temperature: float, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
-    """See smopd.kernels.ops.draw."""
+    """See smopd.kernels.reference.topk.draw."""
     n_rows, n_vocab = logits_RV.shape
     n_parts = triton.cdiv(n_vocab, BLOCK_V)
     stats = torch.empty(n_rows, 2, n_parts, dtype=torch.float32, device=logits_RV.device)
