@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from smopd.engine.models.loading import UnusableModel, load_errors, stored_dtype
+from smopd.engine.models.loading import UnusableModel, load_errors, place_of, stored_dtype
 from smopd.engine.remote.servers import Request, RetryPolicy, Servers
 
 # Name of the head in safe-rlhf and align-anything, which trained Beaver and the paper's pair.
@@ -111,7 +111,7 @@ def _load(path: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, nn.Lin
     """Load the model and its head from `path`, which has a config."""
     with load_errors(path):
         found: Any = AutoModelForSequenceClassification.from_pretrained(
-            str(Path(path).expanduser()) if str(path).startswith("~") else str(path),
+            place_of(path),
             num_labels=1,  # missing in the config of some models
             dtype=dtype,
             trust_remote_code=False,

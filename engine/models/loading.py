@@ -99,7 +99,7 @@ def _mend_generation(model: PreTrainedModel, path: str | Path) -> None:
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the model at `path`; FileNotFoundError or UnusableModel."""
-    place = _place(path)
+    place = place_of(path)
     with load_errors(path):
         tokenizer = AutoTokenizer.from_pretrained(place, **custom_code())
     files = list(tokenizer.vocab_files_names.values())
@@ -173,14 +173,14 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 def _read_config(path: str | Path) -> tuple[str, PreTrainedConfig]:
     """Return the place of the model at `path` for transformers, and its config."""
-    place = _place(path)
+    place = place_of(path)
     if Path(place).is_dir() and not (Path(place) / "config.json").is_file():
         raise FileNotFoundError(f"model {path}: this folder has no config.json, expected a saved model")
     with load_errors(path):
         return place, AutoConfig.from_pretrained(place, **custom_code())
 
 
-def _place(path: str | Path) -> str:
+def place_of(path: str | Path) -> str:
     """Return `path` with ~ expanded: an existing folder, or what may be a hub id."""
     place = str(Path(path).expanduser()) if str(path).startswith("~") else str(path)
     if Path(place).is_dir():

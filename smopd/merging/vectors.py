@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from smopd.engine import distributed
+from smopd.engine.models.loading import place_of
 from smopd.engine.student.checkpoint import whole_folder
 from smopd.engine.weights.adapters import PREFIX, Adapter, read_adapter, same_place
 from smopd.engine.weights.architecture import architecture_of, weight_places
@@ -213,12 +214,10 @@ def _half(layer: str, half: str) -> str:
 
 def folder_of(path: str) -> Path:
     """Return a model's folder: `path`, or the hub cache after a download if needed."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise FileNotFoundError(f"{path}: no such folder, expected a saved model, or a hub id")
-    return Path(snapshot_download(path, ignore_patterns=["*.bin", "*.pth", "*.gguf"]))
+    place = place_of(path)
+    if Path(place).is_dir():
+        return Path(place)
+    return Path(snapshot_download(place, ignore_patterns=["*.bin", "*.pth", "*.gguf"]))
 
 
 @contextmanager
