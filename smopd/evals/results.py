@@ -25,9 +25,7 @@ ROW = ("key", "group", "response", "finished", "truth", "prompt_cut")  # all oth
 Interval = tuple[float, float]
 
 
-def intervals(
-    suite: Suite, groups: Sequence[str], scores: Sequence[Scores], *, draws: int = DRAWS
-) -> dict[str, Interval]:
+def intervals(suite: Suite, groups: Sequence[str], scores: Sequence[Scores]) -> dict[str, Interval]:
     """Return the percentile bootstrap interval of each column; items are resampled within their group."""
     rows: dict[str, list[int]] = {}
     for row, group in enumerate(groups):
@@ -36,7 +34,7 @@ def intervals(
     drawn_groups = [group for group, block in rows.items() for _ in block]
     generator = np.random.default_rng(SEED)
     values: dict[str, list[float]] = {column.key: [] for column in suite.columns}
-    for _ in range(draws):
+    for _ in range(DRAWS):
         picked = np.concatenate([block[generator.integers(block.size, size=block.size)] for block in blocks])
         drawn = suite.summary(drawn_groups, [scores[row] for row in picked.tolist()])
         for key, kept in values.items():

@@ -110,7 +110,6 @@ class Worker:
     function: str
     arguments: tuple[Any, ...]
     deadline_seconds: float
-    startup_seconds: float = STARTUP_SECONDS
     log_path: Path | None = None
     """None is this process's stderr."""
     memory_bytes: int = 0
@@ -134,7 +133,7 @@ class Worker:
         except OSError as error:  # no memory, no process, no file
             raise CallFailed("worker_died", f"cannot start: {error}") from None
         try:
-            self._call(pickle.dumps(self.arguments, 5), self.startup_seconds, str)
+            self._call(pickle.dumps(self.arguments, 5), STARTUP_SECONDS, str)
         except CallFailed as failed:
             self.end()
             raise CallFailed("exception", f"{self.name}: cannot load {self.function!r}: {failed}") from None
@@ -282,7 +281,6 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
     Args:
         rewards: the K dimensions, with different names.
         deadline_seconds: time limit of one call of one reward.
-        startup_seconds: time limit to start a worker and import its function.
         log_path: file for what the functions print, emptied at LOG_BYTES; None is this process's stderr.
         memory_bytes: address space limit of each worker; 0 is no limit.
     """
@@ -292,7 +290,6 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         rewards: Sequence[RewardSpec],
         *,
         deadline_seconds: float = 60.0,
-        startup_seconds: float = STARTUP_SECONDS,
         log_path: Path | None = None,
         memory_bytes: int = 0,
     ) -> None:
@@ -300,7 +297,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         self._workers = []
         for reward in rewards:
             name, arguments = f"reward {reward.name!r}", (dict(reward.kwargs), reward.completions)
-            limits = (deadline_seconds, startup_seconds, log_path, memory_bytes)
+            limits = (deadline_seconds, log_path, memory_bytes)
             self._workers.append(RewardWorker(name, reward.function, arguments, *limits))
         self._columns: tuple[str, ...] = ()
         self._threads = ThreadPoolExecutor(len(rewards), thread_name_prefix="reward")

@@ -293,10 +293,13 @@ def test_probe_names_every_reward_that_cannot_be_loaded():
         assert unscorable(batch, "broken_module:f") == {"exception": 2} and not unscorable(batch, "good")
 
 
-def test_a_slow_import_is_reported(tmp_path):
+def test_a_slow_import_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr("smopd.rewards.pool.STARTUP_SECONDS", 0.5)
     (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(600)\n")
-    pool = RewardPool([RewardSpec("slow", "slow_module:f")], startup_seconds=0.5)
-    with pool, pytest.raises(RewardError, match=r"did not return within 0\.5 s"):
+    with (
+        RewardPool([RewardSpec("slow", "slow_module:f")]) as pool,
+        pytest.raises(RewardError, match=r"did not return within 0\.5 s"),
+    ):
         pool.probe()
 
 
