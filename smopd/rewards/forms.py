@@ -5,7 +5,7 @@
     compute_score(data_source, solution_str, ground_truth, extra_info)     verl's: one response per call
 
 A function that takes no response is a factory, such as TRL's get_soft_overlong_punishment: it is called once
-with `RewardSpec.kwargs` and returns one of these.
+with `RewardSpec.kwargs` and returns one of these. A class is always one.
 
 TRL passes a completion to a chat as messages, [{"role": "assistant", "content": text}]. A function whose
 first argument is `completions`, or whose `RewardSpec.completions` is "messages", gets this form too. It gets
@@ -25,11 +25,14 @@ from smopd.names import IDS_COLUMN, STEP_COLUMN
 
 CompletionForm: TypeAlias = Literal["text", "messages"]
 RESPONSES = ("completions", IDS_COLUMN, "solution_str")
-VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+FACTORY = (
+    f"it is a factory, which must be no `async def` and take no **kwargs and none of {', '.join(RESPONSES)}; "
+    "or call it in a module, `reward = ...`, and name this `reward`"
+)
 
 
 class BadSignature(ValueError):
-    """A function that takes no completions, not the given keyword arguments, or what is no column."""
+    """A function that no call can score with: its arguments are no columns, or it returns a function."""
 
 
 @dataclass(frozen=True)
@@ -52,26 +55,29 @@ class RewardFunction:
     ) -> RewardFunction:
         """Import a function; raise ValueError or BadSignature if there is none that can be called."""
         function = import_function(path)
-        signature = inspect.signature(function)
+        signature = _signature(path, function)
         if isinstance(function, type) or not _takes_responses(signature):
-            text = f"{path}{signature} takes none of {', '.join(RESPONSES)}"
+            text = f"{path}{signature} takes none of {', '.join(RESPONSES)}, and"
             try:
                 signature.bind(**kwargs)
             except TypeError as error:
-                raise BadSignature(f"{text}, and is no factory of what does: {error}") from None
+                raise BadSignature(f"{text} is no factory of what does: {error}") from None
+            if inspect.iscoroutinefunction(function):
+                raise BadSignature(f"{text} is no reward: {FACTORY}")
             function, kwargs = function(**kwargs), {}
-            if not callable(function):
-                kind = type(function).__name__
-                raise BadSignature(f"{text}, and is no factory of what does: it returned {kind}")
-            signature = inspect.signature(function)
+            if not callable(function) or isinstance(function, type):
+                kind = f"the class {function.__name__}" if callable(function) else type(function).__name__
+                raise BadSignature(f"{text} is no factory of what does: it returned {kind}")
+            signature = _signature(f"{text} the function that it returned", function)
             if not _takes_responses(signature):
-                raise BadSignature(f"{text}, nor does the function that it returned: {signature}")
+                raise BadSignature(f"{text} nor does the function that it returned: {signature}")
         takes_all = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
-        named = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        named = [each for each in signature.parameters.values() if each.kind not in variable]
         names = [each.name for each in named]
         needed = {each.name for each in named if each.default is each.empty}
         verl = "solution_str" in names
-        own = {"solution_str", "extra_info"} if verl else {"prompts", "completions", IDS_COLUMN}
+        own = {"prompts", "completions", IDS_COLUMN} | ({"solution_str", "extra_info"} if verl else set())
         try:
             signature.bind_partial(**dict.fromkeys((own & set(names)) | kwargs.keys()))
         except TypeError as error:
@@ -104,7 +110,8 @@ class RewardFunction:
     ) -> Any:
         """Return what the function returns for R responses: R scores, or an awaitable of them."""
         if self.verl:
-            return self._each({"extra_info": [{}] * len(completions), **columns, "solution_str": completions})
+            own = {"prompts": prompts, "completions": completions, "solution_str": completions}
+            return self._each({"extra_info": [{}] * len(completions), **columns, **own})
         shown: Sequence[Any] = completions
         if self.messages:
             spoken = conversations or [None] * len(completions)
@@ -125,12 +132,19 @@ class RewardFunction:
     def _each(self, given: dict[str, Sequence[Any]]) -> Any:
         if "reward_model" in given:
             given.setdefault("ground_truth", [row["ground_truth"] for row in given["reward_model"]])
-        names = [name for name in VERL if name in given and name in (self.accepts or ())]
+        names = [name for name in given if name in (self.accepts or ())]
         rows = zip(*(given[name] for name in names), strict=True)
         results = [self.function(**{**dict(zip(names, row, strict=True)), **self.kwargs}) for row in rows]
         if any(inspect.isawaitable(result) for result in results):
             return _awaited(results)
         return [_score(result) for result in results]
+
+
+def _signature(name: str, function: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(function)
+    except ValueError:  # some builtins
+        raise BadSignature(f"{name} has no signature, expected a function written in Python") from None
 
 
 def _takes_responses(signature: inspect.Signature) -> bool:

@@ -54,6 +54,10 @@ class CallFailed(RewardError):
         self.kind = kind
 
 
+class Hopeless(CallFailed):
+    """No call of this function can succeed."""
+
+
 @dataclass(frozen=True)
 class RewardSpec:
     """One reward dimension.
@@ -235,7 +239,10 @@ class RewardWorker(Worker):
             raise CallFailed(failed.kind, f"{self.name}: {self.function} {failed}") from None
 
     def score(self, request: bytes, responses: int) -> WorkerScores:
-        """Score a pickled request, twice if the first call fails; never raises for what the function did."""
+        """Score a pickled request, twice if the first call fails.
+
+        Raises RewardError only if the function can never score.
+        """
         values: list[float | None] = []
         kinds, error = dict.fromkeys(FAILURE_KINDS, 0), None
         for attempt in range(1, ATTEMPTS + 1):
@@ -248,6 +255,8 @@ class RewardWorker(Worker):
                     raise CallFailed("length", f"returned {len(values)} values, expected {responses}")
                 error = None
                 break
+            except Hopeless as failed:
+                raise RewardError(f"{self.name}: {self.function} {failed}") from None
             except CallFailed as failed:
                 error = f"{self.function}: {failed}"
                 if attempt == ATTEMPTS or self._closed:
@@ -269,7 +278,7 @@ def _values(content: bytes, read: Callable[[Any], T]) -> list[T]:
     try:
         reply = json.loads(content)
         if isinstance(error := reply.get("error"), str):
-            raise CallFailed("exception", error)
+            raise (Hopeless if reply.get("hopeless") else CallFailed)("exception", error)
         return [read(value) for value in reply["values"]]
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise OSError("malformed reply") from error

@@ -6,7 +6,8 @@ READ and WRITE are inherited pipe ends (multiprocessing.connection); BYTES limit
 not. A message begins with a number of 8 bytes, which a reply repeats, so that late replies are recognized.
 Requests are pickle 5, because columns may hold dates, bytes or arrays: first the arguments of the class HOST
 of HOSTS after the path, then those of its method `reply`. Replies are JSON, `{"values": [...]}` or
-`{"error": ...}`: the parent never unpickles what a worker wrote.
+`{"error": ...}`, with `"hopeless": true` if no call can succeed: the parent never unpickles what a worker
+wrote.
 
 The function runs in a child process. The process itself only waits, and kills everything the function
 started when the parent is gone. A thread could not: a function may never release the interpreter.
@@ -34,7 +35,7 @@ from typing import Any
 
 from smopd.engine.process import adopt_orphans, die_with_parent, kill_below
 from smopd.rewards.environments import EnvironmentHost
-from smopd.rewards.forms import BadSignature, CompletionForm, RewardFunction
+from smopd.rewards.forms import FACTORY, BadSignature, CompletionForm, RewardFunction
 
 NUMBER = struct.Struct("<Q")
 MAX_ERROR_CHARS = 4000  # of a traceback's end, ours
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> None:
                 values = host.reply(loop, *request)
             reply = json.dumps({"values": values})
         except BadSignature as error:
-            reply = json.dumps({"error": str(error)})
+            reply = json.dumps({"error": str(error), "hopeless": True})
         except BaseException as error:
             text = "".join(traceback.format_exception(error))
             reply = json.dumps({"error": text.strip()[-MAX_ERROR_CHARS:]})
@@ -101,6 +102,9 @@ def numbers(result: Any) -> list[float | None]:
     """Convert a function's result to floats and None, with NaN for anything but a finite number."""
     if hasattr(result, "tolist"):  # arrays and tensors
         result = result.tolist()
+    for value in (result, *result) if isinstance(result, (list, tuple)) else (result,):
+        if callable(value):
+            raise BadSignature(f"returned a {type(value).__name__}, expected scores: {FACTORY}")
     if not isinstance(result, (list, tuple)):
         raise TypeError(f"returned {type(result).__name__}, expected a list of float or None")
     return [None if value is None else _number(value) for value in result]

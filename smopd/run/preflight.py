@@ -102,5 +102,5 @@ def try_rewards(
         for answer, value in zip(answers, scored.rewards_RK[:, k].tolist(), strict=True):
             earned.append(f"no score for {answer}" if math.isnan(value) else f"{value:g} for {answer}")
         error = scored.batch.last_errors.get(name)
-        why = f" ({error.splitlines()[0]})" if error else ""
+        why = f" ({error.splitlines()[-1]})" if error else ""  # a traceback ends with what was raised
         say(f"reward {name} on the first prompt: {', '.join(earned)}{why}")

@@ -60,12 +60,33 @@ class Suffix:
         return [completion.endswith(self.end) for completion in completions]
 
 
+def compute_with_ids(solution_str, ground_truth, completion_ids, prompts, answer):
+    return len(completion_ids) + (solution_str == answer) + isinstance(prompts, list)
+
+
+def spread(completions, *rest, **kwargs):
+    return [len(rest)] * len(completions)
+
+
+async def get_async(limit=3):
+    return spread
+
+
+def get_class():
+    return Suffix
+
+
+def get_builtin():
+    return max
+
+
 def get_number(value=1):
     return value
 
 
 def load(function, kwargs=None, completions=None):
-    return RewardFunction.load(f"{__name__}:{function.__name__}", kwargs or {}, completions)
+    module = "builtins" if function is max else __name__
+    return RewardFunction.load(f"{module}:{function.__name__}", kwargs or {}, completions)
 
 
 def call(function, kwargs=None, completions=None, columns=COLUMNS):
@@ -103,6 +124,9 @@ def test_verl_scores_one_response_at_a_time():
     assert call(compute_score, {"scale": 3}, columns={**truths, "ground_truth": ["four", "x"]}) == [3, 0]
     result = call(compute_async, columns=truths)
     assert inspect.isawaitable(result) and asyncio.run(result) == [0.0, 1.0]
+    ids = {"completion_ids": [[1, 2], [1]], "ground_truth": ["", ""], "answer": ["", "5"]}
+    assert call(compute_with_ids, columns=ids) == [3, 2], "any column, and what TRL passes"
+    assert call(spread) == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -115,6 +139,14 @@ def test_verl_scores_one_response_at_a_time():
         (positional, {}, "positional.only"),
         (get_overlong, {}, "takes none of completions, .*, and is no factory .* argument: 'limit'"),
         (get_overlong, {"limit": 3, "cash": 1}, "unexpected keyword argument 'cash'"),
+        (
+            get_async,
+            {},
+            r"get_async\(limit=3\) .* and is no reward: it is a factory, which must be no `async",
+        ),
+        (get_class, {}, "no factory of what does: it returned the class Suffix"),
+        (get_builtin, {}, "the function that it returned has no signature"),
+        (max, {}, "builtins:max has no signature, expected a function written in Python"),
         (get_number, {}, "get_number.*, and is no factory of what does: it returned int"),
         (get_number, {"value": get_number}, r"nor does the function that it returned: \(value=1\)"),
     ],

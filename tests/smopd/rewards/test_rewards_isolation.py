@@ -78,6 +78,15 @@ def answers_later(prompts, completions, **columns):
     time.sleep(0.1)
     return [float(prompts[0])] * len(completions)
 
+def makes(**kwargs):
+    return length
+
+async def makes_later(completions, **kwargs):
+    return length
+
+def makes_each(solution_str):
+    return length
+
 def no_completions(prompts):
     return []
 
@@ -186,6 +195,16 @@ def test_a_failure_costs_its_own_dimension():
                 assert unscorable(batch, name) == {kind: 2} and message in batch.last_errors[name]
         died = {name: 3 * (kind == "worker_died") for name, (_, kind, _) in FAILURES.items()}
         assert batch.restarts == {**died, "good": 0}, "each call is made twice"
+
+
+@pytest.mark.parametrize("name", ["makes", "makes_later", "makes_each"])
+def test_a_factory_that_looks_like_a_reward_ends_the_first_call(name):
+    with pool_of(name) as pool:
+        pool.probe()
+        with pytest.raises(
+            RewardError, match=f"'{name}': .*:{name} returned a function.*is a factory, .* name"
+        ):
+            score(pool)
 
 
 def test_values_that_are_no_finite_number():
