@@ -183,7 +183,9 @@ def _override(values: dict[str, Any], path: str, words: list[str], origin: dict[
     for part in path.split("."):
         # A copy, because a YAML alias may share this value with another section.
         inside = node[key] if isinstance(node, list) else node.get(key)
-        if inside is not None and not isinstance(inside, dict | list):
+        if inside is None:
+            origin[keys] = COMMAND_LINE
+        elif not isinstance(inside, dict | list):
             raise Mistakes([f"{COMMAND_LINE}: {path}: {dotted(keys)} is {inside!r}, not a section"])
         node[key] = list(inside) if isinstance(inside, list) else dict(inside or {})
         node = node[key]

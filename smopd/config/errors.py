@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from smopd.config.recipe import Keys, dotted
 from smopd.config.renamed import renamed
-from smopd.config.settings import Settings
+from smopd.config.settings import SHARED, Settings
 from smopd.names import nearest
 
 Schema = dict[str, Any]
@@ -138,5 +138,8 @@ def _right_name(keys: Keys) -> str:
     fields = [path[-1] for path in schemas() if path and path[:-1] == section]
     if close := difflib.get_close_matches(str(name), fields, 1, 0.6):
         return f"; did you mean {dotted((*around, close[0]))}?"
-    elsewhere = [dotted(path) for path in schemas() if path[-1:] == (name,) and not {"N", "NAME"} & set(path)]
+    found = [path for path in schemas() if path[-1:] == (name,) and not {"N", "NAME"} & set(path)]
+    if around[:1] == ["runs"]:  # a run changes settings in its `set`
+        found = [(*map(str, around), "set", *path) for path in found if path[0] not in SHARED]
+    elsewhere = [dotted(path) for path in found]
     return f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else f"; there are {', '.join(fields)}"

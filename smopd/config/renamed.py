@@ -18,8 +18,8 @@ def renamed(keys: Keys, value: Any) -> str | None:
     path = ".".join("N" if isinstance(key, int) else str(key) for key in keys)
     if keys[:1] == ("runs",) and keys[2:] == ("stage",) and value == "control":
         return "is now train"
-    if path.endswith("merge.method") and value == "product":
-        return "product was removed; a sum of weights (weights) did as well"
+    if path.endswith(("merge.method", "opd.support", "opd.target")) and value == "product":
+        return "product was removed; use merge.method weights, which did as well"
     if keys[:1] == ("runs",) and keys[2:] == ("init",) and isinstance(value, dict):
         return (
             "must be the name of a run; for a weight merge use stage: merge and set: {merge: {models: ...}}"

@@ -178,6 +178,15 @@ def test_all_mistakes_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) 
     [
         ("--stge merge", "--stge: no such option; did you mean --stage?"),
         ("--seed.x 3", "seed.x: seed is 5, not a section"),
+        ("--opd.product.x 1", f"opd.product: {ANSWERS['opd.product']}"),
+        (
+            "--opd.support product",
+            "opd.support: product was removed; use merge.method weights, which did as well",
+        ),
+        (
+            "--runs.gdpo.merge.method weights",
+            "runs.gdpo.merge: no such setting; did you mean runs.gdpo.set.merge?",
+        ),
         (
             "--only gpdo",
             "--only: 'gpdo' is no run; did you mean gdpo?; there are ['gdpo', 'format_teacher', 'smopd']",
@@ -189,7 +198,7 @@ def test_all_mistakes_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) 
 def test_a_mistake_on_the_command_line(
     folder: Path, capsys: pytest.CaptureFixture[str], words: str, line: str
 ) -> None:
-    (folder / "tiny.yaml").write_text(RECIPE + "seed: 5\n")
+    (folder / "tiny.yaml").write_text(RECIPE + "seed: 5\nopd: {kappa: 4}\n")
     assert mistakes(capsys, "tiny.yaml", *words.split()) == [f"command line: {line}"]
 
 

@@ -159,7 +159,7 @@ GATE = "--opd.gate.kind token"
             "--opd.divergence reverse_kl_sampled --opd.target m:f",
             "opd.target: got m:f, which opd.divergence reverse_kl_sampled does not use",
         ),
-        ("--merge.method product", "merge.method: product was removed; a sum of weights"),
+        ("--merge.method product", "merge.method: product was removed; use merge.method weights"),
     ],
 )
 def test_what_does_not_go_together_is_said_before_anything_runs(
