@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -33,12 +33,12 @@ CATEGORIES = (*AST, *RELEVANCE)
 MULTI_TURN = tuple(f"multi_turn_{kind}" for kind in ("base", "miss_func", "miss_param", "long_context"))
 WEB_SEARCH = ("web_search_base", "web_search_no_snippet")
 MEMORY = ("memory_kv", "memory_vector", "memory_rec_sum")
-OVERALL = {  # part -> weight and name
-    "non_live": (0.1, "Non-Live"),
-    "live": (0.1, "Live"),
-    "irrelevance_all": (0.1, "Irrelevance"),
-    "multi_turn": (0.3, "Multi-Turn"),
-    "agentic": (0.4, "Agentic"),
+OVERALL: dict[str, tuple[float, str, Collection[str]]] = {  # part -> weight, name and categories
+    "non_live": (0.1, "Non-Live", NON_LIVE),
+    "live": (0.1, "Live", LIVE_ITEMS),
+    "irrelevance_all": (0.1, "Irrelevance", IRRELEVANCE),
+    "multi_turn": (0.3, "Multi-Turn", MULTI_TURN),
+    "agentic": (0.4, "Agentic", (*WEB_SEARCH, *MEMORY)),
 }
 
 _HEADINGS = {
@@ -204,8 +204,14 @@ def summarise(accuracies: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def missing_parts(summary: Mapping[str, float | None]) -> list[str]:
-    """Return the parts of Overall that did not run."""
-    return [name for part, (_, name) in OVERALL.items() if summary.get(part) is None]
+    """Return the parts of Overall that did not run, with the missing categories of one that ran in part."""
+    missing = []
+    for part, (_, name, categories) in OVERALL.items():
+        absent = [category for category in categories if summary.get(category) is None]
+        if summary.get(part) is None:
+            some = 0 < len(absent) < len(categories)
+            missing.append(f"{name} ({', '.join(absent)})" if some else name)
+    return missing
 
 
 def read_scores(folder: Path) -> dict[str, float]:

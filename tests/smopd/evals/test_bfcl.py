@@ -133,6 +133,7 @@ def test_unreadable_calls_are_counted_apart(tmp_path: Path, capsys: pytest.Captu
     shown = capsys.readouterr().out
     assert "237 of 240 items have no response and are skipped" in shown and "3 of 240 items" in shown
     assert "1 responses to the relevance sets have an unreadable call" in shown
+    assert "0 in Overall: Non-Live, Live, Irrelevance (live_irrelevance), Multi-Turn, Agentic" in shown
     items = [json.loads(line) for line in (tmp_path / "bfcl_items.jsonl").read_text().splitlines()]
     assert [(item["correct"], item["calls"]) for item in items] == [(True, None), (True, 0), (False, 1)]
     assert items[0]["mistake"].startswith("unreadable: block has no line") and items[1]["mistake"] is None
