@@ -157,5 +157,7 @@ async def _awaited(results: Sequence[Awaitable[Any]]) -> list[Any]:
 
 
 def _score(result: Any) -> Any:
-    """Return the score of a result of verl's form, a number or a mapping with `score`."""
-    return result["score"] if isinstance(result, Mapping) else result
+    """Return the score of a result of verl's form: it, its `score`, or as in ToolRL its first number."""
+    if isinstance(result, Mapping):
+        return result["score"]
+    return result[0] if isinstance(result, (tuple, list)) else result
