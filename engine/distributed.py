@@ -6,6 +6,7 @@ import ctypes
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -28,15 +29,23 @@ _SET_UP = timedelta(minutes=30)  # the other ranks wait while one downloads a mo
 # Device meshes and DeepSpeed keep gloo threads of a destroyed group alive. A thread that frees a tensor while
 # Python exits asks for the GIL and aborts the process.
 _DRAIN_SECONDS = 0.1
+_COLLECTIVES = tuple(os.path.join(*parts) for parts in (("torch", "distributed"), ("deepspeed", "comm")))
 _BEATS = 10  # ours: signs of life within the longest silence
 _LEFT = 1 << 40  # in place of a count: the rank does not give signs any more
 
 
 @contextmanager
 def process_group() -> Iterator[torch.device]:
-    """Join torchrun's process group, or create one of size 1; yields this process's device."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    """Join torchrun's process group, or create one of size 1; yields this process's device.
+
+    Exits with a message if this machine has fewer GPUs than processes.
+    """
+    cuda, local = torch.cuda.is_available(), int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if cuda and local >= (gpus := torch.cuda.device_count()):
+        started = os.environ.get("LOCAL_WORLD_SIZE", "more")
+        text = f"error: {started} processes for {gpus} GPUs; start one for each (torchrun --nproc-per-node)"
+        raise SystemExit(text if local == gpus else 1)  # printed once
     if cuda:
         torch.cuda.set_device(device)
     else:
@@ -102,6 +111,12 @@ def watched(seconds: float) -> Iterator[None]:
         with suppress(RuntimeError):
             store.add(keys[rank()], _LEFT)  # the others may still be at work
         done.set()
+
+
+def in_collective(error: Exception) -> bool:
+    """Whether an exception comes from a collective call, which fails when another rank is gone."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, dist.DistError) or any(each in last.filename for each in _COLLECTIVES)
 
 
 class LostRank(Failure, RuntimeError):

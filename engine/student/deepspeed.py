@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from smopd.engine import distributed
 from smopd.engine.models.head import head
+from smopd.engine.models.paths import SMALL
 from smopd.engine.settings import TrainSettings
 from smopd.engine.student.optimizers import optimizer
-from smopd.engine.student.strategy import Output, Policy, ThroughHead
+from smopd.engine.student.strategy import Output, Policy, Stats, ThroughHead
 from smopd.engine.types import TokenBatch
 
 TAG = "zero"  # DeepSpeed's folder in a checkpoint
@@ -60,6 +61,17 @@ class DeepSpeedZero:
         self.engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages gradients over ranks
         self.engine.backward(loss * distributed.world_size(), scale_wrt_gas=False)
+
+    def trial(
+        self, batch: TokenBatch, through_head: ThroughHead[tuple[Tensor, Stats]]
+    ) -> tuple[float, Stats]:
+        """Compute the gradient of small parameters, beside the engine, which would keep it."""
+        loss, stats = self.policy(batch, through_head)
+        leaves = [each for each in self.policy.parameters() if each.requires_grad]
+        leaves = [each for each in leaves if getattr(each, "ds_numel", each.numel()) <= SMALL]
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        norms = [grad.float().norm() for grad in grads if grad is not None]
+        return float(torch.stack(norms).norm()), stats
 
     def step(self, learning_rate: float) -> float:
         for group in self.optimizer.param_groups:

@@ -27,7 +27,7 @@ from smopd.engine import distributed
 from smopd.engine.models.loading import decoder_layers
 from smopd.engine.settings import TrainSettings
 from smopd.engine.student.optimizers import optimizer
-from smopd.engine.student.strategy import Output, Policy, ThroughHead, UnreadableState
+from smopd.engine.student.strategy import Output, Policy, Stats, ThroughHead, UnreadableState
 from smopd.engine.types import TokenBatch
 
 ROOT_ONLY = 1_000_000_000  # parameters (ours): 8 GB more memory than wrapping each layer
@@ -58,11 +58,24 @@ class Fsdp2:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         loss.backward()
 
+    def trial(
+        self, batch: TokenBatch, through_head: ThroughHead[tuple[Tensor, Stats]]
+    ) -> tuple[float, Stats]:
+        loss, stats = self.policy(batch, through_head)
+        loss.backward()
+        grad_norm = self._clip()
+        self.optimizer.zero_grad()
+        return grad_norm, stats
+
+    def _clip(self) -> float:
+        """Clip the gradient and return its global norm before."""
+        norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
     def step(self, learning_rate: float) -> float:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        grad_norm = self._clip()
         if math.isfinite(grad_norm):
             self.optimizer.step()
         self.optimizer.zero_grad()

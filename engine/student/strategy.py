@@ -14,6 +14,7 @@ from smopd.engine.models.head import Head, head, response_hidden
 from smopd.engine.types import TokenBatch
 
 Output = TypeVar("Output")
+Stats = TypeVar("Stats")
 ThroughHead = Callable[[Head, Tensor], Output]
 """(head, hidden_ND) -> output of the forward, such as a method of Head."""
 
@@ -47,6 +48,15 @@ class Strategy(Protocol):
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Accumulate the gradient of the loss; `last`: no other micro-batch follows in this update."""
+        ...
+
+    def trial(
+        self, batch: TokenBatch, through_head: ThroughHead[tuple[Tensor, Stats]]
+    ) -> tuple[float, Stats]:
+        """Return a norm of the loss's gradient and the other output of a forward; nothing is kept.
+
+        The norm is NaN or infinite if a gradient is.
+        """
         ...
 
     def step(self, learning_rate: float) -> float:

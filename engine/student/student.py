@@ -24,7 +24,7 @@ from smopd.engine.settings import TrainSettings
 from smopd.engine.student import lora
 from smopd.engine.student.deepspeed import DeepSpeedZero
 from smopd.engine.student.fsdp import Fsdp2
-from smopd.engine.student.strategy import Policy, Strategy
+from smopd.engine.student.strategy import Policy, Strategy, ThroughHead
 from smopd.engine.types import Rollout, TokenBatch
 from smopd.kernels.types import LossSettings, LossStats, LossTokens, TopK
 
@@ -95,19 +95,35 @@ class Student:
         )
 
     def _require_computable(self) -> None:
-        """Raise UnusableModel if the forward, checked in fp32, fails in the compute dtype; collective."""
+        """Raise UnusableModel if forward or backward fails in the compute dtype; a collective call.
+
+        It changes nothing: no gradient, optimizer state or random state.
+        """
         dtype = self.settings.compute_dtype
         if dtype == "float32" or self.lora is not None:  # checked in this dtype
             return
+        rollouts = check_rollouts(self.model)[:2]  # the short ones
+        ids_N = torch.cat([rollout.response_ids for rollout in rollouts]).to(self.device)
+        each_N = torch.full(ids_N.shape, 1 / len(ids_N), device=self.device)
+        tokens = LossTokens(token_ids_N=ids_N, adv_N=torch.ones_like(each_N), pg_weight_N=each_N)
+        only, why = LossSettings(opd_coef=0.0), ""
+        devices = [self.device] if self.device.type == "cuda" else []
         try:
-            with torch.compiler.set_stance("force_eager"):
-                self.logps(check_rollouts(self.model), 1.0)
+            with torch.compiler.set_stance("force_eager"), torch.random.fork_rng(devices):
+                for batch in self._micro_batches(rollouts):
+                    norm, stats = self.strategy.trial(batch, _through_loss(tokens, batch, only))
+                    if not (math.isfinite(norm) and stats.logp_N.isfinite().all()):
+                        why = "NaN or infinite log-probabilities or gradients"
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # such as a buffer in fp32, which meets rounded parameters
+            if distributed.in_collective(error):
+                raise
+            why = brief(error)
+        if why:
             kind = type(self.model).__name__
             text = f"student.compute_dtype: got {dtype}, in which a {kind} fails on {self.device}"
-            raise UnusableModel(f"{text} ({brief(error)}); expected float32, in which it works") from error
+            raise UnusableModel(f"{text} ({why}); expected float32, in which it works")
 
     def logps(self, rollouts: Sequence[Rollout], temperature: float, *, adapters: bool = True) -> Tensor:
         """Return (N,) fp32 log-probabilities of the tokens, or by a LoRA student's base; collective."""
@@ -144,8 +160,7 @@ class Student:
         parts, places = [], []
         batches = self._micro_batches(rollouts)
         for i, batch in enumerate(batches):
-            through_head = partial(Head.loss, tokens=tokens.at(batch.flat_N), settings=settings)
-            loss, stats = self.strategy.forward(batch, through_head)
+            loss, stats = self.strategy.forward(batch, _through_loss(tokens, batch, settings))
             self.strategy.backward(loss, last=i + 1 == len(batches))
             parts.append(stats)
             places.append(batch.flat_N)
@@ -208,6 +223,12 @@ class Student:
         most = max(1, int(distributed.all_reduce(count, "max")))
         batches += [empty_batch()] * (most - len(batches))
         return [batch.to(self.device) for batch in batches]
+
+
+def _through_loss(
+    tokens: LossTokens, batch: TokenBatch, settings: LossSettings
+) -> ThroughHead[tuple[Tensor, LossStats]]:
+    return partial(Head.loss, tokens=tokens.at(batch.flat_N), settings=settings)
 
 
 def train_mode(model: nn.Module) -> None:

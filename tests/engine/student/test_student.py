@@ -9,10 +9,22 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from smopd.engine.errors import UnusableModel
 from smopd.engine.settings import Lora
+from smopd.engine.student.fsdp import Fsdp2
 from smopd.engine.student.optimizers import cosine, last_share, linear
-from tests.engine.student.training import NLL, advance, loss_tokens, make_student, parameters
+from smopd.engine.student.student import Student
+from tests.engine.student.training import (
+    NLL,
+    advance,
+    equal,
+    loss_tokens,
+    make_student,
+    parameters,
+    settings_of,
+)
 from tests.engine.tiny import plain_logps, ragged_rollouts, tiny_model
 
 
@@ -32,6 +44,57 @@ def test_a_small_step_moves_fp32_masters_under_bf16(device):
     trained.update(rollouts, loss_tokens(rollouts), NLL)
     steps = torch.cat([(value - before[name]).abs().flatten() for name, value in parameters(trained).items()])
     assert (steps > 0).float().mean() > 0.5 and steps.max() < 1.1e-6
+
+
+class Rounds(torch.autograd.Function):
+    """The identity, but for what a kernel may do to bf16, forward or backward."""
+
+    @staticmethod
+    def forward(ctx, value, fault):
+        ctx.fault = fault
+        return value * torch.nan if fault == "nan" and value.dtype == torch.bfloat16 else value.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.fault == "raises" and grad.dtype == torch.bfloat16:
+            raise RuntimeError("no such kernel")
+        return grad * torch.inf if ctx.fault == "inf" and grad.dtype == torch.bfloat16 else grad, None
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [("raises", "no such kernel"), ("nan", "NaN or infinite"), ("inf", "NaN or infinite"), ("", None)],
+)
+def test_a_model_that_cannot_be_computed_in_bf16_is_refused(device, fault, why):
+    model = tiny_model()
+    model.model.layers[1].register_forward_hook(lambda module, args, output: Rounds.apply(output, fault))
+    if why is None:
+        assert Student(model, settings_of(compute_dtype="bfloat16"), device)
+        return
+    with pytest.raises(UnusableModel, match=f"got bfloat16, in which a Qwen2ForCausalLM fails .*{why}"):
+        Student(model, settings_of(compute_dtype="bfloat16"), device)
+
+
+def test_the_trial_in_bf16_changes_nothing(device, monkeypatch):
+    def trained():
+        torch.manual_seed(5)
+        student = make_student(device, compute_dtype="bfloat16", gradient_checkpointing=True)
+        drawn = torch.rand(3)
+        assert not student.optimizer.state and all(each.grad is None for each in student.policy.parameters())
+        advance(student, range(2))
+        return drawn, parameters(student)
+
+    tried = trained()
+    monkeypatch.setattr(Student, "_require_computable", lambda self: None)
+    drawn, untried = trained()
+    assert tried[0].equal(drawn) and equal(tried[1], untried)
+
+
+def test_an_error_of_another_rank_is_not_the_models(device, monkeypatch):
+    monkeypatch.setattr(Fsdp2, "trial", lambda *_: dist.broadcast(torch.ones(1), src=9))
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        make_student(device, compute_dtype="bfloat16")
+    assert not isinstance(error.value, UnusableModel)
 
 
 @pytest.mark.parametrize(
