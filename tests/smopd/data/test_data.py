@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from smopd.config.settings import Settings
 from smopd.data import sources
 from smopd.data.chat import render
-from smopd.data.prompts import batch_indices, load_demonstrations, load_prompts
+from smopd.data.prompts import Encoder, batch_indices, load_demonstrations, load_prompts
 from smopd.data.sources import load_rows
 from smopd.run.failures import UnusableInput
 from smopd.run.inputs import read_inputs
@@ -96,7 +96,10 @@ def test_arrow_fills_nested_objects_with_nothing(write, tokenizer, tmp_path, mon
     call = {"type": "function", "function": {"name": "play", "arguments": {"song": "halo"}}}
     other = {"type": "function", "function": {"name": "call", "arguments": {"who": "anna", "at": 3}}}
     rows = [
-        {"prompt": [CHAT[1], {"role": "assistant", "tool_calls": [each]}, *CHAT], "truth": each["function"]}
+        {
+            "prompt": [CHAT[1], {"role": "assistant", "content": None, "tool_calls": [each]}, *CHAT],
+            "truth": each["function"],
+        }
         for each in (call, other)
     ]
     template = """{% for m in messages %}{% if 'tool_calls' in m %}{% for c in m.tool_calls %}
@@ -227,6 +230,17 @@ def test_overlong_prompts_are_dropped_or_cut_and_counted(write, tokenizer):
     with pytest.raises(ValueError, match="row 1: the prompt has 7 tokens"):
         load_prompts(source, tokenizer, max_prompt_tokens=6, overlong="error")
     assert len(load_prompts(source, tokenizer, max_prompt_tokens=7, overlong="error")) == 3
+
+
+def test_prompts_are_tokenized_on_access_and_a_long_line_not_at_all(write, tokenizer, monkeypatch):
+    seen, tokens = [], Encoder.tokens
+    monkeypatch.setattr(Encoder, "tokens", lambda self, texts: seen.extend(texts) or tokens(self, texts))
+    rows = [{"prompt": "call anna"}] * 500 + [{"prompt": "anna " * 100_000}]
+    found = load_prompts(write(rows), tokenizer, max_prompt_tokens=64)
+    assert (len(found), found.dropped_overlong) == (500, 1)
+    assert sum(map(len, seen)) < 5000
+    seen.clear()
+    assert found[7].token_ids == found[8].token_ids and len(seen) == 2
 
 
 def test_evaluation_prompts_have_a_limit_of_their_own_and_are_never_dropped(write, tokenizer):
