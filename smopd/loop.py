@@ -27,6 +27,7 @@ from smopd.record.profile import profiled
 from smopd.record.recorder import Recorder, StepResult
 from smopd.step.conversation import Conversations
 from smopd.step.held_out import evaluate_held_out
+from smopd.step.resample import resample
 from smopd.step.rewards import Rewarder
 from smopd.step.sampling import Sampler
 from smopd.step.stop import RECOVERABLE, Stop, Stopped
@@ -103,9 +104,16 @@ def optimise(run: Run) -> None:
 
             with metrics.phase("rollout"):
                 batch = sampler.take(step)  # prompts (B) -> responses (R), tokens (N)
+            rewards = None
+            if settings.rollout.resample:
+                batch, rewards, replaced = resample(
+                    sampler, run.rewarder, step, batch, run.weights, metrics.phase
+                )
+                metrics.total("resampled_prompts", replaced)
             ask_teachers = scoring.ask(batch)  # in parallel if possible
-            with metrics.phase("rewards"):
-                rewards = run.rewarder.score(batch.prompts, batch.rollouts, step)  # (R, K)
+            if rewards is None:
+                with metrics.phase("rewards"):
+                    rewards = run.rewarder.score(batch.prompts, batch.rollouts, step)  # (R, K)
             with metrics.phase("old_logps"):
                 old_logp_N = objective.old_logps(student, batch)  # None if the ratio is 1
             with metrics.phase("teachers"):

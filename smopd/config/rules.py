@@ -103,6 +103,8 @@ def _sampling(settings: Settings) -> Wrong:
         yield "loop.async_level", "1 samples off-policy: needs loss.old_logps rollout or loss.importance_cap"
     if loop.async_level and rollout.colocated and rollout.vllm.tensor_parallel_size > 1:
         yield "loop.async_level", "1 with tensor parallelism needs rollout.vllm.placement process"
+    if loop.async_level and rollout.resample:
+        yield "rollout.resample", f"got {rollout.resample}, expected 0 with loop.async_level 1"
     if (most := rollout.conversation_tokens) is not None and most < rollout.max_new_tokens:
         expected = f"expected at least max_new_tokens ({rollout.max_new_tokens})"
         yield "rollout.conversation_tokens", f"got {most}, {expected}"

@@ -249,6 +249,9 @@ class RolloutSettings(Section):
     through SMOPD_TRANSFER_FOLDER, a folder with the same path on every host; inline: in the request body."""
     group_size: int = Field(default=8, ge=1)
     """G, rollouts per prompt."""
+    resample: int = Field(default=0, ge=0)
+    """Dynamic sampling: maximum times that a prompt of a step is replaced by another one while all its
+    responses earn the same in every reward."""
     temperature: float = Field(default=1.0, gt=0)
     max_new_tokens: int = Field(default=1024, ge=1)
     max_batch_tokens: int = Field(default=262_144, ge=1)

@@ -33,6 +33,21 @@ class Rewards:
     """The responses as the rewards see them."""
     batch: RewardBatch
 
+    def replaced(self, rows: Sequence[int], new: Rewards) -> Rewards:
+        """Return the rewards with `new` at `rows`; failures are added up."""
+        rewards_RK, texts = self.rewards_RK.clone(), list(self.texts)
+        rewards_RK[list(rows)] = new.rewards_RK
+        for row, text in zip(rows, new.texts, strict=True):
+            texts[row] = text
+        was, now = self.batch, new.batch
+        batch = replace(
+            now,
+            values_RK=rewards_RK.numpy(),
+            failures={name: Counter(was.failures[name]) + Counter(now.failures[name]) for name in now.names},
+            last_errors={**was.last_errors, **now.last_errors},
+        )
+        return Rewards(rewards_RK, texts, batch)
+
 
 @dataclass
 class Rewarder:
@@ -48,13 +63,19 @@ class Rewarder:
         self._failures = defaultdict[str, deque[Counter[str]]](lambda: deque(maxlen=self.window_steps))
 
     def score(
-        self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], step: int | None = None
+        self,
+        prompts: Sequence[Prompt],
+        rollouts: Sequence[Rollout],
+        step: int | None = None,
+        *,
+        check: bool = True,
     ) -> Rewards:
-        """Score each rollout; a collective call.
+        """Score each rollout; a collective call, unless `check` is False.
 
         Args:
             prompts: one per rollout. A conversation whose environment failed is left unscored.
             step: training step from 0, passed to the rewards as a column; None outside of training.
+            check: count unscored responses. False for those in place of others of the step.
         Raises:
             RewardError: a dimension left too many responses of all ranks unscored. Raised on every rank.
         """
@@ -68,7 +89,8 @@ class Rewarder:
         spoken = [list(rollout.messages) or None for rollout in rollouts]
         scored = self.pool.score([prompt.content for prompt in prompts], texts, columns, spoken)
         scored = without_failed(scored, rollouts)
-        self._check(scored, training=step is not None)
+        if check:
+            self._check(scored, training=step is not None)
         return Rewards(torch.from_numpy(scored.values_RK), texts, scored)
 
     def _check(self, scored: RewardBatch, *, training: bool) -> None:

@@ -16,6 +16,9 @@ from smopd.step.batch import Batch, positions
 from smopd.step.conversation import Conversations, sample
 from smopd.step.stop import StaleRollout, all_or_raise
 
+ATTEMPT_STEPS = 1 << 20
+"""Ours: a prompt that replaces another one is that of so many steps later, which no run reaches."""
+
 
 class Sampler:
     """This rank's rollouts of each step. `ahead` is the result of `settle` before a resume."""
@@ -46,9 +49,31 @@ class Sampler:
         """
         return all_or_raise(lambda: self._take(step))
 
+    def again(self, step: int, attempt: int, batch: Batch, flat: Sequence[int]) -> Batch:
+        """Return the batch with prompts of a later epoch in place of this rank's groups `flat`.
+
+        A collective call; see `take`. `attempt` counts from 1. The prompts depend on it, on the step and on
+        the places of the groups in the step alone.
+        """
+
+        def replace() -> Batch:
+            places, asked = self._asked(step + attempt * ATTEMPT_STEPS)
+            n, chosen = self.settings.rollout.group_size, [asked[i] for i in flat]
+            prompts, rollouts, fresh = batch.prompts[::n], list(batch.rollouts), self._sampled(chosen)
+            for k, i in enumerate(flat):
+                prompts[i], rollouts[i * n : (i + 1) * n] = chosen[k][0], fresh[k * n : (k + 1) * n]
+            return self._checked(step, self._of(places, prompts, rollouts))
+
+        return all_or_raise(replace)
+
     def _take(self, step: int) -> Batch:
         begun = self._begun.pop(step, None)
-        batch = self._batch(step) if begun is None else begun.result()
+        batch = self._checked(step, self._batch(step) if begun is None else begun.result())
+        if not self._in_turns:
+            self.begin(step + 1)
+        return batch
+
+    def _checked(self, step: int, batch: Batch) -> Batch:
         if not batch.rollout_logp_N.isfinite().all():
             raise NonFinite("the log-probability of a sampled token is not finite")
         oldest = step - self.settings.loop.async_level
@@ -58,8 +83,6 @@ class Sampler:
                     f"step {step}: got a response of policy {rollout.policy_version}, "
                     f"expected {oldest} or later (loop.async_level)"
                 )
-        if not self._in_turns:
-            self.begin(step + 1)
         return batch
 
     def begin(self, step: int) -> None:
@@ -76,21 +99,31 @@ class Sampler:
 
     def _batch(self, step: int, rollouts: list[Rollout] | None = None) -> Batch:
         """Build the batch of `step`, from `rollouts` if given."""
-        loop, options, n = self.settings.loop, self.settings.rollout, len(self.prompts)
+        places, asked = self._asked(step)
+        rollouts = self._sampled(asked) if rollouts is None else rollouts
+        return self._of(places, [prompt for prompt, _ in asked], rollouts)
+
+    def _asked(self, step: int) -> tuple[list[list[int]], list[tuple[Prompt, int]]]:
+        """Return the positions of each update on this rank, and the prompt and group of each position."""
+        loop, n = self.settings.loop, len(self.prompts)
         chosen = batch_indices(n, loop.prompts_per_step, step, self.settings.seed)
-        ranks = distributed.world_size()
-        shares = positions(len(chosen), loop.updates_per_step, distributed.rank(), ranks)
-        mine = [place for share in shares for place in share]
-        prompts = {place: self.prompts[chosen[place]] for place in mine}
-        if rollouts is None:
-            first = step * loop.prompts_per_step
-            groups = [(first + place) // n * n + i for place, i in enumerate(chosen)]  # epoch and prompt
-            sampling = Sampling(
-                n=options.group_size,
-                temperature=options.temperature,
-                max_new_tokens=options.max_new_tokens,
-                seed=self.settings.seed,
-            )
-            asked, own = [prompts[place] for place in mine], [groups[place] for place in mine]
-            rollouts = sample(self.engine, self.conversations, asked, own, sampling)
-        return Batch.of(prompts, shares, rollouts, options.group_size)
+        places = positions(len(chosen), loop.updates_per_step, distributed.rank(), distributed.world_size())
+        first = step * loop.prompts_per_step
+        groups = [(first + place) // n * n + i for place, i in enumerate(chosen)]  # epoch and prompt
+        return places, [(self.prompts[chosen[place]], groups[place]) for share in places for place in share]
+
+    def _sampled(self, asked: Sequence[tuple[Prompt, int]]) -> list[Rollout]:
+        options = self.settings.rollout
+        sampling = Sampling(
+            n=options.group_size,
+            temperature=options.temperature,
+            max_new_tokens=options.max_new_tokens,
+            seed=self.settings.seed,
+        )
+        prompts, groups = [prompt for prompt, _ in asked], [group for _, group in asked]
+        return sample(self.engine, self.conversations, prompts, groups, sampling)
+
+    def _of(self, places: list[list[int]], prompts: list[Prompt], rollouts: list[Rollout]) -> Batch:
+        mine = [place for share in places for place in share]
+        by_place = dict(zip(mine, prompts, strict=True))
+        return Batch.of(by_place, places, rollouts, self.settings.rollout.group_size)

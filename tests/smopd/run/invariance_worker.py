@@ -54,6 +54,7 @@ REVERSE = {"opd": {"divergence": "reverse_kl_sampled", "gate": {"kind": "token"}
 WEIGHED = {"loss": {"aggregation": "seq-mean-token-mean", "importance_cap": 1.5}}
 CLIPPED = {"max_grad_norm": 0.5}
 ONE_PROMPT = {"loop": {"prompts_per_step": 1, "updates_per_step": 1}}  # a second rank has no prompt
+RESAMPLED = {"rollout": {"resample": 2}}
 LORA = {"lora": Lora(rank=4, alpha=8.0)}
 ZERO_2 = {"strategy": "deepspeed", "zero_stage": 2}
 # without the threshold DeepSpeed would not shard parameters this small
@@ -78,6 +79,8 @@ VARIANTS = {
     "gated-many": (MANY, GATED, {}),
     "one-prompt-packed": (PACKED, ONE_PROMPT, {}),
     "one-prompt-many": (MANY, ONE_PROMPT, {}),
+    "resampled-packed": (PACKED, RESAMPLED, {}),
+    "resampled-many": (MANY, RESAMPLED, {}),
     "lora-packed": (PACKED, {}, LORA),
     "lora-many": (MANY, {}, LORA),
 }
@@ -124,17 +127,25 @@ class FixedRollouts:
 
 
 class FixedRewarder:
-    """Computes a dense and a sparse reward from the response's tokens; some responses have no score."""
+    """Computes a dense and a sparse reward from the response's tokens; some responses have no score.
 
-    def score(self, prompts, rollouts, step):
+    flat: every third group earns the same.
+    """
+
+    def __init__(self, flat: bool = False):
+        self.flat = flat
+
+    def score(self, prompts, rollouts, step, *, check=True):
         values = [
             (float(rollout.response_ids.sum() % 13) / 2 - 3, float(rollout.response_ids[0] % 4 == 0))
             for rollout in rollouts
         ]
         rewards_RK = torch.tensor(values, dtype=torch.float64).reshape(len(rollouts), 2)
         rewards_RK[rewards_RK[:, 0] == 1.5, 0] = torch.nan
-        none = dict.fromkeys(FAILURE_KINDS, 0)
-        batch = RewardBatch(("dense", "sparse"), rewards_RK.numpy(), {"dense": none, "sparse": none}, {}, {})
+        if self.flat:
+            rewards_RK[[rollout.group % 3 == 0 for rollout in rollouts]] = 0.5
+        names, none = ("dense", "sparse"), dict.fromkeys(FAILURE_KINDS, 0)
+        batch = RewardBatch(names, rewards_RK.numpy(), dict.fromkeys(names, none), {}, {})
         return Rewards(rewards_RK, [""] * len(rollouts), batch)
 
 
@@ -216,7 +227,8 @@ def train(
 
 def run_loop(folder: Path, settings: Settings, student: Student, **own) -> None:
     """Train on fixed responses; `own` replaces components of the Run."""
-    fixed = {"rollouts": FixedRollouts(), "rewarder": FixedRewarder(), "prompts": prompt_set()}
+    fixed = {"rollouts": FixedRollouts(), "prompts": prompt_set()}
+    fixed["rewarder"] = FixedRewarder(flat=settings.rollout.resample > 0)
     with Recorder(folder, folder.name, settings, Numbers()) as recorder:
         optimise(
             Run(
