@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from dataclasses import replace
 
 from smopd import extra  # noqa: F401 reports missing packages
 
@@ -35,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         return launch.launch("smopd.train", arguments, command.settings.processes)
     from smopd.run.pipeline import run_recipe
 
-    return run_recipe(command)
+    return run_recipe(replace(command, settings=launch.with_processes(command.settings)))
 
 
 def on_this_machine(model: Model) -> bool:

@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from types import FrameType
 
+from smopd.config.settings import Settings
 from smopd.engine import process
 
 PARENT = "SMOPD_LAUNCHED_BY"
@@ -64,3 +65,10 @@ def die_with_parent() -> None:
     """Let a rank that `launch` started die with its parent (Linux), so that no orphan keeps writing."""
     if PARENT in os.environ and sys.platform.startswith("linux"):
         process.die_with_parent(int(os.environ[PARENT]))
+
+
+def with_processes(settings: Settings) -> Settings:
+    """Return the settings with the number of processes that `launch` started, if it started this one."""
+    if PARENT not in os.environ or "WORLD_SIZE" not in os.environ:
+        return settings
+    return settings.model_copy(update={"processes": int(os.environ["WORLD_SIZE"])})

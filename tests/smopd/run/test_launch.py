@@ -13,6 +13,8 @@ from multiprocessing.process import BaseProcess
 
 import pytest
 
+from smopd.config.cli import read_settings
+from smopd.engine.distributed import process_group
 from smopd.engine.process import below, runs
 from smopd.run import launch
 from tests.patience import HANG_SECONDS
@@ -128,3 +130,18 @@ def test_no_more_ranks_than_gpus(gpus: int, ranks: int, monkeypatch, capsys) -> 
     monkeypatch.setenv(launch.PARENT, "")
     assert launch.launch("smopd.train", [], 4) == 0
     assert started == [ranks] and ("not 4" in capsys.readouterr().out) == (ranks < 4)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    settings = read_settings("quickstart", {"processes": ["4"]})
+    assert launch.with_processes(settings).processes == ranks, "what config.yaml keeps"
+    monkeypatch.delenv(launch.PARENT)
+    assert launch.with_processes(settings).processes == 4, "torchrun ignores it"
+
+
+def test_a_rank_without_a_gpu_is_told(monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for local, message in (("2", "error: 4 processes for 2 GPUs; start one for each"), ("3", "1")):
+        monkeypatch.setenv("LOCAL_RANK", local)
+        with pytest.raises(SystemExit, match=message), process_group():
+            pass
