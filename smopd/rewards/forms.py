@@ -93,7 +93,7 @@ class RewardFunction:
 
     def require_columns(self, columns: Collection[str]) -> None:
         """Raise BadSignature if an argument is no column of the data."""
-        found = {*columns, "ground_truth"} if self.verl and "reward_model" in columns else columns
+        found = {*columns, "ground_truth"} if "reward_model" in columns else columns
         if missing := [name for name in self.needs if name not in found]:
             known = ", ".join(columns) or "none"
             text = f"takes {missing[0]!r}, which is no column of the data; there are {known}"
@@ -109,6 +109,9 @@ class RewardFunction:
         conversations: Sequence[Any] | None = None,
     ) -> Any:
         """Return what the function returns for R responses: R scores, or an awaitable of them."""
+        rows = columns.get("reward_model", ())  # verl's
+        if rows and all(isinstance(row, Mapping) and "ground_truth" in row for row in rows):
+            columns = {"ground_truth": [row["ground_truth"] for row in rows], **columns}
         if self.verl:
             own = {"prompts": prompts, "completions": completions, "solution_str": completions}
             return self._each({"extra_info": [{}] * len(completions), **columns, **own})
@@ -130,8 +133,6 @@ class RewardFunction:
             raise
 
     def _each(self, given: dict[str, Sequence[Any]]) -> Any:
-        if "reward_model" in given:
-            given.setdefault("ground_truth", [row["ground_truth"] for row in given["reward_model"]])
         names = [name for name in given if name in (self.accepts or ())]
         rows = zip(*(given[name] for name in names), strict=True)
         results = [self.function(**{**dict(zip(names, row, strict=True)), **self.kwargs}) for row in rows]

@@ -82,10 +82,12 @@ def try_rewards(
 
     conversation: score them as conversations of one response.
     """
-    column = next((name for name in GROUND_TRUTHS if isinstance(prompt.columns.get(name), str)), None)
+    row = prompt.columns.get("reward_model")  # verl's
+    columns = {**(row if isinstance(row, Mapping) else {}), **prompt.columns}
+    column = next((name for name in GROUND_TRUTHS if isinstance(columns.get(name), str)), None)
     answers = {"an empty answer": ""}
     if column is not None:
-        answers = {f"its {column}": prompt.columns[column], **answers}
+        answers = {f"its {column}": columns[column], **answers}
     rollouts = []
     for text in answers.values() if distributed.rank() == 0 else ():
         rest = text.removeprefix(prompt.response_start)

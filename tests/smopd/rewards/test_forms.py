@@ -68,6 +68,10 @@ def compute_parts(solution_str, ground_truth, step=0):
     return float(solution_str == ground_truth), 1.0, step
 
 
+def truthful(prompts, completions, ground_truth):
+    return ground_truth
+
+
 def spread(completions, *rest, **kwargs):
     return [len(rest)] * len(completions)
 
@@ -132,6 +136,7 @@ def test_verl_scores_one_response_at_a_time():
     assert call(compute_with_ids, columns=ids) == [3, 2], "any column, and what TRL passes"
     assert call(compute_parts, columns=truths) == [0, 1], "the sum, then its parts"
     assert call(spread) == [0, 0]
+    assert call(truthful, columns=truths) == ["4", "5"], "whatever the form"
 
 
 @pytest.mark.parametrize(

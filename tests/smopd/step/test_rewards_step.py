@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -88,7 +89,8 @@ def test_tags_that_are_special_tokens_or_prefilled_are_scored(capsys):
     with RewardPool(rewards) as pool:
         scored = Rewarder(pool, tokenizer, Scoring()).score([prompt], [rollout])
         assert scored.texts == [truth] and scored.rewards_RK.tolist() == [[3.0, 1.0]]
-        try_rewards(pool, Scoring(), tokenizer, prompt)
+        verls = replace(prompt, columns={"reward_model": {"ground_truth": truth}})
+        try_rewards(pool, Scoring(), tokenizer, verls)
     out = capsys.readouterr().out
     assert "accuracy on the first prompt: 3 for its ground_truth, -3 for an empty answer" in out
     assert "format on the first prompt: 1 for its ground_truth, 0 for an empty answer" in out
