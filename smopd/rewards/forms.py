@@ -54,7 +54,12 @@ class RewardFunction:
         cls, path: str, kwargs: Mapping[str, Any], completions: CompletionForm | None = None
     ) -> RewardFunction:
         """Import a function; raise ValueError or BadSignature if there is none that can be called."""
-        function = import_function(path)
+        try:
+            function = import_function(path)
+        except ValueError as error:
+            if str(error).startswith(repr(path)):  # no error of the module itself
+                raise BadSignature(str(error)) from None
+            raise
         signature = _signature(path, function)
         if isinstance(function, type) or not _takes_responses(signature):
             text = f"{path}{signature} takes none of {', '.join(RESPONSES)}, and"

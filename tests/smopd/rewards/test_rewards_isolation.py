@@ -308,6 +308,7 @@ def test_probe_names_every_reward_that_cannot_be_loaded():
         for path, message in UNLOADABLE.items():
             assert re.search(f"(?s)reward {path!r}: cannot load {path!r}.*{message}", str(caught.value))
         assert "'good'" not in str(caught.value)
+        assert str(caught.value).count("Traceback") == 1, "of the module that fails"
         batch = score(pool)
         assert unscorable(batch, "broken_module:f") == {"exception": 2} and not unscorable(batch, "good")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -126,14 +127,14 @@ class FixedRollouts:
         return rollouts
 
 
+@dataclass
 class FixedRewarder:
     """Computes a dense and a sparse reward from the response's tokens; some responses have no score.
 
     flat: every third group earns the same.
     """
 
-    def __init__(self, flat: bool = False):
-        self.flat = flat
+    flat: bool = False
 
     def score(self, prompts, rollouts, step, *, check=True):
         values = [
