@@ -116,7 +116,11 @@ def _file_of(module: str) -> Path | None:
     for i in range(len(parts)):
         name = ".".join(parts[: i + 1])
         specs = (finder.find_spec(name, path) for finder in sys.meta_path)
-        spec = next((each for each in specs if each is not None), None)
+        try:
+            spec = next((each for each in specs if each is not None), None)
+        except KeyError:  # Python finds no namespace package within a package that is not imported
+            spec, path = None, [str(Path(place) / parts[i]) for place in path or ()]
+            continue
         if spec is None or (spec.submodule_search_locations is None and i + 1 < len(parts)):
             return None
         path = spec.submodule_search_locations

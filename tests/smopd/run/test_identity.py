@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 
 import pytest
 
@@ -111,3 +112,14 @@ def test_a_damaged_record_of_inputs_is_named_and_versions_may_change(tmp_path):
     (tmp_path / "inputs.json").write_bytes(b'{"a": "\xff')
     with pytest.raises(DamagedFile, match=r"inputs\.json: is damaged"):
         compare_inputs(tmp_path, settings, {}, change=False)
+
+
+def test_a_namespace_package_within_a_package_is_followed_and_not_imported(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "outer_pkg/inner").mkdir(parents=True)
+    modules = {"__init__": "", "rewards": "from outer_pkg.inner.deep import f", "inner/deep": ""}
+    for name, text in modules.items():
+        (tmp_path / f"outer_pkg/{name}.py").write_text(text)
+    found = sorted(identity.code_parts("outer_pkg.rewards"))
+    assert found == ["outer_pkg", "outer_pkg.inner.deep", "outer_pkg.rewards"]
+    assert "outer_pkg" not in sys.modules
