@@ -138,6 +138,7 @@ def _shown(metrics: Mapping[str, Any]) -> dict[str, str]:
         name, form = FIELDS.get(key, ("", ".2f"))
         if key.startswith("reward/") and key.endswith("/mean"):
             name = key.removeprefix("reward/").removesuffix("/mean")
+            name = f"reward {name}" if name in dict(FIELDS.values()) else name
         elif key.startswith("greedy/"):
             name = key.replace("/", " ", 1)
         if name and value is not None:

@@ -14,6 +14,7 @@ from smopd.record.progress import Progress, say
 METRICS = {
     "reward/accuracy/mean": 1.25,
     "reward/format/std": 9.0,
+    "reward/length/mean": -0.5,
     "kl": 0.0123,
     "teacher_mass": 0.9712,
     "grad_norm": 0.512,
@@ -43,7 +44,10 @@ def test_an_evaluation_of_the_same_step_is_a_line_of_its_own_and_stays(capsys) -
         shown.update(3, {"kl": math.nan, "teacher_mass": None, "reward/a/mean": math.inf})
     first, evaluated, second, odd = capsys.readouterr().out.splitlines()
     assert "greedy" not in first and "accuracy" in first
-    assert all(text in first for text in ("kl 0.012", "grad 0.51", "length 87", "GiB 3.2", "tok/s 4,123"))
+    assert all(
+        text in first
+        for text in ("kl 0.012", "grad 0.51", "reward length -0.50", " length 87", "GiB 3.2", "tok/s 4,123")
+    )
     assert "greedy format 0.90" in evaluated and "accuracy" not in evaluated
     assert "greedy format 0.90" in second and "accuracy" in second
     assert "kl nan" in odd and "a inf" in odd and "mass" not in odd and "tok/s" not in odd
