@@ -140,7 +140,7 @@ class Student:
         ids_NS = torch.zeros(n_tokens, kappa, dtype=torch.int32, device=self.device)
         logps_NS = torch.zeros(n_tokens, kappa, device=self.device)
         token_logp_N = torch.zeros(n_tokens, device=self.device)
-        self.policy.eval()  # switches the adapters' dropout off
+        self.policy.eval()  # nothing to checkpoint for a backward
         with torch.no_grad():
             for batch in self._micro_batches(rollouts):
                 topk = partial(Head.topk, kappa=kappa, token_ids_N=batch.token_ids_N, temperature=temperature)
@@ -232,13 +232,13 @@ def _through_loss(
 
 
 def train_mode(model: nn.Module) -> None:
-    """Set eval mode apart from adapters' dropout and activation checkpointing.
+    """Set eval mode apart from activation checkpointing.
 
     Dropout functions and random routers would make the ratio of two forwards depend on more than parameters.
     """
     model.eval()
-    for name, module in model.named_modules():
-        if "lora_dropout" in name or getattr(module, "gradient_checkpointing", False):
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
             module.training = True
 
 
