@@ -11,19 +11,28 @@ from typing import Any
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 _SECRET_NAME = re.compile(
-    r".*(?:token|authorization|cookie|(?:secret|password|passwd|passphrase|credential)s?)"
-    r"|(?:.*[._-])?(?:auth|pwd|pass)|.*(?:[_-]|api|access|private|secret)keys?|.*(?:api|auth|access)[_-]?tokens",
+    r".*(?:token|authorization|(?:cookie|secret|password|passwd|passphrase|credential)s?)"
+    r"|(?:.*[._-])?(?:auth|pwd|pass|sig|signature|sas|jwt|bearer|webhook)"
+    r"|.*(?:[_-]|api|access|account|private|secret)keys?|.*(?:api|auth|access)[_-]?tokens",
     re.IGNORECASE,
 )
 _SECRET_VALUE = re.compile(
     r"(\bBearer\s+)(?!tokens?\b)[^\s'\"]+"
-    r"|()\b(?:sk-(?=[\w-]{0,200}\d)[\w-]{6,}|(?:hf_|gh[opsu]_|AKIA)[^\W_]{12,})"
+    r"|()\b(?:sk-(?=[\w-]{0,200}\d)[\w-]{6,}|(?:hf_|gh[oprsu]_|AKIA)[^\W_]{12,})"
     r"|()\b(?:github_pat_|glpat-|xox[abp]-|AIza)[\w-]{12,}"
-    r"|()\beyJ[\w-]{1,1000}\.[\w.-]+",  # a JSON web token
+    r"|()\beyJ[\w-]{1,1000}\.[\w.-]+"  # a JSON web token
+    r"|(-----BEGIN [\w ]{0,40}PRIVATE KEY-----)[^-]+"
+    r"|(\b(?-i:Basic) )(?=[a-z]{0,99}[0-9=])[\w+/=]{8,}"
+    # random letters of both cases with digits
+    r"|()(?<![^\W_])(?-i:(?=[^\W_]{0,99}[a-z])(?=[^\W_]{0,99}[A-Z]))(?=(?:[a-z]*[0-9]){3})[a-z0-9]{32,}",
     re.IGNORECASE,
 )
 _ASSIGNED = re.compile(
-    r"(?<![\w.-])([\w.-]+)(=|[\"']\s*[:=]\s*[\"']?|(?<=authorization):\s*)(?:(?:bearer|basic)\s+)?[^\s&\"'#;,]+",
+    r"(?<![\w.-])(?:(?P<option>--[\w.-]+)(?P<space>\s+)|(?P<name>[\w.-]+)"
+    r"(?P<sign>=|\\*[\"']\s*[:=]\s*"
+    r"|(?:(?<=authorization)|(?<=cookie)|(?<=-key)|(?<=-token)|(?<=password)|(?<=secret)):\s*))"
+    r"(?:(?P<quote>\\*[\"'])(?:(?!(?P=quote)).)*(?P=quote)|\[[^\]]*\]"
+    r"|[\\\"']*(?:(?:bearer|basic|digest|token)\s+)?[^\s&\"'#;,\\]+)",
     re.IGNORECASE,
 )
 _USER = re.compile(r"(\b\w+://)[^/\s'\"?#]+@")
@@ -63,8 +72,10 @@ def without_secrets(text: str) -> str:
     """Remove URL credentials, assigned and well-known forms of secrets, and those of the environment."""
 
     def hidden(match: re.Match[str]) -> str:
-        secret = _SECRET_NAME.fullmatch(match[1])
-        return f"{match[1]}{match[2]}{REDACTED}" if secret else match[0]
+        name, sign = match["option"] or match["name"], match["space"] or match["sign"]
+        quote = match["quote"] or ""
+        secret = _SECRET_NAME.fullmatch(name)
+        return f"{name}{sign}{quote}{REDACTED}{quote}" if secret else match[0]
 
     for name, value in os.environ.items():
         value = value.strip()
