@@ -69,6 +69,9 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str 
     _mend_generation(model, path)
     module: nn.Module = model  # transformers' annotation of `to` takes no device
     module.to(device)
+    for value in (*model.parameters(), *model.buffers()):
+        if value.device.type == "cpu":
+            value.data = value.data.clone()  # from the mapped file, which may be written again
     return model.eval()
 
 

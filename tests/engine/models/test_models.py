@@ -50,6 +50,13 @@ def test_a_saved_model_comes_back(folder: Path) -> None:
     }
 
 
+def test_a_loaded_model_keeps_its_weights_when_its_file_is_written_again(folder: Path) -> None:
+    loaded, saved = load_model(folder, torch.float32), tiny_model().state_dict()
+    file = folder / "model.safetensors"
+    file.write_bytes(bytes(file.stat().st_size))
+    assert all(torch.equal(weight, saved[name]) for name, weight in loaded.state_dict().items())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_stored_dtype_is_the_files(dtype: torch.dtype, tmp_path: Path) -> None:
     tiny_model().to(dtype).save_pretrained(tmp_path)
