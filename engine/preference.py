@@ -19,12 +19,14 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from smopd.engine.models.loading import UnusableModel, load_errors, place_of, stored_dtype
-from smopd.engine.remote.servers import Request, RetryPolicy, Servers
+from smopd.engine.remote.servers import Request, RetryPolicy, Servers, ServerUnavailable
 
 # Name of the head in safe-rlhf and align-anything, which trained Beaver and the paper's pair.
 HEAD_NAMES = {r"^score_head\.": "score."}
 
 TokenIds = Sequence[int]
+PROBE: list[TokenIds] = [[1], [2, 3], [4, 5, 6]]
+SAME_SCORE = 0.05  # ours: relative; bf16 has steps of 0.4%
 
 
 class LocalPreferenceModel:
@@ -65,22 +67,40 @@ class RemotePreferenceModel:
 
     def __init__(self, urls: Sequence[str], retry: RetryPolicy | None = None):
         self._servers = Servers(urls, retry)
-        cards = self._servers.each(Request("/v1/models"), _name_and_length)
-        self._names = {url: name for url, (name, _) in cards.items()}
-        self.max_tokens = min(length for _, length in cards.values())
+        self._names: dict[str, str] = {}
+        self._probed: list[float] = []
+        self.max_tokens = 2**31
+        self._admit(self._servers.urls)
+        if not self._names:
+            raise self._servers.none_left()
 
     def score(self, sequences: Sequence[TokenIds], batch_tokens: int) -> list[float]:
-        self._servers.restore()
-        return by_batches(sequences, batch_tokens, self._batches)
+        self._admit(self._servers.restore())
+        return by_batches(
+            sequences, batch_tokens, lambda batches: self._servers.map(self._request, batches, _scores)
+        )
 
-    def _batches(self, batches: Sequence[Sequence[TokenIds]]) -> list[list[float]]:
-        first = next(iter(self._names.values()))  # for servers that came up later
+    def _request(self, url: str, batch: Sequence[TokenIds]) -> Request:
+        body = {"model": self._names[url], "input": [list(ids) for ids in batch]}
+        return Request("/classify", json=body | {"use_activation": False, "add_special_tokens": False})
 
-        def request(url: str, batch: Sequence[TokenIds]) -> Request:
-            body = {"model": self._names.get(url, first), "input": [list(ids) for ids in batch]}
-            return Request("/classify", json=body | {"use_activation": False, "add_special_tokens": False})
-
-        return self._servers.map(request, batches, _scores)
+    def _admit(self, urls: Sequence[str]) -> None:
+        """Remove servers that do not answer, or score PROBE unlike the first: they hold another model."""
+        for url in urls:
+            try:
+                name, length = self._servers.ask(url, Request("/v1/models"), _name_and_length)
+                self._names[url], self.max_tokens = name, min(self.max_tokens, length)
+                found = self._servers.ask(
+                    url, self._request(url, PROBE), lambda answer: _scores("", answer, PROBE)
+                )
+                self._probed = self._probed or found
+                if any(
+                    abs(a - b) > SAME_SCORE * (1 + abs(b)) for a, b in zip(found, self._probed, strict=True)
+                ):
+                    raise ServerUnavailable(f"scores a probe {found}, the first server {self._probed}")
+            except ServerUnavailable as error:
+                self._names.pop(url, None)
+                self._servers.remove(url, str(error))
 
 
 def by_batches(

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from smopd.engine.errors import NoServer
-from smopd.engine.preference import RemotePreferenceModel
+from smopd.engine.preference import PROBE, RemotePreferenceModel
 from smopd.engine.remote.servers import RetryPolicy
 from smopd.rewards.preference_model import preference_reward
 from tests.smopd.rewards.tiny_preference import byte_tokenizer
@@ -22,18 +22,21 @@ class Endpoint:
     """
 
     def __init__(self, script=lambda count: None):
-        self.script, self.bodies = script, []
+        self.script, self.bodies, self.offset = script, [], 0.0
 
     def __call__(self, path, body):
+        if path == "/health":
+            return 200, {}
         if path == "/v1/models":
             return 200, {"data": [{"id": "judge", "max_model_len": 512}]}
         assert path == "/classify"
         asked = json.loads(body)
-        self.bodies.append(asked)
-        wrong = self.script(len(self.bodies))
+        probed = asked["input"] == PROBE
+        self.bodies += [] if probed else [asked]
+        wrong = None if probed else self.script(len(self.bodies))
         if isinstance(wrong, int):
             return wrong, {"error": "as scripted"}
-        rows = [{"index": i, "probs": [sum(ids) / 16]} for i, ids in enumerate(asked["input"])]
+        rows = [{"index": i, "probs": [sum(ids) / 16 + self.offset]} for i, ids in enumerate(asked["input"])]
         return 200, wrong or {"data": rows[::-1]}
 
 
@@ -52,6 +55,18 @@ def test_a_server_is_sent_our_ids_and_asked_again_when_busy(loopback, tmp_path):
     assert all(row in ids for row in sent) and len(endpoint.bodies) > 2
     expected = {"model": "judge", "use_activation": False, "add_special_tokens": False}
     assert all(body == expected for body in endpoint.bodies)
+
+
+def test_a_server_of_another_model_is_removed(loopback):
+    first, same, other = (Endpoint() for _ in range(3))
+    other.offset = 0.5
+    urls = [loopback(each).url for each in (first, same, other)]
+    model = RemotePreferenceModel(urls, QUICK)
+    assert [*model._servers.removed] == urls[2:] and "the first server" in model._servers.removed[urls[2]]
+    other.offset, same.offset = 0.0, 0.5
+    model._servers.remove(urls[1], "gone")
+    assert model.score([(1, 2), (3,)], 100) == [3 / 16, 3 / 16]
+    assert [*model._servers.removed] == [urls[1]]
 
 
 def scores(*probs):
