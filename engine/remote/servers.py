@@ -30,7 +30,7 @@ TOKEN = "SMOPD_SERVER_TOKEN"
 """Environment variable with the servers' bearer token (vLLM's --api-key)."""
 CONNECT_SECONDS = 10.0  # ours
 KEEP_SECONDS = 2.0  # ours: lifetime of an idle connection; vLLM's servers close theirs after 5
-MAX_ANSWER_BYTES = 1 << 30  # ours: twice the size of 16,384 tokens at kappa 4,096
+MAX_ANSWER_BYTES = 1 << 26  # ours: JSON of 131,072 sampled tokens has about a third
 MAX_GET_BYTES = 1 << 20  # ours: health, models and descriptions are far smaller
 MAX_REASON = 300  # ours: characters of a server's error message that are logged
 BUSY = (408, 425, 429, 500, 502, 503, 504)
@@ -61,6 +61,7 @@ class Request:
     """An idempotent HTTP request: a POST if it has a body, otherwise a GET.
 
     accept: error statuses to read as answers.
+    most_bytes: of the answer; 0 is MAX_GET_BYTES or MAX_ANSWER_BYTES.
     """
 
     path: str
@@ -68,6 +69,7 @@ class Request:
     content: bytes | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
     accept: tuple[int, ...] = ()
+    most_bytes: int = 0
 
 
 def http_client() -> httpx.AsyncClient:
@@ -111,6 +113,7 @@ async def _exchange(http: httpx.AsyncClient, url: str, request: Request) -> http
     body = {"json": request.json, "content": request.content}
     gets = request.json is None and request.content is None
     method, limit = ("GET", MAX_GET_BYTES) if gets else ("POST", MAX_ANSWER_BYTES)
+    limit = request.most_bytes or limit
     async with http.stream(method, url + request.path, **body, params=request.params) as response:
         content = bytearray()
         async for piece in response.aiter_raw():  # never decompressed, so that a small answer stays small

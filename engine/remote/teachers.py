@@ -20,7 +20,7 @@ from smopd.engine.local.teachers import empty_topk
 from smopd.engine.models.loading import UnusableModel
 from smopd.engine.models.packing import flat_offsets
 from smopd.engine.remote.servers import Request, RetryPolicy, Servers, ServerUnavailable
-from smopd.engine.remote.wire import pack_request, unpack_answer
+from smopd.engine.remote.wire import answer_bytes, pack_request, unpack_answer
 from smopd.engine.types import Rollout, TeacherTopK
 from smopd.kernels.checks import check_kappa
 
@@ -107,7 +107,8 @@ class RemoteTeachers(Dropping):
 
     def _score_request(self, m: int, part: list[Rollout], kappa: int, temperature: float) -> Request:
         params = {"kappa": kappa, "temperature": temperature, "weights": self.digests[m]}
-        return Request("/score", content=pack_request(part), params=params)
+        size = answer_bytes(flat_offsets(part)[-1], kappa)
+        return Request("/score", content=pack_request(part), params=params, most_bytes=size)
 
     def _admit(self, m: int, urls: Sequence[str], *, starting: bool = False) -> None:
         """Remove servers that do not answer or do not fit; at the start, raise UnusableModel for a misfit."""

@@ -20,6 +20,8 @@ from smopd.engine.types import Rollout
 SLACK = 1e-2  # ours, nats and mass: rounding of a server's bf16 logits
 PROBE_NATS = 0.1  # ours: largest mean difference between servers; bf16 logits near 16 have steps of 0.125
 
+HEADER_BYTES = 1 << 16  # ours: of safetensors, or of an error's message
+
 
 def pack(**tensors: Tensor) -> bytes:
     return save({name: value.cpu().contiguous() for name, value in tensors.items()})
@@ -72,6 +74,11 @@ def unpack_request(content: bytes, vocabulary: int) -> list[Rollout]:
         Rollout(tuple(prompt.tolist()), response, torch.zeros(len(response)), i, True, loss_mask=mask)
         for i, (prompt, response, mask) in enumerate(zip(pieces[::2], pieces[1::2], masks, strict=True))
     ]
+
+
+def answer_bytes(n_tokens: int, kappa: int) -> int:
+    """Return the largest size of an answer."""
+    return HEADER_BYTES + 4 * n_tokens * (2 * kappa + 1) + 8
 
 
 def unpack_answer(content: bytes, n_tokens: int, kappa: int) -> tuple[Tensor, Tensor, Tensor, int]:
