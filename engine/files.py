@@ -89,12 +89,18 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
         flush(path.parent)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; raise DamagedFile naming the file if it is cut or holds none."""
+def read_json(path: Path, **fields: type) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raise DamagedFile naming the file if it is cut, holds no object, or lacks a field of that type.
+    """
     try:
         found = json.loads(path.read_bytes())
         if not isinstance(found, dict):
             raise ValueError("not an object")
+        for name, kind in fields.items():
+            if type(found.get(name)) is not kind:
+                raise ValueError(f"{name} is {found.get(name)!r:.40}, expected {kind.__name__}")
         return found
     except (ValueError, RecursionError) as error:
         raise DamagedFile(f"{path}: is damaged ({error}); restore or remove it") from None

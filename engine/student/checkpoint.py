@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 MANIFEST_DIGEST = "manifest.sha256"
 _PREFIX = "step_"
+_NAME = re.compile(f"{_PREFIX}([0-9]{{8,}})")  # anything else in the folder is the user's
 T = TypeVar("T")
 
 
@@ -129,8 +131,8 @@ class Checkpoints:
 
 def saved_steps(folder: Path) -> list[int]:
     """Return the steps of the complete checkpoints in `folder`, in order."""
-    names = [path.name.removeprefix(_PREFIX) for path in folder.glob(f"{_PREFIX}*")]
-    return sorted(int(name) for name in names if name.isdigit())
+    names = [_NAME.fullmatch(path.name) for path in folder.glob(f"{_PREFIX}*")]
+    return sorted(int(name[1]) for name in names if name is not None)
 
 
 def export(student: Student, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:

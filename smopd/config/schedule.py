@@ -73,7 +73,7 @@ class PlannedRun:
 def done_steps(settings: Settings, run: str) -> int | None:
     """Return the steps of a finished run, or of the warm start `base`; None if it is not finished."""
     file = Path(settings.output) / run / "done.json"
-    return read_json(file)["steps"] if file.is_file() else None
+    return read_json(file, steps=int)["steps"] if file.is_file() else None
 
 
 def is_done(settings: Settings, run: str) -> bool:

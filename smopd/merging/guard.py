@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from smopd.config.settings import Guard, Merge, MergedModel, Settings
 from smopd.data.prompts import PromptSet, batch_indices
 from smopd.engine import distributed
-from smopd.engine.files import write_atomically
+from smopd.engine.files import read_json, write_atomically
 from smopd.engine.protocols import RolloutEngine
 from smopd.engine.types import Sampling
 from smopd.merging.vectors import Part, TaskVectors
@@ -220,7 +220,7 @@ class Starter:
 
     def _read(self) -> dict[str, Rewards]:
         file = self.folder / "merge.json"
-        rows = json.loads(file.read_text())["rows"] if file.exists() else []
+        rows = read_json(file, rows=list)["rows"] if file.exists() else []
         return {row["name"]: row["rewards"] for row in rows}
 
     def _write(self, **table: Any) -> None:

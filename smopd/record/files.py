@@ -15,7 +15,7 @@ from smopd.engine.files import DamagedFile, flush, room_for, write_atomically
 class JsonlLog:
     """An append-only file of JSON lines, each with an integer `step`.
 
-    A killed process leaves at most one incomplete line at the end. Call `cut` before writing to it again.
+    A killed process leaves at most one incomplete line at the end.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -25,8 +25,7 @@ class JsonlLog:
         """Append one line, with null for NaN and infinities. Raises CannotWrite if the disk refuses it."""
         with room_for(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab") as file:
-                file.write(_encoded(record))
+            append_line(self.path, _encoded(record))
 
     def replace(self, records: Sequence[dict[str, Any]]) -> None:
         """Write these lines instead of all others, atomically."""
@@ -64,6 +63,17 @@ class JsonlLog:
             if not isinstance(record, dict) or type(record.get("step")) is not int:
                 raise DamagedFile(f"{self.path}, line {number}: not an object with an integer `step`")
             yield raw, record
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append a line, in place of the incomplete one that a kill or a full disk left at the end."""
+    with path.open("a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(line)
 
 
 def _encoded(record: dict[str, Any]) -> bytes:

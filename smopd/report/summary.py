@@ -35,8 +35,8 @@ def summarise(settings: Settings, folder: Path) -> None:
     write_atomically(folder / "results.json", json.dumps(results, indent=1).encode())
     try:
         write_report(folder / "report.html", report_of(settings, folder, rows, columns))
-    except Exception:  # the results are already written
-        log.exception("report.html could not be written")
+    except Exception as error:  # the results are already written
+        log.warning("report.html could not be written (%s: %s)", type(error).__name__, error)
     else:
         say(f"report: {folder / 'report.html'}")
 
@@ -72,7 +72,7 @@ def report_of(settings: Settings, folder: Path, rows: Sequence[Row], columns: Se
         samples=lines("samples.jsonl"),
         tokens=lines("tokens.jsonl"),
         changes=lines("changes.jsonl"),
-        merges={name: json.loads(path.read_text()) for name, path in merges.items() if path.exists()},
+        merges={name: read_json(path, rows=list) for name, path in merges.items() if path.exists()},
         teachers=[teacher.model for teacher in settings.teachers.models],
     )
 

@@ -32,7 +32,7 @@ from smopd.engine.errors import Failure
 from smopd.engine.files import read_json, room_for, write_atomically
 from smopd.engine.student.checkpoint import saved_steps
 from smopd.names import without_secrets
-from smopd.record.files import JsonlLog
+from smopd.record.files import JsonlLog, append_line
 from smopd.record.progress import say
 from smopd.run.lease import RunDirLocked, lease, require_shared
 
@@ -238,8 +238,8 @@ def write_settings(
         command = without_secrets(shlex.join(["smopd", "train", *arguments]))
         facts = {"time": time.time(), "command": command, "environment": here, "settings": values}
         commands = folder / "commands.jsonl"
-        with room_for(commands), commands.open("a") as file:
-            file.write(json.dumps(facts) + "\n")
+        with room_for(commands):
+            append_line(commands, f"{json.dumps(facts)}\n".encode())
 
     distributed.on_rank0(write)
 

@@ -107,11 +107,12 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(tmp_path, device):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "step_00000001").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "step_00000003.bak").mkdir()
-    (tmp_path / "step_best").mkdir()
+    for name in ("step_best", "step_7", "step_\u00b2"):  # the user's, and no number to int()
+        (tmp_path / name).mkdir()
     checkpoints.save(2, make_student(device))
     checkpoints.confirm()
     assert sorted(path.name for path in tmp_path.glob("step_*")) == [
-        "step_00000001", "step_00000002", "step_00000003.bak", "step_best",
+        "step_00000001", "step_00000002", "step_00000003.bak", "step_7", "step_best", "step_\u00b2",
     ]  # fmt: skip
 
 

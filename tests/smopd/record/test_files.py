@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from smopd.engine.files import DamagedFile, write_atomically
+from smopd.engine.files import DamagedFile, read_json, write_atomically
 from smopd.record.files import JsonlLog
 
 
@@ -22,6 +22,10 @@ def test_log_writes_whole_finite_lines(tmp_path: Path) -> None:
     first, second = log.read()
     assert first == {"step": 1, "a": None, "b": [None, {"c": None}], "text": "\ud800\u2028 ü"}
     assert second == {"step": 1, "ok": True, "n": None, "day": "2026-01-02"}
+    for torn in (b'{"step": 3, "a', raw[:-1]):  # by a kill, or a full disk
+        log.path.write_bytes(torn)
+        log.write({"step": 3})
+        assert log.read() == [first, {"step": 3}][torn != raw[:-1] :]
 
 
 def test_cut_drops_later_steps_and_every_torn_end(tmp_path: Path) -> None:
@@ -50,6 +54,14 @@ def test_a_line_of_another_form_is_named(tmp_path: Path, line: str) -> None:
     for use in (log.read, lambda: log.cut(1)):
         with pytest.raises(DamagedFile, match=r"log, line 2: "):
             use()
+
+
+def test_a_field_of_another_type_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "done.json"
+    path.write_text('{"steps": "4"}')
+    with pytest.raises(DamagedFile, match=r"done\.json: is damaged \(steps is '4', expected int\)"):
+        read_json(path, steps=int)
+    assert read_json(path, steps=str) == {"steps": "4"}
 
 
 def test_an_atomic_write_that_fails_leaves_the_old_file(

@@ -94,11 +94,15 @@ def test_a_run_without_its_last_checkpoint_is_not_continued(four):
     assert (four / "four" / RUN / "evaluation.json").exists()
 
 
-def test_damaged_or_lost_files_of_a_run_are_named(four):
+def test_damaged_or_lost_files_of_a_run_are_named(trained, four):
     (four / "four/commands.jsonl").write_bytes(b"\xff\n")
     (four / "four" / RUN / "evaluation.json").write_text('{"greedy/sum": 1')
     done = train(four, "--output", "four")
     assert done.returncode == 1 and f"{RUN}/evaluation.json: is damaged" in done.stderr, done.stderr
+    (four / "four" / RUN / "done.json").write_text('{"steps": "4"}')
+    with pytest.raises(SystemExit):
+        train(four, "--output", "four")
+    shutil.copy(trained / "four" / RUN / "done.json", four / "four" / RUN)
     shutil.rmtree(four / "four/base/export")
     done = train(four, "--output", "four", "--loop.steps", "5")
     assert done.returncode == 1 and "base/export: no such folder" in done.stderr, done.stderr
