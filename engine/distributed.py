@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smopd.engine.errors import Failure
+from smopd.engine.process import tell
 
 T = TypeVar("T")
 
@@ -99,8 +100,7 @@ def watched(seconds: float) -> Iterator[None]:
                 cut_off = quiet[keys[rank()]] > 2  # the store does not answer this rank either
                 lost = "the other ranks have" if cut_off else f"rank {silent[0]} has"
                 if cut_off or store.add("smopd/failed", 1) == 1:
-                    line = f"error: {lost} given no sign of life for {seconds:g} seconds; rerun to resume\n"
-                    os.write(2, line.encode())
+                    tell(f"error: {lost} given no sign of life for {seconds:g} seconds; rerun to resume")
                 os._exit(1)
 
     for loop in (talk, watch):
@@ -141,6 +141,11 @@ def collective_timeout(seconds: float) -> Iterator[None]:
         raise
     finally:
         _set_timeouts(_SET_UP)
+
+
+def is_lost(error: Exception) -> bool:
+    """Return whether the error is gloo's, whose connection to another rank has ended."""
+    return isinstance(error, RuntimeError) and "gloo/transport" in str(error)
 
 
 def _set_timeouts(timeout: timedelta) -> None:

@@ -15,6 +15,10 @@ class NonFinite(Failure, RuntimeError):
     """A gradient, a weight or a log-probability is NaN or infinite."""
 
 
+class UserCodeError(Failure, RuntimeError):
+    """A function that a setting names raised an exception."""
+
+
 class UnusableInput(Failure, RuntimeError):
     """Data, a model or a plan that cannot be used."""
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import difflib
 import importlib
 import re
+import traceback
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
+
+from smopd.engine.errors import Failure, UserCodeError
 
 T = TypeVar("T")
 
@@ -37,5 +40,22 @@ def import_function(path: str) -> Any:
 
 
 def resolve(name: str, known: Mapping[str, T]) -> T:
-    """Return `known[name]`, or import the function at the path `name`; ValueError if there is neither."""
-    return known[name] if name in known else import_function(name)
+    """Return `known[name]`, or the function at the path `name`; ValueError if there is neither.
+
+    The function's exceptions become UserCodeError.
+    """
+    if name in known:
+        return known[name]
+    function: Any = import_function(name)
+
+    def called(*arguments: Any, **options: Any) -> Any:
+        try:
+            return function(*arguments, **options)
+        except Failure:
+            raise
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            why = f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
+            raise UserCodeError(f"{name} raised {why}") from error
+
+    return cast(T, called)

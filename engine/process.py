@@ -28,6 +28,20 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 PARENT_SECONDS = 1.0  # ours: polling interval
 
 
+def tell(line: str) -> None:
+    """Write a line to standard error. Where that is gone, signal handlers and threads must not fail."""
+    try:
+        os.write(2, f"{line}\n".encode("utf-8", "replace"))
+    except OSError:
+        discard(2)
+
+
+def discard(descriptor: int) -> None:
+    """Send what is written to `descriptor`, whose reader is gone, to nobody."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
 def stop_signals() -> list[signal.Signals]:
     """Return STOP_SIGNALS, without SIGHUP if it is ignored (nohup)."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN

@@ -17,6 +17,7 @@ from smopd.config.settings import Settings
 from smopd.data.prompts import PromptSet
 from smopd.engine import distributed
 from smopd.engine.errors import NonFinite
+from smopd.engine.files import CannotWrite
 from smopd.engine.protocols import RolloutEngine, TeacherEngine
 from smopd.engine.student.checkpoint import Checkpoints, saved_steps
 from smopd.engine.student.student import Student
@@ -74,13 +75,15 @@ class Progress:
     step: int
     ahead: dict[str, Any] | None
     """Batch of the next step, if sampled ahead."""
+    updates: int
+    """Of the student after `step`."""
 
 
 def optimise(run: Run) -> None:
     """Train `run.student` to its last step, from the newest checkpoint if there is one."""
     settings, student, device = run.settings, run.student, run.student.device
     views = settings.log.view_every(settings.loop.steps)
-    progress = Progress(*run.checkpoints.restore(student))
+    progress = Progress(*run.checkpoints.restore(student), student.updates)
     run.recorder.begin(progress.step)
     metrics = Metrics(device)
     with (
@@ -143,7 +146,7 @@ def optimise(run: Run) -> None:
                 bad_answers=run.bad_answers,
             )
             run.recorder.record(result, metrics)
-            progress.step, progress.ahead = step + 1, None
+            progress.step, progress.ahead, progress.updates = step + 1, None, student.updates
             metrics = Metrics(device)
             with metrics.phase("sync"):
                 progress.ahead = sampler.settle()
@@ -181,17 +184,22 @@ def save(run: Run, progress: Progress) -> None:
 
 @contextmanager
 def saved_where_it_ends(run: Run, progress: Progress) -> Iterator[None]:
-    """Write a checkpoint if a recoverable error ends the run on every rank. NonFinite gets the step."""
+    """Write a checkpoint if an error ends the run on every rank, between updates. NonFinite gets the step."""
     try:
         yield
-    except RECOVERABLE:
+    except NonFinite as error:
+        raise NonFinite(f"{run.recorder.name}, after step {progress.step}: {error}{_advice(run)}") from error
+    except CannotWrite:
+        raise
+    except Exception as error:
+        on_every_rank = isinstance(error, RECOVERABLE) or distributed.world_size() == 1
+        if not on_every_rank or run.student.updates != progress.updates:
+            raise
         if progress.step > run.checkpoints.newest:
             save(run, progress)
         if progress.step and distributed.rank() == 0:
             log.warning("step %d is done and saved; rerun to resume", progress.step)
         raise
-    except NonFinite as error:
-        raise NonFinite(f"{run.recorder.name}, after step {progress.step}: {error}{_advice(run)}") from error
 
 
 def _advice(run: Run) -> str:

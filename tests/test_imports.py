@@ -46,8 +46,8 @@ LAYERS = {
         ops
     """,
     "engine": """
-        types imports errors hub
-        process files
+        types errors hub
+        imports process files
         settings
         protocols models distributed
         student

@@ -6,7 +6,7 @@ import glob
 import gzip
 import inspect
 import json
-import mmap
+import os
 import re
 import shutil
 import tempfile
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, TypeAlias
 
 from smopd.data.places import located
+from smopd.engine.files import DamagedFile
 from smopd.engine.hub import hub_responds
 from smopd.engine.imports import IMPORT_PATH, import_function
 
@@ -94,37 +95,44 @@ def _read_files(path: Path) -> Sequence[Row]:
 
 
 class JsonLines(Sequence[Row]):
-    """Rows of files of JSON lines, mapped into memory and parsed on access."""
+    """Rows of files of JSON lines, read and parsed on access."""
 
     def __init__(self, paths: Sequence[Path]):
         self._paths, self._files = paths, list[Any]()
-        self._places = array("Q")  # file and offset of each row
+        self._places = array("Q")  # file, offset and length of each row
         for number, path in enumerate(paths):
             begin = 0
             with _unpacked(path) as file:
                 for line in file:
                     if line.strip():
-                        self._places.extend((number, begin))
+                        self._places.extend((number, begin, len(line)))
                     begin += len(line)
-                self._files.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if begin else b"")
+                opened = os.fdopen(os.dup(file.fileno()), "rb", buffering=0)
+                self._files.append((opened, _state(opened)))
 
     def __len__(self) -> int:
-        return len(self._places) // 2
+        return len(self._places) // 3
 
     def __getitem__(self, index: Any) -> Any:
-        number, begin = self._places[2 * index], self._places[2 * index + 1]
-        content = self._files[number]
-        end = content.find(b"\n", begin)
-        line = content[begin : end if end >= 0 else len(content)]
+        number, begin, length = (self._places[3 * index + i] for i in range(3))
+        file, before = self._files[number]
+        if _state(file) != before:
+            raise DamagedFile(f"{self._paths[number]}: was changed during its use; restore it to resume")
+        line = os.pread(file.fileno(), length, begin).rstrip(b"\n")
         try:
             row = json.loads(line.decode())
         except (ValueError, RecursionError) as error:  # a number may be too long, or nested too deep
             why = getattr(error, "msg", error)
-            line_number = content[:begin].count(b"\n") + 1
+            line_number = os.pread(file.fileno(), begin, 0).count(b"\n") + 1
             raise ValueError(
                 f"{self._paths[number]}: line {line_number} is not JSON in UTF-8 ({why}): {line[:60]!r}"
             ) from error
         return checked_row(row, str(self._paths[number]), index)
+
+
+def _state(file: IO[bytes]) -> tuple[int, int]:
+    found = os.fstat(file.fileno())
+    return found.st_size, found.st_mtime_ns
 
 
 class ArrowRows(Sequence[Row]):

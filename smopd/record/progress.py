@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import timedelta
 from typing import IO, Any, cast
 
@@ -18,6 +16,7 @@ from rich import progress as bars
 from rich.console import Console
 from rich.table import Column
 
+from smopd.engine.process import discard, tell
 from smopd.names import printable
 
 PLAIN_LINES = 10  # ours, about
@@ -51,9 +50,8 @@ class _Output:
             self._discard()
 
     def _discard(self) -> int:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        with suppress(OSError):
-            os.write(2, b"standard output cannot be written; the run continues, see its metrics.jsonl\n")
+        discard(sys.stdout.fileno())
+        tell("standard output cannot be written; the run continues, see its metrics.jsonl")
         return 0
 
     def __getattr__(self, name: str) -> Any:
@@ -69,6 +67,14 @@ def console() -> Console:
 def say(text: str) -> None:
     """Print a message, above the live line if there is one."""
     console().print(printable(text), markup=False, soft_wrap=True)
+
+
+def say_error(text: str) -> None:
+    """Print a message to standard error, which may be gone."""
+    try:
+        print(printable(text), file=sys.stderr, flush=True)
+    except OSError:
+        discard(2)
 
 
 class Progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from smopd import ops
 from smopd.config.settings import Settings
 from smopd.engine import distributed
+from smopd.engine.errors import UnusableInput
 from smopd.engine.imports import resolve
 from smopd.engine.student.student import Student, Update
 from smopd.engine.types import ENDINGS, FAILED, Rollout
@@ -30,6 +32,7 @@ from smopd.step.batch import Batch
 from smopd.step.rewards import Rewards
 from smopd.step.teachers import TeacherScores
 
+log = logging.getLogger(__name__)
 CLIP_BITS = {
     "low": ops.CLIP_LOW,
     "high": ops.CLIP_HIGH,
@@ -70,7 +73,7 @@ class Recorder:
         """Newest step with an evaluation; set on rank 0."""
         self._stack = ExitStack()
         self._progress: Progress | None = None
-        self._trackers: list[Tracker] = []
+        self._trackers: dict[str, Tracker] = {}
         self._watch = Watch()
 
     def __enter__(self) -> Recorder:
@@ -95,9 +98,12 @@ class Recorder:
         values = redacted(self.settings.model_dump(mode="json"))
         for kind in self.settings.log.trackers:
             opens = resolve(kind, TRACKERS)
-            tracker = opens(self.folder, self.settings.name, self.name, values, start)
-            self._stack.callback(tracker.close)
-            self._trackers.append(tracker)
+            try:
+                tracker = opens(self.folder, self.settings.name, self.name, values, start)
+            except Exception as error:
+                raise UnusableInput(f"log.trackers {kind}: {type(error).__name__}: {error}") from error
+            self._trackers[kind] = tracker
+            self._stack.callback(self._use_tracker, kind, lambda own: own.close())
 
     def flush(self) -> None:
         """Flush the logs to disk, before a checkpoint of the same step is written."""
@@ -160,8 +166,18 @@ class Recorder:
             return
         self.metrics.write({"step": step, **values})
         self._progress.update(step, values)
-        for tracker in self._trackers:
-            tracker.log(step, {name: v for name, v in values.items() if v is not None and math.isfinite(v)})
+        finite = {name: v for name, v in values.items() if v is not None and math.isfinite(v)}
+        for kind in [*self._trackers]:
+            self._use_tracker(kind, lambda tracker: tracker.log(step, finite))
+
+    def _use_tracker(self, kind: str, action: Callable[[Tracker], object]) -> None:
+        """Call a tracker, if it has not failed; its failure, such as of a network, ends no run."""
+        try:
+            if kind in self._trackers:
+                action(self._trackers[kind])
+        except Exception as error:
+            del self._trackers[kind]
+            log.warning("log.trackers %s failed and gets no more values: %r", kind, error)
 
     def _write_samples(self, result: StepResult) -> None:
         batch, rewards = result.batch, result.rewards

@@ -15,6 +15,7 @@ from uuid import uuid4
 
 from smopd.engine.errors import Failure
 from smopd.engine.files import CannotWrite, read_json, write_atomically
+from smopd.engine.process import tell
 from smopd.record.progress import say
 
 FILE = ".lease"
@@ -38,7 +39,7 @@ def lease(folder: Path) -> Iterator[dict[str, Any]]:
     """
     path = folder / FILE
     _wait_for_other_hosts(path)
-    mine = {"host": socket.gethostname(), "pid": os.getpid(), "id": uuid4().hex}
+    mine = {"host": socket.gethostname(), "boot": _boot(), "pid": os.getpid(), "id": uuid4().hex}
     write_atomically(path, json.dumps(mine).encode())
     done = threading.Event()
 
@@ -47,7 +48,7 @@ def lease(folder: Path) -> Iterator[dict[str, Any]]:
         while not done.wait(BEAT_SECONDS):
             beat, found = beat + 1, _read(path)
             if found.get("id", mine["id"]) != mine["id"]:
-                os.write(2, f"error: {folder} was taken over by {_holder(found)}\n".encode())
+                tell(f"error: {folder} was taken over by {_holder(found)}")
                 os._exit(1)
             with suppress(OSError, CannotWrite):  # a full disk, or one that is gone for a while
                 write_atomically(path, json.dumps({**mine, "beat": beat}).encode())
@@ -76,7 +77,8 @@ def require_shared(folder: Path, held: dict[str, Any]) -> None:
 def _wait_for_other_hosts(path: Path) -> None:
     """Raise RunDirLocked if the lease of another host is renewed; no clocks are compared."""
     first, end = _read(path), time.monotonic() + STALE_SECONDS
-    if first.get("host", socket.gethostname()) == socket.gethostname():  # the lock decides on this host
+    here = {"host": socket.gethostname(), "boot": _boot()}
+    if not first or here.items() <= first.items():  # the lock decides on this host
         return
     say(f"{path.parent}: waiting {STALE_SECONDS:g} seconds to see whether {_holder(first)} is still at work")
     while time.monotonic() < end:
@@ -92,6 +94,13 @@ def _read(path: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
         return read_json(path)
     return {}
+
+
+def _boot() -> str:
+    """Return the id of this host's start (Linux): hosts of one image may have one name."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
 
 
 def _holder(found: dict[str, Any]) -> str:

@@ -6,8 +6,8 @@ import gc
 import json
 import logging
 import os
-import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,7 +40,7 @@ from smopd.loop import Run, optimise
 from smopd.merging.guard import Starter
 from smopd.merging.vectors import TaskVectors
 from smopd.names import is_url, printable
-from smopd.record.progress import say
+from smopd.record.progress import say, say_error
 from smopd.record.recorder import Recorder
 from smopd.record.token_view import SHOWN, add_merged
 from smopd.report.card import write_card
@@ -117,14 +117,19 @@ def run_recipe(command: Command) -> int:
                 do_runs(own, command)
         except (Failure, OSError) as error:
             if distributed.first_to_fail():
-                print(printable(f"error: {error}"), file=sys.stderr, flush=True)
+                say_error(f"error: {error}")
             return 1
         except Stopped as stopped:
             if stopped.agreed:
                 distributed.barrier()  # the launcher ends all ranks when the first one exits
             if distributed.first_to_fail():
-                print(stopped, file=sys.stderr, flush=True)
+                say_error(str(stopped))
             return stopped.status
+        except Exception as error:
+            if distributed.first_to_fail():
+                lost = distributed.is_lost(error)
+                say_error("error: another rank has ended" if lost else traceback.format_exc())
+            return 1
     return 0
 
 
@@ -144,7 +149,7 @@ def try_recipe(command: Command) -> int:
                 talks = settings.rollout.environment is not None
                 try_rewards(pool, settings.scoring, tokenizer, inputs.train[0], conversation=talks)
         except (Failure, OSError) as error:
-            print(printable(f"error: {error}"), file=sys.stderr)
+            say_error(f"error: {error}")
             return 1
     return 0
 
@@ -259,9 +264,9 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
     frozen = [context.teacher_path(teacher) for teacher in run.teachers]
     teachers = build.teacher_engine(settings, frozen, tokenizer, student.vocabulary, device)
     digests = {f"teacher {m}": found for m, found in getattr(teachers, "digests", {}).items()}
-    served = {f"runs.{run.name}.servers": digests}
+    loaded = {f"runs.{run.name}.servers": digests}
     distributed.on_rank0(
-        lambda: compare_inputs(context.folder, context.settings, served, change=context.change)
+        lambda: compare_inputs(context.folder, context.settings, loaded, change=context.change)
     )
     reference = None
     if settings.kl_ref.coef > 0:

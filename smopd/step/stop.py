@@ -19,7 +19,8 @@ import torch
 
 from smopd.engine import distributed
 from smopd.engine.errors import Failure, NonFinite, NoServer
-from smopd.engine.process import SAME_SECONDS, stop_signals
+from smopd.engine.files import DamagedFile
+from smopd.engine.process import SAME_SECONDS, stop_signals, tell
 from smopd.rewards.pool import RewardError
 
 
@@ -27,7 +28,7 @@ class StaleRollout(Failure, RuntimeError):
     """A response was sampled by an older policy than `loop.async_level` allows."""
 
 
-RECOVERABLE = (NoServer, RewardError, StaleRollout)
+RECOVERABLE = (NoServer, RewardError, StaleRollout, DamagedFile)
 all_or_raise = partial(distributed.all_or_raise, errors=(*RECOVERABLE, NonFinite))
 
 
@@ -66,7 +67,7 @@ class Stop:
             if not self._postponed:
                 raise self._stopped()
             if os.environ.get("RANK", "0") == "0":
-                os.write(2, b"stopping after this step, with a checkpoint; repeat the signal to stop now\n")
+                tell("stopping after this step, with a checkpoint; repeat the signal to stop now")
         elif now - self._first >= SAME_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

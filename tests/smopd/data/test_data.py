@@ -16,7 +16,8 @@ from smopd.config.settings import Settings
 from smopd.data import sources
 from smopd.data.chat import render
 from smopd.data.prompts import Encoder, batch_indices, load_demonstrations, load_prompts
-from smopd.data.sources import load_rows
+from smopd.data.sources import load_rows, open_rows
+from smopd.engine.files import DamagedFile
 from smopd.run.failures import UnusableInput
 from smopd.run.inputs import read_inputs
 from smopd.worlds.models import world_tokenizer
@@ -73,6 +74,15 @@ def test_files_of_every_form_give_the_same_rows(write, tmp_path, monkeypatch, na
     assert load_rows(write(ROWS, name)) == ROWS
     write(ROWS[:1], f"b{name[1:]}")
     assert load_rows(str(tmp_path / f"?{name[1:]}")) == [*ROWS, ROWS[0]]
+
+
+def test_a_file_that_is_written_during_its_use_is_named(write):
+    """Its rows are read on access, and a mapped file would end the process."""
+    rows = open_rows(write(ROWS, "a.jsonl"))
+    assert rows[1] == ROWS[1]
+    write(ROWS[:1], "a.jsonl")
+    with pytest.raises(DamagedFile, match=r"a\.jsonl: was changed during its use"):
+        rows[1]
 
 
 def test_saved_data_sets_and_arrow_files(tmp_path):

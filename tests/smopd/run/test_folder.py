@@ -83,11 +83,12 @@ def test_a_command_on_another_host_is_noticed_where_locks_are_not(tmp_path, monk
     monkeypatch.setattr(lease, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(lease, "STALE_SECONDS", 1.0)
     monkeypatch.setattr("fcntl.flock", lambda *_: None)
-    with lock_run_dir(tmp_path, MADE):
-        monkeypatch.setattr(lease.socket, "gethostname", lambda: "elsewhere")
-        other = pytest.raises(RunDirLocked, match=rf"process {os.getpid()} on .* is at work there")
-        with other, lock_run_dir(tmp_path, MADE):
-            pass
+    for change in ((lease.socket, "gethostname", lambda: "elsewhere"), (lease, "_boot", lambda: "another")):
+        with lock_run_dir(tmp_path, MADE):
+            monkeypatch.setattr(*change)
+            other = pytest.raises(RunDirLocked, match=rf"process {os.getpid()} on .* is at work there")
+            with other, lock_run_dir(tmp_path, MADE):
+                pass
     (tmp_path / ".lease").write_text('{"host": "gone", "pid": 1, "id": "0", "beat": 7}')
     with lock_run_dir(tmp_path, MADE):
         assert '"elsewhere"' in (tmp_path / ".lease").read_text()

@@ -61,6 +61,9 @@ def test_killed_together_or_one_by_one_the_ranks_resume_as_if_nothing_had_been(t
     with forked(2, *TRAIN, cwd=killed, output=log) as ranks:
         wait_for(ranks[0], lambda: any(killed.glob("out/accuracy_teacher/export.partial")))
         ranks[1].kill()
+        ranks[0].join(HANG_SECONDS)
+    assert log[0].read_text().count("error: another rank has ended") == 1
+    assert "Traceback" not in log[0].read_text()
     done = on_ranks(2, *TRAIN, cwd=killed)
     assert done.returncode == 0, done.stderr[-4000:]
     output, straight = killed / "out", whole / "out"

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from smopd.advantages import ESTIMATORS
 from smopd.config.settings import Settings, merged
 from smopd.engine import distributed
-from smopd.engine.errors import NonFinite, NoServer
+from smopd.engine.errors import NonFinite, NoServer, UserCodeError
 from smopd.engine.local.teachers import LocalTeachers
 from smopd.engine.settings import Packing, TrainSettings
 from smopd.engine.student.student import Student
@@ -132,6 +133,74 @@ def test_a_sampled_token_without_a_finite_probability_ends_the_run(tmp_path):
     with distributed.process_group() as device, pytest.raises(NonFinite, match=r"after step 0: the log-prob"):
         student = Student(tiny_model(), TrainSettings(**dict(PACKING)), device)
         run_loop(tmp_path, settings, student, rollouts=Diverged(), teachers=teachers)
+
+
+CALLS: list[str] = []
+
+
+class Broken:
+    """A tracker without a network."""
+
+    def __init__(self, *_):
+        pass
+
+    def log(self, step, values):
+        CALLS.append("log")
+        raise OSError("the network is gone")
+
+    close = log
+
+
+def estimator(rewards_RK, group_R, **options):
+    CALLS.append("estimator")
+    if CALLS.count("estimator") == 3:
+        raise KeyError("gone")
+    return ESTIMATORS["gdpo"](rewards_RK, group_R, **options)
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_users_function_costs_no_step_and_a_tracker_no_run(tmp_path, caplog, at):
+    """`at`: the update of the third step before which it fails; before the second, no step is whole."""
+    here = "tests.smopd.step.test_ended"
+    changes = {"loop": {"steps": 4}, "log": {"trackers": [f"{here}:Broken"]}}
+    changes |= {"advantage": {"estimator": f"{here}:estimator"}} if at == 1 else {}
+    settings = Settings.model_validate(merged(SETTINGS, changes)).resolved("student")
+    options = TrainSettings(learning_rate=1e-2, compute_dtype="float32", **dict(PACKING))
+    teachers = LocalTeachers([tiny_model(seed=1), tiny_model(seed=2)], PACKING, VOCABULARY)
+
+    def trained(folder: Path, fails: bool = False) -> dict[str, torch.Tensor]:
+        with distributed.process_group() as device:
+            return trained_on(device, folder, fails)
+
+    def trained_on(device: torch.device, folder: Path, fails: bool) -> dict[str, torch.Tensor]:
+        student = Student(tiny_model(), options, device)
+        plain = student.update
+
+        def update(*arguments):
+            if fails and at == 2 and student.updates == 5:
+                raise KeyError("gone")
+            return plain(*arguments)
+
+        student.update = update
+        run_loop(folder, settings, student, teachers=teachers)
+        return dict(student.weights())
+
+    CALLS.extend(3 * ["estimator"])
+    expected = trained(tmp_path / "whole")
+    CALLS.clear()
+    with pytest.raises(UserCodeError if at == 1 else KeyError) as ended:
+        trained(tmp_path / "run", fails=True)
+    kept = [path.name for path in (tmp_path / "run/checkpoints").glob("*")]
+    assert kept == (["step_00000002"] if at == 1 else [])
+    if at == 1:
+        text = rf"{here}:estimator raised KeyError: 'gone' \(.*test_ended\.py, line \d+\)"
+        assert re.fullmatch(text, str(ended.value))
+    assert (
+        CALLS.count("log") == 1
+        and caplog.text.count("Broken failed and gets no more values: OSError('the") == 2
+    )
+    found = trained(tmp_path / "run")
+    assert all(found[name].equal(expected[name]) for name in expected)
 
 
 @pytest.mark.slow

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 
 import pytest
 
 from smopd.engine.process import SAME_SECONDS
+from smopd.record.progress import say_error
 from smopd.step.stop import Stop, Stopped
 from tests.ranks import on_ranks
 
@@ -43,6 +46,24 @@ def test_a_postponed_signal_is_noted_and_answered_at_the_end():
         signal.raise_signal(signal.SIGINT)  # the launcher sends it too
         done.append(stop.asked())
     assert done == [signal.SIGINT]
+
+
+def test_a_signal_is_noted_when_standard_error_is_gone(monkeypatch):
+    """The reader of a pipe may have ended, or the terminal."""
+    kept, full = os.dup(2), os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, 2)
+    monkeypatch.setattr(sys, "stderr", os.fdopen(2, "w", closefd=False))
+    try:
+        with Stop() as stop, pytest.raises(Stopped), stop.postponed():
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.asked() == signal.SIGTERM
+        os.dup2(full, 2)
+        say_error("stopped")
+        sys.stderr.flush()  # as at the exit, whose status would change
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(full)
 
 
 AGAIN = f"""
