@@ -18,6 +18,7 @@ from smopd.config.settings import Settings
 from smopd.data.places import located
 from smopd.engine.imports import IMPORT_PATH
 from smopd.engine.student.checkpoint import MANIFEST, file_digest
+from smopd.engine.weights.adapters import read_adapter
 from smopd.run.folder import FREE, Parts, flat
 from smopd.run.inputs import Inputs
 
@@ -25,6 +26,7 @@ WHOLE_BYTES = 64 << 20  # ours: of a larger file, its size, its time and samples
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # ours
 MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt", ".tiktoken", ".jinja", ".py"}
 TEMPLATES = "additional_chat_templates"  # transformers' folder of named templates
+ROWS = ("data.train", "data.evaluation", "warm_start.source")
 PACKAGES = ("site-packages", "dist-packages")
 _HERE = Path(smopd.__file__).parent
 
@@ -34,17 +36,11 @@ def identity(settings: Settings, inputs: Inputs, initial: str) -> Parts:
 
     Rows stand for the functions that make them, and the initial model for its factory.
     """
-    rows = {
-        "data.train": inputs.train,
-        "data.evaluation": inputs.held_out,
-        "warm_start.source": inputs.demonstrations,
-    }
-    found = {setting: {"rows": each.digest} for setting, each in rows.items() if each is not None}
+    rows = zip(ROWS, (inputs.train, inputs.held_out, inputs.demonstrations), strict=True)
+    found = {setting: {"rows": each.digest} for setting, each in rows if each is not None}
     if settings.model.factory is not None:
         found["model.factory"] = model_parts(Path(initial))
-    for setting, value in flat(settings.model_dump(mode="json")).items():
-        if not isinstance(value, str) or setting.startswith((*FREE, *rows, "model.factory")):
-            continue
+    for setting, value in named(settings):
         is_code = IMPORT_PATH.fullmatch(value)
         if parts := code_parts(value.partition(":")[0]) if is_code else named_model(value):
             found[setting] = parts
@@ -55,12 +51,35 @@ def named_model(name: str) -> dict[str, str]:
     """Return the parts of the model in a folder or in the cache of the hub; empty if `name` is no model."""
     with suppress(OSError, ValueError, RuntimeError):  # no path, no short name, no user, no hub id
         folder = located(name)
-        if any((folder / config).is_file() for config in ("config.json", "adapter_config.json")):
+        if adapter := read_adapter(folder):
+            base = named_model(adapter.base)
+            return model_parts(folder) | {f"base: {part}": digest for part, digest in base.items()}
+        if (folder / "config.json").is_file():
             return model_parts(folder)
+        return hub_commit(name)
+    return {}
+
+
+def hub_commit(name: str) -> dict[str, str]:
+    """Return the commit of a model in the cache of the hub; empty if it is not there."""
+    with suppress(OSError, ValueError):
         cached = try_to_load_from_cache(name, "config.json")
-        if isinstance(cached, str):
+        if isinstance(cached, str) and not located(name).exists():
             return {"commit": Path(cached).parent.name}
     return {}
+
+
+def hub_commits(settings: Settings) -> Parts:
+    """Return the commits of the hub's models, to compare again after loading, which may fetch newer ones."""
+    found = {setting: hub_commit(value) for setting, value in named(settings)}
+    return {setting: parts for setting, parts in found.items() if parts}
+
+
+def named(settings: Settings) -> Iterator[tuple[str, str]]:
+    """Yield the texts among the settings that results depend on."""
+    for setting, value in flat(settings.model_dump(mode="json")).items():
+        if isinstance(value, str) and not setting.startswith((*FREE, *ROWS, "model.factory")):
+            yield setting, value
 
 
 def model_parts(folder: Path) -> dict[str, str]:

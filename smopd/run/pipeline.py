@@ -50,7 +50,7 @@ from smopd.run import build
 from smopd.run.base import initial_model, make_base, model_path
 from smopd.run.failures import UnusableInput, error_context
 from smopd.run.folder import compare_inputs, lock_run_dir, mark_done, write_settings
-from smopd.run.identity import identity
+from smopd.run.identity import hub_commits, identity
 from smopd.run.inputs import Inputs, log_inputs, read_inputs
 from smopd.run.preflight import newer_than_tested, require_functions, try_rewards
 from smopd.step.conversation import Conversations, Environments
@@ -253,6 +253,7 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
     distributed.on_rank0(lambda: reopen(context.settings, run.name, folder))
     tokenizer = load_tokenizer(context.model_path(run.init))
     path = start_of(context, run, settings, inputs.train, tokenizer)
+    context.require_whole(path)
     for name in dict.fromkeys(run.teachers):
         if name != BASE and name not in settings.runs and not is_url(name):
             with error_context("teachers.models"):
@@ -264,7 +265,7 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
     frozen = [context.teacher_path(teacher) for teacher in run.teachers]
     teachers = build.teacher_engine(settings, frozen, tokenizer, student.vocabulary, device)
     digests = {f"teacher {m}": found for m, found in getattr(teachers, "digests", {}).items()}
-    loaded = {f"runs.{run.name}.servers": digests}
+    loaded = {f"runs.{run.name}.servers": digests, **hub_commits(context.settings)}
     distributed.on_rank0(
         lambda: compare_inputs(context.folder, context.settings, loaded, change=context.change)
     )

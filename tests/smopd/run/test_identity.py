@@ -87,6 +87,28 @@ def test_a_changed_input_is_refused_by_name_and_recorded_with_a_word(tmp_path):
     assert json.loads(line)["setting"] == "rewards.0.function (late)" and json.loads(line)["step"] == 1
 
 
+def test_the_base_of_an_adapter_and_the_commits_of_the_hub_are_compared(tmp_path, monkeypatch):
+    for name, text in (
+        ("base", "{}"),
+        ("adapter", '{"peft_type": "LORA", "base_model_name_or_path": "base"}'),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ("adapter_" * (name == "adapter") + "config.json")).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    before = identity.named_model("adapter")
+    (tmp_path / "base/config.json").write_text('{"changed": 1}')
+    after = identity.named_model("adapter")
+    assert [part for part in after if after[part] != before[part]] == ["base: config.json"]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    model, settings = tmp_path / "models--a--b", Settings.model_validate(SETTINGS)
+    (model / "refs").mkdir(parents=True)
+    for commit in ("1" * 40, "2" * 40):
+        (model / "snapshots" / commit).mkdir(parents=True)
+        (model / "snapshots" / commit / "config.json").touch()
+        (model / "refs/main").write_text(commit)
+        assert identity.hub_commits(settings) == {"teachers.models.0.model": {"commit": commit}}
+
+
 def test_a_large_file_is_compared_by_size_time_and_samples(tmp_path, monkeypatch):
     monkeypatch.setattr(identity, "WHOLE_BYTES", 1000)
     monkeypatch.setattr(identity, "SAMPLE_BYTES", 8)

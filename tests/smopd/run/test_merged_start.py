@@ -162,3 +162,7 @@ def test_a_start_without_a_guard_is_the_merge_as_given(place: Callable[..., tupl
     written = load_file(out / "student" / "start" / "model.safetensors")
     assert all(torch.equal(written[name], value) for name, value in expected)
     assert not (out / "student" / "merge.json").exists()
+    (out / "student" / "done.json").unlink()
+    (out / "student" / "start" / "model.safetensors").write_bytes(b"other")
+    done = train_here(recipe, "--output", "out", "--only", "student")
+    assert done.returncode == 1 and "start/model.safetensors: SHA-256 is" in done.stderr, done.stderr
