@@ -79,9 +79,7 @@ def read_adapter(path: str | Path) -> Adapter | None:
     base = config.get("base_model_name_or_path")
     if not base:
         raise UnusableModel(f"adapter {path}: base_model_name_or_path is empty, expected its model")
-    targets = config.get("target_modules") or []
-    names = [targets] if isinstance(targets, str) else targets
-    for name in [*names, *(config.get("modules_to_save") or [])]:
+    for name in [*_names(path, config, "target_modules"), *_names(path, config, "modules_to_save")]:
         if name.rsplit(".", 1)[-1] in EMBEDDINGS:
             raise UnusableModel(f"adapter {path}: adapts {name}, expected no embedding and no head")
     besides = {name: value for name in BESIDES if (value := config.get(name)) not in (None, [], {}, "none")}
@@ -95,6 +93,14 @@ def read_adapter(path: str | Path) -> Adapter | None:
             expected = "low-rank matrices alone, and none of an embedding or a head"
             raise UnusableModel(f"adapter {folder}: has the tensor {wrong[0]}, expected {expected}")
     return Adapter(folder, str(base), config)
+
+
+def _names(path: str | Path, config: dict, field: str) -> list[str]:
+    value = config.get(field) or []
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UnusableModel(f"adapter {path}: {field} is {value!r:.80}, expected names of modules")
+    return names
 
 
 def same_place(path: str | Path) -> str:
