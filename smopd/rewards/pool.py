@@ -37,6 +37,7 @@ T = TypeVar("T")
 GRACE_SECONDS = 1.0  # ours: to exit after closing the pipe
 ATTEMPTS = 2  # ours: a call that fails as a whole is repeated once
 LOG_BYTES = 16 << 20  # ours: a larger log of what rewards print is emptied
+LOG_SECONDS = 1.0  # ours: how often its size is read during a call
 LARGEST_REPLY = 1 << 30  # ours, bytes
 FAILURE_KINDS = ("exception", "timeout", "length", "worker_died", "nonfinite", "none", "environment")
 """Why a response has no score; the first four apply to a whole call. The last: its environment failed."""
@@ -191,6 +192,8 @@ class Worker:
             if self._closed:
                 raise EOFError
             self._requests.send_bytes(number + frame)
+            while not self._replies.poll(LOG_SECONDS):
+                self.limit_log()
             reply = self._replies.recv_bytes(LARGEST_REPLY)
             while not reply.startswith(number):  # written by a process that an earlier call left behind
                 reply = self._replies.recv_bytes(LARGEST_REPLY)

@@ -233,6 +233,20 @@ def test_output_goes_to_a_log_that_begins_again(tmp_path, monkeypatch):
         assert log.stat().st_size < 1_000_000  # the other worker may have emptied it in between
 
 
+def test_output_without_end_fills_no_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr("smopd.rewards.pool.LOG_BYTES", 1_000_000)
+    until_it_is_emptied = (
+        "before = 0\n"
+        "while (now := os.fstat(1).st_size) >= before:\n"
+        "    before = now; print('x' * 100_000, flush=True); time.sleep(0.02)\n"
+        "result = [1.0] * 2"
+    )
+    with pool_running(
+        {"says": until_it_is_emptied}, log_path=tmp_path / "log", deadline_seconds=60.0
+    ) as pool:
+        assert score(pool).values_RK[:, 0].tolist() == [1.0, 1.0]
+
+
 @needs_proc
 def test_a_hang_is_killed_with_its_children(monkeypatch):
     monkeypatch.setattr("smopd.rewards.pool.ATTEMPTS", 1)
