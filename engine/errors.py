@@ -11,6 +11,10 @@ class NoServer(Failure, RuntimeError):
     """An engine has no server left."""
 
 
+class CannotSend(Failure, RuntimeError):
+    """Weights cannot be written for another process, whose folder may be full."""
+
+
 class NonFinite(Failure, RuntimeError):
     """A gradient, a weight or a log-probability is NaN or infinite."""
 

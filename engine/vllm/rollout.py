@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from smopd.engine import distributed
-from smopd.engine.errors import NoServer
+from smopd.engine.errors import CannotSend, NoServer
 from smopd.engine.settings import Vllm
 from smopd.engine.types import Rollout, Sampling, draw_key
 from smopd.engine.vllm.engines import SAMPLES, engine, of_sharing_ranks
@@ -70,13 +70,13 @@ class VllmRollout:
         def take() -> None:
             try:
                 self.engine.load(stream)
-            except NoServer:
+            except (NoServer, CannotSend):
                 for _ in stream:  # gathering a tensor is a collective call
                     pass
                 raise
 
         if self.engine.settings.placement == "process":
-            distributed.all_or_raise(take, (NoServer,))
+            distributed.all_or_raise(take, (NoServer, CannotSend))
         else:
             take()
         self.policy_version = version

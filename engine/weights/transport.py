@@ -15,9 +15,11 @@ from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save, save_file
 from torch import Tensor
 
+from smopd.engine.errors import CannotSend
 from smopd.engine.protocols import RolloutEngine
 from smopd.engine.settings import WeightTransport
 from smopd.engine.student.student import Student
@@ -62,7 +64,11 @@ def send(
         for part in parts(weights):
             held = {name: on_cpu(value) for name, value in part.items()}
             if transport == "files":
-                save_file(held, path)
+                try:
+                    save_file(held, path)
+                except (OSError, SafetensorError) as error:
+                    why = f"weights for an engine cannot be written ({error})"
+                    raise CannotSend(f"{path}: {why}; make room and rerun to resume") from error
                 update_info = {"path": str(path)}
             else:
                 update_info = {"content": base64.b64encode(save(held)).decode()}

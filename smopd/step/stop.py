@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from smopd.engine import distributed
-from smopd.engine.errors import Failure, NonFinite, NoServer
+from smopd.engine.errors import CannotSend, Failure, NonFinite, NoServer
 from smopd.engine.files import DamagedFile
 from smopd.engine.process import SAME_SECONDS, stop_signals, tell
 from smopd.rewards.pool import RewardError
@@ -28,7 +28,7 @@ class StaleRollout(Failure, RuntimeError):
     """A response was sampled by an older policy than `loop.async_level` allows."""
 
 
-RECOVERABLE = (NoServer, RewardError, StaleRollout, DamagedFile)
+RECOVERABLE = (NoServer, CannotSend, RewardError, StaleRollout, DamagedFile)
 all_or_raise = partial(distributed.all_or_raise, errors=(*RECOVERABLE, NonFinite))
 
 

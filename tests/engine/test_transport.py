@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load
 
+from smopd.engine.errors import CannotSend
 from smopd.engine.weights import transport
 from tests.engine.tiny import tiny_model
 
@@ -46,3 +48,13 @@ def test_every_tensor_arrives_as_it_is_and_no_layer_is_split(how, tmp_path, monk
     assert len(list(transport.parts(model.state_dict().items()))) > 2
     monkeypatch.setattr(transport, "PART_BYTES", 1 << 20)
     assert len(list(transport.parts(model.state_dict().items()))) == 1
+
+
+def test_a_full_folder_is_named(tmp_path, monkeypatch):
+    def full(tensors, path):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(transport, "save_file", full)
+    with pytest.raises(CannotSend, match=rf"{tmp_path}/.*part\.safetensors: weights .*No space left"):
+        transport.send(Receiver(), tiny_model().state_dict().items(), "files", tmp_path)
+    assert not list(tmp_path.iterdir())
