@@ -72,13 +72,13 @@ def read_adapter(path: str | Path) -> Adapter | None:
     try:
         config = json.loads(file.read_text())
         kind = config.get("peft_type")
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise UnusableModel(f"adapter {path}: adapter_config.json cannot be read ({error})") from error
     if kind != "LORA":
         raise UnusableModel(f"adapter {path}: peft_type is {kind!r}, expected 'LORA'")
     base = config.get("base_model_name_or_path")
-    if not base:
-        raise UnusableModel(f"adapter {path}: base_model_name_or_path is empty, expected its model")
+    if not base or not isinstance(base, str):
+        raise UnusableModel(f"adapter {path}: base_model_name_or_path is {base!r}, expected its model")
     for name in [*_names(path, config, "target_modules"), *_names(path, config, "modules_to_save")]:
         if name.rsplit(".", 1)[-1] in EMBEDDINGS:
             raise UnusableModel(f"adapter {path}: adapts {name}, expected no embedding and no head")
@@ -92,14 +92,15 @@ def read_adapter(path: str | Path) -> Adapter | None:
         if wrong := [key for key in keys if layers[key].rpartition(".")[2] in ("", *EMBEDDINGS)]:
             expected = "low-rank matrices alone, and none of an embedding or a head"
             raise UnusableModel(f"adapter {folder}: has the tensor {wrong[0]}, expected {expected}")
-    return Adapter(folder, str(base), config)
+    return Adapter(folder, base, config)
 
 
 def _names(path: str | Path, config: dict, field: str) -> list[str]:
-    value = config.get(field) or []
-    names = [value] if isinstance(value, str) else value
+    """Return the module names, one or several, in a field of an adapter's config."""
+    found = config.get(field) or []
+    names = [found] if isinstance(found, str) else found
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UnusableModel(f"adapter {path}: {field} is {value!r:.80}, expected names of modules")
+        raise UnusableModel(f"adapter {path}: {field} is {str(found)[:80]!r}, expected names of modules")
     return names
 
 

@@ -109,7 +109,11 @@ def test_the_base_of_adapters_is_scored_without_them(tmp_path: Path) -> None:
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3', expected 'LORA'"),
         ({"base_model_name_or_path": "/nowhere"}, "model /nowhere: no such folder"),
-        ({"base_model_name_or_path": None}, "base_model_name_or_path is empty, expected its model"),
+        ({"base_model_name_or_path": None}, "base_model_name_or_path is None, expected its model"),
+        (
+            {"target_modules": ["q_proj", 1]},
+            r"target_modules is \"\['q_proj', 1\]\", expected names of modules",
+        ),
         ({"target_modules": ["q_proj", "lm_head"]}, "adapts lm_head, expected no embedding and no head"),
         ({"modules_to_save": ["model.embed_tokens"]}, "adapts model.embed_tokens, expected no embedding"),
         ({"bias": "all"}, "bias is 'all', expected none"),
