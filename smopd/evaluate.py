@@ -22,6 +22,8 @@ from smopd.evals.results import COVERAGE, DRAWS, SEED, intervals, show, write_it
 from smopd.evals.rlla import RllaEvaluation
 from smopd.evals.safety import SafetyEvaluation
 from smopd.evals.suite import Evaluation, Suite
+from smopd.record.progress import say_error
+from smopd.run.failures import MISTAKES
 
 SUITES: dict[str, type[Evaluation]] = {
     "api_bank": ApiBankEvaluation,
@@ -132,11 +134,11 @@ def _groups(suite: Suite) -> list[str]:
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn ValueError and OSError into one line on stderr and exit status 2."""
+    """Turn MISTAKES into one line on stderr and exit status 2."""
     try:
         yield
-    except (ValueError, OSError) as error:
-        print(f"smopd.evaluate: {error}", file=sys.stderr)
+    except MISTAKES as error:
+        say_error(f"smopd.evaluate: {error}")
         sys.exit(2)
 
 

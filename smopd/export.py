@@ -15,11 +15,12 @@ from smopd import extra  # noqa: F401 reports missing packages
 
 # isort: split
 import tyro
-import yaml
 
-from smopd.config.settings import Settings
+from smopd.engine.files import read_json
 from smopd.names import nearest
 from smopd.record.files import JsonlLog
+from smopd.record.progress import say_error
+from smopd.run.failures import MISTAKES
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,10 @@ class Options:
 
 def main(argv: list[str] | None = None) -> int:
     options = tyro.cli(Options, args=argv, prog="smopd export", description=__doc__)
-    from smopd.engine.student.checkpoint import UnusableCheckpoint
-    from smopd.run.failures import UnusableInput
-
     try:
         step = export_checkpoint(options)
-    except (ValueError, OSError, UnusableCheckpoint, UnusableInput) as error:
-        print(f"smopd export: {error}", file=sys.stderr)
+    except MISTAKES as error:
+        say_error(f"smopd export: {error}")
         return 2
     print(f"wrote step {step} to {options.output}")
     return 0
@@ -52,15 +50,17 @@ def export_checkpoint(options: Options) -> int:
     """Write the model folder, and return the step of the checkpoint."""
     from smopd.engine import distributed
     from smopd.engine.models.loading import load_tokenizer, stored_dtype
-    from smopd.engine.student.checkpoint import Checkpoints, export, saved_steps
+    from smopd.engine.student.checkpoint import Checkpoints, export, require_whole, saved_steps
     from smopd.report.card import write_card
     from smopd.run import build
     from smopd.run.base import model_path
+    from smopd.run.folder import input_changes, saved_settings
+    from smopd.run.identity import named_model
 
     folder, name = options.run.resolve().parent, options.run.resolve().name
     if options.output.exists():
         raise ValueError(f"--output: {options.output} exists, expected a new folder")
-    settings = Settings.model_validate(yaml.safe_load((folder / "config.yaml").read_text()))
+    settings = saved_settings(folder)
     if name not in settings.runs:
         raise ValueError(
             f"{options.run} is no run{nearest(name, settings.runs)}; there are {[*settings.runs]}"
@@ -76,6 +76,11 @@ def export_checkpoint(options: Options) -> int:
     own = settings.resolved(name)
     start = folder / name / "start"
     path = str(start) if start.exists() else model_path(settings, folder, own.runs[name].init)
+    require_whole(Path(path))
+    inputs, now = folder / "inputs.json", named_model(str(settings.model.path))
+    before = read_json(inputs) if now and inputs.exists() else {}
+    if changed := input_changes(folder, settings, before, {"model.path": now}):
+        raise ValueError(f"{changed[0]}; a checkpoint belongs to the model that its run began with")
     with distributed.process_group() as device:
         student = build.student(own, path, device)
         Checkpoints(options.run / "checkpoints", own.checkpoint.keep).restore(student, step)

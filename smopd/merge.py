@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,12 +12,15 @@ from smopd import extra  # noqa: F401 reports missing packages
 # isort: split
 import tyro
 
+from smopd.record.progress import say_error
+from smopd.run.failures import MISTAKES
+
 
 def main(argv: list[str] | None = None) -> int:
     try:
         tyro.cli(merge, args=argv, prog="smopd merge", config=(tyro.conf.FlagCreatePairsOff,))
-    except (ValueError, OSError) as error:
-        print(f"smopd.merge: {error}", file=sys.stderr)
+    except MISTAKES as error:
+        say_error(f"smopd.merge: {error}")
         return 2
     return 0
 
@@ -43,6 +47,11 @@ def merge(
     given = [each_of(name, values, len(models)) for name, values in choices.items()]
     if wrong := [share for share in keep if not 0 < share <= 1]:
         raise ValueError(f"--keep: got {wrong[0]:g}, expected a share in (0, 1]")
+    for pattern in exclude:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"--exclude: got {pattern!r}, expected a regular expression ({error})") from None
     if output.exists():
         raise ValueError(f"--output: {output} exists, expected a new folder")
 

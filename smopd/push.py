@@ -17,6 +17,9 @@ from smopd import extra  # noqa: F401 reports missing packages
 # isort: split
 import tyro
 
+from smopd.record.progress import say_error
+from smopd.run.failures import MISTAKES
+
 
 @dataclass(frozen=True)
 class Options:
@@ -39,8 +42,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"wrote {folder}")
         if not options.dry_run:
             print(f"pushed to {upload(folder, options)}")
-    except (ValueError, OSError) as error:  # an HTTP error of the hub is an OSError
-        print(f"smopd push: {error}", file=sys.stderr)
+    except MISTAKES as error:  # an HTTP error of the hub is an OSError
+        say_error(f"smopd push: {error}")
         return 2
     return 0
 

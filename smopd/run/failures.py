@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from smopd.engine.errors import UnusableInput
+import yaml
+
+from smopd.engine.errors import Failure, UnusableInput
+
+MISTAKES = (Failure, ValueError, OSError, RecursionError, yaml.YAMLError)
+"""What a command answers in one line. JSON of the user that is too deep raises RecursionError."""
 
 
 @contextmanager

@@ -129,11 +129,24 @@ def begun_runs(folder: Path, settings: Settings) -> list[str]:
 
 def changes(folder: Path, settings: Settings) -> list[Change]:
     """Return the settings of begun runs that differ from config.yaml, except those in FREE."""
-    config, begun = folder / "config.yaml", begun_runs(folder, settings)
-    if not config.exists() or not begun:
+    begun = begun_runs(folder, settings)
+    if not (folder / "config.yaml").exists() or not begun:
         return []
+    before = saved_settings(folder)
+    found = []
+    for name in begun:
+        if name == BASE or name in before.runs:
+            was, now = settings_of(before, name), settings_of(settings, name)
+            differing = [key for key in sorted({*was, *now}) if was.get(key) != now.get(key)]
+            found += [Change(name, key, was.get(key), now.get(key)) for key in differing]
+    return found
+
+
+def saved_settings(folder: Path) -> Settings:
+    """Return the settings of a run directory; ConfigMismatch if they cannot be read."""
+    config = folder / "config.yaml"
     try:
-        before = Settings.model_validate(yaml.safe_load(config.read_text()))
+        return Settings.model_validate(yaml.safe_load(config.read_text()))
     except ValidationError as error:
         message = (
             f"{config}: was written by another version of smopd; resume with it, or give another --output"
@@ -144,13 +157,6 @@ def changes(folder: Path, settings: Settings) -> list[Change]:
         raise ConfigMismatch(
             f"{config}: cannot be read ({why}); restore it, or remove it to skip the comparison of settings"
         ) from None
-    found = []
-    for name in begun:
-        if name == BASE or name in before.runs:
-            was, now = settings_of(before, name), settings_of(settings, name)
-            differing = [key for key in sorted({*was, *now}) if was.get(key) != now.get(key)]
-            found += [Change(name, key, was.get(key), now.get(key)) for key in differing]
-    return found
 
 
 def settings_of(settings: Settings, name: str) -> dict[str, Any]:

@@ -181,6 +181,10 @@ def test_an_adapter_that_cannot_be_merged_is_refused(
     [
         ("--keep 0.1 1 1 --output new", "--keep: got 3 values, expected 1 or 2"),
         ("--keep 1.5 --output new", "--keep: got 1.5, expected a share in (0, 1]"),
+        (
+            "--exclude [ --output new",
+            "--exclude: got '[', expected a regular expression (unterminated character set at position 0)",
+        ),
         ("--output .", "--output: . exists, expected a new folder"),
         ("--output new", "--base: not given, expected the model that the others were trained from"),
     ],

@@ -10,6 +10,7 @@ import pytest
 
 from smopd.config.settings import Settings
 from smopd.engine.files import DamagedFile
+from smopd.export import main as export
 from smopd.record.files import JsonlLog
 from smopd.run import identity
 from smopd.run.folder import compare_inputs
@@ -35,13 +36,15 @@ CHANGES = {
     "rewards": [{"name": "mine", "function": "mine:brevity", "range": [0, 1]}, TINY["rewards"][1]],
     "model": {"path": "model", "factory": None},
     "loop": {"steps": 1},
+    "checkpoint": {"every": 1},
     "runs": {"distilled": {"stage": "merge"}},
     "teachers": {"models": [{"model": "./teacher", "reward": "mine"}]},
 }
 
 
 @pytest.mark.slow
-def test_a_changed_input_is_refused_by_name_and_recorded_with_a_word(tmp_path):
+def test_a_changed_input_is_refused_by_name_and_recorded_with_a_word(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the model's path is relative
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -77,12 +80,18 @@ def test_a_changed_input_is_refused_by_name_and_recorded_with_a_word(tmp_path):
         "rewards.0.function (parts.one)",
         "teachers.models.0.model (model.safetensors)",
     ]
+    model = ["--output", str(tmp_path / "exported")]
+    assert (
+        export([str(tmp_path / "runs/tiny/distilled"), *model]) == 2
+        and "belongs to" in capsys.readouterr().err
+    )
     for name in changed:
         (tmp_path / name).unlink()
     for name, content in before.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "late.py").write_text("factor = 2.0\n")
     assert command("--change").returncode == 0 and command().returncode == 0
+    assert export(["runs/tiny/distilled", *model]) == 0
     (line,) = (tmp_path / "runs/tiny/distilled/changes.jsonl").read_text().splitlines()
     assert json.loads(line)["setting"] == "rewards.0.function (late)" and json.loads(line)["step"] == 1
 
