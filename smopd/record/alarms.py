@@ -24,14 +24,14 @@ ADVICE = {
     "student.learning_rate, or set loss.entropy_coef",
     "truncated": "more than half of the responses are cut at rollout.max_new_tokens: raise it",
     "mismatch": "the rollout engine's log-probabilities differ from the trainer's by more than 0.1 nats: "
-    "check the dtypes, or correct with loss.importance_cap",
+    "check the dtypes and that the engine has the same head, or correct with loss.importance_cap",
     "unscorable": "a reward failed on more than a fifth of the responses: see its output in rewards_0.log",
     "far": "the KL to the teachers' target has grown to more than five times its first value: lower "
     "student.learning_rate, or raise opd.coef",
     "negative": "kl is negative because it is not a full divergence: the pooled target counts a token once "
     "per teacher and leaves out tokens outside the top kappa; opd.target merged with opd.tail true is one",
 }
-STEPS = {"rare": 10, "no gradient": 3, "mismatch": 3, "skipped": 1, "unscorable": 1, "negative": 1}
+STEPS = {"rare": 10, "no gradient": 3, "mismatch": 1, "skipped": 1, "unscorable": 1, "negative": 1}
 """Steps in a row until an alarm is reported; 5 for all others."""
 
 

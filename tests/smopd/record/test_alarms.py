@@ -33,7 +33,7 @@ CASES = [
     ({"updates/skipped": 1.0}, 1, "was skipped"),
     ({"entropy": 0.01}, 5, "entropy has collapsed"),
     ({"response/truncated": 0.6}, 5, "rollout.max_new_tokens"),
-    ({"rollout_mismatch": 0.2}, 3, "the rollout engine's log-probabilities"),
+    ({"rollout_mismatch": 0.2}, 1, "the rollout engine's log-probabilities"),
     ({"reward/a/unscorable": 0.3}, 1, "failed on more than a fifth"),
     ({"kl": 2.5}, 5, "more than five times its first value"),
     ({"kl": -0.1}, 1, "not a full divergence"),
