@@ -27,7 +27,7 @@ def one(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("merge", "said"),
     [
-        ({"rule": "ties"}, "rule: was removed: changes are added"),
+        ({"rule": "ties"}, "rule: was removed: leave it out; changes are added"),
         (one(keep=[0.1, 1]), "models.0.keep: got [0.1, 1.0], expected one value without a guard"),
         (one(exclude="("), "models.0.exclude.0: got '(', expected a regular expression"),
         (one(reward="style"), "models.0.reward: 'style' is no reward, expected one of ['accuracy', "),
