@@ -41,8 +41,23 @@ def fuse_in_the_interpreter() -> None:
     interpreter.InterpreterBuilder.create_fma = fma
 
 
+def quicken_the_interpreter() -> None:
+    """Patch Triton's language once a launch: the interpreter does it again at each call of a function."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+
+    def patch_once(function: Any) -> Any:
+        langs = [each for each in function.__globals__.values() if each is tl or each is tl.core]
+        return patch(function) if any(tl.core.is_builtin(lang.load) for lang in langs) else None
+
+    interpreter._patch_lang = patch_once
+
+
 if not GPU and importlib.util.find_spec("triton"):
     fuse_in_the_interpreter()
+    quicken_the_interpreter()
 
 
 def each(operation: str, *, but: tuple[str, ...] = ()) -> pytest.MarkDecorator:
