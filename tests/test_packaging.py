@@ -96,10 +96,9 @@ def modules_in(folder: Path) -> set[str]:
     for name in ROOMS:
         prefix = Path() if name == "smopd" else Path("smopd")
         for path in (folder / name).rglob("*"):
-            linked = name == "smopd" and path.relative_to(folder / name).parts[0] in ROOMS
             kinds = {".py", ".yaml", ".csv", ".txt", ".html", ".md"}
             shipped = path.suffix in kinds or path.name == "py.typed"
-            if shipped and not linked:
+            if shipped:
                 found.add(str(prefix / path.relative_to(folder)))
     return found
 

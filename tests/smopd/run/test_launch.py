@@ -108,9 +108,8 @@ def test_a_stopped_rank_ends_the_run_after_the_time_out(tmp_path):
 def test_a_signal_before_anything_is_there_ends_the_command_in_silence(tmp_path):
     words = [sys.executable, "-m", "smopd.train", str(write_recipe(tmp_path, TWO)), "--processes", "2"]
     text = b""
-    with subprocess.Popen(
-        words, env=environment() | {"PYTHONVERBOSE": "1"}, stderr=subprocess.PIPE
-    ) as running:
+    verbose = environment() | {"PYTHONVERBOSE": "1"}
+    with subprocess.Popen(words, env=verbose, stderr=subprocess.PIPE) as running:
         assert running.stderr is not None
         while b"import 'torch" not in text:
             text = running.stderr.readline()

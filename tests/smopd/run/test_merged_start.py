@@ -79,9 +79,8 @@ def test_a_guarded_start_is_the_best_of_its_table(place: Callable[..., tuple[Pat
     assert done.returncode == 0, done.stderr
     table = json.loads((out / "student" / "merge.json").read_text())
     rows = {row["name"]: row for row in table["rows"]}
-    assert (
-        list(rows) == NAMES[:4] and table["rollouts"] == 18
-    )  # the full sum passes, so no trimmed one is tried
+    assert list(rows) == NAMES[:4], "the full sum passes, so no trimmed one is tried"
+    assert table["rollouts"] == 18
     assert len({tuple(row["rewards"].values()) for row in rows.values()}) == len(rows)
     assert table["chosen"] == "plain sum" and rows["plain sum"]["out"] is None
     assert f"student starts from {table['chosen']}" in done.stdout
