@@ -34,6 +34,9 @@ PATHS = {
     "opt": "pieces",
     "doge": "mask",  # makes a mask inside its attention
     "gpt2": "pieces",
+    "gpt_bigcode": "pieces",
+    "falcon": "mask",
+    "ctrl": "pieces",
     "llama4_text": "plain",
     "lfm2": "plain",
     "qwen3_next": "plain",
