@@ -11,6 +11,8 @@ from typing import Any
 
 Values = Mapping[str, Any]
 LEAST_ENTROPY = 0.02  # nats
+MOST_MISMATCH = 0.1
+"""Ours, nats: a larger mean difference of the trainer and the rollout engine is reported."""
 RARE_SHARE = 0.05
 """Ours: a reward that differs in a smaller share of the groups is rare."""
 ADVICE = {
@@ -23,8 +25,9 @@ ADVICE = {
     "collapsed": f"the policy's entropy has collapsed below {LEAST_ENTROPY} nats: lower "
     "student.learning_rate, or set loss.entropy_coef",
     "truncated": "more than half of the responses are cut at rollout.max_new_tokens: raise it",
-    "mismatch": "the rollout engine's log-probabilities differ from the trainer's by more than 0.1 nats: "
-    "check the dtypes and that the engine has the same head, or correct with loss.importance_cap",
+    "mismatch": "the rollout engine's log-probabilities differ from the trainer's by more than "
+    f"{MOST_MISMATCH} nats: check the dtypes and that the engine has the same head, or correct with "
+    "loss.importance_cap",
     "unscorable": "a reward failed on more than a fifth of the responses: see its output in rewards_0.log",
     "far": "the KL to the teachers' target has grown to more than five times its first value: lower "
     "student.learning_rate, or raise opd.coef",
@@ -56,7 +59,7 @@ def holding(values: Values, first: Values) -> dict[str, bool]:
         "skipped": number(values, "updates/skipped") > 0,
         "collapsed": entropy is not None and entropy < LEAST_ENTROPY < 5 * LEAST_ENTROPY < began,
         "truncated": number(values, "response/truncated") > 0.5,
-        "mismatch": number(values, "rollout_mismatch") > 0.1,
+        "mismatch": number(values, "rollout_mismatch") > MOST_MISMATCH,
         "unscorable": any(number(values, name) > 0.2 for name in values if name.endswith("/unscorable")),
         "far": number(values, "kl") > max(1.0, 5 * number(first, "kl")),
         "negative": number(values, "kl") < 0,

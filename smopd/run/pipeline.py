@@ -52,7 +52,7 @@ from smopd.run.failures import UnusableInput, error_context
 from smopd.run.folder import compare_inputs, lock_run_dir, mark_done, write_settings
 from smopd.run.identity import hub_commits, identity
 from smopd.run.inputs import Inputs, log_inputs, read_inputs
-from smopd.run.preflight import newer_than_tested, require_functions, try_rewards
+from smopd.run.preflight import newer_than_tested, require_functions, try_engine, try_rewards
 from smopd.step.conversation import Conversations, Environments
 from smopd.step.held_out import evaluate_held_out
 from smopd.step.rewards import WINDOW_STEPS, Rewarder
@@ -274,6 +274,8 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
         reference = held_already(path, path, student, teachers) or build.teacher_engine(
             settings, [path], tokenizer, student.vocabulary, device, role="reference"
         )
+    if not distributed.on_rank0(lambda: saved_steps(folder / "checkpoints")):
+        try_engine(rollouts, student, inputs.train[0], settings)
     window_steps = min(WINDOW_STEPS, settings.loop.steps)
     with Recorder(folder, run.name, settings, tokenizer) as recorder:
         optimise(

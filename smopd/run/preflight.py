@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -17,18 +18,24 @@ from smopd.config.settings import Scoring, Settings
 from smopd.data.prompts import Prompt
 from smopd.engine import distributed
 from smopd.engine.imports import resolve
+from smopd.engine.protocols import RolloutEngine
 from smopd.engine.student.optimizers import OPTIMIZERS, SCHEDULES
-from smopd.engine.types import Rollout
+from smopd.engine.student.student import Student
+from smopd.engine.types import Rollout, Sampling
 from smopd.objective import MIXTURES
+from smopd.record.alarms import ADVICE, MOST_MISMATCH
 from smopd.record.progress import say
 from smopd.record.trackers import TRACKERS
 from smopd.rewards.pool import RewardPool
 from smopd.run.failures import UnusableInput, error_context
 from smopd.step.rewards import Rewarder
+from smopd.step.stop import all_or_raise
 
+log = logging.getLogger(__name__)
 GROUND_TRUTHS = ("ground_truth", "answer", "solution", "completion", "response", "output", "target")
 """Ours: columns that may hold a right answer; the first one with text is tried."""
 
+TRIED_TOKENS = 16  # ours: of the response that try_engine compares
 NEWEST_TESTED = {"torch": "2.14", "transformers": "5.23", "triton": "3.8"}  # see CONTRIBUTING.md
 
 
@@ -106,3 +113,16 @@ def try_rewards(
         error = scored.batch.last_errors.get(name)
         why = f" ({error.splitlines()[-1]})" if error else ""  # a traceback ends with what was raised
         say(f"reward {name} on the first prompt: {', '.join(earned)}{why}")
+
+
+def try_engine(engine: RolloutEngine, student: Student, prompt: Prompt, settings: Settings) -> None:
+    """Warn if the engine's log-probabilities of a short response are not the trainer's; a collective call."""
+    rollout = settings.rollout
+    sampling = Sampling(
+        temperature=rollout.temperature, max_new_tokens=min(TRIED_TOKENS, rollout.max_new_tokens)
+    )
+    rollouts = all_or_raise(lambda: engine.generate([prompt.token_ids], [0], sampling))
+    logp_N = student.logps(rollouts, rollout.temperature).cpu()
+    off = float((logp_N - rollouts[0].logps).abs().mean())
+    if not off <= MOST_MISMATCH:  # NaN also
+        log.warning("before the first step, %.2g nats apart: %s", off, ADVICE["mismatch"])

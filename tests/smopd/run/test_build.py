@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Literal, get_args, get_origin
 
 import pytest
+import torch
 
 from smopd.advantages import ESTIMATORS
 from smopd.config.settings import Advantage, Opd, Settings, merged
+from smopd.data.prompts import Prompt
+from smopd.engine.local.rollout import LocalRollout
 from smopd.engine.settings import TrainSettings
 from smopd.engine.student.optimizers import OPTIMIZERS, SCHEDULES
+from smopd.engine.student.student import Student
 from smopd.objective import MIXTURES
 from smopd.run import build, preflight
 from smopd.run.build import rollout_settings
 from smopd.run.failures import UnusableInput
 from smopd.worlds import toy_world
 from smopd.worlds.models import world_tokenizer
+from tests.engine.tiny import END, tiny_model
 from tests.smopd.run.invariance_worker import SETTINGS
 
 LIMIT = 4096
@@ -66,6 +72,17 @@ def test_a_missing_package_is_named_before_training(monkeypatch):
         with pytest.raises(UnusableInput, match=f"{named} is not installed"):
             preflight.require_functions(Settings.model_validate(merged(SETTINGS, changes)))
     preflight.require_functions(Settings.model_validate(SETTINGS))
+
+
+def test_an_engine_with_another_head_is_named_before_the_first_step(device, caplog):
+    model, prompt = tiny_model(), Prompt(0, "q", (1, 2, 3), {})
+    student = Student(deepcopy(model), TrainSettings(compute_dtype="float32"), device)
+    settings = Settings.model_validate(SETTINGS)
+    preflight.try_engine(LocalRollout(model, [END]), student, prompt, settings)
+    assert caplog.text == ""
+    torch.nn.init.normal_(model.lm_head.weight)
+    preflight.try_engine(LocalRollout(model, [END]), student, prompt, settings)
+    assert "nats apart: the rollout engine's log-probabilities differ" in caplog.text
 
 
 def test_arguments_of_vllm_reach_its_engine_and_what_we_plan_with_is_known() -> None:
