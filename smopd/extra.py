@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.util import find_spec
 from io import TextIOWrapper
@@ -11,6 +12,11 @@ TRAIN = [
     "yaml", "jinja2", "httpx", "pooch", "tqdm", "platformdirs", "packaging",
 ]  # fmt: skip
 """Import names of the packages in the extra."""
+
+while (_free := os.open(os.devnull, os.O_RDWR)) < 3:  # a closed stream; a file would get its number
+    os.set_inheritable(_free, True)
+os.close(_free)
+sys.stdout, sys.stderr = sys.stdout or open(1, "w"), sys.stderr or open(2, "w")  # noqa: SIM115
 
 for _stream in (sys.stdout, sys.stderr):
     if isinstance(_stream, TextIOWrapper):

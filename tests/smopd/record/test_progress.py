@@ -92,3 +92,9 @@ def test_a_run_outlives_its_standard_output(kind):
     assert done.stderr == "standard output cannot be written; the run continues, see its metrics.jsonl\n"
     for end in (read, write, target):
         os.close(end)
+
+
+def test_closed_standard_streams_are_replaced_before_a_file_gets_their_numbers():
+    code = "import os, smopd.extra; from smopd.record.progress import say; say(''); assert os.dup(0) > 2"
+    words = ["sh", "-c", '"$0" -c "$1" <&- >&- 2>&-', sys.executable, code]
+    assert subprocess.run(words).returncode == 0
