@@ -28,11 +28,14 @@ _SECRET_VALUE = re.compile(
     re.IGNORECASE,
 )
 _ASSIGNED = re.compile(
-    r"(?<![\w.-])(?:(?P<option>--[\w.-]+)(?P<space>\s+)|(?P<name>[\w.-]+)"
-    r"(?P<sign>=|\\*[\"']\s*[:=]\s*"
-    r"|(?:(?<=authorization)|(?<=cookie)|(?<=-key)|(?<=-token)|(?<=password)|(?<=secret)):\s*))"
-    r"(?:(?P<quote>\\*[\"'])(?:(?!(?P=quote)).)*(?P=quote)|\[[^\]]*\]"
-    r"|[\\\"']*(?:(?:bearer|basic|digest|token)\s+)?[^\s&\"'#;,\\]+)",
+    r"(?<![\w.-])(?:(?P<option>--[\w.-]+)\s+|(?P<name>[\w.-]+)"
+    r"(?:=|\\*[\"']\s*[:=]\s*"
+    r"|(?:(?<=authorization)|(?<=cookie)|(?<=-key)|(?<=-token)|(?<=password)|(?<=secret)):\s*))",
+    re.IGNORECASE,
+)
+_VALUE = re.compile(
+    r"(?P<quote>\\*[\"'])(?:(?!(?P=quote)).)*(?P=quote)|\[[^\]]*\]|\{[^}]*\}"
+    r"|[\\\"']*(?:(?:bearer|basic|digest|token)\s+)?[^\s&\"'#;,\\]+",
     re.IGNORECASE,
 )
 _USER = re.compile(r"(\b\w+://)[^/\s'\"?#]+@")
@@ -70,18 +73,19 @@ def printable(text: str) -> str:
 
 def without_secrets(text: str) -> str:
     """Remove URL credentials, assigned and well-known forms of secrets, and those of the environment."""
-
-    def hidden(match: re.Match[str]) -> str:
-        name, sign = match["option"] or match["name"], match["space"] or match["sign"]
-        quote = match["quote"] or ""
-        secret = _SECRET_NAME.fullmatch(name)
-        return f"{name}{sign}{quote}{REDACTED}{quote}" if secret else match[0]
-
     for name, value in os.environ.items():
         value = value.strip()
         if len(value) >= _SECRET_LENGTH and name not in _NOT_SECRET and _SECRET_NAME.fullmatch(name):
             text = text.replace(value, REDACTED)
-    text = _ASSIGNED.sub(hidden, _USER.sub(r"\1", text))
+    text, pieces, at = _USER.sub(r"\1", text), [], 0
+    while match := _ASSIGNED.search(text, at):  # the value of another name may hold assignments
+        pieces.append(text[at : match.end()])
+        at = match.end()
+        if _SECRET_NAME.fullmatch(match["option"] or match["name"]) and (found := _VALUE.match(text, at)):
+            quote = found["quote"] or ""
+            pieces.append(f"{quote}{REDACTED}{quote}")
+            at = found.end()
+    text = "".join([*pieces, text[at:]])
     return _SECRET_VALUE.sub(lambda match: f"{match[match.lastindex or 0]}{REDACTED}", text)
 
 
@@ -91,7 +95,8 @@ def redacted(value: Any, name: str = "") -> Any:
     if isinstance(value, dict):
         return {key: redacted(inner, name if secret else str(key)) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [redacted(inner, name) for inner in value]
+        words = [str(each) if str(each).startswith("--") else name for each in value]  # options of a command
+        return [redacted(inner, word) for inner, word in zip(value, [name, *words], strict=False)]
     if secret and value and not isinstance(value, bool):
         return REDACTED
     return without_secrets(value) if isinstance(value, str) else value
