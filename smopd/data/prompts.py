@@ -203,8 +203,9 @@ def load_prompts(
         for (index, row), text, count in zip(found, texts, encoder.counts(texts), strict=True):
             if max_prompt_tokens is not None and count > max_prompt_tokens:
                 if overlong == "error":
+                    least = "at least " * (len(text) > CHARS_PER_TOKEN * max_prompt_tokens)
                     raise ValueError(
-                        f"{source}: row {index}: the prompt has {len(encoder.tokens([text])[0])} tokens, "
+                        f"{source}: row {index}: the prompt has {least}{count} tokens, "
                         f"expected at most max_prompt_tokens = {max_prompt_tokens}"
                     )
                 if overlong == "drop":

@@ -246,8 +246,11 @@ def test_prompts_are_tokenized_on_access_and_a_long_line_not_at_all(write, token
     seen, tokens = [], Encoder.tokens
     monkeypatch.setattr(Encoder, "tokens", lambda self, texts: seen.extend(texts) or tokens(self, texts))
     rows = [{"prompt": "call anna"}] * 500 + [{"prompt": "anna " * 100_000}]
-    found = load_prompts(write(rows), tokenizer, max_prompt_tokens=64)
+    source = write(rows)
+    found = load_prompts(source, tokenizer, max_prompt_tokens=64)
     assert (len(found), found.dropped_overlong) == (500, 1)
+    with pytest.raises(ValueError, match=r"row 500: the prompt has at least 781\d tokens"):
+        load_prompts(source, tokenizer, max_prompt_tokens=64, overlong="error")
     assert sum(map(len, seen)) < 5000
     seen.clear()
     assert found[7].token_ids == found[8].token_ids and len(seen) == 2
