@@ -30,7 +30,7 @@ class RolloutEngine(Protocol):
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace the weights with full tensors, named as in transformers, and report `version`."""
+        """Load full tensors, named as in transformers, and set `policy_version` to `version`."""
         ...
 
 
@@ -53,5 +53,5 @@ class TeacherEngine(Protocol):
         ...
 
     def base(self, path: str | Path) -> TeacherEngine | None:
-        """Return an engine for the model at `path` if it is the base of adapters here, else None."""
+        """Return an engine for the model at `path` if these teachers are adapters of it, else None."""
         ...

@@ -1,4 +1,4 @@
-"""Helpers of the loss over N tokens: effective weights, and sums that do not depend on threads."""
+"""Helpers for the loss over N tokens: effective weights, and sums independent of the thread count."""
 
 from __future__ import annotations
 

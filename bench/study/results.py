@@ -169,7 +169,7 @@ def difference(these: Sequence[float | None], those: Sequence[float | None]) -> 
 
 
 COLUMNS: dict[str, str] = {
-    "steps": "steps in all",
+    "steps": "total steps",
     "wall_clock": "wall-clock steps",
     "difference": "sampled sum, difference (95%; seeds ahead)",
 }
@@ -252,7 +252,7 @@ def _found(results: Sequence[Result], run: str, reward: str) -> str:
 
 
 def figure(path: Path, results: Sequence[Result], runs: Sequence[str], rewards: tuple[str, str]) -> None:
-    """Draw the held-out sampled rewards in one plane, a dot a seed, and the sum against the steps in all."""
+    """Draw the held-out sampled rewards in one plane, one dot per seed, and the sum against total steps."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -269,7 +269,7 @@ def figure(path: Path, results: Sequence[Result], runs: Sequence[str], rewards: 
             means = [statistics.fmean(values) for values in zip(*sums, strict=True)]
             curves.plot(range(steps.total - steps.own + 1, steps.total + 1), means, color=color, label=label)
     plane.set(xlabel=f"{rewards[0]}, sampled", ylabel=f"{rewards[1]}, sampled")
-    curves.set(xlabel="steps in all, teachers included", ylabel=f"{rewards[0]} + {rewards[1]} in training")
+    curves.set(xlabel="total steps, teachers included", ylabel=f"{rewards[0]} + {rewards[1]} in training")
     plane.legend(fontsize=8, frameon=False, loc="center")
     for axes in (plane, curves):
         axes.grid(alpha=0.2)

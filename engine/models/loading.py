@@ -39,7 +39,7 @@ _custom_code = False
 
 
 def allow_custom_code(allowed: bool) -> None:
-    """Run Python code that comes with models in this process, or refuse such models (the default)."""
+    """Allow models that bring Python code to run it in this process; the default is to refuse them."""
     global _custom_code
     _custom_code = allowed
 
@@ -86,7 +86,7 @@ def _untie(model: PreTrainedModel, path: str | Path) -> None:
 
 
 def _mend_generation(model: PreTrainedModel, path: str | Path) -> None:
-    """Reduce a generation config that transformers refuses to save to its token ids."""
+    """Keep only the token ids of a generation config that transformers refuses to save."""
     given = model.generation_config
     if given is None:
         return

@@ -28,7 +28,7 @@ from smopd.engine.types import Attends, Layout, Rollout
 
 log = logging.getLogger(__name__)
 SHORT = 256
-"""On a CPU a mask is faster for units with fewer positions (ours; docs/architecture.md)."""
+"""On a CPU a mask is faster for units with fewer positions (ours)."""
 DESCRIPTIONS = {
     "pieces": "one sequence at a time",
     "mask": "packed rows under a mask",

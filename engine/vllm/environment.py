@@ -50,7 +50,7 @@ def engine_environment(settings: Vllm) -> dict[str, str | None]:
 
 @contextmanager
 def restoring_process_state(environment: dict[str, str | None] | None = None) -> Iterator[None]:
-    """Restore random states, environment, threads and logging, which vLLM changes."""
+    """Restore RNG states, environment, thread count and logging, which vLLM changes."""
     import torch._dynamo  # reads the environment on import, so before it changes
 
     old_environment = dict(os.environ)

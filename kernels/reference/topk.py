@@ -122,7 +122,7 @@ def merge_sorted(ids_NP: Tensor, logps_NP: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _run_sums(values_NP: Tensor, segment_NP: Tensor) -> Tensor:
-    """Sum the values of each segment (ascending from 0) at its index; 0 at the other indices.
+    """Return each segment's sum at its index, 0 elsewhere; segments ascend from 0.
 
     By doubling, so that the order of additions is fixed: scatter_add on a GPU has none.
     """

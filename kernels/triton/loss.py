@@ -38,8 +38,8 @@ _SPLIT_UNIT = 8  # a part has a multiple of this many vectors: 128 bytes
 def _configuration(n_vocab: int, dtype: torch.dtype, slots: int, *, aligned: bool) -> tuple[int, int, int]:
     """Return warps, elements per lane and block, and the number of blocks held in registers.
 
-    Short rows are held whole. Longer rows take 16 warps with 128 registers a lane; 24 of them hold the end
-    of the row.
+    Short rows are held whole. Longer rows take 16 warps with 128 registers per lane, of which 24 hold the
+    row's end.
     """
     elements, held = (8, 4) if dtype == torch.float32 else (16, 3)
     if not aligned:

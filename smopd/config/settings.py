@@ -78,7 +78,7 @@ class Reward(Section):
     weight: float = 1.0
     """Weight of this dimension in the advantages, unless the run has reward_weights."""
     range: tuple[float, float] | Literal["batch"] | None = None
-    """[lo, hi] for the gates; `batch`: the minimum and maximum of each rollout batch."""
+    """[lo, hi] for gates and `saw`; `batch`: the minimum and maximum of each rollout batch."""
     kwargs: dict[str, Any] = Field(default={})
     """Extra keyword arguments of each call, or of the factory. They override columns of the same name."""
     completions: Literal["text", "messages"] | None = None

@@ -44,7 +44,7 @@ def read_messages(value: Sequence[Any]) -> tuple[Message, ...]:
 
 
 def read_tools(value: Any) -> list[Any] | None:
-    """Return the tools of a row, a list of JSON schemas, also as JSON text; None if there are none."""
+    """Return a row's tools from a list of JSON schemas or its JSON text; None without tools."""
     tools = json.loads(value) if isinstance(value, str) and value.strip() else value
     if not tools:
         return None
@@ -119,7 +119,7 @@ def response_start(
     """Return the part of a response that its prompt already holds.
 
     This is the last message of the assistant, or a tag such as `<think>` that the chat template opens. A
-    block that the template closes, as to turn thinking off, is not part of the response.
+    block that the template also closes (thinking turned off) is not part of the response.
     """
     if not isinstance(content, str) and content[-1]["role"] == "assistant":
         return text_of(content[-1])

@@ -136,7 +136,7 @@ def _state(file: IO[bytes]) -> tuple[int, int]:
 
 
 class ArrowRows(Sequence[Row]):
-    """Rows of a `datasets.Dataset`, without the None that Arrow fills into nested objects."""
+    """Rows of a `datasets.Dataset`, without the None values that Arrow adds to nested objects."""
 
     def __init__(self, dataset: Any):
         self._dataset = dataset

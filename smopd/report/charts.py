@@ -139,7 +139,7 @@ def chart(
 
 
 def scale(values: Sequence[float], begin: float, end: float) -> tuple[list[float], Callable[[float], float]]:
-    """Return ticks that enclose the values, and the function that maps them from `begin` to `end`."""
+    """Return enclosing ticks, and the linear map of their range to `begin`..`end`."""
     found = ticks(min(values), max(values))
     unit = (end - begin) / (found[-1] - found[0])
     return found, lambda value: round(begin + unit * (value - found[0]), 1)

@@ -48,7 +48,7 @@ class Environment(Protocol):
 
 @dataclass(frozen=True)
 class Answer:
-    """Messages for a conversation (None: it has ended), or why there are none."""
+    """An environment's messages (None: the conversation ended), or its failure."""
 
     messages: list[dict[str, Any]] | None = None
     failure: str = ""

@@ -178,8 +178,8 @@ def load_items(data: Path, categories: Sequence[str]) -> list[BfclItem]:
 def summarise(accuracies: Mapping[str, float]) -> dict[str, float | None]:
     """Return the accuracies by category and all means. A mean with a missing part is None.
 
-    Averages are over languages, over non-live's four kinds, and over live's items. Overall counts a missing
-    part as 0.
+    Simple is averaged over languages, non-live over its four kinds, live over its items. Overall counts a
+    missing part as 0.
     """
     found: dict[str, float | None] = dict.fromkeys((*CATEGORIES, "overall")) | dict(accuracies)
 
