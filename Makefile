@@ -1,7 +1,7 @@
 # make quickstart   set up .venv and run both stages on this machine
 # make check        set up .venv and run the linter, the type checker and the fast tests: minutes
 # make test         set up .venv and .venv-engines (vLLM for CPUs and DeepSpeed, 3.5 GB) and run the linter, the type
-#                   checker and all tests: test-core beside test-engines
+#                   checker and all tests: test-core, then test-engines
 # make test-verl    the same for the verl integration, in .venv-verl (2 GB): verl needs an older transformers
 # make test-newest  the tests that need no engine, in .venv-newest, with the newest versions that our bounds admit
 # make docs         build the site in build/site
@@ -84,9 +84,10 @@ quickstart: $(VENV)/.installed
 
 check: lint test-fast
 
-# pip and many tests wait, for the network, the disk or other processes: the halves run side by side.
+# pip waits for the network and the disk: what only the engines need is installed while the core is tested.
 test: style
-	$(MAKE) --jobs=3 types test-core test-engines
+	$(MAKE) --jobs=3 types test-core $(ENGINES_VENV)/.installed
+	$(MAKE) test-engines
 
 lint: style types
 
@@ -98,9 +99,8 @@ types: $(VENV)/.installed-test
 	$(BIN)/mypy
 
 # A process a core and one more, as some tests wait, a thread each; a file in one of them, files in the order of
-# tests/conftest.py. Engines are processes of their own, and hold gigabytes: fewer.
+# tests/conftest.py.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
-test-engines: WORKERS := $(shell $(PYTHON) -c "import os; print(1 + (os.cpu_count() or 1) // 2)")
 pytest = OMP_NUM_THREADS=1 $1/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20 $2
 ENGINES := $(shell find tests -name 'test_*vllm*.py' -o -name 'test_*deepspeed*.py') tests/smopd/run/test_engines.py
 WITHOUT_ENGINES := $(addprefix --ignore=,$(ENGINES))
