@@ -130,7 +130,7 @@ def run_recipe(command: Command) -> int:
                 lost = distributed.is_lost(error)
                 say_error("error: another rank has ended" if lost else traceback.format_exc())
             return 1
-    return 0
+    return 128 + stop.number if stop.number else 0  # a signal while the command ended
 
 
 def try_recipe(command: Command) -> int:

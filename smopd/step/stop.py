@@ -42,7 +42,7 @@ class Stopped(BaseException):
 
 
 class Stop:
-    """Context manager that handles `stop_signals`. Outside the main thread it does nothing."""
+    """Context manager that handles `stop_signals` and swallows Stopped; only in the main thread."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -56,9 +56,10 @@ class Stop:
             self._before = {number: signal.signal(number, self._handle) for number in stop_signals()}
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, exception: object, trace: object) -> bool:
         for number, before in self._before.items():
             signal.signal(number, before)
+        return isinstance(exception, Stopped)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -28,7 +28,9 @@ def test_a_signal_is_raised_where_it_is_not_postponed(hangup, number, status):
     with Stop(), pytest.raises(Stopped, match=f"stopped by {signal.Signals(number).name}") as stopped:
         signal.raise_signal(number)
     assert stopped.value.status == status
-    assert signal.getsignal(number) is before
+    with Stop() as stop:  # or while the command ends
+        signal.raise_signal(number)
+    assert stop.number == number and signal.getsignal(number) is before
 
 
 def test_under_nohup_a_hangup_stops_nothing(hangup):
