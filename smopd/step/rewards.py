@@ -43,7 +43,10 @@ class Rewards:
         batch = replace(
             now,
             values_RK=rewards_RK.numpy(),
-            failures={name: Counter(was.failures[name]) + Counter(now.failures[name]) for name in now.names},
+            failures={
+                name: {kind: count + now.failures[name][kind] for kind, count in was.failures[name].items()}
+                for name in now.names
+            },
             last_errors={**was.last_errors, **now.last_errors},
         )
         return Rewards(rewards_RK, texts, batch)

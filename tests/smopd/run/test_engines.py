@@ -54,8 +54,7 @@ def test_vllm_samples_scores_and_takes_new_weights(tmp_path):
 
 def test_lora_runs_and_teachers_share_one_engine_with_their_base(tmp_path):
     """kl_ref of a LoRA run uses its own base; with full weights it uses the teachers' base."""
-    model, tokenizer = world_model(0)
-    for part in (model, tokenizer):
+    for part in world_model(0):
         part.save_pretrained(tmp_path / "model")
     changes = {
         "model": {"factory": None, "path": str(tmp_path / "model")},

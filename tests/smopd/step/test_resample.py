@@ -10,6 +10,7 @@ import torch
 
 from smopd.config.settings import Settings, merged
 from smopd.engine import distributed
+from smopd.rewards.pool import FAILURE_KINDS
 from smopd.step.resample import flat_groups, resample
 from smopd.step.sampling import ATTEMPT_STEPS, Sampler
 from tests.smopd.run.invariance_worker import (
@@ -22,10 +23,6 @@ from tests.smopd.run.invariance_worker import (
 )
 
 nan = torch.nan
-
-
-def phase(name):
-    return nullcontext()
 
 
 def test_a_group_is_flat_if_no_reward_differs_though_their_sum_may_not() -> None:
@@ -58,7 +55,7 @@ def attempts(batch) -> list[int]:
 def test_flat_groups_are_replaced_until_they_are_not(most: int) -> None:
     with sampler(most) as own:
         first = own.take(0)
-        again = partial(resample, own, FixedRewarder(flat=True), 0, first, [0.5, 0.5], phase)
+        again = partial(resample, own, FixedRewarder(flat=True), 0, first, [0.5, 0.5], nullcontext)
         batch, rewards, replaced = again()
         assert again()[0].token_ids_N.equal(batch.token_ids_N), "nothing but the step decides"
     flat = flat_groups(rewards.rewards_RK, GROUP_SIZE)
@@ -69,6 +66,7 @@ def test_flat_groups_are_replaced_until_they_are_not(most: int) -> None:
     assert (flat == []) == (most == 4), "the last attempt stays"
     scored = FixedRewarder(flat=True).score(batch.prompts, batch.rollouts, 0).rewards_RK
     torch.testing.assert_close(rewards.rewards_RK, scored, equal_nan=True)
+    assert set(rewards.batch.failures["dense"]) == set(FAILURE_KINDS), "ranks have the same metrics"
     for i, prompt in enumerate(batch.prompts):
         assert batch.rollouts[i].prompt_ids == prompt.token_ids
     kept = [i for i in range(PROMPTS * GROUP_SIZE) if i // GROUP_SIZE not in was]
@@ -78,6 +76,6 @@ def test_flat_groups_are_replaced_until_they_are_not(most: int) -> None:
 def test_a_reward_of_weight_0_is_no_reason_to_keep_a_group() -> None:
     with sampler(1) as own:
         batch = own.take(0)
-        _, _, both = resample(own, FixedRewarder(), 0, batch, [0.5, 0.5], phase)
-        _, _, sparse = resample(own, FixedRewarder(), 0, batch, [0.0, 1.0], phase)
+        _, _, both = resample(own, FixedRewarder(), 0, batch, [0.5, 0.5], nullcontext)
+        _, _, sparse = resample(own, FixedRewarder(), 0, batch, [0.0, 1.0], nullcontext)
     assert both == 0 < sparse
