@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (
     errno.EROFS, errno.ESTALE, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG,
 )  # fmt: skip
+_NUMBER = re.compile(r"(?:\[Errno|os error) (\d+)")  # torch and safetensors quote the system's errors
 _TORCH_WRITES = "PytorchStreamWriter failed"  # torch's C++ errors have no reason
 _PROBE_BYTES = 1 << 16  # ours
 
@@ -52,8 +54,12 @@ def _reason(error: BaseException | None) -> int | None:
     """Return the error number of a refused write, 0 if it is unknown, None if there is no such error."""
     if error is None:
         return None
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    if found := _NUMBER.search(str(error)):
+        return int(found[1])
     for number in (*_FULL, *_REFUSED):
-        if getattr(error, "errno", None) == number or os.strerror(number) in str(error):
+        if os.strerror(number) in str(error):
             return number
     cause = _reason(error.__cause__ or error.__context__)
     return 0 if cause is None and _TORCH_WRITES in str(error) else cause
@@ -67,7 +73,7 @@ def _small_write(folder: Path) -> int | None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        return error.errno if error.errno in (*_FULL, *_REFUSED) else None
+        return error.errno
     return None
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from datetime import date
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint import save
 
-from smopd.engine.files import DamagedFile, read_json, write_atomically
+from smopd.engine.files import CannotWrite, DamagedFile, read_json, room_for, write_atomically
 from smopd.record.files import JsonlLog
 
 
@@ -64,17 +66,15 @@ def test_a_field_of_another_type_is_named(tmp_path: Path) -> None:
     assert read_json(path, steps=str) == {"steps": "4"}
 
 
-def test_an_atomic_write_that_fails_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_write_is_named_and_changes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "report.html"
     write_atomically(path, b"old")
 
-    def fail(descriptor: int) -> None:
-        raise OSError("disk full")
+    def fail(descriptor: int) -> None:  # as a FUSE mount whose daemon has died
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="disk full"):
-        write_atomically(path, b"new")
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
+    for write in (lambda: write_atomically(path, b"new"), lambda: save({}, checkpoint_id=tmp_path / "new")):
+        with pytest.raises(CannotWrite, match=r"html: cannot be .*\(Transport endpoint"), room_for(path):
+            write()
+    assert path.read_bytes() == b"old" and sorted(tmp_path.iterdir()) == [tmp_path / "new", path]
