@@ -28,7 +28,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
@@ -92,14 +92,16 @@ def _endpoint(answer: Callable[[bytes, QueryParams], Response]) -> Callable[[Req
         if token and not hmac.compare_digest(brought.encode("latin-1"), f"Bearer {token}".encode()):
             raise HTTPException(401, f"missing or wrong token ({TOKEN})")
         content = bytearray()
-        async for piece in request.stream():
-            content += piece
-            if len(content) > MAX_REQUEST_BYTES:
-                raise HTTPException(413, f"a request of more than {MAX_REQUEST_BYTES} bytes")
         try:
+            async for piece in request.stream():
+                content += piece
+                if len(content) > MAX_REQUEST_BYTES:
+                    raise HTTPException(413, f"a request of more than {MAX_REQUEST_BYTES} bytes")
             return await run_in_threadpool(answer, bytes(content), request.query_params)
         except (LookupError, TypeError, ValueError, RecursionError, SafetensorError) as error:
             return PlainTextResponse(f"{type(error).__name__}: {error}", 400)
+        except ClientDisconnect:
+            return Response(status_code=400)  # nobody reads it
 
     return endpoint
 

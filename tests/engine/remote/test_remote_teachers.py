@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import re
 import socket
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from unittest.mock import AsyncMock
 from urllib.parse import parse_qs, urlsplit
 
 import httpx
@@ -31,6 +33,7 @@ from tests.smopd.recipes import merged, metric_lines, train_here, write_recipe
 
 pytest.importorskip("starlette")
 uvicorn = pytest.importorskip("uvicorn")
+application = pytest.importorskip("smopd.engine.teacher_server").application
 
 QUICK = RetryPolicy(deadline_seconds=30.0, retries=1, backoff_seconds=0.01, concurrency=2)
 MODEL, TOKENIZER = world_model(0)
@@ -40,10 +43,7 @@ PROBE = Probe("call the", tuple(TOKENIZER.encode("call the", add_special_tokens=
 
 class Serving:
     def __init__(self, path: str, vocabulary: int = VOCABULARY):
-        from smopd.engine.teacher_server import application
-
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
+        with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.app = application(local([path], vocabulary), path, vocabulary)
@@ -55,8 +55,6 @@ class Serving:
 
     def become(self, path: str) -> None:
         """Serve another model, as after a restart that no client noticed."""
-        from smopd.engine.teacher_server import application
-
         self.app.router.routes[:] = application(local([path]), path, VOCABULARY).router.routes
 
     def stop(self) -> None:
@@ -65,8 +63,7 @@ class Serving:
 
 
 def local(paths: list[str], vocabulary: int = VOCABULARY) -> LocalTeachers:
-    packing = Packing(micro_batch_tokens=200)
-    return load_teachers(paths, packing, vocabulary, torch.float32, tokens=1)
+    return load_teachers(paths, Packing(micro_batch_tokens=200), vocabulary, torch.float32, tokens=1)
 
 
 @pytest.fixture(scope="module")
@@ -326,7 +323,10 @@ def test_bad_bytes_and_parameters_are_answered_by_400(urls, path, content, param
     assert answer.status_code == 400 and ": " in answer.text
 
 
-def test_a_request_has_a_largest_size(urls, monkeypatch):
+def test_a_request_that_is_cut_or_too_large_is_no_error(paths, serve, urls, monkeypatch):
+    gone = AsyncMock(return_value={"type": "http.disconnect"})
+    scope = {"type": "http", "method": "POST", "path": "/score", "headers": [], "query_string": b""}
+    asyncio.run(serve(paths[0]).app(scope, gone, AsyncMock()))
     monkeypatch.setattr("smopd.engine.teacher_server.MAX_REQUEST_BYTES", 10_000)
     assert httpx.post(f"{urls[0]}/score", content=b"x" * 100_000).status_code == 413
     assert httpx.post(f"{urls[0]}/score", params={"kappa": "4"}, content=save(REQUEST)).is_success
