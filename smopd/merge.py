@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from pathlib import Path
@@ -47,6 +48,8 @@ def merge(
     given = [each_of(name, values, len(models)) for name, values in choices.items()]
     if wrong := [share for share in keep if not 0 < share <= 1]:
         raise ValueError(f"--keep: got {wrong[0]:g}, expected a share in (0, 1]")
+    if not all(map(math.isfinite, scale)):
+        raise ValueError(f"--scale: got {[*scale]}, expected finite numbers")
     for pattern in exclude:
         try:
             re.compile(pattern)
