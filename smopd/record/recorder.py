@@ -88,7 +88,10 @@ class Recorder:
             return
         for log in (self.metrics, self.samples, self.tokens):
             log.cut(start)
-        for line in self.metrics.read():
+        lines = self.metrics.read()
+        if lost := start - sum("grad_norm" in line for line in lines):
+            say(f"{self.name}: metrics.jsonl lacks {lost} of {start} steps")
+        for line in lines:
             if "grad_norm" in line:
                 self._watch.see(line)  # already reported
             else:
