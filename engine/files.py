@@ -40,8 +40,8 @@ def room_for(path: Path) -> Iterator[None]:
     except BaseException as error:  # torch's CheckpointException is not an Exception
         if isinstance(error, CannotWrite):
             raise
-        reason = _reason(error)
-        reason = reason or _small_write(path.parent) or reason
+        if (reason := _reason(error)) not in (*_FULL, *_REFUSED):  # perhaps an effect: ask the disk
+            reason = _small_write(path.parent) or reason
         if reason in _FULL:
             raise CannotWrite(f"{path}: no space left on the disk; make room and rerun to resume") from error
         if reason is not None:
