@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import combinations
+from itertools import accumulate, combinations
 from typing import Any
 
 from smopd.report.tables import heading
@@ -80,12 +80,11 @@ def smoothed(lines: Lines, keys: Sequence[str]) -> list[tuple[float, ...]]:
         if all(_finite(line, key) for key in keys)
     ]
     window = math.ceil(len(rows) / _SMOOTHED)
-    found = []
-    for end in range(1, len(rows) + 1):
-        last = rows[max(0, end - window) : end]
-        steps, *columns = zip(*last, strict=True)
-        found.append((steps[-1], *(sum(column) / len(last) for column in columns)))
-    return found
+    sums = [[*accumulate((row[k] for row in rows), initial=0.0)] for k in range(1, len(keys) + 1)]
+    return [
+        (row[0], *((total[n] - total[max(0, n - window)]) / min(n, window) for total in sums))
+        for n, row in enumerate(rows, 1)
+    ]
 
 
 def sections(
