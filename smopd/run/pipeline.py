@@ -134,7 +134,7 @@ def run_recipe(command: Command) -> int:
 
 
 def try_recipe(command: Command) -> int:
-    """Read the data and call every reward once without training, and return the exit status."""
+    """Check the model's files, the data and every reward without training, and return the exit status."""
     settings = command.settings
     set_up(settings)
     with tempfile.TemporaryDirectory() as place, distributed.process_group():
@@ -142,7 +142,9 @@ def try_recipe(command: Command) -> int:
             require_functions(settings)
             with workers(settings, Path(place)) as (pool, _):
                 with error_context("model"):
-                    tokenizer = load_tokenizer(initial_model(settings, Path(place)))
+                    start = initial_model(settings, Path(place))
+                    tokenizer = load_tokenizer(start)
+                    require_exportable(start, tokenizer)
                 inputs = read_inputs(settings, tokenizer, demonstrations=settings.warm_start is not None)
                 pool.require_columns(inputs.columns)
                 log_inputs(inputs)
