@@ -129,7 +129,10 @@ def main() -> None:
         logging.warning("%s is unset: whoever reaches %s:%d is served", TOKEN, chosen.host, chosen.port)
     import uvicorn
 
-    from smopd.engine.vllm.teachers import VllmTeachers
+    try:
+        from smopd.engine.vllm.teachers import VllmTeachers
+    except ModuleNotFoundError as error:
+        parser.error(f"{error.name} is not installed (pip install {error.name})")
 
     settings = Vllm(
         placement="colocated" if chosen.tensor_parallel_size == 1 else "process",

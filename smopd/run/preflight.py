@@ -34,7 +34,6 @@ from smopd.step.stop import all_or_raise
 log = logging.getLogger(__name__)
 GROUND_TRUTHS = ("ground_truth", "answer", "solution", "completion", "response", "output", "target")
 """Ours: columns that may hold a right answer; the first one with text is tried."""
-
 TRIED_TOKENS = 16  # ours: of the response that try_engine compares
 NEWEST_TESTED = {"torch": "2.14", "transformers": "5.23", "triton": "3.8"}  # see CONTRIBUTING.md
 
@@ -118,9 +117,8 @@ def try_rewards(
 def try_engine(engine: RolloutEngine, student: Student, prompt: Prompt, settings: Settings) -> None:
     """Warn if the engine's log-probabilities of a short response are not the trainer's; a collective call."""
     rollout = settings.rollout
-    sampling = Sampling(
-        temperature=rollout.temperature, max_new_tokens=min(TRIED_TOKENS, rollout.max_new_tokens)
-    )
+    most = min(TRIED_TOKENS, rollout.max_new_tokens)
+    sampling = Sampling(temperature=rollout.temperature, max_new_tokens=most)
     rollouts = all_or_raise(lambda: engine.generate([prompt.token_ids], [0], sampling))
     logp_N = student.logps(rollouts, rollout.temperature).cpu()
     off = float((logp_N - rollouts[0].logps).abs().mean())
