@@ -89,7 +89,7 @@ class Recorder:
         for log in (self.metrics, self.samples, self.tokens):
             log.cut(start)
         lines = self.metrics.read()
-        if lost := start - sum("grad_norm" in line for line in lines):
+        if (lost := start - sum("grad_norm" in line for line in lines)) > 0:
             say(f"{self.name}: metrics.jsonl lacks {lost} of {start} steps")
         for line in lines:
             if "grad_norm" in line:
