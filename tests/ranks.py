@@ -1,4 +1,4 @@
-"""Run Python programs in forks of a process that has imported the trainer, as commands or as ranks."""
+"""Run Python programs in forks of a process that has imported the trainer and vLLM: commands or ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from tests.patience import HANG_SECONDS
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the fork server, for threads that forks start
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["smopd.run.pipeline"])  # which takes seconds
+# Importing either takes seconds; vLLM is left out where it is not installed.
+FORKS.set_forkserver_preload(["smopd.run.pipeline", "vllm.entrypoints.openai.api_server"])
 forks = partial(torch.multiprocessing.start_processes, start_method="forkserver")
 """torch.multiprocessing.spawn in forks."""
 
@@ -34,7 +35,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def _become(words: tuple[str, ...], variables: dict[str, str], cwd: Path, output: list[Path]) -> None:
+def become(words: tuple[str, ...], variables: dict[str, str], cwd: Path, output: list[Path]) -> None:
     """Become `python *words`."""
     for descriptor, path in enumerate(output, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), descriptor)
@@ -69,7 +70,7 @@ def forked(n: int, *words: str, cwd: Path, output: list[Path]) -> Iterator[list[
             own["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     for path in output:
         path.touch()
-    forks = [FORKS.Process(target=_become, args=(words, own, cwd, output)) for own in variables]
+    forks = [FORKS.Process(target=become, args=(words, own, cwd, output)) for own in variables]
     try:
         for fork in forks:
             fork.start()

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 
 from tests.patience import HANG_SECONDS
+from tests.ranks import FORKS, ROOT, become, environment
 
-ROOT = Path(__file__).parents[3]
 ROLLOUTS = """--enable-scale-out --logprobs-mode processed_logprobs --generation-config vllm
     --worker-extension-cls smopd.engine.vllm.transfer.Extension
     --weight-transfer-config {"backend":"smopd"}""".split()  # noqa: SIM905
@@ -32,24 +33,20 @@ class Process:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url, self.log = f"http://127.0.0.1:{port}", log
-        self.command = [sys.executable, "-m", module, *arguments, "--port", str(port)]
-        self.process: subprocess.Popen | None = None
+        self.words = ("-m", module, *arguments, "--port", str(port))
+        self.process: BaseProcess | None = None
 
     def start(self) -> None:
         """Start the server unless it runs, and wait until it answers."""
         if self.process is not None:
             return
-        environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "TORCHDYNAMO_DISABLE": "1"}
-        environment |= {"PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        with self.log.open("ab") as file:
-            self.process = subprocess.Popen(
-                self.command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        self.process = FORKS.Process(target=_serve, args=(self.words, self.log))
+        self.process.start()
         deadline = time.monotonic() + HANG_SECONDS
         while not self.answers():
-            alive = self.process.poll() is None and time.monotonic() < deadline
+            alive = self.process.is_alive() and time.monotonic() < deadline
             assert alive, self.log.read_text()[-4000:]
-            time.sleep(0.5)
+            time.sleep(0.2)
 
     def answers(self) -> bool:
         try:
@@ -60,15 +57,25 @@ class Process:
     def kill(self) -> None:
         """Kill the server and its children at once, as the loss of a machine does."""
         os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(60)
+        self.process.join(60)
 
     def stop(self) -> None:
-        if self.process is not None and self.process.poll() is None:
+        if self.process is not None and self.process.is_alive():
             self.process.terminate()  # lets vLLM free its shared memory
-            try:
-                self.process.wait(60)
-            except subprocess.TimeoutExpired:
+            self.process.join(60)
+            if self.process.is_alive():
                 self.kill()
+
+
+def _serve(words: tuple[str, ...], log: Path) -> None:
+    """Become the server, whose engine is a fork of it: on a CPU vLLM would import everything once more."""
+    from vllm.utils import system_utils
+
+    os.setsid()
+    system_utils.multiprocessing = SimpleNamespace(get_context=lambda _: multiprocessing.get_context("fork"))
+    variables = {**environment(), "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    log.touch()
+    become(words, variables | {"TORCHDYNAMO_DISABLE": "1"}, ROOT, [log, log])
 
 
 def serve(model: Path, log: Path, *options: str, length: int = 64) -> Process:

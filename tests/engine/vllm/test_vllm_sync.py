@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -42,8 +40,8 @@ from tests.engine.vllm.vllm_worker import (
     save_models,
 )
 from tests.patience import HANG_SECONDS
+from tests.ranks import forked
 
-ROOT = Path(__file__).parents[3]
 SETTINGS = Vllm(engine_kwargs={"kv_cache_memory_bytes": 32 << 20, "max_model_len": 256})
 ALONE = SETTINGS.model_copy(update={"placement": "process"})
 GREEDY = Sampling(temperature=0.0, max_new_tokens=12)
@@ -166,43 +164,42 @@ def test_an_engine_in_its_own_process_takes_weights_and_its_end_is_an_error(engi
 
 
 CALLER = """
-import signal, sys
+import os, signal, sys
 from smopd.engine.settings import Vllm
 from smopd.engine.types import Sampling
 from smopd.engine.vllm.rollout import VllmRollout
 from tests.engine.tiny import END
 if __name__ == "__main__":
+    os.setsid()
     kwargs = {"kv_cache_memory_bytes": 32 << 20, "max_model_len": 64}
-    settings = Vllm(placement="process", engine_kwargs=kwargs)
-    rollouts = VllmRollout(sys.argv[1], [END], settings)
+    rollouts = VllmRollout(sys.argv[1], [END], Vllm(placement="process", engine_kwargs=kwargs))
     signal.signal(signal.SIGINT, lambda *_: print("asked to end", flush=True))
     print("made", flush=True)
-    for line in sys.stdin:
-        made = rollouts.generate([(5, 9, 11)], [0], Sampling(temperature=0.0, max_new_tokens=4))
-        print(len(made), "sampled", flush=True)
+    signal.pause()
+    made = rollouts.generate([(5, 9, 11)], [0], Sampling(temperature=0.0, max_new_tokens=4))
+    print(len(made), "sampled", flush=True)
+    signal.pause()
 """
 
 
 @pytest.mark.slow
 def test_an_engine_outlives_a_terminals_interrupt_and_ends_with_a_caller_that_is_killed(tmp_path):
     tiny_model().save_pretrained(tmp_path)
-    script = tmp_path / "caller.py"
+    script, out, log = (tmp_path / name for name in ("caller.py", "out", "log"))
     script.write_text(CALLER)
-    command, env = [sys.executable, str(script), str(tmp_path)], {**os.environ, "PYTHONPATH": str(ROOT)}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=env, start_new_session=True, **pipes) as caller:
-        try:
-            assert caller.stdout.readline() == "made\n"
-            engines = below(caller.pid)
-            assert engines
-            os.killpg(caller.pid, signal.SIGINT)
-            assert caller.stdout.readline() == "asked to end\n"
-            caller.stdin.write("go on\n")
-            caller.stdin.flush()
-            assert caller.stdout.readline() == "1 sampled\n"
-        finally:
-            caller.kill()
     deadline = time.monotonic() + HANG_SECONDS
+
+    def wait_for(line: str) -> None:
+        while line not in out.read_text():
+            assert caller.is_alive() and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+
+    with forked(1, str(script), str(tmp_path), cwd=tmp_path, output=[out, log]) as (caller,):
+        wait_for("made\n")
+        engines = below(caller.pid)
+        assert engines
+        os.killpg(caller.pid, signal.SIGINT)
+        wait_for("asked to end\n1 sampled\n")
     while any(runs(process) for process in engines):
         assert time.monotonic() < deadline, engines
         time.sleep(0.2)
