@@ -73,10 +73,17 @@ def printable(text: str) -> str:
 
 def without_secrets(text: str) -> str:
     """Remove URL credentials, assigned and well-known forms of secrets, and those of the environment."""
-    for name, value in os.environ.items():
-        value = value.strip()
-        if len(value) >= _SECRET_LENGTH and name not in _NOT_SECRET and _SECRET_NAME.fullmatch(name):
-            text = text.replace(value, REDACTED)
+    return _without(text, _environment_secrets())
+
+
+def _environment_secrets() -> list[str]:
+    named = [name for name in os.environ if name not in _NOT_SECRET and _SECRET_NAME.fullmatch(name)]
+    return [value for name in named if len(value := os.environ[name].strip()) >= _SECRET_LENGTH]
+
+
+def _without(text: str, secrets: list[str]) -> str:
+    for value in secrets:
+        text = text.replace(value, REDACTED)
     text, pieces, at = _USER.sub(r"\1", text), [], 0
     while match := _ASSIGNED.search(text, at):  # the value of another name may hold assignments
         pieces.append(text[at : match.end()])
@@ -89,14 +96,19 @@ def without_secrets(text: str) -> str:
     return _SECRET_VALUE.sub(lambda match: f"{match[match.lastindex or 0]}{REDACTED}", text)
 
 
-def redacted(value: Any, name: str = "") -> Any:
+def redacted(value: Any) -> Any:
     """Replace the values of secret names, and everything that `without_secrets` finds, for a file."""
-    secret = _SECRET_NAME.fullmatch(name)
-    if isinstance(value, dict):
-        return {key: redacted(inner, name if secret else str(key)) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        words = [str(each) if str(each).startswith("--") else name for each in value]  # options of a command
-        return [redacted(inner, word) for inner, word in zip(value, [name, *words], strict=False)]
-    if secret and value and not isinstance(value, bool):
-        return REDACTED
-    return without_secrets(value) if isinstance(value, str) else value
+    secrets = _environment_secrets()
+
+    def clean(value: Any, name: str) -> Any:
+        secret = _SECRET_NAME.fullmatch(name)
+        if isinstance(value, dict):
+            return {key: clean(inner, name if secret else str(key)) for key, inner in value.items()}
+        if isinstance(value, (list, tuple)):
+            words = [str(each) if str(each).startswith("--") else name for each in value]  # command options
+            return [clean(inner, word) for inner, word in zip(value, [name, *words], strict=False)]
+        if secret and value and not isinstance(value, bool):
+            return REDACTED
+        return _without(value, secrets) if isinstance(value, str) else value
+
+    return clean(value, "")

@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -31,7 +31,7 @@ from smopd.engine import distributed
 from smopd.engine.errors import Failure
 from smopd.engine.files import read_json, room_for, write_atomically
 from smopd.engine.student.checkpoint import saved_steps
-from smopd.names import without_secrets
+from smopd.names import redacted, without_secrets
 from smopd.record.files import JsonlLog, append_line
 from smopd.record.progress import say
 from smopd.run.lease import RunDirLocked, lease, require_shared
@@ -132,7 +132,7 @@ def changes(folder: Path, settings: Settings) -> list[Change]:
     begun = begun_runs(folder, settings)
     if not (folder / "config.yaml").exists() or not begun:
         return []
-    before = saved_settings(folder)
+    before, settings = saved_settings(folder), public(settings)
     found = []
     for name in begun:
         if name == BASE or name in before.runs:
@@ -159,14 +159,18 @@ def saved_settings(folder: Path) -> Settings:
         ) from None
 
 
+def public(settings: Settings) -> Settings:
+    """Return the settings without secrets, as config.yaml has them."""
+    return Settings.model_validate(redacted(settings.model_dump()))
+
+
 def settings_of(settings: Settings, name: str) -> dict[str, Any]:
     """Return the settings that the result of a run, or of the base model, depends on, by dotted path."""
-    public = Settings.model_validate(yaml.safe_load(write_yaml(settings, public=True)))
     if name == BASE:
-        own = {key: value for key, value in flat(public.model_dump()).items() if key.startswith(OF_BASE)}
+        own = {key: value for key, value in flat(settings.model_dump()).items() if key.startswith(OF_BASE)}
     else:
-        own = flat(public.resolved(name).model_dump(exclude={"runs"}))
-        own |= flat(public.runs[name].model_dump(exclude={"set"}))
+        own = flat(settings.resolved(name).model_dump(exclude={"runs"}))
+        own |= flat(settings.runs[name].model_dump(exclude={"set"}))
     return {key: value for key, value in own.items() if not key.startswith(FREE)}
 
 
@@ -240,7 +244,7 @@ def write_settings(
         write_atomically(folder / "config.yaml", write_yaml(settings, public=True).encode())
         if not (folder / "environment.json").exists():
             write_atomically(folder / "environment.json", json.dumps(here, indent=1).encode())
-        values = flat(yaml.safe_load(write_yaml(settings, public=True)))
+        values = flat(public(settings).model_dump())
         command = without_secrets(shlex.join(["smopd", "train", *arguments]))
         facts = {"time": time.time(), "command": command, "environment": here, "settings": values}
         commands = folder / "commands.jsonl"
@@ -267,19 +271,23 @@ def compare_inputs(folder: Path, settings: Settings, now: Parts, *, change: bool
 
 def environment() -> dict[str, Any]:
     """Return the versions and the machine of this process."""
-    there = reversed(list(importlib.metadata.distributions()))  # Python imports the first of two installs
-    installed = {found.name: found.version for found in there}
     return {
         "smopd": __version__,
         "git": _checkout(),
         "python": platform.python_version(),
-        "packages": {name: installed.get(name) for name in PACKAGES},
+        "packages": {name: _version(name) for name in PACKAGES},
         "machine": platform.platform(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "world_size": distributed.world_size(),
     }
+
+
+def _version(package: str) -> str | None:
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
 
 
 def _checkout() -> str | None:
