@@ -33,14 +33,14 @@ TINY: dict[str, Any] = {
     ],
     "warm_start": {
         "source": {"source": "smopd.worlds.toy_world:demonstrations", "kwargs": {"n": 200, "seed": 3}},
-        "steps": 10,
+        "steps": 6,
         "batch_size": 32,
         "learning_rate": 5.0e-3,
     },
     "rollout": {"group_size": 4, "max_new_tokens": 24},
     "student": {"learning_rate": 1.0e-3, "compute_dtype": "float32"},
     "scoring": {"deadline_seconds": 600.0},
-    "loop": {"steps": 6, "prompts_per_step": 4, "updates_per_step": 2},
+    "loop": {"steps": 4, "prompts_per_step": 4, "updates_per_step": 2},
     "teachers": {
         "models": [
             {"model": "accuracy_teacher", "reward": "accuracy"},

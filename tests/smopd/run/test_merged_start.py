@@ -38,6 +38,7 @@ TAUGHT: dict[str, Any] = {
         {"name": "format", "function": "two_rewards:vowels", "range": [0, 1]},
     ],
     "warm_start": {"steps": 30, "source": {"kwargs": {"n": 400}}},
+    "loop": {"steps": 6},
     "student": {"learning_rate": 1.0e-2},
     "scoring": {"special_tokens": False},  # a model of random weights says many
 }
